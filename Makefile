@@ -13,8 +13,9 @@
 # make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
-# make xen-quick  test guests of Xen in an emulated machine; the first time it builds the hypervisor (xen-long: a hundred thousand
-#               shares; xen-cost: instructions a page)
+# make xen-quick  test guests of Xen in an emulated machine; the first time it builds the hypervisor (xen-long: runs that are killed
+#               at each step, guests that interfere, a hundred thousand shares; xen-bochs: the unmodified hypervisor with VMX; xen: all three; xen-cost:
+#               instructions a page)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine
 # make install  install pagefold (not pagefold-lab), its manual pages, completions, systemd units and, unless there is one, its
 #               configuration file, below DESTDIR
@@ -27,7 +28,8 @@ CARGO ?= cargo
 # pagefold-fleet contains DataFusion, which takes long to build: fleet-test checks and tests it.
 WORKSPACE := --workspace --exclude pagefold-fleet
 
-.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel kernel-quick kernel-cost kernel-deb xen-quick xen-long xen-cost dkms install install-files install-program pages \
+.PHONY: build fleet fleet-prepare fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel \
+    kernel-quick kernel-prepare kernel-cost kernel-deb xen xen-quick xen-prepare xen-long xen-bochs xen-cost dkms install install-files install-program pages \
     deb deb-test tarball
 
 build:
@@ -106,10 +108,12 @@ records: build
 kernel:
 	scripts/kernel full
 
-kernel-quick kernel-cost kernel-deb: kernel-%:
+kernel-quick kernel-prepare kernel-cost kernel-deb: kernel-%:
 	scripts/kernel $*
 
-xen-quick xen-long xen-cost: xen-%:
+xen: xen-quick xen-long xen-bochs
+
+xen-quick xen-prepare xen-long xen-bochs xen-cost: xen-%:
 	scripts/xen $*
 
 dkms:

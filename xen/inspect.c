@@ -1,7 +1,7 @@
 // What the tests know about guests, independent of pagefold: what the hypervisor says of shared frames, and the witnesses' mailboxes.
 // usage: inspect shared DOMAIN FIRST COUNT      how many of these guest frames are shared, and how many frames hold them
 //        inspect mail DOMAIN                    the witness's mailbox
-//        inspect command DOMAIN NUMBER          orders a witness: 0 rest, 1 check, 2 write and check
+//        inspect command DOMAIN NUMBER          orders a witness: 0 rest, 1 check, 2 write and check, 3 give memory back and check
 //        inspect spoil DOMAIN FRAME FRAME       shares two pages without comparing them, which a witness must find
 //        inspect totals                         saved pages, frames that hold them, free memory
 #include <inttypes.h>
@@ -62,7 +62,8 @@ int main(int count, char **args) {
     mail = mailbox(domain, PROT_READ, &handle);
     if (mail[0] != MAGIC)
       return 2;
-    printf("state %u rounds %u pages %u bad %u written %u first-bad %u\n", mail[7], mail[2], mail[3], mail[4], mail[5], mail[6]);
+    printf("state %u rounds %u pages %u bad %u written %u first-bad %u renewed %u\n", mail[7], mail[2], mail[3], mail[4], mail[5], mail[6],
+           mail[8]);
   } else if (count == 4 && !strcmp(args[1], "command")) {
     mail = mailbox(domain, PROT_READ | PROT_WRITE, &handle);
     mail[1] = (uint32_t)atoi(args[3]);

@@ -4,21 +4,20 @@
 // Its command line: seed=N (what the guest alone holds), same=N, zero=N, own=N (pages that every witness holds, pages of zeros,
 // pages that no other holds). The pages begin at FIRST. Its mailbox, which dom0 maps, has a command and the results.
 
-typedef unsigned int u32;
+#include "contents.h"
+
 typedef unsigned long long u64;
 
-#define PAGE 4096u
-#define WORDS (PAGE / 4)
 #define FIRST 0x400000u
 #define MAGIC 0x70676664u
 
 // Page 8, which no loader uses.
 struct mailbox {
-  volatile u32 magic, command, rounds, pages, bad, written, first_bad, state;
+  volatile u32 magic, command, rounds, pages, bad, written, first_bad, state, renewed;
 };
 #define MAILBOX ((struct mailbox *)0x8000)
 
-enum { REST, CHECK, WRITE };
+enum { REST, CHECK, WRITE, BALLOON };
 
 struct start_info {
   u32 magic, version, flags, nr_modules;
@@ -41,14 +40,6 @@ static u32 number(const char *line, const char *name) {
     return value;
   }
   return 0;
-}
-
-static u32 next(u32 *state) {
-  u32 x = *state;
-  x ^= x << 13;
-  x ^= x >> 17;
-  x ^= x << 5;
-  return *state = x;
 }
 
 static void cpuid(u32 leaf, u32 out[4]) {
@@ -114,21 +105,9 @@ static void sleep(void) {
   hypercall(29, 3, &poll);
 }
 
-static u32 same, zero, own, seed;
-
-// The first state of a page's contents; 0: zeros.
-static u32 content(u32 page) {
-  u32 base = page < same ? 0x9e3779b9u : page < same + zero ? 0 : seed * 0x85ebca6bu;
-  return base ? (base ^ (page * 0xc2b2ae35u)) | 1 : 0;
-}
-
 static u32 *at(u32 page) { return (u32 *)(FIRST + page * PAGE); }
 
-static void fill(u32 page) {
-  u32 state = content(page), i;
-  for (i = 0; i < WORDS; i++)
-    at(page)[i] = state ? next(&state) : 0;
-}
+static void fill(u32 page) { fill_page(at(page), page); }
 
 static int is_right(u32 page) {
   u32 state = content(page), i, differing = 0;
@@ -137,6 +116,21 @@ static int is_right(u32 page) {
   for (i = 1; i < WORDS; i++)
     differing |= words[i] ^ (state ? next(&state) : 0);
   return !differing;
+}
+
+// Gives a page back to the hypervisor, gets another in its place, and fills it as at first.
+static void renew(u32 page) {
+  u32 frame = (FIRST >> 12) + page;
+  struct {
+    u32 *frames, number, order, flags;
+    unsigned short domain;
+  } one = {&frame, 1, 0, 0, 0x7ff0};
+  hypercall(12, 1, &one); // memory_op(decrease_reservation)
+  yield();
+  while (hypercall(12, 6, &one) != 1) // memory_op(populate_physmap)
+    yield();
+  fill(page);
+  versions[page] = 0;
 }
 
 void main(struct start_info *info) {
@@ -170,6 +164,10 @@ void main(struct start_info *info) {
         *word = *word ^ versions[other] ^ version;
         versions[other] = (unsigned char)version;
         mail->written++;
+      }
+      if (command == BALLOON) {
+        renew(next(&random) % pages);
+        mail->renewed++;
       }
       if (!is_right(page)) {
         if (!mail->bad++)

@@ -114,7 +114,7 @@ fn clones_are_merged(report: &Value) {
 
 /// What a server feels beside each policy.
 fn neighbours_are_measured(report: &Value) {
-    for policy in ["no merging", "pagefold", "pagefold --governor quiet", "ksm-1000/20ms"] {
+    for policy in ["no merging", "pagefold", "ksm-1000/20ms"] {
         for when in ["while merging", "at rest"] {
             let figure = |name: &str| figure(report, &format!("{policy} {name} {when}"));
             for server in ["", "of mariadb "] {
@@ -146,7 +146,7 @@ fn workers_huge_pages_jobs_and_machines_are_measured(reports: &BTreeMap<&str, &V
 
 /// Sites in containers answer every page load while they are merged, hold less memory then, and leave nothing behind.
 fn containers_hold_less_while_their_pages_are_loaded(report: &Value) {
-    for policy in ["no merging", "ksm-1000/20ms", "pagefold"] {
+    for policy in ["no merging", "pagefold"] {
         let figure = |name: &str| figure(report, &format!("{policy}: {name}"));
         assert!(figure("page loads") >= 30.0);
         let percentiles = ["p50 of a page load, ms", "p99 of a page load, ms"].map(figure);

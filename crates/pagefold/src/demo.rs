@@ -6,7 +6,7 @@ mod watch;
 mod words;
 mod workers;
 
-use crate::commands::run::{rounds, take};
+use crate::commands::run::{self, rounds, take};
 use crate::commands::scan::{self, ScanArgs};
 use crate::commands::unmerge;
 use crate::config::settings::seed;
@@ -222,7 +222,8 @@ impl Demo {
         let began = Instant::now();
         let mut failure = None;
         let most_ns = u64::try_from(times.merge_most.as_nanos()).unwrap_or(u64::MAX);
-        let ran = rounds(&mut engine, &mut host, &self.stop, most_ns, |engine, host, _| {
+        let limits = (self.stop.as_ref(), most_ns, LiveHost::now_ns as fn(&LiveHost) -> u64);
+        let ran = rounds(&mut engine, &mut host, limits, run::failure, |engine, host, _| {
             failure = host.take_events().into_iter().find(|event| !matches!(event, Event::InjectorRestarted { .. }));
             let at_rest = !engine.is_busy() && engine.ledger().saved().0 > 0;
             if failure.is_some() || (at_rest && began.elapsed() >= times.merge) {

@@ -226,7 +226,7 @@ pub const CLAIMS: [Claim; 23] = [
         id: "U7",
         what: "Desktop: PDF viewer, browser, image editor",
         paper: "415, 27 and 39 MB within 2, 5 and 1 s",
-        here: Here::Not("no experiment runs desktop programs"),
+        here: Here::Not("browsers are on the list of programs that are left alone, and no experiment runs the others"),
     },
     Claim {
         id: "U8",

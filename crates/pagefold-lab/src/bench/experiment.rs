@@ -215,13 +215,7 @@ fn side_by_side(
 ) -> anyhow::Result<()> {
     let policies_in_turn = shuffled(policies, setting.order);
     if let Some(uksm) = Uksm::at(Path::new(uksm::ROOT)) {
-        let mut expected = None;
-        for policy in policies_in_turn.filter(|policy| matches!(policy, Policy::Uksm { .. } | Policy::NoMerging { .. }))
-        {
-            let mut targets = start()?;
-            let expected = expected.get_or_insert_with(|| answers(&mut targets));
-            report.runs.push(policy::run_uksm(setting, &uksm, policy, &mut targets, expected)?);
-        }
+        run_on_uksm(setting, report, &uksm, policies_in_turn, start)?;
     } else {
         let mut sequence = PolicySequence::take(setting)?;
         for policy in policies_in_turn {
@@ -231,6 +225,28 @@ fn side_by_side(
     sort_runs(report, &policies.iter().map(ToString::to_string).collect::<Vec<_>>());
     report.compare(policy::SUBJECT);
     report.bar_on_answers();
+    Ok(())
+}
+
+/// Runs those policies that need no KSM on newly started targets, on a kernel that has UKSM in its place.
+fn run_on_uksm<'a>(
+    setting: &ExperimentSetting<'_>,
+    report: &mut ExperimentReport,
+    uksm: &Uksm,
+    policies: impl IntoIterator<Item = &'a Policy>,
+    start: impl Fn() -> anyhow::Result<Vec<Box<dyn Target>>>,
+) -> anyhow::Result<()> {
+    let mut expected = None;
+    for policy in policies {
+        let needs_ksm = !matches!(policy, Policy::Uksm { .. } | Policy::NoMerging { .. });
+        if needs_ksm || !setting.wants(&policy.to_string()) {
+            continue;
+        }
+        eprintln!("{}: {policy}", report.experiment);
+        let mut targets = start()?;
+        let expected = expected.get_or_insert_with(|| answers(&mut targets));
+        report.runs.push(policy::run_uksm(setting, uksm, policy, &mut targets, expected)?);
+    }
     Ok(())
 }
 

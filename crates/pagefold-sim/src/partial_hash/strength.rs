@@ -42,8 +42,9 @@ const WHOLE: i64 = 1_000_000;
 const NOISE: i64 = WHOLE / 100;
 /// The largest step of slow start.
 const DELTA_MAX: u32 = 32;
-/// Steps in one direction without improvement before it is given up.
-const FUTILE_STEPS_MAX: u32 = 2;
+/// Steps in one direction without improvement before it is given up. Steps double, so these cross half of all strengths of a hash by cache
+/// lines: processors that read ahead take as long for half of the lines as for all, and less only for a few.
+const FUTILE_STEPS_MAX: u32 = 5;
 /// Changes of direction before a probe ends; noisy measurements would prolong it forever.
 const TURNS_MAX: u32 = 12;
 /// Rounds without a collision after which a weaker hash is tried.

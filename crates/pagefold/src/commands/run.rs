@@ -81,6 +81,13 @@ pub struct RunArgs {
     pub json: bool,
 }
 
+impl RunArgs {
+    /// When the run ends, on the clock of its host.
+    pub fn end_ns(&self) -> u64 {
+        self.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX))
+    }
+}
+
 /// Runs until it is stopped, and returns the exit code.
 pub fn run(args: &RunArgs) -> Result<u8> {
     // Signal handlers first: from here on the run always ends in an orderly way.
@@ -257,31 +264,30 @@ const LONGEST_WAIT_NS: u64 = 60_000_000_000;
 
 /// Runs cycles until `stop` is set, until the host's clock reaches `end_ns`, or until `each`, which is called after every
 /// cycle, breaks.
-pub fn rounds(
+pub fn rounds<H: Host>(
     engine: &mut Engine,
-    host: &mut LiveHost,
-    stop: &AtomicBool,
-    end_ns: u64,
-    mut each: impl FnMut(&mut Engine, &mut LiveHost, &Outcome) -> ControlFlow<()>,
+    host: &mut H,
+    (stop, end_ns, now_ns): (&AtomicBool, u64, fn(&H) -> u64),
+    failure: fn(&H::Error) -> Exit,
+    mut each: impl FnMut(&mut Engine, &mut H, &Outcome) -> ControlFlow<()>,
 ) -> Result<()> {
-    while !stop.load(Ordering::Relaxed) && host.now_ns() < end_ns {
-        let cycle = match cycle(engine, host) {
-            Ok(cycle) => cycle,
-            Err(LiveError::Scope(error)) => return Err(explain(&error).into()),
-            Err(error) => return Err(failure(&error).into()),
-        };
+    while !stop.load(Ordering::Relaxed) && now_ns(host) < end_ns {
+        let cycle = cycle(engine, host).map_err(|error| failure(&error))?;
         if each(engine, host, &cycle.outcome).is_break() {
             break;
         }
-        host.wait(cycle.wait_ns.min(LONGEST_WAIT_NS).min(end_ns.saturating_sub(host.now_ns())))
-            .map_err(|error| failure(&error))?;
+        let wait_ns = cycle.wait_ns.min(LONGEST_WAIT_NS).min(end_ns.saturating_sub(now_ns(host)));
+        host.wait(wait_ns).map_err(|error| failure(&error))?;
     }
     Ok(())
 }
 
 /// The error that ends a run. Its text includes the causes.
-fn failure(error: &LiveError) -> Exit {
-    Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor"))
+pub fn failure(error: &LiveError) -> Exit {
+    match error {
+        LiveError::Scope(error) => explain(error),
+        error => Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")),
+    }
 }
 
 /// Runs cycles, and between them reports, logs, and handles requests and reloads.
@@ -299,9 +305,8 @@ fn main_loop(
     progress: &mut Progress,
 ) -> Result<()> {
     let mut scans = 0;
-    let end_ns = args.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
     let mut rooms = RoomReports::default();
-    rounds(engine, host, stop, end_ns, |engine, host, outcome| {
+    rounds(engine, host, (stop, args.end_ns(), LiveHost::now_ns), failure, |engine, host, outcome| {
         for event in host.take_events() {
             match event {
                 Event::LeftAlone { pid, name, why } => {
@@ -325,7 +330,9 @@ fn main_loop(
         }
         if progress.stood_down.is_none() {
             log_changes(active, host, outcome, progress);
-            log_merges(active, host, outcome, progress);
+            let pid_of = |region| host.target_of(region).map(|target| target.process.pid());
+            let owner_of = |region| host.target_of(region).map(|target| owner(host, target));
+            log_merges((active, progress), outcome, pid_of, owner_of);
         }
         if host.targets().next().is_none() && !active.settings.scope.is_selective() {
             progress.say_on_terminal("every process in scope has ended");
@@ -380,9 +387,13 @@ fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outco
     }
 }
 
-/// Writes what came of requests to the audit log: a line for each pair of processes, since there may be many ranges.
-fn log_merges(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcome, progress: &Progress) {
-    let pid_of = |region| host.target_of(region).map(|target| target.process.pid());
+/// Writes what came of requests to the audit log: a line for each pair of processes or guests, since there may be many ranges.
+pub fn log_merges(
+    (active, progress): (&mut ActiveSettings<'_>, &Progress),
+    outcome: &Outcome,
+    pid_of: impl Fn(RegionKey) -> Option<i32>,
+    owner_of: impl Fn(RegionKey) -> Option<Owner>,
+) {
     let mut pairs: BTreeMap<(i32, Option<i32>), (RegionKey, Pages, Pages)> = BTreeMap::new();
     for MergeResult { range, merging } in outcome.merges.iter().filter(|result| result.merging != Merging::Untried) {
         let with = range.keep.first().and_then(|(region, _)| pid_of(region));
@@ -392,8 +403,8 @@ fn log_merges(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcom
         pair.2 += Pages(if *merging == Merging::Merged { range.take.pages.into() } else { 0 });
     }
     for ((_, with), (region, named, merged)) in pairs {
-        if let Some(target) = host.target_of(region) {
-            active.log(&Entry::merged(owner(host, target), with, named, merged), progress);
+        if let Some(owner) = owner_of(region) {
+            active.log(&Entry::merged(owner, with, named, merged), progress);
         }
     }
 }

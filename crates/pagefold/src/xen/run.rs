@@ -2,11 +2,11 @@
 
 use super::{LiveClock, call, failure, open, refuse_all, take_lock};
 use crate::audit::{Entry, Owner};
-use crate::commands::run::RunArgs;
 use crate::commands::run::progress::{LeftAlone, Progress};
 use crate::commands::run::reload::ActiveSettings;
 use crate::commands::run::room::RoomReports;
 use crate::commands::run::summary::{self, Summary};
+use crate::commands::run::{RunArgs, log_merges, rounds};
 use crate::config::settings::{MechanismChoice, Settings};
 use crate::control;
 use crate::control::queue::{Facts, RequestQueue, RunFacts, TargetFacts};
@@ -18,9 +18,8 @@ use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::style;
 use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, cycle};
-use pagefold_core::host::{Host, Mechanism, Merging, Outcome};
-use pagefold_core::units::Pages;
+use pagefold_core::engine::Engine;
+use pagefold_core::host::Mechanism;
 use pagefold_linux::proc::status::printable;
 use pagefold_xen::guests::Selected;
 use pagefold_xen::host::{Guest, XenHost};
@@ -28,13 +27,11 @@ use pagefold_xen::hypervisor::Hypervisor;
 use pagefold_xen::library::Xen;
 use std::collections::BTreeMap;
 use std::net::TcpListener;
+use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 type LiveXen = XenHost<Xen, LiveClock>;
-
-/// Between two cycles, nanoseconds: a service manager wants to hear that the run is alive.
-const LONGEST_WAIT_NS: u64 = 60_000_000_000;
 
 /// Runs until it is stopped, and returns the exit code. `signals` are set to end the run and to cut a wait short.
 pub fn run(
@@ -111,14 +108,13 @@ fn main_loop(
     (mut requests, facts): (RequestQueue, RunFacts),
     (active, progress): (&mut ActiveSettings<'_>, &mut Progress),
 ) -> Result<()> {
-    let end_ns = args.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX));
     let mut rooms = RoomReports::default();
-    while !stop.load(Ordering::Relaxed) && host.now_ns() < end_ns {
-        let cycle = cycle(engine, host).map_err(|error| failure(&error))?;
+    rounds(engine, host, (stop, args.end_ns(), LiveXen::now_ns), failure, |engine, host, outcome| {
         for left in host.take_left_alone() {
             leave_alone(active, progress, left);
         }
-        log_shares(active, host, &cycle.outcome, progress);
+        let pid_of = |region| host.guest_of(region).map(|guest| guest.known.domain.id.0.into());
+        log_merges((active, progress), outcome, pid_of, |region| host.guest_of(region).map(owner));
         if host.guests().next().is_none() {
             progress.say_on_terminal("every guest in scope has ended");
         }
@@ -136,10 +132,8 @@ fn main_loop(
         }
         let who = || style::count(host.guests().count(), "guest", "guests");
         progress.show(engine, who, requests.is_paused());
-        let wait_ns = cycle.wait_ns.min(LONGEST_WAIT_NS).min(end_ns.saturating_sub(host.now_ns()));
-        host.wait(wait_ns).map_err(|error| failure(&error))?;
-    }
-    Ok(())
+        ControlFlow::Continue(())
+    })
 }
 
 /// Reports a guest that is left alone.
@@ -148,26 +142,6 @@ fn leave_alone(active: &mut ActiveSettings<'_>, progress: &mut Progress, left: p
     progress.say_of_programs(&format!("guest {name} ({pid}) is left alone: {}", left.why));
     active.events.add_of_process("left-alone", (pid, &name), &left.why);
     progress.left_alone.push(LeftAlone { pid, name, reason: left.why });
-}
-
-/// Writes what came of sharing to the audit log: a line for each pair of guests.
-fn log_shares(active: &mut ActiveSettings<'_>, host: &LiveXen, outcome: &Outcome, progress: &Progress) {
-    let mut pairs: BTreeMap<_, (Pages, Pages)> = BTreeMap::new();
-    for result in outcome.merges.iter().filter(|result| result.merging != Merging::Untried) {
-        let id_of = |region| host.guest_of(region).map(|guest| guest.known.domain.id);
-        let with = result.range.keep.first().and_then(|(region, _)| id_of(region));
-        let Some(take) = id_of(result.range.take.region) else { continue };
-        let (named, merged) = pairs.entry((take, with)).or_default();
-        let pages = Pages(result.range.take.pages.into());
-        *named += pages;
-        *merged += if result.merging == Merging::Merged { pages } else { Pages(0) };
-    }
-    for ((take, with), (named, merged)) in pairs {
-        if let Some(guest) = host.guests().find(|guest| guest.known.domain.id == take) {
-            let with = with.map(|id| i32::from(id.0));
-            active.log(&Entry::merged(owner(guest), with, named, merged), progress);
-        }
-    }
 }
 
 fn owner(guest: &Guest) -> Owner {

@@ -43,7 +43,7 @@ struct Sizes {
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (shared_mib, own_mib, clones, warm_up, every) =
-        if setting.quick { (8, 4, 2, 12, 6) } else { (64, 32, 8, 20, 8) };
+        if setting.quick { (8, 4, 2, 8, 5) } else { (64, 32, 8, 20, 8) };
     report.parameters([
         ("shared_mib", shared_mib),
         ("own_mib", own_mib),

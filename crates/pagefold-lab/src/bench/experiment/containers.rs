@@ -74,9 +74,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let image = WordPress::make(scratch.path(), sizes.posts)?;
 
     let undisturbed = Policy::NoMerging { seconds };
-    let mut policies =
-        vec![undisturbed.clone(), Policy::KsmPaced { pages: KSM_PAGES, seconds }, Policy::pagefold(seconds)];
+    let mut policies = vec![undisturbed.clone(), Policy::pagefold(seconds)];
     if !setting.quick {
+        policies.push(Policy::KsmPaced { pages: KSM_PAGES, seconds });
         policies.push(Policy::pagefold_with(seconds, &["--governor", "quiet"]));
     }
     setting.add_further_peers(&mut policies, seconds);

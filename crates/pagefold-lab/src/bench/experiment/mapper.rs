@@ -26,7 +26,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         Ok(vec![Box::new(mapper) as Box<dyn Target>, Box::new(copy)])
     };
     let mut sequence = PolicySequence::take(setting)?;
-    for _ in 0..TURNS {
+    for _ in 0..if setting.quick { 1 } else { TURNS } {
         sequence.run(report, &Policy::NoMerging { seconds }, start)?;
         sequence.run(report, &Policy::pagefold(seconds), start)?;
     }

@@ -15,7 +15,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 const CACHES: usize = 3;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (entries, shared_mib, seconds) = if setting.quick { (1_000, 2, 15) } else { (12_000, 8, 60) };
+    let (entries, shared_mib, seconds) = if setting.quick { (1_000, 2, 10) } else { (12_000, 8, 60) };
     report.parameters([("memcached_entries", entries), ("shared_mib", shared_mib), ("seconds", seconds)]);
     let scratch = scratch()?;
     let (caches, held) = (MemcachedData::new(entries)?, HeldFile::make(scratch.path(), shared_mib)?);

@@ -173,13 +173,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 
     let seconds = sizes.merging + sizes.settling + sizes.resting;
     let undisturbed = Policy::NoMerging { seconds };
-    let mut policies = vec![
-        Policy::pagefold(seconds),
-        undisturbed.clone(),
-        Policy::KsmPaced { pages: 1000, seconds },
-        Policy::pagefold_with(seconds, &["--governor", "quiet"]),
-    ];
+    let mut policies = vec![Policy::pagefold(seconds), undisturbed.clone(), Policy::KsmPaced { pages: 1000, seconds }];
     if !setting.quick {
+        policies.push(Policy::pagefold_with(seconds, &["--governor", "quiet"]));
         policies.push(Policy::pagefold_with(seconds, &["--governor", "auto"]));
         policies.push(Policy::KsmAdvisor { seconds });
     }

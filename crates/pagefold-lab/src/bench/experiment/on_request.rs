@@ -1,9 +1,10 @@
 //! Finding and merging together, by each way to merge: KSM's own scanning, pagefold with ksmd, pagefold on request. Needs a
-//! kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions.
+//! kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions. On a kernel with UKSM, its governors.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib, run_on_uksm};
 use crate::bench::daemon;
 use crate::bench::page_tables::{self, most_and_mean};
+use crate::bench::policy::uksm::{self, Uksm};
 use crate::bench::policy::{Enough, Policy};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
@@ -14,6 +15,7 @@ use pagefold_linux::ksm::Knob;
 use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
+use std::path::Path;
 use std::time::Duration;
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -96,6 +98,18 @@ fn works(scale: u64) -> Vec<Work> {
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (scale, ksm_seconds, seconds) = if setting.quick { (16, 5, 20) } else { (1, 25, 60) };
     report.parameters([("scale", scale), ("seconds_ksm", ksm_seconds), ("seconds", seconds)]);
+    if let Some(uksm) = Uksm::at(Path::new(uksm::ROOT)) {
+        let policies = uksm::GOVERNORS.map(|governor| Policy::Uksm { governor, seconds });
+        for work in works(scale) {
+            let first = report.runs.len();
+            run_on_uksm(setting, report, &uksm, &policies, || start(setting, &work, scale))?;
+            for at in first..report.runs.len() {
+                put_figures(report, at, &work);
+            }
+        }
+        report.bar_on_answers();
+        return Ok(());
+    }
     let mut sequence = PolicySequence::take(setting)?;
     for work in works(scale) {
         let enough = Enough { saved_bytes: Pages(work.savable).bytes().0 / 10 * 9, seconds: 0 };
@@ -110,25 +124,17 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         // The number of answers is that of the tenants.
         sequence.expected = None;
         for policy in &policies {
-            let before = report.runs.len();
+            let at = report.runs.len();
             sequence.run(report, policy, || start(setting, &work, scale))?;
-            let Some(run) = report.runs.get_mut(before) else { continue };
-            let name = format!("{}: {policy}", work.name);
-            run.policy.clone_from(&name);
-            let saved = Bytes(run.saved_bytes).mib();
-            let reached = run.reaching(0.9, Pages(work.savable).bytes().0);
-            let figures = reached.map(|point| (Bytes(point.saved_bytes).mib() / point.cpu_seconds(), point));
-            report.figure(format!("{name}: MiB saved"), saved);
-            if let Some((speed, point)) = figures {
-                report.figure(format!("{name}: seconds to 90 %"), point.seconds);
-                report.figure(format!("{name}: MiB a CPU second to 90 %"), speed);
-                report.figure(format!("{name}: CPU seconds to 90 %, of pagefold"), point.daemon_seconds);
-            }
-            if *policy == policies[3] && !setting.quick {
-                let speed = figures.map_or(0.0, |(speed, _)| speed);
+            let Some(run) = report.runs.get(at) else { continue };
+            let is_judged = run.policy == policies[3].to_string();
+            let reached = put_figures(report, at, &work);
+            if is_judged && !setting.quick {
+                let name = report.runs[at].policy.clone();
+                let speed = reached.map_or(0.0, |reached| reached.mib_per_cpu_second);
                 report.bar(format!("{name}: MiB a CPU second to 90 %"), Limit::AtLeast(work.at_least), Some(speed));
                 if let Some(within) = work.within {
-                    let took = figures.map_or(seconds as f64, |(_, point)| point.seconds);
+                    let took = reached.map_or(seconds as f64, |reached| reached.seconds);
                     report.bar(format!("{name}: seconds to 90 %"), Limit::AtMost(within), Some(took));
                 }
             }
@@ -140,6 +146,29 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     drop(sequence);
     report.bar_on_answers();
     Ok(())
+}
+
+/// When 90 % of what can be saved was.
+#[derive(Clone, Copy, Debug)]
+struct Reached {
+    seconds: f64,
+    mib_per_cpu_second: f64,
+}
+
+/// Names a run after its work, and adds its figures.
+fn put_figures(report: &mut ExperimentReport, at: usize, work: &Work) -> Option<Reached> {
+    let run = report.runs.get_mut(at)?;
+    let name = format!("{}: {}", work.name, run.policy);
+    run.policy.clone_from(&name);
+    let saved = Bytes(run.saved_bytes).mib();
+    let point = run.reaching(0.9, Pages(work.savable).bytes().0);
+    report.figure(format!("{name}: MiB saved"), saved);
+    let point = point?;
+    let mib_per_cpu_second = Bytes(point.saved_bytes).mib() / point.cpu_seconds();
+    report.figure(format!("{name}: seconds to 90 %"), point.seconds);
+    report.figure(format!("{name}: MiB a CPU second to 90 %"), mib_per_cpu_second);
+    report.figure(format!("{name}: CPU seconds to 90 %, of pagefold"), point.daemon_seconds);
+    Some(Reached { seconds: point.seconds, mib_per_cpu_second })
 }
 
 fn start(setting: &ExperimentSetting<'_>, work: &Work, scale: u64) -> anyhow::Result<Vec<Box<dyn Target>>> {

@@ -42,7 +42,7 @@ struct Sizes {
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (limit_mib, each_mib, most, patience) = if setting.quick { (80, 24, 4, 20) } else { (512, 128, 12, 30) };
+    let (limit_mib, each_mib, most, patience) = if setting.quick { (80, 24, 4, 10) } else { (512, 128, 12, 30) };
     report.parameters([
         ("limit_mib", limit_mib),
         ("each_mib", each_mib),

@@ -108,7 +108,8 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
     let every = Duration::from_secs(every);
     let sizes = Sizes { guests: usize::try_from(guests)?, memory_mib, every, limit_mib: Some(limit_mib) };
     let ksm = Starting::Ksm { pages: KSM_PAGES[1] };
-    run_all(setting, report, &[Starting::Nothing, ksm, Starting::Pagefold], &sizes)?;
+    let policies = [Starting::Nothing, ksm, Starting::Pagefold];
+    run_all(setting, report, if setting.quick { &policies[1..] } else { &policies }, &sizes)?;
     drop(swap);
     report.compare(SUBJECT);
     report.bar_on_answers();

@@ -24,7 +24,7 @@ const WORKERS: usize = 4;
 type Checks = Rc<RefCell<Vec<Held>>>;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (file_mib, seconds) = if setting.quick { (2, 15) } else { (16, 60) };
+    let (file_mib, seconds) = if setting.quick { (2, 10) } else { (16, 60) };
     report.parameters([("file_mib", file_mib), ("workers", WORKERS as u64), ("seconds", seconds)]);
     let kinds: &[Prefork] = if setting.quick { &[Prefork::GunicornPreload, Prefork::PhpFpm] } else { &Prefork::ALL };
     let scratch = scratch()?;
