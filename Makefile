@@ -38,9 +38,14 @@ build:
 fleet:
 	$(CARGO) build --profile fleet --locked -p pagefold-fleet
 
+FLEET_TESTS = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/scripts/rustc-with-clippy $(CARGO) test --profile fleet-test --locked -p pagefold-fleet
+
+fleet-prepare:
+	$(FLEET_TESTS) --no-run
+
 fleet-test:
 	@scripts/setup fleet
-	RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/scripts/rustc-with-clippy PAGEFOLD_NO_SKIP=1 $(CARGO) test --profile fleet-test --locked -p pagefold-fleet
+	PAGEFOLD_NO_SKIP=1 $(FLEET_TESTS)
 
 demo:
 	@scripts/setup demo
