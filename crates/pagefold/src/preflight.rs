@@ -16,7 +16,7 @@ use pagefold_linux::os::privileges::{
 use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::Scoped;
 use pagefold_linux::scope::deny_list::DenyList;
-use pagefold_linux::scope::exclude::process_exclusion;
+use pagefold_linux::scope::exclude::{Exclusion, process_exclusion};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;
@@ -194,7 +194,10 @@ pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     let refused = process.stat().and_then(|stat| match stat.state {
         b'T' => Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned())),
         _ if is_frozen(process) => Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned())),
-        _ => Ok(process_exclusion(scoped, deny)?.map(|exclusion| exclusion.to_string())),
+        // One that is too busy to be asked whether it is dumpable is asked again while the run goes on.
+        _ => Ok(process_exclusion(scoped, deny)?
+            .filter(|exclusion| *exclusion != Exclusion::DumpableUnknown)
+            .map(|exclusion| exclusion.to_string())),
     });
     refused.unwrap_or_else(|error| match error {
         ReadError::Vanished { .. } => Some("has ended".to_owned()),
