@@ -107,7 +107,12 @@ pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
     // disturb each other. An attempt to take the lock within these microseconds is repeated.
     let free =
         flock(&file, libc::LOCK_SH | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })?;
-    Ok(if free { None } else { Some(Holder { pid: pid_in(&mut file) }) })
+    if !free {
+        return Ok(Some(Holder { pid: pid_in(&mut file) }));
+    }
+    // Closing would not release it while a child between fork and exec has the descriptor as well.
+    let _ = flock(&file, libc::LOCK_UN);
+    Ok(None)
 }
 
 /// A process that holds the lock.
