@@ -28,8 +28,6 @@ pub const EXPERIMENT: Experiment = Experiment {
 const INSTANCES: usize = 3;
 /// What is compressed each time.
 const TEXT_BYTES: usize = 2 << 20;
-/// Of the program that is compiled each time.
-const FUNCTIONS: u32 = 200;
 /// The order of the policies in each round follows from it, unless another one is asked for.
 const SEED: u64 = 15;
 
@@ -47,6 +45,8 @@ struct Sizes {
     merging: u64,
     settling: u64,
     resting: u64,
+    /// Functions of the program that is compiled: several times in each window.
+    functions: u32,
 }
 
 /// One of the two windows in which the programs are measured.
@@ -137,6 +137,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             merging: 3,
             settling: 1,
             resting: 2,
+            functions: 20,
         }
     } else {
         Sizes {
@@ -149,6 +150,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             merging: 10,
             settling: 10,
             resting: 15,
+            functions: 200,
         }
     };
     report.parameters([
@@ -169,7 +171,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let mariadb = MariaDbData::make(scratch.path(), sizes.rows)?;
     let (text, program) = (scratch.path().join("text"), scratch.path().join("program.c"));
     fs::write(&text, printable(SEED, 0, TEXT_BYTES))?;
-    fs::write(&program, source(FUNCTIONS))?;
+    fs::write(&program, source(sizes.functions))?;
 
     let seconds = sizes.merging + sizes.settling + sizes.resting;
     let undisturbed = Policy::NoMerging { seconds };
