@@ -112,9 +112,7 @@ fn command(emulator: &Emulator, kernel: &GuestKernel, machine: &GuestMachine, di
     command.args(["-serial", "chardev:console", "-serial", "chardev:results"]);
     command.arg("-kernel").arg(fs::canonicalize(&kernel.image)?).args(["-initrd", "image"]);
     // No huge pages, which would hold the programs' memory.
-    // The file system is unpacked by the first processor, so that it takes memory of the first node, not of any.
-    let append = "console=ttyS0 quiet panic=-1 mitigations=off transparent_hugepage=never initramfs_async=0";
-    command.args(["-append", append]);
+    command.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off transparent_hugepage=never"]);
     Ok(command)
 }
 
