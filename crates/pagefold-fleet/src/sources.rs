@@ -1,8 +1,8 @@
 //! Directories and object stores with files of sketches.
 //!
 //! All are read through DataFusion's own `object_store`: local directories, and S3 with the settings of its usual
-//! environment variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). But directories are listed here: whoever can write to
-//! one could have `object_store`, which follows links, list the whole machine, or nothing at all.
+//! environment variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). Local directories are listed here instead, because
+//! `object_store` follows symbolic links: a link to `/` would make it list the whole machine, and a loop of links would make it fail.
 
 use crate::inventory::{Header, Seen};
 use futures::{StreamExt, TryStreamExt, stream};

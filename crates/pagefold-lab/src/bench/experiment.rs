@@ -144,7 +144,7 @@ impl ExperimentSetting<'_> {
     /// ksmtuned, and what uksmd does. One whose name is among them already is left out. On a kernel with UKSM, its governors are added
     /// in any case: nothing else can run there.
     fn add_further_peers(&self, policies: &mut Vec<Policy>, seconds: u64) {
-        if Uksm::at(Path::new(uksm::ROOT)).is_some() {
+        if Uksm::of_kernel().is_some() {
             policies.extend(uksm::GOVERNORS.map(|governor| Policy::Uksm { governor, seconds }));
             return;
         }
@@ -214,7 +214,7 @@ fn side_by_side(
     start: impl Fn() -> anyhow::Result<Vec<Box<dyn Target>>>,
 ) -> anyhow::Result<()> {
     let policies_in_turn = shuffled(policies, setting.order);
-    if let Some(uksm) = Uksm::at(Path::new(uksm::ROOT)) {
+    if let Some(uksm) = Uksm::of_kernel() {
         run_on_uksm(setting, report, &uksm, policies_in_turn, start)?;
     } else {
         let mut sequence = PolicySequence::take(setting)?;

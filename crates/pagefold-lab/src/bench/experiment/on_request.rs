@@ -15,7 +15,6 @@ use pagefold_linux::ksm::Knob;
 use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
-use std::path::Path;
 use std::time::Duration;
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -98,7 +97,7 @@ fn works(scale: u64) -> Vec<Work> {
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (scale, ksm_seconds, seconds) = if setting.quick { (16, 5, 20) } else { (1, 25, 60) };
     report.parameters([("scale", scale), ("seconds_ksm", ksm_seconds), ("seconds", seconds)]);
-    if let Some(uksm) = Uksm::at(Path::new(uksm::ROOT)) {
+    if let Some(uksm) = Uksm::of_kernel() {
         let policies = uksm::GOVERNORS.map(|governor| Policy::Uksm { governor, seconds });
         for work in works(scale) {
             let first = report.runs.len();

@@ -17,8 +17,12 @@ pub struct Uksm {
 }
 
 impl Uksm {
-    /// `None` on a kernel without the patch.
-    pub fn at(root: &Path) -> Option<Self> {
+    /// That of the running kernel. `None` on a kernel without the patch.
+    pub fn of_kernel() -> Option<Self> {
+        Self::at(Path::new(ROOT))
+    }
+
+    fn at(root: &Path) -> Option<Self> {
         root.is_dir().then(|| Self { root: root.to_owned() })
     }
 
