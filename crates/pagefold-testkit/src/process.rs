@@ -13,7 +13,7 @@ use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Time limit of everything a test waits for. Far more than it takes: other programs may use the processors.
-pub const LIMIT: Duration = Duration::from_secs(60);
+pub const LIMIT: Duration = Duration::from_secs(180);
 
 /// Waits until a condition holds.
 ///

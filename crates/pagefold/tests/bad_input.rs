@@ -165,7 +165,7 @@ fn of_several_targets_bad_ones_are_left_alone_and_the_rest_is_merged() {
         bad.push((2, "kernel thread"));
     }
     let scope = [pids(&pair), bad.iter().map(|&(pid, _)| pid).collect()].concat();
-    let daemon = Daemon::on(&scope, &["--for", "60s"]);
+    let daemon = Daemon::on(&scope, &["--for", "300s"]);
     wait_until("the pair is merged", || saved_bytes() >= 31 * MIB);
     daemon.signal(libc::SIGTERM);
     let ended_daemon = daemon.end();

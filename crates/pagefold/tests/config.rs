@@ -63,7 +63,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     };
     fs::write(&config, settings("full")).unwrap();
     let config_path = config.to_str().unwrap();
-    let daemon = Daemon::start(&["run", "--json", "--for", "60s", "--config", config_path]);
+    let daemon = Daemon::start(&["run", "--json", "--for", "300s", "--config", config_path]);
     wait_until("the pair is merged", || saved_bytes() >= 31 * MIB);
     wait_until("marks are logged", || !of_kind(&audit, "mark").is_empty());
     assert_eq!(fs::metadata(&audit).unwrap().permissions().mode() & 0o7777, 0o600);
@@ -144,7 +144,7 @@ fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
     fs::write(&config, "[deny]\nexcept = [\"ssh-agent\"]\n").unwrap();
     let path = config.to_str().unwrap();
     let idle = Sleeper::start();
-    let daemon = Daemon::on(&[agent.pid(), idle.pid()], &["--dry-run", "--for", "60s", "--config", path]).answering();
+    let daemon = Daemon::on(&[agent.pid(), idle.pid()], &["--dry-run", "--for", "300s", "--config", path]).answering();
     let left_alone = || row(&status()["processes"], "pid", agent.pid())["left_alone"].clone();
     assert_eq!(left_alone(), Value::Null, "it is in scope");
     fs::write(&config, "").unwrap();
@@ -159,7 +159,7 @@ fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
 fn without_a_file_and_a_log_sighup_ends_the_run() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
-    let daemon = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "60s"]).answering();
+    let daemon = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "300s"]).answering();
     daemon.signal(libc::SIGHUP);
     daemon.end().summary();
     ksm.assert_restored();

@@ -39,7 +39,7 @@ fn bytes(value: &Value) -> u64 {
 /// Starts a daemon and waits until it answers.
 #[track_caller]
 fn daemon(pids: &[i32], options: &[&str]) -> Daemon {
-    Daemon::on(pids, &[&["--for", "60s"], options].concat()).answering()
+    Daemon::on(pids, &[&["--for", "300s"], options].concat()).answering()
 }
 
 fn same(mib: u64, seed: u64) -> TenantSpec {
@@ -166,7 +166,7 @@ fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
     let exe = ProgramCopy::unique();
     let spec = spec(32, 0, 22);
     let first = Tenant::start(&exe, &spec).unwrap();
-    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "60s"]).answering();
+    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "300s"]).answering();
     assert_eq!(text_of(&["pause"]).lines().count(), 1);
     let mut pair = [first, Tenant::start(&exe, &spec).unwrap()];
     let pids = pids(&pair);
@@ -398,7 +398,7 @@ fn a_dry_run_answers_until_a_real_run_starts() {
     assert_eq!(second.errors.lines().count(), 1, "{}", second.errors);
     assert_eq!(status()["pid"], dry.pid());
     // A real run takes the socket over.
-    let acting = Daemon::on(&[idle.pid()], &["--for", "60s"]);
+    let acting = Daemon::on(&[idle.pid()], &["--for", "300s"]);
     wait_until("it answers", || status()["pid"] == acting.pid());
     dry.stop();
     assert_eq!(status()["pid"], acting.pid());

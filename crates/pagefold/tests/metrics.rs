@@ -153,7 +153,7 @@ fn metrics_agree_with_the_status_and_with_the_kernel_and_prometheus_takes_them()
     let (port, dir) = (free_port(), tempfile::tempdir().unwrap());
     let (port_text, file) = (port.to_string(), dir.path().join("pagefold.prom"));
     let options = ["--metrics", &port_text, "--metrics-file", file.to_str().unwrap(), "--metrics-interval", "1s"];
-    let daemon = Daemon::on(&pids, &[&["--for", "120s"], &options[..]].concat()).answering();
+    let daemon = Daemon::on(&pids, &[&["--for", "300s"], &options[..]].concat()).answering();
     let prometheus = Prometheus::scraping(port);
     wait_until("the memory is merged", || saved_bytes() >= before + 47 * MIB && status()["busy"] == false);
     // A page may be seconds old.
@@ -386,7 +386,7 @@ fn a_socket_of_the_service_manager_is_served_and_not_passed_on() {
     let (port, pid) = (free_port(), idle.pid().to_string());
     let mut command = Command::new("systemd-socket-activate");
     command.args(["--fdname=pagefold-metrics.socket", "-l", &format!("127.0.0.1:{port}")]).arg(program());
-    command.args(["run", "--json", "--for", "60s", "--pid", &pid]);
+    command.args(["run", "--json", "--for", "300s", "--pid", &pid]);
     let daemon = Daemon::of(&mut command);
     wait_until("something listens", || TcpStream::connect(("127.0.0.1", port)).is_ok());
     let daemon = daemon.answering();

@@ -63,7 +63,7 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
     assert_refused(&top(&page), 8, "no pagefold is running");
     assert!(!Path::new(&page).exists());
     fs::write(&history, "planted").unwrap();
-    let daemon = Daemon::on(&pids, &["--for", "120s", "--history", &history]).answering();
+    let daemon = Daemon::on(&pids, &["--for", "300s", "--history", &history]).answering();
     wait_until("the memory is merged", || saved_bytes() >= 30 * MIB && status()["busy"] == false);
     let events = status()["events"].clone();
     let mark = row(&events, "what", "mark");

@@ -132,7 +132,7 @@ fn every_kind_of_process_is_merged_with_the_capabilities_that_are_kept() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let holders = pairs();
     let pids = pids_of(&holders);
-    let daemon = Daemon::on(&pids, &["--for", "60s"]);
+    let daemon = Daemon::on(&pids, &["--for", "300s"]);
     wait_until_merged(&holders);
     assert_confined(daemon.pid(), kept_by_daemon());
     let [injector] = daemon.children()[..] else { panic!("{:?}", daemon.children()) };
@@ -155,7 +155,7 @@ fn sketches_are_kept_with_the_capabilities_that_are_kept() {
     let pids = pids_of(&holders);
     let words = [dir.path(), &key].map(|path| path.to_str().unwrap());
     let daemon =
-        Daemon::on(&pids, &["--for", "120s", "--sketches", words[0], "--fleet-key", words[1], "--fleet-host", "node"]);
+        Daemon::on(&pids, &["--for", "300s", "--sketches", words[0], "--fleet-key", words[1], "--fleet-host", "node"]);
     wait_until("the sketches are written", || file.exists());
     assert_confined(daemon.pid(), kept_by_daemon());
     let sketches = pagefold_sketch::read(fs::read(&file).unwrap()).unwrap();
@@ -173,7 +173,7 @@ fn programs_that_are_not_dumpable_are_merged_if_they_are_named() {
     let pids = pids_of(&holders);
     let why = String::from_utf8(run_pagefold(&with_pids(&["scan"], &pids[..2], &[])).stderr).unwrap();
     assert!(why.contains("not dumpable: its memory is private (--allow NAME lets it in)"), "{why}");
-    let daemon = Daemon::on(&pids, &["--allow", "python3*", "--deny", "python3-private", "--for", "60s"]);
+    let daemon = Daemon::on(&pids, &["--allow", "python3*", "--deny", "python3-private", "--for", "300s"]);
     wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= 8 * MIB));
     daemon.stop();
     unmerge(&pids);
@@ -308,7 +308,8 @@ fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     let unit_socket = SocketUnit::start();
     let holders = pairs();
     let pids = pids_of(&holders);
-    let run = with_pids(&["run", "--json"], &pids, &["--for", "60s", "--injector", unit_socket.path.to_str().unwrap()]);
+    let run =
+        with_pids(&["run", "--json"], &pids, &["--for", "300s", "--injector", unit_socket.path.to_str().unwrap()]);
     let mut command = Command::new("unshare");
     command.args(["--mount", "--propagation", "private", "sh", "-c", CONFINED, &kept]);
     command.args([python(), "-c", FILTERED, &calls]).arg(program()).args(&run);
@@ -492,7 +493,7 @@ fn no_output_discloses_memory_contents() {
     assert_discloses_no_contents(&scan, &documented);
     let dry = Daemon::on(&pids, &["--dry-run", "--for", "3s"]).end().summary();
     assert_discloses_no_contents(&dry, &documented);
-    let daemon = Daemon::on(&pids, &["--for", "60s"]);
+    let daemon = Daemon::on(&pids, &["--for", "300s"]);
     wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 15 * MIB));
     assert_discloses_no_contents(&status(), &documented);
     let explanation = json_of(&["explain", &pids[0].to_string()]);

@@ -217,7 +217,7 @@ fn a_process_that_starts_later_is_matched_by_its_name() {
     let exe = ProgramCopy::unique();
     let spec = spec(32, 8, 5);
     let first = Tenant::start(&exe, &spec).unwrap();
-    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "60s"]);
+    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "300s"]);
     wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     std::thread::sleep(Duration::from_secs(1));
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
@@ -241,7 +241,7 @@ fn a_process_that_starts_later_is_matched_by_its_cgroup() {
     let spec = spec(32, 8, 6);
     let first = tenant(&spec);
     cgroup.add(first.pid());
-    let daemon = Daemon::start(&["run", "--json", "--cgroup", cgroup.path.to_str().unwrap(), "--for", "60s"]);
+    let daemon = Daemon::start(&["run", "--json", "--cgroup", cgroup.path.to_str().unwrap(), "--for", "300s"]);
     wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     std::thread::sleep(Duration::from_secs(1));
     let (second, outsider) = (tenant(&spec), tenant(&spec));
@@ -261,7 +261,7 @@ fn memory_of_a_frozen_process_is_given_back_after_it_is_thawed() {
     let Some(freezer) = Freezer::create(1).or_else(|| Freezer::create(2)) else {
         return skip_unsupported("no freezer is mounted");
     };
-    let daemon = Daemon::on(&pids, &["--for", "60s"]);
+    let daemon = Daemon::on(&pids, &["--for", "300s"]);
     wait_for_saving(32 * MIB);
     daemon.stop();
     freezer.add(pids[0]);
@@ -294,7 +294,7 @@ fn targets_that_end_or_execute_another_program_do_no_harm() {
     let dying = tenant(&spec(48, 8, 7));
     let (mut changing, staying) = (Script::start(EXECS), Script::start(EXECS));
     let scope = [pids(&tenants), vec![dying.pid(), changing.pid(), staying.pid()]].concat();
-    let daemon = Daemon::on(&scope, &["--for", "60s"]);
+    let daemon = Daemon::on(&scope, &["--for", "300s"]);
     wait_until("the process that will be killed is marked", || marks(dying.pid()).marked > 0);
     send(dying.pid(), libc::SIGKILL);
     changing.say("now");
@@ -373,7 +373,7 @@ fn ksm_that_another_program_uses_is_left_alone() {
     assert_unmarked(&pids);
     ksm.assert_restored();
 
-    let daemon = Daemon::on(&pids, &["--for", "60s"]);
+    let daemon = Daemon::on(&pids, &["--for", "300s"]);
     wait_until("KSM is controlled by the run", || number("run") == 1);
     let by = format!("another pagefold (pid {})", daemon.pid());
     assert_fails(&run, 7, &by);
@@ -409,7 +409,7 @@ fn a_program_started_by_exec_is_merged_without_a_stop() {
         assert!(has_merge_any(pid));
         assert!(marks(pid).marked >= 40 * MIB, "{:?}", marks(pid));
     }
-    let mut daemon = Daemon::on(&pids, &["--for", "60s"]);
+    let mut daemon = Daemon::on(&pids, &["--for", "300s"]);
     wait_for_saving(32 * MIB);
     assert!(daemon.is_running());
     assert_intact(&mut pair);

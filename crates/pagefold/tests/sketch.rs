@@ -188,7 +188,7 @@ fn a_run_keeps_sketches_and_replaces_their_file() {
     let program = copy_of_holder("kept");
     let holder = holding(&program, 1 << 43, 2000, 1, 50);
     let (key, dir) = (fleet.word("key"), fleet.dir.path().to_str().unwrap().to_owned());
-    let flags = ["--dry-run", "--sketches", &dir, "--fleet-key", &key, "--fleet-host", "node-2", "--for", "120s"];
+    let flags = ["--dry-run", "--sketches", &dir, "--fleet-key", &key, "--fleet-host", "node-2", "--for", "300s"];
     let run = Daemon::on(&[holder.pid()], &flags);
     let file = fleet.path("node-2.parquet");
     wait_until("the sketches are written", || file.exists());

@@ -335,7 +335,7 @@ fn domains(checks: &mut Checks) {
 fn exclusion(checks: &mut Checks) {
     let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
     a.ask("lock 0 256");
-    let run = start(&[&a, &b], &["--for", "60s"]);
+    let run = start(&[&a, &b], &["--for", "300s"]);
     let merged = wait_until(|| common(&a, &b, 256, EQUAL - 256) >= EQUAL - 256 - 16);
     checks.add("memory beside what is locked is merged", merged, common(&a, &b, 256, EQUAL - 256));
     checks.add("locked memory is not", common(&a, &b, 0, 256) == 0 && !is_marked(&a, 0), common(&a, &b, 0, 256));
@@ -356,7 +356,7 @@ fn exclusion(checks: &mut Checks) {
 fn moving(checks: &mut Checks) {
     fs::write(CONFIG, "[domains]\nby = \"user\"\n").expect(CONFIG);
     let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
-    let run = start(&[&a, &b], &["--for", "60s", "--config", CONFIG]);
+    let run = start(&[&a, &b], &["--for", "300s", "--config", CONFIG]);
     let merged = wait_until(|| common(&a, &b, 0, EQUAL) >= EQUAL - 16);
     checks.add("processes of one user are merged", merged, common(&a, &b, 0, EQUAL));
     b.ask("user 1000");
