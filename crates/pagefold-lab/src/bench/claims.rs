@@ -1,6 +1,6 @@
 //! What the papers claim, and what measures it here.
 
-use crate::bench::measures::{Measures, Spread, is_peer, savable};
+use crate::bench::measures::{Measures, Spread, is_peer};
 use crate::bench::plot::is_ours;
 use crate::bench::report::{ExperimentReport, PolicyRun};
 use std::fmt;
@@ -459,7 +459,7 @@ impl Claim {
 impl Value {
     fn value(&self, reports: &[&ExperimentReport], policy: Option<&str>) -> Option<Spread> {
         let values = reports.iter().filter_map(|report| match self {
-            Self::Measure(of) => of(&Measures::of(report.run(policy?)?, savable(report))?),
+            Self::Measure(of) => of(&Measures::in_report(report, policy?)?),
             Self::Figure(name) => report.figures.get(*name).copied(),
             Self::Bar(name) => Some(report.bars.iter().find(|bar| bar.name.starts_with(name))?.measured),
         });

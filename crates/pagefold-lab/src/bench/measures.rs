@@ -34,6 +34,12 @@ pub struct Measures {
 }
 
 impl Measures {
+    /// Those of a policy in a report.
+    pub fn in_report(report: &ExperimentReport, policy: &str) -> Option<Self> {
+        let run = report.run(policy)?;
+        Self::of(run, savable(report, &run.set))
+    }
+
     /// `whole` is what can be saved. `None` if memory saved over time was not sampled, or means nothing.
     pub fn of(run: &PolicyRun, whole: u64) -> Option<Self> {
         // By the targets' page tables, where these were read.
@@ -68,11 +74,11 @@ fn cpu_at(points: &[SamplerPoint], at: f64) -> Option<f64> {
     points.iter().find(|point| point.seconds >= at).or(points.last()).map(SamplerPoint::cpu_seconds)
 }
 
-/// What can be saved: what the oracle has saved, or else the most that any policy has.
-pub fn savable(report: &ExperimentReport) -> u64 {
+/// What can be saved of a set of programs: what the oracle has saved, or else the most that any policy has.
+pub fn savable(report: &ExperimentReport, set: &str) -> u64 {
     let most = |run: &PolicyRun| run.curve.iter().map(|&(_, saved)| saved).max().unwrap_or(0);
-    let oracles = report.run(ORACLE).map(most).filter(|&saved| saved > 0);
-    oracles.unwrap_or_else(|| report.runs.iter().map(most).max().unwrap_or(0))
+    let oracles = report.run(&format!("{ORACLE}{set}")).map(most).filter(|&saved| saved > 0);
+    oracles.unwrap_or_else(|| report.runs.iter().filter(|run| run.set == set).map(most).max().unwrap_or(0))
 }
 
 /// Whether a policy could be used in place of pagefold.
@@ -156,8 +162,7 @@ impl fmt::Display for Spread {
 /// The ratio of two policies in a quantity, computed for each repetition by itself.
 pub fn ratio(repetitions: &[&ExperimentReport], own: &str, peer: &str, quantity: &Quantity) -> Option<Spread> {
     let ratios = repetitions.iter().filter_map(|report| {
-        let whole = savable(report);
-        let of = |policy: &str| (quantity.of)(&Measures::of(report.run(policy)?, whole)?);
+        let of = |policy: &str| (quantity.of)(&Measures::in_report(report, policy)?);
         Some(of(own)? / of(peer).filter(|&peer| peer > 0.0)?)
     });
     Spread::of(ratios)
@@ -206,11 +211,11 @@ mod tests {
     #[test]
     fn the_oracle_says_what_can_be_saved() {
         let mut report = ExperimentReport::new("static-mix", "");
-        assert_eq!(savable(&report), 0);
+        assert_eq!(savable(&report, ""), 0);
         report.runs = vec![run("pagefold", 90, 1, 2), run("ksm", 110, 1, 2)];
-        assert_eq!(savable(&report), 110 << 20);
+        assert_eq!(savable(&report, ""), 110 << 20);
         report.runs.push(run("oracle", 100, 1, 2));
-        assert_eq!(savable(&report), 100 << 20);
+        assert_eq!(savable(&report, ""), 100 << 20);
         assert_eq!(
             ["pagefold --governor low", "oracle", "no merging", "ksm", "ksm, round 2"].map(is_peer),
             [false, false, false, true, false]

@@ -213,7 +213,11 @@ const ROUND: &str = ", round ";
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PolicyRun {
+    /// Its name, which ends with the set of programs if there are several.
     pub policy: String,
+    /// Which programs it ran beside, as the end of its name. Only runs of one set can be compared.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub set: String,
     /// Memory saved at the end.
     pub saved_bytes: u64,
     /// The most memory saved at any time.
@@ -271,6 +275,12 @@ pub struct PolicyRun {
 }
 
 impl PolicyRun {
+    /// Says which programs it ran beside.
+    pub fn beside(&mut self, set: &str) {
+        self.policy += set;
+        set.clone_into(&mut self.set);
+    }
+
     pub fn set_samples(&mut self, points: &[SamplerPoint]) {
         let Some(last) = points.last() else { return };
         self.saved_bytes = last.saved_bytes;

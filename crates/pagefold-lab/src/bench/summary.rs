@@ -5,7 +5,7 @@ use crate::bench::claims::{CLAIMS, Verdict};
 use crate::bench::density::Density;
 use crate::bench::document::{Block, Document, Grid};
 use crate::bench::latencies::Histogram;
-use crate::bench::measures::{EFFECTS, Measures, QUANTITIES, Quantity, Spread, is_peer, ratio, savable};
+use crate::bench::measures::{EFFECTS, Measures, QUANTITIES, Quantity, Spread, is_peer, ratio};
 use crate::bench::plot::{colours, is_ours};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun, without_round};
 use crate::bench::results::Finished;
@@ -132,17 +132,16 @@ impl Repetitions<'_> {
         policies
     }
 
-    /// A policy's runs, with what could be saved in each.
-    fn runs<'s>(&'s self, policy: &'s str) -> impl Iterator<Item = (&'s PolicyRun, u64)> {
-        self.reports.iter().filter_map(move |report| Some((report.run(policy)?, savable(report))))
+    fn runs<'s>(&'s self, policy: &'s str) -> impl Iterator<Item = &'s PolicyRun> {
+        self.reports.iter().filter_map(move |report| report.run(policy))
     }
 
     fn spread(&self, policy: &str, of: impl Fn(&Measures) -> Option<f64>) -> Option<Spread> {
-        Spread::of(self.runs(policy).filter_map(|(run, whole)| of(&Measures::of(run, whole)?)))
+        Spread::of(self.reports.iter().filter_map(|report| of(&Measures::in_report(report, policy)?)))
     }
 
     fn effect(&self, policy: &str, of: impl Fn(&PolicyRun) -> Option<f64>) -> Option<Spread> {
-        Spread::of(self.runs(policy).filter_map(|(run, _)| of(run)))
+        Spread::of(self.runs(policy).filter_map(of))
     }
 
     /// Whether savings can be compared: not where memory comes and goes, or merges are broken.
@@ -151,13 +150,15 @@ impl Repetitions<'_> {
         runs().any(|run| !run.curve.is_empty()) && runs().all(|run| run.in_page_tables.is_empty())
     }
 
-    /// pagefold as the experiment uses it first, and each peer.
+    /// pagefold as the experiment uses it first beside a set of programs, and each peer beside them.
     fn pairs(&self) -> Vec<(&str, &str)> {
-        let policies = self.policies();
-        let Some(&own) = policies.iter().find(|policy| is_ours(policy)).filter(|_| self.compares()) else {
+        if !self.compares() {
             return Vec::new();
-        };
-        policies.into_iter().filter(|policy| is_peer(policy)).map(|peer| (own, peer)).collect()
+        }
+        let policies = self.policies();
+        let set = |policy: &str| self.runs(policy).next().map_or("", |run| &run.set).to_owned();
+        let beside = |peer: &str| policies.iter().copied().find(|own| is_ours(own) && set(own) == set(peer));
+        policies.iter().filter(|peer| is_peer(peer)).filter_map(|&peer| Some((beside(peer)?, peer))).collect()
     }
 
     fn losses(&self) -> Vec<Loss> {
@@ -264,7 +265,7 @@ impl Repetitions<'_> {
             }
             blocks.push(Block::Table(grid));
             for policy in &policies {
-                let remark = self.runs(policy).find_map(|(run, _)| run.remark.as_deref());
+                let remark = self.runs(policy).find_map(|run| run.remark.as_deref());
                 blocks.extend(remark.map(|remark| Block::Text(format!("{policy}: {remark}"))));
             }
             if self.reports.iter().any(|report| report.saved_anything()) {
@@ -318,7 +319,7 @@ impl Repetitions<'_> {
     ) -> Vec<Curve> {
         let mut curves = Vec::new();
         for (policy, colour) in policies.iter().zip(colours(policies.iter().copied())) {
-            for (at, (run, _)) in self.runs(policy).enumerate() {
+            for (at, run) in self.runs(policy).enumerate() {
                 let label = if at == 0 { label(policy) } else { String::new() };
                 let width = if is_ours(policy) { 3 } else { 2 };
                 // Repetitions are thinner.
@@ -521,6 +522,34 @@ mod tests {
         assert_eq!(loss(Limit::AtLeast(5.0), &[0.0], false).unwrap().2, f64::INFINITY);
         // In the middle within the limit, but not always.
         assert_eq!(loss(Limit::AtMost(2.0), &[1.0, 1.0, 3.0], false).unwrap().2, 1.0);
+    }
+
+    #[test]
+    fn only_runs_beside_the_same_programs_are_compared() {
+        let run = |policy: &str, set: &str, mib: u64| {
+            let curve = vec![(0.5, 0), (1.0, mib << 20)];
+            let mut run = PolicyRun { policy: policy.to_owned(), curve, ..PolicyRun::default() };
+            run.beside(set);
+            run
+        };
+        let mut report = ExperimentReport::new("numa", "");
+        report.runs = vec![
+            run("ksm", "", 64),
+            run("pagefold", "", 64),
+            run("ksm", ", three programs", 128),
+            run("pagefold", ", three programs", 128),
+            run("ksm", ", four programs", 192),
+        ];
+        let losses = |report: &ExperimentReport| {
+            let losses = Repetitions { name: "numa", reports: vec![report] }.losses();
+            losses.into_iter().map(|loss| format!("{}; {}", loss.what, loss.other)).collect::<Vec<_>>()
+        };
+        assert_eq!(losses(&report), [""; 0]);
+        report.runs[3].curve[1].1 /= 2;
+        let found = losses(&report);
+        assert_eq!(found[0], "memory saved, pagefold, three programs; 128, ksm, three programs");
+        // Of the shares of what can be saved there, it reaches the first.
+        assert_eq!(found.len(), 3, "{found:?}");
     }
 
     #[test]

@@ -96,7 +96,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             sequence.run(report, policy, start)?;
             let checks: Vec<Vec<Check>> = seen.take().iter().map(|checks| checks.borrow().clone()).collect();
             let Some(run) = report.runs.get_mut(at) else { continue };
-            run.policy += layout;
+            run.beside(layout);
             let name = run.policy.clone();
             let lost = put_figures(report, &name, &checks).with_context(|| format!("{name}: a check is missing"))?;
             split.insert(name.clone(), lost);

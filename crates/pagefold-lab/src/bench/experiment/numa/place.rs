@@ -152,7 +152,7 @@ impl Stage<'_> {
         };
         self.sequence.run(report, policy, start)?;
         let Some(run) = report.runs.get_mut(before) else { return Ok(()) };
-        run.policy += name;
+        run.beside(name);
         let mut frames = BTreeSet::new();
         let mut merged = 0;
         for (snapshots, &(node, _)) in snapshots.borrow().iter().zip(group) {
