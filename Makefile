@@ -28,8 +28,8 @@ CARGO ?= cargo
 # pagefold-fleet contains DataFusion, which takes long to build: fleet-test checks and tests it.
 WORKSPACE := --workspace --exclude pagefold-fleet
 
-.PHONY: build fleet fleet-prepare fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel \
-    kernel-quick kernel-prepare kernel-cost kernel-deb xen xen-quick xen-prepare xen-long xen-bochs xen-cost dkms install install-files install-program pages \
+.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel \
+    kernel-quick kernel-cost kernel-deb xen xen-quick xen-long xen-bochs xen-cost dkms install install-files install-program pages \
     deb deb-test tarball
 
 build:
@@ -38,14 +38,9 @@ build:
 fleet:
 	$(CARGO) build --profile fleet --locked -p pagefold-fleet
 
-FLEET_TESTS = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/scripts/rustc-with-clippy $(CARGO) test --profile fleet-test --locked -p pagefold-fleet
-
-fleet-prepare:
-	$(FLEET_TESTS) --no-run
-
 fleet-test:
 	@scripts/setup fleet
-	PAGEFOLD_NO_SKIP=1 $(FLEET_TESTS)
+	PAGEFOLD_NO_SKIP=1 RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/scripts/rustc-with-clippy $(CARGO) test --profile fleet-test --locked -p pagefold-fleet
 
 demo:
 	@scripts/setup demo
@@ -113,12 +108,12 @@ records: build
 kernel:
 	scripts/kernel full
 
-kernel-quick kernel-prepare kernel-cost kernel-deb: kernel-%:
+kernel-quick kernel-cost kernel-deb: kernel-%:
 	scripts/kernel $*
 
 xen: xen-quick xen-long xen-bochs
 
-xen-quick xen-prepare xen-long xen-bochs xen-cost: xen-%:
+xen-quick xen-long xen-bochs xen-cost: xen-%:
 	scripts/xen $*
 
 dkms:
