@@ -21,7 +21,7 @@ const LEAST_SAVED: f64 = 1_048_576.0;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, seconds) = match (setting.quick, setting.emulated) {
-        (true, _) => (32, 5),
+        (true, _) => (32, 3),
         (_, true) => (512, 60),
         _ => (2048, 60),
     };

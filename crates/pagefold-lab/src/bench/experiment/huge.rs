@@ -49,7 +49,7 @@ struct Check {
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (unit_mib, seconds, reading_ms) = if setting.quick { (16, 8, 100) } else { (128, 60, 2000) };
+    let (unit_mib, seconds, reading_ms) = if setting.quick { (16, 4, 100) } else { (128, 60, 2000) };
     report.parameters([
         ("duplicate_mib", unit_mib),
         ("unique_mib", unit_mib),

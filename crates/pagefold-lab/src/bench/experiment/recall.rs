@@ -27,14 +27,14 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// Programs of each kind.
-const INSTANCES: usize = 3;
 /// Time in which most must be saved.
 const SECONDS: u64 = 60;
 /// The programs take less than half; the rest is for others and for unmerging everything at once.
 const NEEDED_MIB: u64 = 12 << 10;
 
 struct RecallSizes {
+    /// Programs of each kind.
+    instances: usize,
     keys: u64,
     rows: u64,
     table_rows: u64,
@@ -46,6 +46,7 @@ struct RecallSizes {
 }
 
 const FULL: RecallSizes = RecallSizes {
+    instances: 3,
     keys: 100_000,
     rows: 80_000,
     table_rows: 200_000,
@@ -57,6 +58,7 @@ const FULL: RecallSizes = RecallSizes {
 };
 
 const QUICK: RecallSizes = RecallSizes {
+    instances: 2,
     keys: 10_000,
     rows: 4_000,
     table_rows: 20_000,
@@ -64,7 +66,7 @@ const QUICK: RecallSizes = RecallSizes {
     heap_mib: 64,
     guest_mib: 192,
     guest_data_mib: 16,
-    seconds: 10,
+    seconds: 6,
 };
 
 /// A kind of program: its name, and a function that starts an instance by number.
@@ -92,7 +94,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         ("python_rows", sizes.table_rows),
         ("java_heap_mib", sizes.heap_mib),
         ("guest_mib", sizes.guest_mib),
-        ("programs", (kinds.len() * INSTANCES) as u64),
+        ("programs", (kinds.len() * sizes.instances) as u64),
         ("seconds", sizes.seconds),
     ]);
 
@@ -102,7 +104,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let mut snapshots = Snapshots::new();
         let mut targets: Vec<Box<dyn Target>> = Vec::new();
         for (name, start) in &kinds {
-            for instance in 0..INSTANCES {
+            for instance in 0..sizes.instances {
                 setting.interrupt.check()?;
                 let target = start(instance).with_context(|| format!("{name} {instance}"))?;
                 snapshots.push((*name, Rc::clone(&target.snapshot)));
@@ -115,7 +117,10 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     // The guests are started with `mem-merge=off`, or QEMU would mark them itself, and that counts as their owner's no.
     let ours = Policy::pagefold_with(sizes.seconds, &["--override-opt-out", QEMU]);
     let name = ours.to_string();
-    let mut policies = vec![Policy::KsmEverything, Policy::Oracle, ours];
+    let mut policies = vec![Policy::KsmEverything, ours];
+    if !setting.quick {
+        policies.insert(1, Policy::Oracle);
+    }
     setting.add_further_peers(&mut policies, sizes.seconds);
     let mut sequence = PolicySequence::take(setting)?;
     for policy in &policies {

@@ -26,7 +26,7 @@ const READS: usize = 31;
 const SCANS: u32 = 4;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (size_mib, seconds) = if setting.quick { (16, 20) } else { (256, 120) };
+    let (size_mib, seconds) = if setting.quick { (16, 8) } else { (256, 120) };
     report.parameters([("each_mib", size_mib), ("seconds_at_most", seconds), ("reads", READS as u64)]);
     let pages = mib(size_mib);
     let tails = Segment::Tails { pages: pages.0, seed: 7 };
