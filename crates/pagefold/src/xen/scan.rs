@@ -140,10 +140,9 @@ impl Scanner {
         let has_shared = surveyed.guest.domain.shared > Pages(0);
         // The frames of the sample, each with its run.
         let mut frames: Vec<(Gfn, u32)> = Vec::new();
-        for (at, range) in (0..).zip(&surveyed.ranges) {
+        for range in &surveyed.ranges {
             let pages = u32::try_from(range.pages.0).unwrap_or(u32::MAX);
-            let region = number << 8 | at;
-            self.chooser.cut(region, Vpn(range.first.0), pages, from, to, |first, pages, run| {
+            self.chooser.cut(number, Vpn(range.first.0), pages, from, to, |first, pages, run| {
                 frames.extend((first.0..first.0 + u64::from(pages)).map(|frame| (Gfn(frame), run)));
             });
         }
