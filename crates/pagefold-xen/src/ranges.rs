@@ -27,13 +27,21 @@ pub struct Range {
     pub pages: Pages,
 }
 
+/// The end of the frames in which the memory of a guest that may have `most` pages is looked for.
+///
+/// # Errors
+/// If the guest has ended.
+pub fn end(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -> Result<u64, CallError> {
+    let looked_at = most.0.saturating_mul(2).saturating_add(HOLES_MOST);
+    Ok(hypervisor.last_frame(domain)?.0.saturating_add(1).min(looked_at))
+}
+
 /// The ranges of a guest that may have `most` pages, from the lowest on.
 ///
 /// # Errors
 /// If the guest has ended.
 pub fn ranges(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -> Result<Vec<Range>, CallError> {
-    let looked_at = most.0.saturating_mul(2).saturating_add(HOLES_MOST);
-    let end = hypervisor.last_frame(domain)?.0.saturating_add(1).min(looked_at);
+    let end = end(hypervisor, domain, most)?;
     let mut found = Found::default();
     let (mut next, mut before) = (0, None);
     while next < end && found.ranges.len() < RANGES_MOST {

@@ -1,7 +1,7 @@
 //! Gives guests their own copies of shared pages again, as far as the hypervisor has memory for them.
 
 use crate::hypervisor::{CallError, Domain, DomainId, Gfn, GuestPage, Hypervisor};
-use crate::ranges::ranges;
+use crate::ranges::end;
 use pagefold_core::units::{Pages, count};
 
 /// Pages given back between two looks at what is left.
@@ -24,16 +24,17 @@ pub fn unshare(hypervisor: &mut impl Hypervisor, guest: &Domain, keep: Pages) ->
     let domain = guest.id;
     let mut given = GivenBack::default();
     let mut batch = Batch::default();
-    for range in ranges(hypervisor, domain, guest.most)? {
-        for frame in range.first.0..range.first.0 + range.pages.0 {
-            let frame = Gfn(frame);
-            let Some(sharers) = hypervisor.sharers(GuestPage { domain, frame })? else { continue };
-            batch.frames.push(frame);
-            // A page that has its frame alone is the guest's own again without a copy.
-            batch.copies += u64::from(sharers > 1);
-            if batch.frames.len() == BATCH {
-                give_back(hypervisor, domain, std::mem::take(&mut batch), keep, &mut given)?;
-            }
+    // All frames until all shared pages are found, not the ranges: a guest may have given the memory around them back.
+    let (mut frames, mut found) = ((0..end(hypervisor, domain, guest.most)?).map(Gfn), Pages(0));
+    while found < guest.shared {
+        let Some(frame) = frames.next() else { break };
+        let Some(sharers) = hypervisor.sharers(GuestPage { domain, frame })? else { continue };
+        found += Pages(1);
+        batch.frames.push(frame);
+        // A page that has its frame alone is the guest's own again without a copy.
+        batch.copies += u64::from(sharers > 1);
+        if batch.frames.len() == BATCH {
+            give_back(hypervisor, domain, std::mem::take(&mut batch), keep, &mut given)?;
         }
     }
     give_back(hypervisor, domain, batch, keep, &mut given)?;
@@ -69,7 +70,7 @@ fn give_back(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Model, page};
+    use crate::model::{Event, Model, page};
     use crate::sharing::{Pair, Sharer};
 
     fn shared(free: u64) -> Model {
@@ -83,16 +84,19 @@ mod tests {
         model
     }
 
-    fn guest(id: u16) -> Domain {
-        Domain { id: DomainId(id), most: Pages(1024), ..Domain::default() }
+    fn guest(model: &mut Model, id: u16) -> Domain {
+        let domains = model.domains().unwrap();
+        domains.into_iter().find(|domain| domain.id == DomainId(id)).unwrap()
     }
 
     #[test]
     fn everything_is_given_back() {
         let mut model = shared(100);
-        let given = unshare(&mut model, &guest(2), Pages(100)).unwrap();
+        let second = guest(&mut model, 2);
+        let given = unshare(&mut model, &second, Pages(100)).unwrap();
         assert_eq!(given, GivenBack { pages: Pages(1000), left: Pages(0) });
-        let given = unshare(&mut model, &guest(1), Pages(100)).unwrap();
+        let first = guest(&mut model, 1);
+        let given = unshare(&mut model, &first, Pages(100)).unwrap();
         assert_eq!((given.left, model.saved()), (Pages(0), 0));
         assert_eq!(model.memory().unwrap().frames, Pages(0), "nothing is nominated any more");
         model.check();
@@ -101,9 +105,24 @@ mod tests {
     #[test]
     fn no_more_is_given_back_than_there_is_room_for() {
         let mut model = shared(100);
-        let given = unshare(&mut model, &guest(2), Pages(600)).unwrap();
+        let second = guest(&mut model, 2);
+        let given = unshare(&mut model, &second, Pages(600)).unwrap();
         assert_eq!(given, GivenBack { pages: Pages(256 + 232), left: Pages(512) });
         assert!(model.memory().unwrap().free >= Pages(600));
+        model.check();
+    }
+
+    #[test]
+    fn what_a_guest_has_hidden_since_is_given_back() {
+        let mut model = shared(1000);
+        // Patches of eight pages are left, which are no ranges.
+        for frame in (0..1024).filter(|frame| frame % 64 >= 8) {
+            model.act(Event::Release(page(2, frame)));
+        }
+        let second = guest(&mut model, 2);
+        assert_eq!(second.shared, Pages(128));
+        let given = unshare(&mut model, &second, Pages(100)).unwrap();
+        assert_eq!(given, GivenBack { pages: Pages(128), left: Pages(0) });
         model.check();
     }
 }
