@@ -1,6 +1,7 @@
 //! Which guests are in scope, and which of them must be left alone.
 
 use crate::hypervisor::{Domain, DomainId, Hypervisor};
+use pagefold_core::units::Pages;
 use std::fmt;
 use std::str::FromStr;
 
@@ -116,6 +117,9 @@ pub fn unfit(domain: &Domain) -> Option<&'static str> {
         Some("it is a PV guest; only memory of HVM and PVH guests can be shared")
     } else if !domain.hap {
         Some("it does not use hardware-assisted paging (hap)")
+    } else if domain.lacking > Pages(0) {
+        // Looking at a page populates it, and the hypervisor ends a guest for which it has none left.
+        Some("its balloon driver has not yet given back what it has above its memory (maxmem)")
     } else {
         None
     }
@@ -177,6 +181,7 @@ mod tests {
         let domain = Domain { hvm: true, hap: true, ..Domain::default() };
         assert_eq!(unfit(&domain), None);
         assert!(unfit(&Domain { hvm: false, ..domain.clone() }).unwrap().contains("PV"));
-        assert!(unfit(&Domain { hap: false, ..domain }).unwrap().contains("hap"));
+        assert!(unfit(&Domain { hap: false, ..domain.clone() }).unwrap().contains("hap"));
+        assert!(unfit(&Domain { lacking: Pages(1), ..domain }).unwrap().contains("balloon"));
     }
 }

@@ -210,7 +210,8 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         let domains = self.hypervisor.domains()?;
         let found = in_scope(&mut self.hypervisor, &self.scope, domains)?;
         let is_same = |guest: &Guest, found: &InScope| {
-            guest.known.domain.uuid == found.domain.uuid && guest.known.trust == found.trust
+            let (known, now) = (&guest.known.domain, &found.domain);
+            known.uuid == now.uuid && guest.known.trust == found.trust && unfit(known) == unfit(now)
         };
         let gone: Vec<DomainId> = self
             .guests

@@ -178,6 +178,25 @@ fn a_dry_run_changes_nothing() {
 }
 
 #[test]
+fn a_guest_whose_memory_is_not_there_yet_is_left_alone_until_it_is() {
+    let mut model = Model::new(10_000);
+    for (guest, name) in [(1, "web"), (2, "db")] {
+        model.create(guest, name, &contents(1, 2000));
+    }
+    model.lacking.insert(DomainId(2));
+    let mut host = host(model, &["web", "db"]);
+    let mut engine = engine();
+    run(&mut engine, &mut host, 30);
+    let left = host.take_left_alone();
+    assert_eq!((left.len(), left[0].name.as_str()), (1, "db"));
+    let within = host.hypervisor.saved();
+    host.hypervisor.lacking.clear();
+    run(&mut engine, &mut host, 60);
+    assert!(host.guests().all(|guest| guest.left_alone.is_none()));
+    assert!(host.hypervisor.saved() > within + 1900, "{} after {within}", host.hypervisor.saved());
+}
+
+#[test]
 fn a_guest_that_is_refused_is_left_alone_and_one_that_is_not_there_is_an_error() {
     let mut model = Model::new(100);
     model.create(1, "web", &contents(1, 200));

@@ -62,6 +62,8 @@ pub struct Domain {
     pub most: Pages,
     /// Its pages that are nominated or shared.
     pub shared: Pages,
+    /// Its memory that is populated on demand, beyond what the hypervisor has set aside for that.
+    pub lacking: Pages,
     /// Its processors.
     pub vcpus: u32,
 }

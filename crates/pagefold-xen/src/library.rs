@@ -160,6 +160,7 @@ functions! {
         xc_domain_getinfolist: fn(*mut c_void, u32, c_uint, *mut DomainInfo) -> c_int;
         xc_domain_maximum_gpfn: fn(*mut c_void, u32, *mut c_ulong) -> c_int;
         xc_get_pfn_type_batch: fn(*mut c_void, u32, c_uint, *mut c_ulong) -> c_int;
+        xc_domain_get_pod_target: fn(*mut c_void, u32, *mut u64, *mut u64, *mut u64) -> c_int;
         xc_physinfo: fn(*mut c_void, *mut PhysInfo) -> c_int;
         xc_sharing_freed_pages: fn(*mut c_void) -> c_long;
         xc_sharing_used_frames: fn(*mut c_void) -> c_long;
@@ -268,6 +269,25 @@ impl Xen {
         String::from_utf8(bytes).ok()
     }
 
+    /// The memory of a guest that is populated on demand, beyond what is set aside for that.
+    fn lacking(&mut self, domain: DomainId) -> Result<Pages, CallError> {
+        let (mut all, mut set_aside, mut on_demand) = (0, 0, 0);
+        // SAFETY: the three numbers outlive the call.
+        let done = unsafe {
+            (self.control.xc_domain_get_pod_target)(
+                self.hypervisor,
+                domain.0.into(),
+                &raw mut all,
+                &raw mut set_aside,
+                &raw mut on_demand,
+            )
+        };
+        if done != 0 {
+            return Err(error("xc_domain_get_pod_target"));
+        }
+        Ok(Pages(on_demand).saturating_sub(Pages(set_aside)))
+    }
+
     /// Maps up to [`MAPPED_MOST`] pages of a guest, calls `each` with the address of each page that could be mapped, and unmaps them.
     fn with_mapped(
         &mut self,
@@ -344,7 +364,17 @@ impl Hypervisor for Xen {
             let found =
                 unsafe { (self.control.xc_domain_getinfolist)(self.hypervisor, first, most, page.as_mut_ptr()) };
             let Ok(found) = usize::try_from(found) else { return Err(error("xc_domain_getinfolist")) };
-            domains.extend(page.iter().take(found).map(domain));
+            for info in page.iter().take(found) {
+                let mut domain = domain(info);
+                if domain.hvm && !domain.ended {
+                    match self.lacking(domain.id) {
+                        Ok(lacking) => domain.lacking = lacking,
+                        Err(CallError::Ended) => domain.ended = true,
+                        Err(error) => return Err(error),
+                    }
+                }
+                domains.push(domain);
+            }
             match page.get(found.wrapping_sub(1)) {
                 Some(last) if found == page.len() => first = u32::from(last.domain) + 1,
                 _ => return Ok(domains),
@@ -505,6 +535,7 @@ fn domain(info: &DomainInfo) -> Domain {
         own: Pages(info.own_pages),
         most: Pages(info.most_pages),
         shared: Pages(info.shared_pages),
+        lacking: Pages(0),
         vcpus: count(usize::try_from(info.last_vcpu).unwrap_or(0)).saturating_add(1).try_into().unwrap_or(u32::MAX),
     }
 }

@@ -39,6 +39,8 @@ pub struct Model {
     mapped: BTreeSet<GuestPage>,
     names: BTreeMap<DomainId, String>,
     refusing: BTreeSet<DomainId>,
+    /// Guests whose memory is populated on demand, of which nothing is left: they end when it is looked at.
+    pub lacking: BTreeSet<DomainId>,
     last_frame_number: u64,
     last_handle: u64,
     pub free: u64,
@@ -180,7 +182,8 @@ impl Hypervisor for Model {
             let own = own.len() as u64 - shared;
             let uuid = [u8::try_from(id.0).unwrap(); 16];
             let (own, shared, most) = (Pages(own), Pages(shared), Pages(own + shared));
-            Domain { id, uuid, ended: false, hvm: true, hap: true, own, most, shared, vcpus: 1 }
+            let lacking = Pages(u64::from(self.lacking.contains(&id)));
+            Domain { id, uuid, ended: false, hvm: true, hap: true, own, most, shared, lacking, vcpus: 1 }
         };
         Ok(self.names.keys().map(|&id| of(id)).collect())
     }
@@ -212,12 +215,14 @@ impl Hypervisor for Model {
     }
 
     fn populated(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError> {
+        assert!(!self.lacking.contains(&domain), "the hypervisor ends {domain}: it has no memory to populate it");
         self.asked += frames.len() as u64;
         Ok(frames.iter().map(|&frame| self.pages.contains_key(&GuestPage { domain, frame })).collect())
     }
 
     fn read(&mut self, domain: DomainId, frames: &[Gfn], see: &mut See<'_>) -> Result<(), CallError> {
         self.next();
+        assert!(!self.lacking.contains(&domain), "the hypervisor ends {domain}: it has no memory to populate it");
         if !self.names.contains_key(&domain) {
             return Err(CallError::Ended);
         }
