@@ -21,7 +21,6 @@ pub fn sketches(bytes: &[u8]) {
         let both = sketch.common(&sketch);
         assert!((both.contents - all.contents).abs() <= 1e-6 * all.contents);
         assert!(sketch.without(&sketch).contents.abs() < 1e-9);
-        Sketch::union([&sketch, &sketch]);
     }
     if let Some(key) = std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<FleetKey>().ok()) {
         assert_eq!(pagefold_sketch::KeyId::parse(&key.id().to_string()), Some(key.id()));

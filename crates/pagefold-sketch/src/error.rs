@@ -23,6 +23,4 @@ pub enum SketchError {
     TooMuch { what: &'static str, found: u64, most: u64 },
     #[error("is inconsistent in row {row}: {what}")]
     Row { row: usize, what: String },
-    #[error("was made under the key {found}, not {expected}")]
-    WrongKey { found: String, expected: String },
 }

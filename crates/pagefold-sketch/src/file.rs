@@ -8,7 +8,7 @@ use crate::decode::{column, damaged};
 use crate::error::SketchError;
 use crate::key::KeyId;
 use crate::layout::{Layout, schema_of};
-use crate::row::{Kind, NUMBER_MOST, Row};
+use crate::row::{Kind, NUMBER_MOST, Row, TIME_MOST};
 use crate::sketch::Sketch;
 use bytes::Bytes;
 use pagefold_core::units::count;
@@ -46,11 +46,13 @@ pub const FILE_BYTES: u64 = 160 << 20;
 /// Rows that are written together, half a MiB at most.
 const GROUP_ROWS: usize = 16;
 
-type Text = (&'static str, fn(&Row) -> String);
-type Number = (&'static str, fn(&Row) -> u64, fn(&mut Row) -> &mut u64);
+/// A column: its name, and what it has of a row.
+pub type Text = (&'static str, fn(&Row) -> String);
+/// The same, and its place in a row.
+pub type Number = (&'static str, fn(&Row) -> u64, fn(&mut Row) -> &mut u64);
 
 /// The columns of text, which come first.
-const TEXTS: [Text; 5] = [
+pub const TEXTS: [Text; 5] = [
     ("host", |row| row.host.clone()),
     ("key", |row| row.key.to_string()),
     ("kind", |row| row.kind.to_string()),
@@ -59,7 +61,7 @@ const TEXTS: [Text; 5] = [
 ];
 
 /// The columns of numbers, which follow. The last column is the sketch.
-const NUMBERS: [Number; 19] = [
+pub const NUMBERS: [Number; 19] = [
     ("time_us", |row| row.time_us, |row| &mut row.time_us),
     ("since_us", |row| row.since_us, |row| &mut row.since_us),
     ("anonymous_bytes", |row| row.anonymous_bytes, |row| &mut row.anonymous_bytes),
@@ -81,6 +83,16 @@ const NUMBERS: [Number; 19] = [
     ("host_cpu_millicores", |row| row.host_cpu_millicores, |row| &mut row.host_cpu_millicores),
 ];
 
+/// Whether a column has times, microseconds since 1970.
+pub fn is_time(column: &str) -> bool {
+    column.ends_with("_us")
+}
+
+/// The largest number in a column.
+fn most(column: &str) -> u64 {
+    if is_time(column) { TIME_MOST } else { NUMBER_MOST }
+}
+
 /// The rows of a file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SketchFile {
@@ -96,14 +108,6 @@ impl SketchFile {
     /// When its last sketch was complete.
     pub fn time_us(&self) -> u64 {
         self.rows.iter().map(|row| row.time_us).max().unwrap_or(0)
-    }
-
-    /// Checks the key. Sketches of different keys have nothing in common, whatever their workloads hold.
-    pub fn check_key(&self, expected: KeyId) -> Result<(), SketchError> {
-        match self.rows.iter().find(|row| row.key != expected) {
-            Some(row) => Err(SketchError::WrongKey { found: row.key.to_string(), expected: expected.to_string() }),
-            None => Ok(()),
-        }
     }
 }
 
@@ -133,7 +137,7 @@ fn check<R: Borrow<Row>>(rows: &[R]) -> Result<(), SketchError> {
 fn schema() -> parquet::errors::Result<TypePtr> {
     let texts = TEXTS.iter().map(|(name, _)| format!("required binary {name} (STRING);"));
     let numbers = NUMBERS.iter().map(|(name, ..)| {
-        let logical = if name.ends_with("_us") { " (TIMESTAMP(MICROS,true))" } else { "" };
+        let logical = if is_time(name) { " (TIMESTAMP(MICROS,true))" } else { "" };
         format!("required int64 {name}{logical};")
     });
     let columns: String = texts.chain(numbers).collect();
@@ -176,8 +180,8 @@ fn write_groups<W: Read + Write + Seek + Send, R: Borrow<Row>>(
         for (_, text) in TEXTS {
             put::<ByteArrayType, W>(&mut group, rows().map(|row| ByteArray::from(text(row).into_bytes())))?;
         }
-        for (_, number, _) in NUMBERS {
-            let number = |row: &Row| i64::try_from(number(row).min(NUMBER_MOST)).unwrap_or(i64::MAX);
+        for (name, number, _) in NUMBERS {
+            let number = |row: &Row| i64::try_from(number(row).min(most(name))).unwrap_or(i64::MAX);
             put::<Int64Type, W>(&mut group, rows().map(number))?;
         }
         put::<ByteArrayType, W>(&mut group, rows().map(|row| ByteArray::from(row.sketch.to_bytes())))?;
@@ -291,9 +295,9 @@ fn read_group(layout: &Layout, group: &dyn RowGroupReader, rows: &mut Vec<Row>) 
     for (at, (name, _, place)) in NUMBERS.iter().enumerate() {
         let numbers = column::<Int64Type>(layout, group, TEXTS.len() + at, many).map_err(|error| damaged(&error))?;
         for (row, number) in numbers.into_iter().enumerate() {
-            let number = u64::try_from(number).ok().filter(|number| *number <= NUMBER_MOST);
+            let number = u64::try_from(number).ok().filter(|number| *number <= most(name));
             *place(&mut rows[first + row]) =
-                number.ok_or_else(|| wrong(row, &format!("{name} is not from 0 to {NUMBER_MOST}")))?;
+                number.ok_or_else(|| wrong(row, &format!("{name} is not from 0 to {}", most(name))))?;
         }
     }
     Ok(())

@@ -58,14 +58,6 @@ fn a_file_is_read_back() {
 }
 
 #[test]
-fn another_key_is_named() {
-    let file = small();
-    assert!(file.check_key(file.rows[0].key).is_ok());
-    let error = file.check_key(KeyId::parse("ff112233445566aa").unwrap()).unwrap_err();
-    assert_eq!(error.to_string(), "was made under the key 00112233445566aa, not ff112233445566aa");
-}
-
-#[test]
 fn rows_that_no_host_reports_are_refused() {
     let with = |change: fn(&mut Row)| {
         let mut file = small();
@@ -84,6 +76,15 @@ fn rows_that_no_host_reports_are_refused() {
     assert!(with(|row| row.since_us = row.time_us + 1).contains("more than time_us"));
     let most = SketchFile { rows: (0..4097).map(|at| row(&format!("w{at}"), 0..0)).collect() };
     assert_eq!(refused(&most), "has 4097 workloads, more than the 4096 of one host");
+}
+
+#[test]
+fn numbers_have_a_limit() {
+    // Written as the most that is read.
+    let mut file = small();
+    (file.rows[0].saved_bytes, file.rows[0].cpu_millicores) = (1 << 60, u64::MAX);
+    let row = &read(bytes_of(&file)).unwrap().rows[0];
+    assert_eq!((row.saved_bytes, row.cpu_millicores), (1 << 50, 1 << 50));
 }
 
 #[test]

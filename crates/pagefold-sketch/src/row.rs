@@ -8,8 +8,10 @@ use std::fmt;
 
 /// The longest name, bytes.
 pub const NAME_BYTES: usize = 1024;
-/// The largest number: 4 PiB, or a time in the year 2112. Sums of any number of rows that fit into memory do not overflow.
-pub const NUMBER_MOST: u64 = 1 << 52;
+/// The largest number but times: 1 PiB. The rows of a file add up to less than 2^63, in engines that add 64-bit numbers.
+pub const NUMBER_MOST: u64 = 1 << 50;
+/// The latest time, in the year 2112.
+pub const TIME_MOST: u64 = 1 << 52;
 
 /// What a workload is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

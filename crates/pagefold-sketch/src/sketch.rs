@@ -5,7 +5,7 @@
 
 use crate::key::Content;
 use datasketches::common::NumStdDev;
-use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection, ThetaSketchView, ThetaUnionBuilder};
+use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
 use pagefold_core::units::PAGE_BYTES;
 
 /// The longest serialised form: 32 KiB.
@@ -68,10 +68,6 @@ impl Estimate {
 }
 
 impl Sketch {
-    pub fn empty() -> Self {
-        Self::of_hashes(Vec::new(), MAX_THETA).unwrap_or_else(|_| unreachable!("the empty sketch"))
-    }
-
     /// A sketch of some contents: for tests and simulations.
     pub fn of(contents: impl IntoIterator<Item = Content>) -> Self {
         let mut counter = crate::Counter::new();
@@ -136,20 +132,6 @@ impl Sketch {
         rest.map_or(Estimate { contents: 0.0, low: 0.0, high: 0.0 }, |rest| Estimate::of(&rest))
     }
 
-    /// What any of some sketches holds.
-    pub fn union<'a>(sketches: impl IntoIterator<Item = &'a Self>) -> Self {
-        let Ok(mut union) = ThetaUnionBuilder::default().lg_k(LG_NOMINAL).build() else {
-            unreachable!("the size is one that the library permits")
-        };
-        for sketch in sketches {
-            let done = union.update(&sketch.0);
-            debug_assert!(done.is_ok(), "{done:?}");
-        }
-        let union = union.to_sketch(true);
-        Self::of_hashes(union.iter().map(|entry| entry.hash()).collect(), union.theta64())
-            .unwrap_or_else(|_| Self::empty())
-    }
-
     /// The entries: hashes of the contents, ascending, each below [`Self::theta`].
     pub fn hashes(&self) -> impl Iterator<Item = u64> + '_ {
         self.0.iter().map(|entry| entry.hash())
@@ -172,12 +154,6 @@ impl Sketch {
 impl PartialEq for Sketch {
     fn eq(&self, other: &Self) -> bool {
         self.theta() == other.theta() && self.hashes().eq(other.hashes())
-    }
-}
-
-impl<'a> From<&'a Sketch> for ThetaSketchView<'a> {
-    fn from(sketch: &'a Sketch) -> Self {
-        (&sketch.0).into()
     }
 }
 
@@ -249,16 +225,14 @@ mod tests {
         near(a.common(&b), 20_000.0);
         near(b.common(&a), 20_000.0);
         near(a.without(&b), 40_000.0);
-        near(Sketch::union([&a, &b]).contents(), 100_000.0);
         let none = Estimate { contents: 0.0, low: 0.0, high: 0.0 };
-        assert_eq!(a.common(&Sketch::empty()), none);
+        assert_eq!(a.common(&Sketch::of([])), none);
         // That nothing common was kept does not mean that there is nothing.
         let little = a.common(&Sketch::of(contents(1 << 40..(1 << 40) + 9)));
         assert!(little.contents == 0.0 && little.low == 0.0 && little.high > 10.0, "{little:?}");
         // Small ones are exact.
         let (a, b) = (Sketch::of(contents(0..3000)), Sketch::of(contents(2000..5000)));
         assert_eq!(a.common(&b), Estimate { contents: 1000.0, low: 1000.0, high: 1000.0 });
-        assert!(Sketch::union([]).is_empty());
     }
 
     #[test]
@@ -298,7 +272,6 @@ mod tests {
                 let other = Sketch::of(contents(10..9000));
                 let (common, rest) = (sketch.common(&other), sketch.without(&other));
                 prop_assert!(common.low <= common.high && rest.low <= rest.high);
-                Sketch::union([&sketch, &other]);
             }
         }
     }
