@@ -2,8 +2,8 @@
 
 use crate::engine::{Columns, Engine, positive};
 use crate::queries;
-use crate::rules::Rules;
-use datafusion::arrow::array::{Array, RecordBatch};
+use crate::rules::{Group, Rules};
+use datafusion::arrow::array::RecordBatch;
 use datafusion::common::cast::as_binary_array;
 use datafusion::error::{DataFusionError, Result};
 use datasketches::theta::CompactThetaSketch;
@@ -116,13 +116,26 @@ impl Workloads {
     /// Groups that are to be together and are, by host; and what is said of the others.
     fn together(&self, rules: &Rules) -> (BTreeSet<(usize, u32)>, Vec<String>) {
         let (mut together, mut broken) = (BTreeSet::new(), Vec::new());
-        for (number, group) in rules.together.iter().enumerate() {
-            let members = self.workloads.iter().filter(|workload| group.contains(&workload.name));
-            let hosts: BTreeSet<u32> = members.map(|workload| workload.host).collect();
+        let mut hosts = vec![BTreeSet::new(); rules.together.len()];
+        let mut overlap = vec![false; rules.together.len()];
+        for workload in &self.workloads {
+            let has_it = |number: &usize| rules.together[*number].contains(&workload.name);
+            let groups: Vec<usize> = (0..rules.together.len()).filter(has_it).collect();
+            for &group in &groups {
+                hosts[group].insert(workload.host);
+                overlap[group] |= groups.len() > 1;
+            }
+        }
+        for (number, (Group { name, .. }, (hosts, overlap))) in
+            rules.together.iter().zip(hosts.iter().zip(overlap)).enumerate()
+        {
             match hosts.len() {
-                0 => broken.push(format!("together '{}': no workload has such a name", group.name)),
-                1 => together.extend(hosts.into_iter().map(|host| (number, host))),
-                hosts => broken.push(format!("together '{}': it is on {hosts} hosts, and is not moved", group.name)),
+                0 => broken.push(format!("together '{name}': no workload has such a name")),
+                1 if overlap => {
+                    broken.push(format!("together '{name}': another such group has one of it, and neither is moved"));
+                }
+                1 => together.extend(hosts.iter().map(|&host| (number, host))),
+                hosts => broken.push(format!("together '{name}': it is on {hosts} hosts, and is not moved")),
             }
         }
         (together, broken)
@@ -178,9 +191,6 @@ impl Builder {
                 self.domains.insert(domain.value(row).to_owned(), number);
                 number
             };
-            // Null if the file was replaced since it was checked.
-            let sample =
-                sample.is_valid(row).then(|| sample.value(row)).map(|bytes| sampled(bytes, domain)).transpose()?;
             let workload = Workload {
                 kind: kind.value(row).to_owned(),
                 name: name.value(row).to_owned(),
@@ -190,7 +200,7 @@ impl Builder {
                 saved: positive(saved.value(row)),
                 take_back: positive(take_back.value(row)),
                 cpu_millicores: positive(cpu.value(row)),
-                samples: sample.into_iter().collect(),
+                samples: vec![sampled(sample.value(row), domain)?],
                 ..Workload::default()
             };
             self.workloads.push((host.value(row).to_owned(), workload));

@@ -1,7 +1,6 @@
 //! The theta functions of Apache Spark's SQL, for DataFusion: the same names, arguments and results.
 //!
-//! Sketches in files were checked before, but a file can be replaced between the check and the query: what is no sketch
-//! gives null, as it would in a query on a damaged column.
+//! What is no sketch gives null. The table has none: its files are checked as they are read.
 
 use datafusion::arrow::array::{Array, ArrayRef, BinaryArray, BinaryBuilder, Int64Array, Int64Builder, ListBuilder};
 use datafusion::arrow::datatypes::{DataType, Field};

@@ -2,7 +2,7 @@
 //! the reason, and left out.
 
 use humantime::format_duration;
-use pagefold_sketch::KeyId;
+use pagefold_sketch::{KeyId, SketchFile};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -19,6 +19,13 @@ pub struct Header {
     /// Microseconds since 1970.
     pub time_us: u64,
     pub workloads: usize,
+}
+
+impl Header {
+    pub fn of(file: &SketchFile) -> Result<Self, String> {
+        let first = file.rows.first().ok_or("has no workload")?;
+        Ok(Self { host: first.host.clone(), key: first.key, time_us: file.time_us(), workloads: file.rows.len() })
+    }
 }
 
 /// A file, and what it is or what is wrong with it.
@@ -124,7 +131,7 @@ fn rounded(time: Duration) -> impl std::fmt::Display {
 }
 
 /// A path for a local file, otherwise the URL. On one line, whatever its name is.
-fn name(file: &Url) -> String {
+pub fn name(file: &Url) -> String {
     let path = (file.scheme() == "file").then(|| file.to_file_path().ok()).flatten();
     path.map_or_else(|| file.to_string(), |path| path.display().to_string().replace(char::is_control, "?"))
 }

@@ -4,7 +4,8 @@
 //! | --- | --- |
 //! | [`sources`] | directories and object stores: listing and reading files of sketches |
 //! | [`inventory`] | which of these files count, and why others do not |
-//! | [`engine`], [`functions`], [`queries`] | Apache DataFusion, the theta functions that it lacks, the SQL that Apache Spark runs too |
+//! | [`engine`], [`table`] | Apache DataFusion, and the rows of these files as its table |
+//! | [`functions`], [`queries`] | the theta functions that it lacks, the SQL that Apache Spark runs too |
 //! | [`report`] | what hosts and pairs of workloads have in common |
 //! | [`rules`] | what the operator rules: together, apart, pinned |
 //! | [`fleet`] | the planner's fleet, made of samples and rules |
@@ -24,4 +25,5 @@ pub mod queries;
 pub mod report;
 pub mod rules;
 pub mod sources;
+pub mod table;
 pub mod verify;

@@ -76,7 +76,7 @@ impl Report {
             hosts: hosts(engine).await?,
             pairs: if pairs == 0 { Vec::new() } else { self::pairs(engine, sampled, pairs).await? },
             sampled,
-            left_out: inventory.left_out.clone(),
+            left_out: [inventory.left_out.clone(), engine.lost()].concat(),
             older_files: inventory.older,
         })
     }
@@ -169,7 +169,8 @@ impl fmt::Display for Report {
                 human(host.take_back_bytes),
             ]);
         }
-        let sum = |of: fn(&HostRow) -> u64| human(self.hosts.iter().map(of).sum());
+        // Of one host, what is added up is below 2^63; hosts may lie.
+        let sum = |of: fn(&HostRow) -> u64| human(self.hosts.iter().map(of).fold(0, u64::saturating_add));
         writeln!(f, "{table}\n")?;
         writeln!(
             f,
@@ -177,7 +178,7 @@ impl fmt::Display for Report {
             self.hosts.len(),
             self.hosts.iter().map(|host| host.workloads).sum::<u64>(),
             sum(|host| host.saved_bytes),
-            sum(|host| host.within_bytes + host.across_bytes),
+            sum(|host| host.within_bytes.saturating_add(host.across_bytes)),
             sum(|host| host.take_back_bytes),
         )?;
         if !self.pairs.is_empty() {

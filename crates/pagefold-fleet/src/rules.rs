@@ -62,8 +62,11 @@ impl Rules {
     }
 
     pub fn is_movable(&self, kind: &str, workload: &str) -> bool {
-        let kinds = || self.movable.as_ref().map_or_else(|| MOVABLE.map(str::to_owned).to_vec(), Clone::clone);
-        kinds().iter().any(|movable| movable == kind) && !matches(&self.pinned, workload)
+        let is_movable = match &self.movable {
+            Some(kinds) => kinds.iter().any(|movable| movable == kind),
+            None => MOVABLE.contains(&kind),
+        };
+        is_movable && !matches(&self.pinned, workload)
     }
 }
 

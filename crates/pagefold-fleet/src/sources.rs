@@ -1,16 +1,19 @@
 //! Directories and object stores with files of sketches.
 //!
-//! All are read through DataFusion's own `object_store`: local directories, and S3 with the settings of its usual
-//! environment variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). Local directories are listed here instead, because
-//! `object_store` follows symbolic links: a link to `/` would make it list the whole machine, and a loop of links would make it fail.
+//! Object stores are read through DataFusion's own `object_store`: S3 with the settings of its usual environment variables
+//! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). Local directories are not, because it follows symbolic links and waits for
+//! pipes: a link to `/` would make it list the whole machine, and a loop of links would make it fail.
 
 use crate::inventory::{Header, Seen};
 use futures::{StreamExt, TryStreamExt, stream};
 use object_store::aws::AmazonS3Builder;
-use object_store::local::LocalFileSystem;
 use object_store::path::Path as ObjectPath;
-use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
+use object_store::{ObjectStore, ObjectStoreExt};
+use pagefold_linux::os::regular;
+use pagefold_sketch::SketchFile;
 use pagefold_sketch::file::FILE_BYTES;
+use std::fs::OpenOptions;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use thiserror::Error;
@@ -18,27 +21,21 @@ use url::Url;
 use walkdir::WalkDir;
 
 /// Files that are read at a time. Each may take three times its length.
-const AT_A_TIME: usize = 2;
+pub const AT_A_TIME: usize = 2;
 /// What files of sketches are called. One that is being written has another name.
 const EXTENSION: &str = ".parquet";
 
 /// A place with files.
 #[derive(Clone, Debug)]
-pub struct Source {
-    /// The store, as DataFusion knows it.
-    pub root: Url,
-    pub store: Arc<dyn ObjectStore>,
-    prefix: ObjectPath,
-    /// The path, if it is one of this machine.
-    local: Option<PathBuf>,
+pub enum Source {
+    /// A directory or a file of this machine.
+    Local(PathBuf),
+    /// What is below a prefix in a bucket. `root` is the bucket's URL.
+    Bucket { root: Url, store: Arc<dyn ObjectStore>, prefix: ObjectPath },
 }
 
-/// A file that is called as one of sketches.
-struct Found {
-    file: Url,
-    /// Its place in the store and its length; or why it cannot be read.
-    object: Result<(ObjectPath, u64), String>,
-}
+/// A file that is called as one of sketches, or why it cannot be read.
+type Found = (Url, Result<(), String>);
 
 /// A place that cannot be used. Each is one line: what failed and why; what to do.
 #[derive(Debug, Error)]
@@ -56,90 +53,124 @@ pub enum SourceError {
 impl Source {
     /// Opens a directory, a file or a URL.
     pub fn open(place: &str) -> Result<Self, SourceError> {
-        let url = if place.contains("://") {
-            Url::parse(place).map_err(|error| SourceError::Url { place: place.into(), why: error.to_string() })?
+        let wrong = |why: String| SourceError::Url { place: place.into(), why };
+        let path = if place.contains("://") {
+            let url = Url::parse(place).map_err(|error| wrong(error.to_string()))?;
+            match url.scheme() {
+                "file" => url.to_file_path().map_err(|()| wrong("it has no absolute path".into()))?,
+                "s3" => return Self::bucket(place, url),
+                other => return Err(wrong(format!("its scheme is {other}"))),
+            }
         } else {
-            let failed = |source| SourceError::Path { place: place.into(), source };
-            let path = Path::new(place).canonicalize().map_err(failed)?;
-            let url = if path.is_dir() { Url::from_directory_path(&path) } else { Url::from_file_path(&path) };
-            url.map_err(|()| SourceError::Url { place: place.into(), why: "it has no absolute path".into() })?
+            PathBuf::from(place)
         };
+        path.canonicalize().map(Self::Local).map_err(|source| SourceError::Path { place: place.into(), source })
+    }
+
+    fn bucket(place: &str, mut url: Url) -> Result<Self, SourceError> {
         let opened = |why: &dyn std::fmt::Display| SourceError::Store { place: place.into(), why: one_line(why) };
         let prefix = ObjectPath::from_url_path(url.path()).map_err(|error| opened(&error))?;
-        let store: Arc<dyn ObjectStore> = match url.scheme() {
-            "file" => Arc::new(LocalFileSystem::new()),
-            "s3" => Arc::new(AmazonS3Builder::from_env().with_url(place).build().map_err(|error| opened(&error))?),
-            other => {
-                let why = format!("its scheme is {other}");
-                return Err(SourceError::Url { place: place.into(), why });
-            }
-        };
-        let local = if url.scheme() == "file" { url.to_file_path().ok() } else { None };
-        let mut root = url;
-        root.set_path("");
-        root.set_query(None);
-        Ok(Self { root, store, prefix, local })
+        let store = AmazonS3Builder::from_env().with_url(place).build().map_err(|error| opened(&error))?;
+        url.set_path("");
+        url.set_query(None);
+        Ok(Self::Bucket { root: url, store: Arc::new(store), prefix })
     }
 
     /// The files, by name.
     async fn files(&self) -> Result<Vec<Found>, SourceError> {
-        if let Some(path) = self.local.clone() {
-            let place = path.display().to_string();
-            // On a thread that may wait for a disk.
-            let listed = tokio::task::spawn_blocking(move || list(&path)).await;
-            let listed = listed.map_err(|error| std::io::Error::other(error.to_string())).flatten();
-            return listed.map_err(|source| SourceError::Path { place, source });
-        }
-        let failed = |why: String| SourceError::List { place: format!("{}/{}", self.root, self.prefix), why };
-        let listed = self.store.list(Some(&self.prefix)).try_collect::<Vec<_>>().await;
-        let mut files: Vec<ObjectMeta> = match listed {
+        let (root, store, prefix) = match self {
+            Self::Local(path) => {
+                let (place, path) = (path.display().to_string(), path.clone());
+                // On a thread that may wait for a disk.
+                let listed = tokio::task::spawn_blocking(move || list(&path)).await;
+                let listed = listed.map_err(|error| std::io::Error::other(error.to_string())).flatten();
+                return listed.map_err(|source| SourceError::Path { place, source });
+            }
+            Self::Bucket { root, store, prefix } => (root, store, prefix),
+        };
+        let mut files = match store.list(Some(prefix)).try_collect::<Vec<_>>().await {
             // A single file is not listed below its own name.
-            Ok(files) if files.is_empty() => self.store.head(&self.prefix).await.into_iter().collect(),
+            Ok(files) if files.is_empty() => store.head(prefix).await.into_iter().collect(),
             Ok(files) => files,
-            Err(error) => return Err(failed(one_line(&error))),
+            Err(error) => return Err(SourceError::List { place: format!("{root}/{prefix}"), why: one_line(&error) }),
         };
         files.retain(|file| file.location.as_ref().ends_with(EXTENSION));
         files.sort_by(|a, b| a.location.cmp(&b.location));
-        let found =
-            |file: ObjectMeta| Found { file: self.url_of(&file.location), object: Ok((file.location, file.size)) };
-        Ok(files.into_iter().map(found).collect())
+        Ok(files.into_iter().map(|file| (url_of(root, &file.location), Ok(()))).collect())
     }
 
-    fn url_of(&self, location: &ObjectPath) -> Url {
-        let mut url = self.root.clone();
-        // Encodes whatever a name has that a URL cannot have.
-        if let Ok(mut path) = url.path_segments_mut() {
-            path.clear().extend(location.parts());
+    /// Whether this place has a file with such a URL.
+    pub fn has(&self, file: &Url) -> bool {
+        match self {
+            Self::Local(_) => file.scheme() == "file",
+            Self::Bucket { root, .. } => root.scheme() == file.scheme() && root.host() == file.host(),
         }
-        url
     }
 
-    /// Reads and checks one file.
-    async fn look_at(&self, object: Result<(ObjectPath, u64), String>) -> Result<Header, String> {
-        let (location, size) = object?;
-        if size > FILE_BYTES {
-            return Err(format!("has {size} bytes, more than the {FILE_BYTES} of one host"));
-        }
-        let bytes = async { self.store.get(&location).await?.bytes().await };
-        let bytes = bytes.await.map_err(|error| format!("cannot be read: {}", one_line(&error)))?;
-        // Decoding takes time: not on a thread that waits for others.
-        let read = tokio::task::spawn_blocking(move || pagefold_sketch::read(bytes.into())).await;
-        let read = read.map_err(|_| "cannot be decoded".to_owned())?.map_err(|error| error.to_string())?;
-        let first = read.rows.first().ok_or("has no workload")?;
-        Ok(Header { host: first.host.clone(), key: first.key, time_us: read.time_us(), workloads: read.rows.len() })
+    /// Reads and checks a file of this place.
+    pub async fn read(&self, file: &Url) -> Result<SketchFile, String> {
+        let stored = match self {
+            Self::Local(_) => None,
+            Self::Bucket { store, .. } => {
+                let location = ObjectPath::from_url_path(file.path()).map_err(|error| unreadable(&error))?;
+                let found = store.get(&location).await.map_err(|error| unreadable(&error))?;
+                check_length(found.meta.size)?;
+                Some(found.bytes().await.map_err(|error| unreadable(&error))?)
+            }
+        };
+        // On a thread that may wait for a disk: decoding takes time, too.
+        let file = file.clone();
+        let read = tokio::task::spawn_blocking(move || {
+            let bytes = match stored {
+                Some(bytes) => bytes.into(),
+                None => read_local(&file)?,
+            };
+            pagefold_sketch::read(bytes).map_err(|error| error.to_string())
+        });
+        read.await.map_err(|_| "cannot be decoded".to_owned())?
     }
+}
+
+fn url_of(root: &Url, location: &ObjectPath) -> Url {
+    let mut url = root.clone();
+    // Encodes whatever a name has that a URL cannot have.
+    if let Ok(mut path) = url.path_segments_mut() {
+        path.clear().extend(location.parts());
+    }
+    url
+}
+
+/// Reads a file, unless it has become something else since it was listed.
+fn read_local(file: &Url) -> Result<Vec<u8>, String> {
+    let path = file.to_file_path().map_err(|()| unreadable(&"it has no path"))?;
+    let mut bytes = Vec::new();
+    let file = regular::open(&path, OpenOptions::new().read(true)).map_err(|error| unreadable(&error))?;
+    check_length(file.metadata().map_err(|error| unreadable(&error))?.len())?;
+    // It may grow.
+    file.take(FILE_BYTES + 1).read_to_end(&mut bytes).map_err(|error| unreadable(&error))?;
+    Ok(bytes)
+}
+
+fn check_length(bytes: u64) -> Result<(), String> {
+    if bytes > FILE_BYTES {
+        return Err(format!("has {bytes} bytes, more than the {FILE_BYTES} of one host"));
+    }
+    Ok(())
 }
 
 /// Reads and checks all files of some places. `show` is told how many of how many are done.
 pub async fn survey(sources: &[Source], show: &(dyn Fn(usize, usize) + Sync)) -> Result<Vec<Seen>, SourceError> {
     let mut files = Vec::new();
     for source in sources {
-        files.extend(source.files().await?.into_iter().map(|file| (source, file)));
+        files.extend(source.files().await?.into_iter().map(|found| (source, found)));
     }
     let all = files.len();
-    let looked = stream::iter(files).map(async |(source, found)| {
-        let header = source.look_at(found.object).await;
-        Seen { file: found.file, header }
+    let looked = stream::iter(files).map(async |(source, (file, found))| {
+        let header = match found {
+            Ok(()) => source.read(&file).await.and_then(|read| Header::of(&read)),
+            Err(why) => Err(why),
+        };
+        Seen { file, header }
     });
     let mut seen = Vec::with_capacity(all);
     let mut looked = std::pin::pin!(looked.buffered(AT_A_TIME));
@@ -154,27 +185,24 @@ pub async fn survey(sources: &[Source], show: &(dyn Fn(usize, usize) + Sync)) ->
 fn list(path: &Path) -> std::io::Result<Vec<Found>> {
     let mut files = Vec::new();
     for entry in WalkDir::new(path).sort_by_file_name() {
-        let entry = match entry {
-            Ok(entry) => entry,
+        match entry {
+            Ok(entry) => {
+                let is_named = entry.file_name().as_encoded_bytes().ends_with(EXTENSION.as_bytes());
+                let file = (entry.file_type().is_file() && is_named).then(|| Url::from_file_path(entry.path()).ok());
+                files.extend(file.flatten().map(|file| (file, Ok(()))));
+            }
             Err(error) if error.depth() == 0 => return Err(error.into()),
             Err(error) => {
                 let file = error.path().and_then(|path| Url::from_file_path(path).ok());
-                let object = Err(format!("cannot be listed: {}", one_line(&error)));
-                files.extend(file.map(|file| Found { file, object }));
-                continue;
+                files.extend(file.map(|file| (file, Err(format!("cannot be listed: {}", one_line(&error))))));
             }
-        };
-        let is_named = entry.file_name().as_encoded_bytes().ends_with(EXTENSION.as_bytes());
-        if !entry.file_type().is_file() || !is_named {
-            continue;
         }
-        let Ok(file) = Url::from_file_path(entry.path()) else { continue };
-        let location = ObjectPath::from_absolute_path(entry.path()).map_err(|error| one_line(&error));
-        let object =
-            location.and_then(|location| Ok((location, entry.metadata().map_err(|error| one_line(&error))?.len())));
-        files.push(Found { file, object: object.map_err(|why| format!("cannot be read: {why}")) });
     }
     Ok(files)
+}
+
+fn unreadable(error: &dyn std::fmt::Display) -> String {
+    format!("cannot be read: {}", one_line(error))
 }
 
 fn one_line(error: &dyn std::fmt::Display) -> String {

@@ -1,6 +1,8 @@
 //! `pagefold-fleet` on files of sketches.
 #![expect(clippy::single_range_in_vec_init, reason = "workloads hold ranges of contents, often one")]
 
+#[path = "fleet/change.rs"]
+mod change;
 #[path = "fleet/files.rs"]
 mod files;
 #[path = "fleet/hostile.rs"]

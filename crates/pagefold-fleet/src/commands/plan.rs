@@ -39,10 +39,11 @@ pub struct PlanArgs {
 
 pub async fn run(args: &PlanArgs) -> Result<u8> {
     let rules = args.rules.as_deref().map(read_rules).transpose()?.unwrap_or_default();
-    let opened = args.sketches.open().await?;
+    let mut opened = args.sketches.open().await?;
     let all = opened.engine.workloads();
     let show = |done: usize| opened.progress.show("reading sketches", Some(done as f64 / all.max(1) as f64));
     let mut known = Workloads::of(&opened.engine, &show).await.map_err(failed)?;
+    opened.inventory.left_out.extend(opened.engine.lost());
     let limits = Limits { memory: f64::from(args.memory) / 100.0, cpu: f64::from(args.cpu) / 100.0 };
     opened.progress.show("planning", None);
     let mut planned = known.plan_with(&rules, limits);

@@ -150,6 +150,14 @@ fn rules_are_kept() {
     assert_eq!(apart.len(), 4);
     assert_eq!(then["k0-0"], then["k1-0"]);
     assert!(plan["moves"].as_u64() > Some(0) && text_of(&plan["broken_rules"][0]).contains("spread"), "{plan}");
+    // Two groups with one workload in common would be pulled apart by moving one of them.
+    let text = "[[together]]\nname = \"shop\"\nworkloads = [\"k0-0\", \"k1-0\"]\n\
+        [[together]]\nname = \"till\"\nworkloads = [\"k1-0\", \"k2-0\"]\n";
+    std::fs::write(&rules, text).unwrap();
+    let plan = json("plan", dir.path(), &["--rules", rules.to_str().unwrap()]);
+    let then = places(&plan, now.clone());
+    assert!(["k0-0", "k1-0", "k2-0"].iter().all(|name| then[*name] == "h0"), "{then:?}");
+    assert!(plan["moves"].as_u64() > Some(0) && plan["broken_rules"].as_array().unwrap().len() == 2, "{plan}");
     std::fs::write(&rules, "pin = []").unwrap();
     let arguments = ["plan", dir.path().to_str().unwrap(), "--rules", rules.to_str().unwrap()];
     assert!(fails(&fleet(&arguments).output().unwrap(), 2).contains("line 1"));

@@ -1,0 +1,134 @@
+//! The table `sketches`: the rows of the files that count.
+//!
+//! Each query reads and checks the files anew, and DataFusion's reader of Parquet is not used. Hosts replace their files at any time: for that
+//! reader, a file that is not as long as when the query began is an error that ends the query, and one that became hostile is worse. Here the new
+//! file counts, or is left out and named.
+
+use crate::engine::BATCH_ROWS;
+use crate::inventory::{Header, Inventory, LeftOut, name};
+use crate::sources::{AT_A_TIME, Source};
+use datafusion::arrow::array::{
+    ArrayRef, BinaryArray, Int64Array, RecordBatch, StringArray, TimestampMicrosecondArray,
+};
+use datafusion::arrow::datatypes::{DataType, Field, Schema, SchemaRef, TimeUnit};
+use datafusion::catalog::streaming::StreamingTable;
+use datafusion::error::Result;
+use datafusion::execution::{SendableRecordBatchStream, TaskContext};
+use datafusion::physical_plan::stream::RecordBatchStreamAdapter;
+use datafusion::physical_plan::streaming::PartitionStream;
+use futures::{StreamExt, stream};
+use pagefold_sketch::Row;
+use pagefold_sketch::file::{NUMBERS, TEXTS, is_time};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use url::Url;
+
+/// Files that could not be read, by name: a query may read a file several times.
+#[derive(Clone, Debug, Default)]
+pub struct Lost(Arc<Mutex<BTreeMap<String, LeftOut>>>);
+
+impl Lost {
+    fn add(&self, file: &Url, host: &str, why: String) {
+        let left_out = LeftOut { file: name(file), host: Some(host.to_owned()), why };
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(left_out.file.clone(), left_out);
+    }
+
+    pub fn files(&self) -> Vec<LeftOut> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+}
+
+/// Makes the table. Queries add the files that they cannot read to `lost`.
+pub fn table(sources: &[Source], inventory: &Inventory, lost: &Lost) -> Result<StreamingTable> {
+    let schema = Arc::new(schema());
+    let source_of = |file: &Url| sources.iter().find(|source| source.has(file)).cloned();
+    let files: Vec<File> = inventory
+        .chosen
+        .iter()
+        .filter_map(|(url, header)| Some(File { source: source_of(url)?, url: url.clone(), header: header.clone() }))
+        .collect();
+    let parts = files.chunks(files.len().div_ceil(AT_A_TIME).max(1)).map(|files| {
+        let part = Part { schema: schema.clone(), files: files.into(), lost: lost.clone() };
+        Arc::new(part) as Arc<dyn PartitionStream>
+    });
+    StreamingTable::try_new(schema.clone(), parts.collect())
+}
+
+#[derive(Clone, Debug)]
+struct File {
+    source: Source,
+    url: Url,
+    header: Header,
+}
+
+impl File {
+    async fn rows(&self) -> Result<Vec<Row>, String> {
+        let read = self.source.read(&self.url).await?;
+        let now = Header::of(&read)?;
+        if (&now.host, now.key) != (&self.header.host, self.header.key) {
+            return Err(format!("has become one of the host {} and the key {}", now.host, now.key));
+        }
+        Ok(read.rows)
+    }
+}
+
+/// Files that are read one after the other.
+#[derive(Debug)]
+struct Part {
+    schema: SchemaRef,
+    files: Arc<[File]>,
+    lost: Lost,
+}
+
+impl PartitionStream for Part {
+    fn schema(&self) -> &SchemaRef {
+        &self.schema
+    }
+
+    fn execute(&self, _: Arc<TaskContext>) -> SendableRecordBatchStream {
+        let (schema, files, lost) = (self.schema.clone(), self.files.clone(), self.lost.clone());
+        let rows = stream::iter(0..files.len()).then(move |at| {
+            let (files, lost) = (files.clone(), lost.clone());
+            async move {
+                let file = &files[at];
+                file.rows().await.unwrap_or_else(|why| {
+                    lost.add(&file.url, &file.header.host, why);
+                    Vec::new()
+                })
+            }
+        });
+        let batches = rows.flat_map(move |rows| stream::iter(batches(schema.clone(), rows)));
+        Box::pin(RecordBatchStreamAdapter::new(self.schema.clone(), batches))
+    }
+}
+
+fn schema() -> Schema {
+    let texts = TEXTS.iter().map(|(name, _)| Field::new(*name, DataType::Utf8, false));
+    let numbers = NUMBERS.iter().map(|(name, ..)| {
+        let time = DataType::Timestamp(TimeUnit::Microsecond, Some("UTC".into()));
+        Field::new(*name, if is_time(name) { time } else { DataType::Int64 }, false)
+    });
+    let sketch = Field::new("sketch", DataType::Binary, false);
+    Schema::new(texts.chain(numbers).chain([sketch]).collect::<Vec<_>>())
+}
+
+fn batches(schema: SchemaRef, rows: Vec<Row>) -> impl Iterator<Item = Result<RecordBatch>> {
+    let starts = (0..rows.len()).step_by(BATCH_ROWS);
+    starts.map(move |start| batch(&schema, &rows[start..rows.len().min(start + BATCH_ROWS)]))
+}
+
+fn batch(schema: &SchemaRef, rows: &[Row]) -> Result<RecordBatch> {
+    let texts =
+        TEXTS.iter().map(|(_, text)| Arc::new(StringArray::from_iter_values(rows.iter().map(text))) as ArrayRef);
+    let numbers = NUMBERS.iter().map(|(name, number, _)| {
+        // A file has none that are larger.
+        let numbers = rows.iter().map(|row| i64::try_from(number(row)).unwrap_or(i64::MAX));
+        if is_time(name) {
+            Arc::new(TimestampMicrosecondArray::from_iter_values(numbers).with_timezone("UTC")) as ArrayRef
+        } else {
+            Arc::new(Int64Array::from_iter_values(numbers))
+        }
+    });
+    let sketches = Arc::new(BinaryArray::from_iter_values(rows.iter().map(|row| row.sketch.to_bytes())));
+    Ok(RecordBatch::try_new(schema.clone(), texts.chain(numbers).chain([sketches as ArrayRef]).collect())?)
+}
