@@ -38,6 +38,10 @@ IS_SKETCH = """
         ELSE FALSE
     END"""
 
+# Numbers that a host may report, and workloads: so that sums do not overflow.
+NUMBER_MOST = 1 << 50
+ROWS_MOST = 4096
+
 # The lowest hashes of each workload: the first entries of its sketch, which ascend.
 CONTENTS = """
     SELECT id, domain, substring(sketch, 1 + 8 * (words + entry), 8) AS content
@@ -82,12 +86,15 @@ def make_report(spark, arguments):
     names = {"pathGlobFilter": "*.parquet", "recursiveFileLookup": "true"}
     listed = spark.read.format("binaryFile").options(**names).load(arguments.sources).select("path")
     listed = {plain(row.path) for row in listed.collect()}
-    read = spark.read.schema(schema).options(**names, ignoreCorruptFiles="true").parquet(*arguments.sources)
+    # Hosts replace their files at any time.
+    lenient = {"ignoreCorruptFiles": "true", "ignoreMissingFiles": "true"}
+    read = spark.read.schema(schema).options(**names, **lenient).parquet(*arguments.sources)
     read.selectExpr("*", "_metadata.file_path AS file").createOrReplaceTempView("files")
     headers = spark.sql(f"""
         SELECT file, MIN(host) AS host, MIN(key) AS key, unix_micros(MAX(time_us)) AS time_us, COUNT(*) AS workloads,
             COUNT(DISTINCT host, key) = 1 AND COUNT(*) = COUNT(kind) AND COUNT(*) = COUNT(workload)
-                AND COUNT(*) = COUNT(domain) AND COUNT(*) = COUNT(anonymous_bytes) AS is_ours,
+                AND COUNT(*) = COUNT(domain) AND COUNT(*) = COUNT(anonymous_bytes) AND COUNT(*) <= {ROWS_MOST}
+                AND bool_and(LEAST({", ".join(NUMBERS)}) >= 0 AND GREATEST({", ".join(NUMBERS)}) <= {NUMBER_MOST}) AS is_ours,
             bool_and({IS_SKETCH}) AS is_sound
         FROM (SELECT *, CAST(conv(hex(substring(sketch, 1, 1)), 16, 10) AS INT) & 63 AS words,
             hex(substring(sketch, 7, 2)) AS seed, hex(substring(sketch, 9, 4)) AS entries FROM files) AS parsed

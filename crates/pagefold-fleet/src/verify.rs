@@ -86,8 +86,9 @@ impl fmt::Display for Verification {
         }
         writeln!(f, "{table}\n")?;
         let known = || self.hosts.iter().filter_map(|host| Some((host, host.saved_bytes?)));
-        let (promised, saved) =
-            (known().map(|(host, _)| host.promised_bytes).sum::<u64>(), known().map(|(_, saved)| saved).sum::<u64>());
+        // A plan from a file may promise anything.
+        let promised = known().fold(0, |sum: u64, (host, _)| sum.saturating_add(host.promised_bytes));
+        let saved = known().fold(0, |sum: u64, (_, saved)| sum.saturating_add(saved));
         writeln!(
             f,
             "{} of {} moves were made ({} workloads are gone); {} hosts that are known save {} of the {} promised ({})",

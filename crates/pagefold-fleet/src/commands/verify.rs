@@ -25,9 +25,10 @@ pub struct VerifyArgs {
 
 pub async fn run(args: &VerifyArgs) -> Result<u8> {
     let plan = read_plan(&args.plan)?;
-    let opened = args.sketches.open().await?;
+    let mut opened = args.sketches.open().await?;
     opened.progress.show("reading sketches", None);
     let now = Workloads::of(&opened.engine, &|_| ()).await.map_err(failed)?;
+    opened.inventory.left_out.extend(opened.engine.lost());
     let verification = Verification::of(&plan, &now, &opened.inventory);
     opened.progress.clear();
     style::print(&if args.sketches.json { style::json(&verification)? } else { verification.to_string() })?;
@@ -47,6 +48,9 @@ fn read_plan(path: &Path) -> Result<Document> {
     let plan: Document = serde_json::from_str(&text).map_err(|error| refused(error.to_string()))?;
     if plan.schema != SCHEMA {
         return Err(refused(format!("its schema is {}, not {SCHEMA}", plan.schema)).into());
+    }
+    if plan.hosts.iter().any(|host| host.host.contains(char::is_control)) {
+        return Err(refused("a host's name has a control character".to_owned()).into());
     }
     Ok(plan)
 }

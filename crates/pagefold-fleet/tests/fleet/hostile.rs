@@ -114,6 +114,53 @@ fn names_of_hosts_are_only_names() {
 }
 
 #[test]
+fn the_most_that_hosts_may_say_is_added_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let most = 1 << 50;
+    for host in ["a", "b", "c", "d", "e"] {
+        let of = |number: u64| Row {
+            anonymous_bytes: most,
+            saved_bytes: most,
+            take_back_bytes: most,
+            cpu_millicores: most,
+            ..row(&format!("w{number}"), &[])
+        };
+        write(dir.path(), host, &(0..4096).map(of).collect::<Vec<_>>());
+    }
+    let report = json("report", dir.path(), &[]);
+    for host in report["hosts"].as_array().unwrap() {
+        let sums =
+            ["anonymous_bytes", "saved_bytes", "take_back_bytes", "cpu_millicores"].map(|name| host[name].as_u64());
+        assert_eq!(sums, [Some(most * 4096); 4], "{host}");
+    }
+    // Sums over hosts have no room in 64 bits.
+    let here = dir.path().to_str().unwrap();
+    let file = dir.path().join("plan.json");
+    std::fs::write(&file, json("plan", dir.path(), &[]).to_string()).unwrap();
+    for arguments in [&["report"][..], &["plan"], &["verify", file.to_str().unwrap()]] {
+        let output = fleet(arguments).args([here, "--at", NOW]).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn a_plan_may_promise_anything() {
+    let dir = tempfile::tempdir().unwrap();
+    two_kinds(dir.path());
+    let file = dir.path().join("plan.json");
+    let plan = json("plan", dir.path(), &[]);
+    let with = |change: &dyn Fn(&mut serde_json::Value)| {
+        let mut plan = plan.clone();
+        plan["hosts"].as_array_mut().unwrap().iter_mut().for_each(change);
+        std::fs::write(&file, plan.to_string()).unwrap();
+        fleet(&["verify", file.to_str().unwrap(), dir.path().to_str().unwrap(), "--at", NOW]).output().unwrap()
+    };
+    let output = with(&|host| host["saved_bytes"] = u64::MAX.into());
+    assert!(output.status.success() && text(&output.stdout).contains("16384 PiB promised"), "{output:?}");
+    assert!(fails(&with(&|host| host["host"] = "a\nb".into()), 1).contains("control character"));
+}
+
+#[test]
 fn bad_input_ends_with_one_line() {
     let dir = tempfile::tempdir().unwrap();
     let here = dir.path().to_str().unwrap();

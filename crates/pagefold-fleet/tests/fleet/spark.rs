@@ -37,6 +37,14 @@ fn spark_gives_the_same_answer() {
         "host-0-old.parquet",
         &bytes("host-0", &[Row { time_us: NOW_US - 3_600_000_000, since_us: 0, ..row("w", &[0..9000]) }]),
     );
+    // Numbers whose sum has more than 63 bits: the engine is not to fail.
+    let absurd = Row { anonymous_bytes: 1 << 50, ..row("w", &[0..9]) };
+    let mut bytes = bytes("absurd", &[absurd.clone(), Row { workload: "x".into(), ..absurd }]);
+    let (from, to) = ((1_u64 << 50).to_le_bytes(), (1_u64 << 62).to_le_bytes());
+    while let Some(at) = bytes.windows(8).position(|window| window == from) {
+        bytes[at..at + 8].copy_from_slice(&to);
+    }
+    put("absurd.parquet", &bytes);
     write(dir.path(), "other-key", &[Row { key: key(2), ..row("w", &[0..9000]) }]);
     let output = dir.path().join("spark.json");
     let job = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fleet/spark/report.py");
