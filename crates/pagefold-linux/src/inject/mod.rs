@@ -370,6 +370,8 @@ fn run(
     let mut report = InjectionReport::default();
     let mut pause = FIRST_PAUSE;
     let mut attempts = 0;
+    // What forbids tracing does so each time; the kernel says the same of a thread that is dying.
+    let mut is_denied = true;
     while report.results.len() < calls.len() {
         let rest = &calls[report.results.len()..];
         let batch = &rest[..rest.len().min(limits.calls_per_stop.max(1))];
@@ -394,8 +396,10 @@ fn run(
             Verdict::Failed(error) => return Err(error),
             Verdict::Again(error) => {
                 attempts = if advanced { 0 } else { attempts + 1 };
+                is_denied &= matches!(error, InjectError::Denied { .. }) && report.stops == 0;
                 if attempts >= ATTEMPTS {
-                    return Err(error);
+                    let is_dying = matches!(error, InjectError::Denied { .. }) && !is_denied;
+                    return Err(if is_dying { InjectError::Busy { pid } } else { error });
                 }
                 if !process.stat().is_ok_and(|stat| stat.start_time_ticks == process.start_time_ticks()) {
                     return Err(InjectError::Vanished { pid });
