@@ -49,8 +49,9 @@ pub struct Model {
     pub nominations: u64,
     pub shares: u64,
     pub mappings: u64,
-    /// Frames of which was asked whether they are populated.
+    /// Frames of which was asked whether they are populated, and how many share them.
     pub asked: u64,
+    pub looked_at: u64,
 }
 
 pub fn page(domain: u16, frame: u64) -> GuestPage {
@@ -246,6 +247,7 @@ impl Hypervisor for Model {
 
     fn sharers(&mut self, page: GuestPage) -> Result<Option<u32>, CallError> {
         self.next();
+        self.looked_at += 1;
         let frame = match self.frame(page) {
             Err(CallError::Unfit) => return Ok(None),
             frame => frame?,
