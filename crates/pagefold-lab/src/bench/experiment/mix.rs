@@ -34,8 +34,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     // A program that has dropped root's rights is left alone unless it is named.
     let ours = Policy::pagefold_with(seconds, &["--allow", "memcached"]);
     let mut sequence = PolicySequence::take(setting)?;
-    let policies = [Policy::KsmEverything, Policy::Oracle, ours.clone()];
-    for policy in policies.iter().filter(|policy| !setting.quick || **policy != Policy::Oracle) {
+    let mut policies = vec![Policy::KsmEverything, ours.clone()];
+    if !setting.quick {
+        policies.insert(1, Policy::Oracle);
+    }
+    for policy in &policies {
         sequence.run(report, policy, start)?;
     }
     drop(sequence);
