@@ -204,20 +204,22 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                     if instance == 0 {
                         let in_background =
                             |command: &[&OsStr]| Repeated::start(&nice, &[&NICENESS.map(OsStr::new), command].concat());
-                        let compile =
-                            [gcc.as_os_str(), "-O1".as_ref(), "-c".as_ref(), "-o".as_ref(), "/dev/null".as_ref()];
+                        let compress = [gzip.as_os_str(), "-6".as_ref(), "-c".as_ref(), text.as_os_str()];
+                        let compile = [
+                            gcc.as_os_str(),
+                            "-O1".as_ref(),
+                            "-c".as_ref(),
+                            "-o".as_ref(),
+                            "/dev/null".as_ref(),
+                            program.as_os_str(),
+                        ];
                         load.replace(Some(Load {
                             servers: [
                                 server.load(every(sizes.rate), sizes.keys)?,
                                 database.load(every(sizes.queries))?,
                             ],
-                            compression: in_background(&[
-                                gzip.as_os_str(),
-                                "-6".as_ref(),
-                                "-c".as_ref(),
-                                text.as_os_str(),
-                            ]),
-                            compilation: in_background(&[&compile[..], &[program.as_os_str()]].concat()),
+                            compression: in_background(&compress),
+                            compilation: in_background(&compile),
                         }));
                     }
                     targets.push(Box::new(server));
