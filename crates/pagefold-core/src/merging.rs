@@ -27,7 +27,7 @@ const KICK_SHARE: u32 = 9_000;
 const HIGHEST_PAGE_NS: u64 = 20_000;
 /// The cost of freeing ksmd's record of a page that is gone, nanoseconds.
 const EXITED_PAGE_NS: u64 = 100;
-/// A scan waits for marks that may follow, but no longer than this, nanoseconds.
+/// A scan waits for marks that may follow, but no longer than this or than it takes itself, nanoseconds.
 const SETTLE_NS: u64 = 4_000_000_000;
 /// A batch may take the governor's share of this time even if all its pages have the highest cost, nanoseconds.
 const BATCH_NS: u64 = 500_000_000;
@@ -227,11 +227,13 @@ impl ScanScheduler {
         if self.due == 0 {
             return if self.completed > 0 { ScanOrder::Rest } else { ScanOrder::Keep };
         }
-        if !inputs.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + SETTLE_NS {
-            return ScanOrder::Keep;
-        }
         let unvisited = self.unvisited.0.min(inputs.marked.0);
         let expected_ns = unvisited * NEW_PAGE_NS + (inputs.marked.0 - unvisited) * OLD_PAGE_NS;
+        let takes_ns = expected_ns * 10_000 / u64::from(inputs.pace.top.0.max(1));
+        let waits_ns = takes_ns.max(SETTLE_NS);
+        if !inputs.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + waits_ns {
+            return ScanOrder::Keep;
+        }
         let kicked = inputs.pace.top.0 >= KICK_SHARE && expected_ns <= KICK_NS_MAX;
         if kicked && expected_ns > inputs.room_ns {
             return ScanOrder::Keep;
@@ -356,6 +358,19 @@ mod tests {
         fixture.finish_scan(900);
         assert_eq!(fixture.order(true), ScanOrder::Rest);
         assert!(!fixture.scheduler.is_busy());
+    }
+
+    #[test]
+    fn a_scan_waits_for_more_marks_as_long_as_it_takes_itself() {
+        for (governor, waits_ns) in [(Governor::Full, SETTLE_NS), (Governor::Quiet, 30_000_000_000)] {
+            let mut fixture = Fixture::new();
+            (fixture.pace, fixture.marked) = (governor.pace(), Pages(50_000));
+            fixture.scheduler.request(fixture.marked);
+            assert_eq!(fixture.order(false), ScanOrder::Keep);
+            fixture.now_ns = waits_ns - 50 * MS;
+            assert_eq!(fixture.order(false), ScanOrder::Keep, "{governor}");
+            assert_ne!(fixture.order(false), ScanOrder::Keep, "{governor}");
+        }
     }
 
     #[test]

@@ -125,9 +125,10 @@ impl Region {
         self.survey.next_run(&self.view)
     }
 
-    /// The share of duplicates in extents that were not worth marking, 0 to 1. Where pages are merged on request, there are none.
+    /// The share of duplicates in extents that were not worth marking, 0 to 1. Where pages are merged on request, there are none, and
+    /// none are known of a region that was left alone: it may have changed.
     pub fn left_over(&self, mechanism: Mechanism) -> f64 {
-        if mechanism == Mechanism::Request {
+        if mechanism == Mechanism::Request || self.hold.reason().is_some() {
             return 0.0;
         }
         if let Some(share) = self.adopted {

@@ -220,3 +220,25 @@ fn growth_in_marked_memory_is_merged_while_small_spans_wait() {
     run(&mut host, &mut engine, 20);
     assert_eq!(host.saved(), Pages(128_200), "the scan for grown memory merges the small ones too");
 }
+
+#[test]
+fn memory_that_no_longer_changes_is_merged_even_if_it_changed_when_it_was_first_read() {
+    const PAGES: u64 = 20_000;
+    let mut steps = Vec::new();
+    pairs(&mut steps, 0, 1, PAGES);
+    // Guests that boot: equal to each other at any time, and something else each second.
+    for second in 0..10 {
+        for (region, page) in [1, 2].into_iter().flat_map(|region| (0..PAGES).map(move |page| (region, page))) {
+            let content = second << 32 | (page + 1);
+            let write = Step::Write { region, page: Vpn(512 + page), content, parts: 0b1111, eighth: 0 };
+            steps.push((second * SECOND, write));
+        }
+    }
+    let mut host = host();
+    host.play(steps.into());
+    let mut engine = Engine::new(config());
+    run(&mut host, &mut engine, 9);
+    assert_eq!((host.saved(), kind_of_most(&engine)), (Pages(0), Kind::CowBroken));
+    run(&mut host, &mut engine, 41);
+    assert_eq!(host.saved(), Pages(PAGES));
+}

@@ -138,9 +138,6 @@ impl Marker {
             let may = allowance.stops_left(region.view.owner) * calls;
             spans.truncate(usize::try_from(may).unwrap_or(usize::MAX));
             allowance.use_stops(region.view.owner, count(spans.len()).div_ceil(calls));
-            if region.hold.end() == Some(LeaveAlone::CowBroken) {
-                region.usage.cow_breaks = CowBreaks::default();
-            }
             if region.is_marked_whole() {
                 region.marks.scanned_whole = true;
                 scheduler.request(region.view.resident);
@@ -346,8 +343,12 @@ fn ready(table: &mut RegionTable, now_ns: u64, several_domains: bool, config: &C
             continue;
         }
         if region.survey.is_volatile(config) {
-            region.leave_until(now_ns + PAUSE_NS, LeaveAlone::CowBroken);
+            region.hold.put_off(now_ns, PAUSE_NS, PAUSE_MAX_NS);
+            region.leave_until(region.hold.ends_ns(), LeaveAlone::CowBroken);
             continue;
+        }
+        if region.hold.end() == Some(LeaveAlone::CowBroken) {
+            region.usage.cow_breaks = CowBreaks::default();
         }
         if several_domains && !region.marks.claimed {
             continue;

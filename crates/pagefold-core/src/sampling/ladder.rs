@@ -265,7 +265,7 @@ impl Ladder {
             }
             if estimate.floor >= threshold + beyond || region.level + 1 >= self.levels {
                 families.insert(region.view.family);
-                if region.stage != Stage::Survey {
+                if region.stage != Stage::Survey && region.hold.reason().is_none() {
                     // Each new reading of the same region must have brought something to be repeated soon.
                     region.hold.put_off(now_ns, PAUSE_NS, PAUSE_MAX_NS);
                 }
