@@ -346,7 +346,12 @@ impl Engine {
             let most_ns = self.observe_cost_ns + self.observe_cost_ns / 16;
             self.observe_cost_ns = cycle_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
         }
-        self.ladder.record_cost(std::mem::take(&mut self.read), cycle_ns);
+        if self.reading.new_round && !self.reading.foreground {
+            self.ladder.record_bottom_cost(self.planned, cycle_ns);
+        } else {
+            self.ladder.record_cost(self.read, cycle_ns);
+        }
+        self.read = 0;
         self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.exited(&snapshot.ksm), snapshot.cost);
         self.budget.record(snapshot.now_ns, snapshot.cost);
     }

@@ -49,6 +49,8 @@ const READ_NS: u64 = 900;
 const VISITS_PER_SAMPLE: u64 = 16;
 /// The number of pages from which the cost of a page is measured.
 const SAMPLES_MIN: u64 = 200;
+/// The fewest pages planned for the bottom level in one round, even if the rest of the round takes all of its share.
+const BOTTOM_MIN: u64 = 64;
 /// The cost of checking whether a single page is still merged, in pages read.
 const VISIT_PAGES: u64 = 2;
 
@@ -63,6 +65,8 @@ pub struct Ladder {
     rounds: u64,
     /// The measured cost of one sample (UKSM `s`), nanoseconds.
     sample_ns: u64,
+    /// The same in rounds in which only the bottom level is sampled: few pages, far apart, that have to bear all that the round costs.
+    bottom_ns: Option<u64>,
     /// Where the sample points of the bottom level start in this round.
     phase: u64,
     /// Sample points left in this round, by level.
@@ -85,7 +89,15 @@ pub struct ReadPlan {
 impl Ladder {
     /// A ladder with this many levels.
     pub fn new(levels: usize) -> Self {
-        Self { levels: levels.max(1), began_ns: None, rounds: 0, sample_ns: READ_NS, phase: 0, left: Vec::new() }
+        Self {
+            levels: levels.max(1),
+            began_ns: None,
+            rounds: 0,
+            sample_ns: READ_NS,
+            bottom_ns: None,
+            phase: 0,
+            left: Vec::new(),
+        }
     }
 
     /// Number of levels.
@@ -108,6 +120,20 @@ impl Ladder {
         if pages >= SAMPLES_MIN {
             self.sample_ns = ((self.sample_ns * 3 + cpu_ns / pages) / 4).clamp(50, 100_000);
         }
+    }
+
+    /// Records the CPU time of a round that planned only this many pages, on the bottom level.
+    pub fn record_bottom_cost(&mut self, pages: u64, cpu_ns: u64) {
+        if let Some(page_ns) = cpu_ns.checked_div(pages) {
+            self.bottom_ns = Some((self.bottom_ns.unwrap_or(self.sample_ns) * 3 + page_ns) / 4);
+        }
+    }
+
+    /// Pages to sample in one round on the bottom level. It has its share of the whole round: the levels above are usually empty by then.
+    fn bottom_points(&self, pace: Pace, config: &Config) -> u64 {
+        // Absent pages cost less, but the next ones may be there.
+        let page_ns = self.bottom_ns.unwrap_or(self.sample_ns).max(self.sample_ns / 2);
+        (share_ns(pace.round_ns, self.share(1, pace, config)) / page_ns).max(BOTTOM_MIN)
     }
 
     /// Starts the next global round if it is time. Returns whether it did.
@@ -171,8 +197,7 @@ impl Ladder {
         }
         reading.foreground = !reading.runs.is_empty();
         if new_round {
-            // The bottom level has its share of the whole round: the levels above are usually empty by then.
-            let points = share_ns(pace.round_ns, self.share(1, pace, config)) / self.sample_ns;
+            let points = self.bottom_points(pace, config);
             self.sample_bottom(table, points.min(room), (allowance, config), &mut reading.runs);
         }
         reading
@@ -567,6 +592,23 @@ mod tests {
         let turns: Vec<bool> = (0..9).map(|half| ladder.start_round(half * 500_000_000, pace)).collect();
         assert_eq!(turns, [true, false, false, false, true, false, false, false, true]);
         assert_eq!(ladder.rounds(), 2);
+    }
+
+    #[test]
+    fn the_bottom_level_bears_what_its_rounds_cost_but_never_ends() {
+        let (mut ladder, pace, config) = (Ladder::new(4), Governor::Full.pace(), Config::default());
+        let allowed_ns = share_ns(pace.round_ns, config.bottom_share);
+        for (round_ns, page_ns, expected) in
+            [(0, 900, 3_333), (2_000_000, 10_000, 100), (4_000_000, 10_000, BOTTOM_MIN)]
+        {
+            for _ in 0..100 {
+                let pages = ladder.bottom_points(pace, &config);
+                ladder.record_bottom_cost(pages, round_ns + pages * page_ns);
+            }
+            let pages = ladder.bottom_points(pace, &config);
+            assert!(pages.abs_diff(expected) <= expected / 20, "{pages} instead of {expected}");
+            assert!(round_ns > allowed_ns || round_ns + pages * page_ns <= allowed_ns * 11 / 10);
+        }
     }
 
     proptest! {
