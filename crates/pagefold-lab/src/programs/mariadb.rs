@@ -59,7 +59,7 @@ impl MariaDbData {
         let output = Command::new(install)
             .args(["--no-defaults", "--user=root", "--auth-root-authentication-method=normal", "--skip-test-db"])
             .arg("--innodb-log-file-size=16M")
-            .arg(format!("--datadir={}", data.dir.display()))
+            .args(own_directory(&data.dir))
             .stdin(Stdio::null())
             .output()
             .context("mariadb-install-db")?;
@@ -92,7 +92,7 @@ impl MariaDbData {
             .args(["--innodb-buffer-pool-size=128M", "--innodb-log-file-size=16M"])
             // Only queries load pages, not the list saved by the last server.
             .args(["--innodb-buffer-pool-load-at-startup=0", "--innodb-buffer-pool-dump-at-shutdown=0"])
-            .arg(format!("--datadir={}", dir.display()))
+            .args(own_directory(dir))
             .arg(format!("--pid-file={}", scratch.join(format!("{name}.pid")).display()))
             .arg(format!("--socket={}", socket.display()));
         let mut server = Server::start(&mut run, &scratch.join(format!("{name}.log")))?;
@@ -100,6 +100,11 @@ impl MariaDbData {
         server.wait_ready(READY_LIMIT, || query(client, &socket, "SELECT 1").ok())?;
         Ok(MariaDb { server, client: client.clone(), socket })
     }
+}
+
+/// Options for a data directory that also holds temporary tables: in /tmp, each server that starts deletes those of all others.
+fn own_directory(dir: &Path) -> [String; 2] {
+    ["datadir", "tmpdir"].map(|option| format!("--{option}={}", dir.display()))
 }
 
 #[derive(Debug)]
