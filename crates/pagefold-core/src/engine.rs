@@ -11,7 +11,7 @@ mod report;
 mod samples;
 
 use crate::config::Config;
-use crate::governor::{Budget, Governor, Pace, share_ns};
+use crate::governor::{Budget, Governor, Pace, WINDOW_NS, share_ns};
 use crate::hash::{DigestSet, LINES};
 use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
@@ -44,7 +44,8 @@ const OBSERVE_NS: u64 = 50_000_000;
 const OBSERVE_PART: u64 = 10;
 /// The assumed cost of an observation until one has been measured, nanoseconds.
 const OBSERVE_COST_NS: u64 = 200_000;
-/// Reading stays within its share over this time, so that programs never wait for long, nanoseconds.
+/// Reading stays within its share over this time, so that programs never wait for long, nanoseconds. Over a longer time where
+/// observing the host would otherwise take more than half of the share.
 const SMOOTH_NS: u64 = 1_000_000_000;
 /// Share of a core for visiting merged pages, while copies are being made because merged pages are written.
 const VISIT_SHARE: Permyriad = Permyriad(20);
@@ -413,8 +414,14 @@ impl Engine {
 
     /// CPU time that reading may take now: within the share over the governor's window and over a short time.
     fn room_ns(&self, pace: Pace) -> u64 {
-        let smooth_ns = share_ns(SMOOTH_NS, pace.top).saturating_sub(self.budget.spent_ns(SMOOTH_NS));
+        let over_ns = self.smooth_ns(pace);
+        let smooth_ns = share_ns(over_ns, pace.top).saturating_sub(self.budget.spent_ns(over_ns));
         self.budget.room_ns(pace).min(smooth_ns)
+    }
+
+    /// The time over which reading stays within its share, and after which the host is observed at the latest, nanoseconds.
+    fn smooth_ns(&self, pace: Pace) -> u64 {
+        (self.observe_cost_ns * 2 * 10_000 / u64::from(pace.top.0.max(1))).clamp(SMOOTH_NS, WINDOW_NS)
     }
 
     /// Updates the table with the regions that appeared, changed or ended.
@@ -629,7 +636,7 @@ impl Engine {
     fn wait_ns(&self) -> u64 {
         let pace = self.pace();
         let observe_ns = self.observe_cost_ns * OBSERVE_PART * 10_000 / u64::from(pace.top.0.max(1));
-        let observe_ns = observe_ns.clamp(OBSERVE_NS, SMOOTH_NS);
+        let observe_ns = observe_ns.clamp(OBSERVE_NS, self.smooth_ns(pace));
         let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
         if self.paused {
             return pace.round_ns.min(SMOOTH_NS);

@@ -10,7 +10,7 @@ use pagefold_core::host::MemoryView;
 use pagefold_core::keys::FamilyKey;
 use pagefold_core::report::Kind;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
-use pagefold_sim::{SimHost, Step, scenario};
+use pagefold_sim::{Costs, Knobs, SimHost, Step, scenario};
 
 /// The course of a run: after each round, the time, the pages saved, and the CPU time spent.
 type Course = Vec<(u64, u64, u64)>;
@@ -149,6 +149,19 @@ fn the_quiet_governor_finds_pairs() {
     let course = run(&mut host, &mut engine, 600);
     let reached = course.iter().find(|&&(_, saved, _)| saved * 100 >= savable * 99);
     assert!(reached.is_some(), "{} of {savable}", course.last().unwrap().1);
+}
+
+#[test]
+fn a_slow_host_with_many_processes_is_read_all_the_same() {
+    let costs = Costs { observe_ns: 10_000_000, ..Costs::default() };
+    let mut host = SimHost::new(1, costs, Knobs::default());
+    scenario::pairs(&mut host, Pages(16 * MIB), Pages(16 * MIB));
+    let savable = host.truth().savable;
+    let mut engine = Engine::new(Config { governor: Governor::Quiet, ..config() });
+    let course = run(&mut host, &mut engine, 600);
+    assert!(host.saved().0 * 100 >= savable * 99, "{} of {savable}", host.saved().0);
+    let spent_ns = course.last().unwrap().2;
+    assert!(spent_ns < share_ns(660 * SECOND, Governor::Quiet.pace().top), "{spent_ns}");
 }
 
 #[test]
