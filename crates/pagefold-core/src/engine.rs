@@ -11,7 +11,7 @@ mod report;
 mod samples;
 
 use crate::config::Config;
-use crate::governor::{Budget, Governor, Pace, WINDOW_NS, share_ns};
+use crate::governor::{Budget, Governor, Pace, WINDOW_NS, period_ns, share_ns};
 use crate::hash::{DigestSet, LINES};
 use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
@@ -347,12 +347,12 @@ impl Engine {
             let most_ns = self.observe_cost_ns + self.observe_cost_ns / 16;
             self.observe_cost_ns = cycle_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
         }
+        let read = std::mem::take(&mut self.read);
         if self.reading.new_round && !self.reading.foreground {
             self.ladder.record_bottom_cost(self.planned, cycle_ns);
         } else {
-            self.ladder.record_cost(self.read, cycle_ns);
+            self.ladder.record_cost(read, cycle_ns);
         }
-        self.read = 0;
         self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.exited(&snapshot.ksm), snapshot.cost);
         self.budget.record(snapshot.now_ns, snapshot.cost);
     }
@@ -421,7 +421,7 @@ impl Engine {
 
     /// The time over which reading stays within its share, and after which the host is observed at the latest, nanoseconds.
     fn smooth_ns(&self, pace: Pace) -> u64 {
-        (self.observe_cost_ns * 2 * 10_000 / u64::from(pace.top.0.max(1))).clamp(SMOOTH_NS, WINDOW_NS)
+        period_ns(self.observe_cost_ns * 2, pace.top).clamp(SMOOTH_NS, WINDOW_NS)
     }
 
     /// Updates the table with the regions that appeared, changed or ended.
@@ -635,8 +635,8 @@ impl Engine {
     /// The sleep between two cycles (UKSM's `T_s`): long enough for the share to hold.
     fn wait_ns(&self) -> u64 {
         let pace = self.pace();
-        let observe_ns = self.observe_cost_ns * OBSERVE_PART * 10_000 / u64::from(pace.top.0.max(1));
-        let observe_ns = observe_ns.clamp(OBSERVE_NS, self.smooth_ns(pace));
+        let observe_ns =
+            period_ns(self.observe_cost_ns * OBSERVE_PART, pace.top).clamp(OBSERVE_NS, self.smooth_ns(pace));
         let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
         if self.paused {
             return pace.round_ns.min(SMOOTH_NS);

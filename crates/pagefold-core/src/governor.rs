@@ -155,6 +155,11 @@ pub fn share_ns(time_ns: u64, share: Permyriad) -> u64 {
     time_ns / 10_000 * u64::from(share.0)
 }
 
+/// The period of which a share is this much CPU time, nanoseconds: the inverse of [`share_ns`].
+pub fn period_ns(cpu_ns: u64, share: Permyriad) -> u64 {
+    cpu_ns * 10_000 / u64::from(share.0.max(1))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

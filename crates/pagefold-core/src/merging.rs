@@ -8,7 +8,7 @@
 //! Small marked sets are scanned by kicks (one scan without pause), large ones in paced batches, because a kick cannot be
 //! aborted.
 
-use crate::governor::{Pace, share_ns};
+use crate::governor::{Pace, period_ns, share_ns};
 use crate::host::{KsmView, ScanOrder};
 use crate::marking::profit::{NEW_PAGE_NS, OLD_PAGE_NS};
 use crate::units::{Pages, Permyriad};
@@ -27,7 +27,7 @@ const KICK_SHARE: u32 = 9_000;
 const HIGHEST_PAGE_NS: u64 = 20_000;
 /// The cost of freeing ksmd's record of a page that is gone, nanoseconds.
 const EXITED_PAGE_NS: u64 = 100;
-/// A scan waits for marks that may follow, but no longer than this or than it takes itself, nanoseconds.
+/// A scan waits for marks that may follow, but no longer than this, or than it takes itself if that is longer, nanoseconds.
 const SETTLE_NS: u64 = 4_000_000_000;
 /// A batch may take the governor's share of this time even if all its pages have the highest cost, nanoseconds.
 const BATCH_NS: u64 = 500_000_000;
@@ -229,8 +229,7 @@ impl ScanScheduler {
         }
         let unvisited = self.unvisited.0.min(inputs.marked.0);
         let expected_ns = unvisited * NEW_PAGE_NS + (inputs.marked.0 - unvisited) * OLD_PAGE_NS;
-        let takes_ns = expected_ns * 10_000 / u64::from(inputs.pace.top.0.max(1));
-        let waits_ns = takes_ns.max(SETTLE_NS);
+        let waits_ns = period_ns(expected_ns, inputs.pace.top).max(SETTLE_NS);
         if !inputs.settled && now_ns < *self.ready_since_ns.get_or_insert(now_ns) + waits_ns {
             return ScanOrder::Keep;
         }

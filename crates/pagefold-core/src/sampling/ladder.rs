@@ -65,7 +65,7 @@ pub struct Ladder {
     rounds: u64,
     /// The measured cost of one sample (UKSM `s`), nanoseconds.
     sample_ns: u64,
-    /// The same in rounds in which only the bottom level is sampled: few pages, far apart, that have to bear all that the round costs.
+    /// The same when only the bottom level is sampled: few pages, far apart, share all the costs of a round.
     bottom_ns: Option<u64>,
     /// Where the sample points of the bottom level start in this round.
     phase: u64,
@@ -122,14 +122,15 @@ impl Ladder {
         }
     }
 
-    /// Records the CPU time of a round that planned only this many pages, on the bottom level.
+    /// Records the CPU time of a round in which only the bottom level was sampled, with this many pages.
     pub fn record_bottom_cost(&mut self, pages: u64, cpu_ns: u64) {
         if let Some(page_ns) = cpu_ns.checked_div(pages) {
             self.bottom_ns = Some((self.bottom_ns.unwrap_or(self.sample_ns) * 3 + page_ns) / 4);
         }
     }
 
-    /// Pages to sample in one round on the bottom level. It has its share of the whole round: the levels above are usually empty by then.
+    /// The number of pages to sample on the bottom level in one round. Its share is of the whole round, not divided among the levels, because
+    /// the levels above are usually empty.
     fn bottom_points(&self, pace: Pace, config: &Config) -> u64 {
         // Absent pages cost less, but the next ones may be there.
         let page_ns = self.bottom_ns.unwrap_or(self.sample_ns).max(self.sample_ns / 2);
