@@ -94,7 +94,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 }
 
 fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (guests, memory_mib, every, limit_mib) = if setting.quick { (2, 192, 2, 240) } else { (10, 512, 8, 1_400) };
+    let (guests, memory_mib, every, limit_mib) = if setting.quick { (2, 192, 2, 360) } else { (10, 512, 8, 1_400) };
     report.parameters([
         ("guests", guests),
         ("guest_mib", memory_mib),
@@ -226,6 +226,9 @@ fn start_all(
     }
     let points = sampler.finish()?;
     let swapped = swapped_out()?.saturating_sub(swapped_before);
+    if let Some(limit) = &limit {
+        ensure!(limit.kills()? == 0, "the kernel has killed a machine: it could not swap out enough of them in time");
+    }
     let mut held_mib = 0.0;
     for guest in &guests {
         let process = Process::open(guest.pid())?;
@@ -239,7 +242,6 @@ fn start_all(
     };
     let during = agree()?;
     if let Some(limit) = &limit {
-        ensure!(limit.kills()? == 0, "the kernel has killed a machine");
         // What is unmerged comes back.
         limit.lift()?;
     }
