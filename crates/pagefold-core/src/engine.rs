@@ -44,8 +44,7 @@ const OBSERVE_NS: u64 = 50_000_000;
 const OBSERVE_PART: u64 = 10;
 /// The assumed cost of an observation until one has been measured, nanoseconds.
 const OBSERVE_COST_NS: u64 = 200_000;
-/// Reading stays within its share over this time, so that programs never wait for long, nanoseconds. Over a longer time where
-/// observing the host would otherwise take more than half of the share.
+/// Reading and ksmd stay within the share over this time, so that programs never wait for long, nanoseconds.
 const SMOOTH_NS: u64 = 1_000_000_000;
 /// Share of a core for visiting merged pages, while copies are being made because merged pages are written.
 const VISIT_SHARE: Permyriad = Permyriad(20);
@@ -59,6 +58,8 @@ pub struct Engine {
     /// The governor in force: the one configured, or the one that `Auto` has chosen.
     governor: Governor,
     budget: Budget,
+    /// What reading and ksmd alone have spent.
+    smooth: Budget,
     allowance: Allowance,
     index: Index,
     table: RegionTable,
@@ -90,7 +91,11 @@ pub struct Engine {
     read: u64,
     /// Pages read on the bottom level since the index last aged.
     bottom_pages: u64,
-    /// The least a cycle costs in which nothing is read, nanoseconds. It grows with the number of processes.
+    /// The CPU time that reading took, in all and in the last cycle, nanoseconds, and whether that cycle changed anything.
+    read_ns: u64,
+    reading_ns: u64,
+    acted: bool,
+    /// What a cycle costs at least besides reading, nanoseconds. It grows with the number of processes.
     observe_cost_ns: u64,
     paused: bool,
 }
@@ -127,6 +132,7 @@ impl Engine {
             config,
             governor,
             budget: Budget::default(),
+            smooth: Budget::default(),
             allowance,
             index: Index::new(),
             table: RegionTable::default(),
@@ -151,6 +157,9 @@ impl Engine {
             planned: 0,
             read: 0,
             bottom_pages: 0,
+            read_ns: 0,
+            reading_ns: 0,
+            acted: false,
             observe_cost_ns: OBSERVE_COST_NS,
             paused: false,
         }
@@ -341,11 +350,13 @@ impl Engine {
     /// all of it.
     fn record_cost(&mut self, snapshot: &Snapshot) {
         let cycle_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
-        if self.planned == 0 && cycle_ns > 0 {
+        let observed_ns = cycle_ns.saturating_sub(self.reading_ns);
+        // Where reading was most of the cycle, so was judging what was read.
+        if !self.acted && observed_ns > self.reading_ns {
             // Downwards at once, upwards slowly: now and then an observation does more, such as counting pages, and that is
             // no reason to observe less often.
-            let most_ns = self.observe_cost_ns + self.observe_cost_ns / 16;
-            self.observe_cost_ns = cycle_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
+            let most_ns = self.observe_cost_ns + self.observe_cost_ns / 4;
+            self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
         }
         let read = std::mem::take(&mut self.read);
         if self.reading.new_round && !self.reading.foreground {
@@ -355,6 +366,7 @@ impl Engine {
         }
         self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.exited(&snapshot.ksm), snapshot.cost);
         self.budget.record(snapshot.now_ns, snapshot.cost);
+        self.smooth.record(snapshot.now_ns, Cost { pagefold_ns: self.read_ns, ..snapshot.cost });
     }
 
     /// Looks whether there is room for what can come back. Where memory is short, nothing more is merged.
@@ -414,14 +426,8 @@ impl Engine {
 
     /// CPU time that reading may take now: within the share over the governor's window and over a short time.
     fn room_ns(&self, pace: Pace) -> u64 {
-        let over_ns = self.smooth_ns(pace);
-        let smooth_ns = share_ns(over_ns, pace.top).saturating_sub(self.budget.spent_ns(over_ns));
+        let smooth_ns = share_ns(SMOOTH_NS, pace.top).saturating_sub(self.smooth.spent_ns(SMOOTH_NS));
         self.budget.room_ns(pace).min(smooth_ns)
-    }
-
-    /// The time over which reading stays within its share, and after which the host is observed at the latest, nanoseconds.
-    fn smooth_ns(&self, pace: Pace) -> u64 {
-        period_ns(self.observe_cost_ns * 2, pace.top).clamp(SMOOTH_NS, WINDOW_NS)
     }
 
     /// Updates the table with the regions that appeared, changed or ended.
@@ -510,6 +516,7 @@ impl Engine {
     pub fn judge(&mut self, samples: &Samples) -> Actions {
         let (now_ns, several, on_request) = (self.snapshot.now_ns, self.several_domains(), self.on_request());
         self.read = samples.pages.iter().map(|sample| u64::from(sample.state.is_read(several))).sum();
+        (self.read_ns, self.reading_ns) = (self.read_ns + samples.cpu_ns, samples.cpu_ns);
         self.ledger.pages_read += self.read;
         self.record_samples(samples);
         self.placer.record(&self.table, &samples.merged, &self.snapshot, self.config.latencies);
@@ -608,6 +615,7 @@ impl Engine {
     /// Accounts for what was done; returns how long to wait before the next cycle, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.record(actions, outcome);
+        self.acted = actions.change_targets();
         let (mut collisions, colliding) = (0, Arc::make_mut(&mut self.colliding));
         let spared = self.requests.record(&outcome.merges, &mut self.table, &mut self.index, |digest| {
             collisions += 1;
@@ -635,8 +643,9 @@ impl Engine {
     /// The sleep between two cycles (UKSM's `T_s`): long enough for the share to hold.
     fn wait_ns(&self) -> u64 {
         let pace = self.pace();
-        let observe_ns =
-            period_ns(self.observe_cost_ns * OBSERVE_PART, pace.top).clamp(OBSERVE_NS, self.smooth_ns(pace));
+        // Observing leaves half of the share to reading.
+        let latest_ns = period_ns(self.observe_cost_ns * 2, pace.top).clamp(SMOOTH_NS, WINDOW_NS);
+        let observe_ns = period_ns(self.observe_cost_ns * OBSERVE_PART, pace.top).clamp(OBSERVE_NS, latest_ns);
         let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
         if self.paused {
             return pace.round_ns.min(SMOOTH_NS);

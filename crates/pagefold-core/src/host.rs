@@ -388,6 +388,14 @@ pub struct Actions {
     pub moves: Vec<Move>,
 }
 
+impl Actions {
+    /// Whether they do more than give ksmd an order.
+    pub fn change_targets(&self) -> bool {
+        let Self { mark, unmark, stop: _, scan: _, merge, moves } = self;
+        !(mark.is_empty() && unmark.is_empty() && merge.is_empty() && moves.is_empty())
+    }
+}
+
 /// Neighbouring pages to merge with others. The kernel merges only those whose contents are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MergeRange {

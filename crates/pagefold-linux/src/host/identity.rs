@@ -7,14 +7,14 @@
 
 use crate::host::live::collapsing::HugeMappings;
 use crate::host::targets::Target;
-use crate::os::cpu::process_cpu_ns;
+use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
 use crate::proc::Roots;
 use crate::proc::image::{AddressSpace, ProgramId, image_of};
 use crate::proc::process::ReadError;
 use crate::proc::status::printable;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::DomainRules;
-use crate::scope::dumpable::Dumpable;
+use crate::scope::dumpable::{Dumpable, would_ask};
 use crate::scope::exclude::{Exclusion, ProcessFacts, exclusion_of, judge_opt_outs};
 use crate::scope::exe::Exe;
 use crate::scope::opt_out::OptOut;
@@ -30,13 +30,11 @@ use std::path::PathBuf;
 
 /// Least time between two checks of a process, nanoseconds.
 const RECHECK_MIN_NS: u64 = 2_000_000_000;
-/// Cost of checking a process that has run, nanoseconds. Checks may take 1/`RECHECK_SHARE` of the time: with more than 600
-/// processes they become rarer.
-const RECHECK_COST_NS: u64 = 33_000;
-const RECHECK_SHARE: u64 = 100;
-/// A process that was asked itself if it is dumpable is judged again after this time even if it has not run since, nanoseconds:
-/// the answer may be older than that.
-const ASKED_NS: u64 = 10_000_000_000;
+/// Checks may take 1/`RECHECK_SHARE` of the time: with some hundred processes they become rarer. So that they do not become rarer than
+/// every `RECHECK_NS`, they may take up to 1/`RECHECK_MOST_SHARE`.
+const RECHECK_SHARE: u64 = 500;
+const RECHECK_NS: u64 = 10_000_000_000;
+const RECHECK_MOST_SHARE: u64 = 100;
 /// The first pause after marks could not be removed, and the longest, nanoseconds. It doubles.
 const UNMARK_PAUSE_NS: u64 = 250_000_000;
 const OWED_PAUSE_MAX_NS: u64 = 10_000_000_000;
@@ -68,9 +66,8 @@ struct Seen {
     cpu_ns: Option<u64>,
     locked_kib: u64,
     command_line: CommandLine,
-    /// Whether the process itself was asked if it is dumpable, possibly before it last ran; and when the look was.
+    /// Whether the process itself was asked if it is dumpable, possibly before it last ran.
     asked: bool,
-    at_ns: u64,
 }
 
 /// What was found on the command line of a program.
@@ -107,6 +104,11 @@ impl PendingUnmark {
         self.next_ns = now_ns + self.pause_ns;
         self.pause_ns = (self.pause_ns * 2).min(OWED_PAUSE_MAX_NS);
     }
+}
+
+/// The time between two checks of a process, where those of all processes take this long, nanoseconds.
+fn recheck_ns(all_ns: u64) -> u64 {
+    (all_ns * RECHECK_SHARE).clamp(RECHECK_MIN_NS, RECHECK_NS).max(all_ns * RECHECK_MOST_SHARE)
 }
 
 /// The rules that processes are judged by.
@@ -253,14 +255,22 @@ impl Target {
 
     /// Looks at the process, and judges it if anything may have changed. Returns whether anything has.
     pub(super) fn look(&mut self, now_ns: u64, processes: u64, watch: &mut Watch<'_>) -> Result<bool, ReadError> {
-        self.identity.next_check_ns = now_ns + (RECHECK_COST_NS * processes * RECHECK_SHARE).max(RECHECK_MIN_NS);
+        // In case it fails.
+        self.identity.next_check_ns = now_ns + RECHECK_MIN_NS;
+        let before_ns = own_cpu_ns();
+        let changed = self.look_now(watch)?;
+        self.identity.next_check_ns = now_ns + recheck_ns((own_cpu_ns() - before_ns) * processes);
+        Ok(changed)
+    }
+
+    fn look_now(&mut self, watch: &mut Watch<'_>) -> Result<bool, ReadError> {
         let pid = self.process.pid();
         let cgroups = watch.cgroup_facts(cgroups_of(&self.process)?);
         let cpu_ns = process_cpu_ns(pid);
         let may_pass = self.identity.barred.as_ref().is_some_and(Exclusion::may_pass);
         let is_known = |seen: &Seen| {
             let has_run = seen.cpu_ns.is_none() || seen.cpu_ns != cpu_ns;
-            !has_run && seen.cgroups == cgroups && !(seen.asked && now_ns >= seen.at_ns + ASKED_NS)
+            !has_run && seen.cgroups == cgroups && !(seen.asked && would_ask(&self.process))
         };
         if self.identity.seen.as_ref().is_some_and(is_known) && !may_pass {
             return Ok(false);
@@ -335,7 +345,7 @@ impl Target {
         let domain = domain_key(watch.domains, assigned.clone());
         (self.uid, self.exe) = (facts.uid, facts.exe);
         self.cgroup.clone_from(&cgroups.path);
-        self.identity.seen = Some(Seen { image, cgroups, cpu_ns, locked_kib, command_line, asked, at_ns: now_ns });
+        self.identity.seen = Some(Seen { image, cgroups, cpu_ns, locked_kib, command_line, asked });
         let moved = former.is_some_and(|former| former != domain);
         let barred = barred.or_else(|| moved.then_some(Exclusion::MovedDomain { to: assigned }));
         if !moved && self.domain != domain {
@@ -427,5 +437,17 @@ impl Target {
                 pause_ns: UNMARK_PAUSE_NS,
             });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checks_of_many_processes_become_rarer_but_not_rarer_than_they_must() {
+        let of = |processes: u64, us: u64| recheck_ns(processes * us * 1_000) as f64 / 1e9;
+        assert_eq!([of(1, 80), of(50, 80)], [2.0, 2.0]);
+        assert_eq!([of(128, 80), of(1_000, 80), of(2_000, 80)], [5.12, 10.0, 16.0]);
     }
 }

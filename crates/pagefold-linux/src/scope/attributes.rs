@@ -14,6 +14,8 @@ use std::path::{Component, Path, PathBuf};
 /// Extended attributes of cgroups, each read once.
 pub(super) struct Attributes<'a> {
     root: &'a Path,
+    /// The mount point of each hierarchy, by its controllers.
+    mounts: HashMap<String, Option<PathBuf>>,
     seen: HashMap<PathBuf, Labels>,
 }
 
@@ -42,7 +44,7 @@ impl Labels {
 impl<'a> Attributes<'a> {
     /// Reads attributes below the cgroup mount point `root`.
     pub(super) fn new(root: &'a Path) -> Self {
-        Self { root, seen: HashMap::new() }
+        Self { root, mounts: HashMap::new(), seen: HashMap::new() }
     }
 
     /// The cgroup that excludes the process, if any. In each hierarchy the nearest attribute decides.
@@ -71,7 +73,8 @@ impl<'a> Attributes<'a> {
             return None;
         }
         let root = self.root;
-        let mount = cgroup.mounts().into_iter().map(|mount| root.join(mount)).find(|mount| mount.is_dir())?;
+        let of = || cgroup.mounts().into_iter().map(|mount| root.join(mount)).find(|mount| mount.is_dir());
+        let mount = self.mounts.entry(cgroup.controllers.clone()).or_insert_with(of).as_deref()?;
         inner.ancestors().find_map(|below| {
             let directory = mount.join(below);
             let labels = self.seen.entry(directory.clone()).or_insert_with(|| Labels::of(&directory));

@@ -68,6 +68,12 @@ pub fn ask_inside(process: &Process) -> Dumpable {
     ASKER.with_borrow_mut(|asker| asker.as_mut().map_or(Dumpable::Unknown, |asker| asker.ask(process)))
 }
 
+/// Whether [`ask_inside`] would ask the process now, and not give an earlier answer.
+pub(crate) fn would_ask(process: &Process) -> bool {
+    let is_due = |answer: &Answer| Instant::now() >= answer.next;
+    ASKER.with_borrow(|asker| asker.as_ref().is_some_and(|asker| asker.answers.get(&process.pid()).is_none_or(is_due)))
+}
+
 impl Asker {
     fn ask(&mut self, process: &Process) -> Dumpable {
         // A process whose program is not readable is not asked.
