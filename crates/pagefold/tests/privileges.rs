@@ -357,7 +357,11 @@ fn a_missing_capability_is_named() {
 /// A process that may be read, one that may not, and a scan of all of them, in a pid namespace of their own.
 const ALL: &str = r#"
 sleep 1000 &
-setpriv --inh-caps=-sys_ptrace --bounding-set=-sys_ptrace sh -c 'sleep 1000 & "$0" scan --all --json' "$0"
+until grep -q sleep /proc/$!/comm; do :; done
+setpriv --inh-caps=-sys_ptrace --bounding-set=-sys_ptrace sh -c '
+sleep 1000 &
+until grep -q sleep /proc/$!/comm; do :; done
+"$0" scan --all --json' "$0"
 "#;
 
 #[test]
