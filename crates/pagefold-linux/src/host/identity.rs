@@ -257,13 +257,11 @@ impl Target {
 
     /// Looks at the process, and judges it if anything may have changed. Returns whether anything has.
     pub(super) fn look(&mut self, now_ns: u64, processes: u64, watch: &mut Watch<'_>) -> Result<bool, ReadError> {
-        // In case it fails.
-        self.identity.next_check_ns = now_ns + RECHECK_MIN_NS;
         let before_ns = own_cpu_ns();
-        let changed = self.look_now(watch)?;
+        let changed = self.look_now(watch);
         let spent_ns = (own_cpu_ns() - before_ns).min(RECHECK_COST_MOST_NS);
         self.identity.next_check_ns = now_ns + recheck_ns(spent_ns * processes);
-        Ok(changed)
+        changed
     }
 
     fn look_now(&mut self, watch: &mut Watch<'_>) -> Result<bool, ReadError> {
