@@ -91,10 +91,9 @@ pub struct Engine {
     read: u64,
     /// Pages read on the bottom level since the index last aged.
     bottom_pages: u64,
-    /// The CPU time that reading took, in all and in the last cycle, nanoseconds, and whether that cycle changed anything.
+    /// The CPU time that reading took in all, and in the last cycle unless that changed anything, nanoseconds.
     read_ns: u64,
-    reading_ns: u64,
-    acted: bool,
+    reading_ns: Option<u64>,
     /// What a cycle costs at least besides reading, nanoseconds. It grows with the number of processes.
     observe_cost_ns: u64,
     paused: bool,
@@ -158,8 +157,7 @@ impl Engine {
             read: 0,
             bottom_pages: 0,
             read_ns: 0,
-            reading_ns: 0,
-            acted: false,
+            reading_ns: Some(0),
             observe_cost_ns: OBSERVE_COST_NS,
             paused: false,
         }
@@ -350,9 +348,9 @@ impl Engine {
     /// all of it.
     fn record_cost(&mut self, snapshot: &Snapshot) {
         let cycle_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
-        let observed_ns = cycle_ns.saturating_sub(self.reading_ns);
         // Where reading was most of the cycle, so was judging what was read.
-        if !self.acted && observed_ns > self.reading_ns {
+        let observed_ns = |reading_ns| cycle_ns.checked_sub(reading_ns).filter(|&observed_ns| observed_ns > reading_ns);
+        if let Some(observed_ns) = self.reading_ns.and_then(observed_ns) {
             // Downwards at once, upwards slowly: now and then an observation does more, such as counting pages, and that is
             // no reason to observe less often.
             let most_ns = self.observe_cost_ns + self.observe_cost_ns / 4;
@@ -516,7 +514,7 @@ impl Engine {
     pub fn judge(&mut self, samples: &Samples) -> Actions {
         let (now_ns, several, on_request) = (self.snapshot.now_ns, self.several_domains(), self.on_request());
         self.read = samples.pages.iter().map(|sample| u64::from(sample.state.is_read(several))).sum();
-        (self.read_ns, self.reading_ns) = (self.read_ns + samples.cpu_ns, samples.cpu_ns);
+        (self.read_ns, self.reading_ns) = (self.read_ns + samples.cpu_ns, Some(samples.cpu_ns));
         self.ledger.pages_read += self.read;
         self.record_samples(samples);
         self.placer.record(&self.table, &samples.merged, &self.snapshot, self.config.latencies);
@@ -615,7 +613,7 @@ impl Engine {
     /// Accounts for what was done; returns how long to wait before the next cycle, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.record(actions, outcome);
-        self.acted = actions.change_targets();
+        self.reading_ns = self.reading_ns.filter(|_| !actions.change_targets());
         let (mut collisions, colliding) = (0, Arc::make_mut(&mut self.colliding));
         let spared = self.requests.record(&outcome.merges, &mut self.table, &mut self.index, |digest| {
             collisions += 1;
