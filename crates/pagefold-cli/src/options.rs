@@ -205,19 +205,19 @@ pub const OPTIONS: &[OptionSpec] = {
              them)"),
         row("judgement", "duplicate-threshold", "duplicate-threshold",
             Number(Percent, range::THRESHOLD, |config| Some(u64::from(config.duplicate_threshold.0))), "",
-            "Share of duplicate pages from which a region is promoted"),
+            "Read a region whole once at least this share of its sampled pages has duplicates"),
         row("judgement", "cow-threshold", "cow-threshold",
             Number(Percent, range::THRESHOLD, |config| Some(u64::from(config.cow_threshold.0))), "",
             "Share of merged pages that are soon written again from which a region is left alone; 100 switches this off"),
         row("judgement", "lifetime", "lifetime", Number(Time, range::LIFETIME_NS, |config| Some(config.lifetime_ns)), "",
-            "Age below which a region is left alone"),
+            "Age below which a region that appears during the run is left alone; by default also until two rounds have passed"),
         row("reserve", "keep", "reserve", Amount, "",
             "Memory to keep free, with free swap, for merged pages that are written; if less is left, nothing more is merged. \
              A size (2G), a share of memory (10%), or auto: what programs took back in the worst hour of the last day, at \
              least 5 % of memory, at most what is saved"),
         row("reserve", "take-back", "take-back", Switch, "false",
-            "While less is left than the reserve, take merged memory apart in steps, as far as half of the reserve is left; \
-             this takes memory at once"),
+            "While less is left than the reserve, unmerge memory step by step. Each step takes memory; at least half of the \
+             reserve is left"),
         row("deny", "programs", "", Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]",
             "The programs never to touch, instead of the default list"),
         row("deny", "also", "deny", Programs, "[\"my-key-server\", \"wallet*\"]",
@@ -274,10 +274,10 @@ pub const OPTIONS: &[OptionSpec] = {
             "Time between two writes of that file"),
         row("history", "path", "history", File, "\"/var/lib/pagefold/history\"",
             "Keep what is saved over time in this file, of 371 KiB: by the minute for a day, by the quarter of an hour for 30 days. \
-             The service keeps it without this key, too"),
+             The service does so by default"),
         row("history", "learned", "learned", File, "\"/var/lib/pagefold/learned.json\"",
             "Keep verdicts on memory in this file (never contents, nor digests of them), so that the next run does not search all \
-             memory again. The service keeps it without this key, too"),
+             memory again. The service does so by default"),
         row("fleet", "directory", "sketches", Directory, "\"/var/lib/pagefold/sketches\"",
             "Keep a sketch of what each workload holds, and write those of this host to HOST.parquet in this directory (schema \
              pagefold.sketch/1)"),

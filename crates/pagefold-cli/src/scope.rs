@@ -53,8 +53,11 @@ impl ScopeArgs {
     /// The processes that are in scope now.
     ///
     /// # Errors
-    /// If the scope is empty, or names a process, user, cgroup or program that does not exist.
+    /// If the scope is empty, or names a guest of Xen, or a process, user, cgroup or program that does not exist.
     pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
+        if !self.xen_domains().is_empty() {
+            return Err(Exit::new(exit::USAGE, "--xen-domain is not possible here; select processes"));
+        }
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 
@@ -122,6 +125,7 @@ mod tests {
         assert_eq!(cli.scope.xen_domains(), ["a", "b@c", "7"]);
         assert_eq!(cli.scope.to_string(), "--xen-domain a --xen-domain b@c --xen-domain 7");
         assert!(cli.scope.spec().is_empty() && cli.scope != ScopeArgs::default());
+        assert_eq!(cli.scope.resolve().unwrap_err().code, exit::USAGE);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use pagefold_linux::proc::status::{is_unsafe, printable};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// Whether to colour standard output: it is a terminal that is not dumb, and `NO_COLOR` is not set (<https://no-color.org>).
 pub fn colours() -> bool {
@@ -100,12 +101,17 @@ pub fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Cuts text to `width` characters, the last an ellipsis if anything was cut.
+/// Cuts text to `width` columns, the last an ellipsis if anything was cut.
 pub fn shorten(text: &str, width: usize) -> String {
-    if text.chars().count() <= width {
+    if text.width() <= width {
         return text.to_owned();
     }
-    let mut short: String = text.chars().take(width.saturating_sub(1)).collect();
+    let mut columns = 0;
+    let fits = |c: &char| {
+        columns += c.width().unwrap_or(0);
+        columns < width
+    };
+    let mut short: String = text.chars().take_while(fits).collect();
     short.push('…');
     short
 }

@@ -1,6 +1,12 @@
 //! Aligned columns.
 
+use crate::style::shorten;
+use pagefold_linux::proc::status::printable;
 use std::fmt;
+use unicode_width::UnicodeWidthChar;
+
+/// The widest that a cell is shown: about as long as names of pods and units are.
+const CELL_WIDTH: usize = 64;
 
 /// A table whose columns are as wide as their widest cell, two spaces apart. Cells may contain colour codes.
 #[derive(Clone, Debug)]
@@ -17,9 +23,10 @@ impl Table {
         Self { rows: vec![header], right }
     }
 
-    /// Appends a row.
+    /// Appends a row. Cells are cut at [`CELL_WIDTH`], and spaces beside each other are shown as one: a name must not look like
+    /// columns of their own.
     pub fn add_row<Cell: Into<String>>(&mut self, cells: impl IntoIterator<Item = Cell>) {
-        self.rows.push(cells.into_iter().map(Into::into).collect());
+        self.rows.push(cells.into_iter().map(|text| cell(&text.into())).collect());
     }
 }
 
@@ -42,7 +49,24 @@ impl fmt::Display for Table {
     }
 }
 
-/// Characters shown, without the colour codes `ESC [ ... m`.
+/// A text as it is shown in a cell: short, and without anything that looks like the space between columns.
+pub fn cell(text: &str) -> String {
+    let has_colour = text.contains('\x1b');
+    let text = spaced(&if has_colour { text.to_owned() } else { printable(text.as_bytes()) });
+    if has_colour { text } else { shorten(&text, CELL_WIDTH) }
+}
+
+/// A text in which spaces beside each other, and characters that look like them, are one space.
+pub fn spaced(text: &str) -> String {
+    text.split(is_blank).filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
+}
+
+/// Whether a character is shown as nothing but space: white space, and letters that fill a place.
+fn is_blank(c: char) -> bool {
+    c.is_whitespace() || matches!(c, '\u{115f}' | '\u{1160}' | '\u{2800}' | '\u{3164}' | '\u{ffa0}')
+}
+
+/// Columns of a terminal that a text takes, without the colour codes `ESC [ ... m`.
 fn width(text: &str) -> usize {
     let mut shown = 0;
     let mut code = false;
@@ -50,7 +74,8 @@ fn width(text: &str) -> usize {
         match character {
             '\x1b' => code = true,
             'm' if code => code = false,
-            _ => shown += usize::from(!code),
+            _ if code => {}
+            _ => shown += character.width().unwrap_or(0),
         }
     }
     shown
@@ -59,6 +84,22 @@ fn width(text: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use unicode_width::UnicodeWidthStr;
+
+    #[test]
+    fn a_name_does_not_look_like_a_row() {
+        let mut table = Table::new(["NAME", "SIZE"], |column| column == 1);
+        table.add_row(["  web   7 GiB \u{a0}\u{2800}\u{2003}x ", "1"]);
+        table.add_row(["n".repeat(1000), "2".to_owned()]);
+        table.add_row(["\u{754c}".repeat(40), "3".to_owned()]);
+        table.add_row([format!("e{}\u{202e}", "\u{301}".repeat(400)), "4".to_owned()]);
+        let text = table.to_string();
+        // Each line is as wide as the others, by what a terminal shows.
+        assert!(text.lines().skip(1).all(|line| line.width() == 64 + 2 + 4), "{text}");
+        let lines: Vec<&str> = text.lines().map(|line| line.split("  ").next().unwrap()).collect();
+        assert_eq!(lines[1], "web 7 GiB x");
+        assert_eq!(lines[2], format!("{}…", "n".repeat(63)));
+    }
 
     #[test]
     fn columns_are_aligned_with_and_without_colour() {

@@ -7,16 +7,18 @@
 //! [`crate::sampling::ladder`] decides what is read, [`crate::marking::marker`] what is marked, [`crate::merging`] when ksmd
 //! scans, and [`crate::placement::placer`] which merged pages move. A [`crate::governor`] bounds what all of it may cost.
 
+mod pacing;
+mod regions;
 mod report;
 mod samples;
 
 use crate::config::Config;
-use crate::governor::{Budget, Governor, Pace, WINDOW_NS, period_ns, share_ns};
+use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::{DigestSet, LINES};
 use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
 use crate::index::{Index, PageStatus};
-use crate::keys::{DomainKey, FamilyKey, OwnerKey, RegionKey};
-use crate::learned::{Learned, Verdicts, read_for_newcomers, verdict};
+use crate::keys::{DomainKey, OwnerKey, RegionKey};
+use crate::learned::{Learned, Verdicts, verdict};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, GroupLimits, Limits};
 use crate::marking::lifetimes::Lifetimes;
@@ -24,28 +26,19 @@ use crate::marking::marker::{Marker, marked_resident};
 use crate::merging::{Inputs, ScanScheduler};
 use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
-
-use crate::region::{Region, Stage, print};
+use crate::region::{Region, Stage};
 use crate::report::EngineReport;
 use crate::requests::Requests;
 use crate::reserve::{Reserve, ReserveSettings};
-use crate::sampling::ladder::{Ladder, ReadPlan, matures_ns};
+use crate::sampling::ladder::{Ladder, ReadPlan};
 use crate::strength::Strength;
 use crate::units::{Pages, Permyriad, count};
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The most digests that are remembered because pages of different contents have them.
 const COLLIDING_MOST: usize = 1 << 16;
-/// While ksmd works, the host is observed at least this often, nanoseconds.
-const OBSERVE_NS: u64 = 50_000_000;
-/// Observing ksmd may take this fraction of the governor's share of a core.
-const OBSERVE_PART: u64 = 10;
-/// The assumed cost of an observation until one has been measured, nanoseconds.
-const OBSERVE_COST_NS: u64 = 200_000;
-/// Reading and ksmd stay within the share over this time, so that programs never wait for long, nanoseconds.
-const SMOOTH_NS: u64 = 1_000_000_000;
 /// Share of a core for visiting merged pages, while copies are being made because merged pages are written.
 const VISIT_SHARE: Permyriad = Permyriad(20);
 /// The number of copies of merged pages in one round from which merged pages are visited.
@@ -72,7 +65,7 @@ pub struct Engine {
     /// Digests that pages of different contents have, at this strength.
     colliding: Arc<DigestSet>,
     /// What surveys remember of them.
-    colliding_prints: FxHashSet<u32>,
+    colliding_fingerprints: FxHashSet<u32>,
     placer: Placer,
     lifetimes: Lifetimes,
     verdicts: Verdicts,
@@ -142,7 +135,7 @@ impl Engine {
             reserve: Reserve::default(),
             strength: Strength::default(),
             colliding: Arc::default(),
-            colliding_prints: FxHashSet::default(),
+            colliding_fingerprints: FxHashSet::default(),
             placer: Placer::default(),
             lifetimes: Lifetimes::default(),
             verdicts: Verdicts::default(),
@@ -158,7 +151,7 @@ impl Engine {
             bottom_pages: 0,
             read_ns: 0,
             reading_ns: Some(0),
-            observe_cost_ns: OBSERVE_COST_NS,
+            observe_cost_ns: pacing::OBSERVE_COST_NS,
             paused: false,
         }
     }
@@ -338,33 +331,10 @@ impl Engine {
     fn forget_digests(&mut self) {
         self.index = Index::new();
         self.colliding = Arc::default();
-        self.colliding_prints.clear();
+        self.colliding_fingerprints.clear();
         self.bottom_pages = 0;
         let top = self.ladder.levels();
         self.table.iter_mut().for_each(|region| region.forget_digests(top));
-    }
-
-    /// Learns what the last cycle cost. The cost of a sample includes everything its cycle cost, so that shares hold for
-    /// all of it.
-    fn record_cost(&mut self, snapshot: &Snapshot) {
-        let cycle_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
-        // Where reading was most of the cycle, so was judging what was read.
-        let observed_ns = |reading_ns| cycle_ns.checked_sub(reading_ns).filter(|&observed_ns| observed_ns > reading_ns);
-        if let Some(observed_ns) = self.reading_ns.and_then(observed_ns) {
-            // Downwards at once, upwards slowly: now and then an observation does more, such as counting pages, and that is
-            // no reason to observe less often.
-            let most_ns = self.observe_cost_ns + self.observe_cost_ns / 4;
-            self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
-        }
-        let read = std::mem::take(&mut self.read);
-        if self.reading.new_round && !self.reading.foreground {
-            self.ladder.record_bottom_cost(self.planned, cycle_ns);
-        } else {
-            self.ladder.record_cost(read, cycle_ns);
-        }
-        self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.exited(&snapshot.ksm), snapshot.cost);
-        self.budget.record(snapshot.now_ns, snapshot.cost);
-        self.smooth.record(snapshot.now_ns, Cost { pagefold_ns: self.read_ns, ..snapshot.cost });
     }
 
     /// Looks whether there is room for what can come back. Where memory is short, nothing more is merged.
@@ -420,94 +390,6 @@ impl Engine {
     /// the same trust domain are named.
     fn several_domains(&self) -> bool {
         self.domains.len() > 1 && !self.on_request()
-    }
-
-    /// CPU time that reading may take now: within the share over the governor's window and over a short time.
-    fn room_ns(&self, pace: Pace) -> u64 {
-        let smooth_ns = share_ns(SMOOTH_NS, pace.top).saturating_sub(self.smooth.spent_ns(SMOOTH_NS));
-        self.budget.room_ns(pace).min(smooth_ns)
-    }
-
-    /// Updates the table with the regions that appeared, changed or ended.
-    fn update_regions(&mut self, snapshot: &Snapshot) {
-        let (seed, appeared, now_ns) = (self.config.seed, self.running, snapshot.now_ns);
-        let ended = self.table.update(&snapshot.regions, seed, |view| Region::new(view, now_ns, appeared, seed));
-        self.running = true;
-        let (adopted, unvisited) = self.verdicts.give(&mut self.table, now_ns);
-        if adopted > Pages(0) {
-            self.marker.adopt(now_ns, snapshot.ksm.broken);
-            self.scheduler.request(unvisited);
-        }
-        read_for_newcomers(&mut self.table, now_ns, self.ladder.levels());
-        self.update_domains(snapshot);
-        let mut ended_keys = FxHashSet::default();
-        for region in ended {
-            ended_keys.insert(region.view.key);
-            if region.appeared {
-                self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
-            }
-            if region.marked_resident() > Pages(0) {
-                self.scheduler.request_reaping(region.merged_by_ksmd(), now_ns);
-            }
-        }
-        self.judge_by_family(now_ns);
-        self.find_again(ended_keys);
-        if self.table.wants_sweep() {
-            let table = &self.table;
-            self.index
-                .sweep(|page| if table.get(page.slot).is_some() { PageStatus::Present } else { PageStatus::Removed });
-            self.table.release_slots();
-        }
-    }
-
-    /// Gives the regions that appear now what the lives of their families say.
-    fn judge_by_family(&mut self, now_ns: u64) {
-        let is_new = |region: &Region| region.appeared && region.seen_ns == now_ns;
-        let mut families: BTreeMap<FamilyKey, (OwnerKey, Option<u64>)> = BTreeMap::new();
-        for region in self.table.iter().filter(|region| is_new(region)) {
-            families.insert(region.view.family, (region.view.owner, None));
-        }
-        if families.is_empty() {
-            return;
-        }
-        for region in self.table.iter().filter(|region| !is_new(region)) {
-            let family = families.get_mut(&region.view.family).filter(|(owner, _)| *owner != region.view.owner);
-            if let Some((_, oldest_ns)) = family {
-                *oldest_ns = (*oldest_ns).max(Some(now_ns - region.seen_ns));
-            }
-        }
-        for (&family, &(_, oldest_ns)) in &families {
-            self.lifetimes.record_begin(family, oldest_ns, now_ns);
-        }
-        for region in self.table.iter_mut().filter(|region| is_new(region)) {
-            region.worth_from_ns = self.lifetimes.worth_from_ns(region.view.family, self.config.mechanism);
-            region.young = region.worth_from_ns.is_some_and(|age_ns| age_ns > 0);
-        }
-    }
-
-    /// The index may know contents from the pages of regions that have ended alone. One of the regions that had pages in common with
-    /// each is read whole again, so that newcomers find them.
-    fn find_again(&mut self, mut ended: FxHashSet<RegionKey>) {
-        for region in self.table.iter_mut().filter(|region| matches!(region.stage, Stage::Judged(_))) {
-            if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {
-                region.examine(self.ladder.levels());
-            }
-        }
-    }
-
-    /// Updates the set of trust domains. As long as there is one, no contents are claimed. When a second appears, everything
-    /// marked must be claimed before anything else is marked.
-    fn update_domains(&mut self, snapshot: &Snapshot) {
-        let before = self.several_domains();
-        self.domains = snapshot.regions.iter().map(|view| view.domain).collect();
-        if self.several_domains() && !before {
-            for region in self.table.iter_mut() {
-                region.marks.claimed = false;
-                if matches!(region.stage, Stage::Examine(_)) {
-                    region.examine(self.ladder.levels());
-                }
-            }
-        }
     }
 
     /// Judges what was read.
@@ -618,12 +500,12 @@ impl Engine {
         let spared = self.requests.record(&outcome.merges, &mut self.table, &mut self.index, |digest| {
             collisions += 1;
             colliding.insert(digest);
-            self.colliding_prints.insert(print(digest));
+            self.colliding_fingerprints.insert(digest.fingerprint());
         });
         collisions += spared;
         if colliding.len() > COLLIDING_MOST || self.strength.lines() == LINES {
             colliding.clear();
-            self.colliding_prints.clear();
+            self.colliding_fingerprints.clear();
         }
         let compares = self.hashes_lines() && self.snapshot.ksm.ours;
         if compares && self.strength.record(self.read, collisions, count(self.index.len())) {
@@ -636,36 +518,5 @@ impl Engine {
         self.marker.record_marked(&mut self.table, self.snapshot.now_ns, outcome, &mut self.scheduler);
         self.marker.record_unmarked(self.snapshot.now_ns, outcome);
         self.wait_ns()
-    }
-
-    /// The sleep between two cycles (UKSM's `T_s`): long enough for the share to hold.
-    fn wait_ns(&self) -> u64 {
-        let pace = self.pace();
-        // Observing leaves half of the share to reading.
-        let latest_ns = period_ns(self.observe_cost_ns * 2, pace.top).clamp(SMOOTH_NS, WINDOW_NS);
-        let observe_ns = period_ns(self.observe_cost_ns * OBSERVE_PART, pace.top).clamp(OBSERVE_NS, latest_ns);
-        let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
-        if self.paused {
-            return pace.round_ns.min(SMOOTH_NS);
-        }
-        if self.reading.foreground {
-            if self.room_ns(pace) < OBSERVE_COST_NS || self.planned == 0 {
-                return observe_ns;
-            }
-            let share = u64::from(pace.top.0).clamp(1, 10_000);
-            return self.ladder.sample_ns() * self.planned / share * (10_000 - share);
-        }
-        if self.is_merging() || self.placer.is_busy() || self.snapshot.ksm.ours && self.marker.is_unmarking() {
-            return observe_ns.min(round_ns.max(OBSERVE_NS));
-        }
-        round_ns.min(self.matures_in_ns(pace)).max(OBSERVE_NS.min(pace.round_ns))
-    }
-
-    /// Time until the next region is old enough to be read whole, nanoseconds, where that can be soon.
-    fn matures_in_ns(&self, pace: Pace) -> u64 {
-        let now_ns = self.snapshot.now_ns;
-        let surveyed = self.table.iter().filter(|region| region.appeared && region.stage == Stage::Survey);
-        let ages = surveyed.map(|region| matures_ns(region, pace, &self.config));
-        ages.filter(|&at_ns| at_ns > now_ns).min().map_or(u64::MAX, |at_ns| at_ns - now_ns)
     }
 }

@@ -5,7 +5,7 @@
 
 use crate::keys::DomainKey;
 use crate::random::{INCREMENT, finalize, mix};
-use crate::units::PAGE_SIZE;
+use crate::units::{PAGE_SIZE, low_bits};
 use rustc_hash::FxHashSet;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
@@ -21,6 +21,11 @@ pub struct Digest(pub u64);
 impl Digest {
     /// The digest of a page of zeros, and of no other page.
     pub const ZERO: Self = Self(0);
+
+    /// 32 bits of it, which are enough to see a change.
+    pub(crate) fn fingerprint(self) -> u32 {
+        low_bits(self.0 >> 16, u32::BITS)
+    }
 
     /// The digest of this content within a trust domain, distinct from those in other domains. Zeros belong to no
     /// domain.

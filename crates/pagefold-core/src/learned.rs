@@ -24,10 +24,6 @@ const REGIONS_MAX: usize = 16_384;
 const SPANS_MAX: usize = 64;
 /// Regions that have not appeared this long after the beginning of a run are forgotten, nanoseconds.
 const APPEAR_NS: u64 = 600_000_000_000;
-/// No region is left alone for longer, nanoseconds.
-const HOLD_MAX_NS: u64 = 3_600_000_000_000;
-/// No pause between two examinations is longer, nanoseconds.
-const PAUSE_MAX_NS: u64 = 600_000_000_000;
 
 /// What a run has learned.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -221,7 +217,7 @@ fn fits(verdict: &LearnedRegion, region: &Region) -> bool {
 fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
     region.appeared = false;
     region.survey.adopt(verdict.tally, verdict.sampled);
-    region.hold.adopt(verdict.hold, now_ns + verdict.hold_ns.min(HOLD_MAX_NS), verdict.pause_ns.min(PAUSE_MAX_NS));
+    region.hold.adopt(now_ns, verdict.hold, verdict.hold_ns, verdict.pause_ns);
     if verdict.judged {
         region.stage = Stage::Judged(now_ns);
         region.adopted = Some(verdict.left_over);
@@ -255,6 +251,7 @@ pub(crate) fn read_for_newcomers(table: &mut RegionTable, now_ns: u64, top: usiz
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::region::hold::LEAVE_NS;
     use crate::region::test_view;
 
     fn table(marked: u64) -> RegionTable {
@@ -327,7 +324,7 @@ mod tests {
         let verdict = LearnedRegion { hold, hold_ns: u64::MAX / 2, pause_ns: u64::MAX, ..marked() };
         Verdicts::new(vec![verdict]).give(&mut table, 7);
         let region = table.iter().next().unwrap();
-        assert!(!region.hold.may_mark(HOLD_MAX_NS) && region.hold.may_mark(HOLD_MAX_NS + 7));
+        assert!(!region.hold.may_mark(LEAVE_NS) && region.hold.may_mark(LEAVE_NS + 7));
     }
 
     #[test]

@@ -19,7 +19,7 @@
 //! | When does ksmd scan? | [`merging`] |
 //! | Which pages are merged with which, where the kernel merges on request? | [`requests`] |
 //! | On which node does a merged page live? | [`placement`] |
-//! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second), [`trickle`] (work that may wait) |
+//! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second), [`token_bucket`] (work that may wait) |
 //! | Is there room for what can come back? | [`reserve`] |
 //! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
 //! | What does the next run keep of what this one learned? | [`learned`] |
@@ -56,5 +56,5 @@ pub mod reserve;
 pub mod sampling;
 pub mod stops;
 pub mod strength;
-pub mod trickle;
+pub mod token_bucket;
 pub mod units;

@@ -37,8 +37,6 @@ struct ScanInProgress {
     /// KSM's counters when it began.
     full_scans: u64,
     saved: Pages,
-    /// CPU time of ksmd when it began, nanoseconds.
-    ksmd_ns: u64,
     /// Whether it visits every page, without `smart_scan`.
     thorough: bool,
     /// Whether it was kicked. A paced scan continues until it is ordered to rest.
@@ -83,8 +81,6 @@ pub struct ScanScheduler {
     /// Pages merged by the last completed scan, and by all scans since ksmd last had nothing to do.
     last_merged: Pages,
     merged: Pages,
-    /// CPU time of the last two scans, nanoseconds.
-    scan_costs_ns: [u64; 2],
     completed: u64,
     ended_ns: u64,
     /// Whether ksmd stands between two scans, because the last one was kicked.
@@ -170,11 +166,6 @@ impl ScanScheduler {
         self.merged
     }
 
-    /// CPU time of a scan that merges little, nanoseconds: that of the cheaper one of the last two.
-    pub fn scan_cost_ns(&self) -> u64 {
-        self.scan_costs_ns[0].min(self.scan_costs_ns[1])
-    }
-
     /// How long ksmd has had nothing to do, nanoseconds.
     pub fn idle_ns(&self, now_ns: u64) -> u64 {
         if self.is_busy() { 0 } else { now_ns.saturating_sub(self.ended_ns) }
@@ -246,8 +237,8 @@ impl ScanScheduler {
         self.reap_since_ns = None;
         self.reaping += std::mem::take(&mut self.exited);
         let thorough = self.thorough;
-        let (full_scans, saved, ksmd_ns) = (ksm.full_scans, ksm.saved(), inputs.ksmd_ns);
-        self.scan_in_progress = Some(ScanInProgress { full_scans, saved, ksmd_ns, thorough, kicked });
+        let (full_scans, saved) = (ksm.full_scans, ksm.saved());
+        self.scan_in_progress = Some(ScanInProgress { full_scans, saved, thorough, kicked });
         if kicked { ScanOrder::Kick { thorough } } else { self.pace(inputs) }
     }
 
@@ -297,7 +288,6 @@ impl ScanScheduler {
         }
         self.last_merged = inputs.ksm.saved().saturating_sub(scan.saved);
         self.merged += self.last_merged;
-        self.scan_costs_ns = [self.scan_costs_ns[1], inputs.ksmd_ns.saturating_sub(scan.ksmd_ns)];
     }
 }
 

@@ -4,7 +4,7 @@
 //! whole has shown), [`Marks`] (what is marked in it), [`Usage`] (what its process does with its pages) and [`Hold`] (why it
 //! is left alone for now).
 
-mod hold;
+pub(crate) mod hold;
 mod marks;
 mod survey;
 pub mod table;
@@ -12,7 +12,6 @@ mod usage;
 
 pub use hold::{Hold, LeaveAlone};
 pub use marks::{MarkedSamples, Marks, covers};
-pub(crate) use survey::print;
 pub use survey::{RUN_PAGES, Survey};
 pub use usage::{PageSet, Usage};
 
@@ -335,7 +334,7 @@ mod tests {
         let (config, view) = (Config::default(), test_view(1, 0, 100));
         let mut region = Region::new(view, 0, false, 7);
         assert!(!region.may_be_requested(5, &config), "it is being sampled");
-        region.hold.put_off(5, 1_000, 1_000);
+        region.hold.put_off(5);
         region.examine(4);
         assert!(region.may_be_requested(5, &config));
         region.hold.leave_until(1_000, LeaveAlone::CowBroken);

@@ -8,7 +8,6 @@ use crate::hash::Digest;
 use crate::host::{Keep, MergeRange, MergeResult, Merging, PageRun};
 use crate::index::{Index, Location};
 use crate::keys::RegionKey;
-use crate::region::print;
 use crate::region::table::RegionTable;
 use crate::units::Vpn;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -78,12 +77,12 @@ impl Requests {
         if self.left_behind.len() >= LEFT_MOST {
             self.left_behind.clear();
         }
-        self.left_behind.insert(print(digest));
+        self.left_behind.insert(digest.fingerprint());
     }
 
     /// Whether pages that are merged, and have this content, may have been left behind.
     pub fn is_left_behind(&self, digest: Digest) -> bool {
-        self.left_behind.contains(&print(digest))
+        self.left_behind.contains(&digest.fingerprint())
     }
 
     /// Whether a page is kept in one of the pairs.
@@ -144,7 +143,7 @@ impl Requests {
                             set_merged(table, kept, Some(page.0));
                         }
                         if let Some(pair) = (*merging == Merging::Shared).then(pair).flatten() {
-                            self.left_behind.remove(&print(pair.digest));
+                            self.left_behind.remove(&pair.digest.fingerprint());
                         }
                     }
                     Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {

@@ -29,6 +29,12 @@ pub const fn whole(number: f64) -> u64 {
     number as u64
 }
 
+/// How much larger one number is than another, each as if it were at most 2^63 - 1.
+pub fn difference(one: u64, other: u64) -> i64 {
+    let signed = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+    signed(one) - signed(other)
+}
+
 /// The lowest `bits` of a number, at most 32.
 ///
 /// # Panics
@@ -68,9 +74,9 @@ pub struct Vpn(pub u64);
 pub struct Permyriad(pub u32);
 
 impl Pages {
-    /// The bytes these pages hold.
+    /// The bytes these pages hold, saturating.
     pub const fn bytes(self) -> Bytes {
-        Bytes(self.0 * PAGE_SIZE as u64)
+        Bytes(self.0.saturating_mul(PAGE_SIZE as u64))
     }
     /// The difference, or zero where `other` is larger (kernel counters may reset).
     #[must_use]

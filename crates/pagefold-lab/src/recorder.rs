@@ -153,11 +153,7 @@ impl Recorder {
         let own = i32::try_from(std::process::id()).unwrap_or(0);
         let followed = &self.followed;
         let known = |pid| pid == own || followed.iter().any(|one| one.target.process.pid() == pid);
-        let found = match self.new_processes.find(now_ns, &spec, &Roots::default(), known) {
-            // The cgroup has been removed.
-            Err(ScopeError::NoCgroup(_)) => Vec::new(),
-            other => other?,
-        };
+        let found = self.new_processes.find(now_ns, &spec, &Roots::default(), known)?;
         found.into_iter().try_for_each(|scoped| self.follow(scoped))
     }
 

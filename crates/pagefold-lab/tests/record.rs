@@ -56,8 +56,14 @@ impl Recording {
         Self { recorder, deltas: Deltas::new(), state: State::default() }
     }
 
-    fn at_pids(pids: &[i32]) -> Self {
-        Self::at(ScopeSpec { pids: pids.to_vec(), ..ScopeSpec::default() }, false)
+    /// A recording that has all of these processes. One that unmaps memory as it starts is left alone for some seconds.
+    fn of_all(pids: &[i32]) -> Self {
+        let mut recording = Self::at(ScopeSpec { pids: pids.to_vec(), ..ScopeSpec::default() }, false);
+        wait_until("all processes are recorded", || {
+            recording.next().unwrap();
+            recording.state.processes.len() == pids.len()
+        });
+        recording
     }
 
     fn next(&mut self) -> Option<Snapshot> {
@@ -114,10 +120,7 @@ fn a_record_has_all_pages_and_their_changes() {
     }
     let mut pair = [tenant(&mixed()), tenant(&mixed())];
     let pids = pids(&pair);
-    let mut recording = Recording::at_pids(&pids);
-    let first = recording.next().unwrap();
-    let rows = first.events.iter().filter(|event| matches!(event, Event::Process(_))).count();
-    assert_eq!(rows, 2);
+    let mut recording = Recording::of_all(&pids);
     let [one, other] = [0, 1].map(|index| pages_of(&recording.state, process_of(&recording.state, pids[index])));
     assert_mixed(&one, &other);
     assert_mixed(&other, &one);
@@ -203,7 +206,7 @@ fn pages_shared_through_fork_stay_shared() {
          sys.stdin.readline()\n",
     );
     let child = parent.line().parse().unwrap();
-    let mut recording = Recording::at_pids(&[parent.pid(), child]);
+    let mut recording = Recording::of_all(&[parent.pid(), child]);
     for _ in 0..3 {
         recording.next().unwrap();
         let [one, other] =
@@ -223,7 +226,7 @@ fn merged_pages_stay_merged() {
     wait_until("nearly all memory is saved", || saved_bytes() >= 15 * MIB);
     daemon.stop();
     let saved = saved_bytes();
-    let mut recording = Recording::at_pids(&pids);
+    let mut recording = Recording::of_all(&pids);
     for _ in 0..2 {
         recording.next().unwrap();
     }

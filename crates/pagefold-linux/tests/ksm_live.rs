@@ -8,6 +8,7 @@ use pagefold_linux::ksm::controller::KsmdController;
 use pagefold_linux::ksm::ksmd::Ksmd;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, OtherDriver, TakeError, recover, restore_deferred};
 use pagefold_linux::ksm::lock::Lock;
+use pagefold_linux::ksm::lock::LockError;
 use pagefold_linux::ksm::{KSM_ROOT, Knob, Ksm, RestoreOutcome};
 use pagefold_linux::proc::cpu::process_cpu_ns;
 use pagefold_linux::proc::process::Process;
@@ -322,7 +323,7 @@ fn a_lease_of_a_killed_process_is_recovered() {
     assert!(process_cpu_ns(&held).unwrap() > 0);
     assert_eq!(fixture.read(Knob::Run), 1);
     let taken = fixture.take_lease();
-    assert!(matches!(taken, Err(TakeError::Locked { pid: Some(pid) }) if pid == held.pid()));
+    assert!(matches!(taken, Err(TakeError::Lock(LockError::Held { pid: Some(pid) })) if pid == held.pid()));
     drop(other);
     assert_eq!(fixture.read(Knob::Run), 1, "the kernel does not restore it by itself");
     let lock = Lock::try_take(&fixture.paths.lock).unwrap();

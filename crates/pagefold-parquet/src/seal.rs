@@ -34,6 +34,20 @@ pub enum SealError {
     Wrong,
 }
 
+/// Key of the schema's name in a file's metadata.
+pub const KEY_SCHEMA: &str = "pagefold.schema";
+/// Version of the program that wrote the file.
+pub const KEY_VERSION: &str = "pagefold.version";
+/// See [`blank`].
+const KEY_CHECKSUM: &str = "pagefold.checksum";
+
+/// The entries of a file's metadata, as `entry` makes them, with the checksum.
+pub fn entries<T>(own: &[(&str, String)], entry: fn(String, String) -> T) -> Vec<T> {
+    // Last, because it is searched for near the end of the file.
+    let checksum = (KEY_CHECKSUM, blank());
+    own.iter().chain([&checksum]).map(|(key, value)| entry((*key).to_owned(), value.clone())).collect()
+}
+
 /// The placeholder until the checksum is known.
 pub fn blank() -> String {
     format!("{}{:0DIGITS$x}", String::from_utf8_lossy(MARK), 0)

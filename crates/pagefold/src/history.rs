@@ -10,10 +10,9 @@ mod writer;
 
 pub use curve::{Point, points};
 pub use file::{HistoryFile, read};
-pub use writer::HistoryWriter;
+pub use writer::start;
 
 use crate::commands::status::Status;
-use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Where the service keeps it.
@@ -53,14 +52,6 @@ impl Moment {
             ksmd_ns: status.cpu_seconds.ksmd_ns,
         }
     }
-}
-
-/// A file in the directory that the service manager has made for the service (systemd's StateDirectory=).
-pub fn of_service(name: &str) -> Option<PathBuf> {
-    let directory = std::env::var_os("STATE_DIRECTORY")?;
-    // There can be several, with colons between them.
-    let first = directory.to_str()?.split(':').next().filter(|first| first.starts_with('/'))?;
-    Some(Path::new(first).join(name))
 }
 
 /// Seconds since 1970.

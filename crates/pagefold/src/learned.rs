@@ -3,6 +3,7 @@
 //! It decides nothing about rights (see [`pagefold_core::learned`]), but it tells addresses and pids, so only root may read it. It is
 //! replaced as a whole, by a thread of its own: no disk delays the run, and a crash leaves the former one.
 
+use crate::background::{Background, Complaints};
 use crate::config::ownership;
 use crate::place::Place;
 use pagefold_cli::exit::{self, Exit};
@@ -16,17 +17,13 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread;
-use std::time::Duration;
+use std::sync::mpsc::Receiver;
 
 const SCHEMA: &str = "pagefold.learned/2";
 /// The longest file, bytes.
 const LENGTH_MOST: u64 = 16 << 20;
 /// Time between two writes, nanoseconds.
 const INTERVAL_NS: u64 = 180_000_000_000;
-/// How long the end of a run waits for the last write.
-const END_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -124,36 +121,29 @@ pub struct LearnedWriter {
     boot_id: String,
     next_ns: u64,
     last: Learned,
-    documents: SyncSender<Document>,
-    ended: Receiver<()>,
+    documents: Background<Document>,
 }
 
 impl LearnedWriter {
-    /// Starts the thread that writes. Without it nothing is kept, and one line says so.
-    pub fn start(file: LearnedFile) -> Option<Self> {
-        let (documents, written) = sync_channel::<Document>(1);
-        let (ending, ended) = sync_channel::<()>(1);
-        let write = move || {
-            let _ending = ending;
-            let mut complained = false;
-            for document in written {
+    /// Lets the engine adopt what the file has, and starts the thread that writes. Without it nothing is kept, and one line says so.
+    pub fn start(file: LearnedFile, engine: &mut Engine) -> Option<Self> {
+        match file.read() {
+            Ok(Some(learned)) => engine.adopt(learned),
+            Ok(None) => {}
+            Err(line) => complain!("{line}"),
+        }
+        let write = move |documents: Receiver<Document>| {
+            let mut complaints = Complaints::default();
+            for document in documents {
                 let said = serde_json::to_vec(&document).map_err(|error| error.to_string());
-                match said.and_then(|bytes| file.write(&bytes)) {
-                    Err(line) if !std::mem::replace(&mut complained, true) => complain!("{line}"),
-                    Err(_) => {}
-                    Ok(()) => complained = false,
-                }
+                complaints.hear(said.and_then(|bytes| file.write(&bytes)));
             }
         };
-        let boot_id = boot_id(&Roots::default().proc).map_err(|error| error.to_string());
-        let thread = thread::Builder::new().name("learned".into()).spawn(write).map_err(|error| error.to_string());
-        match boot_id.and_then(|boot_id| thread.map(|_| boot_id)) {
-            Ok(boot_id) => Some(Self { boot_id, next_ns: INTERVAL_NS, last: Learned::default(), documents, ended }),
-            Err(error) => {
-                complain!("cannot keep what is learned: {error}; the next run searches all memory");
-                None
-            }
-        }
+        let boot_id = boot_id(&Roots::default().proc).map_err(io::Error::other);
+        let started = boot_id.and_then(|boot_id| Ok((boot_id, Background::start("learned", write)?)));
+        let failed = |error: &_| complain!("cannot keep what is learned: {error}; the next run searches all memory");
+        let (boot_id, documents) = started.inspect_err(failed).ok()?;
+        Some(Self { boot_id, next_ns: INTERVAL_NS, last: Learned::default(), documents })
     }
 
     /// Keeps what has been learned, if it is time and something has changed.
@@ -165,17 +155,13 @@ impl LearnedWriter {
         let learned = engine.learned();
         if learned != self.last {
             self.last.clone_from(&learned);
-            // If a write is still under way, the disk is slow, and this one is left out.
-            let _ = self.documents.try_send(self.document(learned));
+            self.documents.offer(self.document(learned));
         }
     }
 
     /// Keeps what the run has learned, and waits a moment for that.
     pub fn finish(self, engine: &Engine) {
-        let _ = self.documents.try_send(self.document(engine.learned()));
-        let Self { documents, ended, .. } = self;
-        drop(documents);
-        let _ = ended.recv_timeout(END_LIMIT);
+        self.documents.offer(self.document(engine.learned()));
     }
 
     fn document(&self, learned: Learned) -> Document {

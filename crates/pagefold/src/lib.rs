@@ -10,6 +10,7 @@
 //! | requests to a running daemon | [`control`] |
 //! | checks before anything is touched, and how a refusal is explained | [`preflight`] |
 //! | the audit log | [`audit`] |
+//! | threads that write files | [`background`] |
 //! | a metric | `FAMILIES` in [`metrics`] |
 //! | the file of what was saved over time; what was done lately | [`history`]; [`events`] |
 //! | the file of what the next run adopts | [`learned`] |
@@ -20,6 +21,7 @@
 //!
 //! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
 
+use crate::config::args::RunArgs;
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::sketch as sketches;
 use commands::{config as files, control as requests, doctor, exec, explain, run, scan, status, top, unmerge};
@@ -32,6 +34,7 @@ macro_rules! complain {
 }
 
 mod audit;
+mod background;
 mod commands;
 mod config;
 mod control;
@@ -51,7 +54,7 @@ mod xen;
 #[derive(Parser)]
 #[command(name = "pagefold", version, propagate_version = true, max_term_width = 100)]
 #[command(after_help = "Exit codes: 0 success, 1 failure, 2 usage, 3 not permitted, 4 kernel support missing, \
-    5 nothing in scope, 6 target refused, 7 KSM in use by another program, 8 no daemon running.")]
+    5 nothing in scope, 6 target refused, 7 KSM in use by another program, 8 no daemon running, 126 and 127 as in a shell (exec).")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -64,7 +67,7 @@ enum Command {
     /// Write what the workloads of this host hold, without contents, to compare it with other hosts
     Sketch(sketches::SketchArgs),
     /// Merge the memory of running processes until stopped
-    Run(run::RunArgs),
+    Run(RunArgs),
     /// Show what the daemon has saved, what it costs, and what it is doing
     Status(status::StatusArgs),
     /// Show it live: what is saved, by process or workload, what happens now, and why

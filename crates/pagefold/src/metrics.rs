@@ -8,11 +8,12 @@ mod file;
 mod http;
 mod text;
 
+use crate::background::Background;
 use crate::commands::status::Status;
 use crate::control::protocol::Request;
 use crate::control::queue::RequestSender;
 use anyhow::{Context, Result};
-use file::{FileWriter, MetricsFile};
+use file::MetricsFile;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::options::{Values, address};
 use pagefold_linux::os::cpu::thread_cpu_ns;
@@ -87,7 +88,7 @@ impl Metrics {
     }
 
     /// Starts to hand metrics out. The file is removed when the result is dropped.
-    pub fn start(self, requests: &RequestSender) -> Option<FileWriter> {
+    pub fn start(self, requests: &RequestSender) -> Option<Background<()>> {
         if !self.listeners.is_empty() {
             let mut page = Page::new(requests.clone());
             let listeners = self.listeners;
@@ -97,14 +98,9 @@ impl Metrics {
             }
         }
         let mut page = Page::new(requests.clone());
-        let started = FileWriter::start(self.file?, self.interval, move || page.get());
-        match started {
-            Ok(writer) => Some(writer),
-            Err(error) => {
-                complain!("cannot start the thread for metrics: {error}; they are not written");
-                None
-            }
-        }
+        let started = self.file?.start(self.interval, move || page.get());
+        let failed = |error: &_| complain!("cannot start the thread for metrics: {error}; they are not written");
+        started.inspect_err(failed).ok()
     }
 }
 

@@ -1,11 +1,29 @@
 //! Files that are replaced as a whole: filled beside their place, and renamed. A crash leaves the former one.
 
 use crate::config::ownership;
+use pagefold_cli::exit::Exit;
+use std::env;
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+/// Opens a file of a run: the one that is named, or else, except in a dry run, one in the directory that the service manager has
+/// made for the service (systemd's StateDirectory=).
+pub fn of_run<T>(
+    (named, name): (Option<&Path>, &str),
+    dry_run: bool,
+    open: fn(&Path) -> Result<T, Exit>,
+) -> Result<Option<T>, Exit> {
+    let of_service = || {
+        let directory = env::var_os("STATE_DIRECTORY").filter(|_| !dry_run)?;
+        // There can be several, with colons between them.
+        let first = directory.to_str()?.split(':').next().filter(|first| first.starts_with('/'))?;
+        Some(Path::new(first).join(name))
+    };
+    named.map(Path::to_owned).or_else(of_service).map(|path| open(&path)).transpose()
+}
 
 /// Where such a file is, in a directory that only root can write.
 #[derive(Clone, Debug)]

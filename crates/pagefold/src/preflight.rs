@@ -6,8 +6,10 @@ use pagefold_cli::exit::{self, Exit};
 use pagefold_core::placement::policy::Placement;
 use pagefold_linux::inject::{InjectError, Injector, is_frozen};
 use pagefold_linux::ksm::lease::TakeError;
+use pagefold_linux::ksm::lock::LockError;
 use pagefold_linux::ksm::request::{self, Carrier, RequestDevice, RequestError};
 use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
+use pagefold_linux::os::namespaces::enter_cgroups_of_init;
 use pagefold_linux::os::numa::Topology;
 use pagefold_linux::os::peer::own_uid;
 use pagefold_linux::os::privileges::{
@@ -43,16 +45,24 @@ pub fn need_root(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, format!("{purpose} needs root; run it with sudo")))
 }
 
-/// Checks that the process has the capabilities to read and mark other processes. In most containers root lacks some.
+/// Checks that the process has the capabilities to read and mark other processes (in most containers root lacks some), and enters
+/// the host's namespace of cgroups.
 pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     need_root(purpose)?;
     let missing = missing(&READING).map_err(|error| refused(&error))?;
     if missing.is_empty() {
+        see_cgroups();
         return Ok(());
     }
     let list = missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let line = format!("{purpose} needs {list}, which this process lacks; grant it, in a container with --cap-add");
     Err(Exit::new(exit::NOT_PERMITTED, line))
+}
+
+/// Makes the cgroups of other processes visible by the names that they have on the host. Where that is not possible, they are seen as
+/// they are from here.
+pub fn see_cgroups() {
+    enter_cgroups_of_init().ok();
 }
 
 /// The device by which pages are merged on request. `None` if they are to be merged by ksmd. Changes nothing.
@@ -177,7 +187,9 @@ pub fn injector_at(path: &Path) -> Result<Injector, Exit> {
 /// The exit code and advice when KSM cannot be taken over.
 pub fn explain_take(error: &TakeError) -> Exit {
     let (code, advice) = match error {
-        TakeError::Locked { .. } | TakeError::Busy { .. } => (exit::KSM_TAKEN, "stop it first, or use it instead"),
+        TakeError::Lock(LockError::Held { .. }) | TakeError::Busy { .. } => {
+            (exit::KSM_TAKEN, "stop it first, or use it instead")
+        }
         TakeError::InUse(_) => (exit::KSM_TAKEN, "stop that first: see pagefold doctor"),
         TakeError::Recovering => (exit::KSM_TAKEN, "try again later"),
         TakeError::Ksm(KsmError::Absent { .. }) => (exit::NO_KERNEL_SUPPORT, "use a kernel built with CONFIG_KSM"),

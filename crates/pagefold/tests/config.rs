@@ -53,17 +53,19 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     let file = |name: &str| dir.path().join(name);
     let (config, audit, old) = (file("pagefold.toml"), file("audit.jsonl"), file("audit.jsonl.1"));
     let program_file = ProgramCopy::unique();
-    let mut pair: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
     let settings = |governor: &str| {
         format!(
-            "[scope]\nexes = [\"{}\"]\n[run]\ngovernor = \"{governor}\"\n[audit]\nfile = \"{}\"\n",
+            "[scope]\ncgroups = [\"/no/such\"]\nexes = [\"{}\"]\n[run]\ngovernor = \"{governor}\"\n[audit]\nfile = \"{}\"\n",
             program_file.name(),
             audit.display()
         )
     };
     fs::write(&config, settings("full")).unwrap();
     let config_path = config.to_str().unwrap();
+    // What a file selects need not be there yet.
     let daemon = Daemon::start(&["run", "--json", "--for", "300s", "--config", config_path]);
+    wait_until("the run has begun", || audit.exists());
+    let mut pair: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
     wait_until("the pair is merged", || saved_bytes() >= 31 * MIB);
     wait_until("marks are logged", || !of_kind(&audit, "mark").is_empty());
     assert_eq!(fs::metadata(&audit).unwrap().permissions().mode() & 0o7777, 0o600);
@@ -88,6 +90,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     let ended = daemon.end();
     let summary = ended.summary();
     assert_eq!(summary["audit_lost"], 0);
+    assert!(ended.errors.contains("there is no cgroup /no/such; waiting for one to start"), "{}", ended.errors);
     assert!(ended.errors.contains("the governor is now low"), "{}", ended.errors);
     let stays = "the settings are unchanged: ";
     assert!(ended.errors.lines().any(|line| line.contains(stays) && line.contains("goverment")), "{}", ended.errors);

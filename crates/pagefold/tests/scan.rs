@@ -217,6 +217,31 @@ fn the_table_and_the_html_page_are_complete() {
     assert_fails(&["scan", "--pid", &pids, "--html", "/no/such/dir/x.html"], 1, "cannot write");
 }
 
+/// As in a container with a pid namespace like the host's and a cgroup namespace of its own.
+#[test]
+fn cgroups_have_the_same_names_in_a_cgroup_namespace() {
+    if !can_scan() {
+        return;
+    }
+    let group = |hierarchy| Cgroup::create(hierarchy).map(|group| (group, hierarchy));
+    let Some((held, hierarchy)) = group("unified").or_else(|| group("pids")) else {
+        return skip_unsupported("no control groups are mounted");
+    };
+    let own = Cgroup::create(hierarchy).unwrap();
+    let script = "sleep 30 & echo $! > $2/cgroup.procs
+        echo $$ > $3/cgroup.procs
+        unshare --cgroup sh -c 'grep -q /../ /proc/'$!/cgroup' && exec $0 scan --json --cgroup $1' $1 $2
+        kill $!";
+    let output = Command::new("unshare")
+        .args(["--pid", "--fork", "--mount-proc", "sh", "-c", script, "sh"])
+        .args([program().as_os_str(), held.path().as_os_str(), own.path().as_os_str()])
+        .output()
+        .unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
+    assert_eq!(report["processes"].as_array().map(Vec::len), Some(1), "{report}");
+}
+
 #[test]
 fn errors_are_one_line_with_their_exit_code() {
     assert_fails(&["scan"], 5, "nothing is in scope");

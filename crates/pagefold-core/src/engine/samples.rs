@@ -125,7 +125,7 @@ impl Engine {
             region.survey.record_renewal(duplicate);
         }
         let offset = region.offset(sample.page);
-        let comparable = |print| !self.colliding_prints.contains(&print);
+        let comparable = |print| !self.colliding_fingerprints.contains(&print);
         region.survey.probe(offset, sample.digest, region.stage == Stage::Survey, comparable);
         if !examined && region.is_marked(sample.page) {
             region.marks.samples.sampled += 1;

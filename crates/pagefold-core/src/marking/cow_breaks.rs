@@ -10,7 +10,7 @@
 //! measured on single pages, spread over the region, which are visited repeatedly.
 
 use crate::hash::Digest;
-use crate::units::{Permyriad, low_bits, whole};
+use crate::units::{Permyriad, whole};
 use std::collections::BTreeMap;
 
 /// The most pages under observation in one region.
@@ -43,14 +43,10 @@ struct Probe {
     fingerprint: u32,
 }
 
-fn fingerprint(digest: Digest) -> u32 {
-    low_bits(digest.0 >> 16, u32::BITS)
-}
-
 impl CowBreaks {
     /// Records a page that is merged.
     pub fn record_merged(&mut self, offset: u32, now_ns: u64, digest: Digest) {
-        let probe = Probe { seen_ns: now_ns, fingerprint: fingerprint(digest) };
+        let probe = Probe { seen_ns: now_ns, fingerprint: digest.fingerprint() };
         if let Some(known) = self.probes.get_mut(&offset) {
             self.exposure += (now_ns - known.seen_ns) as f64 / 1e9;
             *known = probe;
@@ -64,7 +60,7 @@ impl CowBreaks {
         let Some(probe) = self.probes.remove(&offset) else { return };
         self.exposure += (now_ns - probe.seen_ns) as f64 / 2e9;
         self.broken += 1;
-        self.rewritten += u64::from(duplicate.is_some_and(|digest| fingerprint(digest) == probe.fingerprint));
+        self.rewritten += u64::from(duplicate.is_some_and(|digest| digest.fingerprint() == probe.fingerprint));
         if self.broken > BREAKS_MAX {
             self.broken /= 2;
             self.rewritten /= 2;

@@ -1,7 +1,7 @@
 //! Which spans of a region are worth marking, by the density of its duplicates.
 //!
 //! Every marked page costs ksmd CPU time at each scan. In real programs duplicates come in short runs but in uniformly
-//! dense 2 MiB extents, so the density of an extent decides: at least half of its pages, or two thirds if it holds huge
+//! dense 2 MiB extents, so the density of an extent decides: at least half of its pages, or 65 % if it holds huge
 //! pages, which a merge splits.
 //!
 //! Marking a part of a mapping splits it, and then mremap(2) on all of it can fail. So all but the largest mappings are

@@ -12,6 +12,7 @@ use crate::marking::cow_breaks::CowBreaks;
 use crate::marking::extents::Candidate;
 use crate::marking::profit::{Wave, paying_density};
 use crate::merging::ScanScheduler;
+use crate::region::hold::LEAVE_NS;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage, covers};
 use crate::reserve::Step;
@@ -21,13 +22,11 @@ use std::collections::{BTreeMap, VecDeque};
 /// The longest that marks wait for other regions that are being read, nanoseconds.
 const HOLD_NS: u64 = 2_000_000_000;
 /// The first pause before ksmd is woken again for what has changed, nanoseconds. It doubles while scans bring little.
-const PAUSE_NS: u64 = 10_000_000_000;
+const REFRESH_NS: u64 = 10_000_000_000;
 /// The longest such pause, nanoseconds.
-const PAUSE_MAX_NS: u64 = 600_000_000_000;
-/// A region whose merges did not last is left alone for this long, nanoseconds.
-const COW_BROKEN_NS: u64 = 3_600_000_000_000;
-/// A region that was taken apart because memory was short is left alone for this long, nanoseconds.
-const TAKEN_BACK_NS: u64 = 3_600_000_000_000;
+const REFRESH_MAX_NS: u64 = 600_000_000_000;
+/// Unmarking that was not possible is tried again after this time, nanoseconds.
+const UNMARK_AGAIN_NS: u64 = 10_000_000_000;
 /// A target that could not be stopped is tried again after this time, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
 /// The number of pages in marked spans that must have become worth merging before ksmd is woken for them.
@@ -176,7 +175,7 @@ impl Marker {
             }
             let why = Why::CowBroken { ratio: region.usage.cow_breaks.ratio(config.cow_horizon_ns) };
             self.unmarking.extend(region.marks.spans.iter().map(|mark| Change { span: span_of(region, mark), why }));
-            region.leave_until(now_ns + COW_BROKEN_NS, LeaveAlone::CowBroken);
+            region.leave_until(now_ns + LEAVE_NS, LeaveAlone::CowBroken);
         }
     }
 
@@ -199,7 +198,7 @@ impl Marker {
         let Some(region) = allowed.min_by_key(|region| worth(region)) else { return };
         let change = |mark| Change { span: span_of(region, mark), why: Why::MemoryShort };
         self.unmarking.extend(region.marks.spans.iter().map(change));
-        region.leave_until(now_ns + TAKEN_BACK_NS, LeaveAlone::TakenBack);
+        region.leave_until(now_ns + LEAVE_NS, LeaveAlone::TakenBack);
     }
 
     /// Whether spans wait to be unmarked.
@@ -233,7 +232,7 @@ impl Marker {
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
         for result in outcome.unmarked.iter().filter(|result| result.marking == Marking::Busy) {
             self.unmarking.push_front(result.change);
-            self.next_unmark_ns = now_ns + PAUSE_NS;
+            self.next_unmark_ns = now_ns + UNMARK_AGAIN_NS;
         }
     }
 
@@ -271,7 +270,7 @@ impl Marker {
         // A merged page that was written holds something new, about half of the time something other pages hold too.
         let renewed = grown + Pages(broken.saturating_sub(self.visited_broken) / 2);
         let wave = Wave { added: renewed, walked: marked.saturating_sub(renewed), duplicate: renewed };
-        if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + PAUSE_NS && is_due(wave) {
+        if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + REFRESH_NS && is_due(wave) {
             scheduler.request(renewed);
             return;
         }
@@ -286,7 +285,7 @@ impl Marker {
         }
         // Compare what the last refresh brought with what was expected of it.
         let fruitful = scheduler.last_merged().0 * 4 >= self.refresh_expected.0;
-        self.refresh_pause_ns = if fruitful { PAUSE_NS } else { (self.refresh_pause_ns * 2).min(PAUSE_MAX_NS) };
+        self.refresh_pause_ns = if fruitful { REFRESH_NS } else { (self.refresh_pause_ns * 2).min(REFRESH_MAX_NS) };
         self.next_refresh_ns = now_ns + self.refresh_pause_ns;
         self.refresh_expected = worth;
         scheduler.request_thorough(worth);
@@ -343,7 +342,7 @@ fn ready(table: &mut RegionTable, now_ns: u64, several_domains: bool, config: &C
             continue;
         }
         if region.survey.is_volatile(config) {
-            region.hold.put_off(now_ns, PAUSE_NS, PAUSE_MAX_NS);
+            region.hold.put_off(now_ns);
             region.leave_until(region.hold.ends_ns(), LeaveAlone::CowBroken);
             continue;
         }

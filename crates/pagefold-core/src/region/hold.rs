@@ -2,6 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
+/// The first pause between two examinations of a region that bring nothing, and the longest, nanoseconds.
+const FIRST_PAUSE_NS: u64 = 10_000_000_000;
+const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
+/// How long a region is left alone for a reason that passes, nanoseconds.
+pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
+
 /// A reason to leave a region alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -70,9 +76,11 @@ impl Hold {
         self.pause_ns
     }
 
-    /// Adopts what another run has found: a reason, when the hold ends, and the last pause.
-    pub fn adopt(&mut self, reason: Option<LeaveAlone>, until_ns: u64, pause_ns: u64) {
-        (self.reason, self.not_before_ns, self.pause_ns) = (reason, until_ns, pause_ns);
+    /// Adopts what another run has found: a reason, for how long it holds, and the last pause.
+    pub fn adopt(&mut self, now_ns: u64, reason: Option<LeaveAlone>, hold_ns: u64, pause_ns: u64) {
+        self.reason = reason;
+        self.not_before_ns = now_ns + hold_ns.min(LEAVE_NS);
+        self.pause_ns = pause_ns.min(LONGEST_PAUSE_NS);
     }
 
     /// Whether the region's process refused to be marked.
@@ -100,10 +108,9 @@ impl Hold {
         self.retry_ns = retry_ns;
     }
 
-    /// Puts off the next examination: each one must bring something for the next to follow soon. Pauses double from
-    /// `first_ns` up to `longest_ns`.
-    pub fn put_off(&mut self, now_ns: u64, first_ns: u64, longest_ns: u64) {
-        self.pause_ns = (self.pause_ns * 2).clamp(first_ns, longest_ns);
+    /// Puts off the next examination: each one must bring something for the next to follow soon. Pauses double.
+    pub fn put_off(&mut self, now_ns: u64) {
+        self.pause_ns = (self.pause_ns * 2).clamp(FIRST_PAUSE_NS, LONGEST_PAUSE_NS);
         self.not_before_ns = now_ns + self.pause_ns;
     }
 

@@ -28,11 +28,9 @@ impl Marks {
         self.spans.push(span);
     }
 
-    /// Removes the span that starts at `first` and is `pages` long. False if there is none.
-    pub fn remove(&mut self, first: Vpn, pages: Pages) -> bool {
-        let before = self.spans.len();
+    /// Removes the span that starts at `first` and is `pages` long.
+    pub fn remove(&mut self, first: Vpn, pages: Pages) {
         self.spans.retain(|mark| (mark.first, mark.pages) != (first, pages));
-        self.spans.len() < before
     }
 
     /// Whether the span that starts at `first` and is `pages` long is marked.

@@ -6,7 +6,7 @@ use crate::host::RegionView;
 use crate::permutation::Permutation;
 use crate::random::mix;
 use crate::sampling::estimate::{Estimate, Tally};
-use crate::units::{Pages, Permyriad, Vpn, low_bits};
+use crate::units::{Pages, Permyriad, Vpn};
 
 /// Neighbouring pages read at one sample point. A run of four costs little more than one and a half pages (the page-table
 /// walk and the system call are shared), and shows as much as two scattered pages.
@@ -95,7 +95,7 @@ impl Survey {
     /// Remembers a sampled page (while `recording`), or compares it with what is remembered. That counts for nothing if it had a
     /// digest that is no longer `comparable`.
     pub fn probe(&mut self, offset: u32, digest: Digest, recording: bool, comparable: impl Fn(u32) -> bool) {
-        let print = print(digest);
+        let print = digest.fingerprint();
         if recording {
             if self.probes.len() < PROBES_MAX {
                 self.probes.push((offset, Some(print)));
@@ -173,11 +173,6 @@ impl Survey {
             && self.revisited >= PROBES_MIN
             && Permyriad::of(self.changed, self.revisited) >= config.cow_threshold
     }
-}
-
-/// 32 bits of a digest, which are enough to see a change.
-pub fn print(digest: Digest) -> u32 {
-    low_bits(digest.0 >> 16, 32)
 }
 
 /// Regions of a family share their order, so copies of each other are sampled at the same places.

@@ -2,11 +2,12 @@
 
 use crate::keys::RegionKey;
 use crate::marking::cow_breaks::CowBreaks;
+use crate::region::hold::LEAVE_NS;
 use crate::units::Vpn;
 use rustc_hash::FxHashMap;
 
-/// How long writes to merged pages are remembered, nanoseconds. COW-broken regions are left alone for as long.
-const WRITTEN_NS: u64 = 3_600_000_000_000;
+/// How long writes to merged pages are remembered, nanoseconds: as long as COW-broken regions are left alone.
+const WRITTEN_NS: u64 = LEAVE_NS;
 
 /// The use of one region.
 #[derive(Clone, Debug, Default)]

@@ -36,9 +36,6 @@ pub const RUN_PAGES: u32 = 4;
 /// The target error: two per cent of the memory in scope, at 95 % confidence.
 pub const TARGET_ERROR: f64 = 0.02;
 
-/// KSM's metadata for each marked page, and for each shared content, bytes.
-pub const METADATA_BYTES: f64 = 64.0;
-
 /// The memory of one kind in one process, as known before its pages are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cell {

@@ -39,10 +39,6 @@ const EVIDENCE: f64 = 3.0;
 const EVIDENCE_STEP: f64 = 4.0;
 /// The number of duplicates that must be seen before a region is promoted.
 const FOUND_MIN: u64 = 4;
-/// The first pause before a region is read whole again, nanoseconds. It doubles each time.
-const PAUSE_NS: u64 = 10_000_000_000;
-/// The longest such pause, nanoseconds.
-const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// The assumed cost of reading a page until it has been measured, nanoseconds.
 const READ_NS: u64 = 900;
 /// The most pages visited for one that holds memory.
@@ -293,7 +289,7 @@ impl Ladder {
                 families.insert(region.view.family);
                 if region.stage != Stage::Survey && region.hold.reason().is_none() {
                     // Each new reading of the same region must have brought something to be repeated soon.
-                    region.hold.put_off(now_ns, PAUSE_NS, PAUSE_MAX_NS);
+                    region.hold.put_off(now_ns);
                 }
                 region.examine(self.levels);
             } else if has_evidence(region, config) {

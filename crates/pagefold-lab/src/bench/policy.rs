@@ -18,7 +18,7 @@ use anyhow::{Context, bail};
 use ksmtuned::Ksmtuned;
 use pagefold_core::units::{Permyriad, whole};
 use pagefold_linux::inject::mark::{PageSpan, mark};
-use pagefold_linux::ksm::experiment::KsmForExperiment;
+use pagefold_linux::ksm::experiment::{ExperimentError, KsmForExperiment};
 use pagefold_linux::ksm::{KSM_ROOT, Knob};
 use pagefold_linux::os::fields::kib;
 use pagefold_linux::os::interrupt::Interrupt;
@@ -34,6 +34,9 @@ use uksm::Uksm;
 /// `max_page_sharing` where the policy may choose: most of the gain of longer lists over chains of full ones, at a
 /// sixteenth of the reverse-map walk.
 const LONG_SHARING: u64 = 4096;
+
+/// Pages that ksmd scans each 20 ms, as commonly configured.
+pub const KSM_PAGES: u64 = 1000;
 
 /// Pages in a batch of the unpaced scan: some tens of milliseconds, so that it can be stopped.
 const BATCH_PAGES: u64 = 20_000;
@@ -244,8 +247,7 @@ fn apply(
     match policy {
         Policy::KsmEverything => scan_until_quiet(control, interrupt)?,
         Policy::KsmPaced { pages, seconds } => {
-            control.set(Knob::PagesToScan, *pages)?;
-            control.set(Knob::Run, 1)?;
+            scan_paced(control, *pages)?;
             interrupt.sleep(Duration::from_secs(*seconds))?;
         }
         Policy::KsmAdvisor { seconds } => {
@@ -321,6 +323,17 @@ fn mark_all(processes: &[Process], spans: &[Vec<PageSpan>]) -> anyhow::Result<u6
     processes.iter().zip(spans).map(|(process, spans)| Ok(mark(process, spans)?.0)).sum()
 }
 
+/// Marks all of a process that no rule leaves out. Returns the bytes marked.
+pub fn mark_eligible(process: &Process) -> anyhow::Result<u64> {
+    Ok(mark(process, &eligible_spans(process)?)?.0)
+}
+
+/// Lets ksmd scan so many pages each 20 ms, its pause after [`KsmForExperiment::kernel_defaults`].
+pub fn scan_paced(control: &KsmForExperiment, pages: u64) -> Result<(), ExperimentError> {
+    control.set(Knob::PagesToScan, pages)?;
+    control.set(Knob::Run, 1)
+}
+
 fn saved_pages(control: &KsmForExperiment) -> anyhow::Result<u64> {
     Ok(control.ksm().counters()?.view(true, false).saved().0)
 }
@@ -363,8 +376,7 @@ fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Int
     let began = Instant::now();
     let spent_then = control.ksmd().cpu_ns()?;
     let (mut pages, mut spent) = (100.0, 0.0);
-    control.set(Knob::PagesToScan, 100)?;
-    control.set(Knob::Run, 1)?;
+    scan_paced(control, 100)?;
     while began.elapsed() < time {
         interrupt.sleep(EVERY.min(time.saturating_sub(began.elapsed())))?;
         let now = Duration::from_nanos(control.ksmd().cpu_ns()?.saturating_sub(spent_then)).as_secs_f64();

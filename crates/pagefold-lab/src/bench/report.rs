@@ -299,6 +299,19 @@ impl PolicyRun {
         self.points = points.to_vec();
     }
 
+    /// Sets the samples, and pagefold's CPU time by its own clock: the time of children that have ended includes that of the
+    /// programs it runs beside.
+    pub fn set_own_samples(&mut self, points: &[SamplerPoint]) {
+        self.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
+        self.set_samples(points);
+    }
+
+    /// Forgets the savings over time, where memory comes and goes: KSM's counters include what has gone until the next ksmd
+    /// scan, so they mean nothing.
+    pub fn forget_curve(&mut self) {
+        (self.curve, self.seconds_to_90_percent, self.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
+    }
+
     /// Whether pagefold has unmarked memory, which makes copies of merged pages too. Without a summary nothing has.
     fn has_unmarked(&self) -> bool {
         self.summary.as_ref().is_some_and(|summary| summary["unmarked_bytes"] != 0)

@@ -38,7 +38,8 @@ use crate::bench::sampler::SamplerPoint;
 use anyhow::Context;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::os::regular;
-use pagefold_parquet::{guarded, seal};
+use pagefold_parquet::guarded;
+use pagefold_parquet::seal::{self, KEY_SCHEMA};
 use parquet::basic::Compression;
 use parquet::column::reader::get_typed_column_reader;
 use parquet::data_type::{ByteArrayType, DataType, DoubleType, Int32Type, Int64Type};
@@ -58,13 +59,11 @@ use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 const SCHEMA: &str = "pagefold.bench.samples/2";
-const KEY_SCHEMA: &str = "pagefold.schema";
 const KEY_EXPERIMENT: &str = "pagefold.experiment";
 const KEY_REPETITION: &str = "pagefold.repetition";
 const KEY_OPTIONS: &str = "pagefold.options";
 const KEY_ELAPSED_MS: &str = "pagefold.elapsed_ms";
 const KEY_JSON: &str = "pagefold.json_xxh3";
-const KEY_CHECKSUM: &str = "pagefold.checksum";
 
 const MESSAGE: &str = "message pagefold_samples {
     required binary experiment (STRING);
@@ -220,8 +219,7 @@ fn put(path: &Path, write: impl FnOnce(&mut File) -> anyhow::Result<()>) -> anyh
 }
 
 fn write_latencies(file: &File, latencies: &[Latencies], json: &str) -> anyhow::Result<()> {
-    let entries =
-        [(KEY_SCHEMA, LATENCIES_SCHEMA.to_owned()), (KEY_JSON, json.to_owned()), (KEY_CHECKSUM, seal::blank())];
+    let entries = [(KEY_SCHEMA, LATENCIES_SCHEMA.to_owned()), (KEY_JSON, json.to_owned())];
     let schema = Arc::new(parse_message_type(LATENCIES_MESSAGE)?);
     let mut writer = SerializedFileWriter::new(seal::Sealing::new(file.try_clone()?), schema, sealed(&entries))?;
     let rows = || latencies.iter().flat_map(|one| one.histogram.0.iter().map(move |counted| (one, counted)));
@@ -292,17 +290,14 @@ fn properties(finished: &Finished, json: &str) -> anyhow::Result<Arc<WriterPrope
         (KEY_OPTIONS, serde_json::to_string(&finished.options)?),
         (KEY_ELAPSED_MS, finished.elapsed.as_millis().to_string()),
         (KEY_JSON, json.to_owned()),
-        // Last, because it is searched for near the end of the file.
-        (KEY_CHECKSUM, seal::blank()),
     ];
     Ok(sealed(&entries))
 }
 
 /// The properties of a file with these entries and room for its checksum.
 fn sealed(entries: &[(&str, String)]) -> Arc<WriterProperties> {
-    let entries = entries.iter().map(|(key, value)| KeyValue::new((*key).to_owned(), value.clone())).collect();
     let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).set_offset_index_disabled(true);
-    Arc::new(properties.set_key_value_metadata(Some(entries)).build())
+    Arc::new(properties.set_key_value_metadata(Some(seal::entries(entries, KeyValue::new))).build())
 }
 
 type Writer = SerializedFileWriter<seal::Sealing<File>>;

@@ -15,9 +15,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Booting takes 20 s on an idle machine, longer on a busy one.
 /// The emulator's program.
 pub const QEMU: &str = "qemu-system-x86_64";
+/// Booting takes 20 s on an idle machine, longer on a busy one.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 const MONITOR_LIMIT: Duration = Duration::from_secs(60);

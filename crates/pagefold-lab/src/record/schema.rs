@@ -27,6 +27,7 @@
 //! The file's key-value metadata has the origin of the record (see the constants below) and a checksum over the file.
 
 use pagefold_core::host::PageState;
+pub(super) use pagefold_parquet::seal::{KEY_SCHEMA, KEY_VERSION};
 use parquet::schema::{parser::parse_message_type, types::TypePtr};
 use std::sync::Arc;
 
@@ -35,18 +36,12 @@ pub const SCHEMA: &str = "pagefold.record/1";
 /// The common prefix of all versions.
 pub(super) const SCHEMA_NAME: &str = "pagefold.record/";
 
-/// Key of [`SCHEMA`] in the file's metadata.
-pub(super) const KEY_SCHEMA: &str = "pagefold.schema";
-/// Version of the program that wrote the file.
-pub(super) const KEY_VERSION: &str = "pagefold.version";
 /// `live` or the name of a generator.
 pub(super) const KEY_SOURCE: &str = "pagefold.source";
 /// Time between two snapshots, nanoseconds.
 pub(super) const KEY_EVERY_NS: &str = "pagefold.every_ns";
 /// `true` or `false`.
 pub(super) const KEY_ANONYMOUS: &str = "pagefold.anonymous";
-/// See [`super::seal`].
-pub(super) const KEY_CHECKSUM: &str = "pagefold.checksum";
 
 const MESSAGE: &str = "message pagefold_record {
     required int32 snapshot;

@@ -181,17 +181,14 @@ fn properties(origin: &Origin) -> Arc<WriterProperties> {
         (schema::KEY_SOURCE, origin.source.clone()),
         (schema::KEY_EVERY_NS, origin.every_ns.to_string()),
         (schema::KEY_ANONYMOUS, origin.anonymous.to_string()),
-        // Last, because it is searched for near the end of the file.
-        (schema::KEY_CHECKSUM, seal::blank()),
     ];
-    let entries = entries.map(|(key, value)| KeyValue::new(key.to_owned(), value));
     let mut properties = WriterProperties::builder()
         .set_compression(Compression::SNAPPY)
         .set_created_by(concat!("pagefold version ", env!("CARGO_PKG_VERSION")).to_owned())
         // Statistics of row groups let readers skip some; finer ones would be as large as the data.
         .set_statistics_enabled(EnabledStatistics::Chunk)
         .set_offset_index_disabled(true)
-        .set_key_value_metadata(Some(entries.to_vec()));
+        .set_key_value_metadata(Some(seal::entries(&entries, KeyValue::new)));
     for column in schema::ASCENDING {
         let column = ColumnPath::from(column);
         properties = properties

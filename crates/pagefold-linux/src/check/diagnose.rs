@@ -75,11 +75,13 @@ fn finding(severity: Severity, id: &'static str, what: impl Into<String>, why: &
     Finding { id, severity, what: what.into(), why: why.to_owned(), todo: todo.to_owned() }
 }
 
-fn ok(id: &'static str, what: impl Into<String>) -> Finding {
+/// That something is as it should be.
+pub fn ok(id: &'static str, what: impl Into<String>) -> Finding {
     finding(Severity::Ok, id, what, "", "")
 }
 
-fn note(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
+/// Something to know.
+pub fn note(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
     finding(Severity::Note, id, what, why, todo)
 }
 
@@ -87,7 +89,8 @@ fn warning(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> 
     finding(Severity::Warning, id, what, why, todo)
 }
 
-fn blocker(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
+/// Something without which pagefold does not work.
+pub fn blocker(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
     finding(Severity::Blocker, id, what, why, todo)
 }
 

@@ -1,4 +1,4 @@
-//! MachineFacts about this machine, which [`crate::check::diagnose`] judges.
+//! Facts about this machine, which [`crate::check::diagnose`] judges.
 //!
 //! Nothing here decides or changes anything. Each fact is one read below a root path, and distinguishes missing, denied and
 //! malformed files.

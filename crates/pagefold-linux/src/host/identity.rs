@@ -5,7 +5,7 @@
 //! excludes the process, or moves it to another trust domain, its memory is unmarked before anything else is marked. After
 //! an exec nothing that was known holds.
 
-use crate::host::live::collapsing::HugeMappings;
+use crate::host::huge_mappings::HugeMappings;
 use crate::host::targets::Target;
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
 use crate::proc::Roots;
@@ -133,7 +133,7 @@ impl<'a> Watch<'a> {
         (rules, domains, groups): (&'a DomainRules, &'a mut Vec<String>, &'a [Rule]),
         programs: &'a Programs,
     ) -> Self {
-        let selection = Selection::again(scope, roots);
+        let selection = Selection::of_existing(scope, roots);
         Self { deny, rules, domains, groups, programs, selection, cgroups: HashMap::new() }
     }
 

@@ -1,6 +1,6 @@
 //! The live machine behind the core's [`Host`] interface.
 
-pub(super) mod collapsing;
+mod collapsing;
 mod limits;
 mod marking;
 mod placing;
@@ -140,9 +140,10 @@ pub enum HostMode {
 /// The live machine.
 #[derive(Debug)]
 pub struct LiveHost {
+    /// Users are given by number: names are resolved once.
     scope: ScopeSpec,
-    /// The same with users by number: names are resolved once.
-    watched: ScopeSpec,
+    /// Whether no process has been looked for yet.
+    first: bool,
     programs: Programs,
     /// By pid, a mapping that is being unmarked because it must be.
     unmarking: BTreeMap<i32, withdrawing::WithdrawJob>,
@@ -247,11 +248,11 @@ impl LiveHost {
             event_counter: VmEventCounter::open(&roots.proc),
             vm_events: VmEvents::default(),
             next_memory_ns: 0,
-            watched: by_number(&scope),
             programs: Programs::default(),
             unmarking: BTreeMap::new(),
             withdrawn: Outcome::default(),
-            scope,
+            scope: by_number(scope),
+            first: true,
             roots,
             deny,
             ksm,
@@ -584,9 +585,9 @@ impl Host for LiveHost {
 }
 
 /// A scope with users by number. A user that does not exist is reported when the scope is resolved.
-fn by_number(scope: &ScopeSpec) -> ScopeSpec {
+fn by_number(scope: ScopeSpec) -> ScopeSpec {
     let users = scope.users.iter().filter_map(|user| user_id(user).ok()).map(|id| id.to_string()).collect();
-    ScopeSpec { users, ..scope.clone() }
+    ScopeSpec { users, ..scope }
 }
 
 fn elapsed_ns(began: Instant) -> u64 {

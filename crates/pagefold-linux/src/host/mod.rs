@@ -1,5 +1,6 @@
 //! The live machine behind the core's `Host` interface: targets and their regions, samples, marks and moves.
 
+mod huge_mappings;
 pub mod identity;
 pub mod live;
 pub mod regions;

@@ -15,6 +15,7 @@ use std::collections::HashMap;
 /// 1/`LIST_SHARE` of the time of one core.
 pub(crate) const LIST_NS: u64 = 1_000_000_000;
 const LIST_SHARE: u64 = 100;
+
 /// Adjacent mappings judged as a unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stretch {
@@ -192,7 +193,7 @@ mod tests {
     use super::*;
     use crate::proc::maps::parse_smaps;
 
-    /// Hypervisors keep guest memory out of core dumps. Marks split it into mappings below [`crate::exclude::BULK_BYTES`],
+    /// Hypervisors keep guest memory out of core dumps. Marks split it into mappings below [`crate::scope::exclude::BULK_BYTES`],
     /// some of them empty.
     #[test]
     fn guest_memory_split_by_marks_is_not_taken_for_secrets() {

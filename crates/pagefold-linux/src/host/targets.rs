@@ -10,8 +10,8 @@
 //! sign tells when the process itself must be looked at again: [`super::identity`].
 
 use super::restless::Restless;
+use crate::host::huge_mappings::HugeMappings;
 use crate::host::identity::{Identity, PendingUnmark, Programs, Watch};
-use crate::host::live::collapsing::HugeMappings;
 use crate::host::regions::{List, Tracked, follow, stretches};
 use crate::os::abandonable::{Job, LIMIT, PATIENCE, Pending, advance, run_abandonable};
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns, thread_cpu_ns};

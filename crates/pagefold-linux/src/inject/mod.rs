@@ -40,6 +40,8 @@ pub use worker::serve;
 
 use crate::proc::process::{Process, ReadError};
 use engine::{Ended, Verdict};
+use pagefold_core::host::Stops;
+use pagefold_core::keys::OwnerKey;
 use pagefold_core::stops::StopLengths;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -130,6 +132,21 @@ pub struct InjectionReport {
     /// The longest time a thread had borrowed registers, nanoseconds: how long an unguarded target is at risk.
     #[serde(default)]
     pub longest_away_ns: u64,
+}
+
+impl InjectionReport {
+    /// The stops of this process, if it was stopped.
+    pub fn stops_of(&self, owner: OwnerKey) -> Option<Stops> {
+        let lengths = self.stop_lengths;
+        let stops = Stops {
+            owner,
+            number: self.stops,
+            longest_ns: self.longest_stop_ns,
+            total_ns: self.total_stop_ns,
+            lengths,
+        };
+        (self.stops > 0).then_some(stops)
+    }
 }
 
 /// Why a batch was not completed. The first calls may have been made; marking twice does no harm.

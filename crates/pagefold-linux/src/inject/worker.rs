@@ -11,7 +11,7 @@
 //! one is recognized and dropped.
 
 use super::{Call, InjectError, InjectionReport, Limits, held, inject_into, unsigned};
-use crate::os::peer::{Peer, own_uid};
+use crate::os::peer::{Peer, is_trusted};
 use crate::os::privileges::{INJECTING, keep_from_dumps, keep_only};
 use crate::proc::image::ProgramId;
 use crate::proc::process::Process;
@@ -74,11 +74,6 @@ pub(super) struct Connection {
     is_waiting: bool,
 }
 
-/// Whether a process of this user may be the other end.
-fn trusted(uid: u32) -> bool {
-    [0, own_uid()].contains(&uid)
-}
-
 impl Connection {
     fn new(pid: u32, child: Option<Child>, stream: UnixStream) -> Self {
         Self {
@@ -108,7 +103,7 @@ impl Connection {
     pub(super) fn connect(path: &Path) -> io::Result<Self> {
         let stream = UnixStream::connect(path)?;
         let uid = Peer::of(&stream)?.uid;
-        if !trusted(uid) {
+        if !is_trusted(uid) {
             let what = format!("the socket belongs to user {uid}, which is not trusted");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
         }
@@ -335,7 +330,7 @@ fn send(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
 fn refusal(input: &impl AsFd) -> Option<String> {
     let stream = UnixStream::from(input.as_fd().try_clone_to_owned().ok()?);
     let peer = Peer::of(&stream).ok()?;
-    (!trusted(peer.uid)).then(|| "only root may use this injector; run the command with sudo".to_owned())
+    (!is_trusted(peer.uid)).then(|| "only root may use this injector; run the command with sudo".to_owned())
 }
 
 fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {

@@ -317,7 +317,7 @@ fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError
 /// Restores what a `pagefold run` that has ended left changed.
 fn recover_runs(ksm: &Arc<Ksm>) -> Result<(), ExperimentError> {
     match restore_deferred(ksm, &KsmPaths::default()) {
-        Ok(_) | Err(TakeError::Locked { .. }) => Ok(()),
+        Ok(_) | Err(TakeError::Lock(LockError::Held { .. })) => Ok(()),
         Err(error) => Err(error.into()),
     }
 }

@@ -25,9 +25,6 @@ const DROP_LIMIT: Duration = Duration::from_secs(2);
 #[derive(Debug, Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum TakeError {
-    /// Another pagefold holds the lock.
-    #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
-    Locked { pid: Option<i32> },
     /// Another program drives KSM.
     #[error("KSM is in use: {0}")]
     InUse(OtherDriver),
@@ -37,9 +34,9 @@ pub enum TakeError {
     /// What an earlier run changed is still being restored: ksmd is in a scan that it ordered.
     #[error("ksmd is still in a scan that an earlier pagefold ordered")]
     Recovering,
-    /// The lock file.
+    /// The lock: another pagefold holds it, or it cannot be opened.
     #[error(transparent)]
-    Lock(LockError),
+    Lock(#[from] LockError),
     /// The state file.
     #[error(transparent)]
     State(#[from] StateError),
@@ -49,15 +46,6 @@ pub enum TakeError {
     /// This process in /proc, or the list of processes.
     #[error(transparent)]
     Proc(#[from] ReadError),
-}
-
-impl From<LockError> for TakeError {
-    fn from(error: LockError) -> Self {
-        match error {
-            LockError::Held { pid } => Self::Locked { pid },
-            other => Self::Lock(other),
-        }
-    }
 }
 
 /// What else drives KSM.

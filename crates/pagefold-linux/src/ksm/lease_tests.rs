@@ -82,7 +82,7 @@ fn there_is_one_lease_at_a_time() {
     let stage = Stage::new();
     let lease = stage.take().unwrap();
     let own = i32::try_from(std::process::id()).unwrap();
-    assert!(matches!(stage.take(), Err(TakeError::Locked { pid: Some(pid) }) if pid == own));
+    assert!(matches!(stage.take(), Err(TakeError::Lock(LockError::Held { pid: Some(pid) })) if pid == own));
     assert!(lease.restore(LIMIT).is_complete());
     drop(stage.take().unwrap());
 }

@@ -5,6 +5,7 @@ pub mod cpu;
 pub mod fault;
 pub mod fields;
 pub mod interrupt;
+pub mod namespaces;
 pub mod numa;
 pub(crate) mod number_list;
 pub mod peer;

@@ -1,19 +1,12 @@
 //! CPU time of other processes.
 
 use super::process::{Process, ReadError};
-use crate::os::cpu::clock_ns;
+use crate::os::cpu;
 
-/// CPU time of all threads of a process, including ended ones, nanoseconds.
-///
-/// Reads its CPU clock; `schedstat` covers the first thread only.
+/// CPU time of all threads of a process, including ended ones, nanoseconds (`schedstat` covers the first thread only).
 pub fn process_cpu_ns(process: &Process) -> Result<u64, ReadError> {
     let gone = || ReadError::Vanished { pid: process.pid() };
-    let mut clock = 0;
-    // SAFETY: `clock` outlives the call, which writes one clock id into it.
-    if unsafe { libc::clock_getcpuclockid(process.pid(), &raw mut clock) } != 0 {
-        return Err(gone());
-    }
-    let ns = clock_ns(clock).map_err(|_| gone())?;
+    let ns = cpu::process_cpu_ns(process.pid()).ok_or_else(gone)?;
     // The clock is identified by pid, which may have been reused: check that the process is still alive.
     if process.is_alive() { Ok(ns) } else { Err(gone()) }
 }

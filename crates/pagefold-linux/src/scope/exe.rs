@@ -5,7 +5,7 @@
 //! machine's root alone can write or replace: the file at this path, by device and inode, belongs to root, and so do all
 //! directories above it, and no other user may write them. Rules that only exclude match by name as well.
 
-use crate::os::peer::own_uid;
+use crate::os::peer::is_trusted;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::{exe_of, printable, program_name};
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,7 @@ const STICKY: u32 = 0o1000;
 
 /// Whether a file of this owner and mode can be written by root (or the user that runs pagefold) alone.
 pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
-    [0, own_uid()].contains(&uid) && mode & WRITABLE_BY_OTHERS == 0
+    is_trusted(uid) && mode & WRITABLE_BY_OTHERS == 0
 }
 
 /// A file, by device and inode.

@@ -153,13 +153,14 @@ fn resolved(mut selection: Selection<'_>, spec: &ScopeSpec, left_out: &[i32]) ->
     }
 }
 
-/// The same, considering only processes selected by pid and those that `is_candidate` accepts. The result may be empty.
+/// The same, considering only processes selected by pid and those that `is_candidate` accepts. The result may be empty: cgroups and
+/// users need not exist.
 pub(crate) fn resolve_among(
     spec: &ScopeSpec,
     roots: &Roots,
     is_candidate: impl FnMut(i32) -> bool,
 ) -> Result<Vec<Scoped>, ScopeError> {
-    Selection::new(spec, roots)?.resolve(is_candidate)
+    Selection::of_existing(spec, roots).resolve(is_candidate)
 }
 
 #[cfg(test)]

@@ -30,12 +30,6 @@ pub(crate) struct Selection<'a> {
     pub(super) name_only: Option<(i32, String, Distrust)>,
 }
 
-/// Whether a process is in scope.
-pub(crate) enum Verdict {
-    In(Box<Scoped>),
-    Out,
-}
-
 /// The facts about a process that the selectors judge.
 pub(crate) struct Candidate<'a> {
     pub(crate) pid: i32,
@@ -70,8 +64,8 @@ impl<'a> Selection<'a> {
         Ok(Self::with(spec, roots, users, cgroups))
     }
 
-    /// The same for a scope that was resolved before: cgroups and users may have been removed since.
-    pub(crate) fn again(spec: &'a ScopeSpec, roots: &'a Roots) -> Self {
+    /// The same without those cgroups and users that do not exist now.
+    pub(crate) fn of_existing(spec: &'a ScopeSpec, roots: &'a Roots) -> Self {
         let users = spec.users.iter().filter_map(|user| user_id(user).ok()).collect();
         let cgroups = spec.cgroups.iter().filter_map(|path| CgroupSelector::of(path, roots).ok()).collect();
         Self::with(spec, roots, users, cgroups)
@@ -107,7 +101,7 @@ impl<'a> Selection<'a> {
         for pid in self.named.iter().copied().chain(others).collect::<BTreeSet<_>>() {
             let is_named = self.named.contains(&pid);
             match self.examine(pid, is_named) {
-                Ok(Verdict::In(found)) => scoped.push(*found),
+                Ok(Some(found)) => scoped.push(found),
                 Err(ReadError::Vanished { .. }) if is_named => return Err(ScopeError::UnknownPid(pid)),
                 Err(source) if is_named => return Err(ScopeError::Unreadable { pid, source }),
                 // Out of scope; or ended meanwhile, or hidden (proc mounted with hidepid).
@@ -117,11 +111,12 @@ impl<'a> Selection<'a> {
         Ok(scoped)
     }
 
-    fn examine(&mut self, pid: i32, is_named: bool) -> Result<Verdict, ReadError> {
+    /// The process, if it is in scope.
+    fn examine(&mut self, pid: i32, is_named: bool) -> Result<Option<Scoped>, ReadError> {
         let process = Process::open_at(&self.roots.proc, pid)?;
         let stat = process.stat()?;
         if !is_named && (stat.kernel_thread || stat.has_ended()) {
-            return Ok(Verdict::Out);
+            return Ok(None);
         }
         let status = Status::of(&process)?;
         if status.thread_group != pid {
@@ -135,11 +130,11 @@ impl<'a> Selection<'a> {
         let candidate = Candidate { pid, is_named, uid, exe: exe.as_ref(), comm: &stat.comm };
         let is_selected = self.selects(&candidate);
         if !is_selected && self.cgroups.is_empty() {
-            return Ok(Verdict::Out);
+            return Ok(None);
         }
         let cgroups = self.cgroup_facts(&cgroups_of(&process)?);
         if !is_selected && !cgroups.selected {
-            return Ok(Verdict::Out);
+            return Ok(None);
         }
         if let Some(exe) = &exe {
             // Found out while its file is there.
@@ -147,7 +142,7 @@ impl<'a> Selection<'a> {
         }
         let CgroupFacts { opt_outs, domain, path: cgroup, .. } = cgroups;
         let name = printable(&stat.comm);
-        Ok(Verdict::In(Box::new(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, named: is_named })))
+        Ok(Some(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, named: is_named }))
     }
 
     /// Whether a selector other than a cgroup matches.

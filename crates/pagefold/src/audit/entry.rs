@@ -29,6 +29,16 @@ pub enum Entry {
     },
 }
 
+impl Entry {
+    pub fn begin(command: &'static str, scope: String) -> Self {
+        Self::Begin { command, version: env!("CARGO_PKG_VERSION"), pid: std::process::id(), scope }
+    }
+
+    pub fn end(command: &'static str, lost: u64) -> Self {
+        Self::End { command, pid: std::process::id(), lost }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Owner {
     pub pid: i32,

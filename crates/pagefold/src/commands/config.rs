@@ -1,14 +1,15 @@
 //! `pagefold config`: checks the configuration files, and shows what they set.
 
-use crate::commands::run::RunArgs;
+use crate::config::args::RunArgs;
 use crate::config::ownership::shown;
 use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
 use crate::xen;
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::options::{OPTIONS, SECTIONS};
+use pagefold_cli::options::{OPTIONS, SECTIONS, Value};
 use pagefold_cli::style;
 use pagefold_core::config::{Config, Preset};
+use pagefold_linux::scope::deny_list::DEFAULT_DENIED;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -61,8 +62,12 @@ fn text(layers: &[Layer]) -> String {
         let gap = if text.is_empty() { "" } else { "\n" };
         let _ = writeln!(text, "{gap}[{}]", section.name);
         for option in OPTIONS.iter().filter(|option| option.section == section.name) {
+            let preset = || match option.key {
+                "programs" => Some(Value::List(DEFAULT_DENIED.iter().map(|&name| name.to_owned()).collect())),
+                _ => option.default_value(&defaults),
+            };
             let set = layers.iter().rev().find_map(|layer| Some((layer, layer.values.get(option.key)?)));
-            let _ = match (set, option.default_value(&defaults)) {
+            let _ = match (set, preset()) {
                 (Some((layer, value)), _) => {
                     writeln!(text, "{} = {}  # {}", option.key, option.written(value), shown(&layer.path))
                 }

@@ -6,21 +6,21 @@ pub mod room;
 pub mod summary;
 
 use crate::audit::{Entry, Owner};
-use crate::commands::status::groups::Selector;
+use crate::config::args::RunArgs;
 use crate::config::settings::Settings;
 use crate::control;
 use crate::control::queue::{Facts, RequestQueue, RunFacts};
-use crate::history::{self, HistoryFile, HistoryWriter};
+use crate::history::{self, HistoryFile};
 use crate::learned::{LearnedFile, LearnedWriter};
 use crate::metrics::Metrics;
 use crate::output;
+use crate::place;
 use crate::preflight;
 use crate::sketch;
 use crate::xen;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::figures::thousands;
-use pagefold_cli::flags::{DenyFlags, RunFlags};
 use pagefold_cli::scope::{ScopeArgs, explain};
 use pagefold_cli::style;
 use pagefold_core::config::Config;
@@ -43,50 +43,16 @@ use pagefold_linux::proc::collapse;
 use pagefold_linux::proc::status::printable;
 use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::dumpable::ask_through;
+use pagefold_linux::scope::{ScopeError, resolve};
 use progress::{LeftAlone, Progress};
 use reload::ActiveSettings;
 use room::RoomReports;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 use summary::Summary;
-
-#[derive(Clone, Debug, Default, clap::Args)]
-pub struct RunArgs {
-    #[command(flatten)]
-    pub scope: ScopeArgs,
-    #[command(flatten)]
-    pub deny: DenyFlags,
-    #[command(flatten)]
-    pub options: RunFlags,
-    /// Read options that are not given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
-    /// scope is given]
-    #[arg(long, value_name = "FILE")]
-    pub config: Option<PathBuf>,
-    /// Stop after this time (60s, 5m, 2h) [default: on SIGINT or SIGTERM]
-    #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
-    pub duration: Option<Duration>,
-    /// Find out what would be marked without changing anything
-    #[arg(long)]
-    pub dry_run: bool,
-    /// Connect to the injector at this socket (pagefold-injector.socket) instead of starting one
-    #[arg(long, value_name = "SOCKET")]
-    pub injector: Option<PathBuf>,
-    /// Print the summary as JSON (schema pagefold.run/1)
-    #[arg(long)]
-    pub json: bool,
-}
-
-impl RunArgs {
-    /// When the run ends, on the clock of its host.
-    pub fn end_ns(&self) -> u64 {
-        self.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX))
-    }
-}
 
 /// Runs until it is stopped, and returns the exit code.
 pub fn run(args: &RunArgs) -> Result<u8> {
@@ -112,15 +78,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let ksm = preflight::ksm()?;
     let device = preflight::request_device(settings.mechanism, settings.placement.default, &ksm)?;
     let metrics = Metrics::open(&settings.metrics, passed)?;
-    let history = settings.history.clone().or_else(|| history::of_service("history").filter(|_| !args.dry_run));
-    let history = history.map(|path| HistoryFile::open(&path)).transpose()?;
-    let learned = settings.learned.clone().or_else(|| history::of_service("learned.json").filter(|_| !args.dry_run));
-    let learned = learned.map(|path| LearnedFile::open(&path)).transpose()?;
+    let history = place::of_run((settings.history.as_deref(), "history"), args.dry_run, HistoryFile::open)?;
+    let learned = place::of_run((settings.learned.as_deref(), "learned.json"), args.dry_run, LearnedFile::open)?;
     let fleet = settings.fleet.open()?;
     let mut active = ActiveSettings::new(args, settings)?;
     on(signal_hook::consts::SIGHUP, &active.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args, device.is_some())?;
-    let left_alone = check_scope(&scope, &deny)?;
+    let left_alone = check_scope(args, &scope, &deny)?;
     let local_only = active.settings.placement.default == Placement::LocalOnly;
     let initial = match device {
         Some(_) => InitialKnobs::NONE,
@@ -133,23 +97,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     if config.reserve.take_back && mechanism == Mechanism::Request {
         complain!("--take-back has no effect where pages are merged on request; nothing will be taken apart");
     }
-    let facts = RunFacts {
-        scope: scope.to_string(),
-        selectors: Selector::all_of(&scope.spec()),
-        dry_run: args.dry_run,
-        config: config.clone(),
-        stood_down: None,
-        events: Vec::new(),
-    };
+    let facts = RunFacts::new(args.dry_run, &scope, &config);
     let mut engine = Engine::new(config);
-    let mut learned = learned.and_then(|file| {
-        match file.read() {
-            Ok(Some(learned)) => engine.adopt(learned),
-            Ok(None) => {}
-            Err(line) => complain!("{line}"),
-        }
-        LearnedWriter::start(file)
-    });
+    let mut learned = learned.and_then(|file| LearnedWriter::start(file, &mut engine));
     let mut host = LiveHost::new(scope.spec(), Roots::default(), deny, ksm, mode, woken.clone())
         .map_err(|error| failure(&error))?;
     if let Some(device) = device {
@@ -161,15 +111,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     host.set_policies(active.settings.placement.clone());
     let (requests, sender) = RequestQueue::new(woken);
     let metrics = metrics.start(&sender);
-    let history = HistoryWriter::of_run(history, &sender);
+    let history = history::start(history, &sender);
     let interval = active.settings.fleet.interval;
     let mut sketches = fleet.and_then(|(fleet, place)| sketch::Writer::start(fleet, place, interval, &host));
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
-    let (command, pid) = ("run", std::process::id());
-    let begin = Entry::Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope: scope.to_string() };
     let mut progress = Progress::new();
-    active.log(&begin, &progress);
+    active.log(&Entry::begin("run", scope.to_string()), &progress);
     for left in left_alone {
         progress.leave_alone(left);
     }
@@ -184,7 +132,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened, KSM is given back before anything is reported.
     let ended = host.finish();
-    active.log(&Entry::End { command, pid, lost: active.lost() }, &progress);
+    active.log(&Entry::end("run", active.lost()), &progress);
     if let (Some(ksm), Some(cost)) = (&ended.ksm, ended.cost) {
         engine.close(ended.now_ns, ksm, cost);
     }
@@ -203,9 +151,17 @@ fn refresh_interval_ns(config: &Config, governor: Governor) -> u64 {
     config.pace(governor).round_ns / 4
 }
 
-/// Refuses a scope in which every process must be left alone. Returns those that are left alone.
-fn check_scope(scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exit> {
-    let scoped = scope.resolve()?;
+/// Refuses a command line that selects no process, or only processes that must be left alone: most likely a mistake. What a
+/// configuration file selects may start later. Returns those that are left alone.
+fn check_scope(args: &RunArgs, scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exit> {
+    let waits = args.scope == ScopeArgs::default();
+    let scoped = match resolve(&scope.spec(), &Roots::default()) {
+        Err(error @ (ScopeError::NoCgroup(_) | ScopeError::NoMatch(_) | ScopeError::NameOnly { .. })) if waits => {
+            complain!("{error}; waiting for one to start");
+            return Ok(Vec::new());
+        }
+        found => found.map_err(|error| explain(&error))?,
+    };
     let all = scoped.len();
     let left_alone: Vec<LeftAlone> = scoped
         .iter()
@@ -216,7 +172,7 @@ fn check_scope(scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exi
         })
         .collect();
     match left_alone.first() {
-        Some(first) if left_alone.len() == all => Err(Exit::new(
+        Some(first) if left_alone.len() == all && !waits => Err(Exit::new(
             exit::REFUSED,
             format!("process {} ({}) is left alone: {}; nothing else is in scope", first.pid, first.name, first.reason),
         )),
@@ -352,13 +308,8 @@ fn main_loop(
             scans = engine.scans();
             active.events.note("scan", format!("{} in all", thousands(scans)));
         }
-        let was_paused = requests.is_paused();
-        let requested = requests.serve(engine, |engine| {
-            Facts::of(engine, host, RunFacts { events: active.events.list(), ..facts.clone() })
-        });
-        if requests.is_paused() != was_paused {
-            active.events.note(if was_paused { "resume" } else { "pause" }, "by a request");
-        }
+        let requested =
+            requests.serve(engine, (&facts, &mut active.events), |engine, run| Facts::of(engine, host, run));
         let reloaded = active.serve(engine, host, progress);
         if let Some(governor) = reloaded.or(requested) {
             active.events.note("governor", governor.to_string());

@@ -9,6 +9,7 @@ mod table;
 use crate::output;
 use crate::output::page;
 use crate::output::placement::PlacementView;
+use crate::preflight;
 use crate::xen;
 use anyhow::{Context, Result};
 use map::{Map, part_of};
@@ -71,6 +72,7 @@ pub fn run(args: &ScanArgs) -> Result<u8> {
 }
 
 pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
+    preflight::see_cgroups();
     let scoped = args.scope.resolve()?;
     let mut reader = reader()?;
     let cpu_before_ns = own_cpu_ns();

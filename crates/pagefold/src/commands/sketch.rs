@@ -1,6 +1,7 @@
 //! `pagefold sketch`: a sketch of each workload, once. It only reads.
 
-use crate::commands::run::RunArgs;
+use crate::commands::run::failure;
+use crate::config::args::RunArgs;
 use crate::config::ownership;
 use crate::config::settings::Settings;
 use crate::output;
@@ -11,12 +12,12 @@ use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::DenyFlags;
 use pagefold_cli::progress::Progress;
-use pagefold_cli::scope::{ScopeArgs, explain};
+use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style::{Lines, Style, count, human, shorten};
 use pagefold_cli::table::Table;
 use pagefold_core::host::Host;
 use pagefold_core::limits::Limits;
-use pagefold_linux::host::live::{HostMode, LiveError, LiveHost};
+use pagefold_linux::host::live::{HostMode, LiveHost};
 use pagefold_linux::host::targets::Target;
 use pagefold_linux::proc::Roots;
 use pagefold_sketch::Row;
@@ -40,7 +41,7 @@ pub struct SketchArgs {
     /// Name of this host in the fleet [default: its host name]
     #[arg(long, value_name = "NAME")]
     pub host: Option<String>,
-    /// Write the sketches to this file (Parquet, schema pagefold.sketch/1)
+    /// Write the sketches to this file (Parquet, schema pagefold.sketch/1). pagefold-fleet reads those called HOST.parquet
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
     /// Read options that are not given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
@@ -129,13 +130,6 @@ fn place(path: &std::path::Path) -> Result<Place, Exit> {
 
 fn cannot_write(place: &Place, error: &std::io::Error) -> Exit {
     Exit::new(exit::FAILURE, format!("cannot write {}: {error}; name another file", ownership::shown(&place.path)))
-}
-
-fn failure(error: &LiveError) -> Exit {
-    match error {
-        LiveError::Scope(error) => explain(error),
-        error => Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")),
-    }
 }
 
 /// Reads everything in scope once.

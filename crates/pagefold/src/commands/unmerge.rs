@@ -9,7 +9,6 @@ use pagefold_cli::exit;
 use pagefold_cli::flags::AuditFlags;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style::{self, Lines, Style};
-use pagefold_core::units::Bytes;
 use pagefold_linux::inject::unmerge::{UnmergeError, unmerge};
 use pagefold_linux::ksm::controller::scan_and_restore;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
@@ -87,9 +86,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     };
     let mut summary = Summary::new();
     let mut code = exit::OK;
-    let (command, pid) = ("unmerge", std::process::id());
-    let scope = args.scope.spec().to_string();
-    log(&Entry::Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope });
+    log(&Entry::begin("unmerge", args.scope.spec().to_string()));
     for scoped in scoped {
         let before = args.audit.path().is_some().then(|| Before::of(&scoped));
         let mut process = Process {
@@ -123,13 +120,13 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         summary.processes.push(process);
     }
     drop(injector);
-    summary.audit_lost = log(&Entry::End { command, pid, lost: summary.audit_lost });
+    summary.audit_lost = log(&Entry::end("unmerge", summary.audit_lost));
     if let Some(lease) = lease {
         let restored = settle(lease)?;
         summary.knobs_deferred = restored;
     }
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
-    output::print(args.json, &summary, |style| describe(&summary, style))?;
+    output::print(args.json, &summary, |style| describe(&summary, ("KSM", ("process", "processes")), style))?;
     Ok(code)
 }
 
@@ -146,17 +143,20 @@ pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
     Ok(outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect())
 }
 
-fn describe(summary: &Summary, style: Style) -> String {
+/// It in words: `who` still saves memory in other `targets`, in singular and plural.
+pub fn describe(summary: &Summary, (who, (target, targets)): (&str, (&str, &str)), style: Style) -> String {
     let mut text = String::new();
     let done = summary.processes.iter().filter(|process| process.failed.is_none()).count();
-    let (memory, processes) = (style::human(summary.given_back_bytes), style::count(done, "process", "processes"));
-    text.line(style.bold(&format!("Unmerged {memory} in {processes}.")));
-    for process in summary.processes.iter().filter(|process| process.unmarked_bytes > 0) {
+    let (memory, unmerged) = (style::human(summary.given_back_bytes), style::count(done, target, targets));
+    text.line(style.bold(&format!("Unmerged {memory} in {unmerged}.")));
+    // Guests have no marks.
+    let has_changed = |process: &&Process| process.unmarked_bytes.max(process.given_back_bytes) > 0;
+    for process in summary.processes.iter().filter(has_changed) {
         let line = format!("  {:>8}  {:<16}{}", process.pid, process.name, style::human(process.given_back_bytes));
         text.line(line);
     }
-    if Bytes(summary.still_saved_bytes) > Bytes(0) {
-        let line = format!("KSM still saves {} in other processes.", style::human(summary.still_saved_bytes));
+    if summary.still_saved_bytes > 0 {
+        let line = format!("{who} still saves {} in other {targets}.", style::human(summary.still_saved_bytes));
         text.line(style.dim(&line));
     }
     text

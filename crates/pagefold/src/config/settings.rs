@@ -1,6 +1,6 @@
 //! The settings of a run: the command line overrides the configuration files, which override the defaults.
 
-use crate::commands::run::RunArgs;
+use crate::config::args::RunArgs;
 use crate::config::ownership;
 use crate::metrics::MetricsSettings;
 use crate::sketch::FleetSettings;

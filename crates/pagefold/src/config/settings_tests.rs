@@ -1,5 +1,5 @@
 use super::*;
-use crate::commands::run::RunArgs;
+use crate::config::args::RunArgs;
 use clap::Parser;
 use pagefold_core::governor::Governor;
 use std::fs;

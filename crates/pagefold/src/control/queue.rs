@@ -4,9 +4,10 @@
 
 use super::protocol::{ControlState, Request, SCHEMA};
 use crate::commands::status::groups::{Selector, reason_of};
-use crate::events::Event;
+use crate::events::{Event, Events};
 use crate::output::placement::PlacementView;
 use crate::output::xen::XenView;
+use pagefold_cli::scope::ScopeArgs;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
@@ -92,6 +93,14 @@ pub struct RunFacts {
     pub stood_down: Option<String>,
     /// What it has done lately, the newest last.
     pub events: Vec<Event>,
+}
+
+impl RunFacts {
+    /// Those of a run that begins.
+    pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
+        let (scope, selectors, config) = (scope.to_string(), Selector::all_of(&scope.spec()), config.clone());
+        Self { scope, selectors, dry_run, config, stood_down: None, events: Vec::new() }
+    }
 }
 
 /// Why a process has not been looked at.
@@ -182,9 +191,15 @@ impl RequestQueue {
     }
 
     /// Applies and answers the requests since the last call. A change is answered after one more cycle, which begins
-    /// without a wait, so that the answer shows it. Returns the governor if it has changed.
-    pub fn serve(&mut self, engine: &mut Engine, facts: impl FnOnce(&Engine) -> Facts) -> Option<Governor> {
-        let mut chosen = None;
+    /// without a wait, so that the answer shows it. A pause that begins or ends is an event. Returns the governor if it has
+    /// changed.
+    pub fn serve(
+        &mut self,
+        engine: &mut Engine,
+        (run, events): (&RunFacts, &mut Events),
+        facts: impl FnOnce(&Engine, RunFacts) -> Facts,
+    ) -> Option<Governor> {
+        let (mut chosen, was_paused) = (None, self.paused);
         // First: a request that comes later sets it again.
         self.woken.store(false, Ordering::SeqCst);
         let mut ready = std::mem::take(&mut self.changes);
@@ -210,11 +225,14 @@ impl RequestQueue {
             self.woken.store(true, Ordering::SeqCst);
         }
         if !ready.is_empty() {
-            let facts = Arc::new(facts(engine));
+            let facts = Arc::new(facts(engine, RunFacts { events: events.list(), ..run.clone() }));
             for pending in ready {
                 // The peer may have hung up.
                 let _ = pending.reply.send(facts.clone());
             }
+        }
+        if self.paused != was_paused {
+            events.note(if was_paused { "resume" } else { "pause" }, "by a request");
         }
         chosen
     }

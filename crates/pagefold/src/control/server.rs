@@ -6,7 +6,7 @@
 use super::protocol::{ONLY_ROOT, REQUEST_MOST, Refusal, Request};
 use crate::config::ownership;
 use anyhow::{Context, Result, bail};
-use pagefold_linux::os::peer::{Peer, is_in_group, own_uid};
+use pagefold_linux::os::peer::{Peer, is_in_group, is_trusted};
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
@@ -118,7 +118,7 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
         // No peer may block this thread. What is written here is short and fits into the socket's empty buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
-        let may_change = [0, own_uid()].contains(&peer.uid);
+        let may_change = is_trusted(peer.uid);
         if !may_change && !readers.is_some_and(|group| is_in_group(&stream, group).unwrap_or(false)) {
             refuse(&mut stream, &format!("{ONLY_ROOT} requests to the daemon; run as root (sudo)"));
             continue;

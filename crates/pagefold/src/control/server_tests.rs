@@ -1,5 +1,6 @@
 use super::*;
 use crate::control::protocol::SCHEMA;
+use pagefold_linux::os::peer::own_uid;
 use std::io::BufRead;
 
 /// A server in a temporary directory, which answers each request with the request itself.

@@ -3,20 +3,17 @@
 //! A reader sees one whole page or another, because the file is replaced by renaming. Nothing waits for the disk but the
 //! thread that writes.
 
+use crate::background::{Background, Complaints};
 use crate::config::ownership;
 use crate::place::Place;
 use pagefold_cli::exit::{self, Exit};
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
-
-/// How long the end of a run waits for a write that is under way.
-const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// The file.
 #[derive(Clone, Debug)]
@@ -40,57 +37,34 @@ impl MetricsFile {
         Ok(Self(place))
     }
 
-    fn write(&self, text: &str) -> io::Result<()> {
-        self.0.replace(0o644, |file| {
+    fn write(&self, text: &str) -> Result<(), String> {
+        let fill = |file: &mut File| {
             file.set_permissions(Permissions::from_mode(0o644))?;
             file.write_all(text.as_bytes())
+        };
+        self.0.replace(0o644, fill).map_err(|error| {
+            let shown = ownership::shown(&self.0.path);
+            format!("cannot write the metrics file {shown}: {error}; free some space (it is tried again)")
         })
     }
-}
 
-/// Writes the file in a thread of its own, and removes it when it is dropped.
-#[derive(Debug)]
-pub struct FileWriter {
-    /// Dropped to end the thread.
-    going_on: Option<Sender<()>>,
-    ended: Receiver<()>,
-}
-
-impl FileWriter {
+    /// Writes it in a thread of its own, and removes it when the result is dropped.
     pub fn start(
-        file: MetricsFile,
+        self,
         interval: Duration,
         mut page: impl FnMut() -> Result<Arc<str>, String> + Send + 'static,
-    ) -> io::Result<Self> {
-        let (going_on, end) = channel::<()>();
-        let (ending, ended) = channel::<()>();
-        thread::Builder::new().name("metrics file".into()).spawn(move || {
-            let _ending = ending;
-            let mut complained = false;
+    ) -> io::Result<Background<()>> {
+        Background::start("metrics file", move |end| {
+            let mut complaints = Complaints::default();
             let mut pause = Duration::ZERO;
             while end.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
                 pause = interval;
                 // A run that is ending, or has not finished its cycle, has no page.
                 let Ok(text) = page() else { continue };
-                match file.write(&text) {
-                    Err(error) if !std::mem::replace(&mut complained, true) => {
-                        let path = ownership::shown(&file.0.path);
-                        complain!("cannot write the metrics file {path}: {error}; free some space (it is tried again)");
-                    }
-                    Err(_) => {}
-                    Ok(()) => complained = false,
-                }
+                complaints.hear(self.write(&text));
             }
-            let _ = fs::remove_file(&file.0.path);
-        })?;
-        Ok(Self { going_on: Some(going_on), ended })
-    }
-}
-
-impl Drop for FileWriter {
-    fn drop(&mut self) {
-        drop(self.going_on.take());
-        let _ = self.ended.recv_timeout(END_LIMIT);
+            let _ = fs::remove_file(&self.0.path);
+        })
     }
 }
 
@@ -116,7 +90,7 @@ mod tests {
             count += 1;
             if count == 2 { Err("not now; later".to_owned()) } else { Ok(Arc::from(format!("page {count}\n"))) }
         };
-        let writer = FileWriter::start(file, Duration::from_millis(5), page).unwrap();
+        let writer = file.start(Duration::from_millis(5), page).unwrap();
         let text = || fs::read_to_string(&path).unwrap_or_default();
         wait_until("pages are written", || {
             text().strip_prefix("page ").is_some_and(|rest| rest.trim().parse::<u32>().unwrap() > 2)

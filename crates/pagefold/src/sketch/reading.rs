@@ -167,7 +167,7 @@ impl Reading {
             })
         };
         let (came_bytes, went_bytes) = churn(former.map(|(row, _)| row));
-        let savable = counted.spare().0 + zeros.saturating_sub(1);
+        let savable = counted.spare.0 + zeros.saturating_sub(1);
         let Counted { sketch, by_copies, .. } = counted;
         let row = Row {
             host: fleet.host.clone(),

@@ -4,7 +4,7 @@ use super::{open, selected};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::style::human;
 use pagefold_core::units::Pages;
-use pagefold_linux::check::diagnose::{Finding, Severity};
+use pagefold_linux::check::diagnose::{Finding, blocker, note, ok};
 use pagefold_linux::ksm::lock::{LOCK_PATH, holder};
 use pagefold_linux::proc::status::printable;
 use pagefold_xen::guests::{InScope, Selected, in_scope, unfit};
@@ -47,7 +47,7 @@ fn judge(xen: &mut impl Hypervisor, guests: &[Selected], findings: &mut Vec<Find
     if let Some(busy) = busy {
         let pid = busy.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
         let what = format!("another pagefold{pid} is at work");
-        findings.push(finding(Severity::Note, "xen-lock", what, "one can share at a time", "stop it to start another"));
+        findings.push(note("xen-lock", what, "one can share at a time", "stop it to start another"));
     }
     let found = xen.domains().ok().and_then(|domains| in_scope(xen, guests, domains).ok()).unwrap_or_default();
     for selected in guests {
@@ -90,16 +90,4 @@ fn of_guest(xen: &mut impl Hypervisor, guest: &InScope, busy: bool) -> (Finding,
             (blocker("xen-guest", format!("{who}: {why}"), "its memory cannot be shared", todo), false)
         }
     }
-}
-
-fn finding(severity: Severity, id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
-    Finding { id, severity, what: what.into(), why: why.to_owned(), todo: todo.to_owned() }
-}
-
-fn ok(id: &'static str, what: impl Into<String>) -> Finding {
-    finding(Severity::Ok, id, what, "", "")
-}
-
-fn blocker(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
-    finding(Severity::Blocker, id, what, why, todo)
 }

@@ -6,13 +6,15 @@ use crate::commands::run::progress::{LeftAlone, Progress};
 use crate::commands::run::reload::ActiveSettings;
 use crate::commands::run::room::RoomReports;
 use crate::commands::run::summary::{self, Summary};
-use crate::commands::run::{RunArgs, log_merges, rounds};
+use crate::commands::run::{log_merges, rounds};
+use crate::config::args::RunArgs;
 use crate::config::settings::{MechanismChoice, Settings};
 use crate::control;
 use crate::control::queue::{Facts, RequestQueue, RunFacts, TargetFacts};
-use crate::history::{self, HistoryFile, HistoryWriter};
+use crate::history::{self, HistoryFile};
 use crate::metrics::Metrics;
 use crate::output;
+use crate::place;
 use crate::preflight;
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
@@ -50,8 +52,7 @@ pub fn run(
     // A dry run shares nothing, so it may run beside another one.
     let lock = if args.dry_run { None } else { Some(take_lock()?) };
     let metrics = Metrics::open(&settings.metrics, passed)?;
-    let history = settings.history.clone().or_else(|| history::of_service("history").filter(|_| !args.dry_run));
-    let history = history.map(|path| HistoryFile::open(&path)).transpose()?;
+    let history = place::of_run((settings.history.as_deref(), "history"), args.dry_run, HistoryFile::open)?;
     let config = Config { mechanism: Mechanism::Request, ..settings.config.clone() };
     let mut active = ActiveSettings::new(args, settings)?;
     // What is left to do needs what is open only.
@@ -64,23 +65,14 @@ pub fn run(
             left_alone.iter().map(|left| (left.domain, left.name.as_str(), left.why.as_str())).collect();
         return Err(refuse_all(&refused).into());
     }
-    let scope = active.settings.scope.to_string();
-    let facts = RunFacts {
-        scope: scope.clone(),
-        selectors: Arc::from([]),
-        dry_run: args.dry_run,
-        config: config.clone(),
-        stood_down: None,
-        events: Vec::new(),
-    };
+    let facts = RunFacts::new(args.dry_run, &active.settings.scope, &config);
     let mut engine = Engine::new(config);
     let (requests, sender) = RequestQueue::new(woken);
     let metrics = metrics.start(&sender);
-    let history = HistoryWriter::of_run(history, &sender);
+    let history = history::start(history, &sender);
     let server = control::serve(sender, args.dry_run);
-    let (command, pid) = ("run", std::process::id());
     let mut progress = Progress::new();
-    active.log(&Entry::Begin { command, version: env!("CARGO_PKG_VERSION"), pid, scope }, &progress);
+    active.log(&Entry::begin("run", facts.scope.clone()), &progress);
     for left in left_alone {
         leave_alone(&mut active, &mut progress, left);
     }
@@ -88,7 +80,7 @@ pub fn run(
     let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts), (&mut active, &mut progress));
     progress.finish();
     drop((server, metrics, history));
-    active.log(&Entry::End { command, pid, lost: active.lost() }, &progress);
+    active.log(&Entry::end("run", active.lost()), &progress);
     ran?;
     let (now_ns, ksm, cost) = host.close().map_err(|error| failure(&error))?;
     engine.close(now_ns, &ksm, cost);
@@ -121,12 +113,7 @@ fn main_loop(
         if let Some(line) = rooms.of_machine(engine.reserve(), false) {
             progress.say(&line);
         }
-        let was_paused = requests.is_paused();
-        let requested = requests
-            .serve(engine, |engine| facts_of(engine, host, RunFacts { events: active.events.list(), ..facts.clone() }));
-        if requests.is_paused() != was_paused {
-            active.events.note(if was_paused { "resume" } else { "pause" }, "by a request");
-        }
+        let requested = requests.serve(engine, (&facts, &mut active.events), |engine, run| facts_of(engine, host, run));
         if let Some(governor) = requested {
             active.events.note("governor", governor.to_string());
         }

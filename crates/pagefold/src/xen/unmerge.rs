@@ -1,11 +1,11 @@
 //! `pagefold unmerge --xen-domain`: gives guests their own copies of shared pages.
 
 use super::{call, open, resolve, take_lock};
-use crate::commands::unmerge::{Process, Summary, UnmergeArgs};
+use crate::commands::unmerge::{Process, Summary, UnmergeArgs, describe};
 use crate::output;
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::style::{self, Lines, Style};
+use pagefold_cli::style;
 use pagefold_core::units::Pages;
 use pagefold_linux::proc::status::printable;
 use pagefold_xen::guests::Selected;
@@ -57,21 +57,6 @@ pub fn run(args: &UnmergeArgs, guests: &[Selected]) -> Result<u8> {
         summary.processes.push(row);
     }
     summary.still_saved_bytes = xen.memory().map_err(|error| call(&error))?.saved.bytes().0;
-    output::print(args.json, &summary, |style| describe(&summary, style))?;
+    output::print(args.json, &summary, |style| describe(&summary, ("Xen", ("guest", "guests")), style))?;
     Ok(code)
-}
-
-fn describe(summary: &Summary, style: Style) -> String {
-    let mut text = String::new();
-    let done = summary.processes.iter().filter(|row| row.failed.is_none()).count();
-    let (memory, guests) = (style::human(summary.given_back_bytes), style::count(done, "guest", "guests"));
-    text.line(style.bold(&format!("Unmerged {memory} in {guests}.")));
-    for row in summary.processes.iter().filter(|row| row.given_back_bytes > 0) {
-        text.line(format!("  {:>8}  {:<16}{}", row.pid, row.name, style::human(row.given_back_bytes)));
-    }
-    if summary.still_saved_bytes > 0 {
-        let line = format!("Xen still saves {} in other guests.", style::human(summary.still_saved_bytes));
-        text.line(style.dim(&line));
-    }
-    text
 }

@@ -1,8 +1,9 @@
 //! The counts of a census, from one pass over the pages in the order of their contents, and the findings from them.
 
 use super::mixture::{FREQUENT, Histogram, Mixture};
-use super::{Cell, Figures, Findings, METADATA_BYTES, RUN_PAGES, ReadPage};
+use super::{Cell, Figures, Findings, RUN_PAGES, ReadPage};
 use crate::hash::Digest;
+use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::units::{PAGE_SIZE, index};
 
 /// The number of groups of runs, which are left out in turn.
@@ -290,7 +291,8 @@ fn saving(mixture: &Mixture, shares: &[f64], counts: &Counts) -> f64 {
 /// process. `contents` is the number of shared contents that merging leaves.
 fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
     let within = within.clamp(0.0, (gross - zero).max(0.0));
-    let metadata = METADATA_BYTES * (held + contents) / PAGE_SIZE as f64;
+    // For each marked page, and for each shared content.
+    let metadata = METADATA_BYTES_PER_PAGE as f64 * (held + contents) / PAGE_SIZE as f64;
     let net = gross - metadata;
     let worth = net > 0.0;
     Figures {

@@ -2,7 +2,7 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median};
 use crate::bench::daemon;
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun, in_round};
 use crate::bench::sampler::Sampler;
 use crate::bench::sampling::SamplingThread;
@@ -10,7 +10,6 @@ use crate::programs::{Compiler, scratch};
 use anyhow::Context;
 use pagefold_core::permutation::Permutation;
 use pagefold_core::units::{Bytes, PAGE_SIZE, whole};
-use pagefold_linux::ksm::Knob;
 use pagefold_linux::os::cpu::reaped_children_cpu_ns;
 use pagefold_linux::os::fields::{kib, number};
 use pagefold_linux::proc::process::Process;
@@ -26,7 +25,6 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-const KSM_PAGES: u64 = 1000;
 /// The order of the policies in each round follows from it.
 const SEED: u64 = 16;
 /// Time for which a policy runs before the first job.
@@ -162,8 +160,7 @@ fn compile_all(
         sampler.watch(started.meter()?);
         daemon = Some(started);
     } else if name != (Policy::NoMerging { seconds: 0 }).to_string() {
-        sequence.control.set(Knob::PagesToScan, KSM_PAGES)?;
-        sequence.control.set(Knob::Run, 1)?;
+        scan_paced(&sequence.control, KSM_PAGES)?;
         // Processes inherit from it that all their memory may be merged.
         by = vec![setting.program.as_os_str(), OsStr::new("exec")];
     }
@@ -181,11 +178,8 @@ fn compile_all(
 
     let right = jobs.iter().all(|job| job.1);
     let mut run = PolicyRun { policy: name.to_owned(), summary, ..PolicyRun::default() };
-    // By its own clock: the time of children that have ended includes that of the jobs.
-    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
-    run.set_samples(&points);
-    // KSM's counters include processes that have ended until the next ksmd scan, so they mean nothing here.
-    (run.curve, run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
+    run.set_own_samples(&points);
+    run.forget_curve();
     let mean = |of: fn(&(f64, f64)) -> f64| memory.iter().map(of).sum::<f64>() / memory.len().max(1) as f64;
     let (held, saved) = (mean(|now| now.0), mean(|now| now.1));
     run.saved_bytes = whole(saved);

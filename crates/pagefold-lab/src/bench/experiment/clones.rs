@@ -3,16 +3,13 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
 use crate::bench::daemon;
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT, mark_eligible, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use crate::programs::scratch;
 use pagefold_core::units::{Pages, whole};
-use pagefold_linux::inject::mark::mark;
-use pagefold_linux::ksm::Knob;
 use pagefold_linux::os::fields::number;
 use pagefold_linux::proc::process::{Process, ReadError};
-use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::collections::VecDeque;
 use std::fs;
@@ -25,7 +22,6 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-const KSM_PAGES: u64 = 1000;
 /// The first clones, of which nothing is judged: they are there when the others start.
 const WARM: usize = 3;
 /// Clones that are alive at a time.
@@ -119,7 +115,7 @@ fn start_all(
         let tenant = Tenant::start(player, &spec)?;
         let process = Process::open(tenant.pid())?;
         if by_ksm {
-            mark(&process, &eligible_spans(&process)?)?;
+            mark_eligible(&process)?;
         }
         Ok((tenant, process))
     };
@@ -129,8 +125,7 @@ fn start_all(
     }
     let sampler = Sampler::start()?;
     let daemon = if by_ksm {
-        sequence.control.set(Knob::PagesToScan, KSM_PAGES)?;
-        sequence.control.set(Knob::Run, 1)?;
+        scan_paced(&sequence.control, KSM_PAGES)?;
         None
     } else {
         let options = ["--exe".to_owned(), player.display().to_string()];
@@ -165,9 +160,7 @@ fn start_all(
     run.summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
     let points = sampler.finish()?;
     sequence.control.unmerge()?;
-    // By its own clock: the time of children that have ended includes that of the clones.
-    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
-    run.set_samples(&points);
+    run.set_own_samples(&points);
     run.savable_bytes = Some(Pages(sizes.shared.0 * whole(ALIVE as f64)).bytes().0);
     run.answers_correct = Answers { before: true, during: intact, after: intact };
     Ok((run, seconds))

@@ -6,7 +6,7 @@ use crate::bench::clients::Clients;
 use crate::bench::frames::Held;
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::load::percentile;
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::{SamplerPoint, largest_share, spent_between};
 use crate::bench::sampling::SamplingThread;
@@ -25,8 +25,6 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 const CONTAINERS: usize = 3;
-/// Pages each 20 ms, as commonly configured.
-const KSM_PAGES: u64 = 1000;
 /// Of each container.
 const CLIENTS: usize = 4;
 /// Time between two looks at the memory: one reads the page tables of some twenty processes.

@@ -5,18 +5,19 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, shuffled, sort_runs};
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::load::{Done, Latencies as Measured, OpenLoop, Repeated, percentile};
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun, in_round};
-use crate::programs::{MariaDbData, RedisData, Target, need, scratch};
+use crate::programs::{MariaDb, MariaDbData, Redis, RedisData, Target, need, scratch};
 use anyhow::Context;
 use pagefold_core::units::Bytes;
 use pagefold_workload::Segment;
 use pagefold_workload::contents::printable;
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "neighbours",
@@ -50,6 +51,38 @@ struct Sizes {
     resting: u64,
     /// Functions of the program that is compiled: several times in each window.
     functions: u32,
+}
+
+impl Sizes {
+    fn of(quick: bool) -> Self {
+        if quick {
+            Self {
+                rounds: 1,
+                keys: 5_000,
+                mebibytes: 16,
+                rate: 1_000,
+                rows: 2_000,
+                queries: 200,
+                merging: 3,
+                settling: 1,
+                resting: 2,
+                functions: 20,
+            }
+        } else {
+            Self {
+                rounds: 3,
+                keys: 50_000,
+                mebibytes: 256,
+                rate: 3_000,
+                rows: 50_000,
+                queries: 500,
+                merging: 10,
+                settling: 10,
+                resting: 15,
+                functions: 200,
+            }
+        }
+    }
 }
 
 /// One of the two windows in which the programs are measured.
@@ -118,6 +151,70 @@ impl Load {
     }
 }
 
+/// What the programs of each run are started from.
+struct Images {
+    redis: RedisData,
+    mariadb: MariaDbData,
+    gzip: PathBuf,
+    gcc: PathBuf,
+    nice: PathBuf,
+    /// What is compressed, and what is compiled.
+    text: PathBuf,
+    program: PathBuf,
+    /// Removed last.
+    scratch: TempDir,
+}
+
+impl Images {
+    fn make(sizes: &Sizes) -> anyhow::Result<Self> {
+        let (gzip, gcc, nice) = (need("gzip", "gzip")?, need("gcc", "gcc")?, need("nice", "coreutils")?);
+        let scratch = scratch()?;
+        let redis = RedisData::make(scratch.path(), sizes.keys)?;
+        let mariadb = MariaDbData::make(scratch.path(), sizes.rows)?;
+        let (text, program) = (scratch.path().join("text"), scratch.path().join("program.c"));
+        fs::write(&text, printable(SEED, 0, TEXT_BYTES))?;
+        fs::write(&program, source(sizes.functions))?;
+        Ok(Self { redis, mariadb, gzip, gcc, nice, text, program, scratch })
+    }
+
+    /// Starts the programs whose memory is merged, and the load as soon as the servers under it have started.
+    fn start(&self, setting: &ExperimentSetting<'_>, sizes: &Sizes) -> anyhow::Result<(Vec<Box<dyn Target>>, Load)> {
+        let scratch = self.scratch.path();
+        let database = self.mariadb.start(scratch, 0)?;
+        let first = self.redis.start(scratch, 0)?;
+        let load = self.load(&first, &database, sizes)?;
+        let mut targets: Vec<Box<dyn Target>> = vec![Box::new(first)];
+        for instance in 1..INSTANCES {
+            targets.push(Box::new(self.redis.start(scratch, instance)?));
+        }
+        targets.push(Box::new(database));
+        let pages = mib(sizes.mebibytes).0;
+        targets.push(setting.tenant(Segment::Same { pages, seed: 1 })?);
+        targets.push(setting.tenant(Segment::Random { pages, seed: 2 })?);
+        Ok((targets, load))
+    }
+
+    fn load(&self, redis: &Redis, mariadb: &MariaDb, sizes: &Sizes) -> anyhow::Result<Load> {
+        let every = |rate| Duration::from_nanos(1_000_000_000 / rate);
+        let in_background =
+            |command: &[&OsStr]| Repeated::start(&self.nice, &[&NICENESS.map(OsStr::new), command].concat());
+        let compress = [self.gzip.as_os_str(), "-6".as_ref(), "-c".as_ref(), self.text.as_os_str()];
+        let compile = [
+            self.gcc.as_os_str(),
+            "-O1".as_ref(),
+            "-c".as_ref(),
+            "-o".as_ref(),
+            "/dev/null".as_ref(),
+            self.program.as_os_str(),
+        ];
+        Ok(Load {
+            servers: [redis.load(every(sizes.rate), sizes.keys)?, mariadb.load(every(sizes.queries))?],
+            compression: in_background(&compress),
+            compilation: in_background(&compile),
+        })
+    }
+}
+
 /// A program in C with so many functions.
 fn source(functions: u32) -> String {
     let function = |number| {
@@ -129,33 +226,7 @@ fn source(functions: u32) -> String {
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let sizes = if setting.quick {
-        Sizes {
-            rounds: 1,
-            keys: 5_000,
-            mebibytes: 16,
-            rate: 1_000,
-            rows: 2_000,
-            queries: 200,
-            merging: 3,
-            settling: 1,
-            resting: 2,
-            functions: 20,
-        }
-    } else {
-        Sizes {
-            rounds: 3,
-            keys: 50_000,
-            mebibytes: 256,
-            rate: 3_000,
-            rows: 50_000,
-            queries: 500,
-            merging: 10,
-            settling: 10,
-            resting: 15,
-            functions: 200,
-        }
-    };
+    let sizes = Sizes::of(setting.quick);
     report.parameters([
         ("rounds", sizes.rounds),
         ("redis_keys", sizes.keys),
@@ -168,17 +239,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         ("seconds_at_rest", sizes.resting),
         ("seed", SEED),
     ]);
-    let (gzip, gcc, nice) = (need("gzip", "gzip")?, need("gcc", "gcc")?, need("nice", "coreutils")?);
-    let scratch = scratch()?;
-    let redis = RedisData::make(scratch.path(), sizes.keys)?;
-    let mariadb = MariaDbData::make(scratch.path(), sizes.rows)?;
-    let (text, program) = (scratch.path().join("text"), scratch.path().join("program.c"));
-    fs::write(&text, printable(SEED, 0, TEXT_BYTES))?;
-    fs::write(&program, source(sizes.functions))?;
+    let images = Images::make(&sizes)?;
 
     let seconds = sizes.merging + sizes.settling + sizes.resting;
     let undisturbed = Policy::NoMerging { seconds };
-    let mut policies = vec![Policy::pagefold(seconds), undisturbed.clone(), Policy::KsmPaced { pages: 1000, seconds }];
+    let mut policies =
+        vec![Policy::pagefold(seconds), undisturbed.clone(), Policy::KsmPaced { pages: KSM_PAGES, seconds }];
     if !setting.quick {
         policies.push(Policy::pagefold_with(seconds, &["--governor", "quiet"]));
         policies.push(Policy::pagefold_with(seconds, &["--governor", "auto"]));
@@ -193,48 +259,20 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let order = setting.order.unwrap_or(SEED).wrapping_add(round);
         let mut measured: BTreeMap<(String, Window), Felt> = BTreeMap::new();
         for policy in shuffled(&policies, Some(order)) {
-            let load = RefCell::new(None);
+            let mut load = None;
             let before = report.runs.len();
             sequence.run(report, policy, || {
-                let mut targets: Vec<Box<dyn Target>> = Vec::new();
-                let every = |rate| Duration::from_nanos(1_000_000_000 / rate);
-                let database = mariadb.start(scratch.path(), 0)?;
-                for instance in 0..INSTANCES {
-                    let server = redis.start(scratch.path(), instance)?;
-                    if instance == 0 {
-                        let in_background =
-                            |command: &[&OsStr]| Repeated::start(&nice, &[&NICENESS.map(OsStr::new), command].concat());
-                        let compress = [gzip.as_os_str(), "-6".as_ref(), "-c".as_ref(), text.as_os_str()];
-                        let compile = [
-                            gcc.as_os_str(),
-                            "-O1".as_ref(),
-                            "-c".as_ref(),
-                            "-o".as_ref(),
-                            "/dev/null".as_ref(),
-                            program.as_os_str(),
-                        ];
-                        load.replace(Some(Load {
-                            servers: [
-                                server.load(every(sizes.rate), sizes.keys)?,
-                                database.load(every(sizes.queries))?,
-                            ],
-                            compression: in_background(&compress),
-                            compilation: in_background(&compile),
-                        }));
-                    }
-                    targets.push(Box::new(server));
-                }
-                targets.push(Box::new(database));
-                let pages = mib(sizes.mebibytes).0;
-                targets.push(setting.tenant(Segment::Same { pages, seed: 1 })?);
-                targets.push(setting.tenant(Segment::Random { pages, seed: 2 })?);
+                let (targets, started) = images.start(setting, &sizes)?;
+                load = Some(started);
                 Ok(targets)
             })?;
             // The servers have ended, and the requests with them.
-            let Some(load) = load.into_inner() else { continue };
+            let Some(load) = load else { continue };
             let finished = load.finish()?;
             let Some(run) = report.runs.get_mut(before) else { continue };
-            correct_cpu(run);
+            // Compressions that end meanwhile are not pagefold's.
+            let points = std::mem::take(&mut run.points);
+            run.set_own_samples(&points);
             let name = run.policy.clone();
             let began = run.began.context("the run has not begun")?;
             run.policy = in_round(&name, round + 1);
@@ -274,23 +312,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     put_figures(report, &felt, &ratios);
     report.bar_on_answers();
     if !setting.quick {
-        for (window, limit) in [(Window::Merging, 1.10), (Window::Rest, 1.01)] {
-            let words = Window::ALL.iter().find(|(which, _)| *which == window).map_or("", |(_, words)| words);
-            for server in SERVERS {
-                let ratio = ratios.get(&(SUBJECT.to_owned(), window, server)).map(|ratios| median(ratios.clone()));
-                let of = of_server(server);
-                report.bar(format!("99th percentile{of} {words} relative to undisturbed"), Limit::AtMost(limit), ratio);
-            }
-        }
+        put_bars(report, &ratios);
     }
     Ok(())
-}
-
-/// pagefold's CPU time by its own clock: that of children that have ended includes the compression's.
-fn correct_cpu(run: &mut PolicyRun) {
-    run.cpu_pagefold_seconds = run.points.last().map_or(0.0, |last| last.daemon_seconds);
-    let points = std::mem::take(&mut run.points);
-    run.set_samples(&points);
 }
 
 fn felt_in(
@@ -363,6 +387,16 @@ fn put_figures(report: &mut ExperimentReport, felt: &BTreeMap<(String, Window), 
         };
         for ((file, title), rows) in pictures.into_iter().zip(rows) {
             report.picture(file, title, "microseconds; median of the rounds".to_owned(), rows);
+        }
+    }
+}
+
+fn put_bars(report: &mut ExperimentReport, ratios: &Ratios) {
+    for ((window, words), limit) in Window::ALL.into_iter().zip([1.10, 1.01]) {
+        for server in SERVERS {
+            let ratio = ratios.get(&(SUBJECT.to_owned(), window, server)).map(|ratios| median(ratios.clone()));
+            let of = of_server(server);
+            report.bar(format!("99th percentile{of} {words} relative to undisturbed"), Limit::AtMost(limit), ratio);
         }
     }
 }

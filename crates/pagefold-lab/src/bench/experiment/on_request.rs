@@ -5,15 +5,12 @@ use super::{Experiment, ExperimentSetting, PolicySequence, mib, run_on_uksm};
 use crate::bench::daemon;
 use crate::bench::page_tables::{self, most_and_mean};
 use crate::bench::policy::uksm::{self, Uksm};
-use crate::bench::policy::{Enough, Policy};
+use crate::bench::policy::{Enough, KSM_PAGES, Policy, mark_eligible, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use crate::programs::Target;
 use pagefold_core::units::{Bytes, Pages, whole};
-use pagefold_linux::inject::mark::mark;
-use pagefold_linux::ksm::Knob;
 use pagefold_linux::proc::process::Process;
-use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
 use std::time::Duration;
 
@@ -27,7 +24,6 @@ pub const EXPERIMENT: Experiment = Experiment {
 /// The policy that is judged.
 pub(super) const JUDGED: [&str; 4] = ["--governor", "full", "--mechanism", "request"];
 pub(super) const ON_KSMD: [&str; 4] = ["--governor", "full", "--mechanism", "ksmd"];
-const KSM_PAGES: u64 = 1000;
 
 /// Time for which pagefold runs before the first of several programs starts.
 const HEAD_START: Duration = Duration::from_secs(2);
@@ -232,8 +228,7 @@ fn succession(sequence: &mut PolicySequence<'_>, name: &str, options: Option<[&s
         interrupt.sleep(HEAD_START)?;
         Some(daemon)
     } else {
-        sequence.control.set(Knob::PagesToScan, KSM_PAGES)?;
-        sequence.control.set(Knob::Run, 1)?;
+        scan_paced(&sequence.control, KSM_PAGES)?;
         None
     };
     let (mut held, mut intact) = (0.0, true);
@@ -242,7 +237,7 @@ fn succession(sequence: &mut PolicySequence<'_>, name: &str, options: Option<[&s
         let mut tenant = Tenant::start(setting.player, &spec)?;
         let process = Process::open(tenant.pid())?;
         if options.is_none() {
-            mark(&process, &eligible_spans(&process)?)?;
+            mark_eligible(&process)?;
         }
         let watch = page_tables::watch(&[process])?;
         interrupt.sleep(Duration::from_secs(life))?;
@@ -253,10 +248,8 @@ fn succession(sequence: &mut PolicySequence<'_>, name: &str, options: Option<[&s
     run.summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
     let points = sampler.finish()?;
     sequence.control.unmerge()?;
-    // By its own clock: the time of children that have ended includes that of the programs.
-    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
-    run.set_samples(&points);
-    (run.curve, run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
+    run.set_own_samples(&points);
+    run.forget_curve();
     run.saved_bytes = whole(held / f64::from(count));
     run.answers_correct = Answers { before: true, during: intact, after: intact };
     Ok(run)

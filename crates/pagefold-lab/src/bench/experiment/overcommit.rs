@@ -3,16 +3,13 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::daemon;
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT, mark_eligible, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use crate::programs::{MemoryLimit, scratch};
 use anyhow::ensure;
 use pagefold_core::units::{Bytes, Pages};
-use pagefold_linux::inject::mark::mark;
-use pagefold_linux::ksm::Knob;
 use pagefold_linux::proc::process::Process;
-use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::fs;
 use std::path::Path;
@@ -24,8 +21,6 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// Pages each 20 ms.
-const KSM_PAGES: u64 = 1000;
 /// One page in this many of each program is its own.
 const OWN_PART: u64 = 32;
 /// Room for what a program has besides, and for what the kernel needs for it, bytes.
@@ -108,7 +103,7 @@ fn start_all(
         let tenant = Tenant::start_by(&by, player, &spec)?;
         if by_ksm {
             let process = Process::open(tenant.pid())?;
-            mark(&process, &eligible_spans(&process)?)?;
+            mark_eligible(&process)?;
         }
         Ok(tenant)
     };
@@ -117,8 +112,7 @@ fn start_all(
     let mut tenants = vec![start()?];
     let mut daemon = None;
     if by_ksm {
-        sequence.control.set(Knob::PagesToScan, KSM_PAGES)?;
-        sequence.control.set(Knob::Run, 1)?;
+        scan_paced(&sequence.control, KSM_PAGES)?;
     } else if name == SUBJECT {
         let options = ["--exe".to_owned(), player.display().to_string()];
         let started = daemon::run(setting.program, &[], &options)?;
@@ -149,9 +143,7 @@ fn start_all(
     let summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
     sequence.control.unmerge()?;
     let mut run = PolicyRun { policy: name.to_owned(), summary, ..PolicyRun::default() };
-    // By its own clock: the time of children that have ended would be counted too.
-    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
-    run.set_samples(&points);
+    run.set_own_samples(&points);
     run.answers_correct = Answers { before: true, during: intact, after: intact };
     Ok((run, tenants.len()))
 }

@@ -4,12 +4,11 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
 use crate::bench::daemon;
-use crate::bench::policy::SUBJECT;
+use crate::bench::policy::{SUBJECT, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use anyhow::{Context, ensure};
 use pagefold_core::units::{Pages, whole};
-use pagefold_linux::ksm::Knob;
 use pagefold_workload::{Activity, Tenant, TenantSpec, Verdict};
 use std::time::{Duration, Instant};
 
@@ -141,8 +140,7 @@ fn live_through(
             Some(daemon)
         }
         MergedBy::Ksm(pages) => {
-            sequence.control.set(Knob::PagesToScan, pages)?;
-            sequence.control.set(Knob::Run, 1)?;
+            scan_paced(&sequence.control, pages)?;
             None
         }
     };
@@ -166,8 +164,7 @@ fn live_through(
         run.summary = Some(ran.summary);
     }
     run.set_samples(&points?);
-    // KSM's counters include unmapped memory until the next ksmd scan, so they mean nothing here.
-    (run.curve, run.seconds_to_90_percent, run.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
+    run.forget_curve();
     let bytes = |pages: f64| Pages(whole(pages)).bytes().0;
     let merged: Vec<f64> = counters.lives.iter().map(|life| life.merged_pages as f64).collect();
     run.saved_bytes_max = bytes(merged.iter().copied().fold(0.0, f64::max));

@@ -1,7 +1,7 @@
 //! UKSM's static mix (section 8.1.1): a program filled with one page content beside one filled with random pages.
 
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
-use crate::bench::policy::Policy;
+use crate::bench::policy::{KSM_PAGES, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use pagefold_core::units::Pages;
 use pagefold_workload::Segment;
@@ -24,7 +24,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
     let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();
     let ours = Policy::pagefold_with(seconds, &["--governor", "full"]);
-    let (paced, advised) = (Policy::KsmPaced { pages: 1000, seconds }, Policy::KsmAdvisor { seconds });
+    let (paced, advised) = (Policy::KsmPaced { pages: KSM_PAGES, seconds }, Policy::KsmAdvisor { seconds });
     let mut policies = vec![ours.clone(), paced.clone(), Policy::Oracle];
     if !setting.quick {
         policies.push(advised.clone());

@@ -3,13 +3,11 @@
 //! word of every page, before and after, in that case and in the best one, where all pages are equal.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, side_by_side};
-use crate::bench::policy::{Enough, Policy};
+use crate::bench::policy::{Enough, Policy, mark_eligible};
 use crate::bench::report::{ExperimentReport, Failure};
 use anyhow::ensure;
 use pagefold_core::units::Pages;
-use pagefold_linux::inject::mark::mark;
 use pagefold_linux::proc::process::Process;
-use pagefold_linux::scope::eligible::eligible_spans;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::time::Instant;
 
@@ -64,7 +62,7 @@ fn read(
     let before = read_us(&mut tenants[0], segment.pages())?;
     for tenant in &tenants {
         let process = Process::open(tenant.pid())?;
-        mark(&process, &eligible_spans(&process)?)?;
+        mark_eligible(&process)?;
     }
     for _ in 0..SCANS {
         sequence.control.scan_once(setting.interrupt)?;

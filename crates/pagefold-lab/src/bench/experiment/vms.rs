@@ -3,13 +3,12 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::daemon;
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{Policy, SUBJECT, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, MachineDescription, PolicyRun};
 use crate::bench::sampler::Sampler;
 use crate::programs::{GuestWork, MemoryLimit, QEMU, WorkingGuest, WorkingGuests, ZramSwap, scratch, swapped_out};
 use anyhow::{Context, ensure};
 use pagefold_core::units::{Bytes, Pages};
-use pagefold_linux::ksm::Knob;
 use pagefold_linux::os::fields::kib;
 use pagefold_linux::proc::process::Process;
 use std::fmt;
@@ -203,8 +202,7 @@ fn start_all(
     let mut guests = vec![start(0)?];
     let sampler = Sampler::start()?;
     if let Starting::Ksm { pages } = policy {
-        sequence.control.set(Knob::PagesToScan, pages)?;
-        sequence.control.set(Knob::Run, 1)?;
+        scan_paced(&sequence.control, pages)?;
     }
     let daemon = if let Starting::Pagefold = policy {
         wait_until_executed(&guests[0], image)?;
@@ -248,9 +246,8 @@ fn start_all(
     let summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
     sequence.control.unmerge()?;
     let mut run = PolicyRun { policy: policy.to_string(), summary, ..PolicyRun::default() };
-    // By its own clock, and no longer than until all are up.
-    run.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
-    run.set_samples(&points);
+    // They end when all are up.
+    run.set_own_samples(&points);
     run.answers_correct = Answers { before: true, during, after: agree()? };
     Ok((run, Up { held_mib, swapped }))
 }

@@ -2,13 +2,12 @@
 //! kernel's default. It needs system calls that only pf-kernel has, so its rules are followed here, as of its README and
 //! source (<https://codeberg.org/pf-kernel/uksmd>, <https://github.com/CachyOS/uksmd>).
 
+use crate::bench::policy::mark_eligible;
 use anyhow::Context;
-use pagefold_linux::inject::mark::mark;
 use pagefold_linux::ksm::Knob;
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::os::interrupt::Interrupt;
 use pagefold_linux::proc::process::Process;
-use pagefold_linux::scope::eligible::eligible_spans;
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -38,7 +37,7 @@ pub fn follow(
             for (process, marked) in processes.iter().zip(&mut marked) {
                 if is_chosen(&process.stat()?.comm, age_seconds(process)?) {
                     // The daemon marks a process with all that it will map; here what is new is marked at the next look.
-                    *marked = mark(process, &eligible_spans(process)?)?.0;
+                    *marked = mark_eligible(process)?;
                 }
             }
             scans_then = Some(scans);

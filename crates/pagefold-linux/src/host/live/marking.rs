@@ -10,7 +10,7 @@ use crate::proc::image::ProgramId;
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::process::ReadError;
 use crate::scope::exclude::{Exclusion, vma_exclusion};
-use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize, Stops};
+use pagefold_core::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize};
 use pagefold_core::units::{Bytes, PAGE_BYTES, Pages};
 use std::collections::BTreeMap;
 
@@ -134,7 +134,7 @@ impl LiveHost {
     pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
         let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
-        let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.programs);
+        let mut watch = Watch::new((&self.scope, &self.roots), &self.deny, rules, &self.programs);
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         let unchanged = !target.notice_exec() && matches!(target.look(now_ns, 1, &mut watch), Ok(false));
         if !unchanged {
@@ -205,15 +205,7 @@ impl LiveHost {
                 }
             }
         };
-        if report.stops > 0 {
-            outcome.stops.push(Stops {
-                owner: target.owner,
-                number: report.stops,
-                longest_ns: report.longest_stop_ns,
-                total_ns: report.total_stop_ns,
-                lengths: report.stop_lengths,
-            });
-        }
+        outcome.stops.extend(report.stops_of(target.owner));
         for (&(at, pages), result) in work.parts.iter().zip(&report.results) {
             if result.is_ok() {
                 add(&mut results[at], pages);

@@ -129,11 +129,6 @@ impl LiveHost {
         let view = self.ksm.counters().map(|counters| counters.view(false, false)).unwrap_or_default();
         (view.sharing, view.shared)
     }
-
-    /// All memory of the machine.
-    pub fn total_memory(&self) -> Pages {
-        self.memory.total
-    }
 }
 
 /// CPU time of a process so far, nanoseconds, and its pages of zeros that are merged. Nothing if it has ended.

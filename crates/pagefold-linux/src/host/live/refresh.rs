@@ -5,10 +5,10 @@ use crate::host::identity::{Watch, domain_key};
 use crate::host::regions::Tracked;
 use crate::host::targets::Target;
 use crate::proc::process::{Process, ReadError};
+use crate::scope::ScopeError;
 use crate::scope::exclude::Exclusion;
 use crate::scope::opt_out::OptOut;
 use crate::scope::rule::RuleFacts;
-use crate::scope::{ScopeError, ScopeSpec};
 use pagefold_core::host::RegionView;
 use pagefold_core::keys::{DomainKey, LastingKey, OwnerKey, RegionKey};
 use pagefold_core::random::mix;
@@ -49,13 +49,12 @@ impl LiveHost {
 
     /// Adds the processes that have come into scope.
     fn add_targets(&mut self, now_ns: u64) -> Result<(), LiveError> {
-        let first = self.targets.is_empty() && self.owner_keys.is_new();
-        let mut spec = if first {
-            self.scope.clone()
-        } else {
+        let first = std::mem::take(&mut self.first);
+        let mut spec = self.scope.clone();
+        if !first {
             // A selected pid is that of one process, opened at the start: a process that reuses the pid is not selected.
-            ScopeSpec { pids: Vec::new(), ..self.scope.clone() }
-        };
+            spec.pids.clear();
+        }
         let mut ours = vec![i32::try_from(std::process::id()).unwrap_or(0)];
         if let Actuator::Act { injector, .. } = &self.actuator {
             ours.extend(i32::try_from(injector.pid()));
@@ -71,13 +70,9 @@ impl LiveHost {
                 Err(ScopeError::UnknownPid(pid) | ScopeError::Unreadable { pid, .. }) => {
                     spec.pids.retain(|&named| named != pid);
                 }
-                Err(ScopeError::NoCgroup(_)) if !first => return Ok(()),
                 Err(error) => return Err(error.into()),
             }
         };
-        if first && found.is_empty() {
-            return Err(ScopeError::NoMatch(self.scope.to_string()).into());
-        }
         for scoped in found {
             let owner = self.owner_keys.take(|key| self.targets.values().any(|target| target.owner.0 == key));
             let facts = RuleFacts::from(&scoped);
@@ -97,7 +92,7 @@ impl LiveHost {
         let (mut gone, mut reports) = (Vec::new(), Vec::new());
         let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
         forget_programs(&mut self.programs.marked, &self.targets);
-        let mut watch = Watch::new((&self.watched, &self.roots), &self.deny, rules, &self.programs);
+        let mut watch = Watch::new((&self.scope, &self.roots), &self.deny, rules, &self.programs);
         let began = Instant::now();
         let first = std::mem::take(&mut self.next_pid);
         for (&pid, target) in self.targets.range_mut(first..) {

@@ -14,7 +14,7 @@ use crate::proc::ksm_stat::KsmStat;
 use crate::proc::maps::{VmaDetail, read_marked, read_smaps};
 use crate::proc::process::{Process, ReadError};
 use crate::scope::exclude::withdrawal;
-use pagefold_core::host::{Change, ChangeResult, Marking, Span, Stops, Why};
+use pagefold_core::host::{Change, ChangeResult, Marking, Span, Why};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
 use std::sync::Arc;
@@ -89,15 +89,7 @@ impl LiveHost {
         target.set_pending_left(left);
         let done = calls.iter().zip(&report.results).filter(|(_, result)| result.is_ok()).map(|(call, _)| call.args[1]);
         let done = Pages(done.sum::<u64>() / PAGE_SIZE as u64);
-        if report.stops > 0 {
-            self.withdrawn.stops.push(Stops {
-                owner: target.owner,
-                number: report.stops,
-                longest_ns: report.longest_stop_ns,
-                total_ns: report.total_stop_ns,
-                lengths: report.stop_lengths,
-            });
-        }
+        self.withdrawn.stops.extend(report.stops_of(target.owner));
         let span =
             Span { region: NO_REGION, first: Vpn::of_address(start), pages: Pages((end - start) / PAGE_SIZE as u64) };
         let problem = match ran {

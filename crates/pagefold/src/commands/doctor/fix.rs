@@ -90,7 +90,9 @@ pub fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
     match restored {
         Ok(None) => Ok(Fixed::Nothing),
         Ok(Some(restored)) => Ok(Fixed::Done(restored)),
-        Err(held @ (TakeError::Locked { .. } | TakeError::Busy { .. })) => Ok(Fixed::InUse(held.to_string())),
+        Err(held @ (TakeError::Lock(LockError::Held { .. }) | TakeError::Busy { .. })) => {
+            Ok(Fixed::InUse(held.to_string()))
+        }
         Err(denied @ TakeError::Lock(LockError::Denied { .. })) => {
             Err(Exit::new(exit::NOT_PERMITTED, format!("{denied}; run as root")).into())
         }

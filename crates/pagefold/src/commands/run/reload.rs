@@ -3,9 +3,9 @@
 //! For a run on a terminal, or one that has neither file nor log, SIGHUP means what it always meant: the terminal has
 //! gone, and the run ends.
 
-use super::RunArgs;
 use super::progress::Progress;
 use crate::audit::{Audit, Entry};
+use crate::config::args::RunArgs;
 use crate::config::settings::Settings;
 use crate::events::Events;
 use crate::service::Journal;

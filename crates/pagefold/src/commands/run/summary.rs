@@ -1,8 +1,8 @@
 //! What a run did: printed when it ends.
 
-use super::RunArgs;
 use super::progress::{LeftAlone, Progress};
 use super::reload::ActiveSettings;
+use crate::config::args::RunArgs;
 use crate::output::requests::RequestsView;
 use crate::output::xen::XenView;
 use pagefold_cli::style::{self, Lines, Style};

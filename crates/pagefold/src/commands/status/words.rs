@@ -28,6 +28,10 @@ pub fn describe(status: &Status, style: Style) -> String {
             text.line(format!("  {}{part}", style.dim(&format!("{name:<10}"))));
         }
     }
+    if status.processes.is_empty() {
+        text.blank();
+        return text;
+    }
     kinds(&mut text, status, style);
     levels(&mut text, status, style);
     processes(&mut text, status, style);
@@ -147,6 +151,10 @@ fn state(status: &Status) -> String {
         .collect();
     match (status.paused, status.busy) {
         (true, _) => "paused: nothing is read, marked or merged until pagefold resume".to_owned(),
+        (false, _) if status.processes.is_empty() => {
+            let what = if status.xen.is_some() { "guest" } else { "process" };
+            format!("waiting: no {what} is in scope")
+        }
         (false, true) if work.is_empty() => "sampling".to_owned(),
         (false, true) => work.join(", "),
         (false, false) => "watching: nothing to do until something changes".to_owned(),

@@ -14,7 +14,7 @@ const PAGES_MOST: u64 = 8_192;
 
 /// Says when a portion is due, and how large it may be.
 #[derive(Clone, Debug)]
-pub struct Trickle {
+pub struct TokenBucket {
     share: Permyriad,
     /// What may be used, nanoseconds of CPU time. Negative after a portion that took longer than expected.
     left_ns: i64,
@@ -22,7 +22,7 @@ pub struct Trickle {
     page_ns: u64,
 }
 
-impl Trickle {
+impl TokenBucket {
     /// Work that may take this share of a core from `now_ns` on.
     pub fn new(share: Permyriad, now_ns: u64) -> Self {
         Self { share, left_ns: 0, last_ns: now_ns, page_ns: PAGE_NS }
@@ -57,14 +57,14 @@ mod tests {
     #[test]
     fn the_share_is_kept_whatever_pages_cost() {
         for page_ns in [100, 1_000, 50_000] {
-            let mut trickle = Trickle::new(Permyriad(8), 5 * S);
+            let mut bucket = TokenBucket::new(Permyriad(8), 5 * S);
             let (mut spent, mut pages) = (0, 0);
             for step in 0..4 * 3_600 {
                 let now_ns = 5 * S + step * S / 4;
-                let portion = trickle.portion(now_ns);
+                let portion = bucket.portion(now_ns);
                 assert!(portion <= PAGES_MOST);
                 if portion > 0 {
-                    trickle.spend(portion, portion * page_ns);
+                    bucket.spend(portion, portion * page_ns);
                     (spent, pages) = (spent + portion * page_ns, pages + portion);
                 }
             }
@@ -77,19 +77,19 @@ mod tests {
 
     #[test]
     fn what_was_not_used_does_not_pile_up() {
-        let mut trickle = Trickle::new(Permyriad(10), 0);
+        let mut bucket = TokenBucket::new(Permyriad(10), 0);
         let mut portions = 0;
-        while trickle.portion(86_400 * S) > 0 {
-            trickle.spend(1_000, PORTION_NS);
+        while bucket.portion(86_400 * S) > 0 {
+            bucket.spend(1_000, PORTION_NS);
             portions += 1;
         }
         // A minute's share is 60 ms.
         assert_eq!(portions, 15);
         // A costly portion is made up for.
-        trickle.spend(1, 30_000_000);
-        assert_eq!(trickle.portion(86_430 * S), 0);
-        assert!(trickle.portion(86_440 * S) > 0);
+        bucket.spend(1, 30_000_000);
+        assert_eq!(bucket.portion(86_430 * S), 0);
+        assert!(bucket.portion(86_440 * S) > 0);
         // Time that goes back changes nothing.
-        assert!(trickle.portion(0) > 0);
+        assert!(bucket.portion(0) > 0);
     }
 }

@@ -1,0 +1,95 @@
+//! What follows from the regions that appeared, changed or ended since the last cycle.
+
+use super::Engine;
+use crate::host::Snapshot;
+use crate::index::PageStatus;
+use crate::keys::{FamilyKey, OwnerKey, RegionKey};
+use crate::learned::read_for_newcomers;
+use crate::region::{Region, Stage};
+use crate::units::Pages;
+use rustc_hash::FxHashSet;
+use std::collections::BTreeMap;
+
+impl Engine {
+    /// Updates the table with the regions that appeared, changed or ended.
+    pub(super) fn update_regions(&mut self, snapshot: &Snapshot) {
+        let (seed, appeared, now_ns) = (self.config.seed, self.running, snapshot.now_ns);
+        let ended = self.table.update(&snapshot.regions, seed, |view| Region::new(view, now_ns, appeared, seed));
+        self.running = true;
+        let (adopted, unvisited) = self.verdicts.give(&mut self.table, now_ns);
+        if adopted > Pages(0) {
+            self.marker.adopt(now_ns, snapshot.ksm.broken);
+            self.scheduler.request(unvisited);
+        }
+        read_for_newcomers(&mut self.table, now_ns, self.ladder.levels());
+        self.update_domains(snapshot);
+        let mut ended_keys = FxHashSet::default();
+        for region in ended {
+            ended_keys.insert(region.view.key);
+            if region.appeared {
+                self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
+            }
+            if region.marked_resident() > Pages(0) {
+                self.scheduler.request_reaping(region.merged_by_ksmd(), now_ns);
+            }
+        }
+        self.judge_by_family(now_ns);
+        self.find_again(ended_keys);
+        if self.table.wants_sweep() {
+            let table = &self.table;
+            self.index
+                .sweep(|page| if table.get(page.slot).is_some() { PageStatus::Present } else { PageStatus::Removed });
+            self.table.release_slots();
+        }
+    }
+
+    /// Gives the regions that appear now what the lives of their families say.
+    fn judge_by_family(&mut self, now_ns: u64) {
+        let is_new = |region: &Region| region.appeared && region.seen_ns == now_ns;
+        let mut families: BTreeMap<FamilyKey, (OwnerKey, Option<u64>)> = BTreeMap::new();
+        for region in self.table.iter().filter(|region| is_new(region)) {
+            families.insert(region.view.family, (region.view.owner, None));
+        }
+        if families.is_empty() {
+            return;
+        }
+        for region in self.table.iter().filter(|region| !is_new(region)) {
+            let family = families.get_mut(&region.view.family).filter(|(owner, _)| *owner != region.view.owner);
+            if let Some((_, oldest_ns)) = family {
+                *oldest_ns = (*oldest_ns).max(Some(now_ns - region.seen_ns));
+            }
+        }
+        for (&family, &(_, oldest_ns)) in &families {
+            self.lifetimes.record_begin(family, oldest_ns, now_ns);
+        }
+        for region in self.table.iter_mut().filter(|region| is_new(region)) {
+            region.worth_from_ns = self.lifetimes.worth_from_ns(region.view.family, self.config.mechanism);
+            region.young = region.worth_from_ns.is_some_and(|age_ns| age_ns > 0);
+        }
+    }
+
+    /// The index may know contents from the pages of regions that have ended alone. One of the regions that had pages in common with
+    /// each is read whole again, so that newcomers find them.
+    fn find_again(&mut self, mut ended: FxHashSet<RegionKey>) {
+        for region in self.table.iter_mut().filter(|region| matches!(region.stage, Stage::Judged(_))) {
+            if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {
+                region.examine(self.ladder.levels());
+            }
+        }
+    }
+
+    /// Updates the set of trust domains. As long as there is one, no contents are claimed. When a second appears, everything
+    /// marked must be claimed before anything else is marked.
+    fn update_domains(&mut self, snapshot: &Snapshot) {
+        let before = self.several_domains();
+        self.domains = snapshot.regions.iter().map(|view| view.domain).collect();
+        if self.several_domains() && !before {
+            for region in self.table.iter_mut() {
+                region.marks.claimed = false;
+                if matches!(region.stage, Stage::Examine(_)) {
+                    region.examine(self.ladder.levels());
+                }
+            }
+        }
+    }
+}

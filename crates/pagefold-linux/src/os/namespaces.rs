@@ -1,0 +1,23 @@
+//! The namespaces that this process is in.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+
+/// Enters the cgroup namespace of process 1, if it is another one. In a container that sees the host's processes, their cgroups have
+/// the names then that they have on the host; otherwise, names that begin with "/..". Only for this thread and those that it starts.
+///
+/// # Errors
+/// It needs the rights of root on the host.
+pub fn enter_cgroups_of_init() -> io::Result<()> {
+    let of_init = "/proc/1/ns/cgroup";
+    if fs::read_link(of_init)? == fs::read_link("/proc/thread-self/ns/cgroup")? {
+        return Ok(());
+    }
+    let namespace = File::open(of_init)?;
+    // SAFETY: setns accesses no memory; the descriptor is open.
+    match unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWCGROUP) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

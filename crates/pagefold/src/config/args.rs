@@ -1,0 +1,39 @@
+//! The command line of `pagefold run`.
+
+use pagefold_cli::flags::{DenyFlags, RunFlags};
+use pagefold_cli::scope::ScopeArgs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub scope: ScopeArgs,
+    #[command(flatten)]
+    pub deny: DenyFlags,
+    #[command(flatten)]
+    pub options: RunFlags,
+    /// Read options that are not given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
+    /// scope is given]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Stop after this time (60s, 5m, 2h) [default: on SIGINT or SIGTERM]
+    #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
+    pub duration: Option<Duration>,
+    /// Find out what would be marked without changing anything
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Connect to the injector at this socket (pagefold-injector.socket) instead of starting one
+    #[arg(long, value_name = "SOCKET")]
+    pub injector: Option<PathBuf>,
+    /// Print the summary as JSON (schema pagefold.run/1)
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl RunArgs {
+    /// When the run ends, on the clock of its host.
+    pub fn end_ns(&self) -> u64 {
+        self.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX))
+    }
+}
