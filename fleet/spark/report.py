@@ -14,6 +14,7 @@ import json
 import pathlib
 import re
 import sys
+from urllib.parse import unquote
 
 from pyspark.sql import SparkSession
 
@@ -44,7 +45,7 @@ ROWS_MOST = 4096
 
 # The lowest hashes of each workload: the first entries of its sketch, which ascend.
 CONTENTS = """
-    SELECT id, domain, substring(sketch, 1 + 8 * (words + entry), 8) AS content
+    SELECT id, sha2(domain, 256) AS domain_id, substring(sketch, 1 + 8 * (words + entry), 8) AS content
     FROM (SELECT *, CAST(conv(hex(substring(sketch, 1, 1)), 16, 10) AS INT) & 63 AS words FROM workloads) AS parsed
     LATERAL VIEW explode(sequence(0, {sampled} - 1)) AS entry
     WHERE 8 * (words + entry) < length(sketch)"""
@@ -134,20 +135,27 @@ def plain(path):
     return re.sub("^file:/+", "/", path)
 
 
+def path_of(header):
+    """The path of a file. Spark's metadata has a URL instead."""
+    return plain(unquote(header.file))
+
+
 def choose(headers, listed, arguments):
     """The newest file of each host that counts, the others with the reason, and how many are older."""
     at = arguments.at.replace(tzinfo=datetime.UTC) if arguments.at else datetime.datetime.now(datetime.UTC)
     now_us = (at - datetime.datetime.fromtimestamp(0, datetime.UTC)) // datetime.timedelta(microseconds=1)
     left_out, by_host, keys = [], {}, {}
-    leave_out = lambda file, host, why: left_out.append({"file": plain(file), "host": host, "why": why})
-    for file in sorted(listed - {plain(header.file) for header in headers}):
+    leave_out = lambda file, host, why: left_out.append({"file": file, "host": host, "why": why})
+    for file in sorted(listed - {path_of(header) for header in headers}):
         leave_out(file, None, "cannot be decoded")
     sound = []
     for header in sorted(headers, key=lambda header: header.file):
         if not header.is_ours:
-            leave_out(header.file, None, "is not a file of sketches")
+            leave_out(path_of(header), None, "is not a file of sketches")
         elif not header.is_sound:
-            leave_out(header.file, header.host, "has a damaged sketch")
+            leave_out(path_of(header), header.host, "has a damaged sketch")
+        elif not path_of(header).endswith(f"/{header.host}.parquet"):
+            leave_out(path_of(header), header.host, "is not named after its host (HOST.parquet)")
         else:
             sound.append(header)
             keys[header.key] = keys.get(header.key, 0) + 1
@@ -155,9 +163,9 @@ def choose(headers, listed, arguments):
     for header in sound:
         ahead_us = header.time_us - now_us
         if header.key != key:
-            leave_out(header.file, header.host, f"was made under the key {header.key}, not {key}")
+            leave_out(path_of(header), header.host, f"was made under the key {header.key}, not {key}")
         elif ahead_us > AHEAD_US:
-            leave_out(header.file, header.host, f"is {rounded(ahead_us)} ahead: its host's clock is wrong")
+            leave_out(path_of(header), header.host, f"is {rounded(ahead_us)} ahead: its host's clock is wrong")
         else:
             by_host.setdefault(header.host, []).append(header)
     chosen, older = [], 0
@@ -166,7 +174,7 @@ def choose(headers, listed, arguments):
         older += len(files) - 1
         age_us = now_us - newest.time_us
         if age_us > arguments.max_age * 3600 * 1_000_000:
-            leave_out(newest.file, host, f"is {rounded(age_us)} old: the host is gone, or writes no sketches")
+            leave_out(path_of(newest), host, f"is {rounded(age_us)} old: the host is gone, or writes no sketches")
         else:
             chosen.append(newest)
     return chosen, left_out, older

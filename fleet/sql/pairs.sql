@@ -9,10 +9,10 @@
 -- sketches.
 WITH near AS (
     SELECT id,
-        LEAD(id, 1) OVER (PARTITION BY domain, content ORDER BY id) AS next_1,
-        LEAD(id, 2) OVER (PARTITION BY domain, content ORDER BY id) AS next_2,
-        LEAD(id, 3) OVER (PARTITION BY domain, content ORDER BY id) AS next_3,
-        LEAD(id, 4) OVER (PARTITION BY domain, content ORDER BY id) AS next_4
+        LEAD(id, 1) OVER (PARTITION BY domain_id, content ORDER BY id) AS next_1,
+        LEAD(id, 2) OVER (PARTITION BY domain_id, content ORDER BY id) AS next_2,
+        LEAD(id, 3) OVER (PARTITION BY domain_id, content ORDER BY id) AS next_3,
+        LEAD(id, 4) OVER (PARTITION BY domain_id, content ORDER BY id) AS next_4
     FROM contents
 ),
 steps AS (
@@ -43,7 +43,7 @@ compared AS (
         b.host AS other_host, b.kind AS other_kind, b.workload AS other_workload, a.domain AS domain,
         a.held AS held, b.held AS other_held,
         CASE WHEN a.theta < b.theta THEN a.theta ELSE b.theta END AS theta,
-        CAST(theta_sketch_estimate(theta_intersection(a.sketch, b.sketch)) AS DOUBLE) AS common
+        LEAST(CAST(theta_sketch_estimate(theta_intersection(a.sketch, b.sketch)) AS DOUBLE), a.held, b.held) AS common
     FROM candidates
     JOIN workloads AS a ON a.id = candidates.one
     JOIN workloads AS b ON b.id = candidates.other

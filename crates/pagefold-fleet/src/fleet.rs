@@ -8,8 +8,9 @@ use datafusion::common::cast::as_binary_array;
 use datafusion::error::{DataFusionError, Result};
 use datasketches::theta::CompactThetaSketch;
 use futures::TryStreamExt;
-use pagefold_core::units::{Bytes, count, whole};
+use pagefold_core::units::{Bytes, PAGE_BYTES, index, whole};
 use pagefold_planner::contents::lg_sampled;
+use pagefold_planner::fleet::DOMAINS;
 use pagefold_planner::{Fleet, Host, HostId, Sample, Unit};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -83,7 +84,8 @@ impl Workloads {
         let mut unit_of: BTreeMap<(usize, u32), usize> = BTreeMap::new();
         let mut members: Vec<Vec<usize>> = Vec::new();
         for (number, workload) in self.workloads.iter_mut().enumerate() {
-            let group = rules.together.iter().position(|group| group.contains(&workload.name));
+            let is_in = |group: &Group| group.contains(host_name(&self.hosts, workload.host), &workload.name);
+            let group = rules.together.iter().position(is_in);
             let bundle = group.filter(|&group| together.contains(&(group, workload.host)));
             let unit = if let Some(&unit) = bundle.and_then(|group| unit_of.get(&(group, workload.host))) {
                 unit
@@ -98,14 +100,13 @@ impl Workloads {
             };
             let alone = workload.anonymous.saturating_sub(workload.within);
             let place = &mut fleet.units[unit];
-            place.memory.0 += alone + workload.take_back;
-            place.cpu_millicores += workload.cpu_millicores;
+            place.memory.0 = place.memory.0.saturating_add(alone).saturating_add(workload.take_back);
+            place.held.0 += workload.read.saturating_sub(workload.within) / PAGE_BYTES;
+            place.cpu_millicores = place.cpu_millicores.saturating_add(workload.cpu_millicores);
             place.workloads += 1;
             // Members of a group that is on several hosts are not moved: nothing is known of where they should be.
             place.pinned |= !rules.is_movable(&workload.kind, &workload.name) || group.is_some() && bundle.is_none();
-            place.apart.extend(
-                (0..).zip(&rules.apart).filter(|(_, group)| group.contains(&workload.name)).map(|(number, _)| number),
-            );
+            place.apart.extend((0..).zip(&rules.apart).filter(|(_, group)| is_in(group)).map(|(number, _)| number));
             place.samples.append(&mut workload.samples);
             members[unit].push(number);
         }
@@ -119,7 +120,8 @@ impl Workloads {
         let mut hosts = vec![BTreeSet::new(); rules.together.len()];
         let mut overlap = vec![false; rules.together.len()];
         for workload in &self.workloads {
-            let has_it = |number: &usize| rules.together[*number].contains(&workload.name);
+            let host = host_name(&self.hosts, workload.host);
+            let has_it = |number: &usize| rules.together[*number].contains(host, &workload.name);
             let groups: Vec<usize> = (0..rules.together.len()).filter(has_it).collect();
             for &group in &groups {
                 hosts[group].insert(workload.host);
@@ -135,7 +137,12 @@ impl Workloads {
                     broken.push(format!("together '{name}': another such group has one of it, and neither is moved"));
                 }
                 1 => together.extend(hosts.iter().map(|&host| (number, host))),
-                hosts => broken.push(format!("together '{name}': it is on {hosts} hosts, and is not moved")),
+                more => {
+                    let first: Vec<&str> = hosts.iter().take(3).map(|&host| host_name(&self.hosts, host)).collect();
+                    let (first, others) = (first.join(", "), if more > 3 { ", …" } else { "" });
+                    broken
+                        .push(format!("together '{name}': it is on {more} hosts ({first}{others}), and is not moved"));
+                }
             }
         }
         (together, broken)
@@ -145,18 +152,23 @@ impl Workloads {
     fn crowded(&self, rules: &Rules) -> Vec<String> {
         let mut crowded = Vec::new();
         for group in &rules.apart {
-            let mut on: BTreeMap<u32, usize> = BTreeMap::new();
-            for workload in self.workloads.iter().filter(|workload| group.contains(&workload.name)) {
-                *on.entry(workload.host).or_default() += 1;
+            let mut on: BTreeMap<&str, usize> = BTreeMap::new();
+            for workload in &self.workloads {
+                let host = host_name(&self.hosts, workload.host);
+                if group.contains(host, &workload.name) {
+                    *on.entry(host).or_default() += 1;
+                }
             }
             for (host, members) in on.into_iter().filter(|(_, members)| *members > 1) {
-                let host = usize::try_from(host).ok().and_then(|host| self.hosts.get(host));
-                let host = host.map_or("", |host| &host.name);
                 crowded.push(format!("apart '{}': {members} of its workloads are on {host}", group.name));
             }
         }
         crowded
     }
+}
+
+fn host_name(hosts: &[HostInfo], number: u32) -> &str {
+    &hosts[index(number)].name
 }
 
 /// Collects rows in any order.
@@ -183,14 +195,8 @@ impl Builder {
             let info = self.hosts.entry(host.value(row).to_owned()).or_default();
             info.memory = info.memory.max(positive(memory.value(row)));
             info.cpu_millicores = info.cpu_millicores.max(positive(host_cpu.value(row)));
-            let domains = count(self.domains.len());
-            let domain = if let Some(&domain) = self.domains.get(domain.value(row)) {
-                domain
-            } else {
-                let number = u32::try_from(domains).unwrap_or(u32::MAX);
-                self.domains.insert(domain.value(row).to_owned(), number);
-                number
-            };
+            let domains = u32::try_from(self.domains.len()).unwrap_or(u32::MAX);
+            let domain = *self.domains.entry(domain.value(row).to_owned()).or_insert(domains);
             let workload = Workload {
                 kind: kind.value(row).to_owned(),
                 name: name.value(row).to_owned(),
@@ -220,6 +226,9 @@ impl Builder {
             .into_iter()
             .filter_map(|(host, workload)| Some(Workload { host: *numbers.get(&host)?, ..workload }))
             .collect();
+        if self.domains.len() > index(DOMAINS) {
+            keep_domains(&mut workloads, DOMAINS);
+        }
         workloads.sort_by(|a, b| (a.host, &a.kind, &a.name).cmp(&(b.host, &b.kind, &b.name)));
         // A workload in two trust domains has two rows. What it takes is the sum.
         workloads.dedup_by(|next, first| {
@@ -239,8 +248,48 @@ impl Builder {
     }
 }
 
+/// Numbers the trust domains again, those of most hosts first, and drops the samples of all but so many: one host may report any
+/// number of domains of its own.
+fn keep_domains(workloads: &mut [Workload], most: u32) {
+    let mut hosts: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
+    for workload in &*workloads {
+        for sample in &workload.samples {
+            hosts.entry(sample.domain).or_default().insert(workload.host);
+        }
+    }
+    let mut order: Vec<(u32, usize)> = hosts.into_iter().map(|(domain, hosts)| (domain, hosts.len())).collect();
+    order.sort_by_key(|&(domain, hosts)| (std::cmp::Reverse(hosts), domain));
+    let numbers: BTreeMap<u32, u32> = order.into_iter().map(|(domain, _)| domain).zip(0..most).collect();
+    for workload in workloads {
+        workload.samples.retain_mut(|sample| {
+            numbers.get(&sample.domain).is_some_and(|&number| {
+                sample.domain = number;
+                true
+            })
+        });
+    }
+}
+
 fn sampled(bytes: &[u8], domain: u32) -> Result<Sample> {
     let sketch =
         CompactThetaSketch::deserialize(bytes).map_err(|error| DataFusionError::Execution(error.to_string()))?;
     Ok(Sample { domain, threshold: sketch.theta64() + 1, digests: sketch.iter().map(|entry| entry.hash()).collect() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_trust_domains_of_most_hosts_are_kept() {
+        let workload = |host: u32, domains: &[u32]| Workload {
+            host,
+            samples: domains.iter().map(|&domain| Sample { domain, ..Sample::default() }).collect(),
+            ..Workload::default()
+        };
+        let mut workloads = [workload(0, &[0, 1, 2]), workload(0, &[0, 3]), workload(1, &[5, 4]), workload(2, &[4])];
+        keep_domains(&mut workloads, 2);
+        let domains = workloads.map(|workload| workload.samples.iter().map(|sample| sample.domain).collect::<Vec<_>>());
+        assert_eq!(domains, [vec![1], vec![1], vec![0], vec![0]]);
+    }
 }

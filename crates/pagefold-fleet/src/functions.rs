@@ -1,16 +1,19 @@
-//! The theta functions of Apache Spark's SQL, for DataFusion: the same names, arguments and results.
+//! Functions of Apache Spark's SQL, for DataFusion: theta sketches and sha2. They have the same names, arguments and results.
 //!
 //! What is no sketch gives null. The table has none: its files are checked as they are read.
 
-use datafusion::arrow::array::{Array, ArrayRef, BinaryArray, BinaryBuilder, Int64Array, Int64Builder, ListBuilder};
+use datafusion::arrow::array::{
+    Array, ArrayRef, BinaryArray, BinaryBuilder, Int64Array, Int64Builder, ListBuilder, StringArray,
+};
 use datafusion::arrow::datatypes::{DataType, Field};
-use datafusion::common::cast::{as_binary_array, as_int64_array};
+use datafusion::common::cast::{as_binary_array, as_int64_array, as_string_array};
 use datafusion::error::{DataFusionError, Result};
 use datafusion::execution::context::SessionContext;
 use datafusion::logical_expr::{Accumulator, ColumnarValue, Volatility, create_udaf, create_udf};
 use datafusion::scalar::ScalarValue;
 use datasketches::theta::{CompactThetaSketch, ThetaIntersection, ThetaUnion, ThetaUnionBuilder};
 use pagefold_core::units::whole;
+use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
 /// The sizes that Spark permits, as logarithms.
@@ -23,10 +26,11 @@ type Scalar = (&'static str, Vec<DataType>, DataType, fn(&[ArrayRef]) -> Result<
 
 /// Makes the functions known to a session.
 pub fn register(session: &SessionContext) {
-    use DataType::{Binary, Int64};
+    use DataType::{Binary, Int64, Utf8};
     let hashes = DataType::List(Arc::new(Field::new_list_field(Int64, true)));
-    let scalars: [Scalar; 5] = [
+    let scalars: [Scalar; 6] = [
         ("length", vec![Binary], Int64, length),
+        ("sha2", vec![Utf8, Int64], Utf8, sha2),
         ("theta_sketch_estimate", vec![Binary], Int64, estimate),
         ("theta_union", vec![Binary, Binary, Int64], Binary, union),
         ("theta_intersection", vec![Binary, Binary], Binary, intersection),
@@ -72,6 +76,16 @@ fn length(arguments: &[ArrayRef]) -> Result<ArrayRef> {
     let array = as_binary_array(&arguments[0])?;
     let lengths = array.iter().map(|bytes| bytes.and_then(|bytes| i64::try_from(bytes.len()).ok()));
     Ok(Arc::new(lengths.collect::<Int64Array>()))
+}
+
+/// SHA-2 of 256 bits, the only length that the queries ask for, as hexadecimal digits.
+fn sha2(arguments: &[ArrayRef]) -> Result<ArrayRef> {
+    let (texts, bits) = (as_string_array(&arguments[0])?, as_int64_array(&arguments[1])?);
+    let digests = texts.iter().zip(bits).map(|(text, bits)| {
+        let text = text.filter(|_| bits == Some(256))?;
+        Some(format!("{:x}", Sha256::digest(text)))
+    });
+    Ok(Arc::new(digests.collect::<StringArray>()))
 }
 
 /// Rounded to a whole number, as in Spark.

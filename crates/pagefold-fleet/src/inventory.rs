@@ -1,10 +1,12 @@
-//! Which files of sketches count: the newest of each host, under the fleet's key, of about now. Others are named, with
-//! the reason, and left out.
+//! Which files of sketches count: the newest of each host, under the fleet's key, of about now, named after its host. Others
+//! are listed, with the reason, and left out.
 
+use crate::sources::EXTENSION;
 use humantime::format_duration;
 use pagefold_sketch::{KeyId, SketchFile};
+use percent_encoding::percent_decode_str;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use url::Url;
 
@@ -36,7 +38,7 @@ pub struct Seen {
 }
 
 /// Which files are wanted.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Terms {
     /// The key; if none is given, that of most hosts.
     pub key: Option<KeyId>,
@@ -58,6 +60,8 @@ pub struct LeftOut {
 /// The files that count, and the others.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
+    /// What was wanted, with the key.
+    pub terms: Terms,
     pub chosen: Vec<(Url, Header)>,
     pub left_out: Vec<LeftOut>,
     /// Files of hosts that have a newer one.
@@ -66,12 +70,12 @@ pub struct Inventory {
 
 impl Inventory {
     pub fn of(seen: Vec<Seen>, terms: Terms) -> Self {
-        let mut inventory = Self::default();
+        let terms = Terms { key: terms.key.or_else(|| most_common_key(&seen, terms)), ..terms };
+        let mut inventory = Self { terms, ..Self::default() };
         let mut by_host: BTreeMap<String, Vec<(Url, Header)>> = BTreeMap::new();
-        let key = terms.key.or_else(|| most_common_key(&seen));
         for Seen { file, header } in seen {
             match header {
-                Ok(header) => match wrong(&header, key, terms) {
+                Ok(header) => match terms.wrong(&file, &header) {
                     Some(why) => inventory.leave_out(&file, Some(header.host), why),
                     None => by_host.entry(header.host.clone()).or_default().push((file, header)),
                 },
@@ -83,12 +87,9 @@ impl Inventory {
             files.sort_by(|(a, of_a), (b, of_b)| (of_b.time_us, a).cmp(&(of_a.time_us, b)));
             inventory.older += files.len() - 1;
             let (file, header) = files.swap_remove(0);
-            let age = Duration::from_micros(terms.now_us.saturating_sub(header.time_us));
-            if age > terms.max_age {
-                let why = format!("is {} old: the host is gone, or writes no sketches", rounded(age));
-                inventory.leave_out(&file, Some(host), why);
-            } else {
-                inventory.chosen.push((file, header));
+            match terms.too_old(&header) {
+                Some(why) => inventory.leave_out(&file, Some(host), why),
+                None => inventory.chosen.push((file, header)),
             }
         }
         inventory
@@ -107,23 +108,45 @@ impl Inventory {
     }
 }
 
-/// Why a file does not count by itself.
-fn wrong(header: &Header, key: Option<KeyId>, terms: Terms) -> Option<String> {
-    let ahead = Duration::from_micros(header.time_us.saturating_sub(terms.now_us));
-    match key {
-        Some(key) if key != header.key => Some(format!("was made under the key {}, not {key}", header.key)),
-        _ if ahead > AHEAD => Some(format!("is {} ahead: its host's clock is wrong", rounded(ahead))),
-        _ => None,
+impl Terms {
+    /// Why a file does not count, if it is not too old.
+    fn wrong(&self, file: &Url, header: &Header) -> Option<String> {
+        let ahead = Duration::from_micros(header.time_us.saturating_sub(self.now_us));
+        match self.key {
+            // Who may write the file of one host only cannot speak for another one.
+            _ if !is_called_after(file, &header.host) => Some("is not named after its host (HOST.parquet)".to_owned()),
+            Some(key) if key != header.key => Some(format!("was made under the key {}, not {key}", header.key)),
+            _ if ahead > AHEAD => Some(format!("is {} ahead: its host's clock is wrong", rounded(ahead))),
+            _ => None,
+        }
+    }
+
+    fn too_old(&self, header: &Header) -> Option<String> {
+        let age = Duration::from_micros(self.now_us.saturating_sub(header.time_us));
+        let is_old = age > self.max_age;
+        is_old.then(|| format!("is {} old: the host is gone, or writes no sketches", rounded(age)))
+    }
+
+    /// Why a file does not count that did: it may have been replaced.
+    pub fn no_longer(&self, file: &Url, header: &Header) -> Option<String> {
+        self.wrong(file, header).or_else(|| self.too_old(header))
     }
 }
 
-/// The key of most files; of equally many, the lower one.
-fn most_common_key(seen: &[Seen]) -> Option<KeyId> {
-    let mut files: BTreeMap<KeyId, usize> = BTreeMap::new();
-    for header in seen.iter().filter_map(|seen| seen.header.as_ref().ok()) {
-        *files.entry(header.key).or_default() += 1;
+fn is_called_after(file: &Url, host: &str) -> bool {
+    let name = file.path_segments().and_then(Iterator::last).unwrap_or_default();
+    percent_decode_str(name).decode_utf8().is_ok_and(|name| name.strip_suffix(EXTENSION) == Some(host))
+}
+
+/// The key of most hosts that have a file that counts otherwise; of equally many, the lower one.
+fn most_common_key(seen: &[Seen], terms: Terms) -> Option<KeyId> {
+    let mut hosts: BTreeMap<KeyId, BTreeSet<&str>> = BTreeMap::new();
+    for Seen { file, header } in seen {
+        if let Some(header) = header.as_ref().ok().filter(|header| terms.no_longer(file, header).is_none()) {
+            hosts.entry(header.key).or_default().insert(&header.host);
+        }
     }
-    files.into_iter().rev().max_by_key(|(_, files)| *files).map(|(key, _)| key)
+    hosts.into_iter().rev().max_by_key(|(_, hosts)| hosts.len()).map(|(key, _)| key)
 }
 
 fn rounded(time: Duration) -> impl std::fmt::Display {
@@ -160,12 +183,12 @@ mod tests {
     #[test]
     fn the_newest_file_of_a_host_counts() {
         let files = vec![
-            seen("a1", "a", 1, NOW_US - 3 * HOUR_US),
+            seen("1/a", "a", 1, NOW_US - 3 * HOUR_US),
             seen("b", "b", 1, NOW_US),
-            seen("a2", "a", 1, NOW_US - HOUR_US),
-            seen("a2x-copy", "a", 1, NOW_US - HOUR_US),
+            seen("2/a", "a", 1, NOW_US - HOUR_US),
+            seen("2-copy/a", "a", 1, NOW_US - HOUR_US),
         ];
-        assert_eq!(inventory(files, None), (vec!["/s/a2.parquet".into(), "/s/b.parquet".into()], vec![], 2));
+        assert_eq!(inventory(files, None), (vec!["/s/2-copy/a.parquet".into(), "/s/b.parquet".into()], vec![], 2));
     }
 
     #[test]
@@ -174,20 +197,31 @@ mod tests {
         let files = vec![
             seen("a", "a", 1, NOW_US),
             seen("b", "b", 1, NOW_US + HOUR_US / 60),
-            seen("ahead", "c", 1, NOW_US + HOUR_US),
-            seen("gone", "d", 1, NOW_US - 50 * HOUR_US),
-            seen("other", "e", 2, NOW_US),
+            seen("c/b", "a", 1, NOW_US),
+            seen("ahead", "ahead", 1, NOW_US + HOUR_US),
+            seen("gone", "gone", 1, NOW_US - 50 * HOUR_US),
+            seen("other", "other", 2, NOW_US),
             broken,
         ];
         let (chosen, left_out, _) = inventory(files, None);
         assert_eq!(chosen, ["/s/a.parquet", "/s/b.parquet"]);
         let expected = [
+            ("/s/c/b.parquet", "is not named after its host (HOST.parquet)"),
             ("/s/ahead.parquet", "is 1h ahead: its host's clock is wrong"),
             ("/s/other.parquet", "was made under the key 0000000000000002, not 0000000000000001"),
             ("s3://bucket/x.parquet", "is cut off"),
             ("/s/gone.parquet", "is 2days 2h old: the host is gone, or writes no sketches"),
         ];
         assert_eq!(left_out, expected.map(|(file, why)| (file.to_owned(), why.to_owned())));
+    }
+
+    #[test]
+    fn a_host_has_one_vote_on_the_key_and_old_files_have_none() {
+        let mut files = vec![seen("a", "a", 2, NOW_US), seen("b", "b", 2, NOW_US)];
+        files.extend((0..5).map(|number| seen(&format!("{number}/c"), "c", 1, NOW_US)));
+        files.extend((0..5).map(|number| seen("c", &format!("c{number}"), 1, NOW_US)));
+        files.extend(["d", "e", "f"].map(|host| seen(host, host, 1, NOW_US - 50 * HOUR_US)));
+        assert_eq!(inventory(files, None).0, ["/s/a.parquet", "/s/b.parquet"]);
     }
 
     #[test]
@@ -198,8 +232,8 @@ mod tests {
 
     #[test]
     fn a_clock_that_is_ahead_hides_no_good_file() {
-        let files = vec![seen("old", "a", 1, NOW_US - HOUR_US), seen("ahead", "a", 1, NOW_US + HOUR_US)];
+        let files = vec![seen("old/a", "a", 1, NOW_US - HOUR_US), seen("ahead/a", "a", 1, NOW_US + HOUR_US)];
         let (chosen, left_out, older) = inventory(files, None);
-        assert_eq!((chosen, left_out.len(), older), (vec!["/s/old.parquet".into()], 1, 0));
+        assert_eq!((chosen, left_out.len(), older), (vec!["/s/old/a.parquet".into()], 1, 0));
     }
 }

@@ -71,7 +71,7 @@ pub struct HostPlan {
     pub after: Estimated,
 }
 
-/// Workloads that hold nearly the same, by the host that each is on in the end.
+/// Workloads that hold nearly the same, by the host that each is to be on.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Buddies {
     pub name: String,
@@ -82,6 +82,8 @@ pub struct Buddies {
 pub struct Member {
     pub kind: String,
     pub workload: String,
+    /// The host that it is on.
+    pub from: String,
 }
 
 impl From<Saving> for Estimated {
@@ -158,6 +160,7 @@ impl Document {
                     .map(|pod| {
                         json!({
                             "name": pod.workload,
+                            "from": pod.from,
                             "labels": of_group,
                             "affinity": {
                                 "nodeAffinity": { "preferredDuringSchedulingIgnoredDuringExecution": [{
@@ -193,12 +196,6 @@ impl Document {
 
     /// Affinity tags: guests with the same tag are kept on one node.
     pub fn proxmox(&self) -> Value {
-        let moved: BTreeMap<(&str, &str), &str> = self
-            .steps
-            .iter()
-            .flat_map(|step| &step.moves)
-            .map(|step| ((step.kind.as_str(), step.workload.as_str()), step.to.as_str()))
-            .collect();
         let mut guests = Vec::new();
         for group in &self.groups {
             for (number, (node, members)) in group.hosts.iter().enumerate() {
@@ -211,8 +208,9 @@ impl Document {
                     json!({
                         "guest": member.workload,
                         "kind": member.kind,
+                        "from": member.from,
                         "node": node,
-                        "migrate": moved.contains_key(&(member.kind.as_str(), member.workload.as_str())),
+                        "migrate": member.from != *node,
                         "tags": [format!("plb_affinity_pagefold_{}_{}", group.name, number + 1)],
                     })
                 }));
@@ -229,7 +227,11 @@ fn groups(known: &Workloads, planned: &Planned, plan: &Plan) -> Vec<Buddies> {
     let mut hosts: BTreeMap<u32, BTreeMap<String, Vec<Member>>> = BTreeMap::new();
     for (unit, group) in plan.groups.iter().enumerate().filter(|(_, group)| moved.contains(group)) {
         let host = known.hosts[index(plan.places[unit].0)].name.clone();
-        let member = |workload: &Workload| Member { kind: workload.kind.clone(), workload: workload.name.clone() };
+        let member = |workload: &Workload| Member {
+            kind: workload.kind.clone(),
+            workload: workload.name.clone(),
+            from: known.hosts[index(workload.host)].name.clone(),
+        };
         let members = planned.members[unit].iter().map(|&number| member(&known.workloads[number]));
         hosts.entry(*group).or_default().entry(host).or_default().extend(members);
     }

@@ -22,7 +22,9 @@ pub fn sampled(workloads: usize) -> usize {
 
 /// The view `contents` in DataFusion's dialect: the lowest hashes of each workload.
 pub fn contents(sampled: usize) -> String {
-    format!("SELECT id, domain, unnest(theta_lowest(sketch, {sampled})) AS content FROM workloads")
+    format!(
+        "SELECT id, sha2(domain, 256) AS domain_id, unnest(theta_lowest(sketch, {sampled})) AS content FROM workloads"
+    )
 }
 
 /// The pairs of workloads that have most in common.

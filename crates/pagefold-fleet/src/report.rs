@@ -5,7 +5,7 @@ use crate::inventory::{Inventory, LeftOut};
 use crate::queries;
 use datafusion::error::Result;
 use pagefold_cli::style::{human, percent};
-use pagefold_cli::table::Table;
+use pagefold_cli::table::{Table, cell, spaced};
 use pagefold_core::units::{count, whole};
 use serde::Serialize;
 use std::fmt;
@@ -213,8 +213,8 @@ pub fn write_left_out(f: &mut fmt::Formatter<'_>, left_out: &[LeftOut], older: u
         writeln!(f, "\nleft out ({}):", count(left_out.len()))?;
     }
     for LeftOut { file, host, why } in left_out {
-        let host = host.as_ref().map_or_else(String::new, |host| format!(" of host {host}"));
-        writeln!(f, "  {file}{host} {why}")?;
+        let host = host.as_ref().map_or_else(String::new, |host| format!(" of host {}", cell(host)));
+        writeln!(f, "  {}{host} {}", spaced(file), spaced(why))?;
     }
     Ok(())
 }

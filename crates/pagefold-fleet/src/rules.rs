@@ -29,6 +29,8 @@ pub struct Rules {
 pub struct Group {
     pub name: String,
     pub workloads: Vec<Pattern>,
+    /// The hosts whose workloads are meant: all, unless some are named.
+    pub hosts: Option<Vec<Pattern>>,
 }
 
 /// A name, or the beginning of names followed by an asterisk.
@@ -71,8 +73,8 @@ impl Rules {
 }
 
 impl Group {
-    pub fn contains(&self, workload: &str) -> bool {
-        matches(&self.workloads, workload)
+    pub fn contains(&self, host: &str, workload: &str) -> bool {
+        matches(&self.workloads, workload) && self.hosts.as_ref().is_none_or(|hosts| matches(hosts, host))
     }
 }
 
@@ -105,14 +107,15 @@ mod tests {
     fn names_and_beginnings_of_names() {
         let rules = Rules::parse(
             "pinned = [\"licence\", \"db-*\"]\n[[together]]\nname = \"shop\"\nworkloads = [\"shop-*\"]\n\
-             [[apart]]\nname = \"quorum\"\nworkloads = [\"etcd-1\", \"etcd-2\"]\n",
+             [[apart]]\nname = \"quorum\"\nworkloads = [\"etcd-1\", \"etcd-2\"]\nhosts = [\"a*\"]\n",
         )
         .unwrap();
         let movable = |name| rules.is_movable("pod", name);
         assert_eq!(["licence", "licence-2", "db-1", "web"].map(movable), [false, true, false, true]);
         assert!(!rules.is_movable("unit", "web") && !rules.is_movable("process", "web"));
-        assert!(rules.together[0].contains("shop-1") && !rules.together[0].contains("sho"));
-        assert!(rules.apart[0].contains("etcd-2") && !rules.apart[0].contains("etcd-3"));
+        assert!(rules.together[0].contains("h", "shop-1") && !rules.together[0].contains("h", "sho"));
+        assert!(rules.apart[0].contains("a1", "etcd-2") && !rules.apart[0].contains("a1", "etcd-3"));
+        assert!(!rules.apart[0].contains("b", "etcd-2"));
         assert!(Rules::parse("movable = [\"unit\"]").unwrap().is_movable("unit", "web"));
     }
 

@@ -23,7 +23,7 @@ use walkdir::WalkDir;
 /// Files that are read at a time. Each may take three times its length.
 pub const AT_A_TIME: usize = 2;
 /// What files of sketches are called. One that is being written has another name.
-const EXTENSION: &str = ".parquet";
+pub const EXTENSION: &str = ".parquet";
 
 /// A place with files.
 #[derive(Clone, Debug)]

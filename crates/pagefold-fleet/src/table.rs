@@ -5,7 +5,7 @@
 //! file counts, or is left out and named.
 
 use crate::engine::BATCH_ROWS;
-use crate::inventory::{Header, Inventory, LeftOut, name};
+use crate::inventory::{Header, Inventory, LeftOut, Terms, name};
 use crate::sources::{AT_A_TIME, Source};
 use datafusion::arrow::array::{
     ArrayRef, BinaryArray, Int64Array, RecordBatch, StringArray, TimestampMicrosecondArray,
@@ -45,7 +45,9 @@ pub fn table(sources: &[Source], inventory: &Inventory, lost: &Lost) -> Result<S
     let files: Vec<File> = inventory
         .chosen
         .iter()
-        .filter_map(|(url, header)| Some(File { source: source_of(url)?, url: url.clone(), header: header.clone() }))
+        .filter_map(|(url, header)| {
+            Some(File { source: source_of(url)?, url: url.clone(), host: header.host.clone(), terms: inventory.terms })
+        })
         .collect();
     let parts = files.chunks(files.len().div_ceil(AT_A_TIME).max(1)).map(|files| {
         let part = Part { schema: schema.clone(), files: files.into(), lost: lost.clone() };
@@ -58,17 +60,18 @@ pub fn table(sources: &[Source], inventory: &Inventory, lost: &Lost) -> Result<S
 struct File {
     source: Source,
     url: Url,
-    header: Header,
+    host: String,
+    terms: Terms,
 }
 
 impl File {
     async fn rows(&self) -> Result<Vec<Row>, String> {
         let read = self.source.read(&self.url).await?;
-        let now = Header::of(&read)?;
-        if (&now.host, now.key) != (&self.header.host, self.header.key) {
-            return Err(format!("has become one of the host {} and the key {}", now.host, now.key));
+        // It is still that of the same host, by its name.
+        match self.terms.no_longer(&self.url, &Header::of(&read)?) {
+            Some(why) => Err(why),
+            None => Ok(read.rows),
         }
-        Ok(read.rows)
     }
 }
 
@@ -92,7 +95,7 @@ impl PartitionStream for Part {
             async move {
                 let file = &files[at];
                 file.rows().await.unwrap_or_else(|why| {
-                    lost.add(&file.url, &file.header.host, why);
+                    lost.add(&file.url, &file.host, why);
                     Vec::new()
                 })
             }

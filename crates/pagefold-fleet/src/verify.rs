@@ -2,13 +2,13 @@
 
 use crate::fleet::Workloads;
 use crate::inventory::{Inventory, LeftOut};
-use crate::plan::Document;
+use crate::plan::{Document, MoveRow};
 use crate::report::write_left_out;
 use pagefold_cli::style::{human, percent};
 use pagefold_cli::table::Table;
 use pagefold_core::units::{count, index};
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// `pagefold.fleet.verify/1`.
@@ -48,12 +48,13 @@ impl Verification {
             *saved.entry(host).or_default() += workload.saved;
             place.entry((&workload.kind, &workload.name)).or_default().push(host);
         }
-        // The last move of a workload says where it should be.
-        let mut wanted: BTreeMap<(&str, &str), &str> = BTreeMap::new();
-        for step in plan.steps.iter().flat_map(|step| &step.moves) {
-            wanted.insert((&step.kind, &step.workload), &step.to);
+        // Where the last move of a workload takes it. Another one of that name, on another host, is not it.
+        let mut wanted: BTreeSet<(&str, &str, &str)> = BTreeSet::new();
+        for MoveRow { kind, workload, from, to } in plan.steps.iter().flat_map(|step| &step.moves) {
+            wanted.remove(&(from, kind, workload));
+            wanted.insert((to, kind, workload));
         }
-        let is_made = |(workload, to): (&(&str, &str), &&str)| place.get(workload).is_some_and(|on| on.contains(to));
+        let on = |kind, workload| place.get(&(kind, workload)).map_or(&[][..], Vec::as_slice);
         let hosts = plan.hosts.iter().map(|host| HostPromise {
             host: host.host.clone(),
             before_bytes: host.saved_bytes,
@@ -63,8 +64,8 @@ impl Verification {
         Self {
             schema: SCHEMA,
             moves: count(wanted.len()),
-            made: count(wanted.iter().filter(|of| is_made((of.0, of.1))).count()),
-            gone: count(wanted.keys().filter(|workload| !place.contains_key(*workload)).count()),
+            made: count(wanted.iter().filter(|(to, kind, workload)| on(kind, workload).contains(to)).count()),
+            gone: count(wanted.iter().filter(|(_, kind, workload)| on(kind, workload).is_empty()).count()),
             hosts: hosts.collect(),
             left_out: inventory.left_out.clone(),
         }

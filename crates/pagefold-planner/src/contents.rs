@@ -5,7 +5,8 @@
 //! higher rate, and units whose rates differ can be compared.
 
 use crate::fleet::{DIGESTS_END, DOMAIN_BITS, Fleet, Sample, Unit, UnitId};
-use pagefold_core::units::{count, index};
+use crate::regression::{Moments, shortfall};
+use pagefold_core::units::{PAGE_BYTES, count, index};
 
 /// The highest level: one content in 2^40 is sampled.
 const LEVELS_END: u8 = 40;
@@ -33,10 +34,21 @@ pub struct Contents {
     held: Vec<u32>,
     /// Where each unit's begin, and the end.
     starts: Vec<usize>,
-    /// One content in 2^level of a unit was sampled.
-    levels: Vec<u8>,
+    /// What is known of each unit's sample.
+    samples: Vec<Sampled>,
     /// The key of each content.
     keys: Vec<u64>,
+}
+
+/// A unit's sample, apart from its contents.
+#[derive(Clone, Copy, Debug)]
+struct Sampled {
+    /// One content in 2^level was sampled.
+    level: u8,
+    /// Pages that the unit holds beyond those that the sample stands for.
+    shortfall: i64,
+    /// Sampled contents that the unit alone holds.
+    alone: u32,
 }
 
 impl Contents {
@@ -44,24 +56,37 @@ impl Contents {
     pub fn of(fleet: &Fleet) -> Self {
         let keys = shared_keys(fleet);
         let table = table(&keys);
-        let (mut held, mut starts, mut levels) = (Vec::new(), vec![0], Vec::new());
+        let (mut held, mut starts, mut samples) = (Vec::new(), vec![0], Vec::new());
         for unit in &fleet.units {
             let level = level(unit);
             let from = held.len();
+            let mut seen = 0;
             for key in unit_keys(unit, level) {
+                seen += 1;
                 let slot = index_of(key);
                 let among = table[slot]..table[slot + 1];
                 if let Ok(at) = keys[among.clone()].binary_search(&key) {
                     held.push(u32::try_from(among.start + at).unwrap_or(u32::MAX));
                 }
             }
+            let alone = u32::try_from(seen - count(held.len() - from)).unwrap_or(u32::MAX);
+            samples.push(Sampled { level, shortfall: shortfall(unit.held.0, seen, level), alone });
             held[from..].sort_unstable();
             held.dedup_from(from);
+            // A sample that stands for more than the unit has would make room on a host that has none.
+            let pages = unit.memory.0 / PAGE_BYTES;
+            let mut to = from;
+            for at in from..held.len() {
+                if count(to - from) < most_below(pages, sparsest(keys[index(held[at])])) {
+                    held[to] = held[at];
+                    to += 1;
+                }
+            }
+            held.truncate(to.min(from.saturating_add(usize::try_from(pages >> level).unwrap_or(usize::MAX))));
             starts.push(held.len());
-            levels.push(level);
         }
         held.shrink_to_fit();
-        Self { held, starts, levels, keys }
+        Self { held, starts, samples, keys }
     }
 
     /// The contents that a unit holds, ascending.
@@ -71,7 +96,23 @@ impl Contents {
 
     /// One content in 2^level of a unit was sampled.
     pub fn level(&self, unit: UnitId) -> u8 {
-        self.levels[unit.index()]
+        self.samples[unit.index()].level
+    }
+
+    /// Pages that a unit holds beyond those that its sample stands for: by chance, a sample has more of what it is of, or
+    /// less. No more than chance makes likely.
+    pub fn shortfall(&self, unit: UnitId) -> i64 {
+        self.samples[unit.index()].shortfall
+    }
+
+    /// Sampled contents that the unit alone holds.
+    pub fn alone(&self, unit: UnitId) -> u32 {
+        self.samples[unit.index()].alone
+    }
+
+    /// What those add to the sums of a regression.
+    pub(crate) fn moments_alone(&self, unit: UnitId) -> Moments {
+        Moments::of(self.alone(unit), 1, self.level(unit))
     }
 
     /// The number of contents.
@@ -100,6 +141,18 @@ impl Contents {
         let common = common(a, b);
         (common, a.len() + b.len() - common)
     }
+}
+
+/// The highest level at which a content is still sampled.
+fn sparsest(key: u64) -> u8 {
+    u8::try_from(key.leading_zeros().saturating_sub(1)).unwrap_or(LEVELS_END).min(LEVELS_END)
+}
+
+/// The most contents of so many pages that a level samples: two standard deviations above the expected number, rounded up.
+/// Another unit's sample at that level makes each of them stand for 2^level pages.
+fn most_below(pages: u64, level: u8) -> u64 {
+    let expected = pages >> level;
+    expected + 2 * expected.isqrt() + 1
 }
 
 /// Pages that a content sampled at a level stands for.
@@ -198,12 +251,21 @@ fn table(keys: &[u64]) -> Vec<usize> {
 mod tests {
     use super::*;
     use crate::fleet::{Host, HostId};
-    use pagefold_core::units::Bytes;
+    use pagefold_core::units::{Bytes, Pages};
 
     fn unit(domain: u32, threshold: u64, digests: &[u64]) -> Unit {
         let samples = vec![Sample { domain, threshold, digests: digests.to_vec() }];
-        let (host, memory) = (HostId(0), Bytes(0));
-        Unit { host, memory, cpu_millicores: 0, workloads: 1, pinned: false, apart: Vec::new(), samples }
+        let (host, memory) = (HostId(0), Bytes(1 << 40));
+        Unit {
+            host,
+            memory,
+            held: Pages(0),
+            cpu_millicores: 0,
+            workloads: 1,
+            pinned: false,
+            apart: Vec::new(),
+            samples,
+        }
     }
 
     fn contents(units: Vec<Unit>) -> Contents {
@@ -213,6 +275,36 @@ mod tests {
     /// Digests that differ in their highest bits.
     fn digests(numbers: impl IntoIterator<Item = u64>) -> Vec<u64> {
         numbers.into_iter().map(|number| number << 40).collect()
+    }
+
+    #[test]
+    fn a_sample_stands_for_no_more_than_its_unit_has() {
+        let sparse = |memory| Unit { memory, ..unit(0, DIGESTS_END >> 20, &digests([5, 7])) };
+        let of = |pages: u64| contents(vec![sparse(Bytes(pages * PAGE_BYTES)), unit(0, DIGESTS_END, &digests([5, 7]))]);
+        let held = |pages| of(pages).pages(UnitId(0));
+        assert_eq!([held(1), held((1 << 20) - 1), held(1 << 20), held(1 << 30)], [0, 0, 1 << 20, 1 << 21]);
+    }
+
+    /// A small unit claims the whole of what a large one's sample shows.
+    #[test]
+    fn a_sample_is_as_dense_as_its_unit_is_large() {
+        let low = |number: u64| number << 40;
+        let whole: Vec<u64> = (0..4000).map(low).collect();
+        let threshold = low(4001);
+        let large = unit(0, threshold, &whole);
+        let small = |pages: u64| Unit { memory: Bytes(pages * PAGE_BYTES), ..unit(0, DIGESTS_END, &whole) };
+        let held = |pages: u64| {
+            let contents = contents(vec![large.clone(), small(pages)]);
+            (contents.level(UnitId(0)), count(contents.overlap(UnitId(0), UnitId(1)).0))
+        };
+        let (level, overlap) = held(1 << 20);
+        assert_eq!(level, 12);
+        assert_eq!(overlap, 256 + 2 * 16 + 1);
+        assert_eq!(held(1 << 30).1, held(1 << 31).1);
+        // What is held in truth is not cut: as dense as it should be.
+        let spread: Vec<u64> = (0..4096).map(|number| number * (DIGESTS_END / 4096)).collect();
+        let honest = Unit { memory: Bytes(4096 * PAGE_BYTES), ..unit(0, DIGESTS_END, &spread) };
+        assert_eq!(contents(vec![honest.clone(), honest]).of_unit(UnitId(0)).len(), 4096);
     }
 
     #[test]

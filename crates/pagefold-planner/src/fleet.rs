@@ -1,11 +1,13 @@
 //! Hosts, workloads, samples of their contents, and what the operator rules.
 
-use pagefold_core::units::{Bytes, index};
+use pagefold_core::units::{Bytes, Pages, index};
 use thiserror::Error;
 
 /// Bits of a key that say the trust domain. The others are the highest of the digest: so keys sort as digests do, and
 /// equal contents of two domains have different keys.
 pub(crate) const DOMAIN_BITS: u32 = 20;
+/// The most trust domains.
+pub const DOMAINS: u32 = 1 << DOMAIN_BITS;
 
 /// Digests are below this, as those of a theta sketch are.
 pub const DIGESTS_END: u64 = 1 << 63;
@@ -60,6 +62,9 @@ pub struct Unit {
     pub host: HostId,
     /// The memory it takes without sharing with others, with what may come back.
     pub memory: Bytes,
+    /// Different contents that its workloads hold, of each workload by itself: counted, not sampled. What samples say is
+    /// corrected by it.
+    pub held: Pages,
     /// What it uses, thousandths of a core.
     pub cpu_millicores: u64,
     /// The number of workloads in it: each is a move.
@@ -95,7 +100,7 @@ pub enum FleetError {
         hosts: usize,
     },
     /// More than a key can tell apart.
-    #[error("there are more than {} trust domains", 1_u32 << DOMAIN_BITS)]
+    #[error("there are more than {DOMAINS} trust domains")]
     Domains,
     /// More than can be counted.
     #[error("host {host} has more than {UNITS_PER_HOST} workloads")]
@@ -121,7 +126,7 @@ impl Fleet {
         for (unit, Unit { host, samples, .. }) in self.units.iter().enumerate() {
             let hosts = self.hosts.len();
             *on.get_mut(host.index()).ok_or(FleetError::NoHost { unit, host: host.0, hosts })? += 1;
-            if samples.iter().any(|sample| sample.domain >= 1 << DOMAIN_BITS) {
+            if samples.iter().any(|sample| sample.domain >= DOMAINS) {
                 return Err(FleetError::Domains);
             }
         }

@@ -5,6 +5,7 @@
 
 use crate::fleet::{HostId, UnitId};
 use crate::placement::Placement;
+use pagefold_core::units::count;
 
 /// Passes over all units.
 const PASSES: u32 = 4;
@@ -13,12 +14,25 @@ const CONTENT: (u64, u64) = (9, 10);
 /// Units of a host with which one is exchanged: those that share least there.
 const PARTNERS: usize = 12;
 
+/// Contents that may be looked up, for each that a unit holds: a few hosts with thousands of workloads could otherwise take hours.
+const LOOK_UPS: u64 = 64;
+
+/// At how many contents looked up a search ends that begins now.
+pub(crate) fn most_look_ups(placement: &Placement<'_>) -> u64 {
+    let held = |unit| count(placement.contents().of_unit(unit).len());
+    placement.looked_up() + LOOK_UPS * placement.fleet().unit_ids().map(held).sum::<u64>()
+}
+
 /// Improves a placement. `candidates` names hosts that may suit a unit.
 pub fn improve(placement: &mut Placement<'_>, candidates: impl Fn(&Placement<'_>, UnitId) -> Vec<HostId>) {
     let fleet = placement.fleet();
+    let most = most_look_ups(placement);
     for _ in 0..PASSES {
         let before = placement.saved();
         for unit in fleet.unit_ids().filter(|&unit| !fleet.unit(unit).pinned) {
+            if placement.looked_up() > most {
+                return;
+            }
             let held = placement.contents().pages(unit);
             let shared = placement.loss(unit);
             if shared * CONTENT.1 >= held * CONTENT.0 {

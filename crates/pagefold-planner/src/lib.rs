@@ -10,6 +10,7 @@
 //! | [`fleet`] | hosts, workloads, samples, and what the operator rules |
 //! | [`contents`] | sampled contents that at least two workloads hold, by number |
 //! | [`placement`] | who is where, what that saves, and what a move would change |
+//! | [`regression`] | what samples say, corrected by what is known |
 //! | [`likeness`] | groups of workloads that hold nearly the same, by banded min-hash |
 //! | [`target`] | a placement that saves the most, as if everything could be moved |
 //! | [`improve`] | local search, for what is left over |
@@ -22,6 +23,7 @@ pub mod improve;
 pub mod likeness;
 pub mod moves;
 pub mod placement;
+pub mod regression;
 pub mod target;
 
 pub use fleet::{Fleet, FleetError, Host, HostId, Sample, Unit, UnitId};

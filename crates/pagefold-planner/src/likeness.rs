@@ -88,6 +88,7 @@ mod tests {
             let held = base.iter().chain(&kinds[number % 20]).copied();
             Unit {
                 workloads: 1,
+                memory: Bytes(1 << 40),
                 samples: vec![Sample { domain: 0, threshold, digests: held.filter(|&d| d < threshold).collect() }],
                 ..Unit::default()
             }

@@ -7,11 +7,13 @@
 
 use crate::contents::Contents;
 use crate::fleet::{Fleet, HostId, UnitId};
+use crate::improve::most_look_ups;
 use crate::likeness::groups;
 use crate::placement::{Placement, Saving};
 use crate::target::target;
+use pagefold_core::units::{Bytes, Pages, difference};
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Units with which one may change places, that are looked at.
 const EXCHANGES: usize = 8;
@@ -130,13 +132,14 @@ impl<'a> Walk<'a> {
 
     fn run(&mut self, most_moves: u64) {
         let mut pending = std::mem::take(&mut self.bundles);
+        let most = most_look_ups(&self.now);
         loop {
             let before = self.steps.len();
             pending = self.pass(pending, most_moves, Self::step);
             if self.steps.len() == before {
                 pending = self.pass(pending, most_moves, Self::exchange);
             }
-            if pending.is_empty() || self.steps.len() == before {
+            if pending.is_empty() || self.steps.len() == before || self.now.looked_up() > most {
                 return;
             }
         }
@@ -172,10 +175,7 @@ impl<'a> Walk<'a> {
         if !self.now.fits(unit, to) {
             return false;
         }
-        let before = self.now.saved();
-        let moves = vec![self.shift(unit, to)];
-        self.record(moves, before);
-        true
+        self.make(&[(unit, to)])
     }
 
     /// Moves a unit to a full host, and one that is to leave that host to where the first was.
@@ -193,10 +193,7 @@ impl<'a> Walk<'a> {
         let partner = leaving.iter().filter(back).take(EXCHANGES).find(may);
         let partner = partner.or_else(|| leaving.iter().rev().take(EXCHANGES).find(may));
         let Some(&other) = partner else { return false };
-        let before = self.now.saved();
-        let moves = vec![self.shift(unit, to), self.shift(other, from)];
-        self.record(moves, before);
-        true
+        self.make(&[(unit, to), (other, from)])
     }
 
     fn shift(&mut self, unit: UnitId, to: HostId) -> Move {
@@ -210,10 +207,27 @@ impl<'a> Walk<'a> {
         Move { unit, from, to }
     }
 
-    fn record(&mut self, moves: Vec<Move>, before: u64) {
+    /// Makes a step, unless a host turns out to have no room: whether units fit is judged before they are there, and so
+    /// a little less well.
+    fn make(&mut self, places: &[(UnitId, HostId)]) -> bool {
+        let hosts: BTreeSet<HostId> =
+            places.iter().flat_map(|&(unit, to)| [Some(to), self.now.host_of(unit)]).flatten().collect();
+        let before: Vec<(HostId, Bytes, Pages)> =
+            hosts.iter().map(|&host| (host, self.now.memory(host), self.now.saved_on(host))).collect();
+        let moves: Vec<Move> = places.iter().map(|&(unit, to)| self.shift(unit, to)).collect();
+        let is_worse = |&(host, memory, _): &(HostId, Bytes, Pages)| {
+            self.now.memory(host) > self.now.fleet().host(host).memory.max(memory)
+        };
+        if before.iter().any(is_worse) {
+            for &Move { unit, from, .. } in moves.iter().rev() {
+                self.shift(unit, from);
+            }
+            return false;
+        }
+        let saves = before.iter().map(|&(host, _, saved)| difference(self.now.saved_on(host).0, saved.0)).sum();
         self.moved += self.workloads(&moves);
-        let saves = i64::try_from(self.now.saved()).unwrap_or(i64::MAX) - i64::try_from(before).unwrap_or(i64::MAX);
         self.steps.push(Step { moves, saves });
+        true
     }
 
     fn workloads(&self, moves: &[Move]) -> u64 {
@@ -251,5 +265,5 @@ fn value(units: &[UnitId], target: &Placement<'_>, now: &mut Placement<'_>) -> i
     for (unit, host) in from {
         now.add(unit, host);
     }
-    i64::try_from(gain).unwrap_or(i64::MAX) - i64::try_from(loss).unwrap_or(i64::MAX)
+    difference(gain, loss)
 }

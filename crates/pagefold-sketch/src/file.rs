@@ -1,8 +1,8 @@
 //! The Parquet file of a host's workloads: `pagefold.sketch/1`.
 //!
 //! One flat table, no column nullable, plain and not compressed (hashes cannot be made smaller), so that any Parquet reader takes it
-//! and a hostile file cannot take more memory than it is long. docs/fleet.md describes the columns. The key-value metadata has the
-//! schema, the version of the program, and a checksum over the file.
+//! and a hostile file takes no more than a few times as much memory as it is long. docs/fleet.md describes the columns. The key-value
+//! metadata has the schema, the version of the program, and a checksum over the file.
 
 use crate::decode::{column, damaged};
 use crate::error::SketchError;
@@ -13,7 +13,7 @@ use crate::sketch::Sketch;
 use bytes::Bytes;
 use pagefold_core::units::count;
 use pagefold_parquet::guarded;
-use pagefold_parquet::seal::{self, SealError, Sealing};
+use pagefold_parquet::seal::{self, KEY_SCHEMA, KEY_VERSION, SealError, Sealing};
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, DataType, Int64Type};
 use parquet::file::metadata::{KeyValue, RowGroupMetaData};
@@ -34,10 +34,6 @@ const SCHEMA_NAME: &str = "pagefold.sketch/";
 const VERSION: u32 = 1;
 /// The schema is named near the end of a file: only other entries, and what follows them, come after it.
 const TAIL_BYTES: usize = 4096;
-/// Key of [`SCHEMA`] in the file's metadata.
-pub const KEY_SCHEMA: &str = "pagefold.schema";
-const KEY_VERSION: &str = "pagefold.version";
-const KEY_CHECKSUM: &str = "pagefold.checksum";
 
 /// The most workloads of one host.
 pub const ROWS_MOST: usize = 4096;
@@ -128,7 +124,7 @@ fn check<R: Borrow<Row>>(rows: &[R]) -> Result<(), SketchError> {
             return wrong("it is of another host or key than the first one".to_owned());
         }
         if !seen.insert((row.kind, &row.workload, &row.domain)) {
-            return wrong(format!("its {} {} appears twice", row.kind, row.workload));
+            return wrong(format!("a {} of its name is there already", row.kind));
         }
     }
     Ok(())
@@ -157,13 +153,7 @@ fn write_groups<W: Read + Write + Seek + Send, R: Borrow<Row>>(
     out: W,
     rows: &[R],
 ) -> parquet::errors::Result<Sealing<W>> {
-    let entries = [
-        (KEY_SCHEMA, SCHEMA.to_owned()),
-        (KEY_VERSION, env!("CARGO_PKG_VERSION").to_owned()),
-        // Last, because it is searched for near the end of the file.
-        (KEY_CHECKSUM, seal::blank()),
-    ];
-    let entries = entries.map(|(key, value)| KeyValue::new(key.to_owned(), value));
+    let entries = [(KEY_SCHEMA, SCHEMA.to_owned()), (KEY_VERSION, env!("CARGO_PKG_VERSION").to_owned())];
     let properties = WriterProperties::builder()
         .set_compression(Compression::UNCOMPRESSED)
         .set_dictionary_enabled(false)
@@ -171,7 +161,7 @@ fn write_groups<W: Read + Write + Seek + Send, R: Borrow<Row>>(
         .set_statistics_enabled(EnabledStatistics::None)
         .set_offset_index_disabled(true)
         .set_created_by(concat!("pagefold version ", env!("CARGO_PKG_VERSION")).to_owned())
-        .set_key_value_metadata(Some(entries.to_vec()))
+        .set_key_value_metadata(Some(seal::entries(&entries, KeyValue::new)))
         .build();
     let mut writer = SerializedFileWriter::new(Sealing::new(out), schema()?, Arc::new(properties))?;
     for rows in rows.chunks(GROUP_ROWS) {
@@ -257,6 +247,15 @@ fn decode(layout: &Layout, bytes: Bytes) -> Result<SketchFile, SketchError> {
         (file.metadata().row_groups().iter().map(rows_of).fold(0, u64::saturating_add), count(ROWS_MOST));
     if found > most {
         return Err(SketchError::TooMuch { what: "workloads", found, most });
+    }
+    // No two columns have a page in common: a short file could be a thousand times as long in memory.
+    let mut end = None;
+    for column in file.metadata().row_groups().iter().flat_map(RowGroupMetaData::columns) {
+        let (from, length) = column.byte_range();
+        if end.is_some_and(|end| from != end) {
+            return Err(SketchError::Damaged("its columns are not one after the other".to_owned()));
+        }
+        end = from.checked_add(length);
     }
     let mut rows = Vec::new();
     for group in 0..file.num_row_groups() {

@@ -68,7 +68,7 @@ fn rows_that_no_host_reports_are_refused() {
     assert!(with(|row| row.domain = "x".repeat(1025)).contains("domain has 1025 bytes"));
     assert!(with(|row| row.host = "a\nb".into()).contains("control character"));
     assert!(with(|row| row.host = "b".into()).contains("another host"));
-    assert!(with(|row| row.workload = "web".into()).contains("pod web appears twice"));
+    assert!(with(|row| row.workload = "web".into()).contains("a pod of its name is there already"));
     assert!(with(|row| row.read_bytes = 1 << 40).contains("more than anonymous_bytes"));
     assert!(with(|row| row.zero_bytes = row.read_bytes + 1).contains("more pages"));
     assert!(with(|row| row.pages[0] = u64::MAX).contains("more pages"));
@@ -116,6 +116,27 @@ fn other_files_are_refused_by_name() {
     assert!(changed(&[0xcc, 0x93], &[0xcc, 0x94]).contains("row 0: its sketch"));
 }
 
+#[test]
+fn columns_with_pages_in_common_are_refused() {
+    let bytes = bytes_of(&SketchFile { rows: vec![row("a", 0..20)] });
+    let file = SerializedFileReader::new(Bytes::from(bytes.clone())).unwrap();
+    // Two columns of numbers, whose pages are of the same length.
+    let [one, other] = [20, 21].map(|at| {
+        let (from, _) = file.metadata().row_group(0).column(at).byte_range();
+        let [low, high, ..] = (((from * 2) & 0x7f | 0x80) | (from >> 6) << 8).to_le_bytes();
+        [0x26, low, high]
+    });
+    let mut changed = bytes.clone();
+    for at in 0..changed.len() {
+        if changed[at..].starts_with(&other) {
+            changed[at..at + one.len()].copy_from_slice(&one);
+        }
+    }
+    assert_ne!(changed, bytes);
+    seal::reseal(&mut changed).unwrap();
+    assert_eq!(read(changed).unwrap_err().to_string(), "is damaged: its columns are not one after the other");
+}
+
 /// Such footers would make the parquet crate reserve terabytes, or overflow the stack, which no guard catches.
 #[test]
 fn footers_that_would_end_the_process_are_refused() {
@@ -138,6 +159,18 @@ fn footers_that_would_end_the_process_are_refused() {
     assert_eq!(error, "is damaged: it has more groups than rows");
     let error = with(schema, &[0x16, 0xfe, 0xff, 0xff, 0xff, 0x0f, 0x19, 0xfc, 1]);
     assert!(error.contains("workloads, more than the 4096"), "{error}");
+    // A list of 2^31 booleans, which the crate takes for empty and counts; groups twice.
+    let after_groups = |rest: &[u8]| with(schema, &[&[0x16, 2, 0x19, 0x0c], rest].concat());
+    let malformed = "is damaged: its footer is not in the written form";
+    assert_eq!(after_groups(&[0x69, 0xf1, 0xff, 0xff, 0xff, 0xff, 7, 0]), malformed);
+    assert_eq!(after_groups(&[0x09, 8, 0xfc, 0xff, 0xff, 0xff, 0xff, 7, 0]), malformed);
+    assert_eq!(after_groups(&[0x69, 0xf3, 0xff, 0xff, 0xff, 0xff, 7, 0]), malformed);
+    assert_eq!(after_groups(&[&[0x6c; 100][..], &[0; 100]].concat()), malformed);
+    // Lists within lists.
+    assert_eq!(after_groups(&[&[0x69][..], &[0x19; 10_000]].concat()), malformed);
+    // And what takes much more memory than it is long, such as lists of numbers.
+    let error = after_groups(&[&[0x69, 0xf6, 0xa0, 0x9c, 1][..], &vec![0; 20_000]].concat());
+    assert_eq!(error, "is damaged: its footer is longer than its groups need");
     // Groups within groups of the schema.
     let deep = [&schema[..40], &vec![0x4c; 100_000]].concat();
     assert!(with(&deep, &[]).contains("columns differ"));

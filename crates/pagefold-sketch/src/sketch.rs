@@ -4,7 +4,6 @@
 //! sampling"). What two workloads have in common is estimated from what both sketches keep below the lower of both thresholds.
 
 use crate::key::Content;
-use datasketches::common::NumStdDev;
 use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
 use pagefold_core::units::PAGE_BYTES;
 
@@ -19,6 +18,8 @@ pub(crate) const LG_NOMINAL: u8 = 12;
 
 /// What theta is before anything was left out.
 pub(crate) const MAX_THETA: u64 = i64::MAX as u64;
+/// The lowest theta: a host of 2^40 contents has 4 PiB.
+const MIN_THETA: u64 = MAX_THETA >> 40;
 
 /// The serial version that is written, and the only one that is read: the next one packs entries, which not all readers know.
 const SERIAL_VERSION: u8 = 3;
@@ -62,8 +63,7 @@ impl Estimate {
     }
 
     fn of(sketch: &CompactThetaSketch) -> Self {
-        let (low, high) = (sketch.lower_bound(NumStdDev::Two), sketch.upper_bound(NumStdDev::Two));
-        Self { contents: sketch.estimate(), low, high }
+        Self::of_share(sketch.num_retained(), sketch.theta64() as f64 / MAX_THETA as f64)
     }
 }
 
@@ -99,6 +99,9 @@ impl Sketch {
         let ascending = sketch.iter().all(|entry| entry.hash() > std::mem::replace(&mut last, entry.hash()));
         if !ascending || sketch.serialize() != bytes {
             return Err("its entries are not in the written form".to_owned());
+        }
+        if sketch.theta64() < MIN_THETA {
+            return Err("its theta is lower than any memory makes it".to_owned());
         }
         Ok(Self(sketch))
     }

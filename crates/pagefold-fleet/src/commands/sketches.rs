@@ -16,7 +16,7 @@ pub struct SketchArgs {
     /// The directories, files or URLs (s3://BUCKET/PREFIX) of sketches
     #[arg(value_name = "DIR|URL", required = true)]
     pub sources: Vec<String>,
-    /// Count files made under the key of this identifier only [default: that of most files]
+    /// Count files made under the key of this identifier only [default: that of most hosts]
     #[arg(long, value_name = "ID", value_parser = key)]
     pub key: Option<KeyId>,
     /// Leave out hosts whose newest file is older than this

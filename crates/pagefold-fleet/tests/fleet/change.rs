@@ -47,7 +47,7 @@ fn what_a_file_has_become_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(format!("{name}.parquet"));
     let put = |name: &str, bytes: &[u8]| std::fs::write(path(name), bytes).unwrap();
-    let names = ["gone", "half", "other-host", "other-key", "pipe", "link", "directory", "long"];
+    let names = ["gone", "half", "old", "other-host", "other-key", "pipe", "link", "directory", "long"];
     two_kinds(dir.path());
     for name in names {
         write(dir.path(), name, &[row("w", &[0..9000])]);
@@ -57,6 +57,8 @@ fn what_a_file_has_become_is_named() {
         put("half", &good[..good.len() / 2]);
         std::fs::rename(path("gone"), dir.path().join("elsewhere")).unwrap();
         std::fs::copy(path("host-0"), path("other-host")).unwrap();
+        let long_ago = NOW_US - 100 * 3_600_000_000;
+        write(dir.path(), "old", &[Row { time_us: long_ago, since_us: long_ago, ..row("w", &[0..9000]) }]);
         write(dir.path(), "other-key", &[Row { key: key(2), ..row("w", &[0..9000]) }]);
         for name in ["pipe", "link", "directory"] {
             std::fs::remove_file(path(name)).unwrap();
@@ -77,8 +79,9 @@ fn what_a_file_has_become_is_named() {
     for (name, says) in [
         ("gone", "cannot be read"),
         ("half", "is cut off"),
-        ("other-host", "has become one of the host host-0"),
-        ("other-key", "has become one of the host other-key and the key"),
+        ("old", "the host is gone"),
+        ("other-host", "is not named after its host (HOST.parquet)"),
+        ("other-key", "was made under the key"),
         ("pipe", "not a regular file"),
         ("link", "symbolic link"),
         ("directory", "not a regular file"),

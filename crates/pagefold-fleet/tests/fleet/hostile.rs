@@ -25,7 +25,9 @@ fn what_does_not_count_is_named() {
     let at = |time_us: u64| [Row { time_us, since_us: time_us, ..row("w", &[0..9000]) }];
     write(dir.path(), "ahead", &at(NOW_US + HOUR_US));
     write(dir.path(), "gone", &at(NOW_US - 100 * HOUR_US));
-    put("host-0-old.parquet", &bytes("host-0", &at(NOW_US - HOUR_US)));
+    std::fs::create_dir(dir.path().join("yesterday")).unwrap();
+    put("yesterday/host-0.parquet", &bytes("host-0", &at(NOW_US - HOUR_US)));
+    put("for-another.parquet", &bytes("host-0", &at(NOW_US)));
     write(dir.path(), "other-key", &[Row { key: key(2), ..row("w", &[0..9000]) }]);
     write(dir.path(), "nothing", &[]);
     std::fs::create_dir(dir.path().join("directory.parquet")).unwrap();
@@ -50,12 +52,13 @@ fn what_does_not_count_is_named() {
         ("damaged", "checksum"),
         ("ahead", "clock is wrong"),
         ("gone", "host is gone"),
+        ("for-another", "is not named after its host (HOST.parquet)"),
         ("other-key", "was made under the key"),
         ("nothing", "has no workload"),
     ] {
         assert!(left_out.get(name).is_some_and(|found| found.contains(why)), "{name}: {left_out:?}");
     }
-    assert_eq!(left_out.len(), 8, "{left_out:?}");
+    assert_eq!(left_out.len(), 9, "{left_out:?}");
     // The key can be named.
     let other = json("report", dir.path(), &["--key", &key(2).to_string()]);
     assert_eq!(other["hosts"].as_array().unwrap().len(), 1);
@@ -93,12 +96,17 @@ fn names_of_files_are_only_names() {
     for name in [&b"\x1b]0;title\x07\n  all is.parquet well.parquet"[..], b"\xff\xfe.parquet", b"x\x9b31m.parquet"] {
         std::fs::write(dir.path().join(std::ffi::OsStr::from_bytes(name)), &good[..100]).unwrap();
     }
+    let looks_like_rows = format!("evil is fine{}host-0    9  999 GiB{}", " ".repeat(80), " ".repeat(200));
+    std::fs::write(dir.path().join("evil.parquet"), bytes(&looks_like_rows, &[row("w", &[0..9000])])).unwrap();
     let report = json("report", dir.path(), &[]);
-    assert_eq!((report["hosts"].as_array().unwrap().len(), report["left_out"].as_array().unwrap().len()), (2, 3));
+    assert_eq!((report["hosts"].as_array().unwrap().len(), report["left_out"].as_array().unwrap().len()), (2, 4));
     let output = fleet(&["report", dir.path().to_str().unwrap(), "--at", NOW]).output().unwrap();
     let text = text(&output.stdout);
     assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
-    assert!(!text.contains("\n  all"), "{text:?}");
+    assert!(
+        !text.contains("\n  all") && text.contains("evil.parquet of host evil is fine host-0 9 999 GiB is"),
+        "{text:?}"
+    );
 }
 
 #[test]
@@ -111,6 +119,25 @@ fn names_of_hosts_are_only_names() {
     assert_eq!(report["hosts"].as_array().unwrap().len(), 6, "{report}");
     assert_eq!(report["pairs"].as_array().unwrap().len(), 14);
     assert_eq!(report["left_out"].as_array().unwrap().len(), 0, "{report}");
+}
+
+/// The longest names, in workloads that all hold the same, so that each name is met in each content of each workload.
+#[test]
+fn long_names_end_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    two_kinds(dir.path());
+    let common = row("", &[0..20_000]);
+    let rows = (0..1000).map(|number| Row {
+        workload: format!("{number:04}").repeat(256),
+        domain: "d".repeat(1024),
+        ..common.clone()
+    });
+    write(dir.path(), "long", &rows.collect::<Vec<_>>());
+    for arguments in [&["report", "--pairs", "1000"][..], &["plan"]] {
+        let output = fleet(arguments).args([dir.path().to_str().unwrap(), "--at", NOW]).output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+        assert!(text(&output.stdout).lines().all(|line| line.chars().count() < 400));
+    }
 }
 
 #[test]

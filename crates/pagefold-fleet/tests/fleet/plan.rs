@@ -117,6 +117,44 @@ fn what_may_come_back_needs_room() {
     );
 }
 
+/// A small workload says that it holds all that the sketch of a large one shows: as much as the large one stands for.
+#[test]
+fn a_lie_does_not_overfill_a_host() {
+    const PAGES: u64 = 100_000;
+    let dir = tempfile::tempdir().unwrap();
+    let of = |name: &str, from: u64| {
+        let mut row = row(name, &[from..from + PAGES]);
+        // With 80 % of it, room for two and an eighth.
+        row.host_memory_bytes = PAGES * 4096 * 17 / 8 * 5 / 4;
+        row
+    };
+    let (w1, w3) = (of("w1", 0), of("w3", PAGES * 3 / 4));
+    let hashes: Vec<u64> = w1.sketch.hashes().collect();
+    // The sketch of a few contents, all kept, in the library's form.
+    let mut exact = vec![2, 3, 3, 0, 0, 0b1_1010, 0xcc, 0x93];
+    exact.extend(u32::try_from(hashes.len()).unwrap().to_le_bytes());
+    exact.extend([0; 4]);
+    exact.extend(hashes.iter().flat_map(|hash| hash.to_le_bytes()));
+    let lie = Row { sketch: pagefold_sketch::Sketch::from_bytes(&exact).unwrap(), ..row("x", &[0..4096]) };
+    write(dir.path(), "h1", &[w1, of("w2", 1_000_000)]);
+    write(dir.path(), "h2", &[w3, of("w4", 2_000_000)]);
+    write(dir.path(), "evil", &[lie]);
+    let plan = json("plan", dir.path(), &[]);
+    let now = [("w1", "h1"), ("w2", "h1"), ("w3", "h2"), ("w4", "h2"), ("x", "evil")];
+    let then = places(&plan, now.map(|(name, host)| (name.to_owned(), host.to_owned())).into());
+    for host in ["h1", "h2"] {
+        let large: Vec<&str> =
+            now.map(|(name, _)| name)[..4].iter().copied().filter(|name| then[*name] == host).collect();
+        assert!(large.len() <= 2, "{plan}");
+    }
+    // And it has no more in common with the large one than it has.
+    let report = json("report", dir.path(), &[]);
+    for pair in report["pairs"].as_array().unwrap() {
+        let held = pair["held_bytes"].as_f64().unwrap().min(pair["other_held_bytes"].as_f64().unwrap());
+        assert!(pair["common_bytes"].as_f64().unwrap() <= held, "{pair}");
+    }
+}
+
 #[test]
 fn trust_domains_are_counted_apart() {
     let dir = tempfile::tempdir().unwrap();
@@ -140,6 +178,7 @@ fn rules_are_kept() {
         [[together]]\nname = \"spread\"\nworkloads = [\"k0-1\", \"k0-2\"]\n";
     std::fs::write(&rules, text).unwrap();
     let plan = json("plan", dir.path(), &["--rules", rules.to_str().unwrap()]);
+    assert!(text_of(&plan["broken_rules"][0]).contains("it is on 2 hosts (h1, h2)"), "{plan}");
     let then = places(&plan, now.clone());
     for pinned in now.keys().filter(|name| name.starts_with("k3") || ["k0-1", "k0-2"].contains(&name.as_str())) {
         assert_eq!(then[pinned], now[pinned]);
@@ -197,6 +236,7 @@ fn orchestrators_get_labels_and_tags() {
     assert_eq!(guests.len(), 16);
     for guest in guests {
         let same_tag = guests.iter().filter(|other| other["tags"] == guest["tags"]);
+        assert_eq!(guest["migrate"], guest["from"] != guest["node"]);
         assert!(same_tag.clone().all(|other| other["node"] == guest["node"]) && same_tag.count() == 4, "{tags}");
     }
 }

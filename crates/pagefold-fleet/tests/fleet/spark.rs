@@ -33,10 +33,11 @@ fn spark_gives_the_same_answer() {
     let put = |name: &str, bytes: &[u8]| std::fs::write(dir.path().join(name), bytes).unwrap();
     let good = bytes("x", &[row("w", &[0..9000])]);
     put("half.parquet", &good[..good.len() / 2]);
-    put(
-        "host-0-old.parquet",
-        &bytes("host-0", &[Row { time_us: NOW_US - 3_600_000_000, since_us: 0, ..row("w", &[0..9000]) }]),
-    );
+    std::fs::create_dir(dir.path().join("yesterday")).unwrap();
+    let old = [Row { time_us: NOW_US - 3_600_000_000, since_us: 0, ..row("w", &[0..9000]) }];
+    put("yesterday/host-0.parquet", &bytes("host-0", &old));
+    put("for-another.parquet", &bytes("host-0", &[row("w", &[0..9000])]));
+    write(dir.path(), "ö b%41", &[row("w", &[0..9])]);
     // Numbers whose sum has more than 63 bits: the engine is not to fail.
     let absurd = Row { anonymous_bytes: 1 << 50, ..row("w", &[0..9]) };
     let mut bytes = bytes("absurd", &[absurd.clone(), Row { workload: "x".into(), ..absurd }]);

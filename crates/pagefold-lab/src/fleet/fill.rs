@@ -2,7 +2,7 @@
 //!
 //! By plan, the first ones are placed in turn, as long as there is no plan; then one is made again and again as the fleet fills.
 //! Whether a host has room is decided by what its workloads take, counted exactly. The end is the first newcomer that fits nowhere; by
-//! plan, not even after what is there has been placed anew.
+//! plan, not even after what is there has been placed anew, as often as that makes room.
 
 use super::FleetOptions;
 use super::mix::Mix;
@@ -16,6 +16,8 @@ use std::collections::hash_map::Entry;
 
 /// Newcomers on each host, on average, between two plans.
 const BETWEEN_PLANS: u64 = 2;
+/// A plan keeps one page of so many free, since the planner's figures are estimates.
+const KEPT_FREE: u64 = 400;
 /// About what a workload takes without sharing: the first plan is made when half of the memory would be full.
 const MEAN_PAGES: u64 = 10_000;
 /// No newcomer takes less of a host's memory than this, so many pages: it bounds how many fit.
@@ -137,10 +139,11 @@ fn by_plan(world: &mut World<'_>, pages: u64) -> usize {
         if settled == world.instances.len() {
             return settled;
         }
-        planned = place_anew(world, settled, pages) || planned;
-        if stuck && settled == before {
+        let made_room = place_anew(world, settled, pages);
+        if stuck && settled == before && !made_room {
             return settled;
         }
+        planned |= made_room;
         next_plan = settled + usize::try_from(hosts * BETWEEN_PLANS).unwrap_or(1);
     }
 }
@@ -203,7 +206,7 @@ fn shift(mix: &Mix, hosts: &mut [Held], instance: &mut Instance, to: u32) {
 /// is left out. Returns whether the others made room.
 fn place_anew(world: &mut World<'_>, settled: usize, pages: u64) -> bool {
     let mix = world.mix;
-    let fleet = limited(world, pages, settled);
+    let fleet = limited(world, pages - pages / KEPT_FREE, settled);
     let made = plan(&fleet, &Contents::of(&fleet), u64::MAX);
     let mut hosts = held(world, settled);
     let before: u64 = hosts.iter().map(Held::pages).sum();

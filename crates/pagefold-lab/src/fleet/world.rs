@@ -4,7 +4,7 @@
 use super::FleetOptions;
 use super::mix::Mix;
 use pagefold_core::random::{Random, mix};
-use pagefold_core::units::{Bytes, PAGE_BYTES, count};
+use pagefold_core::units::{Bytes, PAGE_BYTES, Pages, count};
 use pagefold_planner::{Fleet, Host, HostId, Sample, Unit};
 use pagefold_sketch::{Content, Sketch};
 use rustc_hash::FxHashSet;
@@ -90,9 +90,11 @@ impl<'a> World<'a> {
     }
 
     pub fn unit(&self, instance: Instance, sketch: &Sketch) -> Unit {
+        let held = Pages(count(contents(self.mix, instance).count()));
         Unit {
             host: HostId(instance.host),
-            memory: Bytes(count(contents(self.mix, instance).count()) * PAGE_BYTES),
+            memory: held.bytes(),
+            held,
             cpu_millicores: CPU_EACH,
             workloads: 1,
             pinned: false,
