@@ -319,8 +319,8 @@ impl InjectError {
         match error {
             ReadError::Vanished { pid } => Self::Vanished { pid },
             ReadError::Denied { pid, .. } => Self::Denied { pid },
-            // A file of a thread that has ended meanwhile.
-            ReadError::Absent { pid, .. } => Self::Busy { pid },
+            // A file of a thread that has ended meanwhile; memory that moves.
+            ReadError::Absent { pid, .. } | ReadError::Moving { pid } => Self::Busy { pid },
             ReadError::Malformed { pid, file, what } => {
                 Self::System { pid, what: format!("reading {file} ({what})"), errno: Errno(libc::EINVAL) }
             }

@@ -4,6 +4,7 @@
 //! and not the backslash, so the escape is ambiguous: names are kept as printed, including a final ` (deleted)`.
 
 use crate::os::abandonable;
+use crate::proc::ksm_stat::KsmStat;
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::units::{PAGE_BYTES, Pages, Vpn};
 use std::fmt;
@@ -313,6 +314,9 @@ pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
         .collect()
 }
 
+/// Lists without a marked mapping that are read although the kernel says that there is one.
+const READS_MOST: u32 = 16;
+
 /// KiB in the largest address space, of 57 bits.
 const MOST_KIB: u64 = 1 << 47;
 
@@ -332,13 +336,27 @@ pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> 
 
 /// The mappings that are marked, however many others there are. More than [`MAPPINGS_MOST`] are cut off. `original_bytes` counts
 /// only marked neighbours.
+///
+/// The kernel gives the list in pieces of some mappings, between which one can move from what is still to be read to what has been
+/// read. So a list without marked ones is read again, until the kernel says that there are none. A kernel that does not say
+/// (before Linux 6.14) must give two such lists.
+///
+/// # Errors
+/// [`ReadError::Moving`] if there are marked mappings and none is found.
 pub(crate) fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
-    let mut found = Details::default();
-    let is_marked = |detail: &VmaDetail| detail.flags.has(*b"mg");
-    match found.read(process.open_file("smaps")?, Names::Special, is_marked) {
-        Ok(()) | Err(ListError::TooMany) => Ok(found.finish()),
-        Err(error) => Err(error.of(process, "smaps")),
+    for read in 1..=READS_MOST {
+        let mut found = Details::default();
+        let is_marked = |detail: &VmaDetail| detail.flags.has(*b"mg");
+        match found.read(process.open_file("smaps")?, Names::Special, is_marked) {
+            Ok(()) | Err(ListError::TooMany) => {}
+            Err(error) => return Err(error.of(process, "smaps")),
+        }
+        let found = found.finish();
+        if !found.is_empty() || !KsmStat::of(process)?.mergeable.unwrap_or(read == 1) {
+            return Ok(found);
+        }
     }
+    Err(ReadError::Moving { pid: process.pid() })
 }
 
 fn read_details(

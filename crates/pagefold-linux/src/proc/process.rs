@@ -32,6 +32,9 @@ pub enum ReadError {
     /// More mappings than are considered.
     #[error("process {pid} has more than {most} mappings")]
     TooMany { pid: i32, most: usize },
+    /// It has marked memory, which moved each time before it was found.
+    #[error("memory of process {pid} moves faster than it is found")]
+    Moving { pid: i32 },
     /// Any other failure.
     #[error("cannot read /proc/{pid}/{file}: {source}")]
     Io { pid: i32, file: String, source: io::Error },

@@ -14,6 +14,7 @@ use pagefold_linux::ksm::controller::scan_and_restore;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
 use pagefold_linux::ksm::request;
 use pagefold_linux::proc::Roots;
+use pagefold_linux::proc::process::ReadError;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -106,8 +107,10 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
                 complain!("{error}");
                 code = match &error {
                     UnmergeError::Inject(error) => preflight::inject_code(error),
+                    UnmergeError::Left { .. }
+                    | UnmergeError::NoRoom { .. }
+                    | UnmergeError::Read(ReadError::Moving { .. }) => exit::FAILURE,
                     UnmergeError::Read(_) => exit::NO_SCOPE,
-                    UnmergeError::Left { .. } | UnmergeError::NoRoom { .. } => exit::FAILURE,
                 };
                 process.failed = Some(error.to_string());
             }

@@ -84,6 +84,7 @@ fn run(mode: &str) -> Result<(), String> {
         "rseq" => rseq::rseq(),
         "churn" => states::churn(),
         "forks" => states::forks(),
+        "moving" => states::moving(),
         _ => blocking::blocking(mode),
     }
 }
