@@ -3,11 +3,13 @@
 use pagefold_core::units::whole;
 use pagefold_sketch::{Estimate, FleetKey, Kind, Row, SketchFile};
 use pagefold_testkit::holder::Change;
+use pagefold_testkit::injection::Victim;
 use pagefold_testkit::*;
 use serde_json::Value;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Whether other processes can be read; reports why not.
@@ -202,4 +204,40 @@ fn a_run_keeps_sketches_and_replaces_their_file() {
     let mut names: Vec<_> = fleet.dir.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["key", "node-2.parquet"]);
+}
+
+/// A program that locks its memory map while it is read for its sketch: no request waits for it.
+#[test]
+fn a_program_that_stalls_while_it_is_read_delays_no_request() {
+    let Some(_ksm) = KsmAtRest::take() else { return };
+    if !can_read() {
+        return;
+    }
+    let mut victim = match Victim::try_start(&["stalling", "locking"]) {
+        Ok(victim) => victim,
+        Err(why) => return skip_unsupported(why),
+    };
+    let fleet = Fleet::new();
+    let (key, dir) = (fleet.word("key"), fleet.dir.path().to_str().unwrap().to_owned());
+    let flags = ["--dry-run", "--sketches", &dir, "--fleet-key", &key, "--fleet-host", "node-3"];
+    let run = Daemon::on(&[victim.pid()], &flags).answering();
+    // At 2 MiB a second, 8 MiB are not read by then.
+    wait_until("its memory is known", || status()["resident_bytes"].as_u64().unwrap() >= 8 * MIB);
+    std::thread::sleep(Duration::from_secs(1));
+    victim.send();
+    wait_until("it is locked", || tids(victim.pid()).iter().any(|&tid| state(tid) == b'D'));
+    // Its sketch ends with what has been read of it.
+    let (began, file) = (Instant::now(), fleet.path("node-3.parquet"));
+    while !file.exists() {
+        let asked = Instant::now();
+        assert!(pagefold(&["status"]).status.success());
+        assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
+        assert!(began.elapsed() < Duration::from_secs(120), "there is no sketch");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let written = read(&file);
+    println!("{:.1} s: {} rows", began.elapsed().as_secs_f64(), written.rows.len());
+    assert!(written.rows.iter().any(|row| row.read_bytes < row.anonymous_bytes), "{written:?}");
+    run.stop();
+    victim.send();
 }

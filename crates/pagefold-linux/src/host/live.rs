@@ -10,7 +10,7 @@ mod requesting;
 mod withdrawing;
 
 pub use placing::Policies;
-pub use reading::{Content, Digest, PageContent, Place, Progress, usage_of};
+pub use reading::{Content, Digest, PageContent, Place, Progress};
 
 use self::limits::Limits;
 use self::placing::Placing;

@@ -4,6 +4,7 @@ use super::reading::{Finished, Known, ProcessId, Reading, id_of};
 use super::settings::Fleet;
 use super::workloads::{self, Id, Workload};
 use pagefold_core::keys::OwnerKey;
+use pagefold_core::units::Pages;
 use pagefold_linux::host::live::{Digest, LiveHost, Progress};
 use pagefold_linux::host::targets::Target;
 use pagefold_linux::scope::exclude::Exclusion;
@@ -146,10 +147,12 @@ impl Keeper {
         }
     }
 
-    fn finish(&mut self, host: &LiveHost, now: Now) {
+    fn finish(&mut self, host: &mut LiveHost, now: Now) {
         if let Some(reading) = self.reading.take() {
+            let zeros: u64 = reading.processes().iter().map(|process| host.merged_zeros(process).0).sum();
             let former = self.kept.get(reading.id()).map(|(row, known)| (&**row, known));
-            let Finished { id, row, known } = reading.finish(&self.fleet, now, former, host.merged_pages());
+            let Finished { id, row, known } =
+                reading.finish(&self.fleet, now, former, Pages(zeros), host.merged_pages());
             self.kept.insert(id, (Arc::new(row), known));
         }
     }

@@ -5,7 +5,8 @@ use super::settings::Fleet;
 use super::workloads::{Id, Member, Workload};
 use pagefold_core::host::PageState;
 use pagefold_core::units::{PAGE_BYTES, Pages, whole};
-use pagefold_linux::host::live::{Content, PageContent, Place, usage_of};
+use pagefold_linux::host::live::{Content, PageContent, Place};
+use pagefold_linux::proc::cpu::process_cpu_ns;
 use pagefold_linux::proc::process::Process;
 use pagefold_sketch::{Content as Digest, Counted, Counter, Row};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -74,7 +75,7 @@ impl Reading {
         let Workload { id, mut members } = workload;
         members.reverse();
         let processes: Vec<Arc<Process>> = members.iter().map(|member| member.process.clone()).collect();
-        let cpu_ns = processes.iter().map(|process| (id_of(process), usage_of(process).0)).collect();
+        let cpu_ns = processes.iter().map(|process| (id_of(process), cpu_ns_of(process))).collect();
         Self {
             id,
             began,
@@ -135,12 +136,18 @@ impl Reading {
         (self.read, self.merged_of_next, self.place) = (0, 0, Place::default());
     }
 
-    /// Makes the row, once no process is left. `machine` are the pages that KSM has merged into others, and those that they share.
+    pub fn processes(&self) -> &[Arc<Process>] {
+        &self.processes
+    }
+
+    /// Makes the row, once no process is left. `zeros_merged` are its pages of zeros that are merged; `sharing` are the pages of the
+    /// machine that KSM has merged into others, and `shared` those that they share.
     pub fn finish(
         self,
         fleet: &Fleet,
         now: Now,
         former: Option<(&Row, &Known)>,
+        zeros_merged: Pages,
         (sharing, shared): (Pages, Pages),
     ) -> Finished {
         let Self { id, began, counter, zeros, unread, mut known, processes, .. } = self;
@@ -150,10 +157,9 @@ impl Reading {
         let nothing = Known::default();
         let (since_us, before) = former.map_or((began.us, &nothing), |(row, known)| (row.time_us, known));
         let broken = bytes(lost(&before.merged, &known.merged));
-        let (mut spent_ns, mut zeros_merged) = (0, Pages(0));
+        let mut spent_ns = 0;
         for process in &processes {
-            let (cpu_ns, merged) = usage_of(process);
-            zeros_merged += merged;
+            let cpu_ns = cpu_ns_of(process);
             let at_start = known.cpu_ns.insert(id_of(process), cpu_ns).unwrap_or(cpu_ns);
             spent_ns += cpu_ns.saturating_sub(before.cpu_ns.get(&id_of(process)).copied().unwrap_or(at_start));
         }
@@ -205,6 +211,11 @@ impl Reading {
     }
 }
 
+/// CPU time of a process so far, nanoseconds. None if it has ended.
+fn cpu_ns_of(process: &Process) -> u64 {
+    process_cpu_ns(process).unwrap_or(0)
+}
+
 /// The pages that were merged in processes that have fewer of them now.
 fn lost(before: &BTreeMap<ProcessId, u64>, now: &BTreeMap<ProcessId, u64>) -> u64 {
     before.iter().filter_map(|(process, merged)| Some(merged.saturating_sub(*now.get(process)?))).sum()
@@ -239,7 +250,7 @@ mod tests {
 
     fn finish(reading: Reading, seconds: u64, former: Option<&Finished>) -> Finished {
         let former = former.map(|former| (&former.row, &former.known));
-        let finished = reading.finish(&fleet(), now(seconds), former, (Pages(300), Pages(100)));
+        let finished = reading.finish(&fleet(), now(seconds), former, Pages(0), (Pages(300), Pages(100)));
         finished.row.check().unwrap();
         finished
     }

@@ -5,8 +5,9 @@
 
 use super::LiveHost;
 use crate::host::regions::Tracked;
+use crate::host::targets::Target;
 use crate::os::abandonable::run_abandonable;
-use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
+use crate::os::cpu::own_cpu_ns;
 use crate::proc::ksm_stat::KsmStat;
 use crate::proc::memory::{Contents, PageReader, ReadHow};
 use crate::proc::process::{Process, ReadError};
@@ -129,12 +130,13 @@ impl LiveHost {
         let view = self.ksm.counters().map(|counters| counters.view(false, false)).unwrap_or_default();
         (view.sharing, view.shared)
     }
-}
 
-/// CPU time of a process so far, nanoseconds, and its pages of zeros that are merged. Nothing if it has ended.
-pub fn usage_of(process: &Process) -> (u64, Pages) {
-    let zeros = KsmStat::of(process).map_or(0, |stat| stat.zero_kib / 4);
-    (process_cpu_ns(process.pid()).unwrap_or(0), Pages(zeros))
+    /// Pages of zeros of a target that are merged. None if it has ended or cannot be read at present.
+    pub fn merged_zeros(&mut self, process: &Process) -> Pages {
+        let is_it = |target: &&mut Target| target.process.start_time_ticks() == process.start_time_ticks();
+        let target = self.targets.get_mut(&process.pid()).filter(is_it);
+        Pages(target.and_then(|target| target.read(KsmStat::of).ok()).map_or(0, |stat| stat.zero_kib / 4))
+    }
 }
 
 /// What the reading thread works on.

@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | `code` | maps executable memory of a FUSE file whose pages are never read to the end |
 //! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
+//! | `locking` | the same, once it has read a byte, with 8 MiB of memory of its own |
 //! | `exec` | executes such a file: until that is read, nothing can attach to it |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
 //! | `regions` | has nearly as many small mappings of anonymous memory as are considered |
@@ -19,6 +20,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Mappings of `mappings`: a little less than the default of `vm.max_map_count`.
@@ -27,6 +29,10 @@ const MAPPINGS: usize = 65_400;
 const REGIONS: usize = 16_000;
 /// Pages of the file whose reads are never answered.
 const FILE_PAGES: usize = 64;
+/// Memory of `locking`.
+const OWN_BYTES: usize = 8 << 20;
+/// Whether `locking` is to begin.
+static LOCKING: AtomicBool = AtomicBool::new(false);
 /// The time that threads leave the others to begin.
 const HEAD_START: Duration = Duration::from_millis(200);
 /// Below everything else, so that it is searched first.
@@ -38,16 +44,15 @@ pub fn main(kind: &str) {
         "code" => stalled_file().map(|file| {
             map(LOW, FILE_PAGES * 4096, libc::PROT_READ | libc::PROT_EXEC, libc::MAP_PRIVATE, &file);
         }),
-        "locked" => stalled_file().map(|file| {
-            map(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, &file);
-            // Nothing is mapped after that, and only when `ready` has been printed.
-            std::thread::spawn(|| {
-                std::thread::sleep(HEAD_START);
-                File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64)
-            });
-            std::thread::spawn(|| {
-                std::thread::sleep(HEAD_START * 2);
-                anonymous(4096, libc::PROT_READ) as usize
+        // Nothing is mapped after that, and only when `ready` has been printed.
+        "locked" => stalled_file().map(|file| lock(&file, || std::thread::sleep(HEAD_START))),
+        "locking" => stalled_file().map(|file| {
+            let own = anonymous(OWN_BYTES, libc::PROT_READ | libc::PROT_WRITE).cast::<u64>();
+            (0..OWN_BYTES / 8).for_each(|word| unsafe { own.add(word).write(word as u64) });
+            lock(&file, || {
+                while !LOCKING.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
             });
         }),
         "exec" => stalled_file().map(|file| {
@@ -74,7 +79,12 @@ pub fn main(kind: &str) {
     }
     println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
     // Without a buffer, for which memory might be mapped.
-    unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
+    let read = || unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
+    read();
+    if kind == "locking" {
+        LOCKING.store(true, Ordering::Relaxed);
+        read();
+    }
     match memory.check() {
         Ok(()) => println!("ok"),
         Err(reason) => println!("bad: {reason}"),
@@ -82,6 +92,20 @@ pub fn main(kind: &str) {
     // Without the destructors of threads that never end.
     let _ = std::io::stdout().flush();
     unsafe { libc::_exit(0) };
+}
+
+/// Keeps the memory map locked from the end of `wait` on: one thread reads the file with the lock held, another one waits for it.
+fn lock(file: &File, wait: fn()) {
+    map(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file);
+    std::thread::spawn(move || {
+        wait();
+        File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64)
+    });
+    std::thread::spawn(move || {
+        wait();
+        std::thread::sleep(HEAD_START);
+        anonymous(4096, libc::PROT_READ) as usize
+    });
 }
 
 /// So that others can see that it is dumpable.
