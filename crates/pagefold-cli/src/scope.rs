@@ -68,6 +68,12 @@ impl ScopeArgs {
     pub fn resolve_by_name(&self) -> Result<Vec<Scoped>, Exit> {
         resolve_by_name(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
+
+    /// The same some time later: processes that were selected by number are not looked for again, and there may be none.
+    pub fn resolve_later(&self) -> Vec<Scoped> {
+        let spec = ScopeSpec { pids: Vec::new(), ..self.spec() };
+        resolve_by_name(&spec, &Roots::default()).unwrap_or_default()
+    }
 }
 
 impl fmt::Display for ScopeArgs {

@@ -386,3 +386,55 @@ fn memory_that_moves_is_unmarked() {
     assert!(unmarked > 20);
     ksm.assert_restored();
 }
+
+/// Forks children that keep the marks it has, one in 5 ms, and waits.
+const FORKING: &str = r#"
+import mmap, os, signal, sys, time
+memory = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.write(os.urandom(1 << 20))
+memory.madvise(mmap.MADV_MERGEABLE)
+print("ready", flush=True)
+sys.stdin.readline()
+children = []
+for number in range(60):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    children.append(pid)
+    if number == 10:
+        print("forking", flush=True)
+    time.sleep(0.005)
+sys.stdin.readline()
+for pid in children:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+print("ok", flush=True)
+"#;
+
+#[test]
+fn children_that_are_forked_meanwhile_are_unmarked() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(group) = Cgroup::create("unified") else { return skip("no cgroups of version 2") };
+    let mut forking = Script::start(FORKING);
+    group.add(forking.pid());
+    forking.say("fork");
+    assert_eq!(forking.line(), "forking");
+    unmerge_group(&group);
+    let pids: Vec<i32> = std::fs::read_to_string(group.path().join("cgroup.procs"))
+        .unwrap()
+        .lines()
+        .map(|line| line.parse().unwrap())
+        .collect();
+    println!("{} processes", pids.len());
+    assert!(pids.len() > 15);
+    assert_unmarked(&pids);
+    forking.say("end");
+    assert_eq!(forking.line(), "ok");
+    ksm.assert_restored();
+}
+
+fn unmerge_group(group: &Cgroup) {
+    let output = run_pagefold(&["unmerge", "--cgroup", group.path().to_str().unwrap()]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}

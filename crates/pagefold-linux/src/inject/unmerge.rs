@@ -76,6 +76,17 @@ pub enum UnmergeError {
     },
 }
 
+impl UnmergeError {
+    /// Whether the process has ended, so that nothing of it is merged any more.
+    pub fn has_ended(&self) -> bool {
+        matches!(
+            self,
+            Self::Read(ReadError::Vanished { .. })
+                | Self::Inject(InjectError::Vanished { .. } | InjectError::Zombie { .. })
+        )
+    }
+}
+
 /// A range of addresses in pieces that one call may unmark: the start of each, and its length in bytes.
 pub(crate) fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (u64, u64)> {
     let by = usize::try_from(step.0).unwrap_or(usize::MAX);

@@ -343,7 +343,7 @@ pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> 
 ///
 /// # Errors
 /// [`ReadError::Moving`] if there are marked mappings and none is found.
-pub(crate) fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
+pub fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     for read in 1..=READS_MOST {
         let mut found = Details::default();
         let is_marked = |detail: &VmaDetail| detail.flags.has(*b"mg");

@@ -4,7 +4,8 @@ use super::path_text;
 use pagefold_core::host::{ChangeResult, Marking, Why};
 use pagefold_core::units::Pages;
 use pagefold_linux::host::targets::Target;
-use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
+use pagefold_linux::proc::maps::{VmaDetail, read_marked};
+use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::Scoped;
 use serde::Serialize;
 
@@ -201,12 +202,17 @@ pub struct Before {
 impl Before {
     /// Reads them. A process that cannot be read has none.
     pub fn of(scoped: &Scoped) -> Self {
-        Self { owner: scoped.into(), marked: marked(&read_smaps(&scoped.process).unwrap_or_default()) }
+        Self { owner: scoped.into(), marked: spans(&read_marked(&scoped.process).unwrap_or_default()) }
     }
 
     /// What was unmarked of each span. `refused` means that what is still marked will stay so.
     pub fn after(self, scoped: &Scoped, refused: bool) -> Vec<Entry> {
-        let left = marked(&read_smaps(&scoped.process).unwrap_or_default());
+        let left = match read_marked(&scoped.process) {
+            Ok(details) => spans(&details),
+            Err(ReadError::Vanished { .. }) => Vec::new(),
+            // Nothing is known to be unmarked.
+            Err(_) => self.marked.clone(),
+        };
         let entry = |(start, end): (u64, u64)| {
             let still: u64 = left.iter().map(|(from, to)| to.min(&end).saturating_sub(*from.max(&start))).sum();
             let outcome = match (end - start - still, refused) {
@@ -220,6 +226,6 @@ impl Before {
     }
 }
 
-fn marked(details: &[VmaDetail]) -> Vec<(u64, u64)> {
-    details.iter().filter(|detail| detail.flags.has(*b"mg")).map(|detail| (detail.vma.start, detail.vma.end)).collect()
+fn spans(details: &[VmaDetail]) -> Vec<(u64, u64)> {
+    details.iter().map(|detail| (detail.vma.start, detail.vma.end)).collect()
 }

@@ -9,17 +9,21 @@ use pagefold_cli::exit;
 use pagefold_cli::flags::AuditFlags;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style::{self, Lines, Style};
+use pagefold_linux::inject::Injector;
 use pagefold_linux::inject::unmerge::{UnmergeError, unmerge};
 use pagefold_linux::ksm::controller::scan_and_restore;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
 use pagefold_linux::ksm::request;
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::process::ReadError;
+use pagefold_linux::scope::Scoped;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
 
+/// How often processes are looked for: those that start meanwhile are unmerged, too.
+const PASSES: u32 = 5;
 /// How long a scan of ksmd may take.
 const PASS_LIMIT: Duration = Duration::from_secs(30);
 
@@ -47,7 +51,7 @@ pub struct Summary {
     audit_lost: u64,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub struct Process {
     pub pid: i32,
     pub name: String,
@@ -77,7 +81,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     };
     let mut injector = preflight::injector()?;
     preflight::give_up_rights(&[])?;
-    let scoped = args.scope.resolve_by_name()?;
+    let mut scoped = args.scope.resolve_by_name()?;
     let paths = KsmPaths::default();
     // No other pagefold may mark what is being unmarked. Another program that runs ksmd does no harm.
     let lease = match KsmLease::take(ksm.clone(), &paths, &InitialKnobs::NONE) {
@@ -88,39 +92,25 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     let mut summary = Summary::new();
     let mut code = exit::OK;
     log(&Entry::begin("unmerge", args.scope.spec().to_string()));
-    for scoped in scoped {
-        let before = args.audit.path().is_some().then(|| Before::of(&scoped));
-        let mut process = Process {
-            pid: scoped.process.pid(),
-            name: scoped.name.clone(),
-            given_back_bytes: 0,
-            unmarked_bytes: 0,
-            failed: None,
-        };
-        match unmerge(&scoped.process, &mut injector, &Roots::default()) {
-            Ok(done) => {
-                process.given_back_bytes = done.given_back.0;
-                process.unmarked_bytes = done.unmarked.0;
-                summary.longest_stop_us = summary.longest_stop_us.max(done.longest_stop_ns as f64 / 1e3);
-            }
-            Err(error) => {
-                complain!("{error}");
-                code = match &error {
-                    UnmergeError::Inject(error) => preflight::inject_code(error),
-                    UnmergeError::Left { .. }
-                    | UnmergeError::NoRoom { .. }
-                    | UnmergeError::Read(ReadError::Moving { .. }) => exit::FAILURE,
-                    UnmergeError::Read(_) => exit::NO_SCOPE,
-                };
-                process.failed = Some(error.to_string());
-            }
+    let mut seen = BTreeSet::new();
+    for _ in 0..PASSES {
+        scoped.retain(|one| seen.insert((one.process.pid(), one.process.start_time_ticks())));
+        if scoped.is_empty() {
+            break;
         }
-        for entry in before.into_iter().flat_map(|before| before.after(&scoped, process.failed.is_some())) {
-            summary.audit_lost = log(&entry);
+        for scoped in std::mem::take(&mut scoped) {
+            let before = args.audit.path().is_some().then(|| Before::of(&scoped));
+            let Some((process, failure)) = unmerge_one(&scoped, &mut injector, &mut summary) else { continue };
+            code = failure.unwrap_or(code);
+            for entry in before.into_iter().flat_map(|before| before.after(&scoped, process.failed.is_some())) {
+                summary.audit_lost = log(&entry);
+            }
+            summary.given_back_bytes += process.given_back_bytes;
+            summary.unmarked_bytes += process.unmarked_bytes;
+            summary.processes.push(process);
         }
-        summary.given_back_bytes += process.given_back_bytes;
-        summary.unmarked_bytes += process.unmarked_bytes;
-        summary.processes.push(process);
+        // A child has the marks that its parent had when it was forked.
+        scoped = args.scope.resolve_later();
     }
     drop(injector);
     summary.audit_lost = log(&Entry::end("unmerge", summary.audit_lost));
@@ -131,6 +121,32 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
     output::print(args.json, &summary, |style| describe(&summary, ("KSM", ("process", "processes")), style))?;
     Ok(code)
+}
+
+/// Unmerges a process. Returns what was done, and the exit code if it failed; nothing of a process that has ended and was not selected
+/// by its number.
+fn unmerge_one(scoped: &Scoped, injector: &mut Injector, summary: &mut Summary) -> Option<(Process, Option<u8>)> {
+    let mut process = Process { pid: scoped.process.pid(), name: scoped.name.clone(), ..Process::default() };
+    let error = match unmerge(&scoped.process, injector, &Roots::default()) {
+        Ok(done) => {
+            process.given_back_bytes = done.given_back.0;
+            process.unmarked_bytes = done.unmarked.0;
+            summary.longest_stop_us = summary.longest_stop_us.max(done.longest_stop_ns as f64 / 1e3);
+            return Some((process, None));
+        }
+        Err(error) if error.has_ended() && !scoped.named => return None,
+        Err(error) => error,
+    };
+    complain!("{error}");
+    process.failed = Some(error.to_string());
+    let code = match &error {
+        UnmergeError::Inject(error) => preflight::inject_code(error),
+        UnmergeError::Left { .. } | UnmergeError::NoRoom { .. } | UnmergeError::Read(ReadError::Moving { .. }) => {
+            exit::FAILURE
+        }
+        UnmergeError::Read(_) => exit::NO_SCOPE,
+    };
+    Some((process, Some(code)))
 }
 
 /// Ends the lease after scans that let ksmd release what was unmarked. Returns the knobs that cannot be restored yet.

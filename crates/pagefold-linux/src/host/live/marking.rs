@@ -7,6 +7,7 @@ use crate::inject::{Call, InjectError, InjectionReport, Limits};
 use crate::os::abandonable::{Job, PATIENCE};
 use crate::os::fault;
 use crate::proc::image::ProgramId;
+use crate::proc::ksm_stat::KsmStat;
 use crate::proc::maps::{VmaDetail, read_smaps};
 use crate::proc::process::ReadError;
 use crate::scope::exclude::{Exclusion, vma_exclusion};
@@ -223,8 +224,10 @@ impl LiveHost {
                         add(&mut results[at], pages);
                     }
                 }
+                // A mapping that has moved is not among them.
+                let may_be_marked = mark && target.read(KsmStat::of).map_or(true, |stat| stat.mergeable != Some(false));
                 self.report_left_alone(pid, error.to_string());
-                return error.is_unknown();
+                return error.is_unknown() || may_be_marked;
             }
             // The process's memory limits have no room for more copies.
             Err(_) => work.parts[report.results.len()..].iter().for_each(|&(at, _)| results[at] = Marking::Busy),
