@@ -347,7 +347,7 @@ fn the_program_prints_a_summary() {
     let sleeper = Sleeper::start();
     let pids = format!("{},{}", one.pid(), sleeper.pid());
     let path = file.to_str().unwrap();
-    let output = lab(&["record", "--pid", &pids, "--deny", "sleep", "--every", "100ms", "--for", "200ms", "-o", path]);
+    let output = lab(&["record", "--pid", &pids, "--deny", "sleep", "--every", "1s", "--for", "2s", "-o", path]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(text.starts_with(&format!("{path}: 3 snapshots of 1 process, ")), "{text}");

@@ -274,8 +274,8 @@ fn a_32_bit_program_is_refused_untouched() {
         Err(why) => return skip_unsupported(why),
     };
     let pid = child.pid();
-    pause_ms(20);
     let process = Process::open(pid).unwrap();
+    wait_until("it is blocked in pause(2)", || process.stat().is_ok_and(|stat| stat.state == b'S'));
     let refused = inject(&process, &[Call::madvise(0, 0, MARK)], &Limits::default());
     let state = process.stat().unwrap().state;
     assert_eq!(refused, Err(InjectError::Compat { pid }));
@@ -436,7 +436,7 @@ fn a_batch_has_a_result_for_each_call() {
     let (set, get) = (libc::PR_SET_THP_DISABLE, libc::PR_GET_THP_DISABLE);
     let huge_pages =
         [Call::prctl(set, [1, 0, 0, 0]), Call::prctl(get, [0; 4]), Call::prctl(set, [0; 4]), Call::prctl(get, [0; 4])];
-    let report = inject(&victim.process, &huge_pages, &Limits::default()).unwrap();
+    let report = inject(&victim.process, &huge_pages, &PATIENT).unwrap();
     assert_eq!(report.results, [Ok(0), Ok(1), Ok(0), Ok(0)]);
     victim.finish("idle");
 }
@@ -591,9 +591,9 @@ fn an_injector_killed_while_idle_does_no_harm() {
     }
     let mut injector = injector("worker");
     let mut victim = Victim::start("idle");
-    injector.run(&victim.process, &victim.calls(MARK, 1), &Limits::default()).unwrap();
+    injector.run(&victim.process, &victim.calls(MARK, 1), &PATIENT).unwrap();
     send(i32::try_from(injector.pid()).unwrap(), libc::SIGKILL);
-    let after = injector.run(&victim.process, &victim.calls(MARK, 1), &Limits::default());
+    let after = injector.run(&victim.process, &victim.calls(MARK, 1), &PATIENT);
     assert_eq!(after, Err(InjectError::WorkerGone));
     assert!(victim.is_marked());
     victim.finish("idle");

@@ -60,7 +60,7 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
     // Others are not affected.
     let mut plain = Victim::start("idle");
-    inject(&plain.process, &plain.calls(MARK, 1), &Limits::default()).unwrap();
+    inject(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
     plain.send();
     victim.send();
     victim.expect_ok("exec");
@@ -76,7 +76,7 @@ fn very_many_mappings_take_the_injector_little_memory() {
     let mut injector = injector("worker");
     let peak = |injector: &pagefold_linux::inject::Injector| peak_kib(injector.pid().into());
     let mut plain = Victim::start("idle");
-    injector.run(&plain.process, &plain.calls(MARK, 1), &Limits::default()).unwrap();
+    injector.run(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
     plain.send();
     let before = peak(&injector);
     for number in 0..6 {

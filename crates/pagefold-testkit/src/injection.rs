@@ -62,6 +62,9 @@ pub const BLOCKING: [&str; 36] = [
     "io-uring-sqpoll",
 ];
 
+/// The default limits with more time: on busy processors a thread takes long to stop.
+pub const PATIENT: Limits = Limits { stop_ns: 3_000_000_000, call_ns: 3_000_000_000, calls_per_stop: 32 };
+
 /// Whether a child may be traced here; reports why not.
 #[track_caller]
 pub fn can_inject() -> bool {
@@ -144,7 +147,7 @@ impl Victim {
     }
 
     pub fn mark(&self, advice: i32) -> Result<InjectionReport, InjectError> {
-        inject(&self.process, &self.calls(advice, 1), &Limits::default())
+        inject(&self.process, &self.calls(advice, 1), &PATIENT)
     }
 
     /// Marks, unmarks and marks again, `times` times, and checks each time that it took effect.

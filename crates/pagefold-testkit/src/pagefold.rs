@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{Read, Seek};
+use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -181,6 +182,14 @@ impl Daemon {
 
     pub fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
+    }
+
+    /// Whether its messages so far contain this.
+    pub fn has_said(&self, what: &str) -> bool {
+        let mut bytes = vec![0; 1 << 16];
+        // At the beginning, without moving the offset at which it writes.
+        let length = self.errors.read_at(&mut bytes, 0).unwrap();
+        String::from_utf8_lossy(&bytes[..length]).contains(what)
     }
 
     pub fn signal(&self, signal: i32) {

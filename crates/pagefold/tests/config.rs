@@ -79,7 +79,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     // An invalid file changes nothing, and changes that need a restart are reported.
     fs::write(&config, "[run]\ngoverment = 1\n").unwrap();
     daemon.signal(libc::SIGHUP);
-    std::thread::sleep(std::time::Duration::from_secs(1));
+    wait_until("the file is refused", || daemon.has_said("the settings are unchanged: "));
     let more =
         "[limits]\nstops-per-second = 3\n[[limits.group]]\nname = \"pair\"\nuser = \"root\"\ngovernor = \"quiet\"\n";
     fs::write(&config, settings("low") + more + "[domains]\nby = \"user\"\n").unwrap();

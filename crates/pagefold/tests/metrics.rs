@@ -360,12 +360,9 @@ fn what_cannot_be_served_or_written_is_refused_at_the_start() {
     wait_until("the file is there", || metrics.exists());
     fs::write(&config, "[metrics]\ninterval = \"20s\"\n").unwrap();
     daemon.signal(libc::SIGHUP);
-    std::thread::sleep(Duration::from_secs(1));
+    wait_until("the change is noticed", || daemon.has_said("changes of [metrics] take effect at the next start"));
     page(address.port());
-    daemon.signal(libc::SIGTERM);
-    let ended = daemon.end();
-    assert!(ended.errors.contains("changes of [metrics] take effect at the next start"), "{}", ended.errors);
-    ended.summary();
+    daemon.stop();
     ksm.assert_restored();
 }
 

@@ -73,8 +73,9 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
     succeed(&["governor", "low"]);
     succeed(&["pause"]);
     let events = status()["events"].as_array().unwrap().clone();
-    let last: Vec<&str> = events.iter().rev().take(2).map(|event| event["what"].as_str().unwrap()).collect();
-    assert_eq!(last, ["pause", "governor"]);
+    let whats = events.iter().map(|event| event["what"].as_str().unwrap());
+    let asked: Vec<&str> = whats.filter(|what| ["pause", "governor"].contains(what)).collect();
+    assert_eq!(asked, ["governor", "pause"]);
 
     wait_until("the history has something", || {
         top(&page).status.success() && {

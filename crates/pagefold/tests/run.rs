@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pagefold_testkit::*;
 
@@ -39,6 +39,15 @@ fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
     ksm.assert_restored();
 }
 
+/// Lets a run merge until this much is saved and nothing is left to do, and stops it. Returns its summary.
+fn merged(daemon: Daemon, tenants: &mut [Tenant], savable: u64) -> Value {
+    wait_until("all is merged", || {
+        assert_intact(tenants);
+        saved_bytes() >= savable && status()["busy"] == false
+    });
+    daemon.stop()
+}
+
 #[test]
 fn two_identical_processes_are_merged_and_get_everything_back() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -48,11 +57,8 @@ fn two_identical_processes_are_merged_and_get_everything_back() {
     let pids = pids(&pair);
     let savable = 48 * MIB;
     assert_intact(&mut pair);
-    let mut daemon = Daemon::on(&pids, &["--for", "6s"]);
-    while daemon.is_running() {
-        assert_intact(&mut pair);
-    }
-    let summary = daemon.end().summary();
+    let daemon = Daemon::on(&pids, &[]).answering();
+    let summary = merged(daemon, &mut pair, miscounted + most(savable));
     assert_intact(&mut pair);
 
     let saved = bytes(&summary, "saved_bytes");
@@ -173,7 +179,7 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
         if repair == "doctor" {
             succeed(&["doctor", "--fix"]);
         } else {
-            let summary = Daemon::on(&pids, &["--for", "5s"]).end().summary();
+            let summary = merged(Daemon::on(&pids, &[]).answering(), &mut pair, most(96 * MIB));
             assert_eq!(summary["knobs_restored"], true);
             assert!(saved_bytes() >= most(96 * MIB), "{summary}");
         }
@@ -481,11 +487,14 @@ fn forks_and_mappings_without_a_pause_do_no_harm() {
     let mut pair = pair(32, 8, 13);
     let mut churning = [Script::start(CHURN), Script::start(CHURN)];
     let scope = [pids(&pair), churning.iter().map(Script::pid).collect()].concat();
-    let mut daemon = Daemon::on(&scope, &["--for", "7s"]);
-    while daemon.is_running() {
+    let daemon = Daemon::on(&scope, &[]).answering();
+    let begun = Instant::now();
+    let is_done = || saved_bytes() >= most(32 * MIB) && begun.elapsed() > Duration::from_secs(7);
+    wait_until("the pair is merged", || {
         assert_intact(&mut pair);
-    }
-    let summary = daemon.end().summary();
+        is_done()
+    });
+    let summary = daemon.stop();
     assert!(bytes(&summary, "saved_bytes") >= most(32 * MIB), "{summary}");
     assert_eq!((&summary["stood_down"], &summary["knobs_restored"]), (&Value::Null, &json!(true)));
     for process in &mut churning {
@@ -516,8 +525,8 @@ fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
     let broken = vmstat("cow_ksm");
 
     let daemon = start();
-    let until = std::time::Instant::now() + Duration::from_secs(4);
-    while std::time::Instant::now() < until {
+    let until = Instant::now() + Duration::from_secs(4);
+    while Instant::now() < until {
         assert!(saved_bytes() >= most(saved), "{} of {saved}", saved_bytes());
         std::thread::sleep(Duration::from_millis(50));
     }

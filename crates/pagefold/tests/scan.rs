@@ -120,9 +120,10 @@ fn known_memory_is_counted_to_the_page() {
     assert!(report["cost"]["ns_per_page"].as_f64().unwrap() > 0.0);
     assert!(process(&report, first.pid())["kinds"].as_array().unwrap().iter().any(|row| row["kind"] == "anonymous"));
 
-    // A sample is within its stated error of the exact figure 19 times in 20, so at least 8 times in 10.
+    // A sample is within its stated error of the exact figure 19 times in 20. Fewer than 15 of 20 are so by chance once in
+    // thousands of tests.
     let exact = bytes(totals, "savable_gross_bytes");
-    let hits = (0..10).filter(|seed| {
+    let hits = (0..20).filter(|seed| {
         let sampled = scan(&[first.pid(), second.pid()], &["--seed", &seed.to_string()]);
         let off = bytes(&sampled["totals"], "savable_gross_bytes").abs_diff(exact);
         let error = bytes(&sampled, "error_bytes");
@@ -130,7 +131,7 @@ fn known_memory_is_counted_to_the_page() {
         // Pages of the interpreter change between the scans.
         off <= error + 128 * 1024
     });
-    assert!(hits.count() >= 8);
+    assert!(hits.count() >= 15);
 }
 
 #[test]
