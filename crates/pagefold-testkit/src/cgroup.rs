@@ -57,15 +57,19 @@ impl Cgroup {
     pub fn path(&self) -> &Path {
         &self.path
     }
+
+    pub fn members(&self) -> Vec<i32> {
+        let members = fs::read_to_string(self.path.join("cgroup.procs")).unwrap_or_default();
+        members.lines().map(|pid| pid.parse().unwrap()).collect()
+    }
 }
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
         let _ = fs::write(self.path.join("freezer.state"), "THAWED");
         let _ = fs::write(self.path.join("cgroup.freeze"), "0");
-        let members = fs::read_to_string(self.path.join("cgroup.procs")).unwrap_or_default();
-        for pid in members.lines() {
-            let _ = fs::write(self.root.join("cgroup.procs"), pid);
+        for pid in self.members() {
+            let _ = fs::write(self.root.join("cgroup.procs"), pid.to_string());
         }
         // A member that is ending keeps the group for a moment.
         let end = Instant::now() + Duration::from_secs(5);

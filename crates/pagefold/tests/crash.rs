@@ -24,11 +24,15 @@ use std::process::Command;
 /// Memory of each tenant, the same in all.
 const COMMON_MIB: u64 = 8;
 
-/// A run that marks, kicks, rests and restores.
-const QUICK: [&str; 5] = ["--preset", "sensitive", "--json", "--for", "1500ms"];
-
 /// The time that a quick run has, and the time that it has if that was not enough, on busy processors.
-const TIMES: [&str; 2] = [QUICK[4], "15s"];
+const TIMES: [&str; 2] = ["1500ms", "15s"];
+
+/// A run that marks, kicks, rests and restores.
+const QUICK: [&str; 5] = quick(TIMES[0]);
+
+const fn quick(time: &str) -> [&str; 5] {
+    ["--preset", "sensitive", "--json", "--for", time]
+}
 
 /// Points at which a later passage differs from the first: a knob is changed already.
 const LATER: [&str; 4] = ["state-begun@3", "state-written@3", "state-saved@3", "turned:sleep_millisecs@3"];
@@ -46,7 +50,7 @@ fn faulty_run(pids: &[i32], options: &[&str], fault: &str) -> Daemon {
 /// Whether the program is killed at this point.
 fn is_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) -> bool {
     let ended = start(&format!("{point}=kill")).end();
-    println!("{point}: {:?}", ended.signal);
+    println!("{point}: {ended:?}");
     // A thread of it may wait for ksmd to end its scan. It has the lock until then.
     wait_until("the lock is free", || holder(LOCK_PATH.as_ref()).unwrap().is_none());
     ended.signal == Some(libc::SIGKILL)
@@ -56,13 +60,6 @@ fn is_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) -> bool {
 #[track_caller]
 fn assert_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) {
     assert!(is_killed_at(point, start), "{point} was never reached");
-}
-
-/// A quick run, with so much time.
-fn quick(time: &str) -> [&str; 5] {
-    let mut options = QUICK;
-    options[4] = time;
-    options
 }
 
 /// Kills the program at a point, and checks that what it leaves can be put right.

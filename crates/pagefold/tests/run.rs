@@ -39,8 +39,9 @@ fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
     ksm.assert_restored();
 }
 
-/// Lets a run merge until this much is saved and nothing is left to do, and stops it. Returns its summary.
-fn merged(daemon: Daemon, tenants: &mut [Tenant], savable: u64) -> Value {
+/// Merges until this much is saved and nothing is left to do. Returns the summary of the run.
+fn merged(tenants: &mut [Tenant], savable: u64) -> Value {
+    let daemon = Daemon::on(&pids(tenants), &[]).answering();
     wait_until("all is merged", || {
         assert_intact(tenants);
         saved_bytes() >= savable && status()["busy"] == false
@@ -57,8 +58,7 @@ fn two_identical_processes_are_merged_and_get_everything_back() {
     let pids = pids(&pair);
     let savable = 48 * MIB;
     assert_intact(&mut pair);
-    let daemon = Daemon::on(&pids, &[]).answering();
-    let summary = merged(daemon, &mut pair, miscounted + most(savable));
+    let summary = merged(&mut pair, miscounted + most(savable));
     assert_intact(&mut pair);
 
     let saved = bytes(&summary, "saved_bytes");
@@ -179,7 +179,7 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
         if repair == "doctor" {
             succeed(&["doctor", "--fix"]);
         } else {
-            let summary = merged(Daemon::on(&pids, &[]).answering(), &mut pair, most(96 * MIB));
+            let summary = merged(&mut pair, most(96 * MIB));
             assert_eq!(summary["knobs_restored"], true);
             assert!(saved_bytes() >= most(96 * MIB), "{summary}");
         }
@@ -489,10 +489,9 @@ fn forks_and_mappings_without_a_pause_do_no_harm() {
     let scope = [pids(&pair), churning.iter().map(Script::pid).collect()].concat();
     let daemon = Daemon::on(&scope, &[]).answering();
     let begun = Instant::now();
-    let is_done = || saved_bytes() >= most(32 * MIB) && begun.elapsed() > Duration::from_secs(7);
     wait_until("the pair is merged", || {
         assert_intact(&mut pair);
-        is_done()
+        saved_bytes() >= most(32 * MIB) && begun.elapsed() > Duration::from_secs(7)
     });
     let summary = daemon.stop();
     assert!(bytes(&summary, "saved_bytes") >= most(32 * MIB), "{summary}");

@@ -221,8 +221,8 @@ fn a_program_that_stalls_while_it_is_read_delays_no_request() {
     let (key, dir) = (fleet.word("key"), fleet.dir.path().to_str().unwrap().to_owned());
     let flags = ["--dry-run", "--sketches", &dir, "--fleet-key", &key, "--fleet-host", "node-3"];
     let run = Daemon::on(&[victim.pid()], &flags).answering();
-    // At 2 MiB a second, 8 MiB are not read by then.
     wait_until("its memory is known", || status()["resident_bytes"].as_u64().unwrap() >= 8 * MIB);
+    // Sketching reads about 2 MiB a second, so most of the 8 MiB are still unread.
     std::thread::sleep(Duration::from_secs(1));
     victim.send();
     wait_until("it is locked", || tids(victim.pid()).iter().any(|&tid| state(tid) == b'D'));

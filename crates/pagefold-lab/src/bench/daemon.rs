@@ -158,7 +158,7 @@ impl Meter {
         for process in children.iter().chain([&self.main]) {
             // It may have ended; the last reading is kept.
             if let Ok(ns) = process_cpu_ns(process) {
-                self.spent_ns.insert((process.pid(), process.start_time_ticks()), ns);
+                self.spent_ns.insert(process.key(), ns);
             }
         }
         Duration::from_nanos(self.spent_ns.values().sum()).as_secs_f64()
@@ -172,7 +172,7 @@ impl Meter {
             // One that has ended has no memory left to report; the last reading is kept.
             let peak = process.read_file("status").ok().and_then(|status| kib(&status, "VmHWM").ok());
             if let Some(kib) = peak {
-                self.peaks.insert((process.pid(), process.start_time_ticks()), kib << 10);
+                self.peaks.insert(process.key(), kib << 10);
             }
         }
         self.peaks.values().sum()

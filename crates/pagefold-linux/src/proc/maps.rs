@@ -314,7 +314,7 @@ pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
         .collect()
 }
 
-/// Lists without a marked mapping that are read although the kernel says that there is one.
+/// How often the mappings are read to find the marked ones.
 const READS_MOST: u32 = 16;
 
 /// KiB in the largest address space, of 57 bits.

@@ -100,7 +100,7 @@ impl Process {
     }
 
     /// Pid and start time, which no other process has had.
-    pub(crate) fn key(&self) -> (i32, u64) {
+    pub fn key(&self) -> (i32, u64) {
         (self.pid, self.start_time_ticks)
     }
 

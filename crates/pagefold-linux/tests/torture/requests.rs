@@ -4,12 +4,12 @@ use crate::Run;
 use crate::victims::{Class, Member, Signals, Target};
 use pagefold_core::random::Random;
 use pagefold_linux::inject::{Call, Errno, InjectError, InjectionReport, Limits, inject, inject_thread};
-use pagefold_testkit::injection::{MARK, ON_STACK, PLAIN, UNMARK, injector};
+use pagefold_testkit::injection::{MARK, ON_STACK, PATIENT, PLAIN, UNMARK, injector};
 use pagefold_testkit::tids;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Generous: on busy processors a thread takes long to stop, and the test is about damage, not delays.
-const WILLING: Limits = Limits { stop_ns: 3_000_000_000, call_ns: 3_000_000_000, calls_per_stop: 8 };
+const WILLING: Limits = Limits { calls_per_stop: 8, ..PATIENT };
 /// Short: some of these victims never stop.
 const RELUCTANT: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 8 };
 

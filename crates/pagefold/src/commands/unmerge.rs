@@ -94,7 +94,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     log(&Entry::begin("unmerge", args.scope.spec().to_string()));
     let mut seen = BTreeSet::new();
     for _ in 0..PASSES {
-        scoped.retain(|one| seen.insert((one.process.pid(), one.process.start_time_ticks())));
+        scoped.retain(|one| seen.insert(one.process.key()));
         if scoped.is_empty() {
             break;
         }

@@ -1,10 +1,9 @@
 //! Keeps the sketches of all workloads: reads them one after the other, again and again.
 
-use super::reading::{Finished, Known, ProcessId, Reading, id_of};
+use super::reading::{Finished, Known, ProcessId, Reading};
 use super::settings::Fleet;
 use super::workloads::{self, Id, Workload};
 use pagefold_core::keys::OwnerKey;
-use pagefold_core::units::Pages;
 use pagefold_linux::host::live::{Digest, LiveHost, Progress};
 use pagefold_linux::host::targets::Target;
 use pagefold_linux::scope::exclude::Exclusion;
@@ -126,7 +125,7 @@ impl Keeper {
     fn forget_left_alone(&mut self, host: &LiveHost) {
         let is_withdrawn = |target: &&Target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks);
         let left_alone: BTreeSet<ProcessId> =
-            host.targets().filter(is_withdrawn).map(|target| id_of(&target.process)).collect();
+            host.targets().filter(is_withdrawn).map(|target| target.process.key()).collect();
         if left_alone.is_empty() {
             return;
         }
@@ -149,10 +148,10 @@ impl Keeper {
 
     fn finish(&mut self, host: &mut LiveHost, now: Now) {
         if let Some(reading) = self.reading.take() {
-            let zeros: u64 = reading.processes().iter().map(|process| host.merged_zeros(process).0).sum();
+            let zeros_merged = reading.processes().iter().map(|process| host.merged_zeros(process)).sum();
             let former = self.kept.get(reading.id()).map(|(row, known)| (&**row, known));
             let Finished { id, row, known } =
-                reading.finish(&self.fleet, now, former, Pages(zeros), host.merged_pages());
+                reading.finish(&self.fleet, now, former, zeros_merged, host.merged_pages());
             self.kept.insert(id, (Arc::new(row), known));
         }
     }

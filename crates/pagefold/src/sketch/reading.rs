@@ -18,12 +18,8 @@ const SHARED_MOST: usize = 1 << 17;
 /// By so many pages a process may grow beyond twice its size while it is read: 256 MiB.
 const ENDLESS_PAGES: u64 = 1 << 16;
 
-/// Pid and start time.
+/// The key of a process.
 pub type ProcessId = (i32, u64);
-
-pub fn id_of(process: &Process) -> ProcessId {
-    (process.pid(), process.start_time_ticks())
-}
 
 /// A workload that is being read.
 #[derive(Debug)]
@@ -75,7 +71,7 @@ impl Reading {
         let Workload { id, mut members } = workload;
         members.reverse();
         let processes: Vec<Arc<Process>> = members.iter().map(|member| member.process.clone()).collect();
-        let cpu_ns = processes.iter().map(|process| (id_of(process), cpu_ns_of(process))).collect();
+        let cpu_ns = processes.iter().map(|process| (process.key(), cpu_ns_of(process))).collect();
         Self {
             id,
             began,
@@ -129,7 +125,7 @@ impl Reading {
     pub fn finish_member(&mut self, whole: bool) {
         let Some(member) = self.left.pop() else { return };
         if whole {
-            self.known.merged.insert(id_of(&member.process), self.merged_of_next);
+            self.known.merged.insert(member.process.key(), self.merged_of_next);
         } else {
             self.unread += member.resident.0.saturating_sub(self.read);
         }
@@ -160,8 +156,8 @@ impl Reading {
         let mut spent_ns = 0;
         for process in &processes {
             let cpu_ns = cpu_ns_of(process);
-            let at_start = known.cpu_ns.insert(id_of(process), cpu_ns).unwrap_or(cpu_ns);
-            spent_ns += cpu_ns.saturating_sub(before.cpu_ns.get(&id_of(process)).copied().unwrap_or(at_start));
+            let at_start = known.cpu_ns.insert(process.key(), cpu_ns).unwrap_or(cpu_ns);
+            spent_ns += cpu_ns.saturating_sub(before.cpu_ns.get(&process.key()).copied().unwrap_or(at_start));
         }
         // Of pages with the same content all but one are saved; which one is not depends on the machine as a whole.
         let merged: u64 = known.merged.values().sum();
@@ -211,7 +207,7 @@ impl Reading {
     }
 }
 
-/// CPU time of a process so far, nanoseconds. None if it has ended.
+/// CPU time of a process so far, nanoseconds. 0 if it has ended.
 fn cpu_ns_of(process: &Process) -> u64 {
     process_cpu_ns(process).unwrap_or(0)
 }

@@ -218,16 +218,18 @@ impl LiveHost {
                 let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
                 work.parts.iter().for_each(|&(at, _)| results[at] = marking);
                 // The first calls may have been made: the mappings show which.
-                let details = target.read(read_smaps).unwrap_or_default();
+                let look = |process: &_| {
+                    Ok((read_smaps(process).unwrap_or_default(), KsmStat::of(process).unwrap_or_default()))
+                };
+                let (details, stat) = target.read(look).unwrap_or_default();
                 for (call, &(at, pages)) in work.calls.iter().zip(&work.parts) {
                     if is_in_state(&details, (call.args[0], call.args[0] + call.args[1]), mark) {
                         add(&mut results[at], pages);
                     }
                 }
-                // A mapping that has moved is not among them.
-                let may_be_marked = mark && target.read(KsmStat::of).map_or(true, |stat| stat.mergeable != Some(false));
                 self.report_left_alone(pid, error.to_string());
-                return error.is_unknown() || may_be_marked;
+                // A mapping that has moved is not among them.
+                return error.is_unknown() || mark && stat.mergeable != Some(false);
             }
             // The process's memory limits have no room for more copies.
             Err(_) => work.parts[report.results.len()..].iter().for_each(|&(at, _)| results[at] = Marking::Busy),

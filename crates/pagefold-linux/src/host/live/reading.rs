@@ -133,7 +133,7 @@ impl LiveHost {
 
     /// Pages of zeros of a target that are merged. None if it has ended or cannot be read at present.
     pub fn merged_zeros(&mut self, process: &Process) -> Pages {
-        let is_it = |target: &&mut Target| target.process.start_time_ticks() == process.start_time_ticks();
+        let is_it = |target: &&mut Target| target.process.key() == process.key();
         let target = self.targets.get_mut(&process.pid()).filter(is_it);
         Pages(target.and_then(|target| target.read(KsmStat::of).ok()).map_or(0, |stat| stat.zero_kib / 4))
     }

@@ -1,8 +1,9 @@
 //! Modes in which the victim is not simply blocked in a call.
 
 use crate::blocking::{forked, pipe, timespec, word};
-use crate::checks::{HANDLED, HARMLESS, LONG_MS};
+use crate::checks::{HANDLED, HARMLESS, LONG_MS, Memory, PAGES};
 use crate::hold::call;
+use crate::torture::is_asked_to_end;
 use std::sync::atomic::Ordering;
 
 /// Waits for a byte on standard input.
@@ -128,31 +129,21 @@ pub fn forks() -> Result<(), String> {
 
 /// Moves memory that it marks between two addresses, below and above its program, until a byte comes.
 pub fn moving() -> Result<(), String> {
-    const BYTES: usize = 256 << 10;
-    let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    let low = 0x2000_0000 as *mut libc::c_void;
-    let high = unsafe { libc::mmap(std::ptr::null_mut(), BYTES, libc::PROT_NONE, flags, -1, 0) };
-    let mut at = low;
-    let fill = |word: usize| (word as u64 + 1).wrapping_mul(HARMLESS ^ u64::from(std::process::id()));
-    unsafe {
-        assert_eq!(libc::mmap(at, BYTES, access, flags | libc::MAP_FIXED_NOREPLACE, -1, 0), at);
-        (0..BYTES / 8).for_each(|word| at.cast::<u64>().add(word).write_volatile(fill(word)));
-        assert_eq!(libc::madvise(at, BYTES, libc::MADV_MERGEABLE), 0);
-    }
+    const BYTES: usize = PAGES * 4096;
+    let mut memory = Memory::new();
+    let (low, high) = (0x2000_0000 as *mut u64, memory.addr);
+    assert_eq!(unsafe { libc::madvise(high.cast(), BYTES, libc::MADV_MERGEABLE) }, 0);
     println!("moving");
-    let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-    while unsafe { libc::poll(&raw mut input, 1, 0) } == 0 {
-        let to = if at == low { high } else { low };
-        let moved = unsafe { libc::mremap(at, BYTES, BYTES, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, to) };
-        if moved != to {
+    while !is_asked_to_end() {
+        let to = if memory.addr == low { high } else { low };
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        let moved = unsafe { libc::mremap(memory.addr.cast(), BYTES, BYTES, flags, to) };
+        if moved != to.cast() {
             return Err(format!("mremap: {}", std::io::Error::last_os_error()));
         }
-        at = to;
+        memory.addr = to;
         mix(20_000);
     }
-    let words = (0..BYTES / 8).map(|word| unsafe { at.cast::<u64>().add(word).read_volatile() });
-    if words.zip(0..).any(|(value, word)| value != fill(word)) {
-        return Err("memory that moved has changed".into());
-    }
+    memory.check()?;
     command().map(drop)
 }

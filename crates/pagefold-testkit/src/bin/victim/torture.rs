@@ -161,6 +161,7 @@ pub fn rounds(memory: Memory, round: impl FnMut() -> Result<(), String>) -> Resu
 /// Whether a byte was sent.
 pub fn is_asked_to_end() -> bool {
     let mut polled = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
+    // Not -1: a signal has come.
     unsafe { libc::poll(&raw mut polled, 1, 0) > 0 }
 }
 
