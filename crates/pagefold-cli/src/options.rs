@@ -184,8 +184,6 @@ pub const OPTIONS: &[OptionSpec] = {
         row("scope", "exes", "exe", List("PROGRAM"), "[\"redis-server\", \"/usr/bin/qemu-system-x86_64\"]",
             "Every process that runs this program (path or base name)"),
         row("scope", "all", "all", Switch, "false", "Every process of the machine"),
-        row("scope", "xen-domains", "xen-domain", List("GUEST"), "[\"web1\", \"web2\", \"db@customer-a\"]",
-            "Instead of processes, this guest of Xen (name or number; @ and a trust domain may follow), from dom0; see docs/xen.md"),
         row("run", "governor", "governor", Name(&["full", "medium", "low", "quiet", "auto"]), "",
             "Share of one core that pagefold and ksmd may use together: full (95 %), medium (50 %), low (20 %), quiet (1 %), \
              or auto, which goes from quiet to full as memory gets scarce"),

@@ -5,7 +5,6 @@ use crate::flags::ScopeFlags;
 use crate::options::{Value, Values};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::process::ReadError;
-use pagefold_linux::proc::status::printable;
 use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped, resolve, resolve_by_name};
 use std::fmt;
 
@@ -38,12 +37,6 @@ impl ScopeArgs {
         }
     }
 
-    /// The guests of Xen that are named, as they were given.
-    pub fn xen_domains(&self) -> Vec<String> {
-        let lists = self.selectors.0.list("xen-domains");
-        lists.iter().flat_map(|list| list.split(',')).map(str::to_owned).collect()
-    }
-
     /// Whether new processes can enter the scope.
     pub fn is_selective(&self) -> bool {
         let ScopeSpec { cgroups, users, exes, all, .. } = self.spec();
@@ -53,11 +46,8 @@ impl ScopeArgs {
     /// The processes that are in scope now.
     ///
     /// # Errors
-    /// If the scope is empty, or names a guest of Xen, or a process, user, cgroup or program that does not exist.
+    /// If the scope is empty, or names a process, user, cgroup or program that does not exist.
     pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
-        if !self.xen_domains().is_empty() {
-            return Err(Exit::new(exit::USAGE, "--xen-domain is not possible here; select processes"));
-        }
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 
@@ -79,10 +69,7 @@ impl ScopeArgs {
 impl fmt::Display for ScopeArgs {
     /// As flags.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let processes = Some(self.spec().to_string()).filter(|text| !text.is_empty());
-        let guests =
-            self.xen_domains().into_iter().map(|guest| format!("--xen-domain {}", printable(guest.as_bytes())));
-        f.write_str(&processes.into_iter().chain(guests).collect::<Vec<_>>().join(" "))
+        f.write_str(&self.spec().to_string())
     }
 }
 
@@ -123,15 +110,6 @@ mod tests {
         assert_eq!(spec.users, ["root"]);
         assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
         assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
-    }
-
-    #[test]
-    fn guests_repeat_and_separate_by_commas() {
-        let cli = Cli::try_parse_from(["x", "--xen-domain", "a,b@c", "--xen-domain", "7"]).unwrap();
-        assert_eq!(cli.scope.xen_domains(), ["a", "b@c", "7"]);
-        assert_eq!(cli.scope.to_string(), "--xen-domain a --xen-domain b@c --xen-domain 7");
-        assert!(cli.scope.spec().is_empty() && cli.scope != ScopeArgs::default());
-        assert_eq!(cli.scope.resolve().unwrap_err().code, exit::USAGE);
     }
 
     #[test]

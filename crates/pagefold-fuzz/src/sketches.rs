@@ -7,7 +7,7 @@ use std::io::Cursor;
 /// for a sketch alone, and for a key.
 pub fn sketches(bytes: &[u8]) {
     let mut sealed = bytes.to_vec();
-    pagefold_parquet::seal::reseal(&mut sealed).unwrap_or_else(|error| panic!("{error}"));
+    pagefold_sketch::seal::reseal(&mut sealed).unwrap_or_else(|error| panic!("{error}"));
     for bytes in [bytes.to_vec(), sealed] {
         let Ok(file) = pagefold_sketch::read(bytes) else { continue };
         let written = pagefold_sketch::write(Cursor::new(Vec::new()), &file.rows);

@@ -36,7 +36,7 @@ impl SearchCounts {
     }
 
     /// Accounts for a search that was made `times` times.
-    pub(crate) fn search(&mut self, times: u64, stable: u64, unstable: u64, found: bool) {
+    pub fn search(&mut self, times: u64, stable: u64, unstable: u64, found: bool) {
         self.searches += times;
         self.found += if found { times } else { 0 };
         self.stable += times * stable;

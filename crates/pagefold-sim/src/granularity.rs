@@ -9,22 +9,22 @@
 
 /// The number of real pages that a simulated page stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Granularity(u64);
+pub struct Granularity(u64);
 
 impl Granularity {
     /// # Panics
     /// Unless `pages` is a power of two.
-    pub(crate) fn new(pages: u32) -> Self {
+    pub fn new(pages: u32) -> Self {
         assert!(pages.is_power_of_two(), "a granularity is 1, 2, 4, 8 ... pages");
         Self(pages.into())
     }
 
-    pub(crate) const fn get(self) -> u64 {
+    pub const fn get(self) -> u64 {
         self.0
     }
 
     /// Real pages in `simulated_pages`, or the cost of an operation on each.
-    pub(crate) const fn scale(self, simulated_pages: u64) -> u64 {
+    pub const fn scale(self, simulated_pages: u64) -> u64 {
         simulated_pages * self.0
     }
 
@@ -35,7 +35,7 @@ impl Granularity {
 
     /// The number of real samples that one simulated sample stands for if one in `every` pages is sampled: all pages
     /// if `every` is 1, the square root if no two samples fall into the same simulated page.
-    pub(crate) fn samples(self, every: u64) -> u64 {
+    pub fn samples(self, every: u64) -> u64 {
         (self.0 * self.0 / every.clamp(1, self.0)).isqrt()
     }
 }

@@ -17,7 +17,7 @@ use crate::granularity::Granularity;
 use crate::knobs::{Classes, Forest, Knobs};
 use crate::ksmd::Ksmd;
 use crate::memory::Memory;
-use crate::uksmd::{UksmSettings, Uksmd};
+use crate::scanner::Scanner;
 use crate::workload::script::ScriptRun;
 use crate::workload::{Mapping, Process};
 use events::{Event, Writer};
@@ -42,8 +42,8 @@ pub struct SimHost {
     granularity: Granularity,
     pub(crate) memory: Memory,
     ksmd: Ksmd,
-    /// UKSM's scanner, if it runs instead of ksmd.
-    uksmd: Option<Uksmd>,
+    /// The scanner that runs instead of ksmd, if any.
+    scanner: Option<Box<dyn Scanner>>,
     pub(crate) scripts: Vec<ScriptRun>,
     unique: UniqueContents,
     stream: Random,
@@ -84,7 +84,7 @@ impl SimHost {
             granularity: Granularity::new(knobs.granularity),
             memory: Memory::new(keeps_writes),
             ksmd: Ksmd::new(&costs, knobs),
-            uksmd: None,
+            scanner: None,
             scripts: Vec::new(),
             unique: UniqueContents::new(seed),
             stream: Random::for_purpose(seed, 1),
@@ -105,10 +105,10 @@ impl SimHost {
         }
     }
 
-    /// Runs UKSM's scanner instead of ksmd. It ignores scan orders and marks.
+    /// Runs another scanner instead of ksmd. It ignores scan orders and marks.
     #[must_use]
-    pub fn with_uksm(mut self, settings: UksmSettings) -> Self {
-        self.uksmd = Some(Uksmd::new(&self.costs, self.granularity, settings));
+    pub fn with_scanner(mut self, scanner: impl Scanner + 'static) -> Self {
+        self.scanner = Some(Box::new(scanner));
         self
     }
 

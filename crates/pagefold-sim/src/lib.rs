@@ -22,7 +22,7 @@
 //! assert_eq!(sim.saved(), Pages(1_000));
 //! ```
 //!
-//! Pages are merged by ksmd, by UKSM's scanner, or on request ([`Knobs::mechanism`]).
+//! Pages are merged by ksmd, by another scanner of the kernel ([`Scanner`]), or on request ([`Knobs::mechanism`]).
 //!
 //! Not simulated: swap, reclaim, running out of memory, khugepaged, pages that ksmd cannot merge because they are pinned
 //! or locked, and the memory contention between ksmd and the processes it scans.
@@ -30,13 +30,13 @@
 //! | module | what is there |
 //! | --- | --- |
 //! | `host` | the machine: its events, the calls that pagefold makes, and what tests can inspect |
-//! | `memory` | pages, regions, frames, marked ranges and memory nodes |
+//! | [`memory`] | pages, regions, frames, marked ranges and memory nodes |
 //! | `ksmd` | the kernel's scanner, its trees, and what it does at one page; merging on request |
-//! | `uksmd` | UKSM's scanner |
+//! | `scanner` | the seam for other scanners: the laboratory has UKSM's |
 //! | `workload` | simulated processes, scripts of recorded or invented steps, ready-made scenarios |
 //! | `knobs`, `costs` | KSM's and the machine's settings, and what each step costs |
-//! | [`partial_hash`] | UKSM's hashes of part of a page |
 #![forbid(unsafe_code)]
+#![allow(missing_docs, reason = "items are documented where their names do not suffice")]
 
 mod comparisons;
 mod content;
@@ -45,17 +45,18 @@ mod granularity;
 mod host;
 mod knobs;
 mod ksmd;
-mod memory;
-pub mod partial_hash;
-mod uksmd;
+pub mod memory;
+mod scanner;
 mod workload;
 
 pub use comparisons::SearchCounts;
+pub use content::content_of_series;
 pub use costs::Costs;
+pub use granularity::Granularity;
 pub use host::SimHost;
 pub use knobs::{Alike, Classes, Forest, Knobs};
 pub use memory::GroundTruth;
-pub use uksmd::{HashStrength, Renewal, UksmSettings};
+pub use scanner::Scanner;
 pub use workload::scenario;
 pub use workload::script::{Script, Step};
 pub use workload::{Behaviour, Fill, Mapping, Process, Replica, Writes};

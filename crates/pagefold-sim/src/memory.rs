@@ -12,20 +12,22 @@ mod page;
 mod region;
 
 pub use ground_truth::GroundTruth;
-pub(crate) use nodes::{MoveResult, Nodes, ProcessNuma};
-pub(crate) use page::{Backing, ItemState, NONE, PageRef, PageWrites, RmapItem};
+pub(crate) use nodes::MoveResult;
+pub use nodes::{Nodes, ProcessNuma};
+pub use page::{Backing, PageRef};
+pub(crate) use page::{ItemState, NONE, PageWrites, RmapItem};
 use pagefold_core::host::PageState;
 use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
-pub(crate) use region::{Owner, Region};
+pub use region::{Owner, Region};
 use std::collections::BTreeSet;
 
 /// A frame that several pages share after a merge (the kernel's `stable_node` and its page).
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct MergedFrame {
-    pub(crate) content: u64,
+pub struct MergedFrame {
+    pub content: u64,
     /// Pages that map it. At zero the frame is free, although ksmd may not have noticed.
-    pub(crate) mapped: u32,
+    pub mapped: u32,
     /// ksmd's records that refer to it.
     pub(crate) items: u32,
     /// Removed from the stable tree. Kept until no record refers to it.
@@ -37,27 +39,27 @@ pub(crate) struct MergedFrame {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Memory {
-    pub(crate) owners: Vec<Owner>,
+pub struct Memory {
+    pub owners: Vec<Owner>,
     /// The processes that have regions.
     mapping_owners: BTreeSet<u32>,
     regions: Vec<Option<Box<Region>>>,
     /// The owner of each region, kept after the region has ended.
     region_owners: Vec<u32>,
-    pub(crate) frames: Vec<MergedFrame>,
+    pub frames: Vec<MergedFrame>,
     free_frames: Vec<u32>,
     /// The number of pages that map each fork-shared frame.
     shares: Vec<u32>,
     /// Pages that map merged frames.
-    pub(crate) merged_pages: u64,
-    pub(crate) merged_frames: u64,
+    pub merged_pages: u64,
+    pub merged_frames: u64,
     /// Pages that ksmd mapped to the zero page.
-    pub(crate) zero_merged: u64,
+    pub zero_merged: u64,
     /// Writes to merged pages.
     pub(crate) cow_breaks: u64,
     /// Whether writes are recorded, for classes.
     pub(crate) keeps_writes: bool,
-    pub(crate) nodes: Nodes,
+    pub nodes: Nodes,
 }
 
 impl Memory {
@@ -66,12 +68,12 @@ impl Memory {
         Self { keeps_writes, ..Self::default() }
     }
 
-    pub(crate) fn add_owner(&mut self, untouchable: bool, domain: DomainKey, numa: ProcessNuma) -> OwnerKey {
+    pub fn add_owner(&mut self, untouchable: bool, domain: DomainKey, numa: ProcessNuma) -> OwnerKey {
         self.owners.push(Owner { untouchable, domain, numa, ..Owner::default() });
         OwnerKey(u32::try_from(self.owners.len() - 1).expect("fewer than 2^32 processes in a run"))
     }
 
-    pub(crate) fn region(&self, key: u32) -> Option<&Region> {
+    pub fn region(&self, key: u32) -> Option<&Region> {
         self.regions.get(key as usize)?.as_deref()
     }
 
@@ -85,7 +87,7 @@ impl Memory {
     }
 
     /// Maps a region with the given contents and backing.
-    pub(crate) fn map(
+    pub fn map(
         &mut self,
         owner: OwnerKey,
         family: FamilyKey,
@@ -137,7 +139,7 @@ impl Memory {
     }
 
     /// Unmaps a region. ksmd's records of it become stale.
-    pub(crate) fn unmap(&mut self, key: u32) {
+    pub fn unmap(&mut self, key: u32) {
         let pages = self.region(key).map_or(0, Region::len);
         for page in 0..pages {
             self.unmap_page(key, page);
@@ -180,7 +182,7 @@ impl Memory {
     }
 
     /// Writes a whole page.
-    pub(crate) fn write(&mut self, key: u32, page: u32, content: u64) {
+    pub fn write(&mut self, key: u32, page: u32, content: u64) {
         self.write_parts(key, page, content, u8::MAX);
     }
 
@@ -204,7 +206,7 @@ impl Memory {
     }
 
     /// Unmaps a page, or maps the zero page there.
-    pub(crate) fn drop_page(&mut self, key: u32, page: u32, zero: bool) {
+    pub fn drop_page(&mut self, key: u32, page: u32, zero: bool) {
         self.unmap_page(key, page);
         if let Some(region) = self.region_mut(key) {
             region.content[page as usize] = 0;
@@ -252,7 +254,7 @@ impl Memory {
     }
 
     /// Makes a page map a merged frame.
-    pub(crate) fn join(&mut self, key: u32, page: u32, frame: u32) {
+    pub fn join(&mut self, key: u32, page: u32, frame: u32) {
         self.unmap_page(key, page);
         if self.frames[frame as usize].mapped == 0 {
             self.merged_frames += 1;
@@ -272,7 +274,7 @@ impl Memory {
     }
 
     /// Makes a page of zeros map the zero page.
-    pub(crate) fn merge_zero(&mut self, key: u32, page: u32) {
+    pub fn merge_zero(&mut self, key: u32, page: u32) {
         self.unmap_page(key, page);
         self.zero_merged += 1;
         if let Some(region) = self.region_mut(key) {
@@ -281,7 +283,7 @@ impl Memory {
         }
     }
 
-    pub(crate) fn new_frame(&mut self, content: u64, node: NodeKey, tree: u16) -> u32 {
+    pub fn new_frame(&mut self, content: u64, node: NodeKey, tree: u16) -> u32 {
         let frame = MergedFrame { content, node, tree, ..MergedFrame::default() };
         if let Some(free) = self.free_frames.pop() {
             self.frames[free as usize] = frame;
@@ -291,7 +293,7 @@ impl Memory {
         u32::try_from(self.frames.len() - 1).expect("fewer than 2^32 merged frames")
     }
 
-    pub(crate) fn free_frame(&mut self, frame: u32) {
+    pub fn free_frame(&mut self, frame: u32) {
         self.free_frames.push(frame);
     }
 
@@ -301,7 +303,7 @@ impl Memory {
     }
 
     /// Merged frames that have a record, mapped or not.
-    pub(crate) fn known_frames(&self) -> u64 {
+    pub fn known_frames(&self) -> u64 {
         (self.frames.len() - self.free_frames.len()) as u64
     }
 
@@ -311,7 +313,7 @@ impl Memory {
     }
 
     /// Whether both pages map the same fork-shared frame.
-    pub(crate) fn same_frame(&self, a: (u32, u32), b: (u32, u32)) -> bool {
+    pub fn same_frame(&self, a: (u32, u32), b: (u32, u32)) -> bool {
         let share = |(key, page): (u32, u32)| {
             let region = self.region(key)?;
             (region.backing[page as usize] == Backing::Forked).then(|| region.frame_of(page as usize))
@@ -331,7 +333,7 @@ impl Memory {
 
     /// Forks a process: the child maps what the parent maps, including marks. Private pages become shared. Merged
     /// frames gain a page that has no record until ksmd's next visit.
-    pub(crate) fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
+    pub fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
         let Owner { untouchable, domain, numa, .. } = self.owners[parent.0 as usize];
         let child = self.add_owner(untouchable, domain, numa);
         for key in self.owners[parent.0 as usize].regions.clone() {
@@ -370,7 +372,7 @@ impl Memory {
     }
 
     /// The regions, by process and address.
-    pub(crate) fn live_regions(&self) -> impl Iterator<Item = (u32, &Region)> {
+    pub fn live_regions(&self) -> impl Iterator<Item = (u32, &Region)> {
         let keys = self.mapping_owners.iter().flat_map(|&owner| &self.owners[owner as usize].regions);
         keys.filter_map(|&key| Some((key, self.region(key)?)))
     }

@@ -4,7 +4,7 @@ use pagefold_core::config::Config;
 use pagefold_core::engine::{Cycle, Engine, cycle};
 use pagefold_core::host::{Actions, Host, PageRun, SamplePlan, ScanOrder, Span};
 use pagefold_core::units::{Pages, Permyriad, Vpn};
-use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, UksmSettings, Writes};
+use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
 
 const MEMORY: u64 = 1 << 17;
 const NS_PER_S: u64 = 1_000_000_000;
@@ -13,7 +13,6 @@ const NS_PER_S: u64 = 1_000_000_000;
 enum Algorithm {
     Ksmd,
     Smart,
-    Uksm,
     Pagefold,
 }
 
@@ -22,9 +21,6 @@ fn machine(target: Algorithm, granularity: u32) -> SimHost {
     let merge_any = matches!(target, Algorithm::Ksmd | Algorithm::Smart);
     let knobs = Knobs { granularity, merge_any, smart_scan: target != Algorithm::Ksmd, ..Knobs::default() };
     let mut sim = SimHost::new(1, Costs::default(), knobs);
-    if target == Algorithm::Uksm {
-        sim = sim.with_uksm(UksmSettings::default());
-    }
     let part = |share: u64| Pages(MEMORY / share / u64::from(granularity));
     let density = vec![Permyriad(8_000)];
     let replica = Replica { template: 1, density, zeros: Permyriad(200), run: 7, shift: 0 };
@@ -65,10 +61,8 @@ fn figures(target: Algorithm, granularity: u32) -> [(&'static str, u64); 6] {
 
 #[test]
 fn a_granularity_of_eight_gives_the_figures_of_single_pages() {
-    // Measured maxima: 1.0 %, 1.0 %, 6.8 % (pages sampled by UKSM; its time 1.9 %) and 2.7 %.
-    for (target, most) in
-        [(Algorithm::Ksmd, 0.02), (Algorithm::Smart, 0.02), (Algorithm::Uksm, 0.1), (Algorithm::Pagefold, 0.05)]
-    {
+    // Measured maxima: 1.0 %, 1.0 % and 2.7 %.
+    for (target, most) in [(Algorithm::Ksmd, 0.02), (Algorithm::Smart, 0.02), (Algorithm::Pagefold, 0.05)] {
         for ((name, fine), (_, coarse)) in figures(target, 1).into_iter().zip(figures(target, 8)) {
             let error = coarse as f64 / (fine as f64).max(1.0) - 1.0;
             assert!(fine == coarse || error.abs() < most, "{target:?}, {name}: {fine} and {coarse}, {error}");

@@ -30,5 +30,5 @@ pub(crate) fn column<T: DataType>(
 
 /// An error of the parquet crate.
 pub(crate) fn damaged(error: &dyn std::fmt::Display) -> SketchError {
-    SketchError::Damaged(pagefold_parquet::one_line(error))
+    SketchError::Damaged(crate::one_line(error))
 }

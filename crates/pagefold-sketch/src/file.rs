@@ -6,14 +6,14 @@
 
 use crate::decode::{column, damaged};
 use crate::error::SketchError;
+use crate::guarded;
 use crate::key::KeyId;
 use crate::layout::{Layout, schema_of};
 use crate::row::{Kind, NUMBER_MOST, Row, TIME_MOST};
+use crate::seal::{self, KEY_SCHEMA, KEY_VERSION, SealError, Sealing};
 use crate::sketch::Sketch;
 use bytes::Bytes;
 use pagefold_core::units::count;
-use pagefold_parquet::guarded;
-use pagefold_parquet::seal::{self, KEY_SCHEMA, KEY_VERSION, SealError, Sealing};
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, DataType, Int64Type};
 use parquet::file::metadata::{KeyValue, RowGroupMetaData};
@@ -144,7 +144,7 @@ fn schema() -> parquet::errors::Result<TypePtr> {
 /// Writes a file. What is written must be readable, for the checksum.
 pub fn write<W: Read + Write + Seek + Send, R: Borrow<Row>>(out: W, rows: &[R]) -> Result<W, SketchError> {
     check(rows)?;
-    let failed = |error: &dyn std::fmt::Display| SketchError::Write(pagefold_parquet::one_line(error));
+    let failed = |error: &dyn std::fmt::Display| SketchError::Write(crate::one_line(error));
     let written = write_groups(out, rows).map_err(|error| failed(&error))?;
     written.seal().map(|(out, _)| out).map_err(|error| failed(&error))
 }

@@ -93,7 +93,7 @@ impl Sketch {
         if let Some(&version) = bytes.get(1).filter(|version| **version != SERIAL_VERSION) {
             return Err(format!("its serial version is {version}, not {SERIAL_VERSION}"));
         }
-        let sketch = CompactThetaSketch::deserialize(bytes).map_err(|error| pagefold_parquet::one_line(&error))?;
+        let sketch = CompactThetaSketch::deserialize(bytes).map_err(|error| crate::one_line(&error))?;
         // The library takes entries in any order, repeated ones, and bytes after the last.
         let mut last = 0;
         let ascending = sketch.iter().all(|entry| entry.hash() > std::mem::replace(&mut last, entry.hash()));

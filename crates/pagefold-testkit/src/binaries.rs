@@ -18,12 +18,6 @@ pub fn program() -> &'static Path {
     &PROGRAM
 }
 
-/// The `pagefold-lab` under test.
-pub fn lab_program() -> &'static Path {
-    static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| binary("pagefold-lab", "pagefold-lab"));
-    &PROGRAM
-}
-
 /// A victim: a binary of this crate.
 pub fn victim_binary(name: &str) -> PathBuf {
     binary(env!("CARGO_PKG_NAME"), name)
@@ -86,8 +80,8 @@ fn build() {
     let profile = if profile == "debug" { "dev" } else { profile };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
     let status = Command::new(cargo)
-        // As the Makefile does, so that nothing is built again. pagefold-fleet takes minutes, and only its own tests need it.
-        .args(["build", "--quiet", "--locked", "--workspace", "--exclude", "pagefold-fleet", "--bins"])
+        // As the Makefile does, so that nothing is built again.
+        .args(["build", "--quiet", "--locked", "--workspace", "--bins"])
         .args(["--profile", profile, "--target-dir"])
         .arg(dir.parent().expect("a target directory"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))

@@ -41,13 +41,13 @@ pub mod shuffler;
 pub mod skip;
 pub mod tenants;
 
-pub use binaries::{ProgramCopy, lab_program, program, victim_binary};
+pub use binaries::{ProgramCopy, program, victim_binary};
 pub use browser::Browser;
 pub use cgroup::{Cgroup, Freezer};
 pub use holder::Holder;
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
 pub use pagefold::{
-    Daemon, Ended, assert_failed, assert_fails, assert_has, assert_lab_fails, assert_refused, json_of, lab, output_of,
+    Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, json_of, output_of,
     pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
 };
 pub use process::{

@@ -1,6 +1,6 @@
 //! Runs of the program under test, and assertions on how they end.
 
-use crate::binaries::{lab_program, program};
+use crate::binaries::program;
 use crate::process::{LIMIT, send, wait_until};
 use serde_json::Value;
 use std::ffi::OsStr;
@@ -18,11 +18,6 @@ pub fn pagefold(args: &[&str]) -> Output {
 /// Runs `pagefold` to its end, with arguments of any kind of string.
 pub fn run_pagefold(args: &[impl AsRef<OsStr>]) -> Output {
     Command::new(program()).args(args).stdin(Stdio::null()).output().unwrap()
-}
-
-/// Runs `pagefold-lab` to its end.
-pub fn lab(args: &[&str]) -> Output {
-    Command::new(lab_program()).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
 /// What `pagefold` prints when it succeeds.
@@ -70,14 +65,6 @@ pub fn assert_has(text: &str, parts: &[&str]) {
     }
 }
 
-/// `pagefold-lab` fails with this code and prints nothing but one line on standard error, with the reason and a remedy.
-#[track_caller]
-pub fn assert_lab_fails(args: &[&str], code: i32, says: &str) {
-    let output = lab(args);
-    assert_failed_as("pagefold-lab", &output, code, says);
-    assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
-}
-
 /// The program fails with this code and prints nothing but one line on standard error, with the reason and a remedy.
 #[track_caller]
 pub fn assert_fails(args: &[&str], code: i32, says: &str) {
@@ -96,8 +83,9 @@ pub fn assert_failed(output: &Output, code: i32, says: &str) {
     assert_failed_as("pagefold", output, code, says);
 }
 
+/// The same of a program of this name.
 #[track_caller]
-fn assert_failed_as(program: &str, output: &Output, code: i32, says: &str) {
+pub fn assert_failed_as(program: &str, output: &Output, code: i32, says: &str) {
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(code), "{error}");
     assert!(error.starts_with(&format!("{program}: ")) && error.lines().count() == 1, "{error}");

@@ -1,6 +1,7 @@
 //! The program `pagefold`. This file only wires; each subcommand is a module of its own.
 //!
-//! A library, so that its command line can be read by the program that writes manual pages and completions.
+//! A library, for the program that writes manual pages and completions, and for pagefold-xen, which has the same commands for guests of
+//! Xen.
 //!
 //! | to change | see |
 //! | --- | --- |
@@ -15,11 +16,12 @@
 //! | the file of what was saved over time; what was done lately | [`history`]; [`events`] |
 //! | the file of what the next run adopts | [`learned`] |
 //! | tables shared by several commands | [`output`] |
-//! | the commands on guests of Xen | [`xen`] |
 //! | sketches of what workloads hold, for a fleet | [`sketch`] |
 //! | the demonstration | [`demo`] |
 //!
 //! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
+
+#![allow(missing_docs, reason = "the library of a program: items are documented where their names do not suffice")]
 
 use crate::config::args::RunArgs;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -33,22 +35,21 @@ macro_rules! complain {
     ($($message:tt)*) => { pagefold_cli::style::complain("pagefold", &format!($($message)*)) };
 }
 
-mod audit;
+pub mod audit;
 mod background;
-mod commands;
-mod config;
-mod control;
+pub mod commands;
+pub mod config;
+pub mod control;
 mod demo;
-mod events;
-mod history;
+pub mod events;
+pub mod history;
 mod learned;
-mod metrics;
-mod output;
-mod place;
-mod preflight;
+pub mod metrics;
+pub mod output;
+pub mod place;
+pub mod preflight;
 mod service;
 mod sketch;
-mod xen;
 
 /// Find memory that running processes hold twice, and let the kernel merge it (KSM)
 #[derive(Parser)]

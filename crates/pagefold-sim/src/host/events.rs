@@ -49,8 +49,8 @@ impl SimHost {
     pub(crate) fn unmap(&mut self, region: RegionKey) {
         self.memory.unmap(region.0);
         self.residents.remove(&region.0);
-        if let Some(uksmd) = &mut self.uksmd {
-            uksmd.region_gone(region.0);
+        if let Some(scanner) = &mut self.scanner {
+            scanner.region_gone(region.0);
         }
     }
 
@@ -89,11 +89,11 @@ impl SimHost {
         self.now_ns = until_ns;
     }
 
-    /// Runs ksmd or UKSM's scanner.
+    /// Runs ksmd, or the scanner in its place.
     fn run_kernel(&mut self, until_ns: u64) {
-        match &mut self.uksmd {
+        match &mut self.scanner {
             None => self.ksmd.run_until(&mut self.memory, until_ns),
-            Some(uksmd) => uksmd.run_until(&mut self.memory, until_ns),
+            Some(scanner) => scanner.run_until(&mut self.memory, until_ns),
         }
     }
 

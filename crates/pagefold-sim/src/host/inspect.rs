@@ -3,7 +3,6 @@
 use super::SimHost;
 use crate::comparisons::SearchCounts;
 use crate::memory::GroundTruth;
-use crate::uksmd::Uksmd;
 use pagefold_core::host::{Cost, HugeSplits, KsmView, PageState, Span};
 use pagefold_core::keys::{OwnerKey, RegionKey};
 use pagefold_core::units::{Bytes, Pages, Vpn};
@@ -22,7 +21,7 @@ impl SimHost {
     }
     /// CPU time spent so far.
     pub fn cost(&self) -> Cost {
-        let ksmd_ns = self.uksmd.as_ref().map_or(self.ksmd.cpu_ns, |uksmd| uksmd.cpu_ns);
+        let ksmd_ns = self.scanner.as_ref().map_or(self.ksmd.cpu_ns, |scanner| scanner.cpu_ns());
         Cost { pagefold_ns: self.pagefold_ns, ksmd_ns, ..Cost::default() }
     }
     /// KSM's counters. As in the kernel, they lag behind writes, unmarking and exits until ksmd visits the pages.
@@ -38,7 +37,7 @@ impl SimHost {
             shared: Pages(self.ksmd.trees.shared),
             sharing: Pages(self.ksmd.trees.sharing),
             zero: Pages(self.memory.zero_merged),
-            scanned: self.uksmd.as_ref().map_or(self.ksmd.scanned, |uksmd| uksmd.scanned),
+            scanned: self.scanner.as_ref().map_or(self.ksmd.scanned, |scanner| scanner.scanned()),
             full_scans: self.ksmd.full_scans,
             broken: self.memory.cow_breaks,
             splits: HugeSplits::default(),
@@ -60,7 +59,7 @@ impl SimHost {
     }
     /// Comparisons so far.
     pub fn counts(&self) -> SearchCounts {
-        self.uksmd.as_ref().map_or(self.ksmd.counts, Uksmd::counts)
+        self.scanner.as_ref().map_or(self.ksmd.counts, |scanner| scanner.counts())
     }
     /// Pages that ksmd did not compare again because they had not been written since (only with classes).
     pub fn spared(&self) -> u64 {

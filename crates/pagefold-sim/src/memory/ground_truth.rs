@@ -22,7 +22,7 @@ pub struct GroundTruth {
 
 impl Memory {
     /// Counts from the pages themselves, not from counters.
-    pub(crate) fn truth(&self) -> GroundTruth {
+    pub fn truth(&self) -> GroundTruth {
         let mut truth = GroundTruth::default();
         let mut contents = FxHashSet::default();
         let mut counted_shares = vec![false; self.shares.len()];

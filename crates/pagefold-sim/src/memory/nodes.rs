@@ -17,13 +17,13 @@ const REMOTE_DISTANCE: u32 = 20;
 
 /// Where a process runs, and what applies to the placement of its pages.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct ProcessNuma {
-    pub(crate) home: NodeKey,
+pub struct ProcessNuma {
+    pub home: NodeKey,
     /// Whether it is bound to `home`.
-    pub(crate) bound: bool,
-    pub(crate) nice: i8,
-    pub(crate) allowed: NodeSet,
-    pub(crate) placement: Placement,
+    pub bound: bool,
+    pub nice: i8,
+    pub allowed: NodeSet,
+    pub placement: Placement,
 }
 
 impl Default for ProcessNuma {
@@ -42,10 +42,10 @@ struct Node {
 
 /// The nodes, numbered from 0. Empty on a machine with a single node.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Nodes(Vec<Node>);
+pub struct Nodes(Vec<Node>);
 
 impl Nodes {
-    pub(crate) fn new(totals: &[Pages]) -> Self {
+    pub fn new(totals: &[Pages]) -> Self {
         if totals.len() < 2 {
             return Self::default();
         }
@@ -64,7 +64,7 @@ impl Nodes {
     }
 
     /// Whether the location of frames has to be tracked.
-    pub(crate) fn is_tracked(&self) -> bool {
+    pub fn is_tracked(&self) -> bool {
         !self.0.is_empty()
     }
 
@@ -128,8 +128,8 @@ impl Nodes {
         online().map(view).collect()
     }
 
-    #[cfg(test)]
-    pub(crate) fn used(&self) -> Vec<u64> {
+    /// The frames in use on each node.
+    pub fn used(&self) -> Vec<u64> {
         self.0.iter().map(|node| node.used).collect()
     }
 }
@@ -158,7 +158,7 @@ impl Region {
 
 impl Memory {
     /// The node of the frame that a page maps, if any.
-    pub(crate) fn node_of(&self, region: &Region, page: u32) -> Option<NodeKey> {
+    pub fn node_of(&self, region: &Region, page: u32) -> Option<NodeKey> {
         let page = page as usize;
         match region.backing[page] {
             Backing::Merged => Some(self.frames[region.frame[page] as usize].node),
@@ -168,7 +168,7 @@ impl Memory {
     }
 
     /// Allocates frames for the private pages of a new region, on the node of its process.
-    pub(crate) fn place_pages(&mut self, key: u32) {
+    pub fn place_pages(&mut self, key: u32) {
         if !self.nodes.is_tracked() {
             return;
         }

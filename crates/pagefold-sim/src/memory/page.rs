@@ -6,7 +6,7 @@ pub(crate) const NONE: u32 = u32::MAX;
 /// What backs a page. Finer than [`PageState`](pagefold_core::host::PageState): the two kinds of zero mapping are
 /// counted differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Backing {
+pub enum Backing {
     Absent,
     Private,
     /// The zero page, mapped when the page was read before its first write.
@@ -20,7 +20,7 @@ pub(crate) enum Backing {
 }
 
 /// A page: the key of its region, and its offset there.
-pub(crate) type PageRef = (u32, u32);
+pub type PageRef = (u32, u32);
 
 /// ksmd's record of a page (the kernel's `rmap_item`).
 #[derive(Clone, Copy, Debug)]

@@ -7,12 +7,12 @@ use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey};
 use pagefold_core::units::{EXTENT_PAGES, Vpn};
 
 #[derive(Debug, Default)]
-pub(crate) struct Region {
-    pub(crate) owner: u32,
+pub struct Region {
+    pub owner: u32,
     pub(crate) family: FamilyKey,
     pub(crate) first: u64,
-    pub(crate) content: Vec<u64>,
-    pub(crate) backing: Vec<Backing>,
+    pub content: Vec<u64>,
+    pub backing: Vec<Backing>,
     /// The merged or fork-shared frame of each page. Empty until a page needs it.
     pub(crate) frame: Vec<u32>,
     /// ksmd's records. Empty until ksmd's first visit.
@@ -34,11 +34,12 @@ pub(crate) struct Region {
     /// The eighth of physical memory that each page is in. Empty unless a script sets it.
     pub(crate) eighths: Vec<u8>,
     /// Writes so far to merged pages, including merged zeros.
-    pub(crate) broken: u64,
+    pub broken: u64,
 }
 
 impl Region {
-    pub(crate) fn len(&self) -> u32 {
+    #[allow(clippy::len_without_is_empty, reason = "a region may be empty, and nobody asks")]
+    pub fn len(&self) -> u32 {
         u32::try_from(self.content.len()).expect("checked by Memory::map")
     }
 
@@ -67,7 +68,7 @@ impl Region {
         }
     }
 
-    pub(crate) fn merged_frame(&self, page: u32) -> Option<u32> {
+    pub fn merged_frame(&self, page: u32) -> Option<u32> {
         (self.backing[page as usize] == Backing::Merged).then(|| self.frame_of(page as usize))
     }
 
@@ -84,9 +85,9 @@ impl Region {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Owner {
+pub struct Owner {
     /// Its regions, by address.
-    pub(crate) regions: Vec<u32>,
+    pub regions: Vec<u32>,
     pub(crate) exited: bool,
     /// How often a region was mapped or unmapped.
     pub(crate) changes: u64,

@@ -3,7 +3,6 @@
 use crate::config::args::RunArgs;
 use crate::config::ownership::shown;
 use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
-use crate::xen;
 use anyhow::Result;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::options::{OPTIONS, SECTIONS, Value};
@@ -34,10 +33,9 @@ pub fn run(command: &ConfigCommand) -> Result<u8> {
     let (ConfigCommand::Check(args) | ConfigCommand::Show(args)) = command;
     let layers = load(&args.file)?;
     let settings = Settings::of_values(&RunArgs::default(), Some(&args.file), merged(&layers))?;
-    let has_guests = xen::guests(&settings.scope)?.is_some();
     let text = match command {
         ConfigCommand::Show(_) => text(&layers),
-        ConfigCommand::Check(_) if !settings.scope.is_selective() && !has_guests => {
+        ConfigCommand::Check(_) if !settings.scope.is_selective() => {
             return Err(without_scope(&args.file).into());
         }
         ConfigCommand::Check(_) => {

@@ -6,7 +6,6 @@
 mod fix;
 
 use crate::output;
-use crate::xen;
 use fix::{Fixed, fix};
 use pagefold_cli::exit;
 use pagefold_cli::style::{self, Lines};
@@ -25,27 +24,23 @@ pub struct DoctorArgs {
     /// them is lost, set the kernel's defaults
     #[arg(long)]
     fix: bool,
-    /// Check instead whether memory of these guests of Xen can be shared, in dom0 (name or number; may be repeated, or separated
-    /// by commas)
-    #[arg(long, value_name = "GUEST", value_delimiter = ',', conflicts_with = "fix")]
-    xen_domain: Vec<String>,
 }
 
 /// Restores knobs if `--fix` is given, examines the machine, and prints the findings.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
-    if !args.xen_domain.is_empty() {
-        let (findings, code) = xen::doctor::examine(&args.xen_domain)?;
-        output::print(args.json, &document(&findings, None), |_| list(&findings, None, style::colours()))?;
-        return Ok(code);
-    }
     let roots = MachinePaths::default();
     let fixed = if args.fix { Some(fix(&roots)?) } else { None };
     let findings = examine(&roots);
     output::print(args.json, &document(&findings, fixed.as_ref()), |_| {
-        list(&findings, fixed.as_ref(), style::colours())
+        list(&findings, fixed.as_ref(), "pagefold", style::colours())
     })?;
     let unfinished = fixed.is_some_and(|fixed| fixed.is_unfinished());
     Ok(if unfinished { exit::FAILURE } else { code(&findings) })
+}
+
+/// Prints the findings of another program, of which nothing can be fixed.
+pub fn print(json: bool, findings: &[Finding], program: &str) -> anyhow::Result<()> {
+    output::print(json, &document(findings, None), |_| list(findings, None, program, style::colours()))
 }
 
 /// The exit code that `pagefold run` would have.
@@ -84,7 +79,7 @@ fn sign(severity: Severity) -> (&'static str, &'static str) {
 }
 
 /// The findings as text: what is in order first, one line each, then the problems, the worst last.
-fn list(findings: &[Finding], fixed: Option<&Fixed>, coloured: bool) -> String {
+fn list(findings: &[Finding], fixed: Option<&Fixed>, program: &str, coloured: bool) -> String {
     let paint = |text: &str, colour: &str| {
         if coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_owned() }
     };
@@ -112,11 +107,11 @@ fn list(findings: &[Finding], fixed: Option<&Fixed>, coloured: bool) -> String {
         }
     }
     text.blank();
-    text.line(verdict(findings));
+    text.line(verdict(findings, program));
     text
 }
 
-fn verdict(findings: &[Finding]) -> String {
+fn verdict(findings: &[Finding], program: &str) -> String {
     let count = |severity| findings.iter().filter(|finding| finding.severity == severity).count();
     let others = [
         (count(Severity::Note), "note", "notes"),
@@ -127,8 +122,8 @@ fn verdict(findings: &[Finding]) -> String {
     let others: Vec<String> = others.map(|&(number, one, many)| style::count(number, one, many)).collect();
     let counts = if others.is_empty() { "no problems".to_owned() } else { others.join(", ") };
     match worst(findings) {
-        Severity::Blocker => format!("{counts}: `pagefold run` cannot work here yet. `pagefold scan` can."),
-        _ => format!("{counts}: `pagefold run` can work here."),
+        Severity::Blocker => format!("{counts}: `{program} run` cannot work here yet. `{program} scan` can."),
+        _ => format!("{counts}: `{program} run` can work here."),
     }
 }
 
@@ -153,15 +148,15 @@ mod tests {
 
     #[test]
     fn the_worst_finding_comes_last_with_its_reason_and_remedy() {
-        let text = list(&findings(), None, false);
+        let text = list(&findings(), None, "pagefold", false);
         let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part:?} is missing in {text}"));
         assert!(at("✓ kernel  Linux") < at("· swap    no swap"));
         assert!(at("no swap") < at("✗ run     ksmd runs"));
         assert!(at("ksmd runs") < at("why: in use") && at("why: in use") < at("do:  stop it"));
         assert!(text.ends_with("1 note, 1 blocker: `pagefold run` cannot work here yet. `pagefold scan` can.\n"));
         assert!(!text.contains('\x1b'));
-        assert!(list(&findings(), None, true).contains("\x1b[31m✗\x1b[0m"));
-        assert_eq!(verdict(&findings()[1..2]), "no problems: `pagefold run` can work here.");
+        assert!(list(&findings(), None, "pagefold", true).contains("\x1b[31m✗\x1b[0m"));
+        assert_eq!(verdict(&findings()[1..2], "pagefold"), "no problems: `pagefold run` can work here.");
     }
 
     #[test]

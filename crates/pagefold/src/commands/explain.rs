@@ -29,11 +29,8 @@ const SCHEMA: &str = "pagefold.explain/1";
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExplainArgs {
     /// The process to explain
-    #[arg(value_name = "PID", value_parser = clap::value_parser!(i32).range(1..), required_unless_present = "xen_domain")]
-    pub pid: Option<i32>,
-    /// The guest of Xen to explain (name or number)
-    #[arg(long, value_name = "GUEST", conflicts_with = "pid")]
-    pub xen_domain: Option<String>,
+    #[arg(value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
+    pub pid: i32,
     /// Print the explanation as JSON (schema pagefold.explain/1)
     #[arg(long)]
     pub json: bool,
@@ -88,22 +85,24 @@ struct Excluded {
 }
 
 pub fn run(args: &ExplainArgs) -> Result<u8> {
-    let explanation = match (&args.xen_domain, args.pid) {
-        (Some(guest), _) => {
-            let explanation: Explanation = ask(&Request::Guest { guest: guest.clone() })?;
-            if !explanation.in_scope {
-                let (guest, scope) = (printable(guest.as_bytes()), explanation.scope);
-                let line = format!("guest {guest} is not in the scope of the running daemon ({scope}); name it there");
-                return Err(Exit::new(exit::NO_SCOPE, line).into());
-            }
-            explanation
-        }
-        (None, pid) => {
-            let explanation: Explanation = ask(&Request::Explain { pid: pid.unwrap_or_default() })?;
-            if explanation.in_scope { explanation } else { outside(explanation)? }
-        }
-    };
-    output::print(args.json, &explanation, |style| words::describe(&explanation, style))?;
+    let explanation: Explanation = ask(&Request::Explain { pid: args.pid })?;
+    let explanation = if explanation.in_scope { explanation } else { outside(explanation)? };
+    print(args.json, &explanation)
+}
+
+/// The same of a guest, by name or number, when the daemon is that of pagefold-xen.
+pub fn run_of_guest(guest: &str, json: bool) -> Result<u8> {
+    let explanation: Explanation = ask(&Request::Guest { guest: guest.to_owned() })?;
+    if !explanation.in_scope {
+        let (guest, scope) = (printable(guest.as_bytes()), explanation.scope);
+        let line = format!("guest {guest} is not in the scope of the running daemon ({scope}); name it there");
+        return Err(Exit::new(exit::NO_SCOPE, line).into());
+    }
+    print(json, &explanation)
+}
+
+fn print(json: bool, explanation: &Explanation) -> Result<u8> {
+    output::print(json, explanation, |style| words::describe(explanation, style))?;
     Ok(exit::OK)
 }
 

@@ -17,7 +17,6 @@ use crate::output;
 use crate::place;
 use crate::preflight;
 use crate::sketch;
-use crate::xen;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::figures::thousands;
@@ -69,10 +68,6 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     // Before anything opens a file.
     let passed = Metrics::passed()?;
     let settings = Settings::of(args)?;
-    if let Some(guests) = xen::guests(&settings.scope)? {
-        on(signal_hook::consts::SIGHUP, &stop)?;
-        return xen::run::run(args, settings, guests, (stop, woken), passed);
-    }
     let Settings { scope, config, deny, .. } = settings.clone();
     preflight::need_rights("merging other processes' memory")?;
     let ksm = preflight::ksm()?;

@@ -10,7 +10,6 @@ use crate::output;
 use crate::output::page;
 use crate::output::placement::PlacementView;
 use crate::preflight;
-use crate::xen;
 use anyhow::{Context, Result};
 use map::{Map, part_of};
 use pagefold_cli::exit::{self, Exit};
@@ -60,15 +59,16 @@ pub struct ScanArgs {
 }
 
 pub fn run(args: &ScanArgs) -> Result<u8> {
-    let report = match xen::guests(&args.scope)? {
-        Some(guests) => xen::scan::scan(args, &guests)?,
-        None => scan(args)?,
-    };
+    let report = scan(args)?;
     if let Some(path) = &args.html {
         page::write(path, &html::page(&report))?;
     }
-    output::print(args.json, &report, |style| table::text(&report, style))?;
+    print(args.json, &report)?;
     Ok(exit::OK)
+}
+
+pub fn print(json: bool, report: &ScanReport) -> Result<()> {
+    output::print(json, report, |style| table::text(report, style))
 }
 
 pub fn scan(args: &ScanArgs) -> Result<ScanReport> {

@@ -3,7 +3,6 @@
 use crate::audit::{Audit, Before, Entry};
 use crate::output;
 use crate::preflight;
-use crate::xen;
 use anyhow::Result;
 use pagefold_cli::exit;
 use pagefold_cli::flags::AuditFlags;
@@ -67,9 +66,6 @@ impl Summary {
 }
 
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
-    if let Some(guests) = xen::guests(&args.scope)? {
-        return xen::unmerge::run(args, &guests);
-    }
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
     let mut audit = args.audit.path().map(Audit::open).transpose()?;

@@ -76,7 +76,11 @@ impl Settings {
         Ok(Self { config: Config { seed: self.config.seed, ..read.config }, ..read })
     }
 
-    fn from(args: &RunArgs, file: Option<&Path>) -> Result<Self, Exit> {
+    /// The same from this file, or from none.
+    ///
+    /// # Errors
+    /// As [`Self::of`].
+    pub fn from(args: &RunArgs, file: Option<&Path>) -> Result<Self, Exit> {
         let layers = file.map(load).transpose()?.unwrap_or_default();
         Self::of_values(args, file, merged(&layers))
     }

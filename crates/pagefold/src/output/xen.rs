@@ -1,8 +1,6 @@
-//! Xen's own figures, as `status` and the summary of a run have them.
+//! Xen's own figures, as `status` and the summary of a run have them. They come from pagefold-xen, whose runs answer `status`, too.
 
 use pagefold_cli::style::human;
-use pagefold_core::units::Pages;
-use pagefold_xen::host::XenFigures;
 use serde::{Deserialize, Serialize};
 
 /// What the hypervisor says of the machine's memory.
@@ -10,25 +8,12 @@ use serde::{Deserialize, Serialize};
 #[allow(clippy::struct_field_names, reason = "they are the keys of the JSON")]
 pub struct XenView {
     /// Saved by sharing (`sharing_freed_memory` of `xl info`).
-    saved_bytes: u64,
+    pub saved_bytes: u64,
     /// Frames that are shared, or nominated to be (`sharing_used_memory`).
-    frames_bytes: u64,
-    free_bytes: u64,
+    pub frames_bytes: u64,
+    pub free_bytes: u64,
     /// Pages that this run has made share a frame.
-    shared_pages: u64,
-}
-
-impl From<XenFigures> for XenView {
-    fn from(figures: XenFigures) -> Self {
-        let bytes = |pages: Pages| pages.bytes().0;
-        let memory = figures.memory;
-        Self {
-            saved_bytes: bytes(memory.saved),
-            frames_bytes: bytes(memory.frames),
-            free_bytes: bytes(memory.free),
-            shared_pages: figures.shares,
-        }
-    }
+    pub shared_pages: u64,
 }
 
 impl XenView {

@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 #[derive(Debug, Serialize)]
 pub struct Summary {
     schema: &'static str,
-    scope: String,
+    pub scope: String,
     dry_run: bool,
     mechanism: Mechanism,
     governor: Governor,
@@ -159,7 +159,7 @@ pub fn describe(summary: &Summary, style: Style) -> String {
             "CPU",
             format!("{:.2} s ({} pages read)", summary.cpu_seconds.pagefold_ns as f64 / 1e9, summary.pages_read),
         );
-        still_merged(&mut text, summary, style);
+        still_merged(&mut text, summary, "pagefold-xen", style);
         return text;
     }
     let (marked, metadata) = (style::human(summary.marked_bytes), style::human(summary.metadata_bytes));
@@ -189,13 +189,13 @@ pub fn describe(summary: &Summary, style: Style) -> String {
             }
         },
     );
-    still_merged(&mut text, summary, style);
+    still_merged(&mut text, summary, "pagefold", style);
     text
 }
 
-fn still_merged(text: &mut String, summary: &Summary, style: Style) {
+fn still_merged(text: &mut String, summary: &Summary, program: &str, style: Style) {
     if summary.saved_bytes > 0 {
         text.blank();
-        text.line(style.dim(&format!("The pages stay merged. To unmerge them: pagefold unmerge {}", summary.scope)));
+        text.line(style.dim(&format!("The pages stay merged. To unmerge them: {program} unmerge {}", summary.scope)));
     }
 }

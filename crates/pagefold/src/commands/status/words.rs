@@ -288,8 +288,11 @@ fn next(text: &mut String, status: &Status, style: Style) {
     }
     text.blank();
     let rounds = count(usize::try_from(status.rounds).unwrap_or(usize::MAX), "round", "rounds");
-    let why =
-        if status.xen.is_some() { "guest: pagefold explain --xen-domain ID" } else { "process: pagefold explain PID" };
+    let why = if status.xen.is_some() {
+        "guest: pagefold-xen explain --xen-domain ID"
+    } else {
+        "process: pagefold explain PID"
+    };
     let read = format!("  {} pages read in {rounds}. Why, for one {why}", thousands(status.pages_read));
     text.line(style.dim(&read));
 }

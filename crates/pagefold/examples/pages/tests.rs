@@ -1,0 +1,34 @@
+use crate::program_tests::{page_text, written};
+use pagefold_cli::options::{OPTIONS, SECTIONS};
+use std::process::Command;
+
+#[test]
+fn every_option_is_on_the_page_of_the_configuration_file() {
+    let directory = written();
+    let file = page_text(directory.path(), "pagefold", 5, "pagefold.toml");
+    for section in SECTIONS {
+        assert!(file.contains(&format!("[{}]", section.name)), "{}", section.name);
+    }
+    for option in OPTIONS {
+        assert!(file.contains(option.key) && file.contains(option.help), "{}", option.key);
+        assert!(file.contains(&option.default()) && file.contains(option.example.lines().next().unwrap_or_default()));
+    }
+}
+
+#[test]
+fn bash_completes_a_command_line() {
+    let directory = written();
+    let script = "source \"$1\"; shift; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1))\n\
+        _pagefold pagefold \"${@: -1}\" \"${@: -2:1}\"; echo \"${COMPREPLY[@]}\"";
+    let complete = |words: &[&str]| {
+        let mut bash = Command::new("bash");
+        bash.args(["--norc", "-uc", script, "bash"])
+            .arg(directory.path().join("pagefold/share/bash-completion/completions/pagefold"))
+            .args(words);
+        let output = bash.output().unwrap();
+        assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!(complete(&["pagefold", "st"]), "status\n");
+    assert_eq!(complete(&["pagefold", "run", "--gov"]), "--governor\n");
+}

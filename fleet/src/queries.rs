@@ -1,0 +1,38 @@
+//! The SQL that DataFusion and Spark both run, from `fleet/sql`.
+
+/// The view `workloads`.
+pub const WORKLOADS: &str = include_str!("../sql/workloads.sql");
+/// The view `held`, of what each workload holds, without its sketch.
+pub const HELD: &str = "SELECT id, held FROM workloads";
+/// What each host's workloads take, save and could save.
+pub const HOSTS: &str = include_str!("../sql/hosts.sql");
+
+const PAIRS: &str = include_str!("../sql/pairs.sql");
+const SAMPLES: &str = include_str!("../sql/samples.sql");
+
+/// The most contents of all workloads that candidate pairs are looked for in, and the bounds for each workload.
+const SAMPLED_MOST: usize = 1_000_000;
+const SAMPLED: (usize, usize) = (4, 128);
+
+/// Contents of each workload that candidate pairs are looked for in. With `n` of them, two workloads of the same size of
+/// which a share `s` is common miss each other with the probability (1 - s)^n.
+pub fn sampled(workloads: usize) -> usize {
+    (SAMPLED_MOST / workloads.max(1)).clamp(SAMPLED.0, SAMPLED.1)
+}
+
+/// The view `contents` in DataFusion's dialect: the lowest hashes of each workload.
+pub fn contents(sampled: usize) -> String {
+    format!(
+        "SELECT id, sha2(domain, 256) AS domain_id, unnest(theta_lowest(sketch, {sampled})) AS content FROM workloads"
+    )
+}
+
+/// The pairs of workloads that have most in common.
+pub fn pairs(sampled: usize, pairs: usize) -> String {
+    PAIRS.replace("{sampled}", &sampled.to_string()).replace("{pairs}", &pairs.to_string())
+}
+
+/// All workloads with samples of at most 2^lg contents.
+pub fn samples(lg: u8) -> String {
+    SAMPLES.replace("{lg_sampled}", &lg.to_string())
+}

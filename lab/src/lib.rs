@@ -1,0 +1,37 @@
+//! The laboratory of pagefold: experiments on the real KSM, and the papers' algorithms on recorded memory.
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`bench`] | experiments that measure pagefold beside KSM alone and beside an oracle |
+//! | [`programs`] | the real programs that experiments and records are made with |
+//! | [`record`] | the file format of a record: what every page held, snapshot by snapshot |
+//! | [`recorder`] | records of running programs |
+//! | [`generate`] | generated records of the papers' workloads |
+//! | [`script`], [`replay`], [`table`] | a record as a script for the simulator, every algorithm on it, the comparison |
+//! | [`uksmd`], [`partial_hash`] | UKSM's scanner in virtual time, and its hashes of part of a page |
+//! | [`scale`] | simulated memories of up to a tebibyte |
+//! | [`sketch_error`] | how well sketches tell what programs have in common |
+//! | [`fleet`] | simulated fleets, placed at random, by plan and at best |
+//! | [`plots`] | charts of replays and of scaling |
+//! | [`commands`] | the command line |
+#![forbid(unsafe_code)]
+#![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
+
+pub mod bench;
+pub mod charts;
+mod columns;
+pub mod commands;
+pub mod digests;
+pub mod fleet;
+pub mod generate;
+pub mod partial_hash;
+pub mod plots;
+pub mod programs;
+pub mod record;
+pub mod recorder;
+pub mod replay;
+pub mod scale;
+pub mod script;
+pub mod sketch_error;
+pub mod table;
+pub mod uksmd;

@@ -1,0 +1,214 @@
+//! The commands of `pagefold-xen`: pagefold's judgement, tables and JSON, with guests in the place of processes.
+
+pub mod doctor;
+pub mod explain;
+pub mod run;
+pub mod scan;
+pub mod unmerge;
+
+use pagefold::preflight::need_root;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::style;
+use pagefold_linux::ksm::lock::{LOCK_PATH, Lock, LockError};
+use pagefold_linux::os::cpu::own_cpu_ns;
+use pagefold_linux::proc::status::printable;
+use pagefold_xen::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
+use pagefold_xen::host::{Clock, XenError};
+use pagefold_xen::hypervisor::{CallError, DomainId, Hypervisor};
+use pagefold_xen::library::{OpenError, Xen};
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The longest sleep: what ends a wait is looked for between two.
+const SLEEP_MOST: Duration = Duration::from_millis(50);
+
+/// The guests in scope.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ScopeArgs {
+    /// These guests, by name or number (may be repeated, or separated by commas); @ and a trust domain may follow
+    #[arg(long, value_name = "GUEST", value_delimiter = ',', required = true)]
+    pub xen_domain: Vec<String>,
+}
+
+impl ScopeArgs {
+    fn guests(&self) -> Result<Vec<Selected>, Exit> {
+        self.xen_domain.iter().map(|text| text.parse().map_err(|error| select(&error))).collect()
+    }
+}
+
+impl fmt::Display for ScopeArgs {
+    /// As flags.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let guests = self.xen_domain.iter().map(|guest| format!("--xen-domain {}", printable(guest.as_bytes())));
+        f.write_str(&guests.collect::<Vec<_>>().join(" "))
+    }
+}
+
+/// Loads Xen's libraries and opens the hypervisor.
+pub fn open(purpose: &str) -> Result<Xen, Exit> {
+    need_root(purpose)?;
+    Xen::open().map_err(|error| {
+        let advice = match &error {
+            OpenError::NotDom0 { .. } => "run it in dom0, with xenfs mounted at /proc/xen",
+            OpenError::NoLibrary { .. } => {
+                "install Xen's libraries (on Debian libxenmisc4.17), and use a pagefold-xen that is linked dynamically"
+            }
+            OpenError::Open { .. } => "is xenstored running?",
+        };
+        Exit::new(exit::NO_KERNEL_SUPPORT, format!("{error}; {advice}"))
+    })
+}
+
+/// Takes the machine-wide lock, so that no other pagefold shares memory meanwhile.
+fn take_lock() -> Result<Lock, Exit> {
+    Lock::try_take(Path::new(LOCK_PATH)).map_err(|error| match error {
+        LockError::Held { pid } => {
+            let pid = pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
+            Exit::new(exit::KSM_TAKEN, format!("another pagefold{pid} is at work; stop it first, or use it instead"))
+        }
+        LockError::Denied { .. } => Exit::new(exit::NOT_PERMITTED, format!("{error}; run as root")),
+        LockError::Io { .. } => Exit::new(exit::FAILURE, error.to_string()),
+    })
+}
+
+/// The guests in scope that exist now. Those that are named must.
+fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>, Exit> {
+    let domains = xen.domains().map_err(|error| call(&error))?;
+    let found = in_scope(xen, scope, domains).map_err(|error| select(&error))?;
+    match missing(scope, &found) {
+        Some(guest) => Err(select(&SelectError::Unknown(guest.guest.clone()))),
+        None => Ok(found),
+    }
+}
+
+/// The exit code and advice when guests cannot be named so.
+fn select(error: &SelectError) -> Exit {
+    let (code, advice) = match error {
+        SelectError::Malformed(_) | SelectError::Contradiction(_) => (exit::USAGE, "see docs/xen.md"),
+        SelectError::Dom0 => (exit::REFUSED, "name other guests"),
+        SelectError::Unknown(_) => (exit::NO_SCOPE, "look with xl list"),
+    };
+    Exit::new(code, format!("{error}; {advice}"))
+}
+
+/// The exit code and advice when the hypervisor refuses.
+fn call(error: &CallError) -> Exit {
+    match error {
+        CallError::NoSharing => {
+            let line = format!("{error}; build it with EXPERT, UNSUPPORTED and MEM_SHARING, see docs/xen.md");
+            Exit::new(exit::NO_KERNEL_SUPPORT, line)
+        }
+        CallError::Denied => Exit::new(exit::NOT_PERMITTED, error.to_string()),
+        _ => Exit::new(exit::FAILURE, format!("the hypervisor refuses: {error}; see pagefold-xen doctor --xen-domain")),
+    }
+}
+
+fn failure(error: &XenError) -> Exit {
+    match error {
+        XenError::Select(error) => select(error),
+        XenError::Call(error) => call(error),
+    }
+}
+
+/// Refuses a scope of which nothing is left.
+fn refuse_all(refused: &[(DomainId, &str, &str)]) -> Exit {
+    let Some((id, name, why)) = refused.first() else { return Exit::new(exit::NO_SCOPE, "no guest is in scope") };
+    let others = match refused.len() - 1 {
+        0 => String::new(),
+        others => format!(" (and so are {})", style::count(others, "other", "others")),
+    };
+    let name = printable(name.as_bytes());
+    Exit::new(exit::REFUSED, format!("guest {name} ({id}) is left alone: {why}{others}; nothing else is in scope"))
+}
+
+/// Refuses a scope in which every guest is of a kind whose memory cannot be shared.
+fn refuse_unfit(guests: &[InScope]) -> Result<(), Exit> {
+    let refused = guests.iter().filter_map(|guest| Some((guest.domain.id, guest.name.as_str(), unfit(&guest.domain)?)));
+    let refused: Vec<_> = refused.collect();
+    if refused.len() == guests.len() { Err(refuse_all(&refused)) } else { Ok(()) }
+}
+
+/// The machine's clocks, and a wait that signals and requests cut short.
+#[derive(Debug)]
+pub struct LiveClock {
+    began: Instant,
+    /// Set when the run is to end.
+    stop: Arc<AtomicBool>,
+    /// Set then, and when there is a request to serve.
+    woken: Arc<AtomicBool>,
+}
+
+impl LiveClock {
+    pub fn new(stop: Arc<AtomicBool>, woken: Arc<AtomicBool>) -> Self {
+        Self { began: Instant::now(), stop, woken }
+    }
+}
+
+impl Clock for LiveClock {
+    fn now_ns(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn cpu_ns(&self) -> u64 {
+        own_cpu_ns()
+    }
+
+    fn wait(&mut self, ns: u64) {
+        let end = Instant::now() + Duration::from_nanos(ns);
+        while !self.woken.load(Ordering::Relaxed) {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            std::thread::sleep(left.min(SLEEP_MOST));
+        }
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        scope: ScopeArgs,
+    }
+
+    fn scope(args: &[&str]) -> Result<Vec<String>, u8> {
+        let cli = Cli::try_parse_from(["x"].iter().chain(args)).map_err(|_| exit::USAGE)?;
+        let found = cli.scope.guests().map_err(|exit| exit.code)?;
+        Ok(found.iter().map(ToString::to_string).collect())
+    }
+
+    #[test]
+    fn guests_repeat_and_separate_by_commas() {
+        let args = ["--xen-domain", "a,b@c", "--xen-domain", "7"];
+        assert_eq!(scope(&args), Ok(vec!["a".to_owned(), "b@c".to_owned(), "7".to_owned()]));
+        let cli = Cli::try_parse_from(["x"].iter().chain(&args)).unwrap();
+        assert_eq!(cli.scope.to_string(), "--xen-domain a --xen-domain b@c --xen-domain 7");
+        assert_eq!(scope(&[]), Err(exit::USAGE));
+        assert_eq!(scope(&["--xen-domain", "a", "--pid", "1"]), Err(exit::USAGE));
+        assert_eq!(scope(&["--xen-domain", "a@"]), Err(exit::USAGE));
+        assert_eq!(scope(&["--xen-domain", "Domain-0"]), Err(exit::REFUSED));
+    }
+
+    #[test]
+    fn where_there_is_no_xen_one_line_says_so() {
+        if Path::new("/proc/xen/capabilities").exists() || need_root("this").is_err() {
+            println!("SKIP: this is a machine with Xen, or the user is not root");
+            return;
+        }
+        let exit = open("sharing memory of guests").err().unwrap();
+        assert_eq!(exit.code, exit::NO_KERNEL_SUPPORT);
+        assert!(exit.line.contains("dom0") && !exit.line.contains('\n'), "{exit}");
+    }
+}
