@@ -1,46 +1,39 @@
-# make build    build pagefold and pagefold-lab, in target/release
-# make fleet    build pagefold-fleet, in target/fleet (needs Rust 1.94)
-# make fleet-test  test pagefold-fleet only, with Apache Spark and an object store
+# make build    build pagefold, in target/release
 # make demo     show in a minute how pagefold works, on programs that it starts itself
-# make test     run all tests; installs the Debian packages they need
+# make test     run the product's tests; installs the Debian packages they need
+# make test-all run every lane: lint, test, fuzz, and the quick tests of the annexes
 # make unit     run the unit tests only
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
 # make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
+# Annexes, each a workspace of its own (see their READMEs):
+# make lab      build pagefold-lab, in target/release (lab-test: lint and test it)
 # make bench    run the experiments of docs/measurements.md (takes long)
 # make records  record real programs into target/records, for pagefold-lab replay (about 8 minutes)
+# make fleet    build pagefold-fleet, in target/release (needs Rust 1.94; fleet-test: lint and test it, with Apache Spark and an object store)
+# make xen      build pagefold-xen, in target/release (xen-test: lint and test it here; xen-quick: test guests of Xen in an emulated
+#               machine, too, where the first time it builds the hypervisor; xen-long: runs that are killed at each step, guests that
+#               interfere, a hundred thousand shares; xen-bochs: the unmodified hypervisor with VMX; xen-cost: instructions a page)
 # make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
-# make xen-quick  test guests of Xen in an emulated machine; the first time it builds the hypervisor (xen-long: runs that are killed
-#               at each step, guests that interfere, a hundred thousand shares; xen-bochs: the unmodified hypervisor with VMX; xen: all three; xen-cost:
-#               instructions a page)
 # make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine
-# make install  install pagefold (not pagefold-lab), its manual pages, completions, systemd units and, unless there is one, its
+# make install  install pagefold, its manual pages, completions, systemd units and, unless there is one, its
 #               configuration file, below DESTDIR
-# make pages    write the manual pages and completions of both programs below target/pages
+# make pages    write the manual pages and completions below target/pages
 # make deb      build Debian packages in target/deb (deb-test: install, upgrade, remove and purge them in a fresh root)
 # make oci      build an image for container engines in target/oci, and check it and the manifests for Kubernetes
 # make tarball  build target/pagefold-VERSION-x86_64-linux.tar.gz, with a static program that runs on any Linux
 
 CARGO ?= cargo
-# pagefold-fleet contains DataFusion, which takes long to build: fleet-test checks and tests it.
-WORKSPACE := --workspace --exclude pagefold-fleet
 
-.PHONY: build fleet fleet-test oci demo test run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long bench records kernel \
-    kernel-quick kernel-cost kernel-deb xen xen-quick xen-long xen-bochs xen-cost dkms install install-files install-program pages \
-    deb deb-test tarball
+.PHONY: build oci demo test test-all run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long lab lab-test bench records \
+    fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms install \
+    install-files install-program pages lab-pages deb deb-test tarball
 
 build:
-	$(CARGO) build --release --locked -p pagefold -p pagefold-lab
-
-fleet:
-	$(CARGO) build --profile fleet --locked -p pagefold-fleet
-
-fleet-test:
-	@scripts/setup fleet
-	PAGEFOLD_NO_SKIP=1 RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/scripts/rustc-with-clippy $(CARGO) test --profile fleet-test --locked -p pagefold-fleet
+	$(CARGO) build --release --locked -p pagefold
 
 demo:
 	@scripts/setup demo
@@ -50,27 +43,29 @@ demo:
 
 # KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. The others run
 # beside them: first those in emulated machines and with hostile programs, which take longest.
-TESTS := $(filter-out crates/pagefold-fleet/%,$(wildcard crates/*/tests/*.rs))
+TESTS := $(wildcard crates/*/tests/*.rs)
 TESTS_LONG := numa attack
 TESTS_WITH_KSM := $(filter-out $(TESTS_LONG),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
 TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir $(TESTS))))
 
 test:
 	@scripts/setup test
-	$(CARGO) build $(WORKSPACE) --bins --locked
-	$(CARGO) test $(WORKSPACE) --locked --no-run
+	$(CARGO) build --workspace --bins --locked
+	$(CARGO) test --workspace --locked --no-run
 	@$(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
+test-all: lint test fuzz lab-test fleet-test kernel-quick xen-quick
+
 run-tests-with-ksm:
-	$(CARGO) test $(WORKSPACE) --locked $(TESTS_WITH_KSM:%=--test %)
+	$(CARGO) test --workspace --locked $(TESTS_WITH_KSM:%=--test %)
 
 run-tests-beside:
-	nice $(CARGO) test $(WORKSPACE) --locked $(TESTS_LONG:%=--test %)
-	nice $(CARGO) test $(WORKSPACE) --locked --lib --bins $(TESTS_BESIDE:%=--test %)
-	nice $(CARGO) test $(WORKSPACE) --locked --doc
+	nice $(CARGO) test --workspace --locked $(TESTS_LONG:%=--test %)
+	nice $(CARGO) test --workspace --locked --lib --bins --examples $(TESTS_BESIDE:%=--test %)
+	nice $(CARGO) test --workspace --locked --doc
 
 unit:
-	$(CARGO) test $(WORKSPACE) --locked --lib
+	$(CARGO) test --workspace --locked --lib
 
 soak:
 	@scripts/setup test
@@ -85,7 +80,7 @@ attack:
 
 lint:
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy $(WORKSPACE) --all-targets --locked -- -D warnings
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	@$(CARGO) metadata --locked --format-version 1 --manifest-path fuzz/Cargo.toml >/dev/null
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
@@ -98,13 +93,34 @@ fuzz-long:
 	@scripts/setup fuzz
 	scripts/fuzz 180
 
-bench: build
+# An annex is in a folder of the same name. Clippy and the tests of one are for it, not for what it depends on.
+lab fleet xen:
+	cd $@ && $(CARGO) build --release --locked
+
+# The product's programs and victims, that the tests start, are built as the product's own tests build them.
+lab-test:
+	@scripts/setup lab
+	cd lab && $(CARGO) fmt --check
+	cd lab && $(CARGO) clippy --all-targets --locked -- -D warnings
+	cd lab && PAGEFOLD_NO_SKIP=1 $(CARGO) test --locked --all-targets
+
+fleet-test:
+	@scripts/setup fleet
+	cd fleet && $(CARGO) fmt --all --check
+	cd fleet && PAGEFOLD_NO_SKIP=1 RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/fleet/rustc-with-clippy $(CARGO) test --workspace --locked
+
+xen-test:
+	cd xen && $(CARGO) fmt --check
+	cd xen && $(CARGO) clippy --all-targets --locked -- -D warnings
+	cd xen && $(CARGO) test --locked
+
+bench: lab
 	@scripts/setup bench
 	target/release/pagefold-lab bench
 
-records: build
+records: lab
 	@scripts/setup bench
-	scripts/records
+	lab/scripts/records
 
 kernel:
 	scripts/kernel full
@@ -112,7 +128,7 @@ kernel:
 kernel-quick kernel-cost kernel-deb: kernel-%:
 	scripts/kernel $*
 
-xen: xen-quick xen-long xen-bochs
+xen-quick: xen-test
 
 xen-quick xen-long xen-bochs xen-cost: xen-%:
 	scripts/xen $*
@@ -122,7 +138,10 @@ dkms:
 
 pages:
 	rm -rf target/pages
-	$(CARGO) run --quiet --locked -p pagefold-pages -- target/pages
+	$(CARGO) run --quiet --locked -p pagefold --example pages -- target/pages
+
+lab-pages: pages
+	cd lab && $(CARGO) run --quiet --locked --example pages -- ../target/pages
 
 install: pages
 	$(CARGO) build --release --locked -p pagefold
@@ -147,9 +166,10 @@ install-files: install-program
 	[ -e $(DESTDIR)/etc/pagefold/pagefold.toml ] || \
 	    install -D -m 644 packaging/pagefold.toml $(DESTDIR)/etc/pagefold/pagefold.toml
 
-deb: pages
+deb: lab-pages
 	@scripts/setup package
-	$(CARGO) build --profile profiling --locked -p pagefold -p pagefold-lab
+	$(CARGO) build --profile profiling --locked -p pagefold
+	cd lab && $(CARGO) build --profile profiling --locked
 	scripts/deb
 	lintian --fail-on error,warning target/deb/*.deb
 
