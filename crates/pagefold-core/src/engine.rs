@@ -371,7 +371,7 @@ impl Engine {
         }
         let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
         if let Some(step) = self.reserve.step(*now_ns, memory, limits) {
-            self.marker.take_back(&mut self.table, *now_ns, &step, &self.config);
+            self.marker.take_back(&mut self.table, *now_ns, &step);
         }
     }
 

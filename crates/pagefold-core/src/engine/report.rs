@@ -54,7 +54,6 @@ pub(super) fn report(engine: &Engine) -> EngineReport {
 }
 
 fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
-    let config = &engine.config;
     let estimate = region.survey.estimate(region.view.resident, fraction);
     let exact = matches!(region.stage, Stage::Judged(_));
     let known = region.extents.values().fold((0_u64, 0_u64), |(resident, duplicate), extent| {
@@ -63,7 +62,7 @@ fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
     let ratio = if exact { known.1 as f64 / known.0.max(1) as f64 } else { estimate.ratio };
     let range = if exact { (ratio, ratio) } else { (estimate.floor, estimate.ceiling) };
     let kind = kind(engine, region, ratio, exact, estimate.ceiling);
-    let cow_ratio = region.usage.cow_breaks.ratio(config.cow_horizon_ns);
+    let cow_ratio = region.usage.cow_breaks.ratio;
     RegionReport {
         owner: region.view.owner,
         domain: region.view.domain,

@@ -52,10 +52,16 @@ impl Engine {
             region.stage = Stage::Examine(sample.page + 1);
         }
         let verdict = match sample.state {
-            PageState::Absent | PageState::ZeroMapped => {
+            PageState::Absent => {
                 // The page was given back, not broken.
-                let offset = region.offset(sample.page);
-                region.usage.cow_breaks.record_unmerged(offset, self.snapshot.now_ns, None);
+                region.usage.cow_breaks.record_unmerged(sample.page, self.snapshot.now_ns, None);
+                return;
+            }
+            PageState::ZeroMapped => {
+                // KSM merges zeros with the zero page.
+                if self.visiting {
+                    region.usage.cow_breaks.record_merged(sample.page, self.snapshot.now_ns, Digest::ZERO);
+                }
                 return;
             }
             PageState::Merged => self.record_merged(slot, sample, examined),
@@ -81,8 +87,7 @@ impl Engine {
         let (now_ns, visiting) = (self.snapshot.now_ns, self.visiting);
         let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
         if visiting {
-            let offset = region.offset(sample.page);
-            region.usage.cow_breaks.record_merged(offset, now_ns, sample.digest);
+            region.usage.cow_breaks.record_merged(sample.page, now_ns, sample.digest);
         }
         region.marks.samples.sampled += u64::from(!examined);
         if self.is_foreign(slot, sample) {
@@ -130,7 +135,7 @@ impl Engine {
         if !examined && region.is_marked(sample.page) {
             region.marks.samples.sampled += 1;
             region.marks.samples.unmerged += u64::from(duplicate);
-            region.usage.cow_breaks.record_unmerged(offset, now_ns, duplicate.then_some(sample.digest));
+            region.usage.cow_breaks.record_unmerged(sample.page, now_ns, duplicate.then_some(sample.digest));
         } else {
             let tally = &mut region.survey.tally;
             tally.sampled += 1;

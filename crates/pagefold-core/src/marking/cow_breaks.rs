@@ -8,64 +8,91 @@
 //!
 //! Rates are small: one page in five thousand per second undoes half of a region's merges within the hour. They are
 //! measured on single pages, spread over the region, which are visited repeatedly.
+//!
+//! A break says something about its own page and about pages like it, not about the rest of the region: a program that
+//! rewrites its data again and again doesn't touch the zeros of the heap around it. So pages are judged in groups. Pages
+//! with the same content are one group wherever they are, since whoever fills memory with one content mostly rewrites all of
+//! it. All other pages of an extent are another.
 
 use crate::hash::Digest;
-use crate::units::{Permyriad, whole};
-use std::collections::BTreeMap;
+use crate::units::{Permyriad, Vpn, whole};
+use rustc_hash::FxHashMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// The most pages under observation in one region.
 pub const PROBES_MAX: usize = 2_048;
-/// The number of breaks from which a rate counts.
-const BREAKS_MIN: u64 = 4;
-/// The number of breaks from which all counts are halved, so that new ones weigh more.
-const BREAKS_MAX: u64 = 64;
+/// The number of breaks from which they are extrapolated.
+const BREAKS_MIN: u64 = 16;
+/// The number of observations that are kept after they have ended, so that new breaks replace old ones. A writer that hits a
+/// whole block at random must be seen in half of its extents.
+const ENDS_MAX: usize = 1_024;
 
 /// Observed breaks of a region's merged pages.
 #[derive(Clone, Debug, Default)]
 pub struct CowBreaks {
-    /// Pages under observation, by offset in the region.
-    probes: BTreeMap<u32, Probe>,
-    /// The offset from which the next page to visit is looked up.
-    next: u32,
-    /// The time that pages under observation have stayed merged, page seconds.
-    exposure: f64,
-    /// The number of merged pages that are no longer merged.
-    broken: u64,
-    /// Of these, the pages that hold the same content as before and could be merged again.
-    rewritten: u64,
+    /// Pages under observation.
+    probes: BTreeMap<Vpn, Probe>,
+    /// The page from which the next one to visit is looked up.
+    next: Vpn,
+    /// The last observations that have ended, because the page is no longer merged.
+    ends: VecDeque<End>,
+    /// Nothing before this time counts, nanoseconds: ends from then on are known.
+    since_ns: u64,
+    /// The COW-broken ratio when it was last worked out.
+    pub ratio: Permyriad,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Probe {
-    /// When it was last found merged, nanoseconds.
-    seen_ns: u64,
+    /// When it was first found merged with this content, and when last, nanoseconds.
+    first_ns: u64,
+    last_ns: u64,
     /// 32 bits of the digest of its content at that time, which are enough to detect a change.
     fingerprint: u32,
 }
 
+/// An observation that has ended.
+#[derive(Clone, Copy, Debug)]
+struct End {
+    page: Vpn,
+    fingerprint: u32,
+    at_ns: u64,
+    /// How long the page had stayed merged, nanoseconds.
+    merged_ns: u64,
+    /// Whether it holds the same content as before and could be merged again.
+    rewritten: bool,
+}
+
 impl CowBreaks {
     /// Records a page that is merged.
-    pub fn record_merged(&mut self, offset: u32, now_ns: u64, digest: Digest) {
-        let probe = Probe { seen_ns: now_ns, fingerprint: digest.fingerprint() };
-        if let Some(known) = self.probes.get_mut(&offset) {
-            self.exposure += (now_ns - known.seen_ns) as f64 / 1e9;
-            *known = probe;
+    pub fn record_merged(&mut self, page: Vpn, now_ns: u64, digest: Digest) {
+        let found = Probe { first_ns: now_ns, last_ns: now_ns, fingerprint: digest.fingerprint() };
+        if let Some(probe) = self.probes.get_mut(&page) {
+            if probe.fingerprint == found.fingerprint {
+                probe.last_ns = now_ns;
+            } else {
+                *probe = found;
+            }
         } else if self.has_room() {
-            self.probes.insert(offset, probe);
+            self.probes.insert(page, found);
         }
     }
 
     /// Records a page that is not merged, with its digest if it is a duplicate.
-    pub fn record_unmerged(&mut self, offset: u32, now_ns: u64, duplicate: Option<Digest>) {
-        let Some(probe) = self.probes.remove(&offset) else { return };
-        self.exposure += (now_ns - probe.seen_ns) as f64 / 2e9;
-        self.broken += 1;
-        self.rewritten += u64::from(duplicate.is_some_and(|digest| digest.fingerprint() == probe.fingerprint));
-        if self.broken > BREAKS_MAX {
-            self.broken /= 2;
-            self.rewritten /= 2;
-            self.exposure /= 2.0;
+    pub fn record_unmerged(&mut self, page: Vpn, now_ns: u64, duplicate: Option<Digest>) {
+        let Some(probe) = self.probes.remove(&page) else { return };
+        // It was written at some time since the last visit.
+        let written_ns = probe.last_ns.midpoint(now_ns);
+        if self.ends.len() >= ENDS_MAX {
+            self.since_ns = self.ends.pop_front().map_or(0, |oldest| oldest.at_ns);
         }
+        self.ends.push_back(End {
+            page,
+            fingerprint: probe.fingerprint,
+            at_ns: now_ns,
+            merged_ns: written_ns.saturating_sub(probe.first_ns.max(self.since_ns)),
+            rewritten: duplicate.is_some_and(|digest| digest.fingerprint() == probe.fingerprint),
+        });
     }
 
     /// Whether more pages can be put under observation.
@@ -74,28 +101,42 @@ impl CowBreaks {
     }
 
     /// The next page under observation to visit. Each is visited once before any is visited twice.
-    pub fn next_visit(&mut self) -> Option<u32> {
+    pub fn next_visit(&mut self) -> Option<Vpn> {
         let after = self.probes.range(self.next..).next().or_else(|| self.probes.iter().next());
-        let offset = *after?.0;
-        self.next = offset.wrapping_add(1);
-        Some(offset)
+        let page = *after?.0;
+        self.next = page + 1;
+        Some(page)
     }
 
-    /// The COW-broken ratio: the share of merged pages that would be written with their own content within
-    /// `horizon_ns`.
-    pub fn ratio(&self, horizon_ns: u64) -> Permyriad {
-        if self.rewritten < BREAKS_MIN || self.exposure <= 0.0 {
-            return Permyriad(0);
+    /// Whether any page was written with the content that it had.
+    pub fn any(&self) -> bool {
+        self.ends.iter().any(|end| end.rewritten)
+    }
+
+    /// How long pages have stayed merged and how often they were rewritten, by group.
+    pub fn tally(&self) -> BreakTally {
+        // The page that has a content, or none if several have it.
+        let mut only_page: FxHashMap<u32, Option<Vpn>> = FxHashMap::default();
+        let probed = self.probes.iter().map(|(&page, probe)| (page, probe.fingerprint));
+        for (page, fingerprint) in probed.chain(self.ends.iter().map(|end| (end.page, end.fingerprint))) {
+            let only = only_page.entry(fingerprint).or_insert(Some(page));
+            *only = only.filter(|&known| known == page);
         }
-        let share = self.rewritten as f64 / self.exposure * horizon_ns as f64 / 1e9;
-        Permyriad(u32::try_from(whole(share.min(1.0) * 10_000.0)).unwrap_or(10_000))
-    }
-
-    /// Adds the breaks of another region: the blocks of one mapping are judged together, too.
-    pub fn add(&mut self, other: &Self) {
-        self.exposure += other.exposure;
-        self.broken += other.broken;
-        self.rewritten += other.rewritten;
+        let group_of = |page: Vpn, fingerprint: u32| match only_page[&fingerprint] {
+            Some(_) => Group::Extent(page.extent()),
+            None => Group::Content(fingerprint),
+        };
+        let mut tally = BreakTally::default();
+        for (&page, probe) in &self.probes {
+            let merged_ns = probe.last_ns.saturating_sub(probe.first_ns.max(self.since_ns));
+            tally.groups.entry(group_of(page, probe.fingerprint)).or_default().merged_s += seconds(merged_ns);
+        }
+        for end in &self.ends {
+            let group = tally.groups.entry(group_of(end.page, end.fingerprint)).or_default();
+            group.merged_s += seconds(end.merged_ns);
+            group.rewritten += u64::from(end.rewritten);
+        }
+        tally
     }
 
     /// Ends the observation of all pages, which are no longer merged. The breaks still count.
@@ -104,44 +145,211 @@ impl CowBreaks {
     }
 }
 
+/// Pages that are likely to be rewritten together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Group {
+    /// Pages with the same content, by its fingerprint.
+    Content(u32),
+    /// Pages of an extent whose contents are on no other page observed.
+    Extent(u64),
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct GroupTally {
+    /// The time that pages have stayed merged, page seconds.
+    merged_s: f64,
+    /// How many were written with the content that they had.
+    rewritten: u64,
+}
+
+/// Breaks and the time that pages have stayed merged, by group.
+#[derive(Clone, Debug, Default)]
+pub struct BreakTally {
+    groups: FxHashMap<Group, GroupTally>,
+}
+
+impl BreakTally {
+    /// Adds the breaks of another region: the blocks of one mapping are judged together, too.
+    pub fn add(&mut self, other: &Self) {
+        for (&group, tally) in &other.groups {
+            let sum = self.groups.entry(group).or_default();
+            sum.merged_s += tally.merged_s;
+            sum.rewritten += tally.rewritten;
+        }
+    }
+
+    /// The COW-broken ratio: the share of merged pages that would be written with their own content within
+    /// `horizon_ns`. Each break stands for one page of its group that doesn't stay merged that long.
+    pub fn ratio(&self, horizon_ns: u64) -> Permyriad {
+        let rewritten: u64 = self.groups.values().map(|group| group.rewritten).sum();
+        if rewritten < BREAKS_MIN {
+            return Permyriad(0);
+        }
+        let merged_s: f64 = self.groups.values().map(|group| group.merged_s).sum();
+        let broken_s: f64 = self.groups.values().map(|group| group.broken_s(horizon_ns)).sum();
+        let share = if merged_s > 0.0 { broken_s / merged_s } else { 0.0 };
+        Permyriad(u32::try_from(whole(share * 10_000.0)).unwrap_or(10_000))
+    }
+}
+
+impl GroupTally {
+    fn broken_s(&self, horizon_ns: u64) -> f64 {
+        self.merged_s.min(self.rewritten as f64 * seconds(horizon_ns))
+    }
+}
+
+fn seconds(ns: u64) -> f64 {
+    ns as f64 / 1e9
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::units::EXTENT_PAGES;
 
     const S: u64 = 1_000_000_000;
 
     const SAME: Digest = Digest(7 << 16);
     const OTHER: Digest = Digest(8 << 16);
 
-    /// Visits a thousand pages every ten seconds for two minutes. `broken(round, page)` are found no longer merged.
-    fn observe(broken: impl Fn(u64, u32) -> Option<Option<Digest>>) -> CowBreaks {
+    /// A content that no other page has.
+    fn own(page: Vpn) -> Digest {
+        Digest((100 + page.0) << 16)
+    }
+
+    /// The state in which a page is found.
+    #[derive(Clone, Copy)]
+    enum Found {
+        Merged(Digest),
+        Unmerged(Option<Digest>),
+    }
+
+    /// Visits a thousand pages, spread over 125 extents, every ten seconds. The pages are given by their number.
+    fn observe(rounds: u64, found: impl Fn(u64, u64, Vpn) -> Found) -> CowBreaks {
         let mut breaks = CowBreaks::default();
-        for round in 0..12 {
-            for page in 0..1_000 {
-                match broken(round, page) {
-                    Some(duplicate) => breaks.record_unmerged(page, round * 10 * S, duplicate),
-                    None => breaks.record_merged(page, round * 10 * S, SAME),
+        for round in 0..rounds {
+            for number in 0..1_000 {
+                let page = Vpn(number * EXTENT_PAGES / 8);
+                match found(round, number, page) {
+                    Found::Unmerged(duplicate) => breaks.record_unmerged(page, round * 10 * S, duplicate),
+                    Found::Merged(digest) => breaks.record_merged(page, round * 10 * S, digest),
                 }
             }
         }
         breaks
     }
 
+    fn ratio(breaks: &CowBreaks, hours: u64) -> Permyriad {
+        breaks.tally().ratio(hours * 3_600 * S)
+    }
+
     #[test]
     fn the_ratio_extrapolates_breaks_to_the_horizon() {
         // One page per round: a ten-thousandth of the pages per second, 36 % per hour.
-        let breaks = observe(|round, page| (round > 0 && u64::from(page) == round * 50).then_some(Some(SAME)));
-        let ratio = breaks.ratio(3_600 * S);
-        assert!((2_900..4_400).contains(&ratio.0), "{ratio}");
-        assert_eq!(breaks.ratio(36_000 * S), Permyriad(10_000));
+        let breaks = observe(25, |round, number, _| match round {
+            1.. if number == round * 30 => Found::Unmerged(Some(SAME)),
+            _ => Found::Merged(SAME),
+        });
+        let share = ratio(&breaks, 1);
+        assert!((2_900..4_400).contains(&share.0), "{share}");
+        assert_eq!(ratio(&breaks, 10), Permyriad(10_000));
+    }
+
+    #[test]
+    fn fewer_than_sixteen_breaks_are_not_extrapolated() {
+        for (breaks, share) in [(15, Permyriad(0)), (16, Permyriad(10_000))] {
+            let breaks = observe(3, |round, number, _| match round {
+                1 if number < breaks => Found::Unmerged(Some(SAME)),
+                _ => Found::Merged(SAME),
+            });
+            assert_eq!(ratio(&breaks, 1_000), share);
+        }
+    }
+
+    #[test]
+    fn breaks_say_nothing_about_pages_of_another_content_elsewhere() {
+        // The first 200 pages, of 25 extents, are rewritten all the time. The others are zeros.
+        let beside_zeros = observe(50, |round, number, page| match round % 2 {
+            1 if number < 200 => Found::Unmerged(Some(own(page))),
+            _ if number < 200 => Found::Merged(own(page)),
+            _ => Found::Merged(Digest::ZERO),
+        });
+        let share = ratio(&beside_zeros, 1_000);
+        assert!((500..2_000).contains(&share.0), "{share}");
+        // Nor about other data.
+        let beside_data = observe(50, |round, number, page| match round % 2 {
+            1 if number < 200 => Found::Unmerged(Some(own(page))),
+            _ => Found::Merged(own(page)),
+        });
+        let share = ratio(&beside_data, 1_000);
+        assert!((500..2_000).contains(&share.0), "{share}");
+    }
+
+    #[test]
+    fn pages_of_one_content_are_judged_together() {
+        // A writer that has only come through the first eighth of one content.
+        let breaks = observe(20, |round, number, page| match round {
+            1.. if number / 6 == round => Found::Unmerged(Some(SAME)),
+            _ if number < 900 => Found::Merged(SAME),
+            _ => Found::Merged(own(page)),
+        });
+        let share = ratio(&breaks, 100);
+        assert!((8_900..9_200).contains(&share.0), "{share}");
+    }
+
+    #[test]
+    fn a_writer_at_random_is_seen_in_extent_after_extent() {
+        // Four pages a round, each in another extent.
+        let written = |rounds| {
+            observe(rounds, |round, number, page| match round {
+                1.. if number % 250 == (round * 7) % 250 => Found::Unmerged(Some(own(page))),
+                _ => Found::Merged(own(page)),
+            })
+        };
+        let share = ratio(&written(6), 100);
+        assert!((500..2_500).contains(&share.0), "{share}");
+        let share = ratio(&written(40), 100);
+        assert!(share > Permyriad(7_000), "{share}");
+    }
+
+    #[test]
+    fn old_breaks_are_forgotten() {
+        let mut breaks = observe(40, |round, _, page| match round % 2 {
+            1 => Found::Unmerged(Some(own(page))),
+            _ => Found::Merged(own(page)),
+        });
+        assert_eq!(ratio(&breaks, 1_000), Permyriad(10_000));
+        for at_s in (1_000..20_000).step_by(100) {
+            for number in 0..1_000 {
+                breaks.record_merged(Vpn(number * EXTENT_PAGES / 8), at_s * S, OTHER);
+            }
+        }
+        assert!(ratio(&breaks, 1) < Permyriad(2_000));
+        assert!(breaks.ends.len() <= ENDS_MAX);
     }
 
     #[test]
     fn pages_whose_content_changes_are_not_cow_broken() {
         for now in [None, Some(OTHER)] {
-            let breaks = observe(|round, page| (round > 0 && u64::from(page) % 12 == round).then_some(now));
-            assert_eq!(breaks.ratio(36_000 * S), Permyriad(0));
+            let breaks = observe(25, |round, number, _| match round {
+                1.. if number % 12 == round % 12 => Found::Unmerged(now),
+                _ => Found::Merged(SAME),
+            });
+            assert_eq!((ratio(&breaks, 10), breaks.any()), (Permyriad(0), false));
         }
+    }
+
+    #[test]
+    fn the_blocks_of_a_mapping_are_judged_together() {
+        let quiet = observe(20, |_, _, _| Found::Merged(SAME));
+        let broken = observe(20, |round, number, _| match round {
+            1.. if number / 6 == round => Found::Unmerged(Some(SAME)),
+            _ => Found::Merged(SAME),
+        });
+        assert_eq!(ratio(&quiet, 100), Permyriad(0));
+        let mut both = quiet.tally();
+        both.add(&broken.tally());
+        assert_eq!(both.ratio(100 * 3_600 * S), Permyriad(10_000));
     }
 
     #[test]
@@ -149,9 +357,9 @@ mod tests {
         let mut breaks = CowBreaks::default();
         assert_eq!(breaks.next_visit(), None);
         for page in [5, 1, 9] {
-            breaks.record_merged(page, 0, SAME);
+            breaks.record_merged(Vpn(page), 0, SAME);
         }
-        let visits: Vec<_> = (0..7).filter_map(|_| breaks.next_visit()).collect();
+        let visits: Vec<_> = (0..7).filter_map(|_| breaks.next_visit()).map(|page| page.0).collect();
         assert_eq!(visits, [1, 5, 9, 1, 5, 9, 1]);
     }
 }

@@ -8,7 +8,7 @@ use crate::governor::Pace;
 use crate::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use crate::keys::RegionKey;
 use crate::limits::Allowance;
-use crate::marking::cow_breaks::CowBreaks;
+use crate::marking::cow_breaks::{BreakTally, CowBreaks};
 use crate::marking::extents::Candidate;
 use crate::marking::profit::{Wave, paying_density};
 use crate::merging::ScanScheduler;
@@ -155,25 +155,30 @@ impl Marker {
     /// Queues spans for unmarking whose pages are written and then hold the same content again, so that merging them does
     /// not last.
     pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, config: &Config) {
-        if !config.filters_cow_breaks() {
-            return;
-        }
-        let is_broken = |breaks: &CowBreaks| breaks.ratio(config.cow_horizon_ns) >= config.cow_threshold;
-        // A writer that walks through a mapping is in one block of it at a time.
-        let mut mappings: BTreeMap<_, CowBreaks> = BTreeMap::new();
-        for region in table.iter() {
-            mappings.entry(region.view.key).or_default().add(&region.usage.cow_breaks);
+        let horizon_ns = config.cow_horizon_ns;
+        // A writer that walks through a mapping is in one block of it at a time, so the mapping is judged as a whole, too.
+        let mut mappings: BTreeMap<_, BreakTally> = BTreeMap::new();
+        for region in table.iter().filter(|region| region.usage.cow_breaks.any()) {
+            mappings.entry(region.view.key).or_default();
         }
         for region in table.iter_mut().filter(|region| !region.marks.spans.is_empty()) {
-            if !is_broken(&region.usage.cow_breaks) {
-                let mapping = &mappings[&region.view.key];
-                if !is_broken(mapping) {
-                    continue;
-                }
-                // The mapping as a whole decides, and the region reports the mapping's figures.
-                region.usage.cow_breaks = mapping.clone();
+            if let Some(mapping) = mappings.get_mut(&region.view.key) {
+                let tally = region.usage.cow_breaks.tally();
+                region.usage.cow_breaks.ratio = tally.ratio(horizon_ns);
+                mapping.add(&tally);
             }
-            let why = Why::CowBroken { ratio: region.usage.cow_breaks.ratio(config.cow_horizon_ns) };
+        }
+        for region in table.iter_mut().filter(|region| !region.marks.spans.is_empty()) {
+            let breaks = &mut region.usage.cow_breaks;
+            let Some(mapping) = mappings.get(&region.view.key) else {
+                breaks.ratio = Permyriad(0);
+                continue;
+            };
+            breaks.ratio = breaks.ratio.max(mapping.ratio(horizon_ns));
+            if breaks.ratio < config.cow_threshold || !config.filters_cow_breaks() {
+                continue;
+            }
+            let why = Why::CowBroken { ratio: breaks.ratio };
             self.unmarking.extend(region.marks.spans.iter().map(|mark| Change { span: span_of(region, mark), why }));
             region.leave_until(now_ns + LEAVE_NS, LeaveAlone::CowBroken);
         }
@@ -181,14 +186,13 @@ impl Marker {
 
     /// Queues the spans of one region for unmarking, because memory is short: of those whose copies `step` allows, the one that
     /// is written most, or else the one with the least duplicates for what ksmd visits.
-    pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step, config: &Config) {
+    pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step) {
         if self.is_unmarking() {
             return;
         }
         let worth = |region: &Region| {
             let (resident, duplicate) = region.marks.spans.iter().fold((0, 0), add);
-            let written = region.usage.cow_breaks.ratio(config.cow_horizon_ns);
-            (std::cmp::Reverse(written), Permyriad::of(duplicate, resident), duplicate)
+            (std::cmp::Reverse(region.usage.cow_breaks.ratio), Permyriad::of(duplicate, resident), duplicate)
         };
         let is_allowed = |region: &Region| {
             let duplicate = region.marks.spans.iter().map(|mark| mark.duplicate).sum();

@@ -252,7 +252,7 @@ impl Ladder {
                 let page = match new_round.flatten() {
                     Some(page) => page,
                     None => match region.usage.cow_breaks.next_visit() {
-                        Some(offset) => region.page_at(offset),
+                        Some(page) => page,
                         None => continue,
                     },
                 };

@@ -1,0 +1,57 @@
+//! Memory that is rewritten with what it holds, beside memory that is not.
+
+use pagefold_testkit::holder::Change;
+use pagefold_testkit::*;
+use std::fs;
+use std::time::{Duration, Instant};
+
+/// The memory of each process, and the part at its start that it rewrites again and again, in pages.
+const PAGES: u64 = 256 * PAGES_PER_MIB;
+const WALKED: u64 = 16 * PAGES_PER_MIB;
+/// Pages rewritten in 100 ms: half a MiB per second.
+const STEP: u64 = 13;
+const CONTENT: u64 = 0x3a1c_0001;
+/// The most memory of both.
+const MOST: u64 = 40 * MIB;
+
+/// A heap of zeros that were written once, with some data that all such processes have.
+fn holder() -> Holder {
+    let mut holder = Holder::start(PAGES);
+    holder.change(Change::Write { first: 0, pages: WALKED, content: CONTENT, step: 1 });
+    holder.change(Change::Write { first: WALKED, pages: PAGES - WALKED, content: 0, step: 0 });
+    holder
+}
+
+/// The process's share of the frames it maps.
+fn pss_anon_bytes(pid: i32) -> u64 {
+    let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss_Anon:")).expect("Linux shows it");
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}
+
+/// Half a minute is enough to come through the data once. Many more rounds: `PAGEFOLD_SOAK_SECONDS=600`.
+#[test]
+fn zeros_beside_data_that_is_rewritten_stay_merged() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let seconds = std::env::var("PAGEFOLD_SOAK_SECONDS").map_or(70, |seconds| seconds.parse().unwrap());
+    let mut holders = [holder(), holder()];
+    let pids = [holders[0].pid(), holders[1].pid()];
+    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]);
+    let began = Instant::now();
+    let mut first = 0;
+    while began.elapsed() < Duration::from_secs(seconds) {
+        std::thread::sleep(Duration::from_millis(100));
+        for holder in &mut holders {
+            holder.change(Change::Write { first, pages: STEP, content: CONTENT + first, step: 1 });
+        }
+        first = (first + STEP) % (WALKED - WALKED % STEP);
+        let held: u64 = pids.iter().map(|&pid| pss_anon_bytes(pid)).sum();
+        if began.elapsed() > Duration::from_secs(40) {
+            assert!(held <= MOST, "{} MiB after {} s", held / MIB, began.elapsed().as_secs());
+        }
+    }
+    assert!(holders.iter_mut().all(Holder::is_intact));
+    daemon.stop();
+    unmerge(&pids);
+    ksm.assert_restored();
+}
