@@ -455,6 +455,7 @@ fn views(guest: &Guest) -> Vec<RegionView> {
         pages: range.pages,
         resident: range.pages,
         marked: Pages(0),
+        left_alone: false,
     };
     guest.regions.iter().map(view).collect()
 }

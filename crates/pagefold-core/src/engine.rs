@@ -484,7 +484,7 @@ impl Engine {
             self.index.sweep(|page| match table.get(page.slot) {
                 None => PageStatus::Removed,
                 // Regions on the bottom level are sampled again and again, which renews their entries.
-                Some(region) if region.level == 1 => PageStatus::Resampled,
+                Some(region) if region.level == 1 && region.hold.may_sample() => PageStatus::Resampled,
                 Some(_) => PageStatus::Present,
             });
             self.table.release_slots();

@@ -126,6 +126,8 @@ pub struct RegionView {
     pub resident: Pages,
     /// Pages of the range that are marked mergeable.
     pub marked: Pages,
+    /// Whether its process is left alone for now: the region is neither read nor changed, and its marks stay.
+    pub left_alone: bool,
 }
 
 /// The state of KSM. Counters are the kernel's, for the whole machine.

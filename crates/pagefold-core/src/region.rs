@@ -76,6 +76,8 @@ pub struct Region {
 impl Region {
     /// A region seen for the first time.
     pub fn new(view: RegionView, now_ns: u64, appeared: bool, seed: u64) -> Self {
+        let mut hold = Hold::default();
+        hold.set_left_alone(view.left_alone);
         Self {
             view,
             in_blocks: false,
@@ -91,7 +93,7 @@ impl Region {
             changed: false,
             marks: Marks::default(),
             usage: Usage::default(),
-            hold: Hold::default(),
+            hold,
             adopted: None,
             base: view.first,
         }
@@ -109,6 +111,7 @@ impl Region {
     pub fn update(&mut self, view: RegionView, seed: u64) {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
         self.view = view;
+        self.hold.set_left_alone(view.left_alone);
         if moved {
             self.survey.restart_order(&view, seed);
         }
@@ -268,7 +271,7 @@ impl Region {
     pub fn needs_claiming(&self) -> bool {
         let about_to_be = self.changed && matches!(self.stage, Stage::Judged(_));
         let is_marked = !self.marks.spans.is_empty() && !matches!(self.stage, Stage::Examine(_));
-        !self.marks.claimed && (about_to_be || is_marked)
+        !self.marks.claimed && (about_to_be || is_marked) && !self.hold.is_left_alone()
     }
 
     /// The number of duplicates left unmarked because their extents hold contents of another trust domain.
@@ -322,6 +325,7 @@ pub(crate) fn test_view(key: u32, first: u64, pages: u64) -> RegionView {
         pages: Pages(pages),
         resident: Pages(pages),
         marked: Pages(0),
+        left_alone: false,
     }
 }
 

@@ -80,6 +80,8 @@ pub enum Next {
         /// When ksmd will have rested long enough, nanoseconds from now.
         ns: u64,
     },
+    /// Left alone while its process is.
+    Stay,
     /// Left alone: its process refused to be marked.
     #[default]
     Nothing,
@@ -95,7 +97,7 @@ impl Next {
             Self::Merge => "merge",
             Self::Watch => "watch",
             Self::Wait { .. } | Self::Defer { .. } => "wait",
-            Self::Nothing => "nothing",
+            Self::Stay | Self::Nothing => "nothing",
         }
     }
 

@@ -170,6 +170,11 @@ impl SimHost {
         self.ours = ours;
     }
 
+    /// Sets whether a process is left alone, as one that is traced is. Its marks stay.
+    pub fn leave_alone(&mut self, owner: OwnerKey, left_alone: bool) {
+        self.memory.owners[owner.0 as usize].left_alone = left_alone;
+    }
+
     /// Sets the memory pressure that pagefold observes. It does not follow from what the processes use.
     pub fn set_memory(&mut self, memory: MemoryView) {
         self.free = memory;

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{MIB, SECOND, engine, host, process_of, run};
+use common::{MIB, SECOND, Watched, engine, host, process_of, run};
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::host::Host;
@@ -109,6 +109,40 @@ fn a_content_stays_with_its_domain_when_the_first_process_exits() {
     pair(&mut host, 2, 32, &Fill::Series(1));
     run(&mut host, &mut engine, 40);
     apart(&mut host, &engine);
+}
+
+#[test]
+fn a_process_that_is_left_alone_keeps_its_marks_and_its_domain() {
+    let starting = |domain| {
+        let mapping = Mapping::new(Pages(32 * MIB), Fill::Series(1));
+        Process::starting_at(0).in_domain(domain).mapping(mapping)
+    };
+    let mut host = host();
+    let victims = [host.add(starting(1)), host.add(starting(1))];
+    // There are two domains from the start.
+    pair(&mut host, 2, 16, &Fill::Series(2));
+    let (mut watched, mut engine) = (Watched::new(host), engine());
+    watched.run(&mut engine, 20);
+    let is_marked = |engine: &Engine, owner| {
+        engine.regions().any(|region| region.view.owner == owner && region.marked_resident() > Pages(0))
+    };
+    assert!(victims.iter().all(|&victim| is_marked(&engine, victim)));
+    let saved = watched.host.saved();
+    victims.iter().for_each(|&victim| watched.host.leave_alone(victim, true));
+    watched.run(&mut engine, 1);
+    let since_ns = watched.host.now_ns();
+    pair(&mut watched.host, 2, 32, &Fill::Series(1));
+    // Long enough for contents to be forgotten that are not read again.
+    watched.run(&mut engine, 3_600);
+    apart(&mut watched.host, &engine);
+    assert_eq!(watched.host.saved(), saved);
+    assert!(victims.iter().all(|&victim| is_marked(&engine, victim)), "they are accounted for");
+    let was_read = |watched: &Watched, owner| watched.pages.iter().any(|&(at, of, _)| at > since_ns && of == owner);
+    assert!(!victims.iter().any(|&victim| was_read(&watched, victim)), "they are left alone");
+    victims.iter().for_each(|&victim| watched.host.leave_alone(victim, false));
+    watched.run(&mut engine, 60);
+    apart(&mut watched.host, &engine);
+    assert!(victims.iter().all(|&victim| was_read(&watched, victim) && is_marked(&engine, victim)));
 }
 
 proptest! {

@@ -51,7 +51,7 @@ pub use pagefold::{
     pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
 };
 pub use process::{
-    Forked, Marks, OwnedChild, Script, Sleeper, as_other_user, assert_unmarked, has_huge_pages, has_kernel_threads,
+    Forked, Marks, OwnedChild, Script, Sleeper, Tracer, as_other_user, assert_unmarked, has_huge_pages, has_kernel_threads,
     has_merge_any, is_root, marks, send, state, status_field, tids, vmstat, wait_until, wait_until_unmarked, zombie,
 };
 pub use shuffler::Shuffler;

@@ -10,6 +10,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Time limit of everything a test waits for. Far more than it takes: other programs may use the processors.
@@ -125,6 +127,37 @@ pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
         std::thread::sleep(Duration::from_millis(20));
     }
     println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
+}
+
+/// Traces a process as a debugger that only watches does, until it is dropped.
+pub struct Tracer {
+    end: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Tracer {
+    /// Begins to trace a process of one thread.
+    pub fn of(pid: i32) -> Self {
+        let (seized, is_seized) = channel();
+        let (end, ends) = channel();
+        let thread = std::thread::spawn(move || {
+            // SAFETY: no memory is passed. The kernel detaches the process when this thread ends.
+            let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
+            seized.send(result).unwrap();
+            let _ = ends.recv();
+        });
+        assert_eq!(is_seized.recv().unwrap(), 0, "process {pid} cannot be traced");
+        Self { end: Some(end), thread: Some(thread) }
+    }
+}
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        self.end.take();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
 }
 
 /// Whether PR_SET_MEMORY_MERGE is in effect.

@@ -4,7 +4,9 @@ use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
+use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 
 /// The frames in a process's page table that several anonymous pages share.
@@ -78,5 +80,76 @@ fn no_frame_is_shared_between_two_domains() {
     assert!(frames_of(&ones).intersection(&frames_of(&others)).count() as u64 >= 31 * PAGES_PER_MIB);
     daemon.stop();
     unmerge(&all);
+    ksm.assert_restored();
+}
+
+/// A process of two equal halves.
+fn doubled(content: u64) -> Holder {
+    let mut holder = Holder::start(DOUBLED);
+    write_doubled(&mut holder, content);
+    holder
+}
+
+/// Pages of such a process.
+const DOUBLED: u64 = 8 * PAGES_PER_MIB;
+
+fn write_doubled(holder: &mut Holder, content: u64) {
+    for first in [0, DOUBLED / 2] {
+        holder.change(Change::Write { first, pages: DOUBLED / 2, content, step: 1 });
+    }
+}
+
+/// One process is traced, as by a debugger, the other cannot say whether it is dumpable. An attacker writes what they hold.
+#[test]
+fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("pagefold.toml");
+    fs::write(&config, "[domains]\nby = \"user\"\n").unwrap();
+    let mut victims = [doubled(0xd0a1_0000), doubled(0xd0a2_0000)];
+    // Only the process itself sees its attribute.
+    victims[1].ask("group 77");
+    let victim_pids = [victims[0].pid(), victims[1].pid()];
+    let mut attackers = [Holder::start(DOUBLED), Holder::start(DOUBLED)];
+    attackers.iter_mut().for_each(|attacker| assert_eq!(attacker.ask("user 4321"), 0));
+    let attacker_pids = [attackers[0].pid(), attackers[1].pid()];
+    let all = [victim_pids, attacker_pids].concat();
+    let daemon = Daemon::on(&all, &["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"]);
+    let are_merged = || victim_pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB);
+    wait_until("the victims are merged", are_merged);
+    let tracer = Tracer::of(victim_pids[0]);
+    victims[1].ask("sleep");
+    let reason_of = |status: &serde_json::Value, pid: i32| row(&status["processes"], "pid", pid)["left_alone"].clone();
+    wait_until("they are left alone", || {
+        let status = status();
+        victim_pids.iter().all(|&pid| reason_of(&status, pid).is_string())
+    });
+    write_doubled(&mut attackers[0], 0xd0a1_0000);
+    write_doubled(&mut attackers[1], 0xd0a2_0000);
+    let frames = |pids: [i32; 2]| pids.iter().flat_map(|&pid| shared_frames(pid)).collect::<BTreeSet<_>>();
+    let assert_apart = || {
+        let shared = frames(victim_pids).intersection(&frames(attacker_pids)).count();
+        assert_eq!(shared, 0, "pages are shared with an attacker");
+    };
+    for _ in 0..30 {
+        std::thread::sleep(Duration::from_secs(1));
+        assert_apart();
+    }
+    assert!(are_merged());
+    let shown = status();
+    for pid in victim_pids {
+        let marked = row(&shown["processes"], "pid", pid)["marked_bytes"].as_u64();
+        assert!(marked >= Some(7 * MIB), "its marks are accounted for: {marked:?}");
+    }
+    drop(tracer);
+    wait_until("one is not left alone any more", || reason_of(&status(), victim_pids[0]).is_null());
+    for _ in 0..10 {
+        std::thread::sleep(Duration::from_secs(1));
+        assert_apart();
+    }
+    assert!(victims[0].is_intact() && attackers.iter_mut().all(Holder::is_intact));
+    daemon.stop();
+    drop(victims);
+    unmerge(&attacker_pids);
     ksm.assert_restored();
 }

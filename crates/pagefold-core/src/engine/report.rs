@@ -120,6 +120,7 @@ fn next(engine: &Engine, region: &Region, kind: Kind) -> Next {
     let waits = |until_ns: u64| Next::Wait { ns: until_ns - engine.snapshot.now_ns };
     match region.stage {
         _ if region.hold.is_refused() => Next::Nothing,
+        _ if region.hold.is_left_alone() => Next::Stay,
         _ if is_passing(region) && region.hold.ends_ns() > engine.snapshot.now_ns => waits(region.hold.ends_ns()),
         Stage::Examine(cursor) => Next::Read { read: Pages(cursor.0.saturating_sub(region.view.first.0)) },
         _ if kind == Kind::ShortLived && matures > engine.snapshot.now_ns => waits(matures),

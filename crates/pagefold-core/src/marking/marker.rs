@@ -196,7 +196,7 @@ impl Marker {
         };
         let is_allowed = |region: &Region| {
             let duplicate = region.marks.spans.iter().map(|mark| mark.duplicate).sum();
-            !region.marks.spans.is_empty() && step.allows(region.view.owner, duplicate)
+            !region.marks.spans.is_empty() && !region.hold.is_left_alone() && step.allows(region.view.owner, duplicate)
         };
         let allowed = table.iter_mut().filter(|region| is_allowed(region));
         let Some(region) = allowed.min_by_key(|region| worth(region)) else { return };
@@ -219,6 +219,12 @@ impl Marker {
         loop {
             let front = *self.unmarking.front()?;
             let region = table.find(front.span.region, front.span.first).and_then(|slot| table.get(slot));
+            if region.is_some_and(|region| region.hold.is_left_alone()) {
+                // It must not keep the others waiting.
+                self.unmarking.rotate_left(1);
+                self.next_unmark_ns = now_ns + RETRY_NS;
+                return None;
+            }
             if let Some(owner) = region.map(|region| region.view.owner) {
                 if allowance.stops_left(owner) == 0 {
                     return None;

@@ -28,6 +28,8 @@ pub struct Hold {
     not_before_ns: u64,
     /// No mark while memory is short.
     short: bool,
+    /// Nothing at all while its process is left alone.
+    left_alone: bool,
     /// No mark before this time, because the target could not be stopped, nanoseconds.
     retry_ns: u64,
     /// The last pause between two examinations, nanoseconds.
@@ -49,6 +51,11 @@ impl Hold {
     /// Sets whether memory is short.
     pub fn set_short(&mut self, short: bool) {
         self.short = short;
+    }
+
+    /// Sets whether its process is left alone.
+    pub fn set_left_alone(&mut self, left_alone: bool) {
+        self.left_alone = left_alone;
     }
 
     /// Leaves the region alone for good, because its process refused to be marked.
@@ -88,9 +95,19 @@ impl Hold {
         self.reason == Some(LeaveAlone::Refused)
     }
 
+    /// Whether its process is left alone.
+    pub fn is_left_alone(&self) -> bool {
+        self.left_alone
+    }
+
+    /// Whether the region may be sampled.
+    pub fn may_sample(&self) -> bool {
+        !self.is_refused() && !self.left_alone
+    }
+
     /// Whether the region may be examined now.
     pub fn may_examine(&self, now_ns: u64) -> bool {
-        !self.is_refused() && now_ns >= self.not_before_ns
+        self.may_sample() && now_ns >= self.not_before_ns
     }
 
     /// Whether the region may be marked now.
@@ -100,7 +117,7 @@ impl Hold {
             Some(LeaveAlone::CowBroken | LeaveAlone::TakenBack) => now_ns >= self.not_before_ns,
             Some(LeaveAlone::Refused) => false,
         };
-        allowed && !self.short && now_ns >= self.retry_ns
+        allowed && !self.short && !self.left_alone && now_ns >= self.retry_ns
     }
 
     /// Marking is tried again at `retry_ns`: the target could not be stopped.

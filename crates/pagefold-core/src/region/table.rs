@@ -171,6 +171,7 @@ mod tests {
             pages: Pages(pages),
             resident: Pages(pages),
             marked: Pages(0),
+            left_alone: false,
         }
     }
 

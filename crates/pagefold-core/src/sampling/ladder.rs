@@ -237,7 +237,7 @@ impl Ladder {
     ) {
         let marked: u64 = table.iter().map(|region| region.marked_resident().0).sum();
         let visits = pages / VISIT_PAGES;
-        for region in table.iter_mut() {
+        for region in table.iter_mut().filter(|region| !region.hold.is_left_alone()) {
             let resident = region.marked_resident().0;
             let share = u128::from(visits) * u128::from(resident) / u128::from(marked.max(1));
             // Every marked region gets some checks, even the smallest.
@@ -308,7 +308,8 @@ impl Ladder {
                 region.examine(self.levels);
             }
         }
-        let unread = |region: &Region| matches!(region.stage, Stage::Examine(_)) || wants_more(region, config);
+        let is_being_read = |region: &Region| matches!(region.stage, Stage::Examine(_)) && !region.hold.is_left_alone();
+        let unread = |region: &Region| is_being_read(region) || wants_more(region, config);
         table.iter().any(unread)
     }
 }
@@ -337,7 +338,7 @@ fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance
     let only_owing = table.iter().any(owing);
     for (slot, region) in table.numbered_mut() {
         let Stage::Examine(cursor) = region.stage else { continue };
-        if only_owing && !owing(region) {
+        if region.hold.is_left_alone() || only_owing && !owing(region) {
             continue;
         }
         let end = region.view.first + region.view.pages.0;
@@ -408,7 +409,7 @@ fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
     let wanted = wanted(region, evidence, config);
     region.stage == Stage::Survey
         && !region.young
-        && !region.hold.is_refused()
+        && region.hold.may_sample()
         && region.survey.runs_left() > 0
         && region.survey.tally.sampled < wanted
         // Pages can be present without counting as samples, such as those shared through fork.
@@ -436,7 +437,7 @@ pub fn matures_ns(region: &Region, pace: Pace, config: &Config) -> u64 {
 
 fn is_watched(region: &Region, config: &Config) -> bool {
     let known = !matches!(region.stage, Stage::Examine(_)) && !wants_samples(region, EVIDENCE, config);
-    !region.hold.is_refused() && !region.young && region.level == 1 && known
+    region.hold.may_sample() && !region.young && region.level == 1 && known
 }
 
 /// How many times as long as it is a region is in the linear space of the bottom level. ksmd finds new duplicates in what is marked

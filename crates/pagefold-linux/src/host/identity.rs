@@ -386,15 +386,17 @@ impl Target {
         match &barred {
             Some(reason) => {
                 if is_new {
-                    self.forget_memory();
-                    self.exclusion = Some(reason.clone());
+                    self.leave_alone(reason.clone());
+                    self.forget_survey();
                 }
                 if reason.withdraws_marks() && self.identity.marked {
                     self.request_unmark(reason.clone(), true);
                 }
             }
             None if is_new => {
-                self.forget_memory();
+                // The survey finds the regions again that were kept.
+                self.exclusion = None;
+                self.invalidate();
                 self.pending = self.pending.take().filter(|pending| pending.reason == Exclusion::OtherProgram);
             }
             None => {}

@@ -201,7 +201,7 @@ impl Target {
 
     /// Whether its memory may be read now: not by the verdict on the program that it ran before an exec.
     pub(crate) fn may_be_read(&self) -> bool {
-        !self.is_late() && !self.is_barred() && !self.runs_another_program()
+        !self.is_late() && self.exclusion.is_none() && !self.runs_another_program()
     }
 
     /// Records that a read of its memory has not returned in time.
@@ -311,11 +311,8 @@ impl Target {
         let is_restless = restless.check(now_ns, sizes.mapped, || Ok(self.sizes()?.mapped));
         self.restless = restless;
         if is_restless? {
-            changed |= self.exclusion != Some(Exclusion::Restless);
-            self.exclusion = Some(Exclusion::Restless);
-            self.regions.clear();
             self.invalidate();
-            return Ok(changed);
+            return Ok(self.leave_alone(Exclusion::Restless) || changed);
         }
         if !self.survey_is_due(now_ns, processes, &sizes)? {
             return Ok(changed);
@@ -417,10 +414,32 @@ impl Target {
         Ok(true)
     }
 
+    /// Leaves the process alone. Returns whether that is new. If the reason passes, what is marked in it stays so, and its regions
+    /// stay known for as long.
+    pub(super) fn leave_alone(&mut self, why: Exclusion) -> bool {
+        let keeps_marks = self.identity.is_marked() && !why.withdraws_marks();
+        let mut changed = self.exclusion.as_ref() != Some(&why);
+        if !keeps_marks {
+            changed |= !std::mem::take(&mut self.regions).is_empty();
+        }
+        self.exclusion = Some(why);
+        changed
+    }
+
+    /// Whether it may hold marks that nothing is known of now: KSM goes on to merge its memory with whatever else is marked.
+    pub(super) fn holds_unseen_marks(&self) -> bool {
+        self.identity.is_marked() && self.exclusion.is_some()
+    }
+
     /// Forgets what is known of its memory.
     pub(super) fn forget_memory(&mut self) {
         self.exclusion = None;
         self.regions.clear();
+        self.forget_survey();
+    }
+
+    /// Forgets the last survey, and one that is under way.
+    pub(super) fn forget_survey(&mut self) {
         self.left_out.clear();
         self.surveying = None;
         self.invalidate();

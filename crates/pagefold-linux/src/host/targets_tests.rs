@@ -276,6 +276,40 @@ fn a_process_that_maps_all_the_time_is_left_alone_until_it_stops() {
 }
 
 #[test]
+fn what_is_marked_stays_known_while_its_process_is_left_alone() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    let before = watched.at(FIRST).unwrap();
+    for why in [
+        Exclusion::Traced { by: 1 },
+        Exclusion::Restless,
+        Exclusion::Stuck,
+        Exclusion::NotReadable,
+        Exclusion::DumpableUnknown,
+    ] {
+        watched.target.set_marked();
+        assert!(watched.target.leave_alone(why.clone()), "{why}");
+        assert!(!watched.target.leave_alone(why), "it is not new");
+        assert_eq!(watched.at(FIRST), Some(before));
+        assert!(watched.target.holds_unseen_marks() && !watched.target.may_be_read());
+        // Its regions have the same keys afterwards.
+        watched.target.invalidate();
+        assert!(watched.refresh_after(10 * SECOND));
+        assert!(watched.at(FIRST) == Some(before) && watched.target.may_be_read());
+        assert!(!watched.target.holds_unseen_marks());
+    }
+    // Not if its marks must go, or there are none.
+    assert!(watched.target.leave_alone(Exclusion::NotDumpable) && watched.target.regions.is_empty());
+    assert!(watched.target.holds_unseen_marks());
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    assert!(watched.target.leave_alone(Exclusion::Restless) && watched.target.regions.is_empty());
+    assert!(!watched.target.holds_unseen_marks());
+}
+
+#[test]
 fn a_moved_mapping_is_detected_although_no_size_has_changed() {
     let mut watched = Watched::new();
     watched.child.request(b'm');

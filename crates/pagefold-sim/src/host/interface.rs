@@ -56,6 +56,7 @@ impl SimHost {
             pages,
             resident,
             marked: Pages(region.marks.pages()),
+            left_alone: self.memory.owners[owner as usize].left_alone,
         })
     }
 

@@ -94,6 +94,8 @@ pub struct Owner {
     /// Whether marking it is refused.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
+    /// Whether pagefold is told to leave it alone.
+    pub(crate) left_alone: bool,
     pub(crate) numa: ProcessNuma,
     /// Whether it is on ksmd's list.
     pub(crate) registered: bool,

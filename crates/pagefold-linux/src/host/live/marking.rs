@@ -83,7 +83,7 @@ impl LiveHost {
             }
         }
         for (pid, wanted) in by_pid {
-            if mark && !self.may_be_marked(pid) {
+            if mark && (self.others_hold_unseen_marks(pid) || !self.may_be_marked(pid)) {
                 for at in wanted {
                     results[at] = Marking::Busy;
                 }
@@ -129,6 +129,12 @@ impl LiveHost {
     /// Whether there are marks that must be removed, which comes before others are made.
     pub(super) fn must_unmark_first(&self) -> bool {
         self.targets.values().any(|target| target.pending.as_ref().is_some_and(|pending| !pending.tried))
+    }
+
+    /// Whether a process of another trust domain than this one's may hold marks that nothing is known of now.
+    fn others_hold_unseen_marks(&self, pid: i32) -> bool {
+        let domain = self.targets.get(&pid).map(|target| target.domain);
+        self.targets.values().any(|target| Some(target.domain) != domain && target.holds_unseen_marks())
     }
 
     /// Looks at a process again just before it is marked. Whether it is the program that was judged, and not excluded.

@@ -120,9 +120,8 @@ impl LiveHost {
                     None
                 }
                 Err(error) => {
-                    changed |= !target.regions.is_empty();
-                    target.exclusion = Some(if target.is_stuck() { Exclusion::Stuck } else { Exclusion::NotReadable });
-                    target.regions.clear();
+                    let why = if target.is_stuck() { Exclusion::Stuck } else { Exclusion::NotReadable };
+                    changed |= target.leave_alone(why);
                     Some(error.to_string())
                 }
             };
@@ -172,6 +171,7 @@ impl LiveHost {
                     pages: stretch.pages,
                     resident: stretch.resident,
                     marked: stretch.marked,
+                    left_alone: target.exclusion.is_some(),
                 });
             }
         }
