@@ -18,7 +18,8 @@
 # make kernel   build Linux with the series in kernel/ and test it in emulated machines (kernel-quick: a small kernel only)
 # make kernel-cost  measure how many instructions a merged page takes, by ksmd and on request
 # make kernel-deb   make Debian packages of that kernel, with Debian's configuration (takes hours)
-# make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine
+# make dkms     build the module of kernel/dkms for Debian's stock kernel and test it in an emulated machine (dkms-autoinstall: only
+#               that DKMS installs it for every kernel)
 # make install  install pagefold, its manual pages, completions, systemd units and, unless there is one, its
 #               configuration file, below DESTDIR
 # make pages    write the manual pages and completions below target/pages
@@ -29,7 +30,7 @@
 CARGO ?= cargo
 
 .PHONY: build oci demo test test-all run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long lab lab-test bench records \
-    fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms install \
+    fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
     install-files install-program pages lab-pages deb deb-test tarball
 
 build:
@@ -54,7 +55,7 @@ test:
 	$(CARGO) test --workspace --locked --no-run
 	@$(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
-test-all: lint test fuzz lab-test fleet-test kernel-quick xen-quick
+test-all: lint test fuzz lab-test fleet-test kernel-quick dkms-autoinstall xen-quick
 
 run-tests-with-ksm:
 	$(CARGO) test --workspace --locked $(TESTS_WITH_KSM:%=--test %)
@@ -135,6 +136,9 @@ xen-quick xen-long xen-bochs xen-cost: xen-%:
 
 dkms:
 	scripts/dkms full
+
+dkms-autoinstall:
+	scripts/dkms autoinstall
 
 pages:
 	rm -rf target/pages
