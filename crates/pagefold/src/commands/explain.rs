@@ -1,7 +1,7 @@
 //! `pagefold explain PID`: how the daemon judges each region of a process, what happens to it next, and what is left alone
 //! and why.
 
-mod words;
+pub mod words;
 
 use crate::control::client::ask;
 use crate::control::protocol::Request;
@@ -135,14 +135,9 @@ fn begun(facts: &Facts, pid: i32) -> Explanation {
 
 /// What the daemon knows about a process.
 pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
-    let report = &facts.report;
-    let mut explanation = begun(facts, pid);
     // The numbers of guests are no pids.
     let target = facts.targets.iter().find(|target| target.pid == pid && facts.xen.is_none());
-    let Some(target) = target else { return Ok(explanation) };
-    explanation.see_target(target);
-    explanation.notes = target.to_unmark.iter().map(words::to_unmark).chain(target.notes.iter().cloned()).collect();
-    explanation.numa = facts.places().and_then(|places| places.process(pid).cloned());
+    let Some(target) = target else { return Ok(begun(facts, pid)) };
     let tell = |error: ReadError| format!("{error}; look with ps");
     let process = Process::open(pid).map_err(tell)?;
     if process.start_time_ticks() != target.start_time_ticks {
@@ -150,10 +145,20 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     }
     let exe = exe_of(&process).map_err(tell)?;
     let details = read_smaps_named(&process).map_err(tell)?;
-    let regions: Vec<&RegionReport> = report.regions.iter().filter(|region| region.owner == target.owner).collect();
-    explanation.see(exe, &details);
+    Ok(of_target(facts, target, exe, &details))
+}
+
+/// The same, given its executable and its mappings.
+pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<PathBuf>, details: &[VmaDetail]) -> Explanation {
+    let mut explanation = begun(facts, target.pid);
+    explanation.see_target(target);
+    explanation.notes = target.to_unmark.iter().map(words::to_unmark).chain(target.notes.iter().cloned()).collect();
+    explanation.numa = facts.places().and_then(|places| places.process(target.pid).cloned());
+    let regions: Vec<&RegionReport> =
+        facts.report.regions.iter().filter(|region| region.owner == target.owner).collect();
+    explanation.see(exe, details);
     for region in &regions {
-        explanation.regions.push(row(region, facts, &details, explanation.program().as_slice()));
+        explanation.regions.push(row(region, facts, details, explanation.program().as_slice()));
     }
     explanation.regions.sort_by_key(|row| Reverse(row.figures.resident));
     explanation.resident_bytes = regions.iter().map(|region| region.resident.bytes().0).sum();
@@ -165,7 +170,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
         let unseen = details.iter().filter(|detail| vma_exclusion(detail).is_none() && !is_seen(detail));
         explanation.unseen_bytes = unseen.map(|detail| detail.anonymous_kib << 10).sum();
     }
-    Ok(explanation)
+    explanation
 }
 
 /// The explanation of a process that is out of scope: what would be left alone in any case.

@@ -95,26 +95,10 @@ impl Progress {
 
     /// Shows what was done. `who` are the processes or guests in scope, and how many.
     pub fn show(&mut self, engine: &Engine, who: impl Fn() -> String, paused: bool) {
-        let ledger = engine.ledger();
-        let text = || {
-            let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
-            format!(
-                "{}, {}: saved {}, CPU {:.1} s{}",
-                who(),
-                style::human(resident),
-                style::human(ledger.saved().bytes().0),
-                (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
-                match (paused, engine.is_busy()) {
-                    (true, _) => ", paused (pagefold resume)",
-                    (false, true) => "",
-                    (false, false) => ", watching",
-                },
-            )
-        };
         if !self.line.is_hidden() {
-            self.line.show(&text(), None);
+            self.line.show(&line(engine, &who(), paused), None);
         }
-        self.manager.alive(Instant::now(), text);
+        self.manager.alive(Instant::now(), || line(engine, &who(), paused));
     }
 
     /// The run ends.
@@ -122,6 +106,23 @@ impl Progress {
         self.manager.stopping();
         self.line.clear();
     }
+}
+
+/// The status line.
+pub fn line(engine: &Engine, who: &str, paused: bool) -> String {
+    let ledger = engine.ledger();
+    let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
+    format!(
+        "{who}, {}: saved {}, CPU {:.1} s{}",
+        style::human(resident),
+        style::human(ledger.saved().bytes().0),
+        (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
+        match (paused, engine.is_busy()) {
+            (true, _) => ", paused (pagefold resume)",
+            (false, true) => "",
+            (false, false) => ", watching",
+        },
+    )
 }
 
 #[cfg(test)]
