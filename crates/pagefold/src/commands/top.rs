@@ -69,6 +69,8 @@ type Moments = Result<Vec<Moment>, String>;
 
 /// What the daemon and `/proc` say at one time.
 pub struct Answer {
+    /// When it came, seconds since 1970.
+    time: u64,
     status: Result<Status, String>,
     /// What each process belongs to.
     workloads: BTreeMap<i32, String>,
@@ -105,6 +107,7 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     end_on_signals()?;
     let mut top = Top::new(colours());
     (top.history, top.since) = (moments, since);
+    top.now = history::now();
     if args.since.is_some() {
         top.view = View::History;
     }
@@ -142,9 +145,9 @@ fn poll(explained: &AtomicI32, (history, since): (&Path, Duration), answers: &Sy
             0 => None,
             pid => Some(ask(&Request::Explain { pid }).map_err(|error| error.to_string())),
         };
+        let answer = Answer { time: history::now(), status, workloads, explanation, history };
         // There is room, unless the other thread hangs in the terminal.
-        if let Err(TrySendError::Disconnected(_)) = answers.try_send(Answer { status, workloads, explanation, history })
-        {
+        if let Err(TrySendError::Disconnected(_)) = answers.try_send(answer) {
             return;
         }
         // It has hung up, and no signal has come: sudo may have been in between.

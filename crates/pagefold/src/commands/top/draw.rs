@@ -4,7 +4,6 @@ use super::activity::{self, Mood};
 use super::over_time;
 use super::state::{Point, Row, Rows, Sort, Top, View, result_of};
 use crate::commands::status::Status;
-use crate::history::now;
 use pagefold_cli::figures::{time, wrap};
 use pagefold_cli::style::{bar, count, human, percent, shorten};
 use pagefold_core::governor::Governor;
@@ -324,12 +323,12 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
 fn events(frame: &mut Frame, area: Rect, top: &Top) {
     let Some(status) = &top.status else { return };
     let shown = status.events.len().saturating_sub(top.events_below);
-    let (events, now) = (&status.events[..shown], now());
+    let events = &status.events[..shown];
     let mut lines: Vec<Line> = Vec::new();
     let width = usize::from(area.width).saturating_sub(14).max(20);
     // From the newest, as many as there is room for.
     for event in events.iter().rev() {
-        let ago = format!("{:>11} ", format!("-{}", time(now.saturating_sub(event.time) as f64)));
+        let ago = format!("{:>11} ", format!("-{}", time(top.now.saturating_sub(event.time) as f64)));
         let text = printable(event.sentence(status.dry_run).as_bytes());
         for (at, line) in wrap(&text, width).into_iter().enumerate().collect::<Vec<_>>().into_iter().rev() {
             let when = if at == 0 { ago.clone() } else { " ".repeat(ago.len()) };

@@ -2,7 +2,7 @@
 
 use super::draw::{Look, say};
 use super::state::Top;
-use crate::history::{Moment, Point, now, points};
+use crate::history::{Moment, Point, points};
 use crate::output::page::Unit;
 use pagefold_cli::figures::time;
 use ratatui::Frame;
@@ -12,7 +12,7 @@ use ratatui::symbols::Marker;
 use ratatui::widgets::{Axis, Chart, Dataset, GraphType};
 
 pub fn draw(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
-    let now = now();
+    let now = top.now;
     let present = top.status.iter().filter(|_| top.problem.is_none()).map(|status| Moment::of(status, now));
     let moments = match &top.history {
         Err(problem) => return say(frame, area, &format!("There is no history: {problem}"), look.warn()),

@@ -77,6 +77,8 @@ pub struct Row {
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Top {
     pub colour: bool,
+    /// When the last answer came, seconds since 1970.
+    pub now: u64,
     pub status: Option<Status>,
     /// Why there is no newer status.
     pub problem: Option<String>,
@@ -106,6 +108,7 @@ impl Top {
     pub fn new(colour: bool) -> Self {
         Self {
             colour,
+            now: 0,
             status: None,
             problem: None,
             seen: Vec::new(),
@@ -139,6 +142,7 @@ impl Top {
     }
 
     pub fn update(&mut self, answer: Answer) {
+        self.now = answer.time;
         match answer.status {
             Ok(status) => {
                 // Another run begins a new curve.
