@@ -12,6 +12,7 @@
 //! | [`limit`] | control groups that limit memory |
 //! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
+//! | [`golden`] | texts that are kept as files and compared |
 //! | [`guest`] | emulated machines |
 //! | [`numa`] | the scenarios that `numa_guest` runs in an emulated machine, and their results |
 //!
@@ -29,6 +30,7 @@
 pub mod binaries;
 pub mod browser;
 pub mod cgroup;
+pub mod golden;
 pub mod guest;
 pub mod holder;
 pub mod injection;

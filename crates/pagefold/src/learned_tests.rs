@@ -108,6 +108,16 @@ fn a_disk_without_room_loses_nothing_but_what_is_written() {
     assert!(file.read().unwrap().is_some());
 }
 
+/// A file as `pagefold.learned/2` has been written.
+#[test]
+fn a_file_of_before_is_read() {
+    let kept = include_bytes!("../golden/kept/learned-2.json");
+    let learned = parse(kept, "boot", 0).unwrap().unwrap();
+    crate::golden::check("learned.txt", &format!("{learned:#?}\n"));
+    let document = Document { schema: SCHEMA.to_owned(), boot_id: "boot".to_owned(), written_ns: 0, learned };
+    assert!(serde_json::to_vec(&document).unwrap() == kept, "of another form: keep a file of the new one, too");
+}
+
 proptest! {
     #[test]
     fn no_bytes_break_the_parser(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {

@@ -42,6 +42,8 @@ pub mod config;
 pub mod control;
 mod demo;
 pub mod events;
+#[cfg(test)]
+mod golden;
 pub mod history;
 mod learned;
 pub mod metrics;

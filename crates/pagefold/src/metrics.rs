@@ -3,7 +3,7 @@
 //! Every metric is a view of the status ([`families`]), so the two agree. Both ways of handing them out have threads of their
 //! own, which ask the main loop for the facts as the control socket does: nothing that a client or a disk does delays it.
 
-mod families;
+pub mod families;
 mod file;
 mod http;
 mod text;

@@ -1,4 +1,5 @@
 use super::*;
+use crate::golden::{self, NOW};
 use pagefold_core::host::{ChangeResult, Marking, Span, Why};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
@@ -23,6 +24,32 @@ fn entry(mark: bool, why: Why, marking: Marking) -> Entry {
 
 fn end() -> Entry {
     Entry::End { command: "run", pid: 1, lost: 0 }
+}
+
+/// The entries that no run on the simulated host makes.
+#[test]
+fn other_lines_have_their_figures_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let mut audit = Audit::open(&path).unwrap();
+    let Entry::Mark(change) = entry(true, Why::Asked, Marking::Done(Pages(512))) else { unreachable!() };
+    let owner = change.owner;
+    let (first, pages) = (Vpn::of_address(0x7f00_0000_0000), Pages(512));
+    let change = pagefold_core::host::Change { span: Span { region: RegionKey(1), first, pages }, why: Why::Excluded };
+    let withdrawn = ChangeResult { change, marking: Marking::Busy };
+    let begin = Entry::Begin { command: "run", version: "0.1.0", pid: 1, scope: "--exe redis-server".to_owned() };
+    for entry in [
+        begin,
+        entry(false, Why::CowBroken { ratio: Permyriad(6_000) }, Marking::Done(Pages(500))),
+        entry(false, Why::MemoryShort, Marking::Refused),
+        Entry::withdrawn(owner.clone(), &withdrawn, "on the deny list (redis-server)".to_owned()),
+        Entry::merged(owner.clone(), Some(4_712), Pages(300), Pages(256)),
+        Entry::overridden(owner, "its unit sets MemoryKSM=no".to_owned()),
+        end(),
+    ] {
+        assert_eq!(audit.write_at(&entry, SystemTime::UNIX_EPOCH + Duration::from_secs(NOW)), None);
+    }
+    golden::check("audit-other.jsonl", &fs::read_to_string(path).unwrap());
 }
 
 fn lines(path: &Path) -> Vec<Value> {

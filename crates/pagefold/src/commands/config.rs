@@ -93,6 +93,7 @@ mod tests {
         let layers =
             [layer("/1", first), layer("/2", "[run]\ngovernor = \"quiet\"\n[limits]\nlongest-stop = \"1ms\"\n")];
         let text = text(&layers);
+        crate::golden::check("config-show.toml", &text);
         for line in [
             "exes = [\"a \\\"b\\\\\"]  # /1",
             "governor = \"quiet\"  # /2",

@@ -65,6 +65,7 @@ mod tests {
         };
         let request = Request::Governor { name: "auto".into() };
         assert_eq!(confirmation(&request, &state), "In force: governor auto (now low), up to 20 % of a core.");
+        crate::golden::check("control.json", &style::json(&state).unwrap());
         let paused = ControlState { paused: true, governor: Governor::Low, ..state };
         assert!(confirmation(&request, &paused).contains("Still paused"));
         assert!(confirmation(&Request::Pause, &paused).starts_with("Paused: "));

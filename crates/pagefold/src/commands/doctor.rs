@@ -130,6 +130,10 @@ fn verdict(findings: &[Finding], program: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::golden;
+    use pagefold_linux::check::diagnose::judge;
+    use pagefold_linux::check::facts::{Cgroups, Fact, MachineFacts, Release};
+    use pagefold_linux::ksm::{Knob, Knobs, KsmCounters, RestoreOutcome};
 
     fn findings() -> Vec<Finding> {
         let of = |id, severity, what: &str, why: &str, todo: &str| Finding {
@@ -157,6 +161,75 @@ mod tests {
         assert!(!text.contains('\x1b'));
         assert!(list(&findings(), None, "pagefold", true).contains("\x1b[31m✗\x1b[0m"));
         assert_eq!(verdict(&findings()[1..2], "pagefold"), "no problems: `pagefold run` can work here.");
+    }
+
+    /// A machine without problems.
+    fn facts() -> MachineFacts {
+        let knobs = Knobs {
+            run: 0,
+            pages_to_scan: 100,
+            sleep_millisecs: 20,
+            max_page_sharing: 256,
+            use_zero_pages: false,
+            merge_across_nodes: Some(true),
+            smart_scan: Some(true),
+            advisor_mode: Some("none".to_owned()),
+        };
+        MachineFacts {
+            release: Fact::Is(Release(6, 12)),
+            release_text: "6.12.9-amd64".to_owned(),
+            ksm: Fact::Is((knobs, KsmCounters::default())),
+            request: Fact::Absent,
+            request_module: Fact::Absent,
+            ksm_stat: Fact::Is(()),
+            frames_visible: Fact::Is(true),
+            page_flags: Fact::Is(()),
+            uid: Fact::Is(0),
+            capabilities: Fact::Is(u64::MAX),
+            seccomp: Fact::Is(0),
+            ptrace_scope: Fact::Is(1),
+            huge_pages: Fact::Is("madvise".to_owned()),
+            max_ptes_none: Fact::Is(0),
+            programs: Fact::Is(Vec::new()),
+            lock_holder: Fact::Absent,
+            state: Fact::Absent,
+            max_map_count: Fact::Is(65_530),
+            swap_total_kib: Fact::Is(1 << 20),
+            pressure: Fact::Is(()),
+            nodes: Fact::Is(1),
+            page_size: Fact::Is(4_096),
+            cgroups: Cgroups::Unified,
+        }
+    }
+
+    #[test]
+    fn findings_are_shown() {
+        let bad = MachineFacts {
+            release: Fact::Is(Release(6, 5)),
+            release_text: "6.5.0-9".to_owned(),
+            request: Fact::Denied,
+            ksm_stat: Fact::Absent,
+            frames_visible: Fact::Is(false),
+            uid: Fact::Is(1_000),
+            capabilities: Fact::Is(0),
+            seccomp: Fact::Is(2),
+            ptrace_scope: Fact::Is(3),
+            huge_pages: Fact::Is("always".to_owned()),
+            max_ptes_none: Fact::Is(511),
+            programs: Fact::Is(vec![(77, "ksmtuned".to_owned())]),
+            max_map_count: Fact::Is(4_096),
+            swap_total_kib: Fact::Is(0),
+            pressure: Fact::Absent,
+            nodes: Fact::Is(2),
+            cgroups: Cgroups::Legacy,
+            ..facts()
+        };
+        let restored = RestoreOutcome { restored: vec![(Knob::Run, 0)], ..RestoreOutcome::default() };
+        for (name, facts, fixed) in [("doctor-good", facts(), None), ("doctor-bad", bad, Some(Fixed::Done(restored)))] {
+            let findings = judge(&facts);
+            golden::check(&format!("{name}.txt"), &list(&findings, fixed.as_ref(), false));
+            golden::check(&format!("{name}.json"), &style::json(&document(&findings, fixed.as_ref())).unwrap());
+        }
     }
 
     #[test]

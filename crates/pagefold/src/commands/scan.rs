@@ -1,10 +1,10 @@
 //! `pagefold scan`: how much memory merging could save, and where. It only reads.
 
-mod html;
-mod map;
+pub mod html;
+pub mod map;
 pub mod report;
 pub mod survey;
-mod table;
+pub mod table;
 
 use crate::output;
 use crate::output::page;

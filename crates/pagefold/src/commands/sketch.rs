@@ -210,3 +210,29 @@ fn describe(summary: &Summary, style: Style) -> String {
     text.blank();
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::golden;
+    use pagefold_cli::style;
+
+    #[test]
+    fn what_was_read_is_shown() {
+        let of = |kind, workload: &str, mib: u64| WorkloadRow {
+            kind,
+            workload: workload.to_owned(),
+            domain: "default".to_owned(),
+            anonymous_bytes: mib << 20,
+            read_bytes: (mib << 20) - 4_096,
+            zero_bytes: 65_536,
+            savable_bytes: mib << 18,
+            entries: 512,
+        };
+        let workloads = vec![of("unit", "redis.service", 40), of("process", "java", 1_200)];
+        let (host, key) = ("host-1".to_owned(), "0123456789abcdef".to_owned());
+        let summary = Summary { schema: SCHEMA, host, key, file: "host-1.parquet".to_owned(), workloads };
+        golden::check("sketch.txt", &describe(&summary, Style::plain_text()));
+        golden::check("sketch.json", &style::json(&summary).unwrap());
+    }
+}

@@ -28,7 +28,7 @@ use room::ReserveView;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-pub use words::paint;
+pub use words::{describe, paint};
 
 const SCHEMA: &str = "pagefold.status/1";
 
@@ -153,7 +153,7 @@ pub struct ProcessRow {
 
 pub fn run(args: &StatusArgs) -> Result<u8> {
     let status: Status = ask(&Request::Status)?;
-    output::print(args.json, &status, |style| words::describe(&status, style))?;
+    output::print(args.json, &status, |style| describe(&status, style))?;
     Ok(exit::OK)
 }
 

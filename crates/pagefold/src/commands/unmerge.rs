@@ -176,3 +176,35 @@ pub fn describe(summary: &Summary, (who, (target, targets)): (&str, (&str, &str)
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::golden;
+
+    #[test]
+    fn what_was_unmerged_is_shown() {
+        let of = |pid, name: &str, bytes, failed: Option<&str>| Process {
+            pid,
+            name: name.to_owned(),
+            given_back_bytes: bytes,
+            unmarked_bytes: 2 * bytes,
+            failed: failed.map(str::to_owned),
+        };
+        let summary = Summary {
+            given_back_bytes: 35 << 20,
+            unmarked_bytes: 70 << 20,
+            longest_stop_us: 212.5,
+            processes: vec![
+                of(4_001, "redis-server", 35 << 20, None),
+                of(4_002, "idle", 0, None),
+                of(4_003, "agent", 0, Some("process 4003 is a zombie")),
+            ],
+            still_saved_bytes: 3 << 20,
+            knobs_deferred: BTreeMap::from([("max_page_sharing".to_owned(), 256)]),
+            ..Summary::new()
+        };
+        golden::check("unmerge.txt", &describe(&summary, ("KSM", ("process", "processes")), Style::plain_text()));
+        golden::check("unmerge.json", &style::json(&summary).unwrap());
+    }
+}

@@ -122,3 +122,44 @@ fn what_cannot_be_written_is_said_and_no_more() {
     fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
     assert!(HistoryFile::open(&path).unwrap_err().line.contains("would be in a directory that other users may write"));
 }
+
+/// A file as `pagefold.history/1` has been written: what is not zero, with its offset.
+const KEPT: &str = include_str!("../../golden/kept/history-1.txt");
+
+fn moments() -> [Moment; 3] {
+    let of = |time, saved: u64| Moment {
+        time,
+        pid: 4_711,
+        dry_run: saved == 3,
+        saved_bytes: saved << 20,
+        expected_bytes: saved << 21,
+        marked_bytes: saved << 22,
+        resident_bytes: saved << 23,
+        available_bytes: u64::MAX,
+        pagefold_ns: saved * 1_000_000_000,
+        ksmd_ns: saved * 70_000_000,
+    };
+    [of(NOW, 1), of(NOW + 60, 2), of(NOW + 7_200, 3)]
+}
+
+#[test]
+fn a_file_of_before_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("history");
+    let mut bytes = vec![0; usize::try_from(LENGTH).unwrap()];
+    for line in KEPT.lines() {
+        let (at, words) = line.split_once(' ').unwrap();
+        let at: usize = at.parse().unwrap();
+        let digits = (0..words.len()).step_by(2).map(|digit| u8::from_str_radix(&words[digit..digit + 2], 16).unwrap());
+        for (place, byte) in bytes[at..].iter_mut().zip(digits) {
+            *place = byte;
+        }
+    }
+    fs::write(&path, &bytes).unwrap();
+    assert_eq!(read(&path, Duration::from_secs(DAY), NOW + 7_200).unwrap(), moments());
+    let (_dir, file, written) = new();
+    for moment in moments() {
+        file.write(&moment).unwrap();
+    }
+    assert!(fs::read(written).unwrap() == bytes, "of another form: keep a file of the new one, too");
+}

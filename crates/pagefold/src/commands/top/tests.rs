@@ -1,15 +1,18 @@
 use super::Answer;
 use super::activity::{Mood, describe};
 use super::draw::draw;
+use super::html::{self, Sources};
 use super::state::{Point, Rows, Sort, Top, View};
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
+use crate::golden::{self, NOW, Run};
 use crate::history::Moment;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
     let process = |pid: i32, name: &str, mib: u64, left_alone: Option<&str>| {
@@ -44,6 +47,7 @@ fn status(seconds: f64, saved_mib: u64, busy: bool) -> Value {
 fn answer(status: Value) -> Answer {
     let names = [(10, "vm web-1"), (11, "vm web-1"), (30, "nginx.service")];
     Answer {
+        time: NOW,
         status: Ok(serde_json::from_value::<Status>(status).unwrap()),
         workloads: BTreeMap::from(names.map(|(pid, name)| (pid, name.to_owned()))),
         explanation: None,
@@ -163,6 +167,7 @@ fn another_run_begins_a_new_curve() {
     top.update(answer(status(1.0, 0, true)));
     assert_eq!(top.seen.len(), 1);
     top.update(Answer {
+        time: NOW,
         status: Err("no pagefold is running".into()),
         workloads: BTreeMap::new(),
         explanation: None,
@@ -218,8 +223,7 @@ fn events_are_shown_with_the_newest_last() {
 fn the_history_is_a_chart_up_to_the_present() {
     let mut top = top();
     press(&mut top, &[KeyCode::F(3)]);
-    let now = crate::history::now();
-    let moment = |ago: u64, saved: u64| Moment { time: now - ago, saved_bytes: saved << 20, ..Moment::default() };
+    let moment = |ago: u64, saved: u64| Moment { time: NOW - ago, saved_bytes: saved << 20, ..Moment::default() };
     top.history = Ok(vec![moment(7_000, 100), moment(6_940, 900), moment(60, 2_000)]);
     let text = screen(&mut top, NORMAL);
     for part in ["2 GiB", "-2 h", "saved, until now", "CPU time, until now"] {
@@ -228,4 +232,74 @@ fn the_history_is_a_chart_up_to_the_present() {
     assert!(text.chars().filter(|letter| ('\u{2801}'..='\u{28ff}').contains(letter)).count() >= 3, "{text}");
     top.update(Answer { history: Some(Err("/h: is a directory".into())), ..answer(status(13.0, 250, true)) });
     assert!(screen(&mut top, NORMAL).contains("There is no history: /h: is a directory"));
+}
+
+/// A run that has gone on for a while, and its status a minute ago.
+fn watched() -> (Run, Status) {
+    let mut run = Run::by_ksmd();
+    run.seconds(60);
+    let before = run.status();
+    run.seconds(60);
+    (run, before)
+}
+
+fn workloads() -> BTreeMap<i32, String> {
+    let names = [(4_001, "redis-server.service"), (4_002, "redis-server.service"), (4_010, "vm web-1")];
+    BTreeMap::from(names.map(|(pid, name)| (pid, name.to_owned())))
+}
+
+fn moments() -> Vec<Moment> {
+    let moment = |ago: u64, saved: u64, cpu: u64| Moment {
+        time: NOW - ago,
+        pid: 7,
+        saved_bytes: saved << 20,
+        marked_bytes: saved << 21,
+        expected_bytes: saved * 3 << 19,
+        available_bytes: (8_000 + saved) << 20,
+        pagefold_ns: cpu * 1_000_000_000,
+        ..Moment::default()
+    };
+    let first = (0..60).map(|minute| moment(7_000 - minute * 60, minute * 3, minute / 2));
+    first.chain((0..20).map(|minute| moment(1_260 - minute * 60, 200, minute))).collect()
+}
+
+#[test]
+fn every_view_has_its_golden_screens() {
+    let (run, before) = watched();
+    let answer =
+        |status| Answer { time: NOW, status: Ok(status), workloads: workloads(), explanation: None, history: None };
+    for size in [(80, 24), (120, 40), (200, 50)] {
+        let mut screens = String::new();
+        for (view, keys) in [
+            ("programs", &[][..]),
+            ("workloads", &[KeyCode::Char('t')]),
+            ("memory", &[KeyCode::Tab]),
+            ("history", &[KeyCode::Char('o')]),
+            ("events", &[KeyCode::Char('e')]),
+            ("process", &[KeyCode::Down, KeyCode::Enter]),
+            ("help", &[KeyCode::Char('h')]),
+        ] {
+            let mut top = Top::new(false);
+            top.history = Ok(moments());
+            top.update(answer(before.clone()));
+            top.update(answer(run.status()));
+            press(&mut top, keys);
+            if let Some(pid) = top.explained() {
+                top.update(Answer { explanation: Some(Ok(run.explanation(pid))), ..answer(run.status()) });
+            }
+            screens += &format!("-- {view}\n{}", screen(&mut top, size));
+        }
+        golden::check(&format!("top-{}x{}.txt", size.0, size.1), &screens);
+    }
+}
+
+#[test]
+fn the_page_is_a_golden_file() {
+    let (run, _) = watched();
+    let (status, workloads, moments) = (run.status(), workloads(), moments());
+    let since = Duration::from_secs(7_200);
+    let sources =
+        Sources { status: Some(&status), workloads: &workloads, moments: &moments, problem: None, since, now: NOW };
+    golden::check("top.html", &html::page(&sources));
+    golden::check("top-ended.html", &html::page(&Sources { status: None, ..sources }));
 }

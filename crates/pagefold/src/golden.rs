@@ -1,0 +1,495 @@
+//! Golden files: what the program prints about runs on the simulated host and about fixed figures, in `golden/`.
+//!
+//! `PAGEFOLD_BLESS=1` writes them again. Those in `golden/kept` are files that earlier versions have left behind: they are
+//! only read. Tests of what a module keeps to itself are in that module; the command line is in `tests/golden.rs`.
+
+use crate::audit::{Entry, Owner};
+use crate::commands::explain::{self, Explanation};
+use crate::commands::run::progress::{self, LeftAlone, Progress};
+use crate::commands::run::reload::ActiveSettings;
+use crate::commands::run::summary::{self, Summary};
+use crate::commands::run::{log_merges, rounds};
+use crate::commands::scan;
+use crate::commands::scan::map::{Map, Shares, Stretch};
+use crate::commands::scan::report::{CgroupRow, Cost, KindRow, ProcessRow, ScanReport};
+use crate::commands::scan::survey::LeftOut;
+use crate::commands::status::{self, Status};
+use crate::config::args::RunArgs;
+use crate::config::settings::Settings;
+use crate::control::queue::{Facts, RunFacts, TargetFacts, ToUnmark};
+use crate::events::Events;
+use crate::metrics::families;
+use pagefold_cli::config_file::parse;
+use pagefold_cli::exit::Exit;
+use pagefold_cli::style::{Style, json};
+use pagefold_core::config::Config;
+use pagefold_core::engine::Engine;
+use pagefold_core::governor::Governor;
+use pagefold_core::host::{HugeSplits, LimitView, Mechanism, MemoryView, Outcome};
+use pagefold_core::keys::{LimitKey, OwnerKey, RegionKey};
+use pagefold_core::reserve::RoomState;
+use pagefold_core::sampling::census::Figures;
+use pagefold_core::units::{Pages, Permyriad, Vpn};
+use pagefold_linux::ksm::{Knob, RestoreOutcome};
+use pagefold_linux::proc::maps::{RegionKind, VmaDetail, parse_smaps};
+use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+/// The present, seconds since 1970.
+pub const NOW: u64 = 1_790_000_000;
+/// The pid of the daemon.
+pub const PID: u32 = 4_711;
+const MILLISECOND: u64 = 1_000_000;
+/// Pages of a mebibyte.
+const MIB: u64 = 256;
+
+const DOMAINS: [&str; 3] = ["default", "web", "user 1000"];
+const SCOPE: &str =
+    "[scope]\nexes = [\"redis-server\"]\ncgroups = [\"/sys/fs/cgroup/web.slice\"]\nusers = [\"1000\"]\n";
+
+/// Compares a text with a golden file.
+#[track_caller]
+pub fn check(name: &str, text: &str) {
+    pagefold_testkit::golden::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name), text);
+}
+
+/// A run on the simulated host, and what the daemon knows of its processes.
+pub struct Run {
+    pub host: SimHost,
+    pub engine: Engine,
+    pub run: RunFacts,
+    pub targets: Vec<TargetFacts>,
+    active: ActiveSettings<'static>,
+    args: &'static RunArgs,
+    audit: tempfile::TempDir,
+}
+
+impl Run {
+    /// A run that has not begun.
+    pub fn new(host: SimHost, mechanism: Mechanism, dry_run: bool) -> Self {
+        let config = Config { mechanism, seed: 11, ..Config::default() };
+        let args: &'static RunArgs = Box::leak(Box::new(RunArgs { dry_run, ..RunArgs::default() }));
+        let audit = tempfile::tempdir().unwrap();
+        let settings = Settings::of_values(args, None, parse(SCOPE, "pagefold.toml").unwrap()).unwrap();
+        let run = RunFacts::new(dry_run, &settings.scope, &config);
+        let settings = Settings { audit: Some(audit.path().join("audit.jsonl")), ..settings };
+        let mut active = ActiveSettings::new(args, settings).unwrap();
+        active.events = Events::new(None, dry_run);
+        let engine = Engine::new(config);
+        Self { host, engine, run, targets: Vec::new(), active, args, audit }
+    }
+
+    /// A run by ksmd on programs of each kind.
+    pub fn by_ksmd() -> Self {
+        let mut run = Self::new(SimHost::new(7, Costs::default(), Knobs::driven()), Mechanism::Ksmd, false);
+        run.start_programs();
+        run
+    }
+
+    /// The same on request, on a machine with two memory nodes.
+    pub fn on_request() -> Self {
+        let host = SimHost::new(7, Costs::default(), Knobs::requested());
+        let host = host.with_nodes(&[Pages(2_048 * MIB), Pages(2_048 * MIB)]);
+        let mut run = Self::new(host, Mechanism::Request, false);
+        run.start_programs();
+        run
+    }
+
+    fn start_programs(&mut self) {
+        let redis = Replica { template: 10, density: vec![Permyriad(8_800)], zeros: Permyriad(100), run: 7, shift: 0 };
+        let process = || Process::starting_at(0);
+        let redis = Mapping::new(Pages(32 * MIB), Fill::Replica(redis)).of_family(10);
+        let cache = Mapping::new(Pages(8 * MIB), Fill::Series(20)).of_family(20);
+        let churn = Behaviour::Churn { per_second: Permyriad(107), writes: Writes::Unique };
+        let heap = Mapping::new(Pages(24 * MIB), Fill::Random).behaving(churn).of_family(30);
+        let breaker = Behaviour::CowBreaker { every_ns: 10 * MILLISECOND };
+        let buffers = Mapping::new(Pages(16 * MIB), Fill::Same(40)).behaving(breaker).of_family(40);
+        let objects = Mapping::new(Pages(4 * MIB), Fill::Same(50))
+            .behaving(Behaviour::ShortLived { life_ns: 250 * MILLISECOND })
+            .of_family(50);
+        let guest = Mapping::new(Pages(64 * MIB), Fill::Zeros).huge().of_family(60);
+        for number in 1..=3_u64 {
+            let other = Mapping::new(Pages(number * MIB), Fill::Random).of_family(70 + number);
+            self.add("redis-server", 110, process().mapping(redis.clone()).mapping(other));
+        }
+        for (domain, uid) in [(1, 33), (1, 33), (2, 1_000)] {
+            self.add("nginx", uid, process().in_domain(domain).mapping(cache.clone()));
+        }
+        self.add("java", 33, process().in_domain(1).mapping(heap).mapping(cache.clone()));
+        self.add("postgres", 33, process().in_domain(1).mapping(buffers));
+        self.add("cc1plus", 1_000, process().in_domain(2).mapping(objects));
+        self.add("qemu-system-x86", 33, process().in_domain(1).mapping(guest));
+        let zeros = Mapping::new(Pages(6 * MIB), Fill::Zeros).of_family(80);
+        self.add("sandbox", 1_000, process().in_domain(2).untouchable().mapping(zeros).mapping(cache));
+        let left_alone = self.add("keepassxc", 1_000, process().in_domain(2));
+        let thin = Replica { template: 90, density: vec![Permyriad(500)], zeros: Permyriad(0), run: 3, shift: 0 };
+        let thin = Mapping::new(Pages(24 * MIB), Fill::Replica(thin)).of_family(90);
+        for _ in 0..2 {
+            self.add("python3", 1_000, process().mapping(thin.clone()));
+        }
+        let target = self.target_mut(left_alone);
+        target.left_alone = Some("on the deny list (keepassxc)".to_owned());
+        target.reason = Some("deny-list");
+        target.to_unmark = Some(ToUnmark {
+            bytes: 12 << 20,
+            reason: "on the deny list (keepassxc)".to_owned(),
+            problem: Some("process 4012 is stopped by a signal".to_owned()),
+        });
+        let events = &mut self.active.events;
+        events.add_of_process("left-alone", (4_012, "keepassxc"), "on the deny list (keepassxc)");
+        events.note("governor", "auto");
+        events.note("scan", "1 in all");
+        let redis = self.targets.iter().filter(|target| target.uid == 110).map(|target| target.owner).collect();
+        let limit = LimitView { key: LimitKey(1), limit: Pages(128 * MIB), left: Pages(20 * MIB), owners: redis };
+        self.host.set_limits(vec![limit]);
+        self.host.set_memory(MemoryView {
+            total: Pages(4_096 * MIB),
+            available: Pages(1_024 * MIB),
+            swap_free: Pages(0),
+            pressure: Some(Permyriad(12)),
+        });
+    }
+
+    /// Starts a process that is in scope.
+    pub fn add(&mut self, name: &str, uid: u32, process: Process) -> OwnerKey {
+        let owner = self.host.add(process);
+        let pid = 4_001 + i32::try_from(owner.0).unwrap();
+        let cgroup =
+            if uid == 33 { format!("/web.slice/{name}.service") } else { format!("/system.slice/{name}.slice") };
+        self.targets.push(TargetFacts {
+            owner,
+            pid,
+            start_time_ticks: 1_000,
+            name: name.to_owned(),
+            uid,
+            exe: Some(format!("/usr/bin/{name}").into()),
+            cgroup: Some(cgroup),
+            left_alone: None,
+            reason: None,
+            to_unmark: None,
+            notes: Vec::new(),
+        });
+        owner
+    }
+
+    fn target_mut(&mut self, owner: OwnerKey) -> &mut TargetFacts {
+        self.targets.iter_mut().find(|target| target.owner == owner).unwrap()
+    }
+
+    /// Goes on for some virtual seconds, as the daemon does.
+    pub fn seconds(&mut self, seconds: u64) {
+        self.millis(seconds * 1_000);
+    }
+
+    fn millis(&mut self, millis: u64) {
+        let Self { host, engine, targets, active, .. } = self;
+        let end_ns = host.now_ns() + millis * MILLISECOND;
+        let clock = (&AtomicBool::new(false), end_ns, SimHost::now_ns as fn(&SimHost) -> u64);
+        let never = |error: &std::convert::Infallible| -> Exit { match *error {} };
+        rounds(engine, host, clock, never, |engine, _, outcome| {
+            log(engine, targets, active, outcome);
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+    }
+
+    pub fn facts(&self) -> Facts {
+        let mut events = self.active.events.list();
+        let before = events.len() as u64;
+        for (at, event) in (0..).zip(&mut events) {
+            event.time = NOW - 20 * (before - at);
+        }
+        let report = self.engine.report();
+        let tight = report.reserve.limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
+        let limited =
+            tight.map(|(&key, _)| (key, "/sys/fs/cgroup/system.slice/redis-server.slice".to_owned())).collect();
+        Facts {
+            report,
+            scans: self.engine.scans(),
+            injector_restarts: 0,
+            targets: self.targets.clone(),
+            domains: DOMAINS.map(str::to_owned).to_vec(),
+            limited,
+            run: RunFacts { events, ..self.run.clone() },
+            xen: None,
+        }
+    }
+
+    pub fn status(&self) -> Status {
+        let mut status = Status::of(&self.facts());
+        status.pid = PID;
+        status
+    }
+
+    /// The explanation of a process.
+    pub fn explanation(&self, pid: i32) -> Explanation {
+        let facts = self.facts();
+        let target = facts.targets.iter().find(|target| target.pid == pid).unwrap();
+        explain::of_target(&facts, target, target.exe.clone(), &mappings(&facts, target.owner))
+    }
+
+    /// The audit log, with a fixed time: its format has tests of its own.
+    fn audit(&self) -> String {
+        let text = std::fs::read_to_string(self.audit.path().join("audit.jsonl")).unwrap();
+        let untimed = |line: &str| {
+            let (schema, rest) = line.split_once("\"time\":\"").unwrap();
+            let (_, rest) = rest.split_once('"').unwrap();
+            format!("{schema}\"time\":\"2026-09-21T14:13:20.000Z\"{rest}\n")
+        };
+        text.lines().map(untimed).collect()
+    }
+
+    fn summary(&self, restored: Option<&RestoreOutcome>) -> Summary {
+        let mut progress = Progress::new();
+        progress.stood_down.clone_from(&self.run.stood_down);
+        let left = self.targets.iter().filter_map(|target| {
+            let (name, reason) = (target.name.clone(), target.left_alone.clone()?);
+            Some(LeftAlone { pid: target.pid, name, reason })
+        });
+        progress.left_alone = left.collect();
+        let processes = self.targets.len() - progress.left_alone.len();
+        let engine = (&self.engine, self.run.config.mechanism);
+        Summary::new(self.args, &self.active, engine, processes, restored, progress)
+    }
+}
+
+/// Writes the results of a cycle to the audit log and the list of events, as the daemon does.
+fn log(engine: &Engine, targets: &[TargetFacts], active: &mut ActiveSettings, outcome: &Outcome) {
+    let owner_of = |region: RegionKey| {
+        let view = engine.regions().find(|found| found.view.key == region)?.view;
+        let target = targets.iter().find(|target| target.owner == view.owner)?;
+        Some(Owner {
+            pid: target.pid,
+            start_time_ticks: target.start_time_ticks,
+            name: target.name.clone(),
+            exe: target.exe.as_ref().map(|exe| exe.display().to_string()),
+            uid: Some(target.uid),
+            cgroup: target.cgroup.clone(),
+            domain: Some(DOMAINS[usize::from(view.domain.0)].to_owned()),
+        })
+    };
+    let progress = Progress::new();
+    let marked = outcome.marked.iter().map(|result| (true, result));
+    for (mark, result) in marked.chain(outcome.unmarked.iter().map(|result| (false, result))) {
+        if let Some(owner) = owner_of(result.change.span.region) {
+            active.log(&Entry::changed(owner, mark, result), &progress);
+        }
+    }
+    log_merges((active, &progress), outcome, |region| Some(owner_of(region)?.pid), owner_of);
+}
+
+/// The mappings of a process: its regions, and some that are left alone.
+fn mappings(facts: &Facts, owner: OwnerKey) -> Vec<VmaDetail> {
+    let mut text = String::new();
+    let mut add = |first: u64, kib: u64, head: &str, flags: &str| {
+        let (end, anonymous) = (first + (kib << 10), if head.starts_with("rw") { kib } else { 0 });
+        let _ = writeln!(
+            text,
+            "{first:x}-{end:x} {head}\nRss: {kib} kB\nAnonymous: {anonymous} kB\nSwap: 0 kB\nVmFlags: {flags}"
+        );
+    };
+    for region in facts.report.regions.iter().filter(|region| region.owner == owner) {
+        add(region.first.address(), region.pages.0 * 4, "rw-p 00000000 00:00 0", "rd wr mr mw me ac");
+    }
+    let base = 0x7f00_0000_0000;
+    add(base, 2_048, "r-xp 00000000 fe:00 77 /usr/bin/program", "rd ex mr mw me");
+    add(base + (1 << 24), 64, "rw-p 00000000 00:00 0", "rd wr mr mw me lo ac");
+    add(base + (2 << 24), 1_024, "rw-s 00000000 00:01 78 /dev/shm/queue", "rd wr sh mr mw me ms");
+    add(base + (3 << 24), 512, "rw-p 00000000 00:00 0", "rd wr mr mw me ac");
+    parse_smaps(text.as_bytes()).unwrap()
+}
+
+fn text(status: &Status) -> String {
+    status::describe(status, Style::plain_text())
+}
+
+#[test]
+fn a_run_by_ksmd_is_shown() {
+    let mut run = Run::by_ksmd();
+    run.millis(20);
+    check("status-marking.txt", &text(&run.status()));
+    check("explain-marking.txt", &explanations(&run, &[4_001, 4_006]));
+    run.millis(100);
+    check("status-merging.txt", &text(&run.status()));
+    check("explain-merging.txt", &explanations(&run, &[4_001, 4_011]));
+    run.seconds(120);
+    let status = run.status();
+    check("status-ksmd.txt", &text(&status));
+    check("status-ksmd.json", &json(&status).unwrap());
+    check("metrics-ksmd.txt", &families::page(&status));
+    check("audit-ksmd.jsonl", &run.audit());
+    check("explain-ksmd.txt", &explanations(&run, &ALL));
+    check("explain.json", &json(&run.explanation(4_001)).unwrap());
+    let line = |paused| progress::line(&run.engine, "11 processes", paused);
+    check("run-progress.txt", &format!("{}\n{}\n", line(false), line(true)));
+    let deferred = RestoreOutcome { deferred: vec![(Knob::MaxPageSharing, 256)], ..RestoreOutcome::default() };
+    summarized(&run.summary(Some(&deferred)), "ksmd");
+}
+
+/// A process of each kind.
+const ALL: [i32; 10] = [4_001, 4_004, 4_006, 4_007, 4_008, 4_009, 4_010, 4_011, 4_012, 4_013];
+
+fn explanations(run: &Run, pids: &[i32]) -> String {
+    let texts = pids.iter().map(|&pid| explain::words::describe(&run.explanation(pid), Style::plain_text()));
+    texts.collect()
+}
+
+fn summarized(summary: &Summary, name: &str) {
+    check(&format!("run-{name}.txt"), &summary::describe(summary, Style::plain_text()));
+    check(&format!("run-{name}.json"), &json(summary).unwrap());
+}
+
+#[test]
+fn a_run_on_request_is_shown() {
+    let mut run = Run::on_request();
+    run.seconds(120);
+    let status = run.status();
+    check("status-request.txt", &text(&status));
+    check("status-request.json", &json(&status).unwrap());
+    check("metrics-request.txt", &families::page(&status));
+    check("audit-request.jsonl", &run.audit());
+    check("explain-request.txt", &explanations(&run, &ALL));
+    summarized(&run.summary(Some(&RestoreOutcome::default())), "request");
+}
+
+#[test]
+fn a_dry_run_is_shown() {
+    let mut host = SimHost::new(7, Costs::default(), Knobs::driven());
+    host.set_ours(false);
+    let mut run = Run::new(host, Mechanism::Ksmd, true);
+    run.start_programs();
+    run.seconds(120);
+    check("status-dry-run.txt", &text(&run.status()));
+    check("explain-dry-run.txt", &explanations(&run, &[4_001, 4_006, 4_011]));
+    summarized(&run.summary(None), "dry-run");
+}
+
+#[test]
+fn what_holds_a_run_back_is_shown() {
+    let none = SimHost::new(7, Costs::default(), Knobs::driven());
+    check("status-waiting.txt", &text(&Run::new(none, Mechanism::Ksmd, false).status()));
+    let mut run = Run::by_ksmd();
+    run.engine.set_governor(Governor::Quiet);
+    run.seconds(1);
+    check("status-reading.txt", &text(&run.status()));
+    check("explain-reading.txt", &explanations(&run, &[4_001, 4_003, 4_004, 4_009]));
+    run.engine.set_governor(Governor::Medium);
+    run.seconds(19);
+    check("status-deferred.txt", &text(&run.status()));
+    check("explain-deferred.txt", &explanations(&run, &[4_006, 4_013]));
+    run.host.set_memory(MemoryView { total: Pages(4_096 * MIB), available: Pages(8 * MIB), ..MemoryView::default() });
+    run.seconds(10);
+    let mut facts = run.facts();
+    facts.injector_restarts = 1;
+    facts.report.ledger.splits = HugeSplits { pages: 1_200, mappings: 31 };
+    facts.report.ledger.collapsed = 4;
+    let mut status = Status::of(&facts);
+    status.pid = PID;
+    check("status-short.txt", &text(&status));
+    check("explain-short.txt", &explanations(&run, &[4_001, 4_008]));
+    run.engine.set_paused(true);
+    run.seconds(1);
+    check("status-paused.txt", &text(&run.status()));
+    run.engine.set_paused(false);
+    run.host.set_ours(false);
+    run.run.stood_down = Some("pages_to_scan was set to 7 by another program".to_owned());
+    run.seconds(1);
+    check("status-stood-down.txt", &text(&run.status()));
+    check("explain-stood-down.txt", &explanations(&run, &[4_001, 4_008]));
+    summarized(&run.summary(Some(&RestoreOutcome::default())), "stood-down");
+    let outside = explain::of(&run.facts(), 1).unwrap();
+    check("explain-outside.txt", &explain::words::describe(&outside, Style::plain_text()));
+}
+
+/// Mebibytes of memory: all, zeros, duplicates within and across, merged.
+fn figures(resident: f64, zero: f64, within: f64, across: f64, merged: f64) -> Figures {
+    let pages = |mib: f64| mib * 256.0;
+    let gross = zero + within + across;
+    Figures {
+        resident: pages(resident),
+        anonymous: pages(resident + merged),
+        zero: pages(zero),
+        duplicate_within: pages(within),
+        duplicate_across: pages(across),
+        merged: pages(merged),
+        fork_shared: pages(resident / 8.0),
+        swapped: pages(resident / 16.0),
+        savable_gross: pages(gross),
+        savable: pages(gross * 0.9),
+        metadata: pages(gross / 64.0),
+    }
+}
+
+fn survey() -> ScanReport {
+    let row = |pid: i32, name: &str, figures: Figures, left_out: Option<&str>| ProcessRow {
+        pid,
+        name: name.to_owned(),
+        exe: Some(format!("/usr/bin/{name}")),
+        cgroup: Some(format!("/system.slice/{name}.service")),
+        figures,
+        kinds: vec![KindRow { kind: RegionKind::Heap.to_string(), figures }],
+        excluded: Vec::new(),
+        left_out: left_out.map(str::to_owned),
+    };
+    let kind = |kind: RegionKind, figures| KindRow { kind: kind.to_string(), figures };
+    let cgroup = |cgroup: &str, processes, figures| CgroupRow { cgroup: cgroup.to_owned(), processes, figures };
+    let left_out = |reason: &str, bytes, regions| LeftOut { reason: reason.to_owned(), bytes, regions };
+    let (large, small) = (figures(640.0, 3.0, 40.0, 210.5, 12.0), figures(1.5, 0.0, 0.0, 0.0, 0.0));
+    let mut totals = large;
+    totals += large;
+    totals += small;
+    let parts = (0..40_u8).map(|part| Shares { duplicate: f64::from(part) / 40.0, ..Shares::default() }).collect();
+    let stretches = vec![Stretch { first: Vpn(0x5555_0000), kind: RegionKind::Heap, parts: 40 }];
+    ScanReport {
+        schema: scan::report::SCHEMA,
+        exact: false,
+        sampled_fraction: 0.0625,
+        error_bytes: 9 << 20,
+        scope: "--exe redis-server".to_owned(),
+        totals,
+        processes: vec![
+            row(4_001, "redis-server", large, None),
+            row(4_002, "redis-server", large, None),
+            row(4_003, "a-program-with-a-long-name", small, None),
+            row(
+                4_004,
+                "ssh-agent",
+                Figures::default(),
+                Some("not dumpable (its memory is protected from other processes)"),
+            ),
+            row(4_005, "make", Figures::default(), Some("has ended")),
+        ],
+        kinds: vec![kind(RegionKind::Anonymous, large), kind(RegionKind::Heap, large), kind(RegionKind::Stack, small)],
+        cgroups: vec![cgroup("/system.slice/redis.service", 2, large), cgroup("/", 1, small)],
+        excluded: vec![
+            left_out("not dumpable (its memory is protected from other processes)", 4 << 20, 12),
+            left_out("locked in memory", 64 << 10, 2),
+        ],
+        numa: None,
+        cost: Cost::new(20_512, 34_000_000, 21_000_000),
+        of: ("process", "processes"),
+        maps: BTreeMap::from([(4_001, Map { parts, stretches })]),
+    }
+}
+
+#[test]
+fn a_scan_is_shown() {
+    let found = survey();
+    check("scan.txt", &scan::table::text(&found, Style::plain_text()));
+    check("scan.json", &json(&found).unwrap());
+    check("scan.html", &scan::html::page(&found));
+    let nothing = ScanReport {
+        exact: true,
+        totals: figures(640.0, 0.0, 0.0, 0.0, 0.0),
+        processes: found.processes[..1].to_vec(),
+        kinds: Vec::new(),
+        cgroups: Vec::new(),
+        excluded: Vec::new(),
+        ..found
+    };
+    check("scan-nothing.txt", &scan::table::text(&nothing, Style::plain_text()));
+}
