@@ -227,7 +227,7 @@ mod tests {
         let restored = RestoreOutcome { restored: vec![(Knob::Run, 0)], ..RestoreOutcome::default() };
         for (name, facts, fixed) in [("doctor-good", facts(), None), ("doctor-bad", bad, Some(Fixed::Done(restored)))] {
             let findings = judge(&facts);
-            golden::check(&format!("{name}.txt"), &list(&findings, fixed.as_ref(), false));
+            golden::check(&format!("{name}.txt"), &list(&findings, fixed.as_ref(), "pagefold", false));
             golden::check(&format!("{name}.json"), &style::json(&document(&findings, fixed.as_ref())).unwrap());
         }
     }
