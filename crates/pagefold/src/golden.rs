@@ -32,6 +32,7 @@ use pagefold_core::sampling::census::Figures;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use pagefold_linux::ksm::{Knob, RestoreOutcome};
 use pagefold_linux::proc::maps::{RegionKind, VmaDetail, parse_smaps};
+use pagefold_linux::scope::exclude::Exclusion;
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -59,10 +60,10 @@ pub fn check(name: &str, text: &str) {
 
 /// A run on the simulated host, and what the daemon knows of its processes.
 pub struct Run {
-    pub host: SimHost,
-    pub engine: Engine,
-    pub run: RunFacts,
-    pub targets: Vec<TargetFacts>,
+    host: SimHost,
+    engine: Engine,
+    known: RunFacts,
+    targets: Vec<TargetFacts>,
     active: ActiveSettings<'static>,
     args: &'static RunArgs,
     audit: tempfile::TempDir,
@@ -75,12 +76,12 @@ impl Run {
         let args: &'static RunArgs = Box::leak(Box::new(RunArgs { dry_run, ..RunArgs::default() }));
         let audit = tempfile::tempdir().unwrap();
         let settings = Settings::of_values(args, None, parse(SCOPE, "pagefold.toml").unwrap()).unwrap();
-        let run = RunFacts::new(dry_run, &settings.scope, &config);
+        let known = RunFacts::new(dry_run, &settings.scope, &config);
         let settings = Settings { audit: Some(audit.path().join("audit.jsonl")), ..settings };
         let mut active = ActiveSettings::new(args, settings).unwrap();
         active.events = Events::new(None, dry_run);
         let engine = Engine::new(config);
-        Self { host, engine, run, targets: Vec::new(), active, args, audit }
+        Self { host, engine, known, targets: Vec::new(), active, args, audit }
     }
 
     /// A run by ksmd on programs of each kind.
@@ -214,7 +215,7 @@ impl Run {
             targets: self.targets.clone(),
             domains: DOMAINS.map(str::to_owned).to_vec(),
             limited,
-            run: RunFacts { events, ..self.run.clone() },
+            run: RunFacts { events, ..self.known.clone() },
             xen: None,
         }
     }
@@ -245,14 +246,14 @@ impl Run {
 
     fn summary(&self, restored: Option<&RestoreOutcome>) -> Summary {
         let mut progress = Progress::new();
-        progress.stood_down.clone_from(&self.run.stood_down);
+        progress.stood_down.clone_from(&self.known.stood_down);
         let left = self.targets.iter().filter_map(|target| {
             let (name, reason) = (target.name.clone(), target.left_alone.clone()?);
             Some(LeftAlone { pid: target.pid, name, reason })
         });
         progress.left_alone = left.collect();
         let processes = self.targets.len() - progress.left_alone.len();
-        let engine = (&self.engine, self.run.config.mechanism);
+        let engine = (&self.engine, self.known.config.mechanism);
         Summary::new(self.args, &self.active, engine, processes, restored, progress)
     }
 }
@@ -396,7 +397,7 @@ fn what_holds_a_run_back_is_shown() {
     check("status-paused.txt", &text(&run.status()));
     run.engine.set_paused(false);
     run.host.set_ours(false);
-    run.run.stood_down = Some("pages_to_scan was set to 7 by another program".to_owned());
+    run.known.stood_down = Some("pages_to_scan was set to 7 by another program".to_owned());
     run.seconds(1);
     check("status-stood-down.txt", &text(&run.status()));
     check("explain-stood-down.txt", &explanations(&run, &[4_001, 4_008]));
@@ -405,43 +406,40 @@ fn what_holds_a_run_back_is_shown() {
     check("explain-outside.txt", &explain::words::describe(&outside, Style::plain_text()));
 }
 
-/// Mebibytes of memory: all, zeros, duplicates within and across, merged.
-fn figures(resident: f64, zero: f64, within: f64, across: f64, merged: f64) -> Figures {
-    let pages = |mib: f64| mib * 256.0;
-    let gross = zero + within + across;
+/// So much memory, of which a part is duplicate.
+fn figures(mib: f64) -> Figures {
+    let resident = mib * 256.0;
     Figures {
-        resident: pages(resident),
-        anonymous: pages(resident + merged),
-        zero: pages(zero),
-        duplicate_within: pages(within),
-        duplicate_across: pages(across),
-        merged: pages(merged),
-        fork_shared: pages(resident / 8.0),
-        swapped: pages(resident / 16.0),
-        savable_gross: pages(gross),
-        savable: pages(gross * 0.9),
-        metadata: pages(gross / 64.0),
+        resident,
+        anonymous: resident * 1.25,
+        zero: resident / 128.0,
+        duplicate_within: resident / 16.0,
+        duplicate_across: resident / 4.0,
+        merged: resident / 64.0,
+        fork_shared: resident / 8.0,
+        swapped: resident / 32.0,
+        savable_gross: resident * 0.32,
+        savable: resident * 0.3,
+        metadata: resident / 200.0,
     }
 }
 
 fn survey() -> ScanReport {
-    let row = |pid: i32, name: &str, figures: Figures, left_out: Option<&str>| ProcessRow {
+    let kind = |kind: RegionKind, mib| KindRow { kind: kind.to_string(), figures: figures(mib) };
+    let row = |pid, name: &str, mib, left_out: Option<&str>| ProcessRow {
         pid,
         name: name.to_owned(),
         exe: Some(format!("/usr/bin/{name}")),
-        cgroup: Some(format!("/system.slice/{name}.service")),
-        figures,
-        kinds: vec![KindRow { kind: RegionKind::Heap.to_string(), figures }],
+        cgroup: Some("/system.slice/redis.service".to_owned()),
+        figures: figures(mib),
+        kinds: vec![kind(RegionKind::Heap, mib)],
         excluded: Vec::new(),
         left_out: left_out.map(str::to_owned),
     };
-    let kind = |kind: RegionKind, figures| KindRow { kind: kind.to_string(), figures };
-    let cgroup = |cgroup: &str, processes, figures| CgroupRow { cgroup: cgroup.to_owned(), processes, figures };
-    let left_out = |reason: &str, bytes, regions| LeftOut { reason: reason.to_owned(), bytes, regions };
-    let (large, small) = (figures(640.0, 3.0, 40.0, 210.5, 12.0), figures(1.5, 0.0, 0.0, 0.0, 0.0));
-    let mut totals = large;
-    totals += large;
-    totals += small;
+    let cgroup =
+        |cgroup: &str, processes, mib| CgroupRow { cgroup: cgroup.to_owned(), processes, figures: figures(mib) };
+    let left_out = |reason: &str, bytes| LeftOut { reason: reason.to_owned(), bytes, regions: 2 };
+    let not_dumpable = Exclusion::NotDumpable.to_string();
     let parts = (0..40_u8).map(|part| Shares { duplicate: f64::from(part) / 40.0, ..Shares::default() }).collect();
     let stretches = vec![Stretch { first: Vpn(0x5555_0000), kind: RegionKind::Heap, parts: 40 }];
     ScanReport {
@@ -450,25 +448,16 @@ fn survey() -> ScanReport {
         sampled_fraction: 0.0625,
         error_bytes: 9 << 20,
         scope: "--exe redis-server".to_owned(),
-        totals,
+        totals: figures(1_001.5),
         processes: vec![
-            row(4_001, "redis-server", large, None),
-            row(4_002, "redis-server", large, None),
-            row(4_003, "a-program-with-a-long-name", small, None),
-            row(
-                4_004,
-                "ssh-agent",
-                Figures::default(),
-                Some("not dumpable (its memory is protected from other processes)"),
-            ),
-            row(4_005, "make", Figures::default(), Some("has ended")),
+            row(4_001, "redis-server", 1_000.0, None),
+            row(4_003, "a-program-with-a-long-name", 1.5, None),
+            row(4_004, "ssh-agent", 0.0, Some(&not_dumpable)),
+            row(4_005, "make", 0.0, Some("has ended")),
         ],
-        kinds: vec![kind(RegionKind::Anonymous, large), kind(RegionKind::Heap, large), kind(RegionKind::Stack, small)],
-        cgroups: vec![cgroup("/system.slice/redis.service", 2, large), cgroup("/", 1, small)],
-        excluded: vec![
-            left_out("not dumpable (its memory is protected from other processes)", 4 << 20, 12),
-            left_out("locked in memory", 64 << 10, 2),
-        ],
+        kinds: vec![kind(RegionKind::Anonymous, 900.0), kind(RegionKind::Heap, 101.5)],
+        cgroups: vec![cgroup("/system.slice/redis.service", 2, 1_000.0), cgroup("/", 1, 1.5)],
+        excluded: vec![left_out(&not_dumpable, 4 << 20), left_out("locked in memory", 64 << 10)],
         numa: None,
         cost: Cost::new(20_512, 34_000_000, 21_000_000),
         of: ("process", "processes"),
@@ -482,14 +471,6 @@ fn a_scan_is_shown() {
     check("scan.txt", &scan::table::text(&found, Style::plain_text()));
     check("scan.json", &json(&found).unwrap());
     check("scan.html", &scan::html::page(&found));
-    let nothing = ScanReport {
-        exact: true,
-        totals: figures(640.0, 0.0, 0.0, 0.0, 0.0),
-        processes: found.processes[..1].to_vec(),
-        kinds: Vec::new(),
-        cgroups: Vec::new(),
-        excluded: Vec::new(),
-        ..found
-    };
+    let nothing = ScanReport { exact: true, totals: Figures::default(), ..found };
     check("scan-nothing.txt", &scan::table::text(&nothing, Style::plain_text()));
 }

@@ -7,6 +7,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+/// The calls, each followed by its exit code and what it prints.
+const CALLS: &str = include_str!("../golden/calls.txt");
+
 #[track_caller]
 fn check(name: &str, text: &str) {
     golden::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name), text);
@@ -53,50 +56,12 @@ fn a_wrong_call_ends_with_its_code_and_a_line() {
         fs::write(dir.path().join(name), text).unwrap();
     }
     let mut text = String::new();
-    for call in [
-        "",
-        "--version",
-        "no-such-command",
-        "run --no-such-flag",
-        "run and more",
-        "run --pid 0",
-        "run --pid one",
-        "run --for nonsense --all",
-        "run --governor turbo --all",
-        "run --preset turbo --all",
-        "run --duplicate-threshold 140 --all",
-        "run --levels 0 --all",
-        "run --round 1ms --all",
-        "run --pid 1",
-        "run --pid 1 --dry-run --json",
-        "run --config key.toml",
-        "run --config no-such-file.toml",
-        "unmerge --pid 1",
-        "sketch --all",
-        "sketch --all -o sketches.parquet",
-        "scan",
-        "scan --pid 2147483646",
-        "scan --user nobody-such",
-        "scan --cgroup /no/such/cgroup",
-        "scan --exe no-such-program-here",
-        "explain",
-        "explain 0",
-        "governor",
-        "governor turbo",
-        "top",
-        "exec",
-        "config",
-        "config check good.toml",
-        "config check empty.toml",
-        "config check key.toml",
-        "config check value.toml",
-        "config check no-such-file.toml",
-    ] {
+    for call in CALLS.lines().filter_map(|line| line.strip_prefix("$ pagefold")) {
         let mut command = if is_root() { as_other_user(&*copy) } else { Command::new(&*copy) };
         let words: Vec<&str> = call.split_whitespace().collect();
         let output = output_of(command.current_dir(dir.path()), &words);
         let code = output.status.code().unwrap();
-        let _ = writeln!(text, "$ pagefold {call}\n[{code}]");
+        let _ = writeln!(text, "$ pagefold{call}\n[{code}]");
         text += &String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
     }
     check("calls.txt", &text);

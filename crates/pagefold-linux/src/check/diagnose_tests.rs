@@ -8,21 +8,26 @@ use crate::ksm::request::Carrier;
 use crate::ksm::state_file::{Holder, State};
 use crate::ksm::{Knob, Knobs};
 use std::collections::BTreeMap;
+use std::fmt::Write;
 use std::path::Path;
 
 /// The findings that are not ok after `spoil`, by id and severity.
 fn found(spoil: impl FnOnce(&Path, &MachinePaths)) -> Vec<(&'static str, Severity)> {
+    findings(spoil).iter().map(|finding| (finding.id, finding.severity)).collect()
+}
+
+fn findings(spoil: impl FnOnce(&Path, &MachinePaths)) -> Vec<Finding> {
     let dir = tempfile::tempdir().unwrap();
     let roots = healthy(dir.path());
     spoil(dir.path(), &roots);
-    let findings = examine(&roots);
+    let mut findings = examine(&roots);
     for finding in &findings {
         assert!(!finding.what.is_empty());
         let well = finding.severity == Severity::Ok;
         assert_eq!(well, finding.why.is_empty() && finding.todo.is_empty(), "{finding:?}");
     }
-    let wrong = findings.iter().filter(|finding| finding.severity != Severity::Ok);
-    wrong.map(|finding| (finding.id, finding.severity)).collect()
+    findings.retain(|finding| finding.severity != Severity::Ok);
+    findings
 }
 
 fn write(path: &Path, text: &str) {
@@ -51,6 +56,8 @@ fn each_problem_in_a_file_makes_one_finding() {
     let user = "Uid:\t1000\t1000\t0\t0\nCapEff:\t0000000000000000\nSeccomp:\t0\n";
     let filtered = "Uid:\t0\t0\t0\t0\nCapEff:\t000001ffffffffff\nSeccomp:\t2\n";
     let ksm = "sys/kernel/mm/ksm";
+    let dir = tempfile::tempdir().unwrap();
+    let mut texts = format!("{:#?}\n", examine(&healthy(dir.path())));
     for (path, text, id, severity) in [
         ("proc/sys/kernel/osrelease", "6.5.0-9", "kernel", Note),
         ("proc/sys/kernel/osrelease", "6.3.13", "kernel", Blocker),
@@ -69,8 +76,11 @@ fn each_problem_in_a_file_makes_one_finding() {
         ("proc/meminfo", "SwapTotal: 0 kB\n", "swap", Note),
         ("state.json", "{", "state", Blocker),
     ] {
-        assert_eq!(found(|dir, _| write(&dir.join(path), text)), [(id, severity)], "{path}: {text}");
+        let [finding] = &findings(|dir, _| write(&dir.join(path), text))[..] else { panic!("{path}: {text}") };
+        assert_eq!((finding.id, finding.severity), (id, severity), "{path}: {text}");
+        let _ = writeln!(texts, "{finding:#?}");
     }
+    pagefold_testkit::golden::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/findings.txt"), &texts);
 }
 
 #[test]

@@ -1,5 +1,5 @@
 use super::*;
-use crate::golden::{self, NOW};
+use crate::golden;
 use pagefold_core::host::{ChangeResult, Marking, Span, Why};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
@@ -26,32 +26,6 @@ fn end() -> Entry {
     Entry::End { command: "run", pid: 1, lost: 0 }
 }
 
-/// The entries that no run on the simulated host makes.
-#[test]
-fn other_lines_have_their_figures_too() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("audit.jsonl");
-    let mut audit = Audit::open(&path).unwrap();
-    let Entry::Mark(change) = entry(true, Why::Asked, Marking::Done(Pages(512))) else { unreachable!() };
-    let owner = change.owner;
-    let (first, pages) = (Vpn::of_address(0x7f00_0000_0000), Pages(512));
-    let change = pagefold_core::host::Change { span: Span { region: RegionKey(1), first, pages }, why: Why::Excluded };
-    let withdrawn = ChangeResult { change, marking: Marking::Busy };
-    let begin = Entry::Begin { command: "run", version: "0.1.0", pid: 1, scope: "--exe redis-server".to_owned() };
-    for entry in [
-        begin,
-        entry(false, Why::CowBroken { ratio: Permyriad(6_000) }, Marking::Done(Pages(500))),
-        entry(false, Why::MemoryShort, Marking::Refused),
-        Entry::withdrawn(owner.clone(), &withdrawn, "on the deny list (redis-server)".to_owned()),
-        Entry::merged(owner.clone(), Some(4_712), Pages(300), Pages(256)),
-        Entry::overridden(owner, "its unit sets MemoryKSM=no".to_owned()),
-        end(),
-    ] {
-        assert_eq!(audit.write_at(&entry, SystemTime::UNIX_EPOCH + Duration::from_secs(NOW)), None);
-    }
-    golden::check("audit-other.jsonl", &fs::read_to_string(path).unwrap());
-}
-
 fn lines(path: &Path) -> Vec<Value> {
     fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
@@ -61,45 +35,25 @@ fn a_line_has_time_process_range_reason_and_result() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     let mut audit = Audit::open(&path).unwrap();
-    let time = SystemTime::UNIX_EPOCH + Duration::from_millis(1_234_567_890_123);
     let duplicate = Why::Duplicate { duplicate: Pages(400), resident: Pages(512) };
-    assert_eq!(audit.write_at(&entry(true, duplicate, Marking::Done(Pages(512))), time), None);
-    let cow_broken = entry(false, Why::CowBroken { ratio: Permyriad(6_000) }, Marking::Busy);
-    assert_eq!(audit.write(&cow_broken), None);
-    let lines = lines(&path);
-    let wanted = serde_json::json!({
-        "schema": "pagefold.audit/1", "time": "2009-02-13T23:31:30.123Z", "what": "mark", "pid": 4711,
-        "start_time_ticks": 99, "name": "redis-server", "exe": null, "uid": null, "cgroup": null, "domain": "default",
-        "first": "7f0000000000", "last": "7f00001fffff", "bytes": 2 << 20,
-        "why": {"kind": "duplicate", "sentence": "400 of its 512 resident pages are zero or have a copy"},
-        "outcome": "done", "done_bytes": 2 << 20,
-    });
-    assert_eq!(lines[0], wanted);
-    assert_eq!((&lines[1]["what"], &lines[1]["outcome"]), (&"unmark".into(), &"busy".into()));
-    assert_eq!((&lines[1]["why"]["kind"], &lines[1]["done_bytes"]), (&"cow-broken".into(), &0.into()));
+    let mark = entry(true, duplicate, Marking::Done(Pages(512)));
+    let Entry::Mark(change) = &mark else { unreachable!() };
+    let owner = change.owner.clone();
+    for entry in [
+        Entry::Begin { command: "run", version: "0.1.0", pid: 1, scope: "--exe redis-server".to_owned() },
+        mark,
+        entry(false, Why::CowBroken { ratio: Permyriad(6_000) }, Marking::Busy),
+        entry(false, Why::MemoryShort, Marking::Refused),
+        entry(false, Why::Excluded, Marking::Done(Pages(500))),
+        Entry::merged(owner.clone(), Some(9), Pages(512), Pages(256)),
+        Entry::merged(owner.clone(), None, Pages(1), Pages(1)),
+        Entry::overridden(owner, "its unit sets MemoryKSM=no".to_owned()),
+        end(),
+    ] {
+        assert_eq!(audit.write_at(&entry, SystemTime::UNIX_EPOCH + Duration::from_millis(1_234_567_890_123)), None);
+    }
+    golden::check("audit.jsonl", &fs::read_to_string(&path).unwrap());
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
-}
-
-#[test]
-fn requests_of_a_cycle_are_one_line() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("audit.jsonl");
-    let owner = Owner {
-        pid: 7,
-        start_time_ticks: 8,
-        name: "a".into(),
-        exe: None,
-        uid: Some(0),
-        cgroup: None,
-        domain: Some("default".into()),
-    };
-    let mut audit = Audit::open(&path).unwrap();
-    assert_eq!(audit.write(&Entry::merged(owner.clone(), Some(9), Pages(512), Pages(256))), None);
-    assert_eq!(audit.write(&Entry::merged(owner, None, Pages(1), Pages(1))), None);
-    let lines = lines(&path);
-    assert_eq!((&lines[0]["what"], &lines[0]["pid"], &lines[0]["with_pid"]), (&"merge".into(), &7.into(), &9.into()));
-    assert_eq!((&lines[0]["bytes"], &lines[0]["done_bytes"]), (&(2 << 20).into(), &(1 << 20).into()));
-    assert_eq!(lines[1]["with_pid"], Value::Null);
 }
 
 #[test]

@@ -131,9 +131,6 @@ fn verdict(findings: &[Finding], program: &str) -> String {
 mod tests {
     use super::*;
     use crate::golden;
-    use pagefold_linux::check::diagnose::judge;
-    use pagefold_linux::check::facts::{Cgroups, Fact, MachineFacts, Release};
-    use pagefold_linux::ksm::{Knob, Knobs, KsmCounters, RestoreOutcome};
 
     fn findings() -> Vec<Finding> {
         let of = |id, severity, what: &str, why: &str, todo: &str| Finding {
@@ -152,100 +149,15 @@ mod tests {
 
     #[test]
     fn the_worst_finding_comes_last_with_its_reason_and_remedy() {
-        let text = list(&findings(), None, "pagefold", false);
-        let at = |part: &str| text.find(part).unwrap_or_else(|| panic!("{part:?} is missing in {text}"));
-        assert!(at("✓ kernel  Linux") < at("· swap    no swap"));
-        assert!(at("no swap") < at("✗ run     ksmd runs"));
-        assert!(at("ksmd runs") < at("why: in use") && at("why: in use") < at("do:  stop it"));
-        assert!(text.ends_with("1 note, 1 blocker: `pagefold run` cannot work here yet. `pagefold scan` can.\n"));
-        assert!(!text.contains('\x1b'));
+        golden::check("doctor.txt", &list(&findings(), None, "pagefold", false));
+        golden::check("doctor.json", &style::json(&document(&findings(), Some(&Fixed::Nothing))).unwrap());
         assert!(list(&findings(), None, "pagefold", true).contains("\x1b[31m✗\x1b[0m"));
         assert_eq!(verdict(&findings()[1..2], "pagefold"), "no problems: `pagefold run` can work here.");
-    }
-
-    /// A machine without problems.
-    fn facts() -> MachineFacts {
-        let knobs = Knobs {
-            run: 0,
-            pages_to_scan: 100,
-            sleep_millisecs: 20,
-            max_page_sharing: 256,
-            use_zero_pages: false,
-            merge_across_nodes: Some(true),
-            smart_scan: Some(true),
-            advisor_mode: Some("none".to_owned()),
-        };
-        MachineFacts {
-            release: Fact::Is(Release(6, 12)),
-            release_text: "6.12.9-amd64".to_owned(),
-            ksm: Fact::Is((knobs, KsmCounters::default())),
-            request: Fact::Absent,
-            request_module: Fact::Absent,
-            ksm_stat: Fact::Is(()),
-            frames_visible: Fact::Is(true),
-            page_flags: Fact::Is(()),
-            uid: Fact::Is(0),
-            capabilities: Fact::Is(u64::MAX),
-            seccomp: Fact::Is(0),
-            ptrace_scope: Fact::Is(1),
-            huge_pages: Fact::Is("madvise".to_owned()),
-            max_ptes_none: Fact::Is(0),
-            programs: Fact::Is(Vec::new()),
-            lock_holder: Fact::Absent,
-            state: Fact::Absent,
-            max_map_count: Fact::Is(65_530),
-            swap_total_kib: Fact::Is(1 << 20),
-            pressure: Fact::Is(()),
-            nodes: Fact::Is(1),
-            page_size: Fact::Is(4_096),
-            cgroups: Cgroups::Unified,
-        }
-    }
-
-    #[test]
-    fn findings_are_shown() {
-        let bad = MachineFacts {
-            release: Fact::Is(Release(6, 5)),
-            release_text: "6.5.0-9".to_owned(),
-            request: Fact::Denied,
-            ksm_stat: Fact::Absent,
-            frames_visible: Fact::Is(false),
-            uid: Fact::Is(1_000),
-            capabilities: Fact::Is(0),
-            seccomp: Fact::Is(2),
-            ptrace_scope: Fact::Is(3),
-            huge_pages: Fact::Is("always".to_owned()),
-            max_ptes_none: Fact::Is(511),
-            programs: Fact::Is(vec![(77, "ksmtuned".to_owned())]),
-            max_map_count: Fact::Is(4_096),
-            swap_total_kib: Fact::Is(0),
-            pressure: Fact::Absent,
-            nodes: Fact::Is(2),
-            cgroups: Cgroups::Legacy,
-            ..facts()
-        };
-        let restored = RestoreOutcome { restored: vec![(Knob::Run, 0)], ..RestoreOutcome::default() };
-        for (name, facts, fixed) in [("doctor-good", facts(), None), ("doctor-bad", bad, Some(Fixed::Done(restored)))] {
-            let findings = judge(&facts);
-            golden::check(&format!("{name}.txt"), &list(&findings, fixed.as_ref(), "pagefold", false));
-            golden::check(&format!("{name}.json"), &style::json(&document(&findings, fixed.as_ref())).unwrap());
-        }
     }
 
     #[test]
     fn the_code_is_that_of_the_first_blocker() {
         assert_eq!(code(&findings()), exit::KSM_TAKEN);
         assert_eq!(code(&findings()[1..]), exit::OK);
-    }
-
-    #[test]
-    fn json_has_a_schema_and_every_finding() {
-        let document = document(&findings(), Some(&Fixed::Nothing));
-        assert_eq!(document["schema"], SCHEMA);
-        assert_eq!((&document["can_run"], &document["worst"]), (&json!(false), &json!("blocker")));
-        let run =
-            json!({ "id": "run", "severity": "blocker", "what": "ksmd runs", "why": "in use", "todo": "stop it" });
-        assert_eq!(document["findings"][0], run);
-        assert_eq!(document["fix"]["done"], json!(true));
     }
 }

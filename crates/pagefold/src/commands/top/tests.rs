@@ -87,22 +87,7 @@ const NORMAL: (u16, u16) = (80, 24);
 
 #[test]
 fn the_figures_are_on_a_screen_of_eighty_columns() {
-    let text = screen(&mut top(), NORMAL);
-    for part in [
-        "merging on request   governor auto, now low",
-        "250 MiB, 25 % of 1 GiB in 4 processes",
-        "5.0 % of a core, at most 20 %",
-        "Reading 400 MiB. Read in about",
-        "150 MiB more saved in the last 2.0 s",
-        "PID PROGRAM",
-        "30 nginx ",
-        " 400 MiB   200 MiB     100 MiB nginx.service",
-        "left alone: it is on",
-        "F10Quit",
-    ] {
-        // The sentence is wrapped.
-        assert!(text.contains(part) || text.replace('\n', "").contains(part), "{part} in\n{text}");
-    }
+    golden::check("top-request.txt", &screen(&mut top(), NORMAL));
 }
 
 #[test]
@@ -254,7 +239,7 @@ fn moments() -> Vec<Moment> {
         pid: 7,
         saved_bytes: saved << 20,
         marked_bytes: saved << 21,
-        expected_bytes: saved * 3 << 19,
+        expected_bytes: (saved * 3) << 19,
         available_bytes: (8_000 + saved) << 20,
         pagefold_ns: cpu * 1_000_000_000,
         ..Moment::default()
@@ -269,7 +254,7 @@ fn every_view_has_its_golden_screens() {
     let answer =
         |status| Answer { time: NOW, status: Ok(status), workloads: workloads(), explanation: None, history: None };
     for size in [(80, 24), (120, 40), (200, 50)] {
-        let mut screens = String::new();
+        let mut screens = Vec::new();
         for (view, keys) in [
             ("programs", &[][..]),
             ("workloads", &[KeyCode::Char('t')]),
@@ -287,9 +272,9 @@ fn every_view_has_its_golden_screens() {
             if let Some(pid) = top.explained() {
                 top.update(Answer { explanation: Some(Ok(run.explanation(pid))), ..answer(run.status()) });
             }
-            screens += &format!("-- {view}\n{}", screen(&mut top, size));
+            screens.push(format!("-- {view}\n{}", screen(&mut top, size)));
         }
-        golden::check(&format!("top-{}x{}.txt", size.0, size.1), &screens);
+        golden::check(&format!("top-{}x{}.txt", size.0, size.1), &screens.concat());
     }
 }
 
