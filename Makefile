@@ -9,7 +9,7 @@
 # make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
 # Annexes, each a workspace of its own (see their READMEs):
 # make lab      build pagefold-lab, in target/release (lab-test: lint and test it)
-# make bench    run the experiments of docs/measurements.md (takes long)
+# make bench    run the experiments on the real KSM (takes long), with raw samples in target/bench and target/report.html of them
 # make records  record real programs into target/records, for pagefold-lab replay (about 8 minutes)
 # make fleet    build pagefold-fleet, in target/release (needs Rust 1.94; fleet-test: lint and test it, with Apache Spark and an object store)
 # make xen      build pagefold-xen, in target/release (xen-test: lint and test it here; xen-quick: test guests of Xen in an emulated
@@ -117,7 +117,7 @@ xen-test:
 
 bench: lab
 	@scripts/setup bench
-	target/release/pagefold-lab bench
+	target/release/pagefold-lab bench --output target/bench; missed=$$?; target/release/pagefold-lab report target/bench; exit $$missed
 
 records: lab
 	@scripts/setup bench

@@ -13,8 +13,8 @@ pub struct ReportArgs {
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
     /// Write a web page: one file with all pictures, which needs no network
-    #[arg(short, long, value_name = "FILE", required_unless_present = "markdown")]
-    pub output: Option<PathBuf>,
+    #[arg(short, long, value_name = "FILE", default_value = "target/report.html")]
+    pub output: PathBuf,
     /// Print Markdown, without pictures
     #[arg(long, conflicts_with = "output")]
     pub markdown: bool,
@@ -32,12 +32,14 @@ pub fn run(args: &ReportArgs) -> anyhow::Result<u8> {
     }
     let density = args.record.as_deref().map(Density::of_record).transpose()?;
     let document = summary::document(&all, density.as_ref());
-    match &args.output {
-        None => print!("{}", document.markdown()),
-        Some(path) => html::write(path, &document.html()).map_err(|error| {
-            let line = format!("cannot write {}: {error}; give --output a file that can be created", path.display());
+    if args.markdown {
+        print!("{}", document.markdown());
+    } else {
+        html::write(&args.output, &document.html()).map_err(|error| {
+            let path = args.output.display();
+            let line = format!("cannot write {path}: {error}; give --output a file that can be created");
             Exit::new(exit::FAILURE, line)
-        })?,
+        })?;
     }
     Ok(exit::OK)
 }
