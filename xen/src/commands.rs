@@ -87,7 +87,7 @@ fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>
 /// The exit code and advice when guests cannot be named so.
 fn select(error: &SelectError) -> Exit {
     let (code, advice) = match error {
-        SelectError::Malformed(_) | SelectError::Contradiction(_) => (exit::USAGE, "see docs/xen.md"),
+        SelectError::Malformed(_) | SelectError::Contradiction(_) => (exit::USAGE, "see xen/README.md"),
         SelectError::Dom0 => (exit::REFUSED, "name other guests"),
         SelectError::Unknown(_) => (exit::NO_SCOPE, "look with xl list"),
     };
@@ -98,7 +98,7 @@ fn select(error: &SelectError) -> Exit {
 fn call(error: &CallError) -> Exit {
     match error {
         CallError::NoSharing => {
-            let line = format!("{error}; build it with EXPERT, UNSUPPORTED and MEM_SHARING, see docs/xen.md");
+            let line = format!("{error}; build it with EXPERT, UNSUPPORTED and MEM_SHARING, see xen/README.md");
             Exit::new(exit::NO_KERNEL_SUPPORT, line)
         }
         CallError::Denied => Exit::new(exit::NOT_PERMITTED, error.to_string()),

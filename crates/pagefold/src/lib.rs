@@ -17,6 +17,7 @@
 //! | the file of what the next run adopts | [`learned`] |
 //! | tables shared by several commands | [`output`] |
 //! | sketches of what workloads hold, for a fleet | [`sketch`] |
+//! | what the manual says about JSON fields and metrics | [`reference`] |
 //! | the demonstration | [`demo`] |
 //!
 //! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
@@ -50,6 +51,7 @@ pub mod metrics;
 pub mod output;
 pub mod place;
 pub mod preflight;
+pub mod reference;
 mod service;
 mod sketch;
 

@@ -1,4 +1,4 @@
-//! Metrics for Prometheus: served over HTTP, written to a file, or both. docs/metrics.md describes them.
+//! Metrics for Prometheus: served over HTTP, written to a file, or both. pagefold-metrics(5) describes them.
 //!
 //! Every metric is a view of the status ([`families`]), so the two agree. Both ways of handing them out have threads of their
 //! own, which ask the main loop for the facts as the control socket does: nothing that a client or a disk does delays it.

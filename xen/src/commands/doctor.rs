@@ -54,7 +54,7 @@ fn judge(xen: &mut impl Hypervisor, guests: &[Selected], findings: &mut Vec<Find
         }
         Err(error) => {
             *code = exit::NO_KERNEL_SUPPORT;
-            let todo = "build the hypervisor with EXPERT, UNSUPPORTED and MEM_SHARING; see docs/xen.md";
+            let todo = "build the hypervisor with EXPERT, UNSUPPORTED and MEM_SHARING; see xen/README.md";
             findings.push(blocker("xen-sharing", error.to_string(), "nothing can be shared", todo));
             return;
         }
@@ -102,7 +102,7 @@ fn of_guest(xen: &mut impl Hypervisor, guest: &InScope, busy: bool) -> (Finding,
     match refused {
         None => (ok("xen-guest", format!("{who}: its memory can be shared")), true),
         Some(why) => {
-            let todo = "name other guests; docs/xen.md says which";
+            let todo = "name other guests; xen/README.md says which";
             (blocker("xen-guest", format!("{who}: {why}"), "its memory cannot be shared", todo), false)
         }
     }

@@ -1,7 +1,8 @@
-//! The manual page pagefold.toml(5).
+//! The manual pages of section 5: pagefold.toml, pagefold-json and pagefold-metrics.
 
 use crate::writer::{SOURCE, see_also};
 use clap_mangen::roff::{Roff, bold, italic, roman};
+use pagefold::reference::{self, SCHEMAS};
 use pagefold_cli::options::{Kind, OPTIONS, OptionSpec, SECTIONS};
 
 const DESCRIPTION: [&str; 4] = [
@@ -16,10 +17,56 @@ const DESCRIPTION: [&str; 4] = [
     "Percentages are numbers or strings (10, 0.5, \"20%\"), times strings with a unit (\"100ms\", \"4s\").",
 ];
 
-pub fn page() -> Roff {
+const JSON: &str = "With --json, pagefold commands print one object on standard output; its schema is named in the field schema. Sizes are in \
+    bytes, times in seconds and shares from 0 to 1, unless the name has another unit. Fields may be added; the number of a schema \
+    changes when a field is removed or changes its meaning. The control socket answers with the same objects.";
+
+const METRICS: &str = "The page that pagefold run serves with --metrics, or writes with --metrics-file. Counters begin at 0 with each run. \
+    scope is a selector as it was given, and kind beside it says which; a process counts for the first selector that fits it, or for \
+    other. At most 20 selectors are shown. Everybody on the machine may read metrics, so they're sums: they name no process, \
+    program, trust domain or address.";
+
+/// The pages, by name.
+pub fn pages() -> [(&'static str, Roff); 3] {
+    [("pagefold.toml", configuration()), ("pagefold-json", json()), ("pagefold-metrics", metrics())]
+}
+
+fn begin(name: &str, about: &str) -> Roff {
     let mut roff = Roff::new();
-    roff.control("TH", ["pagefold.toml", "5", "", SOURCE, "pagefold manual"]);
-    roff.control("SH", ["NAME"]).text([roman("pagefold.toml - configuration file of pagefold")]);
+    roff.control("TH", [name, "5", "", SOURCE, "pagefold manual"]);
+    roff.control("SH", ["NAME"]).text([roman(format!("{name} - {about}"))]);
+    roff
+}
+
+fn json() -> Roff {
+    let mut roff = begin("pagefold-json", "JSON documents of pagefold");
+    roff.control("SH", ["DESCRIPTION"]).text([roman(JSON)]);
+    for schema in SCHEMAS {
+        roff.control("SH", [schema.name]).text([roman(format!("{}.", schema.about))]);
+        for (fields, meaning) in schema.fields {
+            roff.control("TP", []).text([bold(*fields)]).text([roman(format!("{meaning}."))]);
+        }
+    }
+    see_also(&mut roff, [("pagefold".to_owned(), "1"), ("pagefold-metrics".to_owned(), "5")].into_iter());
+    roff
+}
+
+fn metrics() -> Roff {
+    let mut roff = begin("pagefold-metrics", "metrics of pagefold for Prometheus");
+    roff.control("SH", ["DESCRIPTION"]).text([roman(METRICS)]);
+    roff.control("SH", ["METRICS"]);
+    for metric in reference::metrics() {
+        let labels =
+            if metric.labels.is_empty() { String::new() } else { format!(", by {}", metric.labels.join(", ")) };
+        roff.control("TP", []).text([bold(metric.name), roman(format!(" ({}{labels})", metric.kind))]);
+        roff.text([roman(format!("{}.", metric.help))]);
+    }
+    see_also(&mut roff, [("pagefold-run".to_owned(), "1"), ("pagefold-json".to_owned(), "5")].into_iter());
+    roff
+}
+
+fn configuration() -> Roff {
+    let mut roff = begin("pagefold.toml", "configuration file of pagefold");
     roff.control("SH", ["SYNOPSIS"]);
     roff.text([italic("/etc/pagefold/pagefold.toml"), roman(", "), italic("/etc/pagefold/pagefold.toml.d/*.toml")]);
     roff.control("SH", ["DESCRIPTION"]);

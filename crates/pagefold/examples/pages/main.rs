@@ -1,5 +1,6 @@
 //! Writes the manual pages and shell completions of `pagefold` into a directory, which must be empty or not exist. They are made from
-//! the definition that `--help` shows, and pagefold.toml(5) from the table of options.
+//! the definition that `--help` shows, pagefold.toml(5) from the table of options, and pagefold-json(5) and pagefold-metrics(5) from
+//! [`pagefold::reference`].
 
 mod file;
 mod writer;
@@ -14,8 +15,10 @@ fn main() -> Result<()> {
 
 fn write(directory: &Path) -> Result<()> {
     writer::write(directory, program())?;
-    let mut file = writer::create(&directory.join("pagefold/share/man/man5/pagefold.toml.5"))?;
-    Ok(file::page().to_writer(&mut file)?)
+    for (name, page) in file::pages() {
+        page.to_writer(&mut writer::create(&directory.join(format!("pagefold/share/man/man5/{name}.5")))?)?;
+    }
+    Ok(())
 }
 
 fn program() -> clap::Command {

@@ -1,4 +1,5 @@
 use crate::program_tests::{page_text, written};
+use pagefold::reference::{self, SCHEMAS};
 use pagefold_cli::options::{OPTIONS, SECTIONS};
 use std::process::Command;
 
@@ -12,6 +13,23 @@ fn every_option_is_on_the_page_of_the_configuration_file() {
     for option in OPTIONS {
         assert!(file.contains(option.key) && file.contains(option.help), "{}", option.key);
         assert!(file.contains(&option.default()) && file.contains(option.example.lines().next().unwrap_or_default()));
+    }
+}
+
+#[test]
+fn every_json_field_and_every_metric_is_in_the_manual() {
+    let directory = written();
+    let json = page_text(directory.path(), "pagefold", 5, "pagefold-json");
+    for schema in SCHEMAS {
+        assert!(json.contains(&format!("SH {}", schema.name)) && json.contains(schema.about), "{}", schema.name);
+        for (fields, meaning) in schema.fields {
+            assert!(json.contains(fields) && json.contains(meaning), "{fields}");
+        }
+    }
+    let metrics = page_text(directory.path(), "pagefold", 5, "pagefold-metrics");
+    for metric in reference::metrics() {
+        assert!(metrics.contains(metric.name) && metrics.contains(metric.help), "{}", metric.name);
+        assert!(metric.labels.iter().all(|label| metrics.contains(label)), "{}", metric.name);
     }
 }
 

@@ -72,7 +72,8 @@ fn page(command: &Command, directory: &Path, parent: Option<&Command>) -> Result
         end.control("SH", ["EXIT STATUS"]);
         end.text([roman(codes.to_string().trim_start_matches("Exit codes: "))]);
     }
-    see_also(&mut end, others.map(|other| (other, "1")).chain([("pagefold.toml".to_owned(), "5")]));
+    let files = ["pagefold.toml", "pagefold-json", "pagefold-metrics"].map(|file| (file.to_owned(), "5"));
+    see_also(&mut end, others.map(|other| (other, "1")).chain(files));
     end.to_writer(&mut text)?;
     create(&directory.join(format!("{name}.1")))?.write_all(&text)?;
     Ok(())

@@ -1,4 +1,4 @@
-//! The lines of the audit log. docs/commands.md explains the fields.
+//! The lines of the audit log. `reference.rs` explains the fields.
 
 use super::path_text;
 use pagefold_core::host::{ChangeResult, Marking, Why};

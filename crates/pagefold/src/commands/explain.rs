@@ -36,7 +36,7 @@ pub struct ExplainArgs {
     pub json: bool,
 }
 
-/// The state of one process (schema pagefold.explain/1). docs/commands.md explains the fields.
+/// The state of one process (schema pagefold.explain/1). `reference.rs` explains the fields.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Explanation {

@@ -39,7 +39,7 @@ pub struct StatusArgs {
     pub json: bool,
 }
 
-/// The state of a run (schema pagefold.status/1). A new column begins here. docs/commands.md explains the fields.
+/// The state of a run (schema pagefold.status/1). A new column begins here. `reference.rs` explains the fields.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Status {

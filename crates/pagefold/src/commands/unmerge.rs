@@ -37,7 +37,7 @@ pub struct UnmergeArgs {
     pub json: bool,
 }
 
-/// The result (schema pagefold.unmerge/1). docs/commands.md explains the fields.
+/// The result (schema pagefold.unmerge/1). `reference.rs` explains the fields.
 #[derive(Debug, Default, Serialize)]
 pub struct Summary {
     schema: &'static str,

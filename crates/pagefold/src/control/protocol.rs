@@ -72,7 +72,7 @@ impl Request {
         let message: Message = serde_json::from_slice(line)
             // The error may quote the request.
             .map_err(|error| printable(error.to_string().as_bytes()))
-            .map_err(|error| format!("the request is malformed: {error}; see docs/commands.md"))?;
+            .map_err(|error| format!("the request is malformed: {error}; see pagefold-json(5)"))?;
         if message.schema != SCHEMA {
             return Err(format!("the request is not of schema {SCHEMA}; use a pagefold of the same version"));
         }

@@ -1,4 +1,4 @@
-//! The metrics: a table of their names, types, help texts and values. docs/metrics.md is made from it.
+//! The metrics: a table of their names, types, labels, help texts and values. pagefold-metrics(5) is made from it.
 //!
 //! They say no more than docs/safety.md allows everybody to know: sums, and words of the administrator's configuration. No
 //! program, process, address or trust domain is named.
@@ -14,33 +14,40 @@ use pagefold_core::stops::LENGTHS_NS;
 use pagefold_core::units::PAGE_BYTES;
 use serde::Serialize;
 
-/// A metric.
-struct Family {
-    name: &'static str,
-    kind: Kind,
-    help: &'static str,
+/// A metric. Its labels are listed here too, since a status may lack some of them.
+pub struct Family {
+    pub name: &'static str,
+    pub kind: Kind,
+    pub labels: &'static [&'static str],
+    pub help: &'static str,
     values: fn(&Status) -> Vec<Sample>,
 }
 
+impl Family {
+    const fn by(self, labels: &'static [&'static str]) -> Self {
+        Self { labels, ..self }
+    }
+}
+
 const fn gauge(name: &'static str, help: &'static str, values: fn(&Status) -> Vec<Sample>) -> Family {
-    Family { name, kind: Kind::Gauge, help, values }
+    Family { name, kind: Kind::Gauge, labels: &[], help, values }
 }
 
 const fn counter(name: &'static str, help: &'static str, values: fn(&Status) -> Vec<Sample>) -> Family {
-    Family { name, kind: Kind::Counter, help, values }
+    Family { name, kind: Kind::Counter, labels: &[], help, values }
 }
 
 /// All metrics, in the order of the page.
-const FAMILIES: &[Family] = &[
+pub const FAMILIES: &[Family] = &[
     gauge("pagefold_build_info", "Version of pagefold; always 1", |_| {
         vec![sample(&[("version", env!("CARGO_PKG_VERSION"))], 1.0)]
-    }),
+    }).by(&["version"]),
     gauge("pagefold_run_info", "Settings of the run; always 1", |status| {
         let mechanism = name_of(status.mechanism).unwrap_or_default();
         let dry_run = status.dry_run.to_string();
         let labels = [("dry_run", &*dry_run), ("governor", &status.governor.to_string()), ("mechanism", &*mechanism)];
         vec![sample(&labels, 1.0)]
-    }),
+    }).by(&["dry_run", "governor", "mechanism"]),
     gauge("pagefold_uptime_seconds", "Time since the run began", |status| one(status.seconds)),
     gauge("pagefold_saved_bytes", "Memory that KSM saves beyond what it saved when the run began", |status| {
         one(float(status.saved_bytes))
@@ -88,7 +95,7 @@ const FAMILIES: &[Family] = &[
             let row = |state| Some(sample(&[("state", &name_of(state)?)], flag(state == status.reserve.machine.state)));
             states.into_iter().filter_map(row).collect()
         },
-    ),
+    ).by(&["state"]),
     gauge(
         "pagefold_tight_limits",
         "Memory limits of cgroups in scope that are overcommitted or short of memory",
@@ -98,7 +105,7 @@ const FAMILIES: &[Family] = &[
             let row = |(state, number): (_, &usize)| Some(sample(&[("state", &name_of(state)?)], *number as f64));
             rows.into_iter().filter_map(row).collect()
         },
-    ),
+    ).by(&["state"]),
     counter("pagefold_taken_back_bytes_total", "Address space unmarked because memory was short", |status| {
         one(float(status.reserve.taken_back_bytes))
     }),
@@ -114,25 +121,25 @@ const FAMILIES: &[Family] = &[
     gauge("pagefold_kind_resident_bytes", "Resident memory in scope by kind of region", |status| {
         let row = |row: &KindTotal| Some(sample(&[("kind", &name_of(row.kind)?)], float(row.resident.bytes().0)));
         status.kinds.iter().filter_map(row).collect()
-    }),
+    }).by(&["kind"]),
     gauge("pagefold_scope_processes", "Processes in scope, by the selector that they fit", |status| {
         of_scopes(status, |row| row.processes as u64)
-    }),
+    }).by(&["kind", "scope"]),
     gauge("pagefold_scope_resident_bytes", "Resident memory in scope, by selector", |status| {
         of_scopes(status, |row| row.resident_bytes)
-    }),
+    }).by(&["kind", "scope"]),
     gauge(
         "pagefold_scope_expected_bytes",
         "Duplicates in what is marked, or on request in all memory, by selector; no values if there are several trust domains",
         // What is withheld from one domain would tell another one about its contents.
         |status| if status.domains.len() > 1 { Vec::new() } else { of_scopes(status, |row| row.expected_bytes) },
-    ),
+    ).by(&["kind", "scope"]),
     gauge("pagefold_processes", "Processes in scope that are not left alone", |status| {
         one(status.processes.iter().filter(|row| row.left_alone.is_none()).count() as f64)
     }),
     gauge("pagefold_left_out_processes", "Processes in scope that are left alone, by reason", |status| {
         status.left_out.iter().map(|row| sample(&[("reason", &row.reason)], row.processes as f64)).collect()
-    }),
+    }).by(&["reason"]),
     counter(
         "pagefold_cpu_seconds_total",
         "CPU time by part: pagefold without its injector (on request with the kernel's merging), the injector, ksmd",
@@ -142,7 +149,7 @@ const FAMILIES: &[Family] = &[
             let parts = [("pagefold", own_ns), ("injector", cost.injector_ns), ("ksmd", cost.ksmd_ns)];
             parts.map(|(part, ns)| sample(&[("part", part)], float(ns) / 1e9)).into()
         },
-    ),
+    ).by(&["part"]),
     gauge("pagefold_cpu_used_ratio", "Share of a core used in the last ten seconds, by all parts", |status| {
         one(status.used_share)
     }),
@@ -152,7 +159,7 @@ const FAMILIES: &[Family] = &[
         let row =
             |governor: Governor| sample(&[("governor", &governor.to_string())], flag(governor == status.in_force));
         governors.map(row).into()
-    }),
+    }).by(&["governor"]),
     gauge("pagefold_state", "1 for what the run does now; several may be under way", |status| {
         let at = |what: &str| status.busy && status.next.iter().any(|row| row.what == what);
         let (reading, marking, merging) = (at("read"), at("mark"), at("merge"));
@@ -167,7 +174,7 @@ const FAMILIES: &[Family] = &[
         let row =
             |(state, is): (&str, bool)| sample(&[("state", state)], flag(is && (state == "paused" || !status.paused)));
         states.map(row).into()
-    }),
+    }).by(&["state"]),
     gauge("pagefold_ksm_controlled", "1 if the run controls KSM", |status| one(flag(status.ksm_driven))),
     gauge("pagefold_stood_down", "1 if the run has given KSM up because another program changed a setting", |status| {
         one(flag(status.stood_down))
@@ -182,7 +189,7 @@ const FAMILIES: &[Family] = &[
             let results = status.requests.map(|requests| requests.by_result()).into_iter().flatten();
             results.map(|(result, pages)| sample(&[("result", result)], bytes_of(pages))).collect()
         },
-    ),
+    ).by(&["result"]),
     counter(
         "pagefold_huge_page_splits_total",
         "Huge pages split on the whole machine since the run began, by whatever cause: into base pages (page), in page tables (mapping)",
@@ -190,7 +197,7 @@ const FAMILIES: &[Family] = &[
             let rows = [("page", status.splits.pages), ("mapping", status.splits.mappings)];
             rows.map(|(what, number)| sample(&[("split", what)], float(number))).into()
         },
-    ),
+    ).by(&["split"]),
     counter(
         "pagefold_huge_pages_collapsed_total",
         "Huge pages put together again where merges did not last and the program had huge pages before",
@@ -205,6 +212,7 @@ const FAMILIES: &[Family] = &[
     Family {
         name: "pagefold_stop_seconds",
         kind: Kind::Histogram,
+        labels: &["le"],
         help: "How long threads of programs were stopped to make a call",
         values: |status| {
             let (mut samples, mut sum) = (Vec::new(), 0_u64);
@@ -257,7 +265,7 @@ fn of_scopes(status: &Status, value: fn(&ScopeRow) -> u64) -> Vec<Sample> {
 /// The page of a status.
 pub fn page(status: &Status) -> String {
     let mut text = String::new();
-    for Family { name, kind, help, values } in FAMILIES {
+    for Family { name, kind, help, values, .. } in FAMILIES {
         append(&mut text, name, *kind, help, &values(status));
     }
     text

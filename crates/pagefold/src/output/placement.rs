@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// Processes shown; the rest is summed up.
 const PROCESSES: usize = 8;
 
-/// Where merged pages are. docs/commands.md explains the fields.
+/// Where merged pages are. `reference.rs` explains the fields.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct PlacementView {
     pub nodes: Vec<NodeTotal>,

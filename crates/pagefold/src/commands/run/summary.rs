@@ -15,7 +15,7 @@ use pagefold_linux::ksm::RestoreOutcome;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// The summary of a run (schema pagefold.run/1). docs/commands.md explains the fields.
+/// The summary of a run (schema pagefold.run/1). `reference.rs` explains the fields.
 #[derive(Debug, Serialize)]
 pub struct Summary {
     schema: &'static str,

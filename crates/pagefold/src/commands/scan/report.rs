@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 
 pub const SCHEMA: &str = "pagefold.scan/1";
 
-/// The result of a scan (schema pagefold.scan/1). docs/commands.md explains the fields.
+/// The result of a scan (schema pagefold.scan/1). `reference.rs` explains the fields.
 #[derive(Clone, Debug, Serialize)]
 pub struct ScanReport {
     pub schema: &'static str,
