@@ -40,7 +40,7 @@ pub struct Pattern(String);
 
 /// A file that is wrong.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("line {line}: {what}; see docs/fleet.md")]
+#[error("line {line}: {what}; see fleet/README.md")]
 pub struct RulesError {
     pub line: usize,
     pub what: String,

@@ -44,7 +44,7 @@ pub fn parse(text: &str, name: &str) -> Result<Values, FileError> {
     read(text).map_err(|(offset, message)| {
         let line = 1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count();
         // What is wrong may quote the file at length. What to do must be shown all the same.
-        let (what, advice) = message.rsplit_once("; ").unwrap_or((&message, "see docs/commands.md"));
+        let (what, advice) = message.rsplit_once("; ").unwrap_or((&message, "see pagefold.toml(5)"));
         FileError { name: printable(name), line, message: format!("{}; {}", printable(what), printable(advice)) }
     })
 }

@@ -1,10 +1,9 @@
 //! The table of options: everything that can be set both on the command line and in the configuration file.
 //!
 //! Each row is the only definition of its option. The flags of the command line ([`crate::flags`]), the parser of the
-//! configuration file ([`crate::config_file`]), the table in `docs/commands.md`, `packaging/pagefold.toml` and the manual page
-//! pagefold.toml(5) are made from it.
+//! configuration file ([`crate::config_file`]), `packaging/pagefold.toml` and the manual page pagefold.toml(5) are made from it.
 //! Defaults and ranges are those of the core. To add an option, add a row here and read it in `settings.rs` of
-//! pagefold; then `PAGEFOLD_BLESS=1 cargo test -p pagefold-cli reference` writes the documents again.
+//! pagefold; then `PAGEFOLD_BLESS=1 cargo test -p pagefold-cli reference` writes the example file again.
 
 use pagefold_core::config::Config;
 use pagefold_core::range;
@@ -122,13 +121,13 @@ pub const SECTIONS: &[Section] = &[
     Section {
         name: "reserve",
         heading: "Reserve",
-        help: "Room for what comes back: a write to a merged page takes memory again. See docs/commands.md. Reloaded by SIGHUP.",
+        help: "Room for what comes back: a write to a merged page takes memory again. See docs/guide.md. Reloaded by SIGHUP.",
     },
     Section {
         name: "deny",
         heading: "Scope",
         help: "Programs that are never touched: base names, or the beginning of one and an asterisk. The default list has \
-               key agents, password managers, browsers and the like; see docs/commands.md. Reloaded by SIGHUP.",
+               key agents, password managers, browsers and the like; see docs/guide.md. Reloaded by SIGHUP.",
     },
     Section {
         name: "limits",
@@ -152,7 +151,7 @@ pub const SECTIONS: &[Section] = &[
     Section {
         name: "metrics",
         heading: "Output",
-        help: "Metrics for Prometheus, served over HTTP or written to a file. A dry run ignores this section. See docs/metrics.md.",
+        help: "Metrics for Prometheus, served over HTTP or written to a file. A dry run ignores this section. See docs/install.md and pagefold-metrics(5).",
     },
     Section {
         name: "history",
@@ -163,7 +162,7 @@ pub const SECTIONS: &[Section] = &[
         name: "fleet",
         heading: "Fleet",
         help: "Sketches of what each workload holds, so that the workloads of several hosts can be compared. A dry run ignores this section. \
-               See docs/fleet.md.",
+               See fleet/README.md.",
     },
 ];
 

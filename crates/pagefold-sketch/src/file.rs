@@ -1,7 +1,7 @@
 //! The Parquet file of a host's workloads: `pagefold.sketch/1`.
 //!
 //! One flat table, no column nullable, plain and not compressed (hashes cannot be made smaller), so that any Parquet reader takes it
-//! and a hostile file takes no more than a few times as much memory as it is long. docs/fleet.md describes the columns. The key-value
+//! and a hostile file takes no more than a few times as much memory as it is long. fleet/README.md describes the columns. The key-value
 //! metadata has the schema, the version of the program, and a checksum over the file.
 
 use crate::decode::{column, damaged};

@@ -1,7 +1,8 @@
 //! The examples of the documents are accepted as they stand: every command line with `pagefold` in a block of `sh`, and every
-//! configuration in a block of `toml`.
+//! configuration in a block of `toml`. Links lead somewhere, and the tests that safety.md names exist.
 
 use pagefold_testkit::program;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,11 +10,30 @@ use std::process::Command;
 /// The exit code of `config check` if the file is valid, but nothing is in scope.
 const NOTHING_IN_SCOPE: i32 = 5;
 
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+/// The files below a folder that end in `extension`, without build products and hidden files.
+fn files(folder: &Path, extension: &str) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_string_lossy().into_owned();
+            if path.is_dir() && !path.is_symlink() && name != "target" && !name.starts_with('.') {
+                folders.push(path);
+            } else if path.extension().is_some_and(|found| found == extension) {
+                files.push(path);
+            }
+        }
+    }
+    files
+}
+
 fn documents() -> Vec<(PathBuf, String)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let docs = fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
-    let pages = docs.filter(|path| path.extension().is_some_and(|extension| extension == "md"));
-    pages.chain([root.join("README.md")]).map(|path| (path.clone(), fs::read_to_string(path).unwrap())).collect()
+    files(&root(), "md").into_iter().map(|path| (path.clone(), fs::read_to_string(path).unwrap())).collect()
 }
 
 /// The blocks of a language, each as its lines.
@@ -70,4 +90,61 @@ fn every_configuration_of_an_example_is_valid() {
     }
     assert!(seen > 5, "{seen} examples");
     assert_eq!(check("[scope]\nexe = 1\n").status.code(), Some(2), "a wrong key would be found");
+}
+
+/// A text without its blocks of code.
+fn prose(text: &str) -> String {
+    let parts = text.split("```");
+    parts.step_by(2).collect()
+}
+
+/// What a link to a heading calls it.
+fn anchor(heading: &str) -> String {
+    let letters = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = letters.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+#[test]
+fn every_link_leads_to_a_file_and_a_heading() {
+    let mut seen = 0;
+    for (path, text) in documents() {
+        for link in prose(&text).split("](").skip(1) {
+            let link = link.split(')').next().unwrap();
+            if link.contains("://") {
+                continue;
+            }
+            seen += 1;
+            let (file, heading) = link.split_once('#').unwrap_or((link, ""));
+            let to = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
+            assert!(to.exists(), "{}: {link}", path.display());
+            if !heading.is_empty() {
+                let target = prose(&fs::read_to_string(to).unwrap());
+                let headings: BTreeSet<String> =
+                    target.lines().filter(|line| line.starts_with('#')).map(anchor).collect();
+                assert!(headings.contains(heading), "{}: {link}", path.display());
+            }
+        }
+    }
+    assert!(seen > 50, "{seen} links");
+}
+
+/// `a/b.rs` is the end of a path; `a/b.rs::name` also names a test in it.
+#[test]
+fn every_test_that_a_promise_names_exists() {
+    let sources = files(&root(), "rs");
+    let safety = fs::read_to_string(root().join("docs/safety.md")).unwrap();
+    let mut seen = 0;
+    for name in safety.split('`').skip(1).step_by(2) {
+        let (file, test) = name.split_once("::").unwrap_or((name, ""));
+        if Path::new(file).extension().is_none_or(|extension| extension != "rs") {
+            continue;
+        }
+        seen += 1;
+        let mut found = sources.iter().filter(|path| path.ends_with(file));
+        let is_there =
+            found.any(|path| test.is_empty() || fs::read_to_string(path).unwrap().contains(&format!("fn {test}(")));
+        assert!(is_there, "{name}");
+    }
+    assert!(seen > 50, "{seen} tests");
 }

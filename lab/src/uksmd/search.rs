@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn hashing_costs_what_was_measured() {
-        // docs/measurements.md: the paper's hash at the strengths that the controller found; within a fifth.
+        // pagefold-lab bench hash: the paper's hash at the strengths that the controller found; within a fifth.
         for (words, measured_ns) in [(360_u32, 1_388_u64), (1_024, 2_400)] {
             let found_ns = hash_ns(&Costs::default(), words);
             assert!(found_ns.abs_diff(measured_ns) * 5 < measured_ns, "{words} words: {found_ns} ns");
