@@ -53,8 +53,9 @@ pub use pagefold::{
     pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
 };
 pub use process::{
-    Forked, Marks, OwnedChild, Script, Sleeper, Tracer, as_other_user, assert_unmarked, has_huge_pages, has_kernel_threads,
-    has_merge_any, is_root, marks, send, state, status_field, tids, vmstat, wait_until, wait_until_unmarked, zombie,
+    Forked, Marks, OwnedChild, Script, Sleeper, Tracer, as_other_user, assert_unmarked, has_huge_pages,
+    has_kernel_threads, has_merge_any, is_root, marks, send, state, status_field, tids, vmstat, wait_until,
+    wait_until_unmarked, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

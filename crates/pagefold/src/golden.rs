@@ -19,6 +19,7 @@ use crate::config::settings::Settings;
 use crate::control::queue::{Facts, RunFacts, TargetFacts, ToUnmark};
 use crate::events::Events;
 use crate::metrics::families;
+use crate::reference::assert_explained;
 use pagefold_cli::config_file::parse;
 use pagefold_cli::exit::Exit;
 use pagefold_cli::style::{Style, json};
@@ -52,9 +53,16 @@ const DOMAINS: [&str; 3] = ["default", "web", "user 1000"];
 const SCOPE: &str =
     "[scope]\nexes = [\"redis-server\"]\ncgroups = [\"/sys/fs/cgroup/web.slice\"]\nusers = [\"1000\"]\n";
 
-/// Compares a text with a golden file.
+/// Compares a text with a golden file. Each field of JSON must be in the reference, too.
 #[track_caller]
 pub fn check(name: &str, text: &str) {
+    if name.ends_with(".json") {
+        assert_explained(&serde_json::from_str(text).unwrap());
+    } else if name.ends_with(".jsonl") {
+        for line in text.lines() {
+            assert_explained(&serde_json::from_str(line).unwrap());
+        }
+    }
     pagefold_testkit::golden::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name), text);
 }
 

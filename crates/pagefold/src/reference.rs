@@ -241,7 +241,10 @@ pub fn assert_explained(document: &serde_json::Value) {
             serde_json::Value::Object(fields) => {
                 for (name, value) in fields {
                     assert!(names.contains(&name.as_str()), "{name} of {} is not in reference.rs", schema.name);
-                    values.push(value);
+                    // The keys of this one are names of KSM's settings.
+                    if name != "knobs_deferred" {
+                        values.push(value);
+                    }
                 }
             }
             serde_json::Value::Array(rows) => values.extend(rows),

@@ -35,7 +35,9 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         return "Paused: nothing happens to it until pagefold resume. Merged pages stay merged.".to_owned();
     }
     match (region.next, region.kind) {
-        (Next::Stay, _) => "Left alone while its process is: neither read nor changed. What is marked stays so.".to_owned(),
+        (Next::Stay, _) => {
+            "Left alone while its process is: neither read nor changed. What is marked stays so.".to_owned()
+        }
         (Next::Nothing, _) => "Left alone: its process could not be marked.".to_owned(),
         (Next::Read { read }, _) => format!(
             "Being read whole: {} of {} pages so far. {}",
