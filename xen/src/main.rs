@@ -3,7 +3,7 @@
 
 /// Writes a message to standard error: one line, in which nothing can be obeyed by a terminal.
 macro_rules! complain {
-    ($($message:tt)*) => { pagefold_cli::style::complain("pagefold-xen", &format!($($message)*)) };
+    ($($message:tt)*) => { pagefold_cli::messages::complain("pagefold-xen", &format!($($message)*)) };
 }
 
 mod commands;

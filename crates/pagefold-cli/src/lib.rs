@@ -8,6 +8,7 @@
 //! | exit codes, and errors of one line | [`exit`] |
 //! | web pages: the frame, escaping, and how they are written | [`html`] |
 //! | text output: sizes, shares, times, colour, tables, progress | [`figures`], [`style`], [`table`], [`progress`] |
+//! | standard error, which never delays a daemon | [`messages`]; queues for what may not take it: [`sink`] |
 #![forbid(unsafe_code)]
 
 pub mod config_file;
@@ -15,11 +16,13 @@ pub mod exit;
 pub mod figures;
 pub mod flags;
 pub mod html;
+pub mod messages;
 pub mod options;
 pub mod progress;
 #[cfg(test)]
 mod reference;
 pub mod scope;
+pub mod sink;
 pub mod style;
 pub mod table;
 
@@ -45,7 +48,7 @@ pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
                 let first = text.split("\n\n").next().unwrap_or_default();
                 let what = first.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
                 let program = Cli::command().get_name().to_owned();
-                style::complain(&program, &format!("{what}; see {program} --help"));
+                messages::complain(&program, &format!("{what}; see {program} --help"));
                 exit::USAGE.into()
             }
         }
@@ -54,11 +57,13 @@ pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
 
 /// Reports the result of a command: an error is one line on standard error.
 pub fn finish(program: &str, result: anyhow::Result<u8>) -> ExitCode {
-    match result {
-        Ok(code) => code.into(),
+    let code = match result {
+        Ok(code) => code,
         Err(error) => {
-            style::complain(program, &format!("{error:#}").replace('\n', " "));
-            exit::code_of(&error).into()
+            messages::complain(program, &format!("{error:#}").replace('\n', " "));
+            exit::code_of(&error)
         }
-    }
+    };
+    messages::flush();
+    code.into()
 }

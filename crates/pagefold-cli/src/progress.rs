@@ -1,8 +1,9 @@
 //! A progress line on standard error.
 
+use crate::messages;
 use crate::style::bar;
 use pagefold_linux::proc::status::printable;
-use std::io::{IsTerminal, Write, stderr};
+use std::io::{IsTerminal, stderr};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,22 +47,22 @@ impl Progress {
         *drawn = Some(Instant::now());
         let bar = share.map_or_else(String::new, |share| format!("\x1b[32m{:<BAR$}\x1b[0m  ", bar(share, BAR)));
         let seconds = self.began.elapsed().as_secs();
-        // Nothing depends on whether the line can be written.
-        let _ = write!(stderr(), "\r\x1b[K{bar}{message}  \x1b[2m{}:{:02}\x1b[0m", seconds / 60, seconds % 60);
+        let time = format!("{}:{:02}", seconds / 60, seconds % 60);
+        messages::write_if_idle(format!("\r\x1b[K{bar}{message}  \x1b[2m{time}\x1b[0m"));
     }
 
     /// Prints a line above the progress line, unless that is hidden.
     pub fn println(&self, line: &str) {
         if !self.hidden {
             self.clear();
-            eprintln!("{}", printable(line.as_bytes()));
+            messages::write(format!("{}\n", printable(line.as_bytes())));
         }
     }
 
     /// Removes the progress line.
     pub fn clear(&self) {
         if self.drawn.lock().unwrap_or_else(PoisonError::into_inner).take().is_some() {
-            let _ = write!(stderr(), "\r\x1b[K");
+            messages::write("\r\x1b[K".to_owned());
         }
     }
 }

@@ -1,13 +1,16 @@
 //! Text for terminals: sizes, shares, bars, counts, and colour where standard output supports it.
 //!
-//! Names of programs, files and cgroups are chosen by others. So all text is written by [`print()`], [`complain`] or
-//! [`json`], which let no character of theirs reach a terminal that it may obey.
+//! Names of programs, files and cgroups are chosen by others. So all text is written by [`print()`], [`json`] or
+//! [`complain`](crate::messages::complain), which let no character of theirs reach a terminal that it may obey.
 
 use crate::figures::wrap;
-use pagefold_linux::proc::status::{is_unsafe, printable};
+use pagefold_linux::proc::status::is_unsafe;
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::Duration;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// Whether to colour standard output: it is a terminal that is not dumb, and `NO_COLOR` is not set (<https://no-color.org>).
@@ -118,19 +121,26 @@ pub fn shorten(text: &str, width: usize) -> String {
 
 /// Writes to standard output. A closed pipe (`| head`) is not an error. Characters that a terminal may obey are escaped,
 /// other than line ends and, on a terminal, the codes of [`Style`]. A name must not contain line ends: see
-/// [`printable`].
+/// [`printable`](pagefold_linux::proc::status::printable).
 pub fn print(text: &str) -> io::Result<()> {
     write(&visible(text, io::stdout().is_terminal()))
+}
+
+/// The same at the end of a daemon, which a reader that doesn't read may delay by `limit` only.
+///
+/// # Errors
+/// Also if it has not been read in time.
+pub fn print_within(limit: Duration, text: &str) -> io::Result<()> {
+    let text = text.to_owned();
+    let (done, written) = channel();
+    thread::Builder::new().name("summary".to_owned()).spawn(move || done.send(print(&text)))?;
+    let late = |_| Err(io::Error::new(io::ErrorKind::TimedOut, "nobody reads standard output"));
+    written.recv_timeout(limit).unwrap_or_else(late)
 }
 
 /// Writes drawings, which move the cursor, to standard output.
 pub fn draw(text: &str) -> io::Result<()> {
     write(text)
-}
-
-/// Writes a message to standard error: one line, whatever it contains.
-pub fn complain(program: &str, message: &str) {
-    eprintln!("{program}: {}", printable(message.as_bytes()));
 }
 
 /// A value as indented JSON with a line end. Characters that a terminal may obey are escaped.

@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{Read, Seek};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -135,10 +136,21 @@ impl Daemon {
 
     /// Starts a command that becomes the program.
     pub fn of(command: &mut Command) -> Self {
-        // Files, not pipes: nothing reads before the end, and a full pipe would block the program.
-        let (output, errors) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-        command.stdin(Stdio::null()).stdout(output.try_clone().unwrap()).stderr(errors.try_clone().unwrap());
-        Self { child: command.spawn().unwrap(), output, errors }
+        Self::writing_to(command, None, None)
+    }
+
+    /// The same, with standard output or standard error elsewhere than where [`Self::end`] finds them.
+    pub fn writing_to(command: &mut Command, to_output: Option<OwnedFd>, to_errors: Option<OwnedFd>) -> Self {
+        // Files, not pipes: nothing reads before the end.
+        let output = tempfile::tempfile().unwrap();
+        let errors = tempfile::tempfile().unwrap();
+        command.stdin(Stdio::null());
+        command.stdout(to_output.unwrap_or_else(|| output.try_clone().unwrap().into()));
+        command.stderr(to_errors.unwrap_or_else(|| errors.try_clone().unwrap().into()));
+        let child = command.spawn().unwrap();
+        // The command would keep its ends open here.
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        Self { child, output, errors }
     }
 
     /// Waits until it answers requests.
@@ -174,10 +186,12 @@ impl Daemon {
 
     /// Whether its messages so far contain this.
     pub fn has_said(&self, what: &str) -> bool {
-        let mut bytes = vec![0; 1 << 16];
-        // At the beginning, without moving the offset at which it writes.
-        let length = self.errors.read_at(&mut bytes, 0).unwrap();
-        String::from_utf8_lossy(&bytes[..length]).contains(what)
+        contains(&self.errors, what)
+    }
+
+    /// The same of its standard output.
+    pub fn has_printed(&self, what: &str) -> bool {
+        contains(&self.output, what)
     }
 
     pub fn signal(&self, signal: i32) {
@@ -203,6 +217,13 @@ impl Daemon {
         self.signal(libc::SIGTERM);
         self.end().summary()
     }
+}
+
+fn contains(file: &File, what: &str) -> bool {
+    let mut bytes = vec![0; 1 << 16];
+    // At the beginning, without moving the offset at which the program writes.
+    let length = file.read_at(&mut bytes, 0).unwrap();
+    String::from_utf8_lossy(&bytes[..length]).contains(what)
 }
 
 fn text(file: &mut File) -> String {

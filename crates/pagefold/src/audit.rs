@@ -1,34 +1,53 @@
 //! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked, and for
 //! the beginning and the end of the command. It has no contents of memory and no digests of them.
 //!
-//! A line that cannot be written is lost and counted, and the first loss is reported. Nothing waits for the log.
+//! A thread writes it, so that nothing waits for its file system. A line that can't be written, or that comes when too many
+//! wait already, is lost: it's counted, the first loss is reported, and the next line in the log says how many are missing.
 
 mod entry;
+mod file;
 
-use crate::config::ownership;
 pub use entry::{Before, Entry, Owner};
-use pagefold_cli::exit::{self, Exit};
+use file::LogFile;
+use pagefold_cli::exit::Exit;
+use pagefold_cli::sink::Sink;
 use pagefold_cli::style::visible_json;
 use pagefold_linux::proc::status::printable;
 use serde::Serialize;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, SystemTime};
 
 const SCHEMA: &str = "pagefold.audit/1";
+/// Bytes of lines that may wait: some 8,000 lines, more than a cycle has.
+const ROOM: usize = 4 << 20;
+/// How long the end waits for the log.
+const END_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Audit {
-    path: PathBuf,
-    file: File,
-    lost: u64,
-    complained: bool,
-    /// The last line is incomplete.
-    torn: bool,
+    shown: String,
+    /// Open, but without a thread, which must not be started before rights are given up.
+    file: Option<LogFile>,
+    orders: Sink<Order>,
+    /// Lines lost so far.
+    lost: Arc<AtomicU64>,
+    /// What is to be said of them, by the thread and by us.
+    of_thread: Receiver<String>,
+    complaints: Vec<String>,
+    /// The last line was lost because too many wait.
+    is_stalled: bool,
+}
+
+/// What the thread is to do.
+#[derive(Debug)]
+enum Order {
+    Write(String),
+    /// Open the file again by its name.
+    Reopen,
 }
 
 impl Audit {
@@ -39,99 +58,89 @@ impl Audit {
     pub fn open(path: &Path) -> Result<Self, Exit> {
         // At the limit on the size of files (RLIMIT_FSIZE) this signal would end the run. Handled, the write fails.
         let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
-        Ok(Self { path: path.to_owned(), file: open(path)?, lost: 0, complained: false, torn: false })
+        let lost = Arc::default();
+        let (complaints, of_thread) = channel();
+        let file = LogFile::open(path, Arc::clone(&lost), complaints)?;
+        Ok(Self {
+            shown: path_text(path),
+            file: Some(file),
+            orders: Sink::new(ROOM),
+            lost,
+            of_thread,
+            complaints: Vec::new(),
+            is_stalled: false,
+        })
     }
 
     /// Opens the log again by its name, after the file was renamed. If that fails the old file stays in use.
-    pub fn reopen(&mut self) -> Result<(), Exit> {
-        self.file = open(&self.path)?;
-        (self.torn, self.complained) = (false, false);
-        Ok(())
+    pub fn reopen(&self) {
+        self.orders.put(Order::Reopen, 0);
     }
 
+    /// The number of lines lost.
     pub fn lost(&self) -> u64 {
-        self.lost
+        self.lost.load(Ordering::Relaxed)
     }
 
-    /// Writes one line, with the time. Never fails; returns a message the first time that a line is lost.
-    #[must_use]
-    pub fn write(&mut self, entry: &Entry) -> Option<String> {
-        self.write_at(entry, SystemTime::now())
+    /// Writes one line, with the time. The first line starts the thread.
+    pub fn write(&mut self, entry: &Entry) {
+        self.write_at(entry, SystemTime::now());
     }
 
-    fn write_at(&mut self, entry: &Entry, time: SystemTime) -> Option<String> {
-        #[derive(Serialize)]
-        struct Line<'a> {
-            schema: &'static str,
-            time: String,
-            #[serde(flatten)]
-            entry: &'a Entry,
+    fn write_at(&mut self, entry: &Entry, time: SystemTime) {
+        if let Some(mut file) = self.file.take() {
+            // Without a thread the log stalls, which is said then.
+            let _ = self.orders.start("audit", move |next| file.serve(next));
         }
-        let line = Line { schema: SCHEMA, time: humantime::format_rfc3339_millis(time).to_string(), entry };
-        let end_of_torn = if self.torn { "\n" } else { "" };
-        let written = serde_json::to_string(&line).map_err(io::Error::from).and_then(|line| {
-            let line = format!("{end_of_torn}{}\n", visible_json(&line));
-            self.append(line.as_bytes())
-        });
-        let error = written.err()?;
-        self.lost += 1;
-        if std::mem::replace(&mut self.complained, true) {
-            return None;
+        let line = line_of(entry, time);
+        let bytes = line.len();
+        let was_stalled = self.is_stalled;
+        self.is_stalled = !self.orders.put(Order::Write(line), bytes);
+        if self.is_stalled {
+            self.lost.fetch_add(1, Ordering::Relaxed);
         }
-        let path = path_text(&self.path);
-        Some(format!(
-            "cannot write to the audit log {path}: {error}; free some space (the run continues without the log)"
-        ))
+        if self.is_stalled && !was_stalled {
+            self.complaints.push(format!(
+                "the audit log {} takes no more lines; see whether its file system answers (the run continues without the log)",
+                self.shown
+            ));
+        }
     }
 
-    /// In one call, so that the lines of two writers do not mix: with O_APPEND, write(2) seeks and writes atomically.
-    fn append(&mut self, text: &[u8]) -> io::Result<()> {
-        let length = loop {
-            match self.file.write(text) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                other => break other?,
-            }
-        };
-        self.torn = length < text.len() && (length > 0 || self.torn);
-        if length < text.len() {
-            return Err(io::Error::new(io::ErrorKind::StorageFull, "only part of a line could be written"));
-        }
-        Ok(())
+    /// What is to be said of lines that were lost since the last call.
+    pub fn complaints(&mut self) -> Vec<String> {
+        self.complaints.extend(self.of_thread.try_iter());
+        std::mem::take(&mut self.complaints)
     }
+
+    /// Waits a moment until all lines are written. Those that aren't are lost.
+    pub fn finish(&mut self) {
+        let unwritten = self.orders.flush(END_LIMIT);
+        if unwritten > 0 {
+            self.lost.fetch_add(unwritten as u64, Ordering::Relaxed);
+            self.complaints.push(format!(
+                "the audit log {} does not answer: its last {unwritten} lines may be lost; see whether its file system does",
+                self.shown
+            ));
+        }
+    }
+}
+
+fn line_of(entry: &Entry, time: SystemTime) -> String {
+    #[derive(Serialize)]
+    struct Line<'a> {
+        schema: &'static str,
+        time: String,
+        #[serde(flatten)]
+        entry: &'a Entry,
+    }
+    let line = Line { schema: SCHEMA, time: humantime::format_rfc3339_millis(time).to_string(), entry };
+    // Maps with keys other than strings can't be encoded; there is none.
+    visible_json(&serde_json::to_string(&line).unwrap_or_default()) + "\n"
 }
 
 fn path_text(path: &Path) -> String {
     printable(path.as_os_str().as_bytes())
-}
-
-fn open(path: &Path) -> Result<File, Exit> {
-    let shown = path_text(path);
-    let cannot = |what: String| Exit::new(exit::USAGE, format!("the audit log {shown} {what}"));
-    let directory = match path.parent() {
-        Some(directory) if directory != Path::new("") => directory,
-        _ => Path::new("."),
-    };
-    let directory = directory
-        .canonicalize()
-        .map_err(|error| cannot(format!("cannot be created: {error}; create its directory, writable by root only")))?;
-    ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
-    // Neither a symbolic link nor a pipe without a reader.
-    let file = OpenOptions::new()
-        .append(true)
-        .create(true)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(path)
-        .map_err(|error| {
-            cannot(format!("cannot be opened: {error}; name a file in a directory that only root can write"))
-        })?;
-    let metadata =
-        file.metadata().map_err(|error| cannot(format!("cannot be examined: {error}; name another file")))?;
-    if !metadata.is_file() {
-        return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
-    }
-    ownership::owned(metadata.uid(), metadata.mode()).map_err(|why| cannot(format!("is a file that {why}")))?;
-    Ok(file)
 }
 
 #[cfg(test)]

@@ -116,7 +116,7 @@ impl Events {
                 let event = Event { why: Some(found.why.sentence.clone()), ..Event::default() };
                 event.of("override", &found.owner.name, found.owner.pid)
             }
-            Entry::Begin { .. } | Entry::End { .. } => return,
+            Entry::Begin { .. } | Entry::Lost { .. } | Entry::End { .. } => return,
         };
         self.add(event, now());
     }

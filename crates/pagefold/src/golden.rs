@@ -242,7 +242,8 @@ impl Run {
     }
 
     /// The audit log, with a fixed time: its format has tests of its own.
-    fn audit(&self) -> String {
+    fn audit(&mut self) -> String {
+        self.active.finish(&Progress::new());
         let text = std::fs::read_to_string(self.audit.path().join("audit.jsonl")).unwrap();
         let untimed = |line: &str| {
             let (schema, rest) = line.split_once("\"time\":\"").unwrap();
@@ -281,14 +282,13 @@ fn log(engine: &Engine, targets: &[TargetFacts], active: &mut ActiveSettings, ou
             domain: Some(DOMAINS[usize::from(view.domain.0)].to_owned()),
         })
     };
-    let progress = Progress::new();
     let marked = outcome.marked.iter().map(|result| (true, result));
     for (mark, result) in marked.chain(outcome.unmarked.iter().map(|result| (false, result))) {
         if let Some(owner) = owner_of(result.change.span.region) {
-            active.log(&Entry::changed(owner, mark, result), &progress);
+            active.log(&Entry::changed(owner, mark, result));
         }
     }
-    log_merges((active, &progress), outcome, |region| Some(owner_of(region)?.pid), owner_of);
+    log_merges(active, outcome, |region| Some(owner_of(region)?.pid), owner_of);
 }
 
 /// The mappings of a process: its regions, and some that are left alone.

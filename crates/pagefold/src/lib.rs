@@ -33,7 +33,7 @@ use std::process::ExitCode;
 
 /// Writes a message to standard error: one line, in which nothing can be obeyed by a terminal.
 macro_rules! complain {
-    ($($message:tt)*) => { pagefold_cli::style::complain("pagefold", &format!($($message)*)) };
+    ($($message:tt)*) => { pagefold_cli::messages::complain("pagefold", &format!($($message)*)) };
 }
 
 pub mod audit;

@@ -5,11 +5,25 @@ pub mod placement;
 pub mod requests;
 pub mod xen;
 
+use anyhow::Context;
 use pagefold_cli::style::{self, Style};
 use serde::Serialize;
+use std::time::Duration;
+
+/// How long a daemon that ends waits for a reader of its summary.
+const READ_LIMIT: Duration = Duration::from_secs(2);
 
 /// Prints the result of a command as JSON, or as the text that `describe` makes of it.
 pub fn print(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<()> {
-    let text = if json { style::json(result)? } else { describe(Style::of_stdout()) };
-    Ok(style::print(&text)?)
+    Ok(style::print(&text(json, result, describe)?)?)
+}
+
+/// The same for a daemon, which ends whether or not somebody reads it.
+pub fn print_at_end(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<()> {
+    let text = text(json, result, describe)?;
+    style::print_within(READ_LIMIT, &text).context("cannot print the summary")
+}
+
+fn text(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<String> {
+    Ok(if json { style::json(result)? } else { describe(Style::of_stdout()) })
 }

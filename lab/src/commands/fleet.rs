@@ -77,7 +77,7 @@ pub fn run(args: &FleetArgs) -> Result<u8> {
     let missed: Vec<String> = fleets.outcomes.iter().flat_map(FleetOutcome::missed).collect();
     style::print(&if args.json { style::json(&fleets)? } else { fleets.to_string() })?;
     for missed in &missed {
-        style::complain("pagefold-lab", &format!("missed: {missed}"));
+        pagefold_cli::messages::complain("pagefold-lab", &format!("missed: {missed}"));
     }
     Ok(if missed.is_empty() { exit::OK } else { exit::FAILURE })
 }

@@ -20,6 +20,7 @@ use pagefold::place;
 use pagefold::preflight;
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::RunFlags;
+use pagefold_cli::messages;
 use pagefold_cli::scope::ScopeArgs as Processes;
 use pagefold_cli::style;
 use pagefold_core::config::Config;
@@ -76,6 +77,7 @@ impl RunArgs {
 
 /// Runs until it is stopped, and returns the exit code.
 pub fn run(own: &RunArgs) -> Result<u8> {
+    messages::never_wait("pagefold-xen");
     let stop = Arc::new(AtomicBool::new(false));
     let woken = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
@@ -107,6 +109,7 @@ pub fn run(own: &RunArgs) -> Result<u8> {
     let mut active = ActiveSettings::new(args, settings)?;
     // What is left to do needs what is open only.
     preflight::give_up_rights(&[])?;
+    messages::start().context("cannot start the thread for messages")?;
     let clock = LiveClock::new(stop.clone(), woken.clone());
     let mut host = XenHost::new(xen, clock, guests, !args.dry_run).map_err(|error| failure(&error))?;
     let left_alone = host.take_left_alone();
@@ -123,7 +126,7 @@ pub fn run(own: &RunArgs) -> Result<u8> {
     let history = history::start(history, &sender);
     let server = control::serve(sender, args.dry_run);
     let mut progress = Progress::new();
-    active.log(&Entry::begin("run", facts.scope.clone()), &progress);
+    active.log(&Entry::begin("run", facts.scope.clone()));
     for left in left_alone {
         leave_alone(&mut active, &mut progress, left);
     }
@@ -131,7 +134,8 @@ pub fn run(own: &RunArgs) -> Result<u8> {
     let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts), (&mut active, &mut progress));
     progress.finish();
     drop((server, metrics, history));
-    active.log(&Entry::end("run", active.lost()), &progress);
+    active.log(&Entry::end("run", active.lost()));
+    active.finish(&progress);
     ran?;
     let (now_ns, ksm, cost) = host.close().map_err(|error| failure(&error))?;
     engine.close(now_ns, &ksm, cost);
@@ -139,7 +143,7 @@ pub fn run(own: &RunArgs) -> Result<u8> {
     let mut summary = Summary::new(args, &active, (&engine, Mechanism::Request), judged, None, progress);
     summary.scope = own.scope.to_string();
     summary.xen = Some(view(host.figures()));
-    output::print(args.json, &summary, |style| summary::describe(&summary, style))?;
+    output::print_at_end(args.json, &summary, |style| summary::describe(&summary, style))?;
     drop(lock);
     Ok(exit::OK)
 }
@@ -154,7 +158,7 @@ fn main_loop(
     engine: &mut Engine,
     host: &mut LiveXen,
     stop: &AtomicBool,
-    (mut requests, facts): (RequestQueue, RunFacts),
+    (mut requests, mut facts): (RequestQueue, RunFacts),
     (active, progress): (&mut ActiveSettings<'_>, &mut Progress),
 ) -> Result<()> {
     let mut rooms = RoomReports::default();
@@ -163,13 +167,15 @@ fn main_loop(
             leave_alone(active, progress, left);
         }
         let pid_of = |region| host.guest_of(region).map(|guest| guest.known.domain.id.0.into());
-        log_merges((active, progress), outcome, pid_of, |region| host.guest_of(region).map(owner));
+        log_merges(active, outcome, pid_of, |region| host.guest_of(region).map(owner));
         if host.guests().next().is_none() {
             progress.say_on_terminal("every guest in scope has ended");
         }
         if let Some(line) = rooms.of_machine(engine.reserve(), false) {
             progress.say(&line);
         }
+        active.hear_audit(progress);
+        facts.audit_lost = active.lost();
         let requested = requests.serve(engine, (&facts, &mut active.events), |engine, run| facts_of(engine, host, run));
         if let Some(governor) = requested {
             active.events.note("governor", governor.to_string());

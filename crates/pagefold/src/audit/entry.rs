@@ -22,6 +22,10 @@ pub enum Entry {
     Unmark(Change),
     Merge(Merge),
     Override(Override),
+    /// So many lines are missing here.
+    Lost {
+        lost: u64,
+    },
     /// `lost` is the number of lines lost since the beginning.
     End {
         command: &'static str,

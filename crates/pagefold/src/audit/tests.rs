@@ -1,12 +1,13 @@
 use super::*;
 use crate::golden;
+use pagefold_cli::exit;
 use pagefold_core::host::{ChangeResult, Marking, Span, Why};
 use pagefold_core::keys::RegionKey;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
 use serde_json::Value;
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::time::Duration;
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
 fn entry(mark: bool, why: Why, marking: Marking) -> Entry {
     let owner = Owner {
@@ -24,6 +25,12 @@ fn entry(mark: bool, why: Why, marking: Marking) -> Entry {
 
 fn end() -> Entry {
     Entry::End { command: "run", pid: 1, lost: 0 }
+}
+
+/// Waits until everything is written, and returns what is to be said of it.
+fn settled(audit: &mut Audit) -> Vec<String> {
+    audit.finish();
+    audit.complaints()
 }
 
 fn lines(path: &Path) -> Vec<Value> {
@@ -48,27 +55,74 @@ fn a_line_has_time_process_range_reason_and_result() {
         Entry::merged(owner.clone(), Some(9), Pages(512), Pages(256)),
         Entry::merged(owner.clone(), None, Pages(1), Pages(1)),
         Entry::overridden(owner, "its unit sets MemoryKSM=no".to_owned()),
+        Entry::Lost { lost: 3 },
         end(),
     ] {
-        assert_eq!(audit.write_at(&entry, SystemTime::UNIX_EPOCH + Duration::from_millis(1_234_567_890_123)), None);
+        audit.write_at(&entry, SystemTime::UNIX_EPOCH + Duration::from_millis(1_234_567_890_123));
     }
+    assert_eq!(settled(&mut audit), [""; 0]);
     golden::check("audit.jsonl", &fs::read_to_string(&path).unwrap());
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
 }
 
+/// The file of a log whose thread has not been started.
+fn file_of(audit: &mut Audit) -> &mut LogFile {
+    audit.file.as_mut().unwrap()
+}
+
 #[test]
-fn a_line_that_cannot_be_written_is_counted_and_the_first_reported() {
+fn a_line_that_cannot_be_written_is_counted_the_first_reported_and_the_gap_shown() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     let mut audit = Audit::open(&path).unwrap();
-    audit.file = OpenOptions::new().append(true).open("/dev/full").unwrap();
-    let complaint = audit.write(&end()).unwrap();
-    assert!(complaint.contains("audit.jsonl") && complaint.contains("; "), "{complaint}");
-    assert_eq!(audit.write(&end()), None);
-    assert_eq!(audit.lost(), 2);
-    audit.reopen().unwrap();
-    assert_eq!(audit.write(&end()), None);
-    assert_eq!((audit.lost(), lines(&path).len()), (2, 1));
+    file_of(&mut audit).file = OpenOptions::new().append(true).open("/dev/full").unwrap();
+    audit.write(&end());
+    audit.write(&end());
+    let complaints = settled(&mut audit);
+    assert!(complaints[0].contains("audit.jsonl") && complaints[0].contains("; "), "{complaints:?}");
+    assert_eq!((complaints.len(), audit.lost()), (1, 2));
+    audit.reopen();
+    audit.write(&end());
+    assert_eq!(settled(&mut audit), [""; 0]);
+    let lines = lines(&path);
+    assert_eq!((&lines[0]["what"], &lines[0]["lost"]), (&"lost".into(), &2.into()));
+    assert_eq!((&lines[1]["what"], lines.len(), audit.lost()), (&"end".into(), 2, 2));
+}
+
+/// Its thread waits for as long as a file system does not answer.
+#[test]
+fn a_log_that_takes_no_lines_delays_nothing_and_tells_how_many_it_lacks() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("audit.jsonl");
+    let mut audit = Audit::open(&path).unwrap();
+    let mut file = audit.file.take().unwrap();
+    let (answer, answers) = channel::<()>();
+    let serve = move |next| {
+        let _ = answers.recv();
+        file.serve(next);
+    };
+    audit.orders.start("test", serve).unwrap();
+    let line = line_of(&end(), SystemTime::now()).len();
+    let fit = (ROOM / line) as u64;
+    for _ in 0..fit + 7 {
+        audit.write(&end());
+    }
+    assert_eq!(audit.lost(), 7);
+    let complaints = audit.complaints();
+    assert_eq!(complaints.len(), 1);
+    assert!(complaints[0].contains("audit.jsonl takes no more lines; "), "{complaints:?}");
+    let began = std::time::Instant::now();
+    let complaints = settled(&mut audit);
+    assert!((END_LIMIT..END_LIMIT * 10).contains(&began.elapsed()));
+    assert!(complaints[0].contains(&format!("its last {fit} lines may be lost")), "{complaints:?}");
+    // It answers, after its name has changed.
+    fs::rename(&path, dir.path().join("old")).unwrap();
+    audit.reopen();
+    drop(answer);
+    assert_eq!(audit.orders.flush(Duration::from_secs(60)), 0);
+    assert_eq!(lines(&dir.path().join("old")).len() as u64, fit);
+    let lines = lines(&path);
+    assert_eq!((&lines[0]["what"], &lines[0]["lost"], lines.len()), (&"lost".into(), &7.into(), 1));
 }
 
 #[test]
@@ -76,10 +130,11 @@ fn a_line_cut_short_does_not_spoil_the_next() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("audit.jsonl");
     let mut audit = Audit::open(&path).unwrap();
-    audit.file.write_all(b"{\"half\":").unwrap();
-    audit.torn = true;
-    assert_eq!(audit.write(&end()), None);
-    assert_eq!(audit.write(&end()), None);
+    file_of(&mut audit).file.write_all(b"{\"half\":").unwrap();
+    file_of(&mut audit).torn = true;
+    audit.write(&end());
+    audit.write(&end());
+    assert_eq!(settled(&mut audit), [""; 0]);
     let text = fs::read_to_string(&path).unwrap();
     assert_eq!(text.lines().filter(|line| serde_json::from_str::<Value>(line).is_ok()).count(), 2);
     assert_eq!(text.lines().count(), 3);
@@ -88,15 +143,20 @@ fn a_line_cut_short_does_not_spoil_the_next() {
 #[test]
 fn the_log_is_reopened_by_name_and_never_truncated() {
     let dir = tempfile::tempdir().unwrap();
-    let (path, old) = (dir.path().join("audit.jsonl"), dir.path().join("audit.jsonl.1"));
+    let path = dir.path().join("audit.jsonl");
+    let old = dir.path().join("audit.jsonl.1");
     let mut audit = Audit::open(&path).unwrap();
-    assert_eq!(audit.write(&end()), None);
+    audit.write(&end());
+    assert_eq!(settled(&mut audit), [""; 0]);
     fs::rename(&path, &old).unwrap();
-    assert_eq!(audit.write(&end()), None);
-    audit.reopen().unwrap();
-    assert_eq!(audit.write(&end()), None);
+    audit.write(&end());
+    audit.reopen();
+    audit.write(&end());
+    assert_eq!(settled(&mut audit), [""; 0]);
     assert_eq!((lines(&old).len(), lines(&path).len()), (2, 1));
-    assert_eq!(Audit::open(&path).unwrap().write(&end()), None);
+    let mut again = Audit::open(&path).unwrap();
+    again.write(&end());
+    assert_eq!(settled(&mut again), [""; 0]);
     assert_eq!(lines(&path).len(), 2);
 }
 

@@ -20,6 +20,7 @@ use crate::sketch;
 use anyhow::{Context, Result};
 use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::figures::thousands;
+use pagefold_cli::messages;
 use pagefold_cli::scope::{ScopeArgs, explain};
 use pagefold_cli::style;
 use pagefold_core::config::Config;
@@ -55,6 +56,7 @@ use summary::Summary;
 
 /// Runs until it is stopped, and returns the exit code.
 pub fn run(args: &RunArgs) -> Result<u8> {
+    messages::never_wait("pagefold");
     // Signal handlers first: from here on the run always ends in an orderly way.
     let (stop, woken) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let on = |signal, flag: &Arc<AtomicBool>| {
@@ -79,6 +81,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut active = ActiveSettings::new(args, settings)?;
     on(signal_hook::consts::SIGHUP, &active.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args, device.is_some())?;
+    messages::start().context("cannot start the thread for messages")?;
     let left_alone = check_scope(args, &scope, &deny)?;
     let local_only = active.settings.placement.default == Placement::LocalOnly;
     let initial = match device {
@@ -112,7 +115,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
     let mut progress = Progress::new();
-    active.log(&Entry::begin("run", scope.to_string()), &progress);
+    active.log(&Entry::begin("run", scope.to_string()));
     for left in left_alone {
         progress.leave_alone(left);
     }
@@ -127,17 +130,18 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
     // Whatever has happened, KSM is given back before anything is reported.
     let ended = host.finish();
-    active.log(&Entry::end("run", active.lost()), &progress);
+    active.log(&Entry::end("run", active.lost()));
+    active.finish(&progress);
     if let (Some(ksm), Some(cost)) = (&ended.ksm, ended.cost) {
         engine.close(ended.now_ns, ksm, cost);
     }
     ran?;
     let restored = ended.restored.as_ref();
     let summary = Summary::new(args, &active, (&engine, mechanism), processes, restored, progress);
-    output::print(args.json, &summary, |style| summary::describe(&summary, style))?;
     for line in summary::unrestored(restored) {
         complain!("{line}");
     }
+    output::print_at_end(args.json, &summary, |style| summary::describe(&summary, style))?;
     Ok(if summary.knobs_restored { exit::OK } else { exit::FAILURE })
 }
 
@@ -265,7 +269,7 @@ fn main_loop(
                     progress.leave_alone(LeftAlone { pid, name, reason: why });
                 }
                 Event::Withdrawn { pid, result, reason } => {
-                    log_withdrawn(active, host, (pid, &result, reason), progress);
+                    log_withdrawn(active, host, (pid, &result, reason));
                 }
                 Event::Overridden { pid, opt_out } => log_override(active, host, (pid, opt_out), progress),
                 Event::InjectorRestarted { pid } => {
@@ -280,10 +284,10 @@ fn main_loop(
             }
         }
         if progress.stood_down.is_none() {
-            log_changes(active, host, outcome, progress);
+            log_changes(active, host, outcome);
             let pid_of = |region| host.target_of(region).map(|target| target.process.pid());
             let owner_of = |region| host.target_of(region).map(|target| owner(host, target));
-            log_merges((active, progress), outcome, pid_of, owner_of);
+            log_merges(active, outcome, pid_of, owner_of);
         }
         if host.targets().next().is_none() && !active.settings.scope.is_selective() {
             progress.say_on_terminal("every process in scope has ended");
@@ -299,6 +303,7 @@ fn main_loop(
             progress.say_of_programs(&line);
         }
         facts.stood_down.clone_from(&progress.stood_down);
+        facts.audit_lost = active.lost();
         if engine.scans() > scans {
             scans = engine.scans();
             active.events.note("scan", format!("{} in all", thousands(scans)));
@@ -324,18 +329,18 @@ fn main_loop(
 }
 
 /// Writes the results of a cycle to the audit log.
-fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcome, progress: &Progress) {
+fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outcome) {
     let marked = outcome.marked.iter().map(|result| (true, result));
     for (mark, result) in marked.chain(outcome.unmarked.iter().map(|result| (false, result))) {
         if let Some(target) = host.target_of(result.change.span.region) {
-            active.log(&Entry::changed(owner(host, target), mark, result), progress);
+            active.log(&Entry::changed(owner(host, target), mark, result));
         }
     }
 }
 
 /// Writes what came of requests to the audit log: a line for each pair of processes or guests, since there may be many ranges.
 pub fn log_merges(
-    (active, progress): (&mut ActiveSettings<'_>, &Progress),
+    active: &mut ActiveSettings<'_>,
     outcome: &Outcome,
     pid_of: impl Fn(RegionKey) -> Option<i32>,
     owner_of: impl Fn(RegionKey) -> Option<Owner>,
@@ -350,7 +355,7 @@ pub fn log_merges(
     }
     for ((_, with), (region, named, merged)) in pairs {
         if let Some(owner) = owner_of(region) {
-            active.log(&Entry::merged(owner, with, named, merged), progress);
+            active.log(&Entry::merged(owner, with, named, merged));
         }
     }
 }
@@ -360,10 +365,9 @@ fn log_withdrawn(
     active: &mut ActiveSettings<'_>,
     host: &LiveHost,
     (pid, result, reason): (i32, &ChangeResult, String),
-    progress: &Progress,
 ) {
     if let Some(target) = host.targets().find(|target| target.process.pid() == pid) {
-        active.log(&Entry::withdrawn(owner(host, target), result, reason), progress);
+        active.log(&Entry::withdrawn(owner(host, target), result, reason));
     }
 }
 
@@ -371,7 +375,7 @@ fn log_withdrawn(
 fn log_override(active: &mut ActiveSettings<'_>, host: &LiveHost, (pid, opt_out): (i32, String), progress: &Progress) {
     let Some(target) = host.targets().find(|target| target.process.pid() == pid) else { return };
     progress.say(&format!("process {pid} ({}) is not left alone, by --override-opt-out: {opt_out}", target.name));
-    active.log(&Entry::overridden(owner(host, target), opt_out), progress);
+    active.log(&Entry::overridden(owner(host, target), opt_out));
 }
 
 fn owner(host: &LiveHost, target: &Target) -> Owner {

@@ -87,6 +87,8 @@ pub struct Status {
     pub refused_spans: u64,
     #[serde(default)]
     pub injector_restarts: u32,
+    #[serde(default)]
+    pub audit_lost: u64,
     pub cpu_seconds: Cost,
     pub pages_read: u64,
     pub scans: u64,
@@ -208,6 +210,7 @@ impl Status {
             collapsed: ledger.collapsed,
             refused_spans: ledger.refused,
             injector_restarts: facts.injector_restarts,
+            audit_lost: facts.run.audit_lost,
             cpu_seconds: ledger.cost,
             pages_read: ledger.pages_read,
             scans: facts.scans,

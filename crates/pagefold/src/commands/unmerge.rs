@@ -3,9 +3,10 @@
 use crate::audit::{Audit, Before, Entry};
 use crate::output;
 use crate::preflight;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use pagefold_cli::exit;
 use pagefold_cli::flags::AuditFlags;
+use pagefold_cli::messages;
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_cli::style::{self, Lines, Style};
 use pagefold_linux::inject::Injector;
@@ -66,17 +67,14 @@ impl Summary {
 }
 
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
+    // From here on nobody who doesn't read them leaves KSM's settings changed.
+    messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
     let mut audit = args.audit.path().map(Audit::open).transpose()?;
-    let mut log = |entry: &Entry| {
-        if let Some(complaint) = audit.as_mut().and_then(|audit| audit.write(entry)) {
-            complain!("{complaint}");
-        }
-        audit.as_ref().map_or(0, Audit::lost)
-    };
     let mut injector = preflight::injector()?;
     preflight::give_up_rights(&[])?;
+    messages::start().context("cannot start the thread for messages")?;
     let mut scoped = args.scope.resolve_by_name()?;
     let paths = KsmPaths::default();
     // No other pagefold may mark what is being unmarked. Another program that runs ksmd does no harm.
@@ -87,7 +85,9 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     };
     let mut summary = Summary::new();
     let mut code = exit::OK;
-    log(&Entry::begin("unmerge", args.scope.spec().to_string()));
+    if let Some(audit) = &mut audit {
+        audit.write(&Entry::begin("unmerge", args.scope.spec().to_string()));
+    }
     let mut seen = BTreeSet::new();
     for _ in 0..PASSES {
         scoped.retain(|one| seen.insert(one.process.key()));
@@ -95,11 +95,13 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
             break;
         }
         for scoped in std::mem::take(&mut scoped) {
-            let before = args.audit.path().is_some().then(|| Before::of(&scoped));
+            let before = audit.is_some().then(|| Before::of(&scoped));
             let Some((process, failure)) = unmerge_one(&scoped, &mut injector, &mut summary) else { continue };
             code = failure.unwrap_or(code);
-            for entry in before.into_iter().flat_map(|before| before.after(&scoped, process.failed.is_some())) {
-                summary.audit_lost = log(&entry);
+            if let (Some(audit), Some(before)) = (&mut audit, before) {
+                for entry in before.after(&scoped, process.failed.is_some()) {
+                    audit.write(&entry);
+                }
             }
             summary.given_back_bytes += process.given_back_bytes;
             summary.unmarked_bytes += process.unmarked_bytes;
@@ -109,11 +111,16 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         scoped = args.scope.resolve_later();
     }
     drop(injector);
-    summary.audit_lost = log(&Entry::end("unmerge", summary.audit_lost));
-    if let Some(lease) = lease {
-        let restored = settle(lease)?;
-        summary.knobs_deferred = restored;
+    let restored = lease.map(settle).transpose();
+    if let Some(audit) = &mut audit {
+        audit.write(&Entry::end("unmerge", audit.lost()));
+        audit.finish();
+        for complaint in audit.complaints() {
+            complain!("{complaint}");
+        }
+        summary.audit_lost = audit.lost();
     }
+    summary.knobs_deferred = restored?.unwrap_or_default();
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
     output::print(args.json, &summary, |style| describe(&summary, ("KSM", ("process", "processes")), style))?;
     Ok(code)

@@ -91,6 +91,8 @@ pub struct RunFacts {
     pub config: Config,
     /// Why the run gave up KSM, if it did.
     pub stood_down: Option<String>,
+    /// Lines that the audit log lacks.
+    pub audit_lost: u64,
     /// What it has done lately, the newest last.
     pub events: Vec<Event>,
 }
@@ -99,7 +101,7 @@ impl RunFacts {
     /// Those of a run that begins.
     pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
         let (scope, selectors, config) = (scope.to_string(), Selector::all_of(&scope.spec()), config.clone());
-        Self { scope, selectors, dry_run, config, stood_down: None, events: Vec::new() }
+        Self { scope, selectors, dry_run, config, stood_down: None, audit_lost: 0, events: Vec::new() }
     }
 }
 

@@ -209,6 +209,11 @@ pub const FAMILIES: &[Family] = &[
     counter("pagefold_injector_restarts_total", "Times that the injector was started again", |status| {
         one(f64::from(status.injector_restarts))
     }),
+    counter(
+        "pagefold_audit_lost_lines_total",
+        "Lines that the audit log lacks because they could not be written",
+        |status| one(float(status.audit_lost)),
+    ),
     Family {
         name: "pagefold_stop_seconds",
         kind: Kind::Histogram,

@@ -13,7 +13,7 @@ fn status() -> Status {
         "reserve": {"keep": "auto", "take_back": false, "likely_bytes": 8192, "taken_back_bytes": 12288,
             "machine": {"state": "overcommitted", "total_bytes": 1048576, "left_bytes": 20480, "reserve_bytes": 16384, "worst_bytes": 24576},
             "limits": [{"cgroup": "/secret", "state": "short", "total_bytes": 4096, "left_bytes": 0, "reserve_bytes": 4096, "worst_bytes": 4096}],
-            "limits_overcommitted": 3, "limits_short": 1}, "splits": {"pages": 7, "mappings": 9}, "collapsed": 4, "refused_spans": 2, "injector_restarts": 1,
+            "limits_overcommitted": 3, "limits_short": 1}, "splits": {"pages": 7, "mappings": 9}, "collapsed": 4, "refused_spans": 2, "injector_restarts": 1, "audit_lost": 5,
         "cpu_seconds": {"pagefold": 2.0, "injector": 0.5, "ksmd": 0.25}, "pages_read": 3, "scans": 4, "stops": 6,
         "longest_stop_us": 200000.0, "total_stop_us": 500000.0, "stop_lengths": [1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3], "rounds": 3,
         "index": {"contents": 5, "bytes": 100},

@@ -48,12 +48,26 @@ impl<'a> ActiveSettings<'a> {
         (reloads && !std::io::stdin().is_terminal()).then(|| self.requested.clone())
     }
 
-    /// Adds an event, and writes a line to the audit log. The first failure is reported.
-    pub fn log(&mut self, entry: &Entry, progress: &Progress) {
+    /// Adds an event, and writes a line to the audit log.
+    pub fn log(&mut self, entry: &Entry) {
         self.events.add_entry(entry);
-        if let Some(complaint) = self.audit.as_mut().and_then(|audit| audit.write(entry)) {
-            progress.say(&complaint);
-            self.events.note("error", complaint);
+        if let Some(audit) = &mut self.audit {
+            audit.write(entry);
+        }
+    }
+
+    /// Waits a moment until the audit log is written.
+    pub fn finish(&mut self, progress: &Progress) {
+        if let Some(audit) = &mut self.audit {
+            audit.finish();
+        }
+        self.hear_audit(progress);
+    }
+
+    /// Reports lines that the audit log has lost.
+    pub fn hear_audit(&mut self, progress: &Progress) {
+        for complaint in self.audit.as_mut().map(Audit::complaints).unwrap_or_default() {
+            self.say(progress, "error", complaint);
         }
     }
 
@@ -61,13 +75,15 @@ impl<'a> ActiveSettings<'a> {
         self.audit.as_ref().map_or(0, Audit::lost)
     }
 
-    /// Reloads if SIGHUP has come since the last call. Returns the governor if it has changed.
+    /// Reports lines that the audit log has lost, and reloads if SIGHUP has come since the last call. Returns the governor if it
+    /// has changed.
     pub fn serve(&mut self, engine: &mut Engine, host: &mut LiveHost, progress: &Progress) -> Option<Governor> {
+        self.hear_audit(progress);
         if !self.requested.swap(false, Ordering::SeqCst) {
             return None;
         }
-        if let Some(Err(error)) = self.audit.as_mut().map(Audit::reopen) {
-            progress.say(&format!("cannot reopen the audit log, the old file stays in use: {error}"));
+        if let Some(audit) = &self.audit {
+            audit.reopen();
         }
         match self.settings.reread(self.args) {
             Ok(read) => self.apply(read, engine, host, progress),

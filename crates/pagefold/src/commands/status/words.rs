@@ -78,6 +78,9 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
         let (stops, longest) = (status.stops, status.longest_stop_us);
         rows.push(("stops", format!("{stops} of processes, to mark their memory; the longest {longest:.0} us")));
     }
+    if status.audit_lost > 0 {
+        rows.push(("audit", format!("{} lines of the audit log could not be written", thousands(status.audit_lost))));
+    }
     let splits = status.splits;
     if splits.pages + splits.mappings > 0 {
         let (pages, mappings) = (thousands(splits.pages), thousands(splits.mappings));

@@ -1,0 +1,86 @@
+//! Standard error: messages of one line, and the progress line.
+//!
+//! A command writes them itself. A daemon must not: a pipe that nobody reads, a log that doesn't answer or a terminal that was
+//! stopped would stop it as well. So it queues them ([`Sink`]), and says how many were lost when somebody reads again.
+
+use crate::sink::{Next, Sink};
+use pagefold_linux::proc::status::printable;
+use std::io::{self, Write, stderr};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// Bytes of messages that wait.
+const ROOM: usize = 1 << 20;
+/// How long the end waits for those that nobody has read.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// The messages of a daemon.
+#[derive(Debug)]
+struct Messages {
+    program: &'static str,
+    queue: Sink<String>,
+}
+
+static MESSAGES: OnceLock<Messages> = OnceLock::new();
+
+/// From now on no message waits for a reader, not even that of a panic. They wait for [`start`], since a thread must not be
+/// started before rights are given up.
+pub fn never_wait(program: &'static str) {
+    if MESSAGES.set(Messages { program, queue: Sink::new(ROOM) }).is_ok() {
+        std::panic::set_hook(Box::new(move |panic| {
+            complain(program, &panic.to_string());
+            // The thread that panics may be the one that the process ends with.
+            flush();
+        }));
+    }
+}
+
+/// Starts the thread that writes the messages, if they don't wait for a reader.
+///
+/// # Errors
+/// The thread can't be started.
+pub fn start() -> io::Result<()> {
+    let Some(Messages { program, queue }) = MESSAGES.get() else { return Ok(()) };
+    queue.start("messages", move |next| match next {
+        Next::Item(text) => print(&text),
+        Next::Gap(lost) => print(&format!("{program}: {lost} messages were lost, because nobody read them\n")),
+    })
+}
+
+/// Waits a moment until the messages are read.
+pub fn flush() {
+    if let Some(Messages { queue, .. }) = MESSAGES.get() {
+        // A run that was refused has not started the thread. Without one there is nobody to wait for.
+        if start().is_ok() {
+            queue.flush(END_LIMIT);
+        }
+    }
+}
+
+/// Writes a message: one line, whatever it contains.
+pub fn complain(program: &str, message: &str) {
+    write(format!("{program}: {}\n", printable(message.as_bytes())));
+}
+
+/// Writes a text as it is.
+pub(crate) fn write(text: String) {
+    match MESSAGES.get() {
+        None => print(&text),
+        Some(Messages { queue, .. }) => {
+            let bytes = text.len();
+            queue.put(text, bytes);
+        }
+    }
+}
+
+/// Writes a text that the next one replaces. It's left out while another one waits.
+pub(crate) fn write_if_idle(text: String) {
+    if MESSAGES.get().is_none_or(|messages| messages.queue.is_idle()) {
+        write(text);
+    }
+}
+
+/// Nothing depends on whether somebody reads it: the reader may be gone.
+fn print(text: &str) {
+    let _ = stderr().write_all(text.as_bytes());
+}

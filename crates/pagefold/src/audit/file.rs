@@ -1,0 +1,143 @@
+//! The file of the audit log, and what its thread does with it.
+
+use super::{Entry, Order, line_of, path_text};
+use crate::config::ownership;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::sink::Next;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::Sender;
+use std::time::SystemTime;
+
+#[derive(Debug)]
+pub(super) struct LogFile {
+    path: PathBuf,
+    pub(super) file: File,
+    /// The last line is incomplete.
+    pub(super) torn: bool,
+    /// Lines lost since the last one that was written.
+    missing: u64,
+    /// Lines lost in all.
+    lost: Arc<AtomicU64>,
+    complaints: Sender<String>,
+    has_complained: bool,
+}
+
+impl LogFile {
+    pub(super) fn open(path: &Path, lost: Arc<AtomicU64>, complaints: Sender<String>) -> Result<Self, Exit> {
+        let file = open(path)?;
+        Ok(Self { path: path.to_owned(), file, torn: false, missing: 0, lost, complaints, has_complained: false })
+    }
+
+    /// Does what the queue has next.
+    pub(super) fn serve(&mut self, next: Next<Order>) {
+        match next {
+            Next::Item(Order::Write(line)) => {
+                if let Err(error) = self.write(&line) {
+                    self.missing += 1;
+                    self.lost.fetch_add(1, Ordering::Relaxed);
+                    self.complain_once(&error);
+                }
+            }
+            Next::Item(Order::Reopen) => self.reopen(),
+            Next::Gap(lines) => {
+                self.missing += lines;
+                // If it fails, the next line says so.
+                let _ = self.tell_missing();
+            }
+        }
+    }
+
+    fn write(&mut self, line: &str) -> io::Result<()> {
+        self.tell_missing()?;
+        self.append(line)
+    }
+
+    /// Writes how many lines are missing here, if any are.
+    fn tell_missing(&mut self) -> io::Result<()> {
+        if self.missing > 0 {
+            self.append(&line_of(&Entry::Lost { lost: self.missing }, SystemTime::now()))?;
+            self.missing = 0;
+        }
+        Ok(())
+    }
+
+    fn complain_once(&mut self, error: &io::Error) {
+        if !self.has_complained {
+            self.has_complained = true;
+            let path = path_text(&self.path);
+            self.complain(format!(
+                "cannot write to the audit log {path}: {error}; free some space (the run continues without the log)"
+            ));
+        }
+    }
+
+    fn complain(&self, line: String) {
+        // The run may have ended.
+        let _ = self.complaints.send(line);
+    }
+
+    fn reopen(&mut self) {
+        match open(&self.path) {
+            Ok(file) => {
+                self.file = file;
+                self.torn = false;
+                self.has_complained = false;
+            }
+            Err(error) => {
+                self.complain(format!("cannot reopen the audit log, the old file stays in use: {error}"));
+            }
+        }
+    }
+
+    /// In one call, so that the lines of two writers do not mix: with O_APPEND, write(2) seeks and writes atomically.
+    fn append(&mut self, line: &str) -> io::Result<()> {
+        let end_of_torn = if self.torn { "\n" } else { "" };
+        let text = format!("{end_of_torn}{line}");
+        let length = loop {
+            match self.file.write(text.as_bytes()) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                other => break other?,
+            }
+        };
+        self.torn = length < text.len() && (length > 0 || self.torn);
+        if length < text.len() {
+            return Err(io::Error::new(io::ErrorKind::StorageFull, "only part of a line could be written"));
+        }
+        Ok(())
+    }
+}
+
+fn open(path: &Path) -> Result<File, Exit> {
+    let shown = path_text(path);
+    let cannot = |what: String| Exit::new(exit::USAGE, format!("the audit log {shown} {what}"));
+    let directory = match path.parent() {
+        Some(directory) if directory != Path::new("") => directory,
+        _ => Path::new("."),
+    };
+    let directory = directory
+        .canonicalize()
+        .map_err(|error| cannot(format!("cannot be created: {error}; create its directory, writable by root only")))?;
+    ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
+    // Neither a symbolic link nor a pipe without a reader.
+    let file = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path)
+        .map_err(|error| {
+            cannot(format!("cannot be opened: {error}; name a file in a directory that only root can write"))
+        })?;
+    let metadata =
+        file.metadata().map_err(|error| cannot(format!("cannot be examined: {error}; name another file")))?;
+    if !metadata.is_file() {
+        return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
+    }
+    ownership::owned(metadata.uid(), metadata.mode()).map_err(|why| cannot(format!("is a file that {why}")))?;
+    Ok(file)
+}

@@ -1,0 +1,288 @@
+//! Whatever the daemon writes to may stop taking it: a pipe that nobody reads, a journal that hangs, a disk that doesn't answer.
+//! It answers requests, merges, and ends in time all the same.
+
+use pagefold_testkit::*;
+use pagefold_workload::Tenant;
+use serde_json::Value;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const COMMON_MIB: u64 = 8;
+/// From SIGTERM to the end, with all that is waited for.
+const END_MOST: Duration = Duration::from_secs(30);
+
+fn set_nonblocking(fd: &impl AsRawFd, is: bool) {
+    let flags = if is { libc::O_NONBLOCK } else { 0 };
+    // SAFETY: no memory is passed.
+    assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags) }, 0);
+}
+
+/// Writes until nothing more is taken.
+fn fill(mut writer: impl Write + AsRawFd) {
+    set_nonblocking(&writer, true);
+    let line = [b'x'; 100];
+    while writer.write(&line).is_ok() {}
+    while writer.write(b"\n").is_ok() {}
+    set_nonblocking(&writer, false);
+}
+
+/// A full pipe: the end to read, and the end to write.
+fn full_pipe() -> (File, OwnedFd) {
+    let mut ends = [0; 2];
+    // SAFETY: `ends` has room for the two descriptors, which then belong to nobody else.
+    let (read, write) = unsafe {
+        assert_eq!(libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC), 0);
+        (File::from_raw_fd(ends[0]), File::from_raw_fd(ends[1]))
+    };
+    fill(write.try_clone().unwrap());
+    (read, write.into())
+}
+
+/// A full socket: the end to read, and the end to write.
+fn full_socket() -> (UnixStream, OwnedFd) {
+    let (read, write) = UnixStream::pair().unwrap();
+    fill(write.try_clone().unwrap());
+    (read, write.into())
+}
+
+/// A socket for datagrams whose queue is full.
+fn full_queue(path: &Path) -> UnixDatagram {
+    let queue = UnixDatagram::bind(path).unwrap();
+    // Each sender has a limit of its own, too.
+    loop {
+        let sender = UnixDatagram::unbound().unwrap();
+        sender.set_nonblocking(true).unwrap();
+        if sender.send_to(b"x", path).is_err() {
+            return queue;
+        }
+        while sender.send_to(b"x", path).is_ok() {}
+    }
+}
+
+/// Two programs to merge, and one that is left alone, about which there is a message. The configuration is empty.
+struct Programs {
+    pair: [Tenant; 2],
+    left_alone: Tenant,
+    dir: tempfile::TempDir,
+}
+
+impl Programs {
+    fn start(seed: u64) -> Self {
+        let agent = ProgramCopy::of(program(), "ssh-agent");
+        let left_alone = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("pagefold.toml"), "").unwrap();
+        Self { pair: pair(COMMON_MIB, 0, seed), left_alone, dir }
+    }
+
+    fn config(&self) -> PathBuf {
+        self.dir.path().join("pagefold.toml")
+    }
+
+    fn args(&self, more: &[&str]) -> Vec<String> {
+        let pids = [self.pair[0].pid(), self.pair[1].pid(), self.left_alone.pid()];
+        let config = self.config();
+        with_pids(&["run"], &pids, &[&["--json", "--for", "300s", "--config", config.to_str().unwrap()], more].concat())
+    }
+
+    fn command(&self, more: &[&str]) -> Command {
+        let mut command = Command::new(program());
+        command.args(self.args(more));
+        command
+    }
+}
+
+/// The daemon merges, answers, and does what it's told.
+#[track_caller]
+fn assert_works() {
+    wait_until("nearly all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
+    succeed(&["pause"]);
+    assert_eq!(status()["paused"], true);
+    succeed(&["resume"]);
+}
+
+/// It ends in time after SIGTERM, and everything is as before.
+#[track_caller]
+fn assert_ends(daemon: Daemon, ksm: &KsmAtRest, programs: Programs) -> Ended {
+    let signalled = Instant::now();
+    daemon.signal(libc::SIGTERM);
+    let ended = daemon.end();
+    println!("ended {} ms after the signal", signalled.elapsed().as_millis());
+    assert!(signalled.elapsed() < END_MOST, "{ended:?}");
+    assert_all_restored(ksm, programs);
+    ended
+}
+
+#[track_caller]
+fn assert_all_restored(ksm: &KsmAtRest, mut programs: Programs) {
+    ksm.assert_knobs_restored();
+    unmerge(&pids(&programs.pair));
+    ksm.assert_restored();
+    assert_unmarked(&pids(&programs.pair));
+    assert_intact(&mut programs.pair);
+}
+
+#[test]
+fn messages_that_nobody_reads_delay_nothing() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let programs = Programs::start(81);
+    let (_unread, errors) = full_pipe();
+    let daemon = Daemon::writing_to(&mut programs.command(&[]), None, Some(errors)).answering();
+    assert_works();
+    assert_ends(daemon, &ksm, programs).summary();
+}
+
+#[test]
+fn messages_wait_for_a_reader_that_comes_back_and_one_that_is_gone_is_not_missed() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let programs = Programs::start(82);
+    let (mut reader, errors) = full_pipe();
+    let daemon = Daemon::writing_to(&mut programs.command(&[]), None, Some(errors)).answering();
+    assert_works();
+    let is_left = format!("process {} (ssh-agent) is left alone", programs.left_alone.pid());
+    let mut said = Vec::new();
+    wait_until("the messages are read", || {
+        let mut bytes = [0; 1 << 16];
+        let length = reader.read(&mut bytes).unwrap();
+        said.extend_from_slice(&bytes[..length]);
+        String::from_utf8_lossy(&said).contains(&is_left)
+    });
+    drop(reader);
+    fs::write(programs.config(), "nonsense").unwrap();
+    daemon.signal(libc::SIGHUP);
+    let has_failed = |event: &Value| event["what"] == "error" && event["why"].as_str().unwrap().contains("unchanged");
+    wait_until("the file is refused", || status()["events"].as_array().unwrap().iter().any(has_failed));
+    assert_ends(daemon, &ksm, programs).summary();
+}
+
+/// Standard error is a stream to it, events are datagrams, and so is what the service manager is told.
+#[test]
+fn a_journal_that_hangs_delays_nothing() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    const MOUNT: &str = "mkdir -p /run/systemd && mount -t tmpfs tmpfs /run/systemd && mkdir /run/systemd/journal \
+                         && echo ready && read x";
+    let mut shell = Script::of(Command::new("unshare").args(["-m", "sh", "-c", MOUNT]));
+    if shell.line() != "ready" {
+        skip("a tmpfs cannot be mounted in a mount namespace");
+        return;
+    }
+    let inside = PathBuf::from(format!("/proc/{}/root/run/systemd", shell.pid()));
+    let _journal = full_queue(&inside.join("journal/socket"));
+    let _manager = full_queue(&inside.join("notify"));
+    let (_unread, errors) = full_socket();
+    let stream = File::from(errors.try_clone().unwrap()).metadata().unwrap();
+    let programs = Programs::start(83);
+    let mut command = Command::new("nsenter");
+    command.args(["-t", &shell.pid().to_string(), "-m"]).arg(program()).args(programs.args(&[]));
+    command.env("JOURNAL_STREAM", format!("{}:{}", stream.dev(), stream.ino()));
+    command.env("NOTIFY_SOCKET", "/run/systemd/notify").env("WATCHDOG_USEC", "1000000");
+    let daemon = Daemon::writing_to(&mut command, None, Some(errors)).answering();
+    assert_works();
+    assert_ends(daemon, &ksm, programs).summary();
+}
+
+#[test]
+fn a_summary_that_nobody_reads_does_not_delay_the_end() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let programs = Programs::start(84);
+    let (_unread, output) = full_pipe();
+    let daemon = Daemon::writing_to(&mut programs.command(&[]), Some(output), None).answering();
+    assert_works();
+    let ended = assert_ends(daemon, &ksm, programs);
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    assert!(ended.errors.contains("cannot print the summary: nobody reads standard output"), "{ended:?}");
+}
+
+/// A file system in a mount namespace.
+struct Disk {
+    shell: Script,
+    mount: String,
+    _dir: tempfile::TempDir,
+}
+
+/// While this exists, writes to the file system wait. So nothing that writes to it may be waited for before this is dropped.
+struct Frozen<'a>(&'a Disk);
+
+impl Disk {
+    /// `None`, with the reason reported, where it cannot be mounted.
+    fn mount() -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let mount = dir.path().join("mnt").to_str().unwrap().to_owned();
+        let script = format!(
+            "cd {} && truncate -s 16M img && mkfs.ext4 -q -F img && mkdir mnt && mount -o loop img mnt && echo ready && read x",
+            dir.path().display()
+        );
+        let mut shell = Script::of(Command::new("unshare").args(["-m", "sh", "-c", &script]));
+        if shell.line() != "ready" {
+            skip("no ext4 image can be mounted on a loop device");
+            return None;
+        }
+        Some(Self { shell, mount, _dir: dir })
+    }
+
+    /// A program in the namespace.
+    fn command(&self, program: &Path, args: &[String]) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["-t", &self.shell.pid().to_string(), "-m"]).arg(program).args(args);
+        command
+    }
+
+    fn freeze(&self) -> Frozen<'_> {
+        output_of(&mut self.command(Path::new("fsfreeze"), &["-f".to_owned(), self.mount.clone()]));
+        Frozen(self)
+    }
+
+    /// What a file has, if it's there.
+    fn read(&self, path: &str) -> String {
+        String::from_utf8(self.command(Path::new("cat"), &[path.to_owned()]).output().unwrap().stdout).unwrap()
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        output_of(&mut self.0.command(Path::new("fsfreeze"), &["-u".to_owned(), self.0.mount.clone()]));
+    }
+}
+
+#[test]
+fn an_audit_log_whose_disk_does_not_answer_delays_nothing_and_lacks_only_the_last_lines() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(disk) = Disk::mount() else { return };
+    let programs = Programs::start(85);
+    let log = format!("{}/audit.jsonl", disk.mount);
+    let lines = || {
+        let text = disk.read(&log);
+        // The last line may be incomplete.
+        let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+        whole.map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>()
+    };
+    let count = |lines: &[Value], what: &str| lines.iter().filter(|line| line["what"] == what).count();
+    let daemon = Daemon::of(&mut disk.command(program(), &programs.args(&["--audit", &log])));
+    wait_until("the log begins", || disk.read(&log).ends_with('\n'));
+    let frozen = disk.freeze();
+    assert_works();
+    drop(frozen);
+    wait_until("the marks are logged", || count(&lines(), "mark") >= 2);
+    assert_eq!(status()["audit_lost"], 0);
+
+    let frozen = disk.freeze();
+    let signalled = Instant::now();
+    daemon.signal(libc::SIGTERM);
+    wait_until("the summary is printed", || daemon.has_printed("pagefold.run/1"));
+    println!("the summary is printed {} ms after the signal", signalled.elapsed().as_millis());
+    assert!(signalled.elapsed() < END_MOST);
+    ksm.assert_knobs_restored();
+    drop(frozen);
+    let ended = daemon.end();
+    assert!(ended.summary()["audit_lost"].as_u64().unwrap() > 0, "{ended:?}");
+    assert!(ended.errors.contains("audit.jsonl does not answer: its last "), "{ended:?}");
+    let lines = lines();
+    assert!(count(&lines, "begin") == 1 && count(&lines, "lost") == 0, "{lines:?}");
+    assert_all_restored(&ksm, programs);
+}
