@@ -128,7 +128,9 @@ fn a_process_that_is_left_alone_keeps_its_marks_and_its_domain() {
     };
     assert!(victims.iter().all(|&victim| is_marked(&engine, victim)));
     let saved = watched.host.saved();
-    victims.iter().for_each(|&victim| watched.host.leave_alone(victim, true));
+    for victim in victims {
+        watched.host.leave_alone(victim, true);
+    }
     watched.run(&mut engine, 1);
     let since_ns = watched.host.now_ns();
     pair(&mut watched.host, 2, 32, &Fill::Series(1));
@@ -139,7 +141,9 @@ fn a_process_that_is_left_alone_keeps_its_marks_and_its_domain() {
     assert!(victims.iter().all(|&victim| is_marked(&engine, victim)), "they are accounted for");
     let was_read = |watched: &Watched, owner| watched.pages.iter().any(|&(at, of, _)| at > since_ns && of == owner);
     assert!(!victims.iter().any(|&victim| was_read(&watched, victim)), "they are left alone");
-    victims.iter().for_each(|&victim| watched.host.leave_alone(victim, false));
+    for victim in victims {
+        watched.host.leave_alone(victim, false);
+    }
     watched.run(&mut engine, 60);
     apart(&mut watched.host, &engine);
     assert!(victims.iter().all(|&victim| was_read(&watched, victim) && is_marked(&engine, victim)));

@@ -36,6 +36,7 @@ use pagefold_linux::proc::maps::{RegionKind, VmaDetail, parse_smaps};
 use pagefold_linux::scope::exclude::Exclusion;
 use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fmt::Write;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -56,12 +57,14 @@ const SCOPE: &str =
 /// Compares a text with a golden file. Each field of JSON must be in the reference, too.
 #[track_caller]
 pub fn check(name: &str, text: &str) {
-    if name.ends_with(".json") {
-        assert_explained(&serde_json::from_str(text).unwrap());
-    } else if name.ends_with(".jsonl") {
-        for line in text.lines() {
-            assert_explained(&serde_json::from_str(line).unwrap());
+    match Path::new(name).extension().and_then(OsStr::to_str) {
+        Some("json") => assert_explained(&serde_json::from_str(text).unwrap()),
+        Some("jsonl") => {
+            for line in text.lines() {
+                assert_explained(&serde_json::from_str(line).unwrap());
+            }
         }
+        _ => {}
     }
     pagefold_testkit::golden::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name), text);
 }
@@ -243,7 +246,7 @@ impl Run {
 
     /// The audit log, with a fixed time: its format has tests of its own.
     fn audit(&mut self) -> String {
-        self.active.finish(&Progress::new());
+        self.active.finish(&Progress::start());
         let text = std::fs::read_to_string(self.audit.path().join("audit.jsonl")).unwrap();
         let untimed = |line: &str| {
             let (schema, rest) = line.split_once("\"time\":\"").unwrap();
@@ -254,7 +257,7 @@ impl Run {
     }
 
     fn summary(&self, restored: Option<&RestoreOutcome>) -> Summary {
-        let mut progress = Progress::new();
+        let mut progress = Progress::start();
         progress.stood_down.clone_from(&self.known.stood_down);
         let left = self.targets.iter().filter_map(|target| {
             let (name, reason) = (target.name.clone(), target.left_alone.clone()?);

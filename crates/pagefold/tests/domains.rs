@@ -111,7 +111,9 @@ fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     victims[1].ask("group 77");
     let victim_pids = [victims[0].pid(), victims[1].pid()];
     let mut attackers = [Holder::start(DOUBLED), Holder::start(DOUBLED)];
-    attackers.iter_mut().for_each(|attacker| assert_eq!(attacker.ask("user 4321"), 0));
+    for attacker in &mut attackers {
+        assert_eq!(attacker.ask("user 4321"), 0);
+    }
     let attacker_pids = [attackers[0].pid(), attackers[1].pid()];
     let all = [victim_pids, attacker_pids].concat();
     let daemon = Daemon::on(&all, &["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"]);

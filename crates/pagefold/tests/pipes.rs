@@ -147,8 +147,8 @@ fn messages_wait_for_a_reader_that_comes_back_and_one_that_is_gone_is_not_missed
     assert_works();
     let is_left = format!("process {} (ssh-agent) is left alone", programs.left_alone.pid());
     let mut said = Vec::new();
+    let mut bytes = vec![0; 1 << 16];
     wait_until("the messages are read", || {
-        let mut bytes = [0; 1 << 16];
         let length = reader.read(&mut bytes).unwrap();
         said.extend_from_slice(&bytes[..length]);
         String::from_utf8_lossy(&said).contains(&is_left)
@@ -164,9 +164,9 @@ fn messages_wait_for_a_reader_that_comes_back_and_one_that_is_gone_is_not_missed
 /// Standard error is a stream to it, events are datagrams, and so is what the service manager is told.
 #[test]
 fn a_journal_that_hangs_delays_nothing() {
-    let Some(ksm) = KsmAtRest::take() else { return };
     const MOUNT: &str = "mkdir -p /run/systemd && mount -t tmpfs tmpfs /run/systemd && mkdir /run/systemd/journal \
                          && echo ready && read x";
+    let Some(ksm) = KsmAtRest::take() else { return };
     let mut shell = Script::of(Command::new("unshare").args(["-m", "sh", "-c", MOUNT]));
     if shell.line() != "ready" {
         skip("a tmpfs cannot be mounted in a mount namespace");

@@ -125,7 +125,7 @@ pub fn run(own: &RunArgs) -> Result<u8> {
     let metrics = metrics.start(&sender);
     let history = history::start(history, &sender);
     let server = control::serve(sender, args.dry_run);
-    let mut progress = Progress::new();
+    let mut progress = Progress::start();
     active.log(&Entry::begin("run", facts.scope.clone()));
     for left in left_alone {
         leave_alone(&mut active, &mut progress, left);

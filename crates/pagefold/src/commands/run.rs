@@ -114,7 +114,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mut sketches = fleet.and_then(|(fleet, place)| sketch::Writer::start(fleet, place, interval, &host));
     let server = control::serve(sender, args.dry_run);
     fault::point("socket-made");
-    let mut progress = Progress::new();
+    let mut progress = Progress::start();
     active.log(&Entry::begin("run", scope.to_string()));
     for left in left_alone {
         progress.leave_alone(left);

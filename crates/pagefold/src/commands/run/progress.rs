@@ -33,7 +33,7 @@ pub struct Progress {
 
 impl Progress {
     /// Shows nothing yet.
-    pub fn new() -> Self {
+    pub fn start() -> Self {
         Self {
             line: progress::Progress::new(),
             manager: ServiceManager::of_environment(),
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn many_short_lived_programs_fill_neither_the_list_nor_the_log() {
-        let mut progress = Progress::new();
+        let mut progress = Progress::start();
         let began = Instant::now();
         for pid in 0..9_000 {
             progress.leave_alone(LeftAlone {
