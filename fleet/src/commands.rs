@@ -34,7 +34,7 @@ pub fn command() -> clap::Command {
 
 /// Runs the program.
 pub fn main() -> ExitCode {
-    let cli = match pagefold_cli::parse::<Cli>() {
+    let cli = match pagefold_text::program::parse::<Cli>() {
         Ok(cli) => cli,
         Err(code) => return code,
     };
@@ -50,7 +50,7 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime.block_on(run),
         Err(error) => Err(anyhow::anyhow!("cannot start threads: {error}; raise the limit of threads")),
     };
-    pagefold_cli::finish("pagefold-fleet", result)
+    pagefold_text::program::finish("pagefold-fleet", result)
 }
 
 /// A panic of the engine on a thread of its own becomes an error of the query, which is one line: no other text comes with it.

@@ -3,10 +3,10 @@
 use crate::fleet::{Planned, Workload, Workloads};
 use crate::inventory::{Inventory, LeftOut};
 use crate::report::write_left_out;
-use pagefold_cli::style::{human, percent};
-use pagefold_cli::table::Table;
 use pagefold_core::units::index;
 use pagefold_planner::{HostId, Plan, Saving};
+use pagefold_text::style::{human, percent};
+use pagefold_text::table::Table;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};

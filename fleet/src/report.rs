@@ -4,9 +4,9 @@ use crate::engine::{Columns, Engine, positive};
 use crate::inventory::{Inventory, LeftOut};
 use crate::queries;
 use datafusion::error::Result;
-use pagefold_cli::style::{human, percent};
-use pagefold_cli::table::{Table, cell, spaced};
 use pagefold_core::units::{count, whole};
+use pagefold_text::style::{human, percent};
+use pagefold_text::table::{Table, cell, spaced};
 use serde::Serialize;
 use std::fmt;
 

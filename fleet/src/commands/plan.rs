@@ -5,10 +5,10 @@ use crate::fleet::{Limits, Workloads};
 use crate::plan::Document;
 use crate::rules::{MOST_BYTES, Rules};
 use anyhow::Result;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::style;
 use pagefold_planner::contents::Contents;
 use pagefold_planner::{Placement, plan};
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::style;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 

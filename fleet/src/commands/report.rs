@@ -3,7 +3,7 @@
 use super::sketches::{SketchArgs, failed};
 use crate::report::Report;
 use anyhow::Result;
-use pagefold_cli::{exit, style};
+use pagefold_text::{exit, style};
 
 /// Options of `pagefold-fleet report`.
 #[derive(clap::Args)]

@@ -5,9 +5,9 @@ use crate::inventory::{Inventory, Terms};
 use crate::sources::{Source, survey};
 use anyhow::Result;
 use humantime::{parse_duration, parse_rfc3339_weak};
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::progress::Progress;
 use pagefold_sketch::KeyId;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::progress::Progress;
 use std::time::{Duration, SystemTime};
 
 /// Options that all commands share.

@@ -5,8 +5,8 @@ use crate::fleet::Workloads;
 use crate::plan::{Document, SCHEMA};
 use crate::verify::Verification;
 use anyhow::Result;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::style;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::style;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 

@@ -11,6 +11,5 @@ pub(crate) mod number_list;
 pub mod peer;
 pub mod pressure;
 pub mod privileges;
-pub mod regular;
 pub mod sockets;
 pub mod wake;

@@ -2,6 +2,7 @@
 
 use crate::os::fields::{MISSING, NOT_A_NUMBER, field, number};
 use crate::proc::process::{Process, ReadError};
+pub use pagefold_text::escape::{is_unsafe, printable};
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -96,32 +97,6 @@ pub fn program_name(exe: Option<&Path>, comm: &[u8]) -> Vec<u8> {
     name.unwrap_or(comm).to_vec()
 }
 
-/// Makes untrusted text safe to print: escapes control characters and characters that reorder a line.
-pub fn printable(text: &[u8]) -> String {
-    String::from_utf8_lossy(text)
-        .chars()
-        .flat_map(|c| if is_unsafe(c) { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
-        .collect()
-}
-
-/// Whether a terminal may obey a character, or show a line that contains it as another one: control characters (C0, DEL and
-/// C1), and those that are invisible or change the direction of text.
-pub fn is_unsafe(c: char) -> bool {
-    c.is_control()
-        || matches!(
-            c,
-            '\u{ad}'
-                | '\u{61c}'
-                | '\u{180e}'
-                | '\u{200b}'..='\u{200f}'
-                | '\u{2028}'..='\u{202e}'
-                | '\u{2060}'..='\u{206f}'
-                | '\u{feff}'
-                | '\u{fff9}'..='\u{fffb}'
-                | '\u{e0000}'..='\u{e007f}'
-        )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,9 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn control_characters_in_names_are_escaped() {
-        assert_eq!(printable(b"a\x1b[2Jb\xff\nc"), "a\\u{1b}[2Jb\u{fffd}\\nc");
-        assert_eq!(printable("x\u{202e}y é".as_bytes()), "x\\u{202e}y é");
+    fn a_program_has_the_base_name_of_its_executable() {
         assert_eq!(program_name(Some("/opt/x y (deleted)".as_ref()), b"z"), b"x y");
         assert_eq!(program_name(None, b"z"), b"z");
     }

@@ -170,7 +170,7 @@ fn moments(path: &Path, since: Duration) -> Moments {
 
 /// The error, and that there is no history either.
 fn also(error: &anyhow::Error, problem: &str) -> anyhow::Error {
-    Exit::new(exit::code_of(error), format!("{error:#}; nor can the history be read: {problem}")).into()
+    Exit::new(pagefold_cli::code_of(error), format!("{error:#}; nor can the history be read: {problem}")).into()
 }
 
 fn write_page(args: &TopArgs, file: &Path) -> Result<u8> {

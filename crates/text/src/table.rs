@@ -1,7 +1,7 @@
 //! Aligned columns.
 
+use crate::escape::printable;
 use crate::style::shorten;
-use pagefold_linux::proc::status::printable;
 use std::fmt;
 use unicode_width::UnicodeWidthChar;
 

@@ -2,8 +2,8 @@
 //!
 //! A page is one file. Its policy lets the browser load nothing and run no script, whatever a name contains.
 
-use pagefold_linux::os::regular;
-use pagefold_linux::proc::status::printable;
+use crate::escape::printable;
+use crate::regular;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::Path;

@@ -51,21 +51,3 @@ impl fmt::Display for Exit {
 }
 
 impl std::error::Error for Exit {}
-
-/// The exit code of an error: that of the first [`Exit`] in its chain, or [`FAILURE`].
-pub fn code_of(error: &anyhow::Error) -> u8 {
-    error.chain().find_map(|cause| cause.downcast_ref::<Exit>()).map_or(FAILURE, |exit| exit.code)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use anyhow::Context;
-
-    #[test]
-    fn a_code_survives_context() {
-        let error = Err::<(), _>(Exit::new(REFUSED, "no")).context("while trying").unwrap_err();
-        assert_eq!(code_of(&error), REFUSED);
-        assert_eq!(code_of(&anyhow::anyhow!("whatever")), FAILURE);
-    }
-}

@@ -3,8 +3,8 @@
 //! Names of programs, files and cgroups are chosen by others. So all text is written by [`print()`], [`json`] or
 //! [`complain`](crate::messages::complain), which let no character of theirs reach a terminal that it may obey.
 
+use crate::escape::is_unsafe;
 use crate::figures::wrap;
-use pagefold_linux::proc::status::is_unsafe;
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
@@ -121,7 +121,7 @@ pub fn shorten(text: &str, width: usize) -> String {
 
 /// Writes to standard output. A closed pipe (`| head`) is not an error. Characters that a terminal may obey are escaped,
 /// other than line ends and, on a terminal, the codes of [`Style`]. A name must not contain line ends: see
-/// [`printable`](pagefold_linux::proc::status::printable).
+/// [`printable`](crate::escape::printable).
 pub fn print(text: &str) -> io::Result<()> {
     write(&visible(text, io::stdout().is_terminal()))
 }

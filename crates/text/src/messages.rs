@@ -4,7 +4,7 @@
 //! stopped would stop it as well. So it queues them ([`Sink`]), and says how many were lost when somebody reads again.
 
 use crate::sink::{Next, Sink};
-use pagefold_linux::proc::status::printable;
+use crate::escape::printable;
 use std::io::{self, Write, stderr};
 use std::sync::OnceLock;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! A progress line on standard error.
 
+use crate::escape::printable;
 use crate::messages;
 use crate::style::bar;
-use pagefold_linux::proc::status::printable;
 use std::io::{IsTerminal, stderr};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};

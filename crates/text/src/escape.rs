@@ -1,0 +1,38 @@
+//! Names of programs, files and cgroups are chosen by others: how they become text that no terminal obeys.
+
+/// Makes untrusted text safe to print: escapes control characters and characters that reorder a line.
+pub fn printable(text: &[u8]) -> String {
+    String::from_utf8_lossy(text)
+        .chars()
+        .flat_map(|c| if is_unsafe(c) { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
+        .collect()
+}
+
+/// Whether a terminal may obey a character, or show a line that contains it as another one: control characters (C0, DEL and
+/// C1), and those that are invisible or change the direction of text.
+pub fn is_unsafe(c: char) -> bool {
+    c.is_control()
+        || matches!(
+            c,
+            '\u{ad}'
+                | '\u{61c}'
+                | '\u{180e}'
+                | '\u{200b}'..='\u{200f}'
+                | '\u{2028}'..='\u{202e}'
+                | '\u{2060}'..='\u{206f}'
+                | '\u{feff}'
+                | '\u{fff9}'..='\u{fffb}'
+                | '\u{e0000}'..='\u{e007f}'
+        )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_in_names_are_escaped() {
+        assert_eq!(printable(b"a\x1b[2Jb\xff\nc"), "a\\u{1b}[2Jb\u{fffd}\\nc");
+        assert_eq!(printable("x\u{202e}y é".as_bytes()), "x\\u{202e}y é");
+    }
+}

@@ -1,0 +1,25 @@
+//! Text: what people and browsers read, whatever the names in it contain. A leaf: it knows nothing of pagefold, nor of other processes.
+//!
+//! | what | module |
+//! | --- | --- |
+//! | names that others have chosen, fit to print | [`escape`] |
+//! | sizes, shares, times, counts; wrapped text | [`style`], [`figures`] |
+//! | tables, colour, progress | [`table`], [`style`], [`progress`] |
+//! | standard error, which never delays a daemon; queues for what may not take it | [`messages`], [`sink`] |
+//! | web pages: the frame, escaping, and how they are written | [`html`] |
+//! | opening a file that is what it seems to be | [`regular`] |
+//! | exit codes, and errors of one line; parsing a command line | [`exit`], `program` |
+#![forbid(unsafe_code)]
+
+pub mod escape;
+pub mod exit;
+pub mod figures;
+pub mod html;
+pub mod messages;
+#[cfg(feature = "program")]
+pub mod program;
+pub mod progress;
+pub mod regular;
+pub mod sink;
+pub mod style;
+pub mod table;

@@ -1,0 +1,63 @@
+//! The command line of a program: parsing it, and reporting how a command ends.
+
+use crate::exit::{self, Exit};
+use crate::messages;
+use clap::Parser;
+use clap::error::ErrorKind;
+use std::process::ExitCode;
+
+/// Parses the command line.
+///
+/// # Errors
+/// The exit code, after help, version or a usage error has been printed. A usage error is one line on standard error.
+pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
+    Cli::try_parse().map_err(|error| {
+        use ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
+        match error.kind() {
+            DisplayHelp | DisplayVersion | DisplayHelpOnMissingArgumentOrSubcommand => {
+                // Without a reader there is no help to show.
+                let _ = error.print();
+                (if error.use_stderr() { exit::USAGE } else { exit::OK }).into()
+            }
+            _ => {
+                let text = error.render().to_string();
+                let first = text.split("\n\n").next().unwrap_or_default();
+                let what = first.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
+                let program = Cli::command().get_name().to_owned();
+                messages::complain(&program, &format!("{what}; see {program} --help"));
+                exit::USAGE.into()
+            }
+        }
+    })
+}
+
+/// Reports the result of a command: an error is one line on standard error.
+pub fn finish(program: &str, result: anyhow::Result<u8>) -> ExitCode {
+    let code = match result {
+        Ok(code) => code,
+        Err(error) => {
+            messages::complain(program, &format!("{error:#}").replace('\n', " "));
+            code_of(&error)
+        }
+    };
+    messages::flush();
+    code.into()
+}
+
+/// The exit code of an error: that of the first [`Exit`] in its chain, or [`exit::FAILURE`].
+pub fn code_of(error: &anyhow::Error) -> u8 {
+    error.chain().find_map(|cause| cause.downcast_ref::<Exit>()).map_or(exit::FAILURE, |exit| exit.code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn a_code_survives_context() {
+        let error = Err::<(), _>(Exit::new(exit::REFUSED, "no")).context("while trying").unwrap_err();
+        assert_eq!(code_of(&error), exit::REFUSED);
+        assert_eq!(code_of(&anyhow::anyhow!("whatever")), exit::FAILURE);
+    }
+}
