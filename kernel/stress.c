@@ -349,6 +349,32 @@ static void turn(void)
 	_exit(0);
 }
 
+static long read_file(const char *path)
+{
+	char buf[32] = "";
+	int fd = open(path, O_RDONLY);
+
+	if (fd < 0 || read(fd, buf, sizeof(buf) - 1) < 0)
+		return -1;
+	close(fd);
+	return atol(buf);
+}
+
+/* All processes are gone, and ksmd rests: nothing is shared any more, once what is done after an exit is done. */
+static void check_that_nothing_is_left(void)
+{
+	static const char *const counters[] = { "/sys/kernel/mm/ksm/pages_sharing", "/sys/kernel/mm/ksm/pages_shared" };
+
+	for (int k = 0; k < 2; k++) {
+		for (int i = 0; i < 2000 && read_file(counters[k]); i++)
+			usleep(10000);
+		if (read_file(counters[k])) {
+			printf("%s is %ld at the end\n", counters[k], read_file(counters[k]));
+			shared->failed = 1;
+		}
+	}
+}
+
 int main(int argc, char **argv)
 {
 	int seconds = argc > 1 ? atoi(argv[1]) : 30, processes = argc > 2 ? atoi(argv[2]) : 6, status;
@@ -412,6 +438,7 @@ int main(int argc, char **argv)
 			shared->failed = 1;
 		}
 	(void)helpers;
+	check_that_nothing_is_left();
 	printf("stress: %s: %lu pages merged of %lu named, %lu written, %lu checked, %lu forks\n",
 	       shared->failed ? "FAILED" : "good", shared->merged, shared->tried, shared->writes, shared->checked,
 	       shared->forks);

@@ -226,6 +226,8 @@ static int merge_lock_mms(struct mm_struct *a, struct mm_struct *b)
 		if (a == b || mmap_read_trylock(b))
 			return 0;
 		mmap_read_unlock(a);
+		/* A writer whose turn it is may need this CPU */
+		cond_resched();
 		swap(a, b);
 	}
 }
