@@ -23,6 +23,7 @@ use pagefold_linux::proc::process::ReadError;
 use pagefold_linux::scope::deny_list::DenyList;
 use pagefold_linux::scope::domain::{DEFAULT, DomainRules};
 use pagefold_linux::scope::exclude::Exclusion;
+use pagefold_linux::scope::kept_out::KeptOut;
 use pagefold_linux::scope::new_processes::NewProcesses;
 use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped};
 use std::fs::File;
@@ -199,7 +200,9 @@ impl Recorder {
         let next_region = &mut self.next_region;
         let (roots, rules, mut domains) = (Roots::default(), DomainRules::default(), vec![DEFAULT.to_owned()]);
         let (scope, programs) = ((&self.options.scope, &roots), Programs::default());
-        let mut watch = Watch::new(scope, &self.options.deny, (&rules, &mut domains, &[]), &programs);
+        let mut kept_out = KeptOut::default();
+        let left_out = (&self.options.deny, &mut kept_out);
+        let mut watch = Watch::new(scope, left_out, (&rules, &mut domains, &[]), &programs);
         let refreshed = target.refresh(now_ns, processes, &mut watch, || {
             *next_region += 1;
             RegionKey(*next_region)

@@ -5,7 +5,10 @@ use crate::flags::ScopeFlags;
 use crate::options::{Value, Values};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::process::ReadError;
-use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped, resolve, resolve_by_name};
+use pagefold_linux::scope::{
+    ScopeError, ScopeSpec, Scoped, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
+};
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// The processes in scope. Several flags add up.
@@ -51,18 +54,18 @@ impl ScopeArgs {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 
-    /// The same for undoing: `--exe` matches programs by name, even if other users can change their files.
+    /// The same for undoing: `--exe` matches programs by name, even if other users can change their files, and `--pid` the process
+    /// and its descendants.
     ///
     /// # Errors
     /// As [`Self::resolve`].
-    pub fn resolve_by_name(&self) -> Result<Vec<Scoped>, Exit> {
-        resolve_by_name(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
+    pub fn resolve_for_undoing(&self) -> Result<Vec<Scoped>, Exit> {
+        resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
     }
 
-    /// The same some time later: processes that were selected by number are not looked for again, and there may be none.
-    pub fn resolve_later(&self) -> Vec<Scoped> {
-        let spec = ScopeSpec { pids: Vec::new(), ..self.spec() };
-        resolve_by_name(&spec, &Roots::default()).unwrap_or_default()
+    /// The same some time later, when these have been found. There may be none.
+    pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<Scoped> {
+        resolve_for_undoing_again(&self.spec(), found, &Roots::default(), &[own_pid()])
     }
 }
 

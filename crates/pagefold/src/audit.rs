@@ -7,7 +7,7 @@
 mod entry;
 mod file;
 
-pub use entry::{Before, Entry, Owner};
+pub use entry::{Entry, Owner};
 use file::LogFile;
 use pagefold_cli::exit::Exit;
 use pagefold_cli::sink::Sink;

@@ -5,6 +5,7 @@ pub mod control;
 pub mod doctor;
 pub mod exec;
 pub mod explain;
+pub mod include;
 pub mod run;
 pub mod scan;
 pub mod sketch;

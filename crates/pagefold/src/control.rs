@@ -4,12 +4,14 @@
 //! engine: it puts requests into a [`queue`], which the main loop serves between two cycles.
 
 pub mod client;
+pub mod orders;
 pub mod protocol;
 pub mod queue;
 pub mod server;
 
 use crate::commands::explain;
 use crate::commands::status::Status;
+use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::os::peer::group_id;
 use protocol::{GROUP, PATH, Request};
 use queue::RequestSender;
@@ -20,14 +22,9 @@ use std::sync::Arc;
 
 /// Serves the socket. If that fails the run goes on without it. A dry run does not replace the socket of another run.
 pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
-    let answer = move |request: Request| {
-        let facts = requests.send(request.clone())?;
-        match request {
-            Request::Status => json(&Status::of(&facts)),
-            Request::Explain { pid } => json(&explain::of(&facts, pid)?),
-            Request::Guest { guest } => json(&explain::of_guest(&facts, &guest)),
-            Request::Governor { .. } | Request::Pause | Request::Resume => json(&facts.control_state()),
-        }
+    let answer = move |request: Request, uid: u32| match request {
+        Request::Unmerge(_) | Request::Include(_) => requests.order(request, uid),
+        request => answer(&requests, request).map_err(|why| Exit::new(exit::FAILURE, why)),
     };
     match Server::start(Path::new(PATH), !dry_run, group_id(GROUP), Arc::new(answer)) {
         Ok(server) => Some(server),
@@ -35,6 +32,16 @@ pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
             complain!("{error:#}; status and the other commands for a running pagefold will not reach this run");
             None
         }
+    }
+}
+
+fn answer(requests: &RequestSender, request: Request) -> Result<String, String> {
+    let facts = requests.send(request.clone())?;
+    match request {
+        Request::Explain { pid } => json(&explain::of(&facts, pid)?),
+        Request::Guest { guest } => json(&explain::of_guest(&facts, &guest)),
+        Request::Governor { .. } | Request::Pause | Request::Resume => json(&facts.control_state()),
+        _ => json(&Status::of(&facts)),
     }
 }
 

@@ -21,7 +21,7 @@ use pagefold_core::engine::Engine;
 use pagefold_core::sampling::census::bytes_of;
 use pagefold_linux::host::live::{Event, LiveHost};
 use pagefold_linux::inject::mark::mark;
-use pagefold_linux::inject::unmerge::unmerge;
+use pagefold_linux::inject::unmerge::{Unmerged, unmerge};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError, other_driver, restore_deferred};
 use pagefold_linux::ksm::lock::Lock;
@@ -254,10 +254,12 @@ impl Demo {
         let paths = KsmPaths::default();
         let lease = KsmLease::take(self.ksm.clone(), &paths, &InitialKnobs::NONE)
             .map_err(|error| preflight::explain_take(&error))?;
-        let mut injector = preflight::injector()?;
+        let injector = preflight::injector()?;
         let mut unmerged = 0;
         for &pid in pids {
-            unmerged += unmerge(&Process::open(pid)?, &mut injector, &Roots::default())?.given_back.0;
+            let mut done = Unmerged::default();
+            unmerge(&Process::open(pid)?, &injector.handle(), &Roots::default(), &mut done)?;
+            unmerged += done.given_back.0;
             self.interrupt.check()?;
         }
         drop(injector);

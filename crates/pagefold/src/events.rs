@@ -22,8 +22,8 @@ const GROWS: u64 = 60;
 pub struct Event {
     /// When it last happened, seconds since 1970.
     pub time: u64,
-    /// In one word: `mark`, `unmark`, `merge`, `override`, `left-alone`, `scan`, `governor`, `pause`, `resume`, `settings`,
-    /// `injector`, `stood-down` or `error`.
+    /// In one word: `mark`, `unmark`, `merge`, `override`, `left-alone`, `scan`, `governor`, `pause`, `resume`,
+    /// `unmerge`, `include`, `settings`, `injector`, `stood-down` or `error`.
     pub what: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,

@@ -225,6 +225,7 @@ impl Run {
             injector_restarts: 0,
             targets: self.targets.clone(),
             domains: DOMAINS.map(str::to_owned).to_vec(),
+            kept_out: Vec::new(),
             limited,
             run: RunFacts { events, ..self.known.clone() },
             xen: None,

@@ -27,7 +27,7 @@
 use crate::config::args::RunArgs;
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::sketch as sketches;
-use commands::{config as files, control as requests, doctor, exec, explain, run, scan, status, top, unmerge};
+use commands::{config as files, control as requests, doctor, exec, explain, include, run, scan, status, top, unmerge};
 use control::protocol::Request;
 use std::process::ExitCode;
 
@@ -87,8 +87,10 @@ enum Command {
     Resume(requests::PauseArgs),
     /// Start a program whose memory KSM may merge, without ever tracing it
     Exec(exec::ExecArgs),
-    /// Unmerge the memory of processes and remove their marks
+    /// Unmerge the memory of processes and remove their marks; a running daemon keeps them out from then on
     Unmerge(unmerge::UnmergeArgs),
+    /// Let processes in again that the daemon keeps out since they were unmerged
+    Include(include::IncludeArgs),
     /// Check whether this machine can run pagefold, and what to change if not
     Doctor(doctor::DoctorArgs),
     /// Check or show what the configuration files set
@@ -131,6 +133,7 @@ pub fn main() -> ExitCode {
         Command::Resume(args) => requests::change(&Request::Resume, args.json),
         Command::Exec(args) => exec::run(args),
         Command::Unmerge(args) => unmerge::run(args),
+        Command::Include(args) => include::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Config(command) => files::run(command),
         Command::Demo(args) => demo::run(args),

@@ -289,7 +289,7 @@ fn malformed_requests_and_silent_clients_do_no_harm() {
         (b"{\"schema\":\"pagefold.control/1\",\"request\":\"dance\"}\n", "dance"),
         (b"{\"schema\":\"pagefold.control/1\",\"request\":\"governor\",\"name\":\"turbo\"}\n", "full, medium"),
         (b"{\"schema\":\"pagefold.control/9\",\"request\":\"pause\"}\n", "not of schema"),
-        (&huge, "longer than 4096 bytes"),
+        (&huge, "longer than 65536 bytes"),
     ];
     for (request, says) in cases {
         let mut stream = UnixStream::connect(SOCKET).unwrap();

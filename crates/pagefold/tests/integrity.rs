@@ -67,6 +67,15 @@ fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Disturba
             assert_well_for(shufflers, Duration::from_millis(300));
             assert!(pagefold(&["resume"]).status.success());
             assert_well_for(shufflers, Duration::from_millis(500));
+            // The daemon does it, and keeps it out meanwhile.
+            story.unmerges += 1;
+            if let Err(why) = try_unmerge(&pids[..1]) {
+                assert!(scarce && why.contains("has room for"), "{why}");
+                story.no_room += 1;
+            }
+            assert_well_for(shufflers, Duration::from_millis(300));
+            succeed(&with_pids(&["include"], &pids[..1], &[]));
+            assert_well_for(shufflers, Duration::from_millis(500));
         }
         if story.runs % 3 == 2 {
             story.killed += 1;

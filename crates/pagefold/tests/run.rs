@@ -383,7 +383,6 @@ fn ksm_that_another_program_uses_is_left_alone() {
     wait_until("KSM is controlled by the run", || number("run") == 1);
     let by = format!("another pagefold (pid {})", daemon.pid());
     assert_fails(&run, 7, &by);
-    assert_fails(&["unmerge", "--pid", &named], 7, &by);
     wait_for_saving(32 * MIB);
     let summary = daemon.stop();
     assert_eq!((&summary["stood_down"], &summary["knobs_restored"]), (&Value::Null, &json!(true)));

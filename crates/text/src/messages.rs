@@ -3,8 +3,8 @@
 //! A command writes them itself. A daemon must not: a pipe that nobody reads, a log that doesn't answer or a terminal that was
 //! stopped would stop it as well. So it queues them ([`Sink`]), and says how many were lost when somebody reads again.
 
-use crate::sink::{Next, Sink};
 use crate::escape::printable;
+use crate::sink::{Next, Sink};
 use std::io::{self, Write, stderr};
 use std::sync::OnceLock;
 use std::time::Duration;

@@ -11,6 +11,7 @@ use pagefold::commands::run::{log_merges, rounds};
 use pagefold::config::args::RunArgs as Args;
 use pagefold::config::settings::{MechanismChoice, Settings};
 use pagefold::control;
+use pagefold::control::orders;
 use pagefold::control::queue::{Facts, RequestQueue, RunFacts, TargetFacts};
 use pagefold::history::{self, HistoryFile};
 use pagefold::metrics::Metrics;
@@ -180,6 +181,8 @@ fn main_loop(
         if let Some(governor) = requested {
             active.events.note("governor", governor.to_string());
         }
+        let line = "this pagefold shares memory of Xen's guests, not of processes; stop it first";
+        orders::refuse(requests.take_orders(), &Exit::new(exit::KSM_TAKEN, line));
         let who = || style::count(host.guests().count(), "guest", "guests");
         progress.show(engine, who, requests.is_paused());
         ControlFlow::Continue(())
@@ -226,6 +229,7 @@ fn facts_of(engine: &Engine, host: &LiveXen, run: RunFacts) -> Facts {
         injector_restarts: 0,
         targets: targets.collect(),
         domains: host.trusts().to_vec(),
+        kept_out: Vec::new(),
         limited: BTreeMap::new(),
         run,
         xen: Some(view(host.figures())),

@@ -7,6 +7,7 @@
 
 use crate::host::huge_mappings::HugeMappings;
 use crate::host::targets::Target;
+use crate::inject::unmerge::{UnmergeError, Unmerged};
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
 use crate::proc::Roots;
 use crate::proc::image::{AddressSpace, ProgramId, image_of};
@@ -17,6 +18,7 @@ use crate::scope::domain::DomainRules;
 use crate::scope::dumpable::{Dumpable, would_ask};
 use crate::scope::exclude::{Exclusion, ProcessFacts, exclusion_of, judge_opt_outs};
 use crate::scope::exe::Exe;
+use crate::scope::kept_out::{KeptOut, Subject};
 use crate::scope::opt_out::OptOut;
 use crate::scope::opt_out_qemu;
 use crate::scope::rule::{Rule, RuleFacts, first_match};
@@ -24,9 +26,10 @@ use crate::scope::{Candidate, CgroupFacts, ScopeSpec, Selection, cgroups_of};
 use pagefold_core::host::Mechanism;
 use pagefold_core::keys::{DomainKey, GroupKey};
 use pagefold_core::marking::lifetimes::Lifetimes;
-use pagefold_core::units::Bytes;
+use pagefold_core::units::{Bytes, Pages};
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Least time between two checks of a process, nanoseconds.
 const RECHECK_MIN_NS: u64 = 2_000_000_000;
@@ -81,17 +84,30 @@ enum CommandLine {
     Read(Option<&'static str>),
 }
 
+/// Which marks of a process must be removed. The later ones include the former.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Marks {
+    /// Those of excluded mappings, unless the process is marked as a whole: then it, or the administrator, wants that.
+    Excluded,
+    /// Those of all mappings, unless the process is marked as a whole.
+    Mappings,
+    /// All, whoever has set them, because somebody has asked for it.
+    All,
+}
+
 /// Marks of a target that must be removed, because its memory is excluded now.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct PendingUnmark {
     /// Why.
     pub reason: Exclusion,
-    /// Whether all marks of the process are meant, or those of excluded mappings.
-    pub whole: bool,
+    /// Which of them.
+    pub marks: Marks,
     /// Address space still marked at the last try.
     pub left: Bytes,
     /// Why the last try has failed, if one has.
-    pub problem: Option<String>,
+    pub problem: Option<Arc<UnmergeError>>,
+    /// Merged memory at the first try, KiB.
+    pub(super) merged_kib: Option<u64>,
     pub(super) tried: bool,
     pub(super) next_ns: u64,
     pause_ns: u64,
@@ -99,12 +115,22 @@ pub struct PendingUnmark {
 
 impl PendingUnmark {
     /// Puts off the next try.
-    pub(super) fn put_off(&mut self, now_ns: u64, problem: String) {
+    pub(super) fn put_off(&mut self, now_ns: u64, problem: UnmergeError) {
+        let pause_ns = self.pause_ns;
+        self.pause_ns = (pause_ns * 2).min(OWED_PAUSE_MAX_NS);
+        self.look_again(now_ns, pause_ns, problem);
+    }
+
+    /// Looks again soon whether the try under way has ended.
+    pub(super) fn wait(&mut self, now_ns: u64, problem: UnmergeError) {
+        self.look_again(now_ns, UNMARK_PAUSE_NS, problem);
+    }
+
+    fn look_again(&mut self, now_ns: u64, pause_ns: u64, problem: UnmergeError) {
         // Others wait for the first try only.
         self.tried = true;
-        self.problem = Some(problem);
-        self.next_ns = now_ns + self.pause_ns;
-        self.pause_ns = (self.pause_ns * 2).min(OWED_PAUSE_MAX_NS);
+        self.problem = Some(Arc::new(problem));
+        self.next_ns = now_ns + pause_ns;
     }
 }
 
@@ -116,7 +142,9 @@ fn recheck_ns(all_ns: u64) -> u64 {
 /// The rules that processes are judged by.
 #[allow(missing_debug_implementations, reason = "lives for one refresh")]
 pub struct Watch<'a> {
+    roots: &'a Roots,
     deny: &'a DenyList,
+    kept_out: &'a mut KeptOut,
     rules: &'a DomainRules,
     domains: &'a mut Vec<String>,
     groups: &'a [Rule],
@@ -126,15 +154,15 @@ pub struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// Rules for processes of a scope, the domains known so far, and the rules for groups with limits.
+    /// Rules for processes of a scope, who is left out of it, the domains known so far, and the rules for groups with limits.
     pub fn new(
         (scope, roots): (&'a ScopeSpec, &'a Roots),
-        deny: &'a DenyList,
+        (deny, kept_out): (&'a DenyList, &'a mut KeptOut),
         (rules, domains, groups): (&'a DomainRules, &'a mut Vec<String>, &'a [Rule]),
         programs: &'a Programs,
     ) -> Self {
         let selection = Selection::of_existing(scope, roots);
-        Self { deny, rules, domains, groups, programs, selection, cgroups: HashMap::new() }
+        Self { roots, deny, kept_out, rules, domains, groups, programs, selection, cgroups: HashMap::new() }
     }
 
     pub(super) fn programs(&self) -> &'a Programs {
@@ -233,6 +261,15 @@ impl Target {
         self.identity.barred.is_some()
     }
 
+    /// Gives the reason why the process as a whole is left alone, if it is. Returns whether it was another one until now.
+    pub(super) fn show_barred(&mut self) -> bool {
+        let is_shown = self.identity.barred.is_none() || self.exclusion == self.identity.barred;
+        if !is_shown {
+            self.exclusion.clone_from(&self.identity.barred);
+        }
+        !is_shown
+    }
+
     /// Forgets everything if the process runs another program than at the last look; returns whether it does.
     pub(super) fn notice_exec(&mut self) -> bool {
         let executed = self.runs_another_program();
@@ -266,7 +303,8 @@ impl Target {
 
     fn look_now(&mut self, watch: &mut Watch<'_>) -> Result<bool, ReadError> {
         let pid = self.process.pid();
-        let cgroups = watch.cgroup_facts(cgroups_of(&self.process)?);
+        let cgroup_lines = cgroups_of(&self.process)?;
+        let cgroups = watch.cgroup_facts(cgroup_lines.clone());
         let cpu_ns = process_cpu_ns(pid);
         let may_pass = self.identity.barred.as_ref().is_some_and(Exclusion::may_pass);
         let is_known = |seen: &Seen| {
@@ -319,10 +357,20 @@ impl Target {
             exe: facts.exe.as_ref(),
             comm: &facts.comm,
         };
+        let subject = Subject {
+            process: &self.process,
+            candidate: Candidate { is_named: false, ..candidate },
+            cgroups: &cgroup_lines,
+            is_new: self.identity.seen.is_none(),
+        };
+        let kept_out = watch.kept_out.verdict(&subject, watch.roots);
+        let kept_out = kept_out.map(|(by, selector)| (Exclusion::KeptOut { by }, selector.to_string()));
         let by_cgroups = (cgroups.opt_outs.as_slice(), cgroups.path.as_deref());
         let option = if let CommandLine::Read(option) = command_line { option } else { None };
         let (opted_out, overridden) = judge_opt_outs(&facts, by_cgroups, option, watch.deny);
-        let barred = if opted_out.is_some() {
+        let barred = if let Some((reason, _)) = &kept_out {
+            Some(reason.clone())
+        } else if opted_out.is_some() {
             opted_out
         } else if !watch.selection.contains(&candidate, &cgroups) {
             Some(Exclusion::OutOfScope)
@@ -340,6 +388,9 @@ impl Target {
             group.map(|group| format!("The limits of {} apply to it.", printable(watch.groups[group].name.as_bytes()))),
         );
         notes.extend(overridden.iter().map(|opt_out| format!("overridden: {opt_out}")));
+        notes.extend(
+            kept_out.map(|(_, selector)| format!("Kept out by request: pagefold include {selector} lets it in again.")),
+        );
         let group = group.and_then(|group| u16::try_from(group).ok()).map(GroupKey);
         changed |= self.group != group;
         (self.notes, self.group) = (notes, group);
@@ -389,8 +440,11 @@ impl Target {
                     self.leave_alone(reason.clone());
                     self.forget_survey();
                 }
-                if reason.withdraws_marks() && self.identity.marked {
-                    self.request_unmark(reason.clone(), true);
+                let marks = if matches!(reason, Exclusion::KeptOut { .. }) { Marks::All } else { Marks::Mappings };
+                // Those of an earlier run, or set by the process, are not known.
+                let may_be_marked = self.identity.marked || is_new && marks == Marks::All;
+                if reason.withdraws_marks() && may_be_marked {
+                    self.request_unmark(reason.clone(), marks);
                 }
             }
             None if is_new => {
@@ -405,9 +459,33 @@ impl Target {
         is_new
     }
 
-    pub(super) fn put_off(&mut self, now_ns: u64, problem: String) {
+    /// Unmarks all of it, because this user has asked for that.
+    pub(super) fn unmerge(&mut self, by: u32) {
+        self.unmerged = Unmerged::default();
+        self.pending = None;
+        self.request_unmark(Exclusion::KeptOut { by }, Marks::All);
+    }
+
+    /// Counts what was done by a request to unmerge it, of whose memory as much is merged still.
+    pub(super) fn count_unmerged(&mut self, merged_kib: u64, unmarked: Pages, longest_stop_ns: u64) {
+        let Some(pending) = self.pending.as_mut().filter(|pending| pending.marks == Marks::All) else { return };
+        let before_kib = *pending.merged_kib.get_or_insert(merged_kib);
+        let done = &mut self.unmerged;
+        done.given_back = Bytes(before_kib.saturating_sub(merged_kib).saturating_mul(1024));
+        done.unmarked = Bytes(done.unmarked.0 + unmarked.bytes().0);
+        done.longest_stop_ns = done.longest_stop_ns.max(longest_stop_ns);
+    }
+
+    pub(super) fn put_off(&mut self, now_ns: u64, problem: UnmergeError) {
         if let Some(pending) = &mut self.pending {
             pending.put_off(now_ns, problem);
+        }
+    }
+
+    /// Looks again soon whether the try under way to remove marks has ended.
+    pub(super) fn wait(&mut self, now_ns: u64, problem: UnmergeError) {
+        if let Some(pending) = &mut self.pending {
+            pending.wait(now_ns, problem);
         }
     }
 
@@ -421,20 +499,21 @@ impl Target {
     /// Records that all marks that were to be removed have been.
     pub(super) fn set_settled(&mut self) {
         match self.pending.take() {
-            Some(pending) if pending.whole => self.identity.set_cleared(),
+            Some(pending) if pending.marks > Marks::Excluded => self.identity.set_cleared(),
             _ => self.set_changed(),
         }
     }
 
     /// Records that marks must be removed.
-    pub(super) fn request_unmark(&mut self, reason: Exclusion, whole: bool) {
-        if self.pending.as_ref().is_none_or(|pending| whole && !pending.whole) {
+    pub(super) fn request_unmark(&mut self, reason: Exclusion, marks: Marks) {
+        if self.pending.as_ref().is_none_or(|pending| marks > pending.marks) {
             let left = Bytes(0);
             self.pending = Some(PendingUnmark {
                 reason,
-                whole,
+                marks,
                 left,
                 problem: None,
+                merged_kib: None,
                 tried: false,
                 next_ns: 0,
                 pause_ns: UNMARK_PAUSE_NS,

@@ -7,10 +7,12 @@ mod placing;
 mod reading;
 mod refresh;
 mod requesting;
+mod unmerging;
 mod withdrawing;
 
 pub use placing::Policies;
 pub use reading::{Content, Digest, PageContent, Place, Progress};
+pub use unmerging::{RequestRefusal, Unmerging};
 
 use self::limits::Limits;
 use self::placing::Placing;
@@ -32,6 +34,7 @@ use crate::proc::memory::{Contents, PageReader, ReadHow};
 use crate::proc::process::ReadError;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{self, DomainRules};
+use crate::scope::kept_out::KeptOut;
 use crate::scope::new_processes::NewProcesses;
 use crate::scope::rule::Rule;
 use crate::scope::{ScopeError, ScopeSpec, user_id};
@@ -151,6 +154,8 @@ pub struct LiveHost {
     withdrawn: Outcome,
     roots: Roots,
     deny: DenyList,
+    kept_out: KeptOut,
+    next_forget_ns: u64,
     ksm: Arc<Ksm>,
     ksmd: Option<Ksmd>,
     actuator: Actuator,
@@ -255,6 +260,8 @@ impl LiveHost {
             first: true,
             roots,
             deny,
+            kept_out: KeptOut::default(),
+            next_forget_ns: 0,
             ksm,
             ksmd,
             actuator,
@@ -305,6 +312,16 @@ impl LiveHost {
     /// The directory of the cgroup that has a limit.
     pub fn limited_cgroup(&self, key: LimitKey) -> Option<&Path> {
         self.limits.name(key)
+    }
+
+    /// Memory that KSM saves on the whole machine, if its counters can be read.
+    pub fn saved_bytes(&self) -> u64 {
+        self.ksm.counters().map_or(0, |counters| counters.view(false, false).saved().bytes().0)
+    }
+
+    /// Who is kept out by request.
+    pub fn kept_out(&self) -> &KeptOut {
+        &self.kept_out
     }
 
     /// Names of the trust domains seen so far, by key.

@@ -7,3 +7,4 @@ pub mod regions;
 mod restless;
 mod sampling;
 pub mod targets;
+pub mod unmerger;

@@ -11,8 +11,9 @@
 
 use super::restless::Restless;
 use crate::host::huge_mappings::HugeMappings;
-use crate::host::identity::{Identity, PendingUnmark, Programs, Watch};
+use crate::host::identity::{Identity, Marks, PendingUnmark, Programs, Watch};
 use crate::host::regions::{List, Tracked, follow, stretches};
+use crate::inject::unmerge::Unmerged;
 use crate::os::abandonable::{Job, LIMIT, PATIENCE, Pending, advance, run_abandonable};
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns, thread_cpu_ns};
 use crate::proc::image::AddressSpace;
@@ -86,6 +87,10 @@ pub struct Target {
     pub(super) huge: HugeMappings,
     /// Marks that must be removed.
     pub pending: Option<PendingUnmark>,
+    /// What was done by the last request to unmerge it.
+    pub(super) unmerged: Unmerged,
+    /// Whether it is out of scope, and here until it is unmerged.
+    pub(super) only_to_unmerge: bool,
     /// When it came into scope, if that was after the run began, nanoseconds.
     pub(super) appeared_ns: Option<u64>,
     /// Whether it has been surveyed.
@@ -155,6 +160,7 @@ impl Target {
 
     /// Makes a target of a process that has come into scope.
     pub fn new(scoped: Scoped, owner: OwnerKey, domain: DomainKey) -> Self {
+        let named = scoped.is_named();
         Self {
             process: Arc::new(scoped.process),
             owner,
@@ -170,10 +176,12 @@ impl Target {
             left_out: Vec::new(),
             huge: HugeMappings::default(),
             pending: None,
+            unmerged: Unmerged::default(),
+            only_to_unmerge: false,
             appeared_ns: None,
             known: false,
             young: false,
-            identity: Identity::new(scoped.named),
+            identity: Identity::new(named),
             space: None,
             statm: None,
             mapped: 0,
@@ -304,6 +312,8 @@ impl Target {
             changed |= self.look(now_ns, processes, watch)?;
         }
         self.young = !self.is_barred() && !self.known && self.is_young(now_ns, watch.programs());
+        // While it could not be read, that was the reason shown.
+        changed |= self.show_barred();
         if self.is_barred() || self.young {
             return Ok(changed);
         }
@@ -482,7 +492,7 @@ impl Target {
                 // None of its flags is known to the end, so none of its marks may stay.
                 let why = Exclusion::TooManyMappings { most };
                 if self.identity.is_marked() {
-                    self.request_unmark(why.clone(), true);
+                    self.request_unmark(why.clone(), Marks::Mappings);
                 }
                 let had_regions = !std::mem::take(&mut self.regions).is_empty();
                 let is_new = before.0.as_ref() != Some(&why);
@@ -507,7 +517,7 @@ impl Target {
             tracked.key = new_key();
         }
         if let Some(reason) = details.iter().find_map(withdrawal).filter(|_| self.identity.is_marked()) {
-            self.request_unmark(reason, false);
+            self.request_unmark(reason, Marks::Excluded);
         }
         Ok(before.0.is_some() || before.1 != self.left_out || former != self.regions)
     }

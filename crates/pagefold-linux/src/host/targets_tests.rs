@@ -4,6 +4,7 @@ use crate::proc::Roots;
 use crate::scope::ScopeSpec;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DEFAULT, DomainRules};
+use crate::scope::kept_out::KeptOut;
 use pagefold_core::units::Pages;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -111,6 +112,7 @@ struct Watched {
     now_ns: u64,
     next_key: u32,
     programs: Programs,
+    kept_out: KeptOut,
 }
 
 impl Watched {
@@ -124,7 +126,7 @@ impl Watched {
             domain: None,
             opt_outs: Vec::new(),
             uid: 0,
-            named: true,
+            by_pid: Some(child.pid),
         };
         let mut watched = Self {
             child,
@@ -132,6 +134,7 @@ impl Watched {
             now_ns: 0,
             next_key: 0,
             programs: Programs::default(),
+            kept_out: KeptOut::default(),
         };
         assert!(watched.refresh_after(0));
         watched
@@ -141,7 +144,8 @@ impl Watched {
         let next_key = &mut self.next_key;
         let (scope, roots, deny) = (ScopeSpec::default(), Roots::default(), DenyList::new([]));
         let (rules, mut domains) = (DomainRules::default(), vec![DEFAULT.to_owned()]);
-        let mut watch = Watch::new((&scope, &roots), &deny, (&rules, &mut domains, &[]), &self.programs);
+        let left_out = (&deny, &mut self.kept_out);
+        let mut watch = Watch::new((&scope, &roots), left_out, (&rules, &mut domains, &[]), &self.programs);
         self.target.refresh(self.now_ns, 1, &mut watch, || {
             *next_key += 1;
             RegionKey(*next_key)

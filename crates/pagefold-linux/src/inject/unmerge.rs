@@ -9,7 +9,8 @@
 //! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
 
 use crate::inject::mark::{RETRY_LIMIT, RETRY_PAUSE};
-use crate::inject::{Call, InjectError, InjectionReport, Injector, InjectorHandle, Limits};
+use crate::inject::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
+use crate::os::abandonable::advance;
 use crate::os::fault;
 use crate::proc::Roots;
 use crate::proc::headroom::headroom;
@@ -37,7 +38,7 @@ const MARGIN_BYTES: u64 = 34 << 20;
 const ATTEMPTS: u32 = 5;
 
 /// The result of unmerging a process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unmerged {
     /// Address space unmarked.
     pub unmarked: Bytes,
@@ -45,6 +46,19 @@ pub struct Unmerged {
     pub given_back: Bytes,
     /// The longest stop of the target, nanoseconds.
     pub longest_stop_ns: u64,
+    /// The mappings that were marked.
+    pub mappings: Vec<UnmarkedMapping>,
+}
+
+/// A mapping that was marked before its process was unmerged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnmarkedMapping {
+    /// First address.
+    pub start: u64,
+    /// Address after the last one.
+    pub end: u64,
+    /// How much of it is not marked any more.
+    pub unmarked: Bytes,
 }
 
 /// Why a process could not be unmerged, or not completely.
@@ -66,6 +80,22 @@ pub enum UnmergeError {
         /// The size of a step, with a margin.
         wanted: Bytes,
     },
+    /// It keeps its memory map locked: neither can it be read, nor can its marks be changed.
+    #[error("process {pid} ({name}) keeps its memory map locked")]
+    Locked {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+    },
+    /// It takes longer.
+    #[error("process {pid} ({name}) is still being unmerged")]
+    UnderWay {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+    },
     /// The kernel refused, or the mappings kept changing.
     #[error("process {pid} could not be unmerged completely: {why}")]
     Left {
@@ -77,6 +107,15 @@ pub enum UnmergeError {
 }
 
 impl UnmergeError {
+    /// Whether the process keeps its memory map locked.
+    pub fn is_late(&self) -> bool {
+        match self {
+            Self::Read(error) => error.is_late(),
+            Self::Locked { .. } => true,
+            _ => false,
+        }
+    }
+
     /// Whether the process has ended, so that nothing of it is merged any more.
     pub fn has_ended(&self) -> bool {
         matches!(
@@ -128,6 +167,7 @@ pub(crate) fn unmark_in_steps(
         fault::point("unmark");
         let done = injector.run_in(process, program, std::slice::from_ref(call), &limits)?;
         fault::point("unmarked");
+        advance();
         report.results.extend(done.results);
         report.stops += done.stops;
         report.longest_stop_ns = report.longest_stop_ns.max(done.longest_stop_ns);
@@ -137,34 +177,60 @@ pub(crate) fn unmark_in_steps(
     Ok(())
 }
 
-/// Unmarks everything marked in a process.
+/// Refuses processes without memory. Nothing can be marked in these, but the user may have named the wrong process.
+pub(crate) fn need_memory(process: &Process) -> Result<(), UnmergeError> {
+    let (pid, stat) = (process.pid(), process.stat()?);
+    if stat.kernel_thread {
+        return Err(InjectError::KernelThread { pid }.into());
+    }
+    if stat.has_ended() {
+        return Err(InjectError::Zombie { pid }.into());
+    }
+    Ok(())
+}
+
+/// Unmarks everything marked in a process. `done` shows what was done, also after an error.
 ///
 /// # Errors
 ///
 /// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; what was unmarked before stays so.
-pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Result<Unmerged, UnmergeError> {
-    let (pid, stat) = (process.pid(), process.stat()?);
-    // Nothing can be marked in these, but the user may have named the wrong process.
-    if stat.kernel_thread {
-        return Err(InjectError::KernelThread { pid }.into());
-    }
-    if matches!(stat.state, b'Z' | b'X') {
-        return Err(InjectError::Zombie { pid }.into());
-    }
+pub fn unmerge(
+    process: &Process,
+    injector: &InjectorHandle,
+    roots: &Roots,
+    done: &mut Unmerged,
+) -> Result<(), UnmergeError> {
+    need_memory(process)?;
     let program = ProgramId::of(process)?;
-    let before = State::of(process)?;
-    let mut done = Unmerged { unmarked: before.marked_bytes(), ..Unmerged::default() };
-    let mut state = before.clone();
+    let before = MarkState::of(process)?;
+    let ran = unmark_all((process, &program), injector, roots, before.clone(), &mut done.longest_stop_ns);
+    match (&ran, MarkState::of(process)) {
+        (_, Ok(after)) => done.record(&before, &after),
+        // Nothing is known to be unmarked.
+        (Ok(()), Err(error)) => return Err(error.into()),
+        (Err(_), Err(_)) => {}
+    }
+    ran
+}
+
+fn unmark_all(
+    (process, program): (&Process, &ProgramId),
+    injector: &InjectorHandle,
+    roots: &Roots,
+    mut state: MarkState,
+    longest_stop_ns: &mut u64,
+) -> Result<(), UnmergeError> {
     let mut why = String::new();
-    let (mut attempts, end) = (ATTEMPTS, Instant::now() + RETRY_LIMIT);
+    let mut attempts = ATTEMPTS;
+    let end = Instant::now() + RETRY_LIMIT;
     while attempts > 0 {
         let calls = state.calls(step_bytes(process)?);
         if calls.is_empty() {
             break;
         }
         let mut report = InjectionReport::default();
-        let ran = unmark_in_steps((process, &program), &injector.handle(), roots, &calls, &mut report);
-        done.longest_stop_ns = done.longest_stop_ns.max(report.longest_stop_ns);
+        let ran = unmark_in_steps((process, program), injector, roots, &calls, &mut report);
+        *longest_stop_ns = report.longest_stop_ns.max(*longest_stop_ns);
         if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
             why = errno.to_string();
         }
@@ -176,42 +242,56 @@ pub fn unmerge(process: &Process, injector: &mut Injector, roots: &Roots) -> Res
                 attempts -= 1;
             }
         }
-        state = State::of(process)?;
+        state = MarkState::of(process)?;
     }
-    done.given_back = Bytes(before.merged_kib.saturating_sub(state.merged_kib).saturating_mul(1024));
-    if !state.is_marked() {
-        return Ok(done);
+    if state.is_marked() { Err(UnmergeError::Left { pid: process.pid(), why }) } else { Ok(()) }
+}
+
+impl Unmerged {
+    /// Records what has become of what was marked.
+    fn record(&mut self, before: &MarkState, after: &MarkState) {
+        self.given_back = Bytes(before.merged_kib.saturating_sub(after.merged_kib).saturating_mul(1024));
+        for &(start, end) in &before.marked {
+            let still = after.marked.iter().map(|&(from, to)| to.min(end).saturating_sub(from.max(start)));
+            let unmarked = Bytes(end - start - still.sum::<u64>());
+            self.unmarked = Bytes(self.unmarked.0 + unmarked.0);
+            self.mappings.push(UnmarkedMapping { start, end, unmarked });
+        }
     }
-    Err(UnmergeError::Left { pid: process.pid(), why })
 }
 
 /// The marked and merged memory of a process.
 #[derive(Clone, Debug)]
-struct State {
+pub(crate) struct MarkState {
     merge_any: bool,
-    marked: Vec<(u64, u64)>,
-    merged_kib: u64,
+    /// Marked mappings.
+    pub(crate) marked: Vec<(u64, u64)>,
+    /// Merged memory.
+    pub(crate) merged_kib: u64,
     /// What unmarking may copy: all marked memory where the kernel does not show how much of it is merged (6.7).
     copies_kib: u64,
 }
 
-impl State {
+impl MarkState {
+    /// Reads all of it.
     fn of(process: &Process) -> Result<Self, ReadError> {
-        let details = read_marked(process)?;
-        let stat = KsmStat::of(process)?;
-        let marked = details.iter();
-        let copies = |detail: &VmaDetail| detail.ksm_kib.unwrap_or((detail.vma.end - detail.vma.start) / 1024);
-        let copies_kib: u64 = marked.clone().map(copies).sum();
-        let merged_kib: u64 = details.iter().filter_map(|detail: &VmaDetail| detail.ksm_kib).sum();
-        Ok(Self {
-            merge_any: stat.merge_any,
-            marked: marked.map(|detail| (detail.vma.start, detail.vma.end)).collect(),
-            merged_kib: merged_kib.saturating_add(stat.zero_kib),
-            copies_kib: copies_kib.saturating_add(stat.zero_kib),
-        })
+        Ok(Self::new(&read_marked(process)?, KsmStat::of(process)?))
     }
 
-    fn marked_bytes(&self) -> Bytes {
+    /// That of these marked mappings.
+    pub(crate) fn new(details: &[VmaDetail], stat: KsmStat) -> Self {
+        let copies = |detail: &VmaDetail| detail.ksm_kib.unwrap_or((detail.vma.end - detail.vma.start) / 1024);
+        let copies_kib: u64 = details.iter().map(copies).sum();
+        let merged_kib: u64 = details.iter().filter_map(|detail: &VmaDetail| detail.ksm_kib).sum();
+        Self {
+            merge_any: stat.merge_any,
+            marked: details.iter().map(|detail| (detail.vma.start, detail.vma.end)).collect(),
+            merged_kib: merged_kib.saturating_add(stat.zero_kib),
+            copies_kib: copies_kib.saturating_add(stat.zero_kib),
+        }
+    }
+
+    pub(crate) fn marked_bytes(&self) -> Bytes {
         Bytes(self.marked.iter().map(|(start, end)| end - start).sum())
     }
 
@@ -219,7 +299,8 @@ impl State {
         self.merge_any || !self.marked.is_empty()
     }
 
-    fn calls(&self, step: Bytes) -> Vec<Call> {
+    /// The calls that remove the marks.
+    pub(crate) fn calls(&self, step: Bytes) -> Vec<Call> {
         let calls = |&(start, end): &(u64, u64)| {
             steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
         };
@@ -234,8 +315,8 @@ impl State {
 mod tests {
     use super::*;
 
-    fn state(merge_any: bool, bytes: u64, copies_kib: u64) -> State {
-        State { merge_any, marked: vec![(0x1000, 0x1000 + bytes)], merged_kib: 0, copies_kib }
+    fn state(merge_any: bool, bytes: u64, copies_kib: u64) -> MarkState {
+        MarkState { merge_any, marked: vec![(0x1000, 0x1000 + bytes)], merged_kib: 0, copies_kib }
     }
 
     #[test]
@@ -250,7 +331,7 @@ mod tests {
 
     #[test]
     fn the_call_that_unmarks_everything_comes_last_when_little_is_left() {
-        let prctls = |state: State| {
+        let prctls = |state: MarkState| {
             let calls = state.calls(Bytes(STEP_BYTES));
             calls.iter().map(|call| call.nr == libc::SYS_prctl).collect::<Vec<_>>()
         };

@@ -106,13 +106,18 @@ impl Pending {
         self.alive.strong_count() == 0
     }
 
-    /// Whether it has made no progress for [`LIMIT`].
-    pub(crate) fn is_stuck(&mut self) -> bool {
+    /// For how long it has made no progress, as far as that was looked at.
+    pub(crate) fn idle(&mut self) -> Duration {
         let now = self.signs.sum();
         if now != self.seen.0 {
             self.seen = (now, Instant::now());
         }
-        !self.is_over() && self.seen.1.elapsed() >= LIMIT
+        self.seen.1.elapsed()
+    }
+
+    /// Whether it has made no progress for [`LIMIT`].
+    pub(crate) fn is_stuck(&mut self) -> bool {
+        !self.is_over() && self.idle() >= LIMIT
     }
 
     /// Whether it sleeps at this moment.
@@ -151,14 +156,14 @@ impl<T: Send + 'static> Job<T> {
     /// Waits for the result: for `most`, and for no longer than the patience of this thread while the job sleeps. Without
     /// a result, also if the job has panicked or could not be started, the job is given back.
     pub(crate) fn wait(self, most: Duration) -> Result<T, Self> {
-        let end = Instant::now() + most;
+        let began = Instant::now();
         loop {
             match self.result.recv_timeout(TICK) {
                 Ok(answer) => return Ok(answer),
                 Err(RecvTimeoutError::Disconnected) => return Err(self),
                 Err(RecvTimeoutError::Timeout) => {
                     let is_patient = !self.pending.is_asleep() || lose_patience(TICK);
-                    if !is_patient || Instant::now() >= end {
+                    if !is_patient || began.elapsed() >= most {
                         // Later jobs need another thread.
                         READER.take();
                         return Err(self);
@@ -184,8 +189,7 @@ impl<T: Send + 'static> Job<T> {
 
 /// Runs `job` on the reading thread. Abandons it when it sleeps for too long ([`PATIENCE`]).
 pub(crate) fn run_abandonable<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Result<T, Pending> {
-    const FOR_EVER: Duration = Duration::from_secs(365 * 86_400);
-    Job::start(job).wait(FOR_EVER).map_err(|job| job.pending)
+    Job::start(job).wait(Duration::MAX).map_err(|job| job.pending)
 }
 
 fn send_to_reader(work: Work) {

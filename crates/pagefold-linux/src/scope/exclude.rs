@@ -36,6 +36,11 @@ pub enum Exclusion {
     },
     /// Its owner has opted out.
     OptedOut(OptOut),
+    /// An administrator has unmerged it while pagefold runs, and has not included it again.
+    KeptOut {
+        /// The user who asked for it.
+        by: u32,
+    },
     /// It has left the scope: it has changed its user, executable or cgroup.
     OutOfScope,
     /// It has moved to another trust domain, and what was marked in the former one is not unmarked yet.
@@ -98,6 +103,7 @@ impl Exclusion {
             Self::NotDumpable
                 | Self::DenyListed { .. }
                 | Self::OptedOut(_)
+                | Self::KeptOut { .. }
                 | Self::OutOfScope
                 | Self::MovedDomain { .. }
                 | Self::OtherProgram
@@ -133,6 +139,7 @@ impl fmt::Display for Exclusion {
             Self::NotDumpable => "not dumpable: its memory is private",
             Self::DumpableUnknown => "cannot be asked now whether its memory is private (PR_GET_DUMPABLE)",
             Self::OptedOut(opt_out) => return write!(f, "{opt_out}"),
+            Self::KeptOut { by } => return write!(f, "unmerged by request of uid {by}"),
             Self::OtherProgram => "ran another program while it was being marked",
             Self::OutOfScope => "no longer in scope",
             Self::MovedDomain { to } => {

@@ -16,6 +16,7 @@ pub mod dumpable;
 pub mod eligible;
 pub mod exclude;
 pub mod exe;
+pub mod kept_out;
 pub mod new_processes;
 pub mod opt_out;
 pub(crate) mod opt_out_qemu;
@@ -33,6 +34,7 @@ use self::opt_out::OptOut;
 use crate::proc::Roots;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::printable;
+use std::collections::BTreeSet;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -88,8 +90,15 @@ pub struct Scoped {
     pub opt_outs: Vec<OptOut>,
     /// Effective user.
     pub uid: u32,
-    /// Whether it is selected by pid.
-    pub named: bool,
+    /// The selected pid: its own or, where something is to be undone, that of a process from which it descends.
+    pub by_pid: Option<i32>,
+}
+
+impl Scoped {
+    /// Whether it is selected by its own pid.
+    pub fn is_named(&self) -> bool {
+        self.by_pid == Some(self.process.pid())
+    }
 }
 
 /// Why a scope cannot be resolved.
@@ -135,12 +144,27 @@ pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Res
     resolved(Selection::new(spec, roots)?, spec, left_out)
 }
 
-/// The same for undoing, which needs no trust: programs are matched by name, even if other users can change their files.
-pub fn resolve_by_name(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<Scoped>, ScopeError> {
-    resolved(Selection::new(spec, roots)?.by_name(), spec, &[own_pid()])
+/// The same for undoing, which needs no trust: programs are matched by name, even if other users can change their files. A pid
+/// stands for the process and its descendants.
+pub fn resolve_for_undoing(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
+    resolved(Selection::new(spec, roots)?.for_undoing(), spec, left_out)
 }
 
-fn own_pid() -> i32 {
+/// The same some time later, to find processes that have started meanwhile. `found` are those found before: a pid that has passed to
+/// another process selects nothing. The result may be empty.
+pub fn resolve_for_undoing_again(
+    spec: &ScopeSpec,
+    found: &BTreeSet<(i32, u64)>,
+    roots: &Roots,
+    left_out: &[i32],
+) -> Vec<Scoped> {
+    let mut spec = spec.clone();
+    spec.pids.retain(|&pid| Process::open_at(&roots.proc, pid).is_ok_and(|process| found.contains(&process.key())));
+    resolve_for_undoing(&spec, roots, left_out).unwrap_or_default()
+}
+
+/// The pid of this process.
+pub fn own_pid() -> i32 {
     i32::try_from(std::process::id()).unwrap_or(0)
 }
 

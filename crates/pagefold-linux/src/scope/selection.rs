@@ -6,11 +6,11 @@ use super::opt_out::{self, OptOut};
 use super::selectors::{CgroupSelector, user_id};
 use super::{ScopeError, ScopeSpec, Scoped};
 use crate::proc::Roots;
-use crate::proc::cgroup::parse_cgroups;
+use crate::proc::cgroup::{Cgroup, parse_cgroups};
 use crate::proc::headroom::group_dir;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::{Status, printable};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -19,11 +19,14 @@ use std::path::{Path, PathBuf};
 pub(crate) struct Selection<'a> {
     roots: &'a Roots,
     named: BTreeSet<i32>,
+    /// The descendants of named processes, each with the named one.
+    descendants: BTreeMap<i32, i32>,
     users: Vec<u32>,
     cgroups: Vec<CgroupSelector>,
     exes: &'a [String],
-    /// Whether an executable need only have the name, be it one that any user can choose.
-    by_name: bool,
+    /// Whether something is to be undone, for which no trust is needed: an executable need only have the name, be it one that any
+    /// user can choose, and a pid stands for the process and its descendants.
+    for_undoing: bool,
     all: bool,
     attributes: Attributes<'a>,
     /// A process, and its executable, that an `--exe` matches by name only, and why that is not enough.
@@ -75,29 +78,35 @@ impl<'a> Selection<'a> {
         Self {
             roots,
             named: spec.pids.iter().copied().collect(),
+            descendants: BTreeMap::new(),
             users,
             cgroups,
             exes: &spec.exes,
-            by_name: false,
+            for_undoing: false,
             all: spec.all,
             attributes: Attributes::new(&roots.cgroup),
             name_only: None,
         }
     }
 
-    /// The same, with executables matched by name.
-    pub(super) fn by_name(self) -> Self {
-        Self { by_name: true, ..self }
+    /// The same, for undoing.
+    pub(super) fn for_undoing(self) -> Self {
+        Self { for_undoing: true, ..self }
     }
 
     pub(super) fn resolve(&mut self, is_candidate: impl FnMut(i32) -> bool) -> Result<Vec<Scoped>, ScopeError> {
         let mut scoped = Vec::new();
         let selective = self.all || !(self.users.is_empty() && self.cgroups.is_empty() && self.exes.is_empty());
-        let others = if selective { pids_below(&self.roots.proc)? } else { Vec::new() };
-        let others = others.into_iter().filter({
-            let mut is_candidate = is_candidate;
-            move |&pid| is_candidate(pid)
-        });
+        let with_descendants = self.for_undoing && !self.named.is_empty();
+        let mut others = if selective || with_descendants { pids_below(&self.roots.proc)? } else { Vec::new() };
+        let mut is_candidate = is_candidate;
+        others.retain(|&pid| is_candidate(pid));
+        if with_descendants {
+            self.descendants = self.descendants_of_named(&others);
+        }
+        if !selective {
+            others = self.descendants.keys().copied().collect();
+        }
         for pid in self.named.iter().copied().chain(others).collect::<BTreeSet<_>>() {
             let is_named = self.named.contains(&pid);
             match self.examine(pid, is_named) {
@@ -109,6 +118,29 @@ impl<'a> Selection<'a> {
             }
         }
         Ok(scoped)
+    }
+
+    /// Those of these processes that descend from named ones. What a process that is not among them has started is left out, too.
+    fn descendants_of_named(&self, pids: &[i32]) -> BTreeMap<i32, i32> {
+        let mut children: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
+        for &pid in pids {
+            // One that has ended meanwhile is selected by nothing.
+            if let Ok(stat) = Process::open_at(&self.roots.proc, pid).and_then(|process| process.stat()) {
+                children.entry(stat.parent).or_default().push(pid);
+            }
+        }
+        let mut descendants = BTreeMap::new();
+        for &named in &self.named {
+            let mut parents = vec![named];
+            while let Some(parent) = parents.pop() {
+                for &child in children.get(&parent).into_iter().flatten() {
+                    if descendants.insert(child, named).is_none() {
+                        parents.push(child);
+                    }
+                }
+            }
+        }
+        descendants
     }
 
     /// The process, if it is in scope.
@@ -142,7 +174,8 @@ impl<'a> Selection<'a> {
         }
         let CgroupFacts { opt_outs, domain, path: cgroup, .. } = cgroups;
         let name = printable(&stat.comm);
-        Ok(Some(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, named: is_named }))
+        let by_pid = if is_named { Some(pid) } else { self.descendants.get(&pid).copied() };
+        Ok(Some(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, by_pid }))
     }
 
     /// Whether a selector other than a cgroup matches.
@@ -150,12 +183,15 @@ impl<'a> Selection<'a> {
         if candidate.is_named || self.all || self.users.contains(&candidate.uid) {
             return true;
         }
+        if self.descendants.contains_key(&candidate.pid) {
+            return true;
+        }
         let Some(exe) = candidate.exe else {
-            return self.by_name && self.exes.iter().any(|selector| is_named(selector, None, candidate.comm));
+            return self.for_undoing && self.exes.iter().any(|selector| is_named(selector, None, candidate.comm));
         };
         self.exes.iter().any(|selector| match exe.matches(selector, candidate.comm) {
             Matching::Yes => true,
-            Matching::NameOnly(_) if self.by_name => true,
+            Matching::NameOnly(_) if self.for_undoing => true,
             Matching::No => false,
             Matching::NameOnly(why) => {
                 self.name_only.get_or_insert_with(|| (candidate.pid, printable(exe.as_os_str().as_bytes()), why));
@@ -183,8 +219,18 @@ impl<'a> Selection<'a> {
                 .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers.is_empty()))
                 .map(|cgroup| cgroup.path.clone()),
             limiting: cgroups.iter().filter_map(|cgroup| group_dir(cgroup, &self.roots.cgroup)).collect(),
-            selected: self.cgroups.iter().any(|selector| cgroups.iter().any(|cgroup| selector.matches(cgroup))),
+            selected: self.selects_cgroups(&cgroups),
         }
+    }
+
+    /// Whether a selected cgroup is one of these, or contains one.
+    fn selects_cgroups(&self, cgroups: &[Cgroup]) -> bool {
+        self.cgroups.iter().any(|selector| cgroups.iter().any(|cgroup| selector.matches(cgroup)))
+    }
+
+    /// Whether any selector matches a process with this text in `/proc/PID/cgroup`.
+    pub(super) fn matches(&mut self, candidate: &Candidate<'_>, cgroups: &[u8]) -> bool {
+        self.selects(candidate) || (!self.cgroups.is_empty() && self.selects_cgroups(&parse_cgroups(cgroups)))
     }
 }
 

@@ -189,13 +189,13 @@ fn for_undoing_executables_are_matched_by_name() {
     let tree = hybrid();
     fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let pids = |exe: &str| -> Vec<i32> {
-        let scoped = resolve_by_name(&by_exe(exe), &tree.roots).unwrap();
+        let scoped = resolve_for_undoing(&by_exe(exe), &tree.roots, &[]).unwrap();
         scoped.iter().map(|scoped| scoped.process.pid()).collect()
     };
     assert_eq!(pids("redis-server"), [10, 11], "one that others can replace, and one that has been replaced");
     assert_eq!(pids(tree.file("/opt/redis-server").to_str().unwrap()), [11]);
     assert_eq!(pids("a-very-long-command"), [12], "by the command name");
-    let error = resolve_by_name(&by_exe("redis"), &tree.roots).unwrap_err().to_string();
+    let error = resolve_for_undoing(&by_exe("redis"), &tree.roots, &[]).unwrap_err().to_string();
     assert_eq!(error, "no process matches --exe redis");
 }
 

@@ -2,10 +2,9 @@
 
 use super::path_text;
 use pagefold_core::host::{ChangeResult, Marking, Why};
-use pagefold_core::units::Pages;
+use pagefold_core::units::{Bytes, Pages};
 use pagefold_linux::host::targets::Target;
-use pagefold_linux::proc::maps::{VmaDetail, read_marked};
-use pagefold_linux::proc::process::ReadError;
+use pagefold_linux::inject::unmerge::UnmarkedMapping;
 use pagefold_linux::scope::Scoped;
 use serde::Serialize;
 
@@ -170,6 +169,16 @@ impl Entry {
         Self::Merge(Merge { owner, with_pid, bytes: named.bytes().0, done_bytes: merged.bytes().0 })
     }
 
+    /// What has come of unmarking a mapping, because a user asked for it. `refused`: what is still marked will stay so.
+    pub fn asked(owner: Owner, mapping: &UnmarkedMapping, refused: bool) -> Self {
+        let outcome = match (mapping.unmarked, refused) {
+            (Bytes(0), true) => Marking::Refused.into(),
+            (Bytes(0), false) => Marking::Busy.into(),
+            (done, _) => Outcome { outcome: "done", done_bytes: done.0 },
+        };
+        Self::Unmark(Change::new(owner, (mapping.start, mapping.end), Why::Asked, outcome))
+    }
+
     /// An opt-out that is overridden.
     pub fn overridden(owner: Owner, opt_out: String) -> Self {
         Self::Override(Override { owner, why: Reason { kind: "opted-out", sentence: opt_out } })
@@ -194,42 +203,4 @@ impl Change {
         let (first, last) = (format!("{start:x}"), format!("{:x}", end - 1));
         Self { owner, first, last, bytes: end - start, why: why.into(), outcome }
     }
-}
-
-/// The marked spans of a process that is about to be unmarked.
-#[derive(Debug)]
-pub struct Before {
-    owner: Owner,
-    marked: Vec<(u64, u64)>,
-}
-
-impl Before {
-    /// Reads them. A process that cannot be read has none.
-    pub fn of(scoped: &Scoped) -> Self {
-        Self { owner: scoped.into(), marked: spans(&read_marked(&scoped.process).unwrap_or_default()) }
-    }
-
-    /// What was unmarked of each span. `refused` means that what is still marked will stay so.
-    pub fn after(self, scoped: &Scoped, refused: bool) -> Vec<Entry> {
-        let left = match read_marked(&scoped.process) {
-            Ok(details) => spans(&details),
-            Err(ReadError::Vanished { .. }) => Vec::new(),
-            // Nothing is known to be unmarked.
-            Err(_) => self.marked.clone(),
-        };
-        let entry = |(start, end): (u64, u64)| {
-            let still: u64 = left.iter().map(|(from, to)| to.min(&end).saturating_sub(*from.max(&start))).sum();
-            let outcome = match (end - start - still, refused) {
-                (0, true) => Marking::Refused.into(),
-                (0, false) => Marking::Busy.into(),
-                (done_bytes, _) => Outcome { outcome: "done", done_bytes },
-            };
-            Entry::Unmark(Change::new(self.owner.clone(), (start, end), Why::Asked, outcome))
-        };
-        self.marked.iter().copied().map(entry).collect()
-    }
-}
-
-fn spans(details: &[VmaDetail]) -> Vec<(u64, u64)> {
-    details.iter().map(|detail| (detail.vma.start, detail.vma.end)).collect()
 }

@@ -9,6 +9,7 @@ use crate::audit::{Entry, Owner};
 use crate::config::args::RunArgs;
 use crate::config::settings::Settings;
 use crate::control;
+use crate::control::orders::Orders;
 use crate::control::queue::{Facts, RequestQueue, RunFacts};
 use crate::history::{self, HistoryFile};
 use crate::learned::{LearnedFile, LearnedWriter};
@@ -261,6 +262,7 @@ fn main_loop(
 ) -> Result<()> {
     let mut scans = 0;
     let mut rooms = RoomReports::default();
+    let mut orders = Orders::default();
     rounds(engine, host, (stop, args.end_ns(), LiveHost::now_ns), failure, |engine, host, outcome| {
         for event in host.take_events() {
             match event {
@@ -310,6 +312,7 @@ fn main_loop(
         }
         let requested =
             requests.serve(engine, (&facts, &mut active.events), |engine, run| Facts::of(engine, host, run));
+        orders.serve(requests.take_orders(), host, &mut active.events);
         let reloaded = active.serve(engine, host, progress);
         if let Some(governor) = reloaded.or(requested) {
             active.events.note("governor", governor.to_string());

@@ -6,7 +6,7 @@ mod words;
 
 use crate::control::client::ask;
 use crate::control::protocol::Request;
-use crate::control::queue::{Facts, ToUnmark};
+use crate::control::queue::{Facts, KeptOutRow, ToUnmark};
 use crate::events::Event;
 use crate::output;
 use crate::output::placement::PlacementView;
@@ -109,6 +109,8 @@ pub struct Status {
     pub scopes: Vec<ScopeRow>,
     #[serde(default)]
     pub left_out: Vec<LeftOutRow>,
+    #[serde(default)]
+    pub kept_out: Vec<KeptOutRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub requests: Option<RequestsView>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -226,6 +228,7 @@ impl Status {
             domains: domain_rows(facts),
             scopes: groups::scope_rows(facts, &processes),
             left_out: groups::left_out_rows(facts),
+            kept_out: facts.kept_out.clone(),
             processes,
             requests: RequestsView::of(run.config.mechanism, ledger),
             xen: facts.xen,

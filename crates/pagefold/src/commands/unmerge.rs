@@ -1,23 +1,27 @@
 //! `pagefold unmerge`: gives processes their own copies of merged pages, and removes their marks.
+//!
+//! While a daemon runs, it does so and keeps the processes out. Otherwise this command does it by itself.
 
-use crate::audit::{Audit, Before, Entry};
+use crate::audit::{Audit, Entry, Owner};
+use crate::control::client::ask;
+use crate::control::protocol::{Request, Selectors};
 use crate::output;
 use crate::preflight;
 use anyhow::{Context, Result};
-use pagefold_cli::exit;
+use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::flags::AuditFlags;
 use pagefold_cli::messages;
-use pagefold_cli::scope::ScopeArgs;
+use pagefold_cli::scope::{ScopeArgs, explain};
 use pagefold_cli::style::{self, Lines, Style};
-use pagefold_linux::inject::Injector;
-use pagefold_linux::inject::unmerge::{UnmergeError, unmerge};
+use pagefold_linux::host::unmerger::{UnmergedProcess, Unmerger};
+use pagefold_linux::inject::unmerge::UnmergeError;
 use pagefold_linux::ksm::controller::scan_and_restore;
 use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
-use pagefold_linux::ksm::request;
+use pagefold_linux::ksm::lock::{Lock, LockError};
+use pagefold_linux::ksm::{RestoreOutcome, request};
 use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::process::ReadError;
-use pagefold_linux::scope::Scoped;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
@@ -39,19 +43,22 @@ pub struct UnmergeArgs {
 }
 
 /// The result (schema pagefold.unmerge/1). `reference.rs` explains the fields.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Summary {
-    schema: &'static str,
+    schema: String,
     pub given_back_bytes: u64,
     unmarked_bytes: u64,
     longest_stop_us: f64,
     pub processes: Vec<Process>,
     pub still_saved_bytes: u64,
+    /// What the daemon keeps out from now on, as flags.
+    kept_out: Option<String>,
     knobs_deferred: BTreeMap<String, u64>,
     audit_lost: u64,
+    exit_code: u8,
 }
 
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Process {
     pub pid: i32,
     pub name: String,
@@ -62,11 +69,70 @@ pub struct Process {
 
 impl Summary {
     pub fn new() -> Self {
-        Self { schema: "pagefold.unmerge/1", ..Self::default() }
+        Self { schema: "pagefold.unmerge/1".to_owned(), ..Self::default() }
+    }
+
+    /// That of a daemon, which keeps these processes out.
+    pub fn of_daemon(kept_out: String, still_saved_bytes: u64) -> Self {
+        Self { kept_out: Some(kept_out), still_saved_bytes, ..Self::new() }
+    }
+
+    /// Adds what has come of one process. One that has ended and was not selected by its number is left out.
+    pub fn add(&mut self, process: &UnmergedProcess) {
+        if process.is_gone() {
+            return;
+        }
+        let UnmergedProcess { pid, name, done, failure, .. } = process;
+        let failed = failure.as_ref().map(|error| {
+            self.exit_code = code_of(error);
+            match (&**error, &self.kept_out) {
+                (UnmergeError::Locked { .. } | UnmergeError::UnderWay { .. }, Some(_)) => {
+                    format!("{error}; pagefold keeps trying")
+                }
+                (UnmergeError::Locked { .. }, None) => {
+                    format!("{error}; run this again when it lets go of it, or end it")
+                }
+                _ => error.to_string(),
+            }
+        });
+        let (given_back_bytes, unmarked_bytes) = (done.given_back.0, done.unmarked.0);
+        self.given_back_bytes += given_back_bytes;
+        self.unmarked_bytes += unmarked_bytes;
+        self.longest_stop_us = self.longest_stop_us.max(done.longest_stop_ns as f64 / 1e3);
+        self.processes.push(Process { pid: *pid, name: name.clone(), given_back_bytes, unmarked_bytes, failed });
     }
 }
 
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
+    preflight::need_root("unmerging")?;
+    let paths = KsmPaths::default();
+    // No other pagefold may mark what is being unmarked.
+    let summary = match Lock::try_take(&paths.lock) {
+        Ok(lock) => unmerge(args, lock, &paths)?,
+        Err(held @ LockError::Held { .. }) => ask_daemon(args, held)?,
+        Err(error) => return Err(preflight::explain_take(&error.into()).into()),
+    };
+    for failed in summary.processes.iter().filter_map(|process| process.failed.as_ref()) {
+        complain!("{failed}");
+    }
+    output::print(args.json, &summary, |style| describe(&summary, ("KSM", ("process", "processes")), style))?;
+    Ok(summary.exit_code)
+}
+
+/// Has the daemon unmerge them. `held` is the error if there is none, but another program that drives KSM.
+fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
+    if args.audit.path().is_some() {
+        let line = "pagefold run is at work, and writes this to its own audit log; omit --audit";
+        return Err(Exit::new(exit::USAGE, line).into());
+    }
+    let selectors = Selectors::of(&args.scope.spec()).map_err(|error| explain(&error))?;
+    ask(&Request::Unmerge(selectors)).map_err(|error| {
+        let is_absent = pagefold_cli::code_of(&error) == exit::NO_DAEMON;
+        if is_absent { preflight::explain_take(&held.into()).into() } else { error }
+    })
+}
+
+fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> {
     // From here on nobody who doesn't read them leaves KSM's settings changed.
     messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
@@ -75,43 +141,44 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     let mut injector = preflight::injector()?;
     preflight::give_up_rights(&[])?;
     messages::start().context("cannot start the thread for messages")?;
-    let mut scoped = args.scope.resolve_by_name()?;
-    let paths = KsmPaths::default();
-    // No other pagefold may mark what is being unmarked. Another program that runs ksmd does no harm.
-    let lease = match KsmLease::take(ksm.clone(), &paths, &InitialKnobs::NONE) {
+    let mut scoped = args.scope.resolve_for_undoing()?;
+    // Another program that runs ksmd does no harm.
+    let lease = match KsmLease::take_locked(ksm.clone(), lock, paths, &InitialKnobs::NONE) {
         Ok(lease) => Some(lease),
         Err(TakeError::InUse(_)) => None,
         Err(error) => return Err(preflight::explain_take(&error).into()),
     };
     let mut summary = Summary::new();
-    let mut code = exit::OK;
     if let Some(audit) = &mut audit {
         audit.write(&Entry::begin("unmerge", args.scope.spec().to_string()));
     }
-    let mut seen = BTreeSet::new();
+    let mut unmerger = Unmerger::new(&mut injector, Roots::default());
+    let mut owners = BTreeMap::new();
+    let mut found = BTreeSet::new();
+    let mut over = Vec::new();
     for _ in 0..PASSES {
-        scoped.retain(|one| seen.insert(one.process.key()));
+        scoped.retain(|one| found.insert(one.process.key()));
         if scoped.is_empty() {
             break;
         }
         for scoped in std::mem::take(&mut scoped) {
-            let before = audit.is_some().then(|| Before::of(&scoped));
-            let Some((process, failure)) = unmerge_one(&scoped, &mut injector, &mut summary) else { continue };
-            code = failure.unwrap_or(code);
-            if let (Some(audit), Some(before)) = (&mut audit, before) {
-                for entry in before.after(&scoped, process.failed.is_some()) {
-                    audit.write(&entry);
-                }
-            }
-            summary.given_back_bytes += process.given_back_bytes;
-            summary.unmarked_bytes += process.unmarked_bytes;
-            summary.processes.push(process);
+            owners.insert(scoped.process.pid(), Owner::from(&scoped));
+            let done = unmerger.unmerge(scoped);
+            record(&mut audit, &owners, &done);
+            over.extend(done);
         }
         // A child has the marks that its parent had when it was forked.
-        scoped = args.scope.resolve_later();
+        scoped = args.scope.resolve_for_undoing_again(&found);
     }
+    let done = unmerger.finish();
+    record(&mut audit, &owners, &done);
+    over.extend(done);
     drop(injector);
-    let restored = lease.map(settle).transpose();
+    over.sort_by_key(|process| process.pid);
+    over.iter().for_each(|process| summary.add(process));
+    // ksmd would wait for a program whose memory map is locked.
+    let is_locked = over.iter().any(|process| process.failure.as_ref().is_some_and(|error| error.is_late()));
+    let restored = lease.map(|lease| if is_locked { Ok(restore(lease)) } else { settle(lease) }).transpose();
     if let Some(audit) = &mut audit {
         audit.write(&Entry::end("unmerge", audit.lost()));
         audit.finish();
@@ -122,34 +189,33 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     }
     summary.knobs_deferred = restored?.unwrap_or_default();
     summary.still_saved_bytes = ksm.counters()?.view(false, false).saved().bytes().0;
-    output::print(args.json, &summary, |style| describe(&summary, ("KSM", ("process", "processes")), style))?;
-    Ok(code)
+    Ok(summary)
 }
 
-/// Unmerges a process. Returns what was done, and the exit code if it failed; nothing of a process that has ended and was not selected
-/// by its number.
-fn unmerge_one(scoped: &Scoped, injector: &mut Injector, summary: &mut Summary) -> Option<(Process, Option<u8>)> {
-    let mut process = Process { pid: scoped.process.pid(), name: scoped.name.clone(), ..Process::default() };
-    let error = match unmerge(&scoped.process, injector, &Roots::default()) {
-        Ok(done) => {
-            process.given_back_bytes = done.given_back.0;
-            process.unmarked_bytes = done.unmarked.0;
-            summary.longest_stop_us = summary.longest_stop_us.max(done.longest_stop_ns as f64 / 1e3);
-            return Some((process, None));
+/// Writes to the audit log, if there is one, what has come of these.
+fn record(audit: &mut Option<Audit>, owners: &BTreeMap<i32, Owner>, processes: &[UnmergedProcess]) {
+    let Some(audit) = audit else { return };
+    for process in processes {
+        for mapping in &process.done.mappings {
+            if let Some(owner) = owners.get(&process.pid) {
+                audit.write(&Entry::asked(owner.clone(), mapping, process.failure.is_some()));
+            }
         }
-        Err(error) if error.has_ended() && !scoped.named => return None,
-        Err(error) => error,
-    };
-    complain!("{error}");
-    process.failed = Some(error.to_string());
-    let code = match &error {
+    }
+}
+
+/// The exit code if a process could not be unmerged.
+fn code_of(error: &UnmergeError) -> u8 {
+    match error {
         UnmergeError::Inject(error) => preflight::inject_code(error),
-        UnmergeError::Left { .. } | UnmergeError::NoRoom { .. } | UnmergeError::Read(ReadError::Moving { .. }) => {
-            exit::FAILURE
-        }
+        error if error.is_late() => exit::REFUSED,
+        UnmergeError::Left { .. }
+        | UnmergeError::NoRoom { .. }
+        | UnmergeError::Locked { .. }
+        | UnmergeError::UnderWay { .. }
+        | UnmergeError::Read(ReadError::Moving { .. }) => exit::FAILURE,
         UnmergeError::Read(_) => exit::NO_SCOPE,
-    };
-    Some((process, Some(code)))
+    }
 }
 
 /// Ends the lease after scans that let ksmd release what was unmarked. Returns the knobs that cannot be restored yet.
@@ -157,18 +223,29 @@ fn unmerge_one(scoped: &Scoped, injector: &mut Injector, summary: &mut Summary) 
 /// Where pages are merged on request, there is no scan: the mappings of all named pages are marked, and ksmd would merge across
 /// trust domains what pagefold has not. What was unmarked is then counted as merged until its process ends.
 pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
-    let on_request = Path::new(request::DEVICE).exists();
-    let outcome = if on_request { lease.restore(PASS_LIMIT) } else { scan_and_restore(lease, PASS_LIMIT)? };
+    if Path::new(request::DEVICE).exists() {
+        return Ok(restore(lease));
+    }
+    Ok(report_restored(&scan_and_restore(lease, PASS_LIMIT)?))
+}
+
+/// Ends the lease. Returns the knobs that cannot be restored yet.
+fn restore(lease: KsmLease) -> BTreeMap<String, u64> {
+    report_restored(&lease.restore(PASS_LIMIT))
+}
+
+fn report_restored(outcome: &RestoreOutcome) -> BTreeMap<String, u64> {
     for (knob, why) in &outcome.failed {
         complain!("could not restore {}: {why}", knob.file_name());
     }
-    Ok(outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect())
+    outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect()
 }
 
 /// It in words: `who` still saves memory in other `targets`, in singular and plural.
 pub fn describe(summary: &Summary, (who, (target, targets)): (&str, (&str, &str)), style: Style) -> String {
     let mut text = String::new();
-    let done = summary.processes.iter().filter(|process| process.failed.is_none()).count();
+    let failed = summary.processes.iter().filter(|process| process.failed.is_some()).count();
+    let done = summary.processes.len() - failed;
     let (memory, unmerged) = (style::human(summary.given_back_bytes), style::count(done, target, targets));
     text.line(style.bold(&format!("Unmerged {memory} in {unmerged}.")));
     // Guests have no marks.
@@ -176,6 +253,14 @@ pub fn describe(summary: &Summary, (who, (target, targets)): (&str, (&str, &str)
     for process in summary.processes.iter().filter(has_changed) {
         let line = format!("  {:>8}  {:<16}{}", process.pid, process.name, style::human(process.given_back_bytes));
         text.line(line);
+    }
+    if let Some(kept_out) = &summary.kept_out {
+        if failed > 0 {
+            let failed = style::count(failed, target, targets);
+            text.line(format!("Not done yet in {failed}: pagefold keeps trying, as pagefold status shows."));
+        }
+        text.line(format!("Kept out until pagefold include {kept_out}."));
+        return text;
     }
     if summary.still_saved_bytes > 0 {
         let line = format!("{who} still saves {} in other {targets}.", style::human(summary.still_saved_bytes));

@@ -26,19 +26,15 @@ fn ask_at(path: &Path, request: &Request) -> Result<Value> {
             let limit = ANSWER_LIMIT.as_secs();
             Exit::new(exit::FAILURE, format!("the daemon has not answered within {limit} s; try again"))
         }
-        _ => Exit::new(
-            exit::FAILURE,
-            format!("the daemon closed the connection ({error}), perhaps because it is ending; try again"),
-        ),
+        _ => {
+            Exit::new(exit::FAILURE, format!("the daemon closed the connection ({error}); {}", after_its_end(request)))
+        }
     })?;
     let answer: Value = serde_json::from_slice(&line).map_err(|_| {
         Exit::new(exit::FAILURE, "the daemon's answer is malformed; use a pagefold of the same version")
     })?;
     match serde_json::from_value::<Refusal>(answer.clone()) {
-        Ok(refusal) => {
-            let code = if refusal.error.starts_with(ONLY_ROOT) { exit::NOT_PERMITTED } else { exit::FAILURE };
-            Err(Exit::new(code, refusal.error).into())
-        }
+        Ok(refusal) => Err(Exit::new(refusal.code, refusal.error).into()),
         Err(_) => Ok(answer),
     }
 }
@@ -55,6 +51,16 @@ fn talk(stream: &mut UnixStream, request: &Request) -> io::Result<Vec<u8>> {
         return Ok(answer);
     }
     read.and(sent).and(Err(ErrorKind::UnexpectedEof.into()))
+}
+
+/// What to do if the daemon ends before it answers.
+fn after_its_end(request: &Request) -> &'static str {
+    match request {
+        Request::Unmerge(_) => {
+            "it has ended, and some of the processes may still be merged: run pagefold unmerge again"
+        }
+        _ => "perhaps it is ending: try again",
+    }
 }
 
 fn unreachable(error: &io::Error) -> Exit {

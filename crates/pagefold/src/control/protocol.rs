@@ -1,7 +1,9 @@
 //! The protocol of the control socket: a line of JSON for each request, and one for its answer.
 
+use pagefold_cli::exit::{self, Exit};
 use pagefold_core::governor::Governor;
 use pagefold_linux::proc::status::printable;
+use pagefold_linux::scope::{ScopeError, ScopeSpec, user_id};
 use serde::{Deserialize, Serialize};
 
 pub const PATH: &str = "/run/pagefold/control.sock";
@@ -11,8 +13,8 @@ pub const SCHEMA: &str = "pagefold.control/1";
 pub const GROUP: &str = "pagefold";
 /// How a refusal for lack of permission begins.
 pub const ONLY_ROOT: &str = "only root may send";
-/// The longest request, bytes, its newline included.
-pub const REQUEST_MOST: usize = 4096;
+/// The longest request, bytes, its newline included: some thousands of pids.
+pub const REQUEST_MOST: usize = 65_536;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "lowercase")]
@@ -29,6 +31,53 @@ pub enum Request {
     Pause,
     /// Starts them again.
     Resume,
+    /// Unmerges processes and keeps them out. Answered by `pagefold.unmerge/1`.
+    Unmerge(Selectors),
+    /// Lets them in again. Answered by `pagefold.include/1`.
+    Include(Selectors),
+}
+
+/// The processes that a request is about.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Selectors {
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub pids: Vec<i32>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub cgroups: Vec<String>,
+    /// By number: the daemon may see other names.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub users: Vec<u32>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub exes: Vec<String>,
+    pub all: bool,
+}
+
+impl Selectors {
+    /// Those of a scope.
+    ///
+    /// # Errors
+    /// A user does not exist.
+    pub fn of(spec: &ScopeSpec) -> Result<Self, ScopeError> {
+        let cgroups = spec.cgroups.iter().map(|path| path.to_string_lossy().into_owned());
+        Ok(Self {
+            pids: spec.pids.clone(),
+            cgroups: cgroups.collect(),
+            users: spec.users.iter().map(|user| user_id(user)).collect::<Result<_, _>>()?,
+            exes: spec.exes.clone(),
+            all: spec.all,
+        })
+    }
+
+    pub fn spec(&self) -> ScopeSpec {
+        ScopeSpec {
+            pids: self.pids.clone(),
+            cgroups: self.cgroups.iter().map(Into::into).collect(),
+            users: self.users.iter().map(ToString::to_string).collect(),
+            exes: self.exes.clone(),
+            all: self.all,
+        }
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -54,6 +103,19 @@ pub struct ControlState {
 pub struct Refusal {
     /// What is wrong; what to do.
     pub error: String,
+    /// The exit code of a command that sent the request.
+    #[serde(default = "failure")]
+    pub code: u8,
+}
+
+fn failure() -> u8 {
+    exit::FAILURE
+}
+
+impl From<Exit> for Refusal {
+    fn from(exit: Exit) -> Self {
+        Self { error: exit.line, code: exit.code }
+    }
 }
 
 impl Request {
@@ -96,6 +158,14 @@ mod tests {
             Request::Governor { name: "low".into() },
             Request::Pause,
             Request::Resume,
+            Request::Unmerge(Selectors { all: true, ..Selectors::default() }),
+            Request::Include(Selectors {
+                pids: vec![1, 2],
+                cgroups: vec!["/a b".into()],
+                users: vec![33],
+                exes: vec!["redis".into()],
+                all: false,
+            }),
         ];
         for request in all {
             assert_eq!(Request::parse(request.line().trim_end().as_bytes()).as_ref(), Ok(&request));
@@ -118,6 +188,7 @@ mod tests {
             (r#"{"schema":"pagefold.control/1","request":"explain"}"#, "pid"),
             (r#"{"schema":"pagefold.control/1","request":"explain","pid":"one"}"#, "malformed"),
             (r#"{"schema":"pagefold.control/1","request":"explain","pid":99999999999}"#, "malformed"),
+            (r#"{"schema":"pagefold.control/1","request":"unmerge","pids":["all"]}"#, "malformed"),
             (
                 r#"{"schema":"pagefold.control/1","request":"governor","name":"turbo"}"#,
                 "full, medium, low, quiet or auto",

@@ -7,6 +7,7 @@ use crate::commands::status::groups::{Selector, reason_of};
 use crate::events::{Event, Events};
 use crate::output::placement::PlacementView;
 use crate::output::xen::XenView;
+use pagefold_cli::exit::{self, Exit};
 use pagefold_cli::scope::ScopeArgs;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
@@ -18,6 +19,7 @@ use pagefold_linux::host::identity::PendingUnmark;
 use pagefold_linux::host::live::LiveHost;
 use pagefold_linux::os::wake::Sleeper;
 use pagefold_linux::proc::status::printable;
+use pagefold_linux::scope::kept_out::{Entry, Verdict};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -40,6 +42,8 @@ pub struct Facts {
     pub targets: Vec<TargetFacts>,
     /// The names of the trust domains, by key.
     pub domains: Vec<String>,
+    /// The selectors of processes that are kept out by request, and of those that are not although an earlier one keeps them out.
+    pub kept_out: Vec<KeptOutRow>,
     /// The cgroups below whose limits there is not room for all that can come back.
     pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
@@ -77,7 +81,30 @@ pub struct ToUnmark {
 
 impl From<&PendingUnmark> for ToUnmark {
     fn from(pending: &PendingUnmark) -> Self {
-        Self { bytes: pending.left.0, reason: pending.reason.to_string(), problem: pending.problem.clone() }
+        Self {
+            bytes: pending.left.0,
+            reason: pending.reason.to_string(),
+            problem: pending.problem.as_ref().map(ToString::to_string),
+        }
+    }
+}
+
+/// A selector of processes that are kept out, or included again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptOutRow {
+    /// As a flag.
+    pub selector: String,
+    /// The user who has asked for that. `None`: what an earlier one keeps out is included.
+    pub uid: Option<u32>,
+}
+
+impl From<&Entry> for KeptOutRow {
+    fn from(entry: &Entry) -> Self {
+        let uid = match entry.verdict {
+            Verdict::Out { by } => Some(by),
+            Verdict::In => None,
+        };
+        Self { selector: entry.selector.to_string(), uid }
     }
 }
 
@@ -129,7 +156,8 @@ impl Facts {
             tight.filter_map(|(&key, _)| Some((key, printable(host.limited_cgroup(key)?.as_os_str().as_bytes()))));
         let (scans, injector_restarts, limited) = (engine.scans(), host.injector_restarts(), limited.collect());
         let targets = targets.collect();
-        Self { report: engine.report(), scans, injector_restarts, targets, domains, limited, run, xen: None }
+        let kept_out = host.kept_out().entries().iter().map(KeptOutRow::from).collect();
+        Self { report: engine.report(), scans, injector_restarts, targets, domains, kept_out, limited, run, xen: None }
     }
 
     /// Where merged pages are, on a machine with several memory nodes.
@@ -160,32 +188,53 @@ struct Pending {
     reply: Sender<Arc<Facts>>,
 }
 
+/// A request on processes, which the loop of the host answers itself.
+#[derive(Debug)]
+pub struct Order {
+    pub request: Request,
+    /// The user who has sent it.
+    pub uid: u32,
+    pub reply: Sender<Result<String, Exit>>,
+}
+
+#[derive(Debug)]
+enum Message {
+    Request(Pending),
+    Order(Order),
+}
+
 /// The end of the queue for threads that send requests.
 #[derive(Clone, Debug)]
 pub struct RequestSender {
-    pending: Sender<Pending>,
+    messages: Sender<Message>,
     sleeper: Sleeper,
 }
 
 /// The main loop's end of the queue.
 #[derive(Debug)]
 pub struct RequestQueue {
-    pending: Receiver<Pending>,
+    messages: Receiver<Message>,
     /// Set by the signal that wakes the main loop: its waits end while it is set.
     woken: Arc<AtomicBool>,
     /// Changes that were made since the last cycle began.
     changes: Vec<Pending>,
+    orders: Vec<Order>,
     paused: bool,
 }
 
 impl RequestQueue {
     /// A queue for the calling thread, whose waits end when `woken` is set; [`pagefold_linux::os::wake::SIGNAL`] must set it.
     pub fn new(woken: Arc<AtomicBool>) -> (Self, RequestSender) {
-        let (sender, pending) = channel();
+        let (sender, messages) = channel();
         (
-            Self { pending, woken, changes: Vec::new(), paused: false },
-            RequestSender { pending: sender, sleeper: Sleeper::this_thread() },
+            Self { messages, woken, changes: Vec::new(), orders: Vec::new(), paused: false },
+            RequestSender { messages: sender, sleeper: Sleeper::this_thread() },
         )
+    }
+
+    /// The orders that have come since the last call.
+    pub fn take_orders(&mut self) -> Vec<Order> {
+        std::mem::take(&mut self.orders)
     }
 
     pub fn is_paused(&self) -> bool {
@@ -205,7 +254,14 @@ impl RequestQueue {
         // First: a request that comes later sets it again.
         self.woken.store(false, Ordering::SeqCst);
         let mut ready = std::mem::take(&mut self.changes);
-        for pending in self.pending.try_iter() {
+        for message in self.messages.try_iter() {
+            let pending = match message {
+                Message::Request(pending) => pending,
+                Message::Order(order) => {
+                    self.orders.push(order);
+                    continue;
+                }
+            };
             match &pending.request {
                 Request::Status | Request::Explain { .. } | Request::Guest { .. } => ready.push(pending),
                 Request::Governor { name } => {
@@ -221,6 +277,8 @@ impl RequestQueue {
                     engine.set_paused(self.paused);
                     self.changes.push(pending);
                 }
+                // These are orders. Without an answer the peer is told that the run is ending.
+                Request::Unmerge(_) | Request::Include(_) => {}
             }
         }
         if !self.changes.is_empty() {
@@ -243,15 +301,28 @@ impl RequestQueue {
 impl RequestSender {
     /// Sends a request, and waits until the main loop has served it.
     pub fn send(&self, request: Request) -> Result<Arc<Facts>, String> {
-        let ending = || "the run is ending; start another one".to_owned();
         let (reply, answer) = channel();
-        self.pending.send(Pending { request, reply }).map_err(|_| ending())?;
+        self.ask(Message::Request(Pending { request, reply }), &answer, "start another one")
+    }
+
+    /// Sends a request on processes, and waits until it has been carried out.
+    pub fn order(&self, request: Request, uid: u32) -> Result<String, Exit> {
+        let (reply, answer) = channel();
+        let todo = "some of the processes may still be merged: run this again";
+        let answer = self.ask(Message::Order(Order { request, uid, reply }), &answer, todo);
+        answer.unwrap_or_else(|why| Err(Exit::new(exit::FAILURE, why)))
+    }
+
+    /// `todo` says what to do if the run is ending.
+    fn ask<T>(&self, message: Message, answer: &Receiver<T>, todo: &str) -> Result<T, String> {
+        let ending = || format!("the run is ending; {todo}");
+        self.messages.send(message).map_err(|_| ending())?;
         let end = Instant::now() + LIMIT;
         loop {
             // The main loop's thread lives as long as the process.
             let _ = self.sleeper.wake();
             match answer.recv_timeout(WAKE_INTERVAL) {
-                Ok(facts) => return Ok(facts),
+                Ok(answer) => return Ok(answer),
                 Err(RecvTimeoutError::Disconnected) => return Err(ending()),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < end => {}
                 Err(RecvTimeoutError::Timeout) => {

@@ -6,6 +6,7 @@
 use super::protocol::{ONLY_ROOT, REQUEST_MOST, Refusal, Request};
 use crate::config::ownership;
 use anyhow::{Context, Result, bail};
+use pagefold_cli::exit::{self, Exit};
 use pagefold_linux::os::peer::{Peer, is_in_group, is_trusted};
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -26,8 +27,8 @@ const TAKE_LIMIT: Duration = Duration::from_secs(5);
 /// The pause after a failure to accept, so that a lack of descriptors does not cause a busy loop.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
 
-/// Answers a request with a line (without its newline), or an error.
-pub type Answer = dyn Fn(Request) -> Result<String, String> + Send + Sync;
+/// Answers a request of this user with a line (without its newline), or an error.
+pub type Answer = dyn Fn(Request, u32) -> Result<String, Exit> + Send + Sync;
 
 #[derive(Debug)]
 pub struct Server {
@@ -120,37 +121,40 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
         let may_change = is_trusted(peer.uid);
         if !may_change && !readers.is_some_and(|group| is_in_group(&stream, group).unwrap_or(false)) {
-            refuse(&mut stream, &format!("{ONLY_ROOT} requests to the daemon; run as root (sudo)"));
+            refuse(&mut stream, only_root("requests to the daemon"));
             continue;
         }
         let ticket = connections.clone();
         if Arc::strong_count(&connections) > CONNECTIONS_MOST + 1 {
-            refuse(&mut stream, &format!("{CONNECTIONS_MOST} clients are connected already; try again later"));
+            let line = format!("{CONNECTIONS_MOST} clients are connected already; try again later");
+            refuse(&mut stream, failed(line));
             continue;
         }
         let answer = answer.clone();
         // Without a thread the connection is closed.
         let _ = thread::Builder::new().name("control peer".into()).spawn(move || {
             // The connection has ended, with or without an error.
-            let _ = converse(stream, may_change, &*answer);
+            let _ = converse(stream, peer.uid, &*answer);
             drop(ticket);
         });
     }
 }
 
 /// Answers requests until the peer closes the connection, is too slow, or sends a malformed request.
-fn converse(mut stream: UnixStream, may_change: bool, answer: &Answer) -> io::Result<()> {
+fn converse(mut stream: UnixStream, uid: u32, answer: &Answer) -> io::Result<()> {
     let mut received = Vec::new();
     loop {
         let answered = match read_line(&mut stream, &mut received)? {
             Line::End => return Ok(()),
-            Line::TooLong => Err(format!("the request is longer than {REQUEST_MOST} bytes; send one request a line")),
-            Line::TooSlow => Err(format!("no request came within {} s; connect again", REQUEST_LIMIT.as_secs())),
-            Line::Whole(line) => Request::parse(&line).and_then(|request| match request {
-                Request::Status => answer(request),
-                _ if may_change => answer(request),
-                _ => Err(format!("{ONLY_ROOT} this request; run as root (sudo)")),
-            }),
+            Line::TooLong => Err(failed(format!("the request is longer than {REQUEST_MOST} bytes; send less"))),
+            Line::TooSlow => {
+                Err(failed(format!("no request came within {} s; connect again", REQUEST_LIMIT.as_secs())))
+            }
+            Line::Whole(line) => match Request::parse(&line) {
+                Ok(request) if request == Request::Status || is_trusted(uid) => answer(request, uid),
+                Ok(_) => Err(only_root("this request")),
+                Err(why) => Err(failed(why)),
+            },
         };
         match answered {
             Ok(mut line) => {
@@ -158,15 +162,23 @@ fn converse(mut stream: UnixStream, may_change: bool, answer: &Answer) -> io::Re
                 stream.write_all(line.as_bytes())?;
             }
             Err(why) => {
-                refuse(&mut stream, &why);
+                refuse(&mut stream, why);
                 return Ok(());
             }
         }
     }
 }
 
-fn refuse(stream: &mut UnixStream, why: &str) {
-    let refusal = Refusal { error: why.to_owned() };
+fn failed(why: String) -> Exit {
+    Exit::new(exit::FAILURE, why)
+}
+
+fn only_root(what: &str) -> Exit {
+    Exit::new(exit::NOT_PERMITTED, format!("{ONLY_ROOT} {what}; run as root (sudo)"))
+}
+
+fn refuse(stream: &mut UnixStream, why: Exit) {
+    let refusal = Refusal::from(why);
     // The peer may have closed the connection.
     let _ = stream.write_all((serde_json::to_string(&refusal).unwrap_or_default() + "\n").as_bytes());
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::control::protocol::SCHEMA;
+use crate::control::protocol::{SCHEMA, Selectors};
 use pagefold_linux::os::peer::own_uid;
 use std::io::BufRead;
 
@@ -12,7 +12,7 @@ fn server() -> (tempfile::TempDir, PathBuf, Server) {
 }
 
 #[expect(clippy::unnecessary_wraps, clippy::needless_pass_by_value, reason = "the signature of Answer")]
-fn echo(request: Request) -> Result<String, String> {
+fn echo(request: Request, _uid: u32) -> Result<String, Exit> {
     if request == Request::Pause {
         // A run in a long cycle.
         thread::sleep(Duration::from_secs(2));
@@ -67,8 +67,8 @@ fn malformed_requests_are_refused_and_others_still_served() {
         (b"\0\xff\xfe\n", "malformed"),
         (br#"{"schema":"pagefold.control/1","request":"dance"}"#, "dance"),
         (&[b'['; 4000], "malformed"),
-        (long.as_bytes(), "longer than 4096 bytes"),
-        (&many, "longer than 4096 bytes"),
+        (long.as_bytes(), "longer than 65536 bytes"),
+        (&many, "longer than 65536 bytes"),
     ];
     for (bytes, says) in cases {
         // Requests after a malformed one are not answered.
@@ -145,9 +145,14 @@ fn members_of_the_group_may_ask_for_the_status_only() {
     };
     let (member, stranger) = (format!("--groups={GROUP}"), "--clear-groups");
     assert_eq!(ask(&member, &Request::Status), status());
-    for request in
-        [Request::Pause, Request::Resume, Request::Explain { pid: 1 }, Request::Governor { name: "low".to_owned() }]
-    {
+    for request in [
+        Request::Pause,
+        Request::Resume,
+        Request::Explain { pid: 1 },
+        Request::Governor { name: "low".to_owned() },
+        Request::Unmerge(Selectors::default()),
+        Request::Include(Selectors::default()),
+    ] {
         assert!(ask(&member, &request).contains("only root may send this request"));
     }
     assert!(ask(stranger, &Request::Status).contains("Permission denied"));

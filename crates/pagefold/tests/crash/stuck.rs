@@ -77,10 +77,14 @@ impl Stuck {
         });
     }
 
-    /// Thaws the file system; the program must then continue with its memory intact.
+    /// Thaws the file system; the program must then continue.
     fn thaw(&mut self) {
         assert!(self.freeze("-u"));
         assert_eq!(self.script.line(), "free");
+    }
+
+    /// Ends the program, whose memory must be intact.
+    fn end(mut self) {
         self.script.say("check");
         assert_eq!(self.script.line(), "intact");
     }
@@ -126,7 +130,45 @@ fn a_stuck_target_does_not_delay_others() {
     assert!(left.errors.contains(&format!("process {}", stuck.pid())), "{left:?}");
     ksm.assert_knobs_restored();
     stuck.thaw();
+    stuck.end();
     unmerge(&pids(&tenants));
     ksm.assert_restored();
     assert_unharmed(&mut tenants);
+}
+
+/// The request is answered while it is stuck, and is carried out when it lets go.
+#[test]
+fn a_stuck_target_is_unmerged_when_it_lets_go() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let Some(mut stuck) = Stuck::start() else { return };
+    // It has the same memory.
+    let Some(twin) = Stuck::start() else { return };
+    let pids = [stuck.pid(), twin.pid()];
+    let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
+    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until("ksmd rests", || status()["busy"] == false);
+    stuck.get_stuck();
+    let began = Instant::now();
+    let output = run_pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
+    println!("answered after {:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    assert_failed(
+        &output,
+        6,
+        &format!("process {} (python3) keeps its memory map locked; pagefold keeps trying", pids[0]),
+    );
+    assert_unmarked(&pids[1..]);
+    assert_eq!(state(stuck.pid()), b'D', "it is stuck still");
+    let thawed = Instant::now();
+    stuck.thaw();
+    wait_until_unmarked(stuck.pid(), Duration::from_secs(30), "marked after it let go");
+    println!("unmarked {:?} after it let go", thawed.elapsed());
+    let reason = || row(&status()["processes"], "pid", stuck.pid())["left_alone"].clone();
+    wait_until("the reason is shown", || reason() == "unmerged by request of uid 0");
+    assert_eq!(daemon.stop()["knobs_restored"], true);
+    ksm.assert_knobs_restored();
+    stuck.end();
+    drop(twin);
+    unmerge(&[Sleeper::start().pid()]);
+    ksm.assert_restored();
 }

@@ -1,7 +1,7 @@
 //! Marking and unmarking spans of targets.
 
 use super::{Actuator, LiveHost};
-use crate::host::identity::Watch;
+use crate::host::identity::{Marks, Watch};
 use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
 use crate::inject::{Call, InjectError, InjectionReport, Limits};
 use crate::os::abandonable::{Job, PATIENCE};
@@ -141,7 +141,8 @@ impl LiveHost {
     pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
         let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
-        let mut watch = Watch::new((&self.scope, &self.roots), &self.deny, rules, &self.programs);
+        let left_out = (&self.deny, &mut self.kept_out);
+        let mut watch = Watch::new((&self.scope, &self.roots), left_out, rules, &self.programs);
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         let unchanged = !target.notice_exec() && matches!(target.look(now_ns, 1, &mut watch), Ok(false));
         if !unchanged {
@@ -159,7 +160,7 @@ impl LiveHost {
         let Some(target) = self.targets.get_mut(&pid) else { return };
         if target.notice_exec() {
             target.set_marked();
-            target.request_unmark(Exclusion::OtherProgram, true);
+            target.request_unmark(Exclusion::OtherProgram, Marks::Mappings);
         } else if let Some(program) = target.set_marked() {
             self.programs.marked.insert(program, target.domain);
         }

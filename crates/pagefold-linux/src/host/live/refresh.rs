@@ -1,14 +1,15 @@
 //! Refreshing the targets: processes that come into scope, change or end.
 
-use super::{Actuator, Event, LiveError, LiveHost, elapsed_ns};
+use super::{Event, LiveError, LiveHost, elapsed_ns};
 use crate::host::identity::{Watch, domain_key};
 use crate::host::regions::Tracked;
 use crate::host::targets::Target;
+use crate::os::cpu::own_cpu_ns;
 use crate::proc::process::{Process, ReadError};
-use crate::scope::ScopeError;
 use crate::scope::exclude::Exclusion;
 use crate::scope::opt_out::OptOut;
 use crate::scope::rule::RuleFacts;
+use crate::scope::{ScopeError, Scoped};
 use pagefold_core::host::RegionView;
 use pagefold_core::keys::{DomainKey, LastingKey, OwnerKey, RegionKey};
 use pagefold_core::random::mix;
@@ -25,6 +26,9 @@ const PASS_NS: u64 = 250_000_000;
 /// than 300 targets they become rarer.
 const UNCHANGED_NS: u64 = 1_000;
 const UNCHANGED_SHARE: u64 = 3_333;
+/// Shortest time between two looks for processes kept out that have ended, nanoseconds. They may take 1/`FORGET_SHARE` of the time.
+const FORGET_NS: u64 = 10_000_000_000;
+const FORGET_SHARE: u64 = 1_000;
 
 impl LiveHost {
     /// Refreshes the targets if it is time. Returns whether anything has changed.
@@ -34,6 +38,7 @@ impl LiveHost {
         }
         self.tend_injector()?;
         self.end_late_merge();
+        self.forget_kept_out(now_ns);
         self.add_targets(now_ns)?;
         let changed = self.refresh_targets(now_ns);
         let changed = self.withdraw_marks(now_ns) || changed;
@@ -47,6 +52,15 @@ impl LiveHost {
         Ok(changed)
     }
 
+    /// Forgets processes kept out that have ended, from time to time.
+    fn forget_kept_out(&mut self, now_ns: u64) {
+        if now_ns >= self.next_forget_ns {
+            let before_ns = own_cpu_ns();
+            self.kept_out.forget_ended(&self.roots);
+            self.next_forget_ns = now_ns + ((own_cpu_ns() - before_ns) * FORGET_SHARE).max(FORGET_NS);
+        }
+    }
+
     /// Adds the processes that have come into scope.
     fn add_targets(&mut self, now_ns: u64) -> Result<(), LiveError> {
         let first = std::mem::take(&mut self.first);
@@ -55,10 +69,7 @@ impl LiveHost {
             // A selected pid is that of one process, opened at the start: a process that reuses the pid is not selected.
             spec.pids.clear();
         }
-        let mut ours = vec![i32::try_from(std::process::id()).unwrap_or(0)];
-        if let Actuator::Act { injector, .. } = &self.actuator {
-            ours.extend(i32::try_from(injector.pid()));
-        }
+        let ours = self.own_pids();
         let found = loop {
             if spec.is_empty() {
                 return Ok(());
@@ -74,15 +85,19 @@ impl LiveHost {
             }
         };
         for scoped in found {
-            let owner = self.owner_keys.take(|key| self.targets.values().any(|target| target.owner.0 == key));
-            let facts = RuleFacts::from(&scoped);
-            let domain = self.domain_rules.domain_of(scoped.domain.as_deref(), &facts, &mut Vec::new());
-            let domain = domain_key(&mut self.domains, domain);
-            let mut target = Target::new(scoped, OwnerKey(owner), domain);
+            let mut target = self.new_target(scoped);
             target.appeared_ns = (!first).then_some(now_ns);
             self.targets.insert(target.process.pid(), target);
         }
         Ok(())
+    }
+
+    pub(super) fn new_target(&mut self, scoped: Scoped) -> Target {
+        let owner = self.owner_keys.take(|key| self.targets.values().any(|target| target.owner.0 == key));
+        let facts = RuleFacts::from(&scoped);
+        let domain = self.domain_rules.domain_of(scoped.domain.as_deref(), &facts, &mut Vec::new());
+        let domain = domain_key(&mut self.domains, domain);
+        Target::new(scoped, OwnerKey(owner), domain)
     }
 
     /// Refreshes the targets, as many as there is time for. Returns whether anything has changed.
@@ -92,7 +107,8 @@ impl LiveHost {
         let (mut gone, mut reports) = (Vec::new(), Vec::new());
         let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
         forget_programs(&mut self.programs.marked, &self.targets);
-        let mut watch = Watch::new((&self.scope, &self.roots), &self.deny, rules, &self.programs);
+        let left_out = (&self.deny, &mut self.kept_out);
+        let mut watch = Watch::new((&self.scope, &self.roots), left_out, rules, &self.programs);
         let began = Instant::now();
         let first = std::mem::take(&mut self.next_pid);
         for (&pid, target) in self.targets.range_mut(first..) {
@@ -145,7 +161,7 @@ impl LiveHost {
 
     /// Reports why a process is left alone, unless that was the last report about it.
     pub(super) fn report_left_alone(&mut self, pid: i32, why: String) {
-        let Some(target) = self.targets.get(&pid) else { return };
+        let Some(target) = self.targets.get(&pid).filter(|target| !target.only_to_unmerge) else { return };
         if self.reported.get(&pid) != Some(&why) {
             self.reported.insert(pid, why.clone());
             self.events.push(Event::LeftAlone { pid, name: target.name.clone(), why });

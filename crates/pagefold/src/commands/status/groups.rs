@@ -18,6 +18,8 @@ use std::sync::Arc;
 const SCOPES_MOST: usize = 20;
 /// What sums up the rest, and reasons that concern mappings rather than processes.
 pub const OTHER: &str = "other";
+/// The reason of processes that are kept out by request.
+pub const UNMERGED: &str = "unmerged";
 
 /// The processes that a selector of the scope has brought in.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -135,7 +137,7 @@ impl ScopeRow {
 }
 
 /// Every reason why a process may be left alone.
-pub const REASONS: [&str; 15] = [
+pub const REASONS: [&str; 16] = [
     "kernel-thread",
     "ended",
     "not-dumpable",
@@ -143,6 +145,7 @@ pub const REASONS: [&str; 15] = [
     "traced",
     "deny-list",
     "opted-out",
+    UNMERGED,
     "out-of-scope",
     "moves-domain",
     "other-program",
@@ -163,6 +166,7 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
         Exclusion::Traced { .. } => "traced",
         Exclusion::DenyListed { .. } => "deny-list",
         Exclusion::OptedOut(_) => "opted-out",
+        Exclusion::KeptOut { .. } => UNMERGED,
         Exclusion::OutOfScope => "out-of-scope",
         Exclusion::MovedDomain { .. } => "moves-domain",
         Exclusion::OtherProgram => "other-program",

@@ -1,6 +1,7 @@
 //! The text of `status`.
 
 use super::Status;
+use super::groups::UNMERGED;
 use pagefold_cli::figures::{thousands, time, wrap};
 use pagefold_cli::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_core::governor::Governor;
@@ -74,6 +75,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     }
     rows.extend(status.reserve.limits_sentence().map(|text| ("limits", text)));
     rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
+    rows.extend(kept_out(status).map(|text| ("kept out", text)));
     if status.stops > 0 {
         let (stops, longest) = (status.stops, status.longest_stop_us);
         rows.push(("stops", format!("{stops} of processes, to mark their memory; the longest {longest:.0} us")));
@@ -108,6 +110,19 @@ fn to_unmark(status: &Status) -> Option<String> {
         count(pending.len(), "process", "processes"),
         pending.first()?.pid
     ))
+}
+
+/// The selectors of processes that are kept out by request, if there are any.
+fn kept_out(status: &Status) -> Option<String> {
+    let mut text = String::new();
+    for row in &status.kept_out {
+        let joint = if text.is_empty() { "" } else { ", " };
+        let but = if row.uid.is_none() { "but not " } else { "" };
+        let _ = write!(text, "{joint}{but}{}", row.selector);
+    }
+    let unmerged = status.left_out.iter().find(|row| row.reason == UNMERGED).map_or(0, |row| row.processes);
+    let processes = status.count(unmerged);
+    (!text.is_empty()).then(|| format!("{text}: {processes} now, until pagefold include"))
 }
 
 /// The number of trust domains, and how strictly they are separated.

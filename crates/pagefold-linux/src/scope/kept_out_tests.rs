@@ -1,0 +1,151 @@
+use super::*;
+use crate::scope::resolve_for_undoing;
+use crate::scope::tests::Tree;
+use std::fs;
+
+/// Processes of a fixture of /proc, and who is kept out of them.
+struct Fixture {
+    tree: Tree,
+    kept_out: KeptOut,
+}
+
+impl Fixture {
+    /// Three web servers, of which 11 has started 12, a shell that has started 11, and a database.
+    fn new() -> Self {
+        let fixture = Self { tree: Tree::new(), kept_out: KeptOut::default() };
+        fixture.start(10, 1, "web");
+        fixture.start(30, 1, "sh");
+        fixture.start(11, 30, "web");
+        fixture.start(12, 11, "web");
+        fixture.start(20, 1, "database");
+        fixture
+    }
+
+    fn start(&self, pid: i32, parent: i32, name: &str) {
+        let exe = format!("/usr/bin/{name}");
+        self.tree.process(pid, name.as_bytes(), Some(&exe), 1000, &format!("0::/{name}.service\n"));
+        let stat = self.tree.roots.proc.join(format!("{pid}/stat"));
+        let text = fs::read_to_string(&stat).unwrap();
+        fs::write(stat, text.replace(") S 1 ", &format!(") S {parent} "))).unwrap();
+    }
+
+    fn end(&self, pid: i32) {
+        fs::remove_dir_all(self.tree.roots.proc.join(pid.to_string())).unwrap();
+    }
+
+    fn found(&self, spec: &ScopeSpec) -> Vec<Scoped> {
+        resolve_for_undoing(spec, &self.tree.roots, &[]).unwrap_or_default()
+    }
+
+    fn keep_out(&mut self, spec: &ScopeSpec) {
+        let found = self.found(spec);
+        self.kept_out.keep_out(spec, &found, 1000, &self.tree.roots).unwrap();
+    }
+
+    /// The processes that an `include` lets in again.
+    fn include(&mut self, spec: &ScopeSpec) -> Result<Vec<i32>, String> {
+        let found = self.found(spec);
+        let included = self.kept_out.include(spec, &found, &self.tree.roots).map_err(|error| error.to_string())?;
+        Ok(included.iter().map(|scoped| scoped.process.pid()).collect())
+    }
+
+    /// The processes that are kept out now.
+    fn out(&mut self) -> Vec<i32> {
+        let all = self.found(&ScopeSpec { all: true, ..ScopeSpec::default() });
+        let out = all.iter().filter(|scoped| self.kept_out.keeps_out(scoped, &self.tree.roots));
+        out.map(|scoped| scoped.process.pid()).collect()
+    }
+}
+
+fn by_exe(exe: &str) -> ScopeSpec {
+    ScopeSpec { exes: vec![exe.to_owned()], ..ScopeSpec::default() }
+}
+
+fn by_pid(pid: i32) -> ScopeSpec {
+    ScopeSpec { pids: vec![pid], ..ScopeSpec::default() }
+}
+
+fn all() -> ScopeSpec {
+    ScopeSpec { all: true, ..ScopeSpec::default() }
+}
+
+#[test]
+fn selectors_keep_newcomers_out_until_the_same_are_included() {
+    let mut fixture = Fixture::new();
+    assert!(fixture.out().is_empty());
+    fixture.keep_out(&by_exe("web"));
+    fixture.keep_out(&ScopeSpec { cgroups: vec!["/database.service".into()], ..ScopeSpec::default() });
+    fs::create_dir_all(fixture.tree.roots.cgroup.join("unified/database.service")).unwrap();
+    assert_eq!(fixture.out(), [10, 11, 12, 20]);
+    fixture.start(13, 1, "web");
+    assert_eq!(fixture.out(), [10, 11, 12, 13, 20]);
+    assert_eq!(fixture.include(&by_exe("web")), Ok(vec![10, 11, 12, 13]));
+    assert_eq!(fixture.out(), [20]);
+    assert_eq!(fixture.include(&by_exe("web")), Err("nothing that matches --exe web is kept out".to_owned()));
+    // Also if nothing runs that it matches.
+    fixture.end(20);
+    let database = ScopeSpec { cgroups: vec!["/database.service".into()], ..ScopeSpec::default() };
+    assert_eq!(fixture.include(&database), Ok(vec![]));
+    assert_eq!(fixture.kept_out.entries().len(), 0);
+}
+
+#[test]
+fn the_last_selector_that_matches_decides() {
+    let mut fixture = Fixture::new();
+    fixture.keep_out(&all());
+    assert_eq!(fixture.include(&by_exe("web")), Ok(vec![10, 11, 12]));
+    fixture.keep_out(&by_pid(10));
+    assert_eq!(fixture.out(), [10, 20, 30]);
+    let entries = fixture.kept_out.entries().iter().map(|entry| (entry.selector.to_string(), entry.is_in()));
+    let expected = [("--all", false), ("--exe web", true), ("--pid 10", false)].map(|(text, is)| (text.to_owned(), is));
+    assert_eq!(entries.collect::<Vec<_>>(), expected);
+    assert_eq!(fixture.include(&all()), Ok(vec![10, 20, 30]));
+    assert!(fixture.kept_out.entries().is_empty() && fixture.out().is_empty());
+}
+
+#[test]
+fn a_pid_stands_for_the_process_and_its_descendants() {
+    let mut fixture = Fixture::new();
+    fixture.keep_out(&by_pid(30));
+    assert_eq!(fixture.out(), [11, 12, 30]);
+    // What they start later, also after those between have ended.
+    fixture.start(14, 12, "web");
+    assert_eq!(fixture.out(), [11, 12, 14, 30]);
+    [30, 11, 12].into_iter().for_each(|pid| fixture.end(pid));
+    fixture.start(15, 14, "web");
+    fixture.kept_out.forget_ended(&fixture.tree.roots);
+    assert_eq!(fixture.out(), [14, 15]);
+    // Another process with the pid is not meant. Start times of the fixture follow from pids, so its time is changed.
+    fixture.start(30, 1, "sh");
+    let stat = fixture.tree.roots.proc.join("30/stat");
+    fs::write(&stat, fs::read_to_string(&stat).unwrap().replace(" 1030 ", " 2030 ")).unwrap();
+    assert_eq!(fixture.out(), [14, 15]);
+    fixture.keep_out(&by_pid(30));
+    assert_eq!(fixture.out(), [14, 15, 30]);
+    assert_eq!(fixture.include(&by_pid(14)), Ok(vec![14, 15]));
+    assert_eq!(fixture.out(), [30]);
+    fixture.end(30);
+    fixture.kept_out.forget_ended(&fixture.tree.roots);
+    assert!(fixture.kept_out.entries().is_empty());
+}
+
+#[test]
+fn children_of_a_process_that_has_ended_are_included_by_its_pid() {
+    let mut fixture = Fixture::new();
+    fixture.keep_out(&by_pid(11));
+    fixture.end(11);
+    assert_eq!(fixture.out(), [12]);
+    assert_eq!(fixture.include(&by_pid(11)), Ok(vec![]));
+    assert!(fixture.out().is_empty());
+}
+
+#[test]
+fn the_list_is_bounded() {
+    let mut fixture = Fixture::new();
+    for number in 0..ENTRIES_MOST {
+        fixture.keep_out(&by_exe(&format!("program-{number}")));
+    }
+    let full = fixture.kept_out.keep_out(&by_exe("web"), &[], 0, &fixture.tree.roots);
+    assert_eq!(full, Err(KeptOutError::TooMany));
+    assert_eq!(fixture.include(&by_exe("program-0")), Ok(vec![]));
+}

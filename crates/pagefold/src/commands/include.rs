@@ -1,0 +1,59 @@
+//! `pagefold include`: lets processes in again that `pagefold unmerge` keeps out.
+
+use crate::control::client::ask;
+use crate::control::protocol::{Request, Selectors};
+use crate::output;
+use anyhow::Result;
+use pagefold_cli::exit;
+use pagefold_cli::scope::{ScopeArgs, explain};
+use pagefold_cli::style::{self, Lines, Style};
+use serde::{Deserialize, Serialize};
+
+#[derive(Clone, Debug, clap::Args)]
+pub struct IncludeArgs {
+    #[command(flatten)]
+    pub scope: ScopeArgs,
+    /// Print the result as JSON (schema pagefold.include/1)
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The result (schema pagefold.include/1).
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Included {
+    schema: String,
+    scope: String,
+    processes: Vec<Process>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Process {
+    pid: i32,
+    name: String,
+}
+
+impl Included {
+    pub fn new(scope: String, processes: Vec<(i32, String)>) -> Self {
+        let processes = processes.into_iter().map(|(pid, name)| Process { pid, name }).collect();
+        Self { schema: "pagefold.include/1".to_owned(), scope, processes }
+    }
+}
+
+pub fn run(args: &IncludeArgs) -> Result<u8> {
+    let selectors = Selectors::of(&args.scope.spec()).map_err(|error| explain(&error))?;
+    let included: Included = ask(&Request::Include(selectors))?;
+    output::print(args.json, &included, |style| describe(&included, style))?;
+    Ok(exit::OK)
+}
+
+fn describe(included: &Included, style: Style) -> String {
+    let mut text = String::new();
+    let processes = style::count(included.processes.len(), "process", "processes");
+    text.line(
+        style.bold(&format!("Included {processes} again ({}), which may be merged from now on.", included.scope)),
+    );
+    for process in &included.processes {
+        text.line(format!("  {:>8}  {}", process.pid, process.name));
+    }
+    text
+}

@@ -1,0 +1,107 @@
+//! Requests on processes: `unmerge` and `include`. They are carried out by the host, from one cycle to the next.
+
+use super::protocol::{Request, Selectors};
+use super::queue::Order;
+use crate::commands::include::Included;
+use crate::commands::unmerge::Summary;
+use crate::events::Events;
+use pagefold_cli::exit::{self, Exit};
+use pagefold_cli::scope;
+use pagefold_linux::host::live::{LiveHost, RequestRefusal, Unmerging};
+use pagefold_linux::scope::kept_out::KeptOutError;
+use serde::Serialize;
+use std::sync::mpsc::Sender;
+
+type Reply = Sender<Result<String, Exit>>;
+
+/// The requests that have not been answered yet.
+#[derive(Debug, Default)]
+pub struct Orders {
+    under_way: Vec<UnderWay>,
+}
+
+/// A request to unmerge.
+#[derive(Debug)]
+struct UnderWay {
+    unmerging: Unmerging,
+    scope: String,
+    reply: Reply,
+}
+
+impl Orders {
+    /// Begins new requests, and answers those that are done. Call it after the host's events have been taken.
+    pub fn serve(&mut self, new: Vec<Order>, host: &mut LiveHost, events: &mut Events) {
+        for Order { request, uid, reply } in new {
+            match request {
+                Request::Unmerge(selectors) => self.begin_to_unmerge(&selectors, uid, reply, host, events),
+                Request::Include(selectors) => send(&reply, include(&selectors, uid, host, events)),
+                _ => {}
+            }
+        }
+        for mut order in std::mem::take(&mut self.under_way) {
+            match host.poll_unmerging(&mut order.unmerging) {
+                Some(processes) => {
+                    let mut summary = Summary::of_daemon(order.scope, host.saved_bytes());
+                    for process in processes {
+                        summary.add(&process);
+                    }
+                    send(&order.reply, Ok(summary));
+                }
+                None => self.under_way.push(order),
+            }
+        }
+        host.forget_unmerged();
+    }
+
+    fn begin_to_unmerge(
+        &mut self,
+        selectors: &Selectors,
+        uid: u32,
+        reply: Reply,
+        host: &mut LiveHost,
+        events: &mut Events,
+    ) {
+        let spec = selectors.spec();
+        let scope = spec.to_string();
+        match host.unmerge(spec, uid) {
+            Ok(unmerging) => {
+                events.note("unmerge", format!("unmerged by request of uid {uid}, and kept out: {scope}"));
+                self.under_way.push(UnderWay { unmerging, scope, reply });
+            }
+            Err(refusal) => send(&reply, Err::<Summary, _>(explain(&refusal))),
+        }
+    }
+}
+
+/// Answers all of them with a refusal.
+pub fn refuse(orders: Vec<Order>, why: &Exit) {
+    for order in orders {
+        send(&order.reply, Err::<Summary, _>(why.clone()));
+    }
+}
+
+fn include(selectors: &Selectors, uid: u32, host: &mut LiveHost, events: &mut Events) -> Result<Included, Exit> {
+    let spec = selectors.spec();
+    let processes = host.include(&spec).map_err(|refusal| explain(&refusal))?;
+    events.note("include", format!("included again by request of uid {uid}: {spec}"));
+    Ok(Included::new(spec.to_string(), processes))
+}
+
+fn send(reply: &Reply, answer: Result<impl Serialize, Exit>) {
+    let answer = answer.and_then(|answer| super::json(&answer).map_err(|why| Exit::new(exit::FAILURE, why)));
+    // The peer may have hung up.
+    let _ = reply.send(answer);
+}
+
+fn explain(refusal: &RequestRefusal) -> Exit {
+    match refusal {
+        RequestRefusal::Scope(error) => scope::explain(error),
+        RequestRefusal::KeptOut(error @ KeptOutError::NotKeptOut(_)) => {
+            Exit::new(exit::NO_SCOPE, format!("{error}; see pagefold status"))
+        }
+        RequestRefusal::KeptOut(error @ KeptOutError::TooMany) => {
+            Exit::new(exit::FAILURE, format!("{error}; name a cgroup, a user or a program instead of processes"))
+        }
+        RequestRefusal::DryRun => Exit::new(exit::FAILURE, format!("{refusal}; stop it first")),
+    }
+}

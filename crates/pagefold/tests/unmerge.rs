@@ -1,0 +1,303 @@
+//! `pagefold unmerge` while a daemon runs, which then keeps the processes out, and `pagefold include`; programs that lock their memory map.
+
+use pagefold_testkit::injection::Victim;
+use pagefold_testkit::*;
+use pagefold_workload::Tenant;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Memory that each tenant has in common with others.
+const COMMON_MIB: u64 = 32;
+/// How much of it must be merged: the stack and the like are not.
+const MERGED: u64 = 31 * MIB;
+/// Several rounds of governor full, and so several cycles.
+const A_WHILE: Duration = Duration::from_secs(6);
+
+fn same(seed: u64, number: usize) -> Vec<Tenant> {
+    (0..number).map(|_| tenant(&spec(COMMON_MIB, 2, seed))).collect()
+}
+
+fn is_merged(pid: i32) -> bool {
+    marks(pid).merged >= MERGED
+}
+
+#[track_caller]
+fn wait_until_merged(pids: &[i32]) {
+    wait_until("they are merged", || pids.iter().all(|&pid| is_merged(pid)));
+}
+
+/// The reason why the daemon leaves a process alone.
+fn left_alone(pid: i32) -> Option<String> {
+    let status = status();
+    let row = status["processes"].as_array().unwrap().iter().find(|row| row["pid"] == pid)?;
+    row["left_alone"].as_str().map(str::to_owned)
+}
+
+#[test]
+fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let audit = dir.path().join("audit.jsonl");
+    let mut tenants = same(90, 3);
+    let pids = pids(&tenants);
+    let flags = ["--governor", "full", "--audit", audit.to_str().unwrap()];
+    let daemon = Daemon::on(&pids, &flags).answering();
+    wait_until_merged(&pids);
+
+    let began = Instant::now();
+    let summary = unmerge(&pids[..1]);
+    let took = began.elapsed();
+    println!("unmerged after {took:?}: {summary}");
+    assert!(took < Duration::from_secs(2), "{took:?}");
+    assert_unmarked(&pids[..1]);
+    let given_back = summary["given_back_bytes"].as_u64().unwrap();
+    assert!((MERGED..=(COMMON_MIB + 2) * MIB).contains(&given_back), "{summary}");
+    assert_eq!(summary["processes"].as_array().unwrap().len(), 1);
+    assert_eq!(summary["processes"][0]["pid"], pids[0]);
+    assert_eq!(summary["processes"][0]["failed"], Value::Null);
+    assert!(summary["unmarked_bytes"].as_u64().unwrap() >= MERGED);
+    assert_eq!(summary["kept_out"], format!("--pid {}", pids[0]));
+    assert_intact(&mut tenants);
+
+    // It stays out, and the others stay merged.
+    std::thread::sleep(A_WHILE);
+    assert_unmarked(&pids[..1]);
+    assert!(is_merged(pids[1]) && is_merged(pids[2]));
+    assert_eq!(left_alone(pids[0]).as_deref(), Some("unmerged by request of uid 0"));
+    assert_eq!(left_alone(pids[1]), None);
+    assert_eq!(status()["kept_out"], json!([{ "selector": format!("--pid {}", pids[0]), "uid": 0 }]));
+    let selector = format!("--pid {}", pids[0]);
+    assert_has(
+        &succeed(&["status"]),
+        &[&format!("kept out  {selector}: 1 process now"), "unmerged by request of uid 0"],
+    );
+    let explained = succeed(&["explain", &pids[0].to_string()]);
+    assert_has(&explained, &["unmerged by request of uid 0", &format!("pagefold include {selector}")]);
+    let lines = std::fs::read_to_string(&audit).unwrap();
+    let unmarked =
+        lines.lines().filter(|line| line.contains("\"unmark\"") && line.contains("unmerged by request of uid 0"));
+    let unmarked: Vec<Value> = unmarked.map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(!unmarked.is_empty() && unmarked.iter().all(|line| line["pid"] == pids[0]), "{lines}");
+    assert!(unmarked.iter().all(|line| line["why"]["kind"] == "asked" && line["outcome"] == "done"), "{lines}");
+
+    // A second time, there is nothing to do.
+    let text = succeed(&["unmerge", "--pid", &pids[0].to_string()]);
+    assert_has(&text, &["Unmerged 0 B in 1 process.", &format!("Kept out until pagefold include {selector}.")]);
+
+    let included = json_of(&["include", "--pid", &pids[0].to_string()]);
+    assert_eq!(included["schema"], "pagefold.include/1");
+    assert_eq!(included["processes"][0]["pid"], pids[0]);
+    wait_until_merged(&pids);
+    assert_eq!((left_alone(pids[0]), &status()["kept_out"]), (None, &json!([])));
+    assert_fails(&["include", "--pid", &pids[0].to_string()], 5, "is kept out");
+    assert_eq!(daemon.stop()["knobs_restored"], true);
+    assert_intact(&mut tenants);
+    unmerge(&pids);
+    ksm.assert_restored();
+}
+
+#[test]
+fn newcomers_that_the_selector_matches_are_kept_out_too() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let [exe, other] = [ProgramCopy::unique(), ProgramCopy::unique()];
+    let spec = spec(COMMON_MIB, 0, 91);
+    let start = |exe: &ProgramCopy| Tenant::start(exe, &spec).unwrap();
+    let mut tenants = vec![start(&exe), start(&exe), start(&other), start(&other)];
+    let first = pids(&tenants);
+    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--exe", other.name()]).answering();
+    wait_until_merged(&first);
+    let summary = json_of(&["unmerge", "--exe", exe.name()]);
+    assert_eq!(summary["processes"].as_array().unwrap().len(), 2, "{summary}");
+    assert_unmarked(&first[..2]);
+    assert!(is_merged(first[2]) && is_merged(first[3]), "the other program stays merged");
+
+    tenants.extend([start(&exe), start(&other)]);
+    let newcomers = [tenants[4].pid(), tenants[5].pid()];
+    wait_until_merged(&newcomers[1..]);
+    std::thread::sleep(A_WHILE);
+    assert_unmarked(&[first[0], first[1], newcomers[0]]);
+    assert_eq!(left_alone(newcomers[0]).as_deref(), Some("unmerged by request of uid 0"));
+
+    // One of them by its pid, and all by the program's name.
+    json_of(&["include", "--pid", &newcomers[0].to_string()]);
+    wait_until_merged(&newcomers);
+    assert_unmarked(&first[..2]);
+    let included = json_of(&["include", "--exe", exe.name()]);
+    assert_eq!(included["processes"].as_array().unwrap().len(), 2, "{included}");
+    wait_until_merged(&first);
+    assert_eq!(status()["kept_out"], json!([]));
+    daemon.stop();
+    assert_intact(&mut tenants);
+    unmerge(&pids(&tenants));
+    ksm.assert_restored();
+}
+
+/// A process stands for its descendants: those that it has, and those that it starts later.
+#[test]
+fn children_of_a_process_that_is_kept_out_are_kept_out() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let program = victim_binary("holder");
+    let exe = ProgramCopy::of(&program, "kept-out-holder");
+    let holder = || {
+        let mut holder = Holder::start_as(&exe, 16 * PAGES_PER_MIB);
+        holder.change(holder::Change::Write { first: 0, pages: 16 * PAGES_PER_MIB, content: 7 << 40, step: 1 });
+        holder
+    };
+    let mut holders = [holder(), holder(), holder()];
+    let own: Vec<i32> = holders.iter().map(Holder::pid).collect();
+    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--governor", "full"]).answering();
+    let are_merged = |pids: &[i32]| pids.iter().all(|&pid| marks(pid).merged >= 15 * MIB);
+    wait_until("they are merged", || are_merged(&own));
+    let before = holders[0].fork();
+    let summary = json_of(&["unmerge", "--pid", &own[0].to_string()]);
+    let done: Vec<i64> =
+        summary["processes"].as_array().unwrap().iter().map(|row| row["pid"].as_i64().unwrap()).collect();
+    assert_eq!(done.len(), 2, "{summary}");
+    assert!(done.contains(&i64::from(before)), "{summary}");
+    let after = holders[0].fork();
+    wait_until("its new child is in scope", || left_alone(after).is_some());
+    for child in [before, after] {
+        assert_eq!(left_alone(child).as_deref(), Some("unmerged by request of uid 0"));
+    }
+    std::thread::sleep(A_WHILE);
+    assert_unmarked(&[own[0], before, after]);
+    assert!(are_merged(&own[1..]));
+    daemon.stop();
+    assert!(holders.iter_mut().all(Holder::is_intact));
+    unmerge(&own);
+    ksm.assert_restored();
+}
+
+/// What the daemon does not manage is unmerged by it, too: here, memory that a program has marked by itself.
+#[test]
+fn processes_out_of_scope_are_unmerged_by_the_daemon() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = same(92, 2);
+    let pids = pids(&tenants);
+    let mut outsider = Holder::duplicated(8 * PAGES_PER_MIB);
+    let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
+    wait_until_merged(&pids);
+    wait_until("the outsider is merged, too", || marks(outsider.pid()).merged >= 7 * MIB);
+    let summary = unmerge(&[outsider.pid()]);
+    assert!(summary["given_back_bytes"].as_u64().unwrap() >= 7 * MIB, "{summary}");
+    assert_unmarked(&[outsider.pid()]);
+    assert!(outsider.is_intact());
+    assert_eq!(status()["processes"].as_array().unwrap().len(), 2, "it is no target any more");
+    assert!(pids.iter().all(|&pid| is_merged(pid)));
+    daemon.stop();
+    assert_intact(&mut tenants);
+    unmerge(&pids);
+    ksm.assert_restored();
+}
+
+#[test]
+fn bad_requests_change_nothing_and_say_why() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = same(93, 2);
+    let pids = pids(&tenants);
+    assert_fails(&["include", "--pid", &pids[0].to_string()], 8, "no pagefold is running");
+    let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
+    wait_until_merged(&pids);
+    assert_fails(&["unmerge", "--pid", "2147483646"], 5, "no process 2147483646");
+    assert_fails(&["unmerge", "--exe", "no-such-program"], 5, "no process matches --exe no-such-program");
+    assert_fails(&["unmerge"], 5, "nothing is in scope");
+    assert_fails(&["unmerge", "--user", "no-such-user"], 5, "no user no-such-user");
+    assert_fails(&["unmerge", "--pid", &pids[0].to_string(), "--audit", "/run/pagefold-log"], 2, "omit --audit");
+    assert_fails(&["include", "--exe", "no-such-program"], 5, "nothing that matches --exe no-such-program is kept out");
+    let copy = ProgramCopy::of(program(), "pagefold");
+    for command in ["unmerge", "include"] {
+        let refused = as_other_user(copy.name()).args([command, "--pid", &pids[0].to_string()]).output().unwrap();
+        assert_refused(&refused, 3, "root");
+    }
+    assert_eq!(status()["kept_out"], json!([]));
+    assert!(pids.iter().all(|&pid| is_merged(pid)));
+    daemon.stop();
+    assert_intact(&mut tenants);
+    unmerge(&pids);
+    ksm.assert_restored();
+}
+
+/// The daemon is killed while it unmerges: one line says so, and the same command then does it without a daemon.
+#[test]
+fn the_death_of_the_daemon_is_reported_in_one_line() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut tenants = same(94, 2);
+    let pids = pids(&tenants);
+    let mut command = Command::new(program());
+    command.args(with_pids(&["run", "--json", "--governor", "full"], &pids, &[]));
+    let daemon = Daemon::of(command.env(pagefold_linux::os::fault::VARIABLE, "unmarked=kill")).answering();
+    wait_until_merged(&pids);
+    let output = run_pagefold(&with_pids(&["unmerge"], &pids, &[]));
+    assert_refused(&output, 1, "some of the processes may still be merged: run pagefold unmerge again");
+    assert_eq!(daemon.end().signal, Some(libc::SIGKILL));
+    unmerge(&pids);
+    assert_unmarked(&pids);
+    assert_intact(&mut tenants);
+    succeed(&["doctor", "--fix"]);
+    ksm.assert_restored();
+}
+
+/// A program that has locked its memory map, beside two others: the daemon's answer comes, and so does the end of the command without
+/// a daemon.
+#[test]
+fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    for with_daemon in [false, true] {
+        let mut victim = match Victim::try_start(&["stalling", "locking"]) {
+            Ok(victim) => victim,
+            Err(why) => return skip(why),
+        };
+        let mut tenants = same(95, 2);
+        let innocent = pids(&tenants);
+        let all = [&[victim.pid()], &innocent[..]].concat();
+        assert!(victim.pid() < innocent[0], "it is tried first");
+        let daemon = Daemon::on(&all, &["--governor", "full"]).answering();
+        wait_until_merged(&innocent);
+        wait_until("ksmd rests", || status()["busy"] == false);
+        let daemon = if with_daemon {
+            Some(daemon)
+        } else {
+            daemon.stop();
+            None
+        };
+        victim.send();
+        wait_until("it is locked", || tids(victim.pid()).iter().any(|&tid| state(tid) == b'D'));
+        let began = Instant::now();
+        let command = Daemon::start(&with_pids(&["unmerge", "--json"], &all, &[]));
+        for &pid in &innocent {
+            wait_until_unmarked(pid, Duration::from_secs(5), "marked beside a locked program");
+        }
+        let innocent_after = began.elapsed();
+        while command_is_running(&command) {
+            assert!(began.elapsed() < Duration::from_secs(20), "the command does not end");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        println!(
+            "daemon {with_daemon}: the others unmerged after {innocent_after:?}, ended after {:?}",
+            began.elapsed()
+        );
+        let ended = command.end();
+        assert_eq!(ended.code, Some(6), "{ended:?}");
+        let name = format!("process {} (victim) keeps its memory map locked; ", victim.pid());
+        assert!(ended.errors.contains(&name) && ended.errors.lines().count() == 1, "{ended:?}");
+        let summary: Value = serde_json::from_str(&ended.output).unwrap();
+        assert_eq!(row(&summary["processes"], "pid", innocent[0])["failed"], Value::Null, "{summary}");
+        assert!(row(&summary["processes"], "pid", victim.pid())["failed"].is_string(), "{summary}");
+        assert_intact(&mut tenants);
+        drop(victim);
+        if let Some(daemon) = daemon {
+            assert_eq!(left_alone(innocent[0]).as_deref(), Some("unmerged by request of uid 0"));
+            assert_eq!(daemon.stop()["knobs_restored"], true);
+        }
+        drop(tenants);
+        // Without the locked program, ksmd scans, and what was deferred is restored.
+        unmerge(&[Sleeper::start().pid()]);
+        ksm.assert_restored();
+    }
+}
+
+fn command_is_running(command: &Daemon) -> bool {
+    Path::new(&format!("/proc/{}", command.pid())).exists() && state(command.pid()) != b'Z'
+}
