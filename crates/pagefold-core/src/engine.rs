@@ -15,9 +15,12 @@ mod samples;
 use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::{DigestSet, LINES};
-use crate::host::{Actions, Cost, Host, KsmView, Mechanism, Move, Outcome, SamplePlan, Samples, Snapshot};
+use crate::headroom::Headroom;
+use crate::host::{
+    Actions, Cost, Host, KsmView, LimitView, Mechanism, MergedSample, Move, Outcome, SamplePlan, Samples, Snapshot, Why,
+};
 use crate::index::{Index, PageStatus};
-use crate::keys::{DomainKey, OwnerKey, RegionKey};
+use crate::keys::{DomainKey, LimitKey, OwnerKey, RegionKey};
 use crate::learned::{Learned, Verdicts, verdict};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, GroupLimits, Limits};
@@ -26,13 +29,14 @@ use crate::marking::marker::{Marker, marked_resident};
 use crate::merging::{Inputs, ScanScheduler};
 use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
-use crate::region::{Region, Stage};
+use crate::region::{LeaveAlone, Region, Stage};
+use crate::relief::Relief;
 use crate::report::EngineReport;
 use crate::requests::Requests;
 use crate::reserve::{Reserve, ReserveSettings};
 use crate::sampling::ladder::{Ladder, ReadPlan};
 use crate::strength::Strength;
-use crate::units::{Pages, Permyriad, count};
+use crate::units::{EXTENT_PAGES, Pages, Permyriad, count};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -61,6 +65,10 @@ pub struct Engine {
     scheduler: ScanScheduler,
     requests: Requests,
     reserve: Reserve,
+    headroom: Headroom,
+    relief: Relief,
+    /// Whether it is still to be looked who holds what is charged to a cgroup that may exceed its limit.
+    needs_relief: bool,
     strength: Strength,
     /// Digests that pages of different contents have, at this strength.
     colliding: Arc<DigestSet>,
@@ -133,6 +141,9 @@ impl Engine {
             scheduler: ScanScheduler::default(),
             requests: Requests::default(),
             reserve: Reserve::default(),
+            headroom: Headroom::default(),
+            relief: Relief::default(),
+            needs_relief: false,
             strength: Strength::default(),
             colliding: Arc::default(),
             colliding_fingerprints: FxHashSet::default(),
@@ -265,7 +276,11 @@ impl Engine {
     pub fn plan(&mut self, mut snapshot: Snapshot) -> SamplePlan {
         let now_ns = snapshot.now_ns;
         self.config.mechanism = snapshot.mechanism;
+        let mut named_before = FxHashSet::default();
         if self.on_request() {
+            if !self.running {
+                named_before.extend(snapshot.regions.iter().filter(|view| view.marked > Pages(0)).map(|view| view.key));
+            }
             // The kernel marks a mapping when one of its pages is named. That says nothing about what is merged.
             snapshot.regions.iter_mut().for_each(|view| view.marked = Pages(0));
         }
@@ -278,7 +293,14 @@ impl Engine {
         if !self.running || snapshot.regions != self.snapshot.regions {
             self.update_regions(&snapshot);
         }
+        for region in self.table.iter_mut().filter(|region| named_before.contains(&region.view.key)) {
+            region.usage.merged_before = true;
+        }
+        let limits_were_read = !Arc::ptr_eq(&self.snapshot.limits, &snapshot.limits);
         self.snapshot = snapshot;
+        if limits_were_read {
+            self.look_at_headroom();
+        }
         self.look_at_reserve();
         let (pace, lines) = (self.pace(), self.lines());
         if self.paused {
@@ -304,9 +326,13 @@ impl Engine {
             activity.extend(self.table.iter().filter(asked).map(|region| region.view.key));
         }
         let (merging, room_ns) = (self.scheduler.is_busy(), self.room_ns(pace));
-        let inspect = self.placer.inspect(&self.table, &self.snapshot, merging, room_ns);
+        let mut inspect = self.placer.inspect(&self.table, &self.snapshot, merging, room_ns);
+        let mut charged_to = None;
+        if inspect.is_empty() {
+            (inspect, charged_to) = self.relief.inspect();
+        }
         let (colliding, shared) = (self.colliding.clone(), self.several_domains());
-        SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, shared, activity, inspect }
+        SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, shared, activity, inspect, charged_to }
     }
 
     /// Whether pages can be hashed in part: the kernel does so, and compares what it merges.
@@ -359,6 +385,86 @@ impl Engine {
         }
     }
 
+    /// Looks how much may still be merged below the limits of cgroups. Regions that had no headroom are judged again once there is some.
+    fn look_at_headroom(&mut self) {
+        let on_request = self.on_request();
+        let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
+        let mut scope = FxHashSet::default();
+        let mut mergeable: FxHashMap<OwnerKey, Pages> = FxHashMap::default();
+        if !limits.is_empty() {
+            for region in self.table.iter() {
+                scope.insert(region.view.owner);
+                *mergeable.entry(region.view.owner).or_default() += region.mergeable(on_request);
+            }
+        }
+        self.headroom.look(self.config.reserve.keep, memory.total, limits, &scope, &mergeable);
+        self.needs_relief = false;
+        if self.snapshot.ksm.ours && self.snapshot.ksm.merged() > Pages(0) {
+            let exceeded = self.headroom.exceeded();
+            self.relief.keep_only(&exceeded);
+            for (key, over) in exceeded {
+                let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
+                self.needs_relief |= self.relief.is_wanted(view, over);
+                if !self.marker.is_unmarking() {
+                    self.relief.begin(view, over, &self.table, *now_ns);
+                }
+            }
+        }
+        let levels = self.ladder.levels();
+        for region in self.table.iter_mut().filter(|region| region.hold.full().is_some()) {
+            let headroom = self.headroom.of(region.view.owner);
+            if headroom.is_some_and(|(_, left)| left < Pages(EXTENT_PAGES)) || !matches!(region.stage, Stage::Judged(_))
+            {
+                continue;
+            }
+            if !on_request {
+                region.changed = true;
+            } else if region.hold.may_examine(*now_ns) {
+                region.hold.set_full(None);
+                region.hold.put_off(*now_ns);
+                region.examine(levels);
+            }
+        }
+    }
+
+    /// Whether ksmd may not merge now, because a cgroup may keep too much for others already.
+    fn may_not_merge(&self) -> bool {
+        self.needs_relief || self.relief.is_busy() || self.marker.is_relieving(self.snapshot.now_ns)
+    }
+
+    /// Takes regions apart that hold what is charged to a cgroup without headroom for it, as far as there is room for their copies: on the
+    /// machine, and below the limits of their own processes.
+    fn relieve(&mut self, merged: &[MergedSample]) {
+        let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
+        let on_request = self.config.mechanism == Mechanism::Request;
+        let keep = self.config.reserve.keep;
+        let Some(relieved) = self.relief.record(&self.table, merged, limits, keep, *now_ns) else { return };
+        let mut spare = self.reserve.spare(memory);
+        let mut taken: FxHashMap<LimitKey, Pages> = FxHashMap::default();
+        for (key, page) in relieved.others {
+            let Some(region) = self.table.find(key, page).and_then(|slot| self.table.get_mut(slot)) else { continue };
+            let (owner, copies) = (region.view.owner, region.mergeable(on_request));
+            // What another program has marked is its own affair.
+            let is_ours = on_request || !region.marks.spans.is_empty();
+            let own_limits = || limits.iter().filter(|view| view.owners.contains(&owner));
+            let fits = |view: &LimitView| taken.get(&view.key).copied().unwrap_or_default() + copies <= view.left;
+            if !is_ours || copies > spare || !own_limits().all(fits) {
+                continue;
+            }
+            spare = spare - copies;
+            for view in own_limits() {
+                *taken.entry(view.key).or_default() += copies;
+            }
+            self.marker.take_apart(region, *now_ns, Why::Charge, LeaveAlone::Relieved);
+        }
+        // On request, nothing is merged again without headroom.
+        for (key, page) in relieved.own.into_iter().filter(|_| !on_request) {
+            if let Some(region) = self.table.find(key, page).and_then(|slot| self.table.get_mut(slot)) {
+                self.marker.give_up(region, relieved.limit);
+            }
+        }
+    }
+
     /// Whether there is room for what can come back.
     pub fn reserve(&self) -> &Reserve {
         &self.reserve
@@ -399,7 +505,11 @@ impl Engine {
         (self.read_ns, self.reading_ns) = (self.read_ns + samples.cpu_ns, Some(samples.cpu_ns));
         self.ledger.pages_read += self.read;
         self.record_samples(samples);
-        self.placer.record(&self.table, &samples.merged, &self.snapshot, self.config.latencies);
+        if self.relief.is_asking() {
+            self.relieve(&samples.merged);
+        } else {
+            self.placer.record(&self.table, &samples.merged, &self.snapshot, self.config.latencies);
+        }
         for (slot, end) in std::mem::take(&mut self.reading.whole) {
             let Some(region) = self.table.get_mut(slot) else { continue };
             region.stage = Stage::Examine(end);
@@ -435,7 +545,7 @@ impl Engine {
         }
         let more = self.reading.foreground;
         let means = (&mut self.scheduler, &mut self.allowance, pace);
-        let mark = self.marker.mark(&mut self.table, now_ns, more, several, means, &self.config);
+        let mark = self.marker.mark(&mut self.table, now_ns, more, several, means, &mut self.headroom, &self.config);
         let inputs = Inputs {
             now_ns,
             ksm: &self.snapshot.ksm,
@@ -444,6 +554,8 @@ impl Engine {
             settled: mark.is_empty() && !self.reading.foreground && !self.marker.is_holding(),
             pace,
             room_ns: self.budget.room_ns(pace),
+            hold: self.may_not_merge(),
+            limits_read_ns: self.headroom.read_ns(),
         };
         let scan = self.scheduler.order(&inputs);
         let moves = self.moves();
@@ -455,8 +567,9 @@ impl Engine {
         if !self.snapshot.ksm.ours {
             self.requests.clear();
         }
+        let unmark = self.marker.unmark(&self.table, self.snapshot.now_ns, &mut self.allowance).into_iter().collect();
         let (merge, moves) = (self.requests.ranges(), self.moves());
-        Actions { merge, moves, ..Actions::default() }
+        Actions { unmark, merge, moves, ..Actions::default() }
     }
 
     /// The merged frames to move to another NUMA node.

@@ -202,12 +202,14 @@ pub struct MemoryView {
 pub struct LimitView {
     /// The limit.
     pub key: LimitKey,
-    /// How much they may have.
+    /// How much they may have. 0 if that isn't known yet.
     pub limit: Pages,
-    /// How much of it is left.
+    /// How much of it is left. Page cache that the kernel reclaims before it kills counts as left.
     pub left: Pages,
     /// The processes in scope that it concerns.
     pub owners: Vec<OwnerKey>,
+    /// When it was last read, nanoseconds.
+    pub read_ns: u64,
 }
 
 /// CPU time spent since the run began. In JSON, seconds.
@@ -242,6 +244,8 @@ pub struct SamplePlan {
     pub activity: BTreeSet<RegionKey>,
     /// Pages whose merged frames are looked up, without reading them.
     pub inspect: Vec<PageRun>,
+    /// The limit for which to look up whether those frames are charged to its cgroup or one below.
+    pub charged_to: Option<LimitKey>,
 }
 
 /// Neighbouring pages of one region.
@@ -277,6 +281,8 @@ pub struct MergedSample {
     pub frame: u64,
     /// The NUMA node of the frame.
     pub node: NodeKey,
+    /// If the plan asked for it: whether the frame is charged below the limit.
+    pub charged: bool,
 }
 
 /// One page of a plan.
@@ -361,6 +367,8 @@ pub enum Why {
     },
     /// Unmarked, because less memory is left than the reserve.
     MemoryShort,
+    /// Unmarked, because its pages are charged to another cgroup, whose limit has no headroom for them.
+    Charge,
     /// Requested by a user.
     Asked,
     /// Unmarked, because the memory is excluded now or its process has moved to another trust domain.

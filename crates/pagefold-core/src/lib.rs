@@ -20,7 +20,7 @@
 //! | Which pages are merged with which, where the kernel merges on request? | [`requests`] |
 //! | On which node does a merged page live? | [`placement`] |
 //! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second), [`token_bucket`] (work that may wait) |
-//! | Is there room for what can come back? | [`reserve`] |
+//! | Is there room for what can come back? | [`reserve`]; below limits of cgroups: [`headroom`], [`relief`] |
 //! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
 //! | What does the next run keep of what this one learned? | [`learned`] |
 //! | What has been saved and spent? | [`ledger`]; lengths of stops: [`stops`]; for people: [`report`] |
@@ -36,6 +36,7 @@ pub mod engine;
 pub mod error;
 pub mod governor;
 pub mod hash;
+pub mod headroom;
 pub mod host;
 pub mod index;
 pub mod keys;
@@ -50,6 +51,7 @@ pub mod placement;
 pub mod random;
 pub mod range;
 pub mod region;
+pub mod relief;
 pub mod report;
 pub mod requests;
 pub mod reserve;

@@ -19,6 +19,8 @@ const REAP_SHARE: u64 = 500;
 /// The shortest and the longest time that reaping waits, nanoseconds.
 const REAP_AFTER_NS: u64 = 700_000_000;
 const REAP_AT_LATEST_NS: u64 = 300_000_000_000;
+/// The longest that a scan waits for the limits of cgroups to be read again, nanoseconds. Of many cgroups that may take longer.
+const LIMITS_NS: u64 = 10_000_000_000;
 /// The longest scan that is kicked, nanoseconds.
 const KICK_NS_MAX: u64 = 3_000_000_000;
 /// Scans are kicked rather than paced from this share of a core, parts in 10,000.
@@ -60,6 +62,10 @@ pub struct Inputs<'a> {
     pub pace: Pace,
     /// CPU time that may be spent now, nanoseconds.
     pub room_ns: u64,
+    /// Whether nothing may be merged now: no scan begins, and one in batches stands still.
+    pub hold: bool,
+    /// When it was last known below which limits there is headroom, nanoseconds. `None`: there are no limits.
+    pub limits_read_ns: Option<u64>,
 }
 
 /// The scans that marked memory is due, and the scan in progress.
@@ -206,17 +212,21 @@ impl ScanScheduler {
             self.due = 1;
         }
         let continues = self.scan_in_progress.is_some();
+        let in_batches = self.scan_in_progress.is_some_and(|scan| !scan.kicked);
         if let Some(scan) = self.scan_in_progress {
             if scan.kicked && ksm.busy {
                 return ScanOrder::Keep;
             }
             if !scan.kicked && ksm.full_scans <= scan.full_scans {
-                return self.pace(inputs);
+                return if inputs.hold { ScanOrder::Rest } else { self.pace(inputs) };
             }
             self.finish(inputs);
         }
         if self.due == 0 {
             return if self.completed > 0 { ScanOrder::Rest } else { ScanOrder::Keep };
+        }
+        if inputs.hold || self.waits_for_limits(inputs) {
+            return if in_batches { ScanOrder::Rest } else { ScanOrder::Keep };
         }
         let unvisited = self.unvisited.0.min(inputs.marked.0);
         let expected_ns = unvisited * NEW_PAGE_NS + (inputs.marked.0 - unvisited) * OLD_PAGE_NS;
@@ -240,6 +250,13 @@ impl ScanScheduler {
         let (full_scans, saved) = (ksm.full_scans, ksm.saved());
         self.scan_in_progress = Some(ScanInProgress { full_scans, saved, thorough, kicked });
         if kicked { ScanOrder::Kick { thorough } } else { self.pace(inputs) }
+    }
+
+    /// Whether the limits of cgroups were not read since the last scan. A page that was written before or during that scan is not merged
+    /// before the next one, so a cgroup without headroom for it is found in time.
+    fn waits_for_limits(&self, inputs: &Inputs<'_>) -> bool {
+        let is_known = inputs.limits_read_ns.is_none_or(|read_ns| read_ns >= self.ended_ns);
+        self.completed > 0 && !is_known && inputs.now_ns < self.ended_ns + LIMITS_NS
     }
 
     /// Batches so small that even pages of the highest cost do not exceed the share, and sleeps by the recent cost of pages.
@@ -304,13 +321,23 @@ mod tests {
         pace: Pace,
         marked: Pages,
         now_ns: u64,
+        hold: bool,
+        limits_read_ns: Option<u64>,
     }
 
     impl Fixture {
         fn new() -> Self {
             let ksm = KsmView { ours: true, ..KsmView::default() };
             let pace = Governor::Full.pace();
-            Self { scheduler: ScanScheduler::default(), ksm, pace, marked: Pages(1000), now_ns: 0 }
+            Self {
+                scheduler: ScanScheduler::default(),
+                ksm,
+                pace,
+                marked: Pages(1000),
+                now_ns: 0,
+                hold: false,
+                limits_read_ns: None,
+            }
         }
         fn order(&mut self, settled: bool) -> ScanOrder {
             self.now_ns += 50 * MS;
@@ -322,6 +349,8 @@ mod tests {
                 settled,
                 pace: self.pace,
                 room_ns: u64::MAX,
+                hold: self.hold,
+                limits_read_ns: self.limits_read_ns,
             };
             let order = self.scheduler.order(&inputs);
             self.ksm.busy |= matches!(order, ScanOrder::Kick { .. });
@@ -347,6 +376,46 @@ mod tests {
         fixture.finish_scan(900);
         assert_eq!(fixture.order(true), ScanOrder::Rest);
         assert!(!fixture.scheduler.is_busy());
+    }
+
+    #[test]
+    fn nothing_is_scanned_while_nothing_may_be_merged() {
+        for governor in [Governor::Full, Governor::Low] {
+            let mut fixture = Fixture::new();
+            fixture.pace = governor.pace();
+            fixture.scheduler.request(Pages(1000));
+            fixture.hold = true;
+            assert_eq!(fixture.order(true), ScanOrder::Keep);
+            fixture.hold = false;
+            let begun = fixture.order(true);
+            assert!(matches!(begun, ScanOrder::Kick { .. } | ScanOrder::Pace { .. }), "{begun:?}");
+            fixture.hold = true;
+            let stands_still = if governor == Governor::Full { ScanOrder::Keep } else { ScanOrder::Rest };
+            assert_eq!(fixture.order(true), stands_still, "a kick cannot be aborted");
+            fixture.finish_scan(0);
+            fixture.order(true);
+            assert_eq!(fixture.order(true), ScanOrder::Keep, "it rests between two scans");
+            fixture.hold = false;
+            assert_eq!(std::mem::discriminant(&fixture.order(true)), std::mem::discriminant(&begun));
+        }
+    }
+
+    #[test]
+    fn a_scan_waits_until_limits_were_read_after_the_one_before() {
+        let mut fixture = Fixture::new();
+        fixture.limits_read_ns = Some(0);
+        fixture.scheduler.request(Pages(1000));
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        fixture.finish_scan(0);
+        assert_eq!(fixture.order(true), ScanOrder::Keep);
+        fixture.limits_read_ns = Some(fixture.now_ns);
+        assert_eq!(fixture.order(true), ScanOrder::KICK);
+        fixture.finish_scan(900);
+        assert_eq!(fixture.order(true), ScanOrder::Rest);
+        fixture.scheduler.request(Pages(1000));
+        assert_eq!(fixture.order(true), ScanOrder::Keep);
+        fixture.now_ns += LIMITS_NS;
+        assert_eq!(fixture.order(true), ScanOrder::KICK, "not for ever");
     }
 
     #[test]

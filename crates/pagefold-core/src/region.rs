@@ -205,6 +205,7 @@ impl Region {
         self.marks.claimed = claimed;
         self.marks.samples = MarkedSamples::default();
         self.usage.activity_known = true;
+        self.usage.merged_before = false;
     }
 
     /// When it was last read whole, nanoseconds. `None` if it is not judged.
@@ -291,6 +292,26 @@ impl Region {
         let whole =
             Candidate { first: self.view.first, pages: self.view.pages, resident: self.view.resident, duplicate };
         (duplicate > Pages(0)).then_some(whole)
+    }
+
+    /// The number of its pages that are merged or may be at any time: those marked, by whatever program; or those merged on request.
+    pub fn mergeable(&self, on_request: bool) -> Pages {
+        if on_request && !self.usage.merged_before {
+            return self.usage.merged.len();
+        }
+        if on_request { self.resident() } else { self.marked_pages().max(self.view.marked).min(self.resident()) }
+    }
+
+    /// The number of its resident pages. Those of a block are known from reading it; until then, they're taken to be spread evenly over
+    /// the mapping.
+    pub fn resident(&self) -> Pages {
+        let read = self.extents.values().map(|extent| u64::from(extent.resident)).sum();
+        self.view.resident.max(Pages(read)).min(self.view.pages)
+    }
+
+    /// The length of the spans marked by this run.
+    pub fn marked_pages(&self) -> Pages {
+        self.marks.spans.iter().map(|mark| mark.pages).sum()
     }
 
     /// The number of its pages that can be wanted back at worst: duplicates in what is marked, or on request in all that was read.

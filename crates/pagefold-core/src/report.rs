@@ -2,7 +2,7 @@
 
 use crate::governor::Governor;
 use crate::host::MemoryView;
-use crate::keys::{DomainKey, OwnerKey};
+use crate::keys::{DomainKey, LimitKey, OwnerKey};
 use crate::ledger::Ledger;
 use crate::marking::profit::Wave;
 use crate::placement::inventory::PlacementSummary;
@@ -149,9 +149,15 @@ pub struct RegionReport {
     /// Whether its merged memory was taken apart, because memory was short.
     #[serde(skip)]
     pub taken_back: bool,
+    /// Whether its merged memory was taken apart, because it was charged to another cgroup without headroom for it.
+    #[serde(skip)]
+    pub relieved: bool,
     /// Whether memory is short for its process, so that nothing more of it is merged.
     #[serde(skip)]
     pub short: bool,
+    /// The limit of a cgroup that leaves no headroom to merge more of it.
+    #[serde(skip)]
+    pub full: Option<LimitKey>,
     /// Resident pages in its marked spans.
     #[serde(rename = "marked_bytes", with = "as_bytes")]
     pub marked: Pages,

@@ -166,7 +166,15 @@ impl Keep {
     /// The reserve below a limit. What is likely is known of the machine as a whole only.
     fn of_limit(self, limit: Pages, worst: Pages) -> Pages {
         match self {
-            Self::Auto | Self::Fixed(_) => share(limit, AUTO_SHARE).min(worst),
+            Self::Auto | Self::Fixed(_) => self.below(limit).min(worst),
+            Self::Share(_) => self.below(limit),
+        }
+    }
+
+    /// What is kept free below a limit, for the growth of its programs.
+    pub(crate) fn below(self, limit: Pages) -> Pages {
+        match self {
+            Self::Auto | Self::Fixed(_) => share(limit, AUTO_SHARE),
             Self::Share(part) => share(limit, part),
         }
     }
@@ -250,6 +258,9 @@ impl Reserve {
         let before = std::mem::take(&mut self.limits);
         self.short.clear();
         for limit in limits {
+            if limit.limit == Pages(0) {
+                continue;
+            }
             let state = before.get(&limit.key).map_or(RoomState::Enough, |room| room.state);
             let held: Pages = limit.owners.iter().map(|&owner| worst_of(owner)).sum();
             let worst = held.min(worst);
@@ -270,6 +281,11 @@ impl Reserve {
     /// The room of the machine.
     pub fn machine(&self) -> &Room {
         &self.machine
+    }
+
+    /// What may be taken now on the machine by taking merged memory apart. Copies must not push other memory out to swap.
+    pub fn spare(&self, memory: &MemoryView) -> Pages {
+        if memory.total == Pages(0) { Pages(u64::MAX) } else { self.machine.spare().min(memory.available) }
     }
 
     /// The room below each limit.
@@ -307,9 +323,7 @@ impl Reserve {
                 *spare = room.spare().min(*spare);
             }
         }
-        // Copies must not push other memory out to swap.
-        let spare = self.machine.spare().min(memory.available);
-        Some(Step { machine_is_short: self.is_short(), spare, limited })
+        Some(Step { machine_is_short: self.is_short(), spare: self.spare(memory), limited })
     }
 }
 
@@ -324,7 +338,13 @@ mod tests {
     }
 
     fn limit(left: u64) -> LimitView {
-        LimitView { key: LimitKey(1), limit: Pages(200), left: Pages(left), owners: vec![OwnerKey(1), OwnerKey(2)] }
+        LimitView {
+            key: LimitKey(1),
+            limit: Pages(200),
+            left: Pages(left),
+            owners: vec![OwnerKey(1), OwnerKey(2)],
+            read_ns: 0,
+        }
     }
 
     fn state(reserve: &mut Reserve, keep: Keep, available: u64, worst: u64) -> RoomState {

@@ -3,6 +3,7 @@
 //! Time passes in [`wait`](pagefold_core::host::Host::wait), and while pagefold works: observing, reading and marking
 //! take as long as they cost. ksmd and the processes continue meanwhile.
 
+mod cgroups;
 mod events;
 mod inspect;
 mod interface;
@@ -20,6 +21,7 @@ use crate::memory::Memory;
 use crate::scanner::Scanner;
 use crate::workload::script::ScriptRun;
 use crate::workload::{Mapping, Process};
+use cgroups::Cgroups;
 use events::{Event, Writer};
 use interface::Refreshed;
 use nodes::PlacementCache;
@@ -58,7 +60,8 @@ pub struct SimHost {
     pagefold_ns: u64,
     ours: bool,
     free: MemoryView,
-    limits: Arc<[LimitView]>,
+    limits: Vec<LimitView>,
+    cgroups: Cgroups,
     groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
     ignored_orders: u64,
     refreshed: Refreshed,
@@ -97,7 +100,8 @@ impl SimHost {
             pagefold_ns: 0,
             ours: true,
             free: MemoryView::default(),
-            limits: Arc::default(),
+            limits: Vec::new(),
+            cgroups: Cgroups::default(),
             groups: Arc::default(),
             ignored_orders: 0,
             refreshed: Refreshed::default(),
@@ -180,9 +184,10 @@ impl SimHost {
         self.free = memory;
     }
 
-    /// Sets the limits on memory that pagefold observes. They limit nothing.
+    /// Sets the limits on memory that pagefold observes, beside those of cgroups. They limit nothing, and what is left does not follow
+    /// from what the processes use.
     pub fn set_limits(&mut self, limits: Vec<LimitView>) {
-        self.limits = limits.into();
+        self.limits = limits;
     }
 
     /// Sets the groups of processes that share limits.

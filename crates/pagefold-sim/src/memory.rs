@@ -34,6 +34,8 @@ pub struct MergedFrame {
     pub(crate) pruned: bool,
     /// The memory node it is on.
     pub(crate) node: NodeKey,
+    /// The process whose copy was kept: the frame stays charged to its cgroup.
+    pub(crate) payer: u32,
     /// The stable tree it is in: that of a node if `merge_across_nodes` is off.
     pub(crate) tree: u16,
 }
@@ -291,6 +293,11 @@ impl Memory {
         }
         self.frames.push(frame);
         u32::try_from(self.frames.len() - 1).expect("fewer than 2^32 merged frames")
+    }
+
+    /// Charges a merged frame to the process of the region whose copy is kept.
+    pub(crate) fn charge(&mut self, frame: u32, kept: u32) {
+        self.frames[frame as usize].payer = self.region_owners[kept as usize];
     }
 
     pub fn free_frame(&mut self, frame: u32) {

@@ -78,7 +78,7 @@ fn a_limit_stops_the_merging_of_its_processes_only() {
         add_pairs(&mut host, 2..3);
         host.set_memory(memory(500));
         let (limit, left) = (Pages(100 * MIB), Pages(9 * MIB));
-        host.set_limits(vec![LimitView { key: LimitKey(7), limit, left, owners: limited.clone() }]);
+        host.set_limits(vec![LimitView { key: LimitKey(7), limit, left, owners: limited.clone(), read_ns: 0 }]);
         let mut engine = engine(Keep::Share(pagefold_core::units::Permyriad(1_000)), false);
         run(&mut host, &mut engine, 60);
         assert!((31 * MIB..=32 * MIB).contains(&host.saved().0), "{:?}", host.saved());

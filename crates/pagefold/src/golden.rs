@@ -156,7 +156,8 @@ impl Run {
         events.note("governor", "auto");
         events.note("scan", "1 in all");
         let redis = self.targets.iter().filter(|target| target.uid == 110).map(|target| target.owner).collect();
-        let limit = LimitView { key: LimitKey(1), limit: Pages(128 * MIB), left: Pages(20 * MIB), owners: redis };
+        let limit =
+            LimitView { key: LimitKey(1), limit: Pages(128 * MIB), left: Pages(20 * MIB), owners: redis, read_ns: 0 };
         self.host.set_limits(vec![limit]);
         self.host.set_memory(MemoryView {
             total: Pages(4_096 * MIB),

@@ -199,6 +199,7 @@ impl Search {
         self.unmerged.remove(&content);
         let node = memory.region(other.0).and_then(|region| memory.node_of(region, other.1)).unwrap_or_default();
         let frame = memory.new_frame(content, node, 0);
+        memory.charge(frame, other.0);
         for (key, page) in [other, me] {
             memory.join(key, page, frame);
         }

@@ -62,7 +62,11 @@ impl Engine {
             let share = u64::from(pace.top.0).clamp(1, 10_000);
             return self.ladder.sample_ns() * self.planned / share * (10_000 - share);
         }
-        if self.is_merging() || self.placer.is_busy() || self.snapshot.ksm.ours && self.marker.is_unmarking() {
+        if self.is_merging()
+            || self.placer.is_busy()
+            || self.relief.is_busy()
+            || self.snapshot.ksm.ours && self.marker.is_unmarking()
+        {
             return observe_ns.min(round_ns.max(OBSERVE_NS));
         }
         round_ns.min(self.matures_in_ns(pace)).max(OBSERVE_NS.min(pace.round_ns))

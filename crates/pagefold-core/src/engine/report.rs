@@ -77,7 +77,9 @@ fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
         duplicate_range: range,
         exact,
         taken_back: is_taken_back(region),
+        relieved: is_relieved(region),
         short: region.hold.is_short(),
+        full: region.hold.full(),
         cow_ratio: (cow_ratio.0 > 0).then(|| cow_ratio.fraction()),
         marked: region.marked_resident(),
         expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
@@ -92,7 +94,11 @@ fn is_cow_broken(region: &Region) -> bool {
 
 /// Whether it is left alone for a reason that passes.
 fn is_passing(region: &Region) -> bool {
-    is_cow_broken(region) || is_taken_back(region)
+    is_cow_broken(region) || is_taken_back(region) || is_relieved(region)
+}
+
+fn is_relieved(region: &Region) -> bool {
+    region.hold.reason() == Some(LeaveAlone::Relieved)
 }
 
 fn is_taken_back(region: &Region) -> bool {

@@ -7,7 +7,7 @@ use crate::index::{Location, Occurrences};
 use crate::keys::RegionKey;
 use crate::placement::placer::Stays;
 use crate::region::{Region, Stage};
-use crate::units::Vpn;
+use crate::units::{Pages, Vpn};
 
 /// What a page that holds memory counts as in its extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -185,7 +185,8 @@ impl Engine {
             let stays = if is_kept {
                 Stays::Known
             } else {
-                self.placer.choose(known, (owner, active), sample.page, &self.snapshot)
+                let chosen = self.placer.choose(known, (owner, active), sample.page, &self.snapshot);
+                self.headroom.stays(chosen, known.0, owner)
             };
             let keep = ((other.view.key, page), kept);
             match stays {
@@ -195,6 +196,12 @@ impl Engine {
             }
         });
         let added = keep.is_some_and(|(keep, take)| self.requests.add(take, keep, digest));
+        if let Some((limit, Pages(0))) = self.headroom.of(owner).filter(|_| !added) {
+            // It's read again once there is headroom.
+            if let Some(region) = self.table.get_mut(slot) {
+                region.hold.set_full(Some(limit));
+            }
+        }
         // If the other page may not be merged now, it finds this one once it may.
         if !added || keep.is_some_and(|(keep, _)| keep.1 == location) {
             self.index.point_to(digest, location);

@@ -150,6 +150,23 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
         .collect()
 }
 
+/// The beginning of a span, as many whole extents of it as fit into `most` pages. `None` if not even one does.
+pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Candidate> {
+    if span.pages <= most {
+        return Some(*span);
+    }
+    let end = (span.first.0 + most.0) / EXTENT_PAGES * EXTENT_PAGES;
+    if end <= span.first.0 {
+        return None;
+    }
+    let mut part = Candidate { pages: Pages(end - span.first.0), resident: Pages(0), duplicate: Pages(0), ..*span };
+    for extent in extents.range(span.first.extent()..end / EXTENT_PAGES).map(|(_, extent)| extent) {
+        part.resident += Pages(extent.resident.into());
+        part.duplicate += Pages(extent.duplicate.into());
+    }
+    Some(part)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -174,6 +191,18 @@ mod tests {
             candidates(&extents(&[0, 300, 400, 10, 0, 500]), Vpn(100), Pages(2972), Density::default(), split(8));
         let ranges: Vec<_> = spans.iter().map(|span| (span.first.0, span.pages.0, span.duplicate.0)).collect();
         assert_eq!(ranges, [(512, 1024, 700), (2560, 512, 500)]);
+    }
+
+    #[test]
+    fn the_beginning_of_a_span_ends_with_an_extent() {
+        let all = extents(&[300, 400, 10, 500]);
+        let span = Candidate { first: Vpn(100), pages: Pages(1_900), resident: Pages(2_048), duplicate: Pages(1_210) };
+        let ends =
+            |most| beginning(&all, &span, Pages(most)).map(|part| (part.pages.0, part.resident.0, part.duplicate.0));
+        assert_eq!(ends(411), None);
+        assert_eq!(ends(412), Some((412, 512, 300)));
+        assert_eq!(ends(1_500), Some((1_436, 1_536, 710)));
+        assert_eq!(ends(1_900), Some((1_900, 2_048, 1_210)));
     }
 
     #[test]

@@ -5,11 +5,12 @@
 
 use crate::config::{Config, Only};
 use crate::governor::Pace;
+use crate::headroom::Headroom;
 use crate::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
-use crate::keys::RegionKey;
+use crate::keys::{LimitKey, RegionKey};
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::{BreakTally, CowBreaks};
-use crate::marking::extents::Candidate;
+use crate::marking::extents::{Candidate, beginning};
 use crate::marking::profit::{Wave, paying_density};
 use crate::merging::ScanScheduler;
 use crate::region::hold::LEAVE_NS;
@@ -92,6 +93,7 @@ impl Marker {
         more: bool,
         several_domains: bool,
         (scheduler, allowance, pace): (&mut ScanScheduler, &mut Allowance, Pace),
+        headroom: &mut Headroom,
         config: &Config,
     ) -> Vec<Change> {
         let (price_ns, rested_ns) = (pace.price_ns, scheduler.idle_ns(now_ns));
@@ -108,7 +110,7 @@ impl Marker {
             self.thin_at_ns = judged.min().map_or(u64::MAX, |judged_ns| judged_ns + wait_ns);
         }
         self.small = Wave::default();
-        let ready = ready(table, now_ns, several_domains, config);
+        let ready = ready(table, now_ns, several_domains, headroom.clone(), config);
         if ready.is_empty() {
             self.held_since_ns = None;
             return Vec::new();
@@ -142,12 +144,14 @@ impl Marker {
                 scheduler.request(region.view.resident);
                 continue;
             }
+            let before = region.mergeable(false);
             for span in spans {
                 self.added.insert((region.view.key, span.first), Wave { walked: marked, ..gain(region, &[span]) });
                 let why = Why::Duplicate { duplicate: span.duplicate, resident: span.resident };
                 marks.push(Change { span: span_of(region, &span), why });
                 region.marks.add(span);
             }
+            headroom.take(region.view.owner, region.mergeable(false).saturating_sub(before));
         }
         marks
     }
@@ -200,14 +204,39 @@ impl Marker {
         };
         let allowed = table.iter_mut().filter(|region| is_allowed(region));
         let Some(region) = allowed.min_by_key(|region| worth(region)) else { return };
-        let change = |mark| Change { span: span_of(region, mark), why: Why::MemoryShort };
-        self.unmarking.extend(region.marks.spans.iter().map(change));
-        region.leave_until(now_ns + LEAVE_NS, LeaveAlone::TakenBack);
+        self.take_apart(region, now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
+    }
+
+    /// Queues the spans of a region for unmarking, or all of it if its pages were merged on request, and leaves it alone for a time.
+    pub fn take_apart(&mut self, region: &mut Region, now_ns: u64, why: Why, reason: LeaveAlone) {
+        for mark in &region.marks.spans {
+            self.unmarking.push_back(Change { span: span_of(region, mark), why });
+        }
+        if region.marks.spans.is_empty() {
+            let span = Span { region: region.view.key, first: region.view.first, pages: region.view.pages };
+            self.unmarking.push_back(Change { span, why });
+        }
+        region.leave_until(now_ns + LEAVE_NS, reason);
+    }
+
+    /// Queues the spans of a region for unmarking, because a limit has no headroom for them. They are marked again once it has.
+    pub fn give_up(&mut self, region: &mut Region, limit: LimitKey) {
+        for mark in std::mem::take(&mut region.marks.spans) {
+            self.unmarking.push_back(Change { span: span_of(region, &mark), why: Why::Charge });
+        }
+        region.changed = false;
+        region.hold.set_full(Some(limit));
+        region.usage.cow_breaks.forget_pages();
     }
 
     /// Whether spans wait to be unmarked.
     pub fn is_unmarking(&self) -> bool {
         !self.unmarking.is_empty()
+    }
+
+    /// Whether spans are about to be unmarked because a limit has no headroom for them.
+    pub fn is_relieving(&self, now_ns: u64) -> bool {
+        now_ns >= self.next_unmark_ns && self.unmarking.iter().any(|change| change.why == Why::Charge)
     }
 
     /// The span to unmark now. One at a time, because its merged pages are copied, and as a whole, because unmarking a part
@@ -241,7 +270,7 @@ impl Marker {
     /// stopped.
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
         for result in outcome.unmarked.iter().filter(|result| result.marking == Marking::Busy) {
-            self.unmarking.push_front(result.change);
+            self.unmarking.push_back(result.change);
             self.next_unmark_ns = now_ns + UNMARK_AGAIN_NS;
         }
     }
@@ -340,8 +369,14 @@ impl Marker {
 }
 
 /// The regions with something to mark, and their spans. Regions that another program has marked whole (`pagefold exec`) are
-/// among them, because they are worth a scan.
-fn ready(table: &mut RegionTable, now_ns: u64, several_domains: bool, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
+/// among them, because they are worth a scan. Nothing that there is no headroom for is.
+fn ready(
+    table: &mut RegionTable,
+    now_ns: u64,
+    several_domains: bool,
+    mut headroom: Headroom,
+    config: &Config,
+) -> Vec<(u32, Vec<Candidate>)> {
     let mut per_owner: BTreeMap<_, usize> = BTreeMap::new();
     for region in table.iter() {
         *per_owner.entry(region.view.owner).or_default() += region.marks.spans.len();
@@ -365,12 +400,17 @@ fn ready(table: &mut RegionTable, now_ns: u64, several_domains: bool, config: &C
         let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
         let spans: Vec<Candidate> = if region.is_marked_whole() {
             let new = region.marks.spans.is_empty() && !region.marks.scanned_whole;
-            region.whole().into_iter().filter(|_| new).collect()
+            // Its pages are counted as soon as they are marked.
+            let full = headroom.of(region.view.owner).filter(|&(_, left)| left == Pages(0));
+            region.hold.set_full(full.map(|(limit, _)| limit));
+            region.whole().into_iter().filter(|_| new && full.is_none()).collect()
         } else if room == 0 {
             Vec::new()
         } else {
-            let spans = region.spans(config, region.density, room).into_iter();
-            spans.filter(|span| !region.marks.spans.iter().any(|mark| covers(mark, span))).collect()
+            let mut spans = region.spans(config, region.density, room);
+            fit(&mut spans, region, &mut headroom, config);
+            spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
+            spans
         };
         if spans.is_empty() {
             region.changed = false;
@@ -379,6 +419,37 @@ fn ready(table: &mut RegionTable, now_ns: u64, several_domains: bool, config: &C
         }
     }
     ready
+}
+
+/// Shortens the spans to be marked of a region to the headroom that its process has, and uses it up.
+fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom, config: &Config) {
+    region.hold.set_full(None);
+    let owner = region.view.owner;
+    let Some((limit, left)) = headroom.of(owner) else { return };
+    let before = region.mergeable(false);
+    let mut marked = Pages(0);
+    for mark in &region.marks.spans {
+        if !spans.iter().any(|span| covers(span, mark)) {
+            marked += mark.pages;
+        }
+    }
+    let wanted = marked + spans.iter().map(|span| span.pages).sum();
+    let wanted = wanted.min(region.resident());
+    if wanted <= before + left {
+        headroom.take(owner, wanted.saturating_sub(before));
+        return;
+    }
+    region.hold.set_full(Some(limit));
+    for span in std::mem::take(spans) {
+        let most = (before + left).saturating_sub(marked);
+        if let Some(part) =
+            beginning(&region.extents, &span, most).filter(|part| part.duplicate >= config.span_pages_min)
+        {
+            marked += part.pages;
+            spans.push(part);
+        }
+    }
+    headroom.take(owner, marked.saturating_sub(before));
 }
 
 /// A candidate as a span of its region.

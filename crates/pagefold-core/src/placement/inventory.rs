@@ -89,7 +89,7 @@ impl Inventory {
     /// Pages of one process must be added one after the other.
     pub fn add(&mut self, owner: OwnerKey, active: bool, sample: &MergedSample) {
         *self.mapped.entry(owner).or_default().entry(sample.node).or_default() += 1;
-        let MergedSample { region, page, frame, node } = *sample;
+        let MergedSample { region, page, frame, node, .. } = *sample;
         let before = self.frames.get(&frame).copied();
         // A process that maps the frame twice counts once, as active if one of the two copies was.
         let again = before.filter(|before| before.last.0 == owner).map(|before| before.last.1);
@@ -262,7 +262,7 @@ pub struct PlacementSummary {
 }
 
 /// The pages that may be merged: marked spans, and regions in which pages were merged on request.
-pub(super) fn merged_runs(table: &RegionTable) -> VecDeque<PageRun> {
+pub(crate) fn merged_runs(table: &RegionTable) -> VecDeque<PageRun> {
     let mut runs = VecDeque::new();
     // The spans of one process follow each other, so that a frame it maps twice is noticed.
     let mut regions: Vec<&Region> = table.iter().collect();

@@ -1,5 +1,6 @@
 //! Why a region is left alone, and until when.
 
+use crate::keys::LimitKey;
 use serde::{Deserialize, Serialize};
 
 /// The first pause between two examinations of a region that bring nothing, and the longest, nanoseconds.
@@ -16,6 +17,9 @@ pub enum LeaveAlone {
     CowBroken,
     /// Its merged memory was taken apart, because memory was short. It is left alone for a time.
     TakenBack,
+    /// Its merged memory was taken apart, because it was charged to another cgroup that had no headroom for it. It is left alone for a
+    /// time.
+    Relieved,
     /// Its process refused to be marked. It is left alone for good.
     Refused,
 }
@@ -30,6 +34,8 @@ pub struct Hold {
     short: bool,
     /// Nothing at all while its process is left alone.
     left_alone: bool,
+    /// The limit of a cgroup that leaves no headroom for more marks, or for keeping more pages.
+    full: Option<LimitKey>,
     /// No mark before this time, because the target could not be stopped, nanoseconds.
     retry_ns: u64,
     /// The last pause between two examinations, nanoseconds.
@@ -56,6 +62,16 @@ impl Hold {
     /// Sets whether its process is left alone.
     pub fn set_left_alone(&mut self, left_alone: bool) {
         self.left_alone = left_alone;
+    }
+
+    /// Sets the limit that leaves no headroom for more.
+    pub fn set_full(&mut self, limit: Option<LimitKey>) {
+        self.full = limit;
+    }
+
+    /// The limit that leaves no headroom for more.
+    pub fn full(&self) -> Option<LimitKey> {
+        self.full
     }
 
     /// Leaves the region alone for good, because its process refused to be marked.
@@ -114,7 +130,7 @@ impl Hold {
     pub fn may_mark(&self, now_ns: u64) -> bool {
         let allowed = match self.reason {
             None => true,
-            Some(LeaveAlone::CowBroken | LeaveAlone::TakenBack) => now_ns >= self.not_before_ns,
+            Some(LeaveAlone::CowBroken | LeaveAlone::TakenBack | LeaveAlone::Relieved) => now_ns >= self.not_before_ns,
             Some(LeaveAlone::Refused) => false,
         };
         allowed && !self.short && !self.left_alone && now_ns >= self.retry_ns

@@ -3,7 +3,7 @@
 use crate::keys::RegionKey;
 use crate::marking::cow_breaks::CowBreaks;
 use crate::region::hold::LEAVE_NS;
-use crate::units::Vpn;
+use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 
 /// How long writes to merged pages are remembered, nanoseconds: as long as COW-broken regions are left alone.
@@ -20,6 +20,8 @@ pub struct Usage {
     pub active: PageSet,
     /// Pages that were merged on request, as far as is known.
     pub merged: PageSet,
+    /// Whether an earlier run may have merged more of them on request: the region has not been read whole since.
+    pub merged_before: bool,
     /// A region that has pages in common with this one, as far as is known.
     pub partner: Option<RegionKey>,
     /// Pages that were written after they had been merged on request, since the region was last read whole and within an hour. Many
@@ -56,37 +58,47 @@ impl Usage {
 
 /// A set of pages: one bit each, by groups of 64.
 #[derive(Clone, Debug, Default)]
-pub struct PageSet(FxHashMap<u64, u64>);
+pub struct PageSet {
+    groups: FxHashMap<u64, u64>,
+    len: Pages,
+}
 
 impl PageSet {
     /// Adds a page. Whether it was not there.
     pub fn insert(&mut self, page: Vpn) -> bool {
-        let bits = self.0.entry(page.0 / 64).or_default();
+        let bits = self.groups.entry(page.0 / 64).or_default();
         let is_new = *bits >> (page.0 % 64) & 1 == 0;
         *bits |= 1 << (page.0 % 64);
+        self.len += Pages(u64::from(is_new));
         is_new
     }
 
     /// Removes a page. Whether it was there.
     pub fn remove(&mut self, page: Vpn) -> bool {
-        let Some(bits) = self.0.get_mut(&(page.0 / 64)) else { return false };
+        let Some(bits) = self.groups.get_mut(&(page.0 / 64)) else { return false };
         let bit = 1 << (page.0 % 64);
         let was_there = *bits & bit != 0;
         *bits &= !bit;
         if *bits == 0 {
-            self.0.remove(&(page.0 / 64));
+            self.groups.remove(&(page.0 / 64));
         }
+        self.len = self.len - Pages(u64::from(was_there));
         was_there
     }
 
     /// Whether a page is in it.
     pub fn contains(&self, page: Vpn) -> bool {
-        self.0.get(&(page.0 / 64)).is_some_and(|bits| bits >> (page.0 % 64) & 1 == 1)
+        self.groups.get(&(page.0 / 64)).is_some_and(|bits| bits >> (page.0 % 64) & 1 == 1)
     }
 
     /// Whether no page is in it.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.groups.is_empty()
+    }
+
+    /// The number of pages in it.
+    pub fn len(&self) -> Pages {
+        self.len
     }
 
     /// Removes all pages.

@@ -533,6 +533,7 @@ impl Host for LiveHost {
         let work = SamplingJob {
             reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
             looks: self.pieces(&plan.inspect).map(|(piece, _)| piece).collect(),
+            charged_to: plan.charged_to.and_then(|key| self.limits.name(key)).map(Path::to_owned),
             digesting,
             topology: self.placing.topology.clone(),
         };

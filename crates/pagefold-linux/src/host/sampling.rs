@@ -3,12 +3,14 @@
 use crate::ksm::request::{Hashed, RequestDevice};
 use crate::os::abandonable::{Pending, run_abandonable};
 use crate::os::numa::Topology;
+use crate::proc::charges::Charges;
 use crate::proc::memory::{PageReader, PageView, ReadHow};
 use crate::proc::process::{Process, ReadError};
 use pagefold_core::hash::{Digest, DigestSet, Digester, LineDigester};
 use pagefold_core::host::{MergedSample, PageSample, PageState};
-use pagefold_core::keys::RegionKey;
+use pagefold_core::keys::{NodeKey, RegionKey};
 use pagefold_core::units::{Vpn, count};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
@@ -27,6 +29,8 @@ pub(crate) struct SamplingJob {
     pub(crate) reads: Vec<(RegionRuns, ReadHow)>,
     /// Pages to search for merged frames.
     pub(crate) looks: Vec<RegionRuns>,
+    /// The directory of the cgroup for which to look up whether those frames are charged to it.
+    pub(crate) charged_to: Option<PathBuf>,
     pub(crate) digesting: Digesting,
     /// On machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
@@ -92,7 +96,7 @@ struct Progress {
 /// Reads the pages. The error names the process whose read does not return; the reader and the pages read so far are
 /// lost with it.
 pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sampled, (i32, Pending)> {
-    let SamplingJob { reads, looks, digesting, topology } = work;
+    let SamplingJob { reads, looks, charged_to, digesting, topology } = work;
     let progress = Arc::new(Progress::default());
     let shared = progress.clone();
     let work = move || {
@@ -125,12 +129,21 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
                 break;
             }
             shared.pid.store(process.pid(), Ordering::Relaxed);
-            let looked = reader.merged_frames(&process, &runs, |page, frame| {
-                let node = topology.as_ref().and_then(|nodes| nodes.node_of(frame));
-                merged.extend(node.map(|node| MergedSample { region, page, frame, node }));
+            let looked = reader.merged_frames(&process, &runs, charged_to.is_some(), |page, frame| {
+                // Without a topology, there is one node.
+                let node = topology.as_ref().map_or(Some(NodeKey(0)), |nodes| nodes.node_of(frame));
+                merged.extend(node.map(|node| MergedSample { region, page, frame, node, charged: false }));
             });
             if let Err(error) = looked {
                 failed.push((process.pid(), error));
+            }
+        }
+        if let Some(dir) = charged_to {
+            // If that can't be read, nothing counts as charged to it, and nothing is taken apart for it.
+            let frames: Vec<u64> = merged.iter().map(|sample| sample.frame).collect();
+            let charged = Charges::of(&dir).and_then(|mut charges| charges.look_up(&frames)).unwrap_or_default();
+            for (sample, charged) in merged.iter_mut().zip(charged) {
+                sample.charged = charged;
             }
         }
         Sampled { reader, pages, merged, failed }

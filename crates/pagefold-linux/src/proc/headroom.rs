@@ -15,7 +15,7 @@ use std::path::{Component, Path, PathBuf};
 
 /// Memory that a process can still allocate; `Bytes(u64::MAX)` if no limit is known.
 ///
-/// The reclaimable part of the page cache (`inactive_file`) counts as free: the kernel reclaims it before it kills.
+/// Page cache counts as free, as far as the kernel reclaims it before it kills: see [`reclaimable`].
 pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Bytes, ReadError> {
     let text = match process.read_file("cgroup") {
         Ok(text) => text,
@@ -98,16 +98,23 @@ pub(crate) fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
     }
     // Making this file costs the kernel more than all others together.
     let stat = text_of(&dir.join("memory.stat"))?;
-    let field = |key| number::<u64>(stat.as_bytes(), key);
-    let either = |one, two| field(one).or_else(|_| field(two)).unwrap_or(0);
-    // Pages that must be written to disk first are not reclaimed at once.
-    let unwritten = either("total_dirty", "file_dirty").saturating_add(either("total_writeback", "file_writeback"));
-    let cache = either("total_inactive_file", "inactive_file").saturating_sub(unwritten);
+    let cache = reclaimable(stat.as_bytes());
     let left = |(limit, usage): (u64, u64)| Limit {
         limit: Bytes(limit),
         left: Bytes(limit.saturating_sub(usage.saturating_sub(cache))),
     };
     Ok(used.into_iter().map(left).min_by_key(|limit| limit.left))
+}
+
+/// The page cache that the kernel reclaims before it kills, by the text of `memory.stat`, bytes: the inactive part, and the active
+/// part as far as no program maps it. Programs that read files fill their cgroup with it up to the limit, and lose nothing but
+/// time when it goes. We don't count pages that must be written to disk first, tmpfs and locked pages (which need swap, or
+/// stay), or the kernel's caches (slab, which may be pinned). Nor do we count on swap: anonymous memory is in use.
+fn reclaimable(stat: &[u8]) -> u64 {
+    let either = |one, two| number::<u64>(stat, one).or_else(|_| number(stat, two)).unwrap_or(0);
+    let unwritten = either("total_dirty", "file_dirty").saturating_add(either("total_writeback", "file_writeback"));
+    let active = either("total_active_file", "active_file").saturating_sub(either("total_mapped_file", "file_mapped"));
+    either("total_inactive_file", "inactive_file").saturating_add(active).saturating_sub(unwritten)
 }
 
 fn left_in_machine(proc_root: &Path) -> io::Result<u64> {
@@ -193,6 +200,17 @@ mod tests {
             ("cg/a/memory.stat", "file_dirty 300\nfile_writeback 100\ninactive_file 500\n"),
         ];
         assert_eq!(left("0::/a\n", &files), 1100);
+    }
+
+    #[test]
+    fn page_cache_that_is_in_use_but_not_mapped_counts_as_free() {
+        let stat =
+            "inactive_file 500\nactive_file 300\nfile_mapped 100\nfile_dirty 50\nshmem 900\nslab_reclaimable 70\n";
+        assert_eq!(reclaimable(stat.as_bytes()), 650);
+        let one = "inactive_file 1\nactive_file 2\nmapped_file 3\ntotal_inactive_file 500\ntotal_active_file 300\n\
+            total_mapped_file 400\ntotal_dirty 50\n";
+        assert_eq!(reclaimable(one.as_bytes()), 450);
+        assert_eq!(reclaimable(b""), 0);
     }
 
     #[test]

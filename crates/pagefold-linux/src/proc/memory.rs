@@ -227,18 +227,21 @@ impl PageReader {
         Ok(unmerged)
     }
 
-    /// Calls `visit` for every merged page of the runs, with its frame.
+    /// Calls `visit` for every merged page of the runs, with its frame. Only if `lone`, for those that nobody else maps any more, too.
     pub fn merged_frames(
         &mut self,
         process: &Process,
         runs: &[(Vpn, u32)],
+        lone: bool,
         mut visit: impl FnMut(Vpn, u64),
     ) -> Result<(), ReadError> {
         let mut populated = Vec::new();
         for &(first, pages) in runs {
             self.resident_runs(process, first, Pages(pages.into()), &mut populated)?;
         }
-        self.for_each_batch(process, &populated, |batch, held, frames| batch.show_merged(held, frames, &mut visit))
+        self.for_each_batch(process, &populated, |batch, held, frames| {
+            batch.show_merged(held, frames, lone, &mut visit)
+        })
     }
 
     fn for_each_batch(

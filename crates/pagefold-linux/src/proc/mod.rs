@@ -1,6 +1,7 @@
 //! Other processes as procfs shows them: status, mappings, pages and their contents, limits.
 
 pub(crate) mod cgroup;
+pub(crate) mod charges;
 pub mod collapse;
 pub mod cpu;
 pub mod headroom;

@@ -214,7 +214,7 @@ impl Host for SimHost {
         self.spend(price_ns + places_ns);
         let (mechanism, memory, cost) = (self.knobs.mechanism, self.free, self.cost());
         let hashes_lines = mechanism == Mechanism::Request;
-        let (limits, groups) = (self.limits.clone(), self.groups.clone());
+        let (limits, groups) = (self.observe_limits(), self.groups.clone());
         Ok(Snapshot {
             now_ns,
             regions,
@@ -239,7 +239,7 @@ impl Host for SimHost {
             self.record_read(run);
         }
         let mut merged = Vec::new();
-        cpu_ns += plan.inspect.iter().map(|run| self.find_merged_pages(run, &mut merged)).sum::<u64>();
+        cpu_ns += plan.inspect.iter().map(|run| self.find_merged_pages(run, plan.charged_to, &mut merged)).sum::<u64>();
         self.spend(cpu_ns);
         Ok(Samples { pages, merged, cpu_ns })
     }

@@ -3,7 +3,7 @@
 use super::SimHost;
 use crate::memory::{Backing, MoveResult, Nodes};
 use pagefold_core::host::{MergedSample, Move, NodeView, Outcome, OwnerView, PageRun};
-use pagefold_core::keys::{NodeKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{LimitKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_core::units::{Pages, Vpn};
 use std::collections::BTreeMap;
 
@@ -120,7 +120,12 @@ impl SimHost {
     }
 
     /// Finds merged pages in a run. Returns the cost in nanoseconds.
-    pub(super) fn find_merged_pages(&self, run: &PageRun, found: &mut Vec<MergedSample>) -> u64 {
+    pub(super) fn find_merged_pages(
+        &self,
+        run: &PageRun,
+        charged_to: Option<LimitKey>,
+        found: &mut Vec<MergedSample>,
+    ) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let mut cost_ns = 0;
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
@@ -132,7 +137,8 @@ impl SimHost {
             }
             let Some(frame) = region.merged_frame(offset) else { continue };
             let node = self.memory.frames[frame as usize].node;
-            found.push(MergedSample { region: run.region, page: Vpn(number), frame: frame.into(), node });
+            let charged = charged_to.is_some_and(|limit| self.is_charged(frame, limit));
+            found.push(MergedSample { region: run.region, page: Vpn(number), frame: frame.into(), node, charged });
         }
         self.granularity.scale(cost_ns)
     }

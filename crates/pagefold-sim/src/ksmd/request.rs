@@ -96,6 +96,7 @@ impl Ksmd {
     fn keep(&mut self, memory: &mut Memory, keep: PageRef, kept: &Present) -> u32 {
         let sharers = fork_sharers(memory, keep);
         let frame = memory.new_frame(kept.content, kept.node, NO_TREE);
+        memory.charge(frame, keep.0);
         self.join(memory, keep, frame);
         for (key, page) in sharers {
             memory.join(key, page, frame);

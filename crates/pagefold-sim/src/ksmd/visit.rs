@@ -172,6 +172,7 @@ impl Ksmd {
         let node = memory.region(me.0).and_then(|region| memory.node_of(region, me.1)).unwrap_or_default();
         let fork_sharers = fork_sharers(memory, me);
         let frame = self.trees.insert_stable(memory, node, tree, content);
+        memory.charge(frame, me.0);
         for (key, page) in [other, me] {
             memory.join(key, page, frame);
             self.trees.attach(memory, frame);

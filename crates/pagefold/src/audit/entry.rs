@@ -139,6 +139,9 @@ impl From<Why> for Reason {
                     "{ratio} of its merged pages would be written, and have the same content again, within two hours"
                 ),
             ),
+            Why::Charge => {
+                ("charge", "its pages are charged to another cgroup, whose limit has no headroom for them".to_owned())
+            }
             Why::MemoryShort => ("memory-short", "less memory is left than the reserve".to_owned()),
             Why::Asked => ("asked", "requested by a user".to_owned()),
             Why::Excluded => ("excluded", "excluded now".to_owned()),

@@ -215,9 +215,10 @@ impl Scanner {
         let looked_at = || (0..).map(OwnerKey).zip(&survey.processes).filter(|(_, process)| !process.gone);
         for (owner, Surveyed { scoped, ranges, .. }) in looked_at() {
             let mut found = Vec::new();
-            let looked = self.reader.merged_frames(&scoped.process, ranges, |page, frame| {
-                let node = topology.node_of(frame);
-                found.extend(node.map(|node| (owner, MergedSample { region: RegionKey(0), page, frame, node })));
+            let looked = self.reader.merged_frames(&scoped.process, ranges, false, |page, frame| {
+                let charged = false;
+                let sample = |node| (owner, MergedSample { region: RegionKey(0), page, frame, node, charged });
+                found.extend(topology.node_of(frame).map(sample));
             });
             let view = owner_view(&scoped.process, &topology, owner, Placement::default());
             if let (Ok(()), Ok(view)) = (looked, view) {

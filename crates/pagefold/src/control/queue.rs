@@ -44,7 +44,7 @@ pub struct Facts {
     pub domains: Vec<String>,
     /// The selectors of processes that are kept out by request, and of those that are not although an earlier one keeps them out.
     pub kept_out: Vec<KeptOutRow>,
-    /// The cgroups below whose limits there is not room for all that can come back.
+    /// The cgroups below whose limits there is not room for all that can come back, or no headroom to merge more.
     pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
     /// Xen's own figures, if the targets are guests of it. Then their pids are the guests' numbers.
@@ -151,13 +151,19 @@ impl Facts {
             notes: target.notes.iter().cloned().chain(target.young.then(|| YOUNG.to_owned())).collect(),
         });
         let domains = host.domains().to_vec();
+        let report = engine.report();
         let tight = engine.reserve().limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
-        let limited =
-            tight.filter_map(|(&key, _)| Some((key, printable(host.limited_cgroup(key)?.as_os_str().as_bytes()))));
-        let (scans, injector_restarts, limited) = (engine.scans(), host.injector_restarts(), limited.collect());
+        let full = report.regions.iter().filter_map(|region| region.full);
+        let mut limited = BTreeMap::new();
+        for key in tight.map(|(&key, _)| key).chain(full) {
+            if let Some(dir) = host.limited_cgroup(key) {
+                limited.entry(key).or_insert_with(|| printable(dir.as_os_str().as_bytes()));
+            }
+        }
+        let (scans, injector_restarts) = (engine.scans(), host.injector_restarts());
         let targets = targets.collect();
         let kept_out = host.kept_out().entries().iter().map(KeptOutRow::from).collect();
-        Self { report: engine.report(), scans, injector_restarts, targets, domains, kept_out, limited, run, xen: None }
+        Self { report, scans, injector_restarts, targets, domains, kept_out, limited, run, xen: None }
     }
 
     /// Where merged pages are, on a machine with several memory nodes.

@@ -5,11 +5,11 @@ use crate::host::targets::Target;
 use crate::os::cpu::own_cpu_ns;
 use crate::os::fault;
 use crate::os::pressure::parse_pressure;
-use crate::proc::headroom::limit_of;
+use crate::proc::headroom::{Limit, limit_of};
 use pagefold_core::host::LimitView;
 use pagefold_core::keys::{KeyCounter, LimitKey, OwnerKey};
 use pagefold_core::units::{PAGE_BYTES, Pages, Permyriad};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,6 +26,8 @@ const PASS_LIMIT: Duration = Duration::from_millis(10);
 pub(super) struct Limits {
     groups: BTreeMap<PathBuf, Group>,
     keys: KeyCounter,
+    /// The processes that were assigned to them.
+    owners: BTreeSet<OwnerKey>,
     /// Where the next pass continues.
     next_group: PathBuf,
     next_ns: u64,
@@ -36,53 +38,97 @@ pub(super) struct Limits {
 struct Group {
     key: LimitKey,
     owners: Vec<OwnerKey>,
-    /// Its limit, and what is left, when they were last read. `None`: it has no limit, or that cannot be read.
-    limit: Option<(Pages, Pages)>,
+    /// What was last read.
+    reading: Reading,
+    /// When that was, nanoseconds.
+    read_ns: u64,
     /// Whether a target is in it, rather than below it.
     is_own: bool,
     /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel does not report it.
     cpu_pressure: Option<Permyriad>,
 }
 
+impl Group {
+    fn new(key: LimitKey) -> Self {
+        Self { key, owners: Vec::new(), reading: Reading::Unknown, read_ns: 0, is_own: false, cpu_pressure: None }
+    }
+
+    fn read(&mut self, dir: &Path, now_ns: u64) {
+        // A limit that can't be read now is still there.
+        if let Ok(limit) = limit_of(dir) {
+            self.reading = limit.map_or(Reading::Unlimited, Reading::Limited);
+            self.read_ns = now_ns;
+        }
+        self.cpu_pressure = if self.is_own { cpu_pressure_of(dir) } else { None };
+    }
+}
+
+/// What was found when the limit of a cgroup was read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Reading {
+    /// It has not been read yet, or could not be: nothing is known, so there's no headroom below it.
+    #[default]
+    Unknown,
+    Unlimited,
+    Limited(Limit),
+}
+
 impl Limits {
-    /// Looks at the limits again if it is time.
+    /// Looks at the limits again if it is time. Those of a new process are read at once: it must not be taken for one without a limit.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
-        if now_ns < self.next_ns {
+        let is_pass = now_ns >= self.next_ns;
+        let before_ns = own_cpu_ns();
+        if is_pass {
+            self.forget_owners();
+        }
+        let mut has_new = false;
+        for target in targets.values() {
+            // Without regions, nothing of it can be merged, and its cgroups may not be known yet.
+            let is_judged = target.exclusion.is_none() && !target.regions.is_empty();
+            if is_judged && self.owners.insert(target.owner) {
+                has_new = true;
+                for (mount, dir) in target.limiting() {
+                    self.assign(mount, dir, target.owner);
+                }
+            }
+        }
+        if is_pass {
+            self.read(now_ns);
+            self.next_ns = now_ns + ((own_cpu_ns() - before_ns) * PASS_PART).max(PASS_EVERY_NS);
+        } else if has_new {
+            self.read_new(now_ns);
+        } else {
             return;
         }
-        let before_ns = own_cpu_ns();
-        let judged = targets.values().filter(|target| target.exclusion.is_none());
-        self.assign(judged.flat_map(|target| target.limiting().iter().map(|group| (group, target.owner))));
-        self.read();
         self.views = self.limits().into();
-        self.next_ns = now_ns + ((own_cpu_ns() - before_ns) * PASS_PART).max(PASS_EVERY_NS);
     }
 
-    /// Assigns processes to the cgroups that they are in, and those above, up to the mount point of each.
-    fn assign<'a>(&mut self, members: impl Iterator<Item = (&'a (PathBuf, PathBuf), OwnerKey)>) {
-        let mut owners: BTreeMap<&Path, (Vec<OwnerKey>, bool)> = BTreeMap::new();
-        for ((mount, dir), owner) in members {
-            // The topmost holds the kernel's threads too.
-            let own = (dir != mount).then_some(dir.as_path());
-            for dir in dir.ancestors().take_while(|dir| dir.starts_with(mount)) {
-                let (owners, is_own) = owners.entry(dir).or_default();
-                owners.push(owner);
-                *is_own |= own == Some(dir);
-            }
-        }
-        self.groups.retain(|dir, _| owners.contains_key(dir.as_path()));
-        for (dir, (owners, is_own)) in owners {
-            if let Some(group) = self.groups.get_mut(dir) {
-                (group.owners, group.is_own) = (owners, is_own);
-                continue;
-            }
-            let key = LimitKey(self.keys.take(|key| self.groups.values().any(|group| group.key.0 == key)));
-            self.groups.insert(dir.to_owned(), Group { key, owners, limit: None, is_own, cpu_pressure: None });
+    fn forget_owners(&mut self) {
+        self.owners.clear();
+        for group in self.groups.values_mut() {
+            group.owners.clear();
+            group.is_own = false;
         }
     }
 
-    /// Reads as many limits as there is time for.
-    fn read(&mut self) {
+    /// Assigns a process to the cgroup that it is in, and those above, up to the mount point.
+    fn assign(&mut self, mount: &Path, dir: &Path, owner: OwnerKey) {
+        for above in dir.ancestors().take_while(|above| above.starts_with(mount)) {
+            if !self.groups.contains_key(above) {
+                let key = LimitKey(self.keys.take(|key| self.groups.values().any(|group| group.key.0 == key)));
+                self.groups.insert(above.to_owned(), Group::new(key));
+            }
+            if let Some(group) = self.groups.get_mut(above) {
+                group.owners.push(owner);
+                // The topmost holds the kernel's threads too.
+                group.is_own |= above == dir && dir != mount;
+            }
+        }
+    }
+
+    /// Forgets cgroups without processes, and reads as many limits of the others as there is time for.
+    fn read(&mut self, now_ns: u64) {
+        self.groups.retain(|_, group| !group.owners.is_empty());
         let began = Instant::now();
         let first = std::mem::take(&mut self.next_group);
         for (dir, group) in self.groups.range_mut(first..) {
@@ -90,10 +136,17 @@ impl Limits {
                 self.next_group.clone_from(dir);
                 break;
             }
-            let pages = |bytes: u64| Pages(bytes / PAGE_BYTES);
-            let limit = limit_of(dir).unwrap_or_default();
-            group.limit = limit.map(|limit| (pages(limit.limit.0), pages(limit.left.0)));
-            group.cpu_pressure = if group.is_own { cpu_pressure_of(dir) } else { None };
+            group.read(dir, now_ns);
+        }
+    }
+
+    /// Reads the limits that are not known yet.
+    fn read_new(&mut self, now_ns: u64) {
+        let began = Instant::now();
+        for (dir, group) in &mut self.groups {
+            if group.reading == Reading::Unknown && began.elapsed() <= PASS_LIMIT {
+                group.read(dir, now_ns);
+            }
         }
     }
 
@@ -108,11 +161,17 @@ impl Limits {
     }
 
     fn limits(&self) -> Vec<LimitView> {
-        let view = |group: &Group| {
-            let (limit, left) = group.limit?;
-            Some(LimitView { key: group.key, limit, left, owners: group.owners.clone() })
-        };
-        self.groups.values().filter_map(view).collect()
+        let mut views = Vec::new();
+        for group in self.groups.values() {
+            let (limit, left) = match group.reading {
+                Reading::Unlimited => continue,
+                Reading::Unknown => (Pages(0), Pages(0)),
+                Reading::Limited(Limit { limit, left }) => (Pages(limit.0 / PAGE_BYTES), Pages(left.0 / PAGE_BYTES)),
+            };
+            let Group { key, read_ns, .. } = *group;
+            views.push(LimitView { key, limit, left, owners: group.owners.clone(), read_ns });
+        }
+        views
     }
 
     /// The directory of a cgroup with a limit.
@@ -151,12 +210,14 @@ mod tests {
             (of("a/c"), OwnerKey(2)),
             ((root.path().into(), root.path().into()), OwnerKey(3)),
         ];
-        limits.assign(members.iter().map(|(group, owner)| (group, *owner)));
+        for ((mount, dir), owner) in &members {
+            limits.assign(mount, dir, *owner);
+        }
         assert_eq!(limits.cpu_pressure(), None);
-        limits.read();
+        limits.read(1);
         assert_eq!(limits.cpu_pressure(), Some(Permyriad(1_234)), "of those with targets, but not the topmost");
         fs::write(root.path().join("a/b/cpu.pressure"), "what").unwrap();
-        limits.read();
+        limits.read(2);
         assert_eq!(limits.cpu_pressure(), Some(Permyriad(500)));
     }
 
@@ -172,18 +233,23 @@ mod tests {
         let mut limits = Limits::default();
         let of = |dir: &str| (root.path().to_owned(), root.path().join(dir));
         let members = [(of("a/b"), OwnerKey(1)), (of("a/c"), OwnerKey(2)), (of("elsewhere"), OwnerKey(3))];
-        limits.assign(members.iter().map(|(group, owner)| (group, *owner)));
-        limits.read();
+        for ((mount, dir), owner) in &members {
+            limits.assign(mount, dir, *owner);
+        }
+        assert!(limits.limits().iter().all(|view| view.limit == Pages(0)), "none has been read yet");
+        limits.read(7);
         let views = limits.limits();
         let found: Vec<_> = views.iter().map(|view| (view.limit.0, view.left.0, view.owners.clone())).collect();
         assert_eq!(found, [(1000, 900, vec![OwnerKey(1), OwnerKey(2)]), (200, 100, vec![OwnerKey(2)])]);
+        assert!(views.iter().all(|view| view.read_ns == 7));
         assert_eq!(limits.name(views[1].key), Some(root.path().join("a/c").as_path()));
         // Keys stay, and what is gone is forgotten.
-        limits.assign([&members[1]].into_iter().map(|(group, owner)| (group, *owner)));
+        limits.forget_owners();
+        limits.assign(root.path(), &root.path().join("a/c"), OwnerKey(2));
         fs::write(root.path().join("a/c/memory.max"), "what").unwrap();
-        limits.read();
-        let after = limits.limits();
-        assert_eq!((after.len(), after[0].key), (1, views[0].key));
+        limits.read(8);
+        let after: Vec<_> = limits.limits().iter().map(|view| (view.key, view.limit.0, view.read_ns)).collect();
+        assert_eq!(after, [(views[0].key, 1000, 8), (views[1].key, 200, 7)], "one that can't be read is still there");
         assert_eq!(limits.groups.len(), 3);
     }
 }

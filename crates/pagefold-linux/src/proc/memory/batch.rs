@@ -49,6 +49,8 @@ struct Slot {
     state: PageState,
     huge: bool,
     active: bool,
+    /// A merged page that nobody else maps any more. Known if private pages were looked up in kpageflags.
+    lone: bool,
     has_bytes: bool,
 }
 
@@ -98,6 +100,7 @@ impl Batch {
             state: PageState::Absent,
             huge: false,
             active: false,
+            lone: false,
             has_bytes: false,
         }));
         taken
@@ -147,11 +150,12 @@ impl Batch {
 
     /// Reads the merged pages and no others, so that each gets its own copy. Returns their number.
     pub(super) fn unmerge(&mut self, held: &Held, frames: Option<&mut KpageFlags>) -> Result<Pages, ReadError> {
-        let how = ReadHow::default();
+        // A page that nobody else maps any more is copied as well: its frame may be charged to another cgroup.
+        let how = ReadHow { activity: true, ..ReadHow::default() };
         self.look_up(held, how)?;
         self.classify(frames, how).map_err(|error| ReadError::from_io(held.pid, "../kpageflags", error))?;
         for slot in &mut self.slots {
-            let merged = slot.state == PageState::Merged;
+            let merged = slot.state == PageState::Merged || slot.lone;
             slot.state = if merged { PageState::Private } else { PageState::Absent };
         }
         self.read_private(held.pid)?;
@@ -159,17 +163,18 @@ impl Batch {
         Ok(Pages(count(self.slots.iter().filter(|slot| slot.has_bytes).count())))
     }
 
-    /// Calls `visit` with the merged pages and their frames.
+    /// Calls `visit` with the merged pages and their frames; if `lone`, also those that nobody else maps any more.
     pub(super) fn show_merged(
         &mut self,
         held: &Held,
         frames: Option<&mut KpageFlags>,
+        lone: bool,
         visit: &mut impl FnMut(Vpn, u64),
     ) -> Result<(), ReadError> {
-        let how = ReadHow::default();
+        let how = ReadHow { activity: lone, ..ReadHow::default() };
         self.look_up(held, how)?;
         self.classify(frames, how).map_err(|error| ReadError::from_io(held.pid, "../kpageflags", error))?;
-        for slot in self.slots.iter().filter(|slot| slot.state == PageState::Merged) {
+        for slot in self.slots.iter().filter(|slot| slot.state == PageState::Merged || slot.lone) {
             slot.entry.pfn().into_iter().for_each(|frame| visit(slot.page, frame));
         }
         Ok(())
@@ -264,6 +269,7 @@ impl Batch {
                 let (slot, flags) = (&mut slots[usize::from(position)], FrameFlags(flags));
                 if slot.state == PageState::Private {
                     slot.active = flags.active();
+                    slot.lone = flags.ksm() && shows_merged();
                 } else if flags.zero_page() {
                     slot.state = PageState::ZeroMapped;
                 } else if flags.ksm() && may_be_merged && slot.state == PageState::Shared {

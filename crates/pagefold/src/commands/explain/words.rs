@@ -34,6 +34,9 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
     if report.paused {
         return "Paused: nothing happens to it until pagefold resume. Merged pages stay merged.".to_owned();
     }
+    if let (Some(limit), Next::Mark | Next::Watch | Next::Defer { .. }) = (region.full, region.next) {
+        return no_headroom(region, facts.limited.get(&limit).map_or("its cgroup", String::as_str));
+    }
     match (region.next, region.kind) {
         (Next::Stay, _) => {
             "Left alone while its process is: neither read nor changed. What is marked stays so.".to_owned()
@@ -68,6 +71,13 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         (Next::Wait { ns }, _) if region.taken_back => {
             let left = time(ns as f64 / 1e9);
             format!("Left alone for {left}: its merged memory was taken apart, because memory was short.")
+        }
+        (Next::Wait { ns }, _) if region.relieved => {
+            let left = time(ns as f64 / 1e9);
+            format!(
+                "Left alone for {left}: its merged memory was taken apart, because it was on the charge of another cgroup, whose memory \
+                 limit has no headroom for it."
+            )
         }
         (Next::Wait { ns }, Kind::CowBroken) => {
             let left = time(ns as f64 / 1e9);
@@ -109,6 +119,15 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
         }
         (Next::Watch, _) => format!("Sampled thinly; read whole once samples show more than {threshold} duplicate."),
     }
+}
+
+/// Why no more of a region is merged below the limit of a cgroup.
+fn no_headroom(region: &RegionReport, cgroup: &str) -> String {
+    let begin = if region.marked > Pages(0) { "Merged in part, the rest is left alone" } else { "Left alone" };
+    format!(
+        "{begin}: a merged page stays on the charge of one cgroup, and the memory limit of {cgroup} leaves no headroom to keep more of \
+         them for others while its programs write copies of their own."
+    )
 }
 
 /// Why something waits, and how long at most.

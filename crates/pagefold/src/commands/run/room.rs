@@ -72,8 +72,13 @@ mod tests {
         let mut lines = |available: u64, left: Option<u64>| {
             let mib = |mib: u64| Pages(mib * 256);
             let memory = MemoryView { total: mib(1_000), available: mib(available), ..MemoryView::default() };
-            let view =
-                |left| LimitView { key: LimitKey(1), limit: mib(100), left: mib(left), owners: vec![OwnerKey(1)] };
+            let view = |left| LimitView {
+                key: LimitKey(1),
+                limit: mib(100),
+                left: mib(left),
+                owners: vec![OwnerKey(1)],
+                read_ns: 0,
+            };
             let limits: Vec<LimitView> = left.map(view).into_iter().collect();
             reserve.look(Keep::Auto, &memory, mib(300), &limits, |_| mib(50));
             let take_back = available == 40;

@@ -3,9 +3,11 @@
 use crate::control::queue::Facts;
 use pagefold_cli::style::{count, human};
 use pagefold_core::host::Mechanism;
+use pagefold_core::keys::LimitKey;
 use pagefold_core::reserve::{Room, RoomState};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 
 /// Limits that are listed; the others are counted.
 const LISTED_MOST: usize = 20;
@@ -23,6 +25,11 @@ pub struct ReserveView {
     pub limits: Vec<LimitRow>,
     pub limits_overcommitted: usize,
     pub limits_short: usize,
+    /// The number of limits that leave no headroom to merge more, and the cgroup of the first.
+    #[serde(default)]
+    pub limits_full: usize,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub full: Option<String>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -42,6 +49,7 @@ impl ReserveView {
         let mut limits: Vec<LimitRow> = facts.limited.iter().filter_map(row).collect();
         limits.sort_by_key(|row| (Reverse(row.room.state), row.room.left));
         limits.truncate(LISTED_MOST);
+        let full: BTreeSet<LimitKey> = report.regions.iter().filter_map(|region| region.full).collect();
         Self {
             keep: settings.keep.to_string(),
             take_back: settings.take_back && facts.run.config.mechanism == Mechanism::Ksmd,
@@ -51,6 +59,8 @@ impl ReserveView {
             limits,
             limits_overcommitted: number(RoomState::Overcommitted),
             limits_short: number(RoomState::Short),
+            limits_full: full.len(),
+            full: full.first().and_then(|key| facts.limited.get(key).cloned()),
         }
     }
 
@@ -66,6 +76,15 @@ impl ReserveView {
             RoomState::Short if self.take_back => format!("SHORT, merged memory is taken apart: {rest}"),
             RoomState::Short => format!("SHORT, nothing more is merged: {rest}"),
         }
+    }
+
+    /// The limits that leave no headroom to merge more, if there are any.
+    pub fn headroom_sentence(&self) -> Option<String> {
+        let cgroup = self.full.as_ref()?;
+        let limits = count(self.limits_full, "limit of a cgroup", "limits of cgroups");
+        Some(format!(
+            "none below {limits} for more merged pages, which stay on the charge of one cgroup; {cgroup} is full"
+        ))
     }
 
     /// The limits below which there is not room for all, if there are any.

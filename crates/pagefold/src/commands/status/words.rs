@@ -74,6 +74,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
         rows.push(("room", status.reserve.sentence()));
     }
     rows.extend(status.reserve.limits_sentence().map(|text| ("limits", text)));
+    rows.extend(status.reserve.headroom_sentence().map(|text| ("headroom", text)));
     rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
     rows.extend(kept_out(status).map(|text| ("kept out", text)));
     if status.stops > 0 {

@@ -1,0 +1,207 @@
+//! Headroom below the memory limits of cgroups, for merged pages that stay charged there.
+//!
+//! A merged page stays charged to one cgroup: the one whose copy was kept. When the programs of that cgroup then write to their
+//! pages, their new copies come on top of the kept ones that other cgroups still map. So the kernel may kill a program that would have
+//! lived without us. With ksmd nobody chooses which copy is kept, and a charge stays as long as anybody maps the page. So we count
+//! every page that may be merged as if its copy were kept and never came free:
+//!
+//! ```text
+//! in use + pages that may be merged <= limit - reserve
+//! ```
+//!
+//! That holds in the kernel, not by our watching: a write to a merged page moves one page from the second term to the first, and
+//! nothing is merged while ksmd rests. So we may be stopped or killed after merging. What moves the sum is a program that
+//! grows, or a limit that is lowered; [`crate::relief`] is for those.
+//!
+//! Two cases need no headroom. The kernel's zero page is charged to nobody. And below a limit that holds for every process in
+//! scope, all that is merged comes back to where it was charged before, so it never exceeds what it would have held without us.
+//! Once a process outside has been in scope that no longer counts, or each restart of the others would lift the bound.
+
+use crate::host::LimitView;
+use crate::keys::{LimitKey, OwnerKey};
+use crate::placement::placer::Stays;
+use crate::reserve::Keep;
+use crate::units::Pages;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// What is left below one limit.
+#[derive(Clone, Copy, Debug)]
+struct LimitRoom {
+    /// The view it comes from ([`LimitView::read_ns`]).
+    read_ns: u64,
+    /// Pages that may still be merged.
+    left: Pages,
+    /// By how much the limit would be exceeded if all that may be merged were charged there for ever.
+    over: Pages,
+}
+
+/// How much may still be merged of each process.
+#[derive(Clone, Debug, Default)]
+pub struct Headroom {
+    limits: BTreeMap<LimitKey, LimitRoom>,
+    of_owner: FxHashMap<OwnerKey, Vec<LimitKey>>,
+    /// When the limits below which something may be merged were read, the one that was first, nanoseconds. `None`: there are none.
+    read_ns: Option<u64>,
+}
+
+impl Headroom {
+    /// Works the headroom out anew below every limit that was read since the last look. `mergeable` are the pages of a process
+    /// that may be merged already; `scope` are all processes with memory that may be merged; `total` is the machine's memory.
+    pub fn look(
+        &mut self,
+        keep: Keep,
+        total: Pages,
+        limits: &[LimitView],
+        scope: &FxHashSet<OwnerKey>,
+        mergeable: &FxHashMap<OwnerKey, Pages>,
+    ) {
+        let before = std::mem::take(&mut self.limits);
+        self.of_owner.clear();
+        self.read_ns = None;
+        for view in limits {
+            let known = before.get(&view.key).copied();
+            if known.is_none() && covers(view, scope) || total > Pages(0) && view.limit >= total {
+                continue;
+            }
+            let held: Pages = view.owners.iter().filter_map(|owner| mergeable.get(owner)).copied().sum();
+            if held > Pages(0) && view.limit > Pages(0) {
+                self.read_ns = Some(self.read_ns.map_or(view.read_ns, |read_ns| read_ns.min(view.read_ns)));
+            }
+            let room = match known {
+                Some(room) if room.read_ns == view.read_ns => room,
+                _ => {
+                    let left = view.left.saturating_sub(held + keep.below(view.limit));
+                    LimitRoom { read_ns: view.read_ns, left, over: held.saturating_sub(view.left) }
+                }
+            };
+            self.limits.insert(view.key, room);
+            for &owner in &view.owners {
+                self.of_owner.entry(owner).or_default().push(view.key);
+            }
+        }
+    }
+
+    /// The limit that leaves a process the least headroom, and how many of its pages may still be merged. `None`: any number.
+    pub fn of(&self, owner: OwnerKey) -> Option<(LimitKey, Pages)> {
+        let keys = self.of_owner.get(&owner)?;
+        keys.iter().filter_map(|key| Some((*key, self.limits.get(key)?.left))).min_by_key(|&(_, left)| left)
+    }
+
+    /// When the limits below which something may be merged were read, the one that was first, nanoseconds. `None`: there are none.
+    pub fn read_ns(&self) -> Option<u64> {
+        self.read_ns
+    }
+
+    /// The limits that would be exceeded if all that may be merged were charged there for ever, and by how much, the worst first.
+    pub fn exceeded(&self) -> Vec<(LimitKey, Pages)> {
+        let mut exceeded = Vec::new();
+        for (&key, room) in &self.limits {
+            if room.over > Pages(0) {
+                exceeded.push((key, room.over));
+            }
+        }
+        exceeded.sort_by_key(|&(key, over)| (Reverse(over), key));
+        exceeded
+    }
+
+    /// Which of two equal pages stays, if `chosen` would: the one that stays remains charged to the cgroup of its process, which
+    /// needs headroom for it. The other one needs none, since its own charge goes with it. Uses the headroom.
+    pub fn stays(&mut self, chosen: Stays, known: OwnerKey, new: OwnerKey) -> Stays {
+        let candidates = match chosen {
+            Stays::Known => [(Stays::Known, known), (Stays::New, new)],
+            Stays::New => [(Stays::New, new), (Stays::Known, known)],
+            Stays::Both => return Stays::Both,
+        };
+        for (stays, owner) in candidates {
+            if self.of(owner).is_none_or(|(_, left)| left > Pages(0)) {
+                self.take(owner, Pages(1));
+                return stays;
+            }
+        }
+        Stays::Both
+    }
+
+    /// Uses headroom for pages of a process.
+    pub fn take(&mut self, owner: OwnerKey, pages: Pages) {
+        for key in self.of_owner.get(&owner).into_iter().flatten() {
+            if let Some(room) = self.limits.get_mut(key) {
+                room.left = room.left.saturating_sub(pages);
+            }
+        }
+    }
+}
+
+/// Whether a limit holds for every process in scope, so that nobody outside can share a page that is charged to it.
+fn covers(view: &LimitView, scope: &FxHashSet<OwnerKey>) -> bool {
+    view.owners.len() >= scope.len() && {
+        let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
+        scope.is_subset(&owners)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::Permyriad;
+
+    fn view(key: u32, limit: u64, left: u64, owners: &[u32], read_ns: u64) -> LimitView {
+        let owners = owners.iter().map(|&owner| OwnerKey(owner)).collect();
+        LimitView { key: LimitKey(key), limit: Pages(limit), left: Pages(left), owners, read_ns }
+    }
+
+    /// The headroom of processes 1 to 3, of which each has so many pages that may be merged.
+    fn look(headroom: &mut Headroom, limits: &[LimitView], mergeable: [u64; 3]) -> [Option<(u32, u64)>; 3] {
+        let owners = [OwnerKey(1), OwnerKey(2), OwnerKey(3)];
+        let mergeable = owners.into_iter().zip(mergeable.map(Pages)).collect();
+        headroom.look(Keep::Share(Permyriad(1_000)), Pages(10_000), limits, &owners.into_iter().collect(), &mergeable);
+        owners.map(|owner| headroom.of(owner).map(|(key, left)| (key.0, left.0)))
+    }
+
+    #[test]
+    fn all_that_may_be_merged_fits_beside_what_is_in_use() {
+        let limits = [view(7, 1_400, 400, &[1], 5), view(8, 4_000, 1_000, &[1, 2], 5)];
+        let found = look(&mut Headroom::default(), &limits, [50, 300, 900]);
+        // 400 less the reserve of 140 and the 50, and 1000 less 400 and 350.
+        assert_eq!(found, [Some((7, 210)), Some((8, 250)), None]);
+        assert_eq!(look(&mut Headroom::default(), &limits, [250, 300, 0])[0], Some((7, 10)));
+        assert_eq!(look(&mut Headroom::default(), &limits, [300, 300, 0]), [Some((7, 0)), Some((8, 0)), None]);
+    }
+
+    #[test]
+    fn what_is_used_up_stays_so_until_the_limit_is_read_again() {
+        let mut headroom = Headroom::default();
+        let limits = [view(7, 1_000, 500, &[1], 5), view(8, 1_500, 600, &[1, 2], 5)];
+        assert_eq!(look(&mut headroom, &limits, [0; 3]), [Some((7, 400)), Some((8, 450)), None]);
+        headroom.take(OwnerKey(1), Pages(300));
+        headroom.take(OwnerKey(3), Pages(300));
+        assert_eq!(look(&mut headroom, &limits, [0; 3]), [Some((7, 100)), Some((8, 150)), None]);
+        let again = [view(7, 1_000, 800, &[1], 9), view(8, 1_500, 900, &[1, 2], 9)];
+        assert_eq!(look(&mut headroom, &again, [300, 0, 0]), [Some((7, 400)), Some((8, 450)), None]);
+        assert_eq!(look(&mut headroom, &[], [0; 3]), [None; 3]);
+    }
+
+    #[test]
+    fn the_page_of_a_process_with_headroom_stays() {
+        let mut headroom = Headroom::default();
+        look(&mut headroom, &[view(7, 1_000, 101, &[1], 5), view(8, 1_000, 102, &[2], 5)], [0; 3]);
+        let (one, two, three) = (OwnerKey(1), OwnerKey(2), OwnerKey(3));
+        assert_eq!(headroom.stays(Stays::Known, one, two), Stays::Known);
+        assert_eq!(headroom.stays(Stays::Known, one, two), Stays::New, "the first has none left");
+        assert_eq!(headroom.stays(Stays::New, two, one), Stays::Known);
+        assert_eq!(headroom.stays(Stays::Known, one, two), Stays::Both);
+        assert_eq!(headroom.stays(Stays::New, three, two), Stays::Known, "no limit");
+        assert_eq!(headroom.stays(Stays::Both, three, three), Stays::Both);
+    }
+
+    #[test]
+    fn a_limit_on_all_in_scope_or_above_the_machines_memory_needs_none() {
+        let covering = view(7, 1_000, 0, &[1, 2, 3, 4], 1);
+        let large = view(8, 10_000, 0, &[1], 1);
+        assert_eq!(look(&mut Headroom::default(), &[covering, large], [500; 3]), [None; 3]);
+        let mut headroom = Headroom::default();
+        assert_eq!(look(&mut headroom, &[view(7, 1_000, 0, &[1, 2], 1)], [0; 3]), [Some((7, 0)), Some((7, 0)), None]);
+        assert_eq!(look(&mut headroom, &[view(7, 1_000, 200, &[1, 2, 3], 2)], [0; 3]), [Some((7, 100)); 3]);
+    }
+}

@@ -1,0 +1,287 @@
+//! Relief for a cgroup that keeps more merged pages for others than its limit has headroom for.
+//!
+//! [`crate::headroom`] keeps that from happening by merging alone. It happens when programs grow after their pages were merged, or
+//! when a limit is lowered. To unmerge the cgroup's own pages would be the wrong way: its copies are charged to it at once, and
+//! the kept ones stay for the others. So the others get copies of their own, which are charged to them, as far as they have room.
+//!
+//! Who maps which frame, and which frames are charged to the cgroup, is looked up only then. So what is known is exact:
+//!
+//! ```text
+//! without merging = in use - frames charged to it + merged pages of its processes
+//! at worst        = without merging + frames charged to it that others map
+//! ```
+//!
+//! Where a cgroup would exceed its limit even without merging, there is nothing to be won: its programs can't all have
+//! what they want, with or without us.
+//!
+//! Its own pages that are marked and not merged, because they were written, could be merged once more and add to what it keeps. They
+//! are unmarked, which costs nothing, and marked again when there is headroom.
+
+use crate::host::{LimitView, MergedSample, PageRun};
+use crate::keys::{LimitKey, OwnerKey, RegionKey};
+use crate::placement::inventory::merged_runs;
+use crate::region::table::RegionTable;
+use crate::reserve::Keep;
+use crate::units::{Pages, Vpn, count};
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::cmp::Reverse;
+use std::collections::VecDeque;
+
+/// The most pages looked up for one cgroup, and in one cycle.
+const LOOKED_UP_MOST: u64 = 1 << 22;
+const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
+/// The first pause between two looks, nanoseconds. It doubles while they find nothing to do.
+const PAUSE_NS: u64 = 2_000_000_000;
+const PAUSE_MOST_NS: u64 = 600_000_000_000;
+/// After a pause of `PAUSE_NS` it's worth another look if a cgroup exceeds its limit by more than before, and by at least this
+/// fraction of the limit.
+const WORSE: u64 = 64;
+
+/// A region, by one of its pages.
+pub type Place = (RegionKey, Vpn);
+
+/// The regions to be taken apart for a cgroup.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Relieved {
+    /// The limit that needs it.
+    pub limit: LimitKey,
+    /// Those of others that hold pages which are charged to it.
+    pub others: Vec<Place>,
+    /// Its own, of which much is marked and not merged.
+    pub own: Vec<Place>,
+}
+
+/// Which frames are charged to one cgroup, and who maps them.
+#[derive(Debug)]
+struct Survey {
+    limit: LimitKey,
+    members: FxHashSet<OwnerKey>,
+    ahead: VecDeque<PageRun>,
+    /// Merged pages of its processes, by region.
+    merged: FxHashMap<Place, u64>,
+    /// Merged frames that are charged to it.
+    frames: FxHashSet<u64>,
+    /// Those that other processes map: the number of the holder, and the frame.
+    outside: Vec<(usize, u64)>,
+    holders: Vec<Place>,
+    /// The region that the last page was in.
+    last: Option<LastRegion>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct LastRegion {
+    key: RegionKey,
+    first: Vpn,
+    end: Vpn,
+    is_member: bool,
+}
+
+/// Looks for what is to be taken apart.
+#[derive(Debug, Default)]
+pub struct Relief {
+    survey: Option<Survey>,
+    next_ns: u64,
+    pause_ns: u64,
+    /// Whether the plan of this cycle asks for pages to be looked up.
+    is_asking: bool,
+    /// By how much limits could be exceeded when they were last looked at, and when that was, nanoseconds.
+    looked: FxHashMap<LimitKey, (Pages, u64)>,
+}
+
+impl Relief {
+    /// Whether pages are being looked up.
+    pub fn is_busy(&self) -> bool {
+        self.survey.is_some()
+    }
+
+    /// Whether the plan of this cycle asks for pages to be looked up for it.
+    pub fn is_asking(&self) -> bool {
+        self.is_asking
+    }
+
+    /// Forgets limits that can't be exceeded any more.
+    pub fn keep_only(&mut self, exceeded: &[(LimitKey, Pages)]) {
+        self.looked.retain(|key, _| exceeded.iter().any(|(exceeded, _)| exceeded == key));
+    }
+
+    /// Whether it has not been looked yet who maps what is charged to a cgroup, or its limit could be exceeded by more than it could then.
+    pub fn is_wanted(&self, view: &LimitView, over: Pages) -> bool {
+        self.looked.get(&view.key).is_none_or(|&(before, _)| over.0 > before.0 + view.limit.0 / WORSE)
+    }
+
+    /// Begins to look up who maps what is charged to a cgroup that may exceed its limit by this much, if it is time.
+    pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, now_ns: u64) {
+        if self.is_busy() {
+            return;
+        }
+        let looked_ns = self.looked.get(&view.key).map_or(0, |&(_, at_ns)| at_ns);
+        let from_ns = if self.is_wanted(view, over) { looked_ns + PAUSE_NS } else { self.next_ns };
+        if looked_ns > 0 && now_ns < from_ns {
+            return;
+        }
+        self.looked.insert(view.key, (over, now_ns));
+        let mut ahead = merged_runs(table);
+        let mut left = LOOKED_UP_MOST;
+        ahead.retain(|run| {
+            let fits = u64::from(run.pages) <= left;
+            left -= if fits { u64::from(run.pages) } else { 0 };
+            fits
+        });
+        self.survey = Some(Survey {
+            limit: view.key,
+            members: view.owners.iter().copied().collect(),
+            ahead,
+            merged: FxHashMap::default(),
+            frames: FxHashSet::default(),
+            outside: Vec::new(),
+            holders: Vec::new(),
+            last: None,
+        });
+    }
+
+    /// The pages to look up now, and the limit whose charges are asked for.
+    pub fn inspect(&mut self) -> (Vec<PageRun>, Option<LimitKey>) {
+        let Some(survey) = &mut self.survey else { return (Vec::new(), None) };
+        self.is_asking = true;
+        let (mut runs, mut left) = (Vec::new(), LOOKED_UP_AT_ONCE);
+        while left > 0 {
+            let Some(next) = survey.ahead.front_mut() else { break };
+            let pages = u32::try_from(left).unwrap_or(u32::MAX).min(next.pages);
+            runs.push(PageRun { pages, ..*next });
+            left -= u64::from(pages);
+            next.first = next.first + u64::from(pages);
+            next.pages -= pages;
+            if next.pages == 0 {
+                survey.ahead.pop_front();
+            }
+        }
+        (runs, Some(survey.limit))
+    }
+
+    /// Records pages that were looked up. Once all have been, returns the regions to be taken apart: those that hold the most of what
+    /// is charged to the cgroup, until as much comes free as it lacks to have the reserve left.
+    pub fn record(
+        &mut self,
+        table: &RegionTable,
+        merged: &[MergedSample],
+        limits: &[LimitView],
+        keep: Keep,
+        now_ns: u64,
+    ) -> Option<Relieved> {
+        self.is_asking = false;
+        let survey = self.survey.as_mut()?;
+        for sample in merged {
+            survey.add(table, sample);
+        }
+        if !survey.ahead.is_empty() {
+            return None;
+        }
+        let survey = self.survey.take()?;
+        let view = limits.iter().find(|view| view.key == survey.limit);
+        let found = view.and_then(|view| survey.relieve(view, keep.below(view.limit), table));
+        self.pause_ns = if found.is_none() { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MOST_NS) } else { PAUSE_NS };
+        self.next_ns = now_ns + self.pause_ns;
+        found
+    }
+}
+
+impl Survey {
+    fn add(&mut self, table: &RegionTable, sample: &MergedSample) {
+        let is_same = |last: &LastRegion| last.key == sample.region && (last.first..last.end).contains(&sample.page);
+        let last = match self.last.filter(is_same) {
+            Some(last) => last,
+            None => {
+                let Some(region) = table.find(sample.region, sample.page).and_then(|slot| table.get(slot)) else {
+                    return;
+                };
+                let is_member = self.members.contains(&region.view.owner);
+                if !is_member {
+                    self.holders.push((sample.region, sample.page));
+                }
+                LastRegion { key: sample.region, first: region.view.first, end: region.end(), is_member }
+            }
+        };
+        self.last = Some(last);
+        if last.is_member {
+            *self.merged.entry((last.key, last.first)).or_default() += 1;
+        }
+        if sample.charged {
+            self.frames.insert(sample.frame);
+            if !last.is_member {
+                self.outside.push((self.holders.len() - 1, sample.frame));
+            }
+        }
+    }
+
+    fn relieve(&self, view: &LimitView, reserve: Pages, table: &RegionTable) -> Option<Relieved> {
+        let used = view.limit.saturating_sub(view.left);
+        let merged = Pages(self.merged.values().sum());
+        let without_merging = (used + merged).saturating_sub(Pages(count(self.frames.len())));
+        if without_merging > view.limit {
+            return None;
+        }
+        let mut holders_of: FxHashMap<u64, u32> = FxHashMap::default();
+        for &(_, frame) in &self.outside {
+            *holders_of.entry(frame).or_default() += 1;
+        }
+        let mut at_worst = without_merging + Pages(count(holders_of.len()));
+        let goal = view.limit.saturating_sub(reserve);
+        let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
+        if at_worst > view.limit {
+            let freed = self.choose_others(holders_of, at_worst.saturating_sub(goal), &mut relieved.others);
+            at_worst = at_worst.saturating_sub(freed);
+        }
+        self.choose_own(table, view.limit.saturating_sub(at_worst), goal.saturating_sub(at_worst), &mut relieved.own);
+        (!relieved.others.is_empty() || !relieved.own.is_empty()).then_some(relieved)
+    }
+
+    /// Chooses regions of others until so many frames come free. A frame is free when nobody else maps it. Returns how many are.
+    fn choose_others(&self, mut holders_of: FxHashMap<u64, u32>, lacking: Pages, chosen: &mut Vec<Place>) -> Pages {
+        let mut held: FxHashMap<usize, Vec<u64>> = FxHashMap::default();
+        for &(holder, frame) in &self.outside {
+            held.entry(holder).or_default().push(frame);
+        }
+        let mut by_size: Vec<(usize, Vec<u64>)> = held.into_iter().collect();
+        by_size.sort_by_key(|(holder, frames)| (Reverse(frames.len()), *holder));
+        let mut freed = Pages(0);
+        for (holder, frames) in by_size {
+            if freed >= lacking {
+                break;
+            }
+            for frame in frames {
+                if let Some(holders) = holders_of.get_mut(&frame) {
+                    *holders -= 1;
+                    freed += Pages(u64::from(*holders == 0));
+                }
+            }
+            chosen.push(self.holders[holder]);
+        }
+        freed
+    }
+
+    /// Chooses regions of the cgroup if more of their pages than `most` are marked and not merged, until it is no more than `goal`.
+    fn choose_own(&self, table: &RegionTable, most: Pages, goal: Pages, chosen: &mut Vec<Place>) {
+        let mut unmerged = Pages(0);
+        let mut regions: Vec<(Pages, Place)> = Vec::new();
+        for region in table.iter().filter(|region| self.members.contains(&region.view.owner)) {
+            let place = (region.view.key, region.view.first);
+            let merged = Pages(self.merged.get(&place).copied().unwrap_or_default());
+            let pages = region.mergeable(false).saturating_sub(merged);
+            unmerged += pages;
+            if pages > Pages(0) && !region.marks.spans.is_empty() {
+                regions.push((pages, place));
+            }
+        }
+        if unmerged <= most {
+            return;
+        }
+        regions.sort_by_key(|&(pages, place)| (Reverse(pages), place));
+        for (pages, place) in regions {
+            if unmerged <= goal {
+                break;
+            }
+            unmerged = unmerged.saturating_sub(pages);
+            chosen.push(place);
+        }
+    }
+}

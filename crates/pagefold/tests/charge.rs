@@ -1,0 +1,149 @@
+//! A merged page stays charged to the cgroup whose copy was kept. On the real kernel: programs with equal memory, each in a cgroup whose
+//! limit it would stay below without pagefold, write to all of it in any order, and none is killed.
+
+use pagefold_testkit::holder::Change;
+use pagefold_testkit::limit::Limited;
+use pagefold_testkit::*;
+use std::time::{Duration, Instant};
+
+/// Rounds, and the variable that sets another number.
+const ROUNDS: u64 = 4;
+const ROUNDS_VARIABLE: &str = "PAGEFOLD_CHARGE_ROUNDS";
+/// What a program needs besides, MiB.
+const BESIDES: u64 = 4;
+/// Nothing more is merged if nothing was for this time.
+const SETTLED: Duration = Duration::from_secs(5);
+const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
+/// Of what could be saved without limits, this part is saved at least.
+const SAVED_PERCENT: u64 = 15;
+
+/// What becomes of the daemon before programs write.
+#[derive(Clone, Copy, Debug)]
+enum Fate {
+    Alive,
+    Stopped,
+    Killed,
+}
+
+/// Random numbers, the same in each run (xorshift).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % end
+    }
+}
+
+/// A program in a cgroup of its own.
+struct Contained {
+    holder: Holder,
+    cgroup: Limited,
+}
+
+impl Contained {
+    fn start(mib: u64, limit_mib: u64) -> Option<Self> {
+        let cgroup = Limited::make()?;
+        cgroup.limit(limit_mib * MIB);
+        let holder = Holder::start(mib * PAGES_PER_MIB);
+        cgroup.add(holder.pid());
+        let mut contained = Self { holder, cgroup };
+        contained.write(1);
+        Some(contained)
+    }
+
+    /// Writes to all of its pages. What all programs write with the same number is equal.
+    fn write(&mut self, number: u64) {
+        let pages = self.holder.pages;
+        self.holder.change(Change::Write { first: 0, pages, content: (0xc4a6_e000 + number) << 28, step: 1 });
+    }
+}
+
+fn charged(programs: &[Contained]) -> u64 {
+    programs.iter().map(|program| program.cgroup.usage()).sum()
+}
+
+/// Waits until nothing more is merged.
+fn settle(programs: &[Contained]) {
+    let began = Instant::now();
+    let (mut least, mut since) = (charged(programs), Instant::now());
+    while since.elapsed() < SETTLED {
+        assert!(began.elapsed() < SETTLED_AT_LATEST, "it goes on merging");
+        std::thread::sleep(Duration::from_millis(100));
+        let now = charged(programs);
+        if now + MIB / 4 < least || status()["busy"] == true {
+            (least, since) = (now.min(least), Instant::now());
+        }
+    }
+}
+
+/// Returns the share of what could be saved that was, per cent.
+fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
+    let fate = [Fate::Stopped, Fate::Alive, Fate::Killed, Fate::Alive][usize::try_from(number % 4).unwrap()];
+    let (count, mib) = (3 + random.below(2), 24 + random.below(25));
+    let limit_mib = mib * (125 + random.below(51)) / 100 + BESIDES;
+    let mut programs = Vec::new();
+    for _ in 0..count {
+        programs.push(Contained::start(mib, limit_mib)?);
+    }
+    let before = charged(&programs);
+    let pids: Vec<i32> = programs.iter().map(|program| program.holder.pid()).collect();
+    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]).answering();
+    settle(&programs);
+    let saved = before.saturating_sub(charged(&programs)) * 100 / ((count - 1) * mib * MIB);
+    println!("round {number}: {count} of {mib} MiB below {limit_mib} MiB, {fate:?}: {saved} % saved");
+    let daemon = match fate {
+        Fate::Alive => Some(daemon),
+        Fate::Stopped => {
+            daemon.signal(libc::SIGSTOP);
+            Some(daemon)
+        }
+        Fate::Killed => {
+            daemon.signal(libc::SIGKILL);
+            daemon.end();
+            None
+        }
+    };
+    // The one that pays for the others comes first, or any.
+    if number % 2 == 0 {
+        programs.sort_by_key(|program| std::cmp::Reverse(program.cgroup.usage()));
+    } else {
+        for last in (1..programs.len()).rev() {
+            programs.swap(last, usize::try_from(random.below(last as u64 + 1)).unwrap());
+        }
+    }
+    for at in 0..programs.len() {
+        programs[at].write(2);
+        for program in &programs {
+            assert_eq!(program.cgroup.kills(), 0, "round {number}: {} bytes in use", program.cgroup.usage());
+        }
+    }
+    assert!(programs.iter_mut().all(|program| program.holder.is_intact()));
+    match (daemon, fate) {
+        (Some(daemon), _) => {
+            daemon.signal(libc::SIGCONT);
+            daemon.signal(libc::SIGTERM);
+            assert_eq!(daemon.end().code, Some(0));
+        }
+        (None, _) => drop(succeed(&["doctor", "--fix"])),
+    }
+    for program in &programs {
+        program.cgroup.unlimited();
+    }
+    unmerge(&pids);
+    ksm.assert_restored();
+    Some(saved)
+}
+
+#[test]
+fn nobody_is_killed_for_the_copies_that_its_cgroup_keeps_for_others() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let rounds = std::env::var(ROUNDS_VARIABLE).map_or(ROUNDS, |rounds| rounds.parse().unwrap());
+    let mut random = Random(0x00c4_a6e0);
+    for number in 0..rounds {
+        let Some(saved) = round(&ksm, number, &mut random) else { return };
+        assert!(saved >= SAVED_PERCENT, "round {number}: {saved} %");
+    }
+}
