@@ -45,6 +45,8 @@ use pagefold_core::host::{
 };
 use pagefold_core::keys::{GroupKey, KeyCounter, LimitKey, OwnerKey, RegionKey};
 use pagefold_core::units::Pages;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::thread::nanosleep;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -615,22 +617,15 @@ fn elapsed_ns(began: Instant) -> u64 {
 /// Raises the soft limit of open files to the hard limit: three files of each target are held open, four if its pages are
 /// merged on request, and three more of those read most recently. The default of 1024 exists for programs that use select(2).
 fn raise_descriptor_limit() {
-    // SAFETY: all-zero is a valid rlimit; both calls access only it.
-    unsafe {
-        let mut limit: libc::rlimit = std::mem::zeroed();
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
-        }
-    }
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
 /// Sleeps until a signal handled by this thread. A signal between the check of the stop flag and the sleep does not end
 /// it, so the sleep is limited to the time between two refreshes.
 fn sleep_until_signal(ns: u64) {
-    let ns = ns.min(REFRESH_NS);
-    let part = |ns: u64| ns.try_into().unwrap_or(0);
-    let time = libc::timespec { tv_sec: part(ns / 1_000_000_000), tv_nsec: part(ns % 1_000_000_000) };
-    // SAFETY: `time` outlives the call, and a null pointer for the remaining time is allowed.
-    unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) };
+    // A limit of some seconds always fits.
+    if let Ok(time) = Duration::from_nanos(ns.min(REFRESH_NS)).try_into() {
+        let _ = nanosleep(&time);
+    }
 }

@@ -7,6 +7,7 @@
 
 use super::InjectError;
 use crate::proc::process::{Process, ReadError, Stat};
+use rustix::fs::OFlags;
 use std::os::fd::AsRawFd;
 
 /// The number of threads examined at most. Each takes some 10 us.
@@ -239,7 +240,7 @@ fn is_in_between(process: &Process, tid: i32) -> bool {
 /// tell a wait that was cut short. True where that cannot be known: a descriptor table too large to be read each time.
 fn may_have_ring(process: &Process) -> bool {
     const MAX_DESCRIPTORS: usize = 16_384;
-    let Ok(directory) = process.open_with("fd", libc::O_DIRECTORY) else { return true };
+    let Ok(directory) = process.open_with("fd", OFlags::DIRECTORY) else { return true };
     let Ok(entries) = std::fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd())) else { return true };
     for (count, entry) in entries.enumerate() {
         let Ok(entry) = entry else { return true };
@@ -268,7 +269,7 @@ pub fn tracer(process: &Process, tid: i32) -> i32 {
 
 /// The first threads of a process.
 fn threads(process: &Process) -> Result<Vec<i32>, InjectError> {
-    let task = process.open_with("task", libc::O_DIRECTORY).map_err(InjectError::from_read)?;
+    let task = process.open_with("task", OFlags::DIRECTORY).map_err(InjectError::from_read)?;
     let entries = std::fs::read_dir(format!("/proc/self/fd/{}", task.as_raw_fd()))
         .map_err(|error| InjectError::from_read(ReadError::from_io(process.pid(), "task", error)))?;
     Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).take(MAX_THREADS).collect())

@@ -4,9 +4,10 @@
 //! with its last descriptor: it does not outlive its holder. The holder's pid is in the file for messages only.
 
 use crate::os::fault;
+use rustix::fs::FlockOperation;
+use rustix::io::{Errno, retry_on_intr};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -53,7 +54,7 @@ impl Lock {
     /// Takes the lock if it is free. Somebody who only looks at it ([`holder`]) is waited for.
     pub fn try_take(path: &Path) -> Result<Self, LockError> {
         let (mut file, began) = (open(path)?, Instant::now());
-        while !flock(&file, libc::LOCK_EX | libc::LOCK_NB)
+        while !flock(&file, FlockOperation::NonBlockingLockExclusive)
             .map_err(|source| LockError::Io { path: path.into(), source })?
         {
             if began.elapsed() > LOOK_LIMIT {
@@ -92,7 +93,7 @@ impl Drop for Held {
         // For messages only: the file should not show a holder that has ended.
         let _ = self.file.set_len(0);
         // Closing releases the lock too, but not while a child between fork and exec has the descriptor as well.
-        let _ = flock(&self.file, libc::LOCK_UN);
+        let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
@@ -105,13 +106,13 @@ pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
     };
     // A shared lock is refused only while another process holds an exclusive one, and two callers of this function do not
     // disturb each other. An attempt to take the lock within these microseconds is repeated.
-    let free =
-        flock(&file, libc::LOCK_SH | libc::LOCK_NB).map_err(|source| LockError::Io { path: path.into(), source })?;
+    let free = flock(&file, FlockOperation::NonBlockingLockShared)
+        .map_err(|source| LockError::Io { path: path.into(), source })?;
     if !free {
         return Ok(Some(Holder { pid: pid_in(&mut file) }));
     }
     // Closing would not release it while a child between fork and exec has the descriptor as well.
-    let _ = flock(&file, libc::LOCK_UN);
+    let _ = flock(&file, FlockOperation::Unlock);
     Ok(None)
 }
 
@@ -154,18 +155,11 @@ fn from_io(path: &Path, source: io::Error) -> LockError {
 }
 
 /// True if locked, false if another process holds it.
-fn flock(file: &File, operation: i32) -> io::Result<bool> {
-    loop {
-        // SAFETY: the descriptor is open during the call, which passes no memory.
-        if unsafe { libc::flock(file.as_raw_fd(), operation) } == 0 {
-            return Ok(true);
-        }
-        let error = io::Error::last_os_error();
-        match error.raw_os_error() {
-            Some(libc::EWOULDBLOCK) => return Ok(false),
-            Some(libc::EINTR) => {}
-            _ => return Err(error),
-        }
+fn flock(file: &File, operation: FlockOperation) -> io::Result<bool> {
+    match retry_on_intr(|| rustix::fs::flock(file, operation)) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 

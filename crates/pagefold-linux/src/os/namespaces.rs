@@ -1,8 +1,9 @@
 //! The namespaces that this process is in.
 
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::AsFd;
 
 /// Enters the cgroup namespace of process 1, if it is another one. In a container that sees the host's processes, their cgroups have
 /// the names then that they have on the host; otherwise, names that begin with "/..". Only for this thread and those that it starts.
@@ -15,9 +16,5 @@ pub fn enter_cgroups_of_init() -> io::Result<()> {
         return Ok(());
     }
     let namespace = File::open(of_init)?;
-    // SAFETY: setns accesses no memory; the descriptor is open.
-    match unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWCGROUP) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::ControlGroup))?)
 }

@@ -10,6 +10,8 @@
 pub use caps::Capability;
 use caps::errors::CapsError;
 use caps::{CapSet, CapsHashSet};
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+use rustix::thread::set_no_new_privs;
 use thiserror::Error;
 
 /// Capabilities for reading other processes, which is all that the daemon keeps: KSM's files only need the user root.
@@ -77,27 +79,17 @@ pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     caps::clear(None, CapSet::Inheritable)?;
     caps::set(None, CapSet::Effective, &kept)?;
     caps::set(None, CapSet::Permitted, &kept)?;
-    no_new_privs()?;
+    set_no_new_privs(true).map_err(|error| PrivilegeError::NoNewPrivs(error.into()))?;
     let left = caps::read(None, CapSet::Permitted)?;
     let left: Vec<Capability> = left.difference(&kept).copied().collect();
     if left.is_empty() { Ok(()) } else { Err(PrivilegeError::Left(left)) }
 }
 
-fn no_new_privs() -> Result<(), PrivilegeError> {
-    let (on, unused): (libc::c_ulong, libc::c_ulong) = (1, 0);
-    // SAFETY: all arguments are numbers.
-    if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, on, unused, unused, unused) } == 0 {
-        return Ok(());
-    }
-    Err(PrivilegeError::NoNewPrivs(std::io::Error::last_os_error()))
-}
-
 /// Makes this process not dumpable, which protects the pages of other processes that it holds: no core dumps, and no
 /// debuggers without privileges.
 pub fn keep_from_dumps() {
-    let (off, unused): (libc::c_ulong, libc::c_ulong) = (0, 0);
-    // SAFETY: all arguments are numbers, and with these it cannot fail.
-    unsafe { libc::prctl(libc::PR_SET_DUMPABLE, off, unused, unused, unused) };
+    // It cannot fail.
+    let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
 }
 
 #[cfg(test)]

@@ -1,9 +1,13 @@
 //! Listening sockets that a service manager passes on (sd_listen_fds(3)), and waiting for several sockets at once.
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, FdFlags, fcntl_setfd};
+use rustix::net::sockopt::{socket_acceptconn, socket_domain, socket_protocol, socket_type};
+use rustix::net::{AddressFamily, SocketType, ipproto};
 use std::env;
 use std::io::{self, Error, ErrorKind};
 use std::net::TcpListener;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::fd::{BorrowedFd, FromRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -32,32 +36,25 @@ pub fn take_passed() -> io::Result<Vec<TcpListener>> {
 }
 
 fn take(fd: RawFd) -> io::Result<TcpListener> {
-    let wrong = || Error::new(ErrorKind::InvalidInput, format!("descriptor {fd} is not a listening TCP socket"));
-    let is = |option, values: &[i32]| option_of(fd, option).is_ok_and(|value| values.contains(&value));
-    let listens = is(libc::SO_DOMAIN, &[libc::AF_INET, libc::AF_INET6])
-        && is(libc::SO_TYPE, &[libc::SOCK_STREAM])
-        && is(libc::SO_PROTOCOL, &[libc::IPPROTO_TCP])
-        && is(libc::SO_ACCEPTCONN, &[1]);
-    if !listens {
-        return Err(wrong());
+    // SAFETY: borrowed for a few calls that fail if it isn't open, and not closed by anybody meanwhile.
+    let passed = unsafe { BorrowedFd::borrow_raw(fd) };
+    if !listens(passed).unwrap_or(false) {
+        let wrong = format!("descriptor {fd} is not a listening TCP socket");
+        return Err(Error::new(ErrorKind::InvalidInput, wrong));
     }
     // Programs that are started must not have it.
-    // SAFETY: no memory is passed.
-    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } != 0 {
-        return Err(Error::last_os_error());
-    }
+    fcntl_setfd(passed, FdFlags::CLOEXEC)?;
     // SAFETY: the descriptor is open, and belongs to nothing else in this process: it was passed by the service manager, and is
     // taken once.
     Ok(unsafe { TcpListener::from_raw_fd(fd) })
 }
 
-fn option_of(fd: RawFd, option: i32) -> io::Result<i32> {
-    let mut value = 0_i32;
-    let mut length = libc::socklen_t::try_from(size_of::<i32>()).unwrap_or(0);
-    // SAFETY: the kernel writes at most `length` bytes to `value`, which is that long; a bad descriptor is an error.
-    let failed =
-        unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, option, (&raw mut value).cast(), &raw mut length) } != 0;
-    if failed { Err(Error::last_os_error()) } else { Ok(value) }
+/// Whether it's a listening TCP socket.
+fn listens(fd: BorrowedFd<'_>) -> rustix::io::Result<bool> {
+    Ok(matches!(socket_domain(fd)?, AddressFamily::INET | AddressFamily::INET6)
+        && socket_type(fd)? == SocketType::STREAM
+        && socket_protocol(fd)? == Some(ipproto::TCP)
+        && socket_acceptconn(fd)?)
 }
 
 /// What to wait for on a descriptor.
@@ -72,20 +69,18 @@ pub enum Ready<'fd> {
 /// Waits until one of these is ready or has failed, for at most `limit` (no limit: `None`). Returns which are; none after a
 /// signal, too.
 pub fn wait_for(of: &[Ready<'_>], limit: Option<Duration>) -> io::Result<Vec<bool>> {
-    let one = |ready: &Ready<'_>| match ready {
-        Ready::Read(fd) => libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 },
-        Ready::Write(fd) => libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 },
-    };
-    let mut polled: Vec<libc::pollfd> = of.iter().map(one).collect();
-    // Rounded up, so that a time that has not passed yet is not asked for again and again.
-    let ms = limit.map_or(-1, |limit| i32::try_from(limit.as_micros().div_ceil(1_000)).unwrap_or(i32::MAX));
-    let number = libc::nfds_t::try_from(polled.len()).unwrap_or(0);
-    // SAFETY: the descriptors are open, and the array has `number` entries.
-    if unsafe { libc::poll(polled.as_mut_ptr(), number, ms) } < 0 {
-        let error = Error::last_os_error();
-        return if error.kind() == ErrorKind::Interrupted { Ok(vec![false; of.len()]) } else { Err(error) };
+    let mut polled: Vec<PollFd<'_>> = of
+        .iter()
+        .map(|ready| match *ready {
+            Ready::Read(fd) => PollFd::from_borrowed_fd(fd, PollFlags::IN),
+            Ready::Write(fd) => PollFd::from_borrowed_fd(fd, PollFlags::OUT),
+        })
+        .collect();
+    let limit = limit.map(Timespec::try_from).transpose().map_err(Error::other)?;
+    match poll(&mut polled, limit.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(polled.iter().map(|polled| !polled.revents().is_empty()).collect()),
+        Err(error) => Err(error.into()),
     }
-    Ok(polled.iter().map(|polled| polled.revents != 0).collect())
 }
 
 #[cfg(test)]
@@ -93,7 +88,7 @@ mod tests {
     use super::*;
     use std::fs::File;
     use std::io::Write;
-    use std::os::fd::{AsFd, IntoRawFd};
+    use std::os::fd::{AsFd, AsRawFd, IntoRawFd};
     use std::os::unix::net::UnixStream;
     use std::time::Instant;
 

@@ -18,8 +18,8 @@ pub struct Sleeper {
 impl Sleeper {
     /// The calling thread. [`SIGNAL`] must have a handler, which need not do anything.
     pub fn this_thread() -> Self {
-        // SAFETY: neither call has arguments or can fail.
-        unsafe { Self { pid: libc::getpid(), tid: libc::gettid() } }
+        let pid = rustix::process::getpid().as_raw_pid();
+        Self { pid, tid: rustix::thread::gettid().as_raw_pid() }
     }
 
     /// Ends the current sleep of the thread, if it sleeps.
@@ -33,6 +33,7 @@ impl Sleeper {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::thread::NanosleepRelativeResult;
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
     use std::time::{Duration, Instant};
@@ -43,16 +44,14 @@ mod tests {
         let (sender, receiver) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
             sender.send(Sleeper::this_thread()).unwrap();
-            let time = libc::timespec { tv_sec: 60, tv_nsec: 0 };
-            // SAFETY: `time` outlives the call.
-            unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) }
+            rustix::thread::nanosleep(&rustix::thread::Timespec { tv_sec: 60, tv_nsec: 0 })
         });
         let (sleeper, before) = (receiver.recv().unwrap(), Instant::now());
         while !thread.is_finished() {
             sleeper.wake().unwrap();
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert_eq!(thread.join().unwrap(), -1);
+        assert!(matches!(thread.join().unwrap(), NanosleepRelativeResult::Interrupted(_)));
         assert!(before.elapsed() < Duration::from_secs(30), "{:?}", before.elapsed());
         assert!(sleeper.wake().is_err(), "it has ended");
     }

@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -44,12 +43,7 @@ impl ProgramId {
 /// The effective user of a process: the owner of its directory in /proc, also if it is not dumpable (`task_dump_owner`,
 /// fs/proc/base.c).
 pub(crate) fn effective_user(process: &Process) -> io::Result<u32> {
-    // SAFETY: all-zero is a valid stat, the descriptor is open, and the call writes one stat.
-    let (failed, stat) = unsafe {
-        let mut stat: libc::stat = std::mem::zeroed();
-        (libc::fstat(process.as_raw_fd(), &raw mut stat), stat)
-    };
-    if failed == 0 { Ok(stat.st_uid) } else { Err(io::Error::last_os_error()) }
+    Ok(rustix::fs::fstat(process)?.st_uid)
 }
 
 /// The address space that a process had when this was opened.

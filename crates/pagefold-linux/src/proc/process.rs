@@ -5,10 +5,12 @@
 
 use crate::os::fault;
 use crate::os::fields::number;
-use std::ffi::{CStr, CString};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use thiserror::Error;
@@ -112,7 +114,9 @@ impl Process {
         if let Some(pidfd) = self.pidfd.get() {
             return Ok(pidfd.as_fd());
         }
-        let pidfd = pidfd_open(self.pid).map_err(|error| ReadError::from_io(self.pid, "pidfd", error))?;
+        let pid = Pid::from_raw(self.pid).ok_or(ReadError::Vanished { pid: self.pid })?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())
+            .map_err(|error| ReadError::from_io(self.pid, "pidfd", error.into()))?;
         // The pid was this process's all the time until now, unless the process has been reaped. And it is looked up in the pid
         // namespace of the caller, which must be the one that /proc shows.
         let shown = std::fs::read(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))
@@ -125,19 +129,18 @@ impl Process {
 
     /// Opens a file below `/proc/PID` for reading.
     pub fn open_file(&self, file: &str) -> Result<File, ReadError> {
-        self.open_with(file, libc::O_RDONLY)
+        self.open_with(file, OFlags::RDONLY)
     }
 
     /// Opens a file below `/proc/PID` with the given open flags.
-    pub fn open_with(&self, file: &str, flags: i32) -> Result<File, ReadError> {
+    pub fn open_with(&self, file: &str, flags: OFlags) -> Result<File, ReadError> {
         self.fault(file)?;
-        let path = CString::new(file).map_err(|_| self.malformed(file, "a name with a NUL byte"))?;
-        let opened = openat(&self.dir, &path, flags).map_err(|error| match error.raw_os_error() {
+        let opened = openat(&self.dir, file, flags).map_err(|error| match error {
             // Below a reaped process every file is missing; below a live one the kernel does not provide this file.
-            Some(libc::ENOENT) if openat(&self.dir, c"stat", libc::O_RDONLY).is_err() => {
+            Errno::NOENT if openat(&self.dir, "stat", OFlags::RDONLY).is_err() => {
                 ReadError::Vanished { pid: self.pid }
             }
-            _ => ReadError::from_io(self.pid, file, error),
+            _ => ReadError::from_io(self.pid, file, error.into()),
         })?;
         Ok(opened.into())
     }
@@ -172,25 +175,17 @@ impl Process {
     }
 }
 
-fn openat(dir: &OwnedFd, path: &CStr, flags: i32) -> io::Result<OwnedFd> {
-    // SAFETY: `dir` is open for the duration of the call and `path` is NUL-terminated.
-    let fd = unsafe { libc::openat(dir.as_raw_fd(), path.as_ptr(), flags | libc::O_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just returned this descriptor; nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-fn pidfd_open(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: both arguments are numbers.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    let fd = i32::try_from(fd).ok().filter(|&fd| fd >= 0).ok_or_else(io::Error::last_os_error)?;
-    // SAFETY: the kernel has just returned this descriptor, which is closed on exec; nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+fn openat(dir: &OwnedFd, path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::openat(dir, path, flags | OFlags::CLOEXEC, Mode::empty())
 }
 
 /// `/proc/PID`.
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.dir.as_fd()
+    }
+}
+
 impl AsRawFd for Process {
     fn as_raw_fd(&self) -> i32 {
         self.dir.as_raw_fd()

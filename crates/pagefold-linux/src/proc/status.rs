@@ -3,9 +3,9 @@
 use crate::os::fields::{MISSING, NOT_A_NUMBER, field, number};
 use crate::proc::process::{Process, ReadError};
 pub use pagefold_text::escape::{is_unsafe, printable};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
 use std::ffi::OsString;
-use std::io;
-use std::os::fd::AsRawFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
@@ -69,24 +69,17 @@ fn kib(text: &[u8]) -> Result<u64, &'static str> {
 /// kernel threads and zombies.
 pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
     process.fault("exe")?;
-    let link = match process.open_with("exe", libc::O_PATH | libc::O_NOFOLLOW) {
+    let link = match process.open_with("exe", OFlags::PATH | OFlags::NOFOLLOW) {
         Ok(link) => link,
         Err(ReadError::Absent { .. }) => return Ok(None),
         Err(error) => return Err(error),
     };
-    let mut target = vec![0u8; 4096];
-    // SAFETY: the descriptor is open, the path is an empty string (the link itself), the buffer has the given length.
-    let length = unsafe { libc::readlinkat(link.as_raw_fd(), c"".as_ptr(), target.as_mut_ptr().cast(), target.len()) };
-    if let Ok(length) = usize::try_from(length) {
-        target.truncate(length);
-        return Ok(Some(OsString::from_vec(target).into()));
-    }
-    let error = io::Error::last_os_error();
-    // Kernel threads have the link, but it cannot be read.
-    if error.raw_os_error() == Some(libc::ENOENT) {
-        Ok(None)
-    } else {
-        Err(ReadError::from_io(process.pid(), "exe", error))
+    // An empty path is the link itself.
+    match rustix::fs::readlinkat(link, c"", Vec::new()) {
+        Ok(target) => Ok(Some(OsString::from_vec(target.into_bytes()).into())),
+        // Kernel threads have the link, but it cannot be read.
+        Err(Errno::NOENT) => Ok(None),
+        Err(error) => Err(ReadError::from_io(process.pid(), "exe", error.into())),
     }
 }
 

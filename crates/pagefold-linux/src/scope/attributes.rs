@@ -3,11 +3,9 @@
 use crate::proc::cgroup::Cgroup;
 use crate::proc::status::printable;
 use crate::scope::exe::is_roots_alone;
+use rustix::io::Errno;
 use std::collections::HashMap;
-use std::ffi::CString;
 use std::fs;
-use std::io;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
@@ -90,19 +88,16 @@ fn means_yes(value: &[u8]) -> bool {
 
 /// Reads an extended attribute. `None` if it is not set, not supported or the directory is gone.
 fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
-    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
-    let name = CString::new(name).ok()?;
     // Most have no value or a short one. With a smaller buffer than the kernel's limit, longer ones fail.
     for size in [256, 64 << 10] {
         let mut value = vec![0u8; size];
-        // SAFETY: path and name are NUL-terminated; the buffer has the given length.
-        let length = unsafe { libc::getxattr(path.as_ptr(), name.as_ptr(), value.as_mut_ptr().cast(), value.len()) };
-        if let Ok(length) = usize::try_from(length) {
-            value.truncate(length);
-            return Some(value);
-        }
-        if io::Error::last_os_error().raw_os_error() != Some(libc::ERANGE) {
-            return None;
+        match rustix::fs::getxattr(path, name, &mut value[..]) {
+            Ok(length) => {
+                value.truncate(length);
+                return Some(value);
+            }
+            Err(Errno::RANGE) => {}
+            Err(_) => return None,
         }
     }
     None

@@ -190,8 +190,8 @@ fn root_of(uid_map: &[u8]) -> Option<u32> {
 
 /// Makes the kernel's access check without CAP_SYS_PTRACE.
 fn check_access(pid: i32, status: &Status) -> Dumpable {
-    // SAFETY: these calls take no arguments.
-    let (uid, gid) = unsafe { (libc::getuid(), libc::getgid()) };
+    let uid = rustix::process::getuid().as_raw();
+    let gid = rustix::process::getgid().as_raw();
     if status.uids[..3] != [uid; 3] || status.gids[..3] != [gid; 3] {
         return Dumpable::Unknown;
     }

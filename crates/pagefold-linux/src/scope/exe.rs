@@ -8,12 +8,12 @@
 use crate::os::peer::is_trusted;
 use crate::proc::process::{Process, ReadError};
 use crate::proc::status::{exe_of, printable, program_name};
+use rustix::fs::{AtFlags, CWD, OFlags, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
-use std::ffi::{CStr, CString};
 use std::fs;
 use std::io::{self, Read};
 use std::ops::Deref;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::OnceLock;
@@ -77,8 +77,8 @@ pub enum Matching {
 
 impl FileId {
     /// The executable of a process, by its directory in /proc; `None` if it shows none. Asks no file server.
-    pub(crate) fn of_exe(process: &impl AsRawFd) -> Option<Self> {
-        Found::of(process.as_raw_fd(), c"exe", 0).ok().map(|found| found.id)
+    pub(crate) fn of_exe(process: &impl AsFd) -> Option<Self> {
+        Found::of(process.as_fd(), Path::new("exe"), AtFlags::empty()).ok().map(|found| found.id)
     }
 }
 
@@ -102,7 +102,7 @@ impl Exe {
     /// The executable of a process. `None` for kernel threads and zombies.
     pub fn of(process: &Process) -> Result<Option<Self>, ReadError> {
         let Some(path) = exe_of(process)? else { return Ok(None) };
-        let id = match process.open_with("exe", libc::O_PATH) {
+        let id = match process.open_with("exe", OFlags::PATH) {
             Ok(file) => {
                 Some(Found::of_file(&file).map_err(|error| ReadError::from_io(process.pid(), "exe", error))?.id)
             }
@@ -217,25 +217,16 @@ struct Found {
 
 impl Found {
     fn of_file(file: &fs::File) -> io::Result<Self> {
-        Self::of(file.as_raw_fd(), c"", libc::AT_EMPTY_PATH)
+        Self::of(file.as_fd(), Path::new(""), AtFlags::EMPTY_PATH)
     }
 
     fn of_path(path: &Path) -> io::Result<Self> {
-        let path = CString::new(path.as_os_str().as_bytes())?;
-        Self::of(libc::AT_FDCWD, &path, libc::AT_SYMLINK_NOFOLLOW)
+        Self::of(CWD, path, AtFlags::SYMLINK_NOFOLLOW)
     }
 
-    fn of(directory: i32, path: &CStr, flags: i32) -> io::Result<Self> {
-        let flags = flags | libc::AT_NO_AUTOMOUNT | libc::AT_STATX_DONT_SYNC;
-        let wanted = libc::STATX_BASIC_STATS | libc::STATX_MNT_ID;
-        // SAFETY: all-zero is a valid statx, the path is NUL-terminated, and the call writes one statx.
-        let (failed, stat) = unsafe {
-            let mut stat: libc::statx = std::mem::zeroed();
-            (libc::statx(directory, path.as_ptr(), flags, wanted, &raw mut stat), stat)
-        };
-        if failed != 0 {
-            return Err(io::Error::last_os_error());
-        }
+    fn of(directory: BorrowedFd<'_>, path: &Path, flags: AtFlags) -> io::Result<Self> {
+        let flags = flags | AtFlags::NO_AUTOMOUNT | AtFlags::STATX_DONT_SYNC;
+        let stat = statx(directory, path, flags, StatxFlags::BASIC_STATS | StatxFlags::MNT_ID)?;
         Ok(Self {
             id: FileId { device: (stat.stx_dev_major, stat.stx_dev_minor), inode: stat.stx_ino },
             uid: stat.stx_uid,
