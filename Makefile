@@ -82,6 +82,8 @@ attack:
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	@! $(CARGO) tree --locked --package pagefold --edges normal,build,features --invert pagefold-linux | grep '"faults"' || \
+	    { echo "pagefold has points of fault injection, which are for tests only" >&2; exit 1; }
 	@$(CARGO) metadata --locked --format-version 1 --manifest-path fuzz/Cargo.toml >/dev/null
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
@@ -158,6 +160,7 @@ UNITS ?= $(PREFIX)/lib/systemd/system
 PROGRAM ?= pagefold
 
 install-program:
+	@! grep -qF PAGEFOLD_FAULT $(BIN)/$(PROGRAM) || { echo "$(BIN)/$(PROGRAM) was built for tests; run make build" >&2; exit 1; }
 	install -D -t $(DESTDIR)$(PREFIX)/bin $(BIN)/$(PROGRAM)
 	cp -r target/pages/$(PROGRAM)/share $(DESTDIR)$(PREFIX)
 

@@ -2,8 +2,8 @@
 //!
 //! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point, with `@3` from the third
 //! passage on, the process kills itself with SIGKILL, or the read or write fails with that error, or it never returns
-//! (`=hang`). Without the variable a point costs one load. The variable gives no privilege: a user who can set the
-//! environment of a process can kill it as well.
+//! (`=hang`). Only the tests' builds have this: it takes the feature `faults`, which pagefold-testkit enables, and debug
+//! assertions. Everywhere else the points do nothing.
 
 use std::io::{self, Write};
 use std::sync::OnceLock;

@@ -2,6 +2,10 @@
 
 pub(crate) mod abandonable;
 pub mod cpu;
+#[cfg(all(feature = "faults", debug_assertions))]
+pub mod fault;
+#[cfg(not(all(feature = "faults", debug_assertions)))]
+#[path = "no_fault.rs"]
 pub mod fault;
 pub mod fields;
 pub mod interrupt;
