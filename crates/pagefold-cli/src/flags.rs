@@ -40,7 +40,7 @@ flags! {
     /// Changes to the deny list.
     DenyFlags: ["deny"];
     /// What a run does with the processes in scope.
-    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "metrics", "history", "fleet"];
+    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "log", "metrics", "history", "fleet"];
     /// The audit log.
     AuditFlags: ["audit"];
 }
@@ -81,6 +81,7 @@ fn argument(option: &'static OptionSpec) -> Arg {
         Kind::Directory => "DIRECTORY",
         Kind::Address => "ADDRESS",
         Kind::Amount => "AMOUNT",
+        Kind::Levels => "LEVELS",
         _ => "NAME",
     };
     let is_list = matches!(option.kind, Kind::List(_) | Kind::Programs);

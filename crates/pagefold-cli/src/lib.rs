@@ -5,11 +5,13 @@
 //! | the table of options: flags, keys, ranges, defaults, help | [`options`] |
 //! | flags made from the table | [`flags`]; the selection of processes: [`scope`] |
 //! | the configuration file's syntax | [`config_file`] |
+//! | what a daemon says beside its messages | [`log`] |
 //! | text output, exit codes, errors of one line | the crate pagefold-text |
 #![forbid(unsafe_code)]
 
 pub mod config_file;
 pub mod flags;
+pub mod log;
 pub mod options;
 #[cfg(test)]
 mod reference;

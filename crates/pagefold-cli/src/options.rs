@@ -15,6 +15,7 @@ use std::fmt::Write;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::time::Duration;
+use tracing_subscriber::filter::Targets;
 
 /// A section of the configuration file, which is also a group of flags.
 #[derive(Clone, Copy, Debug)]
@@ -67,6 +68,8 @@ pub enum Kind {
     Address,
     /// An amount of memory ([`Keep`]). Default: `auto`.
     Amount,
+    /// A level of the log, or levels by target. Default: [`LEVEL`].
+    Levels,
     /// A table from names to one of these.
     Names(&'static [&'static str]),
     /// A list of [`Rule`], which may set these options for what they select.
@@ -149,6 +152,11 @@ pub const SECTIONS: &[Section] = &[
         help: "A log with one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked.",
     },
     Section {
+        name: "log",
+        heading: "Output",
+        help: "What is written to standard error, which is the journal's if pagefold is a service. Reloaded by SIGHUP.",
+    },
+    Section {
         name: "metrics",
         heading: "Output",
         help: "Metrics for Prometheus, served over HTTP or written to a file. A dry run ignores this section. See docs/install.md and pagefold-metrics(5).",
@@ -166,6 +174,8 @@ pub const SECTIONS: &[Section] = &[
     },
 ];
 
+/// What the log has by default.
+pub const LEVEL: &str = "info";
 const METRICS_INTERVAL_NS: RangeInclusive<u64> = 1_000_000_000..=3_600_000_000_000;
 /// Every minute, or once a day.
 const SKETCH_INTERVAL_NS: RangeInclusive<u64> = 60_000_000_000..=86_400_000_000_000;
@@ -174,7 +184,7 @@ const PLACEMENTS: &[&str] = &["fair", "priority", "local-only", "kernel"];
 /// The options, in the order of the file. Columns: section, key, flag, values, example, help.
 #[rustfmt::skip]
 pub const OPTIONS: &[OptionSpec] = {
-    use Kind::{Address, Amount, Directory, File, List, Name, Names, Number, Programs, Rules, Switch, Word};
+    use Kind::{Address, Amount, Directory, File, Levels, List, Name, Names, Number, Programs, Rules, Switch, Word};
     use Unit::{Count, Percent, Time};
     &[
         row("scope", "cgroups", "cgroup", List("PATH"), "[\"/sys/fs/cgroup/system.slice/redis.service\"]",
@@ -263,6 +273,9 @@ pub const OPTIONS: &[OptionSpec] = {
             "Placement of single trust domains; local-only must be set for all of them or for none"),
         row("audit", "file", "audit", File, "\"/var/log/pagefold/audit.jsonl\"",
             "Append one line of JSON to this file for every span of memory that is marked or unmarked"),
+        row("log", "level", "log-level", Levels, "",
+            "What to say beside the run's messages: nothing (info), each step (debug), or levels by target (info,ksm=debug). Targets \
+             are cycle, event, scope, read, inject, ksm, control and files"),
         row("metrics", "address", "metrics", Address, "\"127.0.0.1:10045\"",
             "Serve metrics to Prometheus at this address, or at this port of 127.0.0.1"),
         row("metrics", "textfile", "metrics-file", File, "\"/run/pagefold/pagefold.prom\"",
@@ -315,6 +328,7 @@ impl OptionSpec {
             Kind::Amount => {
                 text.parse::<Keep>().map(|_| Value::Text(text.to_owned())).map_err(|error| error.to_string())
             }
+            Kind::Levels => levels(text).map(|_| Value::Text(text.to_owned())),
             _ => word(text).map(Value::Text),
         }
     }
@@ -338,6 +352,7 @@ impl OptionSpec {
             Kind::Word(_) => "word".to_owned(),
             Kind::Address => "port, or address and port".to_owned(),
             Kind::Amount => "auto, size or share".to_owned(),
+            Kind::Levels => "level, or target=level and so on".to_owned(),
             Kind::Names(_) => "table: domain = placement".to_owned(),
             Kind::Rules(_) => "list of tables".to_owned(),
         }
@@ -350,6 +365,7 @@ impl OptionSpec {
             Kind::Number(_, _, default) => default(preset).map(Value::Number),
             Kind::Switch => Some(Value::Switch(false)),
             Kind::Amount => Some(Value::Text(Keep::default().to_string())),
+            Kind::Levels => Some(Value::Text(LEVEL.to_owned())),
             _ => None,
         }
     }
@@ -395,6 +411,7 @@ impl OptionSpec {
             Kind::Name(names) => names[0].to_owned(),
             Kind::Number(unit, _, default) => default(&Config::default()).map(|n| unit.show(n)).unwrap_or_default(),
             Kind::Amount => Keep::default().to_string(),
+            Kind::Levels => LEVEL.to_owned(),
             _ => String::new(),
         }
     }
@@ -407,6 +424,17 @@ pub fn name(what: &str, names: &[&str], text: &str) -> Result<String, String> {
     }
     let (last, others) = names.split_last().unwrap_or((&"", &[]));
     Err(format!("there is no {what} '{}'; choose {} or {last}", text.escape_debug(), others.join(", ")))
+}
+
+/// Levels of the log, as `info`, or `warn,ksm=debug`.
+///
+/// # Errors
+/// What is wrong; what to do.
+pub fn levels(text: &str) -> Result<Targets, String> {
+    text.parse().map_err(|_| {
+        let shown = text.escape_debug();
+        format!("'{shown}' is not a level; give info or debug, or levels by target such as info,ksm=debug")
+    })
 }
 
 /// A port of the loopback interface, or a numeric address and a port. Names are not looked up.

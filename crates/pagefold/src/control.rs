@@ -19,12 +19,16 @@ use serde::Serialize;
 use server::Server;
 use std::path::Path;
 use std::sync::Arc;
+use tracing::debug;
 
 /// Serves the socket. If that fails the run goes on without it. A dry run does not replace the socket of another run.
 pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
-    let answer = move |request: Request, uid: u32| match request {
-        Request::Unmerge(_) | Request::Include(_) => requests.order(request, uid),
-        request => answer(&requests, request).map_err(|why| Exit::new(exit::FAILURE, why)),
+    let answer = move |request: Request, uid: u32| {
+        debug!(target: "control", ?request, uid);
+        match request {
+            Request::Unmerge(_) | Request::Include(_) => requests.order(request, uid),
+            request => answer(&requests, request).map_err(|why| Exit::new(exit::FAILURE, why)),
+        }
     };
     match Server::start(Path::new(PATH), !dry_run, group_id(GROUP), Arc::new(answer)) {
         Ok(server) => Some(server),

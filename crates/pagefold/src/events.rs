@@ -12,6 +12,7 @@ use pagefold_cli::style::human;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::Instant;
+use tracing::debug;
 
 /// Events kept.
 const MOST: usize = 200;
@@ -132,6 +133,7 @@ impl Events {
     }
 
     fn add(&mut self, event: Event, now: u64) {
+        debug!(target: "event", "{}", event.sentence(self.dry_run));
         // Any user can start programs that are left alone, as many as wanted. The last one of a minute is named.
         let of_any = matches!(event.what.as_str(), "scan" | "left-alone");
         let is_same = |other: &&mut Event| {

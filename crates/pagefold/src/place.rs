@@ -1,6 +1,6 @@
 //! Files that are replaced as a whole: filled beside their place, and renamed. A crash leaves the former one.
 
-use crate::config::ownership;
+use crate::config::ownership::{self, shown};
 use pagefold_cli::exit::Exit;
 use std::env;
 use std::ffi::OsString;
@@ -8,6 +8,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use tracing::debug;
 
 /// Opens a file of a run: the one that is named, or else, except in a dry run, one in the directory that the service manager has
 /// made for the service (systemd's StateDirectory=).
@@ -55,6 +56,7 @@ impl Place {
     pub fn replace(&self, mode: u32, fill: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
         let written = self.create(mode).and_then(|mut file| fill(&mut file));
         let written = written.and_then(|()| fs::rename(&self.beside, &self.path));
+        debug!(target: "files", path = %shown(&self.path), ?written, "replaced");
         if written.is_err() {
             let _ = fs::remove_file(&self.beside);
         }

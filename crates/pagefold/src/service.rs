@@ -82,11 +82,9 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// The one that `JOURNAL_STREAM` says standard error is connected to, if it is.
+    /// The one that standard error is connected to, if it is.
     pub fn of_environment() -> Option<Self> {
-        let stream = env::var("JOURNAL_STREAM").ok()?;
-        let file = File::from(std::io::stderr().as_fd().try_clone_to_owned().ok()?).metadata().ok()?;
-        if stream != format!("{}:{}", file.dev(), file.ino()) {
+        if !has_standard_error() {
             return None;
         }
         Some(Self { socket: connect(OsStr::new(JOURNAL))? })
@@ -102,6 +100,12 @@ impl Journal {
         }
         let _ = self.socket.send(&entry);
     }
+}
+
+/// Whether standard error is the journal's: `JOURNAL_STREAM` names the same stream.
+pub fn has_standard_error() -> bool {
+    let stream = std::io::stderr().as_fd().try_clone_to_owned().and_then(|fd| File::from(fd).metadata());
+    stream.is_ok_and(|file| env::var("JOURNAL_STREAM").is_ok_and(|is| is == format!("{}:{}", file.dev(), file.ino())))
 }
 
 /// Limits messages that other programs can cause: a number at once, and then one in each interval.

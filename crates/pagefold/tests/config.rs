@@ -159,6 +159,33 @@ fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
 }
 
 #[test]
+fn a_run_can_be_made_to_say_what_it_does() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("pagefold.toml");
+    let idle = Sleeper::start();
+    assert_fails(&["run", "--pid", "1", "--log-level", "loud"], 2, "'loud' is not a level; give info ");
+    fs::write(&config, "[log]\nlevel = \"info,scope=debug\"\n").unwrap();
+    let path = config.to_str().unwrap();
+    let daemon = Daemon::on(&[idle.pid()], &["--for", "300s", "--config", path]).answering();
+    let in_scope = format!("pagefold: debug scope: in scope pid={} name=sleep", idle.pid());
+    wait_until("it says so", || daemon.has_said(&in_scope));
+    assert!(!daemon.has_said("debug ksm: "));
+    // The end of a run is said by KSM's part, after a reload.
+    fs::write(&config, "[log]\nlevel = \"ksm=debug\"\n").unwrap();
+    daemon.signal(libc::SIGHUP);
+    wait_until("the level has changed", || daemon.has_said("the log level is now ksm=debug"));
+    daemon.signal(libc::SIGTERM);
+    let ended = daemon.end();
+    ended.summary();
+    assert!(
+        ended.errors.contains("pagefold: debug ksm: KSM's settings are restored deferred=[] failed=[]"),
+        "{ended:?}"
+    );
+    ksm.assert_restored();
+}
+
+#[test]
 fn without_a_file_and_a_log_sighup_ends_the_run() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();

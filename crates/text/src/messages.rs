@@ -5,7 +5,7 @@
 
 use crate::escape::printable;
 use crate::sink::{Next, Sink};
-use std::io::{self, Write, stderr};
+use std::io::{self, IsTerminal, Write, stderr};
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -60,6 +60,13 @@ pub fn flush() {
 /// Writes a message: one line, whatever it contains.
 pub fn complain(program: &str, message: &str) {
     write(format!("{program}: {}\n", printable(message.as_bytes())));
+}
+
+/// Writes a line of a daemon's log, of this rank, in the place of a progress line.
+pub fn log(rank: &str, line: &str) {
+    let Some(Messages { program, .. }) = MESSAGES.get() else { return };
+    let clear = if stderr().is_terminal() { "\r\x1b[K" } else { "" };
+    write(format!("{clear}{rank}{program}: {}\n", printable(line.as_bytes())));
 }
 
 /// Writes a text as it is.

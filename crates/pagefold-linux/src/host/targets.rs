@@ -33,6 +33,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use tracing::debug;
 
 /// Resident pages are counted again if their number has changed by at least this, pages.
 const RSS_CHANGE_PAGES: u64 = 256;
@@ -214,6 +215,7 @@ impl Target {
 
     /// Records that a read of its memory has not returned in time.
     pub(crate) fn set_late(&mut self, pending: Pending) {
+        debug!(target: "read", pid = self.process.pid(), "a read does not return; its thread is left behind");
         READS.give_up(&self.process, pending.alive());
         self.late = Some(pending);
         self.invalidate();
@@ -431,6 +433,9 @@ impl Target {
         let mut changed = self.exclusion.as_ref() != Some(&why);
         if !keeps_marks {
             changed |= !std::mem::take(&mut self.regions).is_empty();
+        }
+        if changed {
+            debug!(target: "scope", pid = self.process.pid(), name = %self.name, "left alone: {why}");
         }
         self.exclusion = Some(why);
         changed

@@ -15,6 +15,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
+use tracing::debug;
 
 /// The pause before the second start in a row; it doubles with each. The first is made at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
@@ -203,7 +204,9 @@ impl Supervised {
         limits: &Limits,
     ) -> Result<InjectionReport, InjectError> {
         self.tend()?;
-        self.connection.run(target, calls, limits, self.patience)
+        let result = self.connection.run(target, calls, limits, self.patience);
+        debug!(target: "inject", pid = target.0.pid(), calls = calls.len(), ?result);
+        result
     }
 
     /// Makes sure that there is an injector.
@@ -232,6 +235,7 @@ impl Supervised {
             self.failures = 0;
         }
         self.failures += 1;
+        debug!(target: "inject", failures = self.failures, "no injector: {why}");
         let pause =
             if self.failures == 1 { Duration::ZERO } else { FIRST_PAUSE * 2_u32.pow(self.failures.min(16) - 2) };
         self.down = Some(Down { why, next: Instant::now() + pause });
@@ -251,6 +255,7 @@ impl Supervised {
             Ok(Ok(connection)) => {
                 (self.connection, self.started, self.down) = (connection, Instant::now(), None);
                 self.restarts += 1;
+                debug!(target: "inject", pid = self.connection.pid(), "another injector has taken its place");
                 Ok(())
             }
             Ok(Err(error)) => self.fall(error.to_string()),

@@ -18,6 +18,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use thiserror::Error;
+use tracing::debug;
 
 /// The state of the orders.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -194,6 +195,7 @@ struct Worker {
 impl Worker {
     fn work(mut self) {
         while let Some(order) = self.next_order() {
+            debug!(target: "ksm", "order: {order:?}");
             let done = match order {
                 ScanOrder::Keep => Ok(()),
                 ScanOrder::Rest => self.rest(),
@@ -202,6 +204,7 @@ impl Worker {
             };
             let mut orders = self.shared.orders();
             if let Err(Stop::StandDown(why)) = &done {
+                debug!(target: "ksm", "standing down: {why}");
                 orders.status.stood_down = Some(why.clone());
                 orders.next = None;
             }

@@ -16,6 +16,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use thiserror::Error;
+use tracing::debug;
 
 /// KSM's directory in sysfs.
 pub const KSM_ROOT: &str = "/sys/kernel/mm/ksm";
@@ -161,6 +162,7 @@ impl Ksm {
     /// Sets one knob. May block until the end of ksmd's batch (see the module's documentation).
     pub fn write(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let path = self.root.join(knob.file_name());
+        debug!(target: "ksm", "setting {} to {value}", knob.file_name());
         // Sysfs ignores truncation; on a copy of the directory it keeps "5" from changing "100" into "500".
         let mut file = fault::io("write:knob")
             .and_then(|()| OpenOptions::new().write(true).truncate(true).open(&path))

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
+use tracing::debug;
 
 /// For how long a lease that is dropped waits for ksmd.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
@@ -153,6 +154,7 @@ impl KsmLease {
         let writer = Arc::new(KnobWriter::new(ksm, lock, paths.state.clone(), state, now));
         let mut lease = Self { writer, unavailable: Vec::new(), restored: false };
         lease.set_once(initial)?;
+        debug!(target: "ksm", "KSM's settings are ours");
         Ok(lease)
     }
 
@@ -200,7 +202,9 @@ impl KsmLease {
     /// Restores KSM, waiting at most `limit` for ksmd to end a scan. Merged pages stay merged.
     pub fn restore(mut self, limit: Duration) -> RestoreOutcome {
         self.restored = true;
-        restore(&self.writer, limit)
+        let outcome = restore(&self.writer, limit);
+        debug!(target: "ksm", deferred = ?outcome.deferred, failed = ?outcome.failed, "KSM's settings are restored");
+        outcome
     }
 
     pub(crate) fn writer(&self) -> &Arc<KnobWriter> {

@@ -137,9 +137,7 @@ impl Process {
         self.fault(file)?;
         let opened = openat(&self.dir, file, flags).map_err(|error| match error {
             // Below a reaped process every file is missing; below a live one the kernel does not provide this file.
-            Errno::NOENT if openat(&self.dir, "stat", OFlags::RDONLY).is_err() => {
-                ReadError::Vanished { pid: self.pid }
-            }
+            Errno::NOENT if openat(&self.dir, "stat", OFlags::RDONLY).is_err() => ReadError::Vanished { pid: self.pid },
             _ => ReadError::from_io(self.pid, file, error.into()),
         })?;
         Ok(opened.into())

@@ -54,6 +54,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use summary::Summary;
+use tracing::debug;
 
 /// Runs until it is stopped, and returns the exit code.
 pub fn run(args: &RunArgs) -> Result<u8> {
@@ -232,6 +233,13 @@ pub fn rounds<H: Host>(
         if each(engine, host, &cycle.outcome).is_break() {
             break;
         }
+        debug!(
+            target: "cycle",
+            marked = cycle.outcome.marked.len(),
+            unmarked = cycle.outcome.unmarked.len(),
+            merges = cycle.outcome.merges.len(),
+            wait_ms = cycle.wait_ns / 1_000_000
+        );
         let wait_ns = cycle.wait_ns.min(LONGEST_WAIT_NS).min(end_ns.saturating_sub(now_ns(host)));
         host.wait(wait_ns).map_err(|error| failure(&error))?;
     }

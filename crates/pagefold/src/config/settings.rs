@@ -24,6 +24,7 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use tracing::debug;
 
 /// Read by a `run` without `--config` and without a scope.
 pub const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
@@ -52,6 +53,8 @@ pub struct Settings {
     pub groups: Vec<Rule>,
     pub placement: Policies,
     pub audit: Option<PathBuf>,
+    /// What is logged.
+    pub log: String,
     pub metrics: MetricsSettings,
     pub history: Option<PathBuf>,
     /// Where what the run learns is kept.
@@ -111,6 +114,7 @@ impl Settings {
             groups,
             placement: placement(&values)?,
             audit: values.text("file").map(PathBuf::from),
+            log: values.text("level").unwrap_or(options::LEVEL).to_owned(),
             // A dry run beside the service would take its place.
             metrics: MetricsSettings::of(if args.dry_run { &args.options.0 } else { &values }),
             history: (if args.dry_run { &args.options.0 } else { &values }).text("path").map(PathBuf::from),
@@ -162,6 +166,7 @@ pub fn merged(layers: &[Layer]) -> Values {
 pub fn load(path: &Path) -> Result<Vec<Layer>, Exit> {
     let refused = |path: &Path, why: &str| Exit::new(exit::USAGE, format!("{} {why}", ownership::shown(path)));
     let one = |path: &Path| -> Result<Layer, Exit> {
+        debug!(target: "files", path = %ownership::shown(path), "reading the configuration");
         let text = ownership::read(path).map_err(|why| refused(path, &why))?;
         let values =
             parse(&text, &ownership::shown(path)).map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;

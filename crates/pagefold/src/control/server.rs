@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+use tracing::debug;
 
 /// The most connections at a time. More are refused.
 const CONNECTIONS_MOST: usize = 16;
@@ -119,6 +120,7 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
         // No peer may block this thread. What is written here is short and fits into the socket's empty buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
+        debug!(target: "control", pid = peer.pid, uid = peer.uid, "a client connects");
         let may_change = is_trusted(peer.uid);
         if !may_change && !readers.is_some_and(|group| is_in_group(&stream, group).unwrap_or(false)) {
             refuse(&mut stream, only_root("requests to the daemon"));

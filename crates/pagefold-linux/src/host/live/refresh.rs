@@ -17,6 +17,7 @@ use pagefold_core::units::count;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
+use tracing::debug;
 
 /// A refresh due within this time is made at once, nanoseconds.
 const EARLY_NS: u64 = 30_000_000;
@@ -87,6 +88,7 @@ impl LiveHost {
         for scoped in found {
             let mut target = self.new_target(scoped);
             target.appeared_ns = (!first).then_some(now_ns);
+            debug!(target: "scope", pid = target.process.pid(), name = %target.name, domain = domain.0, "in scope");
             self.targets.insert(target.process.pid(), target);
         }
         Ok(())

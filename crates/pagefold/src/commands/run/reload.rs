@@ -8,8 +8,9 @@ use crate::audit::{Audit, Entry};
 use crate::config::args::RunArgs;
 use crate::config::settings::Settings;
 use crate::events::Events;
-use crate::service::Journal;
+use crate::service::{self, Journal};
 use pagefold_cli::exit::Exit;
+use pagefold_cli::log;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_linux::host::live::LiveHost;
@@ -29,8 +30,9 @@ pub struct ActiveSettings<'a> {
 }
 
 impl<'a> ActiveSettings<'a> {
-    /// Opens the audit log, except in a dry run.
+    /// Begins to log, and opens the audit log, except in a dry run.
     pub fn new(args: &'a RunArgs, settings: Settings) -> Result<Self, Exit> {
+        log::start(&settings.log, service::has_standard_error());
         let path = settings.audit.as_deref().filter(|_| !args.dry_run);
         let audit = path.map(Audit::open).transpose()?;
         Ok(Self {
@@ -115,6 +117,11 @@ impl<'a> ActiveSettings<'a> {
             self.say(progress, "settings", "the deny list has changed".to_owned());
         }
         self.settings.deny = read.deny;
+        if read.log != self.settings.log {
+            log::set_levels(&read.log);
+            self.say(progress, "settings", format!("the log level is now {}", read.log));
+        }
+        self.settings.log = read.log;
         let (new, old) = (&read.config, &self.settings.config);
         if (new.limits, &new.groups, &read.groups) != (old.limits, &old.groups, &self.settings.groups) {
             engine.set_limits(read.config.limits, read.config.groups.clone());
