@@ -9,7 +9,7 @@
 
 static int __init unknown_init(void)
 {
-	pr_warn("refused: Linux %s is not a kernel that this module can be built for\n", init_utsname()->release);
+	pr_warn("refused: Linux %s is not known, or libc6-dev was missing: see the make.log of DKMS\n", init_utsname()->release);
 	return -ENODEV;
 }
 
