@@ -17,7 +17,7 @@ use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::{DigestSet, LINES};
 use crate::headroom::Headroom;
 use crate::host::{
-    Actions, Cost, Host, KsmView, LimitView, Mechanism, MergedSample, Move, Outcome, SamplePlan, Samples, Snapshot, Why,
+    Actions, Cost, Host, KsmView, Mechanism, MergedSample, Move, Outcome, SamplePlan, Samples, Snapshot, Why,
 };
 use crate::index::{Index, PageStatus};
 use crate::keys::{DomainKey, LimitKey, OwnerKey, RegionKey};
@@ -25,12 +25,12 @@ use crate::learned::{Learned, Verdicts, verdict};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, GroupLimits, Limits};
 use crate::marking::lifetimes::Lifetimes;
-use crate::marking::marker::{Marker, marked_resident};
+use crate::marking::marker::{Marker, SPLIT_FROM, marked_resident};
 use crate::merging::{Inputs, ScanScheduler};
 use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage};
-use crate::relief::Relief;
+use crate::relief::{Relief, UNMERGE_STEP, margin_below};
 use crate::report::EngineReport;
 use crate::requests::Requests;
 use crate::reserve::{Reserve, ReserveSettings};
@@ -443,19 +443,25 @@ impl Engine {
         let mut taken: FxHashMap<LimitKey, Pages> = FxHashMap::default();
         for (key, page) in relieved.others {
             let Some(region) = self.table.find(key, page).and_then(|slot| self.table.get_mut(slot)) else { continue };
-            let (owner, copies) = (region.view.owner, region.mergeable(on_request));
             // What another program has marked is its own affair.
-            let is_ours = on_request || !region.marks.spans.is_empty();
-            let own_limits = || limits.iter().filter(|view| view.owners.contains(&owner));
-            let fits = |view: &LimitView| taken.get(&view.key).copied().unwrap_or_default() + copies <= view.left;
-            if !is_ours || copies > spare || !own_limits().all(fits) {
+            if !on_request && region.marks.spans.is_empty() {
+                continue;
+            }
+            let (owner, merged) = (region.view.owner, region.mergeable(on_request));
+            let mut copies = merged.min(spare);
+            for view in limits.iter().filter(|view| view.owners.contains(&owner)) {
+                let used = taken.get(&view.key).copied().unwrap_or_default() + UNMERGE_STEP + margin_below(view.limit);
+                copies = copies.min(view.left.saturating_sub(used));
+            }
+            // Small mappings are not split.
+            if copies < merged.min(Pages(EXTENT_PAGES)) || copies < merged && region.view.pages < SPLIT_FROM {
                 continue;
             }
             spare = spare - copies;
-            for view in own_limits() {
+            for view in limits.iter().filter(|view| view.owners.contains(&owner)) {
                 *taken.entry(view.key).or_default() += copies;
             }
-            self.marker.take_apart(region, *now_ns, Why::Charge, LeaveAlone::Relieved);
+            self.marker.take_apart(region, merged - copies, *now_ns, Why::Charge, LeaveAlone::Relieved);
         }
         // On request, nothing is merged again without headroom.
         for (key, page) in relieved.own.into_iter().filter(|_| !on_request) {

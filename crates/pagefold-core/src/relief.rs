@@ -27,6 +27,18 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Reverse;
 use std::collections::VecDeque;
 
+/// Unmerging makes copies in steps of so many pages, each only while a margin is left besides: 32 MiB for what the process and its
+/// neighbours allocate meanwhile, and 2 MiB for what the kernel charges in advance on each processor that copies
+/// (`MEMCG_CHARGE_BATCH`, mm/memcontrol.c).
+pub const UNMERGE_STEP: Pages = Pages(2_048);
+/// See [`UNMERGE_STEP`].
+pub const UNMERGE_MARGIN: Pages = Pages(8_704);
+
+/// The margin below a limit: no more than a quarter of it, or nothing could be unmerged in a small cgroup.
+pub fn margin_below(limit: Pages) -> Pages {
+    UNMERGE_MARGIN.min(Pages(limit.0 / 4))
+}
+
 /// The most pages looked up for one cgroup, and in one cycle.
 const LOOKED_UP_MOST: u64 = 1 << 22;
 const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
@@ -37,7 +49,7 @@ const PAUSE_MOST_NS: u64 = 600_000_000_000;
 /// fraction of the limit.
 const WORSE: u64 = 64;
 
-/// A region, by one of its pages.
+/// A region, by its first page.
 pub type Place = (RegionKey, Vpn);
 
 /// The regions to be taken apart for a cgroup.
@@ -61,19 +73,24 @@ struct Survey {
     merged: FxHashMap<Place, u64>,
     /// Merged frames that are charged to it.
     frames: FxHashSet<u64>,
-    /// Those that other processes map: the number of the holder, and the frame.
-    outside: Vec<(usize, u64)>,
-    holders: Vec<Place>,
+    /// Those that other processes map, and where.
+    outside: Vec<(Place, u64)>,
     /// The region that the last page was in.
     last: Option<LastRegion>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct LastRegion {
-    key: RegionKey,
-    first: Vpn,
+    place: Place,
     end: Vpn,
     is_member: bool,
+}
+
+impl LastRegion {
+    fn holds(&self, sample: &MergedSample) -> bool {
+        let (key, first) = self.place;
+        key == sample.region && (first..self.end).contains(&sample.page)
+    }
 }
 
 /// Looks for what is to be taken apart.
@@ -134,7 +151,6 @@ impl Relief {
             merged: FxHashMap::default(),
             frames: FxHashSet::default(),
             outside: Vec::new(),
-            holders: Vec::new(),
             last: None,
         });
     }
@@ -187,28 +203,23 @@ impl Relief {
 
 impl Survey {
     fn add(&mut self, table: &RegionTable, sample: &MergedSample) {
-        let is_same = |last: &LastRegion| last.key == sample.region && (last.first..last.end).contains(&sample.page);
-        let last = match self.last.filter(is_same) {
-            Some(last) => last,
-            None => {
-                let Some(region) = table.find(sample.region, sample.page).and_then(|slot| table.get(slot)) else {
-                    return;
-                };
-                let is_member = self.members.contains(&region.view.owner);
-                if !is_member {
-                    self.holders.push((sample.region, sample.page));
-                }
-                LastRegion { key: sample.region, first: region.view.first, end: region.end(), is_member }
-            }
+        let last = if let Some(last) = self.last.filter(|last| last.holds(sample)) {
+            last
+        } else {
+            let Some(region) = table.find(sample.region, sample.page).and_then(|slot| table.get(slot)) else {
+                return;
+            };
+            let is_member = self.members.contains(&region.view.owner);
+            LastRegion { place: (region.view.key, region.view.first), end: region.end(), is_member }
         };
         self.last = Some(last);
         if last.is_member {
-            *self.merged.entry((last.key, last.first)).or_default() += 1;
+            *self.merged.entry(last.place).or_default() += 1;
         }
         if sample.charged {
             self.frames.insert(sample.frame);
             if !last.is_member {
-                self.outside.push((self.holders.len() - 1, sample.frame));
+                self.outside.push((last.place, sample.frame));
             }
         }
     }
@@ -237,14 +248,14 @@ impl Survey {
 
     /// Chooses regions of others until so many frames come free. A frame is free when nobody else maps it. Returns how many are.
     fn choose_others(&self, mut holders_of: FxHashMap<u64, u32>, lacking: Pages, chosen: &mut Vec<Place>) -> Pages {
-        let mut held: FxHashMap<usize, Vec<u64>> = FxHashMap::default();
-        for &(holder, frame) in &self.outside {
-            held.entry(holder).or_default().push(frame);
+        let mut held: FxHashMap<Place, Vec<u64>> = FxHashMap::default();
+        for &(place, frame) in &self.outside {
+            held.entry(place).or_default().push(frame);
         }
-        let mut by_size: Vec<(usize, Vec<u64>)> = held.into_iter().collect();
-        by_size.sort_by_key(|(holder, frames)| (Reverse(frames.len()), *holder));
+        let mut by_size: Vec<(Place, Vec<u64>)> = held.into_iter().collect();
+        by_size.sort_by_key(|(place, frames)| (Reverse(frames.len()), *place));
         let mut freed = Pages(0);
-        for (holder, frames) in by_size {
+        for (place, frames) in by_size {
             if freed >= lacking {
                 break;
             }
@@ -254,7 +265,7 @@ impl Survey {
                     freed += Pages(u64::from(*holders == 0));
                 }
             }
-            chosen.push(self.holders[holder]);
+            chosen.push(place);
         }
         freed
     }
@@ -283,5 +294,102 @@ impl Survey {
             unmerged = unmerged.saturating_sub(pages);
             chosen.push(place);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::RegionView;
+    use crate::keys::NodeKey;
+    use crate::region::{Region, test_view};
+    use crate::units::Permyriad;
+
+    const S: u64 = 1_000_000_000;
+
+    /// Regions 1 to 4 of 100 pages, each of the process with its number, all marked.
+    fn table() -> RegionTable {
+        let mut table = RegionTable::default();
+        let view = |key| RegionView { owner: OwnerKey(key), marked: Pages(100), ..test_view(key, 0, 100) };
+        table.update(&[view(1), view(2), view(3), view(4)], 1, |view| Region::new(view, 0, false, 1));
+        for region in table.iter_mut() {
+            let whole = crate::marking::extents::Candidate {
+                first: Vpn(0),
+                pages: Pages(100),
+                resident: Pages(100),
+                duplicate: Pages(100),
+            };
+            region.marks.add(whole);
+        }
+        table
+    }
+
+    /// A limit on process 1.
+    fn limit(limit: u64, used: u64) -> LimitView {
+        let (limit, left) = (Pages(limit), Pages(limit - used));
+        LimitView { key: LimitKey(7), limit, left, owners: vec![OwnerKey(1)], read_ns: 0 }
+    }
+
+    /// The pages of regions that map frames: region, first page and frame, number, whether the frames are charged to the cgroup.
+    fn samples(shares: &[(u32, u64, u64, bool)]) -> Vec<MergedSample> {
+        let mut samples = Vec::new();
+        for &(key, first, pages, charged) in shares {
+            for page in (first..first + pages).map(Vpn) {
+                let frame = page.0 + 1_000 * u64::from(!charged);
+                samples.push(MergedSample { region: RegionKey(key), page, frame, node: NodeKey(0), charged });
+            }
+        }
+        samples
+    }
+
+    /// What is to be taken apart, as the numbers of the processes: of others, and its own.
+    fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
+        let (mut relief, table) = (Relief::default(), table());
+        relief.begin(view, Pages(1), &table, S);
+        assert_eq!(relief.inspect().1, Some(LimitKey(7)));
+        let keep = Keep::Share(Permyriad(1_000));
+        let found = relief.record(&table, &samples(shares), std::slice::from_ref(view), keep, S)?;
+        assert!(!relief.is_busy());
+        let numbers = |places: Vec<Place>| places.into_iter().map(|(key, _)| key.0).collect();
+        Some((numbers(found.others), numbers(found.own)))
+    }
+
+    #[test]
+    fn those_are_taken_apart_that_hold_what_is_charged_to_the_cgroup() {
+        // It holds 60 for itself, and 40 that others share and that it shares with them.
+        let shared = [(1, 0, 40, true), (2, 0, 40, true), (3, 0, 30, true), (4, 0, 20, false)];
+        assert_eq!(relieved(&limit(200, 100), &shared), None, "at worst 140, and 60 more are marked");
+        assert_eq!(relieved(&limit(199, 100), &shared), Some((vec![], vec![1])), "its own that may be merged anew");
+        // 40 must come free of those that both hold.
+        assert_eq!(relieved(&limit(130, 100), &shared), Some((vec![2, 3], vec![1])));
+        let apart = [(1, 0, 40, true), (2, 0, 30, true), (3, 30, 10, true)];
+        assert_eq!(relieved(&limit(135, 100), &apart), Some((vec![2], vec![1])), "18 less are enough");
+        // Without merging it would hold 100, and may not have that much.
+        assert_eq!(relieved(&limit(99, 90), &[(1, 0, 90, true), (2, 0, 90, true), (1, 90, 10, false)]), None);
+        // It has written to all, and holds 40 for others.
+        assert_eq!(relieved(&limit(160, 140), &[(2, 0, 40, true)]), Some((vec![], vec![1])));
+        assert_eq!(relieved(&limit(130, 129), &[(2, 0, 40, true)]), Some((vec![], vec![1])));
+    }
+
+    #[test]
+    fn it_is_looked_again_when_it_is_worse_or_after_a_pause_that_grows() {
+        let (mut relief, table, view) = (Relief::default(), table(), limit(640, 500));
+        let mut looks = |over: u64, at_ns: u64| {
+            let is_wanted = relief.is_wanted(&view, Pages(over));
+            relief.begin(&view, Pages(over), &table, at_ns);
+            let begins = relief.is_busy();
+            relief.inspect();
+            relief.record(&table, &[], std::slice::from_ref(&view), Keep::Auto, at_ns);
+            (is_wanted, begins)
+        };
+        assert_eq!(looks(30, 10 * S), (true, true));
+        assert_eq!(looks(30, 11 * S), (false, false));
+        assert_eq!(looks(41, 11 * S), (true, false), "not at once");
+        assert_eq!(looks(41, 12 * S), (true, true), "by more than before");
+        assert_eq!(looks(41, 15 * S), (false, false));
+        assert_eq!(looks(41, 16 * S), (false, true), "after a pause of 4 s");
+        assert_eq!(looks(41, 23 * S), (false, false));
+        relief.keep_only(&[]);
+        assert!(relief.is_wanted(&view, Pages(1)));
     }
 }

@@ -4,8 +4,9 @@
 //! that programs have taken back within an hour of the last day. Memory that is left, on the machine and below each limit of
 //! a cgroup, is compared with both:
 //!
-//! - If less is left than can come back at worst, memory is overcommitted. That is what merging is for, so it goes on, and a
-//!   warning says so.
+//! - If less is left than can come back at worst, memory is overcommitted. On the machine that is what merging is for, so it goes
+//!   on, and a warning says so. Below a limit merging makes no room for the cgroup that keeps the copies: what is merged there is
+//!   bounded ([`crate::headroom`]), and memory is overcommitted if programs have grown since, or if all in scope are below it.
 //! - If less is left than the reserve, memory is short: nothing more is merged there until there is room again.
 //!
 //! Taking merged memory apart makes no room, it takes some at once. It only brings forward, in steps and while there is room, what

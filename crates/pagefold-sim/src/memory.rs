@@ -296,7 +296,7 @@ impl Memory {
     }
 
     /// Charges a merged frame to the process of the region whose copy is kept.
-    pub(crate) fn charge(&mut self, frame: u32, kept: u32) {
+    pub fn charge(&mut self, frame: u32, kept: u32) {
         self.frames[frame as usize].payer = self.region_owners[kept as usize];
     }
 

@@ -17,7 +17,7 @@ use crate::region::hold::LEAVE_NS;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage, covers};
 use crate::reserve::Step;
-use crate::units::{Pages, Permyriad, Vpn, count, whole};
+use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
 use std::collections::{BTreeMap, VecDeque};
 
 /// The longest that marks wait for other regions that are being read, nanoseconds.
@@ -30,6 +30,9 @@ const REFRESH_MAX_NS: u64 = 600_000_000_000;
 const UNMARK_AGAIN_NS: u64 = 10_000_000_000;
 /// A target that could not be stopped is tried again after this time, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
+/// Mappings from this length on are marked in part if there isn't headroom for all of it. Smaller ones are more often moved or grown by
+/// their programs, which a mapping that is split can't be.
+pub(crate) const SPLIT_FROM: Pages = Pages(4 * EXTENT_PAGES);
 /// The number of pages in marked spans that must have become worth merging before ksmd is woken for them.
 const REFRESH_MIN: u64 = 1_024;
 
@@ -204,19 +207,33 @@ impl Marker {
         };
         let allowed = table.iter_mut().filter(|region| is_allowed(region));
         let Some(region) = allowed.min_by_key(|region| worth(region)) else { return };
-        self.take_apart(region, now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
+        self.take_apart(region, Pages(0), now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
     }
 
-    /// Queues the spans of a region for unmarking, or all of it if its pages were merged on request, and leaves it alone for a time.
-    pub fn take_apart(&mut self, region: &mut Region, now_ns: u64, why: Why, reason: LeaveAlone) {
-        for mark in &region.marks.spans {
-            self.unmarking.push_back(Change { span: span_of(region, mark), why });
+    /// Queues the spans of a region for unmarking, or all of it if its pages were merged on request, and leaves it alone for a time. As
+    /// many extents as fit into `keep` pages stay marked, from its beginning on.
+    pub fn take_apart(&mut self, region: &mut Region, mut keep: Pages, now_ns: u64, why: Why, reason: LeaveAlone) {
+        let mut spans = std::mem::take(&mut region.marks.spans);
+        let is_marked = !spans.is_empty();
+        if !is_marked {
+            region.usage.merged.clear();
+            let (first, pages) = (region.view.first, region.view.pages);
+            spans.push(Candidate { first, pages, resident: region.view.resident, duplicate: Pages(0) });
         }
-        if region.marks.spans.is_empty() {
-            let span = Span { region: region.view.key, first: region.view.first, pages: region.view.pages };
-            self.unmarking.push_back(Change { span, why });
+        let mut kept = Vec::new();
+        for mark in spans {
+            let part = beginning(&region.extents, &mark, keep);
+            let kept_pages = part.map_or(Pages(0), |part| part.pages);
+            let rest =
+                Span { region: region.view.key, first: mark.first + kept_pages.0, pages: mark.pages - kept_pages };
+            if rest.pages > Pages(0) {
+                self.unmarking.push_back(Change { span: rest, why });
+            }
+            keep = keep - kept_pages;
+            kept.extend(part.filter(|_| is_marked));
         }
         region.leave_until(now_ns + LEAVE_NS, reason);
+        region.marks.spans = kept;
     }
 
     /// Queues the spans of a region for unmarking, because a limit has no headroom for them. They are marked again once it has.
@@ -440,6 +457,9 @@ fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom,
         return;
     }
     region.hold.set_full(Some(limit));
+    if region.view.pages < SPLIT_FROM {
+        spans.clear();
+    }
     for span in std::mem::take(spans) {
         let most = (before + left).saturating_sub(marked);
         if let Some(part) =

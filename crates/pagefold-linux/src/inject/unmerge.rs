@@ -13,7 +13,7 @@ use crate::inject::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
 use crate::os::abandonable::advance;
 use crate::os::fault;
 use crate::proc::Roots;
-use crate::proc::headroom::headroom;
+use crate::proc::headroom::{Headroom, headroom};
 use crate::proc::image::ProgramId;
 use crate::proc::kpageflags::shows_merged;
 use crate::proc::ksm_stat::KsmStat;
@@ -22,18 +22,16 @@ use crate::proc::memory::PageReader;
 use crate::proc::merge_any::PR_SET_MEMORY_MERGE;
 use crate::proc::numa::PreferNode;
 use crate::proc::process::{Process, ReadError};
-use pagefold_core::units::{Bytes, PAGE_SIZE, Pages, Vpn};
+use pagefold_core::relief::UNMERGE_STEP;
+use pagefold_core::units::{Bytes, PAGE_BYTES, PAGE_SIZE, Pages, Vpn};
 use std::thread::sleep;
 use std::time::Instant;
 use thiserror::Error;
 
-/// Address space whose copies are made after one check of the limits: 8 ms at about a gigabyte a second.
-const STEP_BYTES: u64 = 8 << 20;
+/// Address space whose copies are made after one check of the limits: 8 MiB, 8 ms at about a gigabyte a second.
+const STEP_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
 /// Address space unmarked by one call that copies little: walking it takes some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
-/// Margin for what the process and its neighbours allocate between the check and the end of a step: 32 MiB, and 2 for what
-/// the kernel charges in advance on each processor that copies (`MEMCG_CHARGE_BATCH`, mm/memcontrol.c).
-const MARGIN_BYTES: u64 = 34 << 20;
 /// Attempts before giving up on mappings that keep changing or calls that signals keep interrupting.
 const ATTEMPTS: u32 = 5;
 
@@ -149,10 +147,10 @@ pub(crate) fn unmark_in_steps(
     report: &mut InjectionReport,
 ) -> Result<(), UnmergeError> {
     let limits = Limits { calls_per_stop: 1, ..Limits::default() };
-    let wanted = Bytes(STEP_BYTES + MARGIN_BYTES);
-    let check = || match headroom(process, &roots.proc, &roots.cgroup)? {
-        left if left < wanted => Err(UnmergeError::NoRoom { pid: process.pid(), left, wanted }),
-        _ => Ok(()),
+    let check = || {
+        let Headroom { left, margin } = headroom(process, &roots.proc, &roots.cgroup)?;
+        let wanted = Bytes(STEP_BYTES + margin.0);
+        if left < wanted { Err(UnmergeError::NoRoom { pid: process.pid(), left, wanted }) } else { Ok(()) }
     };
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);

@@ -48,7 +48,7 @@ pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64
         let mut entries = [0; PAGES];
         pagemap.read(first, &mut entries)?;
         if !entries.iter().all(|&entry| PagemapEntry(entry).private())
-            || headroom(process, &roots.proc, &roots.cgroup)? < ROOM
+            || headroom(process, &roots.proc, &roots.cgroup)?.left < ROOM
         {
             continue;
         }

@@ -8,29 +8,57 @@ use super::cgroup::{Cgroup, parse_cgroups};
 use crate::os::fault;
 use crate::os::fields::{kib, number};
 use crate::proc::process::{Process, ReadError};
-use pagefold_core::units::Bytes;
+use pagefold_core::relief::{UNMERGE_MARGIN, margin_below};
+use pagefold_core::units::{Bytes, PAGE_BYTES, Pages};
 use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
-/// Memory that a process can still allocate; `Bytes(u64::MAX)` if no limit is known.
+/// How much a process can still allocate, by its tightest limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Headroom {
+    /// How much is left; `Bytes(u64::MAX)` if no limit is known.
+    pub left: Bytes,
+    /// How much of it should stay free while copies are made: [`margin_below`].
+    pub margin: Bytes,
+}
+
+impl Headroom {
+    /// The one that allows less.
+    fn min(self, other: Self) -> Self {
+        if other.left.0.saturating_sub(other.margin.0) < self.left.0.saturating_sub(self.margin.0) {
+            other
+        } else {
+            self
+        }
+    }
+}
+
+/// Memory that a process can still allocate.
 ///
 /// Page cache counts as free, as far as the kernel reclaims it before it kills: see [`reclaimable`].
-pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Bytes, ReadError> {
+pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Headroom, ReadError> {
     let text = match process.read_file("cgroup") {
         Ok(text) => text,
         Err(ReadError::Absent { .. }) => Vec::new(),
         Err(error) => return Err(error),
     };
     let cgroups = parse_cgroups(&text);
-    let mut least = left_in_machine(proc_root);
+    least_of(&cgroups, proc_root, cgroup_root).map_err(|error| ReadError::from_io(process.pid(), "cgroup", error))
+}
+
+/// A limit that cannot be read is an error, not the absence of a limit.
+fn least_of(cgroups: &[Cgroup], proc_root: &Path, cgroup_root: &Path) -> io::Result<Headroom> {
+    let mut least = Headroom { left: Bytes(left_in_machine(proc_root)?), margin: UNMERGE_MARGIN.bytes() };
     for (mount, dir) in cgroups.iter().filter_map(|cgroup| group_dir(cgroup, cgroup_root)) {
         for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
-            least = least.and_then(|least| Ok(limit_of(dir)?.map_or(least, |limit| least.min(limit.left.0))));
+            if let Some(Limit { limit, left }) = limit_of(dir)? {
+                let margin = margin_below(Pages(limit.0 / PAGE_BYTES)).bytes();
+                least = least.min(Headroom { left, margin });
+            }
         }
     }
-    // A limit that cannot be read is an error, not the absence of a limit.
-    least.map(Bytes).map_err(|error| ReadError::from_io(process.pid(), "cgroup", error))
+    Ok(least)
 }
 
 /// The text of a file; empty if it does not exist or its cgroup has just been removed.
@@ -135,7 +163,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let stat = format!("7 (x) S 1 {}", ["0"; 48].join(" "));
         let own =
-            [("proc/7/stat", stat.as_str()), ("proc/7/cgroup", line), ("proc/meminfo", "MemAvailable: 4000 kB\n")];
+            [("proc/7/stat", stat.as_str()), ("proc/7/cgroup", line), ("proc/meminfo", "MemAvailable: 4000000 kB\n")];
         for (name, text) in own.iter().chain(files) {
             let path = dir.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -147,7 +175,7 @@ mod tests {
 
     fn left(line: &str, files: &[(&str, &str)]) -> u64 {
         let (dir, process) = machine(line, files);
-        headroom(&process, &dir.path().join("proc"), &dir.path().join("cg")).unwrap().0
+        headroom(&process, &dir.path().join("proc"), &dir.path().join("cg")).unwrap().left.0
     }
 
     #[test]
@@ -160,7 +188,24 @@ mod tests {
             ("cg/a/memory.stat", "anon 1\ninactive_file 500\n"),
         ];
         assert_eq!(left("0::/a/b\n", &files), 1500);
-        assert_eq!(left("0::/elsewhere\n", &files), 4000 * 1024);
+        assert_eq!(left("0::/elsewhere\n", &files), 4_000_000 * 1024);
+    }
+
+    #[test]
+    fn a_quarter_of_a_small_limit_is_margin_enough() {
+        let mib = 1 << 20;
+        for (limit, used, found) in [(100, 60, (40, 25)), (1_000, 950, (50, 34)), (40, 8, (32, 10))] {
+            let (max, current) = ((limit * mib).to_string(), (used * mib).to_string());
+            let files = [
+                ("cg/a/memory.max", max.as_str()),
+                ("cg/a/memory.current", &current),
+                ("proc/meminfo", "MemAvailable: 999999 kB\n"),
+            ];
+            let (dir, process) = machine("0::/a\n", &files);
+            let Headroom { left, margin } =
+                headroom(&process, &dir.path().join("proc"), &dir.path().join("cg")).unwrap();
+            assert_eq!((left.0 / mib, margin.0 / mib), found);
+        }
     }
 
     #[test]
@@ -240,12 +285,12 @@ mod tests {
     #[test]
     fn cgroups_outside_our_namespace_are_skipped() {
         let files = [("memory.max", "10\n"), ("memory.current", "9\n")];
-        assert_eq!(left("0::/../\n", &files), 4000 * 1024);
+        assert_eq!(left("0::/../\n", &files), 4_000_000 * 1024);
     }
 
     #[test]
     fn available_memory_of_the_machine_is_a_limit_too() {
-        assert_eq!(left("", &[]), 4000 * 1024);
+        assert_eq!(left("", &[]), 4_000_000 * 1024);
         assert_eq!(available("MemAvailable: 18446744073709551615 kB\n"), Some(u64::MAX));
     }
 }

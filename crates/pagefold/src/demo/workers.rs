@@ -34,7 +34,7 @@ impl Size {
     pub fn that_fits(quick: bool) -> Result<Self> {
         let own = Process::open(i32::try_from(std::process::id()).unwrap_or(0))?;
         let roots = Roots::default();
-        let free = headroom(&own, &roots.proc, &roots.cgroup)?.0;
+        let free = headroom(&own, &roots.proc, &roots.cgroup)?.left.0;
         Self::largest_in(quick, free).with_context(|| {
             let mib = free >> 20;
             let line = format!("not enough memory for the demo: {mib} MiB are free; stop other programs and try again");
