@@ -16,7 +16,7 @@ use crate::commands::scan::survey::LeftOut;
 use crate::commands::status::{self, Status};
 use crate::config::args::RunArgs;
 use crate::config::settings::Settings;
-use crate::control::queue::{Facts, RunFacts, TargetFacts, ToUnmark};
+use crate::control::queue::{Facts, KeptOutRow, RunFacts, TargetFacts, ToUnmark};
 use crate::events::Events;
 use crate::metrics::families;
 use crate::reference::assert_explained;
@@ -75,6 +75,7 @@ pub struct Run {
     engine: Engine,
     known: RunFacts,
     targets: Vec<TargetFacts>,
+    kept_out: Vec<KeptOutRow>,
     active: ActiveSettings<'static>,
     args: &'static RunArgs,
     audit: tempfile::TempDir,
@@ -92,7 +93,7 @@ impl Run {
         let mut active = ActiveSettings::new(args, settings).unwrap();
         active.events = Events::new(None, dry_run);
         let engine = Engine::new(config);
-        Self { host, engine, known, targets: Vec::new(), active, args, audit }
+        Self { host, engine, known, targets: Vec::new(), kept_out: Vec::new(), active, args, audit }
     }
 
     /// A run by ksmd on programs of each kind.
@@ -107,6 +108,10 @@ impl Run {
         let host = SimHost::new(7, Costs::default(), Knobs::requested());
         let host = host.with_nodes(&[Pages(2_048 * MIB), Pages(2_048 * MIB)]);
         let mut run = Self::new(host, Mechanism::Request, false);
+        run.kept_out = vec![
+            KeptOutRow { selector: "--exe keeper".to_owned(), uid: Some(0) },
+            KeptOutRow { selector: "--pid 4009".to_owned(), uid: None },
+        ];
         run.start_programs();
         run
     }
@@ -226,7 +231,7 @@ impl Run {
             injector_restarts: 0,
             targets: self.targets.clone(),
             domains: DOMAINS.map(str::to_owned).to_vec(),
-            kept_out: Vec::new(),
+            kept_out: self.kept_out.clone(),
             limited,
             run: RunFacts { events, ..self.known.clone() },
             xen: None,

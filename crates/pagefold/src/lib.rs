@@ -87,9 +87,9 @@ enum Command {
     Resume(requests::PauseArgs),
     /// Start a program whose memory KSM may merge, without ever tracing it
     Exec(exec::ExecArgs),
-    /// Unmerge the memory of processes and remove their marks; a running daemon keeps them out from then on
+    /// Unmerge the memory of processes; a running daemon keeps them out from then on
     Unmerge(unmerge::UnmergeArgs),
-    /// Let processes in again that the daemon keeps out since they were unmerged
+    /// Let processes in again that the daemon keeps out since unmerge
     Include(include::IncludeArgs),
     /// Check whether this machine can run pagefold, and what to change if not
     Doctor(doctor::DoctorArgs),

@@ -115,6 +115,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("reserve.machine.state, reserve.machine.total_bytes, reserve.machine.left_bytes", "enough, overcommitted or short; memory; headroom"),
             ("reserve.machine.reserve_bytes, reserve.machine.worst_bytes", "The reserve; what comes back if every merged page is written"),
             ("reserve.limits[].cgroup, reserve.limits_overcommitted, reserve.limits_short", "The same for limits of cgroups that aren't enough, at most 20; how many there are of each"),
+            ("reserve.limits_full, reserve.full", "How many limits of cgroups leave no headroom to merge more; the cgroup of one"),
             ("cpu_seconds.pagefold, cpu_seconds.injector, cpu_seconds.ksmd", "As in pagefold.run/1"),
             ("pages_read, scans, rounds, stops, longest_stop_us, total_stop_us", "Totals since the start"),
             ("stop_lengths", "Stops of up to 25, 50, 100, 250, 500 us, 1, 2.5, 5, 10, 25, 100 ms, and longer ones"),

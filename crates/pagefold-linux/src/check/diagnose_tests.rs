@@ -78,7 +78,10 @@ fn each_problem_in_a_file_makes_one_finding() {
     ] {
         let [finding] = &findings(|dir, _| write(&dir.join(path), text))[..] else { panic!("{path}: {text}") };
         assert_eq!((finding.id, finding.severity), (id, severity), "{path}: {text}");
-        let _ = writeln!(texts, "{finding:#?}");
+        // This one names the temporary directory.
+        if path != "state.json" {
+            let _ = writeln!(texts, "{finding:#?}");
+        }
     }
     pagefold_testkit::golden::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/findings.txt"), &texts);
 }

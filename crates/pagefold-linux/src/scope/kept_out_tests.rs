@@ -111,7 +111,9 @@ fn a_pid_stands_for_the_process_and_its_descendants() {
     // What they start later, also after those between have ended.
     fixture.start(14, 12, "web");
     assert_eq!(fixture.out(), [11, 12, 14, 30]);
-    [30, 11, 12].into_iter().for_each(|pid| fixture.end(pid));
+    for pid in [30, 11, 12] {
+        fixture.end(pid);
+    }
     fixture.start(15, 14, "web");
     fixture.kept_out.forget_ended(&fixture.tree.roots);
     assert_eq!(fixture.out(), [14, 15]);

@@ -48,12 +48,31 @@ pub fn run(args: &IncludeArgs) -> Result<u8> {
 
 fn describe(included: &Included, style: Style) -> String {
     let mut text = String::new();
-    let processes = style::count(included.processes.len(), "process", "processes");
-    text.line(
-        style.bold(&format!("Included {processes} again ({}), which may be merged from now on.", included.scope)),
-    );
+    let scope = &included.scope;
+    if included.processes.is_empty() {
+        text.line(style.bold(&format!("Included {scope} again. No process that was kept out runs now.")));
+    } else {
+        let processes = style::count(included.processes.len(), "process", "processes");
+        text.line(style.bold(&format!("Included {scope} again: {processes} that may be merged from now on.")));
+    }
     for process in &included.processes {
         text.line(format!("  {:>8}  {}", process.pid, process.name));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::golden;
+
+    #[test]
+    fn what_was_included_is_shown() {
+        let processes = vec![(4_001, "redis-server".to_owned()), (4_002, "redis-server".to_owned())];
+        let included = Included::new("--exe redis-server".to_owned(), processes);
+        let none = Included::new("--cgroup /web.slice".to_owned(), Vec::new());
+        let text = [&included, &none].map(|included| describe(included, Style::plain_text())).concat();
+        golden::check("include.txt", &text);
+        golden::check("include.json", &style::json(&included).unwrap());
+    }
 }

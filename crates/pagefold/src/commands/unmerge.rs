@@ -175,7 +175,9 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
     over.extend(done);
     drop(injector);
     over.sort_by_key(|process| process.pid);
-    over.iter().for_each(|process| summary.add(process));
+    for process in &over {
+        summary.add(process);
+    }
     // ksmd would wait for a program whose memory map is locked.
     let is_locked = over.iter().any(|process| process.failure.as_ref().is_some_and(|error| error.is_late()));
     let restored = lease.map(|lease| if is_locked { Ok(restore(lease)) } else { settle(lease) }).transpose();
@@ -293,10 +295,16 @@ mod tests {
                 of(4_003, "agent", 0, Some("process 4003 is a zombie")),
             ],
             still_saved_bytes: 3 << 20,
+            exit_code: exit::REFUSED,
             knobs_deferred: BTreeMap::from([("max_page_sharing".to_owned(), 256)]),
             ..Summary::new()
         };
         golden::check("unmerge.txt", &describe(&summary, ("KSM", ("process", "processes")), Style::plain_text()));
         golden::check("unmerge.json", &style::json(&summary).unwrap());
+        let by_daemon = Summary { kept_out: Some("--exe redis-server --user 33".to_owned()), ..summary };
+        golden::check(
+            "unmerge-daemon.txt",
+            &describe(&by_daemon, ("KSM", ("process", "processes")), Style::plain_text()),
+        );
     }
 }

@@ -213,7 +213,7 @@ fn read_line(stream: &mut UnixStream, received: &mut Vec<u8>) -> io::Result<Line
             return Ok(Line::TooSlow);
         }
         stream.set_read_timeout(Some(left))?;
-        let mut buffer = [0; REQUEST_MOST];
+        let mut buffer = vec![0; REQUEST_MOST];
         match stream.read(&mut buffer) {
             Ok(0) if received.is_empty() => return Ok(Line::End),
             // The last line needs no newline.

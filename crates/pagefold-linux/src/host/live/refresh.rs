@@ -88,7 +88,7 @@ impl LiveHost {
         for scoped in found {
             let mut target = self.new_target(scoped);
             target.appeared_ns = (!first).then_some(now_ns);
-            debug!(target: "scope", pid = target.process.pid(), name = %target.name, domain = domain.0, "in scope");
+            debug!(target: "scope", pid = target.process.pid(), name = %target.name, domain = target.domain.0, "in scope");
             self.targets.insert(target.process.pid(), target);
         }
         Ok(())
