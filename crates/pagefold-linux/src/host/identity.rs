@@ -436,8 +436,8 @@ impl Target {
         let is_new = self.identity.barred != barred;
         match &barred {
             Some(reason) => {
+                self.leave_alone(reason.clone());
                 if is_new {
-                    self.leave_alone(reason.clone());
                     self.forget_survey();
                 }
                 let marks = if matches!(reason, Exclusion::KeptOut { .. }) { Marks::All } else { Marks::Mappings };

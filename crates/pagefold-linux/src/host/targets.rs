@@ -210,7 +210,7 @@ impl Target {
 
     /// Whether its memory may be read now: not by the verdict on the program that it ran before an exec.
     pub(crate) fn may_be_read(&self) -> bool {
-        !self.is_late() && self.exclusion.is_none() && !self.runs_another_program()
+        !self.is_late() && !self.is_barred() && self.exclusion.is_none() && !self.runs_another_program()
     }
 
     /// Records that a read of its memory has not returned in time.
