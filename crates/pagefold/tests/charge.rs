@@ -13,8 +13,6 @@ const ROUNDS_VARIABLE: &str = "PAGEFOLD_CHARGE_ROUNDS";
 const BESIDES: u64 = 4;
 /// Nothing more is merged if nothing was for this time.
 const SETTLED: Duration = Duration::from_secs(4);
-/// Nothing more is taken apart if nothing was for this time.
-const RELIEVED: Duration = Duration::from_secs(12);
 const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
 /// Of what could be saved without limits, this part is saved at least.
 const SAVED_PERCENT: u64 = 15;
@@ -74,11 +72,11 @@ fn charged(programs: &[Contained]) -> u64 {
     programs.iter().map(|program| program.cgroup.usage()).sum()
 }
 
-/// Waits until nothing is merged or taken apart for this time.
-fn settle(programs: &[Contained], quiet: Duration) {
+/// Waits until nothing is merged any more.
+fn settle(programs: &[Contained]) {
     let began = Instant::now();
     let (mut last, mut since) = (charged(programs), Instant::now());
-    while since.elapsed() < quiet {
+    while since.elapsed() < SETTLED {
         assert!(began.elapsed() < SETTLED_AT_LATEST, "it goes on");
         std::thread::sleep(Duration::from_millis(100));
         let now = charged(programs);
@@ -104,7 +102,7 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
     let before = charged(&programs);
     let pids: Vec<i32> = programs.iter().map(|program| program.holder.pid()).collect();
     let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]).answering();
-    settle(&programs, SETTLED);
+    settle(&programs);
     let saved = before.saturating_sub(charged(&programs)) * 100 / ((count - 1) * mib * MIB);
     println!("round {number}: {count} of {mib} MiB below {limit_mib} MiB, {fate:?}: {saved} % saved");
     if saved < 90 {
@@ -162,42 +160,4 @@ fn nobody_is_killed_for_the_copies_that_its_cgroup_keeps_for_others() {
         let Some(saved) = round(&ksm, number, &mut random) else { return };
         assert!(saved >= SAVED_PERCENT, "round {number}: {saved} %");
     }
-}
-
-#[test]
-fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
-    const EACH: u64 = 40;
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let mut programs = Vec::new();
-    for _ in 0..3 {
-        let Some(program) = Contained::start(EACH, EACH * 9 / 4 + BESIDES) else { return };
-        programs.push(program);
-    }
-    let before = charged(&programs);
-    let pids: Vec<i32> = programs.iter().map(|program| program.holder.pid()).collect();
-    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]).answering();
-    settle(&programs, SETTLED);
-    let saved = before - charged(&programs);
-    assert!(saved >= 2 * EACH * MIB / 100 * 95, "{saved}");
-    // The one that keeps most for the others comes first. There is room for a third of that now.
-    programs.sort_by_key(|program| std::cmp::Reverse(program.cgroup.usage()));
-    for program in &programs {
-        program.cgroup.limit((EACH * 4 / 3 + BESIDES) * MIB);
-    }
-    settle(&programs, RELIEVED);
-    daemon.signal(libc::SIGSTOP);
-    for at in 0..programs.len() {
-        println!("in use: {:?} MiB", programs.iter().map(|program| program.cgroup.usage() / MIB).collect::<Vec<_>>());
-        programs[at].write(2);
-    }
-    assert!(programs.iter().all(|program| program.cgroup.kills() == 0));
-    assert!(programs.iter_mut().all(|program| program.holder.is_intact()));
-    daemon.signal(libc::SIGCONT);
-    daemon.signal(libc::SIGTERM);
-    assert_eq!(daemon.end().code, Some(0));
-    for program in &programs {
-        program.cgroup.unlimited();
-    }
-    unmerge(&pids);
-    ksm.assert_restored();
 }
