@@ -174,6 +174,8 @@ pub const SECTIONS: &[Section] = &[
     },
 ];
 
+/// What the log can be about.
+const TARGETS: [&str; 8] = ["cycle", "event", "scope", "read", "inject", "ksm", "control", "files"];
 /// What the log has by default.
 pub const LEVEL: &str = "info";
 const METRICS_INTERVAL_NS: RangeInclusive<u64> = 1_000_000_000..=3_600_000_000_000;
@@ -431,7 +433,9 @@ pub fn name(what: &str, names: &[&str], text: &str) -> Result<String, String> {
 /// # Errors
 /// What is wrong; what to do.
 pub fn levels(text: &str) -> Result<Targets, String> {
-    text.parse().map_err(|_| {
+    // Alone, the name of a target means all of its levels. So any word would be one.
+    let is_known = |levels: &Targets| levels.iter().all(|(target, _)| TARGETS.contains(&target));
+    text.parse().ok().filter(is_known).ok_or_else(|| {
         let shown = text.escape_debug();
         format!("'{shown}' is not a level; give info or debug, or levels by target such as info,ksm=debug")
     })
@@ -629,6 +633,16 @@ mod tests {
             assert!(default.is_empty() != option.example.is_empty(), "{}: a default or an example", option.key);
             assert!(default.is_empty() || option.parse(&default).is_ok(), "{}: {default}", option.key);
             assert!(SECTIONS.iter().any(|section| section.name == option.section));
+        }
+    }
+
+    #[test]
+    fn levels_of_the_log_are_by_known_targets() {
+        for good in ["info", "debug", "warn,ksm=debug", "scope", "off,inject=trace"] {
+            assert!(levels(good).is_ok(), "{good}");
+        }
+        for bad in ["loud", "info,kms=debug", "ksm=loud"] {
+            assert!(levels(bad).unwrap_err().contains("is not a level; give info or debug"), "{bad}");
         }
     }
 
