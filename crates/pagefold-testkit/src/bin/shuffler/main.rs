@@ -281,9 +281,8 @@ impl Shuffler {
                 }
             }
             Op::Rewrite => {
-                // Always among the same pages: this bounds the memory that it takes.
                 let region = self.index(self.regions.len());
-                let page = self.index(self.regions[region].pages.len().min(1_024));
+                let page = self.index(self.regions[region].pages.len());
                 self.regions[region].rewrite(page)?;
             }
             Op::Burst => burst(self.options.burst),
