@@ -76,7 +76,7 @@ pub struct Guest {
     /// Why it is left alone, if it is.
     pub left_alone: Option<String>,
     /// The number of its trust domain.
-    trust: DomainKey,
+    pub trust: DomainKey,
     lasting: LastingKey,
     kernel: Option<String>,
     regions: Vec<(RegionKey, Range)>,

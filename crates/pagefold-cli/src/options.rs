@@ -140,7 +140,7 @@ pub const SECTIONS: &[Section] = &[
     Section {
         name: "domains",
         heading: "Trust domains",
-        help: "Memory is merged only within a trust domain. The first of these that names one decides: the extended attribute \
+        help: "Memory is merged only within a trust domain, and with ksmd only that of one. The first of these that names one decides: the extended attribute \
                user.pagefold.domain of the process's cgroup or of its nearest ancestor that has one, the rules below in \
                their order, and with by = \"user\" the user of the process. All other processes are in the domain \
                \"default\".",
@@ -257,6 +257,9 @@ pub const OPTIONS: &[OptionSpec] = {
              samples-per-second and stops-per-second; the first group that matches counts, beside the limits of the run"),
         row("domains", "by", "", Name(&["cgroup-xattr", "user"]), "",
             "What separates processes that no rule names: the cgroup's attribute only, or also the user"),
+        row("domains", "merge", "", Word("DOMAIN"), "\"customer-a\"",
+            "The one trust domain whose memory ksmd merges, instead of root's; the others are left alone. Merging on request \
+             merges each by itself. Reloaded by SIGHUP"),
         row("domains", "rule", "", Rules(&[]), "\
             name = \"customer-a\"\ncgroup = \"/sys/fs/cgroup/machine.slice/a.scope\"\n\
             name = \"web\"\nuser = \"www-data\"\n\

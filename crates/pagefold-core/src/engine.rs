@@ -20,7 +20,7 @@ use crate::host::{
     Actions, Cost, Host, KsmView, Mechanism, MergedSample, Move, Outcome, SamplePlan, Samples, Snapshot, Why,
 };
 use crate::index::{Index, PageStatus};
-use crate::keys::{DomainKey, LimitKey, OwnerKey, RegionKey};
+use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::learned::{Learned, Verdicts, verdict};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, GroupLimits, Limits};
@@ -79,7 +79,6 @@ pub struct Engine {
     verdicts: Verdicts,
     ledger: Ledger,
     snapshot: Snapshot,
-    domains: BTreeSet<DomainKey>,
     /// Whether the first snapshot has been seen: regions that appear from then on are new.
     running: bool,
     reading: ReadPlan,
@@ -152,7 +151,6 @@ impl Engine {
             verdicts: Verdicts::default(),
             ledger: Ledger::default(),
             snapshot: Snapshot::default(),
-            domains: BTreeSet::new(),
             running: false,
             reading: ReadPlan::default(),
             broken_before: 0,
@@ -331,8 +329,8 @@ impl Engine {
         if inspect.is_empty() {
             (inspect, charged_to) = self.relief.inspect();
         }
-        let (colliding, shared) = (self.colliding.clone(), self.several_domains());
-        SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, shared, activity, inspect, charged_to }
+        let colliding = self.colliding.clone();
+        SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, activity, inspect, charged_to }
     }
 
     /// Whether pages can be hashed in part: the kernel does so, and compares what it merges.
@@ -498,16 +496,10 @@ impl Engine {
         self.config.mechanism == Mechanism::Request
     }
 
-    /// Whether marking could merge memory with other memory in scope that it must not be merged with. On request, only pages of
-    /// the same trust domain are named.
-    fn several_domains(&self) -> bool {
-        self.domains.len() > 1 && !self.on_request()
-    }
-
     /// Judges what was read.
     pub fn judge(&mut self, samples: &Samples) -> Actions {
-        let (now_ns, several, on_request) = (self.snapshot.now_ns, self.several_domains(), self.on_request());
-        self.read = samples.pages.iter().map(|sample| u64::from(sample.state.is_read(several))).sum();
+        let (now_ns, on_request) = (self.snapshot.now_ns, self.on_request());
+        self.read = samples.pages.iter().map(|sample| u64::from(sample.state.is_read())).sum();
         (self.read_ns, self.reading_ns) = (self.read_ns + samples.cpu_ns, Some(samples.cpu_ns));
         self.ledger.pages_read += self.read;
         self.record_samples(samples);
@@ -520,7 +512,7 @@ impl Engine {
             let Some(region) = self.table.get_mut(slot) else { continue };
             region.stage = Stage::Examine(end);
             if end >= region.end() {
-                region.judged(now_ns, several);
+                region.judged(now_ns);
                 // Only marks depend on it.
                 region.changed = !on_request;
             }
@@ -528,11 +520,6 @@ impl Engine {
         if self.paused {
             self.requests.clear();
             return Actions { scan: self.scheduler.suspend(&self.snapshot.ksm), ..Actions::default() };
-        }
-        if several {
-            let levels = self.ladder.levels();
-            let unclaimed = self.table.iter_mut().filter(|region| region.needs_claiming());
-            unclaimed.for_each(|region| region.examine(levels));
         }
         let pace = self.pace();
         self.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
@@ -549,9 +536,14 @@ impl Engine {
         if !self.reserve.is_short() {
             self.marker.refresh(&mut self.table, now_ns, self.snapshot.ksm.broken, &mut self.scheduler, pace);
         }
+        if self.snapshot.foreign_marks {
+            // ksmd would merge memory of two trust domains.
+            let scan = self.scheduler.suspend(&self.snapshot.ksm);
+            return Actions { unmark, stop: self.allowance.stop_size(), scan, ..Actions::default() };
+        }
         let more = self.reading.foreground;
         let means = (&mut self.scheduler, &mut self.allowance, pace);
-        let mark = self.marker.mark(&mut self.table, now_ns, more, several, means, &mut self.headroom, &self.config);
+        let mark = self.marker.mark(&mut self.table, now_ns, more, means, &mut self.headroom, &self.config);
         let inputs = Inputs {
             now_ns,
             ksm: &self.snapshot.ksm,

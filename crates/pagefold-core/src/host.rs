@@ -58,6 +58,8 @@ pub struct Snapshot {
     pub limits: Arc<[LimitView]>,
     /// The processes that share limits, each with its group.
     pub groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
+    /// Whether memory of processes is still marked that are in another trust domain than the one that ksmd merges.
+    pub foreign_marks: bool,
     /// CPU time spent so far in the run.
     pub cost: Cost,
     /// The NUMA nodes with memory, ascending. Empty if there is only one.
@@ -238,8 +240,6 @@ pub struct SamplePlan {
     pub lines: Option<u32>,
     /// Digests by so few lines that pages of different contents have. Such pages are digested by all lines instead.
     pub colliding: Arc<DigestSet>,
-    /// Whether to read fork-shared pages as well, without unsharing them. Private and merged pages are always read.
-    pub shared: bool,
     /// The regions in which to report, before they are read, which private pages are active.
     pub activity: BTreeSet<RegionKey>,
     /// Pages whose merged frames are looked up, without reading them.
@@ -296,7 +296,7 @@ pub struct PageSample {
     pub state: PageState,
     /// Whether it is part of a huge page, which a merge would split.
     pub huge: bool,
-    /// Its digest; meaningful for `Private` and `Merged`, and for `Shared` where the plan asked for it.
+    /// Its digest; meaningful for `Private` and `Merged`.
     pub digest: Digest,
     /// If the plan asked for it: whether page reclaim keeps it on its active list.
     pub active: bool,
@@ -320,13 +320,9 @@ pub enum PageState {
 }
 
 impl PageState {
-    /// Whether the contents of such a page are read; `shared` if the plan asks for fork-shared pages.
-    pub fn is_read(self, shared: bool) -> bool {
-        match self {
-            Self::Private | Self::Merged => true,
-            Self::Shared => shared,
-            Self::Absent | Self::ZeroMapped => false,
-        }
+    /// Whether the contents of such a page are read.
+    pub fn is_read(self) -> bool {
+        matches!(self, Self::Private | Self::Merged)
     }
 }
 

@@ -21,7 +21,7 @@ const COUNT_MAX: u8 = 7;
 /// Bits of an entry for the fingerprint, which are the highest bits of the digest.
 const FINGERPRINT_BITS: u32 = 40;
 /// Bits of an entry for the slot of a region.
-const SLOT_BITS: u32 = 23;
+const SLOT_BITS: u32 = 24;
 /// Bits of an entry for the page's offset in its region: 2^27 pages, 512 GiB.
 pub const OFFSET_BITS: u32 = 27;
 /// Bits of an entry for the count of copies.
@@ -68,7 +68,7 @@ pub enum PageStatus {
     Resampled,
 }
 
-/// The key: 40 bits of fingerprint, 1 of claim, 23 of slot. The rest: 2 bits of epoch, 3 of count, 27 of offset.
+/// The key: 40 bits of fingerprint, 24 of slot. The rest: 2 bits of epoch, 3 of count, 27 of offset.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, packed(4))]
 struct Entry {
@@ -77,21 +77,18 @@ struct Entry {
 }
 
 impl Entry {
-    fn new(fingerprint: u64, claimed: bool, location: Location, count: u8, epoch: u8) -> Self {
+    fn new(fingerprint: u64, location: Location, count: u8, epoch: u8) -> Self {
         let Location { slot, offset } = location;
-        let key = fingerprint << (SLOT_BITS + 1) | u64::from(claimed) << SLOT_BITS | u64::from(slot);
+        let key = fingerprint << SLOT_BITS | u64::from(slot);
         let rest = offset | u32::from(count) << OFFSET_BITS | u32::from(epoch % EPOCHS) << (OFFSET_BITS + COUNT_BITS);
         Self { key, rest }
     }
     fn fingerprint(self) -> u64 {
-        self.key >> (SLOT_BITS + 1)
+        self.key >> SLOT_BITS
     }
     fn location(self) -> Location {
         let slot = low_bits(self.key, SLOT_BITS);
         Location { slot, offset: self.rest & ((1 << OFFSET_BITS) - 1) }
-    }
-    fn is_claimed(self) -> bool {
-        self.key >> SLOT_BITS & 1 == 1
     }
     fn count(self) -> u8 {
         u8::try_from(self.rest >> OFFSET_BITS & u32::from(COUNT_MAX)).unwrap_or(COUNT_MAX)
@@ -140,32 +137,31 @@ impl Index {
         entries * size_of::<Entry>() + self.trees.capacity() * size_of::<Vec<Entry>>()
     }
 
-    /// Records a page and returns where its content was seen before. With `claim`, the content is
-    /// [claimed](Self::is_claimed) from now on.
+    /// Records a page and returns where its content was seen before.
     ///
     /// Recording the page that an entry already points to only renews the entry.
-    pub fn record(&mut self, digest: Digest, location: Location, claim: bool) -> Occurrences {
+    pub fn record(&mut self, digest: Digest, location: Location) -> Occurrences {
         let fingerprint = fingerprint(digest);
         let epoch = self.epoch;
         let tree = &mut self.trees[tree_of(fingerprint, self.bits)];
         let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
         if let Some(entry) = tree.get_mut(at).filter(|entry| entry.fingerprint() == fingerprint) {
-            let (first, count, claimed) = (entry.location(), entry.count(), entry.is_claimed() || claim);
+            let (first, count) = (entry.location(), entry.count());
             if first.slot == NO_SLOT {
-                *entry = Entry::new(fingerprint, claimed, location, count, epoch);
+                *entry = Entry::new(fingerprint, location, count, epoch);
                 return Occurrences::Several(count);
             }
             if first == location {
-                *entry = Entry::new(fingerprint, claimed, first, count, epoch);
+                *entry = Entry::new(fingerprint, first, count, epoch);
                 return if count > 1 { Occurrences::Several(count - 1) } else { Occurrences::None };
             }
-            *entry = Entry::new(fingerprint, claimed, first, (count + 1).min(COUNT_MAX), epoch);
+            *entry = Entry::new(fingerprint, first, (count + 1).min(COUNT_MAX), epoch);
             return if count > 1 { Occurrences::Several(count) } else { Occurrences::One(first) };
         }
         if tree.len() == tree.capacity() {
             tree.reserve_exact(TREE_STEP);
         }
-        tree.insert(at, Entry::new(fingerprint, claim, location, 1, epoch));
+        tree.insert(at, Entry::new(fingerprint, location, 1, epoch));
         self.len += 1;
         if tree.len() > TREE_MAX {
             self.double();
@@ -184,13 +180,8 @@ impl Index {
         let tree = &mut self.trees[tree_of(fingerprint, self.bits)];
         let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
         if let Some(entry) = tree.get_mut(at).filter(|entry| entry.fingerprint() == fingerprint) {
-            *entry = Entry::new(fingerprint, entry.is_claimed(), location, entry.count(), entry.epoch());
+            *entry = Entry::new(fingerprint, location, entry.count(), entry.epoch());
         }
-    }
-
-    /// Whether a content is claimed: it is in memory that has been read whole, and which may be marked.
-    pub fn is_claimed(&self, digest: Digest) -> bool {
-        self.entry(digest).is_some_and(Entry::is_claimed)
     }
 
     fn entry(&self, digest: Digest) -> Option<Entry> {
@@ -221,8 +212,7 @@ impl Index {
                 let stays = entry.count() > 1 && !old;
                 if stays {
                     let location = Location { slot: NO_SLOT, offset: 0 };
-                    *entry =
-                        Entry::new(entry.fingerprint(), entry.is_claimed(), location, entry.count(), entry.epoch());
+                    *entry = Entry::new(entry.fingerprint(), location, entry.count(), entry.epoch());
                 }
                 stays
             });
@@ -279,16 +269,16 @@ mod tests {
         let (a, b, c) = (
             Location { slot: 1, offset: 7 },
             Location { slot: 2, offset: 9 },
-            Location { slot: 0x7f_fffe, offset: 0x7ff_ffff },
+            Location { slot: SLOTS_MAX - 1, offset: 0x7ff_ffff },
         );
-        assert_eq!(index.record(digest(5), a, false), Occurrences::None);
-        assert_eq!(index.record(digest(5), a, false), Occurrences::None);
-        assert_eq!(index.record(digest(5), b, false), Occurrences::One(a));
-        assert_eq!(index.record(digest(5), c, false), Occurrences::Several(2));
-        assert_eq!(index.record(digest(5), a, false), Occurrences::Several(2));
+        assert_eq!(index.record(digest(5), a), Occurrences::None);
+        assert_eq!(index.record(digest(5), a), Occurrences::None);
+        assert_eq!(index.record(digest(5), b), Occurrences::One(a));
+        assert_eq!(index.record(digest(5), c), Occurrences::Several(2));
+        assert_eq!(index.record(digest(5), a), Occurrences::Several(2));
         assert_eq!(index.len(), 1);
-        assert_eq!(index.record(digest(6), c, false), Occurrences::None);
-        assert_eq!(index.record(digest(6), a, false), Occurrences::One(c));
+        assert_eq!(index.record(digest(6), c), Occurrences::None);
+        assert_eq!(index.record(digest(6), a), Occurrences::One(c));
     }
 
     #[test]
@@ -297,12 +287,11 @@ mod tests {
         let page = |slot| Location { slot, offset: 1 };
         index.point_to(digest(0), page(1));
         assert_eq!(index.page_of(digest(0)), None, "nothing was recorded");
-        index.record(digest(0), page(1), true);
-        index.record(digest(0), page(2), false);
+        index.record(digest(0), page(1));
+        index.record(digest(0), page(2));
         index.point_to(digest(0), page(2));
         assert_eq!(index.page_of(digest(0)), Some(page(2)));
-        assert_eq!(index.record(digest(0), page(3), false), Occurrences::Several(2), "the count stays");
-        assert!(index.is_claimed(digest(0)));
+        assert_eq!(index.record(digest(0), page(3)), Occurrences::Several(2), "the count stays");
         index.sweep(|page| if page.slot == 2 { PageStatus::Removed } else { PageStatus::Present });
         assert_eq!(index.page_of(digest(0)), None, "its page has ended");
     }
@@ -312,7 +301,7 @@ mod tests {
         let mut index = Index::new();
         for content in 0..1_000_000 {
             let location = Location { slot: 3, offset: content };
-            assert_eq!(index.record(digest(content.into()), location, false), Occurrences::None);
+            assert_eq!(index.record(digest(content.into()), location), Occurrences::None);
         }
         assert_eq!(index.len(), 1_000_000);
         let per_entry = index.bytes() as f64 / 1e6;
@@ -323,12 +312,12 @@ mod tests {
     fn sweeping_drops_removed_and_outdated_pages() {
         let mut index = Index::new();
         for content in 0..3000 {
-            index.record(digest(content), Location { slot: u32::from(content % 3 == 0), offset: 1 }, false);
+            index.record(digest(content), Location { slot: u32::from(content % 3 == 0), offset: 1 });
         }
         index.sweep(|page| if page.slot == 1 { PageStatus::Present } else { PageStatus::Removed });
         assert_eq!(index.len(), 1000);
         index.age();
-        index.record(digest(0), Location { slot: 1, offset: 1 }, false);
+        index.record(digest(0), Location { slot: 1, offset: 1 });
         index.age();
         index.sweep(|_| PageStatus::Resampled);
         assert_eq!(index.len(), 1, "only the renewed entry is younger than two epochs");
@@ -338,13 +327,13 @@ mod tests {
     fn a_content_of_several_pages_outlives_the_first_of_them() {
         let mut index = Index::new();
         let page = |slot| Location { slot, offset: 1 };
-        index.record(digest(0), page(1), false);
-        index.record(digest(0), page(2), false);
-        index.record(digest(1), page(1), false);
+        index.record(digest(0), page(1));
+        index.record(digest(0), page(2));
+        index.record(digest(1), page(1));
         let without_first = |page: Location| if page.slot == 1 { PageStatus::Removed } else { PageStatus::Resampled };
         index.sweep(without_first);
         assert_eq!(index.len(), 1, "the other content was on one page only");
-        assert_eq!(index.record(digest(0), page(3), false), Occurrences::Several(2));
+        assert_eq!(index.record(digest(0), page(3)), Occurrences::Several(2));
         index.sweep(|page| if page.slot == 3 { PageStatus::Removed } else { PageStatus::Resampled });
         assert_eq!(index.len(), 1);
         index.age();
@@ -370,7 +359,7 @@ mod tests {
                         if before > 1 { Occurrences::Several(before) } else { Occurrences::One(*first) }
                     }
                 };
-                prop_assert_eq!(index.record(digest(content), location, false), expected);
+                prop_assert_eq!(index.record(digest(content), location), expected);
             }
             prop_assert_eq!(index.len(), model.len());
         }

@@ -196,13 +196,12 @@ impl Region {
         }
     }
 
-    /// Ends the examination: the whole region has been read, and its contents claimed for its trust domain if `claimed`.
-    pub fn judged(&mut self, now_ns: u64, claimed: bool) {
+    /// Ends the examination: the whole region has been read.
+    pub fn judged(&mut self, now_ns: u64) {
         self.stage = Stage::Judged(now_ns);
         self.survey.end_examination();
         self.density = Permyriad(10_000);
         self.changed = true;
-        self.marks.claimed = claimed;
         self.marks.samples = MarkedSamples::default();
         self.usage.activity_known = true;
         self.usage.merged_before = false;
@@ -265,20 +264,6 @@ impl Region {
         let split = SplitRule { above, spans: cap };
         let spans = candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), split);
         spans.into_iter().filter(|span| span.duplicate >= config.span_pages_min).collect()
-    }
-
-    /// Whether it must be read whole again to claim its contents: it is marked or about to be, and another trust domain has
-    /// appeared since it was last read.
-    pub fn needs_claiming(&self) -> bool {
-        let about_to_be = self.changed && matches!(self.stage, Stage::Judged(_));
-        let is_marked = !self.marks.spans.is_empty() && !matches!(self.stage, Stage::Examine(_));
-        !self.marks.claimed && (about_to_be || is_marked) && !self.hold.is_left_alone()
-    }
-
-    /// The number of duplicates left unmarked because their extents hold contents of another trust domain.
-    pub fn withheld(&self) -> Pages {
-        let withheld = self.extents.values().filter(|extent| extent.foreign > 0);
-        Pages(withheld.map(|extent| u64::from(extent.duplicate) + u64::from(extent.foreign)).sum())
     }
 
     /// Whether all of it is marked, by whatever program.

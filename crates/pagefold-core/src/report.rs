@@ -167,9 +167,6 @@ pub struct RegionReport {
     /// Other pages that were found in its marked spans.
     #[serde(skip)]
     pub other: Pages,
-    /// Duplicates not marked because another trust domain holds contents of the same extents.
-    #[serde(skip)]
-    pub withheld: Pages,
 }
 
 /// How much memory is of one kind.
@@ -218,6 +215,8 @@ pub struct EngineReport {
     pub paused: bool,
     /// Whether it may control KSM.
     pub drives_ksm: bool,
+    /// Whether nothing is marked or scanned before memory of another trust domain is unmarked.
+    pub foreign_marks: bool,
     /// How scarce the machine's memory is.
     pub memory: MemoryView,
     /// Whether there is room for what can come back.

@@ -276,7 +276,7 @@ mod tests {
         let mut index = Index::new();
         let mut requests = requests(&[(5, Some(15)), (6, Some(16))]);
         for digest in [6, 7] {
-            index.record(Digest(digest << 24), Location { slot: 1, offset: 9 }, false);
+            index.record(Digest(digest << 24), Location { slot: 1, offset: 9 });
         }
         for pair in &mut requests.pairs {
             pair.digest = Digest(pair.digest.0 << 24);

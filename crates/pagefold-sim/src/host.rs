@@ -59,6 +59,7 @@ pub struct SimHost {
     residents: FxHashMap<u32, (u64, Pages)>,
     pagefold_ns: u64,
     ours: bool,
+    foreign_marks: bool,
     free: MemoryView,
     limits: Vec<LimitView>,
     cgroups: Cgroups,
@@ -99,6 +100,7 @@ impl SimHost {
             residents: FxHashMap::default(),
             pagefold_ns: 0,
             ours: true,
+            foreign_marks: false,
             free: MemoryView::default(),
             limits: Vec::new(),
             cgroups: Cgroups::default(),
@@ -172,6 +174,11 @@ impl SimHost {
     /// ignored and counted.
     pub fn set_ours(&mut self, ours: bool) {
         self.ours = ours;
+    }
+
+    /// Sets whether memory of another trust domain than the one that ksmd merges is said to be marked still.
+    pub fn set_foreign_marks(&mut self, foreign_marks: bool) {
+        self.foreign_marks = foreign_marks;
     }
 
     /// Sets whether a process is left alone, as one that is traced is. Its marks stay.

@@ -75,20 +75,6 @@ fn with_ksmd_only_memory_dense_with_zeros_is_marked() {
     assert!(host.ksm().sharing > Pages(0));
 }
 
-/// ksmd merges whatever is marked, so other contents still keep trust domains apart.
-#[test]
-fn with_ksmd_no_content_beside_zeros_is_marked_in_two_domains() {
-    let mut host = host();
-    for domain in [1, 2] {
-        let process = Process::starting_at(0).in_domain(domain);
-        host.add(process.mapping(Mapping::new(Pages(32 * MIB), with_zeros(9_000))));
-    }
-    run(&mut host, &mut engine(), 120);
-    let ksm = host.ksm();
-    assert_eq!((ksm.shared, ksm.sharing), (Pages(0), Pages(0)), "each domain has one process");
-    assert!(ksm.zero.0 * 100 >= 32 * MIB * 88, "one of them is marked: {ksm:?}");
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
 

@@ -13,6 +13,7 @@ use crate::commands::scan;
 use crate::commands::scan::map::{Map, Shares, Stretch};
 use crate::commands::scan::report::{CgroupRow, Cost, KindRow, ProcessRow, ScanReport};
 use crate::commands::scan::survey::LeftOut;
+use crate::commands::status::groups::reason_of;
 use crate::commands::status::{self, Status};
 use crate::config::args::RunArgs;
 use crate::config::settings::Settings;
@@ -27,7 +28,7 @@ use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_core::host::{HugeSplits, LimitView, Mechanism, MemoryView, Outcome};
-use pagefold_core::keys::{LimitKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{DomainKey, LimitKey, OwnerKey, RegionKey};
 use pagefold_core::reserve::RoomState;
 use pagefold_core::sampling::census::Figures;
 use pagefold_core::units::{Pages, Permyriad, Vpn};
@@ -131,22 +132,29 @@ impl Run {
         let guest = Mapping::new(Pages(64 * MIB), Fill::Zeros).huge().of_family(60);
         for number in 1..=3_u64 {
             let other = Mapping::new(Pages(number * MIB), Fill::Random).of_family(70 + number);
-            self.add("redis-server", 110, process().mapping(redis.clone()).mapping(other));
+            self.add("redis-server", 110, 0, process().mapping(redis.clone()).mapping(other));
         }
         for (domain, uid) in [(1, 33), (1, 33), (2, 1_000)] {
-            self.add("nginx", uid, process().in_domain(domain).mapping(cache.clone()));
+            self.add("nginx", uid, domain, process().mapping(cache.clone()));
         }
-        self.add("java", 33, process().in_domain(1).mapping(heap).mapping(cache.clone()));
-        self.add("postgres", 33, process().in_domain(1).mapping(buffers));
-        self.add("cc1plus", 1_000, process().in_domain(2).mapping(objects));
-        self.add("qemu-system-x86", 33, process().in_domain(1).mapping(guest));
+        self.add("java", 33, 1, process().mapping(heap).mapping(cache.clone()));
+        self.add("postgres", 33, 1, process().mapping(buffers));
+        self.add("cc1plus", 1_000, 2, process().mapping(objects));
+        self.add("qemu-system-x86", 33, 1, process().mapping(guest));
         let zeros = Mapping::new(Pages(6 * MIB), Fill::Zeros).of_family(80);
-        self.add("sandbox", 1_000, process().in_domain(2).untouchable().mapping(zeros).mapping(cache));
-        let left_alone = self.add("keepassxc", 1_000, process().in_domain(2));
+        self.add("sandbox", 1_000, 2, process().untouchable().mapping(zeros).mapping(cache));
+        let left_alone = self.add("keepassxc", 1_000, 2, process());
         let thin = Replica { template: 90, density: vec![Permyriad(500)], zeros: Permyriad(0), run: 3, shift: 0 };
         let thin = Mapping::new(Pages(24 * MIB), Fill::Replica(thin)).of_family(90);
         for _ in 0..2 {
-            self.add("python3", 1_000, process().mapping(thin.clone()));
+            self.add("python3", 1_000, 0, process().mapping(thin.clone()));
+        }
+        if self.known.config.mechanism == Mechanism::Ksmd {
+            let other = self.add("worker", 1_000, 0, process());
+            let why = Exclusion::OtherDomain { own: DOMAINS[2].to_owned(), merged: DOMAINS[0].to_owned() };
+            let target = self.target_mut(other);
+            (target.domain, target.left_alone) = (DomainKey(2), Some(why.to_string()));
+            target.reason = Some(reason_of(&why));
         }
         let target = self.target_mut(left_alone);
         target.left_alone = Some("on the deny list (keepassxc)".to_owned());
@@ -172,9 +180,10 @@ impl Run {
         });
     }
 
-    /// Starts a process that is in scope.
-    pub fn add(&mut self, name: &str, uid: u32, process: Process) -> OwnerKey {
-        let owner = self.host.add(process);
+    /// Starts a process that is in scope. ksmd merges one domain only.
+    pub fn add(&mut self, name: &str, uid: u32, domain: u16, process: Process) -> OwnerKey {
+        let domain = if self.known.config.mechanism == Mechanism::Ksmd { 0 } else { domain };
+        let owner = self.host.add(process.in_domain(domain));
         let pid = 4_001 + i32::try_from(owner.0).unwrap();
         let cgroup =
             if uid == 33 { format!("/web.slice/{name}.service") } else { format!("/system.slice/{name}.slice") };
@@ -182,6 +191,7 @@ impl Run {
             owner,
             pid,
             start_time_ticks: 1_000,
+            domain: DomainKey(domain),
             name: name.to_owned(),
             uid,
             exe: Some(format!("/usr/bin/{name}").into()),
@@ -232,6 +242,7 @@ impl Run {
             targets: self.targets.clone(),
             domains: DOMAINS.map(str::to_owned).to_vec(),
             kept_out: self.kept_out.clone(),
+            merged_domain: (self.known.config.mechanism == Mechanism::Ksmd).then(|| DOMAINS[0].to_owned()),
             limited,
             run: RunFacts { events, ..self.known.clone() },
             xen: None,

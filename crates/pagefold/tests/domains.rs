@@ -4,6 +4,8 @@ use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use pagefold_testkit::holder::Change;
@@ -33,8 +35,19 @@ fn frames_of(tenants: &[Tenant]) -> BTreeSet<u64> {
     tenants.iter().flat_map(|tenant| shared_frames(tenant.pid())).collect()
 }
 
+/// Frames that processes of both kinds map.
+#[track_caller]
+fn assert_apart(some: &[i32], others: &[i32]) {
+    let frames = |pids: &[i32]| pids.iter().flat_map(|&pid| shared_frames(pid)).collect::<BTreeSet<_>>();
+    assert_eq!(frames(some).intersection(&frames(others)).count(), 0, "pages are shared");
+}
+
+fn is_marked(pids: &[i32]) -> bool {
+    pids.iter().any(|&pid| marks(pid) != Marks::default())
+}
+
 #[test]
-fn no_frame_is_shared_between_two_domains() {
+fn only_the_memory_of_one_domain_is_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
     let (config, other) = (dir.path().join("pagefold.toml"), ProgramCopy::of(program(), "the-others"));
@@ -50,24 +63,39 @@ fn no_frame_is_shared_between_two_domains() {
     let (mut ones, mut others) = (start(program(), 51), start(&other, 52));
     let rule = "[[domains.rule]]\nname = \"others\"\nexe = \"the-others\"\n";
     fs::write(&config, rule).unwrap();
-    let options = ["--config", config.to_str().unwrap(), "--governor", "full"];
-    let all: Vec<i32> = pids(&ones).into_iter().chain(pids(&others)).collect();
+    let options = ["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"];
+    let (one_pids, other_pids) = (pids(&ones), pids(&others));
+    let all = [one_pids.clone(), other_pids.clone()].concat();
     let daemon = Daemon::on(&all, &options).answering();
-    // In each domain its own common memory, and in one of them what all have in common.
-    wait_until("each domain is merged", || saved_bytes() >= 63 * MIB);
-    wait_until("nothing is left to do", || {
-        let status = status();
-        status["busy"] == false && status["domains"].as_array().is_some_and(|rows| rows.len() == 2)
-    });
-    let status = status();
-    let (one, another) = (frames_of(&ones), frames_of(&others));
-    assert!(one.len() as u64 >= 16 * PAGES_PER_MIB && another.len() as u64 >= 16 * PAGES_PER_MIB);
-    assert_eq!(one.intersection(&another).count(), 0, "frames are shared between the domains");
-    let withheld = |name: &str| row(&status["domains"], "name", name)["withheld_bytes"].as_u64().unwrap();
-    let (least, most) = (withheld("default").min(withheld("others")), withheld("default").max(withheld("others")));
-    assert!(least < 4 * MIB && most >= 63 * MIB, "{least} and {most} withheld");
+    // Root's domain, as long as none is named.
+    wait_until("it is merged", || saved_bytes() >= 47 * MIB);
+    for _ in 0..10 {
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(!is_marked(&other_pids), "the other domain is left alone");
+    }
+    let shown = status();
+    let domain = |name: &str| row(&shown["domains"], "name", name).clone();
+    assert_eq!((&domain("default")["left_alone"], &domain("default")["processes"]), (&false.into(), &2.into()));
+    assert_eq!((&domain("others")["left_alone"], &domain("others")["processes"]), (&true.into(), &2.into()));
+    let why = &row(&shown["processes"], "pid", other_pids[0])["left_alone"];
+    assert_eq!(why, "in trust domain others; ksmd merges one domain, default ([domains] merge)");
+    let left_out = row(&shown["left_out"], "reason", "other-domain");
+    assert_eq!(left_out["processes"], 2);
     let text = succeed(&["status"]);
-    assert!(text.contains("2 trust domains: contents found in two of them are marked in one"), "{text}");
+    assert_has(&text, &["2 trust domains: ksmd merges default; 2 processes of others are left alone", "is not known"]);
+
+    // Another one is chosen: it is not marked before all of the former one is unmarked.
+    fs::write(&config, format!("[domains]\nmerge = \"others\"\n{rule}")).unwrap();
+    daemon.signal(libc::SIGHUP);
+    wait_until("the other domain is merged", || {
+        // In this order: what is marked first is seen first.
+        assert!(!(is_marked(&other_pids) && is_marked(&one_pids)), "two domains are marked");
+        saved_bytes() >= 47 * MIB && other_pids.iter().all(|&pid| marks(pid).merged >= 47 * MIB)
+    });
+    assert!(!is_marked(&one_pids));
+    assert_apart(&one_pids, &other_pids);
+    let text = succeed(&["explain", &one_pids[0].to_string()]);
+    assert_has(&text, &["in trust domain default; ksmd merges one domain, others"]);
     daemon.stop();
     assert_intact(&mut ones);
     assert_intact(&mut others);
@@ -75,7 +103,7 @@ fn no_frame_is_shared_between_two_domains() {
     ksm.assert_restored();
 
     // Without the rule all four share frames.
-    let daemon = Daemon::on(&all, &["--governor", "full"]);
+    let daemon = Daemon::on(&all, &["--governor", "full", "--mechanism", "ksmd"]);
     wait_until("all are merged", || saved_bytes() >= (3 * 32 + 2 * 16 - 1) * MIB);
     assert!(frames_of(&ones).intersection(&frames_of(&others)).count() as u64 >= 31 * PAGES_PER_MIB);
     daemon.stop();
@@ -97,6 +125,10 @@ fn write_doubled(holder: &mut Holder, content: u64) {
     for first in [0, DOUBLED / 2] {
         holder.change(Change::Write { first, pages: DOUBLED / 2, content, step: 1 });
     }
+}
+
+fn left_alone(status: &serde_json::Value, pid: i32) -> serde_json::Value {
+    row(&status["processes"], "pid", pid)["left_alone"].clone()
 }
 
 /// One process is traced, as by a debugger, the other cannot say whether it is dumpable. An attacker writes what they hold.
@@ -121,21 +153,15 @@ fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     wait_until("the victims are merged", are_merged);
     let tracer = Tracer::of(victim_pids[0]);
     victims[1].ask("sleep");
-    let reason_of = |status: &serde_json::Value, pid: i32| row(&status["processes"], "pid", pid)["left_alone"].clone();
     wait_until("they are left alone", || {
         let status = status();
-        victim_pids.iter().all(|&pid| reason_of(&status, pid).is_string())
+        victim_pids.iter().all(|&pid| left_alone(&status, pid).is_string())
     });
     write_doubled(&mut attackers[0], 0xd0a1_0000);
     write_doubled(&mut attackers[1], 0xd0a2_0000);
-    let frames = |pids: [i32; 2]| pids.iter().flat_map(|&pid| shared_frames(pid)).collect::<BTreeSet<_>>();
-    let assert_apart = || {
-        let shared = frames(victim_pids).intersection(&frames(attacker_pids)).count();
-        assert_eq!(shared, 0, "pages are shared with an attacker");
-    };
-    for _ in 0..30 {
+    for _ in 0..20 {
         std::thread::sleep(Duration::from_secs(1));
-        assert_apart();
+        assert_apart(&victim_pids, &attacker_pids);
     }
     assert!(are_merged());
     let shown = status();
@@ -144,14 +170,110 @@ fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
         assert!(marked >= Some(7 * MIB), "its marks are accounted for: {marked:?}");
     }
     drop(tracer);
-    wait_until("one is not left alone any more", || reason_of(&status(), victim_pids[0]).is_null());
-    for _ in 0..10 {
+    wait_until("one is not left alone any more", || left_alone(&status(), victim_pids[0]).is_null());
+    for _ in 0..5 {
         std::thread::sleep(Duration::from_secs(1));
-        assert_apart();
+        assert_apart(&victim_pids, &attacker_pids);
     }
     assert!(victims[0].is_intact() && attackers.iter_mut().all(Holder::is_intact));
     daemon.stop();
     drop(victims);
     unmerge(&attacker_pids);
+    ksm.assert_restored();
+}
+
+/// A victim that cannot be unmarked keeps everything else from being merged, also in a run that finds its marks.
+#[test]
+fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("pagefold.toml");
+    let merging = |domain: &str| {
+        fs::write(&config, format!("[domains]\nby = \"user\"\nmerge = \"{domain}\"\n")).unwrap();
+    };
+    let options = ["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"];
+    let (mut victim, mut others) = (doubled(0xd0a3_0000), [Holder::start(DOUBLED), Holder::start(DOUBLED)]);
+    for other in &mut others {
+        assert_eq!(other.ask("user 4321"), 0);
+        write_doubled(other, 0xd0a3_0000);
+    }
+    let (victim_pid, other_pids) = ([victim.pid()], [others[0].pid(), others[1].pid()]);
+    let all = [&victim_pid[..], &other_pids].concat();
+    merging("user:0");
+    let daemon = Daemon::on(&all, &options);
+    wait_until("the victim is merged", || marks(victim_pid[0]).merged >= 7 * MIB);
+    let tracer = Tracer::of(victim_pid[0]);
+    let assert_waiting = || {
+        for _ in 0..10 {
+            std::thread::sleep(Duration::from_secs(1));
+            assert!(!is_marked(&other_pids), "it is marked before the former domain is unmarked");
+        }
+        let status = status();
+        let to_unmark = &row(&status["processes"], "pid", victim_pid[0])["to_unmark"];
+        assert!(to_unmark["reason"].as_str().unwrap().contains("ksmd merges one domain, user:4321"), "{to_unmark}");
+        assert!(is_marked(&victim_pid) && status["foreign_marks"] == true);
+    };
+    merging("user:4321");
+    daemon.signal(libc::SIGHUP);
+    wait_until("it is to be unmarked", || !row(&status()["processes"], "pid", victim_pid[0])["to_unmark"].is_null());
+    assert_waiting();
+    daemon.stop();
+    let daemon = Daemon::on(&all, &options).answering();
+    wait_until("its marks are found", || !row(&status()["processes"], "pid", victim_pid[0])["to_unmark"].is_null());
+    assert_waiting();
+    drop(tracer);
+    wait_until("the other domain is merged", || {
+        assert!(!(is_marked(&other_pids) && is_marked(&victim_pid)), "two domains are marked");
+        other_pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB)
+    });
+    assert!(!is_marked(&victim_pid));
+    assert_apart(&victim_pid, &other_pids);
+    assert!(victim.is_intact() && others.iter_mut().all(Holder::is_intact));
+    daemon.stop();
+    unmerge(&all);
+    ksm.assert_restored();
+}
+
+/// A user's programs that try to be in the domain that is merged: by the name of a program, and by a cgroup's attribute.
+#[test]
+fn nobody_gets_into_the_merged_domain_by_itself() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("pagefold.toml");
+    let rules =
+        "[domains]\nby = \"user\"\nmerge = \"caches\"\n[[domains.rule]]\nname = \"caches\"\nexe = \"pf-cache\"\n";
+    fs::write(&config, rules).unwrap();
+    let plain = victim_binary("holder");
+    let (cache, forged) = (ProgramCopy::of(&plain, "pf-cache"), ProgramCopy::of(&plain, "pf-cache"));
+    std::os::unix::fs::chown(&*forged, Some(4321), None).unwrap();
+    let held = |program: &Path| {
+        let mut holder = Holder::start_as(program, DOUBLED);
+        write_doubled(&mut holder, 0xd0a4_0000);
+        holder
+    };
+    let mut caches = [held(&cache), held(&cache)];
+    let owned = Cgroup::create("unified").expect("cgroup version 2");
+    std::os::unix::fs::chown(owned.path(), Some(4321), None).unwrap();
+    let code = "import os, sys; os.setxattr(sys.argv[1], 'user.pagefold.domain', b'caches')";
+    output_of(Command::new("python3").args(["-c", code]).arg(owned.path()));
+    let mut attackers = [held(&forged), held(&plain)];
+    attackers.iter_mut().for_each(|attacker| assert_eq!(attacker.ask("user 4321"), 0));
+    owned.add(attackers[1].pid());
+    let (cache_pids, attacker_pids) = (caches.each_ref().map(Holder::pid), attackers.each_ref().map(Holder::pid));
+    let all = [cache_pids, attacker_pids].concat();
+    let daemon = Daemon::on(&all, &["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"]);
+    wait_until("the caches are merged", || cache_pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    for _ in 0..10 {
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(!is_marked(&attacker_pids));
+    }
+    let shown = status();
+    for pid in attacker_pids {
+        let why = left_alone(&shown, pid);
+        assert!(why.as_str().unwrap().starts_with("in trust domain user:4321; "), "{why}");
+    }
+    assert!(caches.iter_mut().chain(&mut attackers).all(Holder::is_intact));
+    daemon.stop();
+    unmerge(&all);
     ksm.assert_restored();
 }

@@ -201,6 +201,7 @@ fn owner(guest: &Guest) -> Owner {
     Owner {
         pid: guest.known.domain.id.0.into(),
         start_time_ticks: 0,
+        domain: guest.trust,
         name: printable(guest.known.name.as_bytes()),
         exe: None,
         uid: None,
@@ -214,6 +215,7 @@ fn facts_of(engine: &Engine, host: &LiveXen, run: RunFacts) -> Facts {
         owner: guest.owner,
         pid: guest.known.domain.id.0.into(),
         start_time_ticks: 0,
+        domain: guest.trust,
         name: printable(guest.known.name.as_bytes()),
         uid: 0,
         exe: None,
@@ -230,6 +232,7 @@ fn facts_of(engine: &Engine, host: &LiveXen, run: RunFacts) -> Facts {
         targets: targets.collect(),
         domains: host.trusts().to_vec(),
         kept_out: Vec::new(),
+        merged_domain: None,
         limited: BTreeMap::new(),
         run,
         xen: Some(view(host.figures())),

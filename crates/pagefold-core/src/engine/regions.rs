@@ -22,7 +22,6 @@ impl Engine {
             self.scheduler.request(unvisited);
         }
         read_for_newcomers(&mut self.table, now_ns, self.ladder.levels());
-        self.update_domains(snapshot);
         let mut ended_keys = FxHashSet::default();
         for region in ended {
             ended_keys.insert(region.view.key);
@@ -74,21 +73,6 @@ impl Engine {
         for region in self.table.iter_mut().filter(|region| matches!(region.stage, Stage::Judged(_))) {
             if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {
                 region.examine(self.ladder.levels());
-            }
-        }
-    }
-
-    /// Updates the set of trust domains. As long as there is one, no contents are claimed. When a second appears, everything
-    /// marked must be claimed before anything else is marked.
-    fn update_domains(&mut self, snapshot: &Snapshot) {
-        let before = self.several_domains();
-        self.domains = snapshot.regions.iter().map(|view| view.domain).collect();
-        if self.several_domains() && !before {
-            for region in self.table.iter_mut() {
-                region.marks.claimed = false;
-                if matches!(region.stage, Stage::Examine(_)) {
-                    region.examine(self.ladder.levels());
-                }
             }
         }
     }

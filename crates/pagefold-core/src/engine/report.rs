@@ -37,6 +37,7 @@ pub(super) fn report(engine: &Engine) -> EngineReport {
         busy: engine.is_busy(),
         paused: engine.paused,
         drives_ksm: engine.snapshot.ksm.ours,
+        foreign_marks: engine.snapshot.foreign_marks,
         memory: engine.snapshot.memory,
         reserve: engine.reserve.clone(),
         saved: ledger.saved(),
@@ -84,7 +85,6 @@ fn of_region(engine: &Engine, region: &Region, fraction: f64) -> RegionReport {
         marked: region.marked_resident(),
         expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
         other: region.marks.spans.iter().map(|mark| Pages(mark.resident.0.saturating_sub(mark.duplicate.0))).sum(),
-        withheld: region.withheld(),
     }
 }
 

@@ -16,8 +16,6 @@ enum Verdict {
     Single,
     /// It is zero, merged already, or its content was seen elsewhere.
     Duplicate,
-    /// Another trust domain holds the same content, so it must not be marked.
-    Foreign,
 }
 
 impl Engine {
@@ -65,7 +63,8 @@ impl Engine {
                 return;
             }
             PageState::Merged => self.record_merged(slot, sample, examined),
-            PageState::Shared => self.record_shared(slot, sample, examined),
+            // One copy already.
+            PageState::Shared => Verdict::Single,
             PageState::Private => self.record_private(slot, sample, examined),
         };
         let Some(region) = self.table.get_mut(slot).filter(|_| examined) else { return };
@@ -77,7 +76,6 @@ impl Engine {
         };
         extent.resident += 1;
         extent.duplicate += u16::from(verdict == Verdict::Duplicate);
-        extent.foreign += u16::from(verdict == Verdict::Foreign);
         extent.huge += u16::from(sample.huge);
     }
 
@@ -90,10 +88,7 @@ impl Engine {
             region.usage.cow_breaks.record_merged(sample.page, now_ns, sample.digest);
         }
         region.marks.samples.sampled += u64::from(!examined);
-        if self.is_foreign(slot, sample) {
-            return self.record_foreign(slot, sample, examined);
-        }
-        self.note_copy(slot, sample, examined);
+        self.note_copy(slot, sample);
         let is_news = self.on_request() && self.keep_merged(slot, sample);
         if let Some(region) = self.table.get_mut(slot).filter(|_| !examined) {
             region.survey.record_renewal(is_news);
@@ -101,26 +96,10 @@ impl Engine {
         if self.config.counts(sample.digest) { Verdict::Duplicate } else { Verdict::Single }
     }
 
-    /// A page shared through fork: one copy already. It is read only if there are several trust domains.
-    fn record_shared(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
-        if self.is_foreign(slot, sample) {
-            return self.record_foreign(slot, sample, examined);
-        }
-        if self.several_domains() {
-            self.note_copy(slot, sample, examined);
-        }
-        Verdict::Single
-    }
-
     /// A page that KSM could merge.
     fn record_private(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
-        if self.is_foreign(slot, sample) {
-            return self.record_foreign(slot, sample, examined);
-        }
         let (now_ns, zero) = (self.snapshot.now_ns, sample.digest == Digest::ZERO);
-        let seen = if zero { Occurrences::None } else { self.look_up(slot, sample, examined) };
-        // Contents that do not count are not duplicates. They are looked up all the same where they must be claimed.
-        let seen = if self.config.counts(sample.digest) { seen } else { Occurrences::None };
+        let seen = if zero { Occurrences::None } else { self.look_up(slot, sample) };
         let mut duplicate = zero || seen != Occurrences::None;
         if self.on_request() && !self.request_merge(slot, sample, duplicate) {
             duplicate = false;
@@ -250,46 +229,21 @@ impl Engine {
         false
     }
 
-    /// A page whose content another trust domain has claimed.
-    fn record_foreign(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
-        if let Some(region) = self.table.get_mut(slot) {
-            region.survey.tally.sampled += u64::from(!examined && !region.is_marked(sample.page));
-        }
-        Verdict::Foreign
-    }
-
-    /// Whether a trust domain other than the page's own has claimed its content.
-    #[inline]
-    fn is_foreign(&self, slot: u32, sample: &PageSample) -> bool {
-        self.several_domains() && sample.digest != Digest::ZERO && self.is_claimed_by_others(slot, sample)
-    }
-
-    fn is_claimed_by_others(&self, slot: u32, sample: &PageSample) -> bool {
-        let own = self.table.get(slot).map(|region| region.view.domain);
-        let claimed = |&domain: &_| Some(domain) != own && self.index.is_claimed(sample.digest.in_domain(domain));
-        self.domains.iter().any(claimed)
-    }
-
     /// Indexes a page that is one copy already.
-    fn note_copy(&mut self, slot: u32, sample: &PageSample, examined: bool) {
+    fn note_copy(&mut self, slot: u32, sample: &PageSample) {
         if sample.digest != Digest::ZERO {
-            let seen = self.look_up(slot, sample, examined);
-            if self.config.counts(sample.digest) {
-                self.credit_first(seen);
-            }
+            let seen = self.look_up(slot, sample);
+            self.credit_first(seen);
         }
     }
 
-    /// Looks a content up in the index and records this page there. Contents of memory that is read whole are claimed for
-    /// its trust domain if there are several: also those that do not count, since ksmd merges whatever is marked.
-    fn look_up(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Occurrences {
-        if !self.config.counts(sample.digest) && !self.several_domains() {
+    /// Looks a content up in the index and records this page there, unless the content doesn't count.
+    fn look_up(&mut self, slot: u32, sample: &PageSample) -> Occurrences {
+        let Some(region) = self.table.get(slot).filter(|_| self.config.counts(sample.digest)) else {
             return Occurrences::None;
-        }
-        let claim = examined && self.several_domains();
-        let Some(region) = self.table.get(slot) else { return Occurrences::None };
+        };
         let location = Location { slot, offset: region.offset(sample.page) };
-        self.index.record(sample.digest.in_domain(region.view.domain), location, claim)
+        self.index.record(sample.digest.in_domain(region.view.domain), location)
     }
 
     /// Credits the page that a content was first seen on with its first copy.

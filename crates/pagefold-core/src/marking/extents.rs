@@ -19,8 +19,6 @@ pub struct Extent {
     pub duplicate: u16,
     /// Pages that belong to a huge page.
     pub huge: u16,
-    /// Pages whose content another trust domain holds as well, in memory that is or may be marked.
-    pub foreign: u16,
 }
 
 /// How dense an extent must be to be marked.
@@ -47,11 +45,8 @@ impl Default for Density {
 }
 
 impl Extent {
-    /// Whether the extent is worth marking and may be marked.
+    /// Whether the extent is worth marking.
     pub fn is_dense(&self, density: Density) -> bool {
-        if self.foreign > 0 {
-            return false;
-        }
         self.duplicate > 0 && Permyriad::of(self.duplicate.into(), self.resident.into()) >= self.needed(density)
     }
 
@@ -89,11 +84,7 @@ pub struct SplitRule {
 ///
 /// A region that may not be marked in part is one span if its extents together are dense. One that may is one span if
 /// three quarters of its resident pages lie in dense extents and no sparse extent holds huge pages. Otherwise each run
-/// of dense extents is a span; spans are joined over their gaps, or the smallest dropped, until `split` allows their
-/// number.
-///
-/// No span has content that another trust domain holds as well: a region with such pages is marked in part, however
-/// short it is.
+/// of dense extents is a span; spans are joined over their gaps until `split` allows their number.
 pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, split: SplitRule) -> Vec<Candidate> {
     let end = first + pages.0;
     let sum = |low: u64, high: u64| {
@@ -108,20 +99,16 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
         duplicate: Pages(duplicate),
     };
     let all = sum(0, u64::MAX);
-    let foreign = |low: u64, high: u64| extents.range(low..high).any(|(_, extent)| extent.foreign > 0);
-    if !foreign(0, u64::MAX) {
-        let whole = if pages <= split.above {
-            let needed = |extent: &Extent| u64::from(extent.resident) * u64::from(extent.needed(density).0);
-            Some(all.1 > 0 && all.1 * 10_000 >= extents.values().map(needed).sum())
-        } else {
-            let dense = |extent: &&Extent| extent.is_dense(density);
-            let in_dense: u64 = extents.values().filter(dense).map(|extent| u64::from(extent.resident)).sum();
-            let huge_sparse = extents.values().any(|extent| extent.huge > 0 && !extent.is_dense(density));
-            (in_dense > 0 && in_dense * 4 >= all.0 * 3 && !huge_sparse).then_some(true)
-        };
-        if let Some(worth) = whole {
-            return if worth { vec![candidate(first, end, all)] } else { Vec::new() };
-        }
+    if pages <= split.above {
+        let needed = |extent: &Extent| u64::from(extent.resident) * u64::from(extent.needed(density).0);
+        let is_worth_it = all.1 > 0 && all.1 * 10_000 >= extents.values().map(needed).sum();
+        return if is_worth_it { vec![candidate(first, end, all)] } else { Vec::new() };
+    }
+    let dense = |extent: &&Extent| extent.is_dense(density);
+    let in_dense: u64 = extents.values().filter(dense).map(|extent| u64::from(extent.resident)).sum();
+    let huge_sparse = extents.values().any(|extent| extent.huge > 0 && !extent.is_dense(density));
+    if in_dense > 0 && in_dense * 4 >= all.0 * 3 && !huge_sparse {
+        return vec![candidate(first, end, all)];
     }
     let mut spans: Vec<(u64, u64)> = Vec::new();
     for (&number, _) in extents.iter().filter(|(_, extent)| extent.is_dense(density)) {
@@ -133,13 +120,9 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
     while spans.len() > split.spans.max(1) {
         // Join over the gap with the fewest resident pages.
         let gap = |right: &usize| (spans[right - 1].1, spans[*right].0);
-        let joinable = (1..spans.len()).filter(|right| !foreign(gap(right).0, gap(right).1));
-        if let Some(right) = joinable.min_by_key(|right| sum(gap(right).0, gap(right).1).0) {
-            spans[right - 1].1 = spans[right].1;
-            spans.remove(right);
-        } else if let Some(least) = (0..spans.len()).min_by_key(|&at| sum(spans[at].0, spans[at].1).1) {
-            spans.remove(least);
-        }
+        let Some(right) = (1..spans.len()).min_by_key(|right| sum(gap(right).0, gap(right).1).0) else { break };
+        spans[right - 1].1 = spans[right].1;
+        spans.remove(right);
     }
     spans
         .into_iter()
@@ -238,24 +221,6 @@ mod tests {
         assert!(candidates(&all, Vpn(0), Pages(2048), Density::default(), split(8)).is_empty());
         all.get_mut(&0).unwrap().duplicate = 500;
         assert_eq!(candidates(&all, Vpn(0), Pages(2048), Density::default(), split(8)).len(), 1);
-    }
-
-    #[test]
-    fn contents_of_another_domain_are_in_no_span() {
-        let mut all = extents(&[500, 500, 500, 500, 0, 500]);
-        all.get_mut(&1).unwrap().foreign = 1;
-        let ranges = |cap| {
-            let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), split(cap));
-            spans.iter().map(|span| (span.first.0 / EXTENT_PAGES, span.pages.0 / EXTENT_PAGES)).collect::<Vec<_>>()
-        };
-        assert_eq!(ranges(8), [(0, 1), (2, 2), (5, 1)]);
-        // Spans are joined over the gap without foreign contents; then the smallest is dropped.
-        assert_eq!(ranges(2), [(0, 1), (2, 4)]);
-        assert_eq!(ranges(1), [(2, 4)]);
-        // A region that may not be split is split all the same.
-        let whole = SplitRule { above: Pages(1 << 18), spans: 8 };
-        let spans = candidates(&all, Vpn(0), Pages(6 * EXTENT_PAGES), Density::default(), whole);
-        assert_eq!(spans.len(), 3);
     }
 
     proptest! {

@@ -87,14 +87,12 @@ impl Marker {
         (self.visited_ns, self.visited_broken, self.thorough_ns) = (now_ns, broken, now_ns);
     }
 
-    /// The spans to mark now. `more` if regions are being read that may be marked soon. With several trust domains, only
-    /// what is claimed for its own domain.
+    /// The spans to mark now. `more` if regions are being read that may be marked soon.
     pub fn mark(
         &mut self,
         table: &mut RegionTable,
         now_ns: u64,
         more: bool,
-        several_domains: bool,
         (scheduler, allowance, pace): (&mut ScanScheduler, &mut Allowance, Pace),
         headroom: &mut Headroom,
         config: &Config,
@@ -113,7 +111,7 @@ impl Marker {
             self.thin_at_ns = judged.min().map_or(u64::MAX, |judged_ns| judged_ns + wait_ns);
         }
         self.small = Wave::default();
-        let ready = ready(table, now_ns, several_domains, headroom.clone(), config);
+        let ready = ready(table, now_ns, headroom.clone(), config);
         if ready.is_empty() {
             self.held_since_ns = None;
             return Vec::new();
@@ -387,13 +385,7 @@ impl Marker {
 
 /// The regions with something to mark, and their spans. Regions that another program has marked whole (`pagefold exec`) are
 /// among them, because they are worth a scan. Nothing that there is no headroom for is.
-fn ready(
-    table: &mut RegionTable,
-    now_ns: u64,
-    several_domains: bool,
-    mut headroom: Headroom,
-    config: &Config,
-) -> Vec<(u32, Vec<Candidate>)> {
+fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
     let mut per_owner: BTreeMap<_, usize> = BTreeMap::new();
     for region in table.iter() {
         *per_owner.entry(region.view.owner).or_default() += region.marks.spans.len();
@@ -410,9 +402,6 @@ fn ready(
         }
         if region.hold.end() == Some(LeaveAlone::CowBroken) {
             region.usage.cow_breaks = CowBreaks::default();
-        }
-        if several_domains && !region.marks.claimed {
-            continue;
         }
         let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
         let spans: Vec<Candidate> = if region.is_marked_whole() {

@@ -13,8 +13,6 @@ pub struct Marks {
     pub spans: Vec<Candidate>,
     /// Samples taken in marked memory.
     pub samples: MarkedSamples,
-    /// Whether its contents were claimed for its trust domain when it was last read whole, with several domains active.
-    pub claimed: bool,
     /// Whether scans were already requested for a region that another program has marked whole.
     pub scanned_whole: bool,
     /// Pages that were resident when ksmd last started to visit them twice.

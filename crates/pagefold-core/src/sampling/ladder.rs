@@ -329,16 +329,11 @@ fn has_evidence(region: &Region, config: &Config) -> bool {
     region.stage == Stage::Survey && !wants_more(region, config)
 }
 
-/// Continues to read the regions on the top level. Regions that are marked already and must be claimed for their trust
-/// domain come first.
+/// Continues to read the regions on the top level.
 fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance, reading: &mut ReadPlan) {
-    let owing = |region: &Region| {
-        matches!(region.stage, Stage::Examine(_)) && !region.marks.spans.is_empty() && !region.marks.claimed
-    };
-    let only_owing = table.iter().any(owing);
     for (slot, region) in table.numbered_mut() {
         let Stage::Examine(cursor) = region.stage else { continue };
-        if region.hold.is_left_alone() || only_owing && !owing(region) {
+        if region.hold.is_left_alone() {
             continue;
         }
         let end = region.view.first + region.view.pages.0;
@@ -563,7 +558,7 @@ mod tests {
         for (mechanism, denser) in [(Mechanism::Request, true), (Mechanism::Ksmd, false)] {
             let (mut ladder, mut table) = (Ladder::new(4), table(&[1 << 20; 2]));
             for region in table.iter_mut() {
-                region.judged(0, false);
+                region.judged(0);
                 region.level = 1;
                 (0..100).for_each(|_| region.survey.record_renewal(region.view.key == RegionKey(2)));
             }
@@ -614,7 +609,7 @@ mod tests {
         #[test]
         fn the_bottom_level_stays_within_its_share(sizes in proptest::collection::vec(1u64..50_000, 1..20), at: u32) {
             let (mut ladder, mut table) = (Ladder::new(4), table(&sizes));
-            table.iter_mut().for_each(|region| { region.judged(0, false); region.level = 1; });
+            table.iter_mut().for_each(|region| { region.judged(0); region.level = 1; });
             let pace = Governor::Full.pace();
             ladder.start_round(at.into(), pace);
             let reading = plan(&mut ladder, &mut table, true);

@@ -11,10 +11,11 @@ use crate::inject::unmerge::{UnmergeError, Unmerged};
 use crate::os::cpu::{own_cpu_ns, process_cpu_ns};
 use crate::proc::Roots;
 use crate::proc::image::{AddressSpace, ProgramId, image_of};
+use crate::proc::maps::read_marked;
 use crate::proc::process::ReadError;
 use crate::proc::status::printable;
 use crate::scope::deny_list::DenyList;
-use crate::scope::domain::DomainRules;
+use crate::scope::domain::{DomainRules, Domains, NO_DOMAIN};
 use crate::scope::dumpable::{Dumpable, would_ask};
 use crate::scope::exclude::{Exclusion, ProcessFacts, exclusion_of, judge_opt_outs};
 use crate::scope::exe::Exe;
@@ -58,6 +59,8 @@ pub(super) struct Identity {
     marked: bool,
     /// Whether all marks have been removed since.
     cleared: bool,
+    /// The trust domain at the last look. The target's own stays what it was while memory is marked.
+    domain: DomainKey,
     /// Opt-outs that do not count, and those of them that were not reported yet.
     overridden: Vec<OptOut>,
     unreported: Vec<OptOut>,
@@ -146,7 +149,9 @@ pub struct Watch<'a> {
     deny: &'a DenyList,
     kept_out: &'a mut KeptOut,
     rules: &'a DomainRules,
-    domains: &'a mut Vec<String>,
+    domains: &'a mut Domains,
+    /// The one domain that is merged, if ksmd merges.
+    merged: Option<DomainKey>,
     groups: &'a [Rule],
     programs: &'a Programs,
     selection: Selection<'a>,
@@ -154,19 +159,32 @@ pub struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// Rules for processes of a scope, who is left out of it, the domains known so far, and the rules for groups with limits.
+    /// Rules for processes of a scope, who is left out of it, the domains known so far and the one that is merged, and the rules for
+    /// groups with limits.
     pub fn new(
         (scope, roots): (&'a ScopeSpec, &'a Roots),
         (deny, kept_out): (&'a DenyList, &'a mut KeptOut),
-        (rules, domains, groups): (&'a DomainRules, &'a mut Vec<String>, &'a [Rule]),
+        (rules, domains, merged): (&'a DomainRules, &'a mut Domains, Option<DomainKey>),
+        groups: &'a [Rule],
         programs: &'a Programs,
     ) -> Self {
         let selection = Selection::of_existing(scope, roots);
-        Self { roots, deny, kept_out, rules, domains, groups, programs, selection, cgroups: HashMap::new() }
+        let cgroups = HashMap::new();
+        Self { roots, deny, kept_out, rules, domains, merged, groups, programs, selection, cgroups }
     }
 
     pub(super) fn programs(&self) -> &'a Programs {
         self.programs
+    }
+
+    /// Why a process in a trust domain must be left alone, if it must.
+    fn excluded_domain(&self, domain: DomainKey, name: &str) -> Option<Exclusion> {
+        if domain == NO_DOMAIN {
+            return Some(Exclusion::NoDomain);
+        }
+        let merged = self.merged.filter(|&merged| merged != domain)?;
+        let merged = self.domains.name(merged).cloned().unwrap_or_default();
+        Some(Exclusion::OtherDomain { own: name.to_owned(), merged })
     }
 
     fn cgroup_facts(&mut self, text: Vec<u8>) -> CgroupFacts {
@@ -184,17 +202,6 @@ pub struct Programs {
     pub(super) lifetimes: Lifetimes,
     /// How their pages are merged.
     pub(super) mechanism: Mechanism,
-}
-
-/// The key of a domain.
-pub(super) fn domain_key(domains: &mut Vec<String>, name: String) -> DomainKey {
-    let known = domains.iter().position(|domain| *domain == name);
-    let at = known.unwrap_or_else(|| {
-        domains.push(name);
-        domains.len() - 1
-    });
-    // Domains in excess of the number of keys share the last key.
-    DomainKey(u16::try_from(at).unwrap_or(u16::MAX))
 }
 
 impl Identity {
@@ -368,21 +375,28 @@ impl Target {
         let by_cgroups = (cgroups.opt_outs.as_slice(), cgroups.path.as_deref());
         let option = if let CommandLine::Read(option) = command_line { option } else { None };
         let (opted_out, overridden) = judge_opt_outs(&facts, by_cgroups, option, watch.deny);
+        let name = printable(&facts.comm);
+        self.name.clone_from(&name);
+        let by = RuleFacts { cgroup: cgroups.path.as_deref(), uid: facts.uid, exe: facts.exe.as_ref(), name: &name };
+        let mut notes = Vec::new();
+        let assigned = watch.rules.domain_of(cgroups.domain.as_deref(), &by, &mut notes);
+        let domain = watch.domains.key_of(&assigned).unwrap_or(NO_DOMAIN);
         let barred = if let Some((reason, _)) = &kept_out {
             Some(reason.clone())
         } else if opted_out.is_some() {
             opted_out
         } else if !watch.selection.contains(&candidate, &cgroups) {
             Some(Exclusion::OutOfScope)
+        } else if let Some(other) = watch.excluded_domain(domain, &assigned) {
+            Some(other)
         } else {
+            // Last, because it may stop the process.
             exclusion_of(&self.process, &facts, watch.deny)
         };
+        if watch.merged.is_some_and(|merged| merged != domain) {
+            self.find_marks()?;
+        }
         let asked = facts.dumpable == Dumpable::Unknown;
-        self.name = printable(&facts.comm);
-        let by =
-            RuleFacts { cgroup: cgroups.path.as_deref(), uid: facts.uid, exe: facts.exe.as_ref(), name: &self.name };
-        let mut notes = Vec::new();
-        let assigned = watch.rules.domain_of(cgroups.domain.as_deref(), &by, &mut notes);
         let group = first_match(watch.groups, &by, "the limits of", &mut notes);
         notes.extend(
             group.map(|group| format!("The limits of {} apply to it.", printable(watch.groups[group].name.as_bytes()))),
@@ -394,7 +408,7 @@ impl Target {
         let group = group.and_then(|group| u16::try_from(group).ok()).map(GroupKey);
         changed |= self.group != group;
         (self.notes, self.group) = (notes, group);
-        let domain = domain_key(watch.domains, assigned.clone());
+        self.identity.domain = domain;
         (self.uid, self.exe) = (facts.uid, facts.exe);
         self.cgroup.clone_from(&cgroups.path);
         self.identity.seen = Some(Seen { image, cgroups, cpu_ns, locked_kib, command_line, asked });
@@ -413,6 +427,28 @@ impl Target {
             self.identity.overridden = overridden;
         }
         Ok(self.bar(barred) || changed)
+    }
+
+    /// Looks once whether a process that was there before the run has marks. An earlier run may have set them, for which its domain was
+    /// the one that is merged. Nothing is merged before they are gone. Marks that a process sets later are its own affair.
+    fn find_marks(&mut self) -> Result<(), ReadError> {
+        if self.appeared_ns.is_some() || self.marks_sought || self.only_to_unmerge {
+            return Ok(());
+        }
+        let marked = self.read(|process| match read_marked(process) {
+            // Nor can it be unmarked.
+            Err(ReadError::Denied { .. }) => Ok(Vec::new()),
+            marked => marked,
+        })?;
+        self.identity.marked |= !marked.is_empty();
+        self.marks_sought = true;
+        Ok(())
+    }
+
+    /// Whether memory of it is marked although another trust domain than its own, or than that in which it was marked, is the one
+    /// that is merged.
+    pub(super) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
+        self.identity.marked && (self.domain != merged || self.identity.domain != merged)
     }
 
     /// The opt-outs that are overridden for the process, each once.

@@ -33,7 +33,7 @@ use crate::proc::Roots;
 use crate::proc::memory::{Contents, PageReader, ReadHow};
 use crate::proc::process::ReadError;
 use crate::scope::deny_list::DenyList;
-use crate::scope::domain::{self, DomainRules};
+use crate::scope::domain::{DomainRules, Domains, NO_DOMAIN};
 use crate::scope::kept_out::KeptOut;
 use crate::scope::new_processes::NewProcesses;
 use crate::scope::rule::Rule;
@@ -43,7 +43,7 @@ use pagefold_core::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Marking, Mechanism, MemoryView, Outcome, PageRun, RegionView,
     SamplePlan, Samples, Snapshot,
 };
-use pagefold_core::keys::{GroupKey, KeyCounter, LimitKey, OwnerKey, RegionKey};
+use pagefold_core::keys::{DomainKey, GroupKey, KeyCounter, LimitKey, OwnerKey, RegionKey};
 use pagefold_core::units::Pages;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::nanosleep;
@@ -192,8 +192,11 @@ pub struct LiveHost {
     next_collapse: i32,
     /// By pid, the last reported reason why a process is left alone.
     reported: BTreeMap<i32, String>,
-    /// Names of the trust domains, by key.
-    domains: Vec<String>,
+    domains: Domains,
+    /// The trust domain that is merged. `None`: each by itself, since nothing is marked.
+    merged: Option<DomainKey>,
+    /// Whether all processes in scope at the start have been looked at.
+    are_all_looked_at: bool,
     events: Vec<Event>,
     base: Cost,
     /// CPU time of ksmd when it was last read.
@@ -283,7 +286,9 @@ impl LiveHost {
             refresh_ns: REFRESH_NS,
             next_collapse: 0,
             reported: BTreeMap::new(),
-            domains: vec![domain::DEFAULT.to_owned()],
+            domains: Domains::default(),
+            merged: Some(DomainKey(0)),
+            are_all_looked_at: false,
             events: Vec::new(),
             base: Cost::default(),
             ksmd_ns: 0,
@@ -328,12 +333,28 @@ impl LiveHost {
 
     /// Names of the trust domains seen so far, by key.
     pub fn domains(&self) -> &[String] {
-        &self.domains
+        self.domains.names()
+    }
+
+    /// The name of the trust domain that is merged, if only one is.
+    pub fn merged_domain(&self) -> Option<&String> {
+        self.domains.name(self.merged?)
     }
 
     /// Sets the rules that assign processes to trust domains. Call it before the first round.
     pub fn set_domains(&mut self, rules: DomainRules) {
         self.domain_rules = rules;
+    }
+
+    /// Reads the memory of all trust domains, for a host that merges nothing. Call it before the first round.
+    pub fn read_all_domains(&mut self) {
+        self.merged = None;
+    }
+
+    /// Merges the memory of this trust domain only, as ksmd requires, instead of the default one. What is marked of others is unmarked before anything else is marked.
+    pub fn merge_only(&mut self, domain: &str) {
+        self.merged = Some(self.domains.key_of(domain).unwrap_or(NO_DOMAIN));
+        self.judge_again();
     }
 
     /// Sets the rules that assign processes to groups with limits of their own.
@@ -350,6 +371,7 @@ impl LiveHost {
     /// Makes the host merge on request, by this device, instead of by ksmd. Call it before the first round.
     pub fn merge_by(&mut self, device: RequestDevice) {
         self.requesting.device = Some(Arc::new(device));
+        self.merged = None;
         self.programs.mechanism = Mechanism::Request;
     }
 
@@ -496,7 +518,7 @@ impl Host for LiveHost {
         (ksm.broken, ksm.splits) = (self.vm_events.copies, self.vm_events.splits);
         let clocks = self.clocks();
         let cost = Cost { ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns), ..clocks };
-        self.placing.refresh(now_ns, &self.targets, &self.domains);
+        self.placing.refresh(now_ns, &self.targets, self.domains.names());
         self.limits.refresh(now_ns, &self.targets);
         Ok(Snapshot {
             now_ns,
@@ -508,6 +530,7 @@ impl Host for LiveHost {
             cpu_pressure: self.limits.cpu_pressure(),
             limits: self.limits.views(),
             groups: self.groups.clone(),
+            foreign_marks: self.has_foreign_marks(),
             cost,
             nodes: self.placing.nodes.clone(),
             owners: self.placing.owners.clone(),
@@ -516,14 +539,14 @@ impl Host for LiveHost {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
-        let contents = if plan.shared { Contents::All } else { Contents::Merged };
         let by_marks = self.mechanism() == Mechanism::Ksmd;
         let how = |piece: RegionRuns, target: &Target| {
             let region = piece.region;
             let stretch = target.regions.iter().find(|tracked| tracked.key == region).map(|tracked| &tracked.stretch);
             let huge = stretch.is_some_and(|stretch| stretch.huge);
             let unmarked = by_marks && stretch.is_some_and(|stretch| stretch.marked == Pages(0));
-            (piece, ReadHow { huge, contents, activity: plan.activity.contains(&region), unmarked })
+            let activity = plan.activity.contains(&region);
+            (piece, ReadHow { huge, contents: Contents::Merged, activity, unmarked })
         };
         let digesting = match (plan.lines, &self.requesting.device) {
             (Some(lines), Some(device)) => {

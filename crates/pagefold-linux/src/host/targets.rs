@@ -96,6 +96,8 @@ pub struct Target {
     pub(super) appeared_ns: Option<u64>,
     /// Whether it has been surveyed.
     pub(super) known: bool,
+    /// Whether marks of an earlier run have been looked for.
+    pub(super) marks_sought: bool,
     /// Whether it is not surveyed yet because others like it ended soon.
     pub young: bool,
     pub(super) identity: Identity,
@@ -181,6 +183,7 @@ impl Target {
             only_to_unmerge: false,
             appeared_ns: None,
             known: false,
+            marks_sought: false,
             young: false,
             identity: Identity::new(named),
             space: None,
@@ -439,11 +442,6 @@ impl Target {
         }
         self.exclusion = Some(why);
         changed
-    }
-
-    /// Whether it may hold marks that nothing is known of now: KSM goes on to merge its memory with whatever else is marked.
-    pub(super) fn holds_unseen_marks(&self) -> bool {
-        self.identity.is_marked() && self.exclusion.is_some()
     }
 
     /// Forgets what is known of its memory.

@@ -1,9 +1,10 @@
 use super::*;
+use crate::host::identity::Marks;
 use crate::host::restless::RESTLESS_NS;
 use crate::proc::Roots;
 use crate::scope::ScopeSpec;
 use crate::scope::deny_list::DenyList;
-use crate::scope::domain::{DEFAULT, DomainRules};
+use crate::scope::domain::{DEFAULT, DomainRules, Domains};
 use crate::scope::kept_out::KeptOut;
 use pagefold_core::units::Pages;
 use std::io::{Read, Write};
@@ -113,6 +114,9 @@ struct Watched {
     next_key: u32,
     programs: Programs,
     kept_out: KeptOut,
+    rules: DomainRules,
+    domains: Domains,
+    merged: Option<DomainKey>,
 }
 
 impl Watched {
@@ -135,6 +139,9 @@ impl Watched {
             next_key: 0,
             programs: Programs::default(),
             kept_out: KeptOut::default(),
+            rules: DomainRules::default(),
+            domains: Domains::default(),
+            merged: None,
         };
         assert!(watched.refresh_after(0));
         watched
@@ -143,9 +150,9 @@ impl Watched {
     fn refresh(&mut self) -> Result<bool, ReadError> {
         let next_key = &mut self.next_key;
         let (scope, roots, deny) = (ScopeSpec::default(), Roots::default(), DenyList::new([]));
-        let (rules, mut domains) = (DomainRules::default(), vec![DEFAULT.to_owned()]);
         let left_out = (&deny, &mut self.kept_out);
-        let mut watch = Watch::new((&scope, &roots), left_out, (&rules, &mut domains, &[]), &self.programs);
+        let domains = (&self.rules, &mut self.domains, self.merged);
+        let mut watch = Watch::new((&scope, &roots), left_out, domains, &[], &self.programs);
         self.target.refresh(self.now_ns, 1, &mut watch, || {
             *next_key += 1;
             RegionKey(*next_key)
@@ -296,21 +303,46 @@ fn what_is_marked_stays_known_while_its_process_is_left_alone() {
         assert!(watched.target.leave_alone(why.clone()), "{why}");
         assert!(!watched.target.leave_alone(why), "it is not new");
         assert_eq!(watched.at(FIRST), Some(before));
-        assert!(watched.target.holds_unseen_marks() && !watched.target.may_be_read());
+        assert!(!watched.target.may_be_read());
         // Its regions have the same keys afterwards.
         watched.target.invalidate();
         assert!(watched.refresh_after(10 * SECOND));
         assert!(watched.at(FIRST) == Some(before) && watched.target.may_be_read());
-        assert!(!watched.target.holds_unseen_marks());
     }
     // Not if its marks must go, or there are none.
     assert!(watched.target.leave_alone(Exclusion::NotDumpable) && watched.target.regions.is_empty());
-    assert!(watched.target.holds_unseen_marks());
     let mut watched = Watched::new();
     watched.child.request(b'm');
     assert!(watched.refresh_after(10 * SECOND));
     assert!(watched.target.leave_alone(Exclusion::Restless) && watched.target.regions.is_empty());
-    assert!(!watched.target.holds_unseen_marks());
+}
+
+#[test]
+fn only_processes_of_the_merged_domain_are_read_and_those_of_others_unmarked() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    let [own, other] = [DEFAULT, "other"].map(|name| watched.domains.key_of(name).unwrap());
+    watched.target.set_marked();
+    assert!(watched.at(FIRST).is_some() && !watched.target.has_foreign_marks(own));
+    assert!(watched.target.has_foreign_marks(other));
+    let change = |watched: &mut Watched, merged| {
+        watched.merged = Some(merged);
+        watched.target.judge_again();
+        assert!(watched.refresh_after(0));
+    };
+    change(&mut watched, other);
+    let why = Exclusion::OtherDomain { own: DEFAULT.to_owned(), merged: "other".to_owned() };
+    assert_eq!(watched.target.exclusion, Some(why));
+    assert!(watched.target.regions.is_empty() && !watched.target.may_be_read());
+    assert!(watched.target.pending.as_ref().is_some_and(|pending| pending.marks == Marks::Mappings));
+    assert!(watched.target.has_foreign_marks(other), "it is still marked");
+    watched.target.set_settled();
+    assert!(!watched.target.has_foreign_marks(other));
+    watched.refresh_after(0);
+    assert!(watched.target.exclusion.is_some());
+    change(&mut watched, own);
+    assert!(watched.at(FIRST).is_some() && watched.target.may_be_read());
 }
 
 #[test]

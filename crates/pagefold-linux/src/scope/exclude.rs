@@ -48,6 +48,15 @@ pub enum Exclusion {
         /// The new domain.
         to: String,
     },
+    /// It is in another trust domain than the one that ksmd merges.
+    OtherDomain {
+        /// Its domain.
+        own: String,
+        /// The one that is merged.
+        merged: String,
+    },
+    /// There are too many trust domains for it to have one.
+    NoDomain,
     /// It executed another program while it was being marked.
     OtherProgram,
     /// The kernel denies reading it.
@@ -106,6 +115,8 @@ impl Exclusion {
                 | Self::KeptOut { .. }
                 | Self::OutOfScope
                 | Self::MovedDomain { .. }
+                | Self::OtherDomain { .. }
+                | Self::NoDomain
                 | Self::OtherProgram
                 | Self::TooManyMappings { .. }
                 | Self::DontDump
@@ -145,6 +156,11 @@ impl fmt::Display for Exclusion {
             Self::MovedDomain { to } => {
                 return write!(f, "moves to trust domain {}: unmarked first", printable(to.as_bytes()));
             }
+            Self::OtherDomain { own, merged } => {
+                let [own, merged] = [own, merged].map(|name| printable(name.as_bytes()));
+                return write!(f, "in trust domain {own}; ksmd merges one domain, {merged} ([domains] merge)");
+            }
+            Self::NoDomain => "there are too many trust domains for it to have one",
             Self::Traced { by } => return write!(f, "traced by process {by}"),
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
             Self::TooManyMappings { most } => return write!(f, "has more than {most} mappings"),

@@ -97,7 +97,7 @@ impl SimHost {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             let state = self.memory.state(region, offset);
             looked_at += 1;
-            let is_read = state.is_read(plan.shared);
+            let is_read = state.is_read();
             read += u64::from(is_read);
             let content = region.content[offset as usize];
             let found = match plan.lines {
@@ -225,6 +225,7 @@ impl Host for SimHost {
             cpu_pressure: None,
             limits,
             groups,
+            foreign_marks: self.foreign_marks,
             cost,
             nodes,
             owners,

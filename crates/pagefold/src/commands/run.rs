@@ -43,6 +43,7 @@ use pagefold_linux::proc::Roots;
 use pagefold_linux::proc::collapse;
 use pagefold_linux::proc::status::printable;
 use pagefold_linux::scope::deny_list::DenyList;
+use pagefold_linux::scope::domain::DomainRules;
 use pagefold_linux::scope::dumpable::ask_through;
 use pagefold_linux::scope::{ScopeError, resolve};
 use progress::{LeftAlone, Progress};
@@ -84,7 +85,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     on(signal_hook::consts::SIGHUP, &active.on_hangup().unwrap_or_else(|| stop.clone()))?;
     let injector = injector(args, device.is_some())?;
     messages::start().context("cannot start the thread for messages")?;
-    let left_alone = check_scope(args, &scope, &deny)?;
+    let domains = device.is_none().then(|| active.settings.domains.clone());
+    let left_alone = check_scope(args, &scope, &deny, domains.as_ref())?;
     let local_only = active.settings.placement.default == Placement::LocalOnly;
     let initial = match device {
         Some(_) => InitialKnobs::NONE,
@@ -107,6 +109,9 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     }
     host.set_refresh_interval(interval_ns);
     host.set_domains(active.settings.domains.clone());
+    if mechanism == Mechanism::Ksmd {
+        host.merge_only(&active.settings.domains.merged());
+    }
     host.set_groups(active.settings.groups.clone());
     host.set_policies(active.settings.placement.clone());
     let (requests, sender) = RequestQueue::new(woken);
@@ -153,8 +158,13 @@ fn refresh_interval_ns(config: &Config, governor: Governor) -> u64 {
 }
 
 /// Refuses a command line that selects no process, or only processes that must be left alone: most likely a mistake. What a
-/// configuration file selects may start later. Returns those that are left alone.
-fn check_scope(args: &RunArgs, scope: &ScopeArgs, deny: &DenyList) -> Result<Vec<LeftAlone>, Exit> {
+/// configuration file selects may start later. Returns those that are left alone. `domains` are given if only one is merged.
+fn check_scope(
+    args: &RunArgs,
+    scope: &ScopeArgs,
+    deny: &DenyList,
+    domains: Option<&DomainRules>,
+) -> Result<Vec<LeftAlone>, Exit> {
     let waits = args.scope == ScopeArgs::default();
     let scoped = match resolve(&scope.spec(), &Roots::default()) {
         Err(error @ (ScopeError::NoCgroup(_) | ScopeError::NoMatch(_) | ScopeError::NameOnly { .. })) if waits => {
@@ -168,7 +178,8 @@ fn check_scope(args: &RunArgs, scope: &ScopeArgs, deny: &DenyList) -> Result<Vec
         .iter()
         .filter(|scoped| scope.pid.contains(&scoped.process.pid()) || all == 1)
         .filter_map(|scoped| {
-            let reason = preflight::refusal(scoped, deny)?;
+            let other_domain = domains.and_then(|rules| rules.excludes(scoped)).map(|why| why.to_string());
+            let reason = other_domain.or_else(|| preflight::refusal(scoped, deny))?;
             Some(LeftAlone { pid: scoped.process.pid(), name: scoped.name.clone(), reason })
         })
         .collect();

@@ -104,6 +104,7 @@ pub fn run(args: &SketchArgs) -> Result<u8> {
     let mut host = LiveHost::new(settings.scope.spec(), Roots::default(), deny, ksm, HostMode::DryRun, stop.clone())
         .map_err(|error| failure(&error))?;
     host.set_domains(settings.domains.clone());
+    host.read_all_domains();
     let (name, key) = (fleet.host.clone(), fleet.key.id().to_string());
     let mut keeper = Keeper::new(fleet);
     let rows = read(&mut host, &mut keeper, settings.config.limits, &stop)?;

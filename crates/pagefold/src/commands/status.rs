@@ -19,7 +19,7 @@ use pagefold_cli::style::count;
 use pagefold_core::config::Only;
 use pagefold_core::governor::Governor;
 use pagefold_core::host::{Cost, HugeSplits, Mechanism};
-use pagefold_core::keys::OwnerKey;
+use pagefold_core::keys::{DomainKey, OwnerKey};
 use pagefold_core::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_core::report::{KindTotal, LevelTotal, RegionReport};
 use pagefold_core::stops::StopLengths;
@@ -73,6 +73,8 @@ pub struct Status {
     pub marked_bytes: u64,
     pub metadata_bytes: u64,
     pub to_unmark_bytes: u64,
+    #[serde(default)]
+    pub foreign_marks: bool,
     #[serde(default)]
     pub copied_bytes: u64,
     #[serde(default)]
@@ -138,9 +140,11 @@ pub struct NextRow {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct DomainRow {
     pub name: String,
+    pub processes: usize,
     pub resident_bytes: u64,
     pub marked_bytes: u64,
-    pub withheld_bytes: u64,
+    /// Whether it is left alone, because ksmd merges another one.
+    pub left_alone: bool,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -205,6 +209,7 @@ impl Status {
             marked_bytes: report.marked.bytes().0,
             metadata_bytes: report.marked.0 * METADATA_BYTES_PER_PAGE,
             to_unmark_bytes: to_unmark.map(|to_unmark| to_unmark.bytes).sum(),
+            foreign_marks: report.foreign_marks,
             copied_bytes: ledger.copies.total.bytes().0,
             copied_worst_day_bytes: ledger.copies.worst_day.bytes().0,
             reserve: ReserveView::of(facts),
@@ -271,17 +276,23 @@ fn next_rows(facts: &Facts) -> Vec<NextRow> {
 }
 
 fn domain_rows(facts: &Facts) -> Vec<DomainRow> {
-    let rows = (0_u16..).zip(&facts.domains).filter_map(|(key, name)| {
-        let regions = regions(facts, |region| region.domain.0 == key);
-        (!regions.is_empty()).then(|| DomainRow {
+    let mut processes: BTreeMap<DomainKey, usize> = BTreeMap::new();
+    for target in &facts.targets {
+        *processes.entry(target.domain).or_default() += 1;
+    }
+    let rows = processes.into_iter().filter_map(|(key, processes)| {
+        let name = facts.domains.get(usize::from(key.0))?;
+        let regions = regions(facts, |region| region.domain == key);
+        Some(DomainRow {
             name: name.clone(),
+            processes,
             resident_bytes: sum(&regions, |region| region.resident),
             marked_bytes: sum(&regions, |region| region.marked),
-            withheld_bytes: sum(&regions, |region| region.withheld),
+            left_alone: facts.merged_domain.as_ref().is_some_and(|merged| merged != name),
         })
     });
     let mut rows: Vec<DomainRow> = rows.collect();
-    rows.sort_by_key(|row| Reverse(row.resident_bytes));
+    rows.sort_by_key(|row| (row.left_alone, Reverse(row.resident_bytes)));
     rows
 }
 

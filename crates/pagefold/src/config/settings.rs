@@ -137,7 +137,10 @@ impl Settings {
                 "[run] (except the governor) or [judgement]",
                 (judgement(self), self.mechanism) != (judgement(old), old.mechanism),
             ),
-            ("[domains]", self.domains != old.domains),
+            (
+                "[domains] (except merge)",
+                (self.domains.by_user, &self.domains.rules) != (old.domains.by_user, &old.domains.rules),
+            ),
             ("[numa]", (&self.placement, self.config.latencies) != (&old.placement, old.config.latencies)),
             ("[audit]", self.audit != old.audit),
             ("[metrics]", self.metrics != old.metrics),
@@ -277,7 +280,8 @@ fn placement(values: &Values) -> Result<Policies, Exit> {
 
 fn domains(values: &Values) -> Result<DomainRules, String> {
     let rules = rules(values, "rule").iter().map(|rule| selected(rule, "domain"));
-    Ok(DomainRules { by_user: values.text("by") == Some("user"), rules: rules.collect::<Result<_, _>>()? })
+    let (by_user, merge) = (values.text("by") == Some("user"), values.text("merge").map(str::to_owned));
+    Ok(DomainRules { by_user, rules: rules.collect::<Result<_, _>>()?, merge })
 }
 
 /// The groups with limits of their own.

@@ -125,7 +125,7 @@ fn domains_and_limits_are_converted() {
     let settings = Files::new(text).settings(&[]).unwrap();
     let rule = |name: &str, selector| Rule { name: name.into(), selector };
     let rules = vec![rule("r", Selector::User(0)), rule("e", Selector::Exe("redis-server".into()))];
-    assert_eq!(settings.domains, DomainRules { by_user: true, rules });
+    assert_eq!(settings.domains, DomainRules { by_user: true, rules, merge: None });
     assert_eq!(settings.config.limits, Limits { stops: 7, ..Limits::default() });
     let group =
         |governor: &str| format!("[[limits.group]]\nname = \"g\"\nuser = \"root\"\ngovernor = \"{governor}\"\n");

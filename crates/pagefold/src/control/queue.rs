@@ -12,7 +12,7 @@ use pagefold_cli::scope::ScopeArgs;
 use pagefold_core::config::Config;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
-use pagefold_core::keys::{LimitKey, OwnerKey};
+use pagefold_core::keys::{DomainKey, LimitKey, OwnerKey};
 use pagefold_core::report::EngineReport;
 use pagefold_core::reserve::RoomState;
 use pagefold_linux::host::identity::PendingUnmark;
@@ -42,6 +42,8 @@ pub struct Facts {
     pub targets: Vec<TargetFacts>,
     /// The names of the trust domains, by key.
     pub domains: Vec<String>,
+    /// The one that is merged, if only one is.
+    pub merged_domain: Option<String>,
     /// The selectors of processes that are kept out by request, and of those that are not although an earlier one keeps them out.
     pub kept_out: Vec<KeptOutRow>,
     /// The cgroups below whose limits there is not room for all that can come back, or no headroom to merge more.
@@ -58,6 +60,7 @@ pub struct TargetFacts {
     pub pid: i32,
     /// When it started: distinguishes it from a later process with the same pid.
     pub start_time_ticks: u64,
+    pub domain: DomainKey,
     pub name: String,
     pub uid: u32,
     pub exe: Option<PathBuf>,
@@ -141,6 +144,7 @@ impl Facts {
             owner: target.owner,
             pid: target.process.pid(),
             start_time_ticks: target.process.start_time_ticks(),
+            domain: target.domain,
             name: target.name.clone(),
             uid: target.uid,
             exe: target.exe.as_ref().map(|exe| exe.to_path_buf()),
@@ -150,7 +154,7 @@ impl Facts {
             to_unmark: target.pending.as_ref().map(ToUnmark::from),
             notes: target.notes.iter().cloned().chain(target.young.then(|| YOUNG.to_owned())).collect(),
         });
-        let domains = host.domains().to_vec();
+        let (domains, merged_domain) = (host.domains().to_vec(), host.merged_domain().cloned());
         let report = engine.report();
         let tight = engine.reserve().limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
         let full = report.regions.iter().filter_map(|region| region.full);
@@ -163,7 +167,7 @@ impl Facts {
         let (scans, injector_restarts) = (engine.scans(), host.injector_restarts());
         let targets = targets.collect();
         let kept_out = host.kept_out().entries().iter().map(KeptOutRow::from).collect();
-        Self { report, scans, injector_restarts, targets, domains, kept_out, limited, run, xen: None }
+        Self { report, scans, injector_restarts, targets, domains, merged_domain, kept_out, limited, run, xen: None }
     }
 
     /// Where merged pages are, on a machine with several memory nodes.

@@ -131,7 +131,7 @@ pub const FAMILIES: &[Family] = &[
     gauge(
         "pagefold_scope_expected_bytes",
         "Duplicates in what is marked, or on request in all memory, by selector; no values if there are several trust domains",
-        // What is withheld from one domain would tell another one about its contents.
+        // What the programs of a domain have in common is not for others to know.
         |status| if status.domains.len() > 1 { Vec::new() } else { of_scopes(status, |row| row.expected_bytes) },
     ).by(&["kind", "scope"]),
     gauge("pagefold_processes", "Processes in scope that are not left alone", |status| {

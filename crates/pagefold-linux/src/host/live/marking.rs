@@ -2,6 +2,7 @@
 
 use super::{Actuator, LiveHost};
 use crate::host::identity::{Marks, Watch};
+use crate::host::targets::Target;
 use crate::inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
 use crate::inject::{Call, InjectError, InjectionReport, Limits};
 use crate::os::abandonable::{Job, PATIENCE};
@@ -72,7 +73,7 @@ impl LiveHost {
         size: StopSize,
         outcome: &mut Outcome,
     ) -> Vec<ChangeResult> {
-        if mark && self.must_unmark_first() {
+        if mark && (self.must_unmark_first() || self.has_foreign_marks()) {
             return changes.iter().map(|&change| ChangeResult { change, marking: Marking::Busy }).collect();
         }
         let mut results = vec![Marking::Refused; changes.len()];
@@ -83,7 +84,7 @@ impl LiveHost {
             }
         }
         for (pid, wanted) in by_pid {
-            if mark && (self.others_hold_unseen_marks(pid) || !self.may_be_marked(pid)) {
+            if mark && !self.may_be_marked(pid) {
                 for at in wanted {
                     results[at] = Marking::Busy;
                 }
@@ -128,21 +129,23 @@ impl LiveHost {
 
     /// Whether there are marks that must be removed, which comes before others are made.
     pub(super) fn must_unmark_first(&self) -> bool {
-        self.targets.values().any(|target| target.pending.as_ref().is_some_and(|pending| !pending.tried))
+        let must_be_tried = |target: &Target| target.pending.as_ref().is_some_and(|pending| !pending.tried);
+        matches!(self.actuator, Actuator::Act { .. }) && self.targets.values().any(must_be_tried)
     }
 
-    /// Whether a process of another trust domain than this one's may hold marks that nothing is known of now.
-    fn others_hold_unseen_marks(&self, pid: i32) -> bool {
-        let domain = self.targets.get(&pid).map(|target| target.domain);
-        self.targets.values().any(|target| Some(target.domain) != domain && target.holds_unseen_marks())
+    /// Whether memory of another trust domain than the one that ksmd merges is still marked, or may be: ksmd would merge both. Nothing
+    /// is marked and ksmd rests as long as that is so, however long it takes.
+    pub(super) fn has_foreign_marks(&self) -> bool {
+        let Some(merged) = self.merged.filter(|_| matches!(self.actuator, Actuator::Act { .. })) else { return false };
+        !self.are_all_looked_at || self.targets.values().any(|target| target.has_foreign_marks(merged))
     }
 
     /// Looks at a process again just before it is marked. Whether it is the program that was judged, and not excluded.
     pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
-        let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
-        let left_out = (&self.deny, &mut self.kept_out);
-        let mut watch = Watch::new((&self.scope, &self.roots), left_out, rules, &self.programs);
+        let rules = (&self.domain_rules, &mut self.domains, self.merged);
+        let (scope, left_out) = ((&self.scope, &self.roots), (&self.deny, &mut self.kept_out));
+        let mut watch = Watch::new(scope, left_out, rules, &self.group_rules, &self.programs);
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         let unchanged = !target.notice_exec() && matches!(target.look(now_ns, 1, &mut watch), Ok(false));
         if !unchanged {

@@ -74,7 +74,7 @@ impl Placing {
         };
         self.nodes = topology.views().unwrap_or_default();
         let view = |target: &Target| {
-            let policy = self.policies.of(&domains[usize::from(target.domain.0)]);
+            let policy = self.policies.of(domains.get(usize::from(target.domain.0)).map_or("", String::as_str));
             let placement = if self.may_move { policy } else { Placement::Kernel };
             owner_view(&target.process, &topology, target.owner, placement).ok()
         };

@@ -1,11 +1,12 @@
 //! Refreshing the targets: processes that come into scope, change or end.
 
 use super::{Event, LiveError, LiveHost, elapsed_ns};
-use crate::host::identity::{Watch, domain_key};
+use crate::host::identity::Watch;
 use crate::host::regions::Tracked;
 use crate::host::targets::Target;
 use crate::os::cpu::own_cpu_ns;
 use crate::proc::process::{Process, ReadError};
+use crate::scope::domain::NO_DOMAIN;
 use crate::scope::exclude::Exclusion;
 use crate::scope::opt_out::OptOut;
 use crate::scope::rule::RuleFacts;
@@ -98,7 +99,7 @@ impl LiveHost {
         let owner = self.owner_keys.take(|key| self.targets.values().any(|target| target.owner.0 == key));
         let facts = RuleFacts::from(&scoped);
         let domain = self.domain_rules.domain_of(scoped.domain.as_deref(), &facts, &mut Vec::new());
-        let domain = domain_key(&mut self.domains, domain);
+        let domain = self.domains.key_of(&domain).unwrap_or(NO_DOMAIN);
         Target::new(scoped, OwnerKey(owner), domain)
     }
 
@@ -107,10 +108,11 @@ impl LiveHost {
         let processes = count(self.targets.len());
         let mut changed = false;
         let (mut gone, mut reports) = (Vec::new(), Vec::new());
-        let rules = (&self.domain_rules, &mut self.domains, &self.group_rules[..]);
         forget_programs(&mut self.programs.marked, &self.targets);
-        let left_out = (&self.deny, &mut self.kept_out);
-        let mut watch = Watch::new((&self.scope, &self.roots), left_out, rules, &self.programs);
+        self.forget_domains();
+        let rules = (&self.domain_rules, &mut self.domains, self.merged);
+        let (scope, left_out) = ((&self.scope, &self.roots), (&self.deny, &mut self.kept_out));
+        let mut watch = Watch::new(scope, left_out, rules, &self.group_rules, &self.programs);
         let began = Instant::now();
         let first = std::mem::take(&mut self.next_pid);
         for (&pid, target) in self.targets.range_mut(first..) {
@@ -145,6 +147,7 @@ impl LiveHost {
             };
             reports.extend(why.map(|why| (pid, why)));
         }
+        self.are_all_looked_at |= self.next_pid == 0;
         for (pid, why) in reports {
             self.report_left_alone(pid, why);
         }
@@ -159,6 +162,17 @@ impl LiveHost {
             self.new_processes.invalidate();
         }
         changed
+    }
+
+    /// Forgets trust domains in which there are no processes, if there are as many as there can be.
+    fn forget_domains(&mut self) {
+        if !self.domains.are_full() {
+            return;
+        }
+        let of_targets = self.targets.values().map(|target| target.domain);
+        let needed: HashSet<DomainKey> =
+            of_targets.chain(self.programs.marked.values().copied()).chain(self.merged).collect();
+        self.domains.keep(|key| needed.contains(&key));
     }
 
     /// Reports why a process is left alone, unless that was the last report about it.

@@ -101,9 +101,6 @@ pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
                 "Marked and scanned; watched for changes. ksmd is woken again when enough pages are worth it.".into()
             }
         },
-        (Next::Watch, _) if region.withheld > Pages(0) && region.marked == Pages(0) => {
-            "Not marked: another trust domain holds the same contents, which are marked in one domain at most.".into()
-        }
         (Next::Watch, Kind::StaticallyDuplicated) if region.exact && on_request => match not_driven {
             Some(why) => format!("Worth merging, but {why}; watched for changes."),
             None => "Read whole: what has a copy is merged; watched for changes.".to_owned(),

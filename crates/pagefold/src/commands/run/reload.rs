@@ -14,6 +14,7 @@ use pagefold_cli::log;
 use pagefold_core::engine::Engine;
 use pagefold_core::governor::Governor;
 use pagefold_linux::host::live::LiveHost;
+use pagefold_linux::proc::status::printable;
 use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -122,6 +123,15 @@ impl<'a> ActiveSettings<'a> {
             self.say(progress, "settings", format!("the log level is now {}", read.log));
         }
         self.settings.log = read.log;
+        // Of the rules that are in force.
+        let former = self.settings.domains.merged();
+        self.settings.domains.merge = read.domains.merge;
+        let merged = self.settings.domains.merged();
+        if merged != former && host.merged_domain().is_some() {
+            host.merge_only(&merged);
+            let [merged, former] = [merged, former].map(|name| printable(name.as_bytes()));
+            self.say(progress, "settings", format!("trust domain {merged} is merged once {former} is unmarked"));
+        }
         let (new, old) = (&read.config, &self.settings.config);
         if (new.limits, &new.groups, &read.groups) != (old.limits, &old.groups, &self.settings.groups) {
             engine.set_limits(read.config.limits, read.config.groups.clone());

@@ -137,7 +137,7 @@ impl ScopeRow {
 }
 
 /// Every reason why a process may be left alone.
-pub const REASONS: [&str; 16] = [
+pub const REASONS: [&str; 18] = [
     "kernel-thread",
     "ended",
     "not-dumpable",
@@ -148,6 +148,8 @@ pub const REASONS: [&str; 16] = [
     UNMERGED,
     "out-of-scope",
     "moves-domain",
+    "other-domain",
+    "no-domain",
     "other-program",
     "not-readable",
     "locked",
@@ -169,6 +171,8 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
         Exclusion::KeptOut { .. } => UNMERGED,
         Exclusion::OutOfScope => "out-of-scope",
         Exclusion::MovedDomain { .. } => "moves-domain",
+        Exclusion::OtherDomain { .. } => "other-domain",
+        Exclusion::NoDomain => "no-domain",
         Exclusion::OtherProgram => "other-program",
         Exclusion::NotReadable => "not-readable",
         Exclusion::Stuck => "locked",
@@ -187,13 +191,14 @@ pub fn left_out_rows(facts: &Facts) -> Vec<LeftOutRow> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::keys::OwnerKey;
+    use pagefold_core::keys::{DomainKey, OwnerKey};
 
     fn target(pid: i32) -> TargetFacts {
         TargetFacts {
             owner: OwnerKey(1),
             pid,
             start_time_ticks: 1,
+            domain: DomainKey(0),
             name: "redis-server".to_owned(),
             uid: 33,
             exe: Some("/usr/bin/redis-check-rdb".into()),

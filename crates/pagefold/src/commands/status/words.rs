@@ -1,7 +1,7 @@
 //! The text of `status`.
 
-use super::Status;
 use super::groups::UNMERGED;
+use super::{DomainRow, Status};
 use pagefold_cli::figures::{thousands, time, wrap};
 use pagefold_cli::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_core::governor::Governor;
@@ -95,7 +95,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
         }
         rows.push(("THP", text));
     }
-    if status.domains.len() > 1 {
+    if status.domains.len() > 1 || status.domains.iter().any(|row| row.left_alone) {
         rows.push(("domains", domains(status)));
     }
     rows.extend(status.numa.as_ref().map(|places| ("nodes", places.sentence())));
@@ -126,20 +126,23 @@ fn kept_out(status: &Status) -> Option<String> {
     (!text.is_empty()).then(|| format!("{text}: {processes} now, until pagefold include"))
 }
 
-/// The number of trust domains, and how strictly they are separated.
+/// The number of trust domains, and which of them are merged.
 fn domains(status: &Status) -> String {
+    let all = count(status.domains.len(), "trust domain", "trust domains");
     if status.mechanism == Mechanism::Request {
-        return format!(
-            "{} trust domains: no page is merged with one of another domain by this run",
-            status.domains.len()
-        );
+        return format!("{all}: no page is merged with one of another domain by this run");
     }
-    let withheld: u64 = status.domains.iter().map(|row| row.withheld_bytes).sum();
+    let (others, merged): (Vec<&DomainRow>, Vec<&DomainRow>) = status.domains.iter().partition(|row| row.left_alone);
+    let processes: usize = others.iter().map(|row| row.processes).sum();
+    let merged = match merged.first() {
+        Some(row) => format!("ksmd merges {}", row.name),
+        None => "the one that ksmd merges has no process".to_owned(),
+    };
+    let waits = if status.foreign_marks { ". Nothing is merged before the memory of others is unmarked" } else { "" };
     format!(
-        "{} trust domains: contents found in two of them are marked in one at most ({} withheld). Pages that changed \
-         since they were read may still merge across domains: the kernel does not know them",
-        status.domains.len(),
-        human(withheld)
+        "{all}: {merged}; {} of others {} left alone. What merging on request would save there is not known{waits}",
+        count(processes, "process", "processes"),
+        if processes == 1 { "is" } else { "are" },
     )
 }
 
