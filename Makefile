@@ -1,8 +1,7 @@
 # make build    build pagefold, in target/release
 # make demo     show in a minute how pagefold works, on programs that it starts itself
-# make test     run the product's tests; installs the Debian packages they need
+# make test     run the product's tests, as root; installs the Debian packages they need (cargo test: those that need no rights)
 # make test-all run every lane: lint, test, fuzz, and the quick tests of the annexes
-# make unit     run the unit tests only
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
@@ -29,7 +28,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build oci demo test test-all run-tests-with-ksm run-tests-beside unit soak attack lint fuzz fuzz-long lab lab-test bench records \
+.PHONY: build oci demo test test-all run-tests-with-ksm run-tests-beside soak attack lint fuzz fuzz-long lab lab-test bench records \
     fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
     install-files install-program pages lab-pages deb deb-test tarball
 
@@ -44,6 +43,8 @@ demo:
 
 # KSM exists once per machine: tests that use it take a machine-wide lock and run one after the other, mostly waiting. The others run
 # beside them: first those in emulated machines and with hostile programs, which take longest.
+# None is skipped that could run. They are built with the feature that they need, which plain cargo test leaves out.
+LIVE := --workspace --locked --features live
 TESTS := $(wildcard crates/*/tests/*.rs)
 TESTS_LONG := numa attack
 TESTS_WITH_KSM := $(filter-out $(TESTS_LONG),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
@@ -51,37 +52,34 @@ TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir
 
 test:
 	@scripts/setup test
-	$(CARGO) build --workspace --bins --locked
-	$(CARGO) test --workspace --locked --no-run
-	@$(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
+	$(CARGO) build $(LIVE) --bins
+	$(CARGO) test $(LIVE) --no-run
+	@PAGEFOLD_NO_SKIP=1 $(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
 test-all: lint test fuzz lab-test fleet-test kernel-quick dkms-autoinstall xen-quick
 
 run-tests-with-ksm:
-	$(CARGO) test --workspace --locked $(TESTS_WITH_KSM:%=--test %)
+	$(CARGO) test $(LIVE) $(TESTS_WITH_KSM:%=--test %)
 
 run-tests-beside:
-	nice $(CARGO) test --workspace --locked $(TESTS_LONG:%=--test %)
-	nice $(CARGO) test --workspace --locked --lib --bins --examples $(TESTS_BESIDE:%=--test %)
-	nice $(CARGO) test --workspace --locked --doc
-
-unit:
-	$(CARGO) test --workspace --locked --lib
+	nice $(CARGO) test $(LIVE) $(TESTS_LONG:%=--test %)
+	nice $(CARGO) test $(LIVE) --lib --bins --examples $(TESTS_BESIDE:%=--test %)
+	nice $(CARGO) test $(LIVE) --doc
 
 soak:
 	@scripts/setup test
 	$(CARGO) test --locked -p pagefold-core --lib -- --ignored --nocapture
 	$(CARGO) test --locked -p pagefold-sim --test week -- --ignored --nocapture
-	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked -p pagefold-linux --test torture -- --nocapture
-	PAGEFOLD_SOAK_SECONDS=600 $(CARGO) test --locked -p pagefold --test integrity -- --nocapture
+	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked --features live -p pagefold-linux --test torture -- --nocapture
+	PAGEFOLD_SOAK_SECONDS=600 $(CARGO) test --locked --features live -p pagefold --test integrity -- --nocapture
 
 attack:
 	@scripts/setup test
-	PAGEFOLD_ATTACKS=1000000 $(CARGO) test --locked -p pagefold-linux --test attack -- --nocapture
+	PAGEFOLD_ATTACKS=1000000 $(CARGO) test --locked --features live -p pagefold-linux --test attack -- --nocapture
 
 lint:
 	$(CARGO) fmt --all --check
-	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy $(LIVE) --all-targets -- -D warnings
 	@! $(CARGO) tree --locked --package pagefold --edges normal,build,features --invert pagefold-linux | grep '"faults"' || \
 	    { echo "pagefold has points of fault injection, which are for tests only" >&2; exit 1; }
 	@$(CARGO) metadata --locked --format-version 1 --manifest-path fuzz/Cargo.toml >/dev/null

@@ -81,7 +81,7 @@ fn build() {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
     let status = Command::new(cargo)
         // As the Makefile does, so that nothing is built again.
-        .args(["build", "--quiet", "--locked", "--workspace", "--bins"])
+        .args(["build", "--quiet", "--locked", "--workspace", "--features", "live", "--bins"])
         .args(["--profile", profile, "--target-dir"])
         .arg(dir.parent().expect("a target directory"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))

@@ -72,6 +72,7 @@ fn reads(process: &Process, page: Vpn) -> bool {
 }
 
 #[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn dropped_capabilities_are_gone_from_every_set() {
     if !may_all() {
         return;
@@ -99,6 +100,7 @@ fn dropped_capabilities_are_gone_from_every_set() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn dropped_capabilities_do_not_come_back_without_setpcap_either() {
     if !may_all() || caps::read(None, CapSet::Permitted).unwrap().len() == READING.len() {
         return;
@@ -126,6 +128,7 @@ fn dropped_capabilities_do_not_come_back_without_setpcap_either() {
 
 /// With all three a process of another user can be read; without any one of them something fails.
 #[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn each_kept_capability_is_needed() {
     if !may_all() {
         return;

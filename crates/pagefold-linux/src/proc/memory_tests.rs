@@ -138,6 +138,7 @@ fn every_page_of_every_run_is_visited_in_order_with_its_contents() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn zero_and_file_pages_are_told_apart() {
     let mut reader = PageReader::new();
     if !reader.sees_frames() {
@@ -314,6 +315,7 @@ fn thread_cpu_ns() -> i64 {
 }
 
 #[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn huge_pages_are_recognised_with_and_without_pagemap_scan() {
     let memory = Memory::new(3 * 512);
     memory.advise(libc::MADV_HUGEPAGE);

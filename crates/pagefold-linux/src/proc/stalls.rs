@@ -251,6 +251,7 @@ mod tests {
 
     /// A process in a user namespace counts for the user who made it, whatever its own user is.
     #[test]
+    #[cfg_attr(not(feature = "live"), ignore = "needs root")]
     fn users_of_namespaces_count_for_their_owner() {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
         assert_eq!(namespace_owner(&own), None);

@@ -25,6 +25,7 @@ fn effective() -> u64 {
 }
 
 #[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn the_attribute_is_determined_for_our_own_and_other_users() {
     // SAFETY: the call takes no arguments.
     if unsafe { libc::geteuid() } != 0 {
