@@ -101,9 +101,9 @@ lab fleet xen:
 # The product's programs and victims, that the tests start, are built as the product's own tests build them.
 lab-test:
 	@scripts/setup lab
-	cd lab && $(CARGO) fmt --check
-	cd lab && $(CARGO) clippy --all-targets --locked -- -D warnings
-	cd lab && PAGEFOLD_NO_SKIP=1 $(CARGO) test --locked --all-targets
+	cd lab && $(CARGO) fmt --all --check
+	cd lab && $(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	cd lab && PAGEFOLD_NO_SKIP=1 $(CARGO) test --workspace --locked --lib --bins --examples --tests
 
 fleet-test:
 	@scripts/setup fleet

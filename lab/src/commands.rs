@@ -6,11 +6,11 @@ mod generate;
 mod programs;
 mod record;
 mod replay;
-mod report;
 mod scale;
 mod sketch_error;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use pagefold_report::command::ReportArgs;
 use std::process::ExitCode;
 
 /// Measures pagefold against KSM, and compares the papers' algorithms on recorded memory.
@@ -28,7 +28,7 @@ enum Command {
     /// Measure pagefold against KSM alone and against an oracle
     Bench(bench::BenchArgs),
     /// Write what bench has measured as one web page, or as Markdown
-    Report(report::ReportArgs),
+    Report(ReportArgs),
     /// Record the page contents of running programs over time, as digests
     Record(record::RecordArgs),
     /// Generate a record of one of the papers' workloads
@@ -65,7 +65,7 @@ pub fn main() -> ExitCode {
     };
     let result = match &cli.command {
         Command::Bench(args) => bench::run(args),
-        Command::Report(args) => report::run(args),
+        Command::Report(args) => pagefold_report::command::run(args),
         Command::Record(args) => record::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Programs(args) => programs::run(args),

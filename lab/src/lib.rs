@@ -18,8 +18,6 @@
 #![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
 
 pub mod bench;
-pub mod charts;
-mod columns;
 pub mod commands;
 pub mod digests;
 pub mod fleet;
@@ -27,11 +25,15 @@ pub mod generate;
 pub mod partial_hash;
 pub mod plots;
 pub mod programs;
-pub mod record;
 pub mod recorder;
 pub mod replay;
 pub mod scale;
 pub mod script;
 pub mod sketch_error;
+#[cfg(test)]
+#[path = "../report/src/svg_text.rs"]
+mod svg_text;
 pub mod table;
 pub mod uksmd;
+
+pub use pagefold_report::{charts, columns, record};

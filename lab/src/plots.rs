@@ -258,7 +258,7 @@ impl Sum {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::charts::{elements, texts};
+    use crate::svg_text::{elements, texts};
 
     fn outcome(algorithm: Algorithm, saved: u64) -> Outcome {
         let point = |second: u32| ReplayPoint {

@@ -43,6 +43,18 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
+/// Collects the answers of all targets in order. One that fails is `None`, and the reason is printed to stderr.
+pub fn answers(targets: &mut [Box<dyn Target>]) -> Vec<Option<String>> {
+    let check = |target: &mut Box<dyn Target>| match target.check() {
+        Ok(answer) => Some(answer),
+        Err(error) => {
+            eprintln!("{} {}: {error:#}", target.name(), target.pid());
+            None
+        }
+    };
+    targets.iter_mut().map(check).collect()
+}
+
 /// A program whose memory an experiment merges.
 pub trait Target {
     /// Its name in reports.

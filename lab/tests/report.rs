@@ -96,7 +96,7 @@ fn results_are_read_as_they_were_written() {
     let dir = tempfile::tempdir().unwrap();
     fill(dir.path());
     let all = results::load(dir.path(), None).unwrap();
-    let found: Vec<(&str, u32)> = all.iter().map(|one| (one.report.experiment, one.repetition)).collect();
+    let found: Vec<(&str, u32)> = all.iter().map(|one| (one.report.experiment.as_str(), one.repetition)).collect();
     assert_eq!(found, [("static-mix", 1), ("static-mix", 2), ("static-mix", 3), ("pairs", 1), ("hash", 1)]);
     let written = run("ksm-everything", 512.0, 2.0, 1.9, 0.0, 7);
     let read = &all[3].report.runs[0];

@@ -29,8 +29,9 @@ mod workers;
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::policy::uksm::{self, Uksm};
 use crate::bench::policy::{self, Policy};
-use crate::bench::report::{ExperimentReport, Failure, answers};
+use crate::bench::report::{ExperimentReport, Failure};
 use crate::programs::Target;
+use crate::programs::answers;
 use pagefold_core::permutation::Permutation;
 use pagefold_core::units::{PAGE_SIZE, Pages};
 use pagefold_linux::ksm::experiment::KsmForExperiment;
@@ -310,6 +311,11 @@ impl<'a> PolicySequence<'a> {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn the_report_knows_every_experiment() {
+        assert_eq!(super::EXPERIMENTS.map(|experiment| experiment.name), crate::bench::results::NAMES);
+    }
+
     #[test]
     fn an_order_follows_from_its_key_and_has_everything_once() {
         let items: Vec<u32> = (0..7).collect();

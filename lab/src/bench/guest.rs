@@ -75,7 +75,7 @@ pub fn run(
     let emulator = Emulator::find()?;
     let scratch = scratch()?;
     let at = |name: &str| scratch.path().join(name);
-    make_image(setting, &emulator, kernel, machine, report.experiment, scratch.path())?;
+    make_image(setting, &emulator, kernel, machine, &report.experiment, scratch.path())?;
     let mut command = command(&emulator, kernel, machine, scratch.path())?;
     // QEMU warns about stopped clocks until the kernel starts one.
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);

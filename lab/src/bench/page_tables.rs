@@ -7,7 +7,7 @@ use pagefold_linux::inject::mark::PageSpan;
 use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
 use pagefold_linux::proc::process::Process;
 use pagefold_linux::scope::eligible::eligible_spans;
-use serde::{Deserialize, Serialize};
+pub use pagefold_report::points::PageTableSample;
 use std::time::Duration;
 
 /// Time between two samples. One takes about 20 ms for 2 GiB.
@@ -15,15 +15,6 @@ const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Page table entries read per call.
 const ENTRIES: usize = 4096;
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct PageTableSample {
-    /// Time since the start.
-    pub seconds: f64,
-    /// Pages that share their frame. In targets that never forked, these are merged pages.
-    pub merged_pages: u64,
-    pub saved_bytes: u64,
-}
 
 /// The largest number of merged pages, and the mean over time of the bytes saved.
 pub fn most_and_mean(samples: &[PageTableSample]) -> (u64, f64) {

@@ -32,7 +32,7 @@ pub fn order(seed: Option<u64>, repetition: u32) -> Option<u64> {
 pub fn remaining(steps: &[Step], finished: &[Finished]) -> Option<Duration> {
     let mut of_each = BTreeMap::<&str, (Duration, u32)>::new();
     for one in finished {
-        let (sum, count) = of_each.entry(one.report.experiment).or_default();
+        let (sum, count) = of_each.entry(&one.report.experiment).or_default();
         *sum += one.elapsed;
         *count += 1;
     }

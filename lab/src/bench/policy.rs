@@ -8,12 +8,12 @@ pub mod uksm;
 mod uksmd;
 
 use crate::bench::experiment::ExperimentSetting;
-use crate::bench::report::{Answers, PolicyRun, agree, answers};
+use crate::bench::report::{Answers, PolicyRun, agree};
 use crate::bench::sampler::Sampler;
 use crate::bench::sampling::SamplingThread;
 use crate::bench::sysfs::Changed;
 use crate::bench::{daemon, oracle, page_tables};
-use crate::programs::Target;
+use crate::programs::{Target, answers};
 use anyhow::{Context, bail};
 use ksmtuned::Ksmtuned;
 use pagefold_core::units::{Permyriad, whole};
@@ -132,7 +132,7 @@ impl Policy {
 }
 
 /// The name of the policy that the experiments judge.
-pub const SUBJECT: &str = "pagefold";
+pub use pagefold_report::plot::SUBJECT;
 
 impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -116,7 +116,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
     let is_finished = |finished: &[Finished], step: &Step| {
         finished
             .iter()
-            .position(|one| (one.report.experiment, one.repetition) == (step.experiment.name, step.repetition))
+            .position(|one| (one.report.experiment.as_str(), one.repetition) == (step.experiment.name, step.repetition))
     };
     let mut passed = true;
     for (at, step) in steps.iter().enumerate() {

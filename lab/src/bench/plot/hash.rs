@@ -1,12 +1,12 @@
 //! Charts of the experiment `hash`: the avalanche effect of both forms (UKSM's Figure 6, as heat maps) and their
 //! strengths over time.
 
-use super::PEERS;
 use crate::bench::report::ExperimentReport;
 use crate::charts::{Canvas, Curve, Drawn, LEFT, Lines, RIGHT, Scale, TOP, label, number, svg};
 use crate::partial_hash::{LineHash, PartialHash, WordHash};
 use pagefold_core::hash::PageBytes;
 use pagefold_core::units::PAGE_SIZE;
+use pagefold_report::plot::PEERS;
 use pagefold_workload::contents::fill;
 use plotters::prelude::*;
 use plotters::style::text_anchor::HPos;

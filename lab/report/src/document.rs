@@ -1,6 +1,6 @@
 //! A report as headings, texts, tables and pictures: written as a web page or as Markdown.
 
-use pagefold_cli::html::{self, escape};
+use pagefold_text::html::{self, escape};
 use std::fmt::Write;
 
 /// More rows than Markdown shows of a folded table.
@@ -125,7 +125,7 @@ impl Grid {
 
 /// Text without meaning as Markdown: names can be anything.
 fn plain(text: &str) -> String {
-    let text = pagefold_linux::proc::status::printable(text.as_bytes());
+    let text = pagefold_text::escape::printable(text.as_bytes());
     let mut plain = String::with_capacity(text.len());
     for letter in text.chars() {
         if "\\`*_[]<>|#".contains(letter) {

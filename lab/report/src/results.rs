@@ -30,15 +30,14 @@
 //! The samples' metadata has the options of the run, the digest of the JSON, and a checksum over the file. All files appear whole,
 //! the samples last: what has its samples is finished.
 
-use crate::bench::events::KernelEvents;
-use crate::bench::experiment::{EXPERIMENTS, Experiment};
-use crate::bench::latencies::{Histogram, Latencies};
-use crate::bench::report::ExperimentReport;
-use crate::bench::sampler::SamplerPoint;
+use crate::events::KernelEvents;
+use crate::latencies::{Histogram, Latencies};
+use crate::points::SamplerPoint;
+use crate::report::ExperimentReport;
 use anyhow::Context;
-use pagefold_cli::exit::{self, Exit};
 use pagefold_sketch::guarded;
 use pagefold_sketch::seal::{self, KEY_SCHEMA};
+use pagefold_text::exit::{self, Exit};
 use pagefold_text::regular;
 use parquet::basic::Compression;
 use parquet::column::reader::get_typed_column_reader;
@@ -119,6 +118,38 @@ impl BenchOptions {
     }
 }
 
+/// The experiments in the order of the report: that of the list in the laboratory.
+pub const NAMES: [&str; 28] = [
+    "static-mix",
+    "tails",
+    "pairs",
+    "cow-breaker",
+    "short-lived",
+    "clones",
+    "idle",
+    "governors",
+    "mapper",
+    "real-programs",
+    "mixed-host",
+    "recall",
+    "mix",
+    "workers",
+    "neighbours",
+    "vms",
+    "vms-overcommitted",
+    "containers",
+    "build",
+    "huge",
+    "overcommit",
+    "scan",
+    "hash",
+    "classes",
+    "forests",
+    "numa",
+    "on-request",
+    "programs-on-request",
+];
+
 /// A finished repetition of an experiment.
 #[derive(Clone, Debug)]
 pub struct Finished {
@@ -166,18 +197,18 @@ pub fn load(dir: &Path, wanted: Option<&BenchOptions>) -> anyhow::Result<Vec<Fin
         }
         all.push(finished);
     }
-    all.sort_by_key(|one| (position(one.report.experiment), one.repetition));
+    all.sort_by_key(|one| (position(&one.report.experiment), one.repetition));
     Ok(all)
 }
 
 /// Where an experiment comes in the list of them.
 fn position(experiment: &str) -> Option<usize> {
-    EXPERIMENTS.iter().position(|one| one.name == experiment)
+    NAMES.iter().position(|&name| name == experiment)
 }
 
 /// Writes a repetition.
 pub fn write(dir: &Path, finished: &Finished) -> anyhow::Result<()> {
-    let (json_path, path) = paths(dir, finished.report.experiment, finished.repetition);
+    let (json_path, path) = paths(dir, &finished.report.experiment, finished.repetition);
     let mut report = finished.report.clone();
     // JSON has no other numbers.
     report.figures.retain(|_, value| value.is_finite());
@@ -285,7 +316,7 @@ fn properties(finished: &Finished, json: &str) -> anyhow::Result<Arc<WriterPrope
     let entries = [
         (KEY_SCHEMA, SCHEMA.to_owned()),
         // An experiment without samples has no rows to name it.
-        (KEY_EXPERIMENT, finished.report.experiment.to_owned()),
+        (KEY_EXPERIMENT, finished.report.experiment.clone()),
         (KEY_REPETITION, finished.repetition.to_string()),
         (KEY_OPTIONS, serde_json::to_string(&finished.options)?),
         (KEY_ELAPSED_MS, finished.elapsed.as_millis().to_string()),
@@ -307,7 +338,10 @@ fn samples(mut writer: Writer, finished: &Finished) -> anyhow::Result<seal::Seal
     let rows = || runs.iter().flat_map(|run| run.points.iter().map(|point| (run.policy.as_str(), *point)));
     let numbers = |of: fn(SamplerPoint) -> f64| rows().map(|(_, point)| of(point)).collect::<Vec<_>>();
     let mut group = writer.next_row_group()?;
-    column::<ByteArrayType>(&mut group, &rows().map(|_| finished.report.experiment.into()).collect::<Vec<_>>())?;
+    column::<ByteArrayType>(
+        &mut group,
+        &rows().map(|_| finished.report.experiment.as_str().into()).collect::<Vec<_>>(),
+    )?;
     let repetition = i32::try_from(finished.repetition)?;
     column::<Int32Type>(&mut group, &rows().map(|_| repetition).collect::<Vec<_>>())?;
     column::<ByteArrayType>(&mut group, &rows().map(|(policy, _)| policy.into()).collect::<Vec<_>>())?;
@@ -365,7 +399,7 @@ fn read(path: &Path) -> anyhow::Result<Finished> {
     // A crafted file can have a right checksum.
     let (mut finished, json_digest, rows) = guarded(|| decoded(file).map_err(|error| format!("{error:#}")))
         .map_err(|what| refused(path, &format!("is not a result of pagefold-lab bench ({what})")))?;
-    if paths(Path::new(""), finished.report.experiment, finished.repetition).1.file_name() != path.file_name() {
+    if paths(Path::new(""), &finished.report.experiment, finished.repetition).1.file_name() != path.file_name() {
         return Err(refused(path, "has the name of another result"));
     }
     let json_path = path.with_extension("json");
@@ -406,12 +440,12 @@ fn decoded(file: File) -> anyhow::Result<Decoded> {
     anyhow::ensure!(value(KEY_SCHEMA)? == SCHEMA, "its schema is another");
     anyhow::ensure!(metadata.schema_descr().root_schema() == schema()?.as_ref(), "its columns differ");
     let name = value(KEY_EXPERIMENT)?;
-    let experiment = Experiment::named(&name).with_context(|| format!("there is no experiment {name:?}"))?;
+    anyhow::ensure!(position(&name).is_some(), "there is no experiment {name:?}");
     let finished = Finished {
         repetition: value(KEY_REPETITION)?.parse().context("its repetition")?,
         options: serde_json::from_str(&value(KEY_OPTIONS)?).context("its options")?,
         elapsed: Duration::from_millis(value(KEY_ELAPSED_MS)?.parse().context("its duration")?),
-        report: ExperimentReport::new(experiment.name, experiment.claim),
+        report: ExperimentReport::new(&name, ""),
     };
     let mut rows = Vec::new();
     for group in 0..file.num_row_groups() {

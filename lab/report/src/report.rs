@@ -1,10 +1,9 @@
 //! The result of an experiment, as written to JSON.
 
-use crate::bench::events::KernelEvents;
-use crate::bench::latencies::Latencies;
-use crate::bench::page_tables::PageTableSample;
-use crate::bench::sampler::{SamplerPoint, reached, thinned};
-use crate::programs::Target;
+use crate::events::KernelEvents;
+use crate::latencies::Latencies;
+use crate::points::PageTableSample;
+use crate::points::{SamplerPoint, reached, thinned};
 use pagefold_core::units::Pages;
 use pagefold_linux::os::fields::field;
 use pagefold_linux::os::pressure::parse_meminfo;
@@ -21,11 +20,9 @@ pub const SCHEMA: &str = "pagefold.bench/1";
 pub struct ExperimentReport {
     #[serde(skip_deserializing)]
     pub schema: &'static str,
-    #[serde(skip_deserializing)]
-    pub experiment: &'static str,
+    pub experiment: String,
     /// The claim it measures, and its source.
-    #[serde(skip_deserializing)]
-    pub claim: &'static str,
+    pub claim: String,
     pub machine: MachineDescription,
     /// Sizes and times of the experiment.
     pub parameters: BTreeMap<String, u64>,
@@ -60,14 +57,16 @@ pub struct Picture {
 }
 
 impl ExperimentReport {
-    pub fn new(experiment: &'static str, claim: &'static str) -> Self {
+    pub fn new(experiment: &str, claim: &str) -> Self {
+        let (experiment, claim) = (experiment.to_owned(), claim.to_owned());
         Self { schema: SCHEMA, experiment, claim, machine: MachineDescription::this(), ..Self::default() }
     }
 
-    /// A report that was read from JSON, with what every program knows about this experiment.
-    pub(crate) fn named_as(self, report: &Self) -> Self {
+    /// A report that was read from JSON, with the name and version of the file beside it.
+    #[must_use]
+    pub fn named_as(self, report: &Self) -> Self {
         let machine = MachineDescription { pagefold: report.machine.pagefold, ..self.machine };
-        Self { schema: report.schema, experiment: report.experiment, claim: report.claim, machine, ..self }
+        Self { schema: report.schema, experiment: report.experiment.clone(), machine, ..self }
     }
 
     /// Adds sizes and times of the experiment.
@@ -386,18 +385,6 @@ impl Answers {
     pub fn always(self) -> bool {
         self.before && self.during && self.after
     }
-}
-
-/// Collects the answers of all targets in order. One that fails is `None`, and the reason is printed to stderr.
-pub fn answers(targets: &mut [Box<dyn Target>]) -> Vec<Option<String>> {
-    let check = |target: &mut Box<dyn Target>| match target.check() {
-        Ok(answer) => Some(answer),
-        Err(error) => {
-            eprintln!("{} {}: {error:#}", target.name(), target.pid());
-            None
-        }
-    };
-    targets.iter_mut().map(check).collect()
 }
 
 pub fn agree(expected: &[Option<String>], answers: &[Option<String>]) -> bool {

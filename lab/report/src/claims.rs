@@ -1,8 +1,8 @@
 //! What the papers claim, and what measures it here.
 
-use crate::bench::measures::{Measures, Spread, is_peer};
-use crate::bench::plot::is_ours;
-use crate::bench::report::{ExperimentReport, PolicyRun};
+use crate::measures::{Measures, Spread, is_peer};
+use crate::plot::is_ours;
+use crate::report::{ExperimentReport, PolicyRun};
 use std::fmt;
 
 /// A claim of a paper.
@@ -493,7 +493,7 @@ impl Judge {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::report::{Failure, Limit};
+    use crate::report::{Failure, Limit};
 
     fn claim(id: &str) -> &'static Claim {
         CLAIMS.iter().find(|claim| claim.id == id).unwrap()

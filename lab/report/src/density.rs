@@ -2,10 +2,10 @@
 
 use crate::charts::number;
 use crate::record::{Page, RecordError, RecordReader, State};
-use pagefold_cli::html::escape;
 use pagefold_core::host::PageState;
 use pagefold_core::units::Pages;
-use pagefold_linux::proc::status::printable;
+use pagefold_text::escape::printable;
+use pagefold_text::html::escape;
 use rustc_hash::FxHashMap;
 use std::fmt::Write;
 use std::path::Path;

@@ -1,12 +1,12 @@
-//! The command line of `pagefold-lab report`.
+//! The command line of `pagefold-report` and `pagefold-lab report`.
 
-use crate::bench::density::Density;
-use crate::bench::{results, summary};
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::html;
+use crate::density::Density;
+use crate::{results, summary};
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::html;
 use std::path::PathBuf;
 
-/// Options of `pagefold-lab report`.
+/// Options of the report.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ReportArgs {
     /// The directory that bench --output wrote

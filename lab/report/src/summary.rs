@@ -1,16 +1,16 @@
 //! The report of all results of a directory. Where pagefold loses comes first.
 
-use crate::bench::chart::FIRST_SECONDS;
-use crate::bench::claims::{CLAIMS, Verdict};
-use crate::bench::density::Density;
-use crate::bench::document::{Block, Document, Grid};
-use crate::bench::latencies::Histogram;
-use crate::bench::measures::{EFFECTS, Measures, QUANTITIES, Quantity, Spread, is_peer, ratio};
-use crate::bench::plot::{colours, is_ours};
-use crate::bench::report::{ExperimentReport, Limit, PolicyRun, without_round};
-use crate::bench::results::Finished;
-use crate::bench::sampler::thinned;
+use crate::chart::FIRST_SECONDS;
 use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
+use crate::claims::{CLAIMS, Verdict};
+use crate::density::Density;
+use crate::document::{Block, Document, Grid};
+use crate::latencies::Histogram;
+use crate::measures::{EFFECTS, Measures, QUANTITIES, Quantity, Spread, is_peer, ratio};
+use crate::plot::{colours, is_ours};
+use crate::points::thinned;
+use crate::report::{ExperimentReport, Limit, PolicyRun, without_round};
+use crate::results::Finished;
 use pagefold_core::units::Bytes;
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ const FIRST_CPU_SECONDS: f64 = 0.01;
 
 /// All repetitions of an experiment.
 struct Repetitions<'a> {
-    name: &'static str,
+    name: &'a str,
     reports: Vec<&'a ExperimentReport>,
 }
 
@@ -34,7 +34,7 @@ pub fn document(all: &[Finished], density: Option<&Density>) -> Document {
     for Finished { report, .. } in all {
         match experiments.last_mut().filter(|last| last.name == report.experiment) {
             Some(last) => last.reports.push(report),
-            None => experiments.push(Repetitions { name: report.experiment, reports: vec![report] }),
+            None => experiments.push(Repetitions { name: &report.experiment, reports: vec![report] }),
         }
     }
     let quick = all.iter().any(|one| one.options.quick);
@@ -57,7 +57,7 @@ pub fn document(all: &[Finished], density: Option<&Density>) -> Document {
         ));
         let rows = losses.iter().map(|loss| {
             let factor = if loss.factor.is_finite() { number(loss.factor) } else { "–".to_owned() };
-            [loss.experiment.to_owned(), loss.what.clone(), loss.ours.clone(), loss.other.clone(), factor]
+            [loss.experiment.clone(), loss.what.clone(), loss.ours.clone(), loss.other.clone(), factor]
         });
         let heads = ["experiment", "what", "pagefold", "peer or target", "times worse"];
         blocks.push(Grid::block(4, heads, rows.collect()));
@@ -112,7 +112,7 @@ fn conditions(all: &[Finished]) -> String {
 
 /// Something in which pagefold is worse than a peer, or than required.
 struct Loss {
-    experiment: &'static str,
+    experiment: String,
     what: String,
     ours: String,
     other: String,
@@ -168,7 +168,7 @@ impl Repetitions<'_> {
         }
         for failure in self.reports.iter().flat_map(|report| &report.failures) {
             losses.push(Loss {
-                experiment: self.name,
+                experiment: self.name.to_owned(),
                 what: format!("not measured: {}", failure.policy),
                 ours: failure.error.clone(),
                 other: "–".to_owned(),
@@ -190,7 +190,7 @@ impl Repetitions<'_> {
             None => return None,
         };
         (factor > tolerance).then(|| Loss {
-            experiment: self.name,
+            experiment: self.name.to_owned(),
             what: format!("{}, {own}", quantity.name),
             ours: value(own).map_or_else(|| "not reached".to_owned(), |own| own.to_string()),
             other: format!("{theirs}, {peer}"),
@@ -224,7 +224,7 @@ impl Repetitions<'_> {
         let first = self.reports[0];
         let parameters = first.parameters.iter().map(|(name, value)| format!("{} {value}", name.replace('_', " ")));
         blocks.push(Block::Heading(self.name.to_owned()));
-        blocks.push(Block::Text(first.claim.to_owned()));
+        blocks.push(Block::Text(first.claim.clone()));
         let repeated = format!("repetitions {}", self.reports.len());
         blocks.push(Block::Text(parameters.chain([repeated]).collect::<Vec<_>>().join(", ")));
         let or_none = |spread: Option<Spread>| spread.map_or_else(|| "–".to_owned(), |spread| spread.to_string());
@@ -305,7 +305,7 @@ impl Repetitions<'_> {
     }
 
     /// The raw samples of a policy, for each repetition.
-    fn points(&self, policy: &str) -> impl Iterator<Item = &[crate::bench::sampler::SamplerPoint]> {
+    fn points(&self, policy: &str) -> impl Iterator<Item = &[crate::points::SamplerPoint]> {
         self.reports.iter().filter_map(move |report| Some(report.run(policy)?.points.as_slice()))
     }
 
@@ -443,7 +443,7 @@ impl Target<'_> {
         [self.name.to_owned(), self.spread(), self.required(), verdict.to_string()]
     }
 
-    fn loss(&self, experiment: &'static str) -> Option<Loss> {
+    fn loss(&self, experiment: &str) -> Option<Loss> {
         if self.met {
             return None;
         }
@@ -454,7 +454,7 @@ impl Target<'_> {
         };
         let factor = if factor.is_finite() { factor.max(1.0) } else { f64::INFINITY };
         let (what, ours) = (format!("target: {}", self.name), self.spread());
-        Some(Loss { experiment, what, ours, other: self.required(), factor })
+        Some(Loss { experiment: experiment.to_owned(), what, ours, other: self.required(), factor })
     }
 }
 

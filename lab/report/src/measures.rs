@@ -1,9 +1,9 @@
 //! What a run took to get somewhere, and what it takes to stay there: apart, so that nothing depends on how long it was
 //! watched.
 
-use crate::bench::plot::is_ours;
-use crate::bench::report::{ExperimentReport, PolicyRun, is_of_later_round};
-use crate::bench::sampler::SamplerPoint;
+use crate::plot::is_ours;
+use crate::points::SamplerPoint;
+use crate::report::{ExperimentReport, PolicyRun, is_of_later_round};
 use pagefold_core::units::Bytes;
 use std::fmt;
 

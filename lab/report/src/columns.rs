@@ -1,6 +1,6 @@
 //! Tables described column by column.
 
-use pagefold_cli::table::Table;
+use pagefold_text::table::Table;
 
 /// The heading of a column, and the text of its cell in a row.
 pub type Column<'a, T> = (&'a str, &'a dyn Fn(&T) -> String);

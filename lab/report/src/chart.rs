@@ -1,6 +1,6 @@
 //! Common parts of the charts, and the text chart.
 
-use crate::bench::report::PolicyRun;
+use crate::report::PolicyRun;
 
 /// Start of time axes, seconds: samples are 50 ms apart.
 pub const FIRST_SECONDS: f64 = 0.1;
