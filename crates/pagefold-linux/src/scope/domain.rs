@@ -84,7 +84,7 @@ impl Domains {
         }
         let key = match self.free.pop() {
             Some(key) => {
-                self.names[usize::from(key.0)] = name.to_owned();
+                name.clone_into(&mut self.names[usize::from(key.0)]);
                 key
             }
             None if self.names.len() < DOMAINS_MOST => {
