@@ -161,3 +161,44 @@ fn nobody_is_killed_for_the_copies_that_its_cgroup_keeps_for_others() {
         assert!(saved >= SAVED_PERCENT, "round {number}: {saved} %");
     }
 }
+
+#[test]
+fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
+    const EACH: u64 = 40;
+    const LOWERED: u64 = (EACH * 4 / 3 + BESIDES) * MIB;
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut programs = Vec::new();
+    for _ in 0..3 {
+        let Some(program) = Contained::start(EACH, EACH * 9 / 4 + BESIDES) else { return };
+        programs.push(program);
+    }
+    let before = charged(&programs);
+    let pids: Vec<i32> = programs.iter().map(|program| program.holder.pid()).collect();
+    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]).answering();
+    settle(&programs);
+    let saved = before - charged(&programs);
+    assert!(saved >= 2 * EACH * MIB / 100 * 95, "{saved}");
+    // The one that keeps most for the others comes first. There is room for a third of that now.
+    programs.sort_by_key(|program| std::cmp::Reverse(program.cgroup.usage()));
+    for program in &programs {
+        program.cgroup.limit(LOWERED);
+    }
+    // It could write to all of its pages then.
+    wait_until("others have copies of their own", || programs[0].cgroup.usage() + EACH * MIB <= LOWERED);
+    settle(&programs);
+    daemon.signal(libc::SIGSTOP);
+    for at in 0..programs.len() {
+        println!("in use: {:?} MiB", programs.iter().map(|program| program.cgroup.usage() / MIB).collect::<Vec<_>>());
+        programs[at].write(2);
+    }
+    assert!(programs.iter().all(|program| program.cgroup.kills() == 0));
+    assert!(programs.iter_mut().all(|program| program.holder.is_intact()));
+    daemon.signal(libc::SIGCONT);
+    daemon.signal(libc::SIGTERM);
+    assert_eq!(daemon.end().code, Some(0));
+    for program in &programs {
+        program.cgroup.unlimited();
+    }
+    unmerge(&pids);
+    ksm.assert_restored();
+}
