@@ -68,19 +68,19 @@ run-tests-beside:
 
 soak:
 	@scripts/setup test
-	$(CARGO) test --locked -p pagefold-core --lib -- --ignored --nocapture
+	$(CARGO) test --locked -p pagefold-engine --lib -- --ignored --nocapture
 	$(CARGO) test --locked -p pagefold-sim --test week -- --ignored --nocapture
-	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked --features live -p pagefold-linux --test torture -- --nocapture
+	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked --features live -p pagefold-inject --test torture -- --nocapture
 	PAGEFOLD_SOAK_SECONDS=600 $(CARGO) test --locked --features live -p pagefold --test integrity -- --nocapture
 
 attack:
 	@scripts/setup test
-	PAGEFOLD_ATTACKS=1000000 $(CARGO) test --locked --features live -p pagefold-linux --test attack -- --nocapture
+	PAGEFOLD_ATTACKS=1000000 $(CARGO) test --locked --features live -p pagefold-inject --test attack -- --nocapture
 
 lint:
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy $(LIVE) --all-targets -- -D warnings
-	@! $(CARGO) tree --locked --package pagefold --edges normal,build,features --invert pagefold-linux | grep '"faults"' || \
+	@! $(CARGO) tree --locked --package pagefold --edges normal,build,features --invert pagefold-procmem | grep '"faults"' || \
 	    { echo "pagefold has points of fault injection, which are for tests only" >&2; exit 1; }
 	@$(CARGO) metadata --locked --format-version 1 --manifest-path fuzz/Cargo.toml >/dev/null
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3

@@ -8,7 +8,7 @@ use datafusion::common::cast::as_binary_array;
 use datafusion::error::{DataFusionError, Result};
 use datasketches::theta::CompactThetaSketch;
 use futures::TryStreamExt;
-use pagefold_core::units::{Bytes, PAGE_BYTES, index, whole};
+use pagefold_engine::units::{Bytes, PAGE_BYTES, index, whole};
 use pagefold_planner::contents::lg_sampled;
 use pagefold_planner::fleet::DOMAINS;
 use pagefold_planner::{Fleet, Host, HostId, Sample, Unit};

@@ -12,7 +12,7 @@ use datafusion::execution::context::SessionContext;
 use datafusion::logical_expr::{Accumulator, ColumnarValue, Volatility, create_udaf, create_udf};
 use datafusion::scalar::ScalarValue;
 use datasketches::theta::{CompactThetaSketch, ThetaIntersection, ThetaUnion, ThetaUnionBuilder};
-use pagefold_core::units::whole;
+use pagefold_engine::units::whole;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 

@@ -3,7 +3,7 @@
 use crate::fleet::{Planned, Workload, Workloads};
 use crate::inventory::{Inventory, LeftOut};
 use crate::report::write_left_out;
-use pagefold_core::units::index;
+use pagefold_engine::units::index;
 use pagefold_planner::{HostId, Plan, Saving};
 use pagefold_text::style::{human, percent};
 use pagefold_text::table::Table;
@@ -132,7 +132,7 @@ impl Document {
             schema: SCHEMA.to_owned(),
             time_us,
             key: inventory.key().map(|key| key.to_string()),
-            workloads: pagefold_core::units::count(known.workloads.len()),
+            workloads: pagefold_engine::units::count(known.workloads.len()),
             most_moves,
             moves: plan.moves,
             before: plan.before.into(),

@@ -4,7 +4,7 @@ use crate::engine::{Columns, Engine, positive};
 use crate::inventory::{Inventory, LeftOut};
 use crate::queries;
 use datafusion::error::Result;
-use pagefold_core::units::{count, whole};
+use pagefold_engine::units::{count, whole};
 use pagefold_text::style::{human, percent};
 use pagefold_text::table::{Table, cell, spaced};
 use serde::Serialize;

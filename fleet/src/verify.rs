@@ -4,7 +4,7 @@ use crate::fleet::Workloads;
 use crate::inventory::{Inventory, LeftOut};
 use crate::plan::{Document, MoveRow};
 use crate::report::write_left_out;
-use pagefold_core::units::{count, index};
+use pagefold_engine::units::{count, index};
 use pagefold_text::style::{human, percent};
 use pagefold_text::table::Table;
 use serde::Serialize;

@@ -14,7 +14,7 @@ mod report;
 #[path = "fleet/s3.rs"]
 mod s3;
 #[allow(dead_code, reason = "part of it is for other tests")]
-#[path = "../../crates/pagefold-testkit/src/skip.rs"]
+#[path = "../../crates/testkit/src/skip.rs"]
 mod skip;
 #[path = "fleet/spark.rs"]
 mod spark;

@@ -59,7 +59,7 @@ pub fn command() -> clap::Command {
 
 /// Runs the program.
 pub fn main() -> ExitCode {
-    let cli = match pagefold_cli::parse::<Cli>() {
+    let cli = match pagefold_text::program::parse::<Cli>() {
         Ok(cli) => cli,
         Err(code) => return code,
     };
@@ -75,5 +75,5 @@ pub fn main() -> ExitCode {
         Command::Fleet(args) => fleet::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
     };
-    pagefold_cli::finish("pagefold-lab", result)
+    pagefold_text::program::finish("pagefold-lab", result)
 }

@@ -5,8 +5,8 @@
 //! learn about the key while it is in use, but not afterwards.
 
 use crate::record::PARTS;
-use pagefold_core::hash::PageBytes;
-use pagefold_core::units::PAGE_SIZE;
+use pagefold_engine::hash::PageBytes;
+use pagefold_engine::units::PAGE_SIZE;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
 /// A key of XXH3's default secret length.

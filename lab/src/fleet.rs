@@ -113,15 +113,15 @@ pub fn simulate(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Fleet
     let (mut random, mut planned, mut within, mut errors) = (0, 0, 0, Vec::new());
     let mut now = vec![Vec::new(); fleet.hosts.len()];
     for (workload, host) in made.places.iter().enumerate() {
-        now[pagefold_core::units::index(host.0)].push(workload);
+        now[pagefold_engine::units::index(host.0)].push(workload);
     }
     for host in fleet.host_ids() {
         let before: Vec<usize> =
-            current.units_on(host).iter().map(|unit| pagefold_core::units::index(unit.0)).collect();
+            current.units_on(host).iter().map(|unit| pagefold_engine::units::index(unit.0)).collect();
         random += exact_saving(&world, &before);
-        let exact = exact_saving(&world, &now[pagefold_core::units::index(host.0)]);
+        let exact = exact_saving(&world, &now[pagefold_engine::units::index(host.0)]);
         planned += exact;
-        let estimate = made.hosts[pagefold_core::units::index(host.0)];
+        let estimate = made.hosts[pagefold_engine::units::index(host.0)];
         let off = estimate.pages.0.abs_diff(exact);
         within += u32::from(off <= estimate.error.0);
         errors.push(off as f64 / exact.max(1) as f64);

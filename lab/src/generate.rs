@@ -18,7 +18,7 @@ mod tests;
 
 use crate::record::{MemorySnapshot, Origin, ProcessRow, RegionRow, Source};
 use host_memory::Memory;
-use pagefold_core::units::{PAGE_SIZE, Pages, Vpn};
+use pagefold_engine::units::{PAGE_SIZE, Pages, Vpn};
 use std::convert::Infallible;
 
 const NS_PER_S: u64 = 1_000_000_000;

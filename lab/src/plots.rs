@@ -5,7 +5,7 @@ use crate::replay::{Algorithm, Outcome, ReplayPoint};
 use crate::scale;
 use crate::table::Comparison;
 use anyhow::anyhow;
-use pagefold_core::units::Bytes;
+use pagefold_engine::units::Bytes;
 use std::fs;
 use std::path::Path;
 

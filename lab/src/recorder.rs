@@ -1,7 +1,7 @@
 //! Running programs as a [`Source`] of snapshots: the processes in scope, their mappings, and the content of every page.
 //!
 //! A snapshot reads all pages that are present and anonymous (about 1 us per page) and changes nothing: merged and fork-shared
-//! pages stay shared (see [`pagefold_linux::proc::memory`]). Memory that pagefold leaves alone is not recorded. Processes keep
+//! pages stay shared (see [`pagefold_procmem::memory`]). Memory that pagefold leaves alone is not recorded. Processes keep
 //! running meanwhile, so the pages of a snapshot are not read at the same instant.
 //!
 //! An anonymous record has no PIDs and no names. Page numbers are shifted by a random multiple of 2 MiB for each process, and
@@ -9,23 +9,23 @@
 
 use crate::digests::{Digests, Key};
 use crate::record::{MemorySnapshot, Page, ProcessRow, RegionRow, Source};
-use pagefold_core::host::PageState;
-use pagefold_core::keys::{DomainKey, OwnerKey, RegionKey};
-use pagefold_core::units::{EXTENT_PAGES, Vpn};
-use pagefold_linux::host::identity::{Programs, Watch};
-use pagefold_linux::host::regions::Stretch;
-use pagefold_linux::host::targets::Target;
-use pagefold_linux::os::interrupt::Interrupt;
-use pagefold_linux::proc::Roots;
-use pagefold_linux::proc::kpageflags::shows_merged;
-use pagefold_linux::proc::memory::{Contents, PageReader, PageView, ReadHow};
-use pagefold_linux::proc::process::ReadError;
-use pagefold_linux::scope::deny_list::DenyList;
-use pagefold_linux::scope::domain::{DEFAULT, DomainRules};
-use pagefold_linux::scope::exclude::Exclusion;
-use pagefold_linux::scope::kept_out::KeptOut;
-use pagefold_linux::scope::new_processes::NewProcesses;
-use pagefold_linux::scope::{ScopeError, ScopeSpec, Scoped};
+use pagefold_engine::host::PageState;
+use pagefold_engine::keys::{DomainKey, OwnerKey, RegionKey};
+use pagefold_engine::units::{EXTENT_PAGES, Vpn};
+use pagefold_host::identity::{Programs, Watch};
+use pagefold_host::regions::Stretch;
+use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::domain::{DEFAULT, DomainRules};
+use pagefold_host::scope::exclude::Exclusion;
+use pagefold_host::scope::kept_out::KeptOut;
+use pagefold_host::scope::new_processes::NewProcesses;
+use pagefold_host::scope::{ScopeError, ScopeSpec, Scoped};
+use pagefold_host::targets::Target;
+use pagefold_procmem::Roots;
+use pagefold_procmem::kpageflags::shows_merged;
+use pagefold_procmem::memory::{Contents, PageReader, PageView, ReadHow};
+use pagefold_procmem::os::interrupt::Interrupt;
+use pagefold_procmem::process::ReadError;
 use std::fs::File;
 use std::io::{self, Read};
 use std::time::{Duration, Instant};

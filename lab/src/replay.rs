@@ -2,9 +2,9 @@
 
 use crate::script::Scripted;
 use crate::uksmd::{UksmSettings, Uksmd};
-use pagefold_core::config::Config;
-use pagefold_core::engine::{Cycle, Engine, cycle};
-use pagefold_core::host::{Actions, Host, ScanOrder};
+use pagefold_engine::config::Config;
+use pagefold_engine::engine::{Cycle, Engine, cycle};
+use pagefold_engine::host::{Actions, Host, ScanOrder};
 use pagefold_sim::{Classes, Costs, Forest, Granularity, Knobs, SearchCounts, SimHost};
 use serde::Serialize;
 use std::fmt;

@@ -14,7 +14,7 @@ pub use race::{Race, RaceResult, Racer};
 pub use server_memory::ServerMemory;
 
 use crate::replay::Algorithm;
-use pagefold_core::units::whole;
+use pagefold_engine::units::whole;
 use serde::Serialize;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};

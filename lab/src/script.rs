@@ -1,9 +1,9 @@
 //! Conversion of a record to a script for the simulator.
 
 use crate::record::{Event, PARTS, Page, Record, RegionRow};
-use pagefold_core::host::PageState;
-use pagefold_core::keys::FamilyKey;
-use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
+use pagefold_engine::host::PageState;
+use pagefold_engine::keys::FamilyKey;
+use pagefold_engine::units::{EXTENT_PAGES, Pages, Vpn};
 use pagefold_sim::{Script, Step};
 use rustc_hash::{FxHashMap, FxHashSet, FxHasher};
 use std::collections::BTreeSet;

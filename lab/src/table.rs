@@ -2,7 +2,7 @@
 
 use crate::columns;
 use crate::replay::{Algorithm, Outcome};
-use pagefold_core::units::Bytes;
+use pagefold_engine::units::Bytes;
 use serde::Serialize;
 use std::fmt;
 

@@ -17,8 +17,8 @@ mod settings;
 #[cfg(test)]
 mod tests;
 
-use pagefold_core::random::Random;
-use pagefold_core::units::Permyriad;
+use pagefold_engine::random::Random;
+use pagefold_engine::units::Permyriad;
 use pagefold_sim::memory::Memory;
 use pagefold_sim::{Costs, Granularity, Scanner, SearchCounts};
 use region::{LevelChange, SampledRegion};

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{assert_lab_fails, lab};
-use pagefold_core::host::PageState;
+use pagefold_engine::host::PageState;
 use pagefold_lab::record::{Event, Record};
 
 use pagefold_testkit::KsmAtRest;

@@ -3,13 +3,13 @@
 mod common;
 
 use common::{assert_lab_fails, lab};
-use pagefold_core::host::PageState;
+use pagefold_engine::host::PageState;
+use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::{ScopeSpec, resolve};
 use pagefold_lab::record::{Deltas, Event, Page, Record, Snapshot, Source, State};
 use pagefold_lab::recorder::{Recorder, RecordingOptions};
-use pagefold_linux::os::interrupt::Interrupt;
-use pagefold_linux::proc::Roots;
-use pagefold_linux::scope::deny_list::DenyList;
-use pagefold_linux::scope::{ScopeSpec, resolve};
+use pagefold_procmem::Roots;
+use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};

@@ -1,7 +1,7 @@
 //! Every algorithm on memories that are small enough to know the expected result.
 
-use pagefold_core::host::PageState;
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_engine::host::PageState;
+use pagefold_engine::units::{Pages, Vpn};
 use pagefold_lab::record::{Deltas, MemorySnapshot, Origin, PARTS, Page, ProcessRow, Record, RegionRow};
 use pagefold_lab::replay::{Algorithm, Outcome, Settings, replay, savable};
 use pagefold_lab::script::{Scripted, script};

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{assert_lab_fails, lab};
-use pagefold_core::units::whole;
+use pagefold_engine::units::whole;
 use pagefold_lab::bench::events::KernelEvents;
 use pagefold_lab::bench::experiment::Experiment;
 use pagefold_lab::bench::latencies::{Histogram, Latencies};

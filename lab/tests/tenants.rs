@@ -1,8 +1,8 @@
 //! Tenants as processes: start, commands, damage, end.
 
-use pagefold_core::units::Pages;
-use pagefold_linux::proc::maps::read_smaps;
-use pagefold_linux::proc::process::Process;
+use pagefold_engine::units::Pages;
+use pagefold_procmem::maps::read_smaps;
+use pagefold_procmem::process::Process;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 use std::process::{Command, Stdio};

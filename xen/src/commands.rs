@@ -7,11 +7,11 @@ pub mod scan;
 pub mod unmerge;
 
 use pagefold::preflight::need_root;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::style;
-use pagefold_linux::ksm::lock::{LOCK_PATH, Lock, LockError};
-use pagefold_linux::os::cpu::own_cpu_ns;
-use pagefold_linux::proc::status::printable;
+use pagefold_ksm::lock::{LOCK_PATH, Lock, LockError};
+use pagefold_procmem::os::cpu::own_cpu_ns;
+use pagefold_text::escape::printable;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::style;
 use pagefold_xen::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
 use pagefold_xen::host::{Clock, XenError};
 use pagefold_xen::hypervisor::{CallError, DomainId, Hypervisor};

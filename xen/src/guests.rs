@@ -1,7 +1,7 @@
 //! Which guests are in scope, and which of them must be left alone.
 
 use crate::hypervisor::{Domain, DomainId, Hypervisor};
-use pagefold_core::units::Pages;
+use pagefold_engine::units::Pages;
 use std::fmt;
 use std::str::FromStr;
 

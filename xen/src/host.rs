@@ -7,14 +7,14 @@ use crate::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
 use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Hypervisor, MachineMemory};
 use crate::ranges::{Range, ranges};
 use crate::sharing::{Pair, Sharer};
-use pagefold_core::hash::{Digest, Digester};
-use pagefold_core::host::{
+use pagefold_engine::hash::{Digest, Digester};
+use pagefold_engine::host::{
     Actions, Cost, Host, Keep, KsmView, Mechanism, MemoryView, MergeRange, MergeResult, Merging, Outcome, PageRun,
     PageSample, PageState, RegionView, SamplePlan, Samples, Snapshot,
 };
-use pagefold_core::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
-use pagefold_core::region::PageSet;
-use pagefold_core::units::{Pages, Vpn, index};
+use pagefold_engine::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
+use pagefold_engine::region::PageSet;
+use pagefold_engine::units::{Pages, Vpn, index};
 use rustc_hash::{FxHashMap, FxHasher};
 use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};

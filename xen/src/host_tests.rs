@@ -1,9 +1,9 @@
 use super::*;
 use crate::model::{Content, Event, Model, page};
-use pagefold_core::config::Config;
-use pagefold_core::engine::{Engine, cycle};
-use pagefold_core::governor::Governor;
-use pagefold_core::reserve::{Keep as ReserveKeep, ReserveSettings};
+use pagefold_engine::config::Config;
+use pagefold_engine::engine::{Engine, cycle};
+use pagefold_engine::governor::Governor;
+use pagefold_engine::reserve::{Keep as ReserveKeep, ReserveSettings};
 use std::cell::Cell;
 
 /// Virtual time: every reading of the CPU clock costs some.

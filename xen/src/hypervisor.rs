@@ -1,7 +1,7 @@
 //! The calls to the hypervisor and to the toolstack's database, and how they fail.
 
-use pagefold_core::hash::PageBytes;
-use pagefold_core::units::Pages;
+use pagefold_engine::hash::PageBytes;
+use pagefold_engine::units::Pages;
 use std::fmt;
 use std::io;
 

@@ -7,8 +7,8 @@ use crate::hypervisor::{
     CallError, Domain, DomainId, Gfn, GuestPage, Handle, Hypervisor, MachineMemory, Nominated, Refusal, See,
 };
 use libloading::Library;
-use pagefold_core::hash::PageBytes;
-use pagefold_core::units::{PAGE_SIZE, Pages, count};
+use pagefold_engine::hash::PageBytes;
+use pagefold_engine::units::{PAGE_SIZE, Pages, count};
 use std::ffi::{CString, c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::io;
 use std::path::Path;

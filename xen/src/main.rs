@@ -3,7 +3,7 @@
 
 /// Writes a message to standard error: one line, in which nothing can be obeyed by a terminal.
 macro_rules! complain {
-    ($($message:tt)*) => { pagefold_cli::messages::complain("pagefold-xen", &format!($($message)*)) };
+    ($($message:tt)*) => { pagefold_text::messages::complain("pagefold-xen", &format!($($message)*)) };
 }
 
 mod commands;
@@ -51,7 +51,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = match pagefold_cli::parse::<Cli>() {
+    let cli = match pagefold_text::program::parse::<Cli>() {
         Ok(cli) => cli,
         Err(code) => return code,
     };
@@ -67,5 +67,5 @@ fn main() -> ExitCode {
         Command::Unmerge(args) => unmerge::run(args),
         Command::Doctor(args) => doctor::run(args),
     };
-    pagefold_cli::finish("pagefold-xen", result)
+    pagefold_text::program::finish("pagefold-xen", result)
 }

@@ -6,7 +6,7 @@
 use crate::hypervisor::{
     CallError, Domain, DomainId, Gfn, GuestPage, Handle, Hypervisor, MachineMemory, Nominated, Refusal, See,
 };
-use pagefold_core::units::Pages;
+use pagefold_engine::units::Pages;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// What a page holds: this byte, everywhere.

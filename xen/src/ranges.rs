@@ -4,7 +4,7 @@
 //! pages of a hole are absent when they are read, and a patch is not looked at.
 
 use crate::hypervisor::{CallError, DomainId, Gfn, Hypervisor};
-use pagefold_core::units::Pages;
+use pagefold_engine::units::Pages;
 
 /// The distance of the frames that are asked for.
 const STEP: u64 = 32;

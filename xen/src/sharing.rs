@@ -14,8 +14,8 @@
 //! written, and its frame lives on in the others.
 
 use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Handle, Hypervisor, Nominated};
-use pagefold_core::hash::PageBytes;
-use pagefold_core::host::Merging;
+use pagefold_engine::hash::PageBytes;
+use pagefold_engine::host::Merging;
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeMap;
 

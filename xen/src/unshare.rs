@@ -2,7 +2,7 @@
 
 use crate::hypervisor::{CallError, Domain, DomainId, Gfn, GuestPage, Hypervisor};
 use crate::ranges::end;
-use pagefold_core::units::{Pages, count};
+use pagefold_engine::units::{Pages, count};
 
 /// Pages given back between two looks at what is left.
 const BATCH: usize = 256;

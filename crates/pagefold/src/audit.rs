@@ -9,10 +9,10 @@ mod file;
 
 pub use entry::{Entry, Owner};
 use file::LogFile;
-use pagefold_cli::exit::Exit;
-use pagefold_cli::sink::Sink;
-use pagefold_cli::style::visible_json;
-use pagefold_linux::proc::status::printable;
+use pagefold_text::escape::printable;
+use pagefold_text::exit::Exit;
+use pagefold_text::sink::Sink;
+use pagefold_text::style::visible_json;
 use serde::Serialize;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;

@@ -11,8 +11,8 @@ pub mod server;
 
 use crate::commands::explain;
 use crate::commands::status::Status;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_linux::os::peer::group_id;
+use pagefold_procmem::os::peer::group_id;
+use pagefold_text::exit::{self, Exit};
 use protocol::{GROUP, PATH, Request};
 use queue::RequestSender;
 use serde::Serialize;

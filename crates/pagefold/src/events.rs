@@ -7,8 +7,8 @@
 use crate::audit::Entry;
 use crate::history::now;
 use crate::service::{Journal, MessageLimit};
-use pagefold_cli::figures::thousands;
-use pagefold_cli::style::human;
+use pagefold_text::figures::thousands;
+use pagefold_text::style::human;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::Instant;

@@ -1,17 +1,17 @@
 //! The file in which a run keeps what it has learned, for the next run.
 //!
-//! It decides nothing about rights (see [`pagefold_core::learned`]), but it tells addresses and pids, so only root may read it. It is
+//! It decides nothing about rights (see [`pagefold_engine::learned`]), but it tells addresses and pids, so only root may read it. It is
 //! replaced as a whole, by a thread of its own: no disk delays the run, and a crash leaves the former one.
 
 use crate::background::{Background, Complaints};
 use crate::config::ownership;
 use crate::place::Place;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_core::engine::Engine;
-use pagefold_core::learned::Learned;
-use pagefold_linux::ksm::state_file::boot_id;
-use pagefold_linux::os::cpu::since_boot_ns;
-use pagefold_linux::proc::Roots;
+use pagefold_engine::engine::Engine;
+use pagefold_engine::learned::Learned;
+use pagefold_ksm::state_file::boot_id;
+use pagefold_procmem::Roots;
+use pagefold_procmem::os::cpu::since_boot_ns;
+use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};

@@ -1,11 +1,11 @@
 use super::*;
-use pagefold_core::config::Config;
-use pagefold_core::host::Snapshot;
-use pagefold_core::keys::{FamilyKey, LastingKey};
-use pagefold_core::learned::{LearnedFamily, LearnedRegion};
-use pagefold_core::region::LeaveAlone;
-use pagefold_core::sampling::estimate::Tally;
-use pagefold_core::units::{Pages, Permyriad, Vpn};
+use pagefold_engine::config::Config;
+use pagefold_engine::host::Snapshot;
+use pagefold_engine::keys::{FamilyKey, LastingKey};
+use pagefold_engine::learned::{LearnedFamily, LearnedRegion};
+use pagefold_engine::region::LeaveAlone;
+use pagefold_engine::sampling::estimate::Tally;
+use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use proptest::prelude::*;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};

@@ -6,7 +6,7 @@
 //! | to change | see |
 //! | --- | --- |
 //! | a subcommand, its own flags, what it prints | [`commands`]: one module each |
-//! | an option of the command line and the configuration file | `OPTIONS` in pagefold-cli, then [`config::settings`] |
+//! | an option of the command line and the configuration file | `OPTIONS` in pagefold-text, then [`config::settings`] |
 //! | a new column of `status` | [`commands::status`], from the core's report |
 //! | requests to a running daemon | [`control`] |
 //! | checks before anything is touched, and how a refusal is explained | [`preflight`] |
@@ -20,7 +20,7 @@
 //! | what the manual says about JSON fields and metrics | [`reference`] |
 //! | the demonstration | [`demo`] |
 //!
-//! The judgement is in pagefold-core, everything that touches the system in pagefold-linux, experiments in pagefold-lab.
+//! The judgement is in pagefold-engine, everything that touches the system in pagefold-host and those below it, experiments in pagefold-lab.
 
 #![allow(missing_docs, reason = "the library of a program: items are documented where their names do not suffice")]
 
@@ -33,7 +33,7 @@ use std::process::ExitCode;
 
 /// Writes a message to standard error: one line, in which nothing can be obeyed by a terminal.
 macro_rules! complain {
-    ($($message:tt)*) => { pagefold_cli::messages::complain("pagefold", &format!($($message)*)) };
+    ($($message:tt)*) => { pagefold_text::messages::complain("pagefold", &format!($($message)*)) };
 }
 
 pub mod audit;
@@ -47,6 +47,7 @@ pub mod events;
 mod golden;
 pub mod history;
 mod learned;
+pub mod log;
 pub mod metrics;
 pub mod output;
 pub mod place;
@@ -117,7 +118,7 @@ pub fn command() -> clap::Command {
 
 /// Runs the program.
 pub fn main() -> ExitCode {
-    let cli = match pagefold_cli::parse::<Cli>() {
+    let cli = match pagefold_text::program::parse::<Cli>() {
         Ok(cli) => cli,
         Err(code) => return code,
     };
@@ -138,7 +139,7 @@ pub fn main() -> ExitCode {
         Command::Config(command) => files::run(command),
         Command::Demo(args) => demo::run(args),
         Command::Tenant { spec } => pagefold_workload::serve(spec),
-        Command::Injector => pagefold_linux::inject::serve(),
+        Command::Injector => pagefold_inject::serve(),
     };
-    pagefold_cli::finish("pagefold", result)
+    pagefold_text::program::finish("pagefold", result)
 }

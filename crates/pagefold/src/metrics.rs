@@ -10,14 +10,14 @@ mod text;
 
 use crate::background::Background;
 use crate::commands::status::Status;
+use crate::config::options::{Values, address};
 use crate::control::protocol::Request;
 use crate::control::queue::RequestSender;
 use anyhow::{Context, Result};
 use file::MetricsFile;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::options::{Values, address};
-use pagefold_linux::os::cpu::thread_cpu_ns;
-use pagefold_linux::os::sockets;
+use pagefold_host::os::sockets;
+use pagefold_procmem::os::cpu::thread_cpu_ns;
+use pagefold_text::exit::{self, Exit};
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;

@@ -6,7 +6,7 @@ pub mod requests;
 pub mod xen;
 
 use anyhow::Context;
-use pagefold_cli::style::{self, Style};
+use pagefold_text::style::{self, Style};
 use serde::Serialize;
 use std::time::Duration;
 

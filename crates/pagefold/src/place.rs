@@ -1,7 +1,7 @@
 //! Files that are replaced as a whole: filled beside their place, and renamed. A crash leaves the former one.
 
 use crate::config::ownership::{self, shown};
-use pagefold_cli::exit::Exit;
+use pagefold_text::exit::Exit;
 use std::env;
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};

@@ -2,23 +2,23 @@
 
 use crate::config::settings::MechanismChoice;
 use anyhow::{Context, Result};
-use pagefold_cli::exit::{self, Exit};
-use pagefold_core::placement::policy::Placement;
-use pagefold_linux::inject::{InjectError, Injector, is_frozen};
-use pagefold_linux::ksm::lease::TakeError;
-use pagefold_linux::ksm::lock::LockError;
-use pagefold_linux::ksm::request::{self, Carrier, RequestDevice, RequestError};
-use pagefold_linux::ksm::{KSM_ROOT, Ksm, KsmError};
-use pagefold_linux::os::namespaces::enter_cgroups_of_init;
-use pagefold_linux::os::numa::Topology;
-use pagefold_linux::os::peer::own_uid;
-use pagefold_linux::os::privileges::{
+use pagefold_engine::placement::policy::Placement;
+use pagefold_host::os::namespaces::enter_cgroups_of_init;
+use pagefold_host::scope::Scoped;
+use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::exclude::{Exclusion, process_exclusion};
+use pagefold_inject::{InjectError, Injector, is_frozen};
+use pagefold_ksm::lease::TakeError;
+use pagefold_ksm::lock::LockError;
+use pagefold_ksm::request::{self, Carrier, RequestDevice, RequestError};
+use pagefold_ksm::{KSM_ROOT, Ksm, KsmError};
+use pagefold_procmem::os::numa::Topology;
+use pagefold_procmem::os::peer::own_uid;
+use pagefold_procmem::os::privileges::{
     Capability, PLACING, PrivilegeError, READING, REQUESTING, keep_from_dumps, keep_only, missing,
 };
-use pagefold_linux::proc::process::ReadError;
-use pagefold_linux::scope::Scoped;
-use pagefold_linux::scope::deny_list::DenyList;
-use pagefold_linux::scope::exclude::{Exclusion, process_exclusion};
+use pagefold_procmem::process::ReadError;
+use pagefold_text::exit::{self, Exit};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Command;
@@ -238,7 +238,7 @@ mod tests {
     /// The exit code with which merging on request by this file is refused.
     fn refusal(device: &Path, sys: &Path) -> Option<u8> {
         let choose = |choice| {
-            let root = pagefold_linux::ksm::KSM_ROOT;
+            let root = pagefold_ksm::KSM_ROOT;
             let ksm = Ksm::open(Path::new(root)).ok()?;
             Some(request_device_at((device, sys), choice, Placement::Fair, &ksm))
         };

@@ -1,5 +1,5 @@
 //! The daemon is killed, reads and writes fail, the disk is full, a target is stuck: no target may be harmed, KSM's knobs
-//! are restored, and nothing stays half done. Faults are injected by `PAGEFOLD_FAULT` (pagefold-linux's `fault.rs`), for
+//! are restored, and nothing stays half done. Faults are injected by `PAGEFOLD_FAULT` (pagefold-procmem's `fault.rs`), for
 //! every point and every read in its lists: one that is never reached fails the test.
 
 use pagefold_testkit::*;
@@ -14,8 +14,8 @@ mod reads;
 mod stuck;
 
 use aftermath::{assert_injectors_ended, assert_recoverable, assert_unharmed, knobs};
-use pagefold_linux::ksm::lock::{LOCK_PATH, holder};
-use pagefold_linux::os::fault;
+use pagefold_ksm::lock::{LOCK_PATH, holder};
+use pagefold_procmem::os::fault;
 use pagefold_workload::Tenant;
 use std::ffi::OsStr;
 use std::path::Path;

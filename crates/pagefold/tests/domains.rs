@@ -257,7 +257,9 @@ fn nobody_gets_into_the_merged_domain_by_itself() {
     let code = "import os, sys; os.setxattr(sys.argv[1], 'user.pagefold.domain', b'caches')";
     output_of(Command::new("python3").args(["-c", code]).arg(owned.path()));
     let mut attackers = [held(&forged), held(&plain)];
-    attackers.iter_mut().for_each(|attacker| assert_eq!(attacker.ask("user 4321"), 0));
+    for attacker in &mut attackers {
+        assert_eq!(attacker.ask("user 4321"), 0);
+    }
     owned.add(attackers[1].pid());
     let (cache_pids, attacker_pids) = (caches.each_ref().map(Holder::pid), attackers.each_ref().map(Holder::pid));
     let all = [cache_pids, attacker_pids].concat();

@@ -12,7 +12,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use ::pagefold::reference;
-use pagefold_linux::os::fields;
+use pagefold_procmem::os::fields;
 use pagefold_testkit::*;
 
 fn packaging() -> PathBuf {

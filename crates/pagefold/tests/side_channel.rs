@@ -179,12 +179,12 @@ fn the_time_of_a_write_says_nothing_about_another_domain() {
 /// decided whether such memory is marked, `mg` in its own smaps told an attacker whether it is right.
 #[test]
 fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
+    const GUESSES: u64 = 20;
+    const COPIED: u64 = 64;
     let Some(ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
     let config = dir.path().join("pagefold.toml");
     fs::write(&config, "[domains]\nby = \"user\"\n").unwrap();
-    const GUESSES: u64 = 20;
-    const COPIED: u64 = 64;
     let mut victims = [(); 2].map(|()| Holder::start(PAGES));
     for victim in &mut victims {
         victim.change(Change::Write { first: 0, pages: PAGES, content: candidate(9, 0, 0), step: 1 });

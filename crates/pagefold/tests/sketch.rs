@@ -1,6 +1,6 @@
 //! `pagefold sketch` and runs with sketches, on processes whose memory is known to the page. None of it needs KSM.
 
-use pagefold_core::units::whole;
+use pagefold_engine::units::whole;
 use pagefold_sketch::{Estimate, FleetKey, Kind, Row, SketchFile};
 use pagefold_testkit::holder::Change;
 use pagefold_testkit::injection::Victim;

@@ -1,7 +1,7 @@
 //! Names that others choose do not reach the terminal as they are, in any output.
 
-use pagefold_linux::proc::status::is_unsafe;
 use pagefold_testkit::*;
+use pagefold_text::escape::is_unsafe;
 use std::fs;
 use std::process::{Child, Command, Output, Stdio};
 

@@ -227,7 +227,7 @@ fn the_death_of_the_daemon_is_reported_in_one_line() {
     let pids = pids(&tenants);
     let mut command = Command::new(program());
     command.args(with_pids(&["run", "--json", "--governor", "full"], &pids, &[]));
-    let daemon = Daemon::of(command.env(pagefold_linux::os::fault::VARIABLE, "unmarked=kill")).answering();
+    let daemon = Daemon::of(command.env(pagefold_procmem::os::fault::VARIABLE, "unmarked=kill")).answering();
     wait_until_merged(&pids);
     let output = run_pagefold(&with_pids(&["unmerge"], &pids, &[]));
     assert_refused(&output, 1, "some of the processes may still be merged: run pagefold unmerge again");

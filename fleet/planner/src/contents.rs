@@ -6,7 +6,7 @@
 
 use crate::fleet::{DIGESTS_END, DOMAIN_BITS, Fleet, Sample, Unit, UnitId};
 use crate::regression::{Moments, shortfall};
-use pagefold_core::units::{PAGE_BYTES, count, index};
+use pagefold_engine::units::{PAGE_BYTES, count, index};
 
 /// The highest level: one content in 2^40 is sampled.
 const LEVELS_END: u8 = 40;
@@ -251,7 +251,7 @@ fn table(keys: &[u64]) -> Vec<usize> {
 mod tests {
     use super::*;
     use crate::fleet::{Host, HostId};
-    use pagefold_core::units::{Bytes, Pages};
+    use pagefold_engine::units::{Bytes, Pages};
 
     fn unit(domain: u32, threshold: u64, digests: &[u64]) -> Unit {
         let samples = vec![Sample { domain, threshold, digests: digests.to_vec() }];

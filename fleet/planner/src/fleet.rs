@@ -1,6 +1,6 @@
 //! Hosts, workloads, samples of their contents, and what the operator rules.
 
-use pagefold_core::units::{Bytes, Pages, index};
+use pagefold_engine::units::{Bytes, Pages, index};
 use thiserror::Error;
 
 /// Bits of a key that say the trust domain. The others are the highest of the digest: so keys sort as digests do, and

@@ -5,7 +5,7 @@
 
 use crate::fleet::{HostId, UnitId};
 use crate::placement::Placement;
-use pagefold_core::units::count;
+use pagefold_engine::units::count;
 
 /// Passes over all units.
 const PASSES: u32 = 4;

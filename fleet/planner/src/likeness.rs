@@ -7,8 +7,8 @@
 
 use crate::contents::Contents;
 use crate::fleet::UnitId;
-use pagefold_core::random::finalize;
-use pagefold_core::units::{count, index};
+use pagefold_engine::random::finalize;
+use pagefold_engine::units::{count, index};
 use rustc_hash::FxHashMap;
 
 const CLASSES: usize = 12;
@@ -73,8 +73,8 @@ fn lowest_of_classes(held: &[u32]) -> Vec<u32> {
 mod tests {
     use super::*;
     use crate::fleet::{DIGESTS_END, Fleet, Host, Sample, Unit};
-    use pagefold_core::random::Random;
-    use pagefold_core::units::Bytes;
+    use pagefold_engine::random::Random;
+    use pagefold_engine::units::Bytes;
 
     /// Units of several kinds: all hold the same half, those of a kind the same other half, sampled at several rates.
     #[test]

@@ -11,7 +11,7 @@ use crate::improve::most_look_ups;
 use crate::likeness::groups;
 use crate::placement::{Placement, Saving};
 use crate::target::target;
-use pagefold_core::units::{Bytes, Pages, difference};
+use pagefold_engine::units::{Bytes, Pages, difference};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 

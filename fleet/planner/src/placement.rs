@@ -10,7 +10,7 @@
 use crate::contents::{Contents, pages};
 use crate::fleet::{Fleet, HostId, UNITS_PER_HOST, UnitId};
 use crate::regression::Moments;
-use pagefold_core::units::{Bytes, Pages, count, index};
+use pagefold_engine::units::{Bytes, Pages, count, index};
 use rustc_hash::FxHashMap;
 use serde::Serialize;
 use std::cell::Cell;
@@ -355,14 +355,14 @@ const DEVIATIONS: f64 = 2.1;
 
 /// An estimate with its error. With nothing found in a sample, nothing is known of its error either.
 fn saving(pages: Pages, variance: f64) -> Saving {
-    Saving { pages, error: Pages(pagefold_core::units::whole((DEVIATIONS * variance.sqrt()).ceil())) }
+    Saving { pages, error: Pages(pagefold_engine::units::whole((DEVIATIONS * variance.sqrt()).ceil())) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::fleet::{DIGESTS_END, Host, Sample, Unit};
-    use pagefold_core::random::Random;
+    use pagefold_engine::random::Random;
     use proptest::prelude::*;
 
     /// Units that hold some of few contents, sampled at several rates, on few hosts.

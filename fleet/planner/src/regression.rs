@@ -6,7 +6,7 @@
 //! times the slope of the regression of shared pages on held ones over all contents (regression estimation: Cochran,
 //! Sampling Techniques, 1977, chapter 7).
 
-use pagefold_core::units::difference;
+use pagefold_engine::units::difference;
 
 /// Sums over the contents of a host, each weighted by the variance that its sampling adds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Plans beside the best placement, where that can be found by trying all, and the rules that every step keeps.
 
-use pagefold_core::random::Random;
-use pagefold_core::units::{Bytes, Pages, index};
+use pagefold_engine::random::Random;
+use pagefold_engine::units::{Bytes, Pages, index};
 use pagefold_planner::contents::Contents;
 use pagefold_planner::fleet::DIGESTS_END;
 use pagefold_planner::{Fleet, Host, HostId, Placement, Sample, Unit, UnitId, plan};

@@ -75,7 +75,7 @@ fn read_rules(path: &Path) -> Result<Rules> {
     let mut text = String::new();
     let read = std::fs::File::open(path).and_then(|file| file.take(MOST_BYTES + 1).read_to_string(&mut text));
     let read = read.map_err(|error| refused(exit::FAILURE, format!("{error}; check the file and its permissions")))?;
-    if pagefold_core::units::count(read) > MOST_BYTES {
+    if pagefold_engine::units::count(read) > MOST_BYTES {
         return Err(refused(exit::USAGE, format!("it has more than {MOST_BYTES} bytes; give a file of rules")).into());
     }
     Ok(Rules::parse(&text).map_err(|error| refused(exit::USAGE, error.to_string()))?)

@@ -42,7 +42,7 @@ fn read_plan(path: &Path) -> Result<Document> {
     };
     let mut text = String::new();
     let read = std::fs::File::open(path).and_then(|file| file.take(MOST_BYTES + 1).read_to_string(&mut text));
-    if pagefold_core::units::count(read.map_err(|error| refused(error.to_string()))?) > MOST_BYTES {
+    if pagefold_engine::units::count(read.map_err(|error| refused(error.to_string()))?) > MOST_BYTES {
         return Err(refused(format!("it has more than {MOST_BYTES} bytes")).into());
     }
     let plan: Document = serde_json::from_str(&text).map_err(|error| refused(error.to_string()))?;

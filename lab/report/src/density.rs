@@ -2,8 +2,8 @@
 
 use crate::charts::number;
 use crate::record::{Page, RecordError, RecordReader, State};
-use pagefold_core::host::PageState;
-use pagefold_core::units::Pages;
+use pagefold_engine::host::PageState;
+use pagefold_engine::units::Pages;
 use pagefold_text::escape::printable;
 use pagefold_text::html::escape;
 use rustc_hash::FxHashMap;
@@ -178,7 +178,7 @@ impl Density {
 mod tests {
     use super::*;
     use crate::record::{Event, PARTS, ProcessRow, RegionRow, Snapshot};
-    use pagefold_core::units::Vpn;
+    use pagefold_engine::units::Vpn;
 
     fn state() -> State {
         let mut events = Vec::new();

@@ -1,7 +1,7 @@
 //! What merging did to memory, by the kernel's own counters: copies of merged pages, and huge pages split.
 
 use anyhow::Context;
-use pagefold_linux::os::fields::number;
+use pagefold_procmem::os::fields::number;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -1,6 +1,6 @@
 //! Latencies as histograms: small enough to keep, and good for any percentile.
 
-use pagefold_core::units::whole;
+use pagefold_engine::units::whole;
 use std::collections::BTreeMap;
 use std::time::Duration;
 

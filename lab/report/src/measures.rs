@@ -4,7 +4,7 @@
 use crate::plot::is_ours;
 use crate::points::SamplerPoint;
 use crate::report::{ExperimentReport, PolicyRun, is_of_later_round};
-use pagefold_core::units::Bytes;
+use pagefold_engine::units::Bytes;
 use std::fmt;
 
 /// The shares of what can be saved that are measured.

@@ -3,7 +3,7 @@
 use crate::chart::{FIRST_SECONDS, last_seconds, most_saved};
 use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
 use crate::report::{ExperimentReport, Picture, PolicyRun};
-use pagefold_core::units::Bytes;
+use pagefold_engine::units::Bytes;
 
 /// The policy that all others are compared with.
 pub const SUBJECT: &str = "pagefold";

@@ -18,8 +18,8 @@ pub use error::RecordError;
 pub use reader::RecordReader;
 pub use writer::{RecordWriter, WriteError, Written, write};
 
-use pagefold_core::host::PageState;
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_engine::host::PageState;
+use pagefold_engine::units::{Pages, Vpn};
 
 /// Parts of a page with a digest each, of 1 KiB (CMD, section 4).
 pub const PARTS: usize = 4;

@@ -4,9 +4,9 @@ use crate::events::KernelEvents;
 use crate::latencies::Latencies;
 use crate::points::PageTableSample;
 use crate::points::{SamplerPoint, reached, thinned};
-use pagefold_core::units::Pages;
-use pagefold_linux::os::fields::field;
-use pagefold_linux::os::pressure::parse_meminfo;
+use pagefold_engine::units::Pages;
+use pagefold_procmem::os::fields::field;
+use pagefold_procmem::os::pressure::parse_meminfo;
 use pagefold_workload::{ActivityCounters, Lifetime};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -182,7 +182,7 @@ impl MachineDescription {
             cpu: cpu.unwrap_or_default().trim_start_matches(": ").to_owned(),
             cpus: std::thread::available_parallelism().map_or(0, usize::from),
             memory_bytes: Self::memory().0.bytes().0,
-            transparent_hugepages: pagefold_linux::os::fields::chosen(&text(
+            transparent_hugepages: pagefold_procmem::os::fields::chosen(&text(
                 "/sys/kernel/mm/transparent_hugepage/enabled",
             ))
             .unwrap_or_default()

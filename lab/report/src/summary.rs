@@ -11,7 +11,7 @@ use crate::plot::{colours, is_ours};
 use crate::points::thinned;
 use crate::report::{ExperimentReport, Limit, PolicyRun, without_round};
 use crate::results::Finished;
-use pagefold_core::units::Bytes;
+use pagefold_engine::units::Bytes;
 use std::collections::BTreeMap;
 
 /// What counts as losing: by more than this, since times vary from run to run.

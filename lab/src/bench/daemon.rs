@@ -3,11 +3,11 @@
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagefold_linux::os::cpu::reaped_children_cpu_ns;
-use pagefold_linux::os::fields::kib;
-use pagefold_linux::os::interrupt::Interrupt;
-use pagefold_linux::proc::cpu::process_cpu_ns;
-use pagefold_linux::proc::process::Process;
+use pagefold_procmem::cpu::process_cpu_ns;
+use pagefold_procmem::os::cpu::reaped_children_cpu_ns;
+use pagefold_procmem::os::fields::kib;
+use pagefold_procmem::os::interrupt::Interrupt;
+use pagefold_procmem::process::Process;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;

@@ -32,11 +32,11 @@ use crate::bench::policy::{self, Policy};
 use crate::bench::report::{ExperimentReport, Failure};
 use crate::programs::Target;
 use crate::programs::answers;
-use pagefold_core::permutation::Permutation;
-use pagefold_core::units::{PAGE_SIZE, Pages};
-use pagefold_linux::ksm::experiment::KsmForExperiment;
-use pagefold_linux::ksm::request::DEVICE;
-use pagefold_linux::os::interrupt::Interrupt;
+use pagefold_engine::permutation::Permutation;
+use pagefold_engine::units::{PAGE_SIZE, Pages};
+use pagefold_ksm::experiment::KsmForExperiment;
+use pagefold_ksm::request::DEVICE;
+use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::path::Path;
 

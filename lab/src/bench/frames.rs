@@ -1,8 +1,8 @@
 //! Anonymous memory of programs, counted in frames.
 
 use anyhow::anyhow;
-use pagefold_linux::os::fields::kib;
-use pagefold_linux::proc::process::Process;
+use pagefold_procmem::os::fields::kib;
+use pagefold_procmem::process::Process;
 
 /// Anonymous memory of some processes, MiB.
 #[derive(Clone, Copy, Debug, Default)]

@@ -5,7 +5,7 @@
 //! (coordinated omission).
 
 use anyhow::{Context, ensure};
-use pagefold_core::units::whole;
+use pagefold_engine::units::whole;
 use pagefold_workload::OwnedChild;
 use std::ffi::OsStr;
 use std::io::{BufReader, Write};

@@ -1,13 +1,13 @@
 //! The oracle: reads every page beforehand and so knows what is worth marking. It bounds what any judgement can
 //! achieve; its reading is not charged to it.
 
-use pagefold_core::hash::{Digest, Digester};
-use pagefold_core::host::PageState;
-use pagefold_core::units::{Bytes, Pages, Vpn};
-use pagefold_linux::inject::mark::PageSpan;
-use pagefold_linux::proc::memory::{PageReader, ReadHow};
-use pagefold_linux::proc::process::Process;
-use pagefold_linux::scope::eligible::eligible_mappings;
+use pagefold_engine::hash::{Digest, Digester};
+use pagefold_engine::host::PageState;
+use pagefold_engine::units::{Bytes, Pages, Vpn};
+use pagefold_host::scope::eligible::eligible_mappings;
+use pagefold_inject::mark::PageSpan;
+use pagefold_procmem::memory::{PageReader, ReadHow};
+use pagefold_procmem::process::Process;
 use std::collections::HashMap;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -2,11 +2,11 @@
 //! notices only on its next scan; page tables change at once.
 
 use crate::bench::sampling::SamplingThread;
-use pagefold_core::units::Pages;
-use pagefold_linux::inject::mark::PageSpan;
-use pagefold_linux::proc::pagemap::{Pagemap, PagemapEntry};
-use pagefold_linux::proc::process::Process;
-use pagefold_linux::scope::eligible::eligible_spans;
+use pagefold_engine::units::Pages;
+use pagefold_host::scope::eligible::eligible_spans;
+use pagefold_inject::mark::PageSpan;
+use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
+use pagefold_procmem::process::Process;
 pub use pagefold_report::points::PageTableSample;
 use std::time::Duration;
 

@@ -2,7 +2,7 @@
 
 use crate::bench::experiment::{Experiment, shuffled};
 use crate::bench::results::Finished;
-use pagefold_core::random::mix;
+use pagefold_engine::random::mix;
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! A file of sysfs that has another value for a while.
 
 use anyhow::Context;
-use pagefold_linux::os::fields::chosen;
+use pagefold_procmem::os::fields::chosen;
 use std::fs;
 use std::path::{Path, PathBuf};
 

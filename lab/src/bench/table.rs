@@ -5,8 +5,8 @@ use crate::bench::experiment::Experiment;
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::charts::number;
 use crate::columns;
-use pagefold_cli::table::Table;
-use pagefold_core::units::Bytes;
+use pagefold_engine::units::Bytes;
+use pagefold_text::table::Table;
 use std::fmt::Write;
 
 const CHART_COLUMNS: u32 = 56;

@@ -3,11 +3,11 @@
 use crate::fleet::mix::Mix;
 use crate::fleet::{FleetOptions, FleetOutcome, Fleets, files, simulate};
 use anyhow::Result;
-use pagefold_cli::exit;
-use pagefold_cli::progress::Progress;
-use pagefold_cli::style;
-use pagefold_core::units::index;
+use pagefold_engine::units::index;
 use pagefold_planner::contents::lg_sampled;
+use pagefold_text::exit;
+use pagefold_text::progress::Progress;
+use pagefold_text::style;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
@@ -77,7 +77,7 @@ pub fn run(args: &FleetArgs) -> Result<u8> {
     let missed: Vec<String> = fleets.outcomes.iter().flat_map(FleetOutcome::missed).collect();
     style::print(&if args.json { style::json(&fleets)? } else { fleets.to_string() })?;
     for missed in &missed {
-        pagefold_cli::messages::complain("pagefold-lab", &format!("missed: {missed}"));
+        pagefold_text::messages::complain("pagefold-lab", &format!("missed: {missed}"));
     }
     Ok(if missed.is_empty() { exit::OK } else { exit::FAILURE })
 }

@@ -3,8 +3,8 @@
 use crate::generate::{GENERATORS, Generator, Options};
 use crate::record::{WriteError, Written, write};
 use anyhow::{Result, bail};
-use pagefold_cli::exit::{self, Exit};
-use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
+use pagefold_engine::units::{Bytes, PAGE_SIZE, Pages};
+use pagefold_text::exit::{self, Exit};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};

@@ -7,7 +7,7 @@ use crate::script::script;
 use crate::table::Comparison;
 use anyhow::{Context, Result};
 use humantime::Duration;
-use pagefold_cli::exit::{self, Exit};
+use pagefold_text::exit::{self, Exit};
 use std::path::PathBuf;
 
 /// Options of `pagefold-lab replay`.

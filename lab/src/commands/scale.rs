@@ -5,9 +5,9 @@ use crate::replay::Algorithm;
 use crate::scale::{ScaleOptions, scale};
 use anyhow::Result;
 use clap::ValueEnum;
-use pagefold_cli::exit;
-use pagefold_cli::progress::Progress;
-use pagefold_cli::style;
+use pagefold_text::exit;
+use pagefold_text::progress::Progress;
+use pagefold_text::style;
 use std::path::PathBuf;
 
 /// Options of `pagefold-lab scale`.

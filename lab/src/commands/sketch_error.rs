@@ -4,8 +4,8 @@ use crate::columns::table;
 use crate::record::{RecordReader, State};
 use crate::sketch_error::{Comparison, MEDIAN_BAR, Overall, Pair, WITHIN_BAR, compare, held};
 use anyhow::Result;
-use pagefold_cli::exit;
-use pagefold_cli::style::{self, Lines};
+use pagefold_text::exit;
+use pagefold_text::style::{self, Lines};
 use std::path::PathBuf;
 
 /// Options of `pagefold-lab sketch-error`.

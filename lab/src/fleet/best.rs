@@ -7,7 +7,7 @@
 
 use super::FleetOptions;
 use super::world::World;
-use pagefold_core::units::count;
+use pagefold_engine::units::count;
 use rustc_hash::FxHashMap;
 
 /// Pages that are saved at most.

@@ -3,7 +3,7 @@
 use super::FleetOptions;
 use super::mix::Mix;
 use super::world::{Instance, World, exact_saving};
-use pagefold_core::units::{count, index};
+use pagefold_engine::units::{count, index};
 use pagefold_planner::contents::Contents;
 use pagefold_planner::plan;
 use serde::Serialize;

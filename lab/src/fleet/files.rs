@@ -4,7 +4,7 @@ use super::FleetOptions;
 use super::mix::Mix;
 use super::world::{CPU_EACH, PLACES, World, contents};
 use anyhow::{Context, Result};
-use pagefold_core::units::{PAGE_BYTES, count};
+use pagefold_engine::units::{PAGE_BYTES, count};
 use pagefold_sketch::{FleetKey, Kind, Row};
 use std::io::Cursor;
 use std::path::Path;

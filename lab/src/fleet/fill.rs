@@ -7,7 +7,7 @@
 use super::FleetOptions;
 use super::mix::Mix;
 use super::world::{CPU_EACH, Instance, World, contents};
-use pagefold_core::units::{Bytes, PAGE_BYTES, count, index};
+use pagefold_engine::units::{Bytes, PAGE_BYTES, count, index};
 use pagefold_planner::contents::Contents;
 use pagefold_planner::{Fleet, Host, HostId, Placement, UnitId, plan};
 use rustc_hash::FxHashMap;

@@ -5,8 +5,8 @@
 //! that depends on the system, too), and the rest its own. Instances differ: each holds nine tenths of what its kind holds.
 
 use crate::record::{Record, RecordError, State};
-use pagefold_core::host::PageState;
-use pagefold_core::random::{Random, mix};
+use pagefold_engine::host::PageState;
+use pagefold_engine::random::{Random, mix};
 use rustc_hash::FxHashMap;
 use std::path::Path;
 

@@ -3,8 +3,8 @@
 
 use super::FleetOptions;
 use super::mix::Mix;
-use pagefold_core::random::{Random, mix};
-use pagefold_core::units::{Bytes, PAGE_BYTES, Pages, count};
+use pagefold_engine::random::{Random, mix};
+use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, count};
 use pagefold_planner::{Fleet, Host, HostId, Sample, Unit};
 use pagefold_sketch::{Content, Sketch};
 use rustc_hash::FxHashSet;
@@ -86,7 +86,7 @@ impl<'a> World<'a> {
         let memory = Bytes(AMPLE * u64::from(self.options.per_host) * count(largest) * PAGE_BYTES);
         let host = Host { memory, cpu_millicores: self.places() * CPU_EACH };
         let units = self.instances.iter().zip(&self.sketches).map(|(&instance, sketch)| self.unit(instance, sketch));
-        Fleet { hosts: vec![host; pagefold_core::units::index(self.options.hosts)], units: units.collect() }
+        Fleet { hosts: vec![host; pagefold_engine::units::index(self.options.hosts)], units: units.collect() }
     }
 
     pub fn unit(&self, instance: Instance, sketch: &Sketch) -> Unit {

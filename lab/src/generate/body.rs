@@ -1,8 +1,8 @@
 //! Page contents of four independent parts of 1 KiB.
 
 use crate::record::{PARTS, Page};
-use pagefold_core::host::PageState;
-use pagefold_core::random::finalize;
+use pagefold_engine::host::PageState;
+use pagefold_engine::random::finalize;
 
 /// Numbers that stand for the contents of a page's parts; 0 stands for zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

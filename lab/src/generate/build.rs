@@ -11,8 +11,8 @@ use super::body::Body;
 use super::guest::{File, Guest, Heap, Rate};
 use super::host_memory::HostMemory;
 use super::work::{Layout, Work, pace};
-use pagefold_core::random::finalize;
-use pagefold_core::units::Permyriad;
+use pagefold_engine::random::finalize;
+use pagefold_engine::units::Permyriad;
 
 const SOURCES: u64 = 10;
 const OBJECTS: u64 = 11;

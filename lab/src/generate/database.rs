@@ -17,8 +17,8 @@ use super::guest::{Guest, Heap, Rate};
 use super::host_memory::HostMemory;
 use super::work::{Layout, Work};
 use crate::record::PARTS;
-use pagefold_core::random::finalize;
-use pagefold_core::units::{Pages, Permyriad};
+use pagefold_engine::random::finalize;
+use pagefold_engine::units::{Pages, Permyriad};
 use rustc_hash::FxHashMap;
 use std::collections::VecDeque;
 

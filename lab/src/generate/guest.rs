@@ -3,8 +3,8 @@
 use super::body::Body;
 use super::host_memory::{HostMemory, Memory};
 use crate::record::PARTS;
-use pagefold_core::random::{Random, finalize};
-use pagefold_core::units::{Pages, Permyriad};
+use pagefold_engine::random::{Random, finalize};
+use pagefold_engine::units::{Pages, Permyriad};
 use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 

@@ -2,8 +2,8 @@
 
 use super::body::Body;
 use crate::record::Page;
-use pagefold_core::random::{Random, finalize};
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_engine::random::{Random, finalize};
+use pagefold_engine::units::{Pages, Vpn};
 use std::ops::Range;
 
 /// The first frame available to programs.

@@ -4,7 +4,7 @@ use super::body::{Body, named};
 use super::host_memory::{HostMemory, Memory};
 use super::{NS_PER_S, Options, World, show_one, show_region};
 use crate::record::{MemorySnapshot, PARTS, ProcessRow};
-use pagefold_core::units::Pages;
+use pagefold_engine::units::Pages;
 
 const KSMPAGES: u64 = 40;
 const MIX: u64 = 41;

@@ -10,7 +10,7 @@ use super::guest::{File, Guest, Heap, Rate};
 use super::host_memory::HostMemory;
 use super::work::{Layout, Work};
 use crate::record::PARTS;
-use pagefold_core::units::{Pages, Permyriad};
+use pagefold_engine::units::{Pages, Permyriad};
 
 const SITE: u64 = 20;
 const LOG: u64 = 21;

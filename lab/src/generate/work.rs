@@ -2,8 +2,8 @@
 
 use super::guest::Guest;
 use super::host_memory::HostMemory;
-use pagefold_core::random::Random;
-use pagefold_core::units::Permyriad;
+use pagefold_engine::random::Random;
+use pagefold_engine::units::Permyriad;
 
 /// The composition of a guest's memory, in shares of it, and the course of its boot.
 pub struct Layout {

@@ -7,10 +7,10 @@
 //! [`WordHash`] is the paper's. [`LineHash`] is ours: it hashes whole cache lines, since a word costs as much to
 //! fetch as its line, and has 64 bits instead of 32, so that millions of contents do not collide by chance.
 
-use pagefold_core::hash::{Digest, PageBytes, is_zero};
-use pagefold_core::permutation::Permutation;
-use pagefold_core::random::{INCREMENT, mix, unmix};
-use pagefold_core::units::PAGE_SIZE;
+use pagefold_engine::hash::{Digest, PageBytes, is_zero};
+use pagefold_engine::permutation::Permutation;
+use pagefold_engine::random::{INCREMENT, mix, unmix};
+use pagefold_engine::units::PAGE_SIZE;
 use std::fmt::Debug;
 
 /// A hash whose strength can be increased and decreased step by step.

@@ -1,5 +1,5 @@
 use super::*;
-use pagefold_core::hash::Digester;
+use pagefold_engine::hash::Digester;
 use proptest::prelude::*;
 use std::collections::HashSet;
 

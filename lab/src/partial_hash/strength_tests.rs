@@ -1,5 +1,5 @@
 use super::*;
-use pagefold_core::units::whole;
+use pagefold_engine::units::whole;
 use proptest::prelude::*;
 
 /// The cost of full hashing of a round in these models, nanoseconds.
@@ -130,7 +130,7 @@ proptest! {
         let mut rounds = 0;
         while !controller.is_stable() {
             let mut round = model(controller.strength());
-            state = pagefold_core::random::mix(state);
+            state = pagefold_engine::random::mix(state);
             // Noise of two per cent.
             round.penalty_ns = round.penalty_ns * (980 + state % 41) / 1000;
             round.profit_ns = round.profit_ns * (995 + state % 11) / 1000;

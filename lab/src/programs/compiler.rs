@@ -4,7 +4,7 @@
 use super::working_guest::{compiler_proper, source_text};
 use super::{find, need};
 use anyhow::{Context, ensure};
-use pagefold_linux::os::interrupt::Interrupt;
+use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_workload::OwnedChild;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

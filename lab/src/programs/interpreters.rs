@@ -2,7 +2,7 @@
 
 use super::{Answering, need};
 use anyhow::{Context, ensure};
-use pagefold_core::random::finalize;
+use pagefold_engine::random::finalize;
 use pagefold_workload::Dialogue;
 use std::fs::File;
 use std::io::{BufWriter, Write};

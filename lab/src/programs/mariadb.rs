@@ -3,7 +3,7 @@
 use super::{Server, Target, need};
 use crate::bench::load::OpenLoop;
 use anyhow::{Context, bail, ensure};
-use pagefold_core::permutation::Permutation;
+use pagefold_engine::permutation::Permutation;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

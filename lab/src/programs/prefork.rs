@@ -7,7 +7,7 @@ use super::{HeldFile, Server, Target, find, need};
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
-use pagefold_linux::proc::process::Process;
+use pagefold_procmem::process::Process;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};

@@ -2,7 +2,7 @@
 
 use super::{Answering, find};
 use anyhow::{Context, bail};
-use pagefold_core::random::finalize;
+use pagefold_engine::random::finalize;
 use pagefold_workload::Dialogue;
 use std::fs::File;
 use std::io::{BufWriter, Write};

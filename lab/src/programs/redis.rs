@@ -3,7 +3,7 @@
 use super::{Server, Target, find, need};
 use crate::bench::load::OpenLoop;
 use anyhow::{Context, bail, ensure};
-use pagefold_core::permutation::Permutation;
+use pagefold_engine::permutation::Permutation;
 use pagefold_workload::contents::printable;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

@@ -8,7 +8,7 @@ use super::{MariaDbData, Server, Target, need};
 use crate::bench::daemon::children;
 use anyhow::{Context, bail, ensure};
 use nix::sched::{CloneFlags, setns};
-use pagefold_linux::proc::process::Process;
+use pagefold_procmem::process::Process;
 use pagefold_workload::contents::printable;
 use std::fs::{self, File};
 use std::net::TcpStream;

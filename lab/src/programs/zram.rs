@@ -1,8 +1,8 @@
 //! Swap space in compressed memory (zram), for as long as it is held.
 
 use anyhow::{Context, anyhow, ensure};
-use pagefold_core::units::Pages;
-use pagefold_linux::os::fields::number;
+use pagefold_engine::units::Pages;
+use pagefold_procmem::os::fields::number;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

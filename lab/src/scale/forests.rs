@@ -2,8 +2,8 @@
 //! unique pages are added. Measured by the number of trees: the stable nodes that each unique page is compared with
 //! (figure 5.5a) and the duration of the scan (figure 5.5b).
 
-use pagefold_core::host::{Actions, Host, ScanOrder};
-use pagefold_core::units::Pages;
+use pagefold_engine::host::{Actions, Host, ScanOrder};
+use pagefold_engine::units::Pages;
 use pagefold_sim::{Costs, Fill, Forest, Knobs, Mapping, Process, SimHost};
 use serde::Serialize;
 

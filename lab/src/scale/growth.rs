@@ -3,8 +3,8 @@
 use super::server_memory::ServerMemory;
 use super::{NS_PER_HOUR, NS_PER_S};
 use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
-use pagefold_core::host::Host;
-use pagefold_core::units::whole;
+use pagefold_engine::host::Host;
+use pagefold_engine::units::whole;
 use pagefold_sim::{Costs, Knobs, SimHost};
 use serde::Serialize;
 

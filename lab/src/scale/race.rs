@@ -8,9 +8,9 @@
 
 use super::{NS_PER_S, PAGES_PER_GIB};
 use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
-use pagefold_core::keys::FamilyKey;
-use pagefold_core::random::Random;
-use pagefold_core::units::{EXTENT_PAGES, Pages, Vpn};
+use pagefold_engine::keys::FamilyKey;
+use pagefold_engine::random::Random;
+use pagefold_engine::units::{EXTENT_PAGES, Pages, Vpn};
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, Script, SimHost, Step};
 use serde::Serialize;
 

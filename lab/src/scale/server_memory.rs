@@ -7,8 +7,8 @@
 //! six hours and are then replaced.
 
 use super::{NS_PER_HOUR, PAGES_PER_GIB};
-use pagefold_core::random::Random;
-use pagefold_core::units::{Pages, Permyriad};
+use pagefold_engine::random::Random;
+use pagefold_engine::units::{Pages, Permyriad};
 use pagefold_sim::{Behaviour, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
 
 pub const NODES: u16 = 8;

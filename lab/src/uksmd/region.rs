@@ -1,8 +1,8 @@
 //! A region as UKSM sees it: the order in which its pages are sampled, and the results (sections 5.2 and 5.3).
 
 use super::settings::UksmSettings;
-use pagefold_core::permutation::Permutation;
-use pagefold_core::random::mix;
+use pagefold_engine::permutation::Permutation;
+use pagefold_engine::random::mix;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LevelChange {

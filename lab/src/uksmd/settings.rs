@@ -1,7 +1,7 @@
 //! UKSM's parameters (section 5.2, table 1) and their defaults (sections 5.2 and 7).
 
-use pagefold_core::governor::{Governor, share_ns};
-use pagefold_core::units::Permyriad;
+use pagefold_engine::governor::{Governor, share_ns};
+use pagefold_engine::units::Permyriad;
 
 /// The settings of UKSM's scanner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

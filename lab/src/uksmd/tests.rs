@@ -1,10 +1,10 @@
 //! UKSM's scanner on hand-made memory: the paper's workloads (section 8.1) at small scale, and invariants.
 
 use super::*;
-use pagefold_core::governor::{Governor, share_ns};
-use pagefold_core::host::Host;
-use pagefold_core::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey};
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_engine::governor::{Governor, share_ns};
+use pagefold_engine::host::Host;
+use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey};
+use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sim::memory::{Backing, Nodes, ProcessNuma};
 use pagefold_sim::{Behaviour, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes, content_of_series};
 use proptest::prelude::*;

@@ -2,18 +2,18 @@
 
 use super::family;
 use super::memory::{PROGRAMS, SCANS, Schedule};
-use pagefold_core::host::{Actions, Host, PageState, ScanOrder};
-use pagefold_core::keys::OwnerKey;
+use pagefold_engine::host::{Actions, Host, PageState, ScanOrder};
+use pagefold_engine::keys::OwnerKey;
+use pagefold_host::check::facts::Release;
+use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::{ScopeSpec, resolve};
+use pagefold_ksm::Knob;
+use pagefold_ksm::experiment::KsmForExperiment;
 use pagefold_lab::record::{Deltas, MemorySnapshot, Origin, Page, Record, Snapshot, Source};
 use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_lab::script::script;
-use pagefold_linux::check::facts::Release;
-use pagefold_linux::ksm::Knob;
-use pagefold_linux::ksm::experiment::KsmForExperiment;
-use pagefold_linux::os::interrupt::Interrupt;
-use pagefold_linux::proc::Roots;
-use pagefold_linux::scope::deny_list::DenyList;
-use pagefold_linux::scope::{ScopeSpec, resolve};
+use pagefold_procmem::Roots;
+use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_sim::{Costs, Knobs, Script, SimHost};
 use pagefold_testkit::{Holder, skip, skip_unsupported};
 use std::fmt::Write;

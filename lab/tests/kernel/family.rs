@@ -2,8 +2,8 @@
 //!
 //! Replaying a record drops pages that are shared by fork, so the model gets the changes directly.
 
-use pagefold_core::keys::FamilyKey;
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_engine::keys::FamilyKey;
+use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sim::Step;
 use pagefold_testkit::holder::Change;
 

@@ -2,12 +2,12 @@
 
 use super::{ScopeArgs, open};
 use pagefold::commands::doctor;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::style::human;
-use pagefold_core::units::Pages;
-use pagefold_linux::check::diagnose::{Finding, blocker, note, ok};
-use pagefold_linux::ksm::lock::{LOCK_PATH, holder};
-use pagefold_linux::proc::status::printable;
+use pagefold_engine::units::Pages;
+use pagefold_host::check::diagnose::{Finding, blocker, note, ok};
+use pagefold_ksm::lock::{LOCK_PATH, holder};
+use pagefold_text::escape::printable;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::style::human;
 use pagefold_xen::guests::{InScope, Selected, in_scope, unfit};
 use pagefold_xen::hypervisor::{Hypervisor, Refusal};
 use std::path::Path;

@@ -4,10 +4,10 @@ use super::{ScopeArgs, call, open, resolve, take_lock};
 use anyhow::Result;
 use pagefold::commands::unmerge::{Process, Summary, describe};
 use pagefold::output;
-use pagefold_cli::exit;
-use pagefold_cli::style;
-use pagefold_core::units::Pages;
-use pagefold_linux::proc::status::printable;
+use pagefold_engine::units::Pages;
+use pagefold_text::escape::printable;
+use pagefold_text::exit;
+use pagefold_text::style;
 use pagefold_xen::hypervisor::Hypervisor;
 use pagefold_xen::unshare::unshare;
 

@@ -2,8 +2,8 @@
 
 use crate::writer::{SOURCE, see_also};
 use clap_mangen::roff::{Roff, bold, italic, roman};
+use pagefold::config::options::{Kind, OPTIONS, OptionSpec, SECTIONS};
 use pagefold::reference::{self, SCHEMAS};
-use pagefold_cli::options::{Kind, OPTIONS, OptionSpec, SECTIONS};
 
 const DESCRIPTION: [&str; 4] = [
     "The configuration file of pagefold run. It is a TOML file; every section and key may be missing. The file as it is \

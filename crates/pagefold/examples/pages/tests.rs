@@ -1,6 +1,6 @@
 use crate::program_tests::{page_text, written};
+use pagefold::config::options::{OPTIONS, SECTIONS};
 use pagefold::reference::{self, SCHEMAS};
-use pagefold_cli::options::{OPTIONS, SECTIONS};
 use std::process::Command;
 
 #[test]

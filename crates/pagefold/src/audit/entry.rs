@@ -1,11 +1,11 @@
 //! The lines of the audit log. `reference.rs` explains the fields.
 
 use super::path_text;
-use pagefold_core::host::{ChangeResult, Marking, Why};
-use pagefold_core::units::{Bytes, Pages};
-use pagefold_linux::host::targets::Target;
-use pagefold_linux::inject::unmerge::UnmarkedMapping;
-use pagefold_linux::scope::Scoped;
+use pagefold_engine::host::{ChangeResult, Marking, Why};
+use pagefold_engine::units::{Bytes, Pages};
+use pagefold_host::scope::Scoped;
+use pagefold_host::targets::Target;
+use pagefold_inject::unmerge::UnmarkedMapping;
 use serde::Serialize;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

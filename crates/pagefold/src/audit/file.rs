@@ -2,8 +2,8 @@
 
 use super::{Entry, Order, line_of, path_text};
 use crate::config::ownership;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::sink::Next;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::sink::Next;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};

@@ -1,9 +1,9 @@
 use super::*;
 use crate::golden;
-use pagefold_cli::exit;
-use pagefold_core::host::{ChangeResult, Marking, Span, Why};
-use pagefold_core::keys::RegionKey;
-use pagefold_core::units::{Pages, Permyriad, Vpn};
+use pagefold_engine::host::{ChangeResult, Marking, Span, Why};
+use pagefold_engine::keys::RegionKey;
+use pagefold_engine::units::{Pages, Permyriad, Vpn};
+use pagefold_text::exit;
 use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -20,7 +20,7 @@ fn entry(mark: bool, why: Why, marking: Marking) -> Entry {
         domain: Some("default".into()),
     };
     let span = Span { region: RegionKey(1), first: Vpn::of_address(0x7f00_0000_0000), pages: Pages(512) };
-    Entry::changed(owner, mark, &ChangeResult { change: pagefold_core::host::Change { span, why }, marking })
+    Entry::changed(owner, mark, &ChangeResult { change: pagefold_engine::host::Change { span, why }, marking })
 }
 
 fn end() -> Entry {

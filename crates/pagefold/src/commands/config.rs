@@ -1,14 +1,14 @@
 //! `pagefold config`: checks the configuration files, and shows what they set.
 
 use crate::config::args::RunArgs;
+use crate::config::options::{OPTIONS, SECTIONS, Value};
 use crate::config::ownership::shown;
 use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
 use anyhow::Result;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::options::{OPTIONS, SECTIONS, Value};
-use pagefold_cli::style;
-use pagefold_core::config::{Config, Preset};
-use pagefold_linux::scope::deny_list::DEFAULT_DENIED;
+use pagefold_engine::config::{Config, Preset};
+use pagefold_host::scope::deny_list::DEFAULT_DENIED;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::style;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -80,7 +80,7 @@ fn text(layers: &[Layer]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_cli::config_file::parse;
+    use crate::config::config_file::parse;
 
     fn layer(path: &str, text: &str) -> Layer {
         Layer { path: path.into(), values: parse(text, path).unwrap() }

@@ -3,9 +3,9 @@
 use crate::control::client::ask;
 use crate::control::protocol::{ControlState, Request};
 use anyhow::Result;
-use pagefold_cli::exit;
-use pagefold_cli::style;
-use pagefold_core::governor::Governor;
+use pagefold_engine::governor::Governor;
+use pagefold_text::exit;
+use pagefold_text::style;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct GovernorArgs {

@@ -7,10 +7,10 @@ mod fix;
 
 use crate::output;
 use fix::{Fixed, fix};
-use pagefold_cli::exit;
-use pagefold_cli::style::{self, Lines};
-use pagefold_linux::check::diagnose::{Finding, Severity, examine};
-use pagefold_linux::check::facts::MachinePaths;
+use pagefold_host::check::diagnose::{Finding, Severity, examine};
+use pagefold_host::check::facts::MachinePaths;
+use pagefold_text::exit;
+use pagefold_text::style::{self, Lines};
 use serde_json::{Value, json};
 
 const SCHEMA: &str = "pagefold.doctor/1";

@@ -1,8 +1,8 @@
 //! `pagefold exec`: starts a program whose memory KSM may merge. The kernel marks it, so that it is never traced.
 
 use anyhow::Result;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_linux::proc::merge_any::set_merge_any;
+use pagefold_procmem::merge_any::set_merge_any;
+use pagefold_text::exit::{self, Exit};
 use std::ffi::OsString;
 use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;

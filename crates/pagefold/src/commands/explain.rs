@@ -3,22 +3,23 @@
 
 pub mod words;
 
+use crate::config::scope;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
 use crate::control::queue::{Facts, TargetFacts};
 use crate::output;
 use crate::output::placement::PlacementRow;
 use anyhow::Result;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::scope;
-use pagefold_core::report::RegionReport;
-use pagefold_linux::proc::Roots;
-use pagefold_linux::proc::maps::{VmaDetail, kind_of, read_smaps_named};
-use pagefold_linux::proc::process::{Process, ReadError};
-use pagefold_linux::proc::status::{exe_of, printable, program_name};
-use pagefold_linux::scope::deny_list::DenyList;
-use pagefold_linux::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
-use pagefold_linux::scope::{ScopeSpec, resolve};
+use pagefold_engine::report::RegionReport;
+use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
+use pagefold_host::scope::{ScopeSpec, resolve};
+use pagefold_procmem::Roots;
+use pagefold_procmem::maps::{VmaDetail, kind_of, read_smaps_named};
+use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::status::{exe_of, program_name};
+use pagefold_text::escape::printable;
+use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::os::unix::ffi::OsStrExt;

@@ -1,12 +1,12 @@
 //! `pagefold include`: lets processes in again that `pagefold unmerge` keeps out.
 
+use crate::config::scope::{ScopeArgs, explain};
 use crate::control::client::ask;
 use crate::control::protocol::{Request, Selectors};
 use crate::output;
 use anyhow::Result;
-use pagefold_cli::exit;
-use pagefold_cli::scope::{ScopeArgs, explain};
-use pagefold_cli::style::{self, Lines, Style};
+use pagefold_text::exit;
+use pagefold_text::style::{self, Lines, Style};
 use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Debug, clap::Args)]

@@ -2,25 +2,25 @@
 
 use crate::commands::run::failure;
 use crate::config::args::RunArgs;
+use crate::config::flags::DenyFlags;
 use crate::config::ownership;
+use crate::config::scope::ScopeArgs;
 use crate::config::settings::Settings;
 use crate::output;
 use crate::place::Place;
 use crate::preflight;
 use crate::sketch::{FleetSettings, Keeper, Now, put};
 use anyhow::Result;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::flags::DenyFlags;
-use pagefold_cli::progress::Progress;
-use pagefold_cli::scope::ScopeArgs;
-use pagefold_cli::style::{Lines, Style, count, human, shorten};
-use pagefold_cli::table::Table;
-use pagefold_core::host::Host;
-use pagefold_core::limits::Limits;
-use pagefold_linux::host::live::{HostMode, LiveHost};
-use pagefold_linux::host::targets::Target;
-use pagefold_linux::proc::Roots;
+use pagefold_engine::host::Host;
+use pagefold_engine::limits::Limits;
+use pagefold_host::live::{HostMode, LiveHost};
+use pagefold_host::targets::Target;
+use pagefold_procmem::Roots;
 use pagefold_sketch::Row;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::progress::Progress;
+use pagefold_text::style::{Lines, Style, count, human, shorten};
+use pagefold_text::table::Table;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -216,7 +216,7 @@ fn describe(summary: &Summary, style: Style) -> String {
 mod tests {
     use super::*;
     use crate::golden;
-    use pagefold_cli::style;
+    use pagefold_text::style;
 
     #[test]
     fn what_was_read_is_shown() {

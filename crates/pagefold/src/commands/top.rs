@@ -19,9 +19,9 @@ use crate::history::{self, Moment};
 use crate::output::page;
 use anyhow::Result;
 use html::Sources;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::style::colours;
-use pagefold_linux::scope::workload::workload_of;
+use pagefold_host::scope::workload::workload_of;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::style::colours;
 use ratatui::Terminal;
 use ratatui::backend::CrosstermBackend;
 use ratatui::crossterm::cursor::Show;
@@ -170,7 +170,8 @@ fn moments(path: &Path, since: Duration) -> Moments {
 
 /// The error, and that there is no history either.
 fn also(error: &anyhow::Error, problem: &str) -> anyhow::Error {
-    Exit::new(pagefold_cli::code_of(error), format!("{error:#}; nor can the history be read: {problem}")).into()
+    Exit::new(pagefold_text::program::code_of(error), format!("{error:#}; nor can the history be read: {problem}"))
+        .into()
 }
 
 fn write_page(args: &TopArgs, file: &Path) -> Result<u8> {

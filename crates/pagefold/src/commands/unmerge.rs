@@ -3,24 +3,24 @@
 //! While a daemon runs, it does so and keeps the processes out. Otherwise this command does it by itself.
 
 use crate::audit::{Audit, Entry, Owner};
+use crate::config::flags::AuditFlags;
+use crate::config::scope::{ScopeArgs, explain};
 use crate::control::client::ask;
 use crate::control::protocol::{Request, Selectors};
 use crate::output;
 use crate::preflight;
 use anyhow::{Context, Result};
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::flags::AuditFlags;
-use pagefold_cli::messages;
-use pagefold_cli::scope::{ScopeArgs, explain};
-use pagefold_cli::style::{self, Lines, Style};
-use pagefold_linux::host::unmerger::{UnmergedProcess, Unmerger};
-use pagefold_linux::inject::unmerge::UnmergeError;
-use pagefold_linux::ksm::controller::scan_and_restore;
-use pagefold_linux::ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
-use pagefold_linux::ksm::lock::{Lock, LockError};
-use pagefold_linux::ksm::{RestoreOutcome, request};
-use pagefold_linux::proc::Roots;
-use pagefold_linux::proc::process::ReadError;
+use pagefold_host::unmerger::{UnmergedProcess, Unmerger};
+use pagefold_inject::unmerge::UnmergeError;
+use pagefold_ksm::controller::scan_and_restore;
+use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError};
+use pagefold_ksm::lock::{Lock, LockError};
+use pagefold_ksm::{RestoreOutcome, request};
+use pagefold_procmem::Roots;
+use pagefold_procmem::process::ReadError;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::messages;
+use pagefold_text::style::{self, Lines, Style};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -127,7 +127,7 @@ fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
     }
     let selectors = Selectors::of(&args.scope.spec()).map_err(|error| explain(&error))?;
     ask(&Request::Unmerge(selectors)).map_err(|error| {
-        let is_absent = pagefold_cli::code_of(&error) == exit::NO_DAEMON;
+        let is_absent = pagefold_text::program::code_of(&error) == exit::NO_DAEMON;
         if is_absent { preflight::explain_take(&held.into()).into() } else { error }
     })
 }

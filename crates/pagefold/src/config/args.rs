@@ -1,7 +1,7 @@
 //! The command line of `pagefold run`.
 
-use pagefold_cli::flags::{DenyFlags, RunFlags};
-use pagefold_cli::scope::ScopeArgs;
+use crate::config::flags::{DenyFlags, RunFlags};
+use crate::config::scope::ScopeArgs;
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! Checks that only root, or the user that runs this, can write or replace a file that decides what root does.
 
-use pagefold_linux::os::peer::is_trusted;
-use pagefold_linux::proc::status::printable;
+use pagefold_procmem::os::peer::is_trusted;
+use pagefold_text::escape::printable;
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;

@@ -1,7 +1,7 @@
 use super::*;
 use crate::config::args::RunArgs;
 use clap::Parser;
-use pagefold_core::governor::Governor;
+use pagefold_engine::governor::Governor;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 

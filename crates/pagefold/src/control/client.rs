@@ -2,7 +2,7 @@
 
 use super::protocol::{GROUP, ONLY_ROOT, PATH, Refusal, Request};
 use anyhow::Result;
-use pagefold_cli::exit::{self, Exit};
+use pagefold_text::exit::{self, Exit};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::io::{self, ErrorKind, Read, Write};

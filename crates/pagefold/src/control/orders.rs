@@ -4,11 +4,11 @@ use super::protocol::{Request, Selectors};
 use super::queue::Order;
 use crate::commands::include::Included;
 use crate::commands::unmerge::Summary;
+use crate::config::scope;
 use crate::events::Events;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::scope;
-use pagefold_linux::host::live::{LiveHost, RequestRefusal, Unmerging};
-use pagefold_linux::scope::kept_out::KeptOutError;
+use pagefold_host::live::{LiveHost, RequestRefusal, Unmerging};
+use pagefold_host::scope::kept_out::KeptOutError;
+use pagefold_text::exit::{self, Exit};
 use serde::Serialize;
 use std::sync::mpsc::Sender;
 

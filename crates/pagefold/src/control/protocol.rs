@@ -1,9 +1,9 @@
 //! The protocol of the control socket: a line of JSON for each request, and one for its answer.
 
-use pagefold_cli::exit::{self, Exit};
-use pagefold_core::governor::Governor;
-use pagefold_linux::proc::status::printable;
-use pagefold_linux::scope::{ScopeError, ScopeSpec, user_id};
+use pagefold_engine::governor::Governor;
+use pagefold_host::scope::{ScopeError, ScopeSpec, user_id};
+use pagefold_text::escape::printable;
+use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 
 pub const PATH: &str = "/run/pagefold/control.sock";

@@ -4,22 +4,22 @@
 
 use super::protocol::{ControlState, Request, SCHEMA};
 use crate::commands::status::groups::{Selector, reason_of};
+use crate::config::scope::ScopeArgs;
 use crate::events::{Event, Events};
 use crate::output::placement::PlacementView;
 use crate::output::xen::XenView;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::scope::ScopeArgs;
-use pagefold_core::config::Config;
-use pagefold_core::engine::Engine;
-use pagefold_core::governor::Governor;
-use pagefold_core::keys::{DomainKey, LimitKey, OwnerKey};
-use pagefold_core::report::EngineReport;
-use pagefold_core::reserve::RoomState;
-use pagefold_linux::host::identity::PendingUnmark;
-use pagefold_linux::host::live::LiveHost;
-use pagefold_linux::os::wake::Sleeper;
-use pagefold_linux::proc::status::printable;
-use pagefold_linux::scope::kept_out::{Entry, Verdict};
+use pagefold_engine::config::Config;
+use pagefold_engine::engine::Engine;
+use pagefold_engine::governor::Governor;
+use pagefold_engine::keys::{DomainKey, LimitKey, OwnerKey};
+use pagefold_engine::report::EngineReport;
+use pagefold_engine::reserve::RoomState;
+use pagefold_host::identity::PendingUnmark;
+use pagefold_host::live::LiveHost;
+use pagefold_host::os::wake::Sleeper;
+use pagefold_host::scope::kept_out::{Entry, Verdict};
+use pagefold_text::escape::printable;
+use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -233,7 +233,7 @@ pub struct RequestQueue {
 }
 
 impl RequestQueue {
-    /// A queue for the calling thread, whose waits end when `woken` is set; [`pagefold_linux::os::wake::SIGNAL`] must set it.
+    /// A queue for the calling thread, whose waits end when `woken` is set; [`pagefold_host::os::wake::SIGNAL`] must set it.
     pub fn new(woken: Arc<AtomicBool>) -> (Self, RequestSender) {
         let (sender, messages) = channel();
         (

@@ -6,8 +6,8 @@
 use super::protocol::{ONLY_ROOT, REQUEST_MOST, Refusal, Request};
 use crate::config::ownership;
 use anyhow::{Context, Result, bail};
-use pagefold_cli::exit::{self, Exit};
-use pagefold_linux::os::peer::{Peer, is_in_group, is_trusted};
+use pagefold_procmem::os::peer::{Peer, is_in_group, is_trusted};
+use pagefold_text::exit::{self, Exit};
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};

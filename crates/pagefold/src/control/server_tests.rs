@@ -1,6 +1,6 @@
 use super::*;
 use crate::control::protocol::{SCHEMA, Selectors};
-use pagefold_linux::os::peer::own_uid;
+use pagefold_procmem::os::peer::own_uid;
 use std::io::BufRead;
 
 /// A server in a temporary directory, which answers each request with the request itself.

@@ -1,6 +1,6 @@
 //! Bars and curves drawn in characters. The glyphs differ as well as the colours, so colour is not needed to read them.
 
-use pagefold_cli::style::{Style, human};
+use pagefold_text::style::{Style, human};
 use std::io::IsTerminal;
 
 pub const BAR: usize = 44;
@@ -118,7 +118,7 @@ impl Drop for Canvas {
 
 /// Prints, ignoring errors: the demonstration must go on to restore everything.
 fn put(text: &str) {
-    let _ = pagefold_cli::style::draw(text);
+    let _ = pagefold_text::style::draw(text);
 }
 
 #[cfg(test)]

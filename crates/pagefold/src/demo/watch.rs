@@ -3,10 +3,10 @@
 use super::picture::Canvas;
 use super::workers::proportional_bytes;
 use anyhow::{Context, Result};
-use pagefold_linux::ksm::Ksm;
-use pagefold_linux::ksm::ksmd::Ksmd;
-use pagefold_linux::os::cpu::own_and_children_cpu_ns;
-use pagefold_linux::proc::process::Process;
+use pagefold_ksm::Ksm;
+use pagefold_ksm::ksmd::Ksmd;
+use pagefold_procmem::os::cpu::own_and_children_cpu_ns;
+use pagefold_procmem::process::Process;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;

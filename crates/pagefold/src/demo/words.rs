@@ -3,8 +3,8 @@
 use super::picture::{BAR, Curve, columns, time_axis};
 use super::watch::{Observed, Point, View};
 use crate::commands::scan::report::{ScanReport, size};
-use pagefold_cli::style::{Lines, Style, human, percent};
-use pagefold_core::sampling::census::{Figures, bytes_of};
+use pagefold_engine::sampling::census::{Figures, bytes_of};
+use pagefold_text::style::{Lines, Style, human, percent};
 use std::time::Duration;
 
 /// Height of a single curve, and of each of two curves.

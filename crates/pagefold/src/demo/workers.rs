@@ -2,12 +2,12 @@
 //! zero pages.
 
 use anyhow::{Context, Result, anyhow};
-use pagefold_cli::exit::{self, Exit};
-use pagefold_core::units::{PAGE_SIZE, Pages};
-use pagefold_linux::os::fields::kib;
-use pagefold_linux::proc::Roots;
-use pagefold_linux::proc::headroom::headroom;
-use pagefold_linux::proc::process::{Process, ReadError};
+use pagefold_engine::units::{PAGE_SIZE, Pages};
+use pagefold_procmem::Roots;
+use pagefold_procmem::headroom::headroom;
+use pagefold_procmem::os::fields::kib;
+use pagefold_procmem::process::{Process, ReadError};
+use pagefold_text::exit::{self, Exit};
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 

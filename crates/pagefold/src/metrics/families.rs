@@ -7,11 +7,11 @@ use super::text::{Kind, Sample, append};
 use crate::commands::status::Status;
 use crate::commands::status::groups::ScopeRow;
 use crate::commands::status::room::ReserveView;
-use pagefold_core::governor::Governor;
-use pagefold_core::report::KindTotal;
-use pagefold_core::reserve::RoomState;
-use pagefold_core::stops::LENGTHS_NS;
-use pagefold_core::units::PAGE_BYTES;
+use pagefold_engine::governor::Governor;
+use pagefold_engine::report::KindTotal;
+use pagefold_engine::reserve::RoomState;
+use pagefold_engine::stops::LENGTHS_NS;
+use pagefold_engine::units::PAGE_BYTES;
 use serde::Serialize;
 
 /// A metric. Its labels are listed here too, since a status may lack some of them.

@@ -6,7 +6,7 @@
 use crate::background::{Background, Complaints};
 use crate::config::ownership;
 use crate::place::Place;
-use pagefold_cli::exit::{self, Exit};
+use pagefold_text::exit::{self, Exit};
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;

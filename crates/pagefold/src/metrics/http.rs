@@ -4,7 +4,7 @@
 //! there are few connections, each limited in time and size. When there are too many, a new one replaces the oldest, so a client
 //! that sends its request at once is always answered. Connections are accepted at a limited rate.
 
-use pagefold_linux::os::sockets::{Ready, wait_for};
+use pagefold_host::os::sockets::{Ready, wait_for};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::AsFd;

@@ -2,11 +2,11 @@
 
 use crate::config::ownership;
 use anyhow::Result;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::html;
-pub use pagefold_cli::html::escape;
-use pagefold_cli::style::{human, percent};
-use pagefold_core::units::whole;
+use pagefold_engine::units::whole;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::html;
+pub use pagefold_text::html::escape;
+use pagefold_text::style::{human, percent};
 use std::fmt::Write as _;
 use std::path::Path;
 

@@ -1,10 +1,10 @@
 //! Where merged pages are, on a machine with several memory nodes: for `status`, `explain` and `scan`.
 
-use pagefold_cli::style::{Lines, Style, count, human, percent, shorten};
-use pagefold_core::keys::OwnerKey;
-use pagefold_core::ledger::Ledger;
-use pagefold_core::placement::inventory::{NodeTotal, OwnerPlacement, PlacementSummary};
-use pagefold_core::placement::policy::Placement;
+use pagefold_engine::keys::OwnerKey;
+use pagefold_engine::ledger::Ledger;
+use pagefold_engine::placement::inventory::{NodeTotal, OwnerPlacement, PlacementSummary};
+use pagefold_engine::placement::policy::Placement;
+use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 use serde::{Deserialize, Serialize};
 
 /// Processes shown; the rest is summed up.
@@ -126,9 +126,9 @@ impl PlacementRow {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::keys::NodeKey;
-    use pagefold_core::placement::inventory::NodePages;
-    use pagefold_core::units::Pages;
+    use pagefold_engine::keys::NodeKey;
+    use pagefold_engine::placement::inventory::NodePages;
+    use pagefold_engine::units::Pages;
 
     #[test]
     fn local_and_remote_memory_are_distinguished() {

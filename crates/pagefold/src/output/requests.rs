@@ -1,10 +1,10 @@
 //! Pages that were to be merged on request, as `status` and the summary of a run have them.
 
-use pagefold_cli::figures::thousands;
-use pagefold_core::host::Mechanism;
-use pagefold_core::ledger::Ledger;
-use pagefold_core::report::RegionReport;
-use pagefold_core::units::whole;
+use pagefold_engine::host::Mechanism;
+use pagefold_engine::ledger::Ledger;
+use pagefold_engine::report::RegionReport;
+use pagefold_engine::units::whole;
+use pagefold_text::figures::thousands;
 use serde::{Deserialize, Serialize};
 
 /// The pages named so far, by what came of them.

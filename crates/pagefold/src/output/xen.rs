@@ -1,6 +1,6 @@
 //! Xen's own figures, as `status` and the summary of a run have them. They come from pagefold-xen, whose runs answer `status`, too.
 
-use pagefold_cli::style::human;
+use pagefold_text::style::human;
 use serde::{Deserialize, Serialize};
 
 /// What the hypervisor says of the machine's memory.

@@ -3,10 +3,10 @@
 use super::reading::{Finished, Known, ProcessId, Reading};
 use super::settings::Fleet;
 use super::workloads::{self, Id, Workload};
-use pagefold_core::keys::OwnerKey;
-use pagefold_linux::host::live::{Digest, LiveHost, Progress};
-use pagefold_linux::host::targets::Target;
-use pagefold_linux::scope::exclude::Exclusion;
+use pagefold_engine::keys::OwnerKey;
+use pagefold_host::live::{Digest, LiveHost, Progress};
+use pagefold_host::scope::exclude::Exclusion;
+use pagefold_host::targets::Target;
 use pagefold_sketch::Row;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -3,11 +3,11 @@
 use super::Now;
 use super::settings::Fleet;
 use super::workloads::{Id, Member, Workload};
-use pagefold_core::host::PageState;
-use pagefold_core::units::{PAGE_BYTES, Pages, whole};
-use pagefold_linux::host::live::{Content, PageContent, Place};
-use pagefold_linux::proc::cpu::process_cpu_ns;
-use pagefold_linux::proc::process::Process;
+use pagefold_engine::host::PageState;
+use pagefold_engine::units::{PAGE_BYTES, Pages, whole};
+use pagefold_host::live::{Content, PageContent, Place};
+use pagefold_procmem::cpu::process_cpu_ns;
+use pagefold_procmem::process::Process;
 use pagefold_sketch::{Content as Digest, Counted, Counter, Row};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
@@ -220,7 +220,7 @@ fn lost(before: &BTreeMap<ProcessId, u64>, now: &BTreeMap<ProcessId, u64>) -> u6
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::keys::OwnerKey;
+    use pagefold_engine::keys::OwnerKey;
     use pagefold_sketch::{FleetKey, Kind};
 
     const S: u64 = 1_000_000;

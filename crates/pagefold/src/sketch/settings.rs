@@ -1,11 +1,11 @@
 //! `[fleet]`: where sketches go, under which key, and by which name of this host.
 
+use crate::config::options::Values;
 use crate::config::ownership;
 use crate::place::Place;
-use pagefold_cli::exit::{self, Exit};
-use pagefold_cli::options::Values;
-use pagefold_linux::os::pressure::MemoryMonitor;
+use pagefold_procmem::os::pressure::MemoryMonitor;
 use pagefold_sketch::FleetKey;
+use pagefold_text::exit::{self, Exit};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

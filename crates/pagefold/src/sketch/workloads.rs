@@ -1,14 +1,15 @@
 //! The workloads of this host: processes by what they belong to and by their trust domain.
 
-use pagefold_core::keys::OwnerKey;
-use pagefold_core::units::Pages;
-use pagefold_linux::host::live::LiveHost;
-use pagefold_linux::host::targets::Target;
-use pagefold_linux::proc::process::Process;
-use pagefold_linux::proc::status::{printable, program_name};
-use pagefold_linux::scope::workload::{WorkloadKind, workload_of_process};
+use pagefold_engine::keys::OwnerKey;
+use pagefold_engine::units::Pages;
+use pagefold_host::live::LiveHost;
+use pagefold_host::scope::workload::{WorkloadKind, workload_of_process};
+use pagefold_host::targets::Target;
+use pagefold_procmem::process::Process;
+use pagefold_procmem::status::program_name;
 use pagefold_sketch::Kind;
 use pagefold_sketch::row::NAME_BYTES;
+use pagefold_text::escape::printable;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;

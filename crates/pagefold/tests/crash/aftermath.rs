@@ -16,7 +16,7 @@ pub fn assert_recoverable(before: &[(&str, u64)]) {
             assert!(state["turned"][knob].is_array(), "{knob} in {state}");
         }
     }
-    let lock = pagefold_linux::ksm::lock::holder(Path::new(pagefold_linux::ksm::lock::LOCK_PATH)).unwrap();
+    let lock = pagefold_ksm::lock::holder(Path::new(pagefold_ksm::lock::LOCK_PATH)).unwrap();
     assert_eq!(lock, None);
 }
 

@@ -1,8 +1,8 @@
 //! Arbitrary snapshots and records for property tests.
 
 use super::{Deltas, MemorySnapshot, Origin, PARTS, Page, ProcessRow, Record, RegionRow};
-use pagefold_core::host::PageState;
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_engine::host::PageState;
+use pagefold_engine::units::{Pages, Vpn};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,7 +1,7 @@
 //! The rules for consistent records, enforced by the writer and the reader.
 
 use super::{Event, PARTS, Page, RegionRow};
-use pagefold_core::host::PageState;
+use pagefold_engine::host::PageState;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// Number of pages in a 64-bit address space.

@@ -1,8 +1,8 @@
 //! Conversion of full snapshots to changes and back.
 
 use super::{Event, MemorySnapshot, PARTS, Page, ProcessRow, RegionRow, Snapshot};
-use pagefold_core::host::PageState;
-use pagefold_core::units::Vpn;
+use pagefold_engine::host::PageState;
+use pagefold_engine::units::Vpn;
 use rustc_hash::FxHashSet;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -244,7 +244,7 @@ impl PageTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::units::Pages;
+    use pagefold_engine::units::Pages;
     use proptest::prelude::*;
 
     #[test]

@@ -3,8 +3,8 @@
 use super::check::Check;
 use super::schema::{self, word};
 use super::{Event, Origin, PARTS, Page, ProcessRow, Record, RecordError, RegionRow, Snapshot};
-use pagefold_core::host::PageState;
-use pagefold_core::units::{Pages, Vpn};
+use pagefold_engine::host::PageState;
+use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sketch::{guarded, one_line, seal};
 use parquet::basic::Repetition;
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl, get_typed_column_reader};

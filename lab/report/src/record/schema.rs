@@ -26,7 +26,7 @@
 //!
 //! The file's key-value metadata has the origin of the record (see the constants below) and a checksum over the file.
 
-use pagefold_core::host::PageState;
+use pagefold_engine::host::PageState;
 pub(super) use pagefold_sketch::seal::{KEY_SCHEMA, KEY_VERSION};
 use parquet::schema::{parser::parse_message_type, types::TypePtr};
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 use super::check::Check;
 use super::schema::{self, word};
 use super::{Deltas, Event, Origin, Page, ProcessRow, RecordError, RegionRow, Snapshot, Source};
-use pagefold_core::host::PageState;
+use pagefold_engine::host::PageState;
 use pagefold_sketch::seal::{self, Sealing};
 use parquet::basic::{Compression, Encoding};
 use parquet::data_type::{

@@ -7,9 +7,9 @@ use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT, mark_eligible, scan_paced
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use crate::programs::scratch;
-use pagefold_core::units::{Pages, whole};
-use pagefold_linux::os::fields::number;
-use pagefold_linux::proc::process::{Process, ReadError};
+use pagefold_engine::units::{Pages, whole};
+use pagefold_procmem::os::fields::number;
+use pagefold_procmem::process::{Process, ReadError};
 use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::collections::VecDeque;
 use std::fs;

@@ -12,8 +12,8 @@ use crate::bench::sampler::{SamplerPoint, largest_share, spent_between};
 use crate::bench::sampling::SamplingThread;
 use crate::programs::{Site, Visitor, WordPress, scratch};
 use anyhow::Context;
-use pagefold_core::units::whole;
-use pagefold_linux::proc::process::Process;
+use pagefold_engine::units::whole;
+use pagefold_procmem::process::Process;
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 

@@ -6,7 +6,7 @@ use crate::bench::page_tables::most_and_mean;
 use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
-use pagefold_core::units::Permyriad;
+use pagefold_engine::units::Permyriad;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
 
 pub const EXPERIMENT: Experiment = Experiment {

@@ -13,7 +13,7 @@ use self::scanner::{Contender, Pass, Scanner, Strengths, Xxh64, full};
 use super::{Experiment, ExperimentSetting, median, mib};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::partial_hash::{LineHash, WordHash};
-use pagefold_core::hash::Digester;
+use pagefold_engine::hash::Digester;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "hash",

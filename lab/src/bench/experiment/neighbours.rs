@@ -9,7 +9,7 @@ use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun, in_round};
 use crate::programs::{MariaDb, MariaDbData, Redis, RedisData, Target, need, scratch};
 use anyhow::Context;
-use pagefold_core::units::Bytes;
+use pagefold_engine::units::Bytes;
 use pagefold_workload::Segment;
 use pagefold_workload::contents::printable;
 use std::collections::BTreeMap;

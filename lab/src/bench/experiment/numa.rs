@@ -14,7 +14,7 @@ mod place;
 use super::{Experiment, ExperimentSetting};
 use crate::bench::report::{ExperimentReport, Limit, Placed, PolicyRun};
 use model::{PROGRAMS, Program, fairness};
-use pagefold_core::placement::policy::Latencies;
+use pagefold_engine::placement::policy::Latencies;
 use place::{FAIR, FOUR, FOUR_NODES, KERNEL, KSM, LOCAL_ONLY, Nodes, PRIORITIES, PRIORITY, THREE};
 use std::rc::Rc;
 use std::time::Duration;

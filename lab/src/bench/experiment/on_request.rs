@@ -9,8 +9,8 @@ use crate::bench::policy::{Enough, KSM_PAGES, Policy, mark_eligible, scan_paced}
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use crate::programs::Target;
-use pagefold_core::units::{Bytes, Pages, whole};
-use pagefold_linux::proc::process::Process;
+use pagefold_engine::units::{Bytes, Pages, whole};
+use pagefold_procmem::process::Process;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
 use std::time::Duration;
 

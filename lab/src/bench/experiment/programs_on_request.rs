@@ -7,7 +7,7 @@ use crate::bench::guest::GuestMachine;
 use crate::bench::policy::{Enough, Policy};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::{HeldFile, PYTHON, RedisData, Target, python_files, scratch};
-use pagefold_core::units::Bytes;
+use pagefold_engine::units::Bytes;
 use pagefold_workload::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {

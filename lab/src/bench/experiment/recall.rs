@@ -9,10 +9,10 @@ use crate::programs::{
     scratch,
 };
 use anyhow::{Context, ensure};
-use pagefold_core::units::{Bytes, PAGE_SIZE, Pages};
-use pagefold_linux::os::fields::number;
-use pagefold_linux::proc::maps::{VmaDetail, read_smaps};
-use pagefold_linux::proc::process::Process;
+use pagefold_engine::units::{Bytes, PAGE_SIZE, Pages};
+use pagefold_procmem::maps::{VmaDetail, read_smaps};
+use pagefold_procmem::os::fields::number;
+use pagefold_procmem::process::Process;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::{AddAssign, Range};
@@ -308,7 +308,7 @@ impl Target for ObservedTarget {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_linux::proc::maps::parse_smaps;
+    use pagefold_procmem::maps::parse_smaps;
 
     const SMAPS: &[u8] =
         b"e7000000-e8000000 rw-p 00000000 00:00 0 \nAnonymous: 1000 kB\nKSM: 300 kB\nVmFlags: rd wr mg\n\

@@ -8,7 +8,7 @@ use crate::bench::policy::{SUBJECT, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
 use anyhow::{Context, ensure};
-use pagefold_core::units::{Pages, whole};
+use pagefold_engine::units::{Pages, whole};
 use pagefold_workload::{Activity, Tenant, TenantSpec, Verdict};
 use std::time::{Duration, Instant};
 

@@ -8,7 +8,7 @@ use crate::replay::{Algorithm, Outcome, Settings, replay};
 use crate::scale::{ForestPoint, Race, forest};
 use crate::script::{Scripted, script};
 use anyhow::{Context, anyhow};
-use pagefold_core::units::Pages;
+use pagefold_engine::units::Pages;
 
 pub const CLASSES: Experiment = Experiment {
     name: "classes",

@@ -3,7 +3,7 @@
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::policy::{KSM_PAGES, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
-use pagefold_core::units::Pages;
+use pagefold_engine::units::Pages;
 use pagefold_workload::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {

@@ -6,8 +6,8 @@ use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, side_by_
 use crate::bench::policy::{Enough, Policy, mark_eligible};
 use crate::bench::report::{ExperimentReport, Failure};
 use anyhow::ensure;
-use pagefold_core::units::Pages;
-use pagefold_linux::proc::process::Process;
+use pagefold_engine::units::Pages;
+use pagefold_procmem::process::Process;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::time::Instant;
 

@@ -8,9 +8,9 @@ use crate::bench::report::{Answers, ExperimentReport, Limit, MachineDescription,
 use crate::bench::sampler::Sampler;
 use crate::programs::{GuestWork, MemoryLimit, QEMU, WorkingGuest, WorkingGuests, ZramSwap, scratch, swapped_out};
 use anyhow::{Context, ensure};
-use pagefold_core::units::{Bytes, Pages};
-use pagefold_linux::os::fields::kib;
-use pagefold_linux::proc::process::Process;
+use pagefold_engine::units::{Bytes, Pages};
+use pagefold_procmem::os::fields::kib;
+use pagefold_procmem::process::Process;
 use std::fmt;
 use std::time::{Duration, Instant};
 

@@ -6,7 +6,7 @@ use crate::bench::policy::Policy;
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{HeldFile, Prefork, Target, php_fpm, scratch};
 use anyhow::Context;
-use pagefold_linux::proc::process::Process;
+use pagefold_procmem::process::Process;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;

@@ -4,8 +4,8 @@
 use crate::bench::report::ExperimentReport;
 use crate::charts::{Canvas, Curve, Drawn, LEFT, Lines, RIGHT, Scale, TOP, label, number, svg};
 use crate::partial_hash::{LineHash, PartialHash, WordHash};
-use pagefold_core::hash::PageBytes;
-use pagefold_core::units::PAGE_SIZE;
+use pagefold_engine::hash::PageBytes;
+use pagefold_engine::units::PAGE_SIZE;
 use pagefold_report::plot::PEERS;
 use pagefold_workload::contents::fill;
 use plotters::prelude::*;

@@ -9,7 +9,7 @@ use crate::programs::need;
 use anyhow::{Context, bail};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use pagefold_linux::os::interrupt::Interrupt;
+use pagefold_procmem::os::interrupt::Interrupt;
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::path::Path;

@@ -2,7 +2,7 @@
 
 use crate::bench::sysfs::Changed;
 use anyhow::Context;
-use pagefold_core::units::{Bytes, Pages};
+use pagefold_engine::units::{Bytes, Pages};
 use std::fs;
 use std::path::{Path, PathBuf};
 

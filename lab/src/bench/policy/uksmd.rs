@@ -4,10 +4,10 @@
 
 use crate::bench::policy::mark_eligible;
 use anyhow::Context;
-use pagefold_linux::ksm::Knob;
-use pagefold_linux::ksm::experiment::KsmForExperiment;
-use pagefold_linux::os::interrupt::Interrupt;
-use pagefold_linux::proc::process::Process;
+use pagefold_ksm::Knob;
+use pagefold_ksm::experiment::KsmForExperiment;
+use pagefold_procmem::os::interrupt::Interrupt;
+use pagefold_procmem::process::Process;
 use std::fs;
 use std::time::{Duration, Instant};
 

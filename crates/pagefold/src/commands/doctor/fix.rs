@@ -1,10 +1,10 @@
 //! `pagefold doctor --fix`: restores the KSM knobs that an earlier run left changed.
 
-use pagefold_cli::exit::{self, Exit};
-use pagefold_linux::check::facts::MachinePaths;
-use pagefold_linux::ksm::lease::{KsmPaths, TakeError, restore_deferred, restore_orphaned};
-use pagefold_linux::ksm::lock::LockError;
-use pagefold_linux::ksm::{Ksm, KsmError, RestoreOutcome};
+use pagefold_host::check::facts::MachinePaths;
+use pagefold_ksm::lease::{KsmPaths, TakeError, restore_deferred, restore_orphaned};
+use pagefold_ksm::lock::LockError;
+use pagefold_ksm::{Ksm, KsmError, RestoreOutcome};
+use pagefold_text::exit::{self, Exit};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -103,7 +103,7 @@ pub fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_linux::ksm::{Knob, Overridden};
+    use pagefold_ksm::{Knob, Overridden};
 
     #[test]
     fn every_result_of_a_fix_is_shown() {

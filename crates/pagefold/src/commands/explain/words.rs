@@ -3,14 +3,14 @@
 use super::{Excluded, Explanation, Row};
 use crate::commands::status::paint;
 use crate::control::queue::{Facts, ToUnmark};
-use pagefold_cli::figures::{thousands, time, wrap};
-use pagefold_cli::style::{Lines, Style, count, human, percent, shorten};
-use pagefold_core::governor::Governor;
-use pagefold_core::host::Mechanism;
-use pagefold_core::marking::profit::Wave;
-use pagefold_core::report::{Kind, Next, RegionReport};
-use pagefold_core::units::Pages;
-use pagefold_linux::scope::exclude::Exclusion;
+use pagefold_engine::governor::Governor;
+use pagefold_engine::host::Mechanism;
+use pagefold_engine::marking::profit::Wave;
+use pagefold_engine::report::{Kind, Next, RegionReport};
+use pagefold_engine::units::Pages;
+use pagefold_host::scope::exclude::Exclusion;
+use pagefold_text::figures::{thousands, time, wrap};
+use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 
 /// The most regions shown one by one.
 const REGIONS: usize = 12;

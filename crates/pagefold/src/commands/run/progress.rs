@@ -2,8 +2,8 @@
 //! status line, too.
 
 use crate::service::{MessageLimit, ServiceManager};
-use pagefold_cli::{progress, style};
-use pagefold_core::engine::Engine;
+use pagefold_engine::engine::Engine;
+use pagefold_text::{progress, style};
 use serde::Serialize;
 use std::time::Instant;
 

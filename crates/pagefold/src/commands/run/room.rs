@@ -1,8 +1,8 @@
 //! Messages about the room for what can come back: one for each change, on the machine and below each limit of a cgroup.
 
-use pagefold_cli::style::human;
-use pagefold_core::keys::LimitKey;
-use pagefold_core::reserve::{Reserve, Room, RoomState};
+use pagefold_engine::keys::LimitKey;
+use pagefold_engine::reserve::{Reserve, Room, RoomState};
+use pagefold_text::style::human;
 use std::collections::BTreeMap;
 
 /// What was last reported.
@@ -61,10 +61,10 @@ fn sentence(room: &Room, place: &str, take_back: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::host::{LimitView, MemoryView};
-    use pagefold_core::keys::OwnerKey;
-    use pagefold_core::reserve::Keep;
-    use pagefold_core::units::Pages;
+    use pagefold_engine::host::{LimitView, MemoryView};
+    use pagefold_engine::keys::OwnerKey;
+    use pagefold_engine::reserve::Keep;
+    use pagefold_engine::units::Pages;
 
     #[test]
     fn each_change_is_reported_once() {

@@ -3,8 +3,8 @@
 use super::map::{Map, Shares};
 use super::report::{ProcessRow, ScanReport, size, way_in};
 use crate::output::page::{escape, page as framed};
-use pagefold_cli::style::{count, human, percent};
-use pagefold_core::sampling::census::{Figures, bytes_of};
+use pagefold_engine::sampling::census::{Figures, bytes_of};
+use pagefold_text::style::{count, human, percent};
 use std::fmt::Write as _;
 
 /// Maps shown: those of the processes with the most to save.

@@ -2,9 +2,9 @@
 //! part consists of.
 
 use super::survey::{Region, Survey, Surveyed};
-use pagefold_core::sampling::census::density::Density;
-use pagefold_core::units::{Vpn, index};
-use pagefold_linux::proc::maps::RegionKind;
+use pagefold_engine::sampling::census::density::Density;
+use pagefold_engine::units::{Vpn, index};
+use pagefold_procmem::maps::RegionKind;
 
 /// Parts of a map.
 const PARTS: u64 = 160;

@@ -3,10 +3,10 @@
 use super::map::Map;
 use super::survey::{LeftOut, Survey, by_size};
 use crate::output::placement::PlacementView;
-use pagefold_cli::style::{count, human, percent};
-use pagefold_core::sampling::census::{Figures, Findings, bytes_of};
-use pagefold_linux::proc::status::printable;
-use pagefold_linux::scope::exclude::Exclusion;
+use pagefold_engine::sampling::census::{Figures, Findings, bytes_of};
+use pagefold_host::scope::exclude::Exclusion;
+use pagefold_text::escape::printable;
+use pagefold_text::style::{count, human, percent};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;

@@ -6,16 +6,16 @@
 
 use super::map::{self, Part};
 use anyhow::Result;
-use pagefold_core::host::PageState;
-use pagefold_core::sampling::census::Cell;
-use pagefold_core::units::{Pages, Vpn};
-use pagefold_linux::proc::maps::{RegionKind, VmaDetail, kind_of, read_smaps};
-use pagefold_linux::proc::memory::{PageReader, ReadHow};
-use pagefold_linux::proc::process::{Process, ReadError};
-use pagefold_linux::proc::status::program_name;
-use pagefold_linux::scope::Scoped;
-use pagefold_linux::scope::deny_list::DenyList;
-use pagefold_linux::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
+use pagefold_engine::host::PageState;
+use pagefold_engine::sampling::census::Cell;
+use pagefold_engine::units::{Pages, Vpn};
+use pagefold_host::scope::Scoped;
+use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
+use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of, read_smaps};
+use pagefold_procmem::memory::{PageReader, ReadHow};
+use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::status::program_name;
 use serde::Serialize;
 use std::collections::BTreeMap;
 

@@ -1,9 +1,9 @@
 //! The result of a scan for a terminal.
 
 use super::report::{ScanReport, size, way_in};
-use pagefold_cli::style::{Lines, Style, bar, count, human, percent, shorten};
-use pagefold_cli::table::Table;
-use pagefold_core::sampling::census::{Figures, bytes_of};
+use pagefold_engine::sampling::census::{Figures, bytes_of};
+use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
+use pagefold_text::table::Table;
 
 /// Rows shown of a list; the rest is summed up in a line.
 const ROWS: usize = 20;

@@ -4,9 +4,9 @@
 
 use super::ProcessRow;
 use crate::control::queue::{Facts, TargetFacts};
-use pagefold_linux::proc::status::printable;
-use pagefold_linux::scope::exclude::Exclusion;
-use pagefold_linux::scope::{ScopeSpec, user_id};
+use pagefold_host::scope::exclude::Exclusion;
+use pagefold_host::scope::{ScopeSpec, user_id};
+use pagefold_text::escape::printable;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -191,7 +191,7 @@ pub fn left_out_rows(facts: &Facts) -> Vec<LeftOutRow> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_core::keys::{DomainKey, OwnerKey};
+    use pagefold_engine::keys::{DomainKey, OwnerKey};
 
     fn target(pid: i32) -> TargetFacts {
         TargetFacts {

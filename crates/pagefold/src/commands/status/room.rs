@@ -1,10 +1,10 @@
 //! The room for what can come back, as `status` shows it.
 
 use crate::control::queue::Facts;
-use pagefold_cli::style::{count, human};
-use pagefold_core::host::Mechanism;
-use pagefold_core::keys::LimitKey;
-use pagefold_core::reserve::{Room, RoomState};
+use pagefold_engine::host::Mechanism;
+use pagefold_engine::keys::LimitKey;
+use pagefold_engine::reserve::{Room, RoomState};
+use pagefold_text::style::{count, human};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;

@@ -2,13 +2,13 @@
 
 use super::groups::UNMERGED;
 use super::{DomainRow, Status};
-use pagefold_cli::figures::{thousands, time, wrap};
-use pagefold_cli::style::{Lines, Style, bar, count, human, percent, shorten};
-use pagefold_core::governor::Governor;
-use pagefold_core::host::Mechanism;
-use pagefold_core::report::Kind;
-use pagefold_core::reserve::RoomState;
-use pagefold_core::units::Pages;
+use pagefold_engine::governor::Governor;
+use pagefold_engine::host::Mechanism;
+use pagefold_engine::report::Kind;
+use pagefold_engine::reserve::RoomState;
+use pagefold_engine::units::Pages;
+use pagefold_text::figures::{thousands, time, wrap};
+use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use std::fmt::Write;
 
 /// Processes shown; the rest is summed up.

@@ -2,10 +2,10 @@
 
 use super::state::{Point, result_of};
 use crate::commands::status::Status;
-use pagefold_cli::figures::time;
-use pagefold_cli::style::{human, percent};
-use pagefold_core::host::Mechanism;
-use pagefold_core::units::PAGE_BYTES;
+use pagefold_engine::host::Mechanism;
+use pagefold_engine::units::PAGE_BYTES;
+use pagefold_text::figures::time;
+use pagefold_text::style::{human, percent};
 
 /// Savings and cost are compared with those of so long ago, seconds.
 const BEFORE: f64 = 60.0;

@@ -4,7 +4,7 @@ use super::draw::{Look, say};
 use super::state::Top;
 use crate::history::{Moment, Point, points};
 use crate::output::page::Unit;
-use pagefold_cli::figures::time;
+use pagefold_text::figures::time;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Color, Style};

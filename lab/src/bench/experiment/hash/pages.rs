@@ -1,8 +1,8 @@
 //! The sets of pages to hash.
 
-use pagefold_core::hash::PageBytes;
-use pagefold_core::random::finalize;
-use pagefold_core::units::PAGE_SIZE;
+use pagefold_engine::hash::PageBytes;
+use pagefold_engine::random::finalize;
+use pagefold_engine::units::PAGE_SIZE;
 use pagefold_workload::contents::{fill, fill_but_tail, printable};
 
 /// A page at an aligned address, so that its cache lines are those of the processor.

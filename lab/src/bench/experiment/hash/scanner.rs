@@ -2,9 +2,9 @@
 
 use super::pages::TestPage;
 use crate::partial_hash::{LineHash, PartialHash, RoundCost, StrengthController, WordHash};
-use pagefold_core::hash::{Digest, Digester, PageBytes, is_zero};
-use pagefold_core::units::whole;
-use pagefold_linux::os::cpu::own_cpu_ns;
+use pagefold_engine::hash::{Digest, Digester, PageBytes, is_zero};
+use pagefold_engine::units::whole;
+use pagefold_procmem::os::cpu::own_cpu_ns;
 use std::hint::black_box;
 use std::time::Instant;
 use twox_hash::XxHash64;

@@ -4,8 +4,8 @@ use super::place::Nodes;
 use anyhow::{Context, ensure};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
-use pagefold_core::placement::policy::Latencies;
-use pagefold_core::random::finalize;
+use pagefold_engine::placement::policy::Latencies;
+use pagefold_engine::random::finalize;
 use std::time::Instant;
 
 /// Elements of a cache line.

@@ -24,8 +24,8 @@
 //! 0.85, 0.77 and 0.70, which include that the second instance was slower even without KSM.
 
 use crate::bench::report::Placed;
-use pagefold_core::placement::policy::Latencies;
-use pagefold_core::random::finalize;
+use pagefold_engine::placement::policy::Latencies;
+use pagefold_engine::random::finalize;
 
 /// The thesis's measurements of two instances of a program (Tables 3.1 and 3.2).
 #[derive(Clone, Copy, Debug)]

@@ -1,0 +1,71 @@
+//! Parsers of memory limits and of memory and KSM counters.
+
+use crate::fuzzing;
+use pagefold_engine::units::Permyriad;
+use pagefold_procmem::os::pressure::{parse_meminfo, parse_pressure};
+use std::path::{Component, Path};
+
+/// `/proc/PID/cgroup`: UTF-8 paths are kept byte for byte, and no path leads out of the cgroup mount.
+pub fn cgroup(text: &[u8]) {
+    let cgroups = fuzzing::cgroups(text);
+    if let Ok(text) = std::str::from_utf8(text) {
+        let paths = text.split('\n').filter_map(|line| line.splitn(3, ':').nth(2));
+        let paths: Vec<&str> = paths.filter(|path| path.starts_with('/')).collect();
+        assert_eq!(cgroups.iter().map(|(_, path)| path.as_str()).collect::<Vec<_>>(), paths);
+    }
+    let lines: Vec<String> = cgroups.iter().map(|(controllers, path)| format!("0:{controllers}:{path}\n")).collect();
+    let printed = lines.concat();
+    assert_eq!(fuzzing::cgroups(printed.as_bytes()), cgroups);
+    let root = Path::new("/no/such/mount");
+    for (mount, dir) in fuzzing::memory_cgroups(text, root) {
+        assert!(mount.starts_with(root));
+        let below = dir.strip_prefix(&mount).unwrap_or_else(|_| panic!("{} is elsewhere", dir.display()));
+        assert!(below.components().all(|part| matches!(part, Component::Normal(_))), "{}", dir.display());
+    }
+}
+
+/// `/proc/PID/ksm_stat`: values are whole pages, and fields are found among any others.
+pub fn ksm_stat(text: &[u8]) {
+    let (_, zero_kib) = fuzzing::ksm_stat(text);
+    assert!(zero_kib % 4 == 0 || zero_kib == u64::MAX);
+    for first in
+        [&b"ksm_rmap_items 3\nksm_zero_pages 12\nksm_merge_any: yes\n"[..], b"ksm_zero_pages: 12\nksm_merge_any yes\n"]
+    {
+        assert_eq!(fuzzing::ksm_stat(&[first, text].concat()), (true, 48));
+    }
+}
+
+/// `/proc/meminfo` and `memory.stat`: values in KiB print and parse back, and bytes do not overflow.
+pub fn meminfo(text: &[u8]) {
+    if let Ok((total, available, swap)) = parse_meminfo(text) {
+        let kib = [available, total, swap].map(|pages| pages.0 * 4);
+        let printed = format!(
+            "SwapFree: {2} kB\nMemTotal: {1} kB\nMemFree: 1 kB\nMemAvailable:  {0} kB\n",
+            kib[0], kib[1], kib[2]
+        );
+        assert_eq!(parse_meminfo(printed.as_bytes()), Ok((total, available, swap)));
+        assert_eq!(fuzzing::available(&printed), Some(available.bytes().0));
+        assert!(parse_meminfo(&printed.as_bytes()[..printed.len() - 1]).is_err(), "truncated");
+    }
+    let text = String::from_utf8_lossy(text);
+    let _ = fuzzing::available(&text);
+    for name in ["inactive_file", "total_inactive_file"] {
+        let Some(bytes) = fuzzing::memory_stat(&text, name) else { continue };
+        assert_eq!(fuzzing::memory_stat(&format!("anon 1\n{name} {bytes}\n"), name), Some(bytes));
+    }
+}
+
+/// `/proc/pressure/memory`: a share of at most 100 %, which prints and parses back.
+pub fn pressure(text: &[u8]) {
+    let Ok(share) = parse_pressure(text) else { return };
+    assert!(share <= Permyriad(10_000), "{share:?}");
+    let printed = format!("some avg10={}.{:02} avg60=0.00 avg300=0.00 total=0\n", share.0 / 100, share.0 % 100);
+    assert_eq!(parse_pressure(printed.as_bytes()), Ok(share));
+}
+
+/// `/proc/vmstat`: the counter is found among any others.
+pub fn vmstat(text: &[u8]) {
+    let text = String::from_utf8_lossy(text);
+    let copies = fuzzing::cow_ksm(&text);
+    assert_eq!(fuzzing::cow_ksm(&format!("ksm_swpin_copy 3\ncow_ksm {copies}\n{text}")), copies);
+}

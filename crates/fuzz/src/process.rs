@@ -1,0 +1,96 @@
+//! The short files below `/proc/PID`.
+
+use crate::fuzzing::{self, Blocked, activity};
+use pagefold_procmem::process::Stat;
+use pagefold_procmem::status::{Status, program_name};
+use pagefold_text::escape::printable;
+use std::path::Path;
+
+/// `/proc/PID/stat`: the name is the text between the first and the last parenthesis, and the other fields parse back.
+pub fn stat(text: &[u8]) {
+    let Ok(stat) = Stat::parse(text) else { return };
+    assert!(stat.state.is_ascii_alphabetic());
+    let open = text.iter().position(|&byte| byte == b'(').unwrap_or(0);
+    assert!(text[open + 1..].starts_with(&stat.comm));
+    let flags = u64::from(stat.kernel_thread) << 21 | u64::from(stat.only_forked) << 6;
+    let rest = format!(
+        ") {} {} 7 7 0 -1 {flags} 0 0 0 0 {} 0 0 0 20 {} 1 0 {} 0 0\n",
+        char::from(stat.state),
+        stat.parent,
+        stat.cpu_ticks,
+        stat.nice,
+        stat.start_time_ticks
+    );
+    let printed = [b"7 (", stat.comm.as_slice(), rest.as_bytes()].concat();
+    assert_eq!(Stat::parse(&printed), Ok(stat));
+}
+
+/// `/proc/PID/status`: prints and parses back, and other lines make no difference.
+pub fn status(text: &[u8]) {
+    assert_safe(text);
+    let Ok(status) = Status::parse(text) else { return };
+    let four = |ids: [u32; 4]| ids.map(|id| id.to_string()).join("\t");
+    let printed = format!(
+        "Name:\tx\\nTgid:\t1\nTgid:\t{}\nTracerPid:\t{}\nUid:\t{}\nGid:\t{}\nVmLck:\t{} kB\nCapPrm:\t{:016x}\nThreads:\t1\n",
+        status.thread_group,
+        status.tracer,
+        four(status.uids),
+        four(status.gids),
+        status.locked_kib,
+        status.permitted
+    );
+    assert_eq!(Status::parse(printed.as_bytes()).as_ref(), Ok(&status));
+    assert_eq!(Status::parse(&[b"Name:\tx\n", text].concat()), Ok(status));
+}
+
+/// Printed names contain no control characters, and escaping is idempotent.
+fn assert_safe(name: &[u8]) {
+    let safe = printable(name);
+    assert!(!safe.contains(char::is_control), "{safe:?}");
+    assert_eq!(printable(safe.as_bytes()), safe);
+    assert_eq!(program_name(Some(Path::new("/")), name), name);
+}
+
+/// `/proc/PID/statm`: prints and parses back.
+pub fn statm(text: &[u8]) {
+    let Ok(sizes) = fuzzing::statm(text) else { return };
+    let [mapped, resident, data] = sizes;
+    assert_eq!(fuzzing::statm(format!("{mapped} {resident} 1 2 3 {data} 0\n").as_bytes()), Ok(sizes));
+}
+
+/// `/proc/PID/task/TID/syscall`: prints and parses back, and only threads that run, sleep or are stopped by job control are
+/// chosen for injection.
+pub fn syscall(text: &[u8]) {
+    for state in [b'R', b'S', b'T', b'D', b'Z', b'X', b't', b'I', b'P'] {
+        let Ok((blocked, chosen)) = activity(text, state) else { return };
+        assert!(!chosen || matches!(state, b'R' | b'S' | b'T'));
+        let printed = match blocked {
+            Blocked::Running => "running\n".to_owned(),
+            Blocked::Outside => "-1 0x7ffd0000 0x401000\n".to_owned(),
+            Blocked::In(nr, args, pc) => {
+                assert!(nr >= 0);
+                let args = args.map(|arg| format!("0x{arg:x}")).join(" ");
+                format!("{nr} {args} 0x7ffd0000 0x{pc:x}\n")
+            }
+        };
+        assert_eq!(activity(printed.as_bytes(), state), Ok((blocked, chosen)));
+    }
+}
+
+/// Command lines and files in which owners opt out: whatever precedes it, the last word counts.
+pub fn opt_outs(text: &[u8]) {
+    let machine = "-machine mem-merge=off";
+    let then = |more: &[u8]| [text, more].concat();
+    assert_eq!(fuzzing::qemu_opts_out(&then(b"\0x\0x\0-M\0pc,mem-merge=off")), Some(machine));
+    assert_ne!(fuzzing::qemu_opts_out(&then(b"\0x\0x\0-M\0pc,mem-merge=on")), Some(machine));
+    assert!(fuzzing::service_opts_out(&then(b"\n\n[Service]\nMemoryKSM=no\n")));
+    assert!(!fuzzing::service_opts_out(&then(b"\n\n[Service]\nMemoryKSM=yes\n")));
+    assert!(fuzzing::guest_opts_out(&[b"allow-ksm: 0\n[snapshot]\n", text].concat()));
+    let _ = fuzzing::guest_opts_out(text);
+}
+
+/// `/proc/PID/schedstat`: the first number.
+pub fn schedstat(text: &[u8]) {
+    let Some(ns) = fuzzing::schedstat(text) else { return };
+    assert_eq!(fuzzing::schedstat(format!("{ns} 5 6\n").as_bytes()), Some(ns));
+}

@@ -1,0 +1,69 @@
+//! Which memory of a process had huge pages before it was marked, and is to have them again.
+
+use pagefold_engine::units::Vpn;
+use pagefold_procmem::collapse::extents;
+use std::collections::VecDeque;
+
+/// Extents collapsed in a cycle: each takes half a millisecond, and the process's mmap lock for a part of it.
+const EXTENTS_MOST: usize = 16;
+/// Mappings of a process that had huge pages when they were marked, and extents that wait. Further ones are left to khugepaged.
+const MAPPINGS_MOST: usize = 64;
+const WAITING_MOST: usize = 4_096;
+
+/// Address ranges of a process that had huge pages.
+#[derive(Debug, Default)]
+pub(crate) struct HugeMappings {
+    /// When they were marked.
+    marked: Vec<(u64, u64)>,
+    /// Extents to be collapsed.
+    extents: VecDeque<Vpn>,
+}
+
+impl HugeMappings {
+    /// Records a mapping that is about to be marked.
+    pub(crate) fn record(&mut self, start: u64, end: u64) {
+        if self.marked.len() < MAPPINGS_MOST && !self.marked.contains(&(start, end)) {
+            self.marked.push((start, end));
+        }
+    }
+
+    /// Records that a range has been unmarked, and that what was huge in it is to be so again.
+    pub(super) fn wanted(&mut self, start: u64, end: u64) {
+        for &(from, to) in &self.marked {
+            let room = WAITING_MOST.saturating_sub(self.extents.len());
+            self.extents.extend(extents(from.max(start), to.min(end)).take(room));
+        }
+    }
+
+    /// Whether extents wait to be collapsed.
+    pub(super) fn is_waiting(&self) -> bool {
+        !self.extents.is_empty()
+    }
+
+    /// The extents to collapse in this cycle.
+    pub(super) fn next(&mut self) -> Vec<Vpn> {
+        self.extents.drain(..self.extents.len().min(EXTENTS_MOST)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_huge_and_is_unmarked_waits_within_bounds() {
+        const MIB: u64 = 1 << 20;
+        let mut huge = HugeMappings::default();
+        huge.record(2 * MIB, 8 * MIB);
+        huge.record(2 * MIB, 8 * MIB);
+        huge.record(100 * MIB, 1 << 40);
+        huge.wanted(0, 5 * MIB);
+        let addresses = |extents: Vec<Vpn>| extents.into_iter().map(Vpn::address).collect::<Vec<_>>();
+        assert_eq!(addresses(huge.next()), [2 * MIB]);
+        assert!(!huge.is_waiting());
+        huge.wanted(0, u64::MAX);
+        assert_eq!((huge.next().len(), huge.extents.len()), (EXTENTS_MOST, WAITING_MOST - EXTENTS_MOST));
+        (0..1_000).for_each(|at| huge.record(at, at + 1));
+        assert_eq!(huge.marked.len(), MAPPINGS_MOST);
+    }
+}

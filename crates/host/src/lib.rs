@@ -1,0 +1,25 @@
+//! The live machine behind the engine's `Host` interface: targets and their regions, samples, marks and moves.
+//!
+//! | module | what belongs there |
+//! | --- | --- |
+//! | [`scope`] | which processes are in scope, which of them and of their mappings are excluded, trust domains |
+//! | [`live`], [`targets`], [`regions`], [`identity`] | all of it behind the `Host` interface |
+//! | [`check`] | whether this machine is fit for pagefold (`pagefold doctor`) |
+//! | [`os`] | sockets that were passed, waking the main loop, namespaces |
+//!
+//! - A new rule for what is excluded: [`scope::exclude`].
+//! - A new finding of `pagefold doctor`: the fact in [`check::facts`], its meaning in [`check::diagnose`].
+
+pub mod check;
+#[doc(hidden)]
+pub mod fuzzing;
+mod huge_mappings;
+pub mod identity;
+pub mod live;
+pub mod os;
+pub mod regions;
+mod restless;
+mod sampling;
+pub mod scope;
+pub mod targets;
+pub mod unmerger;

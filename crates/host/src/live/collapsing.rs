@@ -1,0 +1,38 @@
+//! Gives programs back the huge pages that they had before their memory was marked, when it is unmarked because merges in it do not
+//! last.
+
+use super::{Actuator, LiveHost};
+use crate::targets::Target;
+use pagefold_engine::host::{Change, Marking, Outcome, Why};
+use pagefold_procmem::collapse::{collapse, is_wanted};
+
+impl LiveHost {
+    /// Collapses some of what has been unmarked in this cycle or an earlier one.
+    pub(super) fn collapse(&mut self, outcome: &mut Outcome) {
+        if matches!(self.actuator, Actuator::DryRun) {
+            return;
+        }
+        for result in &outcome.unmarked {
+            let Change { span, why } = result.change;
+            if !matches!((why, result.marking), (Why::CowBroken { .. }, Marking::Done(_))) {
+                continue;
+            }
+            let target = self.region_pids.get(&span.region).and_then(|pid| self.targets.get_mut(pid));
+            if let Some(target) = target {
+                target.huge.wanted(span.first.address(), (span.first + span.pages.0).address());
+            }
+        }
+        // One process in a cycle, each in its turn.
+        let from = self.next_collapse;
+        let waiting = |(_, target): &(&i32, &Target)| target.huge.is_waiting();
+        let Some((&pid, _)) = self.targets.range(from..).chain(self.targets.range(..from)).find(waiting) else {
+            return;
+        };
+        self.next_collapse = pid.saturating_add(1);
+        let Some(target) = self.targets.get_mut(&pid) else { return };
+        let (next, roots) = (target.huge.next(), self.roots.clone());
+        if target.may_be_read() && is_wanted() {
+            outcome.collapsed += target.read(move |process| collapse(process, &next, &roots)).unwrap_or(0);
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! The cgroups of targets: their limits on memory, below which merged pages can come back until nothing is left, and how long their
+//! tasks wait for a CPU.
+
+use crate::targets::Target;
+use pagefold_engine::host::LimitView;
+use pagefold_engine::keys::{KeyCounter, LimitKey, OwnerKey};
+use pagefold_engine::units::{PAGE_BYTES, Pages, Permyriad};
+use pagefold_procmem::headroom::{Limit, limit_of};
+use pagefold_procmem::os::cpu::own_cpu_ns;
+use pagefold_procmem::os::fault;
+use pagefold_procmem::os::pressure::parse_pressure;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The shortest time between two passes, nanoseconds. They may take this part of the time.
+const PASS_EVERY_NS: u64 = 1_000_000_000;
+const PASS_PART: u64 = 1_000;
+/// The longest time that one pass reads limits for. The next one continues with the others.
+const PASS_LIMIT: Duration = Duration::from_millis(10);
+
+/// The cgroups that can limit the memory of targets.
+#[derive(Debug, Default)]
+pub(super) struct Limits {
+    groups: BTreeMap<PathBuf, Group>,
+    keys: KeyCounter,
+    /// The processes that were assigned to them.
+    owners: BTreeSet<OwnerKey>,
+    /// Where the next pass continues.
+    next_group: PathBuf,
+    next_ns: u64,
+    views: Arc<[LimitView]>,
+}
+
+#[derive(Debug)]
+struct Group {
+    key: LimitKey,
+    owners: Vec<OwnerKey>,
+    /// What was last read.
+    reading: Reading,
+    /// When that was, nanoseconds.
+    read_ns: u64,
+    /// Whether a target is in it, rather than below it.
+    is_own: bool,
+    /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel does not report it.
+    cpu_pressure: Option<Permyriad>,
+}
+
+impl Group {
+    fn new(key: LimitKey) -> Self {
+        Self { key, owners: Vec::new(), reading: Reading::Unknown, read_ns: 0, is_own: false, cpu_pressure: None }
+    }
+
+    fn read(&mut self, dir: &Path, now_ns: u64) {
+        // A limit that can't be read now is still there.
+        if let Ok(limit) = limit_of(dir) {
+            self.reading = limit.map_or(Reading::Unlimited, Reading::Limited);
+            self.read_ns = now_ns;
+        }
+        self.cpu_pressure = if self.is_own { cpu_pressure_of(dir) } else { None };
+    }
+}
+
+/// What was found when the limit of a cgroup was read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Reading {
+    /// It has not been read yet, or could not be: nothing is known, so there's no headroom below it.
+    #[default]
+    Unknown,
+    Unlimited,
+    Limited(Limit),
+}
+
+impl Limits {
+    /// Looks at the limits again if it is time. Those of a new process are read at once: it must not be taken for one without a limit.
+    pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
+        let is_pass = now_ns >= self.next_ns;
+        let before_ns = own_cpu_ns();
+        if is_pass {
+            self.forget_owners();
+        }
+        let mut has_new = false;
+        for target in targets.values() {
+            // Without regions, nothing of it can be merged, and its cgroups may not be known yet.
+            let is_judged = target.exclusion.is_none() && !target.regions.is_empty();
+            if is_judged && self.owners.insert(target.owner) {
+                has_new = true;
+                for (mount, dir) in target.limiting() {
+                    self.assign(mount, dir, target.owner);
+                }
+            }
+        }
+        if is_pass {
+            self.read(now_ns);
+            self.next_ns = now_ns + ((own_cpu_ns() - before_ns) * PASS_PART).max(PASS_EVERY_NS);
+        } else if has_new {
+            self.read_new(now_ns);
+        } else {
+            return;
+        }
+        self.views = self.limits().into();
+    }
+
+    fn forget_owners(&mut self) {
+        self.owners.clear();
+        for group in self.groups.values_mut() {
+            group.owners.clear();
+            group.is_own = false;
+        }
+    }
+
+    /// Assigns a process to the cgroup that it is in, and those above, up to the mount point.
+    fn assign(&mut self, mount: &Path, dir: &Path, owner: OwnerKey) {
+        for above in dir.ancestors().take_while(|above| above.starts_with(mount)) {
+            if !self.groups.contains_key(above) {
+                let key = LimitKey(self.keys.take(|key| self.groups.values().any(|group| group.key.0 == key)));
+                self.groups.insert(above.to_owned(), Group::new(key));
+            }
+            if let Some(group) = self.groups.get_mut(above) {
+                group.owners.push(owner);
+                // The topmost holds the kernel's threads too.
+                group.is_own |= above == dir && dir != mount;
+            }
+        }
+    }
+
+    /// Forgets cgroups without processes, and reads as many limits of the others as there is time for.
+    fn read(&mut self, now_ns: u64) {
+        self.groups.retain(|_, group| !group.owners.is_empty());
+        let began = Instant::now();
+        let first = std::mem::take(&mut self.next_group);
+        for (dir, group) in self.groups.range_mut(first..) {
+            if began.elapsed() > PASS_LIMIT {
+                self.next_group.clone_from(dir);
+                break;
+            }
+            group.read(dir, now_ns);
+        }
+    }
+
+    /// Reads the limits that are not known yet.
+    fn read_new(&mut self, now_ns: u64) {
+        let began = Instant::now();
+        for (dir, group) in &mut self.groups {
+            if group.reading == Reading::Unknown && began.elapsed() <= PASS_LIMIT {
+                group.read(dir, now_ns);
+            }
+        }
+    }
+
+    /// The largest share of the last 10 s in which some task of a cgroup with a target waited for a CPU, as last read.
+    pub(super) fn cpu_pressure(&self) -> Option<Permyriad> {
+        self.groups.values().filter_map(|group| group.cpu_pressure).max()
+    }
+
+    /// The limits as they were last read.
+    pub(super) fn views(&self) -> Arc<[LimitView]> {
+        self.views.clone()
+    }
+
+    fn limits(&self) -> Vec<LimitView> {
+        let mut views = Vec::new();
+        for group in self.groups.values() {
+            let (limit, left) = match group.reading {
+                Reading::Unlimited => continue,
+                Reading::Unknown => (Pages(0), Pages(0)),
+                Reading::Limited(Limit { limit, left }) => (Pages(limit.0 / PAGE_BYTES), Pages(left.0 / PAGE_BYTES)),
+            };
+            let Group { key, read_ns, .. } = *group;
+            views.push(LimitView { key, limit, left, owners: group.owners.clone(), read_ns });
+        }
+        views
+    }
+
+    /// The directory of a cgroup with a limit.
+    pub(super) fn name(&self, key: LimitKey) -> Option<&Path> {
+        self.groups.iter().find(|(_, group)| group.key == key).map(|(dir, _)| dir.as_path())
+    }
+}
+
+/// Reads `cpu.pressure` of a cgroup. A kernel without PSI, or a cgroup that has gone, reports nothing.
+fn cpu_pressure_of(dir: &Path) -> Option<Permyriad> {
+    fault::io("read:limits").ok()?;
+    parse_pressure(&fs::read(dir.join("cpu.pressure")).ok()?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cgroups_of_targets_tell_how_long_their_tasks_wait_for_a_cpu() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |dir: &str, share: &str| {
+            fs::create_dir_all(root.path().join(dir)).unwrap();
+            let text = format!(
+                "some avg10={share} avg60=0.00 avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+            );
+            fs::write(root.path().join(dir).join("cpu.pressure"), text).unwrap();
+        };
+        for (dir, share) in [("", "99.00"), ("a", "90.00"), ("a/b", "12.34"), ("a/c", "5.00"), ("d", "80.00")] {
+            write(dir, share);
+        }
+        let mut limits = Limits::default();
+        let of = |dir: &str| (root.path().to_owned(), root.path().join(dir));
+        let members = [
+            (of("a/b"), OwnerKey(1)),
+            (of("a/c"), OwnerKey(2)),
+            ((root.path().into(), root.path().into()), OwnerKey(3)),
+        ];
+        for ((mount, dir), owner) in &members {
+            limits.assign(mount, dir, *owner);
+        }
+        assert_eq!(limits.cpu_pressure(), None);
+        limits.read(1);
+        assert_eq!(limits.cpu_pressure(), Some(Permyriad(1_234)), "of those with targets, but not the topmost");
+        fs::write(root.path().join("a/b/cpu.pressure"), "what").unwrap();
+        limits.read(2);
+        assert_eq!(limits.cpu_pressure(), Some(Permyriad(500)));
+    }
+
+    #[test]
+    fn each_limit_concerns_all_processes_below_it() {
+        let root = tempfile::tempdir().unwrap();
+        for (dir, max) in [("a", "4096000"), ("a/b", "max"), ("a/c", "819200")] {
+            let dir = root.path().join(dir);
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join("memory.max"), max).unwrap();
+            fs::write(dir.join("memory.current"), "409600").unwrap();
+        }
+        let mut limits = Limits::default();
+        let of = |dir: &str| (root.path().to_owned(), root.path().join(dir));
+        let members = [(of("a/b"), OwnerKey(1)), (of("a/c"), OwnerKey(2)), (of("elsewhere"), OwnerKey(3))];
+        for ((mount, dir), owner) in &members {
+            limits.assign(mount, dir, *owner);
+        }
+        assert!(limits.limits().iter().all(|view| view.limit == Pages(0)), "none has been read yet");
+        limits.read(7);
+        let views = limits.limits();
+        let found: Vec<_> = views.iter().map(|view| (view.limit.0, view.left.0, view.owners.clone())).collect();
+        assert_eq!(found, [(1000, 900, vec![OwnerKey(1), OwnerKey(2)]), (200, 100, vec![OwnerKey(2)])]);
+        assert!(views.iter().all(|view| view.read_ns == 7));
+        assert_eq!(limits.name(views[1].key), Some(root.path().join("a/c").as_path()));
+        // Keys stay, and what is gone is forgotten.
+        limits.forget_owners();
+        limits.assign(root.path(), &root.path().join("a/c"), OwnerKey(2));
+        fs::write(root.path().join("a/c/memory.max"), "what").unwrap();
+        limits.read(8);
+        let after: Vec<_> = limits.limits().iter().map(|view| (view.key, view.limit.0, view.read_ns)).collect();
+        assert_eq!(after, [(views[0].key, 1000, 8), (views[1].key, 200, 7)], "one that can't be read is still there");
+        assert_eq!(limits.groups.len(), 3);
+    }
+}

@@ -1,0 +1,423 @@
+//! Merging pages that the engine names, where the kernel merges on request (`/dev/ksm`).
+//!
+//! Unlike a mark, a request needs no stop of the process, and so nothing holds the process still between the last look at it
+//! and the merge. Therefore each call to the kernel is short, and just before it the address spaces must be those of the
+//! programs that were judged. The kernel marks the mappings of the pages as a whole, so processes are recorded as marked before
+//! the first call: what is excluded later, or was just then, is found and unmarked as other marks are ([`super::withdrawing`]).
+
+use super::{Actuator, LiveHost};
+use crate::regions::{List, Stretch};
+use crate::scope::exclude::withdrawal;
+use crate::targets::Target;
+use pagefold_engine::host::{Keep, MergeRange, MergeResult, Merging, Outcome, PageRun};
+use pagefold_engine::keys::RegionKey;
+use pagefold_engine::units::Vpn;
+use pagefold_ksm::request::{Kept, Merged, Range, RequestDevice};
+use pagefold_procmem::image::AddressSpace;
+use pagefold_procmem::maps::read_smaps;
+use pagefold_procmem::os::abandonable::{Job, LIMIT, advance};
+use pagefold_procmem::os::cpu::thread_cpu_ns;
+use pagefold_procmem::process::{Process, ReadError};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+/// A process is looked at again before a job if the last look is older than this, nanoseconds.
+const LOOK_NS: u64 = 10_000_000;
+/// Pages of one job: some 50 ms.
+const JOB_PAGES: u32 = 16_384;
+/// How long a job may compute.
+const COMPUTING_MOST: Duration = LIMIT;
+/// How long a lock may be held that is only waited for.
+const ANY_TIME: Duration = Duration::MAX;
+
+/// What merging on request needs to know.
+#[derive(Debug, Default)]
+pub(super) struct Requesting {
+    /// The device, if this is how pages are merged.
+    pub(super) device: Option<Arc<RequestDevice>>,
+    /// By pid, the mappings as they were a short time ago.
+    pub(super) lists: BTreeMap<i32, Arc<List>>,
+    /// A job that did not end in time, in a call to the kernel. While it has not ended no other one is started: it may hold the
+    /// lock of KSM.
+    late: Option<Late>,
+}
+
+#[derive(Debug)]
+struct Late {
+    job: Job<Result<Merged, ReadError>>,
+    pids: Vec<i32>,
+}
+
+/// Whether a job is in a call to the kernel, and whether it may make another one.
+#[derive(Debug, Default)]
+struct Turn(AtomicU8);
+
+impl Turn {
+    const OUTSIDE: u8 = 0;
+    const INSIDE: u8 = 1;
+    const ABANDONED: u8 = 2;
+
+    fn change(&self, from: u8, to: u8) -> bool {
+        self.0.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    /// Begins a call, unless the job was abandoned.
+    fn enter(&self) -> bool {
+        self.change(Self::OUTSIDE, Self::INSIDE)
+    }
+
+    /// Ends a call, if one was made.
+    fn leave(&self) {
+        self.change(Self::INSIDE, Self::OUTSIDE);
+    }
+
+    /// From now on no call begins. Whether one is under way.
+    fn abandon(&self) -> bool {
+        self.0.swap(Self::ABANDONED, Ordering::SeqCst) == Self::INSIDE
+    }
+}
+
+/// One of the two processes of a job.
+#[derive(Debug)]
+struct Side {
+    process: Arc<Process>,
+    space: AddressSpace,
+    list: Arc<List>,
+    /// Its regions: first page and end.
+    regions: BTreeMap<RegionKey, (u64, u64)>,
+}
+
+impl Side {
+    /// Whether its program may be the one that was judged. Waits for the lock of its memory map, rather here than in the
+    /// request, which waits with the lock of KSM.
+    fn is_judged(&self) -> bool {
+        self.space.is_unlocked(ANY_TIME);
+        self.space.exists()
+    }
+
+    /// Whether all pages are in a region as it is now.
+    fn has(&self, region: RegionKey, first: Vpn, pages: u32) -> bool {
+        let end = first.0.checked_add(pages.into());
+        self.regions.get(&region).is_some_and(|span| span.0 <= first.0 && end.is_some_and(|end| end <= span.1))
+    }
+}
+
+/// A process whose pages are taken, and the one whose pages are kept. `None`: the zero page.
+type Pair = (i32, Option<i32>);
+
+/// The result of a range that was not tried.
+pub(super) fn untried(range: &MergeRange) -> MergeResult {
+    MergeResult { range: *range, merging: Merging::Untried }
+}
+
+impl LiveHost {
+    /// Merges what is named, batched by pairs of processes.
+    pub(super) fn merge(&mut self, ranges: &[MergeRange], outcome: &mut Outcome) {
+        let now_ns = self.now_ns();
+        self.requesting.lists.retain(|_, list| list.is_fresh(now_ns));
+        if ranges.is_empty() {
+            return;
+        }
+        self.end_late_merge();
+        let acts = matches!(self.actuator, Actuator::Act { .. });
+        let is_free = acts && self.requesting.late.is_none() && !self.must_unmark_first();
+        let Some(device) = self.requesting.device.clone().filter(|_| is_free) else {
+            outcome.merges.extend(ranges.iter().map(untried));
+            return;
+        };
+        let mut by_pair: BTreeMap<Pair, Vec<MergeRange>> = BTreeMap::new();
+        for range in ranges {
+            match self.pair_of(range) {
+                Some(pair) => by_pair.entry(pair).or_default().push(*range),
+                None => outcome.merges.push(untried(range)),
+            }
+        }
+        let mut looked = BTreeMap::new();
+        for (pair, ranges) in by_pair {
+            let mut in_vain = false;
+            for job in jobs(&ranges) {
+                if in_vain {
+                    outcome.merges.extend(job.iter().map(untried));
+                    continue;
+                }
+                let begun = outcome.merges.len();
+                if let Err(merging) = self.merge_pair(&device, pair, &job, &mut looked, &mut outcome.merges) {
+                    outcome.merges.extend(job.iter().map(|&range| MergeResult { range, merging }));
+                }
+                in_vain = outcome.merges[begun..]
+                    .iter()
+                    .all(|result| matches!(result.merging, Merging::Differs | Merging::Untried));
+            }
+        }
+    }
+
+    /// Whether a request that was late has ended. What it has marked after its processes were judged again is found now.
+    pub(super) fn end_late_merge(&mut self) {
+        let Some(late) = self.requesting.late.take_if(|late| late.job.pending.is_over()) else { return };
+        for pid in late.pids {
+            self.record_marked(pid);
+            if let Some(target) = self.targets.get_mut(&pid) {
+                target.judge_again();
+            }
+            self.next_refresh_ns = 0;
+        }
+    }
+
+    fn pair_of(&self, range: &MergeRange) -> Option<Pair> {
+        let pid_of = |region| self.region_pids.get(&region).copied();
+        let keep = match range.keep.first() {
+            Some((region, _)) => Some(pid_of(region)?),
+            None => None,
+        };
+        Some((pid_of(range.take.region)?, keep))
+    }
+
+    /// Merges pages of two processes. If nothing was tried, the reason.
+    fn merge_pair(
+        &mut self,
+        device: &Arc<RequestDevice>,
+        (take, keep): Pair,
+        ranges: &[MergeRange],
+        looked: &mut BTreeMap<i32, (u64, bool)>,
+        results: &mut Vec<MergeResult>,
+    ) -> Result<(), Merging> {
+        let mut pids = vec![take];
+        pids.extend(keep.filter(|&keep| keep != take));
+        for &pid in &pids {
+            if !self.may_be_named(pid, looked) {
+                return Err(Merging::Untried);
+            }
+        }
+        let sides: Option<Vec<Side>> = pids.iter().map(|&pid| self.side(pid)).collect();
+        let sides = sides.ok_or(Merging::Untried)?;
+        // Whatever the engine thinks. Looked up last, because it may have changed just now.
+        let mut domains = pids.iter().map(|pid| self.targets.get(pid).map(|target| target.domain));
+        let domain = domains.next().flatten().ok_or(Merging::Untried)?;
+        if domains.any(|other| other != Some(domain)) {
+            return Err(Merging::Ineligible);
+        }
+        let parts = parts(ranges, &sides, results);
+        if parts.is_empty() {
+            return Ok(());
+        }
+        for &pid in &pids {
+            self.record_marked(pid);
+        }
+        let is_pending = |pid| self.targets.get(pid).is_none_or(|target| target.pending.is_some());
+        if pids.iter().any(is_pending) {
+            results.extend(parts.iter().map(untried));
+            return Ok(());
+        }
+        let turn = Arc::new(Turn::default());
+        let job = Job::start(merge_job(device.clone(), sides, parts.clone(), turn.clone()));
+        match job.wait(COMPUTING_MOST) {
+            Ok(Ok(merged)) => {
+                results.extend(joined(&parts, &merged.pages));
+                if let Some(error) = merged.error {
+                    self.report_refusal(take, keep, &error);
+                }
+            }
+            // The next refresh removes it.
+            Ok(Err(_)) => results.extend(parts.iter().map(untried)),
+            Err(job) => {
+                let is_inside = turn.abandon();
+                results.extend(parts.iter().map(untried));
+                // The surveys find out which of them keeps its memory map locked.
+                for pid in &pids {
+                    self.targets.get_mut(pid).into_iter().for_each(Target::invalidate);
+                    looked.insert(*pid, (0, false));
+                }
+                self.next_refresh_ns = 0;
+                if is_inside {
+                    self.requesting.late = Some(Late { job, pids });
+                    return Ok(());
+                }
+            }
+        }
+        // A program that was executed meanwhile may have been marked.
+        for &pid in &pids {
+            self.record_marked(pid);
+        }
+        Ok(())
+    }
+
+    /// Whether pages of a process may be named now. Looks at it again, unless that was done just before.
+    fn may_be_named(&mut self, pid: i32, looked: &mut BTreeMap<i32, (u64, bool)>) -> bool {
+        let now_ns = self.now_ns();
+        if let Some(&(_, may_be)) = looked.get(&pid).filter(|&&(at_ns, may_be)| !may_be || now_ns < at_ns + LOOK_NS) {
+            return may_be && self.requesting.late.is_none();
+        }
+        let may_be = self.requesting.late.is_none() && self.may_be_marked(pid);
+        looked.insert(pid, (now_ns, may_be));
+        may_be
+    }
+
+    /// What a job needs to know of a process. `None` if it cannot be read now.
+    fn side(&mut self, pid: i32) -> Option<Side> {
+        let list = self.list_of(pid)?;
+        let target = self.targets.get(&pid)?;
+        let span = |stretch: &Stretch| (stretch.first.0, stretch.first.0 + stretch.pages.0);
+        let regions = target.regions.iter().map(|tracked| (tracked.key, span(&tracked.stretch))).collect();
+        let (process, space) = (target.process.clone(), target.space.clone()?);
+        Some(Side { process, space, list, regions })
+    }
+
+    /// The mappings of a process, read again if that was some time ago.
+    fn list_of(&mut self, pid: i32) -> Option<Arc<List>> {
+        let now_ns = self.now_ns();
+        let target = self.targets.get_mut(&pid)?;
+        let program = target.program()?;
+        // The regions are those of the last survey.
+        let surveyed_ns = target.surveyed_ns().unwrap_or(0);
+        let holds = |list: &&Arc<List>| list.program == program && surveyed_ns <= list.at_ns && list.is_fresh(now_ns);
+        if let Some(list) = self.requesting.lists.get(&pid).filter(holds) {
+            return Some(list.clone());
+        }
+        let read = target.read(|process| {
+            let before_ns = thread_cpu_ns();
+            Ok((read_smaps(process)?, thread_cpu_ns() - before_ns))
+        });
+        match read {
+            Ok((details, cost_ns)) => {
+                if details.iter().any(|detail| withdrawal(detail).is_some()) {
+                    target.set_changed();
+                }
+                let list = Arc::new(List::of(&details, program, now_ns, cost_ns));
+                self.requesting.lists.insert(pid, list.clone());
+                Some(list)
+            }
+            Err(error) => {
+                if !error.is_late() && !matches!(error, ReadError::Vanished { .. }) {
+                    self.report_left_alone(pid, error.to_string());
+                }
+                None
+            }
+        }
+    }
+
+    fn report_refusal(&mut self, take: i32, keep: Option<i32>, error: &std::io::Error) {
+        match error.raw_os_error() {
+            // The next refresh removes it.
+            Some(libc::ESRCH) => {}
+            Some(libc::EBUSY) => self.stand_down(
+                "the kernel does not merge while /sys/kernel/mm/ksm/run is 2, its module not while merge_across_nodes is 0"
+                    .to_owned(),
+            ),
+            _ => {
+                let with = keep.filter(|&keep| keep != take);
+                let with = with.map(|keep| format!(" with those of process {keep}")).unwrap_or_default();
+                self.report_left_alone(take, format!("its pages cannot be merged{with}: {error}"));
+            }
+        }
+    }
+}
+
+/// Divides ranges into jobs.
+fn jobs(ranges: &[MergeRange]) -> Vec<Vec<MergeRange>> {
+    let (mut jobs, mut job, mut room) = (Vec::new(), Vec::new(), JOB_PAGES);
+    for &range in ranges {
+        let mut skip = 0;
+        while skip < range.take.pages {
+            let pages = room.min(range.take.pages - skip);
+            job.push(range.part(skip, pages));
+            (skip, room) = (skip + pages, room - pages);
+            if room == 0 {
+                jobs.push(std::mem::take(&mut job));
+                room = JOB_PAGES;
+            }
+        }
+    }
+    if !job.is_empty() {
+        jobs.push(job);
+    }
+    jobs
+}
+
+/// The parts of ranges whose pages may be named, of the process `sides[0]` and, for those kept, the last of `sides`. The others
+/// have their results at once.
+fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
+    let mut parts = Vec::new();
+    let (Some(taken), Some(kept)) = (sides.first(), sides.last()) else { return parts };
+    for range in ranges {
+        let PageRun { region, first, pages } = range.take;
+        let is_known = taken.has(region, first, pages)
+            && match range.keep {
+                Keep::Run(region, first) => kept.has(region, first, pages),
+                Keep::Page(region, page) => kept.has(region, page, 1),
+                Keep::Zero => true,
+            };
+        if !is_known {
+            results.push(untried(range));
+            continue;
+        }
+        let mut skip = 0;
+        while skip < pages {
+            let behind = |first: Vpn| first + u64::from(skip);
+            let (may_take, taken_for) = taken.list.at(behind(first));
+            let (may_keep, kept_for) = match range.keep {
+                Keep::Run(_, first) => kept.list.at(behind(first)),
+                Keep::Page(_, page) => (kept.list.at(page).0, u64::MAX),
+                Keep::Zero => (Some(true), u64::MAX),
+            };
+            let length = taken_for.min(kept_for).min(u64::from(pages - skip));
+            let length = u32::try_from(length).unwrap_or(pages - skip);
+            let part = range.part(skip, length);
+            match (may_take, may_keep) {
+                (Some(true), Some(true)) => parts.push(part),
+                (Some(false), _) | (_, Some(false)) => {
+                    results.push(MergeResult { range: part, merging: Merging::Ineligible });
+                }
+                _ => results.push(untried(&part)),
+            }
+            skip += length;
+        }
+    }
+    parts
+}
+
+/// The request. Ends early if it is abandoned, or if one of the processes executes another program.
+fn merge_job(
+    device: Arc<RequestDevice>,
+    sides: Vec<Side>,
+    parts: Vec<MergeRange>,
+    turn: Arc<Turn>,
+) -> impl FnOnce() -> Result<Merged, ReadError> + Send + 'static {
+    move || {
+        let pidfds = sides.iter().map(|side| side.process.pidfd()).collect::<Result<Vec<_>, _>>()?;
+        let (Some(&taken), Some(&kept)) = (pidfds.first(), pidfds.last()) else { return Ok(Merged::default()) };
+        let range = |part: &MergeRange| Range {
+            process: taken,
+            address: part.take.first.address(),
+            pages: part.take.pages,
+            kept: match part.keep {
+                Keep::Run(_, first) => Kept::Run(kept, first.address()),
+                Keep::Page(_, page) => Kept::Page(kept, page.address()),
+                Keep::Zero => Kept::Zero,
+            },
+        };
+        let ranges: Vec<Range<'_>> = parts.iter().map(range).collect();
+        Ok(device.merge(&ranges, || {
+            turn.leave();
+            advance();
+            sides.iter().all(Side::is_judged) && turn.enter()
+        }))
+    }
+}
+
+/// The results of parts, given those of all their pages: neighbours with the same result together.
+fn joined(parts: &[MergeRange], pages: &[Merging]) -> Vec<MergeResult> {
+    let mut rest = pages;
+    let mut results = Vec::new();
+    for part in parts {
+        let (own, others) = rest.split_at((part.take.pages as usize).min(rest.len()));
+        rest = others;
+        results.extend(part.results(own));
+    }
+    results
+}
+
+#[cfg(test)]
+#[path = "requesting_tests.rs"]
+mod tests;

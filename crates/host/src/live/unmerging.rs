@@ -1,0 +1,235 @@
+//! Unmerging processes by request, and keeping them out until they are included again.
+//!
+//! A process that is kept out is excluded, so its marks are removed as those of any other excluded process are
+//! ([`super::withdrawing`]): until none is left, whatever comes between. A request only waits for that, for a while. Processes
+//! out of scope are targets as long as it takes.
+
+use super::{Actuator, LiveHost};
+use crate::scope::kept_out::KeptOutError;
+use crate::scope::{ScopeError, ScopeSpec, Scoped, resolve_for_undoing, resolve_for_undoing_again};
+use crate::targets::Target;
+use crate::unmerger::UnmergedProcess;
+use pagefold_inject::unmerge::{UnmergeError, Unmerged, need_memory};
+use pagefold_procmem::process::ReadError;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+use thiserror::Error;
+
+/// Processes that could not be unmerged at once are waited for as long, those whose unmerging makes progress longer, nanoseconds.
+const WAIT_NS: u64 = 2_000_000_000;
+const WAIT_MOST_NS: u64 = 10_000_000_000;
+/// Without progress for this long, a process keeps its memory map locked.
+const LOCKED: Duration = Duration::from_secs(1);
+/// How often processes are looked for: a child that was forked meanwhile has the marks that its parent had.
+const PASSES: u32 = 5;
+
+/// Why a request is refused.
+#[derive(Debug, Error)]
+pub enum RequestRefusal {
+    /// The scope cannot be resolved.
+    #[error(transparent)]
+    Scope(#[from] ScopeError),
+    /// The list of those kept out cannot be changed.
+    #[error(transparent)]
+    KeptOut(#[from] KeptOutError),
+    /// The run changes nothing.
+    #[error("a dry run marks nothing")]
+    DryRun,
+}
+
+/// A request to unmerge, under way.
+#[derive(Debug)]
+pub struct Unmerging {
+    spec: ScopeSpec,
+    /// The user who has asked for it.
+    by: u32,
+    began_ns: u64,
+    passes: u32,
+    /// All processes found so far.
+    found: BTreeSet<(i32, u64)>,
+    waiting: Vec<Waiting>,
+    over: Vec<UnmergedProcess>,
+}
+
+/// A process that is being unmerged.
+#[derive(Debug)]
+struct Waiting {
+    key: (i32, u64),
+    name: String,
+    is_named: bool,
+}
+
+/// How far one process is.
+enum State {
+    /// It has ended.
+    Ended,
+    /// Nothing of it is marked any more.
+    Done(Unmerged),
+    /// It is being unmerged, or has not been tried.
+    UnderWay(Unmerged),
+    /// The last try has failed, or makes no progress.
+    Failed(Unmerged, Arc<UnmergeError>),
+}
+
+impl LiveHost {
+    /// Unmerges what a scope selects, in the run's scope or not, and keeps it out. This user has asked for it.
+    pub fn unmerge(&mut self, spec: ScopeSpec, by: u32) -> Result<Unmerging, RequestRefusal> {
+        if matches!(self.actuator, Actuator::DryRun) {
+            return Err(RequestRefusal::DryRun);
+        }
+        let scoped = resolve_for_undoing(&spec, &self.roots, &self.own_pids())?;
+        self.kept_out.keep_out(&spec, &scoped, by, &self.roots)?;
+        let mut unmerging = Unmerging {
+            spec,
+            by,
+            began_ns: self.now_ns(),
+            passes: PASSES,
+            found: BTreeSet::new(),
+            waiting: Vec::new(),
+            over: Vec::new(),
+        };
+        for scoped in scoped {
+            self.begin_to_unmerge(&mut unmerging, scoped);
+        }
+        self.judge_again();
+        Ok(unmerging)
+    }
+
+    /// What has come of a request so far, if it need not be waited for any longer.
+    pub fn poll_unmerging(&mut self, unmerging: &mut Unmerging) -> Option<Vec<UnmergedProcess>> {
+        let waited_ns = self.now_ns().saturating_sub(unmerging.began_ns);
+        let mut failed = Vec::new();
+        let mut is_under_way = false;
+        for one in std::mem::take(&mut unmerging.waiting) {
+            match self.state_of(&one) {
+                State::Done(done) => unmerging.over.push(one.over(done, None)),
+                State::Ended if one.is_named => {
+                    let error = UnmergeError::from(ReadError::Vanished { pid: one.key.0 });
+                    unmerging.over.push(one.over(Unmerged::default(), Some(Arc::new(error))));
+                }
+                State::Ended => {}
+                State::UnderWay(done) => {
+                    is_under_way |= waited_ns < WAIT_MOST_NS;
+                    let error = UnmergeError::UnderWay { pid: one.key.0, name: one.name.clone() };
+                    failed.push((one, done, Arc::new(error)));
+                }
+                State::Failed(done, error) => {
+                    is_under_way |= waited_ns < WAIT_NS;
+                    failed.push((one, done, error));
+                }
+            }
+        }
+        if !is_under_way && unmerging.passes > 0 {
+            unmerging.passes -= 1;
+            let before = unmerging.found.len();
+            let own = self.own_pids();
+            for scoped in resolve_for_undoing_again(&unmerging.spec, &unmerging.found, &self.roots, &own) {
+                self.begin_to_unmerge(unmerging, scoped);
+            }
+            is_under_way = unmerging.found.len() > before;
+        }
+        if is_under_way {
+            unmerging.waiting.extend(failed.into_iter().map(|(one, ..)| one));
+            return None;
+        }
+        let mut over = std::mem::take(&mut unmerging.over);
+        over.extend(failed.into_iter().map(|(one, done, error)| one.over(done, Some(error))));
+        over.sort_by_key(|one| one.pid);
+        Some(over)
+    }
+
+    /// Lets in again what a scope selects. Returns the pids and names of the processes that were kept out.
+    pub fn include(&mut self, spec: &ScopeSpec) -> Result<Vec<(i32, String)>, RequestRefusal> {
+        let mut living = spec.clone();
+        let scoped = loop {
+            match resolve_for_undoing(&living, &self.roots, &self.own_pids()) {
+                // What has ended may have been there when it was kept out.
+                Err(ScopeError::UnknownPid(pid)) if living.pids.len() > 1 => living.pids.retain(|&named| named != pid),
+                Err(ScopeError::NoMatch(_) | ScopeError::NoCgroup(_) | ScopeError::UnknownPid(_)) => break Vec::new(),
+                found => break found?,
+            }
+        };
+        let included = self.kept_out.include(spec, &scoped, &self.roots)?;
+        let included = included.iter().map(|scoped| (scoped.process.pid(), scoped.name.clone())).collect();
+        self.judge_again();
+        Ok(included)
+    }
+
+    /// Forgets processes out of scope that are unmerged. Call it after the events have been taken, and after requests were polled.
+    pub fn forget_unmerged(&mut self) {
+        let is_over = |target: &Target| target.only_to_unmerge && target.pending.is_none();
+        let over: Vec<i32> = self.targets.iter().filter(|(_, target)| is_over(target)).map(|(&pid, _)| pid).collect();
+        for pid in over {
+            self.targets.remove(&pid);
+            self.reported.remove(&pid);
+            // It may have come into scope.
+            self.new_processes.invalidate();
+        }
+    }
+
+    fn begin_to_unmerge(&mut self, unmerging: &mut Unmerging, scoped: Scoped) {
+        let key = scoped.process.key();
+        // If another process had the pid, the next refresh notices that.
+        if self.targets.get(&key.0).is_some_and(|target| target.process.key() != key) || !unmerging.found.insert(key) {
+            return;
+        }
+        let waiting = Waiting { key, name: scoped.name.clone(), is_named: scoped.is_named() };
+        match need_memory(&scoped.process) {
+            Err(error) if error.has_ended() && !waiting.is_named => return,
+            Err(error) => {
+                unmerging.over.push(waiting.over(Unmerged::default(), Some(Arc::new(error))));
+                return;
+            }
+            Ok(()) => {}
+        }
+        unmerging.waiting.push(waiting);
+        if !self.targets.contains_key(&key.0) {
+            let mut target = self.new_target(Scoped { by_pid: None, ..scoped });
+            target.only_to_unmerge = true;
+            self.targets.insert(key.0, target);
+        }
+        if let Some(target) = self.targets.get_mut(&key.0) {
+            target.unmerge(unmerging.by);
+        }
+        self.next_refresh_ns = 0;
+    }
+
+    fn state_of(&mut self, one: &Waiting) -> State {
+        let pid = one.key.0;
+        let Some(target) = self.targets.get(&pid).filter(|target| target.process.key() == one.key) else {
+            return State::Ended;
+        };
+        let done = target.unmerged.clone();
+        let Some(pending) = &target.pending else { return State::Done(done) };
+        if let Some(job) = self.unmarking.get_mut(&pid) {
+            if job.pending.idle() < LOCKED {
+                return State::UnderWay(done);
+            }
+            return State::Failed(done, Arc::new(UnmergeError::Locked { pid, name: one.name.clone() }));
+        }
+        match &pending.problem {
+            None => State::UnderWay(done),
+            Some(problem) if problem.is_late() => {
+                State::Failed(done, Arc::new(UnmergeError::Locked { pid, name: one.name.clone() }))
+            }
+            Some(problem) => State::Failed(done, problem.clone()),
+        }
+    }
+
+    /// The pids of this process and its injector.
+    pub(super) fn own_pids(&self) -> Vec<i32> {
+        let mut pids = vec![crate::scope::own_pid()];
+        if let Actuator::Act { injector, .. } = &self.actuator {
+            pids.extend(i32::try_from(injector.pid()));
+        }
+        pids
+    }
+}
+
+impl Waiting {
+    fn over(self, done: Unmerged, failure: Option<Arc<UnmergeError>>) -> UnmergedProcess {
+        let Self { key, name, is_named } = self;
+        UnmergedProcess { pid: key.0, name, is_named, done, failure }
+    }
+}

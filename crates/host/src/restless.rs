@@ -1,0 +1,79 @@
+//! Detects processes that map and unmap memory all the time.
+
+use pagefold_procmem::process::ReadError;
+
+/// Reads of the size of a process to detect that it maps and unmaps all the time: some 400 us together.
+const SIZE_READS: u32 = 256;
+/// It does if its size has decreased this often meanwhile: some 5,000 times a second. Growing is no sign of it.
+const SHRINKS: u32 = 2;
+/// Such checks are made whenever the size has changed until this many have shown nothing: a program that waits for a processor
+/// during the check does not map anything. Later ones keep some time between them.
+const FIRST_CHECKS: u32 = 16;
+/// The shortest time between later checks, nanoseconds, and how long a process is left alone after a positive one.
+const RESTLESS_CHECK_NS: u64 = 1_000_000_000;
+pub(crate) const RESTLESS_NS: u64 = 10_000_000_000;
+
+/// Detects processes that map and unmap all the time. They, reads of them and ksmd compete for their mmap lock: a program
+/// that maps 200,000 times a second fell to an eighth of its speed while a gigabyte of it was being merged, and ksmd to
+/// a tenth (6.18).
+#[derive(Debug, Default)]
+pub(super) struct Restless {
+    /// Address space at the last call, pages.
+    mapped: Option<u64>,
+    checks: u32,
+    next_check_ns: u64,
+    until_ns: u64,
+}
+
+impl Restless {
+    /// Whether the process maps and unmaps all the time, or has done so recently. `mapped` is the size of its address space,
+    /// which `read_mapped` reads again.
+    pub(super) fn check(
+        &mut self,
+        now_ns: u64,
+        mapped: u64,
+        mut read_mapped: impl FnMut() -> Result<u64, ReadError>,
+    ) -> Result<bool, ReadError> {
+        let differs = self.mapped.replace(mapped) != Some(mapped);
+        if differs && (self.checks < FIRST_CHECKS || now_ns >= self.next_check_ns) {
+            self.checks += 1;
+            self.next_check_ns = now_ns + RESTLESS_CHECK_NS;
+            let (mut before, mut shrinks) = (mapped, 0);
+            for _ in 0..SIZE_READS {
+                let mapped = read_mapped()?;
+                shrinks += u32::from(mapped < before);
+                before = mapped;
+            }
+            if shrinks >= SHRINKS {
+                self.until_ns = now_ns + RESTLESS_NS;
+            }
+        }
+        Ok(now_ns < self.until_ns)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_was_waiting_for_a_processor_is_checked_again_at_once() {
+        let mut restless = Restless::default();
+        let mut sizes = (0..).map(|at| 1_000 + at % 2);
+        for number in 0..u64::from(FIRST_CHECKS) {
+            let waits = number + 1 < u64::from(FIRST_CHECKS);
+            let reads = || Ok(if waits { 1_000 } else { sizes.next().unwrap() });
+            assert_eq!(restless.check(number * 1_000_000, number % 2, reads).unwrap(), !waits);
+        }
+        let mut quiet = Restless::default();
+        let mut reads = 0;
+        for number in 0..u64::from(FIRST_CHECKS) * 2 {
+            let read = || {
+                reads += 1;
+                Ok(1_000)
+            };
+            assert!(!quiet.check(number * 1_000_000, number % 2, read).unwrap());
+        }
+        assert_eq!(reads, FIRST_CHECKS * SIZE_READS, "later checks wait for a second");
+    }
+}

@@ -1,0 +1,155 @@
+//! Reads the pages of a plan on a thread that may be abandoned (see [`pagefold_procmem::os::abandonable`]).
+
+use pagefold_engine::hash::{Digest, DigestSet, Digester, LineDigester};
+use pagefold_engine::host::{MergedSample, PageSample, PageState};
+use pagefold_engine::keys::{NodeKey, RegionKey};
+use pagefold_engine::units::{Vpn, count};
+use pagefold_ksm::request::{Hashed, RequestDevice};
+use pagefold_procmem::charges::Charges;
+use pagefold_procmem::memory::{PageReader, PageView, ReadHow};
+use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
+use pagefold_procmem::os::numa::Topology;
+use pagefold_procmem::process::{Process, ReadError};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+
+/// Pages of one region.
+#[derive(Debug)]
+pub(crate) struct RegionRuns {
+    pub(crate) region: RegionKey,
+    pub(crate) process: Arc<Process>,
+    pub(crate) runs: Vec<(Vpn, u32)>,
+}
+
+/// The pages to read.
+#[derive(Debug)]
+pub(crate) struct SamplingJob {
+    /// Pages to sample.
+    pub(crate) reads: Vec<(RegionRuns, ReadHow)>,
+    /// Pages to search for merged frames.
+    pub(crate) looks: Vec<RegionRuns>,
+    /// The directory of the cgroup for which to look up whether those frames are charged to it.
+    pub(crate) charged_to: Option<PathBuf>,
+    pub(crate) digesting: Digesting,
+    /// On machines with several memory nodes.
+    pub(crate) topology: Option<Arc<Topology>>,
+}
+
+/// How pages are digested.
+#[derive(Debug)]
+pub(crate) enum Digesting {
+    /// They are read.
+    Read(Digester),
+    /// The kernel hashes them in place. Digests that pages of different contents have are in the set.
+    InPlace(Arc<RequestDevice>, LineDigester, Arc<DigestSet>),
+}
+
+impl Digesting {
+    /// Reads or hashes runs of pages, and calls `visit` for every page in order.
+    fn visit_runs(
+        &self,
+        reader: &mut PageReader,
+        process: &Process,
+        runs: &[(Vpn, u32)],
+        how: ReadHow,
+        mut visit: impl FnMut(PageView<'_>, Digest),
+    ) -> Result<(), ReadError> {
+        match self {
+            Self::Read(digester) => reader.read_runs(process, runs, how, |view| {
+                visit(view, view.bytes.map(|bytes| digester.digest(bytes)).unwrap_or_default());
+            }),
+            Self::InPlace(device, digester, colliding) => {
+                let (pidfd, mut hashes) = (process.pidfd()?, Vec::new());
+                let digest = |first: Vpn, digests: &mut [Option<Digest>]| {
+                    hashes.clear();
+                    hashes.resize(digests.len(), 0);
+                    let change = |skipped, hashes: &mut [u64], from, to| {
+                        let address = (first + count(skipped)).address();
+                        device.hash(&Hashed { process: pidfd, address, key: digester.key(), from, to }, hashes)
+                    };
+                    digester.digests(&mut hashes, colliding, change, |at, digest| digests[at] = Some(digest))
+                };
+                reader.digest_runs(process, runs, how, digest, |view, digest| visit(view, digest.unwrap_or_default()))
+            }
+        }
+    }
+}
+
+/// The pages read.
+#[derive(Debug)]
+pub(crate) struct Sampled {
+    pub(crate) reader: PageReader,
+    pub(crate) pages: Vec<PageSample>,
+    pub(crate) merged: Vec<MergedSample>,
+    /// Processes that could not be read completely.
+    pub(crate) failed: Vec<(i32, ReadError)>,
+}
+
+/// Progress of the reading thread.
+#[derive(Debug, Default)]
+struct Progress {
+    pid: AtomicI32,
+    given_up: AtomicBool,
+}
+
+/// Reads the pages. The error names the process whose read does not return; the reader and the pages read so far are
+/// lost with it.
+pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sampled, (i32, Pending)> {
+    let SamplingJob { reads, looks, charged_to, digesting, topology } = work;
+    let progress = Arc::new(Progress::default());
+    let shared = progress.clone();
+    let work = move || {
+        let expected =
+            reads.iter().flat_map(|(piece, _)| &piece.runs).map(|run| usize::try_from(run.1).unwrap_or(0)).sum();
+        let mut pages = Vec::with_capacity(expected);
+        let mut failed = Vec::new();
+        for (RegionRuns { region, process, runs }, how) in reads {
+            if shared.given_up.load(Ordering::Relaxed) {
+                break;
+            }
+            shared.pid.store(process.pid(), Ordering::Relaxed);
+            let read = digesting.visit_runs(&mut reader, &process, &runs, how, |view, digest| {
+                let node = match &topology {
+                    Some(nodes) if view.state == PageState::Private => {
+                        view.frame.and_then(|frame| nodes.node_of(frame))
+                    }
+                    _ => None,
+                };
+                let PageView { page, state, huge, active, .. } = view;
+                pages.push(PageSample { region, page, state, huge, digest, active, node });
+            });
+            if let Err(error) = read {
+                failed.push((process.pid(), error));
+            }
+        }
+        let mut merged = Vec::new();
+        for RegionRuns { region, process, runs } in looks {
+            if shared.given_up.load(Ordering::Relaxed) {
+                break;
+            }
+            shared.pid.store(process.pid(), Ordering::Relaxed);
+            let looked = reader.merged_frames(&process, &runs, charged_to.is_some(), |page, frame| {
+                // Without a topology, there is one node.
+                let node = topology.as_ref().map_or(Some(NodeKey(0)), |nodes| nodes.node_of(frame));
+                merged.extend(node.map(|node| MergedSample { region, page, frame, node, charged: false }));
+            });
+            if let Err(error) = looked {
+                failed.push((process.pid(), error));
+            }
+        }
+        if let Some(dir) = charged_to {
+            // If that can't be read, nothing counts as charged to it, and nothing is taken apart for it.
+            let frames: Vec<u64> = merged.iter().map(|sample| sample.frame).collect();
+            let charged = Charges::of(&dir).and_then(|mut charges| charges.look_up(&frames)).unwrap_or_default();
+            for (sample, charged) in merged.iter_mut().zip(charged) {
+                sample.charged = charged;
+            }
+        }
+        Sampled { reader, pages, merged, failed }
+    };
+    run_abandonable(work).map_err(|pending| {
+        progress.given_up.store(true, Ordering::Relaxed);
+        (progress.pid.load(Ordering::Relaxed), pending)
+    })
+}

@@ -1,0 +1,245 @@
+//! Trust domains. Pages are merged within one domain only: a process that shares a page with another can time its writes
+//! to learn the contents of the other's pages.
+//!
+//! The domain of a process is the first of: the attribute `user.pagefold.domain` of its cgroup or the nearest one above,
+//! the first rule that matches, the user if that is configured, and [`DEFAULT`].
+//!
+//! ksmd has one tree for the whole machine. So where it merges, the memory of one domain is marked, and nothing of the others is
+//! even read. Deciding page by page what to mark of several domains would answer guesses about what the others hold.
+
+use crate::scope::Scoped;
+use crate::scope::exclude::Exclusion;
+use crate::scope::rule::{Rule, RuleFacts, first_match};
+use pagefold_engine::keys::DomainKey;
+use std::collections::HashMap;
+
+/// Domain of processes that no attribute or rule assigns to another.
+pub const DEFAULT: &str = "default";
+/// The key of processes in no domain.
+pub const NO_DOMAIN: DomainKey = DomainKey(u16::MAX);
+/// The most domains at a time.
+const DOMAINS_MOST: usize = NO_DOMAIN.0 as usize;
+
+/// Assigns processes to domains.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DomainRules {
+    /// Processes that no rule matches are in a domain of their user, `user:UID`.
+    pub by_user: bool,
+    /// The first rule that matches decides.
+    pub rules: Vec<Rule>,
+    /// The one that is merged with ksmd, if it is named.
+    pub merge: Option<String>,
+}
+
+impl DomainRules {
+    /// Name of the domain of a process. `attribute` is the one that was set for its cgroup; `notes` gets a sentence for each rule
+    /// that seems to match and does not.
+    pub fn domain_of(&self, attribute: Option<&str>, facts: &RuleFacts<'_>, notes: &mut Vec<String>) -> String {
+        if let Some(name) = attribute.filter(|name| !name.is_empty()) {
+            return name.to_owned();
+        }
+        match first_match(&self.rules, facts, "trust domain", notes) {
+            Some(at) => self.rules[at].name.clone(),
+            None if self.by_user => format!("user:{}", facts.uid),
+            None => DEFAULT.to_owned(),
+        }
+    }
+
+    /// Name of the domain that is merged with ksmd: the one that was named, or else root's. No process can choose it.
+    pub fn merged(&self) -> String {
+        let root = RuleFacts { cgroup: None, uid: 0, exe: None, name: "" };
+        self.merge.clone().unwrap_or_else(|| self.domain_of(None, &root, &mut Vec::new()))
+    }
+
+    /// Why a process is left alone where ksmd merges one domain, if it is in another.
+    pub fn excludes(&self, scoped: &Scoped) -> Option<Exclusion> {
+        let own = self.domain_of(scoped.domain.as_deref(), &RuleFacts::from(scoped), &mut Vec::new());
+        let merged = self.merged();
+        (own != merged).then_some(Exclusion::OtherDomain { own, merged })
+    }
+}
+
+/// The domains that processes are in, and their keys.
+#[derive(Debug)]
+pub struct Domains {
+    /// By key. Some are not in use any more.
+    names: Vec<String>,
+    keys: HashMap<String, DomainKey>,
+    free: Vec<DomainKey>,
+}
+
+impl Default for Domains {
+    fn default() -> Self {
+        let mut domains = Self { names: Vec::new(), keys: HashMap::new(), free: Vec::new() };
+        domains.key_of(DEFAULT);
+        domains
+    }
+}
+
+impl Domains {
+    /// The key of a domain. `None` if there are too many.
+    pub fn key_of(&mut self, name: &str) -> Option<DomainKey> {
+        if let Some(&key) = self.keys.get(name) {
+            return Some(key);
+        }
+        let key = match self.free.pop() {
+            Some(key) => {
+                name.clone_into(&mut self.names[usize::from(key.0)]);
+                key
+            }
+            None if self.names.len() < DOMAINS_MOST => {
+                self.names.push(name.to_owned());
+                DomainKey(u16::try_from(self.names.len() - 1).ok()?)
+            }
+            None => return None,
+        };
+        self.keys.insert(name.to_owned(), key);
+        Some(key)
+    }
+
+    /// The names of all domains, by key.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// The name of a domain.
+    pub fn name(&self, key: DomainKey) -> Option<&String> {
+        self.names.get(usize::from(key.0))
+    }
+
+    /// Whether there are as many as there can be, so that those without processes must go.
+    pub fn are_full(&self) -> bool {
+        self.free.is_empty() && self.names.len() >= DOMAINS_MOST
+    }
+
+    /// Frees the keys of all domains but the default one and those that are still needed.
+    pub fn keep(&mut self, is_needed: impl Fn(DomainKey) -> bool) {
+        let free = &mut self.free;
+        self.keys.retain(|name, key| {
+            let stays = name == DEFAULT || is_needed(*key);
+            if !stays {
+                free.push(*key);
+            }
+            stays
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scope::exe::Exe;
+    use crate::scope::rule::Selector;
+    use pagefold_procmem::process::Process;
+
+    const WEB: RuleFacts<'_> =
+        RuleFacts { cgroup: Some("/system.slice/web.service/worker"), uid: 33, exe: None, name: "nginx" };
+
+    fn own_exe() -> Exe {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        Exe::of(&own).unwrap().unwrap()
+    }
+
+    fn rule(name: &str, selector: Selector) -> Rule {
+        Rule { name: name.to_owned(), selector }
+    }
+
+    fn domain(rules: &DomainRules, facts: RuleFacts<'_>) -> String {
+        rules.domain_of(None, &facts, &mut Vec::new())
+    }
+
+    #[test]
+    fn without_rules_all_processes_are_in_one_domain() {
+        assert_eq!(domain(&DomainRules::default(), WEB), "default");
+        let by_user = DomainRules { by_user: true, ..DomainRules::default() };
+        assert_eq!(domain(&by_user, WEB), "user:33");
+        assert_eq!(domain(&by_user, RuleFacts { uid: 0, ..WEB }), "user:0");
+    }
+
+    #[test]
+    fn attributes_precede_rules_and_the_first_rule_decides() {
+        let own = own_exe();
+        let rules = DomainRules {
+            by_user: true,
+            rules: vec![
+                rule("a", Selector::Exe(own.to_str().unwrap().to_owned())),
+                rule("b", Selector::Cgroup("/system.slice/web.service".into())),
+                rule("c", Selector::User(33)),
+            ],
+            merge: None,
+        };
+        assert_eq!(domain(&rules, WEB), "b");
+        assert_eq!(domain(&rules, RuleFacts { exe: Some(&own), ..WEB }), "a");
+        assert_eq!(domain(&rules, RuleFacts { cgroup: None, ..WEB }), "c");
+        assert_eq!(rules.domain_of(Some("d"), &WEB, &mut Vec::new()), "d");
+        // An empty value.
+        assert_eq!(rules.domain_of(Some(""), &WEB, &mut Vec::new()), "b");
+        assert_eq!(domain(&rules, RuleFacts { cgroup: None, uid: 34, ..WEB }), "user:34");
+    }
+
+    #[test]
+    fn root_s_domain_is_merged_unless_another_is_named() {
+        let merged = |by_user, rules, merge: Option<&str>| {
+            DomainRules { by_user, rules, merge: merge.map(str::to_owned) }.merged()
+        };
+        let root = || vec![rule("web", Selector::User(33)), rule("system", Selector::User(0))];
+        assert_eq!(merged(false, Vec::new(), None), DEFAULT);
+        assert_eq!(merged(true, Vec::new(), None), "user:0");
+        assert_eq!(merged(true, root(), None), "system");
+        assert_eq!(merged(true, root(), Some("web")), "web");
+        // A rule by cgroup or program is not one for root.
+        let services = vec![rule("a", Selector::Cgroup("/".into())), rule("b", Selector::Exe("sh".into()))];
+        assert_eq!(merged(false, services, None), DEFAULT);
+    }
+
+    #[test]
+    fn keys_of_domains_without_processes_are_used_again() {
+        let mut domains = Domains::default();
+        assert_eq!(domains.key_of(DEFAULT), Some(DomainKey(0)));
+        let keys: Vec<_> = (1..DOMAINS_MOST).map(|user| domains.key_of(&format!("user:{user}")).unwrap()).collect();
+        assert!(domains.are_full() && !keys.contains(&NO_DOMAIN));
+        assert_eq!(domains.key_of("another"), None);
+        assert_eq!(domains.key_of("user:7"), Some(keys[6]), "those that are known stay so");
+        domains.keep(|key| key == keys[6]);
+        assert!(!domains.are_full());
+        assert_eq!((domains.key_of("user:7"), domains.key_of(DEFAULT)), (Some(keys[6]), Some(DomainKey(0))));
+        let another = domains.key_of("another").unwrap();
+        assert!(another != keys[6] && another != DomainKey(0));
+        assert_eq!(domains.name(another).unwrap(), "another");
+        assert_eq!(domains.names().len(), DOMAINS_MOST);
+    }
+
+    #[test]
+    fn a_program_that_its_user_named_falls_to_the_next_rule() {
+        // No executable: a name set by the program itself.
+        let rules = vec![rule("web", Selector::Exe("nginx".into()))];
+        let rules = DomainRules { by_user: true, rules, merge: None };
+        assert_eq!(domain(&rules, WEB), "user:33");
+        let copy = tempfile::tempdir().unwrap();
+        let path = copy.path().join("nginx");
+        std::fs::copy("/bin/sleep", &path).unwrap();
+        let is_root = std::os::unix::fs::chown(&path, Some(33), None).is_ok();
+        let mut child = loop {
+            match std::process::Command::new(&path).arg("60").spawn() {
+                Err(error) if error.kind() == std::io::ErrorKind::ExecutableFileBusy => std::thread::yield_now(),
+                child => break child.unwrap(),
+            }
+        };
+        let process = Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+        let exe = loop {
+            let exe = Exe::of(&process).unwrap().unwrap();
+            if exe.ends_with("nginx") {
+                break exe;
+            }
+        };
+        let mut notes = Vec::new();
+        let name = rules.domain_of(None, &RuleFacts { exe: Some(&exe), ..WEB }, &mut notes);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        if is_root {
+            assert_eq!(name, "user:33");
+            let [why] = &notes[..] else { panic!("{notes:?}") };
+            assert!(why.contains("trust domain web does not apply") && why.contains("belongs to user 33"), "{why}");
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! Determines the kernel's "dumpable" attribute of a process: whether others may read its memory.
+//!
+//! Only the process itself can query it (PR_GET_DUMPABLE). It is visible from outside in two ways:
+//! - The files below `/proc/PID` belong to the effective user of the process, but to root if it is not dumpable. That
+//!   covers every process that does not run as root (or as root of its container).
+//! - The kernel's ptrace access check passes for a caller with the same users and groups if the target is dumpable or
+//!   the caller has CAP_SYS_PTRACE. So for processes of our own users and groups this thread drops that capability for
+//!   one system call that makes the check.
+//!
+//! The attribute remains unknown for root's processes in containers with a user namespace, for processes with mixed
+//! users, and for processes of our own user that have capabilities which we have dropped (the check fails for these as
+//! well). [`ask_inside`] makes such a process query it, which stops it once. If that is not possible, for example while it
+//! sleeps uninterruptibly, the result is `Unknown`, and the process is left alone until it has answered.
+
+use pagefold_inject::{Call, Injector, InjectorHandle, Limits};
+use pagefold_procmem::image::ProgramId;
+use pagefold_procmem::os::abandonable::run_abandonable;
+use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::status::Status;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// An answer is asked for again after this time, as the attribute can change.
+const ANSWER_FRESH: Duration = Duration::from_secs(60);
+/// How long an answer is valid while the process cannot be asked again.
+const ANSWER_VALID: Duration = Duration::from_secs(75);
+/// The first pause after a process could not be asked. It doubles, up to [`ANSWER_FRESH`].
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// Limits of a query.
+const ASKING: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 1 };
+
+thread_local! {
+    static ASKER: RefCell<Option<Asker>> = const { RefCell::new(None) };
+}
+
+/// The injector that this thread queries through, and the answers so far.
+struct Asker {
+    injector: InjectorHandle,
+    /// By pid.
+    answers: BTreeMap<i32, Answer>,
+}
+
+/// What one process has answered.
+struct Answer {
+    /// Start time, and the program that it runs.
+    of: (u64, ProgramId),
+    /// The last answer, and when it was given.
+    last: Option<(Dumpable, Instant)>,
+    /// When to ask again, and the pause after that if it fails.
+    next: Instant,
+    pause: Duration,
+}
+
+/// Makes [`ask_inside`] use this injector in the calling thread.
+pub fn ask_through(injector: &Injector) {
+    ASKER.set(Some(Asker { injector: injector.handle(), answers: BTreeMap::new() }));
+}
+
+/// Makes the process query its attribute (PR_GET_DUMPABLE), if this thread has an injector. Stops the process for some tens
+/// of microseconds, once a minute. If it cannot be asked, earlier answers of the same program are valid for a while, and it
+/// is asked again after pauses that double.
+pub fn ask_inside(process: &Process) -> Dumpable {
+    ASKER.with_borrow_mut(|asker| asker.as_mut().map_or(Dumpable::Unknown, |asker| asker.ask(process)))
+}
+
+/// Whether [`ask_inside`] would ask the process now, and not give an earlier answer.
+pub(crate) fn would_ask(process: &Process) -> bool {
+    let is_due = |answer: &Answer| Instant::now() >= answer.next;
+    ASKER.with_borrow(|asker| asker.as_ref().is_some_and(|asker| asker.answers.get(&process.pid()).is_none_or(is_due)))
+}
+
+impl Asker {
+    fn ask(&mut self, process: &Process) -> Dumpable {
+        // A process whose program is not readable is not asked.
+        let Some(program) = program_of(process) else { return Dumpable::Unknown };
+        let (pid, of) = (process.pid(), (process.start_time_ticks(), program));
+        let now = Instant::now();
+        self.answers.retain(|_, answer| now < answer.next + ANSWER_FRESH);
+        let known = self.answers.remove(&pid).filter(|answer| answer.of == of);
+        let mut answer = known.unwrap_or(Answer { of, last: None, next: now, pause: FIRST_PAUSE });
+        if now >= answer.next {
+            answer.query(now, || {
+                let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
+                let ran = self.injector.run_in(process, &program, &[call], &ASKING);
+                let results = ran.map(|report| report.results).ok()?;
+                // The answer is that of the program that runs now only if no other was executed meanwhile.
+                let is_same = program_of(process) == Some(program);
+                match results[..] {
+                    [Ok(1)] if is_same => Some(Dumpable::Yes),
+                    // 2: only root may read its dumps, as after a change of users.
+                    [Ok(0 | 2)] => Some(Dumpable::No),
+                    _ => None,
+                }
+            });
+        }
+        let valid = answer.valid(now);
+        self.answers.insert(pid, answer);
+        valid
+    }
+}
+
+/// The program of a process. Reading that waits for an exec of the process that has begun.
+fn program_of(process: &Process) -> Option<ProgramId> {
+    let key = process.key();
+    let read = move || {
+        let process = Process::open(key.0).ok().filter(|process| process.key() == key)?;
+        ProgramId::of(&process).ok()
+    };
+    run_abandonable(read).ok()?
+}
+
+impl Answer {
+    fn query(&mut self, now: Instant, ask: impl FnOnce() -> Option<Dumpable>) {
+        if let Some(dumpable) = ask() {
+            self.last = Some((dumpable, now));
+            (self.next, self.pause) = (now + ANSWER_FRESH, FIRST_PAUSE);
+        } else {
+            self.next = now + self.pause;
+            self.pause = (self.pause * 2).min(ANSWER_FRESH);
+        }
+    }
+
+    fn valid(&self, now: Instant) -> Dumpable {
+        self.last.filter(|(_, at)| now < *at + ANSWER_VALID).map_or(Dumpable::Unknown, |(dumpable, _)| dumpable)
+    }
+}
+
+/// The attribute of a process, as far as it is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dumpable {
+    /// Others may read its memory.
+    Yes,
+    /// Others must not read its memory.
+    No,
+    /// Not visible from outside.
+    Unknown,
+}
+
+/// Determines the attribute from outside. The process must not be a zombie, which has no memory.
+pub fn dumpable(process: &Process, status: &Status) -> Result<Dumpable, ReadError> {
+    // Opened again: the kernel determines the owner of a /proc file when it is looked up.
+    let metadata = process.open_file("stat")?.metadata();
+    let owner = metadata.map_err(|error| ReadError::from_io(process.pid(), "stat", error))?.uid();
+    let user = status.effective_uid();
+    if owner != user {
+        return Ok(Dumpable::No);
+    }
+    // Equal owners say nothing if the user is the root that files of processes that are not dumpable belong to.
+    let namespace_root = match process.read_file("uid_map") {
+        Err(ReadError::Absent { .. }) if !has_user_namespaces() => None,
+        read => root_of(&read?),
+    };
+    Ok(match user {
+        // The kernel's check passes for the owner of the process's user namespace, dumpable or not.
+        0 if is_in_our_user_namespace(process)? => check_access(process.pid(), status),
+        0 => Dumpable::Unknown,
+        user if Some(user) == namespace_root => Dumpable::Unknown,
+        _ => Dumpable::Yes,
+    })
+}
+
+/// Whether the kernel has user namespaces. If not, all processes are in one.
+fn has_user_namespaces() -> bool {
+    Path::new("/proc/self/ns/user").exists()
+}
+
+fn is_in_our_user_namespace(process: &Process) -> Result<bool, ReadError> {
+    let file = match process.open_file("ns/user") {
+        Err(ReadError::Absent { .. }) if !has_user_namespaces() => return Ok(true),
+        file => file?,
+    };
+    let found = file.metadata();
+    let found = found.map_err(|error| ReadError::from_io(process.pid(), "ns/user", error))?;
+    Ok(fs::metadata("/proc/self/ns/user").is_ok_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino())))
+}
+
+/// The outside user ID of a namespace's root from the text of `/proc/PID/uid_map`: lines of inside, outside, count.
+fn root_of(uid_map: &[u8]) -> Option<u32> {
+    let text = std::str::from_utf8(uid_map).ok()?;
+    text.lines().find_map(|line| {
+        let mut words = line.split_ascii_whitespace();
+        (words.next() == Some("0")).then(|| words.next()?.parse().ok())?
+    })
+}
+
+/// Makes the kernel's access check without CAP_SYS_PTRACE.
+fn check_access(pid: i32, status: &Status) -> Dumpable {
+    let uid = rustix::process::getuid().as_raw();
+    let gid = rustix::process::getgid().as_raw();
+    if status.uids[..3] != [uid; 3] || status.gids[..3] != [gid; 3] {
+        return Dumpable::Unknown;
+    }
+    let Ok(guard) = WithoutPtrace::enter() else { return Dumpable::Unknown };
+    // get_robust_list only reads, costs little and makes the check (PTRACE_MODE_READ, real credentials). It compares
+    // permitted capabilities, which we keep: only the effective one is dropped.
+    let mut head = 0usize;
+    let mut length = 0usize;
+    // SAFETY: the kernel writes one pointer and one size to the two variables.
+    let answer = unsafe { libc::syscall(libc::SYS_get_robust_list, pid, &raw mut head, &raw mut length) };
+    match (answer, io::Error::last_os_error().raw_os_error()) {
+        (0, _) => Dumpable::Yes,
+        (_, Some(libc::EPERM)) if guard.permitted() & status.permitted == status.permitted => Dumpable::No,
+        // EPERM may also be due to a capability that only the target has (`cap_ptrace_access_check`).
+        _ => Dumpable::Unknown,
+    }
+}
+
+const CAP_SYS_PTRACE: u32 = 19;
+
+/// Removes CAP_SYS_PTRACE from the effective set of this thread until dropped.
+struct WithoutPtrace {
+    before: [CapData; 2],
+}
+
+#[repr(C)]
+struct CapHeader {
+    version: u32,
+    pid: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct CapData {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
+}
+
+impl WithoutPtrace {
+    fn enter() -> io::Result<Self> {
+        let mut before = [CapData::default(); 2];
+        capability(libc::SYS_capget, &mut before)?;
+        let mut without = before;
+        without[0].effective &= !(1 << CAP_SYS_PTRACE);
+        capability(libc::SYS_capset, &mut without)?;
+        Ok(Self { before })
+    }
+
+    fn permitted(&self) -> u64 {
+        u64::from(self.before[0].permitted) | u64::from(self.before[1].permitted) << 32
+    }
+}
+
+impl Drop for WithoutPtrace {
+    fn drop(&mut self) {
+        // Raising a permitted capability cannot fail; if it did, later reads would report Denied.
+        let _ = capability(libc::SYS_capset, &mut self.before);
+    }
+}
+
+fn capability(call: libc::c_long, data: &mut [CapData; 2]) -> io::Result<()> {
+    const VERSION_3: u32 = 0x2008_0522;
+    let mut header = CapHeader { version: VERSION_3, pid: 0 };
+    // SAFETY: version 3 takes a header and two data structs; pid 0 is this thread.
+    let answer = unsafe { libc::syscall(call, &raw mut header, data.as_mut_ptr()) };
+    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+#[path = "dumpable_tests.rs"]
+mod tests;

@@ -1,0 +1,73 @@
+use super::*;
+use pagefold_procmem::status::Status;
+use pagefold_testkit::Forked;
+
+/// Asks about a child that has set its user (0: remains root) and its dumpable attribute.
+fn answer(user: u32, dumpable: bool) -> Dumpable {
+    let child = Forked::start(|| {
+        // SAFETY: plain system calls; changing the user clears the attribute, so it is set after that.
+        unsafe {
+            if user != 0 {
+                libc::syscall(libc::SYS_setresgid, user, user, user);
+                libc::syscall(libc::SYS_setresuid, user, user, user);
+            }
+            libc::prctl(libc::PR_SET_DUMPABLE, libc::c_ulong::from(dumpable));
+        }
+    });
+    let process = Process::open(child.0).unwrap();
+    super::dumpable(&process, &Status::of(&process).unwrap()).unwrap()
+}
+
+fn effective() -> u64 {
+    let mut data = [CapData::default(); 2];
+    capability(libc::SYS_capget, &mut data).unwrap();
+    u64::from(data[0].effective) | u64::from(data[1].effective) << 32
+}
+
+#[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
+fn the_attribute_is_determined_for_our_own_and_other_users() {
+    // SAFETY: the call takes no arguments.
+    if unsafe { libc::geteuid() } != 0 {
+        return pagefold_testkit::skip("changing the user needs root");
+    }
+    let before = effective();
+    for user in [0, 65534] {
+        assert_eq!(answer(user, true), Dumpable::Yes, "user {user}");
+        assert_eq!(answer(user, false), Dumpable::No, "user {user}");
+    }
+    assert_eq!(effective(), before, "the capability is raised again");
+}
+
+#[test]
+fn the_root_of_a_user_namespace_is_found() {
+    assert_eq!(root_of(b"         0          0 4294967295\n"), Some(0));
+    assert_eq!(root_of(b"         0     100000      65536\n"), Some(100_000));
+    assert_eq!(root_of(b"      1000       1000          1\n"), None);
+    assert_eq!(root_of(b""), None);
+    assert_eq!(root_of(b"\xff\n0\n0 x"), None);
+}
+
+#[test]
+fn a_process_that_cannot_be_asked_is_unknown_and_asked_less_and_less_often() {
+    let start = Instant::now();
+    let mut answer =
+        Answer { of: (1, ProgramId { image: 1, exe: None, uid: 0 }), last: None, next: start, pause: FIRST_PAUSE };
+    let mut pauses = Vec::new();
+    for _ in 0..8 {
+        let now = answer.next;
+        answer.query(now, || None);
+        assert_eq!(answer.valid(now), Dumpable::Unknown);
+        pauses.push((answer.next - now).as_secs());
+    }
+    assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
+    // Answers are asked for again, and end if the process cannot be asked.
+    let now = answer.next;
+    answer.query(now, || Some(Dumpable::Yes));
+    assert_eq!((answer.valid(now), answer.next), (Dumpable::Yes, now + ANSWER_FRESH));
+    answer.query(now + ANSWER_FRESH, || None);
+    assert_eq!(answer.valid(now + ANSWER_FRESH), Dumpable::Yes);
+    assert_eq!(answer.valid(now + ANSWER_VALID), Dumpable::Unknown);
+    answer.query(now + ANSWER_VALID, || Some(Dumpable::No));
+    assert_eq!(answer.valid(now + ANSWER_VALID), Dumpable::No);
+}

@@ -1,0 +1,356 @@
+//! Exclusion rules: which processes and mappings are left alone, and why.
+//!
+//! To add a rule: a variant of [`Exclusion`] with its text, and a line in [`judge_process`] or [`vma_exclusion`]. Facts
+//! are read first and judged separately, so rules are tested without a process.
+
+use super::deny_list::DenyList;
+use super::opt_out::{self, OptOut};
+use super::{Scoped, opt_out_qemu};
+use crate::scope::dumpable::{Dumpable, ask_inside, dumpable};
+use crate::scope::exe::Exe;
+use pagefold_procmem::maps::VmaDetail;
+use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::status::{Status, program_name};
+use pagefold_text::escape::printable;
+use std::fmt;
+
+/// Why a process or a mapping is left alone. Displayed as one line.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Exclusion {
+    /// Kernel thread.
+    KernelThread,
+    /// Ended but not reaped.
+    Zombie,
+    /// It has set itself not dumpable, or changed its user.
+    NotDumpable,
+    /// Only the process itself can tell whether it is dumpable, and it cannot be asked now.
+    DumpableUnknown,
+    /// Another process, such as a debugger, traces it; marks could not be set anyway.
+    Traced {
+        /// Thread ID of the tracer.
+        by: i32,
+    },
+    /// Its program is on the deny list.
+    DenyListed {
+        /// The entry that matches.
+        entry: String,
+    },
+    /// Its owner has opted out.
+    OptedOut(OptOut),
+    /// An administrator has unmerged it while pagefold runs, and has not included it again.
+    KeptOut {
+        /// The user who asked for it.
+        by: u32,
+    },
+    /// It has left the scope: it has changed its user, executable or cgroup.
+    OutOfScope,
+    /// It has moved to another trust domain, and what was marked in the former one is not unmarked yet.
+    MovedDomain {
+        /// The new domain.
+        to: String,
+    },
+    /// It is in another trust domain than the one that ksmd merges.
+    OtherDomain {
+        /// Its domain.
+        own: String,
+        /// The one that is merged.
+        merged: String,
+    },
+    /// There are too many trust domains for it to have one.
+    NoDomain,
+    /// It executed another program while it was being marked.
+    OtherProgram,
+    /// The kernel denies reading it.
+    NotReadable,
+    /// It keeps its mmap lock, so reads of it do not return.
+    Stuck,
+    /// It has more mappings than are considered, so that reading them takes bounded memory.
+    TooManyMappings {
+        /// The most that are considered.
+        most: usize,
+    },
+    /// It maps and unmaps memory all the time, and reading it would slow it down.
+    Restless,
+    /// Shared memory or a shared file mapping.
+    Shared,
+    /// VM_PFNMAP: device memory without page structures.
+    PfnMap,
+    /// VM_IO: a device's registers.
+    Io,
+    /// VM_DONTEXPAND: a driver's mapping.
+    DontExpand,
+    /// Hugetlb pages.
+    HugeTlb,
+    /// VM_MIXEDMAP: a driver's mapping with some pages.
+    MixedMap,
+    /// VM_DROPPABLE: contents that the kernel may drop (the vDSO's random state).
+    Droppable,
+    /// File on persistent memory, mapped synchronously.
+    Dax,
+    /// Shadow stack.
+    ShadowStack,
+    /// Provided by the kernel: `[vdso]`, `[vvar]`, `[vsyscall]`.
+    Special,
+    /// MADV_DONTDUMP on less than [`BULK_BYTES`]: programs keep secrets out of core dumps this way.
+    DontDump,
+    /// MADV_WIPEONFORK: programs keep keys from child processes this way.
+    WipeOnFork,
+    /// mlock: used for secrets and for latency.
+    Locked,
+    /// Registered with userfaultfd: a merge would lose its write protection, and missing pages are filled by another
+    /// program.
+    UserFault,
+    /// No anonymous pages.
+    NothingAnonymous,
+}
+
+impl Exclusion {
+    /// Whether marks set before must not stay: memory that KSM may merge but nothing should. Other reasons only keep
+    /// pagefold from reading or marking for now.
+    pub fn withdraws_marks(&self) -> bool {
+        matches!(
+            self,
+            Self::NotDumpable
+                | Self::DenyListed { .. }
+                | Self::OptedOut(_)
+                | Self::KeptOut { .. }
+                | Self::OutOfScope
+                | Self::MovedDomain { .. }
+                | Self::OtherDomain { .. }
+                | Self::NoDomain
+                | Self::OtherProgram
+                | Self::TooManyMappings { .. }
+                | Self::DontDump
+                | Self::WipeOnFork
+                | Self::Locked
+                | Self::UserFault
+        )
+    }
+
+    /// Why a process that cannot be read is left alone. Errors that are not about this process alone are given back.
+    pub fn of_unreadable(error: ReadError) -> Result<Self, ReadError> {
+        match error {
+            ReadError::Denied { .. } => Ok(Self::NotReadable),
+            ReadError::TooMany { most, .. } => Ok(Self::TooManyMappings { most }),
+            error if error.is_late() => Ok(Self::Stuck),
+            error => Err(error),
+        }
+    }
+
+    /// Whether it can end without the process having run.
+    pub(crate) fn may_pass(&self) -> bool {
+        matches!(self, Self::DumpableUnknown | Self::Traced { .. } | Self::NotReadable)
+    }
+}
+
+impl fmt::Display for Exclusion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::KernelThread => "kernel thread",
+            Self::Zombie => "has ended",
+            Self::NotDumpable => "not dumpable: its memory is private",
+            Self::DumpableUnknown => "cannot be asked now whether its memory is private (PR_GET_DUMPABLE)",
+            Self::OptedOut(opt_out) => return write!(f, "{opt_out}"),
+            Self::KeptOut { by } => return write!(f, "unmerged by request of uid {by}"),
+            Self::OtherProgram => "ran another program while it was being marked",
+            Self::OutOfScope => "no longer in scope",
+            Self::MovedDomain { to } => {
+                return write!(f, "moves to trust domain {}: unmarked first", printable(to.as_bytes()));
+            }
+            Self::OtherDomain { own, merged } => {
+                let [own, merged] = [own, merged].map(|name| printable(name.as_bytes()));
+                return write!(f, "in trust domain {own}; ksmd merges one domain, {merged} ([domains] merge)");
+            }
+            Self::NoDomain => "there are too many trust domains for it to have one",
+            Self::Traced { by } => return write!(f, "traced by process {by}"),
+            Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
+            Self::TooManyMappings { most } => return write!(f, "has more than {most} mappings"),
+            Self::NotReadable => "cannot be read",
+            Self::Stuck => "keeps its memory map locked",
+            Self::Restless => "maps and unmaps memory all the time and would be slowed down",
+            Self::Shared => "shared mapping, which KSM never merges",
+            Self::PfnMap => "device memory (VM_PFNMAP), which KSM never merges",
+            Self::Io => "device registers (VM_IO), which KSM never merges",
+            Self::DontExpand => "driver mapping (VM_DONTEXPAND), which KSM never merges",
+            Self::HugeTlb => "hugetlb pages, which KSM never merges",
+            Self::MixedMap => "driver mapping (VM_MIXEDMAP), which KSM never merges",
+            Self::Droppable => "droppable memory, which KSM never merges",
+            Self::Dax => "file on persistent memory, which KSM never merges",
+            Self::ShadowStack => "shadow stack",
+            Self::Special => "provided by the kernel",
+            Self::DontDump => "kept out of core dumps (MADV_DONTDUMP): may hold secrets",
+            Self::WipeOnFork => "kept from child processes (MADV_WIPEONFORK): may hold keys",
+            Self::Locked => "locked in memory (mlock): may hold secrets",
+            Self::UserFault => "registered with userfaultfd, which a merge would disturb",
+            Self::NothingAnonymous => "no anonymous pages",
+        })
+    }
+}
+
+/// The facts that the rules for processes judge.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct ProcessFacts {
+    pub kernel_thread: bool,
+    pub zombie: bool,
+    pub dumpable: Dumpable,
+    pub tracer: i32,
+    pub comm: Vec<u8>,
+    pub exe: Option<Exe>,
+    pub readable: bool,
+    pub uid: u32,
+    /// Locked memory, KiB.
+    pub locked_kib: u64,
+}
+
+impl ProcessFacts {
+    /// Whether it runs a program whose command line may have an opt-out.
+    pub(crate) fn may_run_qemu(&self) -> bool {
+        !self.zombie && opt_out_qemu::is_qemu(&self.program())
+    }
+
+    /// The name of its program.
+    fn program(&self) -> Vec<u8> {
+        program_name(self.exe.as_deref(), &self.comm)
+    }
+
+    /// Whether root alone can change its executable, and so its program's name.
+    fn is_trusted(&self) -> bool {
+        self.exe.as_ref().is_some_and(|exe| exe.trust().is_ok())
+    }
+
+    /// Whether its program was named as one that may be merged although it is not dumpable.
+    fn is_allowed(&self, deny: &DenyList) -> bool {
+        deny.allows(&self.program(), || self.is_trusted())
+    }
+
+    /// Reads the facts.
+    pub fn of(process: &Process) -> Result<Self, ReadError> {
+        let stat = process.stat()?;
+        let status = Status::of(process)?;
+        let zombie = stat.has_ended();
+        let (exe, readable) = match Exe::of(process) {
+            Ok(exe) => (exe, true),
+            Err(ReadError::Denied { .. }) => (None, false),
+            Err(error) => return Err(error),
+        };
+        let dumpable = if stat.kernel_thread || zombie { Dumpable::Unknown } else { dumpable(process, &status)? };
+        Ok(Self {
+            kernel_thread: stat.kernel_thread,
+            zombie,
+            dumpable,
+            tracer: status.tracer,
+            comm: stat.comm,
+            exe,
+            readable,
+            uid: status.effective_uid(),
+            locked_kib: status.locked_kib,
+        })
+    }
+}
+
+/// The rule that excludes a process with these facts, if any.
+pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
+    if facts.kernel_thread {
+        Some(Exclusion::KernelThread)
+    } else if facts.zombie {
+        Some(Exclusion::Zombie)
+    } else if facts.dumpable == Dumpable::No && !facts.is_allowed(deny) {
+        Some(Exclusion::NotDumpable)
+    } else if facts.tracer != 0 {
+        Some(Exclusion::Traced { by: facts.tracer })
+    } else if let Some(entry) = deny.entry_for(&facts.program(), || facts.is_trusted()) {
+        Some(Exclusion::DenyListed { entry: entry.to_owned() })
+    } else if !facts.readable {
+        Some(Exclusion::NotReadable)
+    } else {
+        None
+    }
+}
+
+/// Why a process in scope must be left alone, if it must.
+pub fn process_exclusion(scoped: &Scoped, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
+    let facts = ProcessFacts::of(&scoped.process)?;
+    let option = if facts.may_run_qemu() { opt_out_qemu::of_process_in_time(&scoped.process)? } else { None };
+    let (opted_out, _) = judge_opt_outs(&facts, (&scoped.opt_outs, scoped.cgroup.as_deref()), option, deny);
+    Ok(opted_out.or_else(|| exclusion_of(&scoped.process, &facts, deny)))
+}
+
+/// The opt-out that excludes a process, by its cgroups or by the option on its command line; and those that are overridden.
+pub(crate) fn judge_opt_outs(
+    facts: &ProcessFacts,
+    (by_cgroups, cgroup): (&[OptOut], Option<&str>),
+    option: Option<&'static str>,
+    deny: &DenyList,
+) -> (Option<Exclusion>, Vec<OptOut>) {
+    let trusted = facts.exe.as_ref().filter(|exe| exe.trust().is_ok());
+    let program = trusted.map(|exe| program_name(Some(exe), &facts.comm));
+    let by_command_line = option.map(|option| opt_out::by_command_line(option, cgroup));
+    let all = by_cgroups.iter().cloned().chain(by_command_line);
+    let (overridden, left): (Vec<_>, Vec<_>) = all.partition(|opt_out| deny.overrides(opt_out, program.as_deref()));
+    (left.into_iter().next().map(Exclusion::OptedOut), overridden)
+}
+
+/// The same with facts that were just read.
+pub(crate) fn exclusion_of(process: &Process, facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
+    judge_process(facts, deny).or_else(|| {
+        if facts.is_allowed(deny) {
+            return None;
+        }
+        // Last, because asking stops the process.
+        let answer = if facts.dumpable == Dumpable::Unknown { ask_inside(process) } else { facts.dumpable };
+        match answer {
+            Dumpable::Yes => None,
+            Dumpable::No => Some(Exclusion::NotDumpable),
+            Dumpable::Unknown => Some(Exclusion::DumpableUnknown),
+        }
+    })
+}
+
+/// A mapping with MADV_DONTDUMP that is at least this large before marks split it is kept out of core dumps for its size,
+/// not for secrets: databases exclude their buffer pools (InnoDB does), and hypervisors guest memory. Keys take
+/// kilobytes, and are locked as well.
+pub const BULK_BYTES: u64 = 32 << 20;
+
+/// Why the mark of a mapping must be removed. `None` if it need not be, or there is no mark.
+pub(crate) fn withdrawal(detail: &VmaDetail) -> Option<Exclusion> {
+    if !detail.flags.has(*b"mg") {
+        return None;
+    }
+    vma_exclusion(detail).filter(Exclusion::withdraws_marks)
+}
+
+/// Why a mapping must be left alone, if it must. First the mappings that KSM never merges (`vma_ksm_compatible` in the
+/// kernel's mm/ksm.c), then those that should not be merged.
+///
+/// smaps shows persistent memory only if it is mapped synchronously. Otherwise marking has no effect, as the missing `mg`
+/// flag shows afterwards.
+pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
+    const RULES: [(&[u8; 2], Exclusion); 14] = [
+        (b"sh", Exclusion::Shared),
+        (b"ms", Exclusion::Shared),
+        (b"pf", Exclusion::PfnMap),
+        (b"io", Exclusion::Io),
+        (b"de", Exclusion::DontExpand),
+        (b"ht", Exclusion::HugeTlb),
+        (b"mm", Exclusion::MixedMap),
+        (b"dp", Exclusion::Droppable),
+        (b"sf", Exclusion::Dax),
+        (b"ss", Exclusion::ShadowStack),
+        (b"uw", Exclusion::UserFault),
+        (b"um", Exclusion::UserFault),
+        (b"wf", Exclusion::WipeOnFork),
+        (b"lo", Exclusion::Locked),
+    ];
+    if detail.vma.is_special() {
+        return Some(Exclusion::Special);
+    }
+    let rule = RULES.iter().find(|(flag, _)| detail.flags.has(**flag)).map(|(_, exclusion)| exclusion.clone());
+    let bulk = detail.original_bytes >= BULK_BYTES;
+    let dont_dump = (detail.flags.has(*b"dd") && !bulk).then_some(Exclusion::DontDump);
+    rule.or(dont_dump).or_else(|| (detail.anonymous_kib == 0).then_some(Exclusion::NothingAnonymous))
+}
+
+#[cfg(test)]
+#[path = "exclude_tests.rs"]
+mod tests;

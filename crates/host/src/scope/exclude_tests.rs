@@ -1,0 +1,140 @@
+use super::*;
+use pagefold_procmem::maps::parse_smaps;
+use proptest::prelude::*;
+
+fn facts() -> ProcessFacts {
+    ProcessFacts {
+        kernel_thread: false,
+        zombie: false,
+        dumpable: Dumpable::Yes,
+        tracer: 0,
+        comm: b"redis-server".to_vec(),
+        exe: None,
+        readable: true,
+        uid: 0,
+        locked_kib: 0,
+    }
+}
+
+#[test]
+fn each_rule_for_processes_excludes() {
+    let deny = DenyList::default();
+    let judge = |facts: &ProcessFacts| judge_process(facts, &deny);
+    assert_eq!(judge(&facts()), None);
+    assert_eq!(judge(&ProcessFacts { dumpable: Dumpable::Unknown, ..facts() }), None);
+    assert_eq!(judge(&ProcessFacts { kernel_thread: true, ..facts() }), Some(Exclusion::KernelThread));
+    assert_eq!(judge(&ProcessFacts { zombie: true, ..facts() }), Some(Exclusion::Zombie));
+    assert_eq!(judge(&ProcessFacts { dumpable: Dumpable::No, ..facts() }), Some(Exclusion::NotDumpable));
+    assert_eq!(judge(&ProcessFacts { tracer: 7, ..facts() }), Some(Exclusion::Traced { by: 7 }));
+    assert_eq!(judge(&ProcessFacts { readable: false, ..facts() }), Some(Exclusion::NotReadable));
+    let agent = ProcessFacts { comm: b"ssh-agent".to_vec(), ..facts() };
+    assert_eq!(judge(&agent), Some(Exclusion::DenyListed { entry: "ssh-agent".into() }));
+    assert_eq!(judge_process(&agent, &DenyList::new([])), None, "the list can be overridden");
+}
+
+#[test]
+fn fixture_mappings_are_judged() {
+    let details = parse_smaps(include_bytes!("../../../procmem/tests/fixtures/qemu.smaps")).unwrap();
+    let verdicts: Vec<_> = details.iter().map(vma_exclusion).collect();
+    assert_eq!(verdicts, [None, Some(Exclusion::WipeOnFork), Some(Exclusion::Shared), Some(Exclusion::UserFault)]);
+    let details = parse_smaps(include_bytes!("../../../procmem/tests/fixtures/sleep-6.18.smaps")).unwrap();
+    for detail in &details {
+        let verdict = vma_exclusion(detail);
+        match detail.vma.name.as_slice() {
+            b"[heap]" | b"[stack]" => assert_eq!(verdict, None),
+            b"[vdso]" | b"[vvar]" | b"[vsyscall]" | b"[vvar_vclock]" => assert_eq!(verdict, Some(Exclusion::Special)),
+            _ if detail.vma.perms.shared => assert_eq!(verdict, Some(Exclusion::Shared)),
+            _ if detail.anonymous_kib == 0 => assert_eq!(verdict, Some(Exclusion::NothingAnonymous)),
+            _ => assert_eq!(verdict, None),
+        }
+    }
+}
+
+#[test]
+fn each_flag_excludes_a_mapping() {
+    let text = |flag: &str| {
+        format!("1000-2000 rw-p 0 00:00 0\nAnonymous: 4 kB\nVmFlags: rd wr mr mw me ac sd {flag} \n").into_bytes()
+    };
+    let judge = |flag| vma_exclusion(&parse_smaps(&text(flag)).unwrap()[0]);
+    for harmless in ["", "mg", "hg", "nh", "gd", "nr", "dc", "ex"] {
+        assert_eq!(judge(harmless), None, "{harmless}");
+    }
+    for (flag, exclusion) in [
+        ("sh", Exclusion::Shared),
+        ("ms", Exclusion::Shared),
+        ("pf", Exclusion::PfnMap),
+        ("io", Exclusion::Io),
+        ("de", Exclusion::DontExpand),
+        ("ht", Exclusion::HugeTlb),
+        ("mm", Exclusion::MixedMap),
+        ("dp", Exclusion::Droppable),
+        ("sf", Exclusion::Dax),
+        ("ss", Exclusion::ShadowStack),
+        ("dd", Exclusion::DontDump),
+        ("wf", Exclusion::WipeOnFork),
+        ("lo", Exclusion::Locked),
+        ("uw", Exclusion::UserFault),
+        ("um", Exclusion::UserFault),
+    ] {
+        assert_eq!(judge(flag), Some(exclusion), "{flag}");
+    }
+}
+
+#[test]
+fn dont_dump_excludes_only_small_mappings() {
+    let judge = |end: u64, flags: &str| {
+        let text = format!("10000000-{end:x} rw-p 0 00:00 0\nAnonymous: 4 kB\nVmFlags: rd wr {flags} \n");
+        vma_exclusion(&parse_smaps(text.as_bytes()).unwrap()[0])
+    };
+    assert_eq!(judge(0x1000_0000 + BULK_BYTES - 4096, "dd"), Some(Exclusion::DontDump));
+    assert_eq!(judge(0x1000_0000 + BULK_BYTES, "dd"), None);
+    assert_eq!(judge(0x1000_0000 + BULK_BYTES, "dd lo"), Some(Exclusion::Locked));
+    assert_eq!(judge(0x1000_0000 + BULK_BYTES, "dd wf"), Some(Exclusion::WipeOnFork));
+}
+
+fn exclusion(process: &Process, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
+    Ok(exclusion_of(process, &ProcessFacts::of(process)?, deny))
+}
+
+#[test]
+fn running_traced_and_zombie_processes_are_judged() {
+    let mut child = pagefold_testkit::OwnedChild(std::process::Command::new("sleep").arg("60").spawn().unwrap());
+    let pid = child.pid();
+    let process = Process::open(pid).unwrap();
+    let deny = DenyList::default();
+    while process.stat().unwrap().comm != b"sleep" {
+        std::thread::yield_now(); // still before exec
+    }
+    assert_eq!(exclusion(&process, &deny).unwrap(), None);
+    assert_eq!(
+        exclusion(&process, &DenyList::new(["slee*".into()])).unwrap(),
+        Some(Exclusion::DenyListed { entry: "slee*".into() })
+    );
+    // SAFETY: seizing our own child does not change it; this thread is the tracer and detaches when it ends.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) } == 0;
+    // SAFETY: the call has no arguments.
+    let own_thread = unsafe { libc::gettid() };
+    if seized {
+        // The kernel names the tracing thread.
+        assert_eq!(exclusion(&process, &deny).unwrap(), Some(Exclusion::Traced { by: own_thread }));
+    } else {
+        pagefold_testkit::skip("ptrace is not permitted");
+    }
+    child.0.kill().unwrap();
+    while process.stat().unwrap().state != b'Z' {
+        std::thread::yield_now();
+    }
+    assert_eq!(exclusion(&process, &deny).unwrap(), Some(Exclusion::Zombie));
+    child.0.wait().unwrap();
+    assert!(matches!(exclusion(&process, &deny), Err(ReadError::Vanished { .. })));
+}
+
+proptest! {
+    #[test]
+    fn reasons_are_one_printable_line(entry in ".*", by in any::<i32>()) {
+        for exclusion in [Exclusion::DenyListed { entry: entry.clone() }, Exclusion::Traced { by }] {
+            let text = exclusion.to_string();
+            prop_assert!(!text.is_empty() && !text.contains(char::is_control));
+        }
+    }
+}

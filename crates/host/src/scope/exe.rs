@@ -1,0 +1,208 @@
+//! The executable of a process, and whether rules that grant something may rely on it.
+//!
+//! Any user can run a program under any name: a copy, a link, a file mounted elsewhere, a command name set by prctl. So a
+//! rule that grants something (a scope, a trust domain, an exception of the deny list) matches only a file that this
+//! machine's root alone can write or replace: the file at this path, by device and inode, belongs to root, and so do all
+//! directories above it, and no other user may write them. Rules that only exclude match by name as well.
+
+use pagefold_procmem::file_id::{FileId, Found};
+use pagefold_procmem::os::peer::is_trusted;
+use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::status::{exe_of, program_name};
+use pagefold_text::escape::printable;
+use rustix::fs::OFlags;
+use std::fs;
+use std::io::Read;
+use std::ops::Deref;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::OnceLock;
+use thiserror::Error;
+
+const WRITABLE_BY_OTHERS: u32 = 0o022;
+const STICKY: u32 = 0o1000;
+
+/// Whether a file of this owner and mode can be written by root (or the user that runs pagefold) alone.
+pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
+    is_trusted(uid) && mode & WRITABLE_BY_OTHERS == 0
+}
+
+/// An executable. Dereferences to its path as the kernel shows it.
+#[derive(Clone, Debug)]
+pub struct Exe {
+    path: PathBuf,
+    id: Option<FileId>,
+    /// Found out once, since a file that was trusted may be replaced while it runs.
+    trust: OnceLock<Result<(), Distrust>>,
+}
+
+/// Why rules that grant something do not match an executable. Displayed as a clause that follows its path.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[allow(missing_docs)]
+pub enum Distrust {
+    /// Replaced or removed since it was started.
+    #[error("has been replaced or removed since it was started")]
+    Deleted,
+    /// The path is that of another file, for example in a container.
+    #[error("is not the file of that path on this machine (it may be in a container)")]
+    Elsewhere,
+    /// It or a directory above it can be changed by other users than root.
+    #[error("can be changed by others than root ({} belongs to user {uid} and has mode {mode:o})", printable(path.as_os_str().as_bytes()))]
+    Writable { path: PathBuf, uid: u32, mode: u32 },
+    /// On a file system that a program provides.
+    #[error("is on a file system that a program provides (FUSE)")]
+    Provided,
+    /// Only the command name matches.
+    #[error("has another name: only the command name matches, which a program sets itself")]
+    CommandName,
+}
+
+/// How an executable matches a selector: an absolute path or a base name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Matching {
+    /// It does not.
+    No,
+    /// It does, and is a file that only root can change.
+    Yes,
+    /// It does by name only, which any user can choose.
+    NameOnly(Distrust),
+}
+
+impl Deref for Exe {
+    type Target = Path;
+
+    fn deref(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl PartialEq for Exe {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.path, self.id) == (&other.path, other.id)
+    }
+}
+
+impl Eq for Exe {}
+
+impl Exe {
+    /// The executable of a process. `None` for kernel threads and zombies.
+    pub fn of(process: &Process) -> Result<Option<Self>, ReadError> {
+        let Some(path) = exe_of(process)? else { return Ok(None) };
+        let id = match process.open_with("exe", OFlags::PATH) {
+            Ok(file) => {
+                Some(Found::of_file(&file).map_err(|error| ReadError::from_io(process.pid(), "exe", error))?.id)
+            }
+            // A test's tree names files that do not exist.
+            Err(ReadError::Absent { .. }) => None,
+            Err(error) => return Err(error),
+        };
+        Ok(Some(Self { path, id, trust: OnceLock::new() }))
+    }
+
+    /// Device and inode.
+    pub fn id(&self) -> Option<FileId> {
+        self.id
+    }
+
+    /// Whether it is a file that only root can change; if not, why.
+    pub fn trust(&self) -> Result<(), &Distrust> {
+        let found = self.trust.get_or_init(|| {
+            let id = self.id.ok_or(Distrust::Deleted)?;
+            if self.path.as_os_str().as_bytes().ends_with(b" (deleted)") {
+                return Err(Distrust::Deleted);
+            }
+            only_roots(&self.path, Some(id))
+        });
+        found.as_ref().map(|&()| ())
+    }
+
+    /// How it matches a selector. `comm` is the command name.
+    pub fn matches(&self, selector: &str, comm: &[u8]) -> Matching {
+        let is_named = is_named(selector, Some(&self.path), comm);
+        // A link to it may be named too: Debian's redis-server is one to redis-check-rdb.
+        let linked = || {
+            let link =
+                if selector.starts_with('/') { PathBuf::from(selector) } else { self.path.with_file_name(selector) };
+            let directory = link.parent().and_then(|directory| directory.canonicalize().ok());
+            let leads_here = link.canonicalize().is_ok_and(|file| file == self.path);
+            leads_here && directory.is_some_and(|directory| only_roots(&directory, None).is_ok())
+        };
+        let leads_here = || is_exactly(selector, &self.path) || (is_named || selector.starts_with('/')) && linked();
+        match self.trust() {
+            Ok(()) if leads_here() => Matching::Yes,
+            _ if !is_named => Matching::No,
+            Ok(()) => Matching::NameOnly(Distrust::CommandName),
+            Err(why) => Matching::NameOnly(why.clone()),
+        }
+    }
+}
+
+/// Whether the path or its base name is the selector.
+fn is_exactly(selector: &str, path: &Path) -> bool {
+    let path = path.as_os_str().as_bytes();
+    let path = path.strip_suffix(b" (deleted)").unwrap_or(path);
+    let name = path.rsplit(|&byte| byte == b'/').next().unwrap_or(path);
+    selector.as_bytes() == if selector.starts_with('/') { path } else { name }
+}
+
+/// Whether a process goes by this absolute path, base name or command name. The command name is truncated to 15 bytes.
+pub(crate) fn is_named(selector: &str, exe: Option<&Path>, comm: &[u8]) -> bool {
+    if selector.starts_with('/') {
+        return exe.is_some_and(|exe| is_exactly(selector, exe));
+    }
+    let (selector, name) = (selector.as_bytes(), program_name(exe, comm));
+    let truncated = comm.len() == 15 && selector.starts_with(comm) && (exe.is_none() || !name.starts_with(comm));
+    name == selector || comm == selector || truncated
+}
+
+/// Whether only root can change what this path leads to, which is `id` if given. The path must have no links.
+fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
+    let (mut walked, mut last_mount) = (PathBuf::new(), None);
+    let length = path.components().count();
+    for (at, component) in path.components().enumerate() {
+        if !matches!(component, Component::RootDir | Component::Normal(_)) {
+            return Err(Distrust::Elsewhere);
+        }
+        walked.push(component);
+        let found = Found::of_path(&walked).map_err(|_| Distrust::Elsewhere)?;
+        // Asked before the file system is, since a program may leave a request unanswered.
+        if last_mount.replace(found.mount) != Some(found.mount) && is_provided(found.mount) {
+            return Err(Distrust::Provided);
+        }
+        let is_last = at + 1 == length;
+        let kind = if is_last && id.is_some() { libc::S_IFREG } else { libc::S_IFDIR };
+        if found.mode & libc::S_IFMT != kind || is_last && id.is_some_and(|id| id != found.id) {
+            return Err(Distrust::Elsewhere);
+        }
+        // In directories like /tmp others may make files, but not replace those that are there.
+        let is_outer = at + if id.is_some() { 2 } else { 1 } < length;
+        let mode = if is_outer && found.mode & STICKY != 0 { found.mode & !WRITABLE_BY_OTHERS } else { found.mode };
+        if !is_roots_alone(found.uid, mode) {
+            return Err(Distrust::Writable { path: walked, uid: found.uid, mode: found.mode & 0o7777 });
+        }
+    }
+    Ok(())
+}
+
+/// Reads the beginning of a file, if its path is absolute and root alone can change what it leads to. It must have no links.
+pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
+    let id = Found::of_path(path).ok().filter(|_| path.is_absolute())?.id;
+    only_roots(path, Some(id)).ok()?;
+    let mut text = Vec::new();
+    fs::File::open(path).ok()?.take(most).read_to_end(&mut text).ok()?;
+    Some(text)
+}
+
+/// Whether a mount's file system is provided by a program (FUSE), by `/proc/self/mountinfo`.
+fn is_provided(mount: u64) -> bool {
+    let Ok(text) = fs::read("/proc/self/mountinfo") else { return false };
+    let words = |line: &[u8]| line.split(|&byte| byte == b' ').map(<[u8]>::to_vec).collect::<Vec<_>>();
+    text.split(|&byte| byte == b'\n').map(words).any(|words| {
+        let kind = words.iter().position(|word| word == b"-").and_then(|at| words.get(at + 1));
+        words[0] == mount.to_string().as_bytes() && kind.is_some_and(|kind| kind.starts_with(b"fuse"))
+    })
+}
+
+#[cfg(test)]
+#[path = "exe_tests.rs"]
+mod tests;

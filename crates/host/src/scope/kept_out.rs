@@ -1,0 +1,245 @@
+//! Processes that an administrator keeps out while pagefold runs, and those let in again.
+//!
+//! Each selector that was given to `unmerge` or `include` is an entry, and the last one that matches a process decides. So a
+//! selector of cgroups, users or programs also decides on processes that start later. A pid stands for one process and its
+//! descendants, including those that it starts later. Executables are matched by name: nobody gains anything by being kept out.
+//!
+//! The list lives as long as the run.
+
+use super::selection::Candidate;
+use super::{ScopeSpec, Scoped, Selection};
+use pagefold_procmem::Roots;
+use pagefold_procmem::process::{Process, ReadError};
+use std::collections::BTreeSet;
+use thiserror::Error;
+
+/// Entries kept. Those of processes that have ended do not count.
+const ENTRIES_MOST: usize = 1024;
+
+/// Why a request is refused.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum KeptOutError {
+    /// There are too many entries.
+    #[error("{ENTRIES_MOST} selectors are kept out or included already")]
+    TooMany,
+    /// Nothing that an `include` selects is kept out.
+    #[error("nothing that matches {0} is kept out")]
+    NotKeptOut(String),
+}
+
+/// What an entry does with a process that it matches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is kept out, because this user has asked for that.
+    Out {
+        /// The user.
+        by: u32,
+    },
+    /// It may be merged, although an earlier entry keeps it out.
+    In,
+}
+
+/// One selector and what it decides.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// The decision.
+    pub verdict: Verdict,
+    /// A single selector.
+    pub selector: ScopeSpec,
+    /// If that is a pid: the process that had it, and its descendants.
+    processes: BTreeSet<(i32, u64)>,
+}
+
+/// The entries, the oldest first.
+#[derive(Debug, Default)]
+pub struct KeptOut {
+    entries: Vec<Entry>,
+}
+
+/// What the entries judge.
+pub(crate) struct Subject<'a> {
+    pub(crate) process: &'a Process,
+    pub(crate) candidate: Candidate<'a>,
+    /// The text of `/proc/PID/cgroup`.
+    pub(crate) cgroups: &'a [u8],
+    /// Whether it was not judged before, so that a process that it descends from may decide.
+    pub(crate) is_new: bool,
+}
+
+impl KeptOut {
+    /// All entries, the oldest first.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// Keeps out what a scope selects. `found` are the processes that it selects now.
+    pub fn keep_out(&mut self, spec: &ScopeSpec, found: &[Scoped], by: u32, roots: &Roots) -> Result<(), KeptOutError> {
+        self.forget_ended(roots);
+        let new = entries_of(spec, found, Verdict::Out { by });
+        if self.entries.len() + new.len() > ENTRIES_MOST {
+            return Err(KeptOutError::TooMany);
+        }
+        self.add(new);
+        Ok(())
+    }
+
+    /// Lets in again what a scope selects. `found` are the processes that it selects now. Returns those that were kept out.
+    pub fn include<'a>(
+        &mut self,
+        spec: &ScopeSpec,
+        found: &'a [Scoped],
+        roots: &Roots,
+    ) -> Result<Vec<&'a Scoped>, KeptOutError> {
+        self.forget_ended(roots);
+        let were_out: Vec<&Scoped> = found.iter().filter(|scoped| self.keeps_out(scoped, roots)).collect();
+        let new = entries_of(spec, found, Verdict::In);
+        // Of programs that do not run now, or of a process that has ended and left children.
+        let mut kept_out = self.entries.iter().filter(|entry| !entry.is_in()).map(|entry| &entry.selector);
+        let is_undone = kept_out.any(|selector| spec.all || new.iter().any(|new| new.selector == *selector));
+        if were_out.is_empty() && !is_undone {
+            return Err(KeptOutError::NotKeptOut(spec.to_string()));
+        }
+        if !is_undone && self.entries.len() + new.len() > ENTRIES_MOST {
+            return Err(KeptOutError::TooMany);
+        }
+        self.add(new);
+        Ok(were_out)
+    }
+
+    fn add(&mut self, new: Vec<Entry>) {
+        for new in new {
+            for entry in &mut self.entries {
+                entry.processes.retain(|key| !new.processes.contains(key));
+            }
+            self.entries.retain(|entry| !entry.is_superseded_by(&new));
+            if !new.is_empty() {
+                self.entries.push(new);
+            }
+        }
+        self.tidy();
+    }
+
+    /// Forgets processes that have ended.
+    pub fn forget_ended(&mut self, roots: &Roots) {
+        let has_ended = |&(pid, started): &(i32, u64)| match Process::open_at(&roots.proc, pid) {
+            Ok(process) => process.start_time_ticks() != started,
+            Err(error) => matches!(error, ReadError::Vanished { .. }),
+        };
+        for entry in &mut self.entries {
+            entry.processes.retain(|key| !has_ended(key));
+        }
+        self.tidy();
+    }
+
+    /// Removes entries that decide nothing.
+    fn tidy(&mut self) {
+        self.entries.retain(|entry| !entry.is_empty());
+        let first_out = self.entries.iter().position(|entry| !entry.is_in());
+        self.entries.drain(..first_out.unwrap_or(self.entries.len()));
+    }
+
+    /// The entry that decides on a process, if that keeps it out: the user who asked for it, and the selector.
+    pub(crate) fn verdict(&mut self, subject: &Subject<'_>, roots: &Roots) -> Option<(u32, &ScopeSpec)> {
+        if self.entries.is_empty() {
+            return None;
+        }
+        if subject.is_new && self.entries.iter().any(|entry| !entry.processes.is_empty()) {
+            self.adopt(subject.process, roots);
+        }
+        let decides = self.entries.iter().rev().find(|entry| entry.matches(subject, roots))?;
+        match decides.verdict {
+            Verdict::Out { by } => Some((by, &decides.selector)),
+            Verdict::In => None,
+        }
+    }
+
+    /// Adds a process to the entries that its ancestors are in.
+    fn adopt(&mut self, process: &Process, roots: &Roots) {
+        let ancestors = ancestors(process, roots);
+        for entry in &mut self.entries {
+            if ancestors.iter().any(|ancestor| entry.processes.contains(ancestor)) {
+                entry.processes.insert(process.key());
+            }
+        }
+    }
+
+    fn keeps_out(&mut self, scoped: &Scoped, roots: &Roots) -> bool {
+        let facts = scoped.process.stat().and_then(|stat| Ok((stat.comm, super::cgroups_of(&scoped.process)?)));
+        let Ok((comm, cgroups)) = facts else { return false };
+        let candidate = Candidate {
+            pid: scoped.process.pid(),
+            is_named: false,
+            uid: scoped.uid,
+            exe: scoped.exe.as_ref(),
+            comm: &comm,
+        };
+        let subject = Subject { process: &scoped.process, candidate, cgroups: &cgroups, is_new: true };
+        self.verdict(&subject, roots).is_some()
+    }
+}
+
+impl Entry {
+    /// Whether it lets in what it matches.
+    pub fn is_in(&self) -> bool {
+        self.verdict == Verdict::In
+    }
+
+    /// Whether it is about processes that have all ended, or that a later entry is about.
+    fn is_empty(&self) -> bool {
+        !self.selector.pids.is_empty() && self.processes.is_empty()
+    }
+
+    fn is_superseded_by(&self, new: &Self) -> bool {
+        // A pid may be that of another process by now: those that its former owner has started stay out.
+        let is_same = self.selector == new.selector && (new.is_in() || self.selector.pids.is_empty());
+        is_same || new.selector.all
+    }
+
+    fn matches(&self, subject: &Subject<'_>, roots: &Roots) -> bool {
+        if !self.selector.pids.is_empty() {
+            return self.processes.contains(&subject.process.key());
+        }
+        Selection::of_existing(&self.selector, roots).for_undoing().matches(&subject.candidate, subject.cgroups)
+    }
+}
+
+/// An entry for each selector of a scope.
+fn entries_of(spec: &ScopeSpec, found: &[Scoped], verdict: Verdict) -> Vec<Entry> {
+    let entry = |selector| Entry { verdict, selector, processes: BTreeSet::new() };
+    let mut entries = Vec::new();
+    for &pid in &spec.pids {
+        let of_pid = found.iter().filter(|scoped| scoped.by_pid == Some(pid));
+        let processes = of_pid.map(|scoped| scoped.process.key()).collect();
+        entries.push(Entry { processes, ..entry(ScopeSpec { pids: vec![pid], ..ScopeSpec::default() }) });
+    }
+    for cgroup in &spec.cgroups {
+        entries.push(entry(ScopeSpec { cgroups: vec![cgroup.clone()], ..ScopeSpec::default() }));
+    }
+    for user in &spec.users {
+        entries.push(entry(ScopeSpec { users: vec![user.clone()], ..ScopeSpec::default() }));
+    }
+    for exe in &spec.exes {
+        entries.push(entry(ScopeSpec { exes: vec![exe.clone()], ..ScopeSpec::default() }));
+    }
+    if spec.all {
+        entries.push(entry(ScopeSpec { all: true, ..ScopeSpec::default() }));
+    }
+    entries
+}
+
+/// The processes that a process descends from, the nearest first.
+fn ancestors(process: &Process, roots: &Roots) -> Vec<(i32, u64)> {
+    let mut found = Vec::new();
+    let mut parent = process.stat().map_or(0, |stat| stat.parent);
+    // A parent that ends meanwhile ends the search. Processes are never their own ancestors, but pids are reused.
+    while parent > 0 && found.len() < 1000 {
+        let Ok(process) = Process::open_at(&roots.proc, parent) else { break };
+        found.push(process.key());
+        parent = process.stat().map_or(0, |stat| stat.parent);
+    }
+    found
+}
+
+#[cfg(test)]
+#[path = "kept_out_tests.rs"]
+mod tests;

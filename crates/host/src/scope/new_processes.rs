@@ -1,0 +1,121 @@
+//! Finds processes that have come into scope since the last call.
+//!
+//! A full resolution examines every process of the machine, some 60 us each. So a process that is out of scope is not
+//! examined again for a while, and if no process has been started (the last pid in `/proc/loadavg` is unchanged) not
+//! even the list of processes is read.
+//!
+//! A new process changes in its first moments: it forks, joins its cgroup, changes its user, calls exec. So it is
+//! examined repeatedly for some seconds. An older process that comes into scope is found by the next full pass.
+
+use crate::scope::{ScopeError, ScopeSpec, Scoped, resolve_among};
+use pagefold_procmem::Roots;
+use pagefold_procmem::os::cpu::own_cpu_ns;
+use pagefold_procmem::os::fault;
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+/// How long a process counts as new, nanoseconds.
+const NEW_NS: u64 = 3_000_000_000;
+/// Cost of reading the list, nanoseconds per process. It may take 1/`LIST_SHARE` of the time: on a machine with more than
+/// 300 processes that keeps starting others, it is read less often than every second.
+const LIST_NS: u64 = 1_000;
+const LIST_SHARE: u64 = 3_333;
+/// Full passes may take 1/`FULL_SHARE` of the time.
+const FULL_SHARE: u64 = 10_000;
+/// Shortest time between full passes, nanoseconds.
+const FULL_MIN_NS: u64 = 10_000_000_000;
+/// Longest time between full passes whatever they cost, nanoseconds.
+const FULL_MAX_NS: u64 = 300_000_000_000;
+
+/// Tracks processes that are out of scope to find those that come into scope.
+#[derive(Debug)]
+pub struct NewProcesses {
+    /// Absent if only processes are visible in /proc (`ProcSubset=pid`).
+    loadavg: Option<File>,
+    last_pid: Option<Vec<u8>>,
+    /// Processes out of scope, with the time when they were first seen.
+    outside: HashMap<i32, u64>,
+    /// Whether some of them are new.
+    unsettled: bool,
+    listed_ns: u64,
+    next_list_ns: u64,
+    next_full_ns: u64,
+}
+
+impl NewProcesses {
+    /// Without known processes.
+    pub fn new(roots: &Roots) -> Self {
+        // Whatever the error: without the file the list is read every time.
+        let loadavg = File::open(roots.proc.join("loadavg")).ok();
+        Self {
+            loadavg,
+            last_pid: None,
+            outside: HashMap::new(),
+            unsettled: true,
+            listed_ns: 0,
+            next_list_ns: 0,
+            next_full_ns: 0,
+        }
+    }
+
+    /// Makes the next call read the list of processes, whether or not one was started.
+    pub fn invalidate(&mut self) {
+        self.unsettled = true;
+    }
+
+    /// Finds the processes that have come into scope. Processes that are `known` are not examined.
+    pub fn find(
+        &mut self,
+        now_ns: u64,
+        spec: &ScopeSpec,
+        roots: &Roots,
+        known: impl Fn(i32) -> bool,
+    ) -> Result<Vec<Scoped>, ScopeError> {
+        let last_pid = self.last_pid_given();
+        let full = now_ns >= self.next_full_ns;
+        let none_started = !self.unsettled && last_pid.is_some() && last_pid == self.last_pid;
+        if !full && (none_started || now_ns < self.next_list_ns) {
+            return Ok(Vec::new());
+        }
+        let before_ns = own_cpu_ns();
+        let mut outside = HashMap::with_capacity(self.outside.len());
+        let mut listed = 0;
+        let found = resolve_among(spec, roots, |pid| {
+            listed += 1;
+            if known(pid) {
+                return false;
+            }
+            let since_ns = self.outside.get(&pid).copied().unwrap_or(now_ns);
+            outside.insert(pid, since_ns);
+            // A process first seen in the last list is examined a second time, however long ago that was.
+            full || now_ns < since_ns + NEW_NS || since_ns == self.listed_ns
+        })?;
+        for scoped in &found {
+            outside.remove(&scoped.process.pid());
+        }
+        self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
+        self.outside = outside;
+        self.last_pid = last_pid;
+        self.listed_ns = now_ns;
+        self.next_list_ns = now_ns + listed * LIST_NS * LIST_SHARE;
+        if full {
+            let spent_ns = own_cpu_ns() - before_ns;
+            self.next_full_ns = now_ns + (spent_ns * FULL_SHARE).clamp(FULL_MIN_NS, FULL_MAX_NS);
+        }
+        Ok(found)
+    }
+
+    /// The last pid that the kernel allocated, as text; `None` if it is not visible: then the list is read every time.
+    fn last_pid_given(&self) -> Option<Vec<u8>> {
+        let mut buffer = [0; 128];
+        let loadavg = self.loadavg.as_ref()?;
+        let length = fault::io("read:loadavg").and_then(|()| loadavg.read_at(&mut buffer, 0)).ok()?;
+        // "0.20 0.18 0.12 1/80 11206"
+        buffer[..length].trim_ascii_end().rsplit(|&byte| byte == b' ').next().map(<[u8]>::to_vec)
+    }
+}
+
+#[cfg(test)]
+#[path = "new_processes_tests.rs"]
+mod tests;

@@ -1,0 +1,284 @@
+//! Owners who have said that their memory must not be merged.
+//!
+//! They say so by the attribute `user.pagefold.avoid` of a cgroup ([`super::attributes`]), by `MemoryKSM=no` in a systemd unit
+//! ([`super::opt_out_unit`]), by `allow-ksm: 0` in the configuration of a virtual machine of Proxmox VE, or on QEMU's command
+//! line ([`super::opt_out_qemu`]), where libvirt's `<nosharepages/>` and Proxmox's `allow-ksm: 0` appear as well. A no is honoured
+//! from anyone, so nothing here asks who could have written it. Only `--override-opt-out` lets such a process in.
+//!
+//! Files are read by cgroup, for all processes in it, again after [`VALID`], and by a thread that may be left behind: they may
+//! be on a file system whose server does not respond. What cannot be read is taken for a no.
+
+use crate::scope::opt_out_unit;
+use crate::scope::workload::guest_of;
+use pagefold_procmem::Roots;
+use pagefold_procmem::cgroup::Cgroup;
+use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
+use pagefold_procmem::os::cpu::thread_cpu_ns;
+use pagefold_text::escape::printable;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::Read;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// For how long what files say is taken as known. Reading them again may take 1/[`SHARE`] of the time: they are read more rarely
+/// if there are many cgroups.
+const VALID: Duration = Duration::from_secs(10);
+const SHARE: u32 = 2_000;
+/// After a read that did not return in time, the next one waits for this long, and for that one to end.
+const PAUSE: Duration = Duration::from_secs(60);
+/// Reads that may be under way without having returned, of files of one user, or of root's.
+const LATE_MOST: usize = 4;
+/// Cgroups remembered.
+const REMEMBERED: usize = 4_096;
+/// The most that is read of a file.
+pub(super) const FILE_MOST: u64 = 64 << 10;
+
+/// The parent of the cgroups of Proxmox VE's virtual machines.
+const GUESTS: &str = "/qemu.slice/";
+
+/// How an owner has said no. Displayed as one line.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum OptOut {
+    /// Its cgroup, or one above, has the attribute `user.pagefold.avoid`.
+    Attribute {
+        /// The directory of that cgroup.
+        cgroup: String,
+    },
+    /// Its systemd unit has `MemoryKSM=no`.
+    Unit {
+        /// The unit.
+        unit: String,
+        /// The file that says so.
+        file: PathBuf,
+    },
+    /// Its virtual machine has `allow-ksm: 0`.
+    Guest {
+        /// The number of the virtual machine.
+        vmid: String,
+        /// The file that says so.
+        file: PathBuf,
+    },
+    /// Its command line, which is QEMU's, says so.
+    CommandLine {
+        /// The option.
+        option: &'static str,
+        /// The name of the virtual machine, by its cgroup.
+        guest: Option<String>,
+    },
+    /// The files that could say so do not answer, or there are too many.
+    Unknown {
+        /// The cgroup that they are about.
+        cgroup: String,
+    },
+}
+
+impl OptOut {
+    /// Whether it goes by this name: that of the unit, virtual machine or cgroup.
+    pub fn is_called(&self, name: &str) -> bool {
+        match self {
+            Self::Attribute { cgroup } | Self::Unknown { cgroup } => cgroup == name,
+            Self::Unit { unit, .. } => unit == name,
+            Self::Guest { vmid, .. } => vmid == name,
+            Self::CommandLine { guest, .. } => guest.as_deref() == Some(name),
+        }
+    }
+}
+
+impl fmt::Display for OptOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shown = |text: &str| printable(text.as_bytes());
+        let path = |path: &Path| printable(path.as_os_str().as_encoded_bytes());
+        match self {
+            Self::Attribute { cgroup } => {
+                write!(f, "its cgroup {} is to be avoided (user.pagefold.avoid)", shown(cgroup))
+            }
+            Self::Unit { unit, file } => write!(f, "its unit {} has MemoryKSM=no ({})", shown(unit), path(file)),
+            Self::Guest { vmid, file } => {
+                write!(f, "its virtual machine {} has allow-ksm: 0 ({})", shown(vmid), path(file))
+            }
+            Self::CommandLine { option, guest: None } => write!(f, "its command line has {option}"),
+            Self::CommandLine { option, guest: Some(guest) } => {
+                write!(f, "the command line of its virtual machine {} has {option}", shown(guest))
+            }
+            Self::Unknown { cgroup } => {
+                write!(f, "the files that say whether {} may be merged cannot be read", shown(cgroup))
+            }
+        }
+    }
+}
+
+/// What the files about the cgroups of a process say.
+pub(super) fn by_files(cgroups: &[Cgroup], roots: &Roots) -> Vec<OptOut> {
+    static KNOWN: Known = Known(Mutex::new(BTreeMap::new()));
+    // systemd's own hierarchies, of which one or two are mounted.
+    let named = cgroups.iter().filter(|cgroup| matches!(cgroup.controllers.as_str(), "" | "name=systemd"));
+    let mut paths: Vec<&str> = named.map(|cgroup| cgroup.path.as_str()).filter(|path| *path != "/").collect();
+    paths.dedup();
+    let mut found: Vec<OptOut> = Vec::new();
+    for path in paths {
+        let (owned, root) = (path.to_owned(), roots.files.clone());
+        let key = Key { root: root.clone(), whose: Whose::of(path), path: owned.clone() };
+        for opt_out in KNOWN.get(key, Instant::now(), move || read(&owned, &root)) {
+            if !found.contains(&opt_out) {
+                found.push(opt_out);
+            }
+        }
+    }
+    found
+}
+
+/// The same for a process that runs QEMU with this opt-out on its command line.
+pub(crate) fn by_command_line(option: &'static str, cgroup: Option<&str>) -> OptOut {
+    OptOut::CommandLine { option, guest: cgroup.and_then(guest_of) }
+}
+
+fn read(path: &str, root: &Path) -> Vec<OptOut> {
+    opt_out_unit::of_cgroup(path, root).into_iter().chain(of_guest(path, root)).collect()
+}
+
+/// That of a virtual machine of Proxmox VE, which runs in `qemu.slice/VMID.scope`. Its configuration is on a file system whose
+/// server runs as root, and of which only root can write these files.
+fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
+    let vmid = path.strip_prefix(GUESTS)?.split('/').next()?.strip_suffix(".scope")?;
+    if vmid.is_empty() || !vmid.bytes().all(|digit| digit.is_ascii_digit()) {
+        return None;
+    }
+    let file = Path::new("/etc/pve/qemu-server").join(format!("{vmid}.conf"));
+    let denied = guest_denies(&read_file(&below(root, &file), FILE_MOST)?);
+    denied.then(|| OptOut::Guest { vmid: vmid.to_owned(), file })
+}
+
+/// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`: as it runs, or from its next start on. What
+/// follows are its snapshots.
+pub fn guest_denies(text: &[u8]) -> bool {
+    let (mut running, mut pending, mut section) = (false, false, Some(false));
+    for line in text.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii) {
+        if line.starts_with(b"[") {
+            section = line.eq_ignore_ascii_case(b"[pending]").then_some(true);
+            continue;
+        }
+        let Some(is_pending) = section else { continue };
+        let Some(value) = line.strip_prefix(b"allow-ksm").map(<[u8]>::trim_ascii_start) else { continue };
+        let Some(value) = value.strip_prefix(b":").map(<[u8]>::trim_ascii) else { continue };
+        let denied = [&b"0"[..], b"no", b"off", b"false"].iter().any(|no| value.eq_ignore_ascii_case(no));
+        *(if is_pending { &mut pending } else { &mut running }) = denied;
+    }
+    running || pending
+}
+
+/// An absolute path in another root directory.
+pub(super) fn below(root: &Path, path: &Path) -> PathBuf {
+    root.join(path.strip_prefix("/").unwrap_or(path))
+}
+
+/// Reads the beginning of a regular file. Empty for anything else that is there, such as /dev/null, which is not even opened: that
+/// may have an effect.
+pub(super) fn read_file(path: &Path, most: u64) -> Option<Vec<u8>> {
+    let found = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path).ok()?;
+    let mut text = Vec::new();
+    if found.metadata().ok()?.is_file() {
+        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).ok()?;
+        file.take(most).read_to_end(&mut text).ok()?;
+    }
+    Some(text)
+}
+
+/// The names in a directory, as many as `room` permits, which is reduced. `None` if there are more.
+pub(super) fn names_in(directory: &Path, room: &mut usize) -> Option<Vec<String>> {
+    let Ok(entries) = fs::read_dir(directory) else { return Some(Vec::new()) };
+    let mut names = Vec::new();
+    for entry in entries.flatten() {
+        *room = room.checked_sub(1)?;
+        names.extend(entry.file_name().into_string());
+    }
+    Some(names)
+}
+
+/// What was read, by cgroup.
+struct Known(Mutex<BTreeMap<Key, Entry>>);
+
+/// The owner of the files. Files of one owner that do not respond do not delay reading those of another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Whose {
+    System,
+    /// Proxmox VE's, on a file system of its own.
+    Guests,
+    User(u32),
+}
+
+impl Whose {
+    fn of(path: &str) -> Self {
+        match opt_out_unit::user_of(path) {
+            Some(uid) => Self::User(uid),
+            None if path.starts_with(GUESTS) => Self::Guests,
+            None => Self::System,
+        }
+    }
+}
+
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    whose: Whose,
+    path: String,
+    root: PathBuf,
+}
+
+struct Entry {
+    /// `None`: not read yet.
+    found: Option<Vec<OptOut>>,
+    next: Instant,
+    late: Option<Pending>,
+}
+
+impl Entry {
+    fn is_late(&self) -> bool {
+        self.late.as_ref().is_some_and(|late| !late.is_over())
+    }
+}
+
+impl Known {
+    fn get(&self, key: Key, now: Instant, read: impl FnOnce() -> Vec<OptOut> + Send + 'static) -> Vec<OptOut> {
+        let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let unknown = || vec![OptOut::Unknown { cgroup: key.path.clone() }];
+        let entries = lock();
+        let known = entries.get(&key);
+        let before = known.and_then(|known| known.found.clone());
+        let is_late = || entries.iter().filter(|(other, entry)| other.whose == key.whose && entry.is_late());
+        if known.is_some_and(|known| now < known.next || known.is_late()) || is_late().count() >= LATE_MOST {
+            return before.unwrap_or_else(unknown);
+        }
+        // Without those of cgroups that are gone.
+        let others = entries.values().filter(|entry| now < entry.next).count();
+        let others = u32::try_from(others).unwrap_or(u32::MAX);
+        drop(entries);
+        // Waits no longer than for a process that does not answer.
+        let entry = match run_abandonable(move || {
+            let before_ns = thread_cpu_ns();
+            (read(), Duration::from_nanos(thread_cpu_ns().saturating_sub(before_ns)))
+        }) {
+            Ok((found, cost)) => {
+                let valid = VALID.max(cost.saturating_mul(others).saturating_mul(SHARE));
+                Entry { found: Some(found), next: now + valid, late: None }
+            }
+            Err(pending) => Entry { found: before, next: now + PAUSE, late: Some(pending) },
+        };
+        let found = entry.found.clone().unwrap_or_else(unknown);
+        let mut entries = lock();
+        if entries.len() >= REMEMBERED {
+            entries.retain(|_, entry| now < entry.next || entry.is_late());
+        }
+        if entries.len() < REMEMBERED || entries.contains_key(&key) {
+            entries.insert(key, entry);
+        }
+        found
+    }
+}
+
+#[cfg(test)]
+#[path = "opt_out_tests.rs"]
+mod tests;

@@ -1,0 +1,216 @@
+//! The opt-out on QEMU's command line: `mem-merge=off` of the machine, or `merge=off` of a part of its memory.
+//!
+//! Syntax: QEMU's qemu-options.hx and util/keyval.c. An option has one dash or two, and its value is the next argument. In it,
+//! settings are separated by commas, and a doubled comma is one that belongs to the value. The last setting of a key counts.
+//! Keys may be written with underscores. A switch is off by `off`, `no`, `n` or `false`, or, before QEMU 6.0, by its name after
+//! `no`.
+//!
+//! A process runs QEMU if its executable is named as QEMU's are. Any program may be named so: it can only keep itself from being
+//! merged. The command line is memory of the process, which it may have rewritten, so it is read once after each exec, and only
+//! in part if it is long.
+
+use crate::scope::exe::read_roots_file;
+use pagefold_procmem::os::abandonable::{advance, run_abandonable};
+use pagefold_procmem::process::{Process, ReadError};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::io::{self, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// The most that is read of a command line. Those of libvirt have some tens of kilobytes.
+const ARGUMENTS_MOST: u64 = 256 << 10;
+/// The most that is read of a file named by `-readconfig`, and how many of them are.
+const CONFIG_MOST: u64 = 64 << 10;
+const CONFIGS_MOST: usize = 16;
+
+const MACHINE: &str = "-machine mem-merge=off";
+const OBJECT: &str = "-object merge=off";
+
+/// Whether a program of this name is QEMU.
+pub(crate) fn is_qemu(program: &[u8]) -> bool {
+    program.starts_with(b"qemu-system-") || [&b"kvm"[..], b"qemu-kvm", b"qemu"].contains(&program)
+}
+
+/// The opt-out on the command line of a process. May block on the process.
+pub(crate) fn of_process(process: &Process) -> Result<Option<&'static str>, ReadError> {
+    let (mut arguments, mut buffer) = (Vec::new(), vec![0; 16 << 10]);
+    let mut file = process.open_file("cmdline")?.take(ARGUMENTS_MOST);
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(read) => arguments.extend_from_slice(&buffer[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(ReadError::from_io(process.pid(), "cmdline", error)),
+        }
+        advance();
+    }
+    Ok(of_arguments(&arguments, |path| read_roots_file(path, CONFIG_MOST)))
+}
+
+/// The same without blocking for long.
+pub(crate) fn of_process_in_time(process: &Process) -> Result<Option<&'static str>, ReadError> {
+    // For the thread that may be left behind.
+    let same = Process::open(process.pid())?;
+    if same.key() != process.key() {
+        return Err(ReadError::Vanished { pid: process.pid() });
+    }
+    run_abandonable(move || of_process(&same)).unwrap_or_else(|_| {
+        let late = io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
+        Err(ReadError::from_io(process.pid(), "cmdline", late))
+    })
+}
+
+/// The opt-out on a command line as /proc shows it: arguments that end with a NUL byte. `read_config` reads a file.
+pub fn of_arguments(arguments: &[u8], mut read_config: impl FnMut(&Path) -> Option<Vec<u8>>) -> Option<&'static str> {
+    let (mut settings, mut configs) = (Settings::default(), 0);
+    let mut words = arguments.split(|&byte| byte == 0).peekable();
+    while let Some(word) = words.next() {
+        let Some(name) = word.strip_prefix(b"-").map(|word| word.strip_prefix(b"-").unwrap_or(word)) else { continue };
+        let Some(&value) = words.peek() else { break };
+        match name {
+            b"machine" | b"M" => settings.machine(value),
+            b"object" => settings.object(value),
+            b"set" => settings.set(value),
+            b"readconfig" if configs < CONFIGS_MOST => {
+                configs += 1;
+                // Relative to a directory of the process's, which root does not choose.
+                let path = Some(Path::new(OsStr::from_bytes(value))).filter(|path| path.is_absolute());
+                settings.config(&path.and_then(&mut read_config).unwrap_or_default());
+            }
+            _ => continue,
+        }
+        words.next();
+    }
+    settings.opt_out()
+}
+
+/// What was set so far.
+#[derive(Default)]
+struct Settings {
+    machine: Option<bool>,
+    /// By ID.
+    objects: BTreeMap<Vec<u8>, bool>,
+}
+
+impl Settings {
+    fn machine(&mut self, value: &[u8]) {
+        for (key, value) in pairs(value) {
+            self.machine_key(&key, &value);
+        }
+    }
+
+    fn machine_key(&mut self, key: &[u8], value: &[u8]) {
+        if key == b"mem-merge" {
+            self.machine = switch(value).or(self.machine);
+        }
+    }
+
+    fn object(&mut self, value: &[u8]) {
+        #[derive(Deserialize)]
+        struct Object {
+            #[serde(default)]
+            id: String,
+            merge: Option<bool>,
+        }
+        if value.starts_with(b"{") {
+            if let Ok(Object { id, merge: Some(merge) }) = serde_json::from_slice(value) {
+                self.objects.insert(id.into_bytes(), merge);
+            }
+            return;
+        }
+        let (mut id, mut merge) = (Vec::new(), None);
+        for (key, value) in pairs(value) {
+            match key.as_slice() {
+                b"id" => id = value,
+                b"merge" => merge = switch(&value).or(merge),
+                _ => {}
+            }
+        }
+        self.objects.extend(merge.map(|merge| (id, merge)));
+    }
+
+    /// `-set object.ID.merge=off`.
+    fn set(&mut self, text: &[u8]) {
+        let Some((name, value)) = split_at_first(text, b'=') else { return };
+        let Some(id) = name.strip_prefix(b"object.").and_then(|name| name.strip_suffix(b".merge")) else { return };
+        self.objects.extend(switch(value).map(|merge| (id.to_vec(), merge)));
+    }
+
+    /// A file with sections: `[machine]`, `[object "ID"]`.
+    fn config(&mut self, text: &[u8]) {
+        let unquoted = |text: &[u8]| {
+            text.trim_ascii().strip_prefix(b"\"").and_then(|text| text.strip_suffix(b"\"")).map(<[u8]>::to_vec)
+        };
+        let mut section = Vec::new();
+        for line in text.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii) {
+            if let Some(name) = line.strip_prefix(b"[").and_then(|line| line.strip_suffix(b"]")) {
+                section = name.trim_ascii().to_vec();
+                continue;
+            }
+            let Some((key, value)) = split_at_first(line, b'=') else { continue };
+            let (key, Some(value)) = (dashed(key.trim_ascii()), unquoted(value)) else { continue };
+            if section == b"machine" {
+                self.machine_key(&key, &value);
+            } else if let (Some(id), b"merge") = (section.strip_prefix(b"object").and_then(unquoted), key.as_slice()) {
+                self.objects.extend(switch(&value).map(|merge| (id, merge)));
+            }
+        }
+    }
+
+    /// The setting of `-machine` is the default for each `-object`. A single object with `merge=off` opts the whole process out,
+    /// because its mapping cannot be identified.
+    fn opt_out(&self) -> Option<&'static str> {
+        if self.machine == Some(false) {
+            Some(MACHINE)
+        } else {
+            self.objects.values().any(|merge| !merge).then_some(OBJECT)
+        }
+    }
+}
+
+/// The settings in the value of an option. A key without a value is a switch that is on, or off after `no`.
+fn pairs(text: &[u8]) -> impl Iterator<Item = (Vec<u8>, Vec<u8>)> {
+    let mut rest = Some(text);
+    std::iter::from_fn(move || {
+        let text = rest.take()?;
+        let (mut setting, mut at) = (Vec::new(), 0);
+        while let Some(&byte) = text.get(at) {
+            if byte == b',' {
+                if text.get(at + 1) != Some(&b',') {
+                    rest = Some(&text[at + 1..]);
+                    break;
+                }
+                at += 1;
+            }
+            setting.push(byte);
+            at += 1;
+        }
+        Some(match split_at_first(&setting, b'=') {
+            Some((key, value)) => (dashed(key), value.to_vec()),
+            None => match setting.strip_prefix(b"no") {
+                Some(key) => (dashed(key), b"off".to_vec()),
+                None => (dashed(&setting), b"on".to_vec()),
+            },
+        })
+    })
+}
+
+fn dashed(key: &[u8]) -> Vec<u8> {
+    key.iter().map(|&byte| if byte == b'_' { b'-' } else { byte }).collect()
+}
+
+fn switch(value: &[u8]) -> Option<bool> {
+    match value {
+        b"on" | b"yes" | b"y" | b"true" => Some(true),
+        b"off" | b"no" | b"n" | b"false" => Some(false),
+        // QEMU does not start with it.
+        _ => None,
+    }
+}
+
+fn split_at_first(text: &[u8], separator: u8) -> Option<(&[u8], &[u8])> {
+    let at = text.iter().position(|&byte| byte == separator)?;
+    Some((&text[..at], &text[at + 1..]))
+}

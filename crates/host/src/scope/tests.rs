@@ -1,0 +1,300 @@
+use super::selectors::CgroupSelector;
+use super::*;
+use pagefold_procmem::cgroup::parse_cgroups;
+use proptest::prelude::*;
+use std::ffi::CString;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+/// A fixture of /proc and /sys/fs/cgroup.
+pub(super) struct Tree {
+    directory: tempfile::TempDir,
+    pub(super) roots: Roots,
+}
+
+impl Tree {
+    pub(super) fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path();
+        let roots = Roots { proc: root.join("proc"), cgroup: root.join("cgroup"), files: root.join("files") };
+        fs::create_dir_all(roots.proc.join("self")).unwrap();
+        fs::create_dir_all(&roots.cgroup).unwrap();
+        Self { directory, roots }
+    }
+
+    pub(super) fn process(&self, pid: i32, comm: &[u8], exe: Option<&str>, uid: u32, cgroup: &str) {
+        self.process_in(pid, pid, b'S', 4_194_304, comm, exe, uid, cgroup);
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn process_in(
+        &self,
+        pid: i32,
+        tgid: i32,
+        state: u8,
+        flags: u64,
+        comm: &[u8],
+        exe: Option<&str>,
+        uid: u32,
+        cgroup: &str,
+    ) {
+        let directory = self.roots.proc.join(pid.to_string());
+        fs::create_dir_all(&directory).unwrap();
+        let tail = format!(") {} 1 1 1 0 -1 {flags} 0 0 0 0 1 2 0 0 20 0 1 0 {} 1 1", char::from(state), 1000 + pid);
+        fs::write(directory.join("stat"), [format!("{pid} (").as_bytes(), comm, tail.as_bytes()].concat()).unwrap();
+        let status = format!("Tgid:\t{tgid}\nTracerPid:\t0\nUid:\t0\t{uid}\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n");
+        fs::write(directory.join("status"), status).unwrap();
+        fs::write(directory.join("cgroup"), cgroup).unwrap();
+        if let Some(exe) = exe {
+            self.exec(pid, exe);
+        }
+    }
+
+    /// Makes a process run this executable of the tree.
+    pub(super) fn exec(&self, pid: i32, exe: &str) {
+        let (exe, link) = (self.file(exe), self.roots.proc.join(pid.to_string()).join("exe"));
+        fs::create_dir_all(exe.parent().unwrap()).unwrap();
+        if !exe.as_os_str().as_bytes().ends_with(b" (deleted)") {
+            fs::write(&exe, "").unwrap();
+        }
+        let _ = fs::remove_file(&link);
+        symlink(exe, link).unwrap();
+    }
+
+    /// The path of an executable in the tree.
+    fn file(&self, path: &str) -> PathBuf {
+        self.directory.path().join(path.strip_prefix('/').unwrap())
+    }
+
+    fn cgroup(&self, path: &str) -> PathBuf {
+        let path = self.roots.cgroup.join(path);
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+
+    fn pids(&self, spec: &ScopeSpec) -> Result<Vec<i32>, String> {
+        resolve_without(spec, &self.roots, &[99])
+            .map(|scoped| scoped.iter().map(|scoped| scoped.process.pid()).collect())
+            .map_err(|error| error.to_string())
+    }
+}
+
+/// A host with both cgroup versions.
+fn hybrid() -> Tree {
+    let tree = Tree::new();
+    for path in ["memory/db/redis", "memory/dba", "unified/db/redis", "unified/web", "systemd"] {
+        tree.cgroup(path);
+    }
+    tree.process(10, b"redis-server", Some("/usr/bin/redis-server"), 1001, "4:memory:/db/redis\n0::/\n");
+    tree.process(11, b"redis-server", Some("/opt/redis-server (deleted)"), 1002, "4:memory:/dba\n0::/db/redis\n");
+    tree.process(12, b"a-very-long-com", None, 1001, "4:memory:/\n0::/web\n");
+    tree.process(13, b"x\x1b[2J", Some("/usr/bin/x"), 0, "4:memory:/\n1:name=systemd:/db\n0::/\n");
+    tree.process(99, b"pagefold", Some("/usr/bin/pagefold"), 0, "0::/\n");
+    tree.process_in(2, 2, b'S', 0x0020_0000, b"kthreadd", None, 0, "0::/\n");
+    tree.process_in(14, 14, b'Z', 0, b"gone", None, 1001, "0::/web\n");
+    tree.process_in(15, 10, b'S', 0, b"thread", None, 1001, "0::/web\n");
+    fs::create_dir_all(tree.roots.proc.join("16")).unwrap(); // vanishing: the directory is still there but empty
+    tree
+}
+
+fn by_cgroup(path: impl Into<PathBuf>) -> ScopeSpec {
+    ScopeSpec { cgroups: vec![path.into()], ..ScopeSpec::default() }
+}
+
+fn by_exe(exe: &str) -> ScopeSpec {
+    ScopeSpec { exes: vec![exe.into()], ..ScopeSpec::default() }
+}
+
+fn by_pid(pids: &[i32]) -> ScopeSpec {
+    ScopeSpec { pids: pids.to_vec(), ..ScopeSpec::default() }
+}
+
+#[test]
+fn all_omits_the_caller_kernel_threads_zombies_and_vanishing_processes() {
+    assert_eq!(hybrid().pids(&ScopeSpec { all: true, ..ScopeSpec::default() }).unwrap(), [10, 11, 12, 13]);
+}
+
+#[test]
+fn processes_selected_by_pid_are_never_omitted() {
+    let tree = hybrid();
+    assert_eq!(tree.pids(&by_pid(&[12, 10, 10])).unwrap(), [10, 12]);
+    assert_eq!(tree.pids(&by_pid(&[99])).unwrap(), [99], "the caller, by pid");
+    assert_eq!(tree.pids(&by_pid(&[14])).unwrap(), [14], "to be excluded with a reason later");
+    assert_eq!(tree.pids(&by_pid(&[10, 4711])).unwrap_err(), "there is no process 4711");
+    assert_eq!(tree.pids(&by_pid(&[15])).unwrap_err(), "there is no process 15", "a thread");
+    assert_eq!(tree.pids(&by_pid(&[16])).unwrap_err(), "there is no process 16");
+    assert_eq!(tree.pids(&by_pid(&[-1])).unwrap_err(), "there is no process -1");
+}
+
+#[test]
+fn cgroups_select_their_subtree() {
+    let tree = hybrid();
+    let mount = |path: &str| by_cgroup(tree.roots.cgroup.join(path));
+    assert_eq!(tree.pids(&mount("memory/db")).unwrap(), [10], "not /dba, not the other hierarchy's /db");
+    assert_eq!(tree.pids(&mount("unified/db")).unwrap(), [11]);
+    assert_eq!(tree.pids(&by_cgroup("/sys/fs/cgroup/unified/web")).unwrap(), [12]);
+    assert_eq!(tree.pids(&by_cgroup("/db")).unwrap(), [10, 11, 13], "in any hierarchy");
+    assert_eq!(tree.pids(&by_cgroup("db/redis/")).unwrap(), [10, 11]);
+    assert_eq!(tree.pids(&by_cgroup("/none")).unwrap_err(), "there is no cgroup /none");
+    assert!(tree.pids(&mount("memory/none")).unwrap_err().starts_with("there is no cgroup"));
+    assert!(tree.pids(&by_cgroup("/db/../web")).is_err(), "no climbing");
+    tree.cgroup("memory/empty");
+    assert_eq!(tree.pids(&by_cgroup("/empty")).unwrap_err(), "no process matches --cgroup /empty");
+}
+
+#[test]
+fn cgroups_are_selected_on_a_pure_version_two_system() {
+    let tree = Tree::new();
+    fs::write(tree.roots.cgroup.join("cgroup.controllers"), "memory").unwrap();
+    tree.cgroup("system.slice/redis.service");
+    tree.cgroup("system.slice/redis.service2");
+    tree.process(5, b"a", None, 0, "0::/system.slice/redis.service\n");
+    tree.process(6, b"b", None, 0, "0::/system.slice/redis.service2\n");
+    for path in
+        ["/sys/fs/cgroup/system.slice/redis.service", "/system.slice/redis.service", "system.slice/redis.service"]
+    {
+        assert_eq!(tree.pids(&by_cgroup(path)).unwrap(), [5], "{path}");
+    }
+    assert_eq!(tree.pids(&by_cgroup("/sys/fs/cgroup")).unwrap(), [5, 6]);
+}
+
+#[test]
+fn processes_are_selected_by_user_and_executable() {
+    let tree = hybrid();
+    let user = |user: &str| ScopeSpec { users: vec![user.into()], ..ScopeSpec::default() };
+    assert_eq!(tree.pids(&user("1001")).unwrap(), [10, 12]);
+    assert_eq!(tree.pids(&user("root")).unwrap(), [13]);
+    assert_eq!(tree.pids(&user("no such user")).unwrap_err(), "there is no user no such user");
+    assert_eq!(tree.pids(&user("4242")).unwrap_err(), "no process matches --user 4242");
+    assert_eq!(tree.pids(&by_exe("redis-server")).unwrap(), [10], "the other has been replaced since");
+    assert_eq!(tree.pids(&by_exe(tree.file("/usr/bin/redis-server").to_str().unwrap())).unwrap(), [10]);
+    let replaced = tree.pids(&by_exe(tree.file("/opt/redis-server").to_str().unwrap())).unwrap_err();
+    assert!(replaced.contains("process 11") && replaced.contains("replaced or removed"), "{replaced}");
+    assert_eq!(
+        tree.pids(&by_exe("/usr/bin/redis-serve")).unwrap_err(),
+        "no process matches --exe /usr/bin/redis-serve"
+    );
+    assert!(tree.pids(&by_exe("a-very-long-command")).is_err(), "a command name, which programs set themselves");
+    let both = ScopeSpec { users: vec!["1001".into()], ..by_exe("redis-server") };
+    assert_eq!(tree.pids(&both).unwrap(), [10, 12], "selectors add up");
+    // Others could put another program in the place of this one.
+    fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let error = tree.pids(&by_exe("redis-server")).unwrap_err();
+    assert!(error.contains("process 10") && error.contains("can be changed by others than root"), "{error}");
+}
+
+#[test]
+fn for_undoing_executables_are_matched_by_name() {
+    let tree = hybrid();
+    fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let pids = |exe: &str| -> Vec<i32> {
+        let scoped = resolve_for_undoing(&by_exe(exe), &tree.roots, &[]).unwrap();
+        scoped.iter().map(|scoped| scoped.process.pid()).collect()
+    };
+    assert_eq!(pids("redis-server"), [10, 11], "one that others can replace, and one that has been replaced");
+    assert_eq!(pids(tree.file("/opt/redis-server").to_str().unwrap()), [11]);
+    assert_eq!(pids("a-very-long-command"), [12], "by the command name");
+    let error = resolve_for_undoing(&by_exe("redis"), &tree.roots, &[]).unwrap_err().to_string();
+    assert_eq!(error, "no process matches --exe redis");
+}
+
+#[test]
+fn a_named_process_that_cannot_be_read_is_not_taken_for_absent() {
+    let tree = hybrid();
+    fs::write(tree.roots.proc.join("12/status"), "nonsense").unwrap();
+    let error = tree.pids(&by_pid(&[12])).unwrap_err();
+    assert!(error.starts_with("process 12 cannot be read: /proc/12/status is malformed: "), "{error}");
+    assert_eq!(
+        tree.pids(&ScopeSpec { all: true, ..ScopeSpec::default() }).unwrap(),
+        [10, 11, 13],
+        "others are not named"
+    );
+}
+
+#[test]
+fn the_error_of_an_empty_scope_lists_the_options() {
+    let error = hybrid().pids(&ScopeSpec::default()).unwrap_err();
+    for option in ["--pid", "--cgroup", "--user", "--exe", "--all"] {
+        assert!(error.contains(option), "{error}");
+    }
+}
+
+#[test]
+fn scoped_processes_are_described_with_printable_names() {
+    let tree = hybrid();
+    let scoped = resolve_without(&by_pid(&[10, 11, 12, 13]), &tree.roots, &[]).unwrap();
+    assert_eq!(scoped[3].name, "x\\u{1b}[2J");
+    assert_eq!(scoped[0].exe.as_deref(), Some(&*tree.file("/usr/bin/redis-server")));
+    assert_eq!(scoped[2].exe, None);
+    let cgroups: Vec<_> = scoped.iter().map(|scoped| scoped.cgroup.as_deref().unwrap()).collect();
+    assert_eq!(cgroups, ["/db/redis", "/db/redis", "/web", "/"]);
+    assert_eq!(scoped.iter().map(|scoped| scoped.uid).collect::<Vec<_>>(), [1001, 1002, 1001, 0]);
+}
+
+fn set(path: &Path, name: &str, value: &str) -> bool {
+    let path = CString::new(path.as_os_str().as_bytes()).unwrap();
+    let name = CString::new(name).unwrap();
+    // SAFETY: path and name are NUL-terminated, the value has the given length.
+    unsafe { libc::setxattr(path.as_ptr(), name.as_ptr(), value.as_ptr().cast(), value.len(), 0) == 0 }
+}
+
+#[test]
+fn cgroup_attributes_avoid_include_and_set_domains() {
+    let tree = hybrid();
+    if !set(&tree.cgroup("unified"), "user.pagefold.domain", "house") {
+        return pagefold_testkit::skip_unsupported("the file system of the temporary directory has no user attributes");
+    }
+    assert!(set(&tree.cgroup("unified/db"), "user.pagefold.avoid", "1"));
+    assert!(set(&tree.cgroup("unified/web"), "user.pagefold.avoid", "0"));
+    assert!(set(&tree.cgroup("unified/web"), "user.pagefold.domain", "tenant"));
+    let all = ScopeSpec { all: true, ..ScopeSpec::default() };
+    let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
+    let found: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.domain.as_deref().unwrap())).collect();
+    assert_eq!(found, [(10, "house"), (11, "house"), (12, "tenant"), (13, "house")]);
+    assert!(matches!(&scoped[1].opt_outs[..], [OptOut::Attribute { cgroup }] if cgroup.ends_with("unified/db")));
+    // Those that are not opted out.
+    let left = || -> Vec<i32> {
+        let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
+        scoped.iter().filter(|scoped| scoped.opt_outs.is_empty()).map(|scoped| scoped.process.pid()).collect()
+    };
+    assert_eq!(left(), [10, 12, 13]);
+    // A cgroup owned by another user sets no domain: the one above does.
+    let theirs = std::os::unix::fs::chown(tree.cgroup("unified/web"), Some(1234), None);
+    if theirs.is_ok() {
+        let web = resolve_without(&by_pid(&[12]), &tree.roots, &[]).unwrap();
+        assert_eq!(web[0].domain.as_deref(), Some("house"));
+    }
+    let long = "x".repeat(1000);
+    assert!(set(&tree.cgroup("unified"), "user.pagefold.domain", &long));
+    assert_eq!(resolve_without(&by_pid(&[10]), &tree.roots, &[]).unwrap()[0].domain.as_deref(), Some(long.as_str()));
+    assert!(set(&tree.cgroup("unified/db/redis"), "user.pagefold.include", ""));
+    assert_eq!(left(), [10, 11, 12, 13], "the nearest attribute decides");
+    // What others can set does not override the administrator's avoid, but may itself avoid.
+    let delegated = tree.cgroup("unified/db/redis");
+    fs::set_permissions(&delegated, std::os::unix::fs::PermissionsExt::from_mode(0o775)).unwrap();
+    assert_eq!(left(), [10, 12, 13], "writable by a group");
+    fs::set_permissions(&delegated, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    if theirs.is_ok() {
+        std::os::unix::fs::chown(&delegated, Some(1234), None).unwrap();
+        assert_eq!(left(), [10, 12, 13], "of another user");
+        assert!(set(&tree.cgroup("unified/web"), "user.pagefold.avoid", "1"));
+        assert_eq!(left(), [10, 13], "the owner's avoid counts");
+    }
+}
+
+#[test]
+fn cgroup_names_may_end_with_a_carriage_return() {
+    let paths: Vec<String> = parse_cgroups(b"0::/a\r\n1:memory:/b").into_iter().map(|cgroup| cgroup.path).collect();
+    assert_eq!(paths, ["/a\r", "/b"]);
+}
+
+proptest! {
+    #[test]
+    fn parsing_cgroups_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), path in "[a-z./]{0,12}") {
+        let selector = CgroupSelector { mount: None, path: path.into() };
+        for cgroup in parse_cgroups(&text) {
+            let _ = (cgroup.mounts().len(), selector.matches(&cgroup));
+        }
+    }
+}

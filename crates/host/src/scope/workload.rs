@@ -1,0 +1,180 @@
+//! What a cgroup is called by those who run it: a virtual machine, a container, a pod, a systemd unit.
+//!
+//! Only the path is looked at. Formats: systemd's escapes (systemd-escape(1)); libvirt's `machine-qemu\x2dID\x2dNAME.scope`;
+//! Proxmox VE's `qemu.slice/VMID.scope` and `lxc/CTID`; `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`,
+//! `libpod-ID.scope` and, with the cgroupfs driver, `docker/ID`; the kubelet's `...podUID.slice` and `kubepods/.../podUID`.
+
+use pagefold_procmem::cgroup::parse_cgroups;
+use pagefold_procmem::process::Process;
+use pagefold_text::escape::printable;
+use std::fmt;
+
+/// The digits of a container's identifier that its tools show.
+const SHORT_ID: usize = 12;
+
+/// What a workload is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum WorkloadKind {
+    /// A virtual machine.
+    Vm,
+    /// A Kubernetes pod.
+    Pod,
+    /// A container.
+    Container,
+    /// A systemd unit, or any other cgroup.
+    Unit,
+}
+
+/// What a process belongs to. Displays as `vm web1`, `pod 6c2f…`, `nginx.service`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Workload {
+    /// What it is.
+    pub kind: WorkloadKind,
+    /// Its name, safe to print.
+    pub name: String,
+}
+
+impl fmt::Display for Workload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.kind {
+            WorkloadKind::Vm => "vm ",
+            WorkloadKind::Pod => "pod ",
+            WorkloadKind::Container => "container ",
+            WorkloadKind::Unit => "",
+        })?;
+        f.write_str(&self.name)
+    }
+}
+
+/// What the process with this pid belongs to. `None` for the root cgroup, and for a process that has ended.
+pub fn workload_of(pid: i32) -> Option<Workload> {
+    workload_of_process(&Process::open(pid).ok()?)
+}
+
+/// The same for a process.
+pub fn workload_of_process(process: &Process) -> Option<Workload> {
+    let text = process.read_file("cgroup").ok()?;
+    let cgroups = parse_cgroups(&text);
+    // Where version 1 is in use, systemd's own hierarchy, or the one of most depth, says most.
+    let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), cgroup.path.matches('/').count()));
+    let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
+    name_of(&used.path).map(|found| Workload { name: printable(found.name.as_bytes()), ..found })
+}
+
+/// The name of the virtual machine that a cgroup is of.
+pub(super) fn guest_of(path: &str) -> Option<String> {
+    name_of(path).filter(|found| found.kind == WorkloadKind::Vm).map(|found| found.name)
+}
+
+/// The name for a path.
+fn name_of(path: &str) -> Option<Workload> {
+    let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
+    let pairs = || parts.iter().enumerate().map(|(at, &part)| (at.checked_sub(1).map_or("", |at| parts[at]), part));
+    let first = |kind: fn(&str, &str) -> Option<Workload>| pairs().find_map(|(parent, part)| kind(parent, part));
+    first(pod).or_else(|| first(machine)).or_else(|| first(container)).or_else(|| unit(&parts))
+}
+
+fn pod(_: &str, part: &str) -> Option<Workload> {
+    let part = part.strip_suffix(".slice").unwrap_or(part);
+    let uid = part
+        .strip_prefix("pod")
+        .or_else(|| part.strip_prefix("kubepods").and_then(|_| part.rsplit_once("-pod")).map(|(_, uid)| uid))?;
+    // systemd's escape of a dash in a slice would mean another level.
+    let uid = uid.replace('_', "-");
+    let is_uid = uid.len() >= 32 && uid.chars().all(|digit| digit.is_ascii_hexdigit() || digit == '-');
+    is_uid.then_some(Workload { kind: WorkloadKind::Pod, name: uid })
+}
+
+fn machine(parent: &str, part: &str) -> Option<Workload> {
+    let of = |kind, name: &str| Workload { kind, name: name.to_owned() };
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|digit| digit.is_ascii_digit());
+    if parent == "qemu.slice" {
+        return part.strip_suffix(".scope").filter(|id| is_number(id)).map(|id| of(WorkloadKind::Vm, id));
+    }
+    if parent == "lxc" && is_number(part) {
+        return Some(of(WorkloadKind::Container, part));
+    }
+    let name = unescaped(part.strip_prefix("machine-")?.strip_suffix(".scope")?);
+    let (id, name) = name.strip_prefix("qemu-")?.split_once('-')?;
+    is_number(id).then(|| of(WorkloadKind::Vm, name))
+}
+
+fn container(parent: &str, part: &str) -> Option<Workload> {
+    let scope = part.strip_suffix(".scope").and_then(|name| {
+        ["docker-", "cri-containerd-", "crio-", "libpod-", "nerdctl-"]
+            .iter()
+            .find_map(|prefix| name.strip_prefix(prefix))
+    });
+    let id = scope.or_else(|| (parent == "docker").then_some(part))?;
+    let is_id = id.len() > SHORT_ID && id.bytes().all(|digit| digit.is_ascii_hexdigit());
+    is_id.then(|| Workload { kind: WorkloadKind::Container, name: id[..SHORT_ID].to_owned() })
+}
+
+/// The innermost service or scope, else the innermost cgroup.
+fn unit(parts: &[&str]) -> Option<Workload> {
+    let is_unit = |part: &&&str| matches!(part.rsplit_once('.'), Some((_, "service" | "scope")));
+    let name = unescaped(parts.iter().rev().find(is_unit).or(parts.last())?);
+    Some(Workload { kind: WorkloadKind::Unit, name })
+}
+
+/// Undoes systemd's escapes of single characters (`\x2d`).
+fn unescaped(text: &str) -> String {
+    let mut plain = Vec::new();
+    let mut rest = text.as_bytes();
+    while let Some((&byte, tail)) = rest.split_first() {
+        let code = tail.strip_prefix(b"x").and_then(|tail| std::str::from_utf8(tail.get(..2)?).ok());
+        match code.and_then(|code| u8::from_str_radix(code, 16).ok()) {
+            Some(code) if byte == b'\\' => {
+                plain.push(code);
+                rest = &tail[3..];
+            }
+            _ => {
+                plain.push(byte);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&plain).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cgroups_have_the_names_that_operators_use() {
+        let id = "3f0c".repeat(16);
+        let uid = "6c2f1f0e-1111-4222-8333-944445555666";
+        for (path, name) in [
+            (r"/machine.slice/machine-qemu\x2d12\x2dweb\x2d1.scope/libvirt/emulator", "vm web-1"),
+            ("/qemu.slice/104.scope", "vm 104"),
+            ("/lxc/201/ns/system.slice/cron.service", "container 201"),
+            (&format!("/system.slice/docker-{id}.scope"), "container 3f0c3f0c3f0c"),
+            (&format!("/docker/{id}"), "container 3f0c3f0c3f0c"),
+            (&format!("/user.slice/user-1000.slice/libpod-{id}.scope/container"), "container 3f0c3f0c3f0c"),
+            (
+                &format!(
+                    "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{}.slice/cri-containerd-{id}.scope",
+                    uid.replace('-', "_")
+                ),
+                &format!("pod {uid}"),
+            ),
+            (&format!("/kubepods/besteffort/pod{uid}/{id}"), &format!("pod {uid}")),
+            ("/system.slice/nginx.service", "nginx.service"),
+            (r"/system.slice/system-getty.slice/getty@tty1.service", "getty@tty1.service"),
+            ("/user.slice/user-1000.slice/user@1000.service/app.slice/app-x.service", "app-x.service"),
+            ("/batch/worker", "worker"),
+        ] {
+            assert_eq!(name_of(path).map(|found| found.to_string()).as_deref(), Some(name), "{path}");
+        }
+        assert_eq!(name_of("/"), None);
+    }
+
+    #[test]
+    fn no_path_is_trusted() {
+        for path in [r"/a\x", r"/machine-qemu\x2d.scope", "/qemu.slice/x.scope", "/podpod", "/docker/", r"/\xff\x1b"] {
+            let found = name_of(path);
+            assert!(found.is_none_or(|found| found.kind == WorkloadKind::Unit), "{path}");
+        }
+    }
+}

@@ -1,0 +1,390 @@
+use super::*;
+use crate::identity::Marks;
+use crate::restless::RESTLESS_NS;
+use crate::scope::ScopeSpec;
+use crate::scope::deny_list::DenyList;
+use crate::scope::domain::{DEFAULT, DomainRules, Domains};
+use crate::scope::kept_out::KeptOut;
+use pagefold_engine::units::Pages;
+use pagefold_procmem::Roots;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+
+const SECOND: u64 = 1_000_000_000;
+/// Where the child maps, one mapping after the other, and where it moves one to, far from its other mappings.
+const FIRST: usize = 0x10_0000_0000;
+const STEP: usize = 64 << 20;
+const AWAY: usize = 0x20_0000_0000;
+const BYTES: usize = 8 << 20;
+
+/// A forked child that maps, unmaps, moves and fills memory on request.
+struct Child {
+    pid: i32,
+    line: UnixStream,
+}
+
+impl Child {
+    fn fork() -> Self {
+        let (line, theirs) = UnixStream::pair().unwrap();
+        // SAFETY: the child makes only system calls, which are safe after fork in a program with threads.
+        match unsafe { libc::fork() } {
+            0 => serve_requests(&theirs),
+            pid => {
+                assert!(pid > 0);
+                Self { pid, line }
+            }
+        }
+    }
+
+    fn request(&mut self, order: u8) {
+        self.line.write_all(&[order]).unwrap();
+        let mut done = [0];
+        self.line.read_exact(&mut done).unwrap();
+        assert_eq!(done, [order], "the child failed");
+    }
+
+    fn kill(&mut self) {
+        // SAFETY: the child is ours and not yet reaped.
+        unsafe { libc::kill(self.pid, libc::SIGKILL) };
+        // The stream ends when the child does.
+        let _ = self.line.read(&mut [0]);
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        self.kill();
+        // SAFETY: the child is ours.
+        unsafe { libc::waitpid(self.pid, std::ptr::null_mut(), 0) };
+    }
+}
+
+fn serve_requests(line: &UnixStream) -> ! {
+    use std::os::fd::AsRawFd;
+    let (fd, mut maps) = (line.as_raw_fd(), 0);
+    loop {
+        let mut order = [0_u8];
+        // SAFETY: system calls on this process's own memory, at addresses that nothing else uses.
+        unsafe {
+            if libc::read(fd, order.as_mut_ptr().cast(), 1) != 1 {
+                libc::_exit(0);
+            }
+            let last = (FIRST + STEP * (maps - usize::from(maps > 0))) as *mut libc::c_void;
+            let done = match order[0] {
+                b'm' => {
+                    let at = (FIRST + STEP * maps) as *mut libc::c_void;
+                    let how = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+                    let mapped = libc::mmap(at, BYTES, libc::PROT_READ | libc::PROT_WRITE, how, -1, 0);
+                    libc::madvise(at, BYTES, libc::MADV_NOHUGEPAGE);
+                    maps += 1;
+                    mapped == at && libc::madvise(at, 4096, libc::MADV_POPULATE_WRITE) == 0
+                }
+                b'l' => {
+                    // Until the next request.
+                    libc::write(fd, order.as_ptr().cast(), 1);
+                    let how = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+                    while libc::recv(fd, order.as_mut_ptr().cast(), 1, libc::MSG_PEEK | libc::MSG_DONTWAIT) < 0 {
+                        let at = libc::mmap(std::ptr::null_mut(), 65_536, libc::PROT_READ, how, -1, 0);
+                        libc::munmap(at, 65_536);
+                    }
+                    continue;
+                }
+                b'k' => libc::mlock(last, BYTES) == 0,
+                b'w' => libc::madvise(last, BYTES, libc::MADV_WIPEONFORK) == 0,
+                b'u' => {
+                    maps -= 1;
+                    libc::munmap(last, BYTES) == 0
+                }
+                b'r' => {
+                    let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                    libc::mremap(last, BYTES, BYTES, how, AWAY as *mut libc::c_void) as usize == AWAY
+                }
+                _ => libc::madvise(last, BYTES, libc::MADV_POPULATE_WRITE) == 0,
+            };
+            order[0] = if done { order[0] } else { 0 };
+            libc::write(fd, order.as_ptr().cast(), 1);
+        }
+    }
+}
+
+struct Watched {
+    child: Child,
+    target: Target,
+    now_ns: u64,
+    next_key: u32,
+    programs: Programs,
+    kept_out: KeptOut,
+    rules: DomainRules,
+    domains: Domains,
+    merged: Option<DomainKey>,
+}
+
+impl Watched {
+    fn new() -> Self {
+        let child = Child::fork();
+        let scoped = Scoped {
+            process: Process::open(child.pid).unwrap(),
+            name: "child".to_owned(),
+            exe: None,
+            cgroup: None,
+            domain: None,
+            opt_outs: Vec::new(),
+            uid: 0,
+            by_pid: Some(child.pid),
+        };
+        let mut watched = Self {
+            child,
+            target: Target::new(scoped, OwnerKey(1), DomainKey(0)),
+            now_ns: 0,
+            next_key: 0,
+            programs: Programs::default(),
+            kept_out: KeptOut::default(),
+            rules: DomainRules::default(),
+            domains: Domains::default(),
+            merged: None,
+        };
+        assert!(watched.refresh_after(0));
+        watched
+    }
+
+    fn refresh(&mut self) -> Result<bool, ReadError> {
+        let next_key = &mut self.next_key;
+        let (scope, roots, deny) = (ScopeSpec::default(), Roots::default(), DenyList::new([]));
+        let left_out = (&deny, &mut self.kept_out);
+        let domains = (&self.rules, &mut self.domains, self.merged);
+        let mut watch = Watch::new((&scope, &roots), left_out, domains, &[], &self.programs);
+        self.target.refresh(self.now_ns, 1, &mut watch, || {
+            *next_key += 1;
+            RegionKey(*next_key)
+        })
+    }
+
+    fn refresh_after(&mut self, ns: u64) -> bool {
+        self.now_ns += ns;
+        self.refresh().unwrap()
+    }
+
+    /// Makes it a process that has just appeared.
+    fn forget(&mut self) {
+        self.target.forget_memory();
+        (self.target.appeared_ns, self.target.known) = (Some(self.now_ns), false);
+    }
+
+    /// The number of present pages in the region at an address, and its key.
+    fn at(&self, address: usize) -> Option<(u64, RegionKey)> {
+        let region = self.target.regions.iter().find(|tracked| tracked.stretch.first.address() == address as u64)?;
+        assert_eq!(region.stretch.pages, Pages(BYTES as u64 / 4096));
+        Some((region.stretch.resident.0, region.key))
+    }
+}
+
+#[test]
+fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
+    for (lives, surveyed_after) in [(SECOND, 8), (60 * SECOND, 0)] {
+        let mut watched = Watched::new();
+        watched.child.request(b'm');
+        watched.child.request(b'f');
+        watched.forget();
+        let family = watched.target.family().expect("it has been looked at");
+        watched.programs.lifetimes.record_end(family, lives, 0);
+        for _ in 0..surveyed_after {
+            assert!(!watched.refresh_after(0) && watched.target.regions.is_empty() && watched.target.young);
+            watched.now_ns += SECOND;
+        }
+        assert!(watched.refresh_after(0) && watched.at(FIRST).is_some() && !watched.target.young);
+    }
+    // It is not forgotten once it is known.
+    let mut watched = Watched::new();
+    watched.forget();
+    watched.refresh_after(0);
+    watched.target.forget_memory();
+    watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
+    assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
+    // What it has is inherited from a marked program, perhaps with its marks.
+    let mut watched = Watched::new();
+    watched.forget();
+    watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
+    watched.programs.marked.insert(watched.target.image().unwrap(), DomainKey(0));
+    assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
+    // Its end is noticed at any age.
+    watched.programs.marked.clear();
+    watched.forget();
+    watched.child.kill();
+    assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
+}
+
+#[test]
+fn changed_mappings_are_surveyed_and_unchanged_ones_are_not() {
+    let mut watched = Watched::new();
+    // A new child may still be faulting in the pages it needs to read requests.
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    let (resident, key) = watched.at(FIRST).unwrap();
+    assert_eq!(resident, 1);
+    let due_ns = |watched: &Watched| watched.target.surveyed.as_ref().unwrap().next_maps_ns;
+    let first_ns = due_ns(&watched);
+    assert!(!watched.refresh_after(SECOND / 2) && due_ns(&watched) == first_ns, "the sizes have not changed");
+    assert!(!watched.refresh_after(SECOND) && due_ns(&watched) > first_ns, "the list is checked from time to time");
+
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    assert!(watched.at(FIRST + STEP).is_some() && watched.at(FIRST) == Some((1, key)));
+    watched.child.request(b'u');
+    assert!(watched.refresh_after(10 * SECOND));
+    assert!(watched.at(FIRST + STEP).is_none() && watched.at(FIRST) == Some((1, key)));
+    watched.child.request(b'f');
+    assert!(watched.refresh_after(10 * SECOND));
+    assert_eq!(watched.at(FIRST), Some((BYTES as u64 / 4096, key)));
+}
+
+#[test]
+fn surveys_are_limited_to_their_share_of_the_time() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    watched.child.request(b'm');
+    assert!(!watched.refresh_after(1));
+    assert!(watched.at(FIRST + STEP).is_none());
+    assert!(watched.refresh_after(10 * SECOND));
+    assert!(watched.at(FIRST + STEP).is_some());
+}
+
+#[test]
+fn a_mapping_that_was_removed_and_created_again_between_surveys_is_a_new_region() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    let (_, first) = watched.at(FIRST).unwrap();
+    // Too soon for a survey, but the smaller size is recorded.
+    watched.child.request(b'u');
+    assert!(!watched.refresh_after(1));
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    let (_, second) = watched.at(FIRST).unwrap();
+    assert_ne!(first, second);
+    watched.child.request(b'f');
+    assert!(watched.refresh_after(10 * SECOND));
+    assert_eq!(watched.at(FIRST).unwrap().1, second, "filling is no replacement");
+}
+
+#[test]
+fn a_process_that_maps_all_the_time_is_left_alone_until_it_stops() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    assert!(watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
+    watched.child.request(b'l');
+    // The child must be running during the check, and other programs may compete for the core.
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while watched.target.exclusion != Some(Exclusion::Restless) {
+        assert!(std::time::Instant::now() < end, "not detected");
+        watched.refresh_after(SECOND);
+    }
+    assert!(watched.target.regions.is_empty());
+    watched.child.request(b'f');
+    assert!(!watched.refresh_after(SECOND), "still left alone");
+    assert!(watched.refresh_after(RESTLESS_NS) && watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
+}
+
+#[test]
+fn what_is_marked_stays_known_while_its_process_is_left_alone() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    let before = watched.at(FIRST).unwrap();
+    for why in [
+        Exclusion::Traced { by: 1 },
+        Exclusion::Restless,
+        Exclusion::Stuck,
+        Exclusion::NotReadable,
+        Exclusion::DumpableUnknown,
+    ] {
+        watched.target.set_marked();
+        assert!(watched.target.leave_alone(why.clone()), "{why}");
+        assert!(!watched.target.leave_alone(why), "it is not new");
+        assert_eq!(watched.at(FIRST), Some(before));
+        assert!(!watched.target.may_be_read());
+        // Its regions have the same keys afterwards.
+        watched.target.invalidate();
+        assert!(watched.refresh_after(10 * SECOND));
+        assert!(watched.at(FIRST) == Some(before) && watched.target.may_be_read());
+    }
+    // Not if its marks must go, or there are none.
+    assert!(watched.target.leave_alone(Exclusion::NotDumpable) && watched.target.regions.is_empty());
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    assert!(watched.target.leave_alone(Exclusion::Restless) && watched.target.regions.is_empty());
+}
+
+#[test]
+fn only_processes_of_the_merged_domain_are_read_and_those_of_others_unmarked() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    let [own, other] = [DEFAULT, "other"].map(|name| watched.domains.key_of(name).unwrap());
+    watched.target.set_marked();
+    assert!(watched.at(FIRST).is_some() && !watched.target.has_foreign_marks(own));
+    assert!(watched.target.has_foreign_marks(other));
+    let change = |watched: &mut Watched, merged| {
+        watched.merged = Some(merged);
+        watched.target.judge_again();
+        assert!(watched.refresh_after(0));
+    };
+    change(&mut watched, other);
+    let why = Exclusion::OtherDomain { own: DEFAULT.to_owned(), merged: "other".to_owned() };
+    assert_eq!(watched.target.exclusion, Some(why));
+    assert!(watched.target.regions.is_empty() && !watched.target.may_be_read());
+    assert!(watched.target.pending.as_ref().is_some_and(|pending| pending.marks == Marks::Mappings));
+    assert!(watched.target.has_foreign_marks(other), "it is still marked");
+    watched.target.set_settled();
+    assert!(!watched.target.has_foreign_marks(other));
+    watched.refresh_after(0);
+    assert!(watched.target.exclusion.is_some());
+    change(&mut watched, own);
+    assert!(watched.at(FIRST).is_some() && watched.target.may_be_read());
+}
+
+#[test]
+fn a_moved_mapping_is_detected_although_no_size_has_changed() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    watched.child.request(b'r');
+    assert!(watched.refresh_after(MAPS_MIN_NS));
+    assert!(watched.at(AWAY).is_some() && watched.at(FIRST).is_none());
+}
+
+#[test]
+fn a_process_that_has_ended_is_vanished_whether_reaped_or_not() {
+    let mut watched = Watched::new();
+    watched.child.kill();
+    let end = std::time::Instant::now() + std::time::Duration::from_secs(5);
+    while watched.target.process.is_alive() && std::time::Instant::now() < end {
+        std::thread::yield_now();
+    }
+    assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
+    // SAFETY: the child is ours.
+    unsafe { libc::waitpid(watched.child.pid, std::ptr::null_mut(), 0) };
+    assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
+}
+
+/// Locks and flags of whole mappings change neither sizes nor the list of mappings.
+#[test]
+fn flags_of_whole_mappings_are_found_in_a_bounded_time() {
+    for (request, limit_ns, why) in [(b'k', 2 * SECOND, Exclusion::Locked), (b'w', FLAGS_NS, Exclusion::WipeOnFork)] {
+        let mut watched = Watched::new();
+        watched.child.request(b'm');
+        assert!(watched.refresh_after(10 * SECOND));
+        assert!(watched.at(FIRST).is_some());
+        watched.refresh_after(FLAGS_NS);
+        watched.child.request(request);
+        watched.target.set_marked();
+        for _ in 0..4 {
+            watched.refresh_after(limit_ns / 4);
+        }
+        watched.refresh_after(SECOND / 4);
+        assert!(watched.at(FIRST).is_none(), "{why}");
+        assert!(watched.target.left_out.iter().any(|(_, _, reason)| *reason == why), "{:?}", watched.target.left_out);
+    }
+}

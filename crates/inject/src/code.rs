@@ -1,0 +1,146 @@
+//! Reads a target's code without making the kernel fetch any of it.
+//!
+//! A page of a file that is not mapped yet is read from its file system, and one registered with userfaultfd is filled by a
+//! program. Either may never answer, and the read then blocks with the target's mmap lock held (`get_user_page_vma_remote`,
+//! mm/gup.c). So only pages that pagemap shows as mapped are read. Between that and the read the target can still unmap a page: an
+//! attempt that gets stuck is given up ([`pagefold_procmem::stalls`]).
+
+use pagefold_engine::units::{PAGE_BYTES, PAGE_SIZE, Vpn, count};
+use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
+use pagefold_procmem::process::{Process, ReadError};
+use std::fs::File;
+use std::io;
+use std::ops::ControlFlow;
+use std::os::unix::fs::FileExt;
+
+/// Pages looked up, and read, at a time.
+const CHUNK_PAGES: usize = 32;
+const CHUNK_BYTES: usize = CHUNK_PAGES * PAGE_SIZE;
+/// The longest piece of code that is found across two reads.
+const OVERLAP: usize = 16;
+
+/// The memory of a process.
+#[derive(Debug)]
+pub struct Code {
+    memory: File,
+    pagemap: Pagemap,
+}
+
+impl Code {
+    /// Opens the memory of the process of thread `tid`. Not by the process, whose files are empty if its main thread has ended.
+    pub fn open(process: &Process, tid: i32) -> Result<Self, ReadError> {
+        let memory = process.open_file(&format!("task/{tid}/mem"))?;
+        Ok(Self { memory, pagemap: Pagemap::open_file(process, &format!("task/{tid}/pagemap"))? })
+    }
+
+    /// Fills `bytes`, no more than a page, if all of it is mapped. False: it is not, or cannot be read.
+    pub fn read(&self, bytes: &mut [u8], at: u64) -> bool {
+        let Some(last) = at.checked_add(count(bytes.len()).saturating_sub(1)) else { return false };
+        let mut entries = [0; 2];
+        let (first, last) = (Vpn::of_address(at), Vpn::of_address(last));
+        let pages = if first == last { 1 } else { 2 };
+        self.pagemap.read(first, &mut entries[..pages]).is_ok()
+            && entries[..pages].iter().all(|&entry| PagemapEntry(entry).present())
+            && self.memory.read_exact_at(bytes, at).is_ok()
+    }
+
+    /// Calls `each` with every piece of the range that is mapped, and its address, until it breaks. Consecutive pieces overlap.
+    /// `provided`: the kernel provides the range, so reading it never blocks whether or not it is mapped.
+    ///
+    /// # Errors
+    /// If the memory is gone.
+    pub fn search(
+        &self,
+        (start, end): (u64, u64),
+        provided: bool,
+        mut each: impl FnMut(u64, &[u8]) -> ControlFlow<()>,
+    ) -> Result<(), ReadError> {
+        let mut buffer = vec![0; OVERLAP + CHUNK_BYTES];
+        let mut entries = [0; CHUNK_PAGES];
+        // The bytes before the next piece that are still in the buffer's head.
+        let (mut at, mut head) = (start, 0);
+        while at < end {
+            let pages = usize::try_from((end - at).div_ceil(PAGE_BYTES)).unwrap_or(CHUNK_PAGES).min(CHUNK_PAGES);
+            self.pagemap.read(Vpn::of_address(at), &mut entries[..pages])?;
+            let is_mapped = |entry: u64| provided || PagemapEntry(entry).present();
+            for run in entries[..pages].chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
+                let bytes = (run.len() * PAGE_SIZE).min(usize::try_from(end - at).unwrap_or(CHUNK_BYTES));
+                let wanted = OVERLAP..OVERLAP + bytes;
+                let read = if is_mapped(run[0]) { self.memory.read_at(&mut buffer[wanted], at) } else { Ok(0) };
+                let read = match read {
+                    Ok(read) => read,
+                    // Beyond the end of a file, or a device.
+                    Err(error) if error.raw_os_error() == Some(libc::EIO) => 0,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
+                    Err(error) => return Err(self.pagemap.error("mem", error)),
+                };
+                let from = OVERLAP - head;
+                if read > 0 && each(at - count(head), &buffer[from..OVERLAP + read]).is_break() {
+                    return Ok(());
+                }
+                head = if read == bytes && read >= OVERLAP { OVERLAP } else { 0 };
+                buffer.copy_within(read..read + head, 0);
+                at += count(bytes);
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn own() -> Code {
+        let pid = i32::try_from(std::process::id()).unwrap();
+        Code::open(&Process::open(pid).unwrap(), pid).unwrap()
+    }
+
+    /// `pages` pages of private memory of a file, none of them mapped yet.
+    fn unmapped(pages: usize) -> u64 {
+        let file = File::open("/proc/self/exe").unwrap();
+        // SAFETY: a new mapping, not yet used by anything.
+        let memory = unsafe {
+            let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+            let access = libc::PROT_READ | libc::PROT_WRITE;
+            let memory = libc::mmap(std::ptr::null_mut(), pages * PAGE_SIZE, access, libc::MAP_PRIVATE, fd, 0);
+            libc::madvise(memory, pages * PAGE_SIZE, libc::MADV_RANDOM);
+            memory
+        };
+        count(memory.expose_provenance())
+    }
+
+    fn write(at: u64, bytes: &[u8]) {
+        // SAFETY: within the mapping that the test has made.
+        unsafe {
+            let to = std::ptr::with_exposed_provenance_mut(usize::try_from(at).unwrap());
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+        }
+    }
+
+    #[test]
+    fn only_mapped_pages_are_read() {
+        let (code, pages) = (own(), 100_u64);
+        let start = unmapped(100);
+        for page in [0, 1, 31, 32, 50, 99] {
+            write(start + page * PAGE_BYTES, b"x");
+        }
+        write(start + 2 * PAGE_BYTES - 3, b"across");
+        let mut seen = Vec::new();
+        let end = start + pages * PAGE_BYTES;
+        code.search((start, end), false, |at, bytes| {
+            seen.push(((at - start) / PAGE_BYTES, bytes.len().div_ceil(PAGE_SIZE)));
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        // "across" has mapped page 2. The piece from page 32 on begins with the last bytes of page 31.
+        assert_eq!(seen, [(0, 3), (31, 1), (31, 2), (50, 1), (99, 1)]);
+        let mut byte = [0; 8];
+        assert!(code.read(&mut byte, start) && byte[0] == b'x');
+        assert!(!code.read(&mut byte, start + 10 * PAGE_BYTES), "not mapped");
+        assert!(!code.read(&mut byte, start + 3 * PAGE_BYTES - 4), "the second half is not mapped");
+        let mut entries = [0; 100];
+        code.pagemap.read(Vpn::of_address(start), &mut entries).unwrap();
+        assert_eq!(entries.iter().filter(|&&entry| PagemapEntry(entry).present()).count(), 7, "reading maps nothing");
+    }
+}

@@ -1,0 +1,457 @@
+//! One attempt: choose a thread, seize it, interrupt it, let [`Tracee`] make the calls, and report the result.
+//!
+//! Each attempt has a thread of its own, which stays with a target's thread that does not stop in time (a vfork parent, a
+//! frozen thread) until it does: released before, that thread would find its system call interrupted.
+
+use super::code::Code;
+use super::progress::AttemptProgress;
+use super::ptrace::{self, TraceeEvent};
+use super::return_frame::ReturnFrame;
+use super::stack_check::StackCheck;
+use super::thread::{self, Activity, Candidate, Choice};
+use super::tracee::{self, StopEnd, StopResult, Tracee, clock_ns, repair, wait_for_trap};
+use super::trampoline::{self, Trampoline};
+use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
+use pagefold_procmem::image::{AddressSpace, ProgramId};
+use pagefold_procmem::os::abandonable::is_asleep;
+use pagefold_procmem::process::Process;
+use pagefold_procmem::stalls::{ATTEMPTS, Refusal};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+/// For how long the thread may sleep while it prepares (reading `/proc`, attaching), beyond the wait for the stop, and how long
+/// preparing may take in all.
+const PREPARING: Duration = Duration::from_secs(1);
+const PREPARING_MOST: Duration = Duration::from_secs(15);
+/// How often that is checked.
+const TICK: Duration = Duration::from_millis(50);
+
+/// A memory map's lock that takes longer than this is not free, and the number of tries.
+const LOCK_LIMIT: Duration = Duration::from_millis(1);
+const LOCK_TRIES: u32 = 4;
+
+/// The result of an attempt.
+#[derive(Debug)]
+pub struct Ended {
+    /// The results of the calls that were made, from the first on.
+    pub results: Vec<Result<u64, Errno>>,
+    /// For how long the thread was stopped, if it was.
+    pub stop_ns: Option<u64>,
+    /// Whether registers were borrowed without a return frame.
+    pub unguarded: bool,
+    /// For how long registers were borrowed.
+    pub away_ns: u64,
+    /// What to do next.
+    pub verdict: Verdict,
+}
+
+/// What to do after an attempt.
+#[derive(Debug)]
+pub enum Verdict {
+    /// All calls were made.
+    Done,
+    /// Try again; after too many attempts this is the error.
+    Again(InjectError),
+    /// Do not try again soon.
+    Failed(InjectError),
+}
+
+impl Verdict {
+    fn unstopped(self) -> Ended {
+        Ended { results: Vec::new(), stop_ns: None, unguarded: false, away_ns: 0, verdict: self }
+    }
+}
+
+/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice.
+pub fn attempt(
+    (process, program): (&Process, Option<&ProgramId>),
+    tid: Option<i32>,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<Ended, InjectError> {
+    let pid = process.pid();
+    // The thread may outlive this call, so it needs a handle of its own.
+    let held = Process::open(pid).map_err(InjectError::from_read)?;
+    if held.start_time_ticks() != process.start_time_ticks() {
+        return Err(InjectError::Vanished { pid });
+    }
+    if awaited().contains(&process.key()) {
+        return Err(InjectError::TimedOut { pid, what: "stop".into() });
+    }
+    if awaited().len() >= AWAITED_MOST {
+        return Err(InjectError::Busy { pid });
+    }
+    match ATTEMPTS.admit(process) {
+        Ok(()) => {}
+        Err(Refusal::Stalled) => return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() }),
+        Err(Refusal::OthersStalled) => return Err(InjectError::Busy { pid }),
+    }
+    let alive = Arc::new(());
+    let thread = Arc::downgrade(&alive);
+    let own = Arc::new(AtomicI32::new(0));
+    let tid_inside = own.clone();
+    let progress = Arc::new(AttemptProgress::default());
+    let (sender, receiver) = mpsc::channel();
+    let (calls, limits, progress_inside) = (calls.to_vec(), *limits, Arc::clone(&progress));
+    let program = program.copied();
+    std::thread::Builder::new()
+        .name("inject".into())
+        .stack_size(256 << 10)
+        .spawn(move || {
+            tid_inside.store(own_tid(), Ordering::Relaxed);
+            shield_thread();
+            // The receiver is gone if the attempt was given up.
+            match one_stop((&held, program), tid, &calls, &limits, &progress_inside) {
+                OneStop::Over(ended) => drop(sender.send(ended)),
+                OneStop::Awaited(ended, tid) => await_stop(&held, tid, || drop(sender.send(ended))),
+            }
+            drop(alive);
+        })
+        .map_err(|error| InjectError::System {
+            pid,
+            what: "starting a thread for the injection".into(),
+            errno: Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)),
+        })?;
+    let limit = Duration::from_nanos(limits.stop_ns);
+    let (began, mut slept) = (Instant::now(), Duration::ZERO);
+    loop {
+        match receiver.recv_timeout(TICK) {
+            Ok(ended) => return Ok(ended),
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(InjectError::System { pid, what: "the injection thread".into(), errno: Errno(libc::EIO) });
+            }
+            Err(mpsc::RecvTimeoutError::Timeout)
+                if slept < PREPARING + limit && began.elapsed() < PREPARING_MOST + limit && !progress.is_stuck() =>
+            {
+                // On a busy machine it may take long to get a processor.
+                slept += if is_asleep(own.load(Ordering::Relaxed)) { TICK } else { Duration::ZERO };
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) if progress.abandon() => {
+                ATTEMPTS.give_up(process, thread);
+                cut_short(own.load(Ordering::Relaxed));
+                return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) if progress.is_stuck() => return Err(InjectError::Held { pid }),
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
+fn own_tid() -> i32 {
+    // SAFETY: no arguments.
+    unsafe { libc::gettid() }
+}
+
+/// Protects this thread from delays.
+fn shield_thread() {
+    // SAFETY: plain calls on this thread only; `all` outlives them. If the last two fail, stops are longer: sleeps take 50
+    // us more, and targets wait until a busy or nice caller gets the CPU.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const all, std::ptr::null_mut());
+        libc::prctl(libc::PR_SET_TIMERSLACK, 1_u64, 0, 0, 0);
+        libc::setpriority(libc::PRIO_PROCESS, 0, -10);
+    }
+}
+
+/// Attaches to a thread. Waits for an exec of its process that has begun, and that for its file system, unless the attempt is
+/// given up.
+fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
+    static HANDLER: Once = Once::new();
+    HANDLER.call_once(|| {
+        // SAFETY: all-zero is a valid sigaction, which outlives the call; the handler only changes its arguments.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = leave_ptrace as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO;
+            libc::sigaction(CUT_SHORT, &raw const action, std::ptr::null_mut());
+        }
+    });
+    let change = |how: i32| {
+        // SAFETY: `set` outlives the calls, which affect this thread only.
+        unsafe {
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            libc::sigaddset(&raw mut set, CUT_SHORT);
+            libc::pthread_sigmask(how, &raw const set, std::ptr::null_mut());
+        }
+    };
+    change(libc::SIG_UNBLOCK);
+    // A signal that came before has had no effect.
+    let seized = if progress.is_abandoned() { Err(Errno(libc::EINTR)) } else { ptrace::seize(tid) };
+    change(libc::SIG_BLOCK);
+    seized
+}
+
+/// Makes a thread of this process return from [`seize`], if it waits there.
+fn cut_short(tid: i32) {
+    // SAFETY: no memory is passed. The signal has a handler or, before the first `seize`, is blocked.
+    unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, CUT_SHORT) };
+}
+
+/// Unused otherwise.
+const CUT_SHORT: i32 = libc::SIGSTKFLT;
+
+/// Skips the `ptrace` that the thread is about to make. The kernel makes one that was interrupted again (ERESTARTNOINTR),
+/// whatever the flags of the handler.
+extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::ucontext_t) {
+    const SYSCALL: [u8; 2] = [0x0f, 0x05];
+    // SAFETY: the kernel passes the registers of this thread, which are restored from there; at its instruction pointer there
+    // are at least two bytes of code.
+    unsafe {
+        let registers = &mut (*context).uc_mcontext.gregs;
+        let (rip, rax) = (libc::REG_RIP as usize, libc::REG_RAX as usize);
+        let code = usize::from_ne_bytes(registers[rip].to_ne_bytes());
+        let code = std::ptr::with_exposed_provenance::<[u8; 2]>(code);
+        if registers[rax] == libc::SYS_ptrace && code.read_unaligned() == SYSCALL {
+            registers[rip] += 2;
+            registers[rax] = -i64::from(libc::EINTR);
+        }
+    }
+}
+
+/// Processes with a thread that was asked to stop and has not stopped yet.
+static AWAITED: Mutex<BTreeSet<(i32, u64)>> = Mutex::new(BTreeSet::new());
+/// The most such threads: while there are as many, no other process is stopped.
+const AWAITED_MOST: usize = 32;
+
+fn awaited() -> MutexGuard<'static, BTreeSet<(i32, u64)>> {
+    AWAITED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits until a thread stops that did not in time, repairs it, and releases it. Until then its process is not stopped again.
+/// `report` ends the attempt.
+fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
+    const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+    awaited().insert(process.key());
+    report();
+    let mut pause = Duration::from_millis(1);
+    loop {
+        match ptrace::poll(tid) {
+            TraceeEvent::Nothing => {
+                std::thread::sleep(pause);
+                pause = (pause * 5 / 4).min(LONGEST_PAUSE);
+            }
+            TraceeEvent::Trap { signal } => {
+                let _ = repair(tid, signal == libc::SIGTRAP);
+                let _ = ptrace::detach(tid, 0);
+                break;
+            }
+            TraceeEvent::Signal(signal) if ptrace::resume(tid, signal).is_ok() => {}
+            TraceeEvent::Syscall if ptrace::resume(tid, 0).is_ok() => {}
+            TraceeEvent::Signal(_) | TraceeEvent::Syscall | TraceeEvent::Gone => break,
+        }
+    }
+    awaited().remove(&process.key());
+}
+
+/// What one attempt came to.
+enum OneStop {
+    /// The thread has been let go, or was never asked to stop.
+    Over(Ended),
+    /// This thread has been asked to stop, and has not yet.
+    Awaited(Ended, i32),
+}
+
+fn one_stop(
+    (process, program): (&Process, Option<ProgramId>),
+    tid: Option<i32>,
+    calls: &[Call],
+    limits: &Limits,
+    progress: &AttemptProgress,
+) -> OneStop {
+    let pid = process.pid();
+    let busy = || OneStop::Over(Verdict::Again(InjectError::Busy { pid }).unstopped());
+    let program = program.map(|program| (process, program));
+    if !tracee::is_same(program) {
+        return OneStop::Over(Verdict::Failed(InjectError::OtherProgram { pid }).unstopped());
+    }
+    let (candidate, instruction, trampoline) = match prepare(process, tid) {
+        Ok(prepared) => prepared,
+        Err(verdict) => return OneStop::Over(verdict.unstopped()),
+    };
+    let tid_chosen = candidate.tid;
+    let stack_check = trampoline.and_then(|_| StackCheck::open(process, tid_chosen));
+    let mut frame = ReturnFrame::new();
+    let mut answers = vec![0_i64; calls.len()];
+    if !is_unlocked(process) {
+        return busy();
+    }
+    if let Err(errno) = seize(tid_chosen, progress) {
+        return OneStop::Over(refused(process, tid_chosen, errno).unstopped());
+    }
+    // From now on the kernel returns ESRCH if the tid is reused, so this check is the last one needed. Nothing has been
+    // requested yet: returning here changes nothing.
+    match thread::examine(process, tid_chosen) {
+        // Attaching to a thread in a group stop turns that into a stop of the tracer at once.
+        Ok((stat, activity))
+            if tid.is_some() || stat.state == b't' || thread::fitness(stat.state, activity).is_some() => {}
+        _ => return busy(),
+    }
+    match process.stat() {
+        Ok(stat) if stat.start_time_ticks == process.start_time_ticks() => {}
+        _ => return OneStop::Over(Verdict::Failed(InjectError::Vanished { pid }).unstopped()),
+    }
+    if progress.is_abandoned() || ptrace::interrupt(tid_chosen).is_err() {
+        return busy();
+    }
+    let mut since_ns = clock_ns();
+    let Some(signal) = wait_for_trap(tid_chosen, since_ns.saturating_add(limits.stop_ns), &mut since_ns) else {
+        let verdict = match thread::examine(process, tid_chosen) {
+            Ok((stat, _)) if matches!(stat.state, b'Z' | b'X') => Verdict::Again(InjectError::Busy { pid }),
+            Ok((stat, activity)) if thread::frozen(process, tid_chosen, &stat, activity) => {
+                Verdict::Failed(InjectError::Frozen { pid })
+            }
+            Ok(_) => Verdict::Failed(InjectError::TimedOut { pid, what: "stop".into() }),
+            Err(_) => Verdict::Again(InjectError::Busy { pid }),
+        };
+        return OneStop::Awaited(verdict.unstopped(), tid_chosen);
+    };
+    let tracee = Tracee {
+        tid: tid_chosen,
+        program,
+        since_ns,
+        by_us: signal == libc::SIGTRAP,
+        is_main_thread: tid_chosen == pid,
+        instruction,
+        trampoline,
+        stack_check,
+    };
+    let StopResult { made, end, unguarded, away_ns } =
+        tracee.make_calls(calls, &mut answers, limits, progress, &mut frame);
+    let stop_ns = clock_ns().saturating_sub(since_ns);
+    if !unguarded && end != StopEnd::Gone {
+        StackCheck::remember(process, frame.base, frame.length());
+    }
+    if matches!(end, StopEnd::Unstable | StopEnd::Fault) {
+        trampoline::forget(process);
+    }
+    let results: Vec<Result<u64, Errno>> = answers.iter().take(made).map(|&answer| as_result(answer)).collect();
+    let verdict = match end {
+        StopEnd::Restored => Verdict::Done,
+        StopEnd::Gone | StopEnd::Signal | StopEnd::Unstable => Verdict::Again(InjectError::Busy { pid }),
+        StopEnd::Filtered => Verdict::Failed(InjectError::Filtered { pid }),
+        StopEnd::OtherProgram => Verdict::Failed(InjectError::OtherProgram { pid }),
+        StopEnd::Compat => Verdict::Failed(InjectError::Compat { pid }),
+        StopEnd::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
+        // Mostly a fault of its own, pending when it stopped: the thread will fault again by itself.
+        StopEnd::Fault => Verdict::Again(InjectError::Fault { pid }),
+        StopEnd::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "accept a tracer".into() }),
+        StopEnd::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
+        StopEnd::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
+    };
+    OneStop::Over(Ended { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict })
+}
+
+/// Whether the lock of the memory map is free: what is done in a stop, and the call, waits for it, for as long as a sibling's
+/// fork copies the page tables. A wait for it ends with the lock free.
+///
+/// Asked before the thread is attached to: it could not be waited for then.
+fn is_unlocked(process: &Process) -> bool {
+    let Ok(space) = AddressSpace::of(process) else { return true };
+    (0..LOCK_TRIES).any(|_| space.is_unlocked(LOCK_LIMIT))
+}
+
+/// Whether a freezer kept a thread from its call. After its release the thread takes a moment to be frozen again.
+fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
+    (0..10).any(|_| {
+        std::thread::sleep(Duration::from_millis(1));
+        thread::examine(process, tid).is_ok_and(|(stat, activity)| thread::frozen(process, tid, &stat, activity))
+    })
+}
+
+/// Chooses the thread and the instruction, and finds the code for a return frame.
+fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Option<Trampoline>), Verdict> {
+    let pid = process.pid();
+    // First, because its call numbers would be misread.
+    if is_32_bit(process, "auxv") {
+        return Err(Verdict::Failed(InjectError::Compat { pid }));
+    }
+    let candidate = match tid {
+        Some(tid) => {
+            let activity = thread::activity(process, tid).unwrap_or(Activity::Running);
+            Candidate { tid, activity }
+        }
+        None => match thread::choose(process) {
+            Ok(Choice::Thread(candidate)) => candidate,
+            Ok(Choice::NoneNow) => return Err(Verdict::Again(InjectError::NoSafeThread { pid })),
+            // An exec by another than the main thread looks the same for a moment. The caller checks whether the process
+            // has ended.
+            Err(error @ (InjectError::Zombie { .. } | InjectError::Vanished { .. })) => {
+                return Err(Verdict::Again(error));
+            }
+            Err(error) => return Err(Verdict::Failed(error)),
+        },
+    };
+    // A process whose main thread has ended shows it only here.
+    if is_32_bit(process, &format!("task/{}/auxv", candidate.tid)) {
+        return Err(Verdict::Failed(InjectError::Compat { pid }));
+    }
+    let code = Code::open(process, candidate.tid);
+    if let Some(trampoline) = code.as_ref().ok().and_then(|code| trampoline::find(process, candidate.tid, code)) {
+        return Ok((candidate, trampoline.syscall, Some(trampoline)));
+    }
+    let found = code.map_err(InjectError::from_read);
+    match found.and_then(|code| gadget::find(process, candidate.tid, candidate.activity, &code)) {
+        Ok(instruction) => Ok((candidate, instruction, None)),
+        Err(error @ InjectError::Busy { .. }) => Err(Verdict::Again(error)),
+        // The chosen thread may have ended; the caller checks whether the process has.
+        Err(InjectError::Vanished { pid }) => Err(Verdict::Again(InjectError::Busy { pid })),
+        Err(error) => Err(Verdict::Failed(error)),
+    }
+}
+
+/// Whether the process of a thread runs a 32-bit program, by the size of the words in its auxiliary vector: the first one, a
+/// small number, is followed by zeros if they have 64 bits, otherwise by a value. Not by the executable, whose file system may
+/// not answer.
+fn is_32_bit(process: &Process, auxv: &str) -> bool {
+    process.read_file(auxv).is_ok_and(|auxv| auxv.get(4..8).is_some_and(|high| high != [0; 4]))
+}
+
+/// The reason why the kernel refused to attach.
+fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
+    let pid = process.pid();
+    if errno.0 == libc::ESRCH {
+        return Verdict::Again(InjectError::Busy { pid });
+    }
+    let Ok((stat, _)) = thread::examine(process, tid) else {
+        return Verdict::Again(InjectError::Busy { pid });
+    };
+    if stat.kernel_thread {
+        return Verdict::Failed(InjectError::KernelThread { pid });
+    }
+    if matches!(stat.state, b'Z' | b'X') {
+        return Verdict::Again(InjectError::Busy { pid });
+    }
+    match thread::tracer(process, tid) {
+        by if by != 0 => Verdict::Failed(InjectError::Traced { pid, by }),
+        // Also the error for a dying thread, which an exec may have replaced by a living one since.
+        _ if errno.0 == libc::EPERM => Verdict::Again(InjectError::Denied { pid }),
+        _ => Verdict::Failed(InjectError::System { pid, what: "attaching to a thread".into(), errno }),
+    }
+}
+
+fn as_result(answer: i64) -> Result<u64, Errno> {
+    match answer {
+        // Still the kernel's private "restart" after all repetitions.
+        -516..=-512 => Err(Errno(libc::EINTR)),
+        -4095..=-1 => Err(Errno(i32::try_from(-answer).unwrap_or(libc::EIO))),
+        _ => Ok(unsigned(answer)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn return_values_become_results() {
+        assert_eq!(as_result(0), Ok(0));
+        assert_eq!(as_result(4096), Ok(4096));
+        assert_eq!(as_result(-12), Err(Errno(libc::ENOMEM)));
+        assert_eq!(as_result(-512), Err(Errno(libc::EINTR)));
+        assert_eq!(as_result(i64::MIN), Ok(1 << 63));
+    }
+}

@@ -1,0 +1,45 @@
+//! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
+
+#![allow(missing_docs)] // thin wrappers of documented functions
+
+use crate::thread::{Activity, fitness};
+use crate::{gadget, worker};
+use std::time::Duration;
+
+/// What a thread does: the system call it blocks in with number, arguments and program counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blocked {
+    Running,
+    Outside,
+    In(i64, [u64; 6], u64),
+}
+
+/// The activity of a thread, and whether the injector would choose a thread in this state.
+pub fn activity(text: &[u8], state: u8) -> Result<(Blocked, bool), &'static str> {
+    let activity = Activity::parse(text)?;
+    let blocked = match activity {
+        Activity::Running => Blocked::Running,
+        Activity::Blocked => Blocked::Outside,
+        Activity::Syscall { nr, args, pc } => Blocked::In(nr, args, pc),
+    };
+    Ok((blocked, fitness(state, activity).is_some()))
+}
+
+/// Executable mappings, the vDSO first.
+pub fn executable(maps: &[u8]) -> Vec<(u64, u64)> {
+    gadget::executable(maps).iter().map(|code| (code.start, code.end)).collect()
+}
+
+/// Parses a request to the injector: whether printing and parsing it again gives the same, and its time limit.
+pub fn injector_request(line: &[u8]) -> Option<(bool, Duration)> {
+    let request: worker::Request = serde_json::from_slice(line).ok()?;
+    let again = serde_json::to_vec(&request).ok().and_then(|line| serde_json::from_slice(&line).ok());
+    Some((again.is_some_and(|again| request == again), worker::reply_limit(request.calls.len(), &request.limits)))
+}
+
+/// Parses a reply of the injector: whether printing and parsing it again gives the same.
+pub fn injector_reply(line: &[u8]) -> Option<bool> {
+    let reply: worker::Reply = serde_json::from_slice(line).ok()?;
+    let again = serde_json::to_vec(&reply).ok().and_then(|line| serde_json::from_slice(&line).ok());
+    Some(again.is_some_and(|again| reply == again))
+}

@@ -1,0 +1,112 @@
+//! Finds a `syscall` instruction in the target's code. Nothing is ever written to that code.
+
+use super::InjectError;
+use super::code::Code;
+use super::thread::Activity;
+use pagefold_procmem::maps::{Names, each_mapping};
+use pagefold_procmem::process::Process;
+use std::io::Read;
+use std::ops::ControlFlow;
+
+/// The two bytes of the instruction.
+const SYSCALL: [u8; 2] = [0x0f, 0x05];
+/// Bytes searched in each executable mapping. libc has one within its first pages of code.
+const SEARCHED_BYTES: u64 = 1 << 20;
+/// Executable mappings searched.
+const SEARCHED_MAPPINGS: usize = 4096;
+
+/// Whether `word`, the memory at an instruction in little-endian order, begins with `syscall`.
+pub fn is_syscall(word: u64) -> bool {
+    word.to_le_bytes()[..2] == SYSCALL
+}
+
+/// Finds the address of a `syscall` instruction that thread `tid` can execute: the one it is blocked in, otherwise one
+/// in the vDSO (where the time functions fall back to the system call), otherwise the first in the pages of its executable
+/// mappings that are mapped.
+pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Result<u64, InjectError> {
+    if let Activity::Syscall { pc, .. } = activity {
+        let (mut bytes, at) = ([0; 2], pc.wrapping_sub(2));
+        if code.read(&mut bytes, at) && bytes == SYSCALL {
+            return Ok(at);
+        }
+    }
+    // The thread's file, because that of a process whose main thread has ended is empty.
+    let maps = process.open_file(&format!("task/{tid}/maps")).map_err(InjectError::from_read)?;
+    let executable = executable(maps);
+    if executable.is_empty() {
+        // Without memory it is about to end.
+        return Err(InjectError::Busy { pid: process.pid() });
+    }
+    for Executable { start, end, vdso } in executable {
+        let mut found = None;
+        let searched = (start, end.min(start.saturating_add(SEARCHED_BYTES)));
+        code.search(searched, vdso, |at, bytes| match bytes.windows(2).position(|pair| pair == SYSCALL) {
+            Some(offset) => {
+                found = Some(at + u64::try_from(offset).unwrap_or(0));
+                ControlFlow::Break(())
+            }
+            None => ControlFlow::Continue(()),
+        })
+        .map_err(InjectError::from_read)?;
+        if let Some(found) = found {
+            return Ok(found);
+        }
+    }
+    Err(InjectError::NoInstruction { pid: process.pid() })
+}
+
+/// An executable mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Executable {
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+    /// The vDSO, which the kernel provides.
+    pub(crate) vdso: bool,
+}
+
+/// The executable mappings in the text of `maps`, the vDSO first. Not the vsyscall page, which cannot execute `syscall`.
+pub(crate) fn executable(maps: impl Read) -> Vec<Executable> {
+    let mut found = Vec::new();
+    // What precedes an error is used.
+    let _ = each_mapping(maps, Names::Special, |vma| {
+        if !vma.perms.read || !vma.perms.exec || vma.name == b"[vsyscall]" {
+            return ControlFlow::Continue(());
+        }
+        let vdso = vma.inode == 0 && vma.name == b"[vdso]";
+        let (start, end) = (vma.start, vma.end);
+        if vdso {
+            found.insert(0, Executable { start, end, vdso });
+        } else if found.len() < SEARCHED_MAPPINGS {
+            found.push(Executable { start, end, vdso });
+        }
+        ControlFlow::Continue(())
+    });
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+
+    #[test]
+    fn the_vdso_comes_first_and_the_vsyscall_page_is_left_out() {
+        let maps = b"00400000-00401000 r-xp 00000000 08:01 12 /bin/x\n\
+            00401000-00402000 rw-p 00000000 00:00 0 \n\
+            7ffe0000-7ffe1000 --xp 00000000 00:00 0 \n\
+            7fff0000-7fff2000 r-xp 00000000 00:00 0                          [vdso]\n\
+            ffffffffff600000-ffffffffff601000 r-xp 00000000 00:00 0                  [vsyscall]\n";
+        let found: Vec<_> = executable(&maps[..]).iter().map(|code| (code.start, code.end, code.vdso)).collect();
+        assert_eq!(found, [(0x7fff_0000, 0x7fff_2000, true), (0x40_0000, 0x40_1000, false)]);
+    }
+
+    #[test]
+    fn an_instruction_is_found_in_this_process() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        let code = Code::open(&own, own.pid()).unwrap();
+        let at = find(&own, own.pid(), Activity::Running, &code).unwrap();
+        let mut word = [0; 8];
+        own.open_file("mem").unwrap().read_exact_at(&mut word, at).unwrap();
+        assert!(is_syscall(u64::from_le_bytes(word)) && !is_syscall(0x050f_0000));
+    }
+}

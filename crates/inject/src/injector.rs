@@ -1,0 +1,309 @@
+//! The injector as its users see it: a process that is started again when it dies.
+//!
+//! Nothing that it does depends on what it did before, so another one takes its place. Whether the request under way was
+//! carried out is then unknown: its error says so, and the caller looks at the target again. The threads that the dead
+//! process held resume by themselves or die ([`super::return_frame`]), so restarts are rarer the more there have been, and
+//! end when an injector keeps dying or cannot be started.
+
+use super::worker::Connection;
+use super::{Call, InjectError, InjectionReport, Limits};
+use pagefold_procmem::image::ProgramId;
+use pagefold_procmem::os::abandonable::{Job, LIMIT};
+use pagefold_procmem::process::Process;
+use std::io;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+use tracing::debug;
+
+/// The pause before the second start in a row; it doubles with each. The first is made at once.
+const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
+/// Deaths and failed starts in a row after which no other start is made: the pauses before add up to 16 s.
+const FAILURES_MOST: u32 = 8;
+/// An injector that lived for so long ends the row.
+const HEALTHY: Duration = Duration::from_secs(60);
+
+/// An injector process. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Injector(Arc<Mutex<Supervised>>);
+
+/// A second handle to an [`Injector`], which does not keep it alive.
+#[derive(Clone, Debug)]
+pub struct InjectorHandle(Weak<Mutex<Supervised>>);
+
+type Start = Arc<dyn Fn() -> io::Result<Connection> + Send + Sync>;
+
+struct Supervised {
+    connection: Connection,
+    /// How long to wait for a reply, if not as long as the limits of a request allow.
+    patience: Option<Duration>,
+    /// How to start another one, if that is wanted.
+    start: Option<Start>,
+    started: Instant,
+    /// Since when there is none.
+    down: Option<Down>,
+    /// Deaths and failed starts in a row.
+    failures: u32,
+    restarts: u32,
+    /// CPU time of former injectors that are not children of this process.
+    former_ns: u64,
+    /// The same of those that were its children.
+    former_children_ns: u64,
+    /// Former children that had not ended when they were replaced.
+    former: Vec<Child>,
+}
+
+struct Down {
+    why: String,
+    next: Instant,
+}
+
+impl Injector {
+    /// Starts `command`, which must call [`super::serve`]. Its standard input and output are the connection. It is not
+    /// started again.
+    pub fn spawn(command: &mut Command) -> io::Result<Self> {
+        Ok(Self::of(Connection::spawn(command)?, None))
+    }
+
+    /// The same, and starts another one when it has died.
+    pub fn keep_running(command: impl Fn() -> Command + Send + Sync + 'static) -> io::Result<Self> {
+        Self::keep(move || Connection::spawn(&mut command()))
+    }
+
+    /// Connects to the socket of a service manager that starts an injector for each connection, and connects again when
+    /// that has died.
+    ///
+    /// # Errors
+    ///
+    /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        let path = path.to_owned();
+        Self::keep(move || Connection::connect(&path))
+    }
+
+    fn keep(start: impl Fn() -> io::Result<Connection> + Send + Sync + 'static) -> io::Result<Self> {
+        Ok(Self::of(start()?, Some(Arc::new(start))))
+    }
+
+    fn of(connection: Connection, start: Option<Start>) -> Self {
+        Self(Arc::new(Mutex::new(Supervised {
+            connection,
+            patience: None,
+            start,
+            started: Instant::now(),
+            down: None,
+            failures: 0,
+            restarts: 0,
+            former_ns: 0,
+            former_children_ns: 0,
+            former: Vec::new(),
+        })))
+    }
+
+    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is unanswered.
+    /// What was requested may still be done then.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.lock().patience = Some(patience);
+    }
+
+    /// Makes the injector run `calls` in `process`.
+    ///
+    /// # Errors
+    ///
+    /// [`InjectError::WorkerGone`] if it has died: whether calls were made is unknown. [`InjectError::WorkerSilent`] if it
+    /// does not reply in time: it is not killed then, because it may hold a target that only it can restore, and later
+    /// requests wait until it has finished.
+    pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
+        self.lock().run((process, None), calls, limits)
+    }
+
+    /// The same, but only while the process runs this program.
+    ///
+    /// # Errors
+    ///
+    /// [`InjectError::OtherProgram`] if it runs another one.
+    pub fn run_in(
+        &mut self,
+        process: &Process,
+        program: &ProgramId,
+        calls: &[Call],
+        limits: &Limits,
+    ) -> Result<InjectionReport, InjectError> {
+        self.lock().run((process, Some(program)), calls, limits)
+    }
+
+    /// Starts the injector again if it has died and it is time. Returns how often that has been done.
+    ///
+    /// # Errors
+    ///
+    /// [`InjectError::WorkerLost`] if it keeps dying or cannot be started: no other start is made.
+    pub fn tend(&mut self) -> Result<u32, InjectError> {
+        let mut supervised = self.lock();
+        match supervised.tend() {
+            Err(lost @ InjectError::WorkerLost { .. }) => Err(lost),
+            _ => Ok(supervised.restarts),
+        }
+    }
+
+    /// CPU time of the injector up to its last reply, nanoseconds, without what is counted for reaped children.
+    pub fn cpu_ns(&self) -> u64 {
+        let supervised = self.lock();
+        supervised.connection.cpu_ns() + supervised.former_ns
+    }
+
+    /// CPU time of all injectors so far, up to their last replies, nanoseconds.
+    pub fn total_cpu_ns(&self) -> u64 {
+        let supervised = self.lock();
+        supervised.connection.cpu_ns() + supervised.former_ns + supervised.former_children_ns
+    }
+
+    /// The same as [`Self::cpu_ns`], or 0 if the injector is a child of this process, whose time is counted when it is reaped.
+    pub fn cpu_elsewhere_ns(&self) -> u64 {
+        let supervised = self.lock();
+        let own_ns = if supervised.connection.is_child() { 0 } else { supervised.connection.cpu_ns() };
+        own_ns + supervised.former_ns
+    }
+
+    /// The injector's pid; 0 if there is none.
+    pub fn pid(&self) -> u32 {
+        let supervised = self.lock();
+        if supervised.down.is_some() { 0 } else { supervised.connection.pid() }
+    }
+
+    /// A second handle.
+    pub fn handle(&self) -> InjectorHandle {
+        InjectorHandle(Arc::downgrade(&self.0))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Supervised> {
+        // After a panic at most half a line is left, which is marked as broken or runs into the time limit.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl InjectorHandle {
+    /// Like [`Injector::run_in`], while the [`Injector`] exists.
+    pub fn run_in(
+        &self,
+        process: &Process,
+        program: &ProgramId,
+        calls: &[Call],
+        limits: &Limits,
+    ) -> Result<InjectionReport, InjectError> {
+        let supervised = self.0.upgrade().ok_or(InjectError::WorkerGone)?;
+        Injector(supervised).run_in(process, program, calls, limits)
+    }
+}
+
+impl Supervised {
+    fn run(
+        &mut self,
+        target: (&Process, Option<&ProgramId>),
+        calls: &[Call],
+        limits: &Limits,
+    ) -> Result<InjectionReport, InjectError> {
+        self.tend()?;
+        let result = self.connection.run(target, calls, limits, self.patience);
+        debug!(target: "inject", pid = target.0.pid(), calls = calls.len(), ?result);
+        result
+    }
+
+    /// Makes sure that there is an injector.
+    fn tend(&mut self) -> Result<(), InjectError> {
+        self.former.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
+        if self.down.is_none() {
+            if self.connection.is_usable() {
+                return Ok(());
+            }
+            let Some(child) = self.connection.end() else {
+                self.former_ns += self.connection.take_cpu_ns();
+                return self.fall("it has ended".to_owned());
+            };
+            // What it used is counted once it has been reaped.
+            self.former_children_ns += self.connection.take_cpu_ns();
+            self.former.push(child);
+            self.former.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
+            return self.fall("it has ended".to_owned());
+        }
+        self.restart()
+    }
+
+    /// Records a death or failed start, and makes the next start if it is time.
+    fn fall(&mut self, why: String) -> Result<(), InjectError> {
+        if self.down.is_none() && self.started.elapsed() >= HEALTHY {
+            self.failures = 0;
+        }
+        self.failures += 1;
+        debug!(target: "inject", failures = self.failures, "no injector: {why}");
+        let pause =
+            if self.failures == 1 { Duration::ZERO } else { FIRST_PAUSE * 2_u32.pow(self.failures.min(16) - 2) };
+        self.down = Some(Down { why, next: Instant::now() + pause });
+        self.restart()
+    }
+
+    fn restart(&mut self) -> Result<(), InjectError> {
+        let (Some(start), Some(down)) = (&self.start, &self.down) else { return Err(InjectError::WorkerGone) };
+        if self.failures >= FAILURES_MOST {
+            return Err(InjectError::WorkerLost { why: down.why.clone(), failures: self.failures });
+        }
+        if Instant::now() < down.next {
+            return Err(InjectError::WorkerGone);
+        }
+        let start = start.clone();
+        match Job::start(move || start()).wait_for(LIMIT) {
+            Ok(Ok(connection)) => {
+                (self.connection, self.started, self.down) = (connection, Instant::now(), None);
+                self.restarts += 1;
+                debug!(target: "inject", pid = self.connection.pid(), "another injector has taken its place");
+                Ok(())
+            }
+            Ok(Err(error)) => self.fall(error.to_string()),
+            Err(_) => self.fall("starting it takes too long".to_owned()),
+        }
+    }
+}
+
+impl std::fmt::Debug for Supervised {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let pid = self.connection.pid();
+        formatter
+            .debug_struct("Supervised")
+            .field("pid", &pid)
+            .field("failures", &self.failures)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_injector_that_keeps_dying_is_given_up_after_a_while() {
+        let begun = Instant::now();
+        let mut injector = Injector::keep_running(|| Command::new("true")).unwrap();
+        let mut restarts = 0;
+        let lost = loop {
+            match injector.tend() {
+                Ok(so_far) => restarts = so_far,
+                Err(lost) => break lost,
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(matches!(lost, InjectError::WorkerLost { failures: FAILURES_MOST, .. }), "{lost}");
+        assert_eq!(restarts, FAILURES_MOST - 1);
+        assert!(begun.elapsed() > Duration::from_millis(10 * 63), "{:?}", begun.elapsed());
+        assert_eq!(injector.pid(), 0);
+    }
+
+    #[test]
+    fn without_a_way_to_start_it_again_it_stays_gone() {
+        let mut injector = Injector::spawn(&mut Command::new("true")).unwrap();
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        for _ in 0..3 {
+            assert_eq!(injector.run(&own, &[], &Limits::default()), Err(InjectError::WorkerGone));
+        }
+        assert_eq!(injector.tend(), Ok(0));
+    }
+}

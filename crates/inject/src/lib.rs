@@ -1,0 +1,445 @@
+//! Runs system calls inside other processes, without a lasting effect on them.
+//!
+//! `madvise` marks the memory of its caller only, so to mark a process's memory that process must make the call. One of
+//! its threads is stopped by ptrace, made to run a batch of calls, given back every register and its signal mask, and
+//! resumed; the process sees nothing but the delay. The modules describe what happens when it blocks in a call, or is
+//! signalled, frozen, killed or traced meanwhile ([`regs`], [`thread`], [`tracee`]).
+//!
+//! The one rule without exception: once a thread's registers are borrowed, they are given back or the thread has died.
+//! No time limit ends that, which is why [`InjectError::Held`] exists. If this process dies at that moment, the thread
+//! restores itself by a signal frame left below its stack pointer ([`return_frame`] describes how, and the differences
+//! that remain). Where there is certainly no unused room for a frame ([`stack_check`]), no code to return by
+//! ([`trampoline`]), or a shadow stack, there is no frame, and the tracer's death kills the target
+//! ([`InjectionReport::unguarded`]). So the work belongs into a small process of its own in any case ([`Injector`]).
+//!
+//! Restarted relative timeouts start over, as after any stop: a wait of 50 ms that is stopped after 40 takes 90.
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64", target_pointer_width = "64")))]
+compile_error!("injection knows the registers and the restart rules of 64-bit x86 Linux only");
+
+mod code;
+mod engine;
+#[doc(hidden)]
+pub mod fuzzing;
+pub(crate) mod gadget;
+mod injector;
+pub mod mark;
+mod progress;
+mod ptrace;
+mod regs;
+mod return_frame;
+mod stack_check;
+pub(crate) mod thread;
+mod tracee;
+mod trampoline;
+pub mod unmerge;
+pub(crate) mod worker;
+
+pub use injector::{Injector, InjectorHandle};
+pub use pagefold_procmem::image::ProgramId;
+pub use progress::held;
+pub use worker::serve;
+
+use engine::{Ended, Verdict};
+use pagefold_engine::host::Stops;
+use pagefold_engine::keys::OwnerKey;
+use pagefold_engine::stops::StopLengths;
+use pagefold_procmem::process::{Process, ReadError};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+use thiserror::Error;
+
+/// Attempts at a batch while the process is temporarily unsuitable.
+const ATTEMPTS: u32 = 8;
+/// The pause after the first such attempt; it doubles each time.
+const FIRST_PAUSE: Duration = Duration::from_micros(200);
+
+/// A system call for the target to make.
+///
+/// It should not block and must not depend on the thread that makes it. Meant for `madvise` and for `prctl` on the whole
+/// address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Call {
+    /// The number of the system call.
+    pub nr: i64,
+    /// The arguments.
+    pub args: [u64; 6],
+}
+
+impl Call {
+    /// `madvise(addr, len, advice)`.
+    pub fn madvise(addr: u64, len: u64, advice: i32) -> Self {
+        Self { nr: libc::SYS_madvise, args: [addr, len, unsigned(i64::from(advice)), 0, 0, 0] }
+    }
+
+    /// `prctl(option, arg2, arg3, arg4, arg5)`.
+    pub fn prctl(option: i32, args: [u64; 4]) -> Self {
+        let [a, b, c, d] = args;
+        Self { nr: libc::SYS_prctl, args: [unsigned(i64::from(option)), a, b, c, d, 0] }
+    }
+}
+
+/// A system error number (errno).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Errno(pub i32);
+
+impl Errno {
+    fn last() -> Self {
+        Self(std::io::Error::last_os_error().raw_os_error().unwrap_or(0))
+    }
+}
+
+impl std::fmt::Display for Errno {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::io::Error::from_raw_os_error(self.0).fmt(formatter)
+    }
+}
+
+/// Time limits of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// From the request to the stop. The target runs (or sleeps) meanwhile, so this may be generous: a thread whose
+    /// control group is out of CPU time takes a whole period, 100 ms by default, to reach its stop.
+    pub stop_ns: u64,
+    /// For one call. A call that takes longer is interrupted; unmerging then leaves the rest of its range.
+    pub call_ns: u64,
+    /// Calls in one stop. Between two stops the target runs for as long as it was stopped.
+    pub calls_per_stop: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        // Unmerging copies about a gigabyte a second. Thirty calls in one stop took 37 us each.
+        Self { stop_ns: 250_000_000, call_ns: 2_000_000_000, calls_per_stop: 32 }
+    }
+}
+
+/// The result of a batch.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InjectionReport {
+    /// One result per call, in order. EINTR: signals interrupted every attempt; make the call again later.
+    pub results: Vec<Result<u64, Errno>>,
+    /// How often the target was stopped.
+    pub stops: u32,
+    /// The longest stop, from the last check that found the thread running until it was resumed, nanoseconds.
+    pub longest_stop_ns: u64,
+    /// All stops, nanoseconds.
+    pub total_stop_ns: u64,
+    /// All stops by length.
+    #[serde(default)]
+    pub stop_lengths: StopLengths,
+    /// Stops without a return frame: if this process had been killed in one, the target would have died.
+    #[serde(default)]
+    pub unguarded: u32,
+    /// The longest time a thread had borrowed registers, nanoseconds: how long an unguarded target is at risk.
+    #[serde(default)]
+    pub longest_away_ns: u64,
+}
+
+impl InjectionReport {
+    /// The stops of this process, if it was stopped.
+    pub fn stops_of(&self, owner: OwnerKey) -> Option<Stops> {
+        let lengths = self.stop_lengths;
+        let stops = Stops {
+            owner,
+            number: self.stops,
+            longest_ns: self.longest_stop_ns,
+            total_ns: self.total_stop_ns,
+            lengths,
+        };
+        (self.stops > 0).then_some(stops)
+    }
+}
+
+/// Why a batch was not completed. The first calls may have been made; marking twice does no harm.
+#[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
+pub enum InjectError {
+    /// The process has ended, or its pid has been reused.
+    #[error("process {pid} has ended; nothing is left to do")]
+    Vanished {
+        /// The process.
+        pid: i32,
+    },
+    /// It runs another program, or for another user, than when it was judged.
+    #[error("process {pid} no longer runs the program that was judged; try again when that is judged")]
+    OtherProgram {
+        /// The process.
+        pid: i32,
+    },
+    /// A debugger or another tracer is attached.
+    #[error("process {pid} is traced by process {by}; try again when that has detached")]
+    Traced {
+        /// The process.
+        pid: i32,
+        /// Its tracer; 0 if that is in a pid namespace not visible from here.
+        by: i32,
+    },
+    /// Its cgroup is frozen.
+    #[error("process {pid} is frozen; try again when its cgroup is thawed")]
+    Frozen {
+        /// The process.
+        pid: i32,
+    },
+    /// The kernel forbids tracing it.
+    #[error(
+        "not permitted to trace process {pid}; CAP_SYS_PTRACE is needed, and a security module may still forbid it"
+    )]
+    Denied {
+        /// The process.
+        pid: i32,
+    },
+    /// A kernel thread.
+    #[error("process {pid} is a kernel thread, which has no memory of its own; exclude it")]
+    KernelThread {
+        /// The process.
+        pid: i32,
+    },
+    /// Ended, but not yet reaped by its parent.
+    #[error("process {pid} is a zombie without memory; exclude it")]
+    Zombie {
+        /// The process.
+        pid: i32,
+    },
+    /// Every thread is in a call that an interruption would change, or cannot be stopped.
+    #[error("every thread of process {pid} is in a call that must not be interrupted; try again later")]
+    NoSafeThread {
+        /// The process.
+        pid: i32,
+    },
+    /// It changed during every attempt (exec, ending threads, signals, restartable sequences).
+    #[error("process {pid} changed during every attempt; try again later")]
+    Busy {
+        /// The process.
+        pid: i32,
+    },
+    /// A time limit passed. The target is unchanged.
+    #[error("process {pid} did not {what} in time and was released unchanged; try again later")]
+    TimedOut {
+        /// The process.
+        pid: i32,
+        /// What it failed to do.
+        what: String,
+    },
+    /// A time limit passed while a thread has borrowed registers.
+    #[error(
+        "process {pid} cannot be released yet (it is frozen, or its call does not end); do not end the injector, which restores the process as soon as possible"
+    )]
+    Held {
+        /// The process.
+        pid: i32,
+    },
+    /// It runs 32-bit code.
+    #[error("process {pid} runs 32-bit code, which is not supported; exclude it")]
+    Compat {
+        /// The process.
+        pid: i32,
+    },
+    /// Its seccomp filter cannot be suspended.
+    #[error(
+        "process {pid} has a seccomp filter that cannot be suspended; run with CAP_SYS_ADMIN and outside any seccomp filter"
+    )]
+    Filtered {
+        /// The process.
+        pid: i32,
+    },
+    /// It handles its own system calls.
+    #[error("process {pid} uses syscall user dispatch (as Wine does), which is not supported; exclude it")]
+    Dispatched {
+        /// The process.
+        pid: i32,
+    },
+    /// Its readable code has no `syscall` instruction.
+    #[error("process {pid} has no usable syscall instruction; exclude it")]
+    NoInstruction {
+        /// The process.
+        pid: i32,
+    },
+    /// The borrowed instruction disappeared at the last moment.
+    #[error("process {pid} faulted at the borrowed instruction and was restored; try again later")]
+    Fault {
+        /// The process.
+        pid: i32,
+    },
+    /// Any other system error.
+    #[error("{what} of process {pid}: {errno}")]
+    System {
+        /// The process.
+        pid: i32,
+        /// The failed operation.
+        what: String,
+        /// The system's error.
+        errno: Errno,
+    },
+    /// The injector process has ended. Whether the calls were made is unknown.
+    #[error("the injector process has ended; try again")]
+    WorkerGone,
+    /// The injector process has ended again and again, or cannot be started again.
+    #[error("the injector process has ended and {failures} attempts to start it again have failed ({why})")]
+    WorkerLost {
+        /// The last problem.
+        why: String,
+        /// Deaths and failed starts in a row.
+        failures: u32,
+    },
+    /// The injector process does not reply.
+    #[error(
+        "the injector process has not replied in time; do not kill it, because it may have to restore a process, and try again later"
+    )]
+    WorkerSilent,
+    /// The injector process does not use this protocol.
+    #[error("the injector process sent a malformed reply ({what}); both ends must be the same program")]
+    Protocol {
+        /// What is wrong.
+        what: String,
+    },
+}
+
+impl InjectError {
+    /// Whether the same batch may succeed later.
+    pub fn is_passing(&self) -> bool {
+        matches!(
+            self,
+            Self::OtherProgram { .. }
+                | Self::Traced { .. }
+                | Self::Frozen { .. }
+                | Self::NoSafeThread { .. }
+                | Self::Busy { .. }
+                | Self::TimedOut { .. }
+                | Self::Held { .. }
+                | Self::Fault { .. }
+                | Self::WorkerGone
+                | Self::WorkerSilent
+        )
+    }
+
+    /// Whether calls may have been made, or may still be, that the error does not tell of.
+    pub fn is_unknown(&self) -> bool {
+        matches!(self, Self::Held { .. } | Self::TimedOut { .. } | Self::WorkerGone | Self::WorkerSilent)
+    }
+
+    fn from_read(error: ReadError) -> Self {
+        match error {
+            ReadError::Vanished { pid } => Self::Vanished { pid },
+            ReadError::Denied { pid, .. } => Self::Denied { pid },
+            // A file of a thread that has ended meanwhile; memory that moves.
+            ReadError::Absent { pid, .. } | ReadError::Moving { pid } => Self::Busy { pid },
+            ReadError::Malformed { pid, file, what } => {
+                Self::System { pid, what: format!("reading {file} ({what})"), errno: Errno(libc::EINVAL) }
+            }
+            ReadError::TooMany { pid, .. } => {
+                Self::System { pid, what: "listing the mappings".into(), errno: Errno(libc::E2BIG) }
+            }
+            ReadError::Io { pid, file, source } => Self::System {
+                pid,
+                what: format!("reading {file}"),
+                errno: Errno(source.raw_os_error().unwrap_or(libc::EIO)),
+            },
+        }
+    }
+}
+
+/// Whether the process's main thread is frozen by its cgroup.
+pub fn is_frozen(process: &Process) -> bool {
+    let pid = process.pid();
+    match (process.stat(), thread::activity(process, pid)) {
+        (Ok(stat), Ok(activity)) => thread::frozen(process, pid, &stat, activity),
+        _ => false,
+    }
+}
+
+/// Runs `calls` in `process`, on a short-lived thread of this process.
+///
+/// This process must not end before ([`held`] counts what is left), and must not wait for any child with `waitpid`
+/// meanwhile: the kernel would report the target's stops there.
+pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
+    inject_into(process, None, calls, limits)
+}
+
+/// The same, but only while the process runs `program`.
+///
+/// # Errors
+///
+/// [`InjectError::OtherProgram`] if it runs another one.
+pub fn inject_into(
+    process: &Process,
+    program: Option<&ProgramId>,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<InjectionReport, InjectError> {
+    run((process, program), None, calls, limits)
+}
+
+/// Like [`inject`], but in the given thread of `process`, whatever that is doing. For tests.
+pub fn inject_thread(
+    process: &Process,
+    tid: i32,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<InjectionReport, InjectError> {
+    run((process, None), Some(tid), calls, limits)
+}
+
+fn run(
+    (process, program): (&Process, Option<&ProgramId>),
+    tid: Option<i32>,
+    calls: &[Call],
+    limits: &Limits,
+) -> Result<InjectionReport, InjectError> {
+    let pid = process.pid();
+    let mut report = InjectionReport::default();
+    let mut pause = FIRST_PAUSE;
+    let mut attempts = 0;
+    // What forbids tracing does so each time; the kernel says the same of a thread that is dying.
+    let mut is_denied = true;
+    while report.results.len() < calls.len() {
+        let rest = &calls[report.results.len()..];
+        let batch = &rest[..rest.len().min(limits.calls_per_stop.max(1))];
+        let Ended { results, stop_ns, unguarded, away_ns, verdict } =
+            engine::attempt((process, program), tid, batch, limits)?;
+        let advanced = !results.is_empty();
+        report.results.extend(results);
+        if let Some(stop_ns) = stop_ns {
+            report.stops += 1;
+            report.longest_stop_ns = report.longest_stop_ns.max(stop_ns);
+            report.total_stop_ns += stop_ns;
+            report.stop_lengths.add(stop_ns);
+            report.unguarded += u32::from(unguarded);
+            report.longest_away_ns = report.longest_away_ns.max(away_ns);
+        }
+        match verdict {
+            // Before the next stop it runs for as long as it was stopped.
+            Verdict::Done if report.results.len() < calls.len() => {
+                std::thread::sleep(Duration::from_nanos(stop_ns.unwrap_or(0)));
+            }
+            Verdict::Done => {}
+            Verdict::Failed(error) => return Err(error),
+            Verdict::Again(error) => {
+                attempts = if advanced { 0 } else { attempts + 1 };
+                is_denied &= matches!(error, InjectError::Denied { .. }) && report.stops == 0;
+                if attempts >= ATTEMPTS {
+                    let is_dying = matches!(error, InjectError::Denied { .. }) && !is_denied;
+                    return Err(if is_dying { InjectError::Busy { pid } } else { error });
+                }
+                if !process.stat().is_ok_and(|stat| stat.start_time_ticks == process.start_time_ticks()) {
+                    return Err(InjectError::Vanished { pid });
+                }
+                std::thread::sleep(pause);
+                pause *= 2;
+            }
+        }
+        if attempts == 0 {
+            pause = FIRST_PAUSE;
+        }
+    }
+    Ok(report)
+}
+
+/// A register as a signed number. `u64::cast_signed` is newer than the oldest supported compiler.
+const fn signed(word: u64) -> i64 {
+    i64::from_ne_bytes(word.to_ne_bytes())
+}
+
+/// The inverse of [`signed`].
+const fn unsigned(number: i64) -> u64 {
+    u64::from_ne_bytes(number.to_ne_bytes())
+}

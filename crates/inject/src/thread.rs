@@ -1,0 +1,339 @@
+//! Chooses the thread of the target that runs the calls.
+//!
+//! Any thread can, as they share one address space. The best one blocks in a call that the kernel restarts without
+//! effect. A running one will do. Never one in a call that returns a partial result when interrupted (a large write to a
+//! pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that does not stop at all
+//! (uninterruptible sleep, a vfork parent).
+
+use super::InjectError;
+use pagefold_procmem::process::{Process, ReadError, Stat};
+use rustix::fs::OFlags;
+use std::os::fd::AsRawFd;
+
+/// The number of threads examined at most. Each takes some 10 us.
+const MAX_THREADS: usize = 128;
+
+/// The content of `/proc/PID/task/TID/syscall`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activity {
+    /// Not blocked.
+    Running,
+    /// Blocked outside a system call: stopped, frozen, in a page fault.
+    Blocked,
+    /// Blocked in a system call.
+    Syscall {
+        /// Its number.
+        nr: i64,
+        /// Its arguments.
+        args: [u64; 6],
+        /// The program counter, just after the `syscall` instruction.
+        pc: u64,
+    },
+}
+
+impl Activity {
+    /// Parses the text of the file.
+    pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
+        let text = std::str::from_utf8(text).map_err(|_| "not ASCII")?.trim_end();
+        if text == "running" {
+            return Ok(Self::Running);
+        }
+        let mut fields = text.split(' ');
+        let nr: i64 = fields.next().unwrap_or_default().parse().map_err(|_| "the call is not a number")?;
+        let mut words = [0_u64; 8];
+        let wanted = if nr < 0 { 2 } else { 8 };
+        for word in &mut words[..wanted] {
+            let field = fields.next().ok_or("too few fields")?;
+            let digits = field.strip_prefix("0x").ok_or("a field is not hexadecimal")?;
+            *word = u64::from_str_radix(digits, 16).map_err(|_| "a field is not hexadecimal")?;
+        }
+        if nr < 0 {
+            return Ok(Self::Blocked);
+        }
+        let mut args = [0; 6];
+        args.copy_from_slice(&words[..6]);
+        // The stack pointer is between the arguments and the program counter.
+        Ok(Self::Syscall { nr, args, pc: words[7] })
+    }
+}
+
+/// How well a thread suits. Smaller is better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fitness {
+    /// Blocked in a call that restarts without effect.
+    Restarts,
+    /// Blocked in a call whose relative timeout starts over.
+    StartsOver,
+    /// Running, or stopped by job control.
+    User,
+}
+
+/// Judges a thread by its state letter and activity. `None`: not usable now.
+pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
+    match state {
+        b'R' | b'S' => {}
+        // Job control has interrupted its call already.
+        b'T' => return Some(Fitness::User),
+        _ => return None,
+    }
+    match activity {
+        Activity::Running | Activity::Blocked => Some(Fitness::User),
+        Activity::Syscall { nr, args, .. } => match nr {
+            libc::SYS_nanosleep
+            | libc::SYS_clock_nanosleep
+            | libc::SYS_futex
+            | libc::SYS_futex_waitv
+            | libc::SYS_poll
+            | libc::SYS_ppoll
+            | libc::SYS_select
+            | libc::SYS_pselect6
+            | libc::SYS_pause
+            | libc::SYS_rt_sigsuspend
+            | libc::SYS_wait4
+            | libc::SYS_waitid
+            | libc::SYS_msgrcv
+            // One of these with a timeout, after a stop.
+            | libc::SYS_restart_syscall => Some(Fitness::Restarts),
+            libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
+            libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
+            // It has submitted, so it answers the number submitted, having waited for less than it should.
+            libc::SYS_io_uring_enter if args[1] != 0 => None,
+            // Can be repaired, but may have sent a part: not chosen.
+            libc::SYS_sendto | libc::SYS_sendmsg => None,
+            nr if super::regs::repairable(nr) => Some(Fitness::StartsOver),
+            _ => None,
+        },
+    }
+}
+
+fn waitall() -> u64 {
+    u64::from(libc::MSG_WAITALL.unsigned_abs())
+}
+
+/// A thread, and its activity when it was examined.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate {
+    /// The thread.
+    pub tid: i32,
+    /// Its activity.
+    pub activity: Activity,
+}
+
+/// The result of choosing.
+#[derive(Debug)]
+pub enum Choice {
+    /// This thread.
+    Thread(Candidate),
+    /// No thread at this moment.
+    NoneNow,
+}
+
+/// Reads the state and activity of one thread.
+pub fn examine(process: &Process, tid: i32) -> Result<(Stat, Activity), ReadError> {
+    let file = format!("task/{tid}/stat");
+    let stat = Stat::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))?;
+    Ok((stat, activity(process, tid)?))
+}
+
+/// The current activity of a thread.
+pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
+    let file = format!("task/{tid}/syscall");
+    Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
+}
+
+/// Whether a cgroup freezer holds the thread. The signs are not documented, so a thread may be frozen though this returns
+/// false; then a time limit ends the attempt.
+pub fn frozen(process: &Process, tid: i32, stat: &Stat, activity: Activity) -> bool {
+    // Version 1 freezes threads during their sleep (Linux 6.1). Nothing else makes these sleeps uninterruptible.
+    if stat.state == b'D' && matches!(activity, Activity::Syscall { nr, .. } if only_sleeps(nr)) {
+        return true;
+    }
+    // Version 2 freezes them where signals are delivered; the compiler may inline that function into its caller, where a
+    // thread stopped by job control waits too (state T).
+    process.read_file(&format!("task/{tid}/wchan")).is_ok_and(|name| match name.as_slice() {
+        b"__refrigerator" | b"do_freezer_trap" => true,
+        b"get_signal" => stat.state == b'S',
+        _ => false,
+    })
+}
+
+fn only_sleeps(nr: i64) -> bool {
+    matches!(
+        nr,
+        libc::SYS_nanosleep
+            | libc::SYS_clock_nanosleep
+            | libc::SYS_futex
+            | libc::SYS_poll
+            | libc::SYS_ppoll
+            | libc::SYS_select
+            | libc::SYS_pselect6
+            | libc::SYS_epoll_wait
+            | libc::SYS_epoll_pwait
+            | libc::SYS_epoll_pwait2
+            | libc::SYS_restart_syscall
+    )
+}
+
+/// Chooses a thread of a process. The main thread is examined first.
+pub fn choose(process: &Process) -> Result<Choice, InjectError> {
+    let pid = process.pid();
+    let mut best: Option<(Fitness, Candidate)> = None;
+    let mut living = 0_usize;
+    for tid in threads(process)? {
+        let (stat, activity) = match examine(process, tid) {
+            Ok(found) => found,
+            // The thread has ended.
+            Err(ReadError::Vanished { .. } | ReadError::Absent { .. }) => continue,
+            Err(error) => return Err(InjectError::from_read(error)),
+        };
+        if stat.kernel_thread {
+            return Err(InjectError::KernelThread { pid });
+        }
+        if matches!(stat.state, b'Z' | b'X') {
+            continue;
+        }
+        living += 1;
+        if living == 1 && frozen(process, tid, &stat, activity) {
+            return Err(InjectError::Frozen { pid });
+        }
+        if stat.state == b't' {
+            return Err(InjectError::Traced { pid, by: tracer(process, tid) });
+        }
+        let Some(fitness) = fitness(stat.state, activity) else { continue };
+        if best.is_none_or(|(so_far, _)| fitness < so_far) {
+            best = Some((fitness, Candidate { tid, activity }));
+        }
+        if fitness == Fitness::Restarts {
+            break;
+        }
+    }
+    match best {
+        Some((Fitness::User, candidate))
+            if candidate.activity == Activity::Running
+                && (is_in_between(process, candidate.tid) || may_have_ring(process)) =>
+        {
+            Ok(Choice::NoneNow)
+        }
+        Some((_, candidate)) => Ok(Choice::Thread(candidate)),
+        None if living == 0 => Err(InjectError::Zombie { pid }),
+        None => Ok(Choice::NoneNow),
+    }
+}
+
+/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that call,
+/// which is not visible while it runs.
+fn is_in_between(process: &Process, tid: i32) -> bool {
+    const CHECKS: u32 = 8;
+    const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);
+    (0..CHECKS).any(|_| {
+        std::thread::sleep(PAUSE);
+        examine(process, tid).is_ok_and(|(stat, activity)| {
+            // No stop can interrupt an uninterruptible wait (for an mmap lock, a disk).
+            stat.state == b'S'
+                && matches!(activity, Activity::Syscall { .. })
+                && fitness(stat.state, activity).is_none()
+        })
+    })
+}
+
+/// Whether a process has an `io_uring`. Then a running thread may submit to it and wait at any moment, and no repair can
+/// tell a wait that was cut short. True where that cannot be known: a descriptor table too large to be read each time.
+fn may_have_ring(process: &Process) -> bool {
+    const MAX_DESCRIPTORS: usize = 16_384;
+    let Ok(directory) = process.open_with("fd", OFlags::DIRECTORY) else { return true };
+    let Ok(entries) = std::fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd())) else { return true };
+    for (count, entry) in entries.enumerate() {
+        let Ok(entry) = entry else { return true };
+        // One that is closed meanwhile has no target.
+        let target = std::fs::read_link(entry.path()).unwrap_or_default();
+        if count == MAX_DESCRIPTORS || target.as_os_str() == "anon_inode:[io_uring]" {
+            return true;
+        }
+    }
+    false
+}
+
+/// The process that traces a thread; 0 if there is none, or it is not visible from this pid namespace.
+pub fn tracer(process: &Process, tid: i32) -> i32 {
+    let field = |status: &[u8], name: &str| -> Option<i32> {
+        String::from_utf8_lossy(status).lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
+    };
+    let status = process.read_file(&format!("task/{tid}/status")).unwrap_or_default();
+    let by = field(&status, "TracerPid:").unwrap_or(0);
+    // The field holds the tracing thread.
+    match std::fs::read(format!("/proc/{by}/status")) {
+        Ok(status) if by != 0 => field(&status, "Tgid:").unwrap_or(by),
+        _ => by,
+    }
+}
+
+/// The first threads of a process.
+fn threads(process: &Process) -> Result<Vec<i32>, InjectError> {
+    let task = process.open_with("task", OFlags::DIRECTORY).map_err(InjectError::from_read)?;
+    let entries = std::fs::read_dir(format!("/proc/self/fd/{}", task.as_raw_fd()))
+        .map_err(|error| InjectError::from_read(ReadError::from_io(process.pid(), "task", error)))?;
+    Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).take(MAX_THREADS).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn activities_are_parsed() {
+        assert_eq!(Activity::parse(b"running\n"), Ok(Activity::Running));
+        assert_eq!(Activity::parse(b"-1 0x7ffd 0x401000\n"), Ok(Activity::Blocked));
+        let text = b"35 0x7ffd10 0x0 0x0 0x1 0x2 0x3 0x7ffd00 0x7f0012\n";
+        let args = [0x7f_fd10, 0, 0, 1, 2, 3];
+        assert_eq!(Activity::parse(text), Ok(Activity::Syscall { nr: 35, args, pc: 0x7f_0012 }));
+        for bad in [&b""[..], b"35", b"35 0x", b"x 0x1", b"35 1 2 3 4 5 6 7 8", b"\xff"] {
+            assert!(Activity::parse(bad).is_err(), "{bad:?}");
+        }
+        for cut in 0..text.len() - 10 {
+            let _ = Activity::parse(&text[..cut]);
+        }
+    }
+
+    fn call(nr: i64, args: [u64; 6]) -> Activity {
+        Activity::Syscall { nr, args, pc: 0 }
+    }
+
+    #[test]
+    fn threads_in_calls_that_cannot_restart_are_not_chosen() {
+        for nr in [
+            libc::SYS_write,
+            libc::SYS_writev,
+            libc::SYS_sendto,
+            libc::SYS_sendfile,
+            libc::SYS_splice,
+            libc::SYS_vfork,
+            libc::SYS_clone,
+            libc::SYS_clone3,
+            libc::SYS_execve,
+            libc::SYS_ioctl,
+            libc::SYS_recvmmsg,
+            libc::SYS_close,
+        ] {
+            assert_eq!(fitness(b'S', call(nr, [0; 6])), None, "{nr}");
+        }
+        assert_eq!(fitness(b'S', call(libc::SYS_recvfrom, [3, 0, 9, 0x100, 0, 0])), None);
+        assert_eq!(fitness(b'S', call(libc::SYS_recvmsg, [3, 0, 0x100, 0, 0, 0])), None);
+        assert_eq!(fitness(b'S', call(libc::SYS_io_uring_enter, [3, 1, 1, 1, 0, 0])), None);
+        assert_eq!(fitness(b'S', call(libc::SYS_io_uring_enter, [3, 0, 1, 1, 0, 0])), Some(Fitness::StartsOver));
+        for state in [b'D', b'Z', b'X', b't', b'I'] {
+            assert_eq!(fitness(state, Activity::Running), None);
+            assert_eq!(fitness(state, call(libc::SYS_nanosleep, [0; 6])), None);
+        }
+    }
+
+    #[test]
+    fn a_call_that_restarts_is_better_than_a_running_thread() {
+        let sleeping = fitness(b'S', call(libc::SYS_nanosleep, [0; 6])).unwrap();
+        let polling = fitness(b'S', call(libc::SYS_epoll_wait, [0; 6])).unwrap();
+        let computing = fitness(b'R', Activity::Running).unwrap();
+        assert!(sleeping < polling && polling < computing);
+        assert_eq!(fitness(b'T', Activity::Blocked), Some(Fitness::User));
+        assert_eq!(fitness(b'T', call(libc::SYS_write, [0; 6])), Some(Fitness::User));
+        assert_eq!(fitness(b'S', call(libc::SYS_recvfrom, [3, 0, 9, 0, 0, 0])), Some(Fitness::StartsOver));
+    }
+}

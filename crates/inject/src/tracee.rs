@@ -1,0 +1,508 @@
+//! A stopped thread: save, call, restore, detach.
+//!
+//! From the first register set to the last one restored ([`Tracee::make_calls`]) the code neither allocates nor panics
+//! nor receives signals, and returns only with the thread restored or dead. [`super::return_frame`] describes what
+//! happens to the thread if this process dies at one of the `fault::point`s.
+
+use super::progress::AttemptProgress;
+use super::ptrace::{self, Registers, SyscallEntry, TraceeEvent};
+use super::return_frame::ReturnFrame;
+use super::stack_check::StackCheck;
+use super::trampoline::Trampoline;
+use super::{Call, Errno, Limits, gadget, regs, signed, unsigned};
+use pagefold_procmem::image::ProgramId;
+use pagefold_procmem::os::fault;
+use pagefold_procmem::process::Process;
+
+/// Attempts at a call that signals interrupt (unmerging stops at any pending signal).
+const RESTARTS: u32 = 4;
+/// Time for an interrupted call to return before the caller learns that the thread is held.
+const GRACE_NS: u64 = 500_000_000;
+/// For how long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
+const SPIN_NS: u64 = 200_000;
+/// A stop that has lasted so long before the first call ends without one.
+const LATE_NS: u64 = 4_000_000;
+const LONGEST_NAP_NS: u64 = 5_000_000;
+
+/// Waits until the tracer or job control has stopped the thread. Signals that come first are delivered. `since_ns`
+/// becomes the time of the last check that found it running.
+pub fn wait_for_trap(tid: i32, until_ns: u64, since_ns: &mut u64) -> Option<i32> {
+    loop {
+        match wait(tid, until_ns, since_ns) {
+            TraceeEvent::Trap { signal } => return Some(signal),
+            TraceeEvent::Signal(signal) => ptrace::resume(tid, signal).ok()?,
+            TraceeEvent::Syscall => ptrace::resume(tid, 0).ok()?,
+            TraceeEvent::Gone | TraceeEvent::Nothing => return None,
+        }
+    }
+}
+
+/// Waits for the next event of the tracee.
+fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
+    let begun_ns = clock_ns();
+    loop {
+        let now_ns = clock_ns();
+        match ptrace::poll(tid) {
+            TraceeEvent::Nothing => *since_ns = now_ns,
+            found => return found,
+        }
+        if now_ns >= until_ns {
+            return TraceeEvent::Nothing;
+        }
+        let waited_ns = now_ns.saturating_sub(begun_ns);
+        if waited_ns < SPIN_NS {
+            // SAFETY: no arguments. The target may need this CPU.
+            unsafe { libc::sched_yield() };
+        } else {
+            // The end is noticed late by an eighth of the wait at most.
+            let nap_ns = signed((waited_ns / 8).min(LONGEST_NAP_NS));
+            let nap = libc::timespec { tv_sec: 0, tv_nsec: nap_ns };
+            // SAFETY: `nap` outlives the call.
+            unsafe { libc::nanosleep(&raw const nap, std::ptr::null_mut()) };
+        }
+    }
+}
+
+/// The monotonic clock, nanoseconds. Not `Instant`, whose arithmetic may panic.
+pub fn clock_ns() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` outlives the call, which cannot fail for this clock.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    unsigned(now.tv_sec).wrapping_mul(1_000_000_000).wrapping_add(unsigned(now.tv_nsec))
+}
+
+/// How a stop ended. In every case the thread is restored and released, or dead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopEnd {
+    Restored,
+    Gone,
+    /// A signal that cannot be blocked (SIGSTOP) had to be delivered.
+    Signal,
+    /// In a restartable sequence, or the program has changed since it was examined.
+    Unstable,
+    /// It runs another program than the one that the calls are for.
+    OtherProgram,
+    Filtered,
+    Compat,
+    Dispatched,
+    Fault,
+    Abandoned,
+    TimedOut,
+}
+
+/// Why no further call was made. Except for `Gone`, the thread is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum CallFailure {
+    Gone,
+    TimedOut,
+    Signal(i32),
+    /// The thread came to another system call than the one it was sent to. That call was not made.
+    Diverted,
+}
+
+/// A stopped thread.
+pub struct Tracee<'a> {
+    pub tid: i32,
+    /// The program that the calls are for, if not any.
+    pub program: Option<(&'a Process, ProgramId)>,
+    /// When it was stopped.
+    pub since_ns: u64,
+    /// Stopped by the tracer's interrupt, not by job control.
+    pub by_us: bool,
+    pub is_main_thread: bool,
+    /// A `syscall` instruction, that of the trampoline if there is one.
+    pub instruction: u64,
+    pub trampoline: Option<Trampoline>,
+    pub stack_check: Option<StackCheck>,
+}
+
+/// The result of a stop.
+#[derive(Clone, Copy, Debug)]
+pub struct StopResult {
+    /// The number of calls made.
+    pub made: usize,
+    pub end: StopEnd,
+    /// Registers were borrowed without a return frame.
+    pub unguarded: bool,
+    /// For how long registers were borrowed.
+    pub away_ns: u64,
+}
+
+impl Tracee<'_> {
+    /// Makes the calls, restores the thread and releases it.
+    pub fn make_calls(
+        &self,
+        calls: &[Call],
+        answers: &mut [i64],
+        limits: &Limits,
+        progress: &AttemptProgress,
+        frame: &mut ReturnFrame,
+    ) -> StopResult {
+        let tid = self.tid;
+        let stopped_with = |end: StopEnd| StopResult { made: 0, end, unguarded: false, away_ns: 0 };
+        let release = |end: StopEnd| match ptrace::set_options(tid, 0).and(ptrace::detach(tid, 0)) {
+            Ok(()) => stopped_with(end),
+            Err(_) => stopped_with(StopEnd::Gone),
+        };
+        // At once, whatever happens next: until then a release, or the death of this process, is an EINTR for the thread.
+        let Ok(original) = repair(tid, self.by_us) else { return release(StopEnd::Gone) };
+        fault::point("stopped");
+        if let Some(unusable) = self.unusable(&original) {
+            return release(unusable);
+        }
+        let Ok(mask) = ptrace::signal_mask(tid) else { return release(StopEnd::Gone) };
+        // A pending signal of a fault would be taken for one of the borrowed registers, and lost. Any other may have to end
+        // the interrupted call with EINTR, which a return by the frame cannot do.
+        let Some(pending) = ptrace::pending_signals(tid) else { return release(StopEnd::Unstable) };
+        if pending & FAULTS != 0 || self.by_us && regs::restarts(&original) && pending & !mask != 0 {
+            return release(StopEnd::Unstable);
+        }
+        // Only a check, cleared before the thread runs: filters are suspended within each call only.
+        let can_suspend = ptrace::set_options(tid, SUSPENDED).is_ok();
+        if ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
+            return release(StopEnd::Gone);
+        }
+        fault::point("options-set");
+        if !can_suspend && !unfiltered(tid) {
+            return release(StopEnd::Filtered);
+        }
+        if self.is_late() {
+            return release(StopEnd::Unstable);
+        }
+        let trampoline = self.trampoline.filter(|found| self.write_frame(frame, &original, mask, *found));
+        fault::point("frame-written");
+        let calling = Calling { tracee: self, original: &original, mask, trampoline, frame, can_suspend };
+        let is_late = self.is_late();
+        if is_late || !progress.enter() {
+            calling.undo_frame();
+            return release(if is_late { StopEnd::Unstable } else { StopEnd::Abandoned });
+        }
+        let since_ns = clock_ns();
+        let (made, end) = calling.run(calls, answers, limits, progress);
+        progress.leave();
+        StopResult { made, end, unguarded: trampoline.is_none(), away_ns: clock_ns().saturating_sub(since_ns) }
+    }
+
+    /// Whether the memory read so far has taken so long that a sibling holds the lock of the memory map, for which the call
+    /// would wait as well.
+    fn is_late(&self) -> bool {
+        clock_ns().saturating_sub(self.since_ns) > LATE_NS
+    }
+
+    /// Writes the return frame. False: nothing was written.
+    fn write_frame(&self, frame: &mut ReturnFrame, original: &Registers, mask: u64, trampoline: Trampoline) -> bool {
+        let goal = regs::return_registers(original, self.number_restarted(original));
+        let room = |bytes| self.stack_check.as_ref()?.unused(self.is_main_thread, self.tid, original, bytes);
+        frame.prepare(self.tid, &goal, mask, trampoline, room) && frame.write(self.tid)
+    }
+
+    /// The call that continues as `restart_syscall` after an earlier stop, if the thread is in one.
+    fn number_restarted(&self, original: &Registers) -> Option<i64> {
+        let mut code = [0_u8; 64];
+        let from = original.rip.wrapping_sub(2 + 64);
+        if signed(original.orig_rax) == libc::SYS_restart_syscall {
+            ptrace::read(self.tid, from, &mut code).ok().and_then(|()| regs::number_in_code(&code))
+        } else {
+            None
+        }
+    }
+
+    /// Why this stop must not be used, if so.
+    fn unusable(&self, stopped: &Registers) -> Option<StopEnd> {
+        let tid = self.tid;
+        // No exec can come between this and the release: it would kill the thread.
+        if !is_same(self.program) {
+            return Some(StopEnd::OtherProgram);
+        }
+        if !regs::is_64_bit(stopped) {
+            return Some(StopEnd::Compat);
+        }
+        // The kernel aborts a restartable sequence on the way back to it. If the thread ran elsewhere first, the kernel
+        // would not notice when it returns to the middle: the sequence would not be atomic.
+        if !regs::in_syscall(stopped) && self.in_restartable_sequence(stopped) {
+            return Some(StopEnd::Unstable);
+        }
+        // The kernel checks this before the entry stop: the thread would get SIGSYS. Unknown before Linux 6.4.
+        if ptrace::dispatches_syscalls(tid).unwrap_or(false) {
+            return Some(StopEnd::Dispatched);
+        }
+        // The code was found before the stop; an exec in between replaces it.
+        let there = match self.trampoline {
+            Some(trampoline) => trampoline.is_there(tid),
+            None => ptrace::peek(tid, self.instruction).is_ok_and(gadget::is_syscall),
+        };
+        (!there).then_some(StopEnd::Unstable)
+    }
+
+    fn in_restartable_sequence(&self, stopped: &Registers) -> bool {
+        const SECTION_IN_AREA: u64 = 8;
+        let word = |addr: u64| ptrace::peek(self.tid, addr).unwrap_or(0);
+        let area = ptrace::rseq_area(self.tid).unwrap_or(0);
+        if area == 0 {
+            return false;
+        }
+        // The pointer stays set after the section until the kernel next checks, so the range decides.
+        let section = word(area.wrapping_add(SECTION_IN_AREA));
+        section != 0
+            && regs::in_critical_section(stopped, word(section.wrapping_add(8)), word(section.wrapping_add(16)))
+    }
+}
+
+/// A thread that runs, or is about to run, with borrowed registers.
+struct Calling<'a> {
+    tracee: &'a Tracee<'a>,
+    original: &'a Registers,
+    mask: u64,
+    /// The code to return by. `None`: it has no return frame.
+    trampoline: Option<Trampoline>,
+    frame: &'a ReturnFrame,
+    /// Whether the thread's seccomp filters can be suspended.
+    can_suspend: bool,
+}
+
+impl Calling<'_> {
+    fn run(
+        &self,
+        calls: &[Call],
+        answers: &mut [i64],
+        limits: &Limits,
+        progress: &AttemptProgress,
+    ) -> (usize, StopEnd) {
+        let tid = self.tracee.tid;
+        if let Some(trampoline) = self.trampoline {
+            if ptrace::set_registers(tid, &regs::returning(self.original, self.frame.base, trampoline.sigreturn))
+                .is_err()
+            {
+                return (0, StopEnd::Gone);
+            }
+            fault::point("registers-set");
+        }
+        // Signals wait until the thread is restored: a handler's frame would contain the borrowed registers. Not those of
+        // faults: the kernel would reset the handler of a blocked one; unblocked it only stops the thread.
+        if ptrace::set_signal_mask(tid, self.mask | !FAULTS).is_err() {
+            return (0, StopEnd::Gone);
+        }
+        fault::point("mask-set");
+        let (made, broken) = self.call_all(calls, answers, limits, progress);
+        match broken {
+            None => self.release(0, (made, StopEnd::Restored)),
+            Some(CallFailure::Gone) => (made, StopEnd::Gone),
+            Some(CallFailure::TimedOut) => self.release(0, (made, StopEnd::TimedOut)),
+            Some(CallFailure::Diverted) => self.release(0, (made, StopEnd::Unstable)),
+            Some(CallFailure::Signal(signal)) if is_ours(signal, ptrace::signal_cause(tid)) => {
+                self.release(0, (made, StopEnd::Fault))
+            }
+            Some(CallFailure::Signal(signal)) => self.release(signal, (made, StopEnd::Signal)),
+        }
+    }
+
+    /// Makes one call after the other. Returns the number made, and why not all.
+    fn call_all(
+        &self,
+        calls: &[Call],
+        answers: &mut [i64],
+        limits: &Limits,
+        progress: &AttemptProgress,
+    ) -> (usize, Option<CallFailure>) {
+        let mut made = 0;
+        for (call, answer) in calls.iter().zip(answers) {
+            for _ in 0..RESTARTS {
+                match self.call_once(call, limits, progress) {
+                    Ok(value) => *answer = value,
+                    Err(broken) => return (made, Some(broken)),
+                }
+                // Resuming takes the thread past its pending signals, so the same one does not interrupt again.
+                if !(-516..=-512).contains(&*answer) {
+                    break;
+                }
+            }
+            made += 1;
+        }
+        (made, None)
+    }
+
+    fn call_once(&self, call: &Call, limits: &Limits, progress: &AttemptProgress) -> Result<i64, CallFailure> {
+        let tid = self.tracee.tid;
+        let gone = |_: Errno| CallFailure::Gone;
+        // With a return frame it is already on its way to the entry of `rt_sigreturn`.
+        if self.trampoline.is_none() {
+            let registers = regs::calling(self.original, self.tracee.instruction, call.nr, &call.args);
+            ptrace::set_registers(tid, &registers).map_err(gone)?;
+            fault::point("registers-set");
+        }
+        ptrace::resume_to_syscall(tid).map_err(gone)?;
+        fault::point("resumed");
+        let mut inside = false;
+        let mut is_ours = true;
+        let mut interrupted = false;
+        let mut unused = 0;
+        // Before the call the thread only returns to user space, where a freezer may hold it.
+        let mut until_ns = clock_ns().saturating_add(limits.stop_ns);
+        loop {
+            match wait(tid, until_ns, &mut unused) {
+                TraceeEvent::Syscall if !inside => {
+                    fault::point("entry");
+                    inside = true;
+                    until_ns = clock_ns().saturating_add(limits.call_ns);
+                    is_ours = self.take_over(call).map_err(gone)?;
+                    fault::point("call-set");
+                    ptrace::resume_to_syscall(tid).map_err(gone)?;
+                    fault::point("called");
+                }
+                TraceeEvent::Syscall => {
+                    fault::point("exit");
+                    ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).map_err(gone)?;
+                    let answer = signed(ptrace::registers(tid).map_err(gone)?.rax);
+                    return if !is_ours {
+                        Err(CallFailure::Diverted)
+                    } else if interrupted && (-516..=-512).contains(&answer) {
+                        Err(CallFailure::TimedOut)
+                    } else {
+                        Ok(answer)
+                    };
+                }
+                TraceeEvent::Trap { .. } if interrupted => return Err(CallFailure::TimedOut),
+                // Job control. Detaching puts the thread back into its group's stop.
+                TraceeEvent::Trap { .. } => ptrace::resume_to_syscall(tid).map_err(gone)?,
+                TraceeEvent::Signal(signal) => return Err(CallFailure::Signal(signal)),
+                TraceeEvent::Gone => return Err(CallFailure::Gone),
+                TraceeEvent::Nothing if !interrupted => {
+                    interrupted = true;
+                    until_ns = clock_ns().saturating_add(GRACE_NS);
+                    ptrace::interrupt(tid).map_err(gone)?;
+                }
+                TraceeEvent::Nothing => {
+                    // Only waiting remains: the thread cannot be restored before it stops.
+                    until_ns = u64::MAX;
+                    progress.get_stuck();
+                }
+            }
+        }
+    }
+
+    /// At the entry of a system call: replaces it by `call`, verifies that, and suspends the seccomp filters until its exit.
+    /// False: the thread is not at the entry of a 64-bit call, because other code has run than it was sent to; then no call
+    /// is made.
+    ///
+    /// Up to here a sibling may have replaced the code. From here to the exit only the kernel has the number and arguments.
+    fn take_over(&self, call: &Call) -> Result<bool, Errno> {
+        let tid = self.tracee.tid;
+        let (rsp, rip) = match self.trampoline {
+            // To the `ret` after the instruction.
+            Some(trampoline) => (self.frame.base, trampoline.syscall.wrapping_add(2)),
+            None => (self.original.rsp, self.tracee.instruction.wrapping_add(2)),
+        };
+        let wanted = SyscallEntry { nr: unsigned(call.nr), args: call.args, rip };
+        let is_entry = ptrace::syscall_entry(tid)?.is_some();
+        if is_entry {
+            ptrace::set_registers(tid, &regs::entering(self.original, rsp, rip, call.nr, &call.args))?;
+        }
+        let is_ours = is_entry && ptrace::syscall_entry(tid)? == Some(wanted);
+        if !is_ours {
+            let mut skipped = ptrace::registers(tid)?;
+            skipped.orig_rax = u64::MAX;
+            ptrace::set_registers(tid, &skipped)?;
+        }
+        if self.can_suspend {
+            ptrace::set_options(tid, SUSPENDED)?;
+        }
+        Ok(is_ours)
+    }
+
+    /// Restores the thread's signal mask, registers, memory and filter, and releases it with `signal`.
+    fn release(&self, signal: i32, outcome: (usize, StopEnd)) -> (usize, StopEnd) {
+        match self.restore().and_then(|()| ptrace::detach(self.tracee.tid, signal)) {
+            Ok(()) => outcome,
+            // Killed meanwhile.
+            Err(_) => (outcome.0, StopEnd::Gone),
+        }
+    }
+
+    fn restore(&self) -> Result<(), Errno> {
+        let tid = self.tracee.tid;
+        ptrace::set_signal_mask(tid, self.mask)?;
+        fault::point("mask-restored");
+        ptrace::set_registers(tid, self.original)?;
+        fault::point("registers-restored");
+        self.undo_frame();
+        fault::point("memory-restored");
+        ptrace::set_options(tid, 0)?;
+        fault::point("options-cleared");
+        Ok(())
+    }
+
+    /// Restores the memory that the frame covers.
+    fn undo_frame(&self) {
+        if self.trampoline.is_some() {
+            self.frame.unwrite(self.tracee.tid);
+        }
+    }
+}
+
+/// Whether a process runs this program.
+pub fn is_same(program: Option<(&Process, ProgramId)>) -> bool {
+    program.is_none_or(|(process, program)| ProgramId::of(process).is_ok_and(|now| now == program))
+}
+
+/// Sets the registers with which a stopped thread continues as if it had not been interrupted. Returns them.
+pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
+    let stopped = ptrace::registers(tid)?;
+    if !regs::is_64_bit(&stopped) {
+        return Ok(stopped);
+    }
+    let by_syscall_instruction = ptrace::peek(tid, stopped.rip.wrapping_sub(2)).is_ok_and(gadget::is_syscall);
+    let original = regs::repaired(&stopped, by_us, by_syscall_instruction);
+    if original.rax != stopped.rax {
+        ptrace::set_registers(tid, &original)?;
+    }
+    Ok(original)
+}
+
+/// Whether a signal was raised by what the thread did with borrowed registers, so that it must not receive it. Signals that
+/// can arrive at any time do not count: the overflow of a performance counter (TRAP_PERF), a memory error (BUS_MCEERR_AR,
+/// BUS_MCEERR_AO), and SIGSYS, because no injected call is denied.
+fn is_ours(signal: i32, cause: Option<i32>) -> bool {
+    const TRAP_PERF: i32 = 6;
+    const BUS_MCEERR: [i32; 2] = [4, 5];
+    let Some(cause) = cause else { return false };
+    match signal {
+        libc::SIGTRAP => cause != TRAP_PERF,
+        libc::SIGBUS => !BUS_MCEERR.contains(&cause),
+        libc::SIGSYS => false,
+        _ => FAULTS & bit(signal) != 0,
+    }
+}
+
+/// The options of a thread whose seccomp filters are suspended.
+const SUSPENDED: u64 = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
+
+/// Signals that the kernel raises for what a thread does.
+const FAULTS: u64 = bit(libc::SIGSEGV)
+    | bit(libc::SIGBUS)
+    | bit(libc::SIGILL)
+    | bit(libc::SIGFPE)
+    | bit(libc::SIGTRAP)
+    | bit(libc::SIGSYS);
+
+const fn bit(signal: i32) -> u64 {
+    1 << (signal - 1)
+}
+
+/// Whether the stopped thread has no seccomp filter.
+fn unfiltered(tid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{tid}/status")).is_ok_and(|status| {
+        status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "0"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_stay_unblocked() {
+        assert_eq!(FAULTS & bit(libc::SIGUSR1), 0);
+        assert_ne!(FAULTS & bit(libc::SIGSEGV), 0);
+        assert_ne!(!FAULTS & bit(libc::SIGALRM), 0);
+    }
+}

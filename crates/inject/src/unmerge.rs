@@ -1,0 +1,345 @@
+//! Unmerging: unmarks everything marked in a process, so that every merged page gets its own copy again.
+//!
+//! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap
+//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target runs.
+//! So that is done first, in steps with a check of the target's memory limits before each, and then one call unmarks a
+//! whole mapping, with little left to copy. A part of a mapping is not unmarked on its own: that would split the mapping,
+//! which a program that moves its memory meanwhile would notice. The exceptions are processes with many zero pages that
+//! ksmd has replaced by the kernel's, which only the call unmerges, and kernels that do not distinguish merged pages from
+//! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
+
+use crate::mark::{RETRY_LIMIT, RETRY_PAUSE};
+use crate::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
+use pagefold_engine::relief::UNMERGE_STEP;
+use pagefold_engine::units::{Bytes, PAGE_BYTES, PAGE_SIZE, Pages, Vpn};
+use pagefold_procmem::Roots;
+use pagefold_procmem::headroom::{Headroom, headroom};
+use pagefold_procmem::image::ProgramId;
+use pagefold_procmem::kpageflags::shows_merged;
+use pagefold_procmem::ksm_stat::KsmStat;
+use pagefold_procmem::maps::{VmaDetail, read_marked};
+use pagefold_procmem::memory::PageReader;
+use pagefold_procmem::merge_any::PR_SET_MEMORY_MERGE;
+use pagefold_procmem::numa::PreferNode;
+use pagefold_procmem::os::abandonable::advance;
+use pagefold_procmem::os::fault;
+use pagefold_procmem::process::{Process, ReadError};
+use std::thread::sleep;
+use std::time::Instant;
+use thiserror::Error;
+
+/// Address space whose copies are made after one check of the limits: 8 MiB, 8 ms at about a gigabyte a second.
+const STEP_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
+/// Address space unmarked by one call that copies little: walking it takes some 40 ms at most.
+const WHOLE_BYTES: u64 = 1 << 30;
+/// Attempts before giving up on mappings that keep changing or calls that signals keep interrupting.
+const ATTEMPTS: u32 = 5;
+
+/// The result of unmerging a process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unmerged {
+    /// Address space unmarked.
+    pub unmarked: Bytes,
+    /// Memory unmerged. Zero pages are included only where the kernel counts them per process (6.10).
+    pub given_back: Bytes,
+    /// The longest stop of the target, nanoseconds.
+    pub longest_stop_ns: u64,
+    /// The mappings that were marked.
+    pub mappings: Vec<UnmarkedMapping>,
+}
+
+/// A mapping that was marked before its process was unmerged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UnmarkedMapping {
+    /// First address.
+    pub start: u64,
+    /// Address after the last one.
+    pub end: u64,
+    /// How much of it is not marked any more.
+    pub unmarked: Bytes,
+}
+
+/// Why a process could not be unmerged, or not completely.
+#[derive(Debug, Error)]
+pub enum UnmergeError {
+    /// The process cannot be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// The calls could not be made.
+    #[error(transparent)]
+    Inject(#[from] InjectError),
+    /// The copies would not fit into its memory limits.
+    #[error("process {pid} has room for {:.0} MiB only, but each step of unmerging needs {:.0} MiB; raise the memory limit of its cgroup or free memory, then unmerge again", left.mib(), wanted.mib())]
+    NoRoom {
+        /// The process.
+        pid: i32,
+        /// The room that its limits leave.
+        left: Bytes,
+        /// The size of a step, with a margin.
+        wanted: Bytes,
+    },
+    /// It keeps its memory map locked: neither can it be read, nor can its marks be changed.
+    #[error("process {pid} ({name}) keeps its memory map locked")]
+    Locked {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+    },
+    /// It takes longer.
+    #[error("process {pid} ({name}) is still being unmerged")]
+    UnderWay {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+    },
+    /// The kernel refused, or the mappings kept changing.
+    #[error("process {pid} could not be unmerged completely: {why}")]
+    Left {
+        /// The process.
+        pid: i32,
+        /// The system's error.
+        why: String,
+    },
+}
+
+impl UnmergeError {
+    /// Whether the process keeps its memory map locked.
+    pub fn is_late(&self) -> bool {
+        match self {
+            Self::Read(error) => error.is_late(),
+            Self::Locked { .. } => true,
+            _ => false,
+        }
+    }
+
+    /// Whether the process has ended, so that nothing of it is merged any more.
+    pub fn has_ended(&self) -> bool {
+        matches!(
+            self,
+            Self::Read(ReadError::Vanished { .. })
+                | Self::Inject(InjectError::Vanished { .. } | InjectError::Zombie { .. })
+        )
+    }
+}
+
+/// A range of addresses in pieces that one call may unmark: the start of each, and its length in bytes.
+pub fn steps(start: u64, end: u64, step: Bytes) -> impl Iterator<Item = (u64, u64)> {
+    let by = usize::try_from(step.0).unwrap_or(usize::MAX);
+    (start..end).step_by(by).map(move |at| (at, step.0.min(end - at)))
+}
+
+/// How much of a process's address space one call may unmark: little if the call itself has to make the copies.
+pub fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
+    let zero_kib = KsmStat::of(process)?.zero_kib;
+    let copies = zero_kib.saturating_mul(1024) > STEP_BYTES || !shows_merged();
+    Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
+}
+
+/// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave
+/// room for the next step. `report` shows what was done, also after an error.
+pub fn unmark_in_steps(
+    (process, program): (&Process, &ProgramId),
+    injector: &InjectorHandle,
+    roots: &Roots,
+    calls: &[Call],
+    report: &mut InjectionReport,
+) -> Result<(), UnmergeError> {
+    let limits = Limits { calls_per_stop: 1, ..Limits::default() };
+    let check = |copies: u64| {
+        let Headroom { left, margin } = headroom(process, &roots.proc, &roots.cgroup)?;
+        let wanted = Bytes(copies + margin.0);
+        if left < wanted { Err(UnmergeError::NoRoom { pid: process.pid(), left, wanted }) } else { Ok(()) }
+    };
+    let mut reader = PageReader::new();
+    let _prefer_node = PreferNode::of(process);
+    for call in calls {
+        let mut copies_by_call = STEP_BYTES;
+        if call.nr == libc::SYS_madvise && shows_merged() {
+            for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {
+                check(STEP_BYTES)?;
+                reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
+            }
+            // They have been made. If the call waited for room for more, it'd never be made where they just fit.
+            copies_by_call = 0;
+        }
+        check(copies_by_call)?;
+        fault::point("unmark");
+        let done = injector.run_in(process, program, std::slice::from_ref(call), &limits)?;
+        fault::point("unmarked");
+        advance();
+        report.results.extend(done.results);
+        report.stops += done.stops;
+        report.longest_stop_ns = report.longest_stop_ns.max(done.longest_stop_ns);
+        report.total_stop_ns += done.total_stop_ns;
+        report.stop_lengths += done.stop_lengths;
+    }
+    Ok(())
+}
+
+/// Refuses processes without memory. Nothing can be marked in these, but the user may have named the wrong process.
+pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
+    let (pid, stat) = (process.pid(), process.stat()?);
+    if stat.kernel_thread {
+        return Err(InjectError::KernelThread { pid }.into());
+    }
+    if stat.has_ended() {
+        return Err(InjectError::Zombie { pid }.into());
+    }
+    Ok(())
+}
+
+/// Unmarks everything marked in a process. `done` shows what was done, also after an error.
+///
+/// # Errors
+///
+/// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; what was unmarked before stays so.
+pub fn unmerge(
+    process: &Process,
+    injector: &InjectorHandle,
+    roots: &Roots,
+    done: &mut Unmerged,
+) -> Result<(), UnmergeError> {
+    need_memory(process)?;
+    let program = ProgramId::of(process)?;
+    let before = MarkState::of(process)?;
+    let ran = unmark_all((process, &program), injector, roots, before.clone(), &mut done.longest_stop_ns);
+    match (&ran, MarkState::of(process)) {
+        (_, Ok(after)) => done.record(&before, &after),
+        // Nothing is known to be unmarked.
+        (Ok(()), Err(error)) => return Err(error.into()),
+        (Err(_), Err(_)) => {}
+    }
+    ran
+}
+
+fn unmark_all(
+    (process, program): (&Process, &ProgramId),
+    injector: &InjectorHandle,
+    roots: &Roots,
+    mut state: MarkState,
+    longest_stop_ns: &mut u64,
+) -> Result<(), UnmergeError> {
+    let mut why = String::new();
+    let mut attempts = ATTEMPTS;
+    let end = Instant::now() + RETRY_LIMIT;
+    while attempts > 0 {
+        let calls = state.calls(step_bytes(process)?);
+        if calls.is_empty() {
+            break;
+        }
+        let mut report = InjectionReport::default();
+        let ran = unmark_in_steps((process, program), injector, roots, &calls, &mut report);
+        *longest_stop_ns = report.longest_stop_ns.max(*longest_stop_ns);
+        if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
+            why = errno.to_string();
+        }
+        match ran {
+            // Unmarking twice does no harm.
+            Err(UnmergeError::Inject(error)) if error.is_passing() && Instant::now() < end => sleep(RETRY_PAUSE),
+            ran => {
+                ran?;
+                attempts -= 1;
+            }
+        }
+        state = MarkState::of(process)?;
+    }
+    if state.is_marked() { Err(UnmergeError::Left { pid: process.pid(), why }) } else { Ok(()) }
+}
+
+impl Unmerged {
+    /// Records what has become of what was marked.
+    fn record(&mut self, before: &MarkState, after: &MarkState) {
+        self.given_back = Bytes(before.merged_kib.saturating_sub(after.merged_kib).saturating_mul(1024));
+        for &(start, end) in &before.marked {
+            let still = after.marked.iter().map(|&(from, to)| to.min(end).saturating_sub(from.max(start)));
+            let unmarked = Bytes(end - start - still.sum::<u64>());
+            self.unmarked = Bytes(self.unmarked.0 + unmarked.0);
+            self.mappings.push(UnmarkedMapping { start, end, unmarked });
+        }
+    }
+}
+
+/// The marked and merged memory of a process.
+#[derive(Clone, Debug)]
+pub struct MarkState {
+    merge_any: bool,
+    /// Marked mappings.
+    pub marked: Vec<(u64, u64)>,
+    /// Merged memory.
+    pub merged_kib: u64,
+    /// What unmarking may copy: all marked memory where the kernel does not show how much of it is merged (6.7).
+    copies_kib: u64,
+}
+
+impl MarkState {
+    /// Reads all of it.
+    fn of(process: &Process) -> Result<Self, ReadError> {
+        Ok(Self::new(&read_marked(process)?, KsmStat::of(process)?))
+    }
+
+    /// That of these marked mappings.
+    pub fn new(details: &[VmaDetail], stat: KsmStat) -> Self {
+        let copies = |detail: &VmaDetail| detail.ksm_kib.unwrap_or((detail.vma.end - detail.vma.start) / 1024);
+        let copies_kib: u64 = details.iter().map(copies).sum();
+        let merged_kib: u64 = details.iter().filter_map(|detail: &VmaDetail| detail.ksm_kib).sum();
+        Self {
+            merge_any: stat.merge_any,
+            marked: details.iter().map(|detail| (detail.vma.start, detail.vma.end)).collect(),
+            merged_kib: merged_kib.saturating_add(stat.zero_kib),
+            copies_kib: copies_kib.saturating_add(stat.zero_kib),
+        }
+    }
+
+    /// Memory that is still marked.
+    pub fn marked_bytes(&self) -> Bytes {
+        Bytes(self.marked.iter().map(|(start, end)| end - start).sum())
+    }
+
+    fn is_marked(&self) -> bool {
+        self.merge_any || !self.marked.is_empty()
+    }
+
+    /// The calls that remove the marks.
+    pub fn calls(&self, step: Bytes) -> Vec<Call> {
+        let calls = |&(start, end): &(u64, u64)| {
+            steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
+        };
+        // Ends the marking of future mappings, and unmarks at once what is left: only if that is no more than a step.
+        let little_left = self.copies_kib <= STEP_BYTES / 1024;
+        let end = (self.merge_any && little_left).then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
+        self.marked.iter().flat_map(calls).chain(end).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(merge_any: bool, bytes: u64, copies_kib: u64) -> MarkState {
+        MarkState { merge_any, marked: vec![(0x1000, 0x1000 + bytes)], merged_kib: 0, copies_kib }
+    }
+
+    #[test]
+    fn large_mappings_are_unmarked_in_steps() {
+        let lengths = |step| {
+            let calls = state(false, STEP_BYTES + 4096, 0).calls(Bytes(step));
+            calls.iter().map(|call| call.args[1]).collect::<Vec<_>>()
+        };
+        assert_eq!(lengths(STEP_BYTES), [STEP_BYTES, 4096]);
+        assert_eq!(lengths(WHOLE_BYTES), [STEP_BYTES + 4096]);
+    }
+
+    #[test]
+    fn the_call_that_unmarks_everything_comes_last_when_little_is_left() {
+        let prctls = |state: MarkState| {
+            let calls = state.calls(Bytes(STEP_BYTES));
+            calls.iter().map(|call| call.nr == libc::SYS_prctl).collect::<Vec<_>>()
+        };
+        assert_eq!(prctls(state(true, 2 * STEP_BYTES, 2 * STEP_BYTES / 1024)), [false, false]);
+        assert_eq!(prctls(state(true, 2 * STEP_BYTES, STEP_BYTES / 1024)), [false, false, true]);
+        assert_eq!(prctls(state(true, 0, 0)), [true]);
+        assert_eq!(prctls(state(false, 4096, 0)), [false]);
+    }
+}

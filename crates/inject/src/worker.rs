@@ -1,0 +1,446 @@
+//! The injector: the process that makes calls in targets, and the protocol to ask it.
+//!
+//! A tracer that dies while a target has borrowed registers may kill the target. So the tracer is a process of its own
+//! that does nothing else, ignores every signal that can be ignored, is out of reach of ctrl-C, and ends when the process
+//! that started it has ended (end of file), but never while it holds a target.
+//!
+//! It is started by the process that uses it ([`super::injector`]), or by a service manager for each connection to a socket. The latter keeps
+//! it out of the seccomp filters of a hardened service, under which no tracer may suspend its targets' filters.
+//!
+//! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request: a late
+//! one is recognized and dropped.
+
+use super::{Call, InjectError, InjectionReport, Limits, held, inject_into, unsigned};
+use pagefold_procmem::image::ProgramId;
+use pagefold_procmem::os::peer::{Peer, is_trusted};
+use pagefold_procmem::os::privileges::{INJECTING, keep_from_dumps, keep_only};
+use pagefold_procmem::process::Process;
+use serde::{Deserialize, Serialize};
+use std::io::{self, BufRead, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const VERSION: u32 = 3;
+/// The longest line accepted: some 40,000 calls.
+const LINE_BYTES: u64 = 8 << 20;
+/// Time for a reply that has probably come already.
+const GLANCE: Duration = Duration::from_millis(1);
+/// Time for a reply beyond the limits of its request.
+const SLACK: Duration = Duration::from_secs(5);
+
+#[derive(PartialEq, Serialize, Deserialize)]
+pub(crate) struct Request {
+    version: u32,
+    id: u64,
+    pid: i32,
+    start_time_ticks: u64,
+    /// The program to make the calls in. `None`: any.
+    program: Option<ProgramId>,
+    pub(crate) calls: Vec<Call>,
+    pub(crate) limits: Limits,
+}
+
+#[derive(PartialEq, Serialize, Deserialize)]
+pub(crate) struct Reply {
+    version: u32,
+    id: u64,
+    /// The pid of the injector.
+    pid: u32,
+    /// CPU time of the injector since it started.
+    cpu_ns: u64,
+    /// Why it accepts no requests from this user, if so.
+    refusal: Option<String>,
+    result: Result<InjectionReport, InjectError>,
+}
+
+/// The connection to an injector.
+#[derive(Debug)]
+pub(super) struct Connection {
+    /// If this process started it.
+    child: Option<Child>,
+    pid: u32,
+    stream: UnixStream,
+    /// The part of the next reply that has been read.
+    pending: Vec<u8>,
+    last_id: u64,
+    /// A request was written in part; the injector would misread the next one.
+    broken: bool,
+    refusal: Option<String>,
+    cpu_ns: u64,
+    /// Whether the last request has not been answered.
+    is_waiting: bool,
+}
+
+impl Connection {
+    fn new(pid: u32, child: Option<Child>, stream: UnixStream) -> Self {
+        Self {
+            child,
+            pid,
+            stream,
+            pending: Vec::new(),
+            last_id: 0,
+            broken: false,
+            refusal: None,
+            cpu_ns: 0,
+            is_waiting: false,
+        }
+    }
+
+    pub(super) fn spawn(command: &mut Command) -> io::Result<Self> {
+        let (stream, theirs) = UnixStream::pair()?;
+        let theirs: OwnedFd = theirs.into();
+        command.stdin(Stdio::from(theirs.try_clone()?)).stdout(Stdio::from(theirs));
+        let child = command.spawn();
+        // The command would keep the injector's end open in this process, which would then not notice its death.
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let child = child?;
+        Ok(Self::new(child.id(), Some(child), stream))
+    }
+
+    pub(super) fn connect(path: &Path) -> io::Result<Self> {
+        let stream = UnixStream::connect(path)?;
+        let uid = Peer::of(&stream)?.uid;
+        if !is_trusted(uid) {
+            let what = format!("the socket belongs to user {uid}, which is not trusted");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+        }
+        let mut connection = Self::new(0, None, stream);
+        // An empty batch for this process, to see whether the other end accepts requests.
+        let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
+        let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
+        match connection.run((&own, None), &[], &Limits::default(), None) {
+            Ok(_) => Ok(connection),
+            Err(_) if connection.refusal.is_some() => {
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, connection.refusal.take().unwrap_or_default()))
+            }
+            Err(error) => Err(io::Error::other(error.to_string())),
+        }
+    }
+
+    /// Whether the other end exists and understands what is sent next.
+    pub(super) fn is_usable(&self) -> bool {
+        let mut byte = 0_u8;
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        // SAFETY: `byte` outlives the call, which writes at most that.
+        let read = unsafe { libc::recv(self.stream.as_raw_fd(), (&raw mut byte).cast(), 1, flags) };
+        let is_open = match read {
+            0 => false,
+            1.. => true,
+            _ => matches!(io::Error::last_os_error().kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted),
+        };
+        is_open && !self.broken
+    }
+
+    /// Hangs up, and returns the process if this one has started it. It ends as soon as it holds no target.
+    pub(super) fn end(&mut self) -> Option<Child> {
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        self.child.take()
+    }
+
+    pub(super) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    pub(super) fn is_child(&self) -> bool {
+        self.child.is_some()
+    }
+
+    /// CPU time up to the last reply, nanoseconds.
+    pub(super) fn cpu_ns(&self) -> u64 {
+        self.cpu_ns
+    }
+
+    pub(super) fn take_cpu_ns(&mut self) -> u64 {
+        std::mem::take(&mut self.cpu_ns)
+    }
+
+    /// Makes a request. With `patience` the reply is waited for no longer than that, and not at all behind another one.
+    pub(super) fn run(
+        &mut self,
+        (process, program): (&Process, Option<&ProgramId>),
+        calls: &[Call],
+        limits: &Limits,
+        patience: Option<Duration>,
+    ) -> Result<InjectionReport, InjectError> {
+        if self.broken {
+            return Err(InjectError::WorkerSilent);
+        }
+        if self.is_waiting && patience.is_some() {
+            let _ = self.reply(Instant::now() + GLANCE)?;
+        }
+        self.last_id += 1;
+        let request = Request {
+            version: VERSION,
+            id: self.last_id,
+            pid: process.pid(),
+            start_time_ticks: process.start_time_ticks(),
+            program: program.copied(),
+            calls: calls.to_vec(),
+            limits: *limits,
+        };
+        let limit = reply_limit(calls.len(), limits);
+        let deadline = Instant::now() + patience.map_or(limit, |patience| patience.min(limit));
+        let mut line = serde_json::to_vec(&request).map_err(|error| malformed(&error))?;
+        line.push(b'\n');
+        self.stream.set_write_timeout(Some(limit)).map_err(|_| InjectError::WorkerGone)?;
+        let written = self.stream.write_all(&line).map_err(|error| {
+            self.broken = disconnected(&error) == InjectError::WorkerSilent;
+            disconnected(&error)
+        });
+        // An injector that refuses this user replies and hangs up without reading: the reply counts, not the broken pipe.
+        if let Err(InjectError::WorkerSilent) = written {
+            return Err(InjectError::WorkerSilent);
+        }
+        self.is_waiting = true;
+        self.reply(deadline)?
+    }
+
+    /// Waits for the reply to the last request.
+    fn reply(&mut self, deadline: Instant) -> Result<Result<InjectionReport, InjectError>, InjectError> {
+        loop {
+            let line = self.line(deadline)?;
+            let reply: Reply = serde_json::from_slice(&line).map_err(|error| malformed(&error))?;
+            if reply.version != VERSION {
+                return Err(InjectError::Protocol { what: format!("version {} of the protocol", reply.version) });
+            }
+            self.pid = reply.pid;
+            self.cpu_ns = self.cpu_ns.max(reply.cpu_ns);
+            if reply.refusal.is_some() {
+                self.refusal = reply.refusal;
+            }
+            // 0: the request was malformed.
+            if reply.id == self.last_id || reply.id == 0 {
+                self.is_waiting = false;
+                return Ok(reply.result);
+            }
+        }
+    }
+
+    fn line(&mut self, deadline: Instant) -> Result<Vec<u8>, InjectError> {
+        let mut chunk = [0; 16 << 10];
+        loop {
+            if let Some(end) = self.pending.iter().position(|&byte| byte == b'\n') {
+                let rest = self.pending.split_off(end + 1);
+                return Ok(std::mem::replace(&mut self.pending, rest));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(InjectError::WorkerSilent);
+            }
+            self.stream.set_read_timeout(Some(left)).map_err(|_| InjectError::WorkerGone)?;
+            match self.stream.read(&mut chunk) {
+                Ok(0) => return Err(InjectError::WorkerGone),
+                Ok(read) => self.pending.extend_from_slice(&chunk[..read]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(disconnected(&error)),
+            }
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // At the end of file the injector ends within a millisecond. If it holds a target it lives on until that is
+        // restored.
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let Some(child) = &mut self.child else { return };
+        for _ in 0..50 {
+            match child.try_wait() {
+                Ok(None) => std::thread::sleep(Duration::from_millis(2)),
+                _ => return,
+            }
+        }
+    }
+}
+
+/// The time limit of a reply: all limits used up, with two attempts at each batch.
+pub(crate) fn reply_limit(calls: usize, limits: &Limits) -> Duration {
+    let calls = u64::try_from(calls).unwrap_or(u64::MAX);
+    let per_stop = u64::try_from(limits.calls_per_stop.max(1)).unwrap_or(1);
+    let stops_ns = calls.div_ceil(per_stop).saturating_mul(limits.stop_ns).saturating_mul(2);
+    let total_ns = calls.saturating_mul(limits.call_ns).saturating_add(stops_ns);
+    SLACK.saturating_add(Duration::from_nanos(total_ns)).min(Duration::from_secs(3600))
+}
+
+fn disconnected(error: &io::Error) -> InjectError {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => InjectError::WorkerSilent,
+        _ => InjectError::WorkerGone,
+    }
+}
+
+fn malformed(error: &serde_json::Error) -> InjectError {
+    InjectError::Protocol { what: error.to_string() }
+}
+
+/// Runs the injector: replies to the requests on standard input until its end.
+pub fn serve() -> ! {
+    shield_process();
+    pagefold_procmem::os::fault::init();
+    // Before anything is read, and after everything above that needs more capabilities.
+    if let Err(error) = keep_only(&INJECTING) {
+        eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
+        std::process::exit(1)
+    }
+    let mut input = io::stdin().lock();
+    let mut output = io::stdout().lock();
+    if let Some(refusal) = refusal(&input) {
+        let result = Err(InjectError::WorkerGone);
+        let _ = send(&mut output, &Reply::new(0, Some(refusal), result));
+        std::process::exit(1)
+    }
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut input).take(LINE_BYTES).read_until(b'\n', &mut line) {
+            Ok(0) | Err(_) => break,
+            Ok(_) => {}
+        }
+        // A line without an end is part of a request from a process that died.
+        if line.last() != Some(&b'\n') {
+            break;
+        }
+        let (id, result) = answer(&line);
+        if send(&mut output, &Reply::new(id, None, result)).is_err() {
+            break;
+        }
+    }
+    while held() > 0 {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::process::exit(0)
+}
+
+impl Reply {
+    fn new(id: u64, refusal: Option<String>, result: Result<InjectionReport, InjectError>) -> Self {
+        Self { version: VERSION, id, pid: std::process::id(), cpu_ns: cpu_ns(), refusal, result }
+    }
+}
+
+fn send(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
+    let mut bytes = serde_json::to_vec(reply)?;
+    bytes.push(b'\n');
+    output.write_all(&bytes).and_then(|()| output.flush())
+}
+
+/// Why requests from the other end of `input` are refused, if so. An input other than a socket comes from the parent.
+fn refusal(input: &impl AsFd) -> Option<String> {
+    let stream = UnixStream::from(input.as_fd().try_clone_to_owned().ok()?);
+    let peer = Peer::of(&stream).ok()?;
+    (!is_trusted(peer.uid)).then(|| "only root may use this injector; run the command with sudo".to_owned())
+}
+
+fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
+    let request: Request = match serde_json::from_slice(line) {
+        Ok(request) => request,
+        Err(error) => return (0, Err(malformed(&error))),
+    };
+    if request.version != VERSION {
+        let what = format!("version {} of the protocol", request.version);
+        return (request.id, Err(InjectError::Protocol { what }));
+    }
+    let result = match Process::open(request.pid) {
+        Ok(process) if process.start_time_ticks() == request.start_time_ticks => {
+            inject_into(&process, request.program.as_ref(), &request.calls, &request.limits)
+        }
+        Ok(_) => Err(InjectError::Vanished { pid: request.pid }),
+        Err(error) => Err(InjectError::from_read(error)),
+    };
+    (request.id, result)
+}
+
+/// Lets nothing but SIGKILL end this process.
+fn shield_process() {
+    const IGNORED: [i32; 10] = [
+        libc::SIGINT,
+        libc::SIGTERM,
+        libc::SIGHUP,
+        libc::SIGQUIT,
+        libc::SIGPIPE,
+        libc::SIGUSR1,
+        libc::SIGUSR2,
+        libc::SIGALRM,
+        libc::SIGTSTP,
+        libc::SIGTTOU,
+    ];
+    for signal in IGNORED {
+        // SAFETY: ignoring a signal installs no handler.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    // SAFETY: no arguments. Fails if this process already leads a group, and then ctrl-C does not reach it either.
+    unsafe { libc::setsid() };
+    // The out-of-memory killer must not choose it in the middle of a call. Needs CAP_SYS_RESOURCE; without it, a small
+    // process is an unlikely choice.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+    // The tracing threads inherit it, and so need no CAP_SYS_NICE. Without it stops are longer where cores are scarce.
+    // SAFETY: numbers only.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) };
+    keep_from_dumps();
+}
+
+fn cpu_ns() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` outlives the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut now) };
+    unsigned(now.tv_sec).saturating_mul(1_000_000_000).saturating_add(unsigned(now.tv_nsec))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_engine::stops::StopLengths;
+
+    #[test]
+    fn requests_of_another_version_and_malformed_ones_get_a_reply() {
+        let limits = Limits::default();
+        let request =
+            Request { version: VERSION + 1, id: 7, pid: 1, start_time_ticks: 0, program: None, calls: vec![], limits };
+        let (id, result) = answer(&serde_json::to_vec(&request).unwrap());
+        assert!(id == 7 && matches!(result, Err(InjectError::Protocol { .. })));
+        for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":3}\n"] {
+            assert!(matches!(answer(line), (0, Err(InjectError::Protocol { .. }))));
+        }
+    }
+
+    #[test]
+    fn a_reused_pid_is_not_touched() {
+        let pid = i32::try_from(std::process::id()).unwrap();
+        let request = Request {
+            version: VERSION,
+            id: 1,
+            pid,
+            start_time_ticks: 1,
+            program: None,
+            calls: vec![Call::madvise(0, 0, 0)],
+            limits: Limits::default(),
+        };
+        assert_eq!(answer(&serde_json::to_vec(&request).unwrap()), (1, Err(InjectError::Vanished { pid })));
+    }
+
+    #[test]
+    fn replies_are_the_same_after_a_round_trip() {
+        let report = InjectionReport {
+            results: vec![Ok(u64::MAX), Err(super::super::Errno(12))],
+            stops: 1,
+            longest_stop_ns: 2,
+            total_stop_ns: 3,
+            stop_lengths: StopLengths([1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, u64::MAX]),
+            ..InjectionReport::default()
+        };
+        for result in [Ok(report), Err(InjectError::Traced { pid: 1, by: 2 }), Err(InjectError::WorkerSilent)] {
+            let reply = Reply::new(u64::MAX, None, result.clone());
+            let back: Reply = serde_json::from_slice(&serde_json::to_vec(&reply).unwrap()).unwrap();
+            assert!(back.result == result && back.id == u64::MAX);
+        }
+    }
+
+    #[test]
+    fn patience_is_bounded() {
+        let endless = Limits { stop_ns: u64::MAX, call_ns: u64::MAX, calls_per_stop: 0 };
+        assert_eq!(reply_limit(usize::MAX, &endless), Duration::from_secs(3600));
+        assert!(reply_limit(0, &Limits::default()) >= SLACK);
+    }
+}

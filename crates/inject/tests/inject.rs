@@ -1,0 +1,620 @@
+//! Injection into real processes in every state that matters.
+//!
+//! The victims (`victim` of pagefold-testkit) check that they notice nothing; the tests check that the calls took effect.
+//! Nothing is merged: the memory of each victim is unique.
+
+use pagefold_engine::random::mix;
+use pagefold_inject::{
+    Call, Errno, InjectError, InjectionReport, Limits, ProgramId, held, inject, inject_into, inject_thread,
+};
+use pagefold_procmem::process::Process;
+use pagefold_testkit::injection::*;
+use pagefold_testkit::{Freezer, Holder, send, skip, skip_unsupported, tids, victim_binary, wait_until};
+use std::time::{Duration, Instant};
+
+// ---- blocked in a call --------------------------------------------------------------------------------------------
+
+/// Calls that only a signal ends.
+const WITHOUT_END: [&str; 2] = ["sigsuspend", "pause"];
+
+fn blocked(mode: &str) {
+    let mut victim = Victim::start(mode);
+    let line = victim.line();
+    if let Some(why) = line.strip_prefix("bad: skip: ") {
+        return skip(format!("{mode}: {why}"));
+    }
+    let nr: i64 = line.strip_prefix("blocking ").expect(&line).parse().unwrap();
+    victim.wait_blocked(nr);
+    victim.mark_repeatedly(4);
+    assert_eq!(victim.line(), "again", "{mode}");
+    victim.wait_blocked(nr);
+    victim.mark_repeatedly(3);
+    victim.wait_blocked(nr);
+    // The signal, and at once an injection.
+    victim.kill(libc::SIGUSR1);
+    victim.mark(MARK).unwrap();
+    victim.expect_ok(mode);
+    assert!(victim.is_marked());
+}
+
+#[test]
+fn a_blocked_thread_notices_nothing_and_a_real_signal_still_interrupts_it() {
+    if !can_inject() {
+        return;
+    }
+    std::thread::scope(|scope| {
+        for mode in BLOCKING.into_iter().filter(|mode| !WITHOUT_END.contains(mode)) {
+            std::thread::Builder::new().name(mode.into()).spawn_scoped(scope, move || blocked(mode)).unwrap();
+        }
+    });
+    assert_eq!(held(), 0);
+}
+
+// ---- other states -------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_computing_thread_notices_nothing() {
+    if !can_inject() {
+        return;
+    }
+    for mode in ["busy", "threads"] {
+        let mut victim = Victim::start(mode);
+        victim.mark_repeatedly(15);
+        victim.expect_ok(mode);
+    }
+}
+
+#[test]
+fn restartable_sequences_stay_atomic() {
+    let Some(mut victim) = Victim::if_possible("rseq") else { return };
+    let mut injected = 0;
+    let begun = Instant::now();
+    let (least, most) = (Duration::from_millis(1200), Duration::from_secs(60));
+    while begun.elapsed() < least || injected <= 50 && begun.elapsed() < most {
+        match victim.mark(MARK) {
+            Ok(_) => injected += 1,
+            Err(InjectError::Busy { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    victim.send();
+    let line = victim.line();
+    if line.starts_with("bad: skip") {
+        return skip_unsupported(line);
+    }
+    println!("{injected} injections, {line}");
+    assert!(injected > 50);
+    assert!(!line.starts_with("aborted 0 "), "no sequence was ever interrupted: {line}");
+    victim.expect_ok("rseq");
+}
+
+#[test]
+fn a_stopped_process_stays_stopped() {
+    let Some(mut victim) = Victim::if_possible("stopped") else { return };
+    victim.wait_state(b'T');
+    victim.mark_repeatedly(3);
+    victim.wait_state(b'T');
+    victim.kill(libc::SIGCONT);
+    victim.expect_ok("stopped");
+    // Stopped while it blocks, and continued in the middle of it.
+    let mut victim = Victim::start("idle");
+    for round in 0..20 {
+        victim.kill(if round % 2 == 0 { libc::SIGSTOP } else { libc::SIGCONT });
+        assert_eq!(victim.mark(MARK).unwrap().results, [Ok(0)]);
+    }
+    victim.kill(libc::SIGSTOP);
+    victim.wait_state(b'T');
+    victim.mark_repeatedly(1);
+    pause_ms(5);
+    victim.wait_state(b'T');
+    victim.kill(libc::SIGCONT);
+    victim.finish("idle");
+}
+
+#[test]
+fn a_thread_that_would_notice_a_stop_is_not_stopped() {
+    if !can_inject() {
+        return;
+    }
+    let mut writer = Victim::start("big-write");
+    writer.wait_blocked(libc::SYS_write);
+    assert!(matches!(writer.mark(MARK), Err(InjectError::NoSafeThread { .. })));
+    let mut parent = Victim::start("vfork");
+    parent.wait_state(b'D');
+    assert!(matches!(parent.mark(MARK), Err(InjectError::NoSafeThread { .. })));
+    // Injecting into it all the same gives up within the limit, and detaches.
+    let begun = Instant::now();
+    let limits = Limits { stop_ns: 50_000_000, ..Limits::default() };
+    let forced = inject_thread(&parent.process, parent.pid(), &parent.calls(MARK, 1), &limits);
+    assert!(matches!(forced, Err(InjectError::TimedOut { .. })), "{forced:?}");
+    assert!(begun.elapsed() < Duration::from_secs(10), "the limit is 50 ms");
+    wait_until("the victim is detached", || !parent.is_traced());
+    writer.expect_ok("big-write");
+    parent.expect_ok("vfork");
+
+    let mut receiver = Victim::try_start(&["torture", "waitall"]).unwrap();
+    receiver.wait_blocked(libc::SYS_recvfrom);
+    receiver.mark_repeatedly(5);
+    receiver.finish("waitall");
+}
+
+#[test]
+fn a_process_without_its_main_thread_can_be_marked() {
+    if !can_inject() {
+        return;
+    }
+    let mut victim = Victim::try_start(&["torture", "main-exit"]).unwrap();
+    victim.wait_state(b'Z');
+    wait_until("the other thread is there", || tids(victim.pid()).len() == 2);
+    victim.mark_repeatedly(3);
+    victim.finish("main-exit");
+}
+
+#[test]
+fn no_signal_is_lost_or_doubled() {
+    let Some(mut victim) = Victim::if_possible("queue") else { return };
+    let mut sent = 0_u32;
+    let pid = victim.pid();
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(move || {
+            let mut sent = 0_u32;
+            while begun.elapsed() < Duration::from_millis(900) {
+                let value = libc::sigval { sival_ptr: std::ptr::null_mut() };
+                // EAGAIN: the queue is full.
+                // SAFETY: the value is a null pointer that no handler uses.
+                sent += u32::from(unsafe { libc::sigqueue(pid, libc::SIGRTMIN(), value) } == 0);
+                std::thread::sleep(Duration::from_micros(20));
+            }
+            sent
+        });
+        while !sender.is_finished() {
+            match victim.mark(MARK) {
+                Ok(report) => assert_eq!(report.results, [Ok(0)]),
+                // A signal waits nearly all the time.
+                Err(error) => assert!(error.is_passing(), "{error}"),
+            }
+        }
+        sent += sender.join().unwrap();
+    });
+    assert!(sent > 100);
+    victim.send();
+    assert_eq!(victim.line(), format!("counted {sent}"));
+    victim.expect_ok("queue");
+}
+
+#[test]
+fn seccomp_filters_are_suspended_and_restored() {
+    if !can_inject() {
+        return;
+    }
+    for (mode, dies) in [("strict", true), ("filter-kill", true), ("filter-errno", false), ("filter-trap", false)] {
+        let mut victim = Victim::start(mode);
+        if mode != "strict" {
+            let line = victim.line();
+            if line != "filtered" {
+                skip(line);
+                continue;
+            }
+        }
+        victim.wait_blocked(libc::SYS_read);
+        match victim.mark(MARK) {
+            Err(error @ InjectError::Filtered { .. }) => {
+                skip(error);
+                continue;
+            }
+            other => assert_eq!(other.unwrap().results, [Ok(0)]),
+        }
+        victim.mark_repeatedly(2);
+        victim.finish(mode);
+        if dies {
+            // Its own madvise runs into the filter.
+            use std::os::unix::process::ExitStatusExt;
+            let signal = victim.program.child.0.wait().unwrap().signal();
+            assert_eq!(signal, Some(if mode == "strict" { libc::SIGKILL } else { libc::SIGSYS }), "{mode}");
+        }
+    }
+}
+
+#[test]
+fn a_traced_process_is_refused() {
+    let Some(mut victim) = Victim::if_possible("idle") else { return };
+    // SAFETY: no memory is passed, and the target is a child of this thread.
+    assert_eq!(unsafe { libc::ptrace(0x4206, victim.pid(), 0, 0) }, 0);
+    let own = i32::try_from(std::process::id()).unwrap();
+    match victim.mark(MARK) {
+        Err(InjectError::Traced { pid, by }) => {
+            assert_eq!(pid, victim.pid());
+            assert_eq!(by, own);
+        }
+        other => panic!("{other:?}"),
+    }
+    // SAFETY: no memory is passed, and the target is a child of this thread.
+    assert_eq!(unsafe { libc::ptrace(0x4207, victim.pid(), 0, 0) }, 0);
+    let mut status = 0;
+    // SAFETY: the kernel writes the status.
+    assert_eq!(unsafe { libc::waitpid(victim.pid(), &raw mut status, libc::__WALL) }, victim.pid());
+    assert!(matches!(victim.mark(MARK), Err(InjectError::Traced { .. })));
+    // SAFETY: no memory is passed, and the target is a child of this thread.
+    assert_eq!(unsafe { libc::ptrace(libc::PTRACE_DETACH, victim.pid(), 0, 0) }, 0);
+    victim.mark_repeatedly(1);
+    victim.finish("idle");
+}
+
+#[test]
+fn each_process_that_cannot_be_injected_has_its_own_error() {
+    let calls = [Call::madvise(0, 0, MARK)];
+    let limits = Limits::default();
+    // PID 2 is kthreadd, unless this is a pid namespace.
+    match Process::open(2) {
+        Ok(thread) if thread.stat().unwrap().kernel_thread => {
+            assert_eq!(inject(&thread, &calls, &limits), Err(InjectError::KernelThread { pid: 2 }));
+        }
+        _ => skip_unsupported("PID 2 is no kernel thread: this is a PID namespace"),
+    }
+    let mut victim = Victim::start("idle");
+    victim.kill(libc::SIGKILL);
+    victim.wait_state(b'Z');
+    assert_eq!(victim.mark(MARK), Err(InjectError::Zombie { pid: victim.pid() }));
+    victim.program.child.0.wait().unwrap();
+    assert_eq!(victim.mark(MARK), Err(InjectError::Vanished { pid: victim.pid() }));
+    // An empty batch does not stop its target.
+    assert_eq!(inject(&Process::open(1).unwrap(), &[], &limits), Ok(InjectionReport::default()));
+}
+
+#[test]
+fn a_32_bit_program_is_refused_untouched() {
+    if !can_inject() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let child = match start_compat(dir.path()) {
+        Ok(child) => child,
+        Err(why) => return skip_unsupported(why),
+    };
+    let pid = child.pid();
+    let process = Process::open(pid).unwrap();
+    wait_until("it is blocked in pause(2)", || process.stat().is_ok_and(|stat| stat.state == b'S'));
+    let refused = inject(&process, &[Call::madvise(0, 0, MARK)], &Limits::default());
+    let state = process.stat().unwrap().state;
+    assert_eq!(refused, Err(InjectError::Compat { pid }));
+    assert_eq!(state, b'S');
+}
+
+// ---- frozen -------------------------------------------------------------------------------------------------------
+
+fn a_frozen_process_is_refused(version: u32) {
+    if !can_inject() {
+        return;
+    }
+    // Before the freezer, so dropped after it: a frozen process cannot be killed.
+    let mut victim = Victim::start("idle");
+    let Some(freezer) = Freezer::create(version) else {
+        return skip_unsupported(format!("no freezer of version {version} is mounted"));
+    };
+    freezer.add(victim.pid());
+    freezer.freeze(true);
+    wait_until("frozen", || freezer.is_frozen());
+    let begun = Instant::now();
+    let limits = Limits { stop_ns: 60_000_000, call_ns: 60_000_000, calls_per_stop: 8 };
+    let calls = victim.calls(MARK, 1);
+    assert_eq!(inject(&victim.process, &calls, &limits), Err(InjectError::Frozen { pid: victim.pid() }));
+    // As if it had been frozen after it was checked: found out by the limits.
+    let forced = inject_thread(&victim.process, victim.pid(), &calls, &limits);
+    assert!(matches!(forced, Err(InjectError::Frozen { .. })), "{forced:?}");
+    assert!(begun.elapsed() < Duration::from_secs(10), "the limits are 60 ms");
+    assert!(!victim.is_marked() && freezer.is_frozen());
+    freezer.freeze(false);
+    wait_until("thawed", || !freezer.is_frozen());
+    // Until then the injector stays with the thread, which would find its call interrupted otherwise.
+    wait_until("the victim is detached", || !victim.is_traced());
+    victim.mark_repeatedly(2);
+    // Frozen and thawed meanwhile.
+    std::thread::scope(|scope| {
+        let freezing = scope.spawn(|| {
+            for round in 0..60 {
+                freezer.freeze(round % 2 == 0);
+                pause_ms(3);
+            }
+            freezer.freeze(false);
+        });
+        while !freezing.is_finished() {
+            match inject(&victim.process, &calls, &Limits { stop_ns: 10_000_000, ..Limits::default() }) {
+                Ok(_) => {}
+                Err(error) if error.is_passing() => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+    });
+    wait_until("the victim is released", || held() == 0 && !victim.is_traced());
+    victim.finish("idle");
+}
+
+#[test]
+fn a_frozen_process_is_refused_v1() {
+    a_frozen_process_is_refused(1);
+}
+
+#[test]
+fn a_frozen_process_is_refused_v2() {
+    a_frozen_process_is_refused(2);
+}
+
+// ---- dying and changing ---------------------------------------------------------------------------------------------
+
+#[test]
+fn a_target_that_dies_at_any_moment_is_an_error_of_its_own() {
+    if !can_inject() {
+        return;
+    }
+    let mut ran = 0;
+    for round in 0..300_u64 {
+        let victim = Victim::start(["sleeper", "busy", "threads"][usize::try_from(round % 3).unwrap()]);
+        let pid = victim.pid();
+        let killer = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_micros(mix(round) % 4000));
+            send(pid, libc::SIGKILL);
+        });
+        let begun = Instant::now();
+        let calls = [victim.calls(MARK, 1)[0], victim.calls(UNMARK, 1)[0]].repeat(8);
+        let error = loop {
+            match inject(&victim.process, &calls, &Limits::default()) {
+                Ok(report) => {
+                    assert!(report.results.iter().all(|&result| result == Ok(0)));
+                    ran += 1;
+                }
+                // On a busy machine it takes longer to die than a stop may last. Then the next attempt finds it dead.
+                Err(InjectError::TimedOut { .. }) if begun.elapsed() < Duration::from_secs(20) => {}
+                Err(error) => break error,
+            }
+        };
+        assert!(
+            matches!(
+                error,
+                InjectError::Vanished { .. }
+                    | InjectError::Zombie { .. }
+                    | InjectError::Busy { .. }
+                    | InjectError::NoSafeThread { .. }
+            ),
+            "{error}"
+        );
+        assert!(begun.elapsed() < Duration::from_secs(30), "it hung after {error}");
+        killer.join().unwrap();
+    }
+    println!("{ran} batches were completed before their targets died");
+    assert_eq!(held(), 0);
+}
+
+#[test]
+fn threads_forks_and_execs_continue() {
+    if !can_inject() {
+        return;
+    }
+    for (mode, args) in [("churn", ["churn"].as_slice()), ("execs", &["torture", "execs"])] {
+        let mut victim = Victim::try_start(args).unwrap();
+        let mut injected = 0;
+        let (shortest, longest) = (Duration::from_millis(900), Duration::from_secs(60));
+        let begun = Instant::now();
+        while begun.elapsed() < shortest || injected <= 20 && begun.elapsed() < longest {
+            match victim.mark(MARK) {
+                // After an exec there is other memory at the address, or none.
+                Ok(report) => {
+                    injected += 1;
+                    let result = report.results[0];
+                    assert!(matches!(result, Ok(0) | Err(Errno(libc::ENOMEM | libc::EINVAL))), "{result:?}");
+                }
+                Err(error) => assert!(error.is_passing(), "{error}"),
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        println!("{mode}: {injected} injections");
+        assert!(injected > 20);
+        victim.finish(mode);
+    }
+}
+
+// ---- batches --------------------------------------------------------------------------------------------------------
+
+#[test]
+fn a_batch_has_a_result_for_each_call() {
+    let Some(mut victim) = Victim::if_possible("idle") else { return };
+    let mark = victim.calls(MARK, 1)[0];
+    let mut calls = vec![mark; 10];
+    calls[4] = Call::madvise(victim.addr + 1, 4096, MARK);
+    calls[6] = Call::madvise(1 << 46, 4096, MARK);
+    calls[9] = Call { nr: libc::SYS_getpid, args: [0; 6] };
+    let limits = Limits { calls_per_stop: 4, ..Limits::default() };
+    let report = inject(&victim.process, &calls, &limits).unwrap();
+    let mut expected = vec![Ok(0); 10];
+    expected[4] = Err(Errno(libc::EINVAL));
+    expected[6] = Err(Errno(libc::ENOMEM));
+    expected[9] = Ok(u64::try_from(victim.pid()).unwrap());
+    assert_eq!(report.results, expected);
+    assert_eq!(report.stops, 3);
+    assert!(report.total_stop_ns >= report.longest_stop_ns);
+    let (set, get) = (libc::PR_SET_THP_DISABLE, libc::PR_GET_THP_DISABLE);
+    let huge_pages =
+        [Call::prctl(set, [1, 0, 0, 0]), Call::prctl(get, [0; 4]), Call::prctl(set, [0; 4]), Call::prctl(get, [0; 4])];
+    let report = inject(&victim.process, &huge_pages, &PATIENT).unwrap();
+    assert_eq!(report.results, [Ok(0), Ok(1), Ok(0), Ok(0)]);
+    victim.finish("idle");
+}
+
+#[test]
+fn a_call_that_does_not_end_is_aborted() {
+    let Some(mut victim) = Victim::if_possible("idle") else { return };
+    let limits = Limits { call_ns: 30_000_000, ..Limits::default() };
+    let begun = Instant::now();
+    let endless = inject(&victim.process, &[Call { nr: libc::SYS_pause, args: [0; 6] }], &limits);
+    assert!(matches!(endless, Err(InjectError::TimedOut { .. })), "{endless:?}");
+    assert!(begun.elapsed() < Duration::from_secs(10), "the limit is 30 ms");
+    victim.mark_repeatedly(1);
+    victim.finish("idle");
+}
+
+/// A fork of 512 MiB holds the lock of the memory map for milliseconds, and what is done in a stop waits for it.
+#[test]
+fn stops_are_short_beside_a_sibling_that_forks() {
+    if !can_inject() {
+        return;
+    }
+    let mut victim = Victim::start("forks");
+    assert_eq!(victim.line(), "forking");
+    let (mut stops, mut refused) = (Vec::new(), 0);
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(30) && stops.len() < 400 {
+        match victim.mark(MARK) {
+            Ok(report) => stops.push(report.longest_stop_ns),
+            Err(error) => {
+                assert!(error.is_passing(), "{error}");
+                refused += 1;
+            }
+        }
+        pause_ms(5);
+    }
+    stops.sort_unstable();
+    let at = |permille: usize| stops[(stops.len() - 1) * permille / 1000] as f64 / 1e6;
+    let [half, tenth, hundredth, most] = [500, 900, 990, 1000].map(at);
+    let count = stops.len();
+    println!("{count} stops, {refused} refused; ms: p50 {half:.3}, p90 {tenth:.3}, p99 {hundredth:.3}, max {most:.3}");
+    assert!(count > 20 && half < 20.0 && most < 1000.0);
+    victim.send();
+    victim.expect_ok("forks");
+}
+
+/// An exec keeps pid and start time. The address of the memory to mark is that of a program that was seen, and differs in
+/// every other one: a call made in another program fails.
+#[test]
+fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
+    if !can_inject() {
+        return;
+    }
+    let mut without = 0;
+    for checks in [false, true] {
+        let mut victim = Victim::try_start(&["torture", "execs"]).unwrap();
+        let (mut made, mut refused) = (0, 0);
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_secs(3) || made == 0 && begun.elapsed() < Duration::from_secs(60) {
+            let Ok(judged) = ProgramId::of(&victim.process) else { continue };
+            let Ok(maps) = victim.process.read_file("maps") else { continue };
+            let maps = String::from_utf8(maps).unwrap();
+            let Some(heap) = maps.lines().find(|line| line.ends_with("[heap]")) else { continue };
+            let start = u64::from_str_radix(heap.split_once('-').unwrap().0, 16).unwrap();
+            if !ProgramId::of(&victim.process).is_ok_and(|now| now == judged) {
+                continue;
+            }
+            // Until it is stopped it may execute again.
+            pause_ms(1);
+            let calls = [Call::madvise(start, 4096, MARK)];
+            match inject_into(&victim.process, checks.then_some(&judged), &calls, &Limits::default()) {
+                Ok(report) if report.results == [Ok(0)] => made += 1,
+                Ok(report) if checks => panic!("a call was made in another program: {report:?}"),
+                Ok(_) => without += 1,
+                Err(InjectError::OtherProgram { .. }) => refused += 1,
+                Err(_) => {}
+            }
+        }
+        victim.finish("execs");
+        println!("checked {checks}: {made} calls made, {refused} refused, {without} in another program");
+        assert!(made > 0 && (!checks || refused > 0));
+    }
+    assert!(without > 0, "the test cannot fail");
+}
+
+#[test]
+fn a_change_of_the_program_or_user_is_noticed_by_the_injector() {
+    if !can_inject() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (program, copy) = (victim_binary("holder"), dir.path().join("copy"));
+    std::fs::copy(&program, &copy).unwrap();
+    let mut injector = injector("worker");
+    let mut holder = Holder::start(16);
+    let process = Process::open(holder.pid()).unwrap();
+    for change in ["none", "exec of the same file", "exec of another file", "user"] {
+        let judged = ProgramId::of(&process).unwrap();
+        match change {
+            "none" => {}
+            "user" => assert_eq!(holder.ask("user 4321"), 0),
+            "exec of the same file" => holder.exec(&program, 16),
+            _ => holder.exec(&copy, 16),
+        }
+        let calls = [Call::madvise(holder.first * 4096, 16 * 4096, MARK)];
+        let result = injector.run_in(&process, &judged, &calls, &Limits::default());
+        match change {
+            "none" => assert_eq!(result.unwrap().results, [Ok(0)]),
+            _ => assert_eq!(result, Err(InjectError::OtherProgram { pid: holder.pid() }), "{change}"),
+        }
+    }
+}
+
+// ---- the injector process -----------------------------------------------------------------------------------------------------
+
+#[test]
+fn an_injector_survives_signals_and_ends_with_its_owner() {
+    if !can_inject() {
+        return;
+    }
+    let mut injector = injector("worker");
+    let mut victim = Victim::start("nanosleep");
+    victim.line();
+    victim.wait_blocked(libc::SYS_nanosleep);
+    let limits = Limits::default();
+    let pid = i32::try_from(injector.pid()).unwrap();
+    for (advice, marked) in [(MARK, true), (UNMARK, false)] {
+        let report = injector.run(&victim.process, &victim.calls(advice, 1), &limits).unwrap();
+        assert_eq!((report.results, victim.is_marked()), (vec![Ok(0)], marked));
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGPIPE, libc::SIGUSR1] {
+            send(pid, signal);
+        }
+    }
+    assert!(injector.cpu_ns() > 0);
+    // SAFETY: no memory is passed, and the target is a child of this thread.
+    assert_eq!(unsafe { libc::getsid(pid) }, pid);
+    let gone = Victim::start("idle");
+    gone.kill(libc::SIGKILL);
+    gone.wait_state(b'Z');
+    let zombie = injector.run(&gone.process, &gone.calls(MARK, 1), &limits);
+    assert_eq!(zombie, Err(InjectError::Zombie { pid: gone.pid() }));
+    // The end of the connection ends it.
+    drop(injector);
+    assert!(matches!(Process::open(pid), Err(pagefold_procmem::process::ReadError::Vanished { .. })));
+    assert_eq!(victim.line(), "again");
+}
+
+#[test]
+fn an_injector_killed_while_idle_does_no_harm() {
+    if !can_inject() {
+        return;
+    }
+    let mut injector = injector("worker");
+    let mut victim = Victim::start("idle");
+    injector.run(&victim.process, &victim.calls(MARK, 1), &PATIENT).unwrap();
+    send(i32::try_from(injector.pid()).unwrap(), libc::SIGKILL);
+    let after = injector.run(&victim.process, &victim.calls(MARK, 1), &PATIENT);
+    assert_eq!(after, Err(InjectError::WorkerGone));
+    assert!(victim.is_marked());
+    victim.finish("idle");
+}
+
+#[test]
+fn an_injector_under_a_seccomp_filter_refuses_filtered_targets() {
+    if !can_inject() {
+        return;
+    }
+    let mut injector = injector("worker-filtered");
+    let mut free = Victim::start("idle");
+    let mut filtered = Victim::start("filter-errno");
+    if filtered.line() != "filtered" {
+        return skip("no seccomp filters");
+    }
+    let limits = Limits::default();
+    assert_eq!(injector.run(&free.process, &free.calls(MARK, 1), &limits).unwrap().results, [Ok(0)]);
+    let refused = injector.run(&filtered.process, &filtered.calls(MARK, 1), &limits);
+    assert_eq!(refused, Err(InjectError::Filtered { pid: filtered.pid() }));
+    for victim in [&mut free, &mut filtered] {
+        victim.finish("under a filter");
+    }
+}

@@ -1,0 +1,101 @@
+//! Targets that try to stall what reads them: reads of their pages that never return.
+
+use pagefold_inject::{InjectError, InjectionReport, Limits, inject};
+use pagefold_testkit::injection::*;
+use pagefold_testkit::{skip, status_field, wait_until};
+use std::fs;
+use std::time::{Duration, Instant};
+
+/// A victim that stalls. `None`, with the reason reported, where it cannot.
+fn stalling(kind: &str) -> Option<Victim> {
+    Victim::try_start(&["stalling", kind]).map_err(skip).ok()
+}
+
+/// The threads of attempts in this process.
+fn attempts() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    tasks
+        .filter(|task| fs::read(task.as_ref().unwrap().path().join("comm")).is_ok_and(|comm| comm == b"inject\n"))
+        .count()
+}
+
+/// Executable memory of a file whose server never answers: pages that are not mapped are not read.
+#[test]
+fn code_that_cannot_be_read_delays_no_call() {
+    if !can_inject() {
+        return;
+    }
+    let Some(mut victim) = stalling("code") else { return };
+    let began = Instant::now();
+    for number in 0..20 {
+        let advice = if number % 2 == 0 { MARK } else { UNMARK };
+        let report = inject(&victim.process, &victim.calls(advice, 1), &Limits::default());
+        assert_eq!(report.map(|report| report.results), Ok(vec![Ok(0)]));
+    }
+    // Given up, each takes longer than a second.
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    wait_until("no attempt is left", || attempts() == 0);
+    victim.send();
+    victim.expect_ok("code");
+}
+
+/// Attaching waits for an exec that has begun: the attempt is given up, its thread ends, and there is no other one soon.
+#[test]
+fn an_exec_that_does_not_end_keeps_no_thread() {
+    if !can_inject() {
+        return;
+    }
+    let Some(mut victim) = stalling("exec") else { return };
+    let attempt = || inject(&victim.process, &victim.calls(MARK, 1), &Limits::default());
+    // It begins a moment after the victim is ready.
+    let mut given_up = Ok(InjectionReport::default());
+    wait_until("an attempt is given up", || {
+        given_up = attempt();
+        given_up.is_err()
+    });
+    assert_eq!(given_up, Err(InjectError::TimedOut { pid: victim.pid(), what: "accept a tracer".into() }));
+    wait_until("no attempt is left", || attempts() == 0);
+    let began = Instant::now();
+    assert_eq!(attempt(), given_up);
+    assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+    // Others are not affected.
+    let mut plain = Victim::start("idle");
+    inject(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
+    plain.send();
+    victim.send();
+    victim.expect_ok("exec");
+}
+
+/// As many mappings as the kernel allows, with long names: lists of them are read in a buffer of fixed size.
+#[test]
+fn very_many_mappings_take_the_injector_little_memory() {
+    if !can_inject() {
+        return;
+    }
+    let Some(mut victim) = stalling("mappings") else { return };
+    let mut injector = injector("worker");
+    let peak = |injector: &pagefold_inject::Injector| peak_kib(injector.pid().into());
+    let mut plain = Victim::start("idle");
+    injector.run(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
+    plain.send();
+    let before = peak(&injector);
+    for number in 0..6 {
+        let advice = if number % 2 == 0 { MARK } else { UNMARK };
+        // The kernel prints 130 MB of names, which takes a second of CPU time, once.
+        wait_until("the call is made", || {
+            let report = injector.run(&victim.process, &victim.calls(advice, 1), &Limits::default());
+            report.is_ok_and(|report| report.results == [Ok(0)])
+        });
+    }
+    let more = peak(&injector) - before;
+    println!("the injector: {before} KiB, and {more} KiB more beside 65,400 mappings");
+    assert!(more <= 32 << 10, "{more} KiB");
+    victim.send();
+    victim.expect_ok("mappings");
+}
+
+/// The most memory that a process has had, KiB.
+fn peak_kib(pid: i64) -> u64 {
+    let value = status_field(&format!("/proc/{pid}"), "VmHWM").unwrap();
+    value.trim_end_matches(" kB").parse().unwrap()
+}

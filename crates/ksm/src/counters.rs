@@ -1,0 +1,116 @@
+//! What the kernel counts: pages merged and scanned, merged pages that were written, and huge pages that were split.
+
+use pagefold_engine::host::{HugeSplits, KsmView};
+use pagefold_engine::units::Pages;
+use pagefold_procmem::os::fault;
+use pagefold_procmem::os::fields::number;
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+/// KSM's counters in sysfs. `None`: this kernel does not have the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KsmCounters {
+    /// Merged pages, each mapped in place of several.
+    pub pages_shared: Pages,
+    /// Pages saved by these.
+    pub pages_sharing: Pages,
+    /// Scanned pages without a duplicate.
+    pub pages_unshared: Pages,
+    /// Pages that change too often to be compared.
+    pub pages_volatile: Pages,
+    /// Pages scanned since boot (6.6).
+    pub pages_scanned: Option<u64>,
+    /// Pages skipped by smart scan since boot (6.7).
+    pub pages_skipped: Option<u64>,
+    /// Completed scans since boot or the last `run` 2.
+    pub full_scans: u64,
+    /// Pages replaced by the kernel's zero page (6.6).
+    pub ksm_zero_pages: Option<Pages>,
+    /// Contents with more than one merged page.
+    pub stable_node_chains: u64,
+    /// Merged pages in those chains.
+    pub stable_node_dups: u64,
+    /// Bytes saved less bytes of metadata, as the kernel computes it (6.4).
+    pub general_profit: Option<i64>,
+}
+
+impl KsmCounters {
+    /// The engine's view of KSM. `busy`: an ordered scan has not ended.
+    pub fn view(&self, ours: bool, busy: bool) -> KsmView {
+        KsmView {
+            shared: self.pages_shared,
+            sharing: self.pages_sharing,
+            zero: self.ksm_zero_pages.unwrap_or_default(),
+            scanned: self.pages_scanned.unwrap_or(0),
+            full_scans: self.full_scans,
+            broken: 0,
+            splits: HugeSplits::default(),
+            ours,
+            busy,
+        }
+    }
+}
+
+/// Counters of `/proc/vmstat`, machine-wide since boot. 0 where the kernel does not count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VmEvents {
+    /// Copies made because a merged page was written, including those of unmerging (`cow_ksm`).
+    pub copies: u64,
+    /// Huge pages that were split.
+    pub splits: HugeSplits,
+}
+
+impl VmEvents {
+    fn parse(vmstat: &str) -> Self {
+        let event = |name| number(vmstat.as_bytes(), name).unwrap_or(0);
+        let splits = HugeSplits { pages: event("thp_split_page"), mappings: event("thp_split_pmd") };
+        Self { copies: cow_ksm(vmstat), splits }
+    }
+}
+
+/// Reads [`VmEvents`] from a file held open.
+#[derive(Debug)]
+pub struct VmEventCounter {
+    vmstat: Option<File>,
+}
+
+impl VmEventCounter {
+    /// Opens the counters under a mount of procfs.
+    pub fn open(proc: &Path) -> Self {
+        Self { vmstat: File::open(proc.join("vmstat")).ok() }
+    }
+
+    /// The counters; `None` if the read fails.
+    pub fn read(&self) -> Option<VmEvents> {
+        let mut text = String::new();
+        let Some(mut vmstat) = self.vmstat.as_ref() else { return Some(VmEvents::default()) };
+        let read = fault::io("read:vmstat").and_then(|()| vmstat.seek(SeekFrom::Start(0)));
+        read.and_then(|_| vmstat.read_to_string(&mut text)).ok().map(|_| VmEvents::parse(&text))
+    }
+}
+
+pub(crate) fn cow_ksm(vmstat: &str) -> u64 {
+    number(vmstat.as_bytes(), "cow_ksm").unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cow_breaks_are_read_from_vmstat() {
+        assert_eq!(cow_ksm("pgfault 12\nksm_swpin_copy 0\ncow_ksm 345\nzswpin 0\n"), 345);
+        assert_eq!(cow_ksm("pgfault 12\ncow_ksm_not 3\ncow_ksm many\n"), 0);
+        assert_eq!(VmEventCounter::open(Path::new("/nowhere")).read(), Some(VmEvents::default()));
+    }
+
+    #[test]
+    fn splits_of_huge_pages_are_read_from_vmstat() {
+        let splits = |text| VmEvents::parse(text).splits;
+        let text = "thp_split_page 8322\nthp_split_page_failed 5532\nthp_split_pmd 17287\nthp_split_pud 1\n";
+        assert_eq!(splits(text), HugeSplits { pages: 8322, mappings: 17287 });
+        assert_eq!(splits("cow_ksm 3\n"), HugeSplits::default(), "no transparent huge pages");
+    }
+}

@@ -1,0 +1,323 @@
+//! Control of KSM for an experiment or a demonstration. It is taken only if no other program uses KSM, and everything is
+//! restored at the end. Settings that a killed experiment left changed are restored by the next one.
+
+use super::files::{KSM_ROOT, Ksm, KsmError};
+use super::knobs::{Knob, Knobs};
+use super::ksmd::Ksmd;
+use super::lease::{KsmPaths, TakeError, recover, restore_deferred};
+use super::lock::{Lock, LockError};
+use super::scan::{self, ScanKnobs};
+use super::state_file::{Holder, State, StateError, boot_id};
+use pagefold_procmem::os::interrupt::{Interrupt, Interrupted};
+use pagefold_procmem::process::ReadError;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+/// The lock that serializes experiments and tests that set KSM's knobs. The daemon uses another lock, because experiments
+/// start it.
+pub const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
+
+/// The original values of the knobs, and what the experiment has set them to. Removed at its end.
+pub const STATE_PATH: &str = "/run/pagefold/experiment-state.json";
+
+/// Another experiment holds the lock for minutes at most.
+const LOCK_LIMIT: Duration = Duration::from_secs(3600);
+
+/// A scan of some gigabytes takes seconds.
+const SCAN_LIMIT: Duration = Duration::from_secs(300);
+
+/// Why an experiment could not take or use KSM.
+#[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum ExperimentError {
+    /// A signal arrived.
+    #[error(transparent)]
+    Interrupted(#[from] Interrupted),
+    /// Another experiment did not end.
+    #[error("{LOCK_PATH} is still held by another experiment")]
+    Locked,
+    /// ksmd runs, its advisor is on, or pages are merged.
+    #[error(
+        "KSM is in use and an experiment would disturb it; stop what drives it, then write 2 and then 0 to {KSM_ROOT}/run"
+    )]
+    InUse,
+    /// No KSM, or a pid namespace that hides ksmd.
+    #[error("ksmd is not found: this kernel has no KSM, or this pid namespace hides its thread")]
+    NoKsmd,
+    /// Before Linux 6.8.
+    #[error("this kernel's KSM has no advisor (Linux 6.8 and later have)")]
+    NoAdvisor,
+    /// Something else has changed KSM since, or the kernel did not unmerge everything.
+    #[error("KSM is not as after boot before a measurement: {what} is {value}; stop what drives it and start again")]
+    Unclean { what: String, value: u64 },
+    /// Every kick was lost.
+    #[error("ksmd does not scan: no memory is marked")]
+    NothingMarked,
+    /// The scan exceeds the time limit.
+    #[error("ksmd has not finished a scan within {SCAN_LIMIT:?}")]
+    ScanLimit,
+    /// The lock file.
+    #[error(transparent)]
+    Lock(#[from] LockError),
+    /// The state file.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// KSM's files.
+    #[error(transparent)]
+    Ksm(#[from] KsmError),
+    /// Processes.
+    #[error(transparent)]
+    Proc(#[from] ReadError),
+    /// Restoring what an earlier run left changed.
+    #[error(transparent)]
+    Take(#[from] TakeError),
+    /// The advisor's mode.
+    #[error("cannot write {}: {source}", path.display())]
+    Advisor { path: PathBuf, source: io::Error },
+}
+
+/// KSM, taken. When this is dropped, everything is unmerged and every knob restored.
+#[derive(Debug)]
+pub struct KsmForExperiment {
+    ksm: Arc<Ksm>,
+    ksmd: Ksmd,
+    before: Knobs,
+    /// The content of the state file.
+    state: Mutex<State>,
+    /// Released last.
+    _lock: Lock,
+}
+
+impl KsmForExperiment {
+    /// Takes KSM. Waits for other experiments; fails if another program uses KSM.
+    pub fn take(interrupt: &Interrupt) -> Result<Self, ExperimentError> {
+        let path = Path::new(LOCK_PATH);
+        let mut announced = false;
+        let lock = interrupt.wait(LOCK_LIMIT, || match Lock::try_take(path) {
+            Ok(lock) => Ok(Some(lock)),
+            Err(LockError::Held { .. }) => {
+                if !announced {
+                    eprintln!("waiting for another experiment, which holds {LOCK_PATH}");
+                    announced = true;
+                }
+                Ok(None)
+            }
+            Err(error) => Err(ExperimentError::Lock(error)),
+        })?;
+        let lock = lock.ok_or(ExperimentError::Locked)?;
+        let ksm = Arc::new(Ksm::open(Path::new(KSM_ROOT))?);
+        let ksmd = Ksmd::find()?.ok_or(ExperimentError::NoKsmd)?;
+        recover_experiment(&ksm, &lock)?;
+        let before = ksm.knobs()?;
+        // Without zero pages, of which kernels lose count.
+        if before.run == 1 || before.advisor_on() || ksm.counters()?.pages_sharing.0 > 0 {
+            return Err(ExperimentError::InUse);
+        }
+        let paths = paths();
+        let state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, ksm.values()?);
+        let mut taken = Self { ksm, ksmd, before, state: Mutex::new(state), _lock: lock };
+        // Also the proof that the knobs may be written.
+        taken.kernel_defaults()?;
+        Ok(taken)
+    }
+
+    /// The original values of the knobs, which are restored at the end.
+    pub fn before(&self) -> &Knobs {
+        &self.before
+    }
+
+    /// KSM's files.
+    pub fn ksm(&self) -> &Ksm {
+        &self.ksm
+    }
+
+    /// The kernel thread.
+    pub fn ksmd(&self) -> &Ksmd {
+        &self.ksmd
+    }
+
+    /// Sets every knob to its value after boot, and verifies that they have it and that nothing is merged.
+    ///
+    /// # Errors
+    ///
+    /// The kernel refuses `max_page_sharing` and `merge_across_nodes` while pages are merged. A knob keeps another value,
+    /// or pages are merged.
+    pub fn kernel_defaults(&mut self) -> Result<(), ExperimentError> {
+        self.set_defaults()?;
+        let unclean = |what: &str, value| Err(ExperimentError::Unclean { what: what.to_owned(), value });
+        for knob in Knob::ALL {
+            if let Some(now) = self.ksm.read(knob)?.filter(|&now| now != knob.default_value()) {
+                return unclean(knob.file_name(), now);
+            }
+        }
+        if self.ksm.knobs()?.advisor_on() {
+            return unclean("advisor_mode", 1);
+        }
+        // Without zero pages, of which kernels lose count.
+        match self.ksm.counters()?.pages_sharing.0 {
+            0 => Ok(()),
+            merged => unclean("pages_sharing", merged),
+        }
+    }
+
+    fn set_defaults(&self) -> Result<(), ExperimentError> {
+        self.set_advisor("none")?;
+        for knob in Knob::ALL {
+            if self.ksm.read(knob)?.is_some() {
+                self.set(knob, knob.default_value())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets a knob.
+    pub fn set(&self, knob: Knob, value: u64) -> Result<(), ExperimentError> {
+        // A write of an unchanged max_page_sharing is refused like any other while pages are merged.
+        let now = self.ksm.read(knob)?;
+        if now != Some(value) || knob == Knob::Run {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            if state.note(knob, now.unwrap_or(value), value) {
+                state.save(Path::new(STATE_PATH))?;
+            }
+            self.ksm.write(knob, value)?;
+        }
+        Ok(())
+    }
+
+    /// Sets the advisor's mode, where the kernel has one (6.8 and later).
+    pub fn set_advisor(&self, mode: &str) -> Result<(), ExperimentError> {
+        let now = self.ksm.knobs()?.advisor_mode;
+        if now.is_none() && mode != "none" {
+            return Err(ExperimentError::NoAdvisor);
+        }
+        if now.is_some_and(|now| now != mode) {
+            let path = PathBuf::from(KSM_ROOT).join("advisor_mode");
+            fs::write(&path, mode).map_err(|source| ExperimentError::Advisor { path, source })?;
+        }
+        Ok(())
+    }
+
+    /// Makes ksmd scan everything marked once, without a pause, and waits for the end.
+    pub fn scan_once(&mut self, interrupt: &Interrupt) -> Result<(), ExperimentError> {
+        let knobs = LimitedScan { experiment: self, interrupt, end: Instant::now() + SCAN_LIMIT };
+        let scan = scan::scan_once(&knobs, Some(&self.ksmd))?;
+        if scan.done { Ok(()) } else { Err(ExperimentError::NothingMarked) }
+    }
+
+    /// Stops ksmd. Merged pages stay merged.
+    pub fn stop(&self) -> Result<(), ExperimentError> {
+        self.set(Knob::Run, 0)?;
+        // Changing the sleep wakes ksmd from an endless one, so that it notices the stop.
+        self.set(Knob::SleepMillisecs, 20)
+    }
+
+    /// Gives every merged page its own copy again and sets the knobs to the kernel's defaults.
+    pub fn unmerge(&mut self) -> Result<(), ExperimentError> {
+        self.unmerge_pages()?;
+        self.set_defaults()
+    }
+
+    /// Gives every merged page in marked memory its own copy again. A page that was shared by fork when it was merged stays merged in
+    /// processes where it is not marked, and as long as they run the kernel refuses a change of `max_page_sharing`: the knobs stay as
+    /// they are.
+    pub fn unmerge_pages(&mut self) -> Result<(), ExperimentError> {
+        self.set_advisor("none")?;
+        self.stop()?;
+        self.set(Knob::Run, 2)?;
+        self.set(Knob::Run, 0)
+    }
+
+    fn restore(&mut self) -> Result<(), ExperimentError> {
+        self.unmerge()?;
+        let original = self.state.lock().unwrap_or_else(PoisonError::into_inner).original.clone();
+        // In reverse order, so that `run` comes last.
+        for (knob, value) in original.into_iter().rev() {
+            self.set(knob, value)?;
+        }
+        State::remove(Path::new(STATE_PATH))?;
+        // What a `pagefold run` had to defer has just become possible: update its state file.
+        recover_runs(&self.ksm)
+    }
+}
+
+impl Drop for KsmForExperiment {
+    fn drop(&mut self) {
+        if let Err(error) = self.restore() {
+            eprintln!("cannot restore KSM's knobs: {error}");
+        }
+    }
+}
+
+/// A scan of an experiment: ends with a signal or at a time limit.
+struct LimitedScan<'a> {
+    experiment: &'a KsmForExperiment,
+    interrupt: &'a Interrupt,
+    end: Instant,
+}
+
+impl ScanKnobs for LimitedScan<'_> {
+    type Error = ExperimentError;
+
+    fn ksm(&self) -> &Ksm {
+        &self.experiment.ksm
+    }
+
+    fn value(&self, knob: Knob) -> Result<Option<u64>, ExperimentError> {
+        Ok(self.experiment.ksm.read(knob)?)
+    }
+
+    fn set(&self, knob: Knob, value: u64) -> Result<(), ExperimentError> {
+        // A write to `run` waits for the end of ksmd's batch, also if it changes nothing.
+        if self.value(knob)? == Some(value) { Ok(()) } else { self.experiment.set(knob, value) }
+    }
+
+    fn pause(&self, time: Duration) -> Result<(), ExperimentError> {
+        if Instant::now() >= self.end {
+            return Err(ExperimentError::ScanLimit);
+        }
+        Ok(self.interrupt.sleep(time)?)
+    }
+
+    /// The lock keeps other experiments out; an administrator who interferes spoils the measurement only.
+    fn check(&self) -> Result<(), ExperimentError> {
+        Ok(())
+    }
+}
+
+fn paths() -> KsmPaths {
+    KsmPaths { lock: LOCK_PATH.into(), state: STATE_PATH.into(), ..KsmPaths::default() }
+}
+
+/// Restores what an experiment that was killed has left changed, unless another program has changed it since, and
+/// unmerges what it has left merged.
+fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError> {
+    let paths = paths();
+    let Some(left) = State::load(&paths.state)? else { return Ok(()) };
+    let this_boot = left.boot_id == boot_id(&paths.proc_root)?;
+    let ended = left.holder.map_or(Ok(true), |holder| holder.is_alive(&paths.proc_root).map(|alive| !alive))?;
+    if this_boot && ended {
+        eprintln!("an experiment that was killed has left KSM's knobs changed; restoring them");
+        // The `pagefold run` in it may have been killed too.
+        recover_runs(ksm)?;
+        if ksm.read(Knob::Run)?.is_some_and(|run| left.is_ours(Knob::Run, run)) {
+            ksm.write(Knob::Run, 2)?;
+            ksm.write(Knob::Run, 0)?;
+            // What had to wait until nothing was merged.
+            recover_runs(ksm)?;
+        }
+    }
+    recover(ksm, lock, &paths)?;
+    Ok(())
+}
+
+/// Restores what a `pagefold run` that has ended left changed.
+fn recover_runs(ksm: &Arc<Ksm>) -> Result<(), ExperimentError> {
+    match restore_deferred(ksm, &KsmPaths::default()) {
+        Ok(_) | Err(TakeError::Lock(LockError::Held { .. })) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}

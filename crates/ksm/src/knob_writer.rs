@@ -1,0 +1,248 @@
+//! Sets KSM's knobs during a lease and records every change.
+//!
+//! A change is recorded in the state file before it is made, refused once another program has changed a knob, and
+//! compared later with what the kernel shows. The record is never locked while the kernel blocks a write, so that
+//! checks stay prompt.
+
+use super::files::{KSM_ROOT, Ksm, KsmError};
+use super::knobs::Knob;
+use super::ksmd::Ksmd;
+use super::lock::Lock;
+use super::state_file::{ENDLESS_SLEEP, State, StateError};
+use pagefold_procmem::os::fault;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use thiserror::Error;
+
+/// How often ksmd is checked while its batch ends.
+const CHECK_EVERY: Duration = Duration::from_millis(2);
+
+/// Another program, or the advisor, has changed a knob.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("another program changed {knob} from {ours} to {found}")]
+pub struct Overridden {
+    /// The knob.
+    pub knob: Knob,
+    /// The value it should have.
+    pub ours: u64,
+    /// The value it has.
+    pub found: u64,
+}
+
+/// Why a knob was not set, or a check failed.
+#[derive(Debug, Error)]
+pub enum KnobError {
+    /// Another program drives KSM now: set nothing more.
+    #[error(transparent)]
+    Overridden(#[from] Overridden),
+    /// The lease has ended.
+    #[error("KSM is being restored")]
+    Ended,
+    /// The kernel refused.
+    #[error(transparent)]
+    Ksm(#[from] KsmError),
+    /// Nothing is changed that cannot be recorded first.
+    #[error(transparent)]
+    State(#[from] StateError),
+}
+
+/// The one place that sets knobs during a lease.
+#[derive(Debug)]
+pub(crate) struct KnobWriter {
+    pub(crate) ksm: Arc<Ksm>,
+    /// Released when everything is restored, or with the last thread that may still write.
+    lock: Mutex<Option<Lock>>,
+    state_path: PathBuf,
+    /// One write at a time; held while the kernel blocks.
+    writing: Mutex<()>,
+    ending: AtomicBool,
+    record: Mutex<Record>,
+}
+
+#[derive(Debug)]
+struct Record {
+    state: State,
+    expected: BTreeMap<Knob, Expected>,
+    overridden: Option<Overridden>,
+}
+
+/// The value a knob should have. During a write it may have either.
+#[derive(Clone, Copy, Debug)]
+struct Expected {
+    value: u64,
+    writing: Option<u64>,
+}
+
+impl Expected {
+    fn at(value: u64) -> Self {
+        Self { value, writing: None }
+    }
+
+    fn allows(self, value: u64) -> bool {
+        self.value == value || self.writing == Some(value)
+    }
+}
+
+impl KnobWriter {
+    pub(crate) fn new(ksm: Arc<Ksm>, lock: Lock, state_path: PathBuf, state: State, now: BTreeMap<Knob, u64>) -> Self {
+        let expected = now.into_iter().map(|(knob, value)| (knob, Expected::at(value))).collect();
+        Self {
+            ksm,
+            lock: Mutex::new(Some(lock)),
+            state_path,
+            writing: Mutex::new(()),
+            ending: AtomicBool::new(false),
+            record: Mutex::new(Record { state, expected, overridden: None }),
+        }
+    }
+
+    /// The recorded value of `knob`.
+    pub(crate) fn expected(&self, knob: Knob) -> Option<u64> {
+        self.record().expected.get(&knob).map(|expected| expected.value)
+    }
+
+    /// Whether KSM is being restored.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::Acquire)
+    }
+
+    /// Sets a knob, unless another program has changed one. May block as [`Ksm::write`] does.
+    pub(crate) fn set(&self, knob: Knob, value: u64) -> Result<(), KnobError> {
+        let _one = locked(&self.writing);
+        if self.is_ending() {
+            return Err(KnobError::Ended);
+        }
+        {
+            let mut record = self.record();
+            record.check(&self.ksm)?;
+            let Some(expected) = record.expected.get(&knob).copied() else {
+                return Err(KsmError::Absent { path: self.ksm.root().join(knob.file_name()) }.into());
+            };
+            if expected.value == value {
+                return Ok(());
+            }
+            let before = record.state.turned.clone();
+            if record.state.note(knob, expected.value, value) {
+                if let Err(error) = record.state.save(&self.state_path) {
+                    record.state.turned = before;
+                    return Err(error.into());
+                }
+            }
+            record.expected.insert(knob, Expected { value: expected.value, writing: Some(value) });
+        }
+        fault::point_of("turn", knob.file_name());
+        let written = self.ksm.write(knob, value);
+        fault::point_of("turned", knob.file_name());
+        if let Some(expected) = self.record().expected.get_mut(&knob) {
+            *expected = Expected::at(if written.is_ok() { value } else { expected.value });
+        }
+        Ok(written?)
+    }
+
+    /// Compares every changed knob with its recorded value.
+    pub(crate) fn check(&self) -> Result<(), KnobError> {
+        self.record().check(&self.ksm)
+    }
+
+    /// Refuses changes from now on.
+    pub(crate) fn announce_end(&self) {
+        self.ending.store(true, Ordering::Release);
+    }
+
+    /// Waits for a write that began before [`Self::announce_end`]; it is then restored with the others.
+    pub(crate) fn wait_for_write(&self) {
+        drop(locked(&self.writing));
+    }
+
+    /// The changed knobs, each with its original value.
+    pub(crate) fn changed(&self) -> BTreeMap<Knob, u64> {
+        let record = self.record();
+        let changed = record.state.turned.keys();
+        changed.filter_map(|knob| Some((*knob, *record.state.original.get(knob)?))).collect()
+    }
+
+    /// Makes ksmd rest after its current batch and waits for the end of that, if this lease made it run.
+    pub(crate) fn rest_ksmd(&self) {
+        let running = self.expected(Knob::Run) == Some(1) && self.ksm.root() == Path::new(KSM_ROOT);
+        if !running || !self.record().state.turned.contains_key(&Knob::Run) {
+            return;
+        }
+        let Ok(Some(ksmd)) = Ksmd::find() else { return };
+        for (knob, value) in [(Knob::PagesToScan, 0), (Knob::SleepMillisecs, ENDLESS_SLEEP)] {
+            self.set_signature(knob, value);
+        }
+        // If its state cannot be read there is nothing to wait for.
+        while let Ok(false) = ksmd.rests() {
+            std::thread::sleep(CHECK_EVERY);
+        }
+    }
+
+    /// Sets a knob that this lease has changed to a value that recovery recognizes without a record. These two knobs
+    /// never block.
+    fn set_signature(&self, knob: Knob, value: u64) {
+        let Some(expected) = self.expected(knob).filter(|&now| now != value) else { return };
+        let ours =
+            self.record().state.is_ours(knob, expected) && self.ksm.read(knob).is_ok_and(|now| now == Some(expected));
+        if ours && self.ksm.write(knob, value).is_ok() {
+            self.record().expected.insert(knob, Expected::at(value));
+        }
+    }
+
+    /// Writes the original value of a knob without any check or record. The caller has compared its value.
+    pub(crate) fn write_original(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
+        let _one = locked(&self.writing);
+        self.ksm.write(knob, value)
+    }
+
+    /// Removes a knob from the record.
+    pub(crate) fn forget(&self, knob: Knob) {
+        self.record().state.turned.remove(&knob);
+    }
+
+    /// Ends the lease: removes the state file, or leaves in it what could not be restored, and releases the lock.
+    pub(crate) fn close(&self) {
+        {
+            let mut record = self.record();
+            record.state.holder = None;
+            let nothing_left = record.state.turned.is_empty();
+            fault::point("state-closing");
+            // If this fails, the next start finds every knob restored, or what is left to restore.
+            let _ = if nothing_left { State::remove(&self.state_path) } else { record.state.save(&self.state_path) };
+        }
+        fault::point("state-closed");
+        locked(&self.lock).take();
+    }
+
+    fn record(&self) -> MutexGuard<'_, Record> {
+        locked(&self.record)
+    }
+}
+
+impl Record {
+    /// Compares with the kernel's values. A difference is remembered for good.
+    fn check(&mut self, ksm: &Ksm) -> Result<(), KnobError> {
+        if let Some(overridden) = &self.overridden {
+            return Err(overridden.clone().into());
+        }
+        for (&knob, expected) in &self.expected {
+            // `run` counts even unchanged: a program that sets it drives KSM.
+            if knob != Knob::Run && !self.state.turned.contains_key(&knob) {
+                continue;
+            }
+            if let Some(found) = ksm.read(knob)?.filter(|&value| !expected.allows(value)) {
+                let overridden = Overridden { knob, ours: expected.value, found };
+                self.overridden = Some(overridden.clone());
+                return Err(overridden.into());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A poisoned lock here guards plain values that are valid at any moment: restoring the knobs matters more.
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,35 @@
+//! KSM: its files, and the one way to take it over, to make ksmd scan, and to restore it.
+//!
+//! - `files`: reading and writing the files in sysfs. `knobs` and `counters` list them: a new knob of KSM begins there.
+//! - [`lease`]: taking KSM over. Its knobs are set by `knob_writer`, which records every change in the [`state_file`]
+//!   first, and restored by `restore`. One [`lock`] keeps two programs from driving KSM at once.
+//! - `scan`: one scan of ksmd, from the kick to the end. [`controller`]: scans, pace and rest, ordered by the daemon.
+//! - [`request`]: `/dev/ksm`, where the kernel has it: merging of named pages, without ksmd.
+//! - [`experiment`]: KSM taken for measurements.
+//! - [`ksmd`]: the kernel thread.
+
+pub mod controller;
+mod counters;
+pub mod experiment;
+mod files;
+#[doc(hidden)]
+pub mod fuzzing;
+mod knob_writer;
+mod knobs;
+pub mod ksmd;
+pub mod lease;
+pub mod lock;
+pub mod request;
+mod restore;
+mod scan;
+pub mod state_file;
+
+pub(crate) use counters::cow_ksm;
+pub use counters::{KsmCounters, VmEventCounter, VmEvents};
+pub(crate) use files::plain;
+pub use files::{KSM_ROOT, Ksm, KsmError};
+pub use knob_writer::{KnobError, Overridden};
+pub use knobs::{Knob, Knobs};
+#[cfg(test)]
+use pagefold_testkit::ksm_files as fixture;
+pub use restore::RestoreOutcome;

@@ -1,0 +1,262 @@
+//! The lock whose holder may set KSM's knobs.
+//!
+//! KSM exists once per machine, so two programs must not drive it at once. The lock is an `flock`, which the kernel releases
+//! with its last descriptor: it does not outlive its holder. The holder's pid is in the file for messages only.
+
+use pagefold_procmem::os::fault;
+use rustix::fs::FlockOperation;
+use rustix::io::{Errno, retry_on_intr};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use thiserror::Error;
+
+/// The default lock file.
+pub const LOCK_PATH: &str = "/run/pagefold/lock";
+
+/// The interval between attempts to take the lock. `flock` itself has no time limit.
+const RETRY_EVERY: Duration = Duration::from_millis(20);
+
+/// For how long somebody may look at the lock: microseconds, or longer if it has to wait for a processor meanwhile.
+const LOOK_LIMIT: Duration = Duration::from_millis(50);
+
+/// Why the lock was not taken.
+#[derive(Debug, Error)]
+#[allow(missing_docs, reason = "the messages name the fields")]
+pub enum LockError {
+    /// Another process holds it.
+    #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
+    Held { pid: Option<i32> },
+    /// The kernel refuses access to the file.
+    #[error("not permitted to open {}", path.display())]
+    Denied { path: PathBuf },
+    /// Any other failure.
+    #[error("{}: {source}", path.display())]
+    Io { path: PathBuf, source: io::Error },
+}
+
+/// The lock, held until the last clone is dropped or the process ends.
+#[derive(Clone, Debug)]
+pub struct Lock {
+    held: Arc<Held>,
+}
+
+#[derive(Debug)]
+struct Held {
+    file: File,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Takes the lock if it is free. Somebody who only looks at it ([`holder`]) is waited for.
+    pub fn try_take(path: &Path) -> Result<Self, LockError> {
+        let (mut file, began) = (open(path)?, Instant::now());
+        while !flock(&file, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|source| LockError::Io { path: path.into(), source })?
+        {
+            if began.elapsed() > LOOK_LIMIT {
+                return Err(LockError::Held { pid: pid_in(&mut file) });
+            }
+            std::thread::sleep(LOOK_LIMIT / 50);
+        }
+        // For messages only. On a full disk it fails, and there too KSM must be restored.
+        let _ = fault::io("write:lock").and_then(|()| file.set_len(0)).and_then(|()| {
+            file.rewind()?;
+            writeln!(file, "{}", std::process::id())
+        });
+        fault::point("lock-taken");
+        Ok(Self { held: Arc::new(Held { file, path: path.to_owned() }) })
+    }
+
+    /// Takes the lock, waiting for at most `limit` until it is free.
+    pub fn take_within(path: &Path, limit: Duration) -> Result<Self, LockError> {
+        let end = Instant::now() + limit;
+        loop {
+            match Self::try_take(path) {
+                Err(LockError::Held { .. }) if Instant::now() < end => std::thread::sleep(RETRY_EVERY),
+                done => return done,
+            }
+        }
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.held.path
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // For messages only: the file should not show a holder that has ended.
+        let _ = self.file.set_len(0);
+        // Closing releases the lock too, but not while a child between fork and exec has the descriptor as well.
+        let _ = flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
+/// The holder of the lock at `path`, which is neither taken nor created. `None` if it is free.
+pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
+    let mut file = match OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(from_io(path, error)),
+    };
+    // A shared lock is refused only while another process holds an exclusive one, and two callers of this function do not
+    // disturb each other. An attempt to take the lock within these microseconds is repeated.
+    let free = flock(&file, FlockOperation::NonBlockingLockShared)
+        .map_err(|source| LockError::Io { path: path.into(), source })?;
+    if !free {
+        return Ok(Some(Holder { pid: pid_in(&mut file) }));
+    }
+    // Closing would not release it while a child between fork and exec has the descriptor as well.
+    let _ = flock(&file, FlockOperation::Unlock);
+    Ok(None)
+}
+
+/// A process that holds the lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// Its pid, if the file has it.
+    pub pid: Option<i32>,
+}
+
+fn open(path: &Path) -> Result<File, LockError> {
+    let try_open = || {
+        fault::io("read:lock")?;
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            // /run/lock is writable for all on many systems: a link there must not be followed.
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path)
+    };
+    match (try_open(), path.parent()) {
+        (Err(error), Some(parent)) if error.kind() == io::ErrorKind::NotFound => {
+            std::fs::create_dir_all(parent).and_then(|()| try_open())
+        }
+        (opened, _) => opened,
+    }
+    .map_err(|error| from_io(path, error))
+}
+
+fn from_io(path: &Path, source: io::Error) -> LockError {
+    let path = path.to_owned();
+    if source.kind() == io::ErrorKind::PermissionDenied {
+        LockError::Denied { path }
+    } else {
+        LockError::Io { path, source }
+    }
+}
+
+/// True if locked, false if another process holds it.
+fn flock(file: &File, operation: FlockOperation) -> io::Result<bool> {
+    match retry_on_intr(|| rustix::fs::flock(file, operation)) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn pid_in(file: &mut File) -> Option<i32> {
+    let mut text = String::new();
+    file.rewind().ok()?;
+    file.take(32).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_holder_at_a_time_and_free_after_the_last_clone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("below/one.lock");
+        assert_eq!(holder(&path).unwrap(), None);
+        let own = i32::try_from(std::process::id()).unwrap();
+        let lock = Lock::try_take(&path).unwrap();
+        let clone = lock.clone();
+        drop(lock);
+        // A second open file description conflicts even within one process.
+        assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: Some(pid) }) if pid == own));
+        assert_eq!(holder(&path).unwrap(), Some(Holder { pid: Some(own) }));
+        // As in a child that has not reached exec yet.
+        let inherited = clone.held.file.try_clone().unwrap();
+        drop(clone);
+        assert_eq!(holder(&path).unwrap(), None);
+        drop(inherited);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
+        Lock::try_take(&path).unwrap();
+    }
+
+    #[test]
+    fn waiting_ends_with_the_limit_or_with_the_holder() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        let lock = Lock::try_take(&path).unwrap();
+        let before = Instant::now();
+        assert!(matches!(Lock::take_within(&path, Duration::from_millis(60)), Err(LockError::Held { .. })));
+        assert!(before.elapsed() >= Duration::from_millis(60));
+        let releaser = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(lock);
+        });
+        Lock::take_within(&path, Duration::from_secs(20)).unwrap();
+        releaser.join().unwrap();
+    }
+
+    #[test]
+    fn a_lock_that_is_only_looked_at_can_be_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        drop(Lock::try_take(&path).unwrap());
+        let over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                    holder(&path).unwrap();
+                }
+            });
+            let refused = (0..1_000).filter(|_| Lock::try_take(&path).is_err()).count();
+            over.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(refused, 0);
+        });
+    }
+
+    #[test]
+    fn a_holder_that_dies_releases_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        std::fs::write(&path, "").unwrap();
+        // `flock FILE COMMAND` of util-linux holds the same kind of lock.
+        let child = std::process::Command::new("flock").arg("--no-fork").arg(&path).args(["sleep", "60"]).spawn();
+        let Ok(mut child) = child else {
+            return pagefold_testkit::skip("flock(1) of util-linux is not installed");
+        };
+        let end = Instant::now() + Duration::from_secs(20);
+        while holder(&path).unwrap().is_none() {
+            assert!(Instant::now() < end, "the other holder never locked");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: None })));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        Lock::take_within(&path, Duration::from_secs(20)).unwrap();
+    }
+
+    #[test]
+    fn a_link_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("one.lock");
+        std::fs::write(dir.path().join("precious"), "keep").unwrap();
+        std::os::unix::fs::symlink(dir.path().join("precious"), &path).unwrap();
+        assert!(matches!(Lock::try_take(&path), Err(LockError::Io { .. })));
+        assert_eq!(std::fs::read_to_string(dir.path().join("precious")).unwrap(), "keep");
+    }
+}

@@ -1,0 +1,79 @@
+//! `packaging/pagefold.toml`, which is generated from the table of options.
+//!
+//! The test fails when the file differs from the table. With `PAGEFOLD_BLESS=1` it writes the file instead.
+
+use crate::config::config_file::parse;
+use crate::config::options::{Kind, OPTIONS, SECTIONS, Values};
+use pagefold_text::figures::wrap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+const INTRODUCTION: &str = "\
+# Which processes pagefold works on, how much CPU time it uses, and what it leaves alone.
+#
+# Every key is shown with its default or an example. Remove the \"#\" to set it. Files in the directory pagefold.toml.d whose
+# names end in .toml are read after this one, in the order of their names. If several files have a key, the last one
+# counts; lists are replaced as a whole. Flags on the command line override all files.
+#
+# Only root may be able to write this file, those files, and the directories that they are in. See pagefold.toml(5).
+";
+
+fn example_file() -> String {
+    let mut text = INTRODUCTION.to_owned();
+    for section in SECTIONS {
+        let _ = write!(text, "\n{}[{}]\n", comment(section.help), section.name);
+        for option in OPTIONS.iter().filter(|option| option.section == section.name) {
+            let range = if option.range().is_empty() { String::new() } else { format!(": {}", option.range()) };
+            let about = comment(&format!("{}{range}.", option.help));
+            match &option.kind {
+                Kind::Rules(_) => {
+                    let _ = write!(text, "{about}");
+                    for rule in option.example.split("\nname").map(|rule| rule.trim_start_matches("name")) {
+                        let rule = format!("[[{}.{}]]\nname{rule}", section.name, option.key);
+                        rule.lines().for_each(|line| text.extend(["#", line, "\n"]));
+                    }
+                }
+                Kind::Names(_) => {
+                    let _ = write!(text, "\n{about}[{}.{}]\n#{}\n", section.name, option.key, option.example);
+                }
+                _ => {
+                    let _ = writeln!(text, "{about}#{} = {}", option.key, option.in_file());
+                }
+            }
+        }
+    }
+    text
+}
+
+fn comment(text: &str) -> String {
+    wrap(text, 116).iter().fold(String::new(), |comment, line| comment + "# " + line + "\n")
+}
+
+#[test]
+fn the_example_file_is_up_to_date() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/pagefold.toml");
+    if std::env::var_os("PAGEFOLD_BLESS").is_some() {
+        std::fs::write(&path, example_file()).unwrap();
+    } else {
+        let is_up_to_date = std::fs::read_to_string(&path).unwrap() == example_file();
+        assert!(is_up_to_date, "out of date: PAGEFOLD_BLESS=1 cargo test -p pagefold --lib reference");
+    }
+}
+
+#[test]
+fn the_example_file_sets_nothing_as_shipped_and_every_key_without_its_comments() {
+    let example = example_file();
+    assert_eq!(parse(&example, "FILE"), Ok(Values::default()));
+    // Keys are commented out by "#" without a space, remarks by "# ".
+    let all: String = example
+        .lines()
+        .map(|line| match line.strip_prefix('#') {
+            Some(key) if !key.is_empty() && !key.starts_with(' ') => format!("{key}\n"),
+            _ => format!("{line}\n"),
+        })
+        .collect();
+    let values = parse(&all, "FILE").unwrap();
+    for option in OPTIONS {
+        assert!(values.get(option.key).is_some(), "{}", option.key);
+    }
+}

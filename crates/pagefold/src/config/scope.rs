@@ -1,0 +1,132 @@
+//! The flags that select processes.
+
+use crate::config::flags::ScopeFlags;
+use crate::config::options::{Value, Values};
+use pagefold_host::scope::{
+    ScopeError, ScopeSpec, Scoped, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
+};
+use pagefold_procmem::Roots;
+use pagefold_procmem::process::ReadError;
+use pagefold_text::exit::{self, Exit};
+use std::collections::BTreeSet;
+use std::fmt;
+
+/// The processes in scope. Several flags add up.
+#[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
+pub struct ScopeArgs {
+    /// These processes (may be repeated, or separated by commas)
+    #[arg(long, help_heading = "Scope", value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(i32).range(1..))]
+    pub pid: Vec<i32>,
+    /// The selectors that the configuration file has too.
+    #[command(flatten)]
+    pub selectors: ScopeFlags,
+}
+
+impl ScopeArgs {
+    /// The scope that a configuration file has.
+    pub fn of_file(values: &Values) -> Self {
+        Self { pid: Vec::new(), selectors: ScopeFlags(values.of_section("scope")) }
+    }
+
+    /// The scope as a specification that can be resolved again later.
+    pub fn spec(&self) -> ScopeSpec {
+        let values = &self.selectors.0;
+        ScopeSpec {
+            pids: self.pid.clone(),
+            cgroups: values.list("cgroups").into_iter().map(Into::into).collect(),
+            users: values.list("users"),
+            exes: values.list("exes"),
+            all: values.get("all") == Some(&Value::Switch(true)),
+        }
+    }
+
+    /// Whether new processes can enter the scope.
+    pub fn is_selective(&self) -> bool {
+        let ScopeSpec { cgroups, users, exes, all, .. } = self.spec();
+        all || !(cgroups.is_empty() && users.is_empty() && exes.is_empty())
+    }
+
+    /// The processes that are in scope now.
+    ///
+    /// # Errors
+    /// If the scope is empty, or names a process, user, cgroup or program that does not exist.
+    pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
+        resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
+    }
+
+    /// The same for undoing: `--exe` matches programs by name, even if other users can change their files, and `--pid` the process
+    /// and its descendants.
+    ///
+    /// # Errors
+    /// As [`Self::resolve`].
+    pub fn resolve_for_undoing(&self) -> Result<Vec<Scoped>, Exit> {
+        resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
+    }
+
+    /// The same some time later, when these have been found. There may be none.
+    pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<Scoped> {
+        resolve_for_undoing_again(&self.spec(), found, &Roots::default(), &[own_pid()])
+    }
+}
+
+impl fmt::Display for ScopeArgs {
+    /// As flags.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.spec().to_string())
+    }
+}
+
+/// The exit code and advice for a scope that cannot be resolved.
+pub fn explain(error: &ScopeError) -> Exit {
+    let (code, advice) = match error {
+        ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
+        ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: look with ps"),
+        ScopeError::Unreadable { source: ReadError::Denied { .. }, .. } => (exit::NOT_PERMITTED, "run as root"),
+        ScopeError::Unreadable { .. } => (exit::FAILURE, "try again, or leave the process out"),
+        ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),
+        ScopeError::NoCgroup(_) => (exit::NO_SCOPE, "give a path below /sys/fs/cgroup"),
+        ScopeError::NoMatch(_) => (exit::NO_SCOPE, "check the spelling, or name programs by --pid"),
+        ScopeError::NameOnly { .. } => {
+            (exit::NO_SCOPE, "name programs that others can change by --pid, --cgroup or --user")
+        }
+        ScopeError::Io { .. } => (exit::FAILURE, "is /proc mounted?"),
+    };
+    Exit::new(code, format!("{error}; {advice}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        scope: ScopeArgs,
+    }
+
+    #[test]
+    fn pids_repeat_and_separate_by_commas() {
+        let cli = Cli::try_parse_from(["x", "--pid", "1,2", "--pid", "3", "--user", "root"]).unwrap();
+        let spec = cli.scope.spec();
+        assert_eq!(spec.pids, [1, 2, 3]);
+        assert_eq!(spec.users, ["root"]);
+        assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
+        assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_read_is_reported_with_the_reason() {
+        let source = ReadError::Denied { pid: 7, file: "stat".to_owned() };
+        let error = explain(&ScopeError::Unreadable { pid: 7, source });
+        assert_eq!(error.code, exit::NOT_PERMITTED);
+        assert_eq!(error.line, "process 7 cannot be read: not permitted to read /proc/7/stat; run as root");
+    }
+
+    #[test]
+    fn no_scope_is_an_error_of_its_own() {
+        let error = ScopeArgs::default().resolve().unwrap_err();
+        assert_eq!(error.code, exit::NO_SCOPE);
+        assert!(error.line.contains("nothing is in scope; select"), "{}", error.line);
+    }
+}

@@ -1,0 +1,108 @@
+//! What a daemon does, step by step, for whoever has to find out why: events of `tracing`, as messages on standard error.
+//!
+//! Targets are words, not paths of modules: `cycle`, `event` (what the list of events has), `scope`, `read`, `inject`, `ksm`,
+//! `control`, `files`.
+
+use crate::config::options;
+use pagefold_text::messages;
+use std::fmt::{Debug, Write};
+use std::sync::{LazyLock, PoisonError, RwLock};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::subscriber::set_global_default;
+use tracing::{Event, Level, Metadata, Subscriber};
+use tracing_subscriber::filter::Targets;
+
+/// What is logged.
+static LEVELS: LazyLock<RwLock<Targets>> = LazyLock::new(RwLock::default);
+
+/// Begins to log. `to_journal`: standard error is the journal's, which takes levels.
+pub fn start(levels: &str, to_journal: bool) {
+    set_levels(levels);
+    // Only the first call of a process begins.
+    let _ = set_global_default(Log { to_journal, write: messages::log });
+}
+
+/// Logs at these levels from now on. They were checked when they were given.
+pub fn set_levels(levels: &str) {
+    *LEVELS.write().unwrap_or_else(PoisonError::into_inner) = options::levels(levels).unwrap_or_default();
+    tracing::callsite::rebuild_interest_cache();
+}
+
+struct Log {
+    to_journal: bool,
+    /// Writes a line of this rank, whatever it contains.
+    write: fn(&str, &str),
+}
+
+impl Subscriber for Log {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        let levels = LEVELS.read().unwrap_or_else(PoisonError::into_inner);
+        levels.would_enable(metadata.target(), metadata.level())
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let metadata = event.metadata();
+        let rank = if self.to_journal { journal_rank(*metadata.level()) } else { "" };
+        let mut line = format!("{} {}:", metadata.level().as_str().to_ascii_lowercase(), metadata.target());
+        event.record(&mut Fields(&mut line));
+        (self.write)(rank, &line);
+    }
+
+    // We have no spans.
+    fn new_span(&self, _span: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _span: &Id, _values: &Record<'_>) {}
+
+    fn record_follows_from(&self, _span: &Id, _follows: &Id) {}
+
+    fn enter(&self, _span: &Id) {}
+
+    fn exit(&self, _span: &Id) {}
+}
+
+/// As sd-daemon(3) has it.
+fn journal_rank(level: Level) -> &'static str {
+    match level {
+        Level::ERROR => "<3>",
+        Level::WARN => "<4>",
+        Level::INFO => "<6>",
+        _ => "<7>",
+    }
+}
+
+struct Fields<'a>(&'a mut String);
+
+impl Visit for Fields<'_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
+        // Writing to a string does not fail.
+        let _ = match field.name() {
+            "message" => write!(self.0, " {value:?}"),
+            name => write!(self.0, " {name}={value:?}"),
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+    use tracing::{debug, warn};
+
+    static WRITTEN: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+    #[test]
+    fn events_are_lines_with_their_fields_if_their_target_is_logged() {
+        let write = |rank: &str, line: &str| WRITTEN.lock().unwrap().push(format!("{rank}{line}"));
+        set_levels("info,scope=debug");
+        tracing::subscriber::with_default(Log { to_journal: true, write }, || {
+            debug!(target: "scope", pid = 7, name = %"redis", "in scope");
+            debug!(target: "ksm", "not shown");
+            warn!(target: "ksm", knob = ?Some("run"), "changed");
+        });
+        let wanted = ["<7>debug scope: in scope pid=7 name=redis", "<4>warn ksm: changed knob=Some(\"run\")"];
+        assert_eq!(*WRITTEN.lock().unwrap(), wanted);
+    }
+}

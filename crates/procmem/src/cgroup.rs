@@ -1,0 +1,36 @@
+//! The cgroups of a process.
+
+/// One line of `/proc/PID/cgroup`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cgroup {
+    /// Comma-separated controllers of a version 1 hierarchy, or its `name=...`; empty for version 2.
+    pub controllers: String,
+    /// Path below the mount of the hierarchy, with a leading slash.
+    pub path: String,
+}
+
+impl Cgroup {
+    /// Possible names of this hierarchy's directory under the cgroup mount point.
+    pub fn mounts(&self) -> Vec<&str> {
+        match self.controllers.as_str() {
+            "" => vec!["unified", ""],
+            names => {
+                let names = names.strip_prefix("name=").unwrap_or(names);
+                std::iter::once(names).chain(names.split(',')).collect()
+            }
+        }
+    }
+}
+
+/// Parses the text of `/proc/PID/cgroup`. Lines in another format are skipped.
+pub fn parse_cgroups(text: &[u8]) -> Vec<Cgroup> {
+    String::from_utf8_lossy(text)
+        // Not `lines`: a name may end with a carriage return.
+        .split('\n')
+        .filter_map(|line| {
+            let mut parts = line.splitn(3, ':');
+            let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+            path.starts_with('/').then(|| Cgroup { controllers: controllers.to_owned(), path: path.to_owned() })
+        })
+        .collect()
+}

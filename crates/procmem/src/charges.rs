@@ -1,0 +1,86 @@
+//! `/proc/kpagecgroup`: the memory cgroup that each frame is charged to, by its inode number. Needs root.
+//!
+//! Of a cgroup that was removed while frames are charged to it, the kernel shows the nearest one above that is still there
+//! (`page_cgroup_ino`, mm/memcontrol.c), whose limit holds for them.
+
+use super::kpageflags::KpageFlags;
+use std::collections::HashSet;
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirEntryExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// The most cgroups below one that are looked for.
+const CGROUPS_MOST: usize = 16_384;
+
+/// What is charged to one cgroup and those below.
+#[derive(Debug)]
+pub struct Charges {
+    /// A file of one word a frame, as kpageflags is.
+    words: KpageFlags,
+    cgroups: HashSet<u64>,
+}
+
+impl Charges {
+    /// What is charged to the cgroup with this directory.
+    pub fn of(dir: &Path) -> io::Result<Self> {
+        Self::at(Path::new("/proc/kpagecgroup"), dir)
+    }
+
+    fn at(file: &Path, dir: &Path) -> io::Result<Self> {
+        Ok(Self { words: KpageFlags::open_at(file)?, cgroups: inodes_below(dir)? })
+    }
+
+    /// For each frame, whether it is charged there.
+    pub fn look_up(&mut self, frames: &[u64]) -> io::Result<Vec<bool>> {
+        let mut charged = vec![false; frames.len()];
+        let cgroups = &self.cgroups;
+        self.words.look_up(frames.iter().copied(), |at, word| charged[at] = cgroups.contains(&word.0))?;
+        Ok(charged)
+    }
+}
+
+/// The inode numbers of a directory and those below it.
+fn inodes_below(dir: &Path) -> io::Result<HashSet<u64>> {
+    let mut inodes = HashSet::new();
+    inodes.insert(fs::metadata(dir)?.ino());
+    let mut left: Vec<PathBuf> = vec![dir.to_owned()];
+    while let Some(dir) = left.pop() {
+        let entries = match fs::read_dir(&dir) {
+            Ok(entries) => entries,
+            // Removed meanwhile.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(error),
+        };
+        for entry in entries {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() && inodes.len() < CGROUPS_MOST {
+                inodes.insert(entry.ino());
+                left.push(entry.path());
+            }
+        }
+    }
+    Ok(inodes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_of_a_cgroup_and_those_below_are_found() {
+        let root = tempfile::tempdir().unwrap();
+        for dir in ["pod/one/deep", "pod/two", "other"] {
+            fs::create_dir_all(root.path().join(dir)).unwrap();
+        }
+        let inode = |dir: &str| fs::metadata(root.path().join(dir)).unwrap().ino();
+        let words = [inode("pod"), inode("other"), inode("pod/one/deep"), 0, inode("pod/two"), inode("pod/one")];
+        let file = root.path().join("kpagecgroup");
+        fs::write(&file, words.map(u64::to_ne_bytes).concat()).unwrap();
+        let charged =
+            |dir: &str| Charges::at(&file, &root.path().join(dir)).unwrap().look_up(&[5, 0, 1, 2, 3, 4, 99]).unwrap();
+        assert_eq!(charged("pod"), [true, true, false, true, false, true, false]);
+        assert_eq!(charged("pod/one"), [true, false, false, true, false, false, false]);
+        assert!(Charges::at(&file, &root.path().join("gone")).is_err());
+    }
+}

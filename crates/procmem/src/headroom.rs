@@ -1,0 +1,296 @@
+//! How much memory a process can allocate before the kernel kills for it: limits of its memory cgroups, and memory
+//! available on the machine.
+//!
+//! Unmerging allocates memory that is charged to the process (`unmerge_ksm_pages` breaks each page as a write would,
+//! mm/ksm.c). Beyond a limit the kernel kills.
+
+use super::cgroup::{Cgroup, parse_cgroups};
+use crate::os::fault;
+use crate::os::fields::{kib, number};
+use crate::process::{Process, ReadError};
+use pagefold_engine::relief::{UNMERGE_MARGIN, margin_below};
+use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages};
+use std::fs;
+use std::io;
+use std::path::{Component, Path, PathBuf};
+
+/// How much a process can still allocate, by its tightest limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Headroom {
+    /// How much is left; `Bytes(u64::MAX)` if no limit is known.
+    pub left: Bytes,
+    /// How much of it should stay free while copies are made: [`margin_below`].
+    pub margin: Bytes,
+}
+
+impl Headroom {
+    /// The one that allows less.
+    fn min(self, other: Self) -> Self {
+        if other.left.0.saturating_sub(other.margin.0) < self.left.0.saturating_sub(self.margin.0) {
+            other
+        } else {
+            self
+        }
+    }
+}
+
+/// Memory that a process can still allocate.
+///
+/// Page cache counts as free, as far as the kernel reclaims it before it kills: see [`reclaimable`].
+pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Headroom, ReadError> {
+    let text = match process.read_file("cgroup") {
+        Ok(text) => text,
+        Err(ReadError::Absent { .. }) => Vec::new(),
+        Err(error) => return Err(error),
+    };
+    let cgroups = parse_cgroups(&text);
+    least_of(&cgroups, proc_root, cgroup_root).map_err(|error| ReadError::from_io(process.pid(), "cgroup", error))
+}
+
+/// A limit that cannot be read is an error, not the absence of a limit.
+fn least_of(cgroups: &[Cgroup], proc_root: &Path, cgroup_root: &Path) -> io::Result<Headroom> {
+    let mut least = Headroom { left: Bytes(left_in_machine(proc_root)?), margin: UNMERGE_MARGIN.bytes() };
+    for (mount, dir) in cgroups.iter().filter_map(|cgroup| group_dir(cgroup, cgroup_root)) {
+        for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
+            if let Some(Limit { limit, left }) = limit_of(dir)? {
+                let margin = margin_below(Pages(limit.0 / PAGE_BYTES)).bytes();
+                least = least.min(Headroom { left, margin });
+            }
+        }
+    }
+    Ok(least)
+}
+
+/// The text of a file; empty if it does not exist or its cgroup has just been removed.
+fn text_of(path: &Path) -> io::Result<String> {
+    match fault::io("read:limits").and_then(|()| fs::read_to_string(path)) {
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => Ok(String::new()),
+        other => other,
+    }
+}
+
+/// Mount point and directory of a cgroup, if it can limit memory.
+pub fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
+    let path = cgroup.path.strip_prefix('/')?;
+    // Paths outside our cgroup namespace begin with "..": directories of the same name here are different ones.
+    if !Path::new(path).components().all(|part| matches!(part, Component::Normal(_))) {
+        return None;
+    }
+    let mount = match cgroup.controllers.as_str() {
+        // Version 2: at the root, or beside the controllers of version 1.
+        "" if root.join("unified").is_dir() => root.join("unified"),
+        "" => root.to_owned(),
+        controllers if controllers.split(',').any(|controller| controller == "memory") => root.join("memory"),
+        _ => return None,
+    };
+    let dir = mount.join(path);
+    Some((mount, dir))
+}
+
+/// Limits, and the usage that counts against each. Beyond `memory.high` nothing is killed, but the process is throttled.
+/// Version 1 can limit memory and swap together: then swapping out frees nothing.
+const LIMITS: [(&str, &str); 4] = [
+    ("memory.max", "memory.current"),
+    ("memory.high", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
+];
+
+/// A limit without effect: version 1 has a huge number instead of none.
+const NO_LIMIT: u64 = 1 << 62;
+
+/// A limit of a cgroup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// How much its processes may have.
+    pub limit: Bytes,
+    /// How much of it is left.
+    pub left: Bytes,
+}
+
+/// The tightest limit of one cgroup, by what is left; `None` without a limit.
+pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
+    // `None` without such a file, and for "max", which means no limit.
+    let bytes = |name: &str| match text_of(&dir.join(name))?.trim() {
+        "" | "max" => Ok(None),
+        text => text.parse::<u64>().map(Some).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "not a number")),
+    };
+    let mut used = Vec::new();
+    for (limit, usage) in LIMITS {
+        if let Some(limit) = bytes(limit)?.filter(|&limit| limit < NO_LIMIT) {
+            used.extend(bytes(usage)?.map(|usage| (limit, usage)));
+        }
+    }
+    if used.is_empty() {
+        return Ok(None);
+    }
+    // Making this file costs the kernel more than all others together.
+    let stat = text_of(&dir.join("memory.stat"))?;
+    let cache = reclaimable(stat.as_bytes());
+    let left = |(limit, usage): (u64, u64)| Limit {
+        limit: Bytes(limit),
+        left: Bytes(limit.saturating_sub(usage.saturating_sub(cache))),
+    };
+    Ok(used.into_iter().map(left).min_by_key(|limit| limit.left))
+}
+
+/// The page cache that the kernel reclaims before it kills, by the text of `memory.stat`, bytes: the inactive part, and the active
+/// part as far as no program maps it. Programs that read files fill their cgroup with it up to the limit, and lose nothing but
+/// time when it goes. We don't count pages that must be written to disk first, tmpfs and locked pages (which need swap, or
+/// stay), or the kernel's caches (slab, which may be pinned). Nor do we count on swap: anonymous memory is in use.
+fn reclaimable(stat: &[u8]) -> u64 {
+    let either = |one, two| number::<u64>(stat, one).or_else(|_| number(stat, two)).unwrap_or(0);
+    let unwritten = either("total_dirty", "file_dirty").saturating_add(either("total_writeback", "file_writeback"));
+    let active = either("total_active_file", "active_file").saturating_sub(either("total_mapped_file", "file_mapped"));
+    either("total_inactive_file", "inactive_file").saturating_add(active).saturating_sub(unwritten)
+}
+
+fn left_in_machine(proc_root: &Path) -> io::Result<u64> {
+    Ok(available(&text_of(&proc_root.join("meminfo"))?).unwrap_or(u64::MAX))
+}
+
+/// `MemAvailable` in the text of `/proc/meminfo`, bytes.
+pub fn available(meminfo: &str) -> Option<u64> {
+    kib(meminfo.as_bytes(), "MemAvailable").ok().map(|kib| kib.saturating_mul(1024))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A process with pid 7 and `line` in its cgroup file.
+    fn machine(line: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, Process) {
+        let dir = tempfile::tempdir().unwrap();
+        let stat = format!("7 (x) S 1 {}", ["0"; 48].join(" "));
+        let own =
+            [("proc/7/stat", stat.as_str()), ("proc/7/cgroup", line), ("proc/meminfo", "MemAvailable: 4000000 kB\n")];
+        for (name, text) in own.iter().chain(files) {
+            let path = dir.path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let process = Process::open_at(&dir.path().join("proc"), 7).unwrap();
+        (dir, process)
+    }
+
+    fn left(line: &str, files: &[(&str, &str)]) -> u64 {
+        let (dir, process) = machine(line, files);
+        headroom(&process, &dir.path().join("proc"), &dir.path().join("cg")).unwrap().left.0
+    }
+
+    #[test]
+    fn the_tightest_limit_of_all_parents_applies() {
+        let files = [
+            ("cg/a/b/memory.max", "max\n"),
+            ("cg/a/b/memory.current", "5000\n"),
+            ("cg/a/memory.max", "10000\n"),
+            ("cg/a/memory.current", "9000\n"),
+            ("cg/a/memory.stat", "anon 1\ninactive_file 500\n"),
+        ];
+        assert_eq!(left("0::/a/b\n", &files), 1500);
+        assert_eq!(left("0::/elsewhere\n", &files), 4_000_000 * 1024);
+    }
+
+    #[test]
+    fn a_quarter_of_a_small_limit_is_margin_enough() {
+        let mib = 1 << 20;
+        for (limit, used, found) in [(100, 60, (40, 25)), (1_000, 950, (50, 34)), (40, 8, (32, 10))] {
+            let (max, current) = ((limit * mib).to_string(), (used * mib).to_string());
+            let files = [
+                ("cg/a/memory.max", max.as_str()),
+                ("cg/a/memory.current", &current),
+                ("proc/meminfo", "MemAvailable: 999999 kB\n"),
+            ];
+            let (dir, process) = machine("0::/a\n", &files);
+            let Headroom { left, margin } =
+                headroom(&process, &dir.path().join("proc"), &dir.path().join("cg")).unwrap();
+            assert_eq!((left.0 / mib, margin.0 / mib), found);
+        }
+    }
+
+    #[test]
+    fn a_cgroup_without_a_limit_has_none() {
+        let (dir, _) = machine(
+            "",
+            &[
+                ("cg/one/memory.limit_in_bytes", "9223372036854771712\n"),
+                ("cg/one/memory.usage_in_bytes", "7000\n"),
+                ("cg/two/memory.max", "max\n"),
+                ("cg/two/memory.current", "7000\n"),
+                ("cg/limited/memory.max", "8000\n"),
+                ("cg/limited/memory.high", "7500\n"),
+                ("cg/limited/memory.current", "7000\n"),
+                ("cg/odd/memory.max", "many\n"),
+            ],
+        );
+        let limit = |name: &str| limit_of(&dir.path().join("cg").join(name));
+        for name in ["one", "two", "gone"] {
+            assert_eq!(limit(name).unwrap(), None);
+        }
+        assert_eq!(limit("limited").unwrap(), Some(Limit { limit: Bytes(7500), left: Bytes(500) }));
+        assert!(limit("odd").is_err());
+    }
+
+    #[test]
+    fn memory_high_is_a_limit_too() {
+        let files = [("cg/a/memory.max", "max\n"), ("cg/a/memory.high", "9000\n"), ("cg/a/memory.current", "8000\n")];
+        assert_eq!(left("0::/a\n", &files), 1000);
+    }
+
+    #[test]
+    fn dirty_page_cache_does_not_count_as_free() {
+        let files = [
+            ("cg/a/memory.max", "9000\n"),
+            ("cg/a/memory.current", "8000\n"),
+            ("cg/a/memory.stat", "file_dirty 300\nfile_writeback 100\ninactive_file 500\n"),
+        ];
+        assert_eq!(left("0::/a\n", &files), 1100);
+    }
+
+    #[test]
+    fn page_cache_that_is_in_use_but_not_mapped_counts_as_free() {
+        let stat =
+            "inactive_file 500\nactive_file 300\nfile_mapped 100\nfile_dirty 50\nshmem 900\nslab_reclaimable 70\n";
+        assert_eq!(reclaimable(stat.as_bytes()), 650);
+        let one = "inactive_file 1\nactive_file 2\nmapped_file 3\ntotal_inactive_file 500\ntotal_active_file 300\n\
+            total_mapped_file 400\ntotal_dirty 50\n";
+        assert_eq!(reclaimable(one.as_bytes()), 450);
+        assert_eq!(reclaimable(b""), 0);
+    }
+
+    #[test]
+    fn combined_limits_of_memory_and_swap_apply() {
+        let files = [
+            ("cg/memory/x/memory.limit_in_bytes", "8000\n"),
+            ("cg/memory/x/memory.usage_in_bytes", "5000\n"),
+            ("cg/memory/x/memory.memsw.limit_in_bytes", "9000\n"),
+            ("cg/memory/x/memory.memsw.usage_in_bytes", "8500\n"),
+        ];
+        assert_eq!(left("4:memory:/x\n", &files), 500);
+    }
+
+    #[test]
+    fn version_one_limits_apply_beside_version_two() {
+        let files = [
+            ("cg/memory/x/memory.limit_in_bytes", "8000\n"),
+            ("cg/memory/x/memory.usage_in_bytes", "7000\n"),
+            ("cg/memory/x/memory.stat", "inactive_file 1\ntotal_inactive_file 300\n"),
+            ("cg/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("cg/memory/memory.usage_in_bytes", "7000\n"),
+            ("cg/unified/cgroup.procs", ""),
+        ];
+        assert_eq!(left("4:cpu,memory:/x\n0::/\n", &files), 1300);
+    }
+
+    #[test]
+    fn cgroups_outside_our_namespace_are_skipped() {
+        let files = [("memory.max", "10\n"), ("memory.current", "9\n")];
+        assert_eq!(left("0::/../\n", &files), 4_000_000 * 1024);
+    }
+
+    #[test]
+    fn available_memory_of_the_machine_is_a_limit_too() {
+        assert_eq!(left("", &[]), 4_000_000 * 1024);
+        assert_eq!(available("MemAvailable: 18446744073709551615 kB\n"), Some(u64::MAX));
+    }
+}

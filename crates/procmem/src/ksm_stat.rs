@@ -1,0 +1,50 @@
+//! `/proc/PID/ksm_stat`: whether memory of a process is marked, and its merged zero pages.
+
+use super::process::{Process, ReadError};
+use crate::os::fields::{field, number};
+
+/// The fields of `/proc/PID/ksm_stat` that pagefold uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KsmStat {
+    /// All present and future memory of the process is marked (shown from Linux 6.14).
+    pub merge_any: bool,
+    /// Some memory of the process is marked, if the kernel shows it (from Linux 6.14). It looks at all mappings under the
+    /// process's mmap lock (`ksm_process_mergeable`, mm/ksm.c).
+    pub mergeable: Option<bool>,
+    /// Zero pages merged with the kernel's zero page (shown from Linux 6.10), KiB.
+    pub zero_kib: u64,
+}
+
+impl KsmStat {
+    /// Reads the file. Without it all fields are zero.
+    pub fn of(process: &Process) -> Result<Self, ReadError> {
+        match process.read_file("ksm_stat") {
+            Ok(text) => Ok(Self::parse(&text)),
+            Err(ReadError::Absent { .. }) => Ok(Self::default()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Parses the text. Kernels differ in the fields, and in whether their keys end with a colon.
+    pub fn parse(text: &[u8]) -> Self {
+        let zero_pages: u64 = number(text, "ksm_zero_pages").unwrap_or(0);
+        Self {
+            merge_any: field(text, "ksm_merge_any") == Some(b"yes"),
+            mergeable: field(text, "ksm_mergeable").map(|word| word == b"yes"),
+            zero_kib: zero_pages.saturating_mul(4),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_are_parsed_with_and_without_colons() {
+        let stat = KsmStat::parse(b"ksm_rmap_items 3\nksm_zero_pages 12\nksm_merge_any: yes\nksm_mergeable: no\n");
+        assert_eq!(stat, KsmStat { merge_any: true, mergeable: Some(false), zero_kib: 48 });
+        assert_eq!(KsmStat::parse(b"ksm_rmap_items 3\n").mergeable, None);
+        assert_eq!(KsmStat::parse(b"ksm_zero_pages 18446744073709551615\n").zero_kib, u64::MAX);
+    }
+}

@@ -1,0 +1,48 @@
+//! Other processes as procfs shows them: status, mappings, pages and their contents, limits. Reading leaves them as they are: what is
+//! merged or shared by a fork stays so, and nothing here traces anybody.
+//!
+//! - A new figure from `/proc/PID`: the module of its file. Parsers take bytes.
+//! - [`os`]: the machine and this process: CPU time, memory pressure and nodes, capabilities, signals, fault injection.
+#![allow(missing_docs, reason = "items are documented where their names do not suffice")]
+
+pub mod cgroup;
+pub mod charges;
+pub mod collapse;
+pub mod cpu;
+pub mod file_id;
+#[doc(hidden)]
+pub mod fuzzing;
+pub mod headroom;
+pub mod image;
+pub mod kpageflags;
+pub mod ksm_stat;
+pub mod list;
+pub mod maps;
+pub mod memory;
+pub mod merge_any;
+pub mod numa;
+pub mod os;
+pub mod pagemap;
+pub mod process;
+pub mod stalls;
+pub mod statm;
+pub mod status;
+
+use std::path::PathBuf;
+
+/// Where procfs, the cgroups and the file system are mounted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roots {
+    /// `/proc`
+    pub proc: PathBuf,
+    /// `/sys/fs/cgroup`
+    pub cgroup: PathBuf,
+    /// `/`, for the files in which owners opt out.
+    pub files: PathBuf,
+}
+
+impl Default for Roots {
+    fn default() -> Self {
+        Self { proc: "/proc".into(), cgroup: "/sys/fs/cgroup".into(), files: "/".into() }
+    }
+}

@@ -1,0 +1,541 @@
+//! Mappings of a process: parsers of `/proc/PID/maps` and `/proc/PID/smaps`.
+//!
+//! A mapping's name can contain any bytes that a file system allows. The kernel escapes only the newline, as `\012`,
+//! and not the backslash, so the escape is ambiguous: names are kept as printed, including a final ` (deleted)`.
+
+use crate::ksm_stat::KsmStat;
+use crate::os::abandonable;
+use crate::process::{Process, ReadError};
+use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
+use std::fmt;
+use std::io::{self, Read};
+use std::ops::ControlFlow;
+
+/// Permissions of a mapping.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[allow(clippy::struct_excessive_bools)] // the four columns of the kernel's text
+pub struct Perms {
+    /// `r`
+    pub read: bool,
+    /// `w`
+    pub write: bool,
+    /// `x`
+    pub exec: bool,
+    /// `s` rather than `p`: a shared file mapping or shared memory.
+    pub shared: bool,
+}
+
+/// One mapping, a VMA in the kernel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vma {
+    /// First address.
+    pub start: u64,
+    /// First address after the mapping.
+    pub end: u64,
+    /// Permissions.
+    pub perms: Perms,
+    /// Offset in the file, bytes.
+    pub offset: u64,
+    /// Major and minor number of the file's device; zeros without a file.
+    pub device: (u32, u32),
+    /// The file's inode; 0 without a file.
+    pub inode: u64,
+    /// File name, `[heap]`, `[anon:...]` and the like, or empty.
+    pub name: Vec<u8>,
+}
+
+impl Vma {
+    /// First page.
+    pub fn first(&self) -> Vpn {
+        Vpn::of_address(self.start)
+    }
+
+    /// Length of the address range.
+    pub fn pages(&self) -> Pages {
+        Pages((self.end - self.start) / PAGE_BYTES)
+    }
+
+    /// The mapping without what lies below `end`, the end of the one listed before it. The kernel reads the list in pieces and
+    /// goes on at an address (`m_start` in fs/proc/task_mmu.c): a mapping that has grown downwards or was merged with its
+    /// neighbour between two pieces begins below it.
+    fn above(mut self, end: u64) -> Result<Self, &'static str> {
+        if self.end <= end {
+            return Err("a mapping ends before the one above it");
+        }
+        if let Some(below @ 1..) = end.checked_sub(self.start) {
+            self.start = end;
+            self.offset = if self.inode == 0 { self.offset } else { self.offset.saturating_add(below) };
+        }
+        Ok(self)
+    }
+
+    /// Whether the kernel provides the mapping: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`, `[uprobes]`.
+    pub fn is_special(&self) -> bool {
+        self.inode == 0 && (self.name.starts_with(b"[v") || self.name.starts_with(b"[uprobes"))
+    }
+}
+
+/// The set of two-letter flags of smaps' `VmFlags` line. Unknown flags are kept.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct VmFlags([u64; 11]);
+
+impl VmFlags {
+    /// Adds a flag. Anything but two lower-case letters is ignored: the kernel prints `??` for unnamed bits.
+    pub fn insert(&mut self, flag: [u8; 2]) {
+        if let Some(bit) = Self::bit(flag) {
+            self.0[bit / 64] |= 1 << (bit % 64);
+        }
+    }
+
+    /// Whether the flag is set, as in `has(*b"mg")`.
+    pub fn has(&self, flag: [u8; 2]) -> bool {
+        Self::bit(flag).is_some_and(|bit| self.0[bit / 64] & (1 << (bit % 64)) != 0)
+    }
+
+    /// The flags in alphabetical order.
+    pub fn iter(&self) -> impl Iterator<Item = [u8; 2]> + '_ {
+        (b'a'..=b'z').flat_map(|a| (b'a'..=b'z').map(move |b| [a, b])).filter(|flag| self.has(*flag))
+    }
+
+    fn bit(flag: [u8; 2]) -> Option<usize> {
+        flag.iter().all(u8::is_ascii_lowercase).then(|| usize::from(flag[0] - b'a') * 26 + usize::from(flag[1] - b'a'))
+    }
+}
+
+impl FromIterator<[u8; 2]> for VmFlags {
+    fn from_iter<I: IntoIterator<Item = [u8; 2]>>(flags: I) -> Self {
+        let mut set = Self::default();
+        flags.into_iter().for_each(|flag| set.insert(flag));
+        set
+    }
+}
+
+impl fmt::Debug for VmFlags {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.iter().map(|[a, b]| format!("{}{}", char::from(a), char::from(b)))).finish()
+    }
+}
+
+/// A mapping with its counters and flags from smaps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmaDetail {
+    /// The mapping.
+    pub vma: Vma,
+    /// `Rss`: present pages of any kind.
+    pub rss_kib: u64,
+    /// `Anonymous`: present anonymous pages.
+    pub anonymous_kib: u64,
+    /// `Swap`: anonymous pages that are swapped out.
+    pub swap_kib: u64,
+    /// `AnonHugePages`: memory mapped by huge pages.
+    pub anon_huge_kib: u64,
+    /// `KSM`: merged memory without zero pages; `None` before Linux 6.7.
+    pub ksm_kib: Option<u64>,
+    /// `VmFlags`.
+    pub flags: VmFlags,
+    /// Bytes of the mapping before marks split it: it and its neighbours that differ only in the mark.
+    pub original_bytes: u64,
+}
+
+impl VmaDetail {
+    /// Whether this mapping and `next` would be one if both were marked or both unmarked.
+    pub fn continues(&self, next: &Self) -> bool {
+        let (a, b) = (&self.vma, &next.vma);
+        a.end == b.start
+            && a.perms == b.perms
+            && a.name == b.name
+            && (a.device, a.inode) == (b.device, b.inode)
+            && (a.inode == 0 || a.offset.checked_add(a.end - a.start) == Some(b.offset))
+    }
+}
+
+/// Kind of memory a mapping holds, used to form families and for display.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum RegionKind {
+    /// The brk heap.
+    Heap,
+    /// The main thread's stack. Stacks of other threads cannot be distinguished from anonymous memory.
+    Stack,
+    /// Anonymous memory.
+    Anonymous,
+    /// Guest memory of a virtual machine.
+    GuestRam,
+    /// Written pages of a private file mapping.
+    FileCopy,
+}
+
+impl RegionKind {
+    /// A number that is different for each kind.
+    pub fn number(self) -> u64 {
+        match self {
+            Self::Heap => 0,
+            Self::Stack => 1,
+            Self::Anonymous => 2,
+            Self::GuestRam => 3,
+            Self::FileCopy => 4,
+        }
+    }
+}
+
+impl fmt::Display for RegionKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Heap => "heap",
+            Self::Stack => "stack",
+            Self::Anonymous => "anonymous",
+            Self::GuestRam => "guest RAM",
+            Self::FileCopy => "file copy",
+        })
+    }
+}
+
+/// Size in bytes from which an anonymous mapping of a hypervisor counts as guest RAM. Firmware, video memory and thread
+/// stacks are smaller.
+pub const GUEST_RAM_AT_LEAST: u64 = 64 << 20;
+
+/// Kind of a mapping in a process whose executable has the base name `exe`.
+pub fn kind_of(vma: &Vma, exe: &[u8]) -> RegionKind {
+    match vma.name.as_slice() {
+        b"[heap]" => RegionKind::Heap,
+        name if name.starts_with(b"[stack") => RegionKind::Stack,
+        // A private mapping of /dev/zero is anonymous memory that carries a file name.
+        _ if vma.inode != 0 && vma.name != b"/dev/zero" => RegionKind::FileCopy,
+        _ if vma.end - vma.start >= GUEST_RAM_AT_LEAST && is_hypervisor(exe) => RegionKind::GuestRam,
+        _ => RegionKind::Anonymous,
+    }
+}
+
+fn is_hypervisor(exe: &[u8]) -> bool {
+    exe.starts_with(b"qemu-")
+        || exe.starts_with(b"cloud-hypervisor")
+        || exe.starts_with(b"firecracker")
+        || exe == b"kvm"
+        || exe == b"crosvm"
+}
+
+/// Most mappings that are considered in one process. Each takes some 200 bytes while it is read, and as much again for its
+/// region. The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes each.
+pub const MAPPINGS_MOST: usize = 16_384;
+/// The longest part of a line that is kept: all but the end of a file's name.
+const LINE_BYTES: usize = 8 << 10;
+const BUFFER_BYTES: usize = 16 << 10;
+
+/// Which names of mappings are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Names {
+    /// As printed, up to 8 KiB.
+    All,
+    /// Those that say what the memory is: not the paths of files, except `/dev/zero`.
+    Special,
+}
+
+impl Names {
+    fn keep(self, name: &[u8]) -> Vec<u8> {
+        if self == Self::Special && name.starts_with(b"/") && name != b"/dev/zero" { Vec::new() } else { name.to_vec() }
+    }
+}
+
+/// Why a list of mappings could not be read.
+#[derive(Debug)]
+pub enum ListError {
+    Io(io::Error),
+    Malformed(&'static str),
+    TooMany,
+}
+
+impl ListError {
+    fn of(self, process: &Process, file: &str) -> ReadError {
+        let pid = process.pid();
+        match self {
+            Self::Io(error) => ReadError::from_io(pid, file, error),
+            Self::Malformed(what) => process.malformed(file, what),
+            Self::TooMany => ReadError::TooMany { pid, most: MAPPINGS_MOST },
+        }
+    }
+}
+
+/// Calls `each` for the lines of a text of any length, in a buffer of fixed size: the end of a long line is dropped. Each
+/// read is a sign of progress (see [`crate::os::abandonable`]).
+fn each_line(
+    mut input: impl Read,
+    mut each: impl FnMut(&[u8]) -> Result<ControlFlow<()>, ListError>,
+) -> Result<(), ListError> {
+    let mut buffer = vec![0; BUFFER_BYTES];
+    let mut line: Vec<u8> = Vec::new();
+    loop {
+        let read = match input.read(&mut buffer) {
+            Ok(read) => read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(ListError::Io(error)),
+        };
+        abandonable::advance();
+        for piece in buffer[..read].split_inclusive(|&byte| byte == b'\n') {
+            let (text, ends) = match piece.split_last() {
+                Some((b'\n', text)) => (text, true),
+                _ => (piece, false),
+            };
+            line.extend(&text[..text.len().min(LINE_BYTES - line.len())]);
+            if ends && !line.is_empty() && each(&line)?.is_break() {
+                return Ok(());
+            }
+            if ends {
+                line.clear();
+            }
+        }
+        if read == 0 {
+            return if line.is_empty() { Ok(()) } else { each(&line).map(drop) };
+        }
+    }
+}
+
+/// Calls `each` for the mappings in the text of `/proc/PID/maps`, until it breaks.
+pub fn each_mapping(
+    maps: impl Read,
+    names: Names,
+    mut each: impl FnMut(Vma) -> ControlFlow<()>,
+) -> Result<(), ListError> {
+    let mut last = 0;
+    each_line(maps, |line| {
+        let vma = parse_line(line, names).and_then(|vma| vma.above(last)).map_err(ListError::Malformed)?;
+        last = vma.end;
+        Ok(each(vma))
+    })
+}
+
+/// Parses the text of `/proc/PID/maps`.
+pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
+    let mut last = 0;
+    lines(text)
+        .map(|line| {
+            let vma = parse_line(line, Names::All)?.above(last)?;
+            last = vma.end;
+            Ok(vma)
+        })
+        .collect()
+}
+
+/// How often the mappings are read to find the marked ones.
+const READS_MOST: u32 = 16;
+
+/// KiB in the largest address space, of 57 bits.
+const MOST_KIB: u64 = 1 << 47;
+
+/// Reads a process's mappings with their details, without the names of files. The kernel walks the page tables: some 10 ns per
+/// present page.
+///
+/// # Errors
+/// [`ReadError::TooMany`] if there are more than [`MAPPINGS_MOST`].
+pub fn read_smaps(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
+    read_details(process, Names::Special, |_| true)
+}
+
+/// The same with all names.
+pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
+    read_details(process, Names::All, |_| true)
+}
+
+/// The mappings that are marked, however many others there are. More than [`MAPPINGS_MOST`] are cut off. `original_bytes` counts
+/// only marked neighbours.
+///
+/// The kernel gives the list in pieces of some mappings, between which one can move from what is still to be read to what has been
+/// read. So a list without marked ones is read again, until the kernel says that there are none. A kernel that does not say
+/// (before Linux 6.14) must give two such lists.
+///
+/// # Errors
+/// [`ReadError::Moving`] if there are marked mappings and none is found.
+pub fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
+    for read in 1..=READS_MOST {
+        let mut found = Details::default();
+        let is_marked = |detail: &VmaDetail| detail.flags.has(*b"mg");
+        match found.read(process.open_file("smaps")?, Names::Special, is_marked) {
+            Ok(()) | Err(ListError::TooMany) => {}
+            Err(error) => return Err(error.of(process, "smaps")),
+        }
+        let found = found.finish();
+        if !found.is_empty() || !KsmStat::of(process)?.mergeable.unwrap_or(read == 1) {
+            return Ok(found);
+        }
+    }
+    Err(ReadError::Moving { pid: process.pid() })
+}
+
+fn read_details(
+    process: &Process,
+    names: Names,
+    keep: impl Fn(&VmaDetail) -> bool,
+) -> Result<Vec<VmaDetail>, ReadError> {
+    let mut found = Details::default();
+    found.read(process.open_file("smaps")?, names, keep).map_err(|error| error.of(process, "smaps"))?;
+    Ok(found.finish())
+}
+
+/// Parses the text of `/proc/PID/smaps`.
+pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
+    let mut found = Details::default();
+    for line in lines(text) {
+        found.add(line, Names::All, |_| true)?;
+    }
+    Ok(found.finish())
+}
+
+/// The mappings of an smaps text as far as it has been read.
+#[derive(Default)]
+struct Details {
+    found: Vec<VmaDetail>,
+    end: u64,
+}
+
+impl Details {
+    fn read(&mut self, smaps: impl Read, names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), ListError> {
+        each_line(smaps, |line| {
+            self.add(line, names, &keep).map_err(ListError::Malformed)?;
+            // The last one is not known to be kept before the next begins.
+            if self.found.len() > MAPPINGS_MOST + 1 { Err(ListError::TooMany) } else { Ok(ControlFlow::Continue(())) }
+        })?;
+        self.drop_last_unless(keep);
+        if self.found.len() > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(()) }
+    }
+
+    fn drop_last_unless(&mut self, keep: impl Fn(&VmaDetail) -> bool) {
+        if self.found.last().is_some_and(|last| !keep(last)) {
+            self.found.pop();
+        }
+    }
+
+    fn add(&mut self, line: &[u8], names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), &'static str> {
+        // In a mapping's line the first of the two is the dash of its addresses, in a counter's line the colon.
+        if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
+            let vma = parse_line(line, names)?.above(self.end)?;
+            self.end = vma.end;
+            self.drop_last_unless(keep);
+            self.found.push(VmaDetail {
+                vma,
+                rss_kib: 0,
+                anonymous_kib: 0,
+                swap_kib: 0,
+                anon_huge_kib: 0,
+                ksm_kib: None,
+                flags: VmFlags::default(),
+                original_bytes: 0,
+            });
+            return Ok(());
+        }
+        let colon = line.iter().position(|&byte| byte == b':').ok_or("a line is neither mapping nor counter")?;
+        let detail = self.found.last_mut().ok_or("a counter before the first mapping")?;
+        let value = &line[colon + 1..];
+        match &line[..colon] {
+            b"Rss" => detail.rss_kib = kib(value)?,
+            b"Anonymous" => detail.anonymous_kib = kib(value)?,
+            b"Swap" => detail.swap_kib = kib(value)?,
+            b"AnonHugePages" => detail.anon_huge_kib = kib(value)?,
+            b"KSM" => detail.ksm_kib = Some(kib(value)?),
+            b"VmFlags" => {
+                detail.flags = words(value).filter_map(|word| <[u8; 2]>::try_from(word).ok()).collect();
+            }
+            _ => {} // kernels add counters
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Vec<VmaDetail> {
+        for alike in self.found.chunk_by_mut(|a, b| a.continues(b) && a.flags.has(*b"dd") == b.flags.has(*b"dd")) {
+            let bytes = alike.iter().map(|detail| detail.vma.end - detail.vma.start).sum();
+            for detail in alike {
+                detail.original_bytes = bytes;
+            }
+        }
+        self.found
+    }
+}
+
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty())
+}
+
+fn words(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|&byte| byte == b' ').filter(|word| !word.is_empty())
+}
+
+fn kib(value: &[u8]) -> Result<u64, &'static str> {
+    let mut words = words(value);
+    let number = words.next().ok_or("a counter without a value")?;
+    if words.next() != Some(b"kB") {
+        return Err("a counter is not in kB");
+    }
+    decimal(number).and_then(|kib| if kib <= MOST_KIB { Ok(kib) } else { Err("a counter is too large") })
+}
+
+fn parse_line(line: &[u8], names: Names) -> Result<Vma, &'static str> {
+    let mut rest = line;
+    let mut field = || {
+        let end = rest.iter().position(|&byte| byte == b' ').unwrap_or(rest.len());
+        let (field, tail) = rest.split_at(end);
+        rest = tail.get(1..).unwrap_or_default();
+        field
+    };
+    let (range, perms, offset, device, inode) = (field(), field(), field(), field(), field());
+    let (start, end) = pair(range, b'-')?;
+    if start >= end || start % PAGE_BYTES != 0 || end % PAGE_BYTES != 0 {
+        return Err("a mapping's addresses are not whole pages in order");
+    }
+    let (major, minor) = pair(device, b':')?;
+    let number = |value: u64| u32::try_from(value).map_err(|_| "a device number is too large");
+    // Only padding is stripped: no name begins with a space, but a name can end with one.
+    let name = rest.iter().position(|&byte| byte != b' ').map_or(&[][..], |at| &rest[at..]);
+    Ok(Vma {
+        start,
+        end,
+        perms: parse_perms(perms)?,
+        offset: hexadecimal(offset)?,
+        device: (number(major)?, number(minor)?),
+        inode: decimal(inode)?,
+        name: names.keep(name),
+    })
+}
+
+fn parse_perms(text: &[u8]) -> Result<Perms, &'static str> {
+    let flag = |at: usize, set: u8, clear: u8| match text.get(at) {
+        Some(&byte) if byte == set => Ok(true),
+        Some(&byte) if byte == clear => Ok(false),
+        _ => Err("unknown permissions"),
+    };
+    if text.len() != 4 {
+        return Err("unknown permissions");
+    }
+    Ok(Perms {
+        read: flag(0, b'r', b'-')?,
+        write: flag(1, b'w', b'-')?,
+        exec: flag(2, b'x', b'-')?,
+        shared: flag(3, b's', b'p')?,
+    })
+}
+
+fn pair(text: &[u8], separator: u8) -> Result<(u64, u64), &'static str> {
+    let at = text.iter().position(|&byte| byte == separator).ok_or("a pair of numbers lacks its separator")?;
+    Ok((hexadecimal(&text[..at])?, hexadecimal(&text[at + 1..])?))
+}
+
+fn hexadecimal(text: &[u8]) -> Result<u64, &'static str> {
+    digits(text, 16)
+}
+
+fn decimal(text: &[u8]) -> Result<u64, &'static str> {
+    digits(text, 10)
+}
+
+fn digits(text: &[u8], radix: u32) -> Result<u64, &'static str> {
+    if text.is_empty() {
+        return Err("a number is missing");
+    }
+    text.iter().try_fold(0u64, |value, &byte| {
+        let digit = char::from(byte).to_digit(radix).ok_or("a number has an invalid digit")?;
+        value
+            .checked_mul(u64::from(radix))
+            .and_then(|value| value.checked_add(u64::from(digit)))
+            .ok_or("a number is too large")
+    })
+}
+
+#[cfg(test)]
+#[path = "maps_tests.rs"]
+mod tests;

@@ -1,0 +1,180 @@
+use super::*;
+use proptest::prelude::*;
+
+const HOSTILE: &[u8] = include_bytes!("../tests/fixtures/hostile.maps");
+const SLEEP_MAPS: &[u8] = include_bytes!("../tests/fixtures/sleep-6.18.maps");
+const SLEEP_SMAPS: &[u8] = include_bytes!("../tests/fixtures/sleep-6.18.smaps");
+const QEMU: &[u8] = include_bytes!("../tests/fixtures/qemu.smaps");
+const OLD: &[u8] = include_bytes!("../tests/fixtures/kernel-6.4.smaps");
+
+/// A line as fs/proc/task_mmu.c prints it.
+fn line(vma: &Vma) -> Vec<u8> {
+    let flag = |set: bool, letter: char| if set { letter } else { '-' };
+    let Perms { read, write, exec, shared } = vma.perms;
+    let mut line = format!(
+        "{:08x}-{:08x} {}{}{}{} {:08x} {:02x}:{:02x} {} ",
+        vma.start,
+        vma.end,
+        flag(read, 'r'),
+        flag(write, 'w'),
+        flag(exec, 'x'),
+        if shared { 's' } else { 'p' },
+        vma.offset,
+        vma.device.0,
+        vma.device.1,
+        vma.inode
+    )
+    .into_bytes();
+    if !vma.name.is_empty() {
+        line.resize(line.len().max(73), b' ');
+        line.extend(&vma.name);
+    }
+    line.push(b'\n');
+    line
+}
+
+#[test]
+fn arbitrary_file_names_are_kept_byte_for_byte() {
+    let vmas = parse_maps(HOSTILE).unwrap();
+    assert_eq!(vmas.len(), 11);
+    assert_eq!(vmas[0].name, b"/opt/a b/prog\\012second line (deleted)");
+    assert_eq!(vmas[1].name, b"/tmp/\xff\xfe-1000-2000 rw-p ends in a space ");
+    assert!(vmas[2].perms.shared);
+    assert_eq!(vmas[5].name, b"");
+    assert_eq!(vmas[5].perms, Perms::default());
+    assert_eq!((vmas[8].device, vmas[8].inode), ((0x100, 0xf_ffff), u64::MAX));
+    assert_eq!(vmas[10].start, 0xffff_ffff_ff60_0000);
+    assert!(vmas[10].is_special() && !vmas[9].is_special());
+    assert_eq!(vmas[9].pages(), Pages(33));
+    assert_eq!(vmas.iter().flat_map(line).collect::<Vec<_>>(), HOSTILE, "printing gives the text back");
+}
+
+#[test]
+fn mappings_are_classified_by_name_size_and_program() {
+    use RegionKind::{Anonymous, FileCopy, Heap, Stack};
+    let vmas = parse_maps(HOSTILE).unwrap();
+    let kinds: Vec<RegionKind> = vmas.iter().map(|vma| kind_of(vma, b"prog")).collect();
+    assert_eq!(kinds[..2], [FileCopy, FileCopy]);
+    assert_eq!(kinds[3..10], [Anonymous, FileCopy, Anonymous, Anonymous, Heap, FileCopy, Stack]);
+    let guest = &parse_smaps(QEMU).unwrap()[0].vma;
+    assert_eq!(kind_of(guest, b"qemu-system-x86_64"), RegionKind::GuestRam);
+    assert_eq!(kind_of(guest, b"firecracker"), RegionKind::GuestRam);
+    assert_eq!(kind_of(guest, b"java"), Anonymous);
+    let small = Vma { end: guest.start + GUEST_RAM_AT_LEAST - 4096, ..guest.clone() };
+    assert_eq!(kind_of(&small, b"qemu-system-x86_64"), Anonymous);
+}
+
+#[test]
+fn recorded_maps_and_smaps_agree() {
+    let maps = parse_maps(SLEEP_MAPS).unwrap();
+    let details = parse_smaps(SLEEP_SMAPS).unwrap();
+    assert!(maps.len() > 10);
+    assert_eq!(maps, details.iter().map(|detail| detail.vma.clone()).collect::<Vec<_>>());
+    assert!(details.iter().all(|detail| detail.ksm_kib == Some(0)));
+    let stack = details.iter().find(|detail| detail.vma.name == b"[stack]").unwrap();
+    assert!(stack.flags.has(*b"gd") && stack.flags.has(*b"ac") && !stack.flags.has(*b"mg"));
+    assert!(stack.anonymous_kib > 0 && stack.anonymous_kib <= stack.rss_kib);
+}
+
+#[test]
+fn smaps_counters_and_flags_are_parsed() {
+    let details = parse_smaps(QEMU).unwrap();
+    let guest = &details[0];
+    assert_eq!((guest.rss_kib, guest.anonymous_kib, guest.swap_kib), (812_344, 812_344, 1024));
+    assert_eq!((guest.anon_huge_kib, guest.ksm_kib), (409_600, Some(120_004)));
+    assert!(guest.flags.has(*b"mg") && guest.flags.has(*b"hg") && !guest.flags.has(*b"dd"));
+    assert!(details[1].flags.has(*b"lo") && details[1].flags.has(*b"dd") && details[1].flags.has(*b"wf"));
+    assert!(details[3].flags.has(*b"zz"), "unknown flags are kept");
+    assert!(!details[3].flags.has(*b"??"));
+    assert_eq!(format!("{:?}", details[2].flags), r#"["me", "mr", "ms", "mw", "rd", "sd", "sh", "wr"]"#);
+    assert_eq!(parse_smaps(OLD).unwrap()[0].ksm_kib, None);
+}
+
+#[test]
+fn malformed_text_is_refused() {
+    for bad in [
+        &b"1000-2000 rw-p 0 00:00"[..],
+        b"1000-2000 rw-p 0 00:00 x",
+        b"2000-1000 rw-p 0 00:00 0",
+        b"1001-2000 rw-p 0 00:00 0",
+        b"1000-2000 rwxq 0 00:00 0",
+        b"1000-2000 rw-p 0 0000 0",
+        b"1000-11112222333344445 rw-p 0 00:00 0",
+        b"\n\nwords",
+    ] {
+        assert!(parse_maps(bad).is_err(), "{}", String::from_utf8_lossy(bad));
+    }
+    let backwards = b"2000-3000 rw-p 0 00:00 0\n1000-3000 rw-p 0 00:00 0\n";
+    assert!(parse_maps(backwards).is_err() && parse_smaps(backwards).is_err());
+    assert!(parse_smaps(b"1000-2000 rw-p 0 00:00 0\nRss: 18446744073709551615 kB\n").is_err());
+    // Between two pieces of the list the second mapping grew downwards.
+    let grown = b"2000-3000 rw-p 0 00:00 0\n1000-5000 rw-p 8000 0:1 1\n";
+    let second = &parse_maps(grown).unwrap()[1];
+    assert_eq!((second.start, second.end, second.offset), (0x3000, 0x5000, 0xa000));
+    assert_eq!(&parse_smaps(grown).unwrap()[1].vma, second);
+    // The first mapping's file offset plus length overflows.
+    let ends = b"1000-2000 rw-p fffffffffffff000 0:1 1\n2000-3000 rw-p 0 0:1 1\n";
+    assert!(parse_smaps(ends).unwrap().iter().all(|detail| detail.original_bytes == 4096));
+    assert!(parse_smaps(b"Rss: 4 kB\n").is_err());
+    assert!(parse_smaps(b"1000-2000 rw-p 0 00:00 0\nRss: 4 MB\n").is_err());
+    assert!(parse_smaps(b"1000-2000 rw-p 0 00:00 0\nRss: kB\n").is_err());
+    assert_eq!(parse_maps(b"").unwrap(), []);
+}
+
+fn any_vma() -> impl Strategy<Value = Vma> {
+    let page = 0..(1u64 << 52) - 1;
+    let name =
+        prop_oneof![
+            Just(Vec::new()),
+            prop::collection::vec(any::<u8>().prop_filter("no newline", |&byte| byte != b'\n'), 0..60)
+                .prop_map(|tail| [b"/".as_slice(), &tail].concat()),
+        ];
+    (page.clone(), page, any::<[bool; 4]>(), any::<u64>(), any::<(u32, u32)>(), any::<u64>(), name).prop_map(
+        |(a, b, [read, write, exec, shared], offset, device, inode, name)| Vma {
+            start: a.min(b) * 4096,
+            end: (a.max(b) + 1) * 4096,
+            perms: Perms { read, write, exec, shared },
+            offset,
+            device,
+            inode,
+            name,
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn printed_lines_parse_back(mut vmas in prop::collection::vec(any_vma(), 0..8)) {
+        vmas.sort_by_key(|vma| vma.end);
+        let mut free = 0;
+        vmas.retain(|vma| vma.start >= free && { free = vma.end; true });
+        let text: Vec<u8> = vmas.iter().flat_map(line).collect();
+        prop_assert_eq!(parse_maps(&text).unwrap(), vmas.clone());
+        let parsed: Vec<Vma> = parse_smaps(&text).unwrap().into_iter().map(|detail| detail.vma).collect();
+        prop_assert_eq!(parsed, vmas);
+    }
+
+    #[test]
+    fn parsers_never_panic(text in prop::collection::vec(any::<u8>(), 0..400)) {
+        let _ = parse_maps(&text);
+        let _ = parse_smaps(&text);
+    }
+
+    #[test]
+    fn damaged_text_never_panics(at in 0..QEMU.len(), byte in any::<u8>(), cut in 0..QEMU.len()) {
+        let mut text = QEMU.to_vec();
+        text[at] = byte;
+        let _ = parse_smaps(&text);
+        let _ = parse_smaps(&text[..cut]);
+        let _ = parse_maps(&text[cut..]);
+    }
+
+    #[test]
+    fn flags_are_a_set(flags in prop::collection::vec([b'a'..=b'z', b'a'..=b'z'], 0..40)) {
+        let set: VmFlags = flags.iter().copied().collect();
+        let mut expected = flags;
+        expected.sort_unstable();
+        expected.dedup();
+        prop_assert_eq!(set.iter().collect::<Vec<_>>(), expected);
+    }
+}

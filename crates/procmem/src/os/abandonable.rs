@@ -1,0 +1,312 @@
+//! Jobs that may never return, on a thread that may be abandoned.
+//!
+//! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a
+//! file server that does not respond. Meanwhile reads of `smaps`, `pagemap` and `mem` of that program block
+//! (`mmap_read_lock_killable` in fs/proc/task_mmu.c: only a fatal signal ends that; in mm/process_vm_access.c not even
+//! that does). Observed on 6.18 by `pagefold/tests/crash/stuck.rs`. An exec keeps others waiting in the same way
+//! (`exec_update_lock`).
+//!
+//! So what can block is done by a separate thread. Its caller waits while it computes or waits for a processor, and for a
+//! short while when it sleeps; then it goes on without the result. The thread ends when its job returns, or with the
+//! process. A job is stuck when it makes no progress for [`LIMIT`]. Progress is what the job reports, each part of a long
+//! list that has been read ([`advance`]), and the CPU time of the thread: the kernel walks the page tables of a large
+//! mapping in one read, 10 ns per page, but a thread that waits for a lock or a page uses none.
+
+use crate::os::cpu::clock_ns;
+use std::cell::{Cell, RefCell};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+/// Without progress for this long a job is stuck, even on a busy machine.
+pub const LIMIT: Duration = Duration::from_millis(if cfg!(test) { 1_500 } else { 3_000 });
+/// For how long a thread waits for jobs that sleep, at a stretch. It regains 1/[`REGAINED`] of the time that passes.
+pub const PATIENCE: Duration = Duration::from_millis(250);
+const REGAINED: u32 = 4;
+/// How often a caller that waits checks whether the job sleeps. It waits for at least this long.
+const TICK: Duration = Duration::from_millis(5);
+
+type Work = Box<dyn FnOnce() + Send>;
+
+thread_local! {
+    /// Sends jobs to the reading thread of this thread, if it has one that is not busy.
+    static READER: RefCell<Option<Sender<Work>>> = const { RefCell::new(None) };
+    /// The signs of life of the job that this thread runs, if it is a reading thread.
+    static SIGNS: RefCell<Option<Arc<Signs>>> = const { RefCell::new(None) };
+    /// The patience that this thread had left, and when.
+    static LEFT: Cell<(Duration, Option<Instant>)> = const { Cell::new((PATIENCE, None)) };
+}
+
+/// Takes this much from the patience of this thread. Returns whether any is left.
+fn lose_patience(lost: Duration) -> bool {
+    let (left, at) = LEFT.get();
+    let regained = at.map_or(PATIENCE, |at| at.elapsed() / REGAINED);
+    let left = (left + regained).min(PATIENCE).saturating_sub(lost);
+    LEFT.set((left, Some(Instant::now())));
+    !left.is_zero()
+}
+
+/// Signs that a job is not stuck.
+#[derive(Debug, Default)]
+struct Signs {
+    steps: AtomicU64,
+    /// Its thread; 0 before it begins.
+    tid: AtomicI32,
+    /// The CPU clock of its thread.
+    clock: OnceLock<libc::clockid_t>,
+}
+
+impl Signs {
+    /// Makes this thread show them.
+    fn begin(self: &Arc<Self>) {
+        let mut clock = 0;
+        // SAFETY: `clock` outlives the first call; both are about this thread.
+        let (known, tid) =
+            unsafe { (libc::pthread_getcpuclockid(libc::pthread_self(), &raw mut clock), libc::gettid()) };
+        if known == 0 {
+            let _ = self.clock.set(clock);
+        }
+        self.tid.store(tid, Ordering::Relaxed);
+        SIGNS.set(Some(self.clone()));
+    }
+
+    /// A number that grows while the job makes progress.
+    fn sum(&self) -> u64 {
+        // The clock cannot be read once the thread has ended.
+        let cpu_ns = self.clock.get().and_then(|&clock| clock_ns(clock).ok()).unwrap_or(0);
+        self.steps.load(Ordering::Relaxed).wrapping_add(cpu_ns / 1_000_000)
+    }
+}
+
+/// Whether a thread of this process sleeps. Neither running nor waiting for a processor counts.
+pub fn is_asleep(tid: i32) -> bool {
+    let stat = std::fs::read(format!("/proc/self/task/{tid}/stat")).unwrap_or_default();
+    let state = stat.iter().rposition(|&byte| byte == b')').and_then(|end| stat.get(end + 2));
+    tid != 0 && state != Some(&b'R')
+}
+
+/// Shows that the job which this thread runs makes progress.
+pub fn advance() {
+    SIGNS.with_borrow(|signs| signs.iter().for_each(|signs| _ = signs.steps.fetch_add(1, Ordering::Relaxed)));
+}
+
+/// A job whose caller has gone on.
+#[derive(Debug)]
+pub struct Pending {
+    alive: Weak<()>,
+    signs: Arc<Signs>,
+    /// The last sign of progress, and when it was seen.
+    seen: (u64, Instant),
+}
+
+impl Pending {
+    /// Whether the job has ended.
+    pub fn is_over(&self) -> bool {
+        self.alive.strong_count() == 0
+    }
+
+    /// For how long it has made no progress, as far as that was looked at.
+    pub fn idle(&mut self) -> Duration {
+        let now = self.signs.sum();
+        if now != self.seen.0 {
+            self.seen = (now, Instant::now());
+        }
+        self.seen.1.elapsed()
+    }
+
+    /// Whether it has made no progress for [`LIMIT`].
+    pub fn is_stuck(&mut self) -> bool {
+        !self.is_over() && self.idle() >= LIMIT
+    }
+
+    /// Whether it sleeps at this moment.
+    pub fn is_asleep(&self) -> bool {
+        is_asleep(self.signs.tid.load(Ordering::Relaxed))
+    }
+
+    /// Exists as long as the job.
+    pub fn alive(&self) -> Weak<()> {
+        self.alive.clone()
+    }
+}
+
+/// What a reading thread does.
+#[derive(Debug)]
+pub struct Job<T> {
+    result: Receiver<T>,
+    pub pending: Pending,
+}
+
+impl<T: Send + 'static> Job<T> {
+    /// Starts it on the reading thread, which takes some 10 us more than a call.
+    pub fn start(job: impl FnOnce() -> T + Send + 'static) -> Self {
+        let (alive, signs) = (Arc::new(()), Arc::new(Signs::default()));
+        let pending = Pending { alive: Arc::downgrade(&alive), signs: signs.clone(), seen: (0, Instant::now()) };
+        let (sender, result) = channel();
+        send_to_reader(Box::new(move || {
+            signs.begin();
+            // A caller that has gone on may have dropped its receiver.
+            let _ = sender.send(job());
+            drop(alive);
+        }));
+        Self { result, pending }
+    }
+
+    /// Waits for the result: for `most`, and for no longer than the patience of this thread while the job sleeps. Without
+    /// a result, also if the job has panicked or could not be started, the job is given back.
+    pub fn wait(self, most: Duration) -> Result<T, Self> {
+        let began = Instant::now();
+        loop {
+            match self.result.recv_timeout(TICK) {
+                Ok(answer) => return Ok(answer),
+                Err(RecvTimeoutError::Disconnected) => return Err(self),
+                Err(RecvTimeoutError::Timeout) => {
+                    let is_patient = !self.pending.is_asleep() || lose_patience(TICK);
+                    if !is_patient || began.elapsed() >= most {
+                        // Later jobs need another thread.
+                        READER.take();
+                        return Err(self);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The same, but waits for the whole time.
+    pub fn wait_for(self, time: Duration) -> Result<T, Self> {
+        self.result.recv_timeout(time).map_err(|_| {
+            READER.take();
+            self
+        })
+    }
+
+    /// The result, if it has come.
+    pub fn poll(self) -> Result<T, Self> {
+        self.result.try_recv().map_err(|_| self)
+    }
+}
+
+/// Runs `job` on the reading thread. Abandons it when it sleeps for too long ([`PATIENCE`]).
+pub fn run_abandonable<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Result<T, Pending> {
+    Job::start(job).wait(Duration::MAX).map_err(|job| job.pending)
+}
+
+fn send_to_reader(work: Work) {
+    let work = match READER.take() {
+        None => work,
+        Some(sender) => match sender.send(work) {
+            Ok(()) => {
+                READER.set(Some(sender));
+                return;
+            }
+            Err(unsent) => unsent.0,
+        },
+    };
+    let (sender, jobs) = channel::<Work>();
+    let run = move || {
+        for job in jobs {
+            job();
+        }
+    };
+    let spawned = std::thread::Builder::new().name("pagefold-reads".to_owned()).spawn(run);
+    if spawned.is_ok() && sender.send(work).is_ok() {
+        READER.set(Some(sender));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wait_until_over(pending: &Pending) {
+        while !pending.is_over() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Reads one line in each of some pauses.
+    struct Slow(u32);
+
+    impl std::io::Read for Slow {
+        fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+            std::thread::sleep(LIMIT / 4);
+            self.0 += 1;
+            let line = format!("{:x}000-{:x}000 rw-p 00000000 00:00 0 \n", self.0, self.0 + 1);
+            let line = if self.0 > 8 { "" } else { &line };
+            buffer[..line.len()].copy_from_slice(line.as_bytes());
+            Ok(line.len())
+        }
+    }
+
+    fn mappings(maps: impl std::io::Read) -> u32 {
+        let mut read = 0;
+        let _ = crate::maps::each_mapping(maps, crate::maps::Names::All, |_| {
+            read += 1;
+            std::ops::ControlFlow::Continue(())
+        });
+        read
+    }
+
+    /// The kernel walks page tables for long in one read, or prints a long list slowly: neither is stuck.
+    #[test]
+    fn long_jobs_are_not_stuck_while_they_make_progress() {
+        let computes = || {
+            let end = Instant::now() + LIMIT * 5 / 4;
+            while Instant::now() < end {
+                std::hint::spin_loop();
+            }
+        };
+        assert!(run_abandonable(computes).is_ok());
+        let mut job = Job::start(|| mappings(Slow(0)));
+        let read = loop {
+            job = match job.wait(LIMIT) {
+                Ok(read) => break read,
+                Err(job) => job,
+            };
+            assert!(!job.pending.is_stuck());
+        };
+        assert_eq!(read, 8);
+    }
+
+    #[test]
+    fn stuck_jobs_are_abandoned_and_later_ones_run() {
+        assert_eq!(run_abandonable(|| 7).unwrap(), 7);
+        let (release, held) = channel::<()>();
+        let began = Instant::now();
+        let mut pending = run_abandonable(move || held.recv()).unwrap_err();
+        assert!(began.elapsed() >= PATIENCE && !pending.is_over() && !pending.is_stuck());
+        assert_eq!(run_abandonable(|| 8).unwrap(), 8);
+        std::thread::sleep(LIMIT);
+        assert!(pending.is_stuck());
+        drop(release);
+        wait_until_over(&pending);
+        assert!(!pending.is_stuck());
+        wait_until_over(&run_abandonable(|| -> () { panic!("as a test") }).unwrap_err());
+    }
+
+    /// Waiting for many at once takes a quarter of the time, and each that does not sleep is waited for.
+    #[test]
+    fn the_time_spent_waiting_is_limited() {
+        let began = Instant::now();
+        let mut held = Vec::new();
+        for _ in 0..20 {
+            let (release, wait) = channel::<()>();
+            held.push((release, run_abandonable(move || wait.recv()).unwrap_err()));
+        }
+        let took = began.elapsed();
+        assert!(took < PATIENCE * 20 / 2, "{took:?}");
+        assert_eq!(run_abandonable(|| 9).unwrap(), 9);
+        for (release, pending) in held {
+            drop(release);
+            wait_until_over(&pending);
+        }
+        // A job that computes is left to itself after the time that its caller gives it.
+        let (release, wait) = channel::<()>();
+        let job = Job::start(move || while wait.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {});
+        let job = job.wait(TICK).unwrap_err();
+        drop(release);
+        wait_until_over(&job.pending);
+        assert!(job.poll().is_ok());
+    }
+}

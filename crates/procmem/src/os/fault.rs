@@ -1,0 +1,262 @@
+//! Fault injection for tests.
+//!
+//! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point, with `@3` from the third
+//! passage on, the process kills itself with SIGKILL, or the read or write fails with that error, or it never returns
+//! (`=hang`). Only the tests' builds have this: it takes the feature `faults`, which pagefold-testkit enables, and debug
+//! assertions. Everywhere else the points do nothing.
+
+use std::io::{self, Write};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// The environment variable.
+pub const VARIABLE: &str = "PAGEFOLD_FAULT";
+
+/// Environment variable with the path of a file in which each injected failure is recorded once, so that a test can check
+/// that its fault occurred.
+pub const SEEN_VARIABLE: &str = "PAGEFOLD_FAULT_SEEN";
+
+/// Points of the daemon and of unmerging at which a kill leaves changes behind. The injector has its own list.
+pub const POINTS: &[&str] = &[
+    "injector-started",
+    "lock-taken",
+    "state-begun",
+    "state-written",
+    "state-saved",
+    "turn:max_page_sharing",
+    "turned:max_page_sharing",
+    "turn:use_zero_pages",
+    "turned:use_zero_pages",
+    "socket-made",
+    "mark",
+    "marked",
+    "order:kick",
+    "turn:pages_to_scan",
+    "turned:pages_to_scan",
+    "turn:sleep_millisecs",
+    "turned:sleep_millisecs",
+    "turn:run",
+    "turned:run",
+    "order:rest",
+    "order:pace",
+    "put-back:run",
+    "was-put-back:run",
+    "put-back:sleep_millisecs",
+    "was-put-back:sleep_millisecs",
+    "put-back:pages_to_scan",
+    "was-put-back:pages_to_scan",
+    "put-back:use_zero_pages",
+    "was-put-back:use_zero_pages",
+    "put-back:max_page_sharing",
+    "was-put-back:max_page_sharing",
+    "state-closing",
+    "state-closed",
+    "unmark",
+    "unmarked",
+];
+
+/// Reads: files below `/proc/PID` (the last component of their path), of KSM, of the machine, of memory cgroups, and
+/// pagefold's own files.
+pub const READS: &[&str] = &[
+    "read:stat",
+    "read:status",
+    "read:exe",
+    "read:cgroup",
+    "read:statm",
+    "read:maps",
+    "read:smaps",
+    "read:pagemap",
+    "read:oom_score_adj",
+    "read:mem",
+    "read:process_vm_readv",
+    "read:schedstat",
+    "read:ksm_stat",
+    "read:kpageflags",
+    "read:ksm:run",
+    "read:ksm:pages_to_scan",
+    "read:ksm:max_page_sharing",
+    "read:ksm:pages_shared",
+    "read:ksm:pages_scanned",
+    "read:ksm:full_scans",
+    "read:ksm:advisor_mode",
+    "read:proc",
+    "read:loadavg",
+    "read:meminfo",
+    "read:pressure/memory",
+    "read:vmstat",
+    "read:boot_id",
+    "read:limits",
+    "read:state",
+    "read:lock",
+];
+
+/// Writes.
+pub const WRITES: &[&str] = &["write:state", "write:lock", "write:knob"];
+
+static FAULTS: OnceLock<Vec<Fault>> = OnceLock::new();
+
+#[derive(Debug)]
+struct Fault {
+    point: String,
+    /// First passage at which it happens, counted from 1.
+    from: u64,
+    what: What,
+    passed: AtomicU64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    Kill,
+    Errno(i32),
+    Hang,
+}
+
+/// Reads the variable. Without this call the first point reads it, and allocates.
+pub fn init() {
+    faults();
+}
+
+/// A point at which a test can kill this process. Does not allocate after [`init`].
+pub fn point(name: &str) {
+    point_of(name, "");
+}
+
+/// The same for a point named `name:of`.
+pub fn point_of(name: &str, of: &str) {
+    if happens(name, of).is_some_and(|fault| fault.what == What::Kill) {
+        die();
+    }
+}
+
+/// A point at which a test can make a read or write fail.
+///
+/// # Errors
+/// The injected error; the caller returns it instead of reading or writing.
+pub fn io(name: &str) -> io::Result<()> {
+    io_of(name, "")
+}
+
+/// The same for a point named `name:of`.
+pub fn io_of(name: &str, of: &str) -> io::Result<()> {
+    let Some(fault) = happens(name, of) else { return Ok(()) };
+    fault.record();
+    match fault.what {
+        What::Errno(errno) => Err(io::Error::from_raw_os_error(errno)),
+        What::Kill => {
+            die();
+            Ok(())
+        }
+        // Like a wait for a lock that only a fatal signal ends.
+        What::Hang => loop {
+            std::thread::sleep(Duration::from_secs(3600));
+        },
+    }
+}
+
+fn die() {
+    // SAFETY: all arguments are numbers. Does not return if it succeeds.
+    unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+}
+
+fn happens(name: &str, of: &str) -> Option<&'static Fault> {
+    let fault = faults().iter().find(|fault| fault.is_of(name, of))?;
+    (fault.passed.fetch_add(1, Ordering::Relaxed) + 1 >= fault.from).then_some(fault)
+}
+
+impl Fault {
+    fn is_of(&self, name: &str, of: &str) -> bool {
+        match self.point.strip_prefix(name) {
+            Some("") => of.is_empty(),
+            Some(rest) => rest.strip_prefix(':') == Some(of),
+            None => false,
+        }
+    }
+
+    fn record(&self) {
+        let first = self.passed.load(Ordering::Relaxed) <= self.from;
+        let Some(path) = std::env::var_os(SEEN_VARIABLE).filter(|_| first) else { return };
+        // Errors are ignored: a test that finds no record fails.
+        let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+        let _ = file.and_then(|mut file| writeln!(file, "{}", self.point));
+    }
+}
+
+fn faults() -> &'static [Fault] {
+    FAULTS.get_or_init(|| std::env::var(VARIABLE).map_or(Vec::new(), |text| parse(&text)))
+}
+
+/// Parses the variable. Malformed entries are skipped: a test with such a fault finds that nothing fails.
+fn parse(text: &str) -> Vec<Fault> {
+    let fault = |word: &str| {
+        let (point, what) = word.rsplit_once('=')?;
+        let (point, from) = point.rsplit_once('@').map_or((point, "1"), |split| split);
+        let what = match what {
+            "kill" => What::Kill,
+            "hang" => What::Hang,
+            "EIO" => What::Errno(libc::EIO),
+            "ENOMEM" => What::Errno(libc::ENOMEM),
+            "ENOSPC" => What::Errno(libc::ENOSPC),
+            "EMFILE" => What::Errno(libc::EMFILE),
+            "EPERM" => What::Errno(libc::EPERM),
+            _ => return None,
+        };
+        Some(Fault { point: point.into(), from: from.parse().ok()?, what, passed: AtomicU64::new(0) })
+    };
+    text.split(',').filter_map(fault).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_parsed_with_their_passage() {
+        let faults = parse("registers-set=kill,read:smaps@3=EIO,nonsense,x=y");
+        let seen: Vec<_> = faults.iter().map(|fault| (fault.point.as_str(), fault.from, fault.what)).collect();
+        assert_eq!(seen, [("registers-set", 1, What::Kill), ("read:smaps", 3, What::Errno(libc::EIO))]);
+    }
+
+    #[test]
+    fn points_match_by_full_name() {
+        let names = |point: &str| ["", "run"].map(|of| parse(&format!("{point}=kill"))[0].is_of("turn", of));
+        assert_eq!(names("turn"), [true, false]);
+        assert_eq!(names("turn:run"), [false, true]);
+        assert_eq!(names("turned:run"), [false, false]);
+    }
+
+    /// Tests iterate over the lists: a point that is in none is not tested.
+    #[test]
+    fn every_point_is_listed() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let listed: Vec<&str> = [POINTS, READS, WRITES].concat();
+        let mut paths =
+            ["procmem", "inject", "ksm", "host", "pagefold"].map(|name| root.join(name).join("src")).to_vec();
+        while let Some(path) = paths.pop() {
+            if path.is_dir() {
+                paths.extend(std::fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+                continue;
+            }
+            // The injector's points are in none of these lists.
+            let own = path.parent().is_some_and(|dir| dir.ends_with("inject/src")) && !path.ends_with("unmerge.rs");
+            if own || path.ends_with("fault.rs") {
+                continue;
+            }
+            let text = std::fs::read_to_string(&path).unwrap();
+            for call in ["fault::point(", "fault::point_of(", "fault::io(", "fault::io_of("] {
+                for (at, _) in text.match_indices(call) {
+                    let words = text[at + call.len()..].strip_prefix('"').expect("a name, not a variable");
+                    let name = words.split('"').next().unwrap();
+                    let found = listed.iter().any(|&one| one == name || one.starts_with(&format!("{name}:")));
+                    assert!(found, "{name:?} of {} is in no list", path.display());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn points_do_nothing_without_the_variable() {
+        point("anything");
+        assert!(io("anything").is_ok());
+    }
+}

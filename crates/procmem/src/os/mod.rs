@@ -1,0 +1,16 @@
+//! The machine and this process: CPU time, memory pressure, capabilities, signals. Nothing here concerns other processes.
+
+pub mod abandonable;
+pub mod cpu;
+#[cfg(all(feature = "faults", debug_assertions))]
+pub mod fault;
+#[cfg(not(all(feature = "faults", debug_assertions)))]
+#[path = "no_fault.rs"]
+pub mod fault;
+pub mod fields;
+pub mod interrupt;
+pub mod numa;
+pub mod number_list;
+pub mod peer;
+pub mod pressure;
+pub mod privileges;

@@ -1,0 +1,208 @@
+//! Memory pressure of the machine: pressure stall information (PSI) and available memory.
+//!
+//! PSI may be missing from a kernel (no file) or disabled (reads fail with EOPNOTSUPP), and a service may be denied access
+//! to either file (`ProcSubset=pid`): then the value is unknown. Only malformed text is an error. ksmtuned's measure
+//! needs no PSI: memory is scarce when less than a fifth is available (its `KSM_THRES_COEF` of 20).
+
+use super::fields::{MISSING, kib};
+use crate::os::fault;
+use pagefold_engine::host::MemoryView;
+use pagefold_engine::units::{Pages, Permyriad};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Why the memory pressure cannot be read.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum PressureError {
+    /// The text is not in the documented format.
+    #[error("{} is malformed: {what}", path.display())]
+    Malformed { path: PathBuf, what: &'static str },
+    /// Any other failure.
+    #[error("cannot read {}: {source}", path.display())]
+    Io { path: PathBuf, source: io::Error },
+}
+
+/// Reads the memory pressure from files held open. One read of both takes some 20 us.
+#[derive(Debug)]
+pub struct MemoryMonitor {
+    meminfo: Source,
+    pressure: Source,
+}
+
+impl MemoryMonitor {
+    /// Opens the files below `/proc` or another root.
+    pub fn open(proc_root: &Path) -> Result<Self, PressureError> {
+        Ok(Self { meminfo: Source::open(proc_root, "meminfo")?, pressure: Source::open(proc_root, "pressure/memory")? })
+    }
+
+    /// Reads the current state.
+    pub fn read(&self) -> Result<MemoryView, PressureError> {
+        let (total, available, swap_free) = self.meminfo.read(parse_meminfo)?.unwrap_or_default();
+        Ok(MemoryView { total, available, swap_free, pressure: self.pressure.read(parse_pressure)? })
+    }
+}
+
+#[derive(Debug)]
+struct Source {
+    name: &'static str,
+    path: PathBuf,
+    file: Option<File>,
+}
+
+impl Source {
+    fn open(proc_root: &Path, name: &'static str) -> Result<Self, PressureError> {
+        let path = proc_root.join(name);
+        match File::open(&path) {
+            Ok(file) => Ok(Self { name, path, file: Some(file) }),
+            Err(error) if is_withheld(&error) => Ok(Self { name, path, file: None }),
+            Err(source) => Err(PressureError::Io { path, source }),
+        }
+    }
+
+    /// Reads and parses the file; `None` if it is missing or access is denied.
+    fn read<T>(&self, parse: impl Fn(&[u8]) -> Result<T, &'static str>) -> Result<Option<T>, PressureError> {
+        let Some(file) = &self.file else { return Ok(None) };
+        // The fields needed are in the first 16 lines of both files, of some 28 bytes each.
+        let mut buffer = [0; 1024];
+        match fault::io_of("read", self.name).and_then(|()| file.read_at(&mut buffer, 0)) {
+            Ok(length) => match parse(&buffer[..length]) {
+                Ok(value) => Ok(Some(value)),
+                Err(what) => Err(PressureError::Malformed { path: self.path.clone(), what }),
+            },
+            Err(error) if is_withheld(&error) => Ok(None),
+            Err(source) => Err(PressureError::Io { path: self.path.clone(), source }),
+        }
+    }
+}
+
+fn is_withheld(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EACCES | libc::EPERM | libc::EOPNOTSUPP))
+}
+
+/// Parses the beginning of `/proc/meminfo`: total memory, memory available without swapping, and free swap.
+pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages, Pages), &'static str> {
+    // The last line may be truncated.
+    let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+    let pages = |key| match kib(&text[..end], key)? {
+        // The number of bytes must not overflow.
+        kib if kib.checked_mul(1024).is_some() => Ok(Pages(kib / 4)),
+        _ => Err("a field is too large"),
+    };
+    let swap_free = match pages("SwapFree") {
+        Err(MISSING) => Pages(0),
+        other => other?,
+    };
+    Ok((pages("MemTotal")?, pages("MemAvailable")?, swap_free))
+}
+
+/// Parses `/proc/pressure/memory`: the share of the last 10 s in which some task waited for memory.
+pub fn parse_pressure(text: &[u8]) -> Result<Permyriad, &'static str> {
+    let line =
+        text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"some ")).ok_or("no line 'some'")?;
+    let line = std::str::from_utf8(line).map_err(|_| "not ASCII")?;
+    let percent = line.split(' ').find_map(|word| word.strip_prefix("avg10=")).ok_or("no avg10")?;
+    let (whole, hundredths) = percent.split_once('.').ok_or("avg10 has no fraction")?;
+    let digits = |text: &str, most: usize| (1..=most).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
+    if !digits(whole, 3) || hundredths.len() != 2 || !digits(hundredths, 2) {
+        return Err("avg10 is not a percentage with two decimals");
+    }
+    let number = |text: &str| text.parse::<u32>().map_err(|_| "avg10 is not a number");
+    let share = Permyriad(number(whole)? * 100 + number(hundredths)?);
+    if share <= Permyriad(10_000) { Ok(share) } else { Err("avg10 is more than 100 per cent") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::fs;
+
+    const MEMINFO: &str = "MemTotal:       24684084 kB\nMemFree:        23372588 kB\nMemAvailable:   24040296 kB\n\
+        Buffers:           31164 kB\nCached:           784420 kB\nSwapCached:            0 kB\nSwapFree:          16 kB\n";
+    const PRESSURE: &str =
+        "some avg10=12.34 avg60=0.50 avg300=0.00 total=5\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=2\n";
+
+    fn tree(meminfo: Option<&str>, pressure: Option<&str>) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("pressure")).unwrap();
+        for (name, text) in [("meminfo", meminfo), ("pressure/memory", pressure)] {
+            if let Some(text) = text {
+                fs::write(dir.path().join(name), text).unwrap();
+            }
+        }
+        dir
+    }
+
+    fn view(dir: &tempfile::TempDir) -> Result<MemoryView, PressureError> {
+        MemoryMonitor::open(dir.path())?.read()
+    }
+
+    #[test]
+    fn missing_files_are_unknown_values() {
+        let all = view(&tree(Some(MEMINFO), Some(PRESSURE))).unwrap();
+        assert_eq!((all.total, all.available, all.swap_free), (Pages(6_171_021), Pages(6_010_074), Pages(4)));
+        assert_eq!(all.pressure, Some(Permyriad(1_234)));
+        let without_psi = view(&tree(Some(MEMINFO), None)).unwrap();
+        assert_eq!(without_psi, MemoryView { pressure: None, ..all });
+        assert_eq!(view(&tree(None, None)).unwrap(), MemoryView::default());
+    }
+
+    #[test]
+    fn kernels_without_psi_and_denied_access_are_no_errors() {
+        for number in [libc::ENOENT, libc::EOPNOTSUPP, libc::EACCES] {
+            assert!(is_withheld(&io::Error::from_raw_os_error(number)));
+        }
+        assert!(!is_withheld(&io::Error::from_raw_os_error(libc::EIO)));
+    }
+
+    #[test]
+    fn malformed_text_is_an_error() {
+        for meminfo in [
+            "",
+            "MemTotal: 1 kB\n",
+            "MemTotal: 1 kB\nMemAvailable: x kB\n",
+            "MemTotal: 8 kB\nMemAvailable: 4 ",
+            "MemTotal: 8 kB\nMemAvailable: 4 kB\nSwapFree: x kB\n",
+            "MemTotal: 18446744073709551615 kB\nMemAvailable: 4 kB\n",
+        ] {
+            assert!(matches!(view(&tree(Some(meminfo), None)), Err(PressureError::Malformed { .. })), "{meminfo}");
+        }
+        for pressure in [
+            "",
+            "full avg10=1.00\n",
+            "some avg60=1.00\n",
+            "some avg10=1\n",
+            "some avg10=+1.00\n",
+            "some avg10=1.5\n",
+            "some avg10=100.01\n",
+        ] {
+            let damaged = view(&tree(Some(MEMINFO), Some(pressure)));
+            assert!(matches!(damaged, Err(PressureError::Malformed { .. })), "{pressure}");
+        }
+    }
+
+    #[test]
+    fn the_state_of_this_machine_is_read() {
+        let memory = MemoryMonitor::open(Path::new("/proc")).unwrap().read().unwrap();
+        assert!(memory.total > memory.available && memory.available > Pages(0), "{memory:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), cut in 0..PRESSURE.len()) {
+            let _ = (parse_meminfo(&text), parse_pressure(&text));
+            let _ = parse_meminfo(&[&MEMINFO.as_bytes()[..cut], &text].concat());
+            let _ = parse_pressure(&[&PRESSURE.as_bytes()[..cut], &text].concat());
+        }
+
+        #[test]
+        fn every_share_is_parsed(share in 0_u32..=10_000) {
+            let text = format!("some avg10={}.{:02} avg60=0.00 avg300=0.00 total=0\n", share / 100, share % 100);
+            prop_assert_eq!(parse_pressure(text.as_bytes()), Ok(Permyriad(share)));
+        }
+    }
+}

@@ -1,0 +1,156 @@
+use super::*;
+use crate::memory::{PageReader, ReadHow};
+use crate::pagemap::{Pagemap, PagemapEntry};
+use crate::process::{Process, ReadError};
+use pagefold_engine::units::Vpn;
+use pagefold_testkit::OwnedChild;
+use std::process::{Command, Stdio};
+
+/// Runs `act` on a separate thread that has dropped all capabilities but `kept`.
+fn with_only<T: Send>(kept: &[Capability], act: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let acting = scope.spawn(|| {
+            keep_only(kept).unwrap();
+            act()
+        });
+        acting.join().unwrap()
+    })
+}
+
+fn may_all() -> bool {
+    let may = missing(&READING).unwrap().is_empty();
+    if !may {
+        pagefold_testkit::skip("not root, or without the capabilities to be tested");
+    }
+    may
+}
+
+/// A process of another user.
+struct Other(OwnedChild);
+
+impl Other {
+    fn start() -> Self {
+        let user = ["--reuid=65534", "--regid=65534", "--clear-groups", "sleep", "60"];
+        let child = Command::new("setpriv").args(user).stdin(Stdio::null()).spawn().expect("setpriv of util-linux");
+        let pid = child.id();
+        let is_asleep = || {
+            let end = std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "sleep\n");
+            // It has executed and finished starting.
+            end && std::fs::read_to_string(format!("/proc/{pid}/syscall"))
+                .is_ok_and(|call| !call.starts_with("running"))
+        };
+        while !is_asleep() {
+            std::thread::sleep(std::time::Duration::from_millis(2));
+        }
+        Self(OwnedChild(child))
+    }
+
+    fn process(&self) -> Process {
+        Process::open(self.0.pid()).unwrap()
+    }
+
+    /// The last page of its stack, which is present.
+    fn page(&self) -> Vpn {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.0.pid())).unwrap();
+        let stack = maps.lines().find(|line| line.ends_with("[stack]")).unwrap();
+        let end = stack.split(['-', ' ']).nth(1).unwrap();
+        Vpn(u64::from_str_radix(end, 16).unwrap() / 4096 - 1)
+    }
+}
+
+fn frame(process: &Process, page: Vpn) -> Result<Option<u64>, ReadError> {
+    let mut entry = [0];
+    Pagemap::open(process)?.read(page, &mut entry)?;
+    Ok(PagemapEntry(entry[0]).pfn())
+}
+
+fn reads(process: &Process, page: Vpn) -> bool {
+    let mut seen = false;
+    let how = ReadHow::default();
+    let read = PageReader::new().read_runs(process, &[(page, 1)], how, |view| seen = view.bytes.is_some());
+    read.is_ok() && seen
+}
+
+#[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
+fn dropped_capabilities_are_gone_from_every_set() {
+    if !may_all() {
+        return;
+    }
+    with_only(&READING, || {
+        let expected: CapsHashSet = READING.into_iter().collect();
+        for set in [CapSet::Effective, CapSet::Permitted] {
+            assert_eq!(caps::read(None, set).unwrap(), expected);
+        }
+        assert!(caps::read(None, CapSet::Bounding).unwrap().is_subset(&expected));
+        for set in [CapSet::Inheritable, CapSet::Ambient] {
+            assert!(caps::read(None, set).unwrap().is_empty());
+        }
+        // Neither a request nor a program run by root restores them.
+        assert!(caps::raise(None, CapSet::Effective, Capability::CAP_SYS_NICE).is_err());
+        let status = Command::new("cat").arg("/proc/self/status").output().unwrap();
+        let status = String::from_utf8(status.stdout).unwrap();
+        for line in
+            ["CapInh:\t0000000000000000", "CapPrm:\t0000000000280004", "CapBnd:\t0000000000280004", "NoNewPrivs:\t1"]
+        {
+            assert!(status.contains(line), "{line} is missing in {status}");
+        }
+    });
+    assert!(may_all(), "only that thread has dropped capabilities");
+}
+
+#[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
+fn dropped_capabilities_do_not_come_back_without_setpcap_either() {
+    if !may_all() || caps::read(None, CapSet::Permitted).unwrap().len() == READING.len() {
+        return;
+    }
+    let without: Vec<_> = caps::all().into_iter().filter(|&capability| capability != Capability::CAP_SETPCAP).collect();
+    std::thread::scope(|scope| {
+        let acting = scope.spawn(|| {
+            let permitted = caps::read(None, CapSet::Permitted).unwrap();
+            let less: CapsHashSet =
+                without.iter().copied().filter(|capability| permitted.contains(capability)).collect();
+            caps::set(None, CapSet::Effective, &less).unwrap();
+            caps::set(None, CapSet::Permitted, &less).unwrap();
+            keep_only(&READING).unwrap();
+            assert!(caps::read(None, CapSet::Bounding).unwrap().len() > READING.len());
+            let status = Command::new("cat").arg("/proc/self/status").output().unwrap();
+            let status = String::from_utf8(status.stdout).unwrap();
+            assert!(
+                status.contains("CapPrm:\t0000000000280004") && status.contains("CapEff:\t0000000000280004"),
+                "{status}"
+            );
+        });
+        acting.join().unwrap();
+    });
+}
+
+/// With all three a process of another user can be read; without any one of them something fails.
+#[test]
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
+fn each_kept_capability_is_needed() {
+    if !may_all() {
+        return;
+    }
+    let other = Other::start();
+    let page = other.page();
+    let look = |kept: &[Capability]| {
+        with_only(kept, || (frame(&other.process(), page).map_err(drop), reads(&other.process(), page)))
+    };
+    let but = |without| READING.into_iter().filter(|&capability| capability != without).collect::<Vec<_>>();
+    assert!(matches!(look(&READING), (Ok(Some(_)), true)));
+    // Newer kernels show the page table to CAP_SYS_ADMIN as well (`may_access_mm`, kernel/fork.c).
+    assert!(!look(&but(Capability::CAP_SYS_PTRACE)).1, "no memory");
+    assert_eq!(look(&but(Capability::CAP_DAC_READ_SEARCH)), (Err(()), false), "not even the page table");
+    assert_eq!(look(&but(Capability::CAP_SYS_ADMIN)), (Ok(None), true), "no frames");
+}
+
+#[test]
+fn missing_capabilities_are_listed() {
+    with_only(&[Capability::CAP_SYS_ADMIN], || {
+        let gone = missing(&READING).unwrap();
+        assert!(gone.contains(&Capability::CAP_SYS_PTRACE), "{gone:?}");
+        assert_eq!(Capability::CAP_SYS_PTRACE.to_string(), "CAP_SYS_PTRACE");
+    });
+}

@@ -1,0 +1,251 @@
+//! `/proc/PID/pagemap` and its PAGEMAP_SCAN ioctl.
+//!
+//! Bits follow the kernel's Documentation/admin-guide/mm/pagemap.rst. Frame numbers, and so everything in
+//! [`super::kpageflags`], need CAP_SYS_ADMIN; without it the kernel shows frame 0.
+
+use crate::os::fault;
+use crate::process::{Process, ReadError};
+use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn, count};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use thiserror::Error;
+
+/// One page table entry in pagemap's format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PagemapEntry(pub u64);
+
+impl PagemapEntry {
+    /// Whether a frame is mapped.
+    pub const fn present(self) -> bool {
+        self.0 & (1 << 63) != 0
+    }
+    /// Whether the page is in swap or is being migrated.
+    pub const fn swapped(self) -> bool {
+        self.0 & (1 << 62) != 0
+    }
+    /// Whether the frame is a page of a file or shared memory. Some kernels set this bit for the huge zero page too.
+    pub const fn file_or_shared(self) -> bool {
+        self.0 & (1 << 61) != 0
+    }
+    /// Whether the frame is mapped exactly once.
+    pub const fn exclusive(self) -> bool {
+        self.0 & (1 << 56) != 0
+    }
+    /// Frame number, if a frame is mapped and its number is visible.
+    pub const fn pfn(self) -> Option<u64> {
+        let pfn = self.0 & ((1 << 55) - 1);
+        if self.present() && pfn != 0 { Some(pfn) } else { None }
+    }
+    /// Whether the page is present, anonymous and mapped once: process_vm_readv may read it.
+    pub const fn private(self) -> bool {
+        self.present() && !self.file_or_shared() && self.exclusive()
+    }
+}
+
+/// An open pagemap. It belongs to the address space at the time it was opened: after exec, reads return nothing, which
+/// is how an exec is detected.
+#[derive(Debug)]
+pub struct Pagemap {
+    pid: i32,
+    file: File,
+}
+
+impl Pagemap {
+    /// Opens the pagemap of a process.
+    pub fn open(process: &Process) -> Result<Self, ReadError> {
+        Self::open_file(process, "pagemap")
+    }
+
+    /// Opens this file below `/proc/PID`: that of one of its threads.
+    pub fn open_file(process: &Process, file: &str) -> Result<Self, ReadError> {
+        Ok(Self { pid: process.pid(), file: process.open_file(file)? })
+    }
+
+    /// The error of another file of the process.
+    pub fn error(&self, file: &str, error: io::Error) -> ReadError {
+        ReadError::from_io(self.pid, file, error)
+    }
+
+    /// Reads the entries of adjacent pages, starting at `first`. Measured: 0.9 us for one page, 33 ns for each
+    /// additional page.
+    ///
+    /// # Errors
+    /// [`ReadError::Vanished`] if the address space is gone.
+    pub fn read(&self, first: Vpn, entries: &mut [u64]) -> Result<(), ReadError> {
+        let offset = first.0.checked_mul(8).ok_or(ReadError::Vanished { pid: self.pid })?;
+        match fault::io("read:pagemap").and_then(|()| pread_words(&self.file, entries, offset)) {
+            Ok(read) if read == entries.len() => Ok(()),
+            Ok(0) if !entries.is_empty() => Err(ReadError::Vanished { pid: self.pid }),
+            // The end of the address space.
+            Ok(read) => {
+                entries[read..].fill(0);
+                Ok(())
+            }
+            Err(error) => Err(ReadError::from_io(self.pid, "pagemap", error)),
+        }
+    }
+
+    /// Whether the address space still exists. Costs one short system call.
+    pub fn is_live(&self) -> Result<bool, ReadError> {
+        match self.read(Vpn(0), &mut [0]) {
+            Ok(()) => Ok(true),
+            Err(ReadError::Vanished { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Appends to `found` the ranges within `pages` pages from `first` that have any of the wanted categories.
+    /// Adjacent ranges of different categories are separate.
+    pub fn scan(
+        &self,
+        first: Vpn,
+        pages: Pages,
+        wanted: Categories,
+        found: &mut Vec<PageRange>,
+    ) -> Result<(), ScanError> {
+        let (mut start, end) = (first.address(), (first + pages.0).address());
+        while start < end {
+            let mut vec = [RawRegion::default(); 128];
+            let mut arg = RawScan {
+                size: count(size_of::<RawScan>()),
+                start,
+                end,
+                vec: count(vec.as_mut_ptr().expose_provenance()),
+                vec_len: count(vec.len()),
+                category_anyof_mask: wanted.0,
+                return_mask: wanted.0,
+                ..RawScan::default()
+            };
+            // SAFETY: `arg` is the kernel's struct pm_scan_arg; `vec` outlives the call and has `vec_len` elements.
+            let ranges = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
+            let Ok(ranges) = usize::try_from(ranges) else {
+                let error = io::Error::last_os_error();
+                return Err(match error.raw_os_error() {
+                    Some(libc::EINTR) => continue,
+                    Some(libc::ENOTTY | libc::EINVAL) => ScanError::Absent,
+                    _ => ReadError::from_io(self.pid, "pagemap", error).into(),
+                });
+            };
+            let ranges = vec.iter().take(ranges);
+            found.extend(ranges.map(|region| PageRange::between(region.start, region.end, region.categories)));
+            if arg.walk_end <= start {
+                return Err(ScanError::Stuck);
+            }
+            start = arg.walk_end;
+        }
+        Ok(())
+    }
+}
+
+/// Why PAGEMAP_SCAN failed.
+#[derive(Debug, Error)]
+pub enum ScanError {
+    /// The kernel is older than 6.7, or older than one of the categories.
+    #[error("this kernel has no PAGEMAP_SCAN (Linux 6.7)")]
+    Absent,
+    /// The kernel reports success without progress.
+    #[error("PAGEMAP_SCAN makes no progress")]
+    Stuck,
+    /// The process or its pagemap cannot be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+}
+
+/// A set of PAGEMAP_SCAN page categories.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Categories(pub u64);
+
+impl Categories {
+    /// Page of a file or shared memory.
+    pub const FILE: Self = Self(1 << 2);
+    /// Present.
+    pub const PRESENT: Self = Self(1 << 3);
+    /// Swapped out.
+    pub const SWAPPED: Self = Self(1 << 4);
+    /// The zero page.
+    pub const ZERO: Self = Self(1 << 5);
+    /// Mapped by a huge page.
+    pub const HUGE: Self = Self(1 << 6);
+
+    /// The union with `other`.
+    #[must_use]
+    pub const fn or(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+    /// Whether this set contains all of `other`.
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+/// Adjacent pages of the same categories.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageRange {
+    /// First page.
+    pub first: Vpn,
+    /// Number of pages.
+    pub pages: Pages,
+    /// Those of the requested categories that apply.
+    pub categories: Categories,
+}
+
+impl PageRange {
+    /// The pages between two addresses as PAGEMAP_SCAN returns them.
+    pub fn between(start: u64, end: u64, categories: u64) -> Self {
+        let pages = Pages(end.saturating_sub(start) / PAGE_BYTES);
+        Self { first: Vpn::of_address(start), pages, categories: Categories(categories) }
+    }
+}
+
+/// `_IOWR('f', 16, struct pm_scan_arg)` of linux/fs.h.
+const PAGEMAP_SCAN: libc::Ioctl = 0xC060_6610_u32 as libc::Ioctl;
+
+/// `struct pm_scan_arg`.
+#[repr(C)]
+#[derive(Default)]
+struct RawScan {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// `struct page_region`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct RawRegion {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+/// Reads whole words at an offset and returns how many came.
+pub(super) fn pread_words(file: &File, words: &mut [u64], offset: u64) -> io::Result<usize> {
+    let length = size_of_val(words);
+    // SAFETY: the bytes are those of `words`, which is borrowed exclusively; any bytes make valid words.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), length) };
+    let mut done = 0;
+    while done < length {
+        match file.read_at(&mut bytes[done..], offset + count(done)) {
+            Ok(0) => break,
+            Ok(read) => done += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(done / 8)
+}
+
+#[cfg(test)]
+#[path = "pagemap_tests.rs"]
+mod tests;

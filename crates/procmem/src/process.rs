@@ -1,0 +1,288 @@
+//! A process handle that pid reuse cannot confuse.
+//!
+//! A [`Process`] is a pid, its start time and an open descriptor of `/proc/PID`. Every read goes through the
+//! descriptor: once the process is reaped the kernel answers ESRCH there, even if the pid has been reused.
+
+use crate::os::fault;
+use crate::os::fields::number;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use thiserror::Error;
+
+/// Why a file below `/proc/PID` could not be read. Callers treat the cases differently.
+#[derive(Debug, Error)]
+#[allow(missing_docs)] // `pid` is the process, `file` the path below `/proc/PID`
+pub enum ReadError {
+    /// The process has ended, or is a zombie, which has no memory.
+    #[error("process {pid} has ended")]
+    Vanished { pid: i32 },
+    /// The process exists and the file does not: this kernel does not provide it.
+    #[error("/proc/{pid}/{file} does not exist on this kernel")]
+    Absent { pid: i32, file: String },
+    /// The kernel refuses access.
+    #[error("not permitted to read /proc/{pid}/{file}")]
+    Denied { pid: i32, file: String },
+    /// The text is not in the documented format.
+    #[error("/proc/{pid}/{file} is malformed: {what}")]
+    Malformed { pid: i32, file: String, what: String },
+    /// More mappings than are considered.
+    #[error("process {pid} has more than {most} mappings")]
+    TooMany { pid: i32, most: usize },
+    /// It has marked memory, which moved each time before it was found.
+    #[error("memory of process {pid} moves faster than it is found")]
+    Moving { pid: i32 },
+    /// Any other failure.
+    #[error("cannot read /proc/{pid}/{file}: {source}")]
+    Io { pid: i32, file: String, source: io::Error },
+}
+
+impl ReadError {
+    /// Whether the read has not returned in time, or is not made because another one of the process has not.
+    pub fn is_late(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
+    }
+
+    /// Classifies an I/O error by its number.
+    pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
+        let file = file.to_owned();
+        match source.raw_os_error() {
+            Some(libc::ESRCH) => Self::Vanished { pid },
+            Some(libc::ENOENT) => Self::Absent { pid, file },
+            Some(libc::EACCES | libc::EPERM) => Self::Denied { pid, file },
+            _ => Self::Io { pid, file, source },
+        }
+    }
+}
+
+/// A handle of a process. Two handles refer to the same process if pid and start time are equal.
+#[derive(Debug)]
+pub struct Process {
+    pid: i32,
+    start_time_ticks: u64,
+    dir: OwnedFd,
+    pidfd: OnceLock<OwnedFd>,
+}
+
+impl Process {
+    /// Opens the process that has `pid` now.
+    ///
+    /// # Errors
+    /// [`ReadError::Vanished`] if there is no such process.
+    pub fn open(pid: i32) -> Result<Self, ReadError> {
+        Self::open_at(Path::new("/proc"), pid)
+    }
+
+    /// The same below another root, for tests on fixture trees.
+    pub fn open_at(root: &Path, pid: i32) -> Result<Self, ReadError> {
+        let path: PathBuf = root.join(pid.to_string());
+        let dir: OwnedFd = match File::open(&path) {
+            Ok(dir) => dir.into(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(ReadError::Vanished { pid }),
+            Err(error) => return Err(ReadError::from_io(pid, "", error)),
+        };
+        let mut process = Self { pid, start_time_ticks: 0, dir, pidfd: OnceLock::new() };
+        process.start_time_ticks = process.stat()?.start_time_ticks;
+        Ok(process)
+    }
+
+    /// The pid, in pagefold's pid namespace.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Start time in clock ticks after boot, field 22 of `/proc/PID/stat`.
+    pub fn start_time_ticks(&self) -> u64 {
+        self.start_time_ticks
+    }
+
+    /// Pid and start time, which no other process has had.
+    pub fn key(&self) -> (i32, u64) {
+        (self.pid, self.start_time_ticks)
+    }
+
+    /// A pidfd of this very process. It is opened at the first call, and stays open.
+    ///
+    /// # Errors
+    /// [`ReadError::Vanished`] if the process has ended, also if its pid has been reused.
+    pub fn pidfd(&self) -> Result<BorrowedFd<'_>, ReadError> {
+        if let Some(pidfd) = self.pidfd.get() {
+            return Ok(pidfd.as_fd());
+        }
+        let pid = Pid::from_raw(self.pid).ok_or(ReadError::Vanished { pid: self.pid })?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())
+            .map_err(|error| ReadError::from_io(self.pid, "pidfd", error.into()))?;
+        // The pid was this process's all the time until now, unless the process has been reaped. And it is looked up in the pid
+        // namespace of the caller, which must be the one that /proc shows.
+        let shown = std::fs::read(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))
+            .map_err(|error| ReadError::from_io(self.pid, "pidfd", error))?;
+        if number(&shown, "Pid") != Ok(self.pid) || !self.is_alive() {
+            return Err(ReadError::Vanished { pid: self.pid });
+        }
+        Ok(self.pidfd.get_or_init(|| pidfd).as_fd())
+    }
+
+    /// Opens a file below `/proc/PID` for reading.
+    pub fn open_file(&self, file: &str) -> Result<File, ReadError> {
+        self.open_with(file, OFlags::RDONLY)
+    }
+
+    /// Opens a file below `/proc/PID` with the given open flags.
+    pub fn open_with(&self, file: &str, flags: OFlags) -> Result<File, ReadError> {
+        self.fault(file)?;
+        let opened = openat(&self.dir, file, flags).map_err(|error| match error {
+            // Below a reaped process every file is missing; below a live one the kernel does not provide this file.
+            Errno::NOENT if openat(&self.dir, "stat", OFlags::RDONLY).is_err() => ReadError::Vanished { pid: self.pid },
+            _ => ReadError::from_io(self.pid, file, error.into()),
+        })?;
+        Ok(opened.into())
+    }
+
+    /// Fault point for reads of a file below `/proc/PID`, including files held open.
+    pub fn fault(&self, file: &str) -> Result<(), ReadError> {
+        let name = file.rsplit('/').next().unwrap_or(file);
+        fault::io_of("read", name).map_err(|error| ReadError::from_io(self.pid, file, error))
+    }
+
+    /// Reads a whole file below `/proc/PID`.
+    pub fn read_file(&self, file: &str) -> Result<Vec<u8>, ReadError> {
+        let mut bytes = Vec::new();
+        self.open_file(file)?.read_to_end(&mut bytes).map_err(|error| ReadError::from_io(self.pid, file, error))?;
+        Ok(bytes)
+    }
+
+    /// The fields of `/proc/PID/stat` that pagefold uses.
+    pub fn stat(&self) -> Result<Stat, ReadError> {
+        let bytes = self.read_file("stat")?;
+        Stat::parse(&bytes).map_err(|what| self.malformed("stat", what))
+    }
+
+    /// Whether the process still runs (zombies do not).
+    pub fn is_alive(&self) -> bool {
+        self.stat().is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !stat.has_ended())
+    }
+
+    /// A [`ReadError::Malformed`] for a file of this process.
+    pub fn malformed(&self, file: &str, what: impl Into<String>) -> ReadError {
+        ReadError::Malformed { pid: self.pid, file: file.to_owned(), what: what.into() }
+    }
+}
+
+fn openat(dir: &OwnedFd, path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::openat(dir, path, flags | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// `/proc/PID`.
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.dir.as_fd()
+    }
+}
+
+impl AsRawFd for Process {
+    fn as_raw_fd(&self) -> i32 {
+        self.dir.as_raw_fd()
+    }
+}
+
+/// The fields of `/proc/PID/stat` that pagefold uses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// Command name: at most 15 bytes, of any value.
+    pub comm: Vec<u8>,
+    /// State letter: R, S, D, Z, T, t, X, I.
+    pub state: u8,
+    /// Parent's pid.
+    pub parent: i32,
+    /// PF_KTHREAD is set.
+    pub kernel_thread: bool,
+    /// PF_FORKNOEXEC is set: it has memory that it inherited.
+    pub only_forked: bool,
+    /// User plus system time of the process, clock ticks.
+    pub cpu_ticks: u64,
+    /// Start time, clock ticks after boot.
+    pub start_time_ticks: u64,
+    /// Nice value of the main thread.
+    pub nice: i8,
+}
+
+impl Stat {
+    /// Whether the process is a zombie or being reaped: it has no memory.
+    pub fn has_ended(&self) -> bool {
+        matches!(self.state, b'Z' | b'X')
+    }
+
+    /// Parses the text of `/proc/PID/stat`. The name may contain spaces and parentheses; it ends at the last one.
+    pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
+        const PF_KTHREAD: u64 = 0x0020_0000;
+        const PF_FORKNOEXEC: u64 = 0x40;
+        let open = text.iter().position(|&byte| byte == b'(').ok_or("no command name")?;
+        let close = text.iter().rposition(|&byte| byte == b')').ok_or("no command name")?;
+        let comm = text.get(open + 1..close).ok_or("no command name")?.to_vec();
+        let rest = std::str::from_utf8(&text[close + 1..]).map_err(|_| "fields are not ASCII")?;
+        let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
+        let number = |index: usize| -> Result<u64, &'static str> {
+            fields.get(index).ok_or("too few fields")?.parse().map_err(|_| "a field is not a number")
+        };
+        Ok(Self {
+            comm,
+            state: match fields.first().ok_or("no state")?.as_bytes() {
+                [letter] if letter.is_ascii_alphabetic() => *letter,
+                _ => return Err("the state is not a letter"),
+            },
+            parent: fields.get(1).ok_or("too few fields")?.parse().map_err(|_| "the parent is not a number")?,
+            kernel_thread: number(6)? & PF_KTHREAD != 0,
+            only_forked: number(6)? & PF_FORKNOEXEC != 0,
+            cpu_ticks: number(11)?.saturating_add(number(12)?),
+            start_time_ticks: number(19)?,
+            nice: fields.get(16).ok_or("too few fields")?.parse().map_err(|_| "the nice value is not a number")?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stat_is_parsed_whatever_the_command_name() {
+        let text = b"42 (a) R 1 (b)) S 7 1 1 0 -1 4194304 0 0 0 0 11 22 0 0 20 -5 1 0 9876 1 1";
+        let stat = Stat::parse(text).unwrap();
+        assert_eq!(stat.comm, b"a) R 1 (b)");
+        assert_eq!((stat.state, stat.parent, stat.cpu_ticks, stat.start_time_ticks), (b'S', 7, 33, 9876));
+        assert!(!stat.kernel_thread && !stat.only_forked && stat.nice == -5);
+        let forked = String::from_utf8_lossy(text).replace("4194304", "4194368");
+        assert!(Stat::parse(forked.as_bytes()).unwrap().only_forked);
+        for cut in 0..text.len() {
+            let _ = Stat::parse(&text[..cut]);
+        }
+        let nameless = String::from_utf8_lossy(text).replace(" S ", " é ");
+        assert!(Stat::parse(nameless.as_bytes()).is_err());
+    }
+
+    #[test]
+    fn missing_files_and_missing_processes_are_different_errors() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        assert!(own.is_alive());
+        assert!(matches!(own.read_file("no-such-file"), Err(ReadError::Absent { .. })));
+        assert!(matches!(Process::open(0x7fff_fff0), Err(ReadError::Vanished { .. })));
+    }
+
+    #[test]
+    fn a_pidfd_is_of_the_process_that_was_opened() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let open = || Process::open(i32::try_from(child.id()).unwrap()).unwrap();
+        let (process, other) = (open(), open());
+        let first = process.pidfd().unwrap().as_raw_fd();
+        assert_eq!(process.pidfd().unwrap().as_raw_fd(), first);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // Whatever has the pid by now.
+        assert!(matches!(other.pidfd(), Err(ReadError::Vanished { .. })));
+    }
+}

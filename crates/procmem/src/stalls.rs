@@ -1,0 +1,278 @@
+//! Processes whose reads, or attempts to make a call in them, do not return.
+//!
+//! The threads that wait for them cannot be ended. So there is one at a time for a process, it is not tried again before a
+//! pause that grows to hours, and the number of such threads is limited: in all, and for the processes of one user or one
+//! cgroup, so that these do not keep others from being tried.
+
+use crate::image::effective_user;
+use crate::process::Process;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// While there are as many threads, nothing is tried.
+const THREADS_MOST: usize = 64;
+/// The same for processes of one user, and of one cgroup. Threads that have returned count until their process may be tried
+/// again.
+const SHARE_MOST: usize = 8;
+/// Processes remembered. Those whose pause ends first are forgotten beyond that.
+const REMEMBERED: usize = 1024;
+
+/// Attempts to make a call.
+pub static ATTEMPTS: Stalls =
+    Stalls::new(Pauses { first: Duration::from_secs(60), factor: 6, longest: Duration::from_secs(6 * 3600) });
+/// Reads of memory and mappings. The first pause is short, because large programs hold their lock for long when they fork.
+pub static READS: Stalls =
+    Stalls::new(Pauses { first: Duration::from_secs(1), factor: 3, longest: Duration::from_secs(3600) });
+
+/// The pause after the first stall of a process, the factor by which each following one is longer, and the longest. Ten
+/// times as long after one, it is forgotten.
+#[derive(Clone, Copy, Debug)]
+struct Pauses {
+    first: Duration,
+    factor: u32,
+    longest: Duration,
+}
+
+/// Why a process is not tried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// It has stalled.
+    Stalled,
+    /// Other processes of its user or cgroup, or very many, have stalled.
+    OthersStalled,
+}
+
+/// The processes that have stalled.
+#[derive(Debug)]
+pub struct Stalls(Mutex<Register>);
+
+impl Stalls {
+    const fn new(pauses: Pauses) -> Self {
+        Self(Mutex::new(Register { pauses, entries: BTreeMap::new() }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Register> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a process may be tried.
+    pub fn admit(&self, process: &Process) -> Result<(), Refusal> {
+        self.lock().admit(process.key(), || Origin::of(process), Instant::now())
+    }
+
+    /// Records that it was given up, while its thread `alive` is still under way.
+    pub fn give_up(&self, process: &Process, alive: Weak<()>) {
+        self.lock().give_up(process.key(), (alive, Origin::of(process)), Instant::now());
+    }
+
+    /// Whether a process must not be tried because it has stalled.
+    pub fn is_in_force(&self, process: &Process) -> bool {
+        self.lock().entries.get(&process.key()).is_some_and(|entry| entry.is_in_force(Instant::now()))
+    }
+
+    /// For how long a process must not be tried, apart from the time that its thread takes.
+    pub fn pause(&self, process: &Process) -> Duration {
+        let (register, now) = (self.lock(), Instant::now());
+        register.entries.get(&process.key()).map_or(Duration::ZERO, |entry| entry.until.saturating_duration_since(now))
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    thread: Weak<()>,
+    origin: Origin,
+    pause: Duration,
+    until: Instant,
+}
+
+impl Entry {
+    fn has_thread(&self) -> bool {
+        self.thread.strong_count() > 0
+    }
+
+    fn is_in_force(&self, now: Instant) -> bool {
+        self.has_thread() || now < self.until
+    }
+}
+
+#[derive(Debug)]
+struct Register {
+    pauses: Pauses,
+    entries: BTreeMap<(i32, u64), Entry>,
+}
+
+impl Register {
+    fn admit(&self, key: (i32, u64), origin: impl FnOnce() -> Origin, now: Instant) -> Result<(), Refusal> {
+        if self.entries.get(&key).is_some_and(|entry| entry.is_in_force(now)) {
+            return Err(Refusal::Stalled);
+        }
+        let in_force = || self.entries.values().filter(|entry| entry.is_in_force(now));
+        if in_force().next().is_none() {
+            return Ok(());
+        }
+        let origin = origin();
+        // Root's processes are many, and so have only their cgroups in common.
+        let is_full = in_force().filter(|entry| entry.has_thread()).count() >= THREADS_MOST
+            || in_force().filter(|entry| entry.origin.cgroup == origin.cgroup).count() >= SHARE_MOST
+            || origin.user != 0 && in_force().filter(|entry| entry.origin.user == origin.user).count() >= SHARE_MOST;
+        if is_full { Err(Refusal::OthersStalled) } else { Ok(()) }
+    }
+
+    fn give_up(&mut self, key: (i32, u64), (thread, origin): (Weak<()>, Origin), now: Instant) {
+        let Pauses { first, factor, longest } = self.pauses;
+        let former = self.entries.get(&key).filter(|entry| now < entry.until + entry.pause * 10);
+        let pause = former.map_or(first, |entry| (entry.pause * factor).min(longest));
+        self.entries.insert(key, Entry { thread, origin, pause, until: now + pause });
+        while self.entries.len() > REMEMBERED {
+            // A thread that has not returned is still counted.
+            let over = self.entries.iter().filter(|(_, entry)| !entry.has_thread());
+            let Some((&key, _)) = over.min_by_key(|(_, entry)| entry.until) else { break };
+            self.entries.remove(&key);
+        }
+    }
+}
+
+/// Where a process comes from: what it shares with others that the same user can start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Origin {
+    /// The user who made its user namespace (a user may be given many user IDs in it) unless that is root, otherwise its own.
+    user: u32,
+    /// A hash of its cgroups.
+    cgroup: u64,
+}
+
+impl Origin {
+    fn of(process: &Process) -> Self {
+        let mut cgroup = DefaultHasher::new();
+        process.read_file("cgroup").unwrap_or_default().hash(&mut cgroup);
+        let user = namespace_owner(process).filter(|&user| user != 0).or_else(|| effective_user(process).ok());
+        Self { user: user.unwrap_or(u32::MAX), cgroup: cgroup.finish() }
+    }
+}
+
+/// The owner of the outermost user namespace of a process that is not that of this one.
+fn namespace_owner(process: &Process) -> Option<u32> {
+    const NS_GET_PARENT: libc::Ioctl = 0xb702;
+    const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;
+    let mut namespace = process.open_file("ns/user").ok()?;
+    let mut owner = None;
+    loop {
+        // SAFETY: takes no argument, and returns a descriptor. Fails for the namespace of this process.
+        let parent = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_PARENT) };
+        if parent < 0 {
+            return owner;
+        }
+        let mut user = 0_u32;
+        // SAFETY: the call writes one number.
+        let failed = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_OWNER_UID, &raw mut user) };
+        owner = (failed == 0).then_some(user);
+        // SAFETY: the kernel has just returned this descriptor; nothing else owns it.
+        namespace = unsafe { File::from_raw_fd(parent) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+    use std::sync::Arc;
+
+    const SIX_HOURS: Duration = Duration::from_secs(6 * 3600);
+
+    fn register() -> Register {
+        let Register { pauses, .. } = *ATTEMPTS.lock();
+        Register { pauses, entries: BTreeMap::new() }
+    }
+
+    fn from(user: u32, cgroup: u64) -> Origin {
+        Origin { user, cgroup }
+    }
+
+    #[test]
+    fn pauses_grow_to_hours_and_processes_are_forgotten() {
+        let mut register = register();
+        let mut now = Instant::now();
+        let mut last = Duration::ZERO;
+        let origin = from(1, 1);
+        for _ in 0..10 {
+            register.give_up((1, 1), (Weak::new(), origin), now);
+            let until = register.entries[&(1, 1)].until;
+            assert!(until - now >= last);
+            last = until - now;
+            assert_eq!(register.admit((1, 1), || origin, now + last / 2), Err(Refusal::Stalled));
+            assert_eq!(register.admit((1, 1), || origin, until), Ok(()));
+            now = until;
+        }
+        assert_eq!(last, SIX_HOURS);
+        register.give_up((2, 1), (Weak::new(), origin), now);
+        register.give_up((2, 1), (Weak::new(), origin), now + SIX_HOURS);
+        assert_eq!(register.entries[&(2, 1)].pause, register.pauses.first, "the first one was long ago");
+        for pid in 0..2000 {
+            register.give_up((pid, 2), (Weak::new(), origin), now);
+        }
+        assert!(register.entries.len() <= REMEMBERED);
+    }
+
+    /// However many processes of a user, of root in one container, or of a container's many users stall.
+    #[test]
+    fn nobody_keeps_other_users_from_being_tried() {
+        let mut register = register();
+        let now = Instant::now();
+        let threads: Vec<_> = (0..THREADS_MOST).map(|_| Arc::new(())).collect();
+        let mut pid = 0;
+        let mut stall = |register: &mut Register, origin| {
+            pid += 1;
+            let admitted = register.admit((pid, 1), || origin, now);
+            if admitted.is_ok() {
+                register.give_up((pid, 1), (Arc::downgrade(&threads[0]), origin), now);
+            }
+            admitted.is_ok()
+        };
+        let mut stalls = |register: &mut Register, origins: &mut dyn Iterator<Item = Origin>| {
+            origins.take(1000).filter(|&origin| stall(register, origin)).count()
+        };
+        assert_eq!(stalls(&mut register, &mut (0..).map(|cgroup| from(1, cgroup))), SHARE_MOST);
+        assert_eq!(stalls(&mut register, &mut (0..).map(|_| from(0, 5000))), SHARE_MOST);
+        assert_eq!(stalls(&mut register, &mut (2000..).map(|user| from(user, 6000))), SHARE_MOST);
+        for origin in [from(2, 7000), from(0, 7001)] {
+            assert_eq!(register.admit((-1, 1), || origin, now), Ok(()), "{origin:?}");
+        }
+        assert_eq!(register.admit((1, 1), || from(1, 0), now + SIX_HOURS), Err(Refusal::Stalled), "one at a time");
+        let more = stalls(&mut register, &mut (10_000..).map(|user| from(user, u64::from(user))));
+        assert_eq!(more, THREADS_MOST - 3 * SHARE_MOST);
+        drop(threads);
+        assert_eq!(register.admit((-1, 1), || from(2, 7000), now + SIX_HOURS), Ok(()));
+    }
+
+    /// A process in a user namespace counts for the user who made it, whatever its own user is.
+    #[test]
+    #[cfg_attr(not(feature = "live"), ignore = "needs root")]
+    fn users_of_namespaces_count_for_their_owner() {
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        assert_eq!(namespace_owner(&own), None);
+        assert_eq!(Origin::of(&own), Origin { user: effective_user(&own).unwrap(), ..Origin::of(&own) });
+        if !pagefold_testkit::is_root() {
+            return pagefold_testkit::skip_unsupported("needs root");
+        }
+        let mut inside = Command::new("setpriv")
+            .args(["--reuid=4321", "--clear-groups", "unshare", "-Ur", "unshare", "-Ur", "sh", "-c", "echo; read line"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let began = inside.stdout.as_mut().unwrap().read(&mut [0]).unwrap();
+        let process = Process::open(i32::try_from(inside.id()).unwrap()).unwrap();
+        let owner = namespace_owner(&process);
+        drop(inside.stdin.take());
+        inside.wait().unwrap();
+        if began == 0 {
+            return pagefold_testkit::skip_unsupported("users may not make namespaces");
+        }
+        assert_eq!(owner, Some(4321));
+    }
+}

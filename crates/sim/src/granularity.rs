@@ -1,0 +1,59 @@
+//! Granularity: one simulated page can stand for several adjacent real pages that are treated alike, so that memories
+//! too large to simulate page by page can be simulated.
+//!
+//! An operation on every page costs once per real page. A tree of `n` simulated pages has `n * g` nodes and is deeper
+//! by the logarithm of `g`. Samples differ: a sample is useful when it meets another sample of the same content. With
+//! `n` of `L` pages sampled on each side, `n * n / L` meet
+//! ([`pagefold_engine::sampling::estimate::samples_for_evidence`]). Among `L / g` simulated pages the same number of
+//! meetings takes `sqrt(g)` times fewer samples, so a simulated sample costs as much as `sqrt(g)` real ones.
+
+/// The number of real pages that a simulated page stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Granularity(u64);
+
+impl Granularity {
+    /// # Panics
+    /// Unless `pages` is a power of two.
+    pub fn new(pages: u32) -> Self {
+        assert!(pages.is_power_of_two(), "a granularity is 1, 2, 4, 8 ... pages");
+        Self(pages.into())
+    }
+
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// Real pages in `simulated_pages`, or the cost of an operation on each.
+    pub const fn scale(self, simulated_pages: u64) -> u64 {
+        simulated_pages * self.0
+    }
+
+    /// The depth of a search among real pages, from that among simulated ones. An empty search stays empty.
+    pub(crate) const fn tree_depth(self, steps: u64) -> u64 {
+        if steps == 0 { 0 } else { steps + self.0.ilog2() as u64 }
+    }
+
+    /// The number of real samples that one simulated sample stands for if one in `every` pages is sampled: all pages
+    /// if `every` is 1, the square root if no two samples fall into the same simulated page.
+    pub fn samples(self, every: u64) -> u64 {
+        (self.0 * self.0 / every.clamp(1, self.0)).isqrt()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_granularity_of_one_changes_nothing() {
+        let page = Granularity::new(1);
+        assert_eq!((page.scale(7), page.tree_depth(7), page.samples(1), page.samples(1_000)), (7, 7, 1, 1));
+    }
+
+    #[test]
+    fn closer_samples_weigh_more() {
+        let granularity = Granularity::new(64);
+        assert_eq!([1, 4, 16, 64, 1_000].map(|every| granularity.samples(every)), [64, 32, 16, 8, 8]);
+        assert_eq!((granularity.tree_depth(0), granularity.tree_depth(5)), (0, 11));
+    }
+}

@@ -1,0 +1,204 @@
+//! The simulated machine: memory, a merging daemon and processes, in virtual time.
+//!
+//! Time passes in [`wait`](pagefold_engine::host::Host::wait), and while pagefold works: observing, reading and marking
+//! take as long as they cost. ksmd and the processes continue meanwhile.
+
+mod cgroups;
+mod events;
+mod inspect;
+mod interface;
+mod merges;
+mod nodes;
+#[cfg(test)]
+mod properties;
+
+use crate::content::UniqueContents;
+use crate::costs::Costs;
+use crate::granularity::Granularity;
+use crate::knobs::{Classes, Forest, Knobs};
+use crate::ksmd::Ksmd;
+use crate::memory::Memory;
+use crate::scanner::Scanner;
+use crate::workload::script::ScriptRun;
+use crate::workload::{Mapping, Process};
+use cgroups::Cgroups;
+use events::{Event, Writer};
+use interface::Refreshed;
+use nodes::PlacementCache;
+use pagefold_engine::host::{LimitView, Mechanism, MemoryView};
+use pagefold_engine::keys::{GroupKey, OwnerKey, RegionKey};
+use pagefold_engine::random::Random;
+use pagefold_engine::units::{Pages, Vpn};
+use rustc_hash::FxHashMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::sync::Arc;
+
+/// A simulated machine.
+#[derive(Debug)]
+pub struct SimHost {
+    now_ns: u64,
+    seed: u64,
+    costs: Costs,
+    knobs: Knobs,
+    granularity: Granularity,
+    pub(crate) memory: Memory,
+    ksmd: Ksmd,
+    /// The scanner that runs instead of ksmd, if any.
+    scanner: Option<Box<dyn Scanner>>,
+    pub(crate) scripts: Vec<ScriptRun>,
+    unique: UniqueContents,
+    stream: Random,
+    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    scheduled: u64,
+    processes: Vec<Process>,
+    /// Mappings to be populated, and their first pages.
+    mappings: Vec<(Mapping, Vpn)>,
+    writers: Vec<Option<Writer>>,
+    /// For each region: when its resident pages were counted, and the count.
+    residents: FxHashMap<u32, (u64, Pages)>,
+    pagefold_ns: u64,
+    ours: bool,
+    foreign_marks: bool,
+    free: MemoryView,
+    limits: Vec<LimitView>,
+    cgroups: Cgroups,
+    groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
+    ignored_orders: u64,
+    refreshed: Refreshed,
+    placement_cache: PlacementCache,
+}
+
+impl SimHost {
+    /// An empty machine at time 0, with ksmd idle.
+    ///
+    /// # Panics
+    /// If the knobs ask for what no kernel has: merging on request, or nodes kept apart, with a [forest](Forest).
+    pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
+        assert!(
+            knobs.mechanism == Mechanism::Ksmd || knobs.forest == Forest::Kernel,
+            "merging on request has no forest"
+        );
+        let keeps_writes = matches!(knobs.forest, Forest::Classes(Classes::PageCount | Classes::SubPages));
+        Self {
+            now_ns: 0,
+            seed,
+            costs,
+            knobs,
+            granularity: Granularity::new(knobs.granularity),
+            memory: Memory::new(keeps_writes),
+            ksmd: Ksmd::new(&costs, knobs),
+            scanner: None,
+            scripts: Vec::new(),
+            unique: UniqueContents::new(seed),
+            stream: Random::for_purpose(seed, 1),
+            events: BinaryHeap::new(),
+            scheduled: 0,
+            processes: Vec::new(),
+            mappings: Vec::new(),
+            writers: Vec::new(),
+            residents: FxHashMap::default(),
+            pagefold_ns: 0,
+            ours: true,
+            foreign_marks: false,
+            free: MemoryView::default(),
+            limits: Vec::new(),
+            cgroups: Cgroups::default(),
+            groups: Arc::default(),
+            ignored_orders: 0,
+            refreshed: Refreshed::default(),
+            placement_cache: PlacementCache::default(),
+        }
+    }
+
+    /// Runs another scanner instead of ksmd. It ignores scan orders and marks.
+    #[must_use]
+    pub fn with_scanner(mut self, scanner: impl Scanner + 'static) -> Self {
+        self.scanner = Some(Box::new(scanner));
+        self
+    }
+
+    /// Adds a process. It starts at its start time, or now if that has passed.
+    ///
+    /// # Panics
+    /// If the process names a memory node that does not exist.
+    pub fn add(&mut self, process: Process) -> OwnerKey {
+        let owner = self.memory.add_owner(process.untouchable, process.domain, process.numa);
+        let home = process.numa.home;
+        assert!(self.memory.nodes.has(home), "there is no node {}", home.0);
+        let start_ns = process.start_ns;
+        self.processes.push(process);
+        let start = Event::Start { process: self.processes.len() - 1, owner };
+        if start_ns <= self.now_ns {
+            self.handle(start);
+        } else {
+            self.schedule(start_ns, start);
+        }
+        owner
+    }
+
+    /// Forks a process now. The child's regions are static.
+    pub fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
+        let child = self.memory.fork(parent);
+        if self.memory.owners[parent.0 as usize].registered {
+            self.ksmd.register(&mut self.memory, child.0, self.now_ns);
+        }
+        child
+    }
+
+    /// Ends a process now.
+    pub fn exit(&mut self, owner: OwnerKey) {
+        let record = &mut self.memory.owners[owner.0 as usize];
+        if std::mem::replace(&mut record.exited, true) {
+            return;
+        }
+        for region in record.regions.clone() {
+            self.unmap(RegionKey(region));
+        }
+        match self.knobs.mechanism {
+            Mechanism::Ksmd => self.ksmd.owner_exited(&mut self.memory, owner.0),
+            Mechanism::Request => self.ksmd.free_owner(&mut self.memory, owner.0),
+        }
+    }
+
+    /// Writes a content (0: zeros) to a page now. Returns false if there is no such page.
+    pub fn write(&mut self, region: RegionKey, page: Vpn, content: u64) -> bool {
+        let offset = self.memory.region(region.0).and_then(|region| region.offset(page));
+        if let Some(offset) = offset {
+            self.memory.write(region.0, offset, content);
+        }
+        offset.is_some()
+    }
+
+    /// Sets whether pagefold controls KSM. While it does not, ksmd's settings stay as they are, and scan orders are
+    /// ignored and counted.
+    pub fn set_ours(&mut self, ours: bool) {
+        self.ours = ours;
+    }
+
+    /// Sets whether memory of another trust domain than the one that ksmd merges is said to be marked still.
+    pub fn set_foreign_marks(&mut self, foreign_marks: bool) {
+        self.foreign_marks = foreign_marks;
+    }
+
+    /// Sets whether a process is left alone, as one that is traced is. Its marks stay.
+    pub fn leave_alone(&mut self, owner: OwnerKey, left_alone: bool) {
+        self.memory.owners[owner.0 as usize].left_alone = left_alone;
+    }
+
+    /// Sets the memory pressure that pagefold observes. It does not follow from what the processes use.
+    pub fn set_memory(&mut self, memory: MemoryView) {
+        self.free = memory;
+    }
+
+    /// Sets the limits on memory that pagefold observes, beside those of cgroups. They limit nothing, and what is left does not follow
+    /// from what the processes use.
+    pub fn set_limits(&mut self, limits: Vec<LimitView>) {
+        self.limits = limits;
+    }
+
+    /// Sets the groups of processes that share limits.
+    pub fn set_groups(&mut self, groups: BTreeMap<OwnerKey, GroupKey>) {
+        self.groups = groups.into();
+    }
+}

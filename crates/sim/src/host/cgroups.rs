@@ -1,0 +1,113 @@
+//! Memory cgroups with limits. A page is charged to the cgroup of the process that it was allocated for, and a merged page to that of the
+//! process whose copy was kept. Nothing is killed: tests compare what is charged with the limit.
+
+use super::SimHost;
+use crate::memory::Backing;
+use pagefold_engine::host::LimitView;
+use pagefold_engine::keys::{LimitKey, OwnerKey};
+use pagefold_engine::units::Pages;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// The time between two reads of the limits, nanoseconds.
+const READ_NS: u64 = 1_000_000_000;
+
+/// A cgroup, and all cgroups below it.
+#[derive(Clone, Debug)]
+struct Cgroup {
+    limit: Pages,
+    members: BTreeSet<OwnerKey>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Cgroups {
+    groups: BTreeMap<LimitKey, Cgroup>,
+    /// The limits as they were last read.
+    views: Arc<[LimitView]>,
+    next_ns: u64,
+}
+
+impl SimHost {
+    /// Puts processes into a cgroup with a limit on their memory, or changes it. A process may be in several, as below a cgroup that has a
+    /// limit too.
+    pub fn limit(&mut self, key: LimitKey, limit: Pages, members: &[OwnerKey]) {
+        let members = members.iter().copied().collect();
+        self.cgroups.groups.insert(key, Cgroup { limit, members });
+    }
+
+    /// Pages that are charged to a cgroup.
+    pub fn charged(&self, key: LimitKey) -> Pages {
+        let Some(cgroup) = self.cgroups.groups.get(&key) else { return Pages(0) };
+        Pages(self.granularity.scale(self.own_pages(cgroup) + self.frames_of(cgroup, |_| true)))
+    }
+
+    /// Pages that would be charged to a cgroup if its processes wrote to all that is merged of theirs, and nobody else did.
+    pub fn charged_at_worst(&self, key: LimitKey) -> Pages {
+        let Some(cgroup) = self.cgroups.groups.get(&key) else { return Pages(0) };
+        let mut held_outside = BTreeSet::new();
+        let mut merged = 0;
+        for (_, region) in self.memory.live_regions() {
+            let is_member = cgroup.members.contains(&OwnerKey(region.owner));
+            for page in 0..region.len() {
+                match (region.backing[page as usize], region.merged_frame(page)) {
+                    (Backing::Merged | Backing::ZeroMerged, _) if is_member => merged += 1,
+                    (_, Some(frame)) => drop(held_outside.insert(frame)),
+                    _ => {}
+                }
+            }
+        }
+        let kept = self.frames_of(cgroup, |frame| held_outside.contains(&frame));
+        Pages(self.granularity.scale(self.own_pages(cgroup) + merged + kept))
+    }
+
+    /// Pages that its processes have for themselves. Those shared by fork count for each.
+    fn own_pages(&self, cgroup: &Cgroup) -> u64 {
+        let mut pages = 0;
+        for (_, region) in self.memory.live_regions() {
+            if cgroup.members.contains(&OwnerKey(region.owner)) {
+                let own = region.backing.iter().filter(|backing| matches!(backing, Backing::Private | Backing::Forked));
+                pages += own.count() as u64;
+            }
+        }
+        pages
+    }
+
+    /// Merged frames that are charged to it.
+    fn frames_of(&self, cgroup: &Cgroup, counts: impl Fn(u32) -> bool) -> u64 {
+        let mut frames = 0;
+        for (number, frame) in (0..).zip(&self.memory.frames) {
+            let is_charged = frame.mapped > 0 && cgroup.members.contains(&OwnerKey(frame.payer));
+            frames += u64::from(is_charged && counts(number));
+        }
+        frames
+    }
+
+    /// Whether a merged frame is charged to a cgroup.
+    pub(super) fn is_charged(&self, frame: u32, limit: LimitKey) -> bool {
+        let payer = OwnerKey(self.memory.frames[frame as usize].payer);
+        self.cgroups.groups.get(&limit).is_some_and(|cgroup| cgroup.members.contains(&payer))
+    }
+
+    /// The limits as pagefold sees them.
+    pub(super) fn observe_limits(&mut self) -> Arc<[LimitView]> {
+        if self.now_ns >= self.cgroups.next_ns {
+            let read_ns = self.now_ns;
+            let mut views: Vec<LimitView> =
+                self.limits.iter().map(|view| LimitView { read_ns, ..view.clone() }).collect();
+            for (&key, cgroup) in &self.cgroups.groups {
+                let used = Pages(self.own_pages(cgroup) + self.frames_of(cgroup, |_| true));
+                let owners = cgroup.members.iter().copied().collect();
+                views.push(LimitView {
+                    key,
+                    limit: cgroup.limit,
+                    left: cgroup.limit.saturating_sub(used),
+                    owners,
+                    read_ns,
+                });
+            }
+            self.cgroups.views = views.into();
+            self.cgroups.next_ns = self.now_ns + READ_NS;
+        }
+        self.cgroups.views.clone()
+    }
+}

@@ -1,0 +1,266 @@
+//! The calls that pagefold makes ([`Host`]). Each costs CPU time, and virtual time passes meanwhile.
+
+use super::SimHost;
+use crate::content::{digest, line_digest};
+use crate::memory::Backing;
+use pagefold_engine::hash::Digest;
+use pagefold_engine::host::{
+    Actions, Change, ChangeResult, Host, Marking, Mechanism, Outcome, PageRun, PageSample, PageState, RegionView,
+    SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
+};
+use pagefold_engine::keys::{LastingKey, OwnerKey, RegionKey};
+use pagefold_engine::region::RUN_PAGES;
+use pagefold_engine::units::{Pages, Vpn};
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::ops::Range;
+
+/// The shortest time between two refreshes of the processes, nanoseconds, and the part of the time that those of unchanged
+/// processes may take: as on a live machine.
+const REFRESH_NS: u64 = 250_000_000;
+const REFRESH_PART: u64 = 3_333;
+/// Processes with marked memory are surveyed again after this time for changed flags, nanoseconds, which may take this part
+/// of the time.
+const SURVEY_NS: u64 = 10_000_000_000;
+const SURVEY_PART: u64 = 1_000;
+
+/// What is known of the processes, and when it is refreshed.
+#[derive(Debug, Default)]
+pub(super) struct Refreshed {
+    next_ns: u64,
+    next_survey_ns: u64,
+    /// For each process: [`Owner::changes`](crate::memory::Owner::changes) when it was last surveyed.
+    changes: FxHashMap<OwnerKey, u64>,
+}
+
+impl SimHost {
+    fn view(&mut self, key: u32, owner: u32, price_ns: &mut u64) -> Option<RegionView> {
+        let region = self.memory.region(key)?;
+        let pages = Pages(u64::from(region.len()));
+        let (counted_ns, mut resident) = self.residents.get(&key).copied().unwrap_or_default();
+        if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
+            let there =
+                |backing: &&Backing| !matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged);
+            resident = Pages(region.backing.iter().filter(there).count() as u64);
+            *price_ns += self.granularity.scale(pages.0 * self.costs.count_page_ns);
+            self.residents.insert(key, (self.now_ns.max(1), resident));
+        }
+        Some(RegionView {
+            key: RegionKey(key),
+            owner: OwnerKey(owner),
+            lasting: LastingKey(owner.into()),
+            family: region.family,
+            domain: self.memory.owners[owner as usize].domain,
+            first: Vpn(region.first),
+            pages,
+            resident,
+            marked: Pages(region.marks.pages()),
+            left_alone: self.memory.owners[owner as usize].left_alone,
+        })
+    }
+
+    /// The cost of refreshing what is known of the processes, if that is due. (The regions are shown as they are all the
+    /// same.)
+    fn refresh_ns(&mut self, owners: &[OwnerKey]) -> u64 {
+        let mut cost_ns = self.costs.observe_ns;
+        if self.now_ns < self.refreshed.next_ns {
+            return cost_ns;
+        }
+        let (all, surveys) = (owners.len() as u64, self.now_ns >= self.refreshed.next_survey_ns);
+        self.refreshed.next_ns = self.now_ns + (all * self.costs.refresh_owner_ns * REFRESH_PART).max(REFRESH_NS);
+        let mut surveyed_ns = 0;
+        for owner in owners {
+            let record = &self.memory.owners[owner.0 as usize];
+            let survey_ns = self.costs.survey_owner_ns + record.regions.len() as u64 * self.costs.survey_region_ns;
+            cost_ns += if self.refreshed.changes.insert(*owner, record.changes) == Some(record.changes) {
+                // Only processes with marked memory are on ksmd's list.
+                surveyed_ns += if surveys && record.registered { survey_ns } else { 0 };
+                self.costs.refresh_owner_ns
+            } else {
+                survey_ns
+            };
+        }
+        if surveys {
+            self.refreshed.next_survey_ns = self.now_ns + (surveyed_ns * SURVEY_PART).max(SURVEY_NS);
+        }
+        cost_ns + surveyed_ns
+    }
+
+    /// Samples one run. Returns the cost in nanoseconds.
+    fn read_run(&self, run: &PageRun, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
+        let Some(region) = self.memory.region(run.region.0) else { return 0 };
+        let (mut looked_at, mut read) = (0, 0);
+        let (several, asked) = (self.memory.nodes.is_tracked(), plan.activity.contains(&run.region));
+        let (mut looked_up, mut whole) = (0, 0);
+        for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
+            let Some(offset) = region.offset(Vpn(number)) else { continue };
+            let state = self.memory.state(region, offset);
+            looked_at += 1;
+            let is_read = state.is_read();
+            read += u64::from(is_read);
+            let content = region.content[offset as usize];
+            let found = match plan.lines {
+                _ if !is_read => Digest::ZERO,
+                None => digest(content, plan.digest_seed),
+                Some(lines) => {
+                    let weak = line_digest(content, plan.digest_seed, lines, self.knobs.alike);
+                    let is_strong = weak == Digest::ZERO || plan.colliding.contains(&weak);
+                    whole += u64::from(is_strong);
+                    if is_strong { digest(content, plan.digest_seed) } else { weak }
+                }
+            };
+            let private = state == PageState::Private;
+            let huge = private && region.is_huge(offset);
+            looked_up += u64::from(private && asked);
+            let in_use = || region.active || region.reads.get(offset as usize).is_some_and(|&reads| reads > 1);
+            samples.push(PageSample {
+                region: run.region,
+                page: Vpn(number),
+                state,
+                huge,
+                digest: found,
+                active: private && asked && in_use(),
+                node: if several && private { self.memory.node_of(region, offset) } else { None },
+            });
+        }
+        let costs = &self.costs;
+        let (run_ns, read_ns) = match plan.lines {
+            None => (costs.read_run_ns, costs.read_page_ns),
+            Some(lines) => {
+                let lines_ns = (u64::from(lines) * costs.hash_line_ns).min(costs.hash_whole_ns);
+                (costs.hash_run_ns, costs.hash_page_ns + lines_ns)
+            }
+        };
+        let started = if read > 0 { run_ns } else { 0 };
+        // Runs longer than a sample are read completely.
+        let times =
+            if u64::from(run.pages) > RUN_PAGES { self.granularity.get() } else { self.granularity.samples(u64::MAX) };
+        let pages_ns = looked_at * costs.pagemap_ns
+            + looked_up * costs.kpageflags_ns
+            + read * read_ns
+            + whole * costs.hash_whole_ns;
+        times * (started + pages_ns)
+    }
+
+    /// Marks or unmarks spans, with one stop for each process.
+    fn change_marks(&mut self, changes: &[Change], mark: bool, outcome: &mut Outcome) -> Vec<ChangeResult> {
+        let mut stops: BTreeMap<u32, (bool, u64)> = BTreeMap::new();
+        let mut results = Vec::with_capacity(changes.len());
+        for &change in changes {
+            let span = &change.span;
+            let Some((owner, range)) = self.target(span) else {
+                results.push(ChangeResult { change, marking: Marking::Refused });
+                continue;
+            };
+            let (busy, stop_ns) =
+                stops.entry(owner).or_insert_with(|| (self.stream.chance(self.knobs.busy), self.costs.stop_ns));
+            if *busy {
+                results.push(ChangeResult { change, marking: Marking::Busy });
+                continue;
+            }
+            *stop_ns += self.costs.inject_ns;
+            let marking = Marking::Done(Pages(u64::from(range.end - range.start)));
+            results.push(ChangeResult { change, marking });
+            if mark {
+                if let Some(region) = self.memory.region_mut(span.region.0) {
+                    region.marks.add(range);
+                }
+                self.ksmd.register(&mut self.memory, owner, self.now_ns);
+            } else {
+                if let Some(region) = self.memory.region_mut(span.region.0) {
+                    region.marks.remove(&range);
+                }
+                *stop_ns +=
+                    self.granularity.scale(self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns);
+            }
+        }
+        for (owner, (busy, stop_ns)) in stops {
+            if !busy {
+                let owner = OwnerKey(owner);
+                outcome.stops.push(Stops::one(owner, stop_ns));
+            }
+            self.spend(stop_ns);
+        }
+        results
+    }
+
+    /// The process to stop for a span, and the part of the span that exists.
+    fn target(&self, span: &Span) -> Option<(u32, Range<u32>)> {
+        let region = self.memory.region(span.region.0)?;
+        let place = |page: u64| u32::try_from(page.clamp(region.first, region.end()) - region.first).ok();
+        let range = place(span.first.0)?..place(span.first.0.saturating_add(span.pages.0))?;
+        (!range.is_empty() && !self.memory.owners[region.owner as usize].untouchable).then_some((region.owner, range))
+    }
+}
+
+impl Host for SimHost {
+    type Error = Infallible;
+
+    fn observe(&mut self) -> Result<Snapshot, Infallible> {
+        let live: Vec<(u32, u32)> = self.memory.live_regions().map(|(key, region)| (key, region.owner)).collect();
+        let mut price_ns = 0;
+        let mut owners: Vec<OwnerKey> = Vec::new();
+        let mut regions = Vec::with_capacity(live.len());
+        for (key, owner) in live {
+            if owners.last() != Some(&OwnerKey(owner)) {
+                owners.push(OwnerKey(owner));
+            }
+            regions.extend(self.view(key, owner, &mut price_ns));
+        }
+        price_ns += self.refresh_ns(&owners);
+        let (now_ns, ksm) = (self.now_ns, self.ksm_as_observed());
+        let (nodes, owners, places_ns) = self.observe_nodes(&owners);
+        self.spend(price_ns + places_ns);
+        let (mechanism, memory, cost) = (self.knobs.mechanism, self.free, self.cost());
+        let hashes_lines = mechanism == Mechanism::Request;
+        let (limits, groups) = (self.observe_limits(), self.groups.clone());
+        Ok(Snapshot {
+            now_ns,
+            regions,
+            ksm,
+            mechanism,
+            hashes_lines,
+            memory,
+            cpu_pressure: None,
+            limits,
+            groups,
+            foreign_marks: self.foreign_marks,
+            cost,
+            nodes,
+            owners,
+        })
+    }
+
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
+        let mut pages = Vec::with_capacity(plan.runs.iter().map(|run| run.pages as usize).sum());
+        let mut cpu_ns = 0;
+        for run in &plan.runs {
+            cpu_ns += self.read_run(run, plan, &mut pages);
+            self.record_read(run);
+        }
+        let mut merged = Vec::new();
+        cpu_ns += plan.inspect.iter().map(|run| self.find_merged_pages(run, plan.charged_to, &mut merged)).sum::<u64>();
+        self.spend(cpu_ns);
+        Ok(Samples { pages, merged, cpu_ns })
+    }
+
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
+        let mut outcome = Outcome::default();
+        outcome.unmarked = self.change_marks(&actions.unmark, false, &mut outcome);
+        outcome.marked = self.change_marks(&actions.mark, true, &mut outcome);
+        self.merge_ranges(&actions.merge, &mut outcome);
+        self.move_frames(&actions.moves, &mut outcome);
+        if self.ours {
+            self.ksmd.order(actions.scan, self.now_ns);
+        } else if actions.scan != ScanOrder::Keep {
+            self.ignored_orders += 1;
+        }
+        Ok(outcome)
+    }
+
+    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
+        self.advance(ns);
+        Ok(())
+    }
+}

@@ -1,0 +1,116 @@
+//! The settings of the simulated machine, KSM's among them.
+
+use pagefold_engine::host::Mechanism;
+use pagefold_engine::units::Permyriad;
+
+/// How ksmd's trees are divided. Pages in different trees are never compared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Forest {
+    /// One stable and one unstable tree, or one pair per memory node if `merge_across_nodes` is off.
+    #[default]
+    Kernel,
+    /// By the page's checksum modulo the number of trees (nuKSM, section 4.3).
+    Checksum {
+        /// The number of trees.
+        trees: u16,
+    },
+    /// By class (CMD, section 3).
+    Classes(Classes),
+}
+
+/// What a page's class depends on (CMD, section 3.3, with the settings of section 4).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Classes {
+    /// One of eight equal ranges of physical addresses.
+    Address,
+    /// The number of writes to the page, in sixteen steps.
+    PageCount,
+    /// Which of the page's four quarters were written.
+    SubPages,
+}
+
+impl Forest {
+    /// The smallest number of tree pairs.
+    pub(crate) fn trees(self) -> usize {
+        match self {
+            Self::Kernel => 1,
+            Self::Checksum { trees } => usize::from(trees.max(1)),
+            Self::Classes(Classes::Address) => 8,
+            Self::Classes(Classes::PageCount | Classes::SubPages) => 16,
+        }
+    }
+}
+
+/// Contents that have the same hash as others unless many cache lines are hashed. By default, there are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Alike {
+    /// The share of contents that are so.
+    pub share: Permyriad,
+    /// They are divided into so many groups, each with one hash.
+    pub groups: u64,
+    /// The number of hashed lines from which they are told apart.
+    pub distinct_from: u32,
+}
+
+/// The settings of a simulated machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "switches that have nothing to do with each other")]
+pub struct Knobs {
+    /// KSM's `use_zero_pages`.
+    pub use_zero_pages: bool,
+    /// KSM's `smart_scan`.
+    pub smart_scan: bool,
+    /// KSM's `max_page_sharing`.
+    pub max_page_sharing: u32,
+    /// KSM's `merge_across_nodes`.
+    pub merge_across_nodes: bool,
+    /// How ksmd's trees are divided.
+    pub forest: Forest,
+    /// Marks every new mapping at once, as `prctl(PR_SET_MEMORY_MERGE)` does.
+    pub merge_any: bool,
+    /// How pagefold merges pages. With [`Mechanism::Request`] the kernel has `/dev/ksm`; ksmd may run beside it.
+    pub mechanism: Mechanism,
+    /// Contents that differ in few places.
+    pub alike: Alike,
+    /// The probability that a process cannot be stopped, drawn for every attempt, or that a page to be merged on request is
+    /// in use.
+    pub busy: Permyriad,
+    /// How long a count of resident pages remains valid.
+    pub resident_age_ns: u64,
+    /// The number of real pages that one simulated page stands for. A power of two.
+    ///
+    /// Everything given to the simulator (mappings, nodes, scripts) and everything pagefold sees is in simulated
+    /// pages; costs and counters are in real pages, as are scan rates.
+    pub granularity: u32,
+}
+
+impl Knobs {
+    /// The settings that pagefold makes on a live machine.
+    pub fn driven() -> Self {
+        Self { use_zero_pages: true, max_page_sharing: 4_096, ..Self::default() }
+    }
+
+    /// The kernel's defaults, on a kernel that merges on request and hashes pages in place: pagefold makes no settings there.
+    pub fn requested() -> Self {
+        Self { mechanism: Mechanism::Request, ..Self::default() }
+    }
+}
+
+impl Default for Knobs {
+    /// The kernel's defaults. No process is ever busy.
+    fn default() -> Self {
+        Self {
+            use_zero_pages: false,
+            smart_scan: true,
+            max_page_sharing: 256,
+            merge_across_nodes: true,
+            forest: Forest::Kernel,
+            merge_any: false,
+            mechanism: Mechanism::Ksmd,
+            alike: Alike::default(),
+            busy: Permyriad(0),
+            resident_age_ns: 5_000_000_000,
+            granularity: 1,
+        }
+    }
+}

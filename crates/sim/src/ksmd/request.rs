@@ -1,0 +1,136 @@
+//! Merging on request: the kernel's side of `/dev/ksm` (kernel/include/linux/ksm.h). The caller names two pages, and the
+//! kernel compares and merges them without a search. ksmd may run beside it.
+//!
+//! A frame made on request is in no tree until ksmd visits one of its pages. Records go with their process, at once. The
+//! record of a page that was written since, or unmapped, stays until the same address is merged again, ksmd visits it, or its
+//! process exits; so KSM's counters may be too high. (Records that the kernel leaves to forked processes are not counted
+//! here.)
+
+use super::Ksmd;
+use super::trees::NO_TREE;
+use super::visit::fork_sharers;
+use crate::memory::{Backing, ItemState, Memory, PageRef, RmapItem};
+use pagefold_engine::host::Merging;
+use pagefold_engine::keys::NodeKey;
+
+/// What is kept in a merge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    Page(PageRef),
+    /// The kernel's zero page.
+    Zero,
+}
+
+/// An anonymous page that is present.
+struct Present {
+    content: u64,
+    node: NodeKey,
+    merged: Option<u32>,
+}
+
+impl Present {
+    fn at(memory: &Memory, (key, page): PageRef) -> Option<Self> {
+        let region = memory.region(key)?;
+        match region.backing.get(page as usize)? {
+            Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged => None,
+            Backing::Private | Backing::Merged | Backing::Forked => Some(Self {
+                content: region.content[page as usize],
+                node: memory.node_of(region, page)?,
+                merged: region.merged_frame(page),
+            }),
+        }
+    }
+}
+
+impl Ksmd {
+    /// Merges a page with the one that is kept, if they are equal.
+    pub(crate) fn merge(&mut self, memory: &mut Memory, take: PageRef, kept: Kept) -> Merging {
+        match kept {
+            Kept::Zero => self.merge_with_zero(memory, take),
+            Kept::Page(keep) => self.merge_pages(memory, take, keep),
+        }
+    }
+
+    fn merge_with_zero(&mut self, memory: &mut Memory, take: PageRef) -> Merging {
+        let (key, page) = take;
+        let Some(Present { content, .. }) = Present::at(memory, take) else {
+            let backing = memory.region(key).and_then(|region| region.backing.get(page as usize));
+            let zero = matches!(backing, Some(Backing::ZeroMapped | Backing::ZeroMerged));
+            return if zero { Merging::Shared } else { Merging::Absent };
+        };
+        self.counts.search(self.granularity.get(), 1, 0, content == 0);
+        if content != 0 {
+            return Merging::Differs;
+        }
+        memory.merge_zero(key, page);
+        Merging::Merged
+    }
+
+    fn merge_pages(&mut self, memory: &mut Memory, take: PageRef, keep: PageRef) -> Merging {
+        if take == keep {
+            return Merging::Shared;
+        }
+        let (Some(taken), Some(kept)) = (Present::at(memory, take), Present::at(memory, keep)) else {
+            return Merging::Absent;
+        };
+        if taken.merged.is_some() && taken.merged == kept.merged || memory.same_frame(take, keep) {
+            return Merging::Shared;
+        }
+        if !self.knobs.merge_across_nodes && taken.node != kept.node {
+            return Merging::Ineligible;
+        }
+        if kept.merged.is_some_and(|frame| self.trees.is_full(memory, frame)) {
+            return Merging::Full;
+        }
+        let (stable, equal) = (u64::from(kept.merged.is_some()), taken.content == kept.content);
+        self.counts.search(self.granularity.get(), stable, 1 - stable, equal);
+        if !equal {
+            return Merging::Differs;
+        }
+        let frame = kept.merged.unwrap_or_else(|| self.keep(memory, keep, &kept));
+        self.join(memory, take, frame);
+        Merging::Merged
+    }
+
+    /// Makes the frame of a page a merged one, for all processes that share it by fork. Only the page named gets a record.
+    fn keep(&mut self, memory: &mut Memory, keep: PageRef, kept: &Present) -> u32 {
+        let sharers = fork_sharers(memory, keep);
+        let frame = memory.new_frame(kept.content, kept.node, NO_TREE);
+        memory.charge(frame, keep.0);
+        self.join(memory, keep, frame);
+        for (key, page) in sharers {
+            memory.join(key, page, frame);
+        }
+        frame
+    }
+
+    /// Maps a merged frame at a page, with a record that replaces any earlier one.
+    fn join(&mut self, memory: &mut Memory, (key, page): PageRef, frame: u32) {
+        memory.join(key, page, frame);
+        let Some(region) = memory.region_mut(key) else { return };
+        if region.items.is_empty() {
+            region.items = vec![RmapItem::NONE; region.content.len()];
+        }
+        let item = &mut region.items[page as usize];
+        let mut before = std::mem::replace(item, RmapItem { state: ItemState::Known, frame, ..RmapItem::NONE });
+        self.items += u64::from(!before.is_live());
+        self.leave_unstable((key, page), &mut before);
+        self.trees.attach(memory, frame);
+        self.trees.detach(memory, before.frame);
+    }
+
+    /// Frees the records of an owner that has exited, and takes it off ksmd's list.
+    pub(crate) fn free_owner(&mut self, memory: &mut Memory, owner: u32) {
+        self.free_stale(memory, owner);
+        memory.owners[owner as usize].registered = false;
+        let Some(place) = self.list.iter().position(|&listed| listed == owner) else { return };
+        self.list.remove(place);
+        if self.cursor.in_scan && place <= self.cursor.owner_index {
+            if place == self.cursor.owner_index {
+                self.cursor.page = 0;
+            } else {
+                self.cursor.owner_index -= 1;
+            }
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! The memory of the simulated machine: processes, their regions, and for each page its content and what backs it.
+//! Implements frames and copy-on-write; ksmd's scanning is elsewhere.
+//!
+//! A content id stands for a page's 4096 bytes; 0 is the page of zeros. A page takes 9 bytes here, 13 once any page
+//! of its region is merged or forked, and 16 more once ksmd has visited it. With several memory nodes it takes one
+//! more once it is read, and two if the pages of its region are on several nodes. Classes by writes take six more.
+
+mod ground_truth;
+mod marks;
+mod nodes;
+mod page;
+mod region;
+
+pub use ground_truth::GroundTruth;
+pub(crate) use nodes::MoveResult;
+pub use nodes::{Nodes, ProcessNuma};
+pub use page::{Backing, PageRef};
+pub(crate) use page::{ItemState, NONE, PageWrites, RmapItem};
+use pagefold_engine::host::PageState;
+use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
+use pagefold_engine::units::{EXTENT_PAGES, Vpn};
+pub use region::{Owner, Region};
+use std::collections::BTreeSet;
+
+/// A frame that several pages share after a merge (the kernel's `stable_node` and its page).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MergedFrame {
+    pub content: u64,
+    /// Pages that map it. At zero the frame is free, although ksmd may not have noticed.
+    pub mapped: u32,
+    /// ksmd's records that refer to it.
+    pub(crate) items: u32,
+    /// Removed from the stable tree. Kept until no record refers to it.
+    pub(crate) pruned: bool,
+    /// The memory node it is on.
+    pub(crate) node: NodeKey,
+    /// The process whose copy was kept: the frame stays charged to its cgroup.
+    pub(crate) payer: u32,
+    /// The stable tree it is in: that of a node if `merge_across_nodes` is off.
+    pub(crate) tree: u16,
+}
+
+#[derive(Debug, Default)]
+pub struct Memory {
+    pub owners: Vec<Owner>,
+    /// The processes that have regions.
+    mapping_owners: BTreeSet<u32>,
+    regions: Vec<Option<Box<Region>>>,
+    /// The owner of each region, kept after the region has ended.
+    region_owners: Vec<u32>,
+    pub frames: Vec<MergedFrame>,
+    free_frames: Vec<u32>,
+    /// The number of pages that map each fork-shared frame.
+    shares: Vec<u32>,
+    /// Pages that map merged frames.
+    pub merged_pages: u64,
+    pub merged_frames: u64,
+    /// Pages that ksmd mapped to the zero page.
+    pub zero_merged: u64,
+    /// Writes to merged pages.
+    pub(crate) cow_breaks: u64,
+    /// Whether writes are recorded, for classes.
+    pub(crate) keeps_writes: bool,
+    pub nodes: Nodes,
+}
+
+impl Memory {
+    /// An empty memory. `keeps_writes`: record writes, for classes.
+    pub(crate) fn new(keeps_writes: bool) -> Self {
+        Self { keeps_writes, ..Self::default() }
+    }
+
+    pub fn add_owner(&mut self, untouchable: bool, domain: DomainKey, numa: ProcessNuma) -> OwnerKey {
+        self.owners.push(Owner { untouchable, domain, numa, ..Owner::default() });
+        OwnerKey(u32::try_from(self.owners.len() - 1).expect("fewer than 2^32 processes in a run"))
+    }
+
+    pub fn region(&self, key: u32) -> Option<&Region> {
+        self.regions.get(key as usize)?.as_deref()
+    }
+
+    pub(crate) fn region_mut(&mut self, key: u32) -> Option<&mut Region> {
+        self.regions.get_mut(key as usize)?.as_deref_mut()
+    }
+
+    /// The process that a region belongs to, or belonged to when it was mapped.
+    pub(crate) fn owner_of(&self, key: u32) -> Option<&Owner> {
+        self.owners.get(*self.region_owners.get(key as usize)? as usize)
+    }
+
+    /// Maps a region with the given contents and backing.
+    pub fn map(
+        &mut self,
+        owner: OwnerKey,
+        family: FamilyKey,
+        first: Vpn,
+        pages: (Vec<u64>, Vec<Backing>),
+        huge: bool,
+    ) -> RegionKey {
+        let (content, backing) = pages;
+        assert!(
+            content.len() == backing.len() && u32::try_from(content.len()).is_ok(),
+            "a region has below 2^32 pages"
+        );
+        let key = u32::try_from(self.regions.len()).expect("fewer than 2^32 regions in a run");
+        let mut region = Region {
+            owner: owner.0,
+            family,
+            first: first.0,
+            content,
+            backing,
+            node: self.owners[owner.0 as usize].numa.home,
+            ..Region::default()
+        };
+        if huge {
+            let extents = region.extent(region.len().max(1) - 1) + 1;
+            // A huge page needs a whole, aligned extent.
+            let whole =
+                |extent: u64| extent * EXTENT_PAGES >= region.first && (extent + 1) * EXTENT_PAGES <= region.end();
+            region.huge = (region.first / EXTENT_PAGES..).take(extents).map(whole).collect();
+        }
+        let end = region.end();
+        self.regions.push(Some(Box::new(region)));
+        self.region_owners.push(owner.0);
+        let of_owner = &self.owners[owner.0 as usize].regions;
+        let place =
+            of_owner.partition_point(|&other| self.regions[other as usize].as_ref().is_some_and(|r| r.first < first.0));
+        let clear = |other: Option<&u32>, free: &dyn Fn(&Region) -> bool| {
+            other.is_none_or(|&other| self.regions[other as usize].as_deref().is_none_or(free))
+        };
+        assert!(
+            clear(of_owner.get(place), &|r| r.first >= end)
+                && clear(place.checked_sub(1).and_then(|before| of_owner.get(before)), &|r| r.end() <= first.0),
+            "regions of one process must not overlap"
+        );
+        self.mapping_owners.insert(owner.0);
+        let owner = &mut self.owners[owner.0 as usize];
+        owner.regions.insert(place, key);
+        owner.changes += 1;
+        RegionKey(key)
+    }
+
+    /// Unmaps a region. ksmd's records of it become stale.
+    pub fn unmap(&mut self, key: u32) {
+        let pages = self.region(key).map_or(0, Region::len);
+        for page in 0..pages {
+            self.unmap_page(key, page);
+        }
+        let Some(mut region) = self.regions[key as usize].take() else { return };
+        let owner = &mut self.owners[region.owner as usize];
+        owner.regions.retain(|&other| other != key);
+        if owner.regions.is_empty() {
+            self.mapping_owners.remove(&region.owner);
+        }
+        owner.changes += 1;
+        owner.make_stale(&mut region.items);
+    }
+
+    /// Unmaps a page and frees its frame if no other page maps it.
+    fn unmap_page(&mut self, key: u32, page: u32) {
+        let page = page as usize;
+        let Some(region) = self.regions[key as usize].as_deref_mut() else { return };
+        let frame = region.frame_of(page);
+        match std::mem::replace(&mut region.backing[page], Backing::Absent) {
+            Backing::Merged => {
+                self.merged_pages -= 1;
+                let merged = &mut self.frames[frame as usize];
+                merged.mapped -= 1;
+                if merged.mapped == 0 {
+                    self.merged_frames -= 1;
+                    self.free_merged(frame);
+                }
+            }
+            Backing::ZeroMerged => self.zero_merged -= 1,
+            Backing::Forked => {
+                self.shares[frame as usize] -= 1;
+                if self.shares[frame as usize] == 0 {
+                    self.free_private(key, page);
+                }
+            }
+            Backing::Private => self.free_private(key, page),
+            Backing::Absent | Backing::ZeroMapped => {}
+        }
+    }
+
+    /// Writes a whole page.
+    pub fn write(&mut self, key: u32, page: u32, content: u64) {
+        self.write_parts(key, page, content, u8::MAX);
+    }
+
+    /// Writes some quarters of a page. The page gets a frame of its own if it has none.
+    pub(crate) fn write_parts(&mut self, key: u32, page: u32, content: u64, parts: u8) {
+        let keeps_writes = self.keeps_writes;
+        if let Some(region) = self.region_mut(key) {
+            let backing = region.backing[page as usize];
+            region.broken += u64::from(matches!(backing, Backing::Merged | Backing::ZeroMerged));
+            self.cow_breaks += u64::from(backing == Backing::Merged);
+        }
+        self.make_private(key, page);
+        if let Some(region) = self.region_mut(key) {
+            region.content[page as usize] = content;
+            if keeps_writes {
+                region.writes.resize(region.content.len(), PageWrites::default());
+                let writes = &mut region.writes[page as usize];
+                *writes = PageWrites { times: writes.times.saturating_add(1), parts: writes.parts | parts & 0b1111 };
+            }
+        }
+    }
+
+    /// Unmaps a page, or maps the zero page there.
+    pub fn drop_page(&mut self, key: u32, page: u32, zero: bool) {
+        self.unmap_page(key, page);
+        if let Some(region) = self.region_mut(key) {
+            region.content[page as usize] = 0;
+            region.backing[page as usize] = if zero { Backing::ZeroMapped } else { Backing::Absent };
+        }
+    }
+
+    fn make_private(&mut self, key: u32, page: u32) {
+        let Some(region) = self.region(key) else { return };
+        // The last page that maps a fork-shared frame keeps it (`wp_can_reuse_anon_folio`).
+        let keeps = self.state(region, page) == PageState::Private;
+        if keeps {
+            let share = region.frame_of(page as usize);
+            if region.backing[page as usize] == Backing::Forked {
+                self.shares[share as usize] -= 1;
+            }
+        } else {
+            self.unmap_page(key, page);
+            self.allocate_private(key, page);
+        }
+        if let Some(region) = self.region_mut(key) {
+            region.backing[page as usize] = Backing::Private;
+        }
+    }
+
+    /// Gives each merged page of an unmarked range its own copy; returns the number of copies. ksmd's records of the
+    /// range become stale. (The kernel would reuse them if the range is marked again before ksmd's next visit; here
+    /// new ones are made.)
+    pub(crate) fn unmerge(&mut self, key: u32, range: std::ops::Range<u32>) -> u64 {
+        let mut copied = 0;
+        for page in range.clone() {
+            let merged =
+                |region: &Region| matches!(region.backing[page as usize], Backing::Merged | Backing::ZeroMerged);
+            if self.region(key).is_some_and(merged) {
+                self.make_private(key, page);
+                copied += 1;
+            }
+        }
+        if let Some(region) = self.regions[key as usize].as_deref_mut() {
+            if let Some(items) = region.items.get_mut(range.start as usize..range.end as usize) {
+                self.owners[region.owner as usize].make_stale(items);
+            }
+        }
+        copied
+    }
+
+    /// Makes a page map a merged frame.
+    pub fn join(&mut self, key: u32, page: u32, frame: u32) {
+        self.unmap_page(key, page);
+        if self.frames[frame as usize].mapped == 0 {
+            self.merged_frames += 1;
+            self.allocate_merged(frame);
+        }
+        let merged = &mut self.frames[frame as usize];
+        merged.mapped += 1;
+        let content = merged.content;
+        self.merged_pages += 1;
+        if let Some(region) = self.region_mut(key) {
+            // The invariant of merging; the kernel compares every byte first.
+            assert_eq!(region.content[page as usize], content, "a merge must not change a page");
+            region.backing[page as usize] = Backing::Merged;
+            region.set_frame(page as usize, frame);
+            region.split(page);
+        }
+    }
+
+    /// Makes a page of zeros map the zero page.
+    pub fn merge_zero(&mut self, key: u32, page: u32) {
+        self.unmap_page(key, page);
+        self.zero_merged += 1;
+        if let Some(region) = self.region_mut(key) {
+            region.backing[page as usize] = Backing::ZeroMerged;
+            region.split(page);
+        }
+    }
+
+    pub fn new_frame(&mut self, content: u64, node: NodeKey, tree: u16) -> u32 {
+        let frame = MergedFrame { content, node, tree, ..MergedFrame::default() };
+        if let Some(free) = self.free_frames.pop() {
+            self.frames[free as usize] = frame;
+            return free;
+        }
+        self.frames.push(frame);
+        u32::try_from(self.frames.len() - 1).expect("fewer than 2^32 merged frames")
+    }
+
+    /// Charges a merged frame to the process of the region whose copy is kept.
+    pub fn charge(&mut self, frame: u32, kept: u32) {
+        self.frames[frame as usize].payer = self.region_owners[kept as usize];
+    }
+
+    pub fn free_frame(&mut self, frame: u32) {
+        self.free_frames.push(frame);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_free(&self, frame: u32) -> bool {
+        self.free_frames.contains(&frame)
+    }
+
+    /// Merged frames that have a record, mapped or not.
+    pub fn known_frames(&self) -> u64 {
+        (self.frames.len() - self.free_frames.len()) as u64
+    }
+
+    /// Whether the page shares its frame with a process related by fork.
+    fn is_forked(&self, region: &Region, page: u32) -> bool {
+        region.backing[page as usize] == Backing::Forked && self.shares[region.frame_of(page as usize) as usize] > 1
+    }
+
+    /// Whether both pages map the same fork-shared frame.
+    pub fn same_frame(&self, a: (u32, u32), b: (u32, u32)) -> bool {
+        let share = |(key, page): (u32, u32)| {
+            let region = self.region(key)?;
+            (region.backing[page as usize] == Backing::Forked).then(|| region.frame_of(page as usize))
+        };
+        share(a).is_some_and(|mine| share(b) == Some(mine))
+    }
+
+    pub(crate) fn state(&self, region: &Region, page: u32) -> PageState {
+        match region.backing[page as usize] {
+            Backing::Absent => PageState::Absent,
+            Backing::ZeroMapped | Backing::ZeroMerged => PageState::ZeroMapped,
+            Backing::Merged => PageState::Merged,
+            Backing::Forked if self.is_forked(region, page) => PageState::Shared,
+            Backing::Private | Backing::Forked => PageState::Private,
+        }
+    }
+
+    /// Forks a process: the child maps what the parent maps, including marks. Private pages become shared. Merged
+    /// frames gain a page that has no record until ksmd's next visit.
+    pub fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
+        let Owner { untouchable, domain, numa, .. } = self.owners[parent.0 as usize];
+        let child = self.add_owner(untouchable, domain, numa);
+        for key in self.owners[parent.0 as usize].regions.clone() {
+            let Some(mut region) = self.regions[key as usize].take() else { continue };
+            for page in 0..region.content.len() {
+                match region.backing[page] {
+                    Backing::Private => {
+                        let share = u32::try_from(self.shares.len()).expect("fewer than 2^32 fork-shared frames");
+                        self.shares.push(2);
+                        region.backing[page] = Backing::Forked;
+                        region.set_frame(page, share);
+                    }
+                    Backing::Forked => self.shares[region.frame[page] as usize] += 1,
+                    Backing::Merged => {
+                        self.frames[region.frame[page] as usize].mapped += 1;
+                        self.merged_pages += 1;
+                    }
+                    Backing::ZeroMerged => self.zero_merged += 1,
+                    Backing::Absent | Backing::ZeroMapped => {}
+                }
+            }
+            let pages = (region.content.clone(), region.backing.clone());
+            let copy = self.map(child, region.family, Vpn(region.first), pages, false);
+            if let Some(copy) = self.region_mut(copy.0) {
+                copy.frame.clone_from(&region.frame);
+                copy.marks.clone_from(&region.marks);
+                copy.huge.clone_from(&region.huge);
+                copy.node = region.node;
+                copy.nodes.clone_from(&region.nodes);
+                copy.active = region.active;
+                copy.reads.clone_from(&region.reads);
+            }
+            self.regions[key as usize] = Some(region);
+        }
+        child
+    }
+
+    /// The regions, by process and address.
+    pub fn live_regions(&self) -> impl Iterator<Item = (u32, &Region)> {
+        let keys = self.mapping_owners.iter().flat_map(|&owner| &self.owners[owner as usize].regions);
+        keys.filter_map(|&key| Some((key, self.region(key)?)))
+    }
+}

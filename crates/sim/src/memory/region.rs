@@ -1,0 +1,121 @@
+//! Processes and their regions.
+
+use super::marks::Marks;
+use super::nodes::ProcessNuma;
+use super::page::{Backing, ItemState, NONE, PageWrites, RmapItem};
+use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey};
+use pagefold_engine::units::{EXTENT_PAGES, Vpn};
+
+#[derive(Debug, Default)]
+pub struct Region {
+    pub owner: u32,
+    pub(crate) family: FamilyKey,
+    pub(crate) first: u64,
+    pub content: Vec<u64>,
+    pub backing: Vec<Backing>,
+    /// The merged or fork-shared frame of each page. Empty until a page needs it.
+    pub(crate) frame: Vec<u32>,
+    /// ksmd's records. Empty until ksmd's first visit.
+    pub(crate) items: Vec<RmapItem>,
+    pub(crate) marks: Marks,
+    /// Whether a huge page maps each 2 MiB extent. Empty if none ever did.
+    pub(crate) huge: Vec<bool>,
+    /// The node of its private frames, unless `nodes` says otherwise.
+    pub(super) node: NodeKey,
+    /// The node of each page's private frame. Empty while all are on one node.
+    pub(super) nodes: Vec<NodeKey>,
+    /// Whether the process uses its pages: page reclaim has them on its active list.
+    pub(crate) active: bool,
+    /// How often each page was read from outside, at most 2. Empty until the first read, and on a machine with one
+    /// node.
+    pub(crate) reads: Vec<u8>,
+    /// Writes to each page. Empty unless they are recorded.
+    pub(crate) writes: Vec<PageWrites>,
+    /// The eighth of physical memory that each page is in. Empty unless a script sets it.
+    pub(crate) eighths: Vec<u8>,
+    /// Writes so far to merged pages, including merged zeros.
+    pub broken: u64,
+}
+
+impl Region {
+    #[allow(clippy::len_without_is_empty, reason = "a region may be empty, and nobody asks")]
+    pub fn len(&self) -> u32 {
+        u32::try_from(self.content.len()).expect("checked by Memory::map")
+    }
+
+    pub(crate) fn end(&self) -> u64 {
+        self.first + u64::from(self.len())
+    }
+
+    pub(crate) fn offset(&self, page: Vpn) -> Option<u32> {
+        let offset = page.0.checked_sub(self.first)?;
+        u32::try_from(offset).ok().filter(|&offset| offset < self.len())
+    }
+
+    pub(super) fn extent(&self, page: u32) -> usize {
+        usize::try_from((self.first + u64::from(page)) / EXTENT_PAGES - self.first / EXTENT_PAGES).unwrap_or(usize::MAX)
+    }
+
+    pub(crate) fn is_huge(&self, page: u32) -> bool {
+        self.huge.get(self.extent(page)).copied().unwrap_or(false)
+    }
+
+    /// Splits the huge page that contains a page, as a merge does.
+    pub(crate) fn split(&mut self, page: u32) {
+        let extent = self.extent(page);
+        if let Some(huge) = self.huge.get_mut(extent) {
+            *huge = false;
+        }
+    }
+
+    pub fn merged_frame(&self, page: u32) -> Option<u32> {
+        (self.backing[page as usize] == Backing::Merged).then(|| self.frame_of(page as usize))
+    }
+
+    pub(super) fn frame_of(&self, page: usize) -> u32 {
+        self.frame.get(page).copied().unwrap_or(NONE)
+    }
+
+    pub(super) fn set_frame(&mut self, page: usize, frame: u32) {
+        if self.frame.is_empty() {
+            self.frame = vec![NONE; self.content.len()];
+        }
+        self.frame[page] = frame;
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct Owner {
+    /// Its regions, by address.
+    pub regions: Vec<u32>,
+    pub(crate) exited: bool,
+    /// How often a region was mapped or unmapped.
+    pub(crate) changes: u64,
+    /// Whether marking it is refused.
+    pub(crate) untouchable: bool,
+    pub(crate) domain: DomainKey,
+    /// Whether pagefold is told to leave it alone.
+    pub(crate) left_alone: bool,
+    pub(crate) numa: ProcessNuma,
+    /// Whether it is on ksmd's list.
+    pub(crate) registered: bool,
+    /// Records of pages that are gone or no longer marked. Kept until ksmd's next visit.
+    pub(crate) stale_items: u64,
+    /// The stale records that count in `pages_unshared`.
+    pub(crate) stale_unshared: u64,
+    /// The merged frames that stale records still refer to.
+    pub(crate) stale_frames: Vec<u32>,
+}
+
+impl Owner {
+    pub(super) fn make_stale(&mut self, items: &mut [RmapItem]) {
+        for item in items.iter_mut().filter(|item| item.is_live()) {
+            self.stale_items += 1;
+            self.stale_unshared += u64::from(item.state == ItemState::Unshared);
+            if item.frame != NONE {
+                self.stale_frames.push(item.frame);
+            }
+            *item = RmapItem::NONE;
+        }
+    }
+}

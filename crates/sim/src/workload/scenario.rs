@@ -1,0 +1,82 @@
+//! Ready-made workloads for experiments with memory deduplication. Each function adds processes that start at once,
+//! and returns them, so workloads can be combined.
+
+use crate::host::SimHost;
+use crate::workload::{Behaviour, Fill, Mapping, Process, Replica, Writes};
+use pagefold_engine::keys::OwnerKey;
+use pagefold_engine::units::{Pages, Permyriad};
+
+const NS_PER_MS: u64 = 1_000_000;
+
+fn one(sim: &mut SimHost, mapping: Mapping) -> OwnerKey {
+    sim.add(Process::starting_at(0).mapping(mapping))
+}
+
+/// UKSM's first workload: `pages` with the same content, and as many with contents of their own.
+pub fn static_mix(sim: &mut SimHost, pages: Pages) -> [OwnerKey; 2] {
+    [one(sim, Mapping::new(pages, Fill::Same(1)).of_family(1)), idle(sim, pages)]
+}
+
+/// Contents that exist exactly twice: `pages` in each of two processes, beside `random` pages with contents of their
+/// own. The common case among real programs, and the hard one for sampling.
+pub fn pairs(sim: &mut SimHost, pages: Pages, random: Pages) -> Vec<OwnerKey> {
+    let mut owners: Vec<_> = (0..2).map(|_| one(sim, Mapping::new(pages, Fill::Series(2)).of_family(2))).collect();
+    if random.0 > 0 {
+        owners.push(idle(sim, random));
+    }
+    owners
+}
+
+/// UKSM's COW-breaking workload: identical pages, one of which is written every 10 ms, in order, with its own
+/// content. Merging pays until the writer returns.
+pub fn cow_breaker(sim: &mut SimHost, pages: Pages) -> OwnerKey {
+    let breaker = Behaviour::CowBreaker { every_ns: 10 * NS_PER_MS };
+    one(sim, Mapping::new(pages, Fill::Same(3)).behaving(breaker).of_family(3))
+}
+
+/// UKSM's short-lived workload: identical pages mapped and unmapped in turn, for `life_ns` each.
+pub fn short_lived(sim: &mut SimHost, pages: Pages, life_ns: u64) -> OwnerKey {
+    one(sim, Mapping::new(pages, Fill::Same(4)).behaving(Behaviour::ShortLived { life_ns }).of_family(4))
+}
+
+/// UKSM's sparse workload: a large range of which only a share is resident, each page with a content of its own.
+pub fn sparse(sim: &mut SimHost, pages: Pages, resident: Permyriad) -> OwnerKey {
+    one(sim, Mapping::new(pages, Fill::Random).resident(resident).of_family(5))
+}
+
+/// Memory without duplicates.
+pub fn idle(sim: &mut SimHost, pages: Pages) -> OwnerKey {
+    one(sim, Mapping::new(pages, Fill::Random).of_family(6))
+}
+
+/// Instances of one program: see [`Replica`].
+pub fn replicas(sim: &mut SimHost, instances: u32, pages: Pages, replica: &Replica) -> Vec<OwnerKey> {
+    let mapping = || Mapping::new(pages, Fill::Replica(replica.clone())).of_family(replica.template);
+    (0..instances).map(|_| one(sim, mapping())).collect()
+}
+
+/// In-memory databases with the same data. Measured on three instances of redis: 1 % zeros, 59 % savable, every
+/// duplicate in an extent that is at least half duplicate, runs of 6 to 8 pages.
+pub fn redis(sim: &mut SimHost, instances: u32, pages: Pages) -> Vec<OwnerKey> {
+    let density = vec![Permyriad(8_800)];
+    replicas(sim, instances, pages, &Replica { template: 10, density, zeros: Permyriad(100), run: 7, shift: 0 })
+}
+
+/// Databases on copies of one data directory. Measured on three instances of mariadb: 36 % zeros, 72 % savable, as
+/// dense as redis.
+pub fn mariadb(sim: &mut SimHost, instances: u32, pages: Pages) -> Vec<OwnerKey> {
+    let density = vec![Permyriad(8_400)];
+    replicas(sim, instances, pages, &Replica { template: 11, density, zeros: Permyriad(3_600), run: 7, shift: 0 })
+}
+
+/// Garbage-collected heaps with little in common. Measured on three instances of java: 3 % savable, a third of it in
+/// dense extents, and 28 % of the pages change within 30 s.
+pub fn java(sim: &mut SimHost, instances: u32, pages: Pages) -> Vec<OwnerKey> {
+    // One extent in 66 is dense; the other duplicates are spread thinly.
+    let mut density = vec![Permyriad(200); 66];
+    density[0] = Permyriad(7_000);
+    let replica = Replica { template: 12, density, zeros: Permyriad(100), run: 3, shift: 0 };
+    let churn = Behaviour::Churn { per_second: Permyriad(107), writes: Writes::Unique };
+    let mapping = || Mapping::new(pages, Fill::Replica(replica.clone())).behaving(churn.clone()).of_family(12);
+    (0..instances).map(|_| one(sim, mapping())).collect()
+}

@@ -1,0 +1,72 @@
+//! Writers that come back to their own part of a mapping, and rewrite what is there: what else is merged in it stays so.
+
+mod common;
+
+use common::{MIB, SECOND, engine, host, run};
+use pagefold_engine::keys::FamilyKey;
+use pagefold_engine::report::Kind;
+use pagefold_engine::units::{Pages, Vpn};
+use pagefold_sim::Step;
+
+const PROCESSES: u32 = 2;
+/// The size of each mapping, and of the part at its start that the writer walks through, in pages.
+const PAGES: u64 = 256 * MIB;
+const WALKED: u64 = 16 * MIB;
+/// Pages written per second: 512 KiB.
+const PER_SECOND: u64 = 128;
+const FIRST: u64 = 512;
+
+/// Two processes with the same contents in one mapping, the first part of which is rewritten again and again for some seconds.
+/// `content` is that of a page, 0 for zeros.
+fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u64) -> Vec<(u64, Step)> {
+    let mut steps = Vec::new();
+    let mut write = |at_ns, region, page| {
+        let write = Step::Write { region, page: Vpn(FIRST + page), content: content(page), parts: 0b1111, eighth: 0 };
+        steps.push((at_ns, write));
+    };
+    for at in 0..PAGES {
+        (0..PROCESSES).for_each(|process| write(0, process, at));
+    }
+    for number in 0..seconds * per_second {
+        let at_ns = 8 * SECOND + number * SECOND / per_second;
+        (0..PROCESSES).for_each(|process| write(at_ns, process, number % walked));
+    }
+    let maps = (0..PROCESSES).flat_map(|process| {
+        let (family, first, pages) = (FamilyKey(1), Vpn(FIRST), Pages(PAGES));
+        [Step::Start { process }, Step::Map { process, region: process, family, first, pages }]
+    });
+    maps.map(|step| (0, step)).chain(steps).collect()
+}
+
+/// Runs it and returns the frames in use after 40 s and after ten minutes.
+fn frames_of(steps: Vec<(u64, Step)>) -> [u64; 2] {
+    let (mut host, mut engine) = (host(), engine());
+    host.play(steps.into());
+    run(&mut host, &mut engine, 40);
+    let soon = host.truth().frames;
+    run(&mut host, &mut engine, 560);
+    [soon, host.truth().frames]
+}
+
+#[test]
+fn zeros_beside_walked_data_stay_merged() {
+    let frames = frames_of(walked(WALKED, PER_SECOND, 600, |page| if page < WALKED { page + 1 } else { 0 }));
+    assert!(frames.iter().all(|&frames| frames <= 40 * MIB), "{frames:?} of {}", 2 * PAGES);
+}
+
+#[test]
+fn data_beside_walked_data_stays_merged() {
+    let frames = frames_of(walked(WALKED, PER_SECOND, 600, |page| page + 1));
+    assert!(frames.iter().all(|&frames| frames <= PAGES + 24 * MIB), "{frames:?} of {}", 2 * PAGES);
+}
+
+#[test]
+fn a_mapping_that_is_walked_through_is_given_back() {
+    // All of it in half a minute.
+    let (mut host, mut engine) = (host(), engine());
+    host.play(walked(PAGES, PAGES / 30, 120, |page| page + 1).into());
+    run(&mut host, &mut engine, 120);
+    assert_eq!(host.saved(), Pages(0));
+    let report = engine.report();
+    assert!(report.regions.iter().all(|region| region.kind == Kind::CowBroken && region.marked == Pages(0)));
+}

@@ -1,0 +1,248 @@
+//! Limits of cgroups on a simulated host that charges each merged page to the cgroup whose copy was kept: no program takes its cgroup over
+//! the limit by writing to merged pages, whoever writes first.
+
+mod common;
+
+use common::{MIB, SECOND, host, requested, run, run_on};
+use pagefold_engine::config::Config;
+use pagefold_engine::engine::Engine;
+use pagefold_engine::governor::Governor;
+use pagefold_engine::keys::{LimitKey, OwnerKey};
+use pagefold_engine::units::Pages;
+use pagefold_sim::{Fill, Mapping, Process, SimHost};
+use proptest::prelude::*;
+
+/// What each program holds.
+const EACH: u64 = 40 * MIB;
+
+fn engine() -> Engine {
+    Engine::new(Config { governor: Governor::Full, ..common::config() })
+}
+
+/// Programs with equal memory, each in a cgroup of its own with this limit. The keys of the limits count from 1.
+fn contained(host: &mut SimHost, programs: u32, limit: Pages) -> Vec<OwnerKey> {
+    let process = || Process::starting_at(0).mapping(Mapping::new(Pages(EACH), Fill::Series(1)));
+    let owners: Vec<OwnerKey> = (0..programs).map(|_| host.add(process())).collect();
+    for (number, &owner) in (1..).zip(&owners) {
+        host.limit(LimitKey(number), limit, &[owner]);
+    }
+    owners
+}
+
+/// Runs the engine, and checks after each cycle that no cgroup could exceed its limit if it were the last one.
+fn run_within(host: &mut SimHost, engine: &mut Engine, seconds: u64, limits: &[(u32, Pages)]) {
+    run_on(host, engine, seconds, SimHost::now_ns, |host| {
+        for &(key, limit) in limits {
+            let worst = host.charged_at_worst(LimitKey(key));
+            assert!(worst <= limit, "limit {key}: {} of {} pages at {} s", worst.0, limit.0, host.now_ns() / SECOND);
+        }
+    });
+}
+
+#[test]
+fn a_container_is_not_killed_for_the_copies_it_keeps_for_others() {
+    for (mut host, share) in [(host(), 30), (requested(), 95)] {
+        let limit = Pages(EACH * 14 / 10);
+        let owners = contained(&mut host, 3, limit);
+        let limits = [(1, limit), (2, limit), (3, limit)];
+        run_within(&mut host, &mut engine(), 120, &limits);
+        let saved = host.saved().0 * 100 / (2 * EACH);
+        assert!(saved >= share, "{saved} % of what could be saved");
+        // Nobody watches any more.
+        for owner in owners {
+            for region in host.regions_of(owner) {
+                let span = host.span_of(region).unwrap();
+                for page in 0..span.pages.0 {
+                    host.write(region, span.first + page, u64::from(owner.0) << 32 | page);
+                }
+            }
+            for (key, limit) in limits {
+                assert!(host.charged(LimitKey(key)) <= limit);
+            }
+        }
+        assert_eq!(host.saved(), Pages(0));
+    }
+}
+
+#[test]
+fn where_a_limit_has_room_for_all_of_it_twice_all_is_merged() {
+    for mut host in [host(), requested()] {
+        let limit = Pages(EACH * 22 / 10);
+        contained(&mut host, 3, limit);
+        run_within(&mut host, &mut engine(), 60, &[(1, limit), (2, limit), (3, limit)]);
+        assert!(host.saved().0 >= 2 * EACH * 98 / 100, "{:?}", host.saved());
+    }
+}
+
+#[test]
+fn a_limit_on_all_in_scope_is_no_bound() {
+    for mut host in [host(), requested()] {
+        let owners = contained(&mut host, 3, Pages(EACH * 40));
+        host.limit(LimitKey(9), Pages(3 * EACH), &owners);
+        run_within(&mut host, &mut engine(), 60, &[(9, Pages(3 * EACH))]);
+        assert!(host.saved().0 >= 2 * EACH * 98 / 100, "{:?}", host.saved());
+    }
+}
+
+#[test]
+fn a_limit_above_others_counts_as_well() {
+    for mut host in [host(), requested()] {
+        let owners = contained(&mut host, 4, Pages(EACH * 3));
+        // Two of the four, with room for a quarter of one more.
+        let pod = Pages(EACH * 9 / 4);
+        host.limit(LimitKey(9), pod, &owners[..2]);
+        run_within(&mut host, &mut engine(), 120, &[(9, pod)]);
+        // The other two, at least.
+        assert!(host.saved().0 >= EACH, "{:?}", host.saved());
+    }
+}
+
+#[test]
+fn what_had_no_headroom_is_merged_once_there_is_some() {
+    for mut host in [host(), requested()] {
+        contained(&mut host, 2, Pages(EACH));
+        let mut engine = engine();
+        run(&mut host, &mut engine, 60);
+        assert_eq!(host.saved(), Pages(0));
+        assert!(engine.regions().all(|region| region.hold.full().is_some()));
+        for key in [1, 2] {
+            host.limit(LimitKey(key), Pages(EACH * 22 / 10), &[OwnerKey(key - 1)]);
+        }
+        run(&mut host, &mut engine, 60);
+        assert!(host.saved().0 >= EACH * 98 / 100, "{:?}", host.saved());
+        assert!(engine.regions().all(|region| region.hold.full().is_none()));
+    }
+}
+
+/// Runs the engine until all is merged below generous limits.
+fn merged(host: &mut SimHost, programs: u32) -> (Vec<OwnerKey>, Engine) {
+    let owners = contained(host, programs, Pages(EACH * 30 / 10));
+    let mut engine = engine();
+    run(host, &mut engine, 60);
+    assert!(host.saved().0 >= u64::from(programs - 1) * EACH * 98 / 100, "{:?}", host.saved());
+    (owners, engine)
+}
+
+#[test]
+fn others_take_copies_of_their_own_when_a_limit_is_lowered() {
+    for mut host in [host(), requested()] {
+        let (owners, mut engine) = merged(&mut host, 3);
+        let limit = Pages(EACH * 14 / 10);
+        for (key, &owner) in (1..).zip(&owners) {
+            host.limit(LimitKey(key), limit, &[owner]);
+        }
+        let payer = (1..=3).map(LimitKey).max_by_key(|&key| host.charged(key)).unwrap();
+        assert!(host.charged_at_worst(payer) > limit);
+        // The one that pays is not burdened on the way, nor is any other taken over its limit.
+        run_on(&mut host, &mut engine, 60, SimHost::now_ns, |host| {
+            for key in (1..=3).map(LimitKey) {
+                assert!(host.charged(key) <= limit, "{:?} of {limit:?}", host.charged(key));
+            }
+        });
+        for key in (1..=3).map(LimitKey) {
+            assert!(host.charged_at_worst(key) <= limit, "{:?} of {limit:?}", host.charged_at_worst(key));
+        }
+        run_within(&mut host, &mut engine, 600, &[(1, limit), (2, limit), (3, limit)]);
+    }
+}
+
+#[test]
+fn others_take_copies_of_their_own_when_a_cgroup_grows() {
+    for mut host in [host(), requested()] {
+        let (owners, mut engine) = merged(&mut host, 3);
+        let limit = Pages(EACH * 30 / 10);
+        let payer = (1..=3).map(LimitKey).max_by_key(|&key| host.charged(key)).unwrap();
+        // Another program in it takes three quarters more than it could with what it keeps for others.
+        let growth = Mapping::new(Pages(EACH * 7 / 4), Fill::Random);
+        let growing = host.add(Process::starting_at(0).mapping(growth));
+        host.limit(payer, limit, &[owners[payer.0 as usize - 1], growing]);
+        assert!(host.charged_at_worst(payer) > limit);
+        run(&mut host, &mut engine, 60);
+        assert!(host.charged_at_worst(payer) <= limit, "{:?} of {limit:?}", host.charged_at_worst(payer));
+    }
+}
+
+#[test]
+fn one_that_would_exceed_its_limit_without_merging_takes_nothing_from_others() {
+    for mut host in [host(), requested()] {
+        let (owners, mut engine) = merged(&mut host, 3);
+        let saved = host.saved();
+        let other = (1..=3).map(LimitKey).min_by_key(|&key| host.charged(key)).unwrap();
+        host.limit(other, Pages(EACH / 2), &[owners[other.0 as usize - 1]]);
+        run(&mut host, &mut engine, 120);
+        assert!(host.saved().0 >= saved.0 * 98 / 100, "{:?} of {saved:?}", host.saved());
+    }
+}
+
+/// A program that rewrites all of its memory from time to time, in its cgroup.
+#[derive(Clone, Debug)]
+struct Rewriter {
+    mib: u64,
+    content: u64,
+    limit_percent: u64,
+    pod: bool,
+}
+
+fn rewriter() -> impl Strategy<Value = Rewriter> {
+    (2_u64..12, 1_u64..3, 100_u64..260, any::<bool>()).prop_map(|(mib, content, limit_percent, pod)| Rewriter {
+        mib,
+        content,
+        limit_percent,
+        pod,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    /// Whoever writes when, no cgroup exceeds a limit that it would have stayed below without merging.
+    #[test]
+    fn no_cgroup_exceeds_a_limit_that_it_would_have_stayed_below(
+        programs in proptest::collection::vec(rewriter(), 2..6),
+        pod_percent in 100_u64..200,
+        writes in proptest::collection::vec((0_usize..6, 1_u64..4, 1_u64..30), 0..12),
+        on_request in any::<bool>(),
+        is_slow in any::<bool>(),
+    ) {
+        let mut host = if on_request { requested() } else { host() };
+        let mut limits = Vec::new();
+        let (mut owners, mut pod, mut in_pod) = (Vec::new(), Vec::new(), 0);
+        for (key, program) in (1..).map(LimitKey).zip(&programs) {
+            let mapping = Mapping::new(Pages(program.mib * MIB), Fill::Series(program.content));
+            let owner = host.add(Process::starting_at(0).mapping(mapping));
+            let limit = Pages(program.mib * MIB * program.limit_percent / 100);
+            host.limit(key, limit, &[owner]);
+            limits.push((key, limit));
+            owners.push(owner);
+            if program.pod {
+                pod.push(owner);
+                in_pod += program.mib;
+            }
+        }
+        if !pod.is_empty() {
+            let limit = Pages(in_pod * MIB * pod_percent / 100);
+            host.limit(LimitKey(99), limit, &pod);
+            limits.push((LimitKey(99), limit));
+        }
+        let governor = if is_slow { Governor::Low } else { Governor::Full };
+        let mut engine = Engine::new(Config { governor, ..common::config() });
+        for (program, content, seconds) in writes {
+            run_on(&mut host, &mut engine, seconds, SimHost::now_ns, |host| {
+                for &(key, limit) in &limits {
+                    let (charged, worst) = (host.charged(key), host.charged_at_worst(key));
+                    assert!(charged <= limit && worst <= limit, "{key:?}: {charged:?}, {worst:?} of {limit:?}");
+                }
+            });
+            let owner = owners[program % owners.len()];
+            for region in host.regions_of(owner) {
+                let span = host.span_of(region).unwrap();
+                for page in 0..span.pages.0 {
+                    host.write(region, span.first + page, content << 32 | page);
+                }
+            }
+            for &(key, limit) in &limits {
+                assert!(host.charged(key) <= limit, "{key:?}: {:?} of {limit:?}", host.charged(key));
+            }
+        }
+        run(&mut host, &mut engine, 30);
+    }
+}

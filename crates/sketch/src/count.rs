@@ -1,0 +1,169 @@
+//! Counting the contents of one workload: how many there are, how often each occurs, and the sketch of them.
+
+use crate::key::Content;
+use crate::sketch::{LG_NOMINAL, MAX_THETA, SKETCH_ENTRIES, Sketch};
+use datasketches::common::ResizeFactor;
+use datasketches::tuple::{DefaultUpdatePolicy, TupleSketch, TupleSketchBuilder};
+use pagefold_engine::units::{Pages, whole};
+
+/// The first number of copies of each class but the first.
+const CLASSES_FROM: [u64; CLASSES - 1] = [2, 3, 16, 256];
+/// Classes of contents by their number of copies: 1, 2, 3 to 15, 16 to 255, 256 and more.
+pub const CLASSES: usize = 5;
+
+/// Counts pages as they are read. At most 8192 entries of 16 bytes.
+#[derive(Debug)]
+pub struct Counter {
+    kept: TupleSketch<DefaultUpdatePolicy<u64>>,
+    pages: u64,
+}
+
+/// What was counted.
+#[derive(Clone, Debug)]
+pub struct Counted {
+    pub sketch: Sketch,
+    /// All pages that were added.
+    pub pages: Pages,
+    /// Of these, the ones that would be left over if each content were held once.
+    pub spare: Pages,
+    /// Of these, by the number of copies of their content. They add up to [`Self::pages`].
+    pub by_copies: [Pages; CLASSES],
+}
+
+impl Default for Counter {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Counter {
+    pub fn new() -> Self {
+        // It grows with the contents: many workloads are small.
+        let builder = TupleSketchBuilder::new(DefaultUpdatePolicy::default());
+        let Ok(kept) = builder.lg_k(LG_NOMINAL).resize_factor(ResizeFactor::X2).build() else {
+            unreachable!("the size is one that the library permits")
+        };
+        Self { kept, pages: 0 }
+    }
+
+    /// Counts a page. Pages of zeros are counted by the caller: they are one content, which nearly all workloads have.
+    pub fn add(&mut self, content: Content) {
+        self.kept.update(content.0, 1_u64);
+        self.pages += 1;
+    }
+
+    pub fn pages(&self) -> Pages {
+        Pages(self.pages)
+    }
+
+    pub fn finish(mut self) -> Counted {
+        self.kept.trim();
+        let theta = if self.kept.is_estimation_mode() { self.kept.theta64() } else { MAX_THETA };
+        let mut kept: Vec<(u64, u64)> = self.kept.iter().map(|entry| (entry.hash(), *entry.summary())).collect();
+        kept.sort_unstable();
+        let hashes = kept.iter().map(|(hash, _)| *hash).collect();
+        let Ok(sketch) = Sketch::of_hashes(hashes, theta) else { unreachable!("what the library keeps is a sketch") };
+        kept.truncate(SKETCH_ENTRIES);
+        let share = sketch.theta() as f64 / MAX_THETA as f64;
+        let sampled = Sampled::of(kept.iter().map(|(_, copies)| *copies));
+        let by_copies = sampled.divide(share, self.pages);
+        let (pages, contents) = (Pages(self.pages), sampled.contents(&by_copies));
+        Counted { sketch, pages, spare: pages.saturating_sub(contents), by_copies }
+    }
+}
+
+/// Contents of a sample, by their number of copies.
+#[derive(Default)]
+struct Sampled {
+    contents: [u64; CLASSES],
+    pages: [u64; CLASSES],
+    /// The sum of the squares of copies, without those of the last class.
+    squares: f64,
+}
+
+impl Sampled {
+    fn of(copies: impl Iterator<Item = u64>) -> Self {
+        let mut sampled = Self::default();
+        for copies in copies {
+            let class = CLASSES_FROM.iter().filter(|from| copies >= **from).count();
+            sampled.contents[class] += 1;
+            sampled.pages[class] += copies;
+            if class < CLASSES - 1 {
+                sampled.squares += (copies as f64).powi(2);
+            }
+        }
+        sampled
+    }
+
+    /// Divides `pages` by the number of copies. A `share` of the contents was sampled.
+    ///
+    /// A content with very many copies is in the sample or not: by the sample alone, 100,000 copies of one content would be estimated as
+    /// none or as ten million. The number of all pages is known, so what the other classes leave belongs to the last one, if that is
+    /// more than chance explains.
+    fn divide(&self, share: f64, pages: u64) -> [Pages; CLASSES] {
+        let mut estimated = self.pages.map(|sampled| sampled as f64 / share);
+        let rest: f64 = estimated[..CLASSES - 1].iter().sum();
+        let chance = 2.0 * (self.squares * (1.0 - share)).sqrt() / share;
+        let left = pages as f64 - rest;
+        estimated[CLASSES - 1] = if self.pages[CLASSES - 1] > 0 || left > chance { left.max(0.0) } else { 0.0 };
+        let all: f64 = estimated.iter().sum();
+        // Rounded so that they add up.
+        let (mut so_far, mut given) = (0.0, 0);
+        estimated.map(|estimated| {
+            so_far += estimated;
+            let until = if all > 0.0 { whole((so_far / all * pages as f64).round()).min(pages) } else { 0 };
+            let class = until.saturating_sub(given);
+            given = given.max(until);
+            Pages(class)
+        })
+    }
+
+    /// How many contents so many pages of each class are. Since the number of all pages is known, this is far better than
+    /// the sketch's own estimate where few pages have copies.
+    fn contents(&self, by_copies: &[Pages; CLASSES]) -> Pages {
+        let classes = by_copies.iter().zip(self.contents.iter().zip(&self.pages));
+        let contents = classes.map(|(all, (&contents, &pages))| all.0 as f64 * contents as f64 / pages.max(1) as f64);
+        Pages(whole(contents.sum::<f64>().round()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counted(copies: &[(u64, u64)]) -> Counted {
+        let mut counter = Counter::new();
+        let mut number = 0_u64;
+        for &(contents, copies) in copies {
+            for _ in 0..contents {
+                number += 1;
+                (0..copies).for_each(|_| counter.add(Content(number.wrapping_mul(0x9e37_79b9_7f4a_7c15))));
+            }
+        }
+        counter.finish()
+    }
+
+    #[test]
+    fn few_contents_are_counted_exactly() {
+        let counted = counted(&[(1000, 1), (500, 2), (100, 15), (20, 16), (3, 255), (2, 256), (1, 5000)]);
+        assert_eq!(counted.by_copies, [1000, 1000, 1500, 320 + 765, 512 + 5000].map(Pages));
+        assert_eq!(counted.pages, Pages(1000 + 1000 + 1500 + 1085 + 5512));
+        assert_eq!(counted.spare, Pages(500 + 1400 + 300 + 762 + 510 + 4999));
+        assert_eq!(Counter::new().finish().by_copies, [Pages(0); CLASSES]);
+    }
+
+    #[test]
+    fn many_contents_are_estimated_and_add_up() {
+        let counted = counted(&[(200_000, 1), (50_000, 2), (10_000, 8), (1, 300_000)]);
+        assert_eq!(counted.by_copies.iter().map(|pages| pages.0).sum::<u64>(), counted.pages.0);
+        for (found, truth) in counted.by_copies.iter().zip([200_000, 100_000, 80_000, 0, 300_000_u64]) {
+            assert!(found.0.abs_diff(truth) < 25_000, "{counted:?}");
+        }
+        assert!(counted.spare.0.abs_diff(50_000 + 70_000 + 299_999) < 15_000);
+        // Without copies nothing is left over, whatever the sketch's own estimate of the contents.
+        assert_eq!(super::tests::counted(&[(300_000, 1)]).spare, Pages(0));
+        assert!(super::tests::counted(&[(300_000, 1), (3000, 2)]).spare.0.abs_diff(3000) < 1000);
+        // Chance alone is no content with many copies.
+        assert_eq!(super::tests::counted(&[(300_000, 1), (100_000, 3)]).by_copies[CLASSES - 1], Pages(0));
+    }
+}

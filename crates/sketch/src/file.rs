@@ -1,0 +1,307 @@
+//! The Parquet file of a host's workloads: `pagefold.sketch/1`.
+//!
+//! One flat table, no column nullable, plain and not compressed (hashes cannot be made smaller), so that any Parquet reader takes it
+//! and a hostile file takes no more than a few times as much memory as it is long. fleet/README.md describes the columns. The key-value
+//! metadata has the schema, the version of the program, and a checksum over the file.
+
+use crate::decode::{column, damaged};
+use crate::error::SketchError;
+use crate::guarded;
+use crate::key::KeyId;
+use crate::layout::{Layout, schema_of};
+use crate::row::{Kind, NUMBER_MOST, Row, TIME_MOST};
+use crate::seal::{self, KEY_SCHEMA, KEY_VERSION, SealError, Sealing};
+use crate::sketch::Sketch;
+use bytes::Bytes;
+use pagefold_engine::units::count;
+use parquet::basic::Compression;
+use parquet::data_type::{ByteArray, ByteArrayType, DataType, Int64Type};
+use parquet::file::metadata::{KeyValue, RowGroupMetaData};
+use parquet::file::properties::{EnabledStatistics, WriterProperties};
+use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
+use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use parquet::schema::parser::parse_message_type;
+use parquet::schema::types::TypePtr;
+use std::borrow::Borrow;
+use std::collections::BTreeSet;
+use std::io::{Cursor, Read, Seek, Write};
+use std::sync::Arc;
+
+/// Name and version of the schema.
+pub const SCHEMA: &str = "pagefold.sketch/1";
+/// The common prefix of all versions.
+const SCHEMA_NAME: &str = "pagefold.sketch/";
+const VERSION: u32 = 1;
+/// The schema is named near the end of a file: only other entries, and what follows them, come after it.
+const TAIL_BYTES: usize = 4096;
+
+/// The most workloads of one host.
+pub const ROWS_MOST: usize = 4096;
+/// The longest file, bytes.
+pub const FILE_BYTES: u64 = 160 << 20;
+/// Rows that are written together, half a MiB at most.
+const GROUP_ROWS: usize = 16;
+
+/// A column: its name, and what it has of a row.
+pub type Text = (&'static str, fn(&Row) -> String);
+/// The same, and its place in a row.
+pub type Number = (&'static str, fn(&Row) -> u64, fn(&mut Row) -> &mut u64);
+
+/// The columns of text, which come first.
+pub const TEXTS: [Text; 5] = [
+    ("host", |row| row.host.clone()),
+    ("key", |row| row.key.to_string()),
+    ("kind", |row| row.kind.to_string()),
+    ("workload", |row| row.workload.clone()),
+    ("domain", |row| row.domain.clone()),
+];
+
+/// The columns of numbers, which follow. The last column is the sketch.
+pub const NUMBERS: [Number; 19] = [
+    ("time_us", |row| row.time_us, |row| &mut row.time_us),
+    ("since_us", |row| row.since_us, |row| &mut row.since_us),
+    ("anonymous_bytes", |row| row.anonymous_bytes, |row| &mut row.anonymous_bytes),
+    ("read_bytes", |row| row.read_bytes, |row| &mut row.read_bytes),
+    ("zero_bytes", |row| row.zero_bytes, |row| &mut row.zero_bytes),
+    ("pages_1", |row| row.pages[0], |row| &mut row.pages[0]),
+    ("pages_2", |row| row.pages[1], |row| &mut row.pages[1]),
+    ("pages_3_15", |row| row.pages[2], |row| &mut row.pages[2]),
+    ("pages_16_255", |row| row.pages[3], |row| &mut row.pages[3]),
+    ("pages_256", |row| row.pages[4], |row| &mut row.pages[4]),
+    ("savable_bytes", |row| row.savable_bytes, |row| &mut row.savable_bytes),
+    ("saved_bytes", |row| row.saved_bytes, |row| &mut row.saved_bytes),
+    ("take_back_bytes", |row| row.take_back_bytes, |row| &mut row.take_back_bytes),
+    ("came_bytes", |row| row.came_bytes, |row| &mut row.came_bytes),
+    ("went_bytes", |row| row.went_bytes, |row| &mut row.went_bytes),
+    ("broken_bytes", |row| row.broken_bytes, |row| &mut row.broken_bytes),
+    ("cpu_millicores", |row| row.cpu_millicores, |row| &mut row.cpu_millicores),
+    ("host_memory_bytes", |row| row.host_memory_bytes, |row| &mut row.host_memory_bytes),
+    ("host_cpu_millicores", |row| row.host_cpu_millicores, |row| &mut row.host_cpu_millicores),
+];
+
+/// Whether a column has times, microseconds since 1970.
+pub fn is_time(column: &str) -> bool {
+    column.ends_with("_us")
+}
+
+/// The largest number in a column.
+fn most(column: &str) -> u64 {
+    if is_time(column) { TIME_MOST } else { NUMBER_MOST }
+}
+
+/// The rows of a file.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SketchFile {
+    pub rows: Vec<Row>,
+}
+
+impl SketchFile {
+    /// The host, if it has any workload.
+    pub fn host(&self) -> Option<&str> {
+        self.rows.first().map(|row| row.host.as_str())
+    }
+
+    /// When its last sketch was complete.
+    pub fn time_us(&self) -> u64 {
+        self.rows.iter().map(|row| row.time_us).max().unwrap_or(0)
+    }
+}
+
+/// The rules for rows of one file.
+fn check<R: Borrow<Row>>(rows: &[R]) -> Result<(), SketchError> {
+    let most = count(ROWS_MOST);
+    if rows.len() > ROWS_MOST {
+        return Err(SketchError::TooMuch { what: "workloads", found: count(rows.len()), most });
+    }
+    let mut seen = BTreeSet::new();
+    for (at, row) in rows.iter().map(Borrow::borrow).enumerate() {
+        let wrong = |what: String| Err(SketchError::Row { row: at, what });
+        if let Err(what) = row.check() {
+            return wrong(what);
+        }
+        let first: &Row = rows[0].borrow();
+        if (&row.host, row.key) != (&first.host, first.key) {
+            return wrong("it is of another host or key than the first one".to_owned());
+        }
+        if !seen.insert((row.kind, &row.workload, &row.domain)) {
+            return wrong(format!("a {} of its name is there already", row.kind));
+        }
+    }
+    Ok(())
+}
+
+fn schema() -> parquet::errors::Result<TypePtr> {
+    let texts = TEXTS.iter().map(|(name, _)| format!("required binary {name} (STRING);"));
+    let numbers = NUMBERS.iter().map(|(name, ..)| {
+        let logical = if is_time(name) { " (TIMESTAMP(MICROS,true))" } else { "" };
+        format!("required int64 {name}{logical};")
+    });
+    let columns: String = texts.chain(numbers).collect();
+    let message = format!("message pagefold_sketch {{ {columns} required binary sketch; }}");
+    parse_message_type(&message).map(Arc::new)
+}
+
+/// Writes a file. What is written must be readable, for the checksum.
+pub fn write<W: Read + Write + Seek + Send, R: Borrow<Row>>(out: W, rows: &[R]) -> Result<W, SketchError> {
+    check(rows)?;
+    let failed = |error: &dyn std::fmt::Display| SketchError::Write(crate::one_line(error));
+    let written = write_groups(out, rows).map_err(|error| failed(&error))?;
+    written.seal().map(|(out, _)| out).map_err(|error| failed(&error))
+}
+
+fn write_groups<W: Read + Write + Seek + Send, R: Borrow<Row>>(
+    out: W,
+    rows: &[R],
+) -> parquet::errors::Result<Sealing<W>> {
+    let entries = [(KEY_SCHEMA, SCHEMA.to_owned()), (KEY_VERSION, env!("CARGO_PKG_VERSION").to_owned())];
+    let properties = WriterProperties::builder()
+        .set_compression(Compression::UNCOMPRESSED)
+        .set_dictionary_enabled(false)
+        // Row groups are small, and hashes have no order that a reader could use.
+        .set_statistics_enabled(EnabledStatistics::None)
+        .set_offset_index_disabled(true)
+        .set_created_by(concat!("pagefold version ", env!("CARGO_PKG_VERSION")).to_owned())
+        .set_key_value_metadata(Some(seal::entries(&entries, KeyValue::new)))
+        .build();
+    let mut writer = SerializedFileWriter::new(Sealing::new(out), schema()?, Arc::new(properties))?;
+    for rows in rows.chunks(GROUP_ROWS) {
+        let rows = || rows.iter().map(Borrow::borrow);
+        let mut group = writer.next_row_group()?;
+        for (_, text) in TEXTS {
+            put::<ByteArrayType, W>(&mut group, rows().map(|row| ByteArray::from(text(row).into_bytes())))?;
+        }
+        for (name, number, _) in NUMBERS {
+            let number = |row: &Row| i64::try_from(number(row).min(most(name))).unwrap_or(i64::MAX);
+            put::<Int64Type, W>(&mut group, rows().map(number))?;
+        }
+        put::<ByteArrayType, W>(&mut group, rows().map(|row| ByteArray::from(row.sketch.to_bytes())))?;
+        group.close()?;
+    }
+    writer.into_inner()
+}
+
+/// Writes the next column.
+fn put<T: DataType, W: Write + Send>(
+    group: &mut SerializedRowGroupWriter<'_, Sealing<W>>,
+    values: impl Iterator<Item = T::T>,
+) -> parquet::errors::Result<()> {
+    // Called once for each column, in the schema's order.
+    if let Some(mut column) = group.next_column()? {
+        column.typed::<T>().write_batch(&values.collect::<Vec<_>>(), None, None)?;
+        column.close()?;
+    }
+    Ok(())
+}
+
+/// Reads a file. It takes about twice as much memory as `bytes` are long.
+pub fn read(bytes: Vec<u8>) -> Result<SketchFile, SketchError> {
+    let length = count(bytes.len());
+    if length > FILE_BYTES {
+        return Err(SketchError::TooMuch { what: "bytes", found: length, most: FILE_BYTES });
+    }
+    seal::check(&mut Cursor::new(&bytes)).map_err(|error| match error {
+        SealError::Read(error) => SketchError::Read(error),
+        SealError::NotParquet => SketchError::NotParquet,
+        SealError::CutOff => SketchError::CutOff,
+        SealError::NoChecksum { ours: false } => SketchError::Foreign(error.to_string()),
+        SealError::NoChecksum { ours: true } | SealError::Wrong => SketchError::Damaged(error.to_string()),
+    })?;
+    check_schema(&bytes)?;
+    let empty = write_empty()?;
+    let layout = Layout::of(&bytes, schema_of(&empty), count(ROWS_MOST))?;
+    let decoded = guarded(|| Ok::<_, String>(decode(&layout, Bytes::from(bytes))));
+    let file = decoded.unwrap_or_else(|what| Err(SketchError::Damaged(what)))?;
+    check(&file.rows)?;
+    Ok(file)
+}
+
+/// Finds out which schema a file names, which is near its end.
+fn check_schema(bytes: &[u8]) -> Result<(), SketchError> {
+    let tail = &bytes[bytes.len().saturating_sub(TAIL_BYTES)..];
+    let last = tail.windows(SCHEMA_NAME.len()).rposition(|window| window == SCHEMA_NAME.as_bytes());
+    let named = last.ok_or_else(|| SketchError::Foreign("it does not name its schema".to_owned()))?;
+    let digits = tail[named + SCHEMA_NAME.len()..].iter().take(9).take_while(|digit| digit.is_ascii_digit());
+    let version = digits.fold(0, |version, digit| version * 10 + u32::from(digit - b'0'));
+    match version {
+        VERSION => Ok(()),
+        0 => Err(SketchError::Foreign("its schema has no version".to_owned())),
+        other => Err(SketchError::Newer(format!("{SCHEMA_NAME}{other}"))),
+    }
+}
+
+/// A file without rows, for what all files have in common.
+fn write_empty() -> Result<Vec<u8>, SketchError> {
+    let rows: [Row; 0] = [];
+    write(Cursor::new(Vec::new()), &rows).map(Cursor::into_inner)
+}
+
+fn decode(layout: &Layout, bytes: Bytes) -> Result<SketchFile, SketchError> {
+    let file = SerializedFileReader::new(bytes).map_err(|error| damaged(&error))?;
+    let metadata = file.metadata().file_metadata();
+    let expected = schema().map_err(|error| damaged(&error))?;
+    if metadata.schema_descr().root_schema() != &*expected {
+        return Err(SketchError::Foreign("its columns differ from the schema".to_owned()));
+    }
+    let rows_of = |group: &RowGroupMetaData| u64::try_from(group.num_rows()).unwrap_or(u64::MAX);
+    let (found, most) =
+        (file.metadata().row_groups().iter().map(rows_of).fold(0, u64::saturating_add), count(ROWS_MOST));
+    if found > most {
+        return Err(SketchError::TooMuch { what: "workloads", found, most });
+    }
+    // No two columns have a page in common: a short file could be a thousand times as long in memory.
+    let mut end = None;
+    for column in file.metadata().row_groups().iter().flat_map(RowGroupMetaData::columns) {
+        let (from, length) = column.byte_range();
+        if end.is_some_and(|end| from != end) {
+            return Err(SketchError::Damaged("its columns are not one after the other".to_owned()));
+        }
+        end = from.checked_add(length);
+    }
+    let mut rows = Vec::new();
+    for group in 0..file.num_row_groups() {
+        let group = file.get_row_group(group).map_err(|error| damaged(&error))?;
+        read_group(layout, &*group, &mut rows)?;
+    }
+    Ok(SketchFile { rows })
+}
+
+/// Adds the rows of a group.
+fn read_group(layout: &Layout, group: &dyn RowGroupReader, rows: &mut Vec<Row>) -> Result<(), SketchError> {
+    let first = rows.len();
+    let wrong = |at: usize, what: &str| SketchError::Row { row: first + at, what: what.to_owned() };
+    let many = usize::try_from(group.metadata().num_rows()).map_err(|error| damaged(&error))?;
+    let mut texts: [Vec<ByteArray>; TEXTS.len()] = Default::default();
+    for (at, texts) in texts.iter_mut().enumerate() {
+        *texts = column::<ByteArrayType>(layout, group, at, many).map_err(|error| damaged(&error))?;
+    }
+    let [host, key, kind, workload, domain] = &texts;
+    let sketches =
+        column::<ByteArrayType>(layout, group, TEXTS.len() + NUMBERS.len(), many).map_err(|error| damaged(&error))?;
+    for (at, sketch) in sketches.iter().enumerate() {
+        let text = |values: &[ByteArray]| {
+            let text = values[at].as_utf8().map_err(|_| wrong(at, "a name is not UTF-8"))?;
+            Ok::<_, SketchError>(text.to_owned())
+        };
+        rows.push(Row {
+            host: text(host)?,
+            key: KeyId::parse(&text(key)?).ok_or_else(|| wrong(at, "its key is not 16 digits"))?,
+            kind: Kind::parse(&text(kind)?).ok_or_else(|| wrong(at, "its kind is unknown"))?,
+            workload: text(workload)?,
+            domain: text(domain)?,
+            ..Row::blank(Sketch::from_bytes(sketch.data()).map_err(|what| wrong(at, &format!("its sketch: {what}")))?)
+        });
+    }
+    for (at, (name, _, place)) in NUMBERS.iter().enumerate() {
+        let numbers = column::<Int64Type>(layout, group, TEXTS.len() + at, many).map_err(|error| damaged(&error))?;
+        for (row, number) in numbers.into_iter().enumerate() {
+            let number = u64::try_from(number).ok().filter(|number| *number <= most(name));
+            *place(&mut rows[first + row]) =
+                number.ok_or_else(|| wrong(row, &format!("{name} is not from 0 to {}", most(name))))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[path = "file_tests.rs"]
+mod tests;

@@ -1,0 +1,231 @@
+//! The layout of a file, checked before the parquet crate sees it.
+//!
+//! The crate reserves memory for as many row groups as a footer says that there are, follows groups of the schema as deep as they go,
+//! and reads the header of a page wherever the footer says that one is. What cannot be reserved ends the process, and a stack that
+//! overflows does, too: no panic that could be caught. It also counts up to the length that a list of booleans claims to have, which
+//! takes seconds, and there can be many. So only the form that this program writes is let through: the schema byte for byte, no more
+//! groups than rows, lists that are short, and pages one after the other, each plain and not compressed. This is no reader of Parquet.
+
+use crate::error::SketchError;
+use pagefold_engine::units::count;
+
+const MAGIC: usize = 4;
+/// The length of the footer, and the magic number.
+const TAIL: usize = 8;
+
+/// Bytes of Thrift's compact protocol: field by field, in the order in which they are written.
+mod thrift {
+    /// The next field, a 32-bit number.
+    pub(super) const I32: u8 = 0x15;
+    /// The next field, a 64-bit number.
+    pub(super) const I64: u8 = 0x16;
+    /// The next field, a list.
+    pub(super) const LIST: u8 = 0x19;
+    /// The field after the next, a structure.
+    pub(super) const SKIP_STRUCT: u8 = 0x2c;
+    /// Types of values: the lower half of a field's first byte, and of a list's.
+    pub(super) const TRUE: u8 = 1;
+    pub(super) const FALSE: u8 = 2;
+    pub(super) const I8: u8 = 3;
+    /// Numbers of 16, 32 and 64 bits.
+    pub(super) const NUMBERS_FIRST: u8 = 4;
+    pub(super) const NUMBERS_LAST: u8 = 6;
+    pub(super) const BINARY: u8 = 8;
+    pub(super) const ELEMENTS: u8 = 9;
+    pub(super) const STRUCT: u8 = 12;
+    pub(super) const END: u8 = 0;
+    /// How deep structures and lists are within others: eight, as this program writes them.
+    pub(super) const DEPTH_MOST: u32 = 16;
+}
+
+/// Zigzag-encoded values of Parquet's enumerations.
+const DATA_PAGE: u64 = 0;
+const PLAIN: u64 = 0;
+const RLE: u64 = 6;
+
+/// How long a footer may be: about twice as long as this program's, and more for each row group. In memory it takes several times as
+/// much as in the file.
+const FOOTER_BYTES: u64 = 16 << 10;
+const GROUP_BYTES: u64 = 4 << 10;
+
+/// Where the pages of a file are.
+#[derive(Debug)]
+pub(crate) struct Layout {
+    /// Their offsets, ascending, and at last that of the footer.
+    starts: Vec<u64>,
+}
+
+impl Layout {
+    /// Checks a file. `schema` is the beginning of every footer, and `rows_most` the most rows.
+    pub(crate) fn of(bytes: &[u8], schema: &[u8], rows_most: u64) -> Result<Self, SketchError> {
+        let damaged = |what: &str| SketchError::Damaged(what.to_owned());
+        let (rest, tail) = bytes.split_at_checked(bytes.len().saturating_sub(TAIL)).ok_or(SketchError::CutOff)?;
+        let length = tail.first_chunk().map(|length| u32::from_le_bytes(*length)).ok_or(SketchError::CutOff)?;
+        let length = usize::try_from(length).map_err(|_| SketchError::CutOff)?;
+        let (data, footer) =
+            rest.len().checked_sub(length).and_then(|at| rest.split_at_checked(at)).ok_or(SketchError::CutOff)?;
+        let groups = footer
+            .strip_prefix(schema)
+            .ok_or_else(|| SketchError::Foreign("its columns differ from the schema".to_owned()))?;
+        let malformed = || damaged("its footer is not in the written form");
+        let (rows, found) = counts(groups).ok_or_else(malformed)?;
+        if rows > rows_most {
+            return Err(SketchError::TooMuch { what: "workloads", found: rows, most: rows_most });
+        }
+        if found > rows {
+            return Err(damaged("it has more groups than rows"));
+        }
+        if count(footer.len()) > FOOTER_BYTES + found * GROUP_BYTES {
+            return Err(damaged("its footer is longer than its groups need"));
+        }
+        let mut reader = Reader(groups);
+        reader.structure(rows_most, thrift::DEPTH_MOST).filter(|()| reader.0.is_empty()).ok_or_else(malformed)?;
+        let starts = starts(data).ok_or_else(|| damaged("its pages are not in the written form"))?;
+        Ok(Self { starts })
+    }
+
+    /// Whether so many bytes from an offset on are whole pages.
+    pub(crate) fn holds(&self, from: u64, length: u64) -> bool {
+        let is_start = |at: u64| self.starts.binary_search(&at).is_ok();
+        is_start(from) && length > 0 && from.checked_add(length).is_some_and(is_start)
+    }
+}
+
+/// The part of the footer of a file without rows that is the same in all files: what is before the counts.
+pub(crate) fn schema_of(empty: &[u8]) -> &[u8] {
+    let counts = [thrift::I64, 0, thrift::LIST, thrift::STRUCT];
+    let length = empty
+        .len()
+        .checked_sub(TAIL)
+        .and_then(|at| empty[at..].first_chunk())
+        .map(|length| u32::from_le_bytes(*length));
+    let footer = length
+        .and_then(|length| empty.get(empty.len().checked_sub(TAIL + usize::try_from(length).ok()?)?..))
+        .unwrap_or_default();
+    let end = footer.windows(counts.len()).position(|window| window == counts).unwrap_or(0);
+    &footer[..end]
+}
+
+/// The numbers of rows and of row groups.
+fn counts(footer: &[u8]) -> Option<(u64, u64)> {
+    let mut reader = Reader(footer);
+    reader.byte(thrift::I64)?;
+    let rows = reader.number()?;
+    reader.byte(thrift::LIST)?;
+    let (kind, groups) = reader.list()?;
+    (kind == thrift::STRUCT).then_some((rows, groups))
+}
+
+/// The offsets of the pages, and of what follows them.
+fn starts(data: &[u8]) -> Option<Vec<u64>> {
+    let mut reader = Reader(data.get(MAGIC..)?);
+    let mut starts = Vec::new();
+    while !reader.0.is_empty() {
+        starts.push(count(data.len() - reader.0.len()));
+        reader.field(DATA_PAGE)?;
+        reader.byte(thrift::I32)?;
+        let length = reader.number()?;
+        reader.field_of(length)?;
+        reader.byte(thrift::SKIP_STRUCT)?;
+        reader.byte(thrift::I32)?;
+        reader.number()?;
+        for value in [PLAIN, RLE, RLE] {
+            reader.field(value)?;
+        }
+        reader.byte(thrift::END)?;
+        reader.byte(thrift::END)?;
+        reader.skip(length)?;
+    }
+    starts.push(count(data.len()));
+    Some(starts)
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    /// Skips this byte.
+    fn byte(&mut self, expected: u8) -> Option<()> {
+        self.0 = self.0.strip_prefix(&[expected])?;
+        Some(())
+    }
+
+    fn any(&mut self) -> Option<u8> {
+        let (&byte, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(byte)
+    }
+
+    fn skip(&mut self, bytes: u64) -> Option<()> {
+        self.0 = self.0.get(usize::try_from(bytes).ok()?..)?;
+        Some(())
+    }
+
+    /// The type and number of the elements of a list.
+    fn list(&mut self) -> Option<(u8, u64)> {
+        let header = self.any()?;
+        let elements = if header >> 4 == 15 { self.varint()? } else { u64::from(header >> 4) };
+        Some((header & 15, elements))
+    }
+
+    /// Skips the fields of a structure, in ascending order, and its end.
+    fn structure(&mut self, elements_most: u64, depth: u32) -> Option<()> {
+        let depth = depth.checked_sub(1)?;
+        loop {
+            match self.any()? {
+                thrift::END => return Some(()),
+                // A field with a number of its own, which could repeat another one.
+                header if header >> 4 == 0 => return None,
+                header if matches!(header & 15, thrift::TRUE | thrift::FALSE) => {}
+                header => self.value(header & 15, elements_most, depth)?,
+            }
+        }
+    }
+
+    /// Skips a value that is not a boolean.
+    fn value(&mut self, kind: u8, elements_most: u64, depth: u32) -> Option<()> {
+        match kind {
+            thrift::I8 => self.skip(1),
+            thrift::NUMBERS_FIRST..=thrift::NUMBERS_LAST => self.varint().map(drop),
+            thrift::BINARY => {
+                let length = self.varint()?;
+                self.skip(length)
+            }
+            thrift::ELEMENTS => {
+                let depth = depth.checked_sub(1)?;
+                let (kind, elements) = self.list()?;
+                let bounded = Some(elements).filter(|&elements| elements <= elements_most)?;
+                (0..bounded).try_for_each(|_| self.value(kind, elements_most, depth))
+            }
+            thrift::STRUCT => self.structure(elements_most, depth),
+            _ => None,
+        }
+    }
+
+    fn varint(&mut self) -> Option<u64> {
+        let mut number = 0;
+        for shift in (0..63).step_by(7) {
+            let byte = self.any()?;
+            number |= u64::from(byte & 0x7f) << shift;
+            if byte & 0x80 == 0 {
+                return Some(number);
+            }
+        }
+        None
+    }
+
+    /// A number that is not negative.
+    fn number(&mut self) -> Option<u64> {
+        self.varint().filter(|zigzag| zigzag % 2 == 0).map(|zigzag| zigzag / 2)
+    }
+
+    /// Skips the next field, which has this zigzag-encoded value.
+    fn field(&mut self, zigzag: u64) -> Option<()> {
+        self.byte(thrift::I32)?;
+        (self.varint()? == zigzag).then_some(())
+    }
+
+    /// The same for a number.
+    fn field_of(&mut self, number: u64) -> Option<()> {
+        self.field(number.checked_mul(2)?)
+    }
+}

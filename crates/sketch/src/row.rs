@@ -1,0 +1,156 @@
+//! A workload with its sketch.
+
+use crate::count::CLASSES;
+use crate::key::KeyId;
+use crate::sketch::{Estimate, Sketch};
+use pagefold_engine::units::PAGE_BYTES;
+use std::fmt;
+
+/// The longest name, bytes.
+pub const NAME_BYTES: usize = 1024;
+/// The largest number but times: 1 PiB. The rows of a file add up to less than 2^63, in engines that add 64-bit numbers.
+pub const NUMBER_MOST: u64 = 1 << 50;
+/// The latest time, in the year 2112.
+pub const TIME_MOST: u64 = 1 << 52;
+
+/// What a workload is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    Vm,
+    Pod,
+    Container,
+    /// A systemd unit or any other cgroup.
+    Unit,
+    /// Processes outside all of these, by program.
+    Process,
+}
+
+impl Kind {
+    pub const ALL: [Self; 5] = [Self::Vm, Self::Pod, Self::Container, Self::Unit, Self::Process];
+
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Vm => "vm",
+            Self::Pod => "pod",
+            Self::Container => "container",
+            Self::Unit => "unit",
+            Self::Process => "process",
+        }
+    }
+
+    pub fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.as_str() == text)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A workload on a host at a time. Times are microseconds since 1970, UTC; memory is in bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    pub host: String,
+    pub key: KeyId,
+    pub kind: Kind,
+    /// The name that operators know, without its kind.
+    pub workload: String,
+    /// The trust domain. A workload in two domains has two rows.
+    pub domain: String,
+    /// When the sketch was complete.
+    pub time_us: u64,
+    /// When the former sketch was complete, or the first one began: the period that `came_bytes`, `went_bytes` and `broken_bytes` are of.
+    pub since_us: u64,
+    /// Resident anonymous memory that may be merged.
+    pub anonymous_bytes: u64,
+    /// The part of it that the sketch rests on.
+    pub read_bytes: u64,
+    /// Pages of zeros among them.
+    pub zero_bytes: u64,
+    /// The other pages, by the number of copies of their content within the workload: 1, 2, 3 to 15, 16 to 255, 256 and more.
+    pub pages: [u64; CLASSES],
+    /// What the workload would save alone: all copies but one of each content, zeros included.
+    pub savable_bytes: u64,
+    /// What is saved now.
+    pub saved_bytes: u64,
+    /// The most that was seen to come back in a period: merged pages that were written.
+    pub take_back_bytes: u64,
+    /// Contents that the former sketch did not have, each once.
+    pub came_bytes: u64,
+    /// Contents that it had, and this one does not.
+    pub went_bytes: u64,
+    /// Merged pages that were written in the period.
+    pub broken_bytes: u64,
+    /// CPU time in the period, thousandths of a core.
+    pub cpu_millicores: u64,
+    pub host_memory_bytes: u64,
+    pub host_cpu_millicores: u64,
+    /// Its distinct contents but zeros.
+    pub sketch: Sketch,
+}
+
+impl Row {
+    /// One with a sketch and nothing else.
+    pub fn blank(sketch: Sketch) -> Self {
+        Self {
+            host: String::new(),
+            key: KeyId::default(),
+            kind: Kind::Process,
+            workload: String::new(),
+            domain: String::new(),
+            time_us: 0,
+            since_us: 0,
+            anonymous_bytes: 0,
+            read_bytes: 0,
+            zero_bytes: 0,
+            pages: [0; CLASSES],
+            savable_bytes: 0,
+            saved_bytes: 0,
+            take_back_bytes: 0,
+            came_bytes: 0,
+            went_bytes: 0,
+            broken_bytes: 0,
+            cpu_millicores: 0,
+            host_memory_bytes: 0,
+            host_cpu_millicores: 0,
+            sketch,
+        }
+    }
+
+    /// Checks what no host reports. Files come from hosts that may be hostile.
+    pub fn check(&self) -> Result<(), String> {
+        for (name, text) in [("host", &self.host), ("workload", &self.workload), ("domain", &self.domain)] {
+            if text.is_empty() || text.len() > NAME_BYTES {
+                return Err(format!("the name in {name} has {} bytes, not 1 to {NAME_BYTES}", text.len()));
+            }
+            if text.chars().any(char::is_control) {
+                return Err(format!("the name in {name} has a control character"));
+            }
+        }
+        let mut all = 0;
+        for pages in self.pages {
+            all += pages.min(NUMBER_MOST);
+        }
+        if all > (self.read_bytes.saturating_sub(self.zero_bytes)) / PAGE_BYTES {
+            return Err("it has more pages than were read".to_owned());
+        }
+        for (name, part, whole_name, whole) in [
+            ("since_us", self.since_us, "time_us", self.time_us),
+            ("read_bytes", self.read_bytes, "anonymous_bytes", self.anonymous_bytes),
+            ("zero_bytes", self.zero_bytes, "read_bytes", self.read_bytes),
+            ("savable_bytes", self.savable_bytes, "read_bytes", self.read_bytes),
+        ] {
+            if part > whole {
+                return Err(format!("{name} is {part}, more than {whole_name}, {whole}"));
+            }
+        }
+        // An estimate may be too high by chance: by 10 % more than its bounds say it never is.
+        let Estimate { low, .. } = self.sketch.contents();
+        if 0.9 * low > all as f64 {
+            return Err(format!("its sketch has at least {low:.0} contents in {all} pages"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,395 @@
+//! Checks merging on request in an emulated machine whose kernel has `/dev/ksm`, or gets it by the module `/ksm_request.ko`:
+//! pagefold's `tests/request.rs` boots it.
+//!
+//! Everything is in /bin, which only root can write. Prints a line with PASS or FAIL for each check. With the argument `million`,
+//! two trust domains with the same contents are merged by a million requests, and nothing else is checked.
+
+use pagefold_engine::hash::LineDigester;
+use pagefold_ksm::request::{Hashed, RequestDevice};
+use pagefold_testkit::holder::{ALIKE, Change, fill};
+use pagefold_testkit::ksm::{self, number, saved_bytes, write_knob};
+use pagefold_testkit::{Forked, Holder};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitCode, Output, Stdio};
+use std::time::{Duration, Instant};
+
+const PAGEFOLD: &str = "/bin/pagefold";
+const HOLDER: &str = "/bin/holder";
+const CONFIG: &str = "/bin/request.toml";
+/// Pages of each holder, of which so many have contents of their own, and so many are zeros.
+const PAGES: u64 = 2048;
+const OWN: u64 = 256;
+const ZEROS: u64 = 128;
+const EQUAL: u64 = PAGES - OWN - ZEROS;
+const LIMIT: Duration = Duration::from_secs(60);
+/// Pages of each holder where two domains with two holders each are merged by a million requests.
+const MANY: u64 = 1 << 19;
+const LIMIT_MANY: Duration = Duration::from_secs(2400);
+
+fn main() -> ExitCode {
+    load_module();
+    let mut checks = Checks::default();
+    let before = State::now();
+    if std::env::args().nth(1).as_deref() == Some("million") {
+        million(&mut checks);
+    } else {
+        everything(&mut checks);
+    }
+    let after = State::now();
+    checks.add("ksmd has not scanned, and no knob has changed", before == after, format_args!("{before:?} {after:?}"));
+    println!("request: {} of {} checks passed", checks.passed, checks.all);
+    if checks.passed == checks.all { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn everything(checks: &mut Checks) {
+    hashes(checks);
+    forked(checks);
+    merging(checks);
+    zeros(checks);
+    alike(checks);
+    domains(checks);
+    exclusion(checks);
+    moving(checks);
+    dry_run(checks);
+    refusals(checks);
+}
+
+fn load_module() {
+    let Ok(module) = File::open("/ksm_request.ko") else { return };
+    // SAFETY: the descriptor is open, and the parameters are an empty string.
+    let done = unsafe { libc::syscall(libc::SYS_finit_module, module.as_raw_fd(), c"".as_ptr(), 0) };
+    assert_eq!(done, 0, "the module: {}", std::io::Error::last_os_error());
+}
+
+#[derive(Default)]
+struct Checks {
+    all: u32,
+    passed: u32,
+}
+
+impl Checks {
+    fn add(&mut self, what: &str, passed: bool, seen: impl std::fmt::Display) {
+        self.all += 1;
+        self.passed += u32::from(passed);
+        if passed { println!("PASS {what}") } else { println!("FAIL {what}: {seen}") }
+    }
+}
+
+/// What ksmd has done, and KSM's knobs.
+#[derive(Debug, PartialEq)]
+struct State {
+    scans: u64,
+    scanned: u64,
+    knobs: Vec<(&'static str, u64)>,
+}
+
+impl State {
+    fn now() -> Self {
+        Self { scans: number("full_scans"), scanned: number("pages_scanned"), knobs: ksm::knobs() }
+    }
+}
+
+/// Pages that are shared through fork are no merged ones, also where kpageflags calls every anonymous page merged (Linux 6.12).
+fn forked(checks: &mut Checks) {
+    let memory: Vec<u8> = (0..4 << 20).map(|at: u32| (at >> 12).to_le_bytes()[0]).collect();
+    let child = Forked::start(|| {});
+    let pids = format!("{},{}", std::process::id(), child.0);
+    let output = Command::new(PAGEFOLD).args(["scan", "--json", "--pid", &pids]).output().expect(PAGEFOLD);
+    drop((child, std::hint::black_box(memory)));
+    let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    let total = |key: &str| said["totals"][key].as_u64();
+    let is_right = total("merged_bytes") == Some(0) && total("fork_shared_bytes") >= Some(4 << 20);
+    checks.add("pages shared through fork are not taken for merged", is_right, &said["totals"]);
+}
+
+/// A holder whose first pages are the same in all, followed by zeros and by pages of its own.
+fn holder(program: &str, own: u64) -> Holder {
+    let mut holder = Holder::start_as(Path::new(program), PAGES);
+    for (first, pages, content, step) in [(0, EQUAL, 1, 1), (EQUAL, ZEROS, 0, 0), (PAGES - OWN, OWN, own << 32, 1)] {
+        holder.change(Change::Write { first, pages, content, step });
+    }
+    holder
+}
+
+fn list(holders: &[&Holder]) -> String {
+    holders.iter().map(|holder| holder.pid().to_string()).collect::<Vec<_>>().join(",")
+}
+
+fn start(holders: &[&Holder], options: &[&str]) -> Child {
+    let mut command = Command::new(PAGEFOLD);
+    command
+        .args(["run", "--json", "--mechanism", "request", "--governor", "full", "--pid", &list(holders)])
+        .args(options);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect(PAGEFOLD)
+}
+
+/// What a run says when it has ended, and what it has reported meanwhile.
+fn end(run: Child) -> (Value, String) {
+    let Output { status, stdout, stderr } = run.wait_with_output().expect("a child");
+    let said = format!("{status}: {}", String::from_utf8_lossy(&stderr));
+    (serde_json::from_slice(&stdout).unwrap_or_default(), said)
+}
+
+fn unmerge(holders: &[&Holder]) -> String {
+    let output = Command::new(PAGEFOLD).args(["unmerge", "--pid", &list(holders)]).output().expect(PAGEFOLD);
+    format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr))
+}
+
+/// The frames of a holder's pages, as far as they are present. Zeros that are merged are no frame of its own.
+fn frames(holder: &Holder, first: u64, pages: u64) -> BTreeSet<u64> {
+    let pagemap = File::open(format!("/proc/{}/pagemap", holder.pid())).expect("pagemap");
+    let mut bytes = vec![0; usize::try_from(pages * 8).expect("a length")];
+    pagemap.read_exact_at(&mut bytes, (holder.first + first) * 8).expect("pagemap");
+    let entries = bytes.chunks_exact(8).map(|entry| u64::from_le_bytes(entry.try_into().expect("eight bytes")));
+    entries.filter(|entry| entry >> 63 == 1).map(|entry| entry & ((1 << 55) - 1)).collect()
+}
+
+fn common(a: &Holder, b: &Holder, first: u64, pages: u64) -> u64 {
+    frames(a, first, pages).intersection(&frames(b, first, pages)).count() as u64
+}
+
+/// Whether the mapping of a page is marked.
+fn is_marked(holder: &Holder, page: u64) -> bool {
+    let text = fs::read_to_string(format!("/proc/{}/smaps", holder.pid())).expect("smaps");
+    let address = (holder.first + page) * 4096;
+    let mut here = false;
+    for line in text.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let word = words.next().unwrap_or_default();
+        if let Some((start, end)) = word.split_once('-') {
+            let number = |text| u64::from_str_radix(text, 16).expect("an address");
+            here = number(start) <= address && address < number(end);
+        } else if word == "VmFlags:" && here {
+            return words.any(|flag| flag == "mg");
+        }
+    }
+    false
+}
+
+fn wait_until(condition: impl Fn() -> bool) -> bool {
+    wait_until_within(LIMIT, condition)
+}
+
+fn wait_until_within(limit: Duration, condition: impl Fn() -> bool) -> bool {
+    let end = Instant::now() + limit;
+    while !condition() {
+        if Instant::now() > end {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    true
+}
+
+/// The kernel's hashes are those of the definition.
+fn hashes(checks: &mut Checks) {
+    let holder = holder(HOLDER, 1);
+    let device = RequestDevice::open(Path::new("/dev/ksm")).expect("/dev/ksm");
+    checks.add("the kernel hashes pages in place", device.hashes(), "it does not");
+    // SAFETY: no memory is passed, and the descriptor is new.
+    let process = unsafe {
+        let pidfd = libc::syscall(libc::SYS_pidfd_open, holder.pid(), 0);
+        OwnedFd::from_raw_fd(i32::try_from(pidfd).expect("a descriptor"))
+    };
+    let mut page = [0; 4096];
+    for lines in [1, 2, 8, 64] {
+        let digester = LineDigester::new(0x1234_5678_9abc_def0, lines);
+        let (address, key) = (holder.first * 4096, digester.key());
+        let mut found = vec![0; usize::try_from(PAGES).expect("a length")];
+        // First by one line, then by more.
+        for (from, to) in [(0, 1), (1, lines)] {
+            let pages = Hashed { process: process.as_fd(), address, key, from, to };
+            device.hash(&pages, &mut found).expect("hashes");
+        }
+        let mut differs = |hash: u64, number: u64| {
+            let content = match number {
+                0..EQUAL => 1 + number,
+                number if number < EQUAL + ZEROS => 0,
+                number => (1 << 32) + number - (PAGES - OWN),
+            };
+            fill(&mut page, content);
+            hash != digester.hash(&page, lines)
+        };
+        let wrong = found.iter().zip(0..).filter(|&(&hash, number)| differs(hash, number)).count();
+        checks.add(&format!("hashes by {lines} lines are those of the definition"), wrong == 0, wrong);
+    }
+}
+
+/// Pages that differ in one word only, half of them in both processes.
+fn alike(checks: &mut Checks) {
+    let [mut a, mut b] = [1, 2].map(|own| {
+        let mut holder = Holder::start_as(Path::new(HOLDER), PAGES);
+        for (first, content) in [(0, ALIKE), (PAGES / 2, ALIKE + (own << 32))] {
+            holder.change(Change::Write { first, pages: PAGES / 2, content, step: 1 });
+        }
+        holder
+    });
+    let (summary, said) = end(start(&[&a, &b], &["--for", "15s"]));
+    let shared = common(&a, &b, 0, PAGES / 2);
+    checks.add("pages alike are merged if they are equal", shared >= PAGES / 2 - 16, format_args!("{shared}; {said}"));
+    let other = common(&a, &b, PAGES / 2, PAGES / 2);
+    let own = [&a, &b].map(|holder| frames(holder, 0, PAGES).len() as u64);
+    let apart = other == 0 && own == [PAGES; 2];
+    checks.add("pages alike but for one word are not merged", apart, format_args!("{other} {own:?}; {summary}"));
+    checks.add("no byte has changed in pages alike", a.is_intact() && b.is_intact(), "damage");
+    unmerge(&[&a, &b]);
+}
+
+fn merging(checks: &mut Checks) {
+    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let (summary, said) = end(start(&[&a, &b], &["--for", "8s"]));
+    checks.add("the run says that it merges on request", summary["mechanism"] == "request", &said);
+    let saved = saved_bytes() / 4096;
+    let wanted = EQUAL + 2 * ZEROS;
+    checks.add(
+        "all that is equal is saved",
+        saved.abs_diff(wanted) <= 64,
+        format_args!("{saved} of {wanted}; {summary}"),
+    );
+    let shared = common(&a, &b, 0, EQUAL);
+    checks.add("equal pages share frames", shared >= EQUAL - 16, shared);
+    let other = common(&a, &b, PAGES - OWN, OWN);
+    checks.add("pages that differ share none", other == 0, other);
+    checks.add("no byte has changed", a.is_intact() && b.is_intact(), "damage");
+    checks.add("nothing was stopped to mark it", summary["stops"] == 0, &summary["stops"]);
+
+    a.change(Change::Write { first: 0, pages: 64, content: 9 << 32, step: 1 });
+    checks.add("a write to a merged page is private", a.is_intact() && b.is_intact(), "damage");
+    let said = unmerge(&[&a, &b]);
+    let left = common(&a, &b, 0, PAGES);
+    checks.add("unmerge gives everything its own copy", left == 0, format_args!("{left}; {said}"));
+    checks.add("no byte has changed by that", a.is_intact() && b.is_intact(), "damage");
+    checks.add("nothing is marked any more", !is_marked(&a, 0) && !is_marked(&b, 0), said);
+}
+
+/// Pages of zeros alone: no page of one process is one of the other's.
+fn zeros(checks: &mut Checks) {
+    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let before = saved_bytes() / 4096;
+    let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--only", "zeros"]));
+    let saved = saved_bytes() / 4096 - before;
+    checks.add("zeros are saved", saved.abs_diff(2 * ZEROS) <= 64, format_args!("{saved} of {}; {said}", 2 * ZEROS));
+    let shared = common(&a, &b, 0, EQUAL) + common(&a, &b, PAGES - OWN, OWN);
+    checks.add("other equal pages are not merged", shared == 0, format_args!("{shared}; {summary}"));
+    checks.add("no byte has changed beside zeros", a.is_intact() && b.is_intact(), "damage");
+    unmerge(&[&a, &b]);
+}
+
+/// Makes a second program, which has a trust domain of its own, and returns its path.
+fn other_domain() -> &'static str {
+    let other = "/bin/other-holder";
+    fs::copy(HOLDER, other).expect(other);
+    fs::write(CONFIG, "[[domains.rule]]\nname = \"others\"\nexe = \"other-holder\"\n").expect(CONFIG);
+    other
+}
+
+/// Two domains hold the same contents, and all of it is eligible.
+fn million(checks: &mut Checks) {
+    let other = other_domain();
+    let mut holders = [HOLDER, HOLDER, other, other].map(|program| {
+        let mut holder = Holder::start_as(Path::new(program), MANY);
+        holder.change(Change::Write { first: 0, pages: MANY, content: 1, step: 1 });
+        holder
+    });
+    let [a, b, c, d] = &holders;
+    let run = start(&[a, b, c, d], &["--config", CONFIG]);
+    // By far most: a page that is written or moved just then is asked for later.
+    let done = wait_until_within(LIMIT_MANY, || saved_bytes() / 4096 >= 2 * MANY - 4096);
+    // SAFETY: no memory is passed. The child has not been waited for.
+    unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
+    let (summary, said) = end(run);
+    let requests = &summary["requests"];
+    checks.add("both domains are merged", done, format_args!("{} pages; {said}; {requests}", saved_bytes() / 4096));
+    let asked = requests["asked_pages"].as_u64().unwrap_or(0);
+    checks.add(&format!("{asked} pages were asked for, a million or more"), asked >= 1_000_000, requests);
+    for (what, one, two) in [("one domain", a, b), ("the other domain", c, d)] {
+        let shared = common(one, two, 0, MANY);
+        checks.add(&format!("{what} shares {shared} frames"), shared >= MANY - 4096, &said);
+    }
+    let across: u64 = [(a, c), (a, d), (b, c), (b, d)].map(|(one, two)| common(one, two, 0, MANY)).iter().sum();
+    checks.add("not one of a million pages is merged across domains", across == 0, across);
+    checks.add("no byte has changed in a million pages", holders.iter_mut().all(Holder::is_intact), "damage");
+}
+
+fn domains(checks: &mut Checks) {
+    let other = other_domain();
+    let mut holders = [holder(HOLDER, 1), holder(HOLDER, 2), holder(other, 3), holder(other, 4)];
+    let [a, b, c, d] = &holders;
+    let (_, said) = end(start(&[a, b, c, d], &["--for", "10s", "--config", CONFIG]));
+    for (what, one, two) in [("one domain", a, b), ("the other domain", c, d)] {
+        let shared = common(one, two, 0, EQUAL);
+        checks.add(&format!("{what} is merged"), shared >= EQUAL - 16, format_args!("{shared}; {said}"));
+    }
+    let across: u64 = [(a, c), (a, d), (b, c), (b, d)].map(|(one, two)| common(one, two, 0, EQUAL)).iter().sum();
+    checks.add("not one page is merged across domains", across == 0, across);
+    checks.add("no byte has changed in two domains", holders.iter_mut().all(Holder::is_intact), "damage");
+    unmerge(&holders.each_ref());
+}
+
+/// What is excluded is not named, and what becomes excluded is unmarked.
+fn exclusion(checks: &mut Checks) {
+    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    a.ask("lock 0 256");
+    let run = start(&[&a, &b], &["--for", "300s"]);
+    let merged = wait_until(|| common(&a, &b, 256, EQUAL - 256) >= EQUAL - 256 - 16);
+    checks.add("memory beside what is locked is merged", merged, common(&a, &b, 256, EQUAL - 256));
+    checks.add("locked memory is not", common(&a, &b, 0, 256) == 0 && !is_marked(&a, 0), common(&a, &b, 0, 256));
+    // In one process only: the other one keeps its mark.
+    b.ask(&format!("lock 512 {}", 256));
+    let unmarked = wait_until(|| !is_marked(&b, 512) && common(&a, &b, 512, 256) == 0);
+    checks.add("memory that is locked later is unmarked", unmarked, common(&a, &b, 512, 256));
+    checks.add("the rest of it stays merged", common(&a, &b, 1024, 256) >= 240, common(&a, &b, 1024, 256));
+    // SAFETY: no memory is passed. The child has not been waited for.
+    unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
+    let (summary, said) = end(run);
+    checks.add("the run ends well", summary["knobs_restored"] == true, said);
+    checks.add("no byte has changed by exclusions", a.is_intact() && b.is_intact(), "damage");
+    unmerge(&[&a, &b]);
+}
+
+/// What moves to another domain is unmarked as a whole.
+fn moving(checks: &mut Checks) {
+    fs::write(CONFIG, "[domains]\nby = \"user\"\n").expect(CONFIG);
+    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let run = start(&[&a, &b], &["--for", "300s", "--config", CONFIG]);
+    let merged = wait_until(|| common(&a, &b, 0, EQUAL) >= EQUAL - 16);
+    checks.add("processes of one user are merged", merged, common(&a, &b, 0, EQUAL));
+    b.ask("user 1000");
+    let unmerged = wait_until(|| common(&a, &b, 0, EQUAL) == 0 && !is_marked(&b, 0));
+    checks.add("a process that changes its user is unmerged", unmerged, common(&a, &b, 0, EQUAL));
+    std::thread::sleep(Duration::from_secs(10));
+    checks.add("and not merged again", common(&a, &b, 0, EQUAL) == 0, common(&a, &b, 0, EQUAL));
+    // SAFETY: no memory is passed. The child has not been waited for.
+    unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
+    end(run);
+    checks.add("no byte has changed by that move", a.is_intact() && b.is_intact(), "damage");
+    unmerge(&[&a, &b]);
+}
+
+/// A dry run names nothing, and says what it would.
+fn dry_run(checks: &mut Checks) {
+    let (a, b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--dry-run"]));
+    let expected = summary["expected_bytes"].as_u64().unwrap_or(0) / 4096;
+    let wanted = 2 * (EQUAL + ZEROS);
+    checks.add("a dry run expects what is equal", expected.abs_diff(wanted) <= 128, format_args!("{expected}; {said}"));
+    let untouched = common(&a, &b, 0, EQUAL) == 0 && !is_marked(&a, 0) && !is_marked(&b, 0);
+    checks.add("a dry run merges and marks nothing", untouched, common(&a, &b, 0, EQUAL));
+}
+
+fn refusals(checks: &mut Checks) {
+    let a = holder(HOLDER, 1);
+    write_knob("run", "2");
+    let run = start(&[&a], &["--for", "1s"]).wait_with_output().expect("a child");
+    let said = String::from_utf8_lossy(&run.stderr).into_owned();
+    write_knob("run", "0");
+    checks.add("run 2 is refused", run.status.code() == Some(7) && said.contains("run is 2"), said);
+    let doctor = Command::new(PAGEFOLD).arg("doctor").output().expect(PAGEFOLD);
+    let said = String::from_utf8_lossy(&doctor.stdout).into_owned();
+    checks.add("doctor says what merges", said.contains("merging on request: by "), said);
+}

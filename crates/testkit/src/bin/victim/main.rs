@@ -1,0 +1,90 @@
+//! | `victim stalling KIND` | `tests/stalling.rs`: stalls what reads it, see `stalling` |
+//! Processes for the injection tests to work on. Each checks that it notices nothing.
+//!
+//! `victim MODE`, for pagefold-inject's `tests/inject.rs`, prints `ready ADDR LEN`, runs its mode, and prints `ok` or
+//! `bad: REASON`. Modes that block do so twice: the first time the call must end as if there were no injection (by its
+//! timeout or event); before the second the victim prints `again`, and a real SIGUSR1 must end the call with EINTR and
+//! one run of the handler.
+//!
+//! | command | for |
+//! | --- | --- |
+//! | `victim torture MODE TRAIT...` | `tests/torture.rs`: repeats its mode until a byte is sent, see `torture` |
+//! | `victim registers KIND` | `tests/tracer_death.rs`: compares all registers, see `registers` |
+//! | `victim lease DIR` | `tests/ksm_live.rs`: takes KSM over and is killed, see `lease` |
+//! | `victim worker`, `victim worker-filtered` | the process that injects, without and with a seccomp filter |
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::unnecessary_wraps,
+    clippy::cast_ptr_alignment,
+    reason = "raw system calls are what this program is for; their arguments live in leaked or static memory"
+)]
+
+mod blocking;
+mod checks;
+mod handlers;
+mod hold;
+mod hostile;
+mod kinds;
+mod lease;
+mod registers;
+mod rounds;
+mod rseq;
+mod seccomp;
+mod stalling;
+mod states;
+mod torture;
+
+use checks::{Memory, PAGES, count, handle, signals, signals_back};
+use std::io::Read;
+
+fn main() {
+    let mode = std::env::args().nth(1).expect("a mode");
+    match mode.as_str() {
+        "worker" => pagefold_inject::serve(),
+        "worker-filtered" => {
+            seccomp::filter(libc::SECCOMP_RET_ALLOW);
+            pagefold_inject::serve()
+        }
+        "lease" => return lease::main(std::path::Path::new(&std::env::args().nth(2).expect("a directory"))),
+        "hostile" => return hostile::main(&std::env::args().nth(2).expect("a kind")),
+        "stalling" => return stalling::main(&std::env::args().nth(2).expect("a kind")),
+        "torture" => torture::main(),
+        "registers" => return registers::main(&std::env::args().nth(2).expect("a kind")),
+        _ => {}
+    }
+    let memory = Memory::new();
+    handle(libc::SIGUSR1, count as *const () as usize, 0);
+    handle(libc::SIGTRAP, count as *const () as usize, 0);
+    handle(libc::SIGRTMIN(), count as *const () as usize, libc::SA_RESTART);
+    let before = signals();
+    println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
+    let verdict = run(&mode).and_then(|()| memory.check()).and_then(|()| signals_back(&before));
+    match verdict {
+        Ok(()) => println!("ok"),
+        Err(reason) => println!("bad: {reason}"),
+    }
+    // The test inspects this process until it sends a byte.
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
+fn run(mode: &str) -> Result<(), String> {
+    match mode {
+        "busy" => states::busy(),
+        "idle" => states::command().map(drop),
+        "sleeper" => states::sleeper(),
+        "stopped" => states::stopped(),
+        "vfork" => states::vfork(800_000),
+        "big-write" => states::big_write(),
+        "threads" => states::threads(),
+        "queue" => states::queue(),
+        "strict" => seccomp::strict(),
+        "filter-kill" => seccomp::filtered(libc::SECCOMP_RET_KILL_PROCESS),
+        "filter-errno" => seccomp::filtered(libc::SECCOMP_RET_ERRNO | 1),
+        "filter-trap" => seccomp::filtered(libc::SECCOMP_RET_TRAP),
+        "rseq" => rseq::rseq(),
+        "churn" => states::churn(),
+        "forks" => states::forks(),
+        "moving" => states::moving(),
+        _ => blocking::blocking(mode),
+    }
+}

@@ -1,0 +1,250 @@
+//! The handle of the victim `victim`, which injection tests work on.
+
+use crate::process::{status_field, tids, wait_until};
+use crate::{OwnedChild, Script, skip, victim_binary};
+use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits, inject};
+use pagefold_procmem::process::Process;
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+/// What injection tests have a victim do to its memory, and undo. Tests that use KSM run beside them and count on nobody else marking
+/// memory for it, so this is a flag that only a core dump looks at.
+pub const MARK: i32 = libc::MADV_DONTDUMP;
+pub const UNMARK: i32 = libc::MADV_DODUMP;
+
+/// The signals for which a torture victim counts handlers: without flags, with SA_RESTART, with SA_ONSTACK.
+pub const PLAIN: i32 = 35;
+pub const RESTARTING: i32 = 36;
+pub const ON_STACK: i32 = 37;
+/// The exit code of a torture victim that lived to its planned end and found nothing wrong.
+pub const CONTENT: i32 = 7;
+
+/// The victim's modes that block in a call.
+pub const BLOCKING: [&str; 36] = [
+    "nanosleep",
+    "clock-nanosleep",
+    "futex-timeout",
+    "futex",
+    "futex-waitv",
+    "poll",
+    "ppoll",
+    "ppoll-mask",
+    "select",
+    "pselect",
+    "pselect-mask",
+    "epoll",
+    "epoll-pwait-mask",
+    "epoll-pwait2",
+    "read-pipe",
+    "readv",
+    "eventfd",
+    "recv",
+    "recv-timeout",
+    "recv-silent",
+    "recvmsg",
+    "accept",
+    "accept-timeout",
+    "wait4",
+    "waitid",
+    "inotify",
+    "msgrcv",
+    "semop",
+    "semtimedop",
+    "sigtimedwait",
+    "sigsuspend",
+    "pause",
+    "io-getevents",
+    "io-uring",
+    "io-uring-mask",
+    "io-uring-sqpoll",
+];
+
+/// The default limits with more time: on busy processors a thread takes long to stop.
+pub const PATIENT: Limits = Limits { stop_ns: 3_000_000_000, call_ns: 3_000_000_000, calls_per_stop: 32 };
+
+/// Whether a child may be traced here; reports why not.
+#[track_caller]
+pub fn can_inject() -> bool {
+    let mut victim = Victim::start("idle");
+    let result = victim.mark(MARK);
+    victim.send();
+    match result {
+        Err(error @ InjectError::Denied { .. }) => {
+            skip(error);
+            false
+        }
+        _ => true,
+    }
+}
+
+/// Starts an injector process: the mode `worker` of the victim, or another one.
+pub fn injector(mode: &str) -> Injector {
+    Injector::spawn(Command::new(victim_binary("victim")).arg(mode)).unwrap()
+}
+
+/// A running victim.
+pub struct Victim {
+    pub program: Script,
+    pub process: Process,
+    /// The memory to be marked.
+    pub addr: u64,
+    pub len: u64,
+    /// Its pid in its own namespace.
+    pub inner_pid: i32,
+}
+
+impl Victim {
+    pub fn start(mode: &str) -> Self {
+        Self::try_start(&[mode]).unwrap()
+    }
+
+    /// Starts a victim, if injection is possible here.
+    #[track_caller]
+    pub fn if_possible(mode: &str) -> Option<Self> {
+        can_inject().then(|| Self::start(mode))
+    }
+
+    /// Starts a victim with these arguments. The error is the reason why it cannot do what they say.
+    pub fn try_start(args: &[&str]) -> Result<Self, String> {
+        let mut command = Command::new(victim_binary("victim"));
+        // SAFETY: prctl(2) is async-signal-safe.
+        unsafe {
+            command.args(args).pre_exec(|| {
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                Ok(())
+            });
+        }
+        // The mode `registers` waits for input in a recv(2) that an injection must not interrupt.
+        let mut program =
+            if args[0] == "registers" { Script::with_socket(&mut command) } else { Script::of(&mut command) };
+        let mut pid = program.pid();
+        let mut line = program.line();
+        // In a pid namespace of its own it is a child of the process that was started.
+        if let Some(inside) = line.strip_prefix("child ") {
+            pid = inside.parse().unwrap();
+            line = program.line();
+        }
+        let Some(fields) = line.strip_prefix("ready ") else {
+            return Err(line.trim_start_matches("bad: ").to_owned());
+        };
+        let mut fields = fields.split_whitespace();
+        let addr = u64::from_str_radix(fields.next().unwrap(), 16).unwrap();
+        let len = fields.next().unwrap().parse().unwrap();
+        let inner_pid = fields.next().map_or(pid, |pid| pid.parse().unwrap());
+        let process = Process::open(pid).map_err(|error| error.to_string())?;
+        Ok(Self { program, process, addr, len, inner_pid })
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.process.pid()
+    }
+
+    pub fn calls(&self, advice: i32, count: usize) -> Vec<Call> {
+        vec![Call::madvise(self.addr, self.len, advice); count]
+    }
+
+    pub fn mark(&self, advice: i32) -> Result<InjectionReport, InjectError> {
+        inject(&self.process, &self.calls(advice, 1), &PATIENT)
+    }
+
+    /// Marks, unmarks and marks again, `times` times, and checks each time that it took effect.
+    pub fn mark_repeatedly(&self, times: usize) {
+        for _ in 0..times {
+            for (advice, marked) in [(MARK, true), (UNMARK, false), (MARK, true)] {
+                let report = self.mark(advice).unwrap();
+                assert_eq!(report.results, [Ok(0)]);
+                assert!(report.stops >= 1 && report.longest_stop_ns > 0);
+                assert_eq!(self.is_marked(), marked);
+            }
+        }
+    }
+
+    pub fn is_marked(&self) -> bool {
+        // The last thread: the main thread may have ended.
+        let tid = tids(self.pid()).into_iter().max().unwrap();
+        let smaps = fs::read_to_string(format!("/proc/{}/task/{tid}/smaps", self.pid())).unwrap();
+        let start = format!("{:x}-", self.addr);
+        let flags = smaps
+            .lines()
+            .skip_while(|line| !line.starts_with(&start))
+            .find(|line| line.starts_with("VmFlags:"))
+            .expect("the victim's memory");
+        flags.split_whitespace().any(|flag| flag == "dd")
+    }
+
+    pub fn status(&self, field: &str) -> String {
+        status_field(&format!("/proc/{}", self.pid()), field).unwrap_or_default()
+    }
+
+    pub fn is_traced(&self) -> bool {
+        self.status("TracerPid") != "0"
+    }
+
+    /// Waits until the main thread is blocked in system call `nr`, or in its restart.
+    pub fn wait_blocked(&self, nr: i64) {
+        let (call, restart) = (format!("{nr} "), format!("{} ", libc::SYS_restart_syscall));
+        wait_until("the victim is blocked", || {
+            fs::read_to_string(format!("/proc/{}/syscall", self.pid()))
+                .is_ok_and(|text| text.starts_with(&call) || text.starts_with(&restart))
+        });
+    }
+
+    pub fn wait_state(&self, state: u8) {
+        wait_until("the victim is in the state", || self.process.stat().is_ok_and(|stat| stat.state == state));
+    }
+
+    /// Reads a line.
+    pub fn line(&mut self) -> String {
+        self.program.line()
+    }
+
+    /// Sends the byte that lets the victim go on.
+    pub fn send(&mut self) {
+        self.send_byte(b'x');
+    }
+
+    pub fn send_byte(&mut self, byte: u8) {
+        // A victim that is dead cannot read it, and prints no more either.
+        let _ = self.program.input.write_all(&[byte]);
+    }
+
+    pub fn kill(&self, signal: i32) {
+        // SAFETY: no memory is passed. The victim has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
+    }
+
+    /// It must have found nothing wrong: it prints `ok`, and perhaps counts.
+    #[track_caller]
+    pub fn expect_ok(&mut self, what: &str) {
+        let line = self.line();
+        assert!(line == "ok" || line.starts_with("ok "), "{what}: {line:?}");
+    }
+
+    /// Lets the victim end, which must have found nothing wrong.
+    #[track_caller]
+    pub fn finish(&mut self, what: &str) {
+        self.send();
+        self.expect_ok(what);
+    }
+}
+
+pub fn pause_ms(ms: u64) {
+    std::thread::sleep(Duration::from_millis(ms));
+}
+
+/// Writes a 32-bit program that blocks in pause(2) into `dir`, and starts it. The error is the reason why it cannot run.
+pub fn start_compat(dir: &Path) -> Result<OwnedChild, String> {
+    let path = dir.join("compat");
+    // ELF header, one program header, and: mov eax, 29 (pause); int 0x80; jmp back.
+    let mut elf = vec![0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 1, 0, 0, 0];
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    elf.extend(words(&[0x0804_8054, 52, 0, 0, 0x0020_0034, 1, 0]));
+    elf.extend(words(&[1, 0, 0x0804_8000, 0x0804_8000, 94, 94, 5, 4096]));
+    elf.extend([0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7, 0x90]);
+    fs::write(&path, elf).unwrap();
+    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    Command::new(&path).spawn().map(OwnedChild).map_err(|error| format!("32-bit programs cannot run: {error}"))
+}

@@ -1,0 +1,198 @@
+//! KSM's knobs and counters, and the fixture that takes KSM for one test.
+
+use crate::process::is_root;
+use crate::skip::{skip, skip_unsupported};
+use pagefold_procmem::os::fields;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Where pagefold records what it has to restore.
+pub const STATE_FILE: &str = "/run/pagefold/ksm-state.json";
+/// `pages_to_scan` during a kick.
+pub const KICK: u64 = u32::MAX as u64;
+
+const ROOT: &str = "/sys/kernel/mm/ksm";
+/// Tests and experiments that change KSM's knobs take turns by this lock.
+const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
+
+/// The kernel's defaults.
+const DEFAULTS: [(&str, u64); 7] = [
+    ("run", 0),
+    ("pages_to_scan", 100),
+    ("sleep_millisecs", 20),
+    ("max_page_sharing", 256),
+    ("use_zero_pages", 0),
+    ("merge_across_nodes", 1),
+    ("smart_scan", 1),
+];
+
+/// A knob or counter of KSM.
+pub fn number(file: &str) -> u64 {
+    let text = fs::read_to_string(format!("{ROOT}/{file}")).unwrap();
+    // The kernel's count of zero pages can be negative.
+    u64::try_from(text.trim().parse::<i64>().unwrap()).unwrap_or(0)
+}
+
+pub fn write_knob(file: &str, value: &str) {
+    if let Err(error) = try_write_knob(file, value) {
+        eprintln!("writing {value} to {file}: {error}");
+    }
+}
+
+fn try_write_knob(file: &str, value: &str) -> std::io::Result<()> {
+    OpenOptions::new().write(true).open(format!("{ROOT}/{file}"))?.write_all(value.as_bytes())
+}
+
+/// Memory that KSM saves on the whole machine, bytes.
+pub fn saved_bytes() -> u64 {
+    (number("pages_sharing") + number("ksm_zero_pages")) * 4096
+}
+
+pub fn advisor_is_off() -> bool {
+    // Kernels before 6.8 have none.
+    fs::read_to_string(format!("{ROOT}/advisor_mode")).map_or(true, |mode| mode.contains("[none]"))
+}
+
+/// The right to change KSM's knobs, exclusive among the project's tests and experiments.
+pub struct KsmLock {
+    _file: File,
+}
+
+impl KsmLock {
+    pub fn take() -> Self {
+        let file = OpenOptions::new().create(true).append(true).open(LOCK_PATH).unwrap();
+        // SAFETY: the descriptor is open.
+        assert_eq!(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) }, 0);
+        Self { _file: file }
+    }
+}
+
+/// KSM for this test alone, at rest and with the kernel's defaults, both when it is taken and after it is dropped.
+pub struct KsmAtRest {
+    _lock: KsmLock,
+}
+
+impl KsmAtRest {
+    /// Takes KSM. `None`, with the reason reported, where the tests cannot use KSM at all.
+    ///
+    /// # Panics
+    /// If another program uses KSM.
+    #[track_caller]
+    pub fn take() -> Option<Self> {
+        if !is_root() {
+            skip("only root can control KSM");
+            return None;
+        }
+        if !Path::new(ROOT).join("smart_scan").exists() {
+            skip_unsupported("the kernel has no KSM, or one before Linux 6.7");
+            return None;
+        }
+        let lock = KsmLock::take();
+        if !is_at_rest() {
+            // Left by a test that was killed, or by an experiment.
+            if let Some(user) = user() {
+                panic!("{user}; the tests need KSM for themselves");
+            }
+            rest();
+            assert!(is_at_rest(), "KSM cannot be brought to rest: {:?}", changed_knobs());
+        }
+        Some(Self { _lock: lock })
+    }
+
+    /// Every knob except these has the kernel's default.
+    #[track_caller]
+    pub fn assert_knobs_restored_except(&self, except: &[&str]) {
+        for (knob, value) in DEFAULTS.iter().filter(|(knob, _)| !except.contains(knob)) {
+            assert_eq!(number(knob), *value, "{knob}");
+        }
+        assert!(advisor_is_off());
+    }
+
+    /// Every knob is restored, except the one that the kernel does not change while pages are merged.
+    #[track_caller]
+    pub fn assert_knobs_restored(&self) {
+        self.assert_knobs_restored_except(deferred_knobs());
+    }
+
+    /// KSM is as it was before the test, and nothing is left to restore.
+    #[track_caller]
+    pub fn assert_restored(&self) {
+        self.assert_knobs_restored_except(&[]);
+        assert_eq!(number("pages_shared"), 0);
+        assert!(!Path::new(STATE_FILE).exists());
+    }
+}
+
+impl Drop for KsmAtRest {
+    fn drop(&mut self) {
+        if !is_at_rest() {
+            rest();
+        }
+    }
+}
+
+/// The knobs that cannot be restored as long as pages are merged, if any are.
+pub fn deferred_knobs() -> &'static [&'static str] {
+    if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] }
+}
+
+/// The knobs that this kernel has, with their values. Without the advisor's mode, which is not a number.
+pub fn knobs() -> Vec<(&'static str, u64)> {
+    let here = DEFAULTS.into_iter().filter(|(knob, _)| Path::new(ROOT).join(knob).exists());
+    here.map(|(knob, _)| (knob, number(knob))).collect()
+}
+
+fn changed_knobs() -> Vec<(&'static str, u64)> {
+    knobs().into_iter().filter(|knob| !DEFAULTS.contains(knob)).collect()
+}
+
+fn is_at_rest() -> bool {
+    changed_knobs().is_empty() && number("pages_shared") == 0 && advisor_is_off() && !Path::new(STATE_FILE).exists()
+}
+
+/// Stops ksmd, gives every process its own copies, and writes the kernel's defaults.
+fn rest() {
+    if !advisor_is_off() {
+        write_knob("advisor_mode", "none");
+    }
+    write_knob("run", "2");
+    for (knob, value) in DEFAULTS {
+        write_knob(knob, &value.to_string());
+    }
+    let _ = fs::remove_file(STATE_FILE);
+}
+
+/// What uses KSM at the moment: a running pagefold, or a process with merged pages.
+fn user() -> Option<String> {
+    if let Ok(Some(holder)) = pagefold_ksm::lock::holder(Path::new(pagefold_ksm::lock::LOCK_PATH)) {
+        return Some(format!("pagefold is running ({holder:?})"));
+    }
+    // The victims of a test that has just ended may be on their way out.
+    let end = Instant::now() + Duration::from_secs(5);
+    loop {
+        let process = process_with_merged_pages()?;
+        if Instant::now() > end {
+            return Some(process);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn process_with_merged_pages() -> Option<String> {
+    let mut pids =
+        fs::read_dir("/proc").ok()?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    pids.find_map(|pid| {
+        let pages = merged_pages(pid);
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        (pages > 0).then(|| format!("process {pid} ({}) has {pages} merged pages", name.trim()))
+    })
+}
+
+/// The number of merged pages of a process, those merged into a zero page included.
+pub fn merged_pages(pid: i32) -> u64 {
+    let text = fs::read(format!("/proc/{pid}/ksm_stat")).unwrap_or_default();
+    fields::number(&text, "ksm_merging_pages").unwrap_or(0)
+}

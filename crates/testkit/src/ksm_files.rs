@@ -1,0 +1,41 @@
+//! A directory like KSM's in sysfs.
+
+use std::path::Path;
+
+/// Writes KSM's files with the values after boot (6.18).
+pub fn fresh(root: &Path) {
+    std::fs::create_dir_all(root).unwrap();
+    for (name, text) in [
+        ("run", "0"),
+        ("pages_to_scan", "100"),
+        ("sleep_millisecs", "20"),
+        ("max_page_sharing", "256"),
+        ("use_zero_pages", "0"),
+        ("merge_across_nodes", "1"),
+        ("smart_scan", "1"),
+        ("advisor_mode", "[none] scan-time"),
+        ("pages_shared", "0"),
+        ("pages_sharing", "0"),
+        ("pages_unshared", "0"),
+        ("pages_volatile", "0"),
+        ("pages_scanned", "0"),
+        ("pages_skipped", "0"),
+        ("full_scans", "0"),
+        ("ksm_zero_pages", "0"),
+        ("stable_node_chains", "0"),
+        ("stable_node_dups", "0"),
+        ("general_profit", "0"),
+    ] {
+        set(root, name, text);
+    }
+}
+
+/// Writes one file, as the kernel or another program would.
+pub fn set(root: &Path, name: &str, text: &str) {
+    std::fs::write(root.join(name), format!("{text}\n")).unwrap();
+}
+
+/// Reads one file.
+pub fn get(root: &Path, name: &str) -> String {
+    std::fs::read_to_string(root.join(name)).unwrap().trim().to_owned()
+}

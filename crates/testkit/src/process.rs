@@ -1,0 +1,310 @@
+//! Small processes to work on, and what /proc shows of a process.
+
+use crate::skip_unsupported;
+use pagefold_procmem::os::fields::{field, number};
+use pagefold_procmem::process::Process;
+use std::ffi::OsStr;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Time limit of everything a test waits for. Far more than it takes: other programs may use the processors.
+pub const LIMIT: Duration = Duration::from_secs(180);
+
+/// Waits until a condition holds.
+///
+/// # Panics
+/// After [`LIMIT`].
+#[track_caller]
+pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+    let end = Instant::now() + LIMIT;
+    while !condition() {
+        assert!(Instant::now() < end, "this did not happen within {LIMIT:?}: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+pub fn is_root() -> bool {
+    // SAFETY: no arguments, no memory.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// A command that runs as a user without any privilege.
+pub fn as_other_user(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    command.uid(65534).gid(65534);
+    command
+}
+
+/// Whether PID 2 is a kernel thread; reports if it is not.
+pub fn has_kernel_threads() -> bool {
+    let has = fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n");
+    if !has {
+        skip_unsupported("PID 2 is no kernel thread: this is a PID namespace");
+    }
+    has
+}
+
+/// Sends a signal to a child that has not been waited for.
+pub fn send(pid: i32, signal: i32) {
+    // SAFETY: no memory is passed. The pid of a child that has not been waited for is not reused.
+    unsafe { libc::kill(pid, signal) };
+}
+
+/// The state letter in /proc/PID/stat.
+pub fn state(pid: i32) -> u8 {
+    Process::open(pid).and_then(|process| process.stat()).unwrap().state
+}
+
+/// The threads of a process.
+pub fn tids(pid: i32) -> Vec<i32> {
+    let entries = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// A field of the file `status` in the directory of a process or thread.
+pub fn status_field(dir: &str, name: &str) -> Option<String> {
+    let status = fs::read(format!("{dir}/status")).ok()?;
+    Some(String::from_utf8_lossy(field(&status, name)?).into_owned())
+}
+
+/// A counter of /proc/vmstat, 0 if the kernel does not have it.
+pub fn vmstat(name: &str) -> u64 {
+    number(&fs::read("/proc/vmstat").unwrap(), name).unwrap_or(0)
+}
+
+/// Whether the kernel makes huge pages, at least where a program asks for them.
+pub fn has_huge_pages() -> bool {
+    let modes = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    !modes.is_empty() && !modes.contains("[never]")
+}
+
+/// What smaps shows of KSM in a process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Marks {
+    /// Address space under VM_MERGEABLE, bytes.
+    pub marked: u64,
+    /// Merged memory, bytes.
+    pub merged: u64,
+}
+
+pub fn marks(pid: i32) -> Marks {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let (mut marks, mut size) = (Marks::default(), 0);
+    for line in text.lines() {
+        let Some((name, value)) = line.split_once(':') else { continue };
+        let bytes = || value.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10;
+        match name {
+            "Size" => size = bytes(),
+            "KSM" => marks.merged += bytes(),
+            "VmFlags" if value.split_ascii_whitespace().any(|flag| flag == "mg") => marks.marked += size,
+            _ => {}
+        }
+    }
+    marks
+}
+
+/// None of the processes has a mark or a merged page.
+#[track_caller]
+pub fn assert_unmarked(pids: &[i32]) {
+    for &pid in pids {
+        assert_eq!(marks(pid), Marks::default(), "process {pid}");
+    }
+}
+
+/// Waits for at most `limit` until nothing of a process is marked or merged. `still` says what it is until then.
+#[track_caller]
+pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
+    let began = Instant::now();
+    while marks(pid) != Marks::default() {
+        assert!(began.elapsed() < limit, "still {still}: {:?}", marks(pid));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
+}
+
+/// Traces a process as a debugger that only watches does, until it is dropped.
+pub struct Tracer {
+    end: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Tracer {
+    /// Begins to trace a process of one thread.
+    pub fn of(pid: i32) -> Self {
+        let (seized, is_seized) = channel();
+        let (end, ends) = channel();
+        let thread = std::thread::spawn(move || {
+            // SAFETY: no memory is passed. The kernel detaches the process when this thread ends.
+            let result = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
+            seized.send(result).unwrap();
+            let _ = ends.recv();
+        });
+        assert_eq!(is_seized.recv().unwrap(), 0, "process {pid} cannot be traced");
+        Self { end: Some(end), thread: Some(thread) }
+    }
+}
+
+impl Drop for Tracer {
+    fn drop(&mut self) {
+        self.end.take();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Whether PR_SET_MEMORY_MERGE is in effect.
+pub fn has_merge_any(pid: i32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains("ksm_merge_any: yes")
+}
+
+/// A child process. Killed and waited for when dropped.
+pub struct OwnedChild(pub Child);
+
+impl OwnedChild {
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.0.id()).unwrap()
+    }
+}
+
+impl Drop for OwnedChild {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A program that communicates line by line. Killed when dropped.
+pub struct Script {
+    pub child: OwnedChild,
+    pub input: Box<dyn Write + Send>,
+    pub output: BufReader<ChildStdout>,
+}
+
+impl Script {
+    /// Starts a python3 program and waits until it prints `ready`.
+    #[track_caller]
+    pub fn start(text: &str) -> Self {
+        let mut script = Self::of(Command::new("python3").args(["-c", text]));
+        assert_eq!(script.line(), "ready");
+        script
+    }
+
+    /// A process that is not dumpable, and so protected from other processes.
+    #[track_caller]
+    pub fn undumpable() -> Self {
+        Self::start(
+            "import ctypes, sys\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.readline()",
+        )
+    }
+
+    /// Starts any program.
+    #[track_caller]
+    pub fn of(command: &mut Command) -> Self {
+        let mut child = spawn(command.stdin(Stdio::piped()));
+        let input = child.0.stdin.take().unwrap();
+        Self::new(child, Box::new(input))
+    }
+
+    /// Starts a program whose standard input is a socket.
+    #[track_caller]
+    pub fn with_socket(command: &mut Command) -> Self {
+        let (theirs, ours) = UnixStream::pair().unwrap();
+        Self::new(spawn(command.stdin(OwnedFd::from(theirs))), Box::new(ours))
+    }
+
+    fn new(mut child: OwnedChild, input: Box<dyn Write + Send>) -> Self {
+        let output = BufReader::new(child.0.stdout.take().unwrap());
+        Self { child, input, output }
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.pid()
+    }
+
+    /// Reads a line.
+    pub fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    /// Writes a line.
+    pub fn say(&mut self, line: &str) {
+        writeln!(self.input, "{line}").unwrap();
+    }
+
+    /// Waits for its end.
+    pub fn wait(&mut self) -> ExitStatus {
+        self.child.0.wait().unwrap()
+    }
+}
+
+#[track_caller]
+fn spawn(command: &mut Command) -> OwnedChild {
+    let child = command.stdout(Stdio::piped()).spawn();
+    OwnedChild(child.unwrap_or_else(|error| panic!("{command:?}: {error} (scripts/setup installs what tests need)")))
+}
+
+/// A process that does nothing. Killed when dropped.
+pub struct Sleeper(OwnedChild);
+
+impl Sleeper {
+    pub fn start() -> Self {
+        Self(OwnedChild(Command::new("sleep").arg("600").stdin(Stdio::null()).spawn().unwrap()))
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.0.pid()
+    }
+}
+
+/// A forked child of this process. Killed and waited for when dropped.
+pub struct Forked(pub i32);
+
+impl Forked {
+    /// Forks a child that makes these calls, which must be safe after a fork, and then stops.
+    pub fn start(act: impl FnOnce()) -> Self {
+        // SAFETY: the child makes only the caller's calls and system calls.
+        match unsafe { libc::fork() } {
+            0 => {
+                act();
+                loop {
+                    // SAFETY: no memory is passed.
+                    unsafe { libc::raise(libc::SIGSTOP) };
+                }
+            }
+            pid => {
+                assert!(pid > 0);
+                // SAFETY: waits for our own child to stop.
+                unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WUNTRACED) };
+                Self(pid)
+            }
+        }
+    }
+}
+
+impl Drop for Forked {
+    fn drop(&mut self) {
+        // SAFETY: the pid is that of our own child, not waited for before.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+        }
+    }
+}
+
+/// A child that has ended and has not been waited for.
+pub fn zombie() -> Child {
+    let child = Command::new("true").spawn().unwrap();
+    let pid = i32::try_from(child.id()).unwrap();
+    wait_until("a child becomes a zombie", || state(pid) == b'Z');
+    child
+}

@@ -1,0 +1,272 @@
+//! What a tenant does by itself.
+//!
+//! Activities run on the tenant's only thread, between its answers. An answer stops their clock, so that the time it
+//! takes does not count as a delay.
+
+use crate::contents::fill;
+use crate::memory::Filled;
+use crate::spec::{Activity, ActivityCounters, Lifetime};
+use anyhow::Context;
+use memmap2::{Advice, MmapMut};
+use pagefold_engine::random::finalize;
+use pagefold_engine::units::{PAGE_SIZE, Vpn};
+use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
+use pagefold_procmem::process::Process;
+use std::time::{Duration, Instant};
+
+/// An activity and its state.
+pub struct Running {
+    clock: Clock,
+    kind: Kind,
+}
+
+enum Kind {
+    /// [`Activity::Breaker`], with the page that is next.
+    Breaker(usize),
+    /// [`Activity::ShortLived`].
+    ShortLived(Cycle),
+    /// [`Activity::Mapper`], with the length of a mapping in bytes.
+    Mapper(usize),
+}
+
+/// When the next step is due, and what has been done.
+#[derive(Default)]
+pub struct Clock {
+    began: Option<Instant>,
+    due: Option<Instant>,
+    every: Duration,
+    counters: ActivityCounters,
+}
+
+/// Short-lived memory.
+pub struct Cycle {
+    pages: usize,
+    mergeable: bool,
+    content: Vec<u8>,
+    alive: Option<(MmapMut, Instant)>,
+    /// Pages found damaged at the end of former lives.
+    damaged: u64,
+}
+
+/// One page in this many is compared at the end of a life: comparing all would make the lives longer.
+const COMPARE_EVERY: usize = 8;
+
+/// Entries of pagemap read per call.
+const ENTRIES: usize = 4096;
+
+impl Running {
+    /// An activity that has not begun.
+    pub fn new(activity: Activity) -> anyhow::Result<Self> {
+        let (every_us, kind) = match activity {
+            Activity::Breaker { every_us } => (every_us, Kind::Breaker(0)),
+            Activity::ShortLived { pages, seed, life_us, mergeable } => {
+                let mut content = vec![0; PAGE_SIZE];
+                fill(&mut content, finalize(seed) ^ 6, 0);
+                let pages = usize::try_from(pages)?;
+                (life_us, Kind::ShortLived(Cycle { pages, mergeable, content, alive: None, damaged: 0 }))
+            }
+            Activity::Mapper { pages } => (0, Kind::Mapper(usize::try_from(pages)? * PAGE_SIZE)),
+        };
+        Ok(Self { clock: Clock { every: Duration::from_micros(every_us), ..Clock::default() }, kind })
+    }
+
+    /// Starts the schedule.
+    pub fn begin(&mut self, now: Instant) {
+        (self.clock.began, self.clock.due) = (Some(now), Some(now));
+    }
+
+    /// When the next step is due; `None` before the beginning.
+    pub fn due(&self) -> Option<Instant> {
+        self.clock.due
+    }
+
+    /// Does the next step.
+    pub fn act(&mut self, memory: &mut [Filled]) -> anyhow::Result<()> {
+        let clock = &mut self.clock;
+        match &mut self.kind {
+            Kind::Breaker(page) => {
+                let filled = memory.first_mut().context("a breaker needs a segment")?;
+                clock.write(|| *page = filled.rewrite_page(*page));
+                Ok(())
+            }
+            Kind::ShortLived(cycle) => {
+                if let Some(life) = cycle.turn()? {
+                    clock.counters.lives.push(life);
+                }
+                // No fixed schedule: both times count from the end of the work.
+                clock.due = Some(Instant::now() + clock.every);
+                Ok(())
+            }
+            Kind::Mapper(bytes) => clock.map(*bytes),
+        }
+    }
+
+    /// Delays the schedule by the time an answer took.
+    pub fn pause(&mut self, taken: Duration) {
+        let clock = &mut self.clock;
+        for at in [&mut clock.began, &mut clock.due].into_iter().flatten() {
+            *at += taken;
+        }
+    }
+
+    /// What has been done so far. Resets the figures that count since the last answer.
+    pub fn counters(&mut self, now: Instant) -> ActivityCounters {
+        let clock = &mut self.clock;
+        clock.counters.seconds = clock.began.map_or(0.0, |began| now.saturating_duration_since(began).as_secs_f64());
+        let counters = clock.counters.clone();
+        clock.counters.latest_us = 0.0;
+        clock.counters.maps.clear();
+        counters
+    }
+
+    /// Damaged pages of its own memory, including those of former lives.
+    pub fn damaged(&self) -> u64 {
+        match &self.kind {
+            Kind::Breaker(_) | Kind::Mapper(_) => 0,
+            Kind::ShortLived(cycle) => cycle.damaged + cycle.differing(1),
+        }
+    }
+}
+
+impl Clock {
+    /// Writes a page, on a schedule that a late write does not delay.
+    fn write(&mut self, write: impl FnOnce()) {
+        let Some(due) = self.due else { return };
+        let began = Instant::now();
+        write();
+        self.counters.writing_seconds += began.elapsed().as_secs_f64();
+        self.counters.pages_written += 1;
+        let late_us = began.saturating_duration_since(due).as_secs_f64() * 1e6;
+        self.counters.latest_us = self.counters.latest_us.max(late_us);
+        self.due = Some(due + self.every);
+    }
+
+    /// Maps and unmaps for a tenth of a second, which a program that is kept waiting does not lengthen by much.
+    fn map(&mut self, bytes: usize) -> anyhow::Result<()> {
+        let end = Instant::now() + Duration::from_millis(100);
+        let mut maps = 0;
+        while Instant::now() < end {
+            for _ in 0..16 {
+                let mut memory = MmapMut::map_anon(bytes).context("memory to map")?;
+                memory[0] = 1;
+                maps += 1;
+            }
+        }
+        self.counters.maps.push(maps);
+        self.due = Some(Instant::now());
+        Ok(())
+    }
+}
+
+impl Cycle {
+    /// Ends the current life or begins one.
+    fn turn(&mut self) -> anyhow::Result<Option<Lifetime>> {
+        let differing = self.differing(COMPARE_EVERY);
+        if let Some((memory, born)) = self.alive.take() {
+            let merged_pages = merged(&memory)?;
+            self.damaged += differing;
+            drop(memory);
+            return Ok(Some(Lifetime { merged_pages, seconds: born.elapsed().as_secs_f64() }));
+        }
+        let born = Instant::now();
+        let mut memory = MmapMut::map_anon(self.pages * PAGE_SIZE).context("short-lived memory")?;
+        if self.mergeable {
+            memory.advise(Advice::Mergeable).context("MADV_MERGEABLE")?;
+        }
+        for page in memory.chunks_exact_mut(PAGE_SIZE) {
+            page.copy_from_slice(&self.content);
+        }
+        self.alive = Some((memory, born));
+        Ok(None)
+    }
+
+    /// The number of damaged pages, checking one page in `every`.
+    fn differing(&self, every: usize) -> u64 {
+        let Some((memory, _)) = &self.alive else { return 0 };
+        memory.chunks_exact(PAGE_SIZE).step_by(every).filter(|page| **page != *self.content).count() as u64
+    }
+}
+
+/// The number of our own pages that share a frame. Memory that was never forked shares frames only where it is merged.
+fn merged(memory: &[u8]) -> anyhow::Result<u64> {
+    let pagemap = Pagemap::open(&Process::open(i32::try_from(std::process::id())?)?)?;
+    let first = Vpn::of_address(memory.as_ptr().addr() as u64);
+    let mut entries = vec![0; ENTRIES];
+    let (mut at, mut left, mut merged) = (first, memory.len() / PAGE_SIZE, 0);
+    while left > 0 {
+        let now = left.min(ENTRIES);
+        pagemap.read(at, &mut entries[..now])?;
+        let shares = |entry: &&u64| PagemapEntry(**entry).present() && !PagemapEntry(**entry).exclusive();
+        merged += entries[..now].iter().filter(shares).count() as u64;
+        at = at + now as u64;
+        left -= now;
+    }
+    Ok(merged)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::Segment;
+
+    #[test]
+    fn a_breaker_keeps_its_schedule_and_its_contents() {
+        let mut memory = [Filled::new(Segment::Same { pages: 3, seed: 1 }, false).unwrap()];
+        let mut running = Running::new(Activity::Breaker { every_us: 1000 }).unwrap();
+        assert_eq!(running.due(), None);
+        let began = Instant::now();
+        running.begin(began);
+        for _ in 0..5 {
+            running.act(&mut memory).unwrap();
+        }
+        // Five writes at once; each was still due at its own time.
+        assert_eq!(running.due(), Some(began + Duration::from_millis(5)));
+        running.pause(Duration::from_secs(1));
+        assert_eq!(running.due(), Some(began + Duration::from_millis(1005)));
+        let counters = running.counters(began + Duration::from_secs(3));
+        assert_eq!((counters.pages_written, counters.seconds), (5, 2.0));
+        assert_eq!(memory[0].damaged(), 0);
+    }
+
+    #[test]
+    fn a_mapper_maps_and_counts() {
+        let mut running = Running::new(Activity::Mapper { pages: 16 }).unwrap();
+        running.begin(Instant::now());
+        running.act(&mut []).unwrap();
+        running.act(&mut []).unwrap();
+        let counters = running.counters(Instant::now());
+        assert!(counters.maps.len() == 2 && counters.maps.iter().all(|&maps| maps > 100), "{counters:?}");
+        assert!(running.counters(Instant::now()).maps.is_empty());
+    }
+
+    #[test]
+    fn a_breaker_writes_the_content_the_page_should_have() {
+        let mut memory = [Filled::new(Segment::Random { pages: 3, seed: 1 }, false).unwrap()];
+        let mut running = Running::new(Activity::Breaker { every_us: 1 }).unwrap();
+        running.begin(Instant::now());
+        memory[0].pages_mut()[PAGE_SIZE + 7] ^= 1;
+        running.act(&mut memory).unwrap();
+        assert_eq!(memory[0].damaged(), 1);
+        running.act(&mut memory).unwrap();
+        // The second page was written as a whole, with its proper content.
+        assert_eq!(memory[0].damaged(), 0);
+    }
+
+    #[test]
+    fn lives_are_counted_and_their_damage_is_remembered() {
+        let mut running =
+            Running::new(Activity::ShortLived { pages: 16, seed: 3, life_us: 10, mergeable: false }).unwrap();
+        running.begin(Instant::now());
+        for _ in 0..3 {
+            running.act(&mut []).unwrap();
+        }
+        let counters = running.counters(Instant::now());
+        assert_eq!(counters.lives.iter().map(|life| life.merged_pages).collect::<Vec<_>>(), [0]);
+        assert_eq!(running.damaged(), 0);
+        let Kind::ShortLived(cycle) = &mut running.kind else { panic!() };
+        cycle.alive.as_mut().unwrap().0[8 * PAGE_SIZE] ^= 1;
+        assert_eq!(running.damaged(), 1);
+        running.act(&mut []).unwrap();
+        assert_eq!((running.damaged(), running.counters(Instant::now()).lives.len()), (1, 2));
+    }
+}

@@ -1,0 +1,181 @@
+//! The description of a tenant and the counters it reports.
+
+use pagefold_engine::units::Pages;
+use serde::{Deserialize, Serialize};
+
+/// The memory of a tenant and what it does with it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TenantSpec {
+    /// The segments, each an allocation of its own.
+    pub segments: Vec<Segment>,
+    /// What the tenant does by itself after [`Tenant::begin`](crate::Tenant::begin).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub activity: Option<Activity>,
+    /// Whether the tenant asks for huge pages in all segments (`MADV_HUGEPAGE`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub huge: bool,
+}
+
+impl TenantSpec {
+    /// A tenant that only holds these segments.
+    pub fn new(segments: impl IntoIterator<Item = Segment>) -> Self {
+        Self { segments: segments.into_iter().collect(), ..Self::default() }
+    }
+
+    /// Adds an activity.
+    #[must_use]
+    pub fn with_activity(self, activity: Activity) -> Self {
+        Self { activity: Some(activity), ..self }
+    }
+
+    /// Asks for huge pages.
+    #[must_use]
+    pub fn with_huge_pages(self) -> Self {
+        Self { huge: true, ..self }
+    }
+
+    /// The length of all segments.
+    pub fn pages(&self) -> Pages {
+        self.segments.iter().map(|segment| segment.pages()).sum()
+    }
+}
+
+/// Memory filled in one way. Equal kinds with equal seeds hold equal contents in all tenants, except for `Random`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[expect(missing_docs, reason = "`pages` is the length, `seed` selects the contents")]
+pub enum Segment {
+    /// Every page has the same content.
+    Same { pages: u64, seed: u64 },
+    /// Contents found nowhere else: the tenant's pid is part of the seed.
+    Random { pages: u64, seed: u64 },
+    /// Zeros, written, so that each page has a frame of its own.
+    Zero { pages: u64 },
+    /// Contents that differ within the segment and are the same in every tenant.
+    Shared { pages: u64, seed: u64 },
+    /// The contents of `Shared`, in another order.
+    Permuted { pages: u64, seed: u64 },
+    /// So many of a hundred pages have one content, spread evenly; the others are like `Random`.
+    Thin { pages: u64, seed: u64, percent: u64 },
+    /// Every content exactly twice, half the segment apart.
+    Pairs { pages: u64, seed: u64 },
+    /// Pages that differ only in their last eight bytes (the page's index): the worst case for a comparison.
+    Tails { pages: u64, seed: u64 },
+}
+
+impl Segment {
+    /// The length.
+    pub const fn pages(self) -> Pages {
+        match self {
+            Self::Same { pages, .. }
+            | Self::Random { pages, .. }
+            | Self::Zero { pages }
+            | Self::Shared { pages, .. }
+            | Self::Permuted { pages, .. }
+            | Self::Thin { pages, .. }
+            | Self::Pairs { pages, .. }
+            | Self::Tails { pages, .. } => Pages(pages),
+        }
+    }
+}
+
+/// What a tenant does by itself, after UKSM's workloads: memory whose pages are written again and again (section
+/// 8.1.2), and memory that is mapped and unmapped (8.1.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Activity {
+    /// Rewrites the pages of the first segment with their present content, one at a time, in order, over and over.
+    Breaker {
+        /// Time from one page to the next.
+        every_us: u64,
+    },
+    /// Maps memory, fills all pages alike, keeps it for a time, unmaps it, waits as long, and repeats.
+    ShortLived {
+        /// Length of the memory.
+        pages: u64,
+        /// Selects the content.
+        seed: u64,
+        /// How long the memory is kept, counted from the end of filling it.
+        life_us: u64,
+        /// Whether the tenant marks the memory itself before filling it, as a program written for KSM does.
+        mergeable: bool,
+    },
+    /// Maps a little memory, writes to its first page and unmaps it, without a pause.
+    Mapper {
+        /// Length of each mapping.
+        pages: u64,
+    },
+}
+
+/// What an activity has done so far.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ActivityCounters {
+    /// Time since it began, without the time spent answering.
+    pub seconds: f64,
+    /// Pages rewritten.
+    pub pages_written: u64,
+    /// The longest delay of a write behind its schedule since the last answer, in microseconds.
+    pub latest_us: f64,
+    /// Time spent writing.
+    pub writing_seconds: f64,
+    /// Short-lived memory that has been unmapped.
+    pub lives: Vec<Lifetime>,
+    /// Mappings made and removed, in each tenth of a second since the last answer.
+    #[serde(default)]
+    pub maps: Vec<u64>,
+}
+
+/// One piece of short-lived memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Lifetime {
+    /// Pages merged just before the end: present, and mapped elsewhere too.
+    pub merged_pages: u64,
+    /// Time from mapping to unmapping.
+    pub seconds: f64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spec_round_trips_through_json() {
+        let spec = TenantSpec::new([
+            Segment::Same { pages: 3, seed: 1 },
+            Segment::Random { pages: 4, seed: u64::MAX },
+            Segment::Zero { pages: 5 },
+            Segment::Shared { pages: 6, seed: 2 },
+            Segment::Pairs { pages: 7, seed: 3 },
+            Segment::Tails { pages: 8, seed: 4 },
+            Segment::Permuted { pages: 9, seed: 2 },
+            Segment::Thin { pages: 10, seed: 5, percent: 8 },
+        ]);
+        let json = serde_json::to_string(&spec).unwrap();
+        assert_eq!(serde_json::from_str::<TenantSpec>(&json).unwrap(), spec);
+        assert!(!json.contains("activity") && !json.contains("huge"));
+        let huge = spec.clone().with_huge_pages();
+        assert_eq!(serde_json::from_str::<TenantSpec>(&serde_json::to_string(&huge).unwrap()).unwrap(), huge);
+        for activity in
+            [Activity::Breaker { every_us: 1 }, Activity::ShortLived { pages: 2, seed: 3, life_us: 4, mergeable: true }]
+        {
+            let spec = TenantSpec::new([]).with_activity(activity);
+            assert_eq!(serde_json::from_str::<TenantSpec>(&serde_json::to_string(&spec).unwrap()).unwrap(), spec);
+        }
+        assert_eq!(spec.pages(), Pages(52));
+    }
+
+    #[test]
+    fn unknown_fields_and_kinds_are_rejected() {
+        for text in [
+            r#"{"segments":[{"same":{"pages":1}}]}"#,
+            r#"{"segments":[{"sane":{"pages":1,"seed":2}}]}"#,
+            r#"{"segments":[{"zero":{"pages":1,"seed":2}}]}"#,
+            r#"{"segments":[],"more":1}"#,
+            r#"{"segments":[{"zero":{"pages":-1}}]}"#,
+            r#"{"segments":[],"activity":{"breaker":{}}}"#,
+        ] {
+            assert!(serde_json::from_str::<TenantSpec>(text).is_err(), "{text}");
+        }
+    }
+}

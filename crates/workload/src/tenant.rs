@@ -1,0 +1,114 @@
+//! A handle of a running tenant.
+//!
+//! The tenant fills its memory, prints `ready` and then answers commands line by line ([`crate::serve`]). It ends when
+//! its standard input closes, so it never outlives the process that started it.
+
+use crate::dialogue::{Dialogue, READY};
+use crate::spec::{ActivityCounters, TenantSpec};
+use anyhow::{Context, bail, ensure};
+use pagefold_engine::units::Pages;
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+/// Time limit for an answer. Filling 4 GiB takes a few seconds on a busy machine; a tenant that takes a minute has been
+/// stopped.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+
+/// Time limit for a tenant to end by itself.
+const QUIT_LIMIT: Duration = Duration::from_secs(2);
+
+/// A running tenant. Dropping it ends the process.
+#[derive(Debug)]
+pub struct Tenant(Dialogue);
+
+/// The result of a check of a tenant's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Every byte is as written.
+    Intact,
+    /// The number of pages that differ.
+    Damaged(Pages),
+}
+
+impl Tenant {
+    /// Starts a tenant and waits until its memory is filled. `program` is an executable whose subcommand `tenant` calls
+    /// [`crate::serve`].
+    pub fn start(program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
+        Self::start_by(&[], program, spec)
+    }
+
+    /// Starts a tenant through a command that executes the program, such as `taskset -c 0`.
+    pub fn start_by(by: &[&str], program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
+        let first = by.first().map_or(program.as_os_str(), OsStr::new);
+        let rest = by.iter().skip(1).map(OsStr::new).chain((!by.is_empty()).then_some(program.as_os_str()));
+        let mut command = Command::new(first);
+        command.args(rest).args(["tenant", "--spec"]).arg(serde_json::to_string(spec)?);
+        let tenant = Self(Dialogue::start(&mut command, None)?);
+        let first = tenant.0.line(ANSWER_LIMIT)?;
+        ensure!(first == READY, "the tenant printed {first:?} instead of {READY}");
+        Ok(tenant)
+    }
+
+    /// The process ID.
+    pub fn pid(&self) -> i32 {
+        self.0.pid()
+    }
+
+    /// Has the tenant compare every byte of its memory with what was written.
+    pub fn verify(&mut self) -> anyhow::Result<Verdict> {
+        let answer = self.ask("verify")?;
+        match answer.split_once(' ') {
+            None if answer == "ok" => Ok(Verdict::Intact),
+            Some(("BAD", pages)) => {
+                Ok(Verdict::Damaged(Pages(pages.parse().context("cannot parse the answer to verify")?)))
+            }
+            _ => bail!("the tenant answered {answer:?} to verify"),
+        }
+    }
+
+    /// Has the tenant read one word in each of its first `pages` pages, as a program that uses its memory does.
+    pub fn touch(&mut self, pages: Pages) -> anyhow::Result<()> {
+        self.ask(&format!("touch {}", pages.0)).map(drop)
+    }
+
+    /// Has the tenant read for a time in each segment, one word after the other at places that only the word before tells.
+    /// Returns nanoseconds a read, for each segment.
+    pub fn chase(&mut self, time: Duration) -> anyhow::Result<Vec<f64>> {
+        let answer = self.ask(&format!("chase {}", time.as_millis()))?;
+        serde_json::from_str(&answer).with_context(|| format!("the tenant answered {answer:?} to chase"))
+    }
+
+    /// Has the tenant write to every page without changing it, which undoes every merge.
+    pub fn break_copies(&mut self) -> anyhow::Result<()> {
+        self.ask("cow").map(drop)
+    }
+
+    /// Has the tenant change one byte, to test the checks.
+    pub fn damage(&mut self) -> anyhow::Result<()> {
+        self.ask("damage").map(drop)
+    }
+
+    /// Starts the activity of its spec.
+    pub fn begin(&mut self) -> anyhow::Result<()> {
+        let answer = self.ask("begin")?;
+        ensure!(answer == "ok", "the tenant answered {answer:?} to begin");
+        Ok(())
+    }
+
+    /// What its activity has done so far.
+    pub fn counters(&mut self) -> anyhow::Result<ActivityCounters> {
+        serde_json::from_str(&self.ask("counters")?).context("cannot parse the tenant's counters")
+    }
+
+    fn ask(&mut self, command: &str) -> anyhow::Result<String> {
+        self.0.ask(command, ANSWER_LIMIT)
+    }
+}
+
+impl Drop for Tenant {
+    fn drop(&mut self) {
+        self.0.end(QUIT_LIMIT);
+    }
+}
