@@ -10,11 +10,10 @@ pub mod load;
 mod oracle;
 mod page_tables;
 pub mod plan;
-pub mod plot;
 mod policy;
 pub mod sampler;
 mod sampling;
 mod sysfs;
 pub mod table;
 
-pub use pagefold_report::{chart, events, latencies, measures, report, results};
+pub use pagefold_report::{events, latencies, measures, metric, report, results};

@@ -27,7 +27,7 @@ struct Cli {
 enum Command {
     /// Measure pagefold against KSM alone and against an oracle
     Bench(bench::BenchArgs),
-    /// Write what bench has measured as one web page, or as Markdown
+    /// Write what bench has measured as one web page
     Report(ReportArgs),
     /// Record the page contents of running programs over time, as digests
     Record(record::RecordArgs),

@@ -12,7 +12,6 @@
 //! | [`scale`] | simulated memories of up to a tebibyte |
 //! | [`sketch_error`] | how well sketches tell what programs have in common |
 //! | [`fleet`] | simulated fleets, placed at random, by plan and at best |
-//! | [`plots`] | charts of replays and of scaling |
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
@@ -23,16 +22,12 @@ pub mod digests;
 pub mod fleet;
 pub mod generate;
 pub mod partial_hash;
-pub mod plots;
 pub mod programs;
 pub mod recorder;
 pub mod replay;
 pub mod scale;
 pub mod script;
 pub mod sketch_error;
-#[cfg(test)]
-#[path = "../report/src/svg_text.rs"]
-mod svg_text;
 pub mod table;
 pub mod uksmd;
 

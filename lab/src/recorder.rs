@@ -15,7 +15,7 @@ use pagefold_engine::units::{EXTENT_PAGES, Vpn};
 use pagefold_host::identity::{Programs, Watch};
 use pagefold_host::regions::Stretch;
 use pagefold_host::scope::deny_list::DenyList;
-use pagefold_host::scope::domain::{DEFAULT, DomainRules};
+use pagefold_host::scope::domain::{DomainRules, Domains};
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_host::scope::kept_out::KeptOut;
 use pagefold_host::scope::new_processes::NewProcesses;
@@ -198,11 +198,11 @@ impl Recorder {
         // Mappings are read every time: reading the pages takes longer anyway.
         target.invalidate();
         let next_region = &mut self.next_region;
-        let (roots, rules, mut domains) = (Roots::default(), DomainRules::default(), vec![DEFAULT.to_owned()]);
+        let (roots, rules, mut domains) = (Roots::default(), DomainRules::default(), Domains::default());
         let (scope, programs) = ((&self.options.scope, &roots), Programs::default());
         let mut kept_out = KeptOut::default();
         let left_out = (&self.options.deny, &mut kept_out);
-        let mut watch = Watch::new(scope, left_out, (&rules, &mut domains, &[]), &programs);
+        let mut watch = Watch::new(scope, left_out, (&rules, &mut domains, None), &[], &programs);
         let refreshed = target.refresh(now_ns, processes, &mut watch, || {
             *next_region += 1;
             RegionKey(*next_region)

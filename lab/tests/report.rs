@@ -49,7 +49,7 @@ fn finished(experiment: &str, repetition: u32, runs: Vec<PolicyRun>) -> Finished
     report.runs = runs;
     report.bar_on_answers();
     let options = BenchOptions { seed: Some(7), kernel: "6.18".to_owned(), ..BenchOptions::default() };
-    Finished { repetition, options, elapsed: Duration::from_secs(60), report }
+    Finished::new(repetition, options, Duration::from_secs(60), report)
 }
 
 /// Three repetitions of an experiment, one of another, and one without samples.
@@ -70,6 +70,8 @@ fn fill(dir: &Path) {
         mix.report.bar("time to 99 % relative to the oracle", Limit::AtMost(1.5), Some(1.0 + 0.4 * slow));
         mix.report.figure("MiB saved within 5 s", 2047.0);
         mix.report.figure("not a number", f64::NAN);
+        mix.report.picture("own <bars>", "MiB", vec![("pagefold <i>".to_owned(), 3.0 * slow)]);
+        mix.report.curves.insert("form <u> of a set".to_owned(), vec![(0.0, 8.0), (9.0, slow)]);
         for (percentile, us) in [("p50", 12.0), ("p99", 80.0), ("p99.9", 900.0)] {
             mix.report.figure(format!("pagefold {percentile} us while folding"), us * slow);
             mix.report.figure(format!("ksm-1000/20ms {percentile} us while folding"), 2.0 * us);
@@ -91,6 +93,25 @@ fn report(dir: &Path, more: &[&str]) -> std::process::Output {
     lab(&[&["report", dir.to_str().unwrap()], more].concat())
 }
 
+/// The text of a page, with `##` before headings and `|` around cells.
+fn text_of(html: &str) -> String {
+    let mut text = String::new();
+    for part in html.split('<') {
+        let (tag, words) = part.split_once('>').unwrap_or(("", part));
+        match tag.split(' ').next() {
+            Some("h2") => text.push_str("## "),
+            Some("tr") => text.push_str("| "),
+            Some("/td" | "/th") => text.push_str(" | "),
+            _ => {}
+        }
+        text.push_str(words);
+    }
+    for (entity, letter) in [("&lt;", "<"), ("&gt;", ">"), ("&#39;", "'"), ("&amp;", "&")] {
+        text = text.replace(entity, letter);
+    }
+    text
+}
+
 #[test]
 fn results_are_read_as_they_were_written() {
     let dir = tempfile::tempdir().unwrap();
@@ -108,17 +129,19 @@ fn results_are_read_as_they_were_written() {
     assert_eq!(read, [("pagefold", 1000), ("pagefold, round 2", 1000), ("no merging", 1000)]);
     let p99 = latencies[0].histogram.percentile(0.99).unwrap();
     assert!((982_000..982_000 * 129 / 128).contains(&p99), "{p99}");
+    assert_eq!(all[0].report.pictures[0].rows, [("pagefold <i>".to_owned(), 3.0)]);
     // Nothing else is left behind.
-    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 10 + 3);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 5);
 }
 
 #[test]
 fn the_report_has_losses_claims_medians_and_ratios() {
     let dir = tempfile::tempdir().unwrap();
     fill(dir.path());
-    let output = report(dir.path(), &["--markdown"]);
-    assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8(output.stdout).unwrap();
+    let file = dir.path().join("page.html");
+    let output = report(dir.path(), &["-o", file.to_str().unwrap()]);
+    assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
+    let text = text_of(&fs::read_to_string(&file).unwrap());
     assert_has(
         &text,
         &[
@@ -134,12 +157,12 @@ fn the_report_has_losses_claims_medians_and_ratios() {
             "missed |",
             "| N5 | ",
             "| pagefold | while folding | p99.9 | 1800 (900..2700) |",
-            "ksm-advisor/60s \\<b\\>&",
+            "ksm-advisor/60s <b>&",
         ],
     );
     // The advisor has not saved 50 % of what the oracle has, and the oracle was not watched. Columns of zeros are left out.
     let heads = "MiB/CPU s to 90 % | merged pages copied | MiB taken back by writes | pagefold's peak, MiB |";
-    assert_has(&text, &[heads, "| ksm-advisor/60s \\<b\\>& | 400 | – | – | – | – | – | – | – | 512 | 2.00 | – |"]);
+    assert_has(&text, &[heads, "| ksm-advisor/60s <b>& | 400 | – | – | – | – | – | – | – | 512 | 2.00 | – |"]);
     let losses = text.find("## Where pagefold loses").unwrap();
     assert!(losses < text.find("## Claim by claim").unwrap() && losses < text.find("## static-mix").unwrap());
     assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
@@ -166,10 +189,14 @@ fn a_browser_shows_the_report() {
             "duplicate pages along the address space",
         ],
     );
-    // Saved, CPU, and saved per CPU second of two experiments, latencies, their tail, and the map.
-    assert_eq!(document.matches("<svg").count(), 3 + 2 + 3 + 1, "{document}");
+    // Saved, CPU, and saved per CPU second of two experiments, own bars and curves, latencies, their tail, and the map.
+    assert_eq!(document.matches("<svg").count(), 3 + 2 + 2 + 3 + 1, "{document}");
     assert_has(&document, &["static-mix: latencies of redis while folding", "pagefold: 6000 requests"]);
-    assert!(!document.contains("<b>"), "{document}");
+    assert_has(
+        &document,
+        &["static-mix: own &lt;bars&gt;", "6.00 (3.00..9.00)", "static-mix: form", "&lt;u&gt; of a set"],
+    );
+    assert!(["<b>", "<i>", "<u>", "<bars>"].iter().all(|tag| !document.contains(tag)), "{document}");
     browser.pictures(&file);
 }
 
@@ -177,65 +204,46 @@ fn a_browser_shows_the_report() {
 fn damaged_and_foreign_results_are_named() {
     let dir = tempfile::tempdir().unwrap();
     let there = |name: &str| dir.path().join(name);
-    assert_lab_fails(&["report", there("none").to_str().unwrap(), "--markdown"], 1, "give a directory");
-    assert_lab_fails(&["report", dir.path().to_str().unwrap(), "--markdown"], 1, "has no results");
     let page = ["report", dir.path().to_str().unwrap(), "-o", "/dev/null"];
-    let refused = |says: &str| assert_lab_fails(&["report", dir.path().to_str().unwrap(), "--markdown"], 1, says);
-    let (json, samples) = (there("pairs-1.json"), there("pairs-1.parquet"));
+    let refused = |says: &str| assert_lab_fails(&page, 1, says);
+    assert_lab_fails(&["report", there("none").to_str().unwrap()], 1, "give a directory");
+    refused("has no results");
+    let json = there("pairs-1.json");
     let anew = || {
-        for path in [&json, &samples] {
-            let _ = fs::remove_file(path);
-        }
+        let _ = fs::remove_file(&json);
         results::write(dir.path(), &finished("pairs", 1, vec![run("pagefold", 500.0, 1.0, 1.0, 0.0, 3)])).unwrap();
     };
     anew();
-    assert_lab_fails(&page, 1, "give --output a file that can be created");
-    let whole = fs::read(&samples).unwrap();
-    for at in [0, 10, whole.len() / 2, whole.len() - 1] {
-        let mut bytes = whole.clone();
-        bytes[at] ^= 1;
-        fs::write(&samples, bytes).unwrap();
-        refused("pairs-1.parquet is damaged");
+    refused("give --output a file that can be created");
+    let whole = fs::read_to_string(&json).unwrap();
+    for damaged in [
+        &whole[..whole.len() / 2],
+        "",
+        "[1]",
+        &whole.replace("bench.repetition/1", "bench.repetition/9"),
+        &whole.replace("\"pairs\"", "\"no-such\""),
+        &whole.replace("saved_bytes\":", "saved_bytes\":-"),
+        &whole.replacen('{', "x", 1),
+    ] {
+        fs::write(&json, damaged).unwrap();
+        refused("pairs-1.json is damaged");
     }
-    fs::write(&samples, &whole[..whole.len() / 2]).unwrap();
-    refused("pairs-1.parquet is damaged");
     anew();
-    let text = fs::read_to_string(&json).unwrap();
-    fs::write(&json, text.replace("500", "600")).unwrap();
-    refused("pairs-1.json is not what was written with the samples");
-    fs::remove_file(&json).unwrap();
-    refused("pairs-1.json cannot be read");
+    fs::rename(&json, there("pairs-2.json")).unwrap();
+    refused("pairs-2.json has the name of another result");
+    fs::remove_file(there("pairs-2.json")).unwrap();
     anew();
-    fs::rename(&samples, there("pairs-2.parquet")).unwrap();
-    refused("pairs-2.parquet has the name of another result");
-    fs::remove_file(there("pairs-2.parquet")).unwrap();
-    anew();
-    fs::rename(&samples, there("elsewhere")).unwrap();
-    symlink(there("elsewhere"), &samples).unwrap();
+    fs::rename(&json, there("elsewhere")).unwrap();
+    symlink(there("elsewhere"), &json).unwrap();
     refused("it is a symbolic link");
     anew();
-    fs::remove_file(&samples).unwrap();
-    fs::remove_file(there("elsewhere")).unwrap();
-    let mut measured = finished("pairs", 1, vec![run("pagefold", 500.0, 1.0, 1.0, 0.0, 3)]);
-    let histogram = Histogram::of([Duration::from_micros(7)]);
-    let [policy, server, when] = ["pagefold", "redis", ""].map(str::to_owned);
-    measured.report.latencies = vec![Latencies { policy, server, when, histogram }];
-    results::write(dir.path(), &measured).unwrap();
-    let latencies = there("pairs-1.latencies.parquet");
-    let whole = fs::read(&latencies).unwrap();
-    measured.report.figure("another", 1.0);
-    results::write(dir.path(), &measured).unwrap();
-    fs::write(&latencies, &whole).unwrap();
-    refused("pairs-1.latencies.parquet was not written with the samples beside it");
-    fs::write(&latencies, &whole[1..]).unwrap();
-    refused("pairs-1.latencies.parquet is damaged");
-    // Those of an earlier measurement go with it.
+    fs::File::options().write(true).open(&json).unwrap().set_len(257 << 20).unwrap();
+    refused("pairs-1.json is larger than any result");
     anew();
-    assert!(!latencies.exists());
     let mut other = finished("hash", 1, Vec::new());
     other.options.quick = true;
     results::write(dir.path(), &other).unwrap();
-    refused("pairs-1.parquet was measured with quick false, not true");
+    refused("pairs-1.json was measured with quick false, not true");
 }
 
 #[test]
@@ -258,23 +266,20 @@ fn what_is_there_is_not_measured_again() {
     assert_eq!(other.status.code(), Some(1));
     let says = String::from_utf8(other.stderr).unwrap();
     assert!(
-        says.contains("hash-1.parquet was measured with seed 3, not 4; delete it") && says.lines().count() == 1,
+        says.contains("hash-1.json was measured with seed 3, not 4; delete it") && says.lines().count() == 1,
         "{says}"
     );
-    // Interrupted after the JSON and before the samples.
-    fs::write(there("hash-2.json"), "{").unwrap();
-    let before = fs::metadata(there("hash-1.parquet")).unwrap().modified().unwrap();
+    // Interrupted while it was written.
+    fs::write(there(".pagefold-bench-2"), "{").unwrap();
+    let before = fs::metadata(there("hash-1.json")).unwrap().modified().unwrap();
     let again = bench(&["--seed", "3", "--repeat", "2"]);
     let says = String::from_utf8(again.stderr).unwrap();
     assert!(again.status.success(), "{says}");
     let left = "2 of 2: hash, repetition 2, about 1m left\n";
     assert_has(&says, &["1 of 2: hash, repetition 1, is there already\n", left]);
-    assert_eq!(fs::metadata(there("hash-1.parquet")).unwrap().modified().unwrap(), before);
+    assert_eq!(fs::metadata(there("hash-1.json")).unwrap().modified().unwrap(), before);
     let all = results::load(dir.path(), None).unwrap();
     assert_eq!((all.len(), all[1].report.figures.len() > 10), (2, true));
-    // The same line of JSON as with --json.
-    let json = fs::read_to_string(there("hash-2.json")).unwrap();
-    assert!(json.starts_with("{\"schema\":\"pagefold.bench/1\",\"experiment\":\"hash\"") && json.lines().count() == 1);
     let none = bench(&["--seed", "3", "--repeat", "2"]);
     let says = String::from_utf8(none.stderr).unwrap();
     assert_eq!((none.status.code(), says.matches("is there already").count()), (Some(0), 2), "{says}");

@@ -19,8 +19,7 @@ fn of<'a>(entries: &'a Value, algorithm: &str) -> Vec<&'a Value> {
 
 #[test]
 fn all_parts_on_a_small_scale() {
-    let dir = tempfile::tempdir().unwrap();
-    let json = scale(&["--quick", "--json", "--plots", dir.path().to_str().unwrap()]);
+    let json = scale(&["--quick", "--json"]);
     let scaling: Value = serde_json::from_str(&json).unwrap();
     assert_eq!(scaling["schema"], "pagefold.lab.scale/1");
     // Two memory sizes and six algorithms, one of them also at the kernel's default rate.
@@ -59,7 +58,6 @@ fn all_parts_on_a_small_scale() {
     assert!(exhausted("ksm") && !exhausted("nuksm"));
     let curves = scaling["curves"].as_array().unwrap();
     assert!(curves.iter().all(|curve| curve["name"].is_string() && curve["points"].is_array()) && curves.len() > 40);
-    assert!(dir.path().read_dir().unwrap().count() > 5);
 }
 
 #[test]

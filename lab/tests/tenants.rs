@@ -160,12 +160,12 @@ fn the_list_names_every_experiment() {
 }
 
 #[test]
-fn a_guest_needs_a_kernel_and_has_no_charts() {
+fn a_guest_needs_a_kernel_and_has_no_output_directory() {
     for (arguments, code, line) in [
         (&["--in-guest", "/no/such"][..], 1, "/no/such is not a file"),
         (&["--in-guest", "/bin/sh", "--module", "/no/such"], 1, "/no/such is not a file"),
         (&["--module", "/bin/sh"], 2, "--in-guest"),
-        (&["--in-guest", "/bin/sh", "--plots", "/tmp"], 2, "cannot be used with"),
+        (&["--in-guest", "/bin/sh", "--output", "/tmp"], 2, "cannot be used with"),
     ] {
         let output = Command::new(PROGRAM).args(["bench", "static-mix"]).args(arguments).output().unwrap();
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -1,20 +1,20 @@
-//! Line charts, bar charts and heat maps as SVG.
+//! Line charts and bar charts as SVG.
 
+use crate::measures::Spread;
 use plotters::coord::Shift;
 use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
-use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::ops::Range;
 
 /// The width of every chart, in pixels.
-pub const WIDTH: u32 = 880;
+const WIDTH: u32 = 880;
 /// Where titles, legends and bars begin.
-pub const LEFT: i32 = 24;
-/// Where bars and heat maps end.
-pub const RIGHT: i32 = 856;
+const LEFT: i32 = 24;
+/// Where bars end.
+const RIGHT: i32 = 856;
 /// The height of title and subtitle.
-pub const TOP: i32 = 76;
+const TOP: i32 = 76;
 const PLOT_HEIGHT: i32 = 400;
 const LEGEND_LINE: i32 = 24;
 const BAR_LINE: i32 = 40;
@@ -25,16 +25,14 @@ const GREY: RGBColor = RGBColor(0x66, 0x66, 0x66);
 const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 
 /// A drawing under way.
-pub type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// The result of a drawing step. Drawing into memory does not fail.
-pub type Drawn<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
+type Drawn<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scale {
     /// From zero to just above the largest value.
     Linear { most: f64 },
-    /// From zero to the last value.
-    Upto { last: f64 },
     /// Logarithmic, between two numbers above zero. Values outside are drawn at its ends.
     Logarithmic { first: f64, last: f64 },
 }
@@ -43,11 +41,6 @@ impl Scale {
     /// A linear scale for all of the values.
     pub fn linear(values: impl IntoIterator<Item = f64>) -> Self {
         Self::Linear { most: values.into_iter().filter(|value| value.is_finite()).fold(0.0, f64::max) }
-    }
-
-    /// A scale from zero to the largest of the values.
-    pub fn upto(values: impl IntoIterator<Item = f64>) -> Self {
-        Self::Upto { last: values.into_iter().filter(|value| value.is_finite()).fold(0.0, f64::max) }
     }
 
     /// A logarithmic scale for the values above zero.
@@ -59,10 +52,8 @@ impl Scale {
     }
 
     fn range(self) -> Range<f64> {
-        let end = |value: f64| if value > 0.0 { value } else { 1.0 };
         match self {
-            Self::Linear { most } => 0.0..end(most) * 1.05,
-            Self::Upto { last } => 0.0..end(last),
+            Self::Linear { most } => 0.0..if most > 0.0 { most * 1.05 } else { 1.0 },
             Self::Logarithmic { first, last } => first..last,
         }
     }
@@ -76,12 +67,8 @@ pub struct Curve {
     pub colour: &'static str,
     /// The width in pixels. Wider lines are drawn over narrower ones.
     pub width: u32,
-    /// The lengths of dashes and gaps, in pixels.
-    pub dash: Option<(u32, u32)>,
     /// Whether the value stays the same after the last point: shown as a dot, and dots up to the end of the axis.
     pub stays: bool,
-    /// Whether each point gets a dot.
-    pub dots: bool,
     /// The points, in the units of the axes.
     pub points: Vec<(f64, f64)>,
 }
@@ -115,11 +102,7 @@ impl Lines {
             for (line, curve) in (0..).zip(named()) {
                 let y = 12 + line * LEGEND_LINE;
                 let sample = vec![(LEFT, y), (LEFT + 32, y)];
-                let style = rgb(curve.colour).stroke_width(3);
-                match curve.dash {
-                    Some((dash, gap)) => legend.draw(&DashedPathElement::new(sample, dash, gap, style))?,
-                    None => legend.draw(&PathElement::new(sample, style))?,
-                }
+                legend.draw(&PathElement::new(sample, rgb(curve.colour).stroke_width(3)))?;
                 legend.draw(&label(&curve.label, (LEFT + 44, y), HPos::Left))?;
             }
             Ok(())
@@ -163,20 +146,10 @@ impl Lines {
             let style = colour.stroke_width(curve.width);
             let inside = |&(x, y): &(f64, f64)| (x.clamp(right.start, right.end), y.clamp(up.start, up.end));
             let points: Vec<(f64, f64)> = curve.points.iter().map(inside).collect();
-            match curve.dash {
-                Some((dash, gap)) => {
-                    chart.draw_series(DashedLineSeries::new(points.iter().copied(), dash, gap, style))?;
-                }
-                None => {
-                    chart.draw_series(LineSeries::new(points.iter().copied(), style))?;
-                }
-            }
-            let dots = if curve.dots { &points[..] } else { &[] };
-            let end = points.last().filter(|_| curve.stays);
-            chart.draw_series(dots.iter().chain(end).map(|&at| Circle::new(at, 4, colour.filled())))?;
-            if let Some(&(_, y)) = end {
-                let rest = [points[points.len() - 1], (right.end, y)];
-                chart.draw_series(DashedLineSeries::new(rest, 3, 5, colour.into()))?;
+            chart.draw_series(LineSeries::new(points.iter().copied(), style))?;
+            if let Some(&end) = points.last().filter(|_| curve.stays) {
+                chart.draw_series([Circle::new(end, 4, colour.filled())])?;
+                chart.draw_series(DashedLineSeries::new([end, (right.end, end.1)], 3, 5, colour.into()))?;
             }
         }
         Ok(())
@@ -196,9 +169,9 @@ pub struct Bar {
 }
 
 impl Bar {
-    /// A bar labelled with its value.
-    pub fn new(name: &str, value: f64, colour: &'static str) -> Self {
-        Self { name: name.to_owned(), value, text: number(value), colour }
+    /// A bar as long as the middle of some values.
+    pub fn of_spread(name: &str, spread: Spread, colour: &'static str) -> Self {
+        Self { name: name.to_owned(), value: spread.median, text: spread.to_string(), colour }
     }
 }
 
@@ -222,12 +195,7 @@ pub fn bars(title: &str, subtitle: &str, rows: &[Bar]) -> String {
 }
 
 /// Draws into an SVG image of the usual width, below a title and a subtitle.
-pub fn svg(
-    height: i32,
-    title: &str,
-    subtitle: &str,
-    draw: impl for<'a, 'b> FnOnce(&'b Canvas<'a>) -> Drawn<'a>,
-) -> String {
+fn svg(height: i32, title: &str, subtitle: &str, draw: impl for<'a, 'b> FnOnce(&'b Canvas<'a>) -> Drawn<'a>) -> String {
     let mut image = String::new();
     {
         let canvas =
@@ -247,7 +215,7 @@ pub fn svg(
 }
 
 /// Text in the size of labels, vertically centred at a point.
-pub fn label(text: &str, at: (i32, i32), side: HPos) -> Text<'static, (i32, i32), String> {
+fn label(text: &str, at: (i32, i32), side: HPos) -> Text<'static, (i32, i32), String> {
     let style = ("sans-serif", 14).into_font().color(&INK).pos(Pos::new(side, VPos::Center));
     Text::new(text.to_owned(), at, style)
 }
@@ -314,29 +282,23 @@ mod tests {
             points: vec![(0.0, 1.0), (2.0, 3.0)],
             ..Curve::default()
         };
-        let mut curves = vec![
-            curve("stays", "#123456", true),
-            curve("plain", "#234567", false),
-            curve("dashed", "#345678", false),
-            curve("empty", "#456789", true),
-        ];
-        curves[2].dash = Some((4, 4));
-        curves[3].points.clear();
+        let mut curves =
+            vec![curve("stays", "#123456", true), curve("plain", "#234567", false), curve("empty", "#456789", true)];
+        curves[2].points.clear();
         for (up, right) in [
-            (Scale::linear([3.0]), Scale::upto([2.0])),
-            (Scale::logarithmic([0.5, 3.0]), Scale::upto([2.0])),
+            (Scale::linear([3.0]), Scale::linear([2.0])),
+            (Scale::logarithmic([0.5, 3.0]), Scale::linear([2.0])),
             (Scale::linear([3.0]), Scale::logarithmic([0.1, 2.0])),
             (Scale::logarithmic([0.5, 3.0]), Scale::logarithmic([0.1, 2.0])),
         ] {
             let (up, right) = (("up, MiB".to_owned(), up), ("right <1>".to_owned(), right));
             let svg = Lines { title: "a & b".to_owned(), up, right, curves: curves.clone() }.draw();
             let texts = texts(&svg);
-            for text in ["a & b", "up, MiB", "right <1>", "stays", "plain", "dashed", "empty"] {
+            for text in ["a & b", "up, MiB", "right <1>", "stays", "plain", "empty"] {
                 assert!(texts.iter().any(|found| found == text), "{text} is not in {texts:?}");
             }
             // The curve, and its sample in the legend.
             assert_eq!(elements(&svg, "polyline", "#234567") + elements(&svg, "line", "#234567"), 2, "{svg}");
-            assert!(elements(&svg, "polyline", "#345678") + elements(&svg, "line", "#345678") > 4);
             assert_eq!((elements(&svg, "circle", "#123456"), elements(&svg, "circle", "#456789")), (1, 0));
             assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
         }
@@ -344,9 +306,7 @@ mod tests {
 
     #[test]
     fn charts_without_values_can_be_drawn() {
-        for scale in
-            [Scale::linear([]), Scale::linear([f64::INFINITY, 0.0]), Scale::upto([]), Scale::logarithmic([3.0])]
-        {
+        for scale in [Scale::linear([]), Scale::linear([f64::INFINITY, 0.0]), Scale::logarithmic([3.0])] {
             let axis = || ("axis".to_owned(), scale);
             let svg = Lines { title: String::new(), up: axis(), right: axis(), curves: Vec::new() }.draw();
             assert!(texts(&svg).len() > 3 && !svg.contains("NaN"), "{svg}");
@@ -355,7 +315,8 @@ mod tests {
 
     #[test]
     fn bars_are_as_long_as_their_values() {
-        let bar = |name: &str, value| Bar::new(name, value, "#abcdef");
+        let spread = |value| Spread { median: value, min: value, max: value };
+        let bar = |name: &str, value| Bar::of_spread(name, spread(value), "#abcdef");
         let svg = bars("t", "s", &[bar("one", 2.0), bar("half", 1.0), bar("none", 0.0)]);
         assert_eq!(texts(&svg), ["t", "s", "one", "2.00", "half", "1.00", "none", "0"]);
         let document = roxmltree::Document::parse(&svg).unwrap();

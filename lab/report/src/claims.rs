@@ -1,7 +1,8 @@
 //! What the papers claim, and what measures it here.
 
 use crate::measures::{Measures, Spread, is_peer};
-use crate::plot::is_ours;
+use crate::metric::{self, Key, Metric};
+use crate::policy::{KSM, is_ours};
 use crate::report::{ExperimentReport, PolicyRun};
 use std::fmt;
 
@@ -27,22 +28,39 @@ pub enum Here {
     Not(&'static str),
 }
 
-/// A value to show: what it is, and where it comes from.
-pub struct Cell(&'static str, Value);
+/// A value to show: where it comes from, and what it is, after its unit.
+pub struct Cell(Value, &'static str);
 
 enum Value {
-    /// A quantity of the first policy of pagefold, or of each peer.
-    Measure(fn(&Measures) -> Option<f64>),
+    /// A quantity of the first policy of pagefold, or of each peer, and its unit.
+    Measure(fn(&Measures) -> Option<f64>, &'static str),
     /// A figure of the experiment.
-    Figure(&'static str),
-    /// What was measured for a target whose name begins with this.
-    Bar(&'static str),
+    Figure(Key<'static>),
+    /// What was measured for a target.
+    Target(Key<'static>),
+}
+
+const fn figure(metric: Metric, of: &'static [&'static str], what: &'static str) -> Cell {
+    Cell(Value::Figure(Key(metric, of)), what)
+}
+
+/// Of a target that is measured of one thing only, or whatever it is measured of.
+const fn target(metric: Metric, what: &'static str) -> Cell {
+    target_of(metric, &[], what)
+}
+
+const fn target_of(metric: Metric, of: &'static [&'static str], what: &'static str) -> Cell {
+    Cell(Value::Target(Key(metric, of)), what)
 }
 
 /// How it is judged.
 pub enum Judge {
-    /// By all targets of the experiment whose names begin with one of these; with an empty one by all targets.
-    Targets(&'static [&'static str]),
+    /// By all targets of the experiment.
+    AllTargets,
+    /// By these targets, whatever they are measured of.
+    Targets(&'static [Metric]),
+    /// By this target, measured of this.
+    Target(Metric, &'static [&'static str]),
     /// By the first of our values, against the paper's.
     AtLeast(f64),
     AtMost(f64),
@@ -65,10 +83,11 @@ impl fmt::Display for Verdict {
     }
 }
 
-const SECONDS_TO_99: Value = Value::Measure(|measures| measures.seconds_to[2]);
-const MIB_PER_CPU_SECOND: Value = Value::Measure(|measures| measures.mib_per_cpu_second);
-const MIB_PER_SECOND: Value = Value::Measure(|measures| Some(0.9 * measures.saved_mib / measures.seconds_to[1]?));
-const CPU_AFTER: Value = Value::Measure(|measures| measures.percent_after);
+const SECONDS_TO_99: Value = Value::Measure(|measures| measures.seconds_to[2], "s to 99 %");
+const MIB_PER_CPU_SECOND: Value = Value::Measure(|measures| measures.mib_per_cpu_second, "MiB/CPU s to 90 %");
+const MIB_PER_SECOND: Value =
+    Value::Measure(|measures| Some(0.9 * measures.saved_mib / measures.seconds_to[1]?), "MiB/s");
+const CPU_AFTER: Value = Value::Measure(|measures| measures.percent_after, "% of a core afterwards");
 
 /// The claims, in the order of the papers: the KSM tree's message, UKSM, CMD, nuKSM.
 pub const CLAIMS: [Claim; 23] = [
@@ -78,8 +97,8 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "96 s to merge, 10 MB/s; further copies 34 s, 30 MB/s",
         here: Here::Experiment {
             name: "tails",
-            ours: &[Cell("MiB/s", MIB_PER_SECOND)],
-            peers: &[Cell("MiB/s", MIB_PER_SECOND)],
+            ours: &[Cell(MIB_PER_SECOND, "")],
+            peers: &[Cell(MIB_PER_SECOND, "")],
             judge: Judge::AtLeast(10.0),
         },
     },
@@ -89,8 +108,8 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "4 s, 256 MB/s",
         here: Here::Experiment {
             name: "static-mix",
-            ours: &[Cell("MiB/s", MIB_PER_SECOND)],
-            peers: &[Cell("MiB/s", MIB_PER_SECOND)],
+            ours: &[Cell(MIB_PER_SECOND, "")],
+            peers: &[Cell(MIB_PER_SECOND, "")],
             judge: Judge::AtLeast(244.0),
         },
     },
@@ -101,11 +120,8 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "tails",
             ours: &[
-                Cell(
-                    "times as fast in the worst case",
-                    Value::Figure("worst case: speed of reading when merged, times that before"),
-                ),
-                Cell("in the best", Value::Figure("best case: speed of reading when merged, times that before")),
+                figure(metric::READING_SPEED, &[metric::WORST_CASE], " in the worst case"),
+                figure(metric::READING_SPEED, &[metric::BEST_CASE], " in the best"),
             ],
             peers: &[],
             judge: Judge::AtLeast(1.0),
@@ -117,9 +133,9 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "fits",
         here: Here::Experiment {
             name: "overcommit",
-            ours: &[Cell("times a limit of 512 MiB", Value::Bar("memory of programs that fit"))],
-            peers: &[Cell("MiB with KSM", Value::Figure("ksm-1000/20ms: MiB of programs that fit"))],
-            judge: Judge::Targets(&["memory of programs that fit"]),
+            ours: &[target(metric::FITTING_OF_LIMIT, " a limit of 512 MiB")],
+            peers: &[figure(metric::FITTING_MEMORY, &[KSM], " with KSM")],
+            judge: Judge::Targets(&[metric::FITTING_OF_LIMIT]),
         },
     },
     Claim {
@@ -128,17 +144,9 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "merged in 5 s, by KSM in 611, 95, 61 s at 100, 1000, 2000 pages per 20 ms; 8.3, 12.6, 11.5 times KSM's MB per CPU second",
         here: Here::Experiment {
             name: "static-mix",
-            ours: &[
-                Cell("s to 99 %", SECONDS_TO_99),
-                Cell("MiB/CPU s to 90 %", MIB_PER_CPU_SECOND),
-                Cell("% of a core afterwards", CPU_AFTER),
-            ],
-            peers: &[
-                Cell("s to 99 %", SECONDS_TO_99),
-                Cell("MiB/CPU s to 90 %", MIB_PER_CPU_SECOND),
-                Cell("% of a core afterwards", CPU_AFTER),
-            ],
-            judge: Judge::Targets(&[""]),
+            ours: &[Cell(SECONDS_TO_99, ""), Cell(MIB_PER_CPU_SECOND, ""), Cell(CPU_AFTER, "")],
+            peers: &[Cell(SECONDS_TO_99, ""), Cell(MIB_PER_CPU_SECOND, ""), Cell(CPU_AFTER, "")],
+            judge: Judge::AllTargets,
         },
     },
     Claim {
@@ -148,14 +156,11 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "cow-breaker",
             ours: &[
-                Cell("share merged at the end, by default", Value::Figure("default: share merged at the end")),
-                Cell(
-                    "times KSM's savings at equal CPU, filter off (least)",
-                    Value::Bar("average savings with the filter off"),
-                ),
+                figure(metric::MERGED_AT_END, &[], "share merged at the end, by default"),
+                target(metric::SAVED_UNFILTERED, " KSM's savings at equal CPU, filter off (least)"),
             ],
             peers: &[],
-            judge: Judge::Targets(&[""]),
+            judge: Judge::AllTargets,
         },
     },
     Claim {
@@ -165,13 +170,10 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "short-lived",
             ours: &[
-                Cell(
-                    "s, smallest T at which half is merged, sensitive",
-                    Value::Figure("smallest T at which half is merged, sensitive, s"),
-                ),
-                Cell("share merged by default, at best", Value::Bar("default: share merged at best")),
+                figure(metric::SMALLEST_LIFETIME, &[], ", smallest T at which half is merged, sensitive"),
+                target(metric::MERGED_AT_BEST, "share merged by default, at best"),
             ],
-            peers: &[Cell("share merged by KSM at T = 2 s", Value::Figure("share merged, ksm-2000/20ms, T = 2 s"))],
+            peers: &[figure(metric::SHARE_MERGED, &[metric::KSM_FOR_2_S], "share merged by KSM at T = 2 s")],
             judge: Judge::AtMost(0.25),
         },
     },
@@ -182,11 +184,11 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "vms",
             ours: &[
-                Cell("times what KSM by default has saved when all of ten are up", Value::Bar("saved when all are up")),
-                Cell("times its CPU time", Value::Bar("CPU time until then")),
+                target(metric::VMS_SAVED, " what KSM by default has saved when all of ten are up"),
+                target(metric::VMS_CPU, " its CPU time"),
             ],
             peers: &[],
-            judge: Judge::Targets(&["saved when all are up", "CPU time until then"]),
+            judge: Judge::Targets(&[metric::VMS_SAVED, metric::VMS_CPU]),
         },
     },
     Claim {
@@ -196,12 +198,12 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "vms-overcommitted",
             ours: &[
-                Cell("MiB swapped out", Value::Bar("MiB swapped out until all are up")),
-                Cell("of KSM's time", Value::Bar("time until all are up relative to KSM")),
-                Cell("of KSM's CPU time", Value::Bar("CPU time until then relative to KSM")),
+                target(metric::VMS_SWAPPED, " swapped out"),
+                target(metric::VMS_SECONDS_OF_KSM, "of KSM's time"),
+                target(metric::VMS_CPU_OF_KSM, "of KSM's CPU time"),
             ],
-            peers: &[Cell("MiB swapped out by KSM", Value::Figure("ksm-1000/20ms: MiB swapped out until all are up"))],
-            judge: Judge::Targets(&[""]),
+            peers: &[figure(metric::VMS_SWAPPED, &[KSM], " swapped out by KSM")],
+            judge: Judge::AllTargets,
         },
     },
     Claim {
@@ -211,15 +213,12 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "containers",
             ours: &[
-                Cell("of the anonymous memory", Value::Bar("anonymous memory on average")),
-                Cell("% of a core in the median second", Value::Bar("CPU of pagefold and ksmd in the median second")),
-                Cell("% in the busiest second", Value::Bar("CPU of pagefold and ksmd in the busiest second")),
+                target(metric::MEMORY_OF_UNMERGED, "of the anonymous memory"),
+                target(metric::CPU_MEDIAN_SECOND, " in the median second"),
+                target(metric::CPU_BUSIEST_SECOND, " in the busiest second"),
             ],
-            peers: &[Cell(
-                "of the anonymous memory with KSM",
-                Value::Figure("ksm-1000/20ms: anonymous memory on average relative to no merging"),
-            )],
-            judge: Judge::Targets(&["anonymous memory on average", "CPU of pagefold and ksmd"]),
+            peers: &[figure(metric::MEMORY_OF_UNMERGED, &[KSM], "of the anonymous memory with KSM")],
+            judge: Judge::Targets(&[metric::MEMORY_OF_UNMERGED, metric::CPU_MEDIAN_SECOND, metric::CPU_BUSIEST_SECOND]),
         },
     },
     Claim {
@@ -235,17 +234,11 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "hash",
             ours: &[
-                Cell(
-                    "times its full hash, paper's form",
-                    Value::Bar("random: speed of paper32 relative to its full hash"),
-                ),
-                Cell(
-                    "times its full hash, by cache lines",
-                    Value::Bar("random: speed of lines relative to its full hash"),
-                ),
+                target_of(metric::HASH_SPEED, &[metric::PAPER32], " its full hash, paper's form"),
+                target_of(metric::HASH_SPEED, &[metric::LINES], " its full hash, by cache lines"),
             ],
             peers: &[],
-            judge: Judge::Targets(&["random: speed of"]),
+            judge: Judge::Targets(&[metric::HASH_SPEED, metric::HASH_SPEED_OF_XXH64]),
         },
     },
     Claim {
@@ -255,14 +248,18 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "neighbours",
             ours: &[
-                Cell("of undisturbed, p99 of a server while merging", Value::Bar("99th percentile while merging")),
-                Cell("at rest", Value::Bar("99th percentile at rest")),
+                target_of(metric::P99_LIMIT, &[metric::WHILE_MERGING], "of undisturbed, p99 of a server while merging"),
+                target_of(metric::P99_LIMIT, &[metric::AT_REST], "at rest"),
             ],
             peers: &[
-                Cell("KSM while merging", Value::Figure("ksm-1000/20ms p99 of undisturbed while merging, median")),
-                Cell("KSM at rest", Value::Figure("ksm-1000/20ms p99 of undisturbed at rest, median")),
+                figure(
+                    metric::P99_OF_UNDISTURBED,
+                    &[KSM, "", metric::WHILE_MERGING, metric::MEDIAN],
+                    "KSM while merging",
+                ),
+                figure(metric::P99_OF_UNDISTURBED, &[KSM, "", metric::AT_REST, metric::MEDIAN], "KSM at rest"),
             ],
-            judge: Judge::Targets(&["99th percentile"]),
+            judge: Judge::Targets(&[metric::P99_LIMIT]),
         },
     },
     Claim {
@@ -271,9 +268,9 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "0.2 % of a core",
         here: Here::Experiment {
             name: "idle",
-            ours: &[Cell("% of a core", Value::Bar("CPU of pagefold and ksmd watching"))],
+            ours: &[target(metric::CPU_WATCHING, "")],
             peers: &[],
-            judge: Judge::Targets(&["CPU of pagefold and ksmd watching"]),
+            judge: Judge::Targets(&[metric::CPU_WATCHING]),
         },
     },
     Claim {
@@ -283,11 +280,11 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "governors",
             ours: &[
-                Cell("% of a core, full, over 1 s", Value::Figure("full: largest share of a core over 1 s, per cent")),
-                Cell("% quiet, over 10 s", Value::Figure("quiet: largest share of a core over 10 s, per cent")),
+                figure(metric::LARGEST_SHARE, &[metric::FULL, "1"], ", full, over 1 s"),
+                figure(metric::LARGEST_SHARE, &[metric::QUIET, "10"], ", quiet, over 10 s"),
             ],
             peers: &[],
-            judge: Judge::Targets(&[""]),
+            judge: Judge::AllTargets,
         },
     },
     Claim {
@@ -297,12 +294,12 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "classes",
             ours: &[
-                Cell("by address", Value::Bar("comparisons, of ksm's, at most, cmd-address")),
-                Cell("by write count", Value::Bar("comparisons, of ksm's, at most, cmd-pagecount")),
-                Cell("by sub-page writes", Value::Bar("comparisons, of ksm's, at most, cmd-subpage")),
+                target_of(metric::CLASS_COMPARISONS, &[metric::CMD_ADDRESS], "by address"),
+                target_of(metric::CLASS_COMPARISONS, &[metric::CMD_PAGECOUNT], "by write count"),
+                target_of(metric::CLASS_COMPARISONS, &[metric::CMD_SUBPAGE], "by sub-page writes"),
             ],
             peers: &[],
-            judge: Judge::Targets(&["comparisons, of ksm's, at most"]),
+            judge: Judge::Targets(&[metric::CLASS_COMPARISONS]),
         },
     },
     Claim {
@@ -312,12 +309,12 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "classes",
             ours: &[
-                Cell("by address", Value::Bar("sharing on average, of ksm's, at least, cmd-address")),
-                Cell("by write count", Value::Bar("sharing on average, of ksm's, at least, cmd-pagecount")),
-                Cell("by sub-page writes", Value::Bar("sharing on average, of ksm's, at least, cmd-subpage")),
+                target_of(metric::CLASS_SHARING, &[metric::CMD_ADDRESS], "by address"),
+                target_of(metric::CLASS_SHARING, &[metric::CMD_PAGECOUNT], "by write count"),
+                target_of(metric::CLASS_SHARING, &[metric::CMD_SUBPAGE], "by sub-page writes"),
             ],
             peers: &[],
-            judge: Judge::Targets(&["sharing on average, of ksm's, at least"]),
+            judge: Judge::Targets(&[metric::CLASS_SHARING]),
         },
     },
     Claim {
@@ -327,12 +324,12 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "classes",
             ours: &[
-                Cell("by address", Value::Bar("points fewer futile comparisons on average, cmd-address")),
-                Cell("by write count", Value::Bar("points fewer futile comparisons on average, cmd-pagecount")),
-                Cell("by sub-page writes", Value::Bar("points fewer futile comparisons on average, cmd-subpage")),
+                target_of(metric::CLASS_FUTILE, &[metric::CMD_ADDRESS], "by address"),
+                target_of(metric::CLASS_FUTILE, &[metric::CMD_PAGECOUNT], "by write count"),
+                target_of(metric::CLASS_FUTILE, &[metric::CMD_SUBPAGE], "by sub-page writes"),
             ],
             peers: &[],
-            judge: Judge::Targets(&["points fewer futile comparisons on average"]),
+            judge: Judge::Targets(&[metric::CLASS_FUTILE]),
         },
     },
     Claim {
@@ -341,9 +338,9 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "0.70-0.85 under KSM, 0.94-0.99 under nuKSM",
         here: Here::Experiment {
             name: "numa",
-            ours: &[Cell("least of five programs (modelled)", Value::Bar("smallest fairness of the five programs"))],
+            ours: &[target(metric::FAIRNESS_SMALLEST, "least of five programs (modelled)")],
             peers: &[],
-            judge: Judge::Targets(&["smallest fairness of the five programs"]),
+            judge: Judge::Targets(&[metric::FAIRNESS_SMALLEST]),
         },
     },
     Claim {
@@ -352,12 +349,9 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "difference of run times from 46 % down to 4 %",
         here: Here::Experiment {
             name: "numa",
-            ours: &[Cell(
-                "points off an even share",
-                Value::Bar("pagefold: largest deviation of local pages from an even share"),
-            )],
+            ours: &[target_of(metric::OFF_EVEN_SHARE, &[""], " off an even share")],
             peers: &[],
-            judge: Judge::Targets(&["pagefold: largest deviation of local pages from an even share"]),
+            judge: Judge::Target(metric::OFF_EVEN_SHARE, &[""]),
         },
     },
     Claim {
@@ -366,9 +360,9 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "91:9, 83:17, 50:50, 17:83, 9:91",
         here: Here::Experiment {
             name: "numa",
-            ours: &[Cell("points off the wanted shares", Value::Bar("priority: largest deviation"))],
+            ours: &[target(metric::OFF_PRIORITY, " off the wanted shares")],
             peers: &[],
-            judge: Judge::Targets(&["priority: largest deviation"]),
+            judge: Judge::Targets(&[metric::OFF_PRIORITY]),
         },
     },
     Claim {
@@ -378,12 +372,17 @@ pub const CLAIMS: [Claim; 23] = [
         here: Here::Experiment {
             name: "forests",
             ours: &[
-                Cell("of the comparisons of one tree, with 1,800", Value::Bar("comparisons with 1,800 trees")),
-                Cell("of the time of a scan", Value::Bar("time of a scan with 1,800 trees")),
-                Cell("pairs lost", Value::Bar("pairs not merged")),
+                target(metric::TREES_COMPARISONS, "of the comparisons of one tree, with 1,800"),
+                target(metric::TREES_SCAN, "of the time of a scan"),
+                target(metric::TREES_UNMERGED, "pairs lost"),
             ],
             peers: &[],
-            judge: Judge::Targets(&["comparisons", "time of a scan", "pairs not merged"]),
+            judge: Judge::Targets(&[
+                metric::TREES_OFF_LAW,
+                metric::TREES_COMPARISONS,
+                metric::TREES_SCAN,
+                metric::TREES_UNMERGED,
+            ]),
         },
     },
     Claim {
@@ -392,15 +391,12 @@ pub const CLAIMS: [Claim; 23] = [
         paper: "KSM runs out of memory at 900 s, nuKSM finishes",
         here: Here::Experiment {
             name: "forests",
-            ours: &[Cell(
-                "s until memory runs out (2400: never)",
-                Value::Bar("race: s until memory runs out, pagefold"),
-            )],
+            ours: &[target(metric::RACE_LIMIT, " until memory runs out (2400: never)")],
             peers: &[
-                Cell("s, ksm", Value::Figure("race: ksm, s until memory runs out (2400 stands for never)")),
-                Cell("s, nuksm", Value::Figure("race: nuksm, s until memory runs out (2400 stands for never)")),
+                figure(metric::RACE, &["ksm", metric::RACE_NEVER], ", ksm"),
+                figure(metric::RACE, &["nuksm", metric::RACE_NEVER], ", nuksm"),
             ],
-            judge: Judge::Targets(&["race"]),
+            judge: Judge::Targets(&[metric::RACE_LIMIT]),
         },
     },
 ];
@@ -436,14 +432,15 @@ impl Claim {
             }
         }
         let text = |cells: &[Cell], policy: Option<&str>| {
-            let shown =
-                cells.iter().filter_map(|Cell(what, from)| Some(format!("{} {what}", from.value(&own, policy)?)));
+            let shown = cells
+                .iter()
+                .filter_map(|Cell(from, what)| Some(format!("{} {}{what}", from.value(&own, policy)?, from.unit())));
             shown.collect::<Vec<_>>().join(", ")
         };
         let theirs =
             named.iter().map(|policy| (*policy, text(peers, Some(policy)))).filter(|(_, text)| !text.is_empty());
         let mut theirs: Vec<String> = match peers {
-            [Cell(_, Value::Measure(_)), ..] => theirs.map(|(policy, text)| format!("{policy}: {text}")).collect(),
+            [Cell(Value::Measure(..), _), ..] => theirs.map(|(policy, text)| format!("{policy}: {text}")).collect(),
             _ => vec![text(peers, None)],
         };
         theirs.retain(|text| !text.is_empty());
@@ -459,21 +456,37 @@ impl Claim {
 impl Value {
     fn value(&self, reports: &[&ExperimentReport], policy: Option<&str>) -> Option<Spread> {
         let values = reports.iter().filter_map(|report| match self {
-            Self::Measure(of) => of(&Measures::in_report(report, policy?)?),
-            Self::Figure(name) => report.figures.get(*name).copied(),
-            Self::Bar(name) => Some(report.bars.iter().find(|bar| bar.name.starts_with(name))?.measured),
+            Self::Measure(of, _) => of(&Measures::in_report(report, policy?)?),
+            Self::Figure(key) => report.figures.get(&key.to_string()).copied(),
+            Self::Target(key) => Some(report.bars.iter().find(|bar| key.is(&bar.name))?.measured),
         });
         Spread::of(values)
+    }
+
+    fn unit(&self) -> &'static str {
+        match self {
+            Self::Measure(_, unit) => unit,
+            Self::Figure(key) | Self::Target(key) => key.0.unit,
+        }
     }
 }
 
 impl Judge {
+    /// Whether a target counts.
+    fn is_by(&self, name: &str) -> bool {
+        match self {
+            Self::AllTargets => true,
+            Self::Targets(metrics) => metrics.iter().any(|&metric| Key(metric, &[]).is(name)),
+            Self::Target(metric, of) => Key(*metric, of).is(name),
+            Self::AtLeast(_) | Self::AtMost(_) => false,
+        }
+    }
+
     fn verdict(&self, ours: &[Cell], reports: &[&ExperimentReport], policy: Option<&str>) -> Verdict {
-        let first = || ours.first().and_then(|Cell(_, from)| from.value(reports, policy)).map(|value| value.median);
+        let first = || ours.first().and_then(|Cell(from, _)| from.value(reports, policy)).map(|value| value.median);
         let met = match self {
-            Self::Targets(names) => {
-                let judged = |name: &str| names.iter().any(|start| name.starts_with(start));
-                let bars = reports.iter().flat_map(|report| &report.bars).filter(|bar| judged(&bar.name));
+            Self::AllTargets | Self::Targets(_) | Self::Target(..) => {
+                let bars = reports.iter().flat_map(|report| &report.bars).filter(|bar| self.is_by(&bar.name));
                 let met: Vec<bool> = bars.map(|bar| bar.met).collect();
                 if met.is_empty() { None } else { Some(met.iter().all(|&met| met)) }
             }
@@ -505,6 +518,11 @@ mod tests {
         let expected = [("K", 4), ("U", 11), ("C", 3), ("N", 5)];
         let expected = expected.iter().flat_map(|&(paper, count)| (1..=count).map(move |row| format!("{paper}{row}")));
         assert_eq!(ids, expected.collect::<Vec<_>>());
+        for claim in &CLAIMS {
+            if let Here::Experiment { name, .. } = claim.here {
+                assert!(crate::results::NAMES.contains(&name), "{name}");
+            }
+        }
     }
 
     #[test]
@@ -514,8 +532,7 @@ mod tests {
         assert_eq!(claim("U7").measured(&[], false).verdict, Verdict::NotMeasured);
         let report = |percent| {
             let mut report = ExperimentReport::new("idle", "");
-            let name = "CPU of pagefold and ksmd watching 8.00 GiB, per cent of a core";
-            report.bar(name, Limit::AtMost(0.2), Some(percent));
+            report.bar(metric::CPU_WATCHING.of(["8.00 GiB"]), Limit::AtMost(0.2), Some(percent));
             report.bar("another", Limit::AtMost(0.0), Some(1.0));
             report
         };
@@ -532,7 +549,7 @@ mod tests {
         let mut short = ExperimentReport::new("short-lived", "");
         assert_eq!(claim("U3").measured(&[&short], false).verdict, Verdict::NotMeasured);
         for (seconds, verdict) in [(0.25, Verdict::Met), (0.5, Verdict::Missed)] {
-            short.figure("smallest T at which half is merged, sensitive, s", seconds);
+            short.figure(metric::SMALLEST_LIFETIME, seconds);
             assert_eq!(claim("U3").measured(&[&short], false).verdict, verdict);
         }
         // Targets that were not judged.

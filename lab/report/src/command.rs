@@ -15,9 +15,6 @@ pub struct ReportArgs {
     /// Write a web page: one file with all pictures, which needs no network
     #[arg(short, long, value_name = "FILE", default_value = "target/report.html")]
     pub output: PathBuf,
-    /// Print Markdown, without pictures
-    #[arg(long, conflicts_with = "output")]
-    pub markdown: bool,
     /// Also show where the duplicate pages of this record are in the address space
     #[arg(long, value_name = "RECORD")]
     pub record: Option<PathBuf>,
@@ -32,14 +29,10 @@ pub fn run(args: &ReportArgs) -> anyhow::Result<u8> {
     }
     let density = args.record.as_deref().map(Density::of_record).transpose()?;
     let document = summary::document(&all, density.as_ref());
-    if args.markdown {
-        print!("{}", document.markdown());
-    } else {
-        html::write(&args.output, &document.html()).map_err(|error| {
-            let path = args.output.display();
-            let line = format!("cannot write {path}: {error}; give --output a file that can be created");
-            Exit::new(exit::FAILURE, line)
-        })?;
-    }
+    html::write(&args.output, &document.html()).map_err(|error| {
+        let path = args.output.display();
+        let line = format!("cannot write {path}: {error}; give --output a file that can be created");
+        Exit::new(exit::FAILURE, line)
+    })?;
     Ok(exit::OK)
 }

@@ -1,6 +1,7 @@
 //! Latencies as histograms: small enough to keep, and good for any percentile.
 
 use pagefold_engine::units::whole;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use std::time::Duration;
 const PARTS: u32 = 128;
 
 /// The latencies of one server under one policy.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Latencies {
     pub policy: String,
     pub server: String,
@@ -18,7 +19,7 @@ pub struct Latencies {
 }
 
 /// How many latencies were at most so many nanoseconds, and more than the next lower bound.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Histogram(pub BTreeMap<u64, u64>);
 
 impl Histogram {

@@ -4,15 +4,16 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`report`], [`points`], [`latencies`], [`events`] | what an experiment has measured |
-//! | [`results`] | the files of a repetition |
+//! | [`results`] | the file of a repetition |
+//! | [`metric`] | the names of what is measured and judged |
 //! | [`measures`], [`claims`], [`summary`] | figures over all repetitions, judged by the claims |
-//! | [`document`], [`charts`], [`chart`], [`plot`], [`columns`] | the page, its pictures and tables |
+//! | [`policy`] | names of policies |
+//! | [`document`], [`charts`], [`columns`] | the page, its pictures and tables |
 //! | [`record`], [`density`] | records of memory, and where duplicates are in one |
 //! | [`command`] | the command line |
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
 
-pub mod chart;
 pub mod charts;
 pub mod claims;
 pub mod columns;
@@ -22,8 +23,9 @@ pub mod document;
 pub mod events;
 pub mod latencies;
 pub mod measures;
-pub mod plot;
+pub mod metric;
 pub mod points;
+pub mod policy;
 pub mod record;
 pub mod report;
 pub mod results;

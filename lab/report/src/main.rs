@@ -5,7 +5,7 @@ use clap::Parser;
 use pagefold_report::command::{ReportArgs, run};
 use std::process::ExitCode;
 
-/// Write what pagefold-lab bench has measured as one web page, or as Markdown
+/// Write what pagefold-lab bench has measured as one web page
 #[derive(Parser)]
 #[command(name = "pagefold-report", version, max_term_width = 100)]
 struct Cli {

@@ -1,8 +1,8 @@
 //! What a run took to get somewhere, and what it takes to stay there: apart, so that nothing depends on how long it was
 //! watched.
 
-use crate::plot::is_ours;
 use crate::points::SamplerPoint;
+use crate::policy::{NO_MERGING, ORACLE, is_ours};
 use crate::report::{ExperimentReport, PolicyRun, is_of_later_round};
 use pagefold_engine::units::Bytes;
 use std::fmt;
@@ -13,11 +13,6 @@ const AT_90: usize = 1;
 const AT_99: usize = 2;
 /// What follows must be at least so long to tell what staying there costs.
 const LEAST_SECONDS_AFTER: f64 = 5.0;
-
-/// The policy that knows beforehand what is a duplicate: what can be reached.
-const ORACLE: &str = "oracle";
-/// The policy that does nothing.
-const NONE: &str = "no merging";
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measures {
@@ -83,7 +78,7 @@ pub fn savable(report: &ExperimentReport, set: &str) -> u64 {
 
 /// Whether a policy could be used in place of pagefold.
 pub fn is_peer(policy: &str) -> bool {
-    !is_ours(policy) && ![ORACLE, NONE].contains(&policy) && !is_of_later_round(policy)
+    !is_ours(policy) && ![ORACLE, NO_MERGING].contains(&policy) && !is_of_later_round(policy)
 }
 
 /// A quantity in which policies are compared.

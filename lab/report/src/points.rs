@@ -3,7 +3,7 @@
 use crate::events::KernelEvents;
 use serde::{Deserialize, Serialize};
 
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SamplerPoint {
     /// Time since the start.
     pub seconds: f64,
@@ -11,9 +11,9 @@ pub struct SamplerPoint {
     pub saved_bytes: u64,
     /// CPU time of ksmd since the start.
     pub ksmd_seconds: f64,
-    /// CPU time of the daemon passed to [`Sampler::watch`] and of its children.
+    /// CPU time of the daemon passed to `Sampler::watch` and of its children.
     pub daemon_seconds: f64,
-    /// The daemon's peak memory so far, see [`Meter::peak_bytes`].
+    /// The daemon's peak memory so far, see `Meter::peak_bytes`.
     pub daemon_peak_bytes: u64,
     /// What the kernel has counted since the start.
     pub events: KernelEvents,

@@ -2,6 +2,7 @@
 
 use crate::events::KernelEvents;
 use crate::latencies::Latencies;
+use crate::metric::{self, Metric};
 use crate::points::PageTableSample;
 use crate::points::{SamplerPoint, reached, thinned};
 use pagefold_engine::units::Pages;
@@ -18,8 +19,7 @@ pub const SCHEMA: &str = "pagefold.bench/1";
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ExperimentReport {
-    #[serde(skip_deserializing)]
-    pub schema: &'static str,
+    pub schema: String,
     pub experiment: String,
     /// The claim it measures, and its source.
     pub claim: String,
@@ -39,17 +39,16 @@ pub struct ExperimentReport {
     pub bars: Vec<BarResult>,
     /// Policies that could not be measured.
     pub failures: Vec<Failure>,
-    #[serde(skip)]
+    /// Bar charts of what is special to the experiment.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pictures: Vec<Picture>,
-    #[serde(skip)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub latencies: Vec<Latencies>,
 }
 
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Picture {
-    /// The end of the file name.
-    pub name: &'static str,
-    pub title: &'static str,
+    pub title: String,
     /// The unit and other conditions.
     pub subtitle: String,
     /// The bars: names and values.
@@ -59,14 +58,8 @@ pub struct Picture {
 impl ExperimentReport {
     pub fn new(experiment: &str, claim: &str) -> Self {
         let (experiment, claim) = (experiment.to_owned(), claim.to_owned());
-        Self { schema: SCHEMA, experiment, claim, machine: MachineDescription::this(), ..Self::default() }
-    }
-
-    /// A report that was read from JSON, with the name and version of the file beside it.
-    #[must_use]
-    pub fn named_as(self, report: &Self) -> Self {
-        let machine = MachineDescription { pagefold: report.machine.pagefold, ..self.machine };
-        Self { schema: report.schema, experiment: report.experiment.clone(), machine, ..self }
+        let machine = MachineDescription::this();
+        Self { schema: SCHEMA.to_owned(), experiment, claim, machine, ..Self::default() }
     }
 
     /// Adds sizes and times of the experiment.
@@ -74,24 +67,33 @@ impl ExperimentReport {
         self.parameters.extend(parameters.into_iter().map(|(name, value)| (name.to_owned(), value)));
     }
 
+    /// Adds a figure. One that is not a number is left out: JSON has none.
     pub fn figure(&mut self, name: impl Into<String>, value: f64) {
-        self.figures.insert(name.into(), value);
+        if value.is_finite() {
+            self.figures.insert(name.into(), value);
+        }
     }
 
-    /// Adds a bar chart: the end of its file name, its title, the unit and other conditions, and the bars.
-    pub fn picture(
-        &mut self,
-        name: &'static str,
-        title: &'static str,
-        subtitle: impl Into<String>,
-        rows: Vec<(String, f64)>,
-    ) {
-        self.pictures.push(Picture { name, title, subtitle: subtitle.into(), rows });
+    /// Adds a ratio, if it is a number.
+    pub fn put_ratio(&mut self, name: impl Into<String>, value: f64) {
+        if value.is_finite() {
+            self.ratios.insert(name.into(), value);
+        }
     }
 
-    /// The ratio of this name, if it was computed.
-    pub fn ratio(&self, name: &str) -> Option<f64> {
-        self.ratios.get(name).copied()
+    /// Adds a bar chart: its title, the unit and other conditions, and the bars.
+    pub fn picture(&mut self, title: &str, subtitle: impl Into<String>, rows: Vec<(String, f64)>) {
+        self.pictures.push(Picture { title: title.to_owned(), subtitle: subtitle.into(), rows });
+    }
+
+    /// The ratio to a peer, if it was computed.
+    pub fn ratio(&self, metric: Metric, peer: &str) -> Option<f64> {
+        self.ratios.get(&metric.of([peer])).copied()
+    }
+
+    /// A figure, if it was measured of this.
+    pub fn figure_of<const N: usize>(&self, metric: Metric, what: [&str; N]) -> Option<f64> {
+        self.figures.get(&metric.of(what)).copied()
     }
 
     pub fn run(&self, policy: &str) -> Option<&PolicyRun> {
@@ -111,19 +113,19 @@ impl ExperimentReport {
     pub fn compare(&mut self, subject: &str) {
         let Some(own) = self.run(subject).cloned() else { return };
         for peer in self.runs.iter().filter(|run| run.policy != subject) {
-            let mut put = |name: &str, own: Option<f64>, peers: Option<f64>| {
+            let mut put = |metric: Metric, own: Option<f64>, peers: Option<f64>| {
                 if let (Some(own), Some(peers)) = (own, peers.filter(|peers| *peers > 0.0)) {
-                    self.ratios.insert(format!("{name}_vs_{}", peer.policy), own / peers);
+                    self.ratios.insert(metric.of([&peer.policy]), own / peers);
                 }
             };
-            put("saved", Some(own.saved_bytes as f64), Some(peer.saved_bytes as f64));
-            put("cpu", Some(own.cpu_seconds), Some(peer.cpu_seconds));
-            put("saved_per_cpu_second", own.mib_per_cpu_second(), peer.mib_per_cpu_second());
-            put("seconds_to_90_percent", own.seconds_to_90_percent, peer.seconds_to_90_percent);
+            put(metric::SAVED_VS, Some(own.saved_bytes as f64), Some(peer.saved_bytes as f64));
+            put(metric::CPU_VS, Some(own.cpu_seconds), Some(peer.cpu_seconds));
+            put(metric::SAVED_PER_CPU_SECOND_VS, own.mib_per_cpu_second(), peer.mib_per_cpu_second());
+            put(metric::SECONDS_TO_90_PERCENT_VS, own.seconds_to_90_percent, peer.seconds_to_90_percent);
             // Leaves out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU
             // time).
             let (own, peers) = (own.cpu_ksmd_seconds_to_90_percent, peer.cpu_ksmd_seconds_to_90_percent);
-            put("cpu_ksmd_to_90_percent", own, peers);
+            put(metric::CPU_KSMD_TO_90_PERCENT_VS, own, peers);
         }
     }
 
@@ -156,8 +158,7 @@ pub struct MachineDescription {
     pub memory_bytes: u64,
     /// `transparent_hugepage/enabled`.
     pub transparent_hugepages: String,
-    #[serde(skip_deserializing)]
-    pub pagefold: &'static str,
+    pub pagefold: String,
 }
 
 impl MachineDescription {
@@ -187,7 +188,7 @@ impl MachineDescription {
             ))
             .unwrap_or_default()
             .to_owned(),
-            pagefold: env!("CARGO_PKG_VERSION"),
+            pagefold: env!("CARGO_PKG_VERSION").to_owned(),
         }
     }
 }
@@ -261,7 +262,8 @@ pub struct PolicyRun {
     /// The placement of each program's pages, on a machine with several memory nodes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub programs: Vec<Placed>,
-    #[serde(skip)]
+    /// The raw samples, 20 a second.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
     pub points: Vec<SamplerPoint>,
     /// When it began, after the marks of the peers.
     #[serde(skip)]

@@ -1,15 +1,14 @@
 //! The report of all results of a directory. Where pagefold loses comes first.
 
-use crate::chart::FIRST_SECONDS;
 use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
 use crate::claims::{CLAIMS, Verdict};
 use crate::density::Density;
-use crate::document::{Block, Document, Grid};
+use crate::document::{Document, Grid};
 use crate::latencies::Histogram;
 use crate::measures::{EFFECTS, Measures, QUANTITIES, Quantity, Spread, is_peer, ratio};
-use crate::plot::{colours, is_ours};
 use crate::points::thinned;
-use crate::report::{ExperimentReport, Limit, PolicyRun, without_round};
+use crate::policy::{PEERS, colours, is_ours};
+use crate::report::{ExperimentReport, Limit, Picture, PolicyRun, without_round};
 use crate::results::Finished;
 use pagefold_engine::units::Bytes;
 use std::collections::BTreeMap;
@@ -20,6 +19,8 @@ const TOLERANCE: f64 = 1.05;
 const TOLERANCE_OF_SAVINGS: f64 = 1.01;
 /// Points of a drawn curve.
 const POINTS: usize = 400;
+/// The start of an axis of time: samples are 50 ms apart.
+const FIRST_SECONDS: f64 = 0.1;
 /// The start of an axis of CPU seconds.
 const FIRST_CPU_SECONDS: f64 = 0.01;
 
@@ -40,29 +41,27 @@ pub fn document(all: &[Finished], density: Option<&Density>) -> Document {
     let quick = all.iter().any(|one| one.options.quick);
     let mut losses: Vec<Loss> = experiments.iter().flat_map(Repetitions::losses).collect();
     losses.sort_by(|a, b| b.factor.total_cmp(&a.factor));
-    let mut blocks = vec![Block::Text(conditions(all))];
+    let mut page = Document::new("pagefold measured against its peers");
+    page.text(&conditions(all));
     if quick {
-        blocks.push(Block::Text(
-            "A quick run: it shows that everything works. Speeds mean nothing, and no claim is judged.".to_owned(),
-        ));
+        page.text("A quick run: it shows that everything works. Speeds mean nothing, and no claim is judged.");
     }
-    blocks.push(Block::Heading("Where pagefold loses".to_owned()));
+    page.heading("Where pagefold loses");
     if losses.is_empty() {
-        blocks.push(Block::Text("Nowhere in these measurements.".to_owned()));
+        page.text("Nowhere in these measurements.");
     } else {
-        blocks.push(Block::Text(
+        page.text(
             "Missed targets, and every quantity in which a peer is better by more than 5 % (memory saved: 1 %), worst first. The \
-             oracle knows beforehand where duplicates are, and is no peer."
-                .to_owned(),
-        ));
+             oracle knows beforehand where duplicates are, and is no peer.",
+        );
         let rows = losses.iter().map(|loss| {
             let factor = if loss.factor.is_finite() { number(loss.factor) } else { "–".to_owned() };
             [loss.experiment.clone(), loss.what.clone(), loss.ours.clone(), loss.other.clone(), factor]
         });
         let heads = ["experiment", "what", "pagefold", "peer or target", "times worse"];
-        blocks.push(Grid::block(4, heads, rows.collect()));
+        page.table(&Grid::new(4, heads, rows.collect()));
     }
-    blocks.push(Block::Heading("Claim by claim".to_owned()));
+    page.heading("Claim by claim");
     let reports: Vec<&ExperimentReport> = all.iter().map(|one| &one.report).collect();
     let (mut rows, mut counts) = (Vec::new(), [0; 3]);
     for claim in &CLAIMS {
@@ -75,20 +74,20 @@ pub fn document(all: &[Finished], density: Option<&Density>) -> Document {
     }
     let [met, missed, open] =
         [Verdict::Met, Verdict::Missed, Verdict::NotMeasured].map(|verdict| counts[verdict as usize]);
-    blocks.push(Block::Text(format!(
+    page.text(&format!(
         "Claims of the KSM tree's message (K), UKSM (U), CMD (C) and nuKSM (N). The verdict is on this project's targets for the \
          experiment, which are listed below with it, and for K1 to K3 and U3 on the paper's value: {met} met, {missed} missed, {open} not measured."
-    )));
-    blocks.push(Grid::block(6, ["", "claim", "paper", "peers here", "pagefold here", "verdict"], rows));
+    ));
+    page.table(&Grid::new(6, ["", "claim", "paper", "peers here", "pagefold here", "verdict"], rows));
     for experiment in &experiments {
-        experiment.describe(&mut blocks);
+        experiment.describe(&mut page);
     }
     if let Some(density) = density {
-        blocks.push(Block::Heading("Where duplicates are".to_owned()));
-        blocks.push(Block::Text(density.describe()));
-        blocks.push(Block::Picture(density.draw()));
+        page.heading("Where duplicates are");
+        page.text(&density.describe());
+        page.picture(&density.draw());
     }
-    Document { title: "pagefold measured against its peers".to_owned(), blocks }
+    page
 }
 
 fn conditions(all: &[Finished]) -> String {
@@ -220,13 +219,13 @@ impl Repetitions<'_> {
         targets
     }
 
-    fn describe(&self, blocks: &mut Vec<Block>) {
+    fn describe(&self, page: &mut Document) {
         let first = self.reports[0];
         let parameters = first.parameters.iter().map(|(name, value)| format!("{} {value}", name.replace('_', " ")));
-        blocks.push(Block::Heading(self.name.to_owned()));
-        blocks.push(Block::Text(first.claim.clone()));
+        page.heading(self.name);
+        page.text(&first.claim);
         let repeated = format!("repetitions {}", self.reports.len());
-        blocks.push(Block::Text(parameters.chain([repeated]).collect::<Vec<_>>().join(", ")));
+        page.text(&parameters.chain([repeated]).collect::<Vec<_>>().join(", "));
         let or_none = |spread: Option<Spread>| spread.map_or_else(|| "–".to_owned(), |spread| spread.to_string());
         let row = |policy: &str| {
             let value = |of: fn(&Measures) -> Option<f64>| or_none(self.spread(policy, of));
@@ -263,19 +262,22 @@ impl Repetitions<'_> {
                     grid.add_column(head, values.into_iter().map(or_none));
                 }
             }
-            blocks.push(Block::Table(grid));
+            page.table(&grid);
             for policy in &policies {
-                let remark = self.runs(policy).find_map(|run| run.remark.as_deref());
-                blocks.extend(remark.map(|remark| Block::Text(format!("{policy}: {remark}"))));
-            }
-            if self.reports.iter().any(|report| report.saved_anything()) {
-                blocks.push(Block::Picture(self.saved_over_time(&policies)));
-                if !self.points(policies[0]).next().is_none_or(<[_]>::is_empty) {
-                    blocks.push(Block::Picture(self.cpu_over_time(&policies)));
+                if let Some(remark) = self.runs(policy).find_map(|run| run.remark.as_deref()) {
+                    page.text(&format!("{policy}: {remark}"));
                 }
             }
-            blocks.extend(self.saved_per_cpu_second(&policies).map(Block::Picture));
+            if self.reports.iter().any(|report| report.saved_anything()) {
+                page.picture(&self.saved_over_time(&policies));
+                if !self.points(policies[0]).next().is_none_or(<[_]>::is_empty) {
+                    page.picture(&self.cpu_over_time(&policies));
+                }
+            }
+            self.saved_per_cpu_second(&policies).iter().for_each(|svg| page.picture(svg));
         }
+        self.own_pictures().iter().for_each(|svg| page.picture(svg));
+        self.own_curves().iter().for_each(|svg| page.picture(svg));
         let ratios = self.pairs().into_iter().flat_map(|(own, peer)| {
             QUANTITIES.iter().filter_map(move |quantity| {
                 let ratio = ratio(&self.reports, own, peer, quantity)?;
@@ -284,24 +286,62 @@ impl Repetitions<'_> {
         });
         let ratios: Vec<[String; 4]> = ratios.collect();
         if !ratios.is_empty() {
-            blocks.push(Block::Text("Ratios, each taken within a repetition:".to_owned()));
-            blocks.push(Grid::block(3, ["quantity", "pagefold", "peer", "pagefold / peer"], ratios));
+            page.text("Ratios, each taken within a repetition:");
+            page.table(&Grid::new(3, ["quantity", "pagefold", "peer", "pagefold / peer"], ratios));
         }
         let targets: Vec<[String; 4]> = self.targets().iter().map(Target::row).collect();
         if !targets.is_empty() {
-            blocks.push(Grid::block(1, ["target", "measured", "required", "verdict"], targets));
+            page.table(&Grid::new(1, ["target", "measured", "required", "verdict"], targets));
         }
         let mut figures = BTreeMap::<&str, Vec<f64>>::new();
         for (name, value) in self.reports.iter().flat_map(|report| &report.figures) {
             figures.entry(name).or_default().push(*value);
         }
         let (tails, others): (Vec<_>, Vec<_>) = figures.into_iter().partition(|(name, _)| tail(name).is_some());
-        blocks.extend(latencies(&tails));
-        blocks.extend(self.tails().into_iter().map(Block::Picture));
+        describe_latencies(page, &tails);
+        self.tails().iter().for_each(|svg| page.picture(svg));
         if !others.is_empty() {
             let rows = others.into_iter().map(|(name, values)| [name.to_owned(), or_none(Spread::of(values))]);
-            blocks.push(Block::Folded("other figures", Grid::new(1, ["other figures", ""], rows.collect())));
+            page.folded("other figures", &Grid::new(1, ["other figures", ""], rows.collect()));
         }
+    }
+
+    /// The experiment's own bar charts, with the medians of the repetitions.
+    fn own_pictures(&self) -> Vec<String> {
+        let of_repetitions = |picture: &Picture, name: &str| {
+            let pictures = self.reports.iter().flat_map(|report| &report.pictures);
+            let rows = pictures.filter(|other| other.title == picture.title).flat_map(|other| &other.rows);
+            Spread::of(rows.filter(|row| row.0 == name).map(|row| row.1))
+        };
+        let drawn = self.reports[0].pictures.iter().filter(|picture| !picture.rows.is_empty()).map(|picture| {
+            let colours = colours(picture.rows.iter().map(|(name, _)| name.as_str()));
+            let rows =
+                picture.rows.iter().zip(colours).filter_map(|((name, _), colour)| {
+                    Some(Bar::of_spread(name, of_repetitions(picture, name)?, colour))
+                });
+            bars(&format!("{}: {}", self.name, picture.title), &picture.subtitle, &rows.collect::<Vec<_>>())
+        });
+        drawn.collect()
+    }
+
+    /// The experiment's own curves. Those whose names begin with the same word share a picture.
+    fn own_curves(&self) -> Vec<String> {
+        let mut pictures = BTreeMap::<&str, Vec<Curve>>::new();
+        for (name, points) in &self.reports[0].curves {
+            let (of, label) = name.split_once(' ').unwrap_or((name, ""));
+            let curves = pictures.entry(of).or_default();
+            let colour = PEERS[curves.len() % PEERS.len()];
+            // Where curves coincide, the wider ones below stay visible.
+            let width = u32::try_from(PEERS.len().saturating_sub(curves.len())).unwrap_or(0).max(1);
+            curves.push(Curve { label: label.to_owned(), colour, width, points: points.clone(), ..Curve::default() });
+        }
+        let draw = |(of, curves): (&str, Vec<Curve>)| {
+            let points = || curves.iter().flat_map(|curve| &curve.points);
+            let up = ("(logarithmic)".to_owned(), Scale::logarithmic(points().map(|point| point.1)));
+            let right = ("rounds".to_owned(), Scale::linear(points().map(|point| point.0)));
+            Lines { title: format!("{}: {of}", self.name), up, right, curves }.draw()
+        };
+        pictures.into_iter().map(draw).collect()
     }
 
     /// The raw samples of a policy, for each repetition.
@@ -324,7 +364,7 @@ impl Repetitions<'_> {
                 let width = if is_ours(policy) { 3 } else { 2 };
                 // Repetitions are thinner.
                 let width = if self.reports.len() > 1 { width - 1 } else { width };
-                curves.push(Curve { label, colour, width, stays, points: points(run), ..Curve::default() });
+                curves.push(Curve { label, colour, width, stays, points: points(run) });
             }
         }
         curves
@@ -408,7 +448,7 @@ impl Repetitions<'_> {
     fn saved_per_cpu_second(&self, policies: &[&str]) -> Option<String> {
         let rows = policies.iter().zip(colours(policies.iter().copied())).filter_map(|(policy, colour)| {
             let spread = self.spread(policy, |measures| measures.mib_per_cpu_second)?;
-            Some(Bar { text: spread.to_string(), ..Bar::new(policy, spread.median, colour) })
+            Some(Bar::of_spread(policy, spread, colour))
         });
         let rows: Vec<Bar> = rows.collect();
         let subtitle = "MiB per CPU second of ksmd and pagefold, until 90 % was saved; policies that did not reach it are left out";
@@ -467,12 +507,12 @@ fn tail(name: &str) -> Option<(&str, f64, &str)> {
 }
 
 /// Latencies as a table with a column for each percentile, and as bars for the highest.
-fn latencies(figures: &[(&str, Vec<f64>)]) -> Vec<Block> {
+fn describe_latencies(page: &mut Document, figures: &[(&str, Vec<f64>)]) {
     let tails = || figures.iter().filter_map(|(name, values)| Some((tail(name)?, Spread::of(values.iter().copied())?)));
     let mut percentiles: Vec<f64> = tails().map(|((_, percentile, _), _)| percentile).collect();
     percentiles.sort_by(f64::total_cmp);
     percentiles.dedup();
-    let Some(&highest) = percentiles.last() else { return Vec::new() };
+    let Some(&highest) = percentiles.last() else { return };
     let mut rows: Vec<(String, String, f64, Spread)> = tails()
         .map(|((policy, percentile, when), spread)| (policy.to_owned(), when.to_owned(), percentile, spread))
         .collect();
@@ -482,16 +522,12 @@ fn latencies(figures: &[(&str, Vec<f64>)]) -> Vec<Block> {
     let table = rows.iter().map(|(policy, when, percentile, spread)| {
         [policy.clone(), when.clone(), format!("p{percentile}"), spread.to_string()]
     });
-    let table = Grid::block(2, ["latency", "when", "percentile", "us"], table.collect());
+    page.table(&Grid::new(2, ["latency", "when", "percentile", "us"], table.collect()));
     let highest_rows: Vec<_> =
         rows.iter().filter(|(_, _, percentile, _)| percentile.total_cmp(&highest).is_eq()).collect();
     let drawn = highest_rows.iter().zip(colours(highest_rows.iter().map(|(policy, ..)| policy.as_str())));
-    let drawn = drawn.map(|((policy, when, _, spread), colour)| Bar {
-        text: spread.to_string(),
-        ..Bar::new(&named(policy, when), spread.median, colour)
-    });
-    let picture = bars(&format!("latency, p{highest}"), "microseconds", &drawn.collect::<Vec<_>>());
-    vec![table, Block::Picture(picture)]
+    let drawn = drawn.map(|((policy, when, _, spread), colour)| Bar::of_spread(&named(policy, when), *spread, colour));
+    page.picture(&bars(&format!("latency, p{highest}"), "microseconds", &drawn.collect::<Vec<_>>()));
 }
 
 #[cfg(test)]
@@ -554,7 +590,7 @@ mod tests {
 
     #[test]
     fn without_results_there_is_nothing_to_lose() {
-        let text = document(&[], None).markdown();
+        let text = document(&[], None).html();
         assert!(
             text.contains("Nothing has been measured.") && text.contains("0 met, 0 missed, 23 not measured"),
             "{text}"

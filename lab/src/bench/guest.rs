@@ -96,7 +96,7 @@ pub fn run(
         );
     };
     found.machine.kernel = format!("{} (emulated, on {})", found.machine.kernel, report.machine.kernel);
-    Ok(found.named_as(report))
+    Ok(found)
 }
 
 fn command(emulator: &Emulator, kernel: &GuestKernel, machine: &GuestMachine, dir: &Path) -> anyhow::Result<Command> {

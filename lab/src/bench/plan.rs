@@ -79,11 +79,9 @@ mod tests {
         let experiments: Vec<&Experiment> = EXPERIMENTS[..2].iter().collect();
         let steps = plan(&experiments, 2, None);
         assert_eq!(remaining(&steps, &[]), None);
-        let finished = |seconds| Finished {
-            repetition: 1,
-            options: BenchOptions::default(),
-            elapsed: Duration::from_secs(seconds),
-            report: ExperimentReport::new(EXPERIMENTS[0].name, ""),
+        let finished = |seconds| {
+            let report = ExperimentReport::new(EXPERIMENTS[0].name, "");
+            Finished::new(1, BenchOptions::default(), Duration::from_secs(seconds), report)
         };
         assert_eq!(remaining(&steps[1..], &[finished(10)]), Some(Duration::from_secs(30)));
         assert_eq!(remaining(&steps[3..], &[finished(10), finished(20)]), Some(Duration::from_secs(15)));

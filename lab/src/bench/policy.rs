@@ -131,13 +131,12 @@ impl Policy {
     }
 }
 
-/// The name of the policy that the experiments judge.
-pub use pagefold_report::plot::SUBJECT;
+pub use pagefold_report::policy::{KSM, KSM_EVERYTHING, NO_MERGING, ORACLE, SUBJECT};
 
 impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::KsmEverything => f.write_str("ksm-everything"),
+            Self::KsmEverything => f.write_str(KSM_EVERYTHING),
             Self::KsmPaced { pages, .. } => write!(f, "ksm-{pages}/20ms"),
             Self::KsmAdvisor { seconds } => write!(f, "ksm-advisor/{seconds}s"),
             Self::KsmAdvisorAtCap { seconds } => write!(f, "ksm-advisor at its cap/{seconds}s"),
@@ -149,8 +148,8 @@ impl fmt::Display for Policy {
             Self::Uksmd { seconds } => write!(f, "uksmd's rules/{seconds}s"),
             Self::Uksm { governor, .. } => write!(f, "uksm {governor}"),
             Self::KsmSteered { share, .. } => write!(f, "ksm at {:.2} %", 100.0 * share.fraction()),
-            Self::NoMerging { .. } => f.write_str("no merging"),
-            Self::Oracle => f.write_str("oracle"),
+            Self::NoMerging { .. } => f.write_str(NO_MERGING),
+            Self::Oracle => f.write_str(ORACLE),
             Self::Pagefold { options, .. } => {
                 f.write_str(SUBJECT)?;
                 options.iter().try_for_each(|option| write!(f, " {option}"))
@@ -420,6 +419,7 @@ mod tests {
 
     #[test]
     fn variants_have_distinct_names() {
+        assert_eq!(Policy::KsmPaced { pages: KSM_PAGES, seconds: 1 }.to_string(), KSM);
         let names = [
             Policy::pagefold(1),
             Policy::pagefold_with(1, &["--governor", "low"]),

@@ -1,6 +1,5 @@
 //! Results as text.
 
-use crate::bench::chart::{self, FIRST_SECONDS};
 use crate::bench::experiment::Experiment;
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::charts::number;
@@ -8,8 +7,6 @@ use crate::columns;
 use pagefold_engine::units::Bytes;
 use pagefold_text::table::Table;
 use std::fmt::Write;
-
-const CHART_COLUMNS: u32 = 56;
 
 pub fn list(experiments: &[Experiment]) -> String {
     experiments.iter().fold(String::new(), |mut text, experiment| {
@@ -40,13 +37,6 @@ fn write_report(to: &mut String, report: &ExperimentReport) -> std::fmt::Result 
     writeln!(to, "  {}", parameters.join(", "))?;
     if !report.runs.is_empty() {
         writeln!(to, "\n{}", runs(&report.runs))?;
-    }
-    if report.saved_anything() {
-        writeln!(to, "\nsaved over time, {FIRST_SECONDS} to {:.0} s (logarithmic)", chart::last_seconds(&report.runs))?;
-        let width = report.runs.iter().map(|run| run.policy.chars().count()).max().unwrap_or(0);
-        for (run, line) in report.runs.iter().zip(chart::lines(&report.runs, CHART_COLUMNS)) {
-            writeln!(to, "  {:<width$} |{line}|", run.policy)?;
-        }
     }
     for (name, values) in [("figures", &report.figures), ("ratios", &report.ratios)] {
         if !values.is_empty() {

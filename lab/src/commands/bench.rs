@@ -3,11 +3,9 @@
 use crate::bench::experiment::{EXPERIMENTS, Experiment, ExperimentSetting};
 use crate::bench::guest::GuestKernel;
 use crate::bench::plan::{Step, order, plan, remaining};
-use crate::bench::plot;
 use crate::bench::report::{ExperimentReport, Failure, MachineDescription};
 use crate::bench::results::{self, BenchOptions, Finished};
 use crate::bench::table;
-use crate::plots;
 use anyhow::Context;
 use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_text::exit::{self, Exit};
@@ -34,11 +32,8 @@ pub struct BenchArgs {
     /// Write the results as JSON, one line per experiment (schema pagefold.bench/1); - means standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Write charts (SVG) into this directory
-    #[arg(long, value_name = "DIR", conflicts_with = "in_guest")]
-    pub plots: Option<PathBuf>,
-    /// Write the results of each repetition into this directory: JSON, and the raw samples as Parquet. What is there
-    /// already is not measured again
+    /// Write the results of each repetition into this directory, as JSON with the raw samples. What is there already is
+    /// not measured again
     #[arg(long, value_name = "DIR", conflicts_with = "in_guest")]
     pub output: Option<PathBuf>,
     /// Repeat each experiment
@@ -94,9 +89,6 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         Some(_) if to_stdout => Some(Box::new(io::stdout())),
         Some(path) => Some(Box::new(File::create(path).with_context(|| path.display().to_string())?)),
     };
-    if let Some(dir) = &args.plots {
-        fs::create_dir_all(dir).with_context(|| dir.display().to_string())?;
-    }
     let guest = args.in_guest.as_ref().map(|kernel| GuestKernel::new(kernel, args.module.as_deref())).transpose()?;
     let interrupt = Interrupt::on_signals()?;
     let setting = ExperimentSetting {
@@ -147,9 +139,6 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
             serde_json::to_writer(&mut *json, &report)?;
             writeln!(json)?;
         }
-        if let Some(dir) = &args.plots {
-            plots::write(dir, &plot::charts(&report))?;
-        }
     }
     Ok(u8::from(!passed))
 }
@@ -179,7 +168,7 @@ impl<'a> Store<'a> {
     }
 
     fn add(&self, repetition: u32, elapsed: Duration, report: &ExperimentReport) -> anyhow::Result<Finished> {
-        let finished = Finished { repetition, options: self.options.clone(), elapsed, report: report.clone() };
+        let finished = Finished::new(repetition, self.options.clone(), elapsed, report.clone());
         results::write(self.dir, &finished)?;
         Ok(finished)
     }

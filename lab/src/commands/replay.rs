@@ -1,6 +1,5 @@
 //! `pagefold-lab replay`: runs algorithms on a record and compares them.
 
-use crate::plots;
 use crate::record::{Record, RecordError};
 use crate::replay::{Algorithm, Settings, replay, savable};
 use crate::script::script;
@@ -32,9 +31,6 @@ pub struct ReplayArgs {
     /// Set the number of trees in nuksm's forests [default: one per 100 MiB]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4_096))]
     trees: Option<u16>,
-    /// Write charts (SVG) into this directory
-    #[arg(long, value_name = "DIR")]
-    plots: Option<PathBuf>,
     /// Print the results as JSON (schema pagefold.lab.replay/1)
     #[arg(long)]
     json: bool,
@@ -64,9 +60,6 @@ pub fn run(args: &ReplayArgs) -> Result<u8> {
         savable: savable(&scripted, &settings),
         outcomes,
     };
-    if let Some(dir) = &args.plots {
-        plots::write(dir, &plots::charts(&comparison))?;
-    }
     if args.json {
         println!("{}", serde_json::to_string(&comparison)?);
     } else {

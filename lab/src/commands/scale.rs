@@ -1,6 +1,5 @@
 //! `pagefold-lab scale`: runs algorithms on simulated memories of up to a tebibyte.
 
-use crate::plots;
 use crate::replay::Algorithm;
 use crate::scale::{ScaleOptions, scale};
 use anyhow::Result;
@@ -8,7 +7,6 @@ use clap::ValueEnum;
 use pagefold_text::exit;
 use pagefold_text::progress::Progress;
 use pagefold_text::style;
-use std::path::PathBuf;
 
 /// Options of `pagefold-lab scale`.
 #[derive(clap::Args)]
@@ -29,9 +27,6 @@ pub struct ScaleArgs {
     /// Run everything on a small scale, within seconds
     #[arg(long)]
     quick: bool,
-    /// Write charts (SVG) into this directory
-    #[arg(long, value_name = "DIR")]
-    plots: Option<PathBuf>,
     /// Print the results as JSON (schema pagefold.lab.scale/1)
     #[arg(long)]
     json: bool,
@@ -62,9 +57,6 @@ pub fn run(args: &ScaleArgs) -> Result<u8> {
         progress.show(&format!("simulated {done} of {all}"), Some(done as f64 / all as f64));
     });
     progress.clear();
-    if let Some(dir) = &args.plots {
-        plots::write(dir, &plots::scale_charts(&scaling.curves))?;
-    }
     let text = if args.json { serde_json::to_string(&scaling)? + "\n" } else { scaling.to_string() };
     style::print(&text)?;
     Ok(exit::OK)

@@ -138,7 +138,7 @@ fn put_figures(
             report.figure(format!("{name}: {what} of a job relative to no merging, median"), median(values));
         }
     }
-    report.picture("job", "time of a compile job", "seconds, two at a time; median of the rounds", rows);
+    report.picture("time of a compile job", "seconds, two at a time; median of the rounds", rows);
 }
 
 /// Runs the jobs under a policy.

@@ -92,7 +92,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.bar_on_answers();
     let subtitle =
         format!("seconds; the slowest of {clones} clones, {shared_mib} MiB each, beside {own_mib} MiB of its own");
-    report.picture("clones", "time until 90 % of a clone is merged", subtitle, rows);
+    report.picture("time until 90 % of a clone is merged", subtitle, rows);
     Ok(())
 }
 

@@ -6,6 +6,7 @@ use crate::bench::clients::Clients;
 use crate::bench::frames::Held;
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::load::percentile;
+use crate::bench::metric::{CPU_BUSIEST_SECOND, CPU_MEDIAN_SECOND, MEMORY_OF_UNMERGED};
 use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::{SamplerPoint, largest_share, spent_between};
@@ -155,11 +156,6 @@ impl Beside {
     }
 }
 
-/// The names of figures that are judged, too.
-const MEMORY: &str = "anonymous memory on average relative to no merging";
-const CPU_USUAL: &str = "CPU of pagefold and ksmd in the median second, per cent of a core";
-const CPU_MOST: &str = "CPU of pagefold and ksmd in the busiest second, per cent of a core";
-
 fn put_figures(report: &mut ExperimentReport, all: &[(String, Measured)], undisturbed: &str) {
     let base = all.iter().find(|(name, _)| name == undisturbed).map(|(_, measured)| *measured);
     for (name, measured) in all {
@@ -173,7 +169,7 @@ fn put_figures(report: &mut ExperimentReport, all: &[(String, Measured)], undist
         report.figure(format!("{name}: p50 of a page load, ms"), measured.p50);
         report.figure(format!("{name}: p99 of a page load, ms"), measured.p99);
         if let Some(base) = base.filter(|_| name != undisturbed) {
-            report.figure(format!("{name}: {MEMORY}"), measured.mean.in_frames / base.mean.in_frames);
+            report.figure(MEMORY_OF_UNMERGED.of([name]), measured.mean.in_frames / base.mean.in_frames);
             let at_the_end = measured.end.in_frames / base.end.in_frames;
             report.figure(format!("{name}: anonymous memory at the end relative to no merging"), at_the_end);
             report.figure(format!("{name}: p50 relative to no merging"), measured.p50 / base.p50);
@@ -183,11 +179,11 @@ fn put_figures(report: &mut ExperimentReport, all: &[(String, Measured)], undist
     let merging = report.runs.iter().filter(|run| run.policy != undisturbed);
     let spent: Vec<(String, [f64; 2])> = merging.map(|run| (run.policy.clone(), shares(&run.points))).collect();
     for (name, [usual, most]) in spent {
-        report.figure(format!("{name}: {CPU_USUAL}"), usual);
-        report.figure(format!("{name}: {CPU_MOST}"), most);
+        report.figure(CPU_MEDIAN_SECOND.of([&name]), usual);
+        report.figure(CPU_BUSIEST_SECOND.of([&name]), most);
     }
     let rows = all.iter().map(|(name, measured)| (name.clone(), measured.mean.in_frames)).collect();
-    report.picture("containers", "anonymous memory of three containers", "MiB; on average over time", rows);
+    report.picture("anonymous memory of three containers", "MiB; on average over time", rows);
 }
 
 /// What pagefold and ksmd took of a core in the median and in the busiest second, per cent.
@@ -203,10 +199,8 @@ fn shares(points: &[SamplerPoint]) -> [f64; 2] {
 }
 
 fn put_bars(report: &mut ExperimentReport) {
-    let figure = |report: &ExperimentReport, name: &str| report.figures.get(&format!("{SUBJECT}: {name}")).copied();
-    for (name, limit) in [(MEMORY, 0.61), (CPU_USUAL, 1.0), (CPU_MOST, 3.0)] {
-        let measured = figure(report, name);
-        report.bar(name, Limit::AtMost(limit), measured);
+    for (metric, limit) in [(MEMORY_OF_UNMERGED, 0.61), (CPU_MEDIAN_SECOND, 1.0), (CPU_BUSIEST_SECOND, 3.0)] {
+        report.bar(metric, Limit::AtMost(limit), report.figure_of(metric, [SUBJECT]));
     }
 }
 

@@ -2,8 +2,9 @@
 //! Merged pages are counted in the page tables, since KSM's counters lag when merges are broken.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::bench::metric;
 use crate::bench::page_tables::most_and_mean;
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{NO_MERGING, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
 use pagefold_engine::units::Permyriad;
@@ -38,7 +39,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     sequence.exact = true;
     sequence.run(report, &Policy::NoMerging { seconds }, start)?;
     sequence.run(report, &Policy::pagefold(seconds), start)?;
-    let baseline = report.run("no merging").and_then(writing);
+    let baseline = report.run(NO_MERGING).and_then(writing);
     if let Some(run) = report.run(SUBJECT).cloned() {
         left_alone(setting, report, &run, mib(size_mib).0, baseline);
     }
@@ -74,14 +75,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     drop(sequence);
     report.bar_on_answers();
     report.picture(
-        "equal-cpu",
         "memory saved at equal CPU, with the filter off",
         format!("MiB on average over {seconds} s, from the page tables"),
         rows,
     );
     if !setting.quick {
-        let name = "average savings with the filter off relative to KSM at equal CPU (smallest of three)";
-        report.bar(name, Limit::AtLeast(5.0), least);
+        report.bar(metric::SAVED_UNFILTERED, Limit::AtLeast(5.0), least);
     }
     Ok(())
 }
@@ -98,7 +97,7 @@ fn left_alone(
     let at_end = run.in_page_tables.last().map(|sample| share(sample.merged_pages));
     report.figure("default: share merged at most", share(most_and_mean(&run.in_page_tables).0));
     if let Some(at_end) = at_end {
-        report.figure("default: share merged at the end", at_end);
+        report.figure(metric::MERGED_AT_END, at_end);
     }
     let writing = writing(run);
     for (name, writing) in [("without merging", baseline), ("default", writing)] {
@@ -111,7 +110,7 @@ fn left_alone(
     if setting.quick {
         return;
     }
-    report.bar("default: share merged at the end", Limit::AtMost(0.01), at_end);
+    report.bar(metric::MERGED_AT_END, Limit::AtMost(0.01), at_end);
     let speed = writing.zip(baseline).map(|(own, baseline)| own.pages_per_second / baseline.pages_per_second);
     report.bar("default: the writer's speed relative to that without merging", Limit::AtLeast(0.99), speed);
 }

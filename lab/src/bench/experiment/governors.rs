@@ -2,6 +2,7 @@
 //! smaller). The CPU time of pagefold, its injector and ksmd is measured from outside.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::bench::metric;
 use crate::bench::policy::{Enough, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::largest_share;
@@ -15,7 +16,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 /// Names and shares of a core, fastest first.
-const GOVERNORS: [(&str, f64); 4] = [("full", 0.95), ("medium", 0.50), ("low", 0.20), ("quiet", 0.01)];
+const GOVERNORS: [(&str, f64); 4] = [(metric::FULL, 0.95), ("medium", 0.50), ("low", 0.20), (metric::QUIET, 0.01)];
 
 /// The length of time over which shares must hold.
 const WINDOW_SECONDS: f64 = 10.0;
@@ -37,7 +38,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let mut rows = Vec::new();
     let mut faster: Option<(&str, f64)> = None;
     for &(governor, share) in governors {
-        let mib_now = if governor == "quiet" { quiet_mib } else { size_mib };
+        let mib_now = if governor == metric::QUIET { quiet_mib } else { size_mib };
         let (pages, whole) = (mib(mib_now).0, mib(mib_now).bytes().0);
         let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
         let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();
@@ -46,11 +47,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         sequence.run(report, &policy, start)?;
         let Some(run) = report.run(&policy.to_string()).cloned() else { continue };
         let over_ten = largest_share(&run.points, WINDOW_SECONDS);
-        report.figure(format!("{governor}: largest share of a core over 10 s, per cent"), 100.0 * over_ten);
-        report.figure(
-            format!("{governor}: largest share of a core over 1 s, per cent"),
-            100.0 * largest_share(&run.points, 1.0),
-        );
+        let over_one = largest_share(&run.points, 1.0);
+        report.figure(metric::LARGEST_SHARE.of([governor, "10"]), 100.0 * over_ten);
+        report.figure(metric::LARGEST_SHARE.of([governor, "1"]), 100.0 * over_one);
         rows.push((format!("{governor}, of {:.0} % allowed", 100.0 * share), 100.0 * over_ten));
         let saved = run.saved_bytes_max as f64 / whole as f64;
         if let Some(point) = run.reaching(0.9, whole) {
@@ -59,7 +58,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             report.figure(format!("{governor}: seconds to 90 % of {mib_now} MiB"), point.seconds);
             if let Some((before, seconds)) = faster.replace((governor, scaled)) {
                 let note = if mib_now == size_mib { "" } else { ", scaled by size" };
-                report.ratios.insert(format!("seconds to 90 %, {governor} of {before}{note}"), scaled / seconds);
+                report.put_ratio(format!("seconds to 90 %, {governor} of {before}{note}"), scaled / seconds);
             }
         }
         if setting.quick {
@@ -76,7 +75,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     drop(sequence);
     report.bar_on_answers();
     report.picture(
-        "share",
         "CPU of the governors",
         "largest share of a core over any 10 s, per cent; pagefold, its injector and ksmd",
         rows,

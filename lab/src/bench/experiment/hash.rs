@@ -11,6 +11,7 @@ mod scanner;
 use self::pages::{PageSet, TestPage};
 use self::scanner::{Contender, Pass, Scanner, Strengths, Xxh64, full};
 use super::{Experiment, ExperimentSetting, median, mib};
+use crate::bench::metric::{self, Metric};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::partial_hash::{LineHash, WordHash};
 use pagefold_engine::hash::Digester;
@@ -21,6 +22,14 @@ pub const EXPERIMENT: Experiment = Experiment {
             family; ours: also faster than with XXH64, and pages that differ in one word cost at most 1.1 of the full hash",
     run,
 };
+
+/// Of contents and a hash.
+const DUPLICATES: Metric = Metric::new("{}_{}_duplicates_found", "");
+/// Of contents, an adaptive hash and a full one.
+const SPEED_VS: Metric = Metric::new("{}_{}_speed_vs_{}", "");
+const OWN: &str = "own_full";
+const XXH64: &str = "xxh64_full";
+const XXH3: &str = "xxh3_full";
 
 /// The seed of all hash forms (arbitrary).
 const SEED: u64 = 20;
@@ -88,9 +97,9 @@ fn compare(report: &mut ExperimentReport, set: PageSet, contenders: &[Box<dyn Co
     let [_, paper, _, lines, xxh64, xxh3] = found;
     for (own, own_full) in [(0, paper), (2, lines)] {
         let own_name = contenders[own].name();
-        for (peer, passes) in [("own_full", own_full), ("xxh64_full", xxh64), ("xxh3_full", xxh3)] {
+        for (peer, passes) in [(OWN, own_full), (XXH64, xxh64), (XXH3, xxh3)] {
             let ratios = passes.iter().zip(&found[own]).map(|(peer, own)| peer.ns_per_page() / own.ns_per_page());
-            report.ratios.insert(format!("{}_{own_name}_speed_vs_{peer}", set.name()), median(ratios.collect()));
+            report.put_ratio(SPEED_VS.of([set.name(), &own_name, peer]), median(ratios.collect()));
         }
     }
 }
@@ -98,25 +107,23 @@ fn compare(report: &mut ExperimentReport, set: PageSet, contenders: &[Box<dyn Co
 fn add_figures(report: &mut ExperimentReport, set: PageSet, contender: &dyn Contender, passes: &[Pass]) {
     let name = |figure: &str| format!("{}_{}_{figure}", set.name(), contender.name());
     let of = |figure: fn(&Pass) -> f64| median(passes.iter().map(figure).collect());
-    report.figures.insert(name("ns_per_page"), of(Pass::ns_per_page));
-    report.figures.insert(name("duplicates_found"), of(Pass::duplicates));
+    report.figure(name("ns_per_page"), of(Pass::ns_per_page));
+    report.figure(DUPLICATES.of([set.name(), &contender.name()]), of(Pass::duplicates));
     if let Some(strengths) = contender.strengths() {
-        report.figures.insert(name("strength"), of(Pass::strength));
-        report.figures.insert(name("rounds_to_rest"), f64::from(strengths.rounds_to_rest()));
-        report.figures.insert(name("hash_ns_per_page"), of(|pass| pass.per_page(|cost| cost.hash_ns)));
-        report.figures.insert(name("penalty_ns_per_page"), of(|pass| pass.per_page(|cost| cost.penalty_ns)));
-        report.figures.insert(name("collisions_per_page"), of(|pass| pass.per_page(|cost| cost.collisions)));
+        report.figure(name("strength"), of(Pass::strength));
+        report.figure(name("rounds_to_rest"), f64::from(strengths.rounds_to_rest()));
+        report.figure(name("hash_ns_per_page"), of(|pass| pass.per_page(|cost| cost.hash_ns)));
+        report.figure(name("penalty_ns_per_page"), of(|pass| pass.per_page(|cost| cost.penalty_ns)));
+        report.figure(name("collisions_per_page"), of(|pass| pass.per_page(|cost| cost.collisions)));
         report.curves.insert(format!("{} {}", contender.name(), set.name()), strengths.curve());
     }
 }
 
 fn judge(report: &mut ExperimentReport, quick: bool) {
     for set in PageSet::ALL {
-        let found = |contender: &str| {
-            report.figures.get(&format!("{}_{contender}_duplicates_found", set.name())).copied().unwrap_or(f64::NAN)
-        };
-        let truth = found("xxh3_full");
-        let same = ["paper32_adaptive", "paper32_full", "lines_adaptive", "lines_full", "xxh64_full"]
+        let found = |contender: &str| report.figure_of(DUPLICATES, [set.name(), contender]).unwrap_or(f64::NAN);
+        let truth = found(XXH3);
+        let same = ["paper32_adaptive", "paper32_full", "lines_adaptive", "lines_full", XXH64]
             .iter()
             .filter(|contender| (found(contender) - truth).abs() < 0.5)
             .count();
@@ -126,15 +133,16 @@ fn judge(report: &mut ExperimentReport, quick: bool) {
     if quick {
         return;
     }
-    for form in ["paper32", "lines"] {
+    for form in [metric::PAPER32, metric::LINES] {
+        let adaptive = format!("{form}_adaptive");
         let speed = |set: PageSet, peer: &str| {
-            report.ratios.get(&format!("{}_{form}_adaptive_speed_vs_{peer}", set.name())).copied().unwrap_or(f64::NAN)
+            report.ratios.get(&SPEED_VS.of([set.name(), &adaptive, peer])).copied().unwrap_or(f64::NAN)
         };
-        let of_full = speed(PageSet::Random, "own_full");
-        let of_xxh64 = speed(PageSet::Random, "xxh64_full");
-        let alike = [PageSet::OneWord, PageSet::Tails].map(|set| (set, 1.0 / speed(set, "own_full")));
-        report.bar(format!("random: speed of {form} relative to its full hash"), Limit::AtLeast(5.9), Some(of_full));
-        report.bar(format!("random: speed of {form} relative to full XXH64"), Limit::AtLeast(1.0), Some(of_xxh64));
+        let of_full = speed(PageSet::Random, OWN);
+        let of_xxh64 = speed(PageSet::Random, XXH64);
+        let alike = [PageSet::OneWord, PageSet::Tails].map(|set| (set, 1.0 / speed(set, OWN)));
+        report.bar(metric::HASH_SPEED.of([form]), Limit::AtLeast(5.9), Some(of_full));
+        report.bar(metric::HASH_SPEED_OF_XXH64.of([form]), Limit::AtLeast(1.0), Some(of_xxh64));
         for (set, cost) in alike {
             let name = format!("{}: cost of {form} relative to its full hash", set.name());
             report.bar(name, Limit::AtMost(1.1), Some(cost));

@@ -2,7 +2,7 @@
 //! pages loses.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{KSM_EVERYTHING, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::Target;
 use anyhow::{Context, ensure};
@@ -104,7 +104,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
         // The next ones are other programs.
         sequence.expected = None;
-        let [ours, everything] = [SUBJECT, "ksm-everything"].map(|policy| format!("{policy}{layout}"));
+        let [ours, everything] = [SUBJECT, KSM_EVERYTHING].map(|policy| format!("{policy}{layout}"));
         if layout.is_empty() {
             report.compare(SUBJECT);
         }
@@ -124,7 +124,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     drop(sequence);
     report.bar_on_answers();
     let all = TENANTS as u64 * 4 * unit_mib / HUGE_MIB;
-    report.picture("split", "huge pages split", format!("of {all}, in {} MiB of programs", all * HUGE_MIB), rows);
+    report.picture("huge pages split", format!("of {all}, in {} MiB of programs", all * HUGE_MIB), rows);
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::guest::GuestMachine;
+use crate::bench::metric;
 use crate::bench::policy::{Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
 use crate::bench::sampler::spent_between;
@@ -55,14 +56,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     drop(sequence);
     report.bar_on_answers();
     report.picture(
-        "watching",
         "watching memory without duplicates",
         format!("per cent of a core, pagefold and ksmd, over {seconds} s after {settle} s of settling"),
         rows,
     );
     if let (false, Some((gib, percent))) = (setting.quick, judged) {
-        let name = format!("CPU of pagefold and ksmd watching {gib:.2} GiB, per cent of a core");
-        report.bar(name, Limit::AtMost(0.2), Some(percent));
+        report.bar(metric::CPU_WATCHING.of([&format!("{gib:.2} GiB")]), Limit::AtMost(0.2), Some(percent));
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The effect on a program that constantly maps and unmaps memory: reading its memory takes its `mmap_lock`.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{NO_MERGING, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
@@ -36,7 +36,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let runs = report.runs.iter().filter(|run| run.policy == policy);
         runs.flat_map(speeds).collect::<Vec<u64>>()
     };
-    let (baseline, merged) = (of("no merging"), of(SUBJECT));
+    let (baseline, merged) = (of(NO_MERGING), of(SUBJECT));
     let ratio = |of: fn(&[u64]) -> Option<f64>| Some(of(&merged)? / of(&baseline)?);
     for (name, ratio) in [("on average", ratio(mean)), ("in the slowest second", ratio(slowest))] {
         if let Some(ratio) = ratio {

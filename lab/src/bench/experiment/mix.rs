@@ -1,7 +1,8 @@
 //! A host of small services: caches with the same entries, and interpreters of four languages with the same data.
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
-use crate::bench::policy::Policy;
+use crate::bench::metric::{CPU_VS, SAVED_VS};
+use crate::bench::policy::{KSM_EVERYTHING, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{HeldFile, MemcachedData, NODE, PHP, PYTHON, RUBY, Target, scratch};
 
@@ -47,7 +48,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     if setting.quick {
         return Ok(());
     }
-    let (saved, cpu) = (report.ratio("saved_vs_ksm-everything"), report.ratio("cpu_vs_ksm-everything"));
+    let (saved, cpu) = (report.ratio(SAVED_VS, KSM_EVERYTHING), report.ratio(CPU_VS, KSM_EVERYTHING));
     report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.95), saved);
     report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.25), cpu);
     Ok(())

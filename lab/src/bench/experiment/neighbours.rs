@@ -5,6 +5,7 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, shuffled, sort_runs};
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::load::{Done, Latencies as Measured, OpenLoop, Repeated, percentile};
+use crate::bench::metric::{self, AT_REST, WHILE_MERGING};
 use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun, in_round};
 use crate::programs::{MariaDb, MariaDbData, Redis, RedisData, Target, need, scratch};
@@ -93,7 +94,7 @@ enum Window {
 }
 
 impl Window {
-    const ALL: [(Self, &'static str); 2] = [(Self::Merging, "while merging"), (Self::Rest, "at rest")];
+    const ALL: [(Self, &'static str); 2] = [(Self::Merging, WHILE_MERGING), (Self::Rest, AT_REST)];
 
     /// From when to when, since the start of a run.
     fn within(self, sizes: &Sizes) -> (Duration, Duration) {
@@ -370,23 +371,24 @@ fn put_figures(report: &mut ExperimentReport, felt: &BTreeMap<(String, Window), 
             }
         }
         for ((name, _, server), all) in ratios.iter().filter(|((_, which, _), _)| *which == window) {
-            let name = format!("{name} p99{} of undisturbed {words}", of_server(server));
-            report.figure(format!("{name}, median"), median(all.clone()));
-            report.figure(format!("{name}, lowest"), all.iter().copied().fold(f64::MAX, f64::min));
-            report.figure(format!("{name}, highest"), all.iter().copied().fold(0.0, f64::max));
+            let of = of_server(server);
+            let mut put = |which, value| report.figure(metric::P99_OF_UNDISTURBED.of([name, &of, words, which]), value);
+            put(metric::MEDIAN, median(all.clone()));
+            put("lowest", all.iter().copied().fold(f64::MAX, f64::min));
+            put("highest", all.iter().copied().fold(0.0, f64::max));
         }
         let pictures = match window {
             Window::Merging => [
-                ("p99-merging", "99th percentile of redis' latency while memory is merged"),
-                ("p99-mariadb-merging", "99th percentile of MariaDB's latency while memory is merged"),
+                "99th percentile of redis' latency while memory is merged",
+                "99th percentile of MariaDB's latency while memory is merged",
             ],
             Window::Rest => [
-                ("p99-rest", "99th percentile of redis' latency when that is done"),
-                ("p99-mariadb-rest", "99th percentile of MariaDB's latency when that is done"),
+                "99th percentile of redis' latency when that is done",
+                "99th percentile of MariaDB's latency when that is done",
             ],
         };
-        for ((file, title), rows) in pictures.into_iter().zip(rows) {
-            report.picture(file, title, "microseconds; median of the rounds".to_owned(), rows);
+        for (title, rows) in pictures.into_iter().zip(rows) {
+            report.picture(title, "microseconds; median of the rounds", rows);
         }
     }
 }
@@ -395,8 +397,8 @@ fn put_bars(report: &mut ExperimentReport, ratios: &Ratios) {
     for ((window, words), limit) in Window::ALL.into_iter().zip([1.10, 1.01]) {
         for server in SERVERS {
             let ratio = ratios.get(&(SUBJECT.to_owned(), window, server)).map(|ratios| median(ratios.clone()));
-            let of = of_server(server);
-            report.bar(format!("99th percentile{of} {words} relative to undisturbed"), Limit::AtMost(limit), ratio);
+            let when = format!("{} {words}", of_server(server));
+            report.bar(metric::P99_LIMIT.of([when.trim_start()]), Limit::AtMost(limit), ratio);
         }
     }
 }

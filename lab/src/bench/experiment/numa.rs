@@ -12,6 +12,7 @@ mod model;
 mod place;
 
 use super::{Experiment, ExperimentSetting};
+use crate::bench::metric;
 use crate::bench::report::{ExperimentReport, Limit, Placed, PolicyRun};
 use model::{PROGRAMS, Program, fairness};
 use pagefold_engine::placement::policy::Latencies;
@@ -115,7 +116,7 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
             let title = format!("{}{name}", program.name);
             report.figure(format!("{title}: fairness, KSM (modelled)"), unfair);
             report.figure(format!("{title}: fairness, pagefold (modelled)"), even);
-            report.ratios.insert(format!("{title}: run times together, pagefold of KSM (modelled)"), together);
+            report.put_ratio(format!("{title}: run times together, pagefold of KSM (modelled)"), together);
             rows.push((format!("KSM, {}", program.name), unfair));
             rows.push((format!("pagefold, {}", program.name), even));
             least = Some(least.map_or(even, |least| least.min(even)));
@@ -124,7 +125,7 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
                 report.bar(format!("{title}: fairness, KSM (modelled)"), Limit::AtMost(0.85), Some(unfair));
             }
         }
-        report.bar(format!("smallest fairness of the five programs{name} (modelled)"), Limit::AtLeast(0.98), least);
+        report.bar(metric::FAIRNESS_SMALLEST.of([name]), Limit::AtLeast(0.98), least);
         let saved = fair.saved_bytes as f64 / ksm.saved_bytes.max(1) as f64;
         report.bar(format!("memory saved{name} relative to KSM"), Limit::AtLeast(0.99), Some(saved));
         let off = |run: &PolicyRun| {
@@ -134,14 +135,9 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
         for (policy, run) in [("KSM", &ksm), ("pagefold", &fair)] {
             report.figure(format!("{policy}{name}: points that local pages are off an even share"), percent(off(run)));
         }
-        report.bar(
-            format!("pagefold{name}: largest deviation of local pages from an even share, percentage points"),
-            Limit::AtMost(POINTS),
-            off(&fair).map(|off| 100.0 * off),
-        );
+        report.bar(metric::OFF_EVEN_SHARE.of([name]), Limit::AtMost(POINTS), off(&fair).map(|off| 100.0 * off));
         if set.is_empty() {
             report.picture(
-                "fairness",
                 "two programs on two nodes",
                 "fairness: smaller slowdown / larger slowdown; modelled on real placements",
                 rows,
@@ -167,9 +163,8 @@ fn judge_priorities(report: &mut ExperimentReport) {
         let off = 100.0 * (first - wanted).abs().max((second - (1.0 - wanted)).abs());
         worst = Some(worst.map_or(off, |worst| worst.max(off)));
     }
-    report.bar("priority: largest deviation of local pages, percentage points", Limit::AtMost(POINTS), worst);
+    report.bar(metric::OFF_PRIORITY, Limit::AtMost(POINTS), worst);
     report.picture(
-        "priority",
         "local merged pages by priority",
         "per cent of the merged pages on the first program's node, by the ratio of priorities",
         rows,

@@ -3,6 +3,7 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::daemon;
+use crate::bench::metric;
 use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT, mark_eligible, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
@@ -62,7 +63,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         match start_all(&mut sequence, name, name == ksm, &player, &sizes) {
             Ok((run, started)) => {
                 let held = started as f64 * sizes.each.bytes().mib();
-                report.figure(format!("{name}: MiB of programs that fit"), held);
+                report.figure(metric::FITTING_MEMORY.of([name]), held);
                 rows.push((name.to_owned(), held));
                 report.runs.push(run);
             }
@@ -74,9 +75,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     drop(sequence);
     report.bar_on_answers();
     let ours = rows.iter().find(|(name, _)| name == SUBJECT).map(|(_, held)| held / sizes.limit.mib());
-    report.picture("overcommit", "programs that fit", format!("MiB; below a limit of {limit_mib} MiB"), rows);
+    report.picture("programs that fit", format!("MiB; below a limit of {limit_mib} MiB"), rows);
     if !setting.quick {
-        report.bar("memory of programs that fit, times the limit", Limit::AtLeast(3.0), ours);
+        report.bar(metric::FITTING_OF_LIMIT, Limit::AtLeast(3.0), ours);
     }
     Ok(())
 }

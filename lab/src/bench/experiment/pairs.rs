@@ -45,7 +45,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let (own, oracles, everythings) = (to_99(&full), to_99(&Policy::Oracle), to_99(&Policy::KsmEverything));
     let rows = reached.iter().map(|(name, point)| (name.clone(), point.cpu_seconds())).collect();
     report.picture(
-        "cpu-to-99-percent",
         "CPU until 99 % is saved",
         "CPU seconds of pagefold and ksmd; policies that did not reach it are left out",
         rows,

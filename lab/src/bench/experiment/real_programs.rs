@@ -1,7 +1,8 @@
 //! Databases with the same data: three redis and three MariaDB servers, alone and beside a program that shares nothing.
 
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
-use crate::bench::policy::Policy;
+use crate::bench::metric::{CPU_VS, SAVED_VS};
+use crate::bench::policy::{KSM_EVERYTHING, ORACLE, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{MariaDbData, RedisData, Target, scratch};
 use pagefold_workload::Segment;
@@ -52,9 +53,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mi
     if setting.quick {
         return Ok(());
     }
-    let (saved, cpu) = (report.ratio("saved_vs_ksm-everything"), report.ratio("cpu_vs_ksm-everything"));
+    let (saved, cpu) = (report.ratio(SAVED_VS, KSM_EVERYTHING), report.ratio(CPU_VS, KSM_EVERYTHING));
     report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.9), saved);
     report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.5), cpu);
-    report.bar("CPU time relative to the oracle", Limit::AtMost(2.0), report.ratio("cpu_vs_oracle"));
+    report.bar("CPU time relative to the oracle", Limit::AtMost(2.0), report.ratio(CPU_VS, ORACLE));
     Ok(())
 }

@@ -2,7 +2,8 @@
 //! some with few or none.
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
-use crate::bench::policy::Policy;
+use crate::bench::metric::{CPU_VS, Metric, SAVED_VS};
+use crate::bench::policy::{KSM_EVERYTHING, Policy};
 use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
 use crate::programs::{
     GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, QEMU, RedisData, Target,
@@ -31,6 +32,11 @@ pub const EXPERIMENT: Experiment = Experiment {
 const SECONDS: u64 = 60;
 /// The programs take less than half; the rest is for others and for unmerging everything at once.
 const NEEDED_MIB: u64 = 12 << 10;
+
+/// Of a policy and a kind of program.
+const MERGED: Metric = Metric::new("{}_{}_merged_of_marked", "");
+const HEAP_MARKED: Metric = Metric::new("{}_{}_heap_marked", "");
+const JAVA: &str = "java";
 
 struct RecallSizes {
     /// Programs of each kind.
@@ -162,9 +168,9 @@ fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<
         let python = PythonData::make(tools, scratch, sizes.table_rows, sizes.own_mib)?;
         kinds.push(kind("python", move |instance| python.start(instance)));
     }
-    if let Some(tools) = found("java", JavaTools::find()) {
+    if let Some(tools) = found(JAVA, JavaTools::find()) {
         let java = JavaProgram::make(tools, scratch, sizes.heap_mib)?;
-        kinds.push(kind("java", move |instance| java.start(instance)));
+        kinds.push(kind(JAVA, move |instance| java.start(instance)));
     }
     if let Some(tools) = found("qemu", GuestTools::find()) {
         let image = GuestImage::make(tools, scratch, sizes.guest_mib, sizes.guest_data_mib)?;
@@ -180,32 +186,34 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, snapshots: &[(&'stat
         // The sum is over kinds, so its heap means nothing.
         *sums.entry("all").or_default() += DuplicateCount { heap: Pages(0), ..snapshot.get() };
     }
-    let mut put = |name: String, value: f64| report.figures.insert(format!("{policy}_{name}"), value);
     for (kind, sum) in &sums {
-        put(format!("{kind}_anonymous_mib"), sum.anonymous.bytes().mib());
-        put(format!("{kind}_marked_mib"), sum.marked.bytes().mib());
-        put(format!("{kind}_marked_present_mib"), sum.marked_present.bytes().mib());
-        put(format!("{kind}_merged_mib"), sum.merged.bytes().mib());
+        for (name, pages) in [
+            ("anonymous", sum.anonymous),
+            ("marked", sum.marked),
+            ("marked_present", sum.marked_present),
+            ("merged", sum.merged),
+        ] {
+            report.figure(format!("{policy}_{kind}_{name}_mib"), pages.bytes().mib());
+        }
         // None if nothing is marked.
         if let Some(share) = sum.merged_share() {
-            put(format!("{kind}_merged_of_marked"), share);
+            report.figure(MERGED.of([policy, kind]), share);
         }
         if sum.heap.0 > 0 {
-            put(format!("{kind}_heap_marked"), sum.heap_marked.0 as f64 / sum.heap.0 as f64);
+            report.figure(HEAP_MARKED.of([policy, kind]), sum.heap_marked.0 as f64 / sum.heap.0 as f64);
         }
     }
 }
 
 fn put_bars(report: &mut ExperimentReport, ours: &str) {
-    let whole = report.run("ksm-everything").map(|run| Bytes(run.saved_bytes).mib());
+    let whole = report.run(KSM_EVERYTHING).map(|run| Bytes(run.saved_bytes).mib());
     let in_time = report.run(ours).map(|run| run.saved_mib_within(SECONDS as f64));
     let in_time = whole.zip(in_time).map(|(whole, in_time)| in_time / whole);
     report.bar("savings within 60 s relative to KSM scanning everything", Limit::AtLeast(0.97), in_time);
-    let (saved, cpu) = (report.ratio("saved_vs_ksm-everything"), report.ratio("cpu_vs_ksm-everything"));
+    let (saved, cpu) = (report.ratio(SAVED_VS, KSM_EVERYTHING), report.ratio(CPU_VS, KSM_EVERYTHING));
     report.bar("savings at the end relative to KSM scanning everything", Limit::AtLeast(0.97), saved);
     report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(1.0 / 3.0), cpu);
-    let figure = |report: &ExperimentReport, name: &str| report.figures.get(&format!("{ours}_{name}")).copied();
-    let (merged, heap) = (figure(report, "all_merged_of_marked"), figure(report, "java_heap_marked"));
+    let (merged, heap) = (report.figure_of(MERGED, [ours, "all"]), report.figure_of(HEAP_MARKED, [ours, JAVA]));
     report.bar("share merged of the marked pages that are present", Limit::AtLeast(0.75), merged);
     report.bar("share marked of java's heap", Limit::AtMost(0.1), heap);
 }

@@ -79,7 +79,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         ("stated_error_bytes_largest", stated),
         ("actual_error_bytes_largest", worst),
     ];
-    report.figures.extend(figures.map(|(name, value)| (name.to_owned(), value)));
+    for (name, value) in figures {
+        report.figure(name, value);
+    }
     if !setting.quick {
         report.bar(
             "CPU time per sampled page relative to the bare loop",

@@ -4,6 +4,7 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
 use crate::bench::daemon;
+use crate::bench::metric;
 use crate::bench::policy::{SUBJECT, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::bench::sampler::Sampler;
@@ -54,7 +55,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         (None, None, None, None);
     for &(by, lives) in plan {
         for &life_ms in lives {
-            let name = format!("{}, T = {} s", name(by), life_ms as f64 / 1000.0);
+            let name = name_of_lives(by, life_ms);
             if !setting.wants(&name) {
                 continue;
             }
@@ -69,7 +70,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             let shares: Vec<f64> = run.lives.iter().map(|life| life.merged_pages as f64 / pages.0 as f64).collect();
             let share = median(shares.clone());
             let best = shares.into_iter().fold(0.0, f64::max);
-            report.figure(format!("share merged, {name}"), share);
+            report.figure(metric::SHARE_MERGED.of([&name]), share);
             report.figure(format!("share merged at best, {name}"), best);
             rows.push((name, share));
             match by {
@@ -92,16 +93,15 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     drop(sequence);
     report.bar_on_answers();
     report.picture(
-        "merged",
         "share merged of memory mapped for T",
         format!("of {size_mib} MiB, just before it is unmapped; median of {cycles} lifetimes"),
         rows,
     );
     if let Some(smallest) = smallest {
-        report.figure("smallest T at which half is merged, sensitive, s", smallest as f64 / 1000.0);
+        report.figure(metric::SMALLEST_LIFETIME, smallest as f64 / 1000.0);
     }
     report.bar("default: spans marked", Limit::AtMost(0.0), marked);
-    report.bar("default: share merged at best", Limit::AtMost(0.0), merged);
+    report.bar(metric::MERGED_AT_BEST, Limit::AtMost(0.0), merged);
     if !setting.quick {
         report.bar("sensitive: share merged at T = 2 s", Limit::AtLeast(0.9), at_two);
     }
@@ -113,6 +113,10 @@ fn name(by: MergedBy) -> String {
         MergedBy::Daemon(options) => [&[SUBJECT], options].concat().join(" "),
         MergedBy::Ksm(pages) => format!("ksm-{pages}/20ms"),
     }
+}
+
+fn name_of_lives(by: MergedBy, life_ms: u64) -> String {
+    format!("{}, T = {} s", name(by), life_ms as f64 / 1000.0)
 }
 
 /// Runs `cycles` lifetimes, with merging on from the start.
@@ -184,5 +188,6 @@ mod tests {
             [MergedBy::Daemon(&[]), MergedBy::Daemon(&["--preset", "sensitive"]), MergedBy::Ksm(2000)].map(name),
             ["pagefold", "pagefold --preset sensitive", "ksm-2000/20ms"]
         );
+        assert_eq!(name_of_lives(MergedBy::Ksm(2000), 2000), metric::KSM_FOR_2_S);
     }
 }

@@ -1,6 +1,7 @@
 //! CMD's classes and nuKSM's forests, in virtual time: algorithms on generated memory. Nothing here touches this machine's KSM.
 
 use super::{Experiment, ExperimentSetting};
+use crate::bench::metric;
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::generate::{Generator, Options};
 use crate::record::{Record, write};
@@ -67,10 +68,10 @@ fn run_classes(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -
         return Ok(());
     }
     for (at, (algorithm, most, least, points)) in CMD.into_iter().enumerate() {
-        let bar = |name: &str| format!("{name}, {algorithm}");
-        report.bar(bar("comparisons, of ksm's, at most"), Limit::AtMost(most), Some(comparisons[at]));
-        report.bar(bar("sharing on average, of ksm's, at least"), Limit::AtLeast(least), Some(sharing[at]));
-        report.bar(bar("points fewer futile comparisons on average"), Limit::AtLeast(points), Some(fewer_futile[at]));
+        let of = algorithm.to_string();
+        report.bar(metric::CLASS_COMPARISONS.of([&of]), Limit::AtMost(most), Some(comparisons[at]));
+        report.bar(metric::CLASS_SHARING.of([&of]), Limit::AtLeast(least), Some(sharing[at]));
+        report.bar(metric::CLASS_FUTILE.of([&of]), Limit::AtLeast(points), Some(fewer_futile[at]));
     }
     Ok(())
 }
@@ -111,8 +112,7 @@ fn run_forests(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -
         exhausted(Some(Algorithm::Pagefold))?,
     ];
     for (name, time) in [("no merging", none), ("ksm", ksm), ("nuksm", nuksm), ("pagefold", ours)] {
-        report
-            .figure(format!("race: {name}, s until memory runs out ({never} stands for never)"), time.unwrap_or(never));
+        report.figure(metric::RACE.of([name, &never.to_string()]), time.unwrap_or(never));
     }
     if setting.quick {
         return Ok(());
@@ -120,14 +120,22 @@ fn run_forests(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -
     let [first, .., last] = &points[..] else { return Ok(()) };
     let unmerged = points.iter().map(|point| point.lost).sum::<u64>() as f64;
     let deviation = points.iter().map(|point| point.deviation().abs()).fold(0.0, f64::max);
-    report.bar("pairs not merged because of trees", Limit::AtMost(0.0), Some(unmerged));
-    report.bar("comparisons off log2(1 + X / trees), at most", Limit::AtMost(0.6), Some(deviation));
-    report.bar("comparisons with 1,800 trees, of those with one", Limit::AtMost(0.5), Some(last.stable / first.stable));
-    report.bar(
-        "time of a scan with 1,800 trees, of that with one",
-        Limit::AtMost(1.0),
-        Some(last.round_seconds / first.round_seconds),
-    );
-    report.bar("race: s until memory runs out, pagefold", Limit::AtLeast(never), Some(ours.unwrap_or(never)));
+    report.bar(metric::TREES_UNMERGED, Limit::AtMost(0.0), Some(unmerged));
+    report.bar(metric::TREES_OFF_LAW, Limit::AtMost(0.6), Some(deviation));
+    report.bar(metric::TREES_COMPARISONS, Limit::AtMost(0.5), Some(last.stable / first.stable));
+    report.bar(metric::TREES_SCAN, Limit::AtMost(1.0), Some(last.round_seconds / first.round_seconds));
+    report.bar(metric::RACE_LIMIT, Limit::AtLeast(never), Some(ours.unwrap_or(never)));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn claims_name_these_algorithms_and_times() {
+        let names = [metric::CMD_ADDRESS, metric::CMD_PAGECOUNT, metric::CMD_SUBPAGE];
+        assert_eq!(CMD.map(|(algorithm, ..)| algorithm.to_string()), names);
+        assert_eq!(Race::default().for_seconds.to_string(), metric::RACE_NEVER);
+    }
 }

@@ -1,6 +1,7 @@
 //! UKSM's static mix (section 8.1.1): a program filled with one page content beside one filled with random pages.
 
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
+use crate::bench::metric::SAVED_PER_CPU_SECOND_VS;
 use crate::bench::policy::{KSM_PAGES, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use pagefold_engine::units::Pages;
@@ -47,7 +48,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let measured = own.zip(oracles).map(|(own, oracles)| own / oracles);
     report.bar("time to 99 % relative to the oracle", Limit::AtMost(2.0), measured);
     for (peer, limit) in [(&paced, 20.0), (&Policy::Oracle, 0.6)] {
-        let measured = report.ratio(&format!("saved_per_cpu_second_vs_{peer}"));
+        let measured = report.ratio(SAVED_PER_CPU_SECOND_VS, &peer.to_string());
         report.bar(format!("savings per CPU second relative to {peer}"), Limit::AtLeast(limit), measured);
     }
     // A difference rather than a ratio, since the advisor may have saved nothing.

@@ -3,6 +3,7 @@
 //! word of every page, before and after, in that case and in the best one, where all pages are equal.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, side_by_side};
+use crate::bench::metric;
 use crate::bench::policy::{Enough, Policy, mark_eligible};
 use crate::bench::report::{ExperimentReport, Failure};
 use anyhow::ensure;
@@ -39,7 +40,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     if !setting.policies.is_empty() {
         return Ok(());
     }
-    for (case, segment) in [("worst case", tails), ("best case", Segment::Same { pages: pages.0, seed: 7 })] {
+    for (case, segment) in [(metric::WORST_CASE, tails), (metric::BEST_CASE, Segment::Same { pages: pages.0, seed: 7 })]
+    {
         if let Err(error) = read(setting, report, case, segment) {
             setting.interrupt.check()?;
             report.failures.push(Failure { policy: format!("reading, {case}"), error: format!("{error:#}") });
@@ -75,7 +77,7 @@ fn read(
     sequence.control.unmerge()?;
     report.figure(format!("{case}: us to read a word of every page, before"), before);
     report.figure(format!("{case}: us to read a word of every page, merged"), after);
-    report.figure(format!("{case}: speed of reading when merged, times that before"), before / after);
+    report.figure(metric::READING_SPEED.of([case]), before / after);
     Ok(())
 }
 

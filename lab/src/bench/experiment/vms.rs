@@ -3,7 +3,8 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::daemon;
-use crate::bench::policy::{Policy, SUBJECT, scan_paced};
+use crate::bench::metric;
+use crate::bench::policy::{KSM, Policy, SUBJECT, scan_paced};
 use crate::bench::report::{Answers, ExperimentReport, Limit, MachineDescription, PolicyRun};
 use crate::bench::sampler::Sampler;
 use crate::programs::{GuestWork, MemoryLimit, QEMU, WorkingGuest, WorkingGuests, ZramSwap, scratch, swapped_out};
@@ -82,12 +83,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let saved = |run: &PolicyRun| (run.policy.clone(), Bytes(run.saved_bytes).mib());
     let rows = report.runs.iter().map(saved).collect();
     let subtitle = format!("MiB; {guests} machines of {memory_mib} MiB, one each {every} s");
-    report.picture("vms", "saved when the last machine is up", subtitle, rows);
+    report.picture("saved when the last machine is up", subtitle, rows);
     if !setting.quick {
         let default = Starting::Ksm { pages: KSM_PAGES[0] }.to_string();
-        let (saved, cpu) = (report.ratio(&format!("saved_vs_{default}")), report.ratio(&format!("cpu_vs_{default}")));
-        report.bar("saved when all are up relative to KSM's default", Limit::AtLeast(3.0), saved);
-        report.bar("CPU time until then relative to KSM's default", Limit::AtMost(1.0), cpu);
+        let (saved, cpu) = (report.ratio(metric::SAVED_VS, &default), report.ratio(metric::CPU_VS, &default));
+        report.bar(metric::VMS_SAVED, Limit::AtLeast(3.0), saved);
+        report.bar(metric::VMS_CPU, Limit::AtMost(1.0), cpu);
     }
     Ok(())
 }
@@ -112,28 +113,19 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
     drop(swap);
     report.compare(SUBJECT);
     report.bar_on_answers();
-    let figure = |policy: &str, name: &str| report.figures.get(&format!("{policy}: {name}")).copied();
-    let of_ksm = |name| Some(figure(SUBJECT, name)? / figure(&ksm.to_string(), name)?);
-    let swapped =
-        report.runs.iter().filter_map(|run| Some((run.policy.clone(), figure(&run.policy, SWAPPED)?))).collect();
-    let (seconds, cpu) = (of_ksm(ALL_UP), report.ratio(&format!("cpu_vs_{ksm}")));
-    let most = figure(SUBJECT, SWAPPED);
-    report.picture(
-        "swapped",
-        "swapped out until all are up",
-        format!("MiB; {guests} machines below {limit_mib} MiB"),
-        swapped,
-    );
+    let seconds = |policy: &str| report.figure_of(metric::VMS_SECONDS, [policy]);
+    let seconds_of_ksm = seconds(SUBJECT).zip(seconds(KSM)).map(|(ours, theirs)| ours / theirs);
+    let swapped = |policy: &str| report.figure_of(metric::VMS_SWAPPED, [policy]);
+    let rows = report.runs.iter().filter_map(|run| Some((run.policy.clone(), swapped(&run.policy)?))).collect();
+    let most = swapped(SUBJECT);
+    report.picture("swapped out until all are up", format!("MiB; {guests} machines below {limit_mib} MiB"), rows);
     if !setting.quick {
-        report.bar("MiB swapped out until all are up", Limit::AtMost(0.0), most);
-        report.bar("time until all are up relative to KSM", Limit::AtMost(0.76), seconds);
-        report.bar("CPU time until then relative to KSM", Limit::AtMost(0.5), cpu);
+        report.bar(metric::VMS_SWAPPED, Limit::AtMost(0.0), most);
+        report.bar(metric::VMS_SECONDS_OF_KSM, Limit::AtMost(0.76), seconds_of_ksm);
+        report.bar(metric::VMS_CPU_OF_KSM, Limit::AtMost(0.5), report.ratio(metric::CPU_VS, KSM));
     }
     Ok(())
 }
-
-const ALL_UP: &str = "seconds until all are up";
-const SWAPPED: &str = "MiB swapped out until all are up";
 
 /// Starts the machines under each policy.
 fn run_all(
@@ -157,10 +149,10 @@ fn run_all(
         image.set_merge(matches!(policy, Starting::Ksm { .. }));
         match start_all(&mut sequence, policy, &image, sizes, &mut expected) {
             Ok((run, Up { held_mib, swapped })) => {
-                report.figure(format!("{name}: {ALL_UP}"), run.seconds);
+                report.figure(metric::VMS_SECONDS.of([&name]), run.seconds);
                 report.figure(format!("{name}: MiB of the machines when all are up"), held_mib);
                 if sizes.limit_mib.is_some() {
-                    report.figure(format!("{name}: {SWAPPED}"), swapped.bytes().mib());
+                    report.figure(metric::VMS_SWAPPED.of([&name]), swapped.bytes().mib());
                 }
                 report.runs.push(run);
             }

@@ -2,7 +2,8 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::frames::Held;
-use crate::bench::policy::Policy;
+use crate::bench::metric::{CPU_VS, Metric};
+use crate::bench::policy::{KSM_EVERYTHING, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{HeldFile, Prefork, Target, php_fpm, scratch};
 use anyhow::Context;
@@ -19,6 +20,9 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 const WORKERS: usize = 4;
+
+/// Of a policy and a server.
+const SAVED: Metric = Metric::new("{}: {}, MiB saved by merging", "MiB");
 
 /// What the checks of one server have found. The last three are those before, during and after a policy.
 type Checks = Rc<RefCell<Vec<Held>>>;
@@ -70,9 +74,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         return Ok(());
     }
     // KSM counts each process in which a page is merged, and so what was shared by fork before as saved; frames are what counts.
-    let saved = |policy: &Policy| report.figures.get(&format!("{policy}: all, MiB saved by merging")).copied();
-    let saved = saved(&ours).zip(saved(&Policy::KsmEverything)).map(|(ours, theirs)| ours / theirs);
-    let cpu = report.ratio("cpu_vs_ksm-everything");
+    let saved = |policy: &str| report.figure_of(SAVED, [policy, "all"]);
+    let saved = saved(&ours.to_string()).zip(saved(KSM_EVERYTHING)).map(|(ours, theirs)| ours / theirs);
+    let cpu = report.ratio(CPU_VS, KSM_EVERYTHING);
     report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.95), saved);
     report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.5), cpu);
     Ok(())
@@ -93,7 +97,7 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, Ch
     for (kind, [held, by_fork, merged]) in sums {
         report.figure(format!("{policy}: {kind}, MiB held"), held);
         report.figure(format!("{policy}: {kind}, MiB shared by fork"), by_fork);
-        report.figure(format!("{policy}: {kind}, MiB saved by merging"), merged);
+        report.figure(SAVED.of([policy, kind]), merged);
     }
     Some(())
 }

@@ -2,7 +2,7 @@
 
 use super::NumaSizes;
 use crate::bench::experiment::{ExperimentSetting, PolicySequence};
-use crate::bench::policy::Policy;
+use crate::bench::policy::{KSM_EVERYTHING, Policy};
 use crate::bench::report::{ExperimentReport, Placed};
 use crate::programs::Target;
 use anyhow::{Context, ensure};
@@ -70,7 +70,7 @@ pub const PRIORITIES: [(&str, [i32; 2], f64); 5] = [
     ("1:10", [-11, -20], 0.091),
 ];
 
-pub const KSM: &str = "ksm-everything";
+pub const KSM: &str = KSM_EVERYTHING;
 /// pagefold with each placement policy.
 pub const FAIR: &str = "pagefold --placement fair";
 pub const KERNEL: &str = "pagefold --placement kernel";
