@@ -381,11 +381,12 @@ impl Target {
         let mut notes = Vec::new();
         let assigned = watch.rules.domain_of(cgroups.domain.as_deref(), &by, &mut notes);
         let domain = watch.domains.key_of(&assigned).unwrap_or(NO_DOMAIN);
+        self.selected_by = watch.selection.selected_by(&candidate, &cgroups);
         let barred = if let Some((reason, _)) = &kept_out {
             Some(reason.clone())
         } else if opted_out.is_some() {
             opted_out
-        } else if !watch.selection.contains(&candidate, &cgroups) {
+        } else if self.selected_by.is_none() {
             Some(Exclusion::OutOfScope)
         } else if let Some(other) = watch.excluded_domain(domain, &assigned) {
             Some(other)

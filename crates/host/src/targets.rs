@@ -74,6 +74,8 @@ pub struct Target {
     pub uid: u32,
     /// Cgroup.
     pub cgroup: Option<String>,
+    /// The selector that has brought it in: a position in [`ScopeSpec::split`](crate::scope::ScopeSpec::split).
+    pub selected_by: Option<usize>,
     /// The group whose limits it shares.
     pub group: Option<GroupKey>,
     /// Which rules apply to it, and which seem to and do not: a sentence for each.
@@ -172,6 +174,7 @@ impl Target {
             exe: scoped.exe,
             uid: scoped.uid,
             cgroup: scoped.cgroup,
+            selected_by: scoped.selected_by,
             group: None,
             notes: Vec::new(),
             exclusion: None,

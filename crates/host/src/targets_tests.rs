@@ -130,6 +130,7 @@ impl Watched {
             domain: None,
             opt_outs: Vec::new(),
             uid: 0,
+            selected_by: Some(0),
             by_pid: Some(child.pid),
         };
         let mut watched = Self {

@@ -187,6 +187,13 @@ impl Run {
         let pid = 4_001 + i32::try_from(owner.0).unwrap();
         let cgroup =
             if uid == 33 { format!("/web.slice/{name}.service") } else { format!("/system.slice/{name}.slice") };
+        // As in `SCOPE`.
+        let selected_by = match (uid, name) {
+            (33, _) => Some(0),
+            (1000, _) => Some(1),
+            (_, "redis-server") => Some(2),
+            _ => None,
+        };
         self.targets.push(TargetFacts {
             owner,
             pid,
@@ -196,6 +203,7 @@ impl Run {
             uid,
             exe: Some(format!("/usr/bin/{name}").into()),
             cgroup: Some(cgroup),
+            selected_by,
             left_alone: None,
             reason: None,
             to_unmark: None,

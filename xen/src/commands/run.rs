@@ -220,6 +220,7 @@ fn facts_of(engine: &Engine, host: &LiveXen, run: RunFacts) -> Facts {
         uid: 0,
         exe: None,
         cgroup: None,
+        selected_by: run.selectors.iter().position(|selector| selector.fits_id(guest.known.domain.id.0.into())),
         left_alone: guest.left_alone.clone(),
         reason: None,
         to_unmark: None,

@@ -205,24 +205,11 @@ impl Entry {
 
 /// An entry for each selector of a scope.
 fn entries_of(spec: &ScopeSpec, found: &[Scoped], verdict: Verdict) -> Vec<Entry> {
-    let entry = |selector| Entry { verdict, selector, processes: BTreeSet::new() };
     let mut entries = Vec::new();
-    for &pid in &spec.pids {
-        let of_pid = found.iter().filter(|scoped| scoped.by_pid == Some(pid));
-        let processes = of_pid.map(|scoped| scoped.process.key()).collect();
-        entries.push(Entry { processes, ..entry(ScopeSpec { pids: vec![pid], ..ScopeSpec::default() }) });
-    }
-    for cgroup in &spec.cgroups {
-        entries.push(entry(ScopeSpec { cgroups: vec![cgroup.clone()], ..ScopeSpec::default() }));
-    }
-    for user in &spec.users {
-        entries.push(entry(ScopeSpec { users: vec![user.clone()], ..ScopeSpec::default() }));
-    }
-    for exe in &spec.exes {
-        entries.push(entry(ScopeSpec { exes: vec![exe.clone()], ..ScopeSpec::default() }));
-    }
-    if spec.all {
-        entries.push(entry(ScopeSpec { all: true, ..ScopeSpec::default() }));
+    for selector in spec.split() {
+        let is_of_pid = |scoped: &&Scoped| scoped.by_pid.is_some_and(|pid| selector.pids.contains(&pid));
+        let processes = found.iter().filter(is_of_pid).map(|scoped| scoped.process.key()).collect();
+        entries.push(Entry { verdict, selector, processes });
     }
     entries
 }

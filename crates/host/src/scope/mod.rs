@@ -60,6 +60,27 @@ impl ScopeSpec {
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
+
+    /// Each selector as a scope of its own, in the order in which they're tried: [`Scoped::selected_by`] is a position in it.
+    pub fn split(&self) -> Vec<Self> {
+        let mut single = Vec::new();
+        for &pid in &self.pids {
+            single.push(Self { pids: vec![pid], ..Self::default() });
+        }
+        for cgroup in &self.cgroups {
+            single.push(Self { cgroups: vec![cgroup.clone()], ..Self::default() });
+        }
+        for user in &self.users {
+            single.push(Self { users: vec![user.clone()], ..Self::default() });
+        }
+        for exe in &self.exes {
+            single.push(Self { exes: vec![exe.clone()], ..Self::default() });
+        }
+        if self.all {
+            single.push(Self { all: true, ..Self::default() });
+        }
+        single
+    }
 }
 
 impl std::fmt::Display for ScopeSpec {
@@ -90,6 +111,8 @@ pub struct Scoped {
     pub opt_outs: Vec<OptOut>,
     /// Effective user.
     pub uid: u32,
+    /// The selector that has brought it in: a position in [`ScopeSpec::split`].
+    pub selected_by: Option<usize>,
     /// The selected pid: its own or, where something is to be undone, that of a process from which it descends.
     pub by_pid: Option<i32>,
 }

@@ -19,16 +19,16 @@ use std::path::{Path, PathBuf};
 /// The selectors, resolved.
 pub(crate) struct Selection<'a> {
     roots: &'a Roots,
+    spec: &'a ScopeSpec,
     named: BTreeSet<i32>,
     /// The descendants of named processes, each with the named one.
     descendants: BTreeMap<i32, i32>,
-    users: Vec<u32>,
-    cgroups: Vec<CgroupSelector>,
-    exes: &'a [String],
+    /// Each with its position among all selectors ([`ScopeSpec::split`]).
+    cgroups: Vec<(usize, CgroupSelector)>,
+    users: Vec<(usize, u32)>,
     /// Whether something is to be undone, for which no trust is needed: an executable need only have the name, be it one that any
     /// user can choose, and a pid stands for the process and its descendants.
     for_undoing: bool,
-    all: bool,
     attributes: Attributes<'a>,
     /// A process, and its executable, that an `--exe` matches by name only, and why that is not enough.
     pub(super) name_only: Option<(i32, String, Distrust)>,
@@ -54,8 +54,8 @@ pub(crate) struct CgroupFacts {
     pub(crate) path: Option<String>,
     /// The directories of those that can limit memory, each with the mount point that it is below.
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
-    /// Whether a selected cgroup contains it.
-    selected: bool,
+    /// The selector of a cgroup that contains it.
+    selected_by: Option<usize>,
 }
 
 impl<'a> Selection<'a> {
@@ -63,28 +63,37 @@ impl<'a> Selection<'a> {
         if spec.is_empty() {
             return Err(ScopeError::Empty);
         }
-        let users = spec.users.iter().map(|user| user_id(user)).collect::<Result<_, _>>()?;
-        let cgroups = spec.cgroups.iter().map(|path| CgroupSelector::of(path, roots)).collect::<Result<_, _>>()?;
-        Ok(Self::with(spec, roots, users, cgroups))
+        for path in &spec.cgroups {
+            CgroupSelector::of(path, roots)?;
+        }
+        for user in &spec.users {
+            user_id(user)?;
+        }
+        Ok(Self::of_existing(spec, roots))
     }
 
     /// The same without those cgroups and users that do not exist now.
     pub(crate) fn of_existing(spec: &'a ScopeSpec, roots: &'a Roots) -> Self {
-        let users = spec.users.iter().filter_map(|user| user_id(user).ok()).collect();
-        let cgroups = spec.cgroups.iter().filter_map(|path| CgroupSelector::of(path, roots).ok()).collect();
-        Self::with(spec, roots, users, cgroups)
-    }
-
-    fn with(spec: &'a ScopeSpec, roots: &'a Roots, users: Vec<u32>, cgroups: Vec<CgroupSelector>) -> Self {
+        let mut cgroups = Vec::new();
+        for (at, path) in spec.cgroups.iter().enumerate() {
+            if let Ok(selector) = CgroupSelector::of(path, roots) {
+                cgroups.push((spec.pids.len() + at, selector));
+            }
+        }
+        let mut users = Vec::new();
+        for (at, user) in spec.users.iter().enumerate() {
+            if let Ok(uid) = user_id(user) {
+                users.push((spec.pids.len() + spec.cgroups.len() + at, uid));
+            }
+        }
         Self {
             roots,
+            spec,
             named: spec.pids.iter().copied().collect(),
             descendants: BTreeMap::new(),
-            users,
             cgroups,
-            exes: &spec.exes,
+            users,
             for_undoing: false,
-            all: spec.all,
             attributes: Attributes::new(&roots.cgroup),
             name_only: None,
         }
@@ -97,7 +106,8 @@ impl<'a> Selection<'a> {
 
     pub(super) fn resolve(&mut self, is_candidate: impl FnMut(i32) -> bool) -> Result<Vec<Scoped>, ScopeError> {
         let mut scoped = Vec::new();
-        let selective = self.all || !(self.users.is_empty() && self.cgroups.is_empty() && self.exes.is_empty());
+        let selective =
+            self.spec.all || !(self.users.is_empty() && self.cgroups.is_empty() && self.spec.exes.is_empty());
         let with_descendants = self.for_undoing && !self.named.is_empty();
         let mut others = if selective || with_descendants { pids_below(&self.roots.proc)? } else { Vec::new() };
         let mut is_candidate = is_candidate;
@@ -161,12 +171,12 @@ impl<'a> Selection<'a> {
         };
         let uid = status.effective_uid();
         let candidate = Candidate { pid, is_named, uid, exe: exe.as_ref(), comm: &stat.comm };
-        let is_selected = self.selects(&candidate);
-        if !is_selected && self.cgroups.is_empty() {
+        if self.by_process(&candidate).is_none() && self.cgroups.is_empty() {
             return Ok(None);
         }
         let cgroups = self.cgroup_facts(&cgroups_of(&process)?);
-        if !is_selected && !cgroups.selected {
+        let selected_by = self.selected_by(&candidate, &cgroups);
+        if selected_by.is_none() {
             return Ok(None);
         }
         if let Some(exe) = &exe {
@@ -176,34 +186,47 @@ impl<'a> Selection<'a> {
         let CgroupFacts { opt_outs, domain, path: cgroup, .. } = cgroups;
         let name = printable(&stat.comm);
         let by_pid = if is_named { Some(pid) } else { self.descendants.get(&pid).copied() };
-        Ok(Some(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, by_pid }))
+        Ok(Some(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, selected_by, by_pid }))
     }
 
-    /// Whether a selector other than a cgroup matches.
-    fn selects(&mut self, candidate: &Candidate<'_>) -> bool {
-        if candidate.is_named || self.all || self.users.contains(&candidate.uid) {
-            return true;
+    /// The first selector other than a cgroup that matches.
+    fn by_process(&mut self, candidate: &Candidate<'_>) -> Option<usize> {
+        let descends_from = self.descendants.get(&candidate.pid).copied();
+        if let Some(named) = candidate.is_named.then_some(candidate.pid).or(descends_from) {
+            return self.spec.pids.iter().position(|&pid| pid == named);
         }
-        if self.descendants.contains_key(&candidate.pid) {
-            return true;
+        if let Some(&(at, _)) = self.users.iter().find(|&&(_, uid)| uid == candidate.uid) {
+            return Some(at);
         }
+        let before_exes = self.spec.pids.len() + self.spec.cgroups.len() + self.spec.users.len();
+        for (at, selector) in self.spec.exes.iter().enumerate() {
+            if self.matches_exe(selector, candidate) {
+                return Some(before_exes + at);
+            }
+        }
+        self.spec.all.then_some(before_exes + self.spec.exes.len())
+    }
+
+    fn matches_exe(&mut self, selector: &str, candidate: &Candidate<'_>) -> bool {
         let Some(exe) = candidate.exe else {
-            return self.for_undoing && self.exes.iter().any(|selector| is_named(selector, None, candidate.comm));
+            return self.for_undoing && is_named(selector, None, candidate.comm);
         };
-        self.exes.iter().any(|selector| match exe.matches(selector, candidate.comm) {
+        match exe.matches(selector, candidate.comm) {
             Matching::Yes => true,
-            Matching::NameOnly(_) if self.for_undoing => true,
             Matching::No => false,
             Matching::NameOnly(why) => {
                 self.name_only.get_or_insert_with(|| (candidate.pid, printable(exe.as_os_str().as_bytes()), why));
-                false
+                self.for_undoing
             }
-        })
+        }
     }
 
-    /// Whether a process is still in scope.
-    pub(crate) fn contains(&mut self, candidate: &Candidate<'_>, cgroups: &CgroupFacts) -> bool {
-        self.selects(candidate) || cgroups.selected
+    /// The first selector that matches a process, if it's still in scope: a position in [`ScopeSpec::split`].
+    pub(crate) fn selected_by(&mut self, candidate: &Candidate<'_>, cgroups: &CgroupFacts) -> Option<usize> {
+        match (self.by_process(candidate), cgroups.selected_by) {
+            (Some(by_process), Some(by_cgroup)) => Some(by_process.min(by_cgroup)),
+            (by_process, by_cgroup) => by_process.or(by_cgroup),
+        }
     }
 
     /// What the cgroups in the text of `/proc/PID/cgroup` say. Attributes are read once for all processes.
@@ -220,18 +243,21 @@ impl<'a> Selection<'a> {
                 .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers.is_empty()))
                 .map(|cgroup| cgroup.path.clone()),
             limiting: cgroups.iter().filter_map(|cgroup| group_dir(cgroup, &self.roots.cgroup)).collect(),
-            selected: self.selects_cgroups(&cgroups),
+            selected_by: self.by_cgroups(&cgroups),
         }
     }
 
-    /// Whether a selected cgroup is one of these, or contains one.
-    fn selects_cgroups(&self, cgroups: &[Cgroup]) -> bool {
-        self.cgroups.iter().any(|selector| cgroups.iter().any(|cgroup| selector.matches(cgroup)))
+    /// The first selector of a cgroup that is one of these, or contains one.
+    fn by_cgroups(&self, cgroups: &[Cgroup]) -> Option<usize> {
+        let mut matching =
+            self.cgroups.iter().filter(|(_, selector)| cgroups.iter().any(|cgroup| selector.matches(cgroup)));
+        matching.next().map(|&(at, _)| at)
     }
 
     /// Whether any selector matches a process with this text in `/proc/PID/cgroup`.
     pub(super) fn matches(&mut self, candidate: &Candidate<'_>, cgroups: &[u8]) -> bool {
-        self.selects(candidate) || (!self.cgroups.is_empty() && self.selects_cgroups(&parse_cgroups(cgroups)))
+        self.by_process(candidate).is_some()
+            || (!self.cgroups.is_empty() && self.by_cgroups(&parse_cgroups(cgroups)).is_some())
     }
 }
 

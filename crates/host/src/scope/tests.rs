@@ -116,6 +116,26 @@ fn all_omits_the_caller_kernel_threads_zombies_and_vanishing_processes() {
 }
 
 #[test]
+fn the_first_selector_that_matches_is_known() {
+    let tree = hybrid();
+    let spec = ScopeSpec {
+        pids: vec![13],
+        cgroups: vec!["/no/such".into(), "/dba".into()],
+        users: vec!["no-such-user".into(), "1002".into()],
+        exes: vec!["redis-server".into()],
+        all: true,
+    };
+    let selectors = spec.split();
+    assert_eq!(selectors[2], by_cgroup("/dba"));
+    let scoped = resolve_among(&spec, &tree.roots, |pid| pid != 99).unwrap();
+    let selected_by: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.selected_by)).collect();
+    assert_eq!(selected_by, [(10, Some(5)), (11, Some(2)), (12, Some(6)), (13, Some(0))]);
+    let by_exe = ScopeSpec { users: vec!["1001".into()], exes: vec!["redis-server".into()], ..ScopeSpec::default() };
+    let scoped = resolve_among(&by_exe, &tree.roots, |pid| pid != 99).unwrap();
+    assert_eq!(scoped[0].selected_by, Some(0));
+}
+
+#[test]
 fn processes_selected_by_pid_are_never_omitted() {
     let tree = hybrid();
     assert_eq!(tree.pids(&by_pid(&[12, 10, 10])).unwrap(), [10, 12]);

@@ -3,7 +3,7 @@
 //! The main loop only hands over facts. The thread that sent the request makes the answer from them.
 
 use super::protocol::{ControlState, Request, SCHEMA};
-use crate::commands::status::groups::{Selector, reason_of};
+use crate::commands::status::groups::{SelectorName, reason_of};
 use crate::config::scope::ScopeArgs;
 use crate::events::{Event, Events};
 use crate::output::placement::PlacementView;
@@ -65,6 +65,8 @@ pub struct TargetFacts {
     pub uid: u32,
     pub exe: Option<PathBuf>,
     pub cgroup: Option<String>,
+    /// The selector that has brought it in: a position in [`RunFacts::selectors`].
+    pub selected_by: Option<usize>,
     /// Why it is left alone, if it is.
     pub left_alone: Option<String>,
     /// The same as one of a few words.
@@ -115,7 +117,7 @@ impl From<&Entry> for KeptOutRow {
 #[derive(Clone, Debug)]
 pub struct RunFacts {
     pub scope: String,
-    pub selectors: Arc<[Selector]>,
+    pub selectors: Arc<[SelectorName]>,
     /// Whether it only finds out what would be marked.
     pub dry_run: bool,
     pub config: Config,
@@ -130,7 +132,7 @@ pub struct RunFacts {
 impl RunFacts {
     /// Those of a run that begins.
     pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
-        let (scope, selectors, config) = (scope.to_string(), Selector::all_of(&scope.spec()), config.clone());
+        let (scope, selectors, config) = (scope.to_string(), SelectorName::all_of(&scope.spec()), config.clone());
         Self { scope, selectors, dry_run, config, stood_down: None, audit_lost: 0, events: Vec::new() }
     }
 }
@@ -149,6 +151,7 @@ impl Facts {
             uid: target.uid,
             exe: target.exe.as_ref().map(|exe| exe.to_path_buf()),
             cgroup: target.cgroup.clone(),
+            selected_by: target.selected_by,
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
             reason: target.exclusion.as_ref().map(reason_of),
             to_unmark: target.pending.as_ref().map(ToUnmark::from),

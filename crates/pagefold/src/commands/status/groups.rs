@@ -4,14 +4,13 @@
 
 use super::ProcessRow;
 use crate::control::queue::{Facts, TargetFacts};
+use pagefold_host::scope::ScopeSpec;
 use pagefold_host::scope::exclude::Exclusion;
-use pagefold_host::scope::{ScopeSpec, user_id};
 use pagefold_text::escape::printable;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Selectors listed. The rest is summed up.
@@ -41,68 +40,35 @@ pub struct LeftOutRow {
     pub processes: usize,
 }
 
-/// One selector of the scope.
+/// A selector of the scope by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Selector {
+pub struct SelectorName {
     kind: &'static str,
     name: String,
-    test: Test,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Test {
-    Pid(i32),
-    Cgroup(PathBuf),
-    User(Option<u32>),
-    Exe(String),
-    All,
-}
-
-impl Selector {
-    /// All of a scope. A process counts for the first that fits it.
+impl SelectorName {
+    /// All of a scope, in the order of [`ScopeSpec::split`]. A process counts for the first that fits it.
     pub fn all_of(spec: &ScopeSpec) -> Arc<[Self]> {
-        let of = |kind, name: &[u8], test| Self { kind, name: printable(name), test };
-        let pids = spec.pids.iter().map(|&pid| of("pid", pid.to_string().as_bytes(), Test::Pid(pid)));
-        let cgroups = spec.cgroups.iter().map(|path| {
-            let below = path.strip_prefix("/sys/fs/cgroup").unwrap_or(path);
-            let below = below.strip_prefix("/").unwrap_or(below);
-            of("cgroup", path.as_os_str().as_bytes(), Test::Cgroup(below.to_owned()))
-        });
-        let users = spec.users.iter().map(|user| of("user", user.as_bytes(), Test::User(user_id(user).ok())));
-        let exes = spec.exes.iter().map(|exe| of("exe", exe.as_bytes(), Test::Exe(exe.clone())));
-        let all = spec.all.then(|| of("all", b"", Test::All));
+        let of = |kind, name: &[u8]| Self { kind, name: printable(name) };
+        let pids = spec.pids.iter().map(|pid| of("pid", pid.to_string().as_bytes()));
+        let cgroups = spec.cgroups.iter().map(|path| of("cgroup", path.as_os_str().as_bytes()));
+        let users = spec.users.iter().map(|user| of("user", user.as_bytes()));
+        let exes = spec.exes.iter().map(|exe| of("exe", exe.as_bytes()));
+        let all = spec.all.then(|| of("all", b""));
         pids.chain(cgroups).chain(users).chain(exes).chain(all).collect()
     }
 
-    /// Whether it fits a process. By names only, since the process is in scope already; what it is called decides nothing.
-    fn fits(&self, target: &TargetFacts) -> bool {
-        match &self.test {
-            Test::Pid(pid) => target.pid == *pid,
-            Test::Cgroup(path) => target.cgroup.as_deref().is_some_and(|cgroup| is_below(Path::new(cgroup), path)),
-            Test::User(uid) => *uid == Some(target.uid),
-            Test::Exe(exe) => {
-                let path = target.exe.as_deref();
-                let named = path.and_then(Path::file_name).is_some_and(|name| name == exe.as_str());
-                named || path == Some(Path::new(exe)) || exe.rsplit('/').next() == Some(&target.name)
-            }
-            Test::All => true,
-        }
+    /// Whether it selects a guest of a hypervisor by its number.
+    pub fn fits_id(&self, id: i32) -> bool {
+        self.kind == "all" || self.kind == "pid" && self.name == id.to_string()
     }
-}
-
-/// Whether a cgroup is at or below the path of a selector, which may begin with the mount of a version 1 hierarchy.
-fn is_below(cgroup: &Path, selected: &Path) -> bool {
-    let cgroup = cgroup.strip_prefix("/").unwrap_or(cgroup);
-    let mut within_mount = selected.components();
-    within_mount.next();
-    let within_mount = within_mount.as_path();
-    cgroup.starts_with(selected) || (within_mount != Path::new("") && cgroup.starts_with(within_mount))
 }
 
 /// The sums by selector, the largest first. Their totals are those of all processes.
 pub fn scope_rows(facts: &Facts, processes: &[ProcessRow]) -> Vec<ScopeRow> {
     let selectors = &facts.run.selectors;
-    let row = |selector: &Selector| ScopeRow {
+    let row = |selector: &SelectorName| ScopeRow {
         kind: selector.kind.to_owned(),
         name: selector.name.clone(),
         ..ScopeRow::default()
@@ -111,9 +77,8 @@ pub fn scope_rows(facts: &Facts, processes: &[ProcessRow]) -> Vec<ScopeRow> {
     let mut other = ScopeRow { kind: OTHER.to_owned(), ..ScopeRow::default() };
     let targets: BTreeMap<i32, &TargetFacts> = facts.targets.iter().map(|target| (target.pid, target)).collect();
     for process in processes {
-        let target = targets.get(&process.pid);
-        let at = target.and_then(|target| selectors.iter().position(|selector| selector.fits(target)));
-        let row = at.map_or(&mut other, |at| &mut rows[at]);
+        let selected_by = targets.get(&process.pid).and_then(|target| target.selected_by);
+        let row = selected_by.and_then(|at| rows.get_mut(at)).unwrap_or(&mut other);
         let (resident, marked, expected) = (process.resident_bytes, process.marked_bytes, process.expected_bytes);
         row.add(1, resident, marked, expected);
     }
@@ -191,63 +156,6 @@ pub fn left_out_rows(facts: &Facts) -> Vec<LeftOutRow> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_engine::keys::{DomainKey, OwnerKey};
-
-    fn target(pid: i32) -> TargetFacts {
-        TargetFacts {
-            owner: OwnerKey(1),
-            pid,
-            start_time_ticks: 1,
-            domain: DomainKey(0),
-            name: "redis-server".to_owned(),
-            uid: 33,
-            exe: Some("/usr/bin/redis-check-rdb".into()),
-            cgroup: Some("/system.slice/redis.service".to_owned()),
-            left_alone: None,
-            reason: None,
-            to_unmark: None,
-            notes: Vec::new(),
-        }
-    }
-
-    #[track_caller]
-    fn assert_fits(spec: &ScopeSpec, fits: bool) {
-        let selectors = Selector::all_of(spec);
-        assert_eq!(selectors.iter().any(|selector| selector.fits(&target(7))), fits, "{spec}");
-    }
-
-    #[test]
-    fn a_process_counts_for_the_selector_that_names_it() {
-        let base = ScopeSpec::default;
-        for (pid, fits) in [(7, true), (8, false)] {
-            assert_fits(&ScopeSpec { pids: vec![pid], ..base() }, fits);
-        }
-        for (path, fits) in [
-            ("/sys/fs/cgroup/system.slice/redis.service", true),
-            ("/sys/fs/cgroup/memory/system.slice", true),
-            ("/system.slice", true),
-            ("system.slice", true),
-            ("/sys/fs/cgroup", true),
-            ("/system", false),
-            ("/system.slice/redis", false),
-        ] {
-            assert_fits(&ScopeSpec { cgroups: vec![path.into()], ..base() }, fits);
-        }
-        for (user, fits) in [("33", true), ("0", false), ("no-such-user", false)] {
-            assert_fits(&ScopeSpec { users: vec![user.to_owned()], ..base() }, fits);
-        }
-        for (exe, fits) in [
-            ("redis-server", true),
-            ("/usr/bin/redis-server", true),
-            ("redis-check-rdb", true),
-            ("/usr/bin/redis-check-rdb", true),
-            ("redis", false),
-            ("", false),
-        ] {
-            assert_fits(&ScopeSpec { exes: vec![exe.to_owned()], ..base() }, fits);
-        }
-        assert_fits(&ScopeSpec { all: true, ..base() }, true);
-    }
 
     #[test]
     fn every_reason_is_listed_once() {
