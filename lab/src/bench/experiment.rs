@@ -29,7 +29,7 @@ mod workers;
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::policy::uksm::{self, Uksm};
 use crate::bench::policy::{self, Policy};
-use crate::bench::report::{ExperimentReport, Failure};
+use crate::bench::report::{ExperimentReport, Failure, PolicyRun};
 use crate::programs::Target;
 use crate::programs::answers;
 use pagefold_engine::permutation::Permutation;
@@ -287,6 +287,32 @@ impl<'a> PolicySequence<'a> {
             Err(error) => self.failed(report, name, &error)?,
         }
         Ok(())
+    }
+
+    /// Runs what an experiment does itself, if its policy was asked for, and adds the run to the report under a name, or its failure,
+    /// after which nothing is merged. Returns what else was measured.
+    fn conduct<T>(
+        &mut self,
+        report: &mut ExperimentReport,
+        policy: &str,
+        name: &str,
+        act: impl FnOnce(&mut Self) -> anyhow::Result<(PolicyRun, T)>,
+    ) -> anyhow::Result<Option<T>> {
+        if !self.setting.wants(policy) {
+            return Ok(None);
+        }
+        eprintln!("{}: {name}", report.experiment);
+        let defaults = self.control.kernel_defaults().map_err(anyhow::Error::from);
+        match defaults.and_then(|()| act(self)) {
+            Ok((run, measured)) => {
+                report.runs.push(run);
+                Ok(Some(measured))
+            }
+            Err(error) => {
+                self.failed_midway(report, name, &error)?;
+                Ok(None)
+            }
+        }
     }
 
     /// Records the failure of a run that may have marked or merged memory, or started ksmd, and undoes that.

@@ -4,6 +4,7 @@
 //! them; everything that pagefold does is.
 
 mod ksmtuned;
+pub mod merger;
 pub mod uksm;
 mod uksmd;
 
@@ -328,7 +329,7 @@ pub fn mark_eligible(process: &Process) -> anyhow::Result<u64> {
 }
 
 /// Lets ksmd scan so many pages each 20 ms, its pause after [`KsmForExperiment::kernel_defaults`].
-pub fn scan_paced(control: &KsmForExperiment, pages: u64) -> Result<(), ExperimentError> {
+fn scan_paced(control: &KsmForExperiment, pages: u64) -> Result<(), ExperimentError> {
     control.set(Knob::PagesToScan, pages)?;
     control.set(Knob::Run, 1)
 }

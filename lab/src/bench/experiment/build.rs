@@ -1,10 +1,9 @@
 //! Compile jobs, two at a time: what short-lived processes save, and what merging them costs.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median};
-use crate::bench::daemon;
-use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT, scan_paced};
+use crate::bench::policy::merger::{Merger, Merging};
+use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun, in_round};
-use crate::bench::sampler::Sampler;
 use crate::bench::sampling::SamplingThread;
 use crate::programs::{Compiler, scratch};
 use anyhow::Context;
@@ -67,6 +66,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let compiler = Compiler::make(scratch.path(), sizes.functions)?;
     let undisturbed = Policy::NoMerging { seconds: 0 }.to_string();
     let ksm = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
+    let mergers = [Merger::Pagefold(&[]), Merger::Nothing, Merger::Ksm(KSM_PAGES)];
     let policies = [SUBJECT, &undisturbed, &ksm];
     let mut sequence = PolicySequence::take(setting)?;
     let mut felt: BTreeMap<&str, Vec<Felt>> = BTreeMap::new();
@@ -75,20 +75,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let order = Permutation::new(policies.len() as u64, SEED + round);
         let mut measured: BTreeMap<&str, Felt> = BTreeMap::new();
         for at in 0..order.len() {
-            let name = policies[usize::try_from(order.at(at))?];
-            if !setting.wants(name) {
-                continue;
-            }
-            eprintln!("{}: {name}, round {}", report.experiment, round + 1);
-            match compile_all(&mut sequence, name, &compiler, &sizes) {
-                Ok((run, felt)) => {
-                    report.runs.push(PolicyRun { policy: in_round(name, round + 1), ..run });
-                    measured.insert(name, felt);
-                }
-                Err(error) => {
-                    sequence.failed_midway(report, name, &error)?;
-                }
-            }
+            let at = usize::try_from(order.at(at))?;
+            let (name, by) = (policies[at], mergers[at]);
+            let in_round = in_round(name, round + 1);
+            let felt = sequence
+                .conduct(report, name, &in_round, |sequence| compile_all(sequence, by, &in_round, &compiler, &sizes))?;
+            measured.extend(felt.map(|felt| (name, felt)));
         }
         for (&name, one) in &measured {
             felt.entry(name).or_default().push(*one);
@@ -144,41 +136,32 @@ fn put_figures(
 /// Runs the jobs under a policy.
 fn compile_all(
     sequence: &mut PolicySequence<'_>,
+    by: Merger,
     name: &str,
     compiler: &Compiler,
     sizes: &Sizes,
 ) -> anyhow::Result<(PolicyRun, Felt)> {
     let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
-    sequence.control.kernel_defaults()?;
     // pagefold does not start with nothing in scope.
     let idle = compiler.start_idle()?;
-    let sampler = Sampler::start()?;
-    let (mut daemon, mut by): (_, Vec<&OsStr>) = (None, Vec::new());
-    if name == SUBJECT {
-        let options = ["--exe".to_owned(), compiler.path().display().to_string()];
-        let started = daemon::run(setting.program, &[], &options)?;
-        sampler.watch(started.meter()?);
-        daemon = Some(started);
-    } else if name != (Policy::NoMerging { seconds: 0 }).to_string() {
-        scan_paced(&sequence.control, KSM_PAGES)?;
-        // Processes inherit from it that all their memory may be merged.
-        by = vec![setting.program.as_os_str(), OsStr::new("exec")];
-    }
+    let mut merging = Merging::begin()?;
+    merging.merge(by, &["--exe", &compiler.path().to_string_lossy()], setting, &sequence.control)?;
+    // Processes inherit from it that all their memory may be merged.
+    let exec = [setting.program.as_os_str(), OsStr::new("exec")];
+    let starting = if matches!(by, Merger::Ksm(_)) { &exec[..] } else { &[] };
     interrupt.sleep(HEAD_START)?;
     let exe = compiler.path();
     let memory = SamplingThread::start(INTERVAL, move |_| Ok(memory_of(&exe)));
     let spent_ns = reaped_children_cpu_ns();
-    let jobs = compiler.run_all(&by, sizes.jobs, interrupt)?;
+    let jobs = compiler.run_all(starting, sizes.jobs, interrupt)?;
     let spent = Duration::from_nanos(reaped_children_cpu_ns().saturating_sub(spent_ns));
     let memory = memory.finish()?;
-    let points = sampler.finish()?;
-    let summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
+    merging.stop_sampling()?;
+    let mut run = merging.end(name, interrupt)?;
     drop(idle);
     sequence.control.unmerge()?;
 
     let right = jobs.iter().all(|job| job.1);
-    let mut run = PolicyRun { policy: name.to_owned(), summary, ..PolicyRun::default() };
-    run.set_own_samples(&points);
     run.forget_curve();
     let mean = |of: fn(&(f64, f64)) -> f64| memory.iter().map(of).sum::<f64>() / memory.len().max(1) as f64;
     let (held, saved) = (mean(|now| now.0), mean(|now| now.1));

@@ -2,10 +2,9 @@
 //! clone has in common with those before it is merged.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
-use crate::bench::daemon;
-use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT, mark_eligible, scan_paced};
+use crate::bench::policy::merger::{Merger, Merging};
+use crate::bench::policy::{KSM_PAGES, mark_eligible};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
-use crate::bench::sampler::Sampler;
 use crate::programs::scratch;
 use pagefold_engine::units::{Pages, whole};
 use pagefold_procmem::os::fields::number;
@@ -57,21 +56,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let scratch = scratch()?;
     let player = scratch.path().join("clone");
     fs::copy(setting.player, &player)?;
-    let paced = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
-    for name in [paced.as_str(), SUBJECT] {
-        if !setting.wants(name) {
-            continue;
-        }
-        eprintln!("{}: {name}", report.experiment);
-        let (run, seconds) = match start_all(&mut sequence, name, &player, &sizes) {
-            Ok(done) => done,
-            Err(error) => {
-                sequence.failed_midway(report, name, &error)?;
-                continue;
-            }
-        };
+    for by in [Merger::Ksm(KSM_PAGES), Merger::Pagefold(&[])] {
+        let name = by.to_string();
+        let seconds = sequence.conduct(report, &name, &name, |sequence| start_all(sequence, by, &player, &sizes))?;
+        let Some(seconds) = seconds else { continue };
         let merged = seconds.iter().flatten().copied();
         let longest = merged.clone().fold(0.0, f64::max);
         report.figure(
@@ -80,9 +70,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         );
         report.figure(format!("seconds to 90 % of a clone, median, {name}"), median(merged.collect()));
         report.figure(format!("seconds to 90 % of a clone, longest, {name}"), longest);
-        rows.push((name.to_owned(), longest));
-        report.runs.push(run);
-        if name == SUBJECT && !setting.quick {
+        rows.push((name, longest));
+        if by == Merger::Pagefold(&[]) && !setting.quick {
             let all = seconds.iter().all(Option::is_some);
             let longest = if all { longest } else { sizes.every.as_secs_f64() };
             report.bar("seconds until 90 % of each clone is merged", Limit::AtMost(5.0), Some(longest));
@@ -100,13 +89,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 /// with the others is merged, if that is before the next one starts.
 fn start_all(
     sequence: &mut PolicySequence<'_>,
-    name: &str,
+    by: Merger,
     player: &Path,
     sizes: &Sizes,
 ) -> anyhow::Result<(PolicyRun, Vec<Option<f64>>)> {
     let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
-    sequence.control.kernel_defaults()?;
-    let by_ksm = name != SUBJECT;
     let spec = TenantSpec::new([
         Segment::Shared { pages: sizes.shared.0, seed: 1 },
         Segment::Random { pages: sizes.own.0, seed: 2 },
@@ -114,7 +101,7 @@ fn start_all(
     let start = || -> anyhow::Result<(Tenant, Process)> {
         let tenant = Tenant::start(player, &spec)?;
         let process = Process::open(tenant.pid())?;
-        if by_ksm {
+        if matches!(by, Merger::Ksm(_)) {
             mark_eligible(&process)?;
         }
         Ok((tenant, process))
@@ -123,16 +110,8 @@ fn start_all(
     for _ in 0..WARM {
         alive.push_back(start()?.0);
     }
-    let sampler = Sampler::start()?;
-    let daemon = if by_ksm {
-        scan_paced(&sequence.control, KSM_PAGES)?;
-        None
-    } else {
-        let options = ["--exe".to_owned(), player.display().to_string()];
-        let daemon = daemon::run(setting.program, &[], &options)?;
-        sampler.watch(daemon.meter()?);
-        Some(daemon)
-    };
+    let mut merging = Merging::begin()?;
+    merging.merge(by, &["--exe", &player.to_string_lossy()], setting, &sequence.control)?;
     interrupt.sleep(sizes.warm_up)?;
     let (mut seconds, mut intact) = (Vec::new(), true);
     for _ in 0..sizes.clones {
@@ -156,11 +135,8 @@ fn start_all(
     for tenant in &mut alive {
         intact &= tenant.verify()? == Verdict::Intact;
     }
-    let mut run = PolicyRun { policy: name.to_owned(), ..PolicyRun::default() };
-    run.summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
-    let points = sampler.finish()?;
+    let mut run = merging.end(&by.to_string(), interrupt)?;
     sequence.control.unmerge()?;
-    run.set_own_samples(&points);
     run.savable_bytes = Some(Pages(sizes.shared.0 * whole(ALIVE as f64)).bytes().0);
     run.answers_correct = Answers { before: true, during: intact, after: intact };
     Ok((run, seconds))

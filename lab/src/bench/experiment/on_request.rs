@@ -2,12 +2,11 @@
 //! kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions. On a kernel with UKSM, its governors.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib, run_on_uksm};
-use crate::bench::daemon;
 use crate::bench::page_tables::{self, most_and_mean};
+use crate::bench::policy::merger::{Merger, Merging};
 use crate::bench::policy::uksm::{self, Uksm};
-use crate::bench::policy::{Enough, KSM_PAGES, Policy, mark_eligible, scan_paced};
+use crate::bench::policy::{Enough, KSM_PAGES, Policy, mark_eligible};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
-use crate::bench::sampler::Sampler;
 use crate::programs::Target;
 use pagefold_engine::units::{Bytes, Pages, whole};
 use pagefold_procmem::process::Process;
@@ -186,57 +185,37 @@ fn successors(
     sequence: &mut PolicySequence<'_>,
     report: &mut ExperimentReport,
 ) -> anyhow::Result<()> {
-    let paced = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
-    let ours = [ON_KSMD, JUDGED].map(|options| (Policy::pagefold_with(0, &options).to_string(), Some(options)));
-    for (policy, options) in [(paced, None)].into_iter().chain(ours) {
-        let name = format!("successors: {policy}");
-        if !setting.wants(&policy) {
-            continue;
-        }
-        eprintln!("{}: {name}", report.experiment);
-        match succession(sequence, &name, options) {
-            Ok(run) => {
-                let held = Bytes(run.saved_bytes).mib();
-                report.figure(format!("{name}: MiB held on average"), held);
-                report.figure(format!("{name}: CPU seconds"), run.cpu_seconds);
-                if options == Some(JUDGED) && !setting.quick {
-                    report.bar(format!("{name}: MiB held on average"), Limit::AtLeast(55.0), Some(held));
-                    report.bar(format!("{name}: CPU seconds"), Limit::AtMost(0.7), Some(run.cpu_seconds));
-                }
-                report.runs.push(run);
-            }
-            Err(error) => {
-                sequence.failed_midway(report, &name, &error)?;
-            }
+    for by in [Merger::Ksm(KSM_PAGES), Merger::Pagefold(&ON_KSMD), Merger::Pagefold(&JUDGED)] {
+        let name = format!("successors: {by}");
+        let measured = sequence.conduct(report, &by.to_string(), &name, |sequence| succession(sequence, &name, by))?;
+        let Some((held, cpu_seconds)) = measured else { continue };
+        report.figure(format!("{name}: MiB held on average"), held);
+        report.figure(format!("{name}: CPU seconds"), cpu_seconds);
+        if by == Merger::Pagefold(&JUDGED) && !setting.quick {
+            report.bar(format!("{name}: MiB held on average"), Limit::AtLeast(55.0), Some(held));
+            report.bar(format!("{name}: CPU seconds"), Limit::AtMost(0.7), Some(cpu_seconds));
         }
     }
     Ok(())
 }
 
 /// Runs the programs under pagefold with these options, or under KSM. The memory saved is the average over their lives, by their
-/// page tables: KSM's counters include programs that have ended until the next ksmd scan.
-fn succession(sequence: &mut PolicySequence<'_>, name: &str, options: Option<[&str; 4]>) -> anyhow::Result<PolicyRun> {
+/// page tables: KSM's counters include programs that have ended until the next ksmd scan. Also returns it in MiB, and the CPU time.
+fn succession(sequence: &mut PolicySequence<'_>, name: &str, by: Merger) -> anyhow::Result<(PolicyRun, (f64, f64))> {
     let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
     let (mebibytes, life, count) = if setting.quick { (8, 3, 2) } else { (64, 16, 4) };
-    sequence.control.kernel_defaults()?;
-    let sampler = Sampler::start()?;
-    let daemon = if let Some(options) = options {
-        let executable = setting.player.display().to_string();
-        let scope = ["--exe", &executable];
-        let daemon = daemon::run(setting.program, &[], &[&options[..], &scope[..]].concat())?;
-        sampler.watch(daemon.meter()?);
+    let mut merging = Merging::begin()?;
+    merging.merge(by, &["--exe", &setting.player.to_string_lossy()], setting, &sequence.control)?;
+    let by_ksm = matches!(by, Merger::Ksm(_));
+    if !by_ksm {
         interrupt.sleep(HEAD_START)?;
-        Some(daemon)
-    } else {
-        scan_paced(&sequence.control, KSM_PAGES)?;
-        None
-    };
+    }
     let (mut held, mut intact) = (0.0, true);
     let spec = TenantSpec::new([Segment::Same { pages: mib(mebibytes).0, seed: 1 }]);
     for _ in 0..count {
         let mut tenant = Tenant::start(setting.player, &spec)?;
         let process = Process::open(tenant.pid())?;
-        if options.is_none() {
+        if by_ksm {
             mark_eligible(&process)?;
         }
         let watch = page_tables::watch(&[process])?;
@@ -244,13 +223,11 @@ fn succession(sequence: &mut PolicySequence<'_>, name: &str, options: Option<[&s
         held += most_and_mean(&watch.finish()?).1;
         intact &= tenant.verify()? == Verdict::Intact;
     }
-    let mut run = PolicyRun { policy: name.to_owned(), ..PolicyRun::default() };
-    run.summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
-    let points = sampler.finish()?;
+    let mut run = merging.end(name, interrupt)?;
     sequence.control.unmerge()?;
-    run.set_own_samples(&points);
     run.forget_curve();
     run.saved_bytes = whole(held / f64::from(count));
     run.answers_correct = Answers { before: true, during: intact, after: intact };
-    Ok(run)
+    let measured = (Bytes(run.saved_bytes).mib(), run.cpu_seconds);
+    Ok((run, measured))
 }

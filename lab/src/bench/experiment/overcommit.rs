@@ -2,11 +2,10 @@
 //! room for it.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
-use crate::bench::daemon;
 use crate::bench::metric;
-use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT, mark_eligible, scan_paced};
+use crate::bench::policy::merger::{Merger, Merging};
+use crate::bench::policy::{KSM_PAGES, SUBJECT, mark_eligible};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
-use crate::bench::sampler::Sampler;
 use crate::programs::{MemoryLimit, scratch};
 use anyhow::ensure;
 use pagefold_engine::units::{Bytes, Pages};
@@ -51,25 +50,15 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let scratch = scratch()?;
     let player = scratch.path().join("held");
     fs::copy(setting.player, &player)?;
-    let undisturbed = Policy::NoMerging { seconds: 0 }.to_string();
-    let ksm = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
-    for name in [undisturbed.as_str(), &ksm, SUBJECT] {
-        if !setting.wants(name) {
-            continue;
-        }
-        eprintln!("{}: {name}", report.experiment);
-        match start_all(&mut sequence, name, name == ksm, &player, &sizes) {
-            Ok((run, started)) => {
-                let held = started as f64 * sizes.each.bytes().mib();
-                report.figure(metric::FITTING_MEMORY.of([name]), held);
-                rows.push((name.to_owned(), held));
-                report.runs.push(run);
-            }
-            Err(error) => {
-                sequence.failed_midway(report, name, &error)?;
-            }
+    for by in [Merger::Nothing, Merger::Ksm(KSM_PAGES), Merger::Pagefold(&[])] {
+        let name = by.to_string();
+        let started = sequence.conduct(report, &name, &name, |sequence| start_all(sequence, by, &player, &sizes))?;
+        if let Some(started) = started {
+            let held = started as f64 * sizes.each.bytes().mib();
+            report.figure(metric::FITTING_MEMORY.of([&name]), held);
+            rows.push((name, held));
         }
     }
     drop(sequence);
@@ -85,13 +74,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 /// Starts programs as long as there is room for each in time. Returns what was measured, and how many were started.
 fn start_all(
     sequence: &mut PolicySequence<'_>,
-    name: &str,
-    by_ksm: bool,
+    by: Merger,
     player: &Path,
     sizes: &Sizes,
 ) -> anyhow::Result<(PolicyRun, usize)> {
     let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
-    sequence.control.kernel_defaults()?;
     let group = MemoryLimit::make(sizes.limit.0)?;
     let own = sizes.each.0 / OWN_PART;
     let spec = TenantSpec::new([
@@ -99,27 +86,19 @@ fn start_all(
         Segment::Random { pages: own, seed: 2 },
     ]);
     let enter = group.enter();
-    let by: Vec<&str> = enter.iter().map(String::as_str).collect();
+    let entering: Vec<&str> = enter.iter().map(String::as_str).collect();
     let start = || -> anyhow::Result<Tenant> {
-        let tenant = Tenant::start_by(&by, player, &spec)?;
-        if by_ksm {
+        let tenant = Tenant::start_by(&entering, player, &spec)?;
+        if matches!(by, Merger::Ksm(_)) {
             let process = Process::open(tenant.pid())?;
             mark_eligible(&process)?;
         }
         Ok(tenant)
     };
-    let sampler = Sampler::start()?;
+    let mut merging = Merging::begin()?;
     // pagefold does not start with nothing in scope.
     let mut tenants = vec![start()?];
-    let mut daemon = None;
-    if by_ksm {
-        scan_paced(&sequence.control, KSM_PAGES)?;
-    } else if name == SUBJECT {
-        let options = ["--exe".to_owned(), player.display().to_string()];
-        let started = daemon::run(setting.program, &[], &options)?;
-        sampler.watch(started.meter()?);
-        daemon = Some(started);
-    }
+    merging.merge(by, &["--exe", &player.to_string_lossy()], setting, &sequence.control)?;
     let needed = sizes.each.bytes().0 + MARGIN;
     while tenants.len() < sizes.most {
         let began = Instant::now();
@@ -133,7 +112,7 @@ fn start_all(
         }
         tenants.push(start()?);
     }
-    let points = sampler.finish()?;
+    merging.stop_sampling()?;
     let mut intact = true;
     for tenant in &mut tenants {
         intact &= tenant.verify()? == Verdict::Intact;
@@ -141,10 +120,8 @@ fn start_all(
     ensure!(group.kills()? == 0, "the kernel has killed a program");
     // What is unmerged comes back.
     group.lift()?;
-    let summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
+    let mut run = merging.end(&by.to_string(), interrupt)?;
     sequence.control.unmerge()?;
-    let mut run = PolicyRun { policy: name.to_owned(), summary, ..PolicyRun::default() };
-    run.set_own_samples(&points);
     run.answers_correct = Answers { before: true, during: intact, after: intact };
     Ok((run, tenants.len()))
 }

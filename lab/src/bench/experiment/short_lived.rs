@@ -3,11 +3,9 @@
 //! it unmaps them.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
-use crate::bench::daemon;
 use crate::bench::metric;
-use crate::bench::policy::{SUBJECT, scan_paced};
+use crate::bench::policy::merger::{Merger, Merging};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
-use crate::bench::sampler::Sampler;
 use anyhow::{Context, ensure};
 use pagefold_engine::units::{Pages, whole};
 use pagefold_workload::{Activity, Tenant, TenantSpec, Verdict};
@@ -26,27 +24,18 @@ const HEAD_START: Duration = Duration::from_secs(2);
 /// Extra time for a lifetime on a busy machine: mapping, filling, counting, unmapping.
 const WORK: Duration = Duration::from_secs(4);
 
-/// What merges the memory.
-#[derive(Clone, Copy, Debug)]
-enum MergedBy {
-    /// pagefold with these options.
-    Daemon(&'static [&'static str]),
-    /// KSM with this number of pages per 20 ms, on memory that marks itself.
-    Ksm(u64),
-}
-
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, cycles) = if setting.quick { (64, 2) } else { (500, 6) };
     report.parameters([("same_mib", size_mib), ("cycles", cycles)]);
     let pages = mib(size_mib);
-    let (by_default, sensitive) = (MergedBy::Daemon(&[]), MergedBy::Daemon(&["--preset", "sensitive"]));
-    let plan: &[(MergedBy, &[u64])] = if setting.quick {
-        &[(by_default, &[500]), (sensitive, &[500]), (MergedBy::Ksm(2000), &[500])]
+    let (by_default, sensitive) = (Merger::Pagefold(&[]), Merger::Pagefold(&["--preset", "sensitive"]));
+    let plan: &[(Merger, &[u64])] = if setting.quick {
+        &[(by_default, &[500]), (sensitive, &[500]), (Merger::Ksm(2000), &[500])]
     } else {
         &[
             (by_default, &[500, 1000, 2000]),
             (sensitive, &[4000, 2000, 1000, 500, 250]),
-            (MergedBy::Ksm(2000), &[2000, 1000]),
+            (Merger::Ksm(2000), &[2000, 1000]),
         ]
     };
     let mut sequence = PolicySequence::take(setting)?;
@@ -56,38 +45,28 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     for &(by, lives) in plan {
         for &life_ms in lives {
             let name = name_of_lives(by, life_ms);
-            if !setting.wants(&name) {
-                continue;
-            }
-            eprintln!("{}: {name}", report.experiment);
-            let run = match live_through(&mut sequence, &name, by, pages, life_ms, cycles) {
-                Ok(done) => done,
-                Err(error) => {
-                    sequence.failed_midway(report, &name, &error)?;
-                    continue;
-                }
-            };
-            let shares: Vec<f64> = run.lives.iter().map(|life| life.merged_pages as f64 / pages.0 as f64).collect();
+            let lived = sequence
+                .conduct(report, &name, &name, |sequence| live_through(sequence, &name, by, pages, life_ms, cycles))?;
+            let Some(Lived { merged_pages, spans }) = lived else { continue };
+            let shares: Vec<f64> = merged_pages.iter().map(|merged| merged / pages.0 as f64).collect();
             let share = median(shares.clone());
             let best = shares.into_iter().fold(0.0, f64::max);
             report.figure(metric::SHARE_MERGED.of([&name]), share);
             report.figure(format!("share merged at best, {name}"), best);
             rows.push((name, share));
             match by {
-                MergedBy::Daemon([]) => {
-                    let spans = run.summary.as_ref().and_then(|summary| summary["marked_spans"].as_f64());
+                Merger::Pagefold([]) => {
                     marked = Some(marked.unwrap_or(0.0).max(spans.context("the summary has no marked_spans")?));
                     merged = Some(merged.unwrap_or(0.0).max(best));
                 }
-                MergedBy::Daemon(_) => {
+                Merger::Pagefold(_) => {
                     at_two = if life_ms == 2000 { Some(share) } else { at_two };
                     if share >= 0.5 {
                         smallest = Some(smallest.map_or(life_ms, |smallest: u64| smallest.min(life_ms)));
                     }
                 }
-                MergedBy::Ksm(_) => {}
+                Merger::Ksm(_) | Merger::Nothing => {}
             }
-            report.runs.push(run);
         }
     }
     drop(sequence);
@@ -108,46 +87,37 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-fn name(by: MergedBy) -> String {
-    match by {
-        MergedBy::Daemon(options) => [&[SUBJECT], options].concat().join(" "),
-        MergedBy::Ksm(pages) => format!("ksm-{pages}/20ms"),
-    }
+fn name_of_lives(by: Merger, life_ms: u64) -> String {
+    format!("{by}, T = {} s", life_ms as f64 / 1000.0)
 }
 
-fn name_of_lives(by: MergedBy, life_ms: u64) -> String {
-    format!("{}, T = {} s", name(by), life_ms as f64 / 1000.0)
+/// What is judged of some lifetimes.
+struct Lived {
+    /// Of each.
+    merged_pages: Vec<f64>,
+    /// Marked by pagefold.
+    spans: Option<f64>,
 }
 
 /// Runs `cycles` lifetimes, with merging on from the start.
 fn live_through(
     sequence: &mut PolicySequence<'_>,
     name: &str,
-    by: MergedBy,
+    by: Merger,
     pages: Pages,
     life_ms: u64,
     cycles: u64,
-) -> anyhow::Result<PolicyRun> {
-    let (program, interrupt) = (sequence.setting.program, sequence.setting.interrupt);
-    let mergeable = matches!(by, MergedBy::Ksm(_));
+) -> anyhow::Result<(PolicyRun, Lived)> {
+    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+    let mergeable = matches!(by, Merger::Ksm(_));
     let activity = Activity::ShortLived { pages: pages.0, seed: 10, life_us: life_ms * 1000, mergeable };
-    let mut tenant = Tenant::start(sequence.setting.player, &TenantSpec::new([]).with_activity(activity))?;
-    let mut run = PolicyRun { policy: name.to_owned(), ..PolicyRun::default() };
-    run.answers_correct.before = tenant.verify()? == Verdict::Intact;
-    sequence.control.kernel_defaults()?;
-    let sampler = Sampler::start()?;
-    let daemon = match by {
-        MergedBy::Daemon(options) => {
-            let daemon = daemon::run(program, &[tenant.pid()], options)?;
-            sampler.watch(daemon.meter()?);
-            interrupt.sleep(HEAD_START)?;
-            Some(daemon)
-        }
-        MergedBy::Ksm(pages) => {
-            scan_paced(&sequence.control, pages)?;
-            None
-        }
-    };
+    let mut tenant = Tenant::start(setting.player, &TenantSpec::new([]).with_activity(activity))?;
+    let before = tenant.verify()? == Verdict::Intact;
+    let mut merging = Merging::begin()?;
+    merging.merge(by, &["--pid", &tenant.pid().to_string()], setting, &sequence.control)?;
+    if !mergeable {
+        interrupt.sleep(HEAD_START)?;
+    }
     tenant.begin()?;
     let cycle = Duration::from_millis(2 * life_ms);
     interrupt.sleep(cycle * u32::try_from(cycles)?)?;
@@ -158,24 +128,19 @@ fn live_through(
         interrupt.sleep(cycle.min(Duration::from_millis(500)))?;
         counters = tenant.counters()?;
     }
-    let ended = daemon.map(|daemon| daemon.end(interrupt)).transpose();
-    let points = sampler.finish();
-    run.answers_correct = Answers { during: tenant.verify()? == Verdict::Intact, ..run.answers_correct };
+    let mut run = merging.end_alone(name, interrupt)?;
+    let during = tenant.verify()? == Verdict::Intact;
     sequence.control.unmerge()?;
-    run.answers_correct.after = tenant.verify()? == Verdict::Intact;
-    if let Some(ran) = ended? {
-        run.cpu_pagefold_seconds = ran.cpu_seconds;
-        run.summary = Some(ran.summary);
-    }
-    run.set_samples(&points?);
+    run.answers_correct = Answers { before, during, after: tenant.verify()? == Verdict::Intact };
     run.forget_curve();
     let bytes = |pages: f64| Pages(whole(pages)).bytes().0;
     let merged: Vec<f64> = counters.lives.iter().map(|life| life.merged_pages as f64).collect();
     run.saved_bytes_max = bytes(merged.iter().copied().fold(0.0, f64::max));
     ensure!(!counters.lives.is_empty(), "no lifetime was completed");
-    run.saved_bytes = bytes(median(merged));
+    run.saved_bytes = bytes(median(merged.clone()));
     run.lives = counters.lives;
-    Ok(run)
+    let spans = run.summary.as_ref().and_then(|summary| summary["marked_spans"].as_f64());
+    Ok((run, Lived { merged_pages: merged, spans }))
 }
 
 #[cfg(test)]
@@ -183,11 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_those_of_policies() {
-        assert_eq!(
-            [MergedBy::Daemon(&[]), MergedBy::Daemon(&["--preset", "sensitive"]), MergedBy::Ksm(2000)].map(name),
-            ["pagefold", "pagefold --preset sensitive", "ksm-2000/20ms"]
-        );
-        assert_eq!(name_of_lives(MergedBy::Ksm(2000), 2000), metric::KSM_FOR_2_S);
+    fn claims_name_these_lives() {
+        assert_eq!(name_of_lives(Merger::Ksm(2000), 2000), metric::KSM_FOR_2_S);
     }
 }

@@ -2,17 +2,15 @@
 //! there is less memory than they need.
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
-use crate::bench::daemon;
 use crate::bench::metric;
-use crate::bench::policy::{KSM, Policy, SUBJECT, scan_paced};
+use crate::bench::policy::merger::{Merger, Merging};
+use crate::bench::policy::{KSM, SUBJECT};
 use crate::bench::report::{Answers, ExperimentReport, Limit, MachineDescription, PolicyRun};
-use crate::bench::sampler::Sampler;
 use crate::programs::{GuestWork, MemoryLimit, QEMU, WorkingGuest, WorkingGuests, ZramSwap, scratch, swapped_out};
 use anyhow::{Context, ensure};
 use pagefold_engine::units::{Bytes, Pages};
 use pagefold_procmem::os::fields::kib;
 use pagefold_procmem::process::Process;
-use std::fmt;
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -31,6 +29,8 @@ pub const OVERCOMMITTED: Experiment = Experiment {
 
 /// The kernel's default, and what is commonly configured: pages each 20 ms.
 const KSM_PAGES: [u64; 2] = [100, 1000];
+/// Their owner's no, `mem-merge=off`, is overridden.
+const OURS: Merger = Merger::Pagefold(&["--override-opt-out", QEMU]);
 /// Of each guest, at most, with what unmerging all of them at once takes.
 const NEEDED_MIB: u64 = 600;
 
@@ -44,27 +44,6 @@ struct Sizes {
     limit_mib: Option<u64>,
 }
 
-/// What merges while the machines are started.
-#[derive(Clone, Copy, Debug)]
-enum Starting {
-    Nothing,
-    /// Pages each 20 ms.
-    Ksm {
-        pages: u64,
-    },
-    Pagefold,
-}
-
-impl fmt::Display for Starting {
-    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::Nothing => Policy::NoMerging { seconds: 0 }.fmt(to),
-            Self::Ksm { pages } => Policy::KsmPaced { pages, seconds: 0 }.fmt(to),
-            Self::Pagefold => to.write_str(SUBJECT),
-        }
-    }
-}
-
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (guests, memory_mib, every) = if setting.quick { (2, 192, 2) } else { (10, 512, 8) };
     report.parameters([("guests", guests), ("guest_mib", memory_mib), ("seconds_between", every)]);
@@ -75,8 +54,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let sizes =
         Sizes { guests: usize::try_from(guests)?, memory_mib, every: Duration::from_secs(every), limit_mib: None };
     let peers = if setting.quick { &KSM_PAGES[1..] } else { &KSM_PAGES };
-    let policies: Vec<Starting> =
-        peers.iter().map(|&pages| Starting::Ksm { pages }).chain([Starting::Pagefold]).collect();
+    let policies: Vec<Merger> = peers.iter().map(|&pages| Merger::Ksm(pages)).chain([OURS]).collect();
     run_all(setting, report, &policies, &sizes)?;
     report.compare(SUBJECT);
     report.bar_on_answers();
@@ -85,7 +63,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let subtitle = format!("MiB; {guests} machines of {memory_mib} MiB, one each {every} s");
     report.picture("saved when the last machine is up", subtitle, rows);
     if !setting.quick {
-        let default = Starting::Ksm { pages: KSM_PAGES[0] }.to_string();
+        let default = Merger::Ksm(KSM_PAGES[0]).to_string();
         let (saved, cpu) = (report.ratio(metric::SAVED_VS, &default), report.ratio(metric::CPU_VS, &default));
         report.bar(metric::VMS_SAVED, Limit::AtLeast(3.0), saved);
         report.bar(metric::VMS_CPU, Limit::AtMost(1.0), cpu);
@@ -107,8 +85,8 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
     let swap = ZramSwap::make((guests * memory_mib) << 20)?;
     let every = Duration::from_secs(every);
     let sizes = Sizes { guests: usize::try_from(guests)?, memory_mib, every, limit_mib: Some(limit_mib) };
-    let ksm = Starting::Ksm { pages: KSM_PAGES[1] };
-    let policies = [Starting::Nothing, ksm, Starting::Pagefold];
+    let ksm = Merger::Ksm(KSM_PAGES[1]);
+    let policies = [Merger::Nothing, ksm, OURS];
     run_all(setting, report, if setting.quick { &policies[1..] } else { &policies }, &sizes)?;
     drop(swap);
     report.compare(SUBJECT);
@@ -131,7 +109,7 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
 fn run_all(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,
-    policies: &[Starting],
+    policies: &[Merger],
     sizes: &Sizes,
 ) -> anyhow::Result<()> {
     let scratch = scratch()?;
@@ -140,32 +118,29 @@ fn run_all(
     let mut expected = None;
     let mut sequence = PolicySequence::take(setting)?;
     for &policy in policies {
-        let name = policy.to_string();
-        if !setting.wants(&name) {
-            continue;
-        }
-        eprintln!("{}: {name}", report.experiment);
+        let name = name_of(policy);
         // QEMU marks the guests' memory by default, and mem-merge=off is their owner's no, which pagefold is told to override.
-        image.set_merge(matches!(policy, Starting::Ksm { .. }));
-        match start_all(&mut sequence, policy, &image, sizes, &mut expected) {
-            Ok((run, Up { held_mib, swapped })) => {
-                report.figure(metric::VMS_SECONDS.of([&name]), run.seconds);
-                report.figure(format!("{name}: MiB of the machines when all are up"), held_mib);
-                if sizes.limit_mib.is_some() {
-                    report.figure(metric::VMS_SWAPPED.of([&name]), swapped.bytes().mib());
-                }
-                report.runs.push(run);
-            }
-            Err(error) => {
-                sequence.failed_midway(report, &name, &error)?;
-            }
+        image.set_merge(matches!(policy, Merger::Ksm(_)));
+        let up = sequence
+            .conduct(report, &name, &name, |sequence| start_all(sequence, policy, &image, sizes, &mut expected))?;
+        let Some(Up { seconds, held_mib, swapped }) = up else { continue };
+        report.figure(metric::VMS_SECONDS.of([&name]), seconds);
+        report.figure(format!("{name}: MiB of the machines when all are up"), held_mib);
+        if sizes.limit_mib.is_some() {
+            report.figure(metric::VMS_SWAPPED.of([&name]), swapped.bytes().mib());
         }
     }
     Ok(())
 }
 
+/// What pagefold is told about the guests does not show in its name.
+fn name_of(by: Merger) -> String {
+    if by == OURS { SUBJECT.to_owned() } else { by.to_string() }
+}
+
 /// What was seen when all machines were up.
 struct Up {
+    seconds: f64,
     /// Their anonymous memory, MiB.
     held_mib: f64,
     /// What the whole machine has swapped out meanwhile.
@@ -175,13 +150,12 @@ struct Up {
 /// Starts the machines under a policy. Returns what was measured until all were up.
 fn start_all(
     sequence: &mut PolicySequence<'_>,
-    policy: Starting,
+    policy: Merger,
     image: &WorkingGuests,
     sizes: &Sizes,
     expected: &mut Option<String>,
 ) -> anyhow::Result<(PolicyRun, Up)> {
     let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
-    sequence.control.kernel_defaults()?;
     let limit = sizes.limit_mib.map(|mib| MemoryLimit::make(mib << 20)).transpose()?;
     let start = |number| {
         let guest = image.start(number)?;
@@ -192,20 +166,11 @@ fn start_all(
     let began = Instant::now();
     // Before the policy, since pagefold does not start with nothing in scope.
     let mut guests = vec![start(0)?];
-    let sampler = Sampler::start()?;
-    if let Starting::Ksm { pages } = policy {
-        scan_paced(&sequence.control, pages)?;
-    }
-    let daemon = if let Starting::Pagefold = policy {
+    let mut merging = Merging::begin()?;
+    if policy == OURS {
         wait_until_executed(&guests[0], image)?;
-        let options = ["--exe".to_owned(), image.emulator().display().to_string()];
-        let options: Vec<String> = options.into_iter().chain(["--override-opt-out", QEMU].map(str::to_owned)).collect();
-        let daemon = daemon::run(setting.program, &[], &options)?;
-        sampler.watch(daemon.meter()?);
-        Some(daemon)
-    } else {
-        None
-    };
+    }
+    merging.merge(policy, &["--exe", &image.emulator().to_string_lossy()], setting, &sequence.control)?;
     for (number, due) in (1..sizes.guests).zip(1..) {
         interrupt.sleep((sizes.every * due).saturating_sub(began.elapsed()))?;
         guests.push(start(number)?);
@@ -214,7 +179,7 @@ fn start_all(
         interrupt.check()?;
         guest.ready()?;
     }
-    let points = sampler.finish()?;
+    merging.stop_sampling()?;
     let swapped = swapped_out()?.saturating_sub(swapped_before);
     if let Some(limit) = &limit {
         ensure!(limit.kills()? == 0, "the kernel has killed a machine: it could not swap out enough of them in time");
@@ -235,13 +200,12 @@ fn start_all(
         // What is unmerged comes back.
         limit.lift()?;
     }
-    let summary = daemon.map(|daemon| daemon.end(interrupt)).transpose()?.map(|ran| ran.summary);
+    // Its samples end when all are up.
+    let mut run = merging.end(&name_of(policy), interrupt)?;
     sequence.control.unmerge()?;
-    let mut run = PolicyRun { policy: policy.to_string(), summary, ..PolicyRun::default() };
-    // They end when all are up.
-    run.set_own_samples(&points);
     run.answers_correct = Answers { before: true, during, after: agree()? };
-    Ok((run, Up { held_mib, swapped }))
+    let up = Up { seconds: run.seconds, held_mib, swapped };
+    Ok((run, up))
 }
 
 /// Waits until a machine's process runs the emulator, and no longer the program that starts it.
