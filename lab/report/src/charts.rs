@@ -280,7 +280,6 @@ mod tests {
             width: 2,
             stays,
             points: vec![(0.0, 1.0), (2.0, 3.0)],
-            ..Curve::default()
         };
         let mut curves =
             vec![curve("stays", "#123456", true), curve("plain", "#234567", false), curve("empty", "#456789", true)];

@@ -201,7 +201,6 @@ fn owner(guest: &Guest) -> Owner {
     Owner {
         pid: guest.known.domain.id.0.into(),
         start_time_ticks: 0,
-        domain: guest.trust,
         name: printable(guest.known.name.as_bytes()),
         exe: None,
         uid: None,
