@@ -150,7 +150,8 @@ impl Watched {
 
     fn refresh(&mut self) -> Result<bool, ReadError> {
         let next_key = &mut self.next_key;
-        let (scope, roots, deny) = (ScopeSpec::default(), Roots::default(), DenyList::new([]));
+        let scope = ScopeSpec { pids: vec![self.child.pid], ..ScopeSpec::default() };
+        let (roots, deny) = (Roots::default(), DenyList::new([]));
         let left_out = (&deny, &mut self.kept_out);
         let domains = (&self.rules, &mut self.domains, self.merged);
         let mut watch = Watch::new((&scope, &roots), left_out, domains, &[], &self.programs);
