@@ -200,11 +200,12 @@ fn zeros() -> i64 {
 }
 
 fn recorder(holders: &[Option<Holder>]) -> Recorder {
-    let pids = holders.iter().flatten().map(Holder::pid);
-    let scope = |pid| ScopeSpec { pids: vec![pid], ..ScopeSpec::default() };
-    let scoped = pids.flat_map(|pid| resolve(&scope(pid), &Roots::default()).unwrap()).collect();
+    let pids: Vec<i32> = holders.iter().flatten().map(Holder::pid).collect();
+    let scope = |pids| ScopeSpec { pids, ..ScopeSpec::default() };
+    // In their order, not in that of their pids.
+    let scoped = pids.iter().flat_map(|&pid| resolve(&scope(vec![pid]), &Roots::default()).unwrap()).collect();
     let options = RecordingOptions {
-        scope: ScopeSpec::default(),
+        scope: scope(pids),
         deny: DenyList::default(),
         every: Duration::ZERO,
         length: Duration::MAX,
