@@ -26,6 +26,7 @@ use pagefold_engine::engine::Engine;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::units::Pages;
 use pagefold_host::os::wake;
+use pagefold_host::scope::SelectorName;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::messages;
@@ -209,6 +210,11 @@ fn owner(guest: &Guest) -> Owner {
     }
 }
 
+/// Whether a selector, `--all` or a number, is for a guest.
+fn fits(selector: &SelectorName, guest: &Guest) -> bool {
+    selector.kind == "all" || selector.kind == "pid" && selector.name == guest.known.domain.id.0.to_string()
+}
+
 fn facts_of(engine: &Engine, host: &LiveXen, run: RunFacts) -> Facts {
     let targets = host.guests().map(|guest| TargetFacts {
         owner: guest.owner,
@@ -219,7 +225,7 @@ fn facts_of(engine: &Engine, host: &LiveXen, run: RunFacts) -> Facts {
         uid: 0,
         exe: None,
         cgroup: None,
-        selected_by: run.selectors.iter().position(|selector| selector.fits_id(guest.known.domain.id.0.into())),
+        selected_by: run.selectors.iter().position(|selector| fits(selector, guest)),
         left_alone: guest.left_alone.clone(),
         reason: None,
         to_unmark: None,

@@ -61,6 +61,17 @@ impl ScopeSpec {
         *self == Self::default()
     }
 
+    /// The names of all selectors, in the order of [`Self::split`].
+    pub fn names(&self) -> Vec<SelectorName> {
+        let of = |kind, name: &[u8]| SelectorName { kind, name: printable(name) };
+        let pids = self.pids.iter().map(|pid| of("pid", pid.to_string().as_bytes()));
+        let cgroups = self.cgroups.iter().map(|path| of("cgroup", path.as_os_str().as_bytes()));
+        let users = self.users.iter().map(|user| of("user", user.as_bytes()));
+        let exes = self.exes.iter().map(|exe| of("exe", exe.as_bytes()));
+        let all = self.all.then(|| of("all", b""));
+        pids.chain(cgroups).chain(users).chain(exes).chain(all).collect()
+    }
+
     /// Each selector as a scope of its own, in the order in which they're tried: [`Scoped::selected_by`] is a position in it.
     pub fn split(&self) -> Vec<Self> {
         let mut single = Vec::new();
@@ -85,13 +96,21 @@ impl ScopeSpec {
 
 impl std::fmt::Display for ScopeSpec {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let pids = self.pids.iter().map(|pid| format!("--pid {pid}"));
-        let cgroups = self.cgroups.iter().map(|path| format!("--cgroup {}", printable(path.as_os_str().as_bytes())));
-        let users = self.users.iter().map(|user| format!("--user {}", printable(user.as_bytes())));
-        let exes = self.exes.iter().map(|exe| format!("--exe {}", printable(exe.as_bytes())));
-        let all = self.all.then(|| "--all".to_owned());
-        f.write_str(&pids.chain(cgroups).chain(users).chain(exes).chain(all).collect::<Vec<_>>().join(" "))
+        let mut flags = Vec::new();
+        for SelectorName { kind, name } in self.names() {
+            flags.push(if kind == "all" { "--all".to_owned() } else { format!("--{kind} {name}") });
+        }
+        f.write_str(&flags.join(" "))
     }
+}
+
+/// What a selector is called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SelectorName {
+    /// `pid`, `cgroup`, `user`, `exe` or `all`.
+    pub kind: &'static str,
+    /// As the administrator wrote it, safe to print. Empty for `all`.
+    pub name: String,
 }
 
 /// A process in scope.

@@ -63,29 +63,24 @@ impl<'a> Selection<'a> {
         if spec.is_empty() {
             return Err(ScopeError::Empty);
         }
-        for path in &spec.cgroups {
-            CgroupSelector::of(path, roots)?;
-        }
-        for user in &spec.users {
-            user_id(user)?;
-        }
-        Ok(Self::of_existing(spec, roots))
+        let users = selected_users(spec).collect::<Result<_, _>>()?;
+        let cgroups = selected_cgroups(spec, roots).collect::<Result<_, _>>()?;
+        Ok(Self::with(spec, roots, users, cgroups))
     }
 
     /// The same without those cgroups and users that do not exist now.
     pub(crate) fn of_existing(spec: &'a ScopeSpec, roots: &'a Roots) -> Self {
-        let mut cgroups = Vec::new();
-        for (at, path) in spec.cgroups.iter().enumerate() {
-            if let Ok(selector) = CgroupSelector::of(path, roots) {
-                cgroups.push((spec.pids.len() + at, selector));
-            }
-        }
-        let mut users = Vec::new();
-        for (at, user) in spec.users.iter().enumerate() {
-            if let Ok(uid) = user_id(user) {
-                users.push((spec.pids.len() + spec.cgroups.len() + at, uid));
-            }
-        }
+        let users = selected_users(spec).filter_map(Result::ok).collect();
+        let cgroups = selected_cgroups(spec, roots).filter_map(Result::ok).collect();
+        Self::with(spec, roots, users, cgroups)
+    }
+
+    fn with(
+        spec: &'a ScopeSpec,
+        roots: &'a Roots,
+        users: Vec<(usize, u32)>,
+        cgroups: Vec<(usize, CgroupSelector)>,
+    ) -> Self {
         Self {
             roots,
             spec,
@@ -171,11 +166,12 @@ impl<'a> Selection<'a> {
         };
         let uid = status.effective_uid();
         let candidate = Candidate { pid, is_named, uid, exe: exe.as_ref(), comm: &stat.comm };
-        if self.by_process(&candidate).is_none() && self.cgroups.is_empty() {
+        let by_process = self.by_process(&candidate);
+        if by_process.is_none() && self.cgroups.is_empty() {
             return Ok(None);
         }
         let cgroups = self.cgroup_facts(&cgroups_of(&process)?);
-        let selected_by = self.selected_by(&candidate, &cgroups);
+        let selected_by = first_of(by_process, cgroups.selected_by);
         if selected_by.is_none() {
             return Ok(None);
         }
@@ -223,10 +219,7 @@ impl<'a> Selection<'a> {
 
     /// The first selector that matches a process, if it's still in scope: a position in [`ScopeSpec::split`].
     pub(crate) fn selected_by(&mut self, candidate: &Candidate<'_>, cgroups: &CgroupFacts) -> Option<usize> {
-        match (self.by_process(candidate), cgroups.selected_by) {
-            (Some(by_process), Some(by_cgroup)) => Some(by_process.min(by_cgroup)),
-            (by_process, by_cgroup) => by_process.or(by_cgroup),
-        }
+        first_of(self.by_process(candidate), cgroups.selected_by)
     }
 
     /// What the cgroups in the text of `/proc/PID/cgroup` say. Attributes are read once for all processes.
@@ -259,6 +252,25 @@ impl<'a> Selection<'a> {
         self.by_process(candidate).is_some()
             || (!self.cgroups.is_empty() && self.by_cgroups(&parse_cgroups(cgroups)).is_some())
     }
+}
+
+/// The users selected, each with its position among all selectors.
+fn selected_users(spec: &ScopeSpec) -> impl Iterator<Item = Result<(usize, u32), ScopeError>> {
+    let first = spec.pids.len() + spec.cgroups.len();
+    (first..).zip(&spec.users).map(|(at, user)| Ok((at, user_id(user)?)))
+}
+
+/// The cgroups selected, each with its position among all selectors.
+fn selected_cgroups(
+    spec: &ScopeSpec,
+    roots: &Roots,
+) -> impl Iterator<Item = Result<(usize, CgroupSelector), ScopeError>> {
+    (spec.pids.len()..).zip(&spec.cgroups).map(|(at, path)| Ok((at, CgroupSelector::of(path, roots)?)))
+}
+
+/// Which of two selectors comes first.
+fn first_of(one: Option<usize>, other: Option<usize>) -> Option<usize> {
+    [one, other].into_iter().flatten().min()
 }
 
 /// The text of `/proc/PID/cgroup`, empty on kernels without cgroups.

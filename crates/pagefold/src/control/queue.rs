@@ -3,7 +3,7 @@
 //! The main loop only hands over facts. The thread that sent the request makes the answer from them.
 
 use super::protocol::{ControlState, Request, SCHEMA};
-use crate::commands::status::groups::{SelectorName, reason_of};
+use crate::commands::status::groups::reason_of;
 use crate::config::scope::ScopeArgs;
 use crate::events::{Event, Events};
 use crate::output::placement::PlacementView;
@@ -17,6 +17,7 @@ use pagefold_engine::reserve::RoomState;
 use pagefold_host::identity::PendingUnmark;
 use pagefold_host::live::LiveHost;
 use pagefold_host::os::wake::Sleeper;
+use pagefold_host::scope::SelectorName;
 use pagefold_host::scope::kept_out::{Entry, Verdict};
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
@@ -132,7 +133,7 @@ pub struct RunFacts {
 impl RunFacts {
     /// Those of a run that begins.
     pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
-        let (scope, selectors, config) = (scope.to_string(), SelectorName::all_of(&scope.spec()), config.clone());
+        let (scope, selectors, config) = (scope.to_string(), scope.spec().names().into(), config.clone());
         Self { scope, selectors, dry_run, config, stood_down: None, audit_lost: 0, events: Vec::new() }
     }
 }

@@ -4,14 +4,11 @@
 
 use super::ProcessRow;
 use crate::control::queue::{Facts, TargetFacts};
-use pagefold_host::scope::ScopeSpec;
+use pagefold_host::scope::SelectorName;
 use pagefold_host::scope::exclude::Exclusion;
-use pagefold_text::escape::printable;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::os::unix::ffi::OsStrExt;
-use std::sync::Arc;
 
 /// Selectors listed. The rest is summed up.
 const SCOPES_MOST: usize = 20;
@@ -38,31 +35,6 @@ pub struct ScopeRow {
 pub struct LeftOutRow {
     pub reason: String,
     pub processes: usize,
-}
-
-/// A selector of the scope by name.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SelectorName {
-    kind: &'static str,
-    name: String,
-}
-
-impl SelectorName {
-    /// All of a scope, in the order of [`ScopeSpec::split`]. A process counts for the first that fits it.
-    pub fn all_of(spec: &ScopeSpec) -> Arc<[Self]> {
-        let of = |kind, name: &[u8]| Self { kind, name: printable(name) };
-        let pids = spec.pids.iter().map(|pid| of("pid", pid.to_string().as_bytes()));
-        let cgroups = spec.cgroups.iter().map(|path| of("cgroup", path.as_os_str().as_bytes()));
-        let users = spec.users.iter().map(|user| of("user", user.as_bytes()));
-        let exes = spec.exes.iter().map(|exe| of("exe", exe.as_bytes()));
-        let all = spec.all.then(|| of("all", b""));
-        pids.chain(cgroups).chain(users).chain(exes).chain(all).collect()
-    }
-
-    /// Whether it selects a guest of a hypervisor by its number.
-    pub fn fits_id(&self, id: i32) -> bool {
-        self.kind == "all" || self.kind == "pid" && self.name == id.to_string()
-    }
 }
 
 /// The sums by selector, the largest first. Their totals are those of all processes.
