@@ -33,11 +33,6 @@ impl MemoryLimit {
         Ok(made)
     }
 
-    /// The directory of the cgroup.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// A command that executes another one in the cgroup.
     pub fn enter(&self) -> [String; 3] {
         let script = format!("echo 0 >'{}' && exec \"$0\" \"$@\"", self.path.join("cgroup.procs").display());

@@ -98,8 +98,7 @@ fn start_all(
     let mut merging = Merging::begin()?;
     // pagefold does not start with nothing in scope.
     let mut tenants = vec![start()?];
-    // Below a limit on all in scope pagefold merges more than would fit otherwise. This program isn't below it.
-    merging.merge(by, &["--cgroup", &group.path().to_string_lossy()], setting, &sequence.control)?;
+    merging.merge(by, &["--exe", &player.to_string_lossy()], setting, &sequence.control)?;
     let needed = sizes.each.bytes().0 + MARGIN;
     while tenants.len() < sizes.most {
         let began = Instant::now();
