@@ -6,8 +6,8 @@
 //! | to change | see |
 //! | --- | --- |
 //! | a subcommand, its own flags, what it prints | [`commands`]: one module each |
-//! | an option of the command line and the configuration file | `OPTIONS` in pagefold-text, then [`config::settings`] |
-//! | a new column of `status` | [`commands::status`], from the core's report |
+//! | an option of the command line and the configuration file | `OPTIONS` in [`config::options`], then [`config::settings`] |
+//! | a new column of `status` | [`commands::status`], from the engine's report |
 //! | requests to a running daemon | [`control`] |
 //! | checks before anything is touched, and how a refusal is explained | [`preflight`] |
 //! | the audit log | [`audit`] |
@@ -20,7 +20,7 @@
 //! | what the manual says about JSON fields and metrics | [`reference`] |
 //! | the demonstration | [`demo`] |
 //!
-//! The judgement is in pagefold-engine, everything that touches the system in pagefold-host and those below it, experiments in pagefold-lab.
+//! The judgement is in pagefold-engine, everything that touches the system in pagefold-host and the crates below it.
 
 #![allow(missing_docs, reason = "the library of a program: items are documented where their names do not suffice")]
 

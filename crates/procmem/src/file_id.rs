@@ -3,7 +3,7 @@
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
 use std::fs;
-use std::io::{self};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 

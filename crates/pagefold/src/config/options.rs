@@ -2,8 +2,8 @@
 //!
 //! Each row is the only definition of its option. The flags of the command line ([`crate::config::flags`]), the parser of the
 //! configuration file ([`crate::config::config_file`]), `packaging/pagefold.toml` and the manual page pagefold.toml(5) are made from it.
-//! Defaults and ranges are those of the core. To add an option, add a row here and read it in `settings.rs` of
-//! pagefold; then `PAGEFOLD_BLESS=1 cargo test -p pagefold --lib reference` writes the example file again.
+//! Defaults and ranges are those of the engine. To add an option, add a row here and read it in [`crate::config::settings`];
+//! then `PAGEFOLD_BLESS=1 cargo test -p pagefold --lib reference` writes the example file again.
 
 use pagefold_engine::config::Config;
 use pagefold_engine::range;
