@@ -42,13 +42,17 @@ fn assert_confined(pid: i32, kept: u64) {
     }
 }
 
-/// Holds 8 MiB, the same in each process with the same kind, as a process of that kind.
+/// What a holder holds besides Python's own memory. Little: a sketch gets 0.08 % of a core, and where the machine's own hypervisor
+/// shadows page tables, the first read of a page takes 17 us.
+const HELD: u64 = 2 * MIB;
+
+/// Holds 2 MiB, the same in each process with the same kind, as a process of that kind.
 const HOLDS: &str = r#"
 import ctypes, mmap, random, struct, sys
 kind = sys.argv[1]
 libc = ctypes.CDLL(None, use_errno=True)
-held = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-held.write(random.Random(kind).randbytes(8 << 20))
+held = mmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+held.write(random.Random(kind).randbytes(2 << 20))
 if kind == "undumpable": libc.prctl(4, 0, 0, 0, 0)
 if kind == "filtered":
     class Filter(ctypes.Structure): _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
@@ -111,7 +115,7 @@ fn pids_of(holders: &[Holder]) -> Vec<i32> {
 #[track_caller]
 fn wait_until_merged(holders: &[Holder]) {
     let to_merge = || holders.iter().filter(|holder| holder.kind != "undumpable");
-    wait_until("all are merged", || to_merge().all(|holder| marks(holder.pid()).merged >= 8 * MIB));
+    wait_until("all are merged", || to_merge().all(|holder| marks(holder.pid()).merged >= HELD));
     for undumpable in holders.iter().filter(|holder| holder.kind == "undumpable") {
         assert_eq!(marks(undumpable.pid()), Marks::default(), "it is not dumpable");
     }
@@ -160,7 +164,7 @@ fn sketches_are_kept_with_the_capabilities_that_are_kept() {
     wait_until("the sketches are written", || file.exists());
     assert_confined(daemon.pid(), kept_by_daemon());
     let sketches = pagefold_sketch::read(fs::read(&file).unwrap()).unwrap();
-    assert!(sketches.rows.iter().any(|row| row.read_bytes > 16 * MIB && row.savable_bytes > 7 * MIB), "{sketches:?}");
+    assert!(sketches.rows.iter().any(|row| row.read_bytes > 2 * HELD && row.savable_bytes >= HELD), "{sketches:?}");
     daemon.stop();
     unmerge(&pids);
     holders.into_iter().for_each(Holder::end);
@@ -175,7 +179,7 @@ fn programs_that_are_not_dumpable_are_merged_if_they_are_named() {
     let why = String::from_utf8(run_pagefold(&with_pids(&["scan"], &pids[..2], &[])).stderr).unwrap();
     assert!(why.contains("not dumpable: its memory is private (--allow NAME lets it in)"), "{why}");
     let daemon = Daemon::on(&pids, &["--allow", "python3*", "--deny", "python3-private", "--for", "300s"]);
-    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= 8 * MIB));
+    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= HELD));
     daemon.stop();
     unmerge(&pids);
     assert_unmarked(&pids);
