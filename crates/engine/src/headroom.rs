@@ -15,7 +15,8 @@
 //!
 //! Two cases need no headroom. The kernel's zero page is charged to nobody. And below a limit that holds for every process in
 //! scope, all that is merged comes back to where it was charged before, so it never exceeds what it would have held without us.
-//! Once a process outside has been in scope that no longer counts, or each restart of the others would lift the bound.
+//! Once a process outside has had memory that may be merged, that no longer counts, or each restart of the others would lift the
+//! bound. A process that was outside only until it was moved below the limit has had none.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};
@@ -35,6 +36,8 @@ struct LimitRoom {
     left: Pages,
     /// By how much the limit would be exceeded if all that may be merged were charged there for ever.
     over: Pages,
+    /// Whether a process outside has had memory that may be merged, since the bound is in force.
+    is_shared: bool,
 }
 
 /// How much may still be merged of each process.
@@ -62,18 +65,24 @@ impl Headroom {
         self.read_ns = None;
         for view in limits {
             let known = before.get(&view.key).copied();
-            if known.is_none() && covers(view, scope) || total > Pages(0) && view.limit >= total {
+            let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
+            let was_shared = known.is_some_and(|room| room.is_shared);
+            // Nobody outside can share a page that is charged there.
+            let covers_scope = !was_shared && scope.is_subset(&owners);
+            if covers_scope || total > Pages(0) && view.limit >= total {
                 continue;
             }
+            let is_shared =
+                was_shared || mergeable.iter().any(|(owner, &pages)| pages > Pages(0) && !owners.contains(owner));
             let held: Pages = view.owners.iter().filter_map(|owner| mergeable.get(owner)).copied().sum();
             if held > Pages(0) && view.limit > Pages(0) {
                 self.read_ns = Some(self.read_ns.map_or(view.read_ns, |read_ns| read_ns.min(view.read_ns)));
             }
             let room = match known {
-                Some(room) if room.read_ns == view.read_ns => room,
+                Some(room) if room.read_ns == view.read_ns => LimitRoom { is_shared, ..room },
                 _ => {
                     let left = view.left.saturating_sub(held + keep.below(view.limit));
-                    LimitRoom { read_ns: view.read_ns, left, over: held.saturating_sub(view.left) }
+                    LimitRoom { read_ns: view.read_ns, left, over: held.saturating_sub(view.left), is_shared }
                 }
             };
             self.limits.insert(view.key, room);
@@ -130,14 +139,6 @@ impl Headroom {
                 room.left = room.left.saturating_sub(pages);
             }
         }
-    }
-}
-
-/// Whether a limit holds for every process in scope, so that nobody outside can share a page that is charged to it.
-fn covers(view: &LimitView, scope: &FxHashSet<OwnerKey>) -> bool {
-    view.owners.len() >= scope.len() && {
-        let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
-        scope.is_subset(&owners)
     }
 }
 
@@ -200,8 +201,17 @@ mod tests {
         let covering = view(7, 1_000, 0, &[1, 2, 3, 4], 1);
         let large = view(8, 10_000, 0, &[1], 1);
         assert_eq!(look(&mut Headroom::default(), &[covering, large], [500; 3]), [None; 3]);
+    }
+
+    #[test]
+    fn who_was_outside_counts_once_its_memory_may_be_merged() {
         let mut headroom = Headroom::default();
-        assert_eq!(look(&mut headroom, &[view(7, 1_000, 0, &[1, 2], 1)], [0; 3]), [Some((7, 0)), Some((7, 0)), None]);
-        assert_eq!(look(&mut headroom, &[view(7, 1_000, 200, &[1, 2, 3], 2)], [0; 3]), [Some((7, 100)); 3]);
+        let [outside, below] = [view(7, 1_000, 200, &[1, 2], 1), view(7, 1_000, 200, &[1, 2, 3], 2)];
+        assert_eq!(look(&mut headroom, &[outside.clone()], [0; 3]), [Some((7, 100)), Some((7, 100)), None]);
+        assert_eq!(look(&mut headroom, &[below.clone()], [50; 3]), [None; 3], "it has been moved below the limit");
+        // The limit was not read again meanwhile.
+        look(&mut headroom, &[outside.clone()], [0; 3]);
+        look(&mut headroom, &[outside], [0, 0, 50]);
+        assert_eq!(look(&mut headroom, &[below], [0; 3]), [Some((7, 100)); 3]);
     }
 }
