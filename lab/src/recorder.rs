@@ -139,16 +139,11 @@ impl Recorder {
         Ok(())
     }
 
-    /// The scope, if new processes can enter it.
-    fn selectors(&self) -> ScopeSpec {
-        ScopeSpec { pids: Vec::new(), ..self.options.scope.clone() }
-    }
-
     /// Adds the processes that have entered the scope.
     fn follow_new_processes(&mut self, now_ns: u64) -> Result<(), LiveError> {
         // A PID selects the process that had it at the start: a later one with that PID is not in scope.
-        let spec = self.selectors();
-        if spec.is_empty() {
+        let spec = self.options.scope.without_pids();
+        if spec.0.is_empty() {
             return Ok(());
         }
         let own = i32::try_from(std::process::id()).unwrap_or(0);
@@ -333,7 +328,7 @@ impl Source for Recorder {
         self.due = now.max(self.due + self.options.every);
         let snapshot = self.take_snapshot(now_ns);
         self.longest_snapshot = self.longest_snapshot.max(began.elapsed().saturating_sub(now));
-        let over = self.followed.is_empty() && self.selectors().is_empty();
+        let over = self.followed.is_empty() && !self.options.scope.is_selective();
         Ok(snapshot.filter(|snapshot| first || !over || !snapshot.processes.is_empty()))
     }
 }

@@ -5,7 +5,7 @@ mod common;
 use common::{assert_lab_fails, lab};
 use pagefold_engine::host::PageState;
 use pagefold_host::scope::deny_list::DenyList;
-use pagefold_host::scope::{ScopeSpec, resolve};
+use pagefold_host::scope::{ScopeSpec, Selector, resolve};
 use pagefold_lab::record::{Deltas, Event, Page, Record, Snapshot, Source, State};
 use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_procmem::Roots;
@@ -61,7 +61,7 @@ impl Recording {
 
     /// A recording that has all of these processes. One that unmaps memory as it starts is left alone for some seconds.
     fn of_all(pids: &[i32]) -> Self {
-        let mut recording = Self::at(ScopeSpec { pids: pids.to_vec(), ..ScopeSpec::default() }, false);
+        let mut recording = Self::at(ScopeSpec::of_pids(pids.iter().copied()), false);
         wait_until("all processes are recorded", || {
             recording.next().unwrap();
             recording.state.processes.len() == pids.len()
@@ -174,7 +174,7 @@ fn processes_that_enter_the_scope_are_recorded() {
     let start = || Tenant::start(&copy, &mixed()).unwrap();
     let first = start();
     let mut recording =
-        Recording::at(ScopeSpec { exes: vec![copy.display().to_string()], ..ScopeSpec::default() }, false);
+        Recording::at(ScopeSpec(vec![Selector::Exe(copy.display().to_string())]), false);
     assert_eq!(recording.next().map(|_| recording.state.processes.len()), Some(1));
     let second = start();
     wait_until("the second is recorded", || {
@@ -248,7 +248,7 @@ fn an_anonymous_record_does_not_identify_processes() {
         return;
     }
     let pair = [tenant(&mixed()), tenant(&mixed())];
-    let scope = ScopeSpec { pids: pids(&pair), ..ScopeSpec::default() };
+    let scope = ScopeSpec::of_pids(pids(&pair));
     let [mut open, mut hidden] = [false, true].map(|anonymous| Recording::at(scope.clone(), anonymous));
     let shapes = |state: &State| {
         let rows = state.regions.values().map(|held| &held.row);

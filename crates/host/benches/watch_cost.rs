@@ -3,8 +3,8 @@
 
 use pagefold_engine::host::Host;
 use pagefold_host::live::{HostMode, LiveHost};
-use pagefold_host::scope::ScopeSpec;
 use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::{KSM_ROOT, Ksm};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_cpu_ns;
@@ -28,9 +28,9 @@ fn main() {
             let mut command = Command::new(directory.path().join(&name));
             running.push(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
         }
-        let pids = running.iter().map(|child| i32::try_from(child.id()).unwrap()).collect();
-        let by_pid = ScopeSpec { pids, ..ScopeSpec::default() };
-        let by_exe = ScopeSpec { exes: vec![name.clone()], ..ScopeSpec::default() };
+        let pids: Vec<i32> = running.iter().map(|child| i32::try_from(child.id()).unwrap()).collect();
+        let by_pid = ScopeSpec::of_pids(pids);
+        let by_exe = ScopeSpec(vec![Selector::Exe(name.clone())]);
         for (how, spec) in [("by pid", by_pid), ("by exe", by_exe)] {
             let stop = Arc::new(AtomicBool::new(false));
             let mut host =

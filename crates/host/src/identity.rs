@@ -168,7 +168,7 @@ impl<'a> Watch<'a> {
         groups: &'a [Rule],
         programs: &'a Programs,
     ) -> Self {
-        let selection = Selection::of_existing(scope, roots);
+        let selection = Selection::of_existing(&scope.0, roots);
         let cgroups = HashMap::new();
         Self { roots, deny, kept_out, rules, domains, merged, groups, programs, selection, cgroups }
     }
@@ -359,14 +359,14 @@ impl Target {
         let former = self.inherited(image, watch);
         let candidate = Candidate {
             pid,
-            is_named: self.identity.named,
+            by_pid: self.identity.named.then_some(pid),
             uid: facts.uid,
             exe: facts.exe.as_ref(),
             comm: &facts.comm,
         };
         let subject = Subject {
             process: &self.process,
-            candidate: Candidate { is_named: false, ..candidate },
+            candidate: Candidate { by_pid: None, ..candidate },
             cgroups: &cgroup_lines,
             is_new: self.identity.seen.is_none(),
         };

@@ -24,7 +24,7 @@ use crate::scope::domain::{DomainRules, Domains, NO_DOMAIN};
 use crate::scope::kept_out::KeptOut;
 use crate::scope::new_processes::NewProcesses;
 use crate::scope::rule::Rule;
-use crate::scope::{ScopeError, ScopeSpec, user_id};
+use crate::scope::{ScopeError, ScopeSpec, Selector, user_id};
 use crate::targets::Target;
 use pagefold_engine::hash::{Digester, LineDigester};
 use pagefold_engine::host::{
@@ -628,9 +628,15 @@ impl Host for LiveHost {
 }
 
 /// A scope with users by number. A user that does not exist is reported when the scope is resolved.
-fn by_number(scope: ScopeSpec) -> ScopeSpec {
-    let users = scope.users.iter().filter_map(|user| user_id(user).ok()).map(|id| id.to_string()).collect();
-    ScopeSpec { users, ..scope }
+fn by_number(mut scope: ScopeSpec) -> ScopeSpec {
+    for selector in &mut scope.0 {
+        if let Selector::User(user) = selector {
+            if let Ok(uid) = user_id(user) {
+                *user = uid.to_string();
+            }
+        }
+    }
+    scope
 }
 
 fn elapsed_ns(began: Instant) -> u64 {

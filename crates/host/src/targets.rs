@@ -74,7 +74,7 @@ pub struct Target {
     pub uid: u32,
     /// Cgroup.
     pub cgroup: Option<String>,
-    /// The selector that has brought it in: a position in [`ScopeSpec::split`](crate::scope::ScopeSpec::split).
+    /// The selector that has brought it in: a position in [`ScopeSpec`](crate::scope::ScopeSpec).
     pub selected_by: Option<usize>,
     /// The group whose limits it shares.
     pub group: Option<GroupKey>,

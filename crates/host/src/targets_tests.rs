@@ -150,7 +150,7 @@ impl Watched {
 
     fn refresh(&mut self) -> Result<bool, ReadError> {
         let next_key = &mut self.next_key;
-        let scope = ScopeSpec { pids: vec![self.child.pid], ..ScopeSpec::default() };
+        let scope = ScopeSpec::of_pids([self.child.pid]);
         let (roots, deny) = (Roots::default(), DenyList::new([]));
         let left_out = (&deny, &mut self.kept_out);
         let domains = (&self.rules, &mut self.domains, self.merged);

@@ -2,8 +2,8 @@
 
 use pagefold_engine::host::Host;
 use pagefold_host::live::{HostMode, LiveHost};
-use pagefold_host::scope::ScopeSpec;
 use pagefold_host::scope::deny_list::DenyList;
+use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::{KSM_ROOT, Ksm};
 use pagefold_procmem::Roots;
 use pagefold_testkit::{is_root, skip, skip_unsupported};
@@ -73,7 +73,7 @@ fn host(program: &Program, stop: &Arc<AtomicBool>) -> Option<LiveHost> {
             return None;
         }
     };
-    let spec = ScopeSpec { exes: vec![program.name.clone()], ..ScopeSpec::default() };
+    let spec = ScopeSpec(vec![Selector::Exe(program.name.clone())]);
     Some(LiveHost::new(spec, Roots::default(), DenyList::default(), ksm, HostMode::DryRun, stop.clone()).unwrap())
 }
 

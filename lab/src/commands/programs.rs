@@ -68,7 +68,7 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     // Nothing may be merged meanwhile: the record shows the memory before merging.
     let _ksm = KsmForExperiment::take(&interrupt)?;
     let (subjects, _scratch) = subject.start()?;
-    let scope = ScopeSpec { pids: subjects.pids(), ..ScopeSpec::default() };
+    let scope = ScopeSpec::of_pids(subjects.pids());
     let scoped = resolve(&scope, &Roots::default())?;
     // Guests are started with `mem-merge=off`, or QEMU would mark them itself.
     let deny = DenyList::default().overriding(vec![QEMU.to_owned()]);

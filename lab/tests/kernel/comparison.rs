@@ -201,7 +201,7 @@ fn zeros() -> i64 {
 
 fn recorder(holders: &[Option<Holder>]) -> Recorder {
     let pids: Vec<i32> = holders.iter().flatten().map(Holder::pid).collect();
-    let scope = |pids| ScopeSpec { pids, ..ScopeSpec::default() };
+    let scope = |pids: Vec<i32>| ScopeSpec::of_pids(pids);
     // In their order, not in that of their pids.
     let scoped = pids.iter().flat_map(|&pid| resolve(&scope(vec![pid]), &Roots::default()).unwrap()).collect();
     let options = RecordingOptions {

@@ -3,11 +3,12 @@
 use super::{Event, LiveError, LiveHost, elapsed_ns};
 use crate::identity::Watch;
 use crate::regions::Tracked;
+
 use crate::scope::domain::NO_DOMAIN;
 use crate::scope::exclude::Exclusion;
 use crate::scope::opt_out::OptOut;
 use crate::scope::rule::RuleFacts;
-use crate::scope::{ScopeError, Scoped};
+use crate::scope::{ScopeError, Scoped, Selector};
 use crate::targets::Target;
 use pagefold_engine::host::RegionView;
 use pagefold_engine::keys::{DomainKey, LastingKey, OwnerKey, RegionKey};
@@ -66,14 +67,11 @@ impl LiveHost {
     /// Adds the processes that have come into scope.
     fn add_targets(&mut self, now_ns: u64) -> Result<(), LiveError> {
         let first = std::mem::take(&mut self.first);
-        let mut spec = self.scope.clone();
-        if !first {
-            // A selected pid is that of one process, opened at the start: a process that reuses the pid is not selected.
-            spec.pids.clear();
-        }
+        // A selected pid is that of one process, opened at the start: a process that reuses the pid is not selected.
+        let mut spec = if first { self.scope.clone() } else { self.scope.without_pids() };
         let ours = self.own_pids();
         let found = loop {
-            if spec.is_empty() {
+            if spec.0.is_empty() {
                 return Ok(());
             }
             let known = |pid| ours.contains(&pid) || self.targets.contains_key(&pid);
@@ -81,7 +79,7 @@ impl LiveHost {
                 Ok(found) => break found,
                 // The process has ended since the command line was checked; the others remain in scope.
                 Err(ScopeError::UnknownPid(pid) | ScopeError::Unreadable { pid, .. }) => {
-                    spec.pids.retain(|&named| named != pid);
+                    spec.0.retain(|selector| *selector != Selector::Pid(pid));
                 }
                 Err(error) => return Err(error.into()),
             }

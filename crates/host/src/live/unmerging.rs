@@ -6,7 +6,7 @@
 
 use super::{Actuator, LiveHost};
 use crate::scope::kept_out::KeptOutError;
-use crate::scope::{ScopeError, ScopeSpec, Scoped, resolve_for_undoing, resolve_for_undoing_again};
+use crate::scope::{ScopeError, ScopeSpec, Scoped, Selector, resolve_for_undoing, resolve_for_undoing_again};
 use crate::targets::Target;
 use crate::unmerger::UnmergedProcess;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, need_memory};
@@ -145,7 +145,9 @@ impl LiveHost {
         let scoped = loop {
             match resolve_for_undoing(&living, &self.roots, &self.own_pids()) {
                 // What has ended may have been there when it was kept out.
-                Err(ScopeError::UnknownPid(pid)) if living.pids.len() > 1 => living.pids.retain(|&named| named != pid),
+                Err(ScopeError::UnknownPid(pid)) if living.0.len() > 1 => {
+                    living.0.retain(|selector| *selector != Selector::Pid(pid));
+                }
                 Err(ScopeError::NoMatch(_) | ScopeError::NoCgroup(_) | ScopeError::UnknownPid(_)) => break Vec::new(),
                 found => break found?,
             }

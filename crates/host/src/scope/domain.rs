@@ -128,8 +128,9 @@ impl Domains {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scope::Selector;
     use crate::scope::exe::Exe;
-    use crate::scope::rule::Selector;
+    use pagefold_procmem::Roots;
     use pagefold_procmem::process::Process;
 
     const WEB: RuleFacts<'_> =
@@ -140,8 +141,8 @@ mod tests {
         Exe::of(&own).unwrap().unwrap()
     }
 
-    fn rule(name: &str, selector: Selector) -> Rule {
-        Rule { name: name.to_owned(), selector }
+    fn rule(name: &str, selector: &Selector) -> Rule {
+        Rule { name: name.to_owned(), matcher: selector.resolve(&Roots::default()).unwrap() }
     }
 
     fn domain(rules: &DomainRules, facts: RuleFacts<'_>) -> String {
@@ -162,9 +163,9 @@ mod tests {
         let rules = DomainRules {
             by_user: true,
             rules: vec![
-                rule("a", Selector::Exe(own.to_str().unwrap().to_owned())),
-                rule("b", Selector::Cgroup("/system.slice/web.service".into())),
-                rule("c", Selector::User(33)),
+                rule("a", &Selector::Exe(own.to_str().unwrap().to_owned())),
+                rule("b", &Selector::Cgroup("/system.slice/web.service".into())),
+                rule("c", &Selector::User("33".into())),
             ],
             merge: None,
         };
@@ -182,13 +183,13 @@ mod tests {
         let merged = |by_user, rules, merge: Option<&str>| {
             DomainRules { by_user, rules, merge: merge.map(str::to_owned) }.merged()
         };
-        let root = || vec![rule("web", Selector::User(33)), rule("system", Selector::User(0))];
+        let root = || vec![rule("web", &Selector::User("33".into())), rule("system", &Selector::User("0".into()))];
         assert_eq!(merged(false, Vec::new(), None), DEFAULT);
         assert_eq!(merged(true, Vec::new(), None), "user:0");
         assert_eq!(merged(true, root(), None), "system");
         assert_eq!(merged(true, root(), Some("web")), "web");
         // A rule by cgroup or program is not one for root.
-        let services = vec![rule("a", Selector::Cgroup("/".into())), rule("b", Selector::Exe("sh".into()))];
+        let services = vec![rule("a", &Selector::Cgroup("/".into())), rule("b", &Selector::Exe("sh".into()))];
         assert_eq!(merged(false, services, None), DEFAULT);
     }
 
@@ -212,7 +213,7 @@ mod tests {
     #[test]
     fn a_program_that_its_user_named_falls_to_the_next_rule() {
         // No executable: a name set by the program itself.
-        let rules = vec![rule("web", Selector::Exe("nginx".into()))];
+        let rules = vec![rule("web", &Selector::Exe("nginx".into()))];
         let rules = DomainRules { by_user: true, rules, merge: None };
         assert_eq!(domain(&rules, WEB), "user:33");
         let copy = tempfile::tempdir().unwrap();

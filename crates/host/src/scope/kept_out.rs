@@ -6,11 +6,12 @@
 //!
 //! The list lives as long as the run.
 
-use super::selection::Candidate;
-use super::{ScopeSpec, Scoped, Selection};
+use super::selector::Candidate;
+use super::{ScopeSpec, Scoped, Selection, Selector};
 use pagefold_procmem::Roots;
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::BTreeSet;
+use std::slice;
 use thiserror::Error;
 
 /// Entries kept. Those of processes that have ended do not count.
@@ -44,8 +45,8 @@ pub enum Verdict {
 pub struct Entry {
     /// The decision.
     pub verdict: Verdict,
-    /// A single selector.
-    pub selector: ScopeSpec,
+    /// What it's about.
+    pub selector: Selector,
     /// If that is a pid: the process that had it, and its descendants.
     processes: BTreeSet<(i32, u64)>,
 }
@@ -94,8 +95,8 @@ impl KeptOut {
         let were_out: Vec<&Scoped> = found.iter().filter(|scoped| self.keeps_out(scoped, roots)).collect();
         let new = entries_of(spec, found, Verdict::In);
         // Of programs that do not run now, or of a process that has ended and left children.
-        let mut kept_out = self.entries.iter().filter(|entry| !entry.is_in()).map(|entry| &entry.selector);
-        let is_undone = kept_out.any(|selector| spec.all || new.iter().any(|new| new.selector == *selector));
+        let is_named = |kept: &Selector| spec.0.contains(kept) || spec.0.contains(&Selector::All);
+        let is_undone = self.entries.iter().any(|entry| !entry.is_in() && is_named(&entry.selector));
         if were_out.is_empty() && !is_undone {
             return Err(KeptOutError::NotKeptOut(spec.to_string()));
         }
@@ -139,7 +140,7 @@ impl KeptOut {
     }
 
     /// The entry that decides on a process, if that keeps it out: the user who asked for it, and the selector.
-    pub(crate) fn verdict(&mut self, subject: &Subject<'_>, roots: &Roots) -> Option<(u32, &ScopeSpec)> {
+    pub(crate) fn verdict(&mut self, subject: &Subject<'_>, roots: &Roots) -> Option<(u32, &Selector)> {
         if self.entries.is_empty() {
             return None;
         }
@@ -168,7 +169,7 @@ impl KeptOut {
         let Ok((comm, cgroups)) = facts else { return false };
         let candidate = Candidate {
             pid: scoped.process.pid(),
-            is_named: false,
+            by_pid: None,
             uid: scoped.uid,
             exe: scoped.exe.as_ref(),
             comm: &comm,
@@ -184,32 +185,42 @@ impl Entry {
         self.verdict == Verdict::In
     }
 
+    fn is_of_pid(&self) -> bool {
+        matches!(self.selector, Selector::Pid(_))
+    }
+
     /// Whether it is about processes that have all ended, or that a later entry is about.
     fn is_empty(&self) -> bool {
-        !self.selector.pids.is_empty() && self.processes.is_empty()
+        self.is_of_pid() && self.processes.is_empty()
     }
 
     fn is_superseded_by(&self, new: &Self) -> bool {
         // A pid may be that of another process by now: those that its former owner has started stay out.
-        let is_same = self.selector == new.selector && (new.is_in() || self.selector.pids.is_empty());
-        is_same || new.selector.all
+        let is_same = self.selector == new.selector && (new.is_in() || !self.is_of_pid());
+        is_same || new.selector == Selector::All
     }
 
     fn matches(&self, subject: &Subject<'_>, roots: &Roots) -> bool {
-        if !self.selector.pids.is_empty() {
+        if self.is_of_pid() {
             return self.processes.contains(&subject.process.key());
         }
-        Selection::of_existing(&self.selector, roots).for_undoing().matches(&subject.candidate, subject.cgroups)
+        Selection::of_existing(slice::from_ref(&self.selector), roots)
+            .for_undoing()
+            .matches(&subject.candidate, subject.cgroups)
     }
 }
 
 /// An entry for each selector of a scope.
 fn entries_of(spec: &ScopeSpec, found: &[Scoped], verdict: Verdict) -> Vec<Entry> {
     let mut entries = Vec::new();
-    for selector in spec.split() {
-        let is_of_pid = |scoped: &&Scoped| scoped.by_pid.is_some_and(|pid| selector.pids.contains(&pid));
-        let processes = found.iter().filter(is_of_pid).map(|scoped| scoped.process.key()).collect();
-        entries.push(Entry { verdict, selector, processes });
+    for selector in &spec.0 {
+        let mut processes = BTreeSet::new();
+        for scoped in found {
+            if scoped.by_pid.is_some_and(|pid| *selector == Selector::Pid(pid)) {
+                processes.insert(scoped.process.key());
+            }
+        }
+        entries.push(Entry { verdict, selector: selector.clone(), processes });
     }
     entries
 }

@@ -51,22 +51,22 @@ impl Fixture {
 
     /// The processes that are kept out now.
     fn out(&mut self) -> Vec<i32> {
-        let all = self.found(&ScopeSpec { all: true, ..ScopeSpec::default() });
+        let all = self.found(&ScopeSpec(vec![Selector::All]));
         let out = all.iter().filter(|scoped| self.kept_out.keeps_out(scoped, &self.tree.roots));
         out.map(|scoped| scoped.process.pid()).collect()
     }
 }
 
 fn by_exe(exe: &str) -> ScopeSpec {
-    ScopeSpec { exes: vec![exe.to_owned()], ..ScopeSpec::default() }
+    ScopeSpec(vec![Selector::Exe(exe.to_owned())])
 }
 
 fn by_pid(pid: i32) -> ScopeSpec {
-    ScopeSpec { pids: vec![pid], ..ScopeSpec::default() }
+    ScopeSpec::of_pids([pid])
 }
 
 fn all() -> ScopeSpec {
-    ScopeSpec { all: true, ..ScopeSpec::default() }
+    ScopeSpec(vec![Selector::All])
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn selectors_keep_newcomers_out_until_the_same_are_included() {
     let mut fixture = Fixture::new();
     assert!(fixture.out().is_empty());
     fixture.keep_out(&by_exe("web"));
-    fixture.keep_out(&ScopeSpec { cgroups: vec!["/database.service".into()], ..ScopeSpec::default() });
+    fixture.keep_out(&ScopeSpec(vec![Selector::Cgroup("/database.service".into())]));
     fs::create_dir_all(fixture.tree.roots.cgroup.join("unified/database.service")).unwrap();
     assert_eq!(fixture.out(), [10, 11, 12, 20]);
     fixture.start(13, 1, "web");
@@ -84,7 +84,7 @@ fn selectors_keep_newcomers_out_until_the_same_are_included() {
     assert_eq!(fixture.include(&by_exe("web")), Err("nothing that matches --exe web is kept out".to_owned()));
     // Also if nothing runs that it matches.
     fixture.end(20);
-    let database = ScopeSpec { cgroups: vec!["/database.service".into()], ..ScopeSpec::default() };
+    let database = ScopeSpec(vec![Selector::Cgroup("/database.service".into())]);
     assert_eq!(fixture.include(&database), Ok(vec![]));
     assert_eq!(fixture.kept_out.entries().len(), 0);
 }

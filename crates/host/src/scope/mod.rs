@@ -23,94 +23,49 @@ pub(crate) mod opt_out_qemu;
 pub(crate) mod opt_out_unit;
 pub mod rule;
 mod selection;
-mod selectors;
+mod selector;
 pub mod workload;
 
-pub(crate) use selection::{Candidate, CgroupFacts, Selection, cgroups_of};
-pub use selectors::user_id;
+pub(crate) use selection::{CgroupFacts, Selection, cgroups_of};
+pub(crate) use selector::Candidate;
+pub use selector::{Matcher, Selector, user_id};
 
 use self::exe::{Distrust, Exe};
 use self::opt_out::OptOut;
 use pagefold_procmem::Roots;
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_text::escape::printable;
 use std::collections::BTreeSet;
 use std::io;
-use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
 use thiserror::Error;
 
-/// The selectors of a scope.
+/// The selectors of a scope, in the order in which they're tried.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ScopeSpec {
-    /// These processes.
-    pub pids: Vec<i32>,
-    /// Processes in these cgroups and below: a path under the cgroup mount, or the path of a cgroup.
-    pub cgroups: Vec<PathBuf>,
-    /// Processes with these effective users: names or numbers.
-    pub users: Vec<String>,
-    /// Processes running these executables: absolute paths, base names or command names.
-    pub exes: Vec<String>,
-    /// Every process.
-    pub all: bool,
-}
+pub struct ScopeSpec(pub Vec<Selector>);
 
 impl ScopeSpec {
-    /// Whether there is no selector.
-    pub fn is_empty(&self) -> bool {
-        *self == Self::default()
+    /// These processes.
+    pub fn of_pids(pids: impl IntoIterator<Item = i32>) -> Self {
+        Self(pids.into_iter().map(Selector::Pid).collect())
     }
 
-    /// The names of all selectors, in the order of [`Self::split`].
-    pub fn names(&self) -> Vec<SelectorName> {
-        let of = |kind, name: &[u8]| SelectorName { kind, name: printable(name) };
-        let pids = self.pids.iter().map(|pid| of("pid", pid.to_string().as_bytes()));
-        let cgroups = self.cgroups.iter().map(|path| of("cgroup", path.as_os_str().as_bytes()));
-        let users = self.users.iter().map(|user| of("user", user.as_bytes()));
-        let exes = self.exes.iter().map(|exe| of("exe", exe.as_bytes()));
-        let all = self.all.then(|| of("all", b""));
-        pids.chain(cgroups).chain(users).chain(exes).chain(all).collect()
+    /// The selectors that processes can match later.
+    #[must_use]
+    pub fn without_pids(&self) -> Self {
+        Self(self.0.iter().filter(|selector| !matches!(selector, Selector::Pid(_))).cloned().collect())
     }
 
-    /// Each selector as a scope of its own, in the order in which they're tried: [`Scoped::selected_by`] is a position in it.
-    pub fn split(&self) -> Vec<Self> {
-        let mut single = Vec::new();
-        for &pid in &self.pids {
-            single.push(Self { pids: vec![pid], ..Self::default() });
-        }
-        for cgroup in &self.cgroups {
-            single.push(Self { cgroups: vec![cgroup.clone()], ..Self::default() });
-        }
-        for user in &self.users {
-            single.push(Self { users: vec![user.clone()], ..Self::default() });
-        }
-        for exe in &self.exes {
-            single.push(Self { exes: vec![exe.clone()], ..Self::default() });
-        }
-        if self.all {
-            single.push(Self { all: true, ..Self::default() });
-        }
-        single
+    /// Whether new processes can enter the scope.
+    pub fn is_selective(&self) -> bool {
+        !self.without_pids().0.is_empty()
     }
 }
 
 impl std::fmt::Display for ScopeSpec {
+    /// As flags.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut flags = Vec::new();
-        for SelectorName { kind, name } in self.names() {
-            flags.push(if kind == "all" { "--all".to_owned() } else { format!("--{kind} {name}") });
-        }
+        let flags: Vec<String> = self.0.iter().map(Selector::to_string).collect();
         f.write_str(&flags.join(" "))
     }
-}
-
-/// What a selector is called.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SelectorName {
-    /// `pid`, `cgroup`, `user`, `exe` or `all`.
-    pub kind: &'static str,
-    /// As the administrator wrote it, safe to print. Empty for `all`.
-    pub name: String,
 }
 
 /// A process in scope.
@@ -130,7 +85,7 @@ pub struct Scoped {
     pub opt_outs: Vec<OptOut>,
     /// Effective user.
     pub uid: u32,
-    /// The selector that has brought it in: a position in [`ScopeSpec::split`].
+    /// The selector that has brought it in: a position in [`ScopeSpec`].
     pub selected_by: Option<usize>,
     /// The selected pid: its own or, where something is to be undone, that of a process from which it descends.
     pub by_pid: Option<i32>,
@@ -183,13 +138,13 @@ pub fn resolve(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<Scoped>, ScopeErro
 
 /// The same, leaving out the given processes (the caller and its helpers) unless they are selected by pid.
 pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
-    resolved(Selection::new(spec, roots)?, spec, left_out)
+    resolved(Selection::new(&spec.0, roots)?, spec, left_out)
 }
 
 /// The same for undoing, which needs no trust: programs are matched by name, even if other users can change their files. A pid
 /// stands for the process and its descendants.
 pub fn resolve_for_undoing(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
-    resolved(Selection::new(spec, roots)?.for_undoing(), spec, left_out)
+    resolved(Selection::new(&spec.0, roots)?.for_undoing(), spec, left_out)
 }
 
 /// The same some time later, to find processes that have started meanwhile. `found` are those found before: a pid that has passed to
@@ -201,7 +156,10 @@ pub fn resolve_for_undoing_again(
     left_out: &[i32],
 ) -> Vec<Scoped> {
     let mut spec = spec.clone();
-    spec.pids.retain(|&pid| Process::open_at(&roots.proc, pid).is_ok_and(|process| found.contains(&process.key())));
+    spec.0.retain(|selector| match selector {
+        Selector::Pid(pid) => Process::open_at(&roots.proc, *pid).is_ok_and(|it| found.contains(&it.key())),
+        _ => true,
+    });
     resolve_for_undoing(&spec, roots, left_out).unwrap_or_default()
 }
 
@@ -226,7 +184,7 @@ pub(crate) fn resolve_among(
     roots: &Roots,
     is_candidate: impl FnMut(i32) -> bool,
 ) -> Result<Vec<Scoped>, ScopeError> {
-    Selection::of_existing(spec, roots).resolve(is_candidate)
+    Selection::of_existing(&spec.0, roots).resolve(is_candidate)
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
 use super::*;
+use crate::scope::Selector;
 use crate::scope::tests::Tree;
 use std::cell::Cell;
 use std::fs;
@@ -20,7 +21,7 @@ impl Machine {
             fs::write(tree.roots.proc.join("loadavg"), "0.00 0.00 0.00 1/9 9\n").unwrap();
         }
         let new_processes = NewProcesses::new(&tree.roots);
-        let spec = ScopeSpec { exes: vec!["meant".to_owned()], ..ScopeSpec::default() };
+        let spec = ScopeSpec(vec![Selector::Exe("meant".to_owned())]);
         Self { tree, spec, new_processes, asked: Cell::new(0) }
     }
 

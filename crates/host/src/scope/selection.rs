@@ -3,8 +3,8 @@
 use super::attributes::Attributes;
 use super::exe::{Distrust, Exe, Matching, is_named};
 use super::opt_out::{self, OptOut};
-use super::selectors::{CgroupSelector, user_id};
-use super::{ScopeError, ScopeSpec, Scoped};
+use super::selector::{Candidate, Matcher, Selector};
+use super::{ScopeError, Scoped};
 use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::{Cgroup, parse_cgroups};
 use pagefold_procmem::headroom::group_dir;
@@ -19,28 +19,17 @@ use std::path::{Path, PathBuf};
 /// The selectors, resolved.
 pub(crate) struct Selection<'a> {
     roots: &'a Roots,
-    spec: &'a ScopeSpec,
+    /// In the order in which they're tried. `None`: its user or cgroup does not exist.
+    matchers: Vec<Option<Matcher>>,
     named: BTreeSet<i32>,
     /// The descendants of named processes, each with the named one.
     descendants: BTreeMap<i32, i32>,
-    /// Each with its position among all selectors ([`ScopeSpec::split`]).
-    cgroups: Vec<(usize, CgroupSelector)>,
-    users: Vec<(usize, u32)>,
     /// Whether something is to be undone, for which no trust is needed: an executable need only have the name, be it one that any
     /// user can choose, and a pid stands for the process and its descendants.
     for_undoing: bool,
     attributes: Attributes<'a>,
     /// A process, and its executable, that an `--exe` matches by name only, and why that is not enough.
     pub(super) name_only: Option<(i32, String, Distrust)>,
-}
-
-/// The facts about a process that the selectors judge.
-pub(crate) struct Candidate<'a> {
-    pub(crate) pid: i32,
-    pub(crate) is_named: bool,
-    pub(crate) uid: u32,
-    pub(crate) exe: Option<&'a Exe>,
-    pub(crate) comm: &'a [u8],
 }
 
 /// What the cgroups of a process say about it.
@@ -59,35 +48,35 @@ pub(crate) struct CgroupFacts {
 }
 
 impl<'a> Selection<'a> {
-    pub(crate) fn new(spec: &'a ScopeSpec, roots: &'a Roots) -> Result<Self, ScopeError> {
-        if spec.is_empty() {
+    pub(crate) fn new(selectors: &[Selector], roots: &'a Roots) -> Result<Self, ScopeError> {
+        if selectors.is_empty() {
             return Err(ScopeError::Empty);
         }
-        let users = selected_users(spec).collect::<Result<_, _>>()?;
-        let cgroups = selected_cgroups(spec, roots).collect::<Result<_, _>>()?;
-        Ok(Self::with(spec, roots, users, cgroups))
+        let mut matchers = Vec::new();
+        for selector in selectors {
+            matchers.push(Some(selector.resolve_existing(roots)?));
+        }
+        Ok(Self::with(matchers, roots))
     }
 
     /// The same without those cgroups and users that do not exist now.
-    pub(crate) fn of_existing(spec: &'a ScopeSpec, roots: &'a Roots) -> Self {
-        let users = selected_users(spec).filter_map(Result::ok).collect();
-        let cgroups = selected_cgroups(spec, roots).filter_map(Result::ok).collect();
-        Self::with(spec, roots, users, cgroups)
+    pub(crate) fn of_existing(selectors: &[Selector], roots: &'a Roots) -> Self {
+        let matchers = selectors.iter().map(|selector| selector.resolve_existing(roots).ok());
+        Self::with(matchers.collect(), roots)
     }
 
-    fn with(
-        spec: &'a ScopeSpec,
-        roots: &'a Roots,
-        users: Vec<(usize, u32)>,
-        cgroups: Vec<(usize, CgroupSelector)>,
-    ) -> Self {
+    fn with(matchers: Vec<Option<Matcher>>, roots: &'a Roots) -> Self {
+        let mut named = BTreeSet::new();
+        for matcher in &matchers {
+            if let Some(Matcher::Pid(pid)) = matcher {
+                named.insert(*pid);
+            }
+        }
         Self {
             roots,
-            spec,
-            named: spec.pids.iter().copied().collect(),
+            matchers,
+            named,
             descendants: BTreeMap::new(),
-            cgroups,
-            users,
             for_undoing: false,
             attributes: Attributes::new(&roots.cgroup),
             name_only: None,
@@ -101,8 +90,7 @@ impl<'a> Selection<'a> {
 
     pub(super) fn resolve(&mut self, is_candidate: impl FnMut(i32) -> bool) -> Result<Vec<Scoped>, ScopeError> {
         let mut scoped = Vec::new();
-        let selective =
-            self.spec.all || !(self.users.is_empty() && self.cgroups.is_empty() && self.spec.exes.is_empty());
+        let selective = self.has(|matcher| !matches!(matcher, Matcher::Pid(_)));
         let with_descendants = self.for_undoing && !self.named.is_empty();
         let mut others = if selective || with_descendants { pids_below(&self.roots.proc)? } else { Vec::new() };
         let mut is_candidate = is_candidate;
@@ -115,7 +103,7 @@ impl<'a> Selection<'a> {
         }
         for pid in self.named.iter().copied().chain(others).collect::<BTreeSet<_>>() {
             let is_named = self.named.contains(&pid);
-            match self.examine(pid, is_named) {
+            match self.examine(pid) {
                 Ok(Some(found)) => scoped.push(found),
                 Err(ReadError::Vanished { .. }) if is_named => return Err(ScopeError::UnknownPid(pid)),
                 Err(source) if is_named => return Err(ScopeError::Unreadable { pid, source }),
@@ -149,8 +137,13 @@ impl<'a> Selection<'a> {
         descendants
     }
 
+    fn has(&self, is_it: impl Fn(&Matcher) -> bool) -> bool {
+        self.matchers.iter().flatten().any(is_it)
+    }
+
     /// The process, if it is in scope.
-    fn examine(&mut self, pid: i32, is_named: bool) -> Result<Option<Scoped>, ReadError> {
+    fn examine(&mut self, pid: i32) -> Result<Option<Scoped>, ReadError> {
+        let is_named = self.named.contains(&pid);
         let process = Process::open_at(&self.roots.proc, pid)?;
         let stat = process.stat()?;
         if !is_named && (stat.kernel_thread || stat.has_ended()) {
@@ -165,9 +158,10 @@ impl<'a> Selection<'a> {
             other => other?,
         };
         let uid = status.effective_uid();
-        let candidate = Candidate { pid, is_named, uid, exe: exe.as_ref(), comm: &stat.comm };
+        let by_pid = if is_named { Some(pid) } else { self.descendants.get(&pid).copied() };
+        let candidate = Candidate { pid, by_pid, uid, exe: exe.as_ref(), comm: &stat.comm };
         let by_process = self.by_process(&candidate);
-        if by_process.is_none() && self.cgroups.is_empty() {
+        if by_process.is_none() && !self.has(|matcher| matches!(matcher, Matcher::Cgroup(_))) {
             return Ok(None);
         }
         let cgroups = self.cgroup_facts(&cgroups_of(&process)?);
@@ -181,43 +175,34 @@ impl<'a> Selection<'a> {
         }
         let CgroupFacts { opt_outs, domain, path: cgroup, .. } = cgroups;
         let name = printable(&stat.comm);
-        let by_pid = if is_named { Some(pid) } else { self.descendants.get(&pid).copied() };
         Ok(Some(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, selected_by, by_pid }))
     }
 
     /// The first selector other than a cgroup that matches.
     fn by_process(&mut self, candidate: &Candidate<'_>) -> Option<usize> {
-        let descends_from = self.descendants.get(&candidate.pid).copied();
-        if let Some(named) = candidate.is_named.then_some(candidate.pid).or(descends_from) {
-            return self.spec.pids.iter().position(|&pid| pid == named);
-        }
-        if let Some(&(at, _)) = self.users.iter().find(|&&(_, uid)| uid == candidate.uid) {
-            return Some(at);
-        }
-        let before_exes = self.spec.pids.len() + self.spec.cgroups.len() + self.spec.users.len();
-        for (at, selector) in self.spec.exes.iter().enumerate() {
-            if self.matches_exe(selector, candidate) {
-                return Some(before_exes + at);
+        for (at, matcher) in self.matchers.iter().enumerate() {
+            let Some(matcher) = matcher else { continue };
+            let selects = match (matcher.matches(candidate, |_| false), matcher) {
+                (Matching::Yes, _) => true,
+                (Matching::NameOnly(why), _) => {
+                    let exe = candidate.exe.map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default();
+                    self.name_only.get_or_insert((candidate.pid, exe, why));
+                    self.for_undoing
+                }
+                // Its executable can't be read.
+                (Matching::No, Matcher::Exe(name)) if candidate.exe.is_none() => {
+                    self.for_undoing && is_named(name, None, candidate.comm)
+                }
+                (Matching::No, _) => false,
+            };
+            if selects {
+                return Some(at);
             }
         }
-        self.spec.all.then_some(before_exes + self.spec.exes.len())
+        None
     }
 
-    fn matches_exe(&mut self, selector: &str, candidate: &Candidate<'_>) -> bool {
-        let Some(exe) = candidate.exe else {
-            return self.for_undoing && is_named(selector, None, candidate.comm);
-        };
-        match exe.matches(selector, candidate.comm) {
-            Matching::Yes => true,
-            Matching::No => false,
-            Matching::NameOnly(why) => {
-                self.name_only.get_or_insert_with(|| (candidate.pid, printable(exe.as_os_str().as_bytes()), why));
-                self.for_undoing
-            }
-        }
-    }
-
-    /// The first selector that matches a process, if it's still in scope: a position in [`ScopeSpec::split`].
+    /// The first selector that matches a process, if it's still in scope: a position among the selectors.
     pub(crate) fn selected_by(&mut self, candidate: &Candidate<'_>, cgroups: &CgroupFacts) -> Option<usize> {
         first_of(self.by_process(candidate), cgroups.selected_by)
     }
@@ -242,30 +227,16 @@ impl<'a> Selection<'a> {
 
     /// The first selector of a cgroup that is one of these, or contains one.
     fn by_cgroups(&self, cgroups: &[Cgroup]) -> Option<usize> {
-        let mut matching =
-            self.cgroups.iter().filter(|(_, selector)| cgroups.iter().any(|cgroup| selector.matches(cgroup)));
-        matching.next().map(|&(at, _)| at)
+        self.matchers.iter().position(|matcher| match matcher {
+            Some(Matcher::Cgroup(selected)) => cgroups.iter().any(|cgroup| selected.matches(cgroup)),
+            _ => false,
+        })
     }
 
     /// Whether any selector matches a process with this text in `/proc/PID/cgroup`.
     pub(super) fn matches(&mut self, candidate: &Candidate<'_>, cgroups: &[u8]) -> bool {
-        self.by_process(candidate).is_some()
-            || (!self.cgroups.is_empty() && self.by_cgroups(&parse_cgroups(cgroups)).is_some())
+        self.by_process(candidate).is_some() || self.by_cgroups(&parse_cgroups(cgroups)).is_some()
     }
-}
-
-/// The users selected, each with its position among all selectors.
-fn selected_users(spec: &ScopeSpec) -> impl Iterator<Item = Result<(usize, u32), ScopeError>> {
-    let first = spec.pids.len() + spec.cgroups.len();
-    (first..).zip(&spec.users).map(|(at, user)| Ok((at, user_id(user)?)))
-}
-
-/// The cgroups selected, each with its position among all selectors.
-fn selected_cgroups(
-    spec: &ScopeSpec,
-    roots: &Roots,
-) -> impl Iterator<Item = Result<(usize, CgroupSelector), ScopeError>> {
-    (spec.pids.len()..).zip(&spec.cgroups).map(|(at, path)| Ok((at, CgroupSelector::of(path, roots)?)))
 }
 
 /// Which of two selectors comes first.

@@ -1,11 +1,11 @@
-use super::selectors::CgroupSelector;
 use super::*;
 use pagefold_procmem::cgroup::parse_cgroups;
 use proptest::prelude::*;
 use std::ffi::CString;
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A fixture of /proc and /sys/fs/cgroup.
 pub(super) struct Tree {
@@ -99,38 +99,38 @@ fn hybrid() -> Tree {
 }
 
 fn by_cgroup(path: impl Into<PathBuf>) -> ScopeSpec {
-    ScopeSpec { cgroups: vec![path.into()], ..ScopeSpec::default() }
+    ScopeSpec(vec![Selector::Cgroup(path.into())])
 }
 
 fn by_exe(exe: &str) -> ScopeSpec {
-    ScopeSpec { exes: vec![exe.into()], ..ScopeSpec::default() }
+    ScopeSpec(vec![Selector::Exe(exe.into())])
 }
 
 fn by_pid(pids: &[i32]) -> ScopeSpec {
-    ScopeSpec { pids: pids.to_vec(), ..ScopeSpec::default() }
+    ScopeSpec::of_pids(pids.iter().copied())
 }
 
 #[test]
 fn all_omits_the_caller_kernel_threads_zombies_and_vanishing_processes() {
-    assert_eq!(hybrid().pids(&ScopeSpec { all: true, ..ScopeSpec::default() }).unwrap(), [10, 11, 12, 13]);
+    assert_eq!(hybrid().pids(&ScopeSpec(vec![Selector::All])).unwrap(), [10, 11, 12, 13]);
 }
 
 #[test]
 fn the_first_selector_that_matches_is_known() {
     let tree = hybrid();
-    let spec = ScopeSpec {
-        pids: vec![13],
-        cgroups: vec!["/no/such".into(), "/dba".into()],
-        users: vec!["no-such-user".into(), "1002".into()],
-        exes: vec!["redis-server".into()],
-        all: true,
-    };
-    let selectors = spec.split();
-    assert_eq!(selectors[2], by_cgroup("/dba"));
+    let spec = ScopeSpec(vec![
+        Selector::Pid(13),
+        Selector::Cgroup("/no/such".into()),
+        Selector::Cgroup("/dba".into()),
+        Selector::User("no-such-user".into()),
+        Selector::User("1002".into()),
+        Selector::Exe("redis-server".into()),
+        Selector::All,
+    ]);
     let scoped = resolve_among(&spec, &tree.roots, |pid| pid != 99).unwrap();
     let selected_by: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.selected_by)).collect();
     assert_eq!(selected_by, [(10, Some(5)), (11, Some(2)), (12, Some(6)), (13, Some(0))]);
-    let by_exe = ScopeSpec { users: vec!["1001".into()], exes: vec!["redis-server".into()], ..ScopeSpec::default() };
+    let by_exe = ScopeSpec(vec![Selector::User("1001".into()), Selector::Exe("redis-server".into())]);
     let scoped = resolve_among(&by_exe, &tree.roots, |pid| pid != 99).unwrap();
     assert_eq!(scoped[0].selected_by, Some(0));
 }
@@ -182,7 +182,7 @@ fn cgroups_are_selected_on_a_pure_version_two_system() {
 #[test]
 fn processes_are_selected_by_user_and_executable() {
     let tree = hybrid();
-    let user = |user: &str| ScopeSpec { users: vec![user.into()], ..ScopeSpec::default() };
+    let user = |user: &str| ScopeSpec(vec![Selector::User(user.into())]);
     assert_eq!(tree.pids(&user("1001")).unwrap(), [10, 12]);
     assert_eq!(tree.pids(&user("root")).unwrap(), [13]);
     assert_eq!(tree.pids(&user("no such user")).unwrap_err(), "there is no user no such user");
@@ -196,7 +196,7 @@ fn processes_are_selected_by_user_and_executable() {
         "no process matches --exe /usr/bin/redis-serve"
     );
     assert!(tree.pids(&by_exe("a-very-long-command")).is_err(), "a command name, which programs set themselves");
-    let both = ScopeSpec { users: vec!["1001".into()], ..by_exe("redis-server") };
+    let both = ScopeSpec(vec![Selector::User("1001".into()), Selector::Exe("redis-server".into())]);
     assert_eq!(tree.pids(&both).unwrap(), [10, 12], "selectors add up");
     // Others could put another program in the place of this one.
     fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
@@ -225,11 +225,7 @@ fn a_named_process_that_cannot_be_read_is_not_taken_for_absent() {
     fs::write(tree.roots.proc.join("12/status"), "nonsense").unwrap();
     let error = tree.pids(&by_pid(&[12])).unwrap_err();
     assert!(error.starts_with("process 12 cannot be read: /proc/12/status is malformed: "), "{error}");
-    assert_eq!(
-        tree.pids(&ScopeSpec { all: true, ..ScopeSpec::default() }).unwrap(),
-        [10, 11, 13],
-        "others are not named"
-    );
+    assert_eq!(tree.pids(&ScopeSpec(vec![Selector::All])).unwrap(), [10, 11, 13], "others are not named");
 }
 
 #[test]
@@ -268,7 +264,7 @@ fn cgroup_attributes_avoid_include_and_set_domains() {
     assert!(set(&tree.cgroup("unified/db"), "user.pagefold.avoid", "1"));
     assert!(set(&tree.cgroup("unified/web"), "user.pagefold.avoid", "0"));
     assert!(set(&tree.cgroup("unified/web"), "user.pagefold.domain", "tenant"));
-    let all = ScopeSpec { all: true, ..ScopeSpec::default() };
+    let all = ScopeSpec(vec![Selector::All]);
     let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
     let found: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.domain.as_deref().unwrap())).collect();
     assert_eq!(found, [(10, "house"), (11, "house"), (12, "tenant"), (13, "house")]);
@@ -312,7 +308,7 @@ fn cgroup_names_may_end_with_a_carriage_return() {
 proptest! {
     #[test]
     fn parsing_cgroups_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), path in "[a-z./]{0,12}") {
-        let selector = CgroupSelector { mount: None, path: path.into() };
+        let Ok(Matcher::Cgroup(selector)) = Selector::Cgroup(path.into()).resolve(&Roots::default()) else { return Ok(()) };
         for cgroup in parse_cgroups(&text) {
             let _ = (cgroup.mounts().len(), selector.matches(&cgroup));
         }

@@ -178,7 +178,7 @@ pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<PathBuf>, deta
 fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let pid = explanation.pid;
     let roots = Roots::default();
-    let spec = ScopeSpec { pids: vec![pid], ..ScopeSpec::default() };
+    let spec = ScopeSpec::of_pids([pid]);
     let scoped = resolve(&spec, &roots).map_err(|error| scope::explain(&error))?.remove(0);
     explanation.left_alone = process_exclusion(&scoped, &DenyList::default())
         .map_err(|error| not_readable(&error))?

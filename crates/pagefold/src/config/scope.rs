@@ -3,7 +3,7 @@
 use crate::config::flags::ScopeFlags;
 use crate::config::options::{Value, Values};
 use pagefold_host::scope::{
-    ScopeError, ScopeSpec, Scoped, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
+    ScopeError, ScopeSpec, Scoped, Selector, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
 use pagefold_procmem::Roots;
 use pagefold_procmem::process::ReadError;
@@ -31,19 +31,19 @@ impl ScopeArgs {
     /// The scope as a specification that can be resolved again later.
     pub fn spec(&self) -> ScopeSpec {
         let values = &self.selectors.0;
-        ScopeSpec {
-            pids: self.pid.clone(),
-            cgroups: values.list("cgroups").into_iter().map(Into::into).collect(),
-            users: values.list("users"),
-            exes: values.list("exes"),
-            all: values.get("all") == Some(&Value::Switch(true)),
+        let mut spec = ScopeSpec::of_pids(self.pid.iter().copied());
+        spec.0.extend(values.list("cgroups").into_iter().map(|path| Selector::Cgroup(path.into())));
+        spec.0.extend(values.list("users").into_iter().map(Selector::User));
+        spec.0.extend(values.list("exes").into_iter().map(Selector::Exe));
+        if values.get("all") == Some(&Value::Switch(true)) {
+            spec.0.push(Selector::All);
         }
+        spec
     }
 
     /// Whether new processes can enter the scope.
     pub fn is_selective(&self) -> bool {
-        let ScopeSpec { cgroups, users, exes, all, .. } = self.spec();
-        all || !(cgroups.is_empty() && users.is_empty() && exes.is_empty())
+        self.spec().is_selective()
     }
 
     /// The processes that are in scope now.
@@ -108,9 +108,7 @@ mod tests {
     #[test]
     fn pids_repeat_and_separate_by_commas() {
         let cli = Cli::try_parse_from(["x", "--pid", "1,2", "--pid", "3", "--user", "root"]).unwrap();
-        let spec = cli.scope.spec();
-        assert_eq!(spec.pids, [1, 2, 3]);
-        assert_eq!(spec.users, ["root"]);
+        assert_eq!(cli.scope.to_string(), "--pid 1 --pid 2 --pid 3 --user root");
         assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
         assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
     }

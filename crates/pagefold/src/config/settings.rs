@@ -4,7 +4,7 @@ use crate::config::args::RunArgs;
 use crate::config::config_file::parse;
 use crate::config::options::{self, Value, Values};
 use crate::config::ownership;
-use crate::config::scope::ScopeArgs;
+use crate::config::scope::{ScopeArgs, explain};
 use crate::metrics::MetricsSettings;
 use crate::sketch::FleetSettings;
 use pagefold_engine::config::{Config, Preset};
@@ -14,10 +14,10 @@ use pagefold_engine::placement::policy::{Latencies, Placement};
 use pagefold_engine::reserve::ReserveSettings;
 use pagefold_engine::units::Permyriad;
 use pagefold_host::live::Policies;
+use pagefold_host::scope::Selector;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::domain::DomainRules;
-use pagefold_host::scope::rule::{Rule, Selector};
-use pagefold_host::scope::user_id;
+use pagefold_host::scope::rule::Rule;
 use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
 use std::collections::BTreeMap;
@@ -312,13 +312,14 @@ fn rules<'a>(values: &'a Values, key: &str) -> &'a [options::Rule] {
 /// A rule, with the processes that it selects on this machine.
 fn selected(rule: &options::Rule, what: &str) -> Result<Rule, String> {
     let selector = match rule.selector {
-        "cgroup" => Selector::cgroup(Path::new(&rule.value), &Roots::default()),
-        "user" => Selector::User(user_id(&rule.value).map_err(|error| {
-            format!("the rule for {what} '{}': {error}; give a name from /etc/passwd, or a number", rule.name)
-        })?),
+        "cgroup" => Selector::Cgroup(rule.value.clone().into()),
+        "user" => Selector::User(rule.value.clone()),
         _ => Selector::Exe(rule.value.clone()),
     };
-    Ok(Rule { name: rule.name.clone(), selector })
+    let matcher = selector
+        .resolve(&Roots::default())
+        .map_err(|error| format!("the rule for {what} '{}': {}", rule.name, explain(&error).line))?;
+    Ok(Rule { name: rule.name.clone(), matcher })
 }
 
 #[cfg(test)]

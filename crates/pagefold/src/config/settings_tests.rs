@@ -2,6 +2,7 @@ use super::*;
 use crate::config::args::RunArgs;
 use clap::Parser;
 use pagefold_engine::governor::Governor;
+use pagefold_host::scope::Matcher;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
@@ -61,16 +62,12 @@ fn additions_are_read_in_order_and_the_command_line_overrides_them() {
     files.add(".40.toml", "no configuration either");
     let settings = files.settings(&[]).unwrap();
     assert_eq!((settings.config.governor, settings.config.levels), (Governor::Medium, 3));
-    assert_eq!(settings.scope.spec().exes, ["a"]);
+    assert_eq!(settings.scope.to_string(), "--exe a");
     assert_eq!((denied(&settings, b"x"), denied(&settings, b"vault")), (Some("x"), None));
     assert_eq!(denied(&settings, b"ssh-agent"), Some("ssh-agent"));
     let settings = files.settings(&["--pid", "7", "--governor", "full", "--deny", "vault", "--allow", "x"]).unwrap();
     assert_eq!((settings.config.governor, settings.config.levels), (Governor::Full, 3));
-    assert_eq!(
-        (&settings.scope.pid[..], settings.scope.spec().exes.len()),
-        (&[7][..], 0),
-        "a scope replaces the file's"
-    );
+    assert_eq!(settings.scope.to_string(), "--pid 7", "a scope replaces the file's");
     assert_eq!((denied(&settings, b"x"), denied(&settings, b"vault")), (None, Some("vault")));
 }
 
@@ -123,14 +120,14 @@ fn domains_and_limits_are_converted() {
     let text = "[domains]\nby = \"user\"\n[[domains.rule]]\nname = \"r\"\nuser = \"root\"\n[[domains.rule]]\nname = \"e\"\n\
         exe = \"redis-server\"\n[limits]\nstops-per-second = 7\n";
     let settings = Files::new(text).settings(&[]).unwrap();
-    let rule = |name: &str, selector| Rule { name: name.into(), selector };
-    let rules = vec![rule("r", Selector::User(0)), rule("e", Selector::Exe("redis-server".into()))];
+    let rule = |name: &str, matcher| Rule { name: name.into(), matcher };
+    let rules = vec![rule("r", Matcher::User(0)), rule("e", Matcher::Exe("redis-server".into()))];
     assert_eq!(settings.domains, DomainRules { by_user: true, rules, merge: None });
     assert_eq!(settings.config.limits, Limits { stops: 7, ..Limits::default() });
     let group =
         |governor: &str| format!("[[limits.group]]\nname = \"g\"\nuser = \"root\"\ngovernor = \"{governor}\"\n");
     let settings = Files::new(&group("quiet")).settings(&[]).unwrap();
-    assert_eq!(settings.groups, [rule("g", Selector::User(0))]);
+    assert_eq!(settings.groups, [rule("g", Matcher::User(0))]);
     assert_eq!(settings.config.groups, [GroupLimits { share: Some(Permyriad(100)), ..GroupLimits::default() }]);
     Files::new(&group("auto")).refused("the limits of 'g' have the governor auto");
     Files::new("[limits]\nsamples-per-second = 1\n")

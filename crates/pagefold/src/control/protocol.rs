@@ -1,7 +1,7 @@
 //! The protocol of the control socket: a line of JSON for each request, and one for its answer.
 
 use pagefold_engine::governor::Governor;
-use pagefold_host::scope::{ScopeError, ScopeSpec, user_id};
+use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, user_id};
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
@@ -59,24 +59,28 @@ impl Selectors {
     /// # Errors
     /// A user does not exist.
     pub fn of(spec: &ScopeSpec) -> Result<Self, ScopeError> {
-        let cgroups = spec.cgroups.iter().map(|path| path.to_string_lossy().into_owned());
-        Ok(Self {
-            pids: spec.pids.clone(),
-            cgroups: cgroups.collect(),
-            users: spec.users.iter().map(|user| user_id(user)).collect::<Result<_, _>>()?,
-            exes: spec.exes.clone(),
-            all: spec.all,
-        })
+        let mut selectors = Self::default();
+        for selector in &spec.0 {
+            match selector {
+                Selector::Pid(pid) => selectors.pids.push(*pid),
+                Selector::Cgroup(path) => selectors.cgroups.push(path.to_string_lossy().into_owned()),
+                Selector::User(user) => selectors.users.push(user_id(user)?),
+                Selector::Exe(exe) => selectors.exes.push(exe.clone()),
+                Selector::All => selectors.all = true,
+            }
+        }
+        Ok(selectors)
     }
 
     pub fn spec(&self) -> ScopeSpec {
-        ScopeSpec {
-            pids: self.pids.clone(),
-            cgroups: self.cgroups.iter().map(Into::into).collect(),
-            users: self.users.iter().map(ToString::to_string).collect(),
-            exes: self.exes.clone(),
-            all: self.all,
+        let mut spec = ScopeSpec::of_pids(self.pids.iter().copied());
+        spec.0.extend(self.cgroups.iter().map(|path| Selector::Cgroup(path.into())));
+        spec.0.extend(self.users.iter().map(|user| Selector::User(user.to_string())));
+        spec.0.extend(self.exes.iter().cloned().map(Selector::Exe));
+        if self.all {
+            spec.0.push(Selector::All);
         }
+        spec
     }
 }
 

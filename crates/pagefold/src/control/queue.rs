@@ -17,7 +17,7 @@ use pagefold_engine::reserve::RoomState;
 use pagefold_host::identity::PendingUnmark;
 use pagefold_host::live::LiveHost;
 use pagefold_host::os::wake::Sleeper;
-use pagefold_host::scope::SelectorName;
+use pagefold_host::scope::Selector;
 use pagefold_host::scope::kept_out::{Entry, Verdict};
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
@@ -118,7 +118,7 @@ impl From<&Entry> for KeptOutRow {
 #[derive(Clone, Debug)]
 pub struct RunFacts {
     pub scope: String,
-    pub selectors: Arc<[SelectorName]>,
+    pub selectors: Arc<[Selector]>,
     /// Whether it only finds out what would be marked.
     pub dry_run: bool,
     pub config: Config,
@@ -133,7 +133,7 @@ pub struct RunFacts {
 impl RunFacts {
     /// Those of a run that begins.
     pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
-        let (scope, selectors, config) = (scope.to_string(), scope.spec().names().into(), config.clone());
+        let (scope, selectors, config) = (scope.to_string(), scope.spec().0.into(), config.clone());
         Self { scope, selectors, dry_run, config, stood_down: None, audit_lost: 0, events: Vec::new() }
     }
 }

@@ -4,7 +4,6 @@
 
 use super::ProcessRow;
 use crate::control::queue::{Facts, TargetFacts};
-use pagefold_host::scope::SelectorName;
 use pagefold_host::scope::exclude::Exclusion;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
@@ -40,12 +39,10 @@ pub struct LeftOutRow {
 /// The sums by selector, the largest first. Their totals are those of all processes.
 pub fn scope_rows(facts: &Facts, processes: &[ProcessRow]) -> Vec<ScopeRow> {
     let selectors = &facts.run.selectors;
-    let row = |selector: &SelectorName| ScopeRow {
-        kind: selector.kind.to_owned(),
-        name: selector.name.clone(),
-        ..ScopeRow::default()
-    };
-    let mut rows: Vec<ScopeRow> = selectors.iter().map(row).collect();
+    let mut rows = Vec::new();
+    for selector in selectors.iter() {
+        rows.push(ScopeRow { kind: selector.kind().to_owned(), name: selector.value(), ..ScopeRow::default() });
+    }
     let mut other = ScopeRow { kind: OTHER.to_owned(), ..ScopeRow::default() };
     let targets: BTreeMap<i32, &TargetFacts> = facts.targets.iter().map(|target| (target.pid, target)).collect();
     for process in processes {

@@ -1,0 +1,211 @@
+//! Selectors of processes, as they're written and resolved: those of a scope, and those of rules.
+
+use super::ScopeError;
+use super::exe::{Exe, Matching};
+use pagefold_procmem::Roots;
+use pagefold_procmem::cgroup::Cgroup;
+use pagefold_text::escape::printable;
+use std::ffi::CString;
+use std::fmt;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+
+/// A selector, as somebody wrote it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Selector {
+    /// This process.
+    Pid(i32),
+    /// Processes in this cgroup and below: a path under the cgroup mount, or the path of a cgroup.
+    Cgroup(PathBuf),
+    /// Processes with this effective user: a name or a number.
+    User(String),
+    /// Processes that run this executable: an absolute path, a base name or a command name.
+    Exe(String),
+    /// Every process.
+    All,
+}
+
+impl Selector {
+    /// `pid`, `cgroup`, `user`, `exe` or `all`.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::Pid(_) => "pid",
+            Self::Cgroup(_) => "cgroup",
+            Self::User(_) => "user",
+            Self::Exe(_) => "exe",
+            Self::All => "all",
+        }
+    }
+
+    /// What is selected, safe to print. Empty for all.
+    pub fn value(&self) -> String {
+        match self {
+            Self::Pid(pid) => pid.to_string(),
+            Self::Cgroup(path) => printable(path.as_os_str().as_bytes()),
+            Self::User(name) | Self::Exe(name) => printable(name.as_bytes()),
+            Self::All => String::new(),
+        }
+    }
+
+    /// The selector with its user looked up. A cgroup need not exist.
+    ///
+    /// # Errors
+    /// There is no such user, or the path leads out of the cgroup mount.
+    pub fn resolve(&self, roots: &Roots) -> Result<Matcher, ScopeError> {
+        Ok(match self {
+            Self::Pid(pid) => Matcher::Pid(*pid),
+            Self::Cgroup(path) => Matcher::Cgroup(CgroupMatcher::of(path, roots)?),
+            Self::User(user) => Matcher::User(user_id(user)?),
+            Self::Exe(name) => Matcher::Exe(name.clone()),
+            Self::All => Matcher::All,
+        })
+    }
+
+    /// The same for what must exist.
+    pub(super) fn resolve_existing(&self, roots: &Roots) -> Result<Matcher, ScopeError> {
+        let matcher = self.resolve(roots)?;
+        match (self, &matcher) {
+            (Self::Cgroup(path), Matcher::Cgroup(cgroup)) if !cgroup.exists(roots) => Err(no_cgroup(path)),
+            _ => Ok(matcher),
+        }
+    }
+}
+
+impl fmt::Display for Selector {
+    /// As a flag.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::All => f.write_str("--all"),
+            _ => write!(f, "--{} {}", self.kind(), self.value()),
+        }
+    }
+}
+
+/// A selector that processes can be compared with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Matcher {
+    /// This process.
+    Pid(i32),
+    /// Processes in this cgroup and below.
+    Cgroup(CgroupMatcher),
+    /// Processes with this effective user.
+    User(u32),
+    /// Processes that run this executable.
+    Exe(String),
+    /// Every process.
+    All,
+}
+
+/// The facts about a process that matchers judge, but for its cgroups.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate<'a> {
+    /// The process.
+    pub pid: i32,
+    /// The selected pid that it's selected by: its own or, where something is to be undone, that of a process from which it descends.
+    pub by_pid: Option<i32>,
+    /// Effective user.
+    pub uid: u32,
+    /// Executable, if it can be read.
+    pub exe: Option<&'a Exe>,
+    /// Command name.
+    pub comm: &'a [u8],
+}
+
+impl Matcher {
+    /// How it matches a process. `is_in` tells whether the process is in a cgroup or below it.
+    pub(super) fn matches(&self, candidate: &Candidate<'_>, is_in: impl FnOnce(&CgroupMatcher) -> bool) -> Matching {
+        let matches = match self {
+            Self::Pid(pid) => candidate.by_pid == Some(*pid),
+            Self::Cgroup(cgroup) => is_in(cgroup),
+            Self::User(uid) => candidate.uid == *uid,
+            Self::Exe(name) => {
+                return candidate.exe.map_or(Matching::No, |exe| exe.matches(name, candidate.comm));
+            }
+            Self::All => true,
+        };
+        if matches { Matching::Yes } else { Matching::No }
+    }
+}
+
+/// The user ID of a user given by name or number.
+pub fn user_id(user: &str) -> Result<u32, ScopeError> {
+    let unknown = || ScopeError::UnknownUser(printable(user.as_bytes()));
+    if let Ok(uid) = user.parse() {
+        return Ok(uid);
+    }
+    let name = CString::new(user).map_err(|_| unknown())?;
+    let mut buffer = vec![0; 16 << 10];
+    let mut record = std::mem::MaybeUninit::<libc::passwd>::uninit();
+    let mut found = std::ptr::null_mut();
+    // SAFETY: the name is NUL-terminated; record, buffer and result pointer outlive the call, which gets the buffer's
+    // length.
+    let failed = unsafe {
+        libc::getpwnam_r(name.as_ptr(), record.as_mut_ptr(), buffer.as_mut_ptr(), buffer.len(), &raw mut found)
+    };
+    if failed != 0 || found.is_null() {
+        return Err(unknown());
+    }
+    // SAFETY: a non-null result points to the record, which the call has initialized.
+    Ok(unsafe { (*found).pw_uid })
+}
+
+/// A selected cgroup.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CgroupMatcher {
+    /// Directory of the hierarchy, if the path has one: `memory`, `unified`, or empty on a pure version 2 system.
+    mount: Option<String>,
+    /// Relative to the root of the hierarchy.
+    path: PathBuf,
+}
+
+fn no_cgroup(asked: &Path) -> ScopeError {
+    ScopeError::NoCgroup(printable(asked.as_os_str().as_bytes()))
+}
+
+impl CgroupMatcher {
+    fn of(asked: &Path, roots: &Roots) -> Result<Self, ScopeError> {
+        let below_mount = asked.strip_prefix(&roots.cgroup).or_else(|_| asked.strip_prefix("/sys/fs/cgroup")).ok();
+        let mut path = PathBuf::new();
+        for part in below_mount.unwrap_or(asked).components() {
+            match part {
+                Component::Normal(part) => path.push(part),
+                Component::CurDir | Component::RootDir => {}
+                _ => return Err(no_cgroup(asked)),
+            }
+        }
+        if below_mount.is_none() {
+            return Ok(Self { mount: None, path });
+        }
+        // Only version 2 has cgroup.controllers; its mount point is the root cgroup.
+        if roots.cgroup.join("cgroup.controllers").exists() {
+            return Ok(Self { mount: Some(String::new()), path });
+        }
+        let mut parts = path.components();
+        let mount = parts.next().ok_or_else(|| no_cgroup(asked))?.as_os_str().to_string_lossy().into_owned();
+        Ok(Self { mount: Some(mount), path: parts.as_path().to_owned() })
+    }
+
+    fn exists(&self, roots: &Roots) -> bool {
+        if let Some(mount) = &self.mount {
+            return roots.cgroup.join(mount).join(&self.path).is_dir();
+        }
+        self.path.as_os_str().is_empty()
+            || roots.cgroup.join(&self.path).is_dir()
+            || fs::read_dir(&roots.cgroup)
+                .is_ok_and(|mounts| mounts.flatten().any(|mount| mount.path().join(&self.path).is_dir()))
+    }
+
+    /// Whether a cgroup is the selected one or below it.
+    pub(super) fn matches(&self, cgroup: &Cgroup) -> bool {
+        let mount_fits = self.mount.as_deref().is_none_or(|mount| cgroup.mounts().contains(&mount));
+        mount_fits && self.contains(&cgroup.path)
+    }
+
+    /// The same by the path of the cgroup alone.
+    pub(super) fn contains(&self, cgroup: &str) -> bool {
+        let Ok(path) = Path::new(cgroup).strip_prefix("/") else { return false };
+        // Paths outside our cgroup namespace begin with "..": they can't be selected.
+        path.components().all(|part| matches!(part, Component::Normal(_))) && path.starts_with(&self.path)
+    }
+}
