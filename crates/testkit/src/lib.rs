@@ -57,10 +57,10 @@ pub use pagefold::{
     Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, json_of, output_of,
     pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
 };
+pub use pagefold_workload::OwnedChild;
 pub use process::{
-    Forked, Marks, OwnedChild, Script, Sleeper, Tracer, as_other_user, assert_unmarked, has_huge_pages,
-    has_kernel_threads, has_merge_any, is_root, marks, send, state, status_field, tids, vmstat, wait_until,
-    wait_until_unmarked, zombie,
+    Forked, Marks, Script, Sleeper, Tracer, as_other_user, assert_unmarked, has_huge_pages, has_kernel_threads,
+    has_merge_any, is_root, marks, send, state, status_field, tids, vmstat, wait_until, wait_until_unmarked, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

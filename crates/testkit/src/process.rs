@@ -3,6 +3,7 @@
 use crate::skip_unsupported;
 use pagefold_procmem::os::fields::{field, number};
 use pagefold_procmem::process::Process;
+use pagefold_workload::OwnedChild;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -163,22 +164,6 @@ impl Drop for Tracer {
 /// Whether PR_SET_MEMORY_MERGE is in effect.
 pub fn has_merge_any(pid: i32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains("ksm_merge_any: yes")
-}
-
-/// A child process. Killed and waited for when dropped.
-pub struct OwnedChild(pub Child);
-
-impl OwnedChild {
-    pub fn pid(&self) -> i32 {
-        i32::try_from(self.0.id()).unwrap()
-    }
-}
-
-impl Drop for OwnedChild {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 /// A program that communicates line by line. Killed when dropped.
