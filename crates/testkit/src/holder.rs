@@ -48,7 +48,12 @@ impl Holder {
 
     /// The same by another name of the program: a copy of it.
     pub fn start_as(program: &Path, pages: u64) -> Self {
-        let mut program = Script::of(Command::new(program).arg(pages.to_string()));
+        Self::by(&mut Command::new(program), pages)
+    }
+
+    /// The same by this command.
+    pub fn by(command: &mut Command, pages: u64) -> Self {
+        let mut program = Script::of(command.arg(pages.to_string()));
         let first = answer(&mut program);
         Self { program, first, pages }
     }

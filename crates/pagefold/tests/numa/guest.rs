@@ -52,7 +52,7 @@ impl Machine {
             None => Tools::find("nodes")?,
         };
         let scenarios_json = ("/scenarios.json".to_owned(), serde_json::to_vec(scenarios).unwrap());
-        let programs = [("victim", &*victim_binary("numa_guest")), ("pagefold", program())];
+        let programs = [("holder", &*victim_binary("holder")), ("pagefold", program())];
         let image = image(&programs, vec![scenarios_json]);
         let GuestEnded { status, console, results, took } =
             run_guest(&tools, &image, limit, |command| self.complete(command));

@@ -2,7 +2,9 @@
 //!
 //! It prints the number of its first page, then reads commands from standard input, a line each, and answers each with a
 //! number: `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` with 0, `fork` with the child's
-//! pid, `check` with the number of pages that do not have the content written to them. It ends with its input.
+//! pid, `check` with the number of pages that have been found without the content written to them. It ends with its input.
+//!
+//! After `watch` it checks its memory all the time, a part between two commands.
 //!
 //! `time` answers with the number of its pages, then for each with the cycles that a write to it takes, a line each.
 //!
@@ -17,6 +19,8 @@ use std::os::unix::process::CommandExt;
 const PAGE: usize = 4096;
 /// Inaccessible pages on either side, so that the memory does not become part of a neighbouring mapping.
 const FENCE: usize = 512;
+/// Pages that are checked at a time.
+const PART: usize = 64;
 
 fn main() {
     let pages: usize = std::env::args().nth(1).and_then(|word| word.parse().ok()).expect("usage: holder PAGES");
@@ -33,8 +37,18 @@ fn main() {
         (start, std::slice::from_raw_parts_mut(start.cast::<u8>(), length))
     };
     let mut written: Vec<Option<u64>> = vec![None; pages];
+    let mut damaged = 0;
+    // The next page to check.
+    let mut watched: Option<usize> = None;
     answer(start as u64 / PAGE as u64);
-    for line in std::io::stdin().lines() {
+    let mut lines = std::io::stdin().lines();
+    loop {
+        while let Some(first) = watched.filter(|_| !has_input()) {
+            let end = (first + PART).min(pages);
+            damaged += check(&bytes[first * PAGE..end * PAGE], &mut written[first..end]);
+            watched = Some(if end == pages { 0 } else { end });
+        }
+        let Some(line) = lines.next() else { break };
         let line = line.expect("a command");
         if let Some((pages, program)) = line.strip_prefix("exec ").and_then(|rest| rest.split_once(' ')) {
             let error = std::process::Command::new(program).arg(pages).exec();
@@ -119,21 +133,40 @@ fn main() {
                 continue;
             }
             ("fork", []) => fork(),
+            ("watch", []) => {
+                watched = Some(0);
+                0
+            }
             ("check", []) => {
-                let mut expected = [0; PAGE];
-                let differs = |(page, content): (&[u8], &Option<u64>)| {
-                    content.is_some_and(|content| {
-                        fill(&mut expected, content);
-                        page != expected
-                    })
-                };
-                bytes.chunks_exact(PAGE).zip(&written).map(differs).filter(|&differs| differs).count() as u64
+                damaged += check(bytes, &mut written);
+                damaged
             }
             _ => panic!("unknown command {line}"),
         };
         answer(done);
     }
     std::hint::black_box(bytes);
+}
+
+/// Counts pages that do not have the content written to them, each once.
+fn check(bytes: &[u8], written: &mut [Option<u64>]) -> u64 {
+    let (mut expected, mut damaged) = ([0; PAGE], 0);
+    for (page, content) in bytes.chunks_exact(PAGE).zip(written) {
+        let Some(number) = *content else { continue };
+        fill(&mut expected, number);
+        if page != expected {
+            *content = None;
+            damaged += 1;
+        }
+    }
+    damaged
+}
+
+/// Whether a command comes within a moment. None is buffered: each is answered before the next one is sent.
+fn has_input() -> bool {
+    let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one pollfd, which lives through the call.
+    unsafe { libc::poll(&raw mut input, 1, 100) > 0 }
 }
 
 /// The cycles that it takes to write to a page, whose content stays.

@@ -2,10 +2,10 @@
 //! `/init`, runs the scenarios in `/scenarios.json`, and writes the result of each as a line of JSON to the second serial
 //! port. Or it runs the command in `/command.json` (the program and its arguments), and writes its exit status there.
 
+mod filler;
 mod pages;
 mod programs;
 mod scenario;
-mod victim;
 
 use pagefold_testkit::numa::Scenario;
 use std::ffi::CString;
@@ -17,8 +17,7 @@ use std::process::Command;
 fn main() {
     let args: Vec<String> = std::env::args().collect();
     match args.get(1).map(String::as_str) {
-        Some("victim") => victim::main(&args[2..]),
-        Some("filler") => victim::filler(&args[2..]),
+        Some("filler") => filler::main(&args[2..]),
         _ if std::process::id() == 1 => init(),
         _ => eprintln!("this is the /init of the guests of tests/numa.rs"),
     }

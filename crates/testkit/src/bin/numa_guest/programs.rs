@@ -1,113 +1,98 @@
-//! The processes of a scenario, and their handles.
+//! The processes of a scenario.
 
-use crate::pages::Extent;
-use pagefold_testkit::Script;
+use crate::pages::{Extent, PAGE};
 use pagefold_testkit::cgroup::start_in;
-use pagefold_testkit::numa::{Disturbance, Scenario};
-use std::fs;
-use std::io::{BufRead, Write};
+use pagefold_testkit::holder::Change;
+use pagefold_testkit::numa::{Disturbance, Scenario, Victim};
+use pagefold_testkit::{Cgroup, Holder, Script};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// A copy of `/init`: pagefold leaves process 1 alone.
-const PROGRAM: &str = "/bin/victim";
-
-/// A process, with the address of its memory, which it prints first.
-pub struct Program {
-    script: Script,
-    address: u64,
-}
-
-impl Program {
-    fn start(args: &[String], cgroup: Option<&str>) -> Self {
-        let mut command = Command::new(PROGRAM);
-        if let Some(cgroup) = cgroup {
-            start_in(&mut command, cgroup.as_ref());
-        }
-        let mut script = Script::of(command.args(args));
-        let said = script.line();
-        let words: Vec<&str> = said.split(' ').collect();
-        assert_eq!(words[0], "ready", "{args:?} says {said}");
-        Self { script, address: words.get(1).map_or(0, |address| address.parse().expect("an address")) }
-    }
-
-    fn ask(&mut self, what: &str) -> Result<(), String> {
-        let written = writeln!(self.script.input, "{what}").map_err(|error| format!("it has ended: {error}"));
-        let said = self.script.line();
-        if said == "done" { Ok(()) } else { Err(format!("at {what}: {said:?} {written:?}")) }
-    }
-
-    pub fn pid(&self) -> i32 {
-        self.script.pid()
-    }
-
-    fn end(self) -> Result<(), String> {
-        let Script { mut child, input, mut output } = self.script;
-        drop(input);
-        let mut rest = String::new();
-        let _ = output.read_line(&mut rest);
-        let status = child.0.wait().expect("a child");
-        if status.success() && rest.is_empty() { Ok(()) } else { Err(format!("{status}: {rest}")) }
-    }
-}
-
-/// The processes of a scenario.
+/// The processes of a scenario, which end when this is dropped.
 pub struct Programs {
-    pub victims: Vec<Program>,
+    pub victims: Vec<Holder>,
     pub extents: Vec<Extent>,
-    filler: Option<Program>,
-    cgroups: Vec<String>,
+    _filler: Option<Script>,
+    _cgroups: Vec<Cgroup>,
 }
 
 impl Programs {
     pub fn start(scenario: &Scenario) -> Self {
-        let mut programs = Self { victims: Vec::new(), extents: Vec::new(), filler: None, cgroups: Vec::new() };
-        for (number, victim) in scenario.victims.iter().enumerate() {
-            let cgroup = victim.confined.then(|| {
-                let path = format!("/sys/fs/cgroup/victim-{number}");
-                fs::create_dir(&path).expect(&path);
-                crate::write(&format!("{path}/cpuset.mems"), &victim.node.to_string());
-                path
-            });
-            let numbers = [victim.node.to_string(), victim.nice.to_string(), scenario.pages.to_string()];
-            let args: Vec<String> = std::iter::once("victim".to_owned()).chain(numbers).collect();
-            let mut member = Program::start(&args, cgroup.as_deref());
-            if victim.active {
-                member.ask("activate").expect("a victim");
+        let (mut victims, mut extents, mut cgroups) = (Vec::new(), Vec::new(), Vec::new());
+        for victim in &scenario.victims {
+            let mut command = Command::new("/bin/holder");
+            if victim.confined {
+                let cgroup = Cgroup::create("unified").expect("a control group");
+                cgroup.set("cpuset.mems", &victim.node.to_string());
+                start_in(&mut command, cgroup.path());
+                cgroups.push(cgroup);
             }
-            programs.extents.push(Extent {
-                pid: member.pid(),
-                start: member.address,
-                pages: scenario.pages,
-                node: victim.node,
-            });
-            programs.victims.push(member);
-            programs.cgroups.extend(cgroup);
+            keep_to_node(&mut command, victim);
+            let mut holder = Holder::by(&mut command, scenario.pages as u64);
+            holder.change(Change::Write { first: 0, pages: holder.pages, content: 1, step: 1 });
+            let extent =
+                Extent { pid: holder.pid(), start: holder.first * PAGE, pages: scenario.pages, node: victim.node };
+            if victim.active {
+                activate(&extent);
+            }
+            holder.ask("watch");
+            extents.push(extent);
+            victims.push(holder);
         }
+        let mut filler = None;
         if let Disturbance::Full { node, left_mib } = scenario.disturbance {
-            programs.filler =
-                Some(Program::start(&["filler".to_owned(), node.to_string(), left_mib.to_string()], None));
+            let args = ["filler".to_owned(), node.to_string(), left_mib.to_string()];
+            let started = filler.insert(Script::of(Command::new("/init").args(args)));
+            assert_eq!(started.line(), "ready");
         }
-        programs
+        Self { victims, extents, _filler: filler, _cgroups: cgroups }
     }
 
     pub fn mark(&mut self) {
-        self.victims.iter_mut().for_each(|victim| victim.ask("mark").expect("a victim"));
+        self.victims.iter_mut().for_each(|victim| victim.mark(0, victim.pages));
     }
 
     /// Checks every byte of all processes. Returns the errors.
     pub fn check(&mut self) -> Vec<String> {
-        let said = self.victims.iter_mut().map(|victim| victim.ask("check"));
-        said.enumerate().filter_map(|(number, said)| Some(format!("victim {number}: {}", said.err()?))).collect()
+        let damaged = self.victims.iter_mut().map(|victim| victim.ask("check")).enumerate();
+        damaged
+            .filter(|(_, pages)| *pages > 0)
+            .map(|(number, pages)| format!("victim {number}: {pages} damaged"))
+            .collect()
     }
+}
 
-    /// Ends all processes. Returns the errors.
-    pub fn end(self) -> Vec<String> {
-        let said = self.victims.into_iter().chain(self.filler).map(Program::end);
-        let wrong = said.enumerate().filter_map(|(number, said)| Some(format!("victim {number}: {}", said.err()?)));
-        let wrong = wrong.collect();
-        for cgroup in self.cgroups {
-            fs::remove_dir(&cgroup).expect(&cgroup);
-        }
-        wrong
+/// Makes a program run on a node's processor, which has its number: there the kernel allocates its memory, too, if it can.
+fn keep_to_node(command: &mut Command, victim: &Victim) {
+    let Victim { node, nice, .. } = *victim;
+    // SAFETY: two system calls with numbers and a set of the child's own, in which all zeros is an empty one.
+    unsafe {
+        command.pre_exec(move || {
+            let mut processors: libc::cpu_set_t = std::mem::zeroed();
+            libc::CPU_SET(node, &mut processors);
+            let is_kept = libc::sched_setaffinity(0, size_of_val(&processors), &raw const processors) == 0;
+            let is_nice = libc::setpriority(libc::PRIO_PROCESS, 0, nice) == 0;
+            if is_kept && is_nice { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+        });
     }
+}
+
+/// Moves a process's pages to the active list.
+fn activate(extent: &Extent) {
+    let memory = File::open(format!("/proc/{}/mem", extent.pid)).expect("a victim's memory");
+    // The first reference is recorded, the second activates (mark_page_accessed in mm/swap.c).
+    for _ in 0..2 {
+        drain();
+        for page in 0..extent.pages as u64 {
+            memory.read_exact_at(&mut [0; 4096], extent.start + page * PAGE).expect("a page");
+        }
+    }
+    drain();
+}
+
+/// Has the kernel put the pages on their lists that it collects on each processor (lru_add_drain_all in fs/drop_caches.c).
+fn drain() {
+    crate::write("/proc/sys/vm/drop_caches", "1");
 }

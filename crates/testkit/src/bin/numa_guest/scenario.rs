@@ -76,7 +76,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
         damage(&programs.extents[0]);
         wrong.extend(programs.check());
     }
-    wrong.extend(programs.end());
+    drop(programs);
     if let Disturbance::Offline { node } = scenario.disturbance {
         set_online(node, "online_movable").expect("it was online before");
     }
