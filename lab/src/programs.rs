@@ -1,7 +1,6 @@
 //! Real programs that experiments start in a scratch directory and end with it.
 
 mod compiler;
-mod image;
 mod interpreters;
 mod java;
 mod mariadb;
@@ -17,7 +16,6 @@ mod working_guest;
 mod zram;
 
 pub use compiler::{Compiler, Job};
-pub(crate) use image::Image;
 pub use interpreters::{HeldFile, Language, NODE, PHP, PYTHON, RUBY, python_files};
 pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
@@ -25,8 +23,7 @@ pub use memcached::{Memcached, MemcachedData};
 pub use memory_limit::MemoryLimit;
 pub use prefork::{Prefork, php_fpm};
 pub use python::{PythonData, PythonTools};
-pub(crate) use qemu::{Emulator, nodes_kernel};
-pub use qemu::{GuestImage, GuestTools, QEMU};
+pub use qemu::{GuestImage, GuestTools};
 pub use redis::{Redis, RedisData};
 pub use subjects::{SUBJECTS, Subject, Subjects};
 pub use wordpress::{Site, Visitor, WordPress};
@@ -34,8 +31,8 @@ pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
 pub use zram::{ZramSwap, swapped_out};
 
 use anyhow::{Context, bail};
+pub(crate) use pagefold_workload::emulator::{QEMU, find, need};
 use pagefold_workload::{ActivityCounters, Dialogue, OwnedChild, Tenant, Verdict};
-use std::env;
 use std::fs::{self, File};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -97,31 +94,9 @@ impl Target for Tenant {
     }
 }
 
-/// Finds an executable on the search path, then in the directories of servers, which are not on every user's path.
-fn find(name: &str) -> Option<PathBuf> {
-    let path = env::var_os("PATH").unwrap_or_default();
-    let fallback = ["/usr/sbin", "/usr/bin", "/usr/local/bin", "/usr/libexec"].map(PathBuf::from);
-    env::split_paths(&path).chain(fallback).map(|dir| dir.join(name)).find(|file| file.is_file())
-}
-
-/// Finds an executable, or names the packages to install.
-pub(crate) fn need(name: &str, packages: &str) -> anyhow::Result<PathBuf> {
-    find(name).with_context(|| {
-        format!("{name} is not installed: this experiment needs the packages {packages} (Debian's names)")
-    })
-}
-
 /// Creates a directory for the data of experiments, which is deleted when the result is dropped.
 pub(crate) fn scratch() -> anyhow::Result<TempDir> {
     tempfile::Builder::new().prefix("pagefold-lab-").tempdir().context("cannot create a scratch directory")
-}
-
-/// The shared libraries of a program, as the loader finds them: none of a static program.
-fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
-    // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
-    let text = String::from_utf8_lossy(&output.stdout);
-    Ok(text.split_ascii_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
 }
 
 /// A program that is checked by a question. Its answer must always be the same.
@@ -204,13 +179,6 @@ impl Server {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_missing_program_is_named() {
-        assert!(find("sh").is_some());
-        let error = need("no-such-server", "some-server-core").unwrap_err().to_string();
-        assert!(error.contains("no-such-server") && error.contains("some-server-core"), "{error}");
-    }
 
     #[test]
     fn a_server_that_ends_at_once_is_reported_with_its_log() {

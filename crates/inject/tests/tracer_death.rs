@@ -6,7 +6,7 @@
 use pagefold_engine::random::Random;
 use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits};
 use pagefold_procmem::os::fault;
-use pagefold_testkit::guest::{Tools, image, run_guest};
+use pagefold_testkit::guest::{Tools, run_guest};
 use pagefold_testkit::injection::{self, MARK, UNMARK, can_inject};
 use pagefold_testkit::{send, victim_binary, wait_until};
 use std::fs;
@@ -206,8 +206,8 @@ fn kernels_that_check_the_full_size_of_the_state_restore_it() {
     let Some(tools) = Tools::find("sigreturn") else { return };
     let own = std::env::current_exe().unwrap();
     let command = ["/bin/test", "--ignored", "--exact", "within_a_guest", "--nocapture"];
-    let command = ("/command.json".to_owned(), serde_json::to_vec(&command).unwrap());
-    let image = image(&[("test", &own), ("victim", &victim_binary("victim"))], vec![command]);
+    let command = ("command.json", serde_json::to_vec(&command).unwrap());
+    let image = tools.image(&[("test", &own), ("victim", &victim_binary("victim"))], &[command]);
     let ended = run_guest(&tools, &image, Duration::from_secs(600), |qemu| {
         qemu.args(["-cpu", "max,-pku", "-m", "512M", "-append", "console=ttyS0 quiet panic=-1 mitigations=off"]);
     });

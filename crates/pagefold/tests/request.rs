@@ -5,7 +5,7 @@
 //! cgroups with cpusets, Unix sockets, user namespaces and seccomp. `PAGEFOLD_REQUEST_MODULE` is the module `ksm_request.ko` for it, if
 //! it has not the series.
 
-use pagefold_testkit::guest::{Tools, image, run_guest};
+use pagefold_testkit::guest::{Tools, run_guest};
 use pagefold_testkit::{assert_fails, program, victim_binary};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -36,10 +36,10 @@ fn check(command: &str, mebibytes: u32, limit: Duration) {
     let kernel = PathBuf::from(std::env::var_os("PAGEFOLD_REQUEST_KERNEL").expect("PAGEFOLD_REQUEST_KERNEL"));
     let Some(tools) = Tools::with_kernel(kernel) else { return };
     let (guest, holder) = (victim_binary("request_guest"), victim_binary("holder"));
-    let mut files = vec![("/command.json".to_owned(), command.as_bytes().to_vec())];
+    let mut files = vec![("command.json", command.as_bytes().to_vec())];
     let module = std::env::var_os("PAGEFOLD_REQUEST_MODULE").map(|path| std::fs::read(path).expect("the module"));
-    files.extend(module.map(|module| ("/ksm_request.ko".to_owned(), module)));
-    let image = image(&[("request_guest", &guest), ("holder", &holder), ("pagefold", program())], files);
+    files.extend(module.map(|module| ("ksm_request.ko", module)));
+    let image = tools.image(&[("request_guest", &guest), ("holder", &holder), ("pagefold", program())], &files);
     let ended = run_guest(&tools, &image, limit, |machine| {
         machine.args(["-cpu", "max", "-m", &mebibytes.to_string()]);
         machine.args(["-append", "console=ttyS0 panic=-1 oops=panic loglevel=5 nokaslr mitigations=off"]);

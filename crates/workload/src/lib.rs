@@ -13,11 +13,13 @@
 //! | `serve` | the tenant's main loop |
 //! | `dialogue` | programs that answer commands line by line |
 //! | `tenant` | the handle a program keeps of a tenant it has started |
+//! | [`emulator`] | emulated machines |
 #![forbid(unsafe_code)]
 
 mod activity;
 pub mod contents;
 mod dialogue;
+pub mod emulator;
 mod memory;
 mod serve;
 mod spec;

@@ -2,12 +2,12 @@
 
 use crate::bench::experiment::ExperimentSetting;
 use crate::bench::report::ExperimentReport;
-use crate::programs::{Emulator, Image, scratch};
+use crate::programs::scratch;
 use anyhow::{Context, bail, ensure};
 use pagefold_workload::OwnedChild;
+use pagefold_workload::emulator::Emulator;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const INIT: &str = include_str!("guest-init");
@@ -76,9 +76,13 @@ pub fn run(
     let scratch = scratch()?;
     let at = |name: &str| scratch.path().join(name);
     make_image(setting, &emulator, kernel, machine, &report.experiment, scratch.path())?;
-    let mut command = command(&emulator, kernel, machine, scratch.path())?;
+    let mut command = emulator.machine(scratch.path(), &kernel.image, 0)?;
+    // QEMU 7.2 sometimes sets wrong flags after cmpxchg16b, and the kernel panics.
+    command.args(["-cpu", "qemu64,-cx16"]).args(&machine.hardware);
+    // No huge pages, which would hold the programs' memory.
+    command.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off transparent_hugepage=never"]);
     // QEMU warns about stopped clocks until the kernel starts one.
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(at("errors"))?);
+    command.stderr(File::create(at("errors"))?);
     let mut emulated = OwnedChild(command.spawn().context("cannot start the emulator")?);
     let ended = setting.interrupt.wait(machine.limit, || anyhow::Ok(emulated.0.try_wait()?))?;
     drop(emulated);
@@ -99,23 +103,6 @@ pub fn run(
     Ok(found)
 }
 
-fn command(emulator: &Emulator, kernel: &GuestKernel, machine: &GuestMachine, dir: &Path) -> anyhow::Result<Command> {
-    let mut command = emulator.command(dir);
-    command.args(["-machine", "q35,mem-merge=off"]);
-    // QEMU 7.2 sometimes sets wrong flags after cmpxchg16b, and the kernel panics.
-    command.args(["-cpu", "qemu64,-cx16"]);
-    // The clock counts instructions, 1 ns each, and skips idle time, so CPU times do not depend on the host's load.
-    command.args(["-accel", "tcg,thread=single", "-icount", "shift=0,sleep=off"]);
-    command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
-    command.args(&machine.hardware);
-    command.args(["-chardev", "file,id=console,path=console", "-chardev", "file,id=results,path=results"]);
-    command.args(["-serial", "chardev:console", "-serial", "chardev:results"]);
-    command.arg("-kernel").arg(fs::canonicalize(&kernel.image)?).args(["-initrd", "image"]);
-    // No huge pages, which would hold the programs' memory.
-    command.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off transparent_hugepage=never"]);
-    Ok(command)
-}
-
 /// Packs this program, the one to measure, their dependencies and the command line.
 fn make_image(
     setting: &ExperimentSetting<'_>,
@@ -125,7 +112,7 @@ fn make_image(
     experiment: &str,
     dir: &Path,
 ) -> anyhow::Result<()> {
-    let root = Image::begin(&emulator.busybox, dir.join("root"), INIT, &[])?;
+    let root = emulator.image(dir.join("root")).with_init(INIT, &[])?;
     root.put_program(setting.player, "bin/pagefold-lab")?;
     root.put_program(setting.program, "bin/pagefold")?;
     machine.programs.iter().try_for_each(|(here, there)| root.put_program(here, there))?;

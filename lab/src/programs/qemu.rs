@@ -1,22 +1,17 @@
 //! Emulated guests: one is booted, and any number are restored from its snapshot and then changed individually.
-//!
-//! Emulation works on machines without hardware virtualization and has the same memory contents.
 
-use super::{Answering, Image, need};
+use super::Answering;
 use anyhow::{Context, bail, ensure};
 use pagefold_workload::Dialogue;
+use pagefold_workload::emulator::{Emulator, cache};
 use serde_json::{Value, json};
-use std::env;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// The emulator's program.
-pub const QEMU: &str = "qemu-system-x86_64";
 /// Booting takes 20 s on an idle machine, longer on a busy one.
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
@@ -26,48 +21,6 @@ const PAUSE: Duration = Duration::from_millis(50);
 
 const INIT: &str = include_str!("guest-init");
 const SNAPSHOT: &str = "guest.snapshot";
-
-/// What every emulated machine needs.
-#[derive(Clone, Debug)]
-pub struct Emulator {
-    qemu: PathBuf,
-    setpriv: PathBuf,
-    pub busybox: PathBuf,
-}
-
-impl Emulator {
-    /// Finds the tools, or names the packages to install.
-    pub fn find() -> anyhow::Result<Self> {
-        Ok(Self {
-            qemu: need(QEMU, "qemu-system-x86")?,
-            setpriv: need("setpriv", "util-linux")?,
-            busybox: need("busybox", "busybox-static")?,
-        })
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.qemu
-    }
-
-    /// The same with a copy of the program in a new directory. It finds its modules and firmware relative to its own path.
-    pub fn copied_to(&self, dir: &Path) -> anyhow::Result<Self> {
-        let qemu = dir.join("bin").join(QEMU);
-        fs::create_dir_all(dir.join("bin"))?;
-        for shared in ["lib", "share"] {
-            symlink(Path::new("/usr").join(shared), dir.join(shared))?;
-        }
-        fs::copy(&self.qemu, &qemu).with_context(|| qemu.display().to_string())?;
-        Ok(Self { qemu, ..self.clone() })
-    }
-
-    /// Starts a machine in this directory. Machines do not notice that their console is closed, so `setpriv` ends them
-    /// if this process is killed.
-    pub fn command(&self, dir: &Path) -> Command {
-        let mut command = Command::new(&self.setpriv);
-        command.args(["--pdeathsig", "KILL"]).arg(&self.qemu).current_dir(dir);
-        command
-    }
-}
 
 /// The emulator and the contents of the image.
 #[derive(Clone, Debug)]
@@ -92,20 +45,6 @@ impl GuestTools {
             modules: unpacked.join("lib/modules"),
         })
     }
-}
-
-/// The directory where `scripts/guest-kernel` puts kernels, and `lab/scripts/wordpress` that.
-pub(super) fn cache() -> anyhow::Result<PathBuf> {
-    let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
-    Ok(cache.context("no directory for what is unpacked: set HOME")?.join("pagefold"))
-}
-
-/// Finds the kernel that `scripts/guest-kernel nodes` unpacks.
-pub fn nodes_kernel() -> anyhow::Result<PathBuf> {
-    let kernel = cache()?.join("nodes/vmlinuz");
-    ensure!(kernel.exists(), "{} does not exist: run scripts/guest-kernel nodes", kernel.display());
-    Ok(kernel)
 }
 
 /// The snapshot of a booted guest.
@@ -159,7 +98,7 @@ impl GuestImage {
         command
             // QEMU marks its guests' memory by default, which would bypass the policies under test.
             .args(["-machine", "pc,mem-merge=off", "-accel", "tcg,tb-size=64"])
-            .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-display", "none"])
+            .args(["-m", &self.memory_mib.to_string()])
             // Relative names need no quotes in QEMU's options.
             .args(["-serial", "stdio", "-qmp", &format!("unix:{name}.monitor,server=on,wait=off")]);
         command
@@ -175,8 +114,7 @@ impl GuestImage {
 
     /// Packs busybox, the init script and files of at most `data_bytes` in all.
     fn pack(&self, data_bytes: u64) -> anyhow::Result<()> {
-        let busybox = &self.tools.emulator.busybox;
-        let root = Image::begin(busybox, self.dir.join("root"), INIT, &["dev", "data", "own"])?;
+        let root = self.tools.emulator.image(self.dir.join("root")).with_init(INIT, &["dev", "data", "own"])?;
         let mut left = data_bytes;
         for (number, file) in files_below(&self.tools.modules)?.into_iter().enumerate() {
             let length = file.metadata()?.len();

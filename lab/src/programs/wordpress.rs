@@ -3,13 +3,13 @@
 
 mod http;
 
-use super::qemu::cache;
 use super::{MariaDbData, Server, Target, need};
 use crate::bench::daemon::children;
 use anyhow::{Context, bail, ensure};
 use nix::sched::{CloneFlags, setns};
 use pagefold_procmem::process::Process;
 use pagefold_workload::contents::printable;
+use pagefold_workload::emulator::cache;
 use std::fs::{self, File};
 use std::net::TcpStream;
 use std::os::unix::fs::{PermissionsExt, symlink};

@@ -3,10 +3,11 @@
 //! All have the same system and work: a compiler on the same sources, or a web server on the same site. Unlike
 //! [`super::GuestImage`]'s guests, which are restored from a snapshot, each of these boots.
 
-use super::{Emulator, Image, find, need, nodes_kernel};
+use super::{find, need};
 use anyhow::{Context, bail, ensure};
 use pagefold_workload::Dialogue;
 use pagefold_workload::contents::printable;
+use pagefold_workload::emulator::{Emulator, Image, kernel_for};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -49,10 +50,9 @@ pub struct WorkingGuests {
 impl WorkingGuests {
     /// Builds the image in `scratch`.
     pub fn make(scratch: &Path, memory_mib: u64, work: GuestWork) -> anyhow::Result<Self> {
-        let (emulator, kernel) = (Emulator::find()?, nodes_kernel()?);
+        let (emulator, kernel) = (Emulator::find()?, kernel_for("nodes")?);
         let guests = Self { emulator, kernel, dir: scratch.join("working-guests"), memory_mib, work, merge: false };
-        let busybox = &guests.emulator.busybox;
-        let root = Image::begin(busybox, guests.dir.join("root"), INIT, &["dev", "proc", "tmp", "work"])?;
+        let root = guests.emulator.image(guests.dir.join("root")).with_init(INIT, &["dev", "proc", "tmp", "work"])?;
         match work {
             GuestWork::Build => put_sources(&guests.dir, &root)?,
             GuestWork::Web => put_site(&root)?,
@@ -87,8 +87,7 @@ impl WorkingGuests {
         command
             .args(["-machine", if self.merge { "q35,mem-merge=on" } else { "q35,mem-merge=off" }])
             .args(["-cpu", "qemu64,-cx16", "-accel", "tcg,tb-size=64"])
-            .args(["-m", &self.memory_mib.to_string(), "-nodefaults", "-no-user-config", "-no-reboot"])
-            .args(["-display", "none", "-serial", "stdio"])
+            .args(["-m", &self.memory_mib.to_string(), "-serial", "stdio"])
             .arg("-kernel")
             .arg(&self.kernel)
             .args(["-initrd", "initrd"])

@@ -1,7 +1,7 @@
 //! Emulated machines with several NUMA nodes, booted from a kernel and an image with a few programs. Emulated, because
 //! hardware virtualization is not available everywhere, and the kernel places pages in the same way.
 
-use pagefold_testkit::guest::{GuestEnded, Tools, image, run_guest};
+use pagefold_testkit::guest::{GuestEnded, Tools, run_guest};
 use pagefold_testkit::numa::{Outcome, Scenario};
 use pagefold_testkit::{program, victim_binary};
 use std::env;
@@ -51,9 +51,9 @@ impl Machine {
             Some(kernel) => Tools::with_kernel(kernel.into())?,
             None => Tools::find("nodes")?,
         };
-        let scenarios_json = ("/scenarios.json".to_owned(), serde_json::to_vec(scenarios).unwrap());
+        let scenarios_json = ("scenarios.json", serde_json::to_vec(scenarios).unwrap());
         let programs = [("holder", &*victim_binary("holder")), ("pagefold", program())];
-        let image = image(&programs, vec![scenarios_json]);
+        let image = tools.image(&programs, &[scenarios_json]);
         let GuestEnded { status, console, results, took } =
             run_guest(&tools, &image, limit, |command| self.complete(command));
         println!("{} scenarios on {} nodes: {:.0} s", scenarios.len(), self.nodes.len(), took.as_secs_f64());

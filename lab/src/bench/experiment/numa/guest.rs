@@ -5,7 +5,8 @@ use super::NumaSizes;
 use crate::bench::experiment::ExperimentSetting;
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::report::ExperimentReport;
-use crate::programs::{need, nodes_kernel};
+use crate::programs::need;
+use pagefold_workload::emulator::kernel_for;
 
 /// The memory of each node, MiB: multiples of 128 MiB, the memory blocks that the kernel assigns to nodes. Any of them may hold the
 /// programs of this machine's file system, 400 MiB if they are not optimized: it is that of the processor that unpacks them.
@@ -18,7 +19,7 @@ const DISTANCES: [[u8; 4]; 4] = [[10, 20, 30, 30], [20, 10, 30, 30], [30, 30, 10
 pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let kernel = match setting.guest {
         Some(kernel) => kernel.clone(),
-        None => GuestKernel { image: nodes_kernel()?, module: None },
+        None => GuestKernel { image: kernel_for("nodes")?, module: None },
     };
     eprintln!("{}: using an emulated machine with {} memory nodes", report.experiment, NODES_MIB.len());
     let programs = vec![(need("taskset", "util-linux")?, "bin/taskset"), (need("nice", "coreutils")?, "bin/nice")];

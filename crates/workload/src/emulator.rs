@@ -1,0 +1,188 @@
+//! Emulated machines: their emulator, their kernels and their initial file systems.
+//!
+//! Emulation works on machines without hardware virtualization and has the same memory contents.
+
+use anyhow::{Context, ensure};
+use std::env;
+use std::fs::{self, File};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The emulator's program.
+pub const QEMU: &str = "qemu-system-x86_64";
+
+/// What every emulated machine needs.
+#[derive(Clone, Debug)]
+pub struct Emulator {
+    qemu: PathBuf,
+    setpriv: PathBuf,
+    busybox: PathBuf,
+}
+
+impl Emulator {
+    /// Finds the tools, or names the packages to install.
+    pub fn find() -> anyhow::Result<Self> {
+        Ok(Self {
+            qemu: need(QEMU, "qemu-system-x86")?,
+            setpriv: need("setpriv", "util-linux")?,
+            busybox: need("busybox", "busybox-static")?,
+        })
+    }
+
+    /// The path of QEMU.
+    pub fn path(&self) -> &Path {
+        &self.qemu
+    }
+
+    /// The same with a copy of the program in a new directory. It finds its modules and firmware relative to its own path.
+    pub fn copied_to(&self, dir: &Path) -> anyhow::Result<Self> {
+        let qemu = dir.join("bin").join(QEMU);
+        fs::create_dir_all(dir.join("bin"))?;
+        for shared in ["lib", "share"] {
+            symlink(Path::new("/usr").join(shared), dir.join(shared))?;
+        }
+        fs::copy(&self.qemu, &qemu).with_context(|| qemu.display().to_string())?;
+        Ok(Self { qemu, ..self.clone() })
+    }
+
+    /// Starts a machine in this directory. Machines do not notice that their console is closed, so `setpriv` ends them
+    /// if this process is killed.
+    pub fn command(&self, dir: &Path) -> Command {
+        let mut command = Command::new(&self.setpriv);
+        command.args(["--pdeathsig", "KILL"]).arg(&self.qemu).current_dir(dir);
+        command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"]);
+        command
+    }
+
+    /// A machine that boots a kernel and the file `image` of this directory, and writes what it prints to its two serial
+    /// ports to the files `console` and `results`. As yet without processors, memory and kernel parameters.
+    ///
+    /// Its clock counts instructions, 2^`shift` ns each, and skips idle time, so that CPU times do not depend on this
+    /// machine's load, and waiting in the guest takes no time here.
+    pub fn machine(&self, dir: &Path, kernel: &Path, shift: u32) -> anyhow::Result<Command> {
+        let mut command = self.command(dir);
+        // The guest's memory is not for this machine's KSM.
+        command.args(["-machine", "q35,mem-merge=off", "-accel", "tcg,thread=single"]);
+        command.args(["-icount", &format!("shift={shift},sleep=off")]);
+        command.args(["-chardev", "file,id=console,path=console", "-chardev", "file,id=results,path=results"]);
+        command.args(["-serial", "chardev:console", "-serial", "chardev:results", "-initrd", "image"]);
+        command.arg("-kernel").arg(fs::canonicalize(kernel).with_context(|| kernel.display().to_string())?);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        Ok(command)
+    }
+
+    /// An empty initial file system, put together in a new directory.
+    pub fn image(&self, root: PathBuf) -> Image {
+        Image { busybox: self.busybox.clone(), root }
+    }
+}
+
+/// A directory that becomes an initramfs.
+#[derive(Debug)]
+pub struct Image {
+    busybox: PathBuf,
+    root: PathBuf,
+}
+
+impl Image {
+    /// Puts busybox, the script that the kernel starts, and empty directories in it.
+    pub fn with_init(self, script: &str, dirs: &[&str]) -> anyhow::Result<Self> {
+        self.put(&self.busybox, "bin/busybox")?;
+        dirs.iter().try_for_each(|dir| fs::create_dir_all(self.path(dir)))?;
+        fs::write(self.path("init"), script)?;
+        fs::set_permissions(self.path("init"), fs::Permissions::from_mode(0o755))?;
+        Ok(self)
+    }
+
+    /// Where a path of the image is on this machine.
+    pub fn path(&self, inside: impl AsRef<Path>) -> PathBuf {
+        self.root.join(inside.as_ref().strip_prefix("/").unwrap_or(inside.as_ref()))
+    }
+
+    /// Copies a file.
+    pub fn put(&self, file: &Path, to: impl AsRef<Path>) -> anyhow::Result<()> {
+        let to = self.path(to);
+        fs::create_dir_all(to.parent().context("a file without a directory")?)?;
+        fs::copy(file, &to).with_context(|| format!("{} to {}", file.display(), to.display()))?;
+        Ok(())
+    }
+
+    /// Copies a program, and its libraries to the paths that they have here.
+    pub fn put_program(&self, program: &Path, to: impl AsRef<Path>) -> anyhow::Result<()> {
+        self.put(program, to)?;
+        libraries(program)?.iter().try_for_each(|library| self.put(library, library))
+    }
+
+    /// Packs the image into a file, in which everything is root's, and removes the directory.
+    pub fn pack(self, to: &Path) -> anyhow::Result<()> {
+        // Sorted, so that each directory precedes its contents.
+        let status = Command::new(&self.busybox)
+            .args(["sh", "-c", r#""$0" find . | "$0" sort | "$0" cpio -o -H newc -R 0:0"#])
+            .arg(&self.busybox)
+            .current_dir(&self.root)
+            .stdout(File::create(to)?)
+            .stderr(Stdio::null())
+            .status()
+            .context("busybox cpio")?;
+        ensure!(status.success(), "busybox cpio ended with {status}");
+        Ok(fs::remove_dir_all(self.root)?)
+    }
+}
+
+/// The shared libraries of a program, as the loader finds them: none of a static program.
+fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
+    // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
+    let text = String::from_utf8_lossy(&output.stdout);
+    Ok(text.split_ascii_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
+}
+
+/// The directory where `scripts/guest-kernel` puts kernels, and `lab/scripts/wordpress` that.
+pub fn cache() -> anyhow::Result<PathBuf> {
+    let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
+    Ok(cache.context("no directory for what is unpacked: set HOME")?.join("pagefold"))
+}
+
+/// Finds the kernel that `scripts/guest-kernel PURPOSE` unpacks.
+pub fn kernel_for(purpose: &str) -> anyhow::Result<PathBuf> {
+    let kernel = cache()?.join(purpose).join("vmlinuz");
+    ensure!(kernel.exists(), "{} does not exist: run scripts/guest-kernel {purpose}", kernel.display());
+    Ok(kernel)
+}
+
+/// Finds an executable on the search path, then in the directories of servers, which are not on every user's path.
+pub fn find(name: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let fallback = ["/usr/sbin", "/usr/bin", "/usr/local/bin", "/usr/libexec"].map(PathBuf::from);
+    env::split_paths(&path).chain(fallback).map(|dir| dir.join(name)).find(|file| file.is_file())
+}
+
+/// Finds an executable, or names the packages to install.
+pub fn need(name: &str, packages: &str) -> anyhow::Result<PathBuf> {
+    find(name).with_context(|| format!("{name} is not installed: it is in the packages {packages} (Debian's names)"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_copied_with_their_libraries() {
+        let root = tempfile::tempdir().unwrap();
+        let image = Image { busybox: PathBuf::new(), root: root.path().to_owned() };
+        image.put_program(Path::new("/bin/sh"), "/bin/sh").unwrap();
+        assert!(root.path().join("bin/sh").exists());
+        assert!(root.path().join("lib64/ld-linux-x86-64.so.2").exists());
+        let found = libraries(&std::env::current_exe().unwrap()).unwrap();
+        assert!(found.iter().any(|path| path.to_string_lossy().contains("libc.so")), "{found:?}");
+    }
+
+    #[test]
+    fn a_missing_program_is_named() {
+        assert!(find("sh").is_some());
+        let error = need("no-such-server", "some-server-core").unwrap_err().to_string();
+        assert!(error.contains("no-such-server") && error.contains("some-server-core"), "{error}");
+    }
+}
