@@ -197,18 +197,8 @@ fn pages_shared_through_fork_stay_shared() {
     if !can_record() {
         return;
     }
-    let mut parent = Script::start(
-        "import mmap, os, random, sys\n\
-         held = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n\
-         held.write(random.Random(1).randbytes(8 << 20))\n\
-         pid = os.fork()\n\
-         if pid == 0:\n\
-         \x20   sys.stdin.readline(); os._exit(0)\n\
-         print('ready', flush=True)\n\
-         print(pid, flush=True)\n\
-         sys.stdin.readline()\n",
-    );
-    let child = parent.line().parse().unwrap();
+    let mut parent = Holder::random(8 * PAGES_PER_MIB);
+    let child = parent.fork();
     let mut recording = Recording::of_all(&[parent.pid(), child]);
     for _ in 0..3 {
         recording.next().unwrap();

@@ -3,46 +3,23 @@
 use serde_json::Value;
 use std::process::Command;
 
+use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 
-/// Holds mappings given as `MiB:kind:seed`, prints a pid (its own, or its forked child's) and waits for its input to end.
-const HOLDER: &str = r#"
-import ctypes, mmap, os, random, sys
-def hold(mib, kind, seed=0):
-    region = mmap.mmap(-1, mib << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # No huge pages: every page is counted by itself.
-    region.madvise(mmap.MADV_NOHUGEPAGE)
-    if kind == "zero":
-        for page in range(0, mib << 20, 4096): region[page] = 0
-    else:
-        # Page by page: the allocator would keep a larger buffer, which would be counted too.
-        luck = random.Random(seed)
-        first = luck.randbytes(4096)
-        for page in range(mib << 8): region.write(first if page == 0 or kind in ("same", "dontdump") else luck.randbytes(4096))
-    if kind == "dontdump": region.madvise(mmap.MADV_DONTDUMP)
-    if kind == "mergeable": region.madvise(mmap.MADV_MERGEABLE)
-    return region
-held = [hold(int(mib), kind, int(seed)) for mib, kind, seed in (word.split(":") for word in sys.argv[1].split(","))]
-children = []
-if sys.argv[2] == "fork":
-    pid = os.fork()
-    if pid == 0:
-        sys.stdin.readline(); os._exit(0)
-    print(pid, flush=True)
-else:
-    print(os.getpid(), flush=True)
-sys.stdin.readline()
-"#;
-
-/// Starts it. Returns the pid that it prints, too.
-fn holder(memory: &str, how: &str) -> (Script, i32) {
-    let mut script = Script::of(Command::new("python3").args(["-c", HOLDER, memory, how]));
-    let printed = script.line().parse().expect("the holder is ready");
-    (script, printed)
+/// A process that holds so many MiB of pages of these contents: each `step` higher than the one before, and zeros for 0.
+fn holder<const N: usize>(segments: [(u64, u64, u64); N]) -> Holder {
+    let pages = segments.map(|(mib, ..)| mib * PAGES_PER_MIB);
+    let (mut holder, mut first) = (Holder::start(pages.iter().sum()), 0);
+    for ((_, content, step), pages) in segments.into_iter().zip(pages) {
+        holder.change(Change::Write { first, pages, content, step });
+        first += pages;
+    }
+    holder
 }
 
-fn alone(memory: &str) -> Script {
-    holder(memory, "alone").0
+/// One that holds so many MiB of different pages, the same for the same seed.
+fn random(mib: u64, seed: u64) -> Holder {
+    holder([(mib, seed << 32, 1)])
 }
 
 fn scan(pids: &[i32], more: &[&str]) -> Value {
@@ -62,7 +39,7 @@ fn bytes(value: &Value, field: &str) -> u64 {
     value[field].as_u64().unwrap_or_else(|| panic!("{field} in {value}"))
 }
 
-/// Equal within an allowance: the interpreter's own memory differs a little from run to run.
+/// Equal within an allowance: the program's own memory differs a little from run to run.
 #[track_caller]
 fn assert_close(value: u64, expected: u64, allowance: u64) {
     assert!(value.abs_diff(expected) <= allowance, "{value} is not {expected} within {allowance}");
@@ -78,12 +55,12 @@ fn known_memory_is_counted_to_the_page() {
         return;
     }
     // Two hold 24 MiB in common; the first also has 8 MiB of zeros and 4 MiB of one content.
-    let first = alone("24:random:1,10:random:2,8:zero:0,4:same:5");
-    let second = alone("24:random:1,6:random:3");
-    let interpreters = [alone("1:random:8"), alone("1:random:9")];
+    let first = holder([(24, 1 << 32, 1), (10, 2 << 32, 1), (8, 0, 0), (4, 5 << 32, 0)]);
+    let second = holder([(24, 1 << 32, 1), (6, 3 << 32, 1)]);
+    let small = [random(1, 8), random(1, 9)];
     let report = scan(&[first.pid(), second.pid()], &["--exact"]);
-    // What two interpreters have in common by themselves.
-    let base = scan(&[interpreters[0].pid(), interpreters[1].pid()], &["--exact"])["totals"].clone();
+    // What two programs have in common by themselves.
+    let base = scan(&[small[0].pid(), small[1].pid()], &["--exact"])["totals"].clone();
     let totals = &report["totals"];
     assert_eq!(report["schema"], "pagefold.scan/1");
     assert_eq!((&report["exact"], &report["error_bytes"]), (&true.into(), &0.into()));
@@ -128,7 +105,7 @@ fn known_memory_is_counted_to_the_page() {
         let off = bytes(&sampled["totals"], "savable_gross_bytes").abs_diff(exact);
         let error = bytes(&sampled, "error_bytes");
         assert!(error <= bytes(totals, "resident_bytes") / 50 + MIB, "stated {error}");
-        // Pages of the interpreter change between the scans.
+        // Pages of the program change between the scans.
         off <= error + 128 * 1024
     });
     assert!(hits.count() >= 15);
@@ -139,8 +116,8 @@ fn scanning_leaves_pages_shared_by_fork_shared() {
     if !can_scan() {
         return;
     }
-    let (parent, child) = holder("16:random:4", "fork");
-    let pids = [parent.pid(), child];
+    let mut parent = random(16, 4);
+    let pids = [parent.pid(), parent.fork()];
     for round in 0..2 {
         let report = scan(&pids, &["--exact"]);
         let totals = &report["totals"];
@@ -150,7 +127,7 @@ fn scanning_leaves_pages_shared_by_fork_shared() {
         assert!(bytes(totals, "savable_gross_bytes") < 2 * MIB, "round {round}: {totals}");
     }
     // A third process with the same contents: one of two frames can be saved.
-    let third = alone("16:random:4");
+    let third = random(16, 4);
     let report = scan(&[pids[0], pids[1], third.pid()], &["--exact"]);
     let savable = bytes(&report["totals"], "savable_gross_bytes");
     assert!((16 * MIB..20 * MIB).contains(&savable), "{savable}");
@@ -162,7 +139,8 @@ fn excluded_memory_is_reported_with_the_reason() {
     if !can_scan() {
         return;
     }
-    let holder = alone("8:dontdump:0,4:random:6");
+    let mut holder = holder([(8, 7 << 32, 0), (4, 6 << 32, 1)]);
+    holder.ask(&format!("advise 0 {} {}", 8 * PAGES_PER_MIB, libc::MADV_DONTDUMP));
     let report = scan(&[holder.pid()], &["--exact"]);
     let excluded = process(&report, holder.pid())["excluded"].as_array().unwrap();
     let secret = excluded.iter().find(|row| row["reason"].as_str().unwrap().contains("MADV_DONTDUMP")).unwrap();
@@ -178,8 +156,9 @@ fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
         return;
     }
     let Some(_ksm) = KsmAtRest::take() else { return };
-    let (one, two) = (alone("8:mergeable:7"), alone("8:mergeable:7"));
-    let private = alone("8:random:7");
+    let [mut one, mut two, private] = [(); 3].map(|()| random(8, 7));
+    one.mark(0, one.pages);
+    two.mark(0, two.pages);
     for (knob, value) in [("pages_to_scan", "5000"), ("sleep_millisecs", "10"), ("run", "1")] {
         write_knob(knob, value);
     }
@@ -201,7 +180,7 @@ fn the_table_and_the_html_page_are_complete() {
     if !can_scan() {
         return;
     }
-    let holders = [alone("8:random:1"), alone("8:random:1")];
+    let holders = [random(8, 1), random(8, 1)];
     let pids = format!("{},{}", holders[0].pid(), holders[1].pid());
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("scan.html");
@@ -209,7 +188,7 @@ fn the_table_and_the_html_page_are_complete() {
     assert_eq!(output.status.code(), Some(0));
     assert!(output.stderr.is_empty(), "a progress bar where there is no terminal");
     let text = String::from_utf8(output.stdout).unwrap();
-    let parts = ["2 processes hold ", "could be saved", "python3", "anonymous", "heap", "pagefold run --pid "];
+    let parts = ["2 processes hold ", "could be saved", "holder", "anonymous", "heap", "pagefold run --pid "];
     assert_has(&text, &parts);
     assert!(!text.contains('\x1b'), "colour where there is no terminal");
     let html = std::fs::read_to_string(&file).unwrap();

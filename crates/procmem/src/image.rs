@@ -73,18 +73,18 @@ impl AddressSpace {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_testkit::Execing;
+    use pagefold_testkit::Script;
 
     #[test]
     fn an_exec_ends_the_address_space_and_changes_the_image() {
-        let mut execing = Execing::start();
+        let mut execing = Script::execing();
         let process = Process::open(execing.pid()).unwrap();
         let (space, image) = (AddressSpace::of(&process).unwrap(), image_of(&process).unwrap());
         assert!(space.exists());
         assert_eq!(image_of(&process).unwrap(), image);
-        execing.exec();
+        execing.say("");
+        assert_eq!(execing.line(), "again");
         assert!(!space.exists());
         assert_ne!(image_of(&process).unwrap(), image);
-        execing.end();
     }
 }

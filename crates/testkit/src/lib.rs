@@ -8,7 +8,6 @@
 //! | [`pagefold`](mod@pagefold) | runs of the program under test, and assertions on how they end |
 //! | [`ksm`] | KSM's knobs and counters, and the fixture that takes KSM for one test |
 //! | [`process`] | small processes to work on, and what /proc shows of a process |
-//! | [`execing`] | a process that becomes another program |
 //! | [`ksm_files`] | a directory like KSM's in sysfs |
 //! | [`cgroup`] | control groups of a test's own, and freezers |
 //! | [`limit`] | control groups that limit memory |
@@ -32,7 +31,6 @@
 pub mod binaries;
 pub mod browser;
 pub mod cgroup;
-pub mod execing;
 pub mod golden;
 pub mod guest;
 pub mod holder;
@@ -50,7 +48,6 @@ pub mod tenants;
 pub use binaries::{ProgramCopy, program, victim_binary};
 pub use browser::Browser;
 pub use cgroup::{Cgroup, Freezer};
-pub use execing::Execing;
 pub use holder::Holder;
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
 pub use pagefold::{

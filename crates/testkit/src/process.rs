@@ -182,6 +182,15 @@ impl Script {
         script
     }
 
+    /// A process that becomes another program when it is sent a line, and then prints `again`.
+    #[track_caller]
+    pub fn execing() -> Self {
+        let text = "echo ready; read line; exec sh -c 'echo again; read line'";
+        let mut script = Self::of(Command::new("sh").args(["-c", text]));
+        assert_eq!(script.line(), "ready");
+        script
+    }
+
     /// A process that is not dumpable, and so protected from other processes.
     #[track_caller]
     pub fn undumpable() -> Self {

@@ -2,7 +2,7 @@ use super::*;
 use crate::regions::{LIST_NS, Mapped};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::maps::parse_smaps;
-use pagefold_testkit::Execing;
+use pagefold_testkit::Script;
 use std::fmt::Write;
 
 const A: RegionKey = RegionKey(1);
@@ -133,7 +133,7 @@ fn neighbours_with_the_same_result_are_joined() {
 
 #[test]
 fn a_side_is_judged_until_its_program_is_replaced() {
-    let mut execing = Execing::start();
+    let mut execing = Script::execing();
     let process = Process::open(execing.pid()).unwrap();
     let side = Side {
         space: AddressSpace::of(&process).unwrap(),
@@ -142,9 +142,9 @@ fn a_side_is_judged_until_its_program_is_replaced() {
         regions: BTreeMap::new(),
     };
     assert!(side.is_judged());
-    execing.exec();
+    execing.say("");
+    assert_eq!(execing.line(), "again");
     assert!(!side.is_judged());
-    execing.end();
 }
 
 #[test]
