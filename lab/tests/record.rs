@@ -173,8 +173,7 @@ fn processes_that_enter_the_scope_are_recorded() {
     fs::copy(program(), &copy).unwrap();
     let start = || Tenant::start(&copy, &mixed()).unwrap();
     let first = start();
-    let mut recording =
-        Recording::at(ScopeSpec(vec![Selector::Exe(copy.display().to_string())]), false);
+    let mut recording = Recording::at(ScopeSpec(vec![Selector::Exe(copy.display().to_string())]), false);
     assert_eq!(recording.next().map(|_| recording.state.processes.len()), Some(1));
     let second = start();
     wait_until("the second is recorded", || {

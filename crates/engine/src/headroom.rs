@@ -146,6 +146,7 @@ impl Headroom {
 mod tests {
     use super::*;
     use crate::units::Permyriad;
+    use std::slice::from_ref;
 
     fn view(key: u32, limit: u64, left: u64, owners: &[u32], read_ns: u64) -> LimitView {
         let owners = owners.iter().map(|&owner| OwnerKey(owner)).collect();
@@ -207,11 +208,11 @@ mod tests {
     fn who_was_outside_counts_once_its_memory_may_be_merged() {
         let mut headroom = Headroom::default();
         let [outside, below] = [view(7, 1_000, 200, &[1, 2], 1), view(7, 1_000, 200, &[1, 2, 3], 2)];
-        assert_eq!(look(&mut headroom, &[outside.clone()], [0; 3]), [Some((7, 100)), Some((7, 100)), None]);
-        assert_eq!(look(&mut headroom, &[below.clone()], [50; 3]), [None; 3], "it has been moved below the limit");
+        assert_eq!(look(&mut headroom, from_ref(&outside), [0; 3]), [Some((7, 100)), Some((7, 100)), None]);
+        assert_eq!(look(&mut headroom, from_ref(&below), [50; 3]), [None; 3], "it has been moved below the limit");
         // The limit was not read again meanwhile.
-        look(&mut headroom, &[outside.clone()], [0; 3]);
-        look(&mut headroom, &[outside], [0, 0, 50]);
-        assert_eq!(look(&mut headroom, &[below], [0; 3]), [Some((7, 100)); 3]);
+        look(&mut headroom, from_ref(&outside), [0; 3]);
+        look(&mut headroom, from_ref(&outside), [0, 0, 50]);
+        assert_eq!(look(&mut headroom, from_ref(&below), [0; 3]), [Some((7, 100)); 3]);
     }
 }
