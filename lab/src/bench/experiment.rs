@@ -27,14 +27,13 @@ mod vms;
 mod workers;
 
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
-use crate::bench::policy::uksm::{self, Uksm};
-use crate::bench::policy::{self, Policy};
+use crate::bench::policy::uksm::Uksm;
+use crate::bench::policy::{self, GovernedUksm, Kernel, KsmAdvisor, KsmPaced, Ksmtuned, Policy, Stage, UksmdRules};
 use crate::bench::report::{ExperimentReport, Failure, PolicyRun};
 use crate::programs::Target;
 use crate::programs::answers;
 use pagefold_engine::permutation::Permutation;
 use pagefold_engine::units::{PAGE_SIZE, Pages};
-use pagefold_ksm::experiment::KsmForExperiment;
 use pagefold_ksm::request::DEVICE;
 use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
@@ -144,25 +143,26 @@ impl ExperimentSetting<'_> {
     /// rate, as systemd's `MemoryKSM=` leaves it, with other fixed rates, with the kernel's advisor, also at its cap, and with
     /// ksmtuned, and what uksmd does. One whose name is among them already is left out. On a kernel with UKSM, its governors are added
     /// in any case: nothing else can run there.
-    fn add_further_peers(&self, policies: &mut Vec<Policy>, seconds: u64) {
-        if Uksm::of_kernel().is_some() {
-            policies.extend(uksm::GOVERNORS.map(|governor| Policy::Uksm { governor, seconds }));
-            return;
-        }
-        // In a quick run only those that are asked for by name.
-        if !self.all_peers || (self.quick && self.policies.is_empty()) {
-            return;
-        }
-        let paced = [100, 1000, 2000].map(|pages| Policy::KsmPaced { pages, seconds });
-        let driven = [
-            Policy::KsmAdvisor { seconds },
-            Policy::KsmAdvisorAtCap { seconds },
-            Policy::Ksmtuned { always: false, seconds },
-            Policy::Ksmtuned { always: true, seconds },
-            Policy::Uksmd { seconds },
-        ];
-        for peer in paced.into_iter().chain(driven) {
-            if policies.iter().all(|policy| policy.to_string() != peer.to_string()) {
+    fn add_further_peers(&self, policies: &mut Vec<Box<dyn Policy>>, seconds: u64) {
+        let peers: Vec<Box<dyn Policy>> = if Uksm::of_kernel().is_some() {
+            GovernedUksm::all(seconds)
+        } else if !self.all_peers || (self.quick && self.policies.is_empty()) {
+            // In a quick run only those that are asked for by name.
+            Vec::new()
+        } else {
+            vec![
+                Box::new(KsmPaced { pages: 100, seconds }),
+                Box::new(KsmPaced { pages: 1000, seconds }),
+                Box::new(KsmPaced { pages: 2000, seconds }),
+                Box::new(KsmAdvisor { at_cap: false, seconds }),
+                Box::new(KsmAdvisor { at_cap: true, seconds }),
+                Box::new(Ksmtuned { always: false, seconds }),
+                Box::new(Ksmtuned { always: true, seconds }),
+                Box::new(UksmdRules { seconds }),
+            ]
+        };
+        for peer in peers {
+            if policies.iter().all(|policy| policy.name() != peer.name()) {
                 policies.push(peer);
             }
         }
@@ -211,50 +211,23 @@ fn sort_runs(report: &mut ExperimentReport, names: &[String]) {
 fn side_by_side(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,
-    policies: &[Policy],
+    policies: &[Box<dyn Policy>],
     start: impl Fn() -> anyhow::Result<Vec<Box<dyn Target>>>,
 ) -> anyhow::Result<()> {
-    let policies_in_turn = shuffled(policies, setting.order);
-    if let Some(uksm) = Uksm::of_kernel() {
-        run_on_uksm(setting, report, &uksm, policies_in_turn, start)?;
-    } else {
-        let mut sequence = PolicySequence::take(setting)?;
-        for policy in policies_in_turn {
-            sequence.run(report, policy, &start)?;
-        }
+    let mut sequence = PolicySequence::on(setting, Kernel::take(setting.interrupt)?);
+    for policy in shuffled(policies, setting.order) {
+        sequence.run(report, &**policy, &start)?;
     }
-    sort_runs(report, &policies.iter().map(ToString::to_string).collect::<Vec<_>>());
+    sort_runs(report, &policies.iter().map(|policy| policy.name()).collect::<Vec<_>>());
     report.compare(policy::SUBJECT);
     report.bar_on_answers();
-    Ok(())
-}
-
-/// Runs those policies that need no KSM on newly started targets, on a kernel that has UKSM in its place.
-fn run_on_uksm<'a>(
-    setting: &ExperimentSetting<'_>,
-    report: &mut ExperimentReport,
-    uksm: &Uksm,
-    policies: impl IntoIterator<Item = &'a Policy>,
-    start: impl Fn() -> anyhow::Result<Vec<Box<dyn Target>>>,
-) -> anyhow::Result<()> {
-    let mut expected = None;
-    for policy in policies {
-        let needs_ksm = !matches!(policy, Policy::Uksm { .. } | Policy::NoMerging { .. });
-        if needs_ksm || !setting.wants(&policy.to_string()) {
-            continue;
-        }
-        eprintln!("{}: {policy}", report.experiment);
-        let mut targets = start()?;
-        let expected = expected.get_or_insert_with(|| answers(&mut targets));
-        report.runs.push(policy::run_uksm(setting, uksm, policy, &mut targets, expected)?);
-    }
     Ok(())
 }
 
 /// Policies that use KSM one after the other.
 struct PolicySequence<'a> {
     setting: &'a ExperimentSetting<'a>,
-    control: KsmForExperiment,
+    kernel: Kernel,
     /// The targets' answers at the first check.
     expected: Option<Vec<Option<String>>>,
     /// Whether to sample the targets' page tables.
@@ -264,74 +237,77 @@ struct PolicySequence<'a> {
 impl<'a> PolicySequence<'a> {
     /// Takes control of KSM.
     fn take(setting: &'a ExperimentSetting<'a>) -> anyhow::Result<Self> {
-        Ok(Self { setting, control: KsmForExperiment::take(setting.interrupt)?, expected: None, exact: false })
+        Ok(Self::on(setting, Kernel::take_ksm(setting.interrupt)?))
     }
 
-    /// Runs a policy, if it was asked for, on targets that must give the same answers as those of the first policy.
-    /// Records a failure in the report.
-    fn run(
+    fn on(setting: &'a ExperimentSetting<'a>, kernel: Kernel) -> Self {
+        Self { setting, kernel, expected: None, exact: false }
+    }
+
+    /// Runs a policy, if it was asked for and this kernel can, on targets that must give the same answers as those of the first one.
+    /// Returns the run, which is in the report.
+    fn run<'r>(
         &mut self,
-        report: &mut ExperimentReport,
-        policy: &Policy,
+        report: &'r mut ExperimentReport,
+        policy: &dyn Policy,
         start: impl FnOnce() -> anyhow::Result<Vec<Box<dyn Target>>>,
-    ) -> anyhow::Result<()> {
-        let (setting, name) = (self.setting, policy.to_string());
-        if !setting.wants(&name) {
-            return Ok(());
+    ) -> anyhow::Result<Option<&'r mut PolicyRun>> {
+        let name = policy.name();
+        if !policy.runs_on(&self.kernel) || !self.begins(report, &name, &name) {
+            return Ok(None);
         }
-        eprintln!("{}: {name}", report.experiment);
         let mut targets = start()?;
-        let expected = self.expected.get_or_insert_with(|| answers(&mut targets));
-        match policy::run(setting, &mut self.control, policy, &mut targets, expected, self.exact) {
-            Ok(run) => report.runs.push(run),
-            Err(error) => self.failed(report, name, &error)?,
-        }
-        Ok(())
+        let expected = self.expected.get_or_insert_with(|| answers(&mut targets)).clone();
+        let exact = self.exact;
+        let done = self.perform(report, &name, |stage| stage.run_on(policy, &mut targets, &expected, exact))?;
+        Ok(done.and_then(|()| report.runs.last_mut()))
     }
 
-    /// Runs what an experiment does itself, if its policy was asked for, and adds the run to the report under a name, or its failure,
-    /// after which nothing is merged. Returns what else was measured.
+    /// Runs what an experiment does itself beside a policy, if that was asked for, and adds the run to the report under a name. Returns
+    /// what else was measured.
     fn conduct<T>(
         &mut self,
         report: &mut ExperimentReport,
         policy: &str,
         name: &str,
-        act: impl FnOnce(&mut Self) -> anyhow::Result<(PolicyRun, T)>,
+        act: impl FnOnce(&mut Stage<'_>) -> anyhow::Result<T>,
     ) -> anyhow::Result<Option<T>> {
-        if !self.setting.wants(policy) {
-            return Ok(None);
+        if self.begins(report, policy, name) { self.perform(report, name, act) } else { Ok(None) }
+    }
+
+    /// Says what begins, if it was asked for.
+    fn begins(&self, report: &ExperimentReport, policy: &str, name: &str) -> bool {
+        let is_wanted = self.setting.wants(policy);
+        if is_wanted {
+            eprintln!("{}: {name}", report.experiment);
         }
-        eprintln!("{}: {name}", report.experiment);
-        let defaults = self.control.kernel_defaults().map_err(anyhow::Error::from);
-        match defaults.and_then(|()| act(self)) {
+        is_wanted
+    }
+
+    /// Adds a run to the report, or its failure, after which nothing is merged. Returns what else was measured.
+    fn perform<T>(
+        &mut self,
+        report: &mut ExperimentReport,
+        name: &str,
+        act: impl FnOnce(&mut Stage<'_>) -> anyhow::Result<T>,
+    ) -> anyhow::Result<Option<T>> {
+        let acted = Stage::set(self.setting, &mut self.kernel, name).and_then(|mut stage| {
+            let measured = act(&mut stage)?;
+            Ok((stage.run, measured))
+        });
+        match acted {
             Ok((run, measured)) => {
                 report.runs.push(run);
                 Ok(Some(measured))
             }
             Err(error) => {
-                self.failed_midway(report, name, &error)?;
+                self.kernel.unmerge()?;
+                self.setting.interrupt.check()?;
+                eprintln!("{}: {name}: {error:#}", report.experiment);
+                report.failures.push(Failure { policy: name.to_owned(), error: format!("{error:#}") });
                 Ok(None)
             }
         }
-    }
-
-    /// Records the failure of a run that may have marked or merged memory, or started ksmd, and undoes that.
-    fn failed_midway(
-        &mut self,
-        report: &mut ExperimentReport,
-        policy: &str,
-        error: &anyhow::Error,
-    ) -> anyhow::Result<()> {
-        self.control.unmerge()?;
-        self.failed(report, policy.to_owned(), error)
-    }
-
-    /// Records a failure, unless it is an interrupt.
-    fn failed(&self, report: &mut ExperimentReport, policy: String, error: &anyhow::Error) -> anyhow::Result<()> {
-        self.setting.interrupt.check()?;
-        eprintln!("{}: {policy}: {error:#}", report.experiment);
-        report.failures.push(Failure { policy, error: format!("{error:#}") });
-        Ok(())
     }
 }
 

@@ -1,13 +1,12 @@
 //! Compile jobs, two at a time: what short-lived processes save, and what merging them costs.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median};
-use crate::bench::policy::merger::{Merger, Merging};
-use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
-use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun, in_round};
+use super::{Experiment, ExperimentSetting, PolicySequence, median, shuffled, sort_runs};
+use crate::bench::policy::ksm::KSM_PAGES;
+use crate::bench::policy::{KsmPaced, Marks, NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT, Stage};
+use crate::bench::report::{Answers, ExperimentReport, Limit, in_round};
 use crate::bench::sampling::SamplingThread;
 use crate::programs::{Compiler, scratch};
 use anyhow::Context;
-use pagefold_engine::permutation::Permutation;
 use pagefold_engine::units::{Bytes, PAGE_SIZE, whole};
 use pagefold_procmem::os::cpu::reaped_children_cpu_ns;
 use pagefold_procmem::os::fields::{kib, number};
@@ -64,37 +63,33 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     ]);
     let scratch = scratch()?;
     let compiler = Compiler::make(scratch.path(), sizes.functions)?;
-    let undisturbed = Policy::NoMerging { seconds: 0 }.to_string();
-    let ksm = Policy::KsmPaced { pages: KSM_PAGES, seconds: 0 }.to_string();
-    let mergers = [Merger::Pagefold(&[]), Merger::Nothing, Merger::Ksm(KSM_PAGES)];
-    let policies = [SUBJECT, &undisturbed, &ksm];
+    let policies: [&dyn Policy; 3] =
+        [&Pagefold::new(0), &NoMerging { seconds: 0 }, &KsmPaced { pages: KSM_PAGES, seconds: 0 }];
     let mut sequence = PolicySequence::take(setting)?;
-    let mut felt: BTreeMap<&str, Vec<Felt>> = BTreeMap::new();
-    let mut ratios: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
+    let mut felt: BTreeMap<String, Vec<Felt>> = BTreeMap::new();
+    let mut ratios: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
     for round in 0..sizes.rounds {
-        let order = Permutation::new(policies.len() as u64, SEED + round);
-        let mut measured: BTreeMap<&str, Felt> = BTreeMap::new();
-        for at in 0..order.len() {
-            let at = usize::try_from(order.at(at))?;
-            let (name, by) = (policies[at], mergers[at]);
-            let in_round = in_round(name, round + 1);
-            let felt = sequence
-                .conduct(report, name, &in_round, |sequence| compile_all(sequence, by, &in_round, &compiler, &sizes))?;
+        let mut measured: BTreeMap<String, Felt> = BTreeMap::new();
+        for &by in shuffled(&policies, Some(SEED + round)) {
+            let name = by.name();
+            let in_round = in_round(&name, round + 1);
+            let felt = sequence.conduct(report, &name, &in_round, |stage| compile_all(stage, by, &compiler, &sizes))?;
             measured.extend(felt.map(|felt| (name, felt)));
         }
-        for (&name, one) in &measured {
-            felt.entry(name).or_default().push(*one);
-            if let Some(base) = measured.get(undisturbed.as_str()).filter(|_| name != undisturbed) {
+        let base = measured.get(NO_MERGING).copied();
+        for (name, one) in measured {
+            if let Some(base) = base.filter(|_| name != NO_MERGING) {
                 let ratio = (one.seconds / base.seconds, one.cpu_seconds / base.cpu_seconds);
-                ratios.entry(name).or_default().push(ratio);
+                ratios.entry(name.clone()).or_default().push(ratio);
             }
+            felt.entry(name).or_default().push(one);
         }
     }
     drop(sequence);
     // By round, and in it in the order above.
     let names: Vec<String> =
-        (1..=sizes.rounds).flat_map(|round| policies.map(|policy| in_round(policy, round))).collect();
-    report.runs.sort_by_key(|run| names.iter().position(|name| *name == run.policy));
+        (1..=sizes.rounds).flat_map(|round| policies.map(|policy| in_round(&policy.name(), round))).collect();
+    sort_runs(report, &names);
     put_figures(report, &felt, &ratios);
     report.bar_on_answers();
     if !setting.quick {
@@ -106,8 +101,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 
 fn put_figures(
     report: &mut ExperimentReport,
-    felt: &BTreeMap<&str, Vec<Felt>>,
-    ratios: &BTreeMap<&str, Vec<(f64, f64)>>,
+    felt: &BTreeMap<String, Vec<Felt>>,
+    ratios: &BTreeMap<String, Vec<(f64, f64)>>,
 ) {
     let mut rows = Vec::new();
     for (name, all) in felt {
@@ -118,7 +113,7 @@ fn put_figures(
             .figure(format!("{name}: CPU ms of pagefold and ksmd a job"), middle(|felt| felt.policy_cpu_seconds * 1e3));
         report.figure(format!("{name}: MiB held by the compilers, mean over time"), middle(|felt| felt.held_mib));
         report.figure(format!("{name}: MiB saved, mean over time"), middle(|felt| felt.saved_mib));
-        rows.push(((*name).to_owned(), middle(|felt| felt.seconds)));
+        rows.push((name.clone(), middle(|felt| felt.seconds)));
     }
     for (name, all) in ratios {
         for (what, of) in [("time", (|ratio| ratio.0) as fn(&(f64, f64)) -> f64), ("CPU time", |ratio| ratio.1)] {
@@ -134,21 +129,14 @@ fn put_figures(
 }
 
 /// Runs the jobs under a policy.
-fn compile_all(
-    sequence: &mut PolicySequence<'_>,
-    by: Merger,
-    name: &str,
-    compiler: &Compiler,
-    sizes: &Sizes,
-) -> anyhow::Result<(PolicyRun, Felt)> {
-    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+fn compile_all(stage: &mut Stage<'_>, by: &dyn Policy, compiler: &Compiler, sizes: &Sizes) -> anyhow::Result<Felt> {
+    let (setting, interrupt) = (stage.setting, stage.setting.interrupt);
     // pagefold does not start with nothing in scope.
     let idle = compiler.start_idle()?;
-    let mut merging = Merging::begin()?;
-    merging.merge(by, &["--exe", &compiler.path().to_string_lossy()], setting, &sequence.control)?;
+    stage.merge(by, &["--exe", &compiler.path().to_string_lossy()])?;
     // Processes inherit from it that all their memory may be merged.
     let exec = [setting.program.as_os_str(), OsStr::new("exec")];
-    let starting = if matches!(by, Merger::Ksm(_)) { &exec[..] } else { &[] };
+    let starting = if by.marks() == Marks::Everything { &exec[..] } else { &[] };
     interrupt.sleep(HEAD_START)?;
     let exe = compiler.path();
     let memory = SamplingThread::start(INTERVAL, move |_| Ok(memory_of(&exe)));
@@ -156,11 +144,11 @@ fn compile_all(
     let jobs = compiler.run_all(starting, sizes.jobs, interrupt)?;
     let spent = Duration::from_nanos(reaped_children_cpu_ns().saturating_sub(spent_ns));
     let memory = memory.finish()?;
-    merging.stop_sampling()?;
-    let mut run = merging.end(name, interrupt)?;
+    stage.stop_sampling()?;
+    stage.end()?;
     drop(idle);
-    sequence.control.unmerge()?;
 
+    let run = &mut stage.run;
     let right = jobs.iter().all(|job| job.1);
     run.forget_curve();
     let mean = |of: fn(&(f64, f64)) -> f64| memory.iter().map(of).sum::<f64>() / memory.len().max(1) as f64;
@@ -169,14 +157,13 @@ fn compile_all(
     run.saved_bytes_max = whole(memory.iter().map(|now| now.1).fold(0.0, f64::max));
     run.answers_correct = Answers { before: true, during: right, after: right };
     let count = jobs.len().max(1) as f64;
-    let felt = Felt {
+    Ok(Felt {
         seconds: jobs.iter().map(|job| job.0.as_secs_f64()).sum::<f64>() / count,
         cpu_seconds: spent.as_secs_f64() / count,
         policy_cpu_seconds: run.cpu_seconds / count,
         held_mib: Bytes(whole(held)).mib(),
         saved_mib: Bytes(whole(saved)).mib(),
-    };
-    Ok((run, felt))
+    })
 }
 
 /// The anonymous memory of all processes that run a program, and the part of it that merging saves: what others share, and zero

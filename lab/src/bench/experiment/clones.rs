@@ -2,9 +2,9 @@
 //! clone has in common with those before it is merged.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
-use crate::bench::policy::merger::{Merger, Merging};
-use crate::bench::policy::{KSM_PAGES, mark_eligible};
-use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
+use crate::bench::policy::ksm::{KSM_PAGES, mark_eligible};
+use crate::bench::policy::{KsmPaced, Marks, Pagefold, Policy, SUBJECT, Stage};
+use crate::bench::report::{Answers, ExperimentReport, Limit};
 use crate::programs::scratch;
 use pagefold_engine::units::{Pages, whole};
 use pagefold_procmem::os::fields::number;
@@ -58,9 +58,10 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     fs::copy(setting.player, &player)?;
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
-    for by in [Merger::Ksm(KSM_PAGES), Merger::Pagefold(&[])] {
-        let name = by.to_string();
-        let seconds = sequence.conduct(report, &name, &name, |sequence| start_all(sequence, by, &player, &sizes))?;
+    let policies: [&dyn Policy; 2] = [&KsmPaced { pages: KSM_PAGES, seconds: 0 }, &Pagefold::new(0)];
+    for by in policies {
+        let name = by.name();
+        let seconds = sequence.conduct(report, &name, &name, |stage| start_all(stage, by, &player, &sizes))?;
         let Some(seconds) = seconds else { continue };
         let merged = seconds.iter().flatten().copied();
         let longest = merged.clone().fold(0.0, f64::max);
@@ -70,8 +71,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         );
         report.figure(format!("seconds to 90 % of a clone, median, {name}"), median(merged.collect()));
         report.figure(format!("seconds to 90 % of a clone, longest, {name}"), longest);
-        rows.push((name, longest));
-        if by == Merger::Pagefold(&[]) && !setting.quick {
+        rows.push((name.clone(), longest));
+        if name == SUBJECT && !setting.quick {
             let all = seconds.iter().all(Option::is_some);
             let longest = if all { longest } else { sizes.every.as_secs_f64() };
             report.bar("seconds until 90 % of each clone is merged", Limit::AtMost(5.0), Some(longest));
@@ -87,13 +88,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 
 /// Starts clones one after the other under KSM or pagefold. Returns the time from each one's start until 90 % of what it has in common
 /// with the others is merged, if that is before the next one starts.
-fn start_all(
-    sequence: &mut PolicySequence<'_>,
-    by: Merger,
-    player: &Path,
-    sizes: &Sizes,
-) -> anyhow::Result<(PolicyRun, Vec<Option<f64>>)> {
-    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Sizes) -> anyhow::Result<Vec<Option<f64>>> {
+    let interrupt = stage.setting.interrupt;
     let spec = TenantSpec::new([
         Segment::Shared { pages: sizes.shared.0, seed: 1 },
         Segment::Random { pages: sizes.own.0, seed: 2 },
@@ -101,7 +97,7 @@ fn start_all(
     let start = || -> anyhow::Result<(Tenant, Process)> {
         let tenant = Tenant::start(player, &spec)?;
         let process = Process::open(tenant.pid())?;
-        if matches!(by, Merger::Ksm(_)) {
+        if by.marks() == Marks::Everything {
             mark_eligible(&process)?;
         }
         Ok((tenant, process))
@@ -110,8 +106,7 @@ fn start_all(
     for _ in 0..WARM {
         alive.push_back(start()?.0);
     }
-    let mut merging = Merging::begin()?;
-    merging.merge(by, &["--exe", &player.to_string_lossy()], setting, &sequence.control)?;
+    stage.merge(by, &["--exe", &player.to_string_lossy()])?;
     interrupt.sleep(sizes.warm_up)?;
     let (mut seconds, mut intact) = (Vec::new(), true);
     for _ in 0..sizes.clones {
@@ -135,11 +130,10 @@ fn start_all(
     for tenant in &mut alive {
         intact &= tenant.verify()? == Verdict::Intact;
     }
-    let mut run = merging.end(&by.to_string(), interrupt)?;
-    sequence.control.unmerge()?;
-    run.savable_bytes = Some(Pages(sizes.shared.0 * whole(ALIVE as f64)).bytes().0);
-    run.answers_correct = Answers { before: true, during: intact, after: intact };
-    Ok((run, seconds))
+    stage.end()?;
+    stage.run.savable_bytes = Some(Pages(sizes.shared.0 * whole(ALIVE as f64)).bytes().0);
+    stage.run.answers_correct = Answers { before: true, during: intact, after: intact };
+    Ok(seconds)
 }
 
 /// The number of pages of a process that are merged.

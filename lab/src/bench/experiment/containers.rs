@@ -7,7 +7,8 @@ use crate::bench::frames::Held;
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::load::percentile;
 use crate::bench::metric::{CPU_BUSIEST_SECOND, CPU_MEDIAN_SECOND, MEMORY_OF_UNMERGED};
-use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
+use crate::bench::policy::ksm::KSM_PAGES;
+use crate::bench::policy::{KsmPaced, NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::{SamplerPoint, largest_share, spent_between};
 use crate::bench::sampling::SamplingThread;
@@ -15,7 +16,6 @@ use crate::programs::{Site, Visitor, WordPress, scratch};
 use anyhow::Context;
 use pagefold_engine::units::whole;
 use pagefold_procmem::process::Process;
-use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -72,34 +72,32 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let scratch = scratch()?;
     let image = WordPress::make(scratch.path(), sizes.posts)?;
 
-    let undisturbed = Policy::NoMerging { seconds };
-    let mut policies = vec![undisturbed.clone(), Policy::pagefold(seconds)];
+    let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(NoMerging { seconds }), Box::new(Pagefold::new(seconds))];
     if !setting.quick {
-        policies.push(Policy::KsmPaced { pages: KSM_PAGES, seconds });
-        policies.push(Policy::pagefold_with(seconds, &["--governor", "quiet"]));
+        policies.push(Box::new(KsmPaced { pages: KSM_PAGES, seconds }));
+        policies.push(Box::new(Pagefold::new(seconds).with(&["--governor", "quiet"])));
     }
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
     let mut all: Vec<(String, Measured)> = Vec::new();
     for policy in &policies {
-        let (runs, beside) = (report.runs.len(), RefCell::new(None));
-        sequence.run(report, policy, || {
+        let mut beside = None;
+        let run = sequence.run(report, &**policy, || {
             let mut started = Vec::new();
             for number in 0..CONTAINERS {
                 setting.interrupt.check()?;
                 started.push(image.start(scratch.path(), number, sizes.workers)?);
             }
-            beside.replace(Some(Beside::start(&started, sizes.every)?));
+            beside = Some(Beside::start(&started, sizes.every)?);
             Ok(started.into_iter().flat_map(Site::targets).collect())
         })?;
-        let Some(beside) = beside.into_inner() else { continue };
-        let Some(run) = report.runs.get_mut(runs) else { continue };
+        let (Some(beside), Some(run)) = (beside, run) else { continue };
         let name = run.policy.clone();
         let began = run.began.context("the run has not begun")?;
         let span = (began, began + Duration::from_secs(sizes.seconds));
         let (measured, latencies, failure) = beside.finish(span).with_context(|| name.clone())?;
         if let Some(failure) = failure {
-            eprintln!("{}: {name}: a page load failed: {failure}", report.experiment);
+            eprintln!("{}: {name}: a page load failed: {failure}", EXPERIMENT.name);
             run.answers_correct.during = false;
         }
         report.latencies.push(Latencies {
@@ -113,7 +111,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     drop(sequence);
     report.compare(SUBJECT);
     report.bar_on_answers();
-    put_figures(report, &all, &undisturbed.to_string());
+    put_figures(report, &all, NO_MERGING);
     if !setting.quick {
         put_bars(report);
     }

@@ -4,7 +4,7 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::metric;
 use crate::bench::page_tables::most_and_mean;
-use crate::bench::policy::{NO_MERGING, Policy, SUBJECT};
+use crate::bench::policy::{KsmSteered, NoMerging, Pagefold};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
 use pagefold_engine::units::Permyriad;
@@ -37,23 +37,19 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     };
     let mut sequence = PolicySequence::take(setting)?;
     sequence.exact = true;
-    sequence.run(report, &Policy::NoMerging { seconds }, start)?;
-    sequence.run(report, &Policy::pagefold(seconds), start)?;
-    let baseline = report.run(NO_MERGING).and_then(writing);
-    if let Some(run) = report.run(SUBJECT).cloned() {
+    let baseline = sequence.run(report, &NoMerging { seconds }, start)?.and_then(|run| writing(run));
+    if let Some(run) = sequence.run(report, &Pagefold::new(seconds), start)?.cloned() {
         left_alone(setting, report, &run, mib(size_mib).0, baseline);
     }
 
     let shares: &[u64] = if setting.quick { &[10] } else { &[2, 10, 20] };
     let (mut least, mut rows): (Option<f64>, _) = (None, Vec::new());
     for &percent in shares {
-        let ours = Policy::pagefold_with(seconds, &["--cow-threshold", "100", "--top-share", &percent.to_string()]);
-        sequence.run(report, &ours, start)?;
-        let Some(own) = report.run(&ours.to_string()).cloned() else { continue };
+        let ours = Pagefold::new(seconds).with(&["--cow-threshold", "100", "--top-share", &percent.to_string()]);
+        let Some(own) = sequence.run(report, &ours, start)?.cloned() else { continue };
         // KSM gets the share that was taken, not the one allowed.
-        let theirs = Policy::KsmSteered { share: taken(&own), seconds };
-        sequence.run(report, &theirs, start)?;
-        let Some(peer) = report.run(&theirs.to_string()).cloned() else { continue };
+        let theirs = KsmSteered { share: taken(&own), seconds };
+        let Some(peer) = sequence.run(report, &theirs, start)?.cloned() else { continue };
         let ((_, own_mean), (_, peer_mean)) = (most_and_mean(&own.in_page_tables), most_and_mean(&peer.in_page_tables));
         let ratio = own_mean / peer_mean.max(LEAST_SAVED);
         for (name, value) in [

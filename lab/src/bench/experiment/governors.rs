@@ -3,7 +3,7 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::metric;
-use crate::bench::policy::{Enough, Policy};
+use crate::bench::policy::{Enough, Pagefold};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::largest_share;
 use pagefold_workload::Segment;
@@ -42,10 +42,10 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let (pages, whole) = (mib(mib_now).0, mib(mib_now).bytes().0);
         let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
         let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();
-        let policy = Policy::pagefold_with(most, &["--governor", governor])
+        let policy = Pagefold::new(most)
+            .with(&["--governor", governor])
             .until(Enough { saved_bytes: whole - whole / 100, seconds: least });
-        sequence.run(report, &policy, start)?;
-        let Some(run) = report.run(&policy.to_string()).cloned() else { continue };
+        let Some(run) = sequence.run(report, &policy, start)?.cloned() else { continue };
         let over_ten = largest_share(&run.points, WINDOW_SECONDS);
         let over_one = largest_share(&run.points, 1.0);
         report.figure(metric::LARGEST_SHARE.of([governor, "10"]), 100.0 * over_ten);

@@ -2,7 +2,7 @@
 //! pages loses.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
-use crate::bench::policy::{KSM_EVERYTHING, Policy, SUBJECT};
+use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::Target;
 use anyhow::{Context, ensure};
@@ -65,7 +65,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         Segment::Random { pages, seed: 2 },
         Segment::Thin { pages: 2 * pages, seed: 3, percent: 1 },
     ];
-    let mut policies = vec![Policy::KsmEverything, Policy::pagefold(seconds)];
+    let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(KsmEverything), Box::new(Pagefold::new(seconds))];
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
@@ -92,10 +92,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         };
         let mut split = BTreeMap::new();
         for policy in &policies {
-            let at = report.runs.len();
-            sequence.run(report, policy, start)?;
+            let run = sequence.run(report, &**policy, start)?;
             let checks: Vec<Vec<Check>> = seen.take().iter().map(|checks| checks.borrow().clone()).collect();
-            let Some(run) = report.runs.get_mut(at) else { continue };
+            let Some(run) = run else { continue };
             run.beside(layout);
             let name = run.policy.clone();
             let lost = put_figures(report, &name, &checks).with_context(|| format!("{name}: a check is missing"))?;

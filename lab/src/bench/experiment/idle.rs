@@ -3,7 +3,7 @@
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::guest::GuestMachine;
 use crate::bench::metric;
-use crate::bench::policy::{Policy, SUBJECT};
+use crate::bench::policy::{Pagefold, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
 use crate::bench::sampler::spent_between;
 use anyhow::ensure;
@@ -39,8 +39,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let start = || (0..count).map(|_| setting.tenant(segment)).collect();
         // The number of answers depends on the number of targets.
         sequence.expected = None;
-        sequence.run(report, &Policy::pagefold(settle + seconds), start)?;
-        let Some(run) = report.runs.last_mut().filter(|run| run.policy == SUBJECT) else { continue };
+        let Some(run) = sequence.run(report, &Pagefold::new(settle + seconds), start)? else { continue };
         run.policy = format!("{SUBJECT}, {gib:.2} GiB");
         let (whole, points) = (100.0 * run.cpu_seconds / run.seconds, run.points.clone());
         let Some((ksmd, daemon, time)) = spent_between(&points, settle as f64, (settle + seconds) as f64) else {

@@ -1,7 +1,7 @@
 //! The effect on a program that constantly maps and unmaps memory: reading its memory takes its `mmap_lock`.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
-use crate::bench::policy::{NO_MERGING, Policy, SUBJECT};
+use crate::bench::policy::{NO_MERGING, NoMerging, Pagefold, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
@@ -27,8 +27,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     };
     let mut sequence = PolicySequence::take(setting)?;
     for _ in 0..if setting.quick { 1 } else { TURNS } {
-        sequence.run(report, &Policy::NoMerging { seconds }, start)?;
-        sequence.run(report, &Policy::pagefold(seconds), start)?;
+        sequence.run(report, &NoMerging { seconds }, start)?;
+        sequence.run(report, &Pagefold::new(seconds), start)?;
     }
     drop(sequence);
     report.bar_on_answers();

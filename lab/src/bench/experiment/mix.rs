@@ -2,7 +2,7 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::metric::{CPU_VS, SAVED_VS};
-use crate::bench::policy::{KSM_EVERYTHING, Policy};
+use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{HeldFile, MemcachedData, NODE, PHP, PYTHON, RUBY, Target, scratch};
 
@@ -33,17 +33,15 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         Ok(targets)
     };
     // A program that has dropped root's rights is left alone unless it is named.
-    let ours = Policy::pagefold_with(seconds, &["--allow", "memcached"]);
+    let ours = Pagefold::new(seconds).with(&["--allow", "memcached"]);
     let mut sequence = PolicySequence::take(setting)?;
-    let mut policies = vec![Policy::KsmEverything, ours.clone()];
+    sequence.run(report, &KsmEverything, start)?;
     if !setting.quick {
-        policies.insert(1, Policy::Oracle);
+        sequence.run(report, &Oracle, start)?;
     }
-    for policy in &policies {
-        sequence.run(report, policy, start)?;
-    }
+    sequence.run(report, &ours, start)?;
     drop(sequence);
-    report.compare(&ours.to_string());
+    report.compare(&ours.name());
     report.bar_on_answers();
     if setting.quick {
         return Ok(());

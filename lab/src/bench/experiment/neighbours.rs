@@ -6,7 +6,8 @@ use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, shuffled
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::load::{Done, Latencies as Measured, OpenLoop, Repeated, percentile};
 use crate::bench::metric::{self, AT_REST, WHILE_MERGING};
-use crate::bench::policy::{KSM_PAGES, Policy, SUBJECT};
+use crate::bench::policy::ksm::KSM_PAGES;
+use crate::bench::policy::{KsmAdvisor, KsmPaced, NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun, in_round};
 use crate::programs::{MariaDb, MariaDbData, Redis, RedisData, Target, need, scratch};
 use anyhow::Context;
@@ -243,13 +244,15 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let images = Images::make(&sizes)?;
 
     let seconds = sizes.merging + sizes.settling + sizes.resting;
-    let undisturbed = Policy::NoMerging { seconds };
-    let mut policies =
-        vec![Policy::pagefold(seconds), undisturbed.clone(), Policy::KsmPaced { pages: KSM_PAGES, seconds }];
+    let mut policies: Vec<Box<dyn Policy>> = vec![
+        Box::new(Pagefold::new(seconds)),
+        Box::new(NoMerging { seconds }),
+        Box::new(KsmPaced { pages: KSM_PAGES, seconds }),
+    ];
     if !setting.quick {
-        policies.push(Policy::pagefold_with(seconds, &["--governor", "quiet"]));
-        policies.push(Policy::pagefold_with(seconds, &["--governor", "auto"]));
-        policies.push(Policy::KsmAdvisor { seconds });
+        policies.push(Box::new(Pagefold::new(seconds).with(&["--governor", "quiet"])));
+        policies.push(Box::new(Pagefold::new(seconds).with(&["--governor", "auto"])));
+        policies.push(Box::new(KsmAdvisor { at_cap: false, seconds }));
     }
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
@@ -261,8 +264,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let mut measured: BTreeMap<(String, Window), Felt> = BTreeMap::new();
         for policy in shuffled(&policies, Some(order)) {
             let mut load = None;
-            let before = report.runs.len();
-            sequence.run(report, policy, || {
+            let run = sequence.run(report, &**policy, || {
                 let (targets, started) = images.start(setting, &sizes)?;
                 load = Some(started);
                 Ok(targets)
@@ -270,7 +272,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             // The servers have ended, and the requests with them.
             let Some(load) = load else { continue };
             let finished = load.finish()?;
-            let Some(run) = report.runs.get_mut(before) else { continue };
+            let Some(run) = run else { continue };
             // Compressions that end meanwhile are not pagefold's.
             let points = std::mem::take(&mut run.points);
             run.set_own_samples(&points);
@@ -292,9 +294,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             }
         }
         for ((name, window), one) in measured.clone() {
-            if let Some(base) =
-                measured.get(&(undisturbed.to_string(), window)).filter(|_| name != undisturbed.to_string())
-            {
+            if let Some(base) = measured.get(&(NO_MERGING.to_owned(), window)).filter(|_| name != NO_MERGING) {
                 for (at, server) in SERVERS.into_iter().enumerate() {
                     let ratio = one.servers[at].p99 / base.servers[at].p99;
                     ratios.entry((name.clone(), window, server)).or_default().push(ratio);
@@ -307,7 +307,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.latencies = latencies;
     // By round, and in it in the order above.
     let names: Vec<String> = (1..=sizes.rounds)
-        .flat_map(|round| policies.iter().map(move |policy| in_round(&policy.to_string(), round)))
+        .flat_map(|round| policies.iter().map(move |policy| in_round(&policy.name(), round)))
         .collect();
     sort_runs(report, &names);
     put_figures(report, &felt, &ratios);

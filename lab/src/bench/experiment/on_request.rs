@@ -1,11 +1,10 @@
 //! Finding and merging together, by each way to merge: KSM's own scanning, pagefold with ksmd, pagefold on request. Needs a
 //! kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions. On a kernel with UKSM, its governors.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib, run_on_uksm};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::page_tables::{self, most_and_mean};
-use crate::bench::policy::merger::{Merger, Merging};
-use crate::bench::policy::uksm::{self, Uksm};
-use crate::bench::policy::{Enough, KSM_PAGES, Policy, mark_eligible};
+use crate::bench::policy::ksm::{KSM_PAGES, mark_eligible};
+use crate::bench::policy::{Enough, GovernedUksm, Kernel, KsmEverything, KsmPaced, Marks, Pagefold, Policy, Stage};
 use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::programs::Target;
 use pagefold_engine::units::{Bytes, Pages, whole};
@@ -92,39 +91,26 @@ fn works(scale: u64) -> Vec<Work> {
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (scale, ksm_seconds, seconds) = if setting.quick { (16, 5, 20) } else { (1, 25, 60) };
     report.parameters([("scale", scale), ("seconds_ksm", ksm_seconds), ("seconds", seconds)]);
-    if let Some(uksm) = Uksm::of_kernel() {
-        let policies = uksm::GOVERNORS.map(|governor| Policy::Uksm { governor, seconds });
-        for work in works(scale) {
-            let first = report.runs.len();
-            run_on_uksm(setting, report, &uksm, &policies, || start(setting, &work, scale))?;
-            for at in first..report.runs.len() {
-                put_figures(report, at, &work);
-            }
-        }
-        report.bar_on_answers();
-        return Ok(());
-    }
-    let mut sequence = PolicySequence::take(setting)?;
+    let mut sequence = PolicySequence::on(setting, Kernel::take(setting.interrupt)?);
     for work in works(scale) {
         let enough = Enough { saved_bytes: Pages(work.savable).bytes().0 / 10 * 9, seconds: 0 };
-        let ours = |options| Policy::pagefold_with(seconds, options).until(enough);
-        let policies = [
-            Policy::KsmPaced { pages: KSM_PAGES, seconds: ksm_seconds },
-            Policy::KsmEverything,
-            ours(&ON_KSMD),
-            ours(&JUDGED),
-        ];
+        let ours = |options| Pagefold::new(seconds).with(options).until(enough);
+        let judged = ours(&JUDGED).name();
+        let mut policies = GovernedUksm::all(seconds);
+        policies.push(Box::new(KsmPaced { pages: KSM_PAGES, seconds: ksm_seconds }));
+        policies.push(Box::new(KsmEverything));
+        policies.push(Box::new(ours(&ON_KSMD)));
+        policies.push(Box::new(ours(&JUDGED)));
         eprintln!("{}: {}", report.experiment, work.name);
         // The number of answers is that of the tenants.
         sequence.expected = None;
         for policy in &policies {
-            let at = report.runs.len();
-            sequence.run(report, policy, || start(setting, &work, scale))?;
-            let Some(run) = report.runs.get(at) else { continue };
-            let is_judged = run.policy == policies[3].to_string();
-            let reached = put_figures(report, at, &work);
-            if is_judged && !setting.quick {
-                let name = report.runs[at].policy.clone();
+            let Some(run) = sequence.run(report, &**policy, || start(setting, &work, scale))? else { continue };
+            run.policy = format!("{}: {policy}", work.name);
+            let run = run.clone();
+            let reached = put_figures(report, &run, &work);
+            if policy.name() == judged && !setting.quick {
+                let name = &run.policy;
                 let speed = reached.map_or(0.0, |reached| reached.mib_per_cpu_second);
                 report.bar(format!("{name}: MiB a CPU second to 90 %"), Limit::AtLeast(work.at_least), Some(speed));
                 if let Some(within) = work.within {
@@ -149,11 +135,9 @@ struct Reached {
     mib_per_cpu_second: f64,
 }
 
-/// Names a run after its work, and adds its figures.
-fn put_figures(report: &mut ExperimentReport, at: usize, work: &Work) -> Option<Reached> {
-    let run = report.runs.get_mut(at)?;
-    let name = format!("{}: {}", work.name, run.policy);
-    run.policy.clone_from(&name);
+/// Adds the figures of a run.
+fn put_figures(report: &mut ExperimentReport, run: &PolicyRun, work: &Work) -> Option<Reached> {
+    let name = &run.policy;
     let saved = Bytes(run.saved_bytes).mib();
     let point = run.reaching(0.9, Pages(work.savable).bytes().0);
     report.figure(format!("{name}: MiB saved"), saved);
@@ -185,13 +169,16 @@ fn successors(
     sequence: &mut PolicySequence<'_>,
     report: &mut ExperimentReport,
 ) -> anyhow::Result<()> {
-    for by in [Merger::Ksm(KSM_PAGES), Merger::Pagefold(&ON_KSMD), Merger::Pagefold(&JUDGED)] {
+    let judged = Pagefold::new(0).with(&JUDGED);
+    let policies: [&dyn Policy; 3] =
+        [&KsmPaced { pages: KSM_PAGES, seconds: 0 }, &Pagefold::new(0).with(&ON_KSMD), &judged];
+    for by in policies {
         let name = format!("successors: {by}");
-        let measured = sequence.conduct(report, &by.to_string(), &name, |sequence| succession(sequence, &name, by))?;
+        let measured = sequence.conduct(report, &by.name(), &name, |stage| succession(stage, by))?;
         let Some((held, cpu_seconds)) = measured else { continue };
         report.figure(format!("{name}: MiB held on average"), held);
         report.figure(format!("{name}: CPU seconds"), cpu_seconds);
-        if by == Merger::Pagefold(&JUDGED) && !setting.quick {
+        if by.name() == judged.name() && !setting.quick {
             report.bar(format!("{name}: MiB held on average"), Limit::AtLeast(55.0), Some(held));
             report.bar(format!("{name}: CPU seconds"), Limit::AtMost(0.7), Some(cpu_seconds));
         }
@@ -200,13 +187,12 @@ fn successors(
 }
 
 /// Runs the programs under pagefold with these options, or under KSM. The memory saved is the average over their lives, by their
-/// page tables: KSM's counters include programs that have ended until the next ksmd scan. Also returns it in MiB, and the CPU time.
-fn succession(sequence: &mut PolicySequence<'_>, name: &str, by: Merger) -> anyhow::Result<(PolicyRun, (f64, f64))> {
-    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+/// page tables: KSM's counters include programs that have ended until the next ksmd scan. Returns it in MiB, and the CPU time.
+fn succession(stage: &mut Stage<'_>, by: &dyn Policy) -> anyhow::Result<(f64, f64)> {
+    let (setting, interrupt) = (stage.setting, stage.setting.interrupt);
     let (mebibytes, life, count) = if setting.quick { (8, 3, 2) } else { (64, 16, 4) };
-    let mut merging = Merging::begin()?;
-    merging.merge(by, &["--exe", &setting.player.to_string_lossy()], setting, &sequence.control)?;
-    let by_ksm = matches!(by, Merger::Ksm(_));
+    stage.merge(by, &["--exe", &setting.player.to_string_lossy()])?;
+    let by_ksm = by.marks() == Marks::Everything;
     if !by_ksm {
         interrupt.sleep(HEAD_START)?;
     }
@@ -223,11 +209,10 @@ fn succession(sequence: &mut PolicySequence<'_>, name: &str, by: Merger) -> anyh
         held += most_and_mean(&watch.finish()?).1;
         intact &= tenant.verify()? == Verdict::Intact;
     }
-    let mut run = merging.end(name, interrupt)?;
-    sequence.control.unmerge()?;
+    stage.end()?;
+    let run = &mut stage.run;
     run.forget_curve();
     run.saved_bytes = whole(held / f64::from(count));
     run.answers_correct = Answers { before: true, during: intact, after: intact };
-    let measured = (Bytes(run.saved_bytes).mib(), run.cpu_seconds);
-    Ok((run, measured))
+    Ok((Bytes(run.saved_bytes).mib(), run.cpu_seconds))
 }

@@ -3,9 +3,9 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::metric;
-use crate::bench::policy::merger::{Merger, Merging};
-use crate::bench::policy::{KSM_PAGES, SUBJECT, mark_eligible};
-use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
+use crate::bench::policy::ksm::{KSM_PAGES, mark_eligible};
+use crate::bench::policy::{KsmPaced, Marks, NoMerging, Pagefold, Policy, SUBJECT, Stage};
+use crate::bench::report::{Answers, ExperimentReport, Limit};
 use crate::programs::{MemoryLimit, scratch};
 use anyhow::ensure;
 use pagefold_engine::units::{Bytes, Pages};
@@ -52,9 +52,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     fs::copy(setting.player, &player)?;
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
-    for by in [Merger::Nothing, Merger::Ksm(KSM_PAGES), Merger::Pagefold(&[])] {
-        let name = by.to_string();
-        let started = sequence.conduct(report, &name, &name, |sequence| start_all(sequence, by, &player, &sizes))?;
+    let policies: [&dyn Policy; 3] =
+        [&NoMerging { seconds: 0 }, &KsmPaced { pages: KSM_PAGES, seconds: 0 }, &Pagefold::new(0)];
+    for by in policies {
+        let name = by.name();
+        let started = sequence.conduct(report, &name, &name, |stage| start_all(stage, by, &player, &sizes))?;
         if let Some(started) = started {
             let held = started as f64 * sizes.each.bytes().mib();
             report.figure(metric::FITTING_MEMORY.of([&name]), held);
@@ -71,14 +73,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Starts programs as long as there is room for each in time. Returns what was measured, and how many were started.
-fn start_all(
-    sequence: &mut PolicySequence<'_>,
-    by: Merger,
-    player: &Path,
-    sizes: &Sizes,
-) -> anyhow::Result<(PolicyRun, usize)> {
-    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+/// Starts programs as long as there is room for each in time. Returns how many were started.
+fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Sizes) -> anyhow::Result<usize> {
+    let interrupt = stage.setting.interrupt;
     let group = MemoryLimit::make(sizes.limit.0)?;
     let own = sizes.each.0 / OWN_PART;
     let spec = TenantSpec::new([
@@ -89,16 +86,15 @@ fn start_all(
     let entering: Vec<&str> = enter.iter().map(String::as_str).collect();
     let start = || -> anyhow::Result<Tenant> {
         let tenant = Tenant::start_by(&entering, player, &spec)?;
-        if matches!(by, Merger::Ksm(_)) {
+        if by.marks() == Marks::Everything {
             let process = Process::open(tenant.pid())?;
             mark_eligible(&process)?;
         }
         Ok(tenant)
     };
-    let mut merging = Merging::begin()?;
     // pagefold does not start with nothing in scope.
     let mut tenants = vec![start()?];
-    merging.merge(by, &["--exe", &player.to_string_lossy()], setting, &sequence.control)?;
+    stage.merge(by, &["--exe", &player.to_string_lossy()])?;
     let needed = sizes.each.bytes().0 + MARGIN;
     while tenants.len() < sizes.most {
         let began = Instant::now();
@@ -112,7 +108,7 @@ fn start_all(
         }
         tenants.push(start()?);
     }
-    merging.stop_sampling()?;
+    stage.stop_sampling()?;
     let mut intact = true;
     for tenant in &mut tenants {
         intact &= tenant.verify()? == Verdict::Intact;
@@ -120,8 +116,7 @@ fn start_all(
     ensure!(group.kills()? == 0, "the kernel has killed a program");
     // What is unmerged comes back.
     group.lift()?;
-    let mut run = merging.end(&by.to_string(), interrupt)?;
-    sequence.control.unmerge()?;
-    run.answers_correct = Answers { before: true, during: intact, after: intact };
-    Ok((run, tenants.len()))
+    stage.end()?;
+    stage.run.answers_correct = Answers { before: true, during: intact, after: intact };
+    Ok(tenants.len())
 }

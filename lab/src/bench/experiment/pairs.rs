@@ -2,7 +2,7 @@
 //! among real programs and hard for UKSM: thin sampling rarely finds both copies.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
-use crate::bench::policy::{Enough, Policy};
+use crate::bench::policy::{Enough, KSM_EVERYTHING, KsmEverything, ORACLE, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use pagefold_workload::Segment;
 
@@ -22,27 +22,30 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let start = || [copy, copy, random].into_iter().map(|segment| setting.tenant(segment)).collect();
     let whole = mib(copy_mib).bytes().0;
     let at = |governor, seconds| {
-        Policy::pagefold_with(seconds, &["--governor", governor])
+        Pagefold::new(seconds)
+            .with(&["--governor", governor])
             .until(Enough { saved_bytes: whole - whole / 100, seconds: 0 })
     };
-    let (full, low) = (at("full", most_seconds), at("low", 2 * most_seconds));
-    let mut ours = vec![full.clone(), low];
+    let mut ours = vec![at("full", most_seconds), at("low", 2 * most_seconds)];
+    let full = ours[0].name();
     if !setting.quick {
         report.parameters([("seconds_at_most_quiet", quiet_seconds)]);
         ours.push(at("quiet", quiet_seconds));
     }
     let mut sequence = PolicySequence::take(setting)?;
-    for policy in [Policy::KsmEverything, Policy::Oracle].iter().chain(&ours) {
+    sequence.run(report, &KsmEverything, start)?;
+    sequence.run(report, &Oracle, start)?;
+    for policy in &ours {
         sequence.run(report, policy, start)?;
     }
     drop(sequence);
-    report.compare(&full.to_string());
+    report.compare(&full);
     report.bar_on_answers();
 
-    let to_99 = |policy: &Policy| report.run(&policy.to_string())?.reaching(0.99, whole);
+    let to_99 = |policy: &str| report.run(policy)?.reaching(0.99, whole);
     let reached: Vec<_> =
         report.runs.iter().filter_map(|run| Some((run.policy.clone(), run.reaching(0.99, whole)?))).collect();
-    let (own, oracles, everythings) = (to_99(&full), to_99(&Policy::Oracle), to_99(&Policy::KsmEverything));
+    let (own, oracles, everythings) = (to_99(&full), to_99(ORACLE), to_99(KSM_EVERYTHING));
     let rows = reached.iter().map(|(name, point)| (name.clone(), point.cpu_seconds())).collect();
     report.picture(
         "CPU until 99 % is saved",
@@ -56,8 +59,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     if setting.quick {
         return Ok(());
     }
-    for policy in &ours {
-        let share = report.run(&policy.to_string()).map(|run| run.saved_bytes_max as f64 / whole as f64);
+    for policy in ours.iter().map(Policy::name) {
+        let share = report.run(&policy).map(|run| run.saved_bytes_max as f64 / whole as f64);
         report.bar(format!("share saved of the possible savings, {policy}"), Limit::AtLeast(0.99), share);
     }
     let time = own.zip(oracles).map(|(own, oracles)| own.seconds / oracles.seconds);

@@ -4,7 +4,7 @@
 use super::on_request::{JUDGED, ON_KSMD};
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::guest::GuestMachine;
-use crate::bench::policy::{Enough, Policy};
+use crate::bench::policy::{Enough, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use crate::programs::{HeldFile, PYTHON, RedisData, Target, python_files, scratch};
 use pagefold_engine::units::Bytes;
@@ -55,7 +55,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
 
     let pages = mib(if setting.quick { 16 } else { 256 }).0;
-    let worst = Policy::pagefold_with(seconds, &JUDGED);
+    let worst = Pagefold::new(seconds).with(&JUDGED);
     let mut cpu = Vec::new();
     for (name, segment) in
         [("random", Segment::Random { pages, seed: 21 }), ("alike but for 8 bytes", Segment::Tails { pages, seed: 22 })]
@@ -80,13 +80,11 @@ fn compare(
     (seconds, enough): (u64, Option<Enough>),
     start: impl Fn(usize) -> anyhow::Result<Box<dyn Target>>,
 ) -> anyhow::Result<[Option<PolicyRun>; 3]> {
-    let ours = |options| {
-        let policy = Policy::pagefold_with(seconds, options);
-        enough.map_or(policy.clone(), |enough| policy.until(enough))
-    };
+    let ours = |options| Pagefold::new(seconds).with(options).until(enough);
     let mut runs = [const { None }; 3];
-    for (run, policy) in runs.iter_mut().zip([Policy::KsmEverything, ours(&ON_KSMD), ours(&JUDGED)]) {
-        *run = one(sequence, report, name, &policy, || (0..INSTANCES).map(&start).collect())?;
+    let policies: [&dyn Policy; 3] = [&KsmEverything, &ours(&ON_KSMD), &ours(&JUDGED)];
+    for (run, policy) in runs.iter_mut().zip(policies) {
+        *run = one(sequence, report, name, policy, || (0..INSTANCES).map(&start).collect())?;
     }
     Ok(runs)
 }
@@ -96,13 +94,11 @@ fn one(
     sequence: &mut PolicySequence<'_>,
     report: &mut ExperimentReport,
     name: &str,
-    policy: &Policy,
+    policy: &dyn Policy,
     start: impl FnOnce() -> anyhow::Result<Vec<Box<dyn Target>>>,
 ) -> anyhow::Result<Option<PolicyRun>> {
-    let before = report.runs.len();
     sequence.expected = None;
-    sequence.run(report, policy, start)?;
-    let Some(run) = report.runs.get_mut(before) else { return Ok(None) };
+    let Some(run) = sequence.run(report, policy, start)? else { return Ok(None) };
     run.policy = format!("{name}: {policy}");
     Ok(Some(run.clone()))
 }

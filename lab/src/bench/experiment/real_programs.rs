@@ -2,7 +2,7 @@
 
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::metric::{CPU_VS, SAVED_VS};
-use crate::bench::policy::{KSM_EVERYTHING, ORACLE, Policy};
+use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, ORACLE, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{MariaDbData, RedisData, Target, scratch};
 use pagefold_workload::Segment;
@@ -46,7 +46,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mi
         }
         Ok(targets)
     };
-    let mut policies = vec![Policy::KsmEverything, Policy::Oracle, Policy::pagefold(seconds)];
+    let mut policies: Vec<Box<dyn Policy>> =
+        vec![Box::new(KsmEverything), Box::new(Oracle), Box::new(Pagefold::new(seconds))];
     setting.add_further_peers(&mut policies, seconds);
     side_by_side(setting, report, &policies, start)?;
 

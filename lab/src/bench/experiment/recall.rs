@@ -3,7 +3,7 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::metric::{CPU_VS, Metric, SAVED_VS};
-use crate::bench::policy::{KSM_EVERYTHING, Policy};
+use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
 use crate::programs::{
     GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, QEMU, RedisData, Target,
@@ -121,22 +121,22 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         Ok(targets)
     };
     // The guests are started with `mem-merge=off`, or QEMU would mark them itself, and that counts as their owner's no.
-    let ours = Policy::pagefold_with(sizes.seconds, &["--override-opt-out", QEMU]);
-    let name = ours.to_string();
-    let mut policies = vec![Policy::KsmEverything, ours];
+    let ours = Pagefold::new(sizes.seconds).with(&["--override-opt-out", QEMU]);
+    let name = ours.name();
+    let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(KsmEverything), Box::new(ours)];
     if !setting.quick {
-        policies.insert(1, Policy::Oracle);
+        policies.insert(1, Box::new(Oracle));
     }
     setting.add_further_peers(&mut policies, sizes.seconds);
     let mut sequence = PolicySequence::take(setting)?;
     for policy in &policies {
-        sequence.run(report, policy, start)?;
+        sequence.run(report, &**policy, start)?;
     }
     drop(sequence);
     report.compare(&name);
     report.bar_on_answers();
 
-    let names = policies.iter().map(ToString::to_string).filter(|name| setting.wants(name));
+    let names = policies.iter().map(|policy| policy.name()).filter(|name| setting.wants(name));
     for (policy, snapshots) in names.zip(seen.take()) {
         put_figures(report, &policy, &snapshots);
     }

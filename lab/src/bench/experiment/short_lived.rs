@@ -4,8 +4,8 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
 use crate::bench::metric;
-use crate::bench::policy::merger::{Merger, Merging};
-use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
+use crate::bench::policy::{KsmPaced, Marks, Pagefold, Policy, Stage};
+use crate::bench::report::{Answers, ExperimentReport, Limit};
 use anyhow::{Context, ensure};
 use pagefold_engine::units::{Pages, whole};
 use pagefold_workload::{Activity, Tenant, TenantSpec, Verdict};
@@ -28,25 +28,23 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let (size_mib, cycles) = if setting.quick { (64, 2) } else { (500, 6) };
     report.parameters([("same_mib", size_mib), ("cycles", cycles)]);
     let pages = mib(size_mib);
-    let (by_default, sensitive) = (Merger::Pagefold(&[]), Merger::Pagefold(&["--preset", "sensitive"]));
-    let plan: &[(Merger, &[u64])] = if setting.quick {
-        &[(by_default, &[500]), (sensitive, &[500]), (Merger::Ksm(2000), &[500])]
+    let by_default = Pagefold::new(0);
+    let sensitive = Pagefold::new(0).with(&["--preset", "sensitive"]);
+    let ksm = KsmPaced { pages: 2000, seconds: 0 };
+    let plan: [(&dyn Policy, &[u64]); 3] = if setting.quick {
+        [(&by_default, &[500]), (&sensitive, &[500]), (&ksm, &[500])]
     } else {
-        &[
-            (by_default, &[500, 1000, 2000]),
-            (sensitive, &[4000, 2000, 1000, 500, 250]),
-            (Merger::Ksm(2000), &[2000, 1000]),
-        ]
+        [(&by_default, &[500, 1000, 2000]), (&sensitive, &[4000, 2000, 1000, 500, 250]), (&ksm, &[2000, 1000])]
     };
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
     let (mut marked, mut merged, mut at_two, mut smallest): (Option<f64>, Option<f64>, _, Option<u64>) =
         (None, None, None, None);
-    for &(by, lives) in plan {
+    for (by, lives) in plan {
         for &life_ms in lives {
             let name = name_of_lives(by, life_ms);
-            let lived = sequence
-                .conduct(report, &name, &name, |sequence| live_through(sequence, &name, by, pages, life_ms, cycles))?;
+            let lived =
+                sequence.conduct(report, &name, &name, |stage| live_through(stage, by, pages, life_ms, cycles))?;
             let Some(Lived { merged_pages, spans }) = lived else { continue };
             let shares: Vec<f64> = merged_pages.iter().map(|merged| merged / pages.0 as f64).collect();
             let share = median(shares.clone());
@@ -54,18 +52,14 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             report.figure(metric::SHARE_MERGED.of([&name]), share);
             report.figure(format!("share merged at best, {name}"), best);
             rows.push((name, share));
-            match by {
-                Merger::Pagefold([]) => {
-                    marked = Some(marked.unwrap_or(0.0).max(spans.context("the summary has no marked_spans")?));
-                    merged = Some(merged.unwrap_or(0.0).max(best));
+            if by.name() == by_default.name() {
+                marked = Some(marked.unwrap_or(0.0).max(spans.context("the summary has no marked_spans")?));
+                merged = Some(merged.unwrap_or(0.0).max(best));
+            } else if by.name() == sensitive.name() {
+                at_two = if life_ms == 2000 { Some(share) } else { at_two };
+                if share >= 0.5 {
+                    smallest = Some(smallest.map_or(life_ms, |smallest: u64| smallest.min(life_ms)));
                 }
-                Merger::Pagefold(_) => {
-                    at_two = if life_ms == 2000 { Some(share) } else { at_two };
-                    if share >= 0.5 {
-                        smallest = Some(smallest.map_or(life_ms, |smallest: u64| smallest.min(life_ms)));
-                    }
-                }
-                Merger::Ksm(_) | Merger::Nothing => {}
             }
         }
     }
@@ -87,7 +81,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-fn name_of_lives(by: Merger, life_ms: u64) -> String {
+fn name_of_lives(by: &dyn Policy, life_ms: u64) -> String {
     format!("{by}, T = {} s", life_ms as f64 / 1000.0)
 }
 
@@ -101,20 +95,18 @@ struct Lived {
 
 /// Runs `cycles` lifetimes, with merging on from the start.
 fn live_through(
-    sequence: &mut PolicySequence<'_>,
-    name: &str,
-    by: Merger,
+    stage: &mut Stage<'_>,
+    by: &dyn Policy,
     pages: Pages,
     life_ms: u64,
     cycles: u64,
-) -> anyhow::Result<(PolicyRun, Lived)> {
-    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
-    let mergeable = matches!(by, Merger::Ksm(_));
+) -> anyhow::Result<Lived> {
+    let (setting, interrupt) = (stage.setting, stage.setting.interrupt);
+    let mergeable = by.marks() == Marks::Everything;
     let activity = Activity::ShortLived { pages: pages.0, seed: 10, life_us: life_ms * 1000, mergeable };
     let mut tenant = Tenant::start(setting.player, &TenantSpec::new([]).with_activity(activity))?;
     let before = tenant.verify()? == Verdict::Intact;
-    let mut merging = Merging::begin()?;
-    merging.merge(by, &["--pid", &tenant.pid().to_string()], setting, &sequence.control)?;
+    stage.merge(by, &["--pid", &tenant.pid().to_string()])?;
     if !mergeable {
         interrupt.sleep(HEAD_START)?;
     }
@@ -128,9 +120,10 @@ fn live_through(
         interrupt.sleep(cycle.min(Duration::from_millis(500)))?;
         counters = tenant.counters()?;
     }
-    let mut run = merging.end_alone(name, interrupt)?;
+    stage.end_alone()?;
     let during = tenant.verify()? == Verdict::Intact;
-    sequence.control.unmerge()?;
+    stage.unmerge()?;
+    let run = &mut stage.run;
     run.answers_correct = Answers { before, during, after: tenant.verify()? == Verdict::Intact };
     run.forget_curve();
     let bytes = |pages: f64| Pages(whole(pages)).bytes().0;
@@ -140,7 +133,7 @@ fn live_through(
     run.saved_bytes = bytes(median(merged.clone()));
     run.lives = counters.lives;
     let spans = run.summary.as_ref().and_then(|summary| summary["marked_spans"].as_f64());
-    Ok((run, Lived { merged_pages: merged, spans }))
+    Ok(Lived { merged_pages: merged, spans })
 }
 
 #[cfg(test)]
@@ -149,6 +142,6 @@ mod tests {
 
     #[test]
     fn claims_name_these_lives() {
-        assert_eq!(name_of_lives(Merger::Ksm(2000), 2000), metric::KSM_FOR_2_S);
+        assert_eq!(name_of_lives(&KsmPaced { pages: 2000, seconds: 0 }, 2000), metric::KSM_FOR_2_S);
     }
 }

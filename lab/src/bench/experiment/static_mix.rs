@@ -2,7 +2,8 @@
 
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::metric::SAVED_PER_CPU_SECOND_VS;
-use crate::bench::policy::{KSM_PAGES, Policy};
+use crate::bench::policy::ksm::KSM_PAGES;
+use crate::bench::policy::{KsmAdvisor, KsmPaced, ORACLE, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use pagefold_engine::units::Pages;
 use pagefold_workload::Segment;
@@ -24,21 +25,23 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let pages = mib(size_mib).0;
     let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
     let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();
-    let ours = Policy::pagefold_with(seconds, &["--governor", "full"]);
-    let (paced, advised) = (Policy::KsmPaced { pages: KSM_PAGES, seconds }, Policy::KsmAdvisor { seconds });
-    let mut policies = vec![ours.clone(), paced.clone(), Policy::Oracle];
+    let ours = Pagefold::new(seconds).with(&["--governor", "full"]);
+    let ours_name = ours.name();
+    let paced = KsmPaced { pages: KSM_PAGES, seconds };
+    let advised = KsmAdvisor { at_cap: false, seconds };
+    let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(ours), Box::new(paced), Box::new(Oracle)];
     if !setting.quick {
-        policies.push(advised.clone());
+        policies.push(Box::new(advised));
     }
     setting.add_further_peers(&mut policies, if setting.quick { seconds } else { LONG_SECONDS });
     side_by_side(setting, report, &policies, start)?;
-    report.compare(&ours.to_string());
+    report.compare(&ours_name);
 
     // All but one of the equal pages.
     let whole = Pages(pages.saturating_sub(1)).bytes().0;
-    let time = |policy: &Policy| report.run(&policy.to_string())?.reaching(0.99, whole).map(|point| point.seconds);
-    let (own, oracles) = (time(&ours), time(&Policy::Oracle));
-    let Some(run) = report.run(&ours.to_string()).cloned() else { return Ok(()) };
+    let time = |policy: &str| report.run(policy)?.reaching(0.99, whole).map(|point| point.seconds);
+    let (own, oracles) = (time(&ours_name), time(ORACLE));
+    let Some(run) = report.run(&ours_name).cloned() else { return Ok(()) };
     report.figure("MiB saved within 5 s", run.saved_mib_within(5.0));
     if setting.quick {
         return Ok(());
@@ -47,12 +50,13 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.bar("share saved of the possible savings", Limit::AtLeast(0.99), Some(saved));
     let measured = own.zip(oracles).map(|(own, oracles)| own / oracles);
     report.bar("time to 99 % relative to the oracle", Limit::AtMost(2.0), measured);
-    for (peer, limit) in [(&paced, 20.0), (&Policy::Oracle, 0.6)] {
-        let measured = report.ratio(SAVED_PER_CPU_SECOND_VS, &peer.to_string());
+    for (peer, limit) in [(paced.name().as_str(), 20.0), (ORACLE, 0.6)] {
+        let measured = report.ratio(SAVED_PER_CPU_SECOND_VS, peer);
         report.bar(format!("savings per CPU second relative to {peer}"), Limit::AtLeast(limit), measured);
     }
     // A difference rather than a ratio, since the advisor may have saved nothing.
-    let advisors = report.run(&advised.to_string()).and_then(|run| run.mib_per_cpu_second().or(Some(0.0)));
+    let advised = advised.name();
+    let advisors = report.run(&advised).and_then(|run| run.mib_per_cpu_second().or(Some(0.0)));
     let more = run.mib_per_cpu_second().zip(advisors).map(|(own, advisors)| own - advisors);
     report.bar(format!("MiB per CPU second beyond those of {advised}"), Limit::AtLeast(f64::MIN_POSITIVE), more);
     Ok(())

@@ -2,12 +2,14 @@
 //! other program has too, so that every comparison of a search reads two whole pages. And what merging does to a program that reads: a
 //! word of every page, before and after, in that case and in the best one, where all pages are equal.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, side_by_side};
+use super::{Experiment, ExperimentSetting, median, mib, side_by_side};
 use crate::bench::metric;
-use crate::bench::policy::{Enough, Policy, mark_eligible};
+use crate::bench::policy::ksm::mark_eligible;
+use crate::bench::policy::{Enough, KsmEverything, KsmPaced, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Failure};
 use anyhow::ensure;
 use pagefold_engine::units::Pages;
+use pagefold_ksm::experiment::KsmForExperiment;
 use pagefold_procmem::process::Process;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::time::Instant;
@@ -31,12 +33,13 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let tails = Segment::Tails { pages: pages.0, seed: 7 };
     let start = || [tails, tails].into_iter().map(|segment| setting.tenant(segment)).collect();
     let enough = Enough { saved_bytes: pages.bytes().0 - pages.bytes().0 / 100, seconds: 0 };
-    let ours = Policy::pagefold_with(seconds, &["--governor", "full"]).until(enough);
-    let mut policies =
-        vec![ours.clone(), Policy::KsmEverything, Policy::KsmPaced { pages: 2000, seconds }, Policy::Oracle];
+    let ours = Pagefold::new(seconds).with(&["--governor", "full"]).until(enough);
+    let name = ours.name();
+    let mut policies: Vec<Box<dyn Policy>> =
+        vec![Box::new(ours), Box::new(KsmEverything), Box::new(KsmPaced { pages: 2000, seconds }), Box::new(Oracle)];
     setting.add_further_peers(&mut policies, seconds);
     side_by_side(setting, report, &policies, start)?;
-    report.compare(&ours.to_string());
+    report.compare(&name);
     if !setting.policies.is_empty() {
         return Ok(());
     }
@@ -58,7 +61,7 @@ fn read(
     segment: Segment,
 ) -> anyhow::Result<()> {
     eprintln!("{}: reading, {case}", report.experiment);
-    let mut sequence = PolicySequence::take(setting)?;
+    let mut ksm = KsmForExperiment::take(setting.interrupt)?;
     let spec = TenantSpec::new([segment]);
     let mut tenants = [Tenant::start(setting.player, &spec)?, Tenant::start(setting.player, &spec)?];
     let before = read_us(&mut tenants[0], segment.pages())?;
@@ -67,14 +70,14 @@ fn read(
         mark_eligible(&process)?;
     }
     for _ in 0..SCANS {
-        sequence.control.scan_once(setting.interrupt)?;
+        ksm.scan_once(setting.interrupt)?;
     }
-    sequence.control.stop()?;
-    let saved = sequence.control.ksm().counters()?.view(true, false).saved();
+    ksm.stop()?;
+    let saved = ksm.ksm().counters()?.view(true, false).saved();
     // Both programs' pages, but for those that stay: at most one of two.
     ensure!(saved.0 >= segment.pages().0 * 9 / 10, "only {} pages were merged", saved.0);
     let after = read_us(&mut tenants[0], segment.pages())?;
-    sequence.control.unmerge()?;
+    ksm.unmerge()?;
     report.figure(format!("{case}: us to read a word of every page, before"), before);
     report.figure(format!("{case}: us to read a word of every page, merged"), after);
     report.figure(metric::READING_SPEED.of([case]), before / after);

@@ -3,14 +3,14 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::metric;
-use crate::bench::policy::merger::{Merger, Merging};
-use crate::bench::policy::{KSM, SUBJECT};
+use crate::bench::policy::{KSM, KsmPaced, Marks, NoMerging, Pagefold, Policy, SUBJECT, Stage};
 use crate::bench::report::{Answers, ExperimentReport, Limit, MachineDescription, PolicyRun};
 use crate::programs::{GuestWork, MemoryLimit, QEMU, WorkingGuest, WorkingGuests, ZramSwap, scratch, swapped_out};
 use anyhow::{Context, ensure};
 use pagefold_engine::units::{Bytes, Pages};
 use pagefold_procmem::os::fields::kib;
 use pagefold_procmem::process::Process;
+use pagefold_report::policy::is_ours;
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -29,8 +29,6 @@ pub const OVERCOMMITTED: Experiment = Experiment {
 
 /// The kernel's default, and what is commonly configured: pages each 20 ms.
 const KSM_PAGES: [u64; 2] = [100, 1000];
-/// Their owner's no, `mem-merge=off`, is overridden.
-const OURS: Merger = Merger::Pagefold(&["--override-opt-out", QEMU]);
 /// Of each guest, at most, with what unmerging all of them at once takes.
 const NEEDED_MIB: u64 = 600;
 
@@ -53,9 +51,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     let sizes =
         Sizes { guests: usize::try_from(guests)?, memory_mib, every: Duration::from_secs(every), limit_mib: None };
-    let peers = if setting.quick { &KSM_PAGES[1..] } else { &KSM_PAGES };
-    let policies: Vec<Merger> = peers.iter().map(|&pages| Merger::Ksm(pages)).chain([OURS]).collect();
-    run_all(setting, report, &policies, &sizes)?;
+    let peers = KSM_PAGES.map(|pages| KsmPaced { pages, seconds: 0 });
+    let policies: [&dyn Policy; 3] = [&peers[0], &peers[1], &ours()];
+    run_all(setting, report, if setting.quick { &policies[1..] } else { &policies }, &sizes)?;
     report.compare(SUBJECT);
     report.bar_on_answers();
     let saved = |run: &PolicyRun| (run.policy.clone(), Bytes(run.saved_bytes).mib());
@@ -63,7 +61,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let subtitle = format!("MiB; {guests} machines of {memory_mib} MiB, one each {every} s");
     report.picture("saved when the last machine is up", subtitle, rows);
     if !setting.quick {
-        let default = Merger::Ksm(KSM_PAGES[0]).to_string();
+        let default = peers[0].name();
         let (saved, cpu) = (report.ratio(metric::SAVED_VS, &default), report.ratio(metric::CPU_VS, &default));
         report.bar(metric::VMS_SAVED, Limit::AtLeast(3.0), saved);
         report.bar(metric::VMS_CPU, Limit::AtMost(1.0), cpu);
@@ -85,8 +83,8 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
     let swap = ZramSwap::make((guests * memory_mib) << 20)?;
     let every = Duration::from_secs(every);
     let sizes = Sizes { guests: usize::try_from(guests)?, memory_mib, every, limit_mib: Some(limit_mib) };
-    let ksm = Merger::Ksm(KSM_PAGES[1]);
-    let policies = [Merger::Nothing, ksm, OURS];
+    let policies: [&dyn Policy; 3] =
+        [&NoMerging { seconds: 0 }, &KsmPaced { pages: KSM_PAGES[1], seconds: 0 }, &ours()];
     run_all(setting, report, if setting.quick { &policies[1..] } else { &policies }, &sizes)?;
     drop(swap);
     report.compare(SUBJECT);
@@ -109,7 +107,7 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
 fn run_all(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,
-    policies: &[Merger],
+    policies: &[&dyn Policy],
     sizes: &Sizes,
 ) -> anyhow::Result<()> {
     let scratch = scratch()?;
@@ -120,9 +118,9 @@ fn run_all(
     for &policy in policies {
         let name = name_of(policy);
         // QEMU marks the guests' memory by default, and mem-merge=off is their owner's no, which pagefold is told to override.
-        image.set_merge(matches!(policy, Merger::Ksm(_)));
-        let up = sequence
-            .conduct(report, &name, &name, |sequence| start_all(sequence, policy, &image, sizes, &mut expected))?;
+        image.set_merge(policy.marks() == Marks::Everything);
+        let up =
+            sequence.conduct(report, &name, &name, |stage| start_all(stage, policy, &image, sizes, &mut expected))?;
         let Some(Up { seconds, held_mib, swapped }) = up else { continue };
         report.figure(metric::VMS_SECONDS.of([&name]), seconds);
         report.figure(format!("{name}: MiB of the machines when all are up"), held_mib);
@@ -133,9 +131,14 @@ fn run_all(
     Ok(())
 }
 
+/// pagefold that overrides the guests' owner's no, `mem-merge=off`.
+fn ours() -> Pagefold {
+    Pagefold::new(0).with(&["--override-opt-out", QEMU])
+}
+
 /// What pagefold is told about the guests does not show in its name.
-fn name_of(by: Merger) -> String {
-    if by == OURS { SUBJECT.to_owned() } else { by.to_string() }
+fn name_of(by: &dyn Policy) -> String {
+    if is_ours(&by.name()) { SUBJECT.to_owned() } else { by.name() }
 }
 
 /// What was seen when all machines were up.
@@ -149,13 +152,13 @@ struct Up {
 
 /// Starts the machines under a policy. Returns what was measured until all were up.
 fn start_all(
-    sequence: &mut PolicySequence<'_>,
-    policy: Merger,
+    stage: &mut Stage<'_>,
+    policy: &dyn Policy,
     image: &WorkingGuests,
     sizes: &Sizes,
     expected: &mut Option<String>,
-) -> anyhow::Result<(PolicyRun, Up)> {
-    let (setting, interrupt) = (sequence.setting, sequence.setting.interrupt);
+) -> anyhow::Result<Up> {
+    let interrupt = stage.setting.interrupt;
     let limit = sizes.limit_mib.map(|mib| MemoryLimit::make(mib << 20)).transpose()?;
     let start = |number| {
         let guest = image.start(number)?;
@@ -166,11 +169,8 @@ fn start_all(
     let began = Instant::now();
     // Before the policy, since pagefold does not start with nothing in scope.
     let mut guests = vec![start(0)?];
-    let mut merging = Merging::begin()?;
-    if policy == OURS {
-        wait_until_executed(&guests[0], image)?;
-    }
-    merging.merge(policy, &["--exe", &image.emulator().to_string_lossy()], setting, &sequence.control)?;
+    wait_until_executed(&guests[0], image)?;
+    stage.merge(policy, &["--exe", &image.emulator().to_string_lossy()])?;
     for (number, due) in (1..sizes.guests).zip(1..) {
         interrupt.sleep((sizes.every * due).saturating_sub(began.elapsed()))?;
         guests.push(start(number)?);
@@ -179,7 +179,7 @@ fn start_all(
         interrupt.check()?;
         guest.ready()?;
     }
-    merging.stop_sampling()?;
+    stage.stop_sampling()?;
     let swapped = swapped_out()?.saturating_sub(swapped_before);
     if let Some(limit) = &limit {
         ensure!(limit.kills()? == 0, "the kernel has killed a machine: it could not swap out enough of them in time");
@@ -201,11 +201,9 @@ fn start_all(
         limit.lift()?;
     }
     // Its samples end when all are up.
-    let mut run = merging.end(&name_of(policy), interrupt)?;
-    sequence.control.unmerge()?;
-    run.answers_correct = Answers { before: true, during, after: agree()? };
-    let up = Up { seconds: run.seconds, held_mib, swapped };
-    Ok((run, up))
+    stage.end()?;
+    stage.run.answers_correct = Answers { before: true, during, after: agree()? };
+    Ok(Up { seconds: stage.run.seconds, held_mib, swapped })
 }
 
 /// Waits until a machine's process runs the emulator, and no longer the program that starts it.

@@ -3,7 +3,7 @@
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::frames::Held;
 use crate::bench::metric::{CPU_VS, Metric};
-use crate::bench::policy::{KSM_EVERYTHING, Policy};
+use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{HeldFile, Prefork, Target, php_fpm, scratch};
 use anyhow::Context;
@@ -35,7 +35,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let held = HeldFile::make(scratch.path(), file_mib)?;
     // A program that has dropped root's rights is left alone unless it is named.
     let fpm = php_fpm()?.file_name().context("php-fpm has no name")?.to_string_lossy().into_owned();
-    let ours = Policy::pagefold_with(seconds, &["--allow", &fpm]);
+    let ours = Pagefold::new(seconds).with(&["--allow", &fpm]);
+    let ours_name = ours.name();
 
     let seen: RefCell<Vec<(Prefork, Checks)>> = RefCell::default();
     let start = || {
@@ -55,27 +56,25 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     };
     // No oracle: it would mark a page that is shared by fork in some of its processes only. Once merged it stays so in the others
     // until they end, and KSM's settings cannot be restored before.
-    let mut policies = vec![Policy::KsmEverything, ours.clone()];
+    let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(KsmEverything), Box::new(ours)];
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
     for policy in &policies {
-        let runs = report.runs.len();
-        sequence.run(report, policy, start)?;
+        let name = sequence.run(report, &**policy, start)?.map(|run| run.policy.clone());
         let seen = seen.take();
-        if report.runs.len() > runs {
-            let name = policy.to_string();
+        if let Some(name) = name {
             put_figures(report, &name, &seen).with_context(|| format!("{name}: a check is missing"))?;
         }
     }
     drop(sequence);
-    report.compare(&ours.to_string());
+    report.compare(&ours_name);
     report.bar_on_answers();
     if setting.quick {
         return Ok(());
     }
     // KSM counts each process in which a page is merged, and so what was shared by fork before as saved; frames are what counts.
     let saved = |policy: &str| report.figure_of(SAVED, [policy, "all"]);
-    let saved = saved(&ours.to_string()).zip(saved(KSM_EVERYTHING)).map(|(ours, theirs)| ours / theirs);
+    let saved = saved(&ours_name).zip(saved(KSM_EVERYTHING)).map(|(ours, theirs)| ours / theirs);
     let cpu = report.ratio(CPU_VS, KSM_EVERYTHING);
     report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.95), saved);
     report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.5), cpu);

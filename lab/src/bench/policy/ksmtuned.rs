@@ -5,10 +5,12 @@
 //! `KSM_MONITOR_INTERVAL` seconds, and scans more with each look. The time of the programs that it runs for that is not
 //! charged to it.
 
+use super::{Policy, Stage};
 use crate::programs::need;
 use anyhow::{Context, bail};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
+use pagefold_procmem::os::fields::kib;
 use pagefold_procmem::os::interrupt::Interrupt;
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -21,18 +23,55 @@ use tempfile::TempDir;
 const CONFIGURATION: &str = "/etc/ksmtuned.conf";
 
 /// Makes the threshold all memory, so that it starts however much is free.
-pub const ALWAYS: (&str, &str) = ("KSM_THRES_COEF", "100");
+const ALWAYS: (&str, &str) = ("KSM_THRES_COEF", "100");
+
+/// KSM under ksmtuned with its defaults, or with a threshold that makes it start on any machine.
+#[derive(Clone, Copy, Debug)]
+pub struct Ksmtuned {
+    pub always: bool,
+    pub seconds: u64,
+}
+
+impl Policy for Ksmtuned {
+    fn name(&self) -> String {
+        let threshold = if self.always { format!(" {}={}", ALWAYS.0, ALWAYS.1) } else { String::new() };
+        format!("ksmtuned{threshold}/{}s", self.seconds)
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        let interrupt = stage.setting.interrupt;
+        let scanned_before = stage.ksm()?.ksm().counters()?.pages_scanned;
+        let script = RunningScript::start(if self.always { &[ALWAYS] } else { &[] }, interrupt)?;
+        interrupt.sleep(Duration::from_secs(self.seconds))?;
+        drop(script);
+        if stage.ksm()?.ksm().counters()?.pages_scanned == scanned_before {
+            stage.run.remark = Some(never_started()?);
+        }
+        Ok(())
+    }
+}
+
+/// What there is to say of a ksmtuned that has not started ksmd, by its own reckoning of free memory.
+fn never_started() -> anyhow::Result<String> {
+    let meminfo = fs::read("/proc/meminfo")?;
+    let of = |key| kib(&meminfo, key).map_err(anyhow::Error::msg).context("/proc/meminfo");
+    let free = (of("MemFree")? + of("Buffers")? + of("Cached")?) as f64 / of("MemTotal")? as f64;
+    Ok(format!(
+        "It never started ksmd: by default it does when less than 20 % of memory is free or cached, and {:.0} % was.",
+        100.0 * free
+    ))
+}
 
 /// The running script and what it has started: a process group of its own, which is ended when this is dropped.
 #[derive(Debug)]
-pub struct Ksmtuned {
+struct RunningScript {
     group: Pid,
     _scratch: TempDir,
 }
 
-impl Ksmtuned {
+impl RunningScript {
     /// Starts it. Whoever controls KSM must restore the knobs after its end.
-    pub fn start(settings: &[(&str, &str)], interrupt: &Interrupt) -> anyhow::Result<Self> {
+    fn start(settings: &[(&str, &str)], interrupt: &Interrupt) -> anyhow::Result<Self> {
         let script = need("ksmtuned", "ksmtuned and procps")?;
         need("pgrep", "ksmtuned and procps")?;
         refuse_settings(&fs::read_to_string(CONFIGURATION).unwrap_or_default())?;
@@ -60,7 +99,7 @@ impl Ksmtuned {
     }
 }
 
-impl Drop for Ksmtuned {
+impl Drop for RunningScript {
     fn drop(&mut self) {
         // It must be gone before the knobs are restored.
         for _ in 0..500 {
@@ -94,7 +133,7 @@ mod tests {
         let text = "loop() { while true; do sleep 0.02 & wait $!; echo $KSM_THRES_COEF >>$OUT; done; }\nloop &\necho $! >$PIDFILE\n";
         fs::write(&script, text).unwrap();
         let settings = [ALWAYS, ("OUT", out.to_str().unwrap())];
-        let running = Ksmtuned::start_script(&script, &settings, &Interrupt::default()).unwrap();
+        let running = RunningScript::start_script(&script, &settings, &Interrupt::default()).unwrap();
         let length = || fs::metadata(&out).map_or(0, |file| file.len());
         let end = std::time::Instant::now() + Duration::from_secs(20);
         while length() == 0 {
@@ -107,7 +146,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(200));
         assert_eq!(length(), then);
         fs::write(&script, "exit 3").unwrap();
-        let error = Ksmtuned::start_script(&script, &[], &Interrupt::default()).unwrap_err();
+        let error = RunningScript::start_script(&script, &[], &Interrupt::default()).unwrap_err();
         assert!(error.to_string().contains("exit status: 3"), "{error}");
     }
 

@@ -1,5 +1,6 @@
 //! The kernel's own UKSM, on a kernel with the authors' patch: it finds all memory by itself and has four governors.
 
+use super::{Kernel, Marks, Policy, Stage};
 use crate::bench::sysfs::Changed;
 use anyhow::Context;
 use pagefold_engine::units::{Bytes, Pages};
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 pub const ROOT: &str = "/sys/kernel/mm/uksm";
 
-pub const GOVERNORS: [&str; 4] = ["full", "medium", "low", "quiet"];
+const GOVERNORS: [&str; 4] = ["full", "medium", "low", "quiet"];
 
 /// UKSM's directory of sysfs.
 #[derive(Clone, Debug)]
@@ -41,6 +42,40 @@ impl Uksm {
         let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
         let pages = text.trim().parse().with_context(|| format!("{} is not a number", path.display()))?;
         Ok(Pages(pages).bytes())
+    }
+}
+
+/// UKSM under one of its governors. It needs no marks.
+#[derive(Clone, Copy, Debug)]
+pub struct GovernedUksm {
+    pub governor: &'static str,
+    pub seconds: u64,
+}
+
+impl GovernedUksm {
+    /// All governors.
+    pub fn all(seconds: u64) -> Vec<Box<dyn Policy>> {
+        GOVERNORS.iter().map(|&governor| Box::new(Self { governor, seconds }) as Box<dyn Policy>).collect()
+    }
+}
+
+impl Policy for GovernedUksm {
+    fn name(&self) -> String {
+        format!("uksm {}", self.governor)
+    }
+
+    fn marks(&self) -> Marks {
+        Marks::None
+    }
+
+    fn runs_on(&self, kernel: &Kernel) -> bool {
+        matches!(kernel, Kernel::Uksm(_))
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        let driven = stage.uksm()?.drive(self.governor)?;
+        stage.undo_at_end(driven);
+        stage.sleep(self.seconds)
     }
 }
 

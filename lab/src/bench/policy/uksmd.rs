@@ -2,11 +2,10 @@
 //! kernel's default. It needs system calls that only pf-kernel has, so its rules are followed here, as of its README and
 //! source (<https://codeberg.org/pf-kernel/uksmd>, <https://github.com/CachyOS/uksmd>).
 
-use crate::bench::policy::mark_eligible;
+use super::ksm::mark_eligible;
+use super::{Marks, Policy, Stage};
 use anyhow::Context;
 use pagefold_ksm::Knob;
-use pagefold_ksm::experiment::KsmForExperiment;
-use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_procmem::process::Process;
 use std::fs;
 use std::time::{Duration, Instant};
@@ -20,33 +19,46 @@ const OLD_SECONDS: f64 = 30.0;
 /// Programs that it leaves alone, by name.
 const INCOMPATIBLE: [&[u8]; 3] = [b"mariadbd", b"mysqld", b"p2pool"];
 
-/// Follows the rules for some time. Returns the bytes marked.
-pub fn follow(
-    control: &KsmForExperiment,
-    processes: &[Process],
-    time: Duration,
-    interrupt: &Interrupt,
-) -> anyhow::Result<u64> {
-    let end = Instant::now() + time;
-    control.set(Knob::Run, 1)?;
-    let mut marked = vec![0; processes.len()];
-    let mut scans_then = None;
-    loop {
-        let scans = control.ksm().full_scans()?;
-        if scans_then != Some(scans) || control.ksm().counters()?.pages_volatile.0 == 0 {
-            for (process, marked) in processes.iter().zip(&mut marked) {
-                if is_chosen(&process.stat()?.comm, age_seconds(process)?) {
-                    // The daemon marks a process with all that it will map; here what is new is marked at the next look.
-                    *marked = mark_eligible(process)?;
+/// KSM by uksmd's rules.
+#[derive(Clone, Copy, Debug)]
+pub struct UksmdRules {
+    pub seconds: u64,
+}
+
+impl Policy for UksmdRules {
+    fn name(&self) -> String {
+        format!("uksmd's rules/{}s", self.seconds)
+    }
+
+    fn marks(&self) -> Marks {
+        Marks::None
+    }
+
+    /// Follows the rules until the time is up.
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        stage.ksm()?.set(Knob::Run, 1)?;
+        let end = Instant::now() + Duration::from_secs(self.seconds);
+        let mut marked = vec![0; stage.processes().len()];
+        let mut scans_then = None;
+        loop {
+            let ksm = stage.ksm()?.ksm();
+            let (scans, is_calm) = (ksm.full_scans()?, ksm.counters()?.pages_volatile.0 == 0);
+            if scans_then != Some(scans) || is_calm {
+                for (process, marked) in stage.processes().iter().zip(&mut marked) {
+                    if is_chosen(&process.stat()?.comm, age_seconds(process)?) {
+                        // The daemon marks a process with all that it will map; here what is new is marked at the next look.
+                        *marked = mark_eligible(process)?;
+                    }
                 }
+                scans_then = Some(scans);
             }
-            scans_then = Some(scans);
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                stage.run.marked_bytes = Some(marked.iter().sum());
+                return Ok(());
+            }
+            stage.setting.interrupt.sleep(EVERY.min(left))?;
         }
-        let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Ok(marked.iter().sum());
-        }
-        interrupt.sleep(EVERY.min(left))?;
     }
 }
 

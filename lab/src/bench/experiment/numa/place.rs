@@ -2,7 +2,7 @@
 
 use super::NumaSizes;
 use crate::bench::experiment::{ExperimentSetting, PolicySequence};
-use crate::bench::policy::{KSM_EVERYTHING, Policy};
+use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Placed};
 use crate::programs::Target;
 use anyhow::{Context, ensure};
@@ -84,10 +84,10 @@ pub fn run(
     sizes: NumaSizes,
     report: &mut ExperimentReport,
 ) -> anyhow::Result<()> {
-    let pagefold = |placement: &str| Policy::pagefold_with(sizes.seconds, &["--placement", placement]);
+    let pagefold = |placement: &str| Pagefold::new(sizes.seconds).with(&["--placement", placement]);
     let two: Group<'_> = &[(0, 0), (1, 0)];
     let mut stage = Stage { setting, nodes, pages: sizes.pages, sequence: PolicySequence::take(setting)? };
-    stage.run(report, &Policy::KsmEverything, two, "")?;
+    stage.run(report, &KsmEverything, two, "")?;
     // Alternate, so that other load affects both. The first turn also warms up an emulator.
     for turn in 0..sizes.turns {
         let mut pair = ["kernel", "fair"];
@@ -111,9 +111,8 @@ pub fn run(
             // Start anew, since the number of answers depends on the number of programs.
             drop(stage);
             stage = Stage { setting, nodes, pages: sizes.pages, sequence: PolicySequence::take(setting)? };
-            for policy in [Policy::KsmEverything, pagefold("fair")] {
-                stage.run(report, &policy, group, name)?;
-            }
+            stage.run(report, &KsmEverything, group, name)?;
+            stage.run(report, &pagefold("fair"), group, name)?;
         }
     }
     Ok(())
@@ -135,12 +134,11 @@ impl Stage<'_> {
     fn run(
         &mut self,
         report: &mut ExperimentReport,
-        policy: &Policy,
+        policy: &dyn Policy,
         group: Group<'_>,
         name: &str,
     ) -> anyhow::Result<()> {
         let snapshots: RefCell<Vec<Snapshots>> = RefCell::default();
-        let before = report.runs.len();
         let start = || {
             let start = |&(node, nice): &(usize, i32)| {
                 let node = self.nodes.nodes.get(node).context("a program is assigned to a node that does not exist")?;
@@ -150,8 +148,7 @@ impl Stage<'_> {
             };
             group.iter().map(start).collect()
         };
-        self.sequence.run(report, policy, start)?;
-        let Some(run) = report.runs.get_mut(before) else { return Ok(()) };
+        let Some(run) = self.sequence.run(report, policy, start)? else { return Ok(()) };
         run.beside(name);
         let mut frames = BTreeSet::new();
         let mut merged = 0;

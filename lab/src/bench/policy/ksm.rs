@@ -1,0 +1,280 @@
+//! KSM by itself, with what the kernel has to drive it, and at its best.
+
+use super::{KSM_EVERYTHING, Kernel, Marks, NO_MERGING, ORACLE, Policy, Stage};
+use crate::bench::sysfs::Changed;
+use anyhow::bail;
+use pagefold_engine::units::{Permyriad, whole};
+use pagefold_host::scope::eligible::eligible_spans;
+use pagefold_inject::mark::mark;
+use pagefold_ksm::experiment::{ExperimentError, KsmForExperiment};
+use pagefold_ksm::{KSM_ROOT, Knob};
+use pagefold_procmem::os::interrupt::Interrupt;
+use pagefold_procmem::process::Process;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// `max_page_sharing` where the policy may choose: most of the gain of longer lists over chains of full ones, at a
+/// sixteenth of the reverse-map walk.
+const LONG_SHARING: u64 = 4096;
+
+/// Pages that ksmd scans each 20 ms, as commonly configured.
+pub const KSM_PAGES: u64 = 1000;
+
+/// Pages in a batch of the unpaced scan: some tens of milliseconds, so that it can be stopped.
+const BATCH_PAGES: u64 = 20_000;
+
+/// Number of ksmd scans without further savings after which KSM counts as done.
+const QUIET_SCANS: u32 = 2;
+
+/// Smart scan skips a page in up to eight scans in a row, so the average cost of a scan takes nine.
+const LATER_SCANS: u32 = 9;
+
+/// Enough time for a scan of gigabytes with long chains.
+const EVERYTHING_LIMIT: Duration = Duration::from_secs(600);
+
+/// Nothing is merged.
+#[derive(Clone, Copy, Debug)]
+pub struct NoMerging {
+    pub seconds: u64,
+}
+
+impl Policy for NoMerging {
+    fn name(&self) -> String {
+        NO_MERGING.to_owned()
+    }
+
+    fn marks(&self) -> Marks {
+        Marks::None
+    }
+
+    fn runs_on(&self, _kernel: &Kernel) -> bool {
+        true
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        stage.sleep(self.seconds)
+    }
+}
+
+/// KSM, a fixed number of pages every 20 ms.
+#[derive(Clone, Copy, Debug)]
+pub struct KsmPaced {
+    pub pages: u64,
+    pub seconds: u64,
+}
+
+impl Policy for KsmPaced {
+    fn name(&self) -> String {
+        format!("ksm-{}/20ms", self.pages)
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        scan_paced(stage.ksm()?, self.pages)?;
+        stage.sleep(self.seconds)
+    }
+}
+
+/// KSM with its own advisor, or that at its cap: a whole core, and scans of a second as its aim, so that the core is what limits it.
+#[derive(Clone, Copy, Debug)]
+pub struct KsmAdvisor {
+    pub at_cap: bool,
+    pub seconds: u64,
+}
+
+impl Policy for KsmAdvisor {
+    fn name(&self) -> String {
+        let cap = if self.at_cap { " at its cap" } else { "" };
+        format!("ksm-advisor{cap}/{}s", self.seconds)
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        if self.at_cap {
+            for (file, value) in [("advisor_max_cpu", "100"), ("advisor_target_scan_time", "1")] {
+                stage.undo_at_end(Changed::to(Path::new(KSM_ROOT).join(file), value)?);
+            }
+        }
+        let ksm = stage.ksm()?;
+        ksm.set_advisor("scan-time")?;
+        ksm.set(Knob::Run, 1)?;
+        stage.sleep(self.seconds)
+    }
+}
+
+/// KSM whose batches, one every 20 ms, are adjusted so that ksmd takes this share of a core.
+#[derive(Clone, Copy, Debug)]
+pub struct KsmSteered {
+    pub share: Permyriad,
+    pub seconds: u64,
+}
+
+impl Policy for KsmSteered {
+    fn name(&self) -> String {
+        format!("ksm at {:.2} %", 100.0 * self.share.fraction())
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        let interrupt = stage.setting.interrupt;
+        steer(self.share.fraction(), Duration::from_secs(self.seconds), stage.ksm()?, interrupt)
+    }
+}
+
+/// KSM with its defaults, scanning without a pause until scans save nothing more.
+#[derive(Clone, Copy, Debug)]
+pub struct KsmEverything;
+
+impl Policy for KsmEverything {
+    fn name(&self) -> String {
+        KSM_EVERYTHING.to_owned()
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        let interrupt = stage.setting.interrupt;
+        scan_until_quiet(stage.ksm()?, interrupt)?;
+        measure_later_scans(stage)
+    }
+}
+
+/// All pages are read beforehand; extents with many duplicates are marked and merged at once.
+#[derive(Clone, Copy, Debug)]
+pub struct Oracle;
+
+impl Policy for Oracle {
+    fn name(&self) -> String {
+        ORACLE.to_owned()
+    }
+
+    fn marks(&self) -> Marks {
+        Marks::Duplicates
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        let interrupt = stage.setting.interrupt;
+        burst(stage.ksm()?, interrupt)?;
+        measure_later_scans(stage)
+    }
+}
+
+/// Measures the CPU time of a scan when nothing is left to merge, beside the samples.
+fn measure_later_scans(stage: &mut Stage<'_>) -> anyhow::Result<()> {
+    stage.stop_sampling()?;
+    let interrupt = stage.setting.interrupt;
+    let ksm = stage.ksm()?;
+    let before_ns = ksm.ksmd().cpu_ns()?;
+    for _ in 0..LATER_SCANS {
+        ksm.scan_once(interrupt)?;
+    }
+    let spent = Duration::from_nanos(ksm.ksmd().cpu_ns()?.saturating_sub(before_ns));
+    stage.run.cpu_ksmd_seconds_per_later_scan = Some(spent.as_secs_f64() / f64::from(LATER_SCANS));
+    Ok(())
+}
+
+/// Marks all of a process that no rule leaves out. Returns the bytes marked.
+pub fn mark_eligible(process: &Process) -> anyhow::Result<u64> {
+    Ok(mark(process, &eligible_spans(process)?)?.0)
+}
+
+/// Lets ksmd scan so many pages each 20 ms, its pause after [`KsmForExperiment::kernel_defaults`].
+fn scan_paced(control: &KsmForExperiment, pages: u64) -> Result<(), ExperimentError> {
+    control.set(Knob::PagesToScan, pages)?;
+    control.set(Knob::Run, 1)
+}
+
+fn saved_pages(control: &KsmForExperiment) -> anyhow::Result<u64> {
+    Ok(control.ksm().counters()?.view(true, false).saved().0)
+}
+
+/// Returns whether savings grew by more than the fluctuation of a running program's pages: one in a thousand, and a
+/// few.
+fn is_more(saved: u64, before: u64) -> bool {
+    saved > before + before / 1000 + 16
+}
+
+fn scan_until_quiet(control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
+    control.set(Knob::PagesToScan, BATCH_PAGES)?;
+    control.set(Knob::SleepMillisecs, 0)?;
+    let first = control.ksm().full_scans()?;
+    control.set(Knob::Run, 1)?;
+    let (mut scans, mut most, mut quiet) = (first, 0, 0);
+    let done = interrupt.wait(EVERYTHING_LIMIT, || {
+        let now = control.ksm().full_scans()?;
+        if now == scans {
+            return Ok(None);
+        }
+        scans = now;
+        let saved = saved_pages(control)?;
+        // The first scan cannot merge anything.
+        quiet = if now < first + 2 || is_more(saved, most) { 0 } else { quiet + 1 };
+        most = most.max(saved);
+        anyhow::Ok((quiet >= QUIET_SCANS).then_some(()))
+    })?;
+    control.stop()?;
+    if done.is_none() {
+        bail!("KSM's savings still grow after {EVERYTHING_LIMIT:?}");
+    }
+    Ok(())
+}
+
+/// Sets the size of ksmd's batches every half second so that by the end of the next one it has taken `share` of a core
+/// on average since the start.
+fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
+    const EVERY: Duration = Duration::from_millis(500);
+    let began = Instant::now();
+    let spent_then = control.ksmd().cpu_ns()?;
+    let (mut pages, mut spent) = (100.0, 0.0);
+    scan_paced(control, 100)?;
+    while began.elapsed() < time {
+        interrupt.sleep(EVERY.min(time.saturating_sub(began.elapsed())))?;
+        let now = Duration::from_nanos(control.ksmd().cpu_ns()?.saturating_sub(spent_then)).as_secs_f64();
+        let wanted = share * (began.elapsed() + EVERY).as_secs_f64() - now;
+        pages = next_batch(pages, now - spent, wanted);
+        spent = now;
+        control.set(Knob::PagesToScan, whole(pages.round()))?;
+    }
+    Ok(control.stop()?)
+}
+
+/// The batch size with which ksmd spends `wanted` seconds, given that it spent `spent` with batches of `pages`. The
+/// cost of a page varies with its content, so a step is at most fourfold.
+fn next_batch(pages: f64, spent: f64, wanted: f64) -> f64 {
+    let factor = if spent > 0.0 { wanted / spent } else { 4.0 };
+    (pages * factor.clamp(0.25, 4.0)).clamp(1.0, 100_000.0)
+}
+
+/// Runs two ksmd scans, of which the second merges, and up to two more while they save more.
+fn burst(control: &mut KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
+    const MOST_SCANS: u32 = 4;
+    control.set(Knob::MaxPageSharing, LONG_SHARING)?;
+    control.set(Knob::UseZeroPages, 1)?;
+    let began = Instant::now();
+    let mut before = 0;
+    for scan in 0..MOST_SCANS {
+        control.scan_once(interrupt)?;
+        let saved = saved_pages(control)?;
+        if scan >= 2 && !is_more(saved, before) || began.elapsed() > EVERYTHING_LIMIT {
+            break;
+        }
+        before = saved;
+    }
+    Ok(control.stop()?)
+}
+
+#[cfg(test)]
+#[allow(clippy::float_cmp)] // exact results
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_follow_the_wanted_time_within_bounds() {
+        assert_eq!(next_batch(100.0, 0.5, 0.25), 50.0);
+        assert_eq!(next_batch(100.0, 0.0, 0.25), 400.0);
+        assert_eq!(next_batch(100.0, 0.5, -1.0), 25.0);
+        assert_eq!((next_batch(1.0, 1.0, 0.0), next_batch(90_000.0, 1.0, 9.0)), (1.0, 100_000.0));
+        // With 10 us a page and 20 ms between batches, a few steps reach 5 % of a core.
+        let mut pages = 100.0;
+        for _ in 0..6 {
+            let spent = pages * 25.0 * 10e-6;
+            pages = next_batch(pages, spent, 0.05 * 0.5);
+        }
+        assert_eq!(pages, 100.0);
+    }
+}

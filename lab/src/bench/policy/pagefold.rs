@@ -1,0 +1,64 @@
+//! `pagefold run`.
+
+use super::{Marks, Policy, SUBJECT, Stage};
+use std::time::Duration;
+
+/// `pagefold run` with some options.
+#[derive(Clone, Debug)]
+pub struct Pagefold {
+    seconds: u64,
+    options: Vec<String>,
+    enough: Option<Enough>,
+}
+
+/// The savings and time after which a daemon may end early: both must be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Enough {
+    pub saved_bytes: u64,
+    pub seconds: u64,
+}
+
+impl Pagefold {
+    /// With its defaults, for so long at most.
+    pub fn new(seconds: u64) -> Self {
+        Self { seconds, options: Vec::new(), enough: None }
+    }
+
+    /// With these options.
+    #[must_use]
+    pub fn with(mut self, options: &[&str]) -> Self {
+        self.options = options.iter().map(|&option| option.to_owned()).collect();
+        self
+    }
+
+    /// Ends early when enough is saved.
+    #[must_use]
+    pub fn until(mut self, enough: impl Into<Option<Enough>>) -> Self {
+        self.enough = enough.into();
+        self
+    }
+}
+
+impl Policy for Pagefold {
+    fn name(&self) -> String {
+        let words: Vec<&str> = [SUBJECT].into_iter().chain(self.options.iter().map(String::as_str)).collect();
+        words.join(" ")
+    }
+
+    fn marks(&self) -> Marks {
+        Marks::None
+    }
+
+    fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        stage.start_pagefold(&self.options)?;
+        let interrupt = stage.setting.interrupt;
+        interrupt.wait(Duration::from_secs(self.seconds), || {
+            let (now, has_ended) = stage.pagefold_so_far()?;
+            let is_done = self
+                .enough
+                .is_some_and(|enough| now.saved_bytes >= enough.saved_bytes && now.seconds >= enough.seconds as f64);
+            anyhow::Ok((has_ended || is_done).then_some(()))
+        })?;
+        Ok(())
+    }
+}
