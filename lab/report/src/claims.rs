@@ -13,20 +13,18 @@ pub struct Claim {
     pub what: &'static str,
     /// What the paper gives.
     pub paper: &'static str,
-    pub here: Here,
+    /// What measures it here. Empty: no experiment does.
+    pub experiment: &'static str,
+    /// Why no experiment measures it.
+    pub unmeasured: &'static str,
+    ours: &'static [Cell],
+    peers: &'static [Cell],
+    judge: Judge,
 }
 
-/// What measures a claim here.
-pub enum Here {
-    Experiment {
-        name: &'static str,
-        ours: &'static [Cell],
-        peers: &'static [Cell],
-        judge: Judge,
-    },
-    /// No experiment does; this says what there is instead.
-    Not(&'static str),
-}
+/// A claim of which nothing is said yet.
+const CLAIM: Claim =
+    Claim { id: "", what: "", paper: "", experiment: "", unmeasured: "", ours: &[], peers: &[], judge: Judge::Shown };
 
 /// A value to show: where it comes from, and what it is, after its unit.
 pub struct Cell(Value, &'static str);
@@ -55,6 +53,8 @@ const fn target_of(metric: Metric, of: &'static [&'static str], what: &'static s
 
 /// How it is judged.
 pub enum Judge {
+    /// By the targets that are shown of ours, whatever they are measured of.
+    Shown,
     /// By all targets of the experiment.
     AllTargets,
     /// By these targets, whatever they are measured of.
@@ -95,309 +95,260 @@ pub const CLAIMS: [Claim; 23] = [
         id: "K1",
         what: "Worst case: two programs of 1 GiB (here a quarter) whose pages differ from each other in the last 8 bytes only",
         paper: "96 s to merge, 10 MB/s; further copies 34 s, 30 MB/s",
-        here: Here::Experiment {
-            name: "tails",
-            ours: &[Cell(MIB_PER_SECOND, "")],
-            peers: &[Cell(MIB_PER_SECOND, "")],
-            judge: Judge::AtLeast(10.0),
-        },
+        experiment: "tails",
+        ours: &[Cell(MIB_PER_SECOND, "")],
+        peers: &[Cell(MIB_PER_SECOND, "")],
+        judge: Judge::AtLeast(10.0),
+        ..CLAIM
     },
     Claim {
         id: "K2",
         what: "Best case: all pages of 1 GiB are identical (here: 2 GiB, beside 2 GiB of random pages)",
         paper: "4 s, 256 MB/s",
-        here: Here::Experiment {
-            name: "static-mix",
-            ours: &[Cell(MIB_PER_SECOND, "")],
-            peers: &[Cell(MIB_PER_SECOND, "")],
-            judge: Judge::AtLeast(244.0),
-        },
+        experiment: "static-mix",
+        ours: &[Cell(MIB_PER_SECOND, "")],
+        peers: &[Cell(MIB_PER_SECOND, "")],
+        judge: Judge::AtLeast(244.0),
+        ..CLAIM
     },
     Claim {
         id: "K3",
         what: "Reading a word of every page, before and after merging",
         paper: "as fast in the worst case, about 4 times as fast in the best",
-        here: Here::Experiment {
-            name: "tails",
-            ours: &[
-                figure(metric::READING_SPEED, &[metric::WORST_CASE], " in the worst case"),
-                figure(metric::READING_SPEED, &[metric::BEST_CASE], " in the best"),
-            ],
-            peers: &[],
-            judge: Judge::AtLeast(1.0),
-        },
+        experiment: "tails",
+        ours: &[
+            figure(metric::READING_SPEED, &[metric::WORST_CASE], " in the worst case"),
+            figure(metric::READING_SPEED, &[metric::BEST_CASE], " in the best"),
+        ],
+        judge: Judge::AtLeast(1.0),
+        ..CLAIM
     },
     Claim {
         id: "K4",
         what: "12 GiB allocated on a machine with 4 GiB",
         paper: "fits",
-        here: Here::Experiment {
-            name: "overcommit",
-            ours: &[target(metric::FITTING_OF_LIMIT, " a limit of 512 MiB")],
-            peers: &[figure(metric::FITTING_MEMORY, &[KSM], " with KSM")],
-            judge: Judge::Targets(&[metric::FITTING_OF_LIMIT]),
-        },
+        experiment: "overcommit",
+        ours: &[target(metric::FITTING_OF_LIMIT, " a limit of 512 MiB")],
+        peers: &[figure(metric::FITTING_MEMORY, &[KSM], " with KSM")],
+        ..CLAIM
     },
     Claim {
         id: "U1",
         what: "Static mix: one content beside random pages (there 4 GiB of each, here half)",
         paper: "merged in 5 s, by KSM in 611, 95, 61 s at 100, 1000, 2000 pages per 20 ms; 8.3, 12.6, 11.5 times KSM's MB per CPU second",
-        here: Here::Experiment {
-            name: "static-mix",
-            ours: &[Cell(SECONDS_TO_99, ""), Cell(MIB_PER_CPU_SECOND, ""), Cell(CPU_AFTER, "")],
-            peers: &[Cell(SECONDS_TO_99, ""), Cell(MIB_PER_CPU_SECOND, ""), Cell(CPU_AFTER, "")],
-            judge: Judge::AllTargets,
-        },
+        experiment: "static-mix",
+        ours: &[Cell(SECONDS_TO_99, ""), Cell(MIB_PER_CPU_SECOND, ""), Cell(CPU_AFTER, "")],
+        peers: &[Cell(SECONDS_TO_99, ""), Cell(MIB_PER_CPU_SECOND, ""), Cell(CPU_AFTER, "")],
+        judge: Judge::AllTargets,
+        ..CLAIM
     },
     Claim {
         id: "U2",
         what: "One content of which a page is rewritten with the same content every 10 ms",
         paper: "left alone by default; with the filter off and equal CPU, KSM saves a third to a fifth",
-        here: Here::Experiment {
-            name: "cow-breaker",
-            ours: &[
-                figure(metric::MERGED_AT_END, &[], "share merged at the end, by default"),
-                target(metric::SAVED_UNFILTERED, " KSM's savings at equal CPU, filter off (least)"),
-            ],
-            peers: &[],
-            judge: Judge::AllTargets,
-        },
+        experiment: "cow-breaker",
+        ours: &[
+            figure(metric::MERGED_AT_END, &[], "share merged at the end, by default"),
+            target(metric::SAVED_UNFILTERED, " KSM's savings at equal CPU, filter off (least)"),
+        ],
+        judge: Judge::AllTargets,
+        ..CLAIM
     },
     Claim {
         id: "U3",
         what: "Short-lived: 500 MB of one content, mapped for T and unmapped for T",
         paper: "ignored by default; tuned, almost all is merged at T = 0.2 s, where KSM at half a core merges none below 2 s",
-        here: Here::Experiment {
-            name: "short-lived",
-            ours: &[
-                figure(metric::SMALLEST_LIFETIME, &[], ", smallest T at which half is merged, sensitive"),
-                target(metric::MERGED_AT_BEST, "share merged by default, at best"),
-            ],
-            peers: &[figure(metric::SHARE_MERGED, &[metric::KSM_FOR_2_S], "share merged by KSM at T = 2 s")],
-            judge: Judge::AtMost(0.25),
-        },
+        experiment: "short-lived",
+        ours: &[
+            figure(metric::SMALLEST_LIFETIME, &[], ", smallest T at which half is merged, sensitive"),
+            target(metric::MERGED_AT_BEST, "share merged by default, at best"),
+        ],
+        peers: &[figure(metric::SHARE_MERGED, &[metric::KSM_FOR_2_S], "share merged by KSM at T = 2 s")],
+        judge: Judge::AtMost(0.25),
+        ..CLAIM
     },
     Claim {
         id: "U4",
         what: "25 virtual machines of 512 MB, started 10 s apart",
         paper: "3 times what KSM, and 2 times what XLH has merged when all are up",
-        here: Here::Experiment {
-            name: "vms",
-            ours: &[
-                target(metric::VMS_SAVED, " what KSM by default has saved when all of ten are up"),
-                target(metric::VMS_CPU, " its CPU time"),
-            ],
-            peers: &[],
-            judge: Judge::Targets(&[metric::VMS_SAVED, metric::VMS_CPU]),
-        },
+        experiment: "vms",
+        ours: &[
+            target(metric::VMS_SAVED, " what KSM by default has saved when all of ten are up"),
+            target(metric::VMS_CPU, " its CPU time"),
+        ],
+        ..CLAIM
     },
     Claim {
         id: "U5",
         what: "40 virtual machines of 1 GB, overcommitted",
         paper: "no swap (KSM: 1.3 GB), half of KSM's CPU, up in 420 s instead of 550",
-        here: Here::Experiment {
-            name: "vms-overcommitted",
-            ours: &[
-                target(metric::VMS_SWAPPED, " swapped out"),
-                target(metric::VMS_SECONDS_OF_KSM, "of KSM's time"),
-                target(metric::VMS_CPU_OF_KSM, "of KSM's CPU time"),
-            ],
-            peers: &[figure(metric::VMS_SWAPPED, &[KSM], " swapped out by KSM")],
-            judge: Judge::AllTargets,
-        },
+        experiment: "vms-overcommitted",
+        ours: &[
+            target(metric::VMS_SWAPPED, " swapped out"),
+            target(metric::VMS_SECONDS_OF_KSM, "of KSM's time"),
+            target(metric::VMS_CPU_OF_KSM, "of KSM's CPU time"),
+        ],
+        peers: &[figure(metric::VMS_SWAPPED, &[KSM], " swapped out by KSM")],
+        judge: Judge::AllTargets,
+        ..CLAIM
     },
     Claim {
         id: "U6",
         what: "Three WordPress containers under load",
         paper: "61 % of the anonymous memory; CPU mostly below 1 %, at most 3 %",
-        here: Here::Experiment {
-            name: "containers",
-            ours: &[
-                target(metric::MEMORY_OF_UNMERGED, "of the anonymous memory"),
-                target(metric::CPU_MEDIAN_SECOND, " in the median second"),
-                target(metric::CPU_BUSIEST_SECOND, " in the busiest second"),
-            ],
-            peers: &[figure(metric::MEMORY_OF_UNMERGED, &[KSM], "of the anonymous memory with KSM")],
-            judge: Judge::Targets(&[metric::MEMORY_OF_UNMERGED, metric::CPU_MEDIAN_SECOND, metric::CPU_BUSIEST_SECOND]),
-        },
+        experiment: "containers",
+        ours: &[
+            target(metric::MEMORY_OF_UNMERGED, "of the anonymous memory"),
+            target(metric::CPU_MEDIAN_SECOND, " in the median second"),
+            target(metric::CPU_BUSIEST_SECOND, " in the busiest second"),
+        ],
+        peers: &[figure(metric::MEMORY_OF_UNMERGED, &[KSM], "of the anonymous memory with KSM")],
+        ..CLAIM
     },
     Claim {
         id: "U7",
         what: "Desktop: PDF viewer, browser, image editor",
         paper: "415, 27 and 39 MB within 2, 5 and 1 s",
-        here: Here::Not("browsers are on the list of programs that are left alone, and no experiment runs the others"),
+        unmeasured: "browsers are on the list of programs that are left alone, and no experiment runs the others",
+        ..CLAIM
     },
     Claim {
         id: "U8",
         what: "Hashing only as much of a page as is needed",
         paper: "5.9 times as fast as full hashes on pages that differ everywhere, 2.5 times on identical ones; mostly below 100 of 1024 words",
-        here: Here::Experiment {
-            name: "hash",
-            ours: &[
-                target_of(metric::HASH_SPEED, &[metric::PAPER32], " its full hash, paper's form"),
-                target_of(metric::HASH_SPEED, &[metric::LINES], " its full hash, by cache lines"),
-            ],
-            peers: &[],
-            judge: Judge::Targets(&[metric::HASH_SPEED, metric::HASH_SPEED_OF_XXH64]),
-        },
+        experiment: "hash",
+        ours: &[
+            target_of(metric::HASH_SPEED, &[metric::PAPER32], " its full hash, paper's form"),
+            target_of(metric::HASH_SPEED, &[metric::LINES], " its full hash, by cache lines"),
+        ],
+        judge: Judge::Targets(&[metric::HASH_SPEED, metric::HASH_SPEED_OF_XXH64]),
+        ..CLAIM
     },
     Claim {
         id: "U9",
         what: "Cost to other programs (SPEC CPU there; here what a neighbour notices)",
         paper: "below 3.0 % on a shared core, 1.5 % otherwise",
-        here: Here::Experiment {
-            name: "neighbours",
-            ours: &[
-                target_of(metric::P99_LIMIT, &[metric::WHILE_MERGING], "of undisturbed, p99 of a server while merging"),
-                target_of(metric::P99_LIMIT, &[metric::AT_REST], "at rest"),
-            ],
-            peers: &[
-                figure(
-                    metric::P99_OF_UNDISTURBED,
-                    &[KSM, "", metric::WHILE_MERGING, metric::MEDIAN],
-                    "KSM while merging",
-                ),
-                figure(metric::P99_OF_UNDISTURBED, &[KSM, "", metric::AT_REST, metric::MEDIAN], "KSM at rest"),
-            ],
-            judge: Judge::Targets(&[metric::P99_LIMIT]),
-        },
+        experiment: "neighbours",
+        ours: &[
+            target_of(metric::P99_LIMIT, &[metric::WHILE_MERGING], "of undisturbed, p99 of a server while merging"),
+            target_of(metric::P99_LIMIT, &[metric::AT_REST], "at rest"),
+        ],
+        peers: &[
+            figure(metric::P99_OF_UNDISTURBED, &[KSM, "", metric::WHILE_MERGING, metric::MEDIAN], "KSM while merging"),
+            figure(metric::P99_OF_UNDISTURBED, &[KSM, "", metric::AT_REST, metric::MEDIAN], "KSM at rest"),
+        ],
+        ..CLAIM
     },
     Claim {
         id: "U10",
         what: "Nothing to merge",
         paper: "0.2 % of a core",
-        here: Here::Experiment {
-            name: "idle",
-            ours: &[target(metric::CPU_WATCHING, "")],
-            peers: &[],
-            judge: Judge::Targets(&[metric::CPU_WATCHING]),
-        },
+        experiment: "idle",
+        ours: &[target(metric::CPU_WATCHING, "")],
+        ..CLAIM
     },
     Claim {
         id: "U11",
         what: "Governors full, medium, low, quiet",
         paper: "95 % and 2 s; each next one half the CPU and twice the round; quiet 1 % and 20 s",
-        here: Here::Experiment {
-            name: "governors",
-            ours: &[
-                figure(metric::LARGEST_SHARE, &[metric::FULL, "1"], ", full, over 1 s"),
-                figure(metric::LARGEST_SHARE, &[metric::QUIET, "10"], ", quiet, over 10 s"),
-            ],
-            peers: &[],
-            judge: Judge::AllTargets,
-        },
+        experiment: "governors",
+        ours: &[
+            figure(metric::LARGEST_SHARE, &[metric::FULL, "1"], ", full, over 1 s"),
+            figure(metric::LARGEST_SHARE, &[metric::QUIET, "10"], ", quiet, over 10 s"),
+        ],
+        judge: Judge::AllTargets,
+        ..CLAIM
     },
     Claim {
         id: "C1",
         what: "Comparisons of pages with trees for each class, against two trees",
         paper: "57-71 % by address, 56-86 % by write count, 56-77 % by sub-page writes",
-        here: Here::Experiment {
-            name: "classes",
-            ours: &[
-                target_of(metric::CLASS_COMPARISONS, &[metric::CMD_ADDRESS], "by address"),
-                target_of(metric::CLASS_COMPARISONS, &[metric::CMD_PAGECOUNT], "by write count"),
-                target_of(metric::CLASS_COMPARISONS, &[metric::CMD_SUBPAGE], "by sub-page writes"),
-            ],
-            peers: &[],
-            judge: Judge::Targets(&[metric::CLASS_COMPARISONS]),
-        },
+        experiment: "classes",
+        ours: &[
+            target_of(metric::CLASS_COMPARISONS, &[metric::CMD_ADDRESS], "by address"),
+            target_of(metric::CLASS_COMPARISONS, &[metric::CMD_PAGECOUNT], "by write count"),
+            target_of(metric::CLASS_COMPARISONS, &[metric::CMD_SUBPAGE], "by sub-page writes"),
+        ],
+        ..CLAIM
     },
     Claim {
         id: "C2",
         what: "Sharing found with trees for each class",
         paper: "39-92 %, 87-100 %, 98-121 % of KSM's",
-        here: Here::Experiment {
-            name: "classes",
-            ours: &[
-                target_of(metric::CLASS_SHARING, &[metric::CMD_ADDRESS], "by address"),
-                target_of(metric::CLASS_SHARING, &[metric::CMD_PAGECOUNT], "by write count"),
-                target_of(metric::CLASS_SHARING, &[metric::CMD_SUBPAGE], "by sub-page writes"),
-            ],
-            peers: &[],
-            judge: Judge::Targets(&[metric::CLASS_SHARING]),
-        },
+        experiment: "classes",
+        ours: &[
+            target_of(metric::CLASS_SHARING, &[metric::CMD_ADDRESS], "by address"),
+            target_of(metric::CLASS_SHARING, &[metric::CMD_PAGECOUNT], "by write count"),
+            target_of(metric::CLASS_SHARING, &[metric::CMD_SUBPAGE], "by sub-page writes"),
+        ],
+        ..CLAIM
     },
     Claim {
         id: "C3",
         what: "Share of futile comparisons (84 % in KSM)",
         paper: "4.8, 6.4, 12.2 points lower",
-        here: Here::Experiment {
-            name: "classes",
-            ours: &[
-                target_of(metric::CLASS_FUTILE, &[metric::CMD_ADDRESS], "by address"),
-                target_of(metric::CLASS_FUTILE, &[metric::CMD_PAGECOUNT], "by write count"),
-                target_of(metric::CLASS_FUTILE, &[metric::CMD_SUBPAGE], "by sub-page writes"),
-            ],
-            peers: &[],
-            judge: Judge::Targets(&[metric::CLASS_FUTILE]),
-        },
+        experiment: "classes",
+        ours: &[
+            target_of(metric::CLASS_FUTILE, &[metric::CMD_ADDRESS], "by address"),
+            target_of(metric::CLASS_FUTILE, &[metric::CMD_PAGECOUNT], "by write count"),
+            target_of(metric::CLASS_FUTILE, &[metric::CMD_SUBPAGE], "by sub-page writes"),
+        ],
+        ..CLAIM
     },
     Claim {
         id: "N1",
         what: "Fairness of two identical programs on two nodes: least slowdown by greatest",
         paper: "0.70-0.85 under KSM, 0.94-0.99 under nuKSM",
-        here: Here::Experiment {
-            name: "numa",
-            ours: &[target(metric::FAIRNESS_SMALLEST, "least of five programs (modelled)")],
-            peers: &[],
-            judge: Judge::Targets(&[metric::FAIRNESS_SMALLEST]),
-        },
+        experiment: "numa",
+        ours: &[target(metric::FAIRNESS_SMALLEST, "least of five programs (modelled)")],
+        ..CLAIM
     },
     Claim {
         id: "N2",
         what: "Which copy to keep: nodes with equal shares",
         paper: "difference of run times from 46 % down to 4 %",
-        here: Here::Experiment {
-            name: "numa",
-            ours: &[target_of(metric::OFF_EVEN_SHARE, &[""], " off an even share")],
-            peers: &[],
-            judge: Judge::Target(metric::OFF_EVEN_SHARE, &[""]),
-        },
+        experiment: "numa",
+        ours: &[target_of(metric::OFF_EVEN_SHARE, &[""], " off an even share")],
+        judge: Judge::Target(metric::OFF_EVEN_SHARE, &[""]),
+        ..CLAIM
     },
     Claim {
         id: "N3",
         what: "Shares of local pages by priority 10:1, 5:1, 1:1, 1:5, 1:10",
         paper: "91:9, 83:17, 50:50, 17:83, 9:91",
-        here: Here::Experiment {
-            name: "numa",
-            ours: &[target(metric::OFF_PRIORITY, " off the wanted shares")],
-            peers: &[],
-            judge: Judge::Targets(&[metric::OFF_PRIORITY]),
-        },
+        experiment: "numa",
+        ours: &[target(metric::OFF_PRIORITY, " off the wanted shares")],
+        ..CLAIM
     },
     Claim {
         id: "N4",
         what: "Forests instead of two trees",
         paper: "comparisons and scan time fall with the number of trees; no sharing is lost",
-        here: Here::Experiment {
-            name: "forests",
-            ours: &[
-                target(metric::TREES_COMPARISONS, "of the comparisons of one tree, with 1,800"),
-                target(metric::TREES_SCAN, "of the time of a scan"),
-                target(metric::TREES_UNMERGED, "pairs lost"),
-            ],
-            peers: &[],
-            judge: Judge::Targets(&[
-                metric::TREES_OFF_LAW,
-                metric::TREES_COMPARISONS,
-                metric::TREES_SCAN,
-                metric::TREES_UNMERGED,
-            ]),
-        },
+        experiment: "forests",
+        ours: &[
+            target(metric::TREES_COMPARISONS, "of the comparisons of one tree, with 1,800"),
+            target(metric::TREES_SCAN, "of the time of a scan"),
+            target(metric::TREES_UNMERGED, "pairs lost"),
+        ],
+        judge: Judge::Targets(&[
+            metric::TREES_OFF_LAW,
+            metric::TREES_COMPARISONS,
+            metric::TREES_SCAN,
+            metric::TREES_UNMERGED,
+        ]),
+        ..CLAIM
     },
     Claim {
         id: "N5",
         what: "Responsiveness: 2 GiB more every 15 s on a node of 180 GiB",
         paper: "KSM runs out of memory at 900 s, nuKSM finishes",
-        here: Here::Experiment {
-            name: "forests",
-            ours: &[target(metric::RACE_LIMIT, " until memory runs out (2400: never)")],
-            peers: &[
-                figure(metric::RACE, &["ksm", metric::RACE_NEVER], ", ksm"),
-                figure(metric::RACE, &["nuksm", metric::RACE_NEVER], ", nuksm"),
-            ],
-            judge: Judge::Targets(&[metric::RACE_LIMIT]),
-        },
+        experiment: "forests",
+        ours: &[target(metric::RACE_LIMIT, " until memory runs out (2400: never)")],
+        peers: &[
+            figure(metric::RACE, &["ksm", metric::RACE_NEVER], ", ksm"),
+            figure(metric::RACE, &["nuksm", metric::RACE_NEVER], ", nuksm"),
+        ],
+        ..CLAIM
     },
 ];
 
@@ -412,16 +363,13 @@ pub struct Measured {
 impl Claim {
     /// `reports` are all repetitions of all experiments. Quick ones are not judged.
     pub fn measured(&self, reports: &[&ExperimentReport], quick: bool) -> Measured {
-        let (name, ours, peers, judge) = match &self.here {
-            Here::Not(why) => {
-                let ours = format!("not measured here: {why}");
-                return Measured { peers: "–".to_owned(), ours, verdict: Verdict::NotMeasured };
-            }
-            Here::Experiment { name, ours, peers, judge } => (name, ours, peers, judge),
-        };
-        let own: Vec<&ExperimentReport> = reports.iter().copied().filter(|report| report.experiment == *name).collect();
+        let Self { experiment, unmeasured, ours, peers, judge, .. } = self;
+        let own: Vec<&ExperimentReport> =
+            reports.iter().copied().filter(|report| report.experiment == *experiment).collect();
         if own.is_empty() {
-            let ours = format!("not measured here: needs the experiment {name}");
+            let needs = format!("needs the experiment {experiment}");
+            let why = if experiment.is_empty() { unmeasured } else { needs.as_str() };
+            let ours = format!("not measured here: {why}");
             return Measured { peers: "–".to_owned(), ours, verdict: Verdict::NotMeasured };
         }
         let first = own.iter().flat_map(|report| &report.runs).map(|run| &run.policy).find(|policy| is_ours(policy));
@@ -473,8 +421,12 @@ impl Value {
 
 impl Judge {
     /// Whether a target counts.
-    fn is_by(&self, name: &str) -> bool {
+    fn is_by(&self, ours: &[Cell], name: &str) -> bool {
         match self {
+            Self::Shown => ours.iter().any(|Cell(from, _)| match from {
+                Value::Target(Key(metric, _)) => Key(*metric, &[]).is(name),
+                _ => false,
+            }),
             Self::AllTargets => true,
             Self::Targets(metrics) => metrics.iter().any(|&metric| Key(metric, &[]).is(name)),
             Self::Target(metric, of) => Key(*metric, of).is(name),
@@ -485,8 +437,8 @@ impl Judge {
     fn verdict(&self, ours: &[Cell], reports: &[&ExperimentReport], policy: Option<&str>) -> Verdict {
         let first = || ours.first().and_then(|Cell(from, _)| from.value(reports, policy)).map(|value| value.median);
         let met = match self {
-            Self::AllTargets | Self::Targets(_) | Self::Target(..) => {
-                let bars = reports.iter().flat_map(|report| &report.bars).filter(|bar| self.is_by(&bar.name));
+            Self::Shown | Self::AllTargets | Self::Targets(_) | Self::Target(..) => {
+                let bars = reports.iter().flat_map(|report| &report.bars).filter(|bar| self.is_by(ours, &bar.name));
                 let met: Vec<bool> = bars.map(|bar| bar.met).collect();
                 if met.is_empty() { None } else { Some(met.iter().all(|&met| met)) }
             }
@@ -519,9 +471,8 @@ mod tests {
         let expected = expected.iter().flat_map(|&(paper, count)| (1..=count).map(move |row| format!("{paper}{row}")));
         assert_eq!(ids, expected.collect::<Vec<_>>());
         for claim in &CLAIMS {
-            if let Here::Experiment { name, .. } = claim.here {
-                assert!(crate::results::NAMES.contains(&name), "{name}");
-            }
+            let is_measured = crate::results::NAMES.contains(&claim.experiment);
+            assert!(is_measured == claim.unmeasured.is_empty(), "{}", claim.id);
         }
     }
 
