@@ -1,24 +1,19 @@
 //! Where the duplicate pages of a record are in the address space (UKSM, figure 1).
 
-use crate::charts::number;
+use crate::charts::{Curve, Lines, Scale, number};
+use crate::document::Grid;
+use crate::policy::PEERS;
 use crate::record::{Page, RecordError, RecordReader, State};
 use pagefold_engine::host::PageState;
 use pagefold_engine::units::Pages;
 use pagefold_text::escape::printable;
-use pagefold_text::html::escape;
 use rustc_hash::FxHashMap;
-use std::fmt::Write;
 use std::path::Path;
 
 /// The figure's number of equal parts.
 const BUCKETS: usize = 1000;
-/// Place and size of the drawing.
-const LEFT: f64 = 92.0;
-const WIDTH: f64 = 764.0;
-const TOP: f64 = 64.0;
-const HEIGHT: f64 = 220.0;
-/// The mean width of a letter.
-const LETTER: f64 = 6.2;
+/// An axis of per cents.
+const FULL: Scale = Scale::Linear { most: 100.0 };
 
 /// The share of duplicate pages along all present pages, ordered by process and address.
 #[derive(Clone, Debug, PartialEq)]
@@ -119,57 +114,32 @@ impl Density {
         )
     }
 
-    /// Draws it: a column for each part, and the processes below.
+    /// Draws it: the share of duplicates along the memory.
     pub fn draw(&self) -> String {
-        let x = |share: f64| LEFT + WIDTH * share;
-        let mut svg = String::from(
-            "<svg width=\"880\" height=\"372\" viewBox=\"0 0 880 372\" role=\"img\" xmlns=\"http://www.w3.org/2000/svg\">\
-             <text x=\"24\" y=\"34\" font-size=\"16\" fill=\"#222222\">duplicate pages along the address space</text>",
-        );
-        // Writing to a string cannot fail.
-        for quarter in 0..=4_u32 {
-            let y = TOP + HEIGHT * (1.0 - f64::from(quarter) / 4.0);
-            let (percent, label) = (25 * quarter, y + 4.0);
-            let _ = write!(
-                svg,
-                "<path d=\"M{LEFT} {y}h{WIDTH}\" stroke=\"#E4E4E4\" fill=\"none\"/><text x=\"{}\" y=\"{label}\" \
-                 text-anchor=\"end\" font-size=\"10\" fill=\"#666666\">{percent} %</text>",
-                LEFT - 8.0
-            );
+        let parts = self.buckets.len().max(1) as f64;
+        let at = |part: usize| 100.0 * part as f64 / parts;
+        let column = |(part, share): (usize, &f64)| [(at(part), 100.0 * share), (at(part + 1), 100.0 * share)];
+        let points = self.buckets.iter().enumerate().flat_map(column).collect();
+        let right = format!("per cent of {} present pages, by process and address", self.pages);
+        Lines {
+            title: "duplicate pages along the address space".to_owned(),
+            up: (format!("duplicate pages in each of {} equal parts, per cent", self.buckets.len()), FULL),
+            right: (right, FULL),
+            curves: vec![Curve { colour: PEERS[0], width: 1, points, ..Curve::default() }],
         }
-        let step = WIDTH / self.buckets.len().max(1) as f64;
-        let mut columns = String::new();
-        for (bucket, share) in self.buckets.iter().enumerate().filter(|(_, share)| **share > 0.0) {
-            let (from, height) = (LEFT + step * bucket as f64, HEIGHT * share);
-            let _ = write!(columns, "M{from:.2} {:.2}v-{height:.2}h{step:.2}v{height:.2}z", TOP + HEIGHT);
-        }
-        let _ = write!(svg, "<path d=\"{columns}\" fill=\"#0072B2\"/>");
+        .draw()
+    }
+
+    /// The processes in the order of the picture, and where each begins.
+    pub fn processes(&self) -> Grid {
         let mut before = 0;
-        for (at, (name, pages)) in self.processes.iter().enumerate() {
-            let (from, to) = [before, before + pages].map(|pages| x(pages as f64 / self.pages.max(1) as f64)).into();
+        let mut rows = Vec::new();
+        for (name, pages) in &self.processes {
+            let from = 100.0 * before as f64 / self.pages.max(1) as f64;
+            rows.push([name.clone(), number(Pages(*pages).bytes().mib()), number(from)]);
             before += pages;
-            let (y, opacity) = (TOP + HEIGHT + 6.0, if at % 2 == 0 { "0.9" } else { "0.4" });
-            let _ = write!(
-                svg,
-                "<rect x=\"{from:.2}\" y=\"{y}\" width=\"{:.2}\" height=\"8\" fill=\"#666666\" opacity=\"{opacity}\"/>",
-                to - from
-            );
-            if to - from > LETTER * name.chars().count() as f64 {
-                let (middle, y) = (f64::midpoint(from, to), y + 24.0);
-                let _ = write!(
-                    svg,
-                    "<text x=\"{middle:.1}\" y=\"{y}\" text-anchor=\"middle\" font-size=\"10\" fill=\"#666666\">{}</text>",
-                    escape(name)
-                );
-            }
         }
-        let below = format!(
-            "share of duplicate pages in each of {} equal parts of {} present pages, by process and address",
-            self.buckets.len(),
-            self.pages
-        );
-        let _ = write!(svg, "<text x=\"{LEFT}\" y=\"348\" font-size=\"11\" fill=\"#222222\">{below}</text></svg>");
-        svg
+        Grid::new(1, ["process", "MiB", "from, per cent"], rows)
     }
 }
 
@@ -210,7 +180,8 @@ mod tests {
         assert!(density.describe().contains("(33 %)"), "{}", density.describe());
         let svg = density.draw();
         let texts = crate::charts::texts(&svg);
-        assert!(texts.iter().any(|text| text == "<a> & b") && !svg.contains("NaN"), "{svg}");
+        assert!(texts.iter().any(|text| text.contains("of 3000 present pages")) && !svg.contains("NaN"), "{svg}");
+        assert_eq!(density.processes().rows[1], ["<a> & b", "5.86", "50.0"]);
     }
 
     #[test]

@@ -86,6 +86,7 @@ pub fn document(all: &[Finished], density: Option<&Density>) -> Document {
         page.heading("Where duplicates are");
         page.text(&density.describe());
         page.picture(&density.draw());
+        page.folded("processes", &density.processes());
     }
     page
 }
