@@ -86,16 +86,6 @@ impl ScaleOptions {
     }
 }
 
-#[derive(Clone, Debug, Serialize)]
-pub struct ScaleCurve {
-    pub name: String,
-    /// Quantity and unit of the horizontal axis.
-    pub x: &'static str,
-    /// Quantity and unit of the vertical axis.
-    pub y: &'static str,
-    pub points: Vec<(f64, f64)>,
-}
-
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Scaling {
     /// `pagefold.lab.scale/1`.
@@ -107,7 +97,6 @@ pub struct Scaling {
     /// By stable nodes and trees.
     pub forests: Vec<ForestPoint>,
     pub races: Vec<RaceResult>,
-    pub curves: Vec<ScaleCurve>,
 }
 
 /// One measurement.
@@ -228,7 +217,6 @@ fn collect(scale: &ScaleOptions, done: Vec<Done>) -> Scaling {
     let each = scale.algorithms.len() + 1;
     let of_race = scale.races.iter().zip(racers.chunks(each));
     scaling.races = of_race.map(|(&race, racers)| RaceResult { race, racers: racers.to_vec() }).collect();
-    scaling.curves = curves_of(&scaling);
     scaling
 }
 
@@ -238,46 +226,4 @@ fn name(growth: &Growth) -> String {
         Some(pages) if pages != PAGES_TO_SCAN => format!("{} at {pages}", growth.algorithm),
         _ => growth.algorithm.to_string(),
     }
-}
-
-fn curves_of(scaling: &Scaling) -> Vec<ScaleCurve> {
-    const GIB: f64 = (1_u64 << 30) as f64;
-    let mut curves: Vec<ScaleCurve> = Vec::new();
-    let mut add = |name: String, x: &'static str, y: &'static str, points: Vec<(f64, f64)>| match curves
-        .iter_mut()
-        .find(|curve| (&curve.name, curve.x, curve.y) == (&name, x, y))
-    {
-        Some(curve) => curve.points.extend(points),
-        None => curves.push(ScaleCurve { name, x, y, points }),
-    };
-    for growth in &scaling.growth {
-        let (name, gib) = (name(growth), growth.gib as f64);
-        let memory = "memory, GiB";
-        let reached = growth.reached_seconds.map(|seconds| (gib, seconds));
-        add(name.clone(), memory, "time to 90 %, s", reached.into_iter().collect());
-        let spent = growth.reached_seconds.map(|_| (gib, growth.cpu_until_seconds));
-        add(name.clone(), memory, "CPU to 90 %, s", spent.into_iter().collect());
-        let day = growth.cpu_day_seconds.map(|seconds| (gib, seconds));
-        add(name.clone(), memory, "CPU a day, s", day.into_iter().collect());
-        add(name.clone(), memory, "comparisons", vec![(gib, growth.comparisons as f64)]);
-        if growth.index_bytes > 0 {
-            add(name.clone(), memory, "index, GiB", vec![(gib, growth.index_bytes as f64 / GIB)]);
-        }
-        add(format!("{name}, {gib} GiB"), "hours", "share saved", growth.curve.clone());
-    }
-    for point in &scaling.forests {
-        let (name, trees) = (format!("{} nodes", point.nodes), f64::from(point.trees));
-        add(name.clone(), "trees", "stable comparisons a page", vec![(trees, point.stable)]);
-        add(name, "trees", "round, s", vec![(trees, point.round_seconds)]);
-    }
-    let racers = scaling.races.iter().flat_map(|result| result.racers.iter().map(|racer| (result.race, racer)));
-    for (race, racer) in racers {
-        let name = format!("{}, costs {} %", racer.name(), race.cost_percent);
-        let line = |of: &dyn Fn(&(f64, u64, u64)) -> u64| {
-            racer.curve.iter().map(|point| (point.0, of(point) as f64 / GIB)).collect::<Vec<_>>()
-        };
-        add(name.clone(), "seconds", "in use, GiB", line(&|point| point.1));
-        add(name, "seconds", "saved, GiB", line(&|point| point.2));
-    }
-    curves
 }

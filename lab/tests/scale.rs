@@ -28,6 +28,7 @@ fn all_parts_on_a_small_scale() {
     let (pagefold, ksm) = (of(&scaling["growth"], "pagefold"), of(&scaling["growth"], "ksm"));
     for (pagefold, ksm) in pagefold.iter().zip(&ksm) {
         assert_eq!((&pagefold["gib"], &pagefold["savable_bytes"].is_u64()), (&ksm["gib"], &true));
+        assert!(pagefold["curve"][0].is_array() && ksm["curve"][0].is_array());
         assert!(pagefold["index_bytes"].as_u64() > Some(0) && ksm["index_bytes"] == 0);
     }
     assert!(reached(pagefold[0]) < reached(ksm[0]) && reached(pagefold[1]) > reached(pagefold[0]));
@@ -52,12 +53,11 @@ fn all_parts_on_a_small_scale() {
     for race in races {
         assert_eq!(of(&race["racers"], "pagefold")[0]["exhausted_seconds"], Value::Null);
         assert!(race["racers"][0]["exhausted_seconds"].as_f64() > Some(800.0), "without merging");
+        assert!(race["racers"].as_array().unwrap().iter().all(|racer| racer["curve"][9].is_array()), "{race}");
     }
     // As in the thesis, where comparisons are costly.
     let exhausted = |algorithm| of(&races[1]["racers"], algorithm)[0]["exhausted_seconds"].is_number();
     assert!(exhausted("ksm") && !exhausted("nuksm"));
-    let curves = scaling["curves"].as_array().unwrap();
-    assert!(curves.iter().all(|curve| curve["name"].is_string() && curve["points"].is_array()) && curves.len() > 40);
 }
 
 #[test]
