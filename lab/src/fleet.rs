@@ -18,6 +18,7 @@ pub mod fill;
 pub mod mix;
 pub mod world;
 
+use crate::bench::measures::median;
 use crate::columns;
 use mix::Mix;
 use pagefold_planner::contents::Contents;
@@ -126,7 +127,6 @@ pub fn simulate(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Fleet
         within += u32::from(off <= estimate.error.0);
         errors.push(off as f64 / exact.max(1) as f64);
     }
-    errors.sort_by(f64::total_cmp);
     let workloads = fleet.units.len();
     FleetOutcome {
         hosts: options.hosts,
@@ -137,7 +137,7 @@ pub fn simulate(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Fleet
         bound: best::bound(&world, options),
         moves: made.moves,
         within_error: f64::from(within) / f64::from(options.hosts),
-        median_error: errors.get(errors.len() / 2).copied().unwrap_or(0.0),
+        median_error: median(errors),
         plan_seconds,
         filled: options.fill.then(|| fill::fill(mix, options, show)),
         day: (options.hours > 0).then(|| day::day(mix, options, show)),

@@ -6,6 +6,7 @@ mod java;
 mod mariadb;
 mod memcached;
 mod memory_limit;
+mod observed;
 mod prefork;
 mod python;
 mod qemu;
@@ -21,6 +22,7 @@ pub use java::{Java, JavaProgram, JavaTools};
 pub use mariadb::{MariaDb, MariaDbData};
 pub use memcached::{Memcached, MemcachedData};
 pub use memory_limit::MemoryLimit;
+pub use observed::{Notes, Observed};
 pub use prefork::{Prefork, php_fpm};
 pub use python::{PythonData, PythonTools};
 pub use qemu::{GuestImage, GuestTools};
@@ -70,6 +72,28 @@ pub trait Target {
     /// The addresses of a heap that should be left alone, if it has one.
     fn heap(&self) -> Option<Range<u64>> {
         None
+    }
+}
+
+impl Target for Box<dyn Target> {
+    fn name(&self) -> &str {
+        (**self).name()
+    }
+
+    fn pid(&self) -> i32 {
+        (**self).pid()
+    }
+
+    fn check(&mut self) -> anyhow::Result<String> {
+        (**self).check()
+    }
+
+    fn counters(&mut self) -> anyhow::Result<Option<ActivityCounters>> {
+        (**self).counters()
+    }
+
+    fn heap(&self) -> Option<Range<u64>> {
+        (**self).heap()
     }
 }
 

@@ -3,6 +3,7 @@
 //! The 128-bit digests of a record stand for contents. What is random in a sketch is the key, so each pair of programs is compared
 //! under several keys. The bounds are those of the product: `Sketch::common`'s, which are those of pagefold-fleet's reports.
 
+use crate::bench::measures::median;
 use crate::record::State;
 use pagefold_sketch::{Counter, Estimate, FleetKey, Sketch};
 use serde::Serialize;
@@ -72,8 +73,8 @@ impl Overall {
     /// `None` if no record has pairs.
     pub fn of(comparisons: &[Comparison]) -> Option<Self> {
         let within: usize = comparisons.iter().flat_map(|of| &of.pairs).map(|pair| pair.within).sum();
-        let mut errors: Vec<f64> = comparisons.iter().flat_map(|of| of.errors.iter().copied()).collect();
-        let (estimates, median_error) = (errors.len(), median(&mut errors));
+        let errors: Vec<f64> = comparisons.iter().flat_map(|of| of.errors.iter().copied()).collect();
+        let (estimates, median_error) = (errors.len(), median(errors.iter().copied()));
         (estimates > 0).then(|| Self { estimates, within: within as f64 / estimates as f64, median_error })
     }
 
@@ -120,7 +121,7 @@ pub fn compare(programs: &[Held], keys: u16) -> Comparison {
         pairs,
         other_pairs: others,
         within: (estimates > 0).then(|| within as f64 / estimates as f64),
-        median_error: (estimates > 0).then(|| median(&mut errors)),
+        median_error: (estimates > 0).then(|| median(errors.iter().copied())),
         errors,
     }
 }
@@ -150,14 +151,9 @@ fn pair((a, b): (&Held, &Held), common: usize, estimates: impl Iterator<Item = E
         errors.push((contents - common as f64).abs() / smaller as f64);
     }
     let largest_error = errors.iter().copied().fold(0.0, f64::max);
-    let (keys, median_error) = (errors.len(), median(&mut errors.clone()));
+    let (keys, median_error) = (errors.len(), median(errors.iter().copied()));
     let (a, b) = (a.name.clone(), b.name.clone());
     (Pair { a, b, smaller, larger, common, within, keys, median_error, largest_error }, errors)
-}
-
-fn median(errors: &mut [f64]) -> f64 {
-    errors.sort_by(f64::total_cmp);
-    errors.get(errors.len() / 2).copied().unwrap_or(0.0)
 }
 
 #[cfg(test)]

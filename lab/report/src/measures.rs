@@ -145,6 +145,11 @@ impl Spread {
     }
 }
 
+/// The middle value, or the mean of the middle two; 0 without values.
+pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+    Spread::of(values).map_or(0.0, |spread| spread.median)
+}
+
 impl fmt::Display for Spread {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         use crate::charts::number;

@@ -29,9 +29,10 @@ mod workers;
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::policy::uksm::Uksm;
 use crate::bench::policy::{self, GovernedUksm, Kernel, KsmAdvisor, KsmPaced, Ksmtuned, Policy, Stage, UksmdRules};
-use crate::bench::report::{ExperimentReport, Failure, PolicyRun};
+use crate::bench::report::{ExperimentReport, Failure, MachineDescription, PolicyRun};
 use crate::programs::Target;
 use crate::programs::answers;
+use anyhow::ensure;
 use pagefold_engine::permutation::Permutation;
 use pagefold_engine::units::{PAGE_SIZE, Pages};
 use pagefold_ksm::request::DEVICE;
@@ -175,15 +176,11 @@ impl ExperimentSetting<'_> {
     }
 }
 
-/// The middle value, or the mean of the middle two; 0 without values.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values[..] {
-        [] => 0.0,
-        _ if values.len() % 2 == 1 => values[middle],
-        _ => f64::midpoint(values[middle - 1], values[middle]),
-    }
+/// Fails where less memory is available than an experiment needs.
+fn need_memory(mebibytes: u64) -> anyhow::Result<()> {
+    let free = MachineDescription::available_mib();
+    ensure!(free >= mebibytes, "needs {mebibytes} MiB of memory, but only {free} MiB are available");
+    Ok(())
 }
 
 /// The number of pages in some mebibytes.
@@ -330,11 +327,5 @@ mod tests {
             order.sort_unstable();
             assert_eq!(order, items);
         }
-    }
-
-    #[test]
-    #[allow(clippy::float_cmp)] // exact results
-    fn medians_of_odd_and_even_counts() {
-        assert_eq!([vec![], vec![3.0, 1.0, 2.0], vec![4.0, 1.0]].map(super::median), [0.0, 2.0, 2.5]);
     }
 }

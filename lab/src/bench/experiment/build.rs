@@ -1,6 +1,7 @@
 //! Compile jobs, two at a time: what short-lived processes save, and what merging them costs.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median, shuffled, sort_runs};
+use super::{Experiment, ExperimentSetting, PolicySequence, shuffled, sort_runs};
+use crate::bench::measures::{Spread, median};
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{KsmPaced, Marks, NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT, Stage};
 use crate::bench::report::{Answers, ExperimentReport, Limit, in_round};
@@ -93,7 +94,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     put_figures(report, &felt, &ratios);
     report.bar_on_answers();
     if !setting.quick {
-        let ratio = ratios.get(SUBJECT).map(|ratios| median(ratios.iter().map(|ratio| ratio.0).collect()));
+        let ratio = ratios.get(SUBJECT).map(|ratios| median(ratios.iter().map(|ratio| ratio.0)));
         report.bar("time of a job relative to no merging", Limit::AtMost(1.01), ratio);
     }
     Ok(())
@@ -106,7 +107,7 @@ fn put_figures(
 ) {
     let mut rows = Vec::new();
     for (name, all) in felt {
-        let middle = |value: fn(&Felt) -> f64| median(all.iter().map(value).collect());
+        let middle = |value: fn(&Felt) -> f64| median(all.iter().map(value));
         report.figure(format!("{name}: seconds a job"), middle(|felt| felt.seconds));
         report.figure(format!("{name}: CPU seconds a job"), middle(|felt| felt.cpu_seconds));
         report
@@ -117,12 +118,10 @@ fn put_figures(
     }
     for (name, all) in ratios {
         for (what, of) in [("time", (|ratio| ratio.0) as fn(&(f64, f64)) -> f64), ("CPU time", |ratio| ratio.1)] {
-            let values: Vec<f64> = all.iter().map(of).collect();
-            let (least, most) =
-                (values.iter().copied().fold(f64::MAX, f64::min), values.iter().copied().fold(0.0, f64::max));
-            report.figure(format!("{name}: {what} of a job relative to no merging, lowest"), least);
-            report.figure(format!("{name}: {what} of a job relative to no merging, highest"), most);
-            report.figure(format!("{name}: {what} of a job relative to no merging, median"), median(values));
+            let Some(spread) = Spread::of(all.iter().map(of)) else { continue };
+            for (which, value) in [("lowest", spread.min), ("highest", spread.max), ("median", spread.median)] {
+                report.figure(format!("{name}: {what} of a job relative to no merging, {which}"), value);
+            }
         }
     }
     report.picture("time of a compile job", "seconds, two at a time; median of the rounds", rows);

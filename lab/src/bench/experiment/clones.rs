@@ -1,7 +1,8 @@
 //! One program started again and again from a warm image, as sandboxes of functions and agents are: how long it takes until what each
 //! clone has in common with those before it is merged.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::bench::measures::median;
 use crate::bench::policy::ksm::{KSM_PAGES, mark_eligible};
 use crate::bench::policy::{KsmPaced, Marks, Pagefold, Policy, SUBJECT, Stage};
 use crate::bench::report::{Answers, ExperimentReport, Limit};
@@ -69,7 +70,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             format!("clones of which 90 % was merged before the next start, {name}"),
             merged.clone().count() as f64,
         );
-        report.figure(format!("seconds to 90 % of a clone, median, {name}"), median(merged.collect()));
+        report.figure(format!("seconds to 90 % of a clone, median, {name}"), median(merged));
         report.figure(format!("seconds to 90 % of a clone, longest, {name}"), longest);
         rows.push((name.clone(), longest));
         if name == SUBJECT && !setting.quick {

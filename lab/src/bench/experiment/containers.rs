@@ -1,11 +1,12 @@
 //! WordPress sites in containers of their own, whose pages are loaded all the time (UKSM, section 8.2.2): what their memory comes to when
 //! it is merged, and what merging takes.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median};
+use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::clients::Clients;
 use crate::bench::frames::Held;
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::load::percentile;
+use crate::bench::measures::median;
 use crate::bench::metric::{CPU_BUSIEST_SECOND, CPU_MEDIAN_SECOND, MEMORY_OF_UNMERGED};
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{KsmPaced, NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT};
@@ -192,7 +193,7 @@ fn shares(points: &[SamplerPoint]) -> [f64; 2] {
         let (ksmd, daemon, seconds) = spent_between(points, from, from + 1.0)?;
         Some(100.0 * (ksmd + daemon) / seconds)
     };
-    let seconds = (0..whole(last.floor())).filter_map(second).collect();
+    let seconds = (0..whole(last.floor())).filter_map(second);
     [median(seconds), 100.0 * largest_share(points, 1.0)]
 }
 

@@ -10,7 +10,8 @@ mod scanner;
 
 use self::pages::{PageSet, TestPage};
 use self::scanner::{Contender, Pass, Scanner, Strengths, Xxh64, full};
-use super::{Experiment, ExperimentSetting, median, mib};
+use super::{Experiment, ExperimentSetting, mib};
+use crate::bench::measures::median;
 use crate::bench::metric::{self, Metric};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::partial_hash::{LineHash, WordHash};
@@ -99,14 +100,14 @@ fn compare(report: &mut ExperimentReport, set: PageSet, contenders: &[Box<dyn Co
         let own_name = contenders[own].name();
         for (peer, passes) in [(OWN, own_full), (XXH64, xxh64), (XXH3, xxh3)] {
             let ratios = passes.iter().zip(&found[own]).map(|(peer, own)| peer.ns_per_page() / own.ns_per_page());
-            report.put_ratio(SPEED_VS.of([set.name(), &own_name, peer]), median(ratios.collect()));
+            report.put_ratio(SPEED_VS.of([set.name(), &own_name, peer]), median(ratios));
         }
     }
 }
 
 fn add_figures(report: &mut ExperimentReport, set: PageSet, contender: &dyn Contender, passes: &[Pass]) {
     let name = |figure: &str| format!("{}_{}_{figure}", set.name(), contender.name());
-    let of = |figure: fn(&Pass) -> f64| median(passes.iter().map(figure).collect());
+    let of = |figure: fn(&Pass) -> f64| median(passes.iter().map(figure));
     report.figure(name("ns_per_page"), of(Pass::ns_per_page));
     report.figure(DUPLICATES.of([set.name(), &contender.name()]), of(Pass::duplicates));
     if let Some(strengths) = contender.strengths() {

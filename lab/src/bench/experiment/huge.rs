@@ -1,10 +1,11 @@
 //! Memory in huge pages, which merging splits: what is saved for how many of them, and what a program that looks up scattered
 //! pages loses.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::bench::measures::median;
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
-use crate::programs::Target;
+use crate::programs::{Notes, Observed};
 use anyhow::{Context, ensure};
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::os::fields::{chosen, number};
@@ -13,7 +14,6 @@ use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
-use std::rc::Rc;
 use std::time::Duration;
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -33,9 +33,6 @@ const KINDS: [&str; 3] = ["duplicate", "unique", "1 % duplicate"];
 /// Every kind in a program of its own, or all kinds in one mapping of each program.
 const LAYOUTS: [&str; 2] = ["", " in one mapping"];
 const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
-
-/// What the checks of one tenant have found. The last three are those before, during and after a policy.
-type Checks = Rc<RefCell<Vec<Check>>>;
 
 #[derive(Clone, Debug)]
 struct Check {
@@ -76,17 +73,17 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             vec![KINDS.into_iter().zip(segments).collect()]
         };
         // One entry for each tenant of each policy.
-        let seen: RefCell<Vec<Checks>> = RefCell::default();
+        let seen: RefCell<Vec<Notes<Check>>> = RefCell::default();
         let start = || {
             let programs = programs.iter().cycle().take(programs.len() * TENANTS);
             programs
                 .map(|held| {
                     let (kinds, segments): (Vec<_>, Vec<_>) = held.iter().copied().unzip();
-                    let checks = Checks::default();
-                    seen.borrow_mut().push(Rc::clone(&checks));
                     let tenant = Tenant::start(setting.player, &TenantSpec::new(segments).with_huge_pages())?;
                     let reading = Duration::from_millis(reading_ms);
-                    Ok(Box::new(HugeTarget { tenant, kinds, reading, checks }) as Box<dyn Target>)
+                    let (observed, checks) = Observed::start(tenant, move |tenant| look(tenant, &kinds, reading));
+                    seen.borrow_mut().push(checks);
+                    Ok(observed)
                 })
                 .collect()
         };
@@ -145,7 +142,7 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, tenants: &[Vec<Check
     for kind in KINDS {
         let ns = |checks: &[&Check]| {
             let all = checks.iter().flat_map(|check| &check.ns).filter(|(of, _)| *of == kind);
-            median(all.map(|(_, ns)| *ns).collect())
+            median(all.map(|(_, ns)| *ns))
         };
         report.figure(format!("{policy}: ns a read before, {kind}"), ns(&before));
         report.figure(format!("{policy}: ns a read afterwards, {kind}"), ns(&during));
@@ -153,48 +150,27 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, tenants: &[Vec<Check
     Some((had - has) / HUGE_MIB as f64)
 }
 
-/// A tenant that notes its huge pages and its speed at each check.
-struct HugeTarget {
-    tenant: Tenant,
-    kinds: Vec<&'static str>,
-    reading: Duration,
-    checks: Checks,
+/// Notes a tenant's huge pages and its speed.
+fn look(tenant: &mut Tenant, kinds: &[&'static str], reading: Duration) -> anyhow::Result<Check> {
+    let vmstat = fs::read("/proc/vmstat")?;
+    let events = |key| number::<u64>(&vmstat, key).map_err(|why| anyhow::anyhow!("/proc/vmstat: {key}: {why}"));
+    let kib: u64 = read_smaps(&Process::open(tenant.pid())?)?.iter().map(|detail| detail.anon_huge_kib).sum();
+    Ok(Check {
+        huge_mib: kib as f64 / 1024.0,
+        split_pages: events("thp_split_page")? as f64,
+        split_mappings: events("thp_split_pmd")? as f64,
+        ns: fastest(tenant, kinds, reading)?,
+    })
 }
 
-impl HugeTarget {
-    /// Nanoseconds a read in each segment, in the fastest tenth of the time: other programs can only make it slower.
-    fn fastest(&mut self) -> anyhow::Result<Vec<(&'static str, f64)>> {
-        let mut least: Vec<_> = self.kinds.iter().map(|&kind| (kind, f64::MAX)).collect();
-        for _ in 0..TENTHS {
-            let now = self.tenant.chase(self.reading / TENTHS)?;
-            least.iter_mut().zip(now).for_each(|((_, least), now)| *least = least.min(now));
-        }
-        Ok(least)
+/// Nanoseconds a read in each segment, in the fastest tenth of the time: other programs can only make it slower.
+fn fastest(tenant: &mut Tenant, kinds: &[&'static str], reading: Duration) -> anyhow::Result<Vec<(&'static str, f64)>> {
+    let mut least: Vec<_> = kinds.iter().map(|&kind| (kind, f64::MAX)).collect();
+    for _ in 0..TENTHS {
+        let now = tenant.chase(reading / TENTHS)?;
+        least.iter_mut().zip(now).for_each(|((_, least), now)| *least = least.min(now));
     }
-}
-
-impl Target for HugeTarget {
-    fn name(&self) -> &'static str {
-        "tenant"
-    }
-
-    fn pid(&self) -> i32 {
-        self.tenant.pid()
-    }
-
-    fn check(&mut self) -> anyhow::Result<String> {
-        let vmstat = fs::read("/proc/vmstat")?;
-        let events = |key| number::<u64>(&vmstat, key).map_err(|why| anyhow::anyhow!("/proc/vmstat: {key}: {why}"));
-        let kib: u64 = read_smaps(&Process::open(self.pid())?)?.iter().map(|detail| detail.anon_huge_kib).sum();
-        let check = Check {
-            huge_mib: kib as f64 / 1024.0,
-            split_pages: events("thp_split_page")? as f64,
-            split_mappings: events("thp_split_pmd")? as f64,
-            ns: self.fastest()?,
-        };
-        self.checks.borrow_mut().push(check);
-        Target::check(&mut self.tenant)
-    }
+    Ok(least)
 }
 
 #[cfg(test)]

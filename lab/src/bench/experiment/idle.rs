@@ -1,12 +1,11 @@
 //! The cost of watching memory without duplicates, once it has been sampled for the first time.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib, need_memory};
 use crate::bench::guest::GuestMachine;
 use crate::bench::metric;
 use crate::bench::policy::{Pagefold, SUBJECT};
-use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
+use crate::bench::report::{ExperimentReport, Limit};
 use crate::bench::sampler::spent_between;
-use anyhow::ensure;
 use pagefold_workload::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -32,9 +31,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let mut judged = None;
     for &count in tenants {
         let gib = (count * tenant_mib) as f64 / 1024.0;
-        let wanted = count * tenant_mib + count * tenant_mib / 2;
-        let free = MachineDescription::available_mib();
-        ensure!(free >= wanted, "needs {wanted} MiB of memory, but only {free} MiB are available");
+        need_memory(count * tenant_mib + count * tenant_mib / 2)?;
         let segment = Segment::Random { pages: mib(tenant_mib).0, seed: 3 };
         let start = || (0..count).map(|_| setting.tenant(segment)).collect();
         // The number of answers depends on the number of targets.

@@ -2,9 +2,10 @@
 //! compression and a compilation, on the cores that ksmd and pagefold use too, while memory is merged and when that is done. The
 //! servers are among the programs whose memory is merged, so their own writes to merged pages count.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median, mib, shuffled, sort_runs};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib, shuffled, sort_runs};
 use crate::bench::latencies::{Histogram, Latencies};
 use crate::bench::load::{Done, Latencies as Measured, OpenLoop, Repeated, percentile};
+use crate::bench::measures::{Spread, median};
 use crate::bench::metric::{self, AT_REST, WHILE_MERGING};
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{KsmAdvisor, KsmPaced, NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT};
@@ -355,7 +356,7 @@ fn put_figures(report: &mut ExperimentReport, felt: &BTreeMap<(String, Window), 
     for (window, words) in Window::ALL {
         let mut rows = [const { Vec::new() }; SERVERS.len()];
         for ((name, _), all) in felt.iter().filter(|((_, which), _)| *which == window) {
-            let middle = |value: &dyn Fn(&Felt) -> f64| median(all.iter().map(value).collect());
+            let middle = |value: &dyn Fn(&Felt) -> f64| median(all.iter().map(value));
             for (at, server) in SERVERS.into_iter().enumerate() {
                 let name = format!("{name}{}", of_server(server));
                 report.figure(format!("{name} p50 us {words}"), middle(&|felt| felt.servers[at].p50));
@@ -372,10 +373,10 @@ fn put_figures(report: &mut ExperimentReport, felt: &BTreeMap<(String, Window), 
         }
         for ((name, _, server), all) in ratios.iter().filter(|((_, which, _), _)| *which == window) {
             let of = of_server(server);
-            let mut put = |which, value| report.figure(metric::P99_OF_UNDISTURBED.of([name, &of, words, which]), value);
-            put(metric::MEDIAN, median(all.clone()));
-            put("lowest", all.iter().copied().fold(f64::MAX, f64::min));
-            put("highest", all.iter().copied().fold(0.0, f64::max));
+            let Some(spread) = Spread::of(all.iter().copied()) else { continue };
+            for (which, value) in [(metric::MEDIAN, spread.median), ("lowest", spread.min), ("highest", spread.max)] {
+                report.figure(metric::P99_OF_UNDISTURBED.of([name, &of, words, which]), value);
+            }
         }
         let pictures = match window {
             Window::Merging => [

@@ -1,24 +1,23 @@
 //! The share of KSM's savings that pagefold finds on fifteen real programs of five kinds, some with many duplicates,
 //! some with few or none.
 
-use super::{Experiment, ExperimentSetting, PolicySequence};
+use super::{Experiment, ExperimentSetting, PolicySequence, need_memory};
 use crate::bench::metric::{CPU_VS, Metric, SAVED_VS};
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Oracle, Pagefold, Policy};
-use crate::bench::report::{ExperimentReport, Limit, MachineDescription};
+use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{
-    GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, QEMU, RedisData, Target,
-    scratch,
+    GuestImage, GuestTools, JavaProgram, JavaTools, MariaDbData, Notes, Observed, PythonData, PythonTools, QEMU,
+    RedisData, Target, scratch,
 };
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use pagefold_engine::units::{Bytes, PAGE_SIZE, Pages};
 use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::fields::number;
 use pagefold_procmem::process::Process;
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::{AddAssign, Range};
 use std::path::Path;
-use std::rc::Rc;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "recall",
@@ -76,20 +75,19 @@ const QUICK: RecallSizes = RecallSizes {
 };
 
 /// A kind of program: its name, and a function that starts an instance by number.
-type Kind<'a> = (&'static str, Box<dyn Fn(usize) -> anyhow::Result<ObservedTarget> + 'a>);
+type Kind<'a> = (&'static str, Box<dyn Fn(usize) -> anyhow::Result<Box<dyn Target>> + 'a>);
 
 fn kind<'a, T: Target + 'static>(name: &'static str, start: impl Fn(usize) -> anyhow::Result<T> + 'a) -> Kind<'a> {
-    (name, Box::new(move |instance| Ok(ObservedTarget { target: Box::new(start(instance)?), snapshot: Rc::default() })))
+    (name, Box::new(move |instance| Ok(Box::new(start(instance)?))))
 }
 
-/// A snapshot of each program, with its kind.
-type Snapshots = Vec<(&'static str, Rc<Cell<DuplicateCount>>)>;
+/// The counts of each program, with its kind: before its memory is marked, while it is merged, and afterwards.
+type Snapshots = Vec<(&'static str, Notes<DuplicateCount>)>;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let sizes = if setting.quick { QUICK } else { FULL };
     if !setting.quick {
-        let free = MachineDescription::available_mib();
-        ensure!(free >= NEEDED_MIB, "needs {NEEDED_MIB} MiB of memory, but only {free} MiB are available");
+        need_memory(NEEDED_MIB)?;
     }
     let scratch = scratch()?;
     eprintln!("{}: making the data", report.experiment);
@@ -113,8 +111,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             for instance in 0..sizes.instances {
                 setting.interrupt.check()?;
                 let target = start(instance).with_context(|| format!("{name} {instance}"))?;
-                snapshots.push((*name, Rc::clone(&target.snapshot)));
-                targets.push(Box::new(target));
+                let (observed, counts) = Observed::start(target, |target| {
+                    DuplicateCount::at(&Process::open(target.pid())?, target.heap().as_ref())
+                });
+                snapshots.push((*name, counts));
+                targets.push(observed);
             }
         }
         seen.borrow_mut().push(snapshots);
@@ -179,12 +180,15 @@ fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<
     Ok(kinds)
 }
 
-fn put_figures(report: &mut ExperimentReport, policy: &str, snapshots: &[(&'static str, Rc<Cell<DuplicateCount>>)]) {
+fn put_figures(report: &mut ExperimentReport, policy: &str, snapshots: &Snapshots) {
     let mut sums: BTreeMap<&str, DuplicateCount> = BTreeMap::new();
-    for (kind, snapshot) in snapshots {
-        *sums.entry(kind).or_default() += snapshot.get();
+    for (kind, counts) in snapshots {
+        // The one with the most pages merged, then marked.
+        let counts = counts.borrow();
+        let Some(&most) = counts.iter().max_by_key(|count| (count.merged, count.marked)) else { continue };
+        *sums.entry(kind).or_default() += most;
         // The sum is over kinds, so its heap means nothing.
-        *sums.entry("all").or_default() += DuplicateCount { heap: Pages(0), ..snapshot.get() };
+        *sums.entry("all").or_default() += DuplicateCount { heap: Pages(0), ..most };
     }
     for (kind, sum) in &sums {
         for (name, pages) in [
@@ -285,32 +289,6 @@ fn pages_of(start: u64, end: u64) -> Pages {
 
 fn zero_pages(ksm_stat: &[u8]) -> Option<Pages> {
     number(ksm_stat, "ksm_zero_pages").ok().map(Pages)
-}
-
-/// A program whose pages are counted at each check: before its memory is marked, while it is merged, and afterwards.
-struct ObservedTarget {
-    target: Box<dyn Target>,
-    /// The snapshot with the most pages merged, then marked.
-    snapshot: Rc<Cell<DuplicateCount>>,
-}
-
-impl Target for ObservedTarget {
-    fn name(&self) -> &str {
-        self.target.name()
-    }
-
-    fn pid(&self) -> i32 {
-        self.target.pid()
-    }
-
-    fn check(&mut self) -> anyhow::Result<String> {
-        // Before answering, which allocates and writes memory.
-        let snapshot = DuplicateCount::at(&Process::open(self.pid())?, self.target.heap().as_ref())?;
-        if (snapshot.merged, snapshot.marked) >= (self.snapshot.get().merged, self.snapshot.get().marked) {
-            self.snapshot.set(snapshot);
-        }
-        self.target.check()
-    }
 }
 
 #[cfg(test)]

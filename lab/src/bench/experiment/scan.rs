@@ -1,8 +1,9 @@
 //! The cost of `pagefold scan` relative to a bare loop that reads the same pages, and the accuracy of its estimates.
 //! Nothing is merged, so KSM is left alone.
 
-use super::{Experiment, ExperimentSetting, median, mib};
+use super::{Experiment, ExperimentSetting, mib};
 use crate::bench::daemon::{self, Completed};
+use crate::bench::measures::median;
 use crate::bench::report::{ExperimentReport, Limit};
 use anyhow::Context;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};

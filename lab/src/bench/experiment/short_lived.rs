@@ -2,7 +2,8 @@
 //! unmaps the memory and sleeps for T. The daemon starts first. The program itself counts its merged pages just before
 //! it unmaps them.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, median, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::bench::measures::median;
 use crate::bench::metric;
 use crate::bench::policy::{KsmPaced, Marks, Pagefold, Policy, Stage};
 use crate::bench::report::{Answers, ExperimentReport, Limit};

@@ -2,7 +2,8 @@
 //! other program has too, so that every comparison of a search reads two whole pages. And what merging does to a program that reads: a
 //! word of every page, before and after, in that case and in the best one, where all pages are equal.
 
-use super::{Experiment, ExperimentSetting, median, mib, side_by_side};
+use super::{Experiment, ExperimentSetting, mib, side_by_side};
+use crate::bench::measures::median;
 use crate::bench::metric;
 use crate::bench::policy::ksm::mark_eligible;
 use crate::bench::policy::{Enough, KsmEverything, KsmPaced, Oracle, Pagefold, Policy};

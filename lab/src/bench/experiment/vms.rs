@@ -1,10 +1,10 @@
 //! Virtual machines that are started one after the other (UKSM): what is saved when the last one is up, and how much is swapped out where
 //! there is less memory than they need.
 
-use super::{Experiment, ExperimentSetting, PolicySequence};
+use super::{Experiment, ExperimentSetting, PolicySequence, need_memory};
 use crate::bench::metric;
 use crate::bench::policy::{KSM, KsmPaced, Marks, NoMerging, Pagefold, Policy, SUBJECT, Stage};
-use crate::bench::report::{Answers, ExperimentReport, Limit, MachineDescription, PolicyRun};
+use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
 use crate::programs::{GuestWork, MemoryLimit, QEMU, WorkingGuest, WorkingGuests, ZramSwap, scratch, swapped_out};
 use anyhow::{Context, ensure};
 use pagefold_engine::units::{Bytes, Pages};
@@ -46,8 +46,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let (guests, memory_mib, every) = if setting.quick { (2, 192, 2) } else { (10, 512, 8) };
     report.parameters([("guests", guests), ("guest_mib", memory_mib), ("seconds_between", every)]);
     if !setting.quick {
-        let (needed, free) = (guests * NEEDED_MIB, MachineDescription::available_mib());
-        ensure!(free >= needed, "needs {needed} MiB of memory, but only {free} MiB are available");
+        need_memory(guests * NEEDED_MIB)?;
     }
     let sizes =
         Sizes { guests: usize::try_from(guests)?, memory_mib, every: Duration::from_secs(every), limit_mib: None };
@@ -77,8 +76,9 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
         ("seconds_between", every),
         ("limit_mib", limit_mib),
     ]);
-    let (needed, free) = (guests * NEEDED_MIB, MachineDescription::available_mib());
-    ensure!(setting.quick || free >= needed, "needs {needed} MiB of memory, but only {free} MiB are available");
+    if !setting.quick {
+        need_memory(guests * NEEDED_MIB)?;
+    }
     ensure!(ZramSwap::is_possible(), "needs a kernel with zram");
     let swap = ZramSwap::make((guests * memory_mib) << 20)?;
     let every = Duration::from_secs(every);

@@ -5,12 +5,11 @@ use crate::bench::frames::Held;
 use crate::bench::metric::{CPU_VS, Metric};
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
-use crate::programs::{HeldFile, Prefork, Target, php_fpm, scratch};
+use crate::programs::{HeldFile, Notes, Observed, Prefork, Target, php_fpm, scratch};
 use anyhow::Context;
 use pagefold_procmem::process::Process;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::rc::Rc;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "workers",
@@ -24,9 +23,6 @@ const WORKERS: usize = 4;
 /// Of a policy and a server.
 const SAVED: Metric = Metric::new("{}: {}, MiB saved by merging", "MiB");
 
-/// What the checks of one server have found. The last three are those before, during and after a policy.
-type Checks = Rc<RefCell<Vec<Held>>>;
-
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (file_mib, seconds) = if setting.quick { (2, 10) } else { (16, 60) };
     report.parameters([("file_mib", file_mib), ("workers", WORKERS as u64), ("seconds", seconds)]);
@@ -38,7 +34,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let ours = Pagefold::new(seconds).with(&["--allow", &fpm]);
     let ours_name = ours.name();
 
-    let seen: RefCell<Vec<(Prefork, Checks)>> = RefCell::default();
+    let seen: RefCell<Vec<(Prefork, Notes<Held>)>> = RefCell::default();
     let start = || {
         let mut targets: Vec<Box<dyn Target>> = Vec::new();
         for &kind in kinds {
@@ -46,10 +42,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             let mut started = kind.start(scratch.path(), &held, WORKERS)?.into_iter();
             let master = started.next().context("a server without a master")?;
             let workers: Vec<Box<dyn Target>> = started.collect();
-            let pids = [master.pid()].into_iter().chain(workers.iter().map(|worker| worker.pid())).collect();
-            let checks = Checks::default();
-            seen.borrow_mut().push((kind, Rc::clone(&checks)));
-            targets.push(Box::new(ObservedMaster { master, pids, checks }));
+            let pids: Vec<i32> = [master.pid()].into_iter().chain(workers.iter().map(Target::pid)).collect();
+            // The workers are checked after their master: until then none has answered.
+            let (observed, checks) = Observed::start(master, move |_| memory_of(&pids));
+            seen.borrow_mut().push((kind, checks));
+            targets.push(observed);
             targets.extend(workers);
         }
         Ok(targets)
@@ -81,9 +78,15 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
+/// The memory of a server's processes.
+fn memory_of(pids: &[i32]) -> anyhow::Result<Held> {
+    let processes = pids.iter().map(|&pid| Process::open(pid)).collect::<Result<Vec<_>, _>>()?;
+    Held::by(&processes)
+}
+
 /// Adds what each server's processes hold, what of it they share by fork, and what this policy has saved beyond that. `None` if a
 /// check is missing.
-fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, Checks)]) -> Option<()> {
+fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, Notes<Held>)]) -> Option<()> {
     let mut sums: BTreeMap<&str, [f64; 3]> = BTreeMap::new();
     for (kind, checks) in seen {
         let checks = checks.borrow();
@@ -101,33 +104,10 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, Ch
     Some(())
 }
 
-/// The master of a server, with the memory of its processes at each check.
-struct ObservedMaster {
-    master: Box<dyn Target>,
-    pids: Vec<i32>,
-    checks: Checks,
-}
-
-impl Target for ObservedMaster {
-    fn name(&self) -> &str {
-        self.master.name()
-    }
-
-    fn pid(&self) -> i32 {
-        self.master.pid()
-    }
-
-    fn check(&mut self) -> anyhow::Result<String> {
-        // The workers are checked after their master: until then none has answered, which allocates and writes memory.
-        let processes = self.pids.iter().map(|&pid| Process::open(pid)).collect::<Result<Vec<_>, _>>()?;
-        self.checks.borrow_mut().push(Held::by(&processes)?);
-        self.master.check()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::rc::Rc;
 
     #[test]
     #[allow(clippy::float_cmp)] // exact results
@@ -143,6 +123,6 @@ mod tests {
         let figure = |name: &str| report.figures[&format!("p: {name}")];
         assert_eq!((figure("puma, MiB shared by fork"), figure("puma, MiB saved by merging")), (60.0, 15.0));
         assert_eq!((figure("all, MiB held"), figure("all, MiB saved by merging")), (180.0, 65.0));
-        assert_eq!(put_figures(&mut report, "p", &[(Prefork::Puma, Checks::default())]), None);
+        assert_eq!(put_figures(&mut report, "p", &[(Prefork::Puma, Notes::default())]), None);
     }
 }

@@ -1,6 +1,7 @@
 //! Scans pages with different hashes and measures the cost.
 
 use super::pages::TestPage;
+use crate::bench::measures::median;
 use crate::partial_hash::{LineHash, PartialHash, RoundCost, StrengthController, WordHash};
 use pagefold_engine::hash::{Digest, Digester, PageBytes, is_zero};
 use pagefold_engine::units::whole;
@@ -134,8 +135,7 @@ impl<'a> Scanner<'a> {
                 }
             }
         }
-        let mut costs: Vec<(u32, f64)> =
-            times.into_iter().map(|(strength, times)| (strength, super::super::median(times))).collect();
+        let mut costs: Vec<(u32, f64)> = times.into_iter().map(|(strength, times)| (strength, median(times))).collect();
         for at in 1..costs.len() {
             costs[at].1 = costs[at].1.max(costs[at - 1].1);
         }

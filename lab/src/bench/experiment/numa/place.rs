@@ -4,7 +4,7 @@ use super::NumaSizes;
 use crate::bench::experiment::{ExperimentSetting, PolicySequence};
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Placed};
-use crate::programs::Target;
+use crate::programs::{Notes, Observed};
 use anyhow::{Context, ensure};
 use pagefold_engine::units::PAGE_SIZE;
 use pagefold_host::scope::eligible::eligible_mappings;
@@ -138,13 +138,17 @@ impl Stage<'_> {
         group: Group<'_>,
         name: &str,
     ) -> anyhow::Result<()> {
-        let snapshots: RefCell<Vec<Snapshots>> = RefCell::default();
+        let snapshots: RefCell<Vec<Notes<PlacementSample>>> = RefCell::default();
         let start = || {
             let start = |&(node, nice): &(usize, i32)| {
                 let node = self.nodes.nodes.get(node).context("a program is assigned to a node that does not exist")?;
-                let target = PlacedTenant::start(self.setting, self.nodes, node, nice, self.pages)?;
-                snapshots.borrow_mut().push(Rc::clone(&target.snapshots));
-                Ok(Box::new(target) as Box<dyn Target>)
+                let tenant = start_on(self.setting, node, nice, self.pages)?;
+                let (nodes, pages) = (Rc::clone(self.nodes), self.pages);
+                let (observed, samples) = Observed::start(tenant, move |tenant| {
+                    PlacementSample::at(&Process::open(tenant.pid())?, &nodes, pages)
+                });
+                snapshots.borrow_mut().push(samples);
+                Ok(observed)
             };
             group.iter().map(start).collect()
         };
@@ -170,8 +174,6 @@ impl Stage<'_> {
         Ok(())
     }
 }
-
-type Snapshots = Rc<RefCell<Vec<PlacementSample>>>;
 
 #[derive(Clone, Copy, Debug)]
 struct NodePage {
@@ -243,46 +245,13 @@ fn pages_by_node(numa_maps: &str, start: u64, keys: &[u16]) -> Option<Vec<usize>
     Some(keys.iter().map(of_node).collect())
 }
 
-/// A program whose placement is read at each check.
-struct PlacedTenant {
-    tenant: Tenant,
-    nodes: Rc<Nodes>,
-    pages: u64,
-    snapshots: Snapshots,
-}
-
-impl PlacedTenant {
-    /// Starts a program on a node's processors, so that it gets the node's memory by first touch.
-    fn start(
-        setting: &ExperimentSetting<'_>,
-        nodes: &Rc<Nodes>,
-        node: &Node,
-        nice: i32,
-        pages: u64,
-    ) -> anyhow::Result<Self> {
-        let spec = TenantSpec::new([Segment::Shared { pages, seed: 21 }]);
-        // `nice` adds to this process's value.
-        let own = Process::open(i32::try_from(std::process::id())?)?.stat()?.nice;
-        let nice = (nice - i32::from(own)).to_string();
-        let tenant = Tenant::start_by(&["taskset", "-c", &node.cpus, "nice", "-n", &nice], setting.player, &spec)?;
-        Ok(Self { tenant, nodes: Rc::clone(nodes), pages, snapshots: Rc::default() })
-    }
-}
-
-impl Target for PlacedTenant {
-    fn name(&self) -> &str {
-        self.tenant.name()
-    }
-
-    fn pid(&self) -> i32 {
-        Target::pid(&self.tenant)
-    }
-
-    fn check(&mut self) -> anyhow::Result<String> {
-        let snapshot = PlacementSample::at(&Process::open(Target::pid(&self.tenant))?, &self.nodes, self.pages)?;
-        self.snapshots.borrow_mut().push(snapshot);
-        self.tenant.check()
-    }
+/// Starts a program on a node's processors, so that it gets the node's memory by first touch.
+fn start_on(setting: &ExperimentSetting<'_>, node: &Node, nice: i32, pages: u64) -> anyhow::Result<Tenant> {
+    let spec = TenantSpec::new([Segment::Shared { pages, seed: 21 }]);
+    // `nice` adds to this process's value.
+    let own = Process::open(i32::try_from(std::process::id())?)?.stat()?.nice;
+    let nice = (nice - i32::from(own)).to_string();
+    Tenant::start_by(&["taskset", "-c", &node.cpus, "nice", "-n", &nice], setting.player, &spec)
 }
 
 #[cfg(test)]

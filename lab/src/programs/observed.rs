@@ -1,0 +1,52 @@
+//! Programs of which something is noted at each check.
+
+use super::Target;
+use pagefold_workload::ActivityCounters;
+use std::cell::RefCell;
+use std::ops::Range;
+use std::rc::Rc;
+
+/// What the checks of a program have noted. The last three are those before, during and after a policy.
+pub type Notes<T> = Rc<RefCell<Vec<T>>>;
+
+type Look<P, T> = Box<dyn FnMut(&mut P) -> anyhow::Result<T>>;
+
+/// A program, and what to note of it before it answers: answering allocates and writes memory.
+pub struct Observed<P, T> {
+    program: P,
+    look: Look<P, T>,
+    notes: Notes<T>,
+}
+
+impl<P: Target + 'static, T: 'static> Observed<P, T> {
+    /// Returns the program, and its notes as they are made.
+    pub fn start(program: P, look: impl FnMut(&mut P) -> anyhow::Result<T> + 'static) -> (Box<dyn Target>, Notes<T>) {
+        let notes = Notes::default();
+        let observed = Self { program, look: Box::new(look), notes: Rc::clone(&notes) };
+        (Box::new(observed), notes)
+    }
+}
+
+impl<P: Target, T> Target for Observed<P, T> {
+    fn name(&self) -> &str {
+        self.program.name()
+    }
+
+    fn pid(&self) -> i32 {
+        self.program.pid()
+    }
+
+    fn check(&mut self) -> anyhow::Result<String> {
+        let note = (self.look)(&mut self.program)?;
+        self.notes.borrow_mut().push(note);
+        self.program.check()
+    }
+
+    fn counters(&mut self) -> anyhow::Result<Option<ActivityCounters>> {
+        self.program.counters()
+    }
+
+    fn heap(&self) -> Option<Range<u64>> {
+        self.program.heap()
+    }
+}
