@@ -24,8 +24,8 @@ use pagefold_sim::{Costs, Granularity, Scanner, SearchCounts};
 use region::{LevelChange, SampledRegion};
 use rustc_hash::FxHashMap;
 use search::{SampleOutcome, Search};
+pub use settings::UksmSettings;
 use settings::pause_ns;
-pub use settings::{HashStrength, Renewal, UksmSettings};
 
 /// Sample points are fixed-point numbers of pages with this many fraction bits.
 const POINT_BITS: u32 = 10;
@@ -159,7 +159,7 @@ impl Uksmd {
             level_round: None,
             clock_ns: 0,
             owed_ns: 0,
-            page_ns: search.first_guess_ns(),
+            page_ns: costs.sample_ns + search.hash_ns,
             covered: 0,
             stream: Random::for_purpose(settings.seed, 0x0075_6b73_6d64),
             search,
@@ -294,14 +294,9 @@ impl Uksmd {
         if self.regions.len() > regions {
             self.regions.retain(|&key, _| memory.region(key).is_some());
         }
-        let due = match self.settings.renewal {
-            Renewal::Round => true,
-            Renewal::Coverage(share) => self.covered * 10_000 >= self.granularity.scale(pages) * u64::from(share.0),
-        };
-        if due {
+        if self.covered * 10_000 >= self.granularity.scale(pages) * u64::from(self.settings.renewal.0) {
             self.covered = 0;
-            let rehash_ns = self.search.empty_unmerged();
-            self.spend(rehash_ns, self.settings.share(self.levels.len()));
+            self.search.empty_unmerged();
         }
         self.search.prune(memory);
     }

@@ -1,11 +1,9 @@
 //! What UKSM does at one page: hashing, the two trees, and merging (UKSM sections 5.3 and 6).
 //!
 //! The trees are hash maps from contents; the cost of a search in a tree ordered by hash is computed from their
-//! sizes. A content id of 64 bits stands for the page and for its hash at any strength. So pages that differ never
-//! share a hash, unless the strength is below the one that distinguishes them ([`HashStrength::Adaptive`]).
+//! sizes. A content id of 64 bits stands for the page and for its hash at any strength: pages that differ never share a
+//! hash.
 
-use super::settings::HashStrength;
-use crate::partial_hash::{RoundCost, StrengthController};
 use pagefold_sim::memory::{Backing, Memory, PageRef};
 use pagefold_sim::{Costs, Granularity, SearchCounts};
 use rustc_hash::FxHashMap;
@@ -29,26 +27,13 @@ pub(super) enum SampleOutcome {
     Paired(PageRef),
 }
 
-/// The hash: its strength, and the figures of the current round.
-#[derive(Debug)]
-struct Hashing {
-    controller: Option<StrengthController>,
-    strength: u32,
-    distinct_from: u32,
-    /// The cost of hashing a page at this strength, and at full.
-    page_ns: u64,
-    full_ns: u64,
-    pages: u64,
-    collisions: u64,
-    penalty_ns: u64,
-}
-
 #[derive(Debug)]
 pub(super) struct Search {
     costs: Costs,
     granularity: Granularity,
     zero_pages: bool,
-    hashing: Hashing,
+    /// The cost of hashing a page.
+    pub(super) hash_ns: u64,
     /// `T_rs`: the merged frame of each content.
     merged: FxHashMap<u64, u32>,
     /// `T_rus`: a page that had this content when it was sampled.
@@ -73,30 +58,11 @@ fn hash_ns(costs: &Costs, strength: u32) -> u64 {
 }
 
 impl Search {
-    /// `granularity`: how many real pages a simulated page stands for.
-    pub(super) fn new(costs: &Costs, granularity: Granularity, strength: HashStrength, zero_pages: bool) -> Self {
-        let (controller, strength, distinct_from) = match strength {
-            HashStrength::Adaptive { distinct_from } => {
-                let controller = StrengthController::new(WORDS);
-                (Some(controller.clone()), controller.strength(), distinct_from)
-            }
-            HashStrength::Fixed(words) => (None, words.clamp(1, WORDS), 0),
-        };
-        let (page_ns, full_ns) = (hash_ns(costs, strength), hash_ns(costs, WORDS));
-        let hashing =
-            Hashing { controller, strength, distinct_from, page_ns, full_ns, pages: 0, collisions: 0, penalty_ns: 0 };
+    /// `granularity`: how many real pages a simulated page stands for. `strength`: words hashed of a page.
+    pub(super) fn new(costs: &Costs, granularity: Granularity, strength: u32, zero_pages: bool) -> Self {
         let (merged, unmerged) = Default::default();
-        Self { costs: *costs, granularity, zero_pages, hashing, merged, unmerged, counts: SearchCounts::default() }
-    }
-
-    /// The initial estimate of the cost of a page without a duplicate.
-    pub(super) fn first_guess_ns(&self) -> u64 {
-        self.costs.sample_ns + self.hashing.page_ns
-    }
-
-    #[cfg(test)]
-    pub(super) fn strength(&self) -> u32 {
-        self.hashing.strength
+        let hash_ns = hash_ns(costs, strength);
+        Self { costs: *costs, granularity, zero_pages, hash_ns, merged, unmerged, counts: SearchCounts::default() }
     }
 
     #[cfg(test)]
@@ -119,8 +85,7 @@ impl Search {
             Some((Backing::Merged, _)) => return (SampleOutcome::AlreadyMerged, weight * self.costs.visit_merged_ns),
             Some((Backing::Private | Backing::Forked, content)) => content,
         };
-        self.hashing.pages += 1;
-        let cost_ns = weight * (self.costs.sample_ns + self.hashing.page_ns);
+        let cost_ns = weight * (self.costs.sample_ns + self.hash_ns);
         if content == 0 && self.zero_pages {
             // The hash of zeros is known without a tree; one comparison follows.
             self.counts.search(weight, 1, 0, true);
@@ -163,15 +128,6 @@ impl Search {
             }
             cost_ns += weight * compared * self.costs.compare_page_ns;
         }
-        if self.hashing.strength < self.hashing.distinct_from && steps > 0 {
-            // It shares its hash with a different page, so the full hashes of both are needed.
-            let collision_ns =
-                self.costs.compare_page_ns + 2 * self.hashing.full_ns.saturating_sub(self.hashing.page_ns);
-            self.hashing.collisions += 1;
-            self.hashing.penalty_ns += collision_ns;
-            compared += 1;
-            cost_ns += weight * collision_ns;
-        }
         self.counts.search(weight, 0, compared, false);
         self.unmerged.insert(content, me);
         (SampleOutcome::Alone, cost_ns)
@@ -206,29 +162,8 @@ impl Search {
         self.merged.insert(content, frame);
     }
 
-    /// Empties the unmerged tree, and lets the controller choose the strength until it is emptied again (section
-    /// 6.1). Returns the cost of changing the hashes in the merged tree to that strength, in proportion to the change
-    /// (section 6.2).
-    pub(super) fn empty_unmerged(&mut self) -> u64 {
+    pub(super) fn empty_unmerged(&mut self) {
         self.unmerged.clear();
-        let hashing = &mut self.hashing;
-        let Some(controller) = &mut hashing.controller else { return 0 };
-        let full_ns = hashing.pages * hashing.full_ns;
-        let round = RoundCost {
-            full_ns,
-            profit_ns: full_ns - hashing.pages * hashing.page_ns,
-            penalty_ns: hashing.penalty_ns,
-            collisions: hashing.collisions,
-        };
-        (hashing.pages, hashing.collisions, hashing.penalty_ns) = (0, 0, 0);
-        let strength = controller.round(&round);
-        if strength == hashing.strength {
-            return 0;
-        }
-        let before_ns = hashing.page_ns;
-        (hashing.strength, hashing.page_ns) = (strength, hash_ns(&self.costs, strength));
-        self.granularity.scale(self.merged.len() as u64)
-            * (self.costs.visit_merged_ns + hashing.page_ns.abs_diff(before_ns))
     }
 
     /// Frees the frames that are no longer mapped, once there are many.

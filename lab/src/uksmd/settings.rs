@@ -25,36 +25,16 @@ pub struct UksmSettings {
     pub cow: Option<Permyriad>,
     /// The age from which a region is sampled (`V_life`), nanoseconds; at least one whole sleep-scan cycle.
     pub life_ns: u64,
-    /// How many words of a page are hashed.
-    pub strength: HashStrength,
-    /// When the tree of unmerged pages is emptied.
-    pub renewal: Renewal,
+    /// How many of a page's 1024 words are hashed (section 6). Contents have no bytes in the simulator: pages that differ never share
+    /// a hash.
+    pub strength: u32,
+    /// The share of all pages that is sampled before the tree of unmerged pages is emptied: a quarter in the authors' patch
+    /// (`hash_round_finished`), and with none that happens at each global round. Its pages are not protected, so it becomes outdated.
+    /// The paper does not say when.
+    pub renewal: Permyriad,
     /// Whether pages of zeros are mapped to the zero page. The paper does not mention them; its authors' patch does
     /// this.
     pub zero_pages: bool,
-}
-
-/// How many of a page's 1024 words are hashed (section 6). Contents have no bytes in the simulator, so it cannot
-/// determine which strength distinguishes them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HashStrength {
-    /// A fixed number. Pages that differ never share a hash.
-    Fixed(u32),
-    /// Chosen by the controller (section 6.1), starting from half, each time the tree of unmerged pages is emptied.
-    Adaptive {
-        /// Hashes of fewer words than this are the same for all pages; with more, pages that differ never share one.
-        distinct_from: u32,
-    },
-}
-
-/// When the tree of unmerged pages is emptied. Its pages are not protected, so it becomes outdated. The paper does
-/// not say when.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Renewal {
-    /// At each global round.
-    Round,
-    /// When this share of all pages has been sampled; a quarter in the authors' patch (`hash_round_finished`).
-    Coverage(Permyriad),
 }
 
 impl UksmSettings {
@@ -116,8 +96,8 @@ impl Default for UksmSettings {
             duplicate: Permyriad(1_000),
             cow: Some(Permyriad(5_000)),
             life_ns: 100_000_000,
-            strength: HashStrength::Fixed(64),
-            renewal: Renewal::Coverage(Permyriad(2_500)),
+            strength: 64,
+            renewal: Permyriad(2_500),
             zero_pages: true,
         }
     }
