@@ -75,28 +75,6 @@ pub trait Target {
     }
 }
 
-impl Target for Box<dyn Target> {
-    fn name(&self) -> &str {
-        (**self).name()
-    }
-
-    fn pid(&self) -> i32 {
-        (**self).pid()
-    }
-
-    fn check(&mut self) -> anyhow::Result<String> {
-        (**self).check()
-    }
-
-    fn counters(&mut self) -> anyhow::Result<Option<ActivityCounters>> {
-        (**self).counters()
-    }
-
-    fn heap(&self) -> Option<Range<u64>> {
-        (**self).heap()
-    }
-}
-
 impl Target for Tenant {
     fn name(&self) -> &'static str {
         "tenant"

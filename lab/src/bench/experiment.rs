@@ -118,10 +118,13 @@ impl Experiment {
             Some(kernel) if self.name != numa::EXPERIMENT.name => {
                 eprintln!("{}: in an emulated machine", self.name);
                 *report = guest::run(setting, kernel, &self.machine(setting.quick)?, report)?;
-                Ok(())
             }
-            _ => (self.run)(setting, report),
+            _ => {
+                (self.run)(setting, report)?;
+                report.bar_on_answers();
+            }
         }
+        Ok(())
     }
 
     /// The emulated machine that it needs.
@@ -217,7 +220,6 @@ fn side_by_side(
     }
     sort_runs(report, &policies.iter().map(|policy| policy.name()).collect::<Vec<_>>());
     report.compare(policy::SUBJECT);
-    report.bar_on_answers();
     Ok(())
 }
 

@@ -12,22 +12,25 @@ pub type Notes<T> = Rc<RefCell<Vec<T>>>;
 type Look<P, T> = Box<dyn FnMut(&mut P) -> anyhow::Result<T>>;
 
 /// A program, and what to note of it before it answers: answering allocates and writes memory.
-pub struct Observed<P, T> {
-    program: P,
+pub struct Observed<P: ?Sized, T> {
+    program: Box<P>,
     look: Look<P, T>,
     notes: Notes<T>,
 }
 
-impl<P: Target + 'static, T: 'static> Observed<P, T> {
+impl<P: Target + ?Sized + 'static, T: 'static> Observed<P, T> {
     /// Returns the program, and its notes as they are made.
-    pub fn start(program: P, look: impl FnMut(&mut P) -> anyhow::Result<T> + 'static) -> (Box<dyn Target>, Notes<T>) {
+    pub fn start(
+        program: Box<P>,
+        look: impl FnMut(&mut P) -> anyhow::Result<T> + 'static,
+    ) -> (Box<dyn Target>, Notes<T>) {
         let notes = Notes::default();
         let observed = Self { program, look: Box::new(look), notes: Rc::clone(&notes) };
         (Box::new(observed), notes)
     }
 }
 
-impl<P: Target, T> Target for Observed<P, T> {
+impl<P: Target + ?Sized, T> Target for Observed<P, T> {
     fn name(&self) -> &str {
         self.program.name()
     }

@@ -86,13 +86,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             felt.entry(name).or_default().push(one);
         }
     }
-    drop(sequence);
     // By round, and in it in the order above.
     let names: Vec<String> =
         (1..=sizes.rounds).flat_map(|round| policies.map(|policy| in_round(&policy.name(), round))).collect();
     sort_runs(report, &names);
     put_figures(report, &felt, &ratios);
-    report.bar_on_answers();
     if !setting.quick {
         let ratio = ratios.get(SUBJECT).map(|ratios| median(ratios.iter().map(|ratio| ratio.0)));
         report.bar("time of a job relative to no merging", Limit::AtMost(1.01), ratio);

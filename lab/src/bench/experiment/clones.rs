@@ -79,8 +79,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             report.bar("seconds until 90 % of each clone is merged", Limit::AtMost(5.0), Some(longest));
         }
     }
-    drop(sequence);
-    report.bar_on_answers();
     let subtitle =
         format!("seconds; the slowest of {clones} clones, {shared_mib} MiB each, beside {own_mib} MiB of its own");
     report.picture("time until 90 % of a clone is merged", subtitle, rows);

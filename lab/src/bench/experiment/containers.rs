@@ -109,9 +109,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         });
         all.push((name, measured));
     }
-    drop(sequence);
     report.compare(SUBJECT);
-    report.bar_on_answers();
     put_figures(report, &all, NO_MERGING);
     if !setting.quick {
         put_bars(report);

@@ -68,8 +68,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         rows.push((format!("KSM, as {percent} %"), peer_mean / LEAST_SAVED));
         least = Some(least.map_or(ratio, |least| least.min(ratio)));
     }
-    drop(sequence);
-    report.bar_on_answers();
     report.picture(
         "memory saved at equal CPU, with the filter off",
         format!("MiB on average over {seconds} s, from the page tables"),

@@ -72,8 +72,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         );
         report.bar(name, Limit::AtMost(limit), Some(100.0 * over_ten));
     }
-    drop(sequence);
-    report.bar_on_answers();
     report.picture(
         "CPU of the governors",
         "largest share of a core over any 10 s, per cent; pagefold, its injector and ksmd",

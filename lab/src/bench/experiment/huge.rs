@@ -81,7 +81,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                     let (kinds, segments): (Vec<_>, Vec<_>) = held.iter().copied().unzip();
                     let tenant = Tenant::start(setting.player, &TenantSpec::new(segments).with_huge_pages())?;
                     let reading = Duration::from_millis(reading_ms);
-                    let (observed, checks) = Observed::start(tenant, move |tenant| look(tenant, &kinds, reading));
+                    let (observed, checks) =
+                        Observed::start(Box::new(tenant), move |tenant: &mut Tenant| look(tenant, &kinds, reading));
                     seen.borrow_mut().push(checks);
                     Ok(observed)
                 })
@@ -117,8 +118,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             );
         }
     }
-    drop(sequence);
-    report.bar_on_answers();
     let all = TENANTS as u64 * 4 * unit_mib / HUGE_MIB;
     report.picture("huge pages split", format!("of {all}, in {} MiB of programs", all * HUGE_MIB), rows);
     Ok(())

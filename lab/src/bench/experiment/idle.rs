@@ -49,8 +49,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         rows.push((format!("{gib:.2} GiB"), percent(daemon + ksmd)));
         judged = Some((gib, percent(daemon + ksmd)));
     }
-    drop(sequence);
-    report.bar_on_answers();
     report.picture(
         "watching memory without duplicates",
         format!("per cent of a core, pagefold and ksmd, over {seconds} s after {settle} s of settling"),

@@ -30,8 +30,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         sequence.run(report, &NoMerging { seconds }, start)?;
         sequence.run(report, &Pagefold::new(seconds), start)?;
     }
-    drop(sequence);
-    report.bar_on_answers();
     let of = |policy: &str| {
         let runs = report.runs.iter().filter(|run| run.policy == policy);
         runs.flat_map(speeds).collect::<Vec<u64>>()

@@ -40,9 +40,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         sequence.run(report, &Oracle, start)?;
     }
     sequence.run(report, &ours, start)?;
-    drop(sequence);
     report.compare(&ours.name());
-    report.bar_on_answers();
     if setting.quick {
         return Ok(());
     }

@@ -304,7 +304,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             felt.entry((name, window)).or_default().push(one);
         }
     }
-    drop(sequence);
     report.latencies = latencies;
     // By round, and in it in the order above.
     let names: Vec<String> = (1..=sizes.rounds)
@@ -312,7 +311,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         .collect();
     sort_runs(report, &names);
     put_figures(report, &felt, &ratios);
-    report.bar_on_answers();
     if !setting.quick {
         put_bars(report, &ratios);
     }

@@ -96,7 +96,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     if !setting.quick {
         judge_cpu(report);
     }
-    report.bar_on_answers();
     Ok(())
 }
 

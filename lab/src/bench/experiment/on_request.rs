@@ -123,8 +123,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     if setting.emulated {
         successors(setting, &mut sequence, report)?;
     }
-    drop(sequence);
-    report.bar_on_answers();
     Ok(())
 }
 

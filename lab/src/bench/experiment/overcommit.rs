@@ -63,8 +63,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             rows.push((name, held));
         }
     }
-    drop(sequence);
-    report.bar_on_answers();
     let ours = rows.iter().find(|(name, _)| name == SUBJECT).map(|(_, held)| held / sizes.limit.mib());
     report.picture("programs that fit", format!("MiB; below a limit of {limit_mib} MiB"), rows);
     if !setting.quick {

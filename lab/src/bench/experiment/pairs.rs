@@ -38,9 +38,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     for policy in &ours {
         sequence.run(report, policy, start)?;
     }
-    drop(sequence);
     report.compare(&full);
-    report.bar_on_answers();
 
     let to_99 = |policy: &str| report.run(policy)?.reaching(0.99, whole);
     let reached: Vec<_> =

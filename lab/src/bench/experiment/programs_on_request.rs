@@ -67,8 +67,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let name = "alike but for 8 bytes: CPU time relative to random pages";
         report.bar(name, Limit::AtMost(1.0), Some(alike / random));
     }
-    drop(sequence);
-    report.bar_on_answers();
     Ok(())
 }
 

@@ -133,9 +133,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     for policy in &policies {
         sequence.run(report, &**policy, start)?;
     }
-    drop(sequence);
     report.compare(&name);
-    report.bar_on_answers();
 
     let names = policies.iter().map(|policy| policy.name()).filter(|name| setting.wants(name));
     for (policy, snapshots) in names.zip(seen.take()) {

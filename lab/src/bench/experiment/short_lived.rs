@@ -64,8 +64,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             }
         }
     }
-    drop(sequence);
-    report.bar_on_answers();
     report.picture(
         "share merged of memory mapped for T",
         format!("of {size_mib} MiB, just before it is unmapped; median of {cycles} lifetimes"),

@@ -54,7 +54,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let policies: [&dyn Policy; 3] = [&peers[0], &peers[1], &ours()];
     run_all(setting, report, if setting.quick { &policies[1..] } else { &policies }, &sizes)?;
     report.compare(SUBJECT);
-    report.bar_on_answers();
     let saved = |run: &PolicyRun| (run.policy.clone(), Bytes(run.saved_bytes).mib());
     let rows = report.runs.iter().map(saved).collect();
     let subtitle = format!("MiB; {guests} machines of {memory_mib} MiB, one each {every} s");
@@ -88,7 +87,6 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
     run_all(setting, report, if setting.quick { &policies[1..] } else { &policies }, &sizes)?;
     drop(swap);
     report.compare(SUBJECT);
-    report.bar_on_answers();
     let seconds = |policy: &str| report.figure_of(metric::VMS_SECONDS, [policy]);
     let seconds_of_ksm = seconds(SUBJECT).zip(seconds(KSM)).map(|(ours, theirs)| ours / theirs);
     let swapped = |policy: &str| report.figure_of(metric::VMS_SWAPPED, [policy]);

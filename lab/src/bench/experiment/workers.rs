@@ -42,7 +42,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             let mut started = kind.start(scratch.path(), &held, WORKERS)?.into_iter();
             let master = started.next().context("a server without a master")?;
             let workers: Vec<Box<dyn Target>> = started.collect();
-            let pids: Vec<i32> = [master.pid()].into_iter().chain(workers.iter().map(Target::pid)).collect();
+            let pids: Vec<i32> = [master.pid()].into_iter().chain(workers.iter().map(|worker| worker.pid())).collect();
             // The workers are checked after their master: until then none has answered.
             let (observed, checks) = Observed::start(master, move |_| memory_of(&pids));
             seen.borrow_mut().push((kind, checks));
@@ -63,9 +63,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             put_figures(report, &name, &seen).with_context(|| format!("{name}: a check is missing"))?;
         }
     }
-    drop(sequence);
     report.compare(&ours_name);
-    report.bar_on_answers();
     if setting.quick {
         return Ok(());
     }

@@ -144,7 +144,7 @@ impl Stage<'_> {
                 let node = self.nodes.nodes.get(node).context("a program is assigned to a node that does not exist")?;
                 let tenant = start_on(self.setting, node, nice, self.pages)?;
                 let (nodes, pages) = (Rc::clone(self.nodes), self.pages);
-                let (observed, samples) = Observed::start(tenant, move |tenant| {
+                let (observed, samples) = Observed::start(Box::new(tenant), move |tenant: &mut Tenant| {
                     PlacementSample::at(&Process::open(tenant.pid())?, &nodes, pages)
                 });
                 snapshots.borrow_mut().push(samples);
