@@ -1,7 +1,8 @@
 # make build    build pagefold, in target/release
 # make demo     show in a minute how pagefold works, on programs that it starts itself
 # make test     run the product's tests, as root; installs the Debian packages they need (cargo test: those that need no rights)
-# make test-all run every lane: lint, test, fuzz, and the quick tests of the annexes
+# make ci       run every lane that fits into an hour: lint, test, fuzz, and the quick tests of the annexes
+# make test-all the same, and the laboratory's experiments in their quick form
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
@@ -28,7 +29,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build oci demo test test-all run-tests-with-ksm run-tests-beside soak attack lint fuzz fuzz-long lab lab-test bench records \
+.PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak attack lint fuzz fuzz-long lab lab-test lab-live bench records \
     fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
     install-files install-program pages lab-pages deb deb-test tarball
 
@@ -56,7 +57,10 @@ test:
 	$(CARGO) test $(LIVE) --no-run
 	@PAGEFOLD_NO_SKIP=1 $(MAKE) --no-print-directory --jobs 2 run-tests-with-ksm run-tests-beside
 
-test-all: lint test fuzz lab-test fleet-test kernel-quick dkms-autoinstall xen-quick
+# What two cores do within an hour from a cold cache.
+ci: lint test fuzz lab-test fleet-test kernel-quick dkms-autoinstall xen-quick
+
+test-all: ci lab-live
 
 run-tests-with-ksm:
 	$(CARGO) test $(LIVE) $(TESTS_WITH_KSM:%=--test %)
@@ -94,6 +98,9 @@ fuzz-long:
 	@scripts/setup fuzz
 	scripts/fuzz 180
 
+LAB_LIVE := kernel real_programs
+LAB_TESTS := $(filter-out $(LAB_LIVE),$(basename $(notdir $(wildcard lab/tests/*.rs lab/report/tests/*.rs))))
+
 # An annex is in a folder of the same name. Clippy and the tests of one are for it, not for what it depends on.
 lab fleet xen:
 	cd $@ && $(CARGO) build --release --locked
@@ -103,7 +110,12 @@ lab-test:
 	@scripts/setup lab
 	cd lab && $(CARGO) fmt --all --check
 	cd lab && $(CARGO) clippy --workspace --all-targets --locked -- -D warnings
-	cd lab && PAGEFOLD_NO_SKIP=1 $(CARGO) test --workspace --locked --lib --bins --examples --tests
+	cd lab && PAGEFOLD_NO_SKIP=1 $(CARGO) test --workspace --locked --lib --bins --examples $(LAB_TESTS:%=--test %)
+
+# The experiments, each once, and simulated ksmd against the real one.
+lab-live:
+	@scripts/setup lab
+	cd lab && PAGEFOLD_NO_SKIP=1 $(CARGO) test --locked $(LAB_LIVE:%=--test %)
 
 fleet-test:
 	@scripts/setup fleet
