@@ -26,7 +26,7 @@ use pagefold_engine::engine::Engine;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::units::Pages;
 use pagefold_host::os::wake;
-use pagefold_host::scope::SelectorName;
+use pagefold_host::scope::Selector;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::messages;
@@ -211,8 +211,8 @@ fn owner(guest: &Guest) -> Owner {
 }
 
 /// Whether a selector, `--all` or a number, is for a guest.
-fn fits(selector: &SelectorName, guest: &Guest) -> bool {
-    selector.kind == "all" || selector.kind == "pid" && selector.name == guest.known.domain.id.0.to_string()
+fn fits(selector: &Selector, guest: &Guest) -> bool {
+    *selector == Selector::All || *selector == Selector::Pid(guest.known.domain.id.0.into())
 }
 
 fn facts_of(engine: &Engine, host: &LiveXen, run: RunFacts) -> Facts {
