@@ -14,7 +14,6 @@ use pagefold_planner::fleet::DOMAINS;
 use pagefold_planner::{Fleet, Host, HostId, Sample, Unit};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostInfo {
     pub name: String,

@@ -13,7 +13,6 @@
 //! | [`verify`] | a plan's promise beside what hosts saved afterwards |
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
-#![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
 
 pub mod commands;
 pub mod engine;

@@ -64,7 +64,6 @@ pub enum OptionsError {
     Every {
         /// Time between two snapshots.
         every_ns: u64,
-        /// The length.
         length_ns: u64,
     },
 }

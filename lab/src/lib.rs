@@ -14,7 +14,6 @@
 //! | [`fleet`] | simulated fleets, placed at random, by plan and at best |
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
-#![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
 
 pub mod bench;
 pub mod commands;

@@ -72,7 +72,6 @@ pub enum SelectError {
 pub struct InScope {
     /// As the hypervisor lists it.
     pub domain: Domain,
-    /// Its name.
     pub name: String,
     /// The name of its trust domain.
     pub trust: String,

@@ -60,9 +60,7 @@ pub enum XenError {
 pub struct LeftAlone {
     /// The guest.
     pub domain: DomainId,
-    /// Its name.
     pub name: String,
-    /// Why.
     pub why: String,
 }
 
@@ -71,7 +69,6 @@ pub struct LeftAlone {
 pub struct Guest {
     /// Its name, trust domain, and what the hypervisor says of it.
     pub known: InScope,
-    /// Its key.
     pub owner: OwnerKey,
     /// Why it is left alone, if it is.
     pub left_alone: Option<String>,
@@ -100,7 +97,6 @@ pub struct XenFigures {
 /// A pair of pages, with the number of its range and its place in it.
 type NamedPair = (Pair, usize, usize);
 
-/// The host.
 #[derive(Debug)]
 pub struct XenHost<H, C> {
     hypervisor: H,
@@ -167,7 +163,6 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         self.guests.values()
     }
 
-    /// The guest of a region.
     pub fn guest_of(&self, region: RegionKey) -> Option<&Guest> {
         self.guests.get(self.owners.get(&region)?)
     }

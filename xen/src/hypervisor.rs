@@ -19,12 +19,10 @@ impl fmt::Display for DomainId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Gfn(pub u64);
 
-/// A page of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestPage {
     /// The guest.
     pub domain: DomainId,
-    /// Its frame.
     pub frame: Gfn,
 }
 
@@ -36,7 +34,6 @@ pub struct Handle(pub u64);
 /// A page that may be shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nominated {
-    /// The page.
     pub page: GuestPage,
     /// The handle of its frame.
     pub handle: Handle,
@@ -68,7 +65,6 @@ pub struct Domain {
     pub vcpus: u32,
 }
 
-/// The memory of the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MachineMemory {
     /// All of it.
@@ -127,12 +123,7 @@ pub enum CallError {
     Denied,
     /// Anything else.
     #[error("{call}: {error}")]
-    Other {
-        /// The call.
-        call: &'static str,
-        /// The error.
-        error: io::Error,
-    },
+    Other { call: &'static str, error: io::Error },
 }
 
 /// What is called with each page of a read: its place in the list, and its contents, if it could be mapped.

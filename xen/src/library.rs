@@ -45,19 +45,13 @@ pub enum OpenError {
     /// A library is missing.
     #[error("cannot load {library}, of the libraries of Xen {VERSION}: {why}")]
     NoLibrary {
-        /// The library.
         library: &'static str,
         /// The loader's reason.
         why: String,
     },
     /// A library could not open its device.
     #[error("{library} cannot be opened: {error}")]
-    Open {
-        /// The library.
-        library: &'static str,
-        /// The error.
-        error: io::Error,
-    },
+    Open { library: &'static str, error: io::Error },
 }
 
 /// A domain that the hypervisor lists: `struct xen_domctl_getdomaininfo` of Xen 4.17.

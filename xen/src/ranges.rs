@@ -21,9 +21,7 @@ const RANGES_MOST: usize = 1024;
 /// Neighbouring frames that are populated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
-    /// The first.
     pub first: Gfn,
-    /// How many.
     pub pages: Pages,
 }
 

@@ -35,7 +35,6 @@ impl Digest {
     }
 }
 
-/// A set of digests.
 pub type DigestSet = FxHashSet<Digest>;
 
 /// Computes digests: XXH3 with a secret derived from a seed, so that pages that collide cannot be prepared.
@@ -61,7 +60,6 @@ impl Digester {
         Self { seed, secret }
     }
 
-    /// The digest of a page.
     pub fn digest(&self, page: &PageBytes) -> Digest {
         if is_zero(page) {
             return Digest::ZERO;
@@ -105,7 +103,6 @@ impl LineDigester {
         Self { key, lines: lines.clamp(1, LINES), keys, step: order | 1, first: order >> 32 }
     }
 
-    /// The key.
     pub fn key(&self) -> u64 {
         self.key
     }

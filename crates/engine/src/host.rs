@@ -116,7 +116,6 @@ pub struct RegionView {
     pub owner: OwnerKey,
     /// The same process, for other runs.
     pub lasting: LastingKey,
-    /// Its family.
     pub family: FamilyKey,
     /// Its trust domain.
     pub domain: DomainKey,
@@ -193,7 +192,6 @@ pub struct MemoryView {
     pub total: Pages,
     /// Memory that programs can still get without swapping (`MemAvailable`).
     pub available: Pages,
-    /// Swap that is free.
     pub swap_free: Pages,
     /// The share of the last 10 s in which some task waited for memory (PSI `some avg10`), if the kernel reports it.
     pub pressure: Option<Permyriad>,
@@ -202,7 +200,6 @@ pub struct MemoryView {
 /// A limit of a cgroup on the memory of its processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitView {
-    /// The limit.
     pub key: LimitKey,
     /// How much they may have. 0 if that isn't known yet.
     pub limit: Pages,
@@ -251,7 +248,6 @@ pub struct SamplePlan {
 /// Neighbouring pages of one region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRun {
-    /// The region.
     pub region: RegionKey,
     /// The first page to read.
     pub first: Vpn,
@@ -273,9 +269,7 @@ pub struct Samples {
 /// A page that maps a merged frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MergedSample {
-    /// The region.
     pub region: RegionKey,
-    /// The page.
     pub page: Vpn,
     /// The number of the frame. Pages with the same frame are one copy.
     pub frame: u64,
@@ -288,9 +282,7 @@ pub struct MergedSample {
 /// One page of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSample {
-    /// The region.
     pub region: RegionKey,
-    /// The page.
     pub page: Vpn,
     /// How the page is backed.
     pub state: PageState,
@@ -329,7 +321,6 @@ impl PageState {
 /// Neighbouring pages of one region to mark or unmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// The region.
     pub region: RegionKey,
     /// The first page.
     pub first: Vpn,
@@ -340,7 +331,6 @@ pub struct Span {
 /// A span to mark or unmark, and why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// The span.
     pub span: Span,
     /// The reason.
     pub why: Why,
@@ -353,7 +343,6 @@ pub enum Why {
     Duplicate {
         /// Pages that are zero or exist elsewhere too.
         duplicate: Pages,
-        /// Resident pages.
         resident: Pages,
     },
     /// Unmarked, because merges in it do not last.
@@ -459,11 +448,8 @@ impl MergeRange {
 /// A merged frame, named by a page that maps it, and the node to move it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// The region.
     pub region: RegionKey,
-    /// The page.
     pub page: Vpn,
-    /// The node.
     pub node: NodeKey,
 }
 
@@ -529,7 +515,6 @@ pub struct Outcome {
     pub move_ns: u64,
 }
 
-/// A change and its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChangeResult {
     /// The change that was asked for.
@@ -574,7 +559,6 @@ pub enum Marking {
 /// A range of pages, and what came of merging them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MergeResult {
-    /// The range.
     pub range: MergeRange,
     /// What came of each of its pages.
     pub merging: Merging,

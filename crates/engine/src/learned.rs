@@ -43,7 +43,6 @@ pub struct Learned {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LearnedFamily {
-    /// The family.
     pub family: FamilyKey,
     /// The last lives that have ended, nanoseconds.
     pub lives_ns: Vec<u64>,
@@ -53,9 +52,7 @@ pub struct LearnedFamily {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LearnedRegion {
-    /// Its process.
     pub process: LastingKey,
-    /// Its family.
     pub family: FamilyKey,
     /// Its first page.
     pub first: Vpn,

@@ -18,7 +18,6 @@ pub const METADATA_BYTES_PER_PAGE: u64 = 64;
 /// Pages that were to be merged on request, by what came of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestCounts {
-    /// Merged.
     pub merged: Pages,
     /// Merged already.
     pub shared: Pages,
@@ -86,7 +85,6 @@ pub struct Ledger {
     /// Huge pages put together again in memory that was unmarked because merges in it did not last.
     #[serde(default)]
     pub collapsed: u64,
-    /// Pages read.
     pub pages_read: u64,
     /// What came of pages that were to be merged on request.
     #[serde(default)]

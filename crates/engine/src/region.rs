@@ -61,7 +61,6 @@ pub struct Region {
     pub density: Permyriad,
     /// Whether `extents` or `density` have changed since spans were last derived from them.
     pub changed: bool,
-    /// What is marked in it.
     pub marks: Marks,
     /// What its process does with its pages.
     pub usage: Usage,

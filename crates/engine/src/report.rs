@@ -128,9 +128,7 @@ pub struct RegionReport {
     /// Anonymous pages present in it.
     #[serde(rename = "resident_bytes", with = "as_bytes")]
     pub resident: Pages,
-    /// Its level, from 1.
     pub level: usize,
-    /// Its kind.
     pub kind: Kind,
     /// What happens next.
     #[serde(skip)]
@@ -172,11 +170,8 @@ pub struct RegionReport {
 /// How much memory is of one kind.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct KindTotal {
-    /// The kind.
     pub kind: Kind,
-    /// Regions.
     pub regions: usize,
-    /// Resident pages.
     #[serde(rename = "resident_bytes", with = "as_bytes")]
     pub resident: Pages,
 }
@@ -189,7 +184,6 @@ pub struct LevelTotal {
     /// The share of a core it may use.
     #[serde(with = "as_fraction")]
     pub share: Permyriad,
-    /// Regions on it.
     pub regions: usize,
     /// Their resident pages.
     #[serde(rename = "resident_bytes", with = "as_bytes")]
@@ -233,7 +227,6 @@ pub struct EngineReport {
     pub index_entries: usize,
     /// Memory of the index.
     pub index_bytes: Bytes,
-    /// Totals by kind.
     pub kinds: Vec<KindTotal>,
     /// Totals by level, from the top.
     pub levels: Vec<LevelTotal>,
@@ -241,6 +234,5 @@ pub struct EngineReport {
     pub ledger: Ledger,
     /// Where merged pages live, on a machine with several NUMA nodes.
     pub placement: Option<PlacementSummary>,
-    /// The regions.
     pub regions: Vec<RegionReport>,
 }

@@ -23,7 +23,6 @@ const DIFFERING_MIN: u64 = 1024;
 /// The most contents that are remembered because merged pages may have been left behind. If there are more, all are forgotten.
 const LEFT_MOST: usize = 1 << 20;
 
-/// A page, by its region.
 type Page = (RegionKey, Vpn);
 
 /// A page, and the one that it is equal to.

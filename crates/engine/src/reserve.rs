@@ -48,7 +48,6 @@ pub enum Keep {
     Fixed(Pages),
 }
 
-/// The settings of the reserve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReserveSettings {
     /// How much is kept.
@@ -279,7 +278,6 @@ impl Reserve {
         self.copies.worst_hour()
     }
 
-    /// The room of the machine.
     pub fn machine(&self) -> &Room {
         &self.machine
     }

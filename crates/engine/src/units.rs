@@ -90,12 +90,12 @@ pub mod as_bytes {
     use super::{PAGE_SIZE, Pages};
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    #[allow(missing_docs, clippy::missing_errors_doc)]
+    #[allow(clippy::missing_errors_doc)]
     pub fn serialize<S: Serializer>(pages: &Pages, serializer: S) -> Result<S::Ok, S::Error> {
         pages.bytes().serialize(serializer)
     }
 
-    #[allow(missing_docs, clippy::missing_errors_doc)]
+    #[allow(clippy::missing_errors_doc)]
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Pages, D::Error> {
         Ok(Pages(u64::deserialize(deserializer)? / PAGE_SIZE as u64))
     }
@@ -105,12 +105,12 @@ pub mod as_bytes {
 pub mod as_seconds {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    #[allow(missing_docs, clippy::missing_errors_doc, clippy::trivially_copy_pass_by_ref)]
+    #[allow(clippy::missing_errors_doc, clippy::trivially_copy_pass_by_ref)]
     pub fn serialize<S: Serializer>(ns: &u64, serializer: S) -> Result<S::Ok, S::Error> {
         (*ns as f64 / 1e9).serialize(serializer)
     }
 
-    #[allow(missing_docs, clippy::missing_errors_doc)]
+    #[allow(clippy::missing_errors_doc)]
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
         Ok(super::whole((f64::deserialize(deserializer)? * 1e9).round()))
     }
@@ -121,12 +121,12 @@ pub mod as_fraction {
     use super::Permyriad;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    #[allow(missing_docs, clippy::missing_errors_doc)]
+    #[allow(clippy::missing_errors_doc)]
     pub fn serialize<S: Serializer>(share: &Permyriad, serializer: S) -> Result<S::Ok, S::Error> {
         share.fraction().serialize(serializer)
     }
 
-    #[allow(missing_docs, clippy::missing_errors_doc)]
+    #[allow(clippy::missing_errors_doc)]
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share; saturates")]
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Permyriad, D::Error> {
         Ok(Permyriad((f64::deserialize(deserializer)? * 10_000.0).round() as u32))
@@ -161,7 +161,6 @@ impl Permyriad {
         let share = u128::from(part) * 10_000 / u128::from(whole.max(1));
         Self(u32::try_from(share).unwrap_or(u32::MAX))
     }
-    /// As a fraction of one.
     pub fn fraction(self) -> f64 {
         f64::from(self.0) / 10_000.0
     }

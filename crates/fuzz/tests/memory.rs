@@ -53,7 +53,6 @@ fn most_held(call: impl FnOnce()) -> usize {
     MOST.load(Relaxed) - before
 }
 
-/// The text repeated.
 fn repeated(text: &str) -> Vec<u8> {
     text.as_bytes().iter().copied().cycle().take(BYTES / text.len() * text.len()).collect()
 }

@@ -1,7 +1,5 @@
 //! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
 
-#![allow(missing_docs)] // thin wrappers of documented functions
-
 use crate::check::facts;
 use crate::scope::{opt_out, opt_out_qemu, opt_out_unit};
 

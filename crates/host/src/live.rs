@@ -95,7 +95,6 @@ pub enum Event {
     LeftAlone {
         /// The process.
         pid: i32,
-        /// Its name.
         name: String,
         /// The reason.
         why: String,
@@ -106,7 +105,6 @@ pub enum Event {
         pid: i32,
         /// The span, and the result.
         result: ChangeResult,
-        /// The reason.
         reason: String,
     },
     /// A process is not left alone although its owner has opted out, because that is overridden.
@@ -117,10 +115,7 @@ pub enum Event {
         opt_out: String,
     },
     /// The injector had ended, and was started again.
-    InjectorRestarted {
-        /// Its pid.
-        pid: u32,
-    },
+    InjectorRestarted { pid: u32 },
     /// pagefold has stopped driving KSM.
     StoodDown {
         /// The reason.
@@ -133,7 +128,6 @@ pub enum Event {
 pub enum HostMode {
     /// Mark memory and drive ksmd.
     Act {
-        /// The lease on KSM.
         lease: KsmLease,
         /// The process that makes targets call madvise.
         injector: Injector,

@@ -25,7 +25,6 @@ pub struct Stretch {
     pub pages: Pages,
     /// Present anonymous pages.
     pub resident: Pages,
-    /// Marked pages.
     pub marked: Pages,
     /// Whether it has huge pages.
     pub huge: bool,

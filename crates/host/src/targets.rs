@@ -60,7 +60,6 @@ const LEFT_OUT_MOST: usize = 256;
 /// One process in scope.
 #[derive(Debug)]
 pub struct Target {
-    /// The process.
     pub process: Arc<Process>,
     /// Key of the process in the core.
     pub owner: OwnerKey,
@@ -72,7 +71,6 @@ pub struct Target {
     pub exe: Option<Exe>,
     /// Effective user.
     pub uid: u32,
-    /// Cgroup.
     pub cgroup: Option<String>,
     /// The selector that has brought it in: a position in [`ScopeSpec`](crate::scope::ScopeSpec).
     pub selected_by: Option<usize>,

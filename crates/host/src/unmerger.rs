@@ -21,7 +21,6 @@ const INJECTOR_LIMIT: Duration = Duration::from_secs(1);
 /// What has come of unmerging a process.
 #[derive(Clone, Debug)]
 pub struct UnmergedProcess {
-    /// Its pid.
     pub pid: i32,
     /// Its name, safe to print.
     pub name: String,

@@ -1,7 +1,5 @@
 //! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
 
-#![allow(missing_docs)] // thin wrappers of documented functions
-
 use crate::thread::{Activity, fitness};
 use crate::{gadget, worker};
 use std::time::Duration;

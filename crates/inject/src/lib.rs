@@ -188,7 +188,6 @@ pub enum InjectError {
         /// The process.
         pid: i32,
     },
-    /// A kernel thread.
     #[error("process {pid} is a kernel thread, which has no memory of its own; exclude it")]
     KernelThread {
         /// The process.

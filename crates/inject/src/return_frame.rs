@@ -64,7 +64,6 @@ const UC_FLAGS: u64 = 7;
 /// thread keeps its alternate stack.
 const SS_INVALID: u64 = 4;
 
-/// A frame.
 pub struct ReturnFrame {
     frame: Box<[u8; LONGEST]>,
     length: usize,

@@ -49,7 +49,6 @@ pub struct StackCheck {
     all: Option<Vec<Vma>>,
 }
 
-/// A mapping.
 #[derive(Clone, Copy, Debug)]
 struct Mapping {
     start: u64,

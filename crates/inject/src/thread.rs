@@ -115,14 +115,12 @@ fn waitall() -> u64 {
 pub struct Candidate {
     /// The thread.
     pub tid: i32,
-    /// Its activity.
     pub activity: Activity,
 }
 
 /// The result of choosing.
 #[derive(Debug)]
 pub enum Choice {
-    /// This thread.
     Thread(Candidate),
     /// No thread at this moment.
     NoneNow,

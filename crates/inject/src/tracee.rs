@@ -116,7 +116,6 @@ pub struct Tracee<'a> {
     pub stack_check: Option<StackCheck>,
 }
 
-/// The result of a stop.
 #[derive(Clone, Copy, Debug)]
 pub struct StopResult {
     /// The number of calls made.

@@ -83,7 +83,6 @@ pub enum UnmergeError {
     Locked {
         /// The process.
         pid: i32,
-        /// Its name.
         name: String,
     },
     /// It takes longer.
@@ -91,7 +90,6 @@ pub enum UnmergeError {
     UnderWay {
         /// The process.
         pid: i32,
-        /// Its name.
         name: String,
     },
     /// The kernel refused, or the mappings kept changing.

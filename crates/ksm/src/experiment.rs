@@ -32,7 +32,6 @@ const SCAN_LIMIT: Duration = Duration::from_secs(300);
 
 /// Why an experiment could not take or use KSM.
 #[derive(Debug, Error)]
-#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum ExperimentError {
     /// A signal arrived.
     #[error(transparent)]
@@ -174,7 +173,6 @@ impl KsmForExperiment {
         Ok(())
     }
 
-    /// Sets a knob.
     pub fn set(&self, knob: Knob, value: u64) -> Result<(), ExperimentError> {
         // A write of an unchanged max_page_sharing is refused like any other while pages are merged.
         let now = self.ksm.read(knob)?;

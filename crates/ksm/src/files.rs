@@ -23,7 +23,6 @@ pub const KSM_ROOT: &str = "/sys/kernel/mm/ksm";
 
 /// Why a file of KSM could not be read or written.
 #[derive(Debug, Error)]
-#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum KsmError {
     /// The directory, or a file that every supported kernel has, does not exist.
     #[error("{} does not exist: this kernel was built without KSM, or is older than pagefold needs", path.display())]

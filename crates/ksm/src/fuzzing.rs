@@ -1,7 +1,5 @@
 //! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
 
-#![allow(missing_docs)] // thin wrappers of documented functions
-
 use crate::{ksmd, plain};
 use pagefold_procmem::os::fields;
 use std::str::FromStr;

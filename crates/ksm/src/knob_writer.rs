@@ -24,7 +24,6 @@ const CHECK_EVERY: Duration = Duration::from_millis(2);
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("another program changed {knob} from {ours} to {found}")]
 pub struct Overridden {
-    /// The knob.
     pub knob: Knob,
     /// The value it should have.
     pub ours: u64,

@@ -69,7 +69,6 @@ impl fmt::Display for Knob {
 
 /// The values of all knobs (see [`Knob`]). `None`: this kernel does not have the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs, reason = "they are the knobs of `Knob`")]
 pub struct Knobs {
     pub run: u64,
     pub pages_to_scan: u64,

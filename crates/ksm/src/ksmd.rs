@@ -49,7 +49,6 @@ impl Ksmd {
         Ok(Self { process, schedstat, stat })
     }
 
-    /// Its pid.
     pub fn pid(&self) -> i32 {
         self.process.pid()
     }

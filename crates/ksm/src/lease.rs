@@ -24,7 +24,6 @@ const DROP_LIMIT: Duration = Duration::from_secs(2);
 
 /// Why KSM was not taken over.
 #[derive(Debug, Error)]
-#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum TakeError {
     /// Another program drives KSM.
     #[error("KSM is in use: {0}")]
@@ -51,7 +50,6 @@ pub enum TakeError {
 
 /// What else drives KSM.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum OtherDriver {
     /// `run` is 1. The kernel does not show which program set it.
     #[error("ksmd is already running (run is 1)")]

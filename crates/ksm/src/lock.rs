@@ -25,7 +25,6 @@ const LOOK_LIMIT: Duration = Duration::from_millis(50);
 
 /// Why the lock was not taken.
 #[derive(Debug, Error)]
-#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum LockError {
     /// Another process holds it.
     #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]

@@ -12,7 +12,6 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// The device.
 pub const DEVICE: &str = "/dev/ksm";
 
 const ABI_VERSION: u32 = 1;
@@ -81,7 +80,6 @@ const _: () = assert!(size_of::<RawHash>() == 64);
 
 /// Why merging on request cannot be used.
 #[derive(Debug, Error)]
-#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum RequestError {
     /// The file does not exist.
     #[error("{} does not exist: this kernel cannot merge on request", path.display())]

@@ -24,7 +24,6 @@ pub const ENDLESS_SLEEP: u64 = 1 << 31;
 
 /// Why the file could not be read or written.
 #[derive(Debug, Error)]
-#[allow(missing_docs, reason = "the messages name the fields")]
 pub enum StateError {
     /// The text is not in the format of the file.
     #[error("{} is malformed ({what}); set the knobs by hand and remove it", path.display())]
@@ -47,7 +46,6 @@ impl StateError {
 /// The process that has taken KSM over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// Its pid.
     pub pid: i32,
     /// Its start time, to distinguish it from a later process with the same pid.
     pub start_time_ticks: u64,

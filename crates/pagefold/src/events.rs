@@ -47,7 +47,6 @@ pub struct Event {
 }
 
 impl Event {
-    /// It in a sentence.
     pub fn sentence(&self, dry_run: bool) -> String {
         let process = match (&self.name, self.pid) {
             (Some(name), Some(pid)) => format!("{name} ({pid})"),

@@ -36,7 +36,6 @@ struct Document {
     learned: Learned,
 }
 
-/// The file.
 #[derive(Clone, Debug)]
 pub struct LearnedFile(Place);
 

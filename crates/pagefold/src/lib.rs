@@ -22,8 +22,6 @@
 //!
 //! The judgement is in pagefold-engine, everything that touches the system in pagefold-host and the crates below it.
 
-#![allow(missing_docs, reason = "the library of a program: items are documented where their names do not suffice")]
-
 use crate::config::args::RunArgs;
 use clap::{CommandFactory, Parser, Subcommand};
 use commands::sketch as sketches;

@@ -23,10 +23,8 @@ impl Schema {
     }
 }
 
-/// A metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
-    /// Its name.
     pub name: &'static str,
     /// `counter`, `gauge` or `histogram`.
     pub kind: &'static str,

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 use pagefold_testkit::*;
 
-/// 95 %.
 fn most(bytes: u64) -> u64 {
     bytes / 100 * 95
 }

@@ -1,7 +1,5 @@
 //! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
 
-#![allow(missing_docs)] // thin wrappers of documented functions
-
 use crate::ksm_stat::KsmStat;
 use crate::os::fields;
 use crate::os::number_list::NumberList;

@@ -10,7 +10,6 @@ use std::io;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// The flags of one frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FrameFlags(pub u64);
 

@@ -3,7 +3,6 @@
 //!
 //! - A new figure from `/proc/PID`: the module of its file. Parsers take bytes.
 //! - [`os`]: the machine and this process: CPU time, memory pressure and nodes, capabilities, signals, fault injection.
-#![allow(missing_docs, reason = "items are documented where their names do not suffice")]
 
 pub mod cgroup;
 pub mod charges;

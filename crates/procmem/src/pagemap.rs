@@ -160,7 +160,6 @@ pub struct Categories(pub u64);
 impl Categories {
     /// Page of a file or shared memory.
     pub const FILE: Self = Self(1 << 2);
-    /// Present.
     pub const PRESENT: Self = Self(1 << 3);
     /// Swapped out.
     pub const SWAPPED: Self = Self(1 << 4);

@@ -17,7 +17,7 @@ use thiserror::Error;
 
 /// Why a file below `/proc/PID` could not be read. Callers treat the cases differently.
 #[derive(Debug, Error)]
-#[allow(missing_docs)] // `pid` is the process, `file` the path below `/proc/PID`
+// `pid` is the process, `file` the path below `/proc/PID`
 pub enum ReadError {
     /// The process has ended, or is a zombie, which has no memory.
     #[error("process {pid} has ended")]

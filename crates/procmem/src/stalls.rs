@@ -40,7 +40,6 @@ struct Pauses {
 /// Why a process is not tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// It has stalled.
     Stalled,
     /// Other processes of its user or cgroup, or very many, have stalled.
     OthersStalled,

@@ -36,7 +36,6 @@
 //! | `workload` | simulated processes, scripts of recorded or invented steps, ready-made scenarios |
 //! | `knobs`, `costs` | KSM's and the machine's settings, and what each step costs |
 #![forbid(unsafe_code)]
-#![allow(missing_docs, reason = "items are documented where their names do not suffice")]
 
 mod comparisons;
 mod content;

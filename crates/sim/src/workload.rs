@@ -180,7 +180,6 @@ pub enum Writes {
     Unique,
     /// Contents from a numbered series.
     Duplicate {
-        /// The series.
         series: u64,
         /// How many contents of the series are used, from its first.
         size: u64,

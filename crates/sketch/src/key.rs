@@ -8,7 +8,6 @@ use std::str::FromStr;
 use thiserror::Error;
 use twox_hash::XxHash3_128;
 
-/// Bytes of the key.
 const KEY_BYTES: usize = 32;
 /// Bytes of a secret of XXH3: what it uses of longer ones, too.
 const SECRET_BYTES: usize = 192;

@@ -9,7 +9,6 @@
 //!
 //! Pure: no file is opened here, and no clock read. A file may come from anybody: what is wrong with it is an error, never a panic.
 #![forbid(unsafe_code)]
-#![allow(missing_docs, reason = "items are documented where their names do not suffice")]
 
 pub mod count;
 mod decode;

@@ -26,7 +26,7 @@
 //! | `victim` | is in a state that matters for injection, and checks that it notices nothing |
 //! | `request_guest` | checks merging on request in an emulated machine |
 //! | `numa_guest` | the `/init` of emulated machines: runs scenarios on several memory nodes, or a test |
-#![allow(missing_docs, clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]
+#![allow(clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]
 
 pub mod binaries;
 pub mod browser;

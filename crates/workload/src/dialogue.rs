@@ -17,7 +17,6 @@ pub(crate) const READY: &str = "ready";
 pub struct OwnedChild(pub Child);
 
 impl OwnedChild {
-    /// Its pid.
     pub fn pid(&self) -> i32 {
         i32::try_from(self.0.id()).unwrap_or(0)
     }
@@ -111,7 +110,6 @@ impl Dialogue {
         Ok(answer)
     }
 
-    /// Its pid.
     pub fn pid(&self) -> i32 {
         self.child.pid()
     }

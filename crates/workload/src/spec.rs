@@ -44,7 +44,6 @@ impl TenantSpec {
 /// Memory filled in one way. Equal kinds with equal seeds hold equal contents in all tenants, except for `Random`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-#[expect(missing_docs, reason = "`pages` is the length, `seed` selects the contents")]
 pub enum Segment {
     /// Every page has the same content.
     Same { pages: u64, seed: u64 },

@@ -80,7 +80,6 @@ pub struct Unit {
 /// Hosts and what runs on them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fleet {
-    /// The hosts.
     pub hosts: Vec<Host>,
     /// What runs on them.
     pub units: Vec<Unit>,
@@ -94,7 +93,6 @@ pub enum FleetError {
     NoHost {
         /// The unit's place.
         unit: usize,
-        /// Its host.
         host: u32,
         /// The number of hosts.
         hosts: usize,

@@ -32,7 +32,6 @@ pub struct Move {
 /// One move, or two that belong together: the units change places.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// The moves.
     pub moves: Vec<Move>,
     /// Pages that this saves, or no longer saves: room is sometimes made first, and used by a later step.
     pub saves: i64,

@@ -88,7 +88,6 @@ impl<'a> Placement<'a> {
         placement
     }
 
-    /// The fleet.
     pub fn fleet(&self) -> &'a Fleet {
         self.fleet
     }
@@ -103,7 +102,6 @@ impl<'a> Placement<'a> {
         self.place[unit.index()]
     }
 
-    /// The units on a host.
     pub fn units_on(&self, host: HostId) -> &[UnitId] {
         &self.hosts[host.index()].units
     }

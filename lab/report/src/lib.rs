@@ -12,7 +12,6 @@
 //! | [`record`], [`density`] | records of memory, and where duplicates are in one |
 //! | [`command`] | the command line |
 #![forbid(unsafe_code)]
-#![allow(missing_docs, reason = "the library of one program: items are documented where their names do not suffice")]
 
 pub mod charts;
 pub mod claims;

@@ -32,7 +32,6 @@ pub struct BenchOptions {
 }
 
 impl BenchOptions {
-    /// The digest of a program.
     pub fn digest(program: &Path) -> anyhow::Result<String> {
         let bytes = fs::read(program).with_context(|| format!("cannot read {}", program.display()))?;
         Ok(format!("{:016x}", XxHash3_64::oneshot(&bytes)))

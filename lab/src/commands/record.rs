@@ -49,7 +49,6 @@ pub fn interval(text: &str) -> Result<Duration, String> {
     if every < Duration::from_millis(1) { Err("it is less than 1ms".to_owned()) } else { Ok(every) }
 }
 
-/// The summary.
 #[derive(Debug, Serialize)]
 struct Summary {
     schema: &'static str,

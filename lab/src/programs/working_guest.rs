@@ -67,7 +67,6 @@ impl WorkingGuests {
         Ok(self)
     }
 
-    /// The path of the emulator.
     pub fn emulator(&self) -> &Path {
         self.emulator.path()
     }

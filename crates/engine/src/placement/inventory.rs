@@ -210,7 +210,6 @@ pub struct OwnerPlacement {
     /// The process.
     #[serde(skip)]
     pub owner: OwnerKey,
-    /// Its home node.
     #[serde(rename = "node")]
     pub home: NodeKey,
     /// Its nice value, -20 to 19.
@@ -237,7 +236,6 @@ pub struct NodePages(pub NodeKey, #[serde(with = "as_bytes")] pub Pages);
 /// Memory and merged frames of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeTotal {
-    /// The node.
     pub node: NodeKey,
     /// All of its memory.
     #[serde(rename = "total_bytes", with = "as_bytes")]

@@ -40,7 +40,6 @@ named!(Placement, ConfigError::NoPlacement);
 /// A process that maps a merged page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharer {
-    /// Its home node.
     pub home: NodeKey,
     /// Its nice value, -20 to 19.
     pub nice: i8,

@@ -51,12 +51,10 @@ impl RegionTable {
         (0..).zip(&mut self.regions).filter_map(|(slot, region)| Some((slot, region.as_mut()?)))
     }
 
-    /// The region in a slot.
     pub fn get(&self, slot: u32) -> Option<&Region> {
         self.regions.get(index(slot))?.as_ref()
     }
 
-    /// The region in a slot.
     pub fn get_mut(&mut self, slot: u32) -> Option<&mut Region> {
         self.regions.get_mut(index(slot))?.as_mut()
     }

@@ -23,7 +23,6 @@ pub enum Severity {
     Blocker,
 }
 
-/// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     /// Stable identifier.

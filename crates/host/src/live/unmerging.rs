@@ -62,7 +62,6 @@ struct Waiting {
 
 /// How far one process is.
 enum State {
-    /// It has ended.
     Ended,
     /// Nothing of it is marked any more.
     Done(Unmerged),

@@ -102,7 +102,6 @@ impl Domains {
         &self.names
     }
 
-    /// The name of a domain.
     pub fn name(&self, key: DomainKey) -> Option<&String> {
         self.names.get(usize::from(key.0))
     }

@@ -17,7 +17,6 @@ use std::fmt;
 /// Why a process or a mapping is left alone. Displayed as one line.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Exclusion {
-    /// Kernel thread.
     KernelThread,
     /// Ended but not reaped.
     Zombie,
@@ -53,7 +52,6 @@ pub enum Exclusion {
     OtherDomain {
         /// Its domain.
         own: String,
-        /// The one that is merged.
         merged: String,
     },
     /// There are too many trust domains for it to have one.
@@ -87,7 +85,6 @@ pub enum Exclusion {
     Droppable,
     /// File on persistent memory, mapped synchronously.
     Dax,
-    /// Shadow stack.
     ShadowStack,
     /// Provided by the kernel: `[vdso]`, `[vvar]`, `[vsyscall]`.
     Special,
@@ -189,7 +186,6 @@ impl fmt::Display for Exclusion {
 
 /// The facts that the rules for processes judge.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub struct ProcessFacts {
     pub kernel_thread: bool,
     pub zombie: bool,

@@ -38,7 +38,6 @@ pub struct Exe {
 
 /// Why rules that grant something do not match an executable. Displayed as a clause that follows its path.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[allow(missing_docs)]
 pub enum Distrust {
     /// Replaced or removed since it was started.
     #[error("has been replaced or removed since it was started")]

@@ -71,7 +71,6 @@ impl std::fmt::Display for ScopeSpec {
 /// A process in scope.
 #[derive(Debug)]
 pub struct Scoped {
-    /// The process.
     pub process: Process,
     /// Command name, safe to print.
     pub name: String,
@@ -100,7 +99,6 @@ impl Scoped {
 
 /// Why a scope cannot be resolved.
 #[derive(Debug, Error)]
-#[allow(missing_docs)]
 pub enum ScopeError {
     /// There are no selectors.
     #[error("nothing is in scope: select processes by --pid, --cgroup, --user or --exe, or all by --all")]

@@ -51,7 +51,6 @@ pub enum OptOut {
     },
     /// Its systemd unit has `MemoryKSM=no`.
     Unit {
-        /// The unit.
         unit: String,
         /// The file that says so.
         file: PathBuf,
@@ -65,7 +64,6 @@ pub enum OptOut {
     },
     /// Its command line, which is QEMU's, says so.
     CommandLine {
-        /// The option.
         option: &'static str,
         /// The name of the virtual machine, by its cgroup.
         guest: Option<String>,

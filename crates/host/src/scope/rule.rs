@@ -12,7 +12,6 @@ use std::os::unix::ffi::OsStrExt;
 /// A name for some processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
-    /// The name.
     pub name: String,
     /// Selects the processes: by cgroup, user or executable.
     pub matcher: Matcher,

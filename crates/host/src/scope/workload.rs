@@ -12,14 +12,12 @@ use std::fmt;
 /// The digits of a container's identifier that its tools show.
 const SHORT_ID: usize = 12;
 
-/// What a workload is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WorkloadKind {
     /// A virtual machine.
     Vm,
     /// A Kubernetes pod.
     Pod,
-    /// A container.
     Container,
     /// A systemd unit, or any other cgroup.
     Unit,
@@ -28,7 +26,6 @@ pub enum WorkloadKind {
 /// What a process belongs to. Displays as `vm web1`, `pod 6c2f…`, `nginx.service`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Workload {
-    /// What it is.
     pub kind: WorkloadKind,
     /// Its name, safe to print.
     pub name: String,
@@ -66,7 +63,6 @@ pub(super) fn guest_of(path: &str) -> Option<String> {
     name_of(path).filter(|found| found.kind == WorkloadKind::Vm).map(|found| found.name)
 }
 
-/// The name for a path.
 fn name_of(path: &str) -> Option<Workload> {
     let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
     let pairs = || parts.iter().enumerate().map(|(at, &part)| (at.checked_sub(1).map_or("", |at| parts[at]), part));

@@ -255,7 +255,6 @@ fn sum(regions: &[&RegionReport], pages: fn(&RegionReport) -> Pages) -> u64 {
     regions.iter().map(|region| pages(region).bytes().0).sum()
 }
 
-/// The regions that fit.
 fn regions(facts: &Facts, fits: impl Fn(&RegionReport) -> bool) -> Vec<&RegionReport> {
     facts.report.regions.iter().filter(|region| fits(region)).collect()
 }

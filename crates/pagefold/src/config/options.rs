@@ -28,7 +28,6 @@ pub struct Section {
     pub help: &'static str,
 }
 
-/// An option.
 #[derive(Clone, Debug)]
 pub struct OptionSpec {
     /// The section of the configuration file that has its key.
@@ -89,7 +88,6 @@ pub enum Unit {
 
 /// A value that was given for an option and is in its range.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
 pub enum Value {
     Text(String),
     Number(u64),

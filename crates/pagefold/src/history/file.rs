@@ -24,7 +24,6 @@ const TORN_MOST: usize = 2;
 /// Moments may be so far in the future, seconds: clocks are corrected.
 const FUTURE_MOST: u64 = 120;
 
-/// The file.
 #[derive(Clone, Debug)]
 pub struct HistoryFile(Place);
 

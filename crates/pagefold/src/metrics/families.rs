@@ -267,7 +267,6 @@ fn of_scopes(status: &Status, value: fn(&ScopeRow) -> u64) -> Vec<Sample> {
     rows.map(|row| sample(&[("kind", &row.kind), ("scope", &row.name)], float(value(row)))).collect()
 }
 
-/// The page of a status.
 pub fn page(status: &Status) -> String {
     let mut text = String::new();
     for Family { name, kind, help, values, .. } in FAMILIES {

@@ -15,7 +15,6 @@ use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
-/// The file.
 #[derive(Clone, Debug)]
 pub struct MetricsFile(Place);
 

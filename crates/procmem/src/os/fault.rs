@@ -91,7 +91,6 @@ pub const READS: &[&str] = &[
     "read:lock",
 ];
 
-/// Writes.
 pub const WRITES: &[&str] = &["write:state", "write:lock", "write:knob"];
 
 static FAULTS: OnceLock<Vec<Fault>> = OnceLock::new();

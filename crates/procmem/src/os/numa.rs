@@ -86,7 +86,6 @@ impl Topology {
         Ok((!blocks.is_empty()).then(|| Self { root: root.to_owned(), nodes, blocks }))
     }
 
-    /// The node of a frame.
     pub fn node_of(&self, frame: u64) -> Option<NodeKey> {
         let at = self.blocks.partition_point(|&(first, _, _)| first <= frame).checked_sub(1)?;
         let (first, frames, node) = self.blocks[at];

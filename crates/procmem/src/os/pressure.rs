@@ -16,7 +16,6 @@ use thiserror::Error;
 
 /// Why the memory pressure cannot be read.
 #[derive(Debug, Error)]
-#[allow(missing_docs)]
 pub enum PressureError {
     /// The text is not in the documented format.
     #[error("{} is malformed: {what}", path.display())]

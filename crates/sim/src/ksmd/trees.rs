@@ -128,7 +128,6 @@ impl Trees {
         self.pairs[usize::from(tree)].stable.search(|_, there| Some(content.cmp(&there.content)))
     }
 
-    /// The chain of a content.
     fn chain_of(&mut self, tree: u16, content: u64) -> Option<&mut Chain> {
         if tree == NO_TREE {
             return None;

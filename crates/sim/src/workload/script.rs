@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 /// One step. Processes and regions have numbers of the script's own, which are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the fields are named for what they hold")]
 pub enum Step {
     /// A process starts, with nothing mapped.
     Start { process: u32 },

@@ -65,7 +65,6 @@ const MESSAGE: &str = "message pagefold_record {
     optional int64 frame (INTEGER(64,false));
 }";
 
-/// The columns.
 pub(super) fn columns() -> parquet::errors::Result<TypePtr> {
     parse_message_type(MESSAGE).map(Arc::new)
 }
