@@ -63,18 +63,15 @@ impl Headroom {
         let before = std::mem::take(&mut self.limits);
         self.of_owner.clear();
         self.read_ns = None;
+        let held_by_all: Pages = mergeable.values().copied().sum();
         for view in limits {
             let known = before.get(&view.key).copied();
-            let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
             let was_shared = known.is_some_and(|room| room.is_shared);
-            // Nobody outside can share a page that is charged there.
-            let covers_scope = !was_shared && scope.is_subset(&owners);
-            if covers_scope || total > Pages(0) && view.limit >= total {
+            if !was_shared && covers(view, scope) || total > Pages(0) && view.limit >= total {
                 continue;
             }
-            let is_shared =
-                was_shared || mergeable.iter().any(|(owner, &pages)| pages > Pages(0) && !owners.contains(owner));
             let held: Pages = view.owners.iter().filter_map(|owner| mergeable.get(owner)).copied().sum();
+            let is_shared = was_shared || held < held_by_all;
             if held > Pages(0) && view.limit > Pages(0) {
                 self.read_ns = Some(self.read_ns.map_or(view.read_ns, |read_ns| read_ns.min(view.read_ns)));
             }
@@ -139,6 +136,14 @@ impl Headroom {
                 room.left = room.left.saturating_sub(pages);
             }
         }
+    }
+}
+
+/// Whether a limit holds for every process in scope, so that nobody outside can share a page that is charged to it.
+fn covers(view: &LimitView, scope: &FxHashSet<OwnerKey>) -> bool {
+    view.owners.len() >= scope.len() && {
+        let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
+        scope.is_subset(&owners)
     }
 }
 

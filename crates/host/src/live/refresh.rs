@@ -3,7 +3,6 @@
 use super::{Event, LiveError, LiveHost, elapsed_ns};
 use crate::identity::Watch;
 use crate::regions::Tracked;
-
 use crate::scope::domain::NO_DOMAIN;
 use crate::scope::exclude::Exclusion;
 use crate::scope::opt_out::OptOut;

@@ -56,7 +56,7 @@ impl ScopeSpec {
 
     /// Whether new processes can enter the scope.
     pub fn is_selective(&self) -> bool {
-        !self.without_pids().0.is_empty()
+        self.0.iter().any(|selector| !matches!(selector, Selector::Pid(_)))
     }
 }
 

@@ -90,7 +90,7 @@ impl<'a> Selection<'a> {
 
     pub(super) fn resolve(&mut self, is_candidate: impl FnMut(i32) -> bool) -> Result<Vec<Scoped>, ScopeError> {
         let mut scoped = Vec::new();
-        let selective = self.has(|matcher| !matches!(matcher, Matcher::Pid(_)));
+        let selective = self.matchers.iter().flatten().any(|matcher| !matches!(matcher, Matcher::Pid(_)));
         let with_descendants = self.for_undoing && !self.named.is_empty();
         let mut others = if selective || with_descendants { pids_below(&self.roots.proc)? } else { Vec::new() };
         let mut is_candidate = is_candidate;
@@ -137,8 +137,9 @@ impl<'a> Selection<'a> {
         descendants
     }
 
-    fn has(&self, is_it: impl Fn(&Matcher) -> bool) -> bool {
-        self.matchers.iter().flatten().any(is_it)
+    /// Whether the cgroups of a process can matter, so that they're worth reading.
+    fn has_cgroups(&self) -> bool {
+        self.matchers.iter().any(|matcher| matches!(matcher, Some(Matcher::Cgroup(_))))
     }
 
     /// The process, if it is in scope.
@@ -161,7 +162,7 @@ impl<'a> Selection<'a> {
         let by_pid = if is_named { Some(pid) } else { self.descendants.get(&pid).copied() };
         let candidate = Candidate { pid, by_pid, uid, exe: exe.as_ref(), comm: &stat.comm };
         let by_process = self.by_process(&candidate);
-        if by_process.is_none() && !self.has(|matcher| matches!(matcher, Matcher::Cgroup(_))) {
+        if by_process.is_none() && !self.has_cgroups() {
             return Ok(None);
         }
         let cgroups = self.cgroup_facts(&cgroups_of(&process)?);
@@ -235,7 +236,8 @@ impl<'a> Selection<'a> {
 
     /// Whether any selector matches a process with this text in `/proc/PID/cgroup`.
     pub(super) fn matches(&mut self, candidate: &Candidate<'_>, cgroups: &[u8]) -> bool {
-        self.by_process(candidate).is_some() || self.by_cgroups(&parse_cgroups(cgroups)).is_some()
+        self.by_process(candidate).is_some()
+            || (self.has_cgroups() && self.by_cgroups(&parse_cgroups(cgroups)).is_some())
     }
 }
 
