@@ -12,7 +12,7 @@ use pagefold_engine::host::{
     Actions, Cost, Host, Keep, KsmView, Mechanism, MemoryView, MergeRange, MergeResult, Merging, Outcome, PageRun,
     PageSample, PageState, RegionView, SamplePlan, Samples, Snapshot,
 };
-use pagefold_engine::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
+use pagefold_engine::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, LineageKey, OwnerKey, RegionKey};
 use pagefold_engine::region::PageSet;
 use pagefold_engine::units::{Pages, Vpn, index};
 use rustc_hash::{FxHashMap, FxHasher};
@@ -444,12 +444,14 @@ fn views(guest: &Guest) -> Vec<RegionView> {
         key,
         owner: guest.owner,
         lasting: guest.lasting,
+        lineage: LineageKey(guest.lasting.0),
         family: FamilyKey(hashed(&(domain.most, domain.vcpus, &guest.kernel, range.first))),
         domain: guest.trust,
         first: Vpn(range.first.0),
         pages: range.pages,
         resident: range.pages,
         marked: Pages(0),
+        named: false,
         left_alone: false,
     };
     guest.regions.iter().map(view).collect()

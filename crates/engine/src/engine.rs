@@ -17,7 +17,7 @@ use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::{DigestSet, LINES};
 use crate::headroom::Headroom;
 use crate::host::{
-    Actions, Cost, Host, KsmView, Mechanism, MergedSample, Move, Outcome, SamplePlan, Samples, Snapshot, Why,
+    Actions, Cost, Host, KsmView, Mechanism, MergedSample, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot, Why,
 };
 use crate::index::{Index, PageStatus};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
@@ -35,6 +35,7 @@ use crate::report::EngineReport;
 use crate::requests::Requests;
 use crate::reserve::{Reserve, ReserveSettings};
 use crate::sampling::ladder::{Ladder, ReadPlan};
+use crate::saving::{Saving, SavingCounter};
 use crate::strength::Strength;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, count};
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -64,6 +65,9 @@ pub struct Engine {
     marker: Marker,
     scheduler: ScanScheduler,
     requests: Requests,
+    saving: SavingCounter,
+    /// What KSM saved on the machine when the run began, where nothing else is known.
+    machine_before: Option<Pages>,
     reserve: Reserve,
     headroom: Headroom,
     relief: Relief,
@@ -108,6 +112,22 @@ pub struct Cycle {
     pub outcome: Outcome,
 }
 
+/// Counts once more what is saved, for the end of a run.
+///
+/// # Errors
+///
+/// What the host cannot continue from.
+pub fn count_saving<H: Host>(engine: &mut Engine, host: &mut H) -> Result<(), H::Error> {
+    let snapshot = host.observe()?;
+    engine.saving.count_now();
+    let plan = SamplePlan { runs: Vec::new(), ..engine.plan(snapshot) };
+    let samples = host.read(&plan)?;
+    if engine.saving.is_asking() {
+        engine.record_saving(&samples);
+    }
+    Ok(())
+}
+
 /// Runs one cycle on a host.
 ///
 /// # Errors
@@ -139,6 +159,8 @@ impl Engine {
             marker: Marker::default(),
             scheduler: ScanScheduler::default(),
             requests: Requests::default(),
+            saving: SavingCounter::default(),
+            machine_before: None,
             reserve: Reserve::default(),
             headroom: Headroom::default(),
             relief: Relief::default(),
@@ -192,6 +214,41 @@ impl Engine {
     /// Records the state after the last cycle.
     pub fn close(&mut self, now_ns: u64, ksm: &KsmView, cost: Cost) {
         self.ledger.observe(now_ns, ksm, self.exited(ksm), cost);
+    }
+
+    /// What merging saves, by the latest count; `None` until there is one.
+    pub fn saving(&self) -> Option<&Saving> {
+        self.saving.latest()
+    }
+
+    /// The pages to look up now, to count what is saved.
+    fn plan_count(&mut self) -> Vec<PageRun> {
+        if !self.snapshot.shows_frames || self.snapshot.ksm.merged() == Pages(0) {
+            return Vec::new();
+        }
+        let busy = self.is_busy();
+        self.saving.plan(&self.table, self.snapshot.now_ns, busy)
+    }
+
+    /// The pages needed if programs write to all merged ones. ksmd corrects KSM's counters as it passes by, and they hold for other
+    /// programs' memory, too. On request nothing passes by.
+    pub fn returns_at_worst(&self) -> Pages {
+        match self.saving.latest() {
+            Some(saving) if self.on_request() => saving.returns_at_worst,
+            _ => self.snapshot.ksm.saved(),
+        }
+    }
+
+    fn record_saving(&mut self, samples: &Samples) {
+        let now_ns = self.snapshot.now_ns;
+        self.saving.record(&self.table, &samples.merged, samples.counted.as_ref(), now_ns);
+        self.record_counted();
+    }
+
+    fn record_counted(&mut self) {
+        if let Some(saving) = self.saving.latest() {
+            self.ledger.record_saving(saving);
+        }
     }
 
     /// About how many pages KSM counts as merged that are gone. What it counts for living processes is not among them: memory may
@@ -271,17 +328,9 @@ impl Engine {
     }
 
     /// Adopts a snapshot of the machine and plans what to read.
-    pub fn plan(&mut self, mut snapshot: Snapshot) -> SamplePlan {
+    pub fn plan(&mut self, snapshot: Snapshot) -> SamplePlan {
         let now_ns = snapshot.now_ns;
         self.config.mechanism = snapshot.mechanism;
-        let mut named_before = FxHashSet::default();
-        if self.on_request() {
-            if !self.running {
-                named_before.extend(snapshot.regions.iter().filter(|view| view.marked > Pages(0)).map(|view| view.key));
-            }
-            // The kernel marks a mapping when one of its pages is named. That says nothing about what is merged.
-            snapshot.regions.iter_mut().for_each(|view| view.marked = Pages(0));
-        }
         self.record_cost(&snapshot);
         self.allowance.advance(now_ns);
         self.allowance.set_groups(snapshot.groups.clone(), self.ladder.sample_ns());
@@ -290,20 +339,32 @@ impl Engine {
         }
         if !self.running || snapshot.regions != self.snapshot.regions {
             self.update_regions(&snapshot);
+            self.saving.note_change();
         }
-        for region in self.table.iter_mut().filter(|region| named_before.contains(&region.view.key)) {
-            region.usage.merged_before = true;
+        if snapshot.ksm.broken >= self.snapshot.ksm.broken + BROKEN_MIN {
+            self.saving.note_change();
         }
         let limits_were_read = !Arc::ptr_eq(&self.snapshot.limits, &snapshot.limits);
         self.snapshot = snapshot;
         if limits_were_read {
             self.look_at_headroom();
         }
+        let machine = self.snapshot.ksm.saved();
+        if !self.snapshot.shows_frames {
+            let before = *self.machine_before.get_or_insert(machine);
+            self.saving.adopt(machine.saturating_sub(before), machine, now_ns);
+            self.record_counted();
+        } else if self.snapshot.ksm.merged() == Pages(0) {
+            self.saving.adopt(Pages(0), Pages(0), now_ns);
+            self.record_counted();
+        }
         self.look_at_reserve();
         let (pace, lines) = (self.pace(), self.lines());
         if self.paused {
             self.reading = ReadPlan::default();
-            return SamplePlan { digest_seed: self.config.seed, lines, ..SamplePlan::default() };
+            let inspect = self.plan_count();
+            let count = self.saving.is_asking();
+            return SamplePlan { digest_seed: self.config.seed, lines, inspect, count, ..SamplePlan::default() };
         }
         let new_round = self.ladder.start_round(now_ns, pace);
         let room = self.room_ns(pace) / self.ladder.sample_ns();
@@ -329,8 +390,12 @@ impl Engine {
         if inspect.is_empty() {
             (inspect, charged_to) = self.relief.inspect();
         }
+        if inspect.is_empty() {
+            inspect = self.plan_count();
+        }
+        let count = self.saving.is_asking();
         let colliding = self.colliding.clone();
-        SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, activity, inspect, charged_to }
+        SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, activity, inspect, charged_to, count }
     }
 
     /// Whether pages can be hashed in part: the kernel does so, and compares what it merges.
@@ -376,7 +441,7 @@ impl Engine {
             }
         }
         let worst_of = |owner| worst.get(&owner).copied().unwrap_or_default();
-        if self.reserve.look(self.config.reserve.keep, memory, ksm.saved(), limits, worst_of) {
+        if self.reserve.look(self.config.reserve.keep, memory, self.returns_at_worst(), limits, worst_of) {
             for region in self.table.iter_mut() {
                 region.hold.set_short(self.reserve.is_short_for(region.view.owner));
             }
@@ -503,7 +568,9 @@ impl Engine {
         (self.read_ns, self.reading_ns) = (self.read_ns + samples.cpu_ns, Some(samples.cpu_ns));
         self.ledger.pages_read += self.read;
         self.record_samples(samples);
-        if self.relief.is_asking() {
+        if self.saving.is_asking() {
+            self.record_saving(samples);
+        } else if self.relief.is_asking() {
             self.relieve(&samples.merged);
         } else {
             self.placer.record(&self.table, &samples.merged, &self.snapshot, self.config.latencies);

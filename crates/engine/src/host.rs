@@ -5,7 +5,9 @@
 //! code that runs.
 
 use crate::hash::{Digest, DigestSet};
-use crate::keys::{DomainKey, FamilyKey, GroupKey, LastingKey, LimitKey, NodeKey, NodeSet, OwnerKey, RegionKey};
+use crate::keys::{
+    DomainKey, FamilyKey, GroupKey, LastingKey, LimitKey, LineageKey, NodeKey, NodeSet, OwnerKey, RegionKey,
+};
 use crate::placement::policy::Placement;
 use crate::stops::StopLengths;
 use crate::units::{Pages, Permyriad, Vpn, as_seconds};
@@ -47,6 +49,8 @@ pub struct Snapshot {
     pub ksm: KsmView,
     /// How equal pages are merged.
     pub mechanism: Mechanism,
+    /// Whether the host can look up merged frames. If not, KSM's counters say what is saved.
+    pub shows_frames: bool,
     /// Whether pages can be hashed in place, by some of their cache lines.
     pub hashes_lines: bool,
     /// How scarce memory is.
@@ -117,6 +121,8 @@ pub struct RegionView {
     /// The same process, for other runs.
     pub lasting: LastingKey,
     pub family: FamilyKey,
+    /// The processes that share memory with it by fork.
+    pub lineage: LineageKey,
     /// Its trust domain.
     pub domain: DomainKey,
     /// The first page of its address range.
@@ -125,8 +131,10 @@ pub struct RegionView {
     pub pages: Pages,
     /// Anonymous pages present in it. May be some seconds old.
     pub resident: Pages,
-    /// Pages of the range that are marked mergeable.
+    /// Pages of the range that are marked mergeable, where ksmd searches what is marked.
     pub marked: Pages,
+    /// Whether pages of it may have been merged on request: the kernel marks a mapping when one of its pages is named.
+    pub named: bool,
     /// Whether its process is left alone for now: the region is neither read nor changed, and its marks stay.
     pub left_alone: bool,
 }
@@ -243,6 +251,8 @@ pub struct SamplePlan {
     pub inspect: Vec<PageRun>,
     /// The limit for which to look up whether those frames are charged to its cgroup or one below.
     pub charged_to: Option<LimitKey>,
+    /// Whether to count what is saved: how many pages map each of those frames, and each process's merged zeros.
+    pub count: bool,
 }
 
 /// Neighbouring pages of one region.
@@ -262,8 +272,17 @@ pub struct Samples {
     pub pages: Vec<PageSample>,
     /// The merged pages found in the pages to inspect, in the order of the plan.
     pub merged: Vec<MergedSample>,
+    /// If the plan asked for a count and nothing was in the way of it.
+    pub counted: Option<Counted>,
     /// CPU time of reading, nanoseconds.
     pub cpu_ns: u64,
+}
+
+/// A count of what is saved, apart from the frames.
+#[derive(Clone, Debug, Default)]
+pub struct Counted {
+    /// The pages of each process that map the kernel's zero page instead of a frame of zeros.
+    pub zeros: BTreeMap<OwnerKey, (LineageKey, Pages)>,
 }
 
 /// A page that maps a merged frame.
@@ -277,6 +296,8 @@ pub struct MergedSample {
     pub node: NodeKey,
     /// If the plan asked for it: whether the frame is charged below the limit.
     pub charged: bool,
+    /// If the plan asked for a count: the pages that map the frame, on the whole machine.
+    pub mappers: u32,
 }
 
 /// One page of a plan.

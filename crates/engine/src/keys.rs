@@ -17,6 +17,11 @@ pub struct OwnerKey(pub u32);
 #[serde(transparent)]
 pub struct LastingKey(pub u64);
 
+/// Processes that were forked from each other, without an exec since.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct LineageKey(pub u64);
+
 /// A limit on the memory of some processes. Not reused while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]

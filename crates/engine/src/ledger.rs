@@ -5,6 +5,7 @@ mod copies;
 pub use copies::Copies;
 
 use crate::host::{Actions, Cost, HugeSplits, KsmView, Marking, MergeResult, Merging, Outcome, Why};
+use crate::saving::Saving;
 use crate::stops::StopLengths;
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
@@ -49,19 +50,13 @@ impl RequestCounts {
 /// The account of one run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Ledger {
-    /// Pages that KSM saved on the machine before the run.
-    pub saved_before: Pages,
-    /// Pages that it saves now, without `exited`.
-    pub saved_now: Pages,
+    /// Pages that KSM saves on the machine by its counters, without `exited`.
+    pub saved_machine: Pages,
+    /// The frames saved for the processes in scope, by the latest count ([`crate::saving`]).
+    pub saved: Option<Pages>,
     /// Merged pages of exited processes that KSM's counters contain until ksmd's next scan, about.
     #[serde(default)]
     pub exited: Pages,
-    /// The most that it saved at any time of the run.
-    pub saved_most: Pages,
-    /// Merged pages on the machine before the run (`pages_shared`).
-    pub shared_before: Pages,
-    /// Merged pages now.
-    pub shared_now: Pages,
     /// Pages of address space marked by this run.
     pub marked: Pages,
     /// Pages of address space unmarked.
@@ -119,22 +114,23 @@ impl Ledger {
     pub fn observe(&mut self, now_ns: u64, ksm: &KsmView, exited: Pages, cost: Cost) {
         if self.began_ns == 0 {
             self.began_ns = now_ns;
-            self.saved_before = ksm.saved();
-            self.shared_before = ksm.shared;
             self.splits_before = ksm.splits;
         }
         self.now_ns = now_ns;
         self.cost = cost;
         self.exited = exited;
-        self.saved_now = ksm.saved().saturating_sub(exited);
-        self.shared_now = ksm.shared;
+        self.saved_machine = ksm.saved().saturating_sub(exited);
         self.copies.observe(now_ns, ksm.broken);
         let HugeSplits { pages, mappings } = ksm.splits.since(self.splits_before);
         self.splits = HugeSplits { pages: pages.max(self.splits.pages), mappings: mappings.max(self.splits.mappings) };
-        self.saved_most = self.saved_most.max(self.saved_now);
-        let saved = self.saved();
+    }
+
+    /// Records a count of what is saved.
+    pub fn record_saving(&mut self, saving: &Saving) {
+        let saved = saving.saved;
+        self.saved = Some(saved);
         if self.curve.last().map(|&(_, last)| last) != Some(saved) {
-            self.curve.push((now_ns - self.began_ns, saved));
+            self.curve.push((saving.counted_ns.saturating_sub(self.began_ns), saved));
             if self.curve.len() >= CURVE_MOST {
                 let mut number = 0_u32;
                 self.curve.retain(|_| {
@@ -178,19 +174,9 @@ impl Ledger {
         }
     }
 
-    /// Pages saved by this run so far.
-    pub fn saved(&self) -> Pages {
-        self.saved_now.saturating_sub(self.saved_before)
-    }
-
-    /// Pages merged by this run: those saved, and the merged pages that remain.
-    pub fn merged(&self) -> Pages {
-        self.saved() + self.shared_now.saturating_sub(self.shared_before)
-    }
-
     /// Seconds from the start until 90 % of what is saved now was saved and stayed saved.
     pub fn seconds_to_90_percent(&self) -> Option<f64> {
-        let goal = self.saved().0 * 9 / 10;
+        let goal = self.saved?.0 * 9 / 10;
         if goal == 0 {
             return None;
         }
@@ -203,15 +189,19 @@ impl Ledger {
 mod tests {
     use super::*;
 
+    fn saving(second: u64, saved: u64) -> Saving {
+        Saving { saved: Pages(saved), counted_ns: second * 1_000_000_000, ..Saving::default() }
+    }
+
     #[test]
     fn the_curve_is_bounded_and_ends_with_the_last_change() {
         let mut ledger = Ledger::default();
         for second in 1..=100_000_u64 {
-            let ksm = KsmView { sharing: Pages(second), ours: true, ..KsmView::default() };
-            ledger.observe(second * 1_000_000_000, &ksm, Pages(0), Cost::default());
+            ledger.observe(second * 1_000_000_000, &KsmView::default(), Pages(0), Cost::default());
+            ledger.record_saving(&saving(second, second));
         }
         assert!((CURVE_MOST / 4..CURVE_MOST).contains(&ledger.curve.len()), "{}", ledger.curve.len());
-        assert_eq!(ledger.curve.last(), Some(&(99_999_000_000_000, Pages(99_999))));
+        assert_eq!(ledger.curve.last(), Some(&(99_999_000_000_000, Pages(100_000))));
         assert!(ledger.curve.is_sorted());
     }
 
@@ -232,12 +222,12 @@ mod tests {
     #[test]
     fn ninety_per_cent_must_last() {
         let mut ledger = Ledger::default();
-        for (second, sharing) in [(1, 0), (2, 100), (3, 10), (4, 95), (5, 100), (6, 100)] {
-            let ksm = KsmView { sharing: Pages(sharing), ..KsmView::default() };
-            ledger.observe(second * 1_000_000_000, &ksm, Pages(0), Cost::default());
+        for (second, saved) in [(1, 0), (2, 100), (3, 10), (4, 95), (5, 100), (6, 100)] {
+            ledger.observe(second * 1_000_000_000, &KsmView::default(), Pages(0), Cost::default());
+            ledger.record_saving(&saving(second, saved));
         }
         assert_eq!(ledger.seconds_to_90_percent(), Some(3.0));
-        assert_eq!(ledger.saved(), Pages(100));
+        assert_eq!(ledger.saved, Some(Pages(100)));
         assert_eq!(Ledger::default().seconds_to_90_percent(), None);
     }
 }

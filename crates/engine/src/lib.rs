@@ -23,7 +23,8 @@
 //! | Is there room for what can come back? | [`reserve`]; below limits of cgroups: [`headroom`], [`relief`] |
 //! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
 //! | What does the next run keep of what this one learned? | [`learned`] |
-//! | What has been saved and spent? | [`ledger`]; lengths of stops: [`stops`]; for people: [`report`] |
+//! | What is saved? | [`saving`] |
+//! | What has been done and spent? | [`ledger`]; lengths of stops: [`stops`]; for people: [`report`] |
 //! | What can be set, and in which range? | [`config`] |
 //!
 //! A new governor goes into [`governor`], a new reason to leave a region alone into [`region`], a new figure of `status`
@@ -56,6 +57,7 @@ pub mod report;
 pub mod requests;
 pub mod reserve;
 pub mod sampling;
+pub mod saving;
 pub mod stops;
 pub mod strength;
 pub mod token_bucket;

@@ -270,6 +270,27 @@ impl Region {
         self.view.marked >= self.view.pages
     }
 
+    /// Where its pages may be merged: in what is marked, by whatever program, or in all of it if pages of it were named.
+    pub fn mergeable_runs(&self) -> Vec<(Vpn, Pages)> {
+        let is_whole = self.view.marked > Pages(0) || self.view.named || !self.usage.merged.is_empty();
+        if !is_whole {
+            return self.marks.spans.iter().map(|mark| (mark.first, mark.pages)).collect();
+        }
+        let is_sparse = self.view.resident.0 < self.view.pages.0 / 4;
+        if !is_sparse || !matches!(self.stage, Stage::Judged(_)) {
+            return vec![(self.view.first, self.view.pages)];
+        }
+        let mut runs = Vec::new();
+        for (number, extent) in self.extents.iter() {
+            if extent.resident > 0 {
+                let first = self.view.first.0.max(number * EXTENT_PAGES);
+                let end = self.end().0.min((number + 1) * EXTENT_PAGES);
+                runs.push((Vpn(first), Pages(end.saturating_sub(first))));
+            }
+        }
+        runs
+    }
+
     /// All of it as one span, unless it holds no duplicates.
     pub fn whole(&self) -> Option<Candidate> {
         let duplicate = Pages(self.extents.values().map(|extent| u64::from(extent.duplicate)).sum());
@@ -319,17 +340,19 @@ impl Region {
 /// An unmarked region with all pages resident.
 #[cfg(test)]
 pub(crate) fn test_view(key: u32, first: u64, pages: u64) -> RegionView {
-    use crate::keys::{DomainKey, FamilyKey, LastingKey, OwnerKey, RegionKey};
+    use crate::keys::{DomainKey, FamilyKey, LastingKey, LineageKey, OwnerKey, RegionKey};
     RegionView {
         key: RegionKey(key),
         owner: OwnerKey(1),
         lasting: LastingKey(1),
         family: FamilyKey(key.into()),
+        lineage: LineageKey(key.into()),
         domain: DomainKey(0),
         first: Vpn(first),
         pages: Pages(pages),
         resident: Pages(pages),
         marked: Pages(0),
+        named: false,
         left_alone: false,
     }
 }

@@ -336,7 +336,14 @@ mod tests {
         for &(key, first, pages, charged) in shares {
             for page in (first..first + pages).map(Vpn) {
                 let frame = page.0 + 1_000 * u64::from(!charged);
-                samples.push(MergedSample { region: RegionKey(key), page, frame, node: NodeKey(0), charged });
+                samples.push(MergedSample {
+                    region: RegionKey(key),
+                    page,
+                    frame,
+                    node: NodeKey(0),
+                    charged,
+                    mappers: 2,
+                });
             }
         }
         samples

@@ -7,6 +7,7 @@ use crate::ledger::Ledger;
 use crate::marking::profit::Wave;
 use crate::placement::inventory::PlacementSummary;
 use crate::reserve::Reserve;
+use crate::saving::Saving;
 use crate::units::{Bytes, Pages, Permyriad, Vpn, as_bytes, as_fraction};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -215,9 +216,11 @@ pub struct EngineReport {
     pub memory: MemoryView,
     /// Whether there is room for what can come back.
     pub reserve: Reserve,
-    /// Pages saved by this run.
-    pub saved: Pages,
-    /// Pages that KSM saves on the machine.
+    /// What merging saves; `None` until it has been counted.
+    pub saving: Option<Saving>,
+    /// The pages needed if programs write to all merged ones.
+    pub may_return: Pages,
+    /// Pages that KSM saves on the machine, by its counters.
     pub saved_machine: Pages,
     /// Merged pages of exited processes that KSM's counters contain until ksmd's next scan, about.
     pub exited: Pages,

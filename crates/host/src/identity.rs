@@ -18,7 +18,7 @@ use crate::scope::rule::{Rule, RuleFacts, first_match};
 use crate::scope::{Candidate, CgroupFacts, ScopeSpec, Selection, cgroups_of};
 use crate::targets::Target;
 use pagefold_engine::host::Mechanism;
-use pagefold_engine::keys::{DomainKey, GroupKey};
+use pagefold_engine::keys::{DomainKey, GroupKey, LineageKey};
 use pagefold_engine::marking::lifetimes::Lifetimes;
 use pagefold_engine::units::{Bytes, Pages};
 use pagefold_inject::unmerge::{UnmergeError, Unmerged};
@@ -240,6 +240,14 @@ impl Target {
         self.identity.judge_again();
         self.identity.next_check_ns = 0;
         self.invalidate();
+    }
+
+    /// The processes that share memory with it by fork: they run the same program, since the same exec.
+    pub(super) fn lineage(&self) -> LineageKey {
+        match self.image() {
+            Some(image) if image != 0 => LineageKey(image),
+            _ => LineageKey(self.owner.0.into()),
+        }
     }
 
     /// The program as of the last look.

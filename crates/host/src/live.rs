@@ -18,7 +18,7 @@ use self::limits::Limits;
 use self::placing::Placing;
 use self::requesting::Requesting;
 use crate::identity::Programs;
-use crate::sampling::{Digesting, RegionRuns, Sampled, SamplingJob, sample};
+use crate::sampling::{CountedProcess, Digesting, RegionRuns, Sampled, SamplingJob, sample};
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DomainRules, Domains, NO_DOMAIN};
 use crate::scope::kept_out::KeptOut;
@@ -175,6 +175,8 @@ pub struct LiveHost {
     requesting: Requesting,
     event_counter: VmEventCounter,
     vm_events: VmEvents,
+    /// Zeros that KSM has merged on the whole machine.
+    zeros: Pages,
     next_memory_ns: u64,
     owner_keys: KeyCounter,
     region_keys: KeyCounter,
@@ -251,6 +253,7 @@ impl LiveHost {
             requesting: Requesting::default(),
             event_counter: VmEventCounter::open(&roots.proc),
             vm_events: VmEvents::default(),
+            zeros: Pages(0),
             next_memory_ns: 0,
             programs: Programs::default(),
             unmarking: BTreeMap::new(),
@@ -460,6 +463,20 @@ impl LiveHost {
         })
     }
 
+    /// The processes that may have merged zeros, if anybody has. Once all its pages are merged zeros, a mapping holds no memory that
+    /// could be judged, so it isn't among the regions.
+    fn may_have_zeros(&self) -> Vec<CountedProcess> {
+        let mut processes = Vec::new();
+        if self.zeros == Pages(0) {
+            return processes;
+        }
+        for target in self.targets.values().filter(|target| target.exclusion.is_none() && target.may_be_read()) {
+            let process = target.process.clone();
+            processes.push(CountedProcess { owner: target.owner, lineage: target.lineage(), process });
+        }
+        processes
+    }
+
     fn stand_down(&mut self, why: String) {
         if let Actuator::Act { stood_down, .. } = &mut self.actuator {
             if !*stood_down {
@@ -509,6 +526,7 @@ impl Host for LiveHost {
                 self.vm_events = self.event_counter.read().unwrap_or(self.vm_events);
             }
         }
+        self.zeros = ksm.zero;
         (ksm.broken, ksm.splits) = (self.vm_events.copies, self.vm_events.splits);
         let clocks = self.clocks();
         let cost = Cost { ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns), ..clocks };
@@ -519,6 +537,7 @@ impl Host for LiveHost {
             regions: self.views.clone(),
             ksm,
             mechanism: self.mechanism(),
+            shows_frames: true,
             hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
             memory: self.memory,
             cpu_pressure: self.limits.cpu_pressure(),
@@ -553,15 +572,17 @@ impl Host for LiveHost {
             reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
             looks: self.pieces(&plan.inspect).map(|(piece, _)| piece).collect(),
             charged_to: plan.charged_to.and_then(|key| self.limits.name(key)).map(Path::to_owned),
+            count: plan.count.then(|| self.may_have_zeros()),
             digesting,
             topology: self.placing.topology.clone(),
         };
         let mut samples = Samples::default();
         let reader = self.reader.take().unwrap_or_default();
         match sample(reader, work) {
-            Ok(Sampled { reader, pages, merged, failed }) => {
+            Ok(Sampled { reader, pages, merged, counted, failed }) => {
                 self.reader = Some(reader);
                 (samples.pages, samples.merged) = (pages, merged);
+                samples.counted = counted;
                 for (pid, error) in failed {
                     // The pages read before are valid. The next refresh finds processes that have ended.
                     if !matches!(error, ReadError::Vanished { .. }) {

@@ -1,15 +1,18 @@
 //! Reads the pages of a plan on a thread that may be abandoned (see [`pagefold_procmem::os::abandonable`]).
 
 use pagefold_engine::hash::{Digest, DigestSet, Digester, LineDigester};
-use pagefold_engine::host::{MergedSample, PageSample, PageState};
-use pagefold_engine::keys::{NodeKey, RegionKey};
-use pagefold_engine::units::{Vpn, count};
+use pagefold_engine::host::{Counted, MergedSample, PageSample, PageState};
+use pagefold_engine::keys::{LineageKey, NodeKey, OwnerKey, RegionKey};
+use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn, count};
 use pagefold_ksm::request::{Hashed, RequestDevice};
 use pagefold_procmem::charges::Charges;
+use pagefold_procmem::ksm_stat::KsmStat;
+use pagefold_procmem::mappers::mappers_of;
 use pagefold_procmem::memory::{PageReader, PageView, ReadHow};
 use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
 use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::process::{Process, ReadError};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -22,6 +25,14 @@ pub(crate) struct RegionRuns {
     pub(crate) runs: Vec<(Vpn, u32)>,
 }
 
+/// A process whose merged zeros are counted.
+#[derive(Debug)]
+pub(crate) struct CountedProcess {
+    pub(crate) owner: OwnerKey,
+    pub(crate) lineage: LineageKey,
+    pub(crate) process: Arc<Process>,
+}
+
 /// The pages to read.
 #[derive(Debug)]
 pub(crate) struct SamplingJob {
@@ -31,6 +42,8 @@ pub(crate) struct SamplingJob {
     pub(crate) looks: Vec<RegionRuns>,
     /// The directory of the cgroup for which to look up whether those frames are charged to it.
     pub(crate) charged_to: Option<PathBuf>,
+    /// The processes whose merged zeros are counted, if what is saved is counted.
+    pub(crate) count: Option<Vec<CountedProcess>>,
     pub(crate) digesting: Digesting,
     /// On machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
@@ -82,6 +95,8 @@ pub(crate) struct Sampled {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
     pub(crate) merged: Vec<MergedSample>,
+    /// If what is saved was counted.
+    pub(crate) counted: Option<Counted>,
     /// Processes that could not be read completely.
     pub(crate) failed: Vec<(i32, ReadError)>,
 }
@@ -96,7 +111,7 @@ struct Progress {
 /// Reads the pages. The error names the process whose read does not return; the reader and the pages read so far are
 /// lost with it.
 pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sampled, (i32, Pending)> {
-    let SamplingJob { reads, looks, charged_to, digesting, topology } = work;
+    let SamplingJob { reads, looks, charged_to, count, digesting, topology } = work;
     let progress = Arc::new(Progress::default());
     let shared = progress.clone();
     let work = move || {
@@ -132,7 +147,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
             let looked = reader.merged_frames(&process, &runs, charged_to.is_some(), |page, frame| {
                 // Without a topology, there is one node.
                 let node = topology.as_ref().map_or(Some(NodeKey(0)), |nodes| nodes.node_of(frame));
-                merged.extend(node.map(|node| MergedSample { region, page, frame, node, charged: false }));
+                merged.extend(node.map(|node| MergedSample { region, page, frame, node, charged: false, mappers: 0 }));
             });
             if let Err(error) = looked {
                 failed.push((process.pid(), error));
@@ -146,10 +161,36 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
                 sample.charged = charged;
             }
         }
-        Sampled { reader, pages, merged, failed }
+        let counted = count.and_then(|processes| {
+            if !reader.shows_frames() {
+                return None;
+            }
+            let frames: Vec<u64> = merged.iter().map(|sample| sample.frame).collect();
+            let mappers = mappers_of(&frames).ok()?;
+            for (sample, mappers) in merged.iter_mut().zip(mappers) {
+                sample.mappers = mappers;
+            }
+            Some(Counted { zeros: merged_zeros(&processes, &shared) })
+        });
+        Sampled { reader, pages, merged, counted, failed }
     };
     run_abandonable(work).map_err(|pending| {
         progress.given_up.store(true, Ordering::Relaxed);
         (progress.pid.load(Ordering::Relaxed), pending)
     })
+}
+
+/// The zeros of each process that ksmd has merged. Those of a process that can't be read are not known.
+fn merged_zeros(processes: &[CountedProcess], progress: &Progress) -> BTreeMap<OwnerKey, (LineageKey, Pages)> {
+    let mut zeros = BTreeMap::new();
+    for CountedProcess { owner, lineage, process } in processes {
+        if progress.given_up.load(Ordering::Relaxed) {
+            break;
+        }
+        progress.pid.store(process.pid(), Ordering::Relaxed);
+        if let Ok(stat) = KsmStat::of(process) {
+            zeros.insert(*owner, (*lineage, Pages(stat.zero_kib * 1024 / PAGE_BYTES)));
+        }
+    }
+    zeros
 }

@@ -225,7 +225,7 @@ impl Demo {
         let limits = (self.stop.as_ref(), most_ns, LiveHost::now_ns as fn(&LiveHost) -> u64);
         let ran = rounds(&mut engine, &mut host, limits, run::failure, |engine, host, _| {
             failure = host.take_events().into_iter().find(|event| !matches!(event, Event::InjectorRestarted { .. }));
-            let at_rest = !engine.is_busy() && engine.ledger().saved().0 > 0;
+            let at_rest = !engine.is_busy() && engine.ledger().saved > Some(pagefold_engine::units::Pages(0));
             if failure.is_some() || (at_rest && began.elapsed() >= times.merge) {
                 return ControlFlow::Break(());
             }

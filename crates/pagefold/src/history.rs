@@ -38,19 +38,21 @@ pub struct Moment {
 }
 
 impl Moment {
-    pub fn of(status: &Status, time: u64) -> Self {
-        Self {
+    /// `None` while it isn't known yet what is saved.
+    pub fn of(status: &Status, time: u64) -> Option<Self> {
+        let saved_bytes = if status.dry_run { Some(0) } else { status.saved_bytes }?;
+        Some(Self {
             time,
             pid: status.pid.into(),
             dry_run: status.dry_run,
-            saved_bytes: status.saved_bytes,
+            saved_bytes,
             expected_bytes: status.processes.iter().map(|row| row.expected_bytes).sum(),
             marked_bytes: status.marked_bytes,
             resident_bytes: status.resident_bytes,
             available_bytes: status.available_bytes,
             pagefold_ns: status.cpu_seconds.pagefold_ns,
             ksmd_ns: status.cpu_seconds.ksmd_ns,
-        }
+        })
     }
 }
 

@@ -16,6 +16,7 @@ pub mod image;
 pub mod kpageflags;
 pub mod ksm_stat;
 pub mod list;
+pub mod mappers;
 pub mod maps;
 pub mod memory;
 pub mod merge_any;

@@ -71,8 +71,9 @@ impl Memory {
     }
 
     pub fn add_owner(&mut self, untouchable: bool, domain: DomainKey, numa: ProcessNuma) -> OwnerKey {
-        self.owners.push(Owner { untouchable, domain, numa, ..Owner::default() });
-        OwnerKey(u32::try_from(self.owners.len() - 1).expect("fewer than 2^32 processes in a run"))
+        let key = u32::try_from(self.owners.len()).expect("fewer than 2^32 processes in a run");
+        self.owners.push(Owner { untouchable, domain, numa, lineage: key, ..Owner::default() });
+        OwnerKey(key)
     }
 
     pub fn region(&self, key: u32) -> Option<&Region> {
@@ -341,8 +342,9 @@ impl Memory {
     /// Forks a process: the child maps what the parent maps, including marks. Private pages become shared. Merged
     /// frames gain a page that has no record until ksmd's next visit.
     pub fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
-        let Owner { untouchable, domain, numa, .. } = self.owners[parent.0 as usize];
+        let Owner { untouchable, domain, numa, lineage, .. } = self.owners[parent.0 as usize];
         let child = self.add_owner(untouchable, domain, numa);
+        self.owners[child.0 as usize].lineage = lineage;
         for key in self.owners[parent.0 as usize].regions.clone() {
             let Some(mut region) = self.regions[key as usize].take() else { continue };
             for page in 0..region.content.len() {

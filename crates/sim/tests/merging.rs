@@ -54,8 +54,8 @@ fn runs_of_equal_pages_are_merged_without_marks_or_scans() {
     let cost = host.cost();
     assert_eq!((cost.ksmd_ns, host.ksm().scanned, host.ksm().full_scans), (0, 0, 0));
     assert!(cost.pagefold_ns > 0);
-    let marked: Vec<Pages> = host.observe().unwrap().regions.iter().map(|region| region.marked).collect();
-    assert_eq!(marked, [Pages(100), Pages(100)], "the kernel marks both mappings");
+    let named: Vec<bool> = host.observe().unwrap().regions.iter().map(|region| region.named).collect();
+    assert_eq!(named, [true, true], "the kernel marks both mappings");
 }
 
 #[test]

@@ -42,7 +42,7 @@ fn pairs_are_merged_without_marks_or_scans() {
     assert_eq!((watched.marks, watched.orders, engine.scans()), (0, 0, 0));
     let (cost, ksm) = (watched.host.cost(), watched.host.ksm());
     assert_eq!((cost.ksmd_ns, ksm.scanned, ksm.full_scans), (0, 0, 0));
-    assert_eq!(engine.ledger().saved(), watched.host.saved());
+    assert_eq!(engine.ledger().saved, Some(watched.host.saved()));
     let merged = watched.merges.iter().map(|(_, result)| result);
     assert_eq!(pages(merged.clone(), Merging::Differs), 0, "nothing was written");
     assert!(pages(merged, Merging::Merged) >= savable * 99 / 100);

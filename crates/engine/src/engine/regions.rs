@@ -15,6 +15,11 @@ impl Engine {
     pub(super) fn update_regions(&mut self, snapshot: &Snapshot) {
         let (seed, appeared, now_ns) = (self.config.seed, self.running, snapshot.now_ns);
         let ended = self.table.update(&snapshot.regions, seed, |view| Region::new(view, now_ns, appeared, seed));
+        if !self.running {
+            for region in self.table.iter_mut() {
+                region.usage.merged_before = region.view.named;
+            }
+        }
         self.running = true;
         let (adopted, unvisited) = self.verdicts.give(&mut self.table, now_ns);
         if adopted > Pages(0) {

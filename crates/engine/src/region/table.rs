@@ -156,7 +156,7 @@ fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, OwnerKey};
+    use crate::keys::{DomainKey, FamilyKey, KeyCounter, LastingKey, LineageKey, OwnerKey};
 
     fn view(key: u32, first: u64, pages: u64) -> RegionView {
         RegionView {
@@ -164,11 +164,13 @@ mod tests {
             owner: OwnerKey(1),
             lasting: LastingKey(1),
             family: FamilyKey(7),
+            lineage: LineageKey(1),
             domain: DomainKey(0),
             first: Vpn(first),
             pages: Pages(pages),
             resident: Pages(pages),
             marked: Pages(0),
+            named: false,
             left_alone: false,
         }
     }

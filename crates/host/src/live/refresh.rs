@@ -9,10 +9,10 @@ use crate::scope::opt_out::OptOut;
 use crate::scope::rule::RuleFacts;
 use crate::scope::{ScopeError, Scoped, Selector};
 use crate::targets::Target;
-use pagefold_engine::host::RegionView;
+use pagefold_engine::host::{Mechanism, RegionView};
 use pagefold_engine::keys::{DomainKey, LastingKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;
-use pagefold_engine::units::count;
+use pagefold_engine::units::{Pages, count};
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -186,6 +186,7 @@ impl LiveHost {
         self.views.clear();
         self.groups =
             Arc::new(self.targets.values().filter_map(|target| Some((target.owner, target.group?))).collect());
+        let on_request = self.mechanism() == Mechanism::Request;
         for (&pid, target) in &self.targets {
             let lasting = lasting_key(&target.process);
             for Tracked { key, stretch } in &target.regions {
@@ -195,11 +196,13 @@ impl LiveHost {
                     owner: target.owner,
                     lasting,
                     family: stretch.family,
+                    lineage: target.lineage(),
                     domain: target.domain,
                     first: stretch.first,
                     pages: stretch.pages,
                     resident: stretch.resident,
-                    marked: stretch.marked,
+                    marked: if on_request { Pages(0) } else { stretch.marked },
+                    named: on_request && stretch.marked > Pages(0),
                     left_alone: target.exclusion.is_some(),
                 });
             }

@@ -21,7 +21,7 @@ use crate::preflight;
 use crate::sketch;
 use anyhow::{Context, Result};
 use pagefold_engine::config::Config;
-use pagefold_engine::engine::{Engine, cycle};
+use pagefold_engine::engine::{Engine, count_saving, cycle};
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{ChangeResult, Host, Mechanism, MergeResult, Merging, Outcome};
 use pagefold_engine::keys::RegionKey;
@@ -129,6 +129,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     progress.begin();
     let kept = (&mut learned, &mut sketches);
     let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts, kept), &mut active, &mut progress);
+    // A host that can't be read any more leaves the last count.
+    let _ = count_saving(&mut engine, &mut host);
     progress.finish();
     if let Some(learned) = learned {
         learned.finish(&engine);

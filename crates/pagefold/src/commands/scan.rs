@@ -217,7 +217,8 @@ impl Scanner {
             let mut found = Vec::new();
             let looked = self.reader.merged_frames(&scoped.process, ranges, false, |page, frame| {
                 let charged = false;
-                let sample = |node| (owner, MergedSample { region: RegionKey(0), page, frame, node, charged });
+                let sample =
+                    |node| (owner, MergedSample { region: RegionKey(0), page, frame, node, charged, mappers: 0 });
                 found.extend(topology.node_of(frame).map(sample));
             });
             let view = owner_view(&scoped.process, &topology, owner, Placement::default());

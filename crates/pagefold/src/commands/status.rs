@@ -67,7 +67,12 @@ pub struct Status {
     #[serde(default)]
     pub available_bytes: u64,
     pub resident_bytes: u64,
-    pub saved_bytes: u64,
+    /// `None` while it is being counted for the first time.
+    pub saved_bytes: Option<u64>,
+    #[serde(default)]
+    pub saved_age_seconds: Option<f64>,
+    #[serde(default)]
+    pub may_return_bytes: u64,
     pub saved_machine_bytes: u64,
     pub exited_bytes: u64,
     pub marked_bytes: u64,
@@ -155,6 +160,8 @@ pub struct ProcessRow {
     pub resident_bytes: u64,
     pub marked_bytes: u64,
     pub expected_bytes: u64,
+    #[serde(default)]
+    pub saved_bytes: Option<u64>,
     pub left_alone: Option<String>,
     pub to_unmark: Option<ToUnmark>,
 }
@@ -203,7 +210,9 @@ impl Status {
             ksm_why: why.filter(|_| !report.drives_ksm),
             available_bytes: report.memory.available.bytes().0,
             resident_bytes: sum(&regions(facts, |_| true), |region| region.resident),
-            saved_bytes: report.saved.bytes().0,
+            saved_bytes: report.saving.as_ref().map(|saving| saving.saved.bytes().0),
+            saved_age_seconds: report.saving.as_ref().map(|saving| (ledger.now_ns - saving.counted_ns) as f64 / 1e9),
+            may_return_bytes: report.may_return.bytes().0,
             saved_machine_bytes: report.saved_machine.bytes().0,
             exited_bytes: report.exited.bytes().0,
             marked_bytes: report.marked.bytes().0,
@@ -310,6 +319,7 @@ fn process_rows(facts: &Facts) -> Vec<ProcessRow> {
                 Mechanism::Ksmd => sum(&regions, |region| region.expected),
                 Mechanism::Request => regions.iter().map(|region| RequestsView::expected_bytes(region)).sum(),
             },
+            saved_bytes: facts.report.saving.as_ref().map(|saving| saving.of(target.owner).bytes().0),
             left_alone: target.left_alone.clone(),
             to_unmark: target.to_unmark.clone(),
         }

@@ -26,7 +26,9 @@ pub fn start(opened: Option<(HistoryFile, Option<String>)>, requests: &RequestSe
             pause = Duration::from_secs(INTERVAL - now() % INTERVAL);
             // A run that is ending, or has not finished its cycle, says nothing.
             let Ok(facts) = requests.send(Request::Status) else { continue };
-            complaints.hear(file.write(&Moment::of(&Status::of(&facts), now())));
+            if let Some(moment) = Moment::of(&Status::of(&facts), now()) {
+                complaints.hear(file.write(&moment));
+            }
         }
     });
     let failed = |error: &_| complain!("cannot start the thread for the history: {error}; it is not written");

@@ -49,19 +49,21 @@ pub const FAMILIES: &[Family] = &[
         vec![sample(&labels, 1.0)]
     }).by(&["dry_run", "governor", "mechanism"]),
     gauge("pagefold_uptime_seconds", "Time since the run began", |status| one(status.seconds)),
-    gauge("pagefold_saved_bytes", "Memory that KSM saves beyond what it saved when the run began", |status| {
-        one(float(status.saved_bytes))
-    }),
+    gauge(
+        "pagefold_saved_bytes",
+        "Memory that the processes in scope would need if nothing were merged, less what they need; absent until it is counted",
+        |status| status.saved_bytes.map_or(Vec::new(), |saved| one(float(saved))),
+    ),
     gauge("pagefold_metadata_bytes", "Kernel memory for what the run has marked", |status| {
         one(float(status.metadata_bytes))
     }),
     gauge("pagefold_net_profit_bytes", "Saved memory less metadata; may be negative", |status| {
-        one(float(status.saved_bytes) - float(status.metadata_bytes))
+        status.saved_bytes.map_or(Vec::new(), |saved| one(float(saved) - float(status.metadata_bytes)))
     }),
     gauge(
         "pagefold_may_return_bytes",
-        "Memory that is needed if programs write to all merged pages: what KSM saves on the whole machine",
-        |status| one(float(status.saved_machine_bytes)),
+        "Memory that is needed if programs write to all merged pages",
+        |status| one(float(status.may_return_bytes)),
     ),
     gauge("pagefold_available_bytes", "Memory of the machine that programs can get without swapping", |status| {
         one(float(status.available_bytes))

@@ -5,10 +5,10 @@ use crate::content::{digest, line_digest};
 use crate::memory::Backing;
 use pagefold_engine::hash::Digest;
 use pagefold_engine::host::{
-    Actions, Change, ChangeResult, Host, Marking, Mechanism, Outcome, PageRun, PageSample, PageState, RegionView,
-    SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
+    Actions, Change, ChangeResult, Counted, Host, Marking, Mechanism, Outcome, PageRun, PageSample, PageState,
+    RegionView, SamplePlan, Samples, ScanOrder, Snapshot, Span, Stops,
 };
-use pagefold_engine::keys::{LastingKey, OwnerKey, RegionKey};
+use pagefold_engine::keys::{LastingKey, LineageKey, OwnerKey, RegionKey};
 use pagefold_engine::region::RUN_PAGES;
 use pagefold_engine::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -38,6 +38,8 @@ impl SimHost {
     fn view(&mut self, key: u32, owner: u32, price_ns: &mut u64) -> Option<RegionView> {
         let region = self.memory.region(key)?;
         let pages = Pages(u64::from(region.len()));
+        let marked = Pages(region.marks.pages());
+        let on_request = self.knobs.mechanism == Mechanism::Request;
         let (counted_ns, mut resident) = self.residents.get(&key).copied().unwrap_or_default();
         if counted_ns == 0 || self.now_ns >= counted_ns + self.knobs.resident_age_ns {
             let there =
@@ -51,11 +53,13 @@ impl SimHost {
             owner: OwnerKey(owner),
             lasting: LastingKey(owner.into()),
             family: region.family,
+            lineage: LineageKey(self.memory.owners[owner as usize].lineage.into()),
             domain: self.memory.owners[owner as usize].domain,
             first: Vpn(region.first),
             pages,
             resident,
-            marked: Pages(region.marks.pages()),
+            marked: if on_request { Pages(0) } else { marked },
+            named: on_request && marked > Pages(0),
             left_alone: self.memory.owners[owner as usize].left_alone,
         })
     }
@@ -220,6 +224,7 @@ impl Host for SimHost {
             regions,
             ksm,
             mechanism,
+            shows_frames: true,
             hashes_lines,
             memory,
             cpu_pressure: None,
@@ -242,7 +247,8 @@ impl Host for SimHost {
         let mut merged = Vec::new();
         cpu_ns += plan.inspect.iter().map(|run| self.find_merged_pages(run, plan.charged_to, &mut merged)).sum::<u64>();
         self.spend(cpu_ns);
-        Ok(Samples { pages, merged, cpu_ns })
+        let counted = plan.count.then(|| Counted { zeros: self.merged_zeros() });
+        Ok(Samples { pages, merged, counted, cpu_ns })
     }
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {

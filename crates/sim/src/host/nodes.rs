@@ -1,9 +1,9 @@
 //! Memory nodes of the simulated host: what pagefold observes of them, and moving merged frames.
 
 use super::SimHost;
-use crate::memory::{Backing, MoveResult, Nodes};
+use crate::memory::{Backing, MergedFrame, MoveResult, Nodes};
 use pagefold_engine::host::{MergedSample, Move, NodeView, Outcome, OwnerView, PageRun};
-use pagefold_engine::keys::{LimitKey, NodeKey, OwnerKey, RegionKey};
+use pagefold_engine::keys::{LimitKey, LineageKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{Pages, Vpn};
 use std::collections::BTreeMap;
 
@@ -136,11 +136,24 @@ impl SimHost {
                 cost_ns += self.costs.kpageflags_ns;
             }
             let Some(frame) = region.merged_frame(offset) else { continue };
-            let node = self.memory.frames[frame as usize].node;
+            let MergedFrame { node, mapped, .. } = self.memory.frames[frame as usize];
             let charged = charged_to.is_some_and(|limit| self.is_charged(frame, limit));
-            found.push(MergedSample { region: run.region, page: Vpn(number), frame: frame.into(), node, charged });
+            let page = Vpn(number);
+            found.push(MergedSample { region: run.region, page, frame: frame.into(), node, charged, mappers: mapped });
         }
         self.granularity.scale(cost_ns)
+    }
+
+    /// The merged zeros of each process.
+    pub(super) fn merged_zeros(&self) -> BTreeMap<OwnerKey, (LineageKey, Pages)> {
+        let mut zeros = BTreeMap::new();
+        for (_, region) in self.memory.live_regions() {
+            let lineage = LineageKey(self.memory.owners[region.owner as usize].lineage.into());
+            let found = region.backing.iter().filter(|backing| **backing == Backing::ZeroMerged).count();
+            let (_, pages) = zeros.entry(OwnerKey(region.owner)).or_insert((lineage, Pages(0)));
+            *pages += Pages(found as u64);
+        }
+        zeros
     }
 
     /// Records that pages were read from outside: the second read makes a page active (`mark_page_accessed`).

@@ -94,6 +94,8 @@ pub struct Owner {
     /// Whether marking it is refused.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
+    /// The first of the processes from which it was forked, or itself.
+    pub(crate) lineage: u32,
     /// Whether pagefold is told to leave it alone.
     pub(crate) left_alone: bool,
     pub(crate) numa: ProcessNuma,

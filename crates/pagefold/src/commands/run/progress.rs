@@ -113,9 +113,9 @@ pub fn line(engine: &Engine, who: &str, paused: bool) -> String {
     let ledger = engine.ledger();
     let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
     format!(
-        "{who}, {}: saved {}, CPU {:.1} s{}",
+        "{who}, {}: {}, CPU {:.1} s{}",
         style::human(resident),
-        style::human(ledger.saved().bytes().0),
+        ledger.saved.map_or("counting".to_owned(), |saved| format!("saved {}", style::human(saved.bytes().0))),
         (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
         match (paused, engine.is_busy()) {
             (true, _) => ", paused (pagefold resume)",

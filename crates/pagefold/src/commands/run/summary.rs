@@ -25,7 +25,7 @@ pub struct Summary {
     governor: Governor,
     seconds: f64,
     processes: usize,
-    saved_bytes: u64,
+    saved_bytes: Option<u64>,
     metadata_bytes: u64,
     expected_bytes: u64,
     marked_bytes: u64,
@@ -82,7 +82,7 @@ impl Summary {
             governor: active.settings.config.governor,
             seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
             processes,
-            saved_bytes: ledger.saved().bytes().0,
+            saved_bytes: ledger.saved.map(|saved| saved.bytes().0),
             metadata_bytes: marks().map(|mark| mark.resident.0).sum::<u64>() * METADATA_BYTES_PER_PAGE,
             expected_bytes: match mechanism {
                 _ if !args.dry_run => 0,
@@ -92,7 +92,7 @@ impl Summary {
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,
             unmarked_bytes: ledger.unmarked.bytes().0,
-            merged_pages: ledger.merged().0,
+            merged_pages: engine.saving().map_or(0, |saving| saving.merged.0),
             requests: RequestsView::of(mechanism, ledger),
             xen: None,
             cpu_seconds: ledger.cost,
@@ -141,7 +141,8 @@ pub fn describe(summary: &Summary, style: Style) -> String {
             style::human(summary.expected_bytes)
         )
     } else {
-        format!("Saved {} in {:.1} s.", style::human(summary.saved_bytes), summary.seconds)
+        let saves = summary.saved_bytes.map_or("an unknown amount".to_owned(), style::human);
+        format!("Saves {saves} after {:.1} s.", summary.seconds)
     };
     text.line(style.bold(&headline));
     text.blank();
@@ -194,7 +195,7 @@ pub fn describe(summary: &Summary, style: Style) -> String {
 }
 
 fn still_merged(text: &mut String, summary: &Summary, program: &str, style: Style) {
-    if summary.saved_bytes > 0 {
+    if !summary.dry_run && summary.saved_bytes != Some(0) {
         text.blank();
         text.line(style.dim(&format!("The pages stay merged. To unmerge them: {program} unmerge {}", summary.scope)));
     }

@@ -156,12 +156,14 @@ fn headline(status: &Status) -> String {
         let marked = human(status.marked_bytes);
         return format!("Dry run: of {of}, {marked} would be marked, {} of it duplicate.", human(expected));
     }
-    format!(
-        "Saves {}, {} of {of}, for {} of a core.",
-        human(status.saved_bytes),
-        percent(status.saved_bytes as f64, status.resident_bytes as f64),
-        percent(status.used_share, 1.0)
-    )
+    let used = percent(status.used_share, 1.0);
+    match status.saved_bytes {
+        Some(saved) => {
+            let share = percent(saved as f64, status.resident_bytes as f64);
+            format!("Saves {}, {share} of {of}, for {used} of a core.", human(saved))
+        }
+        None => format!("Counting what is saved of {of}, for {used} of a core."),
+    }
 }
 
 fn state(status: &Status) -> String {

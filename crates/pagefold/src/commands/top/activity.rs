@@ -32,7 +32,8 @@ pub fn describe(status: &Status, history: &[Point]) -> (Mood, String) {
     let span = status.seconds - before.seconds;
     let lately =
         if span < BEFORE * 0.8 { format!("in the last {}", time(span)) } else { "in the last minute".to_owned() };
-    let (result, verb) = (result_of(status), if status.dry_run { "found" } else { "saved" });
+    let verb = if status.dry_run { "found" } else { "saved" };
+    let result = result_of(status).unwrap_or(before.saved);
     let (gain, loss) = (result.saturating_sub(before.saved), before.saved.saturating_sub(result));
     let cost = status.cpu_seconds.pagefold_ns + status.cpu_seconds.ksmd_ns;
     let spent = cost.saturating_sub(before.cpu_ns);

@@ -138,10 +138,14 @@ fn draw_figures(
             Span::raw(text),
         ])
     };
-    let (name, bytes) = (if status.dry_run { "Found" } else { "Saved" }, result_of(status));
-    let share = bytes as f64 / status.resident_bytes.max(1) as f64;
-    let of = count(status.processes.len(), "process", "processes");
-    let saved = format!("{}, {} of {} in {of}", human(bytes), percent(share, 1.0), human(status.resident_bytes));
+    let name = if status.dry_run { "Found" } else { "Saved" };
+    let of = format!("{} in {}", human(status.resident_bytes), count(status.processes.len(), "process", "processes"));
+    let result = result_of(status);
+    let share = result.unwrap_or(0) as f64 / status.resident_bytes.max(1) as f64;
+    let saved = match result {
+        Some(bytes) => format!("{}, {} of {of}", human(bytes), percent(share, 1.0)),
+        None => format!("counting; {of}"),
+    };
     let used = format!("{} of a core, at most {}", percent(status.used_share, 1.0), percent(status.allowed_share, 1.0));
     let lines = vec![
         gauge(name, share, look.good(), saved),

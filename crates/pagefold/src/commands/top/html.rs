@@ -66,7 +66,7 @@ fn now(html: &mut String, status: &Status, sources: &Sources) {
         "<p class=\"tag\">pagefold top <code>{}</code></p>\n<h1>{} {verb} in {}.</h1>\n\
          <p class=\"dim\">{}, up {}, governor {}, {mechanism}. {}</p>\n<ul class=\"big\">",
         escape(&status.scope),
-        human(result_of(status)),
+        result_of(status).map_or("An unknown amount".to_owned(), human),
         count(status.processes.len(), "process", "processes"),
         clock(sources.now),
         time(status.seconds),
@@ -74,9 +74,9 @@ fn now(html: &mut String, status: &Status, sources: &Sources) {
         escape(&sentence),
     );
     let cpu = (status.cpu_seconds.pagefold_ns + status.cpu_seconds.ksmd_ns) as f64 / 1e9;
-    let result = result_of(status) as f64;
+    let share = result_of(status).map(|result| percent(result as f64, status.resident_bytes as f64));
     for (value, what) in [
-        (percent(result, status.resident_bytes as f64), format!("of {} {verb}", human(status.resident_bytes))),
+        (share.unwrap_or("?".to_owned()), format!("of {} {verb}", human(status.resident_bytes))),
         (human(status.marked_bytes), "marked, or named to the kernel".to_owned()),
         (percent(status.used_share, 1.0), format!("of a core, of at most {}", percent(status.allowed_share, 1.0))),
         (time(cpu), format!("of CPU time in {}", time(status.seconds))),
@@ -93,7 +93,7 @@ fn over_time(html: &mut String, sources: &Sources) {
         let _ = writeln!(html, "<p class=\"dim\">No history: {}.</p>", escape(problem));
         return;
     }
-    let present = sources.status.map(|status| Moment::of(status, sources.now));
+    let present = sources.status.and_then(|status| Moment::of(status, sources.now));
     let moments: Vec<Moment> = sources.moments.iter().copied().chain(present).collect();
     let points = points(&moments, sources.now);
     let Some(first) = points.first() else {

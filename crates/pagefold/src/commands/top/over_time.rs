@@ -13,7 +13,7 @@ use ratatui::widgets::{Axis, Chart, Dataset, GraphType};
 
 pub fn draw(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     let now = top.now;
-    let present = top.status.iter().filter(|_| top.problem.is_none()).map(|status| Moment::of(status, now));
+    let present = top.status.iter().filter(|_| top.problem.is_none()).filter_map(|status| Moment::of(status, now));
     let moments = match &top.history {
         Err(problem) => return say(frame, area, &format!("There is no history: {problem}"), look.warn()),
         Ok(moments) => moments.iter().copied().chain(present).collect::<Vec<_>>(),

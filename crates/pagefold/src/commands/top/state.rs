@@ -23,9 +23,9 @@ pub struct Point {
     pub cpu_ns: u64,
 }
 
-/// What the run has saved, or, in a dry run, what it would save, bytes.
-pub fn result_of(status: &Status) -> u64 {
-    if status.dry_run { status.processes.iter().map(|row| row.expected_bytes).sum() } else { status.saved_bytes }
+/// What is saved, or, in a dry run, would be, bytes. `None` while that isn't known yet.
+pub fn result_of(status: &Status) -> Option<u64> {
+    if status.dry_run { Some(status.processes.iter().map(|row| row.expected_bytes).sum()) } else { status.saved_bytes }
 }
 
 /// What the screen shows below the figures.
@@ -153,7 +153,9 @@ impl Top {
                     self.seen.remove(0);
                 }
                 let cpu_ns = status.cpu_seconds.pagefold_ns + status.cpu_seconds.ksmd_ns;
-                self.seen.push(Point { seconds: status.seconds, saved: result_of(&status), cpu_ns });
+                if let Some(saved) = result_of(&status) {
+                    self.seen.push(Point { seconds: status.seconds, saved, cpu_ns });
+                }
                 let selected = self.selected();
                 (self.status, self.problem, self.workloads) = (Some(status), None, answer.workloads);
                 self.select(selected.as_ref());

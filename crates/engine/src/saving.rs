@@ -1,0 +1,329 @@
+//! What merging saves the processes in scope, counted by frames.
+//!
+//! KSM's own counters can't tell. They're for the whole machine, they keep what has ended or was written until ksmd next comes by,
+//! and they count each child of a fork. So once in a while we look up which merged frames our processes map now. A page that maps
+//! a frame with `n` mappers holds `1/n` of it (as Pss counts), and would hold `1/f` of a frame if nothing had been merged, where `f`
+//! processes forked from each other map the same frame at the same address: they'd share a frame anyway.
+//!
+//! ```text
+//! saved            = sum over pages of 1/f - 1/n
+//! returns at worst = sum over pages of 1   - 1/n
+//! ```
+//!
+//! Two children of a fork that write the same contents at the same address later count as one, too: how they came to share can't be
+//! seen afterwards. Of merged zeros the kernel counts how many each process has.
+//!
+//! What may be merged is counted page by page up to [`PAGES_MOST`]. Of more, we look at runs of pages at regular distances, the same
+//! addresses in every process, so that relatives are compared.
+
+use crate::host::{Counted, MergedSample, PageRun};
+use crate::keys::{LineageKey, OwnerKey};
+use crate::region::table::RegionTable;
+use crate::units::{Pages, Vpn, count, whole};
+use rustc_hash::FxHashMap;
+
+/// The most pages looked up in one count.
+pub const PAGES_MOST: u64 = 1 << 15;
+/// The length of the runs of pages that are looked up where there are more.
+const RUN_PAGES: u64 = 16;
+/// What looking up a page is taken to cost, nanoseconds, and what it costs more if the page is merged.
+const PAGE_NS: u64 = 60;
+const MERGED_NS: u64 = 900;
+/// What asking for the merged zeros of a process is taken to cost, nanoseconds.
+const PROCESS_NS: u64 = 5_000;
+/// Counting may take one part in so many of a core, and a quarter of that while nothing changes.
+const SHARE: u64 = 2_000;
+/// The shortest and the longest time between two counts, nanoseconds.
+const PAUSE_NS: u64 = 250_000_000;
+const PAUSE_MOST_NS: u64 = 60_000_000_000;
+/// Once merging has ended, we count after this time, nanoseconds.
+const SETTLED_NS: u64 = 1_000_000_000;
+
+/// What merging saves now.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Saving {
+    /// The frames that the processes would hold if nothing had been merged, less those they hold.
+    pub saved: Pages,
+    /// Their pages that are merged.
+    pub merged: Pages,
+    /// The frames they would need if each page that shares a merged frame were written.
+    pub returns_at_worst: Pages,
+    /// When it was counted, nanoseconds.
+    pub counted_ns: u64,
+    /// One page in so many was looked up.
+    pub one_in: u64,
+    /// The part of each process, pages.
+    pub by_owner: FxHashMap<OwnerKey, f64>,
+}
+
+impl Saving {
+    /// The part of it that one process has.
+    pub fn of(&self, owner: OwnerKey) -> Pages {
+        Pages(whole(self.by_owner.get(&owner).copied().unwrap_or(0.0).round()))
+    }
+}
+
+/// Counts what is saved, now and then.
+#[derive(Debug, Default)]
+pub struct SavingCounter {
+    latest: Option<Saving>,
+    /// When the last count was made or tried, and the pause that it is worth, nanoseconds.
+    tried_ns: Option<u64>,
+    pause_ns: u64,
+    /// Whether something was being merged when the last plan was made, and whether merging has ended since the last count.
+    was_busy: bool,
+    has_settled: bool,
+    /// Whether memory has been written, mapped or unmapped since the last count, as far as we know.
+    has_changed: bool,
+    /// The pages that the plan of this cycle looks up, if it counts.
+    asking: Option<u64>,
+    one_in: u64,
+    /// The number of counts so far: each begins at another page.
+    counts: u64,
+}
+
+impl SavingCounter {
+    /// The latest count; `None` until there is one.
+    pub fn latest(&self) -> Option<&Saving> {
+        self.latest.as_ref()
+    }
+
+    /// Whether the plan of this cycle counts.
+    pub fn is_asking(&self) -> bool {
+        self.asking.is_some()
+    }
+
+    /// Adopts what a host says that can't look up frames.
+    pub fn adopt(&mut self, saved: Pages, returns_at_worst: Pages, counted_ns: u64) {
+        self.latest = Some(Saving { saved, returns_at_worst, counted_ns, one_in: 1, ..Saving::default() });
+    }
+
+    /// Makes the next cycle count.
+    pub fn count_now(&mut self) {
+        self.tried_ns = None;
+    }
+
+    /// Memory was written, mapped or unmapped: what is saved may differ.
+    pub fn note_change(&mut self) {
+        self.has_changed = true;
+    }
+
+    /// The pages to look up now. None if it isn't time yet: we count again soon while something is being merged (`busy`) and right
+    /// after, and more rarely while nothing changes.
+    pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool) -> Vec<PageRun> {
+        self.asking = None;
+        self.has_settled |= self.was_busy && !busy;
+        self.was_busy = busy;
+        let pause_ns = if self.has_settled {
+            self.pause_ns.min(SETTLED_NS)
+        } else if busy || self.has_changed {
+            self.pause_ns
+        } else {
+            (4 * self.pause_ns).min(PAUSE_MOST_NS)
+        };
+        if self.tried_ns.is_some_and(|tried_ns| now_ns < tried_ns + pause_ns) {
+            return Vec::new();
+        }
+        self.tried_ns = Some(now_ns);
+        self.has_settled = false;
+        self.has_changed = false;
+        let mergeable: u64 = table.iter().flat_map(|region| region.mergeable_runs()).map(|(_, pages)| pages.0).sum();
+        self.one_in = mergeable.div_ceil(PAGES_MOST).max(1);
+        self.counts += 1;
+        let mut runs = Vec::new();
+        let mut asked = 0;
+        for region in table.iter() {
+            for (first, pages) in region.mergeable_runs() {
+                let end = first + pages.0;
+                let mut at = first;
+                while let Some((start, length)) = self.next_run(at, end) {
+                    asked += length;
+                    runs.push(PageRun {
+                        region: region.view.key,
+                        first: start,
+                        pages: u32::try_from(length).unwrap_or(u32::MAX),
+                    });
+                    at = start + length;
+                }
+            }
+        }
+        self.asking = Some(asked);
+        runs
+    }
+
+    /// The next pages to look up in a range. Which they are depends on their addresses only.
+    fn next_run(&self, from: Vpn, end: Vpn) -> Option<(Vpn, u64)> {
+        if self.one_in == 1 {
+            return (from < end).then(|| (from, (end.0 - from.0).min(u64::from(u32::MAX))));
+        }
+        let number = from.0 / RUN_PAGES;
+        let wait = (self.counts % self.one_in + self.one_in - number % self.one_in) % self.one_in;
+        let start = from.0.max((number + wait) * RUN_PAGES);
+        let stop = ((number + wait + 1) * RUN_PAGES).min(end.0);
+        (start < stop).then(|| (Vpn(start), stop - start))
+    }
+
+    /// Records what was looked up. Without `counted`, the host couldn't tell.
+    pub fn record(&mut self, table: &RegionTable, merged: &[MergedSample], counted: Option<&Counted>, now_ns: u64) {
+        let Some(asked) = self.asking.take() else { return };
+        let zeros = counted.map_or(0, |counted| counted.zeros.len());
+        let cost_ns = asked * PAGE_NS + count(merged.len()) * MERGED_NS + count(zeros) * PROCESS_NS;
+        self.pause_ns = (cost_ns * SHARE).clamp(PAUSE_NS, PAUSE_MOST_NS);
+        let Some(counted) = counted else { return };
+        let mut saving = Saving { counted_ns: now_ns, one_in: self.one_in, ..Saving::default() };
+        let mut relatives: FxHashMap<(LineageKey, Vpn, u64), f64> = FxHashMap::default();
+        let mut lineages: FxHashMap<_, (OwnerKey, LineageKey)> = FxHashMap::default();
+        for region in table.iter() {
+            lineages.insert(region.view.key, (region.view.owner, region.view.lineage));
+        }
+        for sample in merged {
+            let Some(&(_, lineage)) = lineages.get(&sample.region) else { continue };
+            *relatives.entry((lineage, sample.page, sample.frame)).or_default() += 1.0;
+        }
+        let weight = self.one_in as f64;
+        let mut saved = 0.0;
+        let mut returns = 0.0;
+        let mut merged_pages = 0.0;
+        for sample in merged {
+            let Some(&(owner, lineage)) = lineages.get(&sample.region) else { continue };
+            let family = relatives.get(&(lineage, sample.page, sample.frame)).copied().unwrap_or(1.0);
+            // A page may have come or gone since the frame was found.
+            let held = 1.0 / f64::from(sample.mappers).max(family);
+            saved += weight * (1.0 / family - held);
+            returns += weight * (1.0 - held);
+            merged_pages += if sample.mappers > 1 { weight } else { 0.0 };
+            *saving.by_owner.entry(owner).or_default() += weight * (1.0 / family - held);
+        }
+        // Relatives have the zeros in common that their parent had.
+        let mut zeros: FxHashMap<LineageKey, (u64, u64)> = FxHashMap::default();
+        for (lineage, pages) in counted.zeros.values() {
+            let (most, sum) = zeros.entry(*lineage).or_default();
+            *most = (*most).max(pages.0);
+            *sum += pages.0;
+        }
+        for (owner, (lineage, pages)) in &counted.zeros {
+            let (most, sum) = zeros[lineage];
+            let part = pages.0 as f64 * most as f64 / sum.max(1) as f64;
+            saved += part;
+            returns += pages.0 as f64;
+            merged_pages += pages.0 as f64;
+            *saving.by_owner.entry(*owner).or_default() += part;
+        }
+        saving.merged = Pages(whole(merged_pages));
+        saving.saved = Pages(whole(saved.round()));
+        saving.returns_at_worst = Pages(whole(returns.round()));
+        self.latest = Some(saving);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::RegionView;
+    use crate::keys::{NodeKey, RegionKey};
+    use crate::region::{Region, test_view};
+
+    /// Processes with one region each, all of it marked, by their lineages.
+    fn table(lineages: &[u64], pages: u64) -> RegionTable {
+        let mut views = Vec::new();
+        for (key, &lineage) in (1..).zip(lineages) {
+            let view = test_view(key, 1_000, pages);
+            views.push(RegionView { owner: OwnerKey(key), lineage: LineageKey(lineage), marked: Pages(pages), ..view });
+        }
+        let mut table = RegionTable::default();
+        table.update(&views, 5, |view| Region::new(view, 0, false, 5));
+        table
+    }
+
+    fn sample(region: u32, page: Vpn, frame: u64, mappers: u32) -> MergedSample {
+        MergedSample { region: RegionKey(region), page, frame, node: NodeKey(0), charged: false, mappers }
+    }
+
+    fn count_at(table: &RegionTable, merged: &[MergedSample], counted: &Counted) -> Saving {
+        let mut counter = SavingCounter::default();
+        counter.plan(table, 1, false);
+        counter.record(table, merged, Some(counted), 1);
+        counter.latest().unwrap().clone()
+    }
+
+    #[test]
+    fn a_frame_is_saved_for_each_page_but_one_and_for_relatives_only_once() {
+        // Two masters with four children each, as page maps show them when their pages are merged.
+        let lineages: Vec<u64> = (0..10).map(|process| process / 5).collect();
+        let table = table(&lineages, 100);
+        let merged: Vec<_> =
+            (1..=10).flat_map(|region| (0..100).map(move |page| sample(region, Vpn(1_000 + page), page, 10))).collect();
+        let saving = count_at(&table, &merged, &Counted::default());
+        assert_eq!((saving.saved, saving.merged, saving.returns_at_worst), (Pages(100), Pages(1_000), Pages(900)));
+        assert_eq!(saving.of(OwnerKey(1)), Pages(10));
+        // The same pages in processes that have nothing to do with each other, or at other addresses.
+        let strangers: Vec<u64> = (0..10).collect();
+        let strangers = self::table(&strangers, 100);
+        assert_eq!(count_at(&strangers, &merged, &Counted::default()).saved, Pages(900));
+        let moved: Vec<_> = merged
+            .iter()
+            .map(|page| sample(page.region.0, page.page + u64::from(page.region.0), page.frame, 10))
+            .collect();
+        assert_eq!(count_at(&table, &moved, &Counted::default()).saved, Pages(900));
+    }
+
+    #[test]
+    fn what_programs_out_of_scope_map_is_theirs() {
+        let table = table(&[1], 100);
+        let merged: Vec<_> = (0..100).map(|page| sample(1, Vpn(1_000 + page), page, 2)).collect();
+        assert_eq!(
+            count_at(&table, &merged, &Counted::default()).saved,
+            Pages(50),
+            "half of each frame, as Pss has it"
+        );
+        let alone: Vec<_> = (0..100).map(|page| sample(1, Vpn(1_000 + page), page, 1)).collect();
+        let saving = count_at(&table, &alone, &Counted::default());
+        assert_eq!((saving.saved, saving.merged), (Pages(0), Pages(0)), "the others have ended");
+    }
+
+    #[test]
+    fn relatives_have_their_zeros_in_common() {
+        let table = table(&[1, 1, 2], 100);
+        let zeros = [(1, 1, 40), (2, 1, 60), (3, 2, 7)];
+        let zeros = zeros.map(|(owner, lineage, pages)| (OwnerKey(owner), (LineageKey(lineage), Pages(pages))));
+        let saving = count_at(&table, &[], &Counted { zeros: zeros.into() });
+        assert_eq!((saving.saved, saving.returns_at_worst), (Pages(67), Pages(107)));
+        assert_eq!(saving.of(OwnerKey(2)), Pages(36));
+    }
+
+    #[test]
+    fn of_much_memory_the_same_addresses_are_looked_up_in_every_process() {
+        let pages = 10 * PAGES_MOST;
+        let table = table(&[1, 1, 2, 3], pages);
+        let mut counter = SavingCounter::default();
+        let runs = counter.plan(&table, 1, false);
+        let asked: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
+        assert!((PAGES_MOST * 9 / 10..=PAGES_MOST * 11 / 10).contains(&asked), "{asked}");
+        let of = |key| runs.iter().filter(move |run| run.region == RegionKey(key)).map(|run| run.first);
+        assert!(of(1).eq(of(2)) && of(1).eq(of(4)));
+        // The first three quarters of it are merged, with all four.
+        let mut merged = Vec::new();
+        for run in &runs {
+            for page in run.first.0..run.first.0 + u64::from(run.pages) {
+                if page < 1_000 + pages * 3 / 4 {
+                    merged.push(sample(run.region.0, Vpn(page), page, 4));
+                }
+            }
+        }
+        counter.record(&table, &merged, Some(&Counted::default()), 1);
+        let saved = counter.latest().unwrap().saved.0 as f64;
+        let truth = (pages * 3 / 4 * 2) as f64;
+        assert!((saved / truth - 1.0).abs() < 0.02, "{saved} of {truth}");
+        assert!(counter.plan(&table, 2, false).is_empty(), "not twice at once");
+        assert!(!counter.plan(&table, 2 + PAUSE_MOST_NS, false).is_empty());
+    }
+
+    #[test]
+    fn a_host_that_could_not_tell_leaves_the_last_count() {
+        let table = table(&[1, 2], 100);
+        let mut counter = SavingCounter::default();
+        counter.plan(&table, 1, false);
+        counter.record(&table, &[], None, 1);
+        assert_eq!(counter.latest(), None);
+    }
+}

@@ -1,0 +1,148 @@
+//! What the engine says is saved is what is saved: the frames of a machine on which nothing is merged, less those of one that lives
+//! through the same with the engine.
+
+mod common;
+
+use common::{MIB, config, host, requested, run};
+use pagefold_engine::config::Config;
+use pagefold_engine::engine::{Engine, count_saving};
+use pagefold_engine::governor::Governor;
+use pagefold_engine::host::Host;
+use pagefold_engine::keys::OwnerKey;
+use pagefold_engine::units::Pages;
+use pagefold_sim::{Fill, Mapping, Process, SimHost, scenario};
+
+/// Two machines that differ in this only: the engine runs on one of them.
+struct Twins {
+    merged: SimHost,
+    plain: SimHost,
+    engine: Engine,
+}
+
+impl Twins {
+    fn new(merged: SimHost, plain: SimHost) -> Self {
+        Self { merged, plain, engine: new_engine() }
+    }
+
+    fn change<T>(&mut self, mut change: impl FnMut(&mut SimHost) -> T) -> T {
+        change(&mut self.plain);
+        change(&mut self.merged)
+    }
+
+    fn add(&mut self, mib: u64, fill: &Fill) -> OwnerKey {
+        self.change(|host| {
+            let now = Process::starting_at(host.now_ns());
+            host.add(now.mapping(Mapping::new(Pages(mib * MIB), fill.clone())))
+        })
+    }
+
+    fn run(&mut self, seconds: u64) {
+        run(&mut self.merged, &mut self.engine, seconds);
+        let Ok(()) = self.plain.wait(self.merged.now_ns() - self.plain.now_ns());
+    }
+
+    /// Another run of pagefold takes over.
+    fn restart(&mut self, with_learned: bool) {
+        let learned = self.engine.learned();
+        self.engine = new_engine();
+        if with_learned {
+            self.engine.adopt(learned);
+        }
+    }
+
+    #[track_caller]
+    fn check(&mut self, when: &str) -> u64 {
+        let Ok(()) = count_saving(&mut self.engine, &mut self.merged);
+        let truth = self.plain.truth().frames - self.merged.truth().frames;
+        let said = self.engine.saving().expect("it was counted").saved.0;
+        assert!(said.abs_diff(truth) * 50 <= truth, "{when}: {said} of {truth} pages saved");
+        truth
+    }
+}
+
+fn new_engine() -> Engine {
+    Engine::new(Config { governor: Governor::Full, ..config() })
+}
+
+fn twins() -> [Twins; 2] {
+    [Twins::new(host(), host()), Twins::new(requested(), requested())]
+}
+
+#[test]
+fn what_is_said_is_true_after_restarts_exits_writes_and_a_second_try() {
+    for mut twins in twins() {
+        let first = twins.add(32, &Fill::Series(1));
+        let second = twins.add(32, &Fill::Series(1));
+        twins.add(16, &Fill::Zeros);
+        twins.run(30);
+        assert!(twins.check("merged") >= 46 * MIB);
+        twins.restart(false);
+        twins.run(1);
+        twins.check("restarted without what was learned");
+        twins.restart(true);
+        twins.run(1);
+        twins.check("restarted with what was learned");
+        // Half of it is written. KSM's counters notice when ksmd passes by, and on request never.
+        let written = twins.merged.regions_of(second)[0];
+        twins.change(|host| {
+            let span = host.span_of(written).expect("it is there");
+            for page in 0..span.pages.0 / 2 {
+                host.write(written, span.first + page, 1 << 40 | page);
+            }
+        });
+        assert!(twins.check("half of it written") < 35 * MIB);
+        twins.change(|host| host.exit(first));
+        twins.check("ended");
+        twins.add(32, &Fill::Series(2));
+        twins.add(32, &Fill::Series(2));
+        twins.run(30);
+        assert!(twins.check("a second pair") >= 46 * MIB);
+    }
+}
+
+#[test]
+fn children_of_a_fork_count_once_whether_they_were_forked_before_or_after() {
+    for mut twins in twins() {
+        let masters = [twins.add(16, &Fill::Series(1)), twins.add(16, &Fill::Series(1))];
+        twins.run(20);
+        for master in masters {
+            for _ in 0..4 {
+                twins.change(|host| host.fork(master));
+            }
+        }
+        twins.run(5);
+        let saved = twins.check("forked after merging");
+        assert!((15 * MIB..=16 * MIB).contains(&saved), "{saved}");
+    }
+    let mut twins = Twins::new(host(), host());
+    for _ in 0..2 {
+        let master = twins.add(16, &Fill::Series(1));
+        twins.change(|host| host.fork(master));
+    }
+    twins.run(20);
+    twins.check("forked before merging");
+}
+
+#[test]
+fn of_much_memory_a_part_is_looked_up_and_the_figure_still_holds() {
+    for mut twins in twins() {
+        twins.change(|host| scenario::redis(host, 3, Pages(256 * MIB)));
+        twins.add(256, &Fill::Random);
+        twins.run(60);
+        assert!(twins.check("much memory") >= 100 * MIB);
+        assert!(twins.engine.saving().unwrap().one_in > 1);
+    }
+}
+
+#[test]
+fn counting_takes_little_time() {
+    let mut host = host();
+    scenario::redis(&mut host, 3, Pages(256 * MIB));
+    let mut engine = new_engine();
+    run(&mut host, &mut engine, 600);
+    let before = engine.saving().unwrap().counted_ns;
+    run(&mut host, &mut engine, 60);
+    let counted_ns = engine.saving().unwrap().counted_ns;
+    assert!(counted_ns > before, "at least once a minute");
+    assert!(host.now_ns() - counted_ns <= 61_000_000_000);
+}
