@@ -7,10 +7,11 @@
 //! [`crate::sampling::ladder`] decides what is read, [`crate::marking::marker`] what is marked, [`crate::merging`] when ksmd
 //! scans, and [`crate::placement::placer`] which merged pages move. A [`crate::governor`] bounds what all of it may cost.
 
+mod decide;
 mod pacing;
 mod regions;
-mod report;
 mod samples;
+mod state;
 
 use crate::config::Config;
 use crate::governor::{Budget, Governor, Pace, share_ns};
@@ -31,11 +32,11 @@ use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region, Stage};
 use crate::relief::{Relief, UNMERGE_STEP, margin_below};
-use crate::report::EngineReport;
 use crate::requests::Requests;
 use crate::reserve::{Reserve, ReserveSettings};
 use crate::sampling::ladder::{Ladder, ReadPlan};
 use crate::saving::{Saving, SavingCounter};
+use crate::state::State;
 use crate::strength::Strength;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, count};
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -318,9 +319,9 @@ impl Engine {
         self.paused
     }
 
-    /// Everything that is known, for people.
-    pub fn report(&self) -> EngineReport {
-        report::report(self)
+    /// Every figure that people are shown.
+    pub fn state(&self) -> State {
+        state::state(self)
     }
 
     fn pace(&self) -> Pace {

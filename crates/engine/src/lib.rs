@@ -24,15 +24,18 @@
 //! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
 //! | What does the next run keep of what this one learned? | [`learned`] |
 //! | What is saved? | [`saving`] |
-//! | What has been done and spent? | [`ledger`]; lengths of stops: [`stops`]; for people: [`report`] |
+//! | What has been done and spent? | [`ledger`]; lengths of stops: [`stops`] |
+//! | What happens to a region next, and why? | [`decision`] |
+//! | Which figures are people shown? | [`state`] |
 //! | What can be set, and in which range? | [`config`] |
 //!
 //! A new governor goes into [`governor`], a new reason to leave a region alone into [`region`], a new figure of `status`
-//! into [`report`]. Modules import only from those below them: units, keys and errors first, then [`host`], the governor
+//! into [`state`]. Modules import only from those below them: units, keys and errors first, then [`host`], the governor
 //! and the configuration, the index, regions, the four questions, and the engine on top.
 #![forbid(unsafe_code)]
 
 pub mod config;
+pub mod decision;
 pub mod engine;
 pub mod error;
 pub mod governor;
@@ -53,11 +56,11 @@ pub mod random;
 pub mod range;
 pub mod region;
 pub mod relief;
-pub mod report;
 pub mod requests;
 pub mod reserve;
 pub mod sampling;
 pub mod saving;
+pub mod state;
 pub mod stops;
 pub mod strength;
 pub mod token_bucket;

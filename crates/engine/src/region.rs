@@ -307,6 +307,17 @@ impl Region {
         if on_request { self.resident() } else { self.marked_pages().max(self.view.marked).min(self.resident()) }
     }
 
+    /// The share of duplicates among its pages, 0 to 1, if it was read whole.
+    pub fn exact_ratio(&self) -> f64 {
+        let mut resident = 0;
+        let mut duplicate = 0;
+        for extent in self.extents.values() {
+            resident += u64::from(extent.resident);
+            duplicate += u64::from(extent.duplicate);
+        }
+        duplicate as f64 / resident.max(1) as f64
+    }
+
     /// The number of its resident pages. Those of a block are known from reading it; until then, they're taken to be spread evenly over
     /// the mapping.
     pub fn resident(&self) -> Pages {

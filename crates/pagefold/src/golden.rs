@@ -239,12 +239,12 @@ impl Run {
         for (at, event) in (0..).zip(&mut events) {
             event.time = NOW - 20 * (before - at);
         }
-        let report = self.engine.report();
-        let tight = report.reserve.limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
+        let state = self.engine.state();
+        let tight = state.reserve.limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
         let limited =
             tight.map(|(&key, _)| (key, "/sys/fs/cgroup/system.slice/redis-server.slice".to_owned())).collect();
         Facts {
-            report,
+            state,
             scans: self.engine.scans(),
             injector_restarts: 0,
             targets: self.targets.clone(),
@@ -330,7 +330,7 @@ fn mappings(facts: &Facts, owner: OwnerKey) -> Vec<VmaDetail> {
             "{first:x}-{end:x} {head}\nRss: {kib} kB\nAnonymous: {anonymous} kB\nSwap: 0 kB\nVmFlags: {flags}"
         );
     };
-    for region in facts.report.regions.iter().filter(|region| region.owner == owner) {
+    for region in facts.state.regions.iter().filter(|region| region.owner == owner) {
         add(region.first.address(), region.pages.0 * 4, "rw-p 00000000 00:00 0", "rd wr mr mw me ac");
     }
     let base = 0x7f00_0000_0000;
@@ -423,8 +423,8 @@ fn what_holds_a_run_back_is_shown() {
     run.seconds(10);
     let mut facts = run.facts();
     facts.injector_restarts = 1;
-    facts.report.ledger.splits = HugeSplits { pages: 1_200, mappings: 31 };
-    facts.report.ledger.collapsed = 4;
+    facts.state.ledger.splits = HugeSplits { pages: 1_200, mappings: 31 };
+    facts.state.ledger.collapsed = 4;
     let mut status = Status::of(&facts);
     status.pid = PID;
     check("status-short.txt", &text(&status));

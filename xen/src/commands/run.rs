@@ -232,7 +232,7 @@ fn facts_of(engine: &Engine, host: &LiveXen, run: RunFacts) -> Facts {
         notes: Vec::new(),
     });
     Facts {
-        report: engine.report(),
+        state: engine.state(),
         scans: 0,
         injector_restarts: 0,
         targets: targets.collect(),

@@ -82,6 +82,15 @@ impl Marker {
         small.then_some(self.small).or(thin.then_some(self.thin))
     }
 
+    /// Until when at most the thinner parts of a region wait for newcomers to be read, nanoseconds. `None` if they don't.
+    pub fn awaits_newcomers_until_ns(&self, region: &Region, pace: Pace, config: &Config) -> Option<u64> {
+        if self.thin_at_ns == u64::MAX || config.only == Only::Zeros {
+            return None;
+        }
+        thinner(region, config.thinnest_density, u64::MAX, config)?;
+        Some(region.judged_ns()? + config.probation_rounds * pace.round_ns)
+    }
+
     /// Adopts marks that ksmd visited for an earlier run: what was written before now is no reason for a scan.
     pub fn adopt(&mut self, now_ns: u64, broken: u64) {
         (self.visited_ns, self.visited_broken, self.thorough_ns) = (now_ns, broken, now_ns);

@@ -136,6 +136,11 @@ impl Hold {
         allowed && !self.short && !self.left_alone && now_ns >= self.retry_ns
     }
 
+    /// When marking is tried again after the target couldn't be stopped, nanoseconds.
+    pub fn retry_ns(&self) -> u64 {
+        self.retry_ns
+    }
+
     /// Marking is tried again at `retry_ns`: the target could not be stopped.
     pub fn retry_at(&mut self, retry_ns: u64) {
         self.retry_ns = retry_ns;

@@ -10,7 +10,7 @@ use crate::control::queue::{Facts, TargetFacts};
 use crate::output;
 use crate::output::placement::PlacementRow;
 use anyhow::Result;
-use pagefold_engine::report::RegionReport;
+use pagefold_engine::state::RegionState;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
 use pagefold_host::scope::{ScopeSpec, resolve};
@@ -70,7 +70,7 @@ pub struct Row {
     pub mapping: String,
     pub file: Option<String>,
     #[serde(flatten)]
-    pub figures: RegionReport,
+    pub figures: RegionState,
     pub next: String,
     pub wait_seconds: Option<f64>,
     pub sentence: String,
@@ -113,7 +113,7 @@ pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
     let Some(target) = facts.targets.iter().find(is).filter(|_| facts.xen.is_some()) else { return begun(facts, 0) };
     let mut explanation = begun(facts, target.pid);
     explanation.see_target(target);
-    let own = facts.report.regions.iter().filter(|region| region.owner == target.owner);
+    let own = facts.state.regions.iter().filter(|region| region.owner == target.owner);
     explanation.regions = own.map(|region| row_of(region, facts, "guest memory".to_owned(), None)).collect();
     explanation.regions.sort_by_key(|row| Reverse(row.figures.resident));
     explanation.resident_bytes = explanation.regions.iter().map(|row| row.figures.resident.bytes().0).sum();
@@ -127,9 +127,9 @@ fn begun(facts: &Facts, pid: i32) -> Explanation {
         schema: SCHEMA.to_owned(),
         pid,
         scope: facts.run.scope.clone(),
-        paused: facts.report.paused,
+        paused: facts.state.paused,
         dry_run: facts.run.dry_run,
-        levels: facts.report.levels.len(),
+        levels: facts.state.levels.len(),
         ..Explanation::default()
     }
 }
@@ -155,8 +155,7 @@ pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<PathBuf>, deta
     explanation.see_target(target);
     explanation.notes = target.to_unmark.iter().map(words::to_unmark).chain(target.notes.iter().cloned()).collect();
     explanation.numa = facts.places().and_then(|places| places.process(target.pid).cloned());
-    let regions: Vec<&RegionReport> =
-        facts.report.regions.iter().filter(|region| region.owner == target.owner).collect();
+    let regions: Vec<&RegionState> = facts.state.regions.iter().filter(|region| region.owner == target.owner).collect();
     explanation.see(exe, details);
     for region in &regions {
         explanation.regions.push(row(region, facts, details, explanation.program().as_slice()));
@@ -238,7 +237,7 @@ impl Explanation {
     }
 }
 
-fn row(region: &RegionReport, facts: &Facts, details: &[VmaDetail], program: &[u8]) -> Row {
+fn row(region: &RegionState, facts: &Facts, details: &[VmaDetail], program: &[u8]) -> Row {
     let (start, end) = (region.first.address(), region.first.address() + region.pages.bytes().0);
     // Its first mapping: a region is one mapping, or neighbours that differ only in their marks.
     let mapping = details.iter().find(|detail| detail.vma.start < end && start < detail.vma.end);
@@ -246,15 +245,15 @@ fn row(region: &RegionReport, facts: &Facts, details: &[VmaDetail], program: &[u
     row_of(region, facts, kind, mapping.and_then(name))
 }
 
-fn row_of(region: &RegionReport, facts: &Facts, mapping: String, file: Option<String>) -> Row {
+fn row_of(region: &RegionState, facts: &Facts, mapping: String, file: Option<String>) -> Row {
     let (start, end) = (region.first.address(), region.first.address() + region.pages.bytes().0);
     Row {
         range: range(start, end),
         mapping,
         file,
         figures: region.clone(),
-        next: region.next.name().to_owned(),
-        wait_seconds: region.next.wait_seconds(),
+        next: region.decision.verb.to_string(),
+        wait_seconds: region.decision.seconds_left(facts.state.ledger.now_ns),
         sentence: words::sentence(region, facts),
     }
 }

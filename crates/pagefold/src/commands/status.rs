@@ -19,7 +19,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Cost, HugeSplits, Mechanism};
 use pagefold_engine::keys::{DomainKey, OwnerKey};
 use pagefold_engine::ledger::METADATA_BYTES_PER_PAGE;
-use pagefold_engine::report::{KindTotal, LevelTotal, RegionReport};
+use pagefold_engine::state::{KindTotal, LevelTotal, RegionState};
 use pagefold_engine::stops::StopLengths;
 use pagefold_engine::units::Pages;
 use pagefold_text::exit;
@@ -182,8 +182,8 @@ impl Status {
     }
 
     pub fn of(facts: &Facts) -> Self {
-        let Facts { report, run, .. } = facts;
-        let ledger = &report.ledger;
+        let Facts { state, run, .. } = facts;
+        let ledger = &state.ledger;
         let why = match &run.stood_down {
             _ if run.dry_run => Some("a dry run changes nothing".to_owned()),
             why => why.clone(),
@@ -199,26 +199,26 @@ impl Status {
             only: run.config.only,
             other_bytes: other_bytes(facts),
             seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
-            governor: report.governor,
-            in_force: report.in_force,
-            allowed_share: report.top_share.fraction(),
-            used_share: report.used_share,
-            paused: report.paused,
-            busy: report.busy,
-            ksm_driven: report.drives_ksm,
+            governor: state.governor,
+            in_force: state.in_force,
+            allowed_share: state.top_share.fraction(),
+            used_share: state.used_share,
+            paused: state.paused,
+            busy: state.busy,
+            ksm_driven: state.drives_ksm,
             stood_down: run.stood_down.is_some(),
-            ksm_why: why.filter(|_| !report.drives_ksm),
-            available_bytes: report.memory.available.bytes().0,
+            ksm_why: why.filter(|_| !state.drives_ksm),
+            available_bytes: state.memory.available.bytes().0,
             resident_bytes: sum(&regions(facts, |_| true), |region| region.resident),
-            saved_bytes: report.saving.as_ref().map(|saving| saving.saved.bytes().0),
-            saved_age_seconds: report.saving.as_ref().map(|saving| (ledger.now_ns - saving.counted_ns) as f64 / 1e9),
-            may_return_bytes: report.may_return.bytes().0,
-            saved_machine_bytes: report.saved_machine.bytes().0,
-            exited_bytes: report.exited.bytes().0,
-            marked_bytes: report.marked.bytes().0,
-            metadata_bytes: report.marked.0 * METADATA_BYTES_PER_PAGE,
+            saved_bytes: state.saving.as_ref().map(|saving| saving.saved.bytes().0),
+            saved_age_seconds: state.saving.as_ref().map(|saving| (ledger.now_ns - saving.counted_ns) as f64 / 1e9),
+            may_return_bytes: state.may_return.bytes().0,
+            saved_machine_bytes: state.saved_machine.bytes().0,
+            exited_bytes: state.exited.bytes().0,
+            marked_bytes: state.marked.bytes().0,
+            metadata_bytes: state.marked.0 * METADATA_BYTES_PER_PAGE,
             to_unmark_bytes: to_unmark.map(|to_unmark| to_unmark.bytes).sum(),
-            foreign_marks: report.foreign_marks,
+            foreign_marks: state.foreign_marks,
             copied_bytes: ledger.copies.total.bytes().0,
             copied_worst_day_bytes: ledger.copies.worst_day.bytes().0,
             reserve: ReserveView::of(facts),
@@ -234,10 +234,10 @@ impl Status {
             longest_stop_us: ledger.longest_stop_ns as f64 / 1e3,
             total_stop_us: ledger.total_stop_ns as f64 / 1e3,
             stop_lengths: ledger.stop_lengths,
-            rounds: report.rounds,
-            index: Index { contents: report.index_entries, bytes: report.index_bytes.0 },
-            kinds: report.kinds.clone(),
-            levels: report.levels.clone(),
+            rounds: state.rounds,
+            index: Index { contents: state.index_entries, bytes: state.index_bytes.0 },
+            kinds: state.kinds.clone(),
+            levels: state.levels.clone(),
             next: next_rows(facts),
             domains: domain_rows(facts),
             scopes: groups::scope_rows(facts, &processes),
@@ -260,23 +260,27 @@ fn other_bytes(facts: &Facts) -> Option<u64> {
 }
 
 /// A sum over regions, bytes.
-fn sum(regions: &[&RegionReport], pages: fn(&RegionReport) -> Pages) -> u64 {
+fn sum(regions: &[&RegionState], pages: fn(&RegionState) -> Pages) -> u64 {
     regions.iter().map(|region| pages(region).bytes().0).sum()
 }
 
-fn regions(facts: &Facts, fits: impl Fn(&RegionReport) -> bool) -> Vec<&RegionReport> {
-    facts.report.regions.iter().filter(|region| fits(region)).collect()
+fn regions(facts: &Facts, fits: impl Fn(&RegionState) -> bool) -> Vec<&RegionState> {
+    facts.state.regions.iter().filter(|region| fits(region)).collect()
 }
 
 fn next_rows(facts: &Facts) -> Vec<NextRow> {
+    let now_ns = facts.state.ledger.now_ns;
     // In the order in which it happens.
     let names = ["read", "mark", "merge", "sample", "wait", "watch", "nothing"];
     let rows = names.map(|what| {
-        let regions = regions(facts, |region| region.next.name() == what);
+        let regions = regions(facts, |region| region.decision.verb.to_string() == what);
         NextRow {
             what: what.to_owned(),
             regions: regions.len(),
-            soonest_seconds: regions.iter().filter_map(|region| region.next.wait_seconds()).min_by(f64::total_cmp),
+            soonest_seconds: regions
+                .iter()
+                .filter_map(|region| region.decision.seconds_left(now_ns))
+                .min_by(f64::total_cmp),
             resident_bytes: sum(&regions, |region| region.resident),
         }
     });
@@ -305,8 +309,8 @@ fn domain_rows(facts: &Facts) -> Vec<DomainRow> {
 }
 
 fn process_rows(facts: &Facts) -> Vec<ProcessRow> {
-    let mut by_owner: BTreeMap<OwnerKey, Vec<&RegionReport>> = BTreeMap::new();
-    facts.report.regions.iter().for_each(|region| by_owner.entry(region.owner).or_default().push(region));
+    let mut by_owner: BTreeMap<OwnerKey, Vec<&RegionState>> = BTreeMap::new();
+    facts.state.regions.iter().for_each(|region| by_owner.entry(region.owner).or_default().push(region));
     let rows = facts.targets.iter().map(|target| {
         let regions = by_owner.remove(&target.owner).unwrap_or_default();
         ProcessRow {
@@ -319,7 +323,7 @@ fn process_rows(facts: &Facts) -> Vec<ProcessRow> {
                 Mechanism::Ksmd => sum(&regions, |region| region.expected),
                 Mechanism::Request => regions.iter().map(|region| RequestsView::expected_bytes(region)).sum(),
             },
-            saved_bytes: facts.report.saving.as_ref().map(|saving| saving.of(target.owner).bytes().0),
+            saved_bytes: facts.state.saving.as_ref().map(|saving| saving.of(target.owner).bytes().0),
             left_alone: target.left_alone.clone(),
             to_unmark: target.to_unmark.clone(),
         }

@@ -12,8 +12,8 @@ use pagefold_engine::config::Config;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::{DomainKey, LimitKey, OwnerKey};
-use pagefold_engine::report::EngineReport;
 use pagefold_engine::reserve::RoomState;
+use pagefold_engine::state::{RegionState, State};
 use pagefold_host::identity::PendingUnmark;
 use pagefold_host::live::LiveHost;
 use pagefold_host::os::wake::Sleeper;
@@ -37,7 +37,7 @@ const LIMIT: Duration = Duration::from_secs(15);
 
 #[derive(Debug)]
 pub struct Facts {
-    pub report: EngineReport,
+    pub state: State,
     pub scans: u64,
     pub injector_restarts: u32,
     pub targets: Vec<TargetFacts>,
@@ -56,7 +56,7 @@ pub struct Facts {
 
 #[derive(Clone, Debug)]
 pub struct TargetFacts {
-    /// Its key in the report.
+    /// Its key in the state.
     pub owner: OwnerKey,
     pub pid: i32,
     /// When it started: distinguishes it from a later process with the same pid.
@@ -159,9 +159,9 @@ impl Facts {
             notes: target.notes.iter().cloned().chain(target.young.then(|| YOUNG.to_owned())).collect(),
         });
         let (domains, merged_domain) = (host.domains().to_vec(), host.merged_domain().cloned());
-        let report = engine.report();
+        let state = engine.state();
         let tight = engine.reserve().limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
-        let full = report.regions.iter().filter_map(|region| region.full);
+        let full = state.regions.iter().filter_map(RegionState::full);
         let mut limited = BTreeMap::new();
         for key in tight.map(|(&key, _)| key).chain(full) {
             if let Some(dir) = host.limited_cgroup(key) {
@@ -171,7 +171,7 @@ impl Facts {
         let (scans, injector_restarts) = (engine.scans(), host.injector_restarts());
         let targets = targets.collect();
         let kept_out = host.kept_out().entries().iter().map(KeptOutRow::from).collect();
-        Self { report, scans, injector_restarts, targets, domains, merged_domain, kept_out, limited, run, xen: None }
+        Self { state, scans, injector_restarts, targets, domains, merged_domain, kept_out, limited, run, xen: None }
     }
 
     /// Where merged pages are, on a machine with several memory nodes.
@@ -180,17 +180,17 @@ impl Facts {
             let target = self.targets.iter().find(|target| target.owner == owner)?;
             Some((target.pid, target.name.clone()))
         };
-        Some(PlacementView::of(self.report.placement.as_ref()?, &self.report.ledger, name_of))
+        Some(PlacementView::of(self.state.placement.as_ref()?, &self.state.ledger, name_of))
     }
 
     pub fn control_state(&self) -> ControlState {
         ControlState {
             schema: SCHEMA.to_owned(),
             pid: std::process::id(),
-            governor: self.report.governor,
-            in_force: self.report.in_force,
-            allowed_share: self.report.top_share.fraction(),
-            paused: self.report.paused,
+            governor: self.state.governor,
+            in_force: self.state.in_force,
+            allowed_share: self.state.top_share.fraction(),
+            paused: self.state.paused,
         }
     }
 }

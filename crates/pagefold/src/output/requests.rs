@@ -2,7 +2,7 @@
 
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::ledger::Ledger;
-use pagefold_engine::report::RegionReport;
+use pagefold_engine::state::RegionState;
 use pagefold_engine::units::whole;
 use pagefold_text::figures::thousands;
 use serde::{Deserialize, Serialize};
@@ -42,7 +42,7 @@ impl RequestsView {
     }
 
     /// What a dry run expects to be merged of a region, bytes: the share of its pages that have a copy or are zeros.
-    pub fn expected_bytes(region: &RegionReport) -> u64 {
+    pub fn expected_bytes(region: &RegionState) -> u64 {
         whole(region.resident.bytes().0 as f64 * region.duplicate_ratio)
     }
 

@@ -3,10 +3,11 @@
 use super::{Excluded, Explanation, Row};
 use crate::commands::status::paint;
 use crate::control::queue::{Facts, ToUnmark};
+use pagefold_engine::decision::{Kind, Reason, Verb};
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::marking::profit::Wave;
-use pagefold_engine::report::{Kind, Next, RegionReport};
+use pagefold_engine::state::RegionState;
 use pagefold_engine::units::Pages;
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_text::figures::{thousands, time, wrap};
@@ -21,105 +22,104 @@ const MAPPINGS: usize = 6;
 const WIDTH: usize = 78;
 
 /// What happens to a region next, and when, as a sentence.
-pub fn sentence(region: &RegionReport, facts: &Facts) -> String {
-    let (report, run) = (&facts.report, &facts.run);
-    let config = &run.config;
-    let threshold = percent(config.threshold().fraction(), 1.0);
-    let on_request = config.mechanism == Mechanism::Request;
-    let not_driven = match (&run.stood_down, run.dry_run) {
-        (_, true) => Some("this is a dry run".to_owned()),
-        (Some(why), _) => Some(format!("this run no longer controls KSM ({why})")),
-        (None, false) => None,
-    };
-    if report.paused {
+pub fn sentence(region: &RegionState, facts: &Facts) -> String {
+    let state = &facts.state;
+    if state.paused {
         return "Paused: nothing happens to it until pagefold resume. Merged pages stay merged.".to_owned();
     }
-    if let (Some(limit), Next::Mark | Next::Watch | Next::Defer { .. }) = (region.full, region.next) {
-        return no_headroom(region, facts.limited.get(&limit).map_or("its cgroup", String::as_str));
-    }
-    match (region.next, region.kind) {
-        (Next::Stay, _) => {
+    let config = &facts.run.config;
+    let on_request = config.mechanism == Mechanism::Request;
+    let decision = &region.decision;
+    let left = decision.seconds_left(state.ledger.now_ns).map_or("some time".to_owned(), time);
+    let not_driven = not_driven(facts);
+    match decision.reason {
+        Reason::ProcessLeftAlone => {
             "Left alone while its process is: neither read nor changed. What is marked stays so.".to_owned()
         }
-        (Next::Nothing, _) => "Left alone: its process could not be marked.".to_owned(),
-        (Next::Read { read }, _) => format!(
-            "Being read whole: {} of {} pages so far. {}",
-            thousands(read.0),
-            thousands(region.pages.0),
-            if on_request {
+        Reason::Refused => "Left alone: its process could not be marked.".to_owned(),
+        Reason::NoHeadroom(limit) => {
+            no_headroom(region, facts.limited.get(&limit).map_or("its cgroup", String::as_str))
+        }
+        Reason::MemoryShort => "Worth marking, but memory is short; see pagefold status.".to_owned(),
+        Reason::Busy => format!("Worth marking, but its process could not be stopped; tried again in {left}."),
+        Reason::BeingRead(read) => {
+            let next = if on_request {
                 "Those that have a copy are merged at once."
             } else {
                 "Then the parts with many duplicates are marked."
-            }
-        ),
-        (Next::Sample { sampled, needed }, _) => {
+            };
+            format!("Being read whole: {} of {} pages so far. {next}", thousands(read.0), thousands(region.pages.0))
+        }
+        Reason::TooFewSamples { sampled, needed } => {
             format!("Sampled further: {} of about {} that its level needs.", thousands(sampled.0), pages(needed))
         }
-        (Next::Mark, _) if region.short => "Worth marking, but memory is short; see pagefold status.".to_owned(),
-        (Next::Mark, _) => match not_driven {
-            Some(why) => format!("Worth marking, but {why}."),
-            None => {
+        Reason::Duplicate => match (decision.verb, not_driven) {
+            (Verb::Mark, Some(why)) => format!("Worth marking, but {why}."),
+            (Verb::Mark, None) => {
                 "About to be marked, together with other regions, so that one scan of ksmd serves all of them.".into()
             }
-        },
-        (Next::Merge, _) => match not_driven {
-            Some(why) => format!("Would be merged, but {why}."),
-            None => {
+            (_, Some(why)) => format!("Would be merged, but {why}."),
+            (_, None) => {
                 "ksmd is merging it. A page is merged when a second scan finds it unchanged since the first.".into()
             }
         },
-        (Next::Wait { ns }, _) if region.taken_back => {
-            let left = time(ns as f64 / 1e9);
+        Reason::DoesNotPay { wave, price_ns } => match not_driven {
+            Some(why) => format!("Would be merged later, but {why}."),
+            None => waits(&wave, price_ns, &left, state.in_force),
+        },
+        Reason::AwaitsNewcomers => format!(
+            "Its thinner parts wait, for {left} at most, until newcomers have been read: they may have copies of more of it."
+        ),
+        Reason::TakenBack => {
             format!("Left alone for {left}: its merged memory was taken apart, because memory was short.")
         }
-        (Next::Wait { ns }, _) if region.relieved => {
-            let left = time(ns as f64 / 1e9);
-            format!(
-                "Left alone for {left}: its merged memory was taken apart, because it was on the charge of another cgroup, whose memory \
-                 limit has no headroom for it."
-            )
-        }
-        (Next::Wait { ns }, Kind::CowBroken) => {
-            let left = time(ns as f64 / 1e9);
-            let Some(ratio) = region.cow_ratio else {
-                return format!(
-                    "Left alone for {left}: too many of its pages change between two visits for merges to last."
-                );
-            };
-            let share = percent(ratio, 1.0);
+        Reason::Relieved => format!(
+            "Left alone for {left}: its merged memory was taken apart, because it was on the charge of another cgroup, whose memory \
+             limit has no headroom for it."
+        ),
+        Reason::CowBroken(ratio) => {
+            let share = percent(ratio.fraction(), 1.0);
             let horizon = time(config.cow_horizon_ns as f64 / 1e9);
             format!("Left alone for {left}: {share} of its merged pages would be written again within {horizon}.")
         }
-        (Next::Defer { wave, price_ns, ns }, _) => match not_driven {
-            Some(why) => format!("Would be merged later, but {why}."),
-            None => waits(&wave, price_ns, ns, report.in_force),
-        },
-        (Next::Wait { ns }, _) => format!("Too young: {} until it may be promoted.", time(ns as f64 / 1e9)),
-        (Next::Watch, Kind::StaticallyDuplicated) if region.marked > Pages(0) => match not_driven {
-            Some(why) => format!("Would be merged, but {why}; watched for changes."),
-            None => {
+        Reason::Volatile if decision.verb == Verb::Wait => {
+            format!("Left alone for {left}: too many of its pages change between two visits for merges to last.")
+        }
+        Reason::Volatile => "Watched, not merged: too many of its pages change for merges to last.".to_owned(),
+        Reason::TooYoung => format!("Too young: {left} until it may be promoted."),
+        Reason::Done => match (not_driven, region.marked > Pages(0)) {
+            (Some(why), true) => format!("Would be merged, but {why}; watched for changes."),
+            (Some(why), false) => format!("Worth merging, but {why}; watched for changes."),
+            (None, true) => {
                 "Marked and scanned; watched for changes. ksmd is woken again when enough pages are worth it.".into()
             }
+            (None, false) => "Read whole: what has a copy is merged; watched for changes.".to_owned(),
         },
-        (Next::Watch, Kind::StaticallyDuplicated) if region.exact && on_request => match not_driven {
-            Some(why) => format!("Worth merging, but {why}; watched for changes."),
-            None => "Read whole: what has a copy is merged; watched for changes.".to_owned(),
-        },
-        (Next::Watch, Kind::StaticallyDuplicated) if region.exact => {
-            "Not marked: its duplicates are scattered, and each scan visits all its other pages too.".into()
+        Reason::Scattered => {
+            "Not marked: its duplicates are scattered, and each scan visits all its other pages too.".to_owned()
         }
-        (Next::Watch, Kind::StaticallyDuplicated) => {
-            "Probably duplicate: it rises level by level as more samples agree, and is read whole at the top.".into()
+        Reason::Promising => {
+            "Probably duplicate: it rises level by level as more samples agree, and is read whole at the top."
+                .to_owned()
         }
-        (Next::Watch, Kind::CowBroken) => {
-            "Watched, not merged: too many of its pages change for merges to last.".into()
+        Reason::Sparse => {
+            let threshold = percent(config.threshold().fraction(), 1.0);
+            format!("Sampled thinly; read whole once samples show more than {threshold} duplicate.")
         }
-        (Next::Watch, _) => format!("Sampled thinly; read whole once samples show more than {threshold} duplicate."),
     }
 }
 
+/// Why the run does not merge what is worth it, if it does not.
+fn not_driven(facts: &Facts) -> Option<String> {
+    if facts.run.dry_run {
+        return Some("this is a dry run".to_owned());
+    }
+    let why = facts.run.stood_down.as_ref()?;
+    Some(format!("this run no longer controls KSM ({why})"))
+}
+
 /// Why no more of a region is merged below the limit of a cgroup.
-fn no_headroom(region: &RegionReport, cgroup: &str) -> String {
+fn no_headroom(region: &RegionState, cgroup: &str) -> String {
     let begin = if region.marked > Pages(0) { "Merged in part, the rest is left alone" } else { "Left alone" };
     format!(
         "{begin}: a merged page stays on the charge of one cgroup, and the memory limit of {cgroup} leaves no headroom to keep more of \
@@ -128,17 +128,16 @@ fn no_headroom(region: &RegionReport, cgroup: &str) -> String {
 }
 
 /// Why something waits, and how long at most.
-fn waits(wave: &Wave, price_ns: u64, ns: u64, governor: Governor) -> String {
+fn waits(wave: &Wave, price_ns: u64, left: &str, governor: Governor) -> String {
     let micros = |ns: u64| format!("{} us", ns / 1_000);
     let (takes, brings) = (wave.takes_ns(), wave.brings());
     let each = takes.checked_div(brings.0).map_or(String::new(), |each| format!(", {} a page", micros(each)));
     format!(
         "Waits, because it does not pay yet: with all that waits it would save {} for {} of ksmd's CPU time{each}; governor {governor} \
-         pays {}. It is merged with others that pay, or in {}, when ksmd has rested long enough.",
+         pays {}. It is merged with others that pay, or in {left}, when ksmd has rested long enough.",
         human(brings.bytes().0),
         time(takes as f64 / 1e9),
-        micros(price_ns),
-        time(ns as f64 / 1e9)
+        micros(price_ns)
     )
 }
 
@@ -200,7 +199,7 @@ fn headline(explanation: &Explanation) -> String {
     if !explanation.in_scope {
         return format!("{who} is not in the scope of the running daemon ({}).", shorten(&explanation.scope, 60));
     }
-    let sum = |pages: fn(&RegionReport) -> Pages| {
+    let sum = |pages: fn(&RegionState) -> Pages| {
         human(explanation.regions.iter().map(|row| pages(&row.figures)).sum::<Pages>().bytes().0)
     };
     let (marked, expected) = (sum(|region| region.marked), sum(|region| region.expected));
@@ -264,7 +263,7 @@ fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
     }
 }
 
-fn ratio(region: &RegionReport) -> String {
+fn ratio(region: &RegionState) -> String {
     let (floor, ceiling) = region.duplicate_range;
     let share = |share: f64| percent(share, 1.0);
     if region.exact {

@@ -87,7 +87,7 @@ impl Summary {
             expected_bytes: match mechanism {
                 _ if !args.dry_run => 0,
                 Mechanism::Ksmd => marks().map(|mark| mark.duplicate.bytes().0).sum(),
-                Mechanism::Request => engine.report().regions.iter().map(RequestsView::expected_bytes).sum(),
+                Mechanism::Request => engine.state().regions.iter().map(RequestsView::expected_bytes).sum(),
             },
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,

@@ -4,6 +4,7 @@ use crate::control::queue::Facts;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::keys::LimitKey;
 use pagefold_engine::reserve::{Room, RoomState};
+use pagefold_engine::state::RegionState;
 use pagefold_text::style::{count, human};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
@@ -41,20 +42,20 @@ pub struct LimitRow {
 
 impl ReserveView {
     pub fn of(facts: &Facts) -> Self {
-        let (report, settings) = (&facts.report, facts.run.config.reserve);
-        let reserve = &report.reserve;
+        let (state, settings) = (&facts.state, facts.run.config.reserve);
+        let reserve = &state.reserve;
         let number = |state| reserve.limits().values().filter(|room| room.state == state).count();
         let row =
             |(key, cgroup): (_, &String)| Some(LimitRow { cgroup: cgroup.clone(), room: *reserve.limits().get(key)? });
         let mut limits: Vec<LimitRow> = facts.limited.iter().filter_map(row).collect();
         limits.sort_by_key(|row| (Reverse(row.room.state), row.room.left));
         limits.truncate(LISTED_MOST);
-        let full: BTreeSet<LimitKey> = report.regions.iter().filter_map(|region| region.full).collect();
+        let full: BTreeSet<LimitKey> = state.regions.iter().filter_map(RegionState::full).collect();
         Self {
             keep: settings.keep.to_string(),
             take_back: settings.take_back && facts.run.config.mechanism == Mechanism::Ksmd,
             likely_bytes: reserve.likely().bytes().0,
-            taken_back_bytes: report.ledger.taken_back.bytes().0,
+            taken_back_bytes: state.ledger.taken_back.bytes().0,
             machine: *reserve.machine(),
             limits,
             limits_overcommitted: number(RoomState::Overcommitted),

@@ -2,9 +2,9 @@
 
 use super::groups::UNMERGED;
 use super::{DomainRow, Status};
+use pagefold_engine::decision::Kind;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Mechanism;
-use pagefold_engine::report::Kind;
 use pagefold_engine::reserve::RoomState;
 use pagefold_engine::units::Pages;
 use pagefold_text::figures::{thousands, time, wrap};
@@ -300,7 +300,8 @@ fn next(text: &mut String, status: &Status, style: Style) {
             "merge" => "being merged by ksmd, which takes two scans",
             "sample" => "sampled further: too few samples to decide",
             "watch" => "sampled thinly, for changes",
-            "nothing" => "left alone: cannot be marked",
+            "wait" => "left alone until there is room for it",
+            "nothing" => "left alone",
             _ => "",
         };
         let what = match row.soonest_seconds {

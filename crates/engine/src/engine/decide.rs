@@ -1,0 +1,137 @@
+//! Decides what happens to each region next: the one place where that's worked out for people.
+//!
+//! The order of the questions is that of the cycle: what may not be touched at all, what's held back for a time, what's being read,
+//! what has been read whole, and what is sampled.
+
+use super::Engine;
+use crate::decision::{Decision, Evidence, Kind, Reason, Verb};
+use crate::region::{LeaveAlone, Region, Stage};
+use crate::sampling::estimate::Estimate;
+use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
+use crate::units::{Pages, Permyriad};
+
+impl Engine {
+    /// What is known of the duplicates of a region. `sampled` is the share of all pages in scope that was sampled.
+    pub(super) fn evidence(&self, region: &Region, sampled: f64) -> Evidence {
+        let exact = region.judged_ns().is_some();
+        let estimate = region.survey.estimate(region.view.resident, sampled);
+        let (ratio, range) = if exact {
+            let ratio = region.exact_ratio();
+            (ratio, (ratio, ratio))
+        } else {
+            (estimate.ratio, (estimate.floor, estimate.ceiling))
+        };
+        Evidence { kind: self.kind(region, ratio, exact, &estimate), ratio, range, exact }
+    }
+
+    fn kind(&self, region: &Region, ratio: f64, exact: bool, estimate: &Estimate) -> Kind {
+        let threshold = self.config.threshold().fraction();
+        let is_cow_broken = region.hold.reason() == Some(LeaveAlone::CowBroken);
+        if is_cow_broken || region.survey.is_volatile(&self.config) {
+            return Kind::CowBroken;
+        }
+        if region.young {
+            return Kind::ShortLived;
+        }
+        if ratio >= threshold || region.marked_resident() > Pages(0) {
+            let is_mature = self.snapshot.now_ns >= matures_ns(region, self.pace(), &self.config);
+            return if is_mature { Kind::StaticallyDuplicated } else { Kind::ShortLived };
+        }
+        if exact || estimate.ceiling < 2.0 * threshold || !wants_more(region, &self.config) {
+            return Kind::Sparse;
+        }
+        Kind::Unknown
+    }
+
+    /// What happens to a region next.
+    pub(super) fn decide(&self, region: &Region, evidence: &Evidence) -> Decision {
+        let now_ns = self.snapshot.now_ns;
+        if region.hold.is_refused() {
+            return Decision::new(Verb::Leave, Reason::Refused);
+        }
+        if region.hold.is_left_alone() {
+            return Decision::new(Verb::Leave, Reason::ProcessLeftAlone);
+        }
+        let hold_ns = region.hold.ends_ns();
+        if let Some(reason) = held_for(region).filter(|_| hold_ns > now_ns) {
+            return Decision::new(Verb::Wait, reason).until(hold_ns);
+        }
+        if let Stage::Examine(cursor) = region.stage {
+            let read = Pages(cursor.0.saturating_sub(region.view.first.0));
+            return Decision::new(Verb::Read, Reason::BeingRead(read));
+        }
+        let matures_ns = matures_ns(region, self.pace(), &self.config);
+        if evidence.kind == Kind::ShortLived && matures_ns > now_ns {
+            return Decision::new(Verb::Wait, Reason::TooYoung).until(matures_ns);
+        }
+        if region.stage != Stage::Survey {
+            return self.decide_judged(region, evidence);
+        }
+        if wants_more(region, &self.config) {
+            let sampled = Pages(region.survey.tally.sampled);
+            let needed = Pages(samples_wanted(region, &self.config));
+            return Decision::new(Verb::Sample, Reason::TooFewSamples { sampled, needed });
+        }
+        self.watch(region, evidence)
+    }
+
+    /// What happens next to a region that was read whole.
+    fn decide_judged(&self, region: &Region, evidence: &Evidence) -> Decision {
+        let now_ns = self.snapshot.now_ns;
+        if let Some(limit) = region.hold.full() {
+            return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));
+        }
+        if region.changed && region.hold.is_short() {
+            return Decision::new(Verb::Wait, Reason::MemoryShort);
+        }
+        if region.changed && region.hold.retry_ns() > now_ns {
+            return Decision::new(Verb::Wait, Reason::Busy).until(region.hold.retry_ns());
+        }
+        if let Some(wave) = self.marker.waits(region, &self.config).filter(|_| !region.hold.is_short()) {
+            let price_ns = self.pace().price_ns;
+            let rested_ns = self.scheduler.idle_ns(now_ns);
+            let left_ns = wave.rest_ns(price_ns).saturating_sub(rested_ns);
+            return Decision::new(Verb::Wait, Reason::DoesNotPay { wave, price_ns }).until(now_ns + left_ns);
+        }
+        if region.changed {
+            return Decision::new(Verb::Mark, Reason::Duplicate);
+        }
+        if region.level > 1 && !region.marks.spans.is_empty() && self.is_merging() {
+            return Decision::new(Verb::Merge, Reason::Duplicate);
+        }
+        let awaits = self.marker.awaits_newcomers_until_ns(region, self.pace(), &self.config);
+        if let Some(until_ns) = awaits.filter(|&until_ns| !self.on_request() && until_ns > now_ns) {
+            return Decision::new(Verb::Wait, Reason::AwaitsNewcomers).until(until_ns);
+        }
+        self.watch(region, evidence)
+    }
+
+    /// Why a region is only watched.
+    fn watch(&self, region: &Region, evidence: &Evidence) -> Decision {
+        if let Some(limit) = region.hold.full() {
+            return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));
+        }
+        let reason = match evidence.kind {
+            Kind::CowBroken => Reason::Volatile,
+            Kind::StaticallyDuplicated if region.marked_resident() > Pages(0) => Reason::Done,
+            Kind::StaticallyDuplicated if evidence.exact && self.on_request() => Reason::Done,
+            Kind::StaticallyDuplicated if evidence.exact => Reason::Scattered,
+            Kind::StaticallyDuplicated => Reason::Promising,
+            _ => Reason::Sparse,
+        };
+        Decision::new(Verb::Watch, reason)
+    }
+}
+
+/// The reason to leave a region alone for a time, if there is one.
+fn held_for(region: &Region) -> Option<Reason> {
+    match region.hold.reason()? {
+        LeaveAlone::CowBroken => {
+            let ratio = region.usage.cow_breaks.ratio;
+            Some(if ratio > Permyriad(0) { Reason::CowBroken(ratio) } else { Reason::Volatile })
+        }
+        LeaveAlone::TakenBack => Some(Reason::TakenBack),
+        LeaveAlone::Relieved => Some(Reason::Relieved),
+        LeaveAlone::Refused => Some(Reason::Refused),
+    }
+}

@@ -1,0 +1,79 @@
+//! Writes the state that people are shown.
+
+use super::Engine;
+use crate::decision::Kind;
+use crate::governor::WINDOW_NS;
+use crate::ledger::Ledger;
+use crate::region::Region;
+use crate::state::{KindTotal, LevelTotal, RegionState, State};
+use crate::units::{Bytes, Pages, count};
+
+/// The state now.
+pub(super) fn state(engine: &Engine) -> State {
+    let (table, ledger, pace) = (&engine.table, &engine.ledger, engine.pace());
+    let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
+    let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
+    let fraction = sampled as f64 / resident.max(1) as f64;
+    let regions: Vec<RegionState> = table.iter().map(|region| of_region(engine, region, fraction)).collect();
+    let total = |wanted: &dyn Fn(&RegionState) -> bool| {
+        let chosen = regions.iter().filter(|region| wanted(region));
+        chosen.fold((0, Pages(0)), |(count, pages), region| (count + 1, pages + region.resident))
+    };
+    let kinds = Kind::ALL.map(|kind| {
+        let (regions, resident) = total(&|region| region.kind == kind);
+        KindTotal { kind, regions, resident }
+    });
+    let levels = (1..=engine.ladder.levels()).rev().map(|level| {
+        let (regions, resident) = total(&|region| region.level == level);
+        let share = engine.ladder.share(level, pace, &engine.config);
+        LevelTotal { level, share, regions, resident }
+    });
+    State {
+        governor: engine.config.governor,
+        in_force: engine.governor,
+        top_share: pace.top,
+        used_share: engine.budget.spent_ns(WINDOW_NS) as f64 / WINDOW_NS as f64,
+        rounds: engine.ladder.rounds(),
+        busy: engine.is_busy(),
+        paused: engine.paused,
+        drives_ksm: engine.snapshot.ksm.ours,
+        foreign_marks: engine.snapshot.foreign_marks,
+        memory: engine.snapshot.memory,
+        reserve: engine.reserve.clone(),
+        saving: engine.saving().cloned(),
+        may_return: engine.returns_at_worst(),
+        saved_machine: ledger.saved_machine,
+        exited: ledger.exited,
+        marked: table.iter().map(Region::marked_resident).sum(),
+        index_entries: engine.index.len(),
+        index_bytes: Bytes(count(engine.index.bytes())),
+        kinds: kinds.to_vec(),
+        levels: levels.collect(),
+        ledger: Ledger { curve: Vec::new(), ..ledger.clone() },
+        placement: engine.placer.summary().cloned(),
+        regions,
+    }
+}
+
+fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
+    let evidence = engine.evidence(region, sampled);
+    let cow_ratio = region.usage.cow_breaks.ratio;
+    RegionState {
+        owner: region.view.owner,
+        domain: region.view.domain,
+        first: region.view.first,
+        pages: region.view.pages,
+        resident: region.view.resident,
+        level: region.level,
+        kind: evidence.kind,
+        decision: engine.decide(region, &evidence),
+        age_seconds: (engine.snapshot.now_ns - region.seen_ns) as f64 / 1e9,
+        duplicate_ratio: evidence.ratio,
+        duplicate_range: evidence.range,
+        exact: evidence.exact,
+        cow_ratio: (cow_ratio.0 > 0).then(|| cow_ratio.fraction()),
+        marked: region.marked_resident(),
+        expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
+        other: region.marks.spans.iter().map(|mark| Pages(mark.resident.0.saturating_sub(mark.duplicate.0))).sum(),
+    }
+}

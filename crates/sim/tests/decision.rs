@@ -1,0 +1,165 @@
+//! What a region's decision says after a cycle is what the next cycle does, as long as nothing else changes.
+
+mod common;
+
+use common::{MIB, SECOND, config, host, process_of, requested, tenants};
+use pagefold_engine::config::Config;
+use pagefold_engine::decision::{Decision, Reason, Verb};
+use pagefold_engine::engine::{Cycle, Engine, cycle};
+use pagefold_engine::governor::Governor;
+use pagefold_engine::host::{Actions, Host, MemoryView, Outcome, PageRun, SamplePlan, Samples, Snapshot};
+use pagefold_engine::keys::RegionKey;
+use pagefold_engine::reserve::{Keep, ReserveSettings};
+use pagefold_engine::units::{Pages, Vpn};
+use pagefold_sim::{Fill, Mapping, Process, SimHost, scenario};
+use proptest::prelude::*;
+use std::convert::Infallible;
+
+/// A host that remembers the last plan and the last actions.
+struct Recorded {
+    host: SimHost,
+    runs: Vec<PageRun>,
+    actions: Actions,
+}
+
+impl Host for Recorded {
+    type Error = Infallible;
+
+    fn observe(&mut self) -> Result<Snapshot, Infallible> {
+        self.host.observe()
+    }
+
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
+        self.runs.clone_from(&plan.runs);
+        self.host.read(plan)
+    }
+
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
+        self.actions.clone_from(actions);
+        self.host.apply(actions)
+    }
+
+    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
+        self.host.wait(ns)
+    }
+}
+
+/// What was decided on a region: its place, its end, and the decision.
+struct Decided {
+    key: RegionKey,
+    first: Vpn,
+    end: Vpn,
+    decision: Decision,
+}
+
+fn decided(engine: &Engine) -> Vec<Decided> {
+    let of = |region: &pagefold_engine::state::RegionState, key| Decided {
+        key,
+        first: region.first,
+        end: region.first + region.pages.0,
+        decision: region.decision,
+    };
+    let keys = engine.regions().map(|region| region.view.key);
+    engine.state().regions.iter().zip(keys).map(|(region, key)| of(region, key)).collect()
+}
+
+impl Decided {
+    fn holds(&self, key: RegionKey, page: Vpn) -> bool {
+        key == self.key && (self.first..self.end).contains(&page)
+    }
+
+    /// Checks it against what the cycle after it did, which began at `now_ns`. What waits until it pays may be joined by regions that are
+    /// `being_read`.
+    fn check(&self, recorded: &Recorded, then: &Decision, being_read: bool, now_ns: u64) {
+        let Self { decision, key, first, .. } = self;
+        let may_be_joined = matches!(decision.reason, Reason::DoesNotPay { .. } | Reason::AwaitsNewcomers);
+        let is_due = decision.until_ns.is_some_and(|until_ns| now_ns >= until_ns) || being_read && may_be_joined;
+        let marked = recorded.actions.mark.iter().any(|change| self.holds(change.span.region, change.span.first));
+        let read: u64 =
+            recorded.runs.iter().filter(|run| self.holds(run.region, run.first)).map(|run| u64::from(run.pages)).sum();
+        let named = recorded.actions.merge.iter().any(|range| self.holds(range.take.region, range.take.first));
+        let said = format!("{decision:?} of {key:?} at {first:?}, then {then:?}, {read} pages read at {now_ns}");
+        match decision.verb {
+            Verb::Leave => assert!(!marked && read == 0 && !named, "{said}"),
+            Verb::Sample | Verb::Merge | Verb::Watch => assert!(!marked, "{said}"),
+            Verb::Wait => assert!(!marked || is_due, "{said}"),
+            // What has been read to its end is marked at once.
+            Verb::Read | Verb::Mark => {}
+        }
+        match (decision.verb, then.verb) {
+            (Verb::Leave, after) => assert_eq!(after, Verb::Leave, "{said}"),
+            // Nothing of it is read whole before its time, and what was to be marked isn't forgotten.
+            (Verb::Wait, Verb::Read | Verb::Mark) => assert!(is_due, "{said}"),
+            (Verb::Read, Verb::Sample) => panic!("{said}"),
+            (Verb::Mark, Verb::Sample) => panic!("{said}"),
+            _ => {}
+        }
+    }
+}
+
+/// Runs the engine, and checks each cycle against the decisions before it. Returns the verbs seen.
+fn run_checked(host: SimHost, config: Config, seconds: u64) -> Vec<Verb> {
+    let mut recorded = Recorded { host, runs: Vec::new(), actions: Actions::default() };
+    let mut engine = Engine::new(config);
+    let mut verbs = Vec::new();
+    let mut before: Vec<Decided> = Vec::new();
+    while recorded.host.now_ns() < seconds * SECOND {
+        let began_ns = recorded.host.now_ns();
+        let Ok(Cycle { wait_ns, .. }) = cycle(&mut engine, &mut recorded);
+        let after = decided(&engine);
+        let being_read = before.iter().chain(&after).any(|region| region.decision.verb <= Verb::Mark);
+        for old in &before {
+            let then = after.iter().find(|new| new.key == old.key && new.first == old.first && new.end == old.end);
+            if let Some(then) = then {
+                old.check(&recorded, &then.decision, being_read, began_ns);
+            }
+        }
+        verbs.extend(after.iter().map(|new| new.decision.verb));
+        verbs.sort_unstable();
+        verbs.dedup();
+        before = after;
+        let Ok(()) = recorded.wait(wait_ns.max(1_000_000));
+    }
+    verbs
+}
+
+#[test]
+fn decisions_come_true_on_a_machine_with_memory_of_each_kind() {
+    for governor in [Governor::Full, Governor::Medium, Governor::Quiet] {
+        let mut host = host();
+        scenario::redis(&mut host, 3, Pages(48 * MIB));
+        scenario::idle(&mut host, Pages(64 * MIB));
+        let refusing = Process::starting_at(0).untouchable().mapping(Mapping::new(Pages(16 * MIB), Fill::Series(9)));
+        host.add(refusing);
+        let other = Process::starting_at(20 * SECOND).mapping(Mapping::new(Pages(16 * MIB), Fill::Series(9)));
+        host.add(other);
+        let verbs = run_checked(host, Config { governor, ..config() }, 90);
+        let seen = [Verb::Read, Verb::Mark, Verb::Merge, Verb::Watch, Verb::Leave];
+        if governor == Governor::Full {
+            assert!(seen.iter().all(|verb| verbs.contains(verb)), "only {verbs:?}");
+        }
+    }
+}
+
+#[test]
+fn decisions_come_true_while_memory_is_short() {
+    let mut host = host();
+    scenario::redis(&mut host, 3, Pages(48 * MIB));
+    host.set_memory(MemoryView { total: Pages(4_096 * MIB), available: Pages(8 * MIB), ..MemoryView::default() });
+    let reserve = ReserveSettings { keep: Keep::Fixed(Pages(100 * MIB)), ..ReserveSettings::default() };
+    let verbs = run_checked(host, Config { reserve, ..config() }, 30);
+    assert!(verbs.contains(&Verb::Wait) && !verbs.contains(&Verb::Mark), "{verbs:?}");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn decisions_come_true_with_any_processes(tenants in tenants(), on_request: bool) {
+        let mut host = if on_request { requested() } else { host() };
+        for tenant in tenants {
+            host.add(process_of(tenant));
+        }
+        run_checked(host, config(), 40);
+    }
+}
