@@ -46,7 +46,8 @@ impl Interrupt {
 
     /// Sleeps, at most until a signal arrives.
     pub fn sleep(&self, duration: Duration) -> Result<(), Interrupted> {
-        self.wait(duration, || Ok::<_, Interrupted>(None::<()>)).map(drop)
+        self.wait::<(), _>(duration, || Ok(None))?;
+        Ok(())
     }
 
     /// Calls `poll` until it returns a value; `None` after `limit`.
