@@ -5,7 +5,7 @@ use crate::style::shorten;
 use std::fmt;
 use unicode_width::UnicodeWidthChar;
 
-/// The widest that a cell is shown: about as long as names of pods and units are.
+/// Cells are shown no wider: about as long as names of pods and units are.
 const CELL_WIDTH: usize = 64;
 
 /// A table whose columns are as wide as their widest cell, two spaces apart. Cells may contain colour codes.
@@ -23,8 +23,8 @@ impl Table {
         Self { rows: vec![header], right }
     }
 
-    /// Appends a row. Cells are cut at [`CELL_WIDTH`], and spaces beside each other are shown as one: a name must not look like
-    /// columns of their own.
+    /// Appends a row. We cut cells at [`CELL_WIDTH`], and show spaces beside each other as one: a name mustn't look like columns
+    /// of its own.
     pub fn add_row<Cell: Into<String>>(&mut self, cells: impl IntoIterator<Item = Cell>) {
         self.rows.push(cells.into_iter().map(|text| cell(&text.into())).collect());
     }
@@ -32,9 +32,12 @@ impl Table {
 
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let cells = |column: usize| self.rows.iter().filter_map(move |row| row.get(column));
-        let widths: Vec<usize> =
-            (0..self.right.len()).map(|column| cells(column).map(|cell| width(cell)).max().unwrap_or(0)).collect();
+        let mut widths = vec![0; self.right.len()];
+        for row in &self.rows {
+            for (wide, cell) in widths.iter_mut().zip(row) {
+                *wide = width(cell).max(*wide);
+            }
+        }
         for (number, row) in self.rows.iter().enumerate() {
             let mut line = String::new();
             for ((cell, &right), &wide) in row.iter().zip(&self.right).zip(&widths) {
@@ -49,7 +52,7 @@ impl fmt::Display for Table {
     }
 }
 
-/// A text as it is shown in a cell: short, and without anything that looks like the space between columns.
+/// A text as a cell shows it: short, and without anything that looks like the space between columns.
 pub fn cell(text: &str) -> String {
     let has_colour = text.contains('\x1b');
     let text = spaced(&if has_colour { text.to_owned() } else { printable(text.as_bytes()) });

@@ -3,13 +3,13 @@
 use pagefold_engine::units::Pages;
 use serde::{Deserialize, Serialize};
 
-/// The memory of a tenant and what it does with it.
+/// The memory of a tenant and its activity.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TenantSpec {
     /// The segments, each an allocation of its own.
     pub segments: Vec<Segment>,
-    /// What the tenant does by itself after [`Tenant::begin`](crate::Tenant::begin).
+    /// The activity of the tenant after [`Tenant::begin`](crate::Tenant::begin).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub activity: Option<Activity>,
     /// Whether the tenant asks for huge pages in all segments (`MADV_HUGEPAGE`).
@@ -41,7 +41,7 @@ impl TenantSpec {
     }
 }
 
-/// Memory filled in one way. Equal kinds with equal seeds hold equal contents in all tenants, except for `Random`.
+/// Memory filled in one way. Equal kinds with equal seeds have equal contents in all tenants, except for `Random`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Segment {
@@ -79,8 +79,8 @@ impl Segment {
     }
 }
 
-/// What a tenant does by itself, after UKSM's workloads: memory whose pages are written again and again (section
-/// 8.1.2), and memory that is mapped and unmapped (8.1.3).
+/// Something that a tenant does by itself, after UKSM's workloads: memory whose pages it writes again and again (section
+/// 8.1.2), and memory that it maps and unmaps (8.1.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Activity {
@@ -107,7 +107,7 @@ pub enum Activity {
     },
 }
 
-/// What an activity has done so far.
+/// How far an activity has got.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ActivityCounters {
     /// Time since it began, without the time spent answering.
@@ -118,7 +118,7 @@ pub struct ActivityCounters {
     pub latest_us: f64,
     /// Time spent writing.
     pub writing_seconds: f64,
-    /// Short-lived memory that has been unmapped.
+    /// Short-lived memory that it has unmapped.
     pub lives: Vec<Lifetime>,
     /// Mappings made and removed, in each tenth of a second since the last answer.
     #[serde(default)]

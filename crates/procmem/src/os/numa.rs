@@ -22,6 +22,7 @@ pub struct Topology {
     /// Memory blocks, ascending.
     blocks: Vec<FrameSpan>,
 }
+
 /// Adjacent frames of one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FrameSpan {

@@ -26,6 +26,7 @@ impl NumberList {
     pub fn iter(&self) -> impl Iterator<Item = u64> {
         self.0.iter().flat_map(|range| *range.start()..=(*range.end()).min(1023))
     }
+
     /// The same as memory nodes.
     pub fn nodes(&self) -> impl Iterator<Item = NodeKey> {
         self.iter().filter_map(|number| Some(NodeKey(u16::try_from(number).ok()?)))
