@@ -1,13 +1,13 @@
-//! The state of an attempt, shared between its thread and the caller without messages: the thread must not allocate while
+//! The state of an attempt, which its thread shares with the caller without messages: the thread mustn't allocate while
 //! registers are borrowed.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
-/// Target threads that cannot be restored yet.
+/// Target threads that we can't restore yet.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// The number of processes that cannot be released at this moment ([`super::InjectError::Held`]). While it is not zero,
-/// this process must not end.
+/// The number of processes that we can't release at this moment ([`super::InjectError::Held`]). While it isn't zero, this
+/// process must not end.
 pub fn held() -> usize {
     HELD.load(Ordering::Acquire)
 }
@@ -36,7 +36,7 @@ impl AttemptProgress {
         self.change(PREPARING, ABANDONED)
     }
 
-    /// Records that the call does not end and cannot be interrupted.
+    /// Records that the call doesn't end and can't be interrupted.
     pub fn get_stuck(&self) {
         if self.change(CALLING, STUCK) {
             HELD.fetch_add(1, Ordering::AcqRel);
@@ -50,7 +50,7 @@ impl AttemptProgress {
         }
     }
 
-    /// Whether the call does not end.
+    /// Whether the call doesn't end.
     pub fn is_stuck(&self) -> bool {
         self.0.load(Ordering::Acquire) == STUCK
     }

@@ -26,7 +26,7 @@ const PTRACE_GET_SYSCALL_INFO: u64 = 0x420e;
 const PTRACE_GET_RSEQ_CONFIGURATION: u64 = 0x420f;
 const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: u64 = 0x4211;
 
-/// Bit 7 distinguishes system-call stops from SIGTRAP.
+/// Tells system-call stops from SIGTRAP, by bit 7.
 pub const OPTION_TRACESYSGOOD: u64 = 1;
 /// Suspends the thread's seccomp filters while set. Linux 4.3; needs CAP_SYS_ADMIN.
 pub const OPTION_SUSPEND_SECCOMP: u64 = 1 << 21;
@@ -220,16 +220,14 @@ pub fn signal_cause(tid: i32) -> Option<i32> {
 /// The system call at whose entry a tracee is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SyscallEntry {
-    /// Its number.
     pub nr: u64,
-    /// Its arguments.
     pub args: [u64; 6],
     /// The address after its instruction.
     pub rip: u64,
 }
 
-/// The 64-bit system call at whose entry a stopped tracee is. `None` if it is elsewhere, or the call is one of the 32-bit
-/// table (`int 0x80`). Linux 5.3.
+/// The 64-bit system call at whose entry a stopped tracee is. `None` if it's elsewhere, or the call belongs to the 32-bit table
+/// (`int 0x80`). Linux 5.3.
 pub fn syscall_entry(tid: i32) -> Result<Option<SyscallEntry>, Errno> {
     const ENTRY: u64 = 1;
     const AUDIT_ARCH_X86_64: u64 = 0xc000_003e;
@@ -258,8 +256,8 @@ pub fn dispatches_syscalls(tid: i32) -> Result<bool, Errno> {
 /// Reads the next event of a tracee without waiting. Consumes a stop, but not a death: the target may be a child of this
 /// process, and its exit status belongs to the code that started it.
 ///
-/// Only for the thread that attached (`__WNOTHREAD`): after an exec by another thread the main thread's id is that of a new
-/// task, which is not traced, but may be a child of this process.
+/// Only for the thread that attached (`__WNOTHREAD`): after an exec by another thread the main thread's id belongs to a new
+/// task, which isn't traced, but may be a child of this process.
 pub fn poll(tid: i32) -> TraceeEvent {
     const STOPS: i32 = libc::WSTOPPED | libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD;
     const BOTH: i32 = STOPS | libc::WEXITED | libc::WNOWAIT;
