@@ -19,7 +19,6 @@ const CHUNK_BYTES: usize = CHUNK_PAGES * PAGE_SIZE;
 /// The longest piece of code that a search finds across two reads.
 const OVERLAP: usize = 16;
 
-/// The memory of a process.
 #[derive(Debug)]
 pub struct Code {
     memory: File,

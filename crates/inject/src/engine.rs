@@ -32,7 +32,6 @@ const TICK: Duration = Duration::from_millis(50);
 const LOCK_LIMIT: Duration = Duration::from_millis(1);
 const LOCK_TRIES: u32 = 4;
 
-/// The result of an attempt.
 #[derive(Debug)]
 pub struct AttemptOutcome {
     /// The results of the calls that were made, from the first on.
@@ -46,7 +45,6 @@ pub struct AttemptOutcome {
     pub verdict: Verdict,
 }
 
-/// The next step after an attempt.
 #[derive(Debug)]
 pub enum Verdict {
     /// All calls were made.
@@ -160,8 +158,7 @@ fn shield_thread() {
     }
 }
 
-/// Attaches to a thread. Waits for an exec of its process that has begun, which may wait for its file system, unless the attempt
-/// is given up.
+/// Attaches to a thread. Until the attempt is given up it waits for an exec that has begun, and that waits for its file system.
 fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
     static HANDLER: Once = Once::new();
     HANDLER.call_once(|| {
@@ -227,8 +224,7 @@ fn awaited() -> MutexGuard<'static, BTreeSet<ProcessKey>> {
     AWAITED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits until a thread stops that didn't in time, repairs it, and releases it. Until then we don't stop its process again.
-/// `report` ends the attempt.
+/// Waits until a late thread stops, repairs and releases it. Until then we don't stop its process again. `report` ends the attempt.
 fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
     awaited().insert(process.key());
@@ -253,7 +249,6 @@ fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
     awaited().remove(&process.key());
 }
 
-/// The outcome of one stop.
 enum StopOutcome {
     /// We've let the thread go, or never asked it to stop.
     Over(AttemptOutcome),
@@ -313,7 +308,7 @@ fn one_stop(
     let mut since_ns = clock_ns();
     let Some(signal) = wait_for_trap(tid_chosen, since_ns.saturating_add(limits.stop_ns), &mut since_ns) else {
         let verdict = match thread::examine(process, tid_chosen) {
-            Ok((stat, _)) if matches!(stat.state, b'Z' | b'X') => Verdict::Again(InjectError::Busy { pid }),
+            Ok((stat, _)) if stat.has_ended() => Verdict::Again(InjectError::Busy { pid }),
             Ok((stat, activity)) if thread::frozen(process, tid_chosen, &stat, activity) => {
                 Verdict::Failed(InjectError::Frozen { pid })
             }
@@ -390,8 +385,7 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
         None => match thread::choose(process) {
             Ok(Choice::Thread(candidate)) => candidate,
             Ok(Choice::NoneNow) => return Err(Verdict::Again(InjectError::NoSafeThread { pid })),
-            // An exec by another than the main thread looks the same for a moment. The caller checks whether the process
-            // has ended.
+            // An exec by another than the main thread looks the same for a moment. The caller checks for the end of the process.
             Err(error @ (InjectError::Zombie { .. } | InjectError::Vanished { .. })) => {
                 return Err(Verdict::Again(error));
             }
@@ -440,7 +434,7 @@ fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
     if stat.kernel_thread {
         return Verdict::Failed(InjectError::KernelThread { pid });
     }
-    if matches!(stat.state, b'Z' | b'X') {
+    if stat.has_ended() {
         return Verdict::Again(InjectError::Busy { pid });
     }
     match thread::tracer(process, tid) {

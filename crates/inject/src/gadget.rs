@@ -20,9 +20,8 @@ pub fn is_syscall(word: u64) -> bool {
     word.to_le_bytes()[..2] == SYSCALL
 }
 
-/// Finds the address of a `syscall` instruction that thread `tid` can execute: the one it's blocked in, otherwise one in the
-/// vDSO (where the time functions fall back to the system call), otherwise the first in the mapped pages of its executable
-/// mappings.
+/// Finds a `syscall` instruction that thread `tid` can execute: the one it's blocked in, otherwise one in the vDSO (where the time
+/// functions fall back to the system call), otherwise the first in the mapped pages of its executable mappings.
 pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Result<u64, InjectError> {
     if let Activity::Syscall { pc, .. } = activity {
         let mut bytes = [0; 2];
@@ -56,12 +55,10 @@ pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Res
     Err(InjectError::NoInstruction { pid: process.pid() })
 }
 
-/// An executable mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Executable {
     pub(crate) start: u64,
     pub(crate) end: u64,
-    /// The kernel provides the vDSO.
     pub(crate) vdso: bool,
 }
 

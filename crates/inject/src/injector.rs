@@ -60,8 +60,7 @@ struct Down {
 }
 
 impl Injector {
-    /// Starts `command`, which must call [`super::serve`]. Its standard input and output are the connection. We don't start it
-    /// again.
+    /// Starts `command`, which must call [`super::serve`] on its standard input and output. We don't start it again.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         Ok(Self::of(Connection::spawn(command)?, None))
     }
@@ -71,11 +70,9 @@ impl Injector {
         Self::keep(move || Connection::spawn(&mut command()))
     }
 
-    /// Connects to the socket of a service manager that starts an injector for each connection, and connects again when
-    /// that has died.
+    /// Connects to the socket of a service manager that starts an injector for each connection, and again when that has died.
     ///
     /// # Errors
-    ///
     /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let path = path.to_owned();
@@ -110,7 +107,6 @@ impl Injector {
     /// Makes the injector run `calls` in `process`.
     ///
     /// # Errors
-    ///
     /// [`InjectError::WorkerGone`] if it has died: we don't know whether calls were made. [`InjectError::WorkerSilent`] if it
     /// doesn't reply in time: we don't kill it then, because it may hold a target that only it can restore, and later requests
     /// wait until it has finished.
@@ -121,7 +117,6 @@ impl Injector {
     /// Like [`Self::run`], but only while the process runs this program.
     ///
     /// # Errors
-    ///
     /// [`InjectError::OtherProgram`] if it runs another one.
     pub fn run_in(
         &mut self,
@@ -136,7 +131,6 @@ impl Injector {
     /// Starts the injector again if it has died and it's time. Returns how often we've done that.
     ///
     /// # Errors
-    ///
     /// [`InjectError::WorkerLost`] if it keeps dying or can't be started: we don't start it again.
     pub fn tend(&mut self) -> Result<u32, InjectError> {
         let mut supervised = self.lock();

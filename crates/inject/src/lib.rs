@@ -56,8 +56,7 @@ const FIRST_PAUSE: Duration = Duration::from_micros(200);
 
 /// A system call for the target to make.
 ///
-/// It shouldn't block and must not depend on the thread that makes it. Meant for `madvise`, and for `prctl` on the whole
-/// address space.
+/// It shouldn't block or depend on the thread that makes it: meant for `madvise`, and `prctl` on the whole address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
     pub nr: i64,
@@ -93,7 +92,6 @@ impl std::fmt::Display for Errno {
     }
 }
 
-/// Time limits of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// From the request to the stop. The target runs (or sleeps) meanwhile, so this may be generous: a thread whose
@@ -112,7 +110,6 @@ impl Default for Limits {
     }
 }
 
-/// The result of a batch.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InjectionReport {
     /// One result per call, in order. EINTR: signals interrupted every attempt; make the call again later.
@@ -123,7 +120,6 @@ pub struct InjectionReport {
     pub longest_stop_ns: u64,
     /// All stops, nanoseconds.
     pub total_stop_ns: u64,
-    /// All stops by length.
     #[serde(default)]
     pub stop_lengths: StopLengths,
     /// Stops without a return frame: if this process had been killed in one, the target would have died.
@@ -162,7 +158,6 @@ pub enum InjectError {
     /// A debugger or another tracer is attached: `by`, or 0 if we can't see its pid namespace.
     #[error("process {pid} is traced by process {by}; try again when that has detached")]
     Traced { pid: i32, by: i32 },
-    /// Its cgroup is frozen.
     #[error("process {pid} is frozen; try again when its cgroup is thawed")]
     Frozen { pid: i32 },
     /// The kernel forbids tracing it.
@@ -210,11 +205,9 @@ pub enum InjectError {
     /// The injector process has ended. We don't know whether it made the calls.
     #[error("the injector process has ended; try again")]
     WorkerGone,
-    /// The injector process has ended again and again, or we can't start it again. `failures` counts deaths and failed starts in
-    /// a row.
+    /// The injector process has ended, or couldn't be started, `failures` times in a row.
     #[error("the injector process has ended and {failures} attempts to start it again have failed ({why})")]
     WorkerLost { why: String, failures: u32 },
-    /// The injector process doesn't reply.
     #[error(
         "the injector process has not replied in time; do not kill it, because it may have to restore a process, and try again later"
     )]
@@ -288,7 +281,6 @@ pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<Inje
 /// Like [`inject`], but only while the process runs `program`.
 ///
 /// # Errors
-///
 /// [`InjectError::OtherProgram`] if it runs another one.
 pub fn inject_into(
     process: &Process,

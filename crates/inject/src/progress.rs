@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 /// Target threads that we can't restore yet.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// The number of processes that we can't release at this moment ([`super::InjectError::Held`]). While it isn't zero, this
-/// process must not end.
+/// How many processes we can't release at this moment ([`super::InjectError::Held`]). Until it's 0 this process must not end.
 pub fn held() -> usize {
     HELD.load(Ordering::Acquire)
 }
@@ -50,12 +49,10 @@ impl AttemptProgress {
         }
     }
 
-    /// Whether the call doesn't end.
     pub fn is_stuck(&self) -> bool {
         self.0.load(Ordering::Acquire) == STUCK
     }
 
-    /// Whether the caller has given up.
     pub fn is_abandoned(&self) -> bool {
         self.0.load(Ordering::Acquire) == ABANDONED
     }

@@ -37,7 +37,6 @@ const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
 /// The next event of a tracee.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TraceeEvent {
-    /// Nothing new.
     Nothing,
     /// Stopped by [`interrupt`] or by job control.
     Trap {
@@ -84,7 +83,6 @@ pub fn seize(tid: i32) -> Result<(), Errno> {
     ptrace(PTRACE_SEIZE, tid, 0, 0).map(drop)
 }
 
-/// Requests a stop.
 pub fn interrupt(tid: i32) -> Result<(), Errno> {
     ptrace(PTRACE_INTERRUPT, tid, 0, 0).map(drop)
 }
@@ -104,12 +102,10 @@ pub fn detach(tid: i32, signal: i32) -> Result<(), Errno> {
     ptrace(PTRACE_DETACH, tid, 0, u64::from(signal.unsigned_abs())).map(drop)
 }
 
-/// Replaces the options.
 pub fn set_options(tid: i32, options: u64) -> Result<(), Errno> {
     ptrace(PTRACE_SETOPTIONS, tid, 0, options).map(drop)
 }
 
-/// All general-purpose registers.
 pub fn registers(tid: i32) -> Result<Registers, Errno> {
     // SAFETY: the structure is plain integers, for which zero is a value.
     let mut registers: Registers = unsafe { std::mem::zeroed() };
@@ -117,7 +113,6 @@ pub fn registers(tid: i32) -> Result<Registers, Errno> {
     Ok(registers)
 }
 
-/// Sets all general-purpose registers.
 pub fn set_registers(tid: i32, registers: &Registers) -> Result<(), Errno> {
     ptrace(PTRACE_SETREGS, tid, 0, address_of(registers)).map(drop)
 }
@@ -129,7 +124,6 @@ pub fn signal_mask(tid: i32) -> Result<u64, Errno> {
     Ok(mask)
 }
 
-/// Sets the set of blocked signals.
 pub fn set_signal_mask(tid: i32, mask: u64) -> Result<(), Errno> {
     ptrace(PTRACE_SETSIGMASK, tid, 8, address_of(&mask)).map(drop)
 }
@@ -226,8 +220,7 @@ pub struct SyscallEntry {
     pub rip: u64,
 }
 
-/// The 64-bit system call at whose entry a stopped tracee is. `None` if it's elsewhere, or the call belongs to the 32-bit table
-/// (`int 0x80`). Linux 5.3.
+/// The 64-bit system call at whose entry a stopped tracee is. `None` elsewhere, or at one of the 32-bit table. Linux 5.3.
 pub fn syscall_entry(tid: i32) -> Result<Option<SyscallEntry>, Errno> {
     const ENTRY: u64 = 1;
     const AUDIT_ARCH_X86_64: u64 = 0xc000_003e;

@@ -62,8 +62,7 @@ pub fn repairable(nr: i64) -> bool {
 /// The registers to restore, given the ones at the stop.
 ///
 /// `by_us`: the tracer caused the stop, not job control, which may end a call with EINTR by itself.
-/// `by_syscall_instruction`: the two bytes before `rip` are `syscall`; after `int 0x80` the number would belong to the 32-bit
-/// table.
+/// `by_syscall_instruction`: `syscall` is just before `rip`; after `int 0x80` the number would belong to the 32-bit table.
 pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) -> Registers {
     let mut registers = *stopped;
     let interrupted = signed(stopped.rax) == -i64::from(libc::EINTR);

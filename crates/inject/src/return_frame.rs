@@ -127,8 +127,7 @@ impl ReturnFrame {
         written
     }
 
-    /// Puts zeros where the frame still is as we wrote it. Fails only if the thread was killed or its stack unmapped. Doesn't
-    /// allocate.
+    /// Puts zeros where the frame is as we wrote it. Only fails if the thread was killed or its stack unmapped. Doesn't allocate.
     pub fn unwrite(&self, tid: i32) {
         const STEP: usize = 1024;
         let mut found = [0; STEP];
@@ -146,7 +145,6 @@ impl ReturnFrame {
     }
 }
 
-/// The addresses of the parts of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FrameLayout {
     base: u64,
@@ -174,7 +172,6 @@ struct XstateSizes {
     features: u64,
     /// The bytes that the frame declares: all features that every thread has, and AMX if it's in use.
     declared: usize,
-    /// The bytes of all features.
     full: usize,
 }
 

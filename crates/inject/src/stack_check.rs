@@ -32,7 +32,6 @@ const WINDOW: usize = 512;
 const PROCESSES_KEPT: usize = 1024;
 const PAGES_KEPT: usize = 64;
 
-/// Pages by process.
 type PagesByProcess = HashMap<ProcessKey, Vec<u64>>;
 
 /// Pages of earlier frames.
@@ -212,7 +211,6 @@ fn is_zero(tid: i32, addr: u64) -> bool {
     ptrace::read(tid, addr, &mut page).is_ok() && page == [0; PAGE_SIZE]
 }
 
-/// `struct procmap_query`.
 #[repr(C)]
 #[derive(Default)]
 struct ProcmapQuery {

@@ -17,11 +17,9 @@ const MAX_THREADS: usize = 128;
 /// The content of `/proc/PID/task/TID/syscall`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// Not blocked.
     Running,
     /// Blocked outside a system call: stopped, frozen, in a page fault.
     Blocked,
-    /// Blocked in a system call.
     Syscall {
         nr: i64,
         args: [u64; 6],
@@ -116,11 +114,9 @@ pub struct Candidate {
     pub activity: Activity,
 }
 
-/// The result of choosing.
 #[derive(Debug)]
 pub enum Choice {
     Thread(Candidate),
-    /// No thread at this moment.
     NoneNow,
 }
 
@@ -131,7 +127,6 @@ pub fn examine(process: &Process, tid: i32) -> Result<(Stat, Activity), ReadErro
     Ok((stat, activity(process, tid)?))
 }
 
-/// The current activity of a thread.
 pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
     let file = format!("task/{tid}/syscall");
     Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
@@ -185,7 +180,7 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
         if stat.kernel_thread {
             return Err(InjectError::KernelThread { pid });
         }
-        if matches!(stat.state, b'Z' | b'X') {
+        if stat.has_ended() {
             continue;
         }
         living += 1;
@@ -260,7 +255,6 @@ pub fn tracer(process: &Process, tid: i32) -> i32 {
     }
 }
 
-/// The first threads of a process.
 fn threads(process: &Process) -> Result<Vec<i32>, InjectError> {
     let task = process.open_with("task", OFlags::DIRECTORY).map_err(InjectError::from_read)?;
     let entries = std::fs::read_dir(format!("/proc/self/fd/{}", task.as_raw_fd()))

@@ -107,12 +107,10 @@ impl From<Errno> for CallFailure {
     }
 }
 
-/// A stopped thread.
 pub struct Tracee<'a> {
     pub tid: i32,
     /// The program that the calls are for, if not any.
     pub program: Option<(&'a Process, ProgramId)>,
-    /// When it stopped.
     pub since_ns: u64,
     /// Stopped by the tracer's interrupt, not by job control.
     pub by_us: bool,
@@ -125,12 +123,10 @@ pub struct Tracee<'a> {
 
 #[derive(Clone, Copy, Debug)]
 pub struct StopResult {
-    /// The number of calls made.
     pub made: usize,
     pub end: StopEnd,
     /// Registers were borrowed without a return frame.
     pub unguarded: bool,
-    /// For how long registers were borrowed.
     pub away_ns: u64,
 }
 
@@ -196,8 +192,7 @@ impl Tracee<'_> {
         StopResult { made: 0, end, unguarded: false, away_ns: 0 }
     }
 
-    /// Whether our reads of memory have taken so long that a sibling must hold the mmap lock. The call would wait for that as
-    /// well.
+    /// Whether our reads of memory have taken so long that a sibling must hold the mmap lock, which the call would wait for, too.
     fn is_late(&self) -> bool {
         clock_ns().saturating_sub(self.since_ns) > LATE_NS
     }

@@ -29,12 +29,10 @@ const SEARCH_AGAIN: Duration = Duration::from_secs(10);
 /// Cache entries of each kind. Beyond that we drop all of them and find them again.
 const CACHED: usize = 1024;
 
-/// The addresses in one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Trampoline {
     /// `syscall; ret`.
     pub syscall: u64,
-    /// `rt_sigreturn`.
     pub sigreturn: u64,
 }
 
@@ -72,8 +70,7 @@ fn cache() -> MutexGuard<'static, Cache> {
     CACHE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Finds the two pieces in the code of the process of thread `tid`. `None`: absent or not mapped; then we make the calls without
-/// a return frame.
+/// Finds both pieces in the code of a thread's process. `None`: absent or not mapped; then we make the calls without a frame.
 pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
     let key = process.key();
     match cache().processes.get(&key) {

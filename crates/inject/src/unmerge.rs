@@ -35,16 +35,13 @@ const WHOLE_BYTES: u64 = 1 << 30;
 /// We give up after so many attempts on mappings that keep changing or calls that signals keep interrupting.
 const ATTEMPTS: u32 = 5;
 
-/// The result of unmerging a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unmerged {
-    /// Address space unmarked.
     pub unmarked: Bytes,
     /// Memory unmerged. Includes zero pages only where the kernel counts them per process (6.10).
     pub given_back: Bytes,
     /// The longest stop of the target, nanoseconds.
     pub longest_stop_ns: u64,
-    /// The mappings that were marked.
     pub mappings: Vec<UnmarkedMapping>,
 }
 
@@ -52,7 +49,6 @@ pub struct Unmerged {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnmarkedMapping {
     pub start: u64,
-    /// Address after the last one.
     pub end: u64,
     /// How much of it isn't marked any more.
     pub unmarked: Bytes,
@@ -71,7 +67,6 @@ pub enum UnmergeError {
     /// It keeps its mmap lock: we can neither read it nor change its marks.
     #[error("process {pid} ({name}) keeps its memory map locked")]
     Locked { pid: i32, name: String },
-    /// It takes longer.
     #[error("process {pid} ({name}) is still being unmerged")]
     UnderWay { pid: i32, name: String },
     /// The kernel refused, or the mappings kept changing.
@@ -171,7 +166,6 @@ pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
 /// Unmarks everything marked in a process. `done` shows how far we got, also after an error.
 ///
 /// # Errors
-///
 /// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; memory unmarked before stays so.
 pub fn unmerge(
     process: &Process,
@@ -244,9 +238,7 @@ impl Unmerged {
 #[derive(Clone, Debug)]
 pub struct MarkState {
     merge_any: bool,
-    /// Marked mappings.
     pub marked: Vec<(u64, u64)>,
-    /// Merged memory.
     pub merged_kib: u64,
     /// How much unmarking may copy: all marked memory where the kernel doesn't show how much of it is merged (before 6.7).
     copies_kib: u64,
@@ -275,7 +267,6 @@ impl MarkState {
         }
     }
 
-    /// Memory that is still marked.
     pub fn marked_bytes(&self) -> Bytes {
         Bytes(self.marked.iter().map(|(start, end)| end - start).sum())
     }

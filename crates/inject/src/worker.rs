@@ -10,8 +10,9 @@
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.
 
-use super::{Call, InjectError, InjectionReport, Limits, held, inject_into, unsigned};
+use super::{Call, InjectError, InjectionReport, Limits, held, inject_into};
 use pagefold_procmem::image::ProgramId;
+use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::peer::{Peer, is_trusted};
 use pagefold_procmem::os::privileges::{INJECTING, keep_from_dumps, keep_only};
 use pagefold_procmem::process::Process;
@@ -47,7 +48,6 @@ pub(crate) struct Request {
 pub(crate) struct Reply {
     version: u32,
     id: u64,
-    /// The pid of the injector.
     pid: u32,
     /// CPU time of the injector since it started.
     cpu_ns: u64,
@@ -56,7 +56,6 @@ pub(crate) struct Reply {
     result: Result<InjectionReport, InjectError>,
 }
 
-/// The connection to an injector.
 #[derive(Debug)]
 pub(super) struct Connection {
     /// If this process started it.
@@ -244,8 +243,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // At the end of file the injector ends within a millisecond. If it holds a target it lives on until it has restored
-        // that.
+        // At the end of file the injector ends within a millisecond, or as soon as it has restored the target that it holds.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         let Some(child) = &mut self.child else { return };
         for _ in 0..50 {
@@ -317,7 +315,7 @@ pub fn serve() -> ! {
 
 impl Reply {
     fn new(id: u64, refusal: Option<String>, result: Result<InjectionReport, InjectError>) -> Self {
-        Self { version: VERSION, id, pid: std::process::id(), cpu_ns: cpu_ns(), refusal, result }
+        Self { version: VERSION, id, pid: std::process::id(), cpu_ns: own_cpu_ns(), refusal, result }
     }
 }
 
@@ -377,20 +375,12 @@ fn shield_process() {
     }
     // SAFETY: no arguments. Fails if this process already leads a group, and then ctrl-C doesn't reach it either.
     unsafe { libc::setsid() };
-    // The OOM killer mustn't choose us in the middle of a call. Needs CAP_SYS_RESOURCE; without it, a small process is an
-    // unlikely choice.
+    // The OOM killer mustn't choose us in the middle of a call. Needs CAP_SYS_RESOURCE; but a small process is unlikely prey.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
     // The tracing threads inherit it, and so need no CAP_SYS_NICE. Without it stops are longer where cores are scarce.
     // SAFETY: numbers only.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) };
     keep_from_dumps();
-}
-
-fn cpu_ns() -> u64 {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` outlives the call.
-    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut now) };
-    unsigned(now.tv_sec).saturating_mul(1_000_000_000).saturating_add(unsigned(now.tv_nsec))
 }
 
 #[cfg(test)]

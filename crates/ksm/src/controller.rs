@@ -27,9 +27,7 @@ pub struct KsmdStatus {
     pub in_force: ScanOrder,
     /// An order waits or isn't done yet.
     pub under_way: bool,
-    /// Ordered scans that ended.
     pub scans: u64,
-    /// Kicks that we had to repeat.
     pub lost_kicks: u64,
     /// Kicks that started no scan because nothing is registered.
     pub empty: u64,
@@ -102,7 +100,6 @@ impl KsmdController {
         !orders.status.under_way
     }
 
-    /// A copy of the current state.
     pub fn status(&self) -> KsmdStatus {
         self.shared.orders().status.clone()
     }
@@ -125,7 +122,6 @@ impl Drop for KsmdController {
     }
 }
 
-/// Why [`scan_and_restore`] couldn't scan.
 #[derive(Debug, Error)]
 pub enum ScanError {
     #[error(transparent)]

@@ -58,7 +58,6 @@ impl KsmCounters {
 pub struct VmEvents {
     /// COW breaks of merged pages, including unmerging (`cow_ksm`).
     pub copies: u64,
-    /// Huge pages that were split.
     pub splits: HugeSplits,
 }
 

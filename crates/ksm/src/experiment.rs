@@ -17,8 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// The lock that serializes experiments and tests that set KSM's knobs. The daemon uses another one, because experiments start
-/// it.
+/// Serializes experiments, and tests that set KSM's knobs. The daemon has another lock, because experiments start it.
 pub const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
 
 /// The original values of the knobs, and the values from the experiment. Removed at its end.
@@ -53,7 +52,6 @@ pub enum ExperimentError {
     /// Every kick was lost.
     #[error("ksmd does not scan: no memory is marked")]
     NothingMarked,
-    /// The scan exceeds the time limit.
     #[error("ksmd has not finished a scan within {SCAN_LIMIT:?}")]
     ScanLimit,
     #[error(transparent)]
@@ -77,7 +75,6 @@ pub struct KsmForExperiment {
     ksm: Arc<Ksm>,
     ksmd: Ksmd,
     before: Knobs,
-    /// The content of the state file.
     state: Mutex<State>,
     /// Released last.
     _lock: Lock,
@@ -132,7 +129,6 @@ impl KsmForExperiment {
     /// Sets every knob to its value after boot, and checks that they have it and that nothing is merged.
     ///
     /// # Errors
-    ///
     /// The kernel refuses `max_page_sharing` and `merge_across_nodes` while pages are merged. A knob keeps another value,
     /// or pages are merged.
     pub fn kernel_defaults(&mut self) -> Result<(), ExperimentError> {

@@ -175,8 +175,7 @@ impl KnobWriter {
         }
     }
 
-    /// Sets a knob that this lease has changed to a value that recovery recognizes without a record. Writes to these two
-    /// knobs never block.
+    /// Sets a knob that we've changed to a value that recovery recognizes without a record. Writes to these two never block.
     fn set_signature(&self, knob: Knob, value: u64) {
         let Some(expected) = self.expected(knob) else { return };
         let ours = expected != value

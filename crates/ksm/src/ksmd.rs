@@ -6,7 +6,6 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// ksmd, held.
 #[derive(Debug)]
 pub struct Ksmd {
     process: Process,

@@ -182,7 +182,6 @@ impl KsmLease {
     /// Checks that every changed knob still has the value it was set to. Takes about 4 us.
     ///
     /// # Errors
-    ///
     /// [`KnobError::Overridden`] from the first difference on: this lease sets no more knobs.
     pub fn check(&self) -> Result<(), KnobError> {
         self.writer.check()
@@ -242,11 +241,9 @@ pub fn restore_deferred(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<Resto
     recover(ksm, &lock, paths)
 }
 
-/// If a pagefold has left knobs changed and we don't see its state file, gives them the kernel's defaults. `None` if there is
-/// nothing to do.
+/// If a pagefold has left knobs changed and its state file isn't here, sets the kernel's defaults. `None` if nothing was to do.
 ///
 /// # Errors
-///
 /// [`TakeError::Busy`] if a pagefold that may drive KSM still runs.
 pub fn restore_orphaned(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
     let lock = Lock::try_take(&paths.lock)?;

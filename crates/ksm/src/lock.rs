@@ -22,7 +22,6 @@ const RETRY_EVERY: Duration = Duration::from_millis(20);
 /// For how long somebody may look at the lock: microseconds, or longer while they wait for a processor.
 const LOOK_LIMIT: Duration = Duration::from_millis(50);
 
-/// Why we couldn't take the lock.
 #[derive(Debug, Error)]
 pub enum LockError {
     #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
@@ -185,7 +184,7 @@ mod tests {
         // A second open file description conflicts even within one process.
         assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: Some(pid) }) if pid == own));
         assert_eq!(holder(&path).unwrap(), Some(Holder { pid: Some(own) }));
-        // As in a child that has not reached exec yet.
+        // As in a child that hasn't reached exec yet.
         let inherited = clone.file.file.try_clone().unwrap();
         drop(clone);
         assert_eq!(holder(&path).unwrap(), None);

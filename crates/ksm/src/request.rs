@@ -1,8 +1,7 @@
 //! `/dev/ksm`: merging the pages that we name, and hashing pages in place.
 //!
-//! `kernel/include/linux/ksm.h` has the interface. A kernel with the series in `kernel/patches` provides it, and a stock kernel
-//! with the module in `kernel/dkms`. The kernel compares pages under its locks before it merges them, so a wrong request only
-//! costs time.
+//! `kernel/include/linux/ksm.h` has the interface. Kernels with the series in `kernel/patches` provide it, and stock kernels with
+//! the module in `kernel/dkms`. The kernel compares pages under its locks before it merges them: a wrong request only costs time.
 
 use pagefold_engine::host::Merging;
 use pagefold_engine::units::{PAGE_BYTES, count};

@@ -6,8 +6,7 @@ use pagefold_procmem::os::fault;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-/// The order in which we restore knobs, reverse to that of setting them. `run` comes first: once ksmd is stopped the others
-/// change nothing.
+/// The order of restoring knobs: the reverse of setting them, with `run` first. Once ksmd is stopped the others change nothing.
 const ORDER: [Knob; 7] = [
     Knob::Run,
     Knob::SleepMillisecs,
@@ -23,8 +22,7 @@ const ORDER: [Knob; 7] = [
 pub struct RestoreOutcome {
     /// Knobs that have their original value again, with it.
     pub restored: Vec<(Knob, u64)>,
-    /// Knobs that we can't restore while pages are merged, with their original value. They stay in the state file for
-    /// [`super::lease::restore_deferred`].
+    /// Knobs that we can't restore while pages are merged. They stay in the state file for [`super::lease::restore_deferred`].
     pub deferred: Vec<(Knob, u64)>,
     /// Knobs that another program has changed: we leave them as they are.
     pub overridden: Vec<Overridden>,
@@ -55,11 +53,11 @@ pub(crate) fn restore(writer: &Arc<KnobWriter>, limit: Duration) -> RestoreOutco
     let (done, wait) = mpsc::channel::<()>();
     let writer = writer.clone();
     let outcome = progress.clone();
-    let work = move || {
+    let spawned = std::thread::Builder::new().name("pagefold-ksm-back".to_owned()).spawn(move || {
         restore_all(&writer, &outcome);
         let _ = done.send(());
-    };
-    match std::thread::Builder::new().name("pagefold-ksm-back".to_owned()).spawn(work) {
+    });
+    match spawned {
         // A disconnected channel means that the thread has ended, too.
         Ok(_) => drop(wait.recv_timeout(limit)),
         Err(error) => locked(&progress).failed.push((Knob::Run, format!("cannot start a thread: {error}"))),

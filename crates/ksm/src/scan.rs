@@ -45,7 +45,6 @@ pub(crate) trait ScanKnobs {
 
     fn ksm(&self) -> &Ksm;
 
-    /// The value in force.
     fn value(&self, knob: Knob) -> Result<Option<u64>, Self::Error>;
 
     /// Sets a knob unless it has that value already.
@@ -63,7 +62,6 @@ pub(crate) trait ScanKnobs {
 pub(crate) struct Scan {
     /// False if every kick was lost: nothing is registered.
     pub(crate) done: bool,
-    /// Kicks that were lost.
     pub(crate) lost: u32,
     /// From the first kick to the end.
     pub(crate) took: Duration,

@@ -39,7 +39,6 @@ impl StateError {
     }
 }
 
-/// The process that has taken KSM over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     pub pid: i32,
@@ -58,7 +57,7 @@ impl Holder {
     pub fn is_alive(self, proc_root: &Path) -> Result<bool, ReadError> {
         let stat = Process::open_at(proc_root, self.pid).and_then(|process| process.stat());
         match stat {
-            Ok(stat) => Ok(stat.start_time_ticks == self.start_time_ticks && !matches!(stat.state, b'Z' | b'X')),
+            Ok(stat) => Ok(stat.start_time_ticks == self.start_time_ticks && !stat.has_ended()),
             Err(ReadError::Vanished { .. }) => Ok(false),
             Err(error) => Err(error),
         }
@@ -72,7 +71,6 @@ pub struct State {
     pub boot_id: String,
     /// The process that set them. `None` once all are restored except those that it had to defer.
     pub holder: Option<Holder>,
-    /// The original value of every knob.
     pub original: BTreeMap<Knob, u64>,
     /// The knobs that were set, each with the values that it may have if no other program has changed it.
     pub turned: BTreeMap<Knob, Vec<u64>>,
@@ -181,7 +179,6 @@ fn is_signature(knob: Knob, value: u64) -> bool {
     }
 }
 
-/// The id of the running boot.
 pub fn boot_id(proc_root: &Path) -> Result<String, StateError> {
     let path = proc_root.join("sys/kernel/random/boot_id");
     let text = fault::io("read:boot_id").and_then(|()| std::fs::read_to_string(&path));

@@ -36,8 +36,7 @@ pub fn extents(start: u64, end: u64) -> impl Iterator<Item = Vpn> {
     (0..whole).map(move |number| Vpn::of_address(first + number * bytes))
 }
 
-/// Collapses extents of a process as far as its memory limits allow. Needs CAP_SYS_NICE for other processes. Returns how many
-/// are huge pages now.
+/// Collapses extents of a process within its memory limits, and returns how many. Needs CAP_SYS_NICE for other processes.
 ///
 /// # Errors
 /// We can't read the process. Extents that the kernel refuses to collapse stay as they are.

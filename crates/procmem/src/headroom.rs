@@ -1,5 +1,4 @@
-//! How much memory a process can allocate before the OOM killer comes for it: limits of its memory cgroups, and memory
-//! available on the machine.
+//! How much memory a process can allocate before the OOM killer comes: limits of its memory cgroups, and of the machine.
 //!
 //! Unmerging allocates memory that is charged to the process (`unmerge_ksm_pages` breaks each page as a write would,
 //! mm/ksm.c). Beyond a limit the kernel kills.
@@ -33,8 +32,7 @@ impl Headroom {
     }
 }
 
-/// How much memory a process can still allocate. Page cache counts as free as far as the kernel reclaims it before it kills:
-/// see [`reclaimable`].
+/// How much memory a process can still allocate. Counts page cache as free as far as the kernel can reclaim it.
 pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Headroom, ReadError> {
     let text = match process.read_file("cgroup") {
         Ok(text) => text,
@@ -100,9 +98,7 @@ const NO_LIMIT: u64 = 1 << 62;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// How much memory its processes may have.
     pub limit: Bytes,
-    /// How much of it is left.
     pub left: Bytes,
 }
 

@@ -40,8 +40,7 @@ impl ProgramId {
     }
 }
 
-/// The effective user of a process: the owner of its directory in /proc, even if it isn't dumpable (`task_dump_owner`,
-/// fs/proc/base.c).
+/// The effective user: the owner of the directory in /proc, even of a non-dumpable process (`task_dump_owner`, fs/proc/base.c).
 pub fn effective_user(process: &Process) -> io::Result<u32> {
     Ok(rustix::fs::fstat(process)?.st_uid)
 }

@@ -17,7 +17,6 @@ impl FrameFlags {
     pub const fn active(self) -> bool {
         self.0 & (1 << 6) != 0
     }
-    /// Part of a hugetlb page.
     pub const fn hugetlb(self) -> bool {
         self.0 & (1 << 17) != 0
     }
@@ -70,7 +69,6 @@ fn own_page_is_merged(flags: &File) -> io::Result<Option<bool>> {
 /// 0.1 us for each additional one).
 const NEAR_FRAMES: u64 = 5;
 
-/// Most entries in one read.
 const LONGEST_READ: u64 = 512;
 
 impl KpageFlags {

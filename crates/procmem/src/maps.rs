@@ -21,11 +21,9 @@ pub struct Perms {
     pub shared: bool,
 }
 
-/// One mapping, a VMA in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vma {
     pub start: u64,
-    /// First address after the mapping.
     pub end: u64,
     pub perms: Perms,
     /// Offset in the file, bytes.
@@ -148,7 +146,6 @@ impl VmaDetail {
 /// Kind of memory in a mapping: families are formed by it, and people see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RegionKind {
-    /// The brk heap.
     Heap,
     /// The main thread's stack. We can't tell stacks of other threads from anonymous memory.
     Stack,
@@ -184,8 +181,7 @@ impl fmt::Display for RegionKind {
     }
 }
 
-/// An anonymous mapping of a hypervisor counts as guest RAM from this many bytes. Firmware, video memory and thread stacks are
-/// smaller.
+/// This many anonymous bytes of a hypervisor are guest RAM. Firmware, video memory and thread stacks are smaller.
 pub const GUEST_RAM_AT_LEAST: u64 = 64 << 20;
 
 /// Kind of a mapping in a process whose executable has the base name `exe`.
@@ -215,7 +211,6 @@ pub const MAPPINGS_MOST: usize = 16_384;
 const LINE_BYTES: usize = 8 << 10;
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Which names of mappings we keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Names {
     /// As printed, up to 8 KiB.
@@ -297,7 +292,6 @@ pub fn each_mapping(
     })
 }
 
-/// Parses the text of `/proc/PID/maps`.
 pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
     let mut found: Vec<Vma> = Vec::new();
     for line in lines(text) {
@@ -327,8 +321,7 @@ pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> 
     read_details(process, Names::All, |_| true)
 }
 
-/// Reads the marked mappings, however many others there are. We cut off the list at [`MAPPINGS_MOST`]. `original_bytes` counts
-/// only marked neighbours.
+/// Reads up to [`MAPPINGS_MOST`] marked mappings, however many others there are. `original_bytes` counts only marked neighbours.
 ///
 /// The kernel prints the list in pieces of some mappings. Between two pieces a mapping can move from the part we haven't read
 /// to the part that we have. So we read a list without marked mappings again until the kernel says that there are none. From
@@ -361,7 +354,6 @@ fn read_details(
     Ok(found.finish())
 }
 
-/// Parses the text of `/proc/PID/smaps`.
 pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
     let mut found = Details::default();
     for line in lines(text) {

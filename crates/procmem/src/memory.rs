@@ -31,7 +31,6 @@ use std::os::unix::fs::FileExt;
 /// Which pages have their contents read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Contents {
-    /// Private pages.
     #[default]
     Private,
     /// Private and merged pages.
@@ -55,7 +54,6 @@ impl Contents {
 pub struct ReadHow {
     /// Find out which pages are mapped by huge pages. Set it for regions that may have some.
     pub huge: bool,
-    /// Whose contents to read.
     pub contents: Contents,
     /// Find out which private pages are active.
     pub activity: bool,
@@ -64,7 +62,6 @@ pub struct ReadHow {
     pub unmarked: bool,
 }
 
-/// One page as we found it.
 #[derive(Clone, Copy, Debug)]
 pub struct PageView<'a> {
     pub page: Vpn,
@@ -87,7 +84,6 @@ pub struct Census {
     /// Pages that map the zero page.
     pub zero: Pages,
     pub merged: Pages,
-    /// Pages shared by fork.
     pub shared: Pages,
     /// Present pages of files, not copied yet.
     pub file: Pages,
@@ -159,7 +155,6 @@ pub struct PageReader {
     batch: Batch,
 }
 
-/// The open files of one process.
 #[derive(Debug)]
 struct Files {
     pid: i32,
@@ -266,8 +261,7 @@ impl PageReader {
         Ok(unmerged)
     }
 
-    /// Calls `visit` for every merged page of the runs, with its frame; with `lone`, also for merged pages that nobody else
-    /// maps any more.
+    /// Calls `visit` for every merged page of the runs, with its frame; with `lone`, also for those that nobody else maps.
     pub fn merged_frames(
         &mut self,
         process: &Process,
@@ -432,8 +426,7 @@ impl PageReader {
         Ok(())
     }
 
-    /// Finds or opens the files of a process and returns their index. Closes files of an address space that exec has
-    /// replaced.
+    /// Finds or opens the files of a process and returns their index. Closes files of an address space from before an exec.
     fn hold(&mut self, process: &Process) -> Result<usize, ReadError> {
         if let Some(at) = self.files.iter().position(|files| files.is_of(process)) {
             if self.files[at].pagemap.is_live()? {
@@ -465,7 +458,7 @@ fn walk_entries(
 ) -> Result<(), ReadError> {
     let mut done = 0;
     while done < pages.0 {
-        let length = usize::try_from(pages.0 - done).map_or(WALK_ENTRIES, |rest| rest.min(WALK_ENTRIES));
+        let length = usize::try_from(pages.0 - done).unwrap_or(WALK_ENTRIES).min(WALK_ENTRIES);
         if entries.len() < length {
             entries.resize(length, 0);
         }

@@ -130,7 +130,7 @@ fn every_page_of_every_run_is_visited_in_order_with_its_contents() {
         .collect();
     assert_eq!(seen.len(), expected.len());
     assert!(seen == expected);
-    // Reading must not have faulted pages in.
+    // Reading mustn't have faulted pages in.
     assert_eq!(
         PageReader::new().census(&own(), first, Pages(1000), false).unwrap().anonymous(),
         Pages((0..1000).filter(|&page| written(page)).count() as u64)
@@ -198,7 +198,7 @@ fn reading_does_not_unshare_pages_shared_by_fork() {
     assert_eq!((got, exclusive(&mut reader)), (length, 5));
 }
 
-/// A batch of all pages, of which the page table entries have been read.
+/// A batch of all pages whose page table entries we've read.
 fn looked_up(process: &Process, memory: &Memory) -> (Files, Batch) {
     let files = Files::open(process).unwrap();
     let mut batch = Batch::default();

@@ -43,8 +43,7 @@ impl PagemapEntry {
     }
 }
 
-/// An open pagemap. It belongs to the address space at the time we opened it: after exec, reads return nothing, and so we
-/// notice the exec.
+/// An open pagemap, for the address space at that time: after exec, reads return nothing, and so we notice the exec.
 #[derive(Debug)]
 pub struct Pagemap {
     pid: i32,
@@ -52,7 +51,6 @@ pub struct Pagemap {
 }
 
 impl Pagemap {
-    /// Opens the pagemap of a process.
     pub fn open(process: &Process) -> Result<Self, ReadError> {
         Self::open_file(process, "pagemap")
     }
@@ -67,8 +65,7 @@ impl Pagemap {
         ReadError::from_io(self.pid, file, error)
     }
 
-    /// Reads the entries of adjacent pages, starting at `first`. Measured: 0.9 us for one page, 33 ns for each
-    /// additional page.
+    /// Reads the entries of adjacent pages, starting at `first`. Measured: 0.9 us for one page, 33 ns for each more.
     ///
     /// # Errors
     /// [`ReadError::Vanished`] if the address space is gone.
@@ -140,7 +137,6 @@ impl Pagemap {
     }
 }
 
-/// Why PAGEMAP_SCAN failed.
 #[derive(Debug, Error)]
 pub enum ScanError {
     /// The kernel is older than 6.7, or older than one of the categories.
@@ -149,7 +145,6 @@ pub enum ScanError {
     /// The kernel reports success without progress.
     #[error("PAGEMAP_SCAN makes no progress")]
     Stuck,
-    /// We can't read the process or its pagemap.
     #[error(transparent)]
     Read(#[from] ReadError),
 }
@@ -159,16 +154,12 @@ pub enum ScanError {
 pub struct Categories(pub u64);
 
 impl Categories {
-    /// Page of a file or shared memory.
     pub const FILE: Self = Self(1 << 2);
     pub const PRESENT: Self = Self(1 << 3);
     pub const SWAPPED: Self = Self(1 << 4);
-    /// The zero page.
     pub const ZERO: Self = Self(1 << 5);
-    /// Mapped by a huge page.
     pub const HUGE: Self = Self(1 << 6);
 
-    /// The union with `other`.
     #[must_use]
     pub const fn or(self, other: Self) -> Self {
         Self(self.0 | other.0)

@@ -26,10 +26,8 @@ pub enum ReadError {
     /// The process exists and the file doesn't: this kernel doesn't provide it.
     #[error("/proc/{pid}/{file} does not exist on this kernel")]
     Absent { pid: i32, file: String },
-    /// The kernel denies access.
     #[error("not permitted to read /proc/{pid}/{file}")]
     Denied { pid: i32, file: String },
-    /// The text isn't in the documented format.
     #[error("/proc/{pid}/{file} is malformed: {what}")]
     Malformed { pid: i32, file: String, what: String },
     /// It has more mappings than we consider.
@@ -48,7 +46,6 @@ impl ReadError {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
     }
 
-    /// Classifies an I/O error by its errno.
     pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
         let file = file.to_owned();
         match source.raw_os_error() {
@@ -129,12 +126,10 @@ impl Process {
         Ok(self.pidfd.get_or_init(|| pidfd).as_fd())
     }
 
-    /// Opens a file below `/proc/PID` for reading.
     pub fn open_file(&self, file: &str) -> Result<File, ReadError> {
         self.open_with(file, OFlags::RDONLY)
     }
 
-    /// Opens a file below `/proc/PID` with the given open flags.
     pub fn open_with(&self, file: &str, flags: OFlags) -> Result<File, ReadError> {
         self.fault(file)?;
         let opened = openat(&self.dir, file, flags).map_err(|error| match error {
@@ -151,14 +146,12 @@ impl Process {
         fault::io_of("read", name).map_err(|error| ReadError::from_io(self.pid, file, error))
     }
 
-    /// Reads a whole file below `/proc/PID`.
     pub fn read_file(&self, file: &str) -> Result<Vec<u8>, ReadError> {
         let mut bytes = Vec::new();
         self.open_file(file)?.read_to_end(&mut bytes).map_err(|error| ReadError::from_io(self.pid, file, error))?;
         Ok(bytes)
     }
 
-    /// Reads `/proc/PID/stat`.
     pub fn stat(&self) -> Result<Stat, ReadError> {
         let bytes = self.read_file("stat")?;
         Stat::parse(&bytes).map_err(|what| self.malformed("stat", what))
@@ -206,7 +199,6 @@ pub struct Stat {
     pub cpu_ticks: u64,
     /// Start time, clock ticks after boot.
     pub start_time_ticks: u64,
-    /// Nice value of the main thread.
     pub nice: i8,
 }
 

@@ -15,13 +15,11 @@ use std::time::{Duration, Instant};
 
 /// We try nothing while there are this many threads.
 const THREADS_MOST: usize = 64;
-/// The same for processes of one user, and of one cgroup. Threads that have returned count until we may try their process
-/// again.
+/// The same for one user, and for one cgroup. Threads that have returned count until we may try their process again.
 const SHARE_MOST: usize = 8;
 /// How many processes we remember. Beyond that we forget those whose pause ends first.
 const REMEMBERED: usize = 1024;
 
-/// Attempts to make a call.
 pub static ATTEMPTS: Stalls =
     Stalls::new(Pauses { first: Duration::from_secs(60), factor: 6, longest: Duration::from_secs(6 * 3600) });
 /// Reads of memory and mappings. The first pause is short: large programs hold their mmap lock for long when they fork.
@@ -37,7 +35,6 @@ struct Pauses {
     longest: Duration,
 }
 
-/// Why we don't try a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     Stalled,
@@ -57,7 +54,6 @@ impl Stalls {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether we may try a process.
     pub fn admit(&self, process: &Process) -> Result<(), Refusal> {
         self.lock().admit(process.key(), || Origin::of(process), Instant::now())
     }

@@ -26,7 +26,6 @@ pub struct Status {
 }
 
 impl Status {
-    /// Reads `/proc/PID/status`.
     pub fn of(process: &Process) -> Result<Self, ReadError> {
         Self::parse(&process.read_file("status")?).map_err(|what| process.malformed("status", what))
     }
@@ -65,8 +64,7 @@ fn four_ids(status: &[u8], key: &str) -> Result<[u32; 4], &'static str> {
     Ok(ids)
 }
 
-/// Path of the executable as the kernel shows it, with ` (deleted)` appended if the file has been replaced. `None` for
-/// kernel threads and zombies.
+/// Path of the executable, with ` (deleted)` appended if it has been replaced. `None` for kernel threads and zombies.
 pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
     process.fault("exe")?;
     let link = match process.open_with("exe", OFlags::PATH | OFlags::NOFOLLOW) {

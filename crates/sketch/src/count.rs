@@ -18,11 +18,9 @@ pub struct Counter {
     pages: u64,
 }
 
-/// The result of counting.
 #[derive(Clone, Debug)]
 pub struct Counted {
     pub sketch: Sketch,
-    /// All pages that we counted.
     pub pages: Pages,
     /// How many of them would be left over if each content were kept once.
     pub spare: Pages,

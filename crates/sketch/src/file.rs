@@ -27,7 +27,6 @@ use std::collections::BTreeSet;
 use std::io::{Cursor, Read, Seek, Write};
 use std::sync::Arc;
 
-/// Name and version of the schema.
 pub const SCHEMA: &str = "pagefold.sketch/1";
 /// The common prefix of all versions.
 const SCHEMA_NAME: &str = "pagefold.sketch/";
@@ -35,9 +34,7 @@ const VERSION: u32 = 1;
 /// The schema is named near the end of a file: only other entries, and the end of the metadata, come after it.
 const TAIL_BYTES: usize = 4096;
 
-/// The most workloads of one host.
 pub const ROWS_MOST: usize = 4096;
-/// The longest file, bytes.
 pub const FILE_BYTES: u64 = 160 << 20;
 /// Rows that we write together, half a MiB at most.
 const GROUP_ROWS: usize = 16;
@@ -89,7 +86,6 @@ fn most(column: &str) -> u64 {
     if is_time(column) { TIME_MOST } else { NUMBER_MOST }
 }
 
-/// The rows of a file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SketchFile {
     pub rows: Vec<Row>,
@@ -190,7 +186,6 @@ fn write_groups<W: Read + Write + Seek + Send, R: Borrow<Row>>(
     writer.into_inner()
 }
 
-/// Writes the next column.
 fn put<T: DataType, W: Write + Send>(
     group: &mut SerializedRowGroupWriter<'_, Sealing<W>>,
     values: impl Iterator<Item = T::T>,
@@ -308,7 +303,6 @@ fn read_group(layout: &Layout, group: &dyn RowGroupReader, rows: &mut Vec<Row>) 
     Ok(())
 }
 
-/// A row without its numbers.
 fn row_of(texts: &[Vec<ByteArray>; TEXTS.len()], sketch: &ByteArray, at: usize) -> Result<Row, String> {
     let [host, key, kind, workload, domain] = texts;
     Ok(Row {

@@ -13,7 +13,6 @@ const KEY_BYTES: usize = 32;
 const SECRET_BYTES: usize = 192;
 const ID_BYTES: usize = 8;
 
-/// The key that the hosts of a fleet share.
 #[derive(Clone)]
 pub struct FleetKey {
     id: KeyId,
@@ -142,7 +141,7 @@ mod tests {
             contents.insert(a.content(&other));
         }
         assert_eq!(contents.len(), 6);
-        // What other hosts must get, too: changing it needs another schema.
+        // Other hosts must get the same: changing it takes another schema.
         assert_eq!(a.content(&page), Content(6_187_297_158_203_087_347));
         assert_eq!(a.id().to_string(), "771155f76b8e3ce9");
     }

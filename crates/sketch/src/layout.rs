@@ -44,8 +44,7 @@ const DATA_PAGE: u64 = 0;
 const PLAIN: u64 = 0;
 const RLE: u64 = 6;
 
-/// How long a footer may be: about twice as long as ours, and more for each row group. In memory it takes several times as much as in
-/// the file.
+/// How long a footer may be: twice as long as ours, and more for each row group. In memory it takes several times as much.
 const FOOTER_BYTES: u64 = 16 << 10;
 const GROUP_BYTES: u64 = 4 << 10;
 
@@ -150,7 +149,6 @@ fn starts(data: &[u8]) -> Option<Vec<u64>> {
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
-    /// Skips this byte.
     fn byte(&mut self, expected: u8) -> Option<()> {
         self.0 = self.0.strip_prefix(&[expected])?;
         Some(())

@@ -6,14 +6,12 @@ use crate::sketch::{Estimate, Sketch};
 use pagefold_engine::units::PAGE_BYTES;
 use std::fmt;
 
-/// The longest name, bytes.
 pub const NAME_BYTES: usize = 1024;
 /// The largest number, except for times: 1 PiB. The rows of a file add up to less than 2^63, for engines that add 64-bit numbers.
 pub const NUMBER_MOST: u64 = 1 << 50;
 /// The latest time, in the year 2112.
 pub const TIME_MOST: u64 = 1 << 52;
 
-/// The kind of a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     Vm,
@@ -59,7 +57,6 @@ pub struct Row {
     pub workload: String,
     /// The trust domain. A workload in two domains has two rows.
     pub domain: String,
-    /// When the sketch was complete.
     pub time_us: u64,
     /// When the former sketch was complete, or the first one began: the start of the period for `came_bytes` to `broken_bytes`.
     pub since_us: u64,
@@ -73,7 +70,6 @@ pub struct Row {
     pub pages: [u64; CLASSES],
     /// How much the workload would save alone: all copies but one of each content, zeros included.
     pub savable_bytes: u64,
-    /// How much is saved now.
     pub saved_bytes: u64,
     /// The most that we've seen come back in a period: merged pages that were written.
     pub take_back_bytes: u64,

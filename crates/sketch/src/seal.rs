@@ -9,9 +9,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use thiserror::Error;
 use twox_hash::XxHash3_64;
 
-/// Prefix of the value.
 const MARK: &[u8] = b"xxh3-64:";
-/// Hexadecimal digits of the value.
 const DIGITS: usize = 16;
 /// Parquet's magic number at both ends of the file.
 const MAGIC: &[u8] = b"PAR1";
@@ -38,7 +36,6 @@ pub enum SealError {
 pub const KEY_SCHEMA: &str = "pagefold.schema";
 /// Version of the program that wrote the file.
 pub const KEY_VERSION: &str = "pagefold.version";
-/// See [`blank`].
 const KEY_CHECKSUM: &str = "pagefold.checksum";
 
 /// The entries of a file's metadata, made by `entry`, with the checksum.

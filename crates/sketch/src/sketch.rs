@@ -7,7 +7,6 @@ use crate::key::Content;
 use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
 use pagefold_engine::units::PAGE_BYTES;
 
-/// The longest serialised form: 32 KiB.
 pub const SKETCH_BYTES: usize = 32 << 10;
 /// Bytes before the entries of a full one.
 const PREAMBLE_BYTES: usize = 24;
@@ -35,7 +34,6 @@ const SEED_HASH: u16 = 0x93cc;
 #[derive(Clone, Debug)]
 pub struct Sketch(CompactThetaSketch);
 
-/// A number of contents, estimated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
     /// Contents, each of one page.
@@ -169,8 +167,7 @@ impl PartialEq for Sketch {
     }
 }
 
-/// The library's form of ascending hashes. It can't convert its tables of counts to sketches, and takes hashes for a sketch in no
-/// other way.
+/// The library's form of ascending hashes: its only way to make a sketch of them, or of its own tables of counts.
 fn serialized(hashes: &[u64], theta: u64) -> Vec<u8> {
     let estimated = theta < MAX_THETA;
     let (longs, flags) = match hashes.len() {
@@ -241,7 +238,7 @@ mod tests {
         near(a.without(&b), 40_000.0);
         let none = Estimate { contents: 0.0, low: 0.0, high: 0.0 };
         assert_eq!(a.common(&Sketch::of([])), none);
-        // That nothing common was kept does not mean that there is nothing.
+        // If we've kept nothing common, there may still be something.
         let little = a.common(&Sketch::of(contents(1 << 40..(1 << 40) + 9)));
         assert!(little.contents == 0.0 && little.low == 0.0 && little.high > 10.0, "{little:?}");
         // Small ones are exact.

@@ -4,7 +4,6 @@
 
 use std::fmt;
 
-/// Success.
 pub const OK: u8 = 0;
 /// A failure without a code of its own.
 pub const FAILURE: u8 = 1;
@@ -31,7 +30,6 @@ pub const NOT_FOUND: u8 = 127;
 /// An error with an exit code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
-    /// One of this module's codes.
     pub code: u8,
     /// What failed and why; what to do.
     pub line: String,

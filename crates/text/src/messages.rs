@@ -9,12 +9,10 @@ use std::io::{self, IsTerminal, Write, stderr};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Bytes of messages that wait.
 const ROOM: usize = 1 << 20;
 /// How long we wait at the end for messages that nobody has read.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// The messages of a daemon.
 #[derive(Debug)]
 struct Messages {
     program: &'static str,

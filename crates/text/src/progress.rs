@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 
 const BAR: usize = 24;
 
-/// Time between two drawings.
 const INTERVAL: Duration = Duration::from_millis(120);
 
 /// A line on standard error that we rewrite in place. Hidden where standard error isn't a terminal.
@@ -31,13 +30,11 @@ impl Progress {
         Self { hidden: !stderr().is_terminal(), began: Instant::now(), drawn: Mutex::new(None) }
     }
 
-    /// Whether nothing is ever drawn.
     pub fn is_hidden(&self) -> bool {
         self.hidden
     }
 
-    /// Shows a message, with a bar if we know the completed share (0 to 1), and the time elapsed. Doesn't draw calls in quick
-    /// succession.
+    /// Shows a message, a bar if we know the completed share (0 to 1), and the time elapsed; not more often than [`INTERVAL`].
     pub fn show(&self, message: &str, share: Option<f64>) {
         let mut drawn = self.drawn.lock().unwrap_or_else(PoisonError::into_inner);
         if self.hidden || drawn.is_some_and(|drawn| drawn.elapsed() < INTERVAL) {
@@ -58,7 +55,6 @@ impl Progress {
         }
     }
 
-    /// Removes the progress line.
     pub fn clear(&self) {
         if self.drawn.lock().unwrap_or_else(PoisonError::into_inner).take().is_some() {
             messages::write("\r\x1b[K".to_owned());

@@ -12,7 +12,6 @@ use std::time::Duration;
 /// The thread's next piece of work.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next<T> {
-    /// An item of the queue.
     Item(T),
     /// So many items were lost here.
     Gap(u64),
@@ -22,7 +21,6 @@ pub enum Next<T> {
 #[derive(Debug)]
 pub struct Sink<T> {
     shared: Arc<Shared<T>>,
-    /// Bytes that may wait.
     room: usize,
 }
 
@@ -87,7 +85,6 @@ impl<T: Send + 'static> Sink<T> {
         wait.unwrap_or_else(PoisonError::into_inner).0.unwritten()
     }
 
-    /// Whether everything is written.
     pub fn is_idle(&self) -> bool {
         self.shared.lock().is_idle()
     }
@@ -144,7 +141,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc::{Receiver, channel};
 
-    /// A sink whose thread waits for a permit before each write, and what it has written.
+    /// A sink whose thread waits for a permit before each write, and the items that it has written.
     fn slow(room: usize) -> (Sink<u32>, std::sync::mpsc::Sender<()>, Receiver<Next<u32>>) {
         let (permit, permits) = channel();
         let (written, writes) = channel();

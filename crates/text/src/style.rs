@@ -19,7 +19,6 @@ pub fn colours() -> bool {
     io::stdout().is_terminal() && !unwanted && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// Text with or without colour.
 #[derive(Clone, Copy, Debug)]
 pub struct Style {
     on: bool,
@@ -31,7 +30,6 @@ impl Style {
         Self { on: colours() }
     }
 
-    /// Without colour.
     pub fn plain_text() -> Self {
         Self { on: false }
     }
@@ -201,7 +199,6 @@ pub trait Lines {
     /// Appends a line, without trailing spaces.
     fn line(&mut self, line: impl AsRef<str>);
 
-    /// Appends an empty line.
     fn blank(&mut self) {
         self.line("");
     }

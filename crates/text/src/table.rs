@@ -23,8 +23,7 @@ impl Table {
         Self { rows: vec![header], right }
     }
 
-    /// Appends a row. We cut cells at [`CELL_WIDTH`], and show spaces beside each other as one: a name mustn't look like columns
-    /// of its own.
+    /// Appends a row. Cuts cells at [`CELL_WIDTH`] and joins spaces: a name mustn't look like columns of its own.
     pub fn add_row<Cell: Into<String>>(&mut self, cells: impl IntoIterator<Item = Cell>) {
         self.rows.push(cells.into_iter().map(|text| cell(&text.into())).collect());
     }
@@ -97,7 +96,7 @@ mod tests {
         table.add_row(["\u{754c}".repeat(40), "3".to_owned()]);
         table.add_row([format!("e{}\u{202e}", "\u{301}".repeat(400)), "4".to_owned()]);
         let text = table.to_string();
-        // Each line is as wide as the others, by what a terminal shows.
+        // A terminal shows each line as wide as the others.
         assert!(text.lines().skip(1).all(|line| line.width() == 64 + 2 + 4), "{text}");
         let lines: Vec<&str> = text.lines().map(|line| line.split("  ").next().unwrap()).collect();
         assert_eq!(lines[1], "web 7 GiB x");

@@ -1,7 +1,6 @@
 //! The things that a tenant does by itself.
 //!
-//! Activities run on the tenant's only thread, between its answers. An answer stops their clock, so that the time for it doesn't
-//! count as a delay.
+//! Activities run on the tenant's only thread, between its answers. An answer stops their clock: it doesn't count as a delay.
 
 use crate::contents::fill;
 use crate::memory::FilledSegment;
@@ -14,7 +13,6 @@ use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
 use pagefold_procmem::process::Process;
 use std::time::{Duration, Instant};
 
-/// An activity and its state.
 pub struct ActivityState {
     clock: Clock,
     kind: Kind,
@@ -23,7 +21,6 @@ pub struct ActivityState {
 enum Kind {
     /// [`Activity::Breaker`], with the page that is next.
     Breaker(usize),
-    /// [`Activity::ShortLived`].
     ShortLived(Cycle),
     /// [`Activity::Mapper`], with the length of a mapping in bytes.
     Mapper(usize),
@@ -38,7 +35,6 @@ pub struct Clock {
     counters: ActivityCounters,
 }
 
-/// Short-lived memory.
 pub struct Cycle {
     pages: usize,
     mergeable: bool,
@@ -70,7 +66,6 @@ impl ActivityState {
         Ok(Self { clock: Clock { every: Duration::from_micros(every_us), ..Clock::default() }, kind })
     }
 
-    /// Starts the schedule.
     pub fn begin(&mut self, now: Instant) {
         self.clock.began = Some(now);
         self.clock.due = Some(now);
@@ -81,7 +76,6 @@ impl ActivityState {
         self.clock.due
     }
 
-    /// Does the next step.
     pub fn act(&mut self, memory: &mut [FilledSegment]) -> anyhow::Result<()> {
         let clock = &mut self.clock;
         match &mut self.kind {

@@ -9,7 +9,6 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The emulator's program.
 pub const QEMU: &str = "qemu-system-x86_64";
 
 /// The tools for every emulated machine.
@@ -45,8 +44,7 @@ impl Emulator {
         Ok(Self { qemu, ..self.clone() })
     }
 
-    /// Starts a machine in this directory. Machines don't notice that their console is closed, so `setpriv` ends them if we're
-    /// killed.
+    /// Starts a machine in this directory. `setpriv` ends it if we're killed: it wouldn't notice that its console is closed.
     pub fn command(&self, dir: &Path) -> Command {
         let mut command = Command::new(&self.setpriv);
         command.args(["--pdeathsig", "KILL"]).arg(&self.qemu).current_dir(dir);

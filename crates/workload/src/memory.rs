@@ -18,7 +18,6 @@ const SPREAD: u64 = 37;
 const LINE: usize = 64;
 const LINES: usize = PAGE_SIZE / LINE;
 
-/// The memory of one segment.
 pub struct FilledSegment {
     segment: Segment,
     memory: MmapMut,

@@ -23,19 +23,16 @@ impl TenantSpec {
         Self { segments: segments.into_iter().collect(), ..Self::default() }
     }
 
-    /// Adds an activity.
     #[must_use]
     pub fn with_activity(self, activity: Activity) -> Self {
         Self { activity: Some(activity), ..self }
     }
 
-    /// Asks for huge pages.
     #[must_use]
     pub fn with_huge_pages(self) -> Self {
         Self { huge: true, ..self }
     }
 
-    /// The length of all segments.
     pub fn pages(&self) -> Pages {
         self.segments.iter().map(|segment| segment.pages()).sum()
     }
@@ -64,7 +61,6 @@ pub enum Segment {
 }
 
 impl Segment {
-    /// The length.
     pub const fn pages(self) -> Pages {
         match self {
             Self::Same { pages, .. }
@@ -91,9 +87,7 @@ pub enum Activity {
     },
     /// Maps memory, fills all pages alike, keeps it for a time, unmaps it, waits as long, and repeats.
     ShortLived {
-        /// Length of the memory.
         pages: u64,
-        /// Selects the content.
         seed: u64,
         /// How long the memory is kept, counted from the end of filling it.
         life_us: u64,
@@ -101,10 +95,7 @@ pub enum Activity {
         mergeable: bool,
     },
     /// Maps a little memory, writes to its first page and unmaps it, without a pause.
-    Mapper {
-        /// Length of each mapping.
-        pages: u64,
-    },
+    Mapper { pages: u64 },
 }
 
 /// How far an activity has got.
@@ -112,11 +103,9 @@ pub enum Activity {
 pub struct ActivityCounters {
     /// Time since it began, without the time spent answering.
     pub seconds: f64,
-    /// Pages rewritten.
     pub pages_written: u64,
     /// The longest delay of a write behind its schedule since the last answer, in microseconds.
     pub latest_us: f64,
-    /// Time spent writing.
     pub writing_seconds: f64,
     /// Short-lived memory that it has unmapped.
     pub lives: Vec<Lifetime>,
@@ -125,7 +114,6 @@ pub struct ActivityCounters {
     pub maps: Vec<u64>,
 }
 
-/// One piece of short-lived memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Lifetime {
     /// Pages merged just before the end: present, and mapped elsewhere too.

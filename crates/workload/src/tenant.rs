@@ -12,8 +12,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Time limit for an answer. Filling 4 GiB takes a few seconds on a busy machine; a tenant that takes a minute has been
-/// stopped.
+/// Time limit for an answer. Filling 4 GiB takes seconds on a busy machine; a tenant that takes a minute has been stopped.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Time limit for a tenant to end by itself.
@@ -33,8 +32,7 @@ pub enum Verdict {
 }
 
 impl Tenant {
-    /// Starts a tenant and waits until its memory is filled. `program` is an executable whose subcommand `tenant` calls
-    /// [`crate::serve`].
+    /// Starts a tenant and waits until its memory is filled. `program` must call [`crate::serve`] for its subcommand `tenant`.
     pub fn start(program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
         Self::start_by(&[], program, spec)
     }
@@ -51,7 +49,6 @@ impl Tenant {
         Ok(tenant)
     }
 
-    /// The process ID.
     pub fn pid(&self) -> i32 {
         self.0.pid()
     }

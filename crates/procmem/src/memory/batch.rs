@@ -43,7 +43,6 @@ pub(super) fn huge_by_frames(
     })
 }
 
-/// One page of a batch.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     page: Vpn,
@@ -76,7 +75,6 @@ pub(super) struct Batch {
     wanted: Vec<u16>,
     local: Vec<IoRange>,
     remote: Vec<IoRange>,
-    /// This kernel has no PAGEMAP_SCAN.
     pub(super) scan_absent: bool,
 }
 
@@ -186,7 +184,6 @@ impl Batch {
         Ok(())
     }
 
-    /// Determines the state of every page.
     fn find(&mut self, files: &Files, frames: Option<&mut KpageFlags>, how: ReadHow) -> Result<(), ReadError> {
         self.look_up(files, how)?;
         self.classify(frames, how).map_err(|error| ReadError::from_io(files.pid, "../kpageflags", error))

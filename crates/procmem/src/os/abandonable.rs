@@ -53,7 +53,6 @@ struct Signs {
     steps: AtomicU64,
     /// Its thread; 0 before it begins.
     tid: AtomicI32,
-    /// The CPU clock of its thread.
     clock: OnceLock<libc::clockid_t>,
 }
 
@@ -83,8 +82,8 @@ impl Signs {
 /// Whether a thread of this process sleeps: it neither runs nor waits for a processor.
 pub fn is_asleep(tid: i32) -> bool {
     let stat = std::fs::read(format!("/proc/self/task/{tid}/stat")).unwrap_or_default();
-    let state = stat.iter().rposition(|&byte| byte == b')').and_then(|end| stat.get(end + 2));
-    tid != 0 && state != Some(&b'R')
+    let name_end = stat.iter().rposition(|&byte| byte == b')').unwrap_or(0);
+    tid != 0 && stat.get(name_end + 2) != Some(&b'R')
 }
 
 /// Shows that the job of this thread makes progress.
@@ -106,7 +105,6 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Whether the job has ended.
     pub fn is_over(&self) -> bool {
         self.alive.strong_count() == 0
     }
@@ -125,7 +123,6 @@ impl Pending {
         !self.is_over() && self.idle() >= LIMIT
     }
 
-    /// Whether it sleeps right now.
     pub fn is_asleep(&self) -> bool {
         is_asleep(self.signs.tid.load(Ordering::Relaxed))
     }
@@ -136,7 +133,6 @@ impl Pending {
     }
 }
 
-/// What a reading thread does.
 #[derive(Debug)]
 pub struct Job<T> {
     result: Receiver<T>,
@@ -187,7 +183,6 @@ impl<T: Send + 'static> Job<T> {
         })
     }
 
-    /// The result, if it's there.
     pub fn poll(self) -> Result<T, Self> {
         self.result.try_recv().map_err(|_| self)
     }
@@ -286,7 +281,7 @@ mod tests {
         wait_until_over(&run_abandonable(|| -> () { panic!("as a test") }).unwrap_err());
     }
 
-    /// Waiting for many at once takes a quarter of the time, and each that does not sleep is waited for.
+    /// Waiting for many at once takes a quarter of the time, and we wait for each that doesn't sleep.
     #[test]
     fn the_time_spent_waiting_is_limited() {
         let began = Instant::now();

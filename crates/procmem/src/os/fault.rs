@@ -12,8 +12,7 @@ use std::time::Duration;
 
 pub const VARIABLE: &str = "PAGEFOLD_FAULT";
 
-/// Environment variable with the path of a file in which we record each injected failure once, so that a test can check that
-/// its fault occurred.
+/// Environment variable with a file where we record each injected failure once: so a test can check that its fault occurred.
 pub const SEEN_VARIABLE: &str = "PAGEFOLD_FAULT_SEEN";
 
 /// Points of the daemon and of unmerging at which a kill leaves changes behind. The injector has its own list.
@@ -227,7 +226,7 @@ mod tests {
         assert_eq!(names("turned:run"), [false, false]);
     }
 
-    /// Tests iterate over the lists: a point that is in none is not tested.
+    /// Tests iterate over the lists, so they'd miss a point that's in none.
     #[test]
     fn every_point_is_listed() {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

@@ -1,5 +1,4 @@
-//! Reads text with one `key value` or `key: value` pair per line, as in `/proc/meminfo`, `/proc/PID/status` and
-//! `memory.stat`.
+//! Reads text with a `key value` or `key: value` on each line, like `/proc/meminfo`, `/proc/PID/status` and `memory.stat`.
 
 use std::str::FromStr;
 

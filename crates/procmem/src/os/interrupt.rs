@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// How often a wait checks the flag.
 const CHECK_EVERY: Duration = Duration::from_millis(20);
 
 /// A signal has asked this process to end.
@@ -27,10 +26,6 @@ impl From<Arc<AtomicBool>> for Interrupt {
 
 impl Interrupt {
     /// Installs handlers for both signals.
-    ///
-    /// # Errors
-    ///
-    /// `sigaction` fails.
     pub fn on_signals() -> io::Result<Self> {
         let interrupt = Self::default();
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
@@ -39,7 +34,6 @@ impl Interrupt {
         Ok(interrupt)
     }
 
-    /// Fails once a signal has arrived.
     pub fn check(&self) -> Result<(), Interrupted> {
         if self.0.load(Ordering::Relaxed) { Err(Interrupted) } else { Ok(()) }
     }

@@ -51,8 +51,7 @@ impl Topology {
         Self::read(Path::new("/sys/devices/system"), Path::new("/proc/zoneinfo"))
     }
 
-    /// The nodes under a directory like `/sys/devices/system`. We divide memory blocks that span several nodes by the zones in
-    /// a file like `/proc/zoneinfo`.
+    /// The nodes under a directory like `/sys/devices/system`. A file like `/proc/zoneinfo` divides memory blocks of several nodes.
     ///
     /// # Errors
     /// If we can't read or parse a file. Files that the kernel doesn't provide are not errors.
@@ -101,7 +100,6 @@ impl Topology {
         (frame < block.end()).then_some(block.node)
     }
 
-    /// The nodes with their current free memory.
     pub fn views(&self) -> io::Result<Vec<NodeView>> {
         let mut views = Vec::new();
         for Node { key, distances, .. } in &self.nodes {
@@ -272,7 +270,7 @@ mod tests {
         assert_eq!([0, 32_768, 49_151].map(node), [Some(0); 3]);
         assert_eq!([49_152, 65_535, 65_536, 98_303].map(node), [Some(1); 4]);
         assert_eq!(node(98_304), None);
-        // Without zones its node is unknown.
+        // Without zones we don't know its node.
         fs::write(&zones, "").unwrap();
         let topology = Topology::read(root.path(), &zones).unwrap().unwrap();
         assert_eq!([0, 32_768, 65_536].map(|frame| topology.node_of(frame).is_some()), [true, false, true]);

@@ -18,7 +18,6 @@ use thiserror::Error;
 /// Why we couldn't read the memory pressure.
 #[derive(Debug, Error)]
 pub enum PressureError {
-    /// The text isn't in the documented format.
     #[error("{} is malformed: {what}", path.display())]
     Malformed { path: PathBuf, what: &'static str },
     #[error("cannot read {}: {source}", path.display())]

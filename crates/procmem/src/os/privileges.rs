@@ -45,10 +45,8 @@ pub const INJECTING: [Capability; 3] = [
 /// Why we couldn't drop capabilities.
 #[derive(Debug, Error)]
 pub enum PrivilegeError {
-    /// The kernel refused to change or show capabilities.
     #[error("cannot drop capabilities: {0}")]
     Caps(#[from] CapsError),
-    /// The kernel refused `no_new_privs`.
     #[error("cannot set no_new_privs: {0}")]
     NoNewPrivs(std::io::Error),
     /// We still have these capabilities although dropping them reported success.
@@ -84,8 +82,7 @@ pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     if left.is_empty() { Ok(()) } else { Err(PrivilegeError::Left(left)) }
 }
 
-/// Makes this process non-dumpable, to protect the pages of other processes that it holds: no core dumps, and no debuggers
-/// without privileges.
+/// Makes us non-dumpable, to protect pages of others that we hold: no core dumps, and no debuggers without privileges.
 pub fn keep_from_dumps() {
     // This can't fail.
     let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
