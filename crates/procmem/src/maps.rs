@@ -293,10 +293,12 @@ pub fn each_mapping(
 }
 
 pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
-    let mut found: Vec<Vma> = Vec::new();
+    let mut found = Vec::new();
+    let mut end = 0;
     for line in lines(text) {
-        let end = found.last().map_or(0, |last| last.end);
-        found.push(parse_line(line, Names::All, end)?);
+        let vma = parse_line(line, Names::All, end)?;
+        end = vma.end;
+        found.push(vma);
     }
     Ok(found)
 }

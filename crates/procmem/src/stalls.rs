@@ -175,7 +175,7 @@ fn namespace_owner(process: &Process) -> Option<u32> {
         let mut user = 0_u32;
         // SAFETY: the call writes one number.
         let failed = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_OWNER_UID, &raw mut user) };
-        owner = (failed == 0).then_some(user);
+        owner = if failed == 0 { Some(user) } else { None };
         // SAFETY: the kernel has just returned this descriptor; nothing else owns it.
         namespace = unsafe { File::from_raw_fd(parent) };
     }

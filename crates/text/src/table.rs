@@ -39,9 +39,9 @@ impl fmt::Display for Table {
         }
         for (number, row) in self.rows.iter().enumerate() {
             let mut line = String::new();
-            for ((cell, &right), &wide) in row.iter().zip(&self.right).zip(&widths) {
-                let padding = " ".repeat(wide - width(cell));
-                let (before, after) = if right { (&*padding, "") } else { ("", &*padding) };
+            for (column, cell) in row.iter().enumerate().take(widths.len()) {
+                let padding = " ".repeat(widths[column] - width(cell));
+                let (before, after) = if self.right[column] { (&*padding, "") } else { ("", &*padding) };
                 line = line + before + cell + after + "  ";
             }
             let end = if number == 0 { "" } else { "\n" };

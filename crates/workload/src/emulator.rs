@@ -138,9 +138,11 @@ fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
 
 /// The directory where `scripts/guest-kernel` puts kernels, and `lab/scripts/wordpress` its image.
 pub fn cache() -> anyhow::Result<PathBuf> {
-    let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
-    Ok(cache.context("no directory for what is unpacked: set HOME")?.join("pagefold"))
+    if let Some(cache) = env::var_os("XDG_CACHE_HOME") {
+        return Ok(PathBuf::from(cache).join("pagefold"));
+    }
+    let home = env::var_os("HOME").context("no directory for what is unpacked: set HOME")?;
+    Ok(PathBuf::from(home).join(".cache/pagefold"))
 }
 
 /// Finds the kernel that `scripts/guest-kernel PURPOSE` unpacks.

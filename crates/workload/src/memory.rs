@@ -104,7 +104,7 @@ impl FilledSegment {
 }
 
 fn first_word(page: &[u8]) -> u64 {
-    page.first_chunk().map_or(0, |word| u64::from_le_bytes(*word))
+    u64::from_le_bytes(page.first_chunk().copied().unwrap_or_default())
 }
 
 fn write(segment: Segment, page: &mut [u8], number: u64) {

@@ -158,7 +158,8 @@ fn die() {
 
 fn happens(name: &str, of: &str) -> Option<&'static Fault> {
     let fault = faults().iter().find(|fault| fault.is_of(name, of))?;
-    (fault.passed.fetch_add(1, Ordering::Relaxed) + 1 >= fault.from).then_some(fault)
+    let passage = fault.passed.fetch_add(1, Ordering::Relaxed) + 1;
+    if passage >= fault.from { Some(fault) } else { None }
 }
 
 impl Fault {

@@ -97,7 +97,7 @@ impl Topology {
     pub fn node_of(&self, frame: u64) -> Option<NodeKey> {
         let at = self.blocks.partition_point(|block| block.first <= frame).checked_sub(1)?;
         let block = self.blocks[at];
-        (frame < block.end()).then_some(block.node)
+        if frame < block.end() { Some(block.node) } else { None }
     }
 
     pub fn views(&self) -> io::Result<Vec<NodeView>> {
@@ -169,8 +169,12 @@ pub fn divided(blocks: &[FrameSpan], zones: &[FrameSpan]) -> Vec<FrameSpan> {
         cuts.sort_unstable();
         cuts.dedup();
         for piece in cuts.windows(2) {
-            let zones = zones.iter().filter(|zone| zone.first <= piece[0] && piece[1] <= zone.end());
-            let mut nodes: Vec<NodeKey> = zones.map(|zone| zone.node).collect();
+            let mut nodes = Vec::new();
+            for zone in zones {
+                if zone.first <= piece[0] && piece[1] <= zone.end() {
+                    nodes.push(zone.node);
+                }
+            }
             nodes.dedup();
             if let [node] = nodes[..] {
                 divided.push(FrameSpan { first: piece[0], frames: piece[1] - piece[0], node });
