@@ -10,9 +10,9 @@ use std::ops::ControlFlow;
 
 /// The two bytes of the instruction.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// We search so many bytes of each executable mapping. libc has one within its first pages of code.
+/// We search this many bytes of each executable mapping. libc has one within its first pages of code.
 const SEARCHED_BYTES: u64 = 1 << 20;
-/// We search so many executable mappings.
+/// We search this many executable mappings.
 const SEARCHED_MAPPINGS: usize = 4096;
 
 /// Whether `word`, the memory at an instruction in little-endian order, begins with `syscall`.

@@ -19,7 +19,7 @@ use tracing::debug;
 
 /// The pause before the second start in a row; it doubles with each. We make the first one at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
-/// After so many deaths and failed starts in a row we don't start another one: the pauses before add up to 16 s.
+/// After this many deaths and failed starts in a row we don't start another one: the pauses before add up to 16 s.
 const FAILURES_MOST: u32 = 8;
 /// An injector that lived for so long ends the row.
 const HEALTHY: Duration = Duration::from_secs(60);

@@ -2,7 +2,7 @@
 //!
 //! `madvise` marks the memory of its caller only, so to mark a process's memory that process must make the call. We stop one
 //! of its threads by ptrace, make it run a batch of calls, give it back every register and its signal mask, and resume it;
-//! the process sees nothing but the delay. The modules describe what happens when it blocks in a call, or is signalled,
+//! the process sees nothing but the delay. The modules describe the cases where it blocks in a call, or is signalled,
 //! frozen, killed or traced meanwhile ([`regs`], [`thread`], [`tracee`]).
 //!
 //! The one rule without exception: once we've borrowed a thread's registers, we give them back or the thread has died. No

@@ -107,7 +107,7 @@ pub fn set_options(tid: i32, options: u64) -> Result<(), Errno> {
 }
 
 pub fn registers(tid: i32) -> Result<Registers, Errno> {
-    // SAFETY: the structure is plain integers, for which zero is a value.
+    // SAFETY: the structure is plain integers, and zero is a value of them.
     let mut registers: Registers = unsafe { std::mem::zeroed() };
     ptrace(PTRACE_GETREGS, tid, 0, address_of_mut(&mut registers))?;
     Ok(registers)
@@ -181,7 +181,7 @@ pub fn pending_signals(tid: i32) -> Option<u64> {
     for flags in [0, SHARED] {
         let mut first = 0_u64;
         loop {
-            // SAFETY: the structure is plain data, for which zero is a value.
+            // SAFETY: the structure is plain data, and zero is a value of it.
             let mut infos: [libc::siginfo_t; BATCH] = unsafe { std::mem::zeroed() };
             // struct ptrace_peeksiginfo_args: index of the first, flags, and how many.
             let wanted = [first, u64::from(flags) | count(BATCH) << 32];
@@ -204,7 +204,7 @@ pub fn pending_signals(tid: i32) -> Option<u64> {
 
 /// The `si_code` of the signal that the tracee is about to receive, if the kernel raised it.
 pub fn signal_cause(tid: i32) -> Option<i32> {
-    // SAFETY: the structure is plain data, for which zero is a value.
+    // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     ptrace(PTRACE_GETSIGINFO, tid, 0, address_of_mut(&mut info)).ok()?;
     // SI_USER, SI_QUEUE and SI_TKILL are zero or negative; SI_KERNEL (0x80) and the codes of faults are positive.
@@ -271,7 +271,7 @@ pub fn poll(tid: i32) -> TraceeEvent {
 
 /// `si_code` and `si_status`; zeros without an event, `None` without such a tracee.
 fn wait(tid: i32, flags: i32) -> Option<(i32, i32)> {
-    // SAFETY: the structure is plain data, for which zero is a value.
+    // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     // SAFETY: `info` outlives the call. The raw call, because libc's is a cancellation point.
     let result =

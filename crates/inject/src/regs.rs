@@ -3,8 +3,8 @@
 //! The tracer's interrupt wakes a thread that blocks in a system call. Most calls then return the kernel's private errors 512
 //! to 516, and the kernel turns these into a restart on the way back to the program if there was no signal. It uses the
 //! registers at that moment, so restoring them all, `orig_rax` included, is enough. Some calls return a plain EINTR instead,
-//! which the program would see. We restart them by replacing it by ERESTARTNOHAND: the kernel then restarts the call unless a
-//! handler runs, and in that case returns EINTR.
+//! which the program would see. We restart these by turning EINTR into ERESTARTNOHAND: the kernel then restarts the call unless
+//! a handler runs, and in that case returns EINTR.
 
 use super::ptrace::Registers;
 use super::{signed, unsigned};
@@ -17,7 +17,7 @@ const ERESTARTNOHAND: i64 = 514;
 /// The libc crate doesn't have it.
 const SYS_IO_PGETEVENTS: i64 = 333;
 
-/// Whether the registers are those of a thread that runs 64-bit code.
+/// Whether a thread with these registers runs 64-bit code.
 pub fn is_64_bit(registers: &Registers) -> bool {
     registers.cs == USER_CS_64
 }

@@ -1,8 +1,8 @@
 //! Restores a thread whose tracer dies.
 //!
 //! Before we change a thread's registers, we write a genuine signal frame with its own registers, floating-point state and
-//! signal mask onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, laid out like
-//! `get_sigframe` does; read in Linux 6.12, 6.15 and 6.18). From then on the thread is, as far as the kernel can see, in a signal
+//! signal mask onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, laid out as by
+//! `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the thread is, as far as the kernel can see, in a signal
 //! handler: whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in order, and what the
 //! thread does if the tracer dies right after each:
 //!

@@ -24,11 +24,11 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// The bytes below the stack pointer that a leaf function may use.
 const RED_ZONE: u64 = 128;
-/// We leave at most so much room below a frame, for a handler that runs there.
+/// We leave at most this much room below a frame, for a handler that runs there.
 const HANDLER_BYTES: u64 = 64 << 10;
-/// We inspect so many pages at once: as many as one page table maps. A page in a table that is in use already gets no huge page.
+/// We inspect this many pages at once: as many as one page table maps. A page in a table that is in use already gets no huge page.
 const WINDOW: usize = 512;
-/// We remember pages of earlier frames for so many processes, and so many of each.
+/// We remember pages of earlier frames for this many processes, and this many of each.
 const PROCESSES_KEPT: usize = 1024;
 const PAGES_KEPT: usize = 64;
 

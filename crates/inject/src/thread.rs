@@ -11,7 +11,7 @@ use pagefold_procmem::process::{Process, ReadError, Stat};
 use rustix::fs::OFlags;
 use std::os::fd::AsRawFd;
 
-/// We examine so many threads at most. Each takes some 10 us.
+/// We examine this many threads at most. Each takes some 10 us.
 const MAX_THREADS: usize = 128;
 
 /// The content of `/proc/PID/task/TID/syscall`.

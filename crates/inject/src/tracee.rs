@@ -80,7 +80,7 @@ pub enum StopEnd {
     Signal,
     /// In a restartable sequence, or the program has changed since we examined it.
     Unstable,
-    /// It runs another program than the one that the calls are for.
+    /// It runs another program than the calls are for.
     OtherProgram,
     Filtered,
     Compat,
@@ -115,7 +115,7 @@ pub struct Tracee<'a> {
     /// Stopped by the tracer's interrupt, not by job control.
     pub by_us: bool,
     pub is_main_thread: bool,
-    /// A `syscall` instruction, that of the trampoline if there is one.
+    /// A `syscall` instruction: the trampoline's if there is one.
     pub instruction: u64,
     pub trampoline: Option<Trampoline>,
     pub stack_check: Option<StackCheck>,
@@ -291,8 +291,8 @@ impl Calling<'_> {
             }
             fault::point("registers-set");
         }
-        // Signals wait until the thread is restored: a handler's frame would contain the borrowed registers. Not those of
-        // faults: the kernel would reset the handler of a blocked one; unblocked it only stops the thread.
+        // Signals wait until the thread is restored: a handler's frame would contain the borrowed registers. Fault
+        // signals don't: the kernel would reset the handler of a blocked one; unblocked it only stops the thread.
         if ptrace::set_signal_mask(tid, self.mask | !FAULTS).is_err() {
             return (0, StopEnd::Gone);
         }

@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
 /// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
 const SIGRETURN: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
-/// We search so many bytes of one mapping, and of all in one process. Both pieces are in the first megabyte of glibc, musl and
+/// We search this many bytes of one mapping, and of all in one process. Both pieces are in the first megabyte of glibc, musl and
 /// Go programs; larger files may have none.
 const MAPPING_BYTES: u64 = 8 << 20;
 const PROCESS_BYTES: u64 = 32 << 20;
-/// We consider so many executable mappings of files in one process.
+/// We consider this many executable mappings of files in one process.
 const MAPPINGS: usize = 1024;
 /// If we don't find them in a process we search it again after this time: more pages may be mapped then.
 const SEARCH_AGAIN: Duration = Duration::from_secs(10);

@@ -32,7 +32,7 @@ use thiserror::Error;
 const STEP_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
 /// Address space that one call unmarks if it copies little: walking it takes some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
-/// We give up after so many attempts on mappings that keep changing or calls that signals keep interrupting.
+/// We give up after this many attempts on mappings that keep changing or calls that signals keep interrupting.
 const ATTEMPTS: u32 = 5;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -143,7 +143,7 @@ pub fn unmark_in_steps(
     Ok(())
 }
 
-/// Fails unless the process's memory limits leave room for so many bytes of copies.
+/// Fails unless the process's memory limits leave room for this many bytes of copies.
 fn check_room(process: &Process, roots: &Roots, copies: u64) -> Result<(), UnmergeError> {
     let Headroom { left, margin } = headroom(process, &roots.proc, &roots.cgroup)?;
     let wanted = Bytes(copies + margin.0);
@@ -222,7 +222,7 @@ fn unmark_all(
 }
 
 impl Unmerged {
-    /// Compares the marks before with those that are left.
+    /// Compares the marks before with the remaining ones.
     fn record(&mut self, before: &MarkState, after: &MarkState) {
         self.given_back = Bytes(before.merged_kib.saturating_sub(after.merged_kib).saturating_mul(1024));
         for &(start, end) in &before.marked {

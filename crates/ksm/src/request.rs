@@ -24,9 +24,9 @@ const KEEP_ZERO: u32 = 1 << 1;
 /// Ranges and pages of one call: some milliseconds, after which we ask our caller whether to go on. The kernel allows more.
 const CALL_RANGES: usize = 1024;
 const CALL_PAGES: u32 = 4096;
-/// After so many calls in a row that do nothing, because a signal ends them, we leave the rest untried.
+/// After this many calls in a row that do nothing, because a signal ends them, we leave the rest untried.
 const IN_VAIN_MOST: u32 = 1000;
-/// If a call of so many pages finds only pages that differ, we leave the rest untried: the digests that named them are worthless.
+/// If a call of this many pages finds only pages that differ, we leave the rest untried: the digests that named them are worthless.
 const DIFFERING_MOST: usize = 1024;
 
 /// `struct ksm_merge_range`

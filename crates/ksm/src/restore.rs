@@ -88,7 +88,7 @@ fn restore_all(writer: &KnobWriter, progress: &Mutex<RestoreOutcome>) {
     writer.close();
 }
 
-/// The changed knobs in the order in which we restore them, each with the value it should get.
+/// The changed knobs in the order of restoring, each with the value it should get.
 fn to_restore(writer: &KnobWriter) -> Vec<(Knob, u64)> {
     let changed = writer.changed();
     let mut knobs = Vec::new();

@@ -37,7 +37,7 @@ pub struct Roots {
     pub proc: PathBuf,
     /// `/sys/fs/cgroup`
     pub cgroup: PathBuf,
-    /// `/`, for the files in which owners opt out.
+    /// `/`, for the files where owners opt out.
     pub files: PathBuf,
 }
 

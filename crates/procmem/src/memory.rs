@@ -28,7 +28,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Which pages have their contents read.
+/// Pages whose contents we read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Contents {
     #[default]
@@ -328,7 +328,7 @@ impl PageReader {
         })
     }
 
-    /// Appends to `runs` the runs of a range in which every page is present and no page belongs to a file.
+    /// Appends to `runs` the runs of a range where every page is present and none belongs to a file.
     pub fn resident_runs(
         &mut self,
         process: &Process,

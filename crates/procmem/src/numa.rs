@@ -10,7 +10,7 @@ use pagefold_engine::placement::policy::Placement;
 use pagefold_engine::units::Vpn;
 use std::io;
 
-/// Finds out what placement needs to know about a process: its home node, nice value and the nodes it may use.
+/// Reads the facts for placement: a process's home node, nice value and the nodes it may use.
 pub fn owner_view(
     process: &Process,
     topology: &Topology,

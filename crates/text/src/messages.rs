@@ -27,7 +27,7 @@ pub fn never_wait(program: &'static str) {
     if MESSAGES.set(Messages { program, queue: Sink::new(ROOM) }).is_ok() {
         std::panic::set_hook(Box::new(move |panic| {
             complain(program, &panic.to_string());
-            // The thread that panics may be the one that the process ends with.
+            // The process may end with the thread that panics.
             flush();
         }));
     }

@@ -1,4 +1,4 @@
-//! A queue in front of something that may stop taking what it's given: a pipe that nobody reads, a disk that doesn't answer.
+//! A queue in front of something that may stop taking more: a pipe that nobody reads, a disk that doesn't answer.
 //!
 //! One thread writes, and nobody else waits for it. Once the queue is full we lose new items, until the thread has caught up;
 //! then we tell it how many they were, so that the gap shows where it is.

@@ -8,7 +8,7 @@ use pagefold_engine::random::finalize;
 use pagefold_engine::units::PAGE_SIZE;
 use std::time::{Duration, Instant};
 
-/// Neighbours in permuted memory are so many pages apart. It's a prime, so we get every page of any length that it doesn't divide.
+/// Neighbours in permuted memory are this many pages apart. It's a prime, so we get every page of any length that it doesn't divide.
 const STRIDE: u64 = 7919;
 
 /// Coprime to a hundred, which spreads the pages of one content.

@@ -53,7 +53,7 @@ impl Tenant {
         self.0.pid()
     }
 
-    /// Has the tenant compare every byte of its memory with what was written.
+    /// Has the tenant compare every byte of its memory with the one it wrote.
     pub fn verify(&mut self) -> anyhow::Result<Verdict> {
         let answer = self.ask("verify")?;
         match answer.split_once(' ') {

@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM as a flag that every wait checks, so that an interrupted command restores what it changed.
+//! SIGINT and SIGTERM as a flag that every wait checks, so that an interrupted command undoes its changes.
 
 use std::io;
 use std::sync::Arc;

@@ -100,7 +100,7 @@ fn pages(meminfo: &[u8], key: &str) -> Result<Pages, &'static str> {
     }
 }
 
-/// Parses `/proc/pressure/memory`: for which share of the last 10 s some task waited for memory.
+/// Parses `/proc/pressure/memory`: the share of the last 10 s during which some task waited for memory.
 pub fn parse_pressure(text: &[u8]) -> Result<Permyriad, &'static str> {
     let line =
         text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"some ")).ok_or("no line 'some'")?;
