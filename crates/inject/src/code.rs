@@ -1,25 +1,24 @@
 //! Reads a target's code without making the kernel fetch any of it.
 //!
-//! A page of a file that is not mapped yet is read from its file system, and one registered with userfaultfd is filled by a
-//! program. Either may never answer, and the read then blocks with the target's mmap lock held (`get_user_page_vma_remote`,
-//! mm/gup.c). So only pages that pagemap shows as mapped are read. Between that and the read the target can still unmap a page: an
-//! attempt that gets stuck is given up ([`pagefold_procmem::stalls`]).
+//! A page of a file that isn't mapped yet is read from its file system, and a program fills a page registered with userfaultfd.
+//! Either may never answer, and the read then blocks with the target's mmap lock held (`get_user_page_vma_remote`, mm/gup.c). So we
+//! only read pages that pagemap shows as mapped. Between that and the read the target can still unmap a page: we give up an attempt
+//! that gets stuck ([`pagefold_procmem::stalls`]).
 
 use pagefold_engine::units::{PAGE_BYTES, PAGE_SIZE, Vpn, count};
 use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
 use pagefold_procmem::process::{Process, ReadError};
 use std::fs::File;
 use std::io;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::os::unix::fs::FileExt;
 
-/// Pages looked up, and read, at a time.
+/// Pages that we look up, and read, at a time.
 const CHUNK_PAGES: usize = 32;
 const CHUNK_BYTES: usize = CHUNK_PAGES * PAGE_SIZE;
-/// The longest piece of code that is found across two reads.
+/// The longest piece of code that a search finds across two reads.
 const OVERLAP: usize = 16;
 
-/// The memory of a process.
 #[derive(Debug)]
 pub struct Code {
     memory: File,
@@ -33,11 +32,12 @@ impl Code {
         Ok(Self { memory, pagemap: Pagemap::open_file(process, &format!("task/{tid}/pagemap"))? })
     }
 
-    /// Fills `bytes`, no more than a page, if all of it is mapped. False: it is not, or cannot be read.
+    /// Fills `bytes`, no more than a page, if all of it is mapped. False: it isn't, or we can't read it.
     pub fn read(&self, bytes: &mut [u8], at: u64) -> bool {
-        let Some(last) = at.checked_add(count(bytes.len()).saturating_sub(1)) else { return false };
+        let Some(last_byte) = at.checked_add(count(bytes.len()).saturating_sub(1)) else { return false };
         let mut entries = [0; 2];
-        let (first, last) = (Vpn::of_address(at), Vpn::of_address(last));
+        let first = Vpn::of_address(at);
+        let last = Vpn::of_address(last_byte);
         let pages = if first == last { 1 } else { 2 };
         self.pagemap.read(first, &mut entries[..pages]).is_ok()
             && entries[..pages].iter().all(|&entry| PagemapEntry(entry).present())
@@ -45,28 +45,30 @@ impl Code {
     }
 
     /// Calls `each` with every piece of the range that is mapped, and its address, until it breaks. Consecutive pieces overlap.
-    /// `provided`: the kernel provides the range, so reading it never blocks whether or not it is mapped.
+    /// `provided`: the kernel provides the range, so reading it never blocks whether or not it's mapped.
     ///
     /// # Errors
     /// If the memory is gone.
     pub fn search(
         &self,
-        (start, end): (u64, u64),
+        range: Range<u64>,
         provided: bool,
         mut each: impl FnMut(u64, &[u8]) -> ControlFlow<()>,
     ) -> Result<(), ReadError> {
         let mut buffer = vec![0; OVERLAP + CHUNK_BYTES];
         let mut entries = [0; CHUNK_PAGES];
+        let mut at = range.start;
         // The bytes before the next piece that are still in the buffer's head.
-        let (mut at, mut head) = (start, 0);
-        while at < end {
-            let pages = usize::try_from((end - at).div_ceil(PAGE_BYTES)).unwrap_or(CHUNK_PAGES).min(CHUNK_PAGES);
+        let mut head = 0;
+        while at < range.end {
+            let left = range.end - at;
+            let pages = usize::try_from(left.div_ceil(PAGE_BYTES)).unwrap_or(CHUNK_PAGES).min(CHUNK_PAGES);
             self.pagemap.read(Vpn::of_address(at), &mut entries[..pages])?;
-            let is_mapped = |entry: u64| provided || PagemapEntry(entry).present();
-            for run in entries[..pages].chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
-                let bytes = (run.len() * PAGE_SIZE).min(usize::try_from(end - at).unwrap_or(CHUNK_BYTES));
+            for run in entries[..pages].chunk_by(|&a, &b| provided || is_mapped(a) == is_mapped(b)) {
+                let bytes = (run.len() * PAGE_SIZE).min(usize::try_from(range.end - at).unwrap_or(CHUNK_BYTES));
                 let wanted = OVERLAP..OVERLAP + bytes;
-                let read = if is_mapped(run[0]) { self.memory.read_at(&mut buffer[wanted], at) } else { Ok(0) };
+                let is_read = provided || is_mapped(run[0]);
+                let read = if is_read { self.memory.read_at(&mut buffer[wanted], at) } else { Ok(0) };
                 let read = match read {
                     Ok(read) => read,
                     // Beyond the end of a file, or a device.
@@ -85,6 +87,10 @@ impl Code {
         }
         Ok(())
     }
+}
+
+fn is_mapped(entry: u64) -> bool {
+    PagemapEntry(entry).present()
 }
 
 #[cfg(test)]
@@ -128,7 +134,7 @@ mod tests {
         write(start + 2 * PAGE_BYTES - 3, b"across");
         let mut seen = Vec::new();
         let end = start + pages * PAGE_BYTES;
-        code.search((start, end), false, |at, bytes| {
+        code.search(start..end, false, |at, bytes| {
             seen.push(((at - start) / PAGE_BYTES, bytes.len().div_ceil(PAGE_SIZE)));
             ControlFlow::Continue(())
         })

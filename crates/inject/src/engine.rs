@@ -1,6 +1,6 @@
 //! One attempt: choose a thread, seize it, interrupt it, let [`Tracee`] make the calls, and report the result.
 //!
-//! Each attempt has a thread of its own, which stays with a target's thread that does not stop in time (a vfork parent, a
+//! Each attempt has a thread of its own, which stays with a target's thread that doesn't stop in time (a vfork parent, a
 //! frozen thread) until it does: released before, that thread would find its system call interrupted.
 
 use super::code::Code;
@@ -14,67 +14,65 @@ use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
 use pagefold_procmem::image::{AddressSpace, ProgramId};
 use pagefold_procmem::os::abandonable::is_asleep;
-use pagefold_procmem::process::Process;
+use pagefold_procmem::process::{Process, ProcessKey};
 use pagefold_procmem::stalls::{ATTEMPTS, Refusal};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-/// For how long the thread may sleep while it prepares (reading `/proc`, attaching), beyond the wait for the stop, and how long
+/// For how long our thread may sleep while it prepares (reading `/proc`, attaching), beyond the wait for the stop, and how long
 /// preparing may take in all.
 const PREPARING: Duration = Duration::from_secs(1);
 const PREPARING_MOST: Duration = Duration::from_secs(15);
-/// How often that is checked.
+/// How often we check that.
 const TICK: Duration = Duration::from_millis(50);
 
-/// A memory map's lock that takes longer than this is not free, and the number of tries.
+/// If we wait longer than this for an mmap lock it isn't free, and the number of tries.
 const LOCK_LIMIT: Duration = Duration::from_millis(1);
 const LOCK_TRIES: u32 = 4;
 
-/// The result of an attempt.
 #[derive(Debug)]
-pub struct Ended {
+pub struct AttemptOutcome {
     /// The results of the calls that were made, from the first on.
     pub results: Vec<Result<u64, Errno>>,
-    /// For how long the thread was stopped, if it was.
+    /// For how long we stopped the thread, if we did.
     pub stop_ns: Option<u64>,
     /// Whether registers were borrowed without a return frame.
     pub unguarded: bool,
     /// For how long registers were borrowed.
     pub away_ns: u64,
-    /// What to do next.
     pub verdict: Verdict,
 }
 
-/// What to do after an attempt.
 #[derive(Debug)]
 pub enum Verdict {
     /// All calls were made.
     Done,
     /// Try again; after too many attempts this is the error.
     Again(InjectError),
-    /// Do not try again soon.
+    /// Don't try again soon.
     Failed(InjectError),
 }
 
 impl Verdict {
-    fn unstopped(self) -> Ended {
-        Ended { results: Vec::new(), stop_ns: None, unguarded: false, away_ns: 0, verdict: self }
+    fn unstopped(self) -> AttemptOutcome {
+        AttemptOutcome { results: Vec::new(), stop_ns: None, unguarded: false, away_ns: 0, verdict: self }
     }
 }
 
 /// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice.
 pub fn attempt(
-    (process, program): (&Process, Option<&ProgramId>),
+    process: &Process,
+    program: Option<&ProgramId>,
     tid: Option<i32>,
     calls: &[Call],
     limits: &Limits,
-) -> Result<Ended, InjectError> {
+) -> Result<AttemptOutcome, InjectError> {
     let pid = process.pid();
-    // The thread may outlive this call, so it needs a handle of its own.
-    let held = Process::open(pid).map_err(InjectError::from_read)?;
-    if held.start_time_ticks() != process.start_time_ticks() {
+    // Our thread may outlive this call, so it needs a handle of its own.
+    let handle = Process::open(pid).map_err(InjectError::from_read)?;
+    if handle.start_time_ticks() != process.start_time_ticks() {
         return Err(InjectError::Vanished { pid });
     }
     if awaited().contains(&process.key()) {
@@ -94,7 +92,9 @@ pub fn attempt(
     let tid_inside = own.clone();
     let progress = Arc::new(AttemptProgress::default());
     let (sender, receiver) = mpsc::channel();
-    let (calls, limits, progress_inside) = (calls.to_vec(), *limits, Arc::clone(&progress));
+    let progress_inside = Arc::clone(&progress);
+    let calls = calls.to_vec();
+    let limits_inside = *limits;
     let program = program.copied();
     std::thread::Builder::new()
         .name("inject".into())
@@ -102,10 +102,10 @@ pub fn attempt(
         .spawn(move || {
             tid_inside.store(own_tid(), Ordering::Relaxed);
             shield_thread();
-            // The receiver is gone if the attempt was given up.
-            match one_stop((&held, program), tid, &calls, &limits, &progress_inside) {
-                OneStop::Over(ended) => drop(sender.send(ended)),
-                OneStop::Awaited(ended, tid) => await_stop(&held, tid, || drop(sender.send(ended))),
+            // Nobody receives it if the attempt was given up.
+            match one_stop(&handle, program, tid, &calls, &limits_inside, &progress_inside) {
+                StopOutcome::Over(outcome) => drop(sender.send(outcome)),
+                StopOutcome::Awaited(outcome, tid) => await_stop(&handle, tid, || drop(sender.send(outcome))),
             }
             drop(alive);
         })
@@ -115,10 +115,11 @@ pub fn attempt(
             errno: Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)),
         })?;
     let limit = Duration::from_nanos(limits.stop_ns);
-    let (began, mut slept) = (Instant::now(), Duration::ZERO);
+    let began = Instant::now();
+    let mut slept = Duration::ZERO;
     loop {
         match receiver.recv_timeout(TICK) {
-            Ok(ended) => return Ok(ended),
+            Ok(outcome) => return Ok(outcome),
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(InjectError::System { pid, what: "the injection thread".into(), errno: Errno(libc::EIO) });
             }
@@ -157,8 +158,7 @@ fn shield_thread() {
     }
 }
 
-/// Attaches to a thread. Waits for an exec of its process that has begun, and that for its file system, unless the attempt is
-/// given up.
+/// Attaches to a thread. Until the attempt is given up it waits for an exec that has begun, and that waits for its file system.
 fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
     static HANDLER: Once = Once::new();
     HANDLER.call_once(|| {
@@ -170,39 +170,42 @@ fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
             libc::sigaction(CUT_SHORT, &raw const action, std::ptr::null_mut());
         }
     });
-    let change = |how: i32| {
-        // SAFETY: `set` outlives the calls, which affect this thread only.
-        unsafe {
-            let mut set: libc::sigset_t = std::mem::zeroed();
-            libc::sigaddset(&raw mut set, CUT_SHORT);
-            libc::pthread_sigmask(how, &raw const set, std::ptr::null_mut());
-        }
-    };
-    change(libc::SIG_UNBLOCK);
+    set_cut_short_mask(libc::SIG_UNBLOCK);
     // A signal that came before has had no effect.
     let seized = if progress.is_abandoned() { Err(Errno(libc::EINTR)) } else { ptrace::seize(tid) };
-    change(libc::SIG_BLOCK);
+    set_cut_short_mask(libc::SIG_BLOCK);
     seized
+}
+
+/// Blocks or unblocks [`CUT_SHORT`] for this thread.
+fn set_cut_short_mask(how: i32) {
+    // SAFETY: `set` outlives the calls, which affect this thread only.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigaddset(&raw mut set, CUT_SHORT);
+        libc::pthread_sigmask(how, &raw const set, std::ptr::null_mut());
+    }
 }
 
 /// Makes a thread of this process return from [`seize`], if it waits there.
 fn cut_short(tid: i32) {
-    // SAFETY: no memory is passed. The signal has a handler or, before the first `seize`, is blocked.
+    // SAFETY: we pass no memory. The signal has a handler or, before the first `seize`, is blocked.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, CUT_SHORT) };
 }
 
-/// Unused otherwise.
+/// We don't use this signal for anything else.
 const CUT_SHORT: i32 = libc::SIGSTKFLT;
 
 /// Skips the `ptrace` that the thread is about to make. The kernel makes one that was interrupted again (ERESTARTNOINTR),
 /// whatever the flags of the handler.
 extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::ucontext_t) {
     const SYSCALL: [u8; 2] = [0x0f, 0x05];
-    // SAFETY: the kernel passes the registers of this thread, which are restored from there; at its instruction pointer there
+    // SAFETY: the kernel passes the registers of this thread, and restores them from there; at its instruction pointer there
     // are at least two bytes of code.
     unsafe {
         let registers = &mut (*context).uc_mcontext.gregs;
-        let (rip, rax) = (libc::REG_RIP as usize, libc::REG_RAX as usize);
+        let rip = libc::REG_RIP as usize;
+        let rax = libc::REG_RAX as usize;
         let code = usize::from_ne_bytes(registers[rip].to_ne_bytes());
         let code = std::ptr::with_exposed_provenance::<[u8; 2]>(code);
         if registers[rax] == libc::SYS_ptrace && code.read_unaligned() == SYSCALL {
@@ -212,17 +215,16 @@ extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::
     }
 }
 
-/// Processes with a thread that was asked to stop and has not stopped yet.
-static AWAITED: Mutex<BTreeSet<(i32, u64)>> = Mutex::new(BTreeSet::new());
-/// The most such threads: while there are as many, no other process is stopped.
+/// Processes with a thread that we asked to stop and that hasn't stopped yet.
+static AWAITED: Mutex<BTreeSet<ProcessKey>> = Mutex::new(BTreeSet::new());
+/// While there are as many such threads, we stop no other process.
 const AWAITED_MOST: usize = 32;
 
-fn awaited() -> MutexGuard<'static, BTreeSet<(i32, u64)>> {
+fn awaited() -> MutexGuard<'static, BTreeSet<ProcessKey>> {
     AWAITED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits until a thread stops that did not in time, repairs it, and releases it. Until then its process is not stopped again.
-/// `report` ends the attempt.
+/// Waits until a late thread stops, repairs and releases it. Until then we don't stop its process again. `report` ends the attempt.
 fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
     awaited().insert(process.key());
@@ -247,67 +249,73 @@ fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
     awaited().remove(&process.key());
 }
 
-/// What one attempt came to.
-enum OneStop {
-    /// The thread has been let go, or was never asked to stop.
-    Over(Ended),
-    /// This thread has been asked to stop, and has not yet.
-    Awaited(Ended, i32),
+enum StopOutcome {
+    /// We've let the thread go, or never asked it to stop.
+    Over(AttemptOutcome),
+    /// We've asked this thread to stop, and it hasn't yet.
+    Awaited(AttemptOutcome, i32),
+}
+
+fn busy(pid: i32) -> StopOutcome {
+    StopOutcome::Over(Verdict::Again(InjectError::Busy { pid }).unstopped())
 }
 
 fn one_stop(
-    (process, program): (&Process, Option<ProgramId>),
+    process: &Process,
+    program: Option<ProgramId>,
     tid: Option<i32>,
     calls: &[Call],
     limits: &Limits,
     progress: &AttemptProgress,
-) -> OneStop {
+) -> StopOutcome {
     let pid = process.pid();
-    let busy = || OneStop::Over(Verdict::Again(InjectError::Busy { pid }).unstopped());
     let program = program.map(|program| (process, program));
     if !tracee::is_same(program) {
-        return OneStop::Over(Verdict::Failed(InjectError::OtherProgram { pid }).unstopped());
+        return StopOutcome::Over(Verdict::Failed(InjectError::OtherProgram { pid }).unstopped());
     }
     let (candidate, instruction, trampoline) = match prepare(process, tid) {
         Ok(prepared) => prepared,
-        Err(verdict) => return OneStop::Over(verdict.unstopped()),
+        Err(verdict) => return StopOutcome::Over(verdict.unstopped()),
     };
     let tid_chosen = candidate.tid;
-    let stack_check = trampoline.and_then(|_| StackCheck::open(process, tid_chosen));
+    let stack_check = match trampoline {
+        Some(_) => StackCheck::open(process, tid_chosen),
+        None => None,
+    };
     let mut frame = ReturnFrame::new();
     let mut answers = vec![0_i64; calls.len()];
     if !is_unlocked(process) {
-        return busy();
+        return busy(pid);
     }
     if let Err(errno) = seize(tid_chosen, progress) {
-        return OneStop::Over(refused(process, tid_chosen, errno).unstopped());
+        return StopOutcome::Over(refused(process, tid_chosen, errno).unstopped());
     }
-    // From now on the kernel returns ESRCH if the tid is reused, so this check is the last one needed. Nothing has been
-    // requested yet: returning here changes nothing.
+    // From now on the kernel returns ESRCH if the tid is reused, so this check is the last one that we need. We haven't
+    // requested anything yet: returning here changes nothing.
     match thread::examine(process, tid_chosen) {
         // Attaching to a thread in a group stop turns that into a stop of the tracer at once.
         Ok((stat, activity))
             if tid.is_some() || stat.state == b't' || thread::fitness(stat.state, activity).is_some() => {}
-        _ => return busy(),
+        _ => return busy(pid),
     }
     match process.stat() {
         Ok(stat) if stat.start_time_ticks == process.start_time_ticks() => {}
-        _ => return OneStop::Over(Verdict::Failed(InjectError::Vanished { pid }).unstopped()),
+        _ => return StopOutcome::Over(Verdict::Failed(InjectError::Vanished { pid }).unstopped()),
     }
     if progress.is_abandoned() || ptrace::interrupt(tid_chosen).is_err() {
-        return busy();
+        return busy(pid);
     }
     let mut since_ns = clock_ns();
     let Some(signal) = wait_for_trap(tid_chosen, since_ns.saturating_add(limits.stop_ns), &mut since_ns) else {
         let verdict = match thread::examine(process, tid_chosen) {
-            Ok((stat, _)) if matches!(stat.state, b'Z' | b'X') => Verdict::Again(InjectError::Busy { pid }),
+            Ok((stat, _)) if stat.has_ended() => Verdict::Again(InjectError::Busy { pid }),
             Ok((stat, activity)) if thread::frozen(process, tid_chosen, &stat, activity) => {
                 Verdict::Failed(InjectError::Frozen { pid })
             }
             Ok(_) => Verdict::Failed(InjectError::TimedOut { pid, what: "stop".into() }),
             Err(_) => Verdict::Again(InjectError::Busy { pid }),
         };
-        return OneStop::Awaited(verdict.unstopped(), tid_chosen);
+        return StopOutcome::Awaited(verdict.unstopped(), tid_chosen);
     };
     let tracee = Tracee {
         tid: tid_chosen,
@@ -328,7 +336,7 @@ fn one_stop(
     if matches!(end, StopEnd::Unstable | StopEnd::Fault) {
         trampoline::forget(process);
     }
-    let results: Vec<Result<u64, Errno>> = answers.iter().take(made).map(|&answer| as_result(answer)).collect();
+    let results = answers.iter().take(made).map(|&answer| as_result(answer)).collect();
     let verdict = match end {
         StopEnd::Restored => Verdict::Done,
         StopEnd::Gone | StopEnd::Signal | StopEnd::Unstable => Verdict::Again(InjectError::Busy { pid }),
@@ -342,13 +350,13 @@ fn one_stop(
         StopEnd::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
         StopEnd::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
     };
-    OneStop::Over(Ended { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict })
+    StopOutcome::Over(AttemptOutcome { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict })
 }
 
-/// Whether the lock of the memory map is free: what is done in a stop, and the call, waits for it, for as long as a sibling's
-/// fork copies the page tables. A wait for it ends with the lock free.
+/// Whether the mmap lock is free. Our work in a stop waits for it, and so does the call, for as long as a sibling's fork copies
+/// the page tables. After a wait for it the lock is free.
 ///
-/// Asked before the thread is attached to: it could not be waited for then.
+/// We ask before we attach to the thread: afterwards we couldn't wait for it.
 fn is_unlocked(process: &Process) -> bool {
     let Ok(space) = AddressSpace::of(process) else { return true };
     (0..LOCK_TRIES).any(|_| space.is_unlocked(LOCK_LIMIT))
@@ -377,24 +385,27 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
         None => match thread::choose(process) {
             Ok(Choice::Thread(candidate)) => candidate,
             Ok(Choice::NoneNow) => return Err(Verdict::Again(InjectError::NoSafeThread { pid })),
-            // An exec by another than the main thread looks the same for a moment. The caller checks whether the process
-            // has ended.
+            // An exec by another than the main thread looks the same for a moment. The caller checks for the end of the process.
             Err(error @ (InjectError::Zombie { .. } | InjectError::Vanished { .. })) => {
                 return Err(Verdict::Again(error));
             }
             Err(error) => return Err(Verdict::Failed(error)),
         },
     };
-    // A process whose main thread has ended shows it only here.
+    // A process whose main thread has ended only shows it here.
     if is_32_bit(process, &format!("task/{}/auxv", candidate.tid)) {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
-    let code = Code::open(process, candidate.tid);
-    if let Some(trampoline) = code.as_ref().ok().and_then(|code| trampoline::find(process, candidate.tid, code)) {
-        return Ok((candidate, trampoline.syscall, Some(trampoline)));
-    }
-    let found = code.map_err(InjectError::from_read);
-    match found.and_then(|code| gadget::find(process, candidate.tid, candidate.activity, &code)) {
+    let found = match Code::open(process, candidate.tid) {
+        Ok(code) => {
+            if let Some(trampoline) = trampoline::find(process, candidate.tid, &code) {
+                return Ok((candidate, trampoline.syscall, Some(trampoline)));
+            }
+            gadget::find(process, candidate.tid, candidate.activity, &code)
+        }
+        Err(error) => Err(InjectError::from_read(error)),
+    };
+    match found {
         Ok(instruction) => Ok((candidate, instruction, None)),
         Err(error @ InjectError::Busy { .. }) => Err(Verdict::Again(error)),
         // The chosen thread may have ended; the caller checks whether the process has.
@@ -403,14 +414,15 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
     }
 }
 
-/// Whether the process of a thread runs a 32-bit program, by the size of the words in its auxiliary vector: the first one, a
-/// small number, is followed by zeros if they have 64 bits, otherwise by a value. Not by the executable, whose file system may
+/// Whether the process of a thread runs a 32-bit program, by the size of the words in its auxiliary vector: the first one is a
+/// small number, followed by zeros if it has 64 bits, otherwise by its value. We don't ask the executable, whose file system may
 /// not answer.
 fn is_32_bit(process: &Process, auxv: &str) -> bool {
-    process.read_file(auxv).is_ok_and(|auxv| auxv.get(4..8).is_some_and(|high| high != [0; 4]))
+    let auxv = process.read_file(auxv).unwrap_or_default();
+    auxv.get(4..8).is_some_and(|high| high != [0; 4])
 }
 
-/// The reason why the kernel refused to attach.
+/// Why the kernel refused to attach.
 fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
     let pid = process.pid();
     if errno.0 == libc::ESRCH {
@@ -422,12 +434,12 @@ fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
     if stat.kernel_thread {
         return Verdict::Failed(InjectError::KernelThread { pid });
     }
-    if matches!(stat.state, b'Z' | b'X') {
+    if stat.has_ended() {
         return Verdict::Again(InjectError::Busy { pid });
     }
     match thread::tracer(process, tid) {
         by if by != 0 => Verdict::Failed(InjectError::Traced { pid, by }),
-        // Also the error for a dying thread, which an exec may have replaced by a living one since.
+        // Also the error for a dying thread. An exec may have replaced that by a living one since.
         _ if errno.0 == libc::EPERM => Verdict::Again(InjectError::Denied { pid }),
         _ => Verdict::Failed(InjectError::System { pid, what: "attaching to a thread".into(), errno }),
     }

@@ -1,10 +1,10 @@
-//! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
+//! Private parsers, for `pagefold-fuzz` only, which states their properties.
 
 use crate::thread::{Activity, fitness};
 use crate::{gadget, worker};
 use std::time::Duration;
 
-/// What a thread does: the system call it blocks in with number, arguments and program counter.
+/// The activity of a thread: the system call it blocks in with number, arguments and program counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Blocked {
     Running,

@@ -1,4 +1,4 @@
-//! Finds a `syscall` instruction in the target's code. Nothing is ever written to that code.
+//! Finds a `syscall` instruction in the target's code. We never write to that code.
 
 use super::InjectError;
 use super::code::Code;
@@ -10,9 +10,9 @@ use std::ops::ControlFlow;
 
 /// The two bytes of the instruction.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// Bytes searched in each executable mapping. libc has one within its first pages of code.
+/// We search this many bytes of each executable mapping. libc has one within its first pages of code.
 const SEARCHED_BYTES: u64 = 1 << 20;
-/// Executable mappings searched.
+/// We search this many executable mappings.
 const SEARCHED_MAPPINGS: usize = 4096;
 
 /// Whether `word`, the memory at an instruction in little-endian order, begins with `syscall`.
@@ -20,26 +20,26 @@ pub fn is_syscall(word: u64) -> bool {
     word.to_le_bytes()[..2] == SYSCALL
 }
 
-/// Finds the address of a `syscall` instruction that thread `tid` can execute: the one it is blocked in, otherwise one
-/// in the vDSO (where the time functions fall back to the system call), otherwise the first in the pages of its executable
-/// mappings that are mapped.
+/// Finds a `syscall` instruction that thread `tid` can execute: the one it's blocked in, otherwise one in the vDSO (where the time
+/// functions fall back to the system call), otherwise the first in the mapped pages of its executable mappings.
 pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Result<u64, InjectError> {
     if let Activity::Syscall { pc, .. } = activity {
-        let (mut bytes, at) = ([0; 2], pc.wrapping_sub(2));
+        let mut bytes = [0; 2];
+        let at = pc.wrapping_sub(2);
         if code.read(&mut bytes, at) && bytes == SYSCALL {
             return Ok(at);
         }
     }
-    // The thread's file, because that of a process whose main thread has ended is empty.
+    // We take the thread's file, because the process's is empty once its main thread has ended.
     let maps = process.open_file(&format!("task/{tid}/maps")).map_err(InjectError::from_read)?;
     let executable = executable(maps);
     if executable.is_empty() {
-        // Without memory it is about to end.
+        // Without memory it's about to end.
         return Err(InjectError::Busy { pid: process.pid() });
     }
     for Executable { start, end, vdso } in executable {
         let mut found = None;
-        let searched = (start, end.min(start.saturating_add(SEARCHED_BYTES)));
+        let searched = start..end.min(start.saturating_add(SEARCHED_BYTES));
         code.search(searched, vdso, |at, bytes| match bytes.windows(2).position(|pair| pair == SYSCALL) {
             Some(offset) => {
                 found = Some(at + u64::try_from(offset).unwrap_or(0));
@@ -55,29 +55,27 @@ pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Res
     Err(InjectError::NoInstruction { pid: process.pid() })
 }
 
-/// An executable mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Executable {
     pub(crate) start: u64,
     pub(crate) end: u64,
-    /// The vDSO, which the kernel provides.
     pub(crate) vdso: bool,
 }
 
-/// The executable mappings in the text of `maps`, the vDSO first. Not the vsyscall page, which cannot execute `syscall`.
+/// The executable mappings in the text of `maps`, the vDSO first. Without the vsyscall page, which can't execute `syscall`.
 pub(crate) fn executable(maps: impl Read) -> Vec<Executable> {
     let mut found = Vec::new();
-    // What precedes an error is used.
+    // After an error we use the mappings before it.
     let _ = each_mapping(maps, Names::Special, |vma| {
         if !vma.perms.read || !vma.perms.exec || vma.name == b"[vsyscall]" {
             return ControlFlow::Continue(());
         }
         let vdso = vma.inode == 0 && vma.name == b"[vdso]";
-        let (start, end) = (vma.start, vma.end);
+        let executable = Executable { start: vma.start, end: vma.end, vdso };
         if vdso {
-            found.insert(0, Executable { start, end, vdso });
+            found.insert(0, executable);
         } else if found.len() < SEARCHED_MAPPINGS {
-            found.push(Executable { start, end, vdso });
+            found.push(executable);
         }
         ControlFlow::Continue(())
     });

@@ -1,9 +1,9 @@
-//! The injector as its users see it: a process that is started again when it dies.
+//! The injector as its users see it: a process that we start again when it dies.
 //!
-//! Nothing that it does depends on what it did before, so another one takes its place. Whether the request under way was
-//! carried out is then unknown: its error says so, and the caller looks at the target again. The threads that the dead
-//! process held resume by themselves or die ([`super::return_frame`]), so restarts are rarer the more there have been, and
-//! end when an injector keeps dying or cannot be started.
+//! Nothing that it does depends on its past, so another one takes its place. We don't know then whether the request under way
+//! was carried out: its error says so, and the caller looks at the target again. The threads that the dead process held resume
+//! by themselves or die ([`super::return_frame`]), so restarts are rarer the more there have been, and end when an injector
+//! keeps dying or we can't start one.
 
 use super::worker::Connection;
 use super::{Call, InjectError, InjectionReport, Limits};
@@ -17,9 +17,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// The pause before the second start in a row; it doubles with each. The first is made at once.
+/// The pause before the second start in a row; it doubles with each. We make the first one at once.
 const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
-/// Deaths and failed starts in a row after which no other start is made: the pauses before add up to 16 s.
+/// After this many deaths and failed starts in a row we don't start another one: the pauses before add up to 16 s.
 const FAILURES_MOST: u32 = 8;
 /// An injector that lived for so long ends the row.
 const HEALTHY: Duration = Duration::from_secs(60);
@@ -28,7 +28,7 @@ const HEALTHY: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub struct Injector(Arc<Mutex<Supervised>>);
 
-/// A second handle to an [`Injector`], which does not keep it alive.
+/// A second handle to an [`Injector`], which doesn't keep it alive.
 #[derive(Clone, Debug)]
 pub struct InjectorHandle(Weak<Mutex<Supervised>>);
 
@@ -46,11 +46,11 @@ struct Supervised {
     /// Deaths and failed starts in a row.
     failures: u32,
     restarts: u32,
-    /// CPU time of former injectors that are not children of this process.
+    /// CPU time of former injectors that aren't children of this process.
     former_ns: u64,
-    /// The same of those that were its children.
+    /// CPU time of former injectors that were its children.
     former_children_ns: u64,
-    /// Former children that had not ended when they were replaced.
+    /// Former children that hadn't ended when they were replaced.
     former: Vec<Child>,
 }
 
@@ -60,22 +60,19 @@ struct Down {
 }
 
 impl Injector {
-    /// Starts `command`, which must call [`super::serve`]. Its standard input and output are the connection. It is not
-    /// started again.
+    /// Starts `command`, which must call [`super::serve`] on its standard input and output. We don't start it again.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         Ok(Self::of(Connection::spawn(command)?, None))
     }
 
-    /// The same, and starts another one when it has died.
+    /// Starts an injector, and another one whenever it has died.
     pub fn keep_running(command: impl Fn() -> Command + Send + Sync + 'static) -> io::Result<Self> {
         Self::keep(move || Connection::spawn(&mut command()))
     }
 
-    /// Connects to the socket of a service manager that starts an injector for each connection, and connects again when
-    /// that has died.
+    /// Connects to the socket of a service manager that starts an injector for each connection, and again when that has died.
     ///
     /// # Errors
-    ///
     /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let path = path.to_owned();
@@ -102,7 +99,7 @@ impl Injector {
     }
 
     /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is unanswered.
-    /// What was requested may still be done then.
+    /// The injector may still carry them out then.
     pub fn set_patience(&mut self, patience: Duration) {
         self.lock().patience = Some(patience);
     }
@@ -110,18 +107,16 @@ impl Injector {
     /// Makes the injector run `calls` in `process`.
     ///
     /// # Errors
-    ///
-    /// [`InjectError::WorkerGone`] if it has died: whether calls were made is unknown. [`InjectError::WorkerSilent`] if it
-    /// does not reply in time: it is not killed then, because it may hold a target that only it can restore, and later
-    /// requests wait until it has finished.
+    /// [`InjectError::WorkerGone`] if it has died: we don't know whether calls were made. [`InjectError::WorkerSilent`] if it
+    /// doesn't reply in time: we don't kill it then, because it may hold a target that only it can restore, and later requests
+    /// wait until it has finished.
     pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
-        self.lock().run((process, None), calls, limits)
+        self.lock().run(process, None, calls, limits)
     }
 
-    /// The same, but only while the process runs this program.
+    /// Like [`Self::run`], but only while the process runs this program.
     ///
     /// # Errors
-    ///
     /// [`InjectError::OtherProgram`] if it runs another one.
     pub fn run_in(
         &mut self,
@@ -130,14 +125,13 @@ impl Injector {
         calls: &[Call],
         limits: &Limits,
     ) -> Result<InjectionReport, InjectError> {
-        self.lock().run((process, Some(program)), calls, limits)
+        self.lock().run(process, Some(program), calls, limits)
     }
 
-    /// Starts the injector again if it has died and it is time. Returns how often that has been done.
+    /// Starts the injector again if it has died and it's time. Returns how often we've done that.
     ///
     /// # Errors
-    ///
-    /// [`InjectError::WorkerLost`] if it keeps dying or cannot be started: no other start is made.
+    /// [`InjectError::WorkerLost`] if it keeps dying or can't be started: we don't start it again.
     pub fn tend(&mut self) -> Result<u32, InjectError> {
         let mut supervised = self.lock();
         match supervised.tend() {
@@ -146,7 +140,7 @@ impl Injector {
         }
     }
 
-    /// CPU time of the injector up to its last reply, nanoseconds, without what is counted for reaped children.
+    /// CPU time of the injector up to its last reply, nanoseconds, without the part that counts for reaped children.
     pub fn cpu_ns(&self) -> u64 {
         let supervised = self.lock();
         supervised.connection.cpu_ns() + supervised.former_ns
@@ -158,7 +152,7 @@ impl Injector {
         supervised.connection.cpu_ns() + supervised.former_ns + supervised.former_children_ns
     }
 
-    /// The same as [`Self::cpu_ns`], or 0 if the injector is a child of this process, whose time is counted when it is reaped.
+    /// The same as [`Self::cpu_ns`], or 0 if the injector is a child of this process, whose time counts when it's reaped.
     pub fn cpu_elsewhere_ns(&self) -> u64 {
         let supervised = self.lock();
         let own_ns = if supervised.connection.is_child() { 0 } else { supervised.connection.cpu_ns() };
@@ -171,7 +165,6 @@ impl Injector {
         if supervised.down.is_some() { 0 } else { supervised.connection.pid() }
     }
 
-    /// A second handle.
     pub fn handle(&self) -> InjectorHandle {
         InjectorHandle(Arc::downgrade(&self.0))
     }
@@ -199,13 +192,14 @@ impl InjectorHandle {
 impl Supervised {
     fn run(
         &mut self,
-        target: (&Process, Option<&ProgramId>),
+        process: &Process,
+        program: Option<&ProgramId>,
         calls: &[Call],
         limits: &Limits,
     ) -> Result<InjectionReport, InjectError> {
         self.tend()?;
-        let result = self.connection.run(target, calls, limits, self.patience);
-        debug!(target: "inject", pid = target.0.pid(), calls = calls.len(), ?result);
+        let result = self.connection.run(process, program, calls, limits, self.patience);
+        debug!(target: "inject", pid = process.pid(), calls = calls.len(), ?result);
         result
     }
 
@@ -220,7 +214,7 @@ impl Supervised {
                 self.former_ns += self.connection.take_cpu_ns();
                 return self.fall("it has ended".to_owned());
             };
-            // What it used is counted once it has been reaped.
+            // Its CPU time counts once it has been reaped.
             self.former_children_ns += self.connection.take_cpu_ns();
             self.former.push(child);
             self.former.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
@@ -253,7 +247,9 @@ impl Supervised {
         let start = start.clone();
         match Job::start(move || start()).wait_for(LIMIT) {
             Ok(Ok(connection)) => {
-                (self.connection, self.started, self.down) = (connection, Instant::now(), None);
+                self.connection = connection;
+                self.started = Instant::now();
+                self.down = None;
                 self.restarts += 1;
                 debug!(target: "inject", pid = self.connection.pid(), "another injector has taken its place");
                 Ok(())

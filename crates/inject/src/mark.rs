@@ -7,43 +7,33 @@ use pagefold_procmem::process::Process;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// For how long a target that is too busy to be stopped is tried again, and the pause between two tries.
+/// For how long we try a target again that is too busy to be stopped, and the pause between two tries.
 pub(super) const RETRY_LIMIT: Duration = Duration::from_secs(5);
 pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-/// Why a process was not marked.
+/// Why we didn't mark a process.
 #[derive(Debug, Error)]
 pub enum MarkError {
-    /// The calls could not be made.
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// The kernel refused some of them.
+    /// The kernel refused some of the calls, or we didn't make them.
     #[error("{refused} of {calls} marks were refused in process {pid}")]
-    Refused {
-        /// The target.
-        pid: i32,
-        /// Calls that failed or were not made.
-        refused: usize,
-        /// Calls wanted.
-        calls: usize,
-    },
+    Refused { pid: i32, refused: usize, calls: usize },
 }
 
 /// Consecutive pages of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSpan {
-    /// The first page.
     pub first: Vpn,
-    /// The length.
     pub pages: Pages,
 }
 
 /// Marks all spans and returns their total length.
 pub fn mark(process: &Process, spans: &[PageSpan]) -> Result<Bytes, MarkError> {
-    let calls: Vec<Call> = spans
-        .iter()
-        .map(|span| Call::madvise(span.first.address(), span.pages.bytes().0, libc::MADV_MERGEABLE))
-        .collect();
+    let mut calls = Vec::new();
+    for span in spans {
+        calls.push(Call::madvise(span.first.address(), span.pages.bytes().0, libc::MADV_MERGEABLE));
+    }
     if calls.is_empty() {
         return Ok(Bytes(0));
     }

@@ -1,13 +1,12 @@
-//! The state of an attempt, shared between its thread and the caller without messages: the thread must not allocate while
+//! The state of an attempt, which its thread shares with the caller without messages: the thread mustn't allocate while
 //! registers are borrowed.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
-/// Target threads that cannot be restored yet.
+/// Target threads that we can't restore yet.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// The number of processes that cannot be released at this moment ([`super::InjectError::Held`]). While it is not zero,
-/// this process must not end.
+/// How many processes we can't release at this moment ([`super::InjectError::Held`]). Until it's 0 this process must not end.
 pub fn held() -> usize {
     HELD.load(Ordering::Acquire)
 }
@@ -36,7 +35,7 @@ impl AttemptProgress {
         self.change(PREPARING, ABANDONED)
     }
 
-    /// Records that the call does not end and cannot be interrupted.
+    /// Records that the call doesn't end and can't be interrupted.
     pub fn get_stuck(&self) {
         if self.change(CALLING, STUCK) {
             HELD.fetch_add(1, Ordering::AcqRel);
@@ -50,12 +49,10 @@ impl AttemptProgress {
         }
     }
 
-    /// Whether the call does not end.
     pub fn is_stuck(&self) -> bool {
         self.0.load(Ordering::Acquire) == STUCK
     }
 
-    /// Whether the caller has given up.
     pub fn is_abandoned(&self) -> bool {
         self.0.load(Ordering::Acquire) == ABANDONED
     }

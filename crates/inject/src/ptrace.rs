@@ -26,7 +26,7 @@ const PTRACE_GET_SYSCALL_INFO: u64 = 0x420e;
 const PTRACE_GET_RSEQ_CONFIGURATION: u64 = 0x420f;
 const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: u64 = 0x4211;
 
-/// Bit 7 distinguishes system-call stops from SIGTRAP.
+/// Tells system-call stops from SIGTRAP, by bit 7.
 pub const OPTION_TRACESYSGOOD: u64 = 1;
 /// Suspends the thread's seccomp filters while set. Linux 4.3; needs CAP_SYS_ADMIN.
 pub const OPTION_SUSPEND_SECCOMP: u64 = 1 << 21;
@@ -37,7 +37,6 @@ const SYSCALL_STOP: i32 = libc::SIGTRAP | 0x80;
 /// The next event of a tracee.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TraceeEvent {
-    /// Nothing new.
     Nothing,
     /// Stopped by [`interrupt`] or by job control.
     Trap {
@@ -84,7 +83,6 @@ pub fn seize(tid: i32) -> Result<(), Errno> {
     ptrace(PTRACE_SEIZE, tid, 0, 0).map(drop)
 }
 
-/// Requests a stop.
 pub fn interrupt(tid: i32) -> Result<(), Errno> {
     ptrace(PTRACE_INTERRUPT, tid, 0, 0).map(drop)
 }
@@ -104,20 +102,17 @@ pub fn detach(tid: i32, signal: i32) -> Result<(), Errno> {
     ptrace(PTRACE_DETACH, tid, 0, u64::from(signal.unsigned_abs())).map(drop)
 }
 
-/// Replaces the options.
 pub fn set_options(tid: i32, options: u64) -> Result<(), Errno> {
     ptrace(PTRACE_SETOPTIONS, tid, 0, options).map(drop)
 }
 
-/// All general-purpose registers.
 pub fn registers(tid: i32) -> Result<Registers, Errno> {
-    // SAFETY: the structure is plain integers, for which zero is a value.
+    // SAFETY: the structure is plain integers, and zero is a value of them.
     let mut registers: Registers = unsafe { std::mem::zeroed() };
     ptrace(PTRACE_GETREGS, tid, 0, address_of_mut(&mut registers))?;
     Ok(registers)
 }
 
-/// Sets all general-purpose registers.
 pub fn set_registers(tid: i32, registers: &Registers) -> Result<(), Errno> {
     ptrace(PTRACE_SETREGS, tid, 0, address_of(registers)).map(drop)
 }
@@ -129,7 +124,6 @@ pub fn signal_mask(tid: i32) -> Result<u64, Errno> {
     Ok(mask)
 }
 
-/// Sets the set of blocked signals.
 pub fn set_signal_mask(tid: i32, mask: u64) -> Result<(), Errno> {
     ptrace(PTRACE_SETSIGMASK, tid, 8, address_of(&mask)).map(drop)
 }
@@ -187,7 +181,7 @@ pub fn pending_signals(tid: i32) -> Option<u64> {
     for flags in [0, SHARED] {
         let mut first = 0_u64;
         loop {
-            // SAFETY: the structure is plain data, for which zero is a value.
+            // SAFETY: the structure is plain data, and zero is a value of it.
             let mut infos: [libc::siginfo_t; BATCH] = unsafe { std::mem::zeroed() };
             // struct ptrace_peeksiginfo_args: index of the first, flags, and how many.
             let wanted = [first, u64::from(flags) | count(BATCH) << 32];
@@ -210,7 +204,7 @@ pub fn pending_signals(tid: i32) -> Option<u64> {
 
 /// The `si_code` of the signal that the tracee is about to receive, if the kernel raised it.
 pub fn signal_cause(tid: i32) -> Option<i32> {
-    // SAFETY: the structure is plain data, for which zero is a value.
+    // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     ptrace(PTRACE_GETSIGINFO, tid, 0, address_of_mut(&mut info)).ok()?;
     // SI_USER, SI_QUEUE and SI_TKILL are zero or negative; SI_KERNEL (0x80) and the codes of faults are positive.
@@ -220,16 +214,13 @@ pub fn signal_cause(tid: i32) -> Option<i32> {
 /// The system call at whose entry a tracee is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SyscallEntry {
-    /// Its number.
     pub nr: u64,
-    /// Its arguments.
     pub args: [u64; 6],
     /// The address after its instruction.
     pub rip: u64,
 }
 
-/// The 64-bit system call at whose entry a stopped tracee is. `None` if it is elsewhere, or the call is one of the 32-bit
-/// table (`int 0x80`). Linux 5.3.
+/// The 64-bit system call at whose entry a stopped tracee is. `None` elsewhere, or at one of the 32-bit table. Linux 5.3.
 pub fn syscall_entry(tid: i32) -> Result<Option<SyscallEntry>, Errno> {
     const ENTRY: u64 = 1;
     const AUDIT_ARCH_X86_64: u64 = 0xc000_003e;
@@ -258,8 +249,8 @@ pub fn dispatches_syscalls(tid: i32) -> Result<bool, Errno> {
 /// Reads the next event of a tracee without waiting. Consumes a stop, but not a death: the target may be a child of this
 /// process, and its exit status belongs to the code that started it.
 ///
-/// Only for the thread that attached (`__WNOTHREAD`): after an exec by another thread the main thread's id is that of a new
-/// task, which is not traced, but may be a child of this process.
+/// Only for the thread that attached (`__WNOTHREAD`): after an exec by another thread the main thread's id belongs to a new
+/// task, which isn't traced, but may be a child of this process.
 pub fn poll(tid: i32) -> TraceeEvent {
     const STOPS: i32 = libc::WSTOPPED | libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD;
     const BOTH: i32 = STOPS | libc::WEXITED | libc::WNOWAIT;
@@ -280,7 +271,7 @@ pub fn poll(tid: i32) -> TraceeEvent {
 
 /// `si_code` and `si_status`; zeros without an event, `None` without such a tracee.
 fn wait(tid: i32, flags: i32) -> Option<(i32, i32)> {
-    // SAFETY: the structure is plain data, for which zero is a value.
+    // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     // SAFETY: `info` outlives the call. The raw call, because libc's is a cancellation point.
     let result =

@@ -1,9 +1,9 @@
 //! Restores a thread whose tracer dies.
 //!
-//! Before a thread's registers are changed, a genuine signal frame with its own registers, floating-point state and
-//! signal mask is written onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, as laid
-//! out by `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the thread is, as far as the kernel can see, in a signal handler:
-//! whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in order, and what the
+//! Before we change a thread's registers, we write a genuine signal frame with its own registers, floating-point state and
+//! signal mask onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, laid out as by
+//! `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the thread is, as far as the kernel can see, in a signal
+//! handler: whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in order, and what the
 //! thread does if the tracer dies right after each:
 //!
 //! | step | without the tracer, the thread |
@@ -20,16 +20,16 @@
 //!
 //! The stack pointer is never below the frame, so nothing that runs there, a handler included, can damage it. The call
 //! replaces another one at its entry because seccomp is active again when the tracer is dead: `rt_sigreturn` passes all
-//! filters that let a program handle signals, and strict mode. What remains is the microsecond between setting the
-//! call's number and the filter's check of it.
+//! filters that let a program handle signals, and strict mode. We're left with the microsecond between setting the call's
+//! number and the filter's check of it.
 //!
-//! `rt_sigreturn` bypasses the kernel's restart of an interrupted call, so the frame's registers are those of a thread
-//! about to make the call again ([`super::regs::return_registers`]). There is one difference from the kernel's restart:
-//! if a signal arrives during a stop whose tracer dies, its handler runs and then the call is made again even where it
-//! should return EINTR. (If the signal was pending before, the attempt waits for another moment.) Two more cases of the
-//! tracer's death end in EINTR: calls that return it after any interruption, until [`super::regs::repaired`] is set,
-//! which is the first thing done in the stop; and a call that an earlier stop has turned into `restart_syscall`, if the
-//! code does not show its number.
+//! `rt_sigreturn` bypasses the kernel's restart of an interrupted call, so the frame holds the registers of a thread about
+//! to make the call again ([`super::regs::return_registers`]). There is one difference from the kernel's restart: if a
+//! signal arrives during a stop whose tracer dies, its handler runs and then the call is made again even where it should
+//! return EINTR. (If the signal was pending before, the attempt waits for another moment.) Two more cases of the tracer's
+//! death end in EINTR: calls that return it after any interruption, until we've set [`super::regs::repaired`], which is the
+//! first thing that we do in the stop; and a call that an earlier stop has turned into `restart_syscall`, if the code
+//! doesn't show its number.
 
 use super::ptrace::{self, Registers};
 use super::trampoline::Trampoline;
@@ -49,7 +49,7 @@ const HEADER: usize = 512;
 const XSTATE_LEAST: usize = 576;
 const X87_SSE: u64 = 3;
 const PKRU: u64 = 1 << 9;
-/// AMX's tiles, for which a thread gets room when it first uses them.
+/// AMX's tiles. A thread gets room for them when it first uses them.
 const AMX_DATA: u64 = 1 << 18;
 
 /// `struct ucontext` as far as `rt_sigreturn` reads it.
@@ -73,14 +73,14 @@ pub struct ReturnFrame {
 }
 
 impl ReturnFrame {
-    /// Allocates everything needed.
+    /// Allocates everything that we need.
     pub fn new() -> Self {
         feature_ends();
         Self { frame: Box::new([0; LONGEST]), length: 0, base: 0 }
     }
 
     /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. `room` returns
-    /// the end of unused memory of a given length. False: this thread cannot have a frame.
+    /// the end of unused memory of a given length. False: this thread can't have a frame.
     pub fn prepare(
         &mut self,
         tid: i32,
@@ -94,18 +94,16 @@ impl ReturnFrame {
         if ptrace::has_shadow_stack(tid) {
             return false;
         }
-        // Its position depends on its length: it is first read to the beginning of the buffer.
+        // Its position depends on its length, so we first read it to the beginning of the buffer.
         let Ok(read) = ptrace::xstate(tid, &mut self.frame[..]) else { return false };
         if read >= LONGEST {
             return false;
         }
         let Some(state) = XstateSizes::of(&self.frame[..read]) else { return false };
-        let Some(layout) = room(FrameLayout::bytes(state.full)).and_then(|top| FrameLayout::below(top, state.full))
-        else {
-            return false;
-        };
-        let at = |addr: u64| usize::try_from(addr - layout.base).unwrap_or(LONGEST);
-        let (fpstate, ucontext) = (at(layout.fpstate), at(layout.ucontext));
+        let Some(top) = room(FrameLayout::bytes(state.full)) else { return false };
+        let Some(layout) = FrameLayout::below(top, state.full) else { return false };
+        let fpstate = usize::try_from(layout.fpstate - layout.base).unwrap_or(LONGEST);
+        let ucontext = usize::try_from(layout.ucontext - layout.base).unwrap_or(LONGEST);
         let end = fpstate + state.full + size_of::<u32>();
         if end > LONGEST {
             return false;
@@ -115,7 +113,8 @@ impl ReturnFrame {
         put(&mut self.frame[..], 0, trampoline.sigreturn);
         fill_ucontext(&mut self.frame[ucontext..fpstate], goal, mask, layout.fpstate);
         state.seal(&mut self.frame[fpstate..end]);
-        (self.base, self.length) = (layout.base, end);
+        self.base = layout.base;
+        self.length = end;
         true
     }
 
@@ -128,8 +127,7 @@ impl ReturnFrame {
         written
     }
 
-    /// Puts zeros where the frame still is as it was written. Fails only if the thread was killed or its stack unmapped. Does
-    /// not allocate.
+    /// Puts zeros where the frame is as we wrote it. Only fails if the thread was killed or its stack unmapped. Doesn't allocate.
     pub fn unwrite(&self, tid: i32) {
         const STEP: usize = 1024;
         let mut found = [0; STEP];
@@ -147,7 +145,6 @@ impl ReturnFrame {
     }
 }
 
-/// The addresses of the parts of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FrameLayout {
     base: u64,
@@ -168,42 +165,36 @@ impl FrameLayout {
     }
 }
 
-/// What a frame says of its floating-point state.
+/// A frame's description of its floating-point state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct XstateSizes {
-    /// The features that are not in their initial state. `rt_sigreturn` sets the others to their initial state.
+    /// The features that aren't in their initial state. `rt_sigreturn` sets the others to their initial state.
     features: u64,
-    /// The bytes that the frame declares: those of all features that every thread has, and of AMX if it is in use.
+    /// The bytes that the frame declares: all features that every thread has, and AMX if it's in use.
     declared: usize,
-    /// The bytes of all features.
     full: usize,
 }
 
 impl XstateSizes {
     fn of(xstate: &[u8]) -> Option<Self> {
-        let word = |at: usize| Some(u64::from_le_bytes(xstate.get(at..at + 8)?.try_into().ok()?));
-        if word(HEADER + 8)? != 0 {
-            return None; // compacted, which the kernel does not do here
+        if word(xstate, HEADER + 8)? != 0 {
+            return None; // compacted, which the kernel doesn't do here
         }
-        let possible = word(SW_BYTES)?;
+        let possible = word(xstate, SW_BYTES)?;
         // The kernel writes the protection keys whether the header shows them or not.
-        let features = word(HEADER)? | X87_SSE | (possible & PKRU);
-        let end = |of: u64| {
-            let ends = feature_ends();
-            (2..63_usize)
-                .filter(|feature| of >> feature & 1 != 0)
-                .map(|feature| ends[feature])
-                .fold(XSTATE_LEAST, usize::max)
-        };
-        let full = end(possible);
-        // Another length: a feature of which this code does not know where it is.
-        (full == xstate.len()).then(|| Self { features, declared: end(possible & !AMX_DATA | features), full })
+        let features = word(xstate, HEADER)? | X87_SSE | (possible & PKRU);
+        let full = end_of(possible);
+        // Another length: there is a feature that we don't know the place of.
+        if full != xstate.len() {
+            return None;
+        }
+        Some(Self { features, declared: end_of(possible & !AMX_DATA | features), full })
     }
 
     /// Marks a floating-point state, followed by the room for a second magic number, as one of a signal frame
     /// (`check_xstate_in_sigframe`). The kernel looks for that number at the declared size; from Linux 6.15 until that was
-    /// reverted in 7.1 and in stable kernels, at the thread's own size, which contains AMX once the thread has used it. Both get
-    /// one: if AMX is not in use, nothing else is there.
+    /// reverted in 7.1 and in stable kernels, at the thread's own size, which contains AMX once the thread has used it. We write
+    /// it to both places: if AMX isn't in use, nothing else is there.
     fn seal(self, xstate: &mut [u8]) {
         let size = u32::try_from(self.declared).unwrap_or(0);
         xstate[SW_BYTES..SW_BYTES + SW_BYTES_LENGTH].fill(0);
@@ -217,7 +208,7 @@ impl XstateSizes {
     }
 }
 
-/// The end of each feature's part of the state in the format that is not compacted. Read once and not in a stop: a
+/// The end of each feature's part of the state in the format that isn't compacted. We read it once and not in a stop: a
 /// virtual machine traps to its host for each of them, which took 35 us.
 fn feature_ends() -> &'static [usize; 63] {
     static ENDS: LazyLock<[usize; 63]> = LazyLock::new(|| {
@@ -229,6 +220,17 @@ fn feature_ends() -> &'static [usize; 63] {
         })
     });
     &ENDS
+}
+
+/// The end of the last one of these features.
+fn end_of(features: u64) -> usize {
+    let mut end = XSTATE_LEAST;
+    for (feature, &feature_end) in feature_ends().iter().enumerate().skip(2) {
+        if features >> feature & 1 != 0 {
+            end = end.max(feature_end);
+        }
+    }
+    end
 }
 
 fn fill_ucontext(bytes: &mut [u8], goal: &Registers, mask: u64, fpstate: u64) {
@@ -262,6 +264,10 @@ fn fill_ucontext(bytes: &mut [u8], goal: &Registers, mask: u64, fpstate: u64) {
     }
     put(bytes, UC_FPSTATE, fpstate);
     put(bytes, UC_SIGMASK, mask);
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
 
 fn put(bytes: &mut [u8], at: usize, word: u64) {

@@ -2,19 +2,19 @@
 //!
 //! By the ABI everything from 128 bytes below the stack pointer downwards is unused, because signal handlers run there.
 //! Programs need not comply: one whose handlers run elsewhere (`sigaltstack`) may run a coroutine on a local array, with
-//! live data below its stack pointer. So a frame is written only onto pages that nothing was ever written to (their pagemap
+//! live data below its stack pointer. So we write a frame only onto pages that nothing was ever written to (their pagemap
 //! entry is zero), with such a page on both sides, and only on two kinds of stack: the main thread's `[stack]`, and a
-//! mapping that also holds the thread's control block above the stack pointer and has an inaccessible mapping directly
-//! below, as C libraries lay out the stacks of their threads.
+//! mapping that also contains the thread's control block above the stack pointer and has an inaccessible mapping directly
+//! below, like C libraries lay out the stacks of their threads.
 //!
-//! Afterwards these pages hold zeros, and the next frame takes the same ones, unless the pages beside them, which a program
-//! that has begun to use this part of its stack would have touched, are not as they were.
+//! Afterwards these pages hold zeros, and the next frame takes the same ones, unless the pages beside them have changed: a
+//! program that has begun to use this part of its stack would have touched them.
 
 use super::ptrace;
 use super::ptrace::{Registers, address_of_mut};
 use pagefold_engine::units::{PAGE_BYTES, PAGE_SIZE, count};
 use pagefold_procmem::maps::{MAPPINGS_MOST, Names, Vma, each_mapping};
-use pagefold_procmem::process::Process;
+use pagefold_procmem::process::{Process, ProcessKey};
 use std::collections::HashMap;
 use std::fs::File;
 use std::ops::ControlFlow;
@@ -24,16 +24,15 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 
 /// The bytes below the stack pointer that a leaf function may use.
 const RED_ZONE: u64 = 128;
-/// The most room left below a frame, for a handler that runs there.
+/// We leave at most this much room below a frame, for a handler that runs there.
 const HANDLER_BYTES: u64 = 64 << 10;
-/// The pages inspected at once: what one page table maps. A page in a table that is in use already gets no huge page.
+/// We inspect this many pages at once: as many as one page table maps. A page in a table that is in use already gets no huge page.
 const WINDOW: usize = 512;
-/// The processes whose pages of earlier frames are remembered, and the pages of each.
+/// We remember pages of earlier frames for this many processes, and this many of each.
 const PROCESSES_KEPT: usize = 1024;
 const PAGES_KEPT: usize = 64;
 
-/// Pages by process and its start time.
-type PagesByProcess = HashMap<(i32, u64), Vec<u64>>;
+type PagesByProcess = HashMap<ProcessKey, Vec<u64>>;
 
 /// Pages of earlier frames.
 static USED: LazyLock<Mutex<PagesByProcess>> = LazyLock::new(Mutex::default);
@@ -45,7 +44,7 @@ pub struct StackCheck {
     pagemap: File,
     /// Pages of earlier frames.
     used: Vec<u64>,
-    /// Linux before 6.11 cannot report a single mapping: all mappings before the stop.
+    /// All mappings before the stop: Linux before 6.11 can't report a single one.
     all: Option<Vec<Vma>>,
 }
 
@@ -80,8 +79,8 @@ impl StackCheck {
         Some(stack_check)
     }
 
-    /// The end of `bytes` of unused memory on the stack of the stopped thread `tid`. `None`: there is none, or the stack is
-    /// of an unknown kind. Does not allocate.
+    /// The end of `bytes` of unused memory on the stack of the stopped thread `tid`. `None`: there is none, or we don't know this
+    /// kind of stack. Doesn't allocate.
     pub fn unused(&self, is_main_thread: bool, tid: i32, own: &Registers, bytes: u64) -> Option<u64> {
         let stack = self.mapping(own.rsp)?;
         if !stack.plain || own.rsp >= stack.end || !self.is_stack_of_thread(&stack, is_main_thread, tid, own) {
@@ -108,7 +107,7 @@ impl StackCheck {
         if !stack.main_stack {
             return None;
         }
-        // With room for a page on each side. This reading, unlike that of `process_vm_readv`, makes a stack grow.
+        // With room for a page on each side. This way of reading, unlike `process_vm_readv`, makes a stack grow.
         let lowest = stack.start.checked_sub(count(needed + 3) * PAGE_BYTES)?;
         ptrace::peek(tid, lowest).ok()?;
         let grown = self.mapping(rsp)?;
@@ -117,19 +116,20 @@ impl StackCheck {
 
     /// The end of the lowest `needed` unused pages in `[start, end)`.
     fn unused_in(&self, tid: i32, start: u64, end: u64, needed: usize) -> Option<u64> {
+        /// Neither present, nor swapped out, nor a marker of a guard or of userfaultfd.
+        const UNTOUCHED: [u8; 8] = [0; 8];
         let pages = usize::try_from(end.checked_sub(start)? / PAGE_BYTES).ok()?.min(WINDOW);
-        // Entry 0 is that of the page below `start`, the last one that of the page above.
+        // Entry 0 is for the page below `start`, the last one for the page above.
         let mut entries = [[0_u8; 8]; WINDOW + 2];
         let entries = &mut entries[..pages + 2];
         self.pagemap.read_exact_at(entries.as_flattened_mut(), (start / PAGE_BYTES - 1) * 8).ok()?;
-        // Neither present, nor swapped out, nor a marker of a guard or of userfaultfd.
-        let is_untouched = |entry: usize| entries[entry] == [0; 8];
-        let is_unused = |entry: usize| {
-            let addr = start + count(entry - 1) * PAGE_BYTES;
-            is_untouched(entry) || self.used.contains(&addr) && is_zero(tid, addr)
-        };
         let first = (1..=(pages + 1).checked_sub(needed)?).find(|&first| {
-            is_untouched(first - 1) && is_untouched(first + needed) && (first..first + needed).all(is_unused)
+            let has_margins = entries[first - 1] == UNTOUCHED && entries[first + needed] == UNTOUCHED;
+            has_margins
+                && (first..first + needed).all(|entry| {
+                    let addr = start + count(entry - 1) * PAGE_BYTES;
+                    entries[entry] == UNTOUCHED || self.used.contains(&addr) && is_zero(tid, addr)
+                })
         })?;
         Some(start + count(first - 1 + needed) * PAGE_BYTES)
     }
@@ -159,16 +159,15 @@ impl StackCheck {
     }
 
     fn mapping(&self, addr: u64) -> Option<Mapping> {
-        match &self.all {
-            None => self.query(addr).ok(),
-            Some(all) => all.iter().find(|vma| (vma.start..vma.end).contains(&addr)).map(|vma| Mapping {
-                start: vma.start,
-                end: vma.end,
-                plain: vma.perms.read && vma.perms.write && !vma.perms.exec && !vma.perms.shared && vma.inode == 0,
-                inaccessible: !vma.perms.read && !vma.perms.write && !vma.perms.exec,
-                main_stack: vma.name == b"[stack]",
-            }),
-        }
+        let Some(all) = &self.all else { return self.query(addr).ok() };
+        let vma = all.iter().find(|vma| (vma.start..vma.end).contains(&addr))?;
+        Some(Mapping {
+            start: vma.start,
+            end: vma.end,
+            plain: vma.perms.read && vma.perms.write && !vma.perms.exec && !vma.perms.shared && vma.inode == 0,
+            inaccessible: !vma.perms.read && !vma.perms.write && !vma.perms.exec,
+            main_stack: vma.name == b"[stack]",
+        })
     }
 
     /// `PROCMAP_QUERY` of Linux 6.11 (fs/proc/task_mmu.c): the mapping that covers an address.
@@ -212,7 +211,6 @@ fn is_zero(tid: i32, addr: u64) -> bool {
     ptrace::read(tid, addr, &mut page).is_ok() && page == [0; PAGE_SIZE]
 }
 
-/// `struct procmap_query`.
 #[repr(C)]
 #[derive(Default)]
 struct ProcmapQuery {

@@ -1,30 +1,27 @@
 //! Chooses the thread of the target that runs the calls.
 //!
-//! Any thread can, as they share one address space. The best one blocks in a call that the kernel restarts without
-//! effect. A running one will do. Never one in a call that returns a partial result when interrupted (a large write to a
-//! pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that does not stop at all
-//! (uninterruptible sleep, a vfork parent).
+//! Any thread can, as they share one address space. The best one blocks in a call that the kernel restarts without effect. A
+//! running one will do. Never one in a call that returns a partial result when interrupted (a large write to a pipe, a
+//! receive with MSG_WAITALL, an io_uring wait that also submits), nor one that doesn't stop at all (uninterruptible sleep, a
+//! vfork parent).
 
 use super::InjectError;
+use pagefold_procmem::os::fields::number;
 use pagefold_procmem::process::{Process, ReadError, Stat};
 use rustix::fs::OFlags;
 use std::os::fd::AsRawFd;
 
-/// The number of threads examined at most. Each takes some 10 us.
+/// We examine this many threads at most. Each takes some 10 us.
 const MAX_THREADS: usize = 128;
 
 /// The content of `/proc/PID/task/TID/syscall`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// Not blocked.
     Running,
     /// Blocked outside a system call: stopped, frozen, in a page fault.
     Blocked,
-    /// Blocked in a system call.
     Syscall {
-        /// Its number.
         nr: i64,
-        /// Its arguments.
         args: [u64; 6],
         /// The program counter, just after the `syscall` instruction.
         pc: u64,
@@ -68,7 +65,7 @@ pub enum Fitness {
     User,
 }
 
-/// Judges a thread by its state letter and activity. `None`: not usable now.
+/// Judges a thread by its state letter and activity. `None`: we can't use it now.
 pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
     match state {
         b'R' | b'S' => {}
@@ -98,7 +95,7 @@ pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
             libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
             // It has submitted, so it answers the number submitted, having waited for less than it should.
             libc::SYS_io_uring_enter if args[1] != 0 => None,
-            // Can be repaired, but may have sent a part: not chosen.
+            // We could repair these, but they may have sent a part: we don't choose them.
             libc::SYS_sendto | libc::SYS_sendmsg => None,
             nr if super::regs::repairable(nr) => Some(Fitness::StartsOver),
             _ => None,
@@ -110,19 +107,16 @@ fn waitall() -> u64 {
     u64::from(libc::MSG_WAITALL.unsigned_abs())
 }
 
-/// A thread, and its activity when it was examined.
+/// A thread, and its activity when we examined it.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
-    /// The thread.
     pub tid: i32,
     pub activity: Activity,
 }
 
-/// The result of choosing.
 #[derive(Debug)]
 pub enum Choice {
     Thread(Candidate),
-    /// No thread at this moment.
     NoneNow,
 }
 
@@ -133,14 +127,13 @@ pub fn examine(process: &Process, tid: i32) -> Result<(Stat, Activity), ReadErro
     Ok((stat, activity(process, tid)?))
 }
 
-/// The current activity of a thread.
 pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
     let file = format!("task/{tid}/syscall");
     Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
 }
 
-/// Whether a cgroup freezer holds the thread. The signs are not documented, so a thread may be frozen though this returns
-/// false; then a time limit ends the attempt.
+/// Whether a cgroup freezer holds the thread. The signs aren't documented, so a thread may be frozen though this returns false;
+/// then a time limit ends the attempt.
 pub fn frozen(process: &Process, tid: i32, stat: &Stat, activity: Activity) -> bool {
     // Version 1 freezes threads during their sleep (Linux 6.1). Nothing else makes these sleeps uninterruptible.
     if stat.state == b'D' && matches!(activity, Activity::Syscall { nr, .. } if only_sleeps(nr)) {
@@ -172,7 +165,7 @@ fn only_sleeps(nr: i64) -> bool {
     )
 }
 
-/// Chooses a thread of a process. The main thread is examined first.
+/// Chooses a thread of a process. We examine the main thread first.
 pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     let pid = process.pid();
     let mut best: Option<(Fitness, Candidate)> = None;
@@ -187,7 +180,7 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
         if stat.kernel_thread {
             return Err(InjectError::KernelThread { pid });
         }
-        if matches!(stat.state, b'Z' | b'X') {
+        if stat.has_ended() {
             continue;
         }
         living += 1;
@@ -218,8 +211,8 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     }
 }
 
-/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that call,
-/// which is not visible while it runs.
+/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that call, and
+/// we can't see that while it runs.
 fn is_in_between(process: &Process, tid: i32) -> bool {
     const CHECKS: u32 = 8;
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);
@@ -234,8 +227,8 @@ fn is_in_between(process: &Process, tid: i32) -> bool {
     })
 }
 
-/// Whether a process has an `io_uring`. Then a running thread may submit to it and wait at any moment, and no repair can
-/// tell a wait that was cut short. True where that cannot be known: a descriptor table too large to be read each time.
+/// Whether a process has an `io_uring`. Then a running thread may submit to it and wait at any moment, and no repair can tell a
+/// wait that was cut short. True where we can't know: a descriptor table too large to read each time.
 fn may_have_ring(process: &Process) -> bool {
     const MAX_DESCRIPTORS: usize = 16_384;
     let Ok(directory) = process.open_with("fd", OFlags::DIRECTORY) else { return true };
@@ -251,21 +244,17 @@ fn may_have_ring(process: &Process) -> bool {
     false
 }
 
-/// The process that traces a thread; 0 if there is none, or it is not visible from this pid namespace.
+/// The process that traces a thread; 0 if there is none, or we can't see it from this pid namespace.
 pub fn tracer(process: &Process, tid: i32) -> i32 {
-    let field = |status: &[u8], name: &str| -> Option<i32> {
-        String::from_utf8_lossy(status).lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
-    };
     let status = process.read_file(&format!("task/{tid}/status")).unwrap_or_default();
-    let by = field(&status, "TracerPid:").unwrap_or(0);
+    let by = number(&status, "TracerPid").unwrap_or(0);
     // The field holds the tracing thread.
     match std::fs::read(format!("/proc/{by}/status")) {
-        Ok(status) if by != 0 => field(&status, "Tgid:").unwrap_or(by),
+        Ok(status) if by != 0 => number(&status, "Tgid").unwrap_or(by),
         _ => by,
     }
 }
 
-/// The first threads of a process.
 fn threads(process: &Process) -> Result<Vec<i32>, InjectError> {
     let task = process.open_with("task", OFlags::DIRECTORY).map_err(InjectError::from_read)?;
     let entries = std::fs::read_dir(format!("/proc/self/fd/{}", task.as_raw_fd()))

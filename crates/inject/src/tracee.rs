@@ -1,8 +1,8 @@
 //! A stopped thread: save, call, restore, detach.
 //!
-//! From the first register set to the last one restored ([`Tracee::make_calls`]) the code neither allocates nor panics
-//! nor receives signals, and returns only with the thread restored or dead. [`super::return_frame`] describes what
-//! happens to the thread if this process dies at one of the `fault::point`s.
+//! From the first register set to the last one restored ([`Tracee::make_calls`]) the code neither allocates nor panics nor
+//! receives signals, and returns only with the thread restored or dead. [`super::return_frame`] describes what happens to the
+//! thread if we die at one of the `fault::point`s.
 
 use super::progress::AttemptProgress;
 use super::ptrace::{self, Registers, SyscallEntry, TraceeEvent};
@@ -24,8 +24,8 @@ const SPIN_NS: u64 = 200_000;
 const LATE_NS: u64 = 4_000_000;
 const LONGEST_NAP_NS: u64 = 5_000_000;
 
-/// Waits until the tracer or job control has stopped the thread. Signals that come first are delivered. `since_ns`
-/// becomes the time of the last check that found it running.
+/// Waits until the tracer or job control has stopped the thread. Delivers signals that come first. `since_ns` becomes the time
+/// of the last check that found it running.
 pub fn wait_for_trap(tid: i32, until_ns: u64, since_ns: &mut u64) -> Option<i32> {
     loop {
         match wait(tid, until_ns, since_ns) {
@@ -54,7 +54,7 @@ fn wait(tid: i32, until_ns: u64, since_ns: &mut u64) -> TraceeEvent {
             // SAFETY: no arguments. The target may need this CPU.
             unsafe { libc::sched_yield() };
         } else {
-            // The end is noticed late by an eighth of the wait at most.
+            // We notice the end late by an eighth of the wait at most.
             let nap_ns = signed((waited_ns / 8).min(LONGEST_NAP_NS));
             let nap = libc::timespec { tv_sec: 0, tv_nsec: nap_ns };
             // SAFETY: `nap` outlives the call.
@@ -78,9 +78,9 @@ pub enum StopEnd {
     Gone,
     /// A signal that cannot be blocked (SIGSTOP) had to be delivered.
     Signal,
-    /// In a restartable sequence, or the program has changed since it was examined.
+    /// In a restartable sequence, or the program has changed since we examined it.
     Unstable,
-    /// It runs another program than the one that the calls are for.
+    /// It runs another program than the calls are for.
     OtherProgram,
     Filtered,
     Compat,
@@ -90,27 +90,32 @@ pub enum StopEnd {
     TimedOut,
 }
 
-/// Why no further call was made. Except for `Gone`, the thread is stopped.
+/// Why we made no further call. Except for `Gone`, the thread is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CallFailure {
     Gone,
     TimedOut,
     Signal(i32),
-    /// The thread came to another system call than the one it was sent to. That call was not made.
+    /// The thread came to another system call than the one we sent it to. That call was not made.
     Diverted,
 }
 
-/// A stopped thread.
+/// A request to a stopped thread only fails if that was killed.
+impl From<Errno> for CallFailure {
+    fn from(_: Errno) -> Self {
+        Self::Gone
+    }
+}
+
 pub struct Tracee<'a> {
     pub tid: i32,
     /// The program that the calls are for, if not any.
     pub program: Option<(&'a Process, ProgramId)>,
-    /// When it was stopped.
     pub since_ns: u64,
     /// Stopped by the tracer's interrupt, not by job control.
     pub by_us: bool,
     pub is_main_thread: bool,
-    /// A `syscall` instruction, that of the trampoline if there is one.
+    /// A `syscall` instruction: the trampoline's if there is one.
     pub instruction: u64,
     pub trampoline: Option<Trampoline>,
     pub stack_check: Option<StackCheck>,
@@ -118,12 +123,10 @@ pub struct Tracee<'a> {
 
 #[derive(Clone, Copy, Debug)]
 pub struct StopResult {
-    /// The number of calls made.
     pub made: usize,
     pub end: StopEnd,
     /// Registers were borrowed without a return frame.
     pub unguarded: bool,
-    /// For how long registers were borrowed.
     pub away_ns: u64,
 }
 
@@ -138,43 +141,41 @@ impl Tracee<'_> {
         frame: &mut ReturnFrame,
     ) -> StopResult {
         let tid = self.tid;
-        let stopped_with = |end: StopEnd| StopResult { made: 0, end, unguarded: false, away_ns: 0 };
-        let release = |end: StopEnd| match ptrace::set_options(tid, 0).and(ptrace::detach(tid, 0)) {
-            Ok(()) => stopped_with(end),
-            Err(_) => stopped_with(StopEnd::Gone),
-        };
-        // At once, whatever happens next: until then a release, or the death of this process, is an EINTR for the thread.
-        let Ok(original) = repair(tid, self.by_us) else { return release(StopEnd::Gone) };
+        // At once, whatever happens next: until then a release, or our death, is an EINTR for the thread.
+        let Ok(original) = repair(tid, self.by_us) else { return self.let_go(StopEnd::Gone) };
         fault::point("stopped");
         if let Some(unusable) = self.unusable(&original) {
-            return release(unusable);
+            return self.let_go(unusable);
         }
-        let Ok(mask) = ptrace::signal_mask(tid) else { return release(StopEnd::Gone) };
-        // A pending signal of a fault would be taken for one of the borrowed registers, and lost. Any other may have to end
-        // the interrupted call with EINTR, which a return by the frame cannot do.
-        let Some(pending) = ptrace::pending_signals(tid) else { return release(StopEnd::Unstable) };
+        let Ok(mask) = ptrace::signal_mask(tid) else { return self.let_go(StopEnd::Gone) };
+        // We'd take a pending signal of a fault for one of the borrowed registers, and lose it. Any other may have to end the
+        // interrupted call with EINTR, which a return by the frame can't do.
+        let Some(pending) = ptrace::pending_signals(tid) else { return self.let_go(StopEnd::Unstable) };
         if pending & FAULTS != 0 || self.by_us && regs::restarts(&original) && pending & !mask != 0 {
-            return release(StopEnd::Unstable);
+            return self.let_go(StopEnd::Unstable);
         }
-        // Only a check, cleared before the thread runs: filters are suspended within each call only.
+        // Only a check, cleared before the thread runs: we suspend filters within each call only.
         let can_suspend = ptrace::set_options(tid, SUSPENDED).is_ok();
         if ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
-            return release(StopEnd::Gone);
+            return self.let_go(StopEnd::Gone);
         }
         fault::point("options-set");
         if !can_suspend && !unfiltered(tid) {
-            return release(StopEnd::Filtered);
+            return self.let_go(StopEnd::Filtered);
         }
         if self.is_late() {
-            return release(StopEnd::Unstable);
+            return self.let_go(StopEnd::Unstable);
         }
-        let trampoline = self.trampoline.filter(|found| self.write_frame(frame, &original, mask, *found));
+        let trampoline = match self.trampoline {
+            Some(found) if self.write_frame(frame, &original, mask, found) => Some(found),
+            _ => None,
+        };
         fault::point("frame-written");
         let calling = Calling { tracee: self, original: &original, mask, trampoline, frame, can_suspend };
         let is_late = self.is_late();
         if is_late || !progress.enter() {
             calling.undo_frame();
-            return release(if is_late { StopEnd::Unstable } else { StopEnd::Abandoned });
+            return self.let_go(if is_late { StopEnd::Unstable } else { StopEnd::Abandoned });
         }
         let since_ns = clock_ns();
         let (made, end) = calling.run(calls, answers, limits, progress);
@@ -182,8 +183,16 @@ impl Tracee<'_> {
         StopResult { made, end, unguarded: trampoline.is_none(), away_ns: clock_ns().saturating_sub(since_ns) }
     }
 
-    /// Whether the memory read so far has taken so long that a sibling holds the lock of the memory map, for which the call
-    /// would wait as well.
+    /// Releases the thread before we've borrowed its registers.
+    fn let_go(&self, end: StopEnd) -> StopResult {
+        let end = match ptrace::set_options(self.tid, 0).and(ptrace::detach(self.tid, 0)) {
+            Ok(()) => end,
+            Err(_) => StopEnd::Gone,
+        };
+        StopResult { made: 0, end, unguarded: false, away_ns: 0 }
+    }
+
+    /// Whether our reads of memory have taken so long that a sibling must hold the mmap lock, which the call would wait for, too.
     fn is_late(&self) -> bool {
         clock_ns().saturating_sub(self.since_ns) > LATE_NS
     }
@@ -191,22 +200,22 @@ impl Tracee<'_> {
     /// Writes the return frame. False: nothing was written.
     fn write_frame(&self, frame: &mut ReturnFrame, original: &Registers, mask: u64, trampoline: Trampoline) -> bool {
         let goal = regs::return_registers(original, self.number_restarted(original));
-        let room = |bytes| self.stack_check.as_ref()?.unused(self.is_main_thread, self.tid, original, bytes);
-        frame.prepare(self.tid, &goal, mask, trampoline, room) && frame.write(self.tid)
+        frame.prepare(self.tid, &goal, mask, trampoline, |bytes| {
+            self.stack_check.as_ref()?.unused(self.is_main_thread, self.tid, original, bytes)
+        }) && frame.write(self.tid)
     }
 
     /// The call that continues as `restart_syscall` after an earlier stop, if the thread is in one.
     fn number_restarted(&self, original: &Registers) -> Option<i64> {
-        let mut code = [0_u8; 64];
-        let from = original.rip.wrapping_sub(2 + 64);
-        if signed(original.orig_rax) == libc::SYS_restart_syscall {
-            ptrace::read(self.tid, from, &mut code).ok().and_then(|()| regs::number_in_code(&code))
-        } else {
-            None
+        if signed(original.orig_rax) != libc::SYS_restart_syscall {
+            return None;
         }
+        let mut code = [0_u8; 64];
+        ptrace::read(self.tid, original.rip.wrapping_sub(2 + 64), &mut code).ok()?;
+        regs::number_in_code(&code)
     }
 
-    /// Why this stop must not be used, if so.
+    /// Why we must not use this stop, if so.
     fn unusable(&self, stopped: &Registers) -> Option<StopEnd> {
         let tid = self.tid;
         // No exec can come between this and the release: it would kill the thread.
@@ -216,8 +225,8 @@ impl Tracee<'_> {
         if !regs::is_64_bit(stopped) {
             return Some(StopEnd::Compat);
         }
-        // The kernel aborts a restartable sequence on the way back to it. If the thread ran elsewhere first, the kernel
-        // would not notice when it returns to the middle: the sequence would not be atomic.
+        // The kernel aborts a restartable sequence on the way back to it. If the thread ran elsewhere first, the kernel wouldn't
+        // notice when it returns to the middle: the sequence wouldn't be atomic.
         if !regs::in_syscall(stopped) && self.in_restartable_sequence(stopped) {
             return Some(StopEnd::Unstable);
         }
@@ -225,25 +234,31 @@ impl Tracee<'_> {
         if ptrace::dispatches_syscalls(tid).unwrap_or(false) {
             return Some(StopEnd::Dispatched);
         }
-        // The code was found before the stop; an exec in between replaces it.
+        // We found the code before the stop; an exec in between replaces it.
         let there = match self.trampoline {
             Some(trampoline) => trampoline.is_there(tid),
             None => ptrace::peek(tid, self.instruction).is_ok_and(gadget::is_syscall),
         };
-        (!there).then_some(StopEnd::Unstable)
+        if there { None } else { Some(StopEnd::Unstable) }
     }
 
     fn in_restartable_sequence(&self, stopped: &Registers) -> bool {
         const SECTION_IN_AREA: u64 = 8;
-        let word = |addr: u64| ptrace::peek(self.tid, addr).unwrap_or(0);
         let area = ptrace::rseq_area(self.tid).unwrap_or(0);
         if area == 0 {
             return false;
         }
         // The pointer stays set after the section until the kernel next checks, so the range decides.
-        let section = word(area.wrapping_add(SECTION_IN_AREA));
-        section != 0
-            && regs::in_critical_section(stopped, word(section.wrapping_add(8)), word(section.wrapping_add(16)))
+        let section = self.word(area.wrapping_add(SECTION_IN_AREA));
+        if section == 0 {
+            return false;
+        }
+        let start = self.word(section.wrapping_add(8));
+        regs::in_critical_section(stopped, start, self.word(section.wrapping_add(16)))
+    }
+
+    fn word(&self, addr: u64) -> u64 {
+        ptrace::peek(self.tid, addr).unwrap_or(0)
     }
 }
 
@@ -255,7 +270,7 @@ struct Calling<'a> {
     /// The code to return by. `None`: it has no return frame.
     trampoline: Option<Trampoline>,
     frame: &'a ReturnFrame,
-    /// Whether the thread's seccomp filters can be suspended.
+    /// Whether we can suspend the thread's seccomp filters.
     can_suspend: bool,
 }
 
@@ -276,22 +291,22 @@ impl Calling<'_> {
             }
             fault::point("registers-set");
         }
-        // Signals wait until the thread is restored: a handler's frame would contain the borrowed registers. Not those of
-        // faults: the kernel would reset the handler of a blocked one; unblocked it only stops the thread.
+        // Signals wait until the thread is restored: a handler's frame would contain the borrowed registers. Fault
+        // signals don't: the kernel would reset the handler of a blocked one; unblocked it only stops the thread.
         if ptrace::set_signal_mask(tid, self.mask | !FAULTS).is_err() {
             return (0, StopEnd::Gone);
         }
         fault::point("mask-set");
         let (made, broken) = self.call_all(calls, answers, limits, progress);
         match broken {
-            None => self.release(0, (made, StopEnd::Restored)),
+            None => self.release(0, made, StopEnd::Restored),
             Some(CallFailure::Gone) => (made, StopEnd::Gone),
-            Some(CallFailure::TimedOut) => self.release(0, (made, StopEnd::TimedOut)),
-            Some(CallFailure::Diverted) => self.release(0, (made, StopEnd::Unstable)),
+            Some(CallFailure::TimedOut) => self.release(0, made, StopEnd::TimedOut),
+            Some(CallFailure::Diverted) => self.release(0, made, StopEnd::Unstable),
             Some(CallFailure::Signal(signal)) if is_ours(signal, ptrace::signal_cause(tid)) => {
-                self.release(0, (made, StopEnd::Fault))
+                self.release(0, made, StopEnd::Fault)
             }
-            Some(CallFailure::Signal(signal)) => self.release(signal, (made, StopEnd::Signal)),
+            Some(CallFailure::Signal(signal)) => self.release(signal, made, StopEnd::Signal),
         }
     }
 
@@ -322,14 +337,13 @@ impl Calling<'_> {
 
     fn call_once(&self, call: &Call, limits: &Limits, progress: &AttemptProgress) -> Result<i64, CallFailure> {
         let tid = self.tracee.tid;
-        let gone = |_: Errno| CallFailure::Gone;
-        // With a return frame it is already on its way to the entry of `rt_sigreturn`.
+        // With a return frame it's already on its way to the entry of `rt_sigreturn`.
         if self.trampoline.is_none() {
             let registers = regs::calling(self.original, self.tracee.instruction, call.nr, &call.args);
-            ptrace::set_registers(tid, &registers).map_err(gone)?;
+            ptrace::set_registers(tid, &registers)?;
             fault::point("registers-set");
         }
-        ptrace::resume_to_syscall(tid).map_err(gone)?;
+        ptrace::resume_to_syscall(tid)?;
         fault::point("resumed");
         let mut inside = false;
         let mut is_ours = true;
@@ -343,15 +357,15 @@ impl Calling<'_> {
                     fault::point("entry");
                     inside = true;
                     until_ns = clock_ns().saturating_add(limits.call_ns);
-                    is_ours = self.take_over(call).map_err(gone)?;
+                    is_ours = self.take_over(call)?;
                     fault::point("call-set");
-                    ptrace::resume_to_syscall(tid).map_err(gone)?;
+                    ptrace::resume_to_syscall(tid)?;
                     fault::point("called");
                 }
                 TraceeEvent::Syscall => {
                     fault::point("exit");
-                    ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).map_err(gone)?;
-                    let answer = signed(ptrace::registers(tid).map_err(gone)?.rax);
+                    ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD)?;
+                    let answer = signed(ptrace::registers(tid)?.rax);
                     return if !is_ours {
                         Err(CallFailure::Diverted)
                     } else if interrupted && (-516..=-512).contains(&answer) {
@@ -362,16 +376,16 @@ impl Calling<'_> {
                 }
                 TraceeEvent::Trap { .. } if interrupted => return Err(CallFailure::TimedOut),
                 // Job control. Detaching puts the thread back into its group's stop.
-                TraceeEvent::Trap { .. } => ptrace::resume_to_syscall(tid).map_err(gone)?,
+                TraceeEvent::Trap { .. } => ptrace::resume_to_syscall(tid)?,
                 TraceeEvent::Signal(signal) => return Err(CallFailure::Signal(signal)),
                 TraceeEvent::Gone => return Err(CallFailure::Gone),
                 TraceeEvent::Nothing if !interrupted => {
                     interrupted = true;
                     until_ns = clock_ns().saturating_add(GRACE_NS);
-                    ptrace::interrupt(tid).map_err(gone)?;
+                    ptrace::interrupt(tid)?;
                 }
                 TraceeEvent::Nothing => {
-                    // Only waiting remains: the thread cannot be restored before it stops.
+                    // We can only wait now: we can't restore the thread before it stops.
                     until_ns = u64::MAX;
                     progress.get_stuck();
                 }
@@ -380,8 +394,8 @@ impl Calling<'_> {
     }
 
     /// At the entry of a system call: replaces it by `call`, verifies that, and suspends the seccomp filters until its exit.
-    /// False: the thread is not at the entry of a 64-bit call, because other code has run than it was sent to; then no call
-    /// is made.
+    /// False: the thread isn't at the entry of a 64-bit call, because it has run other code than we sent it to; then it makes
+    /// no call.
     ///
     /// Up to here a sibling may have replaced the code. From here to the exit only the kernel has the number and arguments.
     fn take_over(&self, call: &Call) -> Result<bool, Errno> {
@@ -409,11 +423,11 @@ impl Calling<'_> {
     }
 
     /// Restores the thread's signal mask, registers, memory and filter, and releases it with `signal`.
-    fn release(&self, signal: i32, outcome: (usize, StopEnd)) -> (usize, StopEnd) {
+    fn release(&self, signal: i32, made: usize, end: StopEnd) -> (usize, StopEnd) {
         match self.restore().and_then(|()| ptrace::detach(self.tracee.tid, signal)) {
-            Ok(()) => outcome,
+            Ok(()) => (made, end),
             // Killed meanwhile.
-            Err(_) => (outcome.0, StopEnd::Gone),
+            Err(_) => (made, StopEnd::Gone),
         }
     }
 
@@ -443,7 +457,7 @@ pub fn is_same(program: Option<(&Process, ProgramId)>) -> bool {
     program.is_none_or(|(process, program)| ProgramId::of(process).is_ok_and(|now| now == program))
 }
 
-/// Sets the registers with which a stopped thread continues as if it had not been interrupted. Returns them.
+/// Sets the registers so that a stopped thread continues as if it hadn't been interrupted. Returns them.
 pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
     let stopped = ptrace::registers(tid)?;
     if !regs::is_64_bit(&stopped) {
@@ -457,9 +471,9 @@ pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
     Ok(original)
 }
 
-/// Whether a signal was raised by what the thread did with borrowed registers, so that it must not receive it. Signals that
-/// can arrive at any time do not count: the overflow of a performance counter (TRAP_PERF), a memory error (BUS_MCEERR_AR,
-/// BUS_MCEERR_AO), and SIGSYS, because no injected call is denied.
+/// Whether the thread raised a signal by its work with borrowed registers, so that it mustn't receive it. Signals that can arrive
+/// at any time don't count: the overflow of a performance counter (TRAP_PERF), a memory error (BUS_MCEERR_AR, BUS_MCEERR_AO), and
+/// SIGSYS, because no injected call is denied.
 fn is_ours(signal: i32, cause: Option<i32>) -> bool {
     const TRAP_PERF: i32 = 6;
     const BUS_MCEERR: [i32; 2] = [4, 5];
@@ -475,7 +489,7 @@ fn is_ours(signal: i32, cause: Option<i32>) -> bool {
 /// The options of a thread whose seccomp filters are suspended.
 const SUSPENDED: u64 = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
 
-/// Signals that the kernel raises for what a thread does.
+/// Signals that the kernel raises for a thread's own actions.
 const FAULTS: u64 = bit(libc::SIGSEGV)
     | bit(libc::SIGBUS)
     | bit(libc::SIGILL)
@@ -489,9 +503,8 @@ const fn bit(signal: i32) -> u64 {
 
 /// Whether the stopped thread has no seccomp filter.
 fn unfiltered(tid: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{tid}/status")).is_ok_and(|status| {
-        status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "0"))
-    })
+    let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
+    status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "0"))
 }
 
 #[cfg(test)]

@@ -1,14 +1,14 @@
-//! Two pieces of the target's own code by which a thread returns without its tracer ([`super::return_frame`]): `syscall;
-//! ret`, at which the calls are made, and the function by which signal handlers return (`__restore_rt` of glibc and musl,
+//! Two pieces of the target's own code that let a thread return without its tracer ([`super::return_frame`]): `syscall; ret`,
+//! where it makes the calls, and the function that signal handlers return by (`__restore_rt` of glibc and musl,
 //! `sigreturn__sigaction` of Go).
 //!
-//! Searched in the executable mappings of files, in the pages that are mapped. What is found is remembered per file, since
-//! searching glibc takes a millisecond, and used in other processes where the page is mapped.
+//! We search the executable mappings of files, in the pages that are mapped. We remember the result per file, since searching
+//! glibc takes a millisecond, and use it in other processes where the page is mapped.
 
 use super::code::Code;
 use super::ptrace;
 use pagefold_procmem::maps::{Names, Vma, each_mapping};
-use pagefold_procmem::process::Process;
+use pagefold_procmem::process::{Process, ProcessKey};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -18,28 +18,26 @@ use std::time::{Duration, Instant};
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
 /// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
 const SIGRETURN: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
-/// Bytes searched in one mapping, and in all of one process. Both pieces are in the first megabyte of glibc, musl and Go
-/// programs; larger files may have none.
+/// We search this many bytes of one mapping, and of all in one process. Both pieces are in the first megabyte of glibc, musl and
+/// Go programs; larger files may have none.
 const MAPPING_BYTES: u64 = 8 << 20;
 const PROCESS_BYTES: u64 = 32 << 20;
-/// Executable mappings of files considered in one process.
+/// We consider this many executable mappings of files in one process.
 const MAPPINGS: usize = 1024;
-/// A process in which they were not found is searched again after this time: more pages may be mapped then.
+/// If we don't find them in a process we search it again after this time: more pages may be mapped then.
 const SEARCH_AGAIN: Duration = Duration::from_secs(10);
-/// Cache entries of each kind. Beyond that all are dropped and found again.
+/// Cache entries of each kind. Beyond that we drop all of them and find them again.
 const CACHED: usize = 1024;
 
-/// The addresses in one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Trampoline {
     /// `syscall; ret`.
     pub syscall: u64,
-    /// `rt_sigreturn`.
     pub sigreturn: u64,
 }
 
 impl Trampoline {
-    /// Checks during the stop whether the code is still there. Does not allocate.
+    /// Checks during the stop whether the code is still there. Doesn't allocate.
     pub fn is_there(self, tid: i32) -> bool {
         let mut code = [0_u8; 16];
         for (half, at) in code.chunks_exact_mut(8).zip([self.sigreturn, self.sigreturn.wrapping_add(8)]) {
@@ -64,7 +62,7 @@ type MappingKey = ((u32, u32), u64, u64, u64);
 #[derive(Default)]
 struct Cache {
     files: HashMap<MappingKey, Pieces>,
-    processes: HashMap<(i32, u64), (Option<Trampoline>, Instant)>,
+    processes: HashMap<ProcessKey, (Option<Trampoline>, Instant)>,
 }
 
 fn cache() -> MutexGuard<'static, Cache> {
@@ -72,8 +70,7 @@ fn cache() -> MutexGuard<'static, Cache> {
     CACHE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Finds the two pieces in the code of the process of thread `tid`. `None`: absent or not mapped; the calls are then made
-/// without a return frame.
+/// Finds both pieces in the code of a thread's process. `None`: absent or not mapped; then we make the calls without a frame.
 pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
     let key = process.key();
     match cache().processes.get(&key) {
@@ -82,7 +79,8 @@ pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
         _ => {}
     }
     let maps = process.open_file(&format!("task/{tid}/maps")).ok()?;
-    let (mut syscall, mut sigreturn) = (None, None);
+    let mut syscall = None;
+    let mut sigreturn = None;
     let mut left = PROCESS_BYTES;
     for vma in by_likelihood(maps)? {
         let pieces = pieces_of(&vma, code, &mut left)?;
@@ -92,7 +90,10 @@ pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
             break;
         }
     }
-    let found = syscall.zip(sigreturn).map(|(syscall, sigreturn)| Trampoline { syscall, sigreturn });
+    let found = match (syscall, sigreturn) {
+        (Some(syscall), Some(sigreturn)) => Some(Trampoline { syscall, sigreturn }),
+        _ => None,
+    };
     let mut cache = cache();
     if cache.processes.len() >= CACHED {
         cache.processes.clear();
@@ -101,18 +102,15 @@ pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
     found
 }
 
-/// Drops what was found: the code has changed, most likely by an exec.
+/// Drops the cached pieces: the code has changed, most likely by an exec.
 pub fn forget(process: &Process) {
     cache().processes.remove(&process.key());
 }
 
 /// The executable mappings of files, the C library's first.
 fn by_likelihood(maps: impl std::io::Read) -> Option<Vec<Vma>> {
-    let is_libc = |name: &[u8]| {
-        let file = name.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
-        file.starts_with(b"libc.") || file.starts_with(b"libc-") || file.starts_with(b"ld-musl")
-    };
-    let (mut libc, mut others) = (Vec::new(), Vec::new());
+    let mut libc = Vec::new();
+    let mut others = Vec::new();
     each_mapping(maps, Names::All, |mut vma| {
         if vma.inode != 0 && vma.perms.read && vma.perms.exec && !vma.perms.write {
             let found = if is_libc(&vma.name) { &mut libc } else { &mut others };
@@ -128,10 +126,15 @@ fn by_likelihood(maps: impl std::io::Read) -> Option<Vec<Vma>> {
     Some(libc)
 }
 
+fn is_libc(name: &[u8]) -> bool {
+    let file = name.rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+    file.starts_with(b"libc.") || file.starts_with(b"libc-") || file.starts_with(b"ld-musl")
+}
+
 /// The pieces in a mapping. `None`: the memory is gone.
 fn pieces_of(vma: &Vma, code: &Code, left: &mut u64) -> Option<Pieces> {
     let key = (vma.device, vma.inode, vma.offset, vma.end - vma.start);
-    // The file may have been overwritten in place since, or the page is not mapped here.
+    // The file may have been overwritten in place since, or the page isn't mapped here.
     let seen = cache().files.get(&key).copied().unwrap_or_default().those_in(code, vma.start);
     if seen.is_complete() {
         return Some(seen);
@@ -160,32 +163,35 @@ impl Pieces {
         Self { syscall: self.syscall.or(other.syscall), sigreturn: self.sigreturn.or(other.sigreturn) }
     }
 
-    /// Those that are in the mapping that begins at `start`.
+    /// The pieces that really are in the mapping that begins at `start`.
     fn those_in(self, code: &Code, start: u64) -> Self {
-        let is_there = |offset: u64, any_of: &[&[u8]]| {
-            any_of.iter().any(|piece| {
-                let mut bytes = [0; 16];
-                let bytes = &mut bytes[..piece.len()];
-                code.read(bytes, start + offset) && bytes == *piece
-            })
-        };
         Self {
-            syscall: self.syscall.filter(|&offset| is_there(offset, &[SYSCALL_RET])),
-            sigreturn: self.sigreturn.filter(|&offset| is_there(offset, &SIGRETURN)),
+            syscall: self.syscall.filter(|offset| is_any_at(code, start + offset, &[SYSCALL_RET])),
+            sigreturn: self.sigreturn.filter(|offset| is_any_at(code, start + offset, &SIGRETURN)),
         }
     }
 }
 
+fn is_any_at(code: &Code, at: u64, pieces: &[&[u8]]) -> bool {
+    pieces.iter().any(|piece| {
+        let mut bytes = [0; 16];
+        let bytes = &mut bytes[..piece.len()];
+        code.read(bytes, at) && bytes == *piece
+    })
+}
+
 fn search(code: &Code, start: u64, bytes: u64) -> Option<Pieces> {
     let mut pieces = Pieces::default();
-    let searched = code.search((start, start + bytes), false, |at, here| {
-        let offset = |piece: &[u8]| position(here, piece).map(|found| at + length_of(found) - start);
-        let found =
-            Pieces { syscall: offset(SYSCALL_RET), sigreturn: SIGRETURN.iter().find_map(|piece| offset(piece)) };
-        pieces = pieces.or(found);
+    let searched = code.search(start..start + bytes, false, |at, here| {
+        let syscall = position(here, SYSCALL_RET);
+        let sigreturn = SIGRETURN.iter().find_map(|piece| position(here, piece));
+        pieces = pieces.or(Pieces {
+            syscall: syscall.map(|found| at + length_of(found) - start),
+            sigreturn: sigreturn.map(|found| at + length_of(found) - start),
+        });
         if pieces.is_complete() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
-    searched.ok().map(|()| pieces)
+    if searched.is_ok() { Some(pieces) } else { None }
 }
 
 /// A length in memory fits: both types have 64 bits here.
@@ -196,7 +202,7 @@ fn length_of(bytes: usize) -> u64 {
 fn position(bytes: &[u8], piece: &[u8]) -> Option<usize> {
     // SAFETY: both ranges are valid for reading; the result points into the first or is null.
     let found = unsafe { libc::memmem(bytes.as_ptr().cast(), bytes.len(), piece.as_ptr().cast(), piece.len()) };
-    (!found.is_null()).then(|| found.addr() - bytes.as_ptr().addr())
+    if found.is_null() { None } else { Some(found.addr() - bytes.as_ptr().addr()) }
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
 //! Unmerging: unmarks everything marked in a process, so that every merged page gets its own copy again.
 //!
-//! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap
-//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target runs.
-//! So that is done first, in steps with a check of the target's memory limits before each, and then one call unmarks a
-//! whole mapping, with little left to copy. A part of a mapping is not unmarked on its own: that would split the mapping,
-//! which a program that moves its memory meanwhile would notice. The exceptions are processes with many zero pages that
-//! ksmd has replaced by the kernel's, which only the call unmerges, and kernels that do not distinguish merged pages from
-//! those shared through fork, which reading would copy too: there a mapping is unmarked in steps.
+//! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap lock
+//! (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target runs. So we do
+//! that first, in steps with a check of the target's memory limits before each, and then one call unmarks a whole mapping,
+//! with little left to copy. We don't unmark a part of a mapping on its own: that would split the mapping, and a program that
+//! moves its memory meanwhile would notice. There are two exceptions: processes with many zero pages that ksmd has replaced by
+//! the kernel's, which only the call unmerges, and kernels that don't distinguish merged from fork-shared pages, which reading
+//! would copy too. There we unmark a mapping in steps.
 
 use crate::mark::{RETRY_LIMIT, RETRY_PAUSE};
 use crate::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
@@ -28,82 +28,54 @@ use std::thread::sleep;
 use std::time::Instant;
 use thiserror::Error;
 
-/// Address space whose copies are made after one check of the limits: 8 MiB, 8 ms at about a gigabyte a second.
+/// Address space whose copies we make after one check of the limits: 8 MiB, 8 ms at about a gigabyte a second.
 const STEP_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
-/// Address space unmarked by one call that copies little: walking it takes some 40 ms at most.
+/// Address space that one call unmarks if it copies little: walking it takes some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
-/// Attempts before giving up on mappings that keep changing or calls that signals keep interrupting.
+/// We give up after this many attempts on mappings that keep changing or calls that signals keep interrupting.
 const ATTEMPTS: u32 = 5;
 
-/// The result of unmerging a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unmerged {
-    /// Address space unmarked.
     pub unmarked: Bytes,
-    /// Memory unmerged. Zero pages are included only where the kernel counts them per process (6.10).
+    /// Memory unmerged. Includes zero pages only where the kernel counts them per process (6.10).
     pub given_back: Bytes,
     /// The longest stop of the target, nanoseconds.
     pub longest_stop_ns: u64,
-    /// The mappings that were marked.
     pub mappings: Vec<UnmarkedMapping>,
 }
 
 /// A mapping that was marked before its process was unmerged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnmarkedMapping {
-    /// First address.
     pub start: u64,
-    /// Address after the last one.
     pub end: u64,
-    /// How much of it is not marked any more.
+    /// How much of it isn't marked any more.
     pub unmarked: Bytes,
 }
 
-/// Why a process could not be unmerged, or not completely.
+/// Why we couldn't unmerge a process, or not completely.
 #[derive(Debug, Error)]
 pub enum UnmergeError {
-    /// The process cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// The calls could not be made.
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// The copies would not fit into its memory limits.
+    /// The copies wouldn't fit into its memory limits: `left` is how much they leave, `wanted` the size of a step with a margin.
     #[error("process {pid} has room for {:.0} MiB only, but each step of unmerging needs {:.0} MiB; raise the memory limit of its cgroup or free memory, then unmerge again", left.mib(), wanted.mib())]
-    NoRoom {
-        /// The process.
-        pid: i32,
-        /// The room that its limits leave.
-        left: Bytes,
-        /// The size of a step, with a margin.
-        wanted: Bytes,
-    },
-    /// It keeps its memory map locked: neither can it be read, nor can its marks be changed.
+    NoRoom { pid: i32, left: Bytes, wanted: Bytes },
+    /// It keeps its mmap lock: we can neither read it nor change its marks.
     #[error("process {pid} ({name}) keeps its memory map locked")]
-    Locked {
-        /// The process.
-        pid: i32,
-        name: String,
-    },
-    /// It takes longer.
+    Locked { pid: i32, name: String },
     #[error("process {pid} ({name}) is still being unmerged")]
-    UnderWay {
-        /// The process.
-        pid: i32,
-        name: String,
-    },
+    UnderWay { pid: i32, name: String },
     /// The kernel refused, or the mappings kept changing.
     #[error("process {pid} could not be unmerged completely: {why}")]
-    Left {
-        /// The process.
-        pid: i32,
-        /// The system's error.
-        why: String,
-    },
+    Left { pid: i32, why: String },
 }
 
 impl UnmergeError {
-    /// Whether the process keeps its memory map locked.
+    /// Whether the process keeps its mmap lock.
     pub fn is_late(&self) -> bool {
         match self {
             Self::Read(error) => error.is_late(),
@@ -112,7 +84,7 @@ impl UnmergeError {
         }
     }
 
-    /// Whether the process has ended, so that nothing of it is merged any more.
+    /// Whether the process has ended, so that none of its memory is merged any more.
     pub fn has_ended(&self) -> bool {
         matches!(
             self,
@@ -135,8 +107,8 @@ pub fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
-/// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave
-/// room for the next step. `report` shows what was done, also after an error.
+/// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave room
+/// for the next step. `report` shows how far we got, also after an error.
 pub fn unmark_in_steps(
     (process, program): (&Process, &ProgramId),
     injector: &InjectorHandle,
@@ -145,24 +117,19 @@ pub fn unmark_in_steps(
     report: &mut InjectionReport,
 ) -> Result<(), UnmergeError> {
     let limits = Limits { calls_per_stop: 1, ..Limits::default() };
-    let check = |copies: u64| {
-        let Headroom { left, margin } = headroom(process, &roots.proc, &roots.cgroup)?;
-        let wanted = Bytes(copies + margin.0);
-        if left < wanted { Err(UnmergeError::NoRoom { pid: process.pid(), left, wanted }) } else { Ok(()) }
-    };
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);
     for call in calls {
         let mut copies_by_call = STEP_BYTES;
         if call.nr == libc::SYS_madvise && shows_merged() {
             for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {
-                check(STEP_BYTES)?;
+                check_room(process, roots, STEP_BYTES)?;
                 reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
             }
-            // They have been made. If the call waited for room for more, it'd never be made where they just fit.
+            // The copies are there. If the call waited for room for more, we'd never make it where they just fit.
             copies_by_call = 0;
         }
-        check(copies_by_call)?;
+        check_room(process, roots, copies_by_call)?;
         fault::point("unmark");
         let done = injector.run_in(process, program, std::slice::from_ref(call), &limits)?;
         fault::point("unmarked");
@@ -176,9 +143,17 @@ pub fn unmark_in_steps(
     Ok(())
 }
 
-/// Refuses processes without memory. Nothing can be marked in these, but the user may have named the wrong process.
+/// Fails unless the process's memory limits leave room for this many bytes of copies.
+fn check_room(process: &Process, roots: &Roots, copies: u64) -> Result<(), UnmergeError> {
+    let Headroom { left, margin } = headroom(process, &roots.proc, &roots.cgroup)?;
+    let wanted = Bytes(copies + margin.0);
+    if left < wanted { Err(UnmergeError::NoRoom { pid: process.pid(), left, wanted }) } else { Ok(()) }
+}
+
+/// Refuses processes without memory. Nothing can be marked in them, but the user may have named the wrong process.
 pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
-    let (pid, stat) = (process.pid(), process.stat()?);
+    let pid = process.pid();
+    let stat = process.stat()?;
     if stat.kernel_thread {
         return Err(InjectError::KernelThread { pid }.into());
     }
@@ -188,11 +163,10 @@ pub fn need_memory(process: &Process) -> Result<(), UnmergeError> {
     Ok(())
 }
 
-/// Unmarks everything marked in a process. `done` shows what was done, also after an error.
+/// Unmarks everything marked in a process. `done` shows how far we got, also after an error.
 ///
 /// # Errors
-///
-/// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; what was unmarked before stays so.
+/// [`UnmergeError::NoRoom`] if its memory limits leave no room for the copies; memory unmarked before stays so.
 pub fn unmerge(
     process: &Process,
     injector: &InjectorHandle,
@@ -202,10 +176,10 @@ pub fn unmerge(
     need_memory(process)?;
     let program = ProgramId::of(process)?;
     let before = MarkState::of(process)?;
-    let ran = unmark_all((process, &program), injector, roots, before.clone(), &mut done.longest_stop_ns);
+    let ran = unmark_all(process, &program, injector, roots, before.clone(), &mut done.longest_stop_ns);
     match (&ran, MarkState::of(process)) {
         (_, Ok(after)) => done.record(&before, &after),
-        // Nothing is known to be unmarked.
+        // We don't know of anything that was unmarked.
         (Ok(()), Err(error)) => return Err(error.into()),
         (Err(_), Err(_)) => {}
     }
@@ -213,7 +187,8 @@ pub fn unmerge(
 }
 
 fn unmark_all(
-    (process, program): (&Process, &ProgramId),
+    process: &Process,
+    program: &ProgramId,
     injector: &InjectorHandle,
     roots: &Roots,
     mut state: MarkState,
@@ -247,7 +222,7 @@ fn unmark_all(
 }
 
 impl Unmerged {
-    /// Records what has become of what was marked.
+    /// Compares the marks before with the remaining ones.
     fn record(&mut self, before: &MarkState, after: &MarkState) {
         self.given_back = Bytes(before.merged_kib.saturating_sub(after.merged_kib).saturating_mul(1024));
         for &(start, end) in &before.marked {
@@ -263,34 +238,35 @@ impl Unmerged {
 #[derive(Clone, Debug)]
 pub struct MarkState {
     merge_any: bool,
-    /// Marked mappings.
     pub marked: Vec<(u64, u64)>,
-    /// Merged memory.
     pub merged_kib: u64,
-    /// What unmarking may copy: all marked memory where the kernel does not show how much of it is merged (6.7).
+    /// How much unmarking may copy: all marked memory where the kernel doesn't show how much of it is merged (before 6.7).
     copies_kib: u64,
 }
 
 impl MarkState {
-    /// Reads all of it.
     fn of(process: &Process) -> Result<Self, ReadError> {
         Ok(Self::new(&read_marked(process)?, KsmStat::of(process)?))
     }
 
-    /// That of these marked mappings.
+    /// The state of a process with these marked mappings.
     pub fn new(details: &[VmaDetail], stat: KsmStat) -> Self {
-        let copies = |detail: &VmaDetail| detail.ksm_kib.unwrap_or((detail.vma.end - detail.vma.start) / 1024);
-        let copies_kib: u64 = details.iter().map(copies).sum();
-        let merged_kib: u64 = details.iter().filter_map(|detail: &VmaDetail| detail.ksm_kib).sum();
+        let mut marked = Vec::new();
+        let mut merged_kib: u64 = 0;
+        let mut copies_kib: u64 = 0;
+        for VmaDetail { vma, ksm_kib, .. } in details {
+            marked.push((vma.start, vma.end));
+            merged_kib += ksm_kib.unwrap_or(0);
+            copies_kib += ksm_kib.unwrap_or((vma.end - vma.start) / 1024);
+        }
         Self {
             merge_any: stat.merge_any,
-            marked: details.iter().map(|detail| (detail.vma.start, detail.vma.end)).collect(),
+            marked,
             merged_kib: merged_kib.saturating_add(stat.zero_kib),
             copies_kib: copies_kib.saturating_add(stat.zero_kib),
         }
     }
 
-    /// Memory that is still marked.
     pub fn marked_bytes(&self) -> Bytes {
         Bytes(self.marked.iter().map(|(start, end)| end - start).sum())
     }
@@ -301,13 +277,15 @@ impl MarkState {
 
     /// The calls that remove the marks.
     pub fn calls(&self, step: Bytes) -> Vec<Call> {
-        let calls = |&(start, end): &(u64, u64)| {
-            steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE))
-        };
-        // Ends the marking of future mappings, and unmarks at once what is left: only if that is no more than a step.
-        let little_left = self.copies_kib <= STEP_BYTES / 1024;
-        let end = (self.merge_any && little_left).then(|| Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
-        self.marked.iter().flat_map(calls).chain(end).collect()
+        let mut calls = Vec::new();
+        for &(start, end) in &self.marked {
+            calls.extend(steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)));
+        }
+        // Ends the marking of future mappings, and unmarks all the rest at once: only if that is no more than a step.
+        if self.merge_any && self.copies_kib <= STEP_BYTES / 1024 {
+            calls.push(Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
+        }
+        calls
     }
 }
 

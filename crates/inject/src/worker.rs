@@ -1,17 +1,18 @@
 //! The injector: the process that makes calls in targets, and the protocol to ask it.
 //!
-//! A tracer that dies while a target has borrowed registers may kill the target. So the tracer is a process of its own
-//! that does nothing else, ignores every signal that can be ignored, is out of reach of ctrl-C, and ends when the process
-//! that started it has ended (end of file), but never while it holds a target.
+//! A tracer that dies while a target has borrowed registers may kill the target. So the tracer is a process of its own that
+//! does nothing else, ignores every signal that it can ignore, is out of reach of ctrl-C, and ends when the process that
+//! started it has ended (end of file), but never while it holds a target.
 //!
-//! It is started by the process that uses it ([`super::injector`]), or by a service manager for each connection to a socket. The latter keeps
-//! it out of the seccomp filters of a hardened service, under which no tracer may suspend its targets' filters.
+//! The process that uses it starts it ([`super::injector`]), or a service manager does for each connection to a socket. A service
+//! manager keeps it out of the seccomp filters of a hardened service, under which no tracer may suspend its targets' filters.
 //!
-//! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request: a late
-//! one is recognized and dropped.
+//! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
+//! recognize a late one and drop it.
 
-use super::{Call, InjectError, InjectionReport, Limits, held, inject_into, unsigned};
+use super::{Call, InjectError, InjectionReport, Limits, held, inject_into};
 use pagefold_procmem::image::ProgramId;
+use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::peer::{Peer, is_trusted};
 use pagefold_procmem::os::privileges::{INJECTING, keep_from_dumps, keep_only};
 use pagefold_procmem::process::Process;
@@ -24,7 +25,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const VERSION: u32 = 3;
-/// The longest line accepted: some 40,000 calls.
+/// The longest line that we accept: some 40,000 calls.
 const LINE_BYTES: u64 = 8 << 20;
 /// Time for a reply that has probably come already.
 const GLANCE: Duration = Duration::from_millis(1);
@@ -47,7 +48,6 @@ pub(crate) struct Request {
 pub(crate) struct Reply {
     version: u32,
     id: u64,
-    /// The pid of the injector.
     pid: u32,
     /// CPU time of the injector since it started.
     cpu_ns: u64,
@@ -56,21 +56,20 @@ pub(crate) struct Reply {
     result: Result<InjectionReport, InjectError>,
 }
 
-/// The connection to an injector.
 #[derive(Debug)]
 pub(super) struct Connection {
     /// If this process started it.
     child: Option<Child>,
     pid: u32,
     stream: UnixStream,
-    /// The part of the next reply that has been read.
+    /// The part of the next reply that we've read.
     pending: Vec<u8>,
     last_id: u64,
-    /// A request was written in part; the injector would misread the next one.
+    /// We wrote a request in part; the injector would misread the next one.
     broken: bool,
     refusal: Option<String>,
     cpu_ns: u64,
-    /// Whether the last request has not been answered.
+    /// Whether the injector hasn't answered the last request.
     is_waiting: bool,
 }
 
@@ -94,7 +93,7 @@ impl Connection {
         let theirs: OwnedFd = theirs.into();
         command.stdin(Stdio::from(theirs.try_clone()?)).stdout(Stdio::from(theirs));
         let child = command.spawn();
-        // The command would keep the injector's end open in this process, which would then not notice its death.
+        // The command would keep the injector's end open in this process, and we wouldn't notice the injector's death.
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let child = child?;
         Ok(Self::new(child.id(), Some(child), stream))
@@ -108,10 +107,10 @@ impl Connection {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
         }
         let mut connection = Self::new(0, None, stream);
-        // An empty batch for this process, to see whether the other end accepts requests.
+        // We send an empty batch for ourselves, to see whether the other end accepts requests.
         let own = i32::try_from(std::process::id()).ok().and_then(|pid| Process::open(pid).ok());
         let own = own.ok_or_else(|| io::Error::other("cannot read the entry of this process in /proc"))?;
-        match connection.run((&own, None), &[], &Limits::default(), None) {
+        match connection.run(&own, None, &[], &Limits::default(), None) {
             Ok(_) => Ok(connection),
             Err(_) if connection.refusal.is_some() => {
                 Err(io::Error::new(io::ErrorKind::PermissionDenied, connection.refusal.take().unwrap_or_default()))
@@ -120,7 +119,7 @@ impl Connection {
         }
     }
 
-    /// Whether the other end exists and understands what is sent next.
+    /// Whether the other end exists and will understand the next request.
     pub(super) fn is_usable(&self) -> bool {
         let mut byte = 0_u8;
         let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
@@ -134,7 +133,7 @@ impl Connection {
         is_open && !self.broken
     }
 
-    /// Hangs up, and returns the process if this one has started it. It ends as soon as it holds no target.
+    /// Hangs up, and returns the process if we've started it. It ends as soon as it holds no target.
     pub(super) fn end(&mut self) -> Option<Child> {
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         self.child.take()
@@ -157,10 +156,11 @@ impl Connection {
         std::mem::take(&mut self.cpu_ns)
     }
 
-    /// Makes a request. With `patience` the reply is waited for no longer than that, and not at all behind another one.
+    /// Makes a request. With `patience` we wait no longer than that for the reply, and not at all behind another one.
     pub(super) fn run(
         &mut self,
-        (process, program): (&Process, Option<&ProgramId>),
+        process: &Process,
+        program: Option<&ProgramId>,
         calls: &[Call],
         limits: &Limits,
         patience: Option<Duration>,
@@ -182,7 +182,7 @@ impl Connection {
             limits: *limits,
         };
         let limit = reply_limit(calls.len(), limits);
-        let deadline = Instant::now() + patience.map_or(limit, |patience| patience.min(limit));
+        let deadline = Instant::now() + patience.unwrap_or(limit).min(limit);
         let mut line = serde_json::to_vec(&request).map_err(|error| malformed(&error))?;
         line.push(b'\n');
         self.stream.set_write_timeout(Some(limit)).map_err(|_| InjectError::WorkerGone)?;
@@ -243,8 +243,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // At the end of file the injector ends within a millisecond. If it holds a target it lives on until that is
-        // restored.
+        // At the end of file the injector ends within a millisecond, or as soon as it has restored the target that it holds.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         let Some(child) = &mut self.child else { return };
         for _ in 0..50 {
@@ -280,7 +279,7 @@ fn malformed(error: &serde_json::Error) -> InjectError {
 pub fn serve() -> ! {
     shield_process();
     pagefold_procmem::os::fault::init();
-    // Before anything is read, and after everything above that needs more capabilities.
+    // Before we read anything, and after everything above that needs more capabilities.
     if let Err(error) = keep_only(&INJECTING) {
         eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
         std::process::exit(1)
@@ -316,21 +315,25 @@ pub fn serve() -> ! {
 
 impl Reply {
     fn new(id: u64, refusal: Option<String>, result: Result<InjectionReport, InjectError>) -> Self {
-        Self { version: VERSION, id, pid: std::process::id(), cpu_ns: cpu_ns(), refusal, result }
+        Self { version: VERSION, id, pid: std::process::id(), cpu_ns: own_cpu_ns(), refusal, result }
     }
 }
 
 fn send(output: &mut impl Write, reply: &Reply) -> io::Result<()> {
     let mut bytes = serde_json::to_vec(reply)?;
     bytes.push(b'\n');
-    output.write_all(&bytes).and_then(|()| output.flush())
+    output.write_all(&bytes)?;
+    output.flush()
 }
 
-/// Why requests from the other end of `input` are refused, if so. An input other than a socket comes from the parent.
+/// Why we refuse requests from the other end of `input`, if so. An input other than a socket comes from our parent.
 fn refusal(input: &impl AsFd) -> Option<String> {
     let stream = UnixStream::from(input.as_fd().try_clone_to_owned().ok()?);
     let peer = Peer::of(&stream).ok()?;
-    (!is_trusted(peer.uid)).then(|| "only root may use this injector; run the command with sudo".to_owned())
+    if is_trusted(peer.uid) {
+        return None;
+    }
+    Some("only root may use this injector; run the command with sudo".to_owned())
 }
 
 fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
@@ -370,22 +373,14 @@ fn shield_process() {
         // SAFETY: ignoring a signal installs no handler.
         unsafe { libc::signal(signal, libc::SIG_IGN) };
     }
-    // SAFETY: no arguments. Fails if this process already leads a group, and then ctrl-C does not reach it either.
+    // SAFETY: no arguments. Fails if this process already leads a group, and then ctrl-C doesn't reach it either.
     unsafe { libc::setsid() };
-    // The out-of-memory killer must not choose it in the middle of a call. Needs CAP_SYS_RESOURCE; without it, a small
-    // process is an unlikely choice.
+    // The OOM killer mustn't choose us in the middle of a call. Needs CAP_SYS_RESOURCE; but a small process is unlikely prey.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
     // The tracing threads inherit it, and so need no CAP_SYS_NICE. Without it stops are longer where cores are scarce.
     // SAFETY: numbers only.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) };
     keep_from_dumps();
-}
-
-fn cpu_ns() -> u64 {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` outlives the call.
-    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut now) };
-    unsigned(now.tv_sec).saturating_mul(1_000_000_000).saturating_add(unsigned(now.tv_nsec))
 }
 
 #[cfg(test)]

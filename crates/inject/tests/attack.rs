@@ -1,14 +1,14 @@
-//! Targets that try to be harmed or to escape, while calls are injected into them.
+//! Targets that try to be harmed or to escape while we inject calls into them.
 //!
 //! `PAGEFOLD_ATTACKS` is the number of injections, spread over all kinds (default: 20,000; `make attack`: a million).
 //! `PAGEFOLD_ATTACK_KIND` names one kind, which then gets them all.
 //!
-//! The torture test has victims for what is not here: every blocking call and its restart block, `io_uring` waits,
-//! restartable sequences, 2,000 threads, vector registers, all actions of seccomp filters, job control, frozen control
-//! groups, vforks and execs, namespaces, 32-bit programs, each disturbed by signals.
+//! The torture test has victims for everything else: every blocking call and its restart block, `io_uring` waits,
+//! restartable sequences, 2,000 threads, vector registers, all actions of seccomp filters, job control, frozen
+//! cgroups, vforks and execs, namespaces, 32-bit programs, each disturbed by signals.
 //!
-//! Go, the JVM, Lua and Boost themselves are not run: the kinds `coroutines`, `alternate-stacks` and `page-faults` do what
-//! their runtimes do (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on
+//! We don't run Go, the JVM, Lua and Boost themselves: the kinds `coroutines`, `alternate-stacks` and `page-faults` act like
+//! their runtimes (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on
 //! alternate stacks, safepoints by page faults).
 
 use pagefold_inject::{Errno, InjectError, Limits, inject};
@@ -20,15 +20,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-/// Where a target is while it is attacked.
+/// Where a target is while we attack it.
 #[derive(Clone, Copy, PartialEq)]
 enum Place {
     Anywhere,
     /// Its child is the target.
     Parent,
-    /// In a control group that may use a tenth of a CPU.
+    /// In a cgroup that may use a tenth of a CPU.
     Throttled,
-    /// In a control group that is frozen and thawed all the time.
+    /// In a cgroup that we freeze and thaw all the time.
     Freezing,
 }
 use Place::{Anywhere, Freezing, Parent, Throttled};
@@ -40,9 +40,9 @@ struct Kind {
     place: Place,
     /// Its share of the injections.
     share: u32,
-    /// One injection in so many gives the target no time to stop. It must not notice that either.
+    /// One injection in so many gives the target no time to stop. It mustn't notice that either.
     hurried: u64,
-    /// Whether it can be injected into at all.
+    /// Whether we can inject into it at all.
     willing: bool,
 }
 
@@ -75,7 +75,7 @@ const KINDS: [Kind; 21] = [
     Kind { mode: "coroutines", place: Freezing, ..kind("frozen", 3) },
 ];
 
-/// What the attacks on one kind came to.
+/// The outcome of the attacks on one kind.
 #[derive(Default)]
 struct Outcome {
     made: usize,
@@ -102,7 +102,7 @@ fn reason(error: &InjectError) -> &'static str {
     }
 }
 
-/// Does with a group what its name says, until `over`.
+/// Treats a group as its name says, until `over`.
 fn in_group(place: Place, pid: i32, over: &AtomicBool) -> Result<(), String> {
     let wait = || {
         while !over.load(Relaxed) {

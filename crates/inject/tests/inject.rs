@@ -1,7 +1,7 @@
 //! Injection into real processes in every state that matters.
 //!
 //! The victims (`victim` of pagefold-testkit) check that they notice nothing; the tests check that the calls took effect.
-//! Nothing is merged: the memory of each victim is unique.
+//! We merge nothing: the memory of each victim is unique.
 
 use pagefold_engine::random::mix;
 use pagefold_inject::{
@@ -220,7 +220,7 @@ fn seccomp_filters_are_suspended_and_restored() {
 #[test]
 fn a_traced_process_is_refused() {
     let Some(mut victim) = Victim::if_possible("idle") else { return };
-    // SAFETY: no memory is passed, and the target is a child of this thread.
+    // SAFETY: we pass no memory, and the target is a child of this thread.
     assert_eq!(unsafe { libc::ptrace(0x4206, victim.pid(), 0, 0) }, 0);
     let own = i32::try_from(std::process::id()).unwrap();
     match victim.mark(MARK) {
@@ -230,13 +230,13 @@ fn a_traced_process_is_refused() {
         }
         other => panic!("{other:?}"),
     }
-    // SAFETY: no memory is passed, and the target is a child of this thread.
+    // SAFETY: we pass no memory, and the target is a child of this thread.
     assert_eq!(unsafe { libc::ptrace(0x4207, victim.pid(), 0, 0) }, 0);
     let mut status = 0;
     // SAFETY: the kernel writes the status.
     assert_eq!(unsafe { libc::waitpid(victim.pid(), &raw mut status, libc::__WALL) }, victim.pid());
     assert!(matches!(victim.mark(MARK), Err(InjectError::Traced { .. })));
-    // SAFETY: no memory is passed, and the target is a child of this thread.
+    // SAFETY: we pass no memory, and the target is a child of this thread.
     assert_eq!(unsafe { libc::ptrace(libc::PTRACE_DETACH, victim.pid(), 0, 0) }, 0);
     victim.mark_repeatedly(1);
     victim.finish("idle");
@@ -259,7 +259,7 @@ fn each_process_that_cannot_be_injected_has_its_own_error() {
     assert_eq!(victim.mark(MARK), Err(InjectError::Zombie { pid: victim.pid() }));
     victim.program.child.0.wait().unwrap();
     assert_eq!(victim.mark(MARK), Err(InjectError::Vanished { pid: victim.pid() }));
-    // An empty batch does not stop its target.
+    // An empty batch doesn't stop its target.
     assert_eq!(inject(&Process::open(1).unwrap(), &[], &limits), Ok(InjectionReport::default()));
 }
 
@@ -288,7 +288,7 @@ fn a_frozen_process_is_refused(version: u32) {
     if !can_inject() {
         return;
     }
-    // Before the freezer, so dropped after it: a frozen process cannot be killed.
+    // Before the freezer, so dropped after it: nobody can kill a frozen process.
     let mut victim = Victim::start("idle");
     let Some(freezer) = Freezer::create(version) else {
         return skip_unsupported(format!("no freezer of version {version} is mounted"));
@@ -300,7 +300,7 @@ fn a_frozen_process_is_refused(version: u32) {
     let limits = Limits { stop_ns: 60_000_000, call_ns: 60_000_000, calls_per_stop: 8 };
     let calls = victim.calls(MARK, 1);
     assert_eq!(inject(&victim.process, &calls, &limits), Err(InjectError::Frozen { pid: victim.pid() }));
-    // As if it had been frozen after it was checked: found out by the limits.
+    // As if it had been frozen after we checked it: the limits find out.
     let forced = inject_thread(&victim.process, victim.pid(), &calls, &limits);
     assert!(matches!(forced, Err(InjectError::Frozen { .. })), "{forced:?}");
     assert!(begun.elapsed() < Duration::from_secs(10), "the limits are 60 ms");
@@ -453,7 +453,7 @@ fn a_call_that_does_not_end_is_aborted() {
     victim.finish("idle");
 }
 
-/// A fork of 512 MiB holds the lock of the memory map for milliseconds, and what is done in a stop waits for it.
+/// A fork of 512 MiB holds the mmap lock for milliseconds, and our work in a stop waits for it.
 #[test]
 fn stops_are_short_beside_a_sibling_that_forks() {
     if !can_inject() {
@@ -483,7 +483,7 @@ fn stops_are_short_beside_a_sibling_that_forks() {
     victim.expect_ok("forks");
 }
 
-/// An exec keeps pid and start time. The address of the memory to mark is that of a program that was seen, and differs in
+/// An exec keeps pid and start time. We have the address of the memory to mark from one program, and it differs in
 /// every other one: a call made in another program fails.
 #[test]
 fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
@@ -504,7 +504,7 @@ fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
             if !ProgramId::of(&victim.process).is_ok_and(|now| now == judged) {
                 continue;
             }
-            // Until it is stopped it may execute again.
+            // Until we stop it, it may execute again.
             pause_ms(1);
             let calls = [Call::madvise(start, 4096, MARK)];
             match inject_into(&victim.process, checks.then_some(&judged), &calls, &Limits::default()) {
@@ -571,7 +571,7 @@ fn an_injector_survives_signals_and_ends_with_its_owner() {
         }
     }
     assert!(injector.cpu_ns() > 0);
-    // SAFETY: no memory is passed, and the target is a child of this thread.
+    // SAFETY: we pass no memory, and the target is a child of this thread.
     assert_eq!(unsafe { libc::getsid(pid) }, pid);
     let gone = Victim::start("idle");
     gone.kill(libc::SIGKILL);

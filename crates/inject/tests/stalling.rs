@@ -1,4 +1,4 @@
-//! Targets that try to stall what reads them: reads of their pages that never return.
+//! Targets that try to stall their readers: reads of their pages that never return.
 
 use pagefold_inject::{InjectError, InjectionReport, Limits, inject};
 use pagefold_testkit::injection::*;
@@ -6,7 +6,7 @@ use pagefold_testkit::{skip, status_field, wait_until};
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// A victim that stalls. `None`, with the reason reported, where it cannot.
+/// A victim that stalls. `None`, with the reason reported, where it can't.
 fn stalling(kind: &str) -> Option<Victim> {
     Victim::try_start(&["stalling", kind]).map_err(skip).ok()
 }
@@ -19,7 +19,7 @@ fn attempts() -> usize {
         .count()
 }
 
-/// Executable memory of a file whose server never answers: pages that are not mapped are not read.
+/// Executable memory of a file whose server never answers: we don't read pages that aren't mapped.
 #[test]
 fn code_that_cannot_be_read_delays_no_call() {
     if !can_inject() {
@@ -39,7 +39,7 @@ fn code_that_cannot_be_read_delays_no_call() {
     victim.expect_ok("code");
 }
 
-/// Attaching waits for an exec that has begun: the attempt is given up, its thread ends, and there is no other one soon.
+/// Attaching waits for an exec that has begun: we give up the attempt, its thread ends, and there is no other one soon.
 #[test]
 fn an_exec_that_does_not_end_keeps_no_thread() {
     if !can_inject() {
@@ -58,7 +58,7 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     let began = Instant::now();
     assert_eq!(attempt(), given_up);
     assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
-    // Others are not affected.
+    // Others don't suffer.
     let mut plain = Victim::start("idle");
     inject(&plain.process, &plain.calls(MARK, 1), &PATIENT).unwrap();
     plain.send();

@@ -1,11 +1,11 @@
 //! Torture of the injector: victims in every state that matters, signals, stops, freezers and deaths that disturb them,
 //! and several injector processes that inject all the time, in random order. No victim may notice anything.
 //!
-//! The victims (`victim torture` of pagefold-testkit) check themselves; the test checks what can be seen from outside, and
+//! The victims (`victim torture` of pagefold-testkit) check themselves; the test checks whatever shows from outside, and
 //! that no signal was lost. `PAGEFOLD_TORTURE` is the number of injections (default: 5000), `PAGEFOLD_TORTURE_SEED`
 //! repeats the choices of a run (not its timing), `PAGEFOLD_TORTURE_REPORT` names a file for the results as JSON.
 //!
-//! Nothing is merged: the memory of each victim is unique.
+//! We merge nothing: the memory of each victim is unique.
 
 #[path = "torture/disturbance.rs"]
 mod disturbance;
@@ -73,7 +73,7 @@ fn watch_progress(run: &Run) {
         }
         if last.1.elapsed() > STALL_LIMIT {
             println!("no request has ended for {STALL_LIMIT:?}; failures so far: {:#?}", run.results.failures());
-            // A frozen process cannot even be killed.
+            // Nobody can even kill a frozen process.
             run.over.store(true, Ordering::Relaxed);
             std::thread::sleep(Duration::from_millis(200));
             run.victims.freezers.iter().for_each(|(freezer, _)| freezer.freeze(false));

@@ -1,4 +1,4 @@
-//! The tracer is killed at every step of an injection, and at random moments: its target must not notice.
+//! We kill the tracer at every step of an injection, and at random moments: its target mustn't notice.
 //!
 //! The targets (`victim registers KIND` of pagefold-testkit) check for themselves. `PAGEFOLD_TORTURE=N` makes N kills at
 //! random moments instead of a few hundred.
@@ -102,7 +102,7 @@ impl Victim {
         assert_eq!(self.line(), "ok", "{}, {what}", self.kind);
     }
 
-    /// The return frames in its private memory that end a page: those of tracers that died.
+    /// The return frames in its private memory that end a page: dead tracers have left them.
     fn frames(&self) -> usize {
         const MAGIC2: [u8; 4] = 0x4650_5845_u32.to_le_bytes();
         let memory = self.process.open_file("mem").unwrap();
@@ -175,7 +175,7 @@ fn die_at_every_step(kinds: &[&str]) {
                 if passage > 1 && !often {
                     continue;
                 }
-                // From the interrupt until their registers are repaired these calls answer EINTR.
+                // From the interrupt until we've repaired their registers these calls answer EINTR.
                 if point == "stopped" && matches!(kind, "epoll" | "sigtimedwait") {
                     continue;
                 }
@@ -199,8 +199,8 @@ fn die_at_every_step(kinds: &[&str]) {
 }
 
 /// Linux 6.15 to 7.0 (here 6.16) look for a frame's second magic number at the full size of the state, here behind MPX, and
-/// lose the vector registers if it is not there. QEMU reports all features as in use, so this does not show that a frame is
-/// complete if they are not: the unit tests of `return_frame` do.
+/// lose the vector registers without it. QEMU reports all features as in use, so this doesn't show that a frame is
+/// complete if they aren't: the unit tests of `return_frame` do.
 #[test]
 fn kernels_that_check_the_full_size_of_the_state_restore_it() {
     let Some(tools) = Tools::find("sigreturn") else { return };
@@ -228,7 +228,7 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         return;
     }
     let kills: u32 = std::env::var("PAGEFOLD_TORTURE").ok().and_then(|text| text.parse().ok()).unwrap_or(300);
-    // Not those whose calls answer EINTR to any interrupt, until that is repaired.
+    // Not those whose calls answer EINTR to any interrupt, until we've repaired that.
     let kinds = ["futex", "poll", "read", "busy", "large", "thread"];
     let mut victims = kinds.map(Victim::start);
     let mut frames = kinds.map(|_| 0);
@@ -243,7 +243,7 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         // Connected and warm; then it takes some 300 us to begin with the calls, and those some 300 us more.
         run(&mut injector, victim, &[]).unwrap();
         victim.begin();
-        // A thread that computes is observed for 2 ms first.
+        // We first observe a thread that computes for 2 ms.
         let first_ns = if matches!(victim.kind.as_ref(), "busy" | "large") { 2_000_000 } else { 0 };
         let delay = Duration::from_nanos(first_ns + random.next() % 1_500_000);
         let begun = Instant::now();
@@ -256,9 +256,9 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         let answer = run(&mut injector, victim, &calls);
         killer.join().unwrap();
         early += u32::from(answer.is_none());
-        // Its stack is written only while the return frame is needed.
+        // We only write to its stack while we need the return frame.
         victim.end(&format!("kill {turn} after {delay:?}, {}", victim.kind));
-        // A frame is there only while it is needed.
+        // A frame is only there while we need it.
         let left = victim.frames();
         midway += u32::from(left > frames[turn as usize % kinds.len()]);
         frames[turn as usize % kinds.len()] = left;

@@ -1,4 +1,4 @@
-//! What the controller's reads of KSM's state cost: `cargo bench -p pagefold-ksm --bench ksm_cost`.
+//! The cost of the controller's reads of KSM's state: `cargo bench -p pagefold-ksm --bench ksm_cost`.
 
 use pagefold_ksm::ksmd::Ksmd;
 use pagefold_ksm::{KSM_ROOT, Ksm};
@@ -26,6 +26,8 @@ fn main() {
 fn time(name: &str, mut call: impl FnMut()) {
     const CALLS: u128 = 10_000;
     let began = Instant::now();
-    (0..CALLS).for_each(|_| call());
+    for _ in 0..CALLS {
+        call();
+    }
     println!("{name}: {} ns", began.elapsed().as_nanos() / CALLS);
 }

@@ -20,26 +20,24 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 use tracing::debug;
 
-/// The state of the orders.
+/// How far the orders have got.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KsmdStatus {
-    /// The last order that was begun.
+    /// The last order that the thread has begun.
     pub in_force: ScanOrder,
-    /// An order waits or is not done yet.
+    /// An order waits or isn't done yet.
     pub under_way: bool,
-    /// Ordered scans that ended.
     pub scans: u64,
-    /// Kicks that had to be repeated.
     pub lost_kicks: u64,
     /// Kicks that started no scan because nothing is registered.
     pub empty: u64,
     /// Duration of the last ordered scan, nanoseconds.
     pub last_scan_ns: u64,
-    /// Why the thread has stopped: another program changed a knob, or the kernel refused one.
+    /// Why the thread has stopped: another program changed a knob, or the kernel refused to change one.
     pub stood_down: Option<String>,
 }
 
-/// Carries out orders to ksmd. When this is dropped the orders end; the [`KsmLease`] restores the knobs.
+/// Carries out orders to ksmd. The orders end when this is dropped; the [`KsmLease`] restores the knobs.
 #[derive(Debug)]
 pub struct KsmdController {
     shared: Arc<Shared>,
@@ -61,11 +59,11 @@ struct Orders {
 }
 
 impl KsmdController {
-    /// Starts the thread. `ksmd` is `None` where it is hidden; lost kicks are then noticed later.
+    /// Starts the thread. `ksmd` is `None` where we can't see it; then we notice lost kicks later.
     pub fn start(lease: &KsmLease, ksmd: Option<Ksmd>) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let writer = lease.writer().clone();
-        // Only if ksmd has not scanned since boot is it known to be at the beginning of a scan.
+        // We only know that ksmd is at the beginning of a scan if it hasn't scanned since boot.
         let at_start = writer.ksm.pages_scanned().is_ok_and(|pages| pages == 0);
         let smart_scan = writer.expected(Knob::SmartScan);
         let worker = Worker { writer, ksmd, shared: shared.clone(), smart_scan, at_start, pacing: false };
@@ -73,7 +71,7 @@ impl KsmdController {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Gives an order without waiting. It replaces an order not yet begun; a scan under way runs to its end.
+    /// Gives an order without waiting. It replaces an order that hasn't been begun; a scan under way runs to its end.
     pub fn order(&self, order: ScanOrder) {
         if order == ScanOrder::Keep {
             return;
@@ -102,7 +100,6 @@ impl KsmdController {
         !orders.status.under_way
     }
 
-    /// A copy of the current state.
     pub fn status(&self) -> KsmdStatus {
         self.shared.orders().status.clone()
     }
@@ -112,40 +109,35 @@ impl Drop for KsmdController {
     fn drop(&mut self) {
         self.shared.orders().quit = true;
         self.shared.changed.notify_all();
-        // Not joined if the kernel blocks it: it ends by itself after that write.
+        // We don't join a thread that the kernel blocks: it ends by itself after that write.
+        let Some(thread) = self.thread.take() else { return };
         let end = Instant::now() + LOST_KICK;
-        while let Some(thread) = &self.thread {
-            if thread.is_finished() {
-                drop(self.thread.take().map(JoinHandle::join));
-            } else if Instant::now() >= end {
-                break;
-            } else {
-                std::thread::sleep(FIRST_CHECK);
+        while !thread.is_finished() {
+            if Instant::now() >= end {
+                return;
             }
+            std::thread::sleep(FIRST_CHECK);
         }
+        let _ = thread.join();
     }
 }
 
-/// Why [`scan_and_restore`] could not scan.
 #[derive(Debug, Error)]
 pub enum ScanError {
-    /// KSM's files.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// The processes among which ksmd is searched.
     #[error(transparent)]
     Proc(#[from] ReadError),
-    /// The thread of the controller.
     #[error("cannot start a thread: {0}")]
     Thread(io::Error),
 }
 
-/// Makes ksmd scan, so that it releases what was unmarked and its counters are right again, and ends the lease. Each
-/// scan and the restoring may take `limit`.
+/// Makes ksmd scan, so that it releases unmarked pages and its counters are right again, and ends the lease. Each scan and
+/// the restoring may take `limit`.
 pub fn scan_and_restore(lease: KsmLease, limit: Duration) -> Result<RestoreOutcome, ScanError> {
     if lease.ksm().anything_merged()? {
         let controller = KsmdController::start(&lease, Ksmd::find()?).map_err(ScanError::Thread)?;
-        // The first scan may only finish one that was begun before.
+        // The first scan may only finish one that has begun before.
         for _ in 0..2 {
             controller.order(ScanOrder::KICK);
             controller.wait_idle(limit);
@@ -160,7 +152,6 @@ impl Shared {
     }
 }
 
-/// Why the worker stops.
 enum Stop {
     Quit,
     StandDown(String),
@@ -275,7 +266,7 @@ impl Worker {
         }
         if !self.at_start && self.scan()? {
             let orders = self.shared.orders();
-            // Only an order for something else makes the scan from the beginning unnecessary.
+            // Only an order for something else spares us the scan from the beginning.
             if orders.quit || orders.next.is_some_and(|next| !matches!(next, ScanOrder::Kick { .. })) {
                 drop(orders);
                 self.at_start = true;
@@ -286,7 +277,7 @@ impl Worker {
         if !self.scan()? {
             self.shared.orders().status.empty += 1;
         }
-        // Empties the batch that ksmd would begin by itself if everything registered went and something new came.
+        // If everything registered goes and something new comes, ksmd begins a batch by itself. This makes it an empty one.
         self.rest()
     }
 

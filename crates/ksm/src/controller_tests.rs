@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use tempfile::TempDir;
 
-/// What the simulated ksmd is to do wrong, and what it has done.
+/// The simulated ksmd's faults, and its deeds.
 #[derive(Default)]
 struct Behaviour {
     quit: AtomicBool,
@@ -116,7 +116,7 @@ fn simulate(dir: &std::path::Path, behaviour: &Behaviour) {
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Gives an order and waits until it is done.
+/// Gives an order and waits until it's done.
 #[track_caller]
 fn order(controller: &KsmdController, order: ScanOrder) {
     controller.order(order);

@@ -1,4 +1,4 @@
-//! What the kernel counts: pages merged and scanned, merged pages that were written, and huge pages that were split.
+//! The kernel's counters: pages merged and scanned, writes to merged pages, and huge pages that were split.
 
 use pagefold_engine::host::{HugeSplits, KsmView};
 use pagefold_engine::units::Pages;
@@ -9,7 +9,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// KSM's counters in sysfs. `None`: this kernel does not have the file.
+/// KSM's counters in sysfs. `None`: this kernel doesn't have the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KsmCounters {
     /// Merged pages, each mapped in place of several.
@@ -53,24 +53,22 @@ impl KsmCounters {
     }
 }
 
-/// Counters of `/proc/vmstat`, machine-wide since boot. 0 where the kernel does not count.
+/// Counters of `/proc/vmstat`, machine-wide since boot. 0 where the kernel doesn't count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmEvents {
-    /// Copies made because a merged page was written, including those of unmerging (`cow_ksm`).
+    /// COW breaks of merged pages, including unmerging (`cow_ksm`).
     pub copies: u64,
-    /// Huge pages that were split.
     pub splits: HugeSplits,
 }
 
 impl VmEvents {
     fn parse(vmstat: &str) -> Self {
-        let event = |name| number(vmstat.as_bytes(), name).unwrap_or(0);
-        let splits = HugeSplits { pages: event("thp_split_page"), mappings: event("thp_split_pmd") };
+        let splits = HugeSplits { pages: event(vmstat, "thp_split_page"), mappings: event(vmstat, "thp_split_pmd") };
         Self { copies: cow_ksm(vmstat), splits }
     }
 }
 
-/// Reads [`VmEvents`] from a file held open.
+/// Reads [`VmEvents`] from a file kept open.
 #[derive(Debug)]
 pub struct VmEventCounter {
     vmstat: Option<File>,
@@ -84,15 +82,21 @@ impl VmEventCounter {
 
     /// The counters; `None` if the read fails.
     pub fn read(&self) -> Option<VmEvents> {
-        let mut text = String::new();
         let Some(mut vmstat) = self.vmstat.as_ref() else { return Some(VmEvents::default()) };
-        let read = fault::io("read:vmstat").and_then(|()| vmstat.seek(SeekFrom::Start(0)));
-        read.and_then(|_| vmstat.read_to_string(&mut text)).ok().map(|_| VmEvents::parse(&text))
+        let mut text = String::new();
+        fault::io("read:vmstat").ok()?;
+        vmstat.seek(SeekFrom::Start(0)).ok()?;
+        vmstat.read_to_string(&mut text).ok()?;
+        Some(VmEvents::parse(&text))
     }
 }
 
+fn event(vmstat: &str, name: &str) -> u64 {
+    number(vmstat.as_bytes(), name).unwrap_or(0)
+}
+
 pub(crate) fn cow_ksm(vmstat: &str) -> u64 {
-    number(vmstat.as_bytes(), "cow_ksm").unwrap_or(0)
+    event(vmstat, "cow_ksm")
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Control of KSM for an experiment or a demonstration. It is taken only if no other program uses KSM, and everything is
-//! restored at the end. Settings that a killed experiment left changed are restored by the next one.
+//! Control of KSM for an experiment or a demonstration. We take it only if no other program uses KSM, and restore everything at
+//! the end. If an experiment is killed, the next one restores its settings.
 
 use super::files::{KSM_ROOT, Ksm, KsmError};
 use super::knobs::{Knob, Knobs};
@@ -17,11 +17,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// The lock that serializes experiments and tests that set KSM's knobs. The daemon uses another lock, because experiments
-/// start it.
+/// Serializes experiments, and tests that set KSM's knobs. The daemon has another lock, because experiments start it.
 pub const LOCK_PATH: &str = "/run/lock/pagefold-ksm.lock";
 
-/// The original values of the knobs, and what the experiment has set them to. Removed at its end.
+/// The original values of the knobs, and the values from the experiment. Removed at its end.
 pub const STATE_PATH: &str = "/run/pagefold/experiment-state.json";
 
 /// Another experiment holds the lock for minutes at most.
@@ -30,13 +29,11 @@ const LOCK_LIMIT: Duration = Duration::from_secs(3600);
 /// A scan of some gigabytes takes seconds.
 const SCAN_LIMIT: Duration = Duration::from_secs(300);
 
-/// Why an experiment could not take or use KSM.
+/// Why an experiment couldn't take or use KSM.
 #[derive(Debug, Error)]
 pub enum ExperimentError {
-    /// A signal arrived.
     #[error(transparent)]
     Interrupted(#[from] Interrupted),
-    /// Another experiment did not end.
     #[error("{LOCK_PATH} is still held by another experiment")]
     Locked,
     /// ksmd runs, its advisor is on, or pages are merged.
@@ -47,45 +44,37 @@ pub enum ExperimentError {
     /// No KSM, or a pid namespace that hides ksmd.
     #[error("ksmd is not found: this kernel has no KSM, or this pid namespace hides its thread")]
     NoKsmd,
-    /// Before Linux 6.8.
     #[error("this kernel's KSM has no advisor (Linux 6.8 and later have)")]
     NoAdvisor,
-    /// Something else has changed KSM since, or the kernel did not unmerge everything.
+    /// Something else has changed KSM since, or the kernel didn't unmerge everything.
     #[error("KSM is not as after boot before a measurement: {what} is {value}; stop what drives it and start again")]
     Unclean { what: String, value: u64 },
     /// Every kick was lost.
     #[error("ksmd does not scan: no memory is marked")]
     NothingMarked,
-    /// The scan exceeds the time limit.
     #[error("ksmd has not finished a scan within {SCAN_LIMIT:?}")]
     ScanLimit,
-    /// The lock file.
     #[error(transparent)]
     Lock(#[from] LockError),
-    /// The state file.
     #[error(transparent)]
     State(#[from] StateError),
-    /// KSM's files.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// Processes.
     #[error(transparent)]
     Proc(#[from] ReadError),
-    /// Restoring what an earlier run left changed.
+    /// Restoring the changes of an earlier run.
     #[error(transparent)]
     Take(#[from] TakeError),
-    /// The advisor's mode.
     #[error("cannot write {}: {source}", path.display())]
     Advisor { path: PathBuf, source: io::Error },
 }
 
-/// KSM, taken. When this is dropped, everything is unmerged and every knob restored.
+/// KSM, taken. When this is dropped, we unmerge everything and restore every knob.
 #[derive(Debug)]
 pub struct KsmForExperiment {
     ksm: Arc<Ksm>,
     ksmd: Ksmd,
     before: Knobs,
-    /// The content of the state file.
     state: Mutex<State>,
     /// Released last.
     _lock: Lock,
@@ -112,54 +101,51 @@ impl KsmForExperiment {
         let ksmd = Ksmd::find()?.ok_or(ExperimentError::NoKsmd)?;
         recover_experiment(&ksm, &lock)?;
         let before = ksm.knobs()?;
-        // Without zero pages, of which kernels lose count.
+        // Without zero pages: kernels lose count of them.
         if before.run == 1 || before.advisor_on() || ksm.counters()?.pages_sharing.0 > 0 {
             return Err(ExperimentError::InUse);
         }
         let paths = paths();
         let state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, ksm.values()?);
         let mut taken = Self { ksm, ksmd, before, state: Mutex::new(state), _lock: lock };
-        // Also the proof that the knobs may be written.
+        // This also proves that we may write the knobs.
         taken.kernel_defaults()?;
         Ok(taken)
     }
 
-    /// The original values of the knobs, which are restored at the end.
+    /// The original values of the knobs, which we restore at the end.
     pub fn before(&self) -> &Knobs {
         &self.before
     }
 
-    /// KSM's files.
     pub fn ksm(&self) -> &Ksm {
         &self.ksm
     }
 
-    /// The kernel thread.
     pub fn ksmd(&self) -> &Ksmd {
         &self.ksmd
     }
 
-    /// Sets every knob to its value after boot, and verifies that they have it and that nothing is merged.
+    /// Sets every knob to its value after boot, and checks that they have it and that nothing is merged.
     ///
     /// # Errors
-    ///
     /// The kernel refuses `max_page_sharing` and `merge_across_nodes` while pages are merged. A knob keeps another value,
     /// or pages are merged.
     pub fn kernel_defaults(&mut self) -> Result<(), ExperimentError> {
         self.set_defaults()?;
-        let unclean = |what: &str, value| Err(ExperimentError::Unclean { what: what.to_owned(), value });
         for knob in Knob::ALL {
-            if let Some(now) = self.ksm.read(knob)?.filter(|&now| now != knob.default_value()) {
-                return unclean(knob.file_name(), now);
+            match self.ksm.read(knob)? {
+                Some(now) if now != knob.default_value() => return Err(unclean(knob.file_name(), now)),
+                _ => {}
             }
         }
         if self.ksm.knobs()?.advisor_on() {
-            return unclean("advisor_mode", 1);
+            return Err(unclean("advisor_mode", 1));
         }
-        // Without zero pages, of which kernels lose count.
+        // Without zero pages: kernels lose count of them.
         match self.ksm.counters()?.pages_sharing.0 {
             0 => Ok(()),
-            merged => unclean("pages_sharing", merged),
+            merged => Err(unclean("pages_sharing", merged)),
         }
     }
 
@@ -174,7 +160,7 @@ impl KsmForExperiment {
     }
 
     pub fn set(&self, knob: Knob, value: u64) -> Result<(), ExperimentError> {
-        // A write of an unchanged max_page_sharing is refused like any other while pages are merged.
+        // While pages are merged the kernel also refuses to write an unchanged max_page_sharing.
         let now = self.ksm.read(knob)?;
         if now != Some(value) || knob == Knob::Run {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -219,8 +205,8 @@ impl KsmForExperiment {
         self.set_defaults()
     }
 
-    /// Gives every merged page in marked memory its own copy again. A page that was shared by fork when it was merged stays merged in
-    /// processes where it is not marked, and as long as they run the kernel refuses a change of `max_page_sharing`: the knobs stay as
+    /// Gives every merged page in marked memory its own copy again. If a page was fork-shared when it was merged, it stays merged in
+    /// processes where it isn't marked, and as long as they run the kernel refuses to change `max_page_sharing`: the knobs stay as
     /// they are.
     pub fn unmerge_pages(&mut self) -> Result<(), ExperimentError> {
         self.set_advisor("none")?;
@@ -237,7 +223,7 @@ impl KsmForExperiment {
             self.set(knob, value)?;
         }
         State::remove(Path::new(STATE_PATH))?;
-        // What a `pagefold run` had to defer has just become possible: update its state file.
+        // A `pagefold run` had to defer some knobs, which it can restore now: update its state file.
         recover_runs(&self.ksm)
     }
 }
@@ -269,7 +255,7 @@ impl ScanKnobs for LimitedScan<'_> {
     }
 
     fn set(&self, knob: Knob, value: u64) -> Result<(), ExperimentError> {
-        // A write to `run` waits for the end of ksmd's batch, also if it changes nothing.
+        // A write to `run` waits for the end of ksmd's batch, even if it changes nothing.
         if self.value(knob)? == Some(value) { Ok(()) } else { self.experiment.set(knob, value) }
     }
 
@@ -280,23 +266,30 @@ impl ScanKnobs for LimitedScan<'_> {
         Ok(self.interrupt.sleep(time)?)
     }
 
-    /// The lock keeps other experiments out; an administrator who interferes spoils the measurement only.
+    /// The lock keeps other experiments out; an administrator who interferes only spoils the measurement.
     fn check(&self) -> Result<(), ExperimentError> {
         Ok(())
     }
+}
+
+fn unclean(what: &str, value: u64) -> ExperimentError {
+    ExperimentError::Unclean { what: what.to_owned(), value }
 }
 
 fn paths() -> KsmPaths {
     KsmPaths { lock: LOCK_PATH.into(), state: STATE_PATH.into(), ..KsmPaths::default() }
 }
 
-/// Restores what an experiment that was killed has left changed, unless another program has changed it since, and
-/// unmerges what it has left merged.
+/// Restores the knobs that a killed experiment has left changed, unless another program has changed them since, and unmerges
+/// the pages that it has left merged.
 fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError> {
     let paths = paths();
     let Some(left) = State::load(&paths.state)? else { return Ok(()) };
     let this_boot = left.boot_id == boot_id(&paths.proc_root)?;
-    let ended = left.holder.map_or(Ok(true), |holder| holder.is_alive(&paths.proc_root).map(|alive| !alive))?;
+    let ended = match left.holder {
+        Some(holder) => !holder.is_alive(&paths.proc_root)?,
+        None => true,
+    };
     if this_boot && ended {
         eprintln!("an experiment that was killed has left KSM's knobs changed; restoring them");
         // The `pagefold run` in it may have been killed too.
@@ -304,7 +297,7 @@ fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError
         if ksm.read(Knob::Run)?.is_some_and(|run| left.is_ours(Knob::Run, run)) {
             ksm.write(Knob::Run, 2)?;
             ksm.write(Knob::Run, 0)?;
-            // What had to wait until nothing was merged.
+            // This had to wait until nothing was merged.
             recover_runs(ksm)?;
         }
     }
@@ -312,7 +305,7 @@ fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError
     Ok(())
 }
 
-/// Restores what a `pagefold run` that has ended left changed.
+/// Restores the knobs that an ended `pagefold run` left changed.
 fn recover_runs(ksm: &Arc<Ksm>) -> Result<(), ExperimentError> {
     match restore_deferred(ksm, &KsmPaths::default()) {
         Ok(_) | Err(TakeError::Lock(LockError::Held { .. })) => Ok(()),

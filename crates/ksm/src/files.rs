@@ -1,8 +1,8 @@
 //! KSM's files in sysfs.
 //!
-//! Every file is opened once and then read by `pread` at offset 0, for which sysfs produces the text again: all eleven
-//! counters take 8 us (debug build, 6.18). No read takes ksmd's mutex. Of the writes, those to `run`,
-//! `max_page_sharing` and `merge_across_nodes` do, and so block until the end of ksmd's batch; the others never block.
+//! We open every file once and then read it by `pread` at offset 0, which makes sysfs produce the text again: all eleven
+//! counters take 8 us (debug build, 6.18). No read takes ksmd's mutex. Writes to `run`, `max_page_sharing` and
+//! `merge_across_nodes` do, and so block until the end of ksmd's batch; writes to the others never block.
 
 use super::counters::KsmCounters;
 use super::knobs::{Knob, Knobs};
@@ -21,22 +21,20 @@ use tracing::debug;
 /// KSM's directory in sysfs.
 pub const KSM_ROOT: &str = "/sys/kernel/mm/ksm";
 
-/// Why a file of KSM could not be read or written.
+/// Why we couldn't read or write a file of KSM.
 #[derive(Debug, Error)]
 pub enum KsmError {
-    /// The directory, or a file that every supported kernel has, does not exist.
+    /// The directory, or a file that every supported kernel has, doesn't exist.
     #[error("{} does not exist: this kernel was built without KSM, or is older than pagefold needs", path.display())]
     Absent { path: PathBuf },
-    /// The kernel refuses access.
     #[error("not permitted to access {}", path.display())]
     Denied { path: PathBuf },
-    /// The text is not what the kernel documents.
+    /// The text isn't as the kernel documents it.
     #[error("{} is malformed: {text:?}", path.display())]
     Malformed { path: PathBuf, text: String },
     /// The kernel refuses the value: EBUSY while pages are merged, EINVAL while the advisor is on.
     #[error("the kernel refuses to set {knob} to {value}: {source}")]
     Refused { knob: Knob, value: u64, source: io::Error },
-    /// Any other failure.
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
 }
@@ -51,7 +49,7 @@ impl KsmError {
         }
     }
 
-    /// Whether the knob cannot be changed because pages are merged.
+    /// Whether we can't change the knob because pages are merged.
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Refused { source, .. } if source.raw_os_error() == Some(libc::EBUSY))
     }
@@ -69,21 +67,21 @@ const REQUIRED: [&str; 7] = [
 ];
 const OPTIONAL: [&str; 5] = ["pages_scanned", "pages_skipped", "ksm_zero_pages", "general_profit", "advisor_mode"];
 
-/// KSM's files, held open.
 #[derive(Debug)]
 pub struct Ksm {
     root: PathBuf,
-    /// By name. Files that this kernel does not have are missing.
+    /// By name, without the files that this kernel doesn't have.
     files: BTreeMap<&'static str, File>,
 }
 
 impl Ksm {
-    /// Opens the files under `root` for reading. A knob is opened for writing only when it is set.
+    /// Opens the files under `root` for reading. We open a knob for writing only when we set it.
     pub fn open(root: &Path) -> Result<Self, KsmError> {
         let mut files = BTreeMap::new();
+        let required = REQUIRED.map(|name| (name, true));
+        let optional = OPTIONAL.map(|name| (name, false));
         let knobs = Knob::ALL.map(|knob| (knob.file_name(), !matches!(knob, Knob::MergeAcrossNodes | Knob::SmartScan)));
-        let counters = REQUIRED.map(|name| (name, true)).into_iter().chain(OPTIONAL.map(|name| (name, false)));
-        for (name, required) in counters.chain(knobs) {
+        for (name, required) in required.into_iter().chain(optional).chain(knobs) {
             let path = root.join(name);
             match File::open(&path).map_err(|error| KsmError::from_io(&path, error)) {
                 Ok(file) => drop(files.insert(name, file)),
@@ -94,24 +92,22 @@ impl Ksm {
         Ok(Self { root: root.to_owned(), files })
     }
 
-    /// The directory of the files.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// All counters. They are not one snapshot: ksmd may run between two of the reads.
+    /// All counters. They're not one snapshot: ksmd may run between two of the reads.
     pub fn counters(&self) -> Result<KsmCounters, KsmError> {
-        let not_negative = |pages: i64| Pages(u64::try_from(pages).unwrap_or(0));
         Ok(KsmCounters {
             pages_shared: Pages(self.required("pages_shared")?),
             pages_sharing: Pages(self.required("pages_sharing")?),
             pages_unshared: Pages(self.required("pages_unshared")?),
-            // The kernel computes it as a difference, which may be negative for a moment.
+            // The kernel computes it as a difference, and may show a negative number for a moment.
             pages_volatile: not_negative(self.required("pages_volatile")?),
             pages_scanned: self.number("pages_scanned")?,
             pages_skipped: self.number("pages_skipped")?,
             full_scans: self.full_scans()?,
-            // The kernel miscounts where processes with huge pages start and end: -11 was seen with nothing merged (6.18).
+            // The kernel miscounts where processes with huge pages start and end: we've seen -11 with nothing merged (6.18).
             ksm_zero_pages: self.number("ksm_zero_pages")?.map(not_negative),
             stable_node_chains: self.required("stable_node_chains")?,
             stable_node_dups: self.required("stable_node_dups")?,
@@ -124,17 +120,16 @@ impl Ksm {
         self.required("full_scans")
     }
 
-    /// Pages scanned since boot, 0 where the kernel does not count them.
+    /// Pages scanned since boot, 0 where the kernel doesn't count them.
     pub fn pages_scanned(&self) -> Result<u64, KsmError> {
         Ok(self.number("pages_scanned")?.unwrap_or(0))
     }
 
-    /// Whether pages are merged. While they are, `max_page_sharing` and `merge_across_nodes` cannot be changed.
+    /// Whether pages are merged. While they are, the kernel refuses to change `max_page_sharing` and `merge_across_nodes`.
     pub fn anything_merged(&self) -> Result<bool, KsmError> {
         Ok(self.required::<u64>("pages_shared")? > 0)
     }
 
-    /// All knobs.
     pub fn knobs(&self) -> Result<Knobs, KsmError> {
         Ok(Knobs {
             run: self.required(Knob::Run.file_name())?,
@@ -148,21 +143,27 @@ impl Ksm {
         })
     }
 
-    /// The value of one knob; `None` if this kernel does not have it.
+    /// The value of one knob; `None` if this kernel doesn't have it.
     pub fn read(&self, knob: Knob) -> Result<Option<u64>, KsmError> {
         self.number(knob.file_name())
     }
 
     /// The values of all knobs that this kernel has.
     pub fn values(&self) -> Result<BTreeMap<Knob, u64>, KsmError> {
-        Knob::ALL.into_iter().filter_map(|knob| Some(self.read(knob).transpose()?.map(|value| (knob, value)))).collect()
+        let mut values = BTreeMap::new();
+        for knob in Knob::ALL {
+            if let Some(value) = self.read(knob)? {
+                values.insert(knob, value);
+            }
+        }
+        Ok(values)
     }
 
     /// Sets one knob. May block until the end of ksmd's batch (see the module's documentation).
     pub fn write(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let path = self.root.join(knob.file_name());
         debug!(target: "ksm", "setting {} to {value}", knob.file_name());
-        // Sysfs ignores truncation; on a copy of the directory it keeps "5" from changing "100" into "500".
+        // Sysfs ignores truncation. On a copy of the directory it keeps "5" from changing "100" into "500".
         let mut file = fault::io("write:knob")
             .and_then(|()| OpenOptions::new().write(true).truncate(true).open(&path))
             .map_err(|error| KsmError::from_io(&path, error))?;
@@ -173,8 +174,7 @@ impl Ksm {
     }
 
     fn advisor_mode(&self) -> Result<Option<String>, KsmError> {
-        let mode = self.parsed("advisor_mode", |text| chosen(text).map(str::to_owned));
-        mode.transpose()
+        self.parsed("advisor_mode", |text| Some(chosen(text)?.to_owned()))
     }
 
     /// A number that every supported kernel has.
@@ -183,28 +183,31 @@ impl Ksm {
     }
 
     fn number<T: FromStr>(&self, name: &'static str) -> Result<Option<T>, KsmError> {
-        self.parsed(name, |text| text.parse().ok()).transpose()
+        self.parsed(name, |text| text.parse().ok())
     }
 
     /// Reads a file, if this kernel has it.
-    fn parsed<T>(&self, name: &'static str, parse: impl FnOnce(&str) -> Option<T>) -> Option<Result<T, KsmError>> {
-        let file = self.files.get(name)?;
+    fn parsed<T>(&self, name: &'static str, parse: impl FnOnce(&str) -> Option<T>) -> Result<Option<T>, KsmError> {
+        let Some(file) = self.files.get(name) else { return Ok(None) };
         let mut buffer = [0; 64];
         let read = fault::io_of("read:ksm", name).and_then(|()| file.read_at(&mut buffer, 0));
-        Some(read.map_err(|error| KsmError::from_io(&self.root.join(name), error)).and_then(|length| {
-            let bytes = buffer.get(..length).unwrap_or_default();
-            let malformed = || KsmError::Malformed {
-                path: self.root.join(name),
-                text: String::from_utf8_lossy(bytes).trim().to_owned(),
-            };
-            plain(bytes).and_then(parse).ok_or_else(malformed)
-        }))
+        let length = read.map_err(|error| KsmError::from_io(&self.root.join(name), error))?;
+        let bytes = buffer.get(..length).unwrap_or_default();
+        let Some(value) = plain(bytes).and_then(parse) else {
+            let text = String::from_utf8_lossy(bytes).trim().to_owned();
+            return Err(KsmError::Malformed { path: self.root.join(name), text });
+        };
+        Ok(Some(value))
     }
+}
+
+fn not_negative(pages: i64) -> Pages {
+    Pages(u64::try_from(pages).unwrap_or(0))
 }
 
 /// The text of a file without the newline at its end.
 pub(crate) fn plain(bytes: &[u8]) -> Option<&str> {
-    std::str::from_utf8(bytes).ok().map(str::trim_ascii)
+    Some(std::str::from_utf8(bytes).ok()?.trim_ascii())
 }
 
 #[cfg(test)]

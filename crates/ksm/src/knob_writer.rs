@@ -1,8 +1,7 @@
 //! Sets KSM's knobs during a lease and records every change.
 //!
-//! A change is recorded in the state file before it is made, refused once another program has changed a knob, and
-//! compared later with what the kernel shows. The record is never locked while the kernel blocks a write, so that
-//! checks stay prompt.
+//! We record a change in the state file before we make it, refuse it once another program has changed a knob, and later compare
+//! it with the kernel's value. We never lock the record while the kernel blocks a write, so that checks stay prompt.
 
 use super::files::{KSM_ROOT, Ksm, KsmError};
 use super::knobs::Knob;
@@ -17,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use thiserror::Error;
 
-/// How often ksmd is checked while its batch ends.
+/// How often we check on ksmd while its batch ends.
 const CHECK_EVERY: Duration = Duration::from_millis(2);
 
 /// Another program, or the advisor, has changed a knob.
@@ -31,7 +30,7 @@ pub struct Overridden {
     pub found: u64,
 }
 
-/// Why a knob was not set, or a check failed.
+/// Why we didn't set a knob, or why a check failed.
 #[derive(Debug, Error)]
 pub enum KnobError {
     /// Another program drives KSM now: set nothing more.
@@ -40,10 +39,9 @@ pub enum KnobError {
     /// The lease has ended.
     #[error("KSM is being restored")]
     Ended,
-    /// The kernel refused.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// Nothing is changed that cannot be recorded first.
+    /// We change nothing that we can't record first.
     #[error(transparent)]
     State(#[from] StateError),
 }
@@ -68,7 +66,7 @@ struct Record {
     overridden: Option<Overridden>,
 }
 
-/// The value a knob should have. During a write it may have either.
+/// The value a knob should have. During a write either value is fine.
 #[derive(Clone, Copy, Debug)]
 struct Expected {
     value: u64,
@@ -98,12 +96,10 @@ impl KnobWriter {
         }
     }
 
-    /// The recorded value of `knob`.
     pub(crate) fn expected(&self, knob: Knob) -> Option<u64> {
         self.record().expected.get(&knob).map(|expected| expected.value)
     }
 
-    /// Whether KSM is being restored.
     pub(crate) fn is_ending(&self) -> bool {
         self.ending.load(Ordering::Acquire)
     }
@@ -156,14 +152,14 @@ impl KnobWriter {
         drop(locked(&self.writing));
     }
 
-    /// The changed knobs, each with its original value.
+    /// The changed knobs with their original values.
     pub(crate) fn changed(&self) -> BTreeMap<Knob, u64> {
         let record = self.record();
         let changed = record.state.turned.keys();
         changed.filter_map(|knob| Some((*knob, *record.state.original.get(knob)?))).collect()
     }
 
-    /// Makes ksmd rest after its current batch and waits for the end of that, if this lease made it run.
+    /// If this lease made ksmd run, makes it rest after its current batch and waits for the end of that batch.
     pub(crate) fn rest_ksmd(&self) {
         let running = self.expected(Knob::Run) == Some(1) && self.ksm.root() == Path::new(KSM_ROOT);
         if !running || !self.record().state.turned.contains_key(&Knob::Run) {
@@ -173,42 +169,41 @@ impl KnobWriter {
         for (knob, value) in [(Knob::PagesToScan, 0), (Knob::SleepMillisecs, ENDLESS_SLEEP)] {
             self.set_signature(knob, value);
         }
-        // If its state cannot be read there is nothing to wait for.
+        // If we can't read its state there is nothing to wait for.
         while let Ok(false) = ksmd.rests() {
             std::thread::sleep(CHECK_EVERY);
         }
     }
 
-    /// Sets a knob that this lease has changed to a value that recovery recognizes without a record. These two knobs
-    /// never block.
+    /// Sets a knob that we've changed to a value that recovery recognizes without a record. Writes to these two never block.
     fn set_signature(&self, knob: Knob, value: u64) {
-        let Some(expected) = self.expected(knob).filter(|&now| now != value) else { return };
-        let ours =
-            self.record().state.is_ours(knob, expected) && self.ksm.read(knob).is_ok_and(|now| now == Some(expected));
+        let Some(expected) = self.expected(knob) else { return };
+        let ours = expected != value
+            && self.record().state.is_ours(knob, expected)
+            && self.ksm.read(knob).is_ok_and(|now| now == Some(expected));
         if ours && self.ksm.write(knob, value).is_ok() {
             self.record().expected.insert(knob, Expected::at(value));
         }
     }
 
-    /// Writes the original value of a knob without any check or record. The caller has compared its value.
+    /// Writes the original value of a knob without any check or record: the caller has compared its value.
     pub(crate) fn write_original(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let _one = locked(&self.writing);
         self.ksm.write(knob, value)
     }
 
-    /// Removes a knob from the record.
     pub(crate) fn forget(&self, knob: Knob) {
         self.record().state.turned.remove(&knob);
     }
 
-    /// Ends the lease: removes the state file, or leaves in it what could not be restored, and releases the lock.
+    /// Ends the lease: removes the state file, or leaves the knobs in it that couldn't be restored, and releases the lock.
     pub(crate) fn close(&self) {
         {
             let mut record = self.record();
             record.state.holder = None;
             let nothing_left = record.state.turned.is_empty();
             fault::point("state-closing");
-            // If this fails, the next start finds every knob restored, or what is left to restore.
+            // If this fails, the next start finds every knob restored, or the knobs that are left to restore.
             let _ = if nothing_left { State::remove(&self.state_path) } else { record.state.save(&self.state_path) };
         }
         fault::point("state-closed");
@@ -221,7 +216,7 @@ impl KnobWriter {
 }
 
 impl Record {
-    /// Compares with the kernel's values. A difference is remembered for good.
+    /// Compares with the kernel's values. We remember a difference for good.
     fn check(&mut self, ksm: &Ksm) -> Result<(), KnobError> {
         if let Some(overridden) = &self.overridden {
             return Err(overridden.clone().into());
@@ -231,7 +226,8 @@ impl Record {
             if knob != Knob::Run && !self.state.turned.contains_key(&knob) {
                 continue;
             }
-            if let Some(found) = ksm.read(knob)?.filter(|&value| !expected.allows(value)) {
+            let Some(found) = ksm.read(knob)? else { continue };
+            if !expected.allows(found) {
                 let overridden = Overridden { knob, ours: expected.value, found };
                 self.overridden = Some(overridden.clone());
                 return Err(overridden.into());

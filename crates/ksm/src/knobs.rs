@@ -4,7 +4,7 @@ use super::state_file::ENDLESS_SLEEP;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A numeric knob of KSM that pagefold may set.
+/// A numeric knob of KSM that we may set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Knob {
@@ -16,7 +16,7 @@ pub enum Knob {
     SleepMillisecs,
     /// Duplicates that share one merged page before a second one is kept.
     MaxPageSharing,
-    /// Whether all-zero pages are replaced by the kernel's zero page.
+    /// Whether the kernel's zero page replaces all-zero pages.
     UseZeroPages,
     /// Whether pages of different NUMA nodes are merged with each other.
     MergeAcrossNodes,
@@ -25,7 +25,6 @@ pub enum Knob {
 }
 
 impl Knob {
-    /// Every knob.
     pub const ALL: [Self; 7] = [
         Self::Run,
         Self::PagesToScan,
@@ -67,7 +66,7 @@ impl fmt::Display for Knob {
     }
 }
 
-/// The values of all knobs (see [`Knob`]). `None`: this kernel does not have the file.
+/// The values of all knobs (see [`Knob`]). `None`: this kernel doesn't have the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Knobs {
     pub run: u64,
@@ -83,7 +82,7 @@ pub struct Knobs {
 }
 
 impl Knobs {
-    /// The value of a knob; `None` if this kernel does not have it.
+    /// The value of a knob; `None` if this kernel doesn't have it.
     pub fn value(&self, knob: Knob) -> Option<u64> {
         match knob {
             Knob::Run => Some(self.run),
@@ -96,19 +95,25 @@ impl Knobs {
         }
     }
 
-    /// The knobs that differ from the kernel's defaults if a pagefold has set them, with their values. Only pagefold lets
-    /// ksmd sleep without end, or scan everything in one batch: without a state file, that of the run is out of sight, or
-    /// lost with a file system of its own at /run.
+    /// The knobs that differ from the kernel's defaults, with their values, if a pagefold has set them. Only pagefold lets ksmd
+    /// sleep without end, or scan everything in one batch. If there is no state file then, the run's file is out of sight, or
+    /// was lost with a file system of its own at /run.
     pub fn orphaned(&self) -> Vec<(Knob, u64)> {
         if self.sleep_millisecs < ENDLESS_SLEEP && self.pages_to_scan != u64::from(u32::MAX) {
             return Vec::new();
         }
-        let values = Knob::ALL.into_iter().filter_map(|knob| Some((knob, self.value(knob)?)));
-        values.filter(|&(knob, value)| value != knob.default_value()).collect()
+        let mut changed = Vec::new();
+        for knob in Knob::ALL {
+            match self.value(knob) {
+                Some(value) if value != knob.default_value() => changed.push((knob, value)),
+                _ => {}
+            }
+        }
+        changed
     }
 
     /// Whether the kernel's advisor sets `pages_to_scan`.
     pub fn advisor_on(&self) -> bool {
-        self.advisor_mode.as_deref().is_some_and(|mode| mode != "none")
+        !matches!(self.advisor_mode.as_deref(), None | Some("none"))
     }
 }

@@ -6,7 +6,6 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// ksmd, held.
 #[derive(Debug)]
 pub struct Ksmd {
     process: Process,
@@ -21,19 +20,18 @@ impl Ksmd {
         Self::find_at(Path::new("/proc"))
     }
 
-    /// The same below another root.
     pub fn find_at(proc_root: &Path) -> Result<Option<Self>, ReadError> {
         Self::find_named(proc_root, b"ksmd")
     }
 
-    /// The kernel thread of another name that does its work, as UKSM's `uksmd`.
+    /// Finds a kernel thread of another name that does its work, like UKSM's `uksmd`.
     pub fn find_named(proc_root: &Path, name: &[u8]) -> Result<Option<Self>, ReadError> {
         for pid in pids(proc_root)? {
             let Ok(process) = Process::open_at(proc_root, pid) else { continue };
             let Ok(stat) = process.stat() else { continue };
-            // A user's process may call itself ksmd; it cannot be a child of kthreadd.
+            // A user's process may call itself ksmd, but can't be a child of kthreadd.
             if stat.comm == name && stat.parent == 2 && stat.kernel_thread {
-                return Self::hold(process).map(Some);
+                return Ok(Some(Self::hold(process)?));
             }
         }
         Ok(None)
@@ -64,8 +62,8 @@ impl Ksmd {
 
     /// Whether ksmd sleeps between batches or is stopped.
     ///
-    /// Its two waits are the only interruptible sleeps it has: within a batch it is runnable, or, while it
-    /// waits for an mmap lock, a page lock or its mutex, uninterruptible (read in 6.12's source, seen so on 6.18).
+    /// These are its only interruptible sleeps: within a batch it's runnable, or uninterruptible while it waits for an mmap
+    /// lock, a page lock or its mutex (read in 6.12's source, and seen so on 6.18).
     pub fn rests(&self) -> Result<bool, ReadError> {
         Ok(self.stat()?.state == b'S')
     }

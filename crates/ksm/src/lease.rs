@@ -1,8 +1,8 @@
 //! Taking KSM over, and restoring it.
 //!
-//! A [`KsmLease`] begins only while no other program drives KSM, records the original value of every knob in a file, and
-//! restores what it changed when it ends: by [`KsmLease::restore`], when dropped, or, after a crash, by [`recover`] in
-//! the next start. A knob that another program changes meanwhile is never written again.
+//! A [`KsmLease`] begins only while no other program drives KSM. It records the original value of every knob in a file, and
+//! restores its changes when it ends: by [`KsmLease::restore`], when dropped, or, after a crash, by [`recover`] in the next
+//! start. We never write a knob again that another program has changed meanwhile.
 
 use super::files::{Ksm, KsmError};
 use super::knob_writer::{KnobError, KnobWriter};
@@ -19,39 +19,35 @@ use std::time::Duration;
 use thiserror::Error;
 use tracing::debug;
 
-/// For how long a lease that is dropped waits for ksmd.
+/// For how long a lease waits for ksmd when it's dropped.
 const DROP_LIMIT: Duration = Duration::from_secs(2);
 
-/// Why KSM was not taken over.
+/// Why we couldn't take KSM over.
 #[derive(Debug, Error)]
 pub enum TakeError {
-    /// Another program drives KSM.
     #[error("KSM is in use: {0}")]
     InUse(OtherDriver),
     /// The lock is free, but the process in the state file lives: it was started with another lock.
     #[error("KSM is held by process {pid}, which uses another lock file")]
     Busy { pid: i32 },
-    /// What an earlier run changed is still being restored: ksmd is in a scan that it ordered.
+    /// We're still restoring the changes of an earlier run: ksmd is in a scan that it ordered.
     #[error("ksmd is still in a scan that an earlier pagefold ordered")]
     Recovering,
-    /// The lock: another pagefold holds it, or it cannot be opened.
+    /// The lock: another pagefold holds it, or we can't open it.
     #[error(transparent)]
     Lock(#[from] LockError),
-    /// The state file.
     #[error(transparent)]
     State(#[from] StateError),
-    /// KSM's files.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// This process in /proc, or the list of processes.
     #[error(transparent)]
     Proc(#[from] ReadError),
 }
 
-/// What else drives KSM.
+/// Who else drives KSM.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum OtherDriver {
-    /// `run` is 1. The kernel does not show which program set it.
+    /// `run` is 1. The kernel doesn't show which program set it.
     #[error("ksmd is already running (run is 1)")]
     Running,
     /// The kernel's advisor sets `pages_to_scan`.
@@ -65,9 +61,7 @@ pub enum OtherDriver {
 /// The files that a lease uses besides KSM's own.
 #[derive(Clone, Debug)]
 pub struct KsmPaths {
-    /// The lock file.
     pub lock: PathBuf,
-    /// The state file.
     pub state: PathBuf,
     /// `/proc`.
     pub proc_root: PathBuf,
@@ -86,21 +80,19 @@ impl Default for KsmPaths {
     }
 }
 
-/// Values for the knobs that are set once, at the beginning of a lease. `None` leaves a knob unchanged.
+/// Values for the knobs that we set once, at the beginning of a lease. `None` leaves a knob unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InitialKnobs {
-    /// Duplicates that share one merged page. Can be changed only while nothing is merged.
+    /// Duplicates that share one merged page. The kernel only changes it while nothing is merged.
     pub max_page_sharing: Option<u64>,
-    /// Whether all-zero pages are replaced by the kernel's zero page.
+    /// Whether the kernel's zero page replaces all-zero pages.
     pub use_zero_pages: Option<bool>,
-    /// Whether smart scan is on.
     pub smart_scan: Option<bool>,
-    /// Whether pages of different nodes are merged. Can be changed only while nothing is merged.
+    /// Whether pages of different nodes are merged. The kernel only changes it while nothing is merged.
     pub merge_across_nodes: Option<bool>,
 }
 
 impl InitialKnobs {
-    /// Every knob unchanged.
     pub const NONE: Self =
         Self { max_page_sharing: None, use_zero_pages: None, smart_scan: None, merge_across_nodes: None };
 }
@@ -123,7 +115,7 @@ pub struct KsmLease {
 }
 
 impl KsmLease {
-    /// Takes KSM over. First restores what a crashed run left changed.
+    /// Takes KSM over. First restores any changes of a crashed run.
     pub fn take(ksm: Arc<Ksm>, paths: &KsmPaths, initial: &InitialKnobs) -> Result<Self, TakeError> {
         let lock = Lock::try_take(&paths.lock)?;
         Self::take_locked(ksm, lock, paths, initial)
@@ -139,7 +131,7 @@ impl KsmLease {
         }
         let now = ksm.values()?;
         let mut state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, now.clone());
-        // A knob that an earlier run could not restore still has to get the value from before that run.
+        // If an earlier run couldn't restore a knob, it still has to get the value from before that run.
         if let Some(earlier) = State::load(&paths.state)? {
             for (knob, values) in earlier.turned {
                 if now.get(&knob).is_some_and(|value| values.contains(value)) {
@@ -178,12 +170,11 @@ impl KsmLease {
         Ok(())
     }
 
-    /// KSM's files.
     pub fn ksm(&self) -> &Arc<Ksm> {
         &self.writer.ksm
     }
 
-    /// Initial values that could not be set: the kernel lacks the knob, or pages are merged already.
+    /// Initial values that we couldn't set: the kernel lacks the knob, or pages are merged already.
     pub fn unavailable(&self) -> &[(Knob, u64)] {
         &self.unavailable
     }
@@ -191,8 +182,7 @@ impl KsmLease {
     /// Checks that every changed knob still has the value it was set to. Takes about 4 us.
     ///
     /// # Errors
-    ///
-    /// [`KnobError::Overridden`] from the first difference on: this lease sets no knob any more.
+    /// [`KnobError::Overridden`] from the first difference on: this lease sets no more knobs.
     pub fn check(&self) -> Result<(), KnobError> {
         self.writer.check()
     }
@@ -218,7 +208,7 @@ impl Drop for KsmLease {
     }
 }
 
-/// Restores what a run that has ended left changed or had to defer. `None` if there was nothing to do.
+/// Restores the knobs that an ended run left changed or had to defer. `None` if there was nothing to do.
 pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
     State::sweep(&paths.state);
     let Some(state) = State::load(&paths.state)? else { return Ok(None) };
@@ -227,16 +217,17 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<R
         return Ok(None);
     }
     let own = Holder::own(&paths.proc_root)?;
-    // As this process holds the lock, a state file with its pid is from an earlier lease of its own.
-    if let Some(holder) = state.holder.filter(|&holder| holder != own) {
-        if holder.is_alive(&paths.proc_root)? {
+    match state.holder {
+        // As we hold the lock, a state file with our pid is from an earlier lease of our own.
+        Some(holder) if holder != own && holder.is_alive(&paths.proc_root)? => {
             return Err(TakeError::Busy { pid: holder.pid });
         }
+        _ => {}
     }
     let mut now = BTreeMap::new();
     for (&knob, values) in &state.turned {
         let Some(value) = ksm.read(knob)? else { continue };
-        // A foreign value is compared with one of ours, and so found to be overridden.
+        // Restoring compares a foreign value with one of ours, and so finds it overridden.
         let ours = if state.is_ours(knob, value) { value } else { values.last().copied().unwrap_or(value) };
         now.insert(knob, ours);
     }
@@ -244,17 +235,15 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<R
     Ok(Some(restore(&writer, DROP_LIMIT)))
 }
 
-/// Restores the knobs that could not be restored while pages were merged. `None` if there was nothing to do.
+/// Restores the knobs that couldn't be restored while pages were merged. `None` if there was nothing to do.
 pub fn restore_deferred(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
     let lock = Lock::try_take(&paths.lock)?;
     recover(ksm, &lock, paths)
 }
 
-/// Gives the knobs that a pagefold has left changed, whose state file is not visible here, the kernel's defaults. `None` if
-/// there is nothing to do.
+/// If a pagefold has left knobs changed and its state file isn't here, sets the kernel's defaults. `None` if nothing was to do.
 ///
 /// # Errors
-///
 /// [`TakeError::Busy`] if a pagefold that may drive KSM still runs.
 pub fn restore_orphaned(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<RestoreOutcome>, TakeError> {
     let lock = Lock::try_take(&paths.lock)?;
@@ -274,25 +263,30 @@ pub fn restore_orphaned(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<Resto
     Ok(Some(restore(&writer, DROP_LIMIT)))
 }
 
-/// Another pagefold that may drive KSM, as far as processes are visible.
+/// Another pagefold that may drive KSM, among the processes that we can see.
 fn running_pagefold(proc_root: &Path) -> Result<Option<i32>, TakeError> {
     let own = i32::try_from(std::process::id()).unwrap_or(0);
-    let drives = |pid: i32| {
-        let command = Process::open_at(proc_root, pid).and_then(|process| process.read_file("cmdline"));
-        command.is_ok_and(|line| {
-            let word = line.split(|&byte| byte == 0).nth(1).unwrap_or_default();
-            [&b"run"[..], b"unmerge", b"demo"].contains(&word)
-        })
-    };
-    let running = programs_named(proc_root, &["pagefold"])?;
-    Ok(running.into_iter().map(|(pid, _)| pid).find(|&pid| pid != own && drives(pid)))
+    for (pid, _) in programs_named(proc_root, &["pagefold"])? {
+        if pid != own && may_drive_ksm(proc_root, pid) {
+            return Ok(Some(pid));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether this process runs one of the commands that drive KSM.
+fn may_drive_ksm(proc_root: &Path, pid: i32) -> bool {
+    let read = Process::open_at(proc_root, pid).and_then(|process| process.read_file("cmdline"));
+    let Ok(line) = read else { return false };
+    matches!(line.split(|&byte| byte == 0).nth(1), Some(b"run" | b"unmerge" | b"demo"))
 }
 
 /// Finds out whether another program drives KSM.
 pub fn other_driver(ksm: &Ksm, proc_root: &Path) -> Result<Option<OtherDriver>, TakeError> {
     let knobs = ksm.knobs()?;
-    if let Some(mode) = knobs.advisor_mode.filter(|mode| mode != "none") {
-        return Ok(Some(OtherDriver::Advisor { mode }));
+    match knobs.advisor_mode {
+        Some(mode) if mode != "none" => return Ok(Some(OtherDriver::Advisor { mode })),
+        _ => {}
     }
     if let Some((pid, name)) = programs_named(proc_root, &["ksmtuned"])?.into_iter().next() {
         return Ok(Some(OtherDriver::Program { name, pid }));

@@ -199,7 +199,7 @@ fn a_living_holder_with_another_lock_is_respected() {
 fn what_had_to_be_deferred_keeps_its_first_value() {
     let stage = Stage::new();
     let lease = stage.take().unwrap();
-    // A file that cannot be written stands for the kernel's EBUSY, which a copy of the directory cannot return.
+    // A file that nobody can write stands for the kernel's EBUSY, which a copy of the directory can't return.
     let file = stage.root().join("max_page_sharing");
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&file).unwrap();

@@ -1,10 +1,10 @@
 //! KSM: its files, and the one way to take it over, to make ksmd scan, and to restore it.
 //!
-//! - `files`: reading and writing the files in sysfs. `knobs` and `counters` list them: a new knob of KSM begins there.
-//! - [`lease`]: taking KSM over. Its knobs are set by `knob_writer`, which records every change in the [`state_file`]
-//!   first, and restored by `restore`. One [`lock`] keeps two programs from driving KSM at once.
-//! - `scan`: one scan of ksmd, from the kick to the end. [`controller`]: scans, pace and rest, ordered by the daemon.
-//! - [`request`]: `/dev/ksm`, where the kernel has it: merging of named pages, without ksmd.
+//! - `files`: reading and writing the files in sysfs. `knobs` and `counters` list them: start there with a new knob of KSM.
+//! - [`lease`]: taking KSM over. `knob_writer` sets its knobs and records every change in the [`state_file`] first,
+//!   `restore` restores them. One [`lock`] keeps two programs from driving KSM at once.
+//! - `scan`: one scan of ksmd, from the kick to the end. [`controller`]: scans, pace and rest, as the daemon orders.
+//! - [`request`]: `/dev/ksm`, where the kernel has it: merging the pages that we name, without ksmd.
 //! - [`experiment`]: KSM taken for measurements.
 //! - [`ksmd`]: the kernel thread.
 

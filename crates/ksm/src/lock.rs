@@ -1,7 +1,7 @@
 //! The lock whose holder may set KSM's knobs.
 //!
 //! KSM exists once per machine, so two programs must not drive it at once. The lock is an `flock`, which the kernel releases
-//! with its last descriptor: it does not outlive its holder. The holder's pid is in the file for messages only.
+//! with its last descriptor: it doesn't outlive its holder. The holder's pid is in the file for messages only.
 
 use pagefold_procmem::os::fault;
 use rustix::fs::FlockOperation;
@@ -14,45 +14,41 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// The default lock file.
 pub const LOCK_PATH: &str = "/run/pagefold/lock";
 
-/// The interval between attempts to take the lock. `flock` itself has no time limit.
+/// How often we try to take the lock. `flock` itself has no time limit.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
-/// For how long somebody may look at the lock: microseconds, or longer if it has to wait for a processor meanwhile.
+/// For how long somebody may look at the lock: microseconds, or longer while they wait for a processor.
 const LOOK_LIMIT: Duration = Duration::from_millis(50);
 
-/// Why the lock was not taken.
 #[derive(Debug, Error)]
 pub enum LockError {
-    /// Another process holds it.
     #[error("KSM is driven by another pagefold{}", pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default())]
     Held { pid: Option<i32> },
-    /// The kernel refuses access to the file.
     #[error("not permitted to open {}", path.display())]
     Denied { path: PathBuf },
-    /// Any other failure.
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
 }
 
-/// The lock, held until the last clone is dropped or the process ends.
+/// The lock. We hold it until the last clone is dropped or the process ends.
 #[derive(Clone, Debug)]
 pub struct Lock {
-    held: Arc<Held>,
+    file: Arc<LockFile>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct LockFile {
     file: File,
     path: PathBuf,
 }
 
 impl Lock {
-    /// Takes the lock if it is free. Somebody who only looks at it ([`holder`]) is waited for.
+    /// Takes the lock if it's free. Waits for somebody who only looks at it ([`holder`]).
     pub fn try_take(path: &Path) -> Result<Self, LockError> {
-        let (mut file, began) = (open(path)?, Instant::now());
+        let mut file = open(path).map_err(|error| from_io(path, error))?;
+        let began = Instant::now();
         while !flock(&file, FlockOperation::NonBlockingLockExclusive)
             .map_err(|source| LockError::Io { path: path.into(), source })?
         {
@@ -61,13 +57,10 @@ impl Lock {
             }
             std::thread::sleep(LOOK_LIMIT / 50);
         }
-        // For messages only. On a full disk it fails, and there too KSM must be restored.
-        let _ = fault::io("write:lock").and_then(|()| file.set_len(0)).and_then(|()| {
-            file.rewind()?;
-            writeln!(file, "{}", std::process::id())
-        });
+        // For messages only. On a full disk it fails, and there too we must be able to restore KSM.
+        let _ = write_pid(&mut file);
         fault::point("lock-taken");
-        Ok(Self { held: Arc::new(Held { file, path: path.to_owned() }) })
+        Ok(Self { file: Arc::new(LockFile { file, path: path.to_owned() }) })
     }
 
     /// Takes the lock, waiting for at most `limit` until it is free.
@@ -81,67 +74,73 @@ impl Lock {
         }
     }
 
-    /// The file.
     pub fn path(&self) -> &Path {
-        &self.held.path
+        &self.file.path
     }
 }
 
-impl Drop for Held {
+impl Drop for LockFile {
     fn drop(&mut self) {
-        // For messages only: the file should not show a holder that has ended.
+        // For messages only: the file shouldn't show a holder that has ended.
         let _ = self.file.set_len(0);
         // Closing releases the lock too, but not while a child between fork and exec has the descriptor as well.
         let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
-/// The holder of the lock at `path`, which is neither taken nor created. `None` if it is free.
+/// The holder of the lock at `path`, which we neither take nor create. `None` if it's free.
 pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
     let mut file = match OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(from_io(path, error)),
     };
-    // A shared lock is refused only while another process holds an exclusive one, and two callers of this function do not
-    // disturb each other. An attempt to take the lock within these microseconds is repeated.
+    // The kernel refuses a shared lock only while another process holds an exclusive one, so two callers of this function
+    // don't disturb each other. Somebody who wants to take the lock within these microseconds tries again.
     let free = flock(&file, FlockOperation::NonBlockingLockShared)
         .map_err(|source| LockError::Io { path: path.into(), source })?;
     if !free {
         return Ok(Some(Holder { pid: pid_in(&mut file) }));
     }
-    // Closing would not release it while a child between fork and exec has the descriptor as well.
+    // Closing wouldn't release it while a child between fork and exec has the descriptor as well.
     let _ = flock(&file, FlockOperation::Unlock);
     Ok(None)
 }
 
-/// A process that holds the lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
     /// Its pid, if the file has it.
     pub pid: Option<i32>,
 }
 
-fn open(path: &Path) -> Result<File, LockError> {
-    let try_open = || {
-        fault::io("read:lock")?;
-        OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            // /run/lock is writable for all on many systems: a link there must not be followed.
-            .custom_flags(libc::O_NOFOLLOW)
-            .open(path)
-    };
-    match (try_open(), path.parent()) {
+fn open(path: &Path) -> io::Result<File> {
+    match (open_file(path), path.parent()) {
         (Err(error), Some(parent)) if error.kind() == io::ErrorKind::NotFound => {
-            std::fs::create_dir_all(parent).and_then(|()| try_open())
+            std::fs::create_dir_all(parent)?;
+            open_file(path)
         }
         (opened, _) => opened,
     }
-    .map_err(|error| from_io(path, error))
+}
+
+fn open_file(path: &Path) -> io::Result<File> {
+    fault::io("read:lock")?;
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        // /run/lock is writable for all on many systems: we must not follow a link there.
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path)
+}
+
+fn write_pid(file: &mut File) -> io::Result<()> {
+    fault::io("write:lock")?;
+    file.set_len(0)?;
+    file.rewind()?;
+    writeln!(file, "{}", std::process::id())
 }
 
 fn from_io(path: &Path, source: io::Error) -> LockError {
@@ -185,8 +184,8 @@ mod tests {
         // A second open file description conflicts even within one process.
         assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: Some(pid) }) if pid == own));
         assert_eq!(holder(&path).unwrap(), Some(Holder { pid: Some(own) }));
-        // As in a child that has not reached exec yet.
-        let inherited = clone.held.file.try_clone().unwrap();
+        // As in a child that hasn't reached exec yet.
+        let inherited = clone.file.file.try_clone().unwrap();
         drop(clone);
         assert_eq!(holder(&path).unwrap(), None);
         drop(inherited);

@@ -1,7 +1,7 @@
-//! `/dev/ksm`: merging of pages that the caller names, and hashing of pages in place.
+//! `/dev/ksm`: merging the pages that we name, and hashing pages in place.
 //!
-//! The interface is that of `kernel/include/linux/ksm.h`. A kernel with the series in `kernel/patches` has it, and a stock
-//! kernel with the module in `kernel/dkms`. The kernel compares what it merges, under its locks: a wrong request costs time.
+//! `kernel/include/linux/ksm.h` has the interface. Kernels with the series in `kernel/patches` provide it, and stock kernels with
+//! the module in `kernel/dkms`. The kernel compares pages under its locks before it merges them: a wrong request only costs time.
 
 use pagefold_engine::host::Merging;
 use pagefold_engine::units::{PAGE_BYTES, count};
@@ -21,12 +21,12 @@ const IOC_MERGE: libc::Ioctl = 0xc018_b900_u32 as libc::Ioctl;
 const IOC_HASH: libc::Ioctl = 0xc040_b901_u32 as libc::Ioctl;
 const KEEP_ONE: u32 = 1 << 0;
 const KEEP_ZERO: u32 = 1 << 1;
-/// Ranges and pages of one call: some milliseconds, after which the caller is asked whether to go on. The kernel allows more.
+/// Ranges and pages of one call: some milliseconds, after which we ask our caller whether to go on. The kernel allows more.
 const CALL_RANGES: usize = 1024;
 const CALL_PAGES: u32 = 4096;
-/// Calls in a row that do nothing, because a signal ends them, before the rest is left untried.
+/// After this many calls in a row that do nothing, because a signal ends them, we leave the rest untried.
 const IN_VAIN_MOST: u32 = 1000;
-/// If a call of so many pages finds only pages that differ, the rest is left untried: the digests by which they were named say nothing.
+/// If a call of this many pages finds only pages that differ, we leave the rest untried: the digests that named them are worthless.
 const DIFFERING_MOST: usize = 1024;
 
 /// `struct ksm_merge_range`
@@ -78,43 +78,52 @@ const RANGE_SIZE: u32 = 72;
 const _: () = assert!(size_of::<RawRange>() == RANGE_SIZE as usize && size_of::<RawMerge>() == 24);
 const _: () = assert!(size_of::<RawHash>() == 64);
 
-/// Why merging on request cannot be used.
+/// Why we can't merge on request.
 #[derive(Debug, Error)]
 pub enum RequestError {
-    /// The file does not exist.
     #[error("{} does not exist: this kernel cannot merge on request", path.display())]
     Absent { path: PathBuf },
-    /// Access is denied.
     #[error("not permitted to open {}", path.display())]
     Denied { path: PathBuf },
-    /// The file is not the device.
     #[error("{} is not KSM's device", path.display())]
     Other { path: PathBuf },
-    /// The device has another interface.
     #[error("{} has another version of the interface than {ABI_VERSION}", path.display())]
     Version { path: PathBuf },
-    /// Any other failure.
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
 }
 
-/// What provides the device.
+impl RequestError {
+    fn from_io(path: &Path, source: io::Error) -> Self {
+        let path = path.to_owned();
+        match source.kind() {
+            io::ErrorKind::NotFound => Self::Absent { path },
+            io::ErrorKind::PermissionDenied => Self::Denied { path },
+            // No driver has that number, or it's a directory.
+            _ if matches!(source.raw_os_error(), Some(libc::ENXIO | libc::ENODEV | libc::EISDIR)) => {
+                Self::Other { path }
+            }
+            _ => Self::Io { path, source },
+        }
+    }
+}
+
+/// Who provides the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Carrier {
     /// The kernel itself, built with the series.
     Series,
-    /// The module `ksm_request`.
     Module,
 }
 
 impl Carrier {
-    /// What provides a device that is there. `sys` is `/sys`.
+    /// Who provides a device that's there. `sys` is `/sys`.
     pub fn of(sys: &Path) -> Self {
         if sys.join("module/ksm_request").exists() { Self::Module } else { Self::Series }
     }
 }
 
-/// What replaces the pages of a range.
+/// The replacement for the pages of a range.
 #[derive(Clone, Copy, Debug)]
 pub enum Kept<'a> {
     /// As many pages, from this address of this process on.
@@ -130,39 +139,35 @@ pub enum Kept<'a> {
 pub struct Range<'a> {
     /// A pidfd of the process whose pages are replaced.
     pub process: BorrowedFd<'a>,
-    /// The address of the first one.
+    /// Address of the first page.
     pub address: u64,
-    /// Their number.
     pub pages: u32,
-    /// What replaces them.
     pub kept: Kept<'a>,
 }
 
-/// What came of merging ranges.
+/// The outcome of merging ranges.
 #[derive(Debug, Default)]
 pub struct Merged {
     /// For each page of the ranges, in their order.
     pub pages: Vec<Merging>,
-    /// The first error of the kernel, if there was one.
+    /// The kernel's first error, if there was one.
     pub error: Option<io::Error>,
 }
 
 /// Consecutive pages to hash in place.
 #[derive(Clone, Copy, Debug)]
 pub struct Hashed<'a> {
-    /// A pidfd of their process.
     pub process: BorrowedFd<'a>,
-    /// The address of the first one.
+    /// Address of the first page.
     pub address: u64,
-    /// The key of the hash, which determines the order of the lines, too.
+    /// The key of the hash, which also determines the order of the lines.
     pub key: u64,
-    /// The number of cache lines in the hashes there are already; 0 if there are none.
+    /// How many cache lines the present hashes cover; 0 if there are none.
     pub from: u32,
-    /// The number of cache lines that they shall have.
+    /// How many cache lines they shall cover.
     pub to: u32,
 }
 
-/// The device, open.
 #[derive(Debug)]
 pub struct RequestDevice {
     file: File,
@@ -170,56 +175,48 @@ pub struct RequestDevice {
 }
 
 impl RequestDevice {
-    /// Opens the device and checks that it has the interface of this program.
+    /// Opens the device and checks that it has our version of the interface.
     pub fn open(path: &Path) -> Result<Self, RequestError> {
-        let at = || path.to_owned();
-        let file = OpenOptions::new().read(true).write(true).open(path).map_err(|source| match source.kind() {
-            io::ErrorKind::NotFound => RequestError::Absent { path: at() },
-            io::ErrorKind::PermissionDenied => RequestError::Denied { path: at() },
-            // No driver has that number, or a directory.
-            _ if matches!(source.raw_os_error(), Some(libc::ENXIO | libc::ENODEV | libc::EISDIR)) => {
-                RequestError::Other { path: at() }
-            }
-            _ => RequestError::Io { path: at(), source },
-        })?;
-        let metadata = file.metadata().map_err(|source| RequestError::Io { path: at(), source })?;
-        if !metadata.file_type().is_char_device() {
-            return Err(RequestError::Other { path: at() });
+        let opened = OpenOptions::new().read(true).write(true).open(path);
+        let file = opened.map_err(|source| RequestError::from_io(path, source))?;
+        let path = path.to_owned();
+        match file.metadata() {
+            Ok(metadata) if metadata.file_type().is_char_device() => {}
+            Ok(_) => return Err(RequestError::Other { path }),
+            Err(source) => return Err(RequestError::Io { path, source }),
         }
         let mut device = Self { file, hashes: false };
         match device.call(&mut [], &mut []) {
-            Ok(_) => {
-                // That there is no page is the error of a kernel that knows the call.
-                let refused =
-                    device.call_hash(&mut RawHash { version: ABI_VERSION, pidfd: -1, ..RawHash::default() }, &mut []);
-                device.hashes = refused.is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL));
-                Ok(device)
-            }
-            // The number of a call has the size of its argument.
+            Ok(_) => {}
+            // The number of a call contains the size of its argument.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => {
-                Err(RequestError::Version { path: at() })
+                return Err(RequestError::Version { path });
             }
-            Err(source) => Err(RequestError::Io { path: at(), source }),
+            Err(source) => return Err(RequestError::Io { path, source }),
         }
+        // A kernel that knows the call complains that there is no page.
+        let refused = device.call_hash(&mut RawHash { version: ABI_VERSION, pidfd: -1, ..RawHash::default() }, &mut []);
+        device.hashes = refused.is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL));
+        Ok(device)
     }
 
-    /// Merges ranges. Can block on the processes, for example on the locks of their memory maps. Before each call to the
-    /// kernel, which takes some milliseconds, `go_on` is asked whether to make it.
+    /// Merges ranges. Can block on the processes, for example on their mmap locks. Before each call to the kernel, which takes
+    /// some milliseconds, `go_on` decides whether to make it.
     pub fn merge(&self, ranges: &[Range<'_>], go_on: impl FnMut() -> bool) -> Merged {
         merge_by(|raw, statuses| self.call(raw, statuses), ranges, go_on)
     }
 
-    /// Whether it hashes pages in place. A kernel that has only the patches for merging does not.
+    /// Whether it hashes pages in place. A kernel with only the patches for merging doesn't.
     pub fn hashes(&self) -> bool {
         self.hashes
     }
 
-    /// Hashes as many pages as there are `hashes`, without reading, unsharing or faulting them in. A hash of 0 is none: no
-    /// anonymous page is there, or one that can never be merged; with `from` not 0, such pages are passed over. Can block on
-    /// the lock of the process's memory map. Each call to the kernel takes some milliseconds.
+    /// Hashes as many pages as there are `hashes`, without reading, unsharing or faulting them in. A hash of 0 is none: there
+    /// is no anonymous page, or one that can never be merged; with a `from` above 0 the kernel passes over such pages. Can block
+    /// on the process's mmap lock. Each call to the kernel takes some milliseconds.
     ///
     /// # Errors
-    /// The kernel's: ESRCH if the process has ended, EACCES or EPERM if it must not be read.
+    /// The kernel's: ESRCH if the process has ended, EACCES or EPERM if we may not read it.
     pub fn hash(&self, pages: &Hashed<'_>, hashes: &mut [u64]) -> io::Result<()> {
         hash_by(|raw, hashes| self.call_hash(raw, hashes), pages, hashes)
     }
@@ -227,18 +224,18 @@ impl RequestDevice {
     fn call_hash(&self, raw: &mut RawHash, hashes: &mut [u64]) -> io::Result<()> {
         raw.hashes = address_of(hashes.as_mut_ptr());
         raw.nr_pages = count(hashes.len());
-        // SAFETY: the call reads and writes `raw`, and reads and writes `nr_pages` hashes, which is the length of `hashes`. Both
-        // are borrowed for the time of the call.
+        // SAFETY: the call reads and writes `raw`, and reads and writes `nr_pages` hashes, which is the length of `hashes`. We
+        // borrow both for the time of the call.
         let done = unsafe { libc::ioctl(self.file.as_raw_fd(), IOC_HASH, std::ptr::from_mut(raw)) };
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// One call. `statuses` receives the outcomes of the pages of all ranges, in their order. Returns the number of ranges done.
+    /// One call. `statuses` receives the outcomes for the pages of all ranges, in order. Returns how many ranges are done.
     fn call(&self, ranges: &mut [RawRange], statuses: &mut [u8]) -> io::Result<usize> {
         let mut rest = statuses;
         for range in &mut *ranges {
-            let pages = usize::try_from(range.nr_pages).ok().filter(|&pages| pages <= rest.len());
-            let (own, others) = rest.split_at_mut(pages.ok_or(io::ErrorKind::InvalidInput)?);
+            let pages = usize::try_from(range.nr_pages).unwrap_or(usize::MAX);
+            let (own, others) = rest.split_at_mut_checked(pages).ok_or(io::ErrorKind::InvalidInput)?;
             range.page_status = address_of(own.as_mut_ptr());
             rest = others;
         }
@@ -249,8 +246,8 @@ impl RequestDevice {
             nr_ranges: u32::try_from(ranges.len()).map_err(|_| io::ErrorKind::InvalidInput)?,
             reserved: 0,
         };
-        // SAFETY: the call reads `argument`, reads and writes the ranges, of which it has the number, and writes `nr_pages`
-        // bytes for each, which are parts of `statuses`. All of it is borrowed for the time of the call.
+        // SAFETY: the call reads `argument`, reads and writes as many ranges as it says, and writes `nr_pages` bytes for each,
+        // which are parts of `statuses`. We borrow all of it for the time of the call.
         let done = unsafe { libc::ioctl(self.file.as_raw_fd(), IOC_MERGE, &raw mut argument) };
         usize::try_from(done).map_err(|_| io::Error::last_os_error())
     }
@@ -260,7 +257,14 @@ fn address_of<T>(at: *mut T) -> u64 {
     at.expose_provenance() as u64
 }
 
-/// [`RequestDevice::merge`] by a function that does what the kernel does.
+/// How far merging has got: so many ranges, and so many pages of the next one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Position {
+    ranges: usize,
+    pages: u32,
+}
+
+/// [`RequestDevice::merge`] by a function that acts like the kernel.
 fn merge_by(
     mut call: impl FnMut(&mut [RawRange], &mut [u8]) -> io::Result<usize>,
     ranges: &[Range<'_>],
@@ -270,21 +274,11 @@ fn merge_by(
     let mut merged = Merged { pages: Vec::with_capacity(all), error: None };
     let mut raw = Vec::with_capacity(ranges.len().min(CALL_RANGES));
     let mut statuses = vec![0; all.min(CALL_PAGES as usize)];
-    // The first range that is not done, and how many of its pages are. Calls in a row that did nothing.
-    let (mut at, mut skip, mut in_vain) = (0, 0, 0);
-    while at < ranges.len() && in_vain < IN_VAIN_MOST && go_on() {
-        raw.clear();
+    let mut position = Position::default();
+    let mut in_vain = 0;
+    while position.ranges < ranges.len() && in_vain < IN_VAIN_MOST && go_on() {
+        fill(&mut raw, ranges, position);
         statuses.fill(0);
-        let mut room = CALL_PAGES;
-        for (number, range) in ranges[at..].iter().enumerate().take(CALL_RANGES) {
-            let skip = if number == 0 { skip } else { 0 };
-            let pages = (range.pages - skip).min(room);
-            room -= pages;
-            raw.push(range.raw(skip, pages));
-            if room == 0 {
-                break;
-            }
-        }
         let done = match call(&mut raw, &mut statuses) {
             Ok(done) => done.min(raw.len()),
             Err(error) if error.raw_os_error() == Some(libc::EINTR) => 0,
@@ -293,28 +287,10 @@ fn merge_by(
                 break;
             }
         };
-        let (before, begun) = ((at, skip), merged.pages.len());
-        let mut own = statuses.as_slice();
-        for raw in &raw[..done] {
-            let tried = u32::try_from(raw.nr_done.min(raw.nr_pages)).unwrap_or(0);
-            let (statuses, others) = own.split_at(usize::try_from(raw.nr_pages).unwrap_or(0).min(own.len()));
-            merged.pages.extend(statuses[..tried as usize].iter().map(|&status| outcome(status)));
-            own = others;
-            skip += tried;
-            if raw.status != 0 {
-                let error = io::Error::from_raw_os_error(raw.status.saturating_neg());
-                let rest = (ranges[at].pages - skip) as usize;
-                merged.pages.extend(std::iter::repeat_n(refusal(&error), rest));
-                merged.error.get_or_insert(error);
-                skip = ranges[at].pages;
-            }
-            if skip < ranges[at].pages {
-                // The call ended early, or had no room for all of it.
-                break;
-            }
-            (at, skip) = (at + 1, 0);
-        }
-        in_vain = if (at, skip) == before { in_vain + 1 } else { 0 };
+        let before = position;
+        let begun = merged.pages.len();
+        merged.add(&raw[..done], &statuses, ranges, &mut position);
+        in_vain = if position == before { in_vain + 1 } else { 0 };
         let pages = &merged.pages[begun..];
         if pages.len() >= DIFFERING_MOST && pages.iter().all(|merging| *merging == Merging::Differs) {
             break;
@@ -324,15 +300,57 @@ fn merge_by(
     merged
 }
 
-/// [`RequestDevice::hash`] by a function that does what the kernel does.
+/// The ranges of the next call.
+fn fill(raw: &mut Vec<RawRange>, ranges: &[Range<'_>], position: Position) {
+    raw.clear();
+    let mut skip = position.pages;
+    let mut room = CALL_PAGES;
+    for range in ranges[position.ranges..].iter().take(CALL_RANGES) {
+        let pages = (range.pages - skip).min(room);
+        room -= pages;
+        raw.push(range.raw(skip, pages));
+        skip = 0;
+        if room == 0 {
+            break;
+        }
+    }
+}
+
+impl Merged {
+    /// Adds the results of the ranges that a call has done from `position` on.
+    fn add(&mut self, done: &[RawRange], mut statuses: &[u8], ranges: &[Range<'_>], position: &mut Position) {
+        for raw in done {
+            let all = ranges[position.ranges].pages;
+            let tried = u32::try_from(raw.nr_done.min(raw.nr_pages)).unwrap_or(0);
+            let own;
+            (own, statuses) = statuses.split_at(usize::try_from(raw.nr_pages).unwrap_or(0).min(statuses.len()));
+            self.pages.extend(own[..tried as usize].iter().map(|&status| outcome(status)));
+            position.pages += tried;
+            if raw.status != 0 {
+                let error = io::Error::from_raw_os_error(raw.status.saturating_neg());
+                self.pages.extend(std::iter::repeat_n(refusal(&error), (all - position.pages) as usize));
+                self.error.get_or_insert(error);
+                position.pages = all;
+            }
+            if position.pages < all {
+                // The call ended early, or had no room for all of it.
+                break;
+            }
+            *position = Position { ranges: position.ranges + 1, pages: 0 };
+        }
+    }
+}
+
+/// [`RequestDevice::hash`] by a function that acts like the kernel.
 fn hash_by(
     mut call: impl FnMut(&mut RawHash, &mut [u64]) -> io::Result<()>,
     pages: &Hashed<'_>,
     hashes: &mut [u64],
 ) -> io::Result<()> {
-    let lines = |lines: u32| u16::try_from(lines).map_err(|_| io::ErrorKind::InvalidInput);
-    let (from, to) = (lines(pages.from)?, lines(pages.to)?);
-    let (mut at, mut in_vain) = (0, 0);
+    let from = u16::try_from(pages.from).map_err(|_| io::ErrorKind::InvalidInput)?;
+    let to = u16::try_from(pages.to).map_err(|_| io::ErrorKind::InvalidInput)?;
+    let mut at = 0;
+    let mut in_vain = 0;
     while at < hashes.len() {
         let end = hashes.len().min(at + CALL_PAGES as usize);
         let mut raw = RawHash {
@@ -359,17 +377,16 @@ fn hash_by(
 }
 
 impl Range<'_> {
-    /// A part of it.
     fn raw(&self, skip: u32, pages: u32) -> RawRange {
-        let behind = |address: u64| address.wrapping_add(u64::from(skip) * PAGE_BYTES);
+        let offset = u64::from(skip) * PAGE_BYTES;
         let (keep_pidfd, keep_addr, flags) = match self.kept {
-            Kept::Run(process, address) => (process.as_raw_fd(), behind(address), 0),
+            Kept::Run(process, address) => (process.as_raw_fd(), address.wrapping_add(offset), 0),
             Kept::Page(process, address) => (process.as_raw_fd(), address, KEEP_ONE),
             Kept::Zero => (-1, 0, KEEP_ZERO),
         };
         RawRange {
             keep_addr,
-            take_addr: behind(self.address),
+            take_addr: self.address.wrapping_add(offset),
             nr_pages: pages.into(),
             keep_pidfd,
             take_pidfd: self.process.as_raw_fd(),
@@ -379,7 +396,7 @@ impl Range<'_> {
     }
 }
 
-/// `enum ksm_page_status`. What a later version may add is taken for a page that was not tried.
+/// `enum ksm_page_status`. A status that a later version adds counts as untried.
 fn outcome(status: u8) -> Merging {
     match status {
         1 => Merging::Merged,
@@ -393,7 +410,7 @@ fn outcome(status: u8) -> Merging {
     }
 }
 
-/// The outcome of pages that an error of their range has kept from being tried.
+/// The outcome of pages that weren't tried because of an error of their range.
 fn refusal(error: &io::Error) -> Merging {
     match error.raw_os_error() {
         Some(libc::ENOMEM) => Merging::Busy,

@@ -276,7 +276,7 @@ fn a_call_in_which_every_page_differs_is_the_last() {
     }
 }
 
-/// What the kernel is asked to do in each call: `from`, `to`, first page and number of pages.
+/// The caller's request in each call: `from`, `to`, first page and number of pages.
 type HashCalls = Vec<(u16, u16, u64, u64)>;
 
 /// A kernel that hashes at most `most` pages a call, to their number plus one, and fails with these errors instead.

@@ -6,8 +6,7 @@ use pagefold_procmem::os::fault;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-/// The order in which knobs are restored, the reverse of that in which they are set. `run` comes first: once ksmd is
-/// stopped the others change nothing.
+/// The order of restoring knobs: the reverse of setting them, with `run` first. Once ksmd is stopped the others change nothing.
 const ORDER: [Knob; 7] = [
     Knob::Run,
     Knob::SleepMillisecs,
@@ -18,19 +17,18 @@ const ORDER: [Knob; 7] = [
     Knob::MaxPageSharing,
 ];
 
-/// What came of restoring KSM's knobs. Each knob that was changed is in one of the lists.
+/// The result of restoring KSM's knobs. Each changed knob is in one of the lists.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RestoreOutcome {
     /// Knobs that have their original value again, with it.
     pub restored: Vec<(Knob, u64)>,
-    /// Knobs that cannot be restored while pages are merged, with their original value. They stay in the state file
-    /// for [`super::lease::restore_deferred`].
+    /// Knobs that we can't restore while pages are merged. They stay in the state file for [`super::lease::restore_deferred`].
     pub deferred: Vec<(Knob, u64)>,
-    /// Knobs that another program has changed: left as they are.
+    /// Knobs that another program has changed: we leave them as they are.
     pub overridden: Vec<Overridden>,
-    /// Knobs that the kernel did not let be restored, and why. They stay in the state file.
+    /// Knobs that the kernel didn't let us restore, and why. They stay in the state file.
     pub failed: Vec<(Knob, String)>,
-    /// Knobs not restored within the time limit, because ksmd is in a scan. A thread goes on; if the process ends
+    /// Knobs that we didn't restore within the time limit, because ksmd is in a scan. A thread goes on; if the process ends
     /// first, the next start continues from the state file.
     pub pending: Vec<(Knob, u64)>,
 }
@@ -42,83 +40,91 @@ impl RestoreOutcome {
     }
 }
 
-/// Restores everything on a thread of its own and waits for that at most `limit`.
+/// Restores everything on a thread of its own, and waits for the thread at most `limit`.
 ///
 /// A write to `run` blocks until the end of ksmd's batch, which never comes if a program keeps its mmap lock from ksmd;
-/// and a thread blocked there cannot be killed, so this process could not end either. So ksmd's next batch is made empty
-/// first, which never blocks, and `run` is written when ksmd rests. If the process ends before that, ksmd does nothing
+/// and nobody can kill a thread that is blocked there, so our process couldn't end either. So we make ksmd's next batch
+/// empty first, which never blocks, and write `run` when ksmd rests. If the process ends before that, ksmd does nothing
 /// after its batch, and the next start continues from the state file.
 pub(crate) fn restore(writer: &Arc<KnobWriter>, limit: Duration) -> RestoreOutcome {
     writer.announce_end();
     let progress = RestoreOutcome { pending: to_restore(writer), ..RestoreOutcome::default() };
     let progress = Arc::new(Mutex::new(progress));
     let (done, wait) = mpsc::channel::<()>();
-    let work = {
-        let (writer, progress) = (writer.clone(), progress.clone());
-        move || {
-            writer.wait_for_write();
-            writer.rest_ksmd();
-            for (knob, value) in to_restore(&writer) {
-                fault::point_of("put-back", knob.file_name());
-                let result = restore_one(&writer, knob, value);
-                fault::point_of("was-put-back", knob.file_name());
-                // What is kept in the record is known to the next start, should this process die here.
-                if matches!(result, One::Restored | One::Overridden(_)) {
-                    writer.forget(knob);
-                }
-                let mut progress = locked(&progress);
-                progress.pending.retain(|(pending, _)| *pending != knob);
-                match result {
-                    One::Restored => progress.restored.push((knob, value)),
-                    One::Deferred => progress.deferred.push((knob, value)),
-                    One::Overridden(overridden) => progress.overridden.push(overridden),
-                    One::Failed(why) => progress.failed.push((knob, why)),
-                }
-            }
-            writer.close();
-            let _ = done.send(());
-        }
-    };
-    match std::thread::Builder::new().name("pagefold-ksm-back".to_owned()).spawn(work) {
-        // A disconnected channel means that the thread has ended too.
+    let writer = writer.clone();
+    let outcome = progress.clone();
+    let spawned = std::thread::Builder::new().name("pagefold-ksm-back".to_owned()).spawn(move || {
+        restore_all(&writer, &outcome);
+        let _ = done.send(());
+    });
+    match spawned {
+        // A disconnected channel means that the thread has ended, too.
         Ok(_) => drop(wait.recv_timeout(limit)),
         Err(error) => locked(&progress).failed.push((Knob::Run, format!("cannot start a thread: {error}"))),
     }
     locked(&progress).clone()
 }
 
+fn restore_all(writer: &KnobWriter, progress: &Mutex<RestoreOutcome>) {
+    writer.wait_for_write();
+    writer.rest_ksmd();
+    for (knob, value) in to_restore(writer) {
+        fault::point_of("put-back", knob.file_name());
+        let result = restore_one(writer, knob, value);
+        fault::point_of("was-put-back", knob.file_name());
+        // The next start knows the knobs in the record, should this process die here.
+        if matches!(result, KnobOutcome::Restored | KnobOutcome::Overridden(_)) {
+            writer.forget(knob);
+        }
+        let mut progress = locked(progress);
+        progress.pending.retain(|(pending, _)| *pending != knob);
+        match result {
+            KnobOutcome::Restored => progress.restored.push((knob, value)),
+            KnobOutcome::Deferred => progress.deferred.push((knob, value)),
+            KnobOutcome::Overridden(overridden) => progress.overridden.push(overridden),
+            KnobOutcome::Failed(why) => progress.failed.push((knob, why)),
+        }
+    }
+    writer.close();
+}
+
 /// The changed knobs in the order of restoring, each with the value it should get.
 fn to_restore(writer: &KnobWriter) -> Vec<(Knob, u64)> {
     let changed = writer.changed();
-    ORDER.into_iter().filter_map(|knob| Some((knob, final_value(knob, *changed.get(&knob)?)))).collect()
+    let mut knobs = Vec::new();
+    for knob in ORDER {
+        if let Some(&original) = changed.get(&knob) {
+            knobs.push((knob, final_value(knob, original)));
+        }
+    }
+    knobs
 }
 
-/// `run` 2 (stopped, unmerged) is restored as 0: writing 2 would unmerge everything saved, and either way ksmd is
-/// stopped.
+/// We restore `run` 2 (stopped, unmerged) as 0: writing 2 would unmerge everything saved, and either way ksmd is stopped.
 fn final_value(knob: Knob, original: u64) -> u64 {
     if knob == Knob::Run && original == 2 { 0 } else { original }
 }
 
-enum One {
+enum KnobOutcome {
     Restored,
     Deferred,
     Overridden(Overridden),
     Failed(String),
 }
 
-fn restore_one(writer: &KnobWriter, knob: Knob, value: u64) -> One {
+fn restore_one(writer: &KnobWriter, knob: Knob, value: u64) -> KnobOutcome {
     let Some(ours) = writer.expected(knob) else {
-        return One::Failed("this kernel does not have the knob any more".to_owned());
+        return KnobOutcome::Failed("this kernel does not have the knob any more".to_owned());
     };
     match writer.ksm.read(knob) {
-        Ok(Some(found)) if found == value => return One::Restored,
-        Ok(Some(found)) if found != ours => return One::Overridden(Overridden { knob, ours, found }),
+        Ok(Some(found)) if found == value => return KnobOutcome::Restored,
+        Ok(Some(found)) if found != ours => return KnobOutcome::Overridden(Overridden { knob, ours, found }),
         Ok(_) => {}
-        Err(error) => return One::Failed(error.to_string()),
+        Err(error) => return KnobOutcome::Failed(error.to_string()),
     }
     match writer.write_original(knob, value) {
-        Ok(()) => One::Restored,
-        Err(error) if error.is_busy() => One::Deferred,
-        Err(error) => One::Failed(error.to_string()),
+        Ok(()) => KnobOutcome::Restored,
+        Err(error) if error.is_busy() => KnobOutcome::Deferred,
+        Err(error) => KnobOutcome::Failed(error.to_string()),
     }
 }

@@ -3,17 +3,17 @@
 //! How ksmd reacts (read in 6.12's `mm/ksm.c`, each point confirmed on 6.18 by `tests/ksm_live.rs`):
 //!
 //! - `pages_to_scan` 4294967295 makes a batch that ends only with the scan. Between two batches ksmd sleeps until
-//!   `sleep_millisecs` *changes*; writing the same value does not wake it, nor does `run` 1. From 2^31 on a sleep has no
+//!   `sleep_millisecs` *changes*; writing the same value doesn't wake it, nor does `run` 1. From 2^31 on a sleep has no
 //!   end. So each new value there is a kick, worth one scan: `full_scans` goes up by exactly one.
 //! - A kick written during a scan is lost: ksmd reads the new value when it goes to sleep.
-//! - With `run` 0 ksmd waits elsewhere: there `run` 1 is the kick, if anything is registered. If it had begun an
-//!   endless sleep before `run` became 0, `run` 1 does not wake it and only a new sleep does.
-//! - With nothing registered no kick starts a scan and `full_scans` stays. The first madvise then wakes ksmd for a
-//!   batch that was not ordered. `pages_to_scan` 0 makes that batch, and any other, empty.
+//! - With `run` 0 ksmd waits elsewhere: there `run` 1 is the kick, if anything is registered. If it had begun an endless
+//!   sleep before `run` became 0, `run` 1 doesn't wake it and only a new sleep does.
+//! - With nothing registered no kick starts a scan and `full_scans` stays. The first madvise then wakes ksmd for a batch
+//!   that nobody ordered. `pages_to_scan` 0 makes that batch, and any other, empty.
 //! - A scan resumes where the last batch ended. After paced scanning the first kick only finishes the current scan.
-//! - A kick cannot be aborted: `run` 0 waits for its end (and then takes effect even if the writer was killed
-//!   meanwhile). The least expensive stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither write
-//!   takes ksmd's mutex, and the current batch is the last.
+//! - We can't abort a kick: `run` 0 waits for its end (and then takes effect even if the writer was killed meanwhile). The
+//!   cheapest stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither write takes ksmd's mutex, and
+//!   the current batch is the last.
 //!
 //! So ksmd rests with `run` 1, `pages_to_scan` 0 and an endless sleep. In that state it used no CPU at all.
 
@@ -25,28 +25,26 @@ use std::time::{Duration, Instant};
 /// A `pages_to_scan` that no scan reaches: the batch ends with the scan.
 pub(crate) const WHOLE_SCAN: u64 = u32::MAX as u64;
 
-/// The interval of checks for the end of a scan, first and in long scans. With the check of the knobs one takes some
-/// 10 us.
+/// How often we check for the end of a scan, at first and in long scans. With the check of the knobs one takes some 10 us.
 pub(crate) const FIRST_CHECK: Duration = Duration::from_micros(500);
 const SLOWEST_CHECK: Duration = Duration::from_millis(20);
 
-/// If ksmd rests for this long after a kick, the kick was lost. While ksmd waits for a core it does not count as
-/// resting, so a busy machine does not look like a lost kick.
+/// If ksmd rests for this long after a kick, the kick was lost. While ksmd waits for a core it doesn't count as resting, so a
+/// busy machine doesn't look like a lost kick.
 pub(crate) const LOST_KICK: Duration = Duration::from_millis(30);
 
-/// The same where ksmd is hidden and only its counters can be read.
+/// The same where ksmd is hidden and we only see its counters.
 const LOST_KICK_UNSEEN: Duration = Duration::from_millis(200);
 
-/// This many lost kicks mean that nothing is registered.
+/// After this many lost kicks we conclude that nothing is registered.
 const MAX_KICKS: u32 = 3;
 
-/// How the caller reads and sets knobs, and what ends its waits.
+/// How the caller reads and sets knobs, and when its waits end.
 pub(crate) trait ScanKnobs {
     type Error: From<KsmError>;
 
     fn ksm(&self) -> &Ksm;
 
-    /// The value in force.
     fn value(&self, knob: Knob) -> Result<Option<u64>, Self::Error>;
 
     /// Sets a knob unless it has that value already.
@@ -64,7 +62,6 @@ pub(crate) trait ScanKnobs {
 pub(crate) struct Scan {
     /// False if every kick was lost: nothing is registered.
     pub(crate) done: bool,
-    /// Kicks that were lost.
     pub(crate) lost: u32,
     /// From the first kick to the end.
     pub(crate) took: Duration,
@@ -133,9 +130,9 @@ pub(crate) fn fresh_sleep<K: ScanKnobs>(knobs: &K) -> Result<u64, K::Error> {
 fn is_lost<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>, quiet: &mut Quiet) -> Result<bool, K::Error> {
     let scanned = knobs.ksm().pages_scanned()?;
     let rests = match ksmd {
-        // Its state costs more to read than the counter: read it only while the counter stands still.
+        // Its state costs more to read than the counter: we only read it while the counter stands still.
         Some(_) if quiet.moves(scanned) => Some(false),
-        // If its state cannot be read, treat it as hidden.
+        // If we can't read its state, we treat it as hidden.
         Some(ksmd) => ksmd.rests().ok(),
         None => None,
     };

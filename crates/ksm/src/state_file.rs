@@ -1,7 +1,7 @@
-//! The record that outlives a crash: the original values of KSM's knobs, and the values that they were set to.
+//! The record that outlives a crash: the original values of KSM's knobs, and the values that we set them to.
 //!
-//! The file is on disk before the first knob is set, and removed when the last one is restored. It is replaced as a whole
-//! (a new file is written, synced and renamed), so a reader sees either the old text or the new one.
+//! The file is on disk before we set the first knob, and we remove it when the last one is restored. We replace it as a whole
+//! (write a new file, sync and rename it), so a reader sees either the old text or the new one.
 
 use crate::Knob;
 use pagefold_procmem::os::fault;
@@ -13,25 +13,21 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// The default path of the file.
 pub const STATE_PATH: &str = "/run/pagefold/ksm-state.json";
 
-/// The version of the format that is written and understood.
 const SCHEMA: &str = "pagefold.ksm-state/1";
 
 /// From this value on, `sleep_millisecs` is an endless sleep: the kernel takes it for negative.
 pub const ENDLESS_SLEEP: u64 = 1 << 31;
 
-/// Why the file could not be read or written.
+/// Why we couldn't read or write the file.
 #[derive(Debug, Error)]
 pub enum StateError {
-    /// The text is not in the format of the file.
+    /// The text isn't in the format of the file.
     #[error("{} is malformed ({what}); set the knobs by hand and remove it", path.display())]
     Malformed { path: PathBuf, what: String },
-    /// The kernel refuses access.
     #[error("not permitted to access {}", path.display())]
     Denied { path: PathBuf },
-    /// Any other failure.
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
 }
@@ -43,54 +39,48 @@ impl StateError {
     }
 }
 
-/// The process that has taken KSM over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     pub pid: i32,
-    /// Its start time, to distinguish it from a later process with the same pid.
+    /// Its start time, to tell it from a later process with the same pid.
     pub start_time_ticks: u64,
 }
 
 impl Holder {
-    /// This process.
     pub fn own(proc_root: &Path) -> Result<Self, ReadError> {
         let pid = i32::try_from(std::process::id()).unwrap_or(0);
         let own = Process::open_at(proc_root, pid)?;
         Ok(Self { pid, start_time_ticks: own.start_time_ticks() })
     }
 
-    /// Whether the process still runs. An error: it cannot be read, and may run.
+    /// Whether the process still runs. After an error we can't read it, and it may run.
     pub fn is_alive(self, proc_root: &Path) -> Result<bool, ReadError> {
         let stat = Process::open_at(proc_root, self.pid).and_then(|process| process.stat());
         match stat {
-            Ok(stat) => Ok(stat.start_time_ticks == self.start_time_ticks && !matches!(stat.state, b'Z' | b'X')),
+            Ok(stat) => Ok(stat.start_time_ticks == self.start_time_ticks && !stat.has_ended()),
             Err(ReadError::Vanished { .. }) => Ok(false),
             Err(error) => Err(error),
         }
     }
 }
 
-/// The content of the file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct State {
     schema: String,
-    /// The boot in which the knobs were set: after another boot they have the kernel's values again.
+    /// The boot during which we set the knobs: after another boot they have the kernel's values again.
     pub boot_id: String,
-    /// The process that set them. `None` once all are restored except those that had to be deferred.
+    /// The process that set them. `None` once all are restored except those that it had to defer.
     pub holder: Option<Holder>,
-    /// The original value of every knob.
     pub original: BTreeMap<Knob, u64>,
-    /// The knobs that were set, each with the values it may have if no other program has changed it.
+    /// The knobs that were set, each with the values that it may have if no other program has changed it.
     pub turned: BTreeMap<Knob, Vec<u64>>,
 }
 
 impl State {
-    /// A state in which no knob is set yet.
     pub fn new(boot_id: String, holder: Holder, original: BTreeMap<Knob, u64>) -> Self {
         Self { schema: SCHEMA.to_owned(), boot_id, holder: Some(holder), original, turned: BTreeMap::new() }
     }
 
-    /// Parses the text of a state file.
     pub fn parse(text: &[u8]) -> Result<Self, String> {
         let state: Self = serde_json::from_slice(text).map_err(|error| error.to_string())?;
         if state.schema != SCHEMA {
@@ -102,18 +92,19 @@ impl State {
         }
     }
 
-    /// Reads the file. `None` if it does not exist.
+    /// Reads the file. `None` if it doesn't exist.
     pub fn load(path: &Path) -> Result<Option<Self>, StateError> {
-        match fault::io("read:state").and_then(|()| std::fs::read(path)) {
-            Ok(text) => {
-                Self::parse(&text).map(Some).map_err(|what| StateError::Malformed { path: path.to_owned(), what })
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(StateError::from_io(path, error)),
+        let text = match fault::io("read:state").and_then(|()| std::fs::read(path)) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(StateError::from_io(path, error)),
+        };
+        match Self::parse(&text) {
+            Ok(state) => Ok(Some(state)),
+            Err(what) => Err(StateError::Malformed { path: path.to_owned(), what }),
         }
     }
 
-    /// Replaces the file.
     pub fn save(&self, path: &Path) -> Result<(), StateError> {
         self.replace(path).map_err(|error| {
             // Half a file would take space on a disk that is full.
@@ -123,7 +114,10 @@ impl State {
     }
 
     fn replace(&self, path: &Path) -> io::Result<()> {
-        let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let dir = match path.parent() {
+            Some(dir) if !dir.as_os_str().is_empty() => dir,
+            _ => Path::new("."),
+        };
         std::fs::create_dir_all(dir)?;
         fault::point("state-begun");
         let new = new_path(path);
@@ -159,7 +153,7 @@ impl State {
         if known && (is_signature(knob, to) || values.contains(&to)) {
             return false;
         }
-        // The present value stays: a crash may come before the write.
+        // We keep the present value: a crash may come before the write.
         values.retain(|&value| known && value == from);
         values.push(to);
         true
@@ -171,12 +165,12 @@ impl State {
     }
 }
 
-/// The file that is written before it replaces the last one.
+/// The file that we write before it replaces the last one.
 fn new_path(path: &Path) -> PathBuf {
     path.with_extension("json.new")
 }
 
-/// Values that kicks write by the hundred and no other program would choose: they are not recorded one by one.
+/// Values that kicks write by the hundred and no other program would choose: we don't record them one by one.
 fn is_signature(knob: Knob, value: u64) -> bool {
     match knob {
         Knob::SleepMillisecs => value >= ENDLESS_SLEEP,
@@ -185,7 +179,6 @@ fn is_signature(knob: Knob, value: u64) -> bool {
     }
 }
 
-/// The id of the running boot.
 pub fn boot_id(proc_root: &Path) -> Result<String, StateError> {
     let path = proc_root.join("sys/kernel/random/boot_id");
     let text = fault::io("read:boot_id").and_then(|()| std::fs::read_to_string(&path));

@@ -1,6 +1,6 @@
 //! How ksmd behaves on the running kernel, and control of KSM from taking it over to giving it back.
 //!
-//! Each test takes KSM for a second or two and leaves it at rest. Only processes that the tests start are marked.
+//! Each test takes KSM for a second or two and leaves it at rest. We mark only processes that the tests start.
 
 use pagefold_engine::host::ScanOrder;
 use pagefold_ksm::KnobError;
@@ -95,14 +95,14 @@ fn controller(lease: &KsmLease) -> KsmdController {
     KsmdController::start(lease, Ksmd::find().unwrap()).unwrap()
 }
 
-/// Gives an order and waits until it is done.
+/// Gives an order and waits until it's done.
 #[track_caller]
 fn order(controller: &KsmdController, order: ScanOrder) {
     controller.order(order);
     assert!(controller.wait_idle(LIMIT));
 }
 
-/// Every knob is restored, or cannot be while pages are merged.
+/// Every knob is restored, or can't be while pages are merged.
 #[track_caller]
 fn assert_restored(restored: &RestoreOutcome) {
     let RestoreOutcome { overridden, failed, pending, .. } = restored;
@@ -157,7 +157,7 @@ fn ksmd_behaves_as_the_controller_assumes() {
     fixture.assert_ksmd_idle();
     assert_eq!(fixture.ksm.pages_scanned().unwrap(), paced);
 
-    // run 0 during an endless sleep: run 1 does not end the sleep, a new one does.
+    // run 0 during an endless sleep: run 1 doesn't end the sleep, a new one does.
     fixture.write(Knob::PagesToScan, WHOLE_SCAN);
     kick();
     fixture.settle();

@@ -1,4 +1,4 @@
-//! What it costs to check the state of pages before reading them: `PageReader` against a bare process_vm_readv loop over
+//! The cost of checking the state of pages before reading them: `PageReader` against a bare process_vm_readv loop over
 //! the same runs: `cargo bench -p pagefold-procmem --bench read_cost`.
 
 use pagefold_engine::random::Random;
@@ -17,30 +17,18 @@ fn main() {
     let mut holder = Holder::start(PAGES);
     holder.change(Change::Write { first: 0, pages: PAGES, content: 1, step: 1 });
     let target = Process::open(holder.pid()).unwrap();
-    let (first, mut reader, mut random) = (Vpn(holder.first), PageReader::new(), Random::new(1));
+    let first = Vpn(holder.first);
+    let mut reader = PageReader::new();
+    let mut random = Random::new(1);
     for length in [1u64, 4, 8, 16, 64, 512] {
         let mut times = [const { Vec::new() }; 3];
         for _ in 0..31 {
             let runs: Vec<(Vpn, u32)> = (0..READ_PAGES / length)
                 .map(|_| (first + random.below(PAGES / length) * length, u32::try_from(length).unwrap()))
                 .collect();
-            let mut time = |which: usize, work: &mut dyn FnMut()| {
-                let start = Instant::now();
-                work();
-                times[which].push(start.elapsed().as_nanos() as f64 / READ_PAGES as f64);
-            };
-            time(0, &mut || bare(target.pid(), &runs));
-            for (which, huge) in [(1, false), (2, true)] {
-                time(which, &mut || {
-                    let how = ReadHow { huge, ..ReadHow::default() };
-                    let mut bytes = 0;
-                    let visit = |view: pagefold_procmem::memory::PageView<'_>| {
-                        bytes += u64::from(black_box(view.bytes).is_some());
-                    };
-                    reader.read_runs(&target, &runs, how, visit).unwrap();
-                    assert_eq!(bytes, READ_PAGES);
-                });
-            }
+            times[0].push(ns_per_page(|| bare(target.pid(), &runs)));
+            times[1].push(ns_per_page(|| read(&mut reader, &target, &runs, false)));
+            times[2].push(ns_per_page(|| read(&mut reader, &target, &runs, true)));
         }
         let ratios = [1, 2].map(|which| {
             median(times[which].iter().zip(&times[0]).map(|(ours, bare)| ours / bare).collect::<Vec<_>>())
@@ -56,6 +44,19 @@ fn main() {
     println!("census of {} pages: {:.1} ns a page", census.private.0, start.elapsed().as_nanos() as f64 / PAGES as f64);
     assert_eq!(census.private, Pages(PAGES));
     assert!(holder.is_intact());
+}
+
+fn ns_per_page(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_nanos() as f64 / READ_PAGES as f64
+}
+
+fn read(reader: &mut PageReader, target: &Process, runs: &[(Vpn, u32)], huge: bool) {
+    let mut read = 0;
+    let how = ReadHow { huge, ..ReadHow::default() };
+    reader.read_runs(target, runs, how, |view| read += u64::from(black_box(view.bytes).is_some())).unwrap();
+    assert_eq!(read, READ_PAGES);
 }
 
 fn median(mut values: Vec<f64>) -> f64 {

@@ -22,15 +22,17 @@ impl Cgroup {
     }
 }
 
-/// Parses the text of `/proc/PID/cgroup`. Lines in another format are skipped.
+/// Parses the text of `/proc/PID/cgroup`. Skips lines in another format.
 pub fn parse_cgroups(text: &[u8]) -> Vec<Cgroup> {
-    String::from_utf8_lossy(text)
-        // Not `lines`: a name may end with a carriage return.
-        .split('\n')
-        .filter_map(|line| {
-            let mut parts = line.splitn(3, ':');
-            let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
-            path.starts_with('/').then(|| Cgroup { controllers: controllers.to_owned(), path: path.to_owned() })
-        })
-        .collect()
+    let mut cgroups = Vec::new();
+    // Not `lines`: a name may end with a carriage return.
+    for line in String::from_utf8_lossy(text).split('\n') {
+        match line.splitn(3, ':').collect::<Vec<_>>()[..] {
+            [_, controllers, path] if path.starts_with('/') => {
+                cgroups.push(Cgroup { controllers: controllers.to_owned(), path: path.to_owned() });
+            }
+            _ => {}
+        }
+    }
+    cgroups
 }

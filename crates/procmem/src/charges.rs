@@ -1,7 +1,7 @@
 //! `/proc/kpagecgroup`: the memory cgroup that each frame is charged to, by its inode number. Needs root.
 //!
-//! Of a cgroup that was removed while frames are charged to it, the kernel shows the nearest one above that is still there
-//! (`page_cgroup_ino`, mm/memcontrol.c), whose limit holds for them.
+//! Frames stay charged to a cgroup that is removed. For them the kernel shows its nearest ancestor that still exists
+//! (`page_cgroup_ino`, mm/memcontrol.c), whose limit applies to them.
 
 use super::kpageflags::KpageFlags;
 use std::collections::HashSet;
@@ -10,19 +10,19 @@ use std::io;
 use std::os::unix::fs::{DirEntryExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// The most cgroups below one that are looked for.
+/// How many cgroups below one we look for at most.
 const CGROUPS_MOST: usize = 16_384;
 
-/// What is charged to one cgroup and those below.
+/// The frames charged to one cgroup and its descendants.
 #[derive(Debug)]
 pub struct Charges {
-    /// A file of one word a frame, as kpageflags is.
+    /// A file of one word a frame, like kpageflags.
     words: KpageFlags,
     cgroups: HashSet<u64>,
 }
 
 impl Charges {
-    /// What is charged to the cgroup with this directory.
+    /// Opens them for the cgroup with this directory.
     pub fn of(dir: &Path) -> io::Result<Self> {
         Self::at(Path::new("/proc/kpagecgroup"), dir)
     }
@@ -31,7 +31,7 @@ impl Charges {
         Ok(Self { words: KpageFlags::open_at(file)?, cgroups: inodes_below(dir)? })
     }
 
-    /// For each frame, whether it is charged there.
+    /// Tells for each frame whether it is charged to these cgroups.
     pub fn look_up(&mut self, frames: &[u64]) -> io::Result<Vec<bool>> {
         let mut charged = vec![false; frames.len()];
         let cgroups = &self.cgroups;
@@ -40,7 +40,7 @@ impl Charges {
     }
 }
 
-/// The inode numbers of a directory and those below it.
+/// The inode numbers of a directory and all directories below.
 fn inodes_below(dir: &Path) -> io::Result<HashSet<u64>> {
     let mut inodes = HashSet::new();
     inodes.insert(fs::metadata(dir)?.ino());

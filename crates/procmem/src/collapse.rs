@@ -1,10 +1,10 @@
 //! Puts huge pages together again where a process had them.
 //!
 //! Merging a page of a huge page splits it, and unmerging leaves small pages. `process_madvise(MADV_COLLAPSE)` (Linux 6.1) copies
-//! them into a huge page while the process runs. The kernel would also fill holes and copy pages that are shared through fork,
-//! whatever khugepaged's limits are (`madvise_collapse`, mm/khugepaged.c), which takes memory: so only extents are collapsed
-//! whose pages are all present and mapped once. Between this check and the call the process may change some; then it takes
-//! up to 2 MiB more, as khugepaged could have it.
+//! them into a huge page while the process runs. The kernel would also fill holes and copy fork-shared pages, whatever
+//! khugepaged's limits are (`madvise_collapse`, mm/khugepaged.c), and that takes memory. So we only collapse extents whose pages
+//! are all present and mapped once. Between our check and the call the process may change some; then it takes up to 2 MiB more,
+//! as it could with khugepaged.
 
 use crate::Roots;
 use crate::headroom::headroom;
@@ -19,13 +19,13 @@ const MADV_COLLAPSE: i32 = 25;
 const PAGES: usize = 512;
 const _: () = assert!(PAGES as u64 == EXTENT_PAGES);
 const BYTES: usize = PAGES * PAGE_SIZE;
-/// What must be left below the memory limits: the new page, before the old ones are free, and a margin for others.
+/// How much must be left below the memory limits: the new page, before the old ones are free, and a margin for others.
 const ROOM: Bytes = Bytes(36 << 20);
 
-/// Whether the kernel is to use huge pages at all. The call would make them in any case.
+/// Whether the kernel may use huge pages at all. The call would make them in any case.
 pub fn is_wanted() -> bool {
     let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
-    chosen(&mode).is_some_and(|mode| mode != "never")
+    matches!(chosen(&mode), Some(mode) if mode != "never")
 }
 
 /// The first pages of the extents that lie within a range of addresses, in order.
@@ -36,11 +36,10 @@ pub fn extents(start: u64, end: u64) -> impl Iterator<Item = Vpn> {
     (0..whole).map(move |number| Vpn::of_address(first + number * bytes))
 }
 
-/// Collapses extents of a process as far as its memory limits leave room. Needs CAP_SYS_NICE for other processes. Returns how many
-/// are huge pages now.
+/// Collapses extents of a process within its memory limits, and returns how many. Needs CAP_SYS_NICE for other processes.
 ///
 /// # Errors
-/// The process cannot be read. What the kernel refuses stays as it is.
+/// We can't read the process. Extents that the kernel refuses to collapse stay as they are.
 pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64, ReadError> {
     let pagemap = Pagemap::open(process)?;
     let mut done = 0;

@@ -5,10 +5,11 @@ use crate::os::cpu;
 
 /// CPU time of all threads of a process, including ended ones, nanoseconds (`schedstat` covers the first thread only).
 pub fn process_cpu_ns(process: &Process) -> Result<u64, ReadError> {
-    let gone = || ReadError::Vanished { pid: process.pid() };
-    let ns = cpu::process_cpu_ns(process.pid()).ok_or_else(gone)?;
-    // The clock is identified by pid, which may have been reused: check that the process is still alive.
-    if process.is_alive() { Ok(ns) } else { Err(gone()) }
+    match cpu::process_cpu_ns(process.pid()) {
+        // The clock goes by the pid, which may have been reused: check that the process is still alive.
+        Some(ns) if process.is_alive() => Ok(ns),
+        _ => Err(ReadError::Vanished { pid: process.pid() }),
+    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
-//! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
+//! Private parsers, for `pagefold-fuzz` only, which states their properties.
 
 use crate::ksm_stat::KsmStat;
 use crate::os::fields;
+use crate::os::numa::FrameSpan;
 use crate::os::number_list::NumberList;
 use crate::pagemap::PageRange;
 use crate::statm::Sizes;
@@ -9,7 +10,6 @@ use crate::{cgroup, headroom, numa, os};
 use pagefold_engine::keys::NodeKey;
 use std::path::{Path, PathBuf};
 
-/// Controllers and path of each line.
 pub fn cgroups(text: &[u8]) -> Vec<(String, String)> {
     cgroup::parse_cgroups(text).into_iter().map(|cgroup| (cgroup.controllers, cgroup.path)).collect()
 }
@@ -19,7 +19,6 @@ pub fn memory_cgroups(text: &[u8], root: &Path) -> Vec<(PathBuf, PathBuf)> {
     cgroup::parse_cgroups(text).iter().filter_map(|cgroup| headroom::group_dir(cgroup, root)).collect()
 }
 
-/// Bytes available.
 pub fn available(meminfo: &str) -> Option<u64> {
     headroom::available(meminfo)
 }
@@ -37,12 +36,14 @@ pub fn ksm_stat(text: &[u8]) -> (bool, u64) {
 
 /// The number of elements of a list, and whether it overlaps itself.
 pub fn list(text: &str) -> (usize, bool) {
-    NumberList::parse(text).map_or((0, false), |list| (list.iter().count(), list.meets(&list)))
+    let list = NumberList::parse(text).unwrap_or_default();
+    (list.iter().count(), list.meets(&list))
 }
 
 /// The numbers of processors and memory nodes allowed for a process.
 pub fn allowed(status: &[u8]) -> Option<(usize, usize)> {
-    numa::allowed(status).map(|(cpus, nodes)| (cpus.iter().count(), nodes.iter().count()))
+    let (cpus, nodes) = numa::allowed(status)?;
+    Some((cpus.iter().count(), nodes.iter().count()))
 }
 
 /// A field of a node's meminfo, KiB.
@@ -53,16 +54,15 @@ pub fn node_kib(text: &str, name: &str) -> Option<u64> {
 /// The parts into which the zones of `/proc/zoneinfo` divide a memory block of 32768 frames that spans two nodes: first
 /// frame and number of frames.
 pub fn block_of_two(zones: &str) -> Vec<(u64, u64)> {
-    let block = [0, 1].map(|node| (32_768, 32_768, NodeKey(node)));
-    os::numa::divided(&block, &os::numa::zones_of(zones))
-        .into_iter()
-        .map(|(first, frames, _)| (first, frames))
-        .collect()
+    let block = [0, 1].map(|node| FrameSpan { first: 32_768, frames: 32_768, node: NodeKey(node) });
+    let parts = os::numa::divided(&block, &os::numa::zones_of(zones));
+    parts.into_iter().map(|part| (part.first, part.frames)).collect()
 }
 
 /// Mapped, resident and data pages.
 pub fn statm(text: &[u8]) -> Result<[u64; 3], &'static str> {
-    Sizes::parse(text).map(|sizes| [sizes.mapped, sizes.resident, sizes.data])
+    let Sizes { mapped, resident, data } = Sizes::parse(text)?;
+    Ok([mapped, resident, data])
 }
 
 /// The pages between two addresses, as PAGEMAP_SCAN gives them.

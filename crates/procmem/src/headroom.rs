@@ -1,5 +1,4 @@
-//! How much memory a process can allocate before the kernel kills for it: limits of its memory cgroups, and memory
-//! available on the machine.
+//! How much memory a process can allocate before the OOM killer comes: limits of its memory cgroups, and of the machine.
 //!
 //! Unmerging allocates memory that is charged to the process (`unmerge_ksm_pages` breaks each page as a write would,
 //! mm/ksm.c). Beyond a limit the kernel kills.
@@ -14,17 +13,16 @@ use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
-/// How much a process can still allocate, by its tightest limit.
+/// How much more a process can allocate, by its tightest limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Headroom {
-    /// How much is left; `Bytes(u64::MAX)` if no limit is known.
+    /// `Bytes(u64::MAX)` if we know of no limit.
     pub left: Bytes,
-    /// How much of it should stay free while copies are made: [`margin_below`].
+    /// How much of that should stay free while we make copies: [`margin_below`].
     pub margin: Bytes,
 }
 
 impl Headroom {
-    /// The one that allows less.
     fn min(self, other: Self) -> Self {
         if other.left.0.saturating_sub(other.margin.0) < self.left.0.saturating_sub(self.margin.0) {
             other
@@ -34,9 +32,7 @@ impl Headroom {
     }
 }
 
-/// Memory that a process can still allocate.
-///
-/// Page cache counts as free, as far as the kernel reclaims it before it kills: see [`reclaimable`].
+/// How much memory a process can still allocate. Counts page cache as free as far as the kernel can reclaim it.
 pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Result<Headroom, ReadError> {
     let text = match process.read_file("cgroup") {
         Ok(text) => text,
@@ -47,10 +43,11 @@ pub fn headroom(process: &Process, proc_root: &Path, cgroup_root: &Path) -> Resu
     least_of(&cgroups, proc_root, cgroup_root).map_err(|error| ReadError::from_io(process.pid(), "cgroup", error))
 }
 
-/// A limit that cannot be read is an error, not the absence of a limit.
+/// A limit that we can't read is an error, not the absence of a limit.
 fn least_of(cgroups: &[Cgroup], proc_root: &Path, cgroup_root: &Path) -> io::Result<Headroom> {
     let mut least = Headroom { left: Bytes(left_in_machine(proc_root)?), margin: UNMERGE_MARGIN.bytes() };
-    for (mount, dir) in cgroups.iter().filter_map(|cgroup| group_dir(cgroup, cgroup_root)) {
+    for cgroup in cgroups {
+        let Some((mount, dir)) = group_dir(cgroup, cgroup_root) else { continue };
         for dir in dir.ancestors().take_while(|dir| dir.starts_with(&mount)) {
             if let Some(Limit { limit, left }) = limit_of(dir)? {
                 let margin = margin_below(Pages(limit.0 / PAGE_BYTES)).bytes();
@@ -72,7 +69,7 @@ fn text_of(path: &Path) -> io::Result<String> {
 /// Mount point and directory of a cgroup, if it can limit memory.
 pub fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
     let path = cgroup.path.strip_prefix('/')?;
-    // Paths outside our cgroup namespace begin with "..": directories of the same name here are different ones.
+    // Paths outside our cgroup namespace begin with "..": here a directory of that name would be another cgroup.
     if !Path::new(path).components().all(|part| matches!(part, Component::Normal(_))) {
         return None;
     }
@@ -87,8 +84,8 @@ pub fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
     Some((mount, dir))
 }
 
-/// Limits, and the usage that counts against each. Beyond `memory.high` nothing is killed, but the process is throttled.
-/// Version 1 can limit memory and swap together: then swapping out frees nothing.
+/// Limits, and the usage that counts against each. Beyond `memory.high` the kernel doesn't kill but throttles. Version 1 can
+/// limit memory and swap together: then swapping out frees nothing.
 const LIMITS: [(&str, &str); 4] = [
     ("memory.max", "memory.current"),
     ("memory.high", "memory.current"),
@@ -96,53 +93,61 @@ const LIMITS: [(&str, &str); 4] = [
     ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
 ];
 
-/// A limit without effect: version 1 has a huge number instead of none.
+/// From here on a limit has no effect: version 1 has a huge number instead of none.
 const NO_LIMIT: u64 = 1 << 62;
 
-/// A limit of a cgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// How much its processes may have.
     pub limit: Bytes,
-    /// How much of it is left.
     pub left: Bytes,
 }
 
-/// The tightest limit of one cgroup, by what is left; `None` without a limit.
-pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
-    // `None` without such a file, and for "max", which means no limit.
-    let bytes = |name: &str| match text_of(&dir.join(name))?.trim() {
+/// The number in a file; `None` without such a file, and for "max", which means no limit.
+fn bytes_in(path: &Path) -> io::Result<Option<u64>> {
+    match text_of(path)?.trim() {
         "" | "max" => Ok(None),
-        text => text.parse::<u64>().map(Some).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "not a number")),
-    };
-    let mut used = Vec::new();
+        text => Ok(Some(text.parse().map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "not a number"))?)),
+    }
+}
+
+/// The tightest limit of one cgroup, by how much is left; `None` without a limit.
+pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
+    let mut limits = Vec::new();
     for (limit, usage) in LIMITS {
-        if let Some(limit) = bytes(limit)?.filter(|&limit| limit < NO_LIMIT) {
-            used.extend(bytes(usage)?.map(|usage| (limit, usage)));
+        let limit = bytes_in(&dir.join(limit))?.unwrap_or(NO_LIMIT);
+        if limit < NO_LIMIT {
+            limits.extend(bytes_in(&dir.join(usage))?.map(|usage| (limit, usage)));
         }
     }
-    if used.is_empty() {
+    if limits.is_empty() {
         return Ok(None);
     }
     // Making this file costs the kernel more than all others together.
     let stat = text_of(&dir.join("memory.stat"))?;
     let cache = reclaimable(stat.as_bytes());
-    let left = |(limit, usage): (u64, u64)| Limit {
-        limit: Bytes(limit),
-        left: Bytes(limit.saturating_sub(usage.saturating_sub(cache))),
-    };
-    Ok(used.into_iter().map(left).min_by_key(|limit| limit.left))
+    let limits = limits.into_iter().map(|(limit, usage)| {
+        let left = limit.saturating_sub(usage.saturating_sub(cache));
+        Limit { limit: Bytes(limit), left: Bytes(left) }
+    });
+    Ok(limits.min_by_key(|limit| limit.left))
 }
 
-/// The page cache that the kernel reclaims before it kills, by the text of `memory.stat`, bytes: the inactive part, and the active
-/// part as far as no program maps it. Programs that read files fill their cgroup with it up to the limit, and lose nothing but
-/// time when it goes. We don't count pages that must be written to disk first, tmpfs and locked pages (which need swap, or
-/// stay), or the kernel's caches (slab, which may be pinned). Nor do we count on swap: anonymous memory is in use.
+/// The page cache that the kernel reclaims before it kills, in bytes, by the text of `memory.stat`: all of the inactive part,
+/// and whatever of the active part no program maps. Programs that read files fill their cgroup with it up to the limit, and lose
+/// nothing but time when it goes. We don't count pages that must be written to disk first, tmpfs and locked pages (which need
+/// swap, or stay), or the kernel's caches (slab, which may be pinned). Nor do we count on swap: anonymous memory is in use.
 fn reclaimable(stat: &[u8]) -> u64 {
-    let either = |one, two| number::<u64>(stat, one).or_else(|_| number(stat, two)).unwrap_or(0);
-    let unwritten = either("total_dirty", "file_dirty").saturating_add(either("total_writeback", "file_writeback"));
-    let active = either("total_active_file", "active_file").saturating_sub(either("total_mapped_file", "file_mapped"));
-    either("total_inactive_file", "inactive_file").saturating_add(active).saturating_sub(unwritten)
+    let dirty = of_either(stat, "total_dirty", "file_dirty");
+    let unwritten = dirty.saturating_add(of_either(stat, "total_writeback", "file_writeback"));
+    let active = of_either(stat, "total_active_file", "active_file");
+    let unmapped = active.saturating_sub(of_either(stat, "total_mapped_file", "file_mapped"));
+    let inactive = of_either(stat, "total_inactive_file", "inactive_file");
+    inactive.saturating_add(unmapped).saturating_sub(unwritten)
+}
+
+/// A field by its name in version 1, if that's there, or in version 2.
+fn of_either(stat: &[u8], name_v1: &str, name_v2: &str) -> u64 {
+    number(stat, name_v1).or_else(|_| number(stat, name_v2)).unwrap_or(0)
 }
 
 fn left_in_machine(proc_root: &Path) -> io::Result<u64> {
@@ -151,7 +156,7 @@ fn left_in_machine(proc_root: &Path) -> io::Result<u64> {
 
 /// `MemAvailable` in the text of `/proc/meminfo`, bytes.
 pub fn available(meminfo: &str) -> Option<u64> {
-    kib(meminfo.as_bytes(), "MemAvailable").ok().map(|kib| kib.saturating_mul(1024))
+    Some(kib(meminfo.as_bytes(), "MemAvailable").ok()?.saturating_mul(1024))
 }
 
 #[cfg(test)]

@@ -10,8 +10,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Identifies the execution of a program: a hash of the auxiliary vector, which holds addresses that the kernel chooses at
-/// random at each exec. Processes forked from each other have the same until one of them executes a program.
+/// Identifies the execution of a program: a hash of the auxiliary vector, which contains addresses that the kernel chooses at
+/// random at each exec. Forked processes have the same until one of them executes a program.
 pub fn image_of(process: &Process) -> Result<u64, ReadError> {
     // One read: some 20 pairs of words on every kernel.
     let mut auxv = [0; 2048];
@@ -24,7 +24,7 @@ pub fn image_of(process: &Process) -> Result<u64, ReadError> {
     Ok(hash.finish())
 }
 
-/// What a verdict on a process rests on: the program that it runs, its executable, and its user.
+/// The basis of a verdict on a process: the program that it runs, its executable, and its user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgramId {
     pub image: u64,
@@ -33,35 +33,34 @@ pub struct ProgramId {
 }
 
 impl ProgramId {
-    /// That of a process now. Takes some microseconds, waits for no lock of the process, and asks no file server.
+    /// Takes some microseconds, waits for no lock of the process, and asks no file server.
     pub fn of(process: &Process) -> Result<Self, ReadError> {
         let uid = effective_user(process).map_err(|error| ReadError::from_io(process.pid(), "", error))?;
         Ok(Self { image: image_of(process)?, exe: FileId::of_exe(process), uid })
     }
 }
 
-/// The effective user of a process: the owner of its directory in /proc, also if it is not dumpable (`task_dump_owner`,
-/// fs/proc/base.c).
+/// The effective user: the owner of the directory in /proc, even of a non-dumpable process (`task_dump_owner`, fs/proc/base.c).
 pub fn effective_user(process: &Process) -> io::Result<u32> {
     Ok(rustix::fs::fstat(process)?.st_uid)
 }
 
-/// The address space that a process had when this was opened.
+/// The address space that a process had when we opened this.
 #[derive(Clone, Debug)]
 pub struct AddressSpace(Arc<File>);
 
 impl AddressSpace {
     pub fn of(process: &Process) -> Result<Self, ReadError> {
-        process.open_file("pagemap").map(|file| Self(Arc::new(file)))
+        Ok(Self(Arc::new(process.open_file("pagemap")?)))
     }
 
-    /// Whether any process still uses it. It has ended after an exec, unless the process shared it (vfork). Takes no lock:
-    /// the kernel refuses an odd position before it takes one, but only if the address space exists (fs/proc/task_mmu.c).
+    /// Whether any process still uses it. After an exec nobody does, unless the process shared it (vfork). Takes no lock: the
+    /// kernel refuses an odd position before it takes one, but only if the address space exists (fs/proc/task_mmu.c).
     pub fn exists(&self) -> bool {
         !matches!(self.0.read_at(&mut [0; 1], 1), Ok(0))
     }
 
-    /// Waits for the lock of its memory map. Returns whether that was free, so that this took less than `limit`.
+    /// Waits for the lock of its memory map. Returns whether we got that within `limit`.
     pub fn is_unlocked(&self, limit: Duration) -> bool {
         let begun = Instant::now();
         // The entry of page 0 (`pagemap_read`, fs/proc/task_mmu.c).

@@ -1,15 +1,15 @@
-//! `/proc/PID/ksm_stat`: whether memory of a process is marked, and its merged zero pages.
+//! `/proc/PID/ksm_stat`: whether memory of a process is marked, and how many of its zero pages are merged.
 
 use super::process::{Process, ReadError};
 use crate::os::fields::{field, number};
 
-/// The fields of `/proc/PID/ksm_stat` that pagefold uses.
+/// The fields of `/proc/PID/ksm_stat` that we use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KsmStat {
     /// All present and future memory of the process is marked (shown from Linux 6.14).
     pub merge_any: bool,
-    /// Some memory of the process is marked, if the kernel shows it (from Linux 6.14). It looks at all mappings under the
-    /// process's mmap lock (`ksm_process_mergeable`, mm/ksm.c).
+    /// Some memory of the process is marked. `None` before Linux 6.14. The kernel looks at all mappings under the process's
+    /// mmap lock for it (`ksm_process_mergeable`, mm/ksm.c).
     pub mergeable: Option<bool>,
     /// Zero pages merged with the kernel's zero page (shown from Linux 6.10), KiB.
     pub zero_kib: u64,
@@ -25,7 +25,7 @@ impl KsmStat {
         }
     }
 
-    /// Parses the text. Kernels differ in the fields, and in whether their keys end with a colon.
+    /// Kernels differ in the fields, and in whether their keys end with a colon.
     pub fn parse(text: &[u8]) -> Self {
         let zero_pages: u64 = number(text, "ksm_zero_pages").unwrap_or(0);
         Self {

@@ -1,5 +1,5 @@
-//! Other processes as procfs shows them: status, mappings, pages and their contents, limits. Reading leaves them as they are: what is
-//! merged or shared by a fork stays so, and nothing here traces anybody.
+//! Other processes as procfs shows them: status, mappings, pages and their contents, limits. We leave them as they are: merged
+//! and fork-shared pages stay shared, and we trace nobody.
 //!
 //! - A new figure from `/proc/PID`: the module of its file. Parsers take bytes.
 //! - [`os`]: the machine and this process: CPU time, memory pressure and nodes, capabilities, signals, fault injection.
@@ -37,7 +37,7 @@ pub struct Roots {
     pub proc: PathBuf,
     /// `/sys/fs/cgroup`
     pub cgroup: PathBuf,
-    /// `/`, for the files in which owners opt out.
+    /// `/`, for the files where owners opt out.
     pub files: PathBuf,
 }
 

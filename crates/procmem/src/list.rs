@@ -13,14 +13,14 @@ pub fn pids(proc_root: &Path) -> Result<impl Iterator<Item = i32> + use<>, ReadE
 
 /// The processes whose command name is one of `names`, by pid.
 pub fn programs_named(proc_root: &Path, names: &[&str]) -> Result<Vec<(i32, String)>, ReadError> {
-    let mut found: Vec<(i32, String)> = pids(proc_root)?
-        .filter_map(|pid| {
-            // Processes that end meanwhile are not running.
-            let stat = Process::open_at(proc_root, pid).and_then(|process| process.stat()).ok()?;
-            let name = names.iter().find(|name| name.as_bytes() == stat.comm)?;
-            Some((pid, (*name).to_owned()))
-        })
-        .collect();
+    let mut found: Vec<(i32, String)> = Vec::new();
+    for pid in pids(proc_root)? {
+        // Processes that end meanwhile don't run.
+        let Ok(stat) = Process::open_at(proc_root, pid).and_then(|process| process.stat()) else { continue };
+        if let Some(name) = names.iter().find(|name| name.as_bytes() == stat.comm) {
+            found.push((pid, (*name).to_owned()));
+        }
+    }
     found.sort_unstable();
     Ok(found)
 }

@@ -1,7 +1,7 @@
 //! Mappings of a process: parsers of `/proc/PID/maps` and `/proc/PID/smaps`.
 //!
-//! A mapping's name can contain any bytes that a file system allows. The kernel escapes only the newline, as `\012`,
-//! and not the backslash, so the escape is ambiguous: names are kept as printed, including a final ` (deleted)`.
+//! The name of a mapping can contain any bytes that a file system allows. The kernel escapes only the newline, as `\012`,
+//! and not the backslash, so the escape is ambiguous: we keep names as printed, including a final ` (deleted)`.
 
 use crate::ksm_stat::KsmStat;
 use crate::os::abandonable;
@@ -11,28 +11,20 @@ use std::fmt;
 use std::io::{self, Read};
 use std::ops::ControlFlow;
 
-/// Permissions of a mapping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[allow(clippy::struct_excessive_bools)] // the four columns of the kernel's text
 pub struct Perms {
-    /// `r`
     pub read: bool,
-    /// `w`
     pub write: bool,
-    /// `x`
     pub exec: bool,
     /// `s` rather than `p`: a shared file mapping or shared memory.
     pub shared: bool,
 }
 
-/// One mapping, a VMA in the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vma {
-    /// First address.
     pub start: u64,
-    /// First address after the mapping.
     pub end: u64,
-    /// Permissions.
     pub perms: Perms,
     /// Offset in the file, bytes.
     pub offset: u64,
@@ -45,19 +37,17 @@ pub struct Vma {
 }
 
 impl Vma {
-    /// First page.
     pub fn first(&self) -> Vpn {
         Vpn::of_address(self.start)
     }
 
-    /// Length of the address range.
     pub fn pages(&self) -> Pages {
         Pages((self.end - self.start) / PAGE_BYTES)
     }
 
-    /// The mapping without what lies below `end`, the end of the one listed before it. The kernel reads the list in pieces and
-    /// goes on at an address (`m_start` in fs/proc/task_mmu.c): a mapping that has grown downwards or was merged with its
-    /// neighbour between two pieces begins below it.
+    /// The mapping without its part below `end`, where the one listed before it ends. The kernel prints the list in pieces and
+    /// goes on at an address (`m_start` in fs/proc/task_mmu.c): a mapping that grew downwards or was merged with its neighbour
+    /// between two pieces begins below that.
     fn above(mut self, end: u64) -> Result<Self, &'static str> {
         if self.end <= end {
             return Err("a mapping ends before the one above it");
@@ -69,18 +59,18 @@ impl Vma {
         Ok(self)
     }
 
-    /// Whether the kernel provides the mapping: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`, `[uprobes]`.
+    /// Whether this is one of the kernel's own: `[vdso]`, `[vvar]`, `[vvar_vclock]`, `[vsyscall]`, `[uprobes]`.
     pub fn is_special(&self) -> bool {
         self.inode == 0 && (self.name.starts_with(b"[v") || self.name.starts_with(b"[uprobes"))
     }
 }
 
-/// The set of two-letter flags of smaps' `VmFlags` line. Unknown flags are kept.
+/// The set of two-letter flags in smaps' `VmFlags` line. We keep unknown flags.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct VmFlags([u64; 11]);
 
 impl VmFlags {
-    /// Adds a flag. Anything but two lower-case letters is ignored: the kernel prints `??` for unnamed bits.
+    /// Adds a flag. We ignore anything but two lower-case letters: the kernel prints `??` for unnamed bits.
     pub fn insert(&mut self, flag: [u8; 2]) {
         if let Some(bit) = Self::bit(flag) {
             self.0[bit / 64] |= 1 << (bit % 64);
@@ -98,14 +88,19 @@ impl VmFlags {
     }
 
     fn bit(flag: [u8; 2]) -> Option<usize> {
-        flag.iter().all(u8::is_ascii_lowercase).then(|| usize::from(flag[0] - b'a') * 26 + usize::from(flag[1] - b'a'))
+        match flag {
+            [a @ b'a'..=b'z', b @ b'a'..=b'z'] => Some(usize::from(a - b'a') * 26 + usize::from(b - b'a')),
+            _ => None,
+        }
     }
 }
 
 impl FromIterator<[u8; 2]> for VmFlags {
     fn from_iter<I: IntoIterator<Item = [u8; 2]>>(flags: I) -> Self {
         let mut set = Self::default();
-        flags.into_iter().for_each(|flag| set.insert(flag));
+        for flag in flags {
+            set.insert(flag);
+        }
         set
     }
 }
@@ -119,7 +114,6 @@ impl fmt::Debug for VmFlags {
 /// A mapping with its counters and flags from smaps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmaDetail {
-    /// The mapping.
     pub vma: Vma,
     /// `Rss`: present pages of any kind.
     pub rss_kib: u64,
@@ -131,16 +125,16 @@ pub struct VmaDetail {
     pub anon_huge_kib: u64,
     /// `KSM`: merged memory without zero pages; `None` before Linux 6.7.
     pub ksm_kib: Option<u64>,
-    /// `VmFlags`.
     pub flags: VmFlags,
-    /// Bytes of the mapping before marks split it: it and its neighbours that differ only in the mark.
+    /// Bytes of the mapping before marks split it: of this one and its neighbours that differ only in the mark.
     pub original_bytes: u64,
 }
 
 impl VmaDetail {
     /// Whether this mapping and `next` would be one if both were marked or both unmarked.
     pub fn continues(&self, next: &Self) -> bool {
-        let (a, b) = (&self.vma, &next.vma);
+        let a = &self.vma;
+        let b = &next.vma;
         a.end == b.start
             && a.perms == b.perms
             && a.name == b.name
@@ -149,14 +143,12 @@ impl VmaDetail {
     }
 }
 
-/// Kind of memory a mapping holds, used to form families and for display.
+/// Kind of memory in a mapping: families are formed by it, and people see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RegionKind {
-    /// The brk heap.
     Heap,
-    /// The main thread's stack. Stacks of other threads cannot be distinguished from anonymous memory.
+    /// The main thread's stack. We can't tell stacks of other threads from anonymous memory.
     Stack,
-    /// Anonymous memory.
     Anonymous,
     /// Guest memory of a virtual machine.
     GuestRam,
@@ -189,8 +181,7 @@ impl fmt::Display for RegionKind {
     }
 }
 
-/// Size in bytes from which an anonymous mapping of a hypervisor counts as guest RAM. Firmware, video memory and thread
-/// stacks are smaller.
+/// This many anonymous bytes of a hypervisor are guest RAM. Firmware, video memory and thread stacks are smaller.
 pub const GUEST_RAM_AT_LEAST: u64 = 64 << 20;
 
 /// Kind of a mapping in a process whose executable has the base name `exe`.
@@ -198,7 +189,7 @@ pub fn kind_of(vma: &Vma, exe: &[u8]) -> RegionKind {
     match vma.name.as_slice() {
         b"[heap]" => RegionKind::Heap,
         name if name.starts_with(b"[stack") => RegionKind::Stack,
-        // A private mapping of /dev/zero is anonymous memory that carries a file name.
+        // A private mapping of /dev/zero is anonymous memory with a file name.
         _ if vma.inode != 0 && vma.name != b"/dev/zero" => RegionKind::FileCopy,
         _ if vma.end - vma.start >= GUEST_RAM_AT_LEAST && is_hypervisor(exe) => RegionKind::GuestRam,
         _ => RegionKind::Anonymous,
@@ -213,19 +204,18 @@ fn is_hypervisor(exe: &[u8]) -> bool {
         || exe == b"crosvm"
 }
 
-/// Most mappings that are considered in one process. Each takes some 200 bytes while it is read, and as much again for its
-/// region. The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes each.
+/// We consider this many mappings of a process. Each takes some 200 bytes while we read it, and as much again for its region.
+/// The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes each.
 pub const MAPPINGS_MOST: usize = 16_384;
-/// The longest part of a line that is kept: all but the end of a file's name.
+/// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Which names of mappings are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Names {
     /// As printed, up to 8 KiB.
     All,
-    /// Those that say what the memory is: not the paths of files, except `/dev/zero`.
+    /// Names that tell the kind of memory: no paths of files, except `/dev/zero`.
     Special,
 }
 
@@ -235,7 +225,7 @@ impl Names {
     }
 }
 
-/// Why a list of mappings could not be read.
+/// Why we couldn't read a list of mappings.
 #[derive(Debug)]
 pub enum ListError {
     Io(io::Error),
@@ -254,8 +244,8 @@ impl ListError {
     }
 }
 
-/// Calls `each` for the lines of a text of any length, in a buffer of fixed size: the end of a long line is dropped. Each
-/// read is a sign of progress (see [`crate::os::abandonable`]).
+/// Calls `each` for the lines of a text of any length, in a buffer of fixed size: we drop the end of a long line. Each read
+/// is a sign of progress (see [`crate::os::abandonable`]).
 fn each_line(
     mut input: impl Read,
     mut each: impl FnMut(&[u8]) -> Result<ControlFlow<()>, ListError>,
@@ -296,32 +286,31 @@ pub fn each_mapping(
 ) -> Result<(), ListError> {
     let mut last = 0;
     each_line(maps, |line| {
-        let vma = parse_line(line, names).and_then(|vma| vma.above(last)).map_err(ListError::Malformed)?;
+        let vma = parse_line(line, names, last).map_err(ListError::Malformed)?;
         last = vma.end;
         Ok(each(vma))
     })
 }
 
-/// Parses the text of `/proc/PID/maps`.
 pub fn parse_maps(text: &[u8]) -> Result<Vec<Vma>, &'static str> {
-    let mut last = 0;
-    lines(text)
-        .map(|line| {
-            let vma = parse_line(line, Names::All)?.above(last)?;
-            last = vma.end;
-            Ok(vma)
-        })
-        .collect()
+    let mut found = Vec::new();
+    let mut end = 0;
+    for line in lines(text) {
+        let vma = parse_line(line, Names::All, end)?;
+        end = vma.end;
+        found.push(vma);
+    }
+    Ok(found)
 }
 
-/// How often the mappings are read to find the marked ones.
+/// How often we read the mappings to find the marked ones.
 const READS_MOST: u32 = 16;
 
 /// KiB in the largest address space, of 57 bits.
 const MOST_KIB: u64 = 1 << 47;
 
-/// Reads a process's mappings with their details, without the names of files. The kernel walks the page tables: some 10 ns per
-/// present page.
+/// Reads a process's mappings with their details, without names of files. The kernel walks the page tables: that costs some
+/// 10 ns per present page.
 ///
 /// # Errors
 /// [`ReadError::TooMany`] if there are more than [`MAPPINGS_MOST`].
@@ -334,20 +323,18 @@ pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> 
     read_details(process, Names::All, |_| true)
 }
 
-/// The mappings that are marked, however many others there are. More than [`MAPPINGS_MOST`] are cut off. `original_bytes` counts
-/// only marked neighbours.
+/// Reads up to [`MAPPINGS_MOST`] marked mappings, however many others there are. `original_bytes` counts only marked neighbours.
 ///
-/// The kernel gives the list in pieces of some mappings, between which one can move from what is still to be read to what has been
-/// read. So a list without marked ones is read again, until the kernel says that there are none. A kernel that does not say
-/// (before Linux 6.14) must give two such lists.
+/// The kernel prints the list in pieces of some mappings. Between two pieces a mapping can move from the part we haven't read
+/// to the part that we have. So we read a list without marked mappings again until the kernel says that there are none. From
+/// a kernel that doesn't say (before Linux 6.14) we want two such lists.
 ///
 /// # Errors
-/// [`ReadError::Moving`] if there are marked mappings and none is found.
+/// [`ReadError::Moving`] if there are marked mappings and we found none.
 pub fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     for read in 1..=READS_MOST {
         let mut found = Details::default();
-        let is_marked = |detail: &VmaDetail| detail.flags.has(*b"mg");
-        match found.read(process.open_file("smaps")?, Names::Special, is_marked) {
+        match found.read(process.open_file("smaps")?, Names::Special, |detail| detail.flags.has(*b"mg")) {
             Ok(()) | Err(ListError::TooMany) => {}
             Err(error) => return Err(error.of(process, "smaps")),
         }
@@ -369,7 +356,6 @@ fn read_details(
     Ok(found.finish())
 }
 
-/// Parses the text of `/proc/PID/smaps`.
 pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
     let mut found = Details::default();
     for line in lines(text) {
@@ -378,7 +364,7 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
     Ok(found.finish())
 }
 
-/// The mappings of an smaps text as far as it has been read.
+/// The mappings of an smaps text as far as we've read it.
 #[derive(Default)]
 struct Details {
     found: Vec<VmaDetail>,
@@ -389,25 +375,19 @@ impl Details {
     fn read(&mut self, smaps: impl Read, names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), ListError> {
         each_line(smaps, |line| {
             self.add(line, names, &keep).map_err(ListError::Malformed)?;
-            // The last one is not known to be kept before the next begins.
+            // We only know that we keep the last one when the next begins.
             if self.found.len() > MAPPINGS_MOST + 1 { Err(ListError::TooMany) } else { Ok(ControlFlow::Continue(())) }
         })?;
-        self.drop_last_unless(keep);
+        self.found.pop_if(|last| !keep(last));
         if self.found.len() > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(()) }
     }
 
-    fn drop_last_unless(&mut self, keep: impl Fn(&VmaDetail) -> bool) {
-        if self.found.last().is_some_and(|last| !keep(last)) {
-            self.found.pop();
-        }
-    }
-
     fn add(&mut self, line: &[u8], names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), &'static str> {
-        // In a mapping's line the first of the two is the dash of its addresses, in a counter's line the colon.
+        // In a mapping's line the dash of its addresses comes first, in a counter's line the colon.
         if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
-            let vma = parse_line(line, names)?.above(self.end)?;
+            let vma = parse_line(line, names, self.end)?;
             self.end = vma.end;
-            self.drop_last_unless(keep);
+            self.found.pop_if(|last| !keep(last));
             self.found.push(VmaDetail {
                 vma,
                 rss_kib: 0,
@@ -462,52 +442,48 @@ fn kib(value: &[u8]) -> Result<u64, &'static str> {
     if words.next() != Some(b"kB") {
         return Err("a counter is not in kB");
     }
-    decimal(number).and_then(|kib| if kib <= MOST_KIB { Ok(kib) } else { Err("a counter is too large") })
+    match decimal(number)? {
+        kib @ ..=MOST_KIB => Ok(kib),
+        _ => Err("a counter is too large"),
+    }
 }
 
-fn parse_line(line: &[u8], names: Names) -> Result<Vma, &'static str> {
-    let mut rest = line;
-    let mut field = || {
-        let end = rest.iter().position(|&byte| byte == b' ').unwrap_or(rest.len());
-        let (field, tail) = rest.split_at(end);
-        rest = tail.get(1..).unwrap_or_default();
-        field
-    };
-    let (range, perms, offset, device, inode) = (field(), field(), field(), field(), field());
+/// Parses the line of a mapping that is listed after one that ends at `end_before`.
+fn parse_line(line: &[u8], names: Names, end_before: u64) -> Result<Vma, &'static str> {
+    let mut fields = [&line[..0]; 6];
+    for (field, text) in fields.iter_mut().zip(line.splitn(6, |&byte| byte == b' ')) {
+        *field = text;
+    }
+    let [range, perms, offset, device, inode, padded_name] = fields;
     let (start, end) = pair(range, b'-')?;
     if start >= end || start % PAGE_BYTES != 0 || end % PAGE_BYTES != 0 {
         return Err("a mapping's addresses are not whole pages in order");
     }
     let (major, minor) = pair(device, b':')?;
-    let number = |value: u64| u32::try_from(value).map_err(|_| "a device number is too large");
-    // Only padding is stripped: no name begins with a space, but a name can end with one.
-    let name = rest.iter().position(|&byte| byte != b' ').map_or(&[][..], |at| &rest[at..]);
-    Ok(Vma {
+    let (Ok(major), Ok(minor)) = (u32::try_from(major), u32::try_from(minor)) else {
+        return Err("a device number is too large");
+    };
+    // We only strip padding: no name begins with a space, but it can end with one.
+    let name = padded_name.iter().position(|&byte| byte != b' ').unwrap_or(padded_name.len());
+    let vma = Vma {
         start,
         end,
         perms: parse_perms(perms)?,
         offset: hexadecimal(offset)?,
-        device: (number(major)?, number(minor)?),
+        device: (major, minor),
         inode: decimal(inode)?,
-        name: names.keep(name),
-    })
+        name: names.keep(&padded_name[name..]),
+    };
+    vma.above(end_before)
 }
 
 fn parse_perms(text: &[u8]) -> Result<Perms, &'static str> {
-    let flag = |at: usize, set: u8, clear: u8| match text.get(at) {
-        Some(&byte) if byte == set => Ok(true),
-        Some(&byte) if byte == clear => Ok(false),
+    match *text {
+        [read @ (b'r' | b'-'), write @ (b'w' | b'-'), exec @ (b'x' | b'-'), shared @ (b's' | b'p')] => {
+            Ok(Perms { read: read == b'r', write: write == b'w', exec: exec == b'x', shared: shared == b's' })
+        }
         _ => Err("unknown permissions"),
-    };
-    if text.len() != 4 {
-        return Err("unknown permissions");
     }
-    Ok(Perms {
-        read: flag(0, b'r', b'-')?,
-        write: flag(1, b'w', b'-')?,
-        exec: flag(2, b'x', b'-')?,
-        shared: flag(3, b's', b'p')?,
-    })
 }
 
 fn pair(text: &[u8], separator: u8) -> Result<(u64, u64), &'static str> {
@@ -527,13 +503,13 @@ fn digits(text: &[u8], radix: u32) -> Result<u64, &'static str> {
     if text.is_empty() {
         return Err("a number is missing");
     }
-    text.iter().try_fold(0u64, |value, &byte| {
+    let mut value = 0u64;
+    for &byte in text {
         let digit = char::from(byte).to_digit(radix).ok_or("a number has an invalid digit")?;
-        value
-            .checked_mul(u64::from(radix))
-            .and_then(|value| value.checked_add(u64::from(digit)))
-            .ok_or("a number is too large")
-    })
+        let shifted = value.checked_mul(u64::from(radix)).ok_or("a number is too large")?;
+        value = shifted.checked_add(u64::from(digit)).ok_or("a number is too large")?;
+    }
+    Ok(value)
 }
 
 #[cfg(test)]

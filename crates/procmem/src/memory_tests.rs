@@ -130,7 +130,7 @@ fn every_page_of_every_run_is_visited_in_order_with_its_contents() {
         .collect();
     assert_eq!(seen.len(), expected.len());
     assert!(seen == expected);
-    // Reading must not have faulted pages in.
+    // Reading mustn't have faulted pages in.
     assert_eq!(
         PageReader::new().census(&own(), first, Pages(1000), false).unwrap().anonymous(),
         Pages((0..1000).filter(|&page| written(page)).count() as u64)
@@ -154,7 +154,7 @@ fn zero_and_file_pages_are_told_apart() {
     let census = reader.census(&own(), memory.first(), Pages(3), false).unwrap();
     assert_eq!(census, Census { private: Pages(1), zero: Pages(1), ..Census::default() });
     // Without frame flags the zero page counts as shared.
-    let mut blind = PageReader { frames: None, held: Vec::new(), batch: Batch::default() };
+    let mut blind = PageReader { frames: None, files: Vec::new(), batch: Batch::default() };
     let seen = read_own(&mut blind, (memory.first(), 3), Contents::default(), false);
     let states: Vec<PageState> = seen.iter().map(|page| page.1).collect();
     assert_eq!(states, [PageState::Shared, PageState::Private, PageState::Absent]);
@@ -198,15 +198,15 @@ fn reading_does_not_unshare_pages_shared_by_fork() {
     assert_eq!((got, exclusive(&mut reader)), (length, 5));
 }
 
-/// A batch of all pages, of which the page table entries have been read.
-fn looked_up(process: &Process, memory: &Memory) -> (Held, Batch) {
-    let held = Held::open(process).unwrap();
+/// A batch of all pages whose page table entries we've read.
+fn looked_up(process: &Process, memory: &Memory) -> (Files, Batch) {
+    let files = Files::open(process).unwrap();
     let mut batch = Batch::default();
     batch.start();
     batch.take(memory.first(), u32::try_from(memory.pages).unwrap());
-    batch.look_up(&held, ReadHow::default()).unwrap();
+    batch.look_up(&files, ReadHow::default()).unwrap();
     batch.classify(None, ReadHow::default()).unwrap();
-    (held, batch)
+    (files, batch)
 }
 
 #[test]
@@ -237,11 +237,11 @@ fn shared_pages_unmapped_before_the_read_are_absent() {
     (0..8).for_each(|page| memory.fill(page));
     let _child = fork_with(&memory);
     let process = own();
-    let (mut held, mut batch) = looked_up(&process, &memory);
+    let (mut files, mut batch) = looked_up(&process, &memory);
     for page in [0, 4, 5] {
         memory.unmap(page);
     }
-    batch.read_shared(&mut held, &process, Contents::All).unwrap();
+    batch.read_shared(&mut files, &process, Contents::All).unwrap();
     let mut seen = Vec::new();
     batch.show(&mut |view: PageView<'_>| seen.push(view.bytes.copied()));
     let expected: Vec<_> = (0..8).map(|page| (![0, 4, 5].contains(&page)).then(|| contents(page))).collect();
@@ -258,10 +258,10 @@ fn a_process_that_ended_is_vanished_although_its_files_are_held_open() {
     let run = [(memory.first(), 4)];
     let seen = read(&mut reader, &process, &run, ReadHow { contents: Contents::All, ..ReadHow::default() }).unwrap();
     assert_eq!(seen[0].2, Some(contents(0)));
-    let held = Held::open(&process).unwrap();
-    held.check().unwrap();
+    let files = Files::open(&process).unwrap();
+    files.check().unwrap();
     drop(child);
-    assert!(matches!(held.check(), Err(ReadError::Vanished { .. })));
+    assert!(matches!(files.check(), Err(ReadError::Vanished { .. })));
     assert!(matches!(read(&mut reader, &process, &run, ReadHow::default()), Err(ReadError::Vanished { .. })));
 }
 
@@ -271,12 +271,12 @@ fn exec_is_detected() {
     let process = Process::open(shell.pid()).unwrap();
     let mut reader = PageReader::new();
     let at = reader.hold(&process).unwrap();
-    reader.held[at].check().unwrap();
+    reader.files[at].check().unwrap();
     shell.say("");
     while process.stat().unwrap().comm != b"sleep" {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    assert!(matches!(reader.held[at].check(), Err(ReadError::Vanished { .. })));
+    assert!(matches!(reader.files[at].check(), Err(ReadError::Vanished { .. })));
     // The next call reads the new program.
     let maps = crate::maps::parse_maps(&process.read_file("maps").unwrap()).unwrap();
     let stack = maps.iter().find(|vma| vma.name == b"[stack]").unwrap();

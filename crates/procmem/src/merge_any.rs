@@ -1,7 +1,7 @@
 //! Marking all memory of the calling process: `prctl(PR_SET_MEMORY_MERGE)`, Linux 6.4 and later.
 //!
-//! It applies to all present and future mappings, is inherited by fork and, from Linux 6.7, kept by exec. It needs
-//! neither ptrace nor a privilege, but regions cannot be chosen.
+//! The mark applies to all present and future mappings, is inherited by fork and, from Linux 6.7, kept by exec. It takes no ptrace
+//! and no privilege, but we can't choose regions.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! Placement of a process's memory on nodes: its home node, and moving merged frames that it maps.
+//! Placement of a process's memory on nodes: its home node, and moving the merged frames that it maps.
 
 use super::process::{Process, ReadError};
 use crate::os::fields::field;
@@ -7,10 +7,10 @@ use crate::os::number_list::NumberList;
 use pagefold_engine::host::OwnerView;
 use pagefold_engine::keys::{NodeKey, OwnerKey};
 use pagefold_engine::placement::policy::Placement;
-use pagefold_engine::units::{Vpn, count};
+use pagefold_engine::units::Vpn;
 use std::io;
 
-/// Reads the home node and the other facts that placement needs about a process.
+/// Reads the facts for placement: a process's home node, nice value and the nodes it may use.
 pub fn owner_view(
     process: &Process,
     topology: &Topology,
@@ -20,32 +20,34 @@ pub fn owner_view(
     let text = process.read_file("status")?;
     let (cpus, nodes) =
         allowed(&text).ok_or_else(|| process.malformed("status", "no list of allowed processors or nodes"))?;
-    let keys = nodes.iter().filter_map(|node| u16::try_from(node).ok()).map(NodeKey);
-    let (home, nice) = (topology.home(&cpus), process.stat()?.nice);
-    Ok(OwnerView { owner, home, nice, allowed: keys.collect(), placement })
+    let nice = process.stat()?.nice;
+    Ok(OwnerView { owner, home: topology.home(&cpus), nice, allowed: nodes.nodes().collect(), placement })
 }
 
 /// The allowed processors and memory nodes in the text of `/proc/PID/status`.
 pub fn allowed(status: &[u8]) -> Option<(NumberList, NumberList)> {
-    let list = |key| NumberList::parse(std::str::from_utf8(field(status, key)?).ok()?);
-    Some((list("Cpus_allowed_list")?, list("Mems_allowed_list")?))
+    Some((allowed_list(status, "Cpus_allowed_list")?, allowed_list(status, "Mems_allowed_list")?))
 }
 
-/// While it exists, this thread prefers to allocate memory on the home node of a process: copies of pages that it causes
-/// in other processes follow its own memory policy, not theirs.
+fn allowed_list(status: &[u8], key: &str) -> Option<NumberList> {
+    NumberList::parse(std::str::from_utf8(field(status, key)?).ok()?)
+}
+
+/// While this exists, our thread prefers to allocate memory on the home node of a process. The copies of pages that we cause
+/// in other processes follow our memory policy, not theirs.
 #[derive(Debug)]
 pub struct PreferNode(());
 
 impl PreferNode {
-    /// `None` if there is only one node, or the process runs on several, or the policy cannot be set.
+    /// `None` if there is only one node, or the process runs on several, or the policy can't be set.
     pub fn of(process: &Process) -> Option<Self> {
         const MPOL_PREFERRED: libc::c_int = 1;
-        let topology = Topology::of_machine().ok().flatten()?;
+        let topology = Topology::of_machine().ok()??;
         let home = owner_view(process, &topology, OwnerKey(0), Placement::Kernel).ok()?.home?;
         let nodes = 1_u64.checked_shl(home.0.into())?;
         // SAFETY: the mask outlives the call. The kernel reads one bit less than the given number: 64.
         let set = unsafe { libc::syscall(libc::SYS_set_mempolicy, MPOL_PREFERRED, &raw const nodes, 65) };
-        (set == 0).then_some(Self(()))
+        if set == 0 { Some(Self(())) } else { None }
     }
 }
 
@@ -57,25 +59,21 @@ impl Drop for PreferNode {
     }
 }
 
-/// Frames moved by one call. A call takes the target's mmap lock for reading page by page, and drains the lists of new
+/// How many frames we move with one call. A call takes the target's mmap lock for reading page by page, and drains the lists of new
 /// pages of all processors once (`lru_cache_disable`, mm/migrate.c).
 const BATCH: usize = 1_024;
 
 /// Moves the merged frames that a process maps at these pages, for all processes that map them. Calls `progress` with the
-/// number moved so far, and returns the number of frames that are on their node now. Needs CAP_SYS_NICE, and the process
-/// must be allowed memory on the node.
+/// number moved so far, and returns how many frames are on their node now. Needs CAP_SYS_NICE, and the process must be allowed
+/// memory on the node.
 pub fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], progress: impl Fn(u64)) -> Result<u64, ReadError> {
     const MPOL_MF_MOVE_ALL: libc::c_int = 1 << 2;
-    let (mut pages, mut nodes, mut status) = (Vec::new(), Vec::new(), Vec::new());
     let mut done = 0;
     for batch in moves.chunks(BATCH) {
-        pages.clear();
-        pages.extend(batch.iter().map(|(page, _)| page.address()));
-        nodes.clear();
-        nodes.extend(batch.iter().map(|(_, node)| libc::c_int::from(node.0)));
-        status.clear();
-        status.resize(batch.len(), -libc::ENOENT);
-        // The pid may have been reused: then pages of the wrong process move, which is harmless.
+        let pages: Vec<u64> = batch.iter().map(|(page, _)| page.address()).collect();
+        let nodes: Vec<libc::c_int> = batch.iter().map(|(_, node)| node.0.into()).collect();
+        let mut status = vec![-libc::ENOENT; batch.len()];
+        // The pid may have been reused. Then we move pages of the wrong process, which does no harm.
         // SAFETY: three arrays of `batch.len()` elements, of pointer size and of ints, which outlive the call.
         let result = unsafe {
             libc::syscall(
@@ -91,7 +89,9 @@ pub fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], progress: impl F
         if result < 0 {
             return Err(ReadError::from_io(process.pid(), "(move_pages)", io::Error::last_os_error()));
         }
-        done += count(status.iter().zip(&nodes).filter(|(is, wanted)| is == wanted).count());
+        for (is, wanted) in status.iter().zip(&nodes) {
+            done += u64::from(is == wanted);
+        }
         progress(done);
     }
     Ok(done)

@@ -1,6 +1,6 @@
 //! `/proc/PID/pagemap` and its PAGEMAP_SCAN ioctl.
 //!
-//! Bits follow the kernel's Documentation/admin-guide/mm/pagemap.rst. Frame numbers, and so everything in
+//! Bits are as in the kernel's Documentation/admin-guide/mm/pagemap.rst. Frame numbers, and so everything in
 //! [`super::kpageflags`], need CAP_SYS_ADMIN; without it the kernel shows frame 0.
 
 use crate::os::fault;
@@ -17,7 +17,6 @@ use thiserror::Error;
 pub struct PagemapEntry(pub u64);
 
 impl PagemapEntry {
-    /// Whether a frame is mapped.
     pub const fn present(self) -> bool {
         self.0 & (1 << 63) != 0
     }
@@ -38,14 +37,13 @@ impl PagemapEntry {
         let pfn = self.0 & ((1 << 55) - 1);
         if self.present() && pfn != 0 { Some(pfn) } else { None }
     }
-    /// Whether the page is present, anonymous and mapped once: process_vm_readv may read it.
+    /// Whether the page is present, anonymous and mapped once, so that we may use process_vm_readv.
     pub const fn private(self) -> bool {
         self.present() && !self.file_or_shared() && self.exclusive()
     }
 }
 
-/// An open pagemap. It belongs to the address space at the time it was opened: after exec, reads return nothing, which
-/// is how an exec is detected.
+/// An open pagemap, for the address space at that time: after exec, reads return nothing, and so we notice the exec.
 #[derive(Debug)]
 pub struct Pagemap {
     pid: i32,
@@ -53,12 +51,11 @@ pub struct Pagemap {
 }
 
 impl Pagemap {
-    /// Opens the pagemap of a process.
     pub fn open(process: &Process) -> Result<Self, ReadError> {
         Self::open_file(process, "pagemap")
     }
 
-    /// Opens this file below `/proc/PID`: that of one of its threads.
+    /// Opens this file below `/proc/PID`: the pagemap of one of its threads.
     pub fn open_file(process: &Process, file: &str) -> Result<Self, ReadError> {
         Ok(Self { pid: process.pid(), file: process.open_file(file)? })
     }
@@ -68,8 +65,7 @@ impl Pagemap {
         ReadError::from_io(self.pid, file, error)
     }
 
-    /// Reads the entries of adjacent pages, starting at `first`. Measured: 0.9 us for one page, 33 ns for each
-    /// additional page.
+    /// Reads the entries of adjacent pages, starting at `first`. Measured: 0.9 us for one page, 33 ns for each more.
     ///
     /// # Errors
     /// [`ReadError::Vanished`] if the address space is gone.
@@ -105,7 +101,8 @@ impl Pagemap {
         wanted: Categories,
         found: &mut Vec<PageRange>,
     ) -> Result<(), ScanError> {
-        let (mut start, end) = (first.address(), (first + pages.0).address());
+        let mut start = first.address();
+        let end = (first + pages.0).address();
         while start < end {
             let mut vec = [RawRegion::default(); 128];
             let mut arg = RawScan {
@@ -128,8 +125,9 @@ impl Pagemap {
                     _ => ReadError::from_io(self.pid, "pagemap", error).into(),
                 });
             };
-            let ranges = vec.iter().take(ranges);
-            found.extend(ranges.map(|region| PageRange::between(region.start, region.end, region.categories)));
+            for region in vec.iter().take(ranges) {
+                found.push(PageRange::between(region.start, region.end, region.categories));
+            }
             if arg.walk_end <= start {
                 return Err(ScanError::Stuck);
             }
@@ -139,7 +137,6 @@ impl Pagemap {
     }
 }
 
-/// Why PAGEMAP_SCAN failed.
 #[derive(Debug, Error)]
 pub enum ScanError {
     /// The kernel is older than 6.7, or older than one of the categories.
@@ -148,7 +145,6 @@ pub enum ScanError {
     /// The kernel reports success without progress.
     #[error("PAGEMAP_SCAN makes no progress")]
     Stuck,
-    /// The process or its pagemap cannot be read.
     #[error(transparent)]
     Read(#[from] ReadError),
 }
@@ -158,17 +154,12 @@ pub enum ScanError {
 pub struct Categories(pub u64);
 
 impl Categories {
-    /// Page of a file or shared memory.
     pub const FILE: Self = Self(1 << 2);
     pub const PRESENT: Self = Self(1 << 3);
-    /// Swapped out.
     pub const SWAPPED: Self = Self(1 << 4);
-    /// The zero page.
     pub const ZERO: Self = Self(1 << 5);
-    /// Mapped by a huge page.
     pub const HUGE: Self = Self(1 << 6);
 
-    /// The union with `other`.
     #[must_use]
     pub const fn or(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -182,11 +173,9 @@ impl Categories {
 /// Adjacent pages of the same categories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRange {
-    /// First page.
     pub first: Vpn,
-    /// Number of pages.
     pub pages: Pages,
-    /// Those of the requested categories that apply.
+    /// The requested categories that apply.
     pub categories: Categories,
 }
 
@@ -231,7 +220,7 @@ struct RawRegion {
 /// Reads whole words at an offset and returns how many came.
 pub(super) fn pread_words(file: &File, words: &mut [u64], offset: u64) -> io::Result<usize> {
     let length = size_of_val(words);
-    // SAFETY: the bytes are those of `words`, which is borrowed exclusively; any bytes make valid words.
+    // SAFETY: the bytes are the memory of `words`, which we borrow exclusively; any bytes make valid words.
     let bytes = unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast::<u8>(), length) };
     let mut done = 0;
     while done < length {

@@ -1,7 +1,7 @@
-//! A process handle that pid reuse cannot confuse.
+//! A process handle that pid reuse can't confuse.
 //!
-//! A [`Process`] is a pid, its start time and an open descriptor of `/proc/PID`. Every read goes through the
-//! descriptor: once the process is reaped the kernel answers ESRCH there, even if the pid has been reused.
+//! A [`Process`] is a pid, its start time and an open descriptor of `/proc/PID`. We read everything through the
+//! descriptor: once the process is reaped, the kernel answers ESRCH there, even if the pid has been reused.
 
 use crate::os::fault;
 use crate::os::fields::number;
@@ -12,43 +12,40 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::OnceLock;
 use thiserror::Error;
 
-/// Why a file below `/proc/PID` could not be read. Callers treat the cases differently.
+/// Why we couldn't read a file below `/proc/PID`. Callers treat the cases differently.
 #[derive(Debug, Error)]
 // `pid` is the process, `file` the path below `/proc/PID`
 pub enum ReadError {
     /// The process has ended, or is a zombie, which has no memory.
     #[error("process {pid} has ended")]
     Vanished { pid: i32 },
-    /// The process exists and the file does not: this kernel does not provide it.
+    /// The process exists and the file doesn't: this kernel doesn't provide it.
     #[error("/proc/{pid}/{file} does not exist on this kernel")]
     Absent { pid: i32, file: String },
-    /// The kernel refuses access.
     #[error("not permitted to read /proc/{pid}/{file}")]
     Denied { pid: i32, file: String },
-    /// The text is not in the documented format.
     #[error("/proc/{pid}/{file} is malformed: {what}")]
     Malformed { pid: i32, file: String, what: String },
-    /// More mappings than are considered.
+    /// It has more mappings than we consider.
     #[error("process {pid} has more than {most} mappings")]
     TooMany { pid: i32, most: usize },
-    /// It has marked memory, which moved each time before it was found.
+    /// It has marked memory, which moved each time before we found it.
     #[error("memory of process {pid} moves faster than it is found")]
     Moving { pid: i32 },
-    /// Any other failure.
     #[error("cannot read /proc/{pid}/{file}: {source}")]
     Io { pid: i32, file: String, source: io::Error },
 }
 
 impl ReadError {
-    /// Whether the read has not returned in time, or is not made because another one of the process has not.
+    /// Whether the read hasn't returned in time, or we didn't make it because an earlier one of this process hasn't.
     pub fn is_late(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
     }
 
-    /// Classifies an I/O error by its number.
     pub fn from_io(pid: i32, file: &str, source: io::Error) -> Self {
         let file = file.to_owned();
         match source.raw_os_error() {
@@ -60,7 +57,10 @@ impl ReadError {
     }
 }
 
-/// A handle of a process. Two handles refer to the same process if pid and start time are equal.
+/// Pid and start time, which no other process has ever had.
+pub type ProcessKey = (i32, u64);
+
+/// A handle of a process. Two handles are of the same process if pid and start time are equal.
 #[derive(Debug)]
 pub struct Process {
     pid: i32,
@@ -91,7 +91,7 @@ impl Process {
         Ok(process)
     }
 
-    /// The pid, in pagefold's pid namespace.
+    /// Its pid in our pid namespace.
     pub fn pid(&self) -> i32 {
         self.pid
     }
@@ -101,15 +101,14 @@ impl Process {
         self.start_time_ticks
     }
 
-    /// Pid and start time, which no other process has had.
-    pub fn key(&self) -> (i32, u64) {
+    pub fn key(&self) -> ProcessKey {
         (self.pid, self.start_time_ticks)
     }
 
-    /// A pidfd of this very process. It is opened at the first call, and stays open.
+    /// A pidfd of this very process. We open it at the first call, and keep it open.
     ///
     /// # Errors
-    /// [`ReadError::Vanished`] if the process has ended, also if its pid has been reused.
+    /// [`ReadError::Vanished`] if the process has ended, even if its pid has been reused.
     pub fn pidfd(&self) -> Result<BorrowedFd<'_>, ReadError> {
         if let Some(pidfd) = self.pidfd.get() {
             return Ok(pidfd.as_fd());
@@ -117,8 +116,8 @@ impl Process {
         let pid = Pid::from_raw(self.pid).ok_or(ReadError::Vanished { pid: self.pid })?;
         let pidfd = pidfd_open(pid, PidfdFlags::empty())
             .map_err(|error| ReadError::from_io(self.pid, "pidfd", error.into()))?;
-        // The pid was this process's all the time until now, unless the process has been reaped. And it is looked up in the pid
-        // namespace of the caller, which must be the one that /proc shows.
+        // The pid has been this process's all the time, unless it has been reaped. And pidfd_open looks it up in our pid
+        // namespace, which must be the one that /proc shows.
         let shown = std::fs::read(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))
             .map_err(|error| ReadError::from_io(self.pid, "pidfd", error))?;
         if number(&shown, "Pid") != Ok(self.pid) || !self.is_alive() {
@@ -127,47 +126,43 @@ impl Process {
         Ok(self.pidfd.get_or_init(|| pidfd).as_fd())
     }
 
-    /// Opens a file below `/proc/PID` for reading.
     pub fn open_file(&self, file: &str) -> Result<File, ReadError> {
         self.open_with(file, OFlags::RDONLY)
     }
 
-    /// Opens a file below `/proc/PID` with the given open flags.
     pub fn open_with(&self, file: &str, flags: OFlags) -> Result<File, ReadError> {
         self.fault(file)?;
         let opened = openat(&self.dir, file, flags).map_err(|error| match error {
-            // Below a reaped process every file is missing; below a live one the kernel does not provide this file.
+            // Below a reaped process every file is missing; below a live one the kernel doesn't provide this one.
             Errno::NOENT if openat(&self.dir, "stat", OFlags::RDONLY).is_err() => ReadError::Vanished { pid: self.pid },
             _ => ReadError::from_io(self.pid, file, error.into()),
         })?;
         Ok(opened.into())
     }
 
-    /// Fault point for reads of a file below `/proc/PID`, including files held open.
+    /// Fault point for reads of a file below `/proc/PID`, including files kept open.
     pub fn fault(&self, file: &str) -> Result<(), ReadError> {
         let name = file.rsplit('/').next().unwrap_or(file);
         fault::io_of("read", name).map_err(|error| ReadError::from_io(self.pid, file, error))
     }
 
-    /// Reads a whole file below `/proc/PID`.
     pub fn read_file(&self, file: &str) -> Result<Vec<u8>, ReadError> {
         let mut bytes = Vec::new();
         self.open_file(file)?.read_to_end(&mut bytes).map_err(|error| ReadError::from_io(self.pid, file, error))?;
         Ok(bytes)
     }
 
-    /// The fields of `/proc/PID/stat` that pagefold uses.
     pub fn stat(&self) -> Result<Stat, ReadError> {
         let bytes = self.read_file("stat")?;
         Stat::parse(&bytes).map_err(|what| self.malformed("stat", what))
     }
 
-    /// Whether the process still runs (zombies do not).
+    /// Whether the process still runs (zombies don't).
     pub fn is_alive(&self) -> bool {
         self.stat().is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !stat.has_ended())
     }
 
-    /// A [`ReadError::Malformed`] for a file of this process.
+    /// The error for a malformed file of this process.
     pub fn malformed(&self, file: &str, what: impl Into<String>) -> ReadError {
         ReadError::Malformed { pid: self.pid, file: file.to_owned(), what: what.into() }
     }
@@ -177,7 +172,6 @@ fn openat(dir: &OwnedFd, path: &str, flags: OFlags) -> rustix::io::Result<OwnedF
     rustix::fs::openat(dir, path, flags | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// `/proc/PID`.
 impl AsFd for Process {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.dir.as_fd()
@@ -197,27 +191,24 @@ pub struct Stat {
     pub comm: Vec<u8>,
     /// State letter: R, S, D, Z, T, t, X, I.
     pub state: u8,
-    /// Parent's pid.
     pub parent: i32,
-    /// PF_KTHREAD is set.
     pub kernel_thread: bool,
-    /// PF_FORKNOEXEC is set: it has memory that it inherited.
+    /// PF_FORKNOEXEC is set: it has memory that it inherited from its parent.
     pub only_forked: bool,
     /// User plus system time of the process, clock ticks.
     pub cpu_ticks: u64,
     /// Start time, clock ticks after boot.
     pub start_time_ticks: u64,
-    /// Nice value of the main thread.
     pub nice: i8,
 }
 
 impl Stat {
-    /// Whether the process is a zombie or being reaped: it has no memory.
+    /// Whether the process is a zombie or being reaped, and so has no memory.
     pub fn has_ended(&self) -> bool {
         matches!(self.state, b'Z' | b'X')
     }
 
-    /// Parses the text of `/proc/PID/stat`. The name may contain spaces and parentheses; it ends at the last one.
+    /// Parses the text of `/proc/PID/stat`. The name may contain spaces and parentheses; it ends at the last parenthesis.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
         const PF_KTHREAD: u64 = 0x0020_0000;
         const PF_FORKNOEXEC: u64 = 0x40;
@@ -226,23 +217,25 @@ impl Stat {
         let comm = text.get(open + 1..close).ok_or("no command name")?.to_vec();
         let rest = std::str::from_utf8(&text[close + 1..]).map_err(|_| "fields are not ASCII")?;
         let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
-        let number = |index: usize| -> Result<u64, &'static str> {
-            fields.get(index).ok_or("too few fields")?.parse().map_err(|_| "a field is not a number")
-        };
+        let flags: u64 = field(&fields, 6)?;
         Ok(Self {
             comm,
             state: match fields.first().ok_or("no state")?.as_bytes() {
                 [letter] if letter.is_ascii_alphabetic() => *letter,
                 _ => return Err("the state is not a letter"),
             },
-            parent: fields.get(1).ok_or("too few fields")?.parse().map_err(|_| "the parent is not a number")?,
-            kernel_thread: number(6)? & PF_KTHREAD != 0,
-            only_forked: number(6)? & PF_FORKNOEXEC != 0,
-            cpu_ticks: number(11)?.saturating_add(number(12)?),
-            start_time_ticks: number(19)?,
-            nice: fields.get(16).ok_or("too few fields")?.parse().map_err(|_| "the nice value is not a number")?,
+            parent: field(&fields, 1)?,
+            kernel_thread: flags & PF_KTHREAD != 0,
+            only_forked: flags & PF_FORKNOEXEC != 0,
+            cpu_ticks: field::<u64>(&fields, 11)?.saturating_add(field(&fields, 12)?),
+            start_time_ticks: field(&fields, 19)?,
+            nice: field(&fields, 16)?,
         })
     }
+}
+
+fn field<T: FromStr>(fields: &[&str], index: usize) -> Result<T, &'static str> {
+    fields.get(index).ok_or("too few fields")?.parse().map_err(|_| "a field is not a number")
 }
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
-//! Processes whose reads, or attempts to make a call in them, do not return.
+//! Processes in which our reads, or our attempts to make a call, don't return.
 //!
-//! The threads that wait for them cannot be ended. So there is one at a time for a process, it is not tried again before a
-//! pause that grows to hours, and the number of such threads is limited: in all, and for the processes of one user or one
-//! cgroup, so that these do not keep others from being tried.
+//! We can't end the threads that wait for them. So there is one thread at a time for a process, we don't try it again before
+//! a pause that grows to hours, and we limit the number of such threads: in all, and for the processes of one user or one
+//! cgroup, so that these can't keep us from trying others.
 
 use crate::image::effective_user;
-use crate::process::Process;
+use crate::process::{Process, ProcessKey};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,23 +13,21 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// While there are as many threads, nothing is tried.
+/// We try nothing while there are this many threads.
 const THREADS_MOST: usize = 64;
-/// The same for processes of one user, and of one cgroup. Threads that have returned count until their process may be tried
-/// again.
+/// The same for one user, and for one cgroup. Threads that have returned count until we may try their process again.
 const SHARE_MOST: usize = 8;
-/// Processes remembered. Those whose pause ends first are forgotten beyond that.
+/// How many processes we remember. Beyond that we forget those whose pause ends first.
 const REMEMBERED: usize = 1024;
 
-/// Attempts to make a call.
 pub static ATTEMPTS: Stalls =
     Stalls::new(Pauses { first: Duration::from_secs(60), factor: 6, longest: Duration::from_secs(6 * 3600) });
-/// Reads of memory and mappings. The first pause is short, because large programs hold their lock for long when they fork.
+/// Reads of memory and mappings. The first pause is short: large programs hold their mmap lock for long when they fork.
 pub static READS: Stalls =
     Stalls::new(Pauses { first: Duration::from_secs(1), factor: 3, longest: Duration::from_secs(3600) });
 
-/// The pause after the first stall of a process, the factor by which each following one is longer, and the longest. Ten
-/// times as long after one, it is forgotten.
+/// How long we leave a process alone after its first stall, by how much longer after each following one, and how long at most.
+/// We forget a stall after ten times its pause.
 #[derive(Clone, Copy, Debug)]
 struct Pauses {
     first: Duration,
@@ -37,7 +35,6 @@ struct Pauses {
     longest: Duration,
 }
 
-/// Why a process is not tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     Stalled,
@@ -45,7 +42,6 @@ pub enum Refusal {
     OthersStalled,
 }
 
-/// The processes that have stalled.
 #[derive(Debug)]
 pub struct Stalls(Mutex<Register>);
 
@@ -58,25 +54,25 @@ impl Stalls {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a process may be tried.
     pub fn admit(&self, process: &Process) -> Result<(), Refusal> {
         self.lock().admit(process.key(), || Origin::of(process), Instant::now())
     }
 
-    /// Records that it was given up, while its thread `alive` is still under way.
+    /// Records that we've given up a process, while its thread `alive` is still at it.
     pub fn give_up(&self, process: &Process, alive: Weak<()>) {
-        self.lock().give_up(process.key(), (alive, Origin::of(process)), Instant::now());
+        self.lock().give_up(process.key(), alive, Origin::of(process), Instant::now());
     }
 
-    /// Whether a process must not be tried because it has stalled.
+    /// Whether we must not try a process because it has stalled.
     pub fn is_in_force(&self, process: &Process) -> bool {
         self.lock().entries.get(&process.key()).is_some_and(|entry| entry.is_in_force(Instant::now()))
     }
 
-    /// For how long a process must not be tried, apart from the time that its thread takes.
+    /// For how long we must not try a process, apart from the time that its thread takes.
     pub fn pause(&self, process: &Process) -> Duration {
-        let (register, now) = (self.lock(), Instant::now());
-        register.entries.get(&process.key()).map_or(Duration::ZERO, |entry| entry.until.saturating_duration_since(now))
+        let register = self.lock();
+        let entry = register.entries.get(&process.key());
+        entry.map_or(Duration::ZERO, |entry| entry.until.saturating_duration_since(Instant::now()))
     }
 }
 
@@ -101,33 +97,41 @@ impl Entry {
 #[derive(Debug)]
 struct Register {
     pauses: Pauses,
-    entries: BTreeMap<(i32, u64), Entry>,
+    entries: BTreeMap<ProcessKey, Entry>,
 }
 
 impl Register {
-    fn admit(&self, key: (i32, u64), origin: impl FnOnce() -> Origin, now: Instant) -> Result<(), Refusal> {
+    fn admit(&self, key: ProcessKey, origin: impl FnOnce() -> Origin, now: Instant) -> Result<(), Refusal> {
         if self.entries.get(&key).is_some_and(|entry| entry.is_in_force(now)) {
             return Err(Refusal::Stalled);
         }
-        let in_force = || self.entries.values().filter(|entry| entry.is_in_force(now));
-        if in_force().next().is_none() {
+        let in_force: Vec<&Entry> = self.entries.values().filter(|entry| entry.is_in_force(now)).collect();
+        if in_force.is_empty() {
             return Ok(());
         }
-        let origin = origin();
-        // Root's processes are many, and so have only their cgroups in common.
-        let is_full = in_force().filter(|entry| entry.has_thread()).count() >= THREADS_MOST
-            || in_force().filter(|entry| entry.origin.cgroup == origin.cgroup).count() >= SHARE_MOST
-            || origin.user != 0 && in_force().filter(|entry| entry.origin.user == origin.user).count() >= SHARE_MOST;
+        let Origin { user, cgroup } = origin();
+        let mut threads = 0;
+        let mut in_cgroup = 0;
+        let mut of_user = 0;
+        for entry in in_force {
+            threads += usize::from(entry.has_thread());
+            in_cgroup += usize::from(entry.origin.cgroup == cgroup);
+            // Root's processes are many, so only their cgroups count.
+            of_user += usize::from(user != 0 && entry.origin.user == user);
+        }
+        let is_full = threads >= THREADS_MOST || in_cgroup >= SHARE_MOST || of_user >= SHARE_MOST;
         if is_full { Err(Refusal::OthersStalled) } else { Ok(()) }
     }
 
-    fn give_up(&mut self, key: (i32, u64), (thread, origin): (Weak<()>, Origin), now: Instant) {
+    fn give_up(&mut self, key: ProcessKey, thread: Weak<()>, origin: Origin, now: Instant) {
         let Pauses { first, factor, longest } = self.pauses;
-        let former = self.entries.get(&key).filter(|entry| now < entry.until + entry.pause * 10);
-        let pause = former.map_or(first, |entry| (entry.pause * factor).min(longest));
+        let pause = match self.entries.get(&key) {
+            Some(former) if now < former.until + former.pause * 10 => (former.pause * factor).min(longest),
+            _ => first,
+        };
         self.entries.insert(key, Entry { thread, origin, pause, until: now + pause });
         while self.entries.len() > REMEMBERED {
-            // A thread that has not returned is still counted.
+            // We go on counting threads that haven't returned.
             let over = self.entries.iter().filter(|(_, entry)| !entry.has_thread());
             let Some((&key, _)) = over.min_by_key(|(_, entry)| entry.until) else { break };
             self.entries.remove(&key);
@@ -135,10 +139,10 @@ impl Register {
     }
 }
 
-/// Where a process comes from: what it shares with others that the same user can start.
+/// Where a process comes from, as far as its user can't choose that freely.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Origin {
-    /// The user who made its user namespace (a user may be given many user IDs in it) unless that is root, otherwise its own.
+    /// The user who made its user namespace (users may have many user IDs in theirs) unless that's root, otherwise its own.
     user: u32,
     /// A hash of its cgroups.
     cgroup: u64,
@@ -148,19 +152,22 @@ impl Origin {
     fn of(process: &Process) -> Self {
         let mut cgroup = DefaultHasher::new();
         process.read_file("cgroup").unwrap_or_default().hash(&mut cgroup);
-        let user = namespace_owner(process).filter(|&user| user != 0).or_else(|| effective_user(process).ok());
-        Self { user: user.unwrap_or(u32::MAX), cgroup: cgroup.finish() }
+        let user = match namespace_owner(process) {
+            Some(user) if user != 0 => user,
+            _ => effective_user(process).unwrap_or(u32::MAX),
+        };
+        Self { user, cgroup: cgroup.finish() }
     }
 }
 
-/// The owner of the outermost user namespace of a process that is not that of this one.
+/// The owner of the outermost user namespace of a process below our own.
 fn namespace_owner(process: &Process) -> Option<u32> {
     const NS_GET_PARENT: libc::Ioctl = 0xb702;
     const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;
     let mut namespace = process.open_file("ns/user").ok()?;
     let mut owner = None;
     loop {
-        // SAFETY: takes no argument, and returns a descriptor. Fails for the namespace of this process.
+        // SAFETY: takes no argument, and returns a descriptor. Fails for our own namespace.
         let parent = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_PARENT) };
         if parent < 0 {
             return owner;
@@ -168,7 +175,7 @@ fn namespace_owner(process: &Process) -> Option<u32> {
         let mut user = 0_u32;
         // SAFETY: the call writes one number.
         let failed = unsafe { libc::ioctl(namespace.as_raw_fd(), NS_GET_OWNER_UID, &raw mut user) };
-        owner = (failed == 0).then_some(user);
+        owner = if failed == 0 { Some(user) } else { None };
         // SAFETY: the kernel has just returned this descriptor; nothing else owns it.
         namespace = unsafe { File::from_raw_fd(parent) };
     }
@@ -199,7 +206,7 @@ mod tests {
         let mut last = Duration::ZERO;
         let origin = from(1, 1);
         for _ in 0..10 {
-            register.give_up((1, 1), (Weak::new(), origin), now);
+            register.give_up((1, 1), Weak::new(), origin, now);
             let until = register.entries[&(1, 1)].until;
             assert!(until - now >= last);
             last = until - now;
@@ -208,11 +215,11 @@ mod tests {
             now = until;
         }
         assert_eq!(last, SIX_HOURS);
-        register.give_up((2, 1), (Weak::new(), origin), now);
-        register.give_up((2, 1), (Weak::new(), origin), now + SIX_HOURS);
+        register.give_up((2, 1), Weak::new(), origin, now);
+        register.give_up((2, 1), Weak::new(), origin, now + SIX_HOURS);
         assert_eq!(register.entries[&(2, 1)].pause, register.pauses.first, "the first one was long ago");
         for pid in 0..2000 {
-            register.give_up((pid, 2), (Weak::new(), origin), now);
+            register.give_up((pid, 2), Weak::new(), origin, now);
         }
         assert!(register.entries.len() <= REMEMBERED);
     }
@@ -228,7 +235,7 @@ mod tests {
             pid += 1;
             let admitted = register.admit((pid, 1), || origin, now);
             if admitted.is_ok() {
-                register.give_up((pid, 1), (Arc::downgrade(&threads[0]), origin), now);
+                register.give_up((pid, 1), Arc::downgrade(&threads[0]), origin, now);
             }
             admitted.is_ok()
         };

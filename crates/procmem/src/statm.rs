@@ -1,6 +1,6 @@
 //! `/proc/PID/statm`: sizes of a process.
 
-/// The fields of `/proc/PID/statm` that pagefold uses, pages.
+/// The fields of `/proc/PID/statm` that we use, in pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sizes {
     /// Address space.
@@ -15,8 +15,12 @@ impl Sizes {
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
         let text = std::str::from_utf8(text).map_err(|_| "not ASCII")?;
         let mut words = text.split_ascii_whitespace();
-        let mut field = |at| words.nth(at).and_then(|word| word.parse().ok()).ok_or("a field is not a number");
-        Ok(Self { mapped: field(0)?, resident: field(0)?, data: field(3)? })
+        let mut fields = [0; 6];
+        for field in &mut fields {
+            *field = words.next().and_then(|word| word.parse().ok()).ok_or("a field is not a number")?;
+        }
+        let [mapped, resident, _, _, _, data] = fields;
+        Ok(Self { mapped, resident, data })
     }
 }
 

@@ -1,6 +1,6 @@
 //! `/proc/PID/status` and `/proc/PID/exe`: user, tracer, capabilities and executable of a process.
 
-use crate::os::fields::{MISSING, NOT_A_NUMBER, field, number};
+use crate::os::fields::{MISSING, NOT_A_NUMBER, field, kib, number};
 use crate::process::{Process, ReadError};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -26,46 +26,45 @@ pub struct Status {
 }
 
 impl Status {
-    /// Reads the status of a process.
     pub fn of(process: &Process) -> Result<Self, ReadError> {
         Self::parse(&process.read_file("status")?).map_err(|what| process.malformed("status", what))
     }
 
-    /// Parses the text of `/proc/PID/status`. The kernel escapes newlines in the name, so it cannot forge a line.
+    /// Parses the text of `/proc/PID/status`. The kernel escapes newlines in the name, so it can't forge a line.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
-        let text_of = |key| std::str::from_utf8(field(text, key).ok_or(MISSING)?).map_err(|_| "a field is not ASCII");
-        let four = |key| -> Result<[u32; 4], &'static str> {
-            let mut ids = [0; 4];
-            let mut words = text_of(key)?.split_ascii_whitespace();
-            for id in &mut ids {
-                *id = words.next().ok_or("too few IDs")?.parse().map_err(|_| "an ID is not a number")?;
-            }
-            Ok(ids)
+        let locked_kib = match kib(text, "VmLck") {
+            Err(MISSING) => 0,
+            other => other?,
         };
         Ok(Self {
             thread_group: number(text, "Tgid")?,
             tracer: number(text, "TracerPid")?,
-            uids: four("Uid")?,
-            gids: four("Gid")?,
-            permitted: u64::from_str_radix(text_of("CapPrm")?, 16).map_err(|_| NOT_A_NUMBER)?,
-            locked_kib: field(text, "VmLck").map_or(Ok(0), kib)?,
+            uids: four_ids(text, "Uid")?,
+            gids: four_ids(text, "Gid")?,
+            permitted: u64::from_str_radix(text_of(text, "CapPrm")?, 16).map_err(|_| NOT_A_NUMBER)?,
+            locked_kib,
         })
     }
 
-    /// Effective user.
     pub fn effective_uid(&self) -> u32 {
         self.uids[1]
     }
 }
 
-/// A number of KiB: `12 kB`.
-fn kib(text: &[u8]) -> Result<u64, &'static str> {
-    let number = text.trim_ascii().strip_suffix(b" kB").ok_or(NOT_A_NUMBER)?;
-    std::str::from_utf8(number.trim_ascii()).ok().and_then(|number| number.parse().ok()).ok_or(NOT_A_NUMBER)
+fn text_of<'a>(status: &'a [u8], key: &str) -> Result<&'a str, &'static str> {
+    std::str::from_utf8(field(status, key).ok_or(MISSING)?).map_err(|_| "a field is not ASCII")
 }
 
-/// Path of the executable as the kernel shows it, with ` (deleted)` appended if the file has been replaced. `None` for
-/// kernel threads and zombies.
+fn four_ids(status: &[u8], key: &str) -> Result<[u32; 4], &'static str> {
+    let mut ids = [0; 4];
+    let mut words = text_of(status, key)?.split_ascii_whitespace();
+    for id in &mut ids {
+        *id = words.next().ok_or("too few IDs")?.parse().map_err(|_| "an ID is not a number")?;
+    }
+    Ok(ids)
+}
+
+/// Path of the executable, with ` (deleted)` appended if it has been replaced. `None` for kernel threads and zombies.
 pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
     process.fault("exe")?;
     let link = match process.open_with("exe", OFlags::PATH | OFlags::NOFOLLOW) {
@@ -76,17 +75,17 @@ pub fn exe_of(process: &Process) -> Result<Option<PathBuf>, ReadError> {
     // An empty path is the link itself.
     match rustix::fs::readlinkat(link, c"", Vec::new()) {
         Ok(target) => Ok(Some(OsString::from_vec(target.into_bytes()).into())),
-        // Kernel threads have the link, but it cannot be read.
+        // Kernel threads have the link, but nobody can read it.
         Err(Errno::NOENT) => Ok(None),
         Err(error) => Err(ReadError::from_io(process.pid(), "exe", error.into())),
     }
 }
 
-/// Base name of the executable without ` (deleted)`, or the command name (at most 15 bytes) if there is no executable.
+/// Base name of the executable without ` (deleted)`, or the command name (at most 15 bytes) without an executable.
 pub fn program_name(exe: Option<&Path>, comm: &[u8]) -> Vec<u8> {
-    let name = exe.and_then(Path::file_name).map(OsStrExt::as_bytes);
-    let name = name.map(|name| name.strip_suffix(b" (deleted)").unwrap_or(name));
-    name.unwrap_or(comm).to_vec()
+    let Some(name) = exe.and_then(Path::file_name) else { return comm.to_vec() };
+    let name = name.as_bytes();
+    name.strip_suffix(b" (deleted)").unwrap_or(name).to_vec()
 }
 
 #[cfg(test)]

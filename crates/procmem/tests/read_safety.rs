@@ -1,6 +1,6 @@
 //! Reading must leave merged and fork-shared pages as they are: on the real kernel, with real KSM.
 //!
-//! ksmd is stopped while pages are read, so KSM's counters (pages_sharing) would not show a page that reading has unmerged.
+//! ksmd is stopped while we read pages, so KSM's counters (pages_sharing) wouldn't show a page that reading has unmerged.
 //! The page tables show it at once: kpageflags, smaps' `KSM` and the exclusive bit of pagemap.
 
 use pagefold_engine::host::PageState;
@@ -106,7 +106,7 @@ fn reading_leaves_merged_and_shared_pages_alone() {
     assert_eq!(both(&mut reader), before, "reading has changed how pages are held");
     assert_eq!(vmstat("cow_ksm"), breaks, "reading has unmerged pages");
 
-    // The control: a plain process_vm_readv does what the reader avoids, so the assertions above can fail.
+    // The control: a plain process_vm_readv unshares pages, so the assertions above can fail.
     plain_read(parent.pid(), first, 256);
     plain_read(parent.pid(), first + MERGED, 256);
     let [after, _] = both(&mut reader);

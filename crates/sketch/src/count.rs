@@ -6,7 +6,7 @@ use datasketches::common::ResizeFactor;
 use datasketches::tuple::{DefaultUpdatePolicy, TupleSketch, TupleSketchBuilder};
 use pagefold_engine::units::{Pages, whole};
 
-/// The first number of copies of each class but the first.
+/// The fewest copies in each class but the first.
 const CLASSES_FROM: [u64; CLASSES - 1] = [2, 3, 16, 256];
 /// Classes of contents by their number of copies: 1, 2, 3 to 15, 16 to 255, 256 and more.
 pub const CLASSES: usize = 5;
@@ -18,15 +18,13 @@ pub struct Counter {
     pages: u64,
 }
 
-/// What was counted.
 #[derive(Clone, Debug)]
 pub struct Counted {
     pub sketch: Sketch,
-    /// All pages that were added.
     pub pages: Pages,
-    /// Of these, the ones that would be left over if each content were held once.
+    /// How many of them would be left over if each content were kept once.
     pub spare: Pages,
-    /// Of these, by the number of copies of their content. They add up to [`Self::pages`].
+    /// All pages by the number of copies of their content. They add up to [`Self::pages`].
     pub by_copies: [Pages; CLASSES],
 }
 
@@ -46,7 +44,7 @@ impl Counter {
         Self { kept, pages: 0 }
     }
 
-    /// Counts a page. Pages of zeros are counted by the caller: they are one content, which nearly all workloads have.
+    /// Counts a page. Callers count pages of zeros themselves: that's one content, which nearly all workloads have.
     pub fn add(&mut self, content: Content) {
         self.kept.update(content.0, 1_u64);
         self.pages += 1;
@@ -67,17 +65,17 @@ impl Counter {
         let share = sketch.theta() as f64 / MAX_THETA as f64;
         let sampled = Sampled::of(kept.iter().map(|(_, copies)| *copies));
         let by_copies = sampled.divide(share, self.pages);
-        let (pages, contents) = (Pages(self.pages), sampled.contents(&by_copies));
-        Counted { sketch, pages, spare: pages.saturating_sub(contents), by_copies }
+        let pages = Pages(self.pages);
+        Counted { sketch, pages, spare: pages.saturating_sub(sampled.contents(&by_copies)), by_copies }
     }
 }
 
-/// Contents of a sample, by their number of copies.
+/// A sample of contents, by their number of copies.
 #[derive(Default)]
 struct Sampled {
     contents: [u64; CLASSES],
     pages: [u64; CLASSES],
-    /// The sum of the squares of copies, without those of the last class.
+    /// The sum of the squares of copies, without the last class.
     squares: f64,
 }
 
@@ -85,7 +83,7 @@ impl Sampled {
     fn of(copies: impl Iterator<Item = u64>) -> Self {
         let mut sampled = Self::default();
         for copies in copies {
-            let class = CLASSES_FROM.iter().filter(|from| copies >= **from).count();
+            let class = CLASSES_FROM.partition_point(|&from| copies >= from);
             sampled.contents[class] += 1;
             sampled.pages[class] += copies;
             if class < CLASSES - 1 {
@@ -97,9 +95,9 @@ impl Sampled {
 
     /// Divides `pages` by the number of copies. A `share` of the contents was sampled.
     ///
-    /// A content with very many copies is in the sample or not: by the sample alone, 100,000 copies of one content would be estimated as
-    /// none or as ten million. The number of all pages is known, so what the other classes leave belongs to the last one, if that is
-    /// more than chance explains.
+    /// A content with very many copies is in the sample or isn't: by the sample alone, we'd estimate 100,000 copies of one content as
+    /// none or as ten million. But we know the number of all pages, so whatever the other classes leave belongs to the last one, if
+    /// there is more left than chance explains.
     fn divide(&self, share: f64, pages: u64) -> [Pages; CLASSES] {
         let mut estimated = self.pages.map(|sampled| sampled as f64 / share);
         let rest: f64 = estimated[..CLASSES - 1].iter().sum();
@@ -108,7 +106,8 @@ impl Sampled {
         estimated[CLASSES - 1] = if self.pages[CLASSES - 1] > 0 || left > chance { left.max(0.0) } else { 0.0 };
         let all: f64 = estimated.iter().sum();
         // Rounded so that they add up.
-        let (mut so_far, mut given) = (0.0, 0);
+        let mut so_far = 0.0;
+        let mut given = 0;
         estimated.map(|estimated| {
             so_far += estimated;
             let until = if all > 0.0 { whole((so_far / all * pages as f64).round()).min(pages) } else { 0 };
@@ -118,12 +117,14 @@ impl Sampled {
         })
     }
 
-    /// How many contents so many pages of each class are. Since the number of all pages is known, this is far better than
-    /// the sketch's own estimate where few pages have copies.
+    /// How many contents so many pages of each class are. Since we know the number of all pages, this is far better than the
+    /// sketch's own estimate where few pages have copies.
     fn contents(&self, by_copies: &[Pages; CLASSES]) -> Pages {
-        let classes = by_copies.iter().zip(self.contents.iter().zip(&self.pages));
-        let contents = classes.map(|(all, (&contents, &pages))| all.0 as f64 * contents as f64 / pages.max(1) as f64);
-        Pages(whole(contents.sum::<f64>().round()))
+        let mut contents = 0.0;
+        for (class, pages) in by_copies.iter().enumerate() {
+            contents += pages.0 as f64 * self.contents[class] as f64 / self.pages[class].max(1) as f64;
+        }
+        Pages(whole(contents.round()))
     }
 }
 

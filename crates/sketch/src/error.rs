@@ -1,4 +1,4 @@
-//! Why a file is refused. Each text is a clause that continues a sentence about the file.
+//! Why we refuse a file. Each text is a clause that continues a sentence about the file.
 
 use std::io;
 use thiserror::Error;

@@ -1,8 +1,8 @@
 //! The Parquet file of a host's workloads: `pagefold.sketch/1`.
 //!
-//! One flat table, no column nullable, plain and not compressed (hashes cannot be made smaller), so that any Parquet reader takes it
-//! and a hostile file takes no more than a few times as much memory as it is long. fleet/README.md describes the columns. The key-value
-//! metadata has the schema, the version of the program, and a checksum over the file.
+//! One flat table, no column nullable, plain and not compressed (hashes can't be made smaller). So any Parquet reader takes it, and a
+//! hostile file takes at most a few times as much memory as it's long. fleet/README.md describes the columns. The key-value metadata
+//! has the schema, our version, and a checksum over the file.
 
 use crate::decode::{column, damaged};
 use crate::error::SketchError;
@@ -27,22 +27,19 @@ use std::collections::BTreeSet;
 use std::io::{Cursor, Read, Seek, Write};
 use std::sync::Arc;
 
-/// Name and version of the schema.
 pub const SCHEMA: &str = "pagefold.sketch/1";
 /// The common prefix of all versions.
 const SCHEMA_NAME: &str = "pagefold.sketch/";
 const VERSION: u32 = 1;
-/// The schema is named near the end of a file: only other entries, and what follows them, come after it.
+/// The schema is named near the end of a file: only other entries, and the end of the metadata, come after it.
 const TAIL_BYTES: usize = 4096;
 
-/// The most workloads of one host.
 pub const ROWS_MOST: usize = 4096;
-/// The longest file, bytes.
 pub const FILE_BYTES: u64 = 160 << 20;
-/// Rows that are written together, half a MiB at most.
+/// Rows that we write together, half a MiB at most.
 const GROUP_ROWS: usize = 16;
 
-/// A column: its name, and what it has of a row.
+/// A column: its name, and its value in a row.
 pub type Text = (&'static str, fn(&Row) -> String);
 /// The same, and its place in a row.
 pub type Number = (&'static str, fn(&Row) -> u64, fn(&mut Row) -> &mut u64);
@@ -89,14 +86,13 @@ fn most(column: &str) -> u64 {
     if is_time(column) { TIME_MOST } else { NUMBER_MOST }
 }
 
-/// The rows of a file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SketchFile {
     pub rows: Vec<Row>,
 }
 
 impl SketchFile {
-    /// The host, if it has any workload.
+    /// Its host, if there is any workload.
     pub fn host(&self) -> Option<&str> {
         self.rows.first().map(|row| row.host.as_str())
     }
@@ -109,23 +105,28 @@ impl SketchFile {
 
 /// The rules for rows of one file.
 fn check<R: Borrow<Row>>(rows: &[R]) -> Result<(), SketchError> {
-    let most = count(ROWS_MOST);
     if rows.len() > ROWS_MOST {
-        return Err(SketchError::TooMuch { what: "workloads", found: count(rows.len()), most });
+        return Err(SketchError::TooMuch { what: "workloads", found: count(rows.len()), most: count(ROWS_MOST) });
     }
-    let mut seen = BTreeSet::new();
-    for (at, row) in rows.iter().map(Borrow::borrow).enumerate() {
-        let wrong = |what: String| Err(SketchError::Row { row: at, what });
-        if let Err(what) = row.check() {
-            return wrong(what);
-        }
-        let first: &Row = rows[0].borrow();
-        if (&row.host, row.key) != (&first.host, first.key) {
-            return wrong("it is of another host or key than the first one".to_owned());
-        }
-        if !seen.insert((row.kind, &row.workload, &row.domain)) {
-            return wrong(format!("a {} of its name is there already", row.kind));
-        }
+    let mut names = BTreeSet::new();
+    for (at, row) in rows.iter().enumerate() {
+        let checked = check_row(row.borrow(), rows[0].borrow(), &mut names);
+        checked.map_err(|what| SketchError::Row { row: at, what })?;
+    }
+    Ok(())
+}
+
+fn check_row<'a>(
+    row: &'a Row,
+    first: &Row,
+    names: &mut BTreeSet<(Kind, &'a String, &'a String)>,
+) -> Result<(), String> {
+    row.check()?;
+    if (&row.host, row.key) != (&first.host, first.key) {
+        return Err("it is of another host or key than the first one".to_owned());
+    }
+    if !names.insert((row.kind, &row.workload, &row.domain)) {
+        return Err(format!("a {} of its name is there already", row.kind));
     }
     Ok(())
 }
@@ -138,15 +139,19 @@ fn schema() -> parquet::errors::Result<TypePtr> {
     });
     let columns: String = texts.chain(numbers).collect();
     let message = format!("message pagefold_sketch {{ {columns} required binary sketch; }}");
-    parse_message_type(&message).map(Arc::new)
+    Ok(Arc::new(parse_message_type(&message)?))
 }
 
-/// Writes a file. What is written must be readable, for the checksum.
+/// Writes a file. We must be able to read `out` again, for the checksum.
 pub fn write<W: Read + Write + Seek + Send, R: Borrow<Row>>(out: W, rows: &[R]) -> Result<W, SketchError> {
     check(rows)?;
-    let failed = |error: &dyn std::fmt::Display| SketchError::Write(crate::one_line(error));
     let written = write_groups(out, rows).map_err(|error| failed(&error))?;
-    written.seal().map(|(out, _)| out).map_err(|error| failed(&error))
+    let (out, _) = written.seal().map_err(|error| failed(&error))?;
+    Ok(out)
+}
+
+fn failed(error: &dyn std::fmt::Display) -> SketchError {
+    SketchError::Write(crate::one_line(error))
 }
 
 fn write_groups<W: Read + Write + Seek + Send, R: Borrow<Row>>(
@@ -165,27 +170,27 @@ fn write_groups<W: Read + Write + Seek + Send, R: Borrow<Row>>(
         .build();
     let mut writer = SerializedFileWriter::new(Sealing::new(out), schema()?, Arc::new(properties))?;
     for rows in rows.chunks(GROUP_ROWS) {
-        let rows = || rows.iter().map(Borrow::borrow);
+        let rows: Vec<&Row> = rows.iter().map(Borrow::borrow).collect();
         let mut group = writer.next_row_group()?;
         for (_, text) in TEXTS {
-            put::<ByteArrayType, W>(&mut group, rows().map(|row| ByteArray::from(text(row).into_bytes())))?;
+            put::<ByteArrayType, W>(&mut group, rows.iter().map(|row| ByteArray::from(text(row).into_bytes())))?;
         }
         for (name, number, _) in NUMBERS {
-            let number = |row: &Row| i64::try_from(number(row).min(most(name))).unwrap_or(i64::MAX);
-            put::<Int64Type, W>(&mut group, rows().map(number))?;
+            let most = most(name);
+            let values = rows.iter().map(|row| i64::try_from(number(row).min(most)).unwrap_or(i64::MAX));
+            put::<Int64Type, W>(&mut group, values)?;
         }
-        put::<ByteArrayType, W>(&mut group, rows().map(|row| ByteArray::from(row.sketch.to_bytes())))?;
+        put::<ByteArrayType, W>(&mut group, rows.iter().map(|row| ByteArray::from(row.sketch.to_bytes())))?;
         group.close()?;
     }
     writer.into_inner()
 }
 
-/// Writes the next column.
 fn put<T: DataType, W: Write + Send>(
     group: &mut SerializedRowGroupWriter<'_, Sealing<W>>,
     values: impl Iterator<Item = T::T>,
 ) -> parquet::errors::Result<()> {
-    // Called once for each column, in the schema's order.
+    // We call this once for each column, in the schema's order.
     if let Some(mut column) = group.next_column()? {
         column.typed::<T>().write_batch(&values.collect::<Vec<_>>(), None, None)?;
         column.close()?;
@@ -215,13 +220,18 @@ pub fn read(bytes: Vec<u8>) -> Result<SketchFile, SketchError> {
     Ok(file)
 }
 
-/// Finds out which schema a file names, which is near its end.
+/// Finds out which schema a file names near its end.
 fn check_schema(bytes: &[u8]) -> Result<(), SketchError> {
     let tail = &bytes[bytes.len().saturating_sub(TAIL_BYTES)..];
     let last = tail.windows(SCHEMA_NAME.len()).rposition(|window| window == SCHEMA_NAME.as_bytes());
     let named = last.ok_or_else(|| SketchError::Foreign("it does not name its schema".to_owned()))?;
-    let digits = tail[named + SCHEMA_NAME.len()..].iter().take(9).take_while(|digit| digit.is_ascii_digit());
-    let version = digits.fold(0, |version, digit| version * 10 + u32::from(digit - b'0'));
+    let mut version = 0;
+    for digit in tail[named + SCHEMA_NAME.len()..].iter().take(9) {
+        if !digit.is_ascii_digit() {
+            break;
+        }
+        version = version * 10 + u32::from(digit - b'0');
+    }
     match version {
         VERSION => Ok(()),
         0 => Err(SketchError::Foreign("its schema has no version".to_owned())),
@@ -229,7 +239,7 @@ fn check_schema(bytes: &[u8]) -> Result<(), SketchError> {
     }
 }
 
-/// A file without rows, for what all files have in common.
+/// A file without rows: the part that all files have in common.
 fn write_empty() -> Result<Vec<u8>, SketchError> {
     let rows: [Row; 0] = [];
     write(Cursor::new(Vec::new()), &rows).map(Cursor::into_inner)
@@ -242,13 +252,15 @@ fn decode(layout: &Layout, bytes: Bytes) -> Result<SketchFile, SketchError> {
     if metadata.schema_descr().root_schema() != &*expected {
         return Err(SketchError::Foreign("its columns differ from the schema".to_owned()));
     }
-    let rows_of = |group: &RowGroupMetaData| u64::try_from(group.num_rows()).unwrap_or(u64::MAX);
-    let (found, most) =
-        (file.metadata().row_groups().iter().map(rows_of).fold(0, u64::saturating_add), count(ROWS_MOST));
+    let most = count(ROWS_MOST);
+    let mut found: u64 = 0;
+    for group in file.metadata().row_groups() {
+        found = found.saturating_add(u64::try_from(group.num_rows()).unwrap_or(u64::MAX));
+    }
     if found > most {
         return Err(SketchError::TooMuch { what: "workloads", found, most });
     }
-    // No two columns have a page in common: a short file could be a thousand times as long in memory.
+    // No two columns may share a page: a short file could be a thousand times as long in memory.
     let mut end = None;
     for column in file.metadata().row_groups().iter().flat_map(RowGroupMetaData::columns) {
         let (from, length) = column.byte_range();
@@ -268,38 +280,43 @@ fn decode(layout: &Layout, bytes: Bytes) -> Result<SketchFile, SketchError> {
 /// Adds the rows of a group.
 fn read_group(layout: &Layout, group: &dyn RowGroupReader, rows: &mut Vec<Row>) -> Result<(), SketchError> {
     let first = rows.len();
-    let wrong = |at: usize, what: &str| SketchError::Row { row: first + at, what: what.to_owned() };
     let many = usize::try_from(group.metadata().num_rows()).map_err(|error| damaged(&error))?;
     let mut texts: [Vec<ByteArray>; TEXTS.len()] = Default::default();
     for (at, texts) in texts.iter_mut().enumerate() {
         *texts = column::<ByteArrayType>(layout, group, at, many).map_err(|error| damaged(&error))?;
     }
-    let [host, key, kind, workload, domain] = &texts;
     let sketches =
         column::<ByteArrayType>(layout, group, TEXTS.len() + NUMBERS.len(), many).map_err(|error| damaged(&error))?;
     for (at, sketch) in sketches.iter().enumerate() {
-        let text = |values: &[ByteArray]| {
-            let text = values[at].as_utf8().map_err(|_| wrong(at, "a name is not UTF-8"))?;
-            Ok::<_, SketchError>(text.to_owned())
-        };
-        rows.push(Row {
-            host: text(host)?,
-            key: KeyId::parse(&text(key)?).ok_or_else(|| wrong(at, "its key is not 16 digits"))?,
-            kind: Kind::parse(&text(kind)?).ok_or_else(|| wrong(at, "its kind is unknown"))?,
-            workload: text(workload)?,
-            domain: text(domain)?,
-            ..Row::blank(Sketch::from_bytes(sketch.data()).map_err(|what| wrong(at, &format!("its sketch: {what}")))?)
-        });
+        rows.push(row_of(&texts, sketch, at).map_err(|what| SketchError::Row { row: first + at, what })?);
     }
     for (at, (name, _, place)) in NUMBERS.iter().enumerate() {
         let numbers = column::<Int64Type>(layout, group, TEXTS.len() + at, many).map_err(|error| damaged(&error))?;
-        for (row, number) in numbers.into_iter().enumerate() {
-            let number = u64::try_from(number).ok().filter(|number| *number <= most(name));
-            *place(&mut rows[first + row]) =
-                number.ok_or_else(|| wrong(row, &format!("{name} is not from 0 to {}", most(name))))?;
+        for (at, number) in numbers.into_iter().enumerate() {
+            let Some(number) = u64::try_from(number).ok().filter(|number| *number <= most(name)) else {
+                let what = format!("{name} is not from 0 to {}", most(name));
+                return Err(SketchError::Row { row: first + at, what });
+            };
+            *place(&mut rows[first + at]) = number;
         }
     }
     Ok(())
+}
+
+fn row_of(texts: &[Vec<ByteArray>; TEXTS.len()], sketch: &ByteArray, at: usize) -> Result<Row, String> {
+    let [host, key, kind, workload, domain] = texts;
+    Ok(Row {
+        host: text(host, at)?,
+        key: KeyId::parse(&text(key, at)?).ok_or("its key is not 16 digits")?,
+        kind: Kind::parse(&text(kind, at)?).ok_or("its kind is unknown")?,
+        workload: text(workload, at)?,
+        domain: text(domain, at)?,
+        ..Row::blank(Sketch::from_bytes(sketch.data()).map_err(|what| format!("its sketch: {what}"))?)
+    })
+}
+
+fn text(values: &[ByteArray], at: usize) -> Result<String, String> {
+    Ok(values[at].as_utf8().map_err(|_| "a name is not UTF-8")?.to_owned())
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Files of sketches: what is written is read back, everything else is refused by name.
+//! Files of sketches: we read back our own, and refuse everything else by name.
 
 use super::*;
 use crate::Content;
@@ -168,7 +168,7 @@ fn footers_that_would_end_the_process_are_refused() {
     assert_eq!(after_groups(&[&[0x6c; 100][..], &[0; 100]].concat()), malformed);
     // Lists within lists.
     assert_eq!(after_groups(&[&[0x69][..], &[0x19; 10_000]].concat()), malformed);
-    // And what takes much more memory than it is long, such as lists of numbers.
+    // And parts that take much more memory than they're long, such as lists of numbers.
     let error = after_groups(&[&[0x69, 0xf6, 0xa0, 0x9c, 1][..], &vec![0; 20_000]].concat());
     assert_eq!(error, "is damaged: its footer is longer than its groups need");
     // Groups within groups of the schema.

@@ -11,8 +11,8 @@ thread_local! {
 
 /// Decodes with the parquet crate and turns its panics into errors, without the usual message.
 ///
-/// Damaged files fail the checksum, but a crafted file can have a correct one, and the crate panics on some of those
-/// (version 59: in 27 of the 10,700 cases of the test of records).
+/// Damaged files fail the checksum, but a crafted file can have a correct one, and the crate panics on some of those (version 59:
+/// in 27 of the 10,700 cases of the test of records).
 pub fn guarded<T, E: Display>(decode: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -24,7 +24,7 @@ pub fn guarded<T, E: Display>(decode: impl FnOnce() -> Result<T, E>) -> Result<T
         }));
     });
     let outer = GUARDED.replace(true);
-    // State left by a panic is not used again, because an error ends the reader.
+    // An error ends the reader, so we never use state that a panic left behind.
     let decoded = panic::catch_unwind(AssertUnwindSafe(decode));
     GUARDED.set(outer);
     match decoded {

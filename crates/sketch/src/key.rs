@@ -1,7 +1,7 @@
 //! The fleet's key, and contents under it.
 //!
-//! All hosts of a fleet have the same key, so the same content has the same digest on all of them. Who has no key cannot tell
-//! whether a digest is that of a content that he guesses.
+//! All hosts of a fleet have the same key, so the same content has the same digest on all of them. Without the key nobody can check
+//! a guess at a content against a digest.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,11 +9,10 @@ use thiserror::Error;
 use twox_hash::XxHash3_128;
 
 const KEY_BYTES: usize = 32;
-/// Bytes of a secret of XXH3: what it uses of longer ones, too.
+/// Bytes of a secret of XXH3: the part of longer ones that it uses, too.
 const SECRET_BYTES: usize = 192;
 const ID_BYTES: usize = 8;
 
-/// The key that the hosts of a fleet share.
 #[derive(Clone)]
 pub struct FleetKey {
     id: KeyId,
@@ -25,11 +24,11 @@ pub struct FleetKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Content(pub u64);
 
-/// Tells keys apart, without telling anything of them.
+/// Tells keys apart, without telling anything about them.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct KeyId([u8; ID_BYTES]);
 
-/// Why a text is no key.
+/// Why a text isn't a key.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum KeyError {
     #[error("is not a key of {} hexadecimal digits; make one with: openssl rand -hex {KEY_BYTES}", 2 * KEY_BYTES)]
@@ -40,30 +39,25 @@ pub enum KeyError {
 
 impl FleetKey {
     pub fn new(key: [u8; KEY_BYTES]) -> Self {
-        let derived = |purpose: &str| {
-            let mut hasher = blake3::Hasher::new_derive_key(purpose);
-            hasher.update(&key);
-            hasher.finalize_xof()
-        };
-        let (mut id, mut contents, mut fingerprints) = ([0; ID_BYTES], [0; KEY_BYTES], [0; SECRET_BYTES]);
-        derived("pagefold.sketch/1 key id").fill(&mut id);
-        derived("pagefold.sketch/1 contents").fill(&mut contents);
-        derived("pagefold.sketch/1 fingerprints").fill(&mut fingerprints);
-        Self { id: KeyId(id), contents, fingerprints }
+        Self {
+            id: KeyId(derive(&key, "pagefold.sketch/1 key id")),
+            contents: derive(&key, "pagefold.sketch/1 contents"),
+            fingerprints: derive(&key, "pagefold.sketch/1 fingerprints"),
+        }
     }
 
     pub fn id(&self) -> KeyId {
         self.id
     }
 
-    /// The digest of a page, or of what stands for one.
+    /// The digest of a page, or of a stand-in for one.
     ///
-    /// BLAKE3 under the key, of a 128-bit fingerprint: hashing all of a page by BLAKE3 takes 15 times as long (2.5 us and 0.17 us),
-    /// and three times what reading the page takes. What makes guesses untestable without the key is BLAKE3; the fingerprint only
-    /// has to tell contents apart. A program could make pages with the same fingerprint only of contents that it knows, and could hold
-    /// those contents themselves to the same effect.
+    /// We take BLAKE3 under the key, of a 128-bit fingerprint: hashing all of a page by BLAKE3 takes 15 times as long (2.5 us and
+    /// 0.17 us), and three times as long as reading the page. BLAKE3 is the reason why nobody can test guesses without the key; the
+    /// fingerprint only has to tell contents apart. A program could only make pages with the same fingerprint from contents that it
+    /// knows, and could keep those contents themselves to the same effect.
     pub fn content(&self, page: &[u8]) -> Content {
-        // Fails for secrets that are too short only.
+        // This only fails for secrets that are too short.
         let fingerprint = XxHash3_128::oneshot_with_secret(&self.fingerprints, page).unwrap_or_default();
         let digest = blake3::keyed_hash(&self.contents, &fingerprint.to_le_bytes());
         let mut first = [0; 8];
@@ -75,7 +69,7 @@ impl FleetKey {
 impl FromStr for FleetKey {
     type Err = KeyError;
 
-    /// The form of the file: hexadecimal digits, and white space around them.
+    /// The form of the file: hexadecimal digits with white space around them.
     fn from_str(text: &str) -> Result<Self, KeyError> {
         let key: [u8; KEY_BYTES] = from_hex(text.trim()).ok_or(KeyError::Malformed)?;
         if key.iter().all(|byte| *byte == key[0] && byte >> 4 == byte & 15) {
@@ -106,8 +100,17 @@ impl fmt::Debug for KeyId {
 impl KeyId {
     /// The reverse of its printed form.
     pub fn parse(text: &str) -> Option<Self> {
-        from_hex(text).map(Self).filter(|id| id.to_string() == text)
+        let id = Self(from_hex(text)?);
+        if id.to_string() == text { Some(id) } else { None }
     }
+}
+
+fn derive<const N: usize>(key: &[u8; KEY_BYTES], purpose: &str) -> [u8; N] {
+    let mut derived = [0; N];
+    let mut hasher = blake3::Hasher::new_derive_key(purpose);
+    hasher.update(key);
+    hasher.finalize_xof().fill(&mut derived);
+    derived
 }
 
 fn from_hex<const N: usize>(text: &str) -> Option<[u8; N]> {
@@ -138,7 +141,7 @@ mod tests {
             contents.insert(a.content(&other));
         }
         assert_eq!(contents.len(), 6);
-        // What other hosts must get, too: changing it needs another schema.
+        // Other hosts must get the same: changing it takes another schema.
         assert_eq!(a.content(&page), Content(6_187_297_158_203_087_347));
         assert_eq!(a.id().to_string(), "771155f76b8e3ce9");
     }

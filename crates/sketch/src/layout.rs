@@ -1,11 +1,12 @@
-//! The layout of a file, checked before the parquet crate sees it.
+//! The layout of a file, which we check before the parquet crate sees it.
 //!
-//! The crate reserves memory for as many row groups as a footer says that there are, follows groups of the schema as deep as they go,
-//! and reads the header of a page wherever the footer says that one is. What cannot be reserved ends the process, and a stack that
-//! overflows does, too: no panic that could be caught. It also counts up to the length that a list of booleans claims to have, which
-//! takes seconds, and there can be many. So only the form that this program writes is let through: the schema byte for byte, no more
-//! groups than rows, lists that are short, and pages one after the other, each plain and not compressed. This is no reader of Parquet.
+//! The crate reserves memory for as many row groups as a footer claims, follows groups of the schema as deep as they go, and reads the
+//! header of a page wherever the footer says there is one. If it can't reserve that memory or overflows its stack, the process ends: we
+//! couldn't catch that as a panic. It also counts up to the length that a list of booleans claims to have, which takes seconds, and
+//! there can be many lists. So we only let through the form that we write: the schema byte for byte, no more groups than rows, short
+//! lists, and pages one after the other, each plain and not compressed. This is no reader of Parquet.
 
+use crate::decode::damaged;
 use crate::error::SketchError;
 use pagefold_engine::units::count;
 
@@ -13,7 +14,7 @@ const MAGIC: usize = 4;
 /// The length of the footer, and the magic number.
 const TAIL: usize = 8;
 
-/// Bytes of Thrift's compact protocol: field by field, in the order in which they are written.
+/// Bytes of Thrift's compact protocol: field by field, in writing order.
 mod thrift {
     /// The next field, a 32-bit number.
     pub(super) const I32: u8 = 0x15;
@@ -34,7 +35,7 @@ mod thrift {
     pub(super) const ELEMENTS: u8 = 9;
     pub(super) const STRUCT: u8 = 12;
     pub(super) const END: u8 = 0;
-    /// How deep structures and lists are within others: eight, as this program writes them.
+    /// How deep structures and lists may be within others. We write eight levels.
     pub(super) const DEPTH_MOST: u32 = 16;
 }
 
@@ -43,67 +44,72 @@ const DATA_PAGE: u64 = 0;
 const PLAIN: u64 = 0;
 const RLE: u64 = 6;
 
-/// How long a footer may be: about twice as long as this program's, and more for each row group. In memory it takes several times as
-/// much as in the file.
+/// How long a footer may be: twice as long as ours, and more for each row group. In memory it takes several times as much.
 const FOOTER_BYTES: u64 = 16 << 10;
 const GROUP_BYTES: u64 = 4 << 10;
 
 /// Where the pages of a file are.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// Their offsets, ascending, and at last that of the footer.
+    /// Their offsets, ascending, and finally the footer's.
     starts: Vec<u64>,
 }
 
 impl Layout {
     /// Checks a file. `schema` is the beginning of every footer, and `rows_most` the most rows.
     pub(crate) fn of(bytes: &[u8], schema: &[u8], rows_most: u64) -> Result<Self, SketchError> {
-        let damaged = |what: &str| SketchError::Damaged(what.to_owned());
         let (rest, tail) = bytes.split_at_checked(bytes.len().saturating_sub(TAIL)).ok_or(SketchError::CutOff)?;
-        let length = tail.first_chunk().map(|length| u32::from_le_bytes(*length)).ok_or(SketchError::CutOff)?;
+        let length = u32::from_le_bytes(*tail.first_chunk().ok_or(SketchError::CutOff)?);
         let length = usize::try_from(length).map_err(|_| SketchError::CutOff)?;
-        let (data, footer) =
-            rest.len().checked_sub(length).and_then(|at| rest.split_at_checked(at)).ok_or(SketchError::CutOff)?;
-        let groups = footer
-            .strip_prefix(schema)
-            .ok_or_else(|| SketchError::Foreign("its columns differ from the schema".to_owned()))?;
-        let malformed = || damaged("its footer is not in the written form");
+        let (data, footer) = rest.split_at(rest.len().checked_sub(length).ok_or(SketchError::CutOff)?);
+        let Some(groups) = footer.strip_prefix(schema) else {
+            return Err(SketchError::Foreign("its columns differ from the schema".to_owned()));
+        };
         let (rows, found) = counts(groups).ok_or_else(malformed)?;
         if rows > rows_most {
             return Err(SketchError::TooMuch { what: "workloads", found: rows, most: rows_most });
         }
         if found > rows {
-            return Err(damaged("it has more groups than rows"));
+            return Err(damaged(&"it has more groups than rows"));
         }
         if count(footer.len()) > FOOTER_BYTES + found * GROUP_BYTES {
-            return Err(damaged("its footer is longer than its groups need"));
+            return Err(damaged(&"its footer is longer than its groups need"));
         }
         let mut reader = Reader(groups);
-        reader.structure(rows_most, thrift::DEPTH_MOST).filter(|()| reader.0.is_empty()).ok_or_else(malformed)?;
-        let starts = starts(data).ok_or_else(|| damaged("its pages are not in the written form"))?;
+        if reader.structure(rows_most, thrift::DEPTH_MOST).is_none() || !reader.0.is_empty() {
+            return Err(malformed());
+        }
+        let starts = starts(data).ok_or_else(|| damaged(&"its pages are not in the written form"))?;
         Ok(Self { starts })
     }
 
     /// Whether so many bytes from an offset on are whole pages.
     pub(crate) fn holds(&self, from: u64, length: u64) -> bool {
-        let is_start = |at: u64| self.starts.binary_search(&at).is_ok();
-        is_start(from) && length > 0 && from.checked_add(length).is_some_and(is_start)
+        length > 0 && self.is_start(from) && from.checked_add(length).is_some_and(|end| self.is_start(end))
+    }
+
+    fn is_start(&self, at: u64) -> bool {
+        self.starts.binary_search(&at).is_ok()
     }
 }
 
-/// The part of the footer of a file without rows that is the same in all files: what is before the counts.
+fn malformed() -> SketchError {
+    damaged(&"its footer is not in the written form")
+}
+
+/// The beginning of the footer of a file without rows, up to the counts: all files have the same.
 pub(crate) fn schema_of(empty: &[u8]) -> &[u8] {
     let counts = [thrift::I64, 0, thrift::LIST, thrift::STRUCT];
-    let length = empty
-        .len()
-        .checked_sub(TAIL)
-        .and_then(|at| empty[at..].first_chunk())
-        .map(|length| u32::from_le_bytes(*length));
-    let footer = length
-        .and_then(|length| empty.get(empty.len().checked_sub(TAIL + usize::try_from(length).ok()?)?..))
-        .unwrap_or_default();
+    let footer = footer_of(empty).unwrap_or_default();
     let end = footer.windows(counts.len()).position(|window| window == counts).unwrap_or(0);
     &footer[..end]
+}
+
+/// The footer, its length and the magic number.
+fn footer_of(file: &[u8]) -> Option<&[u8]> {
+    let end = file.len().checked_sub(TAIL)?;
+    let length = u32::from_le_bytes(*file[end..].first_chunk()?);
+    file.get(end.checked_sub(usize::try_from(length).ok()?)?..)
 }
 
 /// The numbers of rows and of row groups.
@@ -116,7 +122,7 @@ fn counts(footer: &[u8]) -> Option<(u64, u64)> {
     (kind == thrift::STRUCT).then_some((rows, groups))
 }
 
-/// The offsets of the pages, and of what follows them.
+/// The offsets of the pages, and of the end of the last one.
 fn starts(data: &[u8]) -> Option<Vec<u64>> {
     let mut reader = Reader(data.get(MAGIC..)?);
     let mut starts = Vec::new();
@@ -143,7 +149,6 @@ fn starts(data: &[u8]) -> Option<Vec<u64>> {
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
-    /// Skips this byte.
     fn byte(&mut self, expected: u8) -> Option<()> {
         self.0 = self.0.strip_prefix(&[expected])?;
         Some(())
@@ -173,7 +178,7 @@ impl Reader<'_> {
         loop {
             match self.any()? {
                 thrift::END => return Some(()),
-                // A field with a number of its own, which could repeat another one.
+                // A field that gives its own number, and so could repeat another one.
                 header if header >> 4 == 0 => return None,
                 header if matches!(header & 15, thrift::TRUE | thrift::FALSE) => {}
                 header => self.value(header & 15, elements_most, depth)?,
@@ -181,7 +186,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Skips a value that is not a boolean.
+    /// Skips a value that isn't a boolean.
     fn value(&mut self, kind: u8, elements_most: u64, depth: u32) -> Option<()> {
         match kind {
             thrift::I8 => self.skip(1),
@@ -193,8 +198,10 @@ impl Reader<'_> {
             thrift::ELEMENTS => {
                 let depth = depth.checked_sub(1)?;
                 let (kind, elements) = self.list()?;
-                let bounded = Some(elements).filter(|&elements| elements <= elements_most)?;
-                (0..bounded).try_for_each(|_| self.value(kind, elements_most, depth))
+                if elements > elements_most {
+                    return None;
+                }
+                (0..elements).try_for_each(|_| self.value(kind, elements_most, depth))
             }
             thrift::STRUCT => self.structure(elements_most, depth),
             _ => None,
@@ -215,7 +222,8 @@ impl Reader<'_> {
 
     /// A number that is not negative.
     fn number(&mut self) -> Option<u64> {
-        self.varint().filter(|zigzag| zigzag % 2 == 0).map(|zigzag| zigzag / 2)
+        let zigzag = self.varint()?;
+        if zigzag % 2 == 0 { Some(zigzag / 2) } else { None }
     }
 
     /// Skips the next field, which has this zigzag-encoded value.

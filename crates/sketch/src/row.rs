@@ -6,14 +6,12 @@ use crate::sketch::{Estimate, Sketch};
 use pagefold_engine::units::PAGE_BYTES;
 use std::fmt;
 
-/// The longest name, bytes.
 pub const NAME_BYTES: usize = 1024;
-/// The largest number but times: 1 PiB. The rows of a file add up to less than 2^63, in engines that add 64-bit numbers.
+/// The largest number, except for times: 1 PiB. The rows of a file add up to less than 2^63, for engines that add 64-bit numbers.
 pub const NUMBER_MOST: u64 = 1 << 50;
 /// The latest time, in the year 2112.
 pub const TIME_MOST: u64 = 1 << 52;
 
-/// What a workload is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     Vm,
@@ -59,27 +57,25 @@ pub struct Row {
     pub workload: String,
     /// The trust domain. A workload in two domains has two rows.
     pub domain: String,
-    /// When the sketch was complete.
     pub time_us: u64,
-    /// When the former sketch was complete, or the first one began: the period that `came_bytes`, `went_bytes` and `broken_bytes` are of.
+    /// When the former sketch was complete, or the first one began: the start of the period for `came_bytes` to `broken_bytes`.
     pub since_us: u64,
     /// Resident anonymous memory that may be merged.
     pub anonymous_bytes: u64,
-    /// The part of it that the sketch rests on.
+    /// The part of it that the sketch covers.
     pub read_bytes: u64,
     /// Pages of zeros among them.
     pub zero_bytes: u64,
     /// The other pages, by the number of copies of their content within the workload: 1, 2, 3 to 15, 16 to 255, 256 and more.
     pub pages: [u64; CLASSES],
-    /// What the workload would save alone: all copies but one of each content, zeros included.
+    /// How much the workload would save alone: all copies but one of each content, zeros included.
     pub savable_bytes: u64,
-    /// What is saved now.
     pub saved_bytes: u64,
-    /// The most that was seen to come back in a period: merged pages that were written.
+    /// The most that we've seen come back in a period: merged pages that were written.
     pub take_back_bytes: u64,
-    /// Contents that the former sketch did not have, each once.
+    /// Contents that the former sketch didn't have, each once.
     pub came_bytes: u64,
-    /// Contents that it had, and this one does not.
+    /// Contents that it had, and this one doesn't.
     pub went_bytes: u64,
     /// Merged pages that were written in the period.
     pub broken_bytes: u64,
@@ -87,12 +83,12 @@ pub struct Row {
     pub cpu_millicores: u64,
     pub host_memory_bytes: u64,
     pub host_cpu_millicores: u64,
-    /// Its distinct contents but zeros.
+    /// Its distinct contents except zeros.
     pub sketch: Sketch,
 }
 
 impl Row {
-    /// One with a sketch and nothing else.
+    /// A row with a sketch and nothing else.
     pub fn blank(sketch: Sketch) -> Self {
         Self {
             host: String::new(),
@@ -119,7 +115,7 @@ impl Row {
         }
     }
 
-    /// Checks what no host reports. Files come from hosts that may be hostile.
+    /// Refuses values that no host reports. Files come from hosts that may be hostile.
     pub fn check(&self) -> Result<(), String> {
         for (name, text) in [("host", &self.host), ("workload", &self.workload), ("domain", &self.domain)] {
             if text.is_empty() || text.len() > NAME_BYTES {
@@ -146,7 +142,7 @@ impl Row {
                 return Err(format!("{name} is {part}, more than {whole_name}, {whole}"));
             }
         }
-        // An estimate may be too high by chance: by 10 % more than its bounds say it never is.
+        // An estimate may be too high by chance: we allow for 10 % more than its bounds do.
         let Estimate { low, .. } = self.sketch.contents();
         if 0.9 * low > all as f64 {
             return Err(format!("its sketch has at least {low:.0} contents in {all} pages"));

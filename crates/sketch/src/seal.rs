@@ -1,24 +1,22 @@
 //! The checksum of a file.
 //!
-//! Parquet has optional checksums for its pages and none for its metadata, which readers trust. Therefore the last entry
-//! of the key-value metadata is the XXH3-64 of the whole file, computed with zeros in place of its digits. A file that
-//! differs in any byte is refused before anything else in it is decoded.
+//! Parquet has optional checksums for its pages and none for its metadata, which readers trust. So the last entry of the key-value
+//! metadata is the XXH3-64 of the whole file, computed with zeros in place of its digits. We refuse a file that differs in any byte
+//! before we decode anything else in it.
 
 use std::hash::Hasher;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use thiserror::Error;
 use twox_hash::XxHash3_64;
 
-/// Prefix of the value.
 const MARK: &[u8] = b"xxh3-64:";
-/// Hexadecimal digits of the value.
 const DIGITS: usize = 16;
 /// Parquet's magic number at both ends of the file.
 const MAGIC: &[u8] = b"PAR1";
 /// The checksum is near the end: only the program's name, the columns' order and the footer's length follow it.
 const TAIL_BYTES: u64 = 4096;
 
-/// Why a file is not as it was written.
+/// Why a file isn't as we wrote it.
 #[derive(Debug, Error)]
 pub enum SealError {
     #[error("it cannot be read: {0}")]
@@ -27,7 +25,7 @@ pub enum SealError {
     NotParquet,
     #[error("it is cut off, or something follows its end")]
     CutOff,
-    /// Whether it was written by pagefold, so that it should have one.
+    /// `ours`: pagefold wrote it, so it should have one.
     #[error("it has no checksum")]
     NoChecksum { ours: bool },
     #[error("its checksum is wrong")]
@@ -38,17 +36,16 @@ pub enum SealError {
 pub const KEY_SCHEMA: &str = "pagefold.schema";
 /// Version of the program that wrote the file.
 pub const KEY_VERSION: &str = "pagefold.version";
-/// See [`blank`].
 const KEY_CHECKSUM: &str = "pagefold.checksum";
 
-/// The entries of a file's metadata, as `entry` makes them, with the checksum.
+/// The entries of a file's metadata, made by `entry`, with the checksum.
 pub fn entries<T>(own: &[(&str, String)], entry: fn(String, String) -> T) -> Vec<T> {
-    // Last, because it is searched for near the end of the file.
+    // Last, because we look for it near the end of the file.
     let checksum = (KEY_CHECKSUM, blank());
     own.iter().chain([&checksum]).map(|(key, value)| entry((*key).to_owned(), value.clone())).collect()
 }
 
-/// The placeholder until the checksum is known.
+/// The placeholder until we know the checksum.
 pub fn blank() -> String {
     format!("{}{:0DIGITS$x}", String::from_utf8_lossy(MARK), 0)
 }
@@ -92,7 +89,7 @@ impl<W: Write + Read + Seek> Sealing<W> {
 }
 
 /// The offset of the digits, after the last mark in the file.
-fn find(file: &mut (impl Read + Seek), bytes: u64) -> io::Result<Option<u64>> {
+fn find<F: Read + Seek>(file: &mut F, bytes: u64) -> io::Result<Option<u64>> {
     let from = bytes.saturating_sub(TAIL_BYTES);
     let tail = read(file, from, TAIL_BYTES)?;
     let last = tail.windows(MARK.len() + DIGITS).rposition(|window| window.starts_with(MARK));
@@ -100,7 +97,7 @@ fn find(file: &mut (impl Read + Seek), bytes: u64) -> io::Result<Option<u64>> {
 }
 
 /// Reads at most `bytes` bytes at `from`.
-fn read(file: &mut (impl Read + Seek), from: u64, bytes: u64) -> io::Result<Vec<u8>> {
+fn read<F: Read + Seek>(file: &mut F, from: u64, bytes: u64) -> io::Result<Vec<u8>> {
     let mut read = Vec::new();
     file.seek(SeekFrom::Start(from))?;
     file.take(bytes).read_to_end(&mut read)?;
@@ -108,7 +105,7 @@ fn read(file: &mut (impl Read + Seek), from: u64, bytes: u64) -> io::Result<Vec<
 }
 
 /// Checks that the file is unchanged since it was written, and returns to its beginning.
-pub fn check(file: &mut (impl Read + Seek)) -> Result<(), SealError> {
+pub fn check<F: Read + Seek>(file: &mut F) -> Result<(), SealError> {
     let bytes = file.seek(SeekFrom::End(0))?;
     if read(file, 0, MAGIC.len() as u64)? != MAGIC {
         return Err(SealError::NotParquet);
@@ -129,27 +126,28 @@ pub fn check(file: &mut (impl Read + Seek)) -> Result<(), SealError> {
 }
 
 /// The checksum of a file with zeros in place of the digits at `place`, and the digits.
-fn checksum(file: &mut (impl Read + Seek), place: u64) -> io::Result<(u64, Vec<u8>)> {
+fn checksum<F: Read + Seek>(file: &mut F, place: u64) -> io::Result<(u64, Vec<u8>)> {
     let digits = read(file, place, DIGITS as u64)?;
-    file.seek(SeekFrom::Start(0))?;
     let mut hasher = XxHash3_64::new();
-    let mut buffer = vec![0; 1 << 16];
-    let mut hash = |part: &mut dyn Read| -> io::Result<()> {
-        loop {
-            match part.read(&mut buffer)? {
-                0 => return Ok(()),
-                read => hasher.write(&buffer[..read]),
-            }
-        }
-    };
-    hash(&mut Read::by_ref(file).take(place))?;
-    hash(&mut &[b'0'; DIGITS][..])?;
+    file.seek(SeekFrom::Start(0))?;
+    hash(&mut hasher, Read::by_ref(file).take(place))?;
+    hasher.write(&[b'0'; DIGITS]);
     file.seek(SeekFrom::Start(place + DIGITS as u64))?;
-    hash(file)?;
+    hash(&mut hasher, file)?;
     Ok((hasher.finish(), digits))
 }
 
-/// Corrects the checksum of changed bytes, if its place can still be found: for tests and fuzzing of later checks.
+fn hash(hasher: &mut XxHash3_64, mut part: impl Read) -> io::Result<()> {
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        match part.read(&mut buffer)? {
+            0 => return Ok(()),
+            read => hasher.write(&buffer[..read]),
+        }
+    }
+}
+
+/// Corrects the checksum of changed bytes, if we still find its place: for tests and fuzzing of later checks.
 pub fn reseal(bytes: &mut [u8]) -> io::Result<()> {
     let mut file = io::Cursor::new(bytes);
     let length = file.get_ref().len() as u64;

@@ -1,41 +1,39 @@
 //! A theta sketch (Apache DataSketches) of distinct contents.
 //!
-//! It keeps the contents whose hash is below a threshold, theta, so any two sketches keep the same of what both hold ("coordinated
-//! sampling"). What two workloads have in common is estimated from what both sketches keep below the lower of both thresholds.
+//! A sketch keeps the contents whose hash is below a threshold, theta. So any two sketches keep the same ones of their common contents
+//! ("coordinated sampling"), and we estimate how much two workloads share from the entries of both below the lower threshold.
 
 use crate::key::Content;
 use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
 use pagefold_engine::units::PAGE_BYTES;
 
-/// The longest serialised form: 32 KiB.
 pub const SKETCH_BYTES: usize = 32 << 10;
-/// Bytes before the entries of one that is full.
+/// Bytes before the entries of a full one.
 const PREAMBLE_BYTES: usize = 24;
-/// The most entries, so that it fits.
+/// This many entries fit.
 pub const SKETCH_ENTRIES: usize = (SKETCH_BYTES - PREAMBLE_BYTES) / size_of::<u64>();
-/// Twice this, and a sixteenth less, is what the library keeps before it drops entries again.
+/// The library keeps up to twice this many, less a sixteenth, before it drops entries again.
 pub(crate) const LG_NOMINAL: u8 = 12;
 
-/// What theta is before anything was left out.
+/// Theta as long as nothing has been left out.
 pub(crate) const MAX_THETA: u64 = i64::MAX as u64;
 /// The lowest theta: a host of 2^40 contents has 4 PiB.
 const MIN_THETA: u64 = MAX_THETA >> 40;
 
-/// The serial version that is written, and the only one that is read: the next one packs entries, which not all readers know.
+/// The serial version that we write, and the only one that we read: the next one packs entries, which not all readers know.
 const SERIAL_VERSION: u8 = 3;
 /// The family of theta sketches in compact form.
 const FAMILY: u8 = 3;
 /// Read-only, compact, and ordered.
 const FLAGS: u8 = 0b1_1010;
 const FLAG_EMPTY: u8 = 1 << 2;
-/// What the library's default seed, 9001, is hashed to.
+/// The hash of the library's default seed, 9001.
 const SEED_HASH: u16 = 0x93cc;
 
-/// Distinct contents of a workload; not the page of zeros.
+/// Distinct contents of a workload, without the page of zeros.
 #[derive(Clone, Debug)]
 pub struct Sketch(CompactThetaSketch);
 
-/// A number of contents, estimated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
     /// Contents, each of one page.
@@ -46,19 +44,19 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// What as many pages hold, bytes.
+    /// Bytes in as many pages.
     pub fn bytes(self) -> f64 {
         self.contents * PAGE_BYTES as f64
     }
 
-    /// Of contents that are each kept with the probability `theta`, `kept` were. The bounds are those of a score interval, as those of
-    /// pagefold-fleet's reports are: unlike the library's, they are also right if next to nothing is kept.
+    /// The estimate if a content is kept with probability `theta` and `kept` were. The bounds are a score interval, like in
+    /// pagefold-fleet's reports: unlike the library's, they're also right if next to nothing is kept.
     fn of_share(kept: usize, theta: f64) -> Self {
         let kept = kept as f64;
         let variance = 4.0 * (1.0 - theta);
         let middle = kept + variance / 2.0;
         let reach = (kept * variance + variance * variance / 4.0).sqrt();
-        // By rounding alone, the lower bound of nothing may be a little less.
+        // By rounding alone, the lower bound of nothing may be slightly negative.
         Self { contents: kept / theta, low: ((middle - reach) / theta).max(0.0), high: (middle + reach) / theta }
     }
 
@@ -68,14 +66,16 @@ impl Estimate {
 }
 
 impl Sketch {
-    /// A sketch of some contents: for tests and simulations.
+    /// A sketch of some contents, for tests and simulations.
     pub fn of(contents: impl IntoIterator<Item = Content>) -> Self {
         let mut counter = crate::Counter::new();
-        contents.into_iter().for_each(|content| counter.add(content));
+        for content in contents {
+            counter.add(content);
+        }
         counter.finish().sketch
     }
 
-    /// From what a table of the library keeps: hashes below theta, in any order.
+    /// Makes a sketch from the hashes in a table of the library: all are below theta, in any order.
     pub(crate) fn of_hashes(mut hashes: Vec<u64>, mut theta: u64) -> Result<Self, String> {
         hashes.sort_unstable();
         if let Some(&next) = hashes.get(SKETCH_ENTRIES) {
@@ -85,16 +85,19 @@ impl Sketch {
         Self::from_bytes(&serialized(&hashes, theta))
     }
 
-    /// Reads the library's serialised form, as this program writes it: ordered, not packed.
+    /// Reads the library's serialised form as we write it: ordered, not packed.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, String> {
         if bytes.len() > SKETCH_BYTES {
             return Err(format!("it has {} bytes, more than {SKETCH_BYTES}", bytes.len()));
         }
-        if let Some(&version) = bytes.get(1).filter(|version| **version != SERIAL_VERSION) {
-            return Err(format!("its serial version is {version}, not {SERIAL_VERSION}"));
+        match bytes.get(1) {
+            Some(&version) if version != SERIAL_VERSION => {
+                return Err(format!("its serial version is {version}, not {SERIAL_VERSION}"));
+            }
+            _ => {}
         }
         let sketch = CompactThetaSketch::deserialize(bytes).map_err(|error| crate::one_line(&error))?;
-        // The library takes entries in any order, repeated ones, and bytes after the last.
+        // The library accepts entries in any order, repeated ones, and bytes after the last.
         let mut last = 0;
         let ascending = sketch.iter().all(|entry| entry.hash() > std::mem::replace(&mut last, entry.hash()));
         if !ascending || sketch.serialize() != bytes {
@@ -118,13 +121,12 @@ impl Sketch {
     /// How many contents are in both.
     pub fn common(&self, other: &Self) -> Estimate {
         let mut both = ThetaIntersection::default();
-        // Fails only for sketches of other seeds or with repeated entries, which `from_bytes` refuses.
+        // This only fails for sketches of other seeds or with repeated entries, which `from_bytes` refuses.
         let done = both.update(&self.0).and_then(|()| both.update(&other.0));
         debug_assert!(done.is_ok(), "{done:?}");
         let kept = both.to_sketch(true).map_or(0, |both| both.num_retained());
-        // Nothing is in both if one is known to hold nothing.
-        let is_nothing = |sketch: &Self| sketch.is_empty() && sketch.theta() == MAX_THETA;
-        let theta = if is_nothing(self) || is_nothing(other) { MAX_THETA } else { self.theta().min(other.theta()) };
+        let is_empty = self.is_surely_empty() || other.is_surely_empty();
+        let theta = if is_empty { MAX_THETA } else { self.theta().min(other.theta()) };
         Estimate::of_share(kept, theta as f64 / MAX_THETA as f64)
     }
 
@@ -148,6 +150,11 @@ impl Sketch {
         self.len() == 0
     }
 
+    /// Whether we know that there are no contents, not just that the sample has none.
+    fn is_surely_empty(&self) -> bool {
+        self.is_empty() && self.theta() == MAX_THETA
+    }
+
     /// The threshold, of 2^63.
     pub fn theta(&self) -> u64 {
         self.0.theta64()
@@ -160,8 +167,7 @@ impl PartialEq for Sketch {
     }
 }
 
-/// The library's form of ascending hashes. Its tables of counts have no conversion to a sketch, and its sketches no way in for
-/// hashes but this one.
+/// The library's form of ascending hashes: its only way to make a sketch of them, or of its own tables of counts.
 fn serialized(hashes: &[u64], theta: u64) -> Vec<u8> {
     let estimated = theta < MAX_THETA;
     let (longs, flags) = match hashes.len() {
@@ -170,7 +176,7 @@ fn serialized(hashes: &[u64], theta: u64) -> Vec<u8> {
         _ => (if estimated { 3 } else { 2 }, FLAGS),
     };
     let mut bytes = vec![longs, SERIAL_VERSION, FAMILY, 0, 0, flags];
-    // The empty one belongs to any seed.
+    // An empty sketch belongs to any seed.
     bytes.extend(if flags & FLAG_EMPTY == 0 { SEED_HASH } else { 0 }.to_le_bytes());
     if longs > 1 {
         // At most `SKETCH_ENTRIES`.
@@ -180,7 +186,9 @@ fn serialized(hashes: &[u64], theta: u64) -> Vec<u8> {
     if estimated {
         bytes.extend(theta.to_le_bytes());
     }
-    bytes.extend(hashes.iter().flat_map(|hash| hash.to_le_bytes()));
+    for hash in hashes {
+        bytes.extend(hash.to_le_bytes());
+    }
     bytes
 }
 
@@ -230,7 +238,7 @@ mod tests {
         near(a.without(&b), 40_000.0);
         let none = Estimate { contents: 0.0, low: 0.0, high: 0.0 };
         assert_eq!(a.common(&Sketch::of([])), none);
-        // That nothing common was kept does not mean that there is nothing.
+        // If we've kept nothing common, there may still be something.
         let little = a.common(&Sketch::of(contents(1 << 40..(1 << 40) + 9)));
         assert!(little.contents == 0.0 && little.low == 0.0 && little.high > 10.0, "{little:?}");
         // Small ones are exact.

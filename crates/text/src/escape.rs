@@ -1,15 +1,20 @@
-//! Names of programs, files and cgroups are chosen by others: how they become text that no terminal obeys.
+//! Others choose the names of programs, files and cgroups. Here they become text that no terminal obeys.
 
 /// Makes untrusted text safe to print: escapes control characters and characters that reorder a line.
 pub fn printable(text: &[u8]) -> String {
-    String::from_utf8_lossy(text)
-        .chars()
-        .flat_map(|c| if is_unsafe(c) { c.escape_default().collect::<Vec<_>>() } else { vec![c] })
-        .collect()
+    let mut safe = String::with_capacity(text.len());
+    for c in String::from_utf8_lossy(text).chars() {
+        if is_unsafe(c) {
+            safe.extend(c.escape_default());
+        } else {
+            safe.push(c);
+        }
+    }
+    safe
 }
 
-/// Whether a terminal may obey a character, or show a line that contains it as another one: control characters (C0, DEL and
-/// C1), and those that are invisible or change the direction of text.
+/// Whether a terminal may obey a character, or show its line as another one: control characters (C0, DEL and C1), and
+/// characters that are invisible or change the direction of text.
 pub fn is_unsafe(c: char) -> bool {
     c.is_control()
         || matches!(

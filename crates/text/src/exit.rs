@@ -4,7 +4,6 @@
 
 use std::fmt;
 
-/// Success.
 pub const OK: u8 = 0;
 /// A failure without a code of its own.
 pub const FAILURE: u8 = 1;
@@ -16,22 +15,21 @@ pub const NOT_PERMITTED: u8 = 3;
 pub const NO_KERNEL_SUPPORT: u8 = 4;
 /// Nothing is in scope, or a named process does not exist.
 pub const NO_SCOPE: u8 = 5;
-/// The target is left alone: traced, frozen, ended, a kernel thread, or on the deny list.
+/// We leave the target alone: it's traced, frozen, ended, a kernel thread, or on the deny list.
 pub const REFUSED: u8 = 6;
 /// Another program controls KSM.
 pub const KSM_TAKEN: u8 = 7;
 /// No `pagefold run` is running.
 pub const NO_DAEMON: u8 = 8;
 
-/// `exec` only: the program cannot be executed.
+/// `exec` only: the program can't be executed.
 pub const NOT_EXECUTABLE: u8 = 126;
-/// `exec` only: the program does not exist.
+/// `exec` only: the program doesn't exist.
 pub const NOT_FOUND: u8 = 127;
 
 /// An error with an exit code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exit {
-    /// One of this module's codes.
     pub code: u8,
     /// What failed and why; what to do.
     pub line: String,

@@ -17,10 +17,6 @@ pub fn thousands(number: u64) -> String {
 pub fn time(seconds: f64) -> String {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "not negative; saturates")]
     let whole = seconds.max(0.0).round() as u64;
-    let pair = |large: u64, unit: &str, small: u64, part: &str| match small {
-        0 => format!("{large} {unit}"),
-        _ => format!("{large} {unit} {small} {part}"),
-    };
     match whole {
         _ if seconds < 0.95 => format!("{:.0} ms", seconds.max(0.0) * 1e3),
         _ if seconds < 9.95 => format!("{seconds:.1} s"),
@@ -31,19 +27,27 @@ pub fn time(seconds: f64) -> String {
     }
 }
 
+/// A time in two units, or in one if nothing is left for the other.
+fn pair(large: u64, unit: &str, small: u64, part: &str) -> String {
+    if small == 0 { format!("{large} {unit}") } else { format!("{large} {unit} {small} {part}") }
+}
+
 /// Text broken into lines of at most `width` characters, between words.
 pub fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let mut length = 0;
     for word in text.split_whitespace() {
         let more = word.chars().count();
-        if let Some(line) = lines.last_mut().filter(|_| length + 1 + more <= width) {
-            line.push(' ');
-            line.push_str(word);
-            length += 1 + more;
-        } else {
-            lines.push(word.to_owned());
-            length = more;
+        match lines.last_mut() {
+            Some(line) if length + 1 + more <= width => {
+                line.push(' ');
+                line.push_str(word);
+                length += 1 + more;
+            }
+            _ => {
+                lines.push(word.to_owned());
+                length = more;
+            }
         }
     }
     lines

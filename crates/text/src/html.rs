@@ -1,4 +1,4 @@
-//! Web pages: the frame, escaping, and how they are written.
+//! Web pages: the frame, escaping, and writing them.
 //!
 //! A page is one file. Its policy lets the browser load nothing and run no script, whatever a name contains.
 
@@ -8,7 +8,7 @@ use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::Path;
 
-/// The whole page: its title, its style sheet, and what is in it.
+/// The whole page: its title, its style sheet and its body.
 pub fn page(title: &str, style: &str, body: &str) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -24,19 +24,15 @@ pub fn page(title: &str, style: &str, body: &str) -> String {
 /// Escapes a text: programs, files and cgroups can have any name.
 pub fn escape(text: &str) -> String {
     let text = printable(text.as_bytes());
-    let entity = |letter| match letter {
-        '&' => "&amp;",
-        '<' => "&lt;",
-        '>' => "&gt;",
-        '"' => "&quot;",
-        '\'' => "&#39;",
-        _ => "",
-    };
     let mut safe = String::with_capacity(text.len());
     for letter in text.chars() {
-        match entity(letter) {
-            "" => safe.push(letter),
-            entity => safe.push_str(entity),
+        match letter {
+            '&' => safe.push_str("&amp;"),
+            '<' => safe.push_str("&lt;"),
+            '>' => safe.push_str("&gt;"),
+            '"' => safe.push_str("&quot;"),
+            '\'' => safe.push_str("&#39;"),
+            other => safe.push(other),
         }
     }
     safe
@@ -45,7 +41,7 @@ pub fn escape(text: &str) -> String {
 /// Writes a page to a file, which may be there already.
 ///
 /// # Errors
-/// It cannot be written, or is a link, which another user may have put there.
+/// We can't write it, or it's a link, which another user may have put there.
 pub fn write(path: &Path, page: &str) -> io::Result<()> {
     let mut file = regular::open(path, OpenOptions::new().write(true).create(true).truncate(false))?;
     file.set_len(0)?;

@@ -1,13 +1,13 @@
-//! Text: what people and browsers read, whatever the names in it contain. A leaf: it knows nothing of pagefold, nor of other processes.
+//! Text for people and browsers, whatever the names in it contain. A leaf: it knows nothing of pagefold, nor of other processes.
 //!
-//! | what | module |
+//! | text | module |
 //! | --- | --- |
 //! | names that others have chosen, fit to print | [`escape`] |
 //! | sizes, shares, times, counts; wrapped text | [`style`], [`figures`] |
 //! | tables, colour, progress | [`table`], [`style`], [`progress`] |
-//! | standard error, which never delays a daemon; queues for what may not take it | [`messages`], [`sink`] |
-//! | web pages: the frame, escaping, and how they are written | [`html`] |
-//! | opening a file that is what it seems to be | [`regular`] |
+//! | standard error, which never delays a daemon; queues for readers that may not read | [`messages`], [`sink`] |
+//! | web pages: the frame, escaping, and writing them | [`html`] |
+//! | opening a file that's really a regular file | [`regular`] |
 //! | exit codes, and errors of one line; parsing a command line | [`exit`], `program` |
 #![forbid(unsafe_code)]
 

@@ -9,12 +9,10 @@ use std::io::{self, IsTerminal, Write, stderr};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// Bytes of messages that wait.
 const ROOM: usize = 1 << 20;
-/// How long the end waits for those that nobody has read.
+/// How long we wait at the end for messages that nobody has read.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// The messages of a daemon.
 #[derive(Debug)]
 struct Messages {
     program: &'static str,
@@ -23,13 +21,13 @@ struct Messages {
 
 static MESSAGES: OnceLock<Messages> = OnceLock::new();
 
-/// From now on no message waits for a reader, not even that of a panic. They wait for [`start`], since a thread must not be
-/// started before rights are given up.
+/// From now on no message waits for a reader, not even a panic's. They wait for [`start`], since we mustn't start a thread
+/// before we give up rights.
 pub fn never_wait(program: &'static str) {
     if MESSAGES.set(Messages { program, queue: Sink::new(ROOM) }).is_ok() {
         std::panic::set_hook(Box::new(move |panic| {
             complain(program, &panic.to_string());
-            // The thread that panics may be the one that the process ends with.
+            // The process may end with the thread that panics.
             flush();
         }));
     }
@@ -50,7 +48,7 @@ pub fn start() -> io::Result<()> {
 /// Waits a moment until the messages are read.
 pub fn flush() {
     if let Some(Messages { queue, .. }) = MESSAGES.get() {
-        // A run that was refused has not started the thread. Without one there is nobody to wait for.
+        // A run that was refused hasn't started the thread. Without one there is nobody to wait for.
         if start().is_ok() {
             queue.flush(END_LIMIT);
         }
@@ -69,7 +67,6 @@ pub fn log(rank: &str, line: &str) {
     write(format!("{clear}{rank}{program}: {}\n", printable(line.as_bytes())));
 }
 
-/// Writes a text as it is.
 pub(crate) fn write(text: String) {
     match MESSAGES.get() {
         None => print(&text),
@@ -80,7 +77,7 @@ pub(crate) fn write(text: String) {
     }
 }
 
-/// Writes a text that the next one replaces. It's left out while another one waits.
+/// Writes a text that the next one replaces. We leave it out while another one waits.
 pub(crate) fn write_if_idle(text: String) {
     if MESSAGES.get().is_none_or(|messages| messages.queue.is_idle()) {
         write(text);

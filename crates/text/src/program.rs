@@ -9,7 +9,7 @@ use std::process::ExitCode;
 /// Parses the command line.
 ///
 /// # Errors
-/// The exit code, after help, version or a usage error has been printed. A usage error is one line on standard error.
+/// The exit code, after we've printed help, version or a usage error. A usage error is one line on standard error.
 pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
     Cli::try_parse().map_err(|error| {
         use ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
@@ -44,7 +44,7 @@ pub fn finish(program: &str, result: anyhow::Result<u8>) -> ExitCode {
     code.into()
 }
 
-/// The exit code of an error: that of the first [`Exit`] in its chain, or [`exit::FAILURE`].
+/// The exit code of an error: the one of the first [`Exit`] in its chain, or [`exit::FAILURE`].
 pub fn code_of(error: &anyhow::Error) -> u8 {
     error.chain().find_map(|cause| cause.downcast_ref::<Exit>()).map_or(exit::FAILURE, |exit| exit.code)
 }

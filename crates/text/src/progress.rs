@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 
 const BAR: usize = 24;
 
-/// Time between two drawings.
 const INTERVAL: Duration = Duration::from_millis(120);
 
-/// A line on standard error that is rewritten in place. Hidden where standard error is not a terminal.
+/// A line on standard error that we rewrite in place. Hidden where standard error isn't a terminal.
 #[derive(Debug)]
 pub struct Progress {
     hidden: bool,
@@ -27,18 +26,15 @@ impl Default for Progress {
 }
 
 impl Progress {
-    /// A line that is not drawn yet.
     pub fn new() -> Self {
         Self { hidden: !stderr().is_terminal(), began: Instant::now(), drawn: Mutex::new(None) }
     }
 
-    /// Whether nothing is ever drawn.
     pub fn is_hidden(&self) -> bool {
         self.hidden
     }
 
-    /// Shows a message, with a bar if the completed share (0 to 1) is known, and the time elapsed. Calls in quick
-    /// succession are not drawn.
+    /// Shows a message, a bar if we know the completed share (0 to 1), and the time elapsed; not more often than [`INTERVAL`].
     pub fn show(&self, message: &str, share: Option<f64>) {
         let mut drawn = self.drawn.lock().unwrap_or_else(PoisonError::into_inner);
         if self.hidden || drawn.is_some_and(|drawn| drawn.elapsed() < INTERVAL) {
@@ -59,7 +55,6 @@ impl Progress {
         }
     }
 
-    /// Removes the progress line.
     pub fn clear(&self) {
         if self.drawn.lock().unwrap_or_else(PoisonError::into_inner).take().is_some() {
             messages::write("\r\x1b[K".to_owned());

@@ -5,10 +5,10 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Opens a regular file. Links are not followed, and a pipe without a partner is not waited for.
+/// Opens a regular file. Doesn't follow links, and doesn't wait for the partner of a pipe.
 ///
 /// # Errors
-/// It cannot be opened, or is not a regular file.
+/// We can't open it, or it's not a regular file.
 pub fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let file = options.custom_flags(flags).open(path).map_err(|error| match error.raw_os_error() {

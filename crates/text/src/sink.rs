@@ -1,7 +1,7 @@
-//! A queue in front of something that may stop taking what it's given: a pipe that nobody reads, a disk that doesn't answer.
+//! A queue in front of something that may stop taking more: a pipe that nobody reads, a disk that doesn't answer.
 //!
-//! One thread writes, and nobody else waits for it. Once the queue is full we lose what comes, until the thread has caught up;
-//! then it's told how much that was, so that the gap shows where it is.
+//! One thread writes, and nobody else waits for it. Once the queue is full we lose new items, until the thread has caught up;
+//! then we tell it how many they were, so that the gap shows where it is.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,10 +9,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// What the thread is to write.
+/// The thread's next piece of work.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next<T> {
-    /// An item of the queue.
     Item(T),
     /// So many items were lost here.
     Gap(u64),
@@ -22,7 +21,6 @@ pub enum Next<T> {
 #[derive(Debug)]
 pub struct Sink<T> {
     shared: Arc<Shared<T>>,
-    /// Bytes that may wait.
     room: usize,
 }
 
@@ -58,17 +56,19 @@ impl<T: Send + 'static> Sink<T> {
             return Ok(());
         }
         let shared = self.shared.clone();
-        let spawned = thread::Builder::new().name(name.to_owned()).spawn(move || shared.write_all(write));
-        if spawned.is_err() {
-            self.shared.lock().has_thread = false;
+        match thread::Builder::new().name(name.to_owned()).spawn(move || shared.write_all(write)) {
+            Ok(_) => Ok(()),
+            Err(error) => {
+                self.shared.lock().has_thread = false;
+                Err(error)
+            }
         }
-        spawned.map(drop)
     }
 
-    /// Adds an item. Returns false if there's no room: then it's lost. For one of no size there's always room.
+    /// Adds an item. Returns false if there's no room and so it's lost. For an item of no size there's always room.
     pub fn put(&self, item: T, bytes: usize) -> bool {
         let mut queue = self.shared.lock();
-        // After a loss everything is lost until the thread has caught up: a gap has one place.
+        // After a loss we lose everything until the thread has caught up: a gap has one place.
         if bytes > 0 && (queue.lost > 0 || queue.bytes + bytes > self.room) {
             queue.lost += 1;
             return false;
@@ -79,13 +79,12 @@ impl<T: Send + 'static> Sink<T> {
         true
     }
 
-    /// Waits until everything is written, for at most `limit`. Returns how many items are not.
+    /// Waits until everything is written, for at most `limit`. Returns how many items aren't.
     pub fn flush(&self, limit: Duration) -> usize {
         let wait = self.shared.changed.wait_timeout_while(self.shared.lock(), limit, |queue| !queue.is_idle());
         wait.unwrap_or_else(PoisonError::into_inner).0.unwritten()
     }
 
-    /// Whether everything is written.
     pub fn is_idle(&self) -> bool {
         self.shared.lock().is_idle()
     }
@@ -142,7 +141,7 @@ mod tests {
     use super::*;
     use std::sync::mpsc::{Receiver, channel};
 
-    /// A sink whose thread waits for a permit before each write, and what it has written.
+    /// A sink whose thread waits for a permit before each write, and the items that it has written.
     fn slow(room: usize) -> (Sink<u32>, std::sync::mpsc::Sender<()>, Receiver<Next<u32>>) {
         let (permit, permits) = channel();
         let (written, writes) = channel();

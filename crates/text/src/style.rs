@@ -1,7 +1,7 @@
 //! Text for terminals: sizes, shares, bars, counts, and colour where standard output supports it.
 //!
-//! Names of programs, files and cgroups are chosen by others. So all text is written by [`print()`], [`json`] or
-//! [`complain`](crate::messages::complain), which let no character of theirs reach a terminal that it may obey.
+//! Others choose the names of programs, files and cgroups. So [`print()`], [`json`] or [`complain`](crate::messages::complain)
+//! write all text: they let no character through that a terminal may obey.
 
 use crate::escape::is_unsafe;
 use crate::figures::wrap;
@@ -13,13 +13,12 @@ use std::thread;
 use std::time::Duration;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// Whether to colour standard output: it is a terminal that is not dumb, and `NO_COLOR` is not set (<https://no-color.org>).
+/// Whether to colour standard output: it's a terminal that isn't dumb, and `NO_COLOR` isn't set (<https://no-color.org>).
 pub fn colours() -> bool {
-    let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    io::stdout().is_terminal() && !set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+    let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    io::stdout().is_terminal() && !unwanted && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// Text with or without colour.
 #[derive(Clone, Copy, Debug)]
 pub struct Style {
     on: bool,
@@ -31,7 +30,6 @@ impl Style {
         Self { on: colours() }
     }
 
-    /// Without colour.
     pub fn plain_text() -> Self {
         Self { on: false }
     }
@@ -104,38 +102,43 @@ pub fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
 }
 
-/// Cuts text to `width` columns, the last an ellipsis if anything was cut.
+/// Cuts text to `width` columns, the last one an ellipsis if we cut anything.
 pub fn shorten(text: &str, width: usize) -> String {
     if text.width() <= width {
         return text.to_owned();
     }
+    let mut short = String::new();
     let mut columns = 0;
-    let fits = |c: &char| {
+    for c in text.chars() {
         columns += c.width().unwrap_or(0);
-        columns < width
-    };
-    let mut short: String = text.chars().take_while(fits).collect();
+        if columns >= width {
+            break;
+        }
+        short.push(c);
+    }
     short.push('…');
     short
 }
 
-/// Writes to standard output. A closed pipe (`| head`) is not an error. Characters that a terminal may obey are escaped,
-/// other than line ends and, on a terminal, the codes of [`Style`]. A name must not contain line ends: see
+/// Writes to standard output. A closed pipe (`| head`) isn't an error. Escapes characters that a terminal may obey, other than
+/// line ends and, on a terminal, the codes of [`Style`]. A name must not contain line ends: see
 /// [`printable`](crate::escape::printable).
 pub fn print(text: &str) -> io::Result<()> {
     write(&visible(text, io::stdout().is_terminal()))
 }
 
-/// The same at the end of a daemon, which a reader that doesn't read may delay by `limit` only.
+/// Does the same at the end of a daemon. A reader that doesn't read delays it by `limit` at most.
 ///
 /// # Errors
-/// Also if it has not been read in time.
+/// Also if nobody has read it in time.
 pub fn print_within(limit: Duration, text: &str) -> io::Result<()> {
     let text = text.to_owned();
     let (done, written) = channel();
     thread::Builder::new().name("summary".to_owned()).spawn(move || done.send(print(&text)))?;
-    let late = |_| Err(io::Error::new(io::ErrorKind::TimedOut, "nobody reads standard output"));
-    written.recv_timeout(limit).unwrap_or_else(late)
+    match written.recv_timeout(limit) {
+        Ok(printed) => printed,
+        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, "nobody reads standard output")),
+    }
 }
 
 /// Writes drawings, which move the cursor, to standard output.
@@ -143,12 +146,12 @@ pub fn draw(text: &str) -> io::Result<()> {
     write(text)
 }
 
-/// A value as indented JSON with a line end. Characters that a terminal may obey are escaped.
+/// A value as indented JSON with a line end. Escapes characters that a terminal may obey.
 pub fn json(value: &impl Serialize) -> serde_json::Result<String> {
-    serde_json::to_string_pretty(value).map(|text| visible_json(&text) + "\n")
+    Ok(visible_json(&serde_json::to_string_pretty(value)?) + "\n")
 }
 
-/// Escapes characters that a terminal may obey in the text of a JSON value, which can have them in strings only.
+/// Escapes characters that a terminal may obey in the text of a JSON value, which can only have them in strings.
 pub fn visible_json(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for character in text.chars() {
@@ -163,21 +166,24 @@ pub fn visible_json(text: &str) -> String {
     safe
 }
 
-/// Escapes what [`print()`] does not let pass.
+/// Escapes the characters that [`print()`] doesn't let pass.
 fn visible(text: &str, coloured: bool) -> String {
     let mut safe = String::with_capacity(text.len());
     for (at, character) in text.char_indices() {
-        let is_code = || {
-            let rest = text[at..].strip_prefix("\x1b[")?;
-            rest.trim_start_matches(|c: char| c.is_ascii_digit() || c == ';').starts_with('m').then_some(())
-        };
-        if character == '\n' || !is_unsafe(character) || character == '\x1b' && coloured && is_code().is_some() {
+        let is_code = coloured && is_colour_code(&text[at..]);
+        if character == '\n' || !is_unsafe(character) || is_code {
             safe.push(character);
         } else {
             safe.extend(character.escape_default());
         }
     }
     safe
+}
+
+/// Whether a text begins with a code of [`Style`].
+fn is_colour_code(text: &str) -> bool {
+    let Some(rest) = text.strip_prefix("\x1b[") else { return false };
+    rest.trim_start_matches(|c: char| c.is_ascii_digit() || c == ';').starts_with('m')
 }
 
 fn write(text: &str) -> io::Result<()> {
@@ -193,7 +199,6 @@ pub trait Lines {
     /// Appends a line, without trailing spaces.
     fn line(&mut self, line: impl AsRef<str>);
 
-    /// Appends an empty line.
     fn blank(&mut self) {
         self.line("");
     }

@@ -5,7 +5,7 @@ use crate::style::shorten;
 use std::fmt;
 use unicode_width::UnicodeWidthChar;
 
-/// The widest that a cell is shown: about as long as names of pods and units are.
+/// Cells are shown no wider: about as long as names of pods and units are.
 const CELL_WIDTH: usize = 64;
 
 /// A table whose columns are as wide as their widest cell, two spaces apart. Cells may contain colour codes.
@@ -23,8 +23,7 @@ impl Table {
         Self { rows: vec![header], right }
     }
 
-    /// Appends a row. Cells are cut at [`CELL_WIDTH`], and spaces beside each other are shown as one: a name must not look like
-    /// columns of their own.
+    /// Appends a row. Cuts cells at [`CELL_WIDTH`] and joins spaces: a name mustn't look like columns of its own.
     pub fn add_row<Cell: Into<String>>(&mut self, cells: impl IntoIterator<Item = Cell>) {
         self.rows.push(cells.into_iter().map(|text| cell(&text.into())).collect());
     }
@@ -32,14 +31,17 @@ impl Table {
 
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let cells = |column: usize| self.rows.iter().filter_map(move |row| row.get(column));
-        let widths: Vec<usize> =
-            (0..self.right.len()).map(|column| cells(column).map(|cell| width(cell)).max().unwrap_or(0)).collect();
+        let mut widths = vec![0; self.right.len()];
+        for row in &self.rows {
+            for (wide, cell) in widths.iter_mut().zip(row) {
+                *wide = width(cell).max(*wide);
+            }
+        }
         for (number, row) in self.rows.iter().enumerate() {
             let mut line = String::new();
-            for ((cell, &right), &wide) in row.iter().zip(&self.right).zip(&widths) {
-                let padding = " ".repeat(wide - width(cell));
-                let (before, after) = if right { (&*padding, "") } else { ("", &*padding) };
+            for (column, cell) in row.iter().enumerate().take(widths.len()) {
+                let padding = " ".repeat(widths[column] - width(cell));
+                let (before, after) = if self.right[column] { (&*padding, "") } else { ("", &*padding) };
                 line = line + before + cell + after + "  ";
             }
             let end = if number == 0 { "" } else { "\n" };
@@ -49,14 +51,14 @@ impl fmt::Display for Table {
     }
 }
 
-/// A text as it is shown in a cell: short, and without anything that looks like the space between columns.
+/// A text as a cell shows it: short, and without anything that looks like the space between columns.
 pub fn cell(text: &str) -> String {
     let has_colour = text.contains('\x1b');
     let text = spaced(&if has_colour { text.to_owned() } else { printable(text.as_bytes()) });
     if has_colour { text } else { shorten(&text, CELL_WIDTH) }
 }
 
-/// A text in which spaces beside each other, and characters that look like them, are one space.
+/// Joins spaces beside each other, and characters that look like them, into one space.
 pub fn spaced(text: &str) -> String {
     text.split(is_blank).filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
 }
@@ -94,7 +96,7 @@ mod tests {
         table.add_row(["\u{754c}".repeat(40), "3".to_owned()]);
         table.add_row([format!("e{}\u{202e}", "\u{301}".repeat(400)), "4".to_owned()]);
         let text = table.to_string();
-        // Each line is as wide as the others, by what a terminal shows.
+        // A terminal shows each line as wide as the others.
         assert!(text.lines().skip(1).all(|line| line.width() == 64 + 2 + 4), "{text}");
         let lines: Vec<&str> = text.lines().map(|line| line.split("  ").next().unwrap()).collect();
         assert_eq!(lines[1], "web 7 GiB x");

@@ -1,10 +1,9 @@
-//! What a tenant does by itself.
+//! The things that a tenant does by itself.
 //!
-//! Activities run on the tenant's only thread, between its answers. An answer stops their clock, so that the time it
-//! takes does not count as a delay.
+//! Activities run on the tenant's only thread, between its answers. An answer stops their clock: it doesn't count as a delay.
 
 use crate::contents::fill;
-use crate::memory::Filled;
+use crate::memory::FilledSegment;
 use crate::spec::{Activity, ActivityCounters, Lifetime};
 use anyhow::Context;
 use memmap2::{Advice, MmapMut};
@@ -14,8 +13,7 @@ use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
 use pagefold_procmem::process::Process;
 use std::time::{Duration, Instant};
 
-/// An activity and its state.
-pub struct Running {
+pub struct ActivityState {
     clock: Clock,
     kind: Kind,
 }
@@ -23,13 +21,12 @@ pub struct Running {
 enum Kind {
     /// [`Activity::Breaker`], with the page that is next.
     Breaker(usize),
-    /// [`Activity::ShortLived`].
     ShortLived(Cycle),
     /// [`Activity::Mapper`], with the length of a mapping in bytes.
     Mapper(usize),
 }
 
-/// When the next step is due, and what has been done.
+/// When the next step is due, and counters of the steps so far.
 #[derive(Default)]
 pub struct Clock {
     began: Option<Instant>,
@@ -38,7 +35,6 @@ pub struct Clock {
     counters: ActivityCounters,
 }
 
-/// Short-lived memory.
 pub struct Cycle {
     pages: usize,
     mergeable: bool,
@@ -48,14 +44,14 @@ pub struct Cycle {
     damaged: u64,
 }
 
-/// One page in this many is compared at the end of a life: comparing all would make the lives longer.
+/// At the end of a life we compare one page in this many: comparing all would make the lives longer.
 const COMPARE_EVERY: usize = 8;
 
 /// Entries of pagemap read per call.
 const ENTRIES: usize = 4096;
 
-impl Running {
-    /// An activity that has not begun.
+impl ActivityState {
+    /// An activity that hasn't begun.
     pub fn new(activity: Activity) -> anyhow::Result<Self> {
         let (every_us, kind) = match activity {
             Activity::Breaker { every_us } => (every_us, Kind::Breaker(0)),
@@ -70,9 +66,9 @@ impl Running {
         Ok(Self { clock: Clock { every: Duration::from_micros(every_us), ..Clock::default() }, kind })
     }
 
-    /// Starts the schedule.
     pub fn begin(&mut self, now: Instant) {
-        (self.clock.began, self.clock.due) = (Some(now), Some(now));
+        self.clock.began = Some(now);
+        self.clock.due = Some(now);
     }
 
     /// When the next step is due; `None` before the beginning.
@@ -80,8 +76,7 @@ impl Running {
         self.clock.due
     }
 
-    /// Does the next step.
-    pub fn act(&mut self, memory: &mut [Filled]) -> anyhow::Result<()> {
+    pub fn act(&mut self, memory: &mut [FilledSegment]) -> anyhow::Result<()> {
         let clock = &mut self.clock;
         match &mut self.kind {
             Kind::Breaker(page) => {
@@ -109,7 +104,7 @@ impl Running {
         }
     }
 
-    /// What has been done so far. Resets the figures that count since the last answer.
+    /// The counters of the steps so far. Resets those that count from the last answer.
     pub fn counters(&mut self, now: Instant) -> ActivityCounters {
         let clock = &mut self.clock;
         clock.counters.seconds = clock.began.map_or(0.0, |began| now.saturating_duration_since(began).as_secs_f64());
@@ -129,7 +124,7 @@ impl Running {
 }
 
 impl Clock {
-    /// Writes a page, on a schedule that a late write does not delay.
+    /// Writes a page, on a schedule that a late write doesn't delay.
     fn write(&mut self, write: impl FnOnce()) {
         let Some(due) = self.due else { return };
         let began = Instant::now();
@@ -141,7 +136,7 @@ impl Clock {
         self.due = Some(due + self.every);
     }
 
-    /// Maps and unmaps for a tenth of a second, which a program that is kept waiting does not lengthen by much.
+    /// Maps and unmaps for a tenth of a second. A program that has to wait doesn't make that much longer.
     fn map(&mut self, bytes: usize) -> anyhow::Result<()> {
         let end = Instant::now() + Duration::from_millis(100);
         let mut maps = 0;
@@ -183,22 +178,28 @@ impl Cycle {
     /// The number of damaged pages, checking one page in `every`.
     fn differing(&self, every: usize) -> u64 {
         let Some((memory, _)) = &self.alive else { return 0 };
-        memory.chunks_exact(PAGE_SIZE).step_by(every).filter(|page| **page != *self.content).count() as u64
+        let mut differing = 0;
+        for page in memory.chunks_exact(PAGE_SIZE).step_by(every) {
+            differing += u64::from(*page != *self.content);
+        }
+        differing
     }
 }
 
-/// The number of our own pages that share a frame. Memory that was never forked shares frames only where it is merged.
+/// The number of our own pages that share a frame. Memory that was never forked shares frames only where it's merged.
 fn merged(memory: &[u8]) -> anyhow::Result<u64> {
     let pagemap = Pagemap::open(&Process::open(i32::try_from(std::process::id())?)?)?;
-    let first = Vpn::of_address(memory.as_ptr().addr() as u64);
     let mut entries = vec![0; ENTRIES];
-    let (mut at, mut left, mut merged) = (first, memory.len() / PAGE_SIZE, 0);
+    let mut page = Vpn::of_address(memory.as_ptr().addr() as u64);
+    let mut left = memory.len() / PAGE_SIZE;
+    let mut merged = 0;
     while left > 0 {
         let now = left.min(ENTRIES);
-        pagemap.read(at, &mut entries[..now])?;
-        let shares = |entry: &&u64| PagemapEntry(**entry).present() && !PagemapEntry(**entry).exclusive();
-        merged += entries[..now].iter().filter(shares).count() as u64;
-        at = at + now as u64;
+        pagemap.read(page, &mut entries[..now])?;
+        for &entry in &entries[..now] {
+            merged += u64::from(PagemapEntry(entry).present() && !PagemapEntry(entry).exclusive());
+        }
+        page = page + now as u64;
         left -= now;
     }
     Ok(merged)
@@ -211,8 +212,8 @@ mod tests {
 
     #[test]
     fn a_breaker_keeps_its_schedule_and_its_contents() {
-        let mut memory = [Filled::new(Segment::Same { pages: 3, seed: 1 }, false).unwrap()];
-        let mut running = Running::new(Activity::Breaker { every_us: 1000 }).unwrap();
+        let mut memory = [FilledSegment::new(Segment::Same { pages: 3, seed: 1 }, false).unwrap()];
+        let mut running = ActivityState::new(Activity::Breaker { every_us: 1000 }).unwrap();
         assert_eq!(running.due(), None);
         let began = Instant::now();
         running.begin(began);
@@ -230,7 +231,7 @@ mod tests {
 
     #[test]
     fn a_mapper_maps_and_counts() {
-        let mut running = Running::new(Activity::Mapper { pages: 16 }).unwrap();
+        let mut running = ActivityState::new(Activity::Mapper { pages: 16 }).unwrap();
         running.begin(Instant::now());
         running.act(&mut []).unwrap();
         running.act(&mut []).unwrap();
@@ -241,8 +242,8 @@ mod tests {
 
     #[test]
     fn a_breaker_writes_the_content_the_page_should_have() {
-        let mut memory = [Filled::new(Segment::Random { pages: 3, seed: 1 }, false).unwrap()];
-        let mut running = Running::new(Activity::Breaker { every_us: 1 }).unwrap();
+        let mut memory = [FilledSegment::new(Segment::Random { pages: 3, seed: 1 }, false).unwrap()];
+        let mut running = ActivityState::new(Activity::Breaker { every_us: 1 }).unwrap();
         running.begin(Instant::now());
         memory[0].pages_mut()[PAGE_SIZE + 7] ^= 1;
         running.act(&mut memory).unwrap();
@@ -255,7 +256,7 @@ mod tests {
     #[test]
     fn lives_are_counted_and_their_damage_is_remembered() {
         let mut running =
-            Running::new(Activity::ShortLived { pages: 16, seed: 3, life_us: 10, mergeable: false }).unwrap();
+            ActivityState::new(Activity::ShortLived { pages: 16, seed: 3, life_us: 10, mergeable: false }).unwrap();
         running.begin(Instant::now());
         for _ in 0..3 {
             running.act(&mut []).unwrap();

@@ -1,4 +1,4 @@
-//! Page contents that can be reproduced from two numbers, so that every byte can be checked later.
+//! Page contents that we can reproduce from two numbers, so that we can check every byte later.
 
 use pagefold_engine::random::{Random, finalize};
 use pagefold_engine::units::PAGE_SIZE;
@@ -21,7 +21,7 @@ pub fn fill_but_tail(page: &mut [u8], seed: u64, number: u64) {
     }
 }
 
-/// A value of printable characters, such as databases store.
+/// A value of printable characters, like those in databases.
 pub fn printable(seed: u64, number: u64, length: usize) -> Vec<u8> {
     let mut words = Random::new(finalize(finalize(seed).wrapping_add(number)));
     let mut value = Vec::with_capacity(length + 8);

@@ -21,7 +21,7 @@ impl OwnedChild {
         i32::try_from(self.0.id()).unwrap_or(0)
     }
 
-    /// Waits for a requested end, and kills the process if it is still running after `limit`.
+    /// Waits for a requested end, and kills the process if it still runs after `limit`.
     pub fn end(&mut self, limit: Duration) {
         end_child(&mut self.0, limit);
     }
@@ -35,7 +35,7 @@ impl Drop for OwnedChild {
     }
 }
 
-/// Waits for a child that has been asked to end, and kills it if it is still running after `limit`.
+/// Waits for a child that we've asked to end, and kills it if it still runs after `limit`.
 pub fn end_child(child: &mut Child, limit: Duration) {
     let end = Instant::now() + limit;
     while Instant::now() < end {
@@ -53,14 +53,14 @@ pub fn end_child(child: &mut Child, limit: Duration) {
 #[derive(Debug)]
 pub struct Dialogue {
     child: OwnedChild,
-    /// `None` once the program has been asked to end.
+    /// `None` once we've asked the program to end.
     commands: Option<ChildStdin>,
     lines: Receiver<String>,
     log: Option<PathBuf>,
 }
 
 impl Dialogue {
-    /// Starts the program, with its standard error in `log` or in that of this process.
+    /// Starts the program, with its standard error in `log` or in our own.
     pub fn start(command: &mut Command, log: Option<&Path>) -> anyhow::Result<Self> {
         let name = command.get_program().to_string_lossy().into_owned();
         if let Some(log) = log {
@@ -69,7 +69,7 @@ impl Dialogue {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            // A process group of its own: on Ctrl-C this process ends its programs itself.
+            // A process group of its own: on Ctrl-C we end our programs ourselves.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {name}"))?;
@@ -103,8 +103,8 @@ impl Dialogue {
 
     /// Sends a line and waits for the line that answers it.
     pub fn ask(&mut self, line: &str, limit: Duration) -> anyhow::Result<String> {
-        let sent = self.commands.as_mut().map(|commands| writeln!(commands, "{line}"));
-        sent.context("the program has been asked to end")?.with_context(|| self.ended())?;
+        let commands = self.commands.as_mut().context("the program has been asked to end")?;
+        writeln!(commands, "{line}").with_context(|| self.ended())?;
         let answer = self.line(limit)?;
         ensure!(!answer.is_empty(), "process {} sent an empty answer to {line}", self.pid());
         Ok(answer)
@@ -114,7 +114,7 @@ impl Dialogue {
         self.child.pid()
     }
 
-    /// Closes its standard input, which asks it to end, and kills it if it is still running after `limit`.
+    /// Closes its standard input, which asks it to end, and kills it if it still runs after `limit`.
     pub(crate) fn end(&mut self, limit: Duration) {
         drop(self.commands.take());
         self.child.end(limit);

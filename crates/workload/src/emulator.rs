@@ -9,10 +9,9 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The emulator's program.
 pub const QEMU: &str = "qemu-system-x86_64";
 
-/// What every emulated machine needs.
+/// The tools for every emulated machine.
 #[derive(Clone, Debug)]
 pub struct Emulator {
     qemu: PathBuf,
@@ -30,12 +29,11 @@ impl Emulator {
         })
     }
 
-    /// The path of QEMU.
     pub fn path(&self) -> &Path {
         &self.qemu
     }
 
-    /// The same with a copy of the program in a new directory. It finds its modules and firmware relative to its own path.
+    /// Uses a copy of the program in a new directory. It finds its modules and firmware relative to its own path.
     pub fn copied_to(&self, dir: &Path) -> anyhow::Result<Self> {
         let qemu = dir.join("bin").join(QEMU);
         fs::create_dir_all(dir.join("bin"))?;
@@ -46,8 +44,7 @@ impl Emulator {
         Ok(Self { qemu, ..self.clone() })
     }
 
-    /// Starts a machine in this directory. Machines do not notice that their console is closed, so `setpriv` ends them
-    /// if this process is killed.
+    /// Starts a machine in this directory. `setpriv` ends it if we're killed: it wouldn't notice that its console is closed.
     pub fn command(&self, dir: &Path) -> Command {
         let mut command = Command::new(&self.setpriv);
         command.args(["--pdeathsig", "KILL"]).arg(&self.qemu).current_dir(dir);
@@ -55,14 +52,14 @@ impl Emulator {
         command
     }
 
-    /// A machine that boots a kernel and the file `image` of this directory, and writes what it prints to its two serial
-    /// ports to the files `console` and `results`. As yet without processors, memory and kernel parameters.
+    /// A machine that boots a kernel and the file `image` of this directory, and writes the output on its two serial ports to the
+    /// files `console` and `results`. Without processors, memory and kernel parameters so far.
     ///
-    /// Its clock counts instructions, 2^`shift` ns each, and skips idle time, so that CPU times do not depend on this
-    /// machine's load, and waiting in the guest takes no time here.
+    /// Its clock counts instructions, 2^`shift` ns each, and skips idle time, so that CPU times don't depend on our load, and
+    /// waiting in the guest takes no time here.
     pub fn machine(&self, dir: &Path, kernel: &Path, shift: u32) -> anyhow::Result<Command> {
         let mut command = self.command(dir);
-        // The guest's memory is not for this machine's KSM.
+        // The guest's memory isn't for our own KSM.
         command.args(["-machine", "q35,mem-merge=off", "-accel", "tcg,thread=single"]);
         command.args(["-icount", &format!("shift={shift},sleep=off")]);
         command.args(["-chardev", "file,id=console,path=console", "-chardev", "file,id=results,path=results"]);
@@ -89,7 +86,9 @@ impl Image {
     /// Puts busybox, the script that the kernel starts, and empty directories in it.
     pub fn with_init(self, script: &str, dirs: &[&str]) -> anyhow::Result<Self> {
         self.put(&self.busybox, "bin/busybox")?;
-        dirs.iter().try_for_each(|dir| fs::create_dir_all(self.path(dir)))?;
+        for dir in dirs {
+            fs::create_dir_all(self.path(dir))?;
+        }
         fs::write(self.path("init"), script)?;
         fs::set_permissions(self.path("init"), fs::Permissions::from_mode(0o755))?;
         Ok(self)
@@ -100,7 +99,6 @@ impl Image {
         self.root.join(inside.as_ref().strip_prefix("/").unwrap_or(inside.as_ref()))
     }
 
-    /// Copies a file.
     pub fn put(&self, file: &Path, to: impl AsRef<Path>) -> anyhow::Result<()> {
         let to = self.path(to);
         fs::create_dir_all(to.parent().context("a file without a directory")?)?;
@@ -114,7 +112,7 @@ impl Image {
         libraries(program)?.iter().try_for_each(|library| self.put(library, library))
     }
 
-    /// Packs the image into a file, in which everything is root's, and removes the directory.
+    /// Packs the image into a file, where everything is root's, and removes the directory.
     pub fn pack(self, to: &Path) -> anyhow::Result<()> {
         // Sorted, so that each directory precedes its contents.
         let status = Command::new(&self.busybox)
@@ -130,7 +128,7 @@ impl Image {
     }
 }
 
-/// The shared libraries of a program, as the loader finds them: none of a static program.
+/// The shared libraries of a program, as the loader finds them: none for a static program.
 fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
     // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
@@ -138,11 +136,13 @@ fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(text.split_ascii_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
 }
 
-/// The directory where `scripts/guest-kernel` puts kernels, and `lab/scripts/wordpress` that.
+/// The directory where `scripts/guest-kernel` puts kernels, and `lab/scripts/wordpress` its image.
 pub fn cache() -> anyhow::Result<PathBuf> {
-    let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
-    Ok(cache.context("no directory for what is unpacked: set HOME")?.join("pagefold"))
+    if let Some(cache) = env::var_os("XDG_CACHE_HOME") {
+        return Ok(PathBuf::from(cache).join("pagefold"));
+    }
+    let home = env::var_os("HOME").context("no directory for what is unpacked: set HOME")?;
+    Ok(PathBuf::from(home).join(".cache/pagefold"))
 }
 
 /// Finds the kernel that `scripts/guest-kernel PURPOSE` unpacks.

@@ -1,4 +1,4 @@
-//! Programs with known memory: what pagefold's demonstration, experiments and tests merge.
+//! Programs with known memory, for pagefold's demonstration, experiments and tests to merge.
 //!
 //! A *tenant* is a process that holds exactly the memory its [`TenantSpec`] describes and can check every byte of it.
 //! [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. Both run in the same executable: a program
@@ -9,7 +9,7 @@
 //! | [`contents`] | reproducible page contents |
 //! | `spec` | the description of a tenant, as JSON, and the counters it reports |
 //! | `memory` | memory filled as a segment says |
-//! | `activity` | what a tenant does by itself: rewrite pages, map and unmap memory |
+//! | `activity` | things that a tenant does by itself: rewrite pages, map and unmap memory |
 //! | `serve` | the tenant's main loop |
 //! | `dialogue` | programs that answer commands line by line |
 //! | `tenant` | the handle a program keeps of a tenant it has started |

@@ -8,7 +8,7 @@ use pagefold_engine::random::finalize;
 use pagefold_engine::units::PAGE_SIZE;
 use std::time::{Duration, Instant};
 
-/// Neighbours in permuted memory are so many pages apart: a prime, so that every page of a length that it does not divide comes.
+/// Neighbours in permuted memory are this many pages apart. It's a prime, so we get every page of any length that it doesn't divide.
 const STRIDE: u64 = 7919;
 
 /// Coprime to a hundred, which spreads the pages of one content.
@@ -18,14 +18,13 @@ const SPREAD: u64 = 37;
 const LINE: usize = 64;
 const LINES: usize = PAGE_SIZE / LINE;
 
-/// The memory of one segment.
-pub struct Filled {
+pub struct FilledSegment {
     segment: Segment,
     memory: MmapMut,
     length: usize,
 }
 
-impl Filled {
+impl FilledSegment {
     /// Maps and fills it, with huge pages if `huge` and the kernel has them.
     pub fn new(segment: Segment, huge: bool) -> anyhow::Result<Self> {
         let length =
@@ -45,37 +44,39 @@ impl Filled {
         &self.memory[..self.length]
     }
 
-    /// All bytes.
     pub fn pages_mut(&mut self) -> &mut [u8] {
         &mut self.memory[..self.length]
     }
 
-    /// The number of pages whose content differs from what was written.
+    /// The number of pages whose content differs from the one we wrote.
     pub fn damaged(&self) -> u64 {
         let mut wanted = [0; PAGE_SIZE];
-        let differs = |(page, number): &(&[u8], u64)| {
-            write(self.segment, &mut wanted, *number);
-            **page != wanted
-        };
-        self.pages().chunks_exact(PAGE_SIZE).zip(0..).filter(differs).count() as u64
+        let mut damaged = 0;
+        for (page, number) in self.pages().chunks_exact(PAGE_SIZE).zip(0..) {
+            write(self.segment, &mut wanted, number);
+            damaged += u64::from(*page != wanted);
+        }
+        damaged
     }
 
     /// The first word of each page.
     pub fn first_words(&self) -> impl Iterator<Item = u64> {
-        self.pages().chunks_exact(PAGE_SIZE).map(|page| page.first_chunk().map_or(0, |word| u64::from_le_bytes(*word)))
+        self.pages().chunks_exact(PAGE_SIZE).map(first_word)
     }
 
-    /// Reads one word after the other for a time, each in a page that depends on the word before, so that neither can be read
-    /// ahead. Of a page it always reads the same cache line: what it waits for is the page's address more than its contents.
+    /// Reads one word after the other for a time, each in a page that depends on the word before, so that no processor can read
+    /// ahead. It always reads the same cache line of a page, so it waits for the page's address more than for its contents.
     /// Returns nanoseconds a read.
     pub fn chase(&self, time: Duration) -> f64 {
         const BATCH: u64 = 1024;
-        let (pages, began) = ((self.length / PAGE_SIZE).max(1) as u64, Instant::now());
-        let (mut page, mut reads) = (0, 0);
+        let pages = (self.length / PAGE_SIZE).max(1) as u64;
+        let began = Instant::now();
+        let mut page = 0;
+        let mut reads = 0;
         while began.elapsed() < time {
             for number in reads..reads + BATCH {
                 let at = page * PAGE_SIZE + page % LINES * LINE;
-                let word = self.pages()[at..].first_chunk().map_or(0, |word| u64::from_le_bytes(*word));
+                let word = first_word(&self.pages()[at..]);
                 page = usize::try_from(finalize(word ^ number) % pages).unwrap_or(0);
             }
             reads += BATCH;
@@ -96,14 +97,18 @@ impl Filled {
     /// Writes to every page without changing it, which undoes every merge.
     pub fn rewrite(&mut self) {
         for page in self.pages_mut().chunks_exact_mut(PAGE_SIZE) {
-            // Without black_box the store of the value just read could be optimized away.
+            // Without black_box the compiler could optimize away storing the value that we've just read.
             page[0] = std::hint::black_box(page[0]);
         }
     }
 }
 
+fn first_word(page: &[u8]) -> u64 {
+    u64::from_le_bytes(page.first_chunk().copied().unwrap_or_default())
+}
+
 fn write(segment: Segment, page: &mut [u8], number: u64) {
-    // Each kind has its own sequences, so that equal seeds of two kinds do not make duplicates.
+    // Each kind has its own sequences, so that equal seeds of two kinds don't make duplicates.
     match segment {
         Segment::Same { seed, .. } => fill(page, finalize(seed) ^ 1, 0),
         Segment::Thin { seed, percent, .. } if number * SPREAD % 100 < percent => fill(page, finalize(seed) ^ 1, 0),
@@ -123,7 +128,7 @@ mod tests {
     use super::*;
     use std::collections::HashMap;
 
-    fn copies(filled: &[&Filled]) -> HashMap<Vec<u8>, usize> {
+    fn copies(filled: &[&FilledSegment]) -> HashMap<Vec<u8>, usize> {
         let mut copies = HashMap::new();
         for page in filled.iter().flat_map(|filled| filled.pages().chunks_exact(PAGE_SIZE)) {
             *copies.entry(page.to_vec()).or_insert(0) += 1;
@@ -133,7 +138,7 @@ mod tests {
 
     #[test]
     fn segments_hold_the_contents_their_kind_promises() {
-        let make = |segment| Filled::new(segment, false).unwrap();
+        let make = |segment| FilledSegment::new(segment, false).unwrap();
         let same = make(Segment::Same { pages: 8, seed: 7 });
         assert_eq!(copies(&[&same]).len(), 1);
         assert!(same.pages().iter().any(|&byte| byte != 0));
@@ -155,7 +160,7 @@ mod tests {
 
     #[test]
     fn a_chase_reads_for_its_time() {
-        let filled = Filled::new(Segment::Random { pages: 64, seed: 1 }, true).unwrap();
+        let filled = FilledSegment::new(Segment::Random { pages: 64, seed: 1 }, true).unwrap();
         let began = Instant::now();
         let ns = filled.chase(Duration::from_millis(20));
         assert!(began.elapsed() >= Duration::from_millis(20) && (0.1..1e6).contains(&ns), "{ns}");
@@ -163,7 +168,7 @@ mod tests {
 
     #[test]
     fn damage_is_counted_by_page_and_rewriting_is_not_damage() {
-        let mut filled = Filled::new(Segment::Random { pages: 5, seed: 1 }, false).unwrap();
+        let mut filled = FilledSegment::new(Segment::Random { pages: 5, seed: 1 }, false).unwrap();
         filled.rewrite();
         assert_eq!(filled.damaged(), 0);
         filled.pages_mut()[3 * PAGE_SIZE - 1] ^= 0x80;

@@ -1,19 +1,19 @@
 //! The main loop of a tenant.
 
-use crate::activity::Running;
-use crate::memory::Filled;
+use crate::activity::ActivityState;
+use crate::memory::FilledSegment;
 use crate::spec::{ActivityCounters, TenantSpec};
 use anyhow::Context;
-use std::io::{BufRead, Write};
+use std::io::{self, BufRead, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// Runs as a tenant: fills memory as `spec`, the JSON of a [`TenantSpec`], says, then answers commands on standard input
-/// until it closes. Never returns.
+/// until that closes. Never returns.
 ///
 /// | command | effect | answer |
 /// | --- | --- | --- |
-/// | `verify` | compares every byte with what was written | `ok`, or `BAD n` for n damaged pages |
+/// | `verify` | compares every byte with the one it wrote | `ok`, or `BAD n` for n damaged pages |
 /// | `touch N` | reads a word in each of the first N pages | `ok` and their sum |
 /// | `chase N` | reads for N ms in each segment, one word after the other | JSON: nanoseconds a read, for each segment |
 /// | `cow` | writes to every page without changing it | `ok` |
@@ -34,77 +34,90 @@ pub fn serve(spec: &str) -> ! {
 
 fn run(spec: &str) -> anyhow::Result<()> {
     let spec: TenantSpec = serde_json::from_str(spec).context("cannot parse the tenant's spec")?;
-    let filled = spec.segments.iter().map(|&segment| Filled::new(segment, spec.huge));
-    let mut memory = filled.collect::<anyhow::Result<Vec<_>>>()?;
-    let mut running = spec.activity.map(Running::new).transpose()?;
-    let mut output = std::io::stdout().lock();
-    let mut say = |line: &str| writeln!(output, "{line}").and_then(|()| output.flush());
+    let mut memory = Vec::new();
+    for &segment in &spec.segments {
+        memory.push(FilledSegment::new(segment, spec.huge)?);
+    }
+    let mut activity = spec.activity.map(ActivityState::new).transpose()?;
     say("ready")?;
     let lines = lines();
     loop {
-        let line = match running.as_ref().and_then(Running::due) {
+        let line = match activity.as_ref().and_then(ActivityState::due) {
             None => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
             Some(due) => lines.recv_timeout(due.saturating_duration_since(Instant::now())),
         };
-        let line = match line {
-            Ok(line) => line?,
-            Err(RecvTimeoutError::Disconnected) => return Ok(()),
-            Err(RecvTimeoutError::Timeout) => {
-                if let Some(running) = &mut running {
-                    running.act(&mut memory)?;
+        match (line, &mut activity) {
+            (Ok(line), activity) => {
+                let line = line?;
+                if line == "quit" {
+                    return Ok(());
                 }
-                continue;
-            }
-        };
-        let asked = Instant::now();
-        match line.split_once(' ').unwrap_or((line.as_str(), "")) {
-            ("verify", "") => {
-                let own = running.as_ref().map_or(0, Running::damaged);
-                match memory.iter().map(Filled::damaged).sum::<u64>() + own {
-                    0 => say("ok")?,
-                    pages => say(&format!("BAD {pages}"))?,
+                let asked = Instant::now();
+                say(&answer(&line, asked, &mut memory, activity.as_mut())?)?;
+                if let Some(activity) = activity {
+                    activity.pause(asked.elapsed());
                 }
             }
-            ("touch", pages) => {
-                let pages = pages.parse().context("touch needs a number of pages")?;
-                let words = memory.iter().flat_map(Filled::first_words);
-                // The sum is printed so that the reads cannot be optimized away.
-                say(&format!("ok {}", words.take(pages).fold(0, u64::wrapping_add)))?;
-            }
-            ("chase", time) => {
-                let time = Duration::from_millis(time.parse().context("chase needs a number of milliseconds")?);
-                let speeds: Vec<f64> = memory.iter().map(|filled| filled.chase(time)).collect();
-                say(&serde_json::to_string(&speeds)?)?;
-            }
-            ("cow", "") => {
-                memory.iter_mut().for_each(Filled::rewrite);
-                say("ok")?;
-            }
-            ("damage", "") => {
-                if let Some(byte) = memory.first_mut().and_then(|filled| filled.pages_mut().first_mut()) {
-                    *byte ^= 1;
-                }
-                say("ok")?;
-            }
-            ("begin", "") => match &mut running {
-                Some(running) => {
-                    say("ok")?;
-                    running.begin(asked);
-                }
-                None => say("nothing to begin")?,
-            },
-            ("counters", "") => {
-                let counters =
-                    running.as_mut().map_or_else(ActivityCounters::default, |running| running.counters(asked));
-                say(&serde_json::to_string(&counters)?)?;
-            }
-            ("quit", "") => return Ok(()),
-            _ => say(&format!("unknown command {line}"))?,
-        }
-        if let Some(running) = &mut running {
-            running.pause(asked.elapsed());
+            (Err(RecvTimeoutError::Timeout), Some(activity)) => activity.act(&mut memory)?,
+            (Err(_), _) => return Ok(()),
         }
     }
+}
+
+fn say(line: &str) -> io::Result<()> {
+    let mut output = io::stdout().lock();
+    writeln!(output, "{line}")?;
+    output.flush()
+}
+
+fn answer(
+    line: &str,
+    asked: Instant,
+    memory: &mut [FilledSegment],
+    activity: Option<&mut ActivityState>,
+) -> anyhow::Result<String> {
+    Ok(match line.split_once(' ').unwrap_or((line, "")) {
+        ("verify", "") => {
+            let mut damaged = activity.map_or(0, |activity| activity.damaged());
+            for segment in memory {
+                damaged += segment.damaged();
+            }
+            if damaged == 0 { "ok".to_owned() } else { format!("BAD {damaged}") }
+        }
+        ("touch", pages) => {
+            let pages = pages.parse().context("touch needs a number of pages")?;
+            let words = memory.iter().flat_map(FilledSegment::first_words);
+            // We print the sum so that the compiler can't optimize away the reads.
+            format!("ok {}", words.take(pages).fold(0, u64::wrapping_add))
+        }
+        ("chase", time) => {
+            let time = Duration::from_millis(time.parse().context("chase needs a number of milliseconds")?);
+            let speeds: Vec<f64> = memory.iter().map(|segment| segment.chase(time)).collect();
+            serde_json::to_string(&speeds)?
+        }
+        ("cow", "") => {
+            memory.iter_mut().for_each(FilledSegment::rewrite);
+            "ok".to_owned()
+        }
+        ("damage", "") => {
+            if let Some(byte) = memory.first_mut().and_then(|segment| segment.pages_mut().first_mut()) {
+                *byte ^= 1;
+            }
+            "ok".to_owned()
+        }
+        ("begin", "") => match activity {
+            Some(activity) => {
+                activity.begin(asked);
+                "ok".to_owned()
+            }
+            None => "nothing to begin".to_owned(),
+        },
+        ("counters", "") => {
+            let counters = activity.map_or_else(ActivityCounters::default, |activity| activity.counters(asked));
+            serde_json::to_string(&counters)?
+        }
+        _ => format!("unknown command {line}"),
+    })
 }
 
 /// The lines of standard input, until it ends.

@@ -3,13 +3,13 @@
 use pagefold_engine::units::Pages;
 use serde::{Deserialize, Serialize};
 
-/// The memory of a tenant and what it does with it.
+/// The memory of a tenant and its activity.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TenantSpec {
     /// The segments, each an allocation of its own.
     pub segments: Vec<Segment>,
-    /// What the tenant does by itself after [`Tenant::begin`](crate::Tenant::begin).
+    /// The activity of the tenant after [`Tenant::begin`](crate::Tenant::begin).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub activity: Option<Activity>,
     /// Whether the tenant asks for huge pages in all segments (`MADV_HUGEPAGE`).
@@ -23,25 +23,22 @@ impl TenantSpec {
         Self { segments: segments.into_iter().collect(), ..Self::default() }
     }
 
-    /// Adds an activity.
     #[must_use]
     pub fn with_activity(self, activity: Activity) -> Self {
         Self { activity: Some(activity), ..self }
     }
 
-    /// Asks for huge pages.
     #[must_use]
     pub fn with_huge_pages(self) -> Self {
         Self { huge: true, ..self }
     }
 
-    /// The length of all segments.
     pub fn pages(&self) -> Pages {
         self.segments.iter().map(|segment| segment.pages()).sum()
     }
 }
 
-/// Memory filled in one way. Equal kinds with equal seeds hold equal contents in all tenants, except for `Random`.
+/// Memory filled in one way. Equal kinds with equal seeds have equal contents in all tenants, except for `Random`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Segment {
@@ -64,7 +61,6 @@ pub enum Segment {
 }
 
 impl Segment {
-    /// The length.
     pub const fn pages(self) -> Pages {
         match self {
             Self::Same { pages, .. }
@@ -79,8 +75,8 @@ impl Segment {
     }
 }
 
-/// What a tenant does by itself, after UKSM's workloads: memory whose pages are written again and again (section
-/// 8.1.2), and memory that is mapped and unmapped (8.1.3).
+/// Something that a tenant does by itself, after UKSM's workloads: memory whose pages it writes again and again (section
+/// 8.1.2), and memory that it maps and unmaps (8.1.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Activity {
@@ -91,9 +87,7 @@ pub enum Activity {
     },
     /// Maps memory, fills all pages alike, keeps it for a time, unmaps it, waits as long, and repeats.
     ShortLived {
-        /// Length of the memory.
         pages: u64,
-        /// Selects the content.
         seed: u64,
         /// How long the memory is kept, counted from the end of filling it.
         life_us: u64,
@@ -101,31 +95,25 @@ pub enum Activity {
         mergeable: bool,
     },
     /// Maps a little memory, writes to its first page and unmaps it, without a pause.
-    Mapper {
-        /// Length of each mapping.
-        pages: u64,
-    },
+    Mapper { pages: u64 },
 }
 
-/// What an activity has done so far.
+/// How far an activity has got.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ActivityCounters {
     /// Time since it began, without the time spent answering.
     pub seconds: f64,
-    /// Pages rewritten.
     pub pages_written: u64,
     /// The longest delay of a write behind its schedule since the last answer, in microseconds.
     pub latest_us: f64,
-    /// Time spent writing.
     pub writing_seconds: f64,
-    /// Short-lived memory that has been unmapped.
+    /// Short-lived memory that it has unmapped.
     pub lives: Vec<Lifetime>,
     /// Mappings made and removed, in each tenth of a second since the last answer.
     #[serde(default)]
     pub maps: Vec<u64>,
 }
 
-/// One piece of short-lived memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Lifetime {
     /// Pages merged just before the end: present, and mapped elsewhere too.

@@ -1,7 +1,7 @@
 //! A handle of a running tenant.
 //!
-//! The tenant fills its memory, prints `ready` and then answers commands line by line ([`crate::serve`]). It ends when
-//! its standard input closes, so it never outlives the process that started it.
+//! The tenant fills its memory, prints `ready` and then answers commands line by line ([`crate::serve`]). It ends when its
+//! standard input closes, so it never outlives the process that started it.
 
 use crate::dialogue::{Dialogue, READY};
 use crate::spec::{ActivityCounters, TenantSpec};
@@ -12,8 +12,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Time limit for an answer. Filling 4 GiB takes a few seconds on a busy machine; a tenant that takes a minute has been
-/// stopped.
+/// Time limit for an answer. Filling 4 GiB takes seconds on a busy machine; a tenant that takes a minute has been stopped.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Time limit for a tenant to end by itself.
@@ -26,37 +25,35 @@ pub struct Tenant(Dialogue);
 /// The result of a check of a tenant's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Every byte is as written.
+    /// Every byte is as the tenant wrote it.
     Intact,
     /// The number of pages that differ.
     Damaged(Pages),
 }
 
 impl Tenant {
-    /// Starts a tenant and waits until its memory is filled. `program` is an executable whose subcommand `tenant` calls
-    /// [`crate::serve`].
+    /// Starts a tenant and waits until its memory is filled. `program` must call [`crate::serve`] for its subcommand `tenant`.
     pub fn start(program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
         Self::start_by(&[], program, spec)
     }
 
     /// Starts a tenant through a command that executes the program, such as `taskset -c 0`.
     pub fn start_by(by: &[&str], program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
-        let first = by.first().map_or(program.as_os_str(), OsStr::new);
-        let rest = by.iter().skip(1).map(OsStr::new).chain((!by.is_empty()).then_some(program.as_os_str()));
-        let mut command = Command::new(first);
-        command.args(rest).args(["tenant", "--spec"]).arg(serde_json::to_string(spec)?);
+        let mut words: Vec<&OsStr> = by.iter().map(OsStr::new).collect();
+        words.push(program.as_os_str());
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).args(["tenant", "--spec"]).arg(serde_json::to_string(spec)?);
         let tenant = Self(Dialogue::start(&mut command, None)?);
         let first = tenant.0.line(ANSWER_LIMIT)?;
         ensure!(first == READY, "the tenant printed {first:?} instead of {READY}");
         Ok(tenant)
     }
 
-    /// The process ID.
     pub fn pid(&self) -> i32 {
         self.0.pid()
     }
 
-    /// Has the tenant compare every byte of its memory with what was written.
+    /// Has the tenant compare every byte of its memory with the one it wrote.
     pub fn verify(&mut self) -> anyhow::Result<Verdict> {
         let answer = self.ask("verify")?;
         match answer.split_once(' ') {
@@ -68,7 +65,7 @@ impl Tenant {
         }
     }
 
-    /// Has the tenant read one word in each of its first `pages` pages, as a program that uses its memory does.
+    /// Has the tenant read one word in each of its first `pages` pages, like a program that uses its memory.
     pub fn touch(&mut self, pages: Pages) -> anyhow::Result<()> {
         self.ask(&format!("touch {}", pages.0)).map(drop)
     }
@@ -97,7 +94,7 @@ impl Tenant {
         Ok(())
     }
 
-    /// What its activity has done so far.
+    /// The counters of its activity so far.
     pub fn counters(&mut self) -> anyhow::Result<ActivityCounters> {
         serde_json::from_str(&self.ask("counters")?).context("cannot parse the tenant's counters")
     }

@@ -1,4 +1,4 @@
-//! What happens to the victims while they are injected into: signals, stops, freezing, death.
+//! Disturbances of the victims while we inject into them: signals, stops, freezing, death.
 
 use crate::Run;
 use crate::victims::{Member, Signals, Target};
@@ -9,7 +9,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::thread::Scope;
 use std::time::Duration;
 
-/// Signals that the victims ignore, and that are ignored by default.
+/// Signals that the victims ignore, and that the kernel ignores by default.
 const IGNORED: [i32; 2] = [libc::SIGURG, libc::SIGWINCH];
 
 fn pause_us(us: u64) {
@@ -71,7 +71,7 @@ fn freezing(run: &Run, freezer: &Freezer, mut random: Random) {
     }
 }
 
-/// Runs short-lived victims one after the other, half of which are killed.
+/// Runs short-lived victims one after the other, and kills half of them.
 fn short_lives(run: &Run, member: &Member, mut random: Random) {
     while !run.is_over() {
         let life_ms = 5 + random.below(40);

@@ -1,4 +1,4 @@
-//! The requests for injections, and what their results must be.
+//! The requests for injections, and their right results.
 
 use crate::Run;
 use crate::victims::{Class, Member, Signals, Target};
@@ -17,7 +17,7 @@ fn limits(member: &Member) -> &'static Limits {
     if member.class == Class::Reluctant { &RELUCTANT } else { &WILLING }
 }
 
-/// A batch of calls, and what they must return.
+/// A batch of calls, and the values that they must return.
 struct Batch {
     calls: Vec<Call>,
     answers: Vec<u64>,
@@ -92,7 +92,7 @@ fn request(
         }
     }
     run.results.record(&member.name, &result);
-    // An injector that does not answer will not answer the next request either.
+    // An injector that doesn't answer won't answer the next request either.
     if matches!(result, Err(InjectError::WorkerSilent)) {
         run.results.fail(format!("{}: its injector does not answer", member.name));
         return false;
@@ -111,7 +111,7 @@ pub fn by_injector(run: &Run, mut random: Random) {
 }
 
 pub fn directly(run: &Run, mut random: Random) {
-    // Faster than an injector process, of which there must be enough requests too.
+    // Faster than an injector process. There must be enough requests to that, too.
     for _ in 0..run.wanted / 5 {
         if run.is_enough() {
             break;

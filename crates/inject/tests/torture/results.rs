@@ -32,7 +32,7 @@ pub struct Results {
     failures: Mutex<Vec<String>>,
 }
 
-/// Further failures are dropped.
+/// We drop further failures.
 const FAILURES_KEPT: usize = 20;
 
 fn name_of(error: &InjectError) -> &'static str {

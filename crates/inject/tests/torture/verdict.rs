@@ -1,4 +1,4 @@
-//! The verdict at the end: what the victims report, and what can be seen of them from outside.
+//! The verdict at the end: the victims' own reports, and whatever shows from outside.
 
 use crate::Run;
 use crate::victims::{Class, Member, Signals, masks, signals};
@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Time limit for a handler to return or a thread to thaw, on busy processors. After the first condition that has not
+/// Time limit for a handler to return or a thread to thaw, on busy processors. After the first condition that hasn't
 /// come true the others get less.
 const LIMIT: Duration = Duration::from_secs(30);
 const LIMIT_AFTER_FAILURE: Duration = Duration::from_secs(1);
@@ -58,7 +58,7 @@ pub fn failures(run: &Run) -> Vec<String> {
                         let line = run.results.line(&member.name);
                         let (made, refused) = (line.made, line.count("no-safe-thread"));
                         println!("{}: {} writes cut short by {made} injections", member.name, reported.short);
-                        // A thread that copies is not seen to be in a write; repeated checks find most of them.
+                        // We don't see a thread that copies in a write; repeated checks find most of them.
                         if reported.short > 8 + refused {
                             fail(format!("{}: {} writes cut short, {refused} refused", member.name, reported.short));
                         }
@@ -69,7 +69,7 @@ pub fn failures(run: &Run) -> Vec<String> {
         }
     }
     // A signal sent during a stop is pending until the thread has its own registers again, and must then interrupt its
-    // call. It is rare that a thread is stopped just before the call.
+    // call. We rarely stop a thread just before the call.
     println!(
         "signals sent during a stop: {} interrupted the call, {} arrived before it, {} elsewhere",
         own[0], own[1], own[2]
@@ -167,7 +167,7 @@ fn counts(run: &Run, fail: &mut impl FnMut(String)) {
     for (name, class) in classes {
         let line = run.results.line(name);
         let enough = match class {
-            // One tracer at a time: a refusal because of another injector does not count.
+            // One tracer at a time: a refusal because of another injector doesn't count.
             Class::Willing => line.made > 0 && line.made >= 2 * (line.failed() - line.count("traced")),
             // Writers are stopped while they run, and so perhaps in the middle of a write, but not blocked in it.
             Class::Reluctant if name.ends_with("-write") => line.count("no-safe-thread") > 0,

@@ -14,7 +14,7 @@ pub enum Class {
     /// Nearly every injection is made.
     #[default]
     Willing,
-    /// At times it must not be stopped, or cannot be.
+    /// At times we must not stop it, or can't.
     Reluctant,
     /// Its memory changes with each exec.
     Execs,
@@ -47,7 +47,7 @@ impl Class {
     }
 }
 
-/// A process that is injected into.
+/// A process that we inject into.
 pub struct Target {
     pub process: Process,
     pub addr: u64,
@@ -64,7 +64,7 @@ impl Target {
     }
 }
 
-/// The signals that a victim is sent, and what their count must be.
+/// The signals that we send to a victim, and their right count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Signals {
     /// Ignored ones only.
@@ -94,7 +94,7 @@ pub struct Member {
     pub sent: AtomicU64,
     /// Signals sent by an injected call.
     pub sent_inside: AtomicU64,
-    /// Those that an injected call may have sent: its result is not known.
+    /// Signals that an injected call may have sent: we don't know its result.
     pub perhaps_sent: AtomicU64,
 }
 
@@ -281,7 +281,7 @@ pub fn masks(name: &str) -> bool {
     name.contains("-mask") || name.starts_with("sigsuspend")
 }
 
-/// What `/proc` shows of a process's signals: the main thread's mask, and which signals have handlers.
+/// A process's signals in `/proc`: the main thread's mask, and which signals have handlers.
 pub fn signals(pid: i32) -> Option<[String; 4]> {
     let field = |name| status_field(&format!("/proc/{pid}"), name);
     Some([field("SigBlk")?, field("SigIgn")?, field("SigCgt")?, field("Seccomp")?])

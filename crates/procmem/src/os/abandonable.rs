@@ -1,16 +1,16 @@
 //! Jobs that may never return, on a thread that may be abandoned.
 //!
-//! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a
-//! file server that does not respond. Meanwhile reads of `smaps`, `pagemap` and `mem` of that program block
-//! (`mmap_read_lock_killable` in fs/proc/task_mmu.c: only a fatal signal ends that; in mm/process_vm_access.c not even
-//! that does). Observed on 6.18 by `pagefold/tests/crash/stuck.rs`. An exec keeps others waiting in the same way
+//! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a file
+//! server that doesn't respond. Meanwhile reads of `smaps`, `pagemap` and `mem` of that program block
+//! (`mmap_read_lock_killable` in fs/proc/task_mmu.c: only a fatal signal ends that; in mm/process_vm_access.c not even a
+//! signal does). Observed on 6.18 by `pagefold/tests/crash/stuck.rs`. An exec keeps others waiting in the same way
 //! (`exec_update_lock`).
 //!
-//! So what can block is done by a separate thread. Its caller waits while it computes or waits for a processor, and for a
-//! short while when it sleeps; then it goes on without the result. The thread ends when its job returns, or with the
-//! process. A job is stuck when it makes no progress for [`LIMIT`]. Progress is what the job reports, each part of a long
-//! list that has been read ([`advance`]), and the CPU time of the thread: the kernel walks the page tables of a large
-//! mapping in one read, 10 ns per page, but a thread that waits for a lock or a page uses none.
+//! So a separate thread does whatever can block. Its caller waits while it computes or waits for a processor, and for a short
+//! while when it sleeps; then the caller goes on without the result. The thread ends when its job returns, or with the
+//! process. A job is stuck when it makes no progress for [`LIMIT`]. Progress is each part of a long list that the job has
+//! read and reports ([`advance`]), and the CPU time of its thread: the kernel walks the page tables of a large mapping in one
+//! read, 10 ns per page, but a thread that waits for a lock or a page uses no CPU time.
 
 use crate::os::cpu::clock_ns;
 use std::cell::{Cell, RefCell};
@@ -19,18 +19,18 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-/// Without progress for this long a job is stuck, even on a busy machine.
+/// A job without progress for this long is stuck, even on a busy machine.
 pub const LIMIT: Duration = Duration::from_millis(if cfg!(test) { 1_500 } else { 3_000 });
 /// For how long a thread waits for jobs that sleep, at a stretch. It regains 1/[`REGAINED`] of the time that passes.
 pub const PATIENCE: Duration = Duration::from_millis(250);
 const REGAINED: u32 = 4;
-/// How often a caller that waits checks whether the job sleeps. It waits for at least this long.
+/// How often a waiting caller checks whether the job sleeps. It waits at least this long.
 const TICK: Duration = Duration::from_millis(5);
 
 type Work = Box<dyn FnOnce() + Send>;
 
 thread_local! {
-    /// Sends jobs to the reading thread of this thread, if it has one that is not busy.
+    /// Sends jobs to the reading thread of this thread, if it has one that isn't busy.
     static READER: RefCell<Option<Sender<Work>>> = const { RefCell::new(None) };
     /// The signs of life of the job that this thread runs, if it is a reading thread.
     static SIGNS: RefCell<Option<Arc<Signs>>> = const { RefCell::new(None) };
@@ -38,7 +38,7 @@ thread_local! {
     static LEFT: Cell<(Duration, Option<Instant>)> = const { Cell::new((PATIENCE, None)) };
 }
 
-/// Takes this much from the patience of this thread. Returns whether any is left.
+/// Takes this much from the patience of this thread. Returns whether it has any left.
 fn lose_patience(lost: Duration) -> bool {
     let (left, at) = LEFT.get();
     let regained = at.map_or(PATIENCE, |at| at.elapsed() / REGAINED);
@@ -53,17 +53,17 @@ struct Signs {
     steps: AtomicU64,
     /// Its thread; 0 before it begins.
     tid: AtomicI32,
-    /// The CPU clock of its thread.
     clock: OnceLock<libc::clockid_t>,
 }
 
 impl Signs {
-    /// Makes this thread show them.
+    /// Has this thread show them.
     fn begin(self: &Arc<Self>) {
         let mut clock = 0;
-        // SAFETY: `clock` outlives the first call; both are about this thread.
-        let (known, tid) =
-            unsafe { (libc::pthread_getcpuclockid(libc::pthread_self(), &raw mut clock), libc::gettid()) };
+        // SAFETY: `clock` outlives the call, which is about this thread.
+        let known = unsafe { libc::pthread_getcpuclockid(libc::pthread_self(), &raw mut clock) };
+        // SAFETY: takes no argument.
+        let tid = unsafe { libc::gettid() };
         if known == 0 {
             let _ = self.clock.set(clock);
         }
@@ -73,22 +73,26 @@ impl Signs {
 
     /// A number that grows while the job makes progress.
     fn sum(&self) -> u64 {
-        // The clock cannot be read once the thread has ended.
+        // We can't read the clock once the thread has ended.
         let cpu_ns = self.clock.get().and_then(|&clock| clock_ns(clock).ok()).unwrap_or(0);
         self.steps.load(Ordering::Relaxed).wrapping_add(cpu_ns / 1_000_000)
     }
 }
 
-/// Whether a thread of this process sleeps. Neither running nor waiting for a processor counts.
+/// Whether a thread of this process sleeps: it neither runs nor waits for a processor.
 pub fn is_asleep(tid: i32) -> bool {
     let stat = std::fs::read(format!("/proc/self/task/{tid}/stat")).unwrap_or_default();
-    let state = stat.iter().rposition(|&byte| byte == b')').and_then(|end| stat.get(end + 2));
-    tid != 0 && state != Some(&b'R')
+    let name_end = stat.iter().rposition(|&byte| byte == b')').unwrap_or(0);
+    tid != 0 && stat.get(name_end + 2) != Some(&b'R')
 }
 
-/// Shows that the job which this thread runs makes progress.
+/// Shows that the job of this thread makes progress.
 pub fn advance() {
-    SIGNS.with_borrow(|signs| signs.iter().for_each(|signs| _ = signs.steps.fetch_add(1, Ordering::Relaxed)));
+    SIGNS.with_borrow(|signs| {
+        if let Some(signs) = signs {
+            signs.steps.fetch_add(1, Ordering::Relaxed);
+        }
+    });
 }
 
 /// A job whose caller has gone on.
@@ -96,17 +100,16 @@ pub fn advance() {
 pub struct Pending {
     alive: Weak<()>,
     signs: Arc<Signs>,
-    /// The last sign of progress, and when it was seen.
+    /// The last sign of progress, and when we saw it.
     seen: (u64, Instant),
 }
 
 impl Pending {
-    /// Whether the job has ended.
     pub fn is_over(&self) -> bool {
         self.alive.strong_count() == 0
     }
 
-    /// For how long it has made no progress, as far as that was looked at.
+    /// For how long it has made no progress, as far as we've looked.
     pub fn idle(&mut self) -> Duration {
         let now = self.signs.sum();
         if now != self.seen.0 {
@@ -120,7 +123,6 @@ impl Pending {
         !self.is_over() && self.idle() >= LIMIT
     }
 
-    /// Whether it sleeps at this moment.
     pub fn is_asleep(&self) -> bool {
         is_asleep(self.signs.tid.load(Ordering::Relaxed))
     }
@@ -131,7 +133,6 @@ impl Pending {
     }
 }
 
-/// What a reading thread does.
 #[derive(Debug)]
 pub struct Job<T> {
     result: Receiver<T>,
@@ -141,7 +142,8 @@ pub struct Job<T> {
 impl<T: Send + 'static> Job<T> {
     /// Starts it on the reading thread, which takes some 10 us more than a call.
     pub fn start(job: impl FnOnce() -> T + Send + 'static) -> Self {
-        let (alive, signs) = (Arc::new(()), Arc::new(Signs::default()));
+        let alive = Arc::new(());
+        let signs = Arc::new(Signs::default());
         let pending = Pending { alive: Arc::downgrade(&alive), signs: signs.clone(), seen: (0, Instant::now()) };
         let (sender, result) = channel();
         send_to_reader(Box::new(move || {
@@ -153,8 +155,8 @@ impl<T: Send + 'static> Job<T> {
         Self { result, pending }
     }
 
-    /// Waits for the result: for `most`, and for no longer than the patience of this thread while the job sleeps. Without
-    /// a result, also if the job has panicked or could not be started, the job is given back.
+    /// Waits for the result: for `most`, and while the job sleeps for no longer than the patience of this thread. Gives back
+    /// the job if there is no result, also if the job has panicked or couldn't be started.
     pub fn wait(self, most: Duration) -> Result<T, Self> {
         let began = Instant::now();
         loop {
@@ -173,7 +175,7 @@ impl<T: Send + 'static> Job<T> {
         }
     }
 
-    /// The same, but waits for the whole time.
+    /// Waits for the whole time, whether the job sleeps or not.
     pub fn wait_for(self, time: Duration) -> Result<T, Self> {
         self.result.recv_timeout(time).map_err(|_| {
             READER.take();
@@ -181,7 +183,6 @@ impl<T: Send + 'static> Job<T> {
         })
     }
 
-    /// The result, if it has come.
     pub fn poll(self) -> Result<T, Self> {
         self.result.try_recv().map_err(|_| self)
     }
@@ -192,24 +193,19 @@ pub fn run_abandonable<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'stat
     Job::start(job).wait(Duration::MAX).map_err(|job| job.pending)
 }
 
-fn send_to_reader(work: Work) {
-    let work = match READER.take() {
-        None => work,
-        Some(sender) => match sender.send(work) {
-            Ok(()) => {
-                READER.set(Some(sender));
-                return;
-            }
-            Err(unsent) => unsent.0,
-        },
-    };
+fn send_to_reader(mut work: Work) {
+    if let Some(sender) = READER.take() {
+        match sender.send(work) {
+            Ok(()) => return READER.set(Some(sender)),
+            Err(unsent) => work = unsent.0,
+        }
+    }
     let (sender, jobs) = channel::<Work>();
-    let run = move || {
+    let spawned = std::thread::Builder::new().name("pagefold-reads".to_owned()).spawn(move || {
         for job in jobs {
             job();
         }
-    };
-    let spawned = std::thread::Builder::new().name("pagefold-reads".to_owned()).spawn(run);
+    });
     if spawned.is_ok() && sender.send(work).is_ok() {
         READER.set(Some(sender));
     }
@@ -285,7 +281,7 @@ mod tests {
         wait_until_over(&run_abandonable(|| -> () { panic!("as a test") }).unwrap_err());
     }
 
-    /// Waiting for many at once takes a quarter of the time, and each that does not sleep is waited for.
+    /// Waiting for many at once takes a quarter of the time, and we wait for each that doesn't sleep.
     #[test]
     fn the_time_spent_waiting_is_limited() {
         let began = Instant::now();

@@ -35,7 +35,7 @@ pub fn process_cpu_ns(pid: i32) -> Option<u64> {
     clock_ns((!pid << 3) | SCHED).ok()
 }
 
-/// Time since the machine was started, with the time that it was suspended, nanoseconds.
+/// Time since boot, including the time that the machine was suspended, nanoseconds.
 pub fn since_boot_ns() -> u64 {
     clock_ns(libc::CLOCK_BOOTTIME).unwrap_or(0)
 }

@@ -1,20 +1,18 @@
 //! Fault injection for tests.
 //!
 //! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point, with `@3` from the third
-//! passage on, the process kills itself with SIGKILL, or the read or write fails with that error, or it never returns
-//! (`=hang`). Only the tests' builds have this: it takes the feature `faults`, which pagefold-testkit enables, and debug
-//! assertions. Everywhere else the points do nothing.
+//! passage on, the process kills itself with SIGKILL, or the read or write fails with that error, or never returns (`=hang`).
+//! Only the tests' builds have this: it takes the feature `faults`, which pagefold-testkit enables, and debug assertions.
+//! Everywhere else the points do nothing.
 
 use std::io::{self, Write};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The environment variable.
 pub const VARIABLE: &str = "PAGEFOLD_FAULT";
 
-/// Environment variable with the path of a file in which each injected failure is recorded once, so that a test can check
-/// that its fault occurred.
+/// Environment variable with a file where we record each injected failure once: so a test can check that its fault occurred.
 pub const SEEN_VARIABLE: &str = "PAGEFOLD_FAULT_SEEN";
 
 /// Points of the daemon and of unmerging at which a kill leaves changes behind. The injector has its own list.
@@ -100,18 +98,18 @@ struct Fault {
     point: String,
     /// First passage at which it happens, counted from 1.
     from: u64,
-    what: What,
+    effect: Effect,
     passed: AtomicU64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum What {
+enum Effect {
     Kill,
     Errno(i32),
     Hang,
 }
 
-/// Reads the variable. Without this call the first point reads it, and allocates.
+/// Reads the variable. Without this call the first point reads it, and allocates memory.
 pub fn init() {
     faults();
 }
@@ -123,7 +121,7 @@ pub fn point(name: &str) {
 
 /// The same for a point named `name:of`.
 pub fn point_of(name: &str, of: &str) {
-    if happens(name, of).is_some_and(|fault| fault.what == What::Kill) {
+    if let Some(Fault { effect: Effect::Kill, .. }) = happens(name, of) {
         die();
     }
 }
@@ -140,27 +138,28 @@ pub fn io(name: &str) -> io::Result<()> {
 pub fn io_of(name: &str, of: &str) -> io::Result<()> {
     let Some(fault) = happens(name, of) else { return Ok(()) };
     fault.record();
-    match fault.what {
-        What::Errno(errno) => Err(io::Error::from_raw_os_error(errno)),
-        What::Kill => {
+    match fault.effect {
+        Effect::Errno(errno) => Err(io::Error::from_raw_os_error(errno)),
+        Effect::Kill => {
             die();
             Ok(())
         }
         // Like a wait for a lock that only a fatal signal ends.
-        What::Hang => loop {
+        Effect::Hang => loop {
             std::thread::sleep(Duration::from_secs(3600));
         },
     }
 }
 
 fn die() {
-    // SAFETY: all arguments are numbers. Does not return if it succeeds.
+    // SAFETY: all arguments are numbers. Doesn't return if it succeeds.
     unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
 }
 
 fn happens(name: &str, of: &str) -> Option<&'static Fault> {
     let fault = faults().iter().find(|fault| fault.is_of(name, of))?;
-    (fault.passed.fetch_add(1, Ordering::Relaxed) + 1 >= fault.from).then_some(fault)
+    let passage = fault.passed.fetch_add(1, Ordering::Relaxed) + 1;
+    if passage >= fault.from { Some(fault) } else { None }
 }
 
 impl Fault {
@@ -173,36 +172,40 @@ impl Fault {
     }
 
     fn record(&self) {
-        let first = self.passed.load(Ordering::Relaxed) <= self.from;
-        let Some(path) = std::env::var_os(SEEN_VARIABLE).filter(|_| first) else { return };
-        // Errors are ignored: a test that finds no record fails.
-        let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
-        let _ = file.and_then(|mut file| writeln!(file, "{}", self.point));
+        if self.passed.load(Ordering::Relaxed) > self.from {
+            return;
+        }
+        let Some(path) = std::env::var_os(SEEN_VARIABLE) else { return };
+        // We ignore errors: a test that finds no record fails.
+        if let Ok(mut file) = std::fs::OpenOptions::new().create(true).append(true).open(path) {
+            let _ = writeln!(file, "{}", self.point);
+        }
     }
 }
 
 fn faults() -> &'static [Fault] {
-    FAULTS.get_or_init(|| std::env::var(VARIABLE).map_or(Vec::new(), |text| parse(&text)))
+    FAULTS.get_or_init(|| parse(&std::env::var(VARIABLE).unwrap_or_default()))
 }
 
-/// Parses the variable. Malformed entries are skipped: a test with such a fault finds that nothing fails.
+/// Parses the variable. We skip malformed entries: a test with such a fault finds that nothing fails.
 fn parse(text: &str) -> Vec<Fault> {
-    let fault = |word: &str| {
-        let (point, what) = word.rsplit_once('=')?;
-        let (point, from) = point.rsplit_once('@').map_or((point, "1"), |split| split);
-        let what = match what {
-            "kill" => What::Kill,
-            "hang" => What::Hang,
-            "EIO" => What::Errno(libc::EIO),
-            "ENOMEM" => What::Errno(libc::ENOMEM),
-            "ENOSPC" => What::Errno(libc::ENOSPC),
-            "EMFILE" => What::Errno(libc::EMFILE),
-            "EPERM" => What::Errno(libc::EPERM),
-            _ => return None,
-        };
-        Some(Fault { point: point.into(), from: from.parse().ok()?, what, passed: AtomicU64::new(0) })
+    text.split(',').filter_map(parse_one).collect()
+}
+
+fn parse_one(text: &str) -> Option<Fault> {
+    let (point, effect) = text.rsplit_once('=')?;
+    let (point, from) = point.rsplit_once('@').unwrap_or((point, "1"));
+    let effect = match effect {
+        "kill" => Effect::Kill,
+        "hang" => Effect::Hang,
+        "EIO" => Effect::Errno(libc::EIO),
+        "ENOMEM" => Effect::Errno(libc::ENOMEM),
+        "ENOSPC" => Effect::Errno(libc::ENOSPC),
+        "EMFILE" => Effect::Errno(libc::EMFILE),
+        "EPERM" => Effect::Errno(libc::EPERM),
+        _ => return None,
     };
-    text.split(',').filter_map(fault).collect()
+    Some(Fault { point: point.into(), from: from.parse().ok()?, effect, passed: AtomicU64::new(0) })
 }
 
 #[cfg(test)]
@@ -212,8 +215,8 @@ mod tests {
     #[test]
     fn faults_are_parsed_with_their_passage() {
         let faults = parse("registers-set=kill,read:smaps@3=EIO,nonsense,x=y");
-        let seen: Vec<_> = faults.iter().map(|fault| (fault.point.as_str(), fault.from, fault.what)).collect();
-        assert_eq!(seen, [("registers-set", 1, What::Kill), ("read:smaps", 3, What::Errno(libc::EIO))]);
+        let seen: Vec<_> = faults.iter().map(|fault| (fault.point.as_str(), fault.from, fault.effect)).collect();
+        assert_eq!(seen, [("registers-set", 1, Effect::Kill), ("read:smaps", 3, Effect::Errno(libc::EIO))]);
     }
 
     #[test]
@@ -224,7 +227,7 @@ mod tests {
         assert_eq!(names("turned:run"), [false, false]);
     }
 
-    /// Tests iterate over the lists: a point that is in none is not tested.
+    /// Tests iterate over the lists, so they'd miss a point that's in none.
     #[test]
     fn every_point_is_listed() {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

@@ -1,22 +1,24 @@
-//! Reads text with one `key value` or `key: value` pair per line, as in `/proc/meminfo`, `/proc/PID/status` and
-//! `memory.stat`.
+//! Reads text with a `key value` or `key: value` on each line, like `/proc/meminfo`, `/proc/PID/status` and `memory.stat`.
 
 use std::str::FromStr;
 
 pub const MISSING: &str = "a field is missing";
 pub const NOT_A_NUMBER: &str = "a field is not a number";
 
-/// The value of the first line with this key, without surrounding white space.
+/// The value of the first line with this key, trimmed.
 ///
 /// ```
 /// use pagefold_procmem::os::fields::field;
 /// assert_eq!(field(b"Uid:\t0\t0\nSwapTotal:  8 kB\n", "SwapTotal"), Some(&b"8 kB"[..]));
 /// ```
 pub fn field<'a>(text: &'a [u8], key: &str) -> Option<&'a [u8]> {
-    text.split(|&byte| byte == b'\n').find_map(|line| {
-        let rest = line.strip_prefix(key.as_bytes())?;
-        matches!(rest.first(), Some(b':' | b' ' | b'\t')).then(|| rest.strip_prefix(b":").unwrap_or(rest).trim_ascii())
-    })
+    for line in text.split(|&byte| byte == b'\n') {
+        let Some(rest) = line.strip_prefix(key.as_bytes()) else { continue };
+        if let Some(b':' | b' ' | b'\t') = rest.first() {
+            return Some(rest.strip_prefix(b":").unwrap_or(rest).trim_ascii());
+        }
+    }
+    None
 }
 
 /// The value of a key as a number.
@@ -24,8 +26,7 @@ pub fn field<'a>(text: &'a [u8], key: &str) -> Option<&'a [u8]> {
 /// # Errors
 /// If the key is missing or its value is not a number.
 pub fn number<T: FromStr>(text: &[u8], key: &str) -> Result<T, &'static str> {
-    let value = field(text, key).ok_or(MISSING)?;
-    std::str::from_utf8(value).ok().and_then(|value| value.parse().ok()).ok_or(NOT_A_NUMBER)
+    parsed(field(text, key).ok_or(MISSING)?).ok_or(NOT_A_NUMBER)
 }
 
 /// The value of a key in KiB, as in `MemFree:  8 kB`.
@@ -34,8 +35,11 @@ pub fn number<T: FromStr>(text: &[u8], key: &str) -> Result<T, &'static str> {
 /// If the key is missing or its value is not in kB.
 pub fn kib(text: &[u8], key: &str) -> Result<u64, &'static str> {
     let value = field(text, key).ok_or(MISSING)?;
-    let number = value.strip_suffix(b" kB").and_then(|number| std::str::from_utf8(number).ok());
-    number.and_then(|number| number.parse().ok()).ok_or("a field is not in kB")
+    value.strip_suffix(b" kB").and_then(parsed).ok_or("a field is not in kB")
+}
+
+fn parsed<T: FromStr>(text: &[u8]) -> Option<T> {
+    std::str::from_utf8(text).ok()?.parse().ok()
 }
 
 /// The selected choice in a text like `always [madvise] never`.

@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM as a flag that every wait checks, so that an interrupted command restores what it changed.
+//! SIGINT and SIGTERM as a flag that every wait checks, so that an interrupted command undoes its changes.
 
 use std::io;
 use std::sync::Arc;
@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// How often a wait checks the flag.
 const CHECK_EVERY: Duration = Duration::from_millis(20);
 
 /// A signal has asked this process to end.
@@ -27,10 +26,6 @@ impl From<Arc<AtomicBool>> for Interrupt {
 
 impl Interrupt {
     /// Installs handlers for both signals.
-    ///
-    /// # Errors
-    ///
-    /// `sigaction` fails.
     pub fn on_signals() -> io::Result<Self> {
         let interrupt = Self::default();
         for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
@@ -39,14 +34,14 @@ impl Interrupt {
         Ok(interrupt)
     }
 
-    /// Fails once a signal has arrived.
     pub fn check(&self) -> Result<(), Interrupted> {
         if self.0.load(Ordering::Relaxed) { Err(Interrupted) } else { Ok(()) }
     }
 
     /// Sleeps, at most until a signal arrives.
     pub fn sleep(&self, duration: Duration) -> Result<(), Interrupted> {
-        self.wait(duration, || Ok::<_, Interrupted>(None::<()>)).map(drop)
+        self.wait::<(), _>(duration, || Ok(None))?;
+        Ok(())
     }
 
     /// Calls `poll` until it returns a value; `None` after `limit`.

@@ -1,14 +1,15 @@
 //! Memory nodes of the machine, and the node of each frame.
 //!
-//! Nodes are read from `/sys/devices/system/node` (Documentation/ABI/stable/sysfs-devices-node), and the frames of each
-//! from its memory blocks. There is no [`Topology`], and nothing is placed, on kernels that do not show memory blocks
-//! (without CONFIG_MEMORY_HOTPLUG) and on machines where only one node has memory.
+//! We read nodes from `/sys/devices/system/node` (Documentation/ABI/stable/sysfs-devices-node), and the frames of each from
+//! its memory blocks. There is no [`Topology`], and we place nothing, on kernels that don't show memory blocks (without
+//! CONFIG_MEMORY_HOTPLUG) and on machines where only one node has memory.
 
 use super::fields::kib;
 use super::number_list::NumberList;
 use pagefold_engine::host::NodeView;
 use pagefold_engine::keys::NodeKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages};
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -18,8 +19,22 @@ use std::path::{Path, PathBuf};
 pub struct Topology {
     root: PathBuf,
     nodes: Vec<Node>,
-    /// Memory blocks: first frame, frames, node. Ascending.
-    blocks: Vec<(u64, u64, NodeKey)>,
+    /// Memory blocks, ascending.
+    blocks: Vec<FrameSpan>,
+}
+
+/// Adjacent frames of one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FrameSpan {
+    pub first: u64,
+    pub frames: u64,
+    pub node: NodeKey,
+}
+
+impl FrameSpan {
+    fn end(self) -> u64 {
+        self.first.saturating_add(self.frames)
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,23 +46,21 @@ struct Node {
 }
 
 impl Topology {
-    /// The nodes of this machine; `None` if it has only one, or does not show memory blocks.
+    /// The nodes of this machine; `None` if it has only one, or doesn't show memory blocks.
     pub fn of_machine() -> io::Result<Option<Self>> {
         Self::read(Path::new("/sys/devices/system"), Path::new("/proc/zoneinfo"))
     }
 
-    /// The nodes under a directory like `/sys/devices/system`. Memory blocks that span several nodes are divided by the
-    /// zones in a file like `/proc/zoneinfo`.
+    /// The nodes under a directory like `/sys/devices/system`. A file like `/proc/zoneinfo` divides memory blocks of several nodes.
     ///
     /// # Errors
-    /// If a file cannot be read or parsed. Files that the kernel does not provide are not errors.
+    /// If we can't read or parse a file. Files that the kernel doesn't provide are not errors.
     pub fn read(root: &Path, zones: &Path) -> io::Result<Option<Self>> {
         let directory = root.join("node");
         // Missing without CONFIG_NUMA and without CONFIG_MEMORY_HOTPLUG.
         let Some(with_memory) = read_if_exists(&directory.join("has_memory"))? else { return Ok(None) };
         let Some(block_size) = read_if_exists(&root.join("memory/block_size_bytes"))? else { return Ok(None) };
-        let keys: Vec<NodeKey> =
-            list(&with_memory)?.iter().filter_map(|node| u16::try_from(node).ok()).map(NodeKey).collect();
+        let keys: Vec<NodeKey> = list(&with_memory)?.nodes().collect();
         let block_bytes = u64::from_str_radix(block_size.trim(), 16).map_err(|_| malformed(&block_size))?;
         let block_frames = block_bytes / PAGE_BYTES;
         if keys.len() < 2 || block_frames == 0 {
@@ -55,62 +68,60 @@ impl Topology {
         }
         // The kernel lists distances to all online nodes, including those without memory.
         let online: Vec<u64> = list(&fs::read_to_string(directory.join("online"))?)?.iter().collect();
-        let (mut nodes, mut blocks) = (Vec::new(), Vec::new());
+        let mut nodes = Vec::new();
+        let mut blocks = Vec::new();
         for &node in &keys {
             let own = directory.join(format!("node{}", node.0));
             for entry in fs::read_dir(&own)? {
-                let name = entry?.file_name();
-                let number = name.to_str().and_then(|name| name.strip_prefix("memory")?.parse::<u64>().ok());
-                if let Some(first) = number.and_then(|number| number.checked_mul(block_frames)) {
-                    blocks.push((first, block_frames, node));
+                if let Some(first) = first_frame(&entry?.file_name(), block_frames) {
+                    blocks.push(FrameSpan { first, frames: block_frames, node });
                 }
             }
-            let distances = fs::read_to_string(own.join("distance"))?;
-            let distances: Vec<u32> = distances
-                .split_ascii_whitespace()
-                .map(|word| word.parse().map_err(|_| malformed(&distances)))
-                .collect::<Result<_, _>>()?;
-            let position = |key: &NodeKey| online.iter().position(|&online| online == u64::from(key.0));
-            let distance = |key| position(key).and_then(|at| distances.get(at)).copied().unwrap_or(REMOTE_DISTANCE);
-            nodes.push(Node {
-                key: node,
-                cpus: list(&fs::read_to_string(own.join("cpulist"))?)?,
-                distances: keys.iter().map(distance).collect(),
-            });
+            let text = fs::read_to_string(own.join("distance"))?;
+            let all = text.split_ascii_whitespace().map(|word| word.parse().map_err(|_| malformed(&text)));
+            let all: Vec<u32> = all.collect::<Result<_, _>>()?;
+            let mut distances = Vec::new();
+            for key in &keys {
+                let at = online.iter().position(|&online| online == u64::from(key.0));
+                distances.push(at.and_then(|at| all.get(at)).copied().unwrap_or(REMOTE_DISTANCE));
+            }
+            nodes.push(Node { key: node, cpus: list(&fs::read_to_string(own.join("cpulist"))?)?, distances });
         }
         blocks.sort_unstable();
-        let spans_nodes = |pair: &[(u64, u64, NodeKey)]| pair[0].0 == pair[1].0;
-        if blocks.windows(2).any(spans_nodes) {
+        if blocks.windows(2).any(|pair| pair[0].first == pair[1].first) {
             blocks = divided(&blocks, &zones_of(&fs::read_to_string(zones)?));
         }
-        Ok((!blocks.is_empty()).then(|| Self { root: root.to_owned(), nodes, blocks }))
+        Ok(if blocks.is_empty() { None } else { Some(Self { root: root.to_owned(), nodes, blocks }) })
     }
 
     pub fn node_of(&self, frame: u64) -> Option<NodeKey> {
-        let at = self.blocks.partition_point(|&(first, _, _)| first <= frame).checked_sub(1)?;
-        let (first, frames, node) = self.blocks[at];
-        (frame - first < frames).then_some(node)
+        let at = self.blocks.partition_point(|block| block.first <= frame).checked_sub(1)?;
+        let block = self.blocks[at];
+        if frame < block.end() { Some(block.node) } else { None }
     }
 
-    /// The nodes with their current free memory.
     pub fn views(&self) -> io::Result<Vec<NodeView>> {
-        let view = |node: &Node| {
-            let number = node.key.0;
+        let mut views = Vec::new();
+        for Node { key, distances, .. } in &self.nodes {
+            let number = key.0;
             let text = fs::read(self.root.join(format!("node/node{number}/meminfo")))?;
-            let pages = |name| {
-                let kib = kib(&text, &format!("Node {number} {name}"));
-                kib.map(|kib| Pages(kib / (PAGE_BYTES / 1024))).map_err(malformed)
-            };
-            let (total, free) = (pages("MemTotal")?, pages("MemFree")?);
-            Ok(NodeView { node: node.key, total, free, distances: node.distances.clone() })
-        };
-        self.nodes.iter().map(view).collect()
+            views.push(NodeView {
+                node: *key,
+                total: pages(&text, &format!("Node {number} MemTotal"))?,
+                free: pages(&text, &format!("Node {number} MemFree"))?,
+                distances: distances.clone(),
+            });
+        }
+        Ok(views)
     }
 
-    /// The node that all these processors belong to, if there is one. Processors of nodes without memory are ignored.
+    /// The node that all these processors belong to, if there is one. We ignore processors of nodes without memory.
     pub fn home(&self, cpus: &NumberList) -> Option<NodeKey> {
-        let mut of = self.nodes.iter().filter(|node| cpus.meets(&node.cpus));
-        of.next().filter(|_| of.next().is_none()).map(|node| node.key)
+        let mut homes = self.nodes.iter().filter(|node| cpus.meets(&node.cpus));
+        match (homes.next(), homes.next()) {
+            (Some(home), None) => Some(home.key),
+            _ => None,
+        }
     }
 }
 
@@ -125,6 +136,16 @@ fn read_if_exists(path: &Path) -> io::Result<Option<String>> {
     }
 }
 
+/// The first frame of a memory block, by its file name.
+fn first_frame(name: &OsStr, block_frames: u64) -> Option<u64> {
+    name.to_str()?.strip_prefix("memory")?.parse::<u64>().ok()?.checked_mul(block_frames)
+}
+
+/// A number of KiB in a node's meminfo, as pages.
+fn pages(meminfo: &[u8], key: &str) -> io::Result<Pages> {
+    Ok(Pages(kib(meminfo, key).map_err(malformed)? / (PAGE_BYTES / 1024)))
+}
+
 fn list(text: &str) -> io::Result<NumberList> {
     NumberList::parse(text).ok_or_else(|| malformed(text))
 }
@@ -134,49 +155,53 @@ fn malformed(what: &str) -> io::Error {
 }
 
 /// Divides memory blocks that span several nodes along the zones of the nodes. Frames in zones of two nodes get none.
-pub fn divided(blocks: &[(u64, u64, NodeKey)], zones: &[(u64, u64, NodeKey)]) -> Vec<(u64, u64, NodeKey)> {
+pub fn divided(blocks: &[FrameSpan], zones: &[FrameSpan]) -> Vec<FrameSpan> {
     let mut divided = Vec::new();
-    for same in blocks.chunk_by(|a, b| a.0 == b.0) {
-        let &[(first, frames, _), ..] = same else { continue };
+    for same in blocks.chunk_by(|a, b| a.first == b.first) {
         if let [whole] = same {
             divided.push(*whole);
             continue;
         }
-        let mut cuts: Vec<u64> =
-            zones.iter().flat_map(|&(start, length, _)| [start, start.saturating_add(length)]).collect();
-        cuts.extend([first, first + frames]);
-        cuts.retain(|&cut| (first..=first + frames).contains(&cut));
+        let block = same[0];
+        let mut cuts: Vec<u64> = zones.iter().flat_map(|zone| [zone.first, zone.end()]).collect();
+        cuts.extend([block.first, block.end()]);
+        cuts.retain(|&cut| (block.first..=block.end()).contains(&cut));
         cuts.sort_unstable();
         cuts.dedup();
         for piece in cuts.windows(2) {
-            let inside = |&&(start, length, _): &&(u64, u64, NodeKey)| {
-                start <= piece[0] && piece[1] <= start.saturating_add(length)
-            };
-            let mut nodes: Vec<NodeKey> = zones.iter().filter(inside).map(|&(_, _, node)| node).collect();
+            let mut nodes = Vec::new();
+            for zone in zones {
+                if zone.first <= piece[0] && piece[1] <= zone.end() {
+                    nodes.push(zone.node);
+                }
+            }
             nodes.dedup();
             if let [node] = nodes[..] {
-                divided.push((piece[0], piece[1] - piece[0], node));
+                divided.push(FrameSpan { first: piece[0], frames: piece[1] - piece[0], node });
             }
         }
     }
     divided
 }
 
-/// The zones of `/proc/zoneinfo`: first frame, frames, node. By node.
-pub fn zones_of(text: &str) -> Vec<(u64, u64, NodeKey)> {
-    let (mut zones, mut node, mut spanned) = (Vec::new(), None, 0);
+/// The zones of `/proc/zoneinfo`, by node.
+pub fn zones_of(text: &str) -> Vec<FrameSpan> {
+    let mut zones = Vec::new();
+    let mut node = None;
+    let mut spanned = 0;
     for line in text.lines() {
         let mut words = line.split_ascii_whitespace();
         match (words.next(), words.next()) {
             (Some("Node"), Some(number)) => node = number.trim_end_matches(',').parse().ok().map(NodeKey),
             (Some("spanned"), Some(frames)) => spanned = frames.parse().unwrap_or(0),
             (Some("start_pfn:"), Some(first)) => {
-                zones.extend(node.zip(first.parse().ok()).map(|(node, first)| (first, spanned, node)));
+                if let (Some(node), Ok(first), 1..) = (node, first.parse(), spanned) {
+                    zones.push(FrameSpan { first, frames: spanned, node });
+                }
             }
             _ => {}
         }
     }
-    zones.retain(|&(_, frames, _)| frames > 0);
     zones
 }
 
@@ -249,7 +274,7 @@ mod tests {
         assert_eq!([0, 32_768, 49_151].map(node), [Some(0); 3]);
         assert_eq!([49_152, 65_535, 65_536, 98_303].map(node), [Some(1); 4]);
         assert_eq!(node(98_304), None);
-        // Without zones its node is unknown.
+        // Without zones we don't know its node.
         fs::write(&zones, "").unwrap();
         let topology = Topology::read(root.path(), &zones).unwrap().unwrap();
         assert_eq!([0, 32_768, 65_536].map(|frame| topology.node_of(frame).is_some()), [true, false, true]);

@@ -1,5 +1,6 @@
 //! Lists of numbers as the kernel prints them: `0-3,8`.
 
+use pagefold_engine::keys::NodeKey;
 use std::ops::RangeInclusive;
 
 /// A list of processors or memory nodes.
@@ -9,13 +10,16 @@ pub struct NumberList(Vec<RangeInclusive<u64>>);
 impl NumberList {
     /// Parses a list; `None` if it is malformed. Empty text is an empty list.
     pub fn parse(text: &str) -> Option<Self> {
-        let range = |word: &str| {
+        let mut ranges = Vec::new();
+        for word in text.trim().split(',').filter(|word| !word.is_empty()) {
             let (low, high) = word.split_once('-').unwrap_or((word, word));
-            let (low, high) = (low.parse().ok()?, high.parse().ok()?);
-            (low <= high).then_some(low..=high)
-        };
-        let words = text.trim().split(',').filter(|word| !word.is_empty());
-        words.map(range).collect::<Option<_>>().map(Self)
+            let range = low.parse().ok()?..=high.parse().ok()?;
+            if range.is_empty() {
+                return None;
+            }
+            ranges.push(range);
+        }
+        Some(Self(ranges))
     }
 
     /// The numbers below 1024, which all node numbers are (MAX_NUMNODES).
@@ -23,11 +27,18 @@ impl NumberList {
         self.0.iter().flat_map(|range| *range.start()..=(*range.end()).min(1023))
     }
 
-    /// The number of elements.
+    /// The same as memory nodes.
+    pub fn nodes(&self) -> impl Iterator<Item = NodeKey> {
+        self.iter().filter_map(|number| Some(NodeKey(u16::try_from(number).ok()?)))
+    }
+
     #[allow(clippy::len_without_is_empty, reason = "nobody asks")]
     pub fn len(&self) -> u64 {
-        let len = |range: &RangeInclusive<u64>| (range.end() - range.start()).saturating_add(1);
-        self.0.iter().map(len).fold(0, u64::saturating_add)
+        let mut len: u64 = 0;
+        for range in &self.0 {
+            len = len.saturating_add(range.end() - range.start()).saturating_add(1);
+        }
+        len
     }
 
     /// Whether the lists have a number in common.

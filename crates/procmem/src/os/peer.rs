@@ -5,23 +5,23 @@ use std::mem::size_of;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// The process that connected or listens, as of that time. The socket may have been passed on since.
+/// The process that connected or listens, at that time. It may have passed on the socket since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Pid in our pid namespace; 0 if it is outside.
+    /// Pid in our pid namespace; 0 outside of it.
     pub pid: i32,
-    /// Effective user.
     pub uid: u32,
 }
 
 impl Peer {
     /// Reads `SO_PEERCRED`.
     pub fn of(stream: &UnixStream) -> io::Result<Self> {
-        credentials(stream).map(|found| Self { pid: found.pid, uid: found.uid })
+        let found = credentials(stream)?;
+        Ok(Self { pid: found.pid, uid: found.uid })
     }
 }
 
-/// Not by rustix, whose pids are never 0: those of processes outside our pid namespace are.
+/// Not by rustix, whose pids are never 0: processes outside our pid namespace have pid 0.
 fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = libc::socklen_t::try_from(size_of::<libc::ucred>()).unwrap_or(0);
@@ -38,7 +38,7 @@ fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
     if failed == 0 { Ok(found) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether the process that connected was in this group then, SO_PEERGROUPS and SO_PEERCRED.
+/// Whether the process was in this group when it connected: SO_PEERGROUPS and SO_PEERCRED.
 pub fn is_in_group(stream: &UnixStream, group: u32) -> io::Result<bool> {
     // The most groups that a process can have (NGROUPS_MAX).
     let mut groups = vec![0_u32; 65_536];
@@ -67,16 +67,20 @@ pub fn group_id(name: &str) -> Option<u32> {
 }
 
 fn parse_group_id(groups: &str, name: &str) -> Option<u32> {
-    let mut lines = groups.lines().map(|line| line.split(':').collect::<Vec<_>>());
-    lines.find(|fields| fields[0] == name)?.get(2)?.parse().ok()
+    for line in groups.lines() {
+        let mut fields = line.split(':');
+        if fields.next() == Some(name) {
+            return fields.nth(1)?.parse().ok();
+        }
+    }
+    None
 }
 
-/// Whether this is root, or the user that runs this process: those who may decide what it does.
+/// Whether this is root, or the user that runs this process: both may control it.
 pub fn is_trusted(uid: u32) -> bool {
     uid == 0 || uid == own_uid()
 }
 
-/// Effective user of this process.
 pub fn own_uid() -> u32 {
     rustix::process::geteuid().as_raw()
 }

@@ -1,8 +1,8 @@
 //! Memory pressure of the machine: pressure stall information (PSI) and available memory.
 //!
-//! PSI may be missing from a kernel (no file) or disabled (reads fail with EOPNOTSUPP), and a service may be denied access
-//! to either file (`ProcSubset=pid`): then the value is unknown. Only malformed text is an error. ksmtuned's measure
-//! needs no PSI: memory is scarce when less than a fifth is available (its `KSM_THRES_COEF` of 20).
+//! PSI may be missing from a kernel (no file) or disabled (reads fail with EOPNOTSUPP), and a service may be denied access to
+//! either file (`ProcSubset=pid`): then we don't know the value. Only malformed text is an error. ksmtuned's measure needs no
+//! PSI: memory is scarce when less than a fifth is available (its `KSM_THRES_COEF` of 20).
 
 use super::fields::{MISSING, kib};
 use crate::os::fault;
@@ -10,22 +10,21 @@ use pagefold_engine::host::MemoryView;
 use pagefold_engine::units::{Pages, Permyriad};
 use std::fs::File;
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Why the memory pressure cannot be read.
+/// Why we couldn't read the memory pressure.
 #[derive(Debug, Error)]
 pub enum PressureError {
-    /// The text is not in the documented format.
     #[error("{} is malformed: {what}", path.display())]
     Malformed { path: PathBuf, what: &'static str },
-    /// Any other failure.
     #[error("cannot read {}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },
 }
 
-/// Reads the memory pressure from files held open. One read of both takes some 20 us.
+/// Reads the memory pressure from files kept open. One read of both takes some 20 us.
 #[derive(Debug)]
 pub struct MemoryMonitor {
     meminfo: Source,
@@ -38,7 +37,6 @@ impl MemoryMonitor {
         Ok(Self { meminfo: Source::open(proc_root, "meminfo")?, pressure: Source::open(proc_root, "pressure/memory")? })
     }
 
-    /// Reads the current state.
     pub fn read(&self) -> Result<MemoryView, PressureError> {
         let (total, available, swap_free) = self.meminfo.read(parse_meminfo)?.unwrap_or_default();
         Ok(MemoryView { total, available, swap_free, pressure: self.pressure.read(parse_pressure)? })
@@ -62,10 +60,10 @@ impl Source {
         }
     }
 
-    /// Reads and parses the file; `None` if it is missing or access is denied.
+    /// Reads and parses the file; `None` if it's missing or access is denied.
     fn read<T>(&self, parse: impl Fn(&[u8]) -> Result<T, &'static str>) -> Result<Option<T>, PressureError> {
         let Some(file) = &self.file else { return Ok(None) };
-        // The fields needed are in the first 16 lines of both files, of some 28 bytes each.
+        // The fields we need are in the first 16 lines of both files, of some 28 bytes each.
         let mut buffer = [0; 1024];
         match fault::io_of("read", self.name).and_then(|()| file.read_at(&mut buffer, 0)) {
             Ok(length) => match parse(&buffer[..length]) {
@@ -84,34 +82,41 @@ fn is_withheld(error: &io::Error) -> bool {
 
 /// Parses the beginning of `/proc/meminfo`: total memory, memory available without swapping, and free swap.
 pub fn parse_meminfo(text: &[u8]) -> Result<(Pages, Pages, Pages), &'static str> {
-    // The last line may be truncated.
+    // The last line may be cut off.
     let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
-    let pages = |key| match kib(&text[..end], key)? {
-        // The number of bytes must not overflow.
-        kib if kib.checked_mul(1024).is_some() => Ok(Pages(kib / 4)),
-        _ => Err("a field is too large"),
-    };
-    let swap_free = match pages("SwapFree") {
+    let whole = &text[..end];
+    let swap_free = match pages(whole, "SwapFree") {
         Err(MISSING) => Pages(0),
         other => other?,
     };
-    Ok((pages("MemTotal")?, pages("MemAvailable")?, swap_free))
+    Ok((pages(whole, "MemTotal")?, pages(whole, "MemAvailable")?, swap_free))
 }
 
-/// Parses `/proc/pressure/memory`: the share of the last 10 s in which some task waited for memory.
+fn pages(meminfo: &[u8], key: &str) -> Result<Pages, &'static str> {
+    match kib(meminfo, key)? {
+        // The number of bytes must not overflow.
+        kib if kib.checked_mul(1024).is_some() => Ok(Pages(kib / 4)),
+        _ => Err("a field is too large"),
+    }
+}
+
+/// Parses `/proc/pressure/memory`: the share of the last 10 s during which some task waited for memory.
 pub fn parse_pressure(text: &[u8]) -> Result<Permyriad, &'static str> {
     let line =
         text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(b"some ")).ok_or("no line 'some'")?;
     let line = std::str::from_utf8(line).map_err(|_| "not ASCII")?;
     let percent = line.split(' ').find_map(|word| word.strip_prefix("avg10=")).ok_or("no avg10")?;
     let (whole, hundredths) = percent.split_once('.').ok_or("avg10 has no fraction")?;
-    let digits = |text: &str, most: usize| (1..=most).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit());
-    if !digits(whole, 3) || hundredths.len() != 2 || !digits(hundredths, 2) {
+    let share = Permyriad(digits(whole, 1..=3)? * 100 + digits(hundredths, 2..=2)?);
+    if share <= Permyriad(10_000) { Ok(share) } else { Err("avg10 is more than 100 per cent") }
+}
+
+/// A number of this many digits.
+fn digits(text: &str, lengths: RangeInclusive<usize>) -> Result<u32, &'static str> {
+    if !lengths.contains(&text.len()) || !text.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err("avg10 is not a percentage with two decimals");
     }
-    let number = |text: &str| text.parse::<u32>().map_err(|_| "avg10 is not a number");
-    let share = Permyriad(number(whole)? * 100 + number(hundredths)?);
-    if share <= Permyriad(10_000) { Ok(share) } else { Err("avg10 is more than 100 per cent") }
+    text.parse().map_err(|_| "avg10 is not a number")
 }
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
-//! Drops all capabilities that are not needed, before any other process is read.
+//! Drops all capabilities that we don't need, before we read any other process.
 //!
-//! The process keeps a list of capabilities and drops all others from every set: effective, permitted, inheritable,
-//! ambient and bounding. With `no_new_privs`, programs it starts cannot gain more, so dropped capabilities do not come
-//! back. See capabilities(7) and `cap_bprm_creds_from_file` in security/commoncap.c (Linux 6.12). docs/privileges.md
-//! lists what each capability is kept for and what fails without it.
+//! We keep a list of capabilities and drop all others from every set: effective, permitted, inheritable, ambient and
+//! bounding. With `no_new_privs`, programs that we start can't gain more, so dropped capabilities don't come back. See
+//! capabilities(7) and `cap_bprm_creds_from_file` in security/commoncap.c (Linux 6.12). docs/privileges.md lists why we keep
+//! each capability and what fails without it.
 //!
-//! Capabilities belong to threads and are inherited by new ones: drop them before starting threads.
+//! Capabilities belong to threads, and new threads inherit them: drop them before starting threads.
 
 pub use caps::Capability;
 use caps::errors::CapsError;
@@ -14,11 +14,11 @@ use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::thread::set_no_new_privs;
 use thiserror::Error;
 
-/// Capabilities for reading other processes, which is all that the daemon keeps: KSM's files only need the user root.
+/// Capabilities for reading other processes. The daemon keeps no others: KSM's files only take the user root.
 pub const READING: [Capability; 3] = [
     // Page tables and memory: PTRACE_MODE_READ and PTRACE_MODE_ATTACH.
     Capability::CAP_SYS_PTRACE,
-    // Frame numbers in pagemap, needed to recognise merged pages; since Linux 4.2.
+    // Frame numbers in pagemap, without which we can't recognise merged pages; since Linux 4.2.
     Capability::CAP_SYS_ADMIN,
     // /proc/PID/pagemap, mem and the like have mode 0400 and belong to the target's user.
     Capability::CAP_DAC_READ_SEARCH,
@@ -30,10 +30,9 @@ pub const PLACING: Capability = Capability::CAP_SYS_NICE;
 /// Additional capability for putting huge pages together again: `process_madvise`.
 pub const COLLAPSING: Capability = Capability::CAP_SYS_NICE;
 
-/// Additional capability for merging on request: the kernel asks for it as for `process_madvise`.
+/// Additional capability for merging on request: the kernel asks for the same as for `process_madvise`.
 pub const REQUESTING: Capability = Capability::CAP_SYS_NICE;
 
-/// Capabilities for injecting system calls.
 pub const INJECTING: [Capability; 3] = [
     // PTRACE_SEIZE.
     Capability::CAP_SYS_PTRACE,
@@ -43,31 +42,29 @@ pub const INJECTING: [Capability; 3] = [
     Capability::CAP_DAC_READ_SEARCH,
 ];
 
-/// Why capabilities could not be dropped.
+/// Why we couldn't drop capabilities.
 #[derive(Debug, Error)]
 pub enum PrivilegeError {
-    /// The kernel refused to change or show capabilities.
     #[error("cannot drop capabilities: {0}")]
     Caps(#[from] CapsError),
-    /// The kernel refused `no_new_privs`.
     #[error("cannot set no_new_privs: {0}")]
     NoNewPrivs(std::io::Error),
-    /// Capabilities remain although dropping them reported success.
+    /// We still have these capabilities although dropping them reported success.
     #[error("capabilities remain after they were dropped: {0:?}")]
     Left(Vec<Capability>),
 }
 
-/// Those of `needed` that this thread lacks.
+/// The capabilities of `needed` that this thread lacks.
 pub fn missing(needed: &[Capability]) -> Result<Vec<Capability>, PrivilegeError> {
     let permitted = caps::read(None, CapSet::Permitted)?;
     Ok(needed.iter().copied().filter(|capability| !permitted.contains(capability)).collect())
 }
 
-/// Irrevocably drops all capabilities of this thread but `kept`.
+/// Drops all capabilities of this thread but `kept`, for good.
 pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     let permitted = caps::read(None, CapSet::Permitted)?;
     let kept: CapsHashSet = kept.iter().copied().filter(|capability| permitted.contains(capability)).collect();
-    // The bounding set first, as it needs CAP_SETPCAP, which is dropped below. Without CAP_SETPCAP, no_new_privs keeps the
+    // The bounding set first: that takes CAP_SETPCAP, which we drop below. Without CAP_SETPCAP, no_new_privs keeps the
     // bounding set from restoring anything.
     if permitted.contains(&Capability::CAP_SETPCAP) {
         caps::raise(None, CapSet::Effective, Capability::CAP_SETPCAP)?;
@@ -85,10 +82,9 @@ pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     if left.is_empty() { Ok(()) } else { Err(PrivilegeError::Left(left)) }
 }
 
-/// Makes this process not dumpable, which protects the pages of other processes that it holds: no core dumps, and no
-/// debuggers without privileges.
+/// Makes us non-dumpable, to protect pages of others that we hold: no core dumps, and no debuggers without privileges.
 pub fn keep_from_dumps() {
-    // It cannot fail.
+    // This can't fail.
     let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);
 }
 
