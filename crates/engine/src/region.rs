@@ -281,7 +281,7 @@ impl Region {
             return vec![(self.view.first, self.view.pages)];
         }
         let mut runs = Vec::new();
-        for (number, extent) in self.extents.iter() {
+        for (number, extent) in &self.extents {
             if extent.resident > 0 {
                 let first = self.view.first.0.max(number * EXTENT_PAGES);
                 let end = self.end().0.min((number + 1) * EXTENT_PAGES);

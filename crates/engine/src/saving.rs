@@ -18,6 +18,7 @@
 
 use crate::host::{Counted, MergedSample, PageRun};
 use crate::keys::{LineageKey, OwnerKey};
+use crate::region::Region;
 use crate::region::table::RegionTable;
 use crate::units::{Pages, Vpn, count, whole};
 use rustc_hash::FxHashMap;
@@ -127,7 +128,7 @@ impl SavingCounter {
         self.tried_ns = Some(now_ns);
         self.has_settled = false;
         self.has_changed = false;
-        let mergeable: u64 = table.iter().flat_map(|region| region.mergeable_runs()).map(|(_, pages)| pages.0).sum();
+        let mergeable: u64 = table.iter().flat_map(Region::mergeable_runs).map(|(_, pages)| pages.0).sum();
         self.one_in = mergeable.div_ceil(PAGES_MOST).max(1);
         self.counts += 1;
         let mut runs = Vec::new();
@@ -239,10 +240,10 @@ mod tests {
         MergedSample { region: RegionKey(region), page, frame, node: NodeKey(0), charged: false, mappers }
     }
 
-    fn count_at(table: &RegionTable, merged: &[MergedSample], counted: &Counted) -> Saving {
+    fn count_at(table: &RegionTable, merged: &[MergedSample], zeros: &Counted) -> Saving {
         let mut counter = SavingCounter::default();
         counter.plan(table, 1, false);
-        counter.record(table, merged, Some(counted), 1);
+        counter.record(table, merged, Some(zeros), 1);
         counter.latest().unwrap().clone()
     }
 

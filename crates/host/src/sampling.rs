@@ -162,7 +162,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
             }
         }
         let counted = count.and_then(|processes| {
-            if !reader.shows_frames() {
+            if !reader.sees_frames() {
                 return None;
             }
             let frames: Vec<u64> = merged.iter().map(|sample| sample.frame).collect();

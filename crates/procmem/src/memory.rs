@@ -278,11 +278,6 @@ impl PageReader {
         })
     }
 
-    /// Whether frames can be looked up at all. Needs root.
-    pub fn shows_frames(&self) -> bool {
-        self.frames.is_some()
-    }
-
     fn for_each_batch(
         &mut self,
         process: &Process,

@@ -90,8 +90,7 @@ impl Decided {
             (Verb::Leave, after) => assert_eq!(after, Verb::Leave, "{said}"),
             // Nothing of it is read whole before its time, and what was to be marked isn't forgotten.
             (Verb::Wait, Verb::Read | Verb::Mark) => assert!(is_due, "{said}"),
-            (Verb::Read, Verb::Sample) => panic!("{said}"),
-            (Verb::Mark, Verb::Sample) => panic!("{said}"),
+            (Verb::Read | Verb::Mark, Verb::Sample) => panic!("{said}"),
             _ => {}
         }
     }
