@@ -67,6 +67,6 @@ fn a_mapping_that_is_walked_through_is_given_back() {
     host.play(walked(PAGES, PAGES / 30, 120, |page| page + 1).into());
     run(&mut host, &mut engine, 120);
     assert_eq!(host.saved(), Pages(0));
-    let report = engine.report();
+    let report = engine.state();
     assert!(report.regions.iter().all(|region| region.kind == Kind::CowBroken && region.marked == Pages(0)));
 }

@@ -25,7 +25,7 @@ fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Course {
 }
 
 fn kind_of_most(engine: &Engine) -> Kind {
-    engine.report().kinds.iter().max_by_key(|total| total.resident).unwrap().kind
+    engine.state().kinds.iter().max_by_key(|total| total.resident).unwrap().kind
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn auto_is_quiet_until_memory_is_scarce() {
     host.set_memory(memory(10));
     run(&mut host, &mut engine, 20);
     assert!(host.saved().0 > 512 * MIB * 99 / 100, "{} saved", host.saved().0);
-    assert_eq!(engine.report().in_force, Governor::Full);
+    assert_eq!(engine.state().in_force, Governor::Full);
 }
 
 #[test]

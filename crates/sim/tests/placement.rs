@@ -92,7 +92,7 @@ fn plain_ksm_is_one_sided() {
     assert!(shares[1] > 0.98, "{shares:?}");
     assert_eq!(host.moved(), 0);
     // It is reported anyway.
-    let report = engine.report();
+    let report = engine.state();
     let places = report.placement.unwrap();
     assert_eq!(places.misplaced, Pages(0));
     assert!(places.owners.iter().any(|owner| owner.remote > owner.local && owner.tax > 0.5), "{places:?}");
@@ -371,7 +371,7 @@ fn placement_costs_nothing_on_one_node() {
         programs(&mut watched.host, &[0, 0, 0], Placement::Fair);
         watched.run(&mut engine, 60);
         assert_eq!((watched.looks, watched.activity, watched.placed), (0, 0, 0));
-        assert!(watched.moves.is_empty() && engine.report().placement.is_none());
+        assert!(watched.moves.is_empty() && engine.state().placement.is_none());
         (watched.host.cost(), engine.ledger().curve.clone())
     };
     let none = bill(host());
@@ -385,7 +385,7 @@ fn reports_match_the_memory() {
     let (mut host, mut engine) = (machine(4).with_distances(&distances), engine());
     let owners = programs(&mut host, &[0, 2, 1], Placement::Fair);
     run(&mut host, &mut engine, 100);
-    let report = engine.report();
+    let report = engine.state();
     let places = report.placement.unwrap();
     let ledger = engine.ledger();
     assert_eq!((places.misplaced, ledger.not_moved, ledger.moved.0), (Pages(0), Pages(0), host.moved()));

@@ -110,7 +110,7 @@ fn sparse_duplicates_are_merged_at_once_where_they_pay_and_otherwise_once_ksmd_h
         let savable = host.truth().savable;
         let mut engine = Engine::new(Config { governor, ..Config::default() });
         let dense = run(&mut host, &mut engine, 60).marked;
-        let waits = engine.report().regions.iter().filter(|region| matches!(region.next, Next::Defer { .. })).count();
+        let waits = engine.state().regions.iter().filter(|region| matches!(region.next, Next::Defer { .. })).count();
         let marked = [dense, run(&mut host, &mut engine, 600).marked];
         assert!(host.saved().0 * 100 >= savable * 95, "{} of {savable}", host.saved().0);
         (waits, marked, engine.scans())

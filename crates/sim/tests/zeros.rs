@@ -43,7 +43,7 @@ fn on_request_only_zeros_are_named() {
     let expected = (2 * 32 * (9_000 + 2_000 + 500) / 10_000 + 16) * MIB;
     assert!(ksm.zero.0 * 100 >= expected * 95, "{} of {expected}", ksm.zero.0);
     assert_eq!((watched.marks, watched.orders), (0, 0));
-    assert_eq!(engine.report().index_entries, 0, "other contents are not remembered");
+    assert_eq!(engine.state().index_entries, 0, "other contents are not remembered");
 }
 
 /// Everything, as long as nothing else is asked for.
@@ -70,7 +70,7 @@ fn with_ksmd_only_memory_dense_with_zeros_is_marked() {
     assert!(!thin.iter().chain(&copies).any(marked), "also when ksmd has been idle for long");
     assert!(host.ksm().zero.0 * 100 >= 2 * 32 * MIB * 88, "{:?}", host.ksm());
     // What is marked beside zeros is counted, and ksmd has merged it.
-    let other: u64 = engine.report().regions.iter().map(|region| region.other.0).sum();
+    let other: u64 = engine.state().regions.iter().map(|region| region.other.0).sum();
     assert!((2 * 3 * MIB..2 * 4 * MIB).contains(&other), "{other}");
     assert!(host.ksm().sharing > Pages(0));
 }
