@@ -3,8 +3,8 @@
 mod common;
 
 use common::{MIB, SECOND, engine, host, run};
+use pagefold_engine::decision::Kind;
 use pagefold_engine::keys::FamilyKey;
-use pagefold_engine::report::Kind;
 use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sim::Step;
 

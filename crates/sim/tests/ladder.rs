@@ -4,11 +4,11 @@ mod common;
 
 use common::{MIB, SECOND, config, host};
 use pagefold_engine::config::{Config, Preset};
+use pagefold_engine::decision::Kind;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::{Governor, WINDOW_NS, share_ns};
 use pagefold_engine::host::MemoryView;
 use pagefold_engine::keys::FamilyKey;
-use pagefold_engine::report::Kind;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use pagefold_sim::{Costs, Knobs, SimHost, Step, scenario};
 

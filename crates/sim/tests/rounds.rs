@@ -4,11 +4,11 @@ mod common;
 
 use common::{MIB, SECOND, assert_restarted_are_merged, engine, host};
 use pagefold_engine::config::Config;
+use pagefold_engine::decision::Reason;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::ledger::Ledger;
-use pagefold_engine::report::Next;
 use pagefold_engine::units::{Pages, Permyriad};
 use pagefold_sim::{Behaviour, Fill, Mapping, Process, Replica, SimHost, Writes, scenario};
 
@@ -110,7 +110,12 @@ fn sparse_duplicates_are_merged_at_once_where_they_pay_and_otherwise_once_ksmd_h
         let savable = host.truth().savable;
         let mut engine = Engine::new(Config { governor, ..Config::default() });
         let dense = run(&mut host, &mut engine, 60).marked;
-        let waits = engine.state().regions.iter().filter(|region| matches!(region.next, Next::Defer { .. })).count();
+        let waits = engine
+            .state()
+            .regions
+            .iter()
+            .filter(|region| matches!(region.decision.reason, Reason::DoesNotPay { .. }))
+            .count();
         let marked = [dense, run(&mut host, &mut engine, 600).marked];
         assert!(host.saved().0 * 100 >= savable * 95, "{} of {savable}", host.saved().0);
         (waits, marked, engine.scans())
