@@ -86,12 +86,15 @@ lint:
 	$(CARGO) clippy $(LIVE) --all-targets -- -D warnings
 	@! $(CARGO) tree --locked --package pagefold --edges normal,build,features --invert pagefold-procmem | grep '"faults"' || \
 	    { echo "pagefold has points of fault injection, which are for tests only" >&2; exit 1; }
-	@$(CARGO) metadata --locked --format-version 1 --manifest-path fuzz/Cargo.toml >/dev/null
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
 
+# The properties of the parsers on the inputs found so far, then on new ones.
 fuzz:
 	@scripts/setup fuzz
+	cd fuzz && $(CARGO) fmt --check
+	cd fuzz && $(CARGO) clippy --lib --tests --locked -- -D warnings
+	cd fuzz && $(CARGO) test --locked
 	scripts/fuzz 5
 
 fuzz-long:
