@@ -1,7 +1,6 @@
 //! A merged page stays charged to the cgroup whose copy was kept. On the real kernel: programs with equal memory, each in a cgroup whose
 //! limit it would stay below without pagefold, write to all of it in any order, and none is killed.
 
-use pagefold_testkit::holder::Change;
 use pagefold_testkit::limit::Limited;
 use pagefold_testkit::*;
 use std::time::{Duration, Instant};
@@ -56,8 +55,7 @@ impl Contained {
 
     /// Writes to all of its pages. What all programs write with the same number is equal.
     fn write(&mut self, number: u64) {
-        let pages = self.holder.pages;
-        self.holder.change(Change::Write { first: 0, pages, content: (0xc4a6_e000 + number) << 28, step: 1 });
+        self.holder.write(0, self.holder.pages, (0xc4a6_e000 + number) << 28);
     }
 
     /// Whether it is told that no more of it is merged, and below which limit.
@@ -100,8 +98,7 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
         programs.push(Contained::start(mib, limit_mib)?);
     }
     let before = charged(&programs);
-    let pids: Vec<i32> = programs.iter().map(|program| program.holder.pid()).collect();
-    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]).answering();
+    let daemon = Daemon::on(&pids_of(&programs), &["--governor", "full", "--mechanism", "ksmd"]).answering();
     settle(&programs);
     let saved = before.saturating_sub(charged(&programs)) * 100 / ((count - 1) * mib * MIB);
     println!("round {number}: {count} of {mib} MiB below {limit_mib} MiB, {fate:?}: {saved} % saved");
@@ -115,8 +112,7 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
             Some(daemon)
         }
         Fate::Killed => {
-            daemon.signal(libc::SIGKILL);
-            daemon.end();
+            daemon.kill();
             None
         }
     };
@@ -135,20 +131,25 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
         }
     }
     assert!(programs.iter_mut().all(|program| program.holder.is_intact()));
-    match (daemon, fate) {
-        (Some(daemon), _) => {
-            daemon.signal(libc::SIGCONT);
-            daemon.signal(libc::SIGTERM);
-            assert_eq!(daemon.end().code, Some(0));
-        }
-        (None, _) => drop(succeed(&["doctor", "--fix"])),
+    if let Some(daemon) = daemon {
+        daemon.signal(libc::SIGCONT);
+        assert_eq!(daemon.terminate().code, Some(0));
+    } else {
+        succeed(&["doctor", "--fix"]);
     }
-    for program in &programs {
+    give_back(ksm, &programs);
+    Some(saved)
+}
+
+fn pids_of(programs: &[Contained]) -> Vec<i32> {
+    programs.iter().map(|program| program.holder.pid()).collect()
+}
+
+fn give_back(ksm: &KsmAtRest, programs: &[Contained]) {
+    for program in programs {
         program.cgroup.unlimited();
     }
-    unmerge(&pids);
-    ksm.assert_restored();
-    Some(saved)
+    ksm.give_back(&pids_of(programs));
 }
 
 #[test]
@@ -173,8 +174,7 @@ fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
         programs.push(program);
     }
     let before = charged(&programs);
-    let pids: Vec<i32> = programs.iter().map(|program| program.holder.pid()).collect();
-    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]).answering();
+    let daemon = Daemon::on(&pids_of(&programs), &["--governor", "full", "--mechanism", "ksmd"]).answering();
     settle(&programs);
     let saved = before - charged(&programs);
     assert!(saved >= 2 * EACH * MIB / 100 * 95, "{saved}");
@@ -194,11 +194,6 @@ fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
     assert!(programs.iter().all(|program| program.cgroup.kills() == 0));
     assert!(programs.iter_mut().all(|program| program.holder.is_intact()));
     daemon.signal(libc::SIGCONT);
-    daemon.signal(libc::SIGTERM);
-    assert_eq!(daemon.end().code, Some(0));
-    for program in &programs {
-        program.cgroup.unlimited();
-    }
-    unmerge(&pids);
-    ksm.assert_restored();
+    assert_eq!(daemon.terminate().code, Some(0));
+    give_back(&ksm, &programs);
 }

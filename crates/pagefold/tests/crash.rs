@@ -95,10 +95,9 @@ fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, docto
     }
     ksm.assert_knobs_restored();
     assert!(!Path::new("/run/pagefold/ksm-state.json.new").exists(), "{point}");
-    unmerge(&pids);
+    ksm.give_back(&pids);
     assert_unmarked(&pids);
     assert_intact(tenants);
-    ksm.assert_restored();
 }
 
 /// Every fourth point: four tests that take turns with KSM.
@@ -143,8 +142,7 @@ fn doctor_can_be_killed_at_any_point() {
         assert_recoverable(&before);
         succeed(&["doctor", "--fix"]);
         ksm.assert_knobs_restored();
-        unmerge(&pids);
-        ksm.assert_restored();
+        ksm.give_back(&pids);
     }
     assert_unharmed(&mut tenants);
 }

@@ -28,6 +28,11 @@ fn duration(default: u64, share: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
+/// Shufflers with these settings, each with a seed of its own, perhaps in a cgroup.
+fn start(count: u32, settings: &str, limited: Option<&Limited>) -> Vec<Shuffler> {
+    (1..=count).map(|seed| Shuffler::start(&format!("seed={seed} {settings}"), limited.map(Limited::path))).collect()
+}
+
 /// What was done to the shufflers.
 #[derive(Debug, Default)]
 struct Disturbances {
@@ -79,8 +84,7 @@ fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Disturba
         }
         if story.runs % 3 == 2 {
             story.killed += 1;
-            daemon.signal(libc::SIGKILL);
-            daemon.end();
+            daemon.kill();
         } else {
             daemon.stop();
         }
@@ -152,6 +156,16 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
     counts
 }
 
+/// Takes seconds, or a minute on busy processors.
+#[track_caller]
+fn wait_until_well(shufflers: &mut [Shuffler], what: &str, condition: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(100);
+    while !condition() {
+        assert!(Instant::now() < end, "this did not happen: {what}");
+        assert_well_for(shufflers, Duration::from_millis(500));
+    }
+}
+
 #[test]
 fn a_wrong_byte_is_found() {
     let mut shuffler = Shuffler::start("sabotage=1", None);
@@ -159,15 +173,14 @@ fn a_wrong_byte_is_found() {
     wait_until("it has checked its memory", || {
         shuffler.has_ended() && shuffler.has_printed(|line| line.starts_with("bad"))
     });
-    let lines = shuffler.last_lines();
-    assert!(lines.contains("bad: ") && lines.contains("page 7 of ") && lines.contains(" words are wrong"), "{lines}");
+    assert_has(&shuffler.last_lines(), &["bad: ", "page 7 of ", " words are wrong"]);
 }
 
 #[test]
 fn every_byte_is_right_while_memory_is_merged_and_unmerged() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let broken = vmstat("cow_ksm");
-    let mut shufflers: Vec<_> = (1..=3).map(|seed| Shuffler::start(&format!("seed={seed}"), None)).collect();
+    let mut shufflers = start(3, "", None);
     let story = disturb(&mut shufflers, duration(10, 40), false);
     assert!(story.given_back_mib > 0, "{story:?}");
     for counts in finish(&ksm, shufflers, broken) {
@@ -182,8 +195,7 @@ fn every_byte_is_right_in_huge_pages() {
         return skip_unsupported("no huge pages");
     }
     let broken = vmstat("cow_ksm");
-    let settings = |seed| format!("seed={seed} huge=1 regions=4 share=95");
-    let mut shufflers: Vec<_> = (1..=3).map(|seed| Shuffler::start(&settings(seed), None)).collect();
+    let mut shufflers = start(3, "huge=1 regions=4 share=95", None);
     disturb(&mut shufflers, duration(8, 25), false);
     for counts in finish(&ksm, shufflers, broken) {
         assert!(counts["collapsed"] > 0, "{counts:?}");
@@ -198,17 +210,10 @@ fn huge_pages_come_back_where_merges_do_not_last() {
     }
     let broken = vmstat("cow_ksm");
     // They rewrite their memory, slowly.
-    let settings = |seed| format!("seed={seed} regions=3 share=100 huge=1 ops=check,rewrite pause-us=2000");
-    let mut shufflers: Vec<_> = (1..=2).map(|seed| Shuffler::start(&settings(seed), None)).collect();
+    let mut shufflers = start(2, "regions=3 share=100 huge=1 ops=check,rewrite pause-us=2000", None);
     let pids = pids(&shufflers);
-    let huge_mib = || {
-        let huge_kib = |pid: &i32| {
-            let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
-            let value = text.lines().find_map(|line| line.strip_prefix("AnonHugePages:")).unwrap();
-            value.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
-        };
-        pids.iter().map(huge_kib).sum::<u64>() >> 10
-    };
+    let huge_mib =
+        || pids.iter().map(|pid| kib(&format!("/proc/{pid}/smaps_rollup"), "AnonHugePages")).sum::<u64>() >> 10;
     let before = huge_mib();
     assert!(before > 48, "{before} MiB in huge pages");
     let daemon = Daemon::on(&pids, &[]);
@@ -216,12 +221,7 @@ fn huge_pages_come_back_where_merges_do_not_last() {
     let split = huge_mib();
     assert!(split < before / 4, "{split} MiB are still in huge pages");
     let collapsed = || status()["collapsed"].as_u64().unwrap();
-    // Takes seconds, or a minute on busy processors.
-    let end = Instant::now() + Duration::from_secs(100);
-    while collapsed() < 12 {
-        assert!(Instant::now() < end, "{} huge pages were put together again", collapsed());
-        assert_well_for(&mut shufflers, Duration::from_millis(500));
-    }
+    wait_until_well(&mut shufflers, "huge pages are put together again", || collapsed() >= 12);
     println!("{before} MiB in huge pages, {split} while merged, now {} ({} extents)", huge_mib(), collapsed());
     assert!(huge_mib() >= 20, "{} of {before} MiB", huge_mib());
     assert_well_for(&mut shufflers, Duration::from_secs(1));
@@ -238,8 +238,7 @@ fn every_byte_is_right_under_memory_pressure_with_swap() {
     let (ins, outs) = (vmstat("pswpin"), vmstat("pswpout"));
     // Together they have 150 MiB, and children that write.
     limited.limit(200 * MIB);
-    let start = |seed| Shuffler::start(&format!("seed={seed}"), Some(limited.path()));
-    let mut shufflers: Vec<_> = (1..=3).map(start).collect();
+    let mut shufflers = start(3, "", Some(&limited));
     let reclaim = Reclaim::start(&limited);
     disturb(&mut shufflers, duration(10, 35), true);
     drop(reclaim);
@@ -254,9 +253,8 @@ fn every_byte_is_right_under_memory_pressure_with_swap() {
 
 /// Shufflers that only read, merged, and others, in a cgroup that may get a limit.
 fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler>) {
-    let start = |settings: &str| Shuffler::start(settings, Some(limited.path()));
-    let mut shufflers: Vec<_> = (1..=3).map(|seed| start(&format!("seed={seed} mib=96 share=100 ops=check"))).collect();
-    let others = others.iter().map(|settings| start(settings)).collect();
+    let mut shufflers = start(3, "mib=96 share=100 ops=check", Some(limited));
+    let others = others.iter().map(|settings| Shuffler::start(settings, Some(limited.path()))).collect();
     let daemon = Daemon::on(&pids(&shufflers), &EAGER);
     wait_until("nearly all is merged", || pids(&shufflers).iter().all(|&pid| merged_pages(pid) > 22_000));
     daemon.stop();
@@ -347,20 +345,14 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
     // They rewrite their memory, slowly: this uses little of the room.
-    let settings = |seed| format!("seed={seed} regions=3 share=100 ops=check,rewrite pause-us=4000");
-    let mut shufflers: Vec<_> = (1..=2).map(|seed| Shuffler::start(&settings(seed), Some(limited.path()))).collect();
+    let mut shufflers = start(2, "regions=3 share=100 ops=check,rewrite pause-us=4000", Some(&limited));
     let pids = pids(&shufflers);
     let daemon = Daemon::on(&pids, &[]);
     wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
     // Room for what they rewrite until ksmd comes again.
     limited.limit(limited.usage() + MARGIN + 4 * MIB);
     let is_cow_broken = || row(&status()["kinds"], "kind", "cow-broken")["resident_bytes"].as_u64().unwrap() > 20 * MIB;
-    // Takes seconds, or a minute on busy processors.
-    let end = Instant::now() + Duration::from_secs(100);
-    while !is_cow_broken() {
-        assert!(Instant::now() < end, "it is not classified as COW-broken");
-        assert_well_for(&mut shufflers, Duration::from_millis(500));
-    }
+    wait_until_well(&mut shufflers, "it is classified as COW-broken", is_cow_broken);
     assert_well_for(&mut shufflers, Duration::from_secs(3));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     let kept: u64 = pids.iter().map(|&pid| merged_pages(pid)).sum();

@@ -113,7 +113,7 @@ fn pids_of(holders: &[Holder]) -> Vec<i32> {
 }
 
 #[track_caller]
-fn wait_until_merged(holders: &[Holder]) {
+fn wait_until_all_merged(holders: &[Holder]) {
     let to_merge = || holders.iter().filter(|holder| holder.kind != "undumpable");
     wait_until("all are merged", || to_merge().all(|holder| marks(holder.pid()).merged >= HELD));
     for undumpable in holders.iter().filter(|holder| holder.kind == "undumpable") {
@@ -138,15 +138,13 @@ fn every_kind_of_process_is_merged_with_the_capabilities_that_are_kept() {
     let holders = pairs();
     let pids = pids_of(&holders);
     let daemon = Daemon::on(&pids, &["--for", "300s"]);
-    wait_until_merged(&holders);
+    wait_until_all_merged(&holders);
     assert_confined(daemon.pid(), kept_by_daemon());
     let [injector] = daemon.children()[..] else { panic!("{:?}", daemon.children()) };
     assert_confined(injector, KEPT);
-    assert_undumpable_reported(&daemon.stop(), &holders);
-    unmerge(&pids);
+    assert_undumpable_reported(&ksm.end(daemon, &pids), &holders);
     assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::end);
-    ksm.assert_restored();
 }
 
 #[test]
@@ -165,10 +163,8 @@ fn sketches_are_kept_with_the_capabilities_that_are_kept() {
     assert_confined(daemon.pid(), kept_by_daemon());
     let sketches = pagefold_sketch::read(fs::read(&file).unwrap()).unwrap();
     assert!(sketches.rows.iter().any(|row| row.read_bytes > 2 * HELD && row.savable_bytes >= HELD), "{sketches:?}");
-    daemon.stop();
-    unmerge(&pids);
+    ksm.end(daemon, &pids);
     holders.into_iter().for_each(Holder::end);
-    ksm.assert_restored();
 }
 
 #[test]
@@ -179,12 +175,10 @@ fn programs_that_are_not_dumpable_are_merged_if_they_are_named() {
     let why = String::from_utf8(run_pagefold(&with_pids(&["scan"], &pids[..2], &[])).stderr).unwrap();
     assert!(why.contains("not dumpable: its memory is private (--allow NAME lets it in)"), "{why}");
     let daemon = Daemon::on(&pids, &["--allow", "python3*", "--deny", "python3-private", "--for", "300s"]);
-    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= HELD));
-    daemon.stop();
-    unmerge(&pids);
+    wait_until_merged(&pids, HELD);
+    ksm.end(daemon, &pids);
     assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::end);
-    ksm.assert_restored();
 }
 
 /// A socket for which a process is started per connection, as a service manager does with `Accept=yes` and
@@ -319,7 +313,7 @@ fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     command.args(["--mount", "--propagation", "private", "sh", "-c", CONFINED, &kept]);
     command.args([python(), "-c", FILTERED, &calls]).arg(program()).args(&run);
     let daemon = Daemon::of(&mut command);
-    wait_until_merged(&holders);
+    wait_until_all_merged(&holders);
     assert_confined(daemon.pid(), kept_by_daemon());
     let status = fs::read_to_string(format!("/proc/{}/status", daemon.pid())).unwrap();
     assert!(status.contains("Seccomp:\t2"), "{status}");
@@ -331,10 +325,9 @@ fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     assert_eq!(summary["knobs_restored"], true);
     assert_undumpable_reported(&summary, &holders);
     unit_socket.assert_ended();
-    unmerge(&pids);
+    ksm.give_back(&pids);
     assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::end);
-    ksm.assert_restored();
 }
 
 fn without(capability: &str, args: &[&str]) -> Output {
@@ -503,14 +496,12 @@ fn no_output_discloses_memory_contents() {
     let dry = Daemon::on(&pids, &["--dry-run", "--for", "3s"]).end().summary();
     assert_discloses_no_contents(&dry);
     let daemon = Daemon::on(&pids, &["--for", "300s"]);
-    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 15 * MIB));
+    wait_until_merged(&pids, 15 * MIB);
     assert_discloses_no_contents(&status());
     let explanation = json_of(&["explain", &pids[0].to_string()]);
     assert!(!explanation["regions"].as_array().unwrap().is_empty());
     assert_discloses_no_contents(&explanation);
-    assert_discloses_no_contents(&daemon.stop());
-    unmerge(&pids);
-    ksm.assert_restored();
+    assert_discloses_no_contents(&ksm.end(daemon, &pids));
 }
 
 // ---- units -------------------------------------------------------------------------------------------------------

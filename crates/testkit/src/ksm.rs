@@ -1,8 +1,10 @@
 //! KSM's knobs and counters, and the fixture that takes KSM for one test.
 
+use crate::pagefold::{Daemon, unmerge};
 use crate::process::is_root;
 use crate::skip::{skip, skip_unsupported};
 use pagefold_procmem::os::fields;
+use serde_json::Value;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::fd::AsRawFd;
@@ -115,6 +117,21 @@ impl KsmAtRest {
     #[track_caller]
     pub fn assert_knobs_restored(&self) {
         self.assert_knobs_restored_except(deferred_knobs());
+    }
+
+    /// Ends a run and gives back what is merged of these processes. Returns the summary of the run.
+    #[track_caller]
+    pub fn end(&self, daemon: Daemon, pids: &[i32]) -> Value {
+        let summary = daemon.stop();
+        self.give_back(pids);
+        summary
+    }
+
+    /// Gives back what is merged of these processes. Then KSM is as it was before.
+    #[track_caller]
+    pub fn give_back(&self, pids: &[i32]) {
+        unmerge(pids);
+        self.assert_restored();
     }
 
     /// KSM is as it was before the test, and nothing is left to restore.

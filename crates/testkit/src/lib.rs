@@ -11,6 +11,7 @@
 //! | [`ksm_files`] | a directory like KSM's in sysfs |
 //! | [`cgroup`] | control groups of a test's own, and freezers |
 //! | [`limit`] | control groups that limit memory |
+//! | [`namespace`] | mount namespaces, and file systems that can be frozen |
 //! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
 //! | [`golden`] | texts that are kept as files and compared |
@@ -24,7 +25,6 @@
 //! | `holder` | holds memory with given contents, page by page |
 //! | `shuffler` | rewrites, moves, forks and checks its memory all the time |
 //! | `victim` | is in a state that matters for injection, and checks that it notices nothing |
-//! | `request_guest` | checks merging on request in an emulated machine |
 //! | `numa_guest` | the `/init` of emulated machines: runs scenarios on several memory nodes, or a test |
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]
 
@@ -38,6 +38,7 @@ pub mod injection;
 pub mod ksm;
 pub mod ksm_files;
 pub mod limit;
+pub mod namespace;
 pub mod numa;
 pub mod pagefold;
 pub mod process;
@@ -50,14 +51,16 @@ pub use browser::Browser;
 pub use cgroup::{Cgroup, Freezer};
 pub use holder::Holder;
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
+pub use namespace::{Disk, Namespace};
 pub use pagefold::{
-    Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, json_of, output_of,
-    pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
+    ConfigFile, Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, json_lines,
+    json_of, output_of, pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
 };
 pub use pagefold_workload::OwnedChild;
 pub use process::{
-    Forked, Marks, Script, Sleeper, Tracer, as_other_user, assert_unmarked, has_huge_pages, has_kernel_threads,
-    has_merge_any, is_root, marks, send, state, status_field, tids, vmstat, wait_until, wait_until_unmarked, zombie,
+    Forked, Marks, Script, Sleeper, Tracer, are_merged, as_other_user, assert_unmarked, can_read_pages, exists,
+    has_huge_pages, has_kernel_threads, has_merge_any, is_root, kib, marks, send, state, status_field, tids, vmstat,
+    wait_until, wait_until_merged, wait_until_unmarked, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -106,6 +107,42 @@ pub fn unmerge(pids: &[i32]) -> Value {
     let summary = json_of(&with_pids(&["unmerge"], pids, &[]));
     assert_eq!(summary["schema"], "pagefold.unmerge/1");
     summary
+}
+
+/// The complete lines of a file of JSON, such as an audit log.
+pub fn json_lines(text: &str) -> Vec<Value> {
+    // The last line may be incomplete.
+    let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+    whole.map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// A configuration file, alone in a directory. Removed when dropped.
+pub struct ConfigFile {
+    pub dir: tempfile::TempDir,
+    pub path: PathBuf,
+}
+
+impl ConfigFile {
+    pub fn new(text: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let file = Self { path: dir.path().join("pagefold.toml"), dir };
+        file.write(text);
+        file
+    }
+
+    pub fn write(&self, text: &str) {
+        fs::write(&self.path, text).unwrap();
+    }
+
+    /// Its path as an argument.
+    pub fn name(&self) -> &str {
+        self.path.to_str().unwrap()
+    }
+
+    /// The path of another file in the directory, as an argument.
+    pub fn beside(&self, name: &str) -> String {
+        self.dir.path().join(name).to_str().unwrap().to_owned()
+    }
 }
 
 /// A running program, usually `pagefold run`. Gets SIGTERM when dropped.
@@ -211,11 +248,30 @@ impl Daemon {
         }
     }
 
+    /// Gives it another configuration to read.
+    pub fn reload(&self, config: &ConfigFile, text: &str) {
+        config.write(text);
+        self.signal(libc::SIGHUP);
+    }
+
+    /// Ends it by SIGTERM.
+    #[track_caller]
+    pub fn terminate(self) -> Ended {
+        self.signal(libc::SIGTERM);
+        self.end()
+    }
+
     /// Ends the run by SIGTERM, and returns the summary.
     #[track_caller]
     pub fn stop(self) -> Value {
-        self.signal(libc::SIGTERM);
-        self.end().summary()
+        self.terminate().summary()
+    }
+
+    /// Kills it.
+    #[track_caller]
+    pub fn kill(self) -> Ended {
+        self.signal(libc::SIGKILL);
+        self.end()
     }
 }
 

@@ -43,7 +43,7 @@ fn programs_that_stall_delay_no_other_one_and_no_request() {
         assert!(pagefold(&["status"]).status.success());
         answers.push(asked.elapsed());
         threads = threads.max(tids(daemon.pid()).len());
-        if merged.is_none() && own.iter().all(|&pid| marks(pid).merged >= 7 * MIB) {
+        if merged.is_none() && are_merged(&own, MERGED) {
             merged = Some(began.elapsed());
         }
         assert!(began.elapsed() < Duration::from_secs(60), "the others are not merged");
@@ -73,14 +73,12 @@ fn programs_that_stall_delay_no_other_one_and_no_request() {
         victim.expect_ok("exec");
     }
     assert!(others.iter_mut().all(Holder::is_intact));
-    unmerge(&own);
-    ksm.assert_restored();
+    ksm.give_back(&own);
 }
 
 /// The sum of a field of the status of processes, KiB.
 fn sum_kib(pids: &[i32], field: &str) -> u64 {
-    let of = |&pid: &i32| status_field(&format!("/proc/{pid}"), field).unwrap();
-    pids.iter().map(|pid| of(pid).trim_end_matches(" kB").parse::<u64>().unwrap()).sum()
+    pids.iter().map(|pid| kib(&format!("/proc/{pid}/status"), field)).sum()
 }
 
 #[test]
@@ -103,7 +101,7 @@ fn no_program_makes_pagefold_large() {
                 status = String::from_utf8(pagefold(&["status", "--json"]).stdout).unwrap();
             }
             own_most = [0, 1].map(|at| own_most[at].max(sum_kib(&processes[at], "RssAnon")));
-            let is_merged = own.iter().all(|&pid| marks(pid).merged >= 7 * MIB);
+            let is_merged = are_merged(&own, MERGED);
             if is_merged && began.elapsed() > Duration::from_secs(20) {
                 break;
             }

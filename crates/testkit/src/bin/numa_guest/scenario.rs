@@ -4,12 +4,11 @@ use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns};
 use crate::programs::Programs;
 use pagefold_testkit::ksm;
 use pagefold_testkit::numa::{Cpu, Disturbance, MergedBy, Moves, Outcome, Scenario};
-use pagefold_testkit::{number, vmstat};
+use pagefold_testkit::{Daemon, number, vmstat, with_pids};
 use serde_json::Value;
 use std::fs::{self, File};
-use std::io::{Read, Seek};
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -80,9 +79,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     if let Disturbance::Offline { node } = scenario.disturbance {
         set_online(node, "online_movable").expect("it was online before");
     }
-    // This also makes ksmd drop the processes, which it would otherwise keep until its next scan.
-    crate::write(&format!("{KSM}/run"), "2");
-    crate::write(&format!("{KSM}/run"), "0");
+    rest();
     let knobs_changed = knobs().into_iter().zip(&knobs_before).filter(|(now, before)| now != *before);
     let mut moves = settled.moves;
     moves.killed = vmstat("oom_kill") - killed;
@@ -146,24 +143,22 @@ impl Drop for ClockSteps {
 /// What merges: ksmd alone, or pagefold.
 enum Merger {
     Ksm,
-    Pagefold { child: Child, output: File, errors: File },
+    Pagefold(Daemon),
 }
 
 impl Merger {
     fn start(merged_by: &MergedBy, programs: &mut Programs) -> Self {
         match merged_by {
             MergedBy::Ksm => {
-                crate::write(&format!("{KSM}/pages_to_scan"), &PAGES_TO_SCAN.to_string());
+                set("pages_to_scan", &PAGES_TO_SCAN.to_string());
                 programs.mark();
-                crate::write(&format!("{KSM}/run"), "1");
+                set("run", "1");
                 Self::Ksm
             }
             MergedBy::Pagefold(options) => {
-                let (output, errors) = (file("out"), file("err"));
                 let mut command = Command::new(PAGEFOLD);
-                command.args(["run", "--json", "--pid", &pids(programs)]).args(options).stdin(Stdio::null());
-                command.stdout(output.try_clone().expect("a file")).stderr(errors.try_clone().expect("a file"));
-                Self::Pagefold { child: command.spawn().expect(PAGEFOLD), output, errors }
+                command.args(with_pids(&["run", "--json"], &programs.pids(), &[])).args(options);
+                Self::Pagefold(Daemon::of(&mut command))
             }
         }
     }
@@ -171,52 +166,43 @@ impl Merger {
     fn cpu_ns(&self) -> u64 {
         match self {
             Self::Ksm => 0,
-            Self::Pagefold { child, .. } => tree_ns(i32::try_from(child.id()).expect("a pid")),
+            Self::Pagefold(daemon) => tree_ns(daemon.pid()),
         }
     }
 
     /// Ends merging and unmerges everything. Returns pagefold's summary.
     fn end(self, programs: &Programs, wrong: &mut Vec<String>) -> Value {
-        let Self::Pagefold { mut child, mut output, mut errors } = self else {
-            crate::write(&format!("{KSM}/run"), "2");
-            crate::write(&format!("{KSM}/run"), "0");
-            crate::write(&format!("{KSM}/pages_to_scan"), "100");
+        let Self::Pagefold(mut daemon) = self else {
+            rest();
+            set("pages_to_scan", "100");
             return Value::Null;
         };
-        if let Some(status) = child.try_wait().expect("a child") {
-            wrong.push(format!("pagefold run ended too early: {status}"));
+        if !daemon.is_running() {
+            wrong.push("pagefold run ended too early".to_owned());
         }
-        // SAFETY: no memory is passed. The child has not been waited for.
-        unsafe { libc::kill(i32::try_from(child.id()).expect("a pid"), libc::SIGTERM) };
-        let status = child.wait().expect("a child");
-        let (summary, errors) = (contents(&mut output), contents(&mut errors));
-        print!("{errors}");
-        if !status.success() {
-            wrong.push(format!("pagefold run: {status}: {errors}"));
+        let ended = daemon.terminate();
+        print!("{}", ended.errors);
+        if ended.code != Some(0) {
+            wrong.push(format!("pagefold run: {ended:?}"));
         }
-        let unmerged = Command::new(PAGEFOLD).args(["unmerge", "--pid", &pids(programs)]).output().expect(PAGEFOLD);
+        let args = with_pids(&["unmerge"], &programs.pids(), &[]);
+        let unmerged = Command::new(PAGEFOLD).args(args).output().expect(PAGEFOLD);
         if !unmerged.status.success() {
             let errors = String::from_utf8_lossy(&unmerged.stderr);
             wrong.push(format!("pagefold unmerge: {}: {errors}", unmerged.status));
         }
-        serde_json::from_str(&summary).unwrap_or(Value::String(summary))
+        serde_json::from_str(&ended.output).unwrap_or(Value::String(ended.output))
     }
 }
 
-fn pids(programs: &Programs) -> String {
-    programs.extents.iter().map(|extent| extent.pid.to_string()).collect::<Vec<_>>().join(",")
+fn set(knob: &str, value: &str) {
+    crate::write(&format!("{KSM}/{knob}"), value);
 }
 
-fn file(name: &str) -> File {
-    let path = format!("/tmp/{name}");
-    File::options().read(true).write(true).create(true).truncate(true).open(path).expect(name)
-}
-
-fn contents(file: &mut File) -> String {
-    let mut text = String::new();
-    file.rewind().expect("a file");
-    file.read_to_string(&mut text).expect("text");
-    text
+/// Stops ksmd, and gives every process its own copies. It drops the processes, too, which it would otherwise keep until its next scan.
+fn rest() {
+    set("run", "2");
+    set("run", "0");
 }
 
 /// Measures CPU time and moves since its start.
@@ -238,9 +224,8 @@ struct Settled {
 
 impl Meter {
     fn start(programs: &Programs) -> Self {
-        let pids = programs.extents.iter().map(|extent| extent.pid).collect();
-        let mut meter =
-            Self { began: Instant::now(), ksmd: ksmd(), pids, cpu: Cpu::default(), moves: Moves::default() };
+        let (cpu, moves) = Default::default();
+        let mut meter = Self { began: Instant::now(), ksmd: ksmd(), pids: programs.pids(), cpu, moves };
         (meter.cpu, meter.moves) = meter.read(&Merger::Ksm);
         meter
     }
