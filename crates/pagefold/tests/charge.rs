@@ -1,6 +1,7 @@
 //! A merged page stays charged to the cgroup whose copy was kept. On the real kernel: programs with equal memory, each in a cgroup whose
 //! limit it would stay below without pagefold, write to all of it in any order, and none is killed.
 
+use pagefold_engine::random::Random;
 use pagefold_testkit::limit::Limited;
 use pagefold_testkit::*;
 use std::time::{Duration, Instant};
@@ -22,18 +23,6 @@ enum Fate {
     Alive,
     Stopped,
     Killed,
-}
-
-/// Random numbers, the same in each run (xorshift).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
 }
 
 /// A program in a cgroup of its own.
@@ -156,7 +145,7 @@ fn give_back(ksm: &KsmAtRest, programs: &[Contained]) {
 fn nobody_is_killed_for_the_copies_that_its_cgroup_keeps_for_others() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let rounds = std::env::var(ROUNDS_VARIABLE).map_or(ROUNDS, |rounds| rounds.parse().unwrap());
-    let mut random = Random(0x00c4_a6e0);
+    let mut random = Random::new(0x00c4_a6e0);
     for number in 0..rounds {
         let Some(saved) = round(&ksm, number, &mut random) else { return };
         assert!(saved >= SAVED_PERCENT, "round {number}: {saved} %");

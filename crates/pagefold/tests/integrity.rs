@@ -33,79 +33,64 @@ fn start(count: u32, settings: &str, limited: Option<&Limited>) -> Vec<Shuffler>
     (1..=count).map(|seed| Shuffler::start(&format!("seed={seed} {settings}"), limited.map(Limited::path))).collect()
 }
 
-/// What was done to the shufflers.
-#[derive(Debug, Default)]
-struct Disturbances {
-    runs: u32,
-    killed: u32,
-    pauses: u32,
-    unmerges: u32,
-    /// Memory given back by unmerging.
-    given_back_mib: u64,
-    no_room: u32,
-}
-
 /// Copies of merged pages, and pages merged at once in each shuffler, below which nothing was tested.
 const BROKEN_MIN: u64 = 1_000;
 const MERGED_MIN: u64 = 1_000;
 
 /// Merges and unmerges repeatedly: runs are paused and resumed, ended or killed, and memory is given back. A slow machine has
-/// more time, until enough pages were merged and written.
-fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Disturbances {
-    let (pids, began, mut story) = (pids(shufflers), Instant::now(), Disturbances::default());
+/// more time, until enough pages were merged and written. Returns how much unmerging has given back, in MiB.
+fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> u64 {
+    let (pids, began) = (pids(shufflers), Instant::now());
+    let (mut runs, mut given_back_mib, mut no_room) = (0, 0, 0);
     let before = vmstat("cow_ksm");
     let is_slow = |shufflers: &[Shuffler]| {
         let has_less = shufflers.iter().any(|shuffler| shuffler.most_merged <= MERGED_MIN);
         (has_less || vmstat("cow_ksm") - before <= BROKEN_MIN) && began.elapsed() < 4 * time
     };
     while began.elapsed() < time || is_slow(shufflers) {
-        story.runs += 1;
+        runs += 1;
         let daemon = Daemon::on(&pids, &EAGER);
         let merged_by = Instant::now() + Duration::from_secs(6);
         while pids.iter().any(|&pid| merged_pages(pid) <= MERGED_MIN) && Instant::now() < merged_by {
             assert_well_for(shufflers, Duration::from_millis(100));
         }
         assert_well_for(shufflers, Duration::from_millis(500));
-        if story.runs % 2 == 1 {
-            story.pauses += 1;
+        if runs % 2 == 1 {
             assert!(pagefold(&["pause"]).status.success());
             assert_well_for(shufflers, Duration::from_millis(300));
             assert!(pagefold(&["resume"]).status.success());
             assert_well_for(shufflers, Duration::from_millis(500));
             // The daemon does it, and keeps it out meanwhile.
-            story.unmerges += 1;
             if let Err(why) = try_unmerge(&pids[..1]) {
                 assert!(scarce && why.contains("has room for"), "{why}");
-                story.no_room += 1;
+                no_room += 1;
             }
             assert_well_for(shufflers, Duration::from_millis(300));
             succeed(&with_pids(&["include"], &pids[..1], &[]));
             assert_well_for(shufflers, Duration::from_millis(500));
         }
-        if story.runs % 3 == 2 {
-            story.killed += 1;
+        if runs % 3 == 2 {
             daemon.kill();
         } else {
             daemon.stop();
         }
         assert_well_for(shufflers, Duration::from_millis(200));
         // After every second run: one of them, or all.
-        if story.runs % 2 == 0 {
-            let some = if story.runs % 4 == 0 { &pids[..] } else { &pids[..1] };
-            story.unmerges += 1;
+        if runs % 2 == 0 {
+            let some = if runs % 4 == 0 { &pids[..] } else { &pids[..1] };
             match try_unmerge(some) {
-                Ok(summary) => story.given_back_mib += summary["given_back_bytes"].as_u64().unwrap() / MIB,
+                Ok(summary) => given_back_mib += summary["given_back_bytes"].as_u64().unwrap() / MIB,
                 Err(why) => {
                     assert_well_for(shufflers, Duration::from_millis(30));
                     assert!(scarce && why.contains("has room for"), "{why}");
-                    story.no_room += 1;
+                    no_room += 1;
                 }
             }
             assert_well_for(shufflers, Duration::from_millis(200));
         }
     }
-    println!("{story:?}");
-    story
+    println!("{runs} runs; unmerging gave {given_back_mib} MiB back, and had no room {no_room} times");
+    given_back_mib
 }
 
 /// Gives memory back. The error is the program's message. A killed run may have left ksmd in a scan: then it is to be tried again.
@@ -181,8 +166,7 @@ fn every_byte_is_right_while_memory_is_merged_and_unmerged() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let broken = vmstat("cow_ksm");
     let mut shufflers = start(3, "", None);
-    let story = disturb(&mut shufflers, duration(10, 40), false);
-    assert!(story.given_back_mib > 0, "{story:?}");
+    assert!(disturb(&mut shufflers, duration(10, 40), false) > 0, "nothing was given back");
     for counts in finish(&ksm, shufflers, broken) {
         assert!(counts["forks"] > 5 && counts["faults"] > 5 && counts["remaps"] > 5, "{counts:?}");
     }

@@ -75,8 +75,6 @@ fn two_processes_on_two_nodes_are_placed_by_the_policy() {
         &[
             ksm(&[idle(0), idle(1)]),
             Case { expect: Expect::Damage, ..damaged },
-            // The emulator is slow when it executes code for the first time: the scenario that others are compared with is
-            // not the first.
             placed("default", "both idle", &[idle(0), idle(1)], even()),
             placed("kernel", "no placement", &[idle(0), idle(1)], Expect::Any),
             placed("fair", "both active", &[active(0), active(1)], even()),

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{MIB, SECOND, engine, host, run};
+use common::{MIB, Machine, SECOND, host};
 use pagefold_engine::keys::FamilyKey;
 use pagefold_engine::report::Kind;
 use pagefold_engine::units::{Pages, Vpn};
@@ -40,12 +40,12 @@ fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u
 
 /// Runs it and returns the frames in use after 40 s and after ten minutes.
 fn frames_of(steps: Vec<(u64, Step)>) -> [u64; 2] {
-    let (mut host, mut engine) = (host(), engine());
-    host.play(steps.into());
-    run(&mut host, &mut engine, 40);
-    let soon = host.truth().frames;
-    run(&mut host, &mut engine, 560);
-    [soon, host.truth().frames]
+    let mut sim = Machine::new(host());
+    sim.play(steps.into());
+    sim.run(40);
+    let soon = sim.truth().frames;
+    sim.run(560);
+    [soon, sim.truth().frames]
 }
 
 #[test]
@@ -63,10 +63,10 @@ fn data_beside_walked_data_stays_merged() {
 #[test]
 fn a_mapping_that_is_walked_through_is_given_back() {
     // All of it in half a minute.
-    let (mut host, mut engine) = (host(), engine());
-    host.play(walked(PAGES, PAGES / 30, 120, |page| page + 1).into());
-    run(&mut host, &mut engine, 120);
-    assert_eq!(host.saved(), Pages(0));
-    let report = engine.report();
+    let mut sim = Machine::new(host());
+    sim.play(walked(PAGES, PAGES / 30, 120, |page| page + 1).into());
+    sim.run(120);
+    assert_eq!(sim.saved(), Pages(0));
+    let report = sim.engine.report();
     assert!(report.regions.iter().all(|region| region.kind == Kind::CowBroken && region.marked == Pages(0)));
 }

@@ -1,9 +1,9 @@
 //! Runs a scenario.
 
-use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns};
+use crate::pages::{Extent, Nodes, PAGE, tree_ns};
 use crate::programs::Programs;
 use pagefold_testkit::ksm;
-use pagefold_testkit::numa::{Cpu, Disturbance, MergedBy, Moves, Outcome, Scenario};
+use pagefold_testkit::numa::{Disturbance, MergedBy, Moves, Outcome, Scenario};
 use pagefold_testkit::{Daemon, number, vmstat, with_pids};
 use serde_json::Value;
 use std::fs::{self, File};
@@ -50,7 +50,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     let before = nodes.snapshot(&programs.extents);
 
     let steps = (scenario.disturbance == Disturbance::ClockSteps).then(ClockSteps::start);
-    let meter = Meter::start(&programs);
+    let meter = Meter::start();
     let merger = Merger::start(&scenario.merged_by, &mut programs);
     let settled = meter.wait_until_quiet(&merger);
     let after_merge = nodes.snapshot(&programs.extents);
@@ -89,7 +89,6 @@ pub fn run(scenario: &Scenario) -> Outcome {
         merged: after_merge,
         settled_ms: settled.ms,
         settled: settled.in_time,
-        cpu: settled.cpu,
         moves,
         when_quiet: settled.when_quiet,
         disturbed,
@@ -205,53 +204,22 @@ fn rest() {
     set("run", "0");
 }
 
-/// Measures CPU time and moves since its start.
+/// Measures moves since its start.
 struct Meter {
     began: Instant,
-    ksmd: i32,
-    pids: Vec<i32>,
-    cpu: Cpu,
     moves: Moves,
 }
 
 struct Settled {
     ms: u64,
     in_time: bool,
-    cpu: Cpu,
     moves: Moves,
     when_quiet: Moves,
 }
 
 impl Meter {
-    fn start(programs: &Programs) -> Self {
-        let (cpu, moves) = Default::default();
-        let mut meter = Self { began: Instant::now(), ksmd: ksmd(), pids: programs.pids(), cpu, moves };
-        (meter.cpu, meter.moves) = meter.read(&Merger::Ksm);
-        meter
-    }
-
-    fn read(&self, merger: &Merger) -> (Cpu, Moves) {
-        let cpu = Cpu {
-            ksmd_ns: times(self.ksmd).iter().sum(),
-            pagefold_ns: merger.cpu_ns(),
-            victims_system_ns: self.pids.iter().map(|&pid| times(pid)[1]).sum(),
-        };
-        // The kernel counts a page first as migrated and then as migrated by balancing. Reading in the reverse order never
-        // finds more of the second than of the first.
-        let balanced = vmstat("numa_pages_migrated");
-        let moves =
-            Moves { migrated: vmstat("pgmigrate_success"), failed: vmstat("pgmigrate_fail"), balanced, killed: 0 };
-        (cpu, moves)
-    }
-
-    fn since(&self, merger: &Merger) -> (Cpu, Moves) {
-        let (cpu, moves) = self.read(merger);
-        let cpu = Cpu {
-            ksmd_ns: cpu.ksmd_ns - self.cpu.ksmd_ns,
-            pagefold_ns: cpu.pagefold_ns - self.cpu.pagefold_ns,
-            victims_system_ns: cpu.victims_system_ns - self.cpu.victims_system_ns,
-        };
-        (cpu, less(moves, self.moves))
+    fn start() -> Self {
+        Self { began: Instant::now(), moves: moves() }
     }
 
     /// Waits until nothing merges and nothing moves any more, and pagefold is idle.
@@ -263,29 +231,33 @@ impl Meter {
             let balanced = vmstat("numa_pages_migrated");
             number("pages_sharing") + vmstat("pgmigrate_success") - balanced
         };
-        let (mut seen, scans) = (activity(), number("full_scans"));
-        let (mut since, mut then) = (Instant::now(), self.read(merger));
-        let mut settled = self.settled(merger);
+        let scans = number("full_scans");
+        let mut seen = activity();
+        let mut since = Instant::now();
+        let mut cpu_then = merger.cpu_ns();
+        let mut moves_then = moves();
+        let mut settled = self.settled();
         let mut happened = false;
         loop {
             std::thread::sleep(CHECK_INTERVAL);
             let now = activity();
             if now.abs_diff(seen) > NEGLIGIBLE {
-                (seen, since, then, happened) = (now, Instant::now(), self.read(merger), true);
-                settled = self.settled(merger);
+                (seen, since, cpu_then, moves_then) = (now, Instant::now(), merger.cpu_ns(), moves());
+                settled = self.settled();
+                happened = true;
             }
             if since.elapsed() >= quiet_time {
-                let (cpu, moves) = self.read(merger);
-                let busy = u128::from(cpu.pagefold_ns - then.0.pagefold_ns) > since.elapsed().as_nanos() / BUSY;
+                let (cpu_ns, moves) = (merger.cpu_ns(), moves());
+                let busy = u128::from(cpu_ns - cpu_then) > since.elapsed().as_nanos() / BUSY;
                 // Nothing is merged before the second scan.
                 let enough = number("pages_sharing") > NEGLIGIBLE || number("full_scans") >= scans + 2;
                 settled.in_time = !busy && (enough || began.elapsed() >= FIRST_LIMIT);
-                settled.when_quiet = less(moves, then.1);
-                (since, then) = (Instant::now(), (cpu, moves));
+                settled.when_quiet = less(moves, moves_then);
+                (since, cpu_then, moves_then) = (Instant::now(), cpu_ns, moves);
             }
             if settled.in_time || began.elapsed() >= LIMIT {
                 if !happened {
-                    (settled.ms, settled.cpu) = (self.ms(), self.since(merger).0);
+                    settled.ms = self.ms();
                 }
                 return settled;
             }
@@ -297,10 +269,16 @@ impl Meter {
     }
 
     /// The result if nothing happens from now on.
-    fn settled(&self, merger: &Merger) -> Settled {
-        let (cpu, moves) = self.since(merger);
-        Settled { ms: self.ms(), in_time: false, cpu, moves, when_quiet: Moves::default() }
+    fn settled(&self) -> Settled {
+        Settled { ms: self.ms(), in_time: false, moves: less(moves(), self.moves), when_quiet: Moves::default() }
     }
+}
+
+fn moves() -> Moves {
+    // The kernel counts a page first as migrated and then as migrated by balancing. Reading in the reverse order never
+    // finds more of the second than of the first.
+    let balanced = vmstat("numa_pages_migrated");
+    Moves { migrated: vmstat("pgmigrate_success"), failed: vmstat("pgmigrate_fail"), balanced, killed: 0 }
 }
 
 fn less(now: Moves, before: Moves) -> Moves {

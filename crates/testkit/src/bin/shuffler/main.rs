@@ -3,7 +3,7 @@
 //! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages have contents in common with other shufflers. It
 //! prints `ready`, and then writes, forks, protects, moves, unmaps, discards and pages out, in an order that follows from
 //! its seed. It keeps a model of the contents and checks every byte at least once a second, and then prints a line with
-//! counts. It ends with its input, or after a number of seconds, with `end ok` and exit code 0; or at once with
+//! counts. It ends with its input, with `end ok` and exit code 0; or at once with
 //! `bad: PAGE, EXPECTED, FOUND` and exit code 1.
 
 mod content;
@@ -12,7 +12,6 @@ mod region;
 use content::Content;
 use pagefold_engine::random::Random;
 use region::{Arena, Damage, MOST, PAGE, Region};
-use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 /// The settings.
@@ -22,8 +21,6 @@ struct Options {
     /// The number of mappings.
     regions: usize,
     seed: u64,
-    /// Run time (default: until the input ends).
-    seconds: u64,
     /// The percentage of pages with contents in common with other shufflers.
     share: u64,
     /// Request huge pages.
@@ -81,7 +78,6 @@ impl Options {
             mib: 48,
             regions: 6,
             seed: 1,
-            seconds: u64::MAX,
             share: 85,
             huge: false,
             pause_us: 2_000,
@@ -97,7 +93,6 @@ impl Options {
                 "mib" => options.mib = size(),
                 "regions" => options.regions = size().max(1),
                 "seed" => options.seed = number(),
-                "seconds" => options.seconds = number(),
                 "share" => options.share = number(),
                 "huge" => options.huge = number() == 1,
                 "pause-us" => options.pause_us = number(),
@@ -398,13 +393,10 @@ impl Shuffler {
 
     fn line(&self) -> String {
         let Counts { pages_checked, writes, forks, faults, remaps, discards, pageouts, collapses } = self.counts;
-        let mut line = String::new();
-        let _ = write!(
-            line,
+        format!(
             "checked={pages_checked} written={writes} forks={forks} faults={faults} remaps={remaps} \
              discarded={discards} paged_out={pageouts} collapsed={collapses}"
-        );
-        line
+        )
     }
 }
 
@@ -424,11 +416,11 @@ fn input_ended() -> bool {
 
 fn run(options: Options) -> Result<String, Damage> {
     let start = Instant::now();
-    let (pause, seconds, sabotage) = (Duration::from_micros(options.pause_us), options.seconds, options.sabotage);
+    let (pause, sabotage) = (Duration::from_micros(options.pause_us), options.sabotage);
     let mut shuffler = Shuffler::new(options)?;
     println!("ready");
     let mut second = 1;
-    while !input_ended() && start.elapsed().as_secs() < seconds {
+    while !input_ended() {
         shuffler.step()?;
         std::thread::sleep(pause);
         if start.elapsed().as_secs() >= second {
