@@ -47,7 +47,7 @@ demo:
 # None is skipped that could run. They are built with the feature that they need, which plain cargo test leaves out.
 LIVE := --workspace --locked --features live
 TESTS := $(wildcard crates/*/tests/*.rs)
-TESTS_LONG := numa attack
+TESTS_LONG := attack
 TESTS_WITH_KSM := $(filter-out $(TESTS_LONG),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
 TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir $(TESTS))))
 

@@ -4,6 +4,9 @@
 //! cgroups with cpusets, Unix sockets, user namespaces and seccomp. `PAGEFOLD_REQUEST_MODULE` is the module `ksm_request.ko` for it, if
 //! it has not the series.
 
+mod common;
+
+use common::example;
 use pagefold_testkit::guest::{Tools, run_guest};
 use pagefold_testkit::{program, victim_binary};
 use std::path::PathBuf;
@@ -25,9 +28,7 @@ fn a_million_requests_merge_nothing_across_trust_domains() {
 fn check(command: &str, mebibytes: u32, limit: Duration) {
     let kernel = PathBuf::from(std::env::var_os("PAGEFOLD_REQUEST_KERNEL").expect("PAGEFOLD_REQUEST_KERNEL"));
     let Some(tools) = Tools::with_kernel(kernel) else { return };
-    // `cargo test --example request_guest` builds it beside the tests.
-    let own = std::env::current_exe().expect("the test's executable");
-    let guest = own.parent().and_then(std::path::Path::parent).expect("target/PROFILE/deps").join("examples/request_guest");
+    let guest = example("request_guest");
     let holder = victim_binary("holder");
     let mut files = vec![("command.json", command.as_bytes().to_vec())];
     let module = std::env::var_os("PAGEFOLD_REQUEST_MODULE").map(|path| std::fs::read(path).expect("the module"));

@@ -16,7 +16,6 @@
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
 //! | [`golden`] | texts that are kept as files and compared |
 //! | [`guest`] | emulated machines |
-//! | [`numa`] | the scenarios that `numa_guest` runs in an emulated machine, and their results |
 //!
 //! The victims are this crate's binaries, in `src/bin`:
 //!
@@ -25,7 +24,7 @@
 //! | `holder` | holds memory with given contents, page by page |
 //! | `shuffler` | rewrites, moves, forks and checks its memory all the time |
 //! | `victim` | is in a state that matters for injection, and checks that it notices nothing |
-//! | `numa_guest` | the `/init` of emulated machines: runs scenarios on several memory nodes, or a test |
+//! | `guest_init` | the `/init` of emulated machines: runs a command |
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]
 
 pub mod binaries;
@@ -39,7 +38,6 @@ pub mod ksm;
 pub mod ksm_files;
 pub mod limit;
 pub mod namespace;
-pub mod numa;
 pub mod pagefold;
 pub mod process;
 pub mod shuffler;

@@ -1,9 +1,9 @@
 //! Runs a scenario.
 
+use crate::model::{Disturbance, MergedBy, Moves, Outcome, Scenario};
 use crate::pages::{Extent, Nodes, PAGE, tree_ns};
 use crate::programs::Programs;
 use pagefold_testkit::ksm;
-use pagefold_testkit::numa::{Disturbance, MergedBy, Moves, Outcome, Scenario};
 use pagefold_testkit::{Daemon, number, vmstat, with_pids};
 use serde_json::Value;
 use std::fs::{self, File};

@@ -1,4 +1,5 @@
-//! The scenarios that a test sends to the guest `numa_guest`, and the results that it returns, as JSON.
+//! The scenarios that `tests/numa.rs` sends to the example `numa_guest`, and the results that it returns, as JSON.
+#![allow(dead_code, reason = "each side uses a part of it")]
 
 use serde::{Deserialize, Serialize};
 

@@ -1,8 +1,8 @@
 //! The processes of a scenario.
 
+use crate::model::{Disturbance, Scenario, Victim};
 use crate::pages::{Extent, PAGE};
 use pagefold_testkit::cgroup::start_in;
-use pagefold_testkit::numa::{Disturbance, Scenario, Victim};
 use pagefold_testkit::{Cgroup, Holder, Script};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -43,7 +43,7 @@ impl Programs {
         let mut filler = None;
         if let Disturbance::Full { node, left_mib } = scenario.disturbance {
             let args = ["filler".to_owned(), node.to_string(), left_mib.to_string()];
-            let started = filler.insert(Script::of(Command::new("/init").args(args)));
+            let started = filler.insert(Script::of(Command::new("/bin/numa_guest").args(args)));
             assert_eq!(started.line(), "ready");
         }
         Self { victims, extents, _filler: filler, _cgroups: cgroups }

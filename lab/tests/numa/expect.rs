@@ -1,7 +1,7 @@
 //! The expected results of a scenario, and the report about it.
 
 use crate::guest::Machine;
-use pagefold_testkit::numa::{Disturbance, MergedBy, Moves, Outcome, PageSnapshot, Scenario};
+use crate::model::{Disturbance, MergedBy, Moves, Outcome, PageSnapshot, Scenario};
 use std::env;
 use std::time::Duration;
 

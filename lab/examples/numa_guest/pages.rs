@@ -1,6 +1,6 @@
 //! An independent reader of where pages are: page tables, frame flags and the nodes' zones, as the kernel shows them, without a line of pagefold's.
 
-use pagefold_testkit::numa::{PageSnapshot, Pages};
+use crate::model::{PageSnapshot, Pages};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
