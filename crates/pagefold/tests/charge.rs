@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 /// Rounds, and the variable that sets another number.
 const ROUNDS: u64 = 3;
 const ROUNDS_VARIABLE: &str = "PAGEFOLD_CHARGE_ROUNDS";
-/// What a program needs besides, MiB.
+/// Other memory of a program, MiB.
 const BESIDES: u64 = 4;
 /// Nothing more is merged if nothing was for this time.
 const SETTLED: Duration = Duration::from_secs(4);
 const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
-/// Of what could be saved without limits, this part is saved at least.
+/// At least so much is saved of the memory that could be saved without limits.
 const SAVED_PERCENT: u64 = 15;
 
-/// What becomes of the daemon before programs write.
+/// The fate of the daemon before programs write.
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Alive,
@@ -42,7 +42,7 @@ impl Contained {
         Some(contained)
     }
 
-    /// Writes to all of its pages. What all programs write with the same number is equal.
+    /// Writes to all of its pages. All programs write the same contents for the same number.
     fn write(&mut self, number: u64) {
         self.holder.write(0, self.holder.pages, (0xc4a6_e000 + number) << 28);
     }
@@ -73,7 +73,7 @@ fn settle(programs: &[Contained]) {
     }
 }
 
-/// Returns the share of what could be saved that was, per cent.
+/// Returns the saved share of the memory that could be saved, per cent.
 fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
     let fate = match number % 4 {
         0 => Fate::Stopped,

@@ -60,7 +60,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
         )
     };
     config.write(&settings("full"));
-    // What a file selects need not be there yet.
+    // Programs that a file selects need not run yet.
     let daemon = Daemon::start(&["run", "--json", "--for", "300s", "--config", config.name()]);
     wait_until("the run has begun", || Path::new(&audit).exists());
     let mut pair: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();

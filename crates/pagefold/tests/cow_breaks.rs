@@ -1,4 +1,4 @@
-//! Memory that is rewritten with what it holds, beside memory that is not.
+//! Memory that is rewritten with its own contents, beside memory that isn't.
 
 use pagefold_testkit::*;
 use std::time::{Duration, Instant};

@@ -62,7 +62,7 @@ fn assert_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) {
     assert!(is_killed_at(point, start), "{point} was never reached");
 }
 
-/// Kills the program at a point, and checks that what it leaves can be put right.
+/// Kills the program at a point, and checks that the next start can put everything right.
 fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, doctor: bool) {
     let pids = pids(tenants);
     let before = knobs();

@@ -90,7 +90,7 @@ fn only_the_memory_of_one_domain_is_merged() {
     // Another one is chosen: it is not marked before all of the former one is unmarked.
     daemon.reload(&config, &format!("[domains]\nmerge = \"others\"\n{rule}"));
     wait_until("the other domain is merged", || {
-        // In this order: what is marked first is seen first.
+        // In this order: we see first the marks that are made first.
         assert!(!(is_marked(&other_pids) && is_marked(&one_pids)), "two domains are marked");
         saved_bytes() >= 47 * MIB && are_merged(&other_pids, 47 * MIB)
     });
@@ -135,7 +135,7 @@ fn left_alone(status: &serde_json::Value, pid: i32) -> serde_json::Value {
     row(&status["processes"], "pid", pid)["left_alone"].clone()
 }
 
-/// One process is traced, as by a debugger, the other cannot say whether it is dumpable. An attacker writes what they hold.
+/// One process is traced, as by a debugger, the other cannot say whether it is dumpable. An attacker writes the same contents.
 #[test]
 fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     let Some(ksm) = KsmAtRest::take() else { return };

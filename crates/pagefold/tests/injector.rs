@@ -1,10 +1,8 @@
 //! The injector dies: it comes back, or the run ends with an error. In both cases nothing is left behind.
 
 use pagefold_testkit::*;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const PAGES: u64 = 8 * PAGES_PER_MIB;
@@ -61,7 +59,7 @@ fn without_an_injector_the_run_ends_with_an_error_and_the_knobs_are_restored() {
     let pids = [holders[0].pid(), holders[1].pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full", "--injector", path.to_str().unwrap()]);
     // One connection, and then no more: as if the service had been removed.
-    let mut injector = serve_one(&listener);
+    let mut injector = injector_on(listener.accept().unwrap().0);
     drop(listener);
     wait_until_merged(&pids, 7 * MIB);
     let began = Instant::now();
@@ -75,12 +73,4 @@ fn without_an_injector_the_run_ends_with_an_error_and_the_knobs_are_restored() {
     assert!(began.elapsed() > Duration::from_secs(4), "it was tried for a while");
     assert!(holders.iter_mut().all(Holder::is_intact));
     ksm.give_back(&pids);
-}
-
-/// Starts an injector for one connection.
-fn serve_one(listener: &UnixListener) -> Child {
-    let input: OwnedFd = listener.accept().unwrap().0.into();
-    let mut command = Command::new(program());
-    command.arg("injector").stdin(input.try_clone().unwrap()).stdout(input).stderr(Stdio::null());
-    command.spawn().unwrap()
 }

@@ -18,7 +18,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use swap::Swap;
 
-/// Marks early, and also marks memory that is rewritten, as that of the shufflers is.
+/// Marks early, and also marks memory that is rewritten, as the shufflers' memory is.
 const EAGER: [&str; 6] = ["--preset", "sensitive", "--governor", "full", "--cow-threshold", "100"];
 
 /// The duration of a test: `default` seconds, or its share, in percent, of a soak.
@@ -97,7 +97,7 @@ fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> u64 {
 fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
     let end = Instant::now() + Duration::from_secs(20);
     loop {
-        let output = run_pagefold(&with_pids(&["unmerge", "--json"], pids, &[]));
+        let output = pagefold(&with_pids(&["unmerge", "--json"], pids, &[]));
         if output.status.success() {
             return Ok(serde_json::from_slice(&output.stdout).unwrap());
         }
@@ -132,7 +132,7 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
     }
     let counts = shufflers.into_iter().map(Shuffler::end).collect();
     assert_not_killed(&pids);
-    // Children that ended a moment later, out of scope, may have held merged pages: what was deferred because of them is
+    // Children that ended a moment later, out of scope, may have held merged pages: a knob that was deferred because of them is
     // restored now.
     if Path::new(STATE_FILE).exists() {
         unmerge(&[Sleeper::start().pid()]);
@@ -246,14 +246,14 @@ fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler
     (shufflers, others)
 }
 
-/// What unmerging must leave free below the limit at any time.
+/// Unmerging must leave so much free below the limit at any time.
 const MARGIN: u64 = 32 * MIB;
 
 /// Unmerging stops because there is no room, in time and with one line.
 #[track_caller]
 fn assert_no_room(pids: &[i32]) {
     let began = Instant::now();
-    let output = run_pagefold(&with_pids(&["unmerge"], pids, &[]));
+    let output = pagefold(&with_pids(&["unmerge"], pids, &[]));
     println!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim_end());
     assert_failed(&output, 1, "has room for");
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
@@ -333,7 +333,7 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     let pids = pids(&shufflers);
     let daemon = Daemon::on(&pids, &[]);
     wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
-    // Room for what they rewrite until ksmd comes again.
+    // Headroom for the pages they rewrite until ksmd comes again.
     limited.limit(limited.usage() + MARGIN + 4 * MIB);
     let is_cow_broken = || row(&status()["kinds"], "kind", "cow-broken")["resident_bytes"].as_u64().unwrap() > 20 * MIB;
     wait_until_well(&mut shufflers, "it is classified as COW-broken", is_cow_broken);
@@ -360,7 +360,7 @@ fn memory_that_moves_is_unmarked() {
     for _ in 0..40 {
         let mut victim = Victim::start("moving");
         assert_eq!(victim.line(), "moving");
-        let output = run_pagefold(&with_pids(&["unmerge"], &[victim.pid()], &[]));
+        let output = pagefold(&with_pids(&["unmerge"], &[victim.pid()], &[]));
         victim.finish("moving");
         if output.status.success() {
             unmarked += 1;

@@ -1,4 +1,4 @@
-//! Metrics: what they say, that Prometheus takes them, and that no client can do harm.
+//! Metrics: they agree with the status, Prometheus takes them, and no client can do harm.
 #![allow(clippy::float_cmp, reason = "whole numbers")]
 
 use serde_json::{Value, json};
@@ -115,7 +115,7 @@ impl Prometheus {
         Self { child, port, dir }
     }
 
-    /// What its API answers, if it does.
+    /// The answer of its API, if there is one.
     fn get(&self, path: &str) -> Option<Value> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();

@@ -1,4 +1,4 @@
-//! Owners who have said that their memory must not be merged: what they say counts, and only `--override-opt-out` lets them in.
+//! Owners who have opted out of merging: only `--override-opt-out` lets them in.
 
 use pagefold_testkit::*;
 use serde_json::Value;
@@ -53,7 +53,7 @@ struct Unit {
     name: String,
     cgroup: PathBuf,
     file: PathBuf,
-    /// What was made for them, the innermost first.
+    /// Directories made for them, the innermost first.
     made: Vec<PathBuf>,
 }
 

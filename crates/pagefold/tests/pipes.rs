@@ -91,7 +91,7 @@ impl Programs {
     }
 }
 
-/// The daemon merges, answers, and does what it's told.
+/// The daemon merges, answers, and obeys.
 #[track_caller]
 fn assert_works() {
     wait_until("nearly all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
@@ -151,7 +151,7 @@ fn messages_wait_for_a_reader_that_comes_back_and_one_that_is_gone_is_not_missed
     assert_ends(daemon, &ksm, programs).summary();
 }
 
-/// Standard error is a stream to it, events are datagrams, and so is what the service manager is told.
+/// Standard error is a stream to it; events, and messages to the service manager, are datagrams.
 #[test]
 fn a_journal_that_hangs_delays_nothing() {
     const MOUNT: &str = "mkdir -p /run/systemd && mount -t tmpfs tmpfs /run/systemd && mkdir /run/systemd/journal";

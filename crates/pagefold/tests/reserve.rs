@@ -1,4 +1,4 @@
-//! Room for what can come back, on the real kernel: programs below a limit whose merged pages are all written at once.
+//! Headroom for merged memory that can come back, on the real kernel: programs below a limit whose merged pages are all written at once.
 
 use pagefold_testkit::limit::Limited;
 use pagefold_testkit::*;

@@ -269,7 +269,7 @@ fn memory_of_a_frozen_process_is_given_back_after_it_is_thawed() {
     wait_for_saving(32 * MIB);
     daemon.stop();
     freezer.freeze_process(pids[0]);
-    let output = run_pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
+    let output = pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
     assert_failed(&output, 6, "frozen");
     let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(summary["processes"][0]["failed"].as_str().unwrap().contains("frozen"), "{summary}");
@@ -533,7 +533,7 @@ fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
     assert!(vmstat("cow_ksm") - broken < 256, "{} copies", vmstat("cow_ksm") - broken);
     println!("{before} pages read by the first run, {after} by the second");
 
-    // What cannot be used is named in one line, and the run does without it.
+    // A file that can't be used is named in one line, and the run does without it.
     std::fs::write(&path, "{\"schema\":").unwrap();
     let ended = start().terminate();
     assert_eq!(ended.errors.matches("is damaged").count(), 1, "{}", ended.errors);

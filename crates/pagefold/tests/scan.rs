@@ -50,7 +50,7 @@ fn known_memory_is_counted_to_the_page() {
     let second = holder([(24, 1 << 32, 1), (6, 3 << 32, 1)]);
     let small = [random(1, 8), random(1, 9)];
     let report = scan(&[first.pid(), second.pid()], &["--exact"]);
-    // What two programs have in common by themselves.
+    // The pages that any two programs have in common.
     let base = scan(&[small[0].pid(), small[1].pid()], &["--exact"])["totals"].clone();
     let totals = &report["totals"];
     assert_eq!(report["schema"], "pagefold.scan/1");
@@ -112,7 +112,7 @@ fn scanning_leaves_pages_shared_by_fork_shared() {
     for round in 0..2 {
         let report = scan(&pids, &["--exact"]);
         let totals = &report["totals"];
-        // Both map the same 16 MiB, of which nothing can be saved. Reading must not copy them.
+        // Both map the same 16 MiB, and nothing can be saved there. Reading must not copy them.
         assert!(bytes(totals, "fork_shared_bytes") >= 32 * MIB, "round {round}: {totals}");
         assert!(bytes(totals, "resident_bytes") < 32 * MIB, "round {round}: {totals}");
         assert!(bytes(totals, "savable_gross_bytes") < 2 * MIB, "round {round}: {totals}");

@@ -19,7 +19,7 @@ fn candidate(round: u64, page: u64, number: u64) -> u64 {
     0x51de_0000_0000 + ((round * PAGES + page) * CANDIDATES) + number
 }
 
-/// What the attacker does to have its memory marked.
+/// How the attacker gets its memory marked.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
     /// Writes its guesses and waits.

@@ -74,7 +74,7 @@ fn copy_of_holder(name: &str) -> ProgramCopy {
 
 #[track_caller]
 fn refused(args: &[String], code: i32, says: &str) {
-    assert_refused(&run_pagefold(args), code, says);
+    assert_refused(&pagefold(args), code, says);
 }
 
 const PAGE: u64 = 4096;
@@ -168,7 +168,7 @@ fn each_wrong_argument_has_its_line() {
 /// The first pass takes some ten seconds, since reading may take 0.08 % of a core.
 #[test]
 fn a_run_keeps_sketches_and_replaces_their_file() {
-    // It changes nothing, but while it runs its control socket is in the place of that of other tests' runs.
+    // It changes nothing, but its control socket takes the place of other tests' sockets while it runs.
     let Some(_ksm) = KsmAtRest::take() else { return };
     if !can_read_pages() {
         return;
@@ -212,7 +212,7 @@ fn a_program_that_stalls_while_it_is_read_delays_no_request() {
     std::thread::sleep(Duration::from_secs(1));
     victim.send();
     wait_until("it is locked", || tids(victim.pid()).iter().any(|&tid| state(tid) == b'D'));
-    // Its sketch ends with what has been read of it.
+    // Its sketch ends with the pages that have been read so far.
     let (began, file) = (Instant::now(), fleet.path("node-3.parquet"));
     while !file.exists() {
         let asked = Instant::now();

@@ -1,4 +1,4 @@
-//! What becomes excluded, or another domain's, after it was marked is unmarked and unmerged in a bounded time.
+//! Memory that becomes excluded, or another domain's, after it was marked is unmarked and unmerged in a bounded time.
 
 #[path = "trust/worst.rs"]
 mod worst;
@@ -13,7 +13,7 @@ const PAGES: u64 = 8 * PAGES_PER_MIB;
 const CONTENT: u64 = 0x7057_0001;
 /// Nearly all of it.
 const MERGED: u64 = 7 * MIB;
-/// The bounds that docs/safety.md states for what a process shows (2 s) and for flags of mappings (10 s), and some time for a
+/// The bounds that docs/safety.md states for the state of a process (2 s) and for flags of mappings (10 s), and some time for a
 /// busy machine.
 const SOON: Duration = Duration::from_secs(12);
 const FLAGS: Duration = Duration::from_secs(20);
@@ -31,7 +31,7 @@ fn set_attribute(path: &Path, name: &str, value: &str) {
     assert!(done.success(), "{name} of {}", path.display());
 }
 
-/// One case: a process, what happens to it, and how long it may stay marked after that.
+/// One case: a process, the change to it, and how long it may stay marked after that.
 struct Case<'a> {
     name: &'static str,
     holder: Holder,

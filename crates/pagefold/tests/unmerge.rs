@@ -154,7 +154,7 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
     ksm.assert_restored();
 }
 
-/// What the daemon does not manage is unmerged by it, too: here, memory that a program has marked by itself.
+/// The daemon also unmerges processes that it doesn't manage: here, memory that a program has marked by itself.
 #[test]
 fn processes_out_of_scope_are_unmerged_by_the_daemon() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -209,7 +209,7 @@ fn the_death_of_the_daemon_is_reported_in_one_line() {
     command.args(with_pids(&["run", "--json", "--governor", "full"], &pids, &[]));
     let daemon = Daemon::of(command.env(pagefold_procmem::os::fault::VARIABLE, "unmarked=kill")).answering();
     wait_until_merged(&pids, MERGED);
-    let output = run_pagefold(&with_pids(&["unmerge"], &pids, &[]));
+    let output = pagefold(&with_pids(&["unmerge"], &pids, &[]));
     assert_refused(&output, 1, "some of the processes may still be merged: run pagefold unmerge again");
     assert_eq!(daemon.end().signal, Some(libc::SIGKILL));
     unmerge(&pids);
@@ -272,7 +272,7 @@ fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
             assert_eq!(daemon.stop()["knobs_restored"], true);
         }
         drop(tenants);
-        // Without the locked program, ksmd scans, and what was deferred is restored.
+        // Without the locked program, ksmd scans, and the deferred knob is restored.
         ksm.give_back(&[Sleeper::start().pid()]);
     }
 }

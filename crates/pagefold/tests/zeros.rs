@@ -45,7 +45,7 @@ fn zeros_are_merged_and_memory_without_many_of_them_is_not_marked() {
     for pid in &pids[..2] {
         assert!(merged(*pid).1 < PAGES / 50, "{:?}", merged(*pid));
     }
-    // ksmd merges whatever is equal in what is marked. That is reported.
+    // ksmd merges all equal pages in marked memory, and we report it.
     let status = status();
     assert_eq!(status["only"], "zeros");
     let other = status["other_bytes"].as_u64().unwrap();

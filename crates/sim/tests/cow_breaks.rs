@@ -1,4 +1,4 @@
-//! Writers that come back to their own part of a mapping, and rewrite what is there: what else is merged in it stays so.
+//! Writers that come back to their own part of a mapping, and rewrite it with the same contents: the rest of it stays merged.
 
 mod common;
 
@@ -17,7 +17,7 @@ const PER_SECOND: u64 = 128;
 const FIRST: u64 = 512;
 
 /// Two processes with the same contents in one mapping, the first part of which is rewritten again and again for some seconds.
-/// `content` is that of a page, 0 for zeros.
+/// `content` gives each page its content, 0 for zeros.
 fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u64) -> Vec<(u64, Step)> {
     let mut steps = Vec::new();
     let mut write = |at_ns, region, page| {

@@ -1,4 +1,4 @@
-//! What the engine does where the host merges the memory of one trust domain only, as ksmd requires.
+//! The engine on a host that merges the memory of one trust domain only, as ksmd requires.
 
 mod common;
 

@@ -11,7 +11,7 @@ use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process, SimHost};
 use proptest::prelude::*;
 
-/// What each program holds.
+/// The memory of each program.
 const EACH: u64 = 40 * MIB;
 
 fn machines() -> [Machine; 2] {
@@ -39,7 +39,7 @@ fn run_within(sim: &mut Machine, seconds: u64, limits: &[(u32, Pages)]) {
     });
 }
 
-/// A process writes to all of its pages: others than before, and than those of other numbers.
+/// A process writes to all of its pages. Each number has contents of its own.
 fn rewrite(host: &mut SimHost, owner: OwnerKey, number: u64) {
     for region in host.regions_of(owner) {
         let span = host.span_of(region).unwrap();

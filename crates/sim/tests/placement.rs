@@ -133,7 +133,7 @@ fn three_and_four_programs_on_two_nodes_and_four_on_four() {
     }
     let (sim, _) = placed(4, &[0, 1, 2, 3], Placement::Fair);
     assert_shares(&sim, &[0.25; 4], "four nodes");
-    // By priority, each program has a share, and a node has those of its programs.
+    // By priority, each program has a share, and a node has its programs' shares.
     let (sim, _) = placed(2, &[0, 1, 1], Placement::Priority);
     assert_shares(&sim, &[1.0 / 3.0, 2.0 / 3.0], "three of equal priority");
 }
@@ -290,7 +290,7 @@ fn a_reserve_of_each_node_is_left_free() {
     let total = COMMON.0 * 4;
     let mut sim = Machine::new(host().with_nodes(&[Pages(total), Pages(512 * MIB)]));
     programs(&mut sim, &[0, 1], Placement::Fair);
-    // Another process takes what merging frees on node 0, except a little more than the reserved 1/32.
+    // Another process takes the memory that merging frees on node 0, except a little more than the reserved 1/32.
     let reserve = total / 32;
     let hog =
         |pages, start_ns| Process::starting_at(start_ns).mapping(Mapping::new(Pages(pages), Fill::Random).of_family(9));

@@ -231,7 +231,7 @@ proptest! {
     }
 }
 
-/// What is spent, reading and merging, stays within the governor's share over any ten seconds.
+/// Reading and merging stay within the governor's share over any ten seconds.
 #[test]
 fn the_governors_share_holds() {
     for governor in [Governor::Low, Governor::Medium] {

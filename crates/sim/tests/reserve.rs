@@ -1,4 +1,4 @@
-//! Room for what can come back, on a simulated host. What is left there is as the test says, whatever the processes take.
+//! Headroom for merged memory that can come back, on a simulated host. The test sets how much is left, whatever the processes take.
 
 mod common;
 
@@ -43,7 +43,7 @@ fn nothing_is_merged_while_memory_is_short_and_it_goes_on_afterwards() {
         sim.run(60);
         assert!(sim.saved().0 >= 63 * MIB, "{:?}", sim.saved());
         assert_eq!(state(&sim), RoomState::Enough);
-        // What is merged stays so. What comes now is not merged.
+        // Merged memory stays so. Newcomers aren't merged.
         sim.set_memory(memory(50));
         sim.run(5);
         let processes = add_pairs(&mut sim, 3..4);

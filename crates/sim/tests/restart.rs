@@ -1,4 +1,4 @@
-//! An engine takes the place of another on the same machine, with what that one has learned.
+//! An engine takes the place of another on the same machine, with the other's knowledge.
 
 mod common;
 

@@ -67,7 +67,7 @@ fn with_ksmd_only_memory_dense_with_zeros_is_marked() {
     assert!(dense.iter().all(marked));
     assert!(!thin.iter().chain(&copies).any(marked), "also when ksmd has been idle for long");
     assert!(sim.ksm().zero.0 * 100 >= 2 * 32 * MIB * 88, "{:?}", sim.ksm());
-    // What is marked beside zeros is counted, and ksmd has merged it.
+    // We count other pages that are marked, and ksmd has merged them.
     let other: u64 = sim.engine.report().regions.iter().map(|region| region.other.0).sum();
     assert!((2 * 3 * MIB..2 * 4 * MIB).contains(&other), "{other}");
     assert!(sim.ksm().sharing > Pages(0));

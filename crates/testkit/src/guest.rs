@@ -53,14 +53,14 @@ fn put_stripped(image: &Image, program: &Path, to: &str) {
     output_of(Command::new("strip").arg(image.path(to)));
 }
 
-/// What a machine left when it ended.
+/// Everything that a machine leaves when it ends.
 #[derive(Debug)]
 pub struct GuestEnded {
     /// How it ended.
     pub status: String,
-    /// What it wrote to its first serial port: the kernel's and the programs' messages.
+    /// All it wrote to its first serial port: the kernel's and the programs' messages.
     pub console: String,
-    /// What it wrote to its second serial port.
+    /// All it wrote to its second serial port.
     pub results: String,
     pub took: Duration,
 }

@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Where pagefold records what it has to restore.
+/// Where pagefold records the settings it has to restore.
 pub const STATE_FILE: &str = "/run/pagefold/ksm-state.json";
 /// `pages_to_scan` during a kick.
 pub const KICK: u64 = u32::MAX as u64;
@@ -119,7 +119,7 @@ impl KsmAtRest {
         self.assert_knobs_restored_except(deferred_knobs());
     }
 
-    /// Ends a run and gives back what is merged of these processes. Returns the summary of the run.
+    /// Ends a run and unmerges these processes. Returns the summary of the run.
     #[track_caller]
     pub fn end(&self, daemon: Daemon, pids: &[i32]) -> Value {
         let summary = daemon.stop();
@@ -127,7 +127,7 @@ impl KsmAtRest {
         summary
     }
 
-    /// Gives back what is merged of these processes. Then KSM is as it was before.
+    /// Unmerges these processes. Then KSM is as it was before.
     #[track_caller]
     pub fn give_back(&self, pids: &[i32]) {
         unmerge(pids);
@@ -182,7 +182,7 @@ fn rest() {
     let _ = fs::remove_file(STATE_FILE);
 }
 
-/// What uses KSM at the moment: a running pagefold, or a process with merged pages.
+/// Who uses KSM at the moment: a running pagefold, or a process with merged pages.
 fn user() -> Option<String> {
     if let Ok(Some(holder)) = pagefold_ksm::lock::holder(Path::new(pagefold_ksm::lock::LOCK_PATH)) {
         return Some(format!("pagefold is running ({holder:?})"));

@@ -1,4 +1,4 @@
-//! What pagefold's integration tests share.
+//! Helpers that pagefold's integration tests share.
 //!
 //! | module | holds |
 //! | --- | --- |
@@ -7,7 +7,7 @@
 //! | [`browser`] | a browser that opens the pages of reports |
 //! | [`pagefold`](mod@pagefold) | runs of the program under test, and assertions on how they end |
 //! | [`ksm`] | KSM's knobs and counters, and the fixture that takes KSM for one test |
-//! | [`process`] | small processes to work on, and what /proc shows of a process |
+//! | [`process`] | small processes to work on, and readers of a process's files in /proc |
 //! | [`ksm_files`] | a directory like KSM's in sysfs |
 //! | [`cgroup`] | control groups of a test's own, and freezers |
 //! | [`limit`] | control groups that limit memory |
@@ -51,8 +51,8 @@ pub use holder::Holder;
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
 pub use namespace::{Disk, Namespace};
 pub use pagefold::{
-    ConfigFile, Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, json_lines,
-    json_of, output_of, pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
+    ConfigFile, Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, injector_on,
+    json_lines, json_of, output_of, pagefold, row, status, succeed, unmerge, with_pids,
 };
 pub use pagefold_workload::OwnedChild;
 pub use process::{

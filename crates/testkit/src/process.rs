@@ -1,4 +1,4 @@
-//! Small processes to work on, and what /proc shows of a process.
+//! Small processes to work on, and readers of a process's files in /proc.
 
 use crate::skip::{skip, skip_unsupported};
 use pagefold_procmem::os::fields::{self, field, number};
@@ -107,7 +107,7 @@ pub fn has_huge_pages() -> bool {
     !modes.is_empty() && !modes.contains("[never]")
 }
 
-/// What smaps shows of KSM in a process.
+/// The marked and merged memory of a process, by its smaps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Marks {
     /// Address space under VM_MERGEABLE, bytes.
@@ -150,7 +150,7 @@ pub fn wait_until_merged(pids: &[i32], bytes: u64) {
     wait_until("they are merged", || are_merged(pids, bytes));
 }
 
-/// Waits for at most `limit` until nothing of a process is marked or merged. `still` says what it is until then.
+/// Waits for at most `limit` until nothing of a process is marked or merged. `still` names its state until then.
 #[track_caller]
 pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
     let began = Instant::now();

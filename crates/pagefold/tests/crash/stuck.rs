@@ -32,7 +32,7 @@ sys.stdin.readline()
 print("intact" if held == random.Random(7).randbytes(8 << 20) else "damaged", flush=True)
 "#;
 
-/// The program, in a mount namespace in which its file system is mounted. Thawed and ended when dropped.
+/// The program, in a mount namespace with its file system. Thawed and ended when dropped.
 struct Stuck {
     script: Script,
     disk: Disk,
@@ -133,7 +133,7 @@ fn a_stuck_target_is_unmerged_when_it_lets_go() {
     wait_until("ksmd rests", || status()["busy"] == false);
     stuck.get_stuck();
     let began = Instant::now();
-    let output = run_pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
+    let output = pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
     println!("answered after {:?}", began.elapsed());
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
     assert_failed(

@@ -36,7 +36,7 @@ pub fn both() -> [Machine; 2] {
     [Machine::new(host()), Machine::new(requested())]
 }
 
-/// A machine with the live engine on it, and a log of what the engine asks of the host.
+/// A machine with the live engine on it, and a log of the engine's requests.
 pub struct Machine {
     pub host: SimHost,
     pub engine: Engine,
@@ -157,7 +157,7 @@ pub fn process_of((domain, fill, mib, start): Tenant) -> Process {
     Process::starting_at(start * SECOND).in_domain(domain).mapping(Mapping::new(Pages(mib * MIB), fill))
 }
 
-/// What the engine asked of the host, and when.
+/// The engine's requests to the host, with their times.
 #[derive(Default)]
 pub struct Log {
     seen_ns: u64,
@@ -168,7 +168,7 @@ pub struct Log {
     pub stops: Vec<(u64, OwnerKey, u64)>,
     /// Frames to be moved, by the time of the request.
     pub moves: Vec<(u64, u64)>,
-    /// What came of the merges asked for, by the time of the request.
+    /// The results of the merges asked for, by the time of the request.
     pub merges: Vec<(u64, MergeResult)>,
     /// Spans marked or unmarked, and orders to ksmd.
     pub marks: u64,
@@ -182,7 +182,7 @@ pub struct Log {
 }
 
 impl Log {
-    /// Pages asked to be merged since a time, with their owners and those of the pages to keep.
+    /// Pages asked to be merged since a time, with their owners and the owners of the pages to keep.
     pub fn asked_since(&self, from_ns: u64) -> impl Iterator<Item = (OwnerKey, Option<OwnerKey>, &MergeResult)> {
         let recent = self.merges.iter().filter(move |(at_ns, _)| *at_ns >= from_ns);
         recent.map(|(_, result)| {
@@ -201,7 +201,7 @@ pub fn pages_that<'a>(merges: impl Iterator<Item = &'a MergeResult>, merging: Me
     merges.filter(|result| result.merging == merging).map(|result| u64::from(result.range.take.pages)).sum()
 }
 
-/// A host that logs what is asked of it.
+/// A host that logs every request.
 struct Recorder<'a> {
     host: &'a mut SimHost,
     log: &'a mut Log,

@@ -48,7 +48,7 @@ enum Op {
     Discard,
     Pageout,
     Collapse,
-    /// Writes what a page holds already. Not by default.
+    /// Rewrites a page with its own content. Not by default.
     Rewrite,
     /// Takes memory and gives it back. Not by default.
     Burst,
@@ -115,7 +115,7 @@ impl Options {
     }
 }
 
-/// Counts of what was done.
+/// How often everything was done.
 #[derive(Default)]
 struct Counts {
     pages_checked: u64,
@@ -173,7 +173,7 @@ impl Shuffler {
         Region::map(&mut self.arena, self.random.next(), pages, huge, seed)
     }
 
-    /// A new content for a page: that of the other shufflers at this page, or a unique one.
+    /// A new content for a page: the other shufflers have it at this page, too, or nobody has.
     fn content(&mut self, region: usize, page: usize) -> Content {
         if self.percent(self.options.share) {
             Content::common((region * MOST + page) as u64)
@@ -336,7 +336,7 @@ impl Shuffler {
         Ok(())
     }
 
-    /// Starts a child that checks what it inherited and writes to it, while the parent does the same.
+    /// Starts a child that checks the memory it inherited and writes to it, while the parent does the same.
     fn fork(&mut self) -> Result<(), Damage> {
         self.reap(1)?;
         self.counts.forks += 1;

@@ -1,4 +1,4 @@
-//! What a victim checks: its memory, its signals, its registers.
+//! The checks of a victim: of its memory, its signals, its registers.
 
 use crate::system::{ANONYMOUS, WRITABLE, map};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -62,7 +62,7 @@ impl Memory {
     }
 }
 
-/// Tells the test what was found.
+/// Tells the test the verdict.
 pub fn report(verdict: Result<(), String>) {
     match verdict {
         Ok(()) => println!("ok"),

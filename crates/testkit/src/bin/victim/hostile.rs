@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Set when the test has asked for the verdict.
 static DONE: AtomicBool = AtomicBool::new(false);
-/// What this machine lacks.
+/// Features that this machine lacks.
 static ABSENT: Mutex<Vec<&str>> = Mutex::new(Vec::new());
 
 pub fn main(kind: &str) {

@@ -28,7 +28,7 @@ pub struct Kind {
     pub restarts: bool,
     /// The counted signals are unblocked only while the call waits, so each of their handlers means an EINTR.
     pub masked: bool,
-    /// Removes what outlives the process.
+    /// Removes everything that outlives the process.
     pub remove: Box<dyn Fn()>,
 }
 

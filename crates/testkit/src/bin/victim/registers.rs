@@ -1,5 +1,5 @@
 //! Mode `registers KIND`: again and again the victim loads all its registers with known values, blocks or computes, and
-//! checks afterwards that each of them, its signals and its memory are what they were.
+//! checks afterwards that each of them, its signals and its memory are as before.
 //!
 //! After `ready ADDRESS LENGTH` each round begins with the byte `b` on standard input, upon which the victim prints
 //! `round`. Any other byte ends it; the victim then prints `stack clean` or `stack written`, for the memory below its

@@ -1,4 +1,4 @@
-//! Modes in which the victim is not simply blocked in a call.
+//! Modes other than being blocked in a call.
 
 use crate::blocking::{forked, pipe, word};
 use crate::checks::{HANDLED, HARMLESS, LONG_MS, Memory, PAGES};

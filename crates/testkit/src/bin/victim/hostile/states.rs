@@ -88,7 +88,7 @@ const TILES: u64 = 3 << 17;
 struct Image {
     features: u64,
     bytes: &'static mut [u8],
-    /// What XSAVE writes: not the last x87 instruction and operand.
+    /// The bytes that XSAVE writes: not the last x87 instruction and operand.
     compared: Vec<Range<usize>>,
 }
 
@@ -138,7 +138,7 @@ unsafe fn enabled() -> u64 {
     unsafe { std::arch::x86_64::_xgetbv(0) }
 }
 
-/// Holds all extended registers, those of AMX and the protection keys included, then fewer: what was in its initial state
+/// Holds all extended registers, AMX's and the protection keys included, then fewer: a component that was in its initial state
 /// must stay so.
 pub fn extended_states(memory: Memory) -> Result<(), String> {
     const ARCH_REQ_XCOMP_PERM: i32 = 0x1023;
