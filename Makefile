@@ -6,7 +6,7 @@
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
-# make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
+# make fuzz     check every parser on the inputs found so far, and fuzz it for 5 s (fuzz-long: 3 minutes)
 # Annexes, each a workspace of its own (see their READMEs):
 # make lab      build pagefold-lab, in target/release (lab-test: lint and test it)
 # make bench    run the experiments on the real KSM (takes long), with raw samples in target/bench and target/report.html of them
