@@ -6,7 +6,7 @@
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
 # make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
-# make fuzz     fuzz every parser, 5 s each (fuzz-long: 3 minutes each)
+# make fuzz     check every parser on the inputs found so far, and fuzz it for 5 s (fuzz-long: 3 minutes)
 # Annexes, each a workspace of its own (see their READMEs):
 # make lab      build pagefold-lab, in target/release (lab-test: lint and test it)
 # make bench    run the experiments on the real KSM (takes long), with raw samples in target/bench and target/report.html of them
@@ -47,7 +47,7 @@ demo:
 # None is skipped that could run. They are built with the feature that they need, which plain cargo test leaves out.
 LIVE := --workspace --locked --features live
 TESTS := $(wildcard crates/*/tests/*.rs)
-TESTS_LONG := numa attack
+TESTS_LONG := attack
 TESTS_WITH_KSM := $(filter-out $(TESTS_LONG),$(basename $(notdir $(shell grep -lE 'KsmAtRest|mm/ksm' $(TESTS)))))
 TESTS_BESIDE := $(filter-out $(TESTS_WITH_KSM) $(TESTS_LONG),$(basename $(notdir $(TESTS))))
 
@@ -86,12 +86,15 @@ lint:
 	$(CARGO) clippy $(LIVE) --all-targets -- -D warnings
 	@! $(CARGO) tree --locked --package pagefold --edges normal,build,features --invert pagefold-procmem | grep '"faults"' || \
 	    { echo "pagefold has points of fault injection, which are for tests only" >&2; exit 1; }
-	@$(CARGO) metadata --locked --format-version 1 --manifest-path fuzz/Cargo.toml >/dev/null
 	@command -v cargo-deny >/dev/null || $(CARGO) install --quiet --locked cargo-deny@0.18.3
 	$(CARGO) deny --log-level error check licenses bans sources
 
+# The properties of the parsers on the inputs found so far, then on new ones.
 fuzz:
 	@scripts/setup fuzz
+	cd fuzz && $(CARGO) fmt --check
+	cd fuzz && $(CARGO) clippy --lib --tests --locked -- -D warnings
+	cd fuzz && $(CARGO) test --locked
 	scripts/fuzz 5
 
 fuzz-long:

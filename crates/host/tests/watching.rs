@@ -6,10 +6,9 @@ use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::{ScopeSpec, Selector};
 use pagefold_ksm::{KSM_ROOT, Ksm};
 use pagefold_procmem::Roots;
-use pagefold_testkit::{is_root, skip, skip_unsupported};
-use std::io::ErrorKind;
+use pagefold_testkit::{ProgramCopy, Script, is_root, skip, skip_unsupported};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -20,44 +19,18 @@ const SOON: Duration = Duration::from_secs(5);
 
 /// A program under a name of its own, and processes that run it.
 struct Program {
-    name: String,
-    directory: tempfile::TempDir,
-    running: Vec<Child>,
+    file: ProgramCopy,
+    running: Vec<Script>,
 }
 
 impl Program {
     fn new(name: &str) -> Self {
-        let directory = tempfile::tempdir().unwrap();
         let name = format!("pf{name}{}", std::process::id());
-        std::fs::copy("/bin/cat", directory.path().join(&name)).unwrap();
-        Self { name, directory, running: Vec::new() }
+        Self { file: ProgramCopy::of(Path::new("/bin/cat"), &name), running: Vec::new() }
     }
 
     fn start(&mut self) {
-        let mut command = Command::new(self.directory.path().join(&self.name));
-        command.stdin(Stdio::piped()).stdout(Stdio::null());
-        let child = loop {
-            match command.spawn() {
-                // A process forked by another test still has the file open for writing.
-                Err(error) if error.kind() == ErrorKind::ExecutableFileBusy => std::thread::yield_now(),
-                child => break child.unwrap(),
-            }
-        };
-        self.running.push(child);
-    }
-
-    fn end_one(&mut self) {
-        let mut child = self.running.pop().unwrap();
-        child.kill().unwrap();
-        child.wait().unwrap();
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        while !self.running.is_empty() {
-            self.end_one();
-        }
+        self.running.push(Script::of(&mut Command::new(&*self.file)));
     }
 }
 
@@ -73,7 +46,7 @@ fn host(program: &Program, stop: &Arc<AtomicBool>) -> Option<LiveHost> {
             return None;
         }
     };
-    let spec = ScopeSpec(vec![Selector::Exe(program.name.clone())]);
+    let spec = ScopeSpec(vec![Selector::Exe(program.file.name().to_owned())]);
     Some(LiveHost::new(spec, Roots::default(), DenyList::default(), ksm, HostMode::DryRun, stop.clone()).unwrap())
 }
 
@@ -112,7 +85,7 @@ fn a_wait_ends_when_a_process_starts_and_when_it_ends() {
     let snapshot = host.observe().unwrap();
     assert_eq!((host.targets().count(), snapshot.regions.len()), (2, 2 * before));
     assert!(snapshot.memory.total > snapshot.memory.available, "{:?}", snapshot.memory);
-    assert!(waiting(&mut host, || program.end_one()) < SOON);
+    assert!(waiting(&mut host, || drop(program.running.pop())) < SOON);
     assert_eq!((host.targets().count(), host.observe().unwrap().regions.len()), (1, before));
 }
 

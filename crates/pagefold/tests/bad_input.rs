@@ -83,6 +83,15 @@ fn bad_arguments_are_refused() {
 }
 
 #[test]
+fn a_machine_without_the_device_is_told_so_before_anything_happens() {
+    if std::path::Path::new("/dev/ksm").exists() {
+        return;
+    }
+    assert_fails(&["run", "--mechanism", "request", "--pid", "1"], 4, "/dev/ksm does not exist");
+    assert_fails(&["run", "--mechanism", "uksm", "--pid", "1"], 2, "choose auto, ksmd or request");
+}
+
+#[test]
 fn an_empty_scope_is_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     both_refuse(&ksm, &[], 5, "nothing is in scope");
@@ -141,9 +150,7 @@ fn frozen_targets_are_refused() {
             skip_unsupported(format!("no freezer of version {version} is mounted"));
             continue;
         };
-        freezer.add(idle.pid());
-        freezer.freeze(true);
-        wait_until("it is frozen", || freezer.is_frozen());
+        freezer.freeze_process(idle.pid());
         run_refuses(&ksm, idle.pid(), "frozen");
         assert!(freezer.is_frozen(), "still frozen");
         assert_unmarked(&[idle.pid()]);
@@ -167,8 +174,7 @@ fn of_several_targets_bad_ones_are_left_alone_and_the_rest_is_merged() {
     let scope = [pids(&pair), bad.iter().map(|&(pid, _)| pid).collect()].concat();
     let daemon = Daemon::on(&scope, &["--for", "300s"]);
     wait_until("the pair is merged", || saved_bytes() >= 31 * MIB);
-    daemon.signal(libc::SIGTERM);
-    let ended_daemon = daemon.end();
+    let ended_daemon = daemon.terminate();
     let summary = ended_daemon.summary();
     let left = summary["left_alone"].as_array().unwrap();
     for (pid, why) in &bad {
@@ -181,9 +187,8 @@ fn of_several_targets_bad_ones_are_left_alone_and_the_rest_is_merged() {
     assert_eq!(left.len(), bad.len(), "{left:?}");
     assert_eq!(state(stopped.pid()), b'T', "still stopped");
     ended.wait().unwrap();
-    unmerge(&pids(&pair));
+    ksm.give_back(&pids(&pair));
     assert_intact(&mut pair);
-    ksm.assert_restored();
 }
 
 #[test]

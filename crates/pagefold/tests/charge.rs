@@ -1,7 +1,7 @@
 //! A merged page stays charged to the cgroup whose copy was kept. On the real kernel: programs with equal memory, each in a cgroup whose
 //! limit it would stay below without pagefold, write to all of it in any order, and none is killed.
 
-use pagefold_testkit::holder::Change;
+use pagefold_engine::random::Random;
 use pagefold_testkit::limit::Limited;
 use pagefold_testkit::*;
 use std::time::{Duration, Instant};
@@ -9,32 +9,20 @@ use std::time::{Duration, Instant};
 /// Rounds, and the variable that sets another number.
 const ROUNDS: u64 = 3;
 const ROUNDS_VARIABLE: &str = "PAGEFOLD_CHARGE_ROUNDS";
-/// What a program needs besides, MiB.
+/// Other memory of a program, MiB.
 const BESIDES: u64 = 4;
 /// Nothing more is merged if nothing was for this time.
 const SETTLED: Duration = Duration::from_secs(4);
 const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
-/// Of what could be saved without limits, this part is saved at least.
+/// At least so much is saved of the memory that could be saved without limits.
 const SAVED_PERCENT: u64 = 15;
 
-/// What becomes of the daemon before programs write.
+/// The fate of the daemon before programs write.
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Alive,
     Stopped,
     Killed,
-}
-
-/// Random numbers, the same in each run (xorshift).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
 }
 
 /// A program in a cgroup of its own.
@@ -54,10 +42,9 @@ impl Contained {
         Some(contained)
     }
 
-    /// Writes to all of its pages. What all programs write with the same number is equal.
+    /// Writes to all of its pages. All programs write the same contents for the same number.
     fn write(&mut self, number: u64) {
-        let pages = self.holder.pages;
-        self.holder.change(Change::Write { first: 0, pages, content: (0xc4a6_e000 + number) << 28, step: 1 });
+        self.holder.write(0, self.holder.pages, (0xc4a6_e000 + number) << 28);
     }
 
     /// Whether it is told that no more of it is merged, and below which limit.
@@ -86,7 +73,7 @@ fn settle(programs: &[Contained]) {
     }
 }
 
-/// Returns the share of what could be saved that was, per cent.
+/// Returns the saved share of the memory that could be saved, per cent.
 fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
     let fate = match number % 4 {
         0 => Fate::Stopped,
@@ -100,8 +87,7 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
         programs.push(Contained::start(mib, limit_mib)?);
     }
     let before = charged(&programs);
-    let pids: Vec<i32> = programs.iter().map(|program| program.holder.pid()).collect();
-    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]).answering();
+    let daemon = Daemon::on(&pids_of(&programs), &["--governor", "full", "--mechanism", "ksmd"]).answering();
     settle(&programs);
     let saved = before.saturating_sub(charged(&programs)) * 100 / ((count - 1) * mib * MIB);
     println!("round {number}: {count} of {mib} MiB below {limit_mib} MiB, {fate:?}: {saved} % saved");
@@ -115,8 +101,7 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
             Some(daemon)
         }
         Fate::Killed => {
-            daemon.signal(libc::SIGKILL);
-            daemon.end();
+            daemon.kill();
             None
         }
     };
@@ -135,27 +120,32 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
         }
     }
     assert!(programs.iter_mut().all(|program| program.holder.is_intact()));
-    match (daemon, fate) {
-        (Some(daemon), _) => {
-            daemon.signal(libc::SIGCONT);
-            daemon.signal(libc::SIGTERM);
-            assert_eq!(daemon.end().code, Some(0));
-        }
-        (None, _) => drop(succeed(&["doctor", "--fix"])),
+    if let Some(daemon) = daemon {
+        daemon.signal(libc::SIGCONT);
+        assert_eq!(daemon.terminate().code, Some(0));
+    } else {
+        succeed(&["doctor", "--fix"]);
     }
-    for program in &programs {
+    give_back(ksm, &programs);
+    Some(saved)
+}
+
+fn pids_of(programs: &[Contained]) -> Vec<i32> {
+    programs.iter().map(|program| program.holder.pid()).collect()
+}
+
+fn give_back(ksm: &KsmAtRest, programs: &[Contained]) {
+    for program in programs {
         program.cgroup.unlimited();
     }
-    unmerge(&pids);
-    ksm.assert_restored();
-    Some(saved)
+    ksm.give_back(&pids_of(programs));
 }
 
 #[test]
 fn nobody_is_killed_for_the_copies_that_its_cgroup_keeps_for_others() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let rounds = std::env::var(ROUNDS_VARIABLE).map_or(ROUNDS, |rounds| rounds.parse().unwrap());
-    let mut random = Random(0x00c4_a6e0);
+    let mut random = Random::new(0x00c4_a6e0);
     for number in 0..rounds {
         let Some(saved) = round(&ksm, number, &mut random) else { return };
         assert!(saved >= SAVED_PERCENT, "round {number}: {saved} %");
@@ -173,8 +163,7 @@ fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
         programs.push(program);
     }
     let before = charged(&programs);
-    let pids: Vec<i32> = programs.iter().map(|program| program.holder.pid()).collect();
-    let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]).answering();
+    let daemon = Daemon::on(&pids_of(&programs), &["--governor", "full", "--mechanism", "ksmd"]).answering();
     settle(&programs);
     let saved = before - charged(&programs);
     assert!(saved >= 2 * EACH * MIB / 100 * 95, "{saved}");
@@ -194,11 +183,6 @@ fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
     assert!(programs.iter().all(|program| program.cgroup.kills() == 0));
     assert!(programs.iter_mut().all(|program| program.holder.is_intact()));
     daemon.signal(libc::SIGCONT);
-    daemon.signal(libc::SIGTERM);
-    assert_eq!(daemon.end().code, Some(0));
-    for program in &programs {
-        program.cgroup.unlimited();
-    }
-    unmerge(&pids);
-    ksm.assert_restored();
+    assert_eq!(daemon.terminate().code, Some(0));
+    give_back(&ksm, &programs);
 }

@@ -108,11 +108,8 @@ fn status_and_explain_show_what_is_merged_and_why() {
         &["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Left alone in any case"],
     );
 
-    let ended = daemon.stop();
-    assert_eq!(ended["knobs_restored"], true);
-    unmerge(&pids);
+    assert_eq!(ksm.end(daemon, &pids)["knobs_restored"], true);
     assert_intact(&mut tenants);
-    ksm.assert_restored();
 }
 
 #[test]
@@ -189,10 +186,8 @@ fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
     let saved = saved_bytes();
     std::thread::sleep(Duration::from_secs(2));
     assert!(saved_bytes() >= saved, "{} of {saved}", saved_bytes());
-    daemon.stop();
-    unmerge(&pids);
+    ksm.end(daemon, &pids);
     assert_intact(&mut pair);
-    ksm.assert_restored();
 }
 
 /// Holds memory that must be left alone, each mapping for a different reason.
@@ -243,9 +238,7 @@ fn explain_shows_why_memory_is_left_alone_in_scope_and_out_of_it() {
     assert!(text.contains("has ended"), "{text}");
     ended.wait().unwrap();
     assert_fails(&["explain", "2147483646"], 5, "no process 2147483646");
-    daemon.stop();
-    unmerge(&[inside.pid()]);
-    ksm.assert_restored();
+    ksm.end(daemon, &[inside.pid()]);
 }
 
 #[test]
@@ -316,11 +309,8 @@ fn malformed_requests_and_silent_clients_do_no_harm() {
     assert!(line.contains("no request came"), "{line}");
     let daemon = daemon.answering();
     assert_eq!(status()["paused"], false);
-    let summary = daemon.stop();
-    assert_eq!(summary["knobs_restored"], true);
-    unmerge(&pids);
+    assert_eq!(ksm.end(daemon, &pids)["knobs_restored"], true);
     assert_intact(&mut pair);
-    ksm.assert_restored();
 }
 
 #[test]
@@ -342,12 +332,10 @@ fn without_a_daemon_a_request_fails_with_one_line() {
     let file = fs::symlink_metadata(SOCKET).unwrap();
     assert!(file.file_type().is_socket());
     assert_eq!((file.mode() & 0o777, file.uid()), (0o600, 0));
-    killed.signal(libc::SIGKILL);
-    killed.end();
+    killed.kill();
     assert!(Path::new(SOCKET).exists(), "a killed daemon leaves its socket");
     assert_none_runs();
-    let next = daemon(&[idle.pid()], &[]);
-    next.stop();
+    daemon(&[idle.pid()], &[]).stop();
     assert!(!Path::new(SOCKET).exists());
     let left = fs::read_dir("/run/pagefold").unwrap().map(|entry| entry.unwrap().file_name());
     assert_eq!(left.filter(|name| name.to_string_lossy().starts_with("control")).count(), 0, "nothing is left over");

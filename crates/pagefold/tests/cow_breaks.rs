@@ -1,8 +1,6 @@
-//! Memory that is rewritten with what it holds, beside memory that is not.
+//! Memory that is rewritten with its own contents, beside memory that isn't.
 
-use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
-use std::fs;
 use std::time::{Duration, Instant};
 
 /// The memory of each process, and the part at its start that it rewrites again and again, in pages.
@@ -17,16 +15,9 @@ const MOST: u64 = 40 * MIB;
 /// A heap of zeros that were written once, with some data that all such processes have.
 fn holder() -> Holder {
     let mut holder = Holder::start(PAGES);
-    holder.change(Change::Write { first: 0, pages: WALKED, content: CONTENT, step: 1 });
-    holder.change(Change::Write { first: WALKED, pages: PAGES - WALKED, content: 0, step: 0 });
+    holder.write(0, WALKED, CONTENT);
+    holder.zero(WALKED, PAGES - WALKED);
     holder
-}
-
-/// The process's share of the frames it maps.
-fn pss_anon_bytes(pid: i32) -> u64 {
-    let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
-    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss_Anon:")).expect("Linux shows it");
-    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
 }
 
 /// Half a minute is enough to come through the data once. For longer: `PAGEFOLD_SOAK_SECONDS=600`.
@@ -37,7 +28,7 @@ fn zeros_beside_data_that_is_rewritten_stay_merged() {
     let mut holders = [holder(), holder()];
     let pids = [holders[0].pid(), holders[1].pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full", "--mechanism", "ksmd"]);
-    let held = || pids.iter().map(|&pid| pss_anon_bytes(pid)).sum::<u64>();
+    let held = || pids.iter().map(|pid| kib(&format!("/proc/{pid}/smaps_rollup"), "Pss_Anon") << 10).sum::<u64>();
     wait_until("all of it is merged", || held() < 20 * MIB);
     let (began, mut walked, mut most) = (Instant::now(), 0, 0);
     for second in 1..=seconds {
@@ -47,7 +38,7 @@ fn zeros_beside_data_that_is_rewritten_stay_merged() {
             let first = walked % WALKED;
             let pages = (due - walked).min(WALKED - first);
             for holder in &mut holders {
-                holder.change(Change::Write { first, pages, content: CONTENT + first, step: 1 });
+                holder.write(first, pages, CONTENT + first);
             }
             walked += pages;
         }
@@ -56,7 +47,5 @@ fn zeros_beside_data_that_is_rewritten_stay_merged() {
     }
     println!("at most {} MiB", most / MIB);
     assert!(holders.iter_mut().all(Holder::is_intact));
-    daemon.stop();
-    unmerge(&pids);
-    ksm.assert_restored();
+    ksm.end(daemon, &pids);
 }

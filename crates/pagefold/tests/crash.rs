@@ -62,7 +62,7 @@ fn assert_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) {
     assert!(is_killed_at(point, start), "{point} was never reached");
 }
 
-/// Kills the program at a point, and checks that what it leaves can be put right.
+/// Kills the program at a point, and checks that the next start can put everything right.
 fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, doctor: bool) {
     let pids = pids(tenants);
     let before = knobs();
@@ -95,10 +95,9 @@ fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, docto
     }
     ksm.assert_knobs_restored();
     assert!(!Path::new("/run/pagefold/ksm-state.json.new").exists(), "{point}");
-    unmerge(&pids);
+    ksm.give_back(&pids);
     assert_unmarked(&pids);
     assert_intact(tenants);
-    ksm.assert_restored();
 }
 
 /// Every fourth point: four tests that take turns with KSM.
@@ -143,8 +142,7 @@ fn doctor_can_be_killed_at_any_point() {
         assert_recoverable(&before);
         succeed(&["doctor", "--fix"]);
         ksm.assert_knobs_restored();
-        unmerge(&pids);
-        ksm.assert_restored();
+        ksm.give_back(&pids);
     }
     assert_unharmed(&mut tenants);
 }

@@ -74,7 +74,7 @@ fn an_interrupted_demo_restores_everything() {
         let says = "interrupted; KSM is restored and the workers have ended\n";
         assert!(ended.errors.ends_with(says), "{}", ended.errors);
         for child in children {
-            assert!(!std::path::Path::new(&format!("/proc/{child}")).exists(), "{child} is still there");
+            assert!(!exists(child), "{child} is still there");
         }
         assert_restored();
     }
@@ -86,11 +86,8 @@ fn what_a_killed_demo_leaves_is_restored_by_the_next() {
     let mut demo = Daemon::start(&["demo", "--quick"]);
     wait_until("ksmd runs", || !demo.is_running() || number("run") == 1);
     let children = demo.children();
-    demo.signal(libc::SIGKILL);
-    demo.end();
-    wait_until("the workers have ended", || {
-        !children.iter().any(|child| std::path::Path::new(&format!("/proc/{child}")).exists())
-    });
+    demo.kill();
+    wait_until("the workers have ended", || !children.iter().any(|&child| exists(child)));
     assert_eq!(number("run"), 1, "there is nothing to restore");
 
     let output = pagefold(&["demo", "--quick"]);

@@ -98,7 +98,7 @@ fn prose(text: &str) -> String {
     parts.step_by(2).collect()
 }
 
-/// What a link to a heading calls it.
+/// The name of a heading in links.
 fn anchor(heading: &str) -> String {
     let letters = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = letters.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));

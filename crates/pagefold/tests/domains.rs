@@ -8,7 +8,6 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 
 /// The frames in a process's page table that several anonymous pages share.
@@ -42,6 +41,11 @@ fn assert_apart(some: &[i32], others: &[i32]) {
     assert_eq!(frames(some).intersection(&frames(others)).count(), 0, "pages are shared");
 }
 
+/// The options of a run with trust domains, by ksmd.
+fn options(config: &ConfigFile) -> [&str; 6] {
+    ["--config", config.name(), "--governor", "full", "--mechanism", "ksmd"]
+}
+
 fn is_marked(pids: &[i32]) -> bool {
     pids.iter().any(|&pid| marks(pid) != Marks::default())
 }
@@ -49,8 +53,7 @@ fn is_marked(pids: &[i32]) -> bool {
 #[test]
 fn only_the_memory_of_one_domain_is_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let (config, other) = (dir.path().join("pagefold.toml"), ProgramCopy::of(program(), "the-others"));
+    let other = ProgramCopy::of(program(), "the-others");
     // All have the same 32 MiB; each domain has 16 MiB of its own in common.
     let held = |own: u64| {
         let pages = |mib: u64| mib * PAGES_PER_MIB;
@@ -62,8 +65,8 @@ fn only_the_memory_of_one_domain_is_merged() {
     let start = |program, own| (0..2).map(|_| Tenant::start(program, &held(own)).unwrap()).collect::<Vec<_>>();
     let (mut ones, mut others) = (start(program(), 51), start(&other, 52));
     let rule = "[[domains.rule]]\nname = \"others\"\nexe = \"the-others\"\n";
-    fs::write(&config, rule).unwrap();
-    let options = ["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"];
+    let config = ConfigFile::new(rule);
+    let options = options(&config);
     let (one_pids, other_pids) = (pids(&ones), pids(&others));
     let all = [one_pids.clone(), other_pids.clone()].concat();
     let daemon = Daemon::on(&all, &options).answering();
@@ -85,12 +88,11 @@ fn only_the_memory_of_one_domain_is_merged() {
     assert_has(&text, &["2 trust domains: ksmd merges default; 2 processes of others are left alone", "is not known"]);
 
     // Another one is chosen: it is not marked before all of the former one is unmarked.
-    fs::write(&config, format!("[domains]\nmerge = \"others\"\n{rule}")).unwrap();
-    daemon.signal(libc::SIGHUP);
+    daemon.reload(&config, &format!("[domains]\nmerge = \"others\"\n{rule}"));
     wait_until("the other domain is merged", || {
-        // In this order: what is marked first is seen first.
+        // In this order: we see first the marks that are made first.
         assert!(!(is_marked(&other_pids) && is_marked(&one_pids)), "two domains are marked");
-        saved_bytes() >= 47 * MIB && other_pids.iter().all(|&pid| marks(pid).merged >= 47 * MIB)
+        saved_bytes() >= 47 * MIB && are_merged(&other_pids, 47 * MIB)
     });
     assert!(!is_marked(&one_pids));
     assert_apart(&one_pids, &other_pids);
@@ -99,21 +101,18 @@ fn only_the_memory_of_one_domain_is_merged() {
     daemon.stop();
     assert_intact(&mut ones);
     assert_intact(&mut others);
-    unmerge(&all);
-    ksm.assert_restored();
+    ksm.give_back(&all);
 
     // Without the rule all four share frames.
     let daemon = Daemon::on(&all, &["--governor", "full", "--mechanism", "ksmd"]);
     wait_until("all are merged", || saved_bytes() >= (3 * 32 + 2 * 16 - 1) * MIB);
     assert!(frames_of(&ones).intersection(&frames_of(&others)).count() as u64 >= 31 * PAGES_PER_MIB);
-    daemon.stop();
-    unmerge(&all);
-    ksm.assert_restored();
+    ksm.end(daemon, &all);
 }
 
 /// A process of two equal halves.
-fn doubled(content: u64) -> Holder {
-    let mut holder = Holder::start(DOUBLED);
+fn doubled(program: &Path, content: u64) -> Holder {
+    let mut holder = Holder::start_as(program, DOUBLED);
     write_doubled(&mut holder, content);
     holder
 }
@@ -123,34 +122,34 @@ const DOUBLED: u64 = 8 * PAGES_PER_MIB;
 
 fn write_doubled(holder: &mut Holder, content: u64) {
     for first in [0, DOUBLED / 2] {
-        holder.change(Change::Write { first, pages: DOUBLED / 2, content, step: 1 });
+        holder.write(first, DOUBLED / 2, content);
     }
+}
+
+/// A process that belongs to another user.
+fn become_other(holder: &mut Holder) {
+    assert_eq!(holder.ask("user 4321"), 0);
 }
 
 fn left_alone(status: &serde_json::Value, pid: i32) -> serde_json::Value {
     row(&status["processes"], "pid", pid)["left_alone"].clone()
 }
 
-/// One process is traced, as by a debugger, the other cannot say whether it is dumpable. An attacker writes what they hold.
+/// One process is traced, as by a debugger, the other cannot say whether it is dumpable. An attacker writes the same contents.
 #[test]
 fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let config = dir.path().join("pagefold.toml");
-    fs::write(&config, "[domains]\nby = \"user\"\n").unwrap();
-    let mut victims = [doubled(0xd0a1_0000), doubled(0xd0a2_0000)];
+    let config = ConfigFile::new("[domains]\nby = \"user\"\n");
+    let mut victims = [0xd0a1_0000, 0xd0a2_0000].map(|content| doubled(&victim_binary("holder"), content));
     // Only the process itself sees its attribute.
     victims[1].ask("group 77");
     let victim_pids = [victims[0].pid(), victims[1].pid()];
     let mut attackers = [Holder::start(DOUBLED), Holder::start(DOUBLED)];
-    for attacker in &mut attackers {
-        assert_eq!(attacker.ask("user 4321"), 0);
-    }
+    attackers.iter_mut().for_each(become_other);
     let attacker_pids = [attackers[0].pid(), attackers[1].pid()];
     let all = [victim_pids, attacker_pids].concat();
-    let daemon = Daemon::on(&all, &["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"]);
-    let are_merged = || victim_pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB);
-    wait_until("the victims are merged", are_merged);
+    let daemon = Daemon::on(&all, &options(&config));
+    wait_until_merged(&victim_pids, 7 * MIB);
     let tracer = Tracer::of(victim_pids[0]);
     victims[1].ask("sleep");
     wait_until("they are left alone", || {
@@ -163,7 +162,7 @@ fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
         std::thread::sleep(Duration::from_secs(1));
         assert_apart(&victim_pids, &attacker_pids);
     }
-    assert!(are_merged());
+    assert!(are_merged(&victim_pids, 7 * MIB));
     let shown = status();
     for pid in victim_pids {
         let marked = row(&shown["processes"], "pid", pid)["marked_bytes"].as_u64();
@@ -178,30 +177,26 @@ fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     assert!(victims[0].is_intact() && attackers.iter_mut().all(Holder::is_intact));
     daemon.stop();
     drop(victims);
-    unmerge(&attacker_pids);
-    ksm.assert_restored();
+    ksm.give_back(&attacker_pids);
 }
 
 /// A victim that cannot be unmarked keeps everything else from being merged, also in a run that finds its marks.
 #[test]
 fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let config = dir.path().join("pagefold.toml");
-    let merging = |domain: &str| {
-        fs::write(&config, format!("[domains]\nby = \"user\"\nmerge = \"{domain}\"\n")).unwrap();
-    };
-    let options = ["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"];
-    let (mut victim, mut others) = (doubled(0xd0a3_0000), [Holder::start(DOUBLED), Holder::start(DOUBLED)]);
+    let merging = |domain: &str| format!("[domains]\nby = \"user\"\nmerge = \"{domain}\"\n");
+    let config = ConfigFile::new(&merging("user:0"));
+    let options = options(&config);
+    let mut victim = doubled(&victim_binary("holder"), 0xd0a3_0000);
+    let mut others = [Holder::start(DOUBLED), Holder::start(DOUBLED)];
     for other in &mut others {
-        assert_eq!(other.ask("user 4321"), 0);
+        become_other(other);
         write_doubled(other, 0xd0a3_0000);
     }
     let (victim_pid, other_pids) = ([victim.pid()], [others[0].pid(), others[1].pid()]);
     let all = [&victim_pid[..], &other_pids].concat();
-    merging("user:0");
     let daemon = Daemon::on(&all, &options);
-    wait_until("the victim is merged", || marks(victim_pid[0]).merged >= 7 * MIB);
+    wait_until_merged(&victim_pid, 7 * MIB);
     let tracer = Tracer::of(victim_pid[0]);
     let assert_waiting = || {
         for _ in 0..10 {
@@ -213,8 +208,7 @@ fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
         assert!(to_unmark["reason"].as_str().unwrap().contains("ksmd merges one domain, user:4321"), "{to_unmark}");
         assert!(is_marked(&victim_pid) && status["foreign_marks"] == true);
     };
-    merging("user:4321");
-    daemon.signal(libc::SIGHUP);
+    daemon.reload(&config, &merging("user:4321"));
     wait_until("it is to be unmarked", || !row(&status()["processes"], "pid", victim_pid[0])["to_unmark"].is_null());
     assert_waiting();
     daemon.stop();
@@ -224,47 +218,36 @@ fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
     drop(tracer);
     wait_until("the other domain is merged", || {
         assert!(!(is_marked(&other_pids) && is_marked(&victim_pid)), "two domains are marked");
-        other_pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB)
+        are_merged(&other_pids, 7 * MIB)
     });
     assert!(!is_marked(&victim_pid));
     assert_apart(&victim_pid, &other_pids);
     assert!(victim.is_intact() && others.iter_mut().all(Holder::is_intact));
-    daemon.stop();
-    unmerge(&all);
-    ksm.assert_restored();
+    ksm.end(daemon, &all);
 }
 
 /// A user's programs that try to be in the domain that is merged: by the name of a program, and by a cgroup's attribute.
 #[test]
 fn nobody_gets_into_the_merged_domain_by_itself() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let config = dir.path().join("pagefold.toml");
-    let rules =
-        "[domains]\nby = \"user\"\nmerge = \"caches\"\n[[domains.rule]]\nname = \"caches\"\nexe = \"pf-cache\"\n";
-    fs::write(&config, rules).unwrap();
+    let config = ConfigFile::new(
+        "[domains]\nby = \"user\"\nmerge = \"caches\"\n[[domains.rule]]\nname = \"caches\"\nexe = \"pf-cache\"\n",
+    );
     let plain = victim_binary("holder");
     let (cache, forged) = (ProgramCopy::of(&plain, "pf-cache"), ProgramCopy::of(&plain, "pf-cache"));
     std::os::unix::fs::chown(&*forged, Some(4321), None).unwrap();
-    let held = |program: &Path| {
-        let mut holder = Holder::start_as(program, DOUBLED);
-        write_doubled(&mut holder, 0xd0a4_0000);
-        holder
-    };
-    let mut caches = [held(&cache), held(&cache)];
+    let mut caches = [&cache, &cache].map(|program| doubled(program, 0xd0a4_0000));
     let owned = Cgroup::create("unified").expect("cgroup version 2");
     std::os::unix::fs::chown(owned.path(), Some(4321), None).unwrap();
     let code = "import os, sys; os.setxattr(sys.argv[1], 'user.pagefold.domain', b'caches')";
     output_of(Command::new("python3").args(["-c", code]).arg(owned.path()));
-    let mut attackers = [held(&forged), held(&plain)];
-    for attacker in &mut attackers {
-        assert_eq!(attacker.ask("user 4321"), 0);
-    }
+    let mut attackers = [&*forged, &plain].map(|program| doubled(program, 0xd0a4_0000));
+    attackers.iter_mut().for_each(become_other);
     owned.add(attackers[1].pid());
     let (cache_pids, attacker_pids) = (caches.each_ref().map(Holder::pid), attackers.each_ref().map(Holder::pid));
     let all = [cache_pids, attacker_pids].concat();
-    let daemon = Daemon::on(&all, &["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"]);
-    wait_until("the caches are merged", || cache_pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    let daemon = Daemon::on(&all, &options(&config));
+    wait_until_merged(&cache_pids, 7 * MIB);
     for _ in 0..10 {
         std::thread::sleep(Duration::from_secs(1));
         assert!(!is_marked(&attacker_pids));
@@ -275,7 +258,5 @@ fn nobody_gets_into_the_merged_domain_by_itself() {
         assert!(why.as_str().unwrap().starts_with("in trust domain user:4321; "), "{why}");
     }
     assert!(caches.iter_mut().chain(&mut attackers).all(Holder::is_intact));
-    daemon.stop();
-    unmerge(&all);
-    ksm.assert_restored();
+    ksm.end(daemon, &all);
 }

@@ -1,4 +1,4 @@
-//! The golden files of the command line: the help of every command, and what a wrong call says, by a user without any rights.
+//! The golden files of the command line: the help of every command, and the answers to wrong calls, by a user without any rights.
 
 use pagefold_testkit::{ProgramCopy, as_other_user, golden, is_root, program};
 use std::fmt::Write;
@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// The calls, each followed by its exit code and what it prints.
+/// The calls, each followed by its exit code and output.
 const CALLS: &str = include_str!("../golden/calls.txt");
 
 #[track_caller]

@@ -1,22 +1,15 @@
 //! The injector dies: it comes back, or the run ends with an error. In both cases nothing is left behind.
 
-use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const PAGES: u64 = 8 * PAGES_PER_MIB;
 
 /// Processes with the same contents.
 fn holders() -> [Holder; 2] {
-    [(); 2].map(|()| {
-        let mut holder = Holder::start(PAGES);
-        holder.change(Change::Write { first: 0, pages: PAGES, content: 0x1213_0001, step: 1 });
-        holder
-    })
+    [(); 2].map(|()| Holder::with(PAGES, 0x1213_0001))
 }
 
 /// Waits until the daemon has an injector other than `former`.
@@ -42,24 +35,18 @@ fn a_killed_injector_comes_back_and_memory_is_merged() {
     send(first, libc::SIGKILL);
     let second = next_injector(&daemon, first);
     send(second, libc::SIGKILL);
-    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until_merged(&pids, 7 * MIB);
     // And while there is nothing to do.
     let third = next_injector(&daemon, second);
     send(third, libc::SIGKILL);
     let fourth = next_injector(&daemon, third);
-    for holder in &mut holders {
-        assert!(holder.is_intact());
-    }
-    daemon.signal(libc::SIGTERM);
-    let ended = daemon.end();
+    assert!(holders.iter_mut().all(Holder::is_intact));
+    let ended = daemon.terminate();
     // Several restarts between two looks are told once.
     assert!(ended.errors.contains("the injector process had ended; process "), "{}", ended.errors);
     assert_eq!(ended.summary()["knobs_restored"], true);
-    wait_until("no injector survives", || {
-        [first, second, third, fourth].iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists())
-    });
-    unmerge(&pids);
-    ksm.assert_restored();
+    wait_until("no injector survives", || ![first, second, third, fourth].into_iter().any(exists));
+    ksm.give_back(&pids);
 }
 
 #[test]
@@ -72,9 +59,9 @@ fn without_an_injector_the_run_ends_with_an_error_and_the_knobs_are_restored() {
     let pids = [holders[0].pid(), holders[1].pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full", "--injector", path.to_str().unwrap()]);
     // One connection, and then no more: as if the service had been removed.
-    let mut injector = serve_one(&listener);
+    let mut injector = injector_on(listener.accept().unwrap().0);
     drop(listener);
-    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until_merged(&pids, 7 * MIB);
     let began = Instant::now();
     injector.kill().unwrap();
     injector.wait().unwrap();
@@ -84,17 +71,6 @@ fn without_an_injector_the_run_ends_with_an_error_and_the_knobs_are_restored() {
     assert_eq!(ended.errors.lines().count(), 1, "{}", ended.errors);
     assert!(ended.errors.contains("attempts to start it again have failed"), "{}", ended.errors);
     assert!(began.elapsed() > Duration::from_secs(4), "it was tried for a while");
-    for holder in &mut holders {
-        assert!(holder.is_intact());
-    }
-    unmerge(&pids);
-    ksm.assert_restored();
-}
-
-/// Starts an injector for one connection.
-fn serve_one(listener: &UnixListener) -> Child {
-    let input: OwnedFd = listener.accept().unwrap().0.into();
-    let mut command = Command::new(program());
-    command.arg("injector").stdin(input.try_clone().unwrap()).stdout(input).stderr(Stdio::null());
-    command.spawn().unwrap()
+    assert!(holders.iter_mut().all(Holder::is_intact));
+    ksm.give_back(&pids);
 }

@@ -18,7 +18,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use swap::Swap;
 
-/// Marks early, and also marks memory that is rewritten, as that of the shufflers is.
+/// Marks early, and also marks memory that is rewritten, as the shufflers' memory is.
 const EAGER: [&str; 6] = ["--preset", "sensitive", "--governor", "full", "--cow-threshold", "100"];
 
 /// The duration of a test: `default` seconds, or its share, in percent, of a soak.
@@ -28,16 +28,9 @@ fn duration(default: u64, share: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-/// What was done to the shufflers.
-#[derive(Debug, Default)]
-struct Disturbances {
-    runs: u32,
-    killed: u32,
-    pauses: u32,
-    unmerges: u32,
-    /// Memory given back by unmerging.
-    given_back_mib: u64,
-    no_room: u32,
+/// Shufflers with these settings, each with a seed of its own, perhaps in a cgroup.
+fn start(count: u32, settings: &str, limited: Option<&Limited>) -> Vec<Shuffler> {
+    (1..=count).map(|seed| Shuffler::start(&format!("seed={seed} {settings}"), limited.map(Limited::path))).collect()
 }
 
 /// Copies of merged pages, and pages merged at once in each shuffler, below which nothing was tested.
@@ -45,70 +38,66 @@ const BROKEN_MIN: u64 = 1_000;
 const MERGED_MIN: u64 = 1_000;
 
 /// Merges and unmerges repeatedly: runs are paused and resumed, ended or killed, and memory is given back. A slow machine has
-/// more time, until enough pages were merged and written.
-fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> Disturbances {
-    let (pids, began, mut story) = (pids(shufflers), Instant::now(), Disturbances::default());
+/// more time, until enough pages were merged and written. Returns how much unmerging has given back, in MiB.
+fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> u64 {
+    let (pids, began) = (pids(shufflers), Instant::now());
+    let (mut runs, mut given_back_mib, mut no_room) = (0, 0, 0);
     let before = vmstat("cow_ksm");
     let is_slow = |shufflers: &[Shuffler]| {
         let has_less = shufflers.iter().any(|shuffler| shuffler.most_merged <= MERGED_MIN);
         (has_less || vmstat("cow_ksm") - before <= BROKEN_MIN) && began.elapsed() < 4 * time
     };
     while began.elapsed() < time || is_slow(shufflers) {
-        story.runs += 1;
+        runs += 1;
         let daemon = Daemon::on(&pids, &EAGER);
         let merged_by = Instant::now() + Duration::from_secs(6);
         while pids.iter().any(|&pid| merged_pages(pid) <= MERGED_MIN) && Instant::now() < merged_by {
             assert_well_for(shufflers, Duration::from_millis(100));
         }
         assert_well_for(shufflers, Duration::from_millis(500));
-        if story.runs % 2 == 1 {
-            story.pauses += 1;
+        if runs % 2 == 1 {
             assert!(pagefold(&["pause"]).status.success());
             assert_well_for(shufflers, Duration::from_millis(300));
             assert!(pagefold(&["resume"]).status.success());
             assert_well_for(shufflers, Duration::from_millis(500));
             // The daemon does it, and keeps it out meanwhile.
-            story.unmerges += 1;
             if let Err(why) = try_unmerge(&pids[..1]) {
                 assert!(scarce && why.contains("has room for"), "{why}");
-                story.no_room += 1;
+                no_room += 1;
             }
             assert_well_for(shufflers, Duration::from_millis(300));
             succeed(&with_pids(&["include"], &pids[..1], &[]));
             assert_well_for(shufflers, Duration::from_millis(500));
         }
-        if story.runs % 3 == 2 {
-            story.killed += 1;
-            daemon.signal(libc::SIGKILL);
-            daemon.end();
+        if runs % 3 == 2 {
+            daemon.kill();
         } else {
             daemon.stop();
         }
         assert_well_for(shufflers, Duration::from_millis(200));
         // After every second run: one of them, or all.
-        if story.runs % 2 == 0 {
-            let some = if story.runs % 4 == 0 { &pids[..] } else { &pids[..1] };
-            story.unmerges += 1;
+        if runs % 2 == 0 {
+            let some = if runs % 4 == 0 { &pids[..] } else { &pids[..1] };
             match try_unmerge(some) {
-                Ok(summary) => story.given_back_mib += summary["given_back_bytes"].as_u64().unwrap() / MIB,
+                Ok(summary) => given_back_mib += summary["given_back_bytes"].as_u64().unwrap() / MIB,
                 Err(why) => {
                     assert_well_for(shufflers, Duration::from_millis(30));
                     assert!(scarce && why.contains("has room for"), "{why}");
-                    story.no_room += 1;
+                    no_room += 1;
                 }
             }
             assert_well_for(shufflers, Duration::from_millis(200));
         }
     }
-    println!("{story:?}");
-    story
+    println!("{runs} runs; unmerging gave {given_back_mib} MiB back, and had no room {no_room} times");
+    given_back_mib
 }
 
 /// Gives memory back. The error is the program's message. A killed run may have left ksmd in a scan: then it is to be tried again.
 fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
     let end = Instant::now() + Duration::from_secs(20);
     loop {
-        let output = run_pagefold(&with_pids(&["unmerge", "--json"], pids, &[]));
+        let output = pagefold(&with_pids(&["unmerge", "--json"], pids, &[]));
         if output.status.success() {
             return Ok(serde_json::from_slice(&output.stdout).unwrap());
         }
@@ -143,13 +132,23 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
     }
     let counts = shufflers.into_iter().map(Shuffler::end).collect();
     assert_not_killed(&pids);
-    // Children that ended a moment later, out of scope, may have held merged pages: what was deferred because of them is
+    // Children that ended a moment later, out of scope, may have held merged pages: a knob that was deferred because of them is
     // restored now.
     if Path::new(STATE_FILE).exists() {
         unmerge(&[Sleeper::start().pid()]);
     }
     ksm.assert_restored();
     counts
+}
+
+/// Takes seconds, or a minute on busy processors.
+#[track_caller]
+fn wait_until_well(shufflers: &mut [Shuffler], what: &str, condition: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(100);
+    while !condition() {
+        assert!(Instant::now() < end, "this did not happen: {what}");
+        assert_well_for(shufflers, Duration::from_millis(500));
+    }
 }
 
 #[test]
@@ -159,17 +158,15 @@ fn a_wrong_byte_is_found() {
     wait_until("it has checked its memory", || {
         shuffler.has_ended() && shuffler.has_printed(|line| line.starts_with("bad"))
     });
-    let lines = shuffler.last_lines();
-    assert!(lines.contains("bad: ") && lines.contains("page 7 of ") && lines.contains(" words are wrong"), "{lines}");
+    assert_has(&shuffler.last_lines(), &["bad: ", "page 7 of ", " words are wrong"]);
 }
 
 #[test]
 fn every_byte_is_right_while_memory_is_merged_and_unmerged() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let broken = vmstat("cow_ksm");
-    let mut shufflers: Vec<_> = (1..=3).map(|seed| Shuffler::start(&format!("seed={seed}"), None)).collect();
-    let story = disturb(&mut shufflers, duration(10, 40), false);
-    assert!(story.given_back_mib > 0, "{story:?}");
+    let mut shufflers = start(3, "", None);
+    assert!(disturb(&mut shufflers, duration(10, 40), false) > 0, "nothing was given back");
     for counts in finish(&ksm, shufflers, broken) {
         assert!(counts["forks"] > 5 && counts["faults"] > 5 && counts["remaps"] > 5, "{counts:?}");
     }
@@ -182,8 +179,7 @@ fn every_byte_is_right_in_huge_pages() {
         return skip_unsupported("no huge pages");
     }
     let broken = vmstat("cow_ksm");
-    let settings = |seed| format!("seed={seed} huge=1 regions=4 share=95");
-    let mut shufflers: Vec<_> = (1..=3).map(|seed| Shuffler::start(&settings(seed), None)).collect();
+    let mut shufflers = start(3, "huge=1 regions=4 share=95", None);
     disturb(&mut shufflers, duration(8, 25), false);
     for counts in finish(&ksm, shufflers, broken) {
         assert!(counts["collapsed"] > 0, "{counts:?}");
@@ -198,17 +194,10 @@ fn huge_pages_come_back_where_merges_do_not_last() {
     }
     let broken = vmstat("cow_ksm");
     // They rewrite their memory, slowly.
-    let settings = |seed| format!("seed={seed} regions=3 share=100 huge=1 ops=check,rewrite pause-us=2000");
-    let mut shufflers: Vec<_> = (1..=2).map(|seed| Shuffler::start(&settings(seed), None)).collect();
+    let mut shufflers = start(2, "regions=3 share=100 huge=1 ops=check,rewrite pause-us=2000", None);
     let pids = pids(&shufflers);
-    let huge_mib = || {
-        let huge_kib = |pid: &i32| {
-            let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
-            let value = text.lines().find_map(|line| line.strip_prefix("AnonHugePages:")).unwrap();
-            value.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
-        };
-        pids.iter().map(huge_kib).sum::<u64>() >> 10
-    };
+    let huge_mib =
+        || pids.iter().map(|pid| kib(&format!("/proc/{pid}/smaps_rollup"), "AnonHugePages")).sum::<u64>() >> 10;
     let before = huge_mib();
     assert!(before > 48, "{before} MiB in huge pages");
     let daemon = Daemon::on(&pids, &[]);
@@ -216,12 +205,7 @@ fn huge_pages_come_back_where_merges_do_not_last() {
     let split = huge_mib();
     assert!(split < before / 4, "{split} MiB are still in huge pages");
     let collapsed = || status()["collapsed"].as_u64().unwrap();
-    // Takes seconds, or a minute on busy processors.
-    let end = Instant::now() + Duration::from_secs(100);
-    while collapsed() < 12 {
-        assert!(Instant::now() < end, "{} huge pages were put together again", collapsed());
-        assert_well_for(&mut shufflers, Duration::from_millis(500));
-    }
+    wait_until_well(&mut shufflers, "huge pages are put together again", || collapsed() >= 12);
     println!("{before} MiB in huge pages, {split} while merged, now {} ({} extents)", huge_mib(), collapsed());
     assert!(huge_mib() >= 20, "{} of {before} MiB", huge_mib());
     assert_well_for(&mut shufflers, Duration::from_secs(1));
@@ -238,8 +222,7 @@ fn every_byte_is_right_under_memory_pressure_with_swap() {
     let (ins, outs) = (vmstat("pswpin"), vmstat("pswpout"));
     // Together they have 150 MiB, and children that write.
     limited.limit(200 * MIB);
-    let start = |seed| Shuffler::start(&format!("seed={seed}"), Some(limited.path()));
-    let mut shufflers: Vec<_> = (1..=3).map(start).collect();
+    let mut shufflers = start(3, "", Some(&limited));
     let reclaim = Reclaim::start(&limited);
     disturb(&mut shufflers, duration(10, 35), true);
     drop(reclaim);
@@ -254,9 +237,8 @@ fn every_byte_is_right_under_memory_pressure_with_swap() {
 
 /// Shufflers that only read, merged, and others, in a cgroup that may get a limit.
 fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler>) {
-    let start = |settings: &str| Shuffler::start(settings, Some(limited.path()));
-    let mut shufflers: Vec<_> = (1..=3).map(|seed| start(&format!("seed={seed} mib=96 share=100 ops=check"))).collect();
-    let others = others.iter().map(|settings| start(settings)).collect();
+    let mut shufflers = start(3, "mib=96 share=100 ops=check", Some(limited));
+    let others = others.iter().map(|settings| Shuffler::start(settings, Some(limited.path()))).collect();
     let daemon = Daemon::on(&pids(&shufflers), &EAGER);
     wait_until("nearly all is merged", || pids(&shufflers).iter().all(|&pid| merged_pages(pid) > 22_000));
     daemon.stop();
@@ -264,14 +246,14 @@ fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler
     (shufflers, others)
 }
 
-/// What unmerging must leave free below the limit at any time.
+/// Unmerging must leave so much free below the limit at any time.
 const MARGIN: u64 = 32 * MIB;
 
 /// Unmerging stops because there is no room, in time and with one line.
 #[track_caller]
 fn assert_no_room(pids: &[i32]) {
     let began = Instant::now();
-    let output = run_pagefold(&with_pids(&["unmerge"], pids, &[]));
+    let output = pagefold(&with_pids(&["unmerge"], pids, &[]));
     println!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim_end());
     assert_failed(&output, 1, "has room for");
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
@@ -347,20 +329,14 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
     // They rewrite their memory, slowly: this uses little of the room.
-    let settings = |seed| format!("seed={seed} regions=3 share=100 ops=check,rewrite pause-us=4000");
-    let mut shufflers: Vec<_> = (1..=2).map(|seed| Shuffler::start(&settings(seed), Some(limited.path()))).collect();
+    let mut shufflers = start(2, "regions=3 share=100 ops=check,rewrite pause-us=4000", Some(&limited));
     let pids = pids(&shufflers);
     let daemon = Daemon::on(&pids, &[]);
     wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
-    // Room for what they rewrite until ksmd comes again.
+    // Headroom for the pages they rewrite until ksmd comes again.
     limited.limit(limited.usage() + MARGIN + 4 * MIB);
     let is_cow_broken = || row(&status()["kinds"], "kind", "cow-broken")["resident_bytes"].as_u64().unwrap() > 20 * MIB;
-    // Takes seconds, or a minute on busy processors.
-    let end = Instant::now() + Duration::from_secs(100);
-    while !is_cow_broken() {
-        assert!(Instant::now() < end, "it is not classified as COW-broken");
-        assert_well_for(&mut shufflers, Duration::from_millis(500));
-    }
+    wait_until_well(&mut shufflers, "it is classified as COW-broken", is_cow_broken);
     assert_well_for(&mut shufflers, Duration::from_secs(3));
     assert_eq!((limited.hits(), limited.kills()), (0, 0));
     let kept: u64 = pids.iter().map(|&pid| merged_pages(pid)).sum();
@@ -384,7 +360,7 @@ fn memory_that_moves_is_unmarked() {
     for _ in 0..40 {
         let mut victim = Victim::start("moving");
         assert_eq!(victim.line(), "moving");
-        let output = run_pagefold(&with_pids(&["unmerge"], &[victim.pid()], &[]));
+        let output = pagefold(&with_pids(&["unmerge"], &[victim.pid()], &[]));
         victim.finish("moving");
         if output.status.success() {
             unmarked += 1;

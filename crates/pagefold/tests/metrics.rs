@@ -1,4 +1,4 @@
-//! Metrics: what they say, that Prometheus takes them, and that no client can do harm.
+//! Metrics: they agree with the status, Prometheus takes them, and no client can do harm.
 #![allow(clippy::float_cmp, reason = "whole numbers")]
 
 use serde_json::{Value, json};
@@ -115,7 +115,7 @@ impl Prometheus {
         Self { child, port, dir }
     }
 
-    /// What its API answers, if it does.
+    /// The answer of its API, if there is one.
     fn get(&self, path: &str) -> Option<Value> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).ok()?;
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -238,15 +238,13 @@ fn metrics_agree_with_the_status_and_with_the_kernel_and_prometheus_takes_them()
     assert_eq!(summary["knobs_restored"], true);
     wait_until("Prometheus notices the end", || prometheus.value("up") == Some(0.0));
     drop(prometheus);
-    unmerge(&pids);
+    ksm.give_back(&pids);
     assert_intact(&mut pair);
-    ksm.assert_restored();
 }
 
 /// Resident anonymous memory of a process, bytes.
 fn anonymous(pid: i32) -> u64 {
-    let text = status_field(&format!("/proc/{pid}"), "RssAnon").unwrap();
-    text.split_ascii_whitespace().next().unwrap().parse::<u64>().unwrap() * 1024
+    kib(&format!("/proc/{pid}/status"), "RssAnon") << 10
 }
 
 /// CPU time of a process, seconds.
@@ -343,24 +341,21 @@ fn what_cannot_be_served_or_written_is_refused_at_the_start() {
     run(&["--metrics-interval", "10ms"], 2, "10ms is out of range");
 
     // A dry run does not take the place of the service that has the same file.
-    let dir = tempfile::tempdir().unwrap();
-    let (config, metrics) = (dir.path().join("pagefold.toml"), dir.path().join("pagefold.prom"));
-    fs::write(&config, format!("[metrics]\naddress = {}\ntextfile = \"{}\"\n", address.port(), metrics.display()))
-        .unwrap();
-    let args = ["run", "--pid", &pid, "--for", "1s", "--config", config.to_str().unwrap()];
+    let config = ConfigFile::new("");
+    let metrics = config.beside("pagefold.prom");
+    config.write(&format!("[metrics]\naddress = {}\ntextfile = \"{metrics}\"\n", address.port()));
+    let args = ["run", "--pid", &pid, "--for", "1s", "--config", config.name()];
     assert_fails(&args, 1, "Address already in use");
-    let dry = Daemon::start(&[&args[..], &["--dry-run", "--json"]].concat());
-    dry.end().summary();
-    assert!(!metrics.exists());
+    Daemon::start(&[&args[..], &["--dry-run", "--json"]].concat()).end().summary();
+    assert!(!Path::new(&metrics).exists());
     // Other metrics come with the next start.
     drop(taken);
     let mut args = args.to_vec();
     args[4] = "60s";
     let daemon = Daemon::start(&[&args[..], &["--json"]].concat()).answering();
     assert!(page(address.port()).contains("pagefold_run_info{dry_run=\"false\""));
-    wait_until("the file is there", || metrics.exists());
-    fs::write(&config, "[metrics]\ninterval = \"20s\"\n").unwrap();
-    daemon.signal(libc::SIGHUP);
+    wait_until("the file is there", || Path::new(&metrics).exists());
+    daemon.reload(&config, "[metrics]\ninterval = \"20s\"\n");
     wait_until("the change is noticed", || daemon.has_said("changes of [metrics] take effect at the next start"));
     page(address.port());
     daemon.stop();
@@ -377,9 +372,7 @@ fn sockets(pid: i32) -> Vec<PathBuf> {
 #[test]
 fn a_socket_of_the_service_manager_is_served_and_not_passed_on() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    if Command::new("systemd-socket-activate").arg("--version").output().is_err() {
-        return skip("systemd is not installed");
-    }
+    let Some(()) = installed("systemd-socket-activate") else { return };
     let idle = Sleeper::start();
     let (port, pid) = (free_port(), idle.pid().to_string());
     let mut command = Command::new("systemd-socket-activate");

@@ -1,6 +1,5 @@
-//! Owners who have said that their memory must not be merged: what they say counts, and only `--override-opt-out` lets them in.
+//! Owners who have opted out of merging: only `--override-opt-out` lets them in.
 
-use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 use serde_json::Value;
 use std::fs;
@@ -14,9 +13,7 @@ const SOON: Duration = Duration::from_secs(25);
 
 /// A process with the same contents as all others of the test.
 fn holder() -> Holder {
-    let mut holder = Holder::start(PAGES);
-    holder.change(Change::Write { first: 0, pages: PAGES, content: 0x0917_0001, step: 1 });
-    holder
+    Holder::with(PAGES, 0x0917_0001)
 }
 
 /// A process that runs a program of this name, with these arguments.
@@ -56,7 +53,7 @@ struct Unit {
     name: String,
     cgroup: PathBuf,
     file: PathBuf,
-    /// What was made for them, the innermost first.
+    /// Directories made for them, the innermost first.
     made: Vec<PathBuf>,
 }
 
@@ -93,15 +90,6 @@ impl Drop for Unit {
     }
 }
 
-#[track_caller]
-fn wait_until_merged(pids: &[i32]) {
-    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
-}
-
-fn lines(log: &Path) -> Vec<Value> {
-    fs::read_to_string(log).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
 #[test]
 fn a_unit_that_opts_out_after_it_was_marked_is_unmarked_and_can_be_overridden() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -115,7 +103,7 @@ fn a_unit_that_opts_out_after_it_was_marked_is_unmarked_and_can_be_overridden() 
     unit.write("MemoryKSM=yes");
     let pids = [one.pid(), other.pid(), member.pid(), machine.pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full"]);
-    wait_until_merged(&pids[..3]);
+    wait_until_merged(&pids[..3], 7 * MIB);
     let left_alone = |pid: i32| row(&status()["processes"], "pid", pid)["left_alone"].clone();
     assert_eq!(left_alone(machine.pid()), "its command line has -object merge=off");
     assert!(left_alone(member.pid()).is_null());
@@ -125,23 +113,21 @@ fn a_unit_that_opts_out_after_it_was_marked_is_unmarked_and_can_be_overridden() 
     assert_eq!(left_alone(member.pid()), reason);
     assert_has(&succeed(&["status"]), &["MemoryKSM=no"]);
     assert_has(&succeed(&["explain", &member.pid().to_string()]), &["MemoryKSM=no"]);
-    assert!(pids[..2].iter().all(|&pid| marks(pid).merged >= 7 * MIB), "the others stay merged");
+    assert!(are_merged(&pids[..2], 7 * MIB), "the others stay merged");
     assert!(one.is_intact() && other.is_intact() && member.is_intact());
     let summary = daemon.stop();
     assert!(summary["left_alone"].as_array().unwrap().iter().any(|row| row["reason"] == reason.as_str()), "{summary}");
     // Overridden, which is logged once.
     let options = ["--governor", "full", "--override-opt-out", &unit.name, "--audit", log.to_str().unwrap()];
     let daemon = Daemon::on(&pids, &options);
-    wait_until_merged(&pids[..3]);
+    wait_until_merged(&pids[..3], 7 * MIB);
     let notes = succeed(&["explain", &member.pid().to_string()]);
     assert!(notes.split_whitespace().collect::<Vec<_>>().join(" ").contains("overridden: its unit"), "{notes}");
-    daemon.signal(libc::SIGTERM);
-    let ended = daemon.end();
-    assert_has(&ended.errors, &["by --override-opt-out: its unit"]);
-    let overrides: Vec<Value> = lines(&log).into_iter().filter(|line| line["what"] == "override").collect();
+    assert_has(&daemon.terminate().errors, &["by --override-opt-out: its unit"]);
+    let lines = json_lines(&fs::read_to_string(&log).unwrap());
+    let overrides: Vec<Value> = lines.into_iter().filter(|line| line["what"] == "override").collect();
     assert_eq!(overrides.len(), 1, "{overrides:?}");
     assert_eq!((&overrides[0]["pid"], &overrides[0]["why"]["sentence"]), (&member.pid().into(), &reason.into()));
     assert!(member.is_intact());
-    unmerge(&pids);
-    ksm.assert_restored();
+    ksm.give_back(&pids);
 }

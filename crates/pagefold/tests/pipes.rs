@@ -4,12 +4,12 @@
 use pagefold_testkit::*;
 use pagefold_workload::Tenant;
 use serde_json::Value;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixDatagram, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -69,26 +69,19 @@ fn full_queue(path: &Path) -> UnixDatagram {
 struct Programs {
     pair: [Tenant; 2],
     left_alone: Tenant,
-    dir: tempfile::TempDir,
+    config: ConfigFile,
 }
 
 impl Programs {
     fn start(seed: u64) -> Self {
         let agent = ProgramCopy::of(program(), "ssh-agent");
         let left_alone = Tenant::start(&agent, &spec(1, 0, 1)).unwrap();
-        let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("pagefold.toml"), "").unwrap();
-        Self { pair: pair(COMMON_MIB, 0, seed), left_alone, dir }
-    }
-
-    fn config(&self) -> PathBuf {
-        self.dir.path().join("pagefold.toml")
+        Self { pair: pair(COMMON_MIB, 0, seed), left_alone, config: ConfigFile::new("") }
     }
 
     fn args(&self, more: &[&str]) -> Vec<String> {
         let pids = [self.pair[0].pid(), self.pair[1].pid(), self.left_alone.pid()];
-        let config = self.config();
-        with_pids(&["run"], &pids, &[&["--json", "--for", "300s", "--config", config.to_str().unwrap()], more].concat())
+        with_pids(&["run"], &pids, &[&["--json", "--for", "300s", "--config", self.config.name()], more].concat())
     }
 
     fn command(&self, more: &[&str]) -> Command {
@@ -98,7 +91,7 @@ impl Programs {
     }
 }
 
-/// The daemon merges, answers, and does what it's told.
+/// The daemon merges, answers, and obeys.
 #[track_caller]
 fn assert_works() {
     wait_until("nearly all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
@@ -111,8 +104,7 @@ fn assert_works() {
 #[track_caller]
 fn assert_ends(daemon: Daemon, ksm: &KsmAtRest, programs: Programs) -> Ended {
     let signalled = Instant::now();
-    daemon.signal(libc::SIGTERM);
-    let ended = daemon.end();
+    let ended = daemon.terminate();
     println!("ended {} ms after the signal", signalled.elapsed().as_millis());
     assert!(signalled.elapsed() < END_MOST, "{ended:?}");
     assert_all_restored(ksm, programs);
@@ -122,8 +114,7 @@ fn assert_ends(daemon: Daemon, ksm: &KsmAtRest, programs: Programs) -> Ended {
 #[track_caller]
 fn assert_all_restored(ksm: &KsmAtRest, mut programs: Programs) {
     ksm.assert_knobs_restored();
-    unmerge(&pids(&programs.pair));
-    ksm.assert_restored();
+    ksm.give_back(&pids(&programs.pair));
     assert_unmarked(&pids(&programs.pair));
     assert_intact(&mut programs.pair);
 }
@@ -154,33 +145,26 @@ fn messages_wait_for_a_reader_that_comes_back_and_one_that_is_gone_is_not_missed
         String::from_utf8_lossy(&said).contains(&is_left)
     });
     drop(reader);
-    fs::write(programs.config(), "nonsense").unwrap();
-    daemon.signal(libc::SIGHUP);
+    daemon.reload(&programs.config, "nonsense");
     let has_failed = |event: &Value| event["what"] == "error" && event["why"].as_str().unwrap().contains("unchanged");
     wait_until("the file is refused", || status()["events"].as_array().unwrap().iter().any(has_failed));
     assert_ends(daemon, &ksm, programs).summary();
 }
 
-/// Standard error is a stream to it, events are datagrams, and so is what the service manager is told.
+/// Standard error is a stream to it; events, and messages to the service manager, are datagrams.
 #[test]
 fn a_journal_that_hangs_delays_nothing() {
-    const MOUNT: &str = "mkdir -p /run/systemd && mount -t tmpfs tmpfs /run/systemd && mkdir /run/systemd/journal \
-                         && echo ready && read x";
+    const MOUNT: &str = "mkdir -p /run/systemd && mount -t tmpfs tmpfs /run/systemd && mkdir /run/systemd/journal";
     let Some(ksm) = KsmAtRest::take() else { return };
-    let mut shell = Script::of(Command::new("unshare").args(["-m", "sh", "-c", MOUNT]));
-    if shell.line() != "ready" {
-        skip("a tmpfs cannot be mounted in a mount namespace");
-        return;
-    }
-    let inside = PathBuf::from(format!("/proc/{}/root/run/systemd", shell.pid()));
+    let Some(namespace) = Namespace::make(MOUNT, "a tmpfs cannot be mounted in a mount namespace") else { return };
+    let inside = namespace.root().join("run/systemd");
     let _journal = full_queue(&inside.join("journal/socket"));
     let _manager = full_queue(&inside.join("notify"));
     let (_unread, errors) = full_socket();
     let stream = File::from(errors.try_clone().unwrap()).metadata().unwrap();
     let programs = Programs::start(83);
-    let mut command = Command::new("nsenter");
-    command.args(["-t", &shell.pid().to_string(), "-m"]).arg(program()).args(programs.args(&[]));
-    command.env("JOURNAL_STREAM", format!("{}:{}", stream.dev(), stream.ino()));
+    let mut command = namespace.command(program());
+    command.args(programs.args(&[])).env("JOURNAL_STREAM", format!("{}:{}", stream.dev(), stream.ino()));
     command.env("NOTIFY_SOCKET", "/run/systemd/notify").env("WATCHDOG_USEC", "1000000");
     let daemon = Daemon::writing_to(&mut command, None, Some(errors)).answering();
     assert_works();
@@ -199,71 +183,15 @@ fn a_summary_that_nobody_reads_does_not_delay_the_end() {
     assert!(ended.errors.contains("cannot print the summary: nobody reads standard output"), "{ended:?}");
 }
 
-/// A file system in a mount namespace.
-struct Disk {
-    shell: Script,
-    mount: String,
-    _dir: tempfile::TempDir,
-}
-
-/// While this exists, writes to the file system wait. So nothing that writes to it may be waited for before this is dropped.
-struct Frozen<'a>(&'a Disk);
-
-impl Disk {
-    /// `None`, with the reason reported, where it cannot be mounted.
-    fn mount() -> Option<Self> {
-        let dir = tempfile::tempdir().unwrap();
-        let mount = dir.path().join("mnt").to_str().unwrap().to_owned();
-        let script = format!(
-            "cd {} && truncate -s 16M img && mkfs.ext4 -q -F img && mkdir mnt && mount -o loop img mnt && echo ready && read x",
-            dir.path().display()
-        );
-        let mut shell = Script::of(Command::new("unshare").args(["-m", "sh", "-c", &script]));
-        if shell.line() != "ready" {
-            skip("no ext4 image can be mounted on a loop device");
-            return None;
-        }
-        Some(Self { shell, mount, _dir: dir })
-    }
-
-    /// A program in the namespace.
-    fn command(&self, program: &Path, args: &[String]) -> Command {
-        let mut command = Command::new("nsenter");
-        command.args(["-t", &self.shell.pid().to_string(), "-m"]).arg(program).args(args);
-        command
-    }
-
-    fn freeze(&self) -> Frozen<'_> {
-        output_of(&mut self.command(Path::new("fsfreeze"), &["-f".to_owned(), self.mount.clone()]));
-        Frozen(self)
-    }
-
-    /// What a file has, if it's there.
-    fn read(&self, path: &str) -> String {
-        String::from_utf8(self.command(Path::new("cat"), &[path.to_owned()]).output().unwrap().stdout).unwrap()
-    }
-}
-
-impl Drop for Frozen<'_> {
-    fn drop(&mut self) {
-        output_of(&mut self.0.command(Path::new("fsfreeze"), &["-u".to_owned(), self.0.mount.clone()]));
-    }
-}
-
 #[test]
 fn an_audit_log_whose_disk_does_not_answer_delays_nothing_and_lacks_only_the_last_lines() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(disk) = Disk::mount() else { return };
     let programs = Programs::start(85);
     let log = format!("{}/audit.jsonl", disk.mount);
-    let lines = || {
-        let text = disk.read(&log);
-        // The last line may be incomplete.
-        let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
-        whole.map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>()
-    };
+    let lines = || json_lines(&disk.read(&log));
     let count = |lines: &[Value], what: &str| lines.iter().filter(|line| line["what"] == what).count();
-    let daemon = Daemon::of(&mut disk.command(program(), &programs.args(&["--audit", &log])));
+    let daemon = Daemon::of(disk.namespace.command(program()).args(programs.args(&["--audit", &log])));
     wait_until("the log begins", || disk.read(&log).ends_with('\n'));
     let frozen = disk.freeze();
     assert_works();

@@ -1,9 +1,8 @@
-//! The privileges that the program keeps and drops, what it discloses, and the units that it is installed with.
+//! The privileges that the program keeps and drops, the contents that it mustn't disclose, and the units that it's installed with.
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -17,7 +16,7 @@ const KEPT: u64 = 1 << 2 | 1 << 19 | 1 << 21;
 /// Also kept by the daemon on machines with several memory nodes or with huge pages.
 const SYS_NICE: u64 = 1 << 23;
 
-/// What the daemon keeps on this machine.
+/// The capabilities that the daemon keeps on this machine.
 fn kept_by_daemon() -> u64 {
     if has_huge_pages() { KEPT | SYS_NICE } else { KEPT }
 }
@@ -36,13 +35,13 @@ fn assert_confined(pid: i32, kept: u64) {
             u64::from_str_radix(line.trim(), 16).unwrap()
         };
         assert_eq!((field("CapEff:"), field("CapPrm:")), (kept, kept), "{status}");
-        // The bounding set may contain what the unit leaves for other machines: no_new_privs makes it useless.
+        // The bounding set may contain capabilities that the unit leaves for other machines: no_new_privs makes them useless.
         assert_eq!(field("CapBnd:") & !(KEPT | SYS_NICE), 0, "{status}");
         assert_eq!((field("CapInh:"), field("CapAmb:"), field("NoNewPrivs:")), (0, 0, 1), "{status}");
     }
 }
 
-/// What a holder holds besides Python's own memory. Little: a sketch gets 0.08 % of a core, and where the machine's own hypervisor
+/// The memory of a holder besides Python's own. Little: a sketch gets 0.08 % of a core, and where the machine's own hypervisor
 /// shadows page tables, the first read of a page takes 17 us.
 const HELD: u64 = 2 * MIB;
 
@@ -113,7 +112,7 @@ fn pids_of(holders: &[Holder]) -> Vec<i32> {
 }
 
 #[track_caller]
-fn wait_until_merged(holders: &[Holder]) {
+fn wait_until_all_merged(holders: &[Holder]) {
     let to_merge = || holders.iter().filter(|holder| holder.kind != "undumpable");
     wait_until("all are merged", || to_merge().all(|holder| marks(holder.pid()).merged >= HELD));
     for undumpable in holders.iter().filter(|holder| holder.kind == "undumpable") {
@@ -138,15 +137,13 @@ fn every_kind_of_process_is_merged_with_the_capabilities_that_are_kept() {
     let holders = pairs();
     let pids = pids_of(&holders);
     let daemon = Daemon::on(&pids, &["--for", "300s"]);
-    wait_until_merged(&holders);
+    wait_until_all_merged(&holders);
     assert_confined(daemon.pid(), kept_by_daemon());
     let [injector] = daemon.children()[..] else { panic!("{:?}", daemon.children()) };
     assert_confined(injector, KEPT);
-    assert_undumpable_reported(&daemon.stop(), &holders);
-    unmerge(&pids);
+    assert_undumpable_reported(&ksm.end(daemon, &pids), &holders);
     assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::end);
-    ksm.assert_restored();
 }
 
 #[test]
@@ -165,10 +162,8 @@ fn sketches_are_kept_with_the_capabilities_that_are_kept() {
     assert_confined(daemon.pid(), kept_by_daemon());
     let sketches = pagefold_sketch::read(fs::read(&file).unwrap()).unwrap();
     assert!(sketches.rows.iter().any(|row| row.read_bytes > 2 * HELD && row.savable_bytes >= HELD), "{sketches:?}");
-    daemon.stop();
-    unmerge(&pids);
+    ksm.end(daemon, &pids);
     holders.into_iter().for_each(Holder::end);
-    ksm.assert_restored();
 }
 
 #[test]
@@ -176,15 +171,13 @@ fn programs_that_are_not_dumpable_are_merged_if_they_are_named() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let holders = ["undumpable", "undumpable", "of another user", "of another user"].map(Holder::start);
     let pids = pids_of(&holders);
-    let why = String::from_utf8(run_pagefold(&with_pids(&["scan"], &pids[..2], &[])).stderr).unwrap();
+    let why = String::from_utf8(pagefold(&with_pids(&["scan"], &pids[..2], &[])).stderr).unwrap();
     assert!(why.contains("not dumpable: its memory is private (--allow NAME lets it in)"), "{why}");
     let daemon = Daemon::on(&pids, &["--allow", "python3*", "--deny", "python3-private", "--for", "300s"]);
-    wait_until("all are merged", || pids.iter().all(|&pid| marks(pid).merged >= HELD));
-    daemon.stop();
-    unmerge(&pids);
+    wait_until_merged(&pids, HELD);
+    ksm.end(daemon, &pids);
     assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::end);
-    ksm.assert_restored();
 }
 
 /// A socket for which a process is started per connection, as a service manager does with `Accept=yes` and
@@ -205,10 +198,7 @@ impl SocketUnit {
         // Ends with the test's process.
         std::thread::spawn(move || {
             for stream in listener.incoming() {
-                let input: OwnedFd = stream.unwrap().into();
-                let mut command = Command::new(program());
-                command.arg("injector").stdin(input.try_clone().unwrap()).stdout(input).stderr(Stdio::null());
-                started.lock().unwrap().push(command.spawn().unwrap());
+                started.lock().unwrap().push(injector_on(stream.unwrap()));
             }
         });
         Self { _dir: dir, path, children }
@@ -298,7 +288,7 @@ for path in / /sys /run /tmp; do ! mountpoint -q $path || mount -o remount,bind,
 exec setpriv --inh-caps=-all --bounding-set=$0 --no-new-privs "$@"
 "#;
 
-/// Does by hand what systemd does with pagefold.service and pagefold-injector.socket.
+/// We do by hand as systemd does with pagefold.service and pagefold-injector.socket.
 #[test]
 fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -319,7 +309,7 @@ fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     command.args(["--mount", "--propagation", "private", "sh", "-c", CONFINED, &kept]);
     command.args([python(), "-c", FILTERED, &calls]).arg(program()).args(&run);
     let daemon = Daemon::of(&mut command);
-    wait_until_merged(&holders);
+    wait_until_all_merged(&holders);
     assert_confined(daemon.pid(), kept_by_daemon());
     let status = fs::read_to_string(format!("/proc/{}/status", daemon.pid())).unwrap();
     assert!(status.contains("Seccomp:\t2"), "{status}");
@@ -331,10 +321,9 @@ fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     assert_eq!(summary["knobs_restored"], true);
     assert_undumpable_reported(&summary, &holders);
     unit_socket.assert_ended();
-    unmerge(&pids);
+    ksm.give_back(&pids);
     assert_unmarked(&pids);
     holders.into_iter().for_each(Holder::end);
-    ksm.assert_restored();
 }
 
 fn without(capability: &str, args: &[&str]) -> Output {
@@ -503,14 +492,12 @@ fn no_output_discloses_memory_contents() {
     let dry = Daemon::on(&pids, &["--dry-run", "--for", "3s"]).end().summary();
     assert_discloses_no_contents(&dry);
     let daemon = Daemon::on(&pids, &["--for", "300s"]);
-    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 15 * MIB));
+    wait_until_merged(&pids, 15 * MIB);
     assert_discloses_no_contents(&status());
     let explanation = json_of(&["explain", &pids[0].to_string()]);
     assert!(!explanation["regions"].as_array().unwrap().is_empty());
     assert_discloses_no_contents(&explanation);
-    assert_discloses_no_contents(&daemon.stop());
-    unmerge(&pids);
-    ksm.assert_restored();
+    assert_discloses_no_contents(&ksm.end(daemon, &pids));
 }
 
 // ---- units -------------------------------------------------------------------------------------------------------

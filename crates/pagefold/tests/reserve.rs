@@ -1,6 +1,5 @@
-//! Room for what can come back, on the real kernel: programs below a limit whose merged pages are all written at once.
+//! Headroom for merged memory that can come back, on the real kernel: programs below a limit whose merged pages are all written at once.
 
-use pagefold_testkit::holder::Change;
 use pagefold_testkit::limit::Limited;
 use pagefold_testkit::*;
 use serde_json::Value;
@@ -17,7 +16,7 @@ const EARLY: Duration = Duration::from_secs(30);
 fn holder(limited: &Limited, mib: u64, content: u64) -> Holder {
     let mut holder = Holder::start(mib * PAGES_PER_MIB);
     limited.add(holder.pid());
-    holder.change(Change::Write { first: 0, pages: mib * PAGES_PER_MIB, content, step: 1 });
+    holder.write(0, mib * PAGES_PER_MIB, content);
     holder
 }
 
@@ -54,8 +53,7 @@ fn diverge(holders: &mut [Holder]) -> Vec<bool> {
     let began = Instant::now();
     let answered = std::thread::scope(|scope| {
         let write = |(holder, number): (&mut Holder, u64)| {
-            let content = (0x5e5e_0002 + number) << 32;
-            holder.change(Change::Write { first: 0, pages: EACH * PAGES_PER_MIB, content, step: 1 });
+            holder.write(0, EACH * PAGES_PER_MIB, (0x5e5e_0002 + number) << 32);
         };
         let writers: Vec<_> = holders.iter_mut().zip(0..).map(|holder| scope.spawn(move || write(holder))).collect();
         writers.into_iter().map(|writer| writer.join().is_ok()).collect()
@@ -66,11 +64,9 @@ fn diverge(holders: &mut [Holder]) -> Vec<bool> {
 
 fn finish(ksm: &KsmAtRest, limited: &Limited, holders: &[Holder], daemon: Daemon) -> String {
     limited.unlimited();
-    daemon.signal(libc::SIGTERM);
-    let ended = daemon.end();
+    let ended = daemon.terminate();
     assert_eq!(ended.code, Some(0), "{}", ended.errors);
-    unmerge(&holders.iter().map(Holder::pid).collect::<Vec<_>>());
-    ksm.assert_restored();
+    ksm.give_back(&holders.iter().map(Holder::pid).collect::<Vec<_>>());
     ended.errors
 }
 

@@ -32,10 +32,21 @@ fn wait_for_kick() {
 #[track_caller]
 fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
     let pids = pids(tenants);
-    unmerge(&pids);
+    ksm.give_back(&pids);
     assert_unmarked(&pids);
     assert_intact(tenants);
-    ksm.assert_restored();
+}
+
+#[track_caller]
+fn wait_until_begun() {
+    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
+}
+
+/// `pagefold doctor` with these arguments, which prints all these parts.
+#[track_caller]
+fn doctor(args: &[&str], parts: &[&str]) {
+    let output = pagefold(&[&["doctor"], args].concat());
+    assert_has(&String::from_utf8_lossy(&output.stdout), parts);
 }
 
 /// Merges until this much is saved and nothing is left to do. Returns the summary of the run.
@@ -140,10 +151,9 @@ fn a_signal_ends_a_run_cleanly_at_any_time() {
     let pids = pids(&pair);
     // While it reads.
     let daemon = Daemon::on(&pids, &[]);
-    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
+    wait_until_begun();
     daemon.signal(libc::SIGINT);
-    let summary = daemon.end().summary();
-    assert_eq!(summary["knobs_restored"], true);
+    assert_eq!(daemon.end().summary()["knobs_restored"], true);
     give_back(&ksm, &mut pair);
     // During a ksmd scan.
     for signal in [libc::SIGTERM, libc::SIGINT] {
@@ -168,13 +178,10 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
         wait_for_kick();
         let injectors = daemon.children();
         assert_eq!(injectors.len(), 1);
-        daemon.signal(libc::SIGKILL);
-        assert_eq!(daemon.end().code, None);
+        assert_eq!(daemon.kill().code, None);
         assert_intact(&mut pair);
         assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as the run left them");
-        wait_until("the injector ends by itself", || {
-            injectors.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists())
-        });
+        wait_until("the injector ends by itself", || !injectors.iter().any(|&pid| exists(pid)));
         if repair == "doctor" {
             succeed(&["doctor", "--fix"]);
         } else {
@@ -194,23 +201,17 @@ fn the_knobs_of_a_killed_run_with_a_run_directory_of_its_own_are_restored_by_doc
     let mut pair = pair(96, 0, 12);
     let pids = pids(&pair);
     let script = "mount -t tmpfs own /run && exec \"$@\"";
-    let mut command = std::process::Command::new("unshare");
+    let mut command = Command::new("unshare");
     command.args(["-m", "sh", "-c", script, "sh"]).arg(program()).args(with_pids(&["run", "--json"], &pids, &[]));
     let daemon = Daemon::of(&mut command);
     wait_for_kick();
     assert!(!Path::new(STATE_FILE).exists());
     // While it runs, nothing is taken from it.
-    let output = pagefold(&["doctor", "--fix"]);
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(text.contains(&format!("held by process {}", daemon.pid())), "{text}");
-    daemon.signal(libc::SIGKILL);
-    assert_eq!(daemon.end().code, None);
+    doctor(&["--fix"], &[&format!("held by process {}", daemon.pid())]);
+    assert_eq!(daemon.kill().code, None);
     assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as the run left them");
-    let output = pagefold(&["doctor"]);
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(text.contains("its state file is not here") && text.contains("pagefold doctor --fix"), "{text}");
-    let output = pagefold(&["doctor", "--fix"]);
-    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    doctor(&[], &["its state file is not here", "pagefold doctor --fix"]);
+    succeed(&["doctor", "--fix"]);
     ksm.assert_knobs_restored_except(&["max_page_sharing"]);
     assert_intact(&mut pair);
     give_back(&ksm, &mut pair);
@@ -223,7 +224,7 @@ fn a_process_that_starts_later_is_matched_by_its_name() {
     let spec = spec(32, 8, 5);
     let first = Tenant::start(&exe, &spec).unwrap();
     let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "300s"]);
-    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
+    wait_until_begun();
     std::thread::sleep(Duration::from_secs(1));
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
     wait_for_saving(32 * MIB);
@@ -247,7 +248,7 @@ fn a_process_that_starts_later_is_matched_by_its_cgroup() {
     let first = tenant(&spec);
     cgroup.add(first.pid());
     let daemon = Daemon::start(&["run", "--json", "--cgroup", cgroup.path.to_str().unwrap(), "--for", "300s"]);
-    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
+    wait_until_begun();
     std::thread::sleep(Duration::from_secs(1));
     let (second, outsider) = (tenant(&spec), tenant(&spec));
     cgroup.add(second.pid());
@@ -263,16 +264,12 @@ fn memory_of_a_frozen_process_is_given_back_after_it_is_thawed() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(32, 0, 15);
     let pids = pids(&pair);
-    let Some(freezer) = Freezer::create(1).or_else(|| Freezer::create(2)) else {
-        return skip_unsupported("no freezer is mounted");
-    };
+    let Some(freezer) = Freezer::of_any_version() else { return };
     let daemon = Daemon::on(&pids, &["--for", "300s"]);
     wait_for_saving(32 * MIB);
     daemon.stop();
-    freezer.add(pids[0]);
-    freezer.freeze(true);
-    wait_until("it is frozen", || freezer.is_frozen());
-    let output = pagefold(&["unmerge", "--json", "--pid", &format!("{},{}", pids[0], pids[1])]);
+    freezer.freeze_process(pids[0]);
+    let output = pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
     assert_failed(&output, 6, "frozen");
     let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(summary["processes"][0]["failed"].as_str().unwrap().contains("frozen"), "{summary}");
@@ -307,7 +304,7 @@ fn targets_that_end_or_execute_another_program_do_no_harm() {
         std::fs::read_to_string(format!("/proc/{}/comm", changing.pid())).unwrap() == "sleep\n"
     });
     drop(dying);
-    wait_until("the others are merged", || tenants.iter().all(|tenant| marks(tenant.pid()).merged >= most(48 * MIB)));
+    wait_until_merged(&pids(&tenants), most(48 * MIB));
     // Pages of processes that have ended are counted until ksmd's next scan.
     std::thread::sleep(Duration::from_secs(1));
     let summary = daemon.stop();
@@ -322,10 +319,9 @@ fn targets_that_end_or_execute_another_program_do_no_harm() {
     // When all named processes have ended, so does the run.
     let last = tenant(&spec(1, 0, 8));
     let daemon = Daemon::on(&[last.pid()], &[]);
-    wait_until("the run has begun", || Path::new(STATE_FILE).exists());
+    wait_until_begun();
     drop(last);
-    let summary = daemon.end().summary();
-    assert_eq!(summary["processes"], 0);
+    assert_eq!(daemon.end().summary()["processes"], 0);
     ksm.assert_restored();
 }
 
@@ -500,8 +496,9 @@ fn forks_and_mappings_without_a_pause_do_no_harm() {
         let (rounds, bad) = line.split_once(' ').unwrap_or_else(|| panic!("it printed {line:?}"));
         assert!(rounds.parse::<u64>().unwrap() > 5 && bad == "0", "rounds and damaged pages: {line}");
     }
-    unmerge(&churning.iter().map(Script::pid).collect::<Vec<_>>());
-    assert_unmarked(&churning.iter().map(Script::pid).collect::<Vec<_>>());
+    let churning = churning.each_ref().map(Script::pid);
+    unmerge(&churning);
+    assert_unmarked(&churning);
     give_back(&ksm, &mut pair);
 }
 
@@ -536,11 +533,9 @@ fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
     assert!(vmstat("cow_ksm") - broken < 256, "{} copies", vmstat("cow_ksm") - broken);
     println!("{before} pages read by the first run, {after} by the second");
 
-    // What cannot be used is named in one line, and the run does without it.
+    // A file that can't be used is named in one line, and the run does without it.
     std::fs::write(&path, "{\"schema\":").unwrap();
-    let daemon = start();
-    daemon.signal(libc::SIGTERM);
-    let ended = daemon.end();
+    let ended = start().terminate();
     assert_eq!(ended.errors.matches("is damaged").count(), 1, "{}", ended.errors);
     assert_eq!(ended.code, Some(0));
     give_back(&ksm, &mut pair);

@@ -26,15 +26,6 @@ fn scan(pids: &[i32], more: &[&str]) -> Value {
     json_of(&with_pids(&["scan"], pids, more))
 }
 
-/// Whether scanning is possible; reports why not.
-fn can_scan() -> bool {
-    let can = std::fs::File::open("/proc/kpageflags").is_ok();
-    if !can {
-        skip("/proc/kpageflags cannot be opened: not root, or not in this kernel");
-    }
-    can
-}
-
 fn bytes(value: &Value, field: &str) -> u64 {
     value[field].as_u64().unwrap_or_else(|| panic!("{field} in {value}"))
 }
@@ -51,7 +42,7 @@ fn process(report: &Value, pid: i32) -> &Value {
 
 #[test]
 fn known_memory_is_counted_to_the_page() {
-    if !can_scan() {
+    if !can_read_pages() {
         return;
     }
     // Two hold 24 MiB in common; the first also has 8 MiB of zeros and 4 MiB of one content.
@@ -59,7 +50,7 @@ fn known_memory_is_counted_to_the_page() {
     let second = holder([(24, 1 << 32, 1), (6, 3 << 32, 1)]);
     let small = [random(1, 8), random(1, 9)];
     let report = scan(&[first.pid(), second.pid()], &["--exact"]);
-    // What two programs have in common by themselves.
+    // The pages that any two programs have in common.
     let base = scan(&[small[0].pid(), small[1].pid()], &["--exact"])["totals"].clone();
     let totals = &report["totals"];
     assert_eq!(report["schema"], "pagefold.scan/1");
@@ -113,7 +104,7 @@ fn known_memory_is_counted_to_the_page() {
 
 #[test]
 fn scanning_leaves_pages_shared_by_fork_shared() {
-    if !can_scan() {
+    if !can_read_pages() {
         return;
     }
     let mut parent = random(16, 4);
@@ -121,7 +112,7 @@ fn scanning_leaves_pages_shared_by_fork_shared() {
     for round in 0..2 {
         let report = scan(&pids, &["--exact"]);
         let totals = &report["totals"];
-        // Both map the same 16 MiB, of which nothing can be saved. Reading must not copy them.
+        // Both map the same 16 MiB, and nothing can be saved there. Reading must not copy them.
         assert!(bytes(totals, "fork_shared_bytes") >= 32 * MIB, "round {round}: {totals}");
         assert!(bytes(totals, "resident_bytes") < 32 * MIB, "round {round}: {totals}");
         assert!(bytes(totals, "savable_gross_bytes") < 2 * MIB, "round {round}: {totals}");
@@ -136,7 +127,7 @@ fn scanning_leaves_pages_shared_by_fork_shared() {
 
 #[test]
 fn excluded_memory_is_reported_with_the_reason() {
-    if !can_scan() {
+    if !can_read_pages() {
         return;
     }
     let mut holder = holder([(8, 7 << 32, 0), (4, 6 << 32, 1)]);
@@ -152,7 +143,7 @@ fn excluded_memory_is_reported_with_the_reason() {
 
 #[test]
 fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
-    if !can_scan() {
+    if !can_read_pages() {
         return;
     }
     let Some(_ksm) = KsmAtRest::take() else { return };
@@ -177,7 +168,7 @@ fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
 
 #[test]
 fn the_table_and_the_html_page_are_complete() {
-    if !can_scan() {
+    if !can_read_pages() {
         return;
     }
     let holders = [random(8, 1), random(8, 1)];
@@ -200,7 +191,7 @@ fn the_table_and_the_html_page_are_complete() {
 /// As in a container with a pid namespace like the host's and a cgroup namespace of its own.
 #[test]
 fn cgroups_have_the_same_names_in_a_cgroup_namespace() {
-    if !can_scan() {
+    if !can_read_pages() {
         return;
     }
     let group = |hierarchy| Cgroup::create(hierarchy).map(|group| (group, hierarchy));
@@ -230,7 +221,7 @@ fn errors_are_one_line_with_their_exit_code() {
     assert_fails(&["scan", "--exe", "no-such-program-here"], 5, "no process matches");
     assert_fails(&["scan", "--pid", "one"], 2, "--pid");
     assert_fails(&["scan", "--no-such-flag"], 2, "--no-such-flag");
-    if !can_scan() {
+    if !can_read_pages() {
         return;
     }
     if has_kernel_threads() {

@@ -1,10 +1,10 @@
 //! A live attacker on deduplication: one process guesses the contents of another one's pages, waits until they are merged,
 //! and learns from the time of its own writes which guesses were right.
 
+use pagefold_engine::random::Random;
 use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 use std::fs;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Pages guessed: 8 MiB. About half of the guesses are right.
@@ -19,16 +19,7 @@ fn candidate(round: u64, page: u64, number: u64) -> u64 {
     0x51de_0000_0000 + ((round * PAGES + page) * CANDIDATES) + number
 }
 
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % limit
-    }
-}
-
-/// What the attacker does to have its memory marked.
+/// How the attacker gets its memory marked.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
     /// Writes its guesses and waits.
@@ -92,8 +83,7 @@ fn provoke_scans(round: u64, helpers: &mut [Holder; 2]) {
     wait_until("ksmd has passed", || {
         if stepped.is_none_or(|time| time.elapsed() > Duration::from_secs(2)) && at + STEP <= HELPED {
             for helper in &mut *helpers {
-                let content = 0x1e1b_0000_0000 + round * HELPED + at;
-                helper.change(Change::Write { first: at, pages: STEP, content, step: 1 });
+                helper.write(at, STEP, 0x1e1b_0000_0000 + round * HELPED + at);
             }
             at += STEP;
             stepped = Some(Instant::now());
@@ -104,8 +94,8 @@ fn provoke_scans(round: u64, helpers: &mut [Holder; 2]) {
 }
 
 /// A victim with secret pages, its replica, and an attacker, which is another user's process in `other_domain`.
-fn attack(round: u64, config: &Path, other_domain: bool, way: Way) -> Attack {
-    let mut random = Random(u64::from(std::process::id()) << 8 | round);
+fn attack(round: u64, config: &ConfigFile, other_domain: bool, way: Way) -> Attack {
+    let mut random = Random::new(u64::from(std::process::id()) << 8 | round);
     let secrets: Vec<u64> = (0..PAGES).map(|_| random.below(CANDIDATES)).collect();
     let guesses: Vec<u64> = secrets
         .iter()
@@ -113,7 +103,7 @@ fn attack(round: u64, config: &Path, other_domain: bool, way: Way) -> Attack {
         .collect();
     let write = |holder: &mut Holder, numbers: &[u64]| {
         for (page, &number) in (0..).zip(numbers) {
-            holder.change(Change::Write { first: page, pages: 1, content: candidate(round, page, number), step: 0 });
+            holder.write(page, 1, candidate(round, page, number));
         }
     };
     let [mut victim, mut replica, mut attacker] = [(); 3].map(|()| Holder::start(PAGES));
@@ -131,8 +121,8 @@ fn attack(round: u64, config: &Path, other_domain: bool, way: Way) -> Attack {
         write(&mut attacker, &guesses);
     }
     let pids = [&victim, &replica, &attacker, &helpers[0], &helpers[1]].map(Holder::pid);
-    let daemon = Daemon::on(&pids, &["--config", config.to_str().unwrap(), "--governor", "full"]);
-    wait_until("the victim is merged", || marks(pids[0]).merged >= 7 * MIB);
+    let daemon = Daemon::on(&pids, &["--config", config.name(), "--governor", "full"]);
+    wait_until_merged(&pids[..1], 7 * MIB);
     match way {
         Way::Waits => {}
         Way::Rewrites => {
@@ -158,9 +148,7 @@ fn attack(round: u64, config: &Path, other_domain: bool, way: Way) -> Attack {
 #[test]
 fn the_time_of_a_write_says_nothing_about_another_domain() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let config = dir.path().join("pagefold.toml");
-    fs::write(&config, "[domains]\nby = \"user\"\n").unwrap();
+    let config = ConfigFile::new("[domains]\nby = \"user\"\n");
     // Without this the figure for two domains means nothing.
     let within = attack(0, &config, false, Way::Waits).print("within a domain");
     assert!(within > 0.8, "the attacker does not work");
@@ -182,13 +170,8 @@ fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     const GUESSES: u64 = 20;
     const COPIED: u64 = 64;
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let config = dir.path().join("pagefold.toml");
-    fs::write(&config, "[domains]\nby = \"user\"\n").unwrap();
-    let mut victims = [(); 2].map(|()| Holder::start(PAGES));
-    for victim in &mut victims {
-        victim.change(Change::Write { first: 0, pages: PAGES, content: candidate(9, 0, 0), step: 1 });
-    }
+    let config = ConfigFile::new("[domains]\nby = \"user\"\n");
+    let victims = [(); 2].map(|()| Holder::with(PAGES, candidate(9, 0, 0)));
     // Of each guess, two copies of each of two programs: one with a right guess and one with a wrong one.
     let mut attackers: Vec<Holder> = (0..4).map(|_| Holder::start(GUESSES * COPIED)).collect();
     for (number, attacker) in attackers.iter_mut().enumerate() {
@@ -196,16 +179,16 @@ fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
         let is_right = number < 2;
         for guess in 0..GUESSES {
             let content = candidate(if is_right { 9 } else { 10 }, 0, guess);
-            attacker.change(Change::Write { first: guess * COPIED, pages: 1, content, step: 0 });
+            attacker.write(guess * COPIED, 1, content);
             let content = 0xf111_0000_0000 + u64::from(is_right) * (1 << 20) + guess * COPIED;
-            attacker.change(Change::Write { first: guess * COPIED + 1, pages: COPIED - 1, content, step: 1 });
+            attacker.write(guess * COPIED + 1, COPIED - 1, content);
         }
     }
     let mut helpers = [(); 2].map(|()| Holder::start(HELPED));
     let pids: Vec<i32> = victims.iter().chain(&attackers).chain(&helpers).map(Holder::pid).collect();
-    let options = ["--config", config.to_str().unwrap(), "--governor", "full", "--mechanism", "ksmd"];
+    let options = ["--config", config.name(), "--governor", "full", "--mechanism", "ksmd"];
     let daemon = Daemon::on(&pids, &options);
-    wait_until("the victims are merged", || pids[..2].iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until_merged(&pids[..2], 7 * MIB);
     provoke_scans(9, &mut helpers);
     let seen = |attacker: &Holder| {
         let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", attacker.pid())).unwrap();
@@ -214,7 +197,5 @@ fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     let seen: Vec<_> = attackers.iter().map(seen).collect();
     assert!(seen.iter().all(|of| *of == seen[0]), "{seen:?}");
     assert_eq!(seen[0].0, Marks::default());
-    daemon.stop();
-    unmerge(&pids);
-    ksm.assert_restored();
+    ksm.end(daemon, &pids);
 }

@@ -2,7 +2,6 @@
 
 use pagefold_engine::units::whole;
 use pagefold_sketch::{Estimate, FleetKey, Kind, Row, SketchFile};
-use pagefold_testkit::holder::Change;
 use pagefold_testkit::injection::Victim;
 use pagefold_testkit::*;
 use serde_json::Value;
@@ -11,15 +10,6 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-
-/// Whether other processes can be read; reports why not.
-fn can_read() -> bool {
-    let can = fs::File::open("/proc/kpageflags").is_ok();
-    if !can {
-        skip("/proc/kpageflags cannot be opened: not root, or not in this kernel");
-    }
-    can
-}
 
 /// A directory with a key.
 struct Fleet {
@@ -72,9 +62,9 @@ fn pages(estimate: Estimate) -> u64 {
 fn holding(program: &ProgramCopy, from: u64, contents: u64, copies: u64, zeros: u64) -> Holder {
     let mut holder = Holder::start_as(program, contents * copies + zeros);
     for copy in 0..copies {
-        holder.change(Change::Write { first: copy * contents, pages: contents, content: from, step: 1 });
+        holder.write(copy * contents, contents, from);
     }
-    holder.change(Change::Write { first: contents * copies, pages: zeros, content: 0, step: 0 });
+    holder.zero(contents * copies, zeros);
     holder
 }
 
@@ -84,14 +74,14 @@ fn copy_of_holder(name: &str) -> ProgramCopy {
 
 #[track_caller]
 fn refused(args: &[String], code: i32, says: &str) {
-    assert_refused(&run_pagefold(args), code, says);
+    assert_refused(&pagefold(args), code, says);
 }
 
 const PAGE: u64 = 4096;
 
 #[test]
 fn what_workloads_hold_is_sketched_to_the_page() {
-    if !can_read() {
+    if !can_read_pages() {
         return;
     }
     let fleet = Fleet::new();
@@ -125,30 +115,26 @@ fn what_workloads_hold_is_sketched_to_the_page() {
 
 #[test]
 fn pages_that_are_shared_through_fork_are_held_once_and_stay_shared() {
-    if !can_read() {
+    if !can_read_pages() {
         return;
     }
     let fleet = Fleet::new();
     let program = copy_of_holder("forked");
     let mut holder = holding(&program, 1 << 41, 3000, 1, 0);
     let child = holder.fork();
-    let rss_of = |pid: i32| -> u64 {
-        let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
-        let line = rollup.lines().find(|line| line.starts_with("Private_Dirty")).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse().unwrap()
-    };
-    let before = rss_of(child);
+    let rollup = format!("/proc/{child}/smaps_rollup");
+    let before = kib(&rollup, "Private_Dirty");
     let (_, file) = fleet.sketch(&[holder.pid(), child], &[]);
     let row = row(&file, "forked");
     assert!((3000..3200).contains(&(row.read_bytes / PAGE)), "{row:?}");
     assert!(row.savable_bytes / PAGE < 100, "{row:?}");
-    assert!(rss_of(child) < before + 400, "nothing was copied");
+    assert!(kib(&rollup, "Private_Dirty") < before + 400, "nothing was copied");
     assert!(holder.is_intact());
 }
 
 #[test]
 fn what_is_left_alone_is_in_no_sketch() {
-    if !can_read() {
+    if !can_read_pages() {
         return;
     }
     let fleet = Fleet::new();
@@ -182,9 +168,9 @@ fn each_wrong_argument_has_its_line() {
 /// The first pass takes some ten seconds, since reading may take 0.08 % of a core.
 #[test]
 fn a_run_keeps_sketches_and_replaces_their_file() {
-    // It changes nothing, but while it runs its control socket is in the place of that of other tests' runs.
+    // It changes nothing, but its control socket takes the place of other tests' sockets while it runs.
     let Some(_ksm) = KsmAtRest::take() else { return };
-    if !can_read() {
+    if !can_read_pages() {
         return;
     }
     let fleet = Fleet::new();
@@ -210,7 +196,7 @@ fn a_run_keeps_sketches_and_replaces_their_file() {
 #[test]
 fn a_program_that_stalls_while_it_is_read_delays_no_request() {
     let Some(_ksm) = KsmAtRest::take() else { return };
-    if !can_read() {
+    if !can_read_pages() {
         return;
     }
     let mut victim = match Victim::try_start(&["stalling", "locking"]) {
@@ -226,7 +212,7 @@ fn a_program_that_stalls_while_it_is_read_delays_no_request() {
     std::thread::sleep(Duration::from_secs(1));
     victim.send();
     wait_until("it is locked", || tids(victim.pid()).iter().any(|&tid| state(tid) == b'D'));
-    // Its sketch ends with what has been read of it.
+    // Its sketch ends with the pages that have been read so far.
     let (began, file) = (Instant::now(), fleet.path("node-3.parquet"));
     while !file.exists() {
         let asked = Instant::now();

@@ -3,34 +3,13 @@
 use pagefold_testkit::*;
 use pagefold_text::escape::is_unsafe;
 use std::fs;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output};
 
 /// Clears the screen, sets its title, colours text as C1 and as ESC codes, reverses the rest of the line.
 const NAME: &str = "p\x1b[2J\x1b]0;t\x07\u{9b}31m\u{202e}q";
 
-struct Named(Child);
-
-impl Named {
-    /// A process whose command name has control characters and a line end.
-    fn start() -> Self {
-        let script = "printf 'a\\033[2Jb\\nc' > /proc/$$/comm; echo ready; read line";
-        let mut command = Command::new("sh");
-        let mut child = command.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut [0; 6]).unwrap();
-        Self(child)
-    }
-
-    fn pid(&self) -> i32 {
-        i32::try_from(self.0.id()).unwrap()
-    }
-}
-
-impl Drop for Named {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+/// Gives its process a command name with control characters and a line end.
+const NAMED: &str = "printf 'a\\033[2Jb\\nc' > /proc/$$/comm; echo ready; read line";
 
 #[track_caller]
 fn assert_safe(what: &str, output: &Output) {
@@ -47,7 +26,8 @@ fn assert_safe(what: &str, output: &Output) {
 fn names_with_escape_sequences_are_escaped_in_every_output() {
     // It runs and unmerges: this takes KSM's lock and the control socket.
     let Some(ksm) = KsmAtRest::take() else { return };
-    let process = Named::start();
+    let mut process = Script::of(Command::new("sh").args(["-c", NAMED]));
+    assert_eq!(process.line(), "ready");
     let pid = process.pid().to_string();
     let Some(group) = Cgroup::create("unified") else { return skip("no cgroups of version 2") };
     let named = group.path().join(NAME);

@@ -1,18 +1,19 @@
-//! What becomes excluded, or another domain's, after it was marked is unmarked and unmerged in a bounded time.
+//! Memory that becomes excluded, or another domain's, after it was marked is unmarked and unmerged in a bounded time.
 
 #[path = "trust/worst.rs"]
 mod worst;
 
-use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
-use std::fs;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Pages of each process.
+/// Pages of each process, and the first of their contents.
 const PAGES: u64 = 8 * PAGES_PER_MIB;
-/// The bounds that docs/safety.md states for what a process shows (2 s) and for flags of mappings (10 s), and some time for a
+const CONTENT: u64 = 0x7057_0001;
+/// Nearly all of it.
+const MERGED: u64 = 7 * MIB;
+/// The bounds that docs/safety.md states for the state of a process (2 s) and for flags of mappings (10 s), and some time for a
 /// busy machine.
 const SOON: Duration = Duration::from_secs(12);
 const FLAGS: Duration = Duration::from_secs(20);
@@ -21,9 +22,7 @@ const ASKED: Duration = Duration::from_secs(110);
 
 /// A process with the same contents as all others of the test.
 fn holder(program: &Path) -> Holder {
-    let mut holder = Holder::start_as(program, PAGES);
-    holder.change(Change::Write { first: 0, pages: PAGES, content: 0x7057_0001, step: 1 });
-    holder
+    Holder::with_as(program, PAGES, CONTENT)
 }
 
 fn set_attribute(path: &Path, name: &str, value: &str) {
@@ -32,13 +31,7 @@ fn set_attribute(path: &Path, name: &str, value: &str) {
     assert!(done.success(), "{name} of {}", path.display());
 }
 
-/// Waits until nearly all memory of the processes is merged.
-#[track_caller]
-fn wait_until_merged(pids: &[i32]) {
-    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
-}
-
-/// One case: a process, what happens to it, and how long it may stay marked after that.
+/// One case: a process, the change to it, and how long it may stay marked after that.
 struct Case<'a> {
     name: &'static str,
     holder: Holder,
@@ -49,11 +42,9 @@ struct Case<'a> {
 #[test]
 fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
     let plain = victim_binary("holder");
     let other = ProgramCopy::of(&plain, "pf-denied");
-    let config = dir.path().join("pagefold.toml");
-    fs::write(&config, "[domains]\nby = \"cgroup-xattr\"\n").unwrap();
+    let config = ConfigFile::new("[domains]\nby = \"cgroup-xattr\"\n");
     let owned = Cgroup::create("unified").expect("cgroup version 2");
     std::os::unix::fs::chown(owned.path(), Some(1234), None).unwrap();
     let ask = |command: String| -> Box<dyn FnMut(&mut Holder)> {
@@ -76,8 +67,8 @@ fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
     cases[4].holder.ask("user 4321");
     set_attribute(owned.path(), "user.pagefold.avoid", "1");
     let pids: Vec<i32> = others.iter().chain(cases.iter().map(|case| &case.holder)).map(Holder::pid).collect();
-    let daemon = Daemon::on(&pids, &["--config", config.to_str().unwrap(), "--governor", "full"]);
-    wait_until_merged(&pids);
+    let daemon = Daemon::on(&pids, &["--config", config.name(), "--governor", "full"]);
+    wait_until_merged(&pids, MERGED);
     assert!(pagefold(&["pause"]).status.success());
     let mut began = Instant::now();
     for case in &mut cases {
@@ -88,8 +79,7 @@ fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
         let pid = case.holder.pid();
         if case.name == "deny list" {
             // Last, because it makes the daemon look at everything again.
-            fs::write(&config, "[deny]\nalso = [\"pf-denied\"]\n").unwrap();
-            daemon.signal(libc::SIGHUP);
+            daemon.reload(&config, "[deny]\nalso = [\"pf-denied\"]\n");
             began = Instant::now();
         }
         while marks(pid) != Marks::default() && began.elapsed() < case.limit {
@@ -103,7 +93,7 @@ fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
     }
     assert!(late.is_empty(), "still marked: {late:?}");
     for other in &mut others {
-        assert!(other.is_intact() && marks(other.pid()).merged >= 7 * MIB, "the others stay merged");
+        assert!(other.is_intact() && marks(other.pid()).merged >= MERGED, "the others stay merged");
     }
     assert!(pagefold(&["resume"]).status.success());
     // It stays so.
@@ -112,25 +102,21 @@ fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
         assert_eq!(marks(case.holder.pid()), Marks::default(), "{}", case.name);
         assert!(case.holder.is_intact(), "{}", case.name);
     }
-    daemon.stop();
-    unmerge(&others.iter().map(Holder::pid).collect::<Vec<_>>());
-    ksm.assert_restored();
+    ksm.end(daemon, &others.iter().map(Holder::pid).collect::<Vec<_>>());
 }
 
 #[test]
 fn a_process_that_moves_to_another_domain_is_unmarked_first() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let config = dir.path().join("pagefold.toml");
-    fs::write(&config, "[domains]\nby = \"user\"\n").unwrap();
+    let config = ConfigFile::new("[domains]\nby = \"user\"\n");
     let program = victim_binary("holder");
     // Two of root's, one that starts as root's and changes its user, and the one it then belongs with.
     let mut roots = [holder(&program), holder(&program)];
     let (mut moving, mut there) = (holder(&program), holder(&program));
     there.ask("user 4321");
     let all = [roots[0].pid(), roots[1].pid(), moving.pid(), there.pid()];
-    let daemon = Daemon::on(&all[..3], &["--config", config.to_str().unwrap(), "--governor", "full"]);
-    wait_until_merged(&all[..3]);
+    let daemon = Daemon::on(&all[..3], &["--config", config.name(), "--governor", "full"]);
+    wait_until_merged(&all[..3], MERGED);
     moving.ask("user 4321");
     wait_until_unmarked(moving.pid(), SOON, "merged with root's");
     // ksmd merges root's domain only.
@@ -141,35 +127,26 @@ fn a_process_that_moves_to_another_domain_is_unmarked_first() {
     assert_eq!(why, "in trust domain user:4321; ksmd merges one domain, user:0 ([domains] merge)");
     assert!(moving.is_intact() && there.is_intact());
     for root in &mut roots {
-        assert!(root.is_intact() && marks(root.pid()).merged >= 7 * MIB);
+        assert!(root.is_intact() && marks(root.pid()).merged >= MERGED);
     }
-    daemon.stop();
-    unmerge(&all);
-    ksm.assert_restored();
+    ksm.end(daemon, &all);
 }
 
 #[test]
 fn marks_that_cannot_be_removed_yet_are_shown() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let config = dir.path().join("pagefold.toml");
-    fs::write(&config, "").unwrap();
+    let config = ConfigFile::new("");
     let program = victim_binary("holder");
     let denied = ProgramCopy::of(&program, "pf-denied");
     let (mut stays, mut frozen) = (holder(&program), holder(&denied));
-    let Some(freezer) = Freezer::create(1).or_else(|| Freezer::create(2)) else {
-        return skip_unsupported("no freezer is mounted");
-    };
+    let Some(freezer) = Freezer::of_any_version() else { return };
     let pids = [stays.pid(), frozen.pid()];
-    let daemon = Daemon::on(&pids, &["--config", config.to_str().unwrap(), "--governor", "full"]);
-    wait_until_merged(&pids);
+    let daemon = Daemon::on(&pids, &["--config", config.name(), "--governor", "full"]);
+    wait_until_merged(&pids, MERGED);
     assert_eq!(status()["to_unmark_bytes"], 0);
-    freezer.add(frozen.pid());
-    freezer.freeze(true);
-    wait_until("it is frozen", || freezer.is_frozen());
-    fs::write(&config, "[deny]\nalso = [\"pf-denied\"]\n").unwrap();
-    daemon.signal(libc::SIGHUP);
-    wait_until("its marks are shown", || status()["to_unmark_bytes"].as_u64() >= Some(7 * MIB));
+    freezer.freeze_process(frozen.pid());
+    daemon.reload(&config, "[deny]\nalso = [\"pf-denied\"]\n");
+    wait_until("its marks are shown", || status()["to_unmark_bytes"].as_u64() >= Some(MERGED));
     let shown = status();
     let to_unmark = &row(&shown["processes"], "pid", frozen.pid())["to_unmark"];
     assert_eq!(
@@ -185,9 +162,7 @@ fn marks_that_cannot_be_removed_yet_are_shown() {
     wait_until("it is unmarked", || marks(frozen.pid()) == Marks::default());
     wait_until("nothing is left to unmark", || status()["to_unmark_bytes"] == 0);
     assert!(stays.is_intact() && frozen.is_intact());
-    daemon.stop();
-    unmerge(&[stays.pid()]);
-    ksm.assert_restored();
+    ksm.end(daemon, &[stays.pid()]);
 }
 
 /// An exec leaves no marks, but the same process and pid.
@@ -199,18 +174,16 @@ fn a_new_program_is_judged_anew() {
     let (mut stays, mut turns) = (holder(&program), holder(&program));
     let pids = [stays.pid(), turns.pid()];
     let daemon = Daemon::on(&pids, &["--deny", "pf-denied", "--governor", "full"]);
-    wait_until_merged(&pids);
+    wait_until_merged(&pids, MERGED);
     // The same memory again, in a program on the deny list.
     turns.exec(&denied, PAGES);
-    turns.change(Change::Write { first: 0, pages: PAGES, content: 0x7057_0001, step: 1 });
+    turns.write(0, PAGES, CONTENT);
     std::thread::sleep(Duration::from_secs(8));
     assert_eq!(marks(turns.pid()), Marks::default());
     assert!(stays.is_intact() && turns.is_intact());
     let text = succeed(&["explain", &turns.pid().to_string()]);
     assert!(text.contains("on the deny list (pf-denied)"), "{text}");
-    daemon.stop();
-    unmerge(&[stays.pid()]);
-    ksm.assert_restored();
+    ksm.end(daemon, &[stays.pid()]);
 }
 
 /// A parent of a vfork sleeps uninterruptibly: it cannot say whether it is dumpable.
@@ -226,13 +199,11 @@ fn a_process_that_cannot_answer_is_neither_read_nor_marked() {
     wait_until("it sleeps", || state(silent.pid()) == b'D');
     let pids = [one.pid(), other.pid(), silent.pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full"]);
-    wait_until_merged(&pids[..2]);
+    wait_until_merged(&pids[..2], MERGED);
     std::thread::sleep(Duration::from_secs(3));
     assert_eq!(marks(silent.pid()), Marks::default());
     let text = succeed(&["explain", &silent.pid().to_string()]);
     assert!(text.contains("whether its memory is private"), "{text}");
     assert!(one.is_intact() && other.is_intact());
-    daemon.stop();
-    unmerge(&pids[..2]);
-    ksm.assert_restored();
+    ksm.end(daemon, &pids[..2]);
 }

@@ -19,15 +19,6 @@ fn same(seed: u64, number: usize) -> Vec<Tenant> {
     (0..number).map(|_| tenant(&spec(COMMON_MIB, 2, seed))).collect()
 }
 
-fn is_merged(pid: i32) -> bool {
-    marks(pid).merged >= MERGED
-}
-
-#[track_caller]
-fn wait_until_merged(pids: &[i32]) {
-    wait_until("they are merged", || pids.iter().all(|&pid| is_merged(pid)));
-}
-
 /// The reason why the daemon leaves a process alone.
 fn left_alone(pid: i32) -> Option<String> {
     let status = status();
@@ -44,7 +35,7 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     let pids = pids(&tenants);
     let flags = ["--governor", "full", "--audit", audit.to_str().unwrap()];
     let daemon = Daemon::on(&pids, &flags).answering();
-    wait_until_merged(&pids);
+    wait_until_merged(&pids, MERGED);
 
     let began = Instant::now();
     let summary = unmerge(&pids[..1]);
@@ -64,7 +55,7 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     // It stays out, and the others stay merged.
     std::thread::sleep(A_WHILE);
     assert_unmarked(&pids[..1]);
-    assert!(is_merged(pids[1]) && is_merged(pids[2]));
+    assert!(are_merged(&pids[1..], MERGED));
     assert_eq!(left_alone(pids[0]).as_deref(), Some("unmerged by request of uid 0"));
     assert_eq!(left_alone(pids[1]), None);
     assert_eq!(status()["kept_out"], json!([{ "selector": format!("--pid {}", pids[0]), "uid": 0 }]));
@@ -89,13 +80,12 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     let included = json_of(&["include", "--pid", &pids[0].to_string()]);
     assert_eq!(included["schema"], "pagefold.include/1");
     assert_eq!(included["processes"][0]["pid"], pids[0]);
-    wait_until_merged(&pids);
+    wait_until_merged(&pids, MERGED);
     assert_eq!((left_alone(pids[0]), &status()["kept_out"]), (None, &json!([])));
     assert_fails(&["include", "--pid", &pids[0].to_string()], 5, "is kept out");
     assert_eq!(daemon.stop()["knobs_restored"], true);
     assert_intact(&mut tenants);
-    unmerge(&pids);
-    ksm.assert_restored();
+    ksm.give_back(&pids);
 }
 
 #[test]
@@ -107,26 +97,26 @@ fn newcomers_that_the_selector_matches_are_kept_out_too() {
     let mut tenants = vec![start(&exe), start(&exe), start(&other), start(&other)];
     let first = pids(&tenants);
     let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--exe", other.name()]).answering();
-    wait_until_merged(&first);
+    wait_until_merged(&first, MERGED);
     let summary = json_of(&["unmerge", "--exe", exe.name()]);
     assert_eq!(summary["processes"].as_array().unwrap().len(), 2, "{summary}");
     assert_unmarked(&first[..2]);
-    assert!(is_merged(first[2]) && is_merged(first[3]), "the other program stays merged");
+    assert!(are_merged(&first[2..], MERGED), "the other program stays merged");
 
     tenants.extend([start(&exe), start(&other)]);
     let newcomers = [tenants[4].pid(), tenants[5].pid()];
-    wait_until_merged(&newcomers[1..]);
+    wait_until_merged(&newcomers[1..], MERGED);
     std::thread::sleep(A_WHILE);
     assert_unmarked(&[first[0], first[1], newcomers[0]]);
     assert_eq!(left_alone(newcomers[0]).as_deref(), Some("unmerged by request of uid 0"));
 
     // One of them by its pid, and all by the program's name.
     json_of(&["include", "--pid", &newcomers[0].to_string()]);
-    wait_until_merged(&newcomers);
+    wait_until_merged(&newcomers, MERGED);
     assert_unmarked(&first[..2]);
     let included = json_of(&["include", "--exe", exe.name()]);
     assert_eq!(included["processes"].as_array().unwrap().len(), 2, "{included}");
-    wait_until_merged(&first);
+    wait_until_merged(&first, MERGED);
     assert_eq!(status()["kept_out"], json!([]));
     daemon.stop();
     assert_intact(&mut tenants);
@@ -140,16 +130,10 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let program = victim_binary("holder");
     let exe = ProgramCopy::of(&program, "kept-out-holder");
-    let holder = || {
-        let mut holder = Holder::start_as(&exe, 16 * PAGES_PER_MIB);
-        holder.change(holder::Change::Write { first: 0, pages: 16 * PAGES_PER_MIB, content: 7 << 40, step: 1 });
-        holder
-    };
-    let mut holders = [holder(), holder(), holder()];
+    let mut holders = [(); 3].map(|()| Holder::with_as(&exe, 16 * PAGES_PER_MIB, 7 << 40));
     let own: Vec<i32> = holders.iter().map(Holder::pid).collect();
     let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--governor", "full"]).answering();
-    let are_merged = |pids: &[i32]| pids.iter().all(|&pid| marks(pid).merged >= 15 * MIB);
-    wait_until("they are merged", || are_merged(&own));
+    wait_until_merged(&own, 15 * MIB);
     let before = holders[0].fork();
     let summary = json_of(&["unmerge", "--pid", &own[0].to_string()]);
     let done: Vec<i64> =
@@ -163,14 +147,14 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
     }
     std::thread::sleep(A_WHILE);
     assert_unmarked(&[own[0], before, after]);
-    assert!(are_merged(&own[1..]));
+    assert!(are_merged(&own[1..], 15 * MIB));
     daemon.stop();
     assert!(holders.iter_mut().all(Holder::is_intact));
     unmerge(&own);
     ksm.assert_restored();
 }
 
-/// What the daemon does not manage is unmerged by it, too: here, memory that a program has marked by itself.
+/// The daemon also unmerges processes that it doesn't manage: here, memory that a program has marked by itself.
 #[test]
 fn processes_out_of_scope_are_unmerged_by_the_daemon() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -178,18 +162,16 @@ fn processes_out_of_scope_are_unmerged_by_the_daemon() {
     let pids = pids(&tenants);
     let mut outsider = Holder::duplicated(8 * PAGES_PER_MIB);
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
-    wait_until_merged(&pids);
+    wait_until_merged(&pids, MERGED);
     wait_until("the outsider is merged, too", || marks(outsider.pid()).merged >= 7 * MIB);
     let summary = unmerge(&[outsider.pid()]);
     assert!(summary["given_back_bytes"].as_u64().unwrap() >= 7 * MIB, "{summary}");
     assert_unmarked(&[outsider.pid()]);
     assert!(outsider.is_intact());
     assert_eq!(status()["processes"].as_array().unwrap().len(), 2, "it is no target any more");
-    assert!(pids.iter().all(|&pid| is_merged(pid)));
-    daemon.stop();
+    assert!(are_merged(&pids, MERGED));
+    ksm.end(daemon, &pids);
     assert_intact(&mut tenants);
-    unmerge(&pids);
-    ksm.assert_restored();
 }
 
 #[test]
@@ -199,7 +181,7 @@ fn bad_requests_change_nothing_and_say_why() {
     let pids = pids(&tenants);
     assert_fails(&["include", "--pid", &pids[0].to_string()], 8, "no pagefold is running");
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
-    wait_until_merged(&pids);
+    wait_until_merged(&pids, MERGED);
     assert_fails(&["unmerge", "--pid", "2147483646"], 5, "no process 2147483646");
     assert_fails(&["unmerge", "--exe", "no-such-program"], 5, "no process matches --exe no-such-program");
     assert_fails(&["unmerge"], 5, "nothing is in scope");
@@ -212,11 +194,9 @@ fn bad_requests_change_nothing_and_say_why() {
         assert_refused(&refused, 3, "root");
     }
     assert_eq!(status()["kept_out"], json!([]));
-    assert!(pids.iter().all(|&pid| is_merged(pid)));
-    daemon.stop();
+    assert!(are_merged(&pids, MERGED));
+    ksm.end(daemon, &pids);
     assert_intact(&mut tenants);
-    unmerge(&pids);
-    ksm.assert_restored();
 }
 
 /// The daemon is killed while it unmerges: one line says so, and the same command then does it without a daemon.
@@ -228,8 +208,8 @@ fn the_death_of_the_daemon_is_reported_in_one_line() {
     let mut command = Command::new(program());
     command.args(with_pids(&["run", "--json", "--governor", "full"], &pids, &[]));
     let daemon = Daemon::of(command.env(pagefold_procmem::os::fault::VARIABLE, "unmarked=kill")).answering();
-    wait_until_merged(&pids);
-    let output = run_pagefold(&with_pids(&["unmerge"], &pids, &[]));
+    wait_until_merged(&pids, MERGED);
+    let output = pagefold(&with_pids(&["unmerge"], &pids, &[]));
     assert_refused(&output, 1, "some of the processes may still be merged: run pagefold unmerge again");
     assert_eq!(daemon.end().signal, Some(libc::SIGKILL));
     unmerge(&pids);
@@ -254,7 +234,7 @@ fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
         let all = [&[victim.pid()], &innocent[..]].concat();
         assert!(victim.pid() < innocent[0], "it is tried first");
         let daemon = Daemon::on(&all, &["--governor", "full"]).answering();
-        wait_until_merged(&innocent);
+        wait_until_merged(&innocent, MERGED);
         wait_until("ksmd rests", || status()["busy"] == false);
         let daemon = if with_daemon {
             Some(daemon)
@@ -292,9 +272,8 @@ fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
             assert_eq!(daemon.stop()["knobs_restored"], true);
         }
         drop(tenants);
-        // Without the locked program, ksmd scans, and what was deferred is restored.
-        unmerge(&[Sleeper::start().pid()]);
-        ksm.assert_restored();
+        // Without the locked program, ksmd scans, and the deferred knob is restored.
+        ksm.give_back(&[Sleeper::start().pid()]);
     }
 }
 

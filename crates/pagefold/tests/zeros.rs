@@ -1,6 +1,6 @@
 //! `--only zeros` on the real kernel.
 
-use pagefold_testkit::holder::Change;
+use pagefold_procmem::os::fields;
 use pagefold_testkit::*;
 use std::fs;
 
@@ -9,20 +9,16 @@ const PAGES: u64 = 16 * PAGES_PER_MIB;
 /// A process with some pages of zeros, and contents after them that each such process has.
 fn holder(zeros: u64) -> Holder {
     let mut holder = Holder::start(PAGES);
-    holder.change(Change::Write { first: 0, pages: zeros, content: 0, step: 0 });
-    if zeros < PAGES {
-        holder.change(Change::Write { first: zeros, pages: PAGES - zeros, content: 0x2e60_0001, step: 1 });
-    }
+    holder.zero(0, zeros);
+    holder.write(zeros, PAGES - zeros, 0x2e60_0001);
     holder
 }
 
 /// Pages merged with the zero page, and with others, in a process.
 fn merged(pid: i32) -> (u64, u64) {
-    let text = fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap();
-    let field = |name: &str| -> u64 {
-        text.lines().find_map(|line| line.strip_prefix(name)).map_or(0, |rest| rest.trim().parse().unwrap())
-    };
-    (field("ksm_zero_pages "), field("ksm_merging_pages "))
+    let text = fs::read(format!("/proc/{pid}/ksm_stat")).unwrap();
+    let [zeros, others] = ["ksm_zero_pages", "ksm_merging_pages"].map(|name| fields::number(&text, name).unwrap_or(0));
+    (zeros, others)
 }
 
 #[test]
@@ -49,17 +45,13 @@ fn zeros_are_merged_and_memory_without_many_of_them_is_not_marked() {
     for pid in &pids[..2] {
         assert!(merged(*pid).1 < PAGES / 50, "{:?}", merged(*pid));
     }
-    // ksmd merges whatever is equal in what is marked. That is reported.
+    // ksmd merges all equal pages in marked memory, and we report it.
     let status = status();
     assert_eq!(status["only"], "zeros");
     let other = status["other_bytes"].as_u64().unwrap();
     assert!((2 * 4 * MIB * 95 / 100..2 * 5 * MIB).contains(&other), "{other}");
     assert!(pids[2..4].iter().all(|&pid| merged(pid).1 >= PAGES / 4 / 100 * 95), "the kernel's rule");
     assert_has(&succeed(&["status"]), &["of what is marked are other pages"]);
-    for holder in zeros.iter_mut().chain(&mut mostly).chain(&mut copies) {
-        assert!(holder.is_intact());
-    }
-    daemon.stop();
-    unmerge(&pids);
-    ksm.assert_restored();
+    assert!(zeros.iter_mut().chain(&mut mostly).chain(&mut copies).all(Holder::is_intact));
+    ksm.end(daemon, &pids);
 }

@@ -1,4 +1,4 @@
-//! Page contents: numbers that stand for the bytes of a page, and what is derived from them.
+//! Page contents: numbers that stand for the bytes of a page, with their digests and checksums.
 
 use crate::knobs::Alike;
 use pagefold_engine::hash::Digest;

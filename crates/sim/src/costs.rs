@@ -7,7 +7,7 @@ macro_rules! costs {
         /// The cost of pagefold's and ksmd's work.
         ///
         /// The costs of ksmd's tree levels and merges are fitted: together with the others they reproduce the totals
-        /// measured for whole bursts (see `tests/calibration.rs`).
+        /// measured for whole bursts (see `calibration.rs` in the tests of the lab).
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct Costs {
             $($(#[$doc])* pub $name: u64,)*

@@ -73,7 +73,7 @@ impl SimHost {
     /// An empty machine at time 0, with ksmd idle.
     ///
     /// # Panics
-    /// If the knobs ask for what no kernel has: merging on request, or nodes kept apart, with a [forest](Forest).
+    /// If no kernel has such knobs: merging on request, or nodes kept apart, with a [forest](Forest).
     pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
         assert!(
             knobs.mechanism == Mechanism::Ksmd || knobs.forest == Forest::Kernel,
@@ -186,7 +186,7 @@ impl SimHost {
         self.memory.owners[owner.0 as usize].left_alone = left_alone;
     }
 
-    /// Sets the memory pressure that pagefold observes. It does not follow from what the processes use.
+    /// Sets the memory pressure that pagefold observes. It doesn't depend on the processes' memory.
     pub fn set_memory(&mut self, memory: MemoryView) {
         self.free = memory;
     }

@@ -18,7 +18,7 @@ pub enum Forest {
     Classes(Classes),
 }
 
-/// What a page's class depends on (CMD, section 3.3, with the settings of section 4).
+/// How pages are classified (CMD, section 3.3, with the settings of section 4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Classes {
     /// One of eight equal ranges of physical addresses.

@@ -1,4 +1,4 @@
-//! ksmd: when it scans, in which order, and what it does at each page, by the rules of Linux's `mm/ksm.c` (6.12), in
+//! ksmd: its scans, their order, and its visit of each page, by the rules of Linux's `mm/ksm.c` (6.12), in
 //! virtual time.
 
 mod rbtree;

@@ -2,7 +2,7 @@
 //!
 //! [`SimHost`] implements [`pagefold_engine::host::Host`], so the engine that runs on a live machine runs on it
 //! unchanged. It does no I/O, and the same seed and calls give the same results everywhere. Page contents are numbers
-//! instead of bytes, which makes a million pages affordable. What ksmd does, and what that costs, follows Linux's
+//! instead of bytes, which makes a million pages affordable. ksmd's steps and their costs follow Linux's
 //! `mm/ksm.c` and measurements (see [`Costs`]).
 //!
 //! ```
@@ -27,14 +27,14 @@
 //! Not simulated: swap, reclaim, running out of memory, khugepaged, pages that ksmd cannot merge because they are pinned
 //! or locked, and the memory contention between ksmd and the processes it scans.
 //!
-//! | module | what is there |
+//! | module | holds |
 //! | --- | --- |
-//! | `host` | the machine: its events, the calls that pagefold makes, and what tests can inspect |
+//! | `host` | the machine: its events, the calls that pagefold makes, and views for tests |
 //! | [`memory`] | pages, regions, frames, marked ranges and memory nodes |
-//! | `ksmd` | the kernel's scanner, its trees, and what it does at one page; merging on request |
+//! | `ksmd` | the kernel's scanner, its trees, its visit of a page; merging on request |
 //! | `scanner` | the seam for other scanners: the laboratory has UKSM's |
 //! | `workload` | simulated processes, scripts of recorded or invented steps, ready-made scenarios |
-//! | `knobs`, `costs` | KSM's and the machine's settings, and what each step costs |
+//! | `knobs`, `costs` | KSM's and the machine's settings, and the cost of each step |
 #![forbid(unsafe_code)]
 
 mod comparisons;

@@ -1,4 +1,4 @@
-//! The memory of the simulated machine: processes, their regions, and for each page its content and what backs it.
+//! The memory of the simulated machine: processes, their regions, and for each page its content and its backing.
 //! Implements frames and copy-on-write; ksmd's scanning is elsewhere.
 //!
 //! A content id stands for a page's 4096 bytes; 0 is the page of zeros. A page takes 9 bytes here, 13 once any page
@@ -339,7 +339,7 @@ impl Memory {
         }
     }
 
-    /// Forks a process: the child maps what the parent maps, including marks. Private pages become shared. Merged
+    /// Forks a process: the child has the parent's mappings, including marks. Private pages become shared. Merged
     /// frames gain a page that has no record until ksmd's next visit.
     pub fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
         let Owner { untouchable, domain, numa, lineage, .. } = self.owners[parent.0 as usize];

@@ -142,7 +142,7 @@ pub struct Replica {
     pub shift: u32,
 }
 
-/// What a process does in a region.
+/// How a process uses a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Behaviour {
     /// Never writes.

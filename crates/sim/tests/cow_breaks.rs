@@ -1,8 +1,8 @@
-//! Writers that come back to their own part of a mapping, and rewrite what is there: what else is merged in it stays so.
+//! Writers that come back to their own part of a mapping, and rewrite it with the same contents: the rest of it stays merged.
 
 mod common;
 
-use common::{MIB, SECOND, engine, host, run};
+use common::{MIB, Machine, SECOND, host};
 use pagefold_engine::decision::Kind;
 use pagefold_engine::keys::FamilyKey;
 use pagefold_engine::units::{Pages, Vpn};
@@ -17,7 +17,7 @@ const PER_SECOND: u64 = 128;
 const FIRST: u64 = 512;
 
 /// Two processes with the same contents in one mapping, the first part of which is rewritten again and again for some seconds.
-/// `content` is that of a page, 0 for zeros.
+/// `content` gives each page its content, 0 for zeros.
 fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u64) -> Vec<(u64, Step)> {
     let mut steps = Vec::new();
     let mut write = |at_ns, region, page| {
@@ -40,12 +40,12 @@ fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u
 
 /// Runs it and returns the frames in use after 40 s and after ten minutes.
 fn frames_of(steps: Vec<(u64, Step)>) -> [u64; 2] {
-    let (mut host, mut engine) = (host(), engine());
-    host.play(steps.into());
-    run(&mut host, &mut engine, 40);
-    let soon = host.truth().frames;
-    run(&mut host, &mut engine, 560);
-    [soon, host.truth().frames]
+    let mut sim = Machine::new(host());
+    sim.play(steps.into());
+    sim.run(40);
+    let soon = sim.truth().frames;
+    sim.run(560);
+    [soon, sim.truth().frames]
 }
 
 #[test]
@@ -63,10 +63,10 @@ fn data_beside_walked_data_stays_merged() {
 #[test]
 fn a_mapping_that_is_walked_through_is_given_back() {
     // All of it in half a minute.
-    let (mut host, mut engine) = (host(), engine());
-    host.play(walked(PAGES, PAGES / 30, 120, |page| page + 1).into());
-    run(&mut host, &mut engine, 120);
-    assert_eq!(host.saved(), Pages(0));
-    let report = engine.state();
+    let mut sim = Machine::new(host());
+    sim.play(walked(PAGES, PAGES / 30, 120, |page| page + 1).into());
+    sim.run(120);
+    assert_eq!(sim.saved(), Pages(0));
+    let report = sim.engine.state();
     assert!(report.regions.iter().all(|region| region.kind == Kind::CowBroken && region.marked == Pages(0)));
 }

@@ -3,20 +3,20 @@
 
 mod common;
 
-use common::{MIB, SECOND, host, requested, run, run_on};
+use common::{MIB, Machine, SECOND, host, requested};
 use pagefold_engine::config::Config;
-use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::{LimitKey, OwnerKey};
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process, SimHost};
 use proptest::prelude::*;
 
-/// What each program holds.
+/// The memory of each program.
 const EACH: u64 = 40 * MIB;
 
-fn engine() -> Engine {
-    Engine::new(Config { governor: Governor::Full, ..common::config() })
+fn machines() -> [Machine; 2] {
+    let config = Config { governor: Governor::Full, ..common::config() };
+    [host(), requested()].map(|host| Machine::with(host, config.clone()))
 }
 
 /// Programs with equal memory, each in a cgroup of its own with this limit. The keys of the limits count from 1.
@@ -30,8 +30,8 @@ fn contained(host: &mut SimHost, programs: u32, limit: Pages) -> Vec<OwnerKey> {
 }
 
 /// Runs the engine, and checks after each cycle that no cgroup could exceed its limit if it were the last one.
-fn run_within(host: &mut SimHost, engine: &mut Engine, seconds: u64, limits: &[(u32, Pages)]) {
-    run_on(host, engine, seconds, SimHost::now_ns, |host| {
+fn run_within(sim: &mut Machine, seconds: u64, limits: &[(u32, Pages)]) {
+    sim.run_and(seconds, |host| {
         for &(key, limit) in limits {
             let worst = host.charged_at_worst(LimitKey(key));
             assert!(worst <= limit, "limit {key}: {} of {} pages at {} s", worst.0, limit.0, host.now_ns() / SECOND);
@@ -39,138 +39,146 @@ fn run_within(host: &mut SimHost, engine: &mut Engine, seconds: u64, limits: &[(
     });
 }
 
+/// A process writes to all of its pages. Each number has contents of its own.
+fn rewrite(host: &mut SimHost, owner: OwnerKey, number: u64) {
+    for region in host.regions_of(owner) {
+        let span = host.span_of(region).unwrap();
+        for page in 0..span.pages.0 {
+            host.write(region, span.first + page, number << 32 | page);
+        }
+    }
+}
+
 #[test]
 fn a_container_is_not_killed_for_the_copies_it_keeps_for_others() {
-    for (mut host, share) in [(host(), 30), (requested(), 95)] {
+    for (mut sim, share) in machines().into_iter().zip([30, 95]) {
         let limit = Pages(EACH * 14 / 10);
-        let owners = contained(&mut host, 3, limit);
+        let owners = contained(&mut sim, 3, limit);
         let limits = [(1, limit), (2, limit), (3, limit)];
-        run_within(&mut host, &mut engine(), 120, &limits);
-        let saved = host.saved().0 * 100 / (2 * EACH);
+        run_within(&mut sim, 120, &limits);
+        let saved = sim.saved().0 * 100 / (2 * EACH);
         assert!(saved >= share, "{saved} % of what could be saved");
         // Nobody watches any more.
         for owner in owners {
-            for region in host.regions_of(owner) {
-                let span = host.span_of(region).unwrap();
-                for page in 0..span.pages.0 {
-                    host.write(region, span.first + page, u64::from(owner.0) << 32 | page);
-                }
-            }
+            rewrite(&mut sim, owner, owner.0.into());
             for (key, limit) in limits {
-                assert!(host.charged(LimitKey(key)) <= limit);
+                assert!(sim.charged(LimitKey(key)) <= limit);
             }
         }
-        assert_eq!(host.saved(), Pages(0));
+        assert_eq!(sim.saved(), Pages(0));
     }
 }
 
 #[test]
 fn where_a_limit_has_room_for_all_of_it_twice_all_is_merged() {
-    for mut host in [host(), requested()] {
+    for mut sim in machines() {
         let limit = Pages(EACH * 22 / 10);
-        contained(&mut host, 3, limit);
-        run_within(&mut host, &mut engine(), 60, &[(1, limit), (2, limit), (3, limit)]);
-        assert!(host.saved().0 >= 2 * EACH * 98 / 100, "{:?}", host.saved());
+        contained(&mut sim, 3, limit);
+        run_within(&mut sim, 60, &[(1, limit), (2, limit), (3, limit)]);
+        assert!(sim.saved().0 >= 2 * EACH * 98 / 100, "{:?}", sim.saved());
     }
 }
 
 #[test]
 fn a_limit_on_all_in_scope_is_no_bound() {
-    for mut host in [host(), requested()] {
-        let owners = contained(&mut host, 3, Pages(EACH * 40));
-        host.limit(LimitKey(9), Pages(3 * EACH), &owners);
-        run_within(&mut host, &mut engine(), 60, &[(9, Pages(3 * EACH))]);
-        assert!(host.saved().0 >= 2 * EACH * 98 / 100, "{:?}", host.saved());
+    for mut sim in machines() {
+        let owners = contained(&mut sim, 3, Pages(EACH * 40));
+        sim.limit(LimitKey(9), Pages(3 * EACH), &owners);
+        run_within(&mut sim, 60, &[(9, Pages(3 * EACH))]);
+        assert!(sim.saved().0 >= 2 * EACH * 98 / 100, "{:?}", sim.saved());
     }
 }
 
 #[test]
 fn a_limit_above_others_counts_as_well() {
-    for mut host in [host(), requested()] {
-        let owners = contained(&mut host, 4, Pages(EACH * 3));
+    for mut sim in machines() {
+        let owners = contained(&mut sim, 4, Pages(EACH * 3));
         // Two of the four, with room for a quarter of one more.
         let pod = Pages(EACH * 9 / 4);
-        host.limit(LimitKey(9), pod, &owners[..2]);
-        run_within(&mut host, &mut engine(), 120, &[(9, pod)]);
+        sim.limit(LimitKey(9), pod, &owners[..2]);
+        run_within(&mut sim, 120, &[(9, pod)]);
         // The other two, at least.
-        assert!(host.saved().0 >= EACH, "{:?}", host.saved());
+        assert!(sim.saved().0 >= EACH, "{:?}", sim.saved());
     }
 }
 
 #[test]
 fn what_had_no_headroom_is_merged_once_there_is_some() {
-    for mut host in [host(), requested()] {
-        contained(&mut host, 2, Pages(EACH));
-        let mut engine = engine();
-        run(&mut host, &mut engine, 60);
-        assert_eq!(host.saved(), Pages(0));
-        assert!(engine.regions().all(|region| region.hold.full().is_some()));
+    for mut sim in machines() {
+        contained(&mut sim, 2, Pages(EACH));
+        sim.run(60);
+        assert_eq!(sim.saved(), Pages(0));
+        assert!(sim.engine.regions().all(|region| region.hold.full().is_some()));
         for key in [1, 2] {
-            host.limit(LimitKey(key), Pages(EACH * 22 / 10), &[OwnerKey(key - 1)]);
+            sim.limit(LimitKey(key), Pages(EACH * 22 / 10), &[OwnerKey(key - 1)]);
         }
-        run(&mut host, &mut engine, 60);
-        assert!(host.saved().0 >= EACH * 98 / 100, "{:?}", host.saved());
-        assert!(engine.regions().all(|region| region.hold.full().is_none()));
+        sim.run(60);
+        assert!(sim.saved().0 >= EACH * 98 / 100, "{:?}", sim.saved());
+        assert!(sim.engine.regions().all(|region| region.hold.full().is_none()));
     }
 }
 
 /// Runs the engine until all is merged below generous limits.
-fn merged(host: &mut SimHost, programs: u32) -> (Vec<OwnerKey>, Engine) {
-    let owners = contained(host, programs, Pages(EACH * 30 / 10));
-    let mut engine = engine();
-    run(host, &mut engine, 60);
-    assert!(host.saved().0 >= u64::from(programs - 1) * EACH * 98 / 100, "{:?}", host.saved());
-    (owners, engine)
+fn merged(sim: &mut Machine, programs: u32) -> Vec<OwnerKey> {
+    let owners = contained(sim, programs, Pages(EACH * 30 / 10));
+    sim.run(60);
+    assert!(sim.saved().0 >= u64::from(programs - 1) * EACH * 98 / 100, "{:?}", sim.saved());
+    owners
+}
+
+/// The cgroup among three that pays for most.
+fn payer(host: &SimHost) -> LimitKey {
+    (1..=3).map(LimitKey).max_by_key(|&key| host.charged(key)).unwrap()
 }
 
 #[test]
 fn others_take_copies_of_their_own_when_a_limit_is_lowered() {
-    for mut host in [host(), requested()] {
-        let (owners, mut engine) = merged(&mut host, 3);
+    for mut sim in machines() {
+        let owners = merged(&mut sim, 3);
         let limit = Pages(EACH * 14 / 10);
         for (key, &owner) in (1..).zip(&owners) {
-            host.limit(LimitKey(key), limit, &[owner]);
+            sim.limit(LimitKey(key), limit, &[owner]);
         }
-        let payer = (1..=3).map(LimitKey).max_by_key(|&key| host.charged(key)).unwrap();
-        assert!(host.charged_at_worst(payer) > limit);
+        let payer = payer(&sim);
+        assert!(sim.charged_at_worst(payer) > limit);
         // The one that pays is not burdened on the way, nor is any other taken over its limit.
-        run_on(&mut host, &mut engine, 60, SimHost::now_ns, |host| {
+        sim.run_and(60, |host| {
             for key in (1..=3).map(LimitKey) {
                 assert!(host.charged(key) <= limit, "{:?} of {limit:?}", host.charged(key));
             }
         });
         for key in (1..=3).map(LimitKey) {
-            assert!(host.charged_at_worst(key) <= limit, "{:?} of {limit:?}", host.charged_at_worst(key));
+            assert!(sim.charged_at_worst(key) <= limit, "{:?} of {limit:?}", sim.charged_at_worst(key));
         }
-        run_within(&mut host, &mut engine, 600, &[(1, limit), (2, limit), (3, limit)]);
+        run_within(&mut sim, 600, &[(1, limit), (2, limit), (3, limit)]);
     }
 }
 
 #[test]
 fn others_take_copies_of_their_own_when_a_cgroup_grows() {
-    for mut host in [host(), requested()] {
-        let (owners, mut engine) = merged(&mut host, 3);
+    for mut sim in machines() {
+        let owners = merged(&mut sim, 3);
         let limit = Pages(EACH * 30 / 10);
-        let payer = (1..=3).map(LimitKey).max_by_key(|&key| host.charged(key)).unwrap();
+        let payer = payer(&sim);
         // Another program in it takes three quarters more than it could with what it keeps for others.
         let growth = Mapping::new(Pages(EACH * 7 / 4), Fill::Random);
-        let growing = host.add(Process::starting_at(0).mapping(growth));
-        host.limit(payer, limit, &[owners[payer.0 as usize - 1], growing]);
-        assert!(host.charged_at_worst(payer) > limit);
-        run(&mut host, &mut engine, 60);
-        assert!(host.charged_at_worst(payer) <= limit, "{:?} of {limit:?}", host.charged_at_worst(payer));
+        let growing = sim.add(Process::starting_at(0).mapping(growth));
+        sim.limit(payer, limit, &[owners[payer.0 as usize - 1], growing]);
+        assert!(sim.charged_at_worst(payer) > limit);
+        sim.run(60);
+        assert!(sim.charged_at_worst(payer) <= limit, "{:?} of {limit:?}", sim.charged_at_worst(payer));
     }
 }
 
 #[test]
 fn one_that_would_exceed_its_limit_without_merging_takes_nothing_from_others() {
-    for mut host in [host(), requested()] {
-        let (owners, mut engine) = merged(&mut host, 3);
-        let saved = host.saved();
-        let other = (1..=3).map(LimitKey).min_by_key(|&key| host.charged(key)).unwrap();
-        host.limit(other, Pages(EACH / 2), &[owners[other.0 as usize - 1]]);
-        run(&mut host, &mut engine, 120);
-        assert!(host.saved().0 >= saved.0 * 98 / 100, "{:?} of {saved:?}", host.saved());
+    for mut sim in machines() {
+        let owners = merged(&mut sim, 3);
+        let saved = sim.saved();
+        let other = (1..=3).map(LimitKey).min_by_key(|&key| sim.charged(key)).unwrap();
+        sim.limit(other, Pages(EACH / 2), &[owners[other.0 as usize - 1]]);
+        sim.run(120);
+        assert!(sim.saved().0 >= saved.0 * 98 / 100, "{:?} of {saved:?}", sim.saved());
     }
 }
 
@@ -203,14 +211,16 @@ proptest! {
         on_request in any::<bool>(),
         is_slow in any::<bool>(),
     ) {
-        let mut host = if on_request { requested() } else { host() };
+        let governor = if is_slow { Governor::Low } else { Governor::Full };
+        let host = if on_request { requested() } else { host() };
+        let mut sim = Machine::with(host, Config { governor, ..common::config() });
         let mut limits = Vec::new();
         let (mut owners, mut pod, mut in_pod) = (Vec::new(), Vec::new(), 0);
         for (key, program) in (1..).map(LimitKey).zip(&programs) {
             let mapping = Mapping::new(Pages(program.mib * MIB), Fill::Series(program.content));
-            let owner = host.add(Process::starting_at(0).mapping(mapping));
+            let owner = sim.add(Process::starting_at(0).mapping(mapping));
             let limit = Pages(program.mib * MIB * program.limit_percent / 100);
-            host.limit(key, limit, &[owner]);
+            sim.limit(key, limit, &[owner]);
             limits.push((key, limit));
             owners.push(owner);
             if program.pod {
@@ -220,29 +230,21 @@ proptest! {
         }
         if !pod.is_empty() {
             let limit = Pages(in_pod * MIB * pod_percent / 100);
-            host.limit(LimitKey(99), limit, &pod);
+            sim.limit(LimitKey(99), limit, &pod);
             limits.push((LimitKey(99), limit));
         }
-        let governor = if is_slow { Governor::Low } else { Governor::Full };
-        let mut engine = Engine::new(Config { governor, ..common::config() });
         for (program, content, seconds) in writes {
-            run_on(&mut host, &mut engine, seconds, SimHost::now_ns, |host| {
+            sim.run_and(seconds, |sim| {
                 for &(key, limit) in &limits {
-                    let (charged, worst) = (host.charged(key), host.charged_at_worst(key));
+                    let (charged, worst) = (sim.charged(key), sim.charged_at_worst(key));
                     assert!(charged <= limit && worst <= limit, "{key:?}: {charged:?}, {worst:?} of {limit:?}");
                 }
             });
-            let owner = owners[program % owners.len()];
-            for region in host.regions_of(owner) {
-                let span = host.span_of(region).unwrap();
-                for page in 0..span.pages.0 {
-                    host.write(region, span.first + page, content << 32 | page);
-                }
-            }
+            rewrite(&mut sim, owners[program % owners.len()], content);
             for &(key, limit) in &limits {
-                assert!(host.charged(key) <= limit, "{key:?}: {:?} of {limit:?}", host.charged(key));
+                assert!(sim.charged(key) <= limit, "{key:?}: {:?} of {limit:?}", sim.charged(key));
             }
         }
-        run(&mut host, &mut engine, 30);
+        sim.run(30);
     }
 }

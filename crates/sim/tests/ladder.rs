@@ -2,99 +2,78 @@
 
 mod common;
 
-use common::{MIB, SECOND, config, host};
+use common::{MIB, Machine, SECOND, assert_spent_at_most, config, host};
 use pagefold_engine::config::{Config, Preset};
 use pagefold_engine::decision::Kind;
-use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::{Governor, WINDOW_NS, share_ns};
 use pagefold_engine::host::MemoryView;
 use pagefold_engine::keys::FamilyKey;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use pagefold_sim::{Costs, Knobs, SimHost, Step, scenario};
 
-/// The course of a run: after each round, the time, the pages saved, and the CPU time spent.
-type Course = Vec<(u64, u64, u64)>;
-
-fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) -> Course {
-    let mut course = Vec::new();
-    common::run_on(host, engine, seconds, SimHost::now_ns, |host| {
-        let cost = host.cost();
-        course.push((host.now_ns(), host.saved().0, cost.pagefold_ns + cost.ksmd_ns));
-    });
-    course
-}
-
-fn kind_of_most(engine: &Engine) -> Kind {
-    engine.state().kinds.iter().max_by_key(|total| total.resident).unwrap().kind
+fn kind_of_most(sim: &Machine) -> Kind {
+    sim.engine.state().kinds.iter().max_by_key(|total| total.resident).unwrap().kind
 }
 
 #[test]
 fn the_cow_breaker_is_not_merged() {
-    let mut host = host();
-    scenario::cow_breaker(&mut host, Pages(2048 * MIB));
-    let mut engine = Engine::new(config());
-    run(&mut host, &mut engine, 60);
-    assert!(host.merged_pages().0 <= 2048 * MIB / 100, "{} merged", host.merged_pages().0);
-    assert_eq!(kind_of_most(&engine), Kind::CowBroken);
-    let before = host.cost();
-    run(&mut host, &mut engine, 60);
-    assert!(host.merged_pages().0 <= 2048 * MIB / 100, "later no more is merged");
-    assert!(host.cost().ksmd_ns - before.ksmd_ns < SECOND / 10, "later scans cost almost nothing");
+    let mut sim = Machine::new(host());
+    scenario::cow_breaker(&mut sim, Pages(2048 * MIB));
+    sim.run(60);
+    assert!(sim.merged_pages().0 <= 2048 * MIB / 100, "{} merged", sim.merged_pages().0);
+    assert_eq!(kind_of_most(&sim), Kind::CowBroken);
+    let before = sim.cost();
+    sim.run(60);
+    assert!(sim.merged_pages().0 <= 2048 * MIB / 100, "later no more is merged");
+    assert!(sim.cost().ksmd_ns - before.ksmd_ns < SECOND / 10, "later scans cost almost nothing");
 }
 
 #[test]
 fn without_the_filter_the_cow_breaker_is_merged() {
-    let mut host = host();
-    scenario::cow_breaker(&mut host, Pages(256 * MIB));
-    let mut engine = Engine::new(Config { cow_threshold: Permyriad(10_000), ..config() });
-    run(&mut host, &mut engine, 60);
-    assert!(host.saved().0 > 256 * MIB * 8 / 10, "{} saved", host.saved().0);
+    let mut sim = Machine::with(host(), Config { cow_threshold: Permyriad(10_000), ..config() });
+    scenario::cow_breaker(&mut sim, Pages(256 * MIB));
+    sim.run(60);
+    assert!(sim.saved().0 > 256 * MIB * 8 / 10, "{} saved", sim.saved().0);
 }
 
 #[test]
 fn short_lived_memory_is_not_merged_unless_configured() {
     for life_ms in [500, 1_000, 2_000] {
-        let mut host = host();
-        let mut engine = Engine::new(config());
-        run(&mut host, &mut engine, 1);
-        scenario::short_lived(&mut host, Pages(128 * MIB), life_ms * 1_000_000);
-        let course = run(&mut host, &mut engine, 30);
-        assert_eq!(engine.ledger().marked, Pages(0), "lives of {life_ms} ms");
-        assert!(course.iter().all(|&(_, saved, _)| saved == 0));
+        let mut sim = Machine::new(host());
+        sim.run(1);
+        scenario::short_lived(&mut sim, Pages(128 * MIB), life_ms * 1_000_000);
+        assert!(sim.course(30).iter().all(|moment| moment.saved == 0));
+        assert_eq!(sim.engine.ledger().marked, Pages(0), "lives of {life_ms} ms");
     }
-    let mut host = host();
-    let mut engine = Engine::new(Config { seed: 11, ..Config::of_preset(Preset::Sensitive) });
-    run(&mut host, &mut engine, 1);
-    scenario::short_lived(&mut host, Pages(128 * MIB), 2 * SECOND);
-    let course = run(&mut host, &mut engine, 20);
-    let most = course.iter().map(|&(_, saved, _)| saved).max().unwrap();
+    let mut sim = Machine::with(host(), Config { seed: 11, ..Config::of_preset(Preset::Sensitive) });
+    sim.run(1);
+    scenario::short_lived(&mut sim, Pages(128 * MIB), 2 * SECOND);
+    let most = sim.course(20).iter().map(|moment| moment.saved).max().unwrap();
     assert!(most >= 128 * MIB * 9 / 10, "{most}");
 }
 
 #[test]
 fn lives_of_six_seconds_are_learned_to_be_too_short() {
-    let mut host = host();
-    let mut engine = Engine::new(config());
-    run(&mut host, &mut engine, 1);
-    scenario::short_lived(&mut host, Pages(64 * MIB), 6 * SECOND);
-    run(&mut host, &mut engine, 60);
-    let marked = engine.ledger().marked;
+    let mut sim = Machine::new(host());
+    sim.run(1);
+    scenario::short_lived(&mut sim, Pages(64 * MIB), 6 * SECOND);
+    sim.run(60);
+    let marked = sim.engine.ledger().marked;
     assert!(marked > Pages(0), "the first regions look long-lived");
-    run(&mut host, &mut engine, 120);
-    assert_eq!(engine.ledger().marked, marked);
+    sim.run(120);
+    assert_eq!(sim.engine.ledger().marked, marked);
 }
 
 #[test]
 fn lives_of_sixteen_seconds_are_merged_again_and_again() {
-    let mut host = host();
-    let mut engine = Engine::new(config());
-    run(&mut host, &mut engine, 1);
-    scenario::short_lived(&mut host, Pages(64 * MIB), 16 * SECOND);
-    run(&mut host, &mut engine, 64);
-    let course = run(&mut host, &mut engine, 160);
+    let mut sim = Machine::new(host());
+    sim.run(1);
+    scenario::short_lived(&mut sim, Pages(64 * MIB), 16 * SECOND);
+    sim.run(64);
+    let course = sim.course(160);
     // There is one for half of the time.
-    let held: u64 = course.windows(2).map(|pair| (pair[1].0 - pair[0].0) * pair[0].1).sum();
-    let average = held / (course[course.len() - 1].0 - course[0].0);
+    let held: u64 = course.windows(2).map(|pair| (pair[1].now_ns - pair[0].now_ns) * pair[0].saved).sum();
+    let average = held / (course[course.len() - 1].now_ns - course[0].now_ns);
     assert!(average * 100 >= 64 * MIB * 40, "{average} pages held on average");
 }
 
@@ -102,21 +81,14 @@ fn lives_of_sixteen_seconds_are_merged_again_and_again() {
 fn governors_keep_to_their_share_and_find_the_same() {
     let mut last = None;
     for governor in [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet] {
-        let mut host = host();
+        let mut sim = Machine::with(host(), Config { governor, ..config() });
         let pages = Pages(if governor == Governor::Quiet { 32 * MIB } else { 512 * MIB });
-        scenario::static_mix(&mut host, pages);
-        let mut engine = Engine::new(Config { governor, ..config() });
-        let course = run(&mut host, &mut engine, if governor == Governor::Quiet { 400 } else { 60 });
-        let saved = course.last().unwrap().1;
+        scenario::static_mix(&mut sim, pages);
+        let course = sim.course(if governor == Governor::Quiet { 400 } else { 60 });
+        let saved = sim.saved().0;
         assert!(saved * 100 >= pages.0 * 99, "{governor}: {saved} of {}", pages.0);
-        let share = governor.pace().top;
-        let allowed = share_ns(WINDOW_NS, share) * 105 / 100 + 20_000_000;
-        for (at, &(from_ns, _, before)) in course.iter().enumerate() {
-            let inside = course[at..].iter().take_while(|&&(now_ns, _, _)| now_ns <= from_ns + WINDOW_NS);
-            let most = inside.map(|&(_, _, spent)| spent - before).max().unwrap();
-            assert!(most <= allowed, "{governor}: {most} ns in ten seconds from {from_ns}");
-        }
-        let reached = course.iter().find(|&&(_, now, _)| now * 10 >= pages.0 * 9).unwrap().0;
+        assert_spent_at_most(share_ns(WINDOW_NS, governor.pace().top) * 105 / 100 + 20_000_000, &course);
+        let reached = course.iter().find(|moment| moment.saved * 10 >= pages.0 * 9).unwrap().now_ns;
         if governor != Governor::Quiet {
             assert!(last.is_none_or(|last| reached > last), "{governor}: {reached} ns");
             last = Some(reached);
@@ -127,47 +99,42 @@ fn governors_keep_to_their_share_and_find_the_same() {
 #[test]
 fn auto_is_quiet_until_memory_is_scarce() {
     let memory = |available| MemoryView { total: Pages(100), available: Pages(available), ..MemoryView::default() };
-    let mut host = host();
-    scenario::static_mix(&mut host, Pages(512 * MIB));
-    host.set_memory(memory(90));
-    let mut engine = Engine::new(Config { governor: Governor::Auto, ..config() });
-    let course = run(&mut host, &mut engine, 20);
-    let spent = course.last().unwrap().2;
+    let mut sim = Machine::with(host(), Config { governor: Governor::Auto, ..config() });
+    scenario::static_mix(&mut sim, Pages(512 * MIB));
+    sim.set_memory(memory(90));
+    let spent = sim.course(20).last().unwrap().spent_ns;
     assert!(spent < 20 * SECOND / 100 + SECOND / 20, "{spent} ns at 1 % for 20 s");
-    host.set_memory(memory(10));
-    run(&mut host, &mut engine, 20);
-    assert!(host.saved().0 > 512 * MIB * 99 / 100, "{} saved", host.saved().0);
-    assert_eq!(engine.state().in_force, Governor::Full);
+    sim.set_memory(memory(10));
+    sim.run(20);
+    assert!(sim.saved().0 > 512 * MIB * 99 / 100, "{} saved", sim.saved().0);
+    assert_eq!(sim.engine.state().in_force, Governor::Full);
 }
 
 #[test]
 fn the_quiet_governor_finds_pairs() {
-    let mut host = host();
-    scenario::pairs(&mut host, Pages(32 * MIB), Pages(64 * MIB));
-    let savable = host.truth().savable;
-    let mut engine = Engine::new(Config { governor: Governor::Quiet, ..config() });
-    let course = run(&mut host, &mut engine, 600);
-    let reached = course.iter().find(|&&(_, saved, _)| saved * 100 >= savable * 99);
-    assert!(reached.is_some(), "{} of {savable}", course.last().unwrap().1);
+    let mut sim = Machine::with(host(), Config { governor: Governor::Quiet, ..config() });
+    scenario::pairs(&mut sim, Pages(32 * MIB), Pages(64 * MIB));
+    let savable = sim.truth().savable;
+    let most = sim.course(600).iter().map(|moment| moment.saved).max().unwrap();
+    assert!(most * 100 >= savable * 99, "{most} of {savable}");
 }
 
 #[test]
 fn a_slow_host_with_many_processes_is_read_all_the_same() {
     let costs = Costs { observe_ns: 10_000_000, ..Costs::default() };
-    let mut host = SimHost::new(1, costs, Knobs::default());
-    scenario::pairs(&mut host, Pages(16 * MIB), Pages(16 * MIB));
-    let savable = host.truth().savable;
-    let mut engine = Engine::new(Config { governor: Governor::Quiet, ..config() });
-    let course = run(&mut host, &mut engine, 600);
-    assert!(host.saved().0 * 100 >= savable * 99, "{} of {savable}", host.saved().0);
-    let spent_ns = course.last().unwrap().2;
+    let mut sim =
+        Machine::with(SimHost::new(1, costs, Knobs::default()), Config { governor: Governor::Quiet, ..config() });
+    scenario::pairs(&mut sim, Pages(16 * MIB), Pages(16 * MIB));
+    let savable = sim.truth().savable;
+    let spent_ns = sim.course(600).last().unwrap().spent_ns;
+    assert!(sim.saved().0 * 100 >= savable * 99, "{} of {savable}", sim.saved().0);
     assert!(spent_ns < share_ns(660 * SECOND, Governor::Quiet.pace().top), "{spent_ns}");
 }
 
 #[test]
 fn a_large_mapping_is_judged_in_blocks() {
     use pagefold_sim::{Fill, Mapping, Process};
-    let mut host = host();
+    let mut sim = Machine::new(host());
     // Two guests of 3 GiB whose first GiB is the same.
     for _ in 0..2 {
         let replica = pagefold_sim::Replica {
@@ -177,22 +144,21 @@ fn a_large_mapping_is_judged_in_blocks() {
             run: 7,
             shift: 0,
         };
-        host.add(Process::starting_at(0).mapping(Mapping::new(Pages(3072 * MIB), Fill::Replica(replica))));
+        sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(3072 * MIB), Fill::Replica(replica))));
     }
-    let savable = host.truth().savable;
-    let mut engine = Engine::new(config());
-    run(&mut host, &mut engine, 40);
-    assert!(host.saved().0 * 100 >= savable * 97, "{} of {savable}", host.saved().0);
-    assert!(engine.ledger().pages_read < 5 * 1024 * MIB, "{} read", engine.ledger().pages_read);
+    let savable = sim.truth().savable;
+    sim.run(40);
+    assert!(sim.saved().0 * 100 >= savable * 97, "{} of {savable}", sim.saved().0);
+    assert!(sim.engine.ledger().pages_read < 5 * 1024 * MIB, "{} read", sim.engine.ledger().pages_read);
 }
 
 #[test]
 fn the_same_seed_gives_the_same_run() {
     let course = || {
-        let mut host = host();
-        scenario::cow_breaker(&mut host, Pages(64 * MIB));
-        scenario::mariadb(&mut host, 3, Pages(32 * MIB));
-        run(&mut host, &mut Engine::new(Config { governor: Governor::Low, ..config() }), 60)
+        let mut sim = Machine::with(host(), Config { governor: Governor::Low, ..config() });
+        scenario::cow_breaker(&mut sim, Pages(64 * MIB));
+        scenario::mariadb(&mut sim, 3, Pages(32 * MIB));
+        sim.course(60)
     };
     assert_eq!(course(), course());
 }
@@ -225,13 +191,12 @@ fn growth_in_marked_memory_is_merged_while_small_spans_wait() {
     pairs(&mut steps, 5 * SECOND, 3, 200);
     fill(&mut steps, 5 * SECOND, 3, 0..200);
     fill(&mut steps, 18 * SECOND, 1, 80_000..128_000);
-    let mut host = host();
-    host.play(steps.into());
-    let mut engine = Engine::new(config());
-    run(&mut host, &mut engine, 17);
-    assert_eq!(host.saved(), Pages(80_000));
-    run(&mut host, &mut engine, 20);
-    assert_eq!(host.saved(), Pages(128_200), "the scan for grown memory merges the small ones too");
+    let mut sim = Machine::new(host());
+    sim.play(steps.into());
+    sim.run(17);
+    assert_eq!(sim.saved(), Pages(80_000));
+    sim.run(20);
+    assert_eq!(sim.saved(), Pages(128_200), "the scan for grown memory merges the small ones too");
 }
 
 #[test]
@@ -247,11 +212,10 @@ fn memory_that_no_longer_changes_is_merged_even_if_it_changed_when_it_was_first_
             steps.push((second * SECOND, write));
         }
     }
-    let mut host = host();
-    host.play(steps.into());
-    let mut engine = Engine::new(config());
-    run(&mut host, &mut engine, 9);
-    assert_eq!((host.saved(), kind_of_most(&engine)), (Pages(0), Kind::CowBroken));
-    run(&mut host, &mut engine, 41);
-    assert_eq!(host.saved(), Pages(PAGES));
+    let mut sim = Machine::new(host());
+    sim.play(steps.into());
+    sim.run(9);
+    assert_eq!((sim.saved(), kind_of_most(&sim)), (Pages(0), Kind::CowBroken));
+    sim.run(41);
+    assert_eq!(sim.saved(), Pages(PAGES));
 }

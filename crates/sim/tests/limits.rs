@@ -2,9 +2,8 @@
 
 mod common;
 
-use common::{MIB, SECOND, Watched, config, host};
+use common::{MIB, Machine, SECOND, config, host};
 use pagefold_engine::config::Config;
-use pagefold_engine::engine::Engine;
 use pagefold_engine::keys::{GroupKey, OwnerKey};
 use pagefold_engine::limits::{GroupLimits, Limits};
 use pagefold_engine::units::Pages;
@@ -28,41 +27,37 @@ fn most(done: &[(u64, OwnerKey, u64)]) -> (u64, u64) {
 #[test]
 fn limits_hold_in_every_second_and_everything_is_merged() {
     let limits = Limits { pages_per_process: 3_000, pages: 8_000, stops_per_process: 1, stops: 2, ..Limits::default() };
-    let mut host = host();
-    scenario::redis(&mut host, 4, Pages(32 * MIB));
-    scenario::pairs(&mut host, Pages(32 * MIB), Pages(0));
-    scenario::cow_breaker(&mut host, Pages(16 * MIB));
-    let mut watched = Watched::new(host);
-    let mut engine = Engine::new(Config { limits, ..config() });
-    watched.run(&mut engine, 120);
-    let (own, all) = most(&watched.pages);
+    let mut sim = Machine::with(host(), Config { limits, ..config() });
+    scenario::redis(&mut sim, 4, Pages(32 * MIB));
+    scenario::pairs(&mut sim, Pages(32 * MIB), Pages(0));
+    scenario::cow_breaker(&mut sim, Pages(16 * MIB));
+    sim.run(120);
+    let (own, all) = most(&sim.log.pages);
     assert!(own <= limits.pages_per_process && all <= limits.pages, "pages: {own} of one, {all} in all");
     assert!(
         own * 10 > limits.pages_per_process * 9 && all * 10 > limits.pages * 9,
         "nothing was held back: {own} {all}"
     );
-    let (own, all) = most(&watched.stops);
+    let (own, all) = most(&sim.log.stops);
     assert!(own <= limits.stops_per_process && all <= limits.stops, "stops: {own} of one, {all} in all");
-    assert!(watched.host.saved().0 > 32 * MIB * 2, "{}", watched.host.saved().0);
+    assert!(sim.saved().0 > 32 * MIB * 2, "{}", sim.saved().0);
 }
 
 #[test]
 fn a_group_keeps_its_limits_and_is_merged_with_the_others() {
     let group = GroupLimits { pages: Some(2_000), stops: Some(1), share: None };
-    let mut host = host();
-    let owners = scenario::redis(&mut host, 4, Pages(32 * MIB));
+    let mut sim = Machine::with(host(), Config { groups: vec![group], ..config() });
+    let owners = scenario::redis(&mut sim, 4, Pages(32 * MIB));
     let members = &owners[..2];
-    host.set_groups(members.iter().map(|&owner| (owner, GroupKey(0))).collect());
-    let mut watched = Watched::new(host);
-    let mut engine = Engine::new(Config { groups: vec![group], ..config() });
-    watched.run(&mut engine, 120);
+    sim.set_groups(members.iter().map(|&owner| (owner, GroupKey(0))).collect());
+    sim.run(120);
     let of_group = |done: &[(u64, OwnerKey, u64)]| -> Vec<_> {
         done.iter().copied().filter(|(_, owner, _)| members.contains(owner)).collect()
     };
-    let (_, pages) = most(&of_group(&watched.pages));
+    let (_, pages) = most(&of_group(&sim.log.pages));
     assert!((1_500..=2_000).contains(&pages), "{pages} pages of the group");
-    let (_, stops) = most(&of_group(&watched.stops));
+    let (_, stops) = most(&of_group(&sim.log.stops));
     assert_eq!(stops, 1, "stops of the group");
-    assert!(most(&watched.pages).0 > 4_000, "others are held back, too");
-    assert!(watched.host.saved().0 > 32 * MIB * 2, "{}", watched.host.saved().0);
+    assert!(most(&sim.log.pages).0 > 4_000, "others are held back, too");
+    assert!(sim.saved().0 > 32 * MIB * 2, "{}", sim.saved().0);
 }

@@ -2,9 +2,10 @@
 
 mod common;
 
-use common::{MIB, SECOND, Watched, assert_restarted_are_merged, config, engine, process_of, requested, run};
+use common::{
+    MIB, Machine, SECOND, assert_restarted_are_merged, assert_spent_at_most, config, pages_that, process_of, requested,
+};
 use pagefold_engine::config::Config;
-use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::{Governor, WINDOW_NS, share_ns};
 use pagefold_engine::hash::LINES;
 use pagefold_engine::host::{Keep, MergeResult, Merging};
@@ -20,10 +21,9 @@ fn add(host: &mut SimHost, domain: u16, mapping: Mapping) -> OwnerKey {
     host.add(process.mapping(mapping))
 }
 
-/// The number of pages that came to this.
-fn pages<'a>(merges: impl IntoIterator<Item = &'a MergeResult>, merging: Merging) -> u64 {
-    let such = merges.into_iter().filter(|result| result.merging == merging);
-    such.map(|result| u64::from(result.range.take.pages)).sum()
+/// Memory of so many pages that is equal in all such processes.
+fn copies(pages: u64) -> Mapping {
+    Mapping::new(Pages(pages), Fill::Series(1)).of_family(1)
 }
 
 #[track_caller]
@@ -33,47 +33,44 @@ fn nearly(found: Pages, expected: u64, percent: u64) {
 
 #[test]
 fn pairs_are_merged_without_marks_or_scans() {
-    let mut host = requested();
-    scenario::pairs(&mut host, Pages(128 * MIB), Pages(256 * MIB));
-    let savable = host.truth().savable;
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 20);
-    nearly(watched.host.saved(), savable, 99);
-    assert_eq!((watched.marks, watched.orders, engine.scans()), (0, 0, 0));
-    let (cost, ksm) = (watched.host.cost(), watched.host.ksm());
+    let mut sim = Machine::new(requested());
+    scenario::pairs(&mut sim, Pages(128 * MIB), Pages(256 * MIB));
+    let savable = sim.truth().savable;
+    sim.run(20);
+    nearly(sim.saved(), savable, 99);
+    assert_eq!((sim.log.marks, sim.log.orders, sim.engine.scans()), (0, 0, 0));
+    let (cost, ksm) = (sim.cost(), sim.ksm());
     assert_eq!((cost.ksmd_ns, ksm.scanned, ksm.full_scans), (0, 0, 0));
-    assert_eq!(engine.ledger().saved, Some(watched.host.saved()));
-    let merged = watched.merges.iter().map(|(_, result)| result);
-    assert_eq!(pages(merged.clone(), Merging::Differs), 0, "nothing was written");
-    assert!(pages(merged, Merging::Merged) >= savable * 99 / 100);
-    assert!(engine.ledger().seconds_to_90_percent().unwrap() < 2.0);
+    assert_eq!(sim.engine.ledger().saved, Some(sim.saved()));
+    assert_eq!(sim.log.pages_that(Merging::Differs), 0, "nothing was written");
+    assert!(sim.log.pages_that(Merging::Merged) >= savable * 99 / 100);
+    assert!(sim.engine.ledger().seconds_to_90_percent().unwrap() < 2.0);
     // The same with ksmd takes several times as long.
-    let mut by_ksmd = common::host();
+    let mut by_ksmd = Machine::new(common::host());
     scenario::pairs(&mut by_ksmd, Pages(128 * MIB), Pages(256 * MIB));
-    run(&mut by_ksmd, &mut common::engine(), 20);
+    by_ksmd.run(20);
     let ksmd = by_ksmd.cost();
     assert!((cost.pagefold_ns) * 4 < ksmd.pagefold_ns + ksmd.ksmd_ns, "{cost:?} and {ksmd:?}");
 }
 
 #[test]
 fn identical_pages_are_merged_into_as_many_frames_as_their_sharers_need() {
-    let mut host = requested();
-    add(&mut host, 0, Mapping::new(Pages(10_000), Fill::Same(1)));
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 20);
-    nearly(watched.host.saved(), 10_000 - 10_000_u64.div_ceil(256), 99);
-    let full = pages(watched.merges.iter().map(|(_, result)| result), Merging::Full);
+    let mut sim = Machine::new(requested());
+    add(&mut sim, 0, Mapping::new(Pages(10_000), Fill::Same(1)));
+    sim.run(20);
+    nearly(sim.saved(), 10_000 - 10_000_u64.div_ceil(256), 99);
+    let full = sim.log.pages_that(Merging::Full);
     assert!(full < 100, "{full} pages were named for a page that could not have more sharers");
 }
 
 #[test]
 fn pages_of_zeros_are_merged_with_the_zero_page() {
-    let mut host = requested();
-    add(&mut host, 0, Mapping::new(Pages(32 * MIB), Fill::Zeros));
-    add(&mut host, 0, Mapping::new(Pages(32 * MIB), Fill::Random));
-    run(&mut host, &mut engine(), 20);
-    nearly(host.ksm().zero, 32 * MIB, 99);
-    assert_eq!(host.ksm().shared, Pages(0));
+    let mut sim = Machine::new(requested());
+    add(&mut sim, 0, Mapping::new(Pages(32 * MIB), Fill::Zeros));
+    add(&mut sim, 0, Mapping::new(Pages(32 * MIB), Fill::Random));
+    sim.run(20);
+    nearly(sim.ksm().zero, 32 * MIB, 99);
+    assert_eq!(sim.ksm().shared, Pages(0));
 }
 
 #[test]
@@ -81,69 +78,68 @@ fn dense_and_thin_replicas_are_merged_alike() {
     for (density, percent) in [(8_800, 98), (800, 95), (300, 80)] {
         let replica =
             Replica { template: 20, density: vec![Permyriad(density)], zeros: Permyriad(0), run: 2, shift: 0 };
-        let mut host = requested();
-        scenario::replicas(&mut host, 3, Pages(64 * MIB), &replica);
-        let savable = host.truth().savable;
-        run(&mut host, &mut engine(), 60);
-        nearly(host.saved(), savable, percent);
+        let mut sim = Machine::new(requested());
+        scenario::replicas(&mut sim, 3, Pages(64 * MIB), &replica);
+        let savable = sim.truth().savable;
+        sim.run(60);
+        nearly(sim.saved(), savable, percent);
     }
 }
 
 #[test]
 fn a_newcomer_is_merged_with_memory_that_was_judged_before() {
     for others in [1, 2] {
-        let (mut host, mut engine) = (requested(), engine());
+        let mut sim = Machine::new(requested());
         for _ in 0..others {
-            add(&mut host, 0, Mapping::new(Pages(64 * MIB), Fill::Series(1)).of_family(1));
+            add(&mut sim, 0, copies(64 * MIB));
         }
         // Something to judge at all times, so that reading does not depend on the newcomer.
-        add(&mut host, 0, Mapping::new(Pages(64 * MIB), Fill::Random).of_family(2));
-        run(&mut host, &mut engine, 60);
-        nearly(host.saved(), (others - 1) * 64 * MIB, 99);
-        let came_ns = host.now_ns();
-        add(&mut host, 0, Mapping::new(Pages(64 * MIB), Fill::Series(1)).of_family(1));
-        run(&mut host, &mut engine, 60);
-        nearly(host.saved(), others * 64 * MIB, 98);
-        assert!(host.now_ns() > came_ns);
+        add(&mut sim, 0, Mapping::new(Pages(64 * MIB), Fill::Random).of_family(2));
+        sim.run(60);
+        nearly(sim.saved(), (others - 1) * 64 * MIB, 99);
+        let came_ns = sim.now_ns();
+        add(&mut sim, 0, copies(64 * MIB));
+        sim.run(60);
+        nearly(sim.saved(), others * 64 * MIB, 98);
+        assert!(sim.now_ns() > came_ns);
     }
 }
 
 /// The page that others were merged with is written, and copies of its old content appear. They and the others become one.
 #[test]
 fn pages_left_behind_are_merged_with_those_that_came_later() {
-    let mut host = requested();
-    let series = |pages| Mapping::new(Pages(pages), Fill::Series(1)).of_family(1);
-    let owners = [1, 2, 3].map(|_| add(&mut host, 0, series(8 * MIB)));
-    let mut engine = engine();
-    run(&mut host, &mut engine, 30);
-    nearly(host.saved(), 2 * 8 * MIB, 99);
-    let region = host.regions_of(owners[0])[0];
-    let first = host.span_of(region).unwrap().first;
+    let mut sim = Machine::new(requested());
+    let series = |pages| copies(pages);
+    let owners = [1, 2, 3].map(|_| add(&mut sim, 0, series(8 * MIB)));
+    sim.run(30);
+    nearly(sim.saved(), 2 * 8 * MIB, 99);
+    let region = sim.regions_of(owners[0])[0];
+    let first = sim.span_of(region).unwrap().first;
     for page in (0..8 * MIB).map(|page| first + page) {
-        let (content, _) = host.page(region, page).unwrap();
-        host.write(region, page, content ^ 1 << 60);
+        let (content, _) = sim.page(region, page).unwrap();
+        sim.write(region, page, content ^ 1 << 60);
     }
     for _ in 0..2 {
-        add(&mut host, 0, series(8 * MIB));
+        add(&mut sim, 0, series(8 * MIB));
     }
-    run(&mut host, &mut engine, 600);
-    nearly(host.saved(), 3 * 8 * MIB, 97);
+    sim.run(600);
+    nearly(sim.saved(), 3 * 8 * MIB, 97);
 }
 
 /// The process whose pages the index knows exits. Another that has the same contents is read again at once, though there is much
 /// else to read.
 #[test]
 fn a_newcomer_finds_the_siblings_of_one_that_exited() {
-    let (mut host, mut engine) = (requested(), engine());
-    let siblings = [1, 2, 3].map(|_| add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Series(1)).of_family(1)));
-    add(&mut host, 0, Mapping::new(Pages(4_096 * MIB), Fill::Random).of_family(2));
-    run(&mut host, &mut engine, 120);
-    nearly(host.saved(), 2 * 16 * MIB, 98);
-    host.exit(siblings[0]);
-    run(&mut host, &mut engine, 20);
-    add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Series(1)).of_family(1));
-    run(&mut host, &mut engine, 40);
-    nearly(host.saved(), 2 * 16 * MIB, 95);
+    let mut sim = Machine::new(requested());
+    let siblings = [1, 2, 3].map(|_| add(&mut sim, 0, copies(16 * MIB)));
+    add(&mut sim, 0, Mapping::new(Pages(4_096 * MIB), Fill::Random).of_family(2));
+    sim.run(120);
+    nearly(sim.saved(), 2 * 16 * MIB, 98);
+    sim.exit(siblings[0]);
+    sim.run(20);
+    add(&mut sim, 0, copies(16 * MIB));
+    sim.run(40);
+    nearly(sim.saved(), 2 * 16 * MIB, 95);
 }
 
 /// Each of three in turn exits and is replaced, at once or after its contents may have been forgotten.
@@ -155,73 +151,64 @@ fn a_restarted_process_is_merged_again() {
 /// A few pages are written with their own contents again and again. They are left alone, and the others stay merged.
 #[test]
 fn broken_pages_are_left_alone_one_by_one() {
-    let mut host = requested();
-    let owners = [1, 2].map(|_| add(&mut host, 0, Mapping::new(Pages(32 * MIB), Fill::Series(1)).of_family(1)));
-    let region = host.regions_of(owners[0])[0];
-    let first = host.span_of(region).unwrap().first;
+    let mut sim = Machine::new(requested());
+    let owners = [1, 2].map(|_| add(&mut sim, 0, copies(32 * MIB)));
+    let region = sim.regions_of(owners[0])[0];
+    let first = sim.span_of(region).unwrap().first;
     let broken: Vec<Vpn> = (0..256).map(|number| first + number * 17).collect();
-    let (mut watched, mut engine) = (Watched::new(host), engine());
     let mut asked = 0;
     for second in 0..1_200 {
         if second == 600 {
-            asked = watched.merges.len();
+            asked = sim.log.merges.len();
         }
         for &page in &broken {
-            let (content, _) = watched.host.page(region, page).unwrap();
-            watched.host.write(region, page, content);
+            let (content, _) = sim.page(region, page).unwrap();
+            sim.write(region, page, content);
         }
-        watched.run(&mut engine, 1);
+        sim.run(1);
     }
-    let again = pages(watched.merges[asked..].iter().map(|(_, result)| result), Merging::Merged);
+    let again = pages_that(sim.log.merges[asked..].iter().map(|(_, result)| result), Merging::Merged);
     assert!(again <= 2 * 256, "{again} merges of 256 pages in ten minutes");
-    nearly(watched.host.saved(), 32 * MIB, 96);
+    nearly(sim.saved(), 32 * MIB, 96);
 }
 
 #[test]
 fn what_was_merged_is_not_asked_for_again() {
-    let mut host = requested();
-    scenario::redis(&mut host, 3, Pages(32 * MIB));
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 60);
-    let from_ns = watched.host.now_ns();
-    watched.run(&mut engine, 600);
-    let asked: u64 = watched.asked_since(from_ns).map(|(_, _, result)| u64::from(result.range.take.pages)).sum();
+    let mut sim = Machine::new(requested());
+    scenario::redis(&mut sim, 3, Pages(32 * MIB));
+    sim.run(60);
+    let from_ns = sim.now_ns();
+    sim.run(600);
+    let asked: u64 = sim.log.asked_since(from_ns).map(|(_, _, result)| u64::from(result.range.take.pages)).sum();
     assert!(asked < 32 * MIB, "{asked} pages were asked for again");
 }
 
 #[test]
 fn processes_that_refuse_do_not_keep_others_from_being_merged() {
-    let mut host = requested();
-    let refusing = |host: &mut SimHost| {
-        let mapping = Mapping::new(Pages(16 * MIB), Fill::Series(1)).of_family(1);
-        host.add(Process::starting_at(0).untouchable().mapping(mapping))
-    };
-    refusing(&mut host);
-    refusing(&mut host);
+    let mut sim = Machine::new(requested());
     for _ in 0..2 {
-        add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Series(2)).of_family(2));
+        sim.add(Process::starting_at(0).untouchable().mapping(copies(16 * MIB)));
     }
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 300);
-    nearly(watched.host.saved(), 16 * MIB, 99);
-    let untried = pages(watched.merges.iter().map(|(_, result)| result), Merging::Untried);
-    assert!(untried > 0 && untried <= engine.ledger().pages_read, "{untried} pages were not tried");
+    for _ in 0..2 {
+        add(&mut sim, 0, Mapping::new(Pages(16 * MIB), Fill::Series(2)).of_family(2));
+    }
+    sim.run(300);
+    nearly(sim.saved(), 16 * MIB, 99);
+    let untried = sim.log.pages_that(Merging::Untried);
+    assert!(untried > 0 && untried <= sim.engine.ledger().pages_read, "{untried} pages were not tried");
 }
 
 /// Contents of two domains: each merges its own, and no request names pages of two.
 #[test]
 fn two_domains_never_share_a_page() {
-    let mut host = requested();
-    let owners: Vec<OwnerKey> = [1, 1, 2, 2, 2]
-        .map(|domain| add(&mut host, domain, Mapping::new(Pages(32 * MIB), Fill::Series(1)).of_family(1)))
-        .to_vec();
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 60);
+    let mut sim = Machine::new(requested());
+    let owners: Vec<OwnerKey> = [1, 1, 2, 2, 2].map(|domain| add(&mut sim, domain, copies(32 * MIB))).to_vec();
+    sim.run(60);
     let domain_of = |owner: OwnerKey| owners.iter().position(|&other| other == owner).unwrap() < 2;
     let across =
-        watched.asked_since(0).filter(|(take, keep, _)| keep.is_some_and(|keep| domain_of(keep) != domain_of(*take)));
+        sim.log.asked_since(0).filter(|(take, keep, _)| keep.is_some_and(|keep| domain_of(keep) != domain_of(*take)));
     assert_eq!(across.count(), 0);
-    nearly(watched.host.saved(), 3 * 32 * MIB, 99);
+    nearly(sim.saved(), 3 * 32 * MIB, 99);
 }
 
 proptest! {
@@ -230,39 +217,28 @@ proptest! {
     fn no_request_names_pages_of_two_domains(
         tenants in common::tenants(), seed in any::<u64>(),
     ) {
-        let mut host = SimHost::new(seed, Costs::default(), Knobs::requested());
-        let engine = &mut Engine::new(Config { seed, ..Config::default() });
+        let host = SimHost::new(seed, Costs::default(), Knobs::requested());
+        let mut sim = Machine::with(host, Config { seed, ..Config::default() });
         let mut domains = Vec::new();
         for tenant in tenants {
-            domains.push((host.add(process_of(tenant)), tenant.0));
+            domains.push((sim.add(process_of(tenant)), tenant.0));
         }
-        let mut watched = Watched::new(host);
-        watched.run(engine, 60);
+        sim.run(60);
         let domain_of = |owner: OwnerKey| domains.iter().find(|(other, _)| *other == owner).unwrap().1;
-        for (take, keep, _) in watched.asked_since(0) {
+        for (take, keep, _) in sim.log.asked_since(0) {
             prop_assert!(keep.is_none_or(|keep| domain_of(keep) == domain_of(take)));
         }
     }
 }
 
-/// What is spent, reading and merging, stays within the governor's share over any ten seconds.
+/// Reading and merging stay within the governor's share over any ten seconds.
 #[test]
 fn the_governors_share_holds() {
     for governor in [Governor::Low, Governor::Medium] {
-        let mut host = requested();
-        scenario::redis(&mut host, 4, Pages(256 * MIB));
-        let mut engine = Engine::new(Config { governor, ..config() });
-        let mut spent = Vec::new();
-        common::run_on(&mut host, &mut engine, 60, SimHost::now_ns, |host| {
-            spent.push((host.now_ns(), host.cost().pagefold_ns));
-        });
-        let allowed_ns = share_ns(WINDOW_NS, governor.pace().top);
-        for (at, &(from_ns, before_ns)) in spent.iter().enumerate() {
-            let inside = spent[at..].iter().take_while(|&&(now_ns, _)| now_ns <= from_ns + WINDOW_NS);
-            let most_ns = inside.map(|&(_, spent_ns)| spent_ns - before_ns).max().unwrap();
-            assert!(most_ns <= allowed_ns * 11 / 10, "{governor}: {most_ns} of {allowed_ns} ns from {from_ns}");
-        }
-        assert!(host.saved().0 > 0);
+        let mut sim = Machine::with(requested(), Config { governor, ..config() });
+        scenario::redis(&mut sim, 4, Pages(256 * MIB));
+        assert_spent_at_most(share_ns(WINDOW_NS, governor.pace().top) * 11 / 10, &sim.course(60));
+        assert!(sim.saved().0 > 0);
     }
 }
 
@@ -270,99 +246,83 @@ fn the_governors_share_holds() {
 #[test]
 fn pages_in_use_are_merged_later() {
     let knobs = Knobs { busy: Permyriad(2_000), ..Knobs::requested() };
-    let mut host = SimHost::new(7, Costs::default(), knobs);
-    scenario::pairs(&mut host, Pages(32 * MIB), Pages(0));
-    run(&mut host, &mut engine(), 1_800);
-    nearly(host.saved(), 32 * MIB, 95);
+    let mut sim = Machine::new(SimHost::new(7, Costs::default(), knobs));
+    scenario::pairs(&mut sim, Pages(32 * MIB), Pages(0));
+    sim.run(1_800);
+    nearly(sim.saved(), 32 * MIB, 95);
 }
 
 #[test]
 fn short_lived_memory_is_not_merged() {
-    let mut host = requested();
-    scenario::short_lived(&mut host, Pages(16 * MIB), 300_000_000);
-    add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Random));
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 60);
-    let merged = pages(watched.merges.iter().map(|(_, result)| result), Merging::Merged);
+    let mut sim = Machine::new(requested());
+    scenario::short_lived(&mut sim, Pages(16 * MIB), 300_000_000);
+    add(&mut sim, 0, Mapping::new(Pages(16 * MIB), Fill::Random));
+    sim.run(60);
+    let merged = sim.log.pages_that(Merging::Merged);
     assert!(merged <= 2 * 16 * MIB, "{merged} short-lived pages were merged");
 }
 
 #[test]
 fn the_cow_breaker_is_left_alone() {
-    let mut host = requested();
-    scenario::cow_breaker(&mut host, Pages(4 * MIB));
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 1_200);
-    let from_ns = watched.host.now_ns() - 600 * SECOND;
-    let merged = pages(watched.asked_since(from_ns).map(|(_, _, result)| result), Merging::Merged);
+    let mut sim = Machine::new(requested());
+    scenario::cow_breaker(&mut sim, Pages(4 * MIB));
+    sim.run(1_200);
+    let from_ns = sim.now_ns() - 600 * SECOND;
+    let merged = pages_that(sim.log.asked_since(from_ns).map(|(_, _, result)| result), Merging::Merged);
     // 100 pages a second are written.
     assert!(merged < 600 * 100 / 4, "{merged} merges in ten minutes");
 }
 
 #[test]
 fn nothing_is_asked_for_while_another_program_controls_ksm() {
-    let mut host = requested();
-    scenario::static_mix(&mut host, Pages(32 * MIB));
-    host.set_ours(false);
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 10);
-    assert_eq!((watched.merges.len(), watched.host.ignored_orders()), (0, 0));
-    assert!(engine.ledger().pages_read > 0);
-}
-
-#[test]
-fn the_same_seed_gives_the_same_run() {
-    let runs = [(); 2].map(|()| {
-        let mut host = requested();
-        scenario::mariadb(&mut host, 3, Pages(32 * MIB));
-        let mut engine = engine();
-        run(&mut host, &mut engine, 10);
-        (engine.ledger().curve.clone(), host.cost())
-    });
-    assert_eq!(runs[0], runs[1]);
-    assert!(!runs[0].0.is_empty());
+    let mut sim = Machine::new(requested());
+    scenario::static_mix(&mut sim, Pages(32 * MIB));
+    sim.set_ours(false);
+    sim.run(10);
+    assert_eq!((sim.log.merges.len(), sim.ignored_orders()), (0, 0));
+    assert!(sim.engine.ledger().pages_read > 0);
 }
 
 /// Pages that the merge leaves out are those that were written meanwhile.
 #[test]
 fn memory_that_is_written_all_the_time_is_merged_around() {
-    let mut host = requested();
-    scenario::java(&mut host, 3, Pages(64 * MIB));
-    scenario::redis(&mut host, 3, Pages(32 * MIB));
-    run(&mut host, &mut engine(), 60);
-    let (saved, savable) = (host.saved().0, host.truth().savable);
+    let mut sim = Machine::new(requested());
+    scenario::java(&mut sim, 3, Pages(64 * MIB));
+    scenario::redis(&mut sim, 3, Pages(32 * MIB));
+    sim.run(60);
+    let (saved, savable) = (sim.saved().0, sim.truth().savable);
     assert!(saved * 10 >= (saved + savable) * 9, "{saved} saved, {savable} left");
 }
 
 #[test]
 fn the_surviving_copy_is_chosen_beforehand() {
-    let mut host = SimHost::new(7, Costs::default(), Knobs::requested()).with_nodes(&[Pages(512 * MIB); 2]);
+    let mut sim =
+        Machine::new(SimHost::new(7, Costs::default(), Knobs::requested()).with_nodes(&[Pages(512 * MIB); 2]));
     for node in [0, 1] {
-        let mapping = Mapping::new(Pages(32 * MIB), Fill::Series(1)).of_family(1);
-        host.add(Process::starting_at(0).at_home_on(node).placed(Placement::Fair).mapping(mapping));
+        let mapping = copies(32 * MIB);
+        sim.add(Process::starting_at(0).at_home_on(node).placed(Placement::Fair).mapping(mapping));
     }
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 60);
-    nearly(watched.host.saved(), 32 * MIB, 99);
-    let frames = watched.host.frames_by_node();
+    sim.run(60);
+    nearly(sim.saved(), 32 * MIB, 99);
+    let frames = sim.frames_by_node();
     let merged = frames[0] + frames[1];
     assert!(frames[0].0 * 100 >= merged.0 * 48 && frames[0].0 * 100 <= merged.0 * 52, "{frames:?}");
-    assert!(watched.moves.is_empty(), "{:?}", watched.moves);
+    assert!(sim.log.moves.is_empty(), "{:?}", sim.log.moves);
 }
 
 /// Pages that are alike are merged with none but their copies, whatever the hash; and in the end with all of them.
-fn assert_only_copies_are_merged(alike: Alike, seed: u64, seconds: u64) -> Watched {
-    let mut host = SimHost::new(seed, Costs::default(), Knobs { alike, ..Knobs::requested() });
+fn assert_only_copies_are_merged(alike: Alike, seed: u64, seconds: u64) -> Machine {
+    let host = SimHost::new(seed, Costs::default(), Knobs { alike, ..Knobs::requested() });
+    let mut sim = Machine::with(host, Config { seed, ..config() });
     for family in [1, 1, 2] {
-        add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Series(family)).of_family(family));
+        add(&mut sim, 0, Mapping::new(Pages(16 * MIB), Fill::Series(family)).of_family(family));
     }
-    add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Random));
-    add(&mut host, 0, Mapping::new(Pages(MIB), Fill::Zeros));
-    let savable = host.truth().savable;
-    let (mut watched, mut engine) = (Watched::new(host), Engine::new(Config { seed, ..config() }));
-    watched.run(&mut engine, seconds);
-    let content = |(region, page)| watched.host.page(region, page).unwrap().0;
-    for (_, MergeResult { range, merging }) in &watched.merges {
+    add(&mut sim, 0, Mapping::new(Pages(16 * MIB), Fill::Random));
+    add(&mut sim, 0, Mapping::new(Pages(MIB), Fill::Zeros));
+    let savable = sim.truth().savable;
+    sim.run(seconds);
+    let content = |(region, page)| sim.page(region, page).unwrap().0;
+    for (_, MergeResult { range, merging }) in &sim.log.merges {
         for number in (0..range.take.pages).filter(|_| matches!(merging, Merging::Merged | Merging::Differs)) {
             let part = range.part(number, 1);
             let kept = match part.keep {
@@ -373,36 +333,35 @@ fn assert_only_copies_are_merged(alike: Alike, seed: u64, seconds: u64) -> Watch
             assert_eq!(are_equal, *merging == Merging::Merged);
         }
     }
-    assert_eq!(watched.host.truth().contents, 3 * 16 * MIB);
-    nearly(watched.host.saved(), savable, 99);
-    let merged = pages(watched.merges.iter().map(|(_, result)| result), Merging::Merged);
-    assert_eq!(engine.ledger().requests.merged, Pages(merged));
-    watched
+    assert_eq!(sim.truth().contents, 3 * 16 * MIB);
+    nearly(sim.saved(), savable, 99);
+    let merged = sim.log.pages_that(Merging::Merged);
+    assert_eq!(sim.engine.ledger().requests.merged, Pages(merged));
+    sim
 }
 
 #[test]
 fn pages_that_differ_everywhere_are_hashed_in_small_part() {
-    let watched = assert_only_copies_are_merged(Alike::default(), 7, 20);
-    assert_eq!(watched.lines, [Some(2)]);
+    let sim = assert_only_copies_are_merged(Alike::default(), 7, 20);
+    assert_eq!(sim.log.lines, [Some(2)]);
 }
 
 #[test]
 fn pages_alike_but_for_one_word_are_read_whole_after_a_short_time() {
     let alike = Alike { share: Permyriad(10_000), groups: 1, distinct_from: LINES };
-    let watched = assert_only_copies_are_merged(alike, 7, 20);
-    assert_eq!(watched.lines, [Some(2), None]);
-    let in_vain = pages(watched.merges.iter().map(|(_, result)| result), Merging::Differs);
+    let sim = assert_only_copies_are_merged(alike, 7, 20);
+    assert_eq!(sim.log.lines, [Some(2), None]);
+    let in_vain = sim.log.pages_that(Merging::Differs);
     assert!(in_vain <= 4 * 16 * MIB, "{in_vain} comparisons in vain");
 }
 
 #[test]
 fn a_dry_run_does_not_depend_on_partial_hashes() {
-    let mut host = requested();
-    scenario::pairs(&mut host, Pages(16 * MIB), Pages(16 * MIB));
-    host.set_ours(false);
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 10);
-    assert_eq!(watched.lines, [None]);
+    let mut sim = Machine::new(requested());
+    scenario::pairs(&mut sim, Pages(16 * MIB), Pages(16 * MIB));
+    sim.set_ours(false);
+    sim.run(10);
+    assert_eq!(sim.log.lines, [None]);
 }
 
 proptest! {
@@ -413,27 +372,26 @@ proptest! {
         power in 1_u32..7, seed in any::<u64>(),
     ) {
         let alike = Alike { share: Permyriad(share), groups, distinct_from: 1 << power };
-        let watched = assert_only_copies_are_merged(alike, seed, 300);
-        prop_assert!(watched.lines.len() <= 6, "{:?}", watched.lines);
+        let sim = assert_only_copies_are_merged(alike, seed, 300);
+        prop_assert!(sim.log.lines.len() <= 6, "{:?}", sim.log.lines);
     }
 }
 
 #[test]
 fn successors_of_a_program_that_lived_long_are_merged_soon() {
-    let mut host = requested();
-    let mut engine = Engine::new(Config { governor: Governor::Full, ..config() });
-    run(&mut host, &mut engine, 1);
+    let mut sim = Machine::with(requested(), Config { governor: Governor::Full, ..config() });
+    sim.run(1);
     let mut merged_after = Vec::new();
     for _ in 0..3 {
-        let owner = add(&mut host, 0, Mapping::new(Pages(16 * MIB), Fill::Same(1)));
-        let began_ns = host.now_ns();
-        while host.saved() < Pages(15 * MIB) {
-            run(&mut host, &mut engine, 1);
+        let owner = add(&mut sim, 0, Mapping::new(Pages(16 * MIB), Fill::Same(1)));
+        let began_ns = sim.now_ns();
+        while sim.saved() < Pages(15 * MIB) {
+            sim.run(1);
         }
-        merged_after.push(host.now_ns() - began_ns);
-        run(&mut host, &mut engine, 16);
-        host.exit(owner);
-        run(&mut host, &mut engine, 1);
+        merged_after.push(sim.now_ns() - began_ns);
+        sim.run(16);
+        sim.exit(owner);
+        sim.run(1);
     }
     assert!(merged_after[0] > 3 * SECOND, "nothing is known of its kind: {merged_after:?}");
     assert!(merged_after[1..].iter().all(|&after| after <= SECOND), "{merged_after:?}");

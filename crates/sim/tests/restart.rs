@@ -1,9 +1,10 @@
-//! An engine takes the place of another on the same machine, with what that one has learned.
+//! An engine takes the place of another on the same machine, with the other's knowledge.
 
 mod common;
 
-use common::{MIB, Watched, engine, host};
-use pagefold_engine::engine::{Cycle, Engine, cycle};
+use common::{Log, MIB, Machine, config, host};
+use pagefold_engine::config::{Config, Only};
+use pagefold_engine::engine::Engine;
 use pagefold_engine::host::Host;
 use pagefold_engine::keys::LastingKey;
 use pagefold_engine::learned::Learned;
@@ -12,74 +13,75 @@ use pagefold_engine::units::{Pages, Permyriad};
 use pagefold_sim::{Fill, Mapping, Process, scenario};
 
 /// A machine with merged, sparse and small memory, after one run.
-fn after_a_run() -> (Watched, Learned) {
-    let mut host = host();
-    scenario::redis(&mut host, 3, Pages(64 * MIB));
-    scenario::idle(&mut host, Pages(256 * MIB));
-    let (mut watched, mut first) = (Watched::new(host), engine());
-    watched.run(&mut first, 120);
-    (watched, first.learned())
+fn after_a_run() -> Machine {
+    let mut sim = Machine::new(host());
+    scenario::redis(&mut sim, 3, Pages(64 * MIB));
+    scenario::idle(&mut sim, Pages(256 * MIB));
+    sim.run(120);
+    sim
 }
 
-/// What an engine with this knowledge does: pages read until all is judged, marks made or removed, and scans.
-fn then(watched: &mut Watched, learned: Learned) -> (Engine, u64, u64, u64) {
-    let mut next = engine();
-    next.adopt(learned);
-    (watched.pages, watched.marks, watched.orders) = (Vec::new(), 0, 0);
-    let before = watched.host.saved();
-    watched.run(&mut next, 1);
-    while next.is_busy() {
-        watched.run(&mut next, 1);
+/// Another engine takes the place of the one that runs, with this knowledge.
+fn restart(sim: &mut Machine, learned: Learned) {
+    sim.engine = Engine::new(config());
+    sim.engine.adopt(learned);
+    sim.log = Log::default();
+}
+
+/// Restarts the engine. Returns the pages that it reads until all is judged.
+fn read_after_restart(sim: &mut Machine, learned: Learned) -> u64 {
+    restart(sim, learned);
+    let before = sim.saved();
+    sim.run(1);
+    while sim.engine.is_busy() {
+        sim.run(1);
     }
-    let read = watched.pages.iter().map(|(_, _, pages)| pages).sum();
-    watched.run(&mut next, 110);
-    assert!(watched.host.saved() >= before, "{before:?} before, {:?} after", watched.host.saved());
-    let marks = watched.marks;
-    let scans = next.scans();
-    (next, read, marks, scans)
+    let read = sim.log.pages.iter().map(|(_, _, pages)| pages).sum();
+    sim.run(110);
+    assert!(sim.saved() >= before, "{before:?} before, {:?} after", sim.saved());
+    read
 }
 
 #[test]
 fn the_next_run_searches_and_merges_nothing_anew() {
-    let (mut watched, learned) = after_a_run();
-    let (_, fresh, ..) = then(&mut watched, Learned::default());
-    let (mut watched, _) = after_a_run();
-    let (next, read, marks, scans) = then(&mut watched, learned.clone());
+    let fresh = read_after_restart(&mut after_a_run(), Learned::default());
+    let mut sim = after_a_run();
+    let learned = sim.engine.learned();
+    let read = read_after_restart(&mut sim, learned.clone());
     assert!(read * 5 <= fresh, "{read} pages instead of {fresh}");
-    assert_eq!((marks, scans), (0, 0));
+    assert_eq!((sim.log.marks, sim.engine.scans()), (0, 0));
     // A third run knows as much as the second.
     let marked = |learned: &Learned| learned.regions.iter().filter(|region| !region.marks.is_empty()).count();
-    assert_eq!(marked(&next.learned()), marked(&learned));
+    assert_eq!(marked(&sim.engine.learned()), marked(&learned));
     assert!(marked(&learned) >= 3);
 }
 
 #[test]
 fn a_newcomer_is_merged_with_what_an_earlier_run_has_merged() {
-    let (mut watched, learned) = after_a_run();
-    let mut next = engine();
-    next.adopt(learned);
-    watched.run(&mut next, 30);
-    let before = watched.host.saved().0;
-    scenario::redis(&mut watched.host, 1, Pages(64 * MIB));
-    watched.run(&mut next, 30);
-    let (saved, savable) = (watched.host.saved().0, watched.host.truth().savable);
+    let mut sim = after_a_run();
+    let learned = sim.engine.learned();
+    restart(&mut sim, learned);
+    sim.run(30);
+    let before = sim.saved().0;
+    scenario::redis(&mut sim, 1, Pages(64 * MIB));
+    sim.run(30);
+    let (saved, savable) = (sim.saved().0, sim.truth().savable);
     assert!(saved > before && savable * 10 < saved, "{before}, then {saved}, and {savable} left");
 }
 
 #[test]
 fn a_run_that_ends_before_its_scans_leaves_them_to_the_next() {
-    let mut sim = host();
+    let mut sim = Machine::new(host());
     scenario::redis(&mut sim, 3, Pages(64 * MIB));
-    let (mut watched, mut first) = (Watched::new(sim), engine());
-    while watched.marks == 0 {
-        let Ok(Cycle { wait_ns, .. }) = cycle(&mut first, &mut watched);
-        let Ok(()) = watched.wait(wait_ns);
+    while sim.log.marks == 0 {
+        let wait_ns = sim.cycle();
+        let Ok(()) = sim.wait(wait_ns);
     }
-    assert_eq!(watched.host.saved(), Pages(0));
-    let learned = first.learned();
-    let (_, _, _, scans) = then(&mut watched, learned);
-    let (saved, savable) = (watched.host.saved().0, watched.host.truth().savable);
-    assert!(scans > 0 && savable * 10 < saved, "{saved} and {savable} left");
+    assert_eq!(sim.saved(), Pages(0));
+    let learned = sim.engine.learned();
+    read_after_restart(&mut sim, learned);
+    let (saved, savable) = (sim.saved().0, sim.truth().savable);
+    assert!(sim.engine.scans() > 0 && savable * 10 < saved, "{saved} and {savable} left");
 }
 
 /// A file that claims anything at all.
@@ -103,31 +105,27 @@ fn lies(learned: &Learned) -> Vec<Learned> {
 #[test]
 fn a_lie_changes_nothing_about_what_may_be_merged() {
     let build = || {
-        let mut sim = host();
+        let mut sim = Machine::new(host());
         for _ in 0..3 {
             sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(8 * MIB), Fill::Series(1))));
         }
         sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(8 * MIB), Fill::Random)));
-        Watched::new(sim)
+        sim
     };
-    let (mut watched, mut first) = (build(), engine());
-    watched.run(&mut first, 60);
-    let truth = watched.host.saved();
-    let learned = first.learned();
-    for lie in lies(&learned) {
-        let mut watched = build();
-        let mut engine = engine();
-        engine.adopt(lie);
-        watched.run(&mut engine, 60);
-        assert!(watched.host.saved() <= truth, "{:?} instead of {truth:?}", watched.host.saved());
+    let mut sim = build();
+    sim.run(60);
+    let truth = sim.saved();
+    for lie in lies(&sim.engine.learned()) {
+        let mut sim = build();
+        sim.engine.adopt(lie);
+        sim.run(60);
+        assert!(sim.saved() <= truth, "{:?} instead of {truth:?}", sim.saved());
     }
 }
 
 #[test]
 fn a_run_with_another_task_adopts_nothing() {
-    let (_, learned) = after_a_run();
-    let zeros = pagefold_engine::config::Config { only: pagefold_engine::config::Only::Zeros, ..common::config() };
-    let mut next = Engine::new(zeros);
-    next.adopt(learned);
+    let mut next = Engine::new(Config { only: Only::Zeros, ..config() });
+    next.adopt(after_a_run().engine.learned());
     assert!(next.learned().regions.is_empty() && next.learned().families.is_empty());
 }

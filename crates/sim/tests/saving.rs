@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{MIB, config, host, requested, run};
+use common::{MIB, Machine, host, requested};
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::{Engine, count_saving};
 use pagefold_engine::governor::Governor;
@@ -14,14 +14,13 @@ use pagefold_sim::{Fill, Mapping, Process, SimHost, scenario};
 
 /// Two machines that differ in this only: the engine runs on one of them.
 struct Twins {
-    merged: SimHost,
+    merged: Machine,
     plain: SimHost,
-    engine: Engine,
 }
 
 impl Twins {
     fn new(merged: SimHost, plain: SimHost) -> Self {
-        Self { merged, plain, engine: new_engine() }
+        Self { merged: Machine::with(merged, config()), plain }
     }
 
     fn change<T>(&mut self, mut change: impl FnMut(&mut SimHost) -> T) -> T {
@@ -37,31 +36,31 @@ impl Twins {
     }
 
     fn run(&mut self, seconds: u64) {
-        run(&mut self.merged, &mut self.engine, seconds);
+        self.merged.run(seconds);
         let Ok(()) = self.plain.wait(self.merged.now_ns() - self.plain.now_ns());
     }
 
     /// Another run of pagefold takes over.
     fn restart(&mut self, with_learned: bool) {
-        let learned = self.engine.learned();
-        self.engine = new_engine();
+        let learned = self.merged.engine.learned();
+        self.merged.engine = Engine::new(config());
         if with_learned {
-            self.engine.adopt(learned);
+            self.merged.engine.adopt(learned);
         }
     }
 
     #[track_caller]
     fn check(&mut self, when: &str) -> u64 {
-        let Ok(()) = count_saving(&mut self.engine, &mut self.merged);
+        let Ok(()) = count_saving(&mut self.merged.engine, &mut self.merged.host);
         let truth = self.plain.truth().frames - self.merged.truth().frames;
-        let said = self.engine.saving().expect("it was counted").saved.0;
+        let said = self.merged.engine.saving().expect("it was counted").saved.0;
         assert!(said.abs_diff(truth) * 50 <= truth, "{when}: {said} of {truth} pages saved");
         truth
     }
 }
 
-fn new_engine() -> Engine {
-    Engine::new(Config { governor: Governor::Full, ..config() })
+fn config() -> Config {
+    Config { governor: Governor::Full, ..common::config() }
 }
 
 fn twins() -> [Twins; 2] {
@@ -130,19 +129,18 @@ fn of_much_memory_a_part_is_looked_up_and_the_figure_still_holds() {
         twins.add(256, &Fill::Random);
         twins.run(60);
         assert!(twins.check("much memory") >= 100 * MIB);
-        assert!(twins.engine.saving().unwrap().one_in > 1);
+        assert!(twins.merged.engine.saving().unwrap().one_in > 1);
     }
 }
 
 #[test]
 fn counting_takes_little_time() {
-    let mut host = host();
-    scenario::redis(&mut host, 3, Pages(256 * MIB));
-    let mut engine = new_engine();
-    run(&mut host, &mut engine, 600);
-    let before = engine.saving().unwrap().counted_ns;
-    run(&mut host, &mut engine, 60);
-    let counted_ns = engine.saving().unwrap().counted_ns;
+    let mut sim = Machine::with(host(), config());
+    scenario::redis(&mut sim, 3, Pages(256 * MIB));
+    sim.run(600);
+    let before = sim.engine.saving().unwrap().counted_ns;
+    sim.run(60);
+    let counted_ns = sim.engine.saving().unwrap().counted_ns;
     assert!(counted_ns > before, "at least once a minute");
-    assert!(host.now_ns() - counted_ns <= 61_000_000_000);
+    assert!(sim.now_ns() - counted_ns <= 61_000_000_000);
 }

@@ -2,9 +2,8 @@
 
 mod common;
 
-use common::{MIB, SECOND, config, host, requested, run};
+use common::{Log, MIB, Machine, SECOND, config, host, requested};
 use pagefold_engine::config::Config;
-use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::random::Random;
 use pagefold_engine::units::Pages;
@@ -17,14 +16,9 @@ const DAY_SECONDS: u64 = 86_400;
 const STEP_SECONDS: u64 = 10;
 const HOUR_STEPS: u64 = 3_600 / STEP_SECONDS;
 
-/// The size of all that the engine holds, as its text.
-fn size(engine: &Engine) -> usize {
-    format!("{engine:?}").len()
-}
-
 /// Processes of a page to a MiB start, live for up to a minute, and exit. One in ten is of a program that was never seen before.
 /// Returns the most that the engine held at the end of an hour.
-fn pass_a_day(host: &mut SimHost, engine: &mut Engine, random: &mut Random, started: &mut u64) -> usize {
+fn pass_a_day(sim: &mut Machine, random: &mut Random, started: &mut u64) -> usize {
     let mut most = 0;
     for step in 1..=DAY_SECONDS / STEP_SECONDS {
         let due = STARTS_PER_DAY * step / (DAY_SECONDS / STEP_SECONDS)
@@ -34,34 +28,36 @@ fn pass_a_day(host: &mut SimHost, engine: &mut Engine, random: &mut Random, star
             let family = if *started % 10 == 0 { 1_000 + *started } else { *started % 7 };
             let pages = Pages(1 + random.below(MIB));
             let fill = if *started % 2 == 0 { Fill::Series(family) } else { Fill::Random };
-            let now_ns = host.now_ns();
+            let now_ns = sim.now_ns();
             let exit_ns = now_ns + (1 + random.below(60)) * SECOND;
-            host.add(
+            sim.add(
                 Process::starting_at(now_ns).exiting_at(exit_ns).mapping(Mapping::new(pages, fill).of_family(family)),
             );
         }
-        run(host, engine, STEP_SECONDS);
+        sim.run(STEP_SECONDS);
+        sim.log = Log::default();
         if step % HOUR_STEPS == 0 {
-            most = most.max(size(engine));
+            // The size of all that the engine holds, as its text.
+            most = most.max(format!("{:?}", sim.engine).len());
         }
     }
     most
 }
 
-fn assert_nothing_grows(mut host: SimHost) {
-    let mut engine = Engine::new(Config { governor: Governor::Full, ..config() });
+fn assert_nothing_grows(host: SimHost) {
+    let mut sim = Machine::with(host, Config { governor: Governor::Full, ..config() });
     for _ in 0..3 {
-        host.add(Process::starting_at(0).mapping(Mapping::new(Pages(16 * MIB), Fill::Series(1))));
+        sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(16 * MIB), Fill::Series(1))));
     }
     let (mut random, mut started) = (Random::new(5), 0);
-    let mut pass = |host: &mut SimHost| pass_a_day(host, &mut engine, &mut random, &mut started);
-    let early = (0..3).map(|_| pass(&mut host)).max().unwrap();
-    let saved = host.saved();
-    let late = (3..7).map(|_| pass(&mut host)).max().unwrap();
+    let mut pass = |sim: &mut Machine| pass_a_day(sim, &mut random, &mut started);
+    let early = (0..3).map(|_| pass(&mut sim)).max().unwrap();
+    let saved = sim.saved();
+    let late = (3..7).map(|_| pass(&mut sim)).max().unwrap();
     println!("{started} processes; at most {early} bytes of text in three days, {late} in the other four");
     assert!(started >= 999_000, "{started} processes");
     assert!(late <= early + early / 10, "from {early} to {late} bytes");
-    assert!(saved >= Pages(31 * MIB) && host.saved() >= Pages(31 * MIB), "{saved:?}, {:?}", host.saved());
+    assert!(saved >= Pages(31 * MIB) && sim.saved() >= Pages(31 * MIB), "{saved:?}, {:?}", sim.saved());
 }
 
 #[test]

@@ -2,17 +2,16 @@
 
 mod common;
 
-use common::{MIB, SECOND, Watched, config, host, process_of, requested, run};
+use common::{MIB, Machine, SECOND, config, host, process_of, requested};
 use pagefold_engine::config::{Config, Only};
-use pagefold_engine::engine::Engine;
 use pagefold_engine::host::Keep;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::{Pages, Permyriad};
 use pagefold_sim::{Fill, Mapping, Process, Replica, SimHost};
 use proptest::prelude::*;
 
-fn engine() -> Engine {
-    Engine::new(Config { only: Only::Zeros, ..config() })
+fn machine(host: SimHost) -> Machine {
+    Machine::with(host, Config { only: Only::Zeros, ..config() })
 }
 
 fn add(host: &mut SimHost, mib: u64, fill: Fill) -> OwnerKey {
@@ -29,50 +28,49 @@ fn with_zeros(zeros: u32) -> Fill {
 /// Pages of zeros are found in dense and in thin memory, and nothing else is ever named.
 #[test]
 fn on_request_only_zeros_are_named() {
-    let mut host = requested();
+    let mut sim = machine(requested());
     for zeros in [9_000, 2_000, 500] {
-        (0..2).for_each(|_| _ = add(&mut host, 32, with_zeros(zeros)));
+        (0..2).for_each(|_| _ = add(&mut sim, 32, with_zeros(zeros)));
     }
-    add(&mut host, 16, Fill::Zeros);
-    (0..2).for_each(|_| _ = add(&mut host, 32, Fill::Series(1)));
-    let (mut watched, mut engine) = (Watched::new(host), engine());
-    watched.run(&mut engine, 60);
-    assert!(watched.merges.iter().all(|(_, result)| result.range.keep == Keep::Zero));
-    let ksm = watched.host.ksm();
+    add(&mut sim, 16, Fill::Zeros);
+    (0..2).for_each(|_| _ = add(&mut sim, 32, Fill::Series(1)));
+    sim.run(60);
+    assert!(sim.log.merges.iter().all(|(_, result)| result.range.keep == Keep::Zero));
+    let ksm = sim.ksm();
     assert_eq!((ksm.shared, ksm.sharing), (Pages(0), Pages(0)), "no program shares a page with another one");
     let expected = (2 * 32 * (9_000 + 2_000 + 500) / 10_000 + 16) * MIB;
     assert!(ksm.zero.0 * 100 >= expected * 95, "{} of {expected}", ksm.zero.0);
-    assert_eq!((watched.marks, watched.orders), (0, 0));
-    assert_eq!(engine.state().index_entries, 0, "other contents are not remembered");
+    assert_eq!((sim.log.marks, sim.log.orders), (0, 0));
+    assert_eq!(sim.engine.state().index_entries, 0, "other contents are not remembered");
 }
 
 /// Everything, as long as nothing else is asked for.
 #[test]
 fn all_contents_are_merged_by_default() {
-    let mut host = requested();
-    (0..2).for_each(|_| _ = add(&mut host, 32, Fill::Series(1)));
-    run(&mut host, &mut Engine::new(config()), 30);
-    assert!(host.saved().0 >= 31 * MIB);
+    let mut sim = Machine::new(requested());
+    (0..2).for_each(|_| _ = add(&mut sim, 32, Fill::Series(1)));
+    sim.run(30);
+    assert!(sim.saved().0 >= 31 * MIB);
 }
 
 /// ksmd merges whatever is marked, so only memory that is mostly zeros is.
 #[test]
 fn with_ksmd_only_memory_dense_with_zeros_is_marked() {
-    let mut host = host();
-    let dense: Vec<OwnerKey> = (0..2).map(|_| add(&mut host, 32, with_zeros(9_000))).collect();
-    let thin: Vec<OwnerKey> = (0..2).map(|_| add(&mut host, 32, with_zeros(3_000))).collect();
-    let copies: Vec<OwnerKey> = (0..2).map(|_| add(&mut host, 32, Fill::Series(1))).collect();
-    let mut engine = engine();
-    run(&mut host, &mut engine, 120);
-    let marked =
-        |owner: &OwnerKey| engine.regions().any(|region| region.view.owner == *owner && region.view.marked > Pages(0));
+    let mut sim = machine(host());
+    let dense: Vec<OwnerKey> = (0..2).map(|_| add(&mut sim, 32, with_zeros(9_000))).collect();
+    let thin: Vec<OwnerKey> = (0..2).map(|_| add(&mut sim, 32, with_zeros(3_000))).collect();
+    let copies: Vec<OwnerKey> = (0..2).map(|_| add(&mut sim, 32, Fill::Series(1))).collect();
+    sim.run(120);
+    let marked = |owner: &OwnerKey| {
+        sim.engine.regions().any(|region| region.view.owner == *owner && region.view.marked > Pages(0))
+    };
     assert!(dense.iter().all(marked));
     assert!(!thin.iter().chain(&copies).any(marked), "also when ksmd has been idle for long");
-    assert!(host.ksm().zero.0 * 100 >= 2 * 32 * MIB * 88, "{:?}", host.ksm());
-    // What is marked beside zeros is counted, and ksmd has merged it.
-    let other: u64 = engine.state().regions.iter().map(|region| region.other.0).sum();
+    assert!(sim.ksm().zero.0 * 100 >= 2 * 32 * MIB * 88, "{:?}", sim.ksm());
+    // We count other pages that are marked, and ksmd has merged them.
+    let other: u64 = sim.engine.state().regions.iter().map(|region| region.other.0).sum();
     assert!((2 * 3 * MIB..2 * 4 * MIB).contains(&other), "{other}");
-    assert!(host.ksm().sharing > Pages(0));
+    assert!(sim.ksm().sharing > Pages(0));
 }
 
 proptest! {
@@ -81,17 +79,16 @@ proptest! {
     /// Whatever runs in whichever trust domains, no program ever shares a page on request.
     #[test]
     fn on_request_nothing_is_shared(tenants in common::tenants(), seed in any::<u64>()) {
-        let mut host = requested();
-        let mut engine = Engine::new(Config { seed, only: Only::Zeros, ..Config::default() });
+        let mut sim = Machine::with(requested(), Config { seed, only: Only::Zeros, ..Config::default() });
         let zeros: u64 = tenants.iter().filter(|(_, fill, ..)| *fill > 2).map(|(_, _, mib, _)| mib * MIB).sum();
         for tenant in tenants {
-            host.add(process_of(tenant));
+            sim.add(process_of(tenant));
         }
-        let end_ns = host.now_ns() + 60 * SECOND;
-        while host.now_ns() < end_ns {
-            run(&mut host, &mut engine, 5);
-            prop_assert_eq!(host.ksm().shared, Pages(0));
+        let end_ns = sim.now_ns() + 60 * SECOND;
+        while sim.now_ns() < end_ns {
+            sim.run(5);
+            prop_assert_eq!(sim.ksm().shared, Pages(0));
         }
-        prop_assert!(host.ksm().zero.0 * 100 >= zeros * 95);
+        prop_assert!(sim.ksm().zero.0 * 100 >= zeros * 95);
     }
 }

@@ -20,7 +20,7 @@ impl Browser {
         Some(Self { dir: tempfile::tempdir().unwrap() })
     }
 
-    /// Opens a page. Returns what it prints, after checking that nothing was refused or failed.
+    /// Opens a page. Returns the browser's output, after checking that nothing was refused or failed.
     #[track_caller]
     fn open(&self, page: &Path, more: &[&str]) -> String {
         let profile = format!("--user-data-dir={}", self.dir.path().join("profile").display());
@@ -32,7 +32,7 @@ impl Browser {
             command.args(more).arg(format!("file://{}", page.display())).stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{said}");
-        // What a page is refused by its policy, and errors in it, are messages of the console.
+        // The console has a message for everything that the policy of a page refuses, and for errors in it.
         assert!(!said.contains("CONSOLE"), "{said}");
         String::from_utf8(output.stdout).unwrap()
     }

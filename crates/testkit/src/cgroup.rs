@@ -1,5 +1,7 @@
 //! Control groups of a test's own.
 
+use crate::process::wait_until;
+use crate::skip::skip_unsupported;
 use std::fs;
 use std::io::Write;
 use std::os::unix::process::CommandExt;
@@ -92,8 +94,25 @@ impl Freezer {
         Some(Self { group, version })
     }
 
+    /// By either version. `None`, with the reason reported, where neither is mounted.
+    pub fn of_any_version() -> Option<Self> {
+        let freezer = Self::create(1).or_else(|| Self::create(2));
+        if freezer.is_none() {
+            skip_unsupported("no freezer is mounted");
+        }
+        freezer
+    }
+
     pub fn add(&self, pid: i32) {
         self.group.add(pid);
+    }
+
+    /// Puts a process into it, and waits until it is frozen.
+    #[track_caller]
+    pub fn freeze_process(&self, pid: i32) {
+        self.add(pid);
+        self.freeze(true);
+        wait_until("it is frozen", || self.is_frozen());
     }
 
     pub fn freeze(&self, on: bool) {

@@ -1,4 +1,4 @@
-//! Golden files: texts of the program, kept in the repository and compared with what it makes now.
+//! Golden files: texts of the program, kept in the repository and compared with its texts now.
 
 use std::fs;
 use std::path::Path;

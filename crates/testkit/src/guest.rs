@@ -30,11 +30,11 @@ impl Tools {
         Emulator::find().map(|emulator| Self { emulator, kernel }).map_err(skip::skip).ok()
     }
 
-    /// An initial file system with `numa_guest` as `/init`, these programs in `/bin`, their libraries, and these files.
+    /// An initial file system with `guest_init` as `/init`, these programs in `/bin`, their libraries, and these files.
     pub fn image(&self, programs: &[(&str, &Path)], files: &[(&str, Vec<u8>)]) -> Vec<u8> {
         let scratch = tempfile::tempdir().unwrap();
         let image = self.emulator.image(scratch.path().join("root"));
-        put_stripped(&image, &victim_binary("numa_guest"), "init");
+        put_stripped(&image, &victim_binary("guest_init"), "init");
         for (name, program) in programs {
             put_stripped(&image, program, &format!("bin/{name}"));
         }
@@ -53,14 +53,14 @@ fn put_stripped(image: &Image, program: &Path, to: &str) {
     output_of(Command::new("strip").arg(image.path(to)));
 }
 
-/// What a machine left when it ended.
+/// Everything that a machine leaves when it ends.
 #[derive(Debug)]
 pub struct GuestEnded {
     /// How it ended.
     pub status: String,
-    /// What it wrote to its first serial port: the kernel's and the programs' messages.
+    /// All it wrote to its first serial port: the kernel's and the programs' messages.
     pub console: String,
-    /// What it wrote to its second serial port.
+    /// All it wrote to its second serial port.
     pub results: String,
     pub took: Duration,
 }

@@ -58,11 +58,22 @@ impl Holder {
         Self { program, first, pages }
     }
 
+    /// Starts a process whose pages have the contents from this one on.
+    pub fn with(pages: u64, content: u64) -> Self {
+        Self::with_as(victim_binary("holder").as_ref(), pages, content)
+    }
+
+    /// The same by another name of the program.
+    pub fn with_as(program: &Path, pages: u64, content: u64) -> Self {
+        let mut holder = Self::start_as(program, pages);
+        holder.write(0, pages, content);
+        holder
+    }
+
     /// Starts a process with all of this memory marked, each page different from all others anywhere.
     pub fn random(pages: u64) -> Self {
         let mut holder = Self::start(pages);
-        let content = holder.unique_content();
-        holder.change(Change::Write { first: 0, pages, content, step: 1 });
+        holder.write(0, pages, holder.unique_content());
         holder.mark(0, pages);
         holder
     }
@@ -76,8 +87,8 @@ impl Holder {
 
     /// Overwrites the second half with the contents of [`Self::random`]'s first half.
     pub fn duplicate(&mut self) {
-        let (half, content) = (self.pages / 2, self.unique_content());
-        self.change(Change::Write { first: half, pages: half, content, step: 1 });
+        let half = self.pages / 2;
+        self.write(half, half, self.unique_content());
     }
 
     /// The first of so many contents that no other process writes.
@@ -87,6 +98,16 @@ impl Holder {
 
     pub fn pid(&self) -> i32 {
         self.program.pid()
+    }
+
+    /// Gives pages the contents from this one on.
+    pub fn write(&mut self, first: u64, pages: u64, content: u64) {
+        self.change(Change::Write { first, pages, content, step: 1 });
+    }
+
+    /// Fills pages with zeros.
+    pub fn zero(&mut self, first: u64, pages: u64) {
+        self.change(Change::Write { first, pages, content: 0, step: 0 });
     }
 
     /// Makes a change and waits until it is made.

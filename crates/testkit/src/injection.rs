@@ -10,7 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// What injection tests have a victim do to its memory, and undo. Tests that use KSM run beside them and count on nobody else marking
+/// Injection tests have a victim do this to its memory, and undo it. Tests that use KSM run beside them and count on nobody else marking
 /// memory for it, so this is a flag that only a core dump looks at.
 pub const MARK: i32 = libc::MADV_DONTDUMP;
 pub const UNMARK: i32 = libc::MADV_DODUMP;
@@ -107,7 +107,7 @@ impl Victim {
         can_inject().then(|| Self::start(mode))
     }
 
-    /// Starts a victim with these arguments. The error is the reason why it cannot do what they say.
+    /// Starts a victim with these arguments. The error is the reason why it can't do as they say.
     pub fn try_start(args: &[&str]) -> Result<Self, String> {
         let mut command = Command::new(victim_binary("victim"));
         // SAFETY: prctl(2) is async-signal-safe.

@@ -1,15 +1,17 @@
 //! KSM's knobs and counters, and the fixture that takes KSM for one test.
 
+use crate::pagefold::{Daemon, unmerge};
 use crate::process::is_root;
 use crate::skip::{skip, skip_unsupported};
 use pagefold_procmem::os::fields;
+use serde_json::Value;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Where pagefold records what it has to restore.
+/// Where pagefold records the settings it has to restore.
 pub const STATE_FILE: &str = "/run/pagefold/ksm-state.json";
 /// `pages_to_scan` during a kick.
 pub const KICK: u64 = u32::MAX as u64;
@@ -117,6 +119,21 @@ impl KsmAtRest {
         self.assert_knobs_restored_except(deferred_knobs());
     }
 
+    /// Ends a run and unmerges these processes. Returns the summary of the run.
+    #[track_caller]
+    pub fn end(&self, daemon: Daemon, pids: &[i32]) -> Value {
+        let summary = daemon.stop();
+        self.give_back(pids);
+        summary
+    }
+
+    /// Unmerges these processes. Then KSM is as it was before.
+    #[track_caller]
+    pub fn give_back(&self, pids: &[i32]) {
+        unmerge(pids);
+        self.assert_restored();
+    }
+
     /// KSM is as it was before the test, and nothing is left to restore.
     #[track_caller]
     pub fn assert_restored(&self) {
@@ -165,7 +182,7 @@ fn rest() {
     let _ = fs::remove_file(STATE_FILE);
 }
 
-/// What uses KSM at the moment: a running pagefold, or a process with merged pages.
+/// Who uses KSM at the moment: a running pagefold, or a process with merged pages.
 fn user() -> Option<String> {
     if let Ok(Some(holder)) = pagefold_ksm::lock::holder(Path::new(pagefold_ksm::lock::LOCK_PATH)) {
         return Some(format!("pagefold is running ({holder:?})"));

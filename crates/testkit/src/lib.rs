@@ -1,4 +1,4 @@
-//! What pagefold's integration tests share.
+//! Helpers that pagefold's integration tests share.
 //!
 //! | module | holds |
 //! | --- | --- |
@@ -7,15 +7,15 @@
 //! | [`browser`] | a browser that opens the pages of reports |
 //! | [`pagefold`](mod@pagefold) | runs of the program under test, and assertions on how they end |
 //! | [`ksm`] | KSM's knobs and counters, and the fixture that takes KSM for one test |
-//! | [`process`] | small processes to work on, and what /proc shows of a process |
+//! | [`process`] | small processes to work on, and readers of a process's files in /proc |
 //! | [`ksm_files`] | a directory like KSM's in sysfs |
 //! | [`cgroup`] | control groups of a test's own, and freezers |
 //! | [`limit`] | control groups that limit memory |
+//! | [`namespace`] | mount namespaces, and file systems that can be frozen |
 //! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
 //! | [`golden`] | texts that are kept as files and compared |
 //! | [`guest`] | emulated machines |
-//! | [`numa`] | the scenarios that `numa_guest` runs in an emulated machine, and their results |
 //!
 //! The victims are this crate's binaries, in `src/bin`:
 //!
@@ -24,8 +24,7 @@
 //! | `holder` | holds memory with given contents, page by page |
 //! | `shuffler` | rewrites, moves, forks and checks its memory all the time |
 //! | `victim` | is in a state that matters for injection, and checks that it notices nothing |
-//! | `request_guest` | checks merging on request in an emulated machine |
-//! | `numa_guest` | the `/init` of emulated machines: runs scenarios on several memory nodes, or a test |
+//! | `guest_init` | the `/init` of emulated machines: runs a command |
 #![allow(clippy::missing_panics_doc, reason = "helpers of tests: they panic to fail the test")]
 
 pub mod binaries;
@@ -38,7 +37,7 @@ pub mod injection;
 pub mod ksm;
 pub mod ksm_files;
 pub mod limit;
-pub mod numa;
+pub mod namespace;
 pub mod pagefold;
 pub mod process;
 pub mod shuffler;
@@ -50,14 +49,16 @@ pub use browser::Browser;
 pub use cgroup::{Cgroup, Freezer};
 pub use holder::Holder;
 pub use ksm::{KICK, KsmAtRest, KsmLock, STATE_FILE, advisor_is_off, number, saved_bytes, write_knob};
+pub use namespace::{Disk, Namespace};
 pub use pagefold::{
-    Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, json_of, output_of,
-    pagefold, row, run_pagefold, status, succeed, unmerge, with_pids,
+    ConfigFile, Daemon, Ended, assert_failed, assert_failed_as, assert_fails, assert_has, assert_refused, injector_on,
+    json_lines, json_of, output_of, pagefold, row, status, succeed, unmerge, with_pids,
 };
 pub use pagefold_workload::OwnedChild;
 pub use process::{
-    Forked, Marks, Script, Sleeper, Tracer, as_other_user, assert_unmarked, has_huge_pages, has_kernel_threads,
-    has_merge_any, is_root, marks, send, state, status_field, tids, vmstat, wait_until, wait_until_unmarked, zombie,
+    Forked, Marks, Script, Sleeper, Tracer, are_merged, as_other_user, assert_unmarked, can_read_pages, exists,
+    has_huge_pages, has_kernel_threads, has_merge_any, is_root, kib, marks, send, state, status_field, tids, vmstat,
+    wait_until, wait_until_merged, wait_until_unmarked, zombie,
 };
 pub use shuffler::Shuffler;
 pub use skip::{skip, skip_unsupported};

@@ -41,12 +41,15 @@ impl Limited {
 
     /// Limits memory, not counting swap.
     pub fn limit(&self, bytes: u64) {
-        self.cgroup.set(if self.one { "memory.limit_in_bytes" } else { "memory.max" }, &bytes.to_string());
+        self.set_limit(&bytes.to_string());
     }
 
     pub fn unlimited(&self) {
-        self.cgroup
-            .set(if self.one { "memory.limit_in_bytes" } else { "memory.max" }, if self.one { "-1" } else { "max" });
+        self.set_limit(if self.one { "-1" } else { "max" });
+    }
+
+    fn set_limit(&self, limit: &str) {
+        self.cgroup.set(if self.one { "memory.limit_in_bytes" } else { "memory.max" }, limit);
     }
 
     pub fn usage(&self) -> u64 {
@@ -60,11 +63,15 @@ impl Limited {
 
     /// Resets [`Self::peak`]. Has no effect on version 2 before Linux 6.12.
     pub fn forget_peak(&self) {
-        let _ = fs::write(self.path().join(if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" }), "0");
+        let _ = fs::write(self.path().join(self.peak_file()), "0");
     }
 
     pub fn peak(&self) -> u64 {
-        self.number(if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" })
+        self.number(self.peak_file())
+    }
+
+    fn peak_file(&self) -> &'static str {
+        if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" }
     }
 
     /// The number of members that were killed.

@@ -8,26 +8,23 @@ use std::fs::{self, File};
 use std::io::{Read, Seek};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// Runs `pagefold` to its end.
-pub fn pagefold(args: &[&str]) -> Output {
-    run_pagefold(args)
-}
-
-/// Runs `pagefold` to its end, with arguments of any kind of string.
-pub fn run_pagefold(args: &[impl AsRef<OsStr>]) -> Output {
+pub fn pagefold(args: &[impl AsRef<OsStr>]) -> Output {
     Command::new(program()).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
-/// What `pagefold` prints when it succeeds.
+/// The output of `pagefold`, which succeeds.
 #[track_caller]
 pub fn succeed(args: &[impl AsRef<OsStr>]) -> String {
     output_of(Command::new(program()).args(args))
 }
 
-/// What a program prints when it succeeds.
+/// The output of a program, which succeeds.
 #[track_caller]
 pub fn output_of(command: &mut Command) -> String {
     let output = command.stdin(Stdio::null()).output().unwrap();
@@ -35,7 +32,7 @@ pub fn output_of(command: &mut Command) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What `pagefold` prints with these arguments and `--json`.
+/// The output of `pagefold` with these arguments and `--json`.
 #[track_caller]
 pub fn json_of(args: &[impl AsRef<OsStr>]) -> Value {
     let json = output_of(Command::new(program()).args(args).arg("--json"));
@@ -78,7 +75,7 @@ pub fn assert_refused(output: &Output, code: i32, says: &str) {
     assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
-/// The same for a failure after which the program still reports what it has done.
+/// The same for a failure after which the program still prints its report.
 #[track_caller]
 pub fn assert_failed(output: &Output, code: i32, says: &str) {
     assert_failed_as("pagefold", output, code, says);
@@ -106,6 +103,50 @@ pub fn unmerge(pids: &[i32]) -> Value {
     let summary = json_of(&with_pids(&["unmerge"], pids, &[]));
     assert_eq!(summary["schema"], "pagefold.unmerge/1");
     summary
+}
+
+/// An injector that serves the other end of this socket, as a service manager starts one for a connection.
+pub fn injector_on(stream: UnixStream) -> Child {
+    let input = OwnedFd::from(stream);
+    let mut command = Command::new(program());
+    command.arg("injector").stdin(input.try_clone().unwrap()).stdout(input).stderr(Stdio::null());
+    command.spawn().unwrap()
+}
+
+/// The complete lines of a file of JSON, such as an audit log.
+pub fn json_lines(text: &str) -> Vec<Value> {
+    // The last line may be incomplete.
+    let whole = text.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+    whole.map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// A configuration file, alone in a directory. Removed when dropped.
+pub struct ConfigFile {
+    pub dir: tempfile::TempDir,
+    pub path: PathBuf,
+}
+
+impl ConfigFile {
+    pub fn new(text: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let file = Self { path: dir.path().join("pagefold.toml"), dir };
+        file.write(text);
+        file
+    }
+
+    pub fn write(&self, text: &str) {
+        fs::write(&self.path, text).unwrap();
+    }
+
+    /// Its path as an argument.
+    pub fn name(&self) -> &str {
+        self.path.to_str().unwrap()
+    }
+
+    /// The path of another file in the directory, as an argument.
+    pub fn beside(&self, name: &str) -> String {
+        self.dir.path().join(name).to_str().unwrap().to_owned()
+    }
 }
 
 /// A running program, usually `pagefold run`. Gets SIGTERM when dropped.
@@ -211,11 +252,30 @@ impl Daemon {
         }
     }
 
+    /// Gives it another configuration to read.
+    pub fn reload(&self, config: &ConfigFile, text: &str) {
+        config.write(text);
+        self.signal(libc::SIGHUP);
+    }
+
+    /// Ends it by SIGTERM.
+    #[track_caller]
+    pub fn terminate(self) -> Ended {
+        self.signal(libc::SIGTERM);
+        self.end()
+    }
+
     /// Ends the run by SIGTERM, and returns the summary.
     #[track_caller]
     pub fn stop(self) -> Value {
-        self.signal(libc::SIGTERM);
-        self.end().summary()
+        self.terminate().summary()
+    }
+
+    /// Kills it.
+    #[track_caller]
+    pub fn kill(self) -> Ended {
+        self.signal(libc::SIGKILL);
+        self.end()
     }
 }
 

@@ -1,7 +1,7 @@
-//! Small processes to work on, and what /proc shows of a process.
+//! Small processes to work on, and readers of a process's files in /proc.
 
-use crate::skip_unsupported;
-use pagefold_procmem::os::fields::{field, number};
+use crate::skip::{skip, skip_unsupported};
+use pagefold_procmem::os::fields::{self, field, number};
 use pagefold_procmem::process::Process;
 use pagefold_workload::OwnedChild;
 use std::ffi::OsStr;
@@ -75,6 +75,27 @@ pub fn status_field(dir: &str, name: &str) -> Option<String> {
     Some(String::from_utf8_lossy(field(&status, name)?).into_owned())
 }
 
+/// A value in KiB of a file like `/proc/PID/status`.
+#[track_caller]
+pub fn kib(path: &str, name: &str) -> u64 {
+    fields::kib(&fs::read(path).unwrap(), name).unwrap_or_else(|error| panic!("{name} in {path}: {error}"))
+}
+
+/// Whether there is such a process.
+pub fn exists(pid: i32) -> bool {
+    fs::exists(format!("/proc/{pid}")).unwrap()
+}
+
+/// Whether pages of other processes can be read; reports why not.
+#[track_caller]
+pub fn can_read_pages() -> bool {
+    let can = fs::File::open("/proc/kpageflags").is_ok();
+    if !can {
+        skip("/proc/kpageflags cannot be opened: not root, or not in this kernel");
+    }
+    can
+}
+
 /// A counter of /proc/vmstat, 0 if the kernel does not have it.
 pub fn vmstat(name: &str) -> u64 {
     number(&fs::read("/proc/vmstat").unwrap(), name).unwrap_or(0)
@@ -86,7 +107,7 @@ pub fn has_huge_pages() -> bool {
     !modes.is_empty() && !modes.contains("[never]")
 }
 
-/// What smaps shows of KSM in a process.
+/// The marked and merged memory of a process, by its smaps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Marks {
     /// Address space under VM_MERGEABLE, bytes.
@@ -119,7 +140,17 @@ pub fn assert_unmarked(pids: &[i32]) {
     }
 }
 
-/// Waits for at most `limit` until nothing of a process is marked or merged. `still` says what it is until then.
+/// Whether so much of each process is merged.
+pub fn are_merged(pids: &[i32], bytes: u64) -> bool {
+    pids.iter().all(|&pid| marks(pid).merged >= bytes)
+}
+
+#[track_caller]
+pub fn wait_until_merged(pids: &[i32], bytes: u64) {
+    wait_until("they are merged", || are_merged(pids, bytes));
+}
+
+/// Waits for at most `limit` until nothing of a process is marked or merged. `still` names its state until then.
 #[track_caller]
 pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
     let began = Instant::now();

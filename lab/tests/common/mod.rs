@@ -1,8 +1,15 @@
-//! Runs of `pagefold-lab`.
+//! Runs of `pagefold-lab`, and its examples.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use pagefold_testkit::assert_failed_as;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+
+/// An example, which `cargo test --examples` builds beside the tests.
+pub fn example(name: &str) -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    own.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples").join(name)
+}
 
 /// Runs `pagefold-lab` to its end.
 pub fn lab(args: &[&str]) -> Output {

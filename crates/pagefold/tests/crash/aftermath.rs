@@ -1,4 +1,4 @@
-//! Assertions on what a run with a fault leaves.
+//! Assertions on the state that a run with a fault leaves.
 
 use super::*;
 pub use pagefold_testkit::ksm::knobs;

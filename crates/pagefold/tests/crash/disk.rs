@@ -3,30 +3,24 @@
 use super::*;
 
 /// A mount namespace with a small file system mounted on `/run/pagefold`. Removed when dropped.
-struct SmallRun(Script);
+struct SmallRun(Namespace);
 
 impl SmallRun {
     /// `None`, with the reason reported, where it cannot be made.
     fn make() -> Option<Self> {
-        const MOUNT: &str =
-            "mkdir -p /run/pagefold && mount -t tmpfs -o size=64k tmpfs /run/pagefold && echo ready && read x";
-        let mut shell = Script::of(Command::new("unshare").args(["-m", "sh", "-c", MOUNT]));
-        if shell.line() != "ready" {
-            skip("a tmpfs cannot be mounted in a mount namespace");
-            return None;
-        }
-        Some(Self(shell))
+        let mount = "mkdir -p /run/pagefold && mount -t tmpfs -o size=64k tmpfs /run/pagefold";
+        Namespace::make(mount, "a tmpfs cannot be mounted in a mount namespace").map(Self)
     }
 
-    /// A command in the namespace.
-    fn command(&self, program: &Path, args: &[String]) -> Command {
-        let mut command = Command::new("nsenter");
-        command.args(["-t", &self.0.pid().to_string(), "-m"]).arg(program).args(args);
+    /// `pagefold` in the namespace.
+    fn pagefold(&self, args: &[impl AsRef<OsStr>]) -> Command {
+        let mut command = self.0.command(program());
+        command.args(args);
         command
     }
 
     fn shell(&self, script: &str) -> String {
-        let output = self.command(Path::new("sh"), &["-c".into(), script.into()]).output().unwrap();
+        let output = self.0.command("sh").args(["-c", script]).output().unwrap();
         String::from_utf8(output.stdout).unwrap()
     }
 
@@ -42,7 +36,7 @@ fn no_knob_is_changed_if_the_state_file_cannot_be_written() {
     let Some(run) = SmallRun::make() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 62);
     run.fill();
-    let left = Daemon::of(&mut run.command(program(), &with_pids(&["run"], &pids(&tenants), &QUICK))).end();
+    let left = Daemon::of(&mut run.pagefold(&with_pids(&["run"], &pids(&tenants), &QUICK))).end();
     assert_eq!(left.code, Some(1), "{left:?}");
     assert!(left.errors.contains("ksm-state.json") && left.errors.contains("No space left"), "{left:?}");
     assert!(left.errors.starts_with("pagefold: ") && left.errors.lines().count() == 1, "{left:?}");
@@ -59,19 +53,19 @@ fn everything_is_restored_on_a_full_disk() {
     let mut tenants = pair(COMMON_MIB, 0, 63);
     let pids = pids(&tenants);
     for killed in [false, true] {
-        let daemon = Daemon::of(&mut run.command(program(), &with_pids(&["run"], &pids, &["--json"])));
+        let daemon = Daemon::of(&mut run.pagefold(&with_pids(&["run"], &pids, &["--json"])));
         wait_until("nearly all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
         run.fill();
         send(daemon.pid(), if killed { libc::SIGKILL } else { libc::SIGTERM });
         let left = daemon.end();
         if killed {
-            output_of(&mut run.command(program(), &["doctor".into(), "--fix".into()]));
+            output_of(&mut run.pagefold(&["doctor", "--fix"]));
         } else {
             assert_eq!(left.code, Some(0), "{left:?}");
         }
         ksm.assert_knobs_restored_except(&["max_page_sharing"]);
         run.shell("rm /run/pagefold/fill");
-        output_of(&mut run.command(program(), &with_pids(&["unmerge"], &pids, &[])));
+        output_of(&mut run.pagefold(&with_pids(&["unmerge"], &pids, &[])));
         ksm.assert_restored();
     }
     assert_unmarked(&pids);

@@ -32,44 +32,30 @@ sys.stdin.readline()
 print("intact" if held == random.Random(7).randbytes(8 << 20) else "damaged", flush=True)
 "#;
 
-/// The program, in a mount namespace in which its file system is mounted. Thawed and ended when dropped.
+/// The program, in a mount namespace with its file system. Thawed and ended when dropped.
 struct Stuck {
     script: Script,
-    _dir: tempfile::TempDir,
-    mount: String,
+    disk: Disk,
 }
 
 impl Stuck {
     /// `None`, with the reason reported, where no such file system can be mounted.
     fn start() -> Option<Self> {
-        let dir = tempfile::tempdir().unwrap();
-        let mount = dir.path().join("mnt").to_str().unwrap().to_owned();
-        let script = format!(
-            "cd {} && truncate -s 16M img && mkfs.ext4 -q -F img && mkdir mnt && mount -o loop img mnt \
-             && truncate -s 4096 mnt/file && exec python3 -c \"$0\" mnt/file",
-            dir.path().display()
-        );
-        let mut script = Script::of(Command::new("unshare").args(["-m", "sh", "-c", &script, PROGRAM]));
-        if script.line() != "ready" {
-            skip("no ext4 image can be mounted on a loop device");
-            return None;
-        }
-        Some(Self { script, _dir: dir, mount })
+        let disk = Disk::mount()?;
+        let file = format!("{}/file", disk.mount);
+        output_of(disk.namespace.command("truncate").args(["-s", "4096", &file]));
+        let mut script = Script::of(disk.namespace.command("python3").args(["-c", PROGRAM, &file]));
+        assert_eq!(script.line(), "ready");
+        Some(Self { script, disk })
     }
 
     fn pid(&self) -> i32 {
         self.script.pid()
     }
 
-    fn freeze(&self, how: &str) -> bool {
-        let pid = self.pid().to_string();
-        let status = Command::new("nsenter").args(["-t", &pid, "-m", "fsfreeze", how, &self.mount]).status();
-        status.is_ok_and(|status| status.success())
-    }
-
     /// Makes it hold its lock.
     fn get_stuck(&mut self) {
-        assert!(self.freeze("-f"));
+        self.disk.set_frozen(true);
         self.script.say("now");
         wait_until("its main thread waits for the lock", || {
             fs::read_to_string(format!("/proc/{}/wchan", self.pid())).is_ok_and(|place| place.contains("mmap"))
@@ -79,7 +65,7 @@ impl Stuck {
 
     /// Thaws the file system; the program must then continue.
     fn thaw(&mut self) {
-        assert!(self.freeze("-u"));
+        self.disk.set_frozen(false);
         assert_eq!(self.script.line(), "free");
     }
 
@@ -92,8 +78,8 @@ impl Stuck {
 
 impl Drop for Stuck {
     fn drop(&mut self) {
-        // Fails if it is not frozen any more.
-        let _ = self.freeze("-u");
+        // Before the program, which cannot end while it is frozen.
+        self.disk.thaw();
     }
 }
 
@@ -122,8 +108,7 @@ fn a_stuck_target_does_not_delay_others() {
     println!("{} MiB saved while one is stuck", saved_bytes() / MIB);
     assert_eq!(state(stuck.pid()), b'D', "it is stuck still");
     let signalled = Instant::now();
-    send(daemon.pid(), libc::SIGTERM);
-    let left = daemon.end();
+    let left = daemon.terminate();
     println!("ended {} ms after the signal: {}", signalled.elapsed().as_millis(), left.errors);
     assert!(signalled.elapsed() < Duration::from_secs(30), "{left:?}");
     assert_eq!(left.code, Some(0), "{left:?}");
@@ -131,8 +116,7 @@ fn a_stuck_target_does_not_delay_others() {
     ksm.assert_knobs_restored();
     stuck.thaw();
     stuck.end();
-    unmerge(&pids(&tenants));
-    ksm.assert_restored();
+    ksm.give_back(&pids(&tenants));
     assert_unharmed(&mut tenants);
 }
 
@@ -145,11 +129,11 @@ fn a_stuck_target_is_unmerged_when_it_lets_go() {
     let Some(twin) = Stuck::start() else { return };
     let pids = [stuck.pid(), twin.pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
-    wait_until("they are merged", || pids.iter().all(|&pid| marks(pid).merged >= 7 * MIB));
+    wait_until_merged(&pids, 7 * MIB);
     wait_until("ksmd rests", || status()["busy"] == false);
     stuck.get_stuck();
     let began = Instant::now();
-    let output = run_pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
+    let output = pagefold(&with_pids(&["unmerge", "--json"], &pids, &[]));
     println!("answered after {:?}", began.elapsed());
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
     assert_failed(
@@ -169,6 +153,5 @@ fn a_stuck_target_is_unmerged_when_it_lets_go() {
     ksm.assert_knobs_restored();
     stuck.end();
     drop(twin);
-    unmerge(&[Sleeper::start().pid()]);
-    ksm.assert_restored();
+    ksm.give_back(&[Sleeper::start().pid()]);
 }

@@ -9,7 +9,7 @@ use std::process::Command;
 const BYTES: u64 = 512 << 20;
 const CONTROL: &str = "/sys/class/zram-control";
 
-/// Swap space. Switched off when dropped, so what it holds must then fit into memory.
+/// Swap space. Switched off when dropped, so its contents must then fit into memory.
 pub struct Swap {
     pub path: PathBuf,
     zram: Option<String>,

@@ -7,10 +7,10 @@ use pagefold_testkit::injection::Victim;
 /// Programs that stall: those that keep their memory map locked, and those in an exec that does not end.
 const LOCKED: usize = 20;
 const IN_EXEC: usize = 2;
-/// What the daemon and its injector may take together for themselves, KiB.
+/// The daemon and its injector may take so much together for themselves, KiB.
 const MOST_KIB: u64 = 32 << 10;
 
-/// Victims of these kinds in a cgroup. `None`, with the reason reported, where they cannot do what they should.
+/// Victims of these kinds in a cgroup. `None`, with the reason reported, where they can't do so.
 fn victims(kinds: &[&str], group: &Cgroup) -> Option<Vec<Victim>> {
     let start = |kind: &&str| Victim::try_start(&["stalling", kind]).inspect(|victim| group.add(victim.pid()));
     let victims: Vec<Victim> = kinds.iter().map(start).collect::<Result<_, _>>().map_err(skip).ok()?;
@@ -43,7 +43,7 @@ fn programs_that_stall_delay_no_other_one_and_no_request() {
         assert!(pagefold(&["status"]).status.success());
         answers.push(asked.elapsed());
         threads = threads.max(tids(daemon.pid()).len());
-        if merged.is_none() && own.iter().all(|&pid| marks(pid).merged >= 7 * MIB) {
+        if merged.is_none() && are_merged(&own, MERGED) {
             merged = Some(began.elapsed());
         }
         assert!(began.elapsed() < Duration::from_secs(60), "the others are not merged");
@@ -73,14 +73,12 @@ fn programs_that_stall_delay_no_other_one_and_no_request() {
         victim.expect_ok("exec");
     }
     assert!(others.iter_mut().all(Holder::is_intact));
-    unmerge(&own);
-    ksm.assert_restored();
+    ksm.give_back(&own);
 }
 
 /// The sum of a field of the status of processes, KiB.
 fn sum_kib(pids: &[i32], field: &str) -> u64 {
-    let of = |&pid: &i32| status_field(&format!("/proc/{pid}"), field).unwrap();
-    pids.iter().map(|pid| of(pid).trim_end_matches(" kB").parse::<u64>().unwrap()).sum()
+    pids.iter().map(|pid| kib(&format!("/proc/{pid}/status"), field)).sum()
 }
 
 #[test]
@@ -90,7 +88,7 @@ fn no_program_makes_pagefold_large() {
     let group = Cgroup::create("unified").expect("cgroup version 2");
     let mut others = [holder(&program), holder(&program)];
     let own: Vec<i32> = others.iter().map(Holder::pid).collect();
-    // What the daemon and the injector take with the others and this process, and the status then.
+    // The memory of the daemon and the injector with the others and this process, and the status then.
     let measure = |pid: Option<i32>| {
         let pids: Vec<i32> = own.iter().copied().chain(pid).collect();
         let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
@@ -99,11 +97,11 @@ fn no_program_makes_pagefold_large() {
         let (mut own_most, mut status) = ([0; 2], String::new());
         for pass in 0.. {
             if pass % 40 == 0 {
-                // The answer lists what is known of every region.
+                // The answer lists every region.
                 status = String::from_utf8(pagefold(&["status", "--json"]).stdout).unwrap();
             }
             own_most = [0, 1].map(|at| own_most[at].max(sum_kib(&processes[at], "RssAnon")));
-            let is_merged = own.iter().all(|&pid| marks(pid).merged >= 7 * MIB);
+            let is_merged = are_merged(&own, MERGED);
             if is_merged && began.elapsed() > Duration::from_secs(20) {
                 break;
             }

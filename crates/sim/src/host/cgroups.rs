@@ -1,5 +1,5 @@
 //! Memory cgroups with limits. A page is charged to the cgroup of the process that it was allocated for, and a merged page to that of the
-//! process whose copy was kept. Nothing is killed: tests compare what is charged with the limit.
+//! process whose copy was kept. We kill nothing: tests compare the charged memory with the limit.
 
 use super::SimHost;
 use crate::memory::Backing;

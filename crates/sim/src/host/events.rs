@@ -54,7 +54,7 @@ impl SimHost {
         }
     }
 
-    /// Maps a region in which every page is absent.
+    /// Maps a region without a page.
     pub(crate) fn map_empty(&mut self, owner: OwnerKey, family: FamilyKey, first: Vpn, pages: Pages) -> RegionKey {
         let length = usize::try_from(pages.0).unwrap_or(usize::MAX);
         let region = self.memory.map(owner, family, first, (vec![0; length], vec![Backing::Absent; length]), false);

@@ -25,7 +25,7 @@ const REFRESH_PART: u64 = 3_333;
 const SURVEY_NS: u64 = 10_000_000_000;
 const SURVEY_PART: u64 = 1_000;
 
-/// What is known of the processes, and when it is refreshed.
+/// Our knowledge of the processes, and the time to refresh it.
 #[derive(Debug, Default)]
 pub(super) struct Refreshed {
     next_ns: u64,

@@ -1,4 +1,4 @@
-//! Memory nodes of the simulated host: what pagefold observes of them, and moving merged frames.
+//! Memory nodes of the simulated host as pagefold observes them, and moving merged frames.
 
 use super::SimHost;
 use crate::memory::{Backing, MergedFrame, MoveResult, Nodes};

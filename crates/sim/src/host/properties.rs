@@ -167,7 +167,7 @@ impl Rig {
         }
     }
 
-    /// Merges a range on request, and checks what is reported.
+    /// Merges a range on request, and checks the report.
     fn merge(&mut self, range: MergeRange) {
         let outcome = self.sim.apply(&Actions { merge: vec![range], ..Actions::default() }).unwrap();
         let mut next = 0;
@@ -195,7 +195,7 @@ impl Rig {
         assert_eq!(next, range.take.pages, "every page has a result");
     }
 
-    /// Checks what a read reports against the memory.
+    /// Checks the samples of a read against the memory.
     fn read(&mut self, target: prop::sample::Index) {
         let Some(Span { region, first, .. }) = self.span(target, 0, PAGES) else { return };
         let run = PageRun { region, first: Vpn(first.0), pages: u32::try_from(PAGES).unwrap() };

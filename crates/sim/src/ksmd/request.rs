@@ -13,7 +13,7 @@ use crate::memory::{Backing, ItemState, Memory, PageRef, RmapItem};
 use pagefold_engine::host::Merging;
 use pagefold_engine::keys::NodeKey;
 
-/// What is kept in a merge.
+/// The page that a merge keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kept {
     Page(PageRef),

@@ -1,4 +1,4 @@
-//! What ksmd does at one page, and its cost.
+//! ksmd's visit of one page, and its cost.
 
 use super::Ksmd;
 use super::trees::{Steps, UnstableSearch};

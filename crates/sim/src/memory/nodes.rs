@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 const LOCAL_DISTANCE: u32 = 10;
 const REMOTE_DISTANCE: u32 = 20;
 
-/// Where a process runs, and what applies to the placement of its pages.
+/// The node on which a process runs, and the rules for the placement of its pages.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessNuma {
     pub home: NodeKey,

@@ -1,9 +1,9 @@
-//! One page: what backs it, and ksmd's record of it.
+//! One page: its backing, and ksmd's record of it.
 
 /// No frame.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// What backs a page. Finer than [`PageState`](pagefold_engine::host::PageState): the two kinds of zero mapping are
+/// The backing of a page. Finer than [`PageState`](pagefold_engine::host::PageState): the two kinds of zero mapping are
 /// counted differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {

@@ -3,13 +3,15 @@
 
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::{Cycle, Engine, cycle};
-use pagefold_engine::host::{Actions, Host, MergeResult, Outcome, SamplePlan, Samples, ScanOrder, Snapshot};
+use pagefold_engine::governor::WINDOW_NS;
+use pagefold_engine::host::{Actions, Host, MergeResult, Merging, Outcome, SamplePlan, Samples, ScanOrder, Snapshot};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Costs, Fill, Knobs, Mapping, Process, SimHost, scenario};
 use proptest::prelude::Strategy;
 use std::collections::BTreeMap;
 use std::convert::Infallible;
+use std::ops::{Deref, DerefMut};
 
 pub const SECOND: u64 = 1_000_000_000;
 /// Pages in a MiB.
@@ -29,44 +31,111 @@ pub fn config() -> Config {
     Config { seed: 11, ..Config::default() }
 }
 
-pub fn engine() -> Engine {
-    Engine::new(config())
+/// A machine of either kind.
+pub fn both() -> [Machine; 2] {
+    [Machine::new(host()), Machine::new(requested())]
 }
 
-/// Runs the engine for some virtual seconds.
-pub fn run(host: &mut SimHost, engine: &mut Engine, seconds: u64) {
-    run_on(host, engine, seconds, SimHost::now_ns, |_| {});
+/// A machine with the live engine on it, and a log of the engine's requests.
+pub struct Machine {
+    pub host: SimHost,
+    pub engine: Engine,
+    pub log: Log,
 }
 
-/// Runs the engine on any host with this clock, and calls `after` each cycle.
-pub fn run_on<H: Host<Error = Infallible>>(
-    host: &mut H,
-    engine: &mut Engine,
-    seconds: u64,
-    now_ns: impl Fn(&H) -> u64,
-    mut after: impl FnMut(&H),
-) {
-    let end_ns = now_ns(host) + seconds * SECOND;
-    while now_ns(host) < end_ns {
-        let Ok(Cycle { wait_ns, .. }) = cycle(engine, host);
-        let Ok(()) = host.wait(wait_ns.max(1_000_000).min(end_ns.saturating_sub(now_ns(host))));
-        after(host);
+impl Machine {
+    pub fn new(host: SimHost) -> Self {
+        Self::with(host, config())
+    }
+
+    pub fn with(host: SimHost, config: Config) -> Self {
+        Self { host, engine: Engine::new(config), log: Log::default() }
+    }
+
+    /// Runs the engine for some virtual seconds.
+    pub fn run(&mut self, seconds: u64) {
+        self.run_and(seconds, |_| {});
+    }
+
+    /// The same, and looks at the host after each cycle.
+    pub fn run_and(&mut self, seconds: u64, mut look: impl FnMut(&SimHost)) {
+        let end_ns = self.host.now_ns() + seconds * SECOND;
+        while self.host.now_ns() < end_ns {
+            let wait_ns = self.cycle();
+            let left_ns = end_ns.saturating_sub(self.host.now_ns());
+            let Ok(()) = self.host.wait(wait_ns.max(1_000_000).min(left_ns));
+            look(&self.host);
+        }
+    }
+
+    /// The same, and returns the state after each cycle.
+    pub fn course(&mut self, seconds: u64) -> Vec<Moment> {
+        let mut course = Vec::new();
+        self.run_and(seconds, |host| {
+            let cost = host.cost();
+            course.push(Moment {
+                now_ns: host.now_ns(),
+                saved: host.saved().0,
+                spent_ns: cost.pagefold_ns + cost.ksmd_ns,
+            });
+        });
+        course
+    }
+
+    /// Makes one cycle, and returns the time until the next, nanoseconds.
+    pub fn cycle(&mut self) -> u64 {
+        let mut recorder = Recorder { host: &mut self.host, log: &mut self.log };
+        let Ok(Cycle { wait_ns, .. }) = cycle(&mut self.engine, &mut recorder);
+        wait_ns
+    }
+}
+
+impl Deref for Machine {
+    type Target = SimHost;
+
+    fn deref(&self) -> &SimHost {
+        &self.host
+    }
+}
+
+impl DerefMut for Machine {
+    fn deref_mut(&mut self) -> &mut SimHost {
+        &mut self.host
+    }
+}
+
+/// The state after a cycle: the time, the pages saved, and the CPU time spent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Moment {
+    pub now_ns: u64,
+    pub saved: u64,
+    pub spent_ns: u64,
+}
+
+/// At no time is more spent than this within the governors' window.
+#[track_caller]
+pub fn assert_spent_at_most(allowed_ns: u64, course: &[Moment]) {
+    for (at, from) in course.iter().enumerate() {
+        let end_ns = from.now_ns + WINDOW_NS;
+        let inside = course[at..].iter().take_while(|moment| moment.now_ns <= end_ns);
+        let most_ns = inside.map(|moment| moment.spent_ns - from.spent_ns).max().unwrap();
+        assert!(most_ns <= allowed_ns, "{most_ns} of {allowed_ns} ns from {}", from.now_ns);
     }
 }
 
 /// Each of three processes in turn exits and is replaced after a gap, in seconds: at once or after its contents may have been
 /// forgotten. It is merged again.
-pub fn assert_restarted_are_merged(mut host: SimHost, gaps: &[u64]) {
-    let mut owners = scenario::redis(&mut host, 3, Pages(16 * MIB));
-    let mut engine = engine();
-    run(&mut host, &mut engine, 20);
-    let before = host.saved().0;
+pub fn assert_restarted_are_merged(host: SimHost, gaps: &[u64]) {
+    let mut sim = Machine::new(host);
+    let mut owners = scenario::redis(&mut sim, 3, Pages(16 * MIB));
+    sim.run(20);
+    let before = sim.saved().0;
     for &gap in gaps {
-        host.exit(owners.remove(0));
-        run(&mut host, &mut engine, gap);
-        owners.extend(scenario::redis(&mut host, 1, Pages(16 * MIB)));
-        run(&mut host, &mut engine, 120);
-        assert!(host.saved().0 * 100 >= before * 95, "{before} before and {} after", host.saved().0);
+        sim.exit(owners.remove(0));
+        sim.run(gap);
+        owners.extend(scenario::redis(&mut sim, 1, Pages(16 * MIB)));
+        sim.run(120);
+        assert!(sim.saved().0 * 100 >= before * 95, "{before} before and {} after", sim.saved().0);
     }
 }
 
@@ -88,9 +157,9 @@ pub fn process_of((domain, fill, mib, start): Tenant) -> Process {
     Process::starting_at(start * SECOND).in_domain(domain).mapping(Mapping::new(Pages(mib * MIB), fill))
 }
 
-/// A host that records what is asked of it, and when.
-pub struct Watched {
-    pub host: SimHost,
+/// The engine's requests to the host, with their times.
+#[derive(Default)]
+pub struct Log {
     seen_ns: u64,
     owners: BTreeMap<RegionKey, OwnerKey>,
     /// Pages read: time, process and number.
@@ -99,7 +168,7 @@ pub struct Watched {
     pub stops: Vec<(u64, OwnerKey, u64)>,
     /// Frames to be moved, by the time of the request.
     pub moves: Vec<(u64, u64)>,
-    /// What came of the merges asked for, by the time of the request.
+    /// The results of the merges asked for, by the time of the request.
     pub merges: Vec<(u64, MergeResult)>,
     /// Spans marked or unmarked, and orders to ksmd.
     pub marks: u64,
@@ -112,14 +181,8 @@ pub struct Watched {
     pub placed: u64,
 }
 
-impl Watched {
-    pub fn new(host: SimHost) -> Self {
-        let (owners, pages, stops, moves, merges, lines) = Default::default();
-        let (seen_ns, marks, orders, looks, activity, placed) = Default::default();
-        Self { host, seen_ns, owners, pages, stops, moves, merges, marks, orders, lines, looks, activity, placed }
-    }
-
-    /// Pages asked to be merged since a time, with their owners and those of the pages to keep.
+impl Log {
+    /// Pages asked to be merged since a time, with their owners and the owners of the pages to keep.
     pub fn asked_since(&self, from_ns: u64) -> impl Iterator<Item = (OwnerKey, Option<OwnerKey>, &MergeResult)> {
         let recent = self.merges.iter().filter(move |(at_ns, _)| *at_ns >= from_ns);
         recent.map(|(_, result)| {
@@ -128,42 +191,57 @@ impl Watched {
         })
     }
 
-    pub fn run(&mut self, engine: &mut Engine, seconds: u64) {
-        run_on(self, engine, seconds, |watched| watched.host.now_ns(), |_| {});
+    /// The number of pages whose merges came to this.
+    pub fn pages_that(&self, merging: Merging) -> u64 {
+        pages_that(self.merges.iter().map(|(_, result)| result), merging)
     }
 }
 
-impl Host for Watched {
+pub fn pages_that<'a>(merges: impl Iterator<Item = &'a MergeResult>, merging: Merging) -> u64 {
+    merges.filter(|result| result.merging == merging).map(|result| u64::from(result.range.take.pages)).sum()
+}
+
+/// A host that logs every request.
+struct Recorder<'a> {
+    host: &'a mut SimHost,
+    log: &'a mut Log,
+}
+
+impl Host for Recorder<'_> {
     type Error = Infallible;
 
     fn observe(&mut self) -> Result<Snapshot, Infallible> {
         let snapshot = self.host.observe()?;
-        self.seen_ns = snapshot.now_ns;
-        self.owners.extend(snapshot.regions.iter().map(|view| (view.key, view.owner)));
-        self.placed += u64::from(!snapshot.nodes.is_empty() || !snapshot.owners.is_empty());
+        self.log.seen_ns = snapshot.now_ns;
+        self.log.owners.extend(snapshot.regions.iter().map(|view| (view.key, view.owner)));
+        self.log.placed += u64::from(!snapshot.nodes.is_empty() || !snapshot.owners.is_empty());
         Ok(snapshot)
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
-        let (now_ns, owners) = (self.seen_ns, &self.owners);
-        self.pages.extend(plan.runs.iter().map(|run| (now_ns, owners[&run.region], run.pages.into())));
-        self.looks += plan.inspect.len() as u64;
-        self.activity += plan.activity.len() as u64;
-        if self.lines.last() != Some(&plan.lines) {
-            self.lines.push(plan.lines);
+        let log = &mut *self.log;
+        for run in &plan.runs {
+            log.pages.push((log.seen_ns, log.owners[&run.region], run.pages.into()));
+        }
+        // Counting what is saved looks up frames, too.
+        log.looks += if plan.count { 0 } else { plan.inspect.len() as u64 };
+        log.activity += plan.activity.len() as u64;
+        if log.lines.last() != Some(&plan.lines) {
+            log.lines.push(plan.lines);
         }
         self.host.read(plan)
     }
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
+        let log = &mut *self.log;
         if !actions.moves.is_empty() {
-            self.moves.push((self.seen_ns, actions.moves.len() as u64));
+            log.moves.push((log.seen_ns, actions.moves.len() as u64));
         }
-        self.marks += (actions.mark.len() + actions.unmark.len()) as u64;
-        self.orders += u64::from(actions.scan != ScanOrder::Keep);
+        log.marks += (actions.mark.len() + actions.unmark.len()) as u64;
+        log.orders += u64::from(actions.scan != ScanOrder::Keep);
         let outcome = self.host.apply(actions)?;
-        self.merges.extend(outcome.merges.iter().map(|&result| (self.seen_ns, result)));
-        self.stops.extend(outcome.stops.iter().map(|stops| (self.seen_ns, stops.owner, stops.number.into())));
+        log.merges.extend(outcome.merges.iter().map(|&result| (log.seen_ns, result)));
+        log.stops.extend(outcome.stops.iter().map(|stops| (log.seen_ns, stops.owner, stops.number.into())));
         Ok(outcome)
     }
 

@@ -8,7 +8,7 @@
 //!
 //! `time` answers with the number of its pages, then for each with the cycles that a write to it takes, a line each.
 //!
-//! Commands that change what it is, or what its memory is for: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `register
+//! Commands that change its identity, or the use of its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `register
 //! FIRST PAGES` (userfaultfd, write protection), `dumpable 0|1`, `user ID` (and group; stays dumpable), `group ID`, `sleep`
 //! (uninterruptibly, for good) and `exec PAGES PROGRAM` (the new program, a copy of this one, answers with its first page).
 
@@ -189,7 +189,7 @@ fn time_of_write(page: &mut [u8]) -> u64 {
     }
 }
 
-/// Starts a child that holds what it inherited; its pid.
+/// Starts a child that holds the inherited memory; its pid.
 fn fork() -> u64 {
     // SAFETY: the program has one thread.
     let pid = unsafe { libc::fork() };

@@ -3,7 +3,7 @@
 //! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages have contents in common with other shufflers. It
 //! prints `ready`, and then writes, forks, protects, moves, unmaps, discards and pages out, in an order that follows from
 //! its seed. It keeps a model of the contents and checks every byte at least once a second, and then prints a line with
-//! counts. It ends with its input, or after a number of seconds, with `end ok` and exit code 0; or at once with
+//! counts. It ends with its input, with `end ok` and exit code 0; or at once with
 //! `bad: PAGE, EXPECTED, FOUND` and exit code 1.
 
 mod content;
@@ -12,7 +12,6 @@ mod region;
 use content::Content;
 use pagefold_engine::random::Random;
 use region::{Arena, Damage, MOST, PAGE, Region};
-use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 /// The settings.
@@ -22,8 +21,6 @@ struct Options {
     /// The number of mappings.
     regions: usize,
     seed: u64,
-    /// Run time (default: until the input ends).
-    seconds: u64,
     /// The percentage of pages with contents in common with other shufflers.
     share: u64,
     /// Request huge pages.
@@ -51,7 +48,7 @@ enum Op {
     Discard,
     Pageout,
     Collapse,
-    /// Writes what a page holds already. Not by default.
+    /// Rewrites a page with its own content. Not by default.
     Rewrite,
     /// Takes memory and gives it back. Not by default.
     Burst,
@@ -81,7 +78,6 @@ impl Options {
             mib: 48,
             regions: 6,
             seed: 1,
-            seconds: u64::MAX,
             share: 85,
             huge: false,
             pause_us: 2_000,
@@ -97,7 +93,6 @@ impl Options {
                 "mib" => options.mib = size(),
                 "regions" => options.regions = size().max(1),
                 "seed" => options.seed = number(),
-                "seconds" => options.seconds = number(),
                 "share" => options.share = number(),
                 "huge" => options.huge = number() == 1,
                 "pause-us" => options.pause_us = number(),
@@ -120,7 +115,7 @@ impl Options {
     }
 }
 
-/// Counts of what was done.
+/// How often everything was done.
 #[derive(Default)]
 struct Counts {
     pages_checked: u64,
@@ -178,7 +173,7 @@ impl Shuffler {
         Region::map(&mut self.arena, self.random.next(), pages, huge, seed)
     }
 
-    /// A new content for a page: that of the other shufflers at this page, or a unique one.
+    /// A new content for a page: the other shufflers have it at this page, too, or nobody has.
     fn content(&mut self, region: usize, page: usize) -> Content {
         if self.percent(self.options.share) {
             Content::common((region * MOST + page) as u64)
@@ -341,7 +336,7 @@ impl Shuffler {
         Ok(())
     }
 
-    /// Starts a child that checks what it inherited and writes to it, while the parent does the same.
+    /// Starts a child that checks the memory it inherited and writes to it, while the parent does the same.
     fn fork(&mut self) -> Result<(), Damage> {
         self.reap(1)?;
         self.counts.forks += 1;
@@ -398,13 +393,10 @@ impl Shuffler {
 
     fn line(&self) -> String {
         let Counts { pages_checked, writes, forks, faults, remaps, discards, pageouts, collapses } = self.counts;
-        let mut line = String::new();
-        let _ = write!(
-            line,
+        format!(
             "checked={pages_checked} written={writes} forks={forks} faults={faults} remaps={remaps} \
              discarded={discards} paged_out={pageouts} collapsed={collapses}"
-        );
-        line
+        )
     }
 }
 
@@ -424,11 +416,11 @@ fn input_ended() -> bool {
 
 fn run(options: Options) -> Result<String, Damage> {
     let start = Instant::now();
-    let (pause, seconds, sabotage) = (Duration::from_micros(options.pause_us), options.seconds, options.sabotage);
+    let (pause, sabotage) = (Duration::from_micros(options.pause_us), options.sabotage);
     let mut shuffler = Shuffler::new(options)?;
     println!("ready");
     let mut second = 1;
-    while !input_ended() && start.elapsed().as_secs() < seconds {
+    while !input_ended() {
         shuffler.step()?;
         std::thread::sleep(pause);
         if start.elapsed().as_secs() >= second {

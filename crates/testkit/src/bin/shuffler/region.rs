@@ -128,7 +128,7 @@ impl Region {
         self.faulted(before)
     }
 
-    /// Writes what a page holds already: this unmerges it and changes nothing.
+    /// Rewrites a page with its own content: this unmerges it and changes nothing.
     pub fn rewrite(&mut self, page: usize) -> Result<(), Damage> {
         let (at, before) = (self.at(page), self.expect_fault());
         // SAFETY: a word of a page of the mapping.

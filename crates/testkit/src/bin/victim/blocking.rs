@@ -6,12 +6,6 @@ use crate::hold::call;
 use crate::kinds::{self, Kind};
 use std::sync::atomic::Ordering;
 
-/// The address of a time that is never freed.
-pub fn timespec(ms: i64) -> u64 {
-    let time = libc::timespec { tv_sec: ms / 1000, tv_nsec: ms % 1000 * 1_000_000 };
-    std::ptr::from_mut(Box::leak(Box::new(time))) as u64
-}
-
 pub fn pipe() -> [i32; 2] {
     let mut ends = [0; 2];
     assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);

@@ -1,6 +1,7 @@
-//! What a victim checks: its memory, its signals, its registers.
+//! The checks of a victim: of its memory, its signals, its registers.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use crate::system::{ANONYMOUS, WRITABLE, map};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 pub const PAGES: usize = 64;
 pub const WAIT_MS: i64 = 300;
@@ -8,7 +9,7 @@ pub const LONG_MS: i64 = 20_000;
 pub const HARMLESS: u64 = 0xfeed_face_cafe_beef;
 
 pub static HANDLED: AtomicU64 = AtomicU64::new(0);
-pub static TRAPPED: AtomicI64 = AtomicI64::new(0);
+pub static TRAPPED: AtomicU64 = AtomicU64::new(0);
 
 pub extern "C" fn count(_signal: i32) {
     HANDLED.fetch_add(1, Ordering::Relaxed);
@@ -35,26 +36,37 @@ unsafe impl Send for Memory {}
 
 impl Memory {
     pub fn new() -> Self {
-        // With an inaccessible page on either side, so that it is not joined with another mapping.
-        let (length, flags) = (PAGES * 4096, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let length = PAGES * 4096;
         // Odd, and another one for each victim, so that no two pages are equal. Not the pid: it is 1 in every pid namespace.
         let mut seed = 0_u64;
         assert_eq!(unsafe { libc::getrandom((&raw mut seed).cast(), 8, 0) }, 8);
         seed |= 1;
         unsafe {
-            let whole = libc::mmap(std::ptr::null_mut(), length + 2 * 4096, libc::PROT_NONE, flags, -1, 0);
-            assert_ne!(whole, libc::MAP_FAILED);
-            let addr = whole.byte_add(4096).cast::<u64>();
-            assert_eq!(libc::mprotect(addr.cast(), length, libc::PROT_READ | libc::PROT_WRITE), 0);
+            // With an inaccessible page on either side, so that it is not joined with another mapping.
+            let addr = map(length + 2 * 4096, libc::PROT_NONE, ANONYMOUS, -1).add(4096).cast::<u64>();
+            assert_eq!(libc::mprotect(addr.cast(), length, WRITABLE), 0);
             (0..PAGES * 512).for_each(|word| addr.add(word).write_volatile((word as u64 + 1).wrapping_mul(seed)));
             Self { addr, seed }
         }
+    }
+
+    /// Tells the test where it is.
+    pub fn announce(&self) {
+        println!("ready {:x} {}", self.addr as u64, PAGES * 4096);
     }
 
     pub fn check(&self) -> Result<(), String> {
         let intact = (0..PAGES * 512)
             .all(|word| unsafe { self.addr.add(word).read_volatile() } == (word as u64 + 1).wrapping_mul(self.seed));
         if intact { Ok(()) } else { Err("memory changed".into()) }
+    }
+}
+
+/// Tells the test the verdict.
+pub fn report(verdict: Result<(), String>) {
+    match verdict {
+        Ok(()) => println!("ok"),
+        Err(reason) => println!("bad: {reason}"),
     }
 }
 

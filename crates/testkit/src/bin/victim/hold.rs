@@ -22,7 +22,7 @@ const AREA: usize = 2688;
 #[repr(C, align(64))]
 struct Area([u8; AREA]);
 
-/// What is loaded before the code runs, and what is found afterwards.
+/// The registers and memory that we load before the code runs, and that we find afterwards.
 #[repr(C)]
 pub struct Frame<const BELOW: usize> {
     /// rax rdi rsi rdx r10 r8 r9 rbx rbp r12 r13 r14 r15 rcx r11
@@ -202,7 +202,7 @@ pub fn prepare() {
     LazyLock::force(&EXTENDED);
 }
 
-/// What has changed.
+/// A register or byte that has changed.
 #[derive(Clone, Copy, Debug)]
 pub struct Difference {
     what: &'static str,

@@ -11,7 +11,8 @@ mod stacks;
 mod states;
 mod traps;
 
-use crate::checks::{Memory, PAGES, TRAPPED, handle, signals, signals_back, trapped};
+use crate::checks::{Memory, TRAPPED, handle, report, signals, signals_back, trapped};
+use crate::system::{WRITABLE, anonymous, map};
 use crate::torture::is_asked_to_end;
 use std::arch::asm;
 use std::sync::Mutex;
@@ -19,18 +20,18 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// Set when the test has asked for the verdict.
 static DONE: AtomicBool = AtomicBool::new(false);
-/// What this machine lacks.
+/// Features that this machine lacks.
 static ABSENT: Mutex<Vec<&str>> = Mutex::new(Vec::new());
 
 pub fn main(kind: &str) {
     crate::hold::prepare();
     let memory = Memory::new();
-    println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
+    memory.announce();
     let verdict = match kind {
         "code-swap" => code_swap(),
         "trapped-calls" => trapped_calls(),
         "breakpoints" => breakpoints(),
-        "local-stack" => local_stack(),
+        "local-stack" => stacks::local_stack(),
         "epoll" => epoll(),
         "coroutines" => stacks::coroutines(memory),
         "local-coroutines" => stacks::local_coroutines(memory),
@@ -47,12 +48,9 @@ pub fn main(kind: &str) {
         "emulator" => traps::emulator(memory),
         other => Err(format!("there is no kind {other}")),
     };
-    match verdict.and_then(|()| memory.check()) {
-        Ok(()) => match ABSENT.lock().unwrap().as_slice() {
-            [] => println!("ok"),
-            absent => println!("ok absent: {}", absent.join(", ")),
-        },
-        Err(reason) => println!("bad: {reason}"),
+    match (verdict.and_then(|()| memory.check()), ABSENT.lock().unwrap().as_slice()) {
+        (Ok(()), absent @ [_, ..]) => println!("ok absent: {}", absent.join(", ")),
+        (verdict, _) => report(verdict),
     }
 }
 
@@ -112,39 +110,15 @@ fn watched(areas: &[&[AtomicU64]], attack: impl FnOnce() -> Result<(), String>) 
     })
 }
 
-fn map(length: usize, access: i32, flags: i32, fd: i32) -> *mut u8 {
-    let memory = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, fd, 0) };
-    assert_ne!(memory, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
-    memory.cast()
-}
-
 /// Makes the code of all files writable, so that no instruction in it can be relied on.
 fn make_code_writable() {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines().filter(|line| line.contains(" r-xp ") && line.contains('/')) {
         let (start, end) = line.split(' ').next().unwrap().split_once('-').unwrap();
         let (start, end) = (usize::from_str_radix(start, 16).unwrap(), usize::from_str_radix(end, 16).unwrap());
-        let access = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
+        let access = WRITABLE | libc::PROT_EXEC;
         let changed = unsafe { libc::mprotect(start as *mut libc::c_void, end - start, access) };
         assert_eq!(changed, 0, "{line}");
-    }
-}
-
-/// Installs a filter that denies one call.
-fn deny(nr: i64) {
-    let instruction =
-        |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: u16::try_from(code).unwrap(), jt, jf, k };
-    let mut program = [
-        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
-        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, u32::try_from(nr).unwrap()),
-        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | 1),
-        instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
-    ];
-    let program = libc::sock_fprog { len: 4, filter: program.as_mut_ptr() };
-    unsafe {
-        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-        let answer = libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program);
-        assert_eq!(answer, 0, "{}", std::io::Error::last_os_error());
     }
 }
 
@@ -157,7 +131,7 @@ fn code_swap() -> Result<(), String> {
     let timeout = libc::timespec { tv_sec: 3600, tv_nsec: 0 };
     let fd = unsafe { libc::memfd_create(c"code".as_ptr(), 0) };
     assert_eq!(unsafe { libc::ftruncate(fd, 4096) }, 0);
-    let writable = map(4096, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd);
+    let writable = map(4096, WRITABLE, libc::MAP_SHARED, fd);
     let code = map(4096, libc::PROT_READ | libc::PROT_EXEC, libc::MAP_SHARED, fd);
     let mov = |register: &[u8], value: u64| [register, &value.to_le_bytes()].concat();
     // nanosleep(timeout, NULL), for ever.
@@ -174,9 +148,9 @@ fn code_swap() -> Result<(), String> {
         std::ptr::copy_nonoverlapping(sleeping.as_ptr(), writable, sleeping.len());
         std::ptr::copy_nonoverlapping(forbidden.as_ptr(), writable.add(FORBIDDEN), forbidden.len());
     }
-    let stack = map(65536, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    let stack = anonymous(65536);
     make_code_writable();
-    deny(libc::SYS_mkdir);
+    assert!(crate::seccomp::filter(libc::SYS_mkdir, libc::SECCOMP_RET_ERRNO | 1), "seccomp filters are not permitted");
     let (code, top) = (code as usize, stack as usize + 65536 - 64);
     std::thread::spawn(move || unsafe {
         // On a stack that is no thread's, so that no signal frame can be left below it.
@@ -201,22 +175,29 @@ fn code_swap() -> Result<(), String> {
     Ok(())
 }
 
-/// Makes calls that its filter turns into SIGSYS. Each must run the handler.
-fn trapped_calls() -> Result<(), String> {
-    handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
-    if !crate::seccomp::filter(libc::SECCOMP_RET_TRAP) {
-        return Err("skip: seccomp filters are not permitted".into());
-    }
+/// Does something until the test asks for the verdict. Each time must run the handler, which counts.
+fn each_is_handled(what: &str, act: impl Fn(), handled: impl Fn() -> u64) -> Result<(), String> {
     let mut made = 0;
     while !done() {
-        unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) };
+        act();
         made += 1;
-        let seen = u64::try_from(TRAPPED.load(Ordering::Relaxed)).unwrap_or(u64::MAX);
+        let seen = handled();
         if seen != made {
-            return Err(format!("{made} calls were denied, and {seen} signals came"));
+            return Err(format!("{made} {what}, and {seen} signals came"));
         }
     }
     Ok(())
+}
+
+/// Makes calls that its filter turns into SIGSYS.
+fn trapped_calls() -> Result<(), String> {
+    handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
+    crate::seccomp::filter_madvise(libc::SECCOMP_RET_TRAP)?;
+    each_is_handled(
+        "calls were denied",
+        || _ = unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) },
+        || TRAPPED.load(Ordering::Relaxed),
+    )
 }
 
 static BREAKPOINTS: AtomicU64 = AtomicU64::new(0);
@@ -225,75 +206,10 @@ extern "C" fn count_breakpoint(_: i32) {
     BREAKPOINTS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Runs into breakpoints of its own. Each must run the handler.
+/// Runs into breakpoints of its own.
 fn breakpoints() -> Result<(), String> {
     handle(libc::SIGTRAP, count_breakpoint as *const () as usize, 0);
-    let mut made = 0;
-    while !done() {
-        unsafe { asm!("int3") };
-        made += 1;
-        let seen = BREAKPOINTS.load(Ordering::Relaxed);
-        if seen != made {
-            return Err(format!("{made} breakpoints, and {seen} signals"));
-        }
-    }
-    Ok(())
-}
-
-/// A thread sleeps on a small stack that is a local array. Below it, in the same mapping, lies data that another thread
-/// writes and checks.
-fn local_stack() -> Result<(), String> {
-    const WORDS: usize = 4096;
-    static SHARED: AtomicU64 = AtomicU64::new(0);
-    // Whether the checking thread is done with the array.
-    static CHECKED: AtomicBool = AtomicBool::new(false);
-    #[inline(never)]
-    fn sleeper(array: *mut u8) {
-        // Lies below `array`, in the frame of this function.
-        let data: [AtomicU64; WORDS] = std::array::from_fn(|_| AtomicU64::new(0));
-        SHARED.store((&raw const data) as u64, Ordering::Release);
-        let timeout = libc::timespec { tv_sec: 0, tv_nsec: 200_000 };
-        while !done() {
-            unsafe {
-                asm!(
-                    "mov r12, rsp", "mov rsp, {top}", "mov eax, 35", "xor esi, esi", "syscall", "mov rsp, r12",
-                    top = in(reg) array.add(256), in("rdi") &raw const timeout,
-                    out("rax") _, out("rsi") _, out("rcx") _, out("r11") _, out("r12") _,
-                );
-            }
-        }
-        std::hint::black_box(&data);
-        while !CHECKED.load(Ordering::Acquire) {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-    }
-    #[inline(never)]
-    fn outer() {
-        let mut array = [0_u8; 512];
-        sleeper(std::hint::black_box(array.as_mut_ptr()));
-    }
-    let thread = std::thread::Builder::new().stack_size(1 << 20).spawn(outer).unwrap();
-    let data = loop {
-        match SHARED.load(Ordering::Acquire) {
-            0 => std::thread::yield_now(),
-            address => break unsafe { &*(address as *const [AtomicU64; WORDS]) },
-        }
-    };
-    let mut harmed = None;
-    let mut value = 0;
-    while !done() && harmed.is_none() {
-        for (at, word) in data.iter().enumerate() {
-            let found = word.swap(value + 1, Ordering::Relaxed);
-            if found != value {
-                harmed = Some(format!("word {at} of live memory was {found:x}, not {value:x}"));
-            }
-        }
-        value += 1;
-    }
-    DONE.store(true, Ordering::Relaxed);
-    CHECKED.store(true, Ordering::Release);
-    thread.join().unwrap();
-    harmed.map_or(Ok(()), Err)
+    each_is_handled("breakpoints", || unsafe { asm!("int3") }, || BREAKPOINTS.load(Ordering::Relaxed))
 }
 
 /// Waits for events that do not come, and for no signal. No wait may answer EINTR.

@@ -3,6 +3,7 @@
 use crate::blocking::{epoll, forked, pipe, word};
 use crate::checks::unsigned;
 use crate::handlers::{self, STORM, bit};
+use crate::system::{WRITABLE, map};
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
 /// The timeout of calls that are made repeatedly, in milliseconds.
@@ -27,7 +28,7 @@ pub struct Kind {
     pub restarts: bool,
     /// The counted signals are unblocked only while the call waits, so each of their handlers means an EINTR.
     pub masked: bool,
-    /// Removes what outlives the process.
+    /// Removes everything that outlives the process.
     pub remove: Box<dyn Fn()>,
 }
 
@@ -130,11 +131,10 @@ fn exactly(expected: i64) -> After {
 }
 
 fn either(a: i64, b: i64) -> After {
-    Box::new(
-        move |answer| {
-            if answer == a || answer == b { Ok(()) } else { Err(format!("answered {answer}, not {a} or {b}")) }
-        },
-    )
+    Box::new(move |answer| match answer {
+        answer if answer == a || answer == b => Ok(()),
+        answer => Err(format!("answered {answer}, not {a} or {b}")),
+    })
 }
 
 /// Ready or timed out; if ready, the bytes are read and must be the next ones.
@@ -167,19 +167,22 @@ pub fn sockets() -> [i32; 2] {
     pair
 }
 
+/// Sets the timeout of a socket.
+pub fn limit(fd: i32, ms: i64) {
+    let timeout = libc::timeval { tv_sec: ms / 1000, tv_usec: ms % 1000 * 1000 };
+    unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVTIMEO, (&raw const timeout).cast(), 16) };
+}
+
 /// Sets the timeout of a socket before each call.
 fn limited(fd: i32, args: impl Fn() -> [u64; 6] + 'static) -> Args {
     Box::new(move || {
-        let ms = timeout_ms();
-        let timeout = libc::timeval { tv_sec: ms / 1000, tv_usec: ms % 1000 * 1000 };
-        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVTIMEO, (&raw const timeout).cast(), 16) };
+        limit(fd, timeout_ms());
         args()
     })
 }
 
 fn shared_word() -> &'static AtomicU32 {
-    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS);
-    unsafe { &*libc::mmap(std::ptr::null_mut(), 4096, prot, flags, -1, 0).cast::<AtomicU32>() }
+    unsafe { &*map(4096, WRITABLE, libc::MAP_SHARED | libc::MAP_ANONYMOUS, -1).cast::<AtomicU32>() }
 }
 
 fn count_up(word: &'static AtomicU32) {
@@ -262,14 +265,8 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
             let sets = Place::new([mask, 8]).addr();
             if mode == "select" {
                 let args = move || {
-                    [
-                        word(fd + 1),
-                        set.set(readable),
-                        0,
-                        0,
-                        until.set([timeout_ms() / 1000, timeout_ms() % 1000 * 1000]),
-                        0,
-                    ]
+                    let until = until.set([timeout_ms() / 1000, timeout_ms() % 1000 * 1000]);
+                    [word(fd + 1), set.set(readable), 0, 0, until, 0]
                 };
                 make(libc::SYS_select, drained(fd), Box::new(args))
             } else {
@@ -422,8 +419,13 @@ pub fn ring(flags: u32) -> Result<u64, String> {
     params[2] = flags;
     // The time, in milliseconds, that the thread polls before it sleeps.
     params[4] = 1;
+    set_up_ring(&mut params).map(word)
+}
+
+/// An io_uring with these parameters, which the kernel completes.
+pub fn set_up_ring(params: &mut [u32; 30]) -> Result<i32, String> {
     let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 4, params.as_mut_ptr()) };
-    u64::try_from(ring).map_err(|_| "skip: io_uring_setup is not permitted".into())
+    i32::try_from(ring).ok().filter(|&ring| ring >= 0).ok_or_else(|| "skip: io_uring_setup is not permitted".into())
 }
 
 fn accepting(timeout: bool) -> Result<Kind, String> {

@@ -1,4 +1,3 @@
-//! | `victim stalling KIND` | `tests/stalling.rs`: stalls what reads it, see `stalling` |
 //! Processes for the injection tests to work on. Each checks that it notices nothing.
 //!
 //! `victim MODE`, for pagefold-inject's `tests/inject.rs`, prints `ready ADDR LEN`, runs its mode, and prints `ok` or
@@ -8,6 +7,8 @@
 //!
 //! | command | for |
 //! | --- | --- |
+//! | `victim stalling KIND` | `tests/stalling.rs`: stalls what reads it, see `stalling` |
+//! | `victim hostile KIND` | `tests/attack.rs`: tries to be harmed, see `hostile` |
 //! | `victim torture MODE TRAIT...` | `tests/torture.rs`: repeats its mode until a byte is sent, see `torture` |
 //! | `victim registers KIND` | `tests/tracer_death.rs`: compares all registers, see `registers` |
 //! | `victim lease DIR` | `tests/ksm_live.rs`: takes KSM over and is killed, see `lease` |
@@ -32,24 +33,26 @@ mod rseq;
 mod seccomp;
 mod stalling;
 mod states;
+mod system;
 mod torture;
 
-use checks::{Memory, PAGES, count, handle, signals, signals_back};
+use checks::{Memory, count, handle, report, signals, signals_back};
 use std::io::Read;
 
 fn main() {
     let mode = std::env::args().nth(1).expect("a mode");
+    let kind = std::env::args().nth(2).unwrap_or_default();
     match mode.as_str() {
         "worker" => pagefold_inject::serve(),
         "worker-filtered" => {
-            seccomp::filter(libc::SECCOMP_RET_ALLOW);
+            seccomp::filter(libc::SYS_madvise, libc::SECCOMP_RET_ALLOW);
             pagefold_inject::serve()
         }
-        "lease" => return lease::main(std::path::Path::new(&std::env::args().nth(2).expect("a directory"))),
-        "hostile" => return hostile::main(&std::env::args().nth(2).expect("a kind")),
-        "stalling" => return stalling::main(&std::env::args().nth(2).expect("a kind")),
+        "lease" => return lease::main(kind.as_ref()),
+        "hostile" => return hostile::main(&kind),
+        "stalling" => return stalling::main(&kind),
         "torture" => torture::main(),
-        "registers" => return registers::main(&std::env::args().nth(2).expect("a kind")),
+        "registers" => return registers::main(&kind),
         _ => {}
     }
     let memory = Memory::new();
@@ -57,12 +60,8 @@ fn main() {
     handle(libc::SIGTRAP, count as *const () as usize, 0);
     handle(libc::SIGRTMIN(), count as *const () as usize, libc::SA_RESTART);
     let before = signals();
-    println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
-    let verdict = run(&mode).and_then(|()| memory.check()).and_then(|()| signals_back(&before));
-    match verdict {
-        Ok(()) => println!("ok"),
-        Err(reason) => println!("bad: {reason}"),
-    }
+    memory.announce();
+    report(run(&mode).and_then(|()| memory.check()).and_then(|()| signals_back(&before)));
     // The test inspects this process until it sends a byte.
     let _ = std::io::stdin().read(&mut [0]);
 }

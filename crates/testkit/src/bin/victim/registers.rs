@@ -1,5 +1,5 @@
 //! Mode `registers KIND`: again and again the victim loads all its registers with known values, blocks or computes, and
-//! checks afterwards that each of them, its signals and its memory are what they were.
+//! checks afterwards that each of them, its signals and its memory are as before.
 //!
 //! After `ready ADDRESS LENGTH` each round begins with the byte `b` on standard input, upon which the victim prints
 //! `round`. Any other byte ends it; the victim then prints `stack clean` or `stack written`, for the memory below its
@@ -7,23 +7,17 @@
 #![allow(clippy::similar_names, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 
 use crate::blocking::{epoll, pipe};
-use crate::checks::{HANDLED, count, handle, signals, signals_back};
+use crate::checks::{HANDLED, count, handle, report, signals, signals_back};
 use crate::handlers;
 use crate::hold::{Code, Frame, RCX, RED, VICTIM_STOP};
 use crate::hold::{victim_busy, victim_call, victim_futex, victim_nanosleep, victim_poll};
+use crate::system::{anonymous, spawn_on};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// The red zone and the unused memory below it that are checked, in bytes.
 const BELOW: usize = 8192 + RED;
-
-fn anonymous(bytes: usize) -> *mut u8 {
-    let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    let memory = unsafe { libc::mmap(null_mut(), bytes, access, kind, -1, 0) };
-    assert_ne!(memory, libc::MAP_FAILED);
-    memory.cast()
-}
 
 /// The thread's pending signals, and the base of fs.
 fn pending_and_fs() -> [u64; 2] {
@@ -85,10 +79,8 @@ impl Stage {
     }
 
     fn ended(&self) {
-        let mut events = [0_u8; 64];
-        match self.kind.as_str() {
-            "poll" | "epoll" => drop(unsafe { libc::read(self.pipe[0], events.as_mut_ptr().cast(), 1) }),
-            _ => {}
+        if matches!(self.kind.as_str(), "poll" | "epoll") {
+            unsafe { libc::read(self.pipe[0], [0_u8].as_mut_ptr().cast(), 1) };
         }
         VICTIM_STOP.store(0, Ordering::Relaxed);
         FUTEX.store(0, Ordering::Relaxed);
@@ -206,10 +198,7 @@ fn rounds(mut stage: Stage, begin: Option<Sender<()>>, begun: &Receiver<()>) {
         if !matches!(stage.kind.as_str(), "poll" | "epoll") && stage.call().0 != libc::SYS_read {
             drain(stage.pipe[0]);
         }
-        match stage.round() {
-            Ok(()) => println!("ok"),
-            Err(what) => println!("bad: {what}"),
-        }
+        report(stage.round());
     }
 }
 
@@ -231,19 +220,7 @@ fn in_thread(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
 
 /// Makes the rounds on a stack in heap memory, which cannot be recognized as a stack.
 fn on_the_heap(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
-    extern "C" fn run(given: *mut libc::c_void) -> *mut libc::c_void {
-        let (stage, begun) = *unsafe { Box::from_raw(given.cast::<(Stage, Receiver<()>)>()) };
-        rounds(stage, None, &begun);
-        null_mut()
-    }
     let writer = stage.pipe[1];
-    unsafe {
-        let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
-        libc::pthread_attr_init(&raw mut attributes);
-        libc::pthread_attr_setstack(&raw mut attributes, anonymous(1 << 20).cast(), 1 << 20);
-        let mut thread: libc::pthread_t = 0;
-        let stage = Box::into_raw(Box::new((stage, begun))).cast();
-        assert_eq!(libc::pthread_create(&raw mut thread, &raw const attributes, run, stage), 0);
-    }
+    unsafe { spawn_on(anonymous(1 << 20), 1 << 20, Box::new(move || rounds(stage, None, &begun))) };
     end_rounds(writer, None, begin);
 }

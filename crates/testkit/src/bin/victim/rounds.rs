@@ -1,10 +1,11 @@
 //! Torture modes that do more than block in one call.
 
-use crate::blocking::{forked, pipe, timespec, word};
+use crate::blocking::{forked, pipe, word};
 use crate::checks::{LONG_MS, Memory, signals};
 use crate::handlers::{self, ON_STACK, PLAIN, RUNS};
 use crate::hold::{call, spin};
 use crate::states::vfork;
+use crate::system::{ANONYMOUS, WRITABLE, nanosleep_us, sleep_us};
 use crate::torture::{self, RAISED, ROUNDS, is_asked_to_end, rounds, until_asked_to_end};
 use crate::{kinds, rseq, seccomp};
 use pagefold_testkit::injection::CONTENT;
@@ -55,10 +56,9 @@ fn nap(us: u32) {
 /// Writes and runs code repeatedly, some of which contains the bytes of a `syscall` instruction, in a page that is either
 /// always executable or alternately writable and executable. It is the first executable mapping.
 fn jit(memory: Memory) -> Result<(), String> {
-    const ALL: i32 = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+    const ALL: i32 = WRITABLE | libc::PROT_EXEC;
     let at = 0x20_0000 as *mut libc::c_void;
-    let page = unsafe { libc::mmap(at, 4096, ALL, flags, -1, 0) }.cast::<u8>();
+    let page = unsafe { libc::mmap(at, 4096, ALL, ANONYMOUS | libc::MAP_FIXED_NOREPLACE, -1, 0) }.cast::<u8>();
     if page.cast() != at {
         return Err("skip: no memory that is writable and executable".into());
     }
@@ -76,7 +76,7 @@ fn jit(memory: Memory) -> Result<(), String> {
         let separate = turn % 128 >= 64;
         let answer = unsafe {
             if separate {
-                libc::mprotect(at, 4096, libc::PROT_READ | libc::PROT_WRITE);
+                libc::mprotect(at, 4096, WRITABLE);
             }
             page.add(place).copy_from_nonoverlapping(code.as_ptr(), code.len());
             if separate {
@@ -160,7 +160,7 @@ fn short_lived_threads(memory: Memory) -> Result<(), String> {
             .map(|_| {
                 std::thread::spawn(|| {
                     spin(100_000)?;
-                    call(libc::SYS_nanosleep, [timespec(3), 0, 0, 0, 0, 0]).map(drop)
+                    nanosleep_us(3000).map(drop)
                 })
             })
             .collect();
@@ -175,10 +175,7 @@ fn complain(reason: String) {
 }
 
 fn complained() -> Result<(), String> {
-    match COMPLAINT.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take() {
-        Some(reason) => Err(reason),
-        None => Ok(()),
-    }
+    COMPLAINT.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take().map_or(Ok(()), Err)
 }
 
 fn napping_thread(ms: i64) -> Result<(), String> {
@@ -186,12 +183,9 @@ fn napping_thread(ms: i64) -> Result<(), String> {
         .stack_size(64 << 10)
         .spawn(move || {
             handlers::mask(handlers::STORM);
-            let time = libc::timespec { tv_sec: ms / 1000, tv_nsec: ms % 1000 * 1_000_000 };
             loop {
-                match call(libc::SYS_nanosleep, [(&raw const time).addr() as u64, 0, 0, 0, 0, 0]) {
-                    Ok(0) => {}
-                    Ok(other) => complain(format!("nanosleep answered {other}")),
-                    Err(reason) => complain(reason),
+                if let Err(reason) = sleep_us(ms * 1000) {
+                    complain(reason);
                 }
             }
         })
@@ -211,12 +205,7 @@ fn without_main(memory: Memory) -> Result<(), String> {
     torture::ready(memory);
     std::thread::spawn(move || {
         let before = signals();
-        let time = timespec(5);
-        let verdict = until_asked_to_end(memory, &before, || match call(libc::SYS_nanosleep, [time, 0, 0, 0, 0, 0])? {
-            0 => Ok(()),
-            other => Err(format!("nanosleep answered {other}")),
-        });
-        torture::end(verdict)
+        torture::end(until_asked_to_end(memory, &before, || sleep_us(5000)))
     });
     unsafe { libc::syscall(libc::SYS_exit, 0) };
     Ok(())
@@ -251,7 +240,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     let turn: u64 = traits.first().and_then(|turn| turn.parse().ok()).unwrap_or(0);
     ROUNDS.store(turn, Relaxed);
     if turn == 0 {
-        // What is marked is soon other memory, or none.
+        // The marked range is soon other memory, or none.
         torture::ready(memory);
     }
     memory.check()?;
@@ -277,7 +266,7 @@ fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     torture::ready(memory);
     for _ in 0..ms {
         spin(100_000)?;
-        call(libc::SYS_nanosleep, [timespec(1), 0, 0, 0, 0, 0])?;
+        nanosleep_us(1000)?;
     }
     let intact = memory.check().and_then(|()| crate::checks::signals_back(&before)).is_ok();
     unsafe { libc::_exit(if intact { CONTENT } else { 1 }) }

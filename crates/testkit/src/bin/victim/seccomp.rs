@@ -18,9 +18,7 @@ pub fn strict() -> Result<(), String> {
 pub fn filtered(action: u32) -> Result<(), String> {
     handle(libc::SIGSYS, trapped as *const () as usize, libc::SA_SIGINFO);
     let before = signals();
-    if !filter(action) {
-        return Err("skip: seccomp filters are not permitted".into());
-    }
+    filter_madvise(action)?;
     println!("filtered");
     command()?;
     signals_back(&before)?;
@@ -36,14 +34,14 @@ pub fn filtered(action: u32) -> Result<(), String> {
     if back { Ok(()) } else { Err("the filter is gone".into()) }
 }
 
-/// Installs a filter with `action` for madvise that allows everything else.
-pub fn filter(action: u32) -> bool {
+/// Installs a filter with `action` for one call that allows everything else.
+pub fn filter(nr: i64, action: u32) -> bool {
     const NEW_LISTENER: u64 = 1 << 3;
     let instruction =
         |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: u16::try_from(code).unwrap_or(0), jt, jf, k };
     let mut program = [
         instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
-        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, 28),
+        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, u32::try_from(nr).unwrap_or(0)),
         instruction(libc::BPF_RET | libc::BPF_K, 0, 0, action),
         instruction(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
     ];
@@ -54,6 +52,11 @@ pub fn filter(action: u32) -> bool {
         // The listener's descriptor stays open and is never read.
         libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const program) >= 0
     }
+}
+
+/// Installs a filter with `action` for madvise.
+pub fn filter_madvise(action: u32) -> Result<(), String> {
+    if filter(libc::SYS_madvise, action) { Ok(()) } else { Err("skip: seccomp filters are not permitted".into()) }
 }
 
 /// Enters strict mode: only read, write, exit and the return from handlers are allowed.
@@ -74,7 +77,7 @@ pub fn install(action: &str) -> Result<(), String> {
         "allow" => libc::SECCOMP_RET_ALLOW,
         other => return Err(format!("no such action: {other}")),
     };
-    if filter(action) { Ok(()) } else { Err("skip: seccomp filters are not permitted".into()) }
+    filter_madvise(action)
 }
 
 /// Whether the filter is still installed, as far as it can be tested without dying or blocking.

@@ -13,7 +13,8 @@
 //! | `regions` | has nearly as many small mappings of anonymous memory as are considered |
 //! | `churn` | splits and joins as many all the time |
 
-use crate::checks::{Memory, PAGES};
+use crate::checks::{Memory, report};
+use crate::system::{anonymous, map_at};
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -42,12 +43,12 @@ pub fn main(kind: &str) {
     let memory = Memory::new();
     let done = match kind {
         "code" => stalled_file().map(|file| {
-            map(LOW, FILE_PAGES * 4096, libc::PROT_READ | libc::PROT_EXEC, libc::MAP_PRIVATE, &file);
+            map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ | libc::PROT_EXEC, libc::MAP_PRIVATE, file.as_raw_fd());
         }),
         // Nothing is mapped after that, and only when `ready` has been printed.
         "locked" => stalled_file().map(|file| lock(&file, || std::thread::sleep(HEAD_START))),
         "locking" => stalled_file().map(|file| {
-            let own = anonymous(OWN_BYTES, libc::PROT_READ | libc::PROT_WRITE).cast::<u64>();
+            let own = anonymous(OWN_BYTES).cast::<u64>();
             (0..OWN_BYTES / 8).for_each(|word| unsafe { own.add(word).write(word as u64) });
             lock(&file, || {
                 while !LOCKING.load(Ordering::Relaxed) {
@@ -73,11 +74,10 @@ pub fn main(kind: &str) {
         other => Err(format!("there is no kind {other}")),
     };
     drop_capabilities();
-    if let Err(reason) = done {
-        println!("bad: {reason}");
-        return;
+    if done.is_err() {
+        return report(done);
     }
-    println!("ready {:x} {}", memory.addr as u64, PAGES * 4096);
+    memory.announce();
     // Without a buffer, for which memory might be mapped.
     let read = || unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
     read();
@@ -85,10 +85,7 @@ pub fn main(kind: &str) {
         LOCKING.store(true, Ordering::Relaxed);
         read();
     }
-    match memory.check() {
-        Ok(()) => println!("ok"),
-        Err(reason) => println!("bad: {reason}"),
-    }
+    report(memory.check());
     // Without the destructors of threads that never end.
     let _ = std::io::stdout().flush();
     unsafe { libc::_exit(0) };
@@ -96,7 +93,7 @@ pub fn main(kind: &str) {
 
 /// Keeps the memory map locked from the end of `wait` on: one thread reads the file with the lock held, another one waits for it.
 fn lock(file: &File, wait: fn()) {
-    map(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file);
+    map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd());
     std::thread::spawn(move || {
         wait();
         File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64)
@@ -104,7 +101,7 @@ fn lock(file: &File, wait: fn()) {
     std::thread::spawn(move || {
         wait();
         std::thread::sleep(HEAD_START);
-        anonymous(4096, libc::PROT_READ) as usize
+        anonymous(4096) as usize
     });
 }
 
@@ -113,18 +110,6 @@ fn drop_capabilities() {
     const VERSION_3: u32 = 0x2008_0522;
     let (header, none) = ([VERSION_3, 0], [0_u32; 6]);
     unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) };
-}
-
-fn map(at: usize, length: usize, access: i32, flags: i32, file: &File) {
-    let found = unsafe { libc::mmap(at as *mut libc::c_void, length, access, flags, file.as_raw_fd(), 0) };
-    assert_ne!(found, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
-}
-
-fn anonymous(length: usize, access: i32) -> *mut u8 {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    let found = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, -1, 0) };
-    assert_ne!(found, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
-    found.cast()
 }
 
 /// One mapping in two is of a file with a path of some 4,000 bytes; the others are anonymous memory with one page present.
@@ -142,10 +127,10 @@ fn mappings() -> Result<(), String> {
     });
     let _ = fs::remove_dir_all(&top);
     let file = made.map_err(failed)?;
-    let pages = anonymous(MAPPINGS * 4096, libc::PROT_READ | libc::PROT_WRITE) as usize;
+    let pages = anonymous(MAPPINGS * 4096) as usize;
     for at in (0..MAPPINGS).map(|number| pages + number * 4096) {
         if at / 4096 % 2 == 0 {
-            map(at, 4096, libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_FIXED, &file);
+            map_at(at, 4096, libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_FIXED, file.as_raw_fd());
         } else {
             unsafe { (at as *mut u64).write(at as u64) };
         }
@@ -155,7 +140,7 @@ fn mappings() -> Result<(), String> {
 
 /// Mappings of one page each, which differ in their access from their neighbours.
 fn regions() {
-    let pages = anonymous(REGIONS * 4096, libc::PROT_READ | libc::PROT_WRITE) as usize;
+    let pages = anonymous(REGIONS * 4096) as usize;
     for at in (0..REGIONS).map(|number| pages + number * 4096) {
         unsafe {
             (at as *mut u64).write(at as u64);
@@ -168,7 +153,7 @@ fn regions() {
 
 /// Splits and joins such mappings, other ones each time.
 fn churn() {
-    let pages = anonymous(REGIONS * 4096, libc::PROT_READ | libc::PROT_WRITE) as usize;
+    let pages = anonymous(REGIONS * 4096) as usize;
     let protect = |at: usize, pages: usize, access| unsafe {
         libc::mprotect(at as *mut libc::c_void, pages * 4096, access);
     };

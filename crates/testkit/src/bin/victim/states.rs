@@ -1,8 +1,9 @@
-//! Modes in which the victim is not simply blocked in a call.
+//! Modes other than being blocked in a call.
 
-use crate::blocking::{forked, pipe, timespec, word};
+use crate::blocking::{forked, pipe, word};
 use crate::checks::{HANDLED, HARMLESS, LONG_MS, Memory, PAGES};
 use crate::hold::call;
+use crate::system::{anonymous, sleep_us};
 use crate::torture::is_asked_to_end;
 use std::sync::atomic::Ordering;
 
@@ -37,10 +38,7 @@ pub fn busy() -> Result<(), String> {
 /// Sleeps forever.
 pub fn sleeper() -> Result<(), String> {
     loop {
-        match call(libc::SYS_nanosleep, [timespec(LONG_MS), 0, 0, 0, 0, 0])? {
-            0 => {}
-            other => return Err(format!("nanosleep answered {other}")),
-        }
+        sleep_us(LONG_MS * 1000)?;
     }
 }
 
@@ -109,13 +107,10 @@ pub fn churn() -> Result<(), String> {
 /// Forks without pause, with 512 MiB of page tables to copy, until a byte comes.
 pub fn forks() -> Result<(), String> {
     const BYTES: usize = 512 << 20;
-    let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    unsafe {
-        let memory = libc::mmap(std::ptr::null_mut(), BYTES, access, flags, -1, 0);
-        libc::madvise(memory, BYTES, libc::MADV_NOHUGEPAGE);
-        for page in (0..BYTES).step_by(4096) {
-            memory.cast::<u8>().add(page).write(1);
-        }
+    let memory = anonymous(BYTES);
+    unsafe { libc::madvise(memory.cast(), BYTES, libc::MADV_NOHUGEPAGE) };
+    for page in (0..BYTES).step_by(4096) {
+        unsafe { memory.add(page).write(1) };
     }
     std::thread::spawn(|| {
         loop {

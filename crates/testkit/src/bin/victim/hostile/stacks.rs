@@ -5,9 +5,10 @@
 #![allow(clippy::large_stack_arrays, reason = "data on a stack is what some of this is about")]
 
 use super::states::{Doze, Faults};
-use super::{map, rounds, watched};
+use super::{done, rounds, watched};
 use crate::checks::{Memory, handle};
-use crate::hold::{call, spin, spinning};
+use crate::hold::{spin, spinning};
+use crate::system::{anonymous, nanosleep_us, sleep_us, spawn_on};
 use std::arch::{asm, global_asm};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -118,9 +119,8 @@ fn coroutine_round(small: *mut u8) -> Result<(), String> {
     spin(200_000)?;
     on_small_stack(small, false)?;
     on_small_stack(small, true)?;
-    let time = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
     let signals = SIGNALS.load(Relaxed);
-    match call(libc::SYS_nanosleep, [(&raw const time).addr() as u64, 0, 0, 0, 0, 0])? {
+    match nanosleep_us(50)? {
         0 => Ok(()),
         -4 if SIGNALS.load(Relaxed) > signals => Ok(()),
         other => Err(format!("nanosleep answered {other} on a coroutine's stack")),
@@ -186,11 +186,8 @@ fn words(start: *mut u8, bytes: usize) -> &'static [AtomicU64] {
     unsafe { std::slice::from_raw_parts(start.cast(), bytes / 8) }
 }
 
-const PLAIN: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-const WRITABLE: i32 = libc::PROT_READ | libc::PROT_WRITE;
-
 pub fn coroutines(memory: Memory) -> Result<(), String> {
-    run_coroutines(memory, map(COROUTINES * SLOT, WRITABLE, PLAIN, -1))
+    run_coroutines(memory, anonymous(COROUTINES * SLOT))
 }
 
 /// The stacks are a local array of a thread.
@@ -283,8 +280,8 @@ fn smallest() -> usize {
 /// In the middle of a mapping, at its lower edge with nothing mapped below, and above a guard page.
 pub fn alternate_stacks(memory: Memory) -> Result<(), String> {
     let large = 64 << 10;
-    let middle = map(DATA + large + DATA, WRITABLE, PLAIN, -1);
-    let mapped = [map(large, WRITABLE, PLAIN, -1), map(large, WRITABLE, PLAIN, -1)];
+    let middle = anonymous(DATA + large + DATA);
+    let mapped = [anonymous(large), anonymous(large)];
     unsafe {
         libc::munmap(mapped[0].cast(), 4096);
         libc::mprotect(mapped[1].cast(), 4096, libc::PROT_NONE);
@@ -308,13 +305,8 @@ pub fn local_alternate_stacks(memory: Memory) -> Result<(), String> {
 
 /// A thread's stack is populated on demand: another thread answers each fault, after a while, with old data.
 pub fn lazy_stack(memory: Memory) -> Result<(), String> {
-    extern "C" fn run(given: *mut libc::c_void) -> *mut libc::c_void {
-        let attack = unsafe { Box::from_raw(given.cast::<Box<dyn FnOnce()>>()) };
-        attack();
-        null_mut()
-    }
     let length = 1 << 20;
-    let stack = map(length, WRITABLE, PLAIN, -1);
+    let stack = anonymous(length);
     unsafe { libc::mprotect(stack.cast(), 4096, libc::PROT_NONE) };
     let stack = stack.wrapping_add(4096);
     let Some(faults) = Faults::on(stack, length - 4096) else {
@@ -324,21 +316,13 @@ pub fn lazy_stack(memory: Memory) -> Result<(), String> {
     std::thread::scope(|scope| {
         scope.spawn(|| faults.answer(&over));
         let mut verdict = Ok(());
-        let result = &raw mut verdict;
-        let over = &over;
-        let attack: Box<dyn FnOnce()> = Box::new(move || {
-            let round = || coroutine_round_without_small_stack(stack);
-            unsafe { *result = rounds(memory, round) };
+        let attack = || {
+            verdict = rounds(memory, || round_on_lazy_stack(stack));
             over.store(true, Relaxed);
-        });
+        };
         unsafe {
-            let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
-            libc::pthread_attr_init(&raw mut attributes);
-            libc::pthread_attr_setstack(&raw mut attributes, stack.cast(), length - 4096);
-            let mut thread: libc::pthread_t = 0;
-            let given = Box::into_raw(Box::new(attack)).cast();
-            assert_eq!(libc::pthread_create(&raw mut thread, &raw const attributes, run, given), 0);
-            stay_away(over);
+            let thread = spawn_on(stack, length - 4096, Box::new(attack));
+            stay_away(&over);
             libc::pthread_join(thread, null_mut());
         }
         verdict
@@ -346,14 +330,34 @@ pub fn lazy_stack(memory: Memory) -> Result<(), String> {
 }
 
 /// Sleeps and computes after it has given back the stack below its own frames.
-fn coroutine_round_without_small_stack(stack: *mut u8) -> Result<(), String> {
+fn round_on_lazy_stack(stack: *mut u8) -> Result<(), String> {
     let here = 0_u64;
     let unused = ((&raw const here).addr() - stack.addr() - (32 << 10)) & !4095;
     unsafe { libc::madvise(stack.cast(), unused, libc::MADV_DONTNEED) };
     spin(60_000)?;
-    let time = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
-    match call(libc::SYS_nanosleep, [(&raw const time).addr() as u64, 0, 0, 0, 0, 0])? {
-        0 => Ok(()),
-        other => Err(format!("nanosleep answered {other} on a lazy stack")),
+    sleep_us(50)
+}
+
+/// A thread sleeps on a small stack that is a local array. Below it, in the same mapping, lies data that another thread
+/// writes and checks.
+pub fn local_stack() -> Result<(), String> {
+    #[inline(never)]
+    fn sleep_in(array: *mut u8) -> Result<(), String> {
+        // Lies below `array`, in the frame of this function.
+        let data: [AtomicU64; 4096] = std::array::from_fn(|_| AtomicU64::new(0));
+        let time = libc::timespec { tv_sec: 0, tv_nsec: 200_000 };
+        watched(&[&data], || {
+            while !done() {
+                unsafe {
+                    asm!(
+                        "mov r12, rsp", "mov rsp, {top}", "mov eax, 35", "xor esi, esi", "syscall", "mov rsp, r12",
+                        top = in(reg) array.add(256), in("rdi") &raw const time,
+                        out("rax") _, out("rsi") _, out("rcx") _, out("r11") _, out("r12") _,
+                    );
+                }
+            }
+            Ok(())
+        })
     }
+    in_thread(|| sleep_in(std::hint::black_box([0_u8; 512].as_mut_ptr())))
 }

@@ -1,10 +1,12 @@
 //! State that is easily lost: extended registers, shadow stacks, memory that another thread provides, users, requests in
 //! progress.
 
-use super::{ABSENT, map, rounds};
+use super::{ABSENT, rounds};
 use crate::blocking::pipe;
 use crate::checks::Memory;
 use crate::hold::{call, spin};
+use crate::kinds::{limit, sockets};
+use crate::system::{WRITABLE, anonymous, nanosleep_us};
 use std::arch::x86_64::__cpuid_count;
 use std::arch::{asm, global_asm};
 use std::ops::Range;
@@ -15,24 +17,15 @@ pub struct Doze(i32);
 
 impl Doze {
     pub fn new() -> Self {
-        let mut pair = [0; 2];
-        let timeout = libc::timeval { tv_sec: 0, tv_usec: 1000 };
-        unsafe {
-            assert_eq!(libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, pair.as_mut_ptr()), 0);
-            libc::setsockopt(pair[0], libc::SOL_SOCKET, libc::SO_RCVTIMEO, (&raw const timeout).cast(), 16);
-        }
-        Self(pair[0])
+        let [receiver, _] = sockets();
+        limit(receiver, 1);
+        Self(receiver)
     }
 
     /// For a millisecond, or until the kernel's next tick.
     pub fn doze(&self) {
         unsafe { libc::recv(self.0, [0_u8].as_mut_ptr().cast(), 1, libc::MSG_WAITALL) };
     }
-}
-
-fn nanosleep_us(us: i64) -> Result<i64, String> {
-    let time = libc::timespec { tv_sec: 0, tv_nsec: us * 1000 };
-    call(libc::SYS_nanosleep, [(&raw const time).addr() as u64, 0, 0, 0, 0, 0])
 }
 
 global_asm!(
@@ -95,7 +88,7 @@ const TILES: u64 = 3 << 17;
 struct Image {
     features: u64,
     bytes: &'static mut [u8],
-    /// What XSAVE writes: not the last x87 instruction and operand.
+    /// The bytes that XSAVE writes: not the last x87 instruction and operand.
     compared: Vec<Range<usize>>,
 }
 
@@ -107,7 +100,7 @@ impl Image {
             leaf.ebx as usize..(leaf.ebx + leaf.eax) as usize
         };
         let size = unsafe { __cpuid_count(0xd, 0) }.ebx as usize;
-        let bytes = unsafe { std::slice::from_raw_parts_mut(map(size, WRITABLE, ANONYMOUS, -1), size) };
+        let bytes = unsafe { std::slice::from_raw_parts_mut(anonymous(size), size) };
         let mut compared = vec![0..5, 24..28, 32..416, 512..520];
         compared.extend((2..=18).filter(|feature| features >> feature & 1 != 0).map(place));
         for (at, byte) in compared[2..].iter().cloned().flatten().enumerate() {
@@ -145,7 +138,7 @@ unsafe fn enabled() -> u64 {
     unsafe { std::arch::x86_64::_xgetbv(0) }
 }
 
-/// Holds all extended registers, those of AMX and the protection keys included, then fewer: what was in its initial state
+/// Holds all extended registers, AMX's and the protection keys included, then fewer: a component that was in its initial state
 /// must stay so.
 pub fn extended_states(memory: Memory) -> Result<(), String> {
     const ARCH_REQ_XCOMP_PERM: i32 = 0x1023;
@@ -158,8 +151,8 @@ pub fn extended_states(memory: Memory) -> Result<(), String> {
     }
     let images = [!0, !TILES, !(TILES | AVX_512), 3 | KEYS].map(|kept| Image::new(enabled & kept));
     let size = images[0].bytes.len();
-    let own = map(size, WRITABLE, ANONYMOUS, -1);
-    let after = unsafe { std::slice::from_raw_parts_mut(map(size, WRITABLE, ANONYMOUS, -1), size) };
+    let own = anonymous(size);
+    let after = unsafe { std::slice::from_raw_parts_mut(anonymous(size), size) };
     let time = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
     let mut turn = 0_usize;
     rounds(memory, || {
@@ -176,9 +169,6 @@ pub fn extended_states(memory: Memory) -> Result<(), String> {
         }
     })
 }
-
-const WRITABLE: i32 = libc::PROT_READ | libc::PROT_WRITE;
-const ANONYMOUS: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 
 /// Calls and returns with a shadow stack. Without one in the processor and kernel, the same calls.
 pub fn shadow_stack(memory: Memory) -> Result<(), String> {
@@ -255,7 +245,7 @@ impl Faults {
 /// Waits nearly all the time for pages that another thread provides.
 pub fn lazy_memory(memory: Memory) -> Result<(), String> {
     const LENGTH: usize = 8 * 4096;
-    let start = map(LENGTH, WRITABLE, ANONYMOUS, -1);
+    let start = anonymous(LENGTH);
     let Some(faults) = Faults::on(start, LENGTH) else {
         return Err("skip: userfaultfd is not permitted".into());
     };
@@ -337,13 +327,9 @@ pub fn ring(memory: Memory) -> Result<(), String> {
     const TIMEOUT: u8 = 11;
     const SUBMISSIONS: i64 = 0x1000_0000;
     let mut params = [0_u32; 30];
-    let fd = unsafe { libc::syscall(libc::SYS_io_uring_setup, 4, params.as_mut_ptr()) };
-    let Some(ring) = i32::try_from(fd).ok().filter(|&fd| fd >= 0) else {
-        return Err("skip: io_uring_setup is not permitted".into());
-    };
+    let ring = crate::kinds::set_up_ring(&mut params)?;
     let mapped = |offset| unsafe {
-        let access = libc::PROT_READ | libc::PROT_WRITE;
-        let memory = libc::mmap(std::ptr::null_mut(), 4096, access, libc::MAP_SHARED, ring, offset);
+        let memory = libc::mmap(std::ptr::null_mut(), 4096, WRITABLE, libc::MAP_SHARED, ring, offset);
         assert_ne!(memory, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
         memory.cast::<u8>()
     };

@@ -1,8 +1,9 @@
 //! Programs that handle their own traps: system calls that are dispatched to a handler, page faults as a virtual machine
 //! uses them for its safepoints, and a program that emulates the calls of another one, as gVisor does.
 
-use super::{map, rounds};
+use super::rounds;
 use crate::checks::{Memory, handle};
+use crate::system::{ANONYMOUS, map};
 use std::arch::asm;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
@@ -79,7 +80,7 @@ extern "C" fn page_fault(_: i32, info: *mut libc::siginfo_t, context: *mut libc:
 /// right address and cause.
 pub fn page_faults(memory: Memory) -> Result<(), String> {
     handle(libc::SIGSEGV, page_fault as *const () as usize, libc::SA_SIGINFO);
-    let page = map(4096, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    let page = map(4096, libc::PROT_NONE, ANONYMOUS, -1);
     let mut made = 0;
     rounds(memory, || {
         made += 1;

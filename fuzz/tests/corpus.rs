@@ -8,8 +8,10 @@ use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-fn fuzz_dir() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz")
+const FUZZ_DIR: &str = env!("CARGO_MANIFEST_DIR");
+
+fn inputs(target: &str) -> Vec<PathBuf> {
+    files(&Path::new(FUZZ_DIR).join("corpus").join(target))
 }
 
 fn files(dir: &Path) -> Vec<PathBuf> {
@@ -21,7 +23,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 fn the_properties_hold_for_every_input_found_so_far() {
     let mut broken = Vec::new();
     for (name, target) in TARGETS {
-        let inputs = files(&fuzz_dir().join("corpus").join(name));
+        let inputs = inputs(name);
         assert!(inputs.len() >= 3, "{name} has only {} inputs", inputs.len());
         for input in inputs {
             let bytes = fs::read(&input).unwrap();
@@ -38,11 +40,11 @@ fn every_target_has_a_fuzz_target_and_inputs() {
     let wanted: BTreeSet<String> = TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
     let names = |dir: &str| -> BTreeSet<String> {
         let stem = |path: PathBuf| path.file_stem().unwrap().to_str().unwrap().to_owned();
-        files(&fuzz_dir().join(dir)).into_iter().map(stem).collect()
+        files(&Path::new(FUZZ_DIR).join(dir)).into_iter().map(stem).collect()
     };
     assert_eq!(names("fuzz_targets"), wanted);
     assert_eq!(names("corpus"), wanted);
-    let manifest = fs::read_to_string(fuzz_dir().join("Cargo.toml")).unwrap();
+    let manifest = fs::read_to_string(Path::new(FUZZ_DIR).join("Cargo.toml")).unwrap();
     assert!(wanted.iter().all(|name| manifest.contains(&format!("name = \"{name}\""))));
 }
 
@@ -68,8 +70,8 @@ fn parsing_time_is_not_quadratic() {
         taken
     };
     for (name, target) in TARGETS {
-        let largest = files(&fuzz_dir().join("corpus").join(name)).into_iter().map(|path| fs::read(path).unwrap());
-        let largest = largest.max_by_key(Vec::len).unwrap();
+        let texts = inputs(name).into_iter().map(|path| fs::read(path).unwrap());
+        let largest = texts.max_by_key(Vec::len).unwrap();
         let again: Vec<u8> = largest.iter().copied().cycle().take(MIB).collect();
         let line: Vec<u8> = again.iter().map(|&byte| if byte == b'\n' { b' ' } else { byte }).collect();
         let taken = [again, line, mappings(name == "smaps"), vec![b'9'; MIB], vec![b'['; MIB]]

@@ -1,5 +1,5 @@
 //! Checks merging on request in an emulated machine whose kernel has `/dev/ksm`, or gets it by the module `/ksm_request.ko`:
-//! pagefold's `tests/request.rs` boots it.
+//! `tests/request.rs` boots it.
 //!
 //! Everything is in /bin, which only root can write. Prints a line with PASS or FAIL for each check. With the argument `million`,
 //! two trust domains with the same contents are merged by a million requests, and nothing else is checked.

@@ -1,23 +1,16 @@
-//! Merging on request, in an emulated machine whose kernel has `/dev/ksm`. The checks are those of `request_guest` in
-//! pagefold-testkit.
+//! Merging on request, in an emulated machine whose kernel has `/dev/ksm`. The checks are those of the example `request_guest`.
 //!
 //! `PAGEFOLD_REQUEST_KERNEL` is the kernel. Beside the options of a kernel that pagefold runs on, it needs the second serial port,
 //! cgroups with cpusets, Unix sockets, user namespaces and seccomp. `PAGEFOLD_REQUEST_MODULE` is the module `ksm_request.ko` for it, if
 //! it has not the series.
 
-use pagefold_testkit::guest::{Tools, run_guest};
-use pagefold_testkit::{assert_fails, program, victim_binary};
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+mod common;
 
-#[test]
-fn a_machine_without_the_device_is_told_so_before_anything_happens() {
-    if Path::new("/dev/ksm").exists() {
-        return;
-    }
-    assert_fails(&["run", "--mechanism", "request", "--pid", "1"], 4, "/dev/ksm does not exist");
-    assert_fails(&["run", "--mechanism", "uksm", "--pid", "1"], 2, "choose auto, ksmd or request");
-}
+use common::example;
+use pagefold_testkit::guest::{Tools, run_guest};
+use pagefold_testkit::{program, victim_binary};
+use std::path::PathBuf;
+use std::time::Duration;
 
 #[test]
 #[ignore = "boots the kernel that PAGEFOLD_REQUEST_KERNEL names, as scripts/kernel builds it"]
@@ -35,7 +28,8 @@ fn a_million_requests_merge_nothing_across_trust_domains() {
 fn check(command: &str, mebibytes: u32, limit: Duration) {
     let kernel = PathBuf::from(std::env::var_os("PAGEFOLD_REQUEST_KERNEL").expect("PAGEFOLD_REQUEST_KERNEL"));
     let Some(tools) = Tools::with_kernel(kernel) else { return };
-    let (guest, holder) = (victim_binary("request_guest"), victim_binary("holder"));
+    let guest = example("request_guest");
+    let holder = victim_binary("holder");
     let mut files = vec![("command.json", command.as_bytes().to_vec())];
     let module = std::env::var_os("PAGEFOLD_REQUEST_MODULE").map(|path| std::fs::read(path).expect("the module"));
     files.extend(module.map(|module| ("ksm_request.ko", module)));

@@ -1,18 +1,21 @@
 //! Placement on emulated machines with several NUMA nodes: the guests' own kernels merge, and an independent reader
-//! (`numa_guest` of pagefold-testkit) finds the node of every page.
+//! (the example `numa_guest`) finds the node of every page.
 //!
 //! Every scenario is a line in a table. `PAGEFOLD_NUMA=TEXT` runs only those with TEXT in their names, and
 //! `PAGEFOLD_NUMA_KEEP=DIR` keeps the guests' consoles and results in DIR. `PAGEFOLD_NUMA_KERNEL` is the kernel, instead of
 //! Debian's; on that of `scripts/kernel host`, pagefold merges on request.
 
+mod common;
 #[path = "numa/expect.rs"]
 mod expect;
 #[path = "numa/guest.rs"]
 mod guest;
+#[path = "numa/model.rs"]
+mod model;
 
 use expect::{Case, Expect, run};
 use guest::{Machine, Node};
-use pagefold_testkit::numa::{Disturbance, MergedBy, Scenario, Victim};
+use model::{Disturbance, MergedBy, Scenario, Victim};
 
 /// Pages of each process: more than pagefold migrates at a time.
 const PAGES: usize = 4_608;
@@ -75,8 +78,6 @@ fn two_processes_on_two_nodes_are_placed_by_the_policy() {
         &[
             ksm(&[idle(0), idle(1)]),
             Case { expect: Expect::Damage, ..damaged },
-            // The emulator is slow when it executes code for the first time: the scenario that others are compared with is
-            // not the first.
             placed("default", "both idle", &[idle(0), idle(1)], even()),
             placed("kernel", "no placement", &[idle(0), idle(1)], Expect::Any),
             placed("fair", "both active", &[active(0), active(1)], even()),

@@ -1,15 +1,14 @@
 //! Runs a scenario.
 
-use crate::pages::{Extent, Nodes, PAGE, ksmd, times, tree_ns};
+use crate::model::{Disturbance, MergedBy, Moves, Outcome, Scenario};
+use crate::pages::{Extent, Nodes, PAGE, tree_ns};
 use crate::programs::Programs;
 use pagefold_testkit::ksm;
-use pagefold_testkit::numa::{Cpu, Disturbance, MergedBy, Moves, Outcome, Scenario};
-use pagefold_testkit::{number, vmstat};
+use pagefold_testkit::{Daemon, number, vmstat, with_pids};
 use serde_json::Value;
 use std::fs::{self, File};
-use std::io::{Read, Seek};
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -51,7 +50,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     let before = nodes.snapshot(&programs.extents);
 
     let steps = (scenario.disturbance == Disturbance::ClockSteps).then(ClockSteps::start);
-    let meter = Meter::start(&programs);
+    let meter = Meter::start();
     let merger = Merger::start(&scenario.merged_by, &mut programs);
     let settled = meter.wait_until_quiet(&merger);
     let after_merge = nodes.snapshot(&programs.extents);
@@ -80,9 +79,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
     if let Disturbance::Offline { node } = scenario.disturbance {
         set_online(node, "online_movable").expect("it was online before");
     }
-    // This also makes ksmd drop the processes, which it would otherwise keep until its next scan.
-    crate::write(&format!("{KSM}/run"), "2");
-    crate::write(&format!("{KSM}/run"), "0");
+    rest();
     let knobs_changed = knobs().into_iter().zip(&knobs_before).filter(|(now, before)| now != *before);
     let mut moves = settled.moves;
     moves.killed = vmstat("oom_kill") - killed;
@@ -92,7 +89,6 @@ pub fn run(scenario: &Scenario) -> Outcome {
         merged: after_merge,
         settled_ms: settled.ms,
         settled: settled.in_time,
-        cpu: settled.cpu,
         moves,
         when_quiet: settled.when_quiet,
         disturbed,
@@ -146,24 +142,22 @@ impl Drop for ClockSteps {
 /// What merges: ksmd alone, or pagefold.
 enum Merger {
     Ksm,
-    Pagefold { child: Child, output: File, errors: File },
+    Pagefold(Daemon),
 }
 
 impl Merger {
     fn start(merged_by: &MergedBy, programs: &mut Programs) -> Self {
         match merged_by {
             MergedBy::Ksm => {
-                crate::write(&format!("{KSM}/pages_to_scan"), &PAGES_TO_SCAN.to_string());
+                set("pages_to_scan", &PAGES_TO_SCAN.to_string());
                 programs.mark();
-                crate::write(&format!("{KSM}/run"), "1");
+                set("run", "1");
                 Self::Ksm
             }
             MergedBy::Pagefold(options) => {
-                let (output, errors) = (file("out"), file("err"));
                 let mut command = Command::new(PAGEFOLD);
-                command.args(["run", "--json", "--pid", &pids(programs)]).args(options).stdin(Stdio::null());
-                command.stdout(output.try_clone().expect("a file")).stderr(errors.try_clone().expect("a file"));
-                Self::Pagefold { child: command.spawn().expect(PAGEFOLD), output, errors }
+                command.args(with_pids(&["run", "--json"], &programs.pids(), &[])).args(options);
+                Self::Pagefold(Daemon::of(&mut command))
             }
         }
     }
@@ -171,102 +165,61 @@ impl Merger {
     fn cpu_ns(&self) -> u64 {
         match self {
             Self::Ksm => 0,
-            Self::Pagefold { child, .. } => tree_ns(i32::try_from(child.id()).expect("a pid")),
+            Self::Pagefold(daemon) => tree_ns(daemon.pid()),
         }
     }
 
     /// Ends merging and unmerges everything. Returns pagefold's summary.
     fn end(self, programs: &Programs, wrong: &mut Vec<String>) -> Value {
-        let Self::Pagefold { mut child, mut output, mut errors } = self else {
-            crate::write(&format!("{KSM}/run"), "2");
-            crate::write(&format!("{KSM}/run"), "0");
-            crate::write(&format!("{KSM}/pages_to_scan"), "100");
+        let Self::Pagefold(mut daemon) = self else {
+            rest();
+            set("pages_to_scan", "100");
             return Value::Null;
         };
-        if let Some(status) = child.try_wait().expect("a child") {
-            wrong.push(format!("pagefold run ended too early: {status}"));
+        if !daemon.is_running() {
+            wrong.push("pagefold run ended too early".to_owned());
         }
-        // SAFETY: no memory is passed. The child has not been waited for.
-        unsafe { libc::kill(i32::try_from(child.id()).expect("a pid"), libc::SIGTERM) };
-        let status = child.wait().expect("a child");
-        let (summary, errors) = (contents(&mut output), contents(&mut errors));
-        print!("{errors}");
-        if !status.success() {
-            wrong.push(format!("pagefold run: {status}: {errors}"));
+        let ended = daemon.terminate();
+        print!("{}", ended.errors);
+        if ended.code != Some(0) {
+            wrong.push(format!("pagefold run: {ended:?}"));
         }
-        let unmerged = Command::new(PAGEFOLD).args(["unmerge", "--pid", &pids(programs)]).output().expect(PAGEFOLD);
+        let args = with_pids(&["unmerge"], &programs.pids(), &[]);
+        let unmerged = Command::new(PAGEFOLD).args(args).output().expect(PAGEFOLD);
         if !unmerged.status.success() {
             let errors = String::from_utf8_lossy(&unmerged.stderr);
             wrong.push(format!("pagefold unmerge: {}: {errors}", unmerged.status));
         }
-        serde_json::from_str(&summary).unwrap_or(Value::String(summary))
+        serde_json::from_str(&ended.output).unwrap_or(Value::String(ended.output))
     }
 }
 
-fn pids(programs: &Programs) -> String {
-    programs.extents.iter().map(|extent| extent.pid.to_string()).collect::<Vec<_>>().join(",")
+fn set(knob: &str, value: &str) {
+    crate::write(&format!("{KSM}/{knob}"), value);
 }
 
-fn file(name: &str) -> File {
-    let path = format!("/tmp/{name}");
-    File::options().read(true).write(true).create(true).truncate(true).open(path).expect(name)
+/// Stops ksmd, and gives every process its own copies. It drops the processes, too, which it would otherwise keep until its next scan.
+fn rest() {
+    set("run", "2");
+    set("run", "0");
 }
 
-fn contents(file: &mut File) -> String {
-    let mut text = String::new();
-    file.rewind().expect("a file");
-    file.read_to_string(&mut text).expect("text");
-    text
-}
-
-/// Measures CPU time and moves since its start.
+/// Measures moves since its start.
 struct Meter {
     began: Instant,
-    ksmd: i32,
-    pids: Vec<i32>,
-    cpu: Cpu,
     moves: Moves,
 }
 
 struct Settled {
     ms: u64,
     in_time: bool,
-    cpu: Cpu,
     moves: Moves,
     when_quiet: Moves,
 }
 
 impl Meter {
-    fn start(programs: &Programs) -> Self {
-        let pids = programs.extents.iter().map(|extent| extent.pid).collect();
-        let mut meter =
-            Self { began: Instant::now(), ksmd: ksmd(), pids, cpu: Cpu::default(), moves: Moves::default() };
-        (meter.cpu, meter.moves) = meter.read(&Merger::Ksm);
-        meter
-    }
-
-    fn read(&self, merger: &Merger) -> (Cpu, Moves) {
-        let cpu = Cpu {
-            ksmd_ns: times(self.ksmd).iter().sum(),
-            pagefold_ns: merger.cpu_ns(),
-            victims_system_ns: self.pids.iter().map(|&pid| times(pid)[1]).sum(),
-        };
-        // The kernel counts a page first as migrated and then as migrated by balancing. Reading in the reverse order never
-        // finds more of the second than of the first.
-        let balanced = vmstat("numa_pages_migrated");
-        let moves =
-            Moves { migrated: vmstat("pgmigrate_success"), failed: vmstat("pgmigrate_fail"), balanced, killed: 0 };
-        (cpu, moves)
-    }
-
-    fn since(&self, merger: &Merger) -> (Cpu, Moves) {
-        let (cpu, moves) = self.read(merger);
-        let cpu = Cpu {
-            ksmd_ns: cpu.ksmd_ns - self.cpu.ksmd_ns,
-            pagefold_ns: cpu.pagefold_ns - self.cpu.pagefold_ns,
-            victims_system_ns: cpu.victims_system_ns - self.cpu.victims_system_ns,
-        };
-        (cpu, less(moves, self.moves))
+    fn start() -> Self {
+        Self { began: Instant::now(), moves: moves() }
     }
 
     /// Waits until nothing merges and nothing moves any more, and pagefold is idle.
@@ -278,29 +231,33 @@ impl Meter {
             let balanced = vmstat("numa_pages_migrated");
             number("pages_sharing") + vmstat("pgmigrate_success") - balanced
         };
-        let (mut seen, scans) = (activity(), number("full_scans"));
-        let (mut since, mut then) = (Instant::now(), self.read(merger));
-        let mut settled = self.settled(merger);
+        let scans = number("full_scans");
+        let mut seen = activity();
+        let mut since = Instant::now();
+        let mut cpu_then = merger.cpu_ns();
+        let mut moves_then = moves();
+        let mut settled = self.settled();
         let mut happened = false;
         loop {
             std::thread::sleep(CHECK_INTERVAL);
             let now = activity();
             if now.abs_diff(seen) > NEGLIGIBLE {
-                (seen, since, then, happened) = (now, Instant::now(), self.read(merger), true);
-                settled = self.settled(merger);
+                (seen, since, cpu_then, moves_then) = (now, Instant::now(), merger.cpu_ns(), moves());
+                settled = self.settled();
+                happened = true;
             }
             if since.elapsed() >= quiet_time {
-                let (cpu, moves) = self.read(merger);
-                let busy = u128::from(cpu.pagefold_ns - then.0.pagefold_ns) > since.elapsed().as_nanos() / BUSY;
+                let (cpu_ns, moves) = (merger.cpu_ns(), moves());
+                let busy = u128::from(cpu_ns - cpu_then) > since.elapsed().as_nanos() / BUSY;
                 // Nothing is merged before the second scan.
                 let enough = number("pages_sharing") > NEGLIGIBLE || number("full_scans") >= scans + 2;
                 settled.in_time = !busy && (enough || began.elapsed() >= FIRST_LIMIT);
-                settled.when_quiet = less(moves, then.1);
-                (since, then) = (Instant::now(), (cpu, moves));
+                settled.when_quiet = less(moves, moves_then);
+                (since, cpu_then, moves_then) = (Instant::now(), cpu_ns, moves);
             }
             if settled.in_time || began.elapsed() >= LIMIT {
                 if !happened {
-                    (settled.ms, settled.cpu) = (self.ms(), self.since(merger).0);
+                    settled.ms = self.ms();
                 }
                 return settled;
             }
@@ -312,10 +269,16 @@ impl Meter {
     }
 
     /// The result if nothing happens from now on.
-    fn settled(&self, merger: &Merger) -> Settled {
-        let (cpu, moves) = self.since(merger);
-        Settled { ms: self.ms(), in_time: false, cpu, moves, when_quiet: Moves::default() }
+    fn settled(&self) -> Settled {
+        Settled { ms: self.ms(), in_time: false, moves: less(moves(), self.moves), when_quiet: Moves::default() }
     }
+}
+
+fn moves() -> Moves {
+    // The kernel counts a page first as migrated and then as migrated by balancing. Reading in the reverse order never
+    // finds more of the second than of the first.
+    let balanced = vmstat("numa_pages_migrated");
+    Moves { migrated: vmstat("pgmigrate_success"), failed: vmstat("pgmigrate_fail"), balanced, killed: 0 }
 }
 
 fn less(now: Moves, before: Moves) -> Moves {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 // The program is no library, and this is all of it that reads what others write.
 #[allow(dead_code)]
-#[path = "../../pagefold/src/control/protocol.rs"]
+#[path = "../../crates/pagefold/src/control/protocol.rs"]
 mod protocol;
 
 /// The state file: prints and parses back; every changed knob has an original value; and recorded values are recognised.

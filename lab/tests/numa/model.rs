@@ -1,4 +1,5 @@
-//! The scenarios that a test sends to the guest `numa_guest`, and the results that it returns, as JSON.
+//! The scenarios that `tests/numa.rs` sends to the example `numa_guest`, and the results that it returns, as JSON.
+#![allow(dead_code, reason = "each side uses a part of it")]
 
 use serde::{Deserialize, Serialize};
 
@@ -79,16 +80,6 @@ pub struct PageSnapshot {
     pub across: u64,
 }
 
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-#[allow(clippy::struct_field_names, reason = "their unit")]
-pub struct Cpu {
-    pub ksmd_ns: u64,
-    /// pagefold and its injector.
-    pub pagefold_ns: u64,
-    /// The processes, within the kernel.
-    pub victims_system_ns: u64,
-}
-
 /// Counters of /proc/vmstat since merging began.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Moves {
@@ -112,8 +103,6 @@ pub struct Outcome {
     pub settled_ms: u64,
     /// Whether that was before the time limit.
     pub settled: bool,
-    /// During `settled_ms`.
-    pub cpu: Cpu,
     /// During `settled_ms`.
     pub moves: Moves,
     /// During the quiet time that follows.

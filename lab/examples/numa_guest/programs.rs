@@ -1,9 +1,8 @@
 //! The processes of a scenario.
 
+use crate::model::{Disturbance, Scenario, Victim};
 use crate::pages::{Extent, PAGE};
 use pagefold_testkit::cgroup::start_in;
-use pagefold_testkit::holder::Change;
-use pagefold_testkit::numa::{Disturbance, Scenario, Victim};
 use pagefold_testkit::{Cgroup, Holder, Script};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -31,7 +30,7 @@ impl Programs {
             }
             keep_to_node(&mut command, victim);
             let mut holder = Holder::by(&mut command, scenario.pages as u64);
-            holder.change(Change::Write { first: 0, pages: holder.pages, content: 1, step: 1 });
+            holder.write(0, holder.pages, 1);
             let extent =
                 Extent { pid: holder.pid(), start: holder.first * PAGE, pages: scenario.pages, node: victim.node };
             if victim.active {
@@ -44,10 +43,14 @@ impl Programs {
         let mut filler = None;
         if let Disturbance::Full { node, left_mib } = scenario.disturbance {
             let args = ["filler".to_owned(), node.to_string(), left_mib.to_string()];
-            let started = filler.insert(Script::of(Command::new("/init").args(args)));
+            let started = filler.insert(Script::of(Command::new("/bin/numa_guest").args(args)));
             assert_eq!(started.line(), "ready");
         }
         Self { victims, extents, _filler: filler, _cgroups: cgroups }
+    }
+
+    pub fn pids(&self) -> Vec<i32> {
+        self.victims.iter().map(Holder::pid).collect()
     }
 
     pub fn mark(&mut self) {

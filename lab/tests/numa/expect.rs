@@ -1,7 +1,7 @@
 //! The expected results of a scenario, and the report about it.
 
 use crate::guest::Machine;
-use pagefold_testkit::numa::{Disturbance, MergedBy, Moves, Outcome, PageSnapshot, Scenario};
+use crate::model::{Disturbance, MergedBy, Moves, Outcome, PageSnapshot, Scenario};
 use std::env;
 use std::time::Duration;
 
@@ -54,7 +54,6 @@ pub fn run(machine: &Machine, cases: &[Case]) {
         println!("{}", line(&case.scenario, outcome));
         failures.extend(case.failures(outcome).into_iter().map(|what| format!("{}: {what}", outcome.name)));
     }
-    costs(&cases, &outcomes);
     assert!(failures.is_empty(), "\n{}\n", failures.join("\n"));
 }
 
@@ -148,18 +147,13 @@ fn shares(snapshot: &PageSnapshot) -> Vec<f64> {
 
 /// The result of a scenario, as a line.
 fn line(scenario: &Scenario, outcome: &Outcome) -> String {
-    let Outcome { name, merged, cpu, moves, .. } = outcome;
-    let seconds = |ns: u64| ns as f64 / 1e9;
+    let Outcome { name, merged, moves, .. } = outcome;
     format!(
-        "{name:<32} {:>8} merged {:?}, saved {}, {:.1} s; CPU: ksmd {:.2} s, pagefold {:.2} s, in the programs {:.2} s; \
-         migrated {} ({} by NUMA balancing), failed {}; local at the end: {:.0} %",
+        "{name:<32} {:>8} merged {:?}, saved {}, {:.1} s; migrated {} ({} by NUMA balancing), failed {}; local at the end: {:.0} %",
         format!("{} programs", scenario.victims.len()),
         merged.frames,
         merged.saved,
         outcome.settled_ms as f64 / 1e3,
-        seconds(cpu.ksmd_ns),
-        seconds(cpu.pagefold_ns),
-        seconds(cpu.victims_system_ns),
         moves.migrated,
         moves.balanced,
         moves.failed,
@@ -172,19 +166,4 @@ fn local(scenario: &Scenario, snapshot: &PageSnapshot) -> f64 {
     let victims = scenario.victims.iter().zip(&snapshot.victims);
     let local: u64 = victims.map(|(victim, seen)| seen.by_node[victim.node]).sum();
     100.0 * local as f64 / (scenario.victims.len() * scenario.pages) as f64
-}
-
-/// Prints what placement costs, compared with the cheapest run of `kernel` with as many processes in the same boot. It is
-/// judged on real machines (`pagefold-lab bench numa`).
-fn costs(cases: &[&Case], outcomes: &[Outcome]) {
-    let mut runs = Vec::new();
-    for (case, outcome) in cases.iter().zip(outcomes).filter(|(case, _)| case.scenario.merged_by != MergedBy::Ksm) {
-        let ns = outcome.cpu.ksmd_ns + outcome.cpu.pagefold_ns;
-        runs.push((case.scenario.victims.len(), outcome, ns as f64));
-    }
-    for (victims, outcome, ns) in &runs {
-        let same = runs.iter().filter(|(count, run, _)| count == victims && run.name.starts_with("kernel:"));
-        let Some(without) = same.map(|(_, _, ns)| *ns).min_by(f64::total_cmp) else { continue };
-        println!("{:<32} CPU of pagefold and ksmd: {:.2} of that without placement", outcome.name, ns / without);
-    }
 }

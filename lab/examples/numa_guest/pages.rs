@@ -1,6 +1,6 @@
 //! An independent reader of where pages are: page tables, frame flags and the nodes' zones, as the kernel shows them, without a line of pagefold's.
 
-use pagefold_testkit::numa::{PageSnapshot, Pages};
+use crate::model::{PageSnapshot, Pages};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -120,33 +120,16 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(bytes.try_into().expect("eight bytes"))
 }
 
-fn names(dir: &str) -> Vec<String> {
-    let entries = fs::read_dir(dir).unwrap_or_else(|error| panic!("{dir}: {error}"));
-    entries.map(|entry| entry.expect(dir).file_name().to_string_lossy().into_owned()).collect()
-}
-
-/// User and system time of a process, and of its children that have ended, nanoseconds. Zeros if it has ended.
-pub fn times(pid: i32) -> [u64; 4] {
+/// CPU time of a process and all its descendants, nanoseconds. Without a process that has ended.
+pub fn tree_ns(pid: i32) -> u64 {
     /// Of /proc/PID/stat: hundredths of a second, on every architecture.
     const TICK_NS: u64 = 10_000_000;
-    let Ok(text) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return [0; 4] };
+    let Ok(text) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return 0 };
     let words: Vec<&str> = text[text.rfind(')').expect("a name") + 2..].split(' ').collect();
-    // utime is the 14th word, the state after the name the 3rd (proc_pid_stat(5)).
-    std::array::from_fn(|at| words[11 + at].parse::<u64>().expect("ticks") * TICK_NS)
-}
-
-/// CPU time of a process and all its descendants, nanoseconds.
-pub fn tree_ns(pid: i32) -> u64 {
+    // utime is the 14th word, the state after the name the 3rd (proc_pid_stat(5)). The three others are system time, and both of
+    // children that have ended.
+    let own: u64 = words[11..15].iter().map(|word| word.parse::<u64>().expect("ticks") * TICK_NS).sum();
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let below: u64 = children.split_ascii_whitespace().map(|child| tree_ns(child.parse().expect("a pid"))).sum();
-    times(pid).iter().sum::<u64>() + below
-}
-
-/// The pid of ksmd.
-pub fn ksmd() -> i32 {
-    names("/proc")
-        .iter()
-        .filter_map(|name| name.parse().ok())
-        .find(|pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == "ksmd"))
-        .expect("ksmd")
+    own + below
 }

@@ -1,8 +1,9 @@
 //! Emulated machines with several NUMA nodes, booted from a kernel and an image with a few programs. Emulated, because
 //! hardware virtualization is not available everywhere, and the kernel places pages in the same way.
 
+use crate::common::example;
+use crate::model::{Outcome, Scenario};
 use pagefold_testkit::guest::{GuestEnded, Tools, run_guest};
-use pagefold_testkit::numa::{Outcome, Scenario};
 use pagefold_testkit::{program, victim_binary};
 use std::env;
 use std::fs;
@@ -51,9 +52,11 @@ impl Machine {
             Some(kernel) => Tools::with_kernel(kernel.into())?,
             None => Tools::find("nodes")?,
         };
-        let scenarios_json = ("scenarios.json", serde_json::to_vec(scenarios).unwrap());
-        let programs = [("holder", &*victim_binary("holder")), ("pagefold", program())];
-        let image = tools.image(&programs, &[scenarios_json]);
+        let scenarios_json = serde_json::to_vec(scenarios).unwrap();
+        let command = br#"["/bin/numa_guest"]"#.to_vec();
+        let guest = example("numa_guest");
+        let programs = [("numa_guest", &*guest), ("holder", &*victim_binary("holder")), ("pagefold", program())];
+        let image = tools.image(&programs, &[("command.json", command), ("scenarios.json", scenarios_json)]);
         let GuestEnded { status, console, results, took } =
             run_guest(&tools, &image, limit, |command| self.complete(command));
         println!("{} scenarios on {} nodes: {:.0} s", scenarios.len(), self.nodes.len(), took.as_secs_f64());
@@ -62,7 +65,9 @@ impl Machine {
             fs::write(Path::new(&dir).join(format!("{name}.console")), &console).unwrap();
             fs::write(Path::new(&dir).join(format!("{name}.json")), &results).unwrap();
         }
-        let outcomes: Vec<Outcome> = results.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        // The last line is its exit status.
+        let lines = results.lines().filter(|line| line.starts_with('{'));
+        let outcomes: Vec<Outcome> = lines.map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(
             outcomes.len(),
             scenarios.len(),

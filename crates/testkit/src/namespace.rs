@@ -1,0 +1,102 @@
+//! Mount namespaces of a test's own, and file systems that can be frozen.
+
+use crate::pagefold::output_of;
+use crate::process::Script;
+use crate::skip::skip;
+use std::ffi::OsStr;
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// A mount namespace, and a directory for it. A shell keeps it until this is dropped.
+pub struct Namespace {
+    shell: Script,
+    pub dir: tempfile::TempDir,
+}
+
+impl Namespace {
+    /// Runs a script of the shell in a new namespace, in an empty directory. `None`, with the reason reported, if it fails.
+    #[track_caller]
+    pub fn make(script: &str, otherwise: &str) -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", &format!("{script} && echo ready && read x")]).current_dir(dir.path());
+        let mut shell = Script::of(&mut command);
+        if shell.line() != "ready" {
+            skip(otherwise);
+            return None;
+        }
+        Some(Self { shell, dir })
+    }
+
+    /// A command in the namespace.
+    pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["-t", &self.shell.pid().to_string(), "-m"]).arg(program);
+        command
+    }
+
+    /// The root of its file systems, as it is seen from outside.
+    pub fn root(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/root", self.shell.pid()))
+    }
+}
+
+/// A file system in a mount namespace. Thawed when dropped.
+pub struct Disk {
+    pub namespace: Namespace,
+    /// Where it is mounted.
+    pub mount: String,
+}
+
+/// While this exists, writes to the file system wait. So nothing that writes to it may be waited for before this is dropped.
+pub struct Frozen<'a>(&'a Disk);
+
+impl Disk {
+    /// `None`, with the reason reported, where it cannot be mounted.
+    #[track_caller]
+    pub fn mount() -> Option<Self> {
+        let script = "truncate -s 16M img && mkfs.ext4 -q -F img && mkdir mnt && mount -o loop img mnt";
+        let namespace = Namespace::make(script, "no ext4 image can be mounted on a loop device")?;
+        let mount = namespace.dir.path().join("mnt").to_str().unwrap().to_owned();
+        Some(Self { namespace, mount })
+    }
+
+    pub fn freeze(&self) -> Frozen<'_> {
+        self.set_frozen(true);
+        Frozen(self)
+    }
+
+    #[track_caller]
+    pub fn set_frozen(&self, frozen: bool) {
+        output_of(&mut self.fsfreeze(frozen));
+    }
+
+    /// Thaws it if it is frozen.
+    pub fn thaw(&self) {
+        let _ = self.fsfreeze(false).output();
+    }
+
+    fn fsfreeze(&self, frozen: bool) -> Command {
+        let mut command = self.namespace.command("fsfreeze");
+        command.args([if frozen { "-f" } else { "-u" }, &self.mount]);
+        command
+    }
+
+    /// The content of a file, if it's there.
+    pub fn read(&self, path: &str) -> String {
+        fs::read_to_string(format!("{}{path}", self.namespace.root().display())).unwrap_or_default()
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        self.0.set_frozen(false);
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        self.thaw();
+    }
+}
