@@ -6,7 +6,7 @@ use crate::hash::Digest;
 use crate::host::Mechanism;
 use crate::limits::{GroupLimits, Limits};
 use crate::marking::extents::Density;
-use crate::names::named;
+use crate::named;
 use crate::placement::policy::Latencies;
 use crate::range::{self, check};
 use crate::reserve::ReserveSettings;
@@ -24,10 +24,11 @@ pub enum Preset {
 }
 
 impl Preset {
+    /// All of them, by name.
     const NAMES: [(&'static str, Self); 2] = [("default", Self::Default), ("sensitive", Self::Sensitive)];
 }
 
-named!(Preset, ConfigError::NoPreset);
+named!(Preset, "preset");
 
 /// Which pages are worth merging.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,10 +42,11 @@ pub enum Only {
 }
 
 impl Only {
+    /// All of them, by name.
     const NAMES: [(&'static str, Self); 2] = [("all", Self::All), ("zeros", Self::Zeros)];
 }
 
-named!(Only, ConfigError::NoContents);
+named!(Only, "choice of pages");
 
 /// The judgement's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]

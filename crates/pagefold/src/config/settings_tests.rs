@@ -1,7 +1,7 @@
 use super::*;
 use crate::config::args::RunArgs;
 use clap::Parser;
-use pagefold_engine::governor::Governor;
+use pagefold_engine::units::Permyriad;
 use pagefold_host::scope::Matcher;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

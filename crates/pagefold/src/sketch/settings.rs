@@ -1,6 +1,6 @@
 //! `[fleet]`: where sketches go, under which key, and by which name of this host.
 
-use crate::config::options::Values;
+use crate::config::options::{Options, SKETCH_INTERVAL};
 use crate::config::ownership;
 use crate::place::Place;
 use pagefold_procmem::os::pressure::MemoryMonitor;
@@ -34,12 +34,12 @@ pub struct Fleet {
 }
 
 impl FleetSettings {
-    pub fn of(values: &Values) -> Self {
+    pub fn of(options: &Options) -> Self {
         Self {
-            directory: values.text("directory").map(PathBuf::from),
-            key: values.text("key").map(PathBuf::from),
-            host: values.text("host").map(str::to_owned),
-            interval: Duration::from_nanos(values.number("sketch-interval").unwrap_or(3_600_000_000_000)),
+            directory: options.sketches.clone(),
+            key: options.fleet_key.clone(),
+            host: options.fleet_host.clone(),
+            interval: options.sketch_interval.unwrap_or(SKETCH_INTERVAL),
         }
     }
 
