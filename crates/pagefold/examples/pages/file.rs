@@ -89,7 +89,8 @@ fn key(roff: &mut Roff, option: &OptionSpec) {
         _ => option.allowed.range().map_or_else(|| name.to_owned(), |range| format!("{name}, {range}")),
     };
     roff.control("TP", []).text([bold(option.key), roman(format!(" ({kind})"))]);
-    let flag = option.flag().map_or_else(String::new, |flag| format!(" Flag: --{flag}."));
+    let flag =
+        option.flag().filter(|_| !option.is_hidden()).map_or_else(String::new, |flag| format!(" Flag: --{flag}."));
     if let Some(default) = option.default() {
         roff.text([roman(format!("{}. Default: {default}.{flag}", option.help))]);
         return;

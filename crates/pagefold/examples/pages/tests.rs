@@ -12,8 +12,8 @@ fn every_option_is_on_the_page_of_the_configuration_file() {
     }
     for option in all() {
         assert!(file.contains(option.key) && file.contains(option.help), "{}", option.key);
-        assert!(file.contains(&option.default().unwrap_or_default()), "{}", option.key);
-        assert!(file.contains(option.example.lines().next().unwrap_or_default()), "{}", option.key);
+        let value = option.default().unwrap_or_else(|| option.in_file());
+        assert!(file.contains(value.lines().next().unwrap()), "{}: {value}", option.key);
     }
 }
 

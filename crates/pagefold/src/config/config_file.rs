@@ -2,7 +2,7 @@
 //!
 //! Pure: text in, options out. Callers read the files, and put them together with the command line.
 
-use crate::config::options::{Options, SECTIONS, Section};
+use crate::config::options::{OptionSpec, Options, SECTIONS, Section, all};
 use crate::config::values::Allowed;
 use std::fmt;
 use toml::Spanned;
@@ -12,6 +12,18 @@ use toml::de::{DeString, DeTable, DeValue};
 const PART_MOST: usize = 300;
 /// Two names that are nearer (Jaro similarity, 0 to 1) are probably the same name, one of them mistyped. As in clap.
 const NEAR: f64 = 0.7;
+
+/// Keys of [tuning] that were in other sections. The next release doesn't read them there.
+const MOVED: [(&str, &str); 8] = [
+    ("run", "top-share"),
+    ("run", "round"),
+    ("run", "levels"),
+    ("judgement", "duplicate-threshold"),
+    ("judgement", "cow-threshold"),
+    ("judgement", "lifetime"),
+    ("numa", "local-latency"),
+    ("numa", "remote-latency"),
+];
 
 /// An error in a file. Displays as one line: file, line, what is wrong; what to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -149,7 +161,7 @@ fn read(text: &str) -> Result<Options, Problem> {
         };
         let source = Source { path: section.name.to_owned(), given: Given::File(value), allowed: &Allowed::Any };
         for (key, value) in source.table()? {
-            let Some(option) = section.options.iter().find(|option| option.key == key.get_ref()) else {
+            let Some(option) = find(section.name, key.get_ref()) else {
                 return Err(Problem::unknown(key, &format!(" in [{}]", section.name), &keys(section)));
             };
             let source = Source { allowed: &option.allowed, ..source.entry(option.key, value) };
@@ -162,6 +174,11 @@ fn read(text: &str) -> Result<Options, Problem> {
         }
     }
     Ok(options)
+}
+
+fn find(section: &str, key: &str) -> Option<&'static OptionSpec> {
+    let section = if MOVED.contains(&(section, key)) { "tuning" } else { section };
+    all().find(|option| option.section == section && option.key == key)
 }
 
 fn keys(section: &Section) -> Vec<&'static str> {

@@ -48,7 +48,7 @@ flags! {
     /// Changes to the deny list.
     DenyFlags: ["deny"];
     /// What a run does with the processes in scope.
-    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "log", "metrics", "history", "fleet"];
+    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "log", "metrics", "history", "fleet", "tuning"];
     /// The audit log.
     AuditFlags: ["audit"];
 }
@@ -79,7 +79,7 @@ fn argument(option: &OptionSpec) -> Arg {
     if let Some(range) = option.allowed.range() {
         let _ = write!(help, " ({range})");
     }
-    let argument = Arg::new(option.key).long(option.flag()).help_heading(option.heading);
+    let argument = Arg::new(option.key).long(option.flag()).help_heading(option.heading).hide(option.is_hidden());
     let Some(value_name) = option.value_name() else { return argument.action(ArgAction::SetTrue).help(help) };
     if let Some(default) = option.default() {
         let _ = write!(help, " [default: {default}]");
@@ -138,8 +138,9 @@ mod tests {
     fn help_shows_ranges_and_defaults() {
         let help = <Cli as clap::CommandFactory>::command().render_help().to_string();
         let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
-        for part in ["[default: full]", "(1 to 8) [default: 4]", "(0.2 % to 100 %)", "(0s to 1h) [default: 100ms]"] {
+        for part in ["[default: full]", "(1s to 1h) [default: 15s]", "[default: auto]"] {
             assert!(help.contains(part), "{part} is missing in {help}");
         }
+        assert!(!help.contains("--levels"), "a parameter of the papers");
     }
 }

@@ -119,24 +119,11 @@ options! {
         "mechanism" "--mechanism <NAME>" mechanism: MechanismChoice, Any, = MechanismChoice::default(),
             "How equal pages are merged: request (pagefold names them; needs a kernel with /dev/ksm), ksmd (pagefold \
              marks memory, which ksmd searches), or auto, which is request where that is possible";
-        "top-share" "--top-share <PERCENT>" top_share: Permyriad, Share(range::TOP_SHARE), "20",
-            "Share of one core to use at most, instead of the governor's";
-        "round" "--round <DURATION>" round: Duration, Time(range::ROUND_NS), "\"4s\"" = preset.round_ns.map(Duration::from_nanos),
-            "Length of a sampling round, instead of the governor's";
-        "levels" "--levels <N>" levels: u64, Count(range::LEVELS), = count(preset.levels), "Levels of the sampling ladder";
     }
     "judgement" "Judgement" "Which memory is worth merging." {
         "only" "--only <NAME>" only: Only, Any, = preset.only,
             "Which equal pages to merge: all, or zeros (pages of zeros alone; ksmd also merges other equal pages \
              beside them)";
-        "duplicate-threshold" "--duplicate-threshold <PERCENT>" duplicate_threshold: Permyriad, Share(range::THRESHOLD), = preset.duplicate_threshold,
-            "Read a region whole once at least this share of its sampled pages has duplicates";
-        "cow-threshold" "--cow-threshold <PERCENT>" cow_threshold: Permyriad, Share(range::THRESHOLD), = preset.cow_threshold,
-            "Share of merged pages that are soon written again from which a region is left alone; 100 switches this \
-             off";
-        "lifetime" "--lifetime <DURATION>" lifetime: Duration, Time(range::LIFETIME_NS), = Duration::from_nanos(preset.lifetime_ns),
-            "Age below which a region that appears during the run is left alone; by default also until two rounds \
-             have passed";
     }
     "reserve" "Reserve"
         "Room for what comes back: a write to a merged page takes memory again. See docs/guide.md. Reloaded by \
@@ -159,22 +146,24 @@ options! {
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Allow programs of this name although they are on the deny list, or are not dumpable, as those are that \
              have dropped root's rights";
-        "override-opt-outs" "--override-opt-out <NAME>" override_opt_outs: Vec<String>, List, "[\"batch.service\", \"web1\"]",
+        "override-opt-outs" "--override-opt-out <NAME>" override_opt_outs: Vec<String>, List,
+            "[\"batch.service\", \"web1\"]",
             "Merge memory whose owner has opted out, by the name of the unit, virtual machine, cgroup or program";
     }
     "limits" "Limits"
         "What may be done to other processes in a second, whatever the governor allows. Reloaded by SIGHUP." {
-        "samples-per-second-per-process" "N" samples_per_second_per_process: u64, Count(range::PAGES), = preset.limits.pages_per_process,
-            "Pages read in one process";
+        "samples-per-second-per-process" "N" samples_per_second_per_process: u64, Count(range::PAGES),
+            = preset.limits.pages_per_process, "Pages read in one process";
         "samples-per-second" "N" samples_per_second: u64, Count(range::PAGES), = preset.limits.pages,
             "Pages read in all processes together";
-        "stops-per-second-per-process" "N" stops_per_second_per_process: u64, Count(range::STOPS_PER_PROCESS), = preset.limits.stops_per_process,
-            "Times that one process is stopped";
-        "stops-per-second" "N" stops_per_second: u64, Count(range::STOPS), = preset.limits.stops, "Times that any process is stopped";
+        "stops-per-second-per-process" "N" stops_per_second_per_process: u64, Count(range::STOPS_PER_PROCESS),
+            = preset.limits.stops_per_process, "Times that one process is stopped";
+        "stops-per-second" "N" stops_per_second: u64, Count(range::STOPS),
+            = preset.limits.stops, "Times that any process is stopped";
         "moves-per-second" "N" moves_per_second: u64, Count(range::MOVES), = preset.limits.moves,
             "Merged pages moved to another memory node";
-        "longest-stop" "DURATION" longest_stop: Duration, Time(range::LONGEST_STOP_NS), = Duration::from_nanos(preset.limits.longest_stop_ns),
-            "How long a process may be stopped at a time";
+        "longest-stop" "DURATION" longest_stop: Duration, Time(range::LONGEST_STOP_NS),
+            = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a process may be stopped at a time";
         "group" "list of tables" groups: Vec<Rule>, Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
             [[limits.group]]\nname = \"batch\"\ncgroup = \"/sys/fs/cgroup/batch.slice\"\ngovernor = \"quiet\"\nstops-per-second = 5",
             "Limits for some processes together: a name, one of cgroup, user and exe, and one or more of governor \
@@ -203,11 +192,8 @@ options! {
             "Node of a merged page: fair (where it is used, else an equal part for each node of its sharers), \
              priority (by nice values), local-only (nothing is merged across nodes), kernel (wherever ksmd leaves \
              it)";
-        "local-latency" "DURATION" local_latency: Duration, Time(range::LATENCY_NS), = Duration::from_nanos(preset.latencies.local_ns.into()),
-            "Time of a memory access to the own node, for the cost of remote pages in status";
-        "remote-latency" "DURATION" remote_latency: Duration, Time(range::LATENCY_NS), = Duration::from_nanos(preset.latencies.remote_ns.into()),
-            "Time of a memory access to the nearest other node";
-        "domains" "table of NAME" placements: BTreeMap<String, Placement>, Any, "[numa.domains]\ncustomer-a = \"priority\"",
+        "domains" "table of NAME" placements: BTreeMap<String, Placement>, Any,
+            "[numa.domains]\ncustomer-a = \"priority\"",
             "Placement of single trust domains; local-only must be set for all of them or for none";
     }
     "audit" "Output"
@@ -228,8 +214,8 @@ options! {
             "Serve metrics to Prometheus at this address, or at this port of 127.0.0.1";
         "textfile" "--metrics-file <FILE>" metrics_file: PathBuf, Path, "\"/run/pagefold/pagefold.prom\"",
             "Write metrics to this file, for the textfile collector of node_exporter";
-        "interval" "--metrics-interval <DURATION>" metrics_interval: Duration, Time(METRICS_INTERVAL_NS), = METRICS_INTERVAL,
-            "Time between two writes of that file";
+        "interval" "--metrics-interval <DURATION>" metrics_interval: Duration, Time(METRICS_INTERVAL_NS),
+            = METRICS_INTERVAL, "Time between two writes of that file";
     }
     "history" "Output"
         "What outlasts a run: what was saved over time, for pagefold top --since, and what was learned. A dry run \
@@ -251,8 +237,37 @@ options! {
             "The key that all hosts of the fleet share: 64 hexadecimal digits, in a file that only root can read";
         "host" "--fleet-host <NAME>" fleet_host: String, Any, "\"node-17\"",
             "Name of this host in the fleet, instead of its host name";
-        "sketch-interval" "--sketch-interval <DURATION>" sketch_interval: Duration, Time(SKETCH_INTERVAL_NS), = SKETCH_INTERVAL,
+        "sketch-interval" "--sketch-interval <DURATION>" sketch_interval: Duration, Time(SKETCH_INTERVAL_NS),
+            = SKETCH_INTERVAL,
             "Time between two writes of that file. Reading all memory in scope for it may take longer";
+    }
+    "tuning" "Tuning"
+        "Parameters of the algorithms in the papers. The governor and the preset set most of them together, and there's \
+         rarely a reason to change one alone." {
+        "top-share" "--top-share <PERCENT>" top_share: Permyriad, Share(range::TOP_SHARE), "20",
+            "Share of one core to use at most, instead of the governor's";
+        "round" "--round <DURATION>" round: Duration, Time(range::ROUND_NS),
+            "\"4s\"" = preset.round_ns.map(Duration::from_nanos),
+            "Length of a sampling round, instead of the governor's";
+        "levels" "--levels <N>" levels: u64, Count(range::LEVELS),
+            = count(preset.levels), "Levels of the sampling ladder";
+        "duplicate-threshold" "--duplicate-threshold <PERCENT>" duplicate_threshold: Permyriad, Share(range::THRESHOLD),
+            = preset.duplicate_threshold,
+            "Read a region whole once at least this share of its sampled pages has duplicates";
+        "cow-threshold" "--cow-threshold <PERCENT>" cow_threshold: Permyriad, Share(range::THRESHOLD),
+            = preset.cow_threshold,
+            "Share of merged pages that are soon written again from which a region is left alone; 100 switches this \
+             off";
+        "lifetime" "--lifetime <DURATION>" lifetime: Duration, Time(range::LIFETIME_NS),
+            = Duration::from_nanos(preset.lifetime_ns),
+            "Age below which a region that appears during the run is left alone; by default also until two rounds \
+             have passed";
+        "local-latency" "DURATION" local_latency: Duration, Time(range::LATENCY_NS),
+            = Duration::from_nanos(preset.latencies.local_ns.into()),
+            "Time of a memory access to the own node, for the cost of remote pages in status";
+        "remote-latency" "DURATION" remote_latency: Duration, Time(range::LATENCY_NS),
+            = Duration::from_nanos(preset.latencies.remote_ns.into()),
+            "Time of a memory access to the nearest other node";
     }
 }
 
@@ -277,6 +292,11 @@ impl OptionSpec {
     /// Its flag without the dashes, if it has one.
     pub fn flag(&self) -> Option<&'static str> {
         self.usage.strip_prefix("--")?.split(' ').next()
+    }
+
+    /// Whether `--help` and the manual leave its flag out: parameters were flags once, and are for one more release.
+    pub fn is_hidden(&self) -> bool {
+        self.section == "tuning"
     }
 
     /// The name of its value. A switch has none.

@@ -154,19 +154,22 @@ impl Settings {
 
     /// The sections that differ from `old` and cannot change while a run goes on.
     pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
-        // The rest of the configuration can.
-        let Config { governor, limits, latencies, reserve, .. } = old.config;
+        // What SIGHUP changes.
+        let Config { governor, limits, reserve, .. } = old.config;
         let groups = old.config.groups.clone();
-        let judgement = Config { governor, limits, groups, latencies, reserve, ..self.config.clone() };
+        let judgement = Config { governor, limits, groups, reserve, ..self.config.clone() };
         let mut sections = Vec::new();
         for (section, differs) in [
             ("[scope]", self.scope != old.scope),
-            ("[run] (except the governor) or [judgement]", judgement != old.config || self.mechanism != old.mechanism),
+            (
+                "[run] (except the governor), [judgement] or [tuning]",
+                judgement != old.config || self.mechanism != old.mechanism,
+            ),
             (
                 "[domains] (except merge)",
                 self.domains.by_user != old.domains.by_user || self.domains.rules != old.domains.rules,
             ),
-            ("[numa]", self.placement != old.placement || self.config.latencies != old.config.latencies),
+            ("[numa]", self.placement != old.placement),
             ("[audit]", self.audit != old.audit),
             ("[metrics]", self.metrics != old.metrics),
             ("[history]", self.history != old.history || self.learned != old.learned),
