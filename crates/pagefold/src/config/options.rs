@@ -101,170 +101,167 @@ macro_rules! options {
 options! {
     preset;
     "scope" "Scope"
-        "Which processes are in scope. All entries add up. Scope flags on the command line replace this section." {
+        "Which processes are in scope. Entries add up. Scope flags on the command line replace this section." {
         "cgroups" "--cgroup <PATH>" cgroups: Vec<String>, List, "[\"/sys/fs/cgroup/system.slice/redis.service\"]",
-            "Every process in this cgroup and below it";
+            "Processes in this cgroup and below it";
         "users" "--user <USER>" users: Vec<String>, List, "[\"www-data\", 33]",
-            "Every process of this user (name or number)";
+            "Processes of this user (name or number)";
         "exes" "--exe <PROGRAM>" exes: Vec<String>, List, "[\"redis-server\", \"/usr/bin/qemu-system-x86_64\"]",
-            "Every process that runs this program (path or base name)";
-        "all" "--all" all: bool, Any, = false, "Every process of the machine";
+            "Processes that run this program (path or base name)";
+        "all" "--all" all: bool, Any, = false, "All processes of the machine";
     }
-    "run" "CPU time" "How much CPU time to use, and how fast to search." {
+    "run" "CPU time" "How much CPU time to use, and how to merge." {
         "governor" "--governor <NAME>" governor: Governor, Any, = preset.governor,
-            "Share of one core that pagefold and ksmd may use together: full (95 %), medium (50 %), low (20 %), \
-             quiet (1 %), or auto, which goes from quiet to full as memory gets scarce";
+            "Share of one core for pagefold and ksmd together: full (95 %), medium (50 %), low (20 %), quiet (1 %), \
+             or auto, which goes from quiet to full as memory gets scarce";
         "preset" "--preset <NAME>" preset: Preset, Any, = Preset::default(),
-            "Defaults for a purpose; sensitive also merges memory that lives only for seconds";
+            "Defaults for a purpose: default, or sensitive, which also merges memory that lives only for seconds";
         "mechanism" "--mechanism <NAME>" mechanism: MechanismChoice, Any, = MechanismChoice::default(),
-            "How equal pages are merged: request (pagefold names them; needs a kernel with /dev/ksm), ksmd (pagefold \
-             marks memory, which ksmd searches), or auto, which is request where that is possible";
+            "How to merge equal pages: request (pagefold names them; needs a kernel with /dev/ksm), ksmd (pagefold \
+             marks memory, and ksmd searches it), or auto (request if the kernel can)";
     }
     "judgement" "Judgement" "Which memory is worth merging." {
         "only" "--only <NAME>" only: Only, Any, = preset.only,
-            "Which equal pages to merge: all, or zeros (pages of zeros alone; ksmd also merges other equal pages \
-             beside them)";
+            "Which equal pages to merge: all, or zeros (pages of zeros; ksmd also merges other equal pages that lie \
+             between them)";
     }
     "reserve" "Reserve"
-        "Room for what comes back: a write to a merged page takes memory again. See docs/guide.md. Reloaded by \
-         SIGHUP." {
+        "Headroom for COW: writing a merged page takes memory again. See docs/guide.md. Reloaded by SIGHUP." {
         "keep" "--reserve <AMOUNT>" reserve: Keep, Any, = preset.reserve.keep,
-            "Memory to keep free, with free swap, for merged pages that are written; if less is left, nothing more \
-             is merged. A size (2G), a share of memory (10%), or auto: what programs took back in the worst hour of \
-             the last day, at least 5 % of memory, at most what is saved";
+            "Memory to keep free, counting free swap, for writes to merged pages; with less, nothing more is merged. \
+             A size (2G), a share of memory (10%), or auto: as much as programs took back in the worst hour of the \
+             last day, but at least 5 % of memory and at most what is saved";
         "take-back" "--take-back" take_back: bool, Any, = preset.reserve.take_back,
-            "While less is left than the reserve, unmerge memory step by step. Each step takes memory; at least half \
-             of the reserve is left";
+            "While less than the reserve is free, unmerge memory step by step. Unmerging takes memory itself, so \
+             each step leaves at least half of the reserve";
     }
     "deny" "Scope"
-        "Programs that are never touched: base names, or the beginning of one and an asterisk. The default list has \
-         key agents, password managers, browsers and the like; see docs/guide.md. Reloaded by SIGHUP." {
+        "Programs that are never touched: base names, or prefixes with an asterisk. The default list has key agents, \
+         password managers, browsers and the like; see docs/guide.md. Reloaded by SIGHUP." {
         "programs" "NAME" programs: Vec<String>, Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]" = denied(),
-            "The programs never to touch, instead of the default list";
+            "Never touch these programs, instead of those on the default list";
         "also" "--deny <NAME>" denied: Vec<String>, Programs, "[\"my-key-server\", \"wallet*\"]",
-            "Never touch programs of this name either (base name, or its beginning and an asterisk)";
+            "Never touch these programs either (base name, or prefix and asterisk)";
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
-            "Allow programs of this name although they are on the deny list, or are not dumpable, as those are that \
-             have dropped root's rights";
+            "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
+             non-dumpable)";
         "override-opt-outs" "--override-opt-out <NAME>" override_opt_outs: Vec<String>, List,
             "[\"batch.service\", \"web1\"]",
-            "Merge memory whose owner has opted out, by the name of the unit, virtual machine, cgroup or program";
+            "Merge memory even if its owner opted out: name the unit, virtual machine, cgroup or program";
     }
     "limits" "Limits"
-        "What may be done to other processes in a second, whatever the governor allows. Reloaded by SIGHUP." {
+        "What pagefold may do to other processes per second, whatever the governor allows. Reloaded by SIGHUP." {
         "samples-per-second-per-process" "N" samples_per_second_per_process: u64, Count(range::PAGES),
-            = preset.limits.pages_per_process, "Pages read in one process";
+            = preset.limits.pages_per_process, "Pages to read from one process";
         "samples-per-second" "N" samples_per_second: u64, Count(range::PAGES), = preset.limits.pages,
-            "Pages read in all processes together";
+            "Pages to read from all processes together";
         "stops-per-second-per-process" "N" stops_per_second_per_process: u64, Count(range::STOPS_PER_PROCESS),
-            = preset.limits.stops_per_process, "Times that one process is stopped";
+            = preset.limits.stops_per_process, "Times to stop one process";
         "stops-per-second" "N" stops_per_second: u64, Count(range::STOPS),
-            = preset.limits.stops, "Times that any process is stopped";
+            = preset.limits.stops, "Times to stop any process";
         "moves-per-second" "N" moves_per_second: u64, Count(range::MOVES), = preset.limits.moves,
-            "Merged pages moved to another memory node";
+            "Merged pages to move to another memory node";
         "longest-stop" "DURATION" longest_stop: Duration, Time(range::LONGEST_STOP_NS),
-            = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a process may be stopped at a time";
+            = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a stop of a process may last";
         "group" "list of tables" groups: Vec<Rule>, Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
             [[limits.group]]\nname = \"batch\"\ncgroup = \"/sys/fs/cgroup/batch.slice\"\ngovernor = \"quiet\"\nstops-per-second = 5",
-            "Limits for some processes together: a name, one of cgroup, user and exe, and one or more of governor \
-             (the share of a core that reading them may take, with what it costs to judge them; ksmd's time counts \
-             for the run as a whole), samples-per-second and stops-per-second; the first group that matches counts, \
-             beside the limits of the run";
+            "Limits for some processes together: a name; one of cgroup, user and exe; and at least one of governor, \
+             samples-per-second and stops-per-second. The governor is the share of a core for reading and judging \
+             their memory (ksmd's time counts for the run as a whole). The first group that matches a process \
+             counts, and the run's limits hold as well";
     }
     "domains" "Trust domains"
-        "Memory is merged only within a trust domain, and with ksmd only that of one. The first of these that names \
-         one decides: the extended attribute user.pagefold.domain of the process's cgroup or of its nearest ancestor \
-         that has one, the rules below in their order, and with by = \"user\" the user of the process. All other \
+        "Memory is merged only within a trust domain, and ksmd merges only one domain. A process gets its domain \
+         from the first of these that names one: the extended attribute user.pagefold.domain of its cgroup, or of \
+         the nearest ancestor that has one; the rules below, in order; with by = \"user\", its user. All other \
          processes are in the domain \"default\"." {
         "by" "NAME" domains_by: DomainSource, Any, = DomainSource::default(),
-            "What separates processes that no rule names: the cgroup's attribute only, or also the user";
+            "How to separate processes that no rule names: cgroup-xattr (by the attribute of the cgroup only), or \
+             user (by user as well)";
         "merge" "DOMAIN" merged_domain: String, Any, "\"customer-a\"",
-            "The one trust domain whose memory ksmd merges, instead of root's; the others are left alone. Merging on \
-             request merges each by itself. Reloaded by SIGHUP";
+            "The one trust domain that ksmd merges, instead of root's. The others are left alone. Merging on request \
+             merges each by itself. Reloaded by SIGHUP";
         "rule" "list of tables" domain_rules: Vec<Rule>, Rules(&[]), "\
             [[domains.rule]]\nname = \"customer-a\"\ncgroup = \"/sys/fs/cgroup/machine.slice/a.scope\"\n\
             [[domains.rule]]\nname = \"web\"\nuser = \"www-data\"\n\
             [[domains.rule]]\nname = \"caches\"\nexe = \"redis-server\"",
             "A trust domain: its name, and one of cgroup, user and exe";
     }
-    "numa" "NUMA" "Where merged pages live on a machine with several memory nodes." {
+    "numa" "NUMA" "Where merged pages live on machines with several memory nodes." {
         "placement" "--placement <NAME>" placement: Placement, Any, = Placement::default(),
-            "Node of a merged page: fair (where it is used, else an equal part for each node of its sharers), \
-             priority (by nice values), local-only (nothing is merged across nodes), kernel (wherever ksmd leaves \
-             it)";
+            "Node for merged pages: fair (the node that uses them, or equal parts for the sharers' nodes), priority \
+             (parts by nice value), local-only (never merge across nodes), or kernel (wherever ksmd leaves them)";
         "domains" "table of NAME" placements: BTreeMap<String, Placement>, Any,
             "[numa.domains]\ncustomer-a = \"priority\"",
-            "Placement of single trust domains; local-only must be set for all of them or for none";
+            "Placement for single trust domains. Set local-only for all of them or for none";
     }
     "audit" "Output"
         "A log with one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked." {
         "file" "--audit <FILE>" audit: PathBuf, Path, "\"/var/log/pagefold/audit.jsonl\"",
             "Append one line of JSON to this file for every span of memory that is marked or unmarked";
     }
-    "log" "Output"
-        "What is written to standard error, which is the journal's if pagefold is a service. Reloaded by SIGHUP." {
+    "log" "Output" "What to write to standard error, which goes to the journal in a service. Reloaded by SIGHUP." {
         "level" "--log-level <LEVELS>" log: LogLevels, Any, = LogLevels::default(),
-            "What to say beside the run's messages: nothing (info), each step (debug), or levels by target \
+            "What to log besides the run's messages: nothing (info), each step (debug), or levels by target \
              (info,ksm=debug). Targets are cycle, event, scope, read, inject, ksm, control and files";
     }
     "metrics" "Output"
-        "Metrics for Prometheus, served over HTTP or written to a file. A dry run ignores this section. See \
-         docs/install.md and pagefold-metrics(5)." {
+        "Metrics for Prometheus, over HTTP or in a file. Dry runs ignore this section. See docs/install.md and \
+         pagefold-metrics(5)." {
         "address" "--metrics <ADDRESS>" metrics: SocketAddr, Any, "\"127.0.0.1:10045\"",
             "Serve metrics to Prometheus at this address, or at this port of 127.0.0.1";
         "textfile" "--metrics-file <FILE>" metrics_file: PathBuf, Path, "\"/run/pagefold/pagefold.prom\"",
-            "Write metrics to this file, for the textfile collector of node_exporter";
+            "Write metrics to this file, for node_exporter's textfile collector";
         "interval" "--metrics-interval <DURATION>" metrics_interval: Duration, Time(METRICS_INTERVAL_NS),
-            = METRICS_INTERVAL, "Time between two writes of that file";
+            = METRICS_INTERVAL, "Time between two writes of the metrics file";
     }
     "history" "Output"
-        "What outlasts a run: what was saved over time, for pagefold top --since, and what was learned. A dry run \
-         ignores this section." {
+        "What to keep for the next run: savings over time, for pagefold top --since, and verdicts on memory. Dry \
+         runs ignore this section." {
         "path" "--history <FILE>" history: PathBuf, Path, "\"/var/lib/pagefold/history\"",
-            "Keep what is saved over time in this file, of 371 KiB: by the minute for a day, by the quarter of an \
-             hour for 30 days. The service does so by default";
+            "Record savings in this file of 371 KiB: every minute for a day, every quarter of an hour for 30 days. \
+             The service does so by default";
         "learned" "--learned <FILE>" learned: PathBuf, Path, "\"/var/lib/pagefold/learned.json\"",
-            "Keep verdicts on memory in this file (never contents, nor digests of them), so that the next run does \
-             not search all memory again. The service does so by default";
+            "Keep verdicts on memory in this file (no contents, no digests), so that the next run needn't search all \
+             memory again. The service does so by default";
     }
     "fleet" "Fleet"
-        "Sketches of what each workload holds, so that the workloads of several hosts can be compared. A dry run \
-         ignores this section. See fleet/README.md." {
+        "Sketches of each workload's memory, to compare the workloads of several hosts. Dry runs ignore this \
+         section. See fleet/README.md." {
         "directory" "--sketches <DIRECTORY>" sketches: PathBuf, Path, "\"/var/lib/pagefold/sketches\"",
-            "Keep a sketch of what each workload holds, and write those of this host to HOST.parquet in this \
-             directory (schema pagefold.sketch/1)";
+            "Sketch each workload's memory, and write this host's sketches to HOST.parquet in this directory (schema \
+             pagefold.sketch/1)";
         "key" "--fleet-key <FILE>" fleet_key: PathBuf, Path, "\"/etc/pagefold/fleet.key\"",
-            "The key that all hosts of the fleet share: 64 hexadecimal digits, in a file that only root can read";
+            "File with the key that all hosts of the fleet share: 64 hexadecimal digits, readable by root only";
         "host" "--fleet-host <NAME>" fleet_host: String, Any, "\"node-17\"",
-            "Name of this host in the fleet, instead of its host name";
+            "This host's name in the fleet, instead of its host name";
         "sketch-interval" "--sketch-interval <DURATION>" sketch_interval: Duration, Time(SKETCH_INTERVAL_NS),
-            = SKETCH_INTERVAL,
-            "Time between two writes of that file. Reading all memory in scope for it may take longer";
+            = SKETCH_INTERVAL, "Time between two writes of the sketches. Reading all memory in scope may take longer";
     }
     "tuning" "Tuning"
-        "Parameters of the algorithms in the papers. The governor and the preset set most of them together, and there's \
-         rarely a reason to change one alone." {
+        "Parameters of the papers' algorithms. Governors and presets set most of them together, and there's rarely a \
+         reason to change one alone." {
         "top-share" "--top-share <PERCENT>" top_share: Permyriad, Share(range::TOP_SHARE), "20",
-            "Share of one core to use at most, instead of the governor's";
+            "Share of one core to use at most, instead of the governor's (UKSM p)";
         "round" "--round <DURATION>" round: Duration, Time(range::ROUND_NS),
             "\"4s\"" = preset.round_ns.map(Duration::from_nanos),
-            "Length of a sampling round, instead of the governor's";
+            "Length of a sampling round, instead of the governor's (UKSM t)";
         "levels" "--levels <N>" levels: u64, Count(range::LEVELS),
-            = count(preset.levels), "Levels of the sampling ladder";
+            = count(preset.levels), "Levels of the sampling ladder (UKSM N)";
         "duplicate-threshold" "--duplicate-threshold <PERCENT>" duplicate_threshold: Permyriad, Share(range::THRESHOLD),
             = preset.duplicate_threshold,
-            "Read a region whole once at least this share of its sampled pages has duplicates";
+            "Share of duplicates among sampled pages from which a region is read whole (UKSM V_dup)";
         "cow-threshold" "--cow-threshold <PERCENT>" cow_threshold: Permyriad, Share(range::THRESHOLD),
             = preset.cow_threshold,
-            "Share of merged pages that are soon written again from which a region is left alone; 100 switches this \
-             off";
+            "Share of merged pages that are soon written again from which a region is left alone (UKSM V_cow); 100 \
+             turns this off";
         "lifetime" "--lifetime <DURATION>" lifetime: Duration, Time(range::LIFETIME_NS),
             = Duration::from_nanos(preset.lifetime_ns),
-            "Age below which a region that appears during the run is left alone; by default also until two rounds \
-             have passed";
+            "Age that a region which appears during the run must reach to be merged (UKSM V_life). By default it \
+             must also outlive two rounds";
         "local-latency" "DURATION" local_latency: Duration, Time(range::LATENCY_NS),
             = Duration::from_nanos(preset.latencies.local_ns.into()),
-            "Time of a memory access to the own node, for the cost of remote pages in status";
+            "Time of a memory access to the process's own node, for the cost of remote pages in status";
         "remote-latency" "DURATION" remote_latency: Duration, Time(range::LATENCY_NS),
             = Duration::from_nanos(preset.latencies.remote_ns.into()),
             "Time of a memory access to the nearest other node";
