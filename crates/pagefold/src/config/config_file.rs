@@ -4,7 +4,6 @@
 
 use crate::config::options::{OptionSpec, Options, SECTIONS, Section, all};
 use crate::config::values::Allowed;
-use std::fmt;
 use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
 
@@ -24,25 +23,6 @@ const MOVED: [(&str, &str); 8] = [
     ("numa", "local-latency"),
     ("numa", "remote-latency"),
 ];
-
-/// An error in a file. Displays as one line: file, line, what is wrong; what to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FileError {
-    /// The file's name, fit to print.
-    pub name: String,
-    /// The line, from 1.
-    pub line: usize,
-    /// What is wrong; what to do.
-    pub message: String,
-}
-
-impl fmt::Display for FileError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} line {}: {}", self.name, self.line, self.message)
-    }
-}
-
-impl std::error::Error for FileError {}
 
 /// An error at an offset in the text.
 #[derive(Debug)]
@@ -64,7 +44,7 @@ impl Problem {
 /// A value that somebody gave for an option.
 #[derive(Clone, Copy, Debug)]
 pub enum Given<'a> {
-    /// A flag's arguments. A switch has none.
+    /// A flag's arguments, of a switch "true".
     Flag(&'a [String]),
     File(&'a Spanned<DeValue<'a>>),
 }
@@ -91,7 +71,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// A word or a number as text.
+    /// A single value as text.
     pub fn text(&self) -> Result<String, Problem> {
         match self.given {
             Given::Flag(words) => Ok(words.concat()),
@@ -99,6 +79,7 @@ impl<'a> Source<'a> {
                 DeValue::String(text) => Ok(text.to_string()),
                 DeValue::Integer(number) if number.radix() == 10 => Ok(number.as_str().to_owned()),
                 DeValue::Float(number) => Ok(number.as_str().to_owned()),
+                DeValue::Boolean(switch) => Ok(switch.to_string()),
                 _ => Err(self.problem("the value is neither a string nor a decimal number; write one of them")),
             },
         }
@@ -138,13 +119,13 @@ impl<'a> Source<'a> {
 /// Parses a file's text. `name` is what an error calls the file.
 ///
 /// # Errors
-/// The first thing that is wrong with it.
-pub fn parse(text: &str, name: &str) -> Result<Options, FileError> {
+/// One line about the first error: file, line, what is wrong; what to do.
+pub fn parse(text: &str, name: &str) -> Result<Options, String> {
     read(text).map_err(|Problem { offset, message }| {
         let line = 1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count();
         // What is wrong may quote the file at length. We must show what to do all the same.
         let (wrong, advice) = message.rsplit_once("; ").unwrap_or((&message, "see pagefold.toml(5)"));
-        FileError { name: printable(name), line, message: format!("{}; {}", printable(wrong), printable(advice)) }
+        format!("{} line {line}: {}; {}", printable(name), printable(wrong), printable(advice))
     })
 }
 
@@ -165,12 +146,7 @@ fn read(text: &str) -> Result<Options, Problem> {
                 return Err(Problem::unknown(key, &format!(" in [{}]", section.name), &keys(section)));
             };
             let source = Source { allowed: &option.allowed, ..source.entry(option.key, value) };
-            match value.get_ref().as_str() {
-                Some(path) if matches!(option.allowed, Allowed::Path) && path.starts_with(|first| first != '/') => {
-                    return Err(source.problem(&format!("'{path}' is a relative path; give an absolute one")));
-                }
-                _ => (option.read)(&mut options, &source)?,
-            }
+            (option.read)(&mut options, &source)?;
         }
     }
     Ok(options)

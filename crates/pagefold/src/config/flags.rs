@@ -8,7 +8,6 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::deny_list::DenyList;
 use std::fmt::Write;
-use std::path::Path;
 
 /// Defines a type for the flags of some sections.
 macro_rules! flags {
@@ -62,13 +61,6 @@ impl DenyFlags {
     }
 }
 
-impl AuditFlags {
-    /// The log's path, if there is to be a log.
-    pub fn path(&self) -> Option<&Path> {
-        self.0.audit.as_deref()
-    }
-}
-
 /// The options of these sections that have flags.
 fn of_sections(sections: &[&str]) -> impl Iterator<Item = &'static OptionSpec> {
     all().filter(|option| option.flag().is_some() && sections.contains(&option.section))
@@ -92,10 +84,10 @@ fn read(options: &mut Options, option: &OptionSpec, matches: &ArgMatches) -> Res
     if matches.value_source(option.key) != Some(ValueSource::CommandLine) {
         return Ok(());
     }
-    let mut words: Vec<String> = Vec::new();
-    if option.value_name().is_some() {
-        words.extend(matches.get_many(option.key).unwrap_or_default().cloned());
-    }
+    let words: Vec<String> = match option.value_name() {
+        Some(_) => matches.get_many(option.key).unwrap_or_default().cloned().collect(),
+        None => vec!["true".to_owned()],
+    };
     let source = Source { path: option.usage.to_owned(), given: Given::Flag(&words), allowed: &option.allowed };
     (option.read)(options, &source).map_err(|problem| Error::raw(ErrorKind::ValueValidation, problem.message))
 }

@@ -8,7 +8,7 @@
 
 use crate::config::config_file::{Problem, Source};
 use crate::config::settings::{DomainSource, MechanismChoice};
-use crate::config::values::Allowed::{self, Any, Count, List, Path, Programs, Rules, Share, Time};
+use crate::config::values::Allowed::{self, Any, Count, List, Programs, Rules, Share, Time};
 use crate::config::values::{Rule, Value};
 use crate::log::LogLevels;
 use pagefold_engine::config::{Config, Only, Preset};
@@ -197,7 +197,7 @@ options! {
     }
     "audit" "Output"
         "A log with one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked." {
-        "file" "--audit <FILE>" audit: PathBuf, Path, "\"/var/log/pagefold/audit.jsonl\"",
+        "file" "--audit <FILE>" audit: PathBuf, Any, "\"/var/log/pagefold/audit.jsonl\"",
             "Append one line of JSON to this file for every span of memory that is marked or unmarked";
     }
     "log" "Output" "What to write to standard error, which goes to the journal in a service. Reloaded by SIGHUP." {
@@ -210,7 +210,7 @@ options! {
          pagefold-metrics(5)." {
         "address" "--metrics <ADDRESS>" metrics: SocketAddr, Any, "\"127.0.0.1:10045\"",
             "Serve metrics to Prometheus at this address, or at this port of 127.0.0.1";
-        "textfile" "--metrics-file <FILE>" metrics_file: PathBuf, Path, "\"/run/pagefold/pagefold.prom\"",
+        "textfile" "--metrics-file <FILE>" metrics_file: PathBuf, Any, "\"/run/pagefold/pagefold.prom\"",
             "Write metrics to this file, for node_exporter's textfile collector";
         "interval" "--metrics-interval <DURATION>" metrics_interval: Duration, Time(METRICS_INTERVAL_NS),
             = METRICS_INTERVAL, "Time between two writes of the metrics file";
@@ -218,20 +218,20 @@ options! {
     "history" "Output"
         "What to keep for the next run: savings over time, for pagefold top --since, and verdicts on memory. Dry \
          runs ignore this section." {
-        "path" "--history <FILE>" history: PathBuf, Path, "\"/var/lib/pagefold/history\"",
+        "path" "--history <FILE>" history: PathBuf, Any, "\"/var/lib/pagefold/history\"",
             "Record savings in this file of 371 KiB: every minute for a day, every quarter of an hour for 30 days. \
              The service does so by default";
-        "learned" "--learned <FILE>" learned: PathBuf, Path, "\"/var/lib/pagefold/learned.json\"",
+        "learned" "--learned <FILE>" learned: PathBuf, Any, "\"/var/lib/pagefold/learned.json\"",
             "Keep verdicts on memory in this file (no contents, no digests), so that the next run needn't search all \
              memory again. The service does so by default";
     }
     "fleet" "Fleet"
         "Sketches of each workload's memory, to compare the workloads of several hosts. Dry runs ignore this \
          section. See fleet/README.md." {
-        "directory" "--sketches <DIRECTORY>" sketches: PathBuf, Path, "\"/var/lib/pagefold/sketches\"",
+        "directory" "--sketches <DIRECTORY>" sketches: PathBuf, Any, "\"/var/lib/pagefold/sketches\"",
             "Sketch each workload's memory, and write this host's sketches to HOST.parquet in this directory (schema \
              pagefold.sketch/1)";
-        "key" "--fleet-key <FILE>" fleet_key: PathBuf, Path, "\"/etc/pagefold/fleet.key\"",
+        "key" "--fleet-key <FILE>" fleet_key: PathBuf, Any, "\"/etc/pagefold/fleet.key\"",
             "File with the key that all hosts of the fleet share: 64 hexadecimal digits, readable by root only";
         "host" "--fleet-host <NAME>" fleet_host: String, Any, "\"node-17\"",
             "This host's name in the fleet, instead of its host name";

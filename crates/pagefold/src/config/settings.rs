@@ -226,7 +226,7 @@ fn load_one(path: &Path) -> Result<Layer, Exit> {
     let shown = ownership::shown(path);
     debug!(target: "files", path = %shown, "reading the configuration");
     let text = ownership::read(path).map_err(|why| refused(path, &why))?;
-    let options = parse(&text, &shown).map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
+    let options = parse(&text, &shown).map_err(|error| Exit::new(exit::USAGE, error))?;
     Ok(Layer { path: path.to_owned(), options })
 }
 

@@ -31,8 +31,6 @@ pub enum Allowed {
     List,
     /// A list of entries of the deny list.
     Programs,
-    /// In the file, paths must be absolute.
-    Path,
     /// Rules, which may set these options for the processes that they select.
     Rules(&'static [&'static str]),
 }
@@ -92,7 +90,7 @@ trait Scalar: Sized {
     ///
     /// # Errors
     /// What is wrong; what to do.
-    fn parse(text: &str, allowed: &Allowed) -> Result<Self, String>;
+    fn parse(text: &str, source: &Source<'_>) -> Result<Self, String>;
 
     /// As a file has it.
     fn format(&self) -> String;
@@ -100,7 +98,7 @@ trait Scalar: Sized {
 
 impl<T: Scalar> Value for T {
     fn read(source: &Source<'_>) -> Result<Option<Self>, Problem> {
-        match T::parse(&source.text()?, source.allowed) {
+        match T::parse(&source.text()?, source) {
             Ok(value) => Ok(Some(value)),
             Err(message) => Err(source.problem(&message)),
         }
@@ -123,22 +121,6 @@ impl<T: Scalar> Value for Vec<T> {
     fn written(&self) -> String {
         let items: Vec<String> = self.iter().map(T::format).collect();
         format!("[{}]", items.join(", "))
-    }
-}
-
-impl Value for bool {
-    fn read(source: &Source<'_>) -> Result<Option<Self>, Problem> {
-        match source.given {
-            Given::Flag(_) => Ok(Some(true)),
-            Given::File(value) => match value.get_ref().as_bool() {
-                Some(switch) => Ok(Some(switch)),
-                None => Err(source.problem("the value is neither true nor false; write one of them")),
-            },
-        }
-    }
-
-    fn written(&self) -> String {
-        self.to_string()
     }
 }
 
@@ -196,10 +178,10 @@ impl Rule {
         for (key, value) in source.table()? {
             let entry = source.entry(key.get_ref(), value);
             match &**key.get_ref() {
-                "name" => name = Some(read_word(&entry)?),
-                "cgroup" => selectors.push(Selector::Cgroup(read_word(&entry)?.into())),
-                "user" => selectors.push(Selector::User(read_word(&entry)?)),
-                "exe" => selectors.push(Selector::Exe(read_word(&entry)?)),
+                "name" => name = String::read(&entry)?,
+                "cgroup" => selectors.extend(String::read(&entry)?.map(|path| Selector::Cgroup(path.into()))),
+                "user" => selectors.extend(String::read(&entry)?.map(Selector::User)),
+                "exe" => selectors.extend(String::read(&entry)?.map(Selector::Exe)),
                 other => {
                     let Some(option) = all().find(|option| option.key == other && settable.contains(&other)) else {
                         let known = [&OWN, settable].concat();
@@ -234,12 +216,28 @@ impl Rule {
     }
 }
 
+impl Scalar for bool {
+    fn parse(text: &str, _: &Source<'_>) -> Result<Self, String> {
+        text.parse().map_err(|_| "the value is neither true nor false; write one of them".to_owned())
+    }
+
+    fn format(&self) -> String {
+        self.to_string()
+    }
+}
+
 impl Scalar for String {
-    fn parse(text: &str, allowed: &Allowed) -> Result<Self, String> {
-        match (allowed, unfit_entry(text)) {
-            (Allowed::Programs, Some(why)) => Err(format!("'{text}' {why}")),
-            (Allowed::Programs, None) => Ok(text.to_owned()),
-            _ => word(text),
+    fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
+        match source.allowed {
+            Allowed::Programs => match unfit_entry(text) {
+                Some(why) => Err(format!("'{text}' {why}")),
+                None => Ok(text.to_owned()),
+            },
+            // An empty cgroup would be the whole machine's.
+            _ if text.is_empty() || text.contains(char::is_control) => {
+                Err("the name is empty or has a control character; give another one".to_owned())
+            }
+            _ => Ok(text.to_owned()),
         }
     }
 
@@ -249,8 +247,13 @@ impl Scalar for String {
 }
 
 impl Scalar for PathBuf {
-    fn parse(text: &str, _: &Allowed) -> Result<Self, String> {
-        word(text).map(Self::from)
+    fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
+        let path = Self::from(<String as Scalar>::parse(text, source)?);
+        // A service runs in another directory than its administrator.
+        if matches!(source.given, Given::File(_)) && path.is_relative() {
+            return Err(format!("'{text}' is a relative path; give an absolute one"));
+        }
+        Ok(path)
     }
 
     fn format(&self) -> String {
@@ -260,7 +263,7 @@ impl Scalar for PathBuf {
 
 impl Scalar for SocketAddr {
     /// A port of the loopback interface, or a numeric address and a port. We don't look up names.
-    fn parse(text: &str, _: &Allowed) -> Result<Self, String> {
+    fn parse(text: &str, _: &Source<'_>) -> Result<Self, String> {
         let of_loopback = |port| Self::from((Ipv4Addr::LOCALHOST, port));
         match text.parse().map(of_loopback).or_else(|_| text.parse()) {
             Ok(address) if address.port() != 0 => Ok(address),
@@ -277,8 +280,8 @@ impl Scalar for SocketAddr {
 }
 
 impl Scalar for u64 {
-    fn parse(text: &str, allowed: &Allowed) -> Result<Self, String> {
-        allowed.number(text)
+    fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
+        source.allowed.number(text)
     }
 
     fn format(&self) -> String {
@@ -287,8 +290,8 @@ impl Scalar for u64 {
 }
 
 impl Scalar for Permyriad {
-    fn parse(text: &str, allowed: &Allowed) -> Result<Self, String> {
-        allowed.number(text).map(share)
+    fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
+        source.allowed.number(text).map(share)
     }
 
     fn format(&self) -> String {
@@ -297,8 +300,8 @@ impl Scalar for Permyriad {
 }
 
 impl Scalar for Duration {
-    fn parse(text: &str, allowed: &Allowed) -> Result<Self, String> {
-        allowed.number(text).map(Self::from_nanos)
+    fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
+        source.allowed.number(text).map(Self::from_nanos)
     }
 
     fn format(&self) -> String {
@@ -309,7 +312,7 @@ impl Scalar for Duration {
 macro_rules! parsed {
     ($($type:ty),*) => {$(
         impl Scalar for $type {
-            fn parse(text: &str, _: &Allowed) -> Result<Self, String> {
+            fn parse(text: &str, _: &Source<'_>) -> Result<Self, String> {
                 text.parse().map_err(|error: <Self as FromStr>::Err| error.to_string())
             }
 
@@ -321,18 +324,6 @@ macro_rules! parsed {
 }
 
 parsed!(Governor, Preset, MechanismChoice, Only, Keep, DomainSource, Placement, LogLevels);
-
-/// A path or a name. An empty cgroup would be the whole machine's.
-fn word(text: &str) -> Result<String, String> {
-    if text.is_empty() || text.contains(char::is_control) {
-        return Err("the name is empty or has a control character; give another one".to_owned());
-    }
-    Ok(text.to_owned())
-}
-
-fn read_word(source: &Source<'_>) -> Result<String, Problem> {
-    word(&source.text()?).map_err(|message| source.problem(&message))
-}
 
 /// A string of TOML, without control characters.
 fn quoted(text: &str) -> String {
@@ -372,13 +363,14 @@ mod tests {
 
     #[test]
     fn a_port_alone_is_of_the_loopback_interface() {
+        let source = Source { path: String::new(), given: Given::Flag(&[]), allowed: &Allowed::Any };
         for (text, address) in
             [("10045", "127.0.0.1:10045"), ("0.0.0.0:80", "0.0.0.0:80"), ("[::1]:65535", "[::1]:65535")]
         {
-            assert_eq!(SocketAddr::parse(text, &Allowed::Any), Ok(address.parse().unwrap()));
+            assert_eq!(SocketAddr::parse(text, &source), Ok(address.parse().unwrap()));
         }
         for bad in ["", "0", "65536", "127.0.0.1", "127.0.0.1:0", "localhost:10045", "[::1]", ":10045", "-1", "1\n2"] {
-            let error = SocketAddr::parse(bad, &Allowed::Any).unwrap_err();
+            let error = SocketAddr::parse(bad, &source).unwrap_err();
             assert!(error.contains("; give a port") && !error.contains('\n'), "{error}");
         }
     }
