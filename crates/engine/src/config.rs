@@ -1,6 +1,5 @@
 //! The settings of the judgement. [`crate::range`] has their permitted ranges.
 
-use crate::error::ConfigError;
 use crate::governor::{Governor, Pace};
 use crate::hash::Digest;
 use crate::host::Mechanism;
@@ -8,9 +7,8 @@ use crate::limits::{GroupLimits, Limits};
 use crate::marking::extents::Density;
 use crate::named;
 use crate::placement::policy::Latencies;
-use crate::range::{self, check};
 use crate::reserve::ReserveSettings;
-use crate::units::{BLOCK_PAGES, Pages, Permyriad, count};
+use crate::units::{BLOCK_PAGES, Pages, Permyriad};
 use serde::{Deserialize, Serialize};
 
 /// A named set of settings for one purpose.
@@ -169,52 +167,5 @@ impl Config {
     /// The age at which a region that appears during the run may be promoted, nanoseconds.
     pub fn probation_ns(&self, pace: Pace) -> u64 {
         self.lifetime_ns.max(self.probation_rounds * pace.round_ns)
-    }
-
-    /// Checks that every setting is within its range.
-    ///
-    /// # Errors
-    ///
-    /// The first setting outside its range.
-    pub fn validated(self) -> Result<Self, ConfigError> {
-        let share = |share: u64| Permyriad(u32::try_from(share).unwrap_or(u32::MAX)).to_string();
-        let shares = [
-            ("the top share of a core", self.top_share.unwrap_or(Permyriad(10_000)), range::TOP_SHARE),
-            ("the bottom share of a core", self.bottom_share, 1..=1_000),
-            ("the duplicate threshold", self.duplicate_threshold, range::THRESHOLD),
-            ("the duplicate threshold on request", self.request_threshold, range::THRESHOLD),
-            ("the COW threshold", self.cow_threshold, range::THRESHOLD),
-            ("the density", self.density.plain, range::THRESHOLD),
-            ("the density of huge pages", self.density.huge, range::THRESHOLD),
-            ("the density of the thinnest extents", self.thinnest_density, range::THRESHOLD),
-        ];
-        for (name, value, range) in shares {
-            check(name, value.0.into(), &range, share)?;
-        }
-        let millis = |ns: u64| format!("{} ms", ns / 1_000_000);
-        check("the number of levels", count(self.levels), &range::LEVELS, |levels| levels.to_string())?;
-        check("the lifetime", self.lifetime_ns, &range::LIFETIME_NS, millis)?;
-        check("the round", self.round_ns.unwrap_or(1_000_000_000), &range::ROUND_NS, millis)?;
-        check("the number of spans in a process", count(self.spans_per_process), &(1..=4_096), |n| n.to_string())?;
-        self.limits.validated()?;
-        Ok(self)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn settings_outside_their_range_are_refused_with_it() {
-        let refused = |config: Config| config.validated().unwrap_err().to_string();
-        let error = refused(Config { duplicate_threshold: Permyriad(14_000), ..Config::default() });
-        assert_eq!(error, "the duplicate threshold is 140 %; it must be from 0.01 % to 100 %");
-        let error = refused(Config { levels: 0, ..Config::default() });
-        assert_eq!(error, "the number of levels is 0; it must be from 1 to 8");
-        let error = refused(Config { top_share: Some(Permyriad(0)), ..Config::default() });
-        assert_eq!(error, "the top share of a core is 0 %; it must be from 0.2 % to 100 %");
-        assert!(Config::default().validated().is_ok());
-        assert!(Config::of_preset(Preset::Sensitive).validated().is_ok());
     }
 }

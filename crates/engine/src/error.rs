@@ -18,18 +18,6 @@ pub enum ConfigError {
     /// No amount of memory is written so.
     #[error("'{}' is not an amount of memory; give auto, a size such as 2G, or a share such as 10%", .0.escape_debug())]
     NoAmount(String),
-    /// A number outside its range.
-    #[error("{name} is {value}; it must be from {low} to {high}")]
-    OutOfRange {
-        /// The setting.
-        name: &'static str,
-        /// The value, with its unit.
-        value: String,
-        /// The lowest permitted value.
-        low: String,
-        /// The highest permitted value.
-        high: String,
-    },
 }
 
 /// Names as in "full, medium or low".

@@ -327,6 +327,8 @@ mod tests {
         keys.sort_unstable();
         assert!(keys.windows(2).all(|pair| pair[0] != pair[1]), "{keys:?}");
         for option in all() {
+            let is_number = ["N", "PERCENT", "DURATION"].contains(&option.value_name().unwrap_or_default());
+            assert_eq!(option.allowed.range().is_some(), is_number, "{}", option.key);
             assert!(option.default().is_some() || !option.example.is_empty(), "{}", option.key);
         }
     }

@@ -120,7 +120,7 @@ impl Settings {
         let refused = |error: String| {
             Exit::new(exit::USAGE, format!("{}: {error}", file.map(ownership::shown).unwrap_or_default()))
         };
-        let mut config = config(&options).validated().map_err(|error| Exit::new(exit::USAGE, error.to_string()))?;
+        let mut config = config(&options);
         let mut groups = Vec::new();
         for group in options.groups.iter().flatten() {
             config.groups.push(group_limits(group).map_err(refused)?);
