@@ -35,7 +35,7 @@ pub enum Only {
     /// All pages with equal contents.
     #[default]
     All,
-    /// Pages of zeros, with the kernel's zero page: programs do not share pages with each other.
+    /// Pages of zeros, with the kernel's zero page: programs share no pages with each other.
     Zeros,
 }
 
@@ -51,7 +51,7 @@ named!(Only, "choice of pages");
 pub struct Config {
     /// How much CPU time may be used.
     pub governor: Governor,
-    /// How equal pages are merged, as the host says.
+    /// How the host merges equal pages.
     pub mechanism: Mechanism,
     /// Which pages are worth merging.
     pub only: Only,
@@ -59,7 +59,7 @@ pub struct Config {
     pub top_share: Option<Permyriad>,
     /// The time of a global round, in place of the governor's (UKSM `t`), nanoseconds.
     pub round_ns: Option<u64>,
-    /// What may be done to targets in a second.
+    /// What we may do to targets in a second.
     pub limits: Limits,
     /// The limits of groups of processes, by their [`GroupKey`](crate::keys::GroupKey).
     pub groups: Vec<GroupLimits>,
@@ -69,9 +69,9 @@ pub struct Config {
     pub bottom_share: Permyriad,
     /// The duplicate ratio from which a region is promoted (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// The same where pages are merged on request: nothing but their duplicates is ever visited again.
+    /// The same where pages are merged on request: we visit nothing but their duplicates again.
     pub request_threshold: Permyriad,
-    /// The COW-broken ratio from which a region is left alone (UKSM `V_cow`). 100 % turns this off.
+    /// The COW-broken ratio from which we leave a region alone (UKSM `V_cow`). 100 % turns this off.
     pub cow_threshold: Permyriad,
     /// The age a region must have to be promoted (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
@@ -79,21 +79,21 @@ pub struct Config {
     pub probation_rounds: u64,
     /// A merged page that is written and holds the same content again within this time is COW-broken, nanoseconds.
     pub cow_horizon_ns: u64,
-    /// How dense an extent must be to be marked.
+    /// The density from which we mark an extent.
     pub density: Density,
     /// The lowest density, for extents that wait until ksmd has rested. Below 3 %, ksmd's records (64 bytes for each page)
     /// take more than the duplicates give back.
     pub thinnest_density: Permyriad,
     /// The number of duplicate pages from which a span is worth a system call in the target.
     pub span_pages_min: Pages,
-    /// Mappings up to this length are marked whole or not at all: mremap(2) cannot move or grow a mapping that marks have
+    /// We mark mappings up to this length whole or not at all: mremap(2) can't move or grow a mapping that marks have
     /// split.
     pub split_above: Pages,
     /// The most spans marked in one process: each may split a mapping in three.
     pub spans_per_process: usize,
     /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
     pub latencies: Latencies,
-    /// Memory kept for what can come back.
+    /// Headroom kept for COW.
     pub reserve: ReserveSettings,
     /// The seed of every permutation and digest.
     pub seed: u64,
@@ -159,7 +159,7 @@ impl Config {
         self.only == Only::All || digest == Digest::ZERO
     }
 
-    /// Whether memory whose merges do not last is left alone.
+    /// Whether we leave memory alone whose merges don't last.
     pub fn filters_cow_breaks(&self) -> bool {
         self.cow_threshold < Permyriad(10_000)
     }

@@ -51,13 +51,13 @@ impl ScopeArgs {
     /// The processes that are in scope now.
     ///
     /// # Errors
-    /// If the scope is empty, or names a process, user, cgroup or program that does not exist.
+    /// The scope is empty, or names a process, user, cgroup or program that doesn't exist.
     pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 
-    /// The same for undoing: `--exe` matches programs by name, even if other users can change their files, and `--pid` the process
-    /// and its descendants.
+    /// The same for undoing. `--exe` matches programs by name even if other users can change their files, and `--pid` takes in
+    /// the descendants.
     ///
     /// # Errors
     /// As [`Self::resolve`].
@@ -65,7 +65,7 @@ impl ScopeArgs {
         resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
     }
 
-    /// The same some time later, when these have been found. There may be none.
+    /// The same again later, with processes that started meanwhile; `found` are the earlier ones. There may be none.
     pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<Scoped> {
         resolve_for_undoing_again(&self.spec(), found, &Roots::default(), &[own_pid()])
     }
@@ -78,7 +78,7 @@ impl fmt::Display for ScopeArgs {
     }
 }
 
-/// The exit code and advice for a scope that cannot be resolved.
+/// The exit code and advice for a scope that we can't resolve.
 pub fn explain(error: &ScopeError) -> Exit {
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),

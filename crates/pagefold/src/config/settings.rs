@@ -26,13 +26,13 @@ use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
 use tracing::debug;
 
-/// Read by a `run` without `--config` and without a scope.
+/// A `run` without `--config` and without a scope reads this file.
 pub const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
 
-/// How equal pages are to be merged.
+/// How we merge equal pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MechanismChoice {
-    /// On request where that is possible, otherwise by ksmd.
+    /// On request if the kernel can, otherwise by ksmd.
     #[default]
     Auto,
     Ksmd,
@@ -45,7 +45,7 @@ impl MechanismChoice {
 
 named!(MechanismChoice, "mechanism");
 
-/// What tells the trust domains of processes apart that no rule names.
+/// Where the trust domain of a process comes from if no rule names it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DomainSource {
     #[default]
@@ -69,14 +69,14 @@ pub struct Settings {
     /// Programs that are never touched.
     pub deny: DenyList,
     pub domains: DomainRules,
-    /// The processes in each group with limits of its own.
+    /// The groups with limits of their own, in the order of [`Config::groups`].
     pub groups: Vec<Rule>,
     pub placement: Policies,
     pub audit: Option<PathBuf>,
     pub log: LogLevels,
     pub metrics: MetricsSettings,
     pub history: Option<PathBuf>,
-    /// Where what the run learns is kept.
+    /// Where the run keeps what it learns.
     pub learned: Option<PathBuf>,
     pub fleet: FleetSettings,
 }
@@ -85,10 +85,14 @@ impl Settings {
     /// Reads the configuration files and puts them together with the command line.
     ///
     /// # Errors
-    /// A file cannot be trusted or parsed, or settings contradict each other.
+    /// We can't trust or parse a file, or settings contradict each other.
     pub fn of(args: &RunArgs) -> Result<Self, Exit> {
-        let is_default = |file: &&Path| args.scope == ScopeArgs::default() && file.exists();
-        let file = args.config.as_deref().or_else(|| Some(Path::new(DEFAULT_FILE)).filter(is_default));
+        let default = Path::new(DEFAULT_FILE);
+        let file = match &args.config {
+            Some(file) => Some(file.as_path()),
+            None if args.scope == ScopeArgs::default() && default.exists() => Some(default),
+            None => None,
+        };
         Self::from(args, file)
     }
 
@@ -103,8 +107,11 @@ impl Settings {
     /// # Errors
     /// As [`Self::of`].
     pub fn from(args: &RunArgs, file: Option<&Path>) -> Result<Self, Exit> {
-        let layers = file.map(load).transpose()?.unwrap_or_default();
-        Self::of_options(args, file, merged(&layers))
+        let in_file = match file {
+            Some(file) => merged(&load(file)?),
+            None => Options::default(),
+        };
+        Self::of_options(args, file, in_file)
     }
 
     /// The same from the options of the files.
@@ -117,19 +124,12 @@ impl Settings {
         let deny = args.deny.apply(DenyFlags(Box::new(in_file.clone())).apply(programs));
         let flags = &*args.options.0;
         let options = in_file.then(flags.clone());
-        let refused = |error: String| {
-            Exit::new(exit::USAGE, format!("{}: {error}", file.map(ownership::shown).unwrap_or_default()))
-        };
         let mut config = config(&options);
-        let mut groups = Vec::new();
         for group in options.groups.iter().flatten() {
-            config.groups.push(group_limits(group).map_err(refused)?);
-            groups.push(selected(group, "group").map_err(refused)?);
+            config.groups.push(group_limits(group, file)?);
         }
-        let mut rules = Vec::new();
-        for rule in options.domain_rules.iter().flatten() {
-            rules.push(selected(rule, "domain").map_err(refused)?);
-        }
+        let groups = selected(options.groups.as_deref(), "group", file)?;
+        let rules = selected(options.domain_rules.as_deref(), "domain", file)?;
         let by_user = options.domains_by == Some(DomainSource::User);
         // A dry run beside the service would take its place.
         let outputs = if args.dry_run { flags } else { &options };
@@ -152,9 +152,9 @@ impl Settings {
         })
     }
 
-    /// The sections that differ from `old` and cannot change while a run goes on.
+    /// The sections that differ from `old` and can't change during a run.
     pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
-        // What SIGHUP changes.
+        // SIGHUP changes these.
         let Config { governor, limits, reserve, .. } = old.config;
         let groups = old.config.groups.clone();
         let judgement = Config { governor, limits, groups, reserve, ..self.config.clone() };
@@ -190,7 +190,7 @@ pub struct Layer {
     pub options: Options,
 }
 
-/// All options; of one in several files, the last.
+/// The options of all files. Where several set one, the last counts.
 pub fn merged(layers: &[Layer]) -> Options {
     layers.iter().fold(Options::default(), |options, layer| options.then(layer.options.clone()))
 }
@@ -212,7 +212,7 @@ pub fn load(path: &Path) -> Result<Vec<Layer>, Exit> {
             files.push(name);
         }
     }
-    // Also when it is empty: another user may have removed a file.
+    // We check an empty directory, too: another user may have removed a file.
     let real = additions.canonicalize().map_err(cannot)?;
     ownership::directory(&real).map_err(|why| refused(additions, &format!("is a directory that {why}")))?;
     files.sort();
@@ -267,7 +267,7 @@ fn config(options: &Options) -> Config {
     }
 }
 
-/// A seed that other processes cannot predict.
+/// A seed that other processes can't predict.
 pub fn seed() -> u64 {
     RandomState::new().hash_one(0)
 }
@@ -275,33 +275,42 @@ pub fn seed() -> u64 {
 fn placement(options: &Options) -> Result<Policies, Exit> {
     let default = options.placement.unwrap_or_default();
     let domains = options.placements.clone().unwrap_or_default();
-    let is_local = |placement: Placement| placement == Placement::LocalOnly;
-    if domains.values().any(|&placement| is_local(placement) != is_local(default)) {
-        let line = "local-only must be set for all trust domains or for none, because the kernel has one switch for all; change \
-                    placement or [numa.domains]";
-        return Err(Exit::new(exit::USAGE, line));
+    for &placement in domains.values() {
+        if (placement == Placement::LocalOnly) != (default == Placement::LocalOnly) {
+            let line = "local-only must be set for all trust domains or for none, because the kernel has one switch for \
+                        all; change placement or [numa.domains]";
+            return Err(Exit::new(exit::USAGE, line));
+        }
     }
     Ok(Policies { default, domains })
 }
 
-/// The limits of a group.
-fn group_limits(group: &values::Rule) -> Result<GroupLimits, String> {
+fn group_limits(group: &values::Rule, file: Option<&Path>) -> Result<GroupLimits, Exit> {
     let Options { governor, samples_per_second: pages, stops_per_second: stops, .. } = group.settings;
     if governor == Some(Governor::Auto) {
-        let name = &group.name;
-        return Err(format!(
-            "the limits of '{name}' have the governor auto, which is for the whole run; choose another"
-        ));
+        let problem = "have the governor auto, which is for the whole run; choose another";
+        return Err(bad_rule(file, &format!("the limits of '{}' {problem}", group.name)));
     }
     Ok(GroupLimits { share: governor.map(|governor| governor.pace().top), pages, stops })
 }
 
-/// A rule, with the processes that it selects on this machine.
-fn selected(rule: &values::Rule, noun: &str) -> Result<Rule, String> {
-    match rule.selector.resolve(&Roots::default()) {
-        Ok(matcher) => Ok(Rule { name: rule.name.clone(), matcher }),
-        Err(error) => Err(format!("the rule for {noun} '{}': {}", rule.name, explain(&error).line)),
+/// The rules, with the processes that they select on this machine.
+fn selected(rules: Option<&[values::Rule]>, noun: &str, file: Option<&Path>) -> Result<Vec<Rule>, Exit> {
+    let mut selected = Vec::new();
+    for rule in rules.unwrap_or_default() {
+        let name = rule.name.clone();
+        match rule.selector.resolve(&Roots::default()) {
+            Ok(matcher) => selected.push(Rule { name, matcher }),
+            Err(error) => {
+                return Err(bad_rule(file, &format!("the rule for {noun} '{name}': {}", explain(&error).line)));
+            }
+        }
     }
+    Ok(selected)
+}
+
+fn bad_rule(file: Option<&Path>, problem: &str) -> Exit {
+    Exit::new(exit::USAGE, format!("{}: {problem}", file.map(ownership::shown).unwrap_or_default()))
 }
 
 #[cfg(test)]
