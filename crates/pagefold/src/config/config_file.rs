@@ -13,15 +13,10 @@ const PART_MOST: usize = 300;
 const NEAR: f64 = 0.7;
 
 /// Keys of [tuning] that were in other sections. The next release doesn't read them there.
-const MOVED: [(&str, &str); 8] = [
-    ("run", "top-share"),
-    ("run", "round"),
-    ("run", "levels"),
-    ("judgement", "duplicate-threshold"),
-    ("judgement", "cow-threshold"),
-    ("judgement", "lifetime"),
-    ("numa", "local-latency"),
-    ("numa", "remote-latency"),
+const MOVED: [(&str, &[&str]); 3] = [
+    ("run", &["top-share", "round", "levels"]),
+    ("judgement", &["duplicate-threshold", "cow-threshold", "lifetime"]),
+    ("numa", &["local-latency", "remote-latency"]),
 ];
 
 /// An error at an offset in the text.
@@ -153,7 +148,8 @@ fn read(text: &str) -> Result<Options, Problem> {
 }
 
 fn find(section: &str, key: &str) -> Option<&'static OptionSpec> {
-    let section = if MOVED.contains(&(section, key)) { "tuning" } else { section };
+    let has_moved = MOVED.iter().any(|(former, keys)| *former == section && keys.contains(&key));
+    let section = if has_moved { "tuning" } else { section };
     all().find(|option| option.section == section && option.key == key)
 }
 
