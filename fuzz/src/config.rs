@@ -9,7 +9,6 @@ pub fn config(text: &[u8]) {
     match parse(text, "FILE") {
         Ok(file) => assert_eq!(file.clone().then(file.clone()), file),
         Err(error) => {
-            let error = error.to_string();
             assert!(error.starts_with("FILE") && !error.contains(char::is_control), "{error:?}");
             assert!(error.chars().count() < 1000, "{error:?}");
         }

@@ -1,16 +1,14 @@
 //! The settings of the judgement. [`crate::range`] has their permitted ranges.
 
-use crate::error::ConfigError;
 use crate::governor::{Governor, Pace};
 use crate::hash::Digest;
 use crate::host::Mechanism;
 use crate::limits::{GroupLimits, Limits};
 use crate::marking::extents::Density;
-use crate::names::named;
+use crate::named;
 use crate::placement::policy::Latencies;
-use crate::range::{self, check};
 use crate::reserve::ReserveSettings;
-use crate::units::{BLOCK_PAGES, Pages, Permyriad, count};
+use crate::units::{BLOCK_PAGES, Pages, Permyriad};
 use serde::{Deserialize, Serialize};
 
 /// A named set of settings for one purpose.
@@ -24,10 +22,11 @@ pub enum Preset {
 }
 
 impl Preset {
+    /// All of them, by name.
     const NAMES: [(&'static str, Self); 2] = [("default", Self::Default), ("sensitive", Self::Sensitive)];
 }
 
-named!(Preset, ConfigError::NoPreset);
+named!(Preset, "preset");
 
 /// Which pages are worth merging.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,22 +35,23 @@ pub enum Only {
     /// All pages with equal contents.
     #[default]
     All,
-    /// Pages of zeros, with the kernel's zero page: programs do not share pages with each other.
+    /// Pages of zeros, with the kernel's zero page: programs share no pages with each other.
     Zeros,
 }
 
 impl Only {
+    /// All of them, by name.
     const NAMES: [(&'static str, Self); 2] = [("all", Self::All), ("zeros", Self::Zeros)];
 }
 
-named!(Only, ConfigError::NoContents);
+named!(Only, "choice of pages");
 
 /// The judgement's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// How much CPU time may be used.
     pub governor: Governor,
-    /// How equal pages are merged, as the host says.
+    /// How the host merges equal pages.
     pub mechanism: Mechanism,
     /// Which pages are worth merging.
     pub only: Only,
@@ -59,7 +59,7 @@ pub struct Config {
     pub top_share: Option<Permyriad>,
     /// The time of a global round, in place of the governor's (UKSM `t`), nanoseconds.
     pub round_ns: Option<u64>,
-    /// What may be done to targets in a second.
+    /// What we may do to targets in a second.
     pub limits: Limits,
     /// The limits of groups of processes, by their [`GroupKey`](crate::keys::GroupKey).
     pub groups: Vec<GroupLimits>,
@@ -69,9 +69,9 @@ pub struct Config {
     pub bottom_share: Permyriad,
     /// The duplicate ratio from which a region is promoted (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// The same where pages are merged on request: nothing but their duplicates is ever visited again.
+    /// The same where pages are merged on request: we visit nothing but their duplicates again.
     pub request_threshold: Permyriad,
-    /// The COW-broken ratio from which a region is left alone (UKSM `V_cow`). 100 % turns this off.
+    /// The COW-broken ratio from which we leave a region alone (UKSM `V_cow`). 100 % turns this off.
     pub cow_threshold: Permyriad,
     /// The age a region must have to be promoted (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
@@ -79,21 +79,21 @@ pub struct Config {
     pub probation_rounds: u64,
     /// A merged page that is written and holds the same content again within this time is COW-broken, nanoseconds.
     pub cow_horizon_ns: u64,
-    /// How dense an extent must be to be marked.
+    /// The density from which we mark an extent.
     pub density: Density,
     /// The lowest density, for extents that wait until ksmd has rested. Below 3 %, ksmd's records (64 bytes for each page)
     /// take more than the duplicates give back.
     pub thinnest_density: Permyriad,
     /// The number of duplicate pages from which a span is worth a system call in the target.
     pub span_pages_min: Pages,
-    /// Mappings up to this length are marked whole or not at all: mremap(2) cannot move or grow a mapping that marks have
+    /// We mark mappings up to this length whole or not at all: mremap(2) can't move or grow a mapping that marks have
     /// split.
     pub split_above: Pages,
     /// The most spans marked in one process: each may split a mapping in three.
     pub spans_per_process: usize,
     /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
     pub latencies: Latencies,
-    /// Memory kept for what can come back.
+    /// Headroom kept for COW.
     pub reserve: ReserveSettings,
     /// The seed of every permutation and digest.
     pub seed: u64,
@@ -159,7 +159,7 @@ impl Config {
         self.only == Only::All || digest == Digest::ZERO
     }
 
-    /// Whether memory whose merges do not last is left alone.
+    /// Whether we leave memory alone whose merges don't last.
     pub fn filters_cow_breaks(&self) -> bool {
         self.cow_threshold < Permyriad(10_000)
     }
@@ -167,52 +167,5 @@ impl Config {
     /// The age at which a region that appears during the run may be promoted, nanoseconds.
     pub fn probation_ns(&self, pace: Pace) -> u64 {
         self.lifetime_ns.max(self.probation_rounds * pace.round_ns)
-    }
-
-    /// Checks that every setting is within its range.
-    ///
-    /// # Errors
-    ///
-    /// The first setting outside its range.
-    pub fn validated(self) -> Result<Self, ConfigError> {
-        let share = |share: u64| Permyriad(u32::try_from(share).unwrap_or(u32::MAX)).to_string();
-        let shares = [
-            ("the top share of a core", self.top_share.unwrap_or(Permyriad(10_000)), range::TOP_SHARE),
-            ("the bottom share of a core", self.bottom_share, 1..=1_000),
-            ("the duplicate threshold", self.duplicate_threshold, range::THRESHOLD),
-            ("the duplicate threshold on request", self.request_threshold, range::THRESHOLD),
-            ("the COW threshold", self.cow_threshold, range::THRESHOLD),
-            ("the density", self.density.plain, range::THRESHOLD),
-            ("the density of huge pages", self.density.huge, range::THRESHOLD),
-            ("the density of the thinnest extents", self.thinnest_density, range::THRESHOLD),
-        ];
-        for (name, value, range) in shares {
-            check(name, value.0.into(), &range, share)?;
-        }
-        let millis = |ns: u64| format!("{} ms", ns / 1_000_000);
-        check("the number of levels", count(self.levels), &range::LEVELS, |levels| levels.to_string())?;
-        check("the lifetime", self.lifetime_ns, &range::LIFETIME_NS, millis)?;
-        check("the round", self.round_ns.unwrap_or(1_000_000_000), &range::ROUND_NS, millis)?;
-        check("the number of spans in a process", count(self.spans_per_process), &(1..=4_096), |n| n.to_string())?;
-        self.limits.validated()?;
-        Ok(self)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn settings_outside_their_range_are_refused_with_it() {
-        let refused = |config: Config| config.validated().unwrap_err().to_string();
-        let error = refused(Config { duplicate_threshold: Permyriad(14_000), ..Config::default() });
-        assert_eq!(error, "the duplicate threshold is 140 %; it must be from 0.01 % to 100 %");
-        let error = refused(Config { levels: 0, ..Config::default() });
-        assert_eq!(error, "the number of levels is 0; it must be from 1 to 8");
-        let error = refused(Config { top_share: Some(Permyriad(0)), ..Config::default() });
-        assert_eq!(error, "the top share of a core is 0 %; it must be from 0.2 % to 100 %");
-        assert!(Config::default().validated().is_ok());
-        assert!(Config::of_preset(Preset::Sensitive).validated().is_ok());
     }
 }

@@ -4,9 +4,8 @@
 //! saved may cost. The share holds over any period of [`WINDOW_NS`]: what both have spent is checked before anything is read or
 //! ordered.
 
-use crate::error::ConfigError;
 use crate::host::{Cost, MemoryView};
-use crate::names::named;
+use crate::named;
 use crate::units::Permyriad;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -107,7 +106,7 @@ impl Governor {
 /// How much less scarce memory must be before the governor falls.
 const SLACK: u64 = 10;
 
-named!(Governor, ConfigError::NoGovernor);
+named!(Governor, "governor");
 
 /// CPU time spent recently, and what may still be spent.
 #[derive(Clone, Debug, Default)]

@@ -4,11 +4,9 @@
 //! target's `mmap_lock`, which slows down a target that maps and unmaps all the time, and a stop takes time from it. A group of
 //! processes can have lower limits, and a share of a core of its own, as a governor has one.
 
-use crate::error::ConfigError;
 use crate::governor::share_ns;
 use crate::host::{StopSize, Stops};
 use crate::keys::{GroupKey, OwnerKey};
-use crate::range::{self, check};
 use crate::units::Permyriad;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -44,28 +42,6 @@ impl Default for Limits {
             moves: 100_000,
             longest_stop_ns: 10_000_000,
         }
-    }
-}
-
-impl Limits {
-    /// Checks that every limit is within its range.
-    ///
-    /// # Errors
-    ///
-    /// The first limit outside its range.
-    pub fn validated(self) -> Result<Self, ConfigError> {
-        let rates = [
-            ("samples-per-second-per-process", self.pages_per_process, range::PAGES),
-            ("samples-per-second", self.pages, range::PAGES),
-            ("stops-per-second-per-process", self.stops_per_process, range::STOPS_PER_PROCESS),
-            ("stops-per-second", self.stops, range::STOPS),
-            ("moves-per-second", self.moves, range::MOVES),
-        ];
-        for (name, rate, range) in rates {
-            check(name, rate, &range, |rate| rate.to_string())?;
-        }
-        check("longest-stop", self.longest_stop_ns, &range::LONGEST_STOP_NS, |ns| format!("{} us", ns / 1_000))?;
-        Ok(self)
     }
 }
 
@@ -334,12 +310,5 @@ mod tests {
         assert_eq!(stop(7_000_000), 16);
         assert_eq!((0..20).map(|_| stop(60_000_000)).last(), Some(1));
         assert_eq!((0..40).map(|_| stop(100_000)).last(), Some(32));
-    }
-
-    #[test]
-    fn limits_that_allow_nothing_are_refused() {
-        assert!(Limits::default().validated().is_ok());
-        let error = Limits { stops: 0, ..Limits::default() }.validated().unwrap_err().to_string();
-        assert_eq!(error, "stops-per-second is 0; it must be from 1 to 10000");
     }
 }

@@ -1,9 +1,10 @@
 //! Settings with names.
 
 /// Implements [`Display`](std::fmt::Display) and [`FromStr`](std::str::FromStr) for an enum with a table `NAMES` of its
-/// names and values. `$unknown` makes an error of any other name.
+/// names and values. `$noun` is what the error calls such a setting.
+#[macro_export]
 macro_rules! named {
-    ($type:ty, $unknown:path) => {
+    ($type:ty, $noun:literal) => {
         impl std::fmt::Display for $type {
             fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 let name = Self::NAMES.iter().find(|(_, value)| value == self).map_or("", |(name, _)| name);
@@ -15,9 +16,11 @@ macro_rules! named {
             type Err = $crate::error::ConfigError;
             fn from_str(name: &str) -> Result<Self, Self::Err> {
                 let found = Self::NAMES.iter().find(|(known, _)| *known == name);
-                found.map(|&(_, value)| value).ok_or_else(|| $unknown(name.to_owned()))
+                found.map(|&(_, value)| value).ok_or_else(|| {
+                    let known = Self::NAMES.map(|(known, _)| known).to_vec();
+                    $crate::error::ConfigError::NoName { noun: $noun, name: name.to_owned(), known }
+                })
             }
         }
     };
 }
-pub(crate) use named;

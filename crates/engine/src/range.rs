@@ -2,7 +2,6 @@
 //!
 //! Shares are in parts of ten thousand, times in nanoseconds, rates per second.
 
-use crate::error::ConfigError;
 use std::ops::RangeInclusive;
 
 /// [`Config::top_share`](crate::config::Config::top_share).
@@ -28,16 +27,3 @@ pub const MOVES: RangeInclusive<u64> = 1..=10_000_000;
 pub const LONGEST_STOP_NS: RangeInclusive<u64> = 100_000..=10_000_000_000;
 /// The memory access times of [`Latencies`](crate::placement::policy::Latencies).
 pub const LATENCY_NS: RangeInclusive<u64> = 1..=100_000;
-
-/// Refuses a value outside its range. `show` prints a value with its unit.
-pub(crate) fn check(
-    name: &'static str,
-    value: u64,
-    range: &RangeInclusive<u64>,
-    show: impl Fn(u64) -> String,
-) -> Result<(), ConfigError> {
-    if range.contains(&value) {
-        return Ok(());
-    }
-    Err(ConfigError::OutOfRange { name, value: show(value), low: show(*range.start()), high: show(*range.end()) })
-}

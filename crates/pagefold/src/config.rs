@@ -9,3 +9,4 @@ pub mod ownership;
 mod reference;
 pub mod scope;
 pub mod settings;
+pub mod values;

@@ -88,7 +88,7 @@ impl Run {
         let config = Config { mechanism, seed: 11, ..Config::default() };
         let args: &'static RunArgs = Box::leak(Box::new(RunArgs { dry_run, ..RunArgs::default() }));
         let audit = tempfile::tempdir().unwrap();
-        let settings = Settings::of_values(args, None, parse(SCOPE, "pagefold.toml").unwrap()).unwrap();
+        let settings = Settings::of_options(args, None, parse(SCOPE, "pagefold.toml").unwrap()).unwrap();
         let known = RunFacts::new(dry_run, &settings.scope, &config);
         let settings = Settings { audit: Some(audit.path().join("audit.jsonl")), ..settings };
         let mut active = ActiveSettings::new(args, settings).unwrap();

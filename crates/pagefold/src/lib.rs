@@ -6,7 +6,7 @@
 //! | to change | see |
 //! | --- | --- |
 //! | a subcommand, its own flags, what it prints | [`commands`]: one module each |
-//! | an option of the command line and the configuration file | `OPTIONS` in [`config::options`], then [`config::settings`] |
+//! | an option of the command line and the configuration file | [`config::options`], then [`config::settings`] |
 //! | a new column of `status` | [`commands::status`], from the engine's report |
 //! | requests to a running daemon | [`control`] |
 //! | checks before anything is touched, and how a refusal is explained | [`preflight`] |

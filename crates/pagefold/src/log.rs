@@ -3,9 +3,9 @@
 //! Targets are words, not paths of modules: `cycle`, `event` (what the list of events has), `scope`, `read`, `inject`, `ksm`,
 //! `control`, `files`.
 
-use crate::config::options;
 use pagefold_text::messages;
-use std::fmt::{Debug, Write};
+use std::fmt::{self, Debug, Display, Write};
+use std::str::FromStr;
 use std::sync::{LazyLock, PoisonError, RwLock};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -13,19 +13,60 @@ use tracing::subscriber::set_global_default;
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::filter::Targets;
 
+const TARGETS: [&str; 8] = ["cycle", "event", "scope", "read", "inject", "ksm", "control", "files"];
+
+/// The levels to log: `info`, or by target `warn,ksm=debug`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogLevels {
+    text: String,
+    targets: Targets,
+}
+
+impl Eq for LogLevels {}
+
+impl Default for LogLevels {
+    fn default() -> Self {
+        Self { text: "info".to_owned(), targets: Targets::new().with_default(Level::INFO) }
+    }
+}
+
+impl FromStr for LogLevels {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse::<Targets>() {
+            // Alone, the name of a target means all of its levels. So any word would be one.
+            Ok(targets) if targets.iter().all(|(target, _)| TARGETS.contains(&target)) => {
+                Ok(Self { text: text.to_owned(), targets })
+            }
+            _ => Err(format!(
+                "'{}' is not a level; give info or debug, or levels by target such as info,ksm=debug",
+                text.escape_debug()
+            )),
+        }
+    }
+}
+
+impl Display for LogLevels {
+    /// As they were given.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
 /// What is logged.
 static LEVELS: LazyLock<RwLock<Targets>> = LazyLock::new(RwLock::default);
 
 /// Begins to log. `to_journal`: standard error is the journal's, which takes levels.
-pub fn start(levels: &str, to_journal: bool) {
+pub fn start(levels: &LogLevels, to_journal: bool) {
     set_levels(levels);
     // Only the first call of a process begins.
     let _ = set_global_default(Log { to_journal, write: messages::log });
 }
 
-/// Logs at these levels from now on. They were checked when they were given.
-pub fn set_levels(levels: &str) {
-    *LEVELS.write().unwrap_or_else(PoisonError::into_inner) = options::levels(levels).unwrap_or_default();
+/// Logs at these levels from now on.
+pub fn set_levels(levels: &LogLevels) {
+    *LEVELS.write().unwrap_or_else(PoisonError::into_inner) = levels.targets.clone();
     tracing::callsite::rebuild_interest_cache();
 }
 
@@ -94,9 +135,21 @@ mod tests {
     static WRITTEN: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
     #[test]
+    fn levels_are_by_known_targets() {
+        assert_eq!("info".parse(), Ok(LogLevels::default()));
+        for good in ["debug", "warn,ksm=debug", "scope", "off,inject=trace"] {
+            assert_eq!(good.parse::<LogLevels>().unwrap().to_string(), good);
+        }
+        for bad in ["loud", "info,kms=debug", "ksm=loud"] {
+            let error = bad.parse::<LogLevels>().unwrap_err();
+            assert!(error.contains("is not a level; give info or debug"), "{bad}");
+        }
+    }
+
+    #[test]
     fn events_are_lines_with_their_fields_if_their_target_is_logged() {
         let write = |rank: &str, line: &str| WRITTEN.lock().unwrap().push(format!("{rank}{line}"));
-        set_levels("info,scope=debug");
+        set_levels(&"info,scope=debug".parse().unwrap());
         tracing::subscriber::with_default(Log { to_journal: true, write }, || {
             debug!(target: "scope", pid = 7, name = %"redis", "in scope");
             debug!(target: "ksm", "not shown");

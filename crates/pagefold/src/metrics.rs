@@ -10,7 +10,7 @@ mod text;
 
 use crate::background::Background;
 use crate::commands::status::Status;
-use crate::config::options::{Values, address};
+use crate::config::options::{METRICS_INTERVAL, Options};
 use crate::control::protocol::Request;
 use crate::control::queue::RequestSender;
 use anyhow::{Context, Result};
@@ -43,12 +43,11 @@ pub struct MetricsSettings {
 }
 
 impl MetricsSettings {
-    pub fn of(values: &Values) -> Self {
+    pub fn of(options: &Options) -> Self {
         Self {
-            // It was checked when it was given.
-            address: values.text("address").and_then(|text| address(text).ok()),
-            file: values.text("textfile").map(PathBuf::from),
-            interval: Duration::from_nanos(values.number("interval").unwrap_or(15_000_000_000)),
+            address: options.metrics,
+            file: options.metrics_file.clone(),
+            interval: options.metrics_interval.unwrap_or(METRICS_INTERVAL),
         }
     }
 }

@@ -1,6 +1,6 @@
-//! What the manual pages say about this program's output: the fields of each JSON document, and the metrics.
+//! The manual pages' tables of the program's output: the fields of each JSON document, and the metrics.
 //!
-//! A field that is printed and not explained here fails the tests. To add one, add it to the row of its neighbours.
+//! Tests fail if we print a field that isn't explained here. To add one, add it to the row of its neighbours.
 
 use crate::metrics::families::FAMILIES;
 
@@ -9,14 +9,14 @@ use crate::metrics::families::FAMILIES;
 pub struct Schema {
     /// Its name and version. The version changes when a field is removed or changes its meaning.
     pub name: &'static str,
-    /// What prints it.
+    /// The command that prints it.
     pub about: &'static str,
-    /// Fields and their meaning. Several are separated by commas; those below an object or list begin with its name.
+    /// Fields and their meaning. Commas separate several; a field of an object or list begins with its name.
     pub fields: &'static [(&'static str, &'static str)],
 }
 
 impl Schema {
-    /// The names of all fields, without those of the objects that they are in.
+    /// The names of all fields, without the objects they're in.
     pub fn names(&self) -> impl Iterator<Item = &'static str> {
         let rows = self.fields.iter().flat_map(|(fields, _)| fields.split(", "));
         rows.flat_map(|field| field.split('.')).map(|name| name.trim_end_matches("[]"))
@@ -49,8 +49,8 @@ pub fn metrics() -> impl Iterator<Item = Metric> {
 pub const SCHEMAS: &[Schema] = &[
     Schema {
         name: "pagefold.scan/1",
-        about: "Printed by pagefold scan --json. Of m equal pages each saves (m-1)/m, so sums over processes are right. Zero pages are \
-                savable without exception",
+        about: "Printed by pagefold scan --json. Each of m equal pages counts as (m-1)/m of a page saved, so sums over processes are right. \
+                All zero pages can be saved",
         fields: &[
             ("schema, scope", "This document's name; the scope, as flags"),
             ("exact, sampled_fraction", "Whether every page was read; the share of pages that was"),
@@ -58,11 +58,11 @@ pub const SCHEMAS: &[Schema] = &[
             ("totals.anonymous_bytes, totals.resident_bytes", "Anonymous pages, a shared one once for each mapping; frames, each divided among its mappings"),
             ("totals.zero_bytes", "Pages of zeros"),
             ("totals.duplicate_within_bytes, totals.duplicate_across_bytes", "Pages with a copy in the same process; with copies in other processes only"),
-            ("totals.merged_bytes, totals.fork_shared_bytes, totals.swapped_bytes", "Pages that KSM has merged already; that are shared by fork; that are swapped out"),
-            ("totals.savable_gross_bytes, totals.metadata_bytes, totals.savable_bytes", "What merging would save; KSM's records for it; the difference"),
+            ("totals.merged_bytes, totals.fork_shared_bytes, totals.swapped_bytes", "Pages that KSM has merged already; shared by fork; swapped out"),
+            ("totals.savable_gross_bytes, totals.metadata_bytes, totals.savable_bytes", "Memory that merging would save; KSM's records for it; the difference"),
             ("processes[].pid, processes[].name, processes[].exe, processes[].cgroup", "A process, with the figures of totals"),
             ("processes[].left_out", "Why the whole process was left out, or that it has ended"),
-            ("processes[].kinds[], processes[].excluded[]", "Its kinds of memory; what was left alone in it"),
+            ("processes[].kinds[], processes[].excluded[]", "Its kinds of memory; its memory that was left alone"),
             ("kinds[].kind, cgroups[].cgroup, cgroups[].processes", "The figures of totals by kind of memory and by cgroup; the number of its processes"),
             ("excluded[].reason, excluded[].bytes, excluded[].regions", "Memory that was left alone, by reason"),
             ("numa", "As in pagefold.status/1, for pages that are merged already"),
@@ -75,17 +75,17 @@ pub const SCHEMAS: &[Schema] = &[
         about: "Printed by pagefold run --json at its end",
         fields: &[
             ("schema, scope, mechanism, governor, dry_run", "The run"),
-            ("seconds, processes, pages_read, scans", "How long it took; processes in scope; pages read; scans that ksmd was told to make"),
+            ("seconds, processes, pages_read, scans", "Duration; processes in scope; pages read; scans that ksmd made for the run"),
             ("saved_bytes", "What merging saves the processes in scope, by frames; null if it could not be counted"),
             ("marked_bytes, marked_spans, unmarked_bytes", "Address space marked (in a dry run: that would be), in how many spans; unmarked again"),
-            ("expected_bytes", "In a dry run, the duplicates in it; on request all duplicates and zeros"),
-            ("merged_pages, metadata_bytes", "Pages saved with those that they share; KSM's records, 64 bytes a marked page"),
+            ("expected_bytes", "In a dry run, its duplicates; on request all duplicates and zeros"),
+            ("merged_pages, metadata_bytes", "Merged pages, saved ones and the copies they share; KSM's records, 64 bytes a marked page"),
             ("requests.asked_pages, requests.merged_pages, requests.shared_pages, requests.differing_pages, requests.failed_pages", "As in pagefold.status/1"),
             ("cpu_seconds.pagefold, cpu_seconds.injector, cpu_seconds.ksmd", "CPU time of pagefold with its injector; of the injector; of ksmd"),
             ("seconds_to_90_percent", "When 90 % of the final saving was reached for good"),
             ("stops, longest_stop_us, total_stop_us", "How often and how long threads were stopped"),
             ("moved_pages, move_seconds", "Merged pages moved to another memory node, and the CPU time for it"),
-            ("knobs_restored, knobs_deferred", "Whether KSM's settings are as before; those that the kernel refuses to restore while pages are merged, with their values"),
+            ("knobs_restored, knobs_deferred", "Whether KSM's settings are as before; settings that the kernel refuses to restore while pages are merged, with their values"),
             ("stood_down", "Why the run gave KSM up early: somebody else changed a setting"),
             ("audit_lost", "Lines of the audit log that could not be written"),
             ("left_alone[].pid, left_alone[].name, left_alone[].reason, left_alone_more", "Processes left alone; how many more there are"),
@@ -97,23 +97,23 @@ pub const SCHEMAS: &[Schema] = &[
         fields: &[
             ("schema, pid, scope, dry_run, seconds", "The run"),
             ("mechanism, only", "ksmd, or request (/dev/ksm); all, or zeros"),
-            ("other_bytes", "With only zeros and ksmd: other memory in what is marked. ksmd merges what is equal in it"),
+            ("other_bytes", "With only zeros and ksmd: other marked memory, where ksmd merges equal pages, too"),
             ("governor, in_force", "The governor that was set; the one that auto has chosen"),
             ("allowed_share, used_share", "Share of a core, 0 to 1: allowed, and used in the last ten seconds"),
             ("paused, busy", "Whether the run is paused; whether it reads, marks or merges just now"),
             ("ksm_driven, ksm_why, stood_down", "Whether this run controls KSM; if not, why; whether it gave KSM up because somebody else changed a setting"),
             ("available_bytes, resident_bytes", "Memory that programs can get without swapping; anonymous memory in scope that isn't left alone, or is marked"),
             ("saved_bytes, saved_age_seconds", "Frames that the processes in scope would hold if nothing were merged, less those they hold, and when they were counted; null until then"),
-            ("may_return_bytes, saved_machine_bytes", "Memory needed if programs write to all merged pages; what KSM's counters say of the machine, without what has ended"),
+            ("may_return_bytes, saved_machine_bytes", "Memory needed if programs write to all merged pages; KSM's counters for the machine, without ended programs"),
             ("exited_bytes", "Memory of ended programs that KSM still counts, until its next scan"),
-            ("marked_bytes, metadata_bytes", "Resident memory in what is marked (in a dry run: would be); KSM's records for it"),
+            ("marked_bytes, metadata_bytes", "Resident memory that is marked (in a dry run: would be); KSM's records for it"),
             ("to_unmark_bytes, foreign_marks", "Marked address space that must be unmarked and couldn't be yet; whether it's another trust domain's, so that nothing is marked or scanned meanwhile"),
             ("copied_bytes, copied_worst_day_bytes", "Copies of merged pages on the machine since the start; the most within 24 hours"),
             ("reserve.keep, reserve.take_back", "The reserve as set; whether merged memory is given back while memory is short"),
             ("reserve.likely_bytes, reserve.taken_back_bytes", "The most that programs took back within an hour of the last day; address space unmarked for lack of memory"),
-            ("reserve.machine.state, reserve.machine.total_bytes, reserve.machine.left_bytes", "enough, overcommitted or short; memory; headroom"),
-            ("reserve.machine.reserve_bytes, reserve.machine.worst_bytes", "The reserve; what comes back if every merged page is written"),
-            ("reserve.limits[].cgroup, reserve.limits_overcommitted, reserve.limits_short", "The same for limits of cgroups that aren't enough, at most 20; how many there are of each"),
+            ("reserve.machine.state, reserve.machine.total_bytes, reserve.machine.left_bytes", "enough, overcommitted or short; total memory; headroom"),
+            ("reserve.machine.reserve_bytes, reserve.machine.worst_bytes", "The reserve; memory needed if every merged page is written"),
+            ("reserve.limits[].cgroup, reserve.limits_overcommitted, reserve.limits_short", "The same for cgroup limits with too little headroom, at most 20; how many there are in each state"),
             ("reserve.limits_full, reserve.full", "How many limits of cgroups leave no headroom to merge more; the cgroup of one"),
             ("cpu_seconds.pagefold, cpu_seconds.injector, cpu_seconds.ksmd", "As in pagefold.run/1"),
             ("pages_read, scans, rounds, stops, longest_stop_us, total_stop_us", "Totals since the start"),
@@ -123,14 +123,14 @@ pub const SCHEMAS: &[Schema] = &[
             ("index.contents, index.bytes", "Entries of the index; its size"),
             ("kinds[].kind, kinds[].regions, kinds[].resident_bytes", "Memory by kind"),
             ("levels[].level, levels[].share, levels[].regions, levels[].resident_bytes", "Memory by level of the ladder, from the top; the level's share of a core"),
-            ("next[].what, next[].regions, next[].resident_bytes, next[].soonest_seconds", "Memory by what happens next, as in pagefold.explain/1"),
+            ("next[].what, next[].regions, next[].resident_bytes, next[].soonest_seconds", "Memory by its next step, as in pagefold.explain/1"),
             ("domains[].name, domains[].processes, domains[].resident_bytes, domains[].marked_bytes, domains[].left_alone", "Memory by trust domain; whether it is left alone because ksmd merges another one"),
             ("processes[].pid, processes[].name, processes[].regions", "A process"),
             ("processes[].resident_bytes, processes[].marked_bytes, processes[].expected_bytes, processes[].saved_bytes, processes[].left_alone", "Its memory, and its part of what is saved; why it is left alone"),
-            ("processes[].to_unmark.bytes, processes[].to_unmark.reason, processes[].to_unmark.problem", "What must be unmarked, why, and why it wasn't yet"),
+            ("processes[].to_unmark.bytes, processes[].to_unmark.reason, processes[].to_unmark.problem", "Memory to unmark, why, and why that failed so far"),
             ("scopes[].kind, scopes[].name, scopes[].processes", "Processes by the selector that they fit, with the figures of processes"),
             ("left_out[].reason, left_out[].processes", "Processes left alone, by reason in a word"),
-            ("kept_out[].selector, kept_out[].uid", "What unmerge keeps out until include; the user who asked for it"),
+            ("kept_out[].selector, kept_out[].uid", "Processes that unmerge keeps out until include; the user who asked for it"),
             ("requests.asked_pages, requests.merged_pages, requests.shared_pages", "On request: pages asked for; merged; already one"),
             ("requests.differing_pages, requests.failed_pages", "Written since they were read; refused for now"),
             ("xen.saved_bytes, xen.frames_bytes, xen.free_bytes, xen.shared_pages", "Of guests of Xen: the hypervisor's counters, and the shares made by the run"),
@@ -138,8 +138,8 @@ pub const SCHEMAS: &[Schema] = &[
             ("numa.processes[].pid, numa.processes[].name, numa.processes[].node, numa.processes[].nice, numa.processes[].policy", "A process with merged memory, and where it runs"),
             ("numa.processes[].local_bytes, numa.processes[].remote_bytes, numa.processes[].by_node, numa.processes[].tax", "Its merged memory on its node and elsewhere; how much longer an access takes on average (0.28: 28 %)"),
             ("numa.misplaced_bytes, numa.moved_pages, numa.refused_pages, numa.move_seconds", "Memory that the policy would put elsewhere; pages moved; refused by the kernel; CPU time"),
-            ("events[].time, events[].times, events[].what, events[].pid, events[].name", "What the run did lately, the newest last: seconds since 1970, how often within a minute, to which process"),
-            ("events[].bytes, events[].done_bytes, events[].why", "How much was to be done, how much was; the reason"),
+            ("events[].time, events[].times, events[].what, events[].pid, events[].name", "The run's latest actions, the newest last: seconds since 1970, how often within a minute, to which process"),
+            ("events[].bytes, events[].done_bytes, events[].why", "Bytes to do; bytes done; the reason"),
         ],
     },
     Schema {
@@ -155,7 +155,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("regions[].kind, regions[].level, regions[].age_seconds", "Its kind; its level, from 1; since when it is known"),
             ("regions[].duplicate_ratio, regions[].duplicate_range, regions[].exact", "Share of duplicates, 0 to 1; its 95 % range; whether all of it was read"),
             ("regions[].cow_ratio", "Share of its merged pages that would be written and have the same content again within two hours"),
-            ("regions[].marked_bytes, regions[].expected_bytes", "Resident memory in what is marked of it; the duplicates expected in that"),
+            ("regions[].marked_bytes, regions[].expected_bytes", "Its resident memory that is marked; the duplicates expected there"),
             ("regions[].next, regions[].wait_seconds, regions[].sentence", "sample, read, mark, merge, watch, wait or nothing; for how long at most; the same as a sentence"),
             ("excluded[].range, excluded[].bytes, excluded[].file, excluded[].reason", "Mappings that are left alone"),
             ("numa", "The process's row of numa.processes[] in pagefold.status/1"),
@@ -167,7 +167,7 @@ pub const SCHEMAS: &[Schema] = &[
         fields: &[
             ("schema, given_back_bytes, unmarked_bytes, longest_stop_us", "Copies made; address space unmarked; the longest stop"),
             ("processes[].pid, processes[].name, processes[].given_back_bytes, processes[].unmarked_bytes, processes[].failed", "The same by process; what went wrong"),
-            ("still_saved_bytes", "What KSM still saves on the machine"),
+            ("still_saved_bytes", "KSM's remaining savings on the machine"),
             ("kept_out, exit_code", "The processes that a running daemon keeps out from now on, as flags; the command's exit code"),
             ("knobs_deferred, audit_lost", "As in pagefold.run/1"),
         ],
@@ -177,7 +177,7 @@ pub const SCHEMAS: &[Schema] = &[
         about: "Printed by pagefold include --json",
         fields: &[
             ("schema, scope", "The processes to let in again, as flags"),
-            ("processes[].pid, processes[].name", "Those that were kept out until now"),
+            ("processes[].pid, processes[].name", "The processes that were kept out until now"),
         ],
     },
     Schema {
@@ -186,7 +186,7 @@ pub const SCHEMAS: &[Schema] = &[
         fields: &[
             ("schema, can_run, worst", "Whether pagefold run can work; the worst severity"),
             ("findings[].id, findings[].severity", "A stable name; ok, note, warning or blocker"),
-            ("findings[].what, findings[].why, findings[].todo", "What was found, why it matters, what to do"),
+            ("findings[].what, findings[].why, findings[].todo", "The finding, why it matters, what to do"),
             ("fix.done, fix.lines, fix.held_by", "With --fix: whether all settings are restored; the same in words; who uses KSM"),
             ("fix.put_back[], fix.deferred[], fix.pending[], fix.left[], fix.failed[]", "Settings restored; to be restored when nothing is merged; not yet; changed by others; failed"),
             ("fix.put_back[].knob, fix.put_back[].value, fix.failed[].why", "A setting, its value, and why it could not be restored"),
@@ -205,7 +205,7 @@ pub const SCHEMAS: &[Schema] = &[
         name: "pagefold.audit/1",
         about: "A line of the audit log: one for each span that is marked or unmarked, and for each pair of processes that had pages merged on request in a cycle",
         fields: &[
-            ("schema, time", "When it was written: RFC 3339, UTC, at most a round after the change"),
+            ("schema, time", "Time of writing: RFC 3339, UTC, at most a round after the change"),
             ("what", "begin, end, mark, unmark, merge, override (of an opt-out), or lost where lines are missing"),
             ("command, version, scope, lost", "Of begin and end: the command, its version and scope; lines lost so far, or at this place"),
             ("pid, start_time_ticks, name, exe, uid, cgroup, domain", "The process. Pid and start time identify it"),
@@ -224,7 +224,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("pid, name", "The process to explain; the governor to use"),
             ("pids, cgroups, users, exes, all", "The processes to unmerge or include"),
             ("pid, governor, in_force, allowed_share, paused", "Of an answer: the state after the change"),
-            ("error, code", "Of an answer: what is wrong and what to do; the exit code. The connection is closed"),
+            ("error, code", "Of an answer: the error and what to do; the exit code. The connection is closed"),
         ],
     },
 ];

@@ -5,9 +5,8 @@
 //! merged already and all sharers of each are known, so each node gets exactly its share of the pages with the same
 //! sharers.
 
-use crate::error::ConfigError;
 use crate::keys::{NodeKey, NodeSet};
-use crate::names::named;
+use crate::named;
 use crate::random::mix;
 use crate::units::{count, whole};
 use serde::{Deserialize, Serialize};
@@ -35,7 +34,7 @@ impl Placement {
         [("fair", Self::Fair), ("priority", Self::Priority), ("local-only", Self::LocalOnly), ("kernel", Self::Kernel)];
 }
 
-named!(Placement, ConfigError::NoPlacement);
+named!(Placement, "placement");
 
 /// A process that maps a merged page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -2,7 +2,8 @@
 
 use crate::writer::{SOURCE, see_also};
 use clap_mangen::roff::{Roff, bold, italic, roman};
-use pagefold::config::options::{Kind, OPTIONS, OptionSpec, SECTIONS};
+use pagefold::config::options::{OptionSpec, SECTIONS};
+use pagefold::config::values::Allowed;
 use pagefold::reference::{self, SCHEMAS};
 
 const DESCRIPTION: [&str; 4] = [
@@ -74,30 +75,29 @@ fn configuration() -> Roff {
         roff.control("PP", []).text([roman(paragraph)]);
     }
     for section in SECTIONS {
-        roff.control("SH", [format!("[{}]", section.name).as_str()]).text([roman(section.help)]);
-        OPTIONS.iter().filter(|option| option.section == section.name).for_each(|option| key(&mut roff, option));
+        roff.control("SH", [format!("[{}]", section.name).as_str()]).text([roman(section.about)]);
+        section.options.iter().for_each(|option| key(&mut roff, option));
     }
     see_also(&mut roff, ["pagefold", "pagefold-run", "pagefold-config"].map(|page| (page.to_owned(), "1")).into_iter());
     roff
 }
 
 fn key(roff: &mut Roff, option: &OptionSpec) {
-    roff.control("TP", []).text([bold(option.key), roman(format!(" ({})", option.values()))]);
-    let default = Some(option.default()).filter(|default| !default.is_empty());
-    let default = default.map(|default| format!(" Default: {default}.")).unwrap_or_default();
-    let flag = if option.flag.is_empty() { String::new() } else { format!(" Flag: --{}.", option.flag) };
-    roff.text([roman(format!("{}.{default}{flag}", option.help))]);
-    if !default.is_empty() {
+    let name = option.value_name().unwrap_or("true or false");
+    let kind = match option.allowed {
+        Allowed::List | Allowed::Programs => format!("list of {name}"),
+        _ => option.allowed.range().map_or_else(|| name.to_owned(), |range| format!("{name}, {range}")),
+    };
+    roff.control("TP", []).text([bold(option.key), roman(format!(" ({kind})"))]);
+    let flag =
+        option.flag().filter(|_| !option.is_hidden()).map_or_else(String::new, |flag| format!(" Flag: --{flag}."));
+    if let Some(default) = option.default() {
+        roff.text([roman(format!("{}. Default: {default}.{flag}", option.help))]);
         return;
     }
+    roff.text([roman(format!("{}.{flag}", option.help))]);
     roff.control("RS", []).control("PP", []).text([roman("Example:")]).control("PP", []).control("nf", []);
-    let (section, key) = (option.section, option.key);
-    let example = match option.kind {
-        Kind::Rules(_) => option.example.replace("name = ", &format!("[[{section}.{key}]]\nname = ")),
-        Kind::Names(_) => format!("[{section}.{key}]\n{}", option.example),
-        _ => format!("{key} = {}", option.example),
-    };
-    for line in example.lines() {
+    for line in option.in_file().lines() {
         roff.text([roman(line)]);
     }
     roff.control("fi", []).control("RE", []);

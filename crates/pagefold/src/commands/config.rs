@@ -1,12 +1,11 @@
 //! `pagefold config`: checks the configuration files, and shows what they set.
 
 use crate::config::args::RunArgs;
-use crate::config::options::{OPTIONS, SECTIONS, Value};
+use crate::config::options::SECTIONS;
 use crate::config::ownership::shown;
 use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
 use anyhow::Result;
-use pagefold_engine::config::{Config, Preset};
-use pagefold_host::scope::deny_list::DEFAULT_DENIED;
+use pagefold_engine::config::Config;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style;
 use std::fmt::Write;
@@ -32,7 +31,7 @@ pub struct ConfigArgs {
 pub fn run(command: &ConfigCommand) -> Result<u8> {
     let (ConfigCommand::Check(args) | ConfigCommand::Show(args)) = command;
     let layers = load(&args.file)?;
-    let settings = Settings::of_values(&RunArgs::default(), Some(&args.file), merged(&layers))?;
+    let settings = Settings::of_options(&RunArgs::default(), Some(&args.file), merged(&layers))?;
     let text = match command {
         ConfigCommand::Show(_) => text(&layers),
         ConfigCommand::Check(_) if !settings.scope.is_selective() => {
@@ -53,23 +52,16 @@ fn without_scope(file: &Path) -> Exit {
 
 /// A configuration file that sets the same, with the origin of each value as a comment.
 fn text(layers: &[Layer]) -> String {
-    let preset: Preset = merged(layers).text("preset").and_then(|name| name.parse().ok()).unwrap_or_default();
-    let defaults = Config::of_preset(preset);
+    let preset = Config::of_preset(merged(layers).preset.unwrap_or_default());
     let mut text = String::new();
     for section in SECTIONS {
         let gap = if text.is_empty() { "" } else { "\n" };
         let _ = writeln!(text, "{gap}[{}]", section.name);
-        for option in OPTIONS.iter().filter(|option| option.section == section.name) {
-            let preset = || match option.key {
-                "programs" => Some(Value::List(DEFAULT_DENIED.iter().map(|&name| name.to_owned()).collect())),
-                _ => option.default_value(&defaults),
-            };
-            let set = layers.iter().rev().find_map(|layer| Some((layer, layer.values.get(option.key)?)));
-            let _ = match (set, preset()) {
-                (Some((layer, value)), _) => {
-                    writeln!(text, "{} = {}  # {}", option.key, option.written(value), shown(&layer.path))
-                }
-                (None, Some(value)) => writeln!(text, "{} = {}  # default", option.key, option.written(&value)),
+        for option in section.options {
+            let set = layers.iter().rev().find_map(|layer| Some((layer, (option.written)(&layer.options)?)));
+            let _ = match (set, (option.default_in)(&preset)) {
+                (Some((layer, value)), _) => writeln!(text, "{} = {value}  # {}", option.key, shown(&layer.path)),
+                (None, Some(default)) => writeln!(text, "{} = {default}  # default", option.key),
                 (None, None) => writeln!(text, "#{}  # not set", option.key),
             };
         }
@@ -83,7 +75,7 @@ mod tests {
     use crate::config::config_file::parse;
 
     fn layer(path: &str, text: &str) -> Layer {
-        Layer { path: path.into(), values: parse(text, path).unwrap() }
+        Layer { path: path.into(), options: parse(text, path).unwrap() }
     }
 
     #[test]
@@ -94,11 +86,8 @@ mod tests {
             [layer("/1", first), layer("/2", "[run]\ngovernor = \"quiet\"\n[limits]\nlongest-stop = \"1ms\"\n")];
         let text = text(&layers);
         crate::golden::check("config-show.toml", &text);
-        let (read, values) = (parse(&text, "show").unwrap(), merged(&layers));
-        for option in OPTIONS {
-            if let Some(value) = values.get(option.key) {
-                assert_eq!(read.get(option.key), Some(value));
-            }
-        }
+        let set = merged(&layers);
+        let read = parse(&text, "show").unwrap();
+        assert_eq!(read.clone().then(set), read);
     }
 }

@@ -121,7 +121,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
 
 /// Has the daemon unmerge them. `held` is the error if there is none, but another program that drives KSM.
 fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
-    if args.audit.path().is_some() {
+    if args.audit.0.audit.as_deref().is_some() {
         let line = "pagefold run is at work, and writes this to its own audit log; omit --audit";
         return Err(Exit::new(exit::USAGE, line).into());
     }
@@ -137,7 +137,7 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
     messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
-    let mut audit = args.audit.path().map(Audit::open).transpose()?;
+    let mut audit = args.audit.0.audit.as_deref().map(Audit::open).transpose()?;
     let mut injector = preflight::injector()?;
     preflight::give_up_rights(&[])?;
     messages::start().context("cannot start the thread for messages")?;

@@ -13,14 +13,14 @@ pub struct RunArgs {
     pub deny: DenyFlags,
     #[command(flatten)]
     pub options: RunFlags,
-    /// Read options that are not given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
+    /// Read the options that aren't given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
     /// scope is given]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Stop after this time (60s, 5m, 2h) [default: on SIGINT or SIGTERM]
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
     pub duration: Option<Duration>,
-    /// Find out what would be marked without changing anything
+    /// Show what would be marked, and change nothing
     #[arg(long)]
     pub dry_run: bool,
     /// Connect to the injector at this socket (pagefold-injector.socket) instead of starting one
@@ -32,7 +32,7 @@ pub struct RunArgs {
 }
 
 impl RunArgs {
-    /// When the run ends, on the clock of its host.
+    /// When the run ends, on its host's clock.
     pub fn end_ns(&self) -> u64 {
         self.duration.map_or(u64::MAX, |limit| u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX))
     }

@@ -1,21 +1,24 @@
 //! The flags of the options in the table, for clap.
 
-use crate::config::options::{Kind, OPTIONS, OptionSpec, SECTIONS, Value, Values};
+use crate::config::config_file::{Given, Source};
+use crate::config::options::{OptionSpec, Options, all};
+use crate::config::values::Allowed;
+use clap::error::ErrorKind;
+use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::deny_list::DenyList;
 use std::fmt::Write;
-use std::path::Path;
 
-/// Defines a type that holds the values given by the flags of some sections.
+/// Defines a type for the flags of some sections.
 macro_rules! flags {
     ($($(#[$doc:meta])* $name:ident: $sections:expr;)*) => {$(
         $(#[$doc])*
         #[derive(Clone, Debug, Default, PartialEq, Eq)]
-        pub struct $name(pub Values);
+        pub struct $name(pub Box<Options>);
 
         impl Args for $name {
             fn augment_args(command: Command) -> Command {
-                of_sections(&$sections).map(argument).fold(command, Command::arg)
+                command.args(of_sections(&$sections).map(argument))
             }
             fn augment_args_for_update(command: Command) -> Command {
                 Self::augment_args(command)
@@ -24,7 +27,11 @@ macro_rules! flags {
 
         impl FromArgMatches for $name {
             fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
-                Ok(Self(values(&$sections, matches)))
+                let mut options = Box::default();
+                for option in of_sections(&$sections) {
+                    read(&mut options, option, matches)?;
+                }
+                Ok(Self(options))
             }
             fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
                 *self = Self::from_arg_matches(matches)?;
@@ -40,7 +47,7 @@ flags! {
     /// Changes to the deny list.
     DenyFlags: ["deny"];
     /// What a run does with the processes in scope.
-    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "log", "metrics", "history", "fleet"];
+    RunFlags: ["run", "judgement", "reserve", "numa", "audit", "log", "metrics", "history", "fleet", "tuning"];
     /// The audit log.
     AuditFlags: ["audit"];
 }
@@ -48,76 +55,48 @@ flags! {
 impl DenyFlags {
     /// The list with these changes.
     pub fn apply(&self, list: DenyList) -> DenyList {
-        list.with(&self.0.list("also"), &self.0.list("except")).overriding(self.0.list("override-opt-outs"))
+        let Options { denied, allowed, override_opt_outs, .. } = &*self.0;
+        list.with(denied.as_deref().unwrap_or_default(), allowed.as_deref().unwrap_or_default())
+            .overriding(override_opt_outs.clone().unwrap_or_default())
     }
 }
 
-impl AuditFlags {
-    /// The log's path, if there is to be a log.
-    pub fn path(&self) -> Option<&Path> {
-        self.0.text("file").map(Path::new)
-    }
+/// The options of these sections that have flags.
+fn of_sections(sections: &[&str]) -> impl Iterator<Item = &'static OptionSpec> {
+    all().filter(|option| option.flag().is_some() && sections.contains(&option.section))
 }
 
-fn of_sections<'a>(sections: &'a [&str]) -> impl Iterator<Item = &'static OptionSpec> + use<'a> {
-    OPTIONS.iter().filter(|option| !option.flag.is_empty() && sections.contains(&option.section))
-}
-
-fn argument(option: &'static OptionSpec) -> Arg {
-    let heading = SECTIONS.iter().find(|section| section.name == option.section).map(|section| section.heading);
+fn argument(option: &OptionSpec) -> Arg {
     let mut help = option.help.to_owned();
-    if !option.range().is_empty() {
-        let _ = write!(help, " ({})", option.range());
+    if let Some(range) = option.allowed.range() {
+        let _ = write!(help, " ({range})");
     }
-    if !option.default().is_empty() {
-        let _ = write!(help, " [default: {}]", option.default());
+    let argument = Arg::new(option.key).long(option.flag()).help_heading(option.heading).hide(option.is_hidden());
+    let Some(value_name) = option.value_name() else { return argument.action(ArgAction::SetTrue).help(help) };
+    if let Some(default) = option.default() {
+        let _ = write!(help, " [default: {default}]");
     }
-    let argument = Arg::new(option.key).long(option.flag).help(help).help_heading(heading);
-    let value = match &option.kind {
-        Kind::Switch => return argument.action(ArgAction::SetTrue),
-        Kind::Number(unit, ..) => unit.value_name(),
-        Kind::List(name) | Kind::Word(name) => name,
-        Kind::File => "FILE",
-        Kind::Directory => "DIRECTORY",
-        Kind::Address => "ADDRESS",
-        Kind::Amount => "AMOUNT",
-        Kind::Levels => "LEVELS",
-        _ => "NAME",
-    };
-    let is_list = matches!(option.kind, Kind::List(_) | Kind::Programs);
-    argument
-        .value_name(value)
-        .action(if is_list { ArgAction::Append } else { ArgAction::Set })
-        .value_parser(|text: &str| option.parse(text))
+    let is_list = matches!(option.allowed, Allowed::List | Allowed::Programs);
+    argument.action(if is_list { ArgAction::Append } else { ArgAction::Set }).value_name(value_name).help(help)
 }
 
-fn values(sections: &[&str], matches: &ArgMatches) -> Values {
-    let mut values = Values::default();
-    for option in of_sections(sections) {
-        match option.kind {
-            Kind::Switch if matches.get_flag(option.key) => values.set(option, Value::Switch(true)),
-            Kind::Switch => {}
-            Kind::List(_) | Kind::Programs => {
-                let given = matches.get_many::<Value>(option.key).into_iter().flatten();
-                let list: Vec<String> = given.filter_map(|value| value.text().map(str::to_owned)).collect();
-                if !list.is_empty() {
-                    values.set(option, Value::List(list));
-                }
-            }
-            _ => {
-                if let Some(value) = matches.get_one::<Value>(option.key) {
-                    values.set(option, value.clone());
-                }
-            }
-        }
+fn read(options: &mut Options, option: &OptionSpec, matches: &ArgMatches) -> Result<(), Error> {
+    if matches.value_source(option.key) != Some(ValueSource::CommandLine) {
+        return Ok(());
     }
-    values
+    let words: Vec<String> = match option.value_name() {
+        Some(_) => matches.get_many(option.key).unwrap_or_default().cloned().collect(),
+        None => vec!["true".to_owned()],
+    };
+    let source = Source { path: option.usage.to_owned(), given: Given::Flag(&words), allowed: &option.allowed };
+    (option.read)(options, &source).map_err(|problem| Error::raw(ErrorKind::ValueValidation, problem.message))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use clap::Parser;
+    use std::time::Duration;
 
     #[derive(Parser)]
     struct Cli {
@@ -144,16 +123,16 @@ mod tests {
     fn flags_without_a_value_given_set_nothing() {
         assert_eq!(Cli::try_parse_from(["x"]).unwrap().run, RunFlags::default());
         let run = Cli::try_parse_from(["x", "--levels", "3", "--round", "2s"]).unwrap().run.0;
-        assert_eq!((run.number("levels"), run.number("round")), (Some(3), Some(2_000_000_000)));
-        assert_eq!(run.text("governor"), None);
+        assert_eq!((run.levels, run.round, run.governor), (Some(3), Some(Duration::from_secs(2)), None));
     }
 
     #[test]
     fn help_shows_ranges_and_defaults() {
         let help = <Cli as clap::CommandFactory>::command().render_help().to_string();
         let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
-        for part in ["[default: full]", "(1 to 8) [default: 4]", "(0.2 % to 100 %)", "(0s to 1h) [default: 100ms]"] {
+        for part in ["[default: full]", "(1s to 1h) [default: 15s]", "[default: auto]"] {
             assert!(help.contains(part), "{part} is missing in {help}");
         }
+        assert!(!help.contains("--levels"), "a parameter of the papers");
     }
 }

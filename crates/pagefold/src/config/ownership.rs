@@ -1,4 +1,4 @@
-//! Checks that only root, or the user that runs this, can write or replace a file that decides what root does.
+//! Checks that only root, or the user who runs us, can write or replace a file that decides what root does.
 
 use pagefold_procmem::os::peer::is_trusted;
 use pagefold_text::escape::printable;
@@ -13,7 +13,7 @@ const TEXT_MOST: u64 = 1 << 20;
 const STICKY: u32 = 0o1000;
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 
-/// Checks that a file or directory belongs to root or this user, and that no other user may write it.
+/// Checks that a file or directory belongs to root or our user, and that nobody else may write it.
 ///
 /// # Errors
 /// A clause that continues a sentence about the file, and what to do.
@@ -27,21 +27,24 @@ pub fn owned(uid: u32, mode: u32) -> Result<(), &'static str> {
     }
 }
 
-/// The same for a directory, given without links, and for its ancestors. Ancestors may be writable if they are sticky, as
-/// /tmp is: then other users cannot replace what is there.
+/// The same for a directory, given without links, and its ancestors. Sticky ancestors like /tmp may be writable: other
+/// users can't replace the entries of others there.
 pub fn directory(path: &Path) -> Result<(), String> {
-    for (above, directory) in path.ancestors().enumerate() {
+    for directory in path.ancestors() {
         let metadata =
             fs::metadata(directory).map_err(|error| format!("cannot be examined: {error}; check the path"))?;
-        let harmless = above > 0 && metadata.mode() & STICKY != 0;
-        let mode = if harmless { metadata.mode() & !WRITABLE_BY_OTHERS } else { metadata.mode() };
-        owned(metadata.uid(), mode)
-            .map_err(|why| if above == 0 { why.to_owned() } else { format!("is in a directory that {why}") })?;
+        let mut mode = metadata.mode();
+        if directory != path && mode & STICKY != 0 {
+            mode &= !WRITABLE_BY_OTHERS;
+        }
+        if let Err(why) = owned(metadata.uid(), mode) {
+            return Err(if directory == path { why.to_owned() } else { format!("is in a directory that {why}") });
+        }
     }
     Ok(())
 }
 
-/// Reads a file that only root or this user can write.
+/// Reads a file that only root or our user can write.
 ///
 /// # Errors
 /// A clause that continues a sentence about the file, and what to do.
@@ -50,7 +53,7 @@ pub fn read(path: &Path) -> Result<String, String> {
     if let Some(parent) = real.parent() {
         directory(parent).map_err(|why| format!("is in a directory that {why}"))?;
     }
-    // Checked before it is opened: opening a pipe would wait for a writer.
+    // We check before we open it: opening a pipe would wait for a writer.
     let found = fs::metadata(&real).map_err(|error| format!("cannot be read: {error}; check the path"))?;
     if !found.is_file() {
         return Err("is not a regular file; name one".to_owned());

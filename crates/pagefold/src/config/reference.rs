@@ -3,7 +3,7 @@
 //! The test fails when the file differs from the table. With `PAGEFOLD_BLESS=1` it writes the file instead.
 
 use crate::config::config_file::parse;
-use crate::config::options::{Kind, OPTIONS, SECTIONS, Values};
+use crate::config::options::{Options, SECTIONS, all};
 use pagefold_text::figures::wrap;
 use std::fmt::Write as _;
 use std::path::Path;
@@ -21,24 +21,12 @@ const INTRODUCTION: &str = "\
 fn example_file() -> String {
     let mut text = INTRODUCTION.to_owned();
     for section in SECTIONS {
-        let _ = write!(text, "\n{}[{}]\n", comment(section.help), section.name);
-        for option in OPTIONS.iter().filter(|option| option.section == section.name) {
-            let range = if option.range().is_empty() { String::new() } else { format!(": {}", option.range()) };
-            let about = comment(&format!("{}{range}.", option.help));
-            match &option.kind {
-                Kind::Rules(_) => {
-                    let _ = write!(text, "{about}");
-                    for rule in option.example.split("\nname").map(|rule| rule.trim_start_matches("name")) {
-                        let rule = format!("[[{}.{}]]\nname{rule}", section.name, option.key);
-                        rule.lines().for_each(|line| text.extend(["#", line, "\n"]));
-                    }
-                }
-                Kind::Names(_) => {
-                    let _ = write!(text, "\n{about}[{}.{}]\n#{}\n", section.name, option.key, option.example);
-                }
-                _ => {
-                    let _ = writeln!(text, "{about}#{} = {}", option.key, option.in_file());
-                }
+        let _ = write!(text, "\n{}[{}]\n", comment(section.about), section.name);
+        for option in section.options {
+            let range = option.allowed.range().map_or_else(String::new, |range| format!(": {range}"));
+            text += &comment(&format!("{}{range}.", option.help));
+            for line in option.in_file().lines() {
+                let _ = writeln!(text, "#{line}");
             }
         }
     }
@@ -63,17 +51,17 @@ fn the_example_file_is_up_to_date() {
 #[test]
 fn the_example_file_sets_nothing_as_shipped_and_every_key_without_its_comments() {
     let example = example_file();
-    assert_eq!(parse(&example, "FILE"), Ok(Values::default()));
+    assert_eq!(parse(&example, "FILE"), Ok(Options::default()));
     // Keys are commented out by "#" without a space, remarks by "# ".
-    let all: String = example
+    let uncommented: String = example
         .lines()
         .map(|line| match line.strip_prefix('#') {
             Some(key) if !key.is_empty() && !key.starts_with(' ') => format!("{key}\n"),
             _ => format!("{line}\n"),
         })
         .collect();
-    let values = parse(&all, "FILE").unwrap();
-    for option in OPTIONS {
-        assert!(values.get(option.key).is_some(), "{}", option.key);
+    let options = parse(&uncommented, "FILE").unwrap();
+    for option in all() {
+        assert!((option.written)(&options).is_some(), "{}", option.key);
     }
 }

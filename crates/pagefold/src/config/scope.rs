@@ -1,7 +1,7 @@
 //! The flags that select processes.
 
 use crate::config::flags::ScopeFlags;
-use crate::config::options::{Value, Values};
+use crate::config::options::Options;
 use pagefold_host::scope::{
     ScopeError, ScopeSpec, Scoped, Selector, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
@@ -23,19 +23,21 @@ pub struct ScopeArgs {
 }
 
 impl ScopeArgs {
-    /// The scope that a configuration file has.
-    pub fn of_file(values: &Values) -> Self {
-        Self { pid: Vec::new(), selectors: ScopeFlags(values.of_section("scope")) }
+    /// The scope in a configuration file.
+    pub fn of_file(options: &Options) -> Self {
+        let Options { cgroups, users, exes, all, .. } = options.clone();
+        let selectors = Options { cgroups, users, exes, all, ..Options::default() };
+        Self { pid: Vec::new(), selectors: ScopeFlags(Box::new(selectors)) }
     }
 
     /// The scope as a specification that can be resolved again later.
     pub fn spec(&self) -> ScopeSpec {
-        let values = &self.selectors.0;
+        let Options { cgroups, users, exes, all, .. } = &*self.selectors.0;
         let mut spec = ScopeSpec::of_pids(self.pid.iter().copied());
-        spec.0.extend(values.list("cgroups").into_iter().map(|path| Selector::Cgroup(path.into())));
-        spec.0.extend(values.list("users").into_iter().map(Selector::User));
-        spec.0.extend(values.list("exes").into_iter().map(Selector::Exe));
-        if values.get("all") == Some(&Value::Switch(true)) {
+        spec.0.extend(cgroups.iter().flatten().map(|path| Selector::Cgroup(path.into())));
+        spec.0.extend(users.iter().flatten().cloned().map(Selector::User));
+        spec.0.extend(exes.iter().flatten().cloned().map(Selector::Exe));
+        if *all == Some(true) {
             spec.0.push(Selector::All);
         }
         spec
@@ -49,13 +51,13 @@ impl ScopeArgs {
     /// The processes that are in scope now.
     ///
     /// # Errors
-    /// If the scope is empty, or names a process, user, cgroup or program that does not exist.
+    /// The scope is empty, or names a process, user, cgroup or program that doesn't exist.
     pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 
-    /// The same for undoing: `--exe` matches programs by name, even if other users can change their files, and `--pid` the process
-    /// and its descendants.
+    /// The same for undoing. `--exe` matches programs by name even if other users can change their files, and `--pid` takes in
+    /// the descendants.
     ///
     /// # Errors
     /// As [`Self::resolve`].
@@ -63,7 +65,7 @@ impl ScopeArgs {
         resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
     }
 
-    /// The same some time later, when these have been found. There may be none.
+    /// The same again later, with processes that started meanwhile; `found` are the earlier ones. There may be none.
     pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<Scoped> {
         resolve_for_undoing_again(&self.spec(), found, &Roots::default(), &[own_pid()])
     }
@@ -76,7 +78,7 @@ impl fmt::Display for ScopeArgs {
     }
 }
 
-/// The exit code and advice for a scope that cannot be resolved.
+/// The exit code and advice for a scope that we can't resolve.
 pub fn explain(error: &ScopeError) -> Exit {
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),

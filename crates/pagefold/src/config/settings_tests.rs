@@ -1,7 +1,7 @@
 use super::*;
 use crate::config::args::RunArgs;
 use clap::Parser;
-use pagefold_engine::governor::Governor;
+use pagefold_engine::units::Permyriad;
 use pagefold_host::scope::Matcher;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -83,6 +83,31 @@ fn the_command_line_comes_before_the_file_and_both_before_the_preset() {
 }
 
 #[test]
+fn parameters_are_in_tuning_and_where_they_were() {
+    let new = "[tuning]\ntop-share = 30\nround = \"3s\"\nlevels = 5\nduplicate-threshold = 7\ncow-threshold = 70\n\
+        lifetime = \"1s\"\nlocal-latency = \"80ns\"\nremote-latency = \"200ns\"\n";
+    let old = "[run]\ntop-share = 30\nround = \"3s\"\nlevels = 5\n\
+        [judgement]\nduplicate-threshold = 7\ncow-threshold = 70\nlifetime = \"1s\"\n\
+        [numa]\nlocal-latency = \"80ns\"\nremote-latency = \"200ns\"\n";
+    let flags = [
+        "--top-share=30",
+        "--round=3s",
+        "--levels=5",
+        "--duplicate-threshold=7",
+        "--cow-threshold=70",
+        "--lifetime=1s",
+    ];
+    let config = Files::new(new).settings(&[]).unwrap().config;
+    let Latencies { local_ns, remote_ns } = config.latencies;
+    assert_eq!((config.levels, local_ns, remote_ns), (5, 80, 200));
+    let of_old = Files::new(old).settings(&[]).unwrap().config;
+    assert_eq!(of_old, Config { seed: of_old.seed, ..config.clone() });
+    let of_flags = Files::new("").settings(&flags).unwrap().config;
+    assert_eq!(of_flags, Config { seed: of_flags.seed, latencies: Latencies::default(), ..config });
+    Files::new("[numa]\nlevels = 5\n").refused("(did you mean levels in [tuning]?)");
+}
+
+#[test]
 fn the_mechanism_is_chosen_by_file_or_flag() {
     let of = |text: &str, args: &[&str]| Files::new(text).settings(args).unwrap().mechanism;
     let file = "[run]\nmechanism = \"request\"\n";
@@ -91,7 +116,7 @@ fn the_mechanism_is_chosen_by_file_or_flag() {
     Files::new("[run]\nmechanism = \"uksm\"\n").refused("there is no mechanism 'uksm'; choose auto, ksmd or request");
     let (one, mut other) = (Files::new(file).settings(&[]).unwrap(), Files::new("").settings(&[]).unwrap());
     other.config.seed = one.config.seed;
-    assert_eq!(one.fixed_differences(&other), ["[run] (except the governor) or [judgement]"]);
+    assert_eq!(one.fixed_differences(&other), ["[run] (except the governor), [judgement] or [tuning]"]);
 }
 
 #[test]
@@ -212,10 +237,10 @@ fn changes_that_need_a_restart_are_named() {
     assert!(old.reread(&args).unwrap().fixed_differences(&old).is_empty());
     fs::write(&path, "[run]\nlevels = 2\n[scope]\nall = true\n").unwrap();
     let differences = old.reread(&args).unwrap().fixed_differences(&old);
-    assert_eq!(differences, ["[scope]", "[run] (except the governor) or [judgement]"]);
+    assert_eq!(differences, ["[scope]", "[run] (except the governor), [judgement] or [tuning]"]);
     fs::write(&path, "[judgement]\nlifetime = \"1s\"\n").unwrap();
     let differences = old.reread(&args).unwrap().fixed_differences(&old);
-    assert_eq!(differences, ["[run] (except the governor) or [judgement]"]);
+    assert_eq!(differences, ["[run] (except the governor), [judgement] or [tuning]"]);
     fs::write(&path, "nonsense").unwrap();
     assert!(old.reread(&args).is_err());
 }

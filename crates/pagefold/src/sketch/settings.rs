@@ -1,6 +1,6 @@
 //! `[fleet]`: where sketches go, under which key, and by which name of this host.
 
-use crate::config::options::Values;
+use crate::config::options::{Options, SKETCH_INTERVAL};
 use crate::config::ownership;
 use crate::place::Place;
 use pagefold_procmem::os::pressure::MemoryMonitor;
@@ -15,7 +15,7 @@ use std::time::Duration;
 const HOST_BYTES: usize = 200;
 const READABLE_BY_OTHERS: u32 = 0o077;
 
-/// What is set.
+/// The options of the section.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FleetSettings {
     pub directory: Option<PathBuf>,
@@ -34,19 +34,19 @@ pub struct Fleet {
 }
 
 impl FleetSettings {
-    pub fn of(values: &Values) -> Self {
+    pub fn of(options: &Options) -> Self {
         Self {
-            directory: values.text("directory").map(PathBuf::from),
-            key: values.text("key").map(PathBuf::from),
-            host: values.text("host").map(str::to_owned),
-            interval: Duration::from_nanos(values.number("sketch-interval").unwrap_or(3_600_000_000_000)),
+            directory: options.sketches.clone(),
+            key: options.fleet_key.clone(),
+            host: options.fleet_host.clone(),
+            interval: options.sketch_interval.unwrap_or(SKETCH_INTERVAL),
         }
     }
 
-    /// The place of the host's file, if sketches are to be kept.
+    /// The place of the host's file, if we keep sketches.
     ///
     /// # Errors
-    /// With exit code 2: the directory cannot be used, or there is no usable key.
+    /// With exit code 2: we can't use the directory, or there is no usable key.
     pub fn open(&self) -> Result<Option<(Fleet, Place)>, Exit> {
         let Some(directory) = &self.directory else { return Ok(None) };
         let fleet = self.fleet()?;
@@ -59,7 +59,7 @@ impl FleetSettings {
         Ok(Some((fleet, place)))
     }
 
-    /// The key, and what there is to say of this host.
+    /// The key, and the facts about this host.
     ///
     /// # Errors
     /// With exit code 2.
@@ -86,7 +86,7 @@ impl FleetSettings {
     }
 }
 
-/// Reads the key. Who has it can find out by a sketch whether a page with a certain content was there, so only root may read it.
+/// Reads the key, which only root may read: whoever has it can test a sketch for a page with certain contents.
 fn read_key(path: &Path) -> Result<FleetKey, Exit> {
     let refused = |why: &str| Exit::new(exit::USAGE, format!("the fleet's key {} {why}", ownership::shown(path)));
     let text = ownership::read(path).map_err(|why| refused(&why))?;
