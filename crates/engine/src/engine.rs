@@ -50,6 +50,9 @@ const VISIT_SHARE: Permyriad = Permyriad(20);
 /// The number of copies of merged pages in one round from which merged pages are visited.
 const BROKEN_MIN: u64 = 16;
 
+/// While memory is being read, we count what is saved only if the last count is as old as this, nanoseconds.
+const COUNT_LATE_NS: u64 = 10_000_000_000;
+
 /// The judgement of one run.
 #[derive(Debug)]
 pub struct Engine {
@@ -67,6 +70,8 @@ pub struct Engine {
     scheduler: ScanScheduler,
     requests: Requests,
     saving: SavingCounter,
+    /// Whether the last cycle counted what is saved.
+    has_counted: bool,
     /// What KSM saved on the machine when the run began, where nothing else is known.
     machine_before: Option<Pages>,
     reserve: Reserve,
@@ -161,6 +166,7 @@ impl Engine {
             scheduler: ScanScheduler::default(),
             requests: Requests::default(),
             saving: SavingCounter::default(),
+            has_counted: false,
             machine_before: None,
             reserve: Reserve::default(),
             headroom: Headroom::default(),
@@ -228,7 +234,13 @@ impl Engine {
             return Vec::new();
         }
         let busy = self.is_busy();
-        self.saving.plan(&self.table, self.snapshot.now_ns, busy)
+        // Counting takes some milliseconds. What is being read goes first, for a while.
+        let now_ns = self.snapshot.now_ns;
+        let is_fresh = self.saving.latest().is_some_and(|latest| now_ns < latest.counted_ns + COUNT_LATE_NS);
+        if self.reading.foreground && is_fresh {
+            return Vec::new();
+        }
+        self.saving.plan(&self.table, now_ns, busy)
     }
 
     /// The pages needed if programs write to all merged ones. ksmd corrects KSM's counters as it passes by, and they hold for other
@@ -570,6 +582,7 @@ impl Engine {
         self.ledger.pages_read += self.read;
         self.record_samples(samples);
         if self.saving.is_asking() {
+            self.has_counted = true;
             self.record_saving(samples);
         } else if self.relief.is_asking() {
             self.relieve(&samples.merged);
@@ -659,6 +672,7 @@ impl Engine {
             // By now every page of the bottom level has been sampled about once.
             self.bottom_pages = 0;
             self.index.age();
+            self.requests.age();
             let table = &self.table;
             self.index.sweep(|page| match table.get(page.slot) {
                 None => PageStatus::Removed,

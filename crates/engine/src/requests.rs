@@ -45,8 +45,12 @@ pub struct Requests {
     /// The pages named so far for each kept page.
     sharers: FxHashMap<Location, u16>,
     /// Contents for which another page is kept than before, as 32 bits of their digests: the one before was written, or is gone. Pages
-    /// that were merged with it are merged with that other one when they are next read.
+    /// that were merged with it are merged with that other one when they're next read. We can't tell when the last one was, so a
+    /// content is forgotten once all pages have been sampled about once more.
     left_behind: FxHashSet<u32>,
+    left_behind_before: FxHashSet<u32>,
+    /// Those of them of which no two pages have been found to be one since.
+    differing: FxHashSet<u32>,
 }
 
 impl Requests {
@@ -79,9 +83,22 @@ impl Requests {
         self.left_behind.insert(digest.fingerprint());
     }
 
+    fn note_difference(&mut self, digest: Digest) {
+        if self.differing.len() >= LEFT_MOST {
+            self.differing.clear();
+        }
+        self.differing.insert(digest.fingerprint());
+    }
+
+    /// All pages have been sampled about once since the last call.
+    pub fn age(&mut self) {
+        self.left_behind_before = std::mem::take(&mut self.left_behind);
+    }
+
     /// Whether pages that are merged, and have this content, may have been left behind.
     pub fn is_left_behind(&self, digest: Digest) -> bool {
-        self.left_behind.contains(&digest.fingerprint())
+        let content = digest.fingerprint();
+        self.left_behind.contains(&content) || self.left_behind_before.contains(&content)
     }
 
     /// Whether a page is kept in one of the pairs.
@@ -142,16 +159,18 @@ impl Requests {
                             set_merged(table, kept, Some(page.0));
                         }
                         if let Some(pair) = (*merging == Merging::Shared).then(pair).flatten() {
-                            self.left_behind.remove(&pair.digest.fingerprint());
+                            self.differing.remove(&pair.digest.fingerprint());
                         }
                     }
                     Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {
                         if let Some(Pair { digest, location, .. }) = pair() {
                             index.point_to(digest, location);
                             // The one kept for it may just have been written since. It has happened twice: that is no accident.
-                            let differs_again = *merging == Merging::Differs && self.is_left_behind(digest);
+                            let differs_again =
+                                *merging == Merging::Differs && self.differing.contains(&digest.fingerprint());
                             if matches!(merging, Merging::Differs | Merging::Absent) {
                                 self.leave_behind(digest);
+                                self.note_difference(digest);
                             }
                             if differs_again {
                                 // The domain is in it twice then, and so is not.

@@ -29,7 +29,9 @@ impl Engine {
             self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
         }
         let read = std::mem::take(&mut self.read);
-        if self.reading.new_round && !self.reading.foreground {
+        if std::mem::take(&mut self.has_counted) {
+            // Counting what is saved has its own share. It says nothing about the cost of a sample.
+        } else if self.reading.new_round && !self.reading.foreground {
             self.ladder.record_bottom_cost(self.planned, cycle_ns);
         } else {
             self.ladder.record_cost(read, cycle_ns);

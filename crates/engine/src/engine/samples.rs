@@ -156,6 +156,10 @@ impl Engine {
         let (owner, active) = (region.view.owner, region.usage.active.contains(sample.page));
         let may_be_named = |other: &&Region| other.view.domain == domain && self.may_be_named(other, kept);
         let other = self.table.get(kept.slot).filter(may_be_named);
+        if other.is_none() {
+            // Pages may have been merged with the one that can't be named now.
+            self.requests.leave_behind(digest);
+        }
         let keep = other.and_then(|other| {
             let page = other.page_at(kept.offset);
             let known = (other.view.owner, other.usage.active.contains(page));
