@@ -1,11 +1,11 @@
-//! One cycle: plan what to read, judge what was read, account for what was done.
+//! One cycle: plan what to read, judge the samples, account for the work.
 //!
 //! ```text
 //! observe -> plan -> read -> judge -> apply -> account
 //! ```
 //!
-//! [`crate::sampling::ladder`] decides what is read, [`crate::marking::marker`] what is marked, [`crate::merging`] when ksmd
-//! scans, and [`crate::placement::placer`] which merged pages move. A [`crate::governor`] bounds what all of it may cost.
+//! [`crate::sampling::ladder`] decides what we read, [`crate::marking::marker`] what we mark, [`crate::merging`] when
+//! ksmd scans, and [`crate::placement::placer`] which merged pages move. A [`crate::governor`] caps the cost of it all.
 
 mod decide;
 mod pacing;
@@ -43,24 +43,24 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// The most digests that are remembered because pages of different contents have them.
+/// We remember at most this many digests that collide: pages with different contents have them.
 const COLLIDING_MOST: usize = 1 << 16;
-/// Share of a core for visiting merged pages, while copies are being made because merged pages are written.
+/// Share of a core for visiting merged pages while programs write to them, which copies them.
 const VISIT_SHARE: Permyriad = Permyriad(20);
-/// The number of copies of merged pages in one round from which merged pages are visited.
+/// We visit merged pages once at least this many were copied in one round.
 const BROKEN_MIN: u64 = 16;
 
-/// While memory is being read, we count what is saved only if the last count is as old as this, nanoseconds.
+/// While we're reading memory, we only count the saving again once the last count is this old, nanoseconds.
 const COUNT_LATE_NS: u64 = 10_000_000_000;
 
-/// The judgement of one run.
+/// Our knowledge and decisions during one run.
 #[derive(Debug)]
 pub struct Engine {
     config: Config,
-    /// The governor in force: the one configured, or the one that `Auto` has chosen.
+    /// The governor in force: the configured one, or `Auto`'s choice.
     governor: Governor,
     budget: Budget,
-    /// What reading and ksmd alone have spent.
+    /// CPU time spent on reading and by ksmd only.
     smooth: Budget,
     allowance: Allowance,
     index: Index,
@@ -70,59 +70,59 @@ pub struct Engine {
     scheduler: ScanScheduler,
     requests: Requests,
     saving: SavingCounter,
-    /// Whether the last cycle counted what is saved.
+    /// Whether the last cycle counted the saving.
     has_counted: bool,
-    /// What KSM saved on the machine when the run began, where nothing else is known.
+    /// KSM's saving on the whole machine when the run began, if the host can't show us frames.
     machine_before: Option<Pages>,
     reserve: Reserve,
     headroom: Headroom,
     relief: Relief,
-    /// Whether it is still to be looked who holds what is charged to a cgroup that may exceed its limit.
+    /// Whether we still have to find out who holds pages charged to a cgroup that may exceed its limit.
     needs_relief: bool,
     strength: Strength,
-    /// Digests that pages of different contents have, at this strength.
+    /// Digests that collide at this strength: pages with different contents have them.
     colliding: Arc<DigestSet>,
-    /// What surveys remember of them.
+    /// The same digests as surveys remember them.
     colliding_fingerprints: FxHashSet<u32>,
     placer: Placer,
     lifetimes: Lifetimes,
     verdicts: Verdicts,
     ledger: Ledger,
     snapshot: Snapshot,
-    /// Whether the first snapshot has been seen: regions that appear from then on are new.
+    /// Whether we've seen the first snapshot: regions that appear from then on are new.
     running: bool,
     reading: ReadPlan,
-    /// `KsmView::broken` at the beginning of the round.
+    /// `KsmView::broken` when the round began.
     broken_before: u64,
-    /// Whether the current plan visits merged pages, because the last round made copies of them.
+    /// Whether the current plan visits merged pages, because programs broke some in the last round.
     visiting: bool,
-    /// Pages in the current plan, and how many of them were read.
+    /// Pages in the current plan, and how many of them we read.
     planned: u64,
     read: u64,
-    /// Pages read on the bottom level since the index last aged.
+    /// Pages we read on the bottom level since the index last aged.
     bottom_pages: u64,
-    /// The CPU time that reading took in all, and in the last cycle unless that changed anything, nanoseconds.
+    /// CPU time of all our reading, nanoseconds, and (`reading_ns`) of the last cycle's, `None` if that cycle changed
+    /// targets.
     read_ns: u64,
     reading_ns: Option<u64>,
-    /// What a cycle costs at least besides reading, nanoseconds. It grows with the number of processes.
+    /// A cycle costs at least this much besides reading, nanoseconds. Grows with the number of processes.
     observe_cost_ns: u64,
     paused: bool,
 }
 
-/// What one cycle came to.
+/// The result of one cycle.
 #[derive(Debug)]
 pub struct Cycle {
-    /// How long to wait before the next, nanoseconds.
+    /// How long to wait before the next cycle, nanoseconds.
     pub wait_ns: u64,
-    /// What was done in it.
     pub outcome: Outcome,
 }
 
-/// Counts once more what is saved, for the end of a run.
+/// Counts the saving once more at the end of a run.
 ///
 /// # Errors
 ///
-/// What the host cannot continue from.
+/// Host errors that we can't continue from.
 pub fn count_saving<H: Host>(engine: &mut Engine, host: &mut H) -> Result<(), H::Error> {
     let snapshot = host.observe()?;
     engine.saving.count_now();
@@ -138,7 +138,7 @@ pub fn count_saving<H: Host>(engine: &mut Engine, host: &mut H) -> Result<(), H:
 ///
 /// # Errors
 ///
-/// What the host cannot continue from. The failure of a single target is part of the outcome instead.
+/// Host errors that we can't continue from. If only one target fails, the outcome says so instead.
 pub fn cycle<H: Host>(engine: &mut Engine, host: &mut H) -> Result<Cycle, H::Error> {
     let snapshot = host.observe()?;
     let plan = engine.plan(snapshot);
@@ -149,7 +149,7 @@ pub fn cycle<H: Host>(engine: &mut Engine, host: &mut H) -> Result<Cycle, H::Err
 }
 
 impl Engine {
-    /// A judgement that knows nothing yet.
+    /// An engine that knows nothing yet.
     pub fn new(config: Config) -> Self {
         let governor = if config.governor == Governor::Auto { Governor::Quiet } else { config.governor };
         let (ladder, allowance) = (Ladder::new(config.levels), Allowance::new(config.limits, &config.groups));
@@ -194,8 +194,8 @@ impl Engine {
         }
     }
 
-    /// What the next run can adopt. Pages that are merged on request are known by their digests, which are not kept, so their
-    /// regions are judged anew.
+    /// Everything the next run can adopt. We know pages merged on request by their digests and don't save those, so the
+    /// next run judges such regions anew.
     pub fn learned(&self) -> Learned {
         let Config { mechanism, only, .. } = self.config;
         let (now_ns, busy) = (self.snapshot.now_ns, self.scheduler.is_busy());
@@ -205,7 +205,7 @@ impl Engine {
         Learned { mechanism, only, families: self.lifetimes.learned(), regions }
     }
 
-    /// Adopts what an earlier run has learned, before the first cycle. Of a run with another task, nothing.
+    /// Adopts an earlier run's knowledge before the first cycle, unless that run had another task.
     pub fn adopt(&mut self, learned: Learned) {
         if (learned.mechanism, learned.only) == (self.config.mechanism, self.config.only) {
             self.lifetimes.adopt(&learned.families);
@@ -213,7 +213,6 @@ impl Engine {
         }
     }
 
-    /// The account so far.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
@@ -223,18 +222,18 @@ impl Engine {
         self.ledger.observe(now_ns, ksm, self.exited(ksm), cost);
     }
 
-    /// What merging saves, by the latest count; `None` until there is one.
+    /// The latest count of the saving, `None` before the first one.
     pub fn saving(&self) -> Option<&Saving> {
         self.saving.latest()
     }
 
-    /// The pages to look up now, to count what is saved.
+    /// The pages to look up now to count the saving.
     fn plan_count(&mut self) -> Vec<PageRun> {
         if !self.snapshot.shows_frames || self.snapshot.ksm.merged() == Pages(0) {
             return Vec::new();
         }
         let busy = self.is_busy();
-        // Counting takes some milliseconds. What is being read goes first, for a while.
+        // Counting takes some milliseconds, so while we read, we let the count grow old for a bit.
         let now_ns = self.snapshot.now_ns;
         let is_fresh = self.saving.latest().is_some_and(|latest| now_ns < latest.counted_ns + COUNT_LATE_NS);
         if self.reading.foreground && is_fresh {
@@ -243,8 +242,8 @@ impl Engine {
         self.saving.plan(&self.table, now_ns, busy)
     }
 
-    /// The pages needed if programs write to all merged ones. ksmd corrects KSM's counters as it passes by, and they hold for other
-    /// programs' memory, too. On request nothing passes by.
+    /// Pages we need if programs write to every merged one. With marks we use KSM's counters: ksmd corrects them as it
+    /// passes by, and they include other programs' memory. On request ksmd never passes by, so we count ourselves.
     pub fn returns_at_worst(&self) -> Pages {
         match self.saving.latest() {
             Some(saving) if self.on_request() => saving.returns_at_worst,
@@ -264,8 +263,9 @@ impl Engine {
         }
     }
 
-    /// About how many pages KSM counts as merged that are gone. What it counts for living processes is not among them: memory may
-    /// have been unmapped before ksmd came to merge it.
+    /// Roughly how many of the pages that KSM counts as merged are gone with their processes. KSM counts living
+    /// processes' pages correctly or too high (a program may unmap memory before ksmd gets there), so we leave those
+    /// out.
     fn exited(&self, ksm: &KsmView) -> Pages {
         let exited = self.scheduler.exited();
         if exited == Pages(0) {
@@ -275,27 +275,25 @@ impl Engine {
         exited.min(ksm.merged().saturating_sub(living))
     }
 
-    /// The regions under judgement.
     pub fn regions(&self) -> impl Iterator<Item = &Region> {
         self.table.iter()
     }
 
-    /// The number of scans that ksmd has completed on our orders.
+    /// How many scans ksmd has completed on our orders.
     pub fn scans(&self) -> u64 {
         self.scheduler.scans()
     }
 
-    /// Whether reading, marking, merging or moving is under way. If not, only watching goes on.
+    /// Whether we're reading, marking, merging or moving. Otherwise we only watch.
     pub fn is_busy(&self) -> bool {
         self.reading.foreground || self.marker.is_holding() || self.is_merging() || self.placer.is_busy()
     }
 
-    /// Whether ksmd scans for us, or is about to.
+    /// Whether ksmd scans for us, or will soon.
     fn is_merging(&self) -> bool {
         self.snapshot.ksm.ours && self.scheduler.is_busy()
     }
 
-    /// Changes the governor.
     pub fn set_governor(&mut self, governor: Governor) {
         self.config.governor = governor;
         if governor != Governor::Auto {
@@ -303,35 +301,32 @@ impl Engine {
         }
     }
 
-    /// Changes the limits.
     pub fn set_limits(&mut self, limits: Limits, groups: Vec<GroupLimits>) {
         self.allowance.set_limits(limits, &groups);
         (self.config.limits, self.config.groups) = (limits, groups);
     }
 
-    /// Takes up to `most` pages of a process from what may be read now, for reading that is not the engine's own.
+    /// Takes up to `most` pages from the process's reading allowance, for someone else's reading.
     pub fn take_pages(&mut self, owner: OwnerKey, most: u64) -> u64 {
         let pages = if self.paused { 0 } else { self.allowance.pages_left(owner).min(most) };
         self.allowance.use_pages(owner, pages);
         pages
     }
 
-    /// Changes the reserve.
     pub fn set_reserve(&mut self, reserve: ReserveSettings) {
         self.config.reserve = reserve;
     }
 
-    /// Pauses or resumes. While paused, nothing is read, marked or ordered; what is merged stays merged.
+    /// Pauses or resumes. While paused, we read, mark and order nothing, and merged pages stay merged.
     pub fn set_paused(&mut self, paused: bool) {
         self.paused = paused;
     }
 
-    /// Whether it is paused.
     pub fn is_paused(&self) -> bool {
         self.paused
     }
 
-    /// Every figure that people are shown.
+    /// All figures that we show to people.
     pub fn state(&self) -> State {
         state::state(self)
     }
@@ -389,7 +384,7 @@ impl Engine {
             self.ladder.visit_merged(&mut self.table, visits, &mut self.allowance, &mut runs);
         }
         self.planned = runs.iter().map(|run| u64::from(run.pages)).sum();
-        // Neighbouring pages are read together.
+        // We read neighbouring pages together.
         runs.sort_by_key(|run| (run.region, run.first));
         let mut activity = BTreeSet::new();
         if self.snapshot.nodes.len() > 1 {
@@ -411,13 +406,14 @@ impl Engine {
         SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, activity, inspect, charged_to, count }
     }
 
-    /// Whether pages can be hashed in part: the kernel does so, and compares what it merges.
+    /// Whether hashing part of a page is enough. The kernel must hash partly, too, and compare pages before it merges
+    /// them.
     fn hashes_lines(&self) -> bool {
         self.snapshot.hashes_lines && self.on_request()
     }
 
-    /// The number of cache lines to hash of each page. `None`: pages are read whole. So they are if nothing will be merged: what
-    /// is reported depends on digests alone then.
+    /// How many cache lines to hash of each page; `None` means whole pages. We also hash whole pages if nothing gets
+    /// merged: then our reports rest on digests alone.
     fn lines(&mut self) -> Option<u32> {
         if !self.hashes_lines() {
             return None;
@@ -428,8 +424,9 @@ impl Engine {
         Some(self.strength.lines()).filter(|&lines| lines < LINES)
     }
 
-    /// Forgets all digests: those to come cannot be compared with them. Regions in which nothing has merged are surveyed again, not
-    /// read whole at once: pages that differ in a few bytes looked alike, and by more of their lines most do not.
+    /// Forgets all digests because new ones won't be comparable. Regions without merged pages are surveyed again, not
+    /// read whole right away: their pages looked alike because they differ in few bytes, and with more lines hashed
+    /// most no longer do.
     fn forget_digests(&mut self) {
         self.index = Index::new();
         self.colliding = Arc::default();
@@ -439,7 +436,7 @@ impl Engine {
         self.table.iter_mut().for_each(|region| region.forget_digests(top));
     }
 
-    /// Looks whether there is room for what can come back. Where memory is short, nothing more is merged.
+    /// Checks that there's room if merged pages come back as copies. Where memory is short, we stop merging.
     fn look_at_reserve(&mut self) {
         let Snapshot { now_ns, ksm, memory, limits, .. } = &self.snapshot;
         if !self.reserve.is_due(*now_ns) {
@@ -461,7 +458,8 @@ impl Engine {
         }
     }
 
-    /// Looks how much may still be merged below the limits of cgroups. Regions that had no headroom are judged again once there is some.
+    /// Works out how much we may still merge below cgroup limits. Regions that had no headroom are judged again once
+    /// there is some.
     fn look_at_headroom(&mut self) {
         let on_request = self.on_request();
         let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
@@ -503,13 +501,13 @@ impl Engine {
         }
     }
 
-    /// Whether ksmd may not merge now, because a cgroup may keep too much for others already.
+    /// Whether ksmd may not merge now, because a cgroup may already keep too many pages for others.
     fn may_not_merge(&self) -> bool {
         self.needs_relief || self.relief.is_busy() || self.marker.is_relieving(self.snapshot.now_ns)
     }
 
-    /// Takes regions apart that hold what is charged to a cgroup without headroom for it, as far as there is room for their copies: on the
-    /// machine, and below the limits of their own processes.
+    /// Unmerges regions that hold pages charged to a cgroup without headroom for them, as far as their copies fit on
+    /// the machine and below their own processes' limits.
     fn relieve(&mut self, merged: &[MergedSample]) {
         let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
         let on_request = self.config.mechanism == Mechanism::Request;
@@ -519,7 +517,7 @@ impl Engine {
         let mut taken: FxHashMap<LimitKey, Pages> = FxHashMap::default();
         for (key, page) in relieved.others {
             let Some(region) = self.table.find(key, page).and_then(|slot| self.table.get_mut(slot)) else { continue };
-            // What another program has marked is its own affair.
+            // Another program's marks aren't ours to undo.
             if !on_request && region.marks.spans.is_empty() {
                 continue;
             }
@@ -529,7 +527,7 @@ impl Engine {
                 let used = taken.get(&view.key).copied().unwrap_or_default() + UNMERGE_STEP + margin_below(view.limit);
                 copies = copies.min(view.left.saturating_sub(used));
             }
-            // Small mappings are not split.
+            // We don't split small mappings.
             if copies < merged.min(Pages(EXTENT_PAGES)) || copies < merged && region.view.pages < SPLIT_FROM {
                 continue;
             }
@@ -539,7 +537,7 @@ impl Engine {
             }
             self.marker.take_apart(region, merged - copies, *now_ns, Why::Charge, LeaveAlone::Relieved);
         }
-        // On request, nothing is merged again without headroom.
+        // On request, we don't merge anything again without headroom.
         for (key, page) in relieved.own.into_iter().filter(|_| !on_request) {
             if let Some(region) = self.table.find(key, page).and_then(|slot| self.table.get_mut(slot)) {
                 self.marker.give_up(region, relieved.limit);
@@ -547,12 +545,11 @@ impl Engine {
         }
     }
 
-    /// Whether there is room for what can come back.
     pub fn reserve(&self) -> &Reserve {
         &self.reserve
     }
 
-    /// Takes merged memory apart in steps, if that was asked for and memory is short.
+    /// Unmerges memory step by step if memory is short and the config allows it.
     fn take_back(&mut self) {
         if !self.config.reserve.take_back || !self.snapshot.ksm.ours {
             return;
@@ -563,18 +560,17 @@ impl Engine {
         }
     }
 
-    /// Whether enough merged pages were copied since the last round to find out which.
+    /// Whether enough merged pages were copied since the last round to go and find out which.
     fn is_breaking(&mut self) -> bool {
         let broken = self.snapshot.ksm.broken;
         broken.saturating_sub(std::mem::replace(&mut self.broken_before, broken)) >= BROKEN_MIN
     }
 
-    /// Whether pages are merged on request.
     fn on_request(&self) -> bool {
         self.config.mechanism == Mechanism::Request
     }
 
-    /// Judges what was read.
+    /// Judges the samples.
     pub fn judge(&mut self, samples: &Samples) -> Actions {
         let (now_ns, on_request) = (self.snapshot.now_ns, self.on_request());
         self.read = samples.pages.iter().map(|sample| u64::from(sample.state.is_read())).sum();
@@ -594,7 +590,7 @@ impl Engine {
             region.stage = Stage::Examine(end);
             if end >= region.end() {
                 region.judged(now_ns);
-                // Only marks depend on it.
+                // Only marks need this.
                 region.changed = !on_request;
             }
         }
@@ -613,12 +609,12 @@ impl Engine {
         }
         self.take_back();
         let unmark = self.marker.unmark(&self.table, now_ns, &mut self.allowance).into_iter().collect();
-        // Before new marks, so that small marks can share its scans.
+        // Comes before new marks, so that small ones can share its scans.
         if !self.reserve.is_short() {
             self.marker.refresh(&mut self.table, now_ns, self.snapshot.ksm.broken, &mut self.scheduler, pace);
         }
         if self.snapshot.foreign_marks {
-            // ksmd would merge memory of two trust domains.
+            // Otherwise ksmd would merge memory of two trust domains.
             let scan = self.scheduler.suspend(&self.snapshot.ksm);
             return Actions { unmark, stop: self.allowance.stop_size(), scan, ..Actions::default() };
         }
@@ -641,7 +637,6 @@ impl Engine {
         Actions { mark, unmark, stop: self.allowance.stop_size(), scan, merge: Vec::new(), moves }
     }
 
-    /// Names the pages to merge.
     fn request(&mut self) -> Actions {
         if !self.snapshot.ksm.ours {
             self.requests.clear();
@@ -659,7 +654,7 @@ impl Engine {
         moves
     }
 
-    /// Once a round, regions whose duplicates are merged return to the bottom, and the index ages.
+    /// Once a round, regions with all their duplicates merged return to the bottom level, and the index ages.
     fn end_round(&mut self) {
         let busy = self.scheduler.is_busy();
         for region in self.table.iter_mut() {
@@ -669,14 +664,14 @@ impl Engine {
         }
         let pages: u64 = self.table.iter().map(|region| region.view.pages.0).sum();
         if self.bottom_pages > pages {
-            // By now every page of the bottom level has been sampled about once.
+            // By now we've sampled every page of the bottom level about once.
             self.bottom_pages = 0;
             self.index.age();
             self.requests.age();
             let table = &self.table;
             self.index.sweep(|page| match table.get(page.slot) {
                 None => PageStatus::Removed,
-                // Regions on the bottom level are sampled again and again, which renews their entries.
+                // We keep sampling regions on the bottom level, which renews their entries.
                 Some(region) if region.level == 1 && region.hold.may_sample() => PageStatus::Resampled,
                 Some(_) => PageStatus::Present,
             });
@@ -685,7 +680,7 @@ impl Engine {
         }
     }
 
-    /// Accounts for what was done; returns how long to wait before the next cycle, nanoseconds.
+    /// Accounts for the actions' outcome and returns how long to wait before the next cycle, nanoseconds.
     pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
         self.ledger.record(actions, outcome);
         self.reading_ns = self.reading_ns.filter(|_| !actions.change_targets());

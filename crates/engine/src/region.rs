@@ -1,8 +1,8 @@
-//! What is known about one region, and where it stands.
+//! Everything we know about one region, and how far we are with it.
 //!
-//! A [`Region`] is made of parts with one purpose each: [`Survey`] (what sampling has shown), [`Extents`] (what reading it
-//! whole has shown), [`Marks`] (what is marked in it), [`Usage`] (what its process does with its pages) and [`Hold`] (why it
-//! is left alone for now).
+//! A [`Region`] has parts with one purpose each: [`Survey`] (results of sampling), [`Extents`] (results of reading it
+//! whole), [`Marks`] (what we've marked in it), [`Usage`] (what its process does with its pages) and [`Hold`] (why we
+//! leave it alone for now).
 
 pub(crate) mod hold;
 mod marks;
@@ -21,59 +21,59 @@ use crate::index::OFFSET_BITS;
 use crate::marking::extents::{Candidate, Extents, SplitRule, candidates};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 
-/// How far the judgement of a region has come.
+/// How far we are with judging a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Being sampled, to decide whether it is worth reading whole.
+    /// We're sampling it, to decide whether it's worth reading whole.
     Survey,
-    /// Being read whole; pages below this one have been read.
+    /// We're reading it whole and have read the pages below this one.
     Examine(Vpn),
-    /// Read whole at this time, nanoseconds, and marked where it was dense. Sampling goes on, to see whether that still
-    /// holds.
+    /// We read it whole at this time, nanoseconds, and marked its dense parts. We keep sampling, to see whether that
+    /// still holds.
     Judged(u64),
 }
 
-/// One region under judgement: a mapping, or one block of a very large mapping.
+/// A region that we judge: a mapping, or one block of a very large mapping.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Region {
-    /// The host's latest view of it.
+    /// The host's latest view.
     pub view: RegionView,
-    /// Whether it is a block of a larger mapping, which may be marked in part.
+    /// Whether it's a block of a larger mapping, which may be marked in part.
     pub in_blocks: bool,
-    /// When it was first seen, nanoseconds.
+    /// When we first saw it, nanoseconds.
     pub seen_ns: u64,
-    /// Whether it appeared during the run. The age of regions that were there before is unknown.
+    /// Whether it appeared during the run. We don't know the age of regions that were there before.
     pub appeared: bool,
-    /// The age from which merging it is worth it, by the lives of its family when it appeared, nanoseconds. `None` if none were known.
+    /// The age from which merging pays, by the lifetimes of its family when it appeared, nanoseconds. `None` if we knew
+    /// none.
     pub worth_from_ns: Option<u64>,
-    /// Whether it has not reached that age: it is not sampled either.
+    /// Whether it's still younger than that. Then we don't sample it either.
     pub young: bool,
     /// Its level on the ladder, from 1.
     pub level: usize,
-    /// How far its judgement has come.
     pub stage: Stage,
-    /// What sampling has shown.
+    /// Results of sampling.
     pub survey: Survey,
-    /// What reading it whole has shown.
+    /// Results of reading it whole.
     pub extents: Extents,
-    /// How dense an extent must be to be marked: the full density, or less once the denser ones are merged.
+    /// We mark extents that are at least this dense: the full density at first, less once the denser ones are merged.
     pub density: Permyriad,
-    /// Whether `extents` or `density` have changed since spans were last derived from them.
+    /// Whether `extents` or `density` have changed since we last derived spans from them.
     pub changed: bool,
     pub marks: Marks,
     /// What its process does with its pages.
     pub usage: Usage,
-    /// Why and until when it is left alone.
+    /// Why we leave it alone, and until when.
     pub hold: Hold,
-    /// The share of duplicates left unmarked, if an earlier run has judged the region and its pages have not been read since.
+    /// The share of duplicates left unmarked, if an earlier run has judged the region and we haven't read it since.
     pub adopted: Option<Permyriad>,
     /// Offsets in the index count from this page.
     base: Vpn,
 }
 
 impl Region {
-    /// A region seen for the first time.
+    /// A region that we see for the first time.
     pub fn new(view: RegionView, now_ns: u64, appeared: bool, seed: u64) -> Self {
         let mut hold = Hold::default();
         hold.set_left_alone(view.left_alone);
@@ -98,7 +98,7 @@ impl Region {
         }
     }
 
-    /// Whether `view` shows another region under the same key. Marks do not vanish by themselves, and the kernel joins a new
+    /// Whether `view` shows another region under the same key. Marks don't vanish by themselves. The kernel joins a new
     /// mapping to a similar neighbour, so a small old region can become the edge of a large new one.
     pub fn is_replaced_by(&self, view: &RegionView) -> bool {
         let unmarked = !self.marks.spans.is_empty() && self.view.marked > Pages(0) && view.marked == Pages(0);
@@ -106,7 +106,7 @@ impl Region {
         unmarked || more.0 > 2 * less.0 + EXTENT_PAGES
     }
 
-    /// Adopts the host's latest view: bounds move as the region grows and shrinks.
+    /// Adopts the host's latest view. Bounds move as the region grows and shrinks.
     pub fn update(&mut self, view: RegionView, seed: u64) {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
         self.view = view;
@@ -121,13 +121,13 @@ impl Region {
         self.view.first + self.view.pages.0
     }
 
-    /// The next run of pages to sample: its first page and its length.
+    /// The first page and the length of the next run to sample.
     pub fn next_run(&mut self) -> (Vpn, u64) {
         self.survey.next_run(&self.view)
     }
 
-    /// The share of duplicates in extents that were not worth marking, 0 to 1. Where pages are merged on request, there are none, and
-    /// none are known of a region that was left alone: it may have changed.
+    /// The share of duplicates in extents that weren't worth marking, 0 to 1. Always 0 with merging on request, and for
+    /// a region that we left alone: it may have changed.
     pub fn left_over(&self, mechanism: Mechanism) -> f64 {
         if mechanism == Mechanism::Request || self.hold.reason().is_some() {
             return 0.0;
@@ -152,12 +152,12 @@ impl Region {
 
     /// The page at an offset of the index.
     pub fn page_at(&self, offset: u32) -> Vpn {
-        // Sign-extend the bits that are kept.
+        // Sign-extend the bits that we keep.
         let offset = i64::from(offset) << (64 - OFFSET_BITS) >> (64 - OFFSET_BITS);
         Vpn(self.base.0.wrapping_add_signed(offset))
     }
 
-    /// About how many of its pages ksmd has merged: the duplicates in what it has visited.
+    /// Roughly how many of its pages ksmd has merged: the duplicates among the pages it has visited.
     pub fn merged_by_ksmd(&self) -> Pages {
         let marked =
             self.marks.spans.iter().fold((0, 0), |sum, mark| (sum.0 + mark.resident.0, sum.1 + mark.duplicate.0));
@@ -165,7 +165,7 @@ impl Region {
         Pages(whole(marked.1 as f64 * visited as f64 / (marked.0.max(1)) as f64))
     }
 
-    /// Whether its pages may be merged on request: it was worth reading whole, and is not left alone.
+    /// Whether we may request merges of its pages: it was worth reading whole, and we don't leave it alone.
     pub fn may_be_requested(&self, now_ns: u64, config: &Config) -> bool {
         self.stage != Stage::Survey && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
     }
@@ -180,8 +180,8 @@ impl Region {
         self.survey.start_examination();
     }
 
-    /// Forgets the digests of its pages. A region in which pages have merged is read whole again; of any other, samples show anew
-    /// whether that is worth it.
+    /// Forgets its pages' digests. If we've merged pages in it, we read it whole again, otherwise we let new samples
+    /// decide.
     pub fn forget_digests(&mut self, top: usize) {
         self.usage.cow_breaks.forget_pages();
         self.survey.forget_digests();
@@ -195,7 +195,7 @@ impl Region {
         }
     }
 
-    /// Ends the examination: the whole region has been read.
+    /// Ends the examination: we've read the whole region.
     pub fn judged(&mut self, now_ns: u64) {
         self.stage = Stage::Judged(now_ns);
         self.survey.end_examination();
@@ -206,7 +206,7 @@ impl Region {
         self.usage.merged_before = false;
     }
 
-    /// When it was last read whole, nanoseconds. `None` if it is not judged.
+    /// When we last read it whole, nanoseconds. `None` if it isn't judged.
     pub fn judged_ns(&self) -> Option<u64> {
         match self.stage {
             Stage::Judged(at_ns) => Some(at_ns),
@@ -214,7 +214,7 @@ impl Region {
         }
     }
 
-    /// Returns the region to the bottom level, unmarked, for a reason that passes. It is left alone until `until_ns`.
+    /// Leaves the region alone until `until_ns`, for a reason that passes: back to the bottom level, unmarked.
     pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
         self.hold.leave_until(until_ns, reason);
         self.level = 1;
@@ -223,14 +223,15 @@ impl Region {
         self.usage.cow_breaks.forget_pages();
     }
 
-    /// Whether reading a page can still show if its process uses it. Being read twice makes a page active, so only its first
-    /// two reads count: those of the first two cycles of sampling, or of reading the region whole after less than one.
+    /// Whether reading a page can still show if its process uses it. A second read makes a page active, so only its
+    /// first two reads count. They happen in the first two cycles of sampling, or when we read the region whole after
+    /// less than one cycle.
     pub fn shows_activity(&self) -> bool {
         let cycles = if matches!(self.stage, Stage::Examine(_)) { 1 } else { 2 };
         !self.usage.activity_known && self.survey.visited() <= cycles * self.view.pages.0
     }
 
-    /// The number of pages that appeared, in a region marked whole, since ksmd last visited it.
+    /// How many pages appeared since ksmd last visited, if the region is marked whole.
     pub fn grown(&self) -> Pages {
         if self.is_marked_whole() { self.marks.not_visited(self.view.resident) } else { Pages(0) }
     }
@@ -243,7 +244,7 @@ impl Region {
         self.marks.page(random)
     }
 
-    /// Whether a page has been counted in its extent.
+    /// Whether we've counted a page in its extent.
     pub fn is_counted(&self, page: Vpn) -> bool {
         match self.stage {
             Stage::Survey => false,
@@ -252,7 +253,7 @@ impl Region {
         }
     }
 
-    /// Whether a page lies in a span marked by this run, or the whole region is marked.
+    /// Whether a page lies in a span that this run marked, or the whole region is marked.
     pub fn is_marked(&self, page: Vpn) -> bool {
         self.is_marked_whole() || self.marks.contains(page)
     }
@@ -265,12 +266,12 @@ impl Region {
         spans.into_iter().filter(|span| span.duplicate >= config.span_pages_min).collect()
     }
 
-    /// Whether all of it is marked, by whatever program.
+    /// Whether the whole region is marked, by us or another program.
     pub fn is_marked_whole(&self) -> bool {
         self.view.marked >= self.view.pages
     }
 
-    /// Where its pages may be merged: in what is marked, by whatever program, or in all of it if pages of it were named.
+    /// Where its pages may be merged: in its marks (ours and other programs'), or anywhere if we've named pages in it.
     pub fn mergeable_runs(&self) -> Vec<(Vpn, Pages)> {
         let is_whole = self.view.marked > Pages(0) || self.view.named || !self.usage.merged.is_empty();
         if !is_whole {
@@ -291,7 +292,7 @@ impl Region {
         runs
     }
 
-    /// All of it as one span, unless it holds no duplicates.
+    /// The whole region as one span, unless it holds no duplicates.
     pub fn whole(&self) -> Option<Candidate> {
         let duplicate = Pages(self.extents.values().map(|extent| u64::from(extent.duplicate)).sum());
         let whole =
@@ -299,7 +300,8 @@ impl Region {
         (duplicate > Pages(0)).then_some(whole)
     }
 
-    /// The number of its pages that are merged or may be at any time: those marked, by whatever program; or those merged on request.
+    /// How many of its pages are or may be merged: the marked ones (ours and other programs'), or the ones we merged on
+    /// request.
     pub fn mergeable(&self, on_request: bool) -> Pages {
         if on_request && !self.usage.merged_before {
             return self.usage.merged.len();
@@ -307,7 +309,7 @@ impl Region {
         if on_request { self.resident() } else { self.marked_pages().max(self.view.marked).min(self.resident()) }
     }
 
-    /// The share of duplicates among its pages, 0 to 1, if it was read whole.
+    /// The share of duplicates among its pages, 0 to 1, once we've read it whole.
     pub fn exact_ratio(&self) -> f64 {
         let mut resident = 0;
         let mut duplicate = 0;
@@ -318,19 +320,20 @@ impl Region {
         duplicate as f64 / resident.max(1) as f64
     }
 
-    /// The number of its resident pages. Those of a block are known from reading it; until then, they're taken to be spread evenly over
-    /// the mapping.
+    /// The number of its resident pages. For a block we only know it after reading the block. Until then we assume that
+    /// the mapping's resident pages are spread evenly.
     pub fn resident(&self) -> Pages {
         let read = self.extents.values().map(|extent| u64::from(extent.resident)).sum();
         self.view.resident.max(Pages(read)).min(self.view.pages)
     }
 
-    /// The length of the spans marked by this run.
+    /// The length of the spans that this run marked.
     pub fn marked_pages(&self) -> Pages {
         self.marks.spans.iter().map(|mark| mark.pages).sum()
     }
 
-    /// The number of its pages that can be wanted back at worst: duplicates in what is marked, or on request in all that was read.
+    /// How many pages its process can need back at worst: the duplicates in our marks, or on request all duplicates we
+    /// read.
     pub fn may_return(&self, on_request: bool) -> Pages {
         if !on_request {
             return self.marks.spans.iter().map(|mark| mark.duplicate).sum();
@@ -348,7 +351,6 @@ impl Region {
     }
 }
 
-/// An unmarked region with all pages resident.
 #[cfg(test)]
 pub(crate) fn test_view(key: u32, first: u64, pages: u64) -> RegionView {
     use crate::keys::{DomainKey, FamilyKey, LastingKey, LineageKey, OwnerKey, RegionKey};

@@ -1,7 +1,7 @@
-//! Decides what happens to each region next: the one place where that's worked out for people.
+//! Decides what happens to each region next: the one place where we work that out for people.
 //!
-//! The order of the questions is that of the cycle: what may not be touched at all, what's held back for a time, what's being read,
-//! what has been read whole, and what is sampled.
+//! We ask in the order of the cycle: what may we not touch at all, what do we hold back for a time, what are we
+//! reading, what have we read whole, and what do we sample.
 
 use super::Engine;
 use crate::decision::{Decision, Evidence, Kind, Reason, Verb};
@@ -11,7 +11,7 @@ use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
 use crate::units::{Pages, Permyriad};
 
 impl Engine {
-    /// What is known of the duplicates of a region. `sampled` is the share of all pages in scope that was sampled.
+    /// Our evidence for duplicates in a region. We have sampled the share `sampled` of all pages in scope.
     pub(super) fn evidence(&self, region: &Region, sampled: f64) -> Evidence {
         let exact = region.judged_ns().is_some();
         let estimate = region.survey.estimate(region.view.resident, sampled);
@@ -43,7 +43,6 @@ impl Engine {
         Kind::Unknown
     }
 
-    /// What happens to a region next.
     pub(super) fn decide(&self, region: &Region, evidence: &Evidence) -> Decision {
         let now_ns = self.snapshot.now_ns;
         if region.hold.is_refused() {
@@ -75,7 +74,7 @@ impl Engine {
         self.watch(region, evidence)
     }
 
-    /// What happens next to a region that was read whole.
+    /// What happens next to a region that we've read whole.
     fn decide_judged(&self, region: &Region, evidence: &Evidence) -> Decision {
         let now_ns = self.snapshot.now_ns;
         if let Some(limit) = region.hold.full() {
@@ -106,7 +105,7 @@ impl Engine {
         self.watch(region, evidence)
     }
 
-    /// Why a region is only watched.
+    /// Why we only watch a region.
     fn watch(&self, region: &Region, evidence: &Evidence) -> Decision {
         if let Some(limit) = region.hold.full() {
             return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));
@@ -123,7 +122,7 @@ impl Engine {
     }
 }
 
-/// The reason to leave a region alone for a time, if there is one.
+/// Why we leave a region alone for a time, if we do.
 fn held_for(region: &Region) -> Option<Reason> {
     match region.hold.reason()? {
         LeaveAlone::CowBroken => {

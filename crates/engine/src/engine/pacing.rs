@@ -1,4 +1,4 @@
-//! What cycles cost, how much reading may take now, and how long to wait until the next cycle.
+//! What cycles cost, how much CPU time reading may take now, and how long to wait until the next cycle.
 
 use super::Engine;
 use crate::governor::{Pace, WINDOW_NS, period_ns, share_ns};
@@ -6,31 +6,31 @@ use crate::host::{Cost, Snapshot};
 use crate::region::Stage;
 use crate::sampling::ladder::matures_ns;
 
-/// While ksmd works, the host is observed at least this often, nanoseconds.
+/// While ksmd works, we observe the host at least this often, nanoseconds.
 const OBSERVE_NS: u64 = 50_000_000;
-/// Observing ksmd may take this fraction of the governor's share of a core.
+/// Watching ksmd may take this fraction of the governor's share of a core.
 const OBSERVE_PART: u64 = 10;
-/// The assumed cost of an observation until one has been measured, nanoseconds.
+/// We assume an observation costs this much until we've measured one, nanoseconds.
 pub(super) const OBSERVE_COST_NS: u64 = 200_000;
-/// Reading and ksmd stay within the share over this time, so that programs never wait for long, nanoseconds.
+/// Reading and ksmd stay within the share over this time, so that programs never wait long, nanoseconds.
 const SMOOTH_NS: u64 = 1_000_000_000;
 
 impl Engine {
-    /// Learns what the last cycle cost. The cost of a sample includes everything its cycle cost, so that shares hold for
-    /// all of it.
+    /// Learns from the last cycle's cost. We charge a cycle's whole cost to its samples, so that shares cover
+    /// everything.
     pub(super) fn record_cost(&mut self, snapshot: &Snapshot) {
         let cycle_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
-        // Where reading was most of the cycle, so was judging what was read.
+        // If reading took most of the cycle, judging the samples took most of the rest.
         let observed_ns = |reading_ns| cycle_ns.checked_sub(reading_ns).filter(|&observed_ns| observed_ns > reading_ns);
         if let Some(observed_ns) = self.reading_ns.and_then(observed_ns) {
-            // Downwards at once, upwards slowly: now and then an observation does more, such as counting pages, and that is
-            // no reason to observe less often.
+            // We follow a lower cost at once, but a higher one slowly: now and then an observation does more, such as
+            // counting pages, and we shouldn't observe less often because of that.
             let most_ns = self.observe_cost_ns + self.observe_cost_ns / 4;
             self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
         }
         let read = std::mem::take(&mut self.read);
         if std::mem::take(&mut self.has_counted) {
-            // Counting what is saved has its own share. It says nothing about the cost of a sample.
+            // Counting the saving has its own share and tells us nothing about the cost of a sample.
         } else if self.reading.new_round && !self.reading.foreground {
             self.ladder.record_bottom_cost(self.planned, cycle_ns);
         } else {
@@ -41,13 +41,14 @@ impl Engine {
         self.smooth.record(snapshot.now_ns, Cost { pagefold_ns: self.read_ns, ..snapshot.cost });
     }
 
-    /// CPU time that reading may take now: within the share over the governor's window and over a short time.
+    /// CPU time that reading may take now, so that we stay within the share over the governor's window and over a short
+    /// time.
     pub(super) fn room_ns(&self, pace: Pace) -> u64 {
         let smooth_ns = share_ns(SMOOTH_NS, pace.top).saturating_sub(self.smooth.spent_ns(SMOOTH_NS));
         self.budget.room_ns(pace).min(smooth_ns)
     }
 
-    /// The sleep between two cycles (UKSM's `T_s`): long enough for the share to hold.
+    /// How long to sleep between two cycles (UKSM's `T_s`) to stay within the share.
     pub(super) fn wait_ns(&self) -> u64 {
         let pace = self.pace();
         // Observing leaves half of the share to reading.
@@ -74,7 +75,8 @@ impl Engine {
         round_ns.min(self.matures_in_ns(pace)).max(OBSERVE_NS.min(pace.round_ns))
     }
 
-    /// Time until the next region is old enough to be read whole, nanoseconds, where that can be soon.
+    /// Time until the next region is old enough to be read whole, nanoseconds. Only regions that appeared during the
+    /// run count.
     fn matures_in_ns(&self, pace: Pace) -> u64 {
         let now_ns = self.snapshot.now_ns;
         let surveyed = self.table.iter().filter(|region| region.appeared && region.stage == Stage::Survey);

@@ -1,4 +1,4 @@
-//! What follows from the regions that appeared, changed or ended since the last cycle.
+//! How we react to regions that appeared, changed or ended since the last cycle.
 
 use super::Engine;
 use crate::host::Snapshot;
@@ -11,7 +11,6 @@ use rustc_hash::FxHashSet;
 use std::collections::BTreeMap;
 
 impl Engine {
-    /// Updates the table with the regions that appeared, changed or ended.
     pub(super) fn update_regions(&mut self, snapshot: &Snapshot) {
         let (seed, appeared, now_ns) = (self.config.seed, self.running, snapshot.now_ns);
         let ended = self.table.update(&snapshot.regions, seed, |view| Region::new(view, now_ns, appeared, seed));
@@ -47,7 +46,7 @@ impl Engine {
         }
     }
 
-    /// Gives the regions that appear now what the lives of their families say.
+    /// Tells new regions from which age they're worth merging, by the lifetimes of their families.
     fn judge_by_family(&mut self, now_ns: u64) {
         let is_new = |region: &Region| region.appeared && region.seen_ns == now_ns;
         let mut families: BTreeMap<FamilyKey, (OwnerKey, Option<u64>)> = BTreeMap::new();
@@ -72,8 +71,8 @@ impl Engine {
         }
     }
 
-    /// The index may know contents from the pages of regions that have ended alone. One of the regions that had pages in common with
-    /// each is read whole again, so that newcomers find them.
+    /// The index may know some contents only from pages of regions that have ended. For each such region we read one of
+    /// its partners (a region with common pages) whole again, so that newcomers find these contents.
     fn find_again(&mut self, mut ended: FxHashSet<RegionKey>) {
         for region in self.table.iter_mut().filter(|region| matches!(region.stage, Stage::Judged(_))) {
             if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {

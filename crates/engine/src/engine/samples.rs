@@ -1,4 +1,4 @@
-//! What a sampled page says about its region, by how the page is held.
+//! What a sampled page tells us about its region.
 
 use super::Engine;
 use crate::hash::Digest;
@@ -9,18 +9,18 @@ use crate::placement::placer::Stays;
 use crate::region::{Region, Stage};
 use crate::units::{Pages, Vpn};
 
-/// What a page that holds memory counts as in its extent.
+/// How a resident page counts in its extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// Its content was seen nowhere else.
+    /// We've seen its content nowhere else.
     Single,
-    /// It is zero, merged already, or its content was seen elsewhere.
+    /// The page is zero or merged already, or we've seen its content elsewhere.
     Duplicate,
 }
 
 impl Engine {
     pub(super) fn record_samples(&mut self, samples: &Samples) {
-        // The blocks of one mapping have slots of their own, so a slot is known up to its end only.
+        // Each block of a mapping has its own slot, so the slot we've found is only good up to the block's end.
         let mut last: Option<(RegionKey, Vpn, u32)> = None;
         for sample in &samples.pages {
             let slot = match last {
@@ -51,7 +51,7 @@ impl Engine {
         }
         let verdict = match sample.state {
             PageState::Absent => {
-                // The page was given back, not broken.
+                // The program gave this page back, so it isn't broken.
                 region.usage.cow_breaks.record_unmerged(sample.page, self.snapshot.now_ns, None);
                 return;
             }
@@ -63,14 +63,14 @@ impl Engine {
                 return;
             }
             PageState::Merged => self.record_merged(slot, sample, examined),
-            // One copy already.
+            // Only one copy exists.
             PageState::Shared => Verdict::Single,
             PageState::Private => self.record_private(slot, sample, examined),
         };
         let Some(region) = self.table.get_mut(slot).filter(|_| examined) else { return };
         let number = sample.page.extent();
         let extent = match region.extents.last_entry() {
-            // A region is read upwards.
+            // We read a region upwards.
             Some(last) if *last.key() == number => last.into_mut(),
             _ => region.extents.entry(number).or_default(),
         };
@@ -79,8 +79,8 @@ impl Engine {
         extent.huge += u16::from(sample.huge);
     }
 
-    /// A page that KSM has merged: one copy already. Its content is indexed all the same, because other pages may come to
-    /// hold it too.
+    /// Records a page that KSM has merged. Only one copy exists, but we index its content anyway, because other pages
+    /// may come to hold it, too.
     fn record_merged(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
         let (now_ns, visiting) = (self.snapshot.now_ns, self.visiting);
         let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
@@ -96,7 +96,7 @@ impl Engine {
         if self.config.counts(sample.digest) { Verdict::Duplicate } else { Verdict::Single }
     }
 
-    /// A page that KSM could merge.
+    /// Records a page that KSM could merge.
     fn record_private(&mut self, slot: u32, sample: &PageSample, examined: bool) -> Verdict {
         let (now_ns, zero) = (self.snapshot.now_ns, sample.digest == Digest::ZERO);
         let seen = if zero { Occurrences::None } else { self.look_up(slot, sample) };
@@ -123,7 +123,7 @@ impl Engine {
             tally.copies += match seen {
                 Occurrences::None => 0,
                 Occurrences::One(_) => 1,
-                // In both directions: earlier pages cannot all be credited with their new copy.
+                // Twice, for both directions: we can't credit every earlier page with its new copy.
                 Occurrences::Several(before) => 2 * u64::from(before),
             };
         }
@@ -133,8 +133,8 @@ impl Engine {
         if duplicate { Verdict::Duplicate } else { Verdict::Single }
     }
 
-    /// Names a page to be merged with the one that holds the same content, if it is a duplicate and both may be. False if it has
-    /// been written since it was last merged: it is left alone.
+    /// If a page is a duplicate, asks to merge it with the page that holds the same content, provided that both may be
+    /// merged. Returns false if the program keeps writing to the page after merges: then we leave it alone.
     fn request_merge(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let (now_ns, config) = (self.snapshot.now_ns, &self.config);
         let Some(region) = self.table.get_mut(slot) else { return true };
@@ -157,13 +157,13 @@ impl Engine {
         let may_be_named = |other: &&Region| other.view.domain == domain && self.may_be_named(other, kept);
         let other = self.table.get(kept.slot).filter(may_be_named);
         if other.is_none() {
-            // Pages may have been merged with the one that can't be named now.
+            // We can't name that page now, but may have merged others with it before.
             self.requests.leave_behind(digest);
         }
         let keep = other.and_then(|other| {
             let page = other.page_at(kept.offset);
             let known = (other.view.owner, other.usage.active.contains(page));
-            // A page that others were told to be merged with must not be taken itself: they would be left behind.
+            // We told other pages to merge with this one, so it must stay: if we took it, we'd leave them behind.
             let is_kept = other.usage.merged.contains(page) || self.requests.is_kept(kept);
             let stays = if is_kept {
                 Stays::Known
@@ -180,27 +180,27 @@ impl Engine {
         });
         let added = keep.is_some_and(|(keep, take)| self.requests.add(take, keep, digest));
         if let Some((limit, Pages(0))) = self.headroom.of(owner).filter(|_| !added) {
-            // It's read again once there is headroom.
+            // We read it again once there's headroom.
             if let Some(region) = self.table.get_mut(slot) {
                 region.hold.set_full(Some(limit));
             }
         }
-        // If the other page may not be merged now, it finds this one once it may.
+        // If the other page may not be merged now, this way it'll find us once it may.
         if !added || keep.is_some_and(|(keep, _)| keep.1 == location) {
             self.index.point_to(digest, location);
         }
         true
     }
 
-    /// Whether the page that the index has for a content may be named, if its trust domain is the right one.
+    /// Whether we may name the page that the index has for a content, given that its trust domain is the right one.
     fn may_be_named(&self, region: &Region, kept: Location) -> bool {
         let (now_ns, config) = (self.snapshot.now_ns, &self.config);
         let is_broken = config.filters_cow_breaks() && region.usage.broken.contains(region.page_at(kept.offset));
         region.may_be_requested(now_ns, config) && !is_broken
     }
 
-    /// A merged page: if another page is kept for its content, one of them is to be merged with the other. It is this one that stays,
-    /// unless the other is merged too. Whether a pair was named.
+    /// Records a merged page. If the index points to another page for its content, we ask to merge the two. This page
+    /// stays, unless the other one is merged as well. Returns whether we've named a pair.
     fn keep_merged(&mut self, slot: u32, sample: &PageSample) -> bool {
         let (now_ns, config) = (self.snapshot.now_ns, &self.config);
         let Some(region) = self.table.get_mut(slot) else { return false };
@@ -227,13 +227,13 @@ impl Engine {
             return may_be_named && self.requests.add((own, location), other_page, digest);
         }
         if other.survey.weight(config.threshold()) > 1 {
-            // This one is known to be merged now. The other may have been written since it was last read.
+            // We know this page is merged now. The program may have written the other since we last read it.
             self.index.point_to(digest, location);
         }
         false
     }
 
-    /// Indexes a page that is one copy already.
+    /// Indexes a page that exists in one copy only.
     fn note_copy(&mut self, slot: u32, sample: &PageSample) {
         if sample.digest != Digest::ZERO {
             let seen = self.look_up(slot, sample);
@@ -250,7 +250,7 @@ impl Engine {
         self.index.record(sample.digest.in_domain(region.view.domain), location)
     }
 
-    /// Credits the page that a content was first seen on with its first copy.
+    /// Credits the page where we first saw a content with its first copy.
     fn credit_first(&mut self, seen: Occurrences) {
         let Occurrences::One(first) = seen else { return };
         let Some(region) = self.table.get_mut(first.slot) else { return };
@@ -260,7 +260,7 @@ impl Engine {
         }
         if region.is_counted(page) {
             if let Some(extent) = region.extents.get_mut(&page.extent()) {
-                // Entries may be out of date: never count more than there is.
+                // Entries may be out of date, so we never count more than there is.
                 extent.duplicate = (extent.duplicate + 1).min(extent.resident);
                 region.changed = true;
             }

@@ -1,4 +1,4 @@
-//! Writes the state that people are shown.
+//! Collects all figures that we show to people.
 
 use super::Engine;
 use crate::decision::Kind;
@@ -8,7 +8,6 @@ use crate::region::Region;
 use crate::state::{KindTotal, LevelTotal, RegionState, State};
 use crate::units::{Bytes, Pages, count};
 
-/// The state now.
 pub(super) fn state(engine: &Engine) -> State {
     let (table, ledger, pace) = (&engine.table, &engine.ledger, engine.pace());
     let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();

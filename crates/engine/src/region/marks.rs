@@ -1,26 +1,26 @@
-//! What is marked in a region, and what has changed there since ksmd last visited it.
+//! What's marked in a region, and what has changed there since ksmd last visited it.
 
 use crate::marking::extents::Candidate;
 use crate::units::{Pages, Vpn};
 
-/// The number of samples in marked memory from which a share can be taken.
+/// We need this many samples of marked memory to compute a share.
 const SAMPLES_MIN: u64 = 256;
 
 /// The marks of one region.
 #[derive(Clone, Debug, Default)]
 pub struct Marks {
-    /// Spans marked by this run.
+    /// Spans that this run marked.
     pub spans: Vec<Candidate>,
-    /// Samples taken in marked memory.
+    /// Samples of marked memory.
     pub samples: MarkedSamples,
-    /// Whether scans were already requested for a region that another program has marked whole.
+    /// Whether we've already requested scans because another program has marked the whole region.
     pub scanned_whole: bool,
-    /// Pages that were resident when ksmd last started to visit them twice.
+    /// Pages that were resident when ksmd last began to visit them twice.
     visited: Pages,
 }
 
 impl Marks {
-    /// Adds a span. It replaces those that lie within it.
+    /// Adds a span, which replaces the spans within it.
     pub fn add(&mut self, span: Candidate) {
         self.spans.retain(|mark| !covers(&span, mark));
         self.spans.push(span);
@@ -59,12 +59,12 @@ impl Marks {
         self.visited = resident;
     }
 
-    /// Pages that were resident then.
+    /// Pages that were resident when ksmd last began to visit them twice.
     pub fn visited(&self) -> Pages {
         self.visited
     }
 
-    /// How many of the resident pages appeared since.
+    /// How many of the resident pages appeared since then.
     pub fn not_visited(&self, resident: Pages) -> Pages {
         resident.saturating_sub(self.visited)
     }
@@ -73,16 +73,15 @@ impl Marks {
 /// Samples of marked memory since ksmd last visited it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct MarkedSamples {
-    /// Pages sampled.
     pub sampled: u64,
-    /// Those known to be duplicate that are nevertheless not merged.
+    /// Pages that aren't merged although we know they're duplicates.
     pub unmerged: u64,
-    /// The share of such pages right after ksmd visited: their copies have changed, or are not marked.
+    /// The share of unmerged duplicates right after ksmd's visit: their copies have changed, or aren't marked.
     residual: Option<f64>,
 }
 
 impl MarkedSamples {
-    /// Counts from zero. If ksmd visits `all` pages, what is left afterwards becomes the new residual share.
+    /// Starts to count from zero. If ksmd visits `all` pages, we measure the residual share anew afterwards.
     pub fn restart(&mut self, all: bool) {
         *self = Self { residual: self.residual.filter(|_| !all), ..Self::default() };
     }
@@ -102,7 +101,7 @@ impl MarkedSamples {
     }
 }
 
-/// Whether one span lies within the other.
+/// Whether `inner` lies within `outer`.
 pub fn covers(outer: &Candidate, inner: &Candidate) -> bool {
     outer.first <= inner.first && inner.first.0 + inner.pages.0 <= outer.first.0 + outer.pages.0
 }

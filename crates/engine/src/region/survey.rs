@@ -1,4 +1,4 @@
-//! What sampling has shown of a region: which pages come next, how many were duplicate, and how many change.
+//! The samples of a region: which pages come next, how many were duplicates, and how many change.
 
 use crate::config::Config;
 use crate::hash::Digest;
@@ -8,42 +8,42 @@ use crate::random::mix;
 use crate::sampling::estimate::{Estimate, Tally};
 use crate::units::{Pages, Permyriad, Vpn};
 
-/// Neighbouring pages read at one sample point. A run of four costs little more than one and a half pages (the page-table
-/// walk and the system call are shared), and shows as much as two scattered pages.
+/// Neighbouring pages that we read at one sample point. Four in a run cost little more than one and a half single pages
+/// (they share the page-table walk and the system call), and tell us as much as two scattered ones.
 pub const RUN_PAGES: u64 = 4;
-/// The most pages remembered from the survey, to see which of them change.
+/// We remember at most this many pages from the survey, to see which of them change.
 const PROBES_MAX: usize = 1024;
-/// The number of visits to remembered pages from which their changes count.
+/// Changes count once we've visited remembered pages this often.
 const PROBES_MIN: u64 = 16;
 
-/// Samples over which new duplicates are counted, and those from which they count.
+/// We count new duplicates over this many samples, and use the count from `RENEWAL_MIN` samples on.
 const RENEWAL_MOST: u64 = 512;
 const RENEWAL_MIN: u64 = 16;
-/// How many times as densely as others a region is sampled where new duplicates appear.
+/// Where new duplicates appear, we sample up to this many times as densely as elsewhere.
 const DENSER: u64 = 16;
 
 /// The samples of one region.
 #[derive(Clone, Debug)]
 pub struct Survey {
-    /// What the samples have shown since the region was last examined.
+    /// Results since we last examined the region.
     pub tally: Tally,
     order: Permutation,
     next: u64,
-    /// Pages visited since the region was last examined, whether or not they held memory.
+    /// Pages we visited since we last examined the region, resident or not.
     visited: u64,
-    /// Remembered pages: offset in the index, and 32 bits of the digest, if that is known.
+    /// Remembered pages: offset in the index, and 32 bits of the digest if we know it.
     probes: Vec<(u32, Option<u32>)>,
-    /// The one after the last that was found: regions are read upwards.
+    /// The probe after the last one that we found: we read regions upwards.
     next_probe: usize,
     revisited: u64,
     changed: u64,
-    /// Recent samples after the region was first read whole, and duplicates among them that were not merged.
+    /// Recent samples after we first read the region whole, and unmerged duplicates among them.
     resampled: u64,
     renewed: u64,
 }
 
 impl Survey {
-    /// A survey with no samples yet.
+    /// A survey without samples.
     pub fn new(view: &RegionView, seed: u64) -> Self {
         Self {
             tally: Tally::default(),
@@ -59,13 +59,13 @@ impl Survey {
         }
     }
 
-    /// Starts a new cycle over bounds that have moved.
+    /// Starts a new cycle because the bounds have moved.
     pub fn restart_order(&mut self, view: &RegionView, seed: u64) {
         self.order = order(view, seed);
         self.next = 0;
     }
 
-    /// The next run of pages to sample: its first page and its length. Every page comes once before any comes twice.
+    /// The first page and the length of the next run to sample. We visit every page once before we visit any twice.
     pub fn next_run(&mut self, view: &RegionView) -> (Vpn, u64) {
         if self.next >= self.order.len() {
             self.next = 0;
@@ -82,18 +82,18 @@ impl Survey {
         self.order.len().saturating_sub(self.next)
     }
 
-    /// Adopts what the samples of another run have shown.
+    /// Adopts another run's samples.
     pub fn adopt(&mut self, tally: Tally, visited: u64) {
         (self.tally, self.visited) = (tally, visited);
     }
 
-    /// Pages visited since the region was last examined, whether or not they held memory.
+    /// Pages we visited since we last examined the region, resident or not.
     pub fn visited(&self) -> u64 {
         self.visited
     }
 
-    /// Remembers a sampled page (while `recording`), or compares it with what is remembered. That counts for nothing if it had a
-    /// digest that is no longer `comparable`.
+    /// Remembers a sampled page while `recording`; otherwise compares it with the remembered digest. We skip the
+    /// comparison if the remembered digest isn't `comparable` any more.
     pub fn probe(&mut self, offset: u32, digest: Digest, recording: bool, comparable: impl Fn(u32) -> bool) {
         let print = digest.fingerprint();
         if recording {
@@ -109,7 +109,7 @@ impl Survey {
         }
     }
 
-    /// Records a sample of a region that has been read whole. Duplicates that are not merged have appeared since.
+    /// Records a sample of a region that we've read whole. Unmerged duplicates have appeared since.
     pub fn record_renewal(&mut self, is_new: bool) {
         self.resampled += 1;
         self.renewed += u64::from(is_new);
@@ -118,8 +118,8 @@ impl Survey {
         }
     }
 
-    /// How many times as densely as others the region is worth sampling. It is proportional to the share of new duplicates, up to
-    /// the ratio from which a region is promoted.
+    /// How many times as densely as others to sample the region: proportional to its share of new duplicates, up to the
+    /// ratio from which we promote a region.
     pub fn weight(&self, threshold: Permyriad) -> u64 {
         let enough = self.resampled * u64::from(threshold.0);
         if self.resampled < RENEWAL_MIN { 1 } else { (self.renewed * 10_000 * DENSER / enough.max(1)).clamp(1, DENSER) }
@@ -137,7 +137,7 @@ impl Survey {
         Some(at)
     }
 
-    /// Forgets all digests, and what they have shown: the survey begins anew.
+    /// Forgets all digests and what we learned from them: the survey begins anew.
     pub fn forget_digests(&mut self) {
         self.end_examination();
         self.probes.clear();
@@ -145,7 +145,7 @@ impl Survey {
         (self.revisited, self.changed) = (0, 0);
     }
 
-    /// The region is about to be read whole.
+    /// We're about to read the region whole.
     pub fn start_examination(&mut self) {
         self.probes.sort_unstable();
         self.probes.dedup_by_key(|&mut (offset, _)| offset);
@@ -153,15 +153,15 @@ impl Survey {
         (self.revisited, self.changed) = (0, 0);
     }
 
-    /// The region has been read whole: samples count from zero.
+    /// We've read the region whole: samples count from zero.
     pub fn end_examination(&mut self) {
         self.tally = Tally::default();
         self.visited = 0;
     }
 
-    /// Estimates the duplicate ratio from the samples of a region with `resident` pages, with `scope_fraction` of the
-    /// whole scope sampled. Copies are assumed to lie where sampling is as dense as here, or as in the scope if that is
-    /// thinner.
+    /// Estimates the duplicate ratio of a region with `resident` pages from its samples, after we sampled
+    /// `scope_fraction` of the whole scope. We assume that copies lie where we sample as densely as here, or as in the
+    /// scope if that's thinner.
     pub fn estimate(&self, resident: Pages, scope_fraction: f64) -> Estimate {
         let own = self.tally.sampled as f64 / resident.0.max(1) as f64;
         self.tally.estimate(own.min(scope_fraction).max(1e-6))
@@ -175,7 +175,7 @@ impl Survey {
     }
 }
 
-/// Regions of a family share their order, so copies of each other are sampled at the same places.
+/// Regions of a family share their order, so we sample copies of each other at the same places.
 fn order(view: &RegionView, seed: u64) -> Permutation {
     Permutation::new(view.pages.0.div_ceil(RUN_PAGES).max(1), mix(seed ^ view.family.0))
 }
@@ -226,7 +226,7 @@ mod tests {
         visit(&mut survey, 3, false);
         visit(&mut survey, 4, false);
         assert!(survey.is_volatile(&Config::default()));
-        // From a digest that cannot be compared to another one.
+        // From a digest that we can't compare to another one.
         let before = (survey.revisited, survey.changed);
         visit(&mut survey, 5, false);
         assert_eq!((survey.revisited, survey.changed), before);

@@ -1,7 +1,7 @@
-//! The table of regions, each in a numbered slot that entries of the index point to.
+//! The table of regions. Entries of the index point to their numbered slots.
 //!
-//! A very large mapping is judged in blocks, each a region of its own: the guest memory of a virtual machine has parts
-//! that are worth merging and parts that are not.
+//! We judge a very large mapping in blocks, each a region of its own: some parts of a virtual machine's guest memory
+//! are worth merging and others aren't.
 
 use crate::host::RegionView;
 use crate::index::{REGION_PAGES_MAX, SLOTS_MAX};
@@ -10,19 +10,19 @@ use crate::region::Region;
 use crate::units::{BLOCK_PAGES, Pages, Vpn, index};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The block size of mappings that are not cut: the whole address space.
+/// The block size of mappings that we don't cut: the whole address space.
 const WHOLE_BITS: u32 = 52;
-/// The most blocks of one mapping; the blocks of larger mappings are larger.
+/// The most blocks of one mapping. Larger mappings get larger blocks.
 const BLOCKS_MAX: u64 = 256;
 
-/// A block of the address space: the power of two that is its size in pages, and its number.
+/// A block of the address space: log2 of its size in pages, and its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Block {
     bits: u32,
     number: u64,
 }
 
-/// The regions under judgement, by slot.
+/// The regions by slot.
 #[derive(Debug, Default)]
 pub struct RegionTable {
     regions: Vec<Option<Region>>,
@@ -36,17 +36,14 @@ pub struct RegionTable {
 }
 
 impl RegionTable {
-    /// All regions, by slot.
     pub fn iter(&self) -> impl Iterator<Item = &Region> {
         self.regions.iter().flatten()
     }
 
-    /// All regions, by slot.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Region> {
         self.regions.iter_mut().flatten()
     }
 
-    /// All regions with their slots.
     pub fn numbered_mut(&mut self) -> impl Iterator<Item = (u32, &mut Region)> {
         (0..).zip(&mut self.regions).filter_map(|(slot, region)| Some((slot, region.as_mut()?)))
     }
@@ -65,8 +62,8 @@ impl RegionTable {
         self.by_key.get(&(key, Block { bits, number: page.0 >> bits })).copied()
     }
 
-    /// Adopts the host's latest view of all mappings: updates known regions, creates others with `new`, and returns
-    /// those that have ended.
+    /// Adopts the host's latest view of all mappings: updates known regions, creates others with `new`, and returns the
+    /// ones that have ended.
     pub fn update(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
         let mut missing: BTreeSet<_> = self.by_key.keys().copied().collect();
         let mut ended = Vec::new();
@@ -99,7 +96,7 @@ impl RegionTable {
         ended
     }
 
-    /// Puts a region into an empty slot. Drops it if the index cannot point to any more slots.
+    /// Puts a region into an empty slot. Drops it if the index can't point to any more slots.
     fn put(&mut self, key: (RegionKey, Block), region: Region) {
         let slot = self.free.pop().or_else(|| {
             let slot = u32::try_from(self.regions.len()).ok().filter(|&slot| slot < SLOTS_MAX)?;
@@ -118,7 +115,7 @@ impl RegionTable {
         self.regions[index(slot)].take()
     }
 
-    /// Whether enough slots wait for a sweep of the index to be worth it.
+    /// Whether enough slots wait for a sweep of the index to make one worth it.
     pub fn wants_sweep(&self) -> bool {
         self.retired.len() > 64 + self.by_key.len() / 4
     }
@@ -129,7 +126,7 @@ impl RegionTable {
     }
 }
 
-/// The block size of a mapping with this number of pages, as a power of two.
+/// The block size for a mapping of this many pages, as a power of two.
 fn block_bits(pages: u64) -> u32 {
     if pages <= BLOCK_PAGES.0 {
         return WHOLE_BITS;
@@ -138,8 +135,8 @@ fn block_bits(pages: u64) -> u32 {
     size.next_power_of_two().trailing_zeros()
 }
 
-/// The blocks of a mapping. They lie at multiples of their size, so that they stay in place when the mapping grows. The
-/// numbers of resident and marked pages are known for the whole only, and are divided by length.
+/// The blocks of a mapping. They start at multiples of their size, so they stay in place when the mapping grows. We
+/// only know the mapping's total of resident and marked pages, and divide it by length.
 fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)> {
     let end = view.first.0 + view.pages.0;
     (view.first.0 >> bits..=(end - 1) >> bits).map(move |number| {
@@ -230,7 +227,7 @@ mod tests {
         assert_eq!(update(&mut table, &[view(1, 1_000, 33)]), 1);
     }
 
-    /// Regions that come and go for longer than there are keys: one that stays keeps its own, and slots are used again.
+    /// Regions come and go for longer than there are keys. One that stays keeps its key, and slots are reused.
     #[test]
     fn keys_and_slots_last_through_any_churn() {
         const LIVE: usize = 200;

@@ -1,4 +1,4 @@
-//! What a region's process does with its pages, as far as it shows from outside.
+//! What a region's process does with its pages, as far as we can tell from outside.
 
 use crate::keys::RegionKey;
 use crate::marking::cow_breaks::CowBreaks;
@@ -6,35 +6,35 @@ use crate::region::hold::LEAVE_NS;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 
-/// How long writes to merged pages are remembered, nanoseconds: as long as COW-broken regions are left alone.
+/// How long we remember writes to merged pages, nanoseconds: as long as we leave COW-broken regions alone.
 const WRITTEN_NS: u64 = LEAVE_NS;
 
-/// The use of one region.
 #[derive(Clone, Debug, Default)]
 pub struct Usage {
     /// What became of its merged pages.
     pub cow_breaks: CowBreaks,
-    /// Whether it is known which pages are active. Later reads show nothing: being read makes a page active.
+    /// Whether we know which pages are active. Later reads show nothing, because our reading makes a page active.
     pub activity_known: bool,
-    /// Pages that were active when they were first read.
+    /// Pages that were active when we first read them.
     pub active: PageSet,
-    /// Pages that were merged on request, as far as is known.
+    /// Pages we merged on request, as far as we know.
     pub merged: PageSet,
-    /// Whether an earlier run may have merged more of them on request: the region has not been read whole since.
+    /// Whether an earlier run may have merged more of them on request: we haven't read the region whole since.
     pub merged_before: bool,
-    /// A region that has pages in common with this one, as far as is known.
+    /// A region that has pages in common with this one, as far as we know.
     pub partner: Option<RegionKey>,
-    /// Pages that were written after they had been merged on request, since the region was last read whole and within an hour. Many
-    /// get a new content then, so they are merged once more.
+    /// Pages that were written after we merged them on request, since we last read the region whole and within an hour.
+    /// Many get a new content then, so we merge them once more.
     written: PageSet,
-    /// Pages that were written again after that. They are not named again before the region is next read whole, or the hour ends.
+    /// Pages that were written again after that. We don't name them again before we next read the region whole, or the
+    /// hour ends.
     pub broken: PageSet,
     /// When that hour ends, nanoseconds.
     written_until_ns: u64,
 }
 
 impl Usage {
-    /// Records a page that is found not merged: if it was before, it has been written since.
+    /// Records that a page isn't merged. If it was before, its process has written it since.
     pub fn record_unmerged(&mut self, page: Vpn, now_ns: u64) {
         if now_ns >= self.written_until_ns && !self.written.is_empty() {
             self.forget_written();
@@ -64,7 +64,7 @@ pub struct PageSet {
 }
 
 impl PageSet {
-    /// Adds a page. Whether it was not there.
+    /// Adds a page and returns whether it's new.
     pub fn insert(&mut self, page: Vpn) -> bool {
         let bits = self.groups.entry(page.0 / 64).or_default();
         let is_new = *bits >> (page.0 % 64) & 1 == 0;
@@ -73,7 +73,7 @@ impl PageSet {
         is_new
     }
 
-    /// Removes a page. Whether it was there.
+    /// Removes a page and returns whether it was there.
     pub fn remove(&mut self, page: Vpn) -> bool {
         let Some(bits) = self.groups.get_mut(&(page.0 / 64)) else { return false };
         let bit = 1 << (page.0 % 64);
@@ -86,22 +86,18 @@ impl PageSet {
         was_there
     }
 
-    /// Whether a page is in it.
     pub fn contains(&self, page: Vpn) -> bool {
         self.groups.get(&(page.0 / 64)).is_some_and(|bits| bits >> (page.0 % 64) & 1 == 1)
     }
 
-    /// Whether no page is in it.
     pub fn is_empty(&self) -> bool {
         self.groups.is_empty()
     }
 
-    /// The number of pages in it.
     pub fn len(&self) -> Pages {
         self.len
     }
 
-    /// Removes all pages.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
