@@ -1,4 +1,4 @@
-//! What to mark and what to unmark.
+//! Decides what to mark and what to unmark.
 
 pub mod cow_breaks;
 pub mod extents;

@@ -1,35 +1,37 @@
-//! When ksmd scans.
+//! Decides when ksmd scans.
 //!
 //! A scan visits every marked page, and no page merges before its second visit: the first only stores a checksum
-//! (`cmp_and_merge_page`, mm/ksm.c, Linux 6.12). So newly marked memory is due two scans, and none after that: merged pages
-//! stay merged while ksmd rests. What changes later is due two more once samples show that they would pay. Exited processes
-//! are due one scan, because the kernel keeps their address spaces until ksmd visits them.
+//! (`cmp_and_merge_page`, mm/ksm.c, Linux 6.12). So newly marked memory needs two scans, and none after that: merged
+//! pages stay merged while ksmd rests. Later changes need two more once samples show that they'd pay. Exited processes
+//! need one scan, because the kernel keeps their address spaces until ksmd visits them.
 //!
-//! Small marked sets are scanned by kicks (one scan without pause), large ones in paced batches, because a kick cannot be
-//! aborted.
+//! We scan small marked sets by kicks (one scan without pause) and large ones in paced batches, because we can't abort
+//! a kick.
 
 use crate::governor::{Pace, period_ns, share_ns};
 use crate::host::{KsmView, ScanOrder};
 use crate::marking::profit::{NEW_PAGE_NS, OLD_PAGE_NS};
 use crate::units::{Pages, Permyriad};
 
-/// Exited processes wait to be reaped for this many times the CPU time of the scan, so that many share one: ksmd's records take only
-/// 64 bytes a page.
+/// Exited processes wait this many times the scan's CPU time to be reaped, so that many share one scan. Waiting is
+/// cheap: ksmd's records take only 64 bytes a page.
 const REAP_SHARE: u64 = 500;
 /// The shortest and the longest time that reaping waits, nanoseconds.
 const REAP_AFTER_NS: u64 = 700_000_000;
 const REAP_AT_LATEST_NS: u64 = 300_000_000_000;
-/// The longest that a scan waits for the limits of cgroups to be read again, nanoseconds. Of many cgroups that may take longer.
+/// A scan waits at most this long for us to read cgroup limits again, nanoseconds. With many cgroups that may take
+/// longer.
 const LIMITS_NS: u64 = 10_000_000_000;
-/// The longest scan that is kicked, nanoseconds.
+/// The longest scan that we kick, nanoseconds.
 const KICK_NS_MAX: u64 = 3_000_000_000;
-/// Scans are kicked rather than paced from this share of a core, parts in 10,000.
+/// From this share of a core on we kick scans instead of pacing them, parts in 10,000.
 const KICK_SHARE: u32 = 9_000;
 /// The highest usual cost of a page, nanoseconds: ksmd merges a page that has no copy in its trees yet.
 const HIGHEST_PAGE_NS: u64 = 20_000;
-/// The cost of freeing ksmd's record of a page that is gone, nanoseconds.
+/// The cost of freeing ksmd's record of a page that's gone, nanoseconds.
 const EXITED_PAGE_NS: u64 = 100;
-/// A scan waits for marks that may follow, but no longer than this, or than it takes itself if that is longer, nanoseconds.
+/// A scan waits for marks that may follow, but at most this long, or as long as the scan takes if that's longer,
+/// nanoseconds.
 const SETTLE_NS: u64 = 4_000_000_000;
 /// A batch may take the governor's share of this time even if all its pages have the highest cost, nanoseconds.
 const BATCH_NS: u64 = 500_000_000;
@@ -41,11 +43,11 @@ struct ScanInProgress {
     saved: Pages,
     /// Whether it visits every page, without `smart_scan`.
     thorough: bool,
-    /// Whether it was kicked. A paced scan continues until it is ordered to rest.
+    /// Whether we kicked it. A paced scan continues until we order ksmd to rest.
     kicked: bool,
 }
 
-/// What an order depends on.
+/// Everything that an order depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct Inputs<'a> {
     /// The time, nanoseconds.
@@ -58,29 +60,28 @@ pub struct Inputs<'a> {
     pub marked: Pages,
     /// Whether no more marks are about to follow, so that one scan serves them all.
     pub settled: bool,
-    /// What may be used.
     pub pace: Pace,
-    /// CPU time that may be spent now, nanoseconds.
+    /// CPU time that we may spend now, nanoseconds.
     pub room_ns: u64,
-    /// Whether nothing may be merged now: no scan begins, and one in batches stands still.
+    /// Whether nothing may be merged now: no scan begins, and one in batches pauses.
     pub hold: bool,
-    /// When it was last known below which limits there is headroom, nanoseconds. `None`: there are no limits.
+    /// When we last read the limits, and so knew where there's headroom, nanoseconds. `None`: there are no limits.
     pub limits_read_ns: Option<u64>,
 }
 
-/// The scans that marked memory is due, and the scan in progress.
+/// The scans that marked memory still needs, and the scan in progress.
 #[derive(Clone, Debug, Default)]
 pub struct ScanScheduler {
     due: u32,
-    /// Since when a scan that is due waits for marks that may follow.
+    /// Since when a due scan has been waiting for marks that may follow.
     ready_since_ns: Option<u64>,
-    /// Resident pages that ksmd has not visited twice yet.
+    /// Resident pages that ksmd hasn't visited twice yet.
     unvisited: Pages,
     /// Whether the next scans must visit every page.
     thorough: bool,
     scan_in_progress: Option<ScanInProgress>,
-    /// Merged pages of exited processes that KSM's counters still contain: those that wait to be reaped, since when, and those that
-    /// the scan in progress reaps.
+    /// Merged pages of exited processes that KSM's counters still contain: how many wait to be reaped, since when, and
+    /// how many the scan in progress reaps.
     exited: Pages,
     reap_since_ns: Option<u64>,
     reaping: Pages,
@@ -89,12 +90,12 @@ pub struct ScanScheduler {
     merged: Pages,
     completed: u64,
     ended_ns: u64,
-    /// Whether ksmd stands between two scans, because the last one was kicked.
+    /// Whether ksmd stands between two scans, because we kicked the last one.
     between_scans: bool,
-    /// The last order, which is repeated only if it changes.
+    /// The last order. We only send a new one if it differs.
     last_order: ScanOrder,
-    /// The cost of a page during a scan, for pacing, nanoseconds, and the counters (pages scanned, CPU time) it was
-    /// derived from.
+    /// The cost of a page during a scan, for pacing, nanoseconds, and the counters (pages scanned, CPU time) that we
+    /// derived it from.
     page_ns: u64,
     counters: (u64, u64),
 }
@@ -107,42 +108,41 @@ impl ScanScheduler {
                 self.merged = Pages(0);
             }
             self.unvisited += resident;
-            // A scan in progress has passed some of the new pages already, so it does not count.
+            // A scan in progress has already passed some of the new pages, so it doesn't count.
             self.due = if self.scan_in_progress.is_some() { 3 } else { 2 };
         }
     }
 
-    /// Requests two scans that visit every page: `resident` pages that ksmd has visited often have become worth merging. After
-    /// four visits without a merge, `smart_scan` skips a page in up to eight scans, even if its content has changed
-    /// (`should_skip_rmap_item`, mm/ksm.c, Linux 6.12).
+    /// Requests two scans that visit every page: `resident` pages that ksmd has visited often have become worth
+    /// merging. After four visits without a merge, `smart_scan` skips a page in up to eight scans, even if its content
+    /// has changed (`should_skip_rmap_item`, mm/ksm.c, Linux 6.12).
     pub fn request_thorough(&mut self, resident: Pages) {
         self.request(resident);
         self.thorough = true;
     }
 
-    /// Requests a scan to reap marked memory that is gone, with its process or without. About `merged` pages of it were merged.
+    /// Requests a scan to reap marked memory that's gone, with its process or without. About `merged` pages of it were
+    /// merged.
     pub fn request_reaping(&mut self, merged: Pages, now_ns: u64) {
         self.exited += merged;
         self.reap_since_ns.get_or_insert(now_ns);
     }
 
-    /// About how many pages KSM counts as merged that are gone. It counts them until ksmd passes (`remove_rmap_item_from_tree`,
-    /// mm/ksm.c, Linux 6.12).
+    /// Roughly how many of the pages that KSM counts as merged are gone. It counts them until ksmd passes
+    /// (`remove_rmap_item_from_tree`, mm/ksm.c, Linux 6.12).
     pub fn exited(&self) -> Pages {
         self.exited + self.reaping
     }
 
-    /// Whether a scan is in progress or due.
     pub fn is_busy(&self) -> bool {
         self.scan_in_progress.is_some() || self.due > 0
     }
 
-    /// Whether what is marked now will be visited twice.
+    /// Whether ksmd will visit pages twice that we mark now.
     pub fn visits_twice(&self) -> bool {
         self.due >= 2
     }
 
-    /// Whether the scan in progress visits every page.
     pub fn is_thorough(&self) -> bool {
         self.scan_in_progress.is_some_and(|scan| scan.thorough)
     }
@@ -152,22 +152,21 @@ impl ScanScheduler {
         self.thorough
     }
 
-    /// Whether two scans are about to start, so that whatever is marked now gets both.
+    /// Whether two scans are about to start, so that pages we mark now get both.
     pub fn starts_two_scans(&self) -> bool {
         self.scan_in_progress.is_none() && self.visits_twice()
     }
 
-    /// The number of completed scans.
     pub fn scans(&self) -> u64 {
         self.completed
     }
 
-    /// The number of pages that the last completed scan merged.
+    /// Pages merged by the last completed scan.
     pub fn last_merged(&self) -> Pages {
         self.last_merged
     }
 
-    /// The number of pages that the scans since ksmd last had nothing to do have merged.
+    /// Pages merged by all scans since ksmd last had nothing to do.
     pub fn merged(&self) -> Pages {
         self.merged
     }
@@ -189,7 +188,7 @@ impl ScanScheduler {
         order
     }
 
-    /// The order while the judgement is paused: a scan in progress ends as soon as it can.
+    /// The order while we're paused: a scan in progress ends as soon as it can.
     pub fn suspend(&mut self, ksm: &KsmView) -> ScanOrder {
         if !ksm.ours || matches!(self.last_order, ScanOrder::Keep | ScanOrder::Rest) {
             return ScanOrder::Keep;
@@ -202,7 +201,7 @@ impl ScanScheduler {
         let Inputs { now_ns, ksm, .. } = *inputs;
         self.measure(inputs);
         if !ksm.ours {
-            // What is due stays due until KSM is ours, and nothing is in progress.
+            // Due scans stay due until KSM is ours, and nothing is in progress.
             self.scan_in_progress = None;
             return ScanOrder::Keep;
         }
@@ -239,7 +238,7 @@ impl ScanScheduler {
             return ScanOrder::Keep;
         }
         if !kicked && !self.between_scans && !continues {
-            // The rest of a scan that began earlier does not visit all marked pages.
+            // The rest of a scan that began earlier doesn't visit all marked pages.
             self.due += 1;
         }
         self.between_scans = kicked;
@@ -252,14 +251,15 @@ impl ScanScheduler {
         if kicked { ScanOrder::Kick { thorough } } else { self.pace(inputs) }
     }
 
-    /// Whether the limits of cgroups were not read since the last scan. A page that was written before or during that scan is not merged
-    /// before the next one, so a cgroup without headroom for it is found in time.
+    /// Whether we haven't read the cgroup limits since the last scan. A page written before or during that scan isn't
+    /// merged before the next one, so we find a cgroup without headroom for it in time.
     fn waits_for_limits(&self, inputs: &Inputs<'_>) -> bool {
         let is_known = inputs.limits_read_ns.is_none_or(|read_ns| read_ns >= self.ended_ns);
         self.completed > 0 && !is_known && inputs.now_ns < self.ended_ns + LIMITS_NS
     }
 
-    /// Batches so small that even pages of the highest cost do not exceed the share, and sleeps by the recent cost of pages.
+    /// Chooses batches so small that even pages of the highest cost don't exceed the share, and sleeps by the recent
+    /// cost of pages.
     fn pace(&mut self, inputs: &Inputs<'_>) -> ScanOrder {
         let share = u64::from(inputs.pace.top.0).clamp(1, 9_900);
         let batch_ns = share_ns(BATCH_NS, Permyriad(inputs.pace.top.0.clamp(1, 9_900)));
@@ -268,7 +268,7 @@ impl ScanScheduler {
         }
         let pages = (batch_ns / HIGHEST_PAGE_NS).max(32);
         let sleep_ms = (pages * self.page_ns / share * (10_000 - share) / 1_000_000).clamp(1, 60_000);
-        // A sleep that differs by less than a third is not worth an order.
+        // If the sleep differs by less than a third, it's not worth an order.
         let sleep_ms = match self.last_order {
             ScanOrder::Pace { sleep_ms: last, .. } if u64::from(last).abs_diff(sleep_ms) * 3 <= sleep_ms => last,
             _ => u32::try_from(sleep_ms).unwrap_or(u32::MAX),
@@ -451,7 +451,7 @@ mod tests {
         for merged in [[0, 900, 10], [5, 60, 700]] {
             fixture.scheduler.request(Pages(1000));
             assert_eq!((fixture.order(true), fixture.scheduler.merged()), (ScanOrder::KICK, Pages(0)));
-            // What is marked during a scan gets two more: the last one merges little of what was marked before.
+            // Pages marked during a scan get two more: the last one merges few of the pages marked before.
             fixture.scheduler.request(Pages(10));
             for pages in merged {
                 fixture.finish_scan(pages);

@@ -1,8 +1,8 @@
-//! Which pages are merged with which, where the kernel merges pages on request.
+//! Decides which pages to merge with which, where the kernel merges pages on request.
 //!
-//! A page that was read and whose content the index knows from another page makes a pair with it. Both must be in regions
-//! that have been found worth reading whole: old enough, not volatile, and not left alone. The pairs of a cycle are named at
-//! its end, in ranges. The kernel compares each pair once, so nothing but these pages is visited, and nothing is searched.
+//! When we read a page and the index knows its content from another page, the two make a pair. Both must be in regions
+//! that were worth reading whole: old enough, not volatile, and not left alone. At the end of a cycle we name its
+//! pairs, in ranges. The kernel compares each pair once, so it visits nothing but these pages and searches nothing.
 
 use crate::hash::Digest;
 use crate::host::{Keep, MergeRange, MergeResult, Merging, PageRun};
@@ -12,20 +12,21 @@ use crate::region::table::RegionTable;
 use crate::units::Vpn;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// After this many pages another page is kept for a content: KSM's default `max_page_sharing` is 256.
+/// After this many pages we keep another page for a content: KSM's default `max_page_sharing` is 256.
 const SHARERS_MOST: u16 = 255;
-/// Kept pages of which the sharers are counted. If there are more, counting begins anew; the kernel says which are full.
+/// We count sharers for at most this many kept pages. Beyond that we start counting anew, and the kernel tells us which
+/// pages are full.
 const COUNTED_MOST: usize = 1 << 16;
 
-/// If so many pages differ, and none is equal, it is no accident.
+/// If this many pages differ and none is equal, that's no accident.
 const DIFFERING_MIN: u64 = 1024;
 
-/// The most contents that are remembered because merged pages may have been left behind. If there are more, all are forgotten.
+/// We remember at most this many contents of merged pages that we may have left behind. Beyond that we forget them all.
 const LEFT_MOST: usize = 1 << 20;
 
 type Page = (RegionKey, Vpn);
 
-/// A page, and the one that it is equal to.
+/// A page, and the page that it's equal to.
 #[derive(Clone, Copy, Debug)]
 struct Pair {
     take: Page,
@@ -40,26 +41,25 @@ struct Pair {
 #[derive(Debug, Default)]
 pub struct Requests {
     pairs: Vec<Pair>,
-    /// The pages that are kept in them.
+    /// The pages that they keep.
     kept: FxHashSet<Location>,
-    /// The pages named so far for each kept page.
+    /// How many pages we've named so far for each kept page.
     sharers: FxHashMap<Location, u16>,
-    /// Contents for which another page is kept than before, as 32 bits of their digests: the one before was written, or is gone. Pages
-    /// that were merged with it are merged with that other one when they're next read. We can't tell when the last one was, so a
-    /// content is forgotten once all pages have been sampled about once more.
+    /// Contents for which we now keep another page, because the old one was written or is gone, as 32 bits of their
+    /// digests. Pages merged with the old one get merged with the new one when we next read them. We can't tell which
+    /// is the last, so we forget a content once we've sampled all pages about once more.
     left_behind: FxHashSet<u32>,
     left_behind_before: FxHashSet<u32>,
-    /// Those of them of which no two pages have been found to be one since.
+    /// Contents where two pages have differed and no two have turned out to be one since.
     differing: FxHashSet<u32>,
 }
 
 impl Requests {
-    /// Names a page of zeros.
     pub fn add_zero(&mut self, take: Page, location: Location) {
         self.pairs.push(Pair { take, location, keep: None, digest: Digest::ZERO });
     }
 
-    /// Names a page to be merged with the one that is kept for its content. False if that one has as many sharers as it may
+    /// Asks to merge a page with the one kept for its content. False if that one already has all the sharers it may
     /// have.
     pub fn add(&mut self, (take, location): (Page, Location), (keep, kept): (Page, Location), digest: Digest) -> bool {
         if self.sharers.len() >= COUNTED_MOST {
@@ -75,7 +75,7 @@ impl Requests {
         has_room
     }
 
-    /// Records that another page is kept for a content, because the one before no longer has it.
+    /// Records that we keep another page for a content, because the old one no longer has it.
     pub fn leave_behind(&mut self, digest: Digest) {
         if self.left_behind.len() >= LEFT_MOST {
             self.left_behind.clear();
@@ -90,23 +90,23 @@ impl Requests {
         self.differing.insert(digest.fingerprint());
     }
 
-    /// All pages have been sampled about once since the last call.
+    /// We've sampled all pages about once since the last call.
     pub fn age(&mut self) {
         self.left_behind_before = std::mem::take(&mut self.left_behind);
     }
 
-    /// Whether pages that are merged, and have this content, may have been left behind.
+    /// Whether we may have left merged pages with this content behind.
     pub fn is_left_behind(&self, digest: Digest) -> bool {
         let content = digest.fingerprint();
         self.left_behind.contains(&content) || self.left_behind_before.contains(&content)
     }
 
-    /// Whether a page is kept in one of the pairs.
+    /// Whether one of the pairs keeps this page.
     pub fn is_kept(&self, page: Location) -> bool {
         self.kept.contains(&page)
     }
 
-    /// The ranges to merge, in the order of the pages that are replaced.
+    /// The ranges to merge, sorted by the pages they replace.
     pub fn ranges(&mut self) -> Vec<MergeRange> {
         self.pairs.sort_unstable_by_key(|pair| pair.take);
         self.pairs.dedup_by_key(|pair| pair.take);
@@ -120,15 +120,16 @@ impl Requests {
         ranges
     }
 
-    /// Forgets the pairs of the cycle: they are not to be merged.
+    /// Drops the cycle's pairs without merging them.
     pub fn clear(&mut self) {
         self.pairs.clear();
         self.kept.clear();
     }
 
-    /// Records what came of the ranges. A page that could not be merged with the one kept for its content is kept instead. Calls
-    /// `differs` with the digest of each page that differs from the one kept for it. Returns the number of pages that were spared that
-    /// comparison: the host tries no more if all pages differ, and from the digests the rest would have, too.
+    /// Records the outcome of the ranges. If a page couldn't be merged with the one kept for its content, we keep it
+    /// instead. Calls `differs` with the digest of each page that differs from its kept page. Returns how many pages
+    /// were spared that comparison: if all pages differ, the host stops trying, and by their digests the rest would
+    /// have differed, too.
     pub fn record(
         &mut self,
         results: &[MergeResult],
@@ -165,7 +166,8 @@ impl Requests {
                     Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {
                         if let Some(Pair { digest, location, .. }) = pair() {
                             index.point_to(digest, location);
-                            // The one kept for it may just have been written since. It has happened twice: that is no accident.
+                            // One mismatch may only mean that the kept page was just written. Two in a row mean that
+                            // the digests collide.
                             let differs_again =
                                 *merging == Merging::Differs && self.differing.contains(&digest.fingerprint());
                             if matches!(merging, Merging::Differs | Merging::Absent) {
@@ -173,7 +175,7 @@ impl Requests {
                                 self.note_difference(digest);
                             }
                             if differs_again {
-                                // The domain is in it twice then, and so is not.
+                                // In the pair's digest the domain is mixed in once. Applying it again takes it out.
                                 differs(
                                     table.get(location.slot).map_or(digest, |own| digest.in_domain(own.view.domain)),
                                 );
@@ -209,7 +211,7 @@ fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
     continues
 }
 
-/// Records that a page is merged, with one of the region `partner` unless it is the zero page.
+/// Records that a page is merged with one of the region `partner`, or with the zero page.
 fn set_merged(table: &mut RegionTable, (region, page): Page, partner: Option<RegionKey>) {
     if let Some(region) = table.find(region, page).and_then(|slot| table.get_mut(slot)) {
         region.usage.merged.insert(page);
@@ -228,7 +230,7 @@ mod tests {
         Location { slot: 0, offset: u32::try_from(page).unwrap() }
     }
 
-    /// Page `take` of region 1 is to be merged with page `keep` of region 2.
+    /// Merges page `take` of region 1 with page `keep` of region 2.
     fn requests(pairs: &[(u64, Option<u64>)]) -> Requests {
         let mut requests = Requests::default();
         for &(take, keep) in pairs {

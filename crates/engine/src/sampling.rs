@@ -1,6 +1,6 @@
-//! What to read: the ladder of levels that regions climb, and what their samples say.
+//! Decides what to read: the ladder of levels that regions climb, and estimates from their samples.
 //!
-//! [`census`] is for `pagefold scan`, which samples once and does not return.
+//! [`census`] is for `pagefold scan`, which samples once and never again.
 
 pub mod census;
 pub mod estimate;

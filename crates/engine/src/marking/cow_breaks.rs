@@ -1,30 +1,30 @@
-//! COW-broken pages, detected without a hook in the page fault: merged pages that are no longer merged at a later
-//! visit.
+//! Finds COW-broken pages without a hook in the page fault: merged pages that aren't merged any more when we visit them
+//! again.
 //!
-//! UKSM compares the copy-on-write faults of a round with its merges (section 5.2), to find memory with merges that do
-//! not last because pages are written with the content they had: merged again, they would be broken again. So only such
-//! pages count here. A page that was written with another content is no longer a duplicate, or is one of another
-//! content, as when memory is freed and reused.
+//! UKSM compares a round's copy-on-write faults with its merges (section 5.2), to find memory where merges don't last
+//! because programs write the same content again: merge such a page again, and it breaks again. So we only count those
+//! pages. A page that gets another content isn't a duplicate any more, or becomes a duplicate of something else, as
+//! when a program frees and reuses memory.
 //!
-//! Rates are small: one page in five thousand per second undoes half of a region's merges within the hour. They are
-//! measured on single pages, spread over the region, which are visited repeatedly.
+//! Rates are small: one page in five thousand per second undoes half of a region's merges within the hour. We measure
+//! them on single pages all over the region, and visit these pages repeatedly.
 //!
-//! A break says something about its own page and about pages like it, not about the rest of the region: a program that
-//! rewrites its data again and again doesn't touch the zeros of the heap around it. So pages are judged in groups. Pages
-//! with the same content are one group wherever they are, since whoever fills memory with one content mostly rewrites all of
-//! it. All other pages of an extent are another.
+//! A break tells us about its own page and about pages like it, not about the rest of the region: a program that keeps
+//! rewriting its data doesn't touch the zeros of the heap around it. So we judge pages in groups. Pages with the same
+//! content form one group wherever they are, because a program that fills memory with one content mostly rewrites all
+//! of it. All other pages of an extent form another group.
 
 use crate::hash::Digest;
 use crate::units::{Permyriad, Vpn, whole};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 
-/// The most pages under observation in one region.
+/// We observe at most this many pages in one region.
 pub const PROBES_MAX: usize = 2_048;
-/// The number of breaks from which they are extrapolated.
+/// We extrapolate from this many breaks on.
 const BREAKS_MIN: u64 = 16;
-/// The number of observations that are kept after they have ended, so that new breaks replace old ones. A writer that hits a
-/// whole block at random must be seen in half of its extents.
+/// We keep this many ended observations, so new breaks replace old ones. If a program writes all over a block at
+/// random, we must see its writes in half of the block's extents.
 const ENDS_MAX: usize = 1_024;
 
 /// Observed breaks of a region's merged pages.
@@ -32,22 +32,22 @@ const ENDS_MAX: usize = 1_024;
 pub struct CowBreaks {
     /// Pages under observation.
     probes: BTreeMap<Vpn, Probe>,
-    /// The page from which the next one to visit is looked up.
+    /// We look up the next page to visit from here.
     next: Vpn,
-    /// The last observations that have ended, because the page is no longer merged.
+    /// The last observations that ended, because the page isn't merged any more.
     ends: VecDeque<End>,
-    /// Nothing before this time counts, nanoseconds: ends from then on are known.
+    /// We only count from this time on, nanoseconds: from here on we still have the ends.
     since_ns: u64,
-    /// The COW-broken ratio when it was last worked out.
+    /// The COW-broken ratio when we last computed it.
     pub ratio: Permyriad,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Probe {
-    /// When it was first found merged with this content, and when last, nanoseconds.
+    /// When we first found it merged with this content, and when last, nanoseconds.
     first_ns: u64,
     last_ns: u64,
-    /// 32 bits of the digest of its content at that time, which are enough to detect a change.
+    /// 32 bits of its content's digest, enough to notice a change.
     fingerprint: u32,
 }
 
@@ -59,12 +59,12 @@ struct End {
     at_ns: u64,
     /// How long the page had stayed merged, nanoseconds.
     merged_ns: u64,
-    /// Whether it holds the same content as before and could be merged again.
+    /// Whether the page has the same content as before, so that we could merge it again.
     rewritten: bool,
 }
 
 impl CowBreaks {
-    /// Records a page that is merged.
+    /// Records a merged page.
     pub fn record_merged(&mut self, page: Vpn, now_ns: u64, digest: Digest) {
         let found = Probe { first_ns: now_ns, last_ns: now_ns, fingerprint: digest.fingerprint() };
         if let Some(probe) = self.probes.get_mut(&page) {
@@ -78,10 +78,10 @@ impl CowBreaks {
         }
     }
 
-    /// Records a page that is not merged, with its digest if it is a duplicate.
+    /// Records an unmerged page, with its digest if it's a duplicate.
     pub fn record_unmerged(&mut self, page: Vpn, now_ns: u64, duplicate: Option<Digest>) {
         let Some(probe) = self.probes.remove(&page) else { return };
-        // It was written at some time since the last visit.
+        // Its program wrote it at some time since our last visit.
         let written_ns = probe.last_ns.midpoint(now_ns);
         if self.ends.len() >= ENDS_MAX {
             self.since_ns = self.ends.pop_front().map_or(0, |oldest| oldest.at_ns);
@@ -95,12 +95,12 @@ impl CowBreaks {
         });
     }
 
-    /// Whether more pages can be put under observation.
+    /// Whether we can observe more pages.
     pub fn has_room(&self) -> bool {
         self.probes.len() < PROBES_MAX
     }
 
-    /// The next page under observation to visit. Each is visited once before any is visited twice.
+    /// The next observed page to visit. We visit each page once before we visit any twice.
     pub fn next_visit(&mut self) -> Option<Vpn> {
         let after = self.probes.range(self.next..).next().or_else(|| self.probes.iter().next());
         let page = *after?.0;
@@ -108,14 +108,14 @@ impl CowBreaks {
         Some(page)
     }
 
-    /// Whether any page was written with the content that it had.
+    /// Whether a program wrote any page with its old content.
     pub fn any(&self) -> bool {
         self.ends.iter().any(|end| end.rewritten)
     }
 
-    /// How long pages have stayed merged and how often they were rewritten, by group.
+    /// How long pages stayed merged and how often programs rewrote them, by group.
     pub fn tally(&self) -> BreakTally {
-        // The page that has a content, or none if several have it.
+        // The only page with a content, or none if several have it.
         let mut only_page: FxHashMap<u32, Option<Vpn>> = FxHashMap::default();
         let probed = self.probes.iter().map(|(&page, probe)| (page, probe.fingerprint));
         for (page, fingerprint) in probed.chain(self.ends.iter().map(|end| (end.page, end.fingerprint))) {
@@ -139,7 +139,7 @@ impl CowBreaks {
         tally
     }
 
-    /// Ends the observation of all pages, which are no longer merged. The breaks still count.
+    /// Stops observing all pages, because they aren't merged any more. Their breaks still count.
     pub fn forget_pages(&mut self) {
         self.probes.clear();
     }
@@ -150,26 +150,26 @@ impl CowBreaks {
 enum Group {
     /// Pages with the same content, by its fingerprint.
     Content(u32),
-    /// Pages of an extent whose contents are on no other page observed.
+    /// Pages of an extent with contents that we observe on no other page.
     Extent(u64),
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct GroupTally {
-    /// The time that pages have stayed merged, page seconds.
+    /// The time that pages stayed merged, page seconds.
     merged_s: f64,
-    /// How many were written with the content that they had.
+    /// How many pages were written with their old content.
     rewritten: u64,
 }
 
-/// Breaks and the time that pages have stayed merged, by group.
+/// Breaks and the time that pages stayed merged, by group.
 #[derive(Clone, Debug, Default)]
 pub struct BreakTally {
     groups: FxHashMap<Group, GroupTally>,
 }
 
 impl BreakTally {
-    /// Adds the breaks of another region: the blocks of one mapping are judged together, too.
+    /// Adds another region's breaks: we judge the blocks of one mapping together as well.
     pub fn add(&mut self, other: &Self) {
         for (&group, tally) in &other.groups {
             let sum = self.groups.entry(group).or_default();
@@ -178,7 +178,7 @@ impl BreakTally {
         }
     }
 
-    /// The COW-broken ratio: the share of merged pages that would be written with their own content within
+    /// The COW-broken ratio: the share of merged pages that programs would write with their old content within
     /// `horizon_ns`. Each break stands for one page of its group that doesn't stay merged that long.
     pub fn ratio(&self, horizon_ns: u64) -> Permyriad {
         let rewritten: u64 = self.groups.values().map(|group| group.rewritten).sum();
@@ -217,14 +217,15 @@ mod tests {
         Digest((100 + page.0) << 16)
     }
 
-    /// The state in which a page is found.
+    /// How we find a page.
     #[derive(Clone, Copy)]
     enum Found {
         Merged(Digest),
         Unmerged(Option<Digest>),
     }
 
-    /// Visits a thousand pages, spread over 125 extents, every ten seconds. The pages are given by their number.
+    /// Visits a thousand pages, spread over 125 extents, every ten seconds. `found` gets the round and the page's
+    /// number.
     fn observe(rounds: u64, found: impl Fn(u64, u64, Vpn) -> Found) -> CowBreaks {
         let mut breaks = CowBreaks::default();
         for round in 0..rounds {
@@ -268,7 +269,7 @@ mod tests {
 
     #[test]
     fn breaks_say_nothing_about_pages_of_another_content_elsewhere() {
-        // The first 200 pages, of 25 extents, are rewritten all the time. The others are zeros.
+        // The first 200 pages, in 25 extents, are rewritten all the time. The others are zeros.
         let beside_zeros = observe(50, |round, number, page| match round % 2 {
             1 if number < 200 => Found::Unmerged(Some(own(page))),
             _ if number < 200 => Found::Merged(own(page)),
@@ -276,7 +277,7 @@ mod tests {
         });
         let share = ratio(&beside_zeros, 1_000);
         assert!((500..2_000).contains(&share.0), "{share}");
-        // Nor about other data.
+        // They say nothing about other data either.
         let beside_data = observe(50, |round, number, page| match round % 2 {
             1 if number < 200 => Found::Unmerged(Some(own(page))),
             _ => Found::Merged(own(page)),
@@ -287,7 +288,7 @@ mod tests {
 
     #[test]
     fn pages_of_one_content_are_judged_together() {
-        // A writer that has only come through the first eighth of one content.
+        // The writer has only got through the first eighth of one content.
         let breaks = observe(20, |round, number, page| match round {
             1.. if number / 6 == round => Found::Unmerged(Some(SAME)),
             _ if number < 900 => Found::Merged(SAME),

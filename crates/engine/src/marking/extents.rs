@@ -1,16 +1,16 @@
-//! Which spans of a region are worth marking, by the density of its duplicates.
+//! Picks the spans of a region that are worth marking, by the density of duplicates.
 //!
-//! Every marked page costs ksmd CPU time at each scan. In real programs duplicates come in short runs but in uniformly
-//! dense 2 MiB extents, so the density of an extent decides: at least half of its pages, or 65 % if it holds huge
-//! pages, which a merge splits.
+//! Every marked page costs ksmd CPU time in each scan. Real programs have their duplicates in short runs, but in
+//! uniformly dense 2 MiB extents. So we go by an extent's density: at least half of its pages, or 65 % if it holds huge
+//! pages, because merging splits those.
 //!
-//! Marking a part of a mapping splits it, and then mremap(2) on all of it can fail. So all but the largest mappings are
-//! marked whole or not at all, by their density overall.
+//! Marking part of a mapping splits it, and then mremap(2) on the whole mapping can fail. So we mark all but the
+//! largest mappings whole or not at all, by their overall density.
 
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 use std::collections::BTreeMap;
 
-/// The pages found in one 2 MiB-aligned extent of a region.
+/// Pages found in one 2 MiB-aligned extent of a region.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
     /// Pages that hold memory: private, merged or shared.
@@ -21,7 +21,7 @@ pub struct Extent {
     pub huge: u16,
 }
 
-/// How dense an extent must be to be marked.
+/// How dense an extent must be for us to mark it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Density {
     /// The duplicate share of the resident pages.
@@ -45,7 +45,6 @@ impl Default for Density {
 }
 
 impl Extent {
-    /// Whether the extent is worth marking.
     pub fn is_dense(&self, density: Density) -> bool {
         self.duplicate > 0 && Permyriad::of(self.duplicate.into(), self.resident.into()) >= self.needed(density)
     }
@@ -55,15 +54,14 @@ impl Extent {
     }
 }
 
-/// The extents of a region of which a page has been read, by extent number ([`Vpn::extent`]).
+/// The extents of a region, by extent number ([`Vpn::extent`]), once we've read a page in them.
 pub type Extents = BTreeMap<u64, Extent>;
 
-/// A range of pages of one region to mark, and the pages found in it.
+/// A range of pages that we may mark in one region, and the pages found in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// The first page.
     pub first: Vpn,
-    /// The length, in pages of address space.
+    /// The length in pages of address space.
     pub pages: Pages,
     /// The number of resident pages in it.
     pub resident: Pages,
@@ -71,10 +69,10 @@ pub struct Candidate {
     pub duplicate: Pages,
 }
 
-/// Which regions may be marked in part.
+/// Which regions we may mark in part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SplitRule {
-    /// The length above which a region may be marked in part.
+    /// We may mark regions longer than this in part.
     pub above: Pages,
     /// The most spans in a region.
     pub spans: usize,
@@ -82,9 +80,9 @@ pub struct SplitRule {
 
 /// The spans of `extents` worth marking within the region `first .. first + pages`.
 ///
-/// A region that may not be marked in part is one span if its extents together are dense. One that may is one span if
+/// If we may not mark the region in part, it's one span if its extents are dense together. If we may, it's one span if
 /// three quarters of its resident pages lie in dense extents and no sparse extent holds huge pages. Otherwise each run
-/// of dense extents is a span; spans are joined over their gaps until `split` allows their number.
+/// of dense extents is a span, and we join spans over their gaps until `split` allows their number.
 pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, split: SplitRule) -> Vec<Candidate> {
     let end = first + pages.0;
     let sum = |low: u64, high: u64| {
@@ -133,7 +131,7 @@ pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density,
         .collect()
 }
 
-/// The beginning of a span, as many whole extents of it as fit into `most` pages. `None` if not even one does.
+/// The beginning of a span: as many of its whole extents as fit into `most` pages. `None` if not even one fits.
 pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Candidate> {
     if span.pages <= most {
         return Some(*span);
@@ -156,7 +154,7 @@ mod tests {
     use crate::units::count;
     use proptest::prelude::*;
 
-    /// Allows marking regions in part that are longer than two extents.
+    /// Allows marking regions longer than two extents in part.
     fn split(spans: usize) -> SplitRule {
         SplitRule { above: Pages(2 * EXTENT_PAGES), spans }
     }
@@ -205,7 +203,7 @@ mod tests {
         assert_eq!(of(&[512, 0, 512, 0]), all(Pages(1024)));
         assert_eq!(of(&[512, 0, 511, 0]), []);
         assert_eq!(of(&[0, 0, 0, 0]), []);
-        // If half of the extents hold huge pages, the density needed is the mean of both.
+        // If half of the extents hold huge pages, we need the mean of both densities.
         let mut mixed = extents(&[512, 512, 0, 150]);
         mixed.get_mut(&0).unwrap().huge = 512;
         mixed.get_mut(&3).unwrap().huge = 512;

@@ -1,8 +1,8 @@
-//! Lifetimes of regions: short-lived regions are not worth merging (UKSM sections 5.1 and 5.2).
+//! Lifetimes of regions: short-lived regions aren't worth merging (UKSM sections 5.1 and 5.2).
 //!
-//! A region that existed when the run began counts as old. One that appears during the run may be read whole at the age from which
-//! at least half of its family lived long enough for a merge to be worth it: at once if most of them do, later if only those do that
-//! outlive the others. Of an unknown family, it must first outlive some rounds.
+//! Regions that existed when the run began count as old. We may read a new region whole from the age where at least
+//! half of its family lived long enough for a merge to pay: right away if most do, later if only the ones that outlive
+//! the others do. If we don't know its family, it must first outlive some rounds.
 
 use crate::host::Mechanism;
 use crate::keys::FamilyKey;
@@ -10,11 +10,11 @@ use crate::learned::LearnedFamily;
 use std::collections::BTreeMap;
 
 const FAMILIES_MAX: usize = 4_096;
-/// The number of lives that are known of a family. Older ones are forgotten, because a family may change.
+/// We remember this many lives of a family. Older ones don't count, because a family may change.
 pub(crate) const LIVES: usize = 8;
 
-/// How long memory must stay merged for that to be worth it, nanoseconds. Merging on request takes microseconds a page; marks have to
-/// pay for scans and for stopping the process.
+/// How long memory must stay merged to be worth it, nanoseconds. Merging on request takes microseconds a page, but
+/// marks must pay for scans and for stopping the process.
 const fn worth_ns(mechanism: Mechanism) -> u64 {
     match mechanism {
         Mechanism::Ksmd => 8_000_000_000,
@@ -25,17 +25,16 @@ const fn worth_ns(mechanism: Mechanism) -> u64 {
 /// The lives of one family, nanoseconds.
 #[derive(Clone, Debug, Default)]
 struct Record {
-    /// The last ones that have ended, in any order.
+    /// The last lives that ended, in any order.
     ended: Vec<u64>,
     /// Which of them the next one replaces.
     next: usize,
-    /// The longest of those that have not ended, when the last one began.
+    /// The longest life that hadn't ended when the last region began.
     living: Option<u64>,
-    /// When the last of them began or ended.
+    /// When a region of the family last began or ended.
     last_ns: u64,
 }
 
-/// The lifetimes of families.
 #[derive(Clone, Debug, Default)]
 pub struct Lifetimes {
     families: BTreeMap<FamilyKey, Record>,
@@ -71,13 +70,13 @@ impl Lifetimes {
         record
     }
 
-    /// What is known, for another run.
+    /// Our knowledge, for another run.
     pub fn learned(&self) -> Vec<LearnedFamily> {
         let families = self.families.iter().filter(|(_, record)| !record.ended.is_empty());
         families.map(|(&family, record)| LearnedFamily { family, lives_ns: record.ended.clone() }).collect()
     }
 
-    /// Adopts what another run has learned about families.
+    /// Adopts another run's knowledge of families.
     pub fn adopt(&mut self, learned: &[LearnedFamily]) {
         for LearnedFamily { family, lives_ns } in learned.iter().take(FAMILIES_MAX) {
             let ended = lives_ns.iter().copied().take(LIVES).collect();
@@ -85,9 +84,9 @@ impl Lifetimes {
         }
     }
 
-    /// The age from which at least half of a family live long enough for a merge to be worth it, nanoseconds. `None` if nothing is
-    /// known of the family. What has outlived all others is expected to live as long again. The oldest living one counts as one more
-    /// life, once it is worth it.
+    /// The age from which at least half of a family live long enough for a merge to pay, nanoseconds. `None` if we know
+    /// nothing of the family. If a region outlives all others, we expect it to live as long again. The oldest living
+    /// region counts as one more life once it's old enough to be worth merging.
     pub fn worth_from_ns(&self, family: FamilyKey, mechanism: Mechanism) -> Option<u64> {
         let (record, worth_ns) = (self.families.get(&family)?, worth_ns(mechanism));
         let living = record.living.filter(|&age| age >= worth_ns);
@@ -132,7 +131,7 @@ mod tests {
             (&[5, 5], Some(8), Some(0)),
             (&[2, 2, 2], Some(8), Some(4)),
             (&[2], Some(8), Some(4)),
-            // Whoever outlives the short-lived ones lives long.
+            // A region that outlives the short-lived ones lives long.
             (&[1, 1, 1, 60], Some(1), Some(1)),
             (&[1, 60], Some(0), Some(0)),
             (&[3, 5, 6, 7, 7, 30], Some(7), Some(0)),

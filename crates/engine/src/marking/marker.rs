@@ -1,7 +1,7 @@
-//! What to mark, when, and what to unmark again.
+//! Decides what to mark, when, and what to unmark again.
 //!
-//! A ksmd scan walks everything that is marked, so marks wait for each other and one scan serves them all. Spans whose merges
-//! do not last are unmarked and left alone.
+//! A ksmd scan walks everything that's marked, so marks wait for each other and share one scan. We unmark spans where
+//! merges don't last, and leave them alone.
 
 use crate::config::{Config, Only};
 use crate::governor::Pace;
@@ -20,61 +20,62 @@ use crate::reserve::Step;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
 use std::collections::{BTreeMap, VecDeque};
 
-/// The longest that marks wait for other regions that are being read, nanoseconds.
+/// Marks wait at most this long for other regions that we're reading, nanoseconds.
 const HOLD_NS: u64 = 2_000_000_000;
-/// The first pause before ksmd is woken again for what has changed, nanoseconds. It doubles while scans bring little.
+/// The first pause before we wake ksmd again for changes, nanoseconds. It doubles while scans bring little.
 const REFRESH_NS: u64 = 10_000_000_000;
 /// The longest such pause, nanoseconds.
 const REFRESH_MAX_NS: u64 = 600_000_000_000;
-/// Unmarking that was not possible is tried again after this time, nanoseconds.
+/// If we can't unmark a span, we try again after this time, nanoseconds.
 const UNMARK_AGAIN_NS: u64 = 10_000_000_000;
-/// A target that could not be stopped is tried again after this time, nanoseconds.
+/// If we can't stop a target, we try again after this time, nanoseconds.
 const RETRY_NS: u64 = 1_000_000_000;
-/// Mappings from this length on are marked in part if there isn't headroom for all of it. Smaller ones are more often moved or grown by
-/// their programs, which a mapping that is split can't be.
+/// Without headroom for all of a mapping, we mark part of it if it's at least this long. Programs more often move or
+/// grow smaller ones, which fails once a mapping is split.
 pub(crate) const SPLIT_FROM: Pages = Pages(4 * EXTENT_PAGES);
-/// The number of pages in marked spans that must have become worth merging before ksmd is woken for them.
+/// We don't wake ksmd unless this many pages in marked spans have become worth merging.
 const REFRESH_MIN: u64 = 1_024;
 
 /// Decides on marks.
 #[derive(Clone, Debug, Default)]
 pub struct Marker {
     held_since_ns: Option<u64>,
-    /// What does not pay at the governor's price, and waits: thin extents, and marks that bring little.
+    /// Work that doesn't pay at the governor's price and waits: thin extents, and marks that bring little.
     thin: Wave,
     small: Wave,
-    /// The price at which extents were last thinned out, nanoseconds, and when the next region is old enough for it.
+    /// The price at which we last thinned out extents, nanoseconds, and when the next region is old enough for that.
     price_ns: u64,
     thin_at_ns: u64,
-    /// What each of the last marks adds to those marked before, by the start of the mark.
+    /// What each of the last marks adds to earlier ones, by the start of the mark.
     added: BTreeMap<(RegionKey, Vpn), Wave>,
-    /// Duplicates that the scans for the last marks should merge, also with pages that were marked before.
+    /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,
-    /// Spans to be unmarked, and when to continue with them.
+    /// Spans to unmark, and when to go on with them.
     unmarking: VecDeque<Change>,
     next_unmark_ns: u64,
     next_refresh_ns: u64,
-    /// When ksmd last started to visit all pages twice, and `KsmView::broken` at that time.
+    /// When ksmd last began to visit all pages twice, and `KsmView::broken` at that time.
     visited_ns: u64,
     visited_broken: u64,
-    /// When it last did so without leaving out any page.
+    /// When it last did so without skipping any page.
     thorough_ns: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
 }
 
 impl Marker {
-    /// Whether marks are ready and scans should wait for them. Marks that do not pay wait for a scan, and no scan waits for them.
+    /// Whether marks are ready and scans should wait for them. Marks that don't pay wait for a scan, but no scan waits
+    /// for them.
     pub fn is_holding(&self) -> bool {
         self.held_since_ns.is_some() && self.small == Wave::default()
     }
 
-    /// Whether some thin extents wait, because they do not pay.
+    /// Whether thin extents wait because they don't pay.
     pub fn has_thin_waiting(&self) -> bool {
         self.thin.added > Pages(0)
     }
 
-    /// What a region waits with, because it does not pay.
+    /// The work in a region that waits because it doesn't pay.
     pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
         let is_thin =
             || self.has_thin_waiting() && thinner(region, config.thinnest_density, u64::MAX, config).is_some();
@@ -82,7 +83,8 @@ impl Marker {
         small.then_some(self.small).or(thin.then_some(self.thin))
     }
 
-    /// Until when at most the thinner parts of a region wait for newcomers to be read, nanoseconds. `None` if they don't.
+    /// The latest time until which a region's thinner parts wait for us to read newcomers, nanoseconds. `None` if they
+    /// don't wait.
     pub fn awaits_newcomers_until_ns(&self, region: &Region, pace: Pace, config: &Config) -> Option<u64> {
         if self.thin_at_ns == u64::MAX || config.only == Only::Zeros {
             return None;
@@ -91,12 +93,12 @@ impl Marker {
         Some(region.judged_ns()? + config.probation_rounds * pace.round_ns)
     }
 
-    /// Adopts marks that ksmd visited for an earlier run: what was written before now is no reason for a scan.
+    /// Adopts marks that ksmd visited for an earlier run. Pages written before now are no reason for a scan.
     pub fn adopt(&mut self, now_ns: u64, broken: u64) {
         (self.visited_ns, self.visited_broken, self.thorough_ns) = (now_ns, broken, now_ns);
     }
 
-    /// The spans to mark now. `more` if regions are being read that may be marked soon.
+    /// The spans to mark now. `more` means that we're reading regions that we may mark soon.
     pub fn mark(
         &mut self,
         table: &mut RegionTable,
@@ -132,7 +134,7 @@ impl Marker {
         let adds = |(slot, spans): &(u32, Vec<Candidate>)| {
             table.get(*slot).map_or(Wave::default(), |region| gain(region, spans))
         };
-        // Two scans that are about to start visit what is marked anyway.
+        // If two scans are about to start, they visit the marked pages anyway.
         let walked = if scheduler.starts_two_scans() { Pages(0) } else { marked };
         let wave = Wave { walked, ..ready.iter().map(adds).sum() };
         if !wave.pays(price_ns) && rested_ns < wave.rest_ns(price_ns) {
@@ -144,7 +146,7 @@ impl Marker {
         let mut marks = Vec::new();
         for (slot, mut spans) in ready {
             let Some(region) = table.get_mut(slot) else { continue };
-            // It stays `changed`: the next round continues where too few stops are left for all of it.
+            // The region stays `changed`: if it runs out of stops, the next round goes on with the rest.
             let calls = u64::from(allowance.stop_size().marks);
             let may = allowance.stops_left(region.view.owner) * calls;
             spans.truncate(usize::try_from(may).unwrap_or(usize::MAX));
@@ -166,11 +168,12 @@ impl Marker {
         marks
     }
 
-    /// Queues spans for unmarking whose pages are written and then hold the same content again, so that merging them does
-    /// not last.
+    /// Queues COW-broken spans for unmarking: merges there don't last, because the program writes the same content
+    /// again.
     pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, config: &Config) {
         let horizon_ns = config.cow_horizon_ns;
-        // A writer that walks through a mapping is in one block of it at a time, so the mapping is judged as a whole, too.
+        // A writer that walks through a mapping is in one of its blocks at a time, so we judge the whole mapping as
+        // well.
         let mut mappings: BTreeMap<_, BreakTally> = BTreeMap::new();
         for region in table.iter().filter(|region| region.usage.cow_breaks.any()) {
             mappings.entry(region.view.key).or_default();
@@ -198,8 +201,8 @@ impl Marker {
         }
     }
 
-    /// Queues the spans of one region for unmarking, because memory is short: of those whose copies `step` allows, the one that
-    /// is written most, or else the one with the least duplicates for what ksmd visits.
+    /// Memory is short: queues one region's spans for unmarking. Among the regions with copies that `step` allows, we
+    /// take the most written one, or else the one with the fewest duplicates for the pages that ksmd visits.
     pub fn take_back(&mut self, table: &mut RegionTable, now_ns: u64, step: &Step) {
         if self.is_unmarking() {
             return;
@@ -217,8 +220,8 @@ impl Marker {
         self.take_apart(region, Pages(0), now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
     }
 
-    /// Queues the spans of a region for unmarking, or all of it if its pages were merged on request, and leaves it alone for a time. As
-    /// many extents as fit into `keep` pages stay marked, from its beginning on.
+    /// Queues a region's spans for unmarking (or the whole region if we merged its pages on request), and leaves it
+    /// alone for a time. As many extents as fit into `keep` pages stay marked, from its beginning on.
     pub fn take_apart(&mut self, region: &mut Region, mut keep: Pages, now_ns: u64, why: Why, reason: LeaveAlone) {
         let mut spans = std::mem::take(&mut region.marks.spans);
         let is_marked = !spans.is_empty();
@@ -243,7 +246,7 @@ impl Marker {
         region.marks.spans = kept;
     }
 
-    /// Queues the spans of a region for unmarking, because a limit has no headroom for them. They are marked again once it has.
+    /// Queues a region's spans for unmarking, because a limit has no headroom for them. We mark them again once it has.
     pub fn give_up(&mut self, region: &mut Region, limit: LimitKey) {
         for mark in std::mem::take(&mut region.marks.spans) {
             self.unmarking.push_back(Change { span: span_of(region, &mark), why: Why::Charge });
@@ -253,18 +256,17 @@ impl Marker {
         region.usage.cow_breaks.forget_pages();
     }
 
-    /// Whether spans wait to be unmarked.
     pub fn is_unmarking(&self) -> bool {
         !self.unmarking.is_empty()
     }
 
-    /// Whether spans are about to be unmarked because a limit has no headroom for them.
+    /// Whether we're about to unmark spans because a limit has no headroom for them.
     pub fn is_relieving(&self, now_ns: u64) -> bool {
         now_ns >= self.next_unmark_ns && self.unmarking.iter().any(|change| change.why == Why::Charge)
     }
 
-    /// The span to unmark now. One at a time, because its merged pages are copied, and as a whole, because unmarking a part
-    /// would split its mapping.
+    /// The span to unmark now. We take one at a time, because unmarking copies its merged pages, and we take all of it,
+    /// because unmarking a part would split its mapping.
     pub fn unmark(&mut self, table: &RegionTable, now_ns: u64, allowance: &mut Allowance) -> Option<Change> {
         if now_ns < self.next_unmark_ns {
             return None;
@@ -273,7 +275,7 @@ impl Marker {
             let front = *self.unmarking.front()?;
             let region = table.find(front.span.region, front.span.first).and_then(|slot| table.get(slot));
             if region.is_some_and(|region| region.hold.is_left_alone()) {
-                // It must not keep the others waiting.
+                // Don't keep the others waiting.
                 self.unmarking.rotate_left(1);
                 self.next_unmark_ns = now_ns + RETRY_NS;
                 return None;
@@ -290,8 +292,8 @@ impl Marker {
         }
     }
 
-    /// Records what came of unmarking. It is tried again later where the target had no room for the copies or could not be
-    /// stopped.
+    /// Records the outcome of unmarking. If the target had no room for the copies or we couldn't stop it, we try again
+    /// later.
     pub fn record_unmarked(&mut self, now_ns: u64, outcome: &Outcome) {
         for result in outcome.unmarked.iter().filter(|result| result.marking == Marking::Busy) {
             self.unmarking.push_back(result.change);
@@ -299,7 +301,7 @@ impl Marker {
         }
     }
 
-    /// Requests scans for what has become worth merging in spans marked earlier.
+    /// Requests scans for pages in marked spans that have become worth merging.
     pub fn refresh(
         &mut self,
         table: &mut RegionTable,
@@ -315,7 +317,7 @@ impl Marker {
             self.thorough_ns = if scheduler.wants_thorough() { now_ns } else { self.thorough_ns };
         }
         if scheduler.is_busy() {
-            // What is about to merge is no reason for another scan.
+            // Pages that are about to merge are no reason for another scan.
             let all = scheduler.wants_thorough();
             table.iter_mut().for_each(|region| region.marks.samples.restart(all));
             return;
@@ -325,12 +327,12 @@ impl Marker {
         if scheduler.merged().0 * 4 < expected.0
             && is_due(Wave { added: marked, walked: Pages(0), duplicate: expected })
         {
-            // smart_scan skipped the pages that they match, because earlier visits to these had found nothing.
+            // smart_scan skipped the pages that match them, because earlier visits had found nothing there.
             scheduler.request_thorough(expected);
             return;
         }
         let grown: Pages = table.iter().map(Region::grown).sum();
-        // A merged page that was written holds something new, about half of the time something other pages hold too.
+        // A merged page that's written gets a new content, and about half of the time other pages hold that, too.
         let renewed = grown + Pages(broken.saturating_sub(self.visited_broken) / 2);
         let wave = Wave { added: renewed, walked: marked.saturating_sub(renewed), duplicate: renewed };
         if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + REFRESH_NS && is_due(wave) {
@@ -346,7 +348,7 @@ impl Marker {
         if worth.0 < REFRESH_MIN || !is_due(Wave { added: marked, walked: Pages(0), duplicate: worth }) {
             return;
         }
-        // Compare what the last refresh brought with what was expected of it.
+        // Compare what the last refresh merged with our expectation.
         let fruitful = scheduler.last_merged().0 * 4 >= self.refresh_expected.0;
         self.refresh_pause_ns = if fruitful { REFRESH_NS } else { (self.refresh_pause_ns * 2).min(REFRESH_MAX_NS) };
         self.next_refresh_ns = now_ns + self.refresh_pause_ns;
@@ -354,7 +356,7 @@ impl Marker {
         scheduler.request_thorough(worth);
     }
 
-    /// Records what came of the marks.
+    /// Records the outcome of marking.
     pub fn record_marked(
         &mut self,
         table: &mut RegionTable,
@@ -392,8 +394,8 @@ impl Marker {
     }
 }
 
-/// The regions with something to mark, and their spans. Regions that another program has marked whole (`pagefold exec`) are
-/// among them, because they are worth a scan. Nothing that there is no headroom for is.
+/// The regions with something to mark, and their spans. We include regions that another program has marked whole
+/// (`pagefold exec`), because they're worth a scan. We leave out anything without headroom.
 fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
     let mut per_owner: BTreeMap<_, usize> = BTreeMap::new();
     for region in table.iter() {
@@ -415,7 +417,7 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
         let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
         let spans: Vec<Candidate> = if region.is_marked_whole() {
             let new = region.marks.spans.is_empty() && !region.marks.scanned_whole;
-            // Its pages are counted as soon as they are marked.
+            // Its pages count as soon as they're marked.
             let full = headroom.of(region.view.owner).filter(|&(_, left)| left == Pages(0));
             region.hold.set_full(full.map(|(limit, _)| limit));
             region.whole().into_iter().filter(|_| new && full.is_none()).collect()
@@ -436,7 +438,7 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
     ready
 }
 
-/// Shortens the spans to be marked of a region to the headroom that its process has, and uses it up.
+/// Cuts a region's spans down to its process's headroom, and uses that up.
 fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom, config: &Config) {
     region.hold.set_full(None);
     let owner = region.view.owner;
@@ -470,27 +472,27 @@ fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom,
     headroom.take(owner, marked.saturating_sub(before));
 }
 
-/// A candidate as a span of its region.
 fn span_of(region: &Region, mark: &Candidate) -> Span {
     Span { region: region.view.key, first: mark.first, pages: mark.pages }
 }
 
-/// What spans would add to the marks of a region.
+/// What spans would add to a region's marks.
 fn gain(region: &Region, spans: &[Candidate]) -> Wave {
     let inside = |mark: &&Candidate| spans.iter().any(|span| covers(span, mark));
     let known = region.marks.spans.iter().filter(inside).fold((0, 0), add);
     between(known, spans.iter().fold((0, 0), add))
 }
 
-/// What is added from some resident pages and duplicates to more.
+/// The resident pages and duplicates that `all` adds to `known`.
 fn between(known: (u64, u64), all: (u64, u64)) -> Wave {
     let (added, duplicate) = (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1));
     Wave { added: Pages(added), walked: Pages(0), duplicate: Pages(duplicate) }
 }
 
-/// Lowers the density that regions judged until `until_ns` must have to that which pays: what a region has in common with memory that is
-/// not old enough to be read may be all it lacks, and neither merges before both are marked. The thinnest extents come last, together, once
-/// ksmd has rested so long that they cost little beside that time. Returns those that wait.
+/// Lowers the density we ask of regions judged until `until_ns` to the one that pays. Younger judgements wait: the
+/// pages such a region has in common with memory that's too young to read may be all that it lacks, and neither merges
+/// before both are marked. The thinnest extents come last, together, once ksmd has rested so long that they cost little
+/// beside that time. Returns the extents that wait.
 fn thin_out(
     table: &mut RegionTable,
     marked: Pages,
@@ -500,7 +502,7 @@ fn thin_out(
     config: &Config,
 ) -> Wave {
     if config.only == Only::Zeros {
-        // Whatever else is marked could be merged between programs.
+        // Other marked pages could be merged between programs.
         return Wave::default();
     }
     let pays = paying_density(price_ns).max(config.thinnest_density);
@@ -514,7 +516,7 @@ fn thin_out(
     Wave::default()
 }
 
-/// Lowers the density of regions that then have more to mark.
+/// Lowers the density of regions where that gives us more to mark.
 fn thin_to(table: &mut RegionTable, density: Permyriad, until_ns: u64, config: &Config) {
     for region in table.iter_mut() {
         if thinner(region, density, until_ns, config).is_some() {
@@ -523,7 +525,7 @@ fn thin_to(table: &mut RegionTable, density: Permyriad, until_ns: u64, config: &
     }
 }
 
-/// What a lower density adds to what is to be marked of a region, if that is enough for a mark.
+/// What a lower density adds to a region's marks, if that's enough for a mark.
 fn thinner(region: &Region, density: Permyriad, until_ns: u64, config: &Config) -> Option<Wave> {
     let is_old_enough = region.judged_ns().is_some_and(|judged_ns| judged_ns <= until_ns);
     let is_held = region.hold.reason().is_some() || region.survey.is_volatile(config);
@@ -537,7 +539,7 @@ fn thinner(region: &Region, density: Permyriad, until_ns: u64, config: &Config) 
     Some(between(total(region, region.density, config), all)).filter(|wave| wave.duplicate >= config.span_pages_min)
 }
 
-/// Resident pages and duplicates in the extents of a region that are at least this dense. Nothing if it is marked whole.
+/// Resident pages and duplicates in a region's extents that are at least this dense. Nothing if it's marked whole.
 fn total(region: &Region, density: Permyriad, config: &Config) -> (u64, u64) {
     if !matches!(region.stage, Stage::Judged(_)) || region.is_marked_whole() {
         return (0, 0);
@@ -549,7 +551,7 @@ fn add((resident, duplicate): (u64, u64), span: &Candidate) -> (u64, u64) {
     (resident + span.resident.0, duplicate + span.duplicate.0)
 }
 
-/// The number of resident pages in all spans marked by this run.
+/// Resident pages in all spans that this run marked.
 pub fn marked_resident(table: &RegionTable) -> Pages {
     table.iter().map(Region::marked_resident).sum()
 }

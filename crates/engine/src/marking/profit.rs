@@ -1,7 +1,7 @@
-//! Whether merging pays: what it brings against what it takes.
+//! Does merging pay? Weighs the saving against the CPU time.
 //!
-//! The governor sets the price: the CPU time that a page saved may cost. What costs more waits until enough has come together, or
-//! until ksmd has rested so long that the cost is small beside the time.
+//! The governor sets the price: the CPU time that a saved page may cost. Work that costs more waits until the batch is
+//! big enough, or until ksmd has rested so long that the cost is small beside that time.
 
 use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::units::{PAGE_SIZE, Pages, Permyriad, count, whole};
@@ -10,12 +10,12 @@ use std::ops::AddAssign;
 
 /// The mean cost of visiting a recently marked page, nanoseconds.
 pub const NEW_PAGE_NS: u64 = 6_000;
-/// The cost of visiting a page again: merged, or without a copy and mostly skipped, nanoseconds.
+/// The cost of visiting a page again (it's merged, or without a copy and mostly skipped), nanoseconds.
 pub const OLD_PAGE_NS: u64 = 700;
 /// A page merges at the second visit.
 const VISITS: u64 = 2;
-/// What does not pay waits for this time, times its cost by the price, nanoseconds: under the highest price (governor `full`) ksmd then
-/// takes a hundredth of a core.
+/// Work that doesn't pay waits this long times its cost divided by the price, nanoseconds. At the highest price
+/// (governor `full`) ksmd then takes a hundredth of a core.
 const PATIENCE_NS: u64 = 20_000_000;
 
 /// Pages that two scans would merge.
@@ -25,27 +25,27 @@ pub struct Wave {
     pub added: Pages,
     /// Marked pages that it would visit again.
     pub walked: Pages,
-    /// Duplicates among those added.
+    /// Duplicates among the added pages.
     pub duplicate: Pages,
 }
 
 impl Wave {
-    /// CPU time of ksmd, nanoseconds.
+    /// ksmd's CPU time, nanoseconds.
     pub fn takes_ns(&self) -> u64 {
         VISITS * (self.added.0 * NEW_PAGE_NS + self.walked.0 * OLD_PAGE_NS)
     }
 
-    /// Pages saved, net of ksmd's records of those added.
+    /// Pages saved, less ksmd's records of the added pages.
     pub fn brings(&self) -> Pages {
         self.duplicate.saturating_sub(Pages(self.added.0 * METADATA_BYTES_PER_PAGE / count(PAGE_SIZE)))
     }
 
-    /// Whether a page saved costs at most `price_ns`.
+    /// Whether a saved page costs at most `price_ns`.
     pub fn pays(&self, price_ns: u64) -> bool {
         self.takes_ns() <= self.brings().0 * price_ns
     }
 
-    /// How long ksmd must have rested for this to be done although it does not pay, nanoseconds.
+    /// How long ksmd must have rested for us to do this although it doesn't pay, nanoseconds.
     pub fn rest_ns(&self, price_ns: u64) -> u64 {
         let ns = u128::from(self.takes_ns()) * u128::from(PATIENCE_NS) / u128::from(price_ns.max(1));
         u64::try_from(ns).unwrap_or(u64::MAX)
@@ -69,7 +69,7 @@ impl Sum for Wave {
     }
 }
 
-/// The share of duplicates from which memory pays that is visited for the first time, in scans that take place anyway.
+/// The share of duplicates from which newly visited memory pays, in scans that run anyway.
 pub fn paying_density(price_ns: u64) -> Permyriad {
     let records = METADATA_BYTES_PER_PAGE as f64 / PAGE_SIZE as f64;
     let share = (VISITS * NEW_PAGE_NS) as f64 / price_ns as f64 + records;
@@ -84,7 +84,7 @@ mod tests {
     fn a_wave_pays_by_what_a_page_costs() {
         let wave =
             |added, walked, duplicate| Wave { added: Pages(added), walked: Pages(walked), duplicate: Pages(duplicate) };
-        // 12 us for each page added, 1.4 us for each walked, and a 64th of a page for the record of each added.
+        // 12 us for each page added, 1.4 us for each walked, and a 64th of a page for each added page's record.
         let dense = wave(6_400, 0, 6_400);
         assert_eq!((dense.takes_ns(), dense.brings()), (76_800_000, Pages(6_300)));
         assert!(dense.pays(12_200) && !dense.pays(12_100));

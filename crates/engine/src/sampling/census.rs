@@ -1,21 +1,20 @@
 //! How much memory merging could save: a census of pages, complete or sampled.
 //!
-//! **Savable** are the frames in scope less the contents they hold: of `m` frames with one content `m - 1` can be
-//! freed. All zero pages can be freed (the kernel's zero page replaces them), and all frames whose content a merged
-//! page holds already. A frame that several processes share through fork is one frame.
+//! **Savable** are the frames in scope less the contents they hold: of `m` frames with one content we can free `m - 1`.
+//! We can free all zero pages (the kernel's zero page replaces them), and all frames with a content that a merged page
+//! holds already. A frame that several processes share through fork counts once.
 //!
-//! **Attribution.** Each of `m` equal frames saves `(m-1)/m`. A frame that `h` mappings share is attributed to each by
-//! `1/h`. So the figures of processes, kinds and cgroups add up to the total, and do not depend on the order of
-//! reading. The `c` copies within a process would save `c - 1` by themselves: that is duplicate within; the rest is
-//! duplicate across.
+//! **Attribution.** Each of `m` equal frames saves `(m-1)/m`. If `h` mappings share a frame, each gets `1/h` of it. So
+//! the figures of processes, kinds and cgroups add up to the total and don't depend on the order of reading. The `c`
+//! copies within a process would save `c - 1` by themselves: that is duplicate within. The rest is duplicate across.
 //!
-//! **Cost.** KSM keeps 64 bytes for each marked page and for each shared content. The memory of one kind in one process
-//! counts as marked, as a whole, if its saving exceeds that. Otherwise nothing of it is marked and nothing saved.
+//! **Cost.** KSM keeps 64 bytes for each marked page and for each shared content. We count one process's memory of one
+//! kind as marked, as a whole, if its saving exceeds that. Otherwise none of it is marked and nothing saved.
 //!
-//! **Sampling.** Runs of neighbouring pages are chosen independently ([`choose`]). Copies within a run are counted
-//! exactly. Beyond that the unit is a run that holds a content, and [`mixture`] estimates how many runs hold it in
-//! total. The error is found by leaving out groups of runs in turn (the delete-a-group jackknife), because pages of a
-//! run are found, or missed, together. It is at least as large as the saving that a sample this small could miss.
+//! **Sampling.** We choose runs of neighbouring pages independently ([`choose`]). We count copies within a run exactly.
+//! Beyond that the unit is a run that holds a content, and [`mixture`] estimates how many runs hold it in total. For
+//! the error we leave out groups of runs in turn (the delete-a-group jackknife), because the pages of a run are found,
+//! or missed, together. The error is at least the saving that so small a sample could miss.
 
 pub mod choose;
 mod counts;
@@ -29,55 +28,54 @@ use crate::units::{PAGE_SIZE, Pages, index, whole};
 use serde::{Serialize, Serializer};
 use std::ops::AddAssign;
 
-/// The number of pages in a run of a sampled census. In shorter runs, a page costs more and shows more: in runs of 4 it
-/// costs 1.4 times as much as in runs of 16, and half as many pages yield the same error.
+/// Pages per run in a sampled census. In shorter runs each page costs more and shows more: in runs of 4 a page costs
+/// 1.4 times as much as in runs of 16, but we need half as many pages for the same error.
 pub const RUN_PAGES: u32 = 4;
 
 /// The target error: two per cent of the memory in scope, at 95 % confidence.
 pub const TARGET_ERROR: f64 = 0.02;
 
-/// The memory of one kind in one process, as known before its pages are read.
+/// One process's memory of one kind, as we know it before we read its pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Cell {
     /// The process's number. Cells must be in ascending order of it.
     pub process: u32,
-    /// The number of frames that only this process maps.
+    /// Frames that only this process maps.
     pub private: Pages,
-    /// The number of pages shared through fork.
+    /// Pages shared through fork.
     pub shared: Pages,
-    /// Their frames, each divided by the number of its mappings.
+    /// Frames of the shared pages, each divided by the number of its mappings.
     pub shared_frames: f64,
-    /// The number of pages merged already.
+    /// Pages merged already.
     pub merged: Pages,
-    /// Their frames, each divided by the number of its mappings in scope.
+    /// Frames of the merged pages, each divided by the number of its mappings in scope.
     pub merged_frames: f64,
-    /// The number of pages in swap.
+    /// Pages in swap.
     pub swapped: Pages,
 }
 
-/// A mapping of a frame that was read.
+/// A mapping of a frame that we've read.
 #[derive(Clone, Copy, Debug)]
 struct ReadPage {
     digest: u64,
     cell: u32,
     run: u32,
-    /// The number of mappings among which the frame is divided.
+    /// How many mappings share the frame.
     mappings: u32,
-    /// The part of its process that it lies in, or `NO_PART`.
+    /// The part of its process, or `NO_PART`.
     part: u32,
 }
 
-/// The part of a page that is in none.
+/// The part of a page that's in no part.
 const NO_PART: u32 = u32::MAX;
 
-/// Collects pages and estimates what merging them would save.
+/// Collects pages and estimates how much merging them would save.
 #[derive(Debug)]
 pub struct Census {
     cells: Vec<Cell>,
     pages: Vec<ReadPage>,
-    /// The number of leading pages that are in order.
+    /// How many of the leading pages are sorted.
     sorted: usize,
-    /// The digests of merged pages.
     merged: Vec<u64>,
 }
 
@@ -128,14 +126,13 @@ fn as_bytes<S: Serializer>(pages: &f64, serializer: S) -> Result<S::Ok, S::Error
     bytes_of(*pages).serialize(serializer)
 }
 
-/// The result of a census.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Findings {
     /// The figures of each cell, in order.
     pub cells: Vec<Figures>,
     /// The sum of all cells.
     pub total: Figures,
-    /// The error of the total `savable_gross`, pages (95 % confidence). Zero if everything was read.
+    /// The error of the total `savable_gross`, pages (95 % confidence). Zero if we've read everything.
     pub error: f64,
 }
 
@@ -147,17 +144,17 @@ impl Findings {
 }
 
 impl Census {
-    /// A census of these cells, with no pages read yet.
+    /// A census of these cells, before any pages are read.
     pub fn new(cells: Vec<Cell>) -> Self {
         Self { cells, pages: Vec::new(), sorted: 0, merged: Vec::new() }
     }
 
-    /// Adds the content of a merged page.
+    /// Adds a merged page's content.
     pub fn add_merged(&mut self, digest: Digest) {
         self.merged.push(digest.0);
     }
 
-    /// Adds a frame that only one process maps, and the part of the process that is to show its density.
+    /// Adds a frame that only one process maps, and the part of the process where it counts for the density.
     pub fn add_private(&mut self, cell: u32, run: u32, part: Option<u32>, digest: Digest) {
         self.pages.push(ReadPage { digest: digest.0, cell, run, mappings: 1, part: part.unwrap_or(NO_PART) });
     }
@@ -168,25 +165,25 @@ impl Census {
         self.pages.extend(cells.iter().map(|&cell| ReadPage { digest: digest.0, cell, run, mappings, part: NO_PART }));
     }
 
-    /// Removes a process, which has ended in the meantime.
+    /// Removes a process that has ended in the meantime.
     pub fn remove_process(&mut self, process: u32) {
         let cells = &mut self.cells;
         self.pages.retain(|page| cells[index(page.cell)].process != process);
-        // How many of the leading pages are in order is no longer known.
+        // We no longer know how many of the leading pages are sorted.
         self.sorted = 0;
         for cell in cells.iter_mut().filter(|cell| cell.process == process) {
             *cell = Cell { process, ..Cell::default() };
         }
     }
 
-    /// The findings, if each run was read with the probability `fraction`, or everything if that is 1.
+    /// The findings, if each run was read with the probability `fraction` (1 if we've read everything).
     pub fn findings(&mut self, fraction: f64) -> Findings {
         self.sort();
         let counts = counts::CensusCounts::of(&self.cells, &self.pages, &self.merged, fraction);
         counts.findings(&self.cells, fraction)
     }
 
-    /// Brings equal contents together.
+    /// Sorts the pages by content.
     fn sort(&mut self) {
         self.merged.sort_unstable();
         self.merged.dedup();
@@ -197,7 +194,7 @@ impl Census {
     }
 }
 
-/// The bytes of a number of pages, rounded; 0 if it is negative.
+/// The bytes of this many pages, rounded. 0 if negative.
 pub fn bytes_of(pages: f64) -> u64 {
     whole((pages * PAGE_SIZE as f64).round())
 }

@@ -1,14 +1,14 @@
-//! Estimates the duplicate ratio of a region from a sample.
+//! Estimates a region's duplicate ratio from a sample.
 //!
-//! A sampled page is known to be a duplicate only if a copy was sampled too. With a fraction `f` of the memory sampled,
-//! a page with `k` copies is found with probability `1 - (1-f)^k`. So the raw ratio of UKSM (section 5.2) shows little
-//! of contents that exist twice: one in a hundred of them if one per cent is sampled. Two figures can be measured: the
-//! share of samples found to be duplicates, `h = d (1 - (1-f)^k)`, and the number of copies seen per sample, `c = d k
-//! f`. They yield both `k` and the duplicate ratio `d`.
+//! We only see that a sampled page is a duplicate if we sampled a copy, too. If we sample a fraction `f` of the memory,
+//! we find a page with `k` copies with probability `1 - (1-f)^k`. So UKSM's raw ratio (section 5.2) shows little of
+//! contents that exist twice: one in a hundred of them if we sample one per cent. We can measure two figures: the share
+//! of samples found to be duplicates, `h = d (1 - (1-f)^k)`, and the number of copies seen per sample, `c = d k f`.
+//! They yield both `k` and the duplicate ratio `d`.
 //!
 //! If `k f` is well below one, samples hardly distinguish a few copies from one, and the estimate tends towards one
-//! copy, that is, towards too high a ratio: by a factor of `k` at worst. The estimate decides which regions are read
-//! whole, so too high a ratio costs reading, but one too low would cost the saving.
+//! copy, so towards too high a ratio: by a factor of `k` at worst. We use the estimate to decide which regions to read
+//! whole, so too high a ratio costs reading, but too low a ratio would cost the saving.
 
 use crate::units::whole;
 use serde::{Deserialize, Serialize};
@@ -17,11 +17,11 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tally {
-    /// Pages sampled that hold memory.
+    /// Sampled pages that hold memory.
     pub sampled: u64,
-    /// Pages that were zero.
+    /// Zero pages.
     pub zero: u64,
-    /// Other pages whose content was seen elsewhere too.
+    /// Other pages with a content that we saw elsewhere, too.
     pub found: u64,
     /// The copies seen of all sampled pages.
     pub copies: u64,
@@ -47,8 +47,8 @@ impl Tally {
         }
     }
 
-    /// Estimates the duplicate ratio, if the fraction `fraction` (0 to 1) of the memory that holds the copies was
-    /// sampled.
+    /// Estimates the duplicate ratio if we sampled the fraction `fraction` (0 to 1) of the memory that holds the
+    /// copies.
     pub fn estimate(&self, fraction: f64) -> Estimate {
         if self.sampled == 0 {
             return Estimate { ratio: 0.0, floor: 0.0, ceiling: 1.0 };
@@ -61,7 +61,7 @@ impl Tally {
         let copied = |found: f64| (found / n / chance).min(1.0 - zero);
         // The upper 95 % bound of a Poisson count, to within a few per cent (3 for a count of 0).
         let most = found + 1.9 * (found + 0.6).sqrt() + 1.5;
-        // If none was found, k is unknown: assume one copy, which is hardest to find.
+        // If we found none, we don't know k and assume one copy, which is hardest to find.
         let hardest = if self.found == 0 { fraction } else { chance };
         let ratio = zero + copied(found);
         // The lower bound, likewise, of all duplicates seen.
@@ -71,7 +71,7 @@ impl Tally {
     }
 }
 
-/// `1 - (1-f)^k` for the `k` at which `copies_per_found` copies are seen on average of a page found to be a duplicate.
+/// `1 - (1-f)^k` for the `k` at which we see `copies_per_found` copies on average of a page found to be a duplicate.
 ///
 /// `k f / (1 - (1-f)^k)` grows from 1 at `k = 1` without bound, so bisection finds `k`.
 fn chance_of_discovery(fraction: f64, copies_per_found: f64) -> f64 {
@@ -84,9 +84,9 @@ fn chance_of_discovery(fraction: f64, copies_per_found: f64) -> f64 {
     chance(low).max(fraction)
 }
 
-/// The number of samples after which a region of `pages` pages shows about `evidence` copies if the share `ratio` of it
-/// is duplicate and its copies are sampled as densely: with `n` of `R` pages sampled on each side, `n * n / R * ratio`
-/// copies are seen.
+/// How many samples a region of `pages` pages needs until it shows about `evidence` copies, if the share `ratio` of it
+/// is duplicate and we sample its copies as densely: with `n` of `R` pages sampled on each side, we see `n * n / R *
+/// ratio` copies.
 pub fn samples_for_evidence(pages: u64, ratio: f64, evidence: f64) -> u64 {
     whole((evidence * pages as f64 / ratio.max(1e-4)).sqrt().ceil()).min(pages)
 }
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn the_estimate_is_close_in_simulation() {
-        // Contents with k copies are the share d of a memory of 200,000 pages, of which the fraction f is sampled.
+        // A share d of a memory of 200,000 pages has contents with k copies, and we sample the fraction f.
         for (copies, duplicate, fraction) in [(1_u64, 0.5, 0.02), (2, 0.6, 0.01), (5, 0.3, 0.01), (40, 0.2, 0.01)] {
             let pages = 200_000_u64;
             let group = copies + 1;

@@ -1,4 +1,5 @@
-//! The ladder: regions climb from level to level, and each level is sampled more densely than the one below (UKSM section 5).
+//! The ladder: regions climb from level to level, and we sample each level more densely than the one below (UKSM
+//! section 5).
 //!
 //! ```text
 //! for (;;) { global round {
@@ -9,15 +10,16 @@
 //!
 //! `t_l` is the round time `t` shared evenly among the levels, `p_l` the share of a core that level `l` may use (the
 //! governor's at the top, halved from level to level downwards, a fixed small share at the bottom) and `s` the measured
-//! cost of one sample. A region starts on the bottom level. Its duplicate ratio promotes it; it returns to the bottom when its
-//! duplicates are merged, or when it turns out to be sparse, COW-broken or short-lived.
+//! cost of one sample. A region starts on the bottom level. Its duplicate ratio promotes it. It returns to the bottom
+//! when its duplicates are merged, or when it turns out to be sparse, COW-broken or short-lived.
 //!
-//! This differs from the paper in three points:
+//! We differ from the paper in three points:
 //!
-//! - A sampled ratio is corrected for coverage ([`crate::sampling::estimate`]), so contents that exist only twice are found.
-//! - A region whose samples leave no doubt goes to the top at once, and a new region is sampled at once until a duplicate one
+//! - We correct a sampled ratio for coverage ([`crate::sampling::estimate`]), so we find contents that exist only
+//!   twice.
+//! - A region with clear samples goes to the top at once, and we sample a new region at once until a duplicate one
 //!   would have shown.
-//! - On the top level a region is read whole, in order, once, which shows exactly which extents are worth marking.
+//! - On the top level we read a region whole, in order, once, which shows exactly which extents are worth marking.
 
 use crate::config::Config;
 use crate::governor::{Pace, share_ns};
@@ -31,19 +33,19 @@ use crate::sampling::estimate::samples_for_evidence;
 use crate::units::{EXTENT_PAGES, Permyriad, Vpn, count, whole};
 use std::collections::BTreeSet;
 
-/// The most pages read in one cycle: about 40 ms, so that signals and new processes are not kept waiting.
+/// We read at most this many pages in one cycle: about 40 ms, so that signals and new processes don't have to wait.
 pub const CYCLE_PAGES: u64 = 65_536;
-/// The number of copies that samples on the bottom level are expected to show in a region at the threshold.
+/// How many copies we expect bottom-level samples to show in a region at the threshold.
 const EVIDENCE: f64 = 3.0;
-/// Each level asks for this many times the evidence of the one below, that is, twice the samples.
+/// Each level asks for this many times the evidence of the one below, so twice the samples.
 const EVIDENCE_STEP: f64 = 4.0;
-/// The number of duplicates that must be seen before a region is promoted.
+/// We must see this many duplicates before we promote a region.
 const FOUND_MIN: u64 = 4;
-/// The assumed cost of reading a page until it has been measured, nanoseconds.
+/// We assume that reading a page costs this much until we've measured it, nanoseconds.
 const READ_NS: u64 = 900;
-/// The most pages visited for one that holds memory.
+/// The most pages we visit to find one that holds memory.
 const VISITS_PER_SAMPLE: u64 = 16;
-/// The number of pages from which the cost of a page is measured.
+/// We measure the cost of a page from this many pages on.
 const SAMPLES_MIN: u64 = 200;
 /// The fewest pages planned for the bottom level in one round, even if the rest of the round takes all of its share.
 const BOTTOM_MIN: u64 = 64;
@@ -61,9 +63,9 @@ pub struct Ladder {
     rounds: u64,
     /// The measured cost of one sample (UKSM `s`), nanoseconds.
     sample_ns: u64,
-    /// The same when only the bottom level is sampled: few pages, far apart, share all the costs of a round.
+    /// The same if we only sample the bottom level: few pages, far apart, share all the costs of a round.
     bottom_ns: Option<u64>,
-    /// Where the sample points of the bottom level start in this round.
+    /// Where the bottom level's sample points start in this round.
     phase: u64,
     /// Sample points left in this round, by level.
     left: Vec<u64>,
@@ -72,18 +74,16 @@ pub struct Ladder {
 /// What to read in one cycle.
 #[derive(Debug, Default)]
 pub struct ReadPlan {
-    /// The pages.
     pub runs: Vec<PageRun>,
-    /// The regions being read whole: slot, and the page up to which they are read in this cycle.
+    /// The regions that we're reading whole: slot, and the page up to which we read in this cycle.
     pub whole: Vec<(u32, Vpn)>,
-    /// Whether regions are being sampled or read that may be worth marking, so that marks should wait for them.
+    /// Whether we're sampling or reading regions that may be worth marking, so that marks should wait for them.
     pub foreground: bool,
     /// Whether a global round has just begun.
     pub new_round: bool,
 }
 
 impl Ladder {
-    /// A ladder with this many levels.
     pub fn new(levels: usize) -> Self {
         Self {
             levels: levels.max(1),
@@ -96,12 +96,10 @@ impl Ladder {
         }
     }
 
-    /// Number of levels.
     pub fn levels(&self) -> usize {
         self.levels
     }
 
-    /// Global rounds completed.
     pub fn rounds(&self) -> u64 {
         self.rounds
     }
@@ -118,22 +116,22 @@ impl Ladder {
         }
     }
 
-    /// Records the CPU time of a round in which only the bottom level was sampled, with this many pages.
+    /// Records the CPU time of a round in which we sampled this many pages, all on the bottom level.
     pub fn record_bottom_cost(&mut self, pages: u64, cpu_ns: u64) {
         if let Some(page_ns) = cpu_ns.checked_div(pages) {
             self.bottom_ns = Some((self.bottom_ns.unwrap_or(self.sample_ns) * 3 + page_ns) / 4);
         }
     }
 
-    /// The number of pages to sample on the bottom level in one round. Its share is of the whole round, not divided among the levels, because
-    /// the levels above are usually empty.
+    /// Pages to sample on the bottom level in one round. Its share covers the whole round and isn't divided among the
+    /// levels, because the levels above are usually empty.
     fn bottom_points(&self, pace: Pace, config: &Config) -> u64 {
         // Absent pages cost less, but the next ones may be there.
         let page_ns = self.bottom_ns.unwrap_or(self.sample_ns).max(self.sample_ns / 2);
         (share_ns(pace.round_ns, self.share(1, pace, config)) / page_ns).max(BOTTOM_MIN)
     }
 
-    /// Starts the next global round if it is time. Returns whether it did.
+    /// Starts the next global round if it's time. Returns whether it did.
     pub fn start_round(&mut self, now_ns: u64, pace: Pace) -> bool {
         match self.began_ns {
             Some(began_ns) if now_ns < began_ns + pace.round_ns => false,
@@ -181,10 +179,10 @@ impl Ladder {
         let mut reading = ReadPlan { new_round, ..ReadPlan::default() };
         let mut left = room.min(CYCLE_PAGES);
         read_whole(table, &mut left, allowance, &mut reading);
-        // Sampling should not wait until gigabytes have been read whole.
+        // Sampling shouldn't wait until we've read gigabytes whole.
         let mut left = left.max(room.min(CYCLE_PAGES) / 4);
         for level in (1..self.levels.max(2)).rev() {
-            // New regions are sampled at once; promoted regions have the share of their level.
+            // We sample new regions at once. Promoted regions have their level's share.
             let points = if level == 1 { left } else { left.min(self.left.get(level).copied().unwrap_or(0)) };
             let taken = sample(table, level, points, (allowance, config), &mut reading.runs);
             left = left.saturating_sub(taken);
@@ -200,8 +198,8 @@ impl Ladder {
         reading
     }
 
-    /// Samples the bottom level: about `pages` pages, spread over its regions as one linear space. Regions in which duplicates keep
-    /// appearing are longer in it than they are.
+    /// Samples about `pages` pages of the bottom level, spread over its regions as one linear space. Regions where
+    /// duplicates keep appearing get more room in it.
     fn sample_bottom(
         &self,
         table: &mut RegionTable,
@@ -227,7 +225,7 @@ impl Ladder {
         }
     }
 
-    /// Checks single pages of marked spans, at the cost of about `pages` pages read, to see whether they are still merged.
+    /// Checks whether single pages of marked spans are still merged. Costs as much as reading about `pages` pages.
     pub fn visit_merged(
         &self,
         table: &mut RegionTable,
@@ -246,7 +244,7 @@ impl Ladder {
             let share = share.min(allowance.pages_left(region.view.owner));
             allowance.use_pages(region.view.owner, share);
             for number in 0..share {
-                // Half of the checks are of pages not yet observed, as long as there is room for more.
+                // Half of the checks go to pages that we don't observe yet, while there's room for more.
                 let new_round = (number % 2 == 0 && region.usage.cow_breaks.has_room())
                     .then(|| region.marked_page(mix(random + number)));
                 let page = match new_round.flatten() {
@@ -261,8 +259,8 @@ impl Ladder {
         }
     }
 
-    /// Promotes and demotes regions by their samples. A region that leaves no doubt goes to the top at once, others rise by one
-    /// level as soon as they have enough evidence for theirs. Returns whether something is left to read soon.
+    /// Promotes and demotes regions by their samples. A region with clear samples goes to the top at once, others rise
+    /// by one level once they have enough evidence for theirs. Returns whether we have something left to read soon.
     pub fn promote(&self, table: &mut RegionTable, now_ns: u64, pace: Pace, config: &Config) -> bool {
         let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
         let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
@@ -278,7 +276,7 @@ impl Ladder {
                 demote(region, config);
                 continue;
             }
-            // Duplicates that were found before and were not worth marking do not count again.
+            // Duplicates that we found before and that weren't worth marking don't count again.
             let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over(config.mechanism) };
             let estimate = region.survey.estimate(region.view.resident, fraction);
             if estimate.ratio < threshold + beyond {
@@ -288,7 +286,7 @@ impl Ladder {
             if estimate.floor >= threshold + beyond || region.level + 1 >= self.levels {
                 families.insert(region.view.family);
                 if region.stage != Stage::Survey && region.hold.reason().is_none() {
-                    // Each new reading of the same region must have brought something to be repeated soon.
+                    // We only read a region again soon if the last time brought something.
                     region.hold.put_off(now_ns);
                 }
                 region.examine(self.levels);
@@ -296,7 +294,7 @@ impl Ladder {
                 region.level += 1;
             }
         }
-        // Regions of the same family are worth reading too, unless their own samples speak against it.
+        // Regions of the same family are worth reading, too, unless their own samples speak against it.
         for region in table.iter_mut() {
             let open =
                 wants_samples(region, EVIDENCE, config) || region.survey.tally.found + region.survey.tally.zero > 0;
@@ -314,17 +312,17 @@ impl Ladder {
     }
 }
 
-/// The number of copies that samples on a level are expected to show in a region at the threshold.
+/// How many copies we expect samples on a level to show in a region at the threshold.
 fn evidence(level: usize) -> f64 {
     EVIDENCE * EVIDENCE_STEP.powi(i32::try_from(level).unwrap_or(8) - 1)
 }
 
-/// Moves a region whose samples speak against it down one level.
+/// Moves a region down one level if its samples speak against it.
 fn demote(region: &mut Region, config: &Config) {
     region.level -= usize::from(region.level > 1 && has_evidence(region, config));
 }
 
-/// Whether a region that was never read whole has enough evidence for its level.
+/// Whether a region that we've never read whole has enough evidence for its level.
 fn has_evidence(region: &Region, config: &Config) -> bool {
     region.stage == Stage::Survey && !wants_more(region, config)
 }
@@ -351,7 +349,7 @@ fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance
     }
 }
 
-/// Samples the regions of a level that lack evidence, about `points` pages in all. Returns the number of pages.
+/// Samples a level's regions that lack evidence, about `points` pages in all. Returns the number of pages.
 fn sample(
     table: &mut RegionTable,
     level: usize,
@@ -368,7 +366,7 @@ fn sample(
             continue;
         }
         let target = wanted(region, evidence, config);
-        // Where little is resident, most pages visited are empty. They cost little.
+        // Where little is resident, most pages we visit are empty. They cost little.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
         let missing = target.saturating_sub(region.survey.tally.sampled);
         let wanted = whole(missing as f64 / filled.clamp(0.02, 1.0));
@@ -385,7 +383,7 @@ fn sample(
     taken
 }
 
-/// The number of samples that a region's level asks for.
+/// How many samples a region's level asks for.
 pub fn samples_wanted(region: &Region, config: &Config) -> u64 {
     wanted(region, evidence(region.level), config)
 }
@@ -407,11 +405,11 @@ fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
         && region.hold.may_sample()
         && region.survey.runs_left() > 0
         && region.survey.tally.sampled < wanted
-        // Pages can be present without counting as samples, such as those shared through fork.
+        // Pages can be present without counting as samples, such as pages shared through fork.
         && region.survey.visited() < wanted * VISITS_PER_SAMPLE
 }
 
-/// Whether a region may be promoted: it is old enough, and not left alone.
+/// Whether we may promote a region: it's old enough, and we don't leave it alone.
 fn may_be_promoted(region: &Region, now_ns: u64, pace: Pace, config: &Config) -> bool {
     region.hold.may_examine(now_ns) && now_ns >= matures_ns(region, pace, config)
 }
@@ -419,7 +417,7 @@ fn may_be_promoted(region: &Region, now_ns: u64, pace: Pace, config: &Config) ->
 /// When a region is old enough to be promoted, nanoseconds.
 pub fn matures_ns(region: &Region, pace: Pace, config: &Config) -> u64 {
     let age_ns = match (region.appeared, config.probation_rounds) {
-        // It existed before the run: its age is unknown, and assumed to be enough.
+        // The region existed before the run. We don't know its age and assume it's old enough.
         (false, _) => 0,
         (true, 0) => config.lifetime_ns,
         (true, _) => match region.worth_from_ns {
@@ -435,8 +433,8 @@ fn is_watched(region: &Region, config: &Config) -> bool {
     region.hold.may_sample() && !region.young && region.level == 1 && known
 }
 
-/// How many times as long as it is a region is in the linear space of the bottom level. ksmd finds new duplicates in what is marked
-/// by itself.
+/// How many times its own length a region takes up in the bottom level's linear space. Always 1 with ksmd, which finds
+/// new duplicates in marked memory by itself.
 fn weight(region: &Region, config: &Config) -> u64 {
     match config.mechanism {
         Mechanism::Request => region.survey.weight(config.threshold()),
@@ -475,7 +473,7 @@ mod tests {
         of.map(|run| u64::from(run.pages)).sum()
     }
 
-    /// Regions are promoted from a duplicate ratio of 10 %.
+    /// Promotes regions from a duplicate ratio of 10 % on.
     fn tenth() -> Config {
         Config { duplicate_threshold: Permyriad(1_000), ..Config::default() }
     }
@@ -626,7 +624,7 @@ mod tests {
             table.iter_mut().step_by(2).for_each(|region| region.examine(4));
             let reading = ladder.plan(&mut table, room, true, Governor::Full.pace(), (&mut unlimited(), &Config::default()));
             let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
-            // A quarter more, for sampling beside regions that are read whole, and the ends of runs.
+            // A quarter more, for sampling beside regions that we read whole, and the ends of runs.
             prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * count(sizes.len()), "{read} for {room}");
         }
     }

@@ -1,19 +1,18 @@
-//! Which pages a sampled census reads: runs of neighbouring pages, each chosen independently with a known probability.
+//! Chooses the pages that a sampled census reads: runs of neighbouring pages, each chosen independently with a known
+//! probability.
 //!
-//! A run's draw is a random number that depends only on the seed and on the run's position. The run is read if its draw
-//! is below the sampled fraction. So a larger sample contains the smaller one, and only the difference must be read.
+//! A run's draw is a random number that depends only on the seed and the run's position. We read the run if its draw is
+//! below the sampled fraction. So a larger sample contains the smaller one, and we only read the difference.
 
 use super::RUN_PAGES;
 use crate::random::mix;
 use crate::units::{Vpn, low_bits};
 
-/// Chooses runs.
 #[derive(Clone, Copy, Debug)]
 pub struct Chooser {
     seed: u64,
 }
 
-/// The draw of one run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Draw {
     /// The run's number, which distinguishes it from other runs of the census.
@@ -23,12 +22,12 @@ pub struct Draw {
 }
 
 impl Chooser {
-    /// A chooser. Each seed yields another sample.
+    /// Each seed chooses another sample.
     pub const fn new(seed: u64) -> Self {
         Self { seed }
     }
 
-    /// The draw of the run that `page` of a region lies in. Each region of the census must have its own number.
+    /// The draw of the run with `page` of a region. Each region of the census must have its own number.
     pub fn draw(&self, region: u32, page: Vpn) -> Draw {
         let position = (page.0 / u64::from(RUN_PAGES)) ^ (u64::from(region) << 40);
         let mixed = mix(mix(position ^ self.seed).wrapping_add(self.seed));
@@ -36,7 +35,7 @@ impl Chooser {
         Draw { run, value: (mixed >> 11) as f64 / (1_u64 << 53) as f64 }
     }
 
-    /// Cuts a range of pages into runs and calls `chosen` for those with a draw in `from..to`, with the first page, the
+    /// Cuts a range of pages into runs. For runs with a draw in `from..to`, calls `chosen` with the first page, the
     /// number of pages and the run's number.
     pub fn cut(&self, region: u32, first: Vpn, pages: u32, from: f64, to: f64, mut chosen: impl FnMut(Vpn, u32, u32)) {
         let end = first.0 + u64::from(pages);
@@ -53,8 +52,8 @@ impl Chooser {
     }
 }
 
-/// The fraction of `pages` to sample first: enough to find pairs if they are two per cent of the memory. Little memory
-/// is read whole.
+/// The fraction of `pages` to sample first: enough to find pairs if they're two per cent of the memory. We read little
+/// memory whole.
 pub fn first_fraction(pages: u64) -> f64 {
     const WORTH_SAMPLING: u64 = 8192;
     if pages < WORTH_SAMPLING {
@@ -63,7 +62,7 @@ pub fn first_fraction(pages: u64) -> f64 {
     rounded((3.3 * f64::from(RUN_PAGES) / (super::TARGET_ERROR * pages as f64)).sqrt())
 }
 
-/// The next fraction to sample, if `fraction` left an error of `error` (a share of the memory). `None` if that is good
+/// The next fraction to sample, if `fraction` left an error of `error` (a share of the memory). `None` if that's good
 /// enough.
 pub fn next_fraction(fraction: f64, error: f64) -> Option<f64> {
     if fraction >= 1.0 || error <= super::TARGET_ERROR {
@@ -73,7 +72,7 @@ pub fn next_fraction(fraction: f64, error: f64) -> Option<f64> {
     Some(rounded(fraction * (1.1 * error / super::TARGET_ERROR).clamp(1.25, 3.0)))
 }
 
-/// Beyond two thirds, everything is read: that costs less than a further step would.
+/// Beyond two thirds we read everything, because another step would cost more.
 fn rounded(fraction: f64) -> f64 {
     if fraction > 0.66 { 1.0 } else { fraction }
 }

@@ -1,4 +1,4 @@
-//! The counts of a census, from one pass over the pages in the order of their contents, and the findings from them.
+//! Counts for a census, in one pass over the pages sorted by content, and the findings from them.
 
 use super::mixture::{FREQUENT, Histogram, Mixture};
 use super::{Cell, Figures, Findings, RUN_PAGES, ReadPage};
@@ -6,21 +6,21 @@ use crate::hash::Digest;
 use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::units::{PAGE_SIZE, index};
 
-/// The number of groups of runs, which are left out in turn.
+/// The number of groups of runs. We leave them out in turn.
 const GROUPS: usize = 50;
 /// Student's t for 95 % with `GROUPS - 1` degrees of freedom.
 const STUDENT_T: f64 = 2.01;
 
-/// Counts of the pages read, in frames, before anything is estimated.
+/// Counts of the pages we've read, in frames, before we estimate anything.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     read: f64,
     zero: f64,
-    /// Frames known to be savable, without zero pages.
+    /// Frames that are certainly savable, without zero pages.
     sure: f64,
-    /// The number of shared contents they would leave, as far as known.
+    /// The number of shared contents they would leave, as far as we know.
     contents: f64,
-    /// Units of contents that are not frequent.
+    /// Units of contents that aren't frequent.
     units: Histogram,
 }
 
@@ -45,14 +45,14 @@ struct CellCounts {
 
 pub(super) struct CensusCounts {
     cells: Vec<CellCounts>,
-    /// The counts that the total loses if a group of runs is left out.
+    /// The counts that the total loses if we leave out a group of runs.
     groups: Vec<Counts>,
 }
 
 /// The units of one content: the runs that hold it.
 #[derive(Default)]
 struct Units {
-    /// The runs, ascending, and the number of frames in each that hold the content.
+    /// The runs, ascending, and how many frames in each hold the content.
     runs: Vec<(u32, f64)>,
 }
 
@@ -137,7 +137,7 @@ impl CensusCounts {
             counts.sure += weight - weight / frames;
             add_units(counts, seen_in, weight / frames, fraction);
         }
-        // Without a group, its units are missing, and the content was seen less often in the others.
+        // Without a group, its units are missing, and the other groups' units saw the content less often.
         let mut left = seen_in;
         units.runs.sort_unstable_by_key(|&(run, _)| group_of(run));
         for group in units.runs.chunk_by(|a, b| group_of(a.0) == group_of(b.0)) {
@@ -158,7 +158,7 @@ impl CensusCounts {
         debug_assert_eq!(left, 0);
     }
 
-    /// Counts the copies within each process. Pages are in the order of cells, and so of processes.
+    /// Counts the copies within each process. Pages are sorted by cell, and so by process.
     fn count_own(&mut self, cells: &[Cell], content: &[ReadPage], fraction: f64, units: &mut Units) {
         for own in content.chunk_by(|a, b| cells[index(a.cell)].process == cells[index(b.cell)].process) {
             if fraction >= 1.0 {
@@ -214,7 +214,7 @@ impl CensusCounts {
         let own_shares = mixture.fit(&own.units);
         let savable = saving(&mixture, &shares, &total) * scale;
 
-        // Each cell is estimated by itself; then all are scaled to add up to the total.
+        // We estimate each cell by itself, then scale all cells so that they add up to the total.
         let mut parts = Vec::with_capacity(cells.len());
         for (cell, counts) in cells.iter().zip(&self.cells) {
             let held = cell.private.0 as f64 + cell.shared_frames;
@@ -258,9 +258,9 @@ impl CensusCounts {
         let groups = GROUPS as f64;
         let mean = estimates.iter().sum::<f64>() / groups;
         let spread: f64 = estimates.iter().map(|estimate| (estimate - mean).powi(2)).sum();
-        // The larger the sample, the less depends on which runs were chosen.
+        // The larger the sample, the less depends on our choice of runs.
         let sampling = STUDENT_T * (spread * (groups - 1.0) / groups * (1.0 - fraction)).sqrt();
-        // If three pairs of runs with the same content are expected, none is seen in one case of twenty.
+        // If we expect three pairs of runs with the same content, we see none in one case of twenty.
         let seen_once = total.units[1] * frames / total.read;
         let hidden = (3.0 * f64::from(RUN_PAGES) / fraction.powi(2)).min(seen_once / 2.0);
         sampling.max(hidden)
@@ -271,7 +271,7 @@ fn group_of(run: u32) -> usize {
     index(run) % GROUPS
 }
 
-/// Adds the units of a content that was seen in `seen_in` runs.
+/// Adds the units of a content that we saw in `seen_in` runs.
 fn add_units(counts: &mut Counts, seen_in: usize, units: f64, fraction: f64) {
     if seen_in < FREQUENT {
         counts.units[seen_in] += units;
@@ -282,13 +282,13 @@ fn add_units(counts: &mut Counts, seen_in: usize, units: f64, fraction: f64) {
     }
 }
 
-/// The number of savable frames among the pages read.
+/// The number of savable frames among the pages we've read.
 fn saving(mixture: &Mixture, shares: &[f64], counts: &Counts) -> f64 {
     counts.zero + counts.sure + mixture.posterior(shares).saving(&counts.units)
 }
 
-/// The figures of a cell: `held` frames, of which `zero` are zero, `gross` savable and `within` savable within the
-/// process. `contents` is the number of shared contents that merging leaves.
+/// The figures of a cell with `held` frames: `zero` are zero, `gross` savable and `within` savable within the process.
+/// Merging leaves `contents` shared contents.
 fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
     let within = within.clamp(0.0, (gross - zero).max(0.0));
     // For each marked page, and for each shared content.

@@ -1,27 +1,27 @@
-//! How dense zeros and duplicates are along a process's memory: the figures of a map, as UKSM's figure 1 has one.
+//! How dense zeros and duplicates are along a process's memory: the figures of a map like UKSM's figure 1.
 //!
-//! A process is divided into parts. Of each, the pages that were read are counted: all, zero, and those whose content was seen
-//! elsewhere, too. A sample shows fewer duplicates than there are, because their copies are often not in it. So those that were
-//! seen count for as many as the process and kind of memory is estimated to have for each one seen.
+//! We divide a process into parts and count the pages read in each: all, zero, and pages with a content that we saw
+//! elsewhere, too. A sample shows too few duplicates, because it often misses their copies. So we scale the ones we saw
+//! up to our estimate for the process and kind of memory.
 
 use super::counts::weight;
 use super::{Census, Findings, NO_PART, ReadPage};
 use crate::hash::Digest;
 use crate::units::index;
 
-/// What was read of a part, in pages that only its process maps.
+/// The pages read in a part, as far as only its process maps them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Density {
     /// All of them.
     pub read: f64,
     /// All-zero pages.
     pub zero: f64,
-    /// Pages with a content that another page has, too; of a sample, an estimate.
+    /// Pages with a content that another page has, too. An estimate if we've sampled.
     pub duplicate: f64,
 }
 
 impl Census {
-    /// The density of each of the `parts`, given what was found.
+    /// The density of each of the `parts`, given our findings.
     pub fn densities(&mut self, parts: usize, findings: &Findings) -> Vec<Density> {
         self.sort();
         let correction = self.corrections(findings);
@@ -43,9 +43,9 @@ impl Census {
         densities
     }
 
-    /// For how many duplicates of each cell one that was seen counts.
+    /// How many duplicates each one that we saw counts for, by cell.
     fn corrections(&self, findings: &Findings) -> Vec<f64> {
-        // The pages read, and what their contents as seen would save, without zeros.
+        // The pages read, and the saving from their contents as we saw them, without zeros.
         let mut seen = vec![(0.0, 0.0); self.cells.len()];
         self.each_content(|pages, frames| {
             for page in pages {
@@ -62,8 +62,8 @@ impl Census {
         seen.iter().zip(self.cells.iter().zip(&findings.cells)).map(correction).collect()
     }
 
-    /// Calls `each` with the pages of each content, and with the number of frames that were seen to hold it: without end if a
-    /// merged page does, `None` for zeros.
+    /// Calls `each` with the pages of each content, and with how many frames we saw holding it: infinity if a merged
+    /// page does, `None` for zeros.
     fn each_content(&self, mut each: impl FnMut(&[ReadPage], Option<f64>)) {
         for pages in self.pages.chunk_by(|a, b| a.digest == b.digest) {
             let digest = pages[0].digest;
@@ -89,7 +89,8 @@ mod tests {
     use crate::sampling::census::choose::Chooser;
     use crate::units::{Pages, Vpn};
 
-    /// Two processes of two parts: 20,000 pages that both have, and 20,000 of which a quarter is zero and the rest unique.
+    /// Two processes of two parts: 20,000 pages that both have, and 20,000 of their own, a quarter zero and the rest
+    /// unique.
     fn densities(fraction: f64) -> Vec<Density> {
         let cell = |process| Cell { process, private: Pages(40_000), ..Cell::default() };
         let (mut census, mut random) = (Census::new(vec![cell(0), cell(1)]), Random::new(1));
@@ -105,7 +106,7 @@ mod tests {
                 }
             });
         }
-        // Of another process, in no part.
+        // Another process's page, in no part.
         census.add_private(0, 0, None, Digest(random.below(1 << 60) | 1 << 61));
         let findings = census.findings(fraction);
         census.densities(4, &findings)

@@ -1,18 +1,18 @@
-//! Estimates how often contents occur in memory from how often they occur in a sample of it.
+//! Estimates how often contents occur in memory from how often they occur in a sample.
 //!
-//! If a content is held by `m` runs, each sampled with probability `f`, a sampled run meets `Binomial(m - 1, f)`
-//! others. The shares of the multiplicities `m` are found by nonparametric maximum likelihood: expectation maximisation
-//! over a grid of multiplicities, accelerated by SQUAREM (Varadhan and Roland, 2008). No distribution is assumed, so
-//! there may be pairs, triples and contents with thousands of copies together.
+//! If `m` runs hold a content and we sample each with probability `f`, a sampled run meets `Binomial(m - 1, f)` others.
+//! We find the shares of the multiplicities `m` by nonparametric maximum likelihood: expectation maximisation over a
+//! grid of multiplicities, accelerated by SQUAREM (Varadhan and Roland, 2008). We assume no distribution, so pairs,
+//! triples and contents with thousands of copies may mix.
 
-/// Contents seen at least this often are not modelled: `m = j / f` is then known to within a fifth, and the saving,
-/// `1 - 1/m`, to much less than one per cent.
+/// We don't model contents that we saw at least this often: `m = j / f` is then known to within a fifth, and the
+/// saving, `1 - 1/m`, to much less than one per cent.
 pub(super) const FREQUENT: usize = 30;
 
-/// Sampled units (pages, or runs that hold a content) by how often their content was seen.
+/// Sampled units (pages, or runs that hold a content) by how often we saw their content.
 pub(super) type Histogram = [f64; FREQUENT];
 
-/// Expectations for a unit by the number of times that its content was seen.
+/// Expectations for a unit by how often we saw its content.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Posterior {
     /// `E[1 - 1/m]`: the part of the unit that merging saves.
@@ -22,7 +22,6 @@ pub(super) struct Posterior {
 }
 
 impl Posterior {
-    /// The number of units saved.
     pub fn saving(&self, histogram: &Histogram) -> f64 {
         histogram.iter().zip(&self.saved).map(|(units, saved)| units * saved).sum()
     }
@@ -36,7 +35,7 @@ impl Posterior {
 /// The probabilities of being seen, for one sampled fraction.
 pub(super) struct Mixture {
     multiplicity: Vec<f64>,
-    /// For each multiplicity, the probability that a sampled unit's content is seen `j` times. Index 0 is unused.
+    /// For each multiplicity, the probability that we see a sampled unit's content `j` times. Index 0 is unused.
     chance: Vec<Histogram>,
 }
 
@@ -56,7 +55,7 @@ impl Mixture {
                 let others = others as f64;
                 p *= ((m - 1.0 - others).max(0.0) / (others + 1.0)) * fraction / (1.0 - fraction);
             }
-            // Frequent contents are counted separately, so the rest is conditional on not being frequent.
+            // We count frequent contents separately, so the rest is conditional on not being frequent.
             let seldom: f64 = chance.iter().sum();
             if seldom > 1e-6 {
                 for p in &mut chance {
@@ -90,7 +89,7 @@ impl Mixture {
                 return two;
             }
             let mut stride = (first / bend).sqrt().clamp(1.0, 4096.0);
-            // A leap may make the sample less likely; plain steps never do.
+            // A leap may make the sample less likely. Plain steps never do.
             start = loop {
                 let leap = leap(&start, &one, &two, stride);
                 let (landed, likelihood_of_leap) = self.step(histogram, &leap, &[], 0.0);
@@ -161,7 +160,7 @@ impl Mixture {
     }
 }
 
-/// Extrapolates two steps, to positive shares with the sum 1.
+/// Extrapolates two steps, to positive shares that add up to 1.
 fn leap(start: &[f64], one: &[f64], two: &[f64], stride: f64) -> Vec<f64> {
     let ahead = start.iter().zip(one).zip(two).map(|((start, one), two)| {
         let r = one - start;

@@ -1,4 +1,4 @@
-//! Tests the census on memories whose savings are known.
+//! Tests the census on memories with a known saving.
 
 use super::choose::{Chooser, first_fraction, next_fraction};
 use super::*;
@@ -94,7 +94,7 @@ fn extents(number: u64, processes: u64, seed: u64) -> Memory {
         let kind = random.below(5);
         for pages in &mut memory.processes {
             let mut page = 0;
-            // Copies do not lie at the same offset in every process.
+            // Copies aren't at the same offset in every process.
             pages.extend((0..random.below(9)).map(|_| fresh()));
             while page < 512 {
                 let length = 6 + random.below(3);
@@ -126,7 +126,7 @@ fn frequent(pages: u64, seed: u64) -> Memory {
     Memory { processes: vec![contents] }
 }
 
-/// Runs of four pages with the same content, each of which exists twice: copies within a run are not independent.
+/// Runs of four pages with the same content, each twice: copies within a run aren't independent.
 fn stuttering(runs: u64) -> Memory {
     let half: Vec<u64> = (0..runs).flat_map(|run| [run + 1; 4]).collect();
     Memory { processes: vec![half.clone(), half] }
@@ -184,7 +184,7 @@ fn memories(scale: u64) -> Vec<(&'static str, Memory)> {
 
 #[test]
 fn the_stated_error_holds() {
-    // On the last memory, a fit without a check of its leaps fails.
+    // On the last memory, a fit that doesn't check its leaps fails.
     std::thread::scope(|scope| {
         for (name, memory) in memories(1).into_iter().chain([("many aligned pairs", aligned(96_000, 2))]) {
             scope.spawn(move || {
@@ -199,7 +199,8 @@ fn the_stated_error_holds() {
 #[test]
 #[ignore = "minutes: the full table of coverage"]
 fn the_stated_error_holds_for_many_seeds() {
-    // If exactly 95 % of runs were within, a table of 36 rows would have one with fewer than this many of 200 once in 140 tables.
+    // If exactly 95 % of runs were within, a table of 36 rows would have one with fewer than this many of 200 once in
+    // 140 tables.
     const SIGNIFICANT: usize = 178;
     let mut bad = Vec::new();
     let mut in_all: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
