@@ -1,5 +1,5 @@
-//! What happens to each region next, why, and until when. The engine decides it in one place (`engine/decide.rs`): `explain`, `status`, `top` and the
-//! metrics print a [`Decision`], and none of them works the reason out again.
+//! What happens to each region next, why, and until when. The engine decides that in one place (`engine/decide.rs`).
+//! `explain`, `status`, `top` and the metrics only print a [`Decision`]; none of them works the reason out again.
 
 use crate::keys::LimitKey;
 use crate::marking::profit::Wave;
@@ -7,7 +7,6 @@ use crate::units::{Pages, Permyriad};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What happens to a region next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verb {
@@ -16,13 +15,13 @@ pub enum Verb {
     Sample,
     /// We read all of it.
     Read,
-    /// We mark it. Scans wait for other regions that may be marked soon.
+    /// We mark it. Scans wait for other regions that we may mark soon.
     Mark,
     /// It's marked, and ksmd scans it.
     Merge,
     /// We sample it thinly, to see what changes.
     Watch,
-    /// Nothing is done with it but thin sampling, for some time.
+    /// We only sample it thinly, for some time.
     Wait,
     /// We leave it alone.
     #[serde(rename = "nothing")]
@@ -43,33 +42,32 @@ impl fmt::Display for Verb {
     }
 }
 
-/// Why that happens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reason {
     /// Its process refused to be marked.
     Refused,
-    /// Its process is left alone.
+    /// We leave its process alone.
     ProcessLeftAlone,
-    /// Its pages are written and hold the same contents again: merges don't last.
+    /// Its program writes the same contents to its pages again, so merges don't last.
     CowBroken(Permyriad),
     /// Too many of its pages change between two visits for merges to last.
     Volatile,
-    /// Its merged memory was taken apart, because memory was short.
+    /// We unmerged its memory because memory was short.
     TakenBack,
-    /// Its merged memory was taken apart, because it was charged to a cgroup without headroom for it.
+    /// We unmerged its memory because a cgroup without headroom for it was charged.
     Relieved,
-    /// Its process couldn't be stopped. We try again.
+    /// We couldn't stop its process, and try again.
     Busy,
     /// It's too young, or like memory that ended young.
     TooYoung,
     /// Merging it costs more than the governor pays.
     DoesNotPay {
-        /// Two scans for all that waits.
+        /// Two scans for everything that waits.
         wave: Wave,
-        /// What a page saved may cost, CPU time in nanoseconds.
+        /// A saved page may cost this much CPU time, nanoseconds.
         price_ns: u64,
     },
-    /// Its thinner parts wait, for the time given at most, until newcomers have been read: they may have copies of more of it.
+    /// Its thinner parts wait for us to read newcomers, for the time given at most: they may have copies of more of it.
     AwaitsNewcomers,
     /// Memory is short.
     MemoryShort,
@@ -77,27 +75,26 @@ pub enum Reason {
     NoHeadroom(LimitKey),
     /// It has many duplicates.
     Duplicate,
-    /// It's being read; so many of its pages have been.
+    /// We're reading it, and have read this many of its pages.
     BeingRead(Pages),
-    /// Its level asks for more samples than have been taken, pages.
+    /// Its level asks for more samples than we've taken, pages.
     TooFewSamples { sampled: Pages, needed: Pages },
     /// Samples suggest that it has many duplicates.
     Promising,
-    /// All that is worth it has been marked, or on request merged.
+    /// We've marked everything worth it, or merged it on request.
     Done,
-    /// It was read whole. Its duplicates are too thinly spread to be marked.
+    /// We've read it whole. Its duplicates are too scattered to mark.
     Scattered,
     /// Samples show few duplicates.
     #[default]
     Sparse,
 }
 
-/// What happens to a region next.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Decision {
     pub verb: Verb,
     pub reason: Reason,
-    /// When that changes if nothing else does, nanoseconds. `None` if that isn't known.
+    /// When that changes if nothing else does, nanoseconds. `None` if we don't know.
     pub until_ns: Option<u64>,
 }
 
@@ -111,7 +108,7 @@ impl Decision {
         Self { until_ns: Some(until_ns), ..self }
     }
 
-    /// For how long it holds, seconds.
+    /// How long it still holds, seconds.
     pub fn seconds_left(&self, now_ns: u64) -> Option<f64> {
         Some(self.until_ns?.saturating_sub(now_ns) as f64 / 1e9)
     }
@@ -125,16 +122,15 @@ pub enum Kind {
     Unknown,
     /// Few duplicates.
     Sparse,
-    /// Its merges do not last, because its pages are written.
+    /// Its merges don't last, because its program writes the pages.
     CowBroken,
-    /// Too young to know whether it stays, or of a family whose regions ended young.
+    /// Too young to know whether it stays, or of a family with regions that ended young.
     ShortLived,
     /// Duplicates that stay: worth merging.
     StaticallyDuplicated,
 }
 
 impl Kind {
-    /// All of them.
     pub const ALL: [Self; 5] =
         [Self::StaticallyDuplicated, Self::Sparse, Self::CowBroken, Self::ShortLived, Self::Unknown];
 }
@@ -151,14 +147,14 @@ impl fmt::Display for Kind {
     }
 }
 
-/// What is known of the duplicates of a region.
+/// Our evidence for duplicates in a region.
 #[derive(Clone, Copy, Debug)]
 pub struct Evidence {
     pub kind: Kind,
     /// The share of duplicates, 0 to 1.
     pub ratio: f64,
-    /// The 95 % range of it.
+    /// Its 95 % range.
     pub range: (f64, f64),
-    /// Whether the region was read whole, so that the ratio is exact.
+    /// Whether we've read the region whole, so that the ratio is exact.
     pub exact: bool,
 }

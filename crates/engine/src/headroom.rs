@@ -1,22 +1,22 @@
-//! Headroom below the memory limits of cgroups, for merged pages that stay charged there.
+//! Headroom below cgroup memory limits, for merged pages that stay charged there.
 //!
-//! A merged page stays charged to one cgroup: the one whose copy was kept. When the programs of that cgroup then write to their
-//! pages, their new copies come on top of the kept ones that other cgroups still map. So the kernel may kill a program that would have
-//! lived without us. With ksmd nobody chooses which copy is kept, and a charge stays as long as anybody maps the page. So we count
-//! every page that may be merged as if its copy were kept and never came free:
+//! A merged page stays charged to one cgroup: the one whose copy was kept. When that cgroup's programs then write to
+//! their pages, their new copies come on top of the kept ones that other cgroups still map. So the kernel may kill a
+//! program that would have lived without us. With ksmd nobody chooses which copy is kept, and a charge stays as long as
+//! anybody maps the page. So we count every page that may be merged as if its copy were kept and never came free:
 //!
 //! ```text
 //! in use + pages that may be merged <= limit - reserve
 //! ```
 //!
-//! That holds in the kernel, not by our watching: a write to a merged page moves one page from the second term to the first, and
-//! nothing is merged while ksmd rests. So we may be stopped or killed after merging. What moves the sum is a program that
-//! grows, or a limit that is lowered; [`crate::relief`] is for those.
+//! The kernel keeps this true without our watching: a write to a merged page moves one page from the second term to the
+//! first, and nothing is merged while ksmd rests. So we may be stopped or killed after merging. Only a program that
+//! grows or a lowered limit moves the sum, and [`crate::relief`] is for those.
 //!
-//! Two cases need no headroom. The kernel's zero page is charged to nobody. And below a limit that holds for every process in
-//! scope, all that is merged comes back to where it was charged before, so it never exceeds what it would have held without us.
-//! Once a process outside has had memory that may be merged, that no longer counts, or each restart of the others would lift the
-//! bound. A process that was outside only until it was moved below the limit has had none.
+//! Two cases need no headroom. The kernel's zero page is charged to nobody. And if a limit applies to every process in
+//! scope, merged pages come back to where they were charged before, so the cgroup never exceeds its usage without us.
+//! This exception ends once a process outside has had memory that may be merged, or each restart of the others would
+//! lift the bound. A process that was outside only until it was moved below the limit has had none.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};
@@ -27,31 +27,32 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// What is left below one limit.
+/// The room left below one limit.
 #[derive(Clone, Copy, Debug)]
 struct LimitRoom {
     /// The view it comes from ([`LimitView::read_ns`]).
     read_ns: u64,
-    /// Pages that may still be merged.
+    /// How many more pages we may merge.
     left: Pages,
-    /// By how much the limit would be exceeded if all that may be merged were charged there for ever.
+    /// By how much we'd exceed the limit if all pages that may be merged were charged there for ever.
     over: Pages,
     /// Whether a process outside has had memory that may be merged, since the bound is in force.
     is_shared: bool,
 }
 
-/// How much may still be merged of each process.
+/// How much we may still merge of each process.
 #[derive(Clone, Debug, Default)]
 pub struct Headroom {
     limits: BTreeMap<LimitKey, LimitRoom>,
     of_owner: FxHashMap<OwnerKey, Vec<LimitKey>>,
-    /// When the limits below which something may be merged were read, the one that was first, nanoseconds. `None`: there are none.
+    /// When the limits with pages that may be merged were read, by the oldest, nanoseconds. `None`: there are none.
     read_ns: Option<u64>,
 }
 
 impl Headroom {
-    /// Works the headroom out anew below every limit that was read since the last look. `mergeable` are the pages of a process
-    /// that may be merged already; `scope` are all processes with memory that may be merged; `total` is the machine's memory.
+    /// Recomputes the headroom below every limit that was read since the last look. `mergeable` are each process's
+    /// pages that may be merged already, `scope` are all processes with memory that may be merged, and `total` is the
+    /// machine's memory.
     pub fn look(
         &mut self,
         keep: Keep,
@@ -89,18 +90,20 @@ impl Headroom {
         }
     }
 
-    /// The limit that leaves a process the least headroom, and how many of its pages may still be merged. `None`: any number.
+    /// The limit that leaves a process the least headroom, and how many of its pages we may still merge. `None`: any
+    /// number.
     pub fn of(&self, owner: OwnerKey) -> Option<(LimitKey, Pages)> {
         let keys = self.of_owner.get(&owner)?;
         keys.iter().filter_map(|key| Some((*key, self.limits.get(key)?.left))).min_by_key(|&(_, left)| left)
     }
 
-    /// When the limits below which something may be merged were read, the one that was first, nanoseconds. `None`: there are none.
+    /// When the limits with pages that may be merged were read, by the oldest, nanoseconds. `None`: there are none.
     pub fn read_ns(&self) -> Option<u64> {
         self.read_ns
     }
 
-    /// The limits that would be exceeded if all that may be merged were charged there for ever, and by how much, the worst first.
+    /// The limits that we'd exceed if all pages that may be merged were charged there for ever, and by how much, the
+    /// worst first.
     pub fn exceeded(&self) -> Vec<(LimitKey, Pages)> {
         let mut exceeded = Vec::new();
         for (&key, room) in &self.limits {
@@ -112,8 +115,8 @@ impl Headroom {
         exceeded
     }
 
-    /// Which of two equal pages stays, if `chosen` would: the one that stays remains charged to the cgroup of its process, which
-    /// needs headroom for it. The other one needs none, since its own charge goes with it. Uses the headroom.
+    /// Which of two equal pages stays, if we'd like `chosen` to. That page stays charged to its process's cgroup, which
+    /// needs headroom for it. The other page needs none, because its charge goes with it. Uses up the headroom.
     pub fn stays(&mut self, chosen: Stays, known: OwnerKey, new: OwnerKey) -> Stays {
         let candidates = match chosen {
             Stays::Known => [(Stays::Known, known), (Stays::New, new)],
@@ -129,7 +132,7 @@ impl Headroom {
         Stays::Both
     }
 
-    /// Uses headroom for pages of a process.
+    /// Uses up headroom for pages of a process.
     pub fn take(&mut self, owner: OwnerKey, pages: Pages) {
         for key in self.of_owner.get(&owner).into_iter().flatten() {
             if let Some(room) = self.limits.get_mut(key) {
@@ -139,7 +142,7 @@ impl Headroom {
     }
 }
 
-/// Whether a limit holds for every process in scope, so that nobody outside can share a page that is charged to it.
+/// Whether a limit applies to every process in scope, so that nobody outside can share a page charged to it.
 fn covers(view: &LimitView, scope: &FxHashSet<OwnerKey>) -> bool {
     view.owners.len() >= scope.len() && {
         let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
@@ -158,7 +161,7 @@ mod tests {
         LimitView { key: LimitKey(key), limit: Pages(limit), left: Pages(left), owners, read_ns }
     }
 
-    /// The headroom of processes 1 to 3, of which each has so many pages that may be merged.
+    /// The headroom of processes 1 to 3. `mergeable` is how many pages of each may be merged.
     fn look(headroom: &mut Headroom, limits: &[LimitView], mergeable: [u64; 3]) -> [Option<(u32, u64)>; 3] {
         let owners = [OwnerKey(1), OwnerKey(2), OwnerKey(3)];
         let mergeable = owners.into_iter().zip(mergeable.map(Pages)).collect();
@@ -215,7 +218,7 @@ mod tests {
         let [outside, below] = [view(7, 1_000, 200, &[1, 2], 1), view(7, 1_000, 200, &[1, 2, 3], 2)];
         assert_eq!(look(&mut headroom, from_ref(&outside), [0; 3]), [Some((7, 100)), Some((7, 100)), None]);
         assert_eq!(look(&mut headroom, from_ref(&below), [50; 3]), [None; 3], "it has been moved below the limit");
-        // The limit was not read again meanwhile.
+        // We haven't read the limit again meanwhile.
         look(&mut headroom, from_ref(&outside), [0; 3]);
         look(&mut headroom, from_ref(&outside), [0, 0, 50]);
         assert_eq!(look(&mut headroom, from_ref(&below), [0; 3]), [Some((7, 100)); 3]);

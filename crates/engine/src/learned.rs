@@ -1,11 +1,11 @@
-//! What one run has learned and the next one adopts, so that a restart does not search all memory again.
+//! Everything one run has learned that the next one adopts, so that a restart doesn't search all memory again.
 //!
-//! Verdicts on families and on regions of living processes, in counts of pages. Neither digests nor anything else from which
-//! contents could be guessed. So the next run knows no contents at first: those of a region are read again when a newcomer of its
-//! family appears, when another trust domain does, or when its samples differ.
+//! We keep verdicts on families and on regions of living processes, in counts of pages. We keep neither digests nor
+//! anything else that would let somebody guess contents. So the next run knows no contents at first. It reads a
+//! region's contents again when a newcomer of its family or another trust domain appears, or when its samples differ.
 //!
-//! All of it is a hint. It marks nothing by itself: a region is marked only after it has been read whole by the run that marks it,
-//! and rights, exclusions and trust domains come from the host alone. Whatever a file says, it can cost time, no more.
+//! All of it is a hint and marks nothing by itself: a run only marks a region after reading it whole, and rights,
+//! exclusions and trust domains come from the host alone. Whatever a file says, it can cost time, no more.
 
 use crate::config::{Config, Only};
 use crate::host::Mechanism;
@@ -19,23 +19,21 @@ use crate::units::{Pages, Permyriad, Vpn, whole};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The most regions, and spans in one of them, that are kept.
+/// We keep at most this many regions, and spans in one of them.
 const REGIONS_MAX: usize = 16_384;
 const SPANS_MAX: usize = 64;
-/// Regions that have not appeared this long after the beginning of a run are forgotten, nanoseconds.
+/// We forget regions that haven't appeared this long after a run began, nanoseconds.
 const APPEAR_NS: u64 = 600_000_000_000;
 
-/// What a run has learned.
+/// Everything a run has learned.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Learned {
-    /// How pages were merged.
+    /// How it merged pages.
     pub mechanism: Mechanism,
     /// Which pages were worth merging.
     pub only: Only,
-    /// Lifetimes.
     pub families: Vec<LearnedFamily>,
-    /// Verdicts on regions.
     pub regions: Vec<LearnedRegion>,
 }
 
@@ -44,7 +42,7 @@ pub struct Learned {
 #[serde(deny_unknown_fields)]
 pub struct LearnedFamily {
     pub family: FamilyKey,
-    /// The last lives that have ended, nanoseconds.
+    /// The last lives that ended, nanoseconds.
     pub lives_ns: Vec<u64>,
 }
 
@@ -54,27 +52,26 @@ pub struct LearnedFamily {
 pub struct LearnedRegion {
     pub process: LastingKey,
     pub family: FamilyKey,
-    /// Its first page.
     pub first: Vpn,
     /// Its length.
     pub pages: Pages,
     /// Anonymous pages present in it.
     pub resident: Pages,
-    /// Those of them that ksmd has visited twice.
+    /// Present pages that ksmd has visited twice.
     pub visited: Pages,
-    /// Whether it has been read whole, not only sampled.
+    /// Whether we've read it whole, not only sampled it.
     pub judged: bool,
     /// The share of duplicates left unmarked.
     pub left_over: Permyriad,
-    /// What samples have shown since.
+    /// The samples since then.
     pub tally: Tally,
-    /// Pages visited for that.
+    /// Pages visited for these samples.
     pub sampled: u64,
-    /// What was marked: first page, length, resident pages, duplicates.
+    /// Its marks: first page, length, resident pages, duplicates.
     pub marks: Vec<(Vpn, Pages, Pages, Pages)>,
-    /// Why it is left alone, if it is.
+    /// Why we leave it alone, if we do.
     pub hold: Option<LeaveAlone>,
-    /// For how long it is not to be examined, nanoseconds.
+    /// How long we won't examine it, nanoseconds.
     pub hold_ns: u64,
     /// The last pause between two examinations, nanoseconds.
     pub pause_ns: u64,
@@ -91,7 +88,7 @@ impl Learned {
     }
 }
 
-/// The verdict on a region, if there is one that will hold. While ksmd is `busy`, what is marked may not be merged yet.
+/// The verdict on a region, if we have one that will hold. While ksmd is `busy`, marked pages may not be merged yet.
 pub(crate) fn verdict(
     region: &Region,
     now_ns: u64,
@@ -109,7 +106,7 @@ pub(crate) fn verdict(
     if region.hold.is_refused() {
         return None;
     }
-    // It is about to be marked, or to be sampled more.
+    // We're about to mark it, or to sample more of it.
     let waits = thin_waits && left_over >= config.thinnest_density.fraction();
     if if judged { region.changed || waits } else { wants_more(region, config) } {
         return None;
@@ -134,11 +131,11 @@ pub(crate) fn verdict(
     })
 }
 
-/// Verdicts of an earlier run on regions that have not appeared yet.
+/// An earlier run's verdicts on regions that haven't appeared yet.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Verdicts {
     pending: BTreeMap<(LastingKey, Vpn), LearnedRegion>,
-    /// When they are forgotten, nanoseconds.
+    /// When we forget them, nanoseconds.
     until_ns: Option<u64>,
 }
 
@@ -148,7 +145,7 @@ impl Verdicts {
         Self { pending: regions.map(|region| ((region.process, region.first), region)).collect(), until_ns: None }
     }
 
-    /// All verdicts: those of this run, and of the earlier one on regions that have not appeared yet.
+    /// All verdicts: this run's, and the earlier one's on regions that haven't appeared yet.
     pub fn with(&self, regions: impl Iterator<Item = LearnedRegion>) -> Vec<LearnedRegion> {
         let mut all: Vec<_> = regions.chain(self.pending.values().cloned()).collect();
         // The largest are the costliest to lose.
@@ -157,8 +154,8 @@ impl Verdicts {
         all
     }
 
-    /// Gives regions that have just appeared the verdicts on them. Returns the resident pages that are marked in them, and how many of
-    /// those ksmd may not have visited yet.
+    /// Gives regions that have just appeared their verdicts. Returns how many resident pages are marked in them, and
+    /// how many of these ksmd may not have visited yet.
     pub fn give(&mut self, table: &mut RegionTable, now_ns: u64) -> (Pages, Pages) {
         let (mut marked, mut unvisited) = (Pages(0), Pages(0));
         if self.pending.is_empty() {
@@ -192,9 +189,9 @@ fn fits(verdict: &LearnedRegion, region: &Region) -> bool {
     let mut ordered = marks.clone();
     ordered.sort_unstable();
     let are_spans = ordered.iter().try_fold(view.first, in_order).is_some();
-    // Without its marks, it is another region.
+    // Without its marks, it's another region.
     let are_there = marks.is_empty() || judged && view.marked > Pages(0);
-    // Of spans within the region alone: any others may add up to too much.
+    // Only add up spans within the region: any others may come to too much.
     let counted = || -> Pages { marks.iter().map(|mark| mark.1).sum() };
     // Samples age with every pass over the bottom level.
     let few = 16 * view.pages.0 + 4_096;
@@ -206,7 +203,7 @@ fn fits(verdict: &LearnedRegion, region: &Region) -> bool {
         && marks.len() <= SPANS_MAX
         && are_spans
         && are_there
-        // The marks of a block are only known as a share of its mapping's.
+        // We only know a block's marks as a share of its mapping's.
         && (region.in_blocks || counted() <= view.marked)
         && can_be
 }
@@ -226,15 +223,15 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
     }
 }
 
-/// Nothing is known of the contents of adopted regions. If a newcomer of their family appears, one of them is read whole again, so
-/// that the newcomer is found to hold the same.
+/// We don't know the contents of adopted regions. If a newcomer of their family appears, we read one of them whole
+/// again, so that we find the newcomer's copies.
 pub(crate) fn read_for_newcomers(table: &mut RegionTable, now_ns: u64, top: usize) {
     let adopted = |region: &Region| region.adopted.is_some() && !region.marks.spans.is_empty();
     if !table.iter().any(adopted) {
         return;
     }
     let is_new = |region: &&Region| region.appeared && region.seen_ns == now_ns;
-    // The families, and whether one of their regions has been chosen.
+    // The families, and whether we've chosen one of their regions.
     let mut sought: BTreeMap<FamilyKey, bool> =
         table.iter().filter(is_new).map(|region| (region.view.family, false)).collect();
     for region in table.iter_mut().filter(|region| adopted(region)) {

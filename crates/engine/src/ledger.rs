@@ -1,4 +1,4 @@
-//! The ledger: what was saved and what it cost. `status`, metrics and summaries are views of it.
+//! The ledger: how much we saved and at what cost. `status`, metrics and summaries are views of it.
 
 mod copies;
 
@@ -10,19 +10,19 @@ use crate::stops::StopLengths;
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
 
-/// The most points of the curve. Then every second one is dropped.
+/// The most points of the curve. Then we drop every second one.
 const CURVE_MOST: usize = 1 << 14;
 
 /// Kernel memory for each marked page that ksmd has visited, bytes (`struct ksm_rmap_item`, mm/ksm.c).
 pub const METADATA_BYTES_PER_PAGE: u64 = 64;
 
-/// Pages that were to be merged on request, by what came of them.
+/// Pages we asked the kernel to merge, by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestCounts {
     pub merged: Pages,
     /// Merged already.
     pub shared: Pages,
-    /// Compared, and not equal: written since they were read, or only hashed alike.
+    /// Compared, and not equal: written since we read them, or only hashed alike.
     pub differing: Pages,
     /// Not merged for another reason.
     pub failed: Pages,
@@ -41,7 +41,6 @@ impl RequestCounts {
         *count += Pages(result.range.take.pages.into());
     }
 
-    /// All of them.
     pub fn asked(&self) -> Pages {
         self.merged + self.shared + self.differing + self.failed
     }
@@ -52,65 +51,63 @@ impl RequestCounts {
 pub struct Ledger {
     /// Pages that KSM saves on the machine by its counters, without `exited`.
     pub saved_machine: Pages,
-    /// The frames saved for the processes in scope, by the latest count ([`crate::saving`]).
+    /// Frames saved for the processes in scope, by the latest count ([`crate::saving`]).
     pub saved: Option<Pages>,
-    /// Merged pages of exited processes that KSM's counters contain until ksmd's next scan, about.
+    /// Roughly how many merged pages of exited processes KSM's counters contain until ksmd's next scan.
     #[serde(default)]
     pub exited: Pages,
-    /// Pages of address space marked by this run.
+    /// Pages of address space that this run marked.
     pub marked: Pages,
-    /// Pages of address space unmarked.
+    /// Pages of address space that it unmarked.
     pub unmarked: Pages,
-    /// Those of them that were unmarked because memory was short.
+    /// Pages unmarked because memory was short.
     #[serde(default)]
     pub taken_back: Pages,
     /// Spans marked.
     pub spans: u64,
-    /// Spans whose target refused or had ended.
+    /// Spans where the target refused or had ended.
     pub refused: u64,
-    /// Copies of merged pages, because they were written.
+    /// Copies of merged pages made because programs wrote them.
     #[serde(default)]
     pub copies: Copies,
     /// Huge pages split on the machine since the run began.
     #[serde(default)]
     pub splits: HugeSplits,
-    /// Those before the run.
+    /// Huge pages split before the run.
     #[serde(default)]
     pub splits_before: HugeSplits,
-    /// Huge pages put together again in memory that was unmarked because merges in it did not last.
+    /// Huge pages collapsed again in memory that we unmarked because merges there didn't last.
     #[serde(default)]
     pub collapsed: u64,
     pub pages_read: u64,
-    /// What came of pages that were to be merged on request.
+    /// Outcomes of the pages we asked the kernel to merge.
     #[serde(default)]
     pub requests: RequestCounts,
-    /// Stops of targets.
     pub stops: u64,
     /// The longest stop, nanoseconds.
     pub longest_stop_ns: u64,
     /// The total time of all stops, nanoseconds.
     pub total_stop_ns: u64,
-    /// All stops by length.
     #[serde(default)]
     pub stop_lengths: StopLengths,
     /// Merged frames moved to another NUMA node.
     pub moved: Pages,
-    /// Frames that could not be moved.
+    /// Frames that we couldn't move.
     pub not_moved: Pages,
-    /// CPU time of moving frames, nanoseconds; part of `cost`.
+    /// CPU time of moving frames, nanoseconds. Part of `cost`.
     pub move_ns: u64,
-    /// CPU time spent.
     pub cost: Cost,
     /// When the run began, nanoseconds.
     pub began_ns: u64,
     /// The time of the last observation, nanoseconds.
     pub now_ns: u64,
-    /// Pages saved by this run over time: (nanoseconds since the start, pages). One point for each change, and fewer in a long run.
+    /// Pages saved by this run over time: (nanoseconds since the start, pages). One point for each change, and fewer in
+    /// a long run.
     pub curve: Vec<(u64, Pages)>,
 }
 
 impl Ledger {
-    /// Records the state of the machine. `exited` merged pages that KSM counts are gone.
+    /// Records the state of the machine. Of the pages that KSM counts as merged, `exited` are gone.
     pub fn observe(&mut self, now_ns: u64, ksm: &KsmView, exited: Pages, cost: Cost) {
         if self.began_ns == 0 {
             self.began_ns = now_ns;
@@ -125,7 +122,7 @@ impl Ledger {
         self.splits = HugeSplits { pages: pages.max(self.splits.pages), mappings: mappings.max(self.splits.mappings) };
     }
 
-    /// Records a count of what is saved.
+    /// Records a count of the saving.
     pub fn record_saving(&mut self, saving: &Saving) {
         let saved = saving.saved;
         self.saved = Some(saved);
@@ -141,7 +138,7 @@ impl Ledger {
         }
     }
 
-    /// Records what came of a cycle's actions.
+    /// Records the outcome of a cycle's actions.
     pub fn record(&mut self, actions: &Actions, outcome: &Outcome) {
         for result in &outcome.unmarked {
             if let Marking::Done(pages) = result.marking {
@@ -174,7 +171,7 @@ impl Ledger {
         }
     }
 
-    /// Seconds from the start until 90 % of what is saved now was saved and stayed saved.
+    /// Seconds from the start until we had saved 90 % of the present saving for good.
     pub fn seconds_to_90_percent(&self) -> Option<f64> {
         let goal = self.saved?.0 * 9 / 10;
         if goal == 0 {

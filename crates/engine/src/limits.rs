@@ -1,8 +1,8 @@
-//! What may be done to targets in any second: pages read, stops, and how long one stop may be.
+//! How much we may do to targets in any second: pages read, stops, and how long one stop may be.
 //!
-//! A governor bounds the CPU time that pagefold uses; limits bound what targets may notice. Reading a page briefly takes the
-//! target's `mmap_lock`, which slows down a target that maps and unmaps all the time, and a stop takes time from it. A group of
-//! processes can have lower limits, and a share of a core of its own, as a governor has one.
+//! A governor bounds pagefold's CPU time, while limits bound how much targets may notice. Reading a page briefly takes
+//! the target's `mmap_lock`, which slows down a target that maps and unmaps all the time, and a stop takes time from
+//! it. A group of processes can have lower limits, and its own share of a core, like a governor's.
 
 use crate::governor::share_ns;
 use crate::host::{StopSize, Stops};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// The limits hold over any period of this length, nanoseconds.
 const WINDOW_NS: u64 = 1_000_000_000;
 
-/// What may be done to targets.
+/// How much we may do to targets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Pages read from one process per second.
@@ -27,8 +27,8 @@ pub struct Limits {
     pub stops: u64,
     /// Merged frames moved to another NUMA node per second.
     pub moves: u64,
-    /// How long a stop should last at most, nanoseconds. This is a goal, not a guarantee: the target's core may be busy.
-    /// After a longer stop, the next one does half as much.
+    /// How long a stop should last at most, nanoseconds. This is a goal, not a guarantee: the target's core may be
+    /// busy. After a longer stop, the next one does half as much.
     pub longest_stop_ns: u64,
 }
 
@@ -45,10 +45,10 @@ impl Default for Limits {
     }
 }
 
-/// Limits that hold for the processes of a group together, beside those of the run.
+/// Limits for the processes of a group together, besides the run's own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GroupLimits {
-    /// The share of one core that reading their memory may use, with what it costs to judge it.
+    /// The share of one core that we may use to read and judge their memory.
     pub share: Option<Permyriad>,
     /// Pages read from them per second.
     pub pages: Option<u64>,
@@ -57,7 +57,7 @@ pub struct GroupLimits {
 }
 
 impl GroupLimits {
-    /// Pages that may be read in a second if one takes this long.
+    /// Pages that we may read in a second if one takes this long.
     fn pages(&self, page_ns: u64) -> u64 {
         let by_share = self.share.map(|share| share_ns(WINDOW_NS, share) / page_ns.max(1));
         self.pages.into_iter().chain(by_share).min().unwrap_or(u64::MAX)
@@ -91,7 +91,7 @@ impl Window {
     }
 }
 
-/// What has been done within the last second.
+/// Everything done within the last second.
 #[derive(Clone, Debug, Default)]
 struct Done {
     pages: Window,
@@ -107,7 +107,7 @@ impl Done {
     }
 }
 
-/// Enforces the limits: knows what may still be done now.
+/// Enforces the limits: knows how much we may still do now.
 #[derive(Clone, Debug)]
 pub struct Allowance {
     limits: Limits,
@@ -117,12 +117,11 @@ pub struct Allowance {
     each: BTreeMap<OwnerKey, Done>,
     groups: Vec<(GroupLimits, Done)>,
     members: Arc<BTreeMap<OwnerKey, GroupKey>>,
-    /// What a page that is read costs, nanoseconds.
+    /// The cost of a page that we read, nanoseconds.
     page_ns: u64,
 }
 
 impl Allowance {
-    /// A full allowance.
     pub fn new(limits: Limits, groups: &[GroupLimits]) -> Self {
         let mut new = Self {
             limits,
@@ -138,18 +137,16 @@ impl Allowance {
         new
     }
 
-    /// Changes the limits.
     pub fn set_limits(&mut self, limits: Limits, groups: &[GroupLimits]) {
         self.limits = limits;
         self.groups = groups.iter().map(|&limits| (limits, Done::default())).collect();
     }
 
-    /// Sets the groups of processes, and what a page that is read costs, nanoseconds.
+    /// Sets the groups of processes, and the cost of a page that we read, nanoseconds.
     pub fn set_groups(&mut self, members: Arc<BTreeMap<OwnerKey, GroupKey>>, page_ns: u64) {
         (self.members, self.page_ns) = (members, page_ns);
     }
 
-    /// Sets the time, nanoseconds.
     pub fn advance(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
         self.all.advance(now_ns);
@@ -174,7 +171,7 @@ impl Allowance {
         }
     }
 
-    /// The number of pages of a process that may be read now.
+    /// How many pages of a process we may read now.
     pub fn pages_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.pages.sum);
         let all = self.limits.pages.saturating_sub(self.all.pages.sum);
@@ -183,13 +180,13 @@ impl Allowance {
         self.limits.pages_per_process.saturating_sub(own).min(all).min(group)
     }
 
-    /// Records pages that are about to be read.
+    /// Records pages that we're about to read.
     pub fn use_pages(&mut self, owner: OwnerKey, pages: u64) {
         let now_ns = self.now_ns;
         self.record(owner, |done| done.pages.add(now_ns, pages));
     }
 
-    /// How often a process may be stopped now.
+    /// How often we may stop a process now.
     pub fn stops_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.stops.sum);
         let all = self.limits.stops.saturating_sub(self.all.stops.sum);
@@ -205,23 +202,23 @@ impl Allowance {
         self.record(owner, |done| done.stops.add(now_ns, number));
     }
 
-    /// The number of merged frames that may be moved now.
+    /// How many merged frames we may move now.
     pub fn moves_left(&self) -> u64 {
         self.limits.moves.saturating_sub(self.all.moves.sum)
     }
 
-    /// Records merged frames that are about to be moved.
+    /// Records merged frames that we're about to move.
     pub fn use_moves(&mut self, number: u64) {
         self.all.moves.add(self.now_ns, number);
     }
 
-    /// How much may be done in one stop.
+    /// How much to do in one stop.
     pub fn stop_size(&self) -> StopSize {
         self.size
     }
 
-    /// Adapts how much is done in one stop to how long the last ones took: less after one that was too long, more while
-    /// they are short.
+    /// Adapts how much we do in one stop to how long the last ones took: less after one that was too long, more while
+    /// they're short.
     pub fn adapt_stop_size(&mut self, stops: &[Stops]) {
         let (now, limit_ns) = (self.size.marks, self.limits.longest_stop_ns);
         self.size.marks = match stops.iter().map(|stops| stops.longest_ns).max() {

@@ -1,21 +1,22 @@
 //! Relief for a cgroup that keeps more merged pages for others than its limit has headroom for.
 //!
-//! [`crate::headroom`] keeps that from happening by merging alone. It happens when programs grow after their pages were merged, or
-//! when a limit is lowered. To unmerge the cgroup's own pages would be the wrong way: its copies are charged to it at once, and
-//! the kept ones stay for the others. So the others get copies of their own, which are charged to them, as far as they have room.
+//! If only merging added pages, [`crate::headroom`] would prevent that. But programs may grow after we merged their
+//! pages, or somebody may lower a limit. Unmerging the cgroup's own pages would be the wrong way: it's charged for its
+//! new copies at once, and the kept ones stay for the others. So we give the others copies of their own, charged to
+//! them, as far as they have room.
 //!
-//! Who maps which frame, and which frames are charged to the cgroup, is looked up only then. So what is known is exact:
+//! Only then do we look up who maps which frame, and which frames are charged to the cgroup. So we know exactly:
 //!
 //! ```text
 //! without merging = in use - frames charged to it + merged pages of its processes
 //! at worst        = without merging + frames charged to it that others map
 //! ```
 //!
-//! Where a cgroup would exceed its limit even without merging, there is nothing to be won: its programs can't all have
-//! what they want, with or without us.
+//! If a cgroup would exceed its limit even without merging, we can't win anything: its programs can't all have the
+//! memory they want, with or without us.
 //!
-//! Its own pages that are marked and not merged, because they were written, could be merged once more and add to what it keeps. They
-//! are unmarked, which costs nothing, and marked again when there is headroom.
+//! Some of its own pages are marked but not merged, because they were written. Merged once more, they could add to the
+//! pages it keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
 
 use crate::host::{LimitView, MergedSample, PageRun};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
@@ -27,39 +28,39 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Reverse;
 use std::collections::VecDeque;
 
-/// Unmerging makes copies in steps of so many pages, each only while a margin is left besides: 32 MiB for what the process and its
-/// neighbours allocate meanwhile, and 2 MiB for what the kernel charges in advance on each processor that copies
+/// Unmerging makes copies in steps of this many pages. Each step needs a margin besides: 32 MiB that the process and
+/// its neighbours may allocate meanwhile, and 2 MiB that the kernel charges in advance on each processor that copies
 /// (`MEMCG_CHARGE_BATCH`, mm/memcontrol.c).
 pub const UNMERGE_STEP: Pages = Pages(2_048);
 /// See [`UNMERGE_STEP`].
 pub const UNMERGE_MARGIN: Pages = Pages(8_704);
 
-/// The margin below a limit: no more than a quarter of it, or nothing could be unmerged in a small cgroup.
+/// The margin below a limit: at most a quarter of the limit, or we could unmerge nothing in a small cgroup.
 pub fn margin_below(limit: Pages) -> Pages {
     UNMERGE_MARGIN.min(Pages(limit.0 / 4))
 }
 
-/// The most pages looked up for one cgroup, and in one cycle.
+/// The most pages we look up for one cgroup, and in one cycle.
 const LOOKED_UP_MOST: u64 = 1 << 22;
 const LOOKED_UP_AT_ONCE: u64 = 1 << 16;
 /// The first pause between two looks, nanoseconds. It doubles while they find nothing to do.
 const PAUSE_NS: u64 = 2_000_000_000;
 const PAUSE_MOST_NS: u64 = 600_000_000_000;
-/// After a pause of `PAUSE_NS` it's worth another look if a cgroup exceeds its limit by more than before, and by at least this
-/// fraction of the limit.
+/// Another look is worth it after a pause of only `PAUSE_NS` if a cgroup exceeds its limit by more than before, and by
+/// at least this fraction of the limit.
 const WORSE: u64 = 64;
 
 /// A region, by its first page.
 pub type Place = (RegionKey, Vpn);
 
-/// The regions to be taken apart for a cgroup.
+/// The regions to unmerge for a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Relieved {
     /// The limit that needs it.
     pub limit: LimitKey,
-    /// Those of others that hold pages which are charged to it.
+    /// Other processes' regions with pages that are charged to it.
     pub others: Vec<Place>,
-    /// Its own, of which much is marked and not merged.
+    /// Its own regions with many marked pages that aren't merged.
     pub own: Vec<Place>,
 }
 
@@ -73,9 +74,9 @@ struct Survey {
     merged: FxHashMap<Place, u64>,
     /// Merged frames that are charged to it.
     frames: FxHashSet<u64>,
-    /// Those that other processes map, and where.
+    /// Charged frames that other processes map, and where.
     outside: Vec<(Place, u64)>,
-    /// The region that the last page was in.
+    /// The region of the last page.
     last: Option<LastRegion>,
 }
 
@@ -93,25 +94,25 @@ impl LastRegion {
     }
 }
 
-/// Looks for what is to be taken apart.
+/// Looks for regions to unmerge.
 #[derive(Debug, Default)]
 pub struct Relief {
     survey: Option<Survey>,
     next_ns: u64,
     pause_ns: u64,
-    /// Whether the plan of this cycle asks for pages to be looked up.
+    /// Whether this cycle's plan looks pages up.
     is_asking: bool,
-    /// By how much limits could be exceeded when they were last looked at, and when that was, nanoseconds.
+    /// By how much limits could be exceeded when we last looked, and when that was, nanoseconds.
     looked: FxHashMap<LimitKey, (Pages, u64)>,
 }
 
 impl Relief {
-    /// Whether pages are being looked up.
+    /// Whether we're looking up pages.
     pub fn is_busy(&self) -> bool {
         self.survey.is_some()
     }
 
-    /// Whether the plan of this cycle asks for pages to be looked up for it.
+    /// Whether this cycle's plan looks pages up for us.
     pub fn is_asking(&self) -> bool {
         self.is_asking
     }
@@ -121,12 +122,13 @@ impl Relief {
         self.looked.retain(|key, _| exceeded.iter().any(|(exceeded, _)| exceeded == key));
     }
 
-    /// Whether it has not been looked yet who maps what is charged to a cgroup, or its limit could be exceeded by more than it could then.
+    /// Whether we haven't looked yet who maps a cgroup's charged pages, or its limit could be exceeded by more than it
+    /// could then.
     pub fn is_wanted(&self, view: &LimitView, over: Pages) -> bool {
         self.looked.get(&view.key).is_none_or(|&(before, _)| over.0 > before.0 + view.limit.0 / WORSE)
     }
 
-    /// Begins to look up who maps what is charged to a cgroup that may exceed its limit by this much, if it is time.
+    /// If it's time, begins to look up who maps the pages charged to a cgroup that may exceed its limit by `over`.
     pub fn begin(&mut self, view: &LimitView, over: Pages, table: &RegionTable, now_ns: u64) {
         if self.is_busy() {
             return;
@@ -155,7 +157,7 @@ impl Relief {
         });
     }
 
-    /// The pages to look up now, and the limit whose charges are asked for.
+    /// The pages to look up now, and the limit that we need to know their charges for.
     pub fn inspect(&mut self) -> (Vec<PageRun>, Option<LimitKey>) {
         let Some(survey) = &mut self.survey else { return (Vec::new(), None) };
         self.is_asking = true;
@@ -174,8 +176,8 @@ impl Relief {
         (runs, Some(survey.limit))
     }
 
-    /// Records pages that were looked up. Once all have been, returns the regions to be taken apart: those that hold the most of what
-    /// is charged to the cgroup, until as much comes free as it lacks to have the reserve left.
+    /// Records pages that we looked up. After the last one, returns the regions to unmerge: the ones that hold the most
+    /// pages charged to the cgroup, until enough come free to restore its reserve.
     pub fn record(
         &mut self,
         table: &RegionTable,
@@ -246,7 +248,8 @@ impl Survey {
         (!relieved.others.is_empty() || !relieved.own.is_empty()).then_some(relieved)
     }
 
-    /// Chooses regions of others until so many frames come free. A frame is free when nobody else maps it. Returns how many are.
+    /// Chooses others' regions until `lacking` frames come free. A frame comes free once nobody else maps it. Returns
+    /// how many do.
     fn choose_others(&self, mut holders_of: FxHashMap<u64, u32>, lacking: Pages, chosen: &mut Vec<Place>) -> Pages {
         let mut held: FxHashMap<Place, Vec<u64>> = FxHashMap::default();
         for &(place, frame) in &self.outside {
@@ -270,7 +273,8 @@ impl Survey {
         freed
     }
 
-    /// Chooses regions of the cgroup if more of their pages than `most` are marked and not merged, until it is no more than `goal`.
+    /// If more than `most` of the cgroup's pages are marked and not merged, chooses its regions until no more than
+    /// `goal` are left.
     fn choose_own(&self, table: &RegionTable, most: Pages, goal: Pages, chosen: &mut Vec<Place>) {
         let mut unmerged = Pages(0);
         let mut regions: Vec<(Pages, Place)> = Vec::new();
@@ -330,7 +334,8 @@ mod tests {
         LimitView { key: LimitKey(7), limit, left, owners: vec![OwnerKey(1)], read_ns: 0 }
     }
 
-    /// The pages of regions that map frames: region, first page and frame, number, whether the frames are charged to the cgroup.
+    /// Pages that map frames: for each share the region, the first page and frame, how many, and whether the frames are
+    /// charged to the cgroup.
     fn samples(shares: &[(u32, u64, u64, bool)]) -> Vec<MergedSample> {
         let mut samples = Vec::new();
         for &(key, first, pages, charged) in shares {
@@ -349,7 +354,7 @@ mod tests {
         samples
     }
 
-    /// What is to be taken apart, as the numbers of the processes: of others, and its own.
+    /// The regions to unmerge, as process numbers: others', and its own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
         relief.begin(view, Pages(1), &table, S);
@@ -367,11 +372,11 @@ mod tests {
         let shared = [(1, 0, 40, true), (2, 0, 40, true), (3, 0, 30, true), (4, 0, 20, false)];
         assert_eq!(relieved(&limit(200, 100), &shared), None, "at worst 140, and 60 more are marked");
         assert_eq!(relieved(&limit(199, 100), &shared), Some((vec![], vec![1])), "its own that may be merged anew");
-        // 40 must come free of those that both hold.
+        // 40 of the frames that both hold must come free.
         assert_eq!(relieved(&limit(130, 100), &shared), Some((vec![2, 3], vec![1])));
         let apart = [(1, 0, 40, true), (2, 0, 30, true), (3, 30, 10, true)];
         assert_eq!(relieved(&limit(135, 100), &apart), Some((vec![2], vec![1])), "18 less are enough");
-        // Without merging it would hold 100, and may not have that much.
+        // Without merging it would hold 100, more than it may.
         assert_eq!(relieved(&limit(99, 90), &[(1, 0, 90, true), (2, 0, 90, true), (1, 90, 10, false)]), None);
         // It has written to all, and holds 40 for others.
         assert_eq!(relieved(&limit(160, 140), &[(2, 0, 40, true)]), Some((vec![], vec![1])));

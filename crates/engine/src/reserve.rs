@@ -1,17 +1,18 @@
-//! Room for what can come back.
+//! Headroom for COW: is there room if merged pages come back as copies?
 //!
-//! A write to a merged page takes a page again. At worst everything that is saved is wanted back. What is likely is the most
-//! that programs have taken back within an hour of the last day. Memory that is left, on the machine and below each limit of
-//! a cgroup, is compared with both:
+//! A write to a merged page takes a page again. At worst programs want everything back that we save. What's likely is
+//! the most that they took back within one hour of the last day. We compare the memory left, on the machine and below
+//! each cgroup limit, with both:
 //!
-//! - If less is left than can come back at worst, memory is overcommitted. On the machine that is what merging is for, so it goes
-//!   on, and a warning says so. Below a limit merging makes no room for the cgroup that keeps the copies: what is merged there is
-//!   bounded ([`crate::headroom`]), and memory is overcommitted if programs have grown since, or if all in scope are below it.
-//! - If less is left than the reserve, memory is short: nothing more is merged there until there is room again.
+//! - If less is left than the worst case needs, memory is overcommitted. On the machine that is the point of merging,
+//!   so we go on and warn. Below a limit, merging makes no room for the cgroup that keeps the copies: we bound how much
+//!   we merge there ([`crate::headroom`]), and memory is overcommitted if programs have grown since, or if all in scope
+//!   are below it.
+//! - If less is left than the reserve, memory is short: we merge nothing more there until there's room again.
 //!
-//! Taking merged memory apart makes no room, it takes some at once. It only brings forward, in steps and while there is room, what
-//! would otherwise come back whenever programs write, perhaps all at once. So it is done only if asked for, and half of the reserve
-//! is left for what programs take meanwhile.
+//! Unmerging makes no room, it takes some at once. It only brings forward, in steps and while there is room, copies
+//! that programs' writes would otherwise make later, perhaps all at once. So we only do it if asked to, and leave half
+//! of the reserve for programs to take meanwhile.
 
 use crate::error::ConfigError;
 use crate::host::{LimitView, MemoryView};
@@ -25,21 +26,22 @@ use std::str::FromStr;
 
 /// `Keep::Auto` keeps at least this share of memory, unless less than that can come back.
 const AUTO_SHARE: Permyriad = Permyriad(500);
-/// The largest size that can be set, bytes: more than any machine has.
+/// The largest size that users can set, bytes: more than any machine has.
 const SIZE_MOST: u64 = 1 << 50;
-/// A state ends when there is this much more room than the amount at which it began, as a fraction of that amount.
+/// A state ends once there's this much more room than the amount where it began, as a fraction of that amount.
 const HYSTERESIS: u64 = 8;
-/// The time between two looks at what is left, nanoseconds.
+/// How often we look at the memory left, nanoseconds.
 const LOOK_NS: u64 = 1_000_000_000;
-/// The time between two steps of taking merged memory apart, nanoseconds: what is left is known anew by then.
+/// The time between two steps of unmerging, nanoseconds: by then we know how much memory is left.
 const STEP_NS: u64 = 2_000_000_000;
-/// Copies are not the programs' own until this time after memory was unmarked, nanoseconds: they are counted once a second.
+/// For this long after we unmarked memory, copies don't count as the programs' own, nanoseconds: we count them once a
+/// second.
 const OWN_COPIES_NS: u64 = 2_000_000_000;
 
-/// How much memory is kept for what can come back.
+/// How much memory we keep free for copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
-    /// What is likely to come back, at least 5 % of memory, and never more than can come back.
+    /// As much as is likely to come back, at least 5 % of memory, and never more than can come back.
     #[default]
     Auto,
     /// A share of the machine's memory, and of each limit.
@@ -50,47 +52,46 @@ pub enum Keep {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReserveSettings {
-    /// How much is kept.
     pub keep: Keep,
-    /// Whether merged memory is taken apart, the cheapest first, while less is left.
+    /// Whether we unmerge memory while less is left, the cheapest first.
     pub take_back: bool,
 }
 
-/// Whether there is room for what can come back.
+/// Whether there's room for copies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RoomState {
-    /// For all of it.
+    /// For all of them.
     #[default]
     Enough,
-    /// Not if all of it comes back.
+    /// Not if all merged pages come back.
     Overcommitted,
     /// Less is left than the reserve.
     Short,
 }
 
-/// The room of the machine or below a limit.
+/// The room on the machine or below a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
-    /// Whether it suffices.
+    /// Whether it's enough.
     pub state: RoomState,
     /// The machine's memory, or the limit.
     #[serde(rename = "total_bytes", with = "as_bytes")]
     pub total: Pages,
-    /// What is left of it. On the machine, with free swap.
+    /// How much of it is left. On the machine, includes free swap.
     #[serde(rename = "left_bytes", with = "as_bytes")]
     pub left: Pages,
-    /// What is to be left.
+    /// How much should be left.
     #[serde(rename = "reserve_bytes", with = "as_bytes")]
     pub reserve: Pages,
-    /// What can come back at worst.
+    /// How much can come back at worst.
     #[serde(rename = "worst_bytes", with = "as_bytes")]
     pub worst: Pages,
 }
 
 impl Room {
     fn new(before: RoomState, (total, left): (Pages, Pages), reserve: Pages, worst: Pages) -> Self {
-        // What has begun ends only with some more room.
+        // A state only ends once there's some more room.
         let needs = |amount: Pages, state| Pages(amount.0 + if before >= state { amount.0 / HYSTERESIS } else { 0 });
         let state = if left < needs(reserve, RoomState::Short) {
             RoomState::Short
@@ -102,7 +103,7 @@ impl Room {
         Self { state, total, left, reserve, worst }
     }
 
-    /// What may be taken now: half of the reserve stays.
+    /// How much we may take now: half of the reserve stays.
     fn spare(&self) -> Pages {
         self.left.saturating_sub(Pages(self.reserve.0 / 2))
     }
@@ -127,7 +128,7 @@ impl fmt::Display for Keep {
 impl FromStr for Keep {
     type Err = ConfigError;
 
-    /// `auto`, a size with a unit (`512M`, `2G`), or a share of memory (`10%`).
+    /// Parses `auto`, a size with a unit (`512M`, `2G`), or a share of memory (`10%`).
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let no_amount = || ConfigError::NoAmount(text.to_owned());
         if text == "auto" {
@@ -154,7 +155,7 @@ impl FromStr for Keep {
 }
 
 impl Keep {
-    /// The reserve of the machine.
+    /// The machine's reserve.
     fn of_machine(self, total: Pages, worst: Pages, likely: Pages) -> Pages {
         match self {
             Self::Auto => likely.max(share(total, AUTO_SHARE)).min(worst),
@@ -163,7 +164,7 @@ impl Keep {
         }
     }
 
-    /// The reserve below a limit. What is likely is known of the machine as a whole only.
+    /// The reserve below a limit. We only know what's likely for the whole machine.
     fn of_limit(self, limit: Pages, worst: Pages) -> Pages {
         match self {
             Self::Auto | Self::Fixed(_) => self.below(limit).min(worst),
@@ -171,7 +172,7 @@ impl Keep {
         }
     }
 
-    /// What is kept free below a limit, for the growth of its programs.
+    /// How much to keep free below a limit, so that its programs can grow.
     pub(crate) fn below(self, limit: Pages) -> Pages {
         match self {
             Self::Auto | Self::Fixed(_) => share(limit, AUTO_SHARE),
@@ -185,33 +186,33 @@ fn share(of: Pages, part: Permyriad) -> Pages {
     Pages(u64::try_from(pages).unwrap_or(u64::MAX))
 }
 
-/// A step of taking merged memory apart: where memory is short, and how much may be taken.
+/// A step of unmerging: where memory is short, and how much we may take.
 #[derive(Clone, Debug)]
 pub struct Step {
     machine_is_short: bool,
-    /// What the machine has to spare, without swap.
+    /// The machine's spare memory, without swap.
     spare: Pages,
-    /// For the processes below limits: whether memory is short there, and what there is to spare.
+    /// For processes below limits: whether memory is short there, and how much is spare.
     limited: BTreeMap<OwnerKey, (bool, Pages)>,
 }
 
 impl Step {
-    /// Whether it helps to take this much of a process's memory apart, and there is room for the copies.
+    /// Whether unmerging this much of a process's memory helps, and its copies fit.
     pub fn allows(&self, owner: OwnerKey, copies: Pages) -> bool {
         let (short, spare) = self.limited.get(&owner).copied().unwrap_or((false, Pages(u64::MAX)));
         (self.machine_is_short || short) && copies <= spare.min(self.spare)
     }
 }
 
-/// Watches the room for what can come back.
+/// Watches the room for copies.
 #[derive(Clone, Debug, Default)]
 pub struct Reserve {
     machine: Room,
     limits: BTreeMap<LimitKey, Room>,
-    /// The processes for which memory is short below a limit.
+    /// The processes with too little memory below a limit.
     short: BTreeSet<OwnerKey>,
-    /// Copies that programs have caused by writing. Those caused by unmarking are left out, or each step would make what is
-    /// likely to come back look larger.
+    /// Copies caused by programs' writes. We leave out the ones from unmarking, or each step would make it look likely
+    /// that more comes back.
     copies: Copies,
     own_copies: u64,
     counted: u64,
@@ -221,14 +222,14 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Whether it is time to look again. What is left is known anew no more often.
+    /// Whether it's time to look again. The host doesn't know better more often.
     pub fn is_due(&mut self, now_ns: u64) -> bool {
         let is_due = now_ns >= self.next_look_ns;
         self.next_look_ns = if is_due { now_ns + LOOK_NS } else { self.next_look_ns };
         is_due
     }
 
-    /// Records the kernel's count of copies. `unmarking`: memory is being unmarked, which makes copies, too.
+    /// Records the kernel's count of copies. `unmarking`: we're unmarking memory, which makes copies, too.
     pub fn count_copies(&mut self, now_ns: u64, counted: u64, unmarking: bool) {
         if unmarking {
             self.own_until_ns = now_ns + OWN_COPIES_NS;
@@ -239,8 +240,8 @@ impl Reserve {
         self.copies.observe(now_ns, self.counted.saturating_sub(self.own_copies));
     }
 
-    /// Looks at what is left. `worst` is what the machine saves, and `worst_of` what processes hold of it at most. Returns whether
-    /// memory is or was short for some process.
+    /// Looks at the memory left. `worst` is the machine's saving, and `worst_of` each process's part of it at most.
+    /// Returns whether memory is or was short for some process.
     pub fn look(
         &mut self,
         keep: Keep,
@@ -273,7 +274,7 @@ impl Reserve {
         was_short || self.is_short_for_some()
     }
 
-    /// What is likely to come back: the most that programs have taken back within an hour of the last day.
+    /// How much is likely to come back: the most that programs took back within one hour of the last day.
     pub fn likely(&self) -> Pages {
         self.copies.worst_hour()
     }
@@ -282,7 +283,7 @@ impl Reserve {
         &self.machine
     }
 
-    /// What may be taken now on the machine by taking merged memory apart. Copies must not push other memory out to swap.
+    /// How much memory unmerging may take on the machine now. Copies must not push other memory out to swap.
     pub fn spare(&self, memory: &MemoryView) -> Pages {
         if memory.total == Pages(0) { Pages(u64::MAX) } else { self.machine.spare().min(memory.available) }
     }
@@ -297,7 +298,6 @@ impl Reserve {
         self.machine.state == RoomState::Short
     }
 
-    /// Whether memory is short for a process.
     pub fn is_short_for(&self, owner: OwnerKey) -> bool {
         self.is_short() || self.short.contains(&owner)
     }
@@ -307,7 +307,7 @@ impl Reserve {
         self.is_short() || !self.short.is_empty()
     }
 
-    /// The next step of taking merged memory apart, if memory is short and it is time.
+    /// The next step of unmerging, if memory is short and it's time.
     pub fn step(&mut self, now_ns: u64, memory: &MemoryView, limits: &[LimitView]) -> Option<Step> {
         if now_ns < self.next_step_ns || !self.is_short_for_some() {
             return None;
@@ -437,15 +437,15 @@ mod tests {
         assert_eq!(reserve.likely(), Pages(100));
         assert_eq!(state(&mut reserve, Keep::Auto, 99, 400), RoomState::Short);
         assert_eq!(reserve.machine().reserve, Pages(100));
-        // Not more than is saved.
+        // No more than we save.
         assert_eq!(state(&mut reserve, Keep::Auto, 99, 60), RoomState::Enough);
-        // What unmarking copies says nothing about the programs.
+        // Copies from unmarking tell us nothing about the programs.
         reserve.count_copies(3 * S, 5_100, true);
         reserve.count_copies(4 * S, 9_000, false);
         assert_eq!(reserve.likely(), Pages(100));
         reserve.count_copies(6 * S, 9_010, false);
         assert_eq!(reserve.likely(), Pages(110));
-        // A day later it is forgotten.
+        // A day later we've forgotten it.
         reserve.count_copies(25 * 3_600 * S, 9_011, false);
         assert_eq!(reserve.likely(), Pages(1));
     }
@@ -472,11 +472,11 @@ mod tests {
         let step = reserve.step(S, &scarce, &[limit(150)]).unwrap();
         assert!(step.allows(OwnerKey(9), Pages(30)) && !step.allows(OwnerKey(9), Pages(31)));
         assert!(reserve.step(2 * S, &scarce, &[]).is_none(), "one step at a time");
-        // A limit that has less room counts as well.
+        // A limit with less room counts as well.
         reserve.look(keep, &scarce, Pages(500), &[limit(20)], |_| Pages(100));
         let step = reserve.step(3 * S, &scarce, &[limit(20)]).unwrap();
         assert!(step.allows(OwnerKey(1), Pages(15)) && !step.allows(OwnerKey(1), Pages(16)));
-        // Where nothing is short, nothing is taken apart.
+        // Where nothing is short, we unmerge nothing.
         reserve.look(keep, &memory(900), Pages(500), &[limit(9)], |_| Pages(100));
         let step = reserve.step(5 * S, &memory(900), &[limit(9)]).unwrap();
         assert!(step.allows(OwnerKey(1), Pages(4)) && !step.allows(OwnerKey(3), Pages(4)));

@@ -1,20 +1,21 @@
-//! What merging saves the processes in scope, counted by frames.
+//! Counts how much merging saves the processes in scope, by frames.
 //!
-//! KSM's own counters can't tell. They're for the whole machine, they keep what has ended or was written until ksmd next comes by,
-//! and they count each child of a fork. So once in a while we look up which merged frames our processes map now. A page that maps
-//! a frame with `n` mappers holds `1/n` of it (as Pss counts), and would hold `1/f` of a frame if nothing had been merged, where `f`
-//! processes forked from each other map the same frame at the same address: they'd share a frame anyway.
+//! KSM's own counters can't tell. They're for the whole machine, they keep pages that ended or were written until ksmd
+//! next comes by, and they count each child of a fork. So once in a while we look up which merged frames our processes
+//! map now. A page that maps a frame with `n` mappers holds `1/n` of it (as Pss counts). If nothing had been merged it
+//! would hold `1/f` of a frame, where `f` processes forked from each other map the same frame at the same address:
+//! they'd share a frame anyway.
 //!
 //! ```text
 //! saved            = sum over pages of 1/f - 1/n
 //! returns at worst = sum over pages of 1   - 1/n
 //! ```
 //!
-//! Two children of a fork that write the same contents at the same address later count as one, too: how they came to share can't be
-//! seen afterwards. Of merged zeros the kernel counts how many each process has.
+//! Two children of a fork that later write the same contents at the same address count as one, too: we can't see
+//! afterwards how they came to share. For merged zeros we use the kernel's count for each process.
 //!
-//! What may be merged is counted page by page up to [`PAGES_MOST`]. Of more, we look at runs of pages at regular distances, the same
-//! addresses in every process, so that relatives are compared.
+//! Up to [`PAGES_MOST`] we look up every page that may be merged. With more, we look at runs of pages at regular
+//! distances, at the same addresses in every process, so that we compare relatives.
 
 use crate::host::{Counted, MergedSample, PageRun};
 use crate::keys::{LineageKey, OwnerKey};
@@ -23,16 +24,16 @@ use crate::region::table::RegionTable;
 use crate::units::{Pages, Vpn, count, whole};
 use rustc_hash::FxHashMap;
 
-/// The most pages looked up in one count.
+/// We look up at most this many pages in one count.
 pub const PAGES_MOST: u64 = 1 << 15;
-/// The length of the runs of pages that are looked up where there are more.
+/// The length of the runs that we look up if there are more pages.
 const RUN_PAGES: u64 = 16;
-/// What looking up a page is taken to cost, nanoseconds, and what it costs more if the page is merged.
+/// We assume that looking up a page costs this much, nanoseconds, and this much more if the page is merged.
 const PAGE_NS: u64 = 60;
 const MERGED_NS: u64 = 900;
-/// What asking for the merged zeros of a process is taken to cost, nanoseconds.
+/// We assume that asking for a process's merged zeros costs this much, nanoseconds.
 const PROCESS_NS: u64 = 5_000;
-/// Counting may take one part in so many of a core, and a quarter of that while nothing changes.
+/// Counting may take this fraction of a core (one part in 2,000), and a quarter of that while nothing changes.
 const SHARE: u64 = 2_000;
 /// The shortest and the longest time between two counts, nanoseconds.
 const PAUSE_NS: u64 = 250_000_000;
@@ -40,76 +41,75 @@ const PAUSE_MOST_NS: u64 = 60_000_000_000;
 /// Once merging has ended, we count after this time, nanoseconds.
 const SETTLED_NS: u64 = 1_000_000_000;
 
-/// What merging saves now.
+/// How much merging saves now.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Saving {
-    /// The frames that the processes would hold if nothing had been merged, less those they hold.
+    /// The frames the processes would hold if nothing had been merged, less the frames they hold.
     pub saved: Pages,
-    /// Their pages that are merged.
+    /// Their merged pages.
     pub merged: Pages,
-    /// The frames they would need if each page that shares a merged frame were written.
+    /// The frames they'd need if programs wrote every page that shares a merged frame.
     pub returns_at_worst: Pages,
-    /// When it was counted, nanoseconds.
+    /// When we counted, nanoseconds.
     pub counted_ns: u64,
-    /// One page in so many was looked up.
+    /// We looked up one page in this many.
     pub one_in: u64,
-    /// The part of each process, pages.
+    /// Each process's part, pages.
     pub by_owner: FxHashMap<OwnerKey, f64>,
 }
 
 impl Saving {
-    /// The part of it that one process has.
+    /// One process's part of the saving.
     pub fn of(&self, owner: OwnerKey) -> Pages {
         Pages(whole(self.by_owner.get(&owner).copied().unwrap_or(0.0).round()))
     }
 }
 
-/// Counts what is saved, now and then.
+/// Counts the saving now and then.
 #[derive(Debug, Default)]
 pub struct SavingCounter {
     latest: Option<Saving>,
-    /// When the last count was made or tried, and the pause that it is worth, nanoseconds.
+    /// When we last counted or tried to, and how long to pause after that, nanoseconds.
     tried_ns: Option<u64>,
     pause_ns: u64,
-    /// Whether something was being merged when the last plan was made, and whether merging has ended since the last count.
+    /// Whether we were merging when we made the last plan, and whether merging has ended since the last count.
     was_busy: bool,
     has_settled: bool,
     /// Whether memory has been written, mapped or unmapped since the last count, as far as we know.
     has_changed: bool,
-    /// The pages that the plan of this cycle looks up, if it counts.
+    /// How many pages this cycle's plan looks up, if it counts.
     asking: Option<u64>,
     one_in: u64,
-    /// The number of counts so far: each begins at another page.
+    /// The number of counts so far. Each begins at another page.
     counts: u64,
 }
 
 impl SavingCounter {
-    /// The latest count; `None` until there is one.
+    /// The latest count, `None` before the first one.
     pub fn latest(&self) -> Option<&Saving> {
         self.latest.as_ref()
     }
 
-    /// Whether the plan of this cycle counts.
+    /// Whether this cycle's plan counts.
     pub fn is_asking(&self) -> bool {
         self.asking.is_some()
     }
 
-    /// Adopts what a host says that can't look up frames.
+    /// Adopts the figures of a host that can't look up frames.
     pub fn adopt(&mut self, saved: Pages, returns_at_worst: Pages, counted_ns: u64) {
         self.latest = Some(Saving { saved, returns_at_worst, counted_ns, one_in: 1, ..Saving::default() });
     }
 
-    /// Makes the next cycle count.
     pub fn count_now(&mut self) {
         self.tried_ns = None;
     }
 
-    /// Memory was written, mapped or unmapped: what is saved may differ.
+    /// Memory was written, mapped or unmapped, so the saving may differ.
     pub fn note_change(&mut self) {
         self.has_changed = true;
     }
 
-    /// The pages to look up now. None if it isn't time yet: we count again soon while something is being merged (`busy`) and right
+    /// The pages to look up now, none if it isn't time yet. We count again soon while we're merging (`busy`) and right
     /// after, and more rarely while nothing changes.
     pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool) -> Vec<PageRun> {
         self.asking = None;
@@ -152,7 +152,7 @@ impl SavingCounter {
         runs
     }
 
-    /// The next pages to look up in a range. Which they are depends on their addresses only.
+    /// The next pages to look up in a range. They depend on the addresses only.
     fn next_run(&self, from: Vpn, end: Vpn) -> Option<(Vpn, u64)> {
         if self.one_in == 1 {
             return (from < end).then(|| (from, (end.0 - from.0).min(u64::from(u32::MAX))));
@@ -164,7 +164,7 @@ impl SavingCounter {
         (start < stop).then(|| (Vpn(start), stop - start))
     }
 
-    /// Records what was looked up. Without `counted`, the host couldn't tell.
+    /// Records the pages we looked up. Without `counted`, the host couldn't tell.
     pub fn record(&mut self, table: &RegionTable, merged: &[MergedSample], counted: Option<&Counted>, now_ns: u64) {
         let Some(asked) = self.asking.take() else { return };
         let zeros = counted.map_or(0, |counted| counted.zeros.len());
@@ -188,14 +188,14 @@ impl SavingCounter {
         for sample in merged {
             let Some(&(owner, lineage)) = lineages.get(&sample.region) else { continue };
             let family = relatives.get(&(lineage, sample.page, sample.frame)).copied().unwrap_or(1.0);
-            // A page may have come or gone since the frame was found.
+            // A page may have come or gone since we found the frame.
             let held = 1.0 / f64::from(sample.mappers).max(family);
             saved += weight * (1.0 / family - held);
             returns += weight * (1.0 - held);
             merged_pages += if sample.mappers > 1 { weight } else { 0.0 };
             *saving.by_owner.entry(owner).or_default() += weight * (1.0 / family - held);
         }
-        // Relatives have the zeros in common that their parent had.
+        // Relatives share the zeros that their parent had.
         let mut zeros: FxHashMap<LineageKey, (u64, u64)> = FxHashMap::default();
         for (lineage, pages) in counted.zeros.values() {
             let (most, sum) = zeros.entry(*lineage).or_default();
@@ -257,7 +257,7 @@ mod tests {
         let saving = count_at(&table, &merged, &Counted::default());
         assert_eq!((saving.saved, saving.merged, saving.returns_at_worst), (Pages(100), Pages(1_000), Pages(900)));
         assert_eq!(saving.of(OwnerKey(1)), Pages(10));
-        // The same pages in processes that have nothing to do with each other, or at other addresses.
+        // The same pages in unrelated processes, or at other addresses.
         let strangers: Vec<u64> = (0..10).collect();
         let strangers = self::table(&strangers, 100);
         assert_eq!(count_at(&strangers, &merged, &Counted::default()).saved, Pages(900));
@@ -302,7 +302,7 @@ mod tests {
         assert!((PAGES_MOST * 9 / 10..=PAGES_MOST * 11 / 10).contains(&asked), "{asked}");
         let of = |key| runs.iter().filter(move |run| run.region == RegionKey(key)).map(|run| run.first);
         assert!(of(1).eq(of(2)) && of(1).eq(of(4)));
-        // The first three quarters of it are merged, with all four.
+        // In all four processes, the first three quarters are merged.
         let mut merged = Vec::new();
         for run in &runs {
             for page in run.first.0..run.first.0 + u64::from(run.pages) {

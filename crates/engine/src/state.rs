@@ -1,4 +1,5 @@
-//! Every figure that anybody is shown: `status`, `explain`, `top`, metrics and the history are views of it, and compute nothing.
+//! All figures that we show to people. `status`, `explain`, `top`, metrics and the history are views of them and
+//! compute nothing.
 
 use crate::decision::{Decision, Kind, Reason};
 use crate::governor::Governor;
@@ -11,16 +12,13 @@ use crate::saving::Saving;
 use crate::units::{Bytes, Pages, Permyriad, Vpn, as_bytes, as_fraction};
 use serde::{Deserialize, Serialize};
 
-/// One region. JSON has its figures only: keys, addresses and what happens next are for `explain` to put into words.
+/// One region. JSON only has its figures: `explain` puts keys, addresses and the next step into words.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RegionState {
-    /// Its process.
     #[serde(skip)]
     pub owner: OwnerKey,
-    /// Its trust domain.
     #[serde(skip)]
     pub domain: DomainKey,
-    /// Its first page.
     #[serde(skip)]
     pub first: Vpn,
     /// Its length.
@@ -34,24 +32,24 @@ pub struct RegionState {
     /// What happens next, and why.
     #[serde(skip)]
     pub decision: Decision,
-    /// Seconds since it was first seen.
+    /// Seconds since we first saw it.
     pub age_seconds: f64,
-    /// The estimated share of duplicates, 0 to 1. Exact if the region was read whole.
+    /// The estimated share of duplicates, 0 to 1. Exact if we've read the region whole.
     pub duplicate_ratio: f64,
     /// The 95 % range of that estimate.
     pub duplicate_range: (f64, f64),
-    /// Whether it was read whole, so that the ratio is exact.
+    /// Whether we've read it whole, so that the ratio is exact.
     pub exact: bool,
-    /// The share of its merged pages, 0 to 1, that are written and hold the same content again within the horizon. `None` if
-    /// no merged page was seen written.
+    /// The share of its merged pages, 0 to 1, that its program writes with the same content within the horizon. `None`
+    /// if we saw no merged page written.
     pub cow_ratio: Option<f64>,
     /// Resident pages in its marked spans.
     #[serde(rename = "marked_bytes", with = "as_bytes")]
     pub marked: Pages,
-    /// Duplicates expected among them.
+    /// Duplicates that we expect among them.
     #[serde(rename = "expected_bytes", with = "as_bytes")]
     pub expected: Pages,
-    /// Other pages that were found in its marked spans.
+    /// Other pages that we found in its marked spans.
     #[serde(skip)]
     pub other: Pages,
 }
@@ -84,43 +82,42 @@ pub struct LevelTotal {
     #[serde(with = "as_fraction")]
     pub share: Permyriad,
     pub regions: usize,
-    /// Their resident pages.
+    /// The level's resident pages.
     #[serde(rename = "resident_bytes", with = "as_bytes")]
     pub resident: Pages,
 }
 
-/// The state of the judgement.
+/// The engine's state.
 #[derive(Clone, Debug)]
 pub struct State {
-    /// The governor configured.
+    /// The configured governor.
     pub governor: Governor,
-    /// The governor in force: the one configured, or the one that `auto` has chosen.
+    /// The governor in force: the configured one, or `auto`'s choice.
     pub in_force: Governor,
-    /// The share of a core that may be used.
+    /// The share of a core that we may use.
     pub top_share: Permyriad,
     /// The share of a core used over the last ten seconds, 0 to 1.
     pub used_share: f64,
     /// Global rounds completed.
     pub rounds: u64,
-    /// Whether reading or merging is under way.
+    /// Whether we're reading or merging.
     pub busy: bool,
-    /// Whether it is paused.
     pub paused: bool,
-    /// Whether it may control KSM.
+    /// Whether we may control KSM.
     pub drives_ksm: bool,
-    /// Whether nothing is marked or scanned before memory of another trust domain is unmarked.
+    /// Whether memory of another trust domain is still marked. Until it's unmarked we mark and scan nothing.
     pub foreign_marks: bool,
     /// How scarce the machine's memory is.
     pub memory: MemoryView,
-    /// Whether there is room for what can come back.
+    /// Headroom for COW.
     pub reserve: Reserve,
-    /// What merging saves; `None` until it has been counted.
+    /// The saving, `None` before the first count.
     pub saving: Option<Saving>,
-    /// The pages needed if programs write to all merged ones.
+    /// Pages needed if programs write to every merged one.
     pub may_return: Pages,
     /// Pages that KSM saves on the machine, by its counters.
     pub saved_machine: Pages,
-    /// Merged pages of exited processes that KSM's counters contain until ksmd's next scan, about.
+    /// Roughly how many merged pages of exited processes KSM's counters contain until ksmd's next scan.
     pub exited: Pages,
     /// Resident pages in marked spans.
     pub marked: Pages,
@@ -131,7 +128,6 @@ pub struct State {
     pub kinds: Vec<KindTotal>,
     /// Totals by level, from the top.
     pub levels: Vec<LevelTotal>,
-    /// What was saved and what it cost.
     pub ledger: Ledger,
     /// Where merged pages live, on a machine with several NUMA nodes.
     pub placement: Option<PlacementSummary>,

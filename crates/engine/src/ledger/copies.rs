@@ -1,4 +1,4 @@
-//! Copies made because merged pages were written: how many, and how many in the worst day of the run.
+//! Copies made because programs wrote merged pages: how many, and how many in the worst day of the run.
 
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
@@ -6,25 +6,24 @@ use serde::{Deserialize, Serialize};
 const HOUR_NS: u64 = 3_600_000_000_000;
 const HOURS: usize = 24;
 
-/// The copies of merged pages during a run, on the whole machine.
+/// Copies of merged pages during a run, on the whole machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Copies {
-    /// All of them.
     pub total: Pages,
     /// The most within one day, counted by hours.
     pub worst_day: Pages,
-    /// The kernel's count when it was last seen.
+    /// The kernel's count when we last saw it.
     counted: Option<u64>,
-    /// Those of the last 24 hours, by the number of the hour.
+    /// Copies of the last 24 hours, by the number of the hour.
     hours: [Pages; HOURS],
     hour: u64,
 }
 
 impl Copies {
-    /// Records the kernel's count. What was counted before the run is not of this run.
+    /// Records the kernel's count. Copies from before the run don't count.
     pub fn observe(&mut self, now_ns: u64, counted: u64) {
         let hour = now_ns / HOUR_NS;
-        // Of a longer gap, a day's hours are all that there are.
+        // After a longer gap, clearing a day's hours is enough.
         for past in (self.hour + 1..=hour).take(self.hours.len()) {
             *self.of_hour(past) = Pages(0);
         }
@@ -40,7 +39,7 @@ impl Copies {
         }
     }
 
-    /// The most within one hour of the last 24.
+    /// The most within one of the last 24 hours.
     pub fn worst_hour(&self) -> Pages {
         self.hours.iter().copied().max().unwrap_or_default()
     }
@@ -65,11 +64,11 @@ mod tests {
         assert_eq!(at(0, 1_000), (0, 0));
         assert_eq!(at(0, 1_010), (10, 10));
         assert_eq!(at(5, 1_030), (30, 30));
-        // 24 hours later the first ten are of another day.
+        // 24 hours later the first ten belong to another day.
         assert_eq!(at(24, 1_031), (31, 30));
         assert_eq!(at(25, 1_040), (40, 30));
         assert_eq!(at(28, 1_060), (60, 50));
-        // A failed count and one that is lower than before change nothing, and no gap is too long.
+        // A failed count or a lower one than before changes nothing, and no gap is too long.
         assert_eq!(at(30, 0), (60, 50));
         assert_eq!(at(30, 1_060), (60, 50));
         assert_eq!(at(1 << 20, 1_061), (61, 50));
