@@ -1,4 +1,4 @@
-//! The settings of the judgement. [`crate::range`] has their permitted ranges.
+//! The engine's settings. [`crate::range`] has their permitted ranges.
 
 use crate::governor::{Governor, Pace};
 use crate::hash::Digest;
@@ -17,12 +17,11 @@ pub enum Preset {
     /// Merge memory that stays, at little cost.
     #[default]
     Default,
-    /// Merge memory that lives for seconds, too: rounds of 85 ms (UKSM section 8.1.3), and no region has to be old.
+    /// Merge memory that lives for seconds, too: rounds of 85 ms (UKSM section 8.1.3), and regions needn't be old.
     Sensitive,
 }
 
 impl Preset {
-    /// All of them, by name.
     const NAMES: [(&'static str, Self); 2] = [("default", Self::Default), ("sensitive", Self::Sensitive)];
 }
 
@@ -40,16 +39,14 @@ pub enum Only {
 }
 
 impl Only {
-    /// All of them, by name.
     const NAMES: [(&'static str, Self); 2] = [("all", Self::All), ("zeros", Self::Zeros)];
 }
 
 named!(Only, "choice of pages");
 
-/// The judgement's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// How much CPU time may be used.
+    /// How much CPU time we may use.
     pub governor: Governor,
     /// How the host merges equal pages.
     pub mechanism: Mechanism,
@@ -67,29 +64,29 @@ pub struct Config {
     pub levels: usize,
     /// The share of one core for sampling the bottom level (0.2 % in UKSM).
     pub bottom_share: Permyriad,
-    /// The duplicate ratio from which a region is promoted (UKSM `V_dup`).
+    /// The duplicate ratio from which we promote a region (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// The same where pages are merged on request: we visit nothing but their duplicates again.
+    /// The same for merging on request, where we only visit duplicates again.
     pub request_threshold: Permyriad,
     /// The COW-broken ratio from which we leave a region alone (UKSM `V_cow`). 100 % turns this off.
     pub cow_threshold: Permyriad,
-    /// The age a region must have to be promoted (UKSM `V_life`), nanoseconds.
+    /// The age a region must have before we promote it (UKSM `V_life`), nanoseconds.
     pub lifetime_ns: u64,
-    /// The number of global rounds that a region which appears during the run must outlive before it is promoted.
+    /// A region that appears during the run must outlive this many global rounds before we promote it.
     pub probation_rounds: u64,
-    /// A merged page that is written and holds the same content again within this time is COW-broken, nanoseconds.
+    /// A merged page is COW-broken if its program writes the same content again within this time, nanoseconds.
     pub cow_horizon_ns: u64,
     /// The density from which we mark an extent.
     pub density: Density,
-    /// The lowest density, for extents that wait until ksmd has rested. Below 3 %, ksmd's records (64 bytes for each page)
-    /// take more than the duplicates give back.
+    /// The lowest density, for extents that wait until ksmd has rested. Below 3 %, ksmd's records (64 bytes for each
+    /// page) take more than the duplicates give back.
     pub thinnest_density: Permyriad,
-    /// The number of duplicate pages from which a span is worth a system call in the target.
+    /// A span is worth a system call in the target from this many duplicate pages on.
     pub span_pages_min: Pages,
     /// We mark mappings up to this length whole or not at all: mremap(2) can't move or grow a mapping that marks have
     /// split.
     pub split_above: Pages,
-    /// The most spans marked in one process: each may split a mapping in three.
+    /// The most spans we mark in one process: each may split a mapping in three.
     pub spans_per_process: usize,
     /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
     pub latencies: Latencies,
@@ -146,7 +143,7 @@ impl Config {
         Pace { top: self.top_share.unwrap_or(top), round_ns: self.round_ns.unwrap_or(round_ns), price_ns }
     }
 
-    /// The duplicate ratio from which a region is promoted.
+    /// The duplicate ratio from which we promote a region.
     pub fn threshold(&self) -> Permyriad {
         match self.mechanism {
             Mechanism::Ksmd => self.duplicate_threshold,
@@ -159,12 +156,12 @@ impl Config {
         self.only == Only::All || digest == Digest::ZERO
     }
 
-    /// Whether we leave memory alone whose merges don't last.
+    /// Whether we leave memory alone if its merges don't last.
     pub fn filters_cow_breaks(&self) -> bool {
         self.cow_threshold < Permyriad(10_000)
     }
 
-    /// The age at which a region that appears during the run may be promoted, nanoseconds.
+    /// The age from which we may promote a region that appears during the run, nanoseconds.
     pub fn probation_ns(&self, pace: Pace) -> u64 {
         self.lifetime_ns.max(self.probation_rounds * pace.round_ns)
     }

@@ -263,9 +263,8 @@ impl Engine {
         }
     }
 
-    /// Roughly how many of the pages that KSM counts as merged are gone with their processes. KSM counts living
-    /// processes' pages correctly or too high (a program may unmap memory before ksmd gets there), so we leave those
-    /// out.
+    /// Roughly how many of the pages that KSM counts as merged are gone. At most as many as it counts beyond living
+    /// processes' pages: a program may have unmapped memory before ksmd came to merge it.
     fn exited(&self, ksm: &KsmView) -> Pages {
         let exited = self.scheduler.exited();
         if exited == Pages(0) {
@@ -406,8 +405,7 @@ impl Engine {
         SamplePlan { runs, digest_seed: self.config.seed, lines, colliding, activity, inspect, charged_to, count }
     }
 
-    /// Whether hashing part of a page is enough. The kernel must hash partly, too, and compare pages before it merges
-    /// them.
+    /// Whether we can hash pages in part: the kernel hashes them, and compares pages before it merges them.
     fn hashes_lines(&self) -> bool {
         self.snapshot.hashes_lines && self.on_request()
     }

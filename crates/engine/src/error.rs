@@ -2,25 +2,24 @@
 
 use thiserror::Error;
 
-/// A setting that is not permitted.
+/// A setting that isn't permitted.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ConfigError {
     /// No setting of its kind has that name.
     #[error("there is no {noun} '{}'; choose {}", .name.escape_debug(), alternatives(.known))]
     NoName {
-        /// The kind.
         noun: &'static str,
         /// The name that was given.
         name: String,
         /// The names there are.
         known: Vec<&'static str>,
     },
-    /// No amount of memory is written so.
+    /// The text isn't an amount of memory.
     #[error("'{}' is not an amount of memory; give auto, a size such as 2G, or a share such as 10%", .0.escape_debug())]
     NoAmount(String),
 }
 
-/// Names as in "full, medium or low".
+/// Joins names as in "full, medium or low".
 fn alternatives(names: &[&str]) -> String {
     match names {
         [others @ .., last] if !others.is_empty() => format!("{} or {last}", others.join(", ")),

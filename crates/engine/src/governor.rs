@@ -1,8 +1,8 @@
-//! Governors: how much CPU time may be used, and when (UKSM section 7).
+//! Governors: how much CPU time we may use, and when (UKSM section 7).
 //!
-//! A governor is a share of one core, for pagefold and ksmd together, the time of a global round, and the CPU time that a page
-//! saved may cost. The share holds over any period of [`WINDOW_NS`]: what both have spent is checked before anything is read or
-//! ordered.
+//! A governor is a share of one core, for pagefold and ksmd together, the time of a global round, and the CPU time that
+//! a saved page may cost. The share holds over any period of [`WINDOW_NS`]: we check how much both have spent before we
+//! read or order anything.
 
 use crate::host::{Cost, MemoryView};
 use crate::named;
@@ -10,16 +10,16 @@ use crate::units::Permyriad;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
-/// The period over which a governor's share holds, nanoseconds.
+/// A governor's share holds over this period, nanoseconds.
 pub const WINDOW_NS: u64 = 10_000_000_000;
-/// Observations closer together than this are kept as one, nanoseconds.
+/// We join observations closer together than this, nanoseconds.
 const OBSERVE_NS: u64 = 20_000_000;
 
 /// A named share and round time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Governor {
-    /// 1 % of a core, rounds of 20 s, at most 25 us of CPU time for a page saved.
+    /// 1 % of a core, rounds of 20 s, at most 25 us of CPU time for a saved page.
     Quiet,
     /// 20 %, 8 s, 50 us.
     Low,
@@ -32,19 +32,17 @@ pub enum Governor {
     Auto,
 }
 
-/// What a governor allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
-    /// The most of one core that pagefold and ksmd together may use (UKSM `p`).
+    /// The most of one core that pagefold and ksmd may use together (UKSM `p`).
     pub top: Permyriad,
     /// The time of a global round (UKSM `t`), nanoseconds.
     pub round_ns: u64,
-    /// The most CPU time that a page saved may cost, nanoseconds.
+    /// The most CPU time that a saved page may cost, nanoseconds.
     pub price_ns: u64,
 }
 
 impl Governor {
-    /// All of them, by name.
     pub const NAMES: [(&'static str, Self); 5] = [
         ("full", Self::Full),
         ("medium", Self::Medium),
@@ -53,7 +51,7 @@ impl Governor {
         ("auto", Self::Auto),
     ];
 
-    /// What the governor allows. `Auto` starts with the least.
+    /// The governor's allowance. `Auto` starts with the least.
     pub fn pace(self) -> Pace {
         let (top, seconds, price_us) = match self {
             Self::Full => (9_500, 2, 200),
@@ -64,14 +62,15 @@ impl Governor {
         Pace { top: Permyriad(top), round_ns: seconds * 1_000_000_000, price_ns: price_us * 1_000 }
     }
 
-    /// The governor for a state of memory, `current` being the one in force.
+    /// The governor that `Auto` chooses, `current` being the one in force.
     ///
-    /// Memory is as scarce as the worse of two signs: how long programs wait for memory, where the kernel reports it (PSI),
-    /// and the share of memory still available, like ksmtuned (which starts KSM below 20 %). The governor rises at once, and
-    /// falls only when memory is clearly less scarce, so that it does not flap.
+    /// Memory is as scarce as the worse of two signs: how long programs wait for memory, where the kernel reports it
+    /// (PSI), and the share of memory still available, like ksmtuned (which starts KSM below 20 %). The governor rises
+    /// at once, and falls only when memory is clearly less scarce, so that it doesn't flap.
     ///
-    /// While the programs whose memory is merged wait for a CPU (`cpu_pressure`), it yields to them: each per cent of that time counts as
-    /// one per cent less scarcity. Where memory is as scarce as can be, they wait for that too, and it does not yield.
+    /// While the programs we merge wait for a CPU (`cpu_pressure`), the governor yields to them: each per cent of that
+    /// time counts as one per cent less scarcity. Once memory is as scarce as can be, they wait for memory, too, and
+    /// the governor doesn't yield.
     #[must_use]
     pub fn chosen(current: Self, memory: &MemoryView, cpu_pressure: Option<Permyriad>) -> Self {
         let waiting = cpu_pressure.map_or(0, |pressure| u64::from(pressure.0) / 100);
@@ -103,12 +102,12 @@ impl Governor {
     }
 }
 
-/// How much less scarce memory must be before the governor falls.
+/// The governor only falls if memory is less scarce by this much.
 const SLACK: u64 = 10;
 
 named!(Governor, "governor");
 
-/// CPU time spent recently, and what may still be spent.
+/// CPU time spent recently, and how much we may still spend.
 #[derive(Clone, Debug, Default)]
 pub struct Budget {
     /// Observations: the time, and the CPU time spent until then.
@@ -128,14 +127,14 @@ impl Budget {
             Some(last) if several && now_ns < last.0 + OBSERVE_NS => last.1 = spent_ns,
             _ => self.observations.push_back((now_ns, spent_ns)),
         }
-        // One observation older than the window stays, as the base of differences.
+        // We keep one observation older than the window, to subtract from.
         while self.observations.len() > 2 && self.observations[1].0 + WINDOW_NS <= now_ns {
             self.observations.pop_front();
         }
     }
 
-    /// CPU time spent in the last `window_ns`, nanoseconds. Counts from the last observation before the window began, so it
-    /// may be slightly too much, never too little.
+    /// CPU time spent in the last `window_ns`, nanoseconds. We count from the last observation before the window began,
+    /// so this may be slightly too much, never too little.
     pub fn spent_ns(&self, window_ns: u64) -> u64 {
         let Some(&(now_ns, spent_ns)) = self.observations.back() else { return 0 };
         let from = now_ns.saturating_sub(window_ns);
@@ -143,7 +142,7 @@ impl Budget {
         spent_ns - before.map_or(0, |&(_, before_ns)| before_ns.min(spent_ns))
     }
 
-    /// CPU time that may be spent at once, nanoseconds.
+    /// CPU time that we may spend at once, nanoseconds.
     pub fn room_ns(&self, pace: Pace) -> u64 {
         share_ns(WINDOW_NS, pace.top).saturating_sub(self.spent_ns(WINDOW_NS))
     }
@@ -154,7 +153,7 @@ pub fn share_ns(time_ns: u64, share: Permyriad) -> u64 {
     time_ns / 10_000 * u64::from(share.0)
 }
 
-/// The period of which a share is this much CPU time, nanoseconds: the inverse of [`share_ns`].
+/// The period in which this CPU time is that share, nanoseconds: the inverse of [`share_ns`].
 pub fn period_ns(cpu_ns: u64, share: Permyriad) -> u64 {
     cpu_ns * 10_000 / u64::from(share.0.max(1))
 }
@@ -176,7 +175,7 @@ mod tests {
             governor = Governor::chosen(governor, &memory(available), None);
             assert_eq!(governor, expected, "{available} % free");
         }
-        // It stays when memory is slightly less scarce, and falls when it is clearly less scarce.
+        // The governor stays when memory is slightly less scarce, and falls when it's clearly less scarce.
         assert_eq!(Governor::chosen(Governor::Full, &memory(21), None), Governor::Full);
         assert_eq!(Governor::chosen(Governor::Full, &memory(28), None), Governor::Medium);
         assert_eq!(Governor::chosen(Governor::Full, &memory(90), None), Governor::Quiet);

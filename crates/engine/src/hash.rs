@@ -10,7 +10,6 @@ use rustc_hash::FxHashSet;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-/// The contents of one page.
 pub type PageBytes = [u8; PAGE_SIZE];
 
 /// A 64-bit hash of a page's contents.
@@ -22,13 +21,12 @@ impl Digest {
     /// The digest of a page of zeros, and of no other page.
     pub const ZERO: Self = Self(0);
 
-    /// 32 bits of it, which are enough to see a change.
+    /// 32 bits of the digest, enough to notice a change.
     pub(crate) fn fingerprint(self) -> u32 {
         low_bits(self.0 >> 16, u32::BITS)
     }
 
-    /// The digest of this content within a trust domain, distinct from those in other domains. Zeros belong to no
-    /// domain.
+    /// The digest of this content within a trust domain, different in each domain. Zeros belong to no domain.
     #[must_use]
     pub fn in_domain(self, domain: DomainKey) -> Self {
         if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
@@ -37,10 +35,10 @@ impl Digest {
 
 pub type DigestSet = FxHashSet<Digest>;
 
-/// Computes digests: XXH3 with a secret derived from a seed, so that pages that collide cannot be prepared.
+/// Computes digests: XXH3 with a secret derived from a seed, so that nobody can prepare pages that collide.
 ///
-/// The secret is derived once. XXH3 itself, given a seed, derives it for every page, which is a fifth of the cost of a
-/// digest.
+/// We derive the secret once. Given a seed, XXH3 itself would derive it for every page, which is a fifth of a digest's
+/// cost.
 #[derive(Clone, Debug)]
 pub struct Digester {
     seed: u64,
@@ -51,7 +49,7 @@ pub struct Digester {
 const SECRET_BYTES: usize = 192;
 
 impl Digester {
-    /// A digester. Digests of different seeds cannot be compared.
+    /// Digests with different seeds can't be compared.
     pub fn new(seed: u64) -> Self {
         let mut secret = [0; SECRET_BYTES];
         for (word, count) in secret.chunks_exact_mut(8).zip(0..) {
@@ -68,7 +66,7 @@ impl Digester {
     }
 
     fn hash(&self, bytes: &[u8]) -> u64 {
-        // The only error is a secret that is too short.
+        // The only error is a secret that's too short.
         XxHash3_64::oneshot_with_seed_and_secret(self.seed, &self.secret, bytes).unwrap_or_default()
     }
 }
@@ -80,9 +78,9 @@ const LINE_BYTES: usize = PAGE_SIZE / LINES as usize;
 /// Digests pages by some of their cache lines, as the kernel hashes them in place: `struct ksm_hash` in
 /// `kernel/include/linux/ksm.h` defines the hash and the order of the lines, which depend on a key.
 ///
-/// Most contents that differ do so in a few lines (UKSM section 6). Where different pages are known to have the same hash, pages
-/// with that hash are digested by all of their lines. The hash of zeros is always one of these, as memory that is hardly used
-/// is zero in most places. So [`Digest::ZERO`] still means a page of zeros.
+/// Most contents that differ do so in a few lines (UKSM section 6). If we know that different pages have the same hash,
+/// we digest pages with that hash by all of their lines. We always do so for the hash of zeros, because barely used
+/// memory is zero in most places. So [`Digest::ZERO`] still means a page of zeros.
 #[derive(Clone, Debug)]
 pub struct LineDigester {
     key: u64,
@@ -95,7 +93,7 @@ pub struct LineDigester {
 }
 
 impl LineDigester {
-    /// A digester by so many lines, 1 to [`LINES`]. Digests of different keys or numbers of lines cannot be compared.
+    /// Digests by `lines` lines, 1 to [`LINES`]. Digests with different keys or numbers of lines can't be compared.
     pub fn new(key: u64, lines: u32) -> Self {
         let word = |number: u64| finalize(key.wrapping_add((number + 1).wrapping_mul(INCREMENT)));
         let order = word(8);
@@ -107,7 +105,6 @@ impl LineDigester {
         self.key
     }
 
-    /// The number of lines.
     pub fn lines(&self) -> u32 {
         self.lines
     }
@@ -134,12 +131,12 @@ impl LineDigester {
         })
     }
 
-    /// The digests of pages, given a function that makes hashes of `from` lines ones of `to` lines, from the page with a number
-    /// on. As in the kernel, 0 is no hash, and passed over unless `from` is 0. Pages without a hash have no digest. `colliding` are digests that different
-    /// pages are known to have.
+    /// Digests a run of pages. `change(first, hashes, from, to)` must extend each hash from `from` cache lines to `to`,
+    /// starting at page `first`. As in the kernel, 0 means no hash, and `change` must skip it unless `from` is 0. Pages
+    /// without a hash get no digest. `colliding` are digests that different pages are known to have.
     ///
     /// # Errors
-    /// That of the function.
+    /// Any error of `change`.
     pub fn digests<E>(
         &self,
         hashes: &mut [u64],
@@ -168,7 +165,7 @@ impl LineDigester {
     }
 }
 
-/// The two halves of a product, combined.
+/// Combines the two halves of a product.
 fn fold(a: u64, b: u64) -> u64 {
     let product = u128::from(a) * u128::from(b);
     #[expect(clippy::cast_possible_truncation, reason = "the two halves")]
@@ -176,8 +173,9 @@ fn fold(a: u64, b: u64) -> u64 {
     halves.0 ^ halves.1
 }
 
-/// Whether every byte is zero. In pages of real data, the first cache line usually shows that it is not. Looked at by words: in a program
-/// that is linked for size, bytes are looked at one by one, which takes 16,000 instructions for a page of zeros. By words it is 800.
+/// Whether every byte is zero. In pages of real data, the first cache line usually shows that it isn't. We look at
+/// words: in a program linked for size, looking byte by byte takes 16,000 instructions for a page of zeros, and word by
+/// word 800.
 pub fn is_zero(page: &PageBytes) -> bool {
     let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
     page.chunks_exact(LINE_BYTES).all(|line| line.chunks_exact(8).fold(0, |bits, bytes| bits | word(bytes)) == 0)
@@ -222,7 +220,7 @@ mod tests {
         page
     }
 
-    /// Values computed from the definition in the header by another program.
+    /// Another program computed these values from the definition in the header.
     #[test]
     fn hashes_of_lines_are_those_of_the_definition() {
         let known = [
@@ -263,7 +261,7 @@ mod tests {
         }
     }
 
-    /// The digests of pages by a function that does what the kernel does, and the number of hashes that it made by all lines.
+    /// The pages' digests by a function that does the same as the kernel, and how many hashes it made by all lines.
     fn line_digests(lines: u32, pages: &[Option<PageBytes>]) -> (Vec<Option<Digest>>, u32) {
         let digester = LineDigester::new(7, lines);
         let (mut digests, mut strong) = (vec![None; pages.len()], 0);
@@ -301,7 +299,7 @@ mod tests {
             sparse.sort_unstable();
             sparse.dedup();
             assert_eq!(sparse.len(), LINES as usize, "pages that are hardly used are told apart");
-            // Those of which the hashed lines are zero.
+            // Pages with zeros in all hashed lines.
             assert_eq!(strong, if lines == LINES { 0 } else { 2 + LINES - lines });
         }
     }

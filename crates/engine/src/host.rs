@@ -1,8 +1,8 @@
-//! The interface between the judgement and a machine.
+//! The interface between the engine and a machine.
 //!
-//! A cycle goes `observe -> plan -> read -> judge -> apply -> account`. The host observes, reads, applies, and waits between
-//! cycles. The live machine and the simulated one implement the same trait, so the code that is tested in virtual time is the
-//! code that runs.
+//! A cycle goes `observe -> plan -> read -> judge -> apply -> account`. The host observes, reads, applies, and waits
+//! between cycles. The live machine and the simulated one implement the same trait, so the code that we test in virtual
+//! time is the code that runs.
 
 use crate::hash::{Digest, DigestSet};
 use crate::keys::{
@@ -15,26 +15,26 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// A machine whose memory is judged. All calls work on whole batches.
+/// A machine whose memory we judge. All calls work on whole batches.
 ///
 /// # Errors
 ///
-/// Each call fails only with what the host cannot continue from. The failure of a single target is part of the result.
+/// Calls only return errors that the host can't continue from. If only one target fails, the result says so instead.
 pub trait Host {
-    /// What the host cannot continue from.
+    /// Errors that the host can't continue from.
     type Error;
 
     /// Takes one consistent snapshot of the regions in scope, of KSM and of the cost so far.
     fn observe(&mut self) -> Result<Snapshot, Self::Error>;
 
-    /// Reads the pages of a plan and returns their digests, in the order of the plan. Leaves out pages of regions that have
-    /// ended or can no longer be read.
+    /// Reads the pages of a plan and returns their digests, in the order of the plan. Leaves out pages of regions that
+    /// have ended or can't be read any more.
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Self::Error>;
 
-    /// Marks and unmarks spans and passes ksmd its order. Must not wait for ksmd.
+    /// Marks and unmarks spans and gives ksmd its order. Must not wait for ksmd.
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, Self::Error>;
 
-    /// Waits for `ns` nanoseconds, or less if there is a reason to return early.
+    /// Waits for `ns` nanoseconds, or less if there's a reason to return early.
     fn wait(&mut self, ns: u64) -> Result<(), Self::Error>;
 }
 
@@ -43,43 +43,40 @@ pub trait Host {
 pub struct Snapshot {
     /// Monotonic time, nanoseconds from any origin.
     pub now_ns: u64,
-    /// The regions in scope that may be judged, without those excluded.
+    /// The regions in scope that we may judge, without excluded ones.
     pub regions: Vec<RegionView>,
-    /// The state of KSM.
     pub ksm: KsmView,
-    /// How equal pages are merged.
+    /// How the kernel merges equal pages.
     pub mechanism: Mechanism,
-    /// Whether the host can look up merged frames. If not, KSM's counters say what is saved.
+    /// Whether the host can look up merged frames. If not, we take the saving from KSM's counters.
     pub shows_frames: bool,
     /// Whether pages can be hashed in place, by some of their cache lines.
     pub hashes_lines: bool,
-    /// How scarce memory is.
     pub memory: MemoryView,
-    /// The largest share of the last 10 s in which some task of a cgroup with a judged process waited for a CPU (PSI `some avg10` of
-    /// its `cpu.pressure`), if the kernel reports it. May be some seconds old.
+    /// The largest share of the last 10 s in which some task of a cgroup with a judged process waited for a CPU (PSI
+    /// `some avg10` of its `cpu.pressure`), if the kernel reports it. May be some seconds old.
     pub cpu_pressure: Option<Permyriad>,
-    /// The limits of cgroups on the memory of processes in scope. May be some seconds old.
+    /// Cgroup limits on the memory of processes in scope. May be some seconds old.
     pub limits: Arc<[LimitView]>,
     /// The processes that share limits, each with its group.
     pub groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
-    /// Whether memory of processes is still marked that are in another trust domain than the one that ksmd merges.
+    /// Whether processes in another trust domain than the one that ksmd merges still have marked memory.
     pub foreign_marks: bool,
     /// CPU time spent so far in the run.
     pub cost: Cost,
-    /// The NUMA nodes with memory, ascending. Empty if there is only one.
+    /// The NUMA nodes with memory, ascending. Empty if there's only one.
     pub nodes: Vec<NodeView>,
     /// The processes, on a machine with several nodes. Otherwise empty.
     pub owners: Vec<OwnerView>,
 }
 
-/// How equal pages are merged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mechanism {
-    /// Spans are marked, and ksmd searches them for equal pages.
+    /// We mark spans, and ksmd searches them for equal pages.
     #[default]
     Ksmd,
-    /// Pairs of pages are named, and the kernel merges those that are equal (`/dev/ksm`). Nothing is marked or scanned.
+    /// We name pairs of pages, and the kernel merges the equal ones (`/dev/ksm`). We mark and scan nothing.
     Request,
 }
 
@@ -88,33 +85,30 @@ pub enum Mechanism {
 pub struct NodeView {
     /// The kernel's number of the node.
     pub node: NodeKey,
-    /// All of its memory.
     pub total: Pages,
-    /// Its free memory.
     pub free: Pages,
-    /// The distance of each node of the snapshot from this node's processors, in the same order (ACPI SLIT: 10 is local).
+    /// The distance of each node in the snapshot from this node's processors, in the same order (ACPI SLIT: 10 is
+    /// local).
     pub distances: Vec<u32>,
 }
 
-/// What placing a process's pages depends on.
+/// Everything about a process that we need to place its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnerView {
-    /// The process.
     pub owner: OwnerKey,
-    /// The node it is bound to; `None` if it may run on several. Then its home is the node with most of its memory.
+    /// The node it's bound to, `None` if it may run on several. Then its home is the node with most of its memory.
     pub home: Option<NodeKey>,
     /// Its nice value, from -20 (highest priority) to 19.
     pub nice: i8,
     /// The nodes its memory may be on (`Mems_allowed` in `/proc/PID/status`).
     pub allowed: NodeSet,
-    /// The placement policy for it.
     pub placement: Placement,
 }
 
 /// A region as the host sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionView {
-    /// The identity of the region, which it keeps as it grows, shrinks and is split.
+    /// The region's identity, which stays the same when the region grows, shrinks or is split.
     pub key: RegionKey,
     /// The process it belongs to.
     pub owner: OwnerKey,
@@ -123,7 +117,6 @@ pub struct RegionView {
     pub family: FamilyKey,
     /// The processes that share memory with it by fork.
     pub lineage: LineageKey,
-    /// Its trust domain.
     pub domain: DomainKey,
     /// The first page of its address range.
     pub first: Vpn,
@@ -131,11 +124,11 @@ pub struct RegionView {
     pub pages: Pages,
     /// Anonymous pages present in it. May be some seconds old.
     pub resident: Pages,
-    /// Pages of the range that are marked mergeable, where ksmd searches what is marked.
+    /// Pages of the range that are marked mergeable, where ksmd searches marked memory.
     pub marked: Pages,
-    /// Whether pages of it may have been merged on request: the kernel marks a mapping when one of its pages is named.
+    /// Whether its pages may have been merged on request: the kernel marks a mapping when we name one of its pages.
     pub named: bool,
-    /// Whether its process is left alone for now: the region is neither read nor changed, and its marks stay.
+    /// Whether we leave its process alone for now: we neither read nor change the region, and its marks stay.
     pub left_alone: bool,
 }
 
@@ -144,7 +137,7 @@ pub struct RegionView {
 pub struct KsmView {
     /// `pages_shared`: merged pages that replace several.
     pub shared: Pages,
-    /// `pages_sharing`: pages saved by them.
+    /// `pages_sharing`: pages that they save.
     pub sharing: Pages,
     /// `ksm_zero_pages`: pages that map the kernel's zero page instead.
     pub zero: Pages,
@@ -152,15 +145,16 @@ pub struct KsmView {
     pub scanned: u64,
     /// `full_scans`: completed scans since boot or since the last `run` 2.
     pub full_scans: u64,
-    /// Whether an order to ksmd is still being carried out: a kick until its scan has ended (or found nothing to scan), any
-    /// other order until it is in force.
+    /// Whether an order to ksmd is still being carried out: a kick until its scan has ended (or found nothing to scan),
+    /// any other order until it's in force.
     pub busy: bool,
-    /// Copies made so far because a merged page was written (`cow_ksm` in /proc/vmstat, which counts unmerging too).
+    /// Copies made so far because programs wrote merged pages (`cow_ksm` in `/proc/vmstat`, which counts unmerging,
+    /// too).
     pub broken: u64,
     /// Huge pages split so far. Like `broken`, it may be missing now and then, which looks like 0.
     pub splits: HugeSplits,
-    /// False if KSM must not be controlled, because another program has changed a knob or this is a dry run. Judging
-    /// continues, and nothing is ordered.
+    /// False if we must not control KSM, because another program has changed a knob or this is a dry run. We go on
+    /// judging, but order nothing.
     pub ours: bool,
 }
 
@@ -170,7 +164,7 @@ impl KsmView {
         self.sharing + self.zero
     }
 
-    /// The pages of processes that are merged: those saved, and one of each set of equal ones.
+    /// The merged pages of processes: the saved ones, and one of each set of equal ones.
     pub fn merged(&self) -> Pages {
         self.shared + self.saved()
     }
@@ -179,24 +173,23 @@ impl KsmView {
 /// Huge pages that the kernel has split on the whole machine, for whatever reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HugeSplits {
-    /// `thp_split_page`: into base pages, as a merge of one of them does.
+    /// `thp_split_page`: into base pages, as when one of them is merged.
     pub pages: u64,
-    /// `thp_split_pmd`: only in the page table of a process, as a mark of a part of one does.
+    /// `thp_split_pmd`: only in a process's page table, as when part of one is marked.
     pub mappings: u64,
 }
 
 impl HugeSplits {
-    /// Those since `before`.
+    /// Splits since `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self { pages: self.pages.saturating_sub(before.pages), mappings: self.mappings.saturating_sub(before.mappings) }
     }
 }
 
-/// How scarce memory is on the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryView {
-    /// All memory; 0 if unknown.
+    /// All memory, 0 if unknown.
     pub total: Pages,
     /// Memory that programs can still get without swapping (`MemAvailable`).
     pub available: Pages,
@@ -205,17 +198,17 @@ pub struct MemoryView {
     pub pressure: Option<Permyriad>,
 }
 
-/// A limit of a cgroup on the memory of its processes.
+/// A cgroup's limit on the memory of its processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitView {
     pub key: LimitKey,
-    /// How much they may have. 0 if that isn't known yet.
+    /// How much they may have. 0 if we don't know yet.
     pub limit: Pages,
     /// How much of it is left. Page cache that the kernel reclaims before it kills counts as left.
     pub left: Pages,
-    /// The processes in scope that it concerns.
+    /// The processes in scope that it applies to.
     pub owners: Vec<OwnerKey>,
-    /// When it was last read, nanoseconds.
+    /// When the host last read it, nanoseconds.
     pub read_ns: u64,
 }
 
@@ -225,7 +218,7 @@ pub struct Cost {
     /// By pagefold and its injector, nanoseconds.
     #[serde(rename = "pagefold", with = "as_seconds")]
     pub pagefold_ns: u64,
-    /// The part of it that the injector has spent, nanoseconds.
+    /// The injector's part of it, nanoseconds.
     #[serde(rename = "injector", with = "as_seconds", default)]
     pub injector_ns: u64,
     /// By ksmd, nanoseconds.
@@ -233,55 +226,51 @@ pub struct Cost {
     pub ksmd_ns: u64,
 }
 
-/// The pages to read in this cycle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SamplePlan {
     /// Runs of neighbouring pages: one run costs little more than one page.
     pub runs: Vec<PageRun>,
     /// The seed of all digests of this run.
     pub digest_seed: u64,
-    /// The number of cache lines of a page to hash in place ([`LineDigester`](crate::hash::LineDigester)). `None`: pages are
-    /// read, and digested whole ([`Digester`](crate::hash::Digester)).
+    /// How many cache lines of a page to hash in place ([`LineDigester`](crate::hash::LineDigester)). `None`: read
+    /// pages and digest them whole ([`Digester`](crate::hash::Digester)).
     pub lines: Option<u32>,
-    /// Digests by so few lines that pages of different contents have. Such pages are digested by all lines instead.
+    /// Digests by this few lines that pages with different contents have. Digest such pages by all lines instead.
     pub colliding: Arc<DigestSet>,
-    /// The regions in which to report, before they are read, which private pages are active.
+    /// Report which private pages of these regions are active, before reading them.
     pub activity: BTreeSet<RegionKey>,
-    /// Pages whose merged frames are looked up, without reading them.
+    /// Look up the merged frames of these pages, without reading them.
     pub inspect: Vec<PageRun>,
-    /// The limit for which to look up whether those frames are charged to its cgroup or one below.
+    /// Look up whether those frames are charged to this limit's cgroup or one below.
     pub charged_to: Option<LimitKey>,
-    /// Whether to count what is saved: how many pages map each of those frames, and each process's merged zeros.
+    /// Whether to count the saving: how many pages map each of those frames, and each process's merged zeros.
     pub count: bool,
 }
 
-/// Neighbouring pages of one region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageRun {
     pub region: RegionKey,
-    /// The first page to read.
     pub first: Vpn,
-    /// The number of pages.
     pub pages: u32,
 }
 
-/// What was read.
+/// The results of a plan.
 #[derive(Clone, Debug, Default)]
 pub struct Samples {
     /// One entry for each page that was read or found absent, in the order of the plan.
     pub pages: Vec<PageSample>,
-    /// The merged pages found in the pages to inspect, in the order of the plan.
+    /// The merged pages among the pages to inspect, in the order of the plan.
     pub merged: Vec<MergedSample>,
-    /// If the plan asked for a count and nothing was in the way of it.
+    /// If the plan asked for a count and nothing prevented it.
     pub counted: Option<Counted>,
     /// CPU time of reading, nanoseconds.
     pub cpu_ns: u64,
 }
 
-/// A count of what is saved, apart from the frames.
+/// A count of the saving, apart from the frames.
 #[derive(Clone, Debug, Default)]
 pub struct Counted {
-    /// The pages of each process that map the kernel's zero page instead of a frame of zeros.
+    /// Each process's pages that map the kernel's zero page instead of a frame of zeros.
     pub zeros: BTreeMap<OwnerKey, (LineageKey, Pages)>,
 }
 
@@ -292,11 +281,10 @@ pub struct MergedSample {
     pub page: Vpn,
     /// The number of the frame. Pages with the same frame are one copy.
     pub frame: u64,
-    /// The NUMA node of the frame.
     pub node: NodeKey,
     /// If the plan asked for it: whether the frame is charged below the limit.
     pub charged: bool,
-    /// If the plan asked for a count: the pages that map the frame, on the whole machine.
+    /// If the plan asked for a count: how many pages map the frame, on the whole machine.
     pub mappers: u32,
 }
 
@@ -305,11 +293,10 @@ pub struct MergedSample {
 pub struct PageSample {
     pub region: RegionKey,
     pub page: Vpn,
-    /// How the page is backed.
     pub state: PageState,
-    /// Whether it is part of a huge page, which a merge would split.
+    /// Whether it's part of a huge page, which a merge would split.
     pub huge: bool,
-    /// Its digest; meaningful for `Private` and `Merged`.
+    /// Its digest. Meaningful for `Private` and `Merged`.
     pub digest: Digest,
     /// If the plan asked for it: whether page reclaim keeps it on its active list.
     pub active: bool,
@@ -326,14 +313,14 @@ pub enum PageState {
     Private,
     /// The kernel's zero page, which takes no memory.
     ZeroMapped,
-    /// Already merged by KSM.
+    /// KSM has merged it already.
     Merged,
-    /// Shared through fork: one copy already.
+    /// Shared through fork: only one copy exists.
     Shared,
 }
 
 impl PageState {
-    /// Whether the contents of such a page are read.
+    /// Whether we read the contents of such a page.
     pub fn is_read(self) -> bool {
         matches!(self, Self::Private | Self::Merged)
     }
@@ -343,7 +330,6 @@ impl PageState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     pub region: RegionKey,
-    /// The first page.
     pub first: Vpn,
     /// Its length in pages of address space.
     pub pages: Pages,
@@ -353,31 +339,30 @@ pub struct Span {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
     pub span: Span,
-    /// The reason.
     pub why: Why,
 }
 
-/// Why a span is marked or unmarked.
+/// Why we mark or unmark a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Why {
-    /// Marked, because of its duplicates.
+    /// Marked because of its duplicates.
     Duplicate {
-        /// Pages that are zero or exist elsewhere too.
+        /// Pages that are zero or exist elsewhere, too.
         duplicate: Pages,
         resident: Pages,
     },
-    /// Unmarked, because merges in it do not last.
+    /// Unmarked because merges in it don't last.
     CowBroken {
-        /// The share of its merged pages expected to be written, and to hold the same content again, within the horizon.
+        /// The share of its merged pages that we expect its program to write with the same content within the horizon.
         ratio: Permyriad,
     },
-    /// Unmarked, because less memory is left than the reserve.
+    /// Unmarked because less memory is left than the reserve.
     MemoryShort,
-    /// Unmarked, because its pages are charged to another cgroup, whose limit has no headroom for them.
+    /// Unmarked because its pages are charged to another cgroup, with a limit that has no headroom for them.
     Charge,
-    /// Requested by a user.
+    /// A user asked for it.
     Asked,
-    /// Unmarked, because the memory is excluded now or its process has moved to another trust domain.
+    /// Unmarked because the memory is excluded now or its process has moved to another trust domain.
     Excluded,
 }
 
@@ -387,37 +372,35 @@ impl From<Span> for Change {
     }
 }
 
-/// What to do in this cycle.
+/// The actions of a cycle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Actions {
-    /// Spans to mark.
     pub mark: Vec<Change>,
     /// Spans to unmark, which gives each merged page its own copy again.
     pub unmark: Vec<Change>,
-    /// How much may be done in one stop of a target.
+    /// How much to do in one stop of a target.
     pub stop: StopSize,
-    /// The order to ksmd.
     pub scan: ScanOrder,
-    /// Pages to merge with each other, where that is the mechanism.
+    /// Pages to merge with each other, where that's the mechanism.
     pub merge: Vec<MergeRange>,
     /// Merged frames to move to another NUMA node.
     pub moves: Vec<Move>,
 }
 
 impl Actions {
-    /// Whether they do more than give ksmd an order.
+    /// Whether they do more than order ksmd about.
     pub fn change_targets(&self) -> bool {
         let Self { mark, unmark, stop: _, scan: _, merge, moves } = self;
         !(mark.is_empty() && unmark.is_empty() && merge.is_empty() && moves.is_empty())
     }
 }
 
-/// Neighbouring pages to merge with others. The kernel merges only those whose contents are equal.
+/// Neighbouring pages to merge with others. The kernel only merges pages with equal contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MergeRange {
-    /// The pages that are replaced.
+    /// The pages to replace.
     pub take: PageRun,
-    /// What replaces them.
+    /// Their replacement.
     pub keep: Keep,
 }
 
@@ -433,7 +416,7 @@ pub enum Keep {
 }
 
 impl Keep {
-    /// The page that is kept, or the first of them. `None`: the zero page.
+    /// The page to keep, or the first of them. `None`: the zero page.
     pub fn first(self) -> Option<(RegionKey, Vpn)> {
         match self {
             Self::Run(region, page) | Self::Page(region, page) => Some((region, page)),
@@ -443,7 +426,7 @@ impl Keep {
 }
 
 impl MergeRange {
-    /// The results of its pages, given one by one: neighbours with the same result together.
+    /// The results of its pages, given one by one. Neighbours with the same result are put together.
     pub fn results(self, pages: &[Merging]) -> impl Iterator<Item = MergeResult> {
         let mut skip = 0;
         pages.chunk_by(|a, b| a == b).map(move |same| {
@@ -454,7 +437,7 @@ impl MergeRange {
         })
     }
 
-    /// The part of `pages` pages that starts `skip` pages behind its start.
+    /// The part of `pages` pages that starts `skip` pages after its start.
     #[must_use]
     pub fn part(self, skip: u32, pages: u32) -> Self {
         let take = PageRun { first: self.take.first + u64::from(skip), pages, ..self.take };
@@ -474,15 +457,15 @@ pub struct Move {
     pub node: NodeKey,
 }
 
-/// How much may be done in one stop of a target.
+/// How much to do in one stop of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StopSize {
-    /// The most system calls that mark.
+    /// At most this many system calls that mark.
     pub marks: u32,
 }
 
 impl Default for StopSize {
-    /// 32 calls. Batches of thirty were measured at 37 us a call.
+    /// 32 calls. We measured 37 us a call in batches of thirty.
     fn default() -> Self {
         Self { marks: 32 }
     }
@@ -503,7 +486,6 @@ pub enum ScanOrder {
     },
     /// Scan in batches, sleeping in between.
     Pace {
-        /// Pages in a batch.
         pages_to_scan: u32,
         /// Sleep between batches, milliseconds.
         sleep_ms: u32,
@@ -520,17 +502,16 @@ impl ScanOrder {
 /// The results of a cycle's actions.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// The results of the spans to mark, in any order.
+    /// For the spans to mark, in any order.
     pub marked: Vec<ChangeResult>,
-    /// The results of the spans to unmark, in any order.
+    /// For the spans to unmark, in any order.
     pub unmarked: Vec<ChangeResult>,
-    /// The results of merging, in any order: parts of the ranges that were asked for, of pages with the same result.
+    /// The results of merging, in any order: parts of the ranges we asked for, each of pages with the same result.
     pub merges: Vec<MergeResult>,
-    /// The stops of targets.
     pub stops: Vec<Stops>,
-    /// The number of huge pages put together again in memory that is unmarked because merges in it do not last.
+    /// Huge pages collapsed again in memory that we unmarked because merges there don't last.
     pub collapsed: u64,
-    /// The number of frames moved. The others have changed, or the kernel refused.
+    /// Frames moved. The others have changed, or the kernel refused.
     pub moved: u64,
     /// CPU time of moving, nanoseconds.
     pub move_ns: u64,
@@ -538,29 +519,24 @@ pub struct Outcome {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChangeResult {
-    /// The change that was asked for.
+    /// The change we asked for.
     pub change: Change,
-    /// Its result.
     pub marking: Marking,
 }
 
 /// The stops of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stops {
-    /// The process.
     pub owner: OwnerKey,
-    /// The number of stops.
     pub number: u32,
     /// The longest, nanoseconds.
     pub longest_ns: u64,
     /// Their total, nanoseconds.
     pub total_ns: u64,
-    /// All of them by length.
     pub lengths: StopLengths,
 }
 
 impl Stops {
-    /// A single stop.
     pub fn one(owner: OwnerKey, ns: u64) -> Self {
         Self { owner, number: 1, longest_ns: ns, total_ns: ns, lengths: StopLengths::one(ns) }
     }
@@ -571,37 +547,37 @@ impl Stops {
 pub enum Marking {
     /// Done for this many pages of address space, less than the span if mappings had changed.
     Done(Pages),
-    /// The target could not be stopped now. A later attempt may succeed.
+    /// The host couldn't stop the target. A later attempt may succeed.
     Busy,
-    /// The target must not be touched, or has ended. Do not try again.
+    /// We must not touch the target, or it has ended. Don't try again.
     Refused,
 }
 
-/// A range of pages, and what came of merging them.
+/// A range of pages, and the outcome of merging them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MergeResult {
     pub range: MergeRange,
-    /// What came of each of its pages.
+    /// The outcome for each of its pages.
     pub merging: Merging,
 }
 
-/// What came of merging a page with another.
+/// The outcome of merging a page with another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Merging {
-    /// They were equal, and are one now.
+    /// They were equal and are one page now.
     Merged,
-    /// They were one already.
+    /// They were one page already.
     Shared,
     /// Their contents differ.
     Differs,
-    /// One of them is not present, or not mapped any more.
+    /// One of them isn't present, or isn't mapped any more.
     Absent,
-    /// One of them is in use in a way that forbids it now. A later attempt may succeed.
+    /// One of them is in use in a way that prevents it now. A later attempt may succeed.
     Busy,
     /// One of them can never be merged.
     Ineligible,
-    /// The page to keep has as many sharers as it may have.
+    /// The page to keep has all the sharers it may have.
     Full,
-    /// It was not tried, for example because the process is left alone or has ended.
+    /// The host didn't try, for example because the process is left alone or has ended.
     Untried,
 }

@@ -1,43 +1,43 @@
-//! The index: which contents have been seen, on which page first, and how often.
+//! The index: which contents we've seen, on which page first, and how often.
 //!
-//! UKSM keeps two trees of hashes, of merged and of unmerged pages (section 5.3); nuKSM cuts each into a forest so that
-//! no tree grows deep (section 4.3). Here the kernel holds the merged pages, so one entry for each *content* is enough,
-//! with a small count of its copies. The forest is divided by range of the fingerprint, and each tree is a short sorted
-//! array. A lookup touches one array of at most [`TREE_MAX`] entries. When a tree outgrows that, all trees are cut in
-//! two.
+//! UKSM keeps two trees of hashes, for merged and unmerged pages (section 5.3), and nuKSM cuts each into a forest so
+//! that no tree grows deep (section 4.3). Our merged pages are in the kernel, so we need only one entry for each
+//! *content*, with a small count of its copies. We divide the forest by range of the fingerprint, and each tree is a
+//! short sorted array. A lookup touches one array of at most [`TREE_MAX`] entries. When a tree outgrows that, we cut
+//! all trees in two.
 //!
 //! Memory: 12 bytes per entry, at most a quarter of slack, no entry for a second copy.
 
 use crate::hash::Digest;
 use crate::units::low_bits;
 
-/// The most entries in one tree before the forest doubles: a dozen cache lines. Of 256, moving half on insertion took a tenth of
-/// the instructions of finding duplicates.
+/// The most entries in one tree before the forest doubles: a dozen cache lines. With 256 entries, moving half of them
+/// on insertion took a tenth of the instructions of finding duplicates.
 const TREE_MAX: usize = 64;
-/// The number of entries by which a tree grows.
+/// A tree grows by this many entries.
 const TREE_STEP: usize = 8;
 /// The highest count, which means this many copies or more.
 const COUNT_MAX: u8 = 7;
-/// Bits of an entry for the fingerprint, which are the highest bits of the digest.
+/// Bits of an entry for the fingerprint: the highest bits of the digest.
 const FINGERPRINT_BITS: u32 = 40;
-/// Bits of an entry for the slot of a region.
+/// Bits of an entry for a region's slot.
 const SLOT_BITS: u32 = 24;
 /// Bits of an entry for the page's offset in its region: 2^27 pages, 512 GiB.
 pub const OFFSET_BITS: u32 = 27;
 /// Bits of an entry for the count of copies.
 const COUNT_BITS: u32 = 3;
-/// Epochs are numbered modulo this.
+/// We number epochs modulo this.
 const EPOCHS: u8 = 4;
-/// The age in epochs at which an entry is old.
+/// An entry is old at this age, epochs.
 const OLD_EPOCHS: u8 = 2;
-/// The most pages in a region that the index can point into.
+/// The index can point to at most this many pages of a region.
 pub const REGION_PAGES_MAX: u64 = 1 << OFFSET_BITS;
-/// The most regions at a time that the index can point into.
+/// The index can point to at most this many regions at a time.
 pub const SLOTS_MAX: u32 = (1 << SLOT_BITS) - 1;
-/// The slot in entries of which the page no longer exists, but the content was seen on other pages too.
+/// The slot in entries with a page that's gone, and a content that we saw on other pages, too.
 const NO_SLOT: u32 = SLOTS_MAX;
 
-/// A page: the slot of its region in the [region table](crate::region::table), and its offset in the region.
+/// A page: its region's slot in the [region table](crate::region::table), and its offset in the region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Location {
     /// The region's slot, below [`SLOTS_MAX`].
@@ -46,7 +46,7 @@ pub struct Location {
     pub offset: u32,
 }
 
-/// Where a content was seen before, other than on the page that is being recorded.
+/// Where we saw a content before, other than on the page that we're recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Occurrences {
     /// On no other page.
@@ -64,7 +64,7 @@ pub enum PageStatus {
     Removed,
     /// Its region exists. The entry stays.
     Present,
-    /// Its region is sampled all the time, which renews its entries: an old entry is outdated.
+    /// We sample its region all the time, which renews its entries, so an old entry is outdated.
     Resampled,
 }
 
@@ -93,7 +93,7 @@ impl Entry {
     fn count(self) -> u8 {
         u8::try_from(self.rest >> OFFSET_BITS & u32::from(COUNT_MAX)).unwrap_or(COUNT_MAX)
     }
-    /// The epoch in which it was last renewed.
+    /// The epoch that last renewed it.
     fn epoch(self) -> u8 {
         u8::try_from(self.rest >> (OFFSET_BITS + COUNT_BITS)).unwrap_or(0)
     }
@@ -116,7 +116,6 @@ impl Default for Index {
 }
 
 impl Index {
-    /// An empty index.
     pub fn new() -> Self {
         Self::default()
     }
@@ -126,20 +125,19 @@ impl Index {
         self.len
     }
 
-    /// Whether the index is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The memory it holds, bytes.
+    /// Its memory, bytes.
     pub fn bytes(&self) -> usize {
         let entries: usize = self.trees.iter().map(Vec::capacity).sum();
         entries * size_of::<Entry>() + self.trees.capacity() * size_of::<Vec<Entry>>()
     }
 
-    /// Records a page and returns where its content was seen before.
+    /// Records a page and returns where we saw its content before.
     ///
-    /// Recording the page that an entry already points to only renews the entry.
+    /// If an entry already points to this page, that only renews the entry.
     pub fn record(&mut self, digest: Digest, location: Location) -> Occurrences {
         let fingerprint = fingerprint(digest);
         let epoch = self.epoch;
@@ -169,12 +167,12 @@ impl Index {
         Occurrences::None
     }
 
-    /// The page that the entry of a content points to.
+    /// The page that a content's entry points to.
     pub fn page_of(&self, digest: Digest) -> Option<Location> {
         self.entry(digest).map(Entry::location).filter(|location| location.slot != NO_SLOT)
     }
 
-    /// Makes the entry of a content, if there is one, point to another page that holds it.
+    /// Makes a content's entry, if there is one, point to another page that holds it.
     pub fn point_to(&mut self, digest: Digest, location: Location) {
         let fingerprint = fingerprint(digest);
         let tree = &mut self.trees[tree_of(fingerprint, self.bits)];
@@ -191,13 +189,13 @@ impl Index {
         tree.get(at).copied().filter(|entry| entry.fingerprint() == fingerprint)
     }
 
-    /// Begins the next epoch. Entries that are not renewed for two epochs are old.
+    /// Begins the next epoch. Entries that aren't renewed for two epochs are old.
     pub fn age(&mut self) {
         self.epoch = (self.epoch + 1) % EPOCHS;
     }
 
-    /// Drops entries by the `status` of their page: of removed pages, and old ones of resampled pages. A
-    /// content that was seen on other pages too outlives its first page until it is old.
+    /// Drops entries by the `status` of their page: removed pages' entries, and resampled pages' old ones. A content
+    /// that we saw on other pages, too, outlives its first page until it's old.
     pub fn sweep(&mut self, mut status: impl FnMut(Location) -> PageStatus) {
         let epoch = self.epoch;
         self.len = 0;
@@ -221,7 +219,7 @@ impl Index {
         }
     }
 
-    /// Cuts every tree in two: the number of bits that choose a tree is the same for all.
+    /// Cuts every tree in two, because all trees are chosen by the same number of bits.
     fn double(&mut self) {
         self.bits += 1;
         let bits = self.bits;
@@ -241,7 +239,7 @@ fn fingerprint(digest: Digest) -> u64 {
     digest.0 >> (u64::BITS - FINGERPRINT_BITS)
 }
 
-/// The number of the tree that a fingerprint belongs to: its leading bits.
+/// The number of a fingerprint's tree: its leading bits.
 fn tree_of(fingerprint: u64, bits: u32) -> usize {
     usize::try_from(fingerprint >> (FINGERPRINT_BITS - bits)).unwrap_or(usize::MAX)
 }

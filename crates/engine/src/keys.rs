@@ -12,12 +12,12 @@ pub struct RegionKey(pub u32);
 #[serde(transparent)]
 pub struct OwnerKey(pub u32);
 
-/// The process that a region belongs to, by a number that is the same in every run until the machine restarts.
+/// The process that a region belongs to, by a number that stays the same in every run until the machine restarts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LastingKey(pub u64);
 
-/// Processes that were forked from each other, without an exec since.
+/// Processes forked from each other, without an exec since.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LineageKey(pub u64);
@@ -27,7 +27,7 @@ pub struct LineageKey(pub u64);
 #[serde(transparent)]
 pub struct LimitKey(pub u32);
 
-/// Gives out numbers of keys. After the last number it begins again, and leaves out those in use.
+/// Gives out numbers for keys. After the last number it begins again and skips the ones in use.
 ///
 /// A program that maps and unmaps thousands of mappings a second uses up 2^32 of them within days.
 #[derive(Clone, Debug, Default)]
@@ -36,17 +36,15 @@ pub struct KeyCounter {
 }
 
 impl KeyCounter {
-    /// Continues after this number.
     pub fn after(last: u32) -> Self {
         Self { last }
     }
 
-    /// Whether none has been given out.
     pub fn is_new(&self) -> bool {
         self.last == 0
     }
 
-    /// The next number that is not in use. Never 0.
+    /// The next number that isn't in use. Never 0.
     pub fn take(&mut self, is_in_use: impl Fn(u32) -> bool) -> u32 {
         loop {
             self.last = self.last.checked_add(1).unwrap_or(1);
@@ -79,12 +77,10 @@ impl NodeSet {
     /// All nodes below 64.
     pub const ALL: Self = Self(u64::MAX);
 
-    /// Whether the set contains a node.
     pub fn has(self, node: NodeKey) -> bool {
         self.0.checked_shr(node.0.into()).is_some_and(|bits| bits & 1 == 1)
     }
 
-    /// The nodes in both sets.
     #[must_use]
     pub const fn and(self, other: Self) -> Self {
         Self(self.0 & other.0)
@@ -97,7 +93,7 @@ impl FromIterator<NodeKey> for NodeSet {
     }
 }
 
-/// Regions of the same executable, mapping and size: likely copies of each other.
+/// Regions of the same executable, mapping and size, which are likely copies of each other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct FamilyKey(pub u64);

@@ -1,4 +1,4 @@
-//! The judgement of pagefold: which memory is worth merging, when, and what came of it.
+//! pagefold's engine: which memory is worth merging, when, and with what result.
 //!
 //! Everything here is pure. There is no clock, file, environment or random source: time and seeds are arguments, and
 //! processes and regions are opaque keys. A [`host::Host`] (the live machine or the simulated one) observes, reads and
@@ -13,25 +13,25 @@
 //! | question | module |
 //! | --- | --- |
 //! | What does the core see, and what can it order? | [`host`]: snapshots, samples, actions, results |
-//! | What is known about one region? | [`region`]; all regions: [`region::table`] |
-//! | What to read? | [`sampling`]: the ladder of levels, estimates from samples |
-//! | What to mark or unmark? | [`marking`]: dense extents, COW-broken and short-lived regions |
+//! | What do we know about one region? | [`region`]; all regions: [`region::table`] |
+//! | What do we read? | [`sampling`]: the ladder of levels, estimates from samples |
+//! | What do we mark or unmark? | [`marking`]: dense extents, COW-broken and short-lived regions |
 //! | When does ksmd scan? | [`merging`] |
-//! | Which pages are merged with which, where the kernel merges on request? | [`requests`] |
+//! | Which pages do we merge with which, where the kernel merges on request? | [`requests`] |
 //! | On which node does a merged page live? | [`placement`] |
-//! | What may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second), [`token_bucket`] (work that may wait) |
-//! | Is there room for what can come back? | [`reserve`]; below limits of cgroups: [`headroom`], [`relief`] |
-//! | Which contents have been seen? | [`index`], by [`hash`]; how much of a page is hashed: [`strength`] |
-//! | What does the next run keep of what this one learned? | [`learned`] |
-//! | What is saved? | [`saving`] |
-//! | What has been done and spent? | [`ledger`]; lengths of stops: [`stops`] |
+//! | How much may all of it cost? | [`governor`] (CPU time), [`limits`] (pages read and stops per second), [`token_bucket`] (work that may wait) |
+//! | Is there room if merged pages come back as copies? | [`reserve`]; below cgroup limits: [`headroom`], [`relief`] |
+//! | Which contents have we seen? | [`index`], by [`hash`]; how much of a page we hash: [`strength`] |
+//! | What does the next run keep of our knowledge? | [`learned`] |
+//! | How much do we save? | [`saving`] |
+//! | What have we done and spent? | [`ledger`]; lengths of stops: [`stops`] |
 //! | What happens to a region next, and why? | [`decision`] |
-//! | Which figures are people shown? | [`state`] |
-//! | What can be set, and in which range? | [`config`] |
+//! | Which figures do we show to people? | [`state`] |
+//! | What can users set, and in which range? | [`config`], [`range`] |
 //!
-//! A new governor goes into [`governor`], a new reason to leave a region alone into [`region`], a new figure of `status`
-//! into [`state`]. Modules import only from those below them: units, keys and errors first, then [`host`], the governor
-//! and the configuration, the index, regions, the four questions, and the engine on top.
+//! A new governor goes into [`governor`], a new reason to leave a region alone into [`region`], a new figure of
+//! `status` into [`state`]. Modules import only from those below them: units, keys and errors first, then [`host`], the
+//! governor and the configuration, the index, regions, the four questions, and the engine on top.
 #![forbid(unsafe_code)]
 
 pub mod config;

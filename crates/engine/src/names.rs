@@ -1,7 +1,7 @@
 //! Settings with names.
 
 /// Implements [`Display`](std::fmt::Display) and [`FromStr`](std::str::FromStr) for an enum with a table `NAMES` of its
-/// names and values. `$noun` is what the error calls such a setting.
+/// names and values. `$noun` is the error's name for such a setting.
 #[macro_export]
 macro_rules! named {
     ($type:ty, $noun:literal) => {

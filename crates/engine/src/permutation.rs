@@ -1,7 +1,7 @@
-//! A permutation of `0..len` that needs no table, so that no page of a region is sampled twice before every page has
-//! been sampled once (UKSM section 5.3).
+//! A permutation of `0..len` that needs no table. With it we sample every page of a region once before we sample any
+//! twice (UKSM section 5.3).
 //!
-//! It is a balanced Feistel network over the next power of four, applied until the value is in range.
+//! It's a balanced Feistel network over the next power of four, applied until the value is in range.
 
 use crate::random::mix;
 
@@ -14,18 +14,15 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The permutation of `0..len` with this key.
     pub fn new(len: u64, key: u64) -> Self {
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
         Self { len, half_bits: bits.div_ceil(2).max(1), key }
     }
 
-    /// The number of values.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -1,4 +1,4 @@
-//! Where merged pages live on a machine with several memory nodes.
+//! Places merged pages on a machine with several memory nodes.
 
 pub mod inventory;
 pub mod placer;

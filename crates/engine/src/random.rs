@@ -1,14 +1,14 @@
 //! Pseudo-random numbers: `SplitMix64` (Steele, Lea and Flood, OOPSLA 2014).
 //!
-//! Written out rather than taken from a crate: digests, samples and simulated scenarios must be the same for a seed
+//! We've written it out instead of using a crate: digests, samples and simulated scenarios must be the same for a seed
 //! in every version.
 
 use crate::units::Permyriad;
 
-/// What the state moves by: odd, so that it visits every 64-bit value.
+/// The state moves by this. It's odd, so that the state visits every 64-bit value.
 pub const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The output function: a bijection in which every input bit reaches every output bit. It maps 0 to 0.
+/// The output function: a bijection in which every input bit reaches every output bit. Maps 0 to 0.
 pub const fn finalize(x: u64) -> u64 {
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -27,12 +27,10 @@ pub const fn unmix(x: u64) -> u64 {
     (x ^ (x >> 30) ^ (x >> 60)).wrapping_sub(INCREMENT)
 }
 
-/// A generator of pseudo-random numbers.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The generator with this seed.
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
@@ -42,7 +40,6 @@ impl Random {
         Self(mix(seed) ^ finalize(purpose ^ INCREMENT))
     }
 
-    /// The next number.
     pub const fn next(&mut self) -> u64 {
         let number = mix(self.0);
         self.0 = self.0.wrapping_add(INCREMENT);

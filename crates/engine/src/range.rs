@@ -1,4 +1,4 @@
-//! The permitted ranges of the settings that users can change.
+//! The ranges of the settings that users can change.
 //!
 //! Shares are in parts of ten thousand, times in nanoseconds, rates per second.
 
@@ -15,7 +15,8 @@ pub const THRESHOLD: RangeInclusive<u64> = 1..=10_000;
 /// [`Config::lifetime_ns`](crate::config::Config::lifetime_ns).
 pub const LIFETIME_NS: RangeInclusive<u64> = 0..=3_600_000_000_000;
 /// [`Limits::pages`](crate::limits::Limits::pages) and
-/// [`Limits::pages_per_process`](crate::limits::Limits::pages_per_process). Fewer than 64 would leave nothing to judge by.
+/// [`Limits::pages_per_process`](crate::limits::Limits::pages_per_process). Fewer than 64 would leave us nothing to
+/// judge by.
 pub const PAGES: RangeInclusive<u64> = 64..=100_000_000;
 /// [`Limits::stops_per_process`](crate::limits::Limits::stops_per_process).
 pub const STOPS_PER_PROCESS: RangeInclusive<u64> = 1..=1_000;

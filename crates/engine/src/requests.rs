@@ -50,7 +50,7 @@ pub struct Requests {
     /// is the last, so we forget a content once we've sampled all pages about once more.
     left_behind: FxHashSet<u32>,
     left_behind_before: FxHashSet<u32>,
-    /// Contents where two pages have differed and no two have turned out to be one since.
+    /// Contents where a page differed or was absent, until two pages turn out to be one.
     differing: FxHashSet<u32>,
 }
 
@@ -127,9 +127,8 @@ impl Requests {
     }
 
     /// Records the outcome of the ranges. If a page couldn't be merged with the one kept for its content, we keep it
-    /// instead. Calls `differs` with the digest of each page that differs from its kept page. Returns how many pages
-    /// were spared that comparison: if all pages differ, the host stops trying, and by their digests the rest would
-    /// have differed, too.
+    /// instead. Calls `differs` with the digests that we know collide. Returns how many pages were spared that
+    /// comparison: if all pages differ, the host stops trying, and by their digests the rest would have differed, too.
     pub fn record(
         &mut self,
         results: &[MergeResult],

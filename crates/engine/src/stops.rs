@@ -1,25 +1,23 @@
-//! The lengths of stops of targets, counted in fixed classes.
+//! Counts how long we stop targets, in fixed classes.
 
 use serde::{Deserialize, Serialize};
 use std::ops::AddAssign;
 
-/// The longest stop of each class but the last, nanoseconds. The last class has all that are longer.
+/// The longest stop of each class but the last, nanoseconds. The last class has all longer stops.
 pub const LENGTHS_NS: [u64; 11] =
     [25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000, 25_000_000, 100_000_000];
 
-/// How many stops there were of each class of length.
+/// How many stops each class of length has had.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StopLengths(pub [u64; LENGTHS_NS.len() + 1]);
 
 impl StopLengths {
-    /// A single stop.
     pub fn one(ns: u64) -> Self {
         let mut lengths = Self::default();
         lengths.add(ns);
         lengths
     }
 
-    /// Counts a stop.
     pub fn add(&mut self, ns: u64) {
         self.0[LENGTHS_NS.partition_point(|&most| most < ns)] += 1;
     }

@@ -1,15 +1,15 @@
-//! How many cache lines of a page are hashed, where pages are hashed in place (UKSM section 6.1).
+//! How many cache lines of a page to hash, where we hash pages in place (UKSM section 6.1).
 //!
-//! Few lines cost little, but pages that differ may have the same digest. The kernel compares such pages before it merges
-//! them, so the comparison is in vain. From then on pages with that digest are digested by all of their lines, which is enough
-//! where few contents are alike. If many are, all pages are better hashed by more lines. UKSM moves its strength in small steps
-//! towards the greatest benefit. Here the digests are of pages in other processes: after a change all of them must be read
-//! again. So a change must have paid for itself:
+//! Few lines cost little, but pages that differ may then have the same digest. The kernel compares such pages before it
+//! merges them, so that comparison is in vain. From then on we digest pages with that digest by all of their lines,
+//! which is enough if few contents are alike. If many are, we'd better hash all pages by more lines. UKSM moves its
+//! strength in small steps towards the greatest benefit. We have digests of other processes' pages and must read all of
+//! them again after a change. So a change must have paid for itself:
 //!
-//! - The number rises once comparisons in vain have cost more than the stronger hashes of the same pages would have, plus
-//!   those of everything that is indexed. It rises at once to the highest number that this is true of.
-//! - The lowest number is tried again when it would have saved many times what reading everything again costs. Each time this
-//!   turns out to be wrong, the number is what it was before, and four times as much must be saved before the next try.
+//! - The number of lines rises once comparisons in vain have cost more than stronger hashes of the same pages would
+//!   have, plus stronger hashes of everything in the index. It rises at once to the highest number where that's true.
+//! - We try the lowest number again once it would have saved many times the cost of reading everything again. Each time
+//!   that turns out to be wrong, we return to the old number, and the next try must save four times as much.
 //!
 //! All costs are in cache lines hashed.
 
@@ -17,31 +17,32 @@ use crate::hash::LINES;
 
 /// The fewest lines.
 const WEAKEST: u32 = 2;
-/// The cost of a page beside that of its lines: half of it is the kernel's.
+/// The cost of a page besides its lines. Half of it is the kernel's.
 const PAGE_LINES: u64 = 10;
-/// The cost of a comparison in vain: 35 lines for the comparison itself (by instructions counted in a guest), and what it costs that the page has not met its
-/// copy, and is read again by all lines.
+/// The cost of a comparison in vain: 35 lines for the comparison itself (by instructions counted in a guest), and the
+/// rest because the page hasn't met its copy and we read it again by all lines.
 const COLLISION_LINES: u64 = 256;
-/// The number of comparisons in vain from which they count. There are always some, of pages that were written meanwhile.
+/// Comparisons in vain only count from this number on. There are always some, from pages written meanwhile.
 const COLLISIONS_MIN: u64 = 256;
-/// Comparisons are counted over so many pages at least, and over this many times those indexed. Then counts are halved.
+/// We count comparisons over at least this many pages, and over this many times the pages in the index. Then we halve
+/// the counts.
 const WINDOW_PAGES: u64 = 1 << 20;
 const WINDOW_PARTS: u64 = 4;
-/// How many times the cost of reading everything again must be saved for the lowest number to be tried.
+/// We only try the lowest number if it would have saved this many times the cost of reading everything again.
 const GAIN_MIN: u64 = 16;
 const GAIN_MOST: u64 = 1 << 20;
 
-/// The number of lines, and what it has cost.
+/// The number of lines, and how much it has cost.
 #[derive(Clone, Debug)]
 pub struct Strength {
     lines: u32,
     /// Pages hashed, and pages compared in vain, recently.
     pages: u64,
     collisions: u64,
-    /// What the lowest number would have saved since the last change.
+    /// How much the lowest number would have saved since the last change.
     gain: u64,
     gain_wanted: u64,
-    /// The number before the lowest one was tried again.
+    /// The number before we tried the lowest one again.
     before: Option<u32>,
 }
 
@@ -52,18 +53,19 @@ impl Default for Strength {
 }
 
 impl Strength {
-    /// The number of lines to hash of each page. [`LINES`]: read and digest it, which costs no more than hashing all lines.
+    /// How many lines of each page to hash. [`LINES`]: read and digest the page, which costs no more than hashing all
+    /// lines.
     pub fn lines(&self) -> u32 {
         self.lines
     }
 
-    /// Whole pages from now on. Returns whether that is a change.
+    /// Switches to whole pages. Returns whether that's a change.
     pub fn raise_to_full(&mut self) -> bool {
         self.change(LINES)
     }
 
-    /// Records pages that were hashed and those of them that were compared in vain, with so many contents in the index. Returns
-    /// whether the number of lines has changed: then digests from before cannot be compared with those to come.
+    /// Records how many pages were hashed and how many of them compared in vain, with `contents` contents in the index.
+    /// Returns whether the number of lines has changed: then older digests aren't comparable to new ones.
     pub fn record(&mut self, pages: u64, collisions: u64, contents: u64) -> bool {
         self.pages += pages;
         self.collisions += collisions;
@@ -104,7 +106,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Pages of which this share is compared in vain at a number of lines. Returns how often the number has changed.
+    /// Runs with pages that are compared in vain in this share, by number of lines. Returns how often the number has
+    /// changed.
     fn run(strength: &mut Strength, cycles: u64, contents: u64, share: impl Fn(u32) -> f64) -> u32 {
         let mut changes = 0;
         for _ in 0..cycles {
@@ -124,7 +127,7 @@ mod tests {
     #[test]
     fn pages_alike_but_for_one_word_are_hashed_whole_after_one_change() {
         let mut strength = Strength::default();
-        // A page collides unless its word is among those hashed.
+        // A page collides unless its word is among the hashed ones.
         let alike = |lines: u32| f64::from(LINES - lines) / f64::from(LINES);
         assert_eq!(run(&mut strength, 10, 10, alike), 1);
         assert_eq!(strength.lines(), LINES);
@@ -142,7 +145,7 @@ mod tests {
     #[test]
     fn few_collisions_do_not_make_everything_be_read_again() {
         let mut strength = Strength::default();
-        // A tebibyte is known, and a gibibyte of it is alike.
+        // We know a tebibyte, and a gibibyte of it is alike.
         for _ in 0..26 {
             assert!(!strength.record(10_000, 9_000, 1 << 28));
         }

@@ -3,32 +3,33 @@
 use crate::governor::share_ns;
 use crate::units::Permyriad;
 
-/// What was not used counts for this long, nanoseconds.
+/// We can save up unused time for this long, nanoseconds.
 const KEPT_NS: u64 = 60_000_000_000;
-/// A portion takes this long, nanoseconds: long enough that beginning it is cheap, short enough for those who wait meanwhile.
+/// A portion takes this long, nanoseconds: long enough to be worth starting, short enough for others who wait
+/// meanwhile.
 const PORTION_NS: u64 = 4_000_000;
-/// What one page is taken to cost at first, nanoseconds.
+/// We assume at first that one page costs this much, nanoseconds.
 const PAGE_NS: u64 = 1_500;
-/// The most pages of a portion.
+/// The most pages in a portion.
 const PAGES_MOST: u64 = 8_192;
 
 /// Says when a portion is due, and how large it may be.
 #[derive(Clone, Debug)]
 pub struct TokenBucket {
     share: Permyriad,
-    /// What may be used, nanoseconds of CPU time. Negative after a portion that took longer than expected.
+    /// CPU time that we may use, nanoseconds. Negative after a portion that took longer than expected.
     left_ns: i64,
     last_ns: u64,
     page_ns: u64,
 }
 
 impl TokenBucket {
-    /// Work that may take this share of a core from `now_ns` on.
+    /// For work that may take this share of a core from `now_ns` on.
     pub fn new(share: Permyriad, now_ns: u64) -> Self {
         Self { share, left_ns: 0, last_ns: now_ns, page_ns: PAGE_NS }
     }
 
-    /// The number of pages that may be worked on now; 0 if it is too early.
+    /// How many pages we may work on now, 0 if it's too early.
     pub fn portion(&mut self, now_ns: u64) -> u64 {
         let gained = |ns| i64::try_from(share_ns(ns, self.share)).unwrap_or(i64::MAX);
         self.left_ns = self.left_ns.saturating_add(gained(now_ns.saturating_sub(self.last_ns))).min(gained(KEPT_NS));
@@ -39,7 +40,7 @@ impl TokenBucket {
         }
     }
 
-    /// Records what a portion took.
+    /// Records the cost of a portion.
     pub fn spend(&mut self, pages: u64, cpu_ns: u64) {
         self.left_ns = self.left_ns.saturating_sub(i64::try_from(cpu_ns).unwrap_or(i64::MAX));
         if let Some(page_ns) = cpu_ns.checked_div(pages) {
@@ -68,7 +69,7 @@ mod tests {
                     (spent, pages) = (spent + portion * page_ns, pages + portion);
                 }
             }
-            // Of an hour.
+            // The share of an hour.
             assert!(spent <= 3_600 * S * 8 / 10_000 + PAGES_MOST * page_ns, "{spent}");
             assert!(spent > 3_600 * S * 7 / 10_000 || page_ns == 100, "{spent}");
             assert!(pages > 0);
@@ -85,7 +86,7 @@ mod tests {
         }
         // A minute's share is 60 ms.
         assert_eq!(portions, 15);
-        // A costly portion is made up for.
+        // We make up for a costly portion.
         bucket.spend(1, 30_000_000);
         assert_eq!(bucket.portion(86_430 * S), 0);
         assert!(bucket.portion(86_440 * S) > 0);

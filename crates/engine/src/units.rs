@@ -1,4 +1,4 @@
-//! Units that must not be confused: pages, bytes, page numbers and shares.
+//! Units that we must not confuse: pages, bytes, page numbers and shares.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -8,7 +8,6 @@ use std::ops::{Add, AddAssign, Sub};
 /// Bytes in a base page. pagefold supports 4 KiB pages only (x86-64, and arm64 with 4 KiB granules).
 pub const PAGE_SIZE: usize = 4096;
 
-/// [`PAGE_SIZE`] as a 64-bit number of bytes.
 pub const PAGE_BYTES: u64 = PAGE_SIZE as u64;
 
 /// A length or index as a 64-bit number, lossless on every supported target.
@@ -23,13 +22,13 @@ pub const fn index(number: u32) -> usize {
     number as usize
 }
 
-/// The whole part of a number, saturating: 0 if it is negative or not a number.
+/// The whole part of a number, saturating: 0 if it's negative or not a number.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "`as` saturates, as wanted here")]
 pub const fn whole(number: f64) -> u64 {
     number as u64
 }
 
-/// How much larger one number is than another, each as if it were at most 2^63 - 1.
+/// How much larger one number is than another, each capped at 2^63 - 1.
 pub fn difference(one: u64, other: u64) -> i64 {
     let signed = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
     signed(one) - signed(other)
@@ -47,10 +46,10 @@ pub const fn low_bits(number: u64, bits: u32) -> u32 {
     low
 }
 
-/// Pages in one extent: 2 MiB, the size of a huge page and the unit in which density is judged.
+/// Pages in one extent: 2 MiB, the size of a huge page. We judge density by extents.
 pub const EXTENT_PAGES: u64 = 512;
 
-/// Pages in one block: 1 GiB. Mappings longer than this are judged in blocks and may be marked in part.
+/// Pages in one block: 1 GiB. We judge longer mappings in blocks and may mark them in part.
 pub const BLOCK_PAGES: Pages = Pages(1 << 18);
 
 /// A number of base pages.
@@ -78,7 +77,7 @@ impl Pages {
     pub const fn bytes(self) -> Bytes {
         Bytes(self.0.saturating_mul(PAGE_SIZE as u64))
     }
-    /// The difference, or zero where `other` is larger (kernel counters may reset).
+    /// The difference, or zero if `other` is larger (kernel counters may reset).
     #[must_use]
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
@@ -149,7 +148,7 @@ impl Vpn {
     pub const fn address(self) -> u64 {
         self.0 * PAGE_SIZE as u64
     }
-    /// The 2 MiB-aligned extent that the page lies in.
+    /// The number of the page's 2 MiB-aligned extent.
     pub const fn extent(self) -> u64 {
         self.0 / EXTENT_PAGES
     }

@@ -489,8 +489,8 @@ fn between(known: (u64, u64), all: (u64, u64)) -> Wave {
     Wave { added: Pages(added), walked: Pages(0), duplicate: Pages(duplicate) }
 }
 
-/// Lowers the density we ask of regions judged until `until_ns` to the one that pays. Younger judgements wait: the
-/// pages such a region has in common with memory that's too young to read may be all that it lacks, and neither merges
+/// Lowers the density we ask of regions judged until `until_ns` to the one that pays. Regions judged later wait: the
+/// pages that such a region has in common with memory too young to read may be all that it lacks, and neither merges
 /// before both are marked. The thinnest extents come last, together, once ksmd has rested so long that they cost little
 /// beside that time. Returns the extents that wait.
 fn thin_out(

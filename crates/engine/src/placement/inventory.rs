@@ -1,7 +1,7 @@
-//! Which merged frames there are: their nodes, and the processes that map them.
+//! Collects the merged frames: their nodes, and the processes that map them.
 //!
 //! Pages with the same frame number are one merged page, so inspecting all marked spans shows which processes share
-//! each frame. Frames with the same sharers are placed together by [`super::placer`]. The same counts give the reports.
+//! each frame. [`super::placer`] places frames with the same sharers together. Reports use the same counts.
 
 use crate::host::{MergedSample, NodeView, OwnerView, PageRun};
 use crate::keys::{NodeKey, OwnerKey, RegionKey};
@@ -13,19 +13,19 @@ use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 
-/// The number of processes up to which each is a sharer of its own. Of more, those with the same home node, nice value,
-/// allowed nodes and policy form a group, because there are more sets of sharers than could be kept.
+/// Up to this many processes, each is a sharer of its own. If there are more, processes with the same home node, nice
+/// value, allowed nodes and policy form a group, or there would be more sets of sharers than we can keep.
 const OWNERS_MAX: usize = 16;
 /// The distance of a node from itself (SLIT, ACPI).
 const LOCAL_DISTANCE: u32 = 10;
-/// The distance assumed of the nearest other node where none is known.
+/// The assumed distance of the nearest other node if we know none.
 const REMOTE_DISTANCE: u32 = 20;
 
 /// Pages of one process, by node.
 pub(super) type PagesByNode = BTreeMap<NodeKey, u64>;
 
-/// The sharers of a frame, ascending: a process (or the first of a group), whether its copy was active, and the number
-/// of such sharers.
+/// The sharers of a frame, ascending: a process (or the first of a group), whether its copy was active, and how many
+/// such sharers there are.
 pub(super) type SharerSet = Vec<((OwnerKey, bool), u32)>;
 
 #[derive(Clone, Copy, Debug)]
@@ -33,20 +33,20 @@ pub(super) struct Frame {
     pub node: NodeKey,
     /// The number of its [`SharerSet`].
     pub sharers: u32,
-    /// The process that it was first found in.
+    /// The process where we first found it.
     pub first: OwnerKey,
-    /// The process that it was last found in, and whether the copy was active.
+    /// The process where we last found it, and whether that copy was active.
     last: (OwnerKey, bool),
     /// A page that maps it.
     pub region: RegionKey,
     pub page: Vpn,
 }
 
-/// The group that a process belongs to.
+/// A process's group.
 #[derive(Clone, Copy, Debug)]
 struct Group {
     first: OwnerKey,
-    /// The largest number of its processes that count as sharers of one frame.
+    /// At most this many of its processes count as sharers of one frame.
     most: u32,
 }
 
@@ -58,14 +58,14 @@ pub(super) struct Inventory {
     /// All sets of sharers found, by number. The first is empty.
     sets: Vec<SharerSet>,
     numbers: FxHashMap<SharerSet, u32>,
-    /// The set that a set becomes with another sharer, or with a sharer of which another copy is active.
+    /// The set that a set becomes with another sharer, or when another copy of a sharer turns out to be active.
     extended: FxHashMap<(u32, OwnerKey, bool, bool), u32>,
     /// Pages that map merged frames.
     mapped: BTreeMap<OwnerKey, PagesByNode>,
 }
 
 impl Inventory {
-    /// An empty inventory. `home` returns the home node of a process, if known.
+    /// An empty inventory. `home` returns a process's home node, if known.
     pub fn new(owners: &[OwnerView], home: impl Fn(&OwnerView) -> Option<NodeKey>) -> Self {
         let is_same_group = |a: &OwnerView, b: &OwnerView| {
             let traits = |view: &OwnerView| Some((home(view)?, view.nice, view.allowed, view.placement));
@@ -85,8 +85,8 @@ impl Inventory {
         Self { groups, ..Self::default() }
     }
 
-    /// Adds a page of `owner` that maps a merged frame. `active` if the process's copy was active before the merge.
-    /// Pages of one process must be added one after the other.
+    /// Adds a page of `owner` that maps a merged frame. `active`: the process's copy was active before the merge. Pages
+    /// of one process must be added one after the other.
     pub fn add(&mut self, owner: OwnerKey, active: bool, sample: &MergedSample) {
         *self.mapped.entry(owner).or_default().entry(sample.node).or_default() += 1;
         let MergedSample { region, page, frame, node, .. } = *sample;
@@ -107,8 +107,7 @@ impl Inventory {
         (entry.sharers, entry.last) = (sharers, (owner, active));
     }
 
-    /// The number of the set that has one more sharer than the set `before`, or (`again`) in which the sharer is now
-    /// active.
+    /// The number of the set with one more sharer than the set `before`, or (`again`) with the sharer active now.
     fn extend(&mut self, before: u32, group: Group, active: bool, again: bool) -> u32 {
         if self.sets.is_empty() {
             self.sets.push(SharerSet::new());
@@ -129,13 +128,12 @@ impl Inventory {
         number
     }
 
-    /// The number of merged frames.
     pub fn len(&self) -> usize {
         self.frames.len()
     }
 
-    /// The frames, by their set of sharers and the process that they were first found in. Frames that one process
-    /// shares with others of a group are kept apart, so that each process gets its share of them.
+    /// The frames, by their set of sharers and the process where we first found them. We keep frames that one process
+    /// shares with others of a group apart, so that each process gets its share of them.
     pub fn by_sharers(&self) -> BTreeMap<(u32, OwnerKey), Vec<&Frame>> {
         let mut by_sharers: BTreeMap<_, Vec<&Frame>> = BTreeMap::new();
         for frame in self.frames.values() {
@@ -144,12 +142,12 @@ impl Inventory {
         by_sharers
     }
 
-    /// The set of sharers with a number.
+    /// The set of sharers with this number.
     pub fn sharers(&self, number: u32) -> &SharerSet {
         &self.sets[index(number)]
     }
 
-    /// The home node of each process where it is known: the node it runs on, else the node of most of its private pages
+    /// Each process's home node, if we know it: the node it runs on, else the node of most of its private pages
     /// (`private`), else of most of its merged pages.
     pub fn homes(
         &self,
@@ -164,7 +162,7 @@ impl Inventory {
         owners.iter().filter_map(with_home).collect()
     }
 
-    /// The summary for reports, with `misplaced` frames that the policies would place elsewhere.
+    /// The summary for reports. The policies would place `misplaced` frames elsewhere.
     pub fn summary(
         &self,
         homes: &BTreeMap<OwnerKey, (OwnerView, NodeKey)>,
@@ -204,17 +202,15 @@ impl Inventory {
     }
 }
 
-/// Where the merged pages of one process are.
+/// Where one process's merged pages are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OwnerPlacement {
-    /// The process.
     #[serde(skip)]
     pub owner: OwnerKey,
     #[serde(rename = "node")]
     pub home: NodeKey,
     /// Its nice value, -20 to 19.
     pub nice: i8,
-    /// Its placement policy.
     #[serde(rename = "policy")]
     pub placement: Placement,
     /// Its merged pages on its home node.
@@ -225,7 +221,7 @@ pub struct OwnerPlacement {
     pub remote: Pages,
     /// Its merged pages by node, ascending.
     pub by_node: Vec<NodePages>,
-    /// By how much an access to its merged pages takes longer than on its home node, on average: 0.56 is 56 %.
+    /// How much longer an access to its merged pages takes than on its home node, on average: 0.56 is 56 %.
     pub tax: f64,
 }
 
@@ -233,14 +229,12 @@ pub struct OwnerPlacement {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodePages(pub NodeKey, #[serde(with = "as_bytes")] pub Pages);
 
-/// Memory and merged frames of a node.
+/// A node's memory and merged frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeTotal {
     pub node: NodeKey,
-    /// All of its memory.
     #[serde(rename = "total_bytes", with = "as_bytes")]
     pub total: Pages,
-    /// Its free memory.
     #[serde(rename = "free_bytes", with = "as_bytes")]
     pub free: Pages,
     /// The number of merged frames on it.
@@ -248,7 +242,7 @@ pub struct NodeTotal {
     pub frames: Pages,
 }
 
-/// Where merged pages are, as of the last inspection.
+/// Where merged pages were at the last inspection.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PlacementSummary {
     /// The nodes that have memory.
@@ -259,10 +253,10 @@ pub struct PlacementSummary {
     pub misplaced: Pages,
 }
 
-/// The pages that may be merged: marked spans, and regions in which pages were merged on request.
+/// The pages that may be merged: marked spans, and regions where we merged pages on request.
 pub(crate) fn merged_runs(table: &RegionTable) -> VecDeque<PageRun> {
     let mut runs = VecDeque::new();
-    // The spans of one process follow each other, so that a frame it maps twice is noticed.
+    // We keep the spans of one process together, so that we notice a frame it maps twice.
     let mut regions: Vec<&Region> = table.iter().collect();
     regions.sort_by_key(|region| region.view.owner);
     for region in regions {

@@ -1,8 +1,8 @@
 //! Decides which merged frames move to another node, on a machine with several memory nodes.
 //!
-//! After ksmd has merged something, all marked spans are inspected. Each node then gets its share of the frames with
-//! the same sharers, by [`super::policy`]. Frames that may stay where they are stay there, so that a second inspection
-//! finds nothing to do and no page moves back and forth.
+//! After ksmd has merged something, we inspect all marked spans. Each node then gets its share of the frames with the
+//! same sharers, by [`super::policy`]. Frames stay where they are if they may, so that a second inspection finds
+//! nothing to do and no page moves back and forth.
 
 use crate::host::{Mechanism, MergedSample, Move, NodeView, OwnerView, PageRun, PageSample, Snapshot};
 use crate::keys::{NodeKey, NodeSet, OwnerKey};
@@ -14,21 +14,21 @@ use crate::region::table::RegionTable;
 use crate::units::{Pages, Vpn, count, index};
 use std::collections::{BTreeMap, VecDeque};
 
-/// The most pages inspected in one round.
+/// The most pages we inspect in one round.
 const INSPECT_PAGES: u64 = 65_536;
-/// The fewest pages inspected in one round.
+/// The fewest pages we inspect in one round.
 const INSPECT_PAGES_MIN: u64 = 1_024;
 /// The assumed cost of inspecting a page, nanoseconds.
 const INSPECT_PAGE_NS: u64 = 150;
-/// The assumed cost of moving a frame until it has been measured, nanoseconds.
+/// We assume that moving a frame costs this much until we've measured it, nanoseconds.
 const MOVE_NS: u64 = 5_000;
-/// The least cost of moving a frame, whatever has been measured, nanoseconds.
+/// Moving a frame costs at least this much, whatever we've measured, nanoseconds.
 const MOVE_NS_MIN: u64 = 100;
-/// The most frames moved in one round: a round should not take much longer than the share of a core allows.
+/// The most frames we move in one round: a round shouldn't take much longer than the share of a core allows.
 const MOVES_PER_ROUND: u64 = 4_096;
-/// The number of saved pages that must be gained or lost for another inspection.
+/// We inspect again once this many saved pages have come or gone.
 const GROWTH_MIN: u64 = 64;
-/// The number of private pages of a process from which its counts by node are halved.
+/// Once we've counted this many private pages of a process, we halve its counts by node.
 const PRIVATE_PAGES_MAX: u64 = 8_192;
 /// The first pause after an inspection, nanoseconds. It doubles while inspections move little.
 const PAUSE_NS: u64 = 1_000_000_000;
@@ -36,12 +36,12 @@ const PAUSE_NS: u64 = 1_000_000_000;
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
 /// Where inspections are long, the pause is at least this many times the CPU time of one.
 const PAUSE_INSPECTIONS: u64 = 64;
-/// The same where pages are merged on request: the copy that stays is chosen before the merge, so little is left to move.
+/// The same with merging on request: we choose the copy that stays before the merge, so little is left to move.
 const PAUSE_INSPECTIONS_REQUEST: u64 = 1_024;
-/// Neighbouring pages of two processes within so many are given the same choice, because runs of pages merge at half the cost
-/// of single ones.
+/// Neighbouring pages of two processes within a block of this many get the same choice, because runs of pages merge at
+/// half the cost of single ones.
 const CHOICE_PAGES: u64 = 32;
-/// Frames with the same sharers are left as they are if fewer than one in this many would move.
+/// We leave frames with the same sharers as they are if fewer than one in this many would move.
 const SLACK: usize = 200;
 /// One part in this many of a node's memory must stay free.
 const RESERVE: u64 = 32;
@@ -61,9 +61,9 @@ enum State {
 pub struct Placer {
     state: State,
     summary: PlacementSummary,
-    /// What the last inspection was made for: pages saved, and the processes.
+    /// The reasons for the last inspection: pages saved, and the processes.
     inspected: Option<(Pages, Vec<OwnerView>)>,
-    /// Whether frames were moved since the last inspection.
+    /// Whether we've moved frames since the last inspection.
     moved: bool,
     next_ns: u64,
     pause_ns: u64,
@@ -71,14 +71,15 @@ pub struct Placer {
     began_cpu_ns: u64,
     /// The least time from one inspection to the next, nanoseconds.
     least_ns: u64,
-    /// The nodes on which private pages of each process were found.
+    /// The nodes where we found each process's private pages.
     private: BTreeMap<OwnerKey, PagesByNode>,
     /// Rounding errors of the choices made before merging.
     choices: Carry,
     last_choice: Option<Choice>,
 }
 
-/// The choice between two pages, each given by its process and whether it was active, for a block of neighbouring pages.
+/// The choice between two pages for a block of neighbouring pages. Each page is given by its process and whether it was
+/// active.
 #[derive(Clone, Copy, Debug)]
 struct Choice {
     pages: [(OwnerKey, bool); 2],
@@ -86,19 +87,19 @@ struct Choice {
     stays: Stays,
 }
 
-/// Which of two pages stays when they are merged on request.
+/// Which of two pages stays when we merge them on request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stays {
-    /// The one that was known before.
+    /// The page that we knew before.
     Known,
-    /// The one that was just read.
+    /// The page that we've just read.
     New,
-    /// Each: they must not be merged.
+    /// Both: they must not be merged.
     Both,
 }
 
 impl Placer {
-    /// Whether frames are being inspected or moved.
+    /// Whether we're inspecting or moving frames.
     pub fn is_busy(&self) -> bool {
         !matches!(self.state, State::Idle)
     }
@@ -111,7 +112,7 @@ impl Placer {
     /// The pages to inspect now, with `room_ns` of CPU time left. No inspection begins while ksmd is `merging`.
     pub fn inspect(&mut self, table: &RegionTable, snapshot: &Snapshot, merging: bool, room_ns: u64) -> Vec<PageRun> {
         if snapshot.nodes.len() < 2 {
-            // If another node appears, everything is inspected again.
+            // If another node appears, we inspect everything again.
             (self.state, self.inspected) = (State::Idle, None);
             self.summary.nodes.clear();
             return Vec::new();
@@ -152,7 +153,7 @@ impl Placer {
         snapshot.now_ns >= self.next_ns && changed()
     }
 
-    /// The home node of a process: the node it runs on, else the node of most of its private pages, if known.
+    /// A process's home node: the node it runs on, else the node of most of its private pages, if known.
     fn home(&self, view: &OwnerView) -> Option<NodeKey> {
         view.home.or(most(self.private.get(&view.owner)))
     }
@@ -174,7 +175,7 @@ impl Placer {
         }
     }
 
-    /// Records inspected pages. Once all have been inspected, decides on the moves.
+    /// Records inspected pages. After the last one, decides on the moves.
     pub fn record(&mut self, table: &RegionTable, merged: &[MergedSample], snapshot: &Snapshot, latencies: Latencies) {
         let State::Inspecting(ahead, inventory) = &mut self.state else { return };
         let mut last: Option<&Region> = None;
@@ -216,9 +217,9 @@ impl Placer {
         queue.drain(..usize::try_from(number).unwrap_or(0)).collect()
     }
 
-    /// Which page stays of two that are equal, each given by its process and whether it was active, and `page` being the new one:
-    /// nuKSM's choice of the copy that survives (section 4.2), made before the merge. The node of a page is taken to be the home
-    /// of its process.
+    /// Which of two equal pages stays, `page` being the new one: nuKSM's choice of the surviving copy (section 4.2),
+    /// made before the merge. Each is given by its process and whether it was active. We take its process's home as the
+    /// page's node.
     pub fn choose(&mut self, known: (OwnerKey, bool), new: (OwnerKey, bool), page: Vpn, snapshot: &Snapshot) -> Stays {
         if snapshot.nodes.len() < 2 || known.0 == new.0 {
             return Stays::Known;
@@ -260,8 +261,7 @@ impl Placer {
     }
 }
 
-/// Where merged pages are, and how many of them the policies would place elsewhere, from one inspection. Nothing is
-/// moved.
+/// Where merged pages are, and how many of them the policies would place elsewhere, from one inspection. Moves nothing.
 pub fn summarize(
     merged: &[(OwnerKey, MergedSample)],
     owners: &[OwnerView],
@@ -328,7 +328,7 @@ fn decide_moves(
             moves.push(Move { region, page, node });
         }
     }
-    // Neighbouring pages are moved together.
+    // We move neighbouring pages together.
     moves.sort_unstable_by_key(|to| (to.region, to.page));
     moves.into()
 }

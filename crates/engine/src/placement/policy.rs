@@ -1,9 +1,8 @@
-//! On which memory node a merged page lives: the policies (nuKSM, sections 4.1 and 4.2).
+//! Decides on which memory node a merged page lives: the policies (nuKSM, sections 4.1 and 4.2).
 //!
-//! KSM keeps the copy that it finds last, which puts nearly all merged pages on one node and slows down the processes
-//! on the others at every access. The thesis chooses at random, at each merge, which copy stays. Here the pages are
-//! merged already and all sharers of each are known, so each node gets exactly its share of the pages with the same
-//! sharers.
+//! KSM keeps the copy that it finds last. That puts nearly all merged pages on one node and slows down every access by
+//! the processes on the others. The thesis chooses at random, at each merge, which copy stays. Our pages are merged
+//! already and we know all sharers of each, so each node gets exactly its share of the pages with the same sharers.
 
 use crate::keys::{NodeKey, NodeSet};
 use crate::named;
@@ -12,24 +11,22 @@ use crate::units::{count, whole};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A placement policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
-    /// Merged pages go to the nodes with an active copy. If all copies were active, or none, each sharer's node has an
+    /// Merged pages go to the nodes with an active copy. If all copies were active, or none, each sharer's node gets an
     /// equal share.
     #[default]
     Fair,
-    /// Each sharer's node has a share by the sharer's nice value.
+    /// Each sharer's node gets a share by the sharer's nice value.
     Priority,
-    /// Pages are not merged across nodes.
+    /// We don't merge pages across nodes.
     LocalOnly,
     /// Merged pages stay where KSM put them.
     Kernel,
 }
 
 impl Placement {
-    /// All of them, by name.
     const NAMES: [(&'static str, Self); 4] =
         [("fair", Self::Fair), ("priority", Self::Priority), ("local-only", Self::LocalOnly), ("kernel", Self::Kernel)];
 }
@@ -53,8 +50,8 @@ impl Sharer {
     }
 }
 
-/// The share of each node in the pages with these sharers, by ascending node. The sum is 1, or there are no shares if
-/// the pages stay where they are. Only `allowed` nodes have a share.
+/// Each node's share of the pages with these sharers, by ascending node. They add up to 1, or there are none if the
+/// pages stay where they are. Only `allowed` nodes have a share.
 pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec<(NodeKey, f64)> {
     let mut weights: BTreeMap<NodeKey, f64> = BTreeMap::new();
     match placement {
@@ -65,8 +62,7 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
             weights.extend(wanted.map(|sharer| (sharer.home, 1.0)));
         }
         Placement::Priority => {
-            // The weight is 1 - snice / sum of snice. The weights of K sharers add up to K - 1, so they are scaled
-            // below.
+            // The weight is 1 - snice / sum of snice. The weights of K sharers add up to K - 1, so we scale them below.
             let sum: f64 = sharers.iter().map(|sharer| sharer.snice()).sum();
             for sharer in sharers {
                 let share = if sharers.len() == 1 { 1.0 } else { 1.0 - sharer.snice() / sum };
@@ -79,12 +75,12 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
     weights.into_iter().map(|(node, weight)| (node, weight / sum)).collect()
 }
 
-/// Rounding errors by shares, made up for by the next pages with the same shares.
+/// Rounding errors by shares. The next pages with the same shares make up for them.
 #[derive(Clone, Debug, Default)]
 pub struct Carry(BTreeMap<Vec<(NodeKey, u64)>, Vec<f64>>);
 
 impl Carry {
-    /// The number of `pages` that each node should have. The sum is `pages`.
+    /// How many of `pages` each node should have. They add up to `pages`.
     pub fn quotas(&mut self, pages: usize, shares: &[(NodeKey, f64)]) -> Vec<usize> {
         let key = shares.iter().map(|&(node, share)| (node, share.to_bits())).collect();
         let due = self.0.entry(key).or_insert_with(|| vec![0.0; shares.len()]);
@@ -109,9 +105,9 @@ impl Carry {
     }
 }
 
-/// The moves after which each of `nodes` has its quota of pages: `(position, node)`, by position. `at` is the node of
-/// each page now. Pages that move are spread evenly, because neighbours are used together, but in no pattern, because
-/// some programs use every second page.
+/// The moves that give each of `nodes` its quota of pages: `(position, node)`, by position. `at` is the present node of
+/// each page. We spread the pages that move evenly, because programs use neighbours together, but in no pattern,
+/// because some use every second page.
 pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(usize, NodeKey)> {
     let mut have: BTreeMap<NodeKey, usize> = BTreeMap::new();
     for &node in at {
@@ -135,7 +131,7 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
         if !moves_now {
             continue;
         }
-        // To the node that is furthest behind its part of all moves.
+        // To the node that's furthest behind its part of all moves.
         let behind = |&(_, wants, got): &(NodeKey, usize, usize)| {
             (wants * (moves.len() + 1)).checked_div(missing).map_or(0, |due| due.saturating_sub(got)) * 2
                 + usize::from(got < wants)
@@ -161,7 +157,6 @@ fn shuffled(positions: usize) -> Vec<usize> {
     order
 }
 
-/// Memory access times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Latencies {
     /// To the local node, nanoseconds.
@@ -171,14 +166,14 @@ pub struct Latencies {
 }
 
 impl Default for Latencies {
-    /// Those of an idle two-socket machine (Xeon E5, measured by Intel's Memory Latency Checker).
+    /// An idle two-socket machine (Xeon E5, measured by Intel's Memory Latency Checker).
     fn default() -> Self {
         Self { local_ns: 89, remote_ns: 139 }
     }
 }
 
 impl Latencies {
-    /// By how much an access to a node at `distance` takes longer than a local one: 0.56 is 56 %. `nearest` is the
+    /// How much longer an access to a node at `distance` takes than a local one: 0.56 is 56 %. `nearest` is the
     /// distance of the nearest other node. Distances are the kernel's (SLIT), 10 for the local node.
     pub fn tax(self, distance: u32, nearest: u32) -> f64 {
         let steps = f64::from(distance.saturating_sub(10)) / f64::from(nearest.saturating_sub(10).max(1));
@@ -206,7 +201,7 @@ mod tests {
         assert_eq!(both(false, true), [(NodeKey(1), 1.0)]);
         assert_eq!(both(false, false), [(NodeKey(0), 0.5), (NodeKey(1), 0.5)]);
         assert_eq!(both(true, true), both(false, false));
-        // Nodes share equally, whatever the number of sharers on each.
+        // Nodes share equally, however many sharers each has.
         assert_eq!(of(Placement::Fair, &[sharer(0, 0, true), sharer(0, 5, true), sharer(3, 0, true)]), [0.5, 0.5]);
         assert_eq!(of(Placement::Fair, &[0, 1, 2].map(|node| sharer(node, 0, false))), [1.0 / 3.0; 3]);
     }
@@ -267,7 +262,7 @@ mod tests {
                 assert!((0.3..0.7).contains(&share), "{share} of the pages at {first} by {stride}");
             }
         }
-        // Every short stretch has about half of its pages moved, too.
+        // In every short stretch about half of the pages move, too.
         for stretch in 0..64 {
             let inside = moves.iter().filter(|(position, _)| position / 128 == stretch).count();
             assert!((48..=80).contains(&inside), "{inside} of 128");

@@ -85,8 +85,8 @@ fn chance_of_discovery(fraction: f64, copies_per_found: f64) -> f64 {
 }
 
 /// How many samples a region of `pages` pages needs until it shows about `evidence` copies, if the share `ratio` of it
-/// is duplicate and we sample its copies as densely: with `n` of `R` pages sampled on each side, we see `n * n / R *
-/// ratio` copies.
+/// is duplicate and we sample its copies as densely: with `n` of `R` pages sampled on each side, we see
+/// `n * n / R * ratio` copies.
 pub fn samples_for_evidence(pages: u64, ratio: f64, evidence: f64) -> u64 {
     whole((evidence * pages as f64 / ratio.max(1e-4)).sqrt().ceil()).min(pages)
 }
