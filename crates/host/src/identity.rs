@@ -1,9 +1,9 @@
-//! The identity of a target: what the verdict on a process rests on, read again every [`RECHECK_MIN_NS`].
+//! The identity of a target: the facts that our verdict on a process rests on, read again every [`RECHECK_MIN_NS`].
 //!
-//! User, executable, program and dumpable attribute change only if the process runs, and its CPU time shows at little cost
-//! that it has not. Its cgroup and the attributes of that are changed by others, so they are read each time. If a change
-//! excludes the process, or moves it to another trust domain, its memory is unmarked before anything else is marked. After
-//! an exec nothing that was known holds.
+//! A process changes its user, executable, program and dumpable attribute only while it runs, and its CPU time shows us
+//! at little cost that it hasn't run. Others change its cgroup and the cgroup's attributes, so we read them each time.
+//! If a change excludes the process, or moves it to another trust domain, we unmark its memory before we mark anything
+//! else. After an exec we start from scratch.
 
 use crate::huge_mappings::HugeMappings;
 use crate::scope::deny_list::DenyList;
@@ -34,34 +34,35 @@ use std::sync::Arc;
 
 /// Least time between two checks of a process, nanoseconds.
 const RECHECK_MIN_NS: u64 = 2_000_000_000;
-/// Checks may take 1/`RECHECK_SHARE` of the time: with some hundred processes they become rarer. So that they do not become rarer than
-/// every `RECHECK_NS`, they may take up to 1/`RECHECK_MOST_SHARE`.
+/// Checks may take 1/`RECHECK_SHARE` of the time: with some hundred processes we check each less often, but still every
+/// `RECHECK_NS` as long as checks take no more than 1/`RECHECK_MOST_SHARE`.
 const RECHECK_SHARE: u64 = 500;
 const RECHECK_NS: u64 = 10_000_000_000;
 const RECHECK_MOST_SHARE: u64 = 100;
-/// The most that a check counts as, nanoseconds, so that no process can make its own rare. Most take 30 to 150 us.
+/// The most that we count for one check, nanoseconds, so that no process can make its own checks rare. Most take 30 to
+/// 150 us.
 const RECHECK_COST_MOST_NS: u64 = 200_000;
-/// The first pause after marks could not be removed, and the longest, nanoseconds. It doubles.
+/// The first and the longest pause after we couldn't remove marks, nanoseconds. The pause doubles each time.
 const UNMARK_PAUSE_NS: u64 = 250_000_000;
 const OWED_PAUSE_MAX_NS: u64 = 10_000_000_000;
 
-/// What was known at the last look.
+/// What we knew at the last look.
 #[derive(Debug, Default)]
 pub(super) struct Identity {
-    /// Whether the process was selected by pid.
+    /// Whether the user selected the process by pid.
     named: bool,
-    /// Absent before the first look at a program.
+    /// Absent before our first look at a program.
     seen: Option<Seen>,
     next_check_ns: u64,
-    /// Why the process as a whole is left alone.
+    /// Why we leave the process as a whole alone.
     barred: Option<Exclusion>,
-    /// Whether this run has marked some of it, or of the process that it was forked from.
+    /// Whether this run has marked some of its memory, or of its parent's before the fork.
     marked: bool,
-    /// Whether all marks have been removed since.
+    /// Whether we've removed all marks since.
     cleared: bool,
-    /// The trust domain at the last look. The target's own stays what it was while memory is marked.
+    /// The trust domain at the last look. The target's own doesn't change while memory is marked.
     domain: DomainKey,
-    /// Opt-outs that do not count, and those of them that were not reported yet.
+    /// Opt-outs that don't count, and the ones among them that we haven't reported yet.
     overridden: Vec<OptOut>,
     unreported: Vec<OptOut>,
 }
@@ -74,40 +75,39 @@ struct Seen {
     cpu_ns: Option<u64>,
     locked_kib: u64,
     command_line: CommandLine,
-    /// Whether the process itself was asked if it is dumpable, possibly before it last ran.
+    /// Whether we asked the process itself if it's dumpable, possibly before it last ran.
     asked: bool,
 }
 
-/// What was found on the command line of a program.
+/// What we found on a program's command line.
 #[derive(Clone, Copy, Debug)]
 enum CommandLine {
-    /// Nothing was looked for.
+    /// We didn't look.
     Unread,
     /// An opt-out, or none.
     Read(Option<&'static str>),
 }
 
-/// Which marks of a process must be removed. The later ones include the former.
+/// Which marks of a process must go. Later variants include earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Marks {
-    /// Those of excluded mappings, unless the process is marked as a whole: then it, or the administrator, wants that.
+    /// Marks on excluded mappings. If the process is marked as a whole, we leave them: it, or the administrator, wants
+    /// them.
     Excluded,
-    /// Those of all mappings, unless the process is marked as a whole.
+    /// Marks on all mappings, unless the process is marked as a whole.
     Mappings,
-    /// All, whoever has set them, because somebody has asked for it.
+    /// All marks, whoever set them, because somebody has asked for it.
     All,
 }
 
-/// Marks of a target that must be removed, because its memory is excluded now.
+/// Marks of a target that must go, because its memory is excluded now.
 #[derive(Clone, Debug)]
 pub struct PendingUnmark {
-    /// Why.
     pub reason: Exclusion,
-    /// Which of them.
     pub marks: Marks,
     /// Address space still marked at the last try.
     pub left: Bytes,
-    /// Why the last try has failed, if one has.
+    /// Why the last try failed, if one did.
     pub problem: Option<Arc<UnmergeError>>,
     /// Merged memory at the first try, KiB.
     pub(super) merged_kib: Option<u64>,
@@ -124,7 +124,7 @@ impl PendingUnmark {
         self.look_again(now_ns, pause_ns, problem);
     }
 
-    /// Looks again soon whether the try under way has ended.
+    /// Lets us check soon whether the try under way has ended.
     pub(super) fn wait(&mut self, now_ns: u64, problem: UnmergeError) {
         self.look_again(now_ns, UNMARK_PAUSE_NS, problem);
     }
@@ -137,12 +137,12 @@ impl PendingUnmark {
     }
 }
 
-/// The time between two checks of a process, where those of all processes take this long, nanoseconds.
+/// The time between two checks of a process, if checking all processes takes `all_ns`.
 fn recheck_ns(all_ns: u64) -> u64 {
     (all_ns * RECHECK_SHARE).clamp(RECHECK_MIN_NS, RECHECK_NS).max(all_ns * RECHECK_MOST_SHARE)
 }
 
-/// The rules that processes are judged by.
+/// The rules that we judge processes by.
 #[allow(missing_debug_implementations, reason = "lives for one refresh")]
 pub struct Watch<'a> {
     roots: &'a Roots,
@@ -159,8 +159,8 @@ pub struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// Rules for processes of a scope, who is left out of it, the domains known so far and the one that is merged, and the rules for
-    /// groups with limits.
+    /// The rules for processes of a scope, who is left out of it, the domains known so far and the merged one, and the
+    /// rules for groups with limits.
     pub fn new(
         (scope, roots): (&'a ScopeSpec, &'a Roots),
         (deny, kept_out): (&'a DenyList, &'a mut KeptOut),
@@ -177,7 +177,7 @@ impl<'a> Watch<'a> {
         self.programs
     }
 
-    /// Why a process in a trust domain must be left alone, if it must.
+    /// Why we must leave a process in a trust domain alone, if we must.
     fn excluded_domain(&self, domain: DomainKey, name: &str) -> Option<Exclusion> {
         if domain == NO_DOMAIN {
             return Some(Exclusion::NoDomain);
@@ -193,14 +193,13 @@ impl<'a> Watch<'a> {
     }
 }
 
-/// What is known of programs.
+/// What we know about programs.
 #[derive(Debug, Default)]
 pub struct Programs {
-    /// Those whose memory this run has marked, and their trust domain at that time: what is forked from them has the marks too.
+    /// Programs whose memory this run has marked, and their trust domain at that time: their forks have the marks too.
     pub(super) marked: HashMap<u64, DomainKey>,
     /// How long processes live.
     pub(super) lifetimes: Lifetimes,
-    /// How their pages are merged.
     pub(super) mechanism: Mechanism,
 }
 
@@ -221,7 +220,7 @@ impl Identity {
         self.judge_again();
     }
 
-    /// Makes the next look judge the process even if it has not run.
+    /// Makes the next look judge the process even if it hasn't run.
     fn judge_again(&mut self) {
         if let Some(seen) = &mut self.seen {
             seen.cpu_ns = None;
@@ -230,7 +229,7 @@ impl Identity {
 }
 
 impl Target {
-    /// The cgroups that can limit its memory: of each hierarchy the mount point and the directory.
+    /// The cgroups that can limit its memory: the mount point and the directory in each hierarchy.
     pub(super) fn limiting(&self) -> &[(PathBuf, PathBuf)] {
         self.identity.seen.as_ref().map_or(&[], |seen| &seen.cgroups.limiting)
     }
@@ -261,7 +260,7 @@ impl Target {
         self.identity.seen.as_ref().map(|seen| seen.image)
     }
 
-    /// The program that the verdict is on; `None` before the first look.
+    /// The program that our verdict is about; `None` before the first look.
     pub(super) fn program(&self) -> Option<ProgramId> {
         let seen = self.identity.seen.as_ref()?;
         Some(ProgramId { image: seen.image, exe: self.exe.as_ref().and_then(Exe::id), uid: self.uid })
@@ -271,12 +270,12 @@ impl Target {
         now_ns >= self.identity.next_check_ns
     }
 
-    /// Whether the process as a whole is left alone.
+    /// Whether we leave the process as a whole alone.
     pub(super) fn is_barred(&self) -> bool {
         self.identity.barred.is_some()
     }
 
-    /// Gives the reason why the process as a whole is left alone, if it is. Returns whether it was another one until now.
+    /// Shows the reason if we leave the process as a whole alone. Returns whether another reason was shown until now.
     pub(super) fn show_barred(&mut self) -> bool {
         let is_shown = self.identity.barred.is_none() || self.exclusion == self.identity.barred;
         if !is_shown {
@@ -329,10 +328,10 @@ impl Target {
         if self.identity.seen.as_ref().is_some_and(is_known) && !may_pass {
             return Ok(false);
         }
-        // A command line is that of one execution of a program.
+        // A command line belongs to one execution of a program.
         let known = self.identity.seen.as_ref().map(|seen| (seen.image, seen.command_line));
         let (space, mut facts, image, command_line) = self.read(move |process| {
-            // A process that must not be read has none.
+            // A process that we must not read has none.
             let space = AddressSpace::of(process).ok();
             let facts = ProcessFacts::of(process)?;
             let image = match image_of(process) {
@@ -353,7 +352,7 @@ impl Target {
             self.forget_program();
             changed = true;
         } else if is_same_file && self.exe.is_some() {
-            // Whether it is trusted was found out when it was first seen: it may have been replaced since.
+            // When we first saw it we found out whether it's trusted: it may have been replaced since.
             facts.exe = self.exe.take();
         }
         self.space = space.or(self.space.take());
@@ -399,7 +398,7 @@ impl Target {
         } else if let Some(other) = watch.excluded_domain(domain, &assigned) {
             Some(other)
         } else {
-            // Last, because it may stop the process.
+            // Last, because this may stop the process.
             exclusion_of(&self.process, &facts, watch.deny)
         };
         if watch.merged.is_some_and(|merged| merged != domain) {
@@ -438,14 +437,14 @@ impl Target {
         Ok(self.bar(barred) || changed)
     }
 
-    /// Looks once whether a process that was there before the run has marks. An earlier run may have set them, for which its domain was
-    /// the one that is merged. Nothing is merged before they are gone. Marks that a process sets later are its own affair.
+    /// Checks once whether a process that was there before the run has marks. An earlier run that merged its domain may
+    /// have set them. We merge nothing before they're gone. Marks that a process sets later are its own affair.
     fn find_marks(&mut self) -> Result<(), ReadError> {
         if self.appeared_ns.is_some() || self.marks_sought || self.only_to_unmerge {
             return Ok(());
         }
         let marked = self.read(|process| match read_marked(process) {
-            // Nor can it be unmarked.
+            // We can't unmark it either.
             Err(ReadError::Denied { .. }) => Ok(Vec::new()),
             marked => marked,
         })?;
@@ -454,19 +453,19 @@ impl Target {
         Ok(())
     }
 
-    /// Whether memory of it is marked although another trust domain than its own, or than that in which it was marked, is the one
-    /// that is merged.
+    /// Whether it has marked memory although we merge another trust domain than its own, or than the one it was marked
+    /// in.
     pub(super) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
         self.identity.marked && (self.domain != merged || self.identity.domain != merged)
     }
 
-    /// The opt-outs that are overridden for the process, each once.
+    /// The overridden opt-outs of the process, each once.
     pub(super) fn take_overridden(&mut self) -> Vec<OptOut> {
         std::mem::take(&mut self.identity.unreported)
     }
 
-    /// The trust domain in which memory of the process was marked, if it was: by this run, or in the process from which it
-    /// was forked.
+    /// The trust domain that the process was in when its memory was marked, if it was: by this run, or in its parent
+    /// before the fork.
     fn inherited(&mut self, image: u64, watch: &Watch<'_>) -> Option<DomainKey> {
         if self.identity.marked {
             return Some(self.domain);
@@ -476,7 +475,7 @@ impl Target {
         marked
     }
 
-    /// Leaves the process alone as a whole, or does not any more. Returns whether that is new.
+    /// Leaves the process as a whole alone, or stops doing so. Returns whether that changed anything.
     fn bar(&mut self, barred: Option<Exclusion>) -> bool {
         let is_new = self.identity.barred != barred;
         match &barred {
@@ -486,14 +485,14 @@ impl Target {
                     self.forget_survey();
                 }
                 let marks = if matches!(reason, Exclusion::KeptOut { .. }) { Marks::All } else { Marks::Mappings };
-                // Those of an earlier run, or set by the process, are not known.
+                // We don't know about marks of an earlier run or of the process itself.
                 let may_be_marked = self.identity.marked || is_new && marks == Marks::All;
                 if reason.withdraws_marks() && may_be_marked {
                     self.request_unmark(reason.clone(), marks);
                 }
             }
             None if is_new => {
-                // The survey finds the regions again that were kept.
+                // The survey finds the kept regions again.
                 self.exclusion = None;
                 self.invalidate();
                 self.pending = self.pending.take().filter(|pending| pending.reason == Exclusion::OtherProgram);
@@ -504,14 +503,14 @@ impl Target {
         is_new
     }
 
-    /// Unmarks all of it, because this user has asked for that.
+    /// Unmarks the whole process, because this user asked for it.
     pub(super) fn unmerge(&mut self, by: u32) {
         self.unmerged = Unmerged::default();
         self.pending = None;
         self.request_unmark(Exclusion::KeptOut { by }, Marks::All);
     }
 
-    /// Counts what was done by a request to unmerge it, of whose memory as much is merged still.
+    /// Counts the work done for an unmerge request; `merged_kib` of the memory is still merged.
     pub(super) fn count_unmerged(&mut self, merged_kib: u64, unmarked: Pages, longest_stop_ns: u64) {
         let Some(pending) = self.pending.as_mut().filter(|pending| pending.marks == Marks::All) else { return };
         let before_kib = *pending.merged_kib.get_or_insert(merged_kib);
@@ -527,7 +526,7 @@ impl Target {
         }
     }
 
-    /// Looks again soon whether the try under way to remove marks has ended.
+    /// Lets us check soon whether the try under way to remove marks has ended.
     pub(super) fn wait(&mut self, now_ns: u64, problem: UnmergeError) {
         if let Some(pending) = &mut self.pending {
             pending.wait(now_ns, problem);
@@ -541,7 +540,7 @@ impl Target {
         }
     }
 
-    /// Records that all marks that were to be removed have been.
+    /// Records that we've removed all marks that had to go.
     pub(super) fn set_settled(&mut self) {
         match self.pending.take() {
             Some(pending) if pending.marks > Marks::Excluded => self.identity.set_cleared(),
@@ -549,7 +548,7 @@ impl Target {
         }
     }
 
-    /// Records that marks must be removed.
+    /// Records that marks must go.
     pub(super) fn request_unmark(&mut self, reason: Exclusion, marks: Marks) {
         if self.pending.as_ref().is_none_or(|pending| marks > pending.marks) {
             let left = Bytes(0);

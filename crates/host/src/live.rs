@@ -60,63 +60,60 @@ const REFRESH_NS: u64 = 250_000_000;
 const REFRESH_MIN_NS: u64 = 10_000_000;
 /// Time between two reads of the memory pressure, nanoseconds.
 const MEMORY_NS: u64 = 1_000_000_000;
-/// How long to wait for the injector: longer than a thread takes to stop whose cgroup is out of CPU time.
+/// How long we wait for the injector: longer than it takes to stop a thread whose cgroup is out of CPU time.
 const INJECTOR_LIMIT: Duration = Duration::from_millis(400);
-/// How long restoring KSM may wait for ksmd to finish its scan.
+/// When restoring KSM, how long we wait for ksmd to finish its scan.
 const RESTORE_LIMIT: Duration = Duration::from_secs(20);
 
 /// An error that ends the run.
 #[derive(Debug, Error)]
 pub enum LiveError {
-    /// The scope cannot be resolved.
+    /// We can't resolve the scope.
     #[error(transparent)]
     Scope(#[from] ScopeError),
-    /// KSM cannot be read.
+    /// We can't read KSM's state.
     #[error(transparent)]
     Ksm(#[from] KsmError),
-    /// The state of the machine's memory cannot be read.
+    /// We can't read the state of the machine's memory.
     #[error(transparent)]
     Memory(#[from] PressureError),
-    /// ksmd cannot be found.
+    /// We can't find ksmd.
     #[error(transparent)]
     Ksmd(ReadError),
-    /// The injector has ended and cannot be started again.
+    /// The injector has ended and we can't start it again.
     #[error(transparent)]
     Injector(InjectError),
-    /// The control thread cannot be started.
+    /// We can't start the control thread.
     #[error("cannot start the KSM control thread: {0}")]
     Controller(std::io::Error),
 }
 
-/// Something that happened during the run and is not the result of an action, which [`Outcome`] contains.
+/// Something that happened during the run, other than the results of actions, which are in [`Outcome`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A process is left alone.
+    /// We leave a process alone.
     LeftAlone {
-        /// The process.
         pid: i32,
         name: String,
         /// The reason.
         why: String,
     },
-    /// Memory was to be unmarked because it is excluded now, or its process is in another trust domain.
+    /// We tried to unmark memory because it's excluded now, or because its process is in another trust domain.
     Withdrawn {
-        /// The process.
         pid: i32,
         /// The span, and the result.
         result: ChangeResult,
         reason: String,
     },
-    /// A process is not left alone although its owner has opted out, because that is overridden.
+    /// We don't leave a process alone although its owner has opted out, because the opt-out is overridden.
     Overridden {
-        /// The process.
         pid: i32,
         /// How its owner has opted out.
         opt_out: String,
     },
-    /// The injector had ended, and was started again.
+    /// The injector had ended, and we started it again.
     InjectorRestarted { pid: u32 },
-    /// pagefold has stopped driving KSM.
+    /// We've stopped driving KSM.
     StoodDown {
         /// The reason.
         why: String,
@@ -139,14 +136,14 @@ pub enum HostMode {
 /// The live machine.
 #[derive(Debug)]
 pub struct LiveHost {
-    /// Users are given by number: names are resolved once.
+    /// Users are given by number: we resolve names once.
     scope: ScopeSpec,
-    /// Whether no process has been looked for yet.
+    /// Whether we haven't looked for processes yet.
     first: bool,
     programs: Programs,
-    /// By pid, a mapping that is being unmarked because it must be.
+    /// By pid, a mapping that we're unmarking because its marks must go.
     unmarking: BTreeMap<i32, withdrawing::WithdrawJob>,
-    /// Withdrawn marks that the engine has not accounted for yet.
+    /// Marks that we withdrew and the engine hasn't accounted for yet.
     withdrawn: Outcome,
     roots: Roots,
     deny: DenyList,
@@ -166,7 +163,7 @@ pub struct LiveHost {
     new_processes: NewProcesses,
     region_pids: BTreeMap<RegionKey, i32>,
     views: Vec<RegionView>,
-    /// Absent after it was abandoned in a read that does not return.
+    /// Absent after we abandoned it in a read that doesn't return.
     reader: Option<PageReader>,
     monitor: MemoryMonitor,
     memory: MemoryView,
@@ -175,7 +172,7 @@ pub struct LiveHost {
     requesting: Requesting,
     event_counter: VmEventCounter,
     vm_events: VmEvents,
-    /// Zeros that KSM has merged on the whole machine.
+    /// Zero pages that KSM has merged on the whole machine.
     zeros: Pages,
     next_memory_ns: u64,
     owner_keys: KeyCounter,
@@ -184,25 +181,25 @@ pub struct LiveHost {
     /// The first target that the last refresh had no time for; 0 if none.
     next_pid: i32,
     refresh_ns: u64,
-    /// The process that is looked at first for huge pages to be put together again.
+    /// We look at this process first when we collapse huge pages again.
     next_collapse: i32,
-    /// By pid, the last reported reason why a process is left alone.
+    /// By pid, the last reason we reported for leaving a process alone.
     reported: BTreeMap<i32, String>,
     domains: Domains,
-    /// The trust domain that is merged. `None`: each by itself, since nothing is marked.
+    /// The trust domain that we merge. `None`: each by itself, because we mark nothing.
     merged: Option<DomainKey>,
-    /// Whether all processes in scope at the start have been looked at.
+    /// Whether we've looked at all processes that were in scope at the start.
     are_all_looked_at: bool,
     events: Vec<Event>,
     base: Cost,
-    /// CPU time of ksmd when it was last read.
+    /// ksmd's CPU time as last read.
     ksmd_ns: u64,
 }
 
 /// The state after the end of a run.
 #[derive(Debug)]
 pub struct Ended {
-    /// Result of restoring KSM; `None` in a dry run, which does not change it.
+    /// Result of restoring KSM; `None` in a dry run, which doesn't change it.
     pub restored: Option<RestoreOutcome>,
     /// Time on the clock of the host's snapshots.
     pub now_ns: u64,
@@ -219,12 +216,12 @@ enum Actuator {
 }
 
 impl LiveHost {
-    /// A host for a scope. A signal handler sets `stop` to cut waits short. The signal must interrupt the waiting thread;
-    /// the kernel prefers the main thread for signals to the process. If another thread sets the flag, the wait ends at the
-    /// next refresh.
+    /// A host for a scope. A signal handler sets `stop` to cut waits short. The signal must interrupt the waiting
+    /// thread; the kernel prefers the main thread for signals to the process. If another thread sets the flag, we
+    /// notice at the next refresh.
     ///
     /// # Errors
-    /// If ksmd or the memory state cannot be read, or the control thread cannot be started.
+    /// If we can't read ksmd or the memory state, or can't start the control thread.
     pub fn new(
         scope: ScopeSpec,
         roots: Roots,
@@ -295,7 +292,6 @@ impl LiveHost {
         Ok(host)
     }
 
-    /// The processes in scope.
     pub fn targets(&self) -> impl Iterator<Item = &Target> {
         self.targets.values()
     }
@@ -305,7 +301,7 @@ impl LiveHost {
         self.targets.get(self.region_pids.get(&region)?)
     }
 
-    /// How often the injector was started again.
+    /// How often we started the injector again.
     pub fn injector_restarts(&self) -> u32 {
         match &self.actuator {
             Actuator::Act { restarts, .. } => *restarts,
@@ -318,12 +314,12 @@ impl LiveHost {
         self.limits.name(key)
     }
 
-    /// Memory that KSM saves on the whole machine, if its counters can be read.
+    /// Memory that KSM saves on the whole machine; 0 if we can't read its counters.
     pub fn saved_bytes(&self) -> u64 {
         self.ksm.counters().map_or(0, |counters| counters.view(false, false).saved().bytes().0)
     }
 
-    /// Who is kept out by request.
+    /// The processes kept out by request.
     pub fn kept_out(&self) -> &KeptOut {
         &self.kept_out
     }
@@ -333,7 +329,7 @@ impl LiveHost {
         self.domains.names()
     }
 
-    /// The name of the trust domain that is merged, if only one is.
+    /// The name of the trust domain that we merge, if it's only one.
     pub fn merged_domain(&self) -> Option<&String> {
         self.domains.name(self.merged?)
     }
@@ -348,7 +344,8 @@ impl LiveHost {
         self.merged = None;
     }
 
-    /// Merges the memory of this trust domain only, as ksmd requires, instead of the default one. What is marked of others is unmarked before anything else is marked.
+    /// Merges the memory of this trust domain only, because ksmd merges across domains. Memory marked in others is
+    /// unmarked before we mark anything else.
     pub fn merge_only(&mut self, domain: &str) {
         self.merged = Some(self.domains.key_of(domain).unwrap_or(NO_DOMAIN));
         self.judge_again();
@@ -360,12 +357,12 @@ impl LiveHost {
         self.judge_again();
     }
 
-    /// Sets the policies by which merged pages are placed on machines with several memory nodes.
+    /// Sets the policies for placing merged pages on machines with several memory nodes.
     pub fn set_policies(&mut self, policies: Policies) {
         self.placing.policies = policies;
     }
 
-    /// Makes the host merge on request, by this device, instead of by ksmd. Call it before the first round.
+    /// Makes the host merge on request, through this device, instead of with ksmd. Call it before the first round.
     pub fn merge_by(&mut self, device: RequestDevice) {
         self.requesting.device = Some(Arc::new(device));
         self.merged = None;
@@ -377,13 +374,13 @@ impl LiveHost {
         if self.requesting.device.is_some() { Mechanism::Request } else { Mechanism::Ksmd }
     }
 
-    /// Sets the time between two refreshes of the targets, nanoseconds. It is clamped to 10 to 250 ms, and refreshes of
-    /// many targets are rarer.
+    /// Sets the time between two refreshes of the targets, nanoseconds. We clamp it to 10 to 250 ms, and refresh many
+    /// targets less often.
     pub fn set_refresh_interval(&mut self, ns: u64) {
         self.refresh_ns = ns.clamp(REFRESH_MIN_NS, REFRESH_NS);
     }
 
-    /// Replaces the deny list. The marks of programs that it newly denies are removed.
+    /// Replaces the deny list. We remove the marks of programs that it newly denies.
     pub fn set_deny(&mut self, deny: DenyList) {
         self.deny = deny;
         self.judge_again();
@@ -394,7 +391,7 @@ impl LiveHost {
         self.next_refresh_ns = 0;
     }
 
-    /// Returns what has happened since the last call.
+    /// Returns the events since the last call.
     pub fn take_events(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.events)
     }
@@ -416,7 +413,7 @@ impl LiveHost {
             }
             Actuator::DryRun => (None, 0, 0),
         };
-        // Read now, as ksmd may have been scanning until here. The injector counts as a reaped child.
+        // Read now, because ksmd may have been scanning until here. The injector counts as a reaped child.
         let ksmd_ns = ksmd.and_then(|ksmd| ksmd.cpu_ns().ok()).map(|ns| ns.saturating_sub(base.ksmd_ns));
         Ended {
             restored,
@@ -435,7 +432,7 @@ impl LiveHost {
             Actuator::Act { injector, .. } => (injector.cpu_ns(), injector.total_cpu_ns()),
             Actuator::DryRun => (0, 0),
         };
-        // ksmd does not end: if its clock cannot be read, the last value stands.
+        // ksmd doesn't end: if we can't read its clock, the last value stands.
         if let Some(ns) = self.ksmd.as_ref().and_then(|ksmd| ksmd.cpu_ns().ok()) {
             self.ksmd_ns = ns;
         }
@@ -453,7 +450,7 @@ impl LiveHost {
         Ok(())
     }
 
-    /// Groups runs by region, leaving out processes whose reads do not return.
+    /// Groups runs by region, leaving out processes whose reads don't return.
     fn pieces<'a>(&'a self, runs: &'a [PageRun]) -> impl Iterator<Item = (RegionRuns, &'a Target)> {
         runs.chunk_by(|a, b| a.region == b.region).filter_map(|same_region| {
             let region = same_region[0].region;
@@ -463,8 +460,8 @@ impl LiveHost {
         })
     }
 
-    /// The processes that may have merged zeros, if anybody has. Once all its pages are merged zeros, a mapping holds no memory that
-    /// could be judged, so it isn't among the regions.
+    /// The processes that may have merged zeros, if there are any. A mapping whose pages are all merged zeros holds no
+    /// memory that we could judge, so it isn't among the regions.
     fn may_have_zeros(&self) -> Vec<CountedProcess> {
         let mut processes = Vec::new();
         if self.zeros == Pages(0) {
@@ -486,7 +483,7 @@ impl LiveHost {
         }
     }
 
-    /// Whether pagefold drives KSM, and whether ksmd is still carrying out the last order.
+    /// Whether we drive KSM, and whether ksmd is still carrying out our last order.
     fn check_lease(&mut self) -> (bool, bool) {
         let Actuator::Act { lease, controller, stood_down, .. } = &self.actuator else { return (false, false) };
         if *stood_down {
@@ -495,7 +492,7 @@ impl LiveHost {
         let status = controller.status();
         let why = match lease.check() {
             Ok(()) => status.stood_down,
-            // If the state file or sysfs fails, nothing more is ordered either.
+            // We order nothing more after an error from the state file or sysfs either.
             Err(error @ (KnobError::Overridden(_) | KnobError::Ksm(_) | KnobError::State(_) | KnobError::Ended)) => {
                 Some(error.to_string())
             }
@@ -642,7 +639,7 @@ impl Host for LiveHost {
     }
 }
 
-/// A scope with users by number. A user that does not exist is reported when the scope is resolved.
+/// A scope with users by number. If a user doesn't exist, we report it when we resolve the scope.
 fn by_number(mut scope: ScopeSpec) -> ScopeSpec {
     for selector in &mut scope.0 {
         if let Selector::User(user) = selector {
@@ -658,15 +655,16 @@ fn elapsed_ns(began: Instant) -> u64 {
     u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Raises the soft limit of open files to the hard limit: three files of each target are held open, four if its pages are
-/// merged on request, and three more of those read most recently. The default of 1024 exists for programs that use select(2).
+/// Raises the soft limit of open files to the hard limit: we hold three files of each target open, four if we merge its
+/// pages on request, and three more for the targets read most recently. The default of 1024 exists for programs that
+/// use select(2).
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-/// Sleeps until a signal handled by this thread. A signal between the check of the stop flag and the sleep does not end
-/// it, so the sleep is limited to the time between two refreshes.
+/// Sleeps until this thread handles a signal. A signal between the check of the stop flag and the sleep doesn't end the
+/// sleep, so we limit it to the time between two refreshes.
 fn sleep_until_signal(ns: u64) {
     // A limit of some seconds always fits.
     if let Ok(time) = Duration::from_nanos(ns.min(REFRESH_NS)).try_into() {

@@ -1,13 +1,13 @@
-//! The targets: processes in scope, surveyed again only when their mappings have changed.
+//! The targets: processes in scope. We survey one again only when its mappings have changed.
 //!
-//! smaps is the only source of the flags of mappings and of their anonymous pages, and it walks the page tables: some
-//! 10 ns per present page. So it is read only when something cheaper shows a change: statm (1 us through the open file),
-//! whose sizes change with nearly every mapping that is created, removed or grows, and from time to time maps (some
-//! 20 us), which shows the rest. Each of the three has its share of a core, for all processes together.
+//! Only smaps shows the flags of mappings and their anonymous pages, and it walks the page tables: some 10 ns per
+//! present page. So we read it only when something cheaper shows a change: statm (1 us through the open file), whose
+//! sizes change with nearly every mapping that is created, removed or grows, and from time to time maps (some 20 us),
+//! which shows the rest. Each of the three gets its share of a core, for all processes together.
 //!
-//! Flags that a program sets on a whole mapping change neither. They are found because the CPU time of a process is the
-//! same as before unless it has run: a process that has run is surveyed again after a while, whatever else shows. The same
-//! sign tells when the process itself must be looked at again: [`super::identity`].
+//! If a program sets flags on a whole mapping, neither statm nor maps changes. But the program has to run for it, and
+//! its CPU time tells us: we survey a process that has run again after a while, whatever else shows. CPU time also
+//! tells us when to look at the process itself again: [`super::identity`].
 
 use super::restless::Restless;
 use crate::huge_mappings::HugeMappings;
@@ -35,70 +35,68 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use tracing::debug;
 
-/// Resident pages are counted again if their number has changed by at least this, pages.
+/// We count resident pages again if their number has changed by at least this, pages.
 const RSS_CHANGE_PAGES: u64 = 256;
 /// Surveys after changes may take 1/`CHANGE_SHARE` of the time, for all processes together.
 const CHANGE_SHARE: u64 = 100;
-/// The same if only the number of resident pages has changed a little, or the process is left alone.
+/// The same if only the number of resident pages has changed a little, or we leave the process alone.
 const DRIFT_SHARE: u64 = 3_333;
 /// The same for checks of the list of mappings.
 const MAPS_SHARE: u64 = 10_000;
 /// Shortest time between checks of the list of mappings, nanoseconds.
 const MAPS_MIN_NS: u64 = 1_000_000_000;
-/// Mappings of a process that has run are surveyed again after this time for changed flags, nanoseconds, and these surveys
-/// may take 1/`FLAGS_SHARE` of the time if something is marked in it, otherwise 1/`UNMARKED_FLAGS_SHARE`: the first mark
-/// makes the survey due that has not been made until then.
+/// If a process has run we survey its mappings again after this time for changed flags, nanoseconds. These surveys may
+/// take 1/`FLAGS_SHARE` of the time if something is marked in it, otherwise 1/`UNMARKED_FLAGS_SHARE`: with the first
+/// mark a postponed survey becomes due.
 const FLAGS_NS: u64 = 10_000_000_000;
 const FLAGS_SHARE: u64 = 1_000;
 const UNMARKED_FLAGS_SHARE: u64 = 20_000;
-/// The same for any process, since another one may register its memory with userfaultfd, nanoseconds.
+/// The same for any process, because another one may register its memory with userfaultfd, nanoseconds.
 const FLAGS_MAX_NS: u64 = 300_000_000_000;
 
-/// Mappings left alone of which the reason is kept.
+/// For this many mappings left alone we keep the reason.
 const LEFT_OUT_MOST: usize = 256;
 
 /// One process in scope.
 #[derive(Debug)]
 pub struct Target {
     pub process: Arc<Process>,
-    /// Key of the process in the core.
+    /// The process's key in the core.
     pub owner: OwnerKey,
-    /// Trust domain.
     pub domain: DomainKey,
-    /// Name, safe to print.
+    /// Safe to print.
     pub name: String,
-    /// Executable.
     pub exe: Option<Exe>,
     /// Effective user.
     pub uid: u32,
     pub cgroup: Option<String>,
-    /// The selector that has brought it in: a position in [`ScopeSpec`](crate::scope::ScopeSpec).
+    /// The selector that brought it in: a position in [`ScopeSpec`](crate::scope::ScopeSpec).
     pub selected_by: Option<usize>,
     /// The group whose limits it shares.
     pub group: Option<GroupKey>,
-    /// Which rules apply to it, and which seem to and do not: a sentence for each.
+    /// A sentence for each rule that applies to it, or seems to and doesn't.
     pub notes: Vec<String>,
-    /// Why the process is left alone, if it is. Updated with its mappings.
+    /// Why we leave the process alone, if we do. Updated with its mappings.
     pub exclusion: Option<Exclusion>,
     /// Regions, ascending.
     pub regions: Vec<Tracked>,
     /// The first mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
-    /// Where it has had huge pages.
+    /// Where it had huge pages.
     pub(super) huge: HugeMappings,
-    /// Marks that must be removed.
+    /// Marks that must go.
     pub pending: Option<PendingUnmark>,
-    /// What was done by the last request to unmerge it.
+    /// What the last request to unmerge it has done.
     pub(super) unmerged: Unmerged,
-    /// Whether it is out of scope, and here until it is unmerged.
+    /// Whether it's out of scope, and only here until it's unmerged.
     pub(super) only_to_unmerge: bool,
     /// When it came into scope, if that was after the run began, nanoseconds.
     pub(super) appeared_ns: Option<u64>,
-    /// Whether it has been surveyed.
+    /// Whether we've surveyed it.
     pub(super) known: bool,
-    /// Whether marks of an earlier run have been looked for.
+    /// Whether we've looked for marks of an earlier run.
     pub(super) marks_sought: bool,
-    /// Whether it is not surveyed yet because others like it ended soon.
+    /// Whether we don't survey it yet, because others like it ended soon.
     pub young: bool,
     pub(super) identity: Identity,
     pub(super) space: Option<AddressSpace>,
@@ -106,27 +104,26 @@ pub struct Target {
     /// Pages mapped at the last refresh.
     mapped: u64,
     surveyed: Option<Surveyed>,
-    /// Pages by which the address space has been smaller at some time since the last survey.
+    /// Since the last survey, the address space was at some time smaller by this many pages.
     dipped: u64,
-    /// A read of its memory that has not returned in time.
+    /// A read of its memory that hasn't returned in time.
     late: Option<Pending>,
-    /// A survey that has not ended yet, and what was known when it began.
+    /// A survey that hasn't ended yet, and what we knew when it began.
     surveying: Option<(Job<Result<Listed, ReadError>>, Began)>,
-    /// The mappings that the last survey found, until they are taken.
+    /// The mappings that the last survey found, until somebody takes them.
     list: Option<List>,
     restless: Restless,
 }
 
-/// What was known when a survey began.
+/// What we knew when a survey began.
 #[derive(Clone, Copy, Debug)]
 struct Began {
     at_ns: u64,
-    /// CPU time of the process.
+    /// The process's CPU time.
     cpu_ns: Option<u64>,
     sizes: Sizes,
 }
 
-/// The mappings of a process.
 #[derive(Debug)]
 struct Listed {
     /// Hash of the list of mappings.
@@ -135,7 +132,7 @@ struct Listed {
     cost_ns: u64,
 }
 
-/// The state at the last survey of the mappings, to which later states are compared.
+/// The state at the last survey, to compare later states with.
 #[derive(Debug)]
 struct Surveyed {
     began: Began,
@@ -156,7 +153,7 @@ impl Target {
         })
     }
 
-    /// Whether its mappings are known, or it is known to be left alone.
+    /// Whether we know its mappings, or know that we leave it alone.
     pub fn is_known(&self) -> bool {
         self.known || self.exclusion.is_some()
     }
@@ -199,7 +196,8 @@ impl Target {
         }
     }
 
-    /// Whether nothing more may be read now: a read of its memory has not returned, or had not in time a while ago.
+    /// Whether we may read nothing more now: a read of its memory hasn't returned, or didn't return in time a while
+    /// ago.
     pub(crate) fn is_late(&self) -> bool {
         self.late.as_ref().is_some_and(|pending| !pending.is_over())
             || self.surveying.is_some()
@@ -212,12 +210,12 @@ impl Target {
         self.late.iter_mut().chain(surveying).any(Pending::is_stuck) || READS.pause(&self.process) > LIMIT
     }
 
-    /// Whether its memory may be read now: not by the verdict on the program that it ran before an exec.
+    /// Whether we may read its memory now. A verdict on the program before an exec doesn't count.
     pub(crate) fn may_be_read(&self) -> bool {
         !self.is_late() && !self.is_barred() && self.exclusion.is_none() && !self.runs_another_program()
     }
 
-    /// Records that a read of its memory has not returned in time.
+    /// Records that a read of its memory hasn't returned in time.
     pub(crate) fn set_late(&mut self, pending: Pending) {
         debug!(target: "read", pid = self.process.pid(), "a read does not return; its thread is left behind");
         READS.give_up(&self.process, pending.alive());
@@ -238,14 +236,14 @@ impl Target {
         })
     }
 
-    /// Leaves a thread behind that has to do with the process.
+    /// Leaves a thread behind that is busy with the process.
     pub(super) fn leave(&self, pending: &Pending) {
         if pending.is_asleep() && !READS.is_in_force(&self.process) {
             READS.give_up(&self.process, pending.alive());
         }
     }
 
-    /// Whether the process may be read now.
+    /// Whether we may read the process now.
     pub(super) fn admit(&self) -> Result<(), ReadError> {
         match READS.admit(&self.process) {
             Ok(()) if !self.is_late() => Ok(()),
@@ -265,8 +263,8 @@ impl Target {
         ReadError::from_io(self.process.pid(), "smaps", io::Error::new(kind, why))
     }
 
-    /// Looks at the process again if it is time, and surveys its mappings again if they have changed; returns whether what is
-    /// known has changed. `processes` is the number of targets that share the time for this.
+    /// Looks at the process again if it's time, and surveys its mappings again if they've changed; returns whether
+    /// we've learned anything new. `processes` is the number of targets that share the time for this.
     ///
     /// # Errors
     /// [`ReadError::Vanished`] if the process has ended.
@@ -298,7 +296,7 @@ impl Target {
         }
         match self.refresh_now(now_ns, processes, sizes, watch, new_key) {
             Ok(more) => Ok(changed || more),
-            // Not reported before it is stuck.
+            // We don't report it before it's stuck.
             Err(error) if error.is_late() => Ok(changed),
             Err(error) => Err(error),
         }
@@ -318,7 +316,7 @@ impl Target {
             changed |= self.look(now_ns, processes, watch)?;
         }
         self.young = !self.is_barred() && !self.known && self.is_young(now_ns, watch.programs());
-        // While it could not be read, that was the reason shown.
+        // While we couldn't read it, we showed that as the reason.
         changed |= self.show_barred();
         if self.is_barred() || self.young {
             return Ok(changed);
@@ -342,14 +340,14 @@ impl Target {
         self.admit()?;
         let began = Began { at_ns: now_ns, cpu_ns: process_cpu_ns(self.process.pid()), sizes };
         let process = self.process.clone();
-        // That of a large process takes long, and is adopted when it has ended.
+        // Surveying a large process takes long. We adopt the result later.
         match Job::start(move || Listed::of(&process)).wait(PATIENCE) {
             Ok(listed) => Ok(self.adopt(listed, began, new_key)? || changed),
             Err(job) => self.keep_surveying(job, began).map(|()| changed),
         }
     }
 
-    /// Leaves a survey to itself.
+    /// Leaves a survey running in its own thread.
     fn keep_surveying(&mut self, job: Job<Result<Listed, ReadError>>, began: Began) -> Result<(), ReadError> {
         if job.pending.is_over() {
             // It has failed.
@@ -360,7 +358,7 @@ impl Target {
         Ok(())
     }
 
-    /// Adopts the result of a survey. Returns whether what is known has changed.
+    /// Adopts the result of a survey. Returns whether we've learned anything new.
     fn adopt(
         &mut self,
         listed: Result<Listed, ReadError>,
@@ -380,8 +378,8 @@ impl Target {
         Ok(changed)
     }
 
-    /// Whether it is not worth a survey yet, because others like it ended soon. One that is forked from a marked program, and may have
-    /// inherited its marks, always is.
+    /// Whether it isn't worth a survey yet, because others like it ended soon. A fork of a marked program may have
+    /// inherited the marks, so we always survey it.
     fn is_young(&self, now_ns: u64, programs: &Programs) -> bool {
         let (Some(since_ns), Some(family)) = (self.appeared_ns, self.family()) else { return false };
         let from_ns = programs.lifetimes.worth_from_ns(family, programs.mechanism).unwrap_or(0);
@@ -390,7 +388,7 @@ impl Target {
         now_ns < since_ns + from_ns && (!is_marked || has_own_memory())
     }
 
-    /// The processes that it is alike: those of its program that map about as much. `None` before the first look.
+    /// The processes that it's like: they run the same program and map about as much. `None` before the first look.
     pub(super) fn family(&self) -> Option<FamilyKey> {
         Some(FamilyKey(mix(self.image()? ^ u64::from(self.mapped.max(1).ilog2()))))
     }
@@ -430,8 +428,8 @@ impl Target {
         Ok(true)
     }
 
-    /// Leaves the process alone. Returns whether that is new. If the reason passes, what is marked in it stays so, and its regions
-    /// stay known for as long.
+    /// Leaves the process alone. Returns whether that's new. In case the reason passes, we keep its marks and know its
+    /// regions for as long.
     pub(super) fn leave_alone(&mut self, why: Exclusion) -> bool {
         let keeps_marks = self.identity.is_marked() && !why.withdraws_marks();
         let mut changed = self.exclusion.as_ref() != Some(&why);
@@ -445,7 +443,7 @@ impl Target {
         changed
     }
 
-    /// Forgets what is known of its memory.
+    /// Forgets what we know about its memory.
     pub(super) fn forget_memory(&mut self) {
         self.exclusion = None;
         self.regions.clear();
@@ -464,14 +462,14 @@ impl Target {
         self.surveyed = None;
     }
 
-    /// The same as soon as the share of the time allows.
+    /// The same, but only once the share of the time allows.
     pub(super) fn set_changed(&mut self) {
         if let Some(surveyed) = &mut self.surveyed {
             surveyed.changed = true;
         }
     }
 
-    /// The mappings that the last survey found. They can be taken once.
+    /// The mappings that the last survey found. You can take them once.
     pub(super) fn take_list(&mut self) -> Option<List> {
         self.list.take()
     }
@@ -481,8 +479,8 @@ impl Target {
         self.surveyed.as_ref().map(|surveyed| surveyed.began.at_ns)
     }
 
-    /// Updates the regions; returns whether they have changed. `replaced` pages have been unmapped and mapped again since the
-    /// last survey: regions of about that size get new keys, even at the same address.
+    /// Updates the regions; returns whether they've changed. The process has unmapped `replaced` pages and mapped them
+    /// again since the last survey: regions of about this size get new keys, even at the same address.
     fn survey(
         &mut self,
         details: Result<Vec<VmaDetail>, ReadError>,
@@ -493,7 +491,7 @@ impl Target {
         let details = match details {
             Ok(details) => details,
             Err(ReadError::TooMany { most, .. }) => {
-                // None of its flags is known to the end, so none of its marks may stay.
+                // We don't know the flags of all of them, so none of its marks may stay.
                 let why = Exclusion::TooManyMappings { most };
                 if self.identity.is_marked() {
                     self.request_unmark(why.clone(), Marks::Mappings);
@@ -543,7 +541,7 @@ impl Listed {
     fn of(process: &Process) -> Result<Self, ReadError> {
         let before_ns = thread_cpu_ns();
         // Recent kernels read the list of mappings without the mmap lock. This read takes it, as the survey and the
-        // injector do, so a locked map is found here. Other errors are reported by the survey.
+        // injector do, so we find a locked map here. The survey reports other errors.
         let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
         let (maps, details) = (maps_hash(process)?, read_smaps(process));
         Ok(Self { maps, details, cost_ns: thread_cpu_ns() - before_ns })
