@@ -1,5 +1,5 @@
-//! Gives programs back the huge pages that they had before their memory was marked, when it is unmarked because merges in it do not
-//! last.
+//! Gives programs back the huge pages that they had before we marked their memory, when we unmark it because merges in
+//! it don't last.
 
 use super::{Actuator, LiveHost};
 use crate::targets::Target;
@@ -7,7 +7,7 @@ use pagefold_engine::host::{Change, Marking, Outcome, Why};
 use pagefold_procmem::collapse::{collapse, is_wanted};
 
 impl LiveHost {
-    /// Collapses some of what has been unmarked in this cycle or an earlier one.
+    /// Collapses some of the memory that we unmarked in this cycle or an earlier one.
     pub(super) fn collapse(&mut self, outcome: &mut Outcome) {
         if matches!(self.actuator, Actuator::DryRun) {
             return;
@@ -22,7 +22,7 @@ impl LiveHost {
                 target.huge.wanted(span.first.address(), (span.first + span.pages.0).address());
             }
         }
-        // One process in a cycle, each in its turn.
+        // One process in each cycle, in turn.
         let from = self.next_collapse;
         let waiting = |(_, target): &(&i32, &Target)| target.huge.is_waiting();
         let Some((&pid, _)) = self.targets.range(from..).chain(self.targets.range(..from)).find(waiting) else {

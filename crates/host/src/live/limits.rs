@@ -1,5 +1,5 @@
-//! The cgroups of targets: their limits on memory, below which merged pages can come back until nothing is left, and how long their
-//! tasks wait for a CPU.
+//! The cgroups of targets: their memory limits (merged pages can come back until nothing is left below a limit), and
+//! how long their tasks wait for a CPU.
 
 use crate::targets::Target;
 use pagefold_engine::host::LimitView;
@@ -15,10 +15,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The shortest time between two passes, nanoseconds. They may take this part of the time.
+/// The shortest time between two passes, nanoseconds. Passes may take 1/`PASS_PART` of the time.
 const PASS_EVERY_NS: u64 = 1_000_000_000;
 const PASS_PART: u64 = 1_000;
-/// The longest time that one pass reads limits for. The next one continues with the others.
+/// One pass reads limits for this long at most. The next one continues with the others.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
 
 /// The cgroups that can limit the memory of targets.
@@ -26,7 +26,7 @@ const PASS_LIMIT: Duration = Duration::from_millis(10);
 pub(super) struct Limits {
     groups: BTreeMap<PathBuf, Group>,
     keys: KeyCounter,
-    /// The processes that were assigned to them.
+    /// The processes that we've assigned to them.
     owners: BTreeSet<OwnerKey>,
     /// Where the next pass continues.
     next_group: PathBuf,
@@ -38,13 +38,12 @@ pub(super) struct Limits {
 struct Group {
     key: LimitKey,
     owners: Vec<OwnerKey>,
-    /// What was last read.
+    /// The last reading, and its time in nanoseconds.
     reading: Reading,
-    /// When that was, nanoseconds.
     read_ns: u64,
     /// Whether a target is in it, rather than below it.
     is_own: bool,
-    /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel does not report it.
+    /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel doesn't report it.
     cpu_pressure: Option<Permyriad>,
 }
 
@@ -54,7 +53,7 @@ impl Group {
     }
 
     fn read(&mut self, dir: &Path, now_ns: u64) {
-        // A limit that can't be read now is still there.
+        // If we can't read a limit now, it's still there.
         if let Ok(limit) = limit_of(dir) {
             self.reading = limit.map_or(Reading::Unlimited, Reading::Limited);
             self.read_ns = now_ns;
@@ -63,10 +62,10 @@ impl Group {
     }
 }
 
-/// What was found when the limit of a cgroup was read.
+/// The limit of a cgroup, as we last read it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Reading {
-    /// It has not been read yet, or could not be: nothing is known, so there's no headroom below it.
+    /// We haven't read it yet, or couldn't. For all we know there's no headroom below it.
     #[default]
     Unknown,
     Unlimited,
@@ -74,7 +73,8 @@ enum Reading {
 }
 
 impl Limits {
-    /// Looks at the limits again if it is time. Those of a new process are read at once: it must not be taken for one without a limit.
+    /// Looks at the limits again if it's time. We read the limits of a new process at once, so as not to think it has
+    /// none.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
         let is_pass = now_ns >= self.next_ns;
         let before_ns = own_cpu_ns();
@@ -83,7 +83,7 @@ impl Limits {
         }
         let mut has_new = false;
         for target in targets.values() {
-            // Without regions, nothing of it can be merged, and its cgroups may not be known yet.
+            // Without regions we can't merge anything in it, and may not know its cgroups yet.
             let is_judged = target.exclusion.is_none() && !target.regions.is_empty();
             if is_judged && self.owners.insert(target.owner) {
                 has_new = true;
@@ -111,7 +111,7 @@ impl Limits {
         }
     }
 
-    /// Assigns a process to the cgroup that it is in, and those above, up to the mount point.
+    /// Assigns a process to its own cgroup and the ones above, up to the mount point.
     fn assign(&mut self, mount: &Path, dir: &Path, owner: OwnerKey) {
         for above in dir.ancestors().take_while(|above| above.starts_with(mount)) {
             if !self.groups.contains_key(above) {
@@ -126,7 +126,7 @@ impl Limits {
         }
     }
 
-    /// Forgets cgroups without processes, and reads as many limits of the others as there is time for.
+    /// Forgets cgroups without processes, and reads the limits of as many others as there is time for.
     fn read(&mut self, now_ns: u64) {
         self.groups.retain(|_, group| !group.owners.is_empty());
         let began = Instant::now();
@@ -140,7 +140,7 @@ impl Limits {
         }
     }
 
-    /// Reads the limits that are not known yet.
+    /// Reads the limits that we don't know yet.
     fn read_new(&mut self, now_ns: u64) {
         let began = Instant::now();
         for (dir, group) in &mut self.groups {
@@ -155,7 +155,7 @@ impl Limits {
         self.groups.values().filter_map(|group| group.cpu_pressure).max()
     }
 
-    /// The limits as they were last read.
+    /// The limits as last read.
     pub(super) fn views(&self) -> Arc<[LimitView]> {
         self.views.clone()
     }
@@ -243,7 +243,7 @@ mod tests {
         assert_eq!(found, [(1000, 900, vec![OwnerKey(1), OwnerKey(2)]), (200, 100, vec![OwnerKey(2)])]);
         assert!(views.iter().all(|view| view.read_ns == 7));
         assert_eq!(limits.name(views[1].key), Some(root.path().join("a/c").as_path()));
-        // Keys stay, and what is gone is forgotten.
+        // Keys stay, and cgroups that have gone are forgotten.
         limits.forget_owners();
         limits.assign(root.path(), &root.path().join("a/c"), OwnerKey(2));
         fs::write(root.path().join("a/c/memory.max"), "what").unwrap();

@@ -19,21 +19,21 @@ use std::collections::BTreeMap;
 /// The calls that change the marks of one process.
 #[derive(Debug, Default)]
 struct CallBatch {
-    /// The program that they are for.
+    /// The program that we judged.
     program: Option<ProgramId>,
     calls: Vec<Call>,
     /// For each call, the index of its change, and its pages.
     parts: Vec<(usize, Pages)>,
-    /// The mappings with huge pages that they mark.
+    /// The mappings with huge pages among the marked ones.
     huge: Vec<(u64, u64)>,
     /// Parts already in the requested state: marked by the program itself, or by an earlier try.
     done: Vec<(usize, Pages)>,
 }
 
 impl CallBatch {
-    /// Adds the calls for a change to the current mappings. `whole` says that the span covers its region: its mappings are
-    /// changed as a whole even if they have grown since, because marking a part would split them. Without `unmark_step` the
-    /// change marks; with it, it unmarks by one call per step.
+    /// Adds the calls for a change to the current mappings. If the span covers its region (`whole`), we change its
+    /// mappings as a whole even if they've grown since, because marking a part would split them. Without `unmark_step`
+    /// we mark; with it, we unmark by one call per step.
     fn add(&mut self, (at, span, whole): (usize, Span, bool), details: &[VmaDetail], unmark_step: Option<Bytes>) {
         let (low, high) = (span.first, span.first + span.pages.0);
         for detail in details.iter().filter(|detail| vma_exclusion(detail).is_none()) {
@@ -92,7 +92,7 @@ impl LiveHost {
             }
             let Some(target) = self.targets.get_mut(&pid) else { continue };
             let program = target.program();
-            // Read the mappings again just before acting: they may have changed, also into excluded ones.
+            // We read the mappings again just before we act: they may have changed, also into excluded ones.
             let current = target.read(move |process| {
                 let unmark_step = if mark { None } else { Some(step_bytes(process)?) };
                 Ok((read_smaps(process)?, unmark_step))
@@ -127,20 +127,21 @@ impl LiveHost {
         changes.iter().zip(results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }
 
-    /// Whether there are marks that must be removed, which comes before others are made.
+    /// Whether there are marks that must go before we make others.
     pub(super) fn must_unmark_first(&self) -> bool {
         let must_be_tried = |target: &Target| target.pending.as_ref().is_some_and(|pending| !pending.tried);
         matches!(self.actuator, Actuator::Act { .. }) && self.targets.values().any(must_be_tried)
     }
 
-    /// Whether memory of another trust domain than the one that ksmd merges is still marked, or may be: ksmd would merge both. Nothing
-    /// is marked and ksmd rests as long as that is so, however long it takes.
+    /// Whether memory of another trust domain than the one that ksmd merges is still marked, or may be: ksmd would
+    /// merge both. As long as that's so, however long it takes, we mark nothing and let ksmd rest.
     pub(super) fn has_foreign_marks(&self) -> bool {
         let Some(merged) = self.merged.filter(|_| matches!(self.actuator, Actuator::Act { .. })) else { return false };
         !self.are_all_looked_at || self.targets.values().any(|target| target.has_foreign_marks(merged))
     }
 
-    /// Looks at a process again just before it is marked. Whether it is the program that was judged, and not excluded.
+    /// Looks at a process again just before we mark it. Returns whether it still is the program that we judged, and not
+    /// excluded.
     pub(super) fn may_be_marked(&mut self, pid: i32) -> bool {
         let now_ns = self.now_ns();
         let rules = (&self.domain_rules, &mut self.domains, self.merged);
@@ -154,8 +155,8 @@ impl LiveHost {
         unchanged && target.may_be_read() && target.pending.is_none()
     }
 
-    /// Records that memory of a process was marked. If it has executed another program since it was judged, that one may
-    /// have been marked in its place.
+    /// Records that we've marked memory of a process. If it has executed another program since we judged it, we may
+    /// have marked that one in its place.
     pub(super) fn record_marked(&mut self, pid: i32) {
         if !matches!(self.actuator, Actuator::Act { .. }) {
             return;
@@ -169,7 +170,8 @@ impl LiveHost {
         }
     }
 
-    /// Makes the calls in a process. Returns whether some may have been made, or be made later, that are not in the results.
+    /// Makes the calls in a process. Returns whether we may have made some, or make them later, that aren't in the
+    /// results.
     fn make(
         &mut self,
         pid: i32,
@@ -227,7 +229,7 @@ impl LiveHost {
             Err(UnmergeError::Inject(error)) => {
                 let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
                 work.parts.iter().for_each(|&(at, _)| results[at] = marking);
-                // The first calls may have been made: the mappings show which.
+                // The first calls may have been made: the mappings show us.
                 let look = |process: &_| {
                     Ok((read_smaps(process).unwrap_or_default(), KsmStat::of(process).unwrap_or_default()))
                 };
@@ -238,7 +240,7 @@ impl LiveHost {
                     }
                 }
                 self.report_left_alone(pid, error.to_string());
-                // A mapping that has moved is not among them.
+                // A mapping that has moved isn't among them.
                 return error.is_unknown() || mark && stat.mergeable != Some(false);
             }
             // The process's memory limits have no room for more copies.

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Time between two reads of the nodes and processes, nanoseconds.
 const REFRESH_NS: u64 = 2_000_000_000;
 /// Cost of reading one process, nanoseconds. Reads may take 1/`PROCESS_SHARE` of the time: with more than 130 processes
-/// they become rarer.
+/// we read them less often.
 const PROCESS_NS: u64 = 15_000;
 const PROCESS_SHARE: u64 = 1_000;
 
@@ -53,20 +53,20 @@ pub(super) struct Placing {
 
 impl Placing {
     pub(super) fn new() -> Self {
-        // A machine whose nodes cannot be read is treated like one with a single node.
+        // If we can't read a machine's nodes, we treat it like one with a single node.
         let topology = Topology::of_machine().ok().flatten().map(Arc::new);
         let may_move = topology.is_some() && missing(&[PLACING]).is_ok_and(|missing| missing.is_empty());
         Self { topology, may_move, ..Self::default() }
     }
 
-    /// Reads the nodes and the processes again if it is time.
+    /// Reads the nodes and the processes again if it's time.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>, domains: &[String]) {
         if self.topology.is_none() || now_ns < self.next_ns && self.processes == targets.len() {
             return;
         }
         self.processes = targets.len();
         self.next_ns = now_ns + (count(targets.len()) * PROCESS_NS * PROCESS_SHARE).max(REFRESH_NS);
-        // Memory may have been added or removed. With less than two nodes left, nothing is placed.
+        // Memory may have been added or removed. With less than two nodes left, we place nothing.
         let read = Topology::of_machine().ok().flatten();
         let Some(topology) = read.map(Arc::new) else {
             self.nodes.clear();

@@ -1,7 +1,7 @@
-//! Reading all pages of a process in portions, for what others than the engine make of them.
+//! Reads all pages of a process in portions, for others than the engine.
 //!
-//! The same rules hold as for samples: only regions of processes that are not left alone, merged and shared pages without unsharing
-//! them, on a thread that may be abandoned.
+//! The same rules hold as for samples: we read only regions of processes that we don't leave alone, read merged and
+//! shared pages without unsharing them, and read on a thread that we may abandon.
 
 use super::LiveHost;
 use crate::regions::Tracked;
@@ -17,9 +17,9 @@ use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
 use std::sync::Arc;
 
-/// Page tables of so many pages are searched together: from about 65,536 on, empty parts are skipped.
+/// We search this many pages of the page tables at a time: from about 65,536 on, the search skips empty parts.
 const WINDOW_PAGES: u64 = 1 << 18;
-/// So many are searched at most for one portion: a program may reserve terabytes.
+/// For one portion we search this many windows at most: a program may reserve terabytes.
 const WINDOWS_MOST: u32 = 256;
 
 /// Makes a digest of a page that is not all zeros.
@@ -28,15 +28,14 @@ pub type Digest = Arc<dyn Fn(&PageBytes) -> u64 + Send + Sync>;
 /// How far a process has been read.
 #[derive(Clone, Debug, Default)]
 pub struct Place {
-    /// What has been found and not been read yet, the last first.
+    /// Runs that we've found and not read yet, the last first.
     runs: Vec<(Vpn, u32)>,
-    /// Whether that is in a region of which nothing is marked.
+    /// Whether they're in a region without marks.
     unmarked: bool,
-    /// Where the search goes on.
+    /// The search goes on here.
     next: Vpn,
 }
 
-/// What a page holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// Only zeros.
@@ -52,25 +51,24 @@ pub struct PageContent {
     pub state: PageState,
     /// Pages with equal numbers are the same memory.
     pub frame: Option<u64>,
-    /// What it holds.
     pub content: Content,
 }
 
-/// What came of reading a portion.
+/// The result of reading a portion.
 #[derive(Debug)]
 pub enum Progress {
     /// These pages were read, and more are left.
     More(Vec<PageContent>),
     /// These were the last ones.
     Done(Vec<PageContent>),
-    /// The process has ended, or executed another program, or cannot be read at present.
+    /// The process has ended, or executed another program, or we can't read it at present.
     Ended,
-    /// It is left alone now, and what was read of it should not have been.
+    /// We leave it alone now, and shouldn't have read this much of it.
     LeftAlone,
 }
 
 impl LiveHost {
-    /// Reads about `most` pages of a process from a place on, and moves the place. Also returns the CPU time that it took,
+    /// Reads about `most` pages of a process from a place on, and moves the place. Also returns the CPU time spent,
     /// nanoseconds.
     pub fn read_contents(&mut self, owner: OwnerKey, place: &mut Place, most: u64, digest: &Digest) -> (Progress, u64) {
         let before_ns = own_cpu_ns();
@@ -125,13 +123,13 @@ impl LiveHost {
         }
     }
 
-    /// Pages of the machine that KSM has merged into others, and those that they share.
+    /// Pages of the machine that KSM has merged into others, and the pages that they share.
     pub fn merged_pages(&self) -> (Pages, Pages) {
         let view = self.ksm.counters().map(|counters| counters.view(false, false)).unwrap_or_default();
         (view.sharing, view.shared)
     }
 
-    /// Pages of zeros of a target that are merged. None if it has ended or cannot be read at present.
+    /// Merged zero pages of a target. 0 if it has ended or we can't read it at present.
     pub fn merged_zeros(&mut self, process: &Process) -> Pages {
         let is_it = |target: &&mut Target| target.process.key() == process.key();
         let target = self.targets.get_mut(&process.pid()).filter(is_it);
@@ -142,7 +140,7 @@ impl LiveHost {
 /// What the reading thread works on.
 struct Portion {
     process: Arc<Process>,
-    /// Those that are not behind the place, ascending, and whether nothing is marked in them.
+    /// Regions that aren't behind the place, ascending, and whether nothing is marked in them.
     regions: Vec<(Vpn, Pages, bool)>,
     place: Place,
     most: u64,
@@ -151,7 +149,7 @@ struct Portion {
 }
 
 impl Portion {
-    /// Whether anything is left after it.
+    /// Returns whether anything is left to read.
     fn read(&mut self, reader: &mut PageReader) -> Result<bool, ReadError> {
         let mut windows = 0;
         while count(self.pages.len()) < self.most && windows < WINDOWS_MOST {
@@ -184,7 +182,7 @@ impl Portion {
         Some((from, Pages((first.0 + pages.0 - from.0).min(WINDOW_PAGES)), unmarked))
     }
 
-    /// Takes about as many pages as may still be read.
+    /// Takes about as many pages as we may still read.
     fn next_runs(&mut self) -> Vec<(Vpn, u32)> {
         let mut left = u32::try_from(self.most.saturating_sub(count(self.pages.len()))).unwrap_or(u32::MAX);
         let mut runs = Vec::new();

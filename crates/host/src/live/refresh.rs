@@ -20,20 +20,21 @@ use std::sync::Arc;
 use std::time::Instant;
 use tracing::debug;
 
-/// A refresh due within this time is made at once, nanoseconds.
+/// If a refresh is due within this time we do it at once, nanoseconds.
 const EARLY_NS: u64 = 30_000_000;
-/// Time that one refresh takes at most, but for the last target. The next one continues with the others.
+/// One refresh takes this long at most, not counting the last target. The next one continues with the others.
 const PASS_NS: u64 = 250_000_000;
 /// Cost of refreshing one unchanged target, nanoseconds. Refreshes may take 1/`UNCHANGED_SHARE` of the time: with more
-/// than 300 targets they become rarer.
+/// than 300 targets we refresh them less often.
 const UNCHANGED_NS: u64 = 1_000;
 const UNCHANGED_SHARE: u64 = 3_333;
-/// Shortest time between two looks for processes kept out that have ended, nanoseconds. They may take 1/`FORGET_SHARE` of the time.
+/// Shortest time between two looks for kept-out processes that have ended, nanoseconds. They may take 1/`FORGET_SHARE`
+/// of the time.
 const FORGET_NS: u64 = 10_000_000_000;
 const FORGET_SHARE: u64 = 1_000;
 
 impl LiveHost {
-    /// Refreshes the targets if it is time. Returns whether anything has changed.
+    /// Refreshes the targets if it's time. Returns whether anything has changed.
     pub(super) fn refresh(&mut self, now_ns: u64) -> Result<bool, LiveError> {
         if now_ns + EARLY_NS.min(self.refresh_ns / 8) < self.next_refresh_ns {
             return Ok(false);
@@ -54,7 +55,7 @@ impl LiveHost {
         Ok(changed)
     }
 
-    /// Forgets processes kept out that have ended, from time to time.
+    /// From time to time, forgets kept-out processes that have ended.
     fn forget_kept_out(&mut self, now_ns: u64) {
         if now_ns >= self.next_forget_ns {
             let before_ns = own_cpu_ns();
@@ -66,7 +67,8 @@ impl LiveHost {
     /// Adds the processes that have come into scope.
     fn add_targets(&mut self, now_ns: u64) -> Result<(), LiveError> {
         let first = std::mem::take(&mut self.first);
-        // A selected pid is that of one process, opened at the start: a process that reuses the pid is not selected.
+        // A selected pid means the one process that we opened at the start: a process that reuses the pid isn't
+        // selected.
         let mut spec = if first { self.scope.clone() } else { self.scope.without_pids() };
         let ours = self.own_pids();
         let found = loop {
@@ -76,7 +78,7 @@ impl LiveHost {
             let known = |pid| ours.contains(&pid) || self.targets.contains_key(&pid);
             match self.new_processes.find(now_ns, &spec, &self.roots, known) {
                 Ok(found) => break found,
-                // The process has ended since the command line was checked; the others remain in scope.
+                // The process has ended since we checked the command line; the others remain in scope.
                 Err(ScopeError::UnknownPid(pid) | ScopeError::Unreadable { pid, .. }) => {
                     spec.0.retain(|selector| *selector != Selector::Pid(pid));
                 }
@@ -100,7 +102,7 @@ impl LiveHost {
         Target::new(scoped, OwnerKey(owner), domain)
     }
 
-    /// Refreshes the targets, as many as there is time for. Returns whether anything has changed.
+    /// Refreshes as many targets as there is time for. Returns whether anything has changed.
     fn refresh_targets(&mut self, now_ns: u64) -> bool {
         let processes = count(self.targets.len());
         let mut changed = false;
@@ -161,7 +163,7 @@ impl LiveHost {
         changed
     }
 
-    /// Forgets trust domains in which there are no processes, if there are as many as there can be.
+    /// Forgets trust domains without processes, if there are as many as there can be.
     fn forget_domains(&mut self) {
         if !self.domains.are_full() {
             return;
@@ -172,7 +174,7 @@ impl LiveHost {
         self.domains.keep(|key| needed.contains(&key));
     }
 
-    /// Reports why a process is left alone, unless that was the last report about it.
+    /// Reports why we leave a process alone, unless our last report about it said the same.
     pub(super) fn report_left_alone(&mut self, pid: i32, why: String) {
         let Some(target) = self.targets.get(&pid).filter(|target| !target.only_to_unmerge) else { return };
         if self.reported.get(&pid) != Some(&why) {
@@ -210,15 +212,15 @@ impl LiveHost {
     }
 }
 
-/// A process by its pid and start time, which no other has until the machine restarts.
+/// Names a process by its pid and start time. No other process has both until the machine restarts.
 fn lasting_key(process: &Process) -> LastingKey {
     LastingKey(mix(mix(u64::from(process.pid().unsigned_abs())) ^ process.start_time_ticks()))
 }
 
-/// Programs whose marks are remembered before those without a process are forgotten.
+/// We remember the marks of this many programs before we forget programs without a process.
 const PROGRAMS_MOST: usize = 16_384;
 
-/// Forgets marked programs that no process in scope runs, if there are many.
+/// If there are many, forgets marked programs that no process in scope runs.
 fn forget_programs(marked: &mut HashMap<u64, DomainKey>, targets: &BTreeMap<i32, Target>) {
     if marked.len() > PROGRAMS_MOST.max(targets.len() * 2) {
         let running: HashSet<u64> = targets.values().filter_map(Target::image).collect();

@@ -1,9 +1,10 @@
-//! Merging pages that the engine names, where the kernel merges on request (`/dev/ksm`).
+//! Merges pages that the engine names, where the kernel merges on request (`/dev/ksm`).
 //!
-//! Unlike a mark, a request needs no stop of the process, and so nothing holds the process still between the last look at it
-//! and the merge. Therefore each call to the kernel is short, and just before it the address spaces must be those of the
-//! programs that were judged. The kernel marks the mappings of the pages as a whole, so processes are recorded as marked before
-//! the first call: what is excluded later, or was just then, is found and unmarked as other marks are ([`super::withdrawing`]).
+//! Unlike a mark, a request doesn't stop the process, so nothing holds the process still between our last look at it
+//! and the merge. So we keep each call to the kernel short, and check just before it that the address spaces still
+//! belong to the programs that we judged. The kernel marks the mappings of the pages as a whole, so we record processes
+//! as marked before the first call: if something is excluded later, or just then, we find it and unmark it as we do
+//! with other marks ([`super::withdrawing`]).
 
 use super::{Actuator, LiveHost};
 use crate::regions::{List, Stretch};
@@ -23,23 +24,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-/// A process is looked at again before a job if the last look is older than this, nanoseconds.
+/// We look at a process again before a job if our last look is older than this, nanoseconds.
 const LOOK_NS: u64 = 10_000_000;
 /// Pages of one job: some 50 ms.
 const JOB_PAGES: u32 = 16_384;
 /// How long a job may compute.
 const COMPUTING_MOST: Duration = LIMIT;
-/// How long a lock may be held that is only waited for.
+/// How long somebody else may hold a lock that we only wait for.
 const ANY_TIME: Duration = Duration::MAX;
 
-/// What merging on request needs to know.
+/// The state of merging on request.
 #[derive(Debug, Default)]
 pub(super) struct Requesting {
-    /// The device, if this is how pages are merged.
+    /// The device, if we merge this way.
     pub(super) device: Option<Arc<RequestDevice>>,
-    /// By pid, the mappings as they were a short time ago.
+    /// By pid, recent mappings.
     pub(super) lists: BTreeMap<i32, Arc<List>>,
-    /// A job that did not end in time, in a call to the kernel. While it has not ended no other one is started: it may hold the
+    /// A job that didn't end in time, in a call to the kernel. Until it has ended we start no other: it may hold the
     /// lock of KSM.
     late: Option<Late>,
 }
@@ -63,17 +64,17 @@ impl Turn {
         self.0.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
-    /// Begins a call, unless the job was abandoned.
+    /// Begins a call, unless we've abandoned the job.
     fn enter(&self) -> bool {
         self.change(Self::OUTSIDE, Self::INSIDE)
     }
 
-    /// Ends a call, if one was made.
+    /// Ends a call, if we made one.
     fn leave(&self) {
         self.change(Self::INSIDE, Self::OUTSIDE);
     }
 
-    /// From now on no call begins. Whether one is under way.
+    /// Lets no more calls begin. Returns whether one is under way.
     fn abandon(&self) -> bool {
         self.0.swap(Self::ABANDONED, Ordering::SeqCst) == Self::INSIDE
     }
@@ -90,30 +91,30 @@ struct Side {
 }
 
 impl Side {
-    /// Whether its program may be the one that was judged. Waits for the lock of its memory map, rather here than in the
-    /// request, which waits with the lock of KSM.
+    /// Whether its program may still be the one that we judged. If somebody holds the lock of its memory map we wait
+    /// here, rather than in the request, which waits with the lock of KSM held.
     fn is_judged(&self) -> bool {
         self.space.is_unlocked(ANY_TIME);
         self.space.exists()
     }
 
-    /// Whether all pages are in a region as it is now.
+    /// Whether all pages are in a region as of now.
     fn has(&self, region: RegionKey, first: Vpn, pages: u32) -> bool {
         let end = first.0.checked_add(pages.into());
         self.regions.get(&region).is_some_and(|span| span.0 <= first.0 && end.is_some_and(|end| end <= span.1))
     }
 }
 
-/// A process whose pages are taken, and the one whose pages are kept. `None`: the zero page.
+/// The process whose pages we take, and the one whose pages we keep. `None`: the zero page.
 type Pair = (i32, Option<i32>);
 
-/// The result of a range that was not tried.
+/// The result of a range that we didn't try.
 pub(super) fn untried(range: &MergeRange) -> MergeResult {
     MergeResult { range: *range, merging: Merging::Untried }
 }
 
 impl LiveHost {
-    /// Merges what is named, batched by pairs of processes.
+    /// Merges the named ranges, batched by pairs of processes.
     pub(super) fn merge(&mut self, ranges: &[MergeRange], outcome: &mut Outcome) {
         let now_ns = self.now_ns();
         self.requesting.lists.retain(|_, list| list.is_fresh(now_ns));
@@ -153,7 +154,8 @@ impl LiveHost {
         }
     }
 
-    /// Whether a request that was late has ended. What it has marked after its processes were judged again is found now.
+    /// Checks whether a late request has ended. We had judged its processes again before, and only now find the memory
+    /// that it has marked since.
     pub(super) fn end_late_merge(&mut self) {
         let Some(late) = self.requesting.late.take_if(|late| late.job.pending.is_over()) else { return };
         for pid in late.pids {
@@ -174,7 +176,7 @@ impl LiveHost {
         Some((pid_of(range.take.region)?, keep))
     }
 
-    /// Merges pages of two processes. If nothing was tried, the reason.
+    /// Merges pages of two processes. If we tried nothing, returns the reason.
     fn merge_pair(
         &mut self,
         device: &Arc<RequestDevice>,
@@ -192,7 +194,7 @@ impl LiveHost {
         }
         let sides: Option<Vec<Side>> = pids.iter().map(|&pid| self.side(pid)).collect();
         let sides = sides.ok_or(Merging::Untried)?;
-        // Whatever the engine thinks. Looked up last, because it may have changed just now.
+        // Whatever the engine thinks. We look this up last, because it may have changed just now.
         let mut domains = pids.iter().map(|pid| self.targets.get(pid).map(|target| target.domain));
         let domain = domains.next().flatten().ok_or(Merging::Untried)?;
         if domains.any(|other| other != Some(domain)) {
@@ -236,14 +238,14 @@ impl LiveHost {
                 }
             }
         }
-        // A program that was executed meanwhile may have been marked.
+        // We may have marked a program that was executed meanwhile.
         for &pid in &pids {
             self.record_marked(pid);
         }
         Ok(())
     }
 
-    /// Whether pages of a process may be named now. Looks at it again, unless that was done just before.
+    /// Whether we may name pages of a process now. Looks at it again, unless we did just before.
     fn may_be_named(&mut self, pid: i32, looked: &mut BTreeMap<i32, (u64, bool)>) -> bool {
         let now_ns = self.now_ns();
         if let Some(&(_, may_be)) = looked.get(&pid).filter(|&&(at_ns, may_be)| !may_be || now_ns < at_ns + LOOK_NS) {
@@ -254,7 +256,7 @@ impl LiveHost {
         may_be
     }
 
-    /// What a job needs to know of a process. `None` if it cannot be read now.
+    /// Collects the facts that a job needs about a process. `None` if we can't read it now.
     fn side(&mut self, pid: i32) -> Option<Side> {
         let list = self.list_of(pid)?;
         let target = self.targets.get(&pid)?;
@@ -264,7 +266,7 @@ impl LiveHost {
         Some(Side { process, space, list, regions })
     }
 
-    /// The mappings of a process, read again if that was some time ago.
+    /// The mappings of a process, read again if our list is some time old.
     fn list_of(&mut self, pid: i32) -> Option<Arc<List>> {
         let now_ns = self.now_ns();
         let target = self.targets.get_mut(&pid)?;
@@ -335,8 +337,8 @@ fn jobs(ranges: &[MergeRange]) -> Vec<Vec<MergeRange>> {
     jobs
 }
 
-/// The parts of ranges whose pages may be named, of the process `sides[0]` and, for those kept, the last of `sides`. The others
-/// have their results at once.
+/// The parts of ranges that we may name the pages of: `sides[0]` is the process whose pages we take, the last of
+/// `sides` the one whose pages we keep. The others get their results at once.
 fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
     let mut parts = Vec::new();
     let (Some(taken), Some(kept)) = (sides.first(), sides.last()) else { return parts };
@@ -377,7 +379,7 @@ fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) 
     parts
 }
 
-/// The request. Ends early if it is abandoned, or if one of the processes executes another program.
+/// The request. Ends early if we abandon it, or if one of the processes executes another program.
 fn merge_job(
     device: Arc<RequestDevice>,
     sides: Vec<Side>,
@@ -406,7 +408,7 @@ fn merge_job(
     }
 }
 
-/// The results of parts, given those of all their pages: neighbours with the same result together.
+/// Joins the results of all pages of the parts: neighbours with the same result together.
 fn joined(parts: &[MergeRange], pages: &[Merging]) -> Vec<MergeResult> {
     let mut rest = pages;
     let mut results = Vec::new();

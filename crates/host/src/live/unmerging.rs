@@ -1,8 +1,8 @@
-//! Unmerging processes by request, and keeping them out until they are included again.
+//! Unmerges processes by request, and keeps them out until they're included again.
 //!
-//! A process that is kept out is excluded, so its marks are removed as those of any other excluded process are
-//! ([`super::withdrawing`]): until none is left, whatever comes between. A request only waits for that, for a while. Processes
-//! out of scope are targets as long as it takes.
+//! We exclude a process that is kept out, so its marks are removed like the marks of any other excluded process
+//! ([`super::withdrawing`]): until none is left, whatever happens in between. A request only waits for that, for a
+//! while. Until then, processes out of scope are targets too.
 
 use super::{Actuator, LiveHost};
 use crate::scope::kept_out::KeptOutError;
@@ -16,21 +16,22 @@ use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
-/// Processes that could not be unmerged at once are waited for as long, those whose unmerging makes progress longer, nanoseconds.
+/// How long we wait for processes that we couldn't unmerge at once, and the longer time for ones that make progress,
+/// nanoseconds.
 const WAIT_NS: u64 = 2_000_000_000;
 const WAIT_MOST_NS: u64 = 10_000_000_000;
-/// Without progress for this long, a process keeps its memory map locked.
+/// If a process makes no progress for this long, it keeps its memory map locked.
 const LOCKED: Duration = Duration::from_secs(1);
-/// How often processes are looked for: a child that was forked meanwhile has the marks that its parent had.
+/// How often we look for processes: a child forked meanwhile has its parent's marks.
 const PASSES: u32 = 5;
 
-/// Why a request is refused.
+/// Why we refuse a request.
 #[derive(Debug, Error)]
 pub enum RequestRefusal {
-    /// The scope cannot be resolved.
+    /// We can't resolve the scope.
     #[error(transparent)]
     Scope(#[from] ScopeError),
-    /// The list of those kept out cannot be changed.
+    /// We can't change the list of kept-out processes.
     #[error(transparent)]
     KeptOut(#[from] KeptOutError),
     /// The run changes nothing.
@@ -42,7 +43,7 @@ pub enum RequestRefusal {
 #[derive(Debug)]
 pub struct Unmerging {
     spec: ScopeSpec,
-    /// The user who has asked for it.
+    /// The user who asked for it.
     by: u32,
     began_ns: u64,
     passes: u32,
@@ -52,7 +53,7 @@ pub struct Unmerging {
     over: Vec<UnmergedProcess>,
 }
 
-/// A process that is being unmerged.
+/// A process that we're unmerging.
 #[derive(Debug)]
 struct Waiting {
     key: (i32, u64),
@@ -60,19 +61,19 @@ struct Waiting {
     is_named: bool,
 }
 
-/// How far one process is.
 enum State {
     Ended,
-    /// Nothing of it is marked any more.
+    /// None of its memory is marked any more.
     Done(Unmerged),
-    /// It is being unmerged, or has not been tried.
+    /// We're unmerging it, or haven't tried yet.
     UnderWay(Unmerged),
-    /// The last try has failed, or makes no progress.
+    /// The last try failed, or makes no progress.
     Failed(Unmerged, Arc<UnmergeError>),
 }
 
 impl LiveHost {
-    /// Unmerges what a scope selects, in the run's scope or not, and keeps it out. This user has asked for it.
+    /// Unmerges the processes that a scope selects, in the run's scope or not, and keeps them out, because user `by`
+    /// asked for it.
     pub fn unmerge(&mut self, spec: ScopeSpec, by: u32) -> Result<Unmerging, RequestRefusal> {
         if matches!(self.actuator, Actuator::DryRun) {
             return Err(RequestRefusal::DryRun);
@@ -95,7 +96,7 @@ impl LiveHost {
         Ok(unmerging)
     }
 
-    /// What has come of a request so far, if it need not be waited for any longer.
+    /// The results of a request, as soon as we needn't wait for it any longer.
     pub fn poll_unmerging(&mut self, unmerging: &mut Unmerging) -> Option<Vec<UnmergedProcess>> {
         let waited_ns = self.now_ns().saturating_sub(unmerging.began_ns);
         let mut failed = Vec::new();
@@ -138,12 +139,12 @@ impl LiveHost {
         Some(over)
     }
 
-    /// Lets in again what a scope selects. Returns the pids and names of the processes that were kept out.
+    /// Lets the processes in again that a scope selects. Returns the pids and names of the ones that were kept out.
     pub fn include(&mut self, spec: &ScopeSpec) -> Result<Vec<(i32, String)>, RequestRefusal> {
         let mut living = spec.clone();
         let scoped = loop {
             match resolve_for_undoing(&living, &self.roots, &self.own_pids()) {
-                // What has ended may have been there when it was kept out.
+                // If a process has ended, it may have been there when it was kept out.
                 Err(ScopeError::UnknownPid(pid)) if living.0.len() > 1 => {
                     living.0.retain(|selector| *selector != Selector::Pid(pid));
                 }
@@ -157,7 +158,7 @@ impl LiveHost {
         Ok(included)
     }
 
-    /// Forgets processes out of scope that are unmerged. Call it after the events have been taken, and after requests were polled.
+    /// Forgets unmerged processes out of scope. Call it after taking the events and polling the requests.
     pub fn forget_unmerged(&mut self) {
         let is_over = |target: &Target| target.only_to_unmerge && target.pending.is_none();
         let over: Vec<i32> = self.targets.iter().filter(|(_, target)| is_over(target)).map(|(&pid, _)| pid).collect();
@@ -171,7 +172,7 @@ impl LiveHost {
 
     fn begin_to_unmerge(&mut self, unmerging: &mut Unmerging, scoped: Scoped) {
         let key = scoped.process.key();
-        // If another process had the pid, the next refresh notices that.
+        // If another process had the pid, the next refresh notices.
         if self.targets.get(&key.0).is_some_and(|target| target.process.key() != key) || !unmerging.found.insert(key) {
             return;
         }

@@ -1,7 +1,7 @@
-//! Removing the marks of memory that is excluded now, or whose process has moved to another trust domain.
+//! Removes the marks of memory that is excluded now, or whose process has moved to another trust domain.
 //!
-//! The engine does not decide on this and need not know the region any more: it happens at each refresh of the targets,
-//! also while the run is paused or has given KSM up, before anything else is marked.
+//! The engine doesn't decide on this and need not know the region any more. We do it at each refresh of the targets,
+//! also while the run is paused or has given KSM up, before we mark anything else.
 
 use super::{Actuator, Event, LiveHost};
 use crate::identity::Marks;
@@ -20,29 +20,29 @@ use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::process::{Process, ReadError};
 use std::sync::Arc;
 
-/// Time that one refresh spends on this at most, but for the last process, nanoseconds.
+/// One refresh spends this long on it at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
-/// Tries in a row after which a process that is marked again each time is put off.
+/// If a process is marked again each time, we put it off after this many tries in a row.
 const TRIES: u32 = 5;
-/// The key of a region that the engine does not know.
+/// The key for regions that the engine doesn't know.
 const NO_REGION: RegionKey = RegionKey(0);
 
-/// What has come of a try to remove the marks of a process.
+/// The result of one try to remove the marks of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Try {
-    /// Nothing was done: it has ended, is not read now, or is being unmarked still.
+    /// We did nothing: the process has ended, can't be read now, or is still being unmarked.
     Nothing,
-    /// Something was. There is more to do, later.
+    /// We did something. There is more to do, later.
     Changed,
-    /// Something was. Whether all marks are gone is to be checked at once.
+    /// We did something. We check at once whether all marks are gone.
     Again,
-    /// None is left.
+    /// No mark is left.
     Settled,
 }
 
 impl LiveHost {
-    /// Removes marks that must go, as far as the targets can be stopped and have room for the copies. Returns whether any
-    /// target has changed.
+    /// Removes marks that must go, as far as we can stop the targets and they have room for the copies. Returns whether
+    /// any target has changed.
     pub(super) fn withdraw_marks(&mut self, now_ns: u64) -> bool {
         if matches!(self.actuator, Actuator::DryRun) {
             return false;
@@ -54,7 +54,7 @@ impl LiveHost {
             let mut came = Try::Again;
             for _ in 0..TRIES {
                 if self.now_ns() > now_ns + PASS_NS {
-                    // What is left is pending without having been tried, so nothing is marked meanwhile.
+                    // The remaining ones are pending and not tried yet, so we mark nothing meanwhile.
                     self.next_refresh_ns = 0;
                     return changed;
                 }
@@ -78,7 +78,7 @@ impl LiveHost {
         let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
         let Actuator::Act { injector, .. } = &self.actuator else { return Try::Nothing };
         let (came, is_new) = match self.unmarking.remove(&pid) {
-            // It was waited for when it began.
+            // We waited for it when it began.
             Some(job) => (job.poll(), false),
             None => match (target.admit(), &target.pending) {
                 (Ok(()), Some(pending)) => {
@@ -154,7 +154,7 @@ impl LiveHost {
             }
             self.events.push(Event::Withdrawn { pid, result, reason: reason.clone() });
             if !was_tried {
-                // Nor were those after it.
+                // Nor did we try the ones after it.
                 break;
             }
         }
@@ -169,18 +169,17 @@ impl LiveHost {
     }
 }
 
-/// What was to be unmarked, and what has come of it.
+/// The marks that we wanted to remove, and the results.
 #[derive(Debug)]
 pub(super) struct Withdrawn {
-    /// What was marked before.
+    /// The marks before.
     state: MarkState,
-    /// The calls for that. None: no mark is left.
+    /// The calls that remove them. Empty if no mark is left.
     calls: Vec<Call>,
     report: InjectionReport,
     ran: Result<(), UnmergeError>,
 }
 
-/// Removes marks of a process.
 pub(super) type WithdrawJob = Job<Result<Withdrawn, ReadError>>;
 
 fn withdraw_job(
@@ -201,7 +200,7 @@ fn withdraw_job(
     }
 }
 
-/// Those marks of a process that are to be removed.
+/// The marks of a process that we want to remove.
 fn mark_state(process: &Process, marks: Marks) -> Result<MarkState, ReadError> {
     let details = match marks {
         Marks::Mappings | Marks::All => read_marked(process)?,
