@@ -1,9 +1,9 @@
-//! Private parsers, exposed for the crate `pagefold-fuzz` only, which states their properties.
+//! Private parsers, exposed only for the crate `pagefold-fuzz`, which states their properties.
 
 use crate::check::facts;
 use crate::scope::{opt_out, opt_out_qemu, opt_out_unit};
 
-/// The opt-out on QEMU's command line, with the same text in each file that it names.
+/// The opt-out on QEMU's command line. Each file that it names has the same text.
 pub fn qemu_opts_out(text: &[u8]) -> Option<&'static str> {
     opt_out_qemu::of_arguments(text, |_| Some(text.to_vec()))
 }

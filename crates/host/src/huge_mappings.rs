@@ -1,33 +1,35 @@
-//! Which memory of a process had huge pages before it was marked, and is to have them again.
+//! Remembers which memory of a process had huge pages before we marked it, so that we can give them back.
 
 use pagefold_engine::units::Vpn;
 use pagefold_procmem::collapse::extents;
 use std::collections::VecDeque;
 
-/// Extents collapsed in a cycle: each takes half a millisecond, and the process's mmap lock for a part of it.
+/// We collapse this many extents in a cycle: each takes half a millisecond, and the process's mmap lock for a part of
+/// it.
 const EXTENTS_MOST: usize = 16;
-/// Mappings of a process that had huge pages when they were marked, and extents that wait. Further ones are left to khugepaged.
+/// For this many mappings of a process we remember that they had huge pages when marked, and this many extents may
+/// wait. We leave others to khugepaged.
 const MAPPINGS_MOST: usize = 64;
 const WAITING_MOST: usize = 4_096;
 
 /// Address ranges of a process that had huge pages.
 #[derive(Debug, Default)]
 pub(crate) struct HugeMappings {
-    /// When they were marked.
+    /// Ranges that had huge pages when we marked them.
     marked: Vec<(u64, u64)>,
-    /// Extents to be collapsed.
+    /// Extents to collapse.
     extents: VecDeque<Vpn>,
 }
 
 impl HugeMappings {
-    /// Records a mapping that is about to be marked.
+    /// Records a mapping that we're about to mark.
     pub(crate) fn record(&mut self, start: u64, end: u64) {
         if self.marked.len() < MAPPINGS_MOST && !self.marked.contains(&(start, end)) {
             self.marked.push((start, end));
         }
     }
 
-    /// Records that a range has been unmarked, and that what was huge in it is to be so again.
+    /// Records that a range has been unmarked, so that we collapse it again where it was huge.
     pub(super) fn wanted(&mut self, start: u64, end: u64) {
         for &(from, to) in &self.marked {
             let room = WAITING_MOST.saturating_sub(self.extents.len());
@@ -35,7 +37,7 @@ impl HugeMappings {
         }
     }
 
-    /// Whether extents wait to be collapsed.
+    /// Whether extents wait for their collapse.
     pub(super) fn is_waiting(&self) -> bool {
         !self.extents.is_empty()
     }

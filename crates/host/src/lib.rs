@@ -7,8 +7,8 @@
 //! | [`check`] | whether this machine is fit for pagefold (`pagefold doctor`) |
 //! | [`os`] | sockets that were passed, waking the main loop, namespaces |
 //!
-//! - A new rule for what is excluded: [`scope::exclude`].
-//! - A new finding of `pagefold doctor`: the fact in [`check::facts`], its meaning in [`check::diagnose`].
+//! - To exclude something new, add a rule in [`scope::exclude`].
+//! - For a new finding of `pagefold doctor`, add the fact in [`check::facts`] and its meaning in [`check::diagnose`].
 
 pub mod check;
 #[doc(hidden)]

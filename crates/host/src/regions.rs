@@ -11,7 +11,7 @@ use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of};
 use std::collections::HashMap;
 
-/// The list of mappings is read again before pages are named if it is older than this, nanoseconds, and reading it may take
+/// If our list of mappings is older than this, nanoseconds, we read it again before we name pages. Reading it may take
 /// 1/`LIST_SHARE` of the time of one core.
 pub(crate) const LIST_NS: u64 = 1_000_000_000;
 const LIST_SHARE: u64 = 100;
@@ -19,16 +19,13 @@ const LIST_SHARE: u64 = 100;
 /// Adjacent mappings judged as a unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stretch {
-    /// First page.
     pub first: Vpn,
-    /// Length.
     pub pages: Pages,
     /// Present anonymous pages.
     pub resident: Pages,
     pub marked: Pages,
     /// Whether it has huge pages.
     pub huge: bool,
-    /// Kind of memory.
     pub kind: RegionKind,
     /// Family: likely copies of each other have the same.
     pub family: FamilyKey,
@@ -37,13 +34,11 @@ pub struct Stretch {
 /// A stretch with its key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tracked {
-    /// The region's key.
     pub key: RegionKey,
-    /// Its current state.
     pub stretch: Stretch,
 }
 
-/// Groups the mappings of a process into stretches. Calls `excluded` for each mapping that is left alone.
+/// Groups the mappings of a process into stretches. Calls `excluded` for each mapping that we leave alone.
 ///
 /// `exe` is the base name of the executable, `program` a hash of its path.
 pub fn stretches(
@@ -57,7 +52,7 @@ pub fn stretches(
     for detail in details {
         let goes_on = last.is_some_and(|last| last.continues(detail));
         match vma_exclusion(detail) {
-            // Part of a mapping split by marks may be empty.
+            // A mapping that marks have split may have empty parts.
             Some(Exclusion::NothingAnonymous) if goes_on => {}
             Some(exclusion) => {
                 excluded(detail, exclusion);
@@ -97,12 +92,12 @@ pub fn stretches(
 pub(crate) struct List {
     pub(crate) program: ProgramId,
     pub(crate) at_ns: u64,
-    /// CPU time that reading it took.
+    /// CPU time spent reading it.
     cost_ns: u64,
     pub(crate) mapped: Vec<Mapped>,
 }
 
-/// Neighbouring mappings: first page, end, and whether their pages may be named.
+/// Neighbouring mappings: first page, end, and whether we may name their pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mapped(pub(crate) u64, pub(crate) u64, pub(crate) bool);
 
@@ -112,7 +107,7 @@ impl List {
         for detail in details {
             let may_be = match vma_exclusion(detail) {
                 None => true,
-                // It may have some by now, and then it is a region.
+                // It may have some by now, and then it's a region.
                 Some(Exclusion::NothingAnonymous) => continue,
                 Some(_) => false,
             };
@@ -126,7 +121,7 @@ impl List {
         Self { program, at_ns, cost_ns, mapped }
     }
 
-    /// Whether a page may be named, if it was mapped, and for how many pages from there on the answer is the same.
+    /// Whether we may name a page, if it was mapped, and for how many pages from there on the answer is the same.
     pub(crate) fn at(&self, page: Vpn) -> (Option<bool>, u64) {
         let next = self.mapped.partition_point(|mapped| mapped.1 <= page.0);
         match self.mapped.get(next) {
@@ -141,7 +136,8 @@ impl List {
     }
 }
 
-/// Assigns families: regions with equal program, kind, size and rank among those are likely copies of each other.
+/// Assigns families: regions with equal program, kind, size and rank among such regions are likely copies of each
+/// other.
 fn name_families(stretches: &mut [Stretch], program: u64) {
     let mut ranks: HashMap<(RegionKind, Pages), u64> = HashMap::new();
     for stretch in stretches {
@@ -192,8 +188,8 @@ mod tests {
     use super::*;
     use pagefold_procmem::maps::parse_smaps;
 
-    /// Hypervisors keep guest memory out of core dumps. Marks split it into mappings below [`crate::scope::exclude::BULK_BYTES`],
-    /// some of them empty.
+    /// Hypervisors keep guest memory out of core dumps. Marks split it into mappings below
+    /// [`crate::scope::exclude::BULK_BYTES`], some of them empty.
     #[test]
     fn guest_memory_split_by_marks_is_not_taken_for_secrets() {
         let details = smaps(&[

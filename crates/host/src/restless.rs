@@ -2,20 +2,20 @@
 
 use pagefold_procmem::process::ReadError;
 
-/// Reads of the size of a process to detect that it maps and unmaps all the time: some 400 us together.
+/// To see whether a process maps and unmaps all the time, we read its size this often: some 400 us together.
 const SIZE_READS: u32 = 256;
-/// It does if its size has decreased this often meanwhile: some 5,000 times a second. Growing is no sign of it.
+/// It does if its size has shrunk this often meanwhile: some 5,000 times a second. Growing is no sign.
 const SHRINKS: u32 = 2;
-/// Such checks are made whenever the size has changed until this many have shown nothing: a program that waits for a processor
-/// during the check does not map anything. Later ones keep some time between them.
+/// We check whenever the size has changed, until this many checks have shown nothing: a program that waits for a
+/// processor during the check maps nothing. After that we keep some time between checks.
 const FIRST_CHECKS: u32 = 16;
-/// The shortest time between later checks, nanoseconds, and how long a process is left alone after a positive one.
+/// The shortest time between later checks, nanoseconds, and how long we leave a process alone after a positive one.
 const RESTLESS_CHECK_NS: u64 = 1_000_000_000;
 pub(crate) const RESTLESS_NS: u64 = 10_000_000_000;
 
-/// Detects processes that map and unmap all the time. They, reads of them and ksmd compete for their mmap lock: a program
-/// that maps 200,000 times a second fell to an eighth of its speed while a gigabyte of it was being merged, and ksmd to
-/// a tenth (6.18).
+/// Detects processes that map and unmap all the time. They, our reads of them and ksmd compete for their mmap lock:
+/// while we merged a gigabyte of a program that maps 200,000 times a second, it fell to an eighth of its speed, and
+/// ksmd to a tenth (6.18).
 #[derive(Debug, Default)]
 pub(super) struct Restless {
     /// Address space at the last call, pages.
@@ -26,8 +26,8 @@ pub(super) struct Restless {
 }
 
 impl Restless {
-    /// Whether the process maps and unmaps all the time, or has done so recently. `mapped` is the size of its address space,
-    /// which `read_mapped` reads again.
+    /// Whether the process maps and unmaps all the time, or has done so recently. `mapped` is the size of its address
+    /// space; `read_mapped` reads the size again.
     pub(super) fn check(
         &mut self,
         now_ns: u64,

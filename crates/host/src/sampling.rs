@@ -1,4 +1,4 @@
-//! Reads the pages of a plan on a thread that may be abandoned (see [`pagefold_procmem::os::abandonable`]).
+//! Reads the pages of a plan on a thread that we may abandon (see [`pagefold_procmem::os::abandonable`]).
 
 use pagefold_engine::hash::{Digest, DigestSet, Digester, LineDigester};
 use pagefold_engine::host::{Counted, MergedSample, PageSample, PageState};
@@ -25,7 +25,7 @@ pub(crate) struct RegionRuns {
     pub(crate) runs: Vec<(Vpn, u32)>,
 }
 
-/// A process whose merged zeros are counted.
+/// A process whose merged zeros we count.
 #[derive(Debug)]
 pub(crate) struct CountedProcess {
     pub(crate) owner: OwnerKey,
@@ -40,21 +40,21 @@ pub(crate) struct SamplingJob {
     pub(crate) reads: Vec<(RegionRuns, ReadHow)>,
     /// Pages to search for merged frames.
     pub(crate) looks: Vec<RegionRuns>,
-    /// The directory of the cgroup for which to look up whether those frames are charged to it.
+    /// The directory of a cgroup: we look up whether these frames are charged to it.
     pub(crate) charged_to: Option<PathBuf>,
-    /// The processes whose merged zeros are counted, if what is saved is counted.
+    /// The processes whose merged zeros we count, if we count savings.
     pub(crate) count: Option<Vec<CountedProcess>>,
     pub(crate) digesting: Digesting,
     /// On machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
 }
 
-/// How pages are digested.
+/// How we digest pages.
 #[derive(Debug)]
 pub(crate) enum Digesting {
-    /// They are read.
+    /// We read them.
     Read(Digester),
-    /// The kernel hashes them in place. Digests that pages of different contents have are in the set.
+    /// The kernel hashes them in place. The set has digests that pages of different contents share.
     InPlace(Arc<RequestDevice>, LineDigester, Arc<DigestSet>),
 }
 
@@ -89,15 +89,14 @@ impl Digesting {
     }
 }
 
-/// The pages read.
 #[derive(Debug)]
 pub(crate) struct Sampled {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
     pub(crate) merged: Vec<MergedSample>,
-    /// If what is saved was counted.
+    /// If we counted savings.
     pub(crate) counted: Option<Counted>,
-    /// Processes that could not be read completely.
+    /// Processes that we couldn't read completely.
     pub(crate) failed: Vec<(i32, ReadError)>,
 }
 
@@ -108,7 +107,7 @@ struct Progress {
     given_up: AtomicBool,
 }
 
-/// Reads the pages. The error names the process whose read does not return; the reader and the pages read so far are
+/// Reads the pages. The error names the process whose read doesn't return; the reader and the pages read so far are
 /// lost with it.
 pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sampled, (i32, Pending)> {
     let SamplingJob { reads, looks, charged_to, count, digesting, topology } = work;
@@ -145,7 +144,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
             }
             shared.pid.store(process.pid(), Ordering::Relaxed);
             let looked = reader.merged_frames(&process, &runs, charged_to.is_some(), |page, frame| {
-                // Without a topology, there is one node.
+                // Without a topology there is one node.
                 let node = topology.as_ref().map_or(Some(NodeKey(0)), |nodes| nodes.node_of(frame));
                 merged.extend(node.map(|node| MergedSample { region, page, frame, node, charged: false, mappers: 0 }));
             });
@@ -154,7 +153,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
             }
         }
         if let Some(dir) = charged_to {
-            // If that can't be read, nothing counts as charged to it, and nothing is taken apart for it.
+            // If we can't read that, nothing counts as charged to it, and we take nothing apart for it.
             let frames: Vec<u64> = merged.iter().map(|sample| sample.frame).collect();
             let charged = Charges::of(&dir).and_then(|mut charges| charges.look_up(&frames)).unwrap_or_default();
             for (sample, charged) in merged.iter_mut().zip(charged) {
@@ -180,7 +179,7 @@ pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sample
     })
 }
 
-/// The zeros of each process that ksmd has merged. Those of a process that can't be read are not known.
+/// The zeros of each process that ksmd has merged. If we can't read a process we don't know its zeros.
 fn merged_zeros(processes: &[CountedProcess], progress: &Progress) -> BTreeMap<OwnerKey, (LineageKey, Pages)> {
     let mut zeros = BTreeMap::new();
     for CountedProcess { owner, lineage, process } in processes {

@@ -11,7 +11,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
 const SECOND: u64 = 1_000_000_000;
-/// Where the child maps, one mapping after the other, and where it moves one to, far from its other mappings.
+/// Where the child maps, one mapping after the other, and where it moves one, far from its other mappings.
 const FIRST: usize = 0x10_0000_0000;
 const STEP: usize = 64 << 20;
 const AWAY: usize = 0x20_0000_0000;
@@ -195,20 +195,20 @@ fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
         }
         assert!(watched.refresh_after(0) && watched.at(FIRST).is_some() && !watched.target.young);
     }
-    // It is not forgotten once it is known.
+    // We don't forget it once we know it.
     let mut watched = Watched::new();
     watched.forget();
     watched.refresh_after(0);
     watched.target.forget_memory();
     watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
     assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
-    // What it has is inherited from a marked program, perhaps with its marks.
+    // It has inherited its memory from a marked program, perhaps with the marks.
     let mut watched = Watched::new();
     watched.forget();
     watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
     watched.programs.marked.insert(watched.target.image().unwrap(), DomainKey(0));
     assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
-    // Its end is noticed at any age.
+    // We notice its end at any age.
     watched.programs.marked.clear();
     watched.forget();
     watched.child.kill();
@@ -257,7 +257,7 @@ fn a_mapping_that_was_removed_and_created_again_between_surveys_is_a_new_region(
     watched.child.request(b'm');
     assert!(watched.refresh_after(10 * SECOND));
     let (_, first) = watched.at(FIRST).unwrap();
-    // Too soon for a survey, but the smaller size is recorded.
+    // Too soon for a survey, but we record the smaller size.
     watched.child.request(b'u');
     assert!(!watched.refresh_after(1));
     watched.child.request(b'm');

@@ -1,7 +1,8 @@
-//! Unmerging processes without a run, and without waiting for those that keep their memory maps locked.
+//! Unmerges processes without a run, and without waiting for processes that keep their memory maps locked.
 //!
-//! Each process is unmerged by a thread that may be abandoned ([`pagefold_procmem::os::abandonable`]). If that sleeps for longer than usual, it is
-//! left to itself and the next process is begun. So whoever locks its memory map keeps no other process marked.
+//! A thread that we may abandon ([`pagefold_procmem::os::abandonable`]) unmerges each process. If it sleeps for longer
+//! than usual we leave it behind and begin the next process. So nobody keeps other processes marked by locking their
+//! own memory map.
 
 use crate::scope::Scoped;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, unmerge};
@@ -11,28 +12,26 @@ use pagefold_procmem::os::abandonable::Job;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Threads that are left to themselves at a time.
+/// We leave this many threads behind at a time.
 const LATE_MOST: usize = 64;
-/// How often they are looked at.
+/// How often we look at them.
 const TICK: Duration = Duration::from_millis(5);
 /// How long the injector may take for one call. It may be busy with a process whose memory map is locked.
 const INJECTOR_LIMIT: Duration = Duration::from_secs(1);
 
-/// What has come of unmerging a process.
+/// The result of unmerging a process.
 #[derive(Clone, Debug)]
 pub struct UnmergedProcess {
     pub pid: i32,
-    /// Its name, safe to print.
+    /// Safe to print.
     pub name: String,
-    /// Whether it was selected by its own pid.
+    /// Whether its own pid selected it.
     pub is_named: bool,
-    /// What was done.
     pub done: Unmerged,
-    /// Why it is not unmerged, or not completely, if so.
+    /// If we couldn't unmerge it, or not completely, says why.
     pub failure: Option<Arc<UnmergeError>>,
 }
 
-/// Unmerges processes.
 #[derive(Debug)]
 pub struct Unmerger {
     injector: InjectorHandle,
@@ -40,7 +39,7 @@ pub struct Unmerger {
     late: Vec<Late>,
 }
 
-/// A process whose unmerging has not ended yet.
+/// A process that we haven't finished unmerging.
 #[derive(Debug)]
 struct Late {
     process: UnmergedProcess,
@@ -54,7 +53,7 @@ impl Unmerger {
         Self { injector: injector.handle(), roots, late: Vec::new() }
     }
 
-    /// Unmerges a process. Returns those that have been dealt with since the last call.
+    /// Unmerges a process. Returns the ones finished since the last call.
     pub fn unmerge(&mut self, scoped: Scoped) -> Vec<UnmergedProcess> {
         let mut over = self.take_over();
         while self.late.len() >= LATE_MOST && !self.is_stuck() {
@@ -78,7 +77,7 @@ impl Unmerger {
             let ran = unmerge(&scoped.process, &injector, &roots, &mut done);
             (done, ran)
         });
-        // One that computes is waited for until it has ended.
+        // If it computes, we wait until it has ended.
         match job.wait(Duration::MAX) {
             Ok((done, ran)) => over.push(process.over(done, ran)),
             Err(job) => self.late.push(Late { process, job }),
@@ -102,7 +101,7 @@ impl Unmerger {
         self.late.iter_mut().all(|late| late.job.pending.is_stuck())
     }
 
-    /// Takes those that have ended.
+    /// Takes the ones that have ended.
     fn take_over(&mut self) -> Vec<UnmergedProcess> {
         let mut over = Vec::new();
         for Late { process, job } in std::mem::take(&mut self.late) {
@@ -131,7 +130,7 @@ impl UnmergedProcess {
         self.over(Unmerged::default(), Err(error))
     }
 
-    /// Whether it ended before it was unmerged, and was not selected by its own pid.
+    /// Whether it ended before we unmerged it, and its own pid didn't select it.
     pub fn is_gone(&self) -> bool {
         !self.is_named && self.failure.as_ref().is_some_and(|error| error.has_ended())
     }

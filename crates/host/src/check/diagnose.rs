@@ -1,6 +1,7 @@
-//! Findings of `pagefold doctor`: what the facts about the machine mean for pagefold, and what to do.
+//! Findings of `pagefold doctor`: how the facts about the machine affect pagefold, and what to do.
 //!
-//! Each check judges some of [`MachineFacts`] and makes one finding. To add one, write a function and list it in [`judge`].
+//! Each check judges some of [`MachineFacts`] and makes one finding. To add one, write a function and list it in
+//! [`judge`].
 
 mod access;
 mod ksm;
@@ -27,11 +28,10 @@ pub enum Severity {
 pub struct Finding {
     /// Stable identifier.
     pub id: &'static str,
-    /// How much it matters.
     pub severity: Severity,
     /// The state found.
     pub what: String,
-    /// Why that matters. Empty for [`Severity::Ok`].
+    /// Why it matters. Empty for [`Severity::Ok`].
     pub why: String,
     /// What to do. Empty for [`Severity::Ok`].
     pub todo: String,
@@ -74,7 +74,7 @@ fn finding(severity: Severity, id: &'static str, what: impl Into<String>, why: &
     Finding { id, severity, what: what.into(), why: why.to_owned(), todo: todo.to_owned() }
 }
 
-/// That something is as it should be.
+/// Says that something is as it should be.
 pub fn ok(id: &'static str, what: impl Into<String>) -> Finding {
     finding(Severity::Ok, id, what, "", "")
 }
@@ -88,7 +88,7 @@ fn warning(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> 
     finding(Severity::Warning, id, what, why, todo)
 }
 
-/// Something without which pagefold does not work.
+/// pagefold doesn't work without this.
 pub fn blocker(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
     finding(Severity::Blocker, id, what, why, todo)
 }

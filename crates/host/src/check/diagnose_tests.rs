@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-/// The findings that are not ok after `spoil`, by id and severity.
+/// The findings that aren't ok after `spoil`, by id and severity.
 fn found(spoil: impl FnOnce(&Path, &MachinePaths)) -> Vec<(&'static str, Severity)> {
     findings(spoil).iter().map(|finding| (finding.id, finding.severity)).collect()
 }
@@ -161,7 +161,7 @@ fn knobs_of_a_pagefold_with_a_run_directory_of_its_own_are_found() {
         knob(dir, "pages_to_scan", "4294967295");
     });
     assert_eq!(running, [("run", Severity::Blocker), ("state", Severity::Warning)]);
-    // What an administrator sets is none of pagefold's business.
+    // Settings of the administrator are none of pagefold's business.
     assert_eq!(found(|dir, _| knob(dir, "sleep_millisecs", "200")), []);
 }
 
@@ -184,7 +184,7 @@ fn state_left_by_a_crash_or_deferred_is_found() {
 
 #[test]
 fn what_merges_on_request_is_found() {
-    // Without the device: a healthy machine. A file that is not the device:
+    // Without the device: a healthy machine. With a file that isn't the device:
     assert_eq!(found(|_, roots| write(&roots.dev.join("ksm"), "")), [("request", Severity::Note)]);
     let module = |name: &'static str| {
         found(move |_, roots| {

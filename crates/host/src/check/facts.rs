@@ -1,7 +1,7 @@
 //! Facts about this machine, which [`crate::check::diagnose`] judges.
 //!
-//! Nothing here decides or changes anything. Each fact is one read below a root path, and distinguishes missing, denied and
-//! malformed files.
+//! Nothing here decides or changes anything. Each fact is one read below a root path, and keeps missing, denied and
+//! malformed files apart.
 
 use pagefold_ksm::lock::{Holder, LockError, holder};
 use pagefold_ksm::request::{Carrier, RequestDevice, RequestError};
@@ -17,16 +17,15 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// One fact, or why it is not known.
+/// One fact, or why we don't know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fact<T> {
-    /// The value.
     Is(T),
-    /// The file does not exist.
+    /// The file doesn't exist.
     Absent,
     /// Access is denied.
     Denied,
-    /// The file could not be read or parsed.
+    /// We couldn't read or parse the file.
     Malformed(String),
 }
 
@@ -96,14 +95,13 @@ pub enum Cgroups {
     Missing,
 }
 
-/// A state file that was found.
+/// A state file that we found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FoundState {
-    /// Its contents.
     pub state: State,
     /// Whether it was written since this boot.
     pub this_boot: bool,
-    /// Whether the process that wrote it still runs.
+    /// Whether the process that wrote it is still running.
     pub holder_alive: bool,
 }
 
@@ -140,15 +138,14 @@ impl Default for MachinePaths {
 /// All facts that `doctor` judges.
 #[derive(Clone, Debug)]
 pub struct MachineFacts {
-    /// Kernel version.
     pub release: Fact<Release>,
     /// Kernel version as text.
     pub release_text: String,
     /// KSM's knobs and counters.
     pub ksm: Fact<(Knobs, KsmCounters)>,
-    /// What merges on request: the kernel or its module.
+    /// The kernel or its module, whichever merges on request.
     pub request: Fact<Carrier>,
-    /// Whether the module that does is installed for this kernel.
+    /// Whether the module for it is installed for this kernel.
     pub request_module: Fact<()>,
     /// Whether `/proc/PID/ksm_stat` exists.
     pub ksm_stat: Fact<()>,
@@ -166,11 +163,11 @@ pub struct MachineFacts {
     pub ptrace_scope: Fact<u32>,
     /// Transparent huge pages: `always`, `madvise` or `never`.
     pub huge_pages: Fact<String>,
-    /// Of 512 pages, how many may be empty or zero where khugepaged makes a huge page (`max_ptes_none`).
+    /// How many of 512 pages may be empty or zero where khugepaged makes a huge page (`max_ptes_none`).
     pub max_ptes_none: Fact<u64>,
     /// Running programs that are known to use KSM.
     pub programs: Fact<Vec<(i32, String)>>,
-    /// Holder of the lock. Absent if it is free.
+    /// Holder of the lock. Absent if the lock is free.
     pub lock_holder: Fact<Holder>,
     /// State file. Absent if there is none.
     pub state: Fact<FoundState>,
@@ -283,7 +280,7 @@ fn module(kernel: &Path) -> Fact<()> {
 
 fn state(roots: &MachinePaths) -> Fact<FoundState> {
     let state = Fact::of(State::load(&roots.state), |error| matches!(error, StateError::Denied { .. }));
-    // If its boot or its holder cannot be checked, the file must not count as obsolete.
+    // If we can't check its boot or its holder, the file must not count as obsolete.
     state.and_then(|state| match (boot_id(&roots.proc), state.holder.map(|holder| holder.is_alive(&roots.proc))) {
         (Err(error), _) => Fact::Malformed(error.to_string()),
         (_, Some(Err(error))) => Fact::Malformed(error.to_string()),
@@ -295,7 +292,7 @@ fn state(roots: &MachinePaths) -> Fact<FoundState> {
     })
 }
 
-/// A byte whose page is present once it has been read, to be found in our own pagemap.
+/// A byte whose page is present once we've read it, so that we find it in our own pagemap.
 static PROBE: [u8; 1] = [1];
 
 /// Offset of the probe's entry in pagemap, which has 8 bytes per page.

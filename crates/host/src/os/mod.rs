@@ -1,4 +1,4 @@
-//! What only the daemon needs of this process: sockets that were passed to it, waking its main loop, namespaces.
+//! The daemon's own process: sockets passed to it, waking its main loop, namespaces.
 
 pub mod namespaces;
 pub mod sockets;

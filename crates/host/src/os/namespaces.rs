@@ -5,8 +5,9 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
 
-/// Enters the cgroup namespace of process 1, if it is another one. In a container that sees the host's processes, their cgroups have
-/// the names then that they have on the host; otherwise, names that begin with "/..". Only for this thread and those that it starts.
+/// Enters the cgroup namespace of process 1, if it's another one. In a container that sees the host's processes, we
+/// then see their cgroups by their names on the host; otherwise by names that begin with "/..". This affects only this
+/// thread and the ones that it starts.
 ///
 /// # Errors
 /// It needs the rights of root on the host.

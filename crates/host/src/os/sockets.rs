@@ -11,16 +11,16 @@ use std::os::fd::{BorrowedFd, FromRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The first descriptor that is passed on.
+/// The first passed descriptor.
 const FIRST: RawFd = 3;
-/// More than this are not passed on by mistake.
+/// Nobody passes more than this, except by mistake.
 const SOCKETS_MOST: RawFd = 16;
 
-/// The sockets that were passed to this process. The first call has them; none are left for later ones. Call it before
+/// The sockets passed to this process. The first call takes them and leaves none for later calls. Call it before
 /// anything opens a file.
 ///
 /// # Errors
-/// A descriptor that was passed is not a listening TCP socket.
+/// A passed descriptor isn't a listening TCP socket.
 pub fn take_passed() -> io::Result<Vec<TcpListener>> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     let number = |name| env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
@@ -42,10 +42,10 @@ fn take(fd: RawFd) -> io::Result<TcpListener> {
         let wrong = format!("descriptor {fd} is not a listening TCP socket");
         return Err(Error::new(ErrorKind::InvalidInput, wrong));
     }
-    // Programs that are started must not have it.
+    // Programs that we start must not have it.
     fcntl_setfd(passed, FdFlags::CLOEXEC)?;
-    // SAFETY: the descriptor is open, and belongs to nothing else in this process: it was passed by the service manager, and is
-    // taken once.
+    // SAFETY: the descriptor is open, and belongs to nothing else in this process: the service manager passed it, and
+    // we take it once.
     Ok(unsafe { TcpListener::from_raw_fd(fd) })
 }
 
@@ -57,7 +57,7 @@ fn listens(fd: BorrowedFd<'_>) -> rustix::io::Result<bool> {
         && socket_acceptconn(fd)?)
 }
 
-/// What to wait for on a descriptor.
+/// The event to wait for on a descriptor.
 #[derive(Clone, Copy, Debug)]
 pub enum Ready<'fd> {
     /// Something to read or to accept, or the end.
@@ -66,8 +66,8 @@ pub enum Ready<'fd> {
     Write(BorrowedFd<'fd>),
 }
 
-/// Waits until one of these is ready or has failed, for at most `limit` (no limit: `None`). Returns which are; none after a
-/// signal, too.
+/// Waits until one of these is ready or has failed, for at most `limit` (no limit: `None`). Returns which ones are;
+/// none after a signal, too.
 pub fn wait_for(of: &[Ready<'_>], limit: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polled: Vec<PollFd<'_>> = of
         .iter()
@@ -104,7 +104,7 @@ mod tests {
             let error = take(fd).unwrap_err();
             assert!(error.to_string().contains("is not a listening TCP socket"), "{error}");
         }
-        // None were passed to this process.
+        // No sockets were passed to this process.
         assert!(take_passed().unwrap().is_empty());
     }
 

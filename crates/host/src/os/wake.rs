@@ -1,7 +1,7 @@
 //! Interrupts the sleep of a thread.
 //!
-//! A signal ends a sleep only if it has a handler, and only in the thread it is sent to. [`SIGNAL`] is ignored by default,
-//! so one that arrives late is harmless.
+//! A signal ends a sleep only if it has a handler, and only in the thread that we send it to. [`SIGNAL`] is ignored by
+//! default, so a late one is harmless.
 
 use std::io;
 
@@ -24,7 +24,7 @@ impl Sleeper {
 
     /// Ends the current sleep of the thread, if it sleeps.
     pub fn wake(self) -> io::Result<()> {
-        // SAFETY: no memory is passed. The kernel refuses a thread ID that another process uses by now.
+        // SAFETY: we pass no memory. The kernel refuses a thread ID that another process uses by now.
         let sent = unsafe { libc::syscall(libc::SYS_tgkill, self.pid, self.tid, SIGNAL) };
         if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }

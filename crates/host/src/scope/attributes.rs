@@ -26,8 +26,9 @@ struct Labels {
 }
 
 impl Labels {
-    /// Reads them. `include` and `domain` grant something, so they count only where root alone can set them: the owner of
-    /// a delegated cgroup could override the administrator's `avoid` above it, or join a domain of others.
+    /// Reads them. `include` and `domain` grant something, so they count only where root alone can set them: otherwise
+    /// the owner of a delegated cgroup could override the administrator's `avoid` above it, or join somebody else's
+    /// domain.
     fn of(directory: &Path) -> Self {
         let yes = |name| xattr(directory, name).is_some_and(|value| means_yes(&value));
         let (avoid, include, domain) =
@@ -86,9 +87,10 @@ fn means_yes(value: &[u8]) -> bool {
     !matches!(value.trim_ascii(), b"0" | b"no" | b"false")
 }
 
-/// Reads an extended attribute. `None` if it is not set, not supported or the directory is gone.
+/// Reads an extended attribute. `None` if it isn't set or not supported, or the directory is gone.
 fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
-    // Most have no value or a short one. With a smaller buffer than the kernel's limit, longer ones fail.
+    // Most have no value or a short one. If the buffer is smaller than the kernel's limit, reading a longer value
+    // fails.
     for size in [256, 64 << 10] {
         let mut value = vec![0u8; size];
         match rustix::fs::getxattr(path, name, &mut value[..]) {

@@ -1,14 +1,14 @@
-//! The deny list: programs that are never marked, and its default entries.
+//! The deny list: programs that we never mark, and its default entries.
 
 use super::opt_out::OptOut;
 
-/// Programs that are never marked: those that hold keys, passwords or web pages. An entry is the base name of a program,
-/// or a prefix followed by `*`. And the exceptions from what owners have opted out of.
+/// Programs that we never mark, because they hold keys, passwords or web pages, and the exceptions from owners'
+/// opt-outs. An entry is the base name of a program, or a prefix followed by `*`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DenyList {
     /// The first entry that matches decides.
     entries: Vec<Entry>,
-    /// Whose opt-outs do not count.
+    /// Whose opt-outs don't count.
     overridden: Vec<String>,
 }
 
@@ -97,7 +97,7 @@ impl DenyList {
         Self { entries, overridden: Vec::new() }
     }
 
-    /// Adds entries that take precedence over the existing ones. Of the new entries, `denied` takes precedence over
+    /// Adds entries that take precedence over the existing ones. Among the new entries, `denied` takes precedence over
     /// `allowed`, which match only executables that root alone can change (see [`super::exe`]).
     #[must_use]
     pub fn with(self, denied: &[String], allowed: &[String]) -> Self {
@@ -107,27 +107,27 @@ impl DenyList {
         Self { entries: [entries(denied, true), entries(allowed, false), self.entries].concat(), ..self }
     }
 
-    /// Overrides the opt-outs that go by these names, and those of programs of these base names.
+    /// Overrides the opt-outs of these units, virtual machines and cgroups, and of programs with these base names.
     #[must_use]
     pub fn overriding(mut self, names: Vec<String>) -> Self {
         self.overridden.extend(names);
         self
     }
 
-    /// Whether an opt-out of a process does not count. `program` is the base name of its executable, if root alone can change
-    /// that.
+    /// Whether an opt-out of a process doesn't count. `program` is the base name of its executable, if root alone can
+    /// change the executable.
     pub fn overrides(&self, opt_out: &OptOut, program: Option<&[u8]>) -> bool {
         self.overridden.iter().any(|name| opt_out.is_called(name) || program == Some(name.as_bytes()))
     }
 
-    /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so it is
-    /// denied by longer entries that begin with it, but not allowed by them: the full name may differ. `is_trusted` says
-    /// whether it is the name of an executable that root alone can change: any user can give any name to another.
+    /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so
+    /// longer entries that begin with it deny it, but don't allow it: the full name may differ. `is_trusted` says
+    /// whether an executable that root alone can change has the name: any user can give any name to other files.
     pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> Option<&str> {
         self.deciding(name, is_trusted).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
     }
 
-    /// Whether a program of this name was allowed by an entry.
+    /// Whether an entry allows a program of this name.
     pub fn allows(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> bool {
         self.deciding(name, is_trusted).is_some_and(|entry| !entry.denied)
     }
@@ -145,7 +145,7 @@ impl DenyList {
     }
 }
 
-/// Why an entry is invalid, if it is: it would never match.
+/// If an entry is invalid because it would never match, says why.
 pub fn unfit_entry(entry: &str) -> Option<&'static str> {
     let name = entry.strip_suffix('*').unwrap_or(entry);
     if entry.is_empty() {
@@ -215,7 +215,7 @@ mod tests {
         assert!(
             allows(b"mine-2", true) && !allows(b"mine-2", false) && !allows(b"vault", true) && !allows(b"redis", true)
         );
-        // A truncated name may be that of a program that is not allowed.
+        // A truncated name may belong to a program that isn't allowed.
         let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
         assert_eq!(list.entry_for(b"systemd-homewor", || true), Some("systemd-homewor*"));
     }

@@ -1,11 +1,12 @@
-//! Trust domains. Pages are merged within one domain only: a process that shares a page with another can time its writes
+//! Trust domains. We merge pages within one domain only: a process that shares a page with another can time its writes
 //! to learn the contents of the other's pages.
 //!
-//! The domain of a process is the first of: the attribute `user.pagefold.domain` of its cgroup or the nearest one above,
-//! the first rule that matches, the user if that is configured, and [`DEFAULT`].
+//! The domain of a process is the first of: the attribute `user.pagefold.domain` of its cgroup or the nearest one
+//! above, the first rule that matches, the user if that is configured, and [`DEFAULT`].
 //!
-//! ksmd has one tree for the whole machine. So where it merges, the memory of one domain is marked, and nothing of the others is
-//! even read. Deciding page by page what to mark of several domains would answer guesses about what the others hold.
+//! ksmd has one tree for the whole machine. So where it merges, we mark the memory of one domain, and don't even read
+//! the others. If we decided page by page what to mark in several domains, our decisions would answer guesses about the
+//! contents of the others.
 
 use crate::scope::Scoped;
 use crate::scope::exclude::Exclusion;
@@ -23,17 +24,17 @@ const DOMAINS_MOST: usize = NO_DOMAIN.0 as usize;
 /// Assigns processes to domains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DomainRules {
-    /// Processes that no rule matches are in a domain of their user, `user:UID`.
+    /// Whether processes that no rule matches are in a domain of their user, `user:UID`.
     pub by_user: bool,
     /// The first rule that matches decides.
     pub rules: Vec<Rule>,
-    /// The one that is merged with ksmd, if it is named.
+    /// The domain to merge with ksmd, if the configuration names one.
     pub merge: Option<String>,
 }
 
 impl DomainRules {
-    /// Name of the domain of a process. `attribute` is the one that was set for its cgroup; `notes` gets a sentence for each rule
-    /// that seems to match and does not.
+    /// Name of the domain of a process. `attribute` is the one set for its cgroup; `notes` gets a sentence for each
+    /// rule that seems to match and doesn't.
     pub fn domain_of(&self, attribute: Option<&str>, facts: &RuleFacts<'_>, notes: &mut Vec<String>) -> String {
         if let Some(name) = attribute.filter(|name| !name.is_empty()) {
             return name.to_owned();
@@ -45,13 +46,13 @@ impl DomainRules {
         }
     }
 
-    /// Name of the domain that is merged with ksmd: the one that was named, or else root's. No process can choose it.
+    /// Name of the domain to merge with ksmd: the configured one, or else root's. No process can choose it.
     pub fn merged(&self) -> String {
         let root = RuleFacts { cgroup: None, uid: 0, exe: None, name: "" };
         self.merge.clone().unwrap_or_else(|| self.domain_of(None, &root, &mut Vec::new()))
     }
 
-    /// Why a process is left alone where ksmd merges one domain, if it is in another.
+    /// If ksmd merges another domain than the process's, says why we leave the process alone.
     pub fn excludes(&self, scoped: &Scoped) -> Option<Exclusion> {
         let own = self.domain_of(scoped.domain.as_deref(), &RuleFacts::from(scoped), &mut Vec::new());
         let merged = self.merged();
@@ -62,7 +63,7 @@ impl DomainRules {
 /// The domains that processes are in, and their keys.
 #[derive(Debug)]
 pub struct Domains {
-    /// By key. Some are not in use any more.
+    /// By key. Some aren't in use any more.
     names: Vec<String>,
     keys: HashMap<String, DomainKey>,
     free: Vec<DomainKey>,
@@ -106,12 +107,12 @@ impl Domains {
         self.names.get(usize::from(key.0))
     }
 
-    /// Whether there are as many as there can be, so that those without processes must go.
+    /// Whether there are as many as there can be, so that domains without processes must go.
     pub fn are_full(&self) -> bool {
         self.free.is_empty() && self.names.len() >= DOMAINS_MOST
     }
 
-    /// Frees the keys of all domains but the default one and those that are still needed.
+    /// Frees the keys of all domains but the default one and the ones still needed.
     pub fn keep(&mut self, is_needed: impl Fn(DomainKey) -> bool) {
         let free = &mut self.free;
         self.keys.retain(|name, key| {
@@ -187,7 +188,7 @@ mod tests {
         assert_eq!(merged(true, Vec::new(), None), "user:0");
         assert_eq!(merged(true, root(), None), "system");
         assert_eq!(merged(true, root(), Some("web")), "web");
-        // A rule by cgroup or program is not one for root.
+        // A rule by cgroup or program doesn't name root's domain.
         let services = vec![rule("a", &Selector::Cgroup("/".into())), rule("b", &Selector::Exe("sh".into()))];
         assert_eq!(merged(false, services, None), DEFAULT);
     }

@@ -1,16 +1,16 @@
-//! Determines the kernel's "dumpable" attribute of a process: whether others may read its memory.
+//! Finds out the kernel's "dumpable" attribute of a process: whether others may read its memory.
 //!
-//! Only the process itself can query it (PR_GET_DUMPABLE). It is visible from outside in two ways:
-//! - The files below `/proc/PID` belong to the effective user of the process, but to root if it is not dumpable. That
-//!   covers every process that does not run as root (or as root of its container).
+//! Only the process itself can query it (PR_GET_DUMPABLE). From outside we see it in two ways:
+//! - The files below `/proc/PID` belong to the effective user of the process, but to root if it isn't dumpable. That
+//!   covers every process that doesn't run as root (or as root of its container).
 //! - The kernel's ptrace access check passes for a caller with the same users and groups if the target is dumpable or
-//!   the caller has CAP_SYS_PTRACE. So for processes of our own users and groups this thread drops that capability for
-//!   one system call that makes the check.
+//!   the caller has CAP_SYS_PTRACE. So for processes of our own users and groups we drop that capability in this thread
+//!   for one system call that makes the check.
 //!
 //! The attribute remains unknown for root's processes in containers with a user namespace, for processes with mixed
-//! users, and for processes of our own user that have capabilities which we have dropped (the check fails for these as
-//! well). [`ask_inside`] makes such a process query it, which stops it once. If that is not possible, for example while it
-//! sleeps uninterruptibly, the result is `Unknown`, and the process is left alone until it has answered.
+//! users, and for processes of our own user that have capabilities which we've dropped (the check fails for these as
+//! well). [`ask_inside`] makes such a process query it, which stops it once. If that's impossible, for example while it
+//! sleeps uninterruptibly, the result is `Unknown`, and we leave the process alone until it has answered.
 
 use pagefold_inject::{Call, Injector, InjectorHandle, Limits};
 use pagefold_procmem::image::ProgramId;
@@ -25,11 +25,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// An answer is asked for again after this time, as the attribute can change.
+/// We ask again after this time, because the attribute can change.
 const ANSWER_FRESH: Duration = Duration::from_secs(60);
-/// How long an answer is valid while the process cannot be asked again.
+/// How long an answer is valid while we can't ask the process again.
 const ANSWER_VALID: Duration = Duration::from_secs(75);
-/// The first pause after a process could not be asked. It doubles, up to [`ANSWER_FRESH`].
+/// The first pause after we couldn't ask a process. It doubles, up to [`ANSWER_FRESH`].
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// Limits of a query.
 const ASKING: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 1 };
@@ -45,7 +45,7 @@ struct Asker {
     answers: BTreeMap<i32, Answer>,
 }
 
-/// What one process has answered.
+/// The answer of one process.
 struct Answer {
     /// Start time, and the program that it runs.
     of: (u64, ProgramId),
@@ -61,9 +61,9 @@ pub fn ask_through(injector: &Injector) {
     ASKER.set(Some(Asker { injector: injector.handle(), answers: BTreeMap::new() }));
 }
 
-/// Makes the process query its attribute (PR_GET_DUMPABLE), if this thread has an injector. Stops the process for some tens
-/// of microseconds, once a minute. If it cannot be asked, earlier answers of the same program are valid for a while, and it
-/// is asked again after pauses that double.
+/// Makes the process query its attribute (PR_GET_DUMPABLE), if this thread has an injector. Stops the process for some
+/// tens of microseconds, once a minute. If we can't ask it, earlier answers of the same program are valid for a while,
+/// and we ask it again after pauses that double.
 pub fn ask_inside(process: &Process) -> Dumpable {
     ASKER.with_borrow_mut(|asker| asker.as_mut().map_or(Dumpable::Unknown, |asker| asker.ask(process)))
 }
@@ -76,7 +76,7 @@ pub(crate) fn would_ask(process: &Process) -> bool {
 
 impl Asker {
     fn ask(&mut self, process: &Process) -> Dumpable {
-        // A process whose program is not readable is not asked.
+        // If we can't read the program of a process we don't ask it.
         let Some(program) = program_of(process) else { return Dumpable::Unknown };
         let (pid, of) = (process.pid(), (process.start_time_ticks(), program));
         let now = Instant::now();
@@ -88,7 +88,8 @@ impl Asker {
                 let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
                 let ran = self.injector.run_in(process, &program, &[call], &ASKING);
                 let results = ran.map(|report| report.results).ok()?;
-                // The answer is that of the program that runs now only if no other was executed meanwhile.
+                // The process may have executed another program meanwhile. Then this isn't the answer of the program
+                // that runs now.
                 let is_same = program_of(process) == Some(program);
                 match results[..] {
                     [Ok(1)] if is_same => Some(Dumpable::Yes),
@@ -104,7 +105,7 @@ impl Asker {
     }
 }
 
-/// The program of a process. Reading that waits for an exec of the process that has begun.
+/// The program of a process. If the process has begun an exec, reading waits for it.
 fn program_of(process: &Process) -> Option<ProgramId> {
     let key = process.key();
     let read = move || {
@@ -130,7 +131,7 @@ impl Answer {
     }
 }
 
-/// The attribute of a process, as far as it is known.
+/// The attribute of a process, as far as we know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dumpable {
     /// Others may read its memory.
@@ -141,16 +142,17 @@ pub enum Dumpable {
     Unknown,
 }
 
-/// Determines the attribute from outside. The process must not be a zombie, which has no memory.
+/// Finds out the attribute from outside. The process must not be a zombie, which has no memory.
 pub fn dumpable(process: &Process, status: &Status) -> Result<Dumpable, ReadError> {
-    // Opened again: the kernel determines the owner of a /proc file when it is looked up.
+    // We open it again: the kernel determines the owner of a /proc file when it's looked up.
     let metadata = process.open_file("stat")?.metadata();
     let owner = metadata.map_err(|error| ReadError::from_io(process.pid(), "stat", error))?.uid();
     let user = status.effective_uid();
     if owner != user {
         return Ok(Dumpable::No);
     }
-    // Equal owners say nothing if the user is the root that files of processes that are not dumpable belong to.
+    // Equal owners tell us nothing if the user is root in the namespace, who owns the files of non-dumpable processes
+    // there.
     let namespace_root = match process.read_file("uid_map") {
         Err(ReadError::Absent { .. }) if !has_user_namespaces() => None,
         read => root_of(&read?),
@@ -197,7 +199,7 @@ fn check_access(pid: i32, status: &Status) -> Dumpable {
     }
     let Ok(guard) = WithoutPtrace::enter() else { return Dumpable::Unknown };
     // get_robust_list only reads, costs little and makes the check (PTRACE_MODE_READ, real credentials). It compares
-    // permitted capabilities, which we keep: only the effective one is dropped.
+    // permitted capabilities, which we keep: we only drop the effective one.
     let mut head = 0usize;
     let mut length = 0usize;
     // SAFETY: the kernel writes one pointer and one size to the two variables.
@@ -248,7 +250,7 @@ impl WithoutPtrace {
 
 impl Drop for WithoutPtrace {
     fn drop(&mut self) {
-        // Raising a permitted capability cannot fail; if it did, later reads would report Denied.
+        // Raising a permitted capability can't fail; if it did, later reads would report Denied.
         let _ = capability(libc::SYS_capset, &mut self.before);
     }
 }

@@ -1,4 +1,4 @@
-//! The mappings of a process that may be marked.
+//! The mappings of a process that we may mark.
 
 use crate::scope::exclude::vma_exclusion;
 use pagefold_inject::mark::PageSpan;

@@ -1,7 +1,7 @@
-//! Exclusion rules: which processes and mappings are left alone, and why.
+//! Exclusion rules: which processes and mappings we leave alone, and why.
 //!
-//! To add a rule: a variant of [`Exclusion`] with its text, and a line in [`judge_process`] or [`vma_exclusion`]. Facts
-//! are read first and judged separately, so rules are tested without a process.
+//! To add a rule, add a variant of [`Exclusion`] with its text, and a line in [`judge_process`] or [`vma_exclusion`].
+//! We read facts first and judge them separately, so you can test rules without a process.
 
 use super::deny_list::DenyList;
 use super::opt_out::{self, OptOut};
@@ -14,7 +14,7 @@ use pagefold_procmem::status::{Status, program_name};
 use pagefold_text::escape::printable;
 use std::fmt;
 
-/// Why a process or a mapping is left alone. Displayed as one line.
+/// Why we leave a process or a mapping alone. Displayed as one line.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Exclusion {
     KernelThread,
@@ -22,9 +22,9 @@ pub enum Exclusion {
     Zombie,
     /// It has set itself not dumpable, or changed its user.
     NotDumpable,
-    /// Only the process itself can tell whether it is dumpable, and it cannot be asked now.
+    /// Only the process itself can tell whether it's dumpable, and we can't ask it now.
     DumpableUnknown,
-    /// Another process, such as a debugger, traces it; marks could not be set anyway.
+    /// Another process, such as a debugger, traces it; we couldn't set marks anyway.
     Traced {
         /// Thread ID of the tracer.
         by: i32,
@@ -43,28 +43,27 @@ pub enum Exclusion {
     },
     /// It has left the scope: it has changed its user, executable or cgroup.
     OutOfScope,
-    /// It has moved to another trust domain, and what was marked in the former one is not unmarked yet.
+    /// It has moved to another trust domain, and we haven't unmarked all of its marks from the former one yet.
     MovedDomain {
         /// The new domain.
         to: String,
     },
     /// It is in another trust domain than the one that ksmd merges.
     OtherDomain {
-        /// Its domain.
         own: String,
         merged: String,
     },
     /// There are too many trust domains for it to have one.
     NoDomain,
-    /// It executed another program while it was being marked.
+    /// It executed another program while we were marking it.
     OtherProgram,
     /// The kernel denies reading it.
     NotReadable,
-    /// It keeps its mmap lock, so reads of it do not return.
+    /// It keeps its mmap lock, so our reads don't return.
     Stuck,
-    /// It has more mappings than are considered, so that reading them takes bounded memory.
+    /// It has more mappings than we consider. With the limit, reading them takes bounded memory.
     TooManyMappings {
-        /// The most that are considered.
+        /// The most that we consider.
         most: usize,
     },
     /// It maps and unmaps memory all the time, and reading it would slow it down.
@@ -94,16 +93,15 @@ pub enum Exclusion {
     WipeOnFork,
     /// mlock: used for secrets and for latency.
     Locked,
-    /// Registered with userfaultfd: a merge would lose its write protection, and missing pages are filled by another
-    /// program.
+    /// Registered with userfaultfd: a merge would lose its write protection, and another program fills missing pages.
     UserFault,
     /// No anonymous pages.
     NothingAnonymous,
 }
 
 impl Exclusion {
-    /// Whether marks set before must not stay: memory that KSM may merge but nothing should. Other reasons only keep
-    /// pagefold from reading or marking for now.
+    /// Whether earlier marks must go, so that KSM can't merge the memory any more. For other reasons we only don't read
+    /// or mark for now.
     pub fn withdraws_marks(&self) -> bool {
         matches!(
             self,
@@ -124,7 +122,7 @@ impl Exclusion {
         )
     }
 
-    /// Why a process that cannot be read is left alone. Errors that are not about this process alone are given back.
+    /// Why we leave a process alone if we can't read it. Gives back errors that aren't about this process alone.
     pub fn of_unreadable(error: ReadError) -> Result<Self, ReadError> {
         match error {
             ReadError::Denied { .. } => Ok(Self::NotReadable),
@@ -134,7 +132,7 @@ impl Exclusion {
         }
     }
 
-    /// Whether it can end without the process having run.
+    /// Whether the reason can pass without the process having run.
     pub(crate) fn may_pass(&self) -> bool {
         matches!(self, Self::DumpableUnknown | Self::Traced { .. } | Self::NotReadable)
     }
@@ -184,7 +182,7 @@ impl fmt::Display for Exclusion {
     }
 }
 
-/// The facts that the rules for processes judge.
+/// The facts that we judge processes by.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessFacts {
     pub kernel_thread: bool,
@@ -215,7 +213,7 @@ impl ProcessFacts {
         self.exe.as_ref().is_some_and(|exe| exe.trust().is_ok())
     }
 
-    /// Whether its program was named as one that may be merged although it is not dumpable.
+    /// Whether the administrator allowed its program by name although it isn't dumpable.
     fn is_allowed(&self, deny: &DenyList) -> bool {
         deny.allows(&self.program(), || self.is_trusted())
     }
@@ -264,7 +262,7 @@ pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion>
     }
 }
 
-/// Why a process in scope must be left alone, if it must.
+/// Why we must leave a process in scope alone, if we must.
 pub fn process_exclusion(scoped: &Scoped, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
     let facts = ProcessFacts::of(&scoped.process)?;
     let option = if facts.may_run_qemu() { opt_out_qemu::of_process_in_time(&scoped.process)? } else { None };
@@ -272,7 +270,8 @@ pub fn process_exclusion(scoped: &Scoped, deny: &DenyList) -> Result<Option<Excl
     Ok(opted_out.or_else(|| exclusion_of(&scoped.process, &facts, deny)))
 }
 
-/// The opt-out that excludes a process, by its cgroups or by the option on its command line; and those that are overridden.
+/// The opt-out that excludes a process, by its cgroups or by the option on its command line; and the overridden
+/// opt-outs.
 pub(crate) fn judge_opt_outs(
     facts: &ProcessFacts,
     (by_cgroups, cgroup): (&[OptOut], Option<&str>),
@@ -287,7 +286,7 @@ pub(crate) fn judge_opt_outs(
     (left.into_iter().next().map(Exclusion::OptedOut), overridden)
 }
 
-/// The same with facts that were just read.
+/// The same with facts that we've just read.
 pub(crate) fn exclusion_of(process: &Process, facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
     judge_process(facts, deny).or_else(|| {
         if facts.is_allowed(deny) {
@@ -303,12 +302,12 @@ pub(crate) fn exclusion_of(process: &Process, facts: &ProcessFacts, deny: &DenyL
     })
 }
 
-/// A mapping with MADV_DONTDUMP that is at least this large before marks split it is kept out of core dumps for its size,
-/// not for secrets: databases exclude their buffer pools (InnoDB does), and hypervisors guest memory. Keys take
-/// kilobytes, and are locked as well.
+/// If a mapping with MADV_DONTDUMP is at least this large before marks split it, its program keeps it out of core dumps
+/// for its size, not for secrets: databases exclude their buffer pools (InnoDB does), and hypervisors guest memory.
+/// Keys take kilobytes, and are locked as well.
 pub const BULK_BYTES: u64 = 32 << 20;
 
-/// Why the mark of a mapping must be removed. `None` if it need not be, or there is no mark.
+/// Why we must remove the mark of a mapping. `None` if we needn't, or there is no mark.
 pub(crate) fn withdrawal(detail: &VmaDetail) -> Option<Exclusion> {
     if !detail.flags.has(*b"mg") {
         return None;
@@ -316,11 +315,11 @@ pub(crate) fn withdrawal(detail: &VmaDetail) -> Option<Exclusion> {
     vma_exclusion(detail).filter(Exclusion::withdraws_marks)
 }
 
-/// Why a mapping must be left alone, if it must. First the mappings that KSM never merges (`vma_ksm_compatible` in the
-/// kernel's mm/ksm.c), then those that should not be merged.
+/// Why we must leave a mapping alone, if we must. First come the mappings that KSM never merges (`vma_ksm_compatible`
+/// in the kernel's mm/ksm.c), then the ones that we shouldn't merge.
 ///
-/// smaps shows persistent memory only if it is mapped synchronously. Otherwise marking has no effect, as the missing `mg`
-/// flag shows afterwards.
+/// smaps shows persistent memory only if it's mapped synchronously. Otherwise marking has no effect, and afterwards the
+/// `mg` flag is missing.
 pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
     const RULES: [(&[u8; 2], Exclusion); 14] = [
         (b"sh", Exclusion::Shared),

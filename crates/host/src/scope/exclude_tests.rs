@@ -110,7 +110,7 @@ fn running_traced_and_zombie_processes_are_judged() {
         exclusion(&process, &DenyList::new(["slee*".into()])).unwrap(),
         Some(Exclusion::DenyListed { entry: "slee*".into() })
     );
-    // SAFETY: seizing our own child does not change it; this thread is the tracer and detaches when it ends.
+    // SAFETY: seizing our own child doesn't change it; this thread is the tracer and detaches when it ends.
     let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) } == 0;
     // SAFETY: the call has no arguments.
     let own_thread = unsafe { libc::gettid() };

@@ -1,9 +1,9 @@
 //! The executable of a process, and whether rules that grant something may rely on it.
 //!
-//! Any user can run a program under any name: a copy, a link, a file mounted elsewhere, a command name set by prctl. So a
-//! rule that grants something (a scope, a trust domain, an exception of the deny list) matches only a file that this
-//! machine's root alone can write or replace: the file at this path, by device and inode, belongs to root, and so do all
-//! directories above it, and no other user may write them. Rules that only exclude match by name as well.
+//! Any user can run a program under any name: a copy, a link, a file mounted elsewhere, a command name set by prctl. So
+//! a rule that grants something (a scope, a trust domain, an exception of the deny list) matches only a file that this
+//! machine's root alone can write or replace: the file at this path, by device and inode, and all directories above it
+//! belong to root, and no other user may write them. Rules that only exclude match by name as well.
 
 use pagefold_procmem::file_id::{FileId, Found};
 use pagefold_procmem::os::peer::is_trusted;
@@ -22,7 +22,7 @@ use thiserror::Error;
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 const STICKY: u32 = 0o1000;
 
-/// Whether a file of this owner and mode can be written by root (or the user that runs pagefold) alone.
+/// Whether root (or the user that runs pagefold) alone can write a file of this owner and mode.
 pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
     is_trusted(uid) && mode & WRITABLE_BY_OTHERS == 0
 }
@@ -32,20 +32,20 @@ pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
 pub struct Exe {
     path: PathBuf,
     id: Option<FileId>,
-    /// Found out once, since a file that was trusted may be replaced while it runs.
+    /// We find out once, because a trusted file may be replaced while it runs.
     trust: OnceLock<Result<(), Distrust>>,
 }
 
-/// Why rules that grant something do not match an executable. Displayed as a clause that follows its path.
+/// Why rules that grant something don't match an executable. Displayed as a clause that follows its path.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Distrust {
     /// Replaced or removed since it was started.
     #[error("has been replaced or removed since it was started")]
     Deleted,
-    /// The path is that of another file, for example in a container.
+    /// The path leads to another file, for example in a container.
     #[error("is not the file of that path on this machine (it may be in a container)")]
     Elsewhere,
-    /// It or a directory above it can be changed by other users than root.
+    /// Other users than root can change it or a directory above it.
     #[error("can be changed by others than root ({} belongs to user {uid} and has mode {mode:o})", printable(path.as_os_str().as_bytes()))]
     Writable { path: PathBuf, uid: u32, mode: u32 },
     /// On a file system that a program provides.
@@ -59,11 +59,10 @@ pub enum Distrust {
 /// How an executable matches a selector: an absolute path or a base name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Matching {
-    /// It does not.
     No,
-    /// It does, and is a file that only root can change.
+    /// Matches, and only root can change the file.
     Yes,
-    /// It does by name only, which any user can choose.
+    /// Matches by name only, and any user can choose the name.
     NameOnly(Distrust),
 }
 
@@ -91,19 +90,18 @@ impl Exe {
             Ok(file) => {
                 Some(Found::of_file(&file).map_err(|error| ReadError::from_io(process.pid(), "exe", error))?.id)
             }
-            // A test's tree names files that do not exist.
+            // A test's tree names files that don't exist.
             Err(ReadError::Absent { .. }) => None,
             Err(error) => return Err(error),
         };
         Ok(Some(Self { path, id, trust: OnceLock::new() }))
     }
 
-    /// Device and inode.
     pub fn id(&self) -> Option<FileId> {
         self.id
     }
 
-    /// Whether it is a file that only root can change; if not, why.
+    /// Whether only root can change the file; if not, why.
     pub fn trust(&self) -> Result<(), &Distrust> {
         let found = self.trust.get_or_init(|| {
             let id = self.id.ok_or(Distrust::Deleted)?;
@@ -118,7 +116,7 @@ impl Exe {
     /// How it matches a selector. `comm` is the command name.
     pub fn matches(&self, selector: &str, comm: &[u8]) -> Matching {
         let is_named = is_named(selector, Some(&self.path), comm);
-        // A link to it may be named too: Debian's redis-server is one to redis-check-rdb.
+        // The selector may also name a link to it: Debian's redis-server is one to redis-check-rdb.
         let linked = || {
             let link =
                 if selector.starts_with('/') { PathBuf::from(selector) } else { self.path.with_file_name(selector) };
@@ -154,7 +152,7 @@ pub(crate) fn is_named(selector: &str, exe: Option<&Path>, comm: &[u8]) -> bool 
     name == selector || comm == selector || truncated
 }
 
-/// Whether only root can change what this path leads to, which is `id` if given. The path must have no links.
+/// Whether only root can change what this path leads to, which must be `id` if given. The path must have no links.
 fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
     let (mut walked, mut last_mount) = (PathBuf::new(), None);
     let length = path.components().count();
@@ -164,7 +162,7 @@ fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
         }
         walked.push(component);
         let found = Found::of_path(&walked).map_err(|_| Distrust::Elsewhere)?;
-        // Asked before the file system is, since a program may leave a request unanswered.
+        // We ask this before we ask the file system, because a program may leave a request unanswered.
         if last_mount.replace(found.mount) != Some(found.mount) && is_provided(found.mount) {
             return Err(Distrust::Provided);
         }
@@ -173,7 +171,7 @@ fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
         if found.mode & libc::S_IFMT != kind || is_last && id.is_some_and(|id| id != found.id) {
             return Err(Distrust::Elsewhere);
         }
-        // In directories like /tmp others may make files, but not replace those that are there.
+        // In directories like /tmp others may make files, but not replace existing ones.
         let is_outer = at + if id.is_some() { 2 } else { 1 } < length;
         let mode = if is_outer && found.mode & STICKY != 0 { found.mode & !WRITABLE_BY_OTHERS } else { found.mode };
         if !is_roots_alone(found.uid, mode) {
@@ -183,7 +181,8 @@ fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
     Ok(())
 }
 
-/// Reads the beginning of a file, if its path is absolute and root alone can change what it leads to. It must have no links.
+/// Reads the beginning of a file, if its path is absolute and root alone can change the file. The path must have no
+/// links.
 pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
     let id = Found::of_path(path).ok().filter(|_| path.is_absolute())?.id;
     only_roots(path, Some(id)).ok()?;
@@ -192,7 +191,7 @@ pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
     Some(text)
 }
 
-/// Whether a mount's file system is provided by a program (FUSE), by `/proc/self/mountinfo`.
+/// Whether a program provides a mount's file system (FUSE), by `/proc/self/mountinfo`.
 fn is_provided(mount: u64) -> bool {
     let Ok(text) = fs::read("/proc/self/mountinfo") else { return false };
     let words = |line: &[u8]| line.split(|&byte| byte == b' ').map(<[u8]>::to_vec).collect::<Vec<_>>();

@@ -53,7 +53,7 @@ fn the_file_must_be_the_one_at_its_path() {
     assert_eq!(elsewhere.matches("server", b"server"), Matching::NameOnly(Distrust::Elsewhere));
     let deleted = Exe { path: format!("{} (deleted)", path.display()).into(), ..exe(&path) };
     assert_eq!(deleted.matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
-    // What was trusted stays so while it runs: its file may be replaced by an upgrade.
+    // A trusted program stays trusted while it runs: an upgrade may replace its file.
     let known = exe(&path);
     assert_eq!(known.trust(), Ok(()));
     fs::remove_file(&path).unwrap();

@@ -1,8 +1,8 @@
-//! Processes that an administrator keeps out while pagefold runs, and those let in again.
+//! Processes that an administrator keeps out while pagefold runs, and the ones let in again.
 //!
-//! Each selector that was given to `unmerge` or `include` is an entry, and the last one that matches a process decides. So a
-//! selector of cgroups, users or programs also decides on processes that start later. A pid stands for one process and its
-//! descendants, including those that it starts later. Executables are matched by name: nobody gains anything by being kept out.
+//! Each selector given to `unmerge` or `include` is an entry, and the last one that matches a process decides. So a
+//! selector of cgroups, users or programs also decides on processes that start later. A pid stands for one process and
+//! its descendants, including later ones. We match executables by name: nobody gains anything by being kept out.
 //!
 //! The list lives as long as the run.
 
@@ -14,16 +14,16 @@ use std::collections::BTreeSet;
 use std::slice;
 use thiserror::Error;
 
-/// Entries kept. Those of processes that have ended do not count.
+/// We keep this many entries, not counting entries for processes that have ended.
 const ENTRIES_MOST: usize = 1024;
 
-/// Why a request is refused.
+/// Why we refuse a request.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum KeptOutError {
     /// There are too many entries.
     #[error("{ENTRIES_MOST} selectors are kept out or included already")]
     TooMany,
-    /// Nothing that an `include` selects is kept out.
+    /// The `include` selects nothing that is kept out.
     #[error("nothing that matches {0} is kept out")]
     NotKeptOut(String),
 }
@@ -31,23 +31,21 @@ pub enum KeptOutError {
 /// What an entry does with a process that it matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is kept out, because this user has asked for that.
+    /// We keep it out, because this user asked for it.
     Out {
         /// The user.
         by: u32,
     },
-    /// It may be merged, although an earlier entry keeps it out.
+    /// We may merge it, although an earlier entry keeps it out.
     In,
 }
 
-/// One selector and what it decides.
+/// One selector and its verdict.
 #[derive(Clone, Debug)]
 pub struct Entry {
-    /// The decision.
     pub verdict: Verdict,
-    /// What it's about.
     pub selector: Selector,
-    /// If that is a pid: the process that had it, and its descendants.
+    /// If the selector is a pid: the process that had it, and its descendants.
     processes: BTreeSet<(i32, u64)>,
 }
 
@@ -57,13 +55,13 @@ pub struct KeptOut {
     entries: Vec<Entry>,
 }
 
-/// What the entries judge.
+/// A process to judge.
 pub(crate) struct Subject<'a> {
     pub(crate) process: &'a Process,
     pub(crate) candidate: Candidate<'a>,
     /// The text of `/proc/PID/cgroup`.
     pub(crate) cgroups: &'a [u8],
-    /// Whether it was not judged before, so that a process that it descends from may decide.
+    /// Whether we haven't judged it before, so that one of its ancestors may decide.
     pub(crate) is_new: bool,
 }
 
@@ -73,7 +71,7 @@ impl KeptOut {
         &self.entries
     }
 
-    /// Keeps out what a scope selects. `found` are the processes that it selects now.
+    /// Keeps out the processes that a scope selects. `found` are the ones running now.
     pub fn keep_out(&mut self, spec: &ScopeSpec, found: &[Scoped], by: u32, roots: &Roots) -> Result<(), KeptOutError> {
         self.forget_ended(roots);
         let new = entries_of(spec, found, Verdict::Out { by });
@@ -84,7 +82,8 @@ impl KeptOut {
         Ok(())
     }
 
-    /// Lets in again what a scope selects. `found` are the processes that it selects now. Returns those that were kept out.
+    /// Lets the processes in again that a scope selects. `found` are the ones running now. Returns the ones that were
+    /// kept out.
     pub fn include<'a>(
         &mut self,
         spec: &ScopeSpec,
@@ -94,7 +93,7 @@ impl KeptOut {
         self.forget_ended(roots);
         let were_out: Vec<&Scoped> = found.iter().filter(|scoped| self.keeps_out(scoped, roots)).collect();
         let new = entries_of(spec, found, Verdict::In);
-        // Of programs that do not run now, or of a process that has ended and left children.
+        // For programs that don't run now, or a process that has ended and left children.
         let is_named = |kept: &Selector| spec.0.contains(kept) || spec.0.contains(&Selector::All);
         let is_undone = self.entries.iter().any(|entry| !entry.is_in() && is_named(&entry.selector));
         if were_out.is_empty() && !is_undone {
@@ -139,7 +138,7 @@ impl KeptOut {
         self.entries.drain(..first_out.unwrap_or(self.entries.len()));
     }
 
-    /// The entry that decides on a process, if that keeps it out: the user who asked for it, and the selector.
+    /// The entry that decides on a process, if it keeps the process out: the user who asked for it, and the selector.
     pub(crate) fn verdict(&mut self, subject: &Subject<'_>, roots: &Roots) -> Option<(u32, &Selector)> {
         if self.entries.is_empty() {
             return None;
@@ -180,7 +179,7 @@ impl KeptOut {
 }
 
 impl Entry {
-    /// Whether it lets in what it matches.
+    /// Whether it lets matching processes in.
     pub fn is_in(&self) -> bool {
         self.verdict == Verdict::In
     }
@@ -189,13 +188,13 @@ impl Entry {
         matches!(self.selector, Selector::Pid(_))
     }
 
-    /// Whether it is about processes that have all ended, or that a later entry is about.
+    /// Whether its processes have all ended, or a later entry covers them.
     fn is_empty(&self) -> bool {
         self.is_of_pid() && self.processes.is_empty()
     }
 
     fn is_superseded_by(&self, new: &Self) -> bool {
-        // A pid may be that of another process by now: those that its former owner has started stay out.
+        // Another process may have the pid by now: the children of its former owner stay out.
         let is_same = self.selector == new.selector && (new.is_in() || !self.is_of_pid());
         is_same || new.selector == Selector::All
     }
@@ -225,11 +224,11 @@ fn entries_of(spec: &ScopeSpec, found: &[Scoped], verdict: Verdict) -> Vec<Entry
     entries
 }
 
-/// The processes that a process descends from, the nearest first.
+/// The ancestors of a process, the nearest first.
 fn ancestors(process: &Process, roots: &Roots) -> Vec<(i32, u64)> {
     let mut found = Vec::new();
     let mut parent = process.stat().map_or(0, |stat| stat.parent);
-    // A parent that ends meanwhile ends the search. Processes are never their own ancestors, but pids are reused.
+    // If a parent ends meanwhile the search ends. Processes are never their own ancestors, but pids are reused.
     while parent > 0 && found.len() < 1000 {
         let Ok(process) = Process::open_at(&roots.proc, parent) else { break };
         found.push(process.key());

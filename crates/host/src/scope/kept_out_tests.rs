@@ -3,14 +3,14 @@ use crate::scope::resolve_for_undoing;
 use crate::scope::tests::Tree;
 use std::fs;
 
-/// Processes of a fixture of /proc, and who is kept out of them.
+/// Processes of a fixture of /proc, and the list of kept-out ones.
 struct Fixture {
     tree: Tree,
     kept_out: KeptOut,
 }
 
 impl Fixture {
-    /// Three web servers, of which 11 has started 12, a shell that has started 11, and a database.
+    /// Three web servers (11 has started 12), a shell that has started 11, and a database.
     fn new() -> Self {
         let fixture = Self { tree: Tree::new(), kept_out: KeptOut::default() };
         fixture.start(10, 1, "web");
@@ -82,7 +82,7 @@ fn selectors_keep_newcomers_out_until_the_same_are_included() {
     assert_eq!(fixture.include(&by_exe("web")), Ok(vec![10, 11, 12, 13]));
     assert_eq!(fixture.out(), [20]);
     assert_eq!(fixture.include(&by_exe("web")), Err("nothing that matches --exe web is kept out".to_owned()));
-    // Also if nothing runs that it matches.
+    // Also if nothing is running that it matches.
     fixture.end(20);
     let database = ScopeSpec(vec![Selector::Cgroup("/database.service".into())]);
     assert_eq!(fixture.include(&database), Ok(vec![]));
@@ -108,7 +108,7 @@ fn a_pid_stands_for_the_process_and_its_descendants() {
     let mut fixture = Fixture::new();
     fixture.keep_out(&by_pid(30));
     assert_eq!(fixture.out(), [11, 12, 30]);
-    // What they start later, also after those between have ended.
+    // The processes that they start later, also after the ones between have ended.
     fixture.start(14, 12, "web");
     assert_eq!(fixture.out(), [11, 12, 14, 30]);
     for pid in [30, 11, 12] {
@@ -117,7 +117,7 @@ fn a_pid_stands_for_the_process_and_its_descendants() {
     fixture.start(15, 14, "web");
     fixture.kept_out.forget_ended(&fixture.tree.roots);
     assert_eq!(fixture.out(), [14, 15]);
-    // Another process with the pid is not meant. Start times of the fixture follow from pids, so its time is changed.
+    // We don't mean another process with the pid. Start times of the fixture follow from pids, so we change its time.
     fixture.start(30, 1, "sh");
     let stat = fixture.tree.roots.proc.join("30/stat");
     fs::write(&stat, fs::read_to_string(&stat).unwrap().replace(" 1030 ", " 2030 ")).unwrap();

@@ -1,13 +1,13 @@
 //! The scope: which processes pagefold manages, selected by pid, cgroup, user or executable, or all of them.
 //!
-//! A process is in scope if any selector matches it. Its owner can opt out ([`opt_out`]), and then it is left alone. A cgroup
-//! does so for its processes by the extended attribute `user.pagefold.avoid`, and a cgroup below it can include its own again
-//! by `user.pagefold.include`: the nearest of the two decides. `user.pagefold.domain` sets the trust domain of a subtree. The
-//! owner of a cgroup may set `avoid`; the other two count only on cgroups that root alone can change. Executables are matched as
-//! [`exe`] says.
+//! A process is in scope if any selector matches it. Its owner can opt out ([`opt_out`]), and then we leave it alone. A
+//! cgroup opts its processes out by the extended attribute `user.pagefold.avoid`, and a cgroup below it can include its
+//! own again by `user.pagefold.include`: the nearest of the two decides. `user.pagefold.domain` sets the trust domain
+//! of a subtree. The owner of a cgroup may set `avoid`; the other two count only on cgroups that root alone can change.
+//! [`exe`] says how we match executables.
 //!
-//! The caller is left out unless selected by pid, and so are kernel threads and zombies, which have no memory. Processes
-//! that end during the resolution are skipped.
+//! We leave out the caller unless it's selected by pid, and kernel threads and zombies, which have no memory. We skip
+//! processes that end during the resolution.
 
 mod attributes;
 pub mod deny_list;
@@ -38,7 +38,7 @@ use std::collections::BTreeSet;
 use std::io;
 use thiserror::Error;
 
-/// The selectors of a scope, in the order in which they're tried.
+/// The selectors of a scope, in the order in which we try them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScopeSpec(pub Vec<Selector>);
 
@@ -84,9 +84,9 @@ pub struct Scoped {
     pub opt_outs: Vec<OptOut>,
     /// Effective user.
     pub uid: u32,
-    /// The selector that has brought it in: a position in [`ScopeSpec`].
+    /// The selector that brought it in: a position in [`ScopeSpec`].
     pub selected_by: Option<usize>,
-    /// The selected pid: its own or, where something is to be undone, that of a process from which it descends.
+    /// The selected pid: its own or, when we undo something, an ancestor's.
     pub by_pid: Option<i32>,
 }
 
@@ -97,22 +97,22 @@ impl Scoped {
     }
 }
 
-/// Why a scope cannot be resolved.
+/// Why we can't resolve a scope.
 #[derive(Debug, Error)]
 pub enum ScopeError {
     /// There are no selectors.
     #[error("nothing is in scope: select processes by --pid, --cgroup, --user or --exe, or all by --all")]
     Empty,
-    /// A selected process does not exist.
+    /// A selected process doesn't exist.
     #[error("there is no process {0}")]
     UnknownPid(i32),
-    /// A selected process exists, but what decides on it cannot be read.
+    /// A selected process exists, but we can't read the facts that decide on it.
     #[error("process {pid} cannot be read: {source}")]
     Unreadable { pid: i32, source: ReadError },
-    /// A selected user does not exist.
+    /// A selected user doesn't exist.
     #[error("there is no user {0}")]
     UnknownUser(String),
-    /// A selected cgroup does not exist.
+    /// A selected cgroup doesn't exist.
     #[error("there is no cgroup {0}")]
     NoCgroup(String),
     /// No process matches the selectors.
@@ -121,7 +121,7 @@ pub enum ScopeError {
     /// Processes match by name only.
     #[error("no process matches {scope}: the executable of process {pid}, {exe}, {why}")]
     NameOnly { scope: String, pid: i32, exe: String, why: Distrust },
-    /// The process list cannot be read.
+    /// We can't read the process list.
     #[error("cannot read {path}: {source}")]
     Io { path: String, source: io::Error },
 }
@@ -129,24 +129,24 @@ pub enum ScopeError {
 /// Finds the processes in scope, by ascending pid.
 ///
 /// # Errors
-/// If a selected pid, user or cgroup does not exist, or no process matches.
+/// If a selected pid, user or cgroup doesn't exist, or no process matches.
 pub fn resolve(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<Scoped>, ScopeError> {
     resolve_without(spec, roots, &[own_pid()])
 }
 
-/// The same, leaving out the given processes (the caller and its helpers) unless they are selected by pid.
+/// The same, leaving out the given processes (the caller and its helpers) unless they're selected by pid.
 pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
     resolved(Selection::new(&spec.0, roots)?, spec, left_out)
 }
 
-/// The same for undoing, which needs no trust: programs are matched by name, even if other users can change their files. A pid
-/// stands for the process and its descendants.
+/// The same for undoing, which needs no trust: we match programs by name, even if other users can change their files. A
+/// pid stands for the process and its descendants.
 pub fn resolve_for_undoing(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
     resolved(Selection::new(&spec.0, roots)?.for_undoing(), spec, left_out)
 }
 
-/// The same some time later, to find processes that have started meanwhile. `found` are those found before: a pid that has passed to
-/// another process selects nothing. The result may be empty.
+/// The same some time later, to find processes that have started meanwhile. `found` are the earlier ones: a pid that
+/// has passed to another process selects nothing. The result may be empty.
 pub fn resolve_for_undoing_again(
     spec: &ScopeSpec,
     found: &BTreeSet<(i32, u64)>,
@@ -161,7 +161,6 @@ pub fn resolve_for_undoing_again(
     resolve_for_undoing(&spec, roots, left_out).unwrap_or_default()
 }
 
-/// The pid of this process.
 pub fn own_pid() -> i32 {
     i32::try_from(std::process::id()).unwrap_or(0)
 }
@@ -175,8 +174,8 @@ fn resolved(mut selection: Selection<'_>, spec: &ScopeSpec, left_out: &[i32]) ->
     }
 }
 
-/// The same, considering only processes selected by pid and those that `is_candidate` accepts. The result may be empty: cgroups and
-/// users need not exist.
+/// The same, considering only processes selected by pid and ones that `is_candidate` accepts. The result may be empty:
+/// cgroups and users need not exist.
 pub(crate) fn resolve_among(
     spec: &ScopeSpec,
     roots: &Roots,

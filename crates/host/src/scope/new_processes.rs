@@ -1,11 +1,11 @@
 //! Finds processes that have come into scope since the last call.
 //!
-//! A full resolution examines every process of the machine, some 60 us each. So a process that is out of scope is not
-//! examined again for a while, and if no process has been started (the last pid in `/proc/loadavg` is unchanged) not
-//! even the list of processes is read.
+//! A full resolution examines every process of the machine, some 60 us each. So we don't examine a process out of scope
+//! again for a while, and if no process has been started (the last pid in `/proc/loadavg` is unchanged) we don't even
+//! read the list of processes.
 //!
-//! A new process changes in its first moments: it forks, joins its cgroup, changes its user, calls exec. So it is
-//! examined repeatedly for some seconds. An older process that comes into scope is found by the next full pass.
+//! A new process changes in its first moments: it forks, joins its cgroup, changes its user, calls exec. So we examine
+//! it repeatedly for some seconds. If an older process comes into scope, the next full pass finds it.
 
 use crate::scope::{ScopeError, ScopeSpec, Scoped, resolve_among};
 use pagefold_procmem::Roots;
@@ -17,24 +17,24 @@ use std::os::unix::fs::FileExt;
 
 /// How long a process counts as new, nanoseconds.
 const NEW_NS: u64 = 3_000_000_000;
-/// Cost of reading the list, nanoseconds per process. It may take 1/`LIST_SHARE` of the time: on a machine with more than
-/// 300 processes that keeps starting others, it is read less often than every second.
+/// Cost of reading the list, nanoseconds per process. It may take 1/`LIST_SHARE` of the time: on a machine with more
+/// than 300 processes that keeps starting others, we read it less often than every second.
 const LIST_NS: u64 = 1_000;
 const LIST_SHARE: u64 = 3_333;
 /// Full passes may take 1/`FULL_SHARE` of the time.
 const FULL_SHARE: u64 = 10_000;
 /// Shortest time between full passes, nanoseconds.
 const FULL_MIN_NS: u64 = 10_000_000_000;
-/// Longest time between full passes whatever they cost, nanoseconds.
+/// Longest time between full passes, whatever they cost, nanoseconds.
 const FULL_MAX_NS: u64 = 300_000_000_000;
 
-/// Tracks processes that are out of scope to find those that come into scope.
+/// Tracks processes out of scope to find the ones that come into scope.
 #[derive(Debug)]
 pub struct NewProcesses {
     /// Absent if only processes are visible in /proc (`ProcSubset=pid`).
     loadavg: Option<File>,
     last_pid: Option<Vec<u8>>,
-    /// Processes out of scope, with the time when they were first seen.
+    /// Processes out of scope, with the time when we first saw them.
     outside: HashMap<i32, u64>,
     /// Whether some of them are new.
     unsettled: bool,
@@ -46,7 +46,7 @@ pub struct NewProcesses {
 impl NewProcesses {
     /// Without known processes.
     pub fn new(roots: &Roots) -> Self {
-        // Whatever the error: without the file the list is read every time.
+        // Whatever the error: without the file we read the list every time.
         let loadavg = File::open(roots.proc.join("loadavg")).ok();
         Self {
             loadavg,
@@ -59,12 +59,12 @@ impl NewProcesses {
         }
     }
 
-    /// Makes the next call read the list of processes, whether or not one was started.
+    /// Makes the next call read the list of processes, even if no process was started.
     pub fn invalidate(&mut self) {
         self.unsettled = true;
     }
 
-    /// Finds the processes that have come into scope. Processes that are `known` are not examined.
+    /// Finds the processes that have come into scope. We don't examine `known` ones.
     pub fn find(
         &mut self,
         now_ns: u64,
@@ -88,7 +88,7 @@ impl NewProcesses {
             }
             let since_ns = self.outside.get(&pid).copied().unwrap_or(now_ns);
             outside.insert(pid, since_ns);
-            // A process first seen in the last list is examined a second time, however long ago that was.
+            // We examine a process first seen in the last list a second time, however long ago that was.
             full || now_ns < since_ns + NEW_NS || since_ns == self.listed_ns
         })?;
         for scoped in &found {
@@ -106,7 +106,7 @@ impl NewProcesses {
         Ok(found)
     }
 
-    /// The last pid that the kernel allocated, as text; `None` if it is not visible: then the list is read every time.
+    /// The last pid that the kernel allocated, as text; `None` if it isn't visible: then we read the list every time.
     fn last_pid_given(&self) -> Option<Vec<u8>> {
         let mut buffer = [0; 128];
         let loadavg = self.loadavg.as_ref()?;

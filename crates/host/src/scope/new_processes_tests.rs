@@ -10,7 +10,7 @@ struct Machine {
     tree: Tree,
     spec: ScopeSpec,
     new_processes: NewProcesses,
-    /// Number of candidates in the last call: none if the list was not read.
+    /// Number of candidates in the last call: 0 if it didn't read the list.
     asked: Cell<u32>,
 }
 

@@ -1,12 +1,14 @@
-//! Owners who have said that their memory must not be merged.
+//! Owners who say that we must not merge their memory.
 //!
-//! They say so by the attribute `user.pagefold.avoid` of a cgroup ([`super::attributes`]), by `MemoryKSM=no` in a systemd unit
-//! ([`super::opt_out_unit`]), by `allow-ksm: 0` in the configuration of a virtual machine of Proxmox VE, or on QEMU's command
-//! line ([`super::opt_out_qemu`]), where libvirt's `<nosharepages/>` and Proxmox's `allow-ksm: 0` appear as well. A no is honoured
-//! from anyone, so nothing here asks who could have written it. Only `--override-opt-out` lets such a process in.
+//! They say so by the attribute `user.pagefold.avoid` of a cgroup ([`super::attributes`]), by `MemoryKSM=no` in a
+//! systemd unit ([`super::opt_out_unit`]), by `allow-ksm: 0` in the configuration of a virtual machine of Proxmox VE,
+//! or on QEMU's command line ([`super::opt_out_qemu`]), where libvirt's `<nosharepages/>` and Proxmox's `allow-ksm: 0`
+//! appear as well. We take a no from anyone, so nothing here asks who could have written it. Only `--override-opt-out`
+//! lets such a process in.
 //!
-//! Files are read by cgroup, for all processes in it, again after [`VALID`], and by a thread that may be left behind: they may
-//! be on a file system whose server does not respond. What cannot be read is taken for a no.
+//! We read the files by cgroup, for all processes in it, and again after [`VALID`]. They may be on a file system whose
+//! server doesn't respond, so a thread reads them that we can leave behind. If we can't read something we take it for a
+//! no.
 
 use crate::scope::opt_out_unit;
 use crate::scope::workload::guest_of;
@@ -25,17 +27,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// For how long what files say is taken as known. Reading them again may take 1/[`SHARE`] of the time: they are read more rarely
-/// if there are many cgroups.
+/// For how long we rely on files we've read. Reading them again may take 1/[`SHARE`] of the time: with many cgroups we
+/// read them less often.
 const VALID: Duration = Duration::from_secs(10);
 const SHARE: u32 = 2_000;
-/// After a read that did not return in time, the next one waits for this long, and for that one to end.
+/// After a read that didn't return in time, we wait for this long, and for that read to end, before the next one.
 const PAUSE: Duration = Duration::from_secs(60);
-/// Reads that may be under way without having returned, of files of one user, or of root's.
+/// Reads that may be under way without having returned, for files of one user, or of root.
 const LATE_MOST: usize = 4;
-/// Cgroups remembered.
+/// We remember this many cgroups.
 const REMEMBERED: usize = 4_096;
-/// The most that is read of a file.
+/// We read at most this much of a file.
 pub(super) const FILE_MOST: u64 = 64 << 10;
 
 /// The parent of the cgroups of Proxmox VE's virtual machines.
@@ -46,7 +48,7 @@ const GUESTS: &str = "/qemu.slice/";
 pub enum OptOut {
     /// Its cgroup, or one above, has the attribute `user.pagefold.avoid`.
     Attribute {
-        /// The directory of that cgroup.
+        /// The cgroup's directory.
         cgroup: String,
     },
     /// Its systemd unit has `MemoryKSM=no`.
@@ -62,21 +64,21 @@ pub enum OptOut {
         /// The file that says so.
         file: PathBuf,
     },
-    /// Its command line, which is QEMU's, says so.
+    /// Its command line says so: it runs QEMU.
     CommandLine {
         option: &'static str,
         /// The name of the virtual machine, by its cgroup.
         guest: Option<String>,
     },
-    /// The files that could say so do not answer, or there are too many.
+    /// The files that could say so don't answer, or there are too many.
     Unknown {
-        /// The cgroup that they are about.
+        /// The cgroup that they're about.
         cgroup: String,
     },
 }
 
 impl OptOut {
-    /// Whether it goes by this name: that of the unit, virtual machine or cgroup.
+    /// Whether its unit, virtual machine or cgroup has this name.
     pub fn is_called(&self, name: &str) -> bool {
         match self {
             Self::Attribute { cgroup } | Self::Unknown { cgroup } => cgroup == name,
@@ -110,10 +112,10 @@ impl fmt::Display for OptOut {
     }
 }
 
-/// What the files about the cgroups of a process say.
+/// The opt-outs in files about the cgroups of a process.
 pub(super) fn by_files(cgroups: &[Cgroup], roots: &Roots) -> Vec<OptOut> {
     static KNOWN: Known = Known(Mutex::new(BTreeMap::new()));
-    // systemd's own hierarchies, of which one or two are mounted.
+    // systemd's own hierarchies: one or two of them are mounted.
     let named = cgroups.iter().filter(|cgroup| matches!(cgroup.controllers.as_str(), "" | "name=systemd"));
     let mut paths: Vec<&str> = named.map(|cgroup| cgroup.path.as_str()).filter(|path| *path != "/").collect();
     paths.dedup();
@@ -139,8 +141,8 @@ fn read(path: &str, root: &Path) -> Vec<OptOut> {
     opt_out_unit::of_cgroup(path, root).into_iter().chain(of_guest(path, root)).collect()
 }
 
-/// That of a virtual machine of Proxmox VE, which runs in `qemu.slice/VMID.scope`. Its configuration is on a file system whose
-/// server runs as root, and of which only root can write these files.
+/// The opt-out of a virtual machine of Proxmox VE, which runs in `qemu.slice/VMID.scope`. Its configuration is on a
+/// file system whose server runs as root, and only root can write these files there.
 fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
     let vmid = path.strip_prefix(GUESTS)?.split('/').next()?.strip_suffix(".scope")?;
     if vmid.is_empty() || !vmid.bytes().all(|digit| digit.is_ascii_digit()) {
@@ -151,8 +153,8 @@ fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
     denied.then(|| OptOut::Guest { vmid: vmid.to_owned(), file })
 }
 
-/// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`: as it runs, or from its next start on. What
-/// follows are its snapshots.
+/// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`: as it runs, or from its next start
+/// on. The sections that follow are its snapshots.
 pub fn guest_denies(text: &[u8]) -> bool {
     let (mut running, mut pending, mut section) = (false, false, Some(false));
     for line in text.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii) {
@@ -174,8 +176,8 @@ pub(super) fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-/// Reads the beginning of a regular file. Empty for anything else that is there, such as /dev/null, which is not even opened: that
-/// may have an effect.
+/// Reads the beginning of a regular file. Anything else, such as /dev/null, reads as empty: we don't even open it,
+/// because that may have an effect.
 pub(super) fn read_file(path: &Path, most: u64) -> Option<Vec<u8>> {
     let found = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path).ok()?;
     let mut text = Vec::new();
@@ -186,7 +188,7 @@ pub(super) fn read_file(path: &Path, most: u64) -> Option<Vec<u8>> {
     Some(text)
 }
 
-/// The names in a directory, as many as `room` permits, which is reduced. `None` if there are more.
+/// The names in a directory, at most `room`, which we reduce by their number. `None` if there are more.
 pub(super) fn names_in(directory: &Path, room: &mut usize) -> Option<Vec<String>> {
     let Ok(entries) = fs::read_dir(directory) else { return Some(Vec::new()) };
     let mut names = Vec::new();
@@ -197,10 +199,10 @@ pub(super) fn names_in(directory: &Path, room: &mut usize) -> Option<Vec<String>
     Some(names)
 }
 
-/// What was read, by cgroup.
+/// The results of reads, by cgroup.
 struct Known(Mutex<BTreeMap<Key, Entry>>);
 
-/// The owner of the files. Files of one owner that do not respond do not delay reading those of another.
+/// The owner of the files. If files of one owner don't respond, we can still read another owner's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Whose {
     System,
@@ -250,11 +252,11 @@ impl Known {
         if known.is_some_and(|known| now < known.next || known.is_late()) || is_late().count() >= LATE_MOST {
             return before.unwrap_or_else(unknown);
         }
-        // Without those of cgroups that are gone.
+        // Without cgroups that are gone.
         let others = entries.values().filter(|entry| now < entry.next).count();
         let others = u32::try_from(others).unwrap_or(u32::MAX);
         drop(entries);
-        // Waits no longer than for a process that does not answer.
+        // We wait no longer than for a process that doesn't answer.
         let entry = match run_abandonable(move || {
             let before_ns = thread_cpu_ns();
             (read(), Duration::from_nanos(thread_cpu_ns().saturating_sub(before_ns)))

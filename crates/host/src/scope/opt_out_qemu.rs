@@ -1,13 +1,13 @@
 //! The opt-out on QEMU's command line: `mem-merge=off` of the machine, or `merge=off` of a part of its memory.
 //!
-//! Syntax: QEMU's qemu-options.hx and util/keyval.c. An option has one dash or two, and its value is the next argument. In it,
-//! settings are separated by commas, and a doubled comma is one that belongs to the value. The last setting of a key counts.
-//! Keys may be written with underscores. A switch is off by `off`, `no`, `n` or `false`, or, before QEMU 6.0, by its name after
-//! `no`.
+//! Syntax: QEMU's qemu-options.hx and util/keyval.c. An option has one dash or two, and its value is the next argument.
+//! In the value, commas separate settings, and a doubled comma belongs to a setting's text. The last setting of a key
+//! counts. Keys may be written with underscores. A switch is off by `off`, `no`, `n` or `false`, or, before QEMU 6.0,
+//! by its name after `no`.
 //!
-//! A process runs QEMU if its executable is named as QEMU's are. Any program may be named so: it can only keep itself from being
-//! merged. The command line is memory of the process, which it may have rewritten, so it is read once after each exec, and only
-//! in part if it is long.
+//! A process runs QEMU if its executable is named like QEMU's. Any program may have such a name: it can only keep
+//! itself from being merged. The command line is memory of the process, which it may have rewritten, so we read it once
+//! after each exec, and only in part if it's long.
 
 use crate::scope::exe::read_roots_file;
 use pagefold_procmem::os::abandonable::{advance, run_abandonable};
@@ -19,9 +19,9 @@ use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// The most that is read of a command line. Those of libvirt have some tens of kilobytes.
+/// We read at most this much of a command line. libvirt's have some tens of kilobytes.
 const ARGUMENTS_MOST: u64 = 256 << 10;
-/// The most that is read of a file named by `-readconfig`, and how many of them are.
+/// We read at most this much of a file named by `-readconfig`, and at most this many of them.
 const CONFIG_MOST: u64 = 64 << 10;
 const CONFIGS_MOST: usize = 16;
 
@@ -51,7 +51,7 @@ pub(crate) fn of_process(process: &Process) -> Result<Option<&'static str>, Read
 
 /// The same without blocking for long.
 pub(crate) fn of_process_in_time(process: &Process) -> Result<Option<&'static str>, ReadError> {
-    // For the thread that may be left behind.
+    // For the thread that we may leave behind.
     let same = Process::open(process.pid())?;
     if same.key() != process.key() {
         return Err(ReadError::Vanished { pid: process.pid() });
@@ -75,7 +75,7 @@ pub fn of_arguments(arguments: &[u8], mut read_config: impl FnMut(&Path) -> Opti
             b"set" => settings.set(value),
             b"readconfig" if configs < CONFIGS_MOST => {
                 configs += 1;
-                // Relative to a directory of the process's, which root does not choose.
+                // Relative to a directory of the process, which root doesn't choose.
                 let path = Some(Path::new(OsStr::from_bytes(value))).filter(|path| path.is_absolute());
                 settings.config(&path.and_then(&mut read_config).unwrap_or_default());
             }
@@ -86,7 +86,6 @@ pub fn of_arguments(arguments: &[u8], mut read_config: impl FnMut(&Path) -> Opti
     settings.opt_out()
 }
 
-/// What was set so far.
 #[derive(Default)]
 struct Settings {
     machine: Option<bool>,
@@ -159,8 +158,8 @@ impl Settings {
         }
     }
 
-    /// The setting of `-machine` is the default for each `-object`. A single object with `merge=off` opts the whole process out,
-    /// because its mapping cannot be identified.
+    /// The setting of `-machine` is the default for each `-object`. A single object with `merge=off` opts the whole
+    /// process out, because we can't identify its mapping.
     fn opt_out(&self) -> Option<&'static str> {
         if self.machine == Some(false) {
             Some(MACHINE)
@@ -205,7 +204,7 @@ fn switch(value: &[u8]) -> Option<bool> {
     match value {
         b"on" | b"yes" | b"y" | b"true" => Some(true),
         b"off" | b"no" | b"n" | b"false" => Some(false),
-        // QEMU does not start with it.
+        // QEMU doesn't start with it.
         _ => None,
     }
 }

@@ -244,7 +244,7 @@ fn users_opt_out_by_their_own_units() {
         "/run/user/1000/systemd/transient/app-x.service",
         "/home/alice/.local/share/systemd/user/app-x.service.d/a.conf",
         "/usr/lib/systemd/user/app-.service.d/a.conf",
-        // All that a user runs.
+        // Everything that a user runs.
         "/etc/systemd/system/user@.service.d/a.conf",
     ] {
         root.write(file, NO);

@@ -1,18 +1,19 @@
 //! The opt-out of a systemd unit: `MemoryKSM=no`.
 //!
-//! The unit is known by its cgroup: below slices, the service, socket, mount or swap that systemd has put the process into, and in
-//! a user's manager (`user@UID.service`) the unit of that. What is below is the unit's own, such as a container, and its files are
-//! not on this machine's paths.
+//! We know the unit by its cgroup: below slices, the service, socket, mount or swap that systemd has put the process
+//! into, and below a user's manager (`user@UID.service`) also the unit that this manager has put it into. Cgroups below
+//! belong to the unit itself, such as a container, and its files aren't on this machine's paths.
 //!
-//! The files are those of systemd.unit(5), in its order of precedence: the first directory that has the unit decides on its main
-//! file, and the first one of each drop-in on that. Drop-ins follow the main file in the order of their names, and the last
-//! assignment counts. They are read as they are now, whether or not systemd has loaded them. Not searched: drop-ins of other
-//! names (aliases) of the unit, and the home directories of users that are not in /etc/passwd.
+//! We read the files of systemd.unit(5), in its order of precedence: the first directory with the unit in it gives its
+//! main file, and the first one with a drop-in gives this drop-in. Drop-ins follow the main file in the order of their
+//! names, and the last assignment counts. We read them as they are now, whether or not systemd has loaded them. We
+//! don't search drop-ins under other names (aliases) of the unit, nor the home directories of users that aren't in
+//! /etc/passwd.
 
 use super::opt_out::{FILE_MOST, OptOut, below, names_in, read_file};
 use std::path::{Path, PathBuf};
 
-/// Directories of the system's units, the first one first.
+/// Directories of the system's units, in the order of precedence.
 const SYSTEM: &[&str] = &[
     "/etc/systemd/system.control",
     "/run/systemd/system.control",
@@ -28,7 +29,7 @@ const SYSTEM: &[&str] = &[
     "/lib/systemd/system",
     "/run/systemd/generator.late",
 ];
-/// The same of a user's. `~` is the home directory, `@` the runtime directory.
+/// Directories of a user's units. `~` is the home directory, `@` the runtime directory.
 const USER: &[&str] = &[
     "~/.config/systemd/user.control",
     "@/systemd/user.control",
@@ -47,21 +48,21 @@ const USER: &[&str] = &[
     "/usr/lib/systemd/user",
     "@/systemd/generator.late",
 ];
-/// Directories of drop-ins that are searched for names that begin as the unit's does, before a dash.
+/// We search at most this many drop-in directories whose names begin as the unit's does, before a dash.
 const PREFIXES_MOST: usize = 8;
 
-/// Files in these directories, and drop-ins among them, beyond which none is read.
+/// If there are more files in these directories, or more drop-ins among them, we read none.
 const NAMES_MOST: usize = 1_024;
 const DROP_INS_MOST: usize = 64;
-/// The most that is read of /etc/passwd.
+/// We read at most this much of /etc/passwd.
 const PASSWD_MOST: u64 = 4 << 20;
 
-/// The user whose manager has started what is in a cgroup.
+/// The user whose manager started the processes in a cgroup.
 pub(super) fn user_of(path: &str) -> Option<u32> {
     units_in(path).find_map(|(user, _)| user)
 }
 
-/// That of the units of a cgroup.
+/// The opt-outs of a cgroup's units.
 pub(super) fn of_cgroup(path: &str, root: &Path) -> Vec<OptOut> {
     let opt_out = |(user, name): (Option<u32>, &str)| {
         let unit = Unit { name, directories: directories(user, root), root };
@@ -119,7 +120,7 @@ fn home_of(uid: u32, root: &Path) -> Option<PathBuf> {
     home.filter(|home| home.is_absolute() && home != Path::new("/"))
 }
 
-/// There are more files than are read.
+/// There are more files than we read.
 struct TooMany;
 
 struct Unit<'a> {
@@ -129,7 +130,7 @@ struct Unit<'a> {
 }
 
 impl Unit<'_> {
-    /// The file that sets it to no, if that is what counts.
+    /// The file that sets it to no, if that's the assignment that counts.
     fn deciding_file(&self) -> Result<Option<PathBuf>, TooMany> {
         let Some(section) = section_of(self.name) else { return Ok(None) };
         let mut decided = None;
@@ -154,7 +155,7 @@ impl Unit<'_> {
     fn drop_ins(&self) -> Result<Vec<PathBuf>, TooMany> {
         let (names, kind) = (names_of(self.name), self.name.rsplit_once('.').map_or("", |(_, kind)| kind));
         let specific = self.directories.iter().flat_map(|directory| names.iter().map(move |name| directory.join(name)));
-        // Those for all units of this kind give way to all others.
+        // Drop-ins for all units of this kind give way to all others.
         let general = self.directories.iter().map(|directory| directory.join(kind));
         let (mut files, mut room): (Vec<(String, PathBuf)>, _) = (Vec::new(), NAMES_MOST);
         for directory in specific.chain(general) {
@@ -167,7 +168,7 @@ impl Unit<'_> {
                 }
             }
         }
-        // Stable: of those with the same name the first one stays.
+        // The sort is stable: of several with the same name the first one stays.
         files.sort_by(|(one, _), (other, _)| one.cmp(other));
         files.dedup_by(|(next, _), (kept, _)| next == kept);
         if files.len() > DROP_INS_MOST {
@@ -184,7 +185,7 @@ fn template_of(unit: &str) -> Option<String> {
     (!instance.is_empty()).then(|| format!("{prefix}@.{kind}"))
 }
 
-/// The names by which a unit's drop-ins are searched: its own, its template's, and those of both that end with a dash instead:
+/// The names that we search a unit's drop-ins by: its own, its template's, and both of them cut at each dash:
 /// `a-b-c.service`, `a-b-.service`, `a-.service`.
 fn names_of(unit: &str) -> Vec<String> {
     let mut names = Vec::new();
@@ -204,7 +205,6 @@ fn names_of(unit: &str) -> Vec<String> {
     names
 }
 
-/// What is assigned to `MemoryKSM`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Setting {
     Yes,
@@ -237,7 +237,7 @@ pub fn memory_ksm(text: &[u8], section: &str) -> Option<Setting> {
     last
 }
 
-/// What a value assigns. `None`: it is invalid, and systemd ignores it.
+/// The setting that a value assigns. `None`: it's invalid, and systemd ignores it.
 fn assigned(value: &str) -> Option<Setting> {
     match value.to_ascii_lowercase().as_str() {
         "" => Some(Setting::Reset),

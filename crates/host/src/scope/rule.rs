@@ -1,7 +1,7 @@
 //! Rules of the configuration that select processes: by cgroup, user or executable. The first that matches decides.
 //!
-//! A rule by executable matches only a file that root alone can change ([`super::exe`]): otherwise any user could choose the rule
-//! for a program of its own by its name.
+//! A rule by executable matches only a file that root alone can change ([`super::exe`]): otherwise any user could get
+//! the rule for a program of its own by naming it so.
 
 use super::selector::{Candidate, CgroupMatcher, Matcher};
 use crate::scope::Scoped;
@@ -17,7 +17,7 @@ pub struct Rule {
     pub matcher: Matcher,
 }
 
-/// The facts about a process that rules judge.
+/// The facts about a process that we match rules against.
 #[derive(Clone, Copy, Debug)]
 pub struct RuleFacts<'a> {
     /// Path of its cgroup.
@@ -36,8 +36,8 @@ impl<'a> From<&'a Scoped> for RuleFacts<'a> {
     }
 }
 
-/// The number of the first rule that matches. `notes` gets a sentence for each rule before it that matches by name only and does
-/// not apply; `what` says in it what the rules give their names to.
+/// The number of the first rule that matches. `notes` gets a sentence for each rule before it that matches by name only
+/// and doesn't apply; `what` names in it the thing that the rules give names to.
 pub fn first_match(rules: &[Rule], facts: &RuleFacts<'_>, what: &str, notes: &mut Vec<String>) -> Option<usize> {
     let RuleFacts { cgroup, uid, exe, name } = *facts;
     let candidate = Candidate { pid: 0, by_pid: None, uid, exe, comm: name.as_bytes() };

@@ -1,4 +1,4 @@
-//! Selecting processes: the selectors of a scope, applied to what a process shows.
+//! Selects processes: applies the selectors of a scope to the facts about a process.
 
 use super::attributes::Attributes;
 use super::exe::{Distrust, Exe, Matching, is_named};
@@ -19,16 +19,16 @@ use std::path::{Path, PathBuf};
 /// The selectors, resolved.
 pub(crate) struct Selection<'a> {
     roots: &'a Roots,
-    /// In the order in which they're tried. `None`: its user or cgroup does not exist.
+    /// In the order in which we try them. `None`: the user or cgroup doesn't exist.
     matchers: Vec<Option<Matcher>>,
     named: BTreeSet<i32>,
     /// The descendants of named processes, each with the named one.
     descendants: BTreeMap<i32, i32>,
-    /// Whether something is to be undone, for which no trust is needed: an executable need only have the name, be it one that any
-    /// user can choose, and a pid stands for the process and its descendants.
+    /// Whether we undo something, which needs no trust: an executable need only have the name, even one that any user
+    /// can choose, and a pid stands for the process and its descendants.
     for_undoing: bool,
     attributes: Attributes<'a>,
-    /// A process, and its executable, that an `--exe` matches by name only, and why that is not enough.
+    /// A process, and its executable, that an `--exe` matches by name only, and why that isn't enough.
     pub(super) name_only: Option<(i32, String, Distrust)>,
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct CgroupFacts {
     pub(crate) domain: Option<String>,
     /// The path of its cgroup: [`Scoped::cgroup`].
     pub(crate) path: Option<String>,
-    /// The directories of those that can limit memory, each with the mount point that it is below.
+    /// The cgroups' directories that can limit memory, each with its mount point.
     pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
     /// The selector of a cgroup that contains it.
     selected_by: Option<usize>,
@@ -59,7 +59,7 @@ impl<'a> Selection<'a> {
         Ok(Self::with(matchers, roots))
     }
 
-    /// The same without those cgroups and users that do not exist now.
+    /// The same without cgroups and users that don't exist now.
     pub(crate) fn of_existing(selectors: &[Selector], roots: &'a Roots) -> Self {
         let matchers = selectors.iter().map(|selector| selector.resolve_existing(roots).ok());
         Self::with(matchers.collect(), roots)
@@ -114,11 +114,11 @@ impl<'a> Selection<'a> {
         Ok(scoped)
     }
 
-    /// Those of these processes that descend from named ones. What a process that is not among them has started is left out, too.
+    /// The descendants of named processes among these. If a process isn't among them we leave out its children, too.
     fn descendants_of_named(&self, pids: &[i32]) -> BTreeMap<i32, i32> {
         let mut children: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
         for &pid in pids {
-            // One that has ended meanwhile is selected by nothing.
+            // If a process has ended meanwhile, nothing selects it.
             if let Ok(stat) = Process::open_at(&self.roots.proc, pid).and_then(|process| process.stat()) {
                 children.entry(stat.parent).or_default().push(pid);
             }
@@ -142,7 +142,7 @@ impl<'a> Selection<'a> {
         self.matchers.iter().any(|matcher| matches!(matcher, Some(Matcher::Cgroup(_))))
     }
 
-    /// The process, if it is in scope.
+    /// The process, if it's in scope.
     fn examine(&mut self, pid: i32) -> Result<Option<Scoped>, ReadError> {
         let is_named = self.named.contains(&pid);
         let process = Process::open_at(&self.roots.proc, pid)?;
@@ -171,7 +171,7 @@ impl<'a> Selection<'a> {
             return Ok(None);
         }
         if let Some(exe) = &exe {
-            // Found out while its file is there.
+            // We find this out while its file is there.
             let _ = exe.trust();
         }
         let CgroupFacts { opt_outs, domain, path: cgroup, .. } = cgroups;
@@ -190,7 +190,7 @@ impl<'a> Selection<'a> {
                     self.name_only.get_or_insert((candidate.pid, exe, why));
                     self.for_undoing
                 }
-                // Its executable can't be read.
+                // We can't read its executable.
                 (Matching::No, Matcher::Exe(name)) if candidate.exe.is_none() => {
                     self.for_undoing && is_named(name, None, candidate.comm)
                 }
@@ -208,7 +208,7 @@ impl<'a> Selection<'a> {
         first_of(self.by_process(candidate), cgroups.selected_by)
     }
 
-    /// What the cgroups in the text of `/proc/PID/cgroup` say. Attributes are read once for all processes.
+    /// What the cgroups in the text of `/proc/PID/cgroup` say. We read attributes once for all processes.
     pub(crate) fn cgroup_facts(&mut self, text: &[u8]) -> CgroupFacts {
         let cgroups = parse_cgroups(text);
         let avoided = self.attributes.avoided(&cgroups).map(|cgroup| OptOut::Attribute { cgroup });

@@ -1,4 +1,4 @@
-//! Selectors of processes, as they're written and resolved: those of a scope, and those of rules.
+//! Selectors of processes, as written and resolved: for scopes and for rules.
 
 use super::ScopeError;
 use super::exe::{Exe, Matching};
@@ -38,7 +38,7 @@ impl Selector {
         }
     }
 
-    /// What is selected, safe to print. Empty for all.
+    /// The selected pid, path or name, safe to print. Empty for all.
     pub fn value(&self) -> String {
         match self {
             Self::Pid(pid) => pid.to_string(),
@@ -62,7 +62,7 @@ impl Selector {
         })
     }
 
-    /// The same for what must exist.
+    /// The same, but the user or cgroup must exist.
     pub(super) fn resolve_existing(&self, roots: &Roots) -> Result<Matcher, ScopeError> {
         let matcher = self.resolve(roots)?;
         match (self, &matcher) {
@@ -97,12 +97,11 @@ pub enum Matcher {
     All,
 }
 
-/// The facts about a process that matchers judge, but for its cgroups.
+/// The facts about a process that we match, except for its cgroups.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate<'a> {
-    /// The process.
     pub pid: i32,
-    /// The selected pid that it's selected by: its own or, where something is to be undone, that of a process from which it descends.
+    /// The selected pid that selects it: its own or, when we undo something, an ancestor's.
     pub by_pid: Option<i32>,
     /// Effective user.
     pub uid: u32,

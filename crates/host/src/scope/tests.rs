@@ -269,7 +269,7 @@ fn cgroup_attributes_avoid_include_and_set_domains() {
     let found: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.domain.as_deref().unwrap())).collect();
     assert_eq!(found, [(10, "house"), (11, "house"), (12, "tenant"), (13, "house")]);
     assert!(matches!(&scoped[1].opt_outs[..], [OptOut::Attribute { cgroup }] if cgroup.ends_with("unified/db")));
-    // Those that are not opted out.
+    // The processes that haven't opted out.
     let left = || -> Vec<i32> {
         let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
         scoped.iter().filter(|scoped| scoped.opt_outs.is_empty()).map(|scoped| scoped.process.pid()).collect()
@@ -286,7 +286,7 @@ fn cgroup_attributes_avoid_include_and_set_domains() {
     assert_eq!(resolve_without(&by_pid(&[10]), &tree.roots, &[]).unwrap()[0].domain.as_deref(), Some(long.as_str()));
     assert!(set(&tree.cgroup("unified/db/redis"), "user.pagefold.include", ""));
     assert_eq!(left(), [10, 11, 12, 13], "the nearest attribute decides");
-    // What others can set does not override the administrator's avoid, but may itself avoid.
+    // An attribute that others can set doesn't override the administrator's avoid, but may itself avoid.
     let delegated = tree.cgroup("unified/db/redis");
     fs::set_permissions(&delegated, std::os::unix::fs::PermissionsExt::from_mode(0o775)).unwrap();
     assert_eq!(left(), [10, 12, 13], "writable by a group");

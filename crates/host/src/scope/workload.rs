@@ -1,15 +1,16 @@
-//! What a cgroup is called by those who run it: a virtual machine, a container, a pod, a systemd unit.
+//! Names a cgroup as its administrators do: a virtual machine, a container, a pod, a systemd unit.
 //!
-//! Only the path is looked at. Formats: systemd's escapes (systemd-escape(1)); libvirt's `machine-qemu\x2dID\x2dNAME.scope`;
-//! Proxmox VE's `qemu.slice/VMID.scope` and `lxc/CTID`; `docker-ID.scope`, `cri-containerd-ID.scope`, `crio-ID.scope`,
-//! `libpod-ID.scope` and, with the cgroupfs driver, `docker/ID`; the kubelet's `...podUID.slice` and `kubepods/.../podUID`.
+//! We only look at the path. Formats: systemd's escapes (systemd-escape(1)); libvirt's
+//! `machine-qemu\x2dID\x2dNAME.scope`; Proxmox VE's `qemu.slice/VMID.scope` and `lxc/CTID`; `docker-ID.scope`,
+//! `cri-containerd-ID.scope`, `crio-ID.scope`, `libpod-ID.scope` and, with the cgroupfs driver, `docker/ID`; the
+//! kubelet's `...podUID.slice` and `kubepods/.../podUID`.
 
 use pagefold_procmem::cgroup::parse_cgroups;
 use pagefold_procmem::process::Process;
 use pagefold_text::escape::printable;
 use std::fmt;
 
-/// The digits of a container's identifier that its tools show.
+/// The container tools show this many digits of an identifier.
 const SHORT_ID: usize = 12;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -23,7 +24,7 @@ pub enum WorkloadKind {
     Unit,
 }
 
-/// What a process belongs to. Displays as `vm web1`, `pod 6c2f…`, `nginx.service`.
+/// The workload of a process. Displays as `vm web1`, `pod 6c2f…`, `nginx.service`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Workload {
     pub kind: WorkloadKind,
@@ -43,7 +44,7 @@ impl fmt::Display for Workload {
     }
 }
 
-/// What the process with this pid belongs to. `None` for the root cgroup, and for a process that has ended.
+/// The workload of the process with this pid. `None` for the root cgroup, and for a process that has ended.
 pub fn workload_of(pid: i32) -> Option<Workload> {
     workload_of_process(&Process::open(pid).ok()?)
 }
@@ -52,13 +53,13 @@ pub fn workload_of(pid: i32) -> Option<Workload> {
 pub fn workload_of_process(process: &Process) -> Option<Workload> {
     let text = process.read_file("cgroup").ok()?;
     let cgroups = parse_cgroups(&text);
-    // Where version 1 is in use, systemd's own hierarchy, or the one of most depth, says most.
+    // Where version 1 is in use, systemd's own hierarchy, or the deepest one, says most.
     let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), cgroup.path.matches('/').count()));
     let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
     name_of(&used.path).map(|found| Workload { name: printable(found.name.as_bytes()), ..found })
 }
 
-/// The name of the virtual machine that a cgroup is of.
+/// The name of a cgroup's virtual machine.
 pub(super) fn guest_of(path: &str) -> Option<String> {
     name_of(path).filter(|found| found.kind == WorkloadKind::Vm).map(|found| found.name)
 }

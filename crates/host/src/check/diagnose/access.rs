@@ -1,4 +1,4 @@
-//! Findings about the access to other processes.
+//! Findings about our access to other processes.
 
 use super::{Finding, blocker, note, ok, warning};
 use crate::check::facts::{Fact, MachineFacts};
