@@ -1,11 +1,11 @@
 //! The live machine behind the engine's `Host` interface: targets and their regions, samples, marks and moves.
 //!
-//! | module | what belongs there |
+//! | module | holds |
 //! | --- | --- |
-//! | [`scope`] | which processes are in scope, which of them and of their mappings are excluded, trust domains |
+//! | [`scope`] | which processes are in scope, which of them and which mappings we exclude, trust domains |
 //! | [`live`], [`targets`], [`regions`], [`identity`] | all of it behind the `Host` interface |
 //! | [`check`] | whether this machine is fit for pagefold (`pagefold doctor`) |
-//! | [`os`] | sockets that were passed, waking the main loop, namespaces |
+//! | [`os`] | passed sockets, waking the main loop, namespaces |
 //!
 //! - To exclude something new, add a rule in [`scope::exclude`].
 //! - For a new finding of `pagefold doctor`, add the fact in [`check::facts`] and its meaning in [`check::diagnose`].

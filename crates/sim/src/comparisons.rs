@@ -3,7 +3,7 @@
 /// Comparisons made while searching for duplicates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SearchCounts {
-    /// Pages for which a duplicate was searched.
+    /// Pages that we searched a duplicate for.
     pub searches: u64,
     /// Searches that found one.
     pub found: u64,
@@ -35,7 +35,7 @@ impl SearchCounts {
         self.comparisons() as f64 / self.searches.max(1) as f64
     }
 
-    /// Accounts for a search that was made `times` times.
+    /// Accounts for a search made `times` times.
     pub fn search(&mut self, times: u64, stable: u64, unstable: u64, found: bool) {
         self.searches += times;
         self.found += if found { times } else { 0 };

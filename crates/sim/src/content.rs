@@ -18,7 +18,7 @@ pub fn digest(id: u64, seed: u64) -> Digest {
     Digest(finalize(finalize(id).wrapping_add(finalize(seed ^ INCREMENT))).max(1))
 }
 
-/// The digest of a page with content `id` by so many of its cache lines.
+/// The digest of a page with content `id` by this many of its cache lines.
 pub(crate) fn line_digest(id: u64, seed: u64, lines: u32, alike: Alike) -> Digest {
     let is_alike = lines < alike.distinct_from && finalize(id ^ INCREMENT) % 10_000 < u64::from(alike.share.0);
     // Pages of zeros are recognized whatever the number of lines.

@@ -1,12 +1,12 @@
 //! The cost of each step, in nanoseconds of CPU time, as measured on a Linux 6.18 machine (2 virtual cores) unless a
-//! field says that it is an assumption.
+//! field says that it's an assumption.
 
 /// Defines [`Costs`] from each cost and its measured or assumed value.
 macro_rules! costs {
     ($($(#[$doc:meta])* $name:ident: $ns:literal,)*) => {
         /// The cost of pagefold's and ksmd's work.
         ///
-        /// The costs of ksmd's tree levels and merges are fitted: together with the others they reproduce the totals
+        /// We've fitted the costs of ksmd's tree levels and merges: together with the others they reproduce the totals
         /// measured for whole bursts (see `calibration.rs` in the tests of the lab).
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct Costs {
@@ -39,13 +39,13 @@ costs! {
     pagemap_ns: 33,
     /// Reading a frame's kpageflags (merged, active), in batches.
     kpageflags_ns: 100,
-    /// Hashing pages in place: a call for a run of adjacent pages. Derived from counted instructions: a third of those that starting
-    /// to read a run takes.
+    /// Hashing pages in place: a call for a run of adjacent pages. Derived from counted instructions: a third of the
+    /// ones that start reading a run.
     hash_run_ns: 175,
     /// Hashing pages in place: finding each page. Likewise: 130 instructions.
     hash_page_ns: 20,
-    /// Hashing pages in place: each of the first lines, which are fetched one by one. In user space 2 lines took 0.20 of the
-    /// time of copying and digesting a page, 8 lines 0.55, and 64 lines 1.4 (medians, 512 MiB, 2 virtual cores, other
+    /// Hashing pages in place: each of the first lines, fetched one by one. In user space 2 lines took 0.20 of the time
+    /// of copying and digesting a page, 8 lines 0.55, and 64 lines 1.4 (medians, 512 MiB, 2 virtual cores, other
     /// programs running).
     hash_line_ns: 50,
     /// Hashing pages in place: all lines of a page.
@@ -57,9 +57,9 @@ costs! {
     process_numa_ns: 15_000,
     /// Reading KSM's counters and CPU clocks. Assumed.
     observe_ns: 20_000,
-    /// Refreshing one process that has not changed: the live host's figure.
+    /// Refreshing one unchanged process: the live host's figure.
     refresh_owner_ns: 1_000,
-    /// Surveying one process that has changed, of any size: opening its files. Assumed.
+    /// Surveying one changed process, of any size: opening its files. Assumed.
     survey_owner_ns: 25_000,
     /// Surveying one region: its line of `maps` (1.1 us measured to produce and read it).
     survey_region_ns: 1_100,
@@ -99,19 +99,19 @@ costs! {
     /// Switching to the next process. Assumed.
     visit_owner_ns: 2_000,
 
-    /// Merging on request: starting a batch of up to 31 adjacent pages. This and the next five are derived from measurements
-    /// of whole calls in User Mode Linux, so without the cost of a real processor's TLB. With
+    /// Merging on request: starting a batch of up to 31 adjacent pages. We derived this and the next five from
+    /// measurements of whole calls in User Mode Linux, so without the cost of a real processor's TLB. With
     /// [`Self::request_pair_ns`]: 1.46 us a page in long runs and 3 us for a single page.
     request_run_ns: 1_600,
-    /// Merging on request: each page that is merged with a private one.
+    /// Merging on request: each page merged with a private one.
     request_pair_ns: 1_410,
-    /// Merging on request: each page that is merged with a merged one (0.96 us in long runs).
+    /// Merging on request: each page merged with a merged one (0.96 us in long runs).
     request_join_ns: 910,
     /// Merging on request: each page of zeros (0.5 us in long runs).
     request_zero_ns: 450,
-    /// Merging on request: each page that differs, at its end. From counted instructions: 0.61 of those of a merge.
+    /// Merging on request: each page that differs, at its end. From counted instructions: 0.61 of a merge's.
     request_differs_ns: 840,
-    /// Merging on request: each page that need not be compared (0.07 us in long runs).
+    /// Merging on request: each page that we needn't compare (0.07 us in long runs).
     request_pass_ns: 20,
 
     /// UKSM's scanner walking to a page without hashing it: the cost of ksmd minus the checksum (1200 minus 605,

@@ -1,5 +1,5 @@
-//! Granularity: one simulated page can stand for several adjacent real pages that are treated alike, so that memories
-//! too large to simulate page by page can be simulated.
+//! Granularity: one simulated page can stand for several adjacent real pages that are treated alike, so that we can
+//! simulate memories that are too large to simulate page by page.
 //!
 //! An operation on every page costs once per real page. A tree of `n` simulated pages has `n * g` nodes and is deeper
 //! by the logarithm of `g`. Samples differ: a sample is useful when it meets another sample of the same content. With
@@ -28,13 +28,13 @@ impl Granularity {
         simulated_pages * self.0
     }
 
-    /// The depth of a search among real pages, from that among simulated ones. An empty search stays empty.
+    /// The depth of a search among real pages, from the depth among simulated ones. An empty search stays empty.
     pub(crate) const fn tree_depth(self, steps: u64) -> u64 {
         if steps == 0 { 0 } else { steps + self.0.ilog2() as u64 }
     }
 
-    /// The number of real samples that one simulated sample stands for if one in `every` pages is sampled: all pages
-    /// if `every` is 1, the square root if no two samples fall into the same simulated page.
+    /// The number of real samples that one simulated sample stands for if we sample one in `every` pages: all pages if
+    /// `every` is 1, the square root if no two samples fall into the same simulated page.
     pub fn samples(self, every: u64) -> u64 {
         (self.0 * self.0 / every.clamp(1, self.0)).isqrt()
     }

@@ -52,10 +52,10 @@ pub struct SimHost {
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled: u64,
     processes: Vec<Process>,
-    /// Mappings to be populated, and their first pages.
+    /// Mappings that we've yet to populate, and their first pages.
     mappings: Vec<(Mapping, Vpn)>,
     writers: Vec<Option<Writer>>,
-    /// For each region: when its resident pages were counted, and the count.
+    /// For each region: when we counted its resident pages, and the count.
     residents: FxHashMap<u32, (u64, Pages)>,
     pagefold_ns: u64,
     ours: bool,
@@ -121,7 +121,7 @@ impl SimHost {
     /// Adds a process. It starts at its start time, or now if that has passed.
     ///
     /// # Panics
-    /// If the process names a memory node that does not exist.
+    /// If the process names a memory node that doesn't exist.
     pub fn add(&mut self, process: Process) -> OwnerKey {
         let owner = self.memory.add_owner(process.untouchable, process.domain, process.numa);
         let home = process.numa.home;
@@ -170,18 +170,18 @@ impl SimHost {
         offset.is_some()
     }
 
-    /// Sets whether pagefold controls KSM. While it does not, ksmd's settings stay as they are, and scan orders are
-    /// ignored and counted.
+    /// Sets whether pagefold controls KSM. While it doesn't, ksmd's settings stay as they are, and we ignore and count
+    /// scan orders.
     pub fn set_ours(&mut self, ours: bool) {
         self.ours = ours;
     }
 
-    /// Sets whether memory of another trust domain than the one that ksmd merges is said to be marked still.
+    /// Sets whether we say that memory of another trust domain than the one that ksmd merges is still marked.
     pub fn set_foreign_marks(&mut self, foreign_marks: bool) {
         self.foreign_marks = foreign_marks;
     }
 
-    /// Sets whether a process is left alone, as one that is traced is. Its marks stay.
+    /// Sets whether a process is left alone, like a traced one. Its marks stay.
     pub fn leave_alone(&mut self, owner: OwnerKey, left_alone: bool) {
         self.memory.owners[owner.0 as usize].left_alone = left_alone;
     }
@@ -191,8 +191,8 @@ impl SimHost {
         self.free = memory;
     }
 
-    /// Sets the limits on memory that pagefold observes, beside those of cgroups. They limit nothing, and what is left does not follow
-    /// from what the processes use.
+    /// Sets the memory limits that pagefold observes, beside the ones of cgroups. They limit nothing, and their
+    /// headroom doesn't follow from the memory that the processes use.
     pub fn set_limits(&mut self, limits: Vec<LimitView>) {
         self.limits = limits;
     }

@@ -3,7 +3,7 @@
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::units::Permyriad;
 
-/// How ksmd's trees are divided. Pages in different trees are never compared.
+/// How ksmd's trees are divided. ksmd never compares pages in different trees.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Forest {
     /// One stable and one unstable tree, or one pair per memory node if `merge_across_nodes` is off.
@@ -41,14 +41,14 @@ impl Forest {
     }
 }
 
-/// Contents that have the same hash as others unless many cache lines are hashed. By default, there are none.
+/// Contents that have the same hash as others unless we hash many cache lines. By default, there are none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Alike {
-    /// The share of contents that are so.
+    /// The share of such contents.
     pub share: Permyriad,
-    /// They are divided into so many groups, each with one hash.
+    /// We divide them into this many groups, each with one hash.
     pub groups: u64,
-    /// The number of hashed lines from which they are told apart.
+    /// From this number of hashed lines on, their hashes differ.
     pub distinct_from: u32,
 }
 
@@ -72,8 +72,8 @@ pub struct Knobs {
     pub mechanism: Mechanism,
     /// Contents that differ in few places.
     pub alike: Alike,
-    /// The probability that a process cannot be stopped, drawn for every attempt, or that a page to be merged on request is
-    /// in use.
+    /// The probability that we can't stop a process, drawn for every attempt, or that a page to merge on request is in
+    /// use.
     pub busy: Permyriad,
     /// How long a count of resident pages remains valid.
     pub resident_age_ns: u64,

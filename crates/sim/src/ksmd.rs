@@ -34,7 +34,7 @@ struct Cursor {
     in_scan: bool,
     /// Index into the list of owners.
     owner_index: usize,
-    /// The next page of that owner's address space.
+    /// The next page of this owner's address space.
     page: u64,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Ksmd {
     cursor: Cursor,
     run: bool,
     pages_to_scan: u64,
-    /// Pages by which the last batch exceeded its size, because simulated pages are visited whole.
+    /// Pages by which the last batch exceeded its size, because ksmd visits simulated pages whole.
     over: u64,
     sleep_ns: Option<u64>,
     state: State,
@@ -62,11 +62,11 @@ pub(crate) struct Ksmd {
     pub(crate) items: u64,
     /// `pages_unshared`.
     pub(crate) unshared: u64,
-    /// Pages that were not compared again because they had not been written since (CMD, section 3.3).
+    /// Pages that ksmd didn't compare again because they hadn't been written since (CMD, section 3.3).
     pub(crate) spared: u64,
     pub(crate) counts: SearchCounts,
     pub(crate) lost_kicks: u64,
-    /// The last order has not been carried out: a batch is still running.
+    /// ksmd hasn't carried out the last order: a batch is still running.
     pub(crate) busy: bool,
     /// Whether `smart_scan` is off for the ordered scans.
     thorough: bool,
@@ -117,7 +117,7 @@ impl Ksmd {
             ScanOrder::Keep => return,
             ScanOrder::Rest => {
                 self.run = false;
-                // A running batch cannot be aborted.
+                // We can't abort a running batch.
                 if !self.is_scanning() {
                     self.state = State::Idle;
                 }
@@ -137,7 +137,7 @@ impl Ksmd {
             State::Idle => self.start_batch(now_ns),
             // Only a change of the sleep time wakes ksmd. Each kick writes a new value.
             State::Asleep { .. } if kick || self.sleep_ns != slept_ns => self.start_batch(now_ns),
-            // The new sleep time is read only after the batch.
+            // ksmd reads the new sleep time only after the batch.
             State::Scanning { .. } if kick => self.lost_kicks += 1,
             State::Asleep { .. } | State::Scanning { .. } => {}
         }
@@ -165,7 +165,7 @@ impl Ksmd {
         };
     }
 
-    /// Puts an owner on the list, just behind the cursor: the next scan reaches it, the current one does not.
+    /// Puts an owner on the list, just behind the cursor: the next scan reaches it, the current one doesn't.
     pub(crate) fn register(&mut self, memory: &mut Memory, owner: u32, now_ns: u64) {
         if std::mem::replace(&mut memory.owners[owner as usize].registered, true) {
             return;
@@ -200,7 +200,7 @@ impl Ksmd {
         }
     }
 
-    /// Runs ksmd until `until_ns`. A visit that has begun is completed.
+    /// Runs ksmd until `until_ns`. It completes a visit that it has begun.
     pub(crate) fn run_until(&mut self, memory: &mut Memory, until_ns: u64) {
         loop {
             match self.state {

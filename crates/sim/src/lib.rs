@@ -2,8 +2,8 @@
 //!
 //! [`SimHost`] implements [`pagefold_engine::host::Host`], so the engine that runs on a live machine runs on it
 //! unchanged. It does no I/O, and the same seed and calls give the same results everywhere. Page contents are numbers
-//! instead of bytes, which makes a million pages affordable. ksmd's steps and their costs follow Linux's
-//! `mm/ksm.c` and measurements (see [`Costs`]).
+//! instead of bytes, so we can afford a million pages. ksmd's steps and their costs follow Linux's `mm/ksm.c` and
+//! measurements (see [`Costs`]).
 //!
 //! ```
 //! use pagefold_engine::host::{Actions, Host, ScanOrder, Span};
@@ -22,10 +22,11 @@
 //! assert_eq!(sim.saved(), Pages(1_000));
 //! ```
 //!
-//! Pages are merged by ksmd, by another scanner of the kernel ([`Scanner`]), or on request ([`Knobs::mechanism`]).
+//! ksmd merges pages, or another scanner of the kernel does ([`Scanner`]), or we merge on request
+//! ([`Knobs::mechanism`]).
 //!
-//! Not simulated: swap, reclaim, running out of memory, khugepaged, pages that ksmd cannot merge because they are pinned
-//! or locked, and the memory contention between ksmd and the processes it scans.
+//! We don't simulate swap, reclaim, running out of memory, khugepaged, pages that ksmd can't merge because they're
+//! pinned or locked, and the memory contention between ksmd and the processes it scans.
 //!
 //! | module | holds |
 //! | --- | --- |

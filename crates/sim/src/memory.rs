@@ -36,7 +36,7 @@ pub struct MergedFrame {
     pub(crate) node: NodeKey,
     /// The process whose copy was kept: the frame stays charged to its cgroup.
     pub(crate) payer: u32,
-    /// The stable tree it is in: that of a node if `merge_across_nodes` is off.
+    /// The stable tree it's in: a node's if `merge_across_nodes` is off.
     pub(crate) tree: u16,
 }
 
@@ -59,7 +59,7 @@ pub struct Memory {
     pub zero_merged: u64,
     /// Writes to merged pages.
     pub(crate) cow_breaks: u64,
-    /// Whether writes are recorded, for classes.
+    /// Whether we record writes, for classes.
     pub(crate) keeps_writes: bool,
     pub nodes: Nodes,
 }
@@ -236,8 +236,8 @@ impl Memory {
     }
 
     /// Gives each merged page of an unmarked range its own copy; returns the number of copies. ksmd's records of the
-    /// range become stale. (The kernel would reuse them if the range is marked again before ksmd's next visit; here
-    /// new ones are made.)
+    /// range become stale. (If the range is marked again before ksmd's next visit, the kernel would reuse them; we make
+    /// new ones.)
     pub(crate) fn unmerge(&mut self, key: u32, range: std::ops::Range<u32>) -> u64 {
         let mut copied = 0;
         for page in range.clone() {

@@ -1,4 +1,4 @@
-//! Scanners of the kernel other than ksmd, for simulations that compare algorithms.
+//! Other kernel scanners than ksmd, for simulations that compare algorithms.
 
 use crate::comparisons::SearchCounts;
 use crate::memory::Memory;
@@ -6,7 +6,7 @@ use std::fmt::Debug;
 
 /// A scanner that merges pages in the place of ksmd.
 pub trait Scanner: Debug + Send {
-    /// Runs until `until_ns`. A page that has begun is completed.
+    /// Runs until `until_ns`, and completes a page that it has begun.
     fn run_until(&mut self, memory: &mut Memory, until_ns: u64);
 
     /// Forgets an unmapped region.

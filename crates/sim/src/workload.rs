@@ -49,7 +49,7 @@ impl Process {
         in_domain(domain: u16): domain = DomainKey(domain);
         /// Binds it to the processors of a memory node. Default: node 0.
         at_home_on(node: u16): numa.home = NodeKey(node);
-        /// Lets it run anywhere: it is on its node by chance, and has no home node.
+        /// Lets it run anywhere: it's on its node by chance, and has no home node.
         unbound(): numa.bound = false;
         /// Sets its nice value.
         nice(nice: i8): numa.nice = nice;
@@ -126,7 +126,7 @@ pub enum Fill {
     Replica(Replica),
 }
 
-/// A region that has part of its contents in common with its siblings, as instances of one program do: duplicates in
+/// A region that has part of its contents in common with its siblings, like instances of one program: duplicates in
 /// short runs, at about the same density throughout a 2 MiB extent.
 #[derive(Clone, Debug)]
 pub struct Replica {
@@ -138,7 +138,7 @@ pub struct Replica {
     pub zeros: Permyriad,
     /// The mean length of a run of common pages, as far as the density permits.
     pub run: u32,
-    /// The number of pages by which the common contents are further down than in the template.
+    /// How many pages further down the common contents are than in the template.
     pub shift: u32,
 }
 
@@ -166,14 +166,14 @@ pub enum Behaviour {
     },
     /// Rewrites random pages, less often.
     Turnover {
-        /// The time in which it makes as many writes as the region has pages.
+        /// In this time it makes as many writes as the region has pages.
         every_ns: u64,
         /// The new contents.
         writes: Writes,
     },
 }
 
-/// The contents that rewritten pages get.
+/// The new contents of rewritten pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Writes {
     /// Contents that no other page has.
@@ -181,7 +181,7 @@ pub enum Writes {
     /// Contents from a numbered series.
     Duplicate {
         series: u64,
-        /// How many contents of the series are used, from its first.
+        /// How many contents of the series we use, from its first.
         size: u64,
     },
 }
@@ -208,7 +208,7 @@ impl Mapping {
 
 impl Replica {
     fn contents(&self, pages: u64, unique: &mut UniqueContents) -> Vec<u64> {
-        // Drawn for the template's pages, so that all siblings agree on which are common.
+        // We draw for the template's pages, so that all siblings agree on the common ones.
         let mut chance = Random::for_purpose(self.template, 0x007e_41a7e);
         let (mut common, mut zero) = (false, false);
         let mut contents = Vec::new();
@@ -236,7 +236,7 @@ impl Replica {
         contents
     }
 
-    /// The probability that the next page is common: a two-state chain whose runs have the wanted mean length, or the
+    /// The probability that the next page is common: a two-state chain. Its runs have the wanted mean length, or the
     /// closest that the density and runs of at least one page permit.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // shares of one, in ten-thousandths
     fn to_common(&self, common: bool, density: Permyriad) -> Permyriad {

@@ -20,7 +20,7 @@ pub enum Severity {
     Note,
     /// pagefold runs, with a feature missing or at a higher cost.
     Warning,
-    /// `pagefold run` cannot work.
+    /// `pagefold run` can't work.
     Blocker,
 }
 

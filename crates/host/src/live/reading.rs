@@ -22,7 +22,7 @@ const WINDOW_PAGES: u64 = 1 << 18;
 /// For one portion we search this many windows at most: a program may reserve terabytes.
 const WINDOWS_MOST: u32 = 256;
 
-/// Makes a digest of a page that is not all zeros.
+/// Makes a digest of a page that isn't all zeros.
 pub type Digest = Arc<dyn Fn(&PageBytes) -> u64 + Send + Sync>;
 
 /// How far a process has been read.

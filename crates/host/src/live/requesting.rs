@@ -271,7 +271,7 @@ impl LiveHost {
         let now_ns = self.now_ns();
         let target = self.targets.get_mut(&pid)?;
         let program = target.program()?;
-        // The regions are those of the last survey.
+        // The regions are from the last survey.
         let surveyed_ns = target.surveyed_ns().unwrap_or(0);
         let holds = |list: &&Arc<List>| list.program == program && surveyed_ns <= list.at_ns && list.is_fresh(now_ns);
         if let Some(list) = self.requesting.lists.get(&pid).filter(holds) {

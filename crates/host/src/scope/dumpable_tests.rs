@@ -61,7 +61,7 @@ fn a_process_that_cannot_be_asked_is_unknown_and_asked_less_and_less_often() {
         pauses.push((answer.next - now).as_secs());
     }
     assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
-    // Answers are asked for again, and end if the process cannot be asked.
+    // We ask again, and answers expire if we can't.
     let now = answer.next;
     answer.query(now, || Some(Dumpable::Yes));
     assert_eq!((answer.valid(now), answer.next), (Dumpable::Yes, now + ANSWER_FRESH));

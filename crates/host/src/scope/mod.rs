@@ -38,7 +38,7 @@ use std::collections::BTreeSet;
 use std::io;
 use thiserror::Error;
 
-/// The selectors of a scope, in the order in which we try them.
+/// The selectors of a scope, in the order we try them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScopeSpec(pub Vec<Selector>);
 

@@ -151,7 +151,7 @@ impl Unit<'_> {
         })
     }
 
-    /// The drop-ins, in the order in which they count.
+    /// The drop-ins, in the order we apply them.
     fn drop_ins(&self) -> Result<Vec<PathBuf>, TooMany> {
         let (names, kind) = (names_of(self.name), self.name.rsplit_once('.').map_or("", |(_, kind)| kind));
         let specific = self.directories.iter().flat_map(|directory| names.iter().map(move |name| directory.join(name)));

@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 /// The selectors, resolved.
 pub(crate) struct Selection<'a> {
     roots: &'a Roots,
-    /// In the order in which we try them. `None`: the user or cgroup doesn't exist.
+    /// In the order we try them. `None`: the user or cgroup doesn't exist.
     matchers: Vec<Option<Matcher>>,
     named: BTreeSet<i32>,
     /// The descendants of named processes, each with the named one.

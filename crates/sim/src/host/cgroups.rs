@@ -1,5 +1,6 @@
-//! Memory cgroups with limits. A page is charged to the cgroup of the process that it was allocated for, and a merged page to that of the
-//! process whose copy was kept. We kill nothing: tests compare the charged memory with the limit.
+//! Memory cgroups with limits. A page is charged to the cgroup of the process that we allocated it for, and a merged
+//! page to the cgroup of the process whose copy was kept. We kill nothing: tests compare the charged memory with the
+//! limit.
 
 use super::SimHost;
 use crate::memory::Backing;
@@ -22,14 +23,14 @@ struct Cgroup {
 #[derive(Debug, Default)]
 pub(super) struct Cgroups {
     groups: BTreeMap<LimitKey, Cgroup>,
-    /// The limits as they were last read.
+    /// The limits as last read.
     views: Arc<[LimitView]>,
     next_ns: u64,
 }
 
 impl SimHost {
-    /// Puts processes into a cgroup with a limit on their memory, or changes it. A process may be in several, as below a cgroup that has a
-    /// limit too.
+    /// Puts processes into a cgroup with a memory limit, or changes the limit. A process may be in several, for example
+    /// below a cgroup that also has a limit.
     pub fn limit(&mut self, key: LimitKey, limit: Pages, members: &[OwnerKey]) {
         let members = members.iter().copied().collect();
         self.cgroups.groups.insert(key, Cgroup { limit, members });
@@ -41,7 +42,8 @@ impl SimHost {
         Pages(self.granularity.scale(self.own_pages(cgroup) + self.frames_of(cgroup, |_| true)))
     }
 
-    /// Pages that would be charged to a cgroup if its processes wrote to all that is merged of theirs, and nobody else did.
+    /// Pages that would be charged to a cgroup if its processes wrote to all of their merged memory, and nobody else
+    /// did.
     pub fn charged_at_worst(&self, key: LimitKey) -> Pages {
         let Some(cgroup) = self.cgroups.groups.get(&key) else { return Pages(0) };
         let mut held_outside = BTreeSet::new();
@@ -60,7 +62,7 @@ impl SimHost {
         Pages(self.granularity.scale(self.own_pages(cgroup) + merged + kept))
     }
 
-    /// Pages that its processes have for themselves. Those shared by fork count for each.
+    /// Pages that its processes have for themselves. Fork-shared pages count for each.
     fn own_pages(&self, cgroup: &Cgroup) -> u64 {
         let mut pages = 0;
         for (_, region) in self.memory.live_regions() {

@@ -13,7 +13,7 @@ const NS_PER_S: u64 = 1_000_000_000;
 /// The shortest interval between two steps of a writer that rewrites random pages.
 const CHURN_STEP_NS: u64 = 10_000_000;
 
-/// An event. Events at the same time happen in the order in which they were scheduled.
+/// An event. Events at the same time happen in the order that they were scheduled in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
     Start { process: usize, owner: OwnerKey },

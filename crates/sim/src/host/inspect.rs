@@ -31,7 +31,7 @@ impl SimHost {
         let (shared, sharing, zero) = (pages(seen.shared), pages(seen.sharing), pages(seen.zero));
         KsmView { shared, sharing, zero, broken: self.granularity.scale(seen.broken), ..seen }
     }
-    /// KSM's counters as pagefold sees them: in simulated pages, except `scanned`, which rates are derived from.
+    /// KSM's counters as pagefold sees them: in simulated pages, except `scanned`, because rates are derived from it.
     pub(super) fn ksm_as_observed(&self) -> KsmView {
         KsmView {
             shared: Pages(self.ksmd.trees.shared),
@@ -61,7 +61,7 @@ impl SimHost {
     pub fn counts(&self) -> SearchCounts {
         self.scanner.as_ref().map_or(self.ksmd.counts, |scanner| scanner.counts())
     }
-    /// Pages that ksmd did not compare again because they had not been written since (only with classes).
+    /// Pages that ksmd didn't compare again because they hadn't been written since (only with classes).
     pub fn spared(&self) -> u64 {
         self.ksmd.spared
     }
@@ -88,7 +88,7 @@ impl SimHost {
     pub fn lost_kicks(&self) -> u64 {
         self.ksmd.lost_kicks
     }
-    /// Scan orders that arrived while pagefold did not control KSM.
+    /// Scan orders that arrived while pagefold didn't control KSM.
     pub fn ignored_orders(&self) -> u64 {
         self.ignored_orders
     }

@@ -16,12 +16,12 @@ use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// The shortest time between two refreshes of the processes, nanoseconds, and the part of the time that those of unchanged
-/// processes may take: as on a live machine.
+/// The shortest time between two refreshes of the processes, nanoseconds, and the part of the time that refreshes of
+/// unchanged processes may take: as on a live machine.
 const REFRESH_NS: u64 = 250_000_000;
 const REFRESH_PART: u64 = 3_333;
-/// Processes with marked memory are surveyed again after this time for changed flags, nanoseconds, which may take this part
-/// of the time.
+/// We survey processes with marked memory again after this time for changed flags, nanoseconds. These surveys may take
+/// this part of the time.
 const SURVEY_NS: u64 = 10_000_000_000;
 const SURVEY_PART: u64 = 1_000;
 
@@ -30,7 +30,7 @@ const SURVEY_PART: u64 = 1_000;
 pub(super) struct Refreshed {
     next_ns: u64,
     next_survey_ns: u64,
-    /// For each process: [`Owner::changes`](crate::memory::Owner::changes) when it was last surveyed.
+    /// For each process: [`Owner::changes`](crate::memory::Owner::changes) at the last survey.
     changes: FxHashMap<OwnerKey, u64>,
 }
 
@@ -64,7 +64,7 @@ impl SimHost {
         })
     }
 
-    /// The cost of refreshing what is known of the processes, if that is due. (The regions are shown as they are all the
+    /// The cost of refreshing our knowledge of the processes, if that's due. (We show the regions as they are all the
     /// same.)
     fn refresh_ns(&mut self, owners: &[OwnerKey]) -> u64 {
         let mut cost_ns = self.costs.observe_ns;
@@ -137,7 +137,7 @@ impl SimHost {
             }
         };
         let started = if read > 0 { run_ns } else { 0 };
-        // Runs longer than a sample are read completely.
+        // We read runs longer than a sample completely.
         let times =
             if u64::from(run.pages) > RUN_PAGES { self.granularity.get() } else { self.granularity.samples(u64::MAX) };
         let pages_ns = looked_at * costs.pagemap_ns

@@ -35,8 +35,8 @@ impl SimHost {
         self.granularity.scale(cost_ns)
     }
 
-    /// Whether there is a call that accepts a range, and pagefold's live host would pass it on: both processes are alive,
-    /// touchable and in the same trust domain, and both sides do not overlap.
+    /// Whether there is a call that accepts a range, and pagefold's live host would pass it on: both processes are
+    /// alive, touchable and in the same trust domain, and both sides don't overlap.
     fn may_merge(&self, range: &MergeRange) -> bool {
         let PageRun { region: take, first, pages } = range.take;
         let can = self.knobs.mechanism == Mechanism::Request && self.ours;
@@ -47,7 +47,7 @@ impl SimHost {
         self.domain_to_merge(keep) == Some(domain) && !overlaps
     }
 
-    /// The trust domain of a region's process, if the process can be asked to merge.
+    /// The trust domain of a region's process, if we can ask the process to merge.
     fn domain_to_merge(&self, region: RegionKey) -> Option<DomainKey> {
         self.memory.owner_of(region.0).filter(|owner| !owner.exited && !owner.untouchable).map(|owner| owner.domain)
     }

@@ -7,8 +7,8 @@ use pagefold_engine::keys::{LimitKey, LineageKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{Pages, Vpn};
 use std::collections::BTreeMap;
 
-/// Interval between two observations of nodes and processes, nanoseconds, and the part of the time that they may take: as
-/// on a live machine.
+/// Interval between two observations of nodes and processes, nanoseconds, and the part of the time that they may take:
+/// as on a live machine.
 const REFRESH_NS: u64 = 2_000_000_000;
 const REFRESH_PART: u64 = 1_000;
 
@@ -131,7 +131,7 @@ impl SimHost {
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             cost_ns += self.costs.pagemap_ns;
-            // pagemap shows which pages one process maps exclusively; those need no look at kpageflags.
+            // pagemap shows which pages one process maps exclusively; for these we needn't look at kpageflags.
             if matches!(region.backing[offset as usize], Backing::Merged | Backing::Forked) {
                 cost_ns += self.costs.kpageflags_ns;
             }
@@ -156,7 +156,7 @@ impl SimHost {
         zeros
     }
 
-    /// Records that pages were read from outside: the second read makes a page active (`mark_page_accessed`).
+    /// Records that we read pages from outside: the second read makes a page active (`mark_page_accessed`).
     pub(super) fn record_read(&mut self, run: &PageRun) {
         if !self.memory.nodes.is_tracked() {
             return;

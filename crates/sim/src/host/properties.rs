@@ -143,7 +143,7 @@ impl Rig {
                 let moves = vec![Move { region, page, node: NodeKey(node) }];
                 let outcome = self.sim.apply(&Actions { moves, ..Actions::default() }).unwrap();
                 assert!(outcome.moved == 0 || was_merged, "moved a frame that is not merged");
-                // No order was given, but an earlier one may still be running.
+                // We gave no order, but an earlier one may still be running.
                 if merged(&self.sim) && was_merged && !self.sim.is_scanning() {
                     let wanted = if outcome.moved == 1 { Some(NodeKey(node)) } else { before };
                     assert_eq!(self.sim.node_of(region, page), wanted);

@@ -1,6 +1,5 @@
 //! A red-black tree like the kernel's (`lib/rbtree.c`): the caller supplies the comparison at every node of a search.
-//! So the order may depend on data outside the tree, and may be wrong, as in ksmd's unstable tree, whose pages
-//! change.
+//! So the order may depend on data outside the tree, and may be wrong, as in ksmd's unstable tree, whose pages change.
 //!
 //! Nodes are elements of one vector and keep their number until they are removed.
 
@@ -31,9 +30,9 @@ pub(crate) struct RbTree<T> {
 pub(crate) enum SearchEnd {
     /// At an equal node.
     Node(u32),
-    /// At the position where a new node belongs.
+    /// At the place for a new node.
     Leaf(Leaf),
-    /// At a node for which there is no comparison.
+    /// At a node that we can't compare with.
     Stuck(u32),
 }
 
@@ -71,8 +70,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.nodes[node as usize].value = value;
     }
 
-    /// Searches from the root. `compare` compares the sought value with that of a node, or returns `None` to end the
-    /// search.
+    /// Searches from the root. `compare` compares the sought value with a node's, or returns `None` to end the search.
     pub(crate) fn search(&self, mut compare: impl FnMut(u32, T) -> Option<Ordering>) -> SearchEnd {
         let mut leaf = Leaf { above: NIL, side: 0 };
         let mut at = self.root;
@@ -170,7 +168,7 @@ impl<T: Copy + Default> RbTree<T> {
         self.free.push(at);
     }
 
-    /// Restores the rule that every path has the same number of black nodes: those through `at` lack one.
+    /// Restores the rule that every path has the same number of black nodes: the paths through `at` lack one.
     fn balance_gap(&mut self, mut at: u32) {
         while at != self.root && !self.is_red(at) {
             let parent = self.above(at);

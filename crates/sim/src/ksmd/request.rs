@@ -1,10 +1,10 @@
-//! Merging on request: the kernel's side of `/dev/ksm` (kernel/include/linux/ksm.h). The caller names two pages, and the
-//! kernel compares and merges them without a search. ksmd may run beside it.
+//! Merging on request: the kernel's side of `/dev/ksm` (kernel/include/linux/ksm.h). The caller names two pages, and
+//! the kernel compares and merges them without a search. ksmd may run beside it.
 //!
-//! A frame made on request is in no tree until ksmd visits one of its pages. Records go with their process, at once. The
-//! record of a page that was written since, or unmapped, stays until the same address is merged again, ksmd visits it, or its
-//! process exits; so KSM's counters may be too high. (Records that the kernel leaves to forked processes are not counted
-//! here.)
+//! A frame made on request is in no tree until ksmd visits one of its pages. Records go with their process, at once. If
+//! a page has been written since, or unmapped, its record stays until the same address is merged again, ksmd visits it,
+//! or its process exits; so KSM's counters may be too high. (We don't count records that the kernel leaves to forked
+//! processes.)
 
 use super::Ksmd;
 use super::trees::NO_TREE;
@@ -43,7 +43,7 @@ impl Present {
 }
 
 impl Ksmd {
-    /// Merges a page with the one that is kept, if they are equal.
+    /// Merges a page with the kept one, if they're equal.
     pub(crate) fn merge(&mut self, memory: &mut Memory, take: PageRef, kept: Kept) -> Merging {
         match kept {
             Kept::Zero => self.merge_with_zero(memory, take),
@@ -92,7 +92,8 @@ impl Ksmd {
         Merging::Merged
     }
 
-    /// Makes the frame of a page a merged one, for all processes that share it by fork. Only the page named gets a record.
+    /// Makes the frame of a page a merged one, for all processes that share it by fork. Only the named page gets a
+    /// record.
     fn keep(&mut self, memory: &mut Memory, keep: PageRef, kept: &Present) -> u32 {
         let sharers = fork_sharers(memory, keep);
         let frame = memory.new_frame(kept.content, kept.node, NO_TREE);

@@ -1,19 +1,19 @@
 //! ksmd's trees and counters, by the rules of Linux's `mm/ksm.c`.
 //!
 //! The trees are red-black trees like the kernel's, ordered by content id, and every step of a search counts as a
-//! comparison. So do the side effects of a search: a chain on the path is walked, a merged frame that is no longer
-//! mapped is removed and the search restarted, and a page of the unstable tree that is gone ends the search.
+//! comparison. We also simulate a search's side effects: it walks a chain on the path, removes a merged frame that is
+//! no longer mapped and starts again, and ends at a page of the unstable tree that is gone.
 //!
-//! There is one pair of trees, or one per memory node if `merge_across_nodes` is off, or a forest ([`Forest`]). A
-//! frame that has moved to another node moves to that node's tree at ksmd's next visit. If that tree has a frame with
-//! the same content, both stay (the kernel would move the pages of one to the other).
+//! There is one pair of trees, or one per memory node if `merge_across_nodes` is off, or a forest ([`Forest`]). A frame
+//! that has moved to another node moves to that node's tree at ksmd's next visit. If that tree has a frame with the
+//! same content, both stay (the kernel would move the pages of one to the other).
 
 use super::rbtree::{RbTree, SearchEnd};
 use crate::knobs::{Forest, Knobs};
 use crate::memory::{ItemState, Memory, NONE, PageRef};
 use pagefold_engine::keys::NodeKey;
 
-/// In place of a tree: the frame is in none, because it was made on request and ksmd has not visited it (the kernel's
+/// In place of a tree: the frame is in none, because it was made on request and ksmd hasn't visited it (the kernel's
 /// `migrate_nodes`).
 pub(super) const NO_TREE: u16 = u16::MAX;
 
@@ -38,7 +38,7 @@ struct Chain {
 
 impl Chain {
     /// Frames that a search walks in this chain: up to the first with room, which then moves to the front. So on
-    /// average it is one, or all.
+    /// average it's one, or all.
     fn walk(&self) -> u64 {
         if self.full == self.dups.len() { self.full as u64 } else { 1 }
     }
@@ -70,7 +70,7 @@ pub(crate) struct Trees {
     free_chains: Vec<u32>,
     max_page_sharing: u32,
     across_nodes: bool,
-    /// Whether the unstable trees are kept across scans.
+    /// Whether the unstable trees outlive a scan.
     persistent: bool,
     /// `pages_shared`.
     pub(crate) shared: u64,
@@ -123,7 +123,7 @@ impl Trees {
         memory.frames[frame as usize].items >= self.max_page_sharing
     }
 
-    /// The node of a content, or the position where it belongs.
+    /// The node of a content, or the place for it.
     fn locate(&self, tree: u16, content: u64) -> SearchEnd {
         self.pairs[usize::from(tree)].stable.search(|_, there| Some(content.cmp(&there.content)))
     }
@@ -204,7 +204,7 @@ impl Trees {
         self.drop(memory, frame);
         let tree = self.of_node(merged.node);
         memory.frames[frame as usize].tree = tree;
-        // The frame that searches try first must have room, if any has.
+        // If any frame has room, the one that searches try first must have room.
         self.add(memory, tree, frame, false);
     }
 
@@ -354,8 +354,8 @@ impl Trees {
             let mut relative = false;
             let found = self.pairs[usize::from(tree)].unstable.search(|node, (key, page)| {
                 let region = memory.region(key)?;
-                // The pages of the unstable tree are not protected. This one may have been written, merged, or
-                // unmarked and marked again, which leaves it without a record until ksmd's next visit.
+                // The pages of the unstable tree aren't protected. This one may have been written, merged, or unmarked
+                // and marked again. It then has no record until ksmd's next visit.
                 let item = region.items.get(page as usize)?;
                 let comparable = matches!(region.backing[page as usize], Private | Forked)
                     && region.marks.contains(page)
@@ -427,6 +427,6 @@ pub(crate) enum UnstableSearch {
     Partner(PageRef, u32),
     /// No such page. The page itself is now in the tree, at this node.
     Inserted(u32),
-    /// The search met a page that it cannot compare with. The page is retried at a later visit.
+    /// The search met a page that ksmd can't compare with. ksmd tries again at a later visit.
     Lost,
 }

@@ -69,7 +69,7 @@ impl Ksmd {
         visit
     }
 
-    /// Whether unstable trees are kept across scans.
+    /// Whether the unstable trees outlive a scan.
     fn persistent(&self) -> bool {
         matches!(self.knobs.forest, Forest::Classes(_))
     }
@@ -103,9 +103,9 @@ impl Ksmd {
         VisitCost { cost_ns: self.costs.visit_merged_ns, counts: true }
     }
 
-    /// The class of a page. With classes by writes, it is the class as of the last scan in which the page was
-    /// written. Read literally, the paper would never compare anything: a written page is volatile, and an unwritten
-    /// one is in the class that is not compared. A new page counts as written entirely.
+    /// The class of a page. With classes by writes, we use the class as of the last scan that found the page written.
+    /// Read literally, the paper would never compare anything: a written page is volatile, and an unwritten one is in
+    /// the class that isn't compared. A new page counts as written entirely.
     fn class_of(&self, region: &Region, page: usize, writes: PageWrites, item: RmapItem) -> u8 {
         let Forest::Classes(classes) = self.knobs.forest else { return 0 };
         match classes {
@@ -117,7 +117,6 @@ impl Ksmd {
         }
     }
 
-    /// The tree that a page belongs to.
     fn tree_of(&mut self, memory: &Memory, (key, page): PageRef, item: &RmapItem) -> u16 {
         match self.knobs.forest {
             Forest::Kernel => {
@@ -129,9 +128,9 @@ impl Ksmd {
         }
     }
 
-    /// Searches the stable tree, then the unstable one. A frame found in the stable tree is kept. Of two pages found
-    /// equal in the unstable tree, the frame of the visited page is kept (`try_to_merge_two_pages`), which determines
-    /// the node.
+    /// Searches the stable tree, then the unstable one. A frame found in the stable tree stays. If two pages are found
+    /// equal in the unstable tree, the visited page's frame stays (`try_to_merge_two_pages`), which determines the
+    /// node.
     fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, item: &mut RmapItem) -> u64 {
         let (tree, mut steps) = (self.tree_of(memory, me, item), Steps::default());
         let (found, merge_ns) = self.find(memory, (tree, me), content, item, &mut steps);

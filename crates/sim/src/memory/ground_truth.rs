@@ -15,8 +15,8 @@ pub struct GroundTruth {
     pub contents: u64,
     /// Pages that map the zero page.
     pub zero_mapped: u64,
-    /// Frames that could be saved now: `frames` minus `contents`. All pages of zeros count, which requires
-    /// `use_zero_pages`; without it, one frame of zeros remains.
+    /// Frames that could be saved now: `frames` minus `contents`. All pages of zeros count, but only `use_zero_pages`
+    /// saves all of them: without it, one frame of zeros remains.
     pub savable: u64,
 }
 

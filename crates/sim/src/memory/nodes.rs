@@ -1,8 +1,8 @@
 //! Memory nodes: their sizes, where each frame is, and moving frames.
 //!
-//! A private page is allocated where its process runs when it is first written. If that node is full or offline, it
-//! is allocated on the nearest one with room (the kernel's zone lists). The simulator never runs out of memory: if no
-//! node has room, the nearest one is used anyway, and its free memory stays at zero.
+//! A private page is allocated where its process runs at the first write. If that node is full or offline, we take the
+//! nearest one with room (the kernel's zone lists). We never run out of memory: if no node has room, we use the nearest
+//! one anyway, and its free memory stays at zero.
 
 use super::{Backing, Memory, Region};
 use pagefold_engine::host::NodeView;
@@ -15,7 +15,7 @@ use rustc_hash::FxHashMap;
 const LOCAL_DISTANCE: u32 = 10;
 const REMOTE_DISTANCE: u32 = 20;
 
-/// The node on which a process runs, and the rules for the placement of its pages.
+/// The node that a process runs on, and the rules for the placement of its pages.
 #[derive(Clone, Copy, Debug)]
 pub struct ProcessNuma {
     pub home: NodeKey,
@@ -63,7 +63,7 @@ impl Nodes {
         }
     }
 
-    /// Whether the location of frames has to be tracked.
+    /// Whether we have to track the location of frames.
     pub fn is_tracked(&self) -> bool {
         !self.0.is_empty()
     }
@@ -213,8 +213,8 @@ impl Memory {
         self.nodes.free(self.frames[frame as usize].node);
     }
 
-    /// Moves the merged frame of a page, for all pages that map it (`move_pages` with `MPOL_MF_MOVE_ALL`). Refused if
-    /// the page is not merged, the process may not use the node, or the node is full.
+    /// Moves the merged frame of a page, for all pages that map it (`move_pages` with `MPOL_MF_MOVE_ALL`). Refuses if
+    /// the page isn't merged, the process may not use the node, or the node is full.
     pub(crate) fn move_frame(&mut self, key: u32, page: u32, to: NodeKey) -> MoveResult {
         let found = self.region(key).and_then(|region| Some((region.merged_frame(page)?, region.owner)));
         let Some((frame, owner)) = found else { return MoveResult::Refused };
@@ -249,7 +249,7 @@ impl Memory {
             return false;
         }
         leaving.online = false;
-        // Fork-shared frames are moved once.
+        // We move fork-shared frames once.
         let mut went: FxHashMap<u32, NodeKey> = FxHashMap::default();
         for at in 0..self.regions.len() {
             let Some(mut region) = self.regions[at].take() else { continue };

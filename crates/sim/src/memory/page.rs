@@ -3,8 +3,8 @@
 /// No frame.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// The backing of a page. Finer than [`PageState`](pagefold_engine::host::PageState): the two kinds of zero mapping are
-/// counted differently.
+/// The backing of a page. Finer than [`PageState`](pagefold_engine::host::PageState): the two kinds of zero mapping
+/// count differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     Absent,

@@ -29,7 +29,7 @@ pub struct Region {
     /// How often each page was read from outside, at most 2. Empty until the first read, and on a machine with one
     /// node.
     pub(crate) reads: Vec<u8>,
-    /// Writes to each page. Empty unless they are recorded.
+    /// Writes to each page. Empty unless we record them.
     pub(crate) writes: Vec<PageWrites>,
     /// The eighth of physical memory that each page is in. Empty unless a script sets it.
     pub(crate) eighths: Vec<u8>,
@@ -91,15 +91,15 @@ pub struct Owner {
     pub(crate) exited: bool,
     /// How often a region was mapped or unmapped.
     pub(crate) changes: u64,
-    /// Whether marking it is refused.
+    /// Whether we refuse to mark it.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
-    /// The first of the processes from which it was forked, or itself.
+    /// Its first ancestor by fork, or itself.
     pub(crate) lineage: u32,
-    /// Whether pagefold is told to leave it alone.
+    /// Whether we tell pagefold to leave it alone.
     pub(crate) left_alone: bool,
     pub(crate) numa: ProcessNuma,
-    /// Whether it is on ksmd's list.
+    /// Whether it's on ksmd's list.
     pub(crate) registered: bool,
     /// Records of pages that are gone or no longer marked. Kept until ksmd's next visit.
     pub(crate) stale_items: u64,

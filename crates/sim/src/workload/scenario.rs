@@ -27,8 +27,8 @@ pub fn pairs(sim: &mut SimHost, pages: Pages, random: Pages) -> Vec<OwnerKey> {
     owners
 }
 
-/// UKSM's COW-breaking workload: identical pages, one of which is written every 10 ms, in order, with its own
-/// content. Merging pays until the writer returns.
+/// UKSM's COW-breaking workload: identical pages. Every 10 ms one of them is written, in order, with its own content.
+/// Merging pays until the writer returns.
 pub fn cow_breaker(sim: &mut SimHost, pages: Pages) -> OwnerKey {
     let breaker = Behaviour::CowBreaker { every_ns: 10 * NS_PER_MS };
     one(sim, Mapping::new(pages, Fill::Same(3)).behaving(breaker).of_family(3))
@@ -39,7 +39,7 @@ pub fn short_lived(sim: &mut SimHost, pages: Pages, life_ns: u64) -> OwnerKey {
     one(sim, Mapping::new(pages, Fill::Same(4)).behaving(Behaviour::ShortLived { life_ns }).of_family(4))
 }
 
-/// UKSM's sparse workload: a large range of which only a share is resident, each page with a content of its own.
+/// UKSM's sparse workload: a large range with only a share of it resident, each page with a content of its own.
 pub fn sparse(sim: &mut SimHost, pages: Pages, resident: Permyriad) -> OwnerKey {
     one(sim, Mapping::new(pages, Fill::Random).resident(resident).of_family(5))
 }
