@@ -154,8 +154,7 @@ impl LiveHost {
         }
     }
 
-    /// Checks whether a late request has ended. We had judged its processes again before, and only now find the memory
-    /// that it has marked since.
+    /// If a late request has ended, finds the memory that it marked after we judged its processes again.
     pub(super) fn end_late_merge(&mut self) {
         let Some(late) = self.requesting.late.take_if(|late| late.job.pending.is_over()) else { return };
         for pid in late.pids {
