@@ -1,8 +1,8 @@
-//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked, and for
+//! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark, and for
 //! the beginning and the end of the command. It has no contents of memory and no digests of them.
 //!
-//! A thread writes it, so that nothing waits for its file system. A line that can't be written, or that comes when too many
-//! wait already, is lost: it's counted, the first loss is reported, and the next line in the log says how many are missing.
+//! A thread writes it, so that nothing waits for its file system. We lose a line if we can't write it, or if too many
+//! wait already: we count it, report the first loss, and the next line in the log says how many are missing.
 
 mod entry;
 mod file;
@@ -24,25 +24,25 @@ use std::time::{Duration, SystemTime};
 const SCHEMA: &str = "pagefold.audit/1";
 /// Bytes of lines that may wait: some 8,000 lines, more than a cycle has.
 const ROOM: usize = 4 << 20;
-/// How long the end waits for the log.
+/// How long the end of the run waits for the log.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Audit {
     shown: String,
-    /// Open, but without a thread, which must not be started before rights are given up.
+    /// Open, but without a thread yet: we mustn't start one before we've given up rights.
     file: Option<LogFile>,
     orders: Sink<Order>,
     /// Lines lost so far.
     lost: Arc<AtomicU64>,
-    /// What is to be said of them, by the thread and by us.
+    /// What to report about lost lines, from the thread and from us.
     of_thread: Receiver<String>,
     complaints: Vec<String>,
-    /// The last line was lost because too many wait.
+    /// Whether we lost the last line because too many wait.
     is_stalled: bool,
 }
 
-/// What the thread is to do.
+/// Work for the thread.
 #[derive(Debug)]
 enum Order {
     Write(String),
@@ -54,9 +54,10 @@ impl Audit {
     /// Opens or creates the log.
     ///
     /// # Errors
-    /// With exit code 2: the file cannot be opened, or other users could write or replace it.
+    /// With exit code 2: we can't open the file, or other users could write or replace it.
     pub fn open(path: &Path) -> Result<Self, Exit> {
-        // At the limit on the size of files (RLIMIT_FSIZE) this signal would end the run. Handled, the write fails.
+        // At the limit on the size of files (RLIMIT_FSIZE) this signal would end the run. With a handler, the write
+        // fails instead.
         let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
         let lost = Arc::default();
         let (complaints, of_thread) = channel();
@@ -72,12 +73,11 @@ impl Audit {
         })
     }
 
-    /// Opens the log again by its name, after the file was renamed. If that fails the old file stays in use.
+    /// Opens the log again by its name, after the file was renamed. If that fails we keep the old file.
     pub fn reopen(&self) {
         self.orders.put(Order::Reopen, 0);
     }
 
-    /// The number of lines lost.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
     }
@@ -89,7 +89,7 @@ impl Audit {
 
     fn write_at(&mut self, entry: &Entry, time: SystemTime) {
         if let Some(mut file) = self.file.take() {
-            // Without a thread the log stalls, which is said then.
+            // Without a thread the log stalls, and we report that then.
             let _ = self.orders.start("audit", move |next| file.serve(next));
         }
         let line = line_of(entry, time);
@@ -107,13 +107,13 @@ impl Audit {
         }
     }
 
-    /// What is to be said of lines that were lost since the last call.
+    /// What to report about lines lost since the last call.
     pub fn complaints(&mut self) -> Vec<String> {
         self.complaints.extend(self.of_thread.try_iter());
         std::mem::take(&mut self.complaints)
     }
 
-    /// Waits a moment until all lines are written. Those that aren't are lost.
+    /// Waits a moment until all lines are written. The rest is lost.
     pub fn finish(&mut self) {
         let unwritten = self.orders.flush(END_LIMIT);
         if unwritten > 0 {
@@ -135,7 +135,7 @@ fn line_of(entry: &Entry, time: SystemTime) -> String {
         entry: &'a Entry,
     }
     let line = Line { schema: SCHEMA, time: humantime::format_rfc3339_millis(time).to_string(), entry };
-    // Maps with keys other than strings can't be encoded; there is none.
+    // Only maps with keys other than strings can't be encoded, and we have none.
     visible_json(&serde_json::to_string(&line).unwrap_or_default()) + "\n"
 }
 

@@ -1,4 +1,5 @@
-//! Requests to a running `pagefold run`, over a socket that only root can reach, and for the status the group `pagefold`.
+//! Requests to a running `pagefold run`, over a socket that only root can reach; the group `pagefold` may ask for the
+//! status.
 //!
 //! One line of JSON each way ([`protocol`]). The daemon's end ([`server`]) has threads of its own and never delays the
 //! engine: it puts requests into a [`queue`], which the main loop serves between two cycles.
@@ -21,7 +22,7 @@ use std::path::Path;
 use std::sync::Arc;
 use tracing::debug;
 
-/// Serves the socket. If that fails the run goes on without it. A dry run does not replace the socket of another run.
+/// Serves the socket. If that fails the run goes on without it. A dry run doesn't replace another run's socket.
 pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
     let answer = move |request: Request, uid: u32| {
         debug!(target: "control", ?request, uid);

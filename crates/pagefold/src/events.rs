@@ -1,8 +1,9 @@
-//! What the run has done lately, for `status`, `top` and its page: a list of fixed length, filled where the audit log is.
+//! What the run has done lately, for `status`, `top` and its page: a list of fixed length, filled where the audit log
+//! is.
 //!
-//! What is done to a process again within a minute, for the same reason, is one event, so that a program that causes many does
-//! not push all others out of the list at once. The journal gets each event when it begins, if nothing
-//! was printed about it and there are not too many.
+//! If we do the same to a process again within a minute, for the same reason, that's one event, so a program that
+//! causes many doesn't push all others out of the list at once. The journal gets each event when it begins, unless we
+//! printed something about it or there are too many.
 
 use crate::audit::Entry;
 use crate::history::now;
@@ -31,7 +32,7 @@ pub struct Event {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     pub times: u64,
-    /// How much of the process was marked, unmarked or merged; how much of it was to be.
+    /// How many bytes of the process we marked, unmarked or merged; how many we wanted to.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub done_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -39,7 +40,7 @@ pub struct Event {
     /// The reason, or what happened.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
-    /// Of what else must be equal for two to be one.
+    /// Must be equal too for two events to be one.
     #[serde(skip)]
     kind: &'static str,
     #[serde(skip)]
@@ -83,7 +84,7 @@ pub struct Events {
 }
 
 impl Events {
-    /// None yet. New ones are added to the journal.
+    /// Starts with no events. We add new ones to the journal.
     pub fn new(journal: Option<Journal>, dry_run: bool) -> Self {
         let journal = journal.map(|journal| (journal, MessageLimit::new(Instant::now())));
         Self { journal, dry_run, ..Self::default() }
@@ -93,7 +94,7 @@ impl Events {
         self.list.iter().cloned().collect()
     }
 
-    /// Adds what the audit log has a line for.
+    /// Adds an event for a line of the audit log.
     pub fn add_entry(&mut self, entry: &Entry) {
         let event = match entry {
             Entry::Mark(change) | Entry::Unmark(change) => {
@@ -133,7 +134,7 @@ impl Events {
 
     fn add(&mut self, event: Event, now: u64) {
         debug!(target: "event", "{}", event.sentence(self.dry_run));
-        // Any user can start programs that are left alone, as many as wanted. The last one of a minute is named.
+        // Any user can start any number of programs that we leave alone. We name the last one of a minute.
         let of_any = matches!(event.what.as_str(), "scan" | "left-alone");
         let is_same = |other: &&mut Event| {
             let same_process = of_any || event.pid.is_some() && other.pid == event.pid;
@@ -166,7 +167,7 @@ impl Event {
         !matches!(self.what.as_str(), "mark" | "unmark" | "merge" | "override" | "pause" | "resume" | "governor")
     }
 
-    /// The fields of an entry in the journal.
+    /// The fields of its journal entry.
     fn fields(&self, dry_run: bool) -> Vec<(&'static str, String)> {
         let mut fields = vec![
             ("MESSAGE", self.sentence(dry_run)),

@@ -1,8 +1,9 @@
-//! What runs have saved over time: a file of fixed size, by the minute for a day and by the quarter of an hour for 30 days.
+//! What runs have saved over time: a file of fixed size, with a moment per minute for a day and one per quarter of an
+//! hour for 30 days.
 //!
-//! A moment has its slot by the time, so a write concerns one slot and nothing else, and the oldest is overwritten. A slot
-//! that a crash has torn fails its checksum and is empty. The file is written by a thread of its own, which asks the main loop
-//! for the facts as the control socket does: no disk delays it. It is read without a daemon, too.
+//! A moment's time picks its slot, so a write touches that slot only and overwrites the oldest moment. A slot that a
+//! crash has torn fails its checksum and is empty. A thread writes the file and asks the main loop for the facts as the
+//! control socket does: no disk delays the main loop. Reading the file needs no daemon.
 
 mod curve;
 mod file;
@@ -18,16 +19,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Where the service keeps it.
 pub const DEFAULT_FILE: &str = "/var/lib/pagefold/history";
 
-/// The figures of one time. All but the time are those of `pagefold.status/1`.
+/// The figures at one time. All but the time come from `pagefold.status/1`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moment {
     /// Seconds since 1970.
     pub time: u64,
     pub pid: u64,
-    /// Whether nothing was merged, but only found.
+    /// Whether the run only found duplicates and merged nothing.
     pub dry_run: bool,
     pub saved_bytes: u64,
-    /// What is expected to be merged of the memory in scope, the copies that stay included.
+    /// The memory in scope that we expect to be merged, including the copies that stay.
     pub expected_bytes: u64,
     pub marked_bytes: u64,
     pub resident_bytes: u64,
@@ -38,7 +39,7 @@ pub struct Moment {
 }
 
 impl Moment {
-    /// `None` while it isn't known yet what is saved.
+    /// `None` while we don't know yet how much is saved.
     pub fn of(status: &Status, time: u64) -> Option<Self> {
         let saved_bytes = if status.dry_run { Some(0) } else { status.saved_bytes }?;
         Some(Self {

@@ -1,7 +1,7 @@
 //! Metrics for Prometheus: served over HTTP, written to a file, or both. pagefold-metrics(5) describes them.
 //!
-//! Every metric is a view of the status ([`families`]), so the two agree. Both ways of handing them out have threads of their
-//! own, which ask the main loop for the facts as the control socket does: nothing that a client or a disk does delays it.
+//! Every metric is a view of the status ([`families`]), so the two agree. The server and the file each have a thread,
+//! which asks the main loop for the facts as the control socket does: no client and no disk delays the main loop.
 
 pub mod families;
 mod file;
@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A page is cached for at least this long.
+/// We cache a page for at least this long.
 const AGE_LEAST: Duration = Duration::from_secs(1);
 /// And for at most this long.
 const AGE_MOST: Duration = Duration::from_secs(10);
@@ -34,7 +34,7 @@ const PAGE_PART: u32 = 1_000;
 /// The main loop's part of the work costs about as much as this thread's.
 const BOTH: u64 = 2;
 
-/// What is to be done with metrics.
+/// Where the settings want metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetricsSettings {
     pub address: Option<SocketAddr>,
@@ -70,10 +70,10 @@ impl Metrics {
         })
     }
 
-    /// Opens what the settings say, beside the sockets that were passed.
+    /// Opens the address and the file of the settings, beside the sockets that were passed.
     ///
     /// # Errors
-    /// The address cannot be listened on, or the file cannot be written safely.
+    /// We can't listen on the address, or can't write the file safely.
     pub fn open(settings: &MetricsSettings, passed: Vec<TcpListener>) -> Result<Self> {
         let mut listeners = passed;
         if let Some(address) = settings.address {
@@ -86,7 +86,7 @@ impl Metrics {
         Ok(Self { listeners, file, interval: settings.interval })
     }
 
-    /// Starts to hand metrics out. The file is removed when the result is dropped.
+    /// Starts both. Dropping the result removes the file.
     pub fn start(self, requests: &RequestSender) -> Option<Background<()>> {
         if !self.listeners.is_empty() {
             let mut page = Page::new(requests.clone());
@@ -108,13 +108,13 @@ fn refused(address: SocketAddr, error: &std::io::Error) -> Exit {
         ErrorKind::AddrInUse => (exit::FAILURE, "choose another port, or end the program that uses it"),
         ErrorKind::AddrNotAvailable => (exit::FAILURE, "choose an address of this machine"),
         ErrorKind::PermissionDenied => (exit::NOT_PERMITTED, "choose a port from 1024 on"),
-        // In a service without a network.
+        // A service without a network, for example.
         _ => (exit::FAILURE, "in the service, enable pagefold-metrics.socket instead"),
     };
     Exit::new(code, format!("cannot serve metrics at {address}: {error}; {advice}"))
 }
 
-/// The metrics as text, cached so that frequent requests cannot keep this process busy.
+/// The metrics as text, cached so that frequent requests can't keep this process busy.
 struct Page {
     requests: RequestSender,
     text: Arc<str>,
@@ -126,10 +126,10 @@ impl Page {
         Self { requests, text: Arc::from(""), expires: Instant::now() }
     }
 
-    /// The page.
+    /// Returns the page, made anew if the cached one has expired.
     ///
     /// # Errors
-    /// The main loop does not answer, or has ended: what is wrong; what to do.
+    /// The main loop doesn't answer, or has ended: the problem; the advice.
     fn get(&mut self) -> Result<Arc<str>, String> {
         let (now, before_ns) = (Instant::now(), thread_cpu_ns());
         if now >= self.expires {

@@ -1,8 +1,8 @@
-//! What a service manager is told: that the run is ready, how it goes, that it is alive, that it ends (`sd_notify`(3)); and what its
-//! journal gets besides what the run prints: events with their fields (systemd.journal-fields(7)).
+//! Tells a service manager that the run is ready, how it goes, that it's alive, and that it ends (`sd_notify`(3)). Adds
+//! to its journal, besides what the run prints, events with their fields (systemd.journal-fields(7)).
 //!
-//! A message is one datagram to the socket that `NOTIFY_SOCKET` names, or to the journal's. The sockets never block: who does not
-//! read misses messages, and delays nothing.
+//! A message is one datagram to the socket that `NOTIFY_SOCKET` names, or to the journal's. The sockets never block: a
+//! manager that doesn't read misses messages, and delays nothing.
 
 use std::env;
 use std::ffi::OsStr;
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 /// The socket of the journal's own protocol.
 const JOURNAL: &str = "/run/systemd/journal/socket";
-/// Messages that programs can cause that are printed at once, and the time after which one more is.
+/// How many messages caused by programs we print at once, and the time after which we print one more.
 const MESSAGES_MOST: u32 = 100;
 const MESSAGE_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two texts for `systemctl status`.
@@ -33,7 +33,7 @@ pub struct ServiceManager {
 }
 
 impl ServiceManager {
-    /// The one that has started this process.
+    /// The manager that started this process.
     pub fn of_environment() -> Self {
         let own = |pid: &OsStr| pid.to_str() == Some(&std::process::id().to_string());
         let limit = env::var("WATCHDOG_USEC").ok().and_then(|limit| limit.parse().ok()).map(Duration::from_micros);
@@ -51,7 +51,7 @@ impl ServiceManager {
         self.send("READY=1");
     }
 
-    /// The run is ending, which takes as long as KSM's settings take to be restored.
+    /// The run is ending, which takes until KSM's settings are restored.
     pub fn stopping(&self) {
         self.send("STOPPING=1\nSTATUS=restoring KSM's settings");
     }
@@ -82,7 +82,7 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// The one that standard error is connected to, if it is.
+    /// The journal, if standard error is connected to one.
     pub fn of_environment() -> Option<Self> {
         if !has_standard_error() {
             return None;
@@ -90,7 +90,7 @@ impl Journal {
         Some(Self { socket: connect(OsStr::new(JOURNAL))? })
     }
 
-    /// Adds an entry. Every value is sent with its length, so that it may contain anything.
+    /// Adds an entry. We send every value with its length, so it may contain anything.
     pub fn add(&self, fields: &[(&str, String)]) {
         let mut entry = Vec::new();
         for (name, value) in fields {
@@ -121,7 +121,7 @@ impl MessageLimit {
         Self { left: MESSAGES_MOST, since: now, unprinted: 0 }
     }
 
-    /// Whether one may be printed now; if so, how many were not since the last one.
+    /// Whether we may print one now; if so, how many we've skipped since the last one.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         let passed = now.saturating_duration_since(self.since).as_secs() / MESSAGE_INTERVAL.as_secs();
         let passed = u32::try_from(passed).unwrap_or(u32::MAX);
@@ -135,7 +135,7 @@ impl MessageLimit {
         Some(std::mem::take(&mut self.unprinted))
     }
 
-    /// How many there were since the last one that was printed.
+    /// How many we've skipped since the last one that we printed.
     #[cfg(test)]
     pub fn unprinted(&self) -> u64 {
         self.unprinted

@@ -1,7 +1,7 @@
-//! Sketches of what the workloads of this host hold, for the fleet: [`Keeper`] reads, [`Writer`] writes the file.
+//! Sketches of what this host's workloads hold, for the fleet: [`Keeper`] reads, [`Writer`] writes the file.
 //!
-//! A workload is read whole, in portions, before the next one is: so there is one table of contents at a time, and of each other
-//! workload only its row. Contents leave the reading thread as digests under the fleet's key.
+//! We read a whole workload, in portions, before we begin the next. So we keep one table of contents at a time, and
+//! only a row for each other workload. Contents leave the reading thread as digests under the fleet's key.
 
 mod keeper;
 mod reading;

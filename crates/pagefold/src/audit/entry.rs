@@ -21,7 +21,7 @@ pub enum Entry {
     Unmark(Change),
     Merge(Merge),
     Override(Override),
-    /// So many lines are missing here.
+    /// This many lines are missing here.
     Lost {
         lost: u64,
     },
@@ -55,7 +55,7 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// Describes a target of a run in the trust domain `domain`.
+    /// Describes a run's target in the trust domain `domain`.
     pub fn of(target: &Target, domain: Option<&String>) -> Self {
         Self {
             pid: target.process.pid(),
@@ -95,7 +95,7 @@ pub struct Change {
     pub outcome: Outcome,
 }
 
-/// Pages of a process that the kernel was asked to merge in one cycle with those of another one.
+/// Pages of a process that we asked the kernel to merge with another process's in one cycle.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Merge {
     #[serde(flatten)]
@@ -106,7 +106,7 @@ pub struct Merge {
     pub done_bytes: u64,
 }
 
-/// A process is not left alone although its owner has opted out.
+/// We don't leave a process alone although its owner has opted out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Override {
     #[serde(flatten)]
@@ -167,12 +167,12 @@ impl Entry {
         if mark { Self::Mark(change) } else { Self::Unmark(change) }
     }
 
-    /// The results of a cycle's requests for the pages of a process.
+    /// The results of a cycle's requests for a process's pages.
     pub fn merged(owner: Owner, with_pid: Option<i32>, named: Pages, merged: Pages) -> Self {
         Self::Merge(Merge { owner, with_pid, bytes: named.bytes().0, done_bytes: merged.bytes().0 })
     }
 
-    /// What has come of unmarking a mapping, because a user asked for it. `refused`: what is still marked will stay so.
+    /// The result of unmarking a mapping because a user asked for it. `refused`: the rest will stay marked.
     pub fn asked(owner: Owner, mapping: &UnmarkedMapping, refused: bool) -> Self {
         let outcome = match (mapping.unmarked, refused) {
             (Bytes(0), true) => Marking::Refused.into(),
@@ -182,12 +182,12 @@ impl Entry {
         Self::Unmark(Change::new(owner, (mapping.start, mapping.end), Why::Asked, outcome))
     }
 
-    /// An opt-out that is overridden.
+    /// An opt-out that we override.
     pub fn overridden(owner: Owner, opt_out: String) -> Self {
         Self::Override(Override { owner, why: Reason { kind: "opted-out", sentence: opt_out } })
     }
 
-    /// The result of removing marks that must not stay, for this reason.
+    /// The result of removing marks that mustn't stay, for this reason.
     pub fn withdrawn(owner: Owner, result: &ChangeResult, reason: String) -> Self {
         let mut change = Change::of(owner, result);
         change.why.sentence = reason;

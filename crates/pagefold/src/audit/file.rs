@@ -1,4 +1,4 @@
-//! The file of the audit log, and what its thread does with it.
+//! The audit log's file, and how its thread writes it.
 
 use super::{Entry, Order, line_of, path_text};
 use crate::config::ownership;
@@ -17,9 +17,9 @@ use std::time::SystemTime;
 pub(super) struct LogFile {
     path: PathBuf,
     pub(super) file: File,
-    /// The last line is incomplete.
+    /// Whether the last line is incomplete.
     pub(super) torn: bool,
-    /// Lines lost since the last one that was written.
+    /// Lines lost since the last one that we wrote.
     missing: u64,
     /// Lines lost in all.
     lost: Arc<AtomicU64>,
@@ -33,7 +33,7 @@ impl LogFile {
         Ok(Self { path: path.to_owned(), file, torn: false, missing: 0, lost, complaints, has_complained: false })
     }
 
-    /// Does what the queue has next.
+    /// Does the queue's next piece of work.
     pub(super) fn serve(&mut self, next: Next<Order>) {
         match next {
             Next::Item(Order::Write(line)) => {
@@ -94,7 +94,7 @@ impl LogFile {
         }
     }
 
-    /// In one call, so that the lines of two writers do not mix: with O_APPEND, write(2) seeks and writes atomically.
+    /// Writes in one call, so that two writers' lines don't mix: with O_APPEND, write(2) seeks and writes atomically.
     fn append(&mut self, line: &str) -> io::Result<()> {
         let end_of_torn = if self.torn { "\n" } else { "" };
         let text = format!("{end_of_torn}{line}");
@@ -123,7 +123,7 @@ fn open(path: &Path) -> Result<File, Exit> {
         .canonicalize()
         .map_err(|error| cannot(format!("cannot be created: {error}; create its directory, writable by root only")))?;
     ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
-    // Neither a symbolic link nor a pipe without a reader.
+    // Refuses a symbolic link, and a pipe without a reader.
     let file = OpenOptions::new()
         .append(true)
         .create(true)

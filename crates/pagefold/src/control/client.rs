@@ -10,15 +10,15 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long the daemon may take. It answers between two cycles. A cycle may read for about 40 ms, refresh many processes, or
-/// wait for a target that does not stop.
+/// How long we wait for the daemon. It answers between two cycles; a cycle may read for about 40 ms, refresh many
+/// processes, or wait for a target that doesn't stop.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
 pub fn ask<T: DeserializeOwned>(request: &Request) -> Result<T> {
     Ok(serde_json::from_value(ask_at(Path::new(PATH), request)?)?)
 }
 
-/// The same over the socket at `path`, without decoding the answer.
+/// Asks over the socket at `path` and doesn't decode the answer.
 fn ask_at(path: &Path, request: &Request) -> Result<Value> {
     let mut stream = UnixStream::connect(path).map_err(|error| unreachable(&error))?;
     let line = talk(&mut stream, request).map_err(|error| match error.kind() {
@@ -42,7 +42,7 @@ fn ask_at(path: &Path, request: &Request) -> Result<Value> {
 fn talk(stream: &mut UnixStream, request: &Request) -> io::Result<Vec<u8>> {
     stream.set_read_timeout(Some(ANSWER_LIMIT))?;
     stream.set_write_timeout(Some(ANSWER_LIMIT))?;
-    // A daemon that refuses the connection answers and closes it without reading. Its answer counts, not the broken pipe.
+    // A daemon that refuses us answers and closes without reading. We want that answer, not the broken pipe.
     let sent = stream.write_all(request.line().as_bytes()).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
     let mut answer = Vec::new();
     let read = stream.read_to_end(&mut answer);
@@ -53,7 +53,7 @@ fn talk(stream: &mut UnixStream, request: &Request) -> io::Result<Vec<u8>> {
     read.and(sent).and(Err(ErrorKind::UnexpectedEof.into()))
 }
 
-/// What to do if the daemon ends before it answers.
+/// Tells the user what to do if the daemon ends before it answers.
 fn after_its_end(request: &Request) -> &'static str {
     match request {
         Request::Unmerge(_) => {

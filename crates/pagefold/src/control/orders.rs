@@ -1,4 +1,4 @@
-//! Requests on processes: `unmerge` and `include`. They are carried out by the host, from one cycle to the next.
+//! `unmerge` and `include`: requests about processes, which the host carries out over several cycles.
 
 use super::protocol::{Request, Selectors};
 use super::queue::Order;
@@ -14,7 +14,7 @@ use std::sync::mpsc::Sender;
 
 type Reply = Sender<Result<String, Exit>>;
 
-/// The requests that have not been answered yet.
+/// The requests that we haven't answered yet.
 #[derive(Debug, Default)]
 pub struct Orders {
     under_way: Vec<UnderWay>,
@@ -29,7 +29,7 @@ struct UnderWay {
 }
 
 impl Orders {
-    /// Begins new requests, and answers those that are done. Call it after the host's events have been taken.
+    /// Begins new requests and answers finished ones. Call it after the host's events have been taken.
     pub fn serve(&mut self, new: Vec<Order>, host: &mut LiveHost, events: &mut Events) {
         for Order { request, uid, reply } in new {
             match request {
@@ -73,7 +73,7 @@ impl Orders {
     }
 }
 
-/// Answers all of them with a refusal.
+/// Refuses all of them.
 pub fn refuse(orders: Vec<Order>, why: &Exit) {
     for order in orders {
         send(&order.reply, Err::<Summary, _>(why.clone()));

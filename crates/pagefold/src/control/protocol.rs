@@ -7,13 +7,13 @@ use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 
 pub const PATH: &str = "/run/pagefold/control.sock";
-/// The schema of requests, and of answers that have none of their own.
+/// The schema of requests, and of answers without a schema of their own.
 pub const SCHEMA: &str = "pagefold.control/1";
 /// Members of this group may ask for the status, nothing else.
 pub const GROUP: &str = "pagefold";
 /// How a refusal for lack of permission begins.
 pub const ONLY_ROOT: &str = "only root may send";
-/// The longest request, bytes, its newline included: some thousands of pids.
+/// The longest request in bytes, with its newline: room for some thousands of pids.
 pub const REQUEST_MOST: usize = 65_536;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,9 +23,9 @@ pub enum Request {
     Status,
     /// Answered by `pagefold.explain/1`.
     Explain { pid: i32 },
-    /// The same of a guest of Xen, by name or number.
+    /// `Explain` for a Xen guest, by name or number.
     Guest { guest: String },
-    /// Changes the governor. Answered by [`ControlState`], as the others below.
+    /// Changes the governor. The daemon answers this, `Pause` and `Resume` with [`ControlState`].
     Governor { name: String },
     /// Stops reading, marking and merging.
     Pause,
@@ -33,7 +33,7 @@ pub enum Request {
     Resume,
     /// Unmerges processes and keeps them out. Answered by `pagefold.unmerge/1`.
     Unmerge(Selectors),
-    /// Lets them in again. Answered by `pagefold.include/1`.
+    /// Lets processes in again. Answered by `pagefold.include/1`.
     Include(Selectors),
 }
 
@@ -45,7 +45,7 @@ pub struct Selectors {
     pub pids: Vec<i32>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub cgroups: Vec<String>,
-    /// By number: the daemon may see other names.
+    /// By number, since the daemon may see other names.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub users: Vec<u32>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -54,10 +54,10 @@ pub struct Selectors {
 }
 
 impl Selectors {
-    /// Those of a scope.
+    /// The selectors of a scope.
     ///
     /// # Errors
-    /// A user does not exist.
+    /// A user doesn't exist.
     pub fn of(spec: &ScopeSpec) -> Result<Self, ScopeError> {
         let mut selectors = Self::default();
         for selector in &spec.0 {
@@ -105,7 +105,7 @@ pub struct ControlState {
 /// The answer to a request that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
-    /// What is wrong; what to do.
+    /// The problem; the advice.
     pub error: String,
     /// The exit code of a command that sent the request.
     #[serde(default = "failure")]
@@ -133,7 +133,7 @@ impl Request {
     /// Parses a line.
     ///
     /// # Errors
-    /// What is wrong; what to do.
+    /// The problem; the advice.
     pub fn parse(line: &[u8]) -> Result<Self, String> {
         let message: Message = serde_json::from_slice(line)
             // The error may quote the request.

@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// The main loop is woken again at this interval until it answers: it may have begun to wait just after it was woken.
+/// We wake the main loop again at this interval until it answers: it may have begun to wait just after we woke it.
 const WAKE_INTERVAL: Duration = Duration::from_millis(50);
 /// How long the main loop may take.
 const LIMIT: Duration = Duration::from_secs(15);
@@ -43,14 +43,15 @@ pub struct Facts {
     pub targets: Vec<TargetFacts>,
     /// The names of the trust domains, by key.
     pub domains: Vec<String>,
-    /// The one that is merged, if only one is.
+    /// The only domain that we merge, if there's only one.
     pub merged_domain: Option<String>,
-    /// The selectors of processes that are kept out by request, and of those that are not although an earlier one keeps them out.
+    /// The selectors of processes that users keep out, and of processes let in again although an earlier selector keeps
+    /// them out.
     pub kept_out: Vec<KeptOutRow>,
-    /// The cgroups below whose limits there is not room for all that can come back, or no headroom to merge more.
+    /// The cgroups whose limits don't leave room for everything that can come back, or no headroom to merge more.
     pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
-    /// Xen's own figures, if the targets are guests of it. Then their pids are the guests' numbers.
+    /// Xen's own figures, if the targets are its guests. Pids are guest numbers then.
     pub xen: Option<XenView>,
 }
 
@@ -59,25 +60,25 @@ pub struct TargetFacts {
     /// Its key in the state.
     pub owner: OwnerKey,
     pub pid: i32,
-    /// When it started: distinguishes it from a later process with the same pid.
+    /// When it started, to tell it from a later process with the same pid.
     pub start_time_ticks: u64,
     pub domain: DomainKey,
     pub name: String,
     pub uid: u32,
     pub exe: Option<PathBuf>,
     pub cgroup: Option<String>,
-    /// The selector that has brought it in: a position in [`RunFacts::selectors`].
+    /// The selector that brought it in: a position in [`RunFacts::selectors`].
     pub selected_by: Option<usize>,
-    /// Why it is left alone, if it is.
+    /// Why we leave it alone, if we do.
     pub left_alone: Option<String>,
-    /// The same as one of a few words.
+    /// The same reason, as one of a few words.
     pub reason: Option<&'static str>,
     pub to_unmark: Option<ToUnmark>,
-    /// Which rules apply to it, and which seem to and do not: a sentence for each.
+    /// The rules that apply to it, and rules that seem to and don't: a sentence for each.
     pub notes: Vec<String>,
 }
 
-/// Marks that must be removed, because the memory was excluded after it was marked, and could not be yet.
+/// Marks that we must remove, because the memory was excluded after we marked it, and couldn't remove yet.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ToUnmark {
     pub bytes: u64,
@@ -95,12 +96,12 @@ impl From<&PendingUnmark> for ToUnmark {
     }
 }
 
-/// A selector of processes that are kept out, or included again.
+/// A selector of processes that a user keeps out or has let in again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptOutRow {
     /// As a flag.
     pub selector: String,
-    /// The user who has asked for that. `None`: what an earlier one keeps out is included.
+    /// The user who asked to keep them out. `None`: they're let in although an earlier selector keeps them out.
     pub uid: Option<u32>,
 }
 
@@ -119,26 +120,26 @@ impl From<&Entry> for KeptOutRow {
 pub struct RunFacts {
     pub scope: String,
     pub selectors: Arc<[Selector]>,
-    /// Whether it only finds out what would be marked.
+    /// Whether the run marks nothing and only finds out which memory it would mark.
     pub dry_run: bool,
     pub config: Config,
     /// Why the run gave up KSM, if it did.
     pub stood_down: Option<String>,
-    /// Lines that the audit log lacks.
+    /// Lines missing from the audit log.
     pub audit_lost: u64,
-    /// What it has done lately, the newest last.
+    /// The latest events, the newest last.
     pub events: Vec<Event>,
 }
 
 impl RunFacts {
-    /// Those of a run that begins.
+    /// The facts of a run that begins.
     pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
         let (scope, selectors, config) = (scope.to_string(), scope.spec().0.into(), config.clone());
         Self { scope, selectors, dry_run, config, stood_down: None, audit_lost: 0, events: Vec::new() }
     }
 }
 
-/// Why a process has not been looked at.
+/// Why we haven't looked at a process.
 const YOUNG: &str = "Not looked at yet: processes like it have ended soon, before merging them would have paid.";
 
 impl Facts {
@@ -202,11 +203,11 @@ struct Pending {
     reply: Sender<Arc<Facts>>,
 }
 
-/// A request on processes, which the loop of the host answers itself.
+/// A request about processes. The host's loop answers it itself.
 #[derive(Debug)]
 pub struct Order {
     pub request: Request,
-    /// The user who has sent it.
+    /// The user who sent it.
     pub uid: u32,
     pub reply: Sender<Result<String, Exit>>,
 }
@@ -217,7 +218,7 @@ enum Message {
     Order(Order),
 }
 
-/// The end of the queue for threads that send requests.
+/// The threads' end of the queue: sends requests.
 #[derive(Clone, Debug)]
 pub struct RequestSender {
     messages: Sender<Message>,
@@ -228,7 +229,7 @@ pub struct RequestSender {
 #[derive(Debug)]
 pub struct RequestQueue {
     messages: Receiver<Message>,
-    /// Set by the signal that wakes the main loop: its waits end while it is set.
+    /// Set by the signal that wakes the main loop, whose waits end while it's set.
     woken: Arc<AtomicBool>,
     /// Changes that were made since the last cycle began.
     changes: Vec<Pending>,
@@ -237,7 +238,8 @@ pub struct RequestQueue {
 }
 
 impl RequestQueue {
-    /// A queue for the calling thread, whose waits end when `woken` is set; [`pagefold_host::os::wake::SIGNAL`] must set it.
+    /// A queue for the calling thread, whose waits end when `woken` is set; [`pagefold_host::os::wake::SIGNAL`] must
+    /// set it.
     pub fn new(woken: Arc<AtomicBool>) -> (Self, RequestSender) {
         let (sender, messages) = channel();
         (
@@ -255,9 +257,9 @@ impl RequestQueue {
         self.paused
     }
 
-    /// Applies and answers the requests since the last call. A change is answered after one more cycle, which begins
-    /// without a wait, so that the answer shows it. A pause that begins or ends is an event. Returns the governor if it has
-    /// changed.
+    /// Applies and answers the requests since the last call. We answer a change after one more cycle, which begins
+    /// without a wait, so that the answer shows the change. A pause that begins or ends is an event. Returns the
+    /// governor if it has changed.
     pub fn serve(
         &mut self,
         engine: &mut Engine,
@@ -265,7 +267,7 @@ impl RequestQueue {
         facts: impl FnOnce(&Engine, RunFacts) -> Facts,
     ) -> Option<Governor> {
         let (mut chosen, was_paused) = (None, self.paused);
-        // First: a request that comes later sets it again.
+        // We clear the flag first: a request that comes later sets it again.
         self.woken.store(false, Ordering::SeqCst);
         let mut ready = std::mem::take(&mut self.changes);
         for message in self.messages.try_iter() {
@@ -279,7 +281,7 @@ impl RequestQueue {
             match &pending.request {
                 Request::Status | Request::Explain { .. } | Request::Guest { .. } => ready.push(pending),
                 Request::Governor { name } => {
-                    // The name was checked when the request was parsed.
+                    // We checked the name when we parsed the request.
                     if let Ok(governor) = name.parse() {
                         engine.set_governor(governor);
                         chosen = Some(governor);
@@ -291,7 +293,7 @@ impl RequestQueue {
                     engine.set_paused(self.paused);
                     self.changes.push(pending);
                 }
-                // These are orders. Without an answer the peer is told that the run is ending.
+                // These are orders. A peer without an answer is told that the run is ending.
                 Request::Unmerge(_) | Request::Include(_) => {}
             }
         }
@@ -313,13 +315,13 @@ impl RequestQueue {
 }
 
 impl RequestSender {
-    /// Sends a request, and waits until the main loop has served it.
+    /// Sends a request and waits until the main loop has served it.
     pub fn send(&self, request: Request) -> Result<Arc<Facts>, String> {
         let (reply, answer) = channel();
         self.ask(Message::Request(Pending { request, reply }), &answer, "start another one")
     }
 
-    /// Sends a request on processes, and waits until it has been carried out.
+    /// Sends a request about processes and waits until the host has carried it out.
     pub fn order(&self, request: Request, uid: u32) -> Result<String, Exit> {
         let (reply, answer) = channel();
         let todo = "some of the processes may still be merged: run this again";
@@ -327,7 +329,7 @@ impl RequestSender {
         answer.unwrap_or_else(|why| Err(Exit::new(exit::FAILURE, why)))
     }
 
-    /// `todo` says what to do if the run is ending.
+    /// `todo` tells the user what to do if the run is ending.
     fn ask<T>(&self, message: Message, answer: &Receiver<T>, todo: &str) -> Result<T, String> {
         let ending = || format!("the run is ending; {todo}");
         self.messages.send(message).map_err(|_| ending())?;

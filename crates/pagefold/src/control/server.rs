@@ -1,7 +1,7 @@
 //! The daemon's end of the control socket.
 //!
-//! One thread accepts connections, and each connection has its own thread, so a peer that is slow, silent or malicious
-//! delays only itself. Without a connection everything sleeps in `accept`.
+//! One thread accepts connections, and each connection has its own thread, so a slow, silent or malicious peer delays
+//! only itself. Without a connection everything sleeps in `accept`.
 
 use super::protocol::{ONLY_ROOT, REQUEST_MOST, Refusal, Request};
 use crate::config::ownership;
@@ -19,16 +19,16 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// The most connections at a time. More are refused.
+/// The most connections at a time. We refuse more.
 const CONNECTIONS_MOST: usize = 16;
 /// A request must be complete within this time after the connection was made or the last answer was sent.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
-/// The connection is closed if the peer reads nothing of its answer for this time.
+/// We close the connection if the peer reads nothing of its answer for this time.
 const TAKE_LIMIT: Duration = Duration::from_secs(5);
-/// The pause after a failure to accept, so that a lack of descriptors does not cause a busy loop.
+/// The pause after `accept` fails, so that a lack of descriptors doesn't become a busy loop.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
 
-/// Answers a request of this user with a line (without its newline), or an error.
+/// Answers this user's request with a line (without its newline), or an error.
 pub type Answer = dyn Fn(Request, u32) -> Result<String, Exit> + Send + Sync;
 
 #[derive(Debug)]
@@ -41,18 +41,19 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves at `path`. A socket without a listener is replaced, one with a listener only if `supersede`. Members of the
-    /// group `readers` may ask for the status, if this process may give the socket to that group.
+    /// Serves at `path`. We replace a socket without a listener, and a socket with a listener only if `supersede`.
+    /// Members of the group `readers` may ask for the status, if this process may give the socket to that group.
     ///
     /// # Errors
-    /// Another process listens, or the socket cannot be created safely.
+    /// Another process listens, or we can't create the socket safely.
     pub fn start(path: &Path, supersede: bool, readers: Option<u32>, answer: Arc<Answer>) -> Result<Self> {
         if let (false, Ok(other)) = (supersede, UnixStream::connect(path)) {
             let pid = Peer::of(&other).map(|peer| format!(" (pid {})", peer.pid)).unwrap_or_default();
             bail!("another pagefold{pid} serves {}", path.display());
         }
         secure_parent(path)?;
-        // Created under another name and renamed, so that the socket never exists with wrong permissions or no listener.
+        // We create it under another name and rename it, so the socket never exists with wrong permissions or no
+        // listener.
         let beside = path.with_extension(format!("{}", std::process::id()));
         let _ = fs::remove_file(&beside);
         let listener = UnixListener::bind(&beside).with_context(|| format!("cannot create {}", beside.display()))?;
@@ -79,7 +80,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let is_ours = fs::symlink_metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == self.file);
-        // Replaced by another process, or gone: then the thread ends with this process.
+        // Another process replaced the socket, or it's gone: then the thread ends with this process.
         if !is_ours {
             return;
         }
@@ -117,7 +118,7 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
             thread::sleep(ACCEPT_AGAIN);
             continue;
         };
-        // No peer may block this thread. What is written here is short and fits into the socket's empty buffer.
+        // No peer may block this thread. What we write here is short and fits into the socket's empty buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
         debug!(target: "control", pid = peer.pid, uid = peer.uid, "a client connects");
@@ -133,7 +134,7 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
             continue;
         }
         let answer = answer.clone();
-        // Without a thread the connection is closed.
+        // If we can't start a thread, the connection closes.
         let _ = thread::Builder::new().name("control peer".into()).spawn(move || {
             // The connection has ended, with or without an error.
             let _ = converse(stream, peer.uid, &*answer);

@@ -3,7 +3,7 @@ use crate::control::protocol::{SCHEMA, Selectors};
 use pagefold_procmem::os::peer::own_uid;
 use std::io::BufRead;
 
-/// A server in a temporary directory, which answers each request with the request itself.
+/// A server in a temporary directory that answers each request with the request itself.
 fn server() -> (tempfile::TempDir, PathBuf, Server) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("below/control.sock");
@@ -14,7 +14,7 @@ fn server() -> (tempfile::TempDir, PathBuf, Server) {
 #[expect(clippy::unnecessary_wraps, clippy::needless_pass_by_value, reason = "the signature of Answer")]
 fn echo(request: Request, _uid: u32) -> Result<String, Exit> {
     if request == Request::Pause {
-        // A run in a long cycle.
+        // Stands for a run in a long cycle.
         thread::sleep(Duration::from_secs(2));
     }
     Ok(request.line().trim_end().to_owned())
@@ -71,7 +71,7 @@ fn malformed_requests_are_refused_and_others_still_served() {
         (&many, "longer than 65536 bytes"),
     ];
     for (bytes, says) in cases {
-        // Requests after a malformed one are not answered.
+        // The server doesn't answer requests after a malformed one.
         let followed = [bytes, status().as_bytes()].concat();
         for bytes in [bytes, &followed] {
             let answer = answer(&path, bytes);
@@ -102,7 +102,7 @@ fn silent_and_slow_clients_delay_no_other() {
     let before = Instant::now();
     assert_eq!(answer(&path, status().as_bytes()), status());
     assert!(before.elapsed() < REQUEST_LIMIT / 2, "{:?}", before.elapsed());
-    // One connection too many is refused, and accepted again after others have closed.
+    // The server refuses one connection too many, and accepts again once others have closed.
     let last = UnixStream::connect(&path).unwrap();
     let full = answer(&path, status().as_bytes());
     assert!(full.contains("16 clients are connected"), "{full}");
@@ -156,7 +156,7 @@ fn members_of_the_group_may_ask_for_the_status_only() {
         assert!(ask(&member, &request).contains("only root may send this request"));
     }
     assert!(ask(stranger, &Request::Status).contains("Permission denied"));
-    // Even if the socket is opened for all: the peer's groups count.
+    // Even if anybody may open the socket: the server looks at the peer's groups.
     fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
     assert_eq!(ask(&member, &Request::Status), status());
     assert!(ask(stranger, &Request::Status).contains("only root may send requests"));
@@ -168,20 +168,20 @@ fn an_abandoned_socket_is_replaced_and_a_live_one_is_not() {
     let error = Server::start(&path, false, None, Arc::new(echo)).unwrap_err().to_string();
     assert!(error.contains(&format!("another pagefold (pid {})", std::process::id())), "{error}");
     assert_eq!(answer(&path, status().as_bytes()), status());
-    // With `supersede` it is replaced, and the first server does not remove it when it ends.
+    // `supersede` replaces it, and the first server doesn't remove the new socket when it ends.
     let second = Server::start(&path, true, None, Arc::new(echo)).unwrap();
     drop(first);
     assert_eq!(answer(&path, status().as_bytes()), status());
     drop(second);
     assert!(!path.exists());
     assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 0, "a file is left");
-    // Left by a server that was killed: nothing listens.
+    // A server that was killed leaves a socket without a listener.
     drop(UnixListener::bind(&path).unwrap());
     assert!(path.exists());
     let third = Server::start(&path, false, None, Arc::new(echo)).unwrap();
     assert_eq!(answer(&path, status().as_bytes()), status());
     drop(third);
-    // Not in a directory where other users could replace it.
+    // We refuse a directory where other users could replace the socket.
     let open = dir.path().join("open");
     fs::create_dir(&open).unwrap();
     fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();

@@ -2,7 +2,7 @@
 
 use super::Moment;
 
-/// So long ago and longer, there is a moment for each quarter of an hour only, seconds.
+/// From this age on, we have a moment for each quarter of an hour only, seconds.
 const DAY: u64 = 86_400;
 /// The longest time between two moments of a run that goes on: by the minute, and by the quarter of an hour, seconds.
 const STEP_MOST: [u64; 2] = [190, 1_900];
@@ -11,7 +11,7 @@ const STEP_MOST: [u64; 2] = [190, 1_900];
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
     pub moment: Moment,
-    /// Whether the run of the point before it still went on.
+    /// Whether the run of the point before it was still going on.
     pub goes_on: bool,
     /// The share of a core that pagefold and ksmd have used since then.
     pub cpu: Option<f64>,

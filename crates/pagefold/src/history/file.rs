@@ -14,22 +14,22 @@ use std::time::Duration;
 
 const WORDS: usize = 11;
 const SLOT: usize = WORDS * 8;
-/// In place of the first slot.
+/// Takes the place of the first slot.
 const HEADER: &[u8] = b"pagefold.history/1\n";
 /// Seconds from slot to slot of each ring, and its slots.
 const RINGS: [(u64, u64); 2] = [(60, 1_440), (900, 2_880)];
 const LENGTH: u64 = SLOT as u64 * (1 + RINGS[0].1 + RINGS[1].1);
-/// A crash can tear the slots that were being written: one in each ring.
+/// A crash can tear the slots that we're writing: one in each ring.
 const TORN_MOST: usize = 2;
-/// Moments may be so far in the future, seconds: clocks are corrected.
+/// We accept moments this far in the future, seconds: clocks get corrected.
 const FUTURE_MOST: u64 = 120;
 
 #[derive(Clone, Debug)]
 pub struct HistoryFile(Place);
 
 impl HistoryFile {
-    /// Checks that no other user can redirect what is written, and makes the file, unless it is there. One that is not what it
-    /// should be is replaced, and the sentence says so.
+    /// Checks that no other user can redirect our writes, and makes the file unless it exists. We replace a file that
+    /// isn't a history; the sentence says so.
     ///
     /// # Errors
     /// With exit code 2.
@@ -41,12 +41,13 @@ impl HistoryFile {
         Ok((file, said))
     }
 
-    /// Empties slots that a crash has torn, and starts anew if that is not enough. What was wrong, if anything was.
+    /// Empties slots that a crash has torn, and starts anew if that isn't enough. Returns the problem, if there was
+    /// one.
     fn check(&self) -> Option<String> {
         let found = open(&self.0.path, true).and_then(|file| Ok((contents(&file)?, file)));
         match found {
             Ok(((_, torn), file)) => {
-                // If that fails, they are empty all the same.
+                // If that fails, they count as empty all the same.
                 for slot in torn {
                     let _ = file.write_all_at(&[0; SLOT], offset(slot));
                 }
@@ -57,7 +58,7 @@ impl HistoryFile {
         }
     }
 
-    /// Starts anew in the place of what cannot be used.
+    /// Replaces a file that we can't use.
     fn replace(&self, why: &io::Error) -> String {
         let shown = ownership::shown(&self.0.path);
         match self.begin() {
@@ -66,13 +67,13 @@ impl HistoryFile {
         }
     }
 
-    /// Makes an empty file. All its room is taken now: later writes need none. A link is replaced, not followed.
+    /// Makes an empty file. We take all its room now, so later writes need none. We replace a link and don't follow it.
     fn begin(&self) -> Result<(), String> {
         let fill = |file: &mut File| {
             let mut empty = HEADER.to_vec();
             empty.resize(usize::try_from(LENGTH).unwrap_or(usize::MAX), 0);
             file.write_all(&empty)?;
-            // Those who may read the status may read this.
+            // Whoever may read the status may read this.
             if group_id(GROUP).is_some_and(|group| fchown(&*file, None, Some(group)).is_ok()) {
                 file.set_permissions(Permissions::from_mode(0o640))?;
             }
@@ -86,7 +87,7 @@ impl HistoryFile {
         })
     }
 
-    /// Writes a moment. Returns a sentence if that cannot be done, or if the file had to be started anew.
+    /// Writes a moment. Returns a sentence if we can't, or if we had to start the file anew.
     pub fn write(&self, moment: &Moment) -> Result<(), String> {
         let said = match open(&self.0.path, true).and_then(|file| header(&file)) {
             Ok(()) => None,
@@ -112,10 +113,10 @@ impl HistoryFile {
     }
 }
 
-/// The moments of a file since `since` before `now`, the oldest first.
+/// A file's moments since `since` before `now`, the oldest first.
 ///
 /// # Errors
-/// It cannot be read, or is something else.
+/// We can't read it, or it's something else.
 pub fn read(path: &Path, since: Duration, now: u64) -> io::Result<Vec<Moment>> {
     let (mut moments, _) = contents(&open(path, false)?)?;
     let first = now.saturating_sub(since.as_secs());
@@ -125,7 +126,7 @@ pub fn read(path: &Path, since: Duration, now: u64) -> io::Result<Vec<Moment>> {
     Ok(moments)
 }
 
-/// Opens it, whatever has been put in its place.
+/// Opens it, whatever someone has put in its place.
 fn open(path: &Path, write: bool) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let opened = OpenOptions::new().read(true).write(write).custom_flags(flags).open(path);
@@ -150,7 +151,7 @@ fn header(file: &File) -> io::Result<()> {
     if found == HEADER { Ok(()) } else { Err(io::Error::other("is not a history, or one of another version")) }
 }
 
-/// The moments, and the slots that are torn.
+/// The moments, and the torn slots.
 fn contents(mut file: &File) -> io::Result<(Vec<Moment>, Vec<u64>)> {
     header(file)?;
     let mut bytes = vec![0; usize::try_from(LENGTH).unwrap_or(usize::MAX)];
@@ -222,7 +223,7 @@ fn decode(bytes: &[u8]) -> Option<Moment> {
     })
 }
 
-/// FNV-1a. Not zero for zeros, so that an empty slot is no moment.
+/// FNV-1a. Zeros don't hash to zero, so an empty slot is no moment.
 fn checksum(words: &[u64]) -> u64 {
     let bytes = words.iter().flat_map(|word| word.to_le_bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))

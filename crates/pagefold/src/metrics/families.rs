@@ -1,7 +1,7 @@
 //! The metrics: a table of their names, types, labels, help texts and values. pagefold-metrics(5) is made from it.
 //!
-//! They say no more than docs/safety.md allows everybody to know: sums, and words of the administrator's configuration. No
-//! program, process, address or trust domain is named.
+//! They say no more than docs/safety.md allows everybody to know: sums, and words from the administrator's
+//! configuration. They name no program, process, address or trust domain.
 
 use super::text::{Kind, Sample, append};
 use crate::commands::status::Status;
@@ -133,7 +133,7 @@ pub const FAMILIES: &[Family] = &[
     gauge(
         "pagefold_scope_expected_bytes",
         "Duplicates in what is marked, or on request in all memory, by selector; no values if there are several trust domains",
-        // What the programs of a domain have in common is not for others to know.
+        // Others mustn't learn what the programs of one domain have in common.
         |status| if status.domains.len() > 1 { Vec::new() } else { of_scopes(status, |row| row.expected_bytes) },
     ).by(&["kind", "scope"]),
     gauge("pagefold_processes", "Processes in scope that are not left alone", |status| {

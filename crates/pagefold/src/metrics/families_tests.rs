@@ -65,7 +65,7 @@ fn no_program_process_or_trust_domain_is_named() {
     }
 }
 
-/// What the programs of a domain have in common is not for others to know.
+/// Others mustn't learn what the programs of one domain have in common.
 #[test]
 fn duplicates_by_scope_are_known_only_where_there_is_one_trust_domain() {
     let mut status = status();

@@ -1,7 +1,7 @@
-//! Metrics in a file, for the textfile collector of node_exporter.
+//! Metrics in a file, for node_exporter's textfile collector.
 //!
-//! A reader sees one whole page or another, because the file is replaced by renaming. Nothing waits for the disk but the
-//! thread that writes.
+//! We replace the file by renaming, so a reader sees one whole page or another. Only the thread that writes waits for
+//! the disk.
 
 use crate::background::{Background, Complaints};
 use crate::config::ownership;
@@ -19,7 +19,7 @@ use std::time::Duration;
 pub struct MetricsFile(Place);
 
 impl MetricsFile {
-    /// Checks that the file can be written, and that no other user can redirect what is written.
+    /// Checks that we can write the file, and that no other user can redirect our writes.
     ///
     /// # Errors
     /// With exit code 2.
@@ -47,7 +47,7 @@ impl MetricsFile {
         })
     }
 
-    /// Writes it in a thread of its own, and removes it when the result is dropped.
+    /// Starts a thread that writes the file. Dropping the result removes it.
     pub fn start(
         self,
         interval: Duration,
@@ -58,7 +58,7 @@ impl MetricsFile {
             let mut pause = Duration::ZERO;
             while end.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
                 pause = interval;
-                // A run that is ending, or has not finished its cycle, has no page.
+                // A run that is ending, or hasn't finished its cycle, has no page.
                 let Ok(text) = page() else { continue };
                 complaints.hear(self.write(&text));
             }
@@ -79,7 +79,7 @@ mod tests {
         let path = dir.path().join("m.prom");
         let victim = dir.path().join("victim");
         fs::write(&victim, "as it was").unwrap();
-        // A link in the place of the file that is renamed is removed, not followed.
+        // We remove a link in the place of the file that we rename, and don't follow it.
         symlink(&victim, dir.path().join(".m.prom.new")).unwrap();
         let file = MetricsFile::open(&path).unwrap();
         assert!(!path.exists());

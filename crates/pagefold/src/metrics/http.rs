@@ -1,8 +1,8 @@
 //! Serves the metrics over HTTP: `GET /metrics`, one request per connection, and nothing else.
 //!
-//! One thread serves all connections without blocking on any of them. A client may try to keep it busy or to use up memory, so
-//! there are few connections, each limited in time and size. When there are too many, a new one replaces the oldest, so a client
-//! that sends its request at once is always answered. Connections are accepted at a limited rate.
+//! One thread serves all connections and blocks on none of them. A client may try to keep it busy or to use up memory,
+//! so we allow few connections and limit each in time and size. When there are too many, a new one replaces the oldest,
+//! so a client that sends its request at once always gets an answer. We accept connections at a limited rate.
 
 use pagefold_host::os::sockets::{Ready, wait_for};
 use std::io::{self, ErrorKind, Read, Write};
@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 
 /// The most connections at a time.
 const CONNECTIONS_MOST: usize = 16;
-/// A connection is closed after this time.
+/// We close a connection after this time.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
 /// The longest request without a body, bytes.
 const REQUEST_MOST: usize = 8192;
-/// The most parts in which it may arrive: byte by byte it would take much time.
+/// The most parts in which a request may arrive: byte by byte it would take us much time.
 const PARTS_MOST: u32 = 32;
 /// The shortest time between two connections: serving this many takes less than a hundredth of a core.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(20);
-/// The pause after a failure, so that a lack of descriptors does not cause a busy loop.
+/// The pause after a failure, so that a lack of descriptors doesn't become a busy loop.
 const AGAIN: Duration = Duration::from_millis(200);
 const PATH: &str = "/metrics";
 
@@ -37,7 +37,7 @@ struct Connection {
     sent: usize,
 }
 
-/// Serves until the process ends. `page` makes the page; it fails with what is wrong and what to do.
+/// Serves until the process ends. `page` makes the page, or returns the problem and the advice.
 pub fn serve(listeners: &[TcpListener], mut page: impl FnMut() -> Result<Arc<str>, String>) {
     let mut connections: Vec<Connection> = Vec::new();
     let mut accept_again = Instant::now();
@@ -92,7 +92,7 @@ impl Connection {
         if self.answer.is_empty() { Ready::Read(fd) } else { Ready::Write(fd) }
     }
 
-    /// Does what is possible without waiting. Returns whether there is more to do.
+    /// Does as much as it can without waiting. Returns whether there's more to do.
     fn go_on(&mut self, page: &mut impl FnMut() -> Result<Arc<str>, String>) -> bool {
         let ended = self.advance(page);
         ended.is_err_and(|error| matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted))
@@ -123,7 +123,7 @@ impl Connection {
     }
 }
 
-/// Whether the line of a request and its headers have arrived.
+/// Whether the request line and its headers have arrived.
 fn is_complete(received: &[u8]) -> bool {
     let has = |end: &[u8]| received.windows(end.len()).any(|part| part == end);
     has(b"\r\n\r\n") || has(b"\n\n")

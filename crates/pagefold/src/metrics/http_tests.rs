@@ -2,13 +2,13 @@ use super::*;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Serves pages of this size; returns how many have been made.
+/// Serves pages of this size; counts how many it makes.
 fn start(size: usize) -> (SocketAddr, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
     let (address, made) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
     let counter = made.clone();
-    // It ends with the process.
+    // Ends with the process.
     thread::spawn(move || {
         let page: Arc<str> = "x".repeat(size).into();
         serve(&[listener], move || {
@@ -22,7 +22,7 @@ fn start(size: usize) -> (SocketAddr, Arc<AtomicUsize>) {
 fn send(address: SocketAddr, request: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-    // The server may have answered and closed before it has all of a long request.
+    // The server may answer and close before it has read all of a long request.
     let _ = stream.write_all(request);
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -46,7 +46,7 @@ fn there_is_one_page() {
     assert_eq!(assert_answer(address, get, "200 OK\r\nContent-Type: text/plain; version=0.0.4; "), "xxxxx");
     assert_eq!(assert_answer(address, "GET /metrics?a=b HTTP/1.0\n\n", "200 "), "xxxxx");
     assert_eq!(made.load(Ordering::SeqCst), 3);
-    // The length is that of the page, which is not sent.
+    // The length is the page's, which isn't sent.
     let head = send(address, b"HEAD /metrics HTTP/1.1\r\n\r\n");
     assert!(head.starts_with("HTTP/1.1 200 ") && head.contains("Content-Length: 5\r\n") && head.ends_with("\r\n\r\n"));
     for target in ["/", "/metricsx", "/metrics/", "//metrics", "*", "http://127.0.0.1/metrics", "/%6detrics"] {
@@ -86,7 +86,7 @@ fn what_is_no_request_is_refused() {
 
 #[test]
 fn clients_that_are_silent_or_never_read_keep_nobody_else_from_the_page() {
-    // More than the buffers of a connection take.
+    // More than a connection's buffers take.
     let (address, _) = start(24 << 20);
     let get = b"GET /metrics HTTP/1.1\r\n\r\n";
     send(address, get);

@@ -24,7 +24,7 @@ impl Kind {
 /// A value of a metric.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// What follows the metric's name.
+    /// Follows the metric's name.
     pub suffix: &'static str,
     pub labels: Vec<(&'static str, String)>,
     pub value: f64,
@@ -32,7 +32,7 @@ pub struct Sample {
 
 /// Appends a metric with its values.
 pub fn append(text: &mut String, name: &str, kind: Kind, help: &str, samples: &[Sample]) {
-    // Writing to a string cannot fail.
+    // Writing to a string can't fail.
     let _ = writeln!(text, "# HELP {name} {}\n# TYPE {name} {}", escaped(help, false), kind.name());
     for Sample { suffix, labels, value } in samples {
         let labels: Vec<String> =

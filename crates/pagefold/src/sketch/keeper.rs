@@ -26,26 +26,26 @@ impl Now {
     }
 }
 
-/// All sketches, and the workload that is being read.
+/// All sketches, and the workload that we're reading.
 pub struct Keeper {
     fleet: Fleet,
     digest: Digest,
     kept: BTreeMap<Id, (Arc<Row>, Known)>,
-    /// Workloads of this pass that are left, the next one last.
+    /// Workloads left in this pass, the next one last.
     left: Vec<Workload>,
     /// All workloads of this pass.
     pass: BTreeSet<Id>,
-    /// Those of them that were begun again.
+    /// The ones that we've begun again.
     again: BTreeSet<Id>,
     reading: Option<Reading>,
 }
 
-/// What a portion was read of.
+/// What we read a portion of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Step {
     pub pages: u64,
     pub cpu_ns: u64,
-    /// The pass has ended with it.
+    /// Whether the portion ended the pass.
     pub ended: bool,
 }
 
@@ -69,7 +69,7 @@ impl Keeper {
         self.reading.is_some() || !self.left.is_empty()
     }
 
-    /// Reads about `most` pages, as far as `allow` permits for the process that is next.
+    /// Reads about `most` pages, as far as `allow` permits for the next process.
     pub fn step(
         &mut self,
         host: &mut LiveHost,
@@ -121,7 +121,8 @@ impl Keeper {
         step
     }
 
-    /// Drops the sketches of workloads with processes that are left alone now, for a reason that holds for what was read of them, too.
+    /// Drops the sketches of workloads with processes that we leave alone now, for a reason that covers what we've
+    /// read, too.
     fn forget_left_alone(&mut self, host: &LiveHost) {
         let is_withdrawn = |target: &&Target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks);
         let left_alone: BTreeSet<ProcessId> =
@@ -135,8 +136,8 @@ impl Keeper {
         }
     }
 
-    /// Begins a workload again, without the processes that are left alone: once, after all others, so that a process that is left
-    /// alone now and then delays none.
+    /// Begins a workload again, without the processes that we leave alone: once, after all others, so that a process
+    /// that we leave alone now and then delays nobody.
     fn begin_again(&mut self, host: &LiveHost) {
         let Some(reading) = self.reading.take() else { return };
         self.kept.remove(reading.id());
@@ -156,7 +157,7 @@ impl Keeper {
         }
     }
 
-    /// The rows of all sketches that are complete.
+    /// The rows of all complete sketches.
     pub fn rows(&self) -> Vec<Arc<Row>> {
         self.kept.values().map(|(row, _)| row.clone()).collect()
     }

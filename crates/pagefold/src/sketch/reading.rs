@@ -12,29 +12,29 @@ use pagefold_sketch::{Content as Digest, Counted, Counter, Row};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
-/// Frames shared through fork that are told apart. Those beyond are left out: 512 MiB of a workload.
+/// How many frames shared through fork we tell apart: 512 MiB of a workload. We skip any more.
 const SHARED_MOST: usize = 1 << 17;
 
-/// By so many pages a process may grow beyond twice its size while it is read: 256 MiB.
+/// A process may grow by this many pages beyond twice its size while we read it: 256 MiB.
 const ENDLESS_PAGES: u64 = 1 << 16;
 
 /// The key of a process.
 pub type ProcessId = (i32, u64);
 
-/// A workload that is being read.
+/// A workload that we're reading.
 #[derive(Debug)]
 pub struct Reading {
     id: Id,
     began: Now,
-    /// Those to be read, the next one last.
+    /// Processes left to read, the next one last.
     left: Vec<Member>,
-    /// How far the next one has been read.
+    /// How far we've read the next one.
     pub place: Place,
     counter: Counter,
     zeros: u64,
-    /// Pages that the next one has had read.
+    /// Pages that we've read of the next one.
     read: u64,
-    /// What was not read of those that are not left any more.
+    /// Pages that we didn't read of the processes we're done with.
     unread: u64,
     merged_of_next: u64,
     shared: HashSet<u32>,
@@ -42,12 +42,12 @@ pub struct Reading {
     processes: Vec<Arc<Process>>,
 }
 
-/// What the next sketch of the workload is compared with.
+/// What we compare the workload's next sketch with.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
     /// CPU time so far, nanoseconds.
     cpu_ns: BTreeMap<ProcessId, u64>,
-    /// Merged pages of each process that was read whole.
+    /// Merged pages of each process that we read whole.
     merged: BTreeMap<ProcessId, u64>,
 }
 
@@ -58,7 +58,7 @@ impl Known {
     }
 }
 
-/// A sketch that is complete.
+/// A complete sketch.
 #[derive(Debug)]
 pub struct Finished {
     pub id: Id,
@@ -88,7 +88,7 @@ impl Reading {
         }
     }
 
-    /// The process to be read next.
+    /// The process to read next.
     pub fn next(&self) -> Option<&Member> {
         self.left.last()
     }
@@ -116,12 +116,12 @@ impl Reading {
         }
     }
 
-    /// Whether the next process has had much more read than it held: it may map new memory where it has not been read yet, without end.
+    /// Whether we've read much more of the next process than it held: it may map new memory ahead of us without end.
     pub fn is_endless(&self) -> bool {
         self.next().is_some_and(|member| self.read > 2 * member.resident.0 + ENDLESS_PAGES)
     }
 
-    /// Goes on to the next process. `whole`: this one was read to its end.
+    /// Goes on to the next process. `whole`: we read this one to its end.
     pub fn finish_member(&mut self, whole: bool) {
         let Some(member) = self.left.pop() else { return };
         if whole {
@@ -136,8 +136,8 @@ impl Reading {
         &self.processes
     }
 
-    /// Makes the row, once no process is left. `zeros_merged` are its pages of zeros that are merged; `sharing` are the pages of the
-    /// machine that KSM has merged into others, and `shared` those that they share.
+    /// Makes the row, once no process is left. `zeros_merged` is the number of its merged zero pages. `sharing` counts
+    /// the machine's pages that KSM has merged into others, and `shared` the pages that they share.
     pub fn finish(
         self,
         fleet: &Fleet,
@@ -159,7 +159,7 @@ impl Reading {
             let at_start = known.cpu_ns.insert(process.key(), cpu_ns).unwrap_or(cpu_ns);
             spent_ns += cpu_ns.saturating_sub(before.cpu_ns.get(&process.key()).copied().unwrap_or(at_start));
         }
-        // Of pages with the same content all but one are saved; which one is not depends on the machine as a whole.
+        // Of pages with the same content all but one are saved; which one isn't depends on the whole machine.
         let merged: u64 = known.merged.values().sum();
         let saved = merged as f64 * sharing.0 as f64 / (sharing.0 + shared.0).max(1) as f64;
         let churn = |from: Option<&Row>| {
@@ -212,7 +212,7 @@ fn cpu_ns_of(process: &Process) -> u64 {
     process_cpu_ns(process).unwrap_or(0)
 }
 
-/// The pages that were merged in processes that have fewer of them now.
+/// How many merged pages these processes have lost.
 fn lost(before: &BTreeMap<ProcessId, u64>, now: &BTreeMap<ProcessId, u64>) -> u64 {
     before.iter().filter_map(|(process, merged)| Some(merged.saturating_sub(*now.get(process)?))).sum()
 }
@@ -258,7 +258,7 @@ mod tests {
         reading.add(&pages(PageState::Private, 51..101));
         let zero = PageContent { state: PageState::Private, frame: None, content: Content::Zeros };
         reading.add(&[zero; 30]);
-        // Two processes share these 40, and one of them is not known to be the same frame.
+        // Two processes share these 40, and for one we can't tell that it's the same frame.
         reading.add(&pages(PageState::Shared, 201..241));
         reading.add(&pages(PageState::Shared, 201..241));
         reading.add(&[PageContent { frame: None, ..pages(PageState::Shared, 300..301)[0] }]);
@@ -278,7 +278,7 @@ mod tests {
         first.add(&pages(PageState::Merged, 1..401));
         first.finish_member(true);
         let first = finish(first, 100, None);
-        // Three quarters of what the host has merged are saved.
+        // Three quarters of the host's merged pages are saved.
         assert_eq!(first.row.saved_bytes, 300 * 4096);
         let mut second = begin(200);
         second.add(&pages(PageState::Merged, 1..301));
@@ -288,7 +288,7 @@ mod tests {
         let Row { since_us, came_bytes, went_bytes, broken_bytes, take_back_bytes, .. } = second.row;
         assert_eq!((since_us, came_bytes, went_bytes), (now(100).us, 50 * 4096, 100 * 4096));
         assert_eq!((broken_bytes, take_back_bytes), (100 * 4096, 100 * 4096));
-        // The highest is kept. A process that was not read to its end says nothing.
+        // We keep the highest. A process that we didn't read to its end says nothing.
         let mut third = begin(350);
         third.add(&pages(PageState::Merged, 1..11));
         third.finish_member(false);

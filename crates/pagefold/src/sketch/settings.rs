@@ -1,4 +1,4 @@
-//! `[fleet]`: where sketches go, under which key, and by which name of this host.
+//! `[fleet]`: where sketches go, under which key, and under which name of this host.
 
 use crate::config::options::{Options, SKETCH_INTERVAL};
 use crate::config::ownership;
@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The longest name of a host that a file's name can have, bytes.
+/// The longest host name that fits into a file's name, bytes.
 const HOST_BYTES: usize = 200;
 const READABLE_BY_OTHERS: u32 = 0o077;
 
@@ -46,7 +46,7 @@ impl FleetSettings {
     /// The place of the host's file, if we keep sketches.
     ///
     /// # Errors
-    /// With exit code 2: we can't use the directory, or there is no usable key.
+    /// With exit code 2: we can't use the directory, or there's no usable key.
     pub fn open(&self) -> Result<Option<(Fleet, Place)>, Exit> {
         let Some(directory) = &self.directory else { return Ok(None) };
         let fleet = self.fleet()?;
@@ -59,7 +59,7 @@ impl FleetSettings {
         Ok(Some((fleet, place)))
     }
 
-    /// The key, and the facts about this host.
+    /// The key, and facts about this host.
     ///
     /// # Errors
     /// With exit code 2.

@@ -1,4 +1,4 @@
-//! The workloads of this host: processes by what they belong to and by their trust domain.
+//! The workloads of this host: processes grouped by what they belong to and by their trust domain.
 
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
@@ -14,9 +14,9 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Smaller ones are left out: their sketches would cost more than they could tell.
+/// We skip smaller workloads: their sketches would cost more than they could tell.
 const SMALLEST: Pages = Pages(256);
-/// The sketches of all workloads take at most this much memory; the smallest workloads are left out beyond that.
+/// The sketches of all workloads take at most this much memory; beyond that we skip the smallest workloads.
 const SKETCHES_BYTES: u64 = 4 << 20;
 
 /// A workload in a trust domain.
@@ -36,7 +36,7 @@ pub struct Member {
     pub resident: Pages,
 }
 
-/// A workload to be read.
+/// A workload to read.
 #[derive(Debug)]
 pub struct Workload {
     pub id: Id,
@@ -48,14 +48,14 @@ impl Workload {
         self.members.iter().map(|member| member.resident).sum()
     }
 
-    /// What its sketch takes at most.
+    /// The most memory that its sketch takes.
     fn sketch_bytes(&self) -> u64 {
         (self.resident().0 * 8).min(pagefold_sketch::sketch::SKETCH_BYTES as u64)
     }
 }
 
-/// The workloads in scope that are not left alone, the largest first: so that they can be taken from the end, and those that take
-/// long come last.
+/// The workloads in scope that we don't leave alone, the largest first: we take them from the end, so the long ones
+/// come last.
 pub fn find(host: &LiveHost) -> Vec<Workload> {
     let mut found: BTreeMap<Id, Vec<Member>> = BTreeMap::new();
     for target in host.targets().filter(|target| target.exclusion.is_none()) {
@@ -101,7 +101,7 @@ fn kind_of(kind: WorkloadKind) -> Kind {
     }
 }
 
-/// A name that a row may have.
+/// Shortens a name to what a row may have.
 fn fitted(name: &str) -> String {
     let end = (0..=name.len().min(NAME_BYTES)).rev().find(|&end| name.is_char_boundary(end)).unwrap_or(0);
     if end == 0 { "-".to_owned() } else { name[..end].to_owned() }

@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-/// The share of a core that reading may take. With what beginning a portion costs and writing the file, less than 0.1 %.
+/// The share of a core that reading may take. With beginning portions and writing the file, less than 0.1 %.
 const SHARE: Permyriad = Permyriad(8);
-/// How long a pass waits until the mappings of all processes are known: there may always be new ones.
+/// How long a pass waits until we know the mappings of all processes: there may always be new ones.
 const KNOWN_LIMIT_NS: u64 = 60_000_000_000;
 
 /// Keeps sketches during a run.
@@ -32,7 +32,7 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Starts the thread. Without it there are no sketches, and one line says so.
+    /// Starts the thread. If we can't, there are no sketches, and one line says so.
     pub fn start(fleet: Fleet, place: Place, interval: Duration, host: &LiveHost) -> Option<Self> {
         let write = move |to_write: Receiver<Vec<Arc<Row>>>| {
             let mut complaints = Complaints::default();
@@ -51,11 +51,11 @@ impl Writer {
         Some(Self { keeper, bucket, interval_ns, next_pass_ns: 0, next_write_ns: interval_ns, rows })
     }
 
-    /// Reads a portion if one is due, and has the file written when it is time.
+    /// Reads a portion if one is due, and has the file written when it's time.
     pub fn step(&mut self, engine: &mut Engine, host: &mut LiveHost) {
         let now = Now::of(host);
         if !self.keeper.is_reading() {
-            // Until all are known, a workload could be read in part.
+            // Until we know them all, we could read a workload in part.
             let are_known = || host.targets().all(|target| target.is_known() || target.young);
             if now.ns < self.next_pass_ns || now.ns < self.next_pass_ns + KNOWN_LIMIT_NS && !are_known() {
                 return;
@@ -76,7 +76,7 @@ impl Writer {
     }
 }
 
-/// Replaces the file. Only root may read it: a sketch tells who has the key what was there.
+/// Replaces the file. Only root may read it: a sketch tells a key's owner what was there.
 pub fn put(place: &Place, rows: &[Arc<Row>]) -> io::Result<()> {
     place.replace(0o600, |file: &mut File| {
         pagefold_sketch::write(&mut *file, rows).map_err(io::Error::other)?;
