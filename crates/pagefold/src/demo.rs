@@ -1,5 +1,5 @@
-//! `pagefold demo`: finds and merges the duplicates of programs that it starts itself, shows what that costs, and compares
-//! it with KSM alone. Every figure is measured while it runs.
+//! `pagefold demo`: finds and merges the duplicates of programs that it starts itself, shows the cost, and compares
+//! that with KSM alone. We measure every figure while it runs.
 
 mod picture;
 mod watch;
@@ -54,12 +54,12 @@ pub struct DemoArgs {
 
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// Merging, at least: it goes on until there is nothing left to do.
+    /// Merge for at least this long; we go on until there's nothing left to do.
     merge: Duration,
-    /// Merging, at most.
+    /// Merge for at most this long.
     merge_most: Duration,
     ksm: Duration,
-    /// Pauses to read what was printed.
+    /// Pauses to read the text.
     read: Duration,
 }
 
@@ -80,7 +80,7 @@ impl Times {
 
 /// Runs the demonstration, restores everything, and returns the exit code.
 pub fn run(args: &DemoArgs) -> Result<u8> {
-    // First of all, so that a signal never ends the program before it has restored everything.
+    // First of all, so that a signal never ends us before we've restored everything.
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
         signal_hook::flag::register(signal, stop.clone()).context("cannot install signal handlers")?;
@@ -116,18 +116,19 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
     }
 }
 
-/// Takes KSM for the whole demonstration. Waits for tests and experiments that hold it; fails if another program uses it.
+/// Takes KSM for the whole demonstration. Waits for tests and experiments that hold it; fails if another program uses
+/// it.
 fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> {
     let taken = KsmForExperiment::take(&stop.clone().into());
     if stop.load(Ordering::Relaxed) {
         return Err(Exit::new(exit::FAILURE, "interrupted; nothing was changed").into());
     }
-    // Name the other program that uses KSM, also if that is why it could not be taken.
+    // Name the other program that uses KSM, also if we couldn't take KSM because of it.
     drop(lock()?);
     if let Some(other) = other_driver(ksm, Path::new("/proc"))? {
         return Err(preflight::explain_take(&TakeError::InUse(other)).into());
     }
-    // Without zero pages, of which kernels lose count.
+    // Without zero pages, since kernels lose count of them.
     let saved = ksm.counters()?.pages_sharing.bytes().0;
     if saved > 0 {
         let line =
@@ -142,7 +143,7 @@ fn lock() -> Result<Lock, Exit> {
     Lock::try_take(&KsmPaths::default().lock).map_err(|error| preflight::explain_take(&error.into()))
 }
 
-/// The state of the demonstration. When it is dropped, the workers end before KSM is released.
+/// The state of the demonstration. Dropping it ends the workers before it releases KSM.
 struct Demo {
     workers: Option<Workers>,
     experiment: KsmForExperiment,
@@ -199,7 +200,7 @@ impl Demo {
         self.workers.as_mut().context("there are no workers")?.verify()
     }
 
-    /// Does what `pagefold run --pid ...` does, and shows its progress.
+    /// Does the same as `pagefold run --pid ...`, and shows its progress.
     fn merge(&mut self, pids: &[i32], savable: u64) -> Result<Merged> {
         let (style, times) = (self.style, self.times);
         style::print(&words::merging(style))?;
@@ -232,7 +233,7 @@ impl Demo {
             ControlFlow::Continue(())
         });
         let observed = watch.finish();
-        // The injector's CPU time is added to this process's when it has ended.
+        // The injector's CPU time is added to ours once it has ended.
         host.finish();
         let (observed, ()) = (observed?, ran?);
         match failure {
@@ -249,7 +250,7 @@ impl Demo {
         Ok(Merged { observed, own_cpu, marked: engine.ledger().marked.bytes().0 })
     }
 
-    /// Does what `pagefold unmerge --pid ...` does. Returns the number of bytes unmerged.
+    /// Does the same as `pagefold unmerge --pid ...`. Returns the number of bytes unmerged.
     fn unmerge(&mut self, pids: &[i32]) -> Result<u64> {
         let paths = KsmPaths::default();
         let lease = KsmLease::take(self.ksm.clone(), &paths, &InitialKnobs::NONE)
@@ -267,11 +268,11 @@ impl Demo {
         Ok(unmerged)
     }
 
-    /// KSM alone: everything is marked, and ksmd scans at a constant rate.
+    /// KSM alone: we mark everything, and ksmd scans at a constant rate.
     fn ksm_alone(&mut self, pids: &[i32], savable: u64, merged: &Merged) -> Result<Observed> {
         let (style, span) = (self.style, self.times.ksm.as_secs_f64());
         style::print(&words::ksm_alone(KSM_PAGES, KSM_SLEEP_MS))?;
-        // No other pagefold takes KSM meanwhile.
+        // Keeps any other pagefold from taking KSM meanwhile.
         let _lock = lock()?;
         self.experiment.kernel_defaults()?;
         for &pid in pids {
@@ -291,13 +292,13 @@ impl Demo {
         observed
     }
 
-    /// Ends the workers and restores KSM. Returns what could not be restored.
+    /// Ends the workers and restores KSM. Returns what it couldn't restore.
     fn restore(self) -> Result<Option<String>> {
         let Self { workers, mut experiment, ksm, .. } = self;
         drop(workers);
         let before = experiment.before().clone();
         experiment.unmerge()?;
-        // Settings that an interrupted part could not restore can be restored now that no page is merged.
+        // An interrupted part may have left settings that we can restore now that no page is merged.
         restore_deferred(&ksm, &KsmPaths::default())?;
         drop(experiment);
         let now = ksm.knobs()?;

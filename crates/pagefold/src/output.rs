@@ -1,4 +1,4 @@
-//! What several commands print.
+//! Output that several commands share.
 
 pub mod page;
 pub mod placement;
@@ -18,7 +18,7 @@ pub fn print(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -
     Ok(style::print(&text(json, result, describe)?)?)
 }
 
-/// The same for a daemon, which ends whether or not somebody reads it.
+/// The same for a daemon, which ends whether or not somebody reads its output.
 pub fn print_at_end(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<()> {
     let text = text(json, result, describe)?;
     style::print_within(READ_LIMIT, &text).context("cannot print the summary")

@@ -1,4 +1,4 @@
-//! `pagefold config`: checks the configuration files, and shows what they set.
+//! `pagefold config`: checks the configuration files, and shows their settings.
 
 use crate::config::args::RunArgs;
 use crate::config::options::SECTIONS;

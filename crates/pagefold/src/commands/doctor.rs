@@ -1,7 +1,7 @@
-//! `pagefold doctor`: checks whether `pagefold run` can work on this machine, and what to change if it cannot.
+//! `pagefold doctor`: checks whether `pagefold run` can work on this machine, and what to change if it can't.
 //!
-//! The exit code is 0 if `run` can work, also with notes and warnings, otherwise the exit code that `run` would have. If
-//! `--fix` fails it is 1.
+//! The exit code is 0 if `run` can work, also with notes and warnings, otherwise the exit code that `run` would have.
+//! If `--fix` fails it's 1.
 
 mod fix;
 
@@ -38,7 +38,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     Ok(if unfinished { exit::FAILURE } else { code(&findings) })
 }
 
-/// Prints the findings of another program, of which nothing can be fixed.
+/// Prints another program's findings, where we can't fix anything.
 pub fn print(json: bool, findings: &[Finding], program: &str) -> anyhow::Result<()> {
     output::print(json, &document(findings, None), |_| list(findings, None, program, style::colours()))
 }
@@ -78,7 +78,7 @@ fn sign(severity: Severity) -> (&'static str, &'static str) {
     }
 }
 
-/// The findings as text: what is in order first, one line each, then the problems, the worst last.
+/// The findings as text: first a line for each thing in order, then the problems, the worst last.
 fn list(findings: &[Finding], fixed: Option<&Fixed>, program: &str, coloured: bool) -> String {
     let paint = |text: &str, colour: &str| {
         if coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_owned() }

@@ -1,4 +1,5 @@
-//! `pagefold exec`: starts a program whose memory KSM may merge. The kernel marks it, so that it is never traced.
+//! `pagefold exec`: starts a program whose memory KSM may merge. The kernel marks the memory, so we never trace the
+//! program.
 
 use anyhow::Result;
 use pagefold_procmem::merge_any::set_merge_any;
@@ -32,7 +33,7 @@ pub fn run(args: &ExecArgs) -> Result<u8> {
     })?;
     let error = Command::new(program).args(arguments).exec();
     let name = program.to_string_lossy();
-    // The exit codes of a shell that cannot start a program.
+    // A shell that can't start a program uses the same exit codes.
     let (code, what) = match error.kind() {
         ErrorKind::NotFound => (exit::NOT_FOUND, "not found; check the name".to_owned()),
         _ => (exit::NOT_EXECUTABLE, format!("cannot be executed: {error}")),

@@ -1,5 +1,5 @@
-//! `pagefold explain PID`: how the daemon judges each region of a process, what happens to it next, and what is left alone
-//! and why.
+//! `pagefold explain PID`: how the daemon judges each region of a process and what happens to it next, and which memory
+//! it leaves alone and why.
 
 pub mod words;
 
@@ -59,7 +59,7 @@ pub struct Explanation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementRow>,
     pub unseen_bytes: u64,
-    /// Whether it is a guest of Xen. Its number is in place of a pid then.
+    /// Whether it's a Xen guest. The guest's number takes the pid's place then.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub guest: bool,
 }
@@ -76,7 +76,7 @@ pub struct Row {
     pub sentence: String,
 }
 
-/// A mapping that is left alone.
+/// A mapping that we leave alone.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Excluded {
     range: String,
@@ -91,7 +91,7 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
     print(args.json, &explanation)
 }
 
-/// The same of a guest, by name or number, when the daemon is that of pagefold-xen.
+/// Explains a guest, by name or number, if the daemon is pagefold-xen's.
 pub fn run_of_guest(guest: &str, json: bool) -> Result<u8> {
     let explanation: Explanation = ask(&Request::Guest { guest: guest.to_owned() })?;
     if !explanation.in_scope {
@@ -107,7 +107,7 @@ fn print(json: bool, explanation: &Explanation) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// What the daemon knows about a guest of Xen.
+/// Explains a Xen guest by the daemon's facts.
 pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
     let is = |target: &&TargetFacts| target.name == guest || guest.parse() == Ok(target.pid);
     let Some(target) = facts.targets.iter().find(is).filter(|_| facts.xen.is_some()) else { return begun(facts, 0) };
@@ -121,7 +121,7 @@ pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
     explanation
 }
 
-/// An explanation of which nothing but the daemon is known.
+/// An explanation with nothing but the daemon's own facts.
 fn begun(facts: &Facts, pid: i32) -> Explanation {
     Explanation {
         schema: SCHEMA.to_owned(),
@@ -134,9 +134,9 @@ fn begun(facts: &Facts, pid: i32) -> Explanation {
     }
 }
 
-/// What the daemon knows about a process.
+/// Explains a process by the daemon's facts.
 pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
-    // The numbers of guests are no pids.
+    // Guest numbers aren't pids.
     let target = facts.targets.iter().find(|target| target.pid == pid && facts.xen.is_none());
     let Some(target) = target else { return Ok(begun(facts, pid)) };
     let tell = |error: ReadError| format!("{error}; look with ps");
@@ -173,7 +173,7 @@ pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<PathBuf>, deta
     explanation
 }
 
-/// The explanation of a process that is out of scope: what would be left alone in any case.
+/// Explains a process that is out of scope: we'd leave this memory alone in any case.
 fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let pid = explanation.pid;
     let roots = Roots::default();
@@ -214,12 +214,12 @@ impl Explanation {
         self.left_alone.clone_from(&target.left_alone);
     }
 
-    /// Adds the executable and the mappings that are left alone.
+    /// Adds the executable and the mappings that we leave alone.
     fn see(&mut self, exe: Option<PathBuf>, details: &[VmaDetail]) {
         self.exe = exe.map(|exe| printable(exe.as_os_str().as_bytes()));
         for detail in details {
             let Some(exclusion) = vma_exclusion(detail) else { continue };
-            // Pages of the kernel do not count as the process's memory.
+            // Kernel pages don't count as the process's memory.
             let kib = if exclusion == Exclusion::Special { 0 } else { detail.rss_kib };
             self.excluded.push(Excluded {
                 range: range(detail.vma.start, detail.vma.end),

@@ -57,14 +57,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use summary::Summary;
 use tracing::debug;
 
-/// Runs until it is stopped, and returns the exit code.
+/// Runs until it's stopped, and returns the exit code.
 pub fn run(args: &RunArgs) -> Result<u8> {
     messages::never_wait("pagefold");
     // Signal handlers first: from here on the run always ends in an orderly way.
     let (stop, woken) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let on = |signal, flag: &Arc<AtomicBool>| {
         signal_hook::flag::register(signal, flag.clone()).context("cannot install a signal handler")?;
-        // After the flag: when `woken` is set, the reason is set too.
+        // After the flag, so whenever `woken` is set, the reason is set too.
         signal_hook::flag::register(signal, woken.clone()).context("cannot install a signal handler")
     };
     on(signal_hook::consts::SIGINT, &stop)?;
@@ -129,7 +129,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     progress.begin();
     let kept = (&mut learned, &mut sketches);
     let ran = main_loop(args, &mut engine, &mut host, &stop, (requests, facts, kept), &mut active, &mut progress);
-    // A host that can't be read any more leaves the last count.
+    // If we can't read a host any more, the last count stays.
     let _ = count_saving(&mut engine, &mut host);
     progress.finish();
     if let Some(learned) = learned {
@@ -137,7 +137,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     }
     drop((server, metrics, history, sketches));
     let processes = host.targets().filter(|target| target.exclusion.is_none()).count();
-    // Whatever has happened, KSM is given back before anything is reported.
+    // Whatever happened, we give KSM back before we report anything.
     let ended = host.finish();
     active.log(&Entry::end("run", active.lost()));
     active.finish(&progress);
@@ -159,8 +159,9 @@ fn refresh_interval_ns(config: &Config, governor: Governor) -> u64 {
     config.pace(governor).round_ns / 4
 }
 
-/// Refuses a command line that selects no process, or only processes that must be left alone: most likely a mistake. What a
-/// configuration file selects may start later. Returns those that are left alone. `domains` are given if only one is merged.
+/// Refuses a command line that selects no process, or only processes that we must leave alone: most likely a mistake. A
+/// configuration file may select processes that start later. Returns the processes that we leave alone. `domains` are
+/// given if we merge only one.
 fn check_scope(
     args: &RunArgs,
     scope: &ScopeArgs,
@@ -194,8 +195,8 @@ fn check_scope(
     }
 }
 
-/// Starts the injector and gives up every capability that is not needed from there on. A dry run has no injector. Without
-/// one no process can be asked whether it is dumpable, so a dry run keeps the capabilities to find that out.
+/// Starts the injector and gives up every capability that we don't need from there on. A dry run has no injector.
+/// Without one we can't ask a process whether it's dumpable, so a dry run keeps the capabilities to find that out.
 fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
     if args.dry_run {
         return Ok(None);
@@ -215,7 +216,7 @@ fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
     Ok(Some(injector))
 }
 
-/// Takes KSM over. Without an injector it is a dry run, which leaves KSM alone.
+/// Takes KSM over. Without an injector we do a dry run, which leaves KSM alone.
 pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &InitialKnobs) -> Result<HostMode> {
     let Some(injector) = injector else { return Ok(HostMode::DryRun) };
     let lease =
@@ -229,10 +230,10 @@ pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &InitialKnobs) 
     Ok(HostMode::Act { lease, injector })
 }
 
-/// Between two cycles, nanoseconds: a service manager wants to hear that the run is alive.
+/// The longest wait between two cycles, nanoseconds: a service manager wants to hear that the run is alive.
 const LONGEST_WAIT_NS: u64 = 60_000_000_000;
 
-/// Runs cycles until `stop` is set, until the host's clock reaches `end_ns`, or until `each`, which is called after every
+/// Runs cycles until `stop` is set, until the host's clock reaches `end_ns`, or until `each`, which we call after every
 /// cycle, breaks.
 pub fn rounds<H: Host>(
     engine: &mut Engine,
@@ -347,7 +348,7 @@ fn main_loop(
         if let Some(sketches) = sketches {
             sketches.step(engine, host);
         }
-        // The wait would not be cut short if the queue has cleared the flag that a signal set.
+        // The wait wouldn't end early if the queue has cleared the flag that a signal set.
         if stop.load(Ordering::Relaxed) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })
 }
@@ -362,7 +363,8 @@ fn log_changes(active: &mut ActiveSettings<'_>, host: &LiveHost, outcome: &Outco
     }
 }
 
-/// Writes what came of requests to the audit log: a line for each pair of processes or guests, since there may be many ranges.
+/// Writes the results of requests to the audit log: a line for each pair of processes or guests, since there may be
+/// many ranges.
 pub fn log_merges(
     active: &mut ActiveSettings<'_>,
     outcome: &Outcome,
@@ -384,7 +386,7 @@ pub fn log_merges(
     }
 }
 
-/// Writes marks that were removed because they must not stay to the audit log.
+/// Writes to the audit log which marks we removed because they mustn't stay.
 fn log_withdrawn(
     active: &mut ActiveSettings<'_>,
     host: &LiveHost,
@@ -395,7 +397,7 @@ fn log_withdrawn(
     }
 }
 
-/// Reports and logs that a process is not left alone although its owner has opted out.
+/// Reports and logs that we don't leave a process alone although its owner has opted out.
 fn log_override(active: &mut ActiveSettings<'_>, host: &LiveHost, (pid, opt_out): (i32, String), progress: &Progress) {
     let Some(target) = host.targets().find(|target| target.process.pid() == pid) else { return };
     progress.say(&format!("process {pid} ({}) is not left alone, by --override-opt-out: {opt_out}", target.name));

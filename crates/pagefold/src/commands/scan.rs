@@ -152,7 +152,7 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
     ))
 }
 
-/// One process that may not be read is left out. All of them are a matter of rights.
+/// If we may not read one process, we leave it out. If we may not read any, we lack rights.
 fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
     let is_left = |process: &Surveyed| process.refused.is_none() && !process.gone;
     let denied = survey.processes.iter().find(|process| process.gone && process.refused.is_some());
@@ -165,7 +165,7 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
     }
 }
 
-/// So many pages are read for maps, if there are as many: 16 GiB.
+/// We read up to this many pages for maps: 16 GiB.
 const MAP_PAGES: f64 = 4_194_304.0;
 
 /// Reads pages and counts their contents.
@@ -177,7 +177,7 @@ struct Scanner {
     pages_read: u64,
     reading_ns: u64,
     progress: Progress,
-    /// Frames of the present sample, and how many of them have been read.
+    /// Frames of the present sample, and how many of them we've read.
     to_read: f64,
     read: u64,
 }
@@ -235,7 +235,7 @@ impl Scanner {
         Ok(Some(PlacementView::of(&places, &Ledger::default(), name_of)))
     }
 
-    /// The maps of the processes that were looked at, by pid.
+    /// The maps of the processes that we looked at, by pid.
     fn maps(&mut self, survey: &Survey, findings: &Findings, fraction: f64) -> BTreeMap<i32, Map> {
         let densities = self.census.densities(survey.parts(), findings);
         let mut maps = BTreeMap::new();
@@ -309,7 +309,7 @@ impl Scanner {
                         if view.state == PageState::Merged {
                             return;
                         }
-                        // Shared since the survey, by a copy on write or a fork.
+                        // Shared since the survey, by COW or a fork.
                         holders.push(cell);
                     }
                     census.add_shared(&holders, run, digester.digest(bytes));

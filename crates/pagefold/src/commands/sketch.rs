@@ -55,9 +55,9 @@ pub struct SketchArgs {
 
 /// Pages read in a second: 200 MiB, a tenth of a core.
 const PAGES_PER_SECOND: u64 = 50_000;
-/// Read at a time.
+/// Pages read at a time.
 const PORTION: u64 = 5_000;
-/// How long to wait until the mappings of all processes are known.
+/// How long we wait until we know the mappings of all processes.
 const KNOWN_LIMIT: Duration = Duration::from_secs(10);
 
 const SCHEMA: &str = "pagefold.sketch-summary/1";
@@ -164,7 +164,7 @@ fn read(host: &mut LiveHost, keeper: &mut Keeper, limits: Limits, stop: &AtomicB
         }
         let pause = Duration::from_nanos(read.pages * 1_000_000_000 / rate);
         thread::sleep(pause.saturating_sub(then.elapsed()));
-        // What is excluded meanwhile must not be read.
+        // We mustn't read memory that gets excluded meanwhile.
         refresh(host)?;
     }
 }
@@ -184,7 +184,7 @@ impl WorkloadRow {
     }
 }
 
-/// Rows shown; the rest is summed up in a line.
+/// Rows shown; a line sums up the rest.
 const ROWS: usize = 20;
 
 fn describe(summary: &Summary, style: Style) -> String {

@@ -1,4 +1,4 @@
-//! `pagefold status`: what the daemon has saved, what it costs, and what it is doing.
+//! `pagefold status`: what the daemon has saved, what it costs, and what it's doing.
 
 pub mod groups;
 pub mod room;
@@ -67,7 +67,7 @@ pub struct Status {
     #[serde(default)]
     pub available_bytes: u64,
     pub resident_bytes: u64,
-    /// `None` while it is being counted for the first time.
+    /// `None` while we're counting it for the first time.
     pub saved_bytes: Option<u64>,
     #[serde(default)]
     pub saved_age_seconds: Option<f64>,
@@ -148,7 +148,7 @@ pub struct DomainRow {
     pub processes: usize,
     pub resident_bytes: u64,
     pub marked_bytes: u64,
-    /// Whether it is left alone, because ksmd merges another one.
+    /// Whether we leave it alone, because ksmd merges another one.
     pub left_alone: bool,
 }
 
@@ -173,7 +173,7 @@ pub fn run(args: &StatusArgs) -> Result<u8> {
 }
 
 impl Status {
-    /// So many of what is in scope.
+    /// The number with the word for the things in scope.
     pub fn count(&self, number: usize) -> String {
         match self.xen {
             Some(_) => count(number, "guest", "guests"),
@@ -252,7 +252,7 @@ impl Status {
     }
 }
 
-/// Where only zeros are to be merged: what else was found in what is marked. ksmd visits that, too, and merges what is equal.
+/// If we merge zeros only: the other pages that we found in marked memory. ksmd visits them, too, and merges equal ones.
 fn other_bytes(facts: &Facts) -> Option<u64> {
     let config = &facts.run.config;
     let is_shown = config.only == Only::Zeros && config.mechanism == Mechanism::Ksmd;

@@ -1,6 +1,6 @@
-//! `pagefold top`: what the daemon saves, what it costs, what it does now and when it will be done, on the terminal, live.
+//! `pagefold top`: shows live, on the terminal, the daemon's savings, its costs, its work and when it'll be done.
 //!
-//! A thread asks the daemon once a second; [`state`] is what is known and what the user has chosen, [`draw`] shows it.
+//! A thread asks the daemon once a second; [`state`] holds the answers and the user's choices, [`draw`] shows them.
 
 mod activity;
 mod draw;
@@ -39,16 +39,16 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
-/// Between two questions to the daemon.
+/// How often we ask the daemon.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// How soon an answer is noticed.
+/// How soon we notice an answer.
 const POLL: Duration = Duration::from_millis(100);
 
-/// The history that is shown without --since.
+/// How much history we show without --since.
 const SINCE: Duration = Duration::from_secs(2 * 3_600);
 /// The same on a web page.
 const SINCE_PAGE: Duration = Duration::from_secs(24 * 3_600);
-/// Between two reads of the history.
+/// How often we read the history.
 const HISTORY_INTERVAL: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug, clap::Args)]
@@ -64,18 +64,18 @@ pub struct TopArgs {
     pub html: Option<PathBuf>,
 }
 
-/// What the history says, or why there is none.
+/// The history, or why there is none.
 type Moments = Result<Vec<Moment>, String>;
 
-/// What the daemon and `/proc` say at one time.
+/// The daemon's and `/proc`'s data at one time.
 pub struct Answer {
     /// When it came, seconds since 1970.
     time: u64,
     status: Result<Status, String>,
-    /// What each process belongs to.
+    /// Each process's workload.
     workloads: BTreeMap<i32, String>,
     explanation: Option<Result<Explanation, String>>,
-    /// If it was read again.
+    /// Present if we read it again.
     history: Option<Moments>,
 }
 
@@ -87,11 +87,11 @@ pub fn run(args: &TopArgs) -> Result<u8> {
         let message = "top needs a terminal; without one, use pagefold status, or pagefold status --json";
         return Err(Exit::new(exit::USAGE, message).into());
     }
-    // A daemon that is not there, or that does not answer this user, is told before the screen is taken.
+    // We report a daemon that isn't there, or that doesn't answer this user, before we take the screen.
     let since = args.since.unwrap_or(SINCE);
     let moments = moments(&args.history, since);
     if let Err(error) = ask::<Status>(&Request::Status) {
-        // The history is there all the same, if that was asked for.
+        // We can still show the history, if the user asked for it.
         match (&moments, args.since) {
             (Ok(_), Some(_)) => {}
             (Err(problem), Some(_)) => return Err(also(&error, problem)),
@@ -116,7 +116,7 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     result.map(|()| exit::OK)
 }
 
-/// Ends the program when it is told to, from a thread: once the terminal is gone, crossterm reads it for ever.
+/// Ends the program on a signal, from a thread: once the terminal is gone, crossterm reads it for ever.
 fn end_on_signals() -> io::Result<()> {
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM])?;
     std::thread::spawn(move || {
@@ -146,11 +146,11 @@ fn poll(explained: &AtomicI32, (history, since): (&Path, Duration), answers: &Sy
             pid => Some(ask(&Request::Explain { pid }).map_err(|error| error.to_string())),
         };
         let answer = Answer { time: history::now(), status, workloads, explanation, history };
-        // There is room, unless the other thread hangs in the terminal.
+        // There's room, unless the other thread hangs in the terminal.
         if let Err(TrySendError::Disconnected(_)) = answers.try_send(answer) {
             return;
         }
-        // It has hung up, and no signal has come: sudo may have been in between.
+        // The terminal has hung up, and no signal has come: sudo may have been in between.
         if !io::stdin().is_terminal() {
             end();
         }
@@ -158,7 +158,7 @@ fn poll(explained: &AtomicI32, (history, since): (&Path, Duration), answers: &Sy
     }
 }
 
-/// What each process of a status belongs to.
+/// The workload of each process in a status.
 fn workloads(status: Option<&Status>) -> BTreeMap<i32, String> {
     let pids = status.iter().flat_map(|status| &status.processes).map(|row| row.pid);
     pids.filter_map(|pid| Some((pid, workload_of(pid)?.to_string()))).collect()
@@ -168,7 +168,7 @@ fn moments(path: &Path, since: Duration) -> Moments {
     history::read(path, since, history::now()).map_err(|error| format!("{}: {error}", ownership::shown(path)))
 }
 
-/// The error, and that there is no history either.
+/// The error, and that there's no history either.
 fn also(error: &anyhow::Error, problem: &str) -> anyhow::Error {
     Exit::new(pagefold_text::program::code_of(error), format!("{error:#}; nor can the history be read: {problem}"))
         .into()
@@ -218,7 +218,7 @@ fn show(mut top: Top, answers: &Receiver<Answer>, explained: &AtomicI32) -> Resu
     Ok(())
 }
 
-/// The terminal, until it is dropped.
+/// The terminal, until it's dropped.
 struct Screen;
 
 impl Screen {

@@ -1,6 +1,6 @@
 //! `pagefold unmerge`: gives processes their own copies of merged pages, and removes their marks.
 //!
-//! While a daemon runs, it does so and keeps the processes out. Otherwise this command does it by itself.
+//! If a daemon runs, the daemon does this and keeps the processes out. Otherwise this command does it by itself.
 
 use crate::audit::{Audit, Entry, Owner};
 use crate::config::flags::AuditFlags;
@@ -26,7 +26,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
 
-/// How often processes are looked for: those that start meanwhile are unmerged, too.
+/// How often we look for processes: we unmerge processes that start meanwhile, too.
 const PASSES: u32 = 5;
 /// How long a scan of ksmd may take.
 const PASS_LIMIT: Duration = Duration::from_secs(30);
@@ -51,7 +51,7 @@ pub struct Summary {
     longest_stop_us: f64,
     pub processes: Vec<Process>,
     pub still_saved_bytes: u64,
-    /// What the daemon keeps out from now on, as flags.
+    /// The processes that the daemon keeps out from now on, as flags.
     kept_out: Option<String>,
     knobs_deferred: BTreeMap<String, u64>,
     audit_lost: u64,
@@ -72,12 +72,12 @@ impl Summary {
         Self { schema: "pagefold.unmerge/1".to_owned(), ..Self::default() }
     }
 
-    /// That of a daemon, which keeps these processes out.
+    /// A daemon's summary. The daemon keeps these processes out.
     pub fn of_daemon(kept_out: String, still_saved_bytes: u64) -> Self {
         Self { kept_out: Some(kept_out), still_saved_bytes, ..Self::new() }
     }
 
-    /// Adds what has come of one process. One that has ended and was not selected by its number is left out.
+    /// Adds one process's result. We leave out a process that has ended, unless its number was given.
     pub fn add(&mut self, process: &UnmergedProcess) {
         if process.is_gone() {
             return;
@@ -106,7 +106,7 @@ impl Summary {
 pub fn run(args: &UnmergeArgs) -> Result<u8> {
     preflight::need_root("unmerging")?;
     let paths = KsmPaths::default();
-    // No other pagefold may mark what is being unmarked.
+    // No other pagefold may mark memory while we unmark it.
     let summary = match Lock::try_take(&paths.lock) {
         Ok(lock) => unmerge(args, lock, &paths)?,
         Err(held @ LockError::Held { .. }) => ask_daemon(args, held)?,
@@ -119,7 +119,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     Ok(summary.exit_code)
 }
 
-/// Has the daemon unmerge them. `held` is the error if there is none, but another program that drives KSM.
+/// Has the daemon unmerge them. `held` is the error if there's no daemon, but another program that drives KSM.
 fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
     if args.audit.0.audit.as_deref().is_some() {
         let line = "pagefold run is at work, and writes this to its own audit log; omit --audit";
@@ -133,7 +133,7 @@ fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
 }
 
 fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> {
-    // From here on nobody who doesn't read them leaves KSM's settings changed.
+    // From here on a stalled reader of our messages can't make us leave KSM's settings changed.
     messages::never_wait("pagefold");
     preflight::need_rights("unmerging")?;
     let ksm = preflight::ksm()?;
@@ -167,7 +167,7 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
             record(&mut audit, &owners, &done);
             over.extend(done);
         }
-        // A child has the marks that its parent had when it was forked.
+        // A child has the marks that its parent had at the fork.
         scoped = args.scope.resolve_for_undoing_again(&found);
     }
     let done = unmerger.finish();
@@ -194,7 +194,7 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
     Ok(summary)
 }
 
-/// Writes to the audit log, if there is one, what has come of these.
+/// Writes these results to the audit log, if there is one.
 fn record(audit: &mut Option<Audit>, owners: &BTreeMap<i32, Owner>, processes: &[UnmergedProcess]) {
     let Some(audit) = audit else { return };
     for process in processes {
@@ -206,7 +206,7 @@ fn record(audit: &mut Option<Audit>, owners: &BTreeMap<i32, Owner>, processes: &
     }
 }
 
-/// The exit code if a process could not be unmerged.
+/// The exit code if we couldn't unmerge a process.
 fn code_of(error: &UnmergeError) -> u8 {
     match error {
         UnmergeError::Inject(error) => preflight::inject_code(error),
@@ -220,10 +220,10 @@ fn code_of(error: &UnmergeError) -> u8 {
     }
 }
 
-/// Ends the lease after scans that let ksmd release what was unmarked. Returns the knobs that cannot be restored yet.
+/// Ends the lease after scans that let ksmd release unmarked memory. Returns the knobs that we can't restore yet.
 ///
-/// Where pages are merged on request, there is no scan: the mappings of all named pages are marked, and ksmd would merge across
-/// trust domains what pagefold has not. What was unmarked is then counted as merged until its process ends.
+/// Where pages are merged on request, we don't scan: the mappings of all named pages are marked, and ksmd would merge
+/// across trust domains where pagefold hasn't. Unmarked memory then counts as merged until its process ends.
 pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
     if Path::new(request::DEVICE).exists() {
         return Ok(restore(lease));
@@ -231,7 +231,7 @@ pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
     Ok(report_restored(&scan_and_restore(lease, PASS_LIMIT)?))
 }
 
-/// Ends the lease. Returns the knobs that cannot be restored yet.
+/// Ends the lease. Returns the knobs that we can't restore yet.
 fn restore(lease: KsmLease) -> BTreeMap<String, u64> {
     report_restored(&lease.restore(PASS_LIMIT))
 }
@@ -243,7 +243,7 @@ fn report_restored(outcome: &RestoreOutcome) -> BTreeMap<String, u64> {
     outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect()
 }
 
-/// It in words: `who` still saves memory in other `targets`, in singular and plural.
+/// The summary in words: `who` still saves memory in other `targets`, in singular and plural.
 pub fn describe(summary: &Summary, (who, (target, targets)): (&str, (&str, &str)), style: Style) -> String {
     let mut text = String::new();
     let failed = summary.processes.iter().filter(|process| process.failed.is_some()).count();

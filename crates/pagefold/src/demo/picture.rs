@@ -1,4 +1,4 @@
-//! Bars and curves drawn in characters. The glyphs differ as well as the colours, so colour is not needed to read them.
+//! Bars and curves drawn in characters. Glyphs differ as well as colours, so they're readable without colour.
 
 use pagefold_text::style::{Style, human};
 use std::io::IsTerminal;
@@ -18,7 +18,7 @@ pub fn columns(part: u64, whole: u64, width: usize) -> usize {
 /// A curve, filled down to zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Curve<'a> {
-    /// Seconds and bytes, in order of time. Nothing is drawn after the last point.
+    /// Seconds and bytes, in order of time. We draw nothing after the last point.
     pub points: &'a [(f64, u64)],
     /// The horizontal axis, in seconds.
     pub span: f64,
@@ -70,7 +70,7 @@ pub fn time_axis(span: f64, style: Style) -> Vec<String> {
     vec![style.dim(&line), style.dim(&times)]
 }
 
-/// A block of lines that is redrawn in place if standard output is a terminal.
+/// A block of lines that we redraw in place if standard output is a terminal.
 #[derive(Debug)]
 pub struct Canvas {
     live: bool,
@@ -82,13 +82,13 @@ impl Canvas {
     pub fn new() -> Self {
         let live = std::io::stdout().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
         if live {
-            // Hide the cursor, and do not wrap long lines: the second row would not be redrawn.
+            // Hide the cursor, and don't wrap long lines: we wouldn't redraw the second row.
             put("\x1b[?25l\x1b[?7l");
         }
         Self { live, drawn: 0 }
     }
 
-    /// Whether the block can be redrawn.
+    /// Whether we can redraw the block.
     pub fn is_live(&self) -> bool {
         self.live
     }

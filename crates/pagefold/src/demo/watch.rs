@@ -25,7 +25,7 @@ pub struct Point {
     pub seconds: f64,
     /// Bytes saved since the start, by KSM's counters.
     pub saved: u64,
-    /// CPU time of this process since the start, without that of this thread.
+    /// CPU time of this process since the start, without this thread's.
     pub own_cpu: Duration,
     /// CPU time of ksmd since the start.
     pub ksmd_cpu: Duration,
@@ -41,9 +41,9 @@ impl Point {
 pub struct View<'a> {
     /// The readings so far, at least one.
     pub points: &'a [Point],
-    /// Memory of each worker in bytes; empty if no pids were given.
+    /// Memory of each worker in bytes; empty if we got no pids.
     pub workers: &'a [u64],
-    /// Draw a line, because no picture can be drawn.
+    /// Draw a line, because we can't draw a picture.
     pub line: bool,
 }
 
@@ -51,7 +51,7 @@ pub struct View<'a> {
 pub struct Observed {
     /// At least one.
     pub points: Vec<Point>,
-    /// Memory of each worker at the end in bytes; empty if no pids were given.
+    /// Memory of each worker at the end in bytes; empty if we got no pids.
     pub workers: Vec<u64>,
     /// CPU time of reading and drawing.
     pub display_cpu: Duration,
@@ -80,7 +80,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts the thread; time and costs are counted from now. The memory of `pids` is read for every picture.
+    /// Starts the thread and counts time and costs from now. It reads the memory of `pids` for every picture.
     pub fn start(
         ksm: Arc<Ksm>,
         pids: &[i32],
@@ -129,7 +129,7 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // Wait for the thread, so that the cursor is shown again before anything else is printed.
+        // Wait for the thread, so that the cursor is back before anybody prints anything else.
         self.end();
     }
 }
@@ -162,7 +162,7 @@ impl Meters {
     }
 }
 
-/// CPU time of the calling thread: the first number in its schedstat. Zero on kernels without CONFIG_SCHED_INFO, where
+/// CPU time of the calling thread: the first number in its schedstat. Zero on kernels without CONFIG_SCHED_INFO; there
 /// the display counts as a cost of pagefold.
 fn thread_cpu() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();

@@ -17,7 +17,7 @@ const REST_SECONDS: f64 = 3.0;
 #[derive(Clone, Debug)]
 pub struct Merged {
     pub observed: Observed,
-    /// CPU time of pagefold and its injector, without that of the display.
+    /// CPU time of pagefold and its injector, without the display's.
     pub own_cpu: Duration,
     pub marked: u64,
 }
@@ -91,7 +91,7 @@ pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
     text
 }
 
-/// Part 3: the heading of the merging.
+/// Part 3: the heading for merging.
 pub fn merging(style: Style) -> String {
     heading(3, "Merge: pagefold finds and marks the duplicates, the kernel merges them", style)
 }
@@ -138,7 +138,7 @@ pub fn merge_picture(view: &View<'_>, first: &[u64], savable: u64, span: f64, st
     lines
 }
 
-/// The cost of the merging, and part 4: the check of the data.
+/// The cost of merging, and part 4: the check of the data.
 pub fn verified(bytes: u64, merged: &Merged, style: Style) -> String {
     let mut text = String::new();
     let last = merged.observed.last();
@@ -207,7 +207,7 @@ pub fn compared(bytes: u64, merged: &Merged, alone: &Observed, style: Style) -> 
     let goal = ours.saved / 10 * 9;
     let head = ["", "saved", "90 % after", "CPU until then", "CPU in all", "at rest"].map(str::to_owned);
     text.line(style.dim(&row(&head)));
-    // The readings lack the CPU time of the injector, which it had spent before anything was saved.
+    // The readings lack the injector's CPU time, all spent before anything was saved.
     let injector = merged.own_cpu.saturating_sub(ours.own_cpu);
     let reached = |point: Point, cpu: Duration| (point.seconds, cpu);
     let pagefold = Side {

@@ -1,4 +1,4 @@
-//! The programs of the demonstration: a pool of workers, each with data that all of them hold, data of its own, and
+//! The programs of the demonstration: a pool of workers. Each holds data that all of them hold, data of its own, and
 //! zero pages.
 
 use anyhow::{Context, Result, anyhow};
@@ -48,7 +48,7 @@ impl Size {
         [1, 2, 4].into_iter().map(|by| Self { divisor: most.divisor * by, ..most }).find(fits)
     }
 
-    /// Whether it was reduced to fit into the free memory.
+    /// Whether we reduced it to fit into the free memory.
     pub fn is_reduced(self, quick: bool) -> bool {
         self != if quick { Self::QUICK } else { Self::FULL }
     }
@@ -69,7 +69,7 @@ impl Size {
     }
 }
 
-/// The running workers. They end when this is dropped.
+/// The running workers. Dropping this ends them.
 #[derive(Debug)]
 pub struct Workers {
     tenants: Vec<Tenant>,
@@ -77,7 +77,7 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// Starts the workers in parallel, and waits until they have written their data.
+    /// Starts the workers in parallel, and waits until they've written their data.
     pub fn start(size: Size) -> Result<Self> {
         let specs: Vec<TenantSpec> = size.specs().collect();
         let program = Path::new("/proc/self/exe");
@@ -93,7 +93,7 @@ impl Workers {
         self.tenants.iter().map(Tenant::pid).collect()
     }
 
-    /// Makes each worker compare every byte with what it wrote. Returns the number of bytes compared.
+    /// Makes each worker compare every byte with the one it wrote. Returns the number of bytes compared.
     ///
     /// # Errors
     /// A byte differs, or a worker has died.
@@ -120,8 +120,8 @@ fn in_parallel<I: Send, T: Send>(
     })
 }
 
-/// Anonymous memory of a process (Pss): pages that are shared, also by merging, are divided among their sharers.
-/// The kernel walks the page tables for it, about 10 us per MiB.
+/// Anonymous memory of a process (Pss): pages that are shared, also by merging, are divided among their sharers. The
+/// kernel walks the page tables to find out, about 10 us per MiB.
 pub fn proportional_bytes(process: &Process) -> Result<u64, ReadError> {
     let kib = kib(&process.read_file("smaps_rollup")?, "Pss_Anon");
     kib.map(|kib| kib << 10).map_err(|why| process.malformed("smaps_rollup", why))

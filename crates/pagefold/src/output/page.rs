@@ -1,4 +1,4 @@
-//! What the web pages of reports share: the frame, tables of memory, charts over time, and how they are written.
+//! Shared by the reports' web pages: the frame, tables of memory, charts over time, and writing the file.
 
 use crate::config::ownership;
 use anyhow::Result;
@@ -17,10 +17,10 @@ pub fn page(title: &str, body: &str) -> String {
     html::page(title, STYLE, body)
 }
 
-/// Writes a page to a file, which may be there already.
+/// Writes a page to a file, which may exist already.
 ///
 /// # Errors
-/// It cannot be written, or is a link, which another user may have put there.
+/// We can't write it, or it's a link, which another user may have put there.
 pub fn write(path: &Path, page: &str) -> Result<()> {
     html::write(path, page).map_err(|error| {
         let path = ownership::shown(path);
@@ -28,8 +28,8 @@ pub fn write(path: &Path, page: &str) -> Result<()> {
     })
 }
 
-/// A curve of a chart: its colour as a class of the style, its name, and its points as time and value. It has a gap where the
-/// value is unknown.
+/// A curve of a chart: its colour as a class of the style, its name, and its points as time and value. There's a gap
+/// where we don't know the value.
 #[derive(Clone, Debug)]
 pub struct Curve {
     pub class: &'static str,
@@ -43,14 +43,14 @@ pub struct Chart {
     pub title: String,
     /// The first and the last time.
     pub times: (f64, f64),
-    /// What is below the horizontal axis, from left to right.
+    /// The labels below the horizontal axis, from left to right.
     pub labels: Vec<String>,
     /// The vertical axis.
     pub unit: Unit,
     pub curves: Vec<Curve>,
 }
 
-/// Ends of an axis, of which a quarter is a short number, too.
+/// Possible ends of an axis: a quarter of each is a short number, too.
 const STEPS: [f64; 9] = [1.0, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0, 6.0, 8.0];
 /// Lines across a chart.
 const GRID: u32 = 4;
@@ -102,7 +102,7 @@ impl Chart {
             };
             let x = 1000.0 * ((time - first) / (last - first).max(1e-9)).clamp(0.0, 1.0);
             let y = 100.0 - 100.0 * (value / most).clamp(0.0, 1.0);
-            // A point by itself is drawn as a dot.
+            // We draw a point by itself as a dot.
             let _ = if is_drawn { write!(path, "L{x:.1} {y:.2}") } else { write!(path, "M{x:.1} {y:.2}h0") };
             is_drawn = true;
         }
@@ -115,7 +115,7 @@ impl Chart {
 pub struct Unit {
     /// Units are powers of this.
     base: f64,
-    /// The axis goes at least so far.
+    /// The axis goes at least this far.
     least: f64,
     pub write: fn(f64) -> String,
 }

@@ -7,7 +7,7 @@ use pagefold_engine::placement::policy::Placement;
 use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 use serde::{Deserialize, Serialize};
 
-/// Processes shown; the rest is summed up.
+/// Processes shown; we sum up the rest.
 const PROCESSES: usize = 8;
 
 /// Where merged pages are. `reference.rs` explains the fields.
@@ -30,7 +30,7 @@ pub struct PlacementRow {
 }
 
 impl PlacementView {
-    /// From the core's report. `name_of` returns the pid and the name of a process.
+    /// Takes the core's report. `name_of` returns the pid and the name of a process.
     pub fn of(places: &PlacementSummary, ledger: &Ledger, name_of: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
         let row = |place: &OwnerPlacement| {
             let (pid, name) = name_of(place.owner)?;
@@ -52,7 +52,7 @@ impl PlacementView {
         self.processes.iter().find(|row| row.pid == pid)
     }
 
-    /// What the policies have done and would do, as a sentence.
+    /// A sentence on what the policies have done and would do.
     pub fn sentence(&self) -> String {
         let moved = match self.moved_pages {
             0 => String::new(),
@@ -105,7 +105,7 @@ impl PlacementView {
 }
 
 impl PlacementRow {
-    /// Where the process's merged memory is, and what that costs, as a sentence.
+    /// A sentence on where the process's merged memory is, and how much that costs.
     pub fn sentence(&self) -> String {
         let OwnerPlacement { local, remote, tax, nice, home, placement, .. } = &self.place;
         let (local, remote, tax) = (human(local.bytes().0), human(remote.bytes().0), percent(*tax, 1.0));

@@ -1,4 +1,4 @@
-//! Pages that were to be merged on request, as `status` and the summary of a run have them.
+//! Merge requests counted in pages, for `status` and the summary of a run.
 
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::ledger::Ledger;
@@ -7,7 +7,7 @@ use pagefold_engine::units::whole;
 use pagefold_text::figures::thousands;
 use serde::{Deserialize, Serialize};
 
-/// The pages named so far, by what came of them.
+/// The pages named so far, by result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_field_names, reason = "they are the keys of the JSON")]
 pub struct RequestsView {
@@ -19,7 +19,7 @@ pub struct RequestsView {
 }
 
 impl RequestsView {
-    /// Those of a run. `None` if it does not merge on request.
+    /// The counts of a run. `None` if it doesn't merge on request.
     pub fn of(mechanism: Mechanism, ledger: &Ledger) -> Option<Self> {
         let counts = &ledger.requests;
         (mechanism == Mechanism::Request).then(|| Self {
@@ -31,7 +31,7 @@ impl RequestsView {
         })
     }
 
-    /// The pages by what came of them.
+    /// The pages by result.
     pub fn by_result(&self) -> [(&'static str, u64); 4] {
         [
             ("merged", self.merged_pages),
@@ -41,7 +41,7 @@ impl RequestsView {
         ]
     }
 
-    /// What a dry run expects to be merged of a region, bytes: the share of its pages that have a copy or are zeros.
+    /// How much of a region a dry run expects to merge, bytes: the share of its pages that have a copy or are zeros.
     pub fn expected_bytes(region: &RegionState) -> u64 {
         whole(region.resident.bytes().0 as f64 * region.duplicate_ratio)
     }

@@ -1,9 +1,10 @@
-//! Xen's own figures, as `status` and the summary of a run have them. They come from pagefold-xen, whose runs answer `status`, too.
+//! Xen's own figures, for `status` and the summary of a run. They come from pagefold-xen, whose runs answer `status`,
+//! too.
 
 use pagefold_text::style::human;
 use serde::{Deserialize, Serialize};
 
-/// What the hypervisor says of the machine's memory.
+/// The machine's memory as the hypervisor sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_field_names, reason = "they are the keys of the JSON")]
 pub struct XenView {

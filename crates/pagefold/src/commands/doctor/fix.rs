@@ -15,12 +15,12 @@ pub enum Fixed {
     Nothing,
     /// Another pagefold is using KSM.
     InUse(String),
-    /// These knobs were restored, or could not be.
+    /// We restored these knobs, or couldn't.
     Done(RestoreOutcome),
 }
 
 impl Fixed {
-    /// Whether a knob that can be restored was not.
+    /// Whether we failed to restore a knob that we could restore.
     pub fn is_unfinished(&self) -> bool {
         matches!(self, Self::Done(restored) if !restored.failed.is_empty() || !restored.pending.is_empty())
     }
@@ -74,11 +74,11 @@ impl Fixed {
 /// Restores the knobs.
 ///
 /// # Errors
-/// With exit code 3 without root; KSM or the state file cannot be read.
+/// With exit code 3 without root; we can't read KSM or the state file.
 pub fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
     let ksm = match Ksm::open(&roots.sys.join("kernel/mm/ksm")) {
         Ok(ksm) => Arc::new(ksm),
-        // Without KSM no knob can have been changed. The findings report that it is missing.
+        // Without KSM no knob can have been changed. The findings report that it's missing.
         Err(KsmError::Absent { .. }) => return Ok(Fixed::Nothing),
         Err(error) => return Err(error.into()),
     };

@@ -15,13 +15,13 @@ use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 
 /// The most regions shown one by one.
 const REGIONS: usize = 12;
-/// Smaller regions are summed up unless there are only small ones, bytes.
+/// We sum up smaller regions unless there are only small ones, bytes.
 const SMALL: u64 = 1 << 20;
 /// The most mappings shown for one reason to leave them alone.
 const MAPPINGS: usize = 6;
 const WIDTH: usize = 78;
 
-/// What happens to a region next, and when, as a sentence.
+/// A sentence on what happens to a region next, and when.
 pub fn sentence(region: &RegionState, facts: &Facts) -> String {
     let state = &facts.state;
     if state.paused {
@@ -109,7 +109,7 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
     }
 }
 
-/// Why the run does not merge what is worth it, if it does not.
+/// Why the run doesn't merge memory that's worth merging, if it doesn't.
 fn not_driven(facts: &Facts) -> Option<String> {
     if facts.run.dry_run {
         return Some("this is a dry run".to_owned());
@@ -118,7 +118,7 @@ fn not_driven(facts: &Facts) -> Option<String> {
     Some(format!("this run no longer controls KSM ({why})"))
 }
 
-/// Why no more of a region is merged below the limit of a cgroup.
+/// Why we merge no more of a region below a cgroup's limit.
 fn no_headroom(region: &RegionState, cgroup: &str) -> String {
     let begin = if region.marked > Pages(0) { "Merged in part, the rest is left alone" } else { "Left alone" };
     format!(
@@ -141,7 +141,7 @@ fn waits(wave: &Wave, price_ns: u64, left: &str, governor: Governor) -> String {
     )
 }
 
-/// Marks that must be removed and could not be yet, as a sentence.
+/// A sentence on marks that we must remove and couldn't yet.
 pub fn to_unmark(to_unmark: &ToUnmark) -> String {
     let problem = to_unmark.problem.as_ref().map(|problem| format!(" Last try: {problem}.")).unwrap_or_default();
     format!("{} still to be unmarked: {}.{problem}", human(to_unmark.bytes), to_unmark.reason)
@@ -310,7 +310,7 @@ fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
         let mut parts = wrap(&format!("{reason} ({mappings})"), WIDTH - 12).into_iter();
         text.line(format!("  {:>8}  {}", human(memory), parts.next().unwrap_or_default()));
         parts.for_each(|part| text.line(format!("            {part}")));
-        // Code, unmodified files and empty mappings are not worth a line each.
+        // Code, unmodified files and empty mappings aren't worth a line each.
         if reason == Exclusion::NothingAnonymous.to_string() || memory == 0 {
             continue;
         }

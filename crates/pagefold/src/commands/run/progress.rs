@@ -1,5 +1,5 @@
-//! What a run shows while it goes on: a status line on a terminal, otherwise one line for each message. A service manager has the
-//! status line, too.
+//! The output of a run while it goes on: a status line on a terminal, otherwise one line for each message. A service
+//! manager gets the status line, too.
 
 use crate::service::{MessageLimit, ServiceManager};
 use pagefold_engine::engine::Engine;
@@ -7,10 +7,10 @@ use pagefold_text::{progress, style};
 use serde::Serialize;
 use std::time::Instant;
 
-/// Processes left alone that the summary lists. Further ones are counted.
+/// How many of the processes we leave alone the summary lists. We count the rest.
 const LISTED_MOST: usize = 1_000;
 
-/// A process in scope that is left alone.
+/// A process in scope that we leave alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LeftAlone {
     pub pid: i32,
@@ -22,12 +22,12 @@ pub struct LeftAlone {
 pub struct Progress {
     line: progress::Progress,
     manager: ServiceManager,
-    /// The processes left alone so far, and why.
+    /// The processes that we've left alone so far, and why.
     pub left_alone: Vec<LeftAlone>,
     /// How many more there were.
     pub left_alone_more: u64,
     messages: MessageLimit,
-    /// Why KSM was given up, if it was.
+    /// Why we gave up KSM, if we did.
     pub stood_down: Option<String>,
 }
 
@@ -75,7 +75,7 @@ impl Progress {
         }
     }
 
-    /// Reports a process that is left alone, once for each reason.
+    /// Reports a process that we leave alone, once for each reason.
     pub fn leave_alone(&mut self, left: LeftAlone) {
         if self.left_alone.contains(&left) {
             return;
@@ -93,7 +93,7 @@ impl Progress {
         self.stood_down = Some(why);
     }
 
-    /// Shows what was done. `who` are the processes or guests in scope, and how many.
+    /// Shows the work done. `who` names the processes or guests in scope, and how many there are.
     pub fn show(&mut self, engine: &Engine, who: impl Fn() -> String, paused: bool) {
         if !self.line.is_hidden() {
             self.line.show(&line(engine, &who(), paused), None);

@@ -1,7 +1,7 @@
-//! The settings in force, and what SIGHUP does: it reads the configuration files again and reopens the audit log.
+//! The settings in force, and the response to SIGHUP: we read the configuration files again and reopen the audit log.
 //!
-//! For a run on a terminal, or one that has neither file nor log, SIGHUP means what it always meant: the terminal has
-//! gone, and the run ends.
+//! For a run on a terminal, or a run with neither file nor log, SIGHUP means the same as ever: the terminal has gone,
+//! and the run ends.
 
 use super::progress::Progress;
 use crate::audit::{Audit, Entry};
@@ -19,11 +19,11 @@ use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The settings in force, the audit log, and what it would have, as a list of events.
+/// The settings in force, the audit log, and a list of the same events, which a dry run has too.
 #[derive(Debug)]
 pub struct ActiveSettings<'a> {
     args: &'a RunArgs,
-    /// As they were last read.
+    /// As we last read them.
     pub settings: Settings,
     audit: Option<Audit>,
     pub events: Events,
@@ -45,7 +45,7 @@ impl<'a> ActiveSettings<'a> {
         })
     }
 
-    /// The flag that SIGHUP sets instead of ending the run. `None` if SIGHUP ends it.
+    /// The flag that SIGHUP sets instead of ending the run. `None` if SIGHUP ends the run.
     pub fn on_hangup(&self) -> Option<Arc<AtomicBool>> {
         let reloads = self.settings.file.is_some() || self.audit.is_some();
         (reloads && !std::io::stdin().is_terminal()).then(|| self.requested.clone())
@@ -78,8 +78,8 @@ impl<'a> ActiveSettings<'a> {
         self.audit.as_ref().map_or(0, Audit::lost)
     }
 
-    /// Reports lines that the audit log has lost, and reloads if SIGHUP has come since the last call. Returns the governor if it
-    /// has changed.
+    /// Reports lines that the audit log has lost, and reloads if SIGHUP has come since the last call. Returns the
+    /// governor if it has changed.
     pub fn serve(&mut self, engine: &mut Engine, host: &mut LiveHost, progress: &Progress) -> Option<Governor> {
         self.hear_audit(progress);
         if !self.requested.swap(false, Ordering::SeqCst) {
@@ -123,7 +123,7 @@ impl<'a> ActiveSettings<'a> {
             self.say(progress, "settings", format!("the log level is now {}", read.log));
         }
         self.settings.log = read.log;
-        // Of the rules that are in force.
+        // By the rules in force.
         let former = self.settings.domains.merged();
         self.settings.domains.merge = read.domains.merge;
         let merged = self.settings.domains.merged();
@@ -145,7 +145,7 @@ impl<'a> ActiveSettings<'a> {
             progress.say("the reserve has changed");
         }
         self.settings.config.reserve = read.config.reserve;
-        // If the file still has the same one, `pagefold governor` may have set another since. That one stays.
+        // If the file still has the same governor, `pagefold governor` may have set another since. We keep that one.
         let governor = (read.config.governor != self.settings.config.governor).then_some(read.config.governor)?;
         self.settings.config.governor = governor;
         engine.set_governor(governor);

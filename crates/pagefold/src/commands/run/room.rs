@@ -1,15 +1,16 @@
-//! Messages about the room for what can come back: one for each change, on the machine and below each limit of a cgroup.
+//! Messages about the room for pages that can come back: one for each change, on the machine and below each cgroup
+//! limit.
 
 use pagefold_engine::keys::LimitKey;
 use pagefold_engine::reserve::{Reserve, Room, RoomState};
 use pagefold_text::style::human;
 use std::collections::BTreeMap;
 
-/// What was last reported.
+/// The last reports.
 #[derive(Debug, Default)]
 pub struct RoomReports {
     machine: RoomState,
-    /// The limits below which there was not enough.
+    /// The limits that didn't leave enough room.
     limits: BTreeMap<LimitKey, RoomState>,
 }
 
@@ -21,7 +22,7 @@ impl RoomReports {
         is_new.then(|| sentence(room, "", take_back))
     }
 
-    /// The messages about limits whose state has changed. `name` is the cgroup of a limit.
+    /// The messages about limits whose state has changed. `name` returns a limit's cgroup.
     pub fn of_limits(&mut self, reserve: &Reserve, take_back: bool, name: impl Fn(LimitKey) -> String) -> Vec<String> {
         let before = std::mem::take(&mut self.limits);
         let mut lines = Vec::new();

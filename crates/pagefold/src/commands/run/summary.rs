@@ -1,4 +1,4 @@
-//! What a run did: printed when it ends.
+//! The summary of a run, printed when it ends.
 
 use super::progress::{LeftAlone, Progress};
 use super::reload::ActiveSettings;
@@ -51,7 +51,7 @@ pub struct Summary {
     stood_down: Option<String>,
     audit_lost: u64,
     left_alone: Vec<LeftAlone>,
-    /// Processes left alone that are not listed.
+    /// Processes that we left alone and don't list.
     #[serde(skip_serializing_if = "is_zero")]
     left_alone_more: u64,
 }
@@ -114,7 +114,7 @@ impl Summary {
     }
 }
 
-/// The knobs that could not be restored, one line each.
+/// The knobs that we couldn't restore, one line each.
 pub fn unrestored(restored: Option<&RestoreOutcome>) -> Vec<String> {
     let Some(restored) = restored else { return Vec::new() };
     let name = |knob: &Knob| knob.file_name();

@@ -7,9 +7,9 @@ use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{count, human, percent};
 use std::fmt::Write as _;
 
-/// Maps shown: those of the processes with the most to save.
+/// How many maps we show, of the processes with the most to save.
 const MAPS_MOST: usize = 24;
-/// Names listed of what was left out for one reason.
+/// How many names we list of processes left out for one reason.
 const NAMES_MOST: usize = 8;
 
 pub fn page(report: &ScanReport) -> String {
@@ -138,7 +138,7 @@ fn map(html: &mut String, name: &str, map: &Map) {
         map.parts.len(),
         escape(name)
     );
-    // The highest first; each is painted over by those below it.
+    // The highest first; the ones below paint over it.
     for layers in (1..=LAYERS.len()).rev() {
         let (class, _, of) = LAYERS[layers - 1];
         if map.parts.iter().all(|shares| of(shares) <= 0.0) {
@@ -153,7 +153,7 @@ fn map(html: &mut String, name: &str, map: &Map) {
     }
     html.push_str("</svg><div class=\"kinds\">");
     for stretch in &map.stretches {
-        // A short one has no room for its name.
+        // A short stretch has no room for its name.
         let label = if stretch.parts * 8 >= map.parts.len() { stretch.kind.to_string() } else { "&nbsp;".to_owned() };
         let _ = write!(
             html,

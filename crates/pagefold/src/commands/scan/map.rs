@@ -1,5 +1,5 @@
-//! The map of a process: its resident pages in the order of their addresses, divided into parts of equal size, and what each
-//! part consists of.
+//! The map of a process: its resident pages in the order of their addresses, divided into parts of equal size, with
+//! each part's contents.
 
 use super::survey::{Region, Survey, Surveyed};
 use pagefold_engine::sampling::census::density::Density;
@@ -9,7 +9,7 @@ use pagefold_procmem::maps::RegionKind;
 /// Parts of a map.
 const PARTS: u64 = 160;
 const PARTS_LEAST: usize = 10;
-/// Of a sample, so many pairs are to be expected in a part if all of it is duplicate.
+/// In a part that is all duplicate, we want to expect this many pairs in the sample.
 const PAIRS_A_PART: f64 = 8.0;
 
 /// A part, as the survey found it.
@@ -24,7 +24,8 @@ pub struct Part {
     pub merged: u64,
 }
 
-/// The parts of a process, given its regions with their private pages, and its other pages with the index of their region.
+/// The parts of a process, given its regions with their private pages, and its other pages with the index of their
+/// region.
 pub fn parts(regions: &[Region], others: impl Iterator<Item = (Vpn, u32)>) -> Vec<Part> {
     let private = (0..)
         .zip(regions)
@@ -56,7 +57,7 @@ pub fn part_of(parts: &[Part], page: Vpn) -> Option<usize> {
     parts.partition_point(|part| part.first <= page).checked_sub(1)
 }
 
-/// What a part of a process consists of, in shares of one.
+/// The contents of a part, in shares of one.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shares {
     pub merged: f64,

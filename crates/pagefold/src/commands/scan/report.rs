@@ -29,7 +29,7 @@ pub struct ScanReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
     pub cost: Cost,
-    /// What is in scope is called so: one, and several of them.
+    /// The words for one process (or guest) in scope, and for several.
     #[serde(skip)]
     pub of: (&'static str, &'static str),
     /// The maps of the processes by pid, for the web page only.
@@ -86,7 +86,7 @@ pub fn size(pages: f64) -> String {
 }
 
 impl ScanReport {
-    /// Sums up what the census found by process, kind and cgroup.
+    /// Sums up the census's findings by process, kind and cgroup.
     pub fn of(survey: &Survey, findings: &Findings, fraction: f64, scope: String, cost: Cost) -> Self {
         let owned = survey.cells.iter().zip(&survey.kinds).zip(&findings.cells);
         let mut processes: Vec<(Figures, Vec<KindRow>)> = survey.processes.iter().map(|_| Default::default()).collect();
@@ -158,7 +158,7 @@ impl ScanReport {
         }
     }
 
-    /// The processes that were not left out.
+    /// The processes that we didn't leave out.
     pub fn looked_at(&self) -> impl Iterator<Item = &ProcessRow> {
         self.processes.iter().filter(|process| process.left_out.is_none())
     }
@@ -182,7 +182,7 @@ impl ScanReport {
         100.0 * self.error_bytes as f64 / bytes_of(self.totals.resident).max(1) as f64
     }
 
-    /// What is saved already, or was not read: sizes with words.
+    /// Memory that's saved already, or that we didn't read: sizes with words.
     pub fn besides(&self) -> Vec<String> {
         let Figures { merged, fork_shared, swapped, .. } = self.totals;
         let parts =
@@ -206,7 +206,7 @@ impl ScanReport {
         (self.totals.savable > self.totals.resident / 100.0).then(|| format!("pagefold run {}", self.scope))
     }
 }
-/// The option that lets in what is left out for a reason, if there is one, to be shown after it.
+/// The option that lets in processes left out for this reason, if there is one, to print after the reason.
 pub fn way_in(reason: &str) -> &'static str {
     if reason == Exclusion::NotDumpable.to_string() { " (--allow NAME lets it in)" } else { "" }
 }

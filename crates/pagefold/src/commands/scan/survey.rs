@@ -1,8 +1,9 @@
-//! The survey before pages are read: which pages each process has, whether they are merged or shared, and what is left out.
+//! The survey before we read pages: which pages each process has, whether they're merged or shared, and what we leave
+//! out.
 //!
-//! It walks the page tables of everything in scope once (about 33 ns a page; reading a page takes 500 ns). That gives exact
-//! counts of pages that are merged or shared, and lists of the frames to read. A frame that is shared through fork is read
-//! once, with the pages of its first holder.
+//! We walk the page tables of everything in scope once (about 33 ns a page; reading a page takes 500 ns). That gives
+//! exact counts of merged or shared pages, and lists of the frames to read. We read a frame shared through fork once,
+//! with the pages of its first holder.
 
 use super::map::{self, Part};
 use anyhow::Result;
@@ -25,7 +26,7 @@ pub struct Survey {
     pub processes: Vec<Surveyed>,
     /// The memory of one kind in one process, for the census.
     pub cells: Vec<Cell>,
-    /// What kind each cell is of.
+    /// Each cell's kind.
     pub kinds: Vec<RegionKind>,
     /// Frames shared through fork, ascending, with the cells of their holders: one entry for each mapping.
     shared: Vec<(u64, u32)>,
@@ -35,9 +36,9 @@ pub struct Survey {
 pub struct Surveyed {
     pub scoped: Scoped,
     pub excluded: Vec<LeftOut>,
-    /// Why it is left out as a whole, if it is.
+    /// Why we leave it out as a whole, if we do.
     pub refused: Option<Exclusion>,
-    /// Whether it ended, or could not be read any more, during the scan.
+    /// Whether it ended during the scan, or we couldn't read it any more.
     pub gone: bool,
     /// The mappings to read, by ascending address.
     pub regions: Vec<Region>,
@@ -45,12 +46,12 @@ pub struct Surveyed {
     pub ranges: Vec<(Vpn, u32)>,
     /// Merged pages to read: one for each merged frame.
     pub merged: Vec<Vpn>,
-    /// The parts of its map, if there is to be one.
+    /// The parts of its map, if we draw one.
     pub parts: Vec<Part>,
 }
 
 impl Surveyed {
-    /// Leaves it out, as it cannot be read. Errors that are not about this process alone are given back.
+    /// Leaves it out, since we can't read it. Gives back errors that aren't about this process alone.
     pub fn lose(&mut self, error: ReadError) -> Result<(), ReadError> {
         self.gone = true;
         if !matches!(error, ReadError::Vanished { .. }) {
@@ -60,7 +61,7 @@ impl Surveyed {
     }
 }
 
-/// Memory that is left out for one reason.
+/// Memory that we leave out for one reason.
 #[derive(Clone, Debug, Serialize)]
 pub struct LeftOut {
     pub reason: String,
@@ -68,13 +69,13 @@ pub struct LeftOut {
     pub regions: u32,
 }
 
-/// A mapping that may be read.
+/// A mapping that we may read.
 #[derive(Debug)]
 pub struct Region {
-    /// Differs from that of every other region of the survey.
+    /// Unique in the survey.
     pub number: u32,
     pub cell: u32,
-    /// The frames to be counted here.
+    /// The frames to count here.
     pub runs: Vec<(Vpn, u32)>,
 }
 
@@ -145,7 +146,7 @@ impl Survey {
         surveyed.refused = process_exclusion(&surveyed.scoped, deny)?;
         let mut left_out = BTreeMap::new();
         if let Some(refused) = &surveyed.refused {
-            // Its size is reported, but none of its pages is read.
+            // We report its size, but read none of its pages.
             let details = read_smaps(process).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
             left_out.insert(refused.to_string(), (kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
@@ -185,12 +186,12 @@ impl Survey {
         Ok(())
     }
 
-    /// Divides joint frames among their holders and decides where each is read.
+    /// Divides joint frames among their holders and decides where we read each.
     fn settle(&mut self, mut joint: Vec<Joint>) {
         joint.sort_unstable_by_key(|joint| (joint.frame, joint.process, joint.page));
         for holders in joint.chunk_by(|a, b| a.frame == b.frame) {
             let part = 1.0 / holders.len() as f64;
-            // Merged during the survey: the later observation counts.
+            // It was merged during the survey: the later observation counts.
             let merged = holders.iter().any(|holder| holder.merged);
             for holder in holders {
                 let process = &mut self.processes[holder.process as usize];
@@ -223,14 +224,14 @@ impl Survey {
         }
     }
 
-    /// The cells that hold a frame shared through fork, one entry for each mapping; empty where it is unknown.
+    /// The cells that hold a frame shared through fork, one entry for each mapping; empty for an unknown frame.
     pub fn holders(&self, frame: u64, cells: &mut Vec<u32>) {
         cells.clear();
         let from = self.shared.partition_point(|&(other, _)| other < frame);
         cells.extend(self.shared[from..].iter().take_while(|&&(other, _)| other == frame).map(|&(_, cell)| cell));
     }
 
-    /// The number of parts of all maps, and of those before a process's, by its index.
+    /// The number of parts in all maps; [`Self::parts_before`] counts the maps before a process's, by its index.
     pub fn parts(&self) -> usize {
         self.parts_before(self.processes.len())
     }
@@ -239,14 +240,14 @@ impl Survey {
         self.processes[..process].iter().map(|process| process.parts.len()).sum()
     }
 
-    /// The frames that can be read.
+    /// The number of frames that we can read.
     pub fn frames(&self) -> u64 {
         let runs = self.processes.iter().flat_map(|process| &process.regions).flat_map(|region| &region.runs);
         runs.map(|&(_, pages)| u64::from(pages)).sum()
     }
 }
 
-/// The largest first.
+/// Sorts by size, the largest first.
 pub fn by_size(left_out: BTreeMap<String, (u64, u32)>) -> Vec<LeftOut> {
     let mut list: Vec<LeftOut> =
         left_out.into_iter().map(|(reason, (bytes, regions))| LeftOut { reason, bytes, regions }).collect();
@@ -254,7 +255,8 @@ pub fn by_size(left_out: BTreeMap<String, (u64, u32)>) -> Vec<LeftOut> {
     list
 }
 
-/// Walks one mapping: the runs of its private pages; the joint ones are shown with frame and whether merged.
+/// Walks one mapping and returns the runs of its private pages; reports the joint ones with their frame and whether
+/// they're merged.
 fn pages_of(
     process: &Process,
     detail: &VmaDetail,
@@ -262,7 +264,7 @@ fn pages_of(
     mut joint: impl FnMut(u64, bool, Vpn),
 ) -> Result<Vec<(Vpn, u32)>, ReadError> {
     let (first, pages) = (detail.vma.first(), detail.vma.pages());
-    // A reservation that is mostly empty is narrowed down first: pagemap writes eight bytes for every page of it.
+    // We narrow down a mostly empty reservation first: pagemap writes eight bytes for every page of it.
     let mut stretches = Vec::new();
     if pages.0 / 4 > detail.rss_kib / 4 && pages.0 > 65536 {
         reader.resident_runs(process, first, pages, &mut stretches)?;
@@ -285,7 +287,7 @@ fn pages_of(
             }
         })?;
     }
-    // No bytes: a merged page is told from a shared one by its frame's flags.
+    // We read no bytes: the frame's flags tell a merged page from a shared one.
     let how = ReadHow { unmarked: !detail.flags.has(*b"mg"), ..ReadHow::default() };
     reader.read_runs(process, &others, how, |view| match (view.state, view.frame) {
         (PageState::Merged, Some(frame)) => joint(frame, true, view.page),

@@ -5,7 +5,7 @@ use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_text::table::Table;
 
-/// Rows shown of a list; the rest is summed up in a line.
+/// Rows shown of a list; a line sums up the rest.
 const ROWS: usize = 20;
 const BAR: usize = 12;
 

@@ -1,6 +1,6 @@
-//! Processes summed up: by what brought them into scope, and by why they are left alone.
+//! Processes summed up: by the selector that brought them into scope, and by the reason why we leave them alone.
 //!
-//! Metrics have these sums as labels, so there are few, and all of their words are pagefold's or the administrator's.
+//! Metrics have these sums as labels, so there are few, and all of their words come from pagefold or the administrator.
 
 use super::ProcessRow;
 use crate::control::queue::{Facts, TargetFacts};
@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Selectors listed. The rest is summed up.
+/// Selectors listed. We sum up the rest.
 const SCOPES_MOST: usize = 20;
-/// What sums up the rest, and reasons that concern mappings rather than processes.
+/// Stands for the rest, and for reasons that concern mappings rather than processes.
 pub const OTHER: &str = "other";
-/// The reason of processes that are kept out by request.
+/// The reason for processes that users keep out.
 pub const UNMERGED: &str = "unmerged";
 
-/// The processes that a selector of the scope has brought in.
+/// The processes that one selector has brought into scope.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScopeRow {
     /// `pid`, `cgroup`, `user`, `exe`, `all` or `other`.
@@ -29,14 +29,14 @@ pub struct ScopeRow {
     pub expected_bytes: u64,
 }
 
-/// The processes left alone for a reason.
+/// The processes that we leave alone for one reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOutRow {
     pub reason: String,
     pub processes: usize,
 }
 
-/// The sums by selector, the largest first. Their totals are those of all processes.
+/// The sums by selector, the largest first. Together they cover all processes.
 pub fn scope_rows(facts: &Facts, processes: &[ProcessRow]) -> Vec<ScopeRow> {
     let selectors = &facts.run.selectors;
     let mut rows = Vec::new();
@@ -70,7 +70,7 @@ impl ScopeRow {
     }
 }
 
-/// Every reason why a process may be left alone.
+/// Every reason for leaving a process alone.
 pub const REASONS: [&str; 18] = [
     "kernel-thread",
     "ended",
@@ -116,7 +116,7 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
     }
 }
 
-/// The number of processes left alone for each reason, also if there are none.
+/// The number of processes that we leave alone for each reason, zeros included.
 pub fn left_out_rows(facts: &Facts) -> Vec<LeftOutRow> {
     let with = |reason| facts.targets.iter().filter(|target| target.reason == Some(reason)).count();
     REASONS.iter().map(|&reason| LeftOutRow { reason: reason.to_owned(), processes: with(reason) }).collect()

@@ -1,4 +1,4 @@
-//! The room for what can come back, as `status` shows it.
+//! The room for pages that can come back, as `status` shows it.
 
 use crate::control::queue::Facts;
 use pagefold_engine::host::Mechanism;
@@ -10,23 +10,23 @@ use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
-/// Limits that are listed; the others are counted.
+/// Limits listed; we count the others.
 const LISTED_MOST: usize = 20;
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ReserveView {
     /// As it was set.
     pub keep: String,
-    /// Whether memory is taken apart while it is short. Not where pages are merged on request.
+    /// Whether we unmerge memory while room is short. Not where we merge on request.
     pub take_back: bool,
     pub likely_bytes: u64,
     pub taken_back_bytes: u64,
     pub machine: Room,
-    /// Where there is not room for all: the shortest first.
+    /// Where there isn't room for everything: the shortest first.
     pub limits: Vec<LimitRow>,
     pub limits_overcommitted: usize,
     pub limits_short: usize,
-    /// The number of limits that leave no headroom to merge more, and the cgroup of the first.
+    /// The number of limits without headroom to merge more, and the cgroup of the first.
     #[serde(default)]
     pub limits_full: usize,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -79,7 +79,7 @@ impl ReserveView {
         }
     }
 
-    /// The limits that leave no headroom to merge more, if there are any.
+    /// The limits without headroom to merge more, if there are any.
     pub fn headroom_sentence(&self) -> Option<String> {
         let cgroup = self.full.as_ref()?;
         let limits = count(self.limits_full, "limit of a cgroup", "limits of cgroups");
@@ -88,7 +88,7 @@ impl ReserveView {
         ))
     }
 
-    /// The limits below which there is not room for all, if there are any.
+    /// The limits that don't leave room for everything, if there are any.
     pub fn limits_sentence(&self) -> Option<String> {
         let LimitRow { cgroup, room } = self.limits.first()?;
         let [left, worst] = [room.left, room.worst].map(|pages| human(pages.bytes().0));

@@ -11,7 +11,7 @@ use pagefold_text::figures::{thousands, time, wrap};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use std::fmt::Write;
 
-/// Processes shown; the rest is summed up.
+/// Processes shown; we sum up the rest.
 const PROCESSES: usize = 8;
 const BAR: usize = 20;
 const WIDTH: usize = 78;
@@ -102,7 +102,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// The marks that must be removed and could not be yet, if there are any.
+/// The marks that we must remove and couldn't yet, if there are any.
 fn to_unmark(status: &Status) -> Option<String> {
     let pending: Vec<_> = status.processes.iter().filter(|row| row.to_unmark.is_some()).collect();
     Some(format!(
@@ -113,7 +113,7 @@ fn to_unmark(status: &Status) -> Option<String> {
     ))
 }
 
-/// The selectors of processes that are kept out by request, if there are any.
+/// The selectors of processes that users keep out, if there are any.
 fn kept_out(status: &Status) -> Option<String> {
     let mut text = String::new();
     for row in &status.kept_out {
@@ -126,7 +126,7 @@ fn kept_out(status: &Status) -> Option<String> {
     (!text.is_empty()).then(|| format!("{text}: {processes} now, until pagefold include"))
 }
 
-/// The number of trust domains, and which of them are merged.
+/// The number of trust domains, and which of them we merge.
 fn domains(status: &Status) -> String {
     let all = count(status.domains.len(), "trust domain", "trust domains");
     if status.mechanism == Mechanism::Request {

@@ -1,4 +1,4 @@
-//! What the daemon does now, whether it brings anything, and when it will be done, in a sentence.
+//! A sentence on what the daemon does now, whether that brings anything, and when it'll be done.
 
 use super::state::{Point, result_of};
 use crate::commands::status::Status;
@@ -7,19 +7,19 @@ use pagefold_engine::units::PAGE_BYTES;
 use pagefold_text::figures::time;
 use pagefold_text::style::{human, percent};
 
-/// Savings and cost are compared with those of so long ago, seconds.
+/// We compare savings and cost with this long ago, seconds.
 const BEFORE: f64 = 60.0;
-/// Less CPU time than this is not worth a word, nanoseconds.
+/// Less CPU time than this isn't worth a word, nanoseconds.
 const LITTLE_NS: u64 = 20_000_000;
 
 /// How well the daemon does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mood {
-    /// It brings something.
+    /// It saves more memory.
     Useful,
-    /// There is nothing to do, or it is not allowed to do anything.
+    /// It has nothing to do, or isn't allowed to do anything.
     Idle,
-    /// It costs CPU time and has not brought anything lately.
+    /// It costs CPU time and hasn't brought anything lately.
     Searching,
 }
 
@@ -68,7 +68,8 @@ fn work(status: &Status) -> String {
     text[..1].to_uppercase() + &text[1..]
 }
 
-/// How long reading what is to be read whole takes at the share of a core allowed and the cost of a page so far, seconds.
+/// How long we need for the pages that must be read whole, at the allowed share of a core and the cost per page so far,
+/// seconds.
 fn remaining(status: &Status) -> Option<f64> {
     let row = status.next.iter().find(|row| row.what == "read")?;
     let page_ns = status.cpu_seconds.pagefold_ns as f64 / status.pages_read.max(1) as f64;

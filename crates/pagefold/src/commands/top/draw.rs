@@ -16,7 +16,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Sparkline, Table, TableState};
 
-/// The smallest screen on which anything can be read.
+/// On a smaller screen nothing is readable.
 const SMALLEST: (u16, u16) = (40, 12);
 /// Columns of the bars at the top.
 const BAR: usize = 24;
@@ -172,7 +172,7 @@ pub fn say(frame: &mut Frame, area: Rect, text: &str, style: Style) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// What was saved, over the time that is known: a column for so many seconds that all of it fits.
+/// The savings over all the time that we know; a column stands for as many seconds as make everything fit.
 fn draw_curve(frame: &mut Frame, area: Rect, history: &[Point], look: Look) {
     let [label, curve] = Layout::horizontal([Constraint::Length(8), Constraint::Min(1)]).areas(area);
     let (Some(first), Some(last)) = (history.first(), history.last()) else { return };
@@ -330,7 +330,7 @@ fn events(frame: &mut Frame, area: Rect, top: &Top) {
     let events = &status.events[..shown];
     let mut lines: Vec<Line> = Vec::new();
     let width = usize::from(area.width).saturating_sub(14).max(20);
-    // From the newest, as many as there is room for.
+    // From the newest, as many as there's room for.
     for event in events.iter().rev() {
         let ago = format!("{:>11} ", format!("-{}", time(top.now.saturating_sub(event.time) as f64)));
         let text = printable(event.sentence(status.dry_run).as_bytes());

@@ -1,4 +1,4 @@
-//! What `top` shows as one web page that needs nothing else: the run now, what it has saved over time, and what it has done.
+//! `top` as one web page that needs nothing else: the run now, its savings over time, and its latest events.
 
 use super::activity;
 use super::state::result_of;
@@ -12,10 +12,10 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
 
-/// Rows of a table. The rest is counted.
+/// Rows of a table. We count the rest.
 const ROWS_MOST: usize = 200;
 
-/// What the page is made from. There is a history, or the status of a running daemon, or both.
+/// The page's data: the history, the status of a running daemon, or both.
 pub struct Sources<'a> {
     pub status: Option<&'a Status>,
     pub workloads: &'a BTreeMap<i32, String>,
@@ -125,7 +125,7 @@ fn over_time(html: &mut String, sources: &Sources) {
 /// Times and values.
 type Values = Vec<(f64, Option<f64>)>;
 
-/// The time that the charts have in common.
+/// The time that the charts share.
 struct Frame<'a> {
     points: &'a [Point],
     now: u64,

@@ -1,4 +1,4 @@
-//! The history on the screen: what was saved, and the CPU time that it took.
+//! The history on the screen: the savings, and the CPU time spent on them.
 
 use super::draw::{Look, say};
 use super::state::Top;

@@ -1,4 +1,4 @@
-//! What is known, and what the user has chosen.
+//! The daemon's answers, and the user's choices.
 
 use super::{Answer, Moments, SINCE};
 use crate::commands::explain::Explanation;
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// The most points of the curve: two hours.
 const POINTS_MOST: usize = 7_200;
-/// Rows by which a page moves.
+/// Rows that a page key moves by.
 const PAGE: isize = 10;
 
 /// The figures of one time.
@@ -23,12 +23,12 @@ pub struct Point {
     pub cpu_ns: u64,
 }
 
-/// What is saved, or, in a dry run, would be, bytes. `None` while that isn't known yet.
+/// The bytes that a run saves or a dry run would save. `None` while we don't know yet.
 pub fn result_of(status: &Status) -> Option<u64> {
     if status.dry_run { Some(status.processes.iter().map(|row| row.expected_bytes).sum()) } else { status.saved_bytes }
 }
 
-/// What the screen shows below the figures.
+/// The part of the screen below the figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum View {
     Programs,
@@ -39,14 +39,14 @@ pub enum View {
     Help,
 }
 
-/// What a row stands for.
+/// Whether rows are processes or workloads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rows {
     Process,
     Workload,
 }
 
-/// The column by which rows are sorted.
+/// The column that we sort rows by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sort {
     Memory,
@@ -82,14 +82,14 @@ pub struct Top {
     pub status: Option<Status>,
     /// Why there is no newer status.
     pub problem: Option<String>,
-    /// What was saved while this is shown.
+    /// Savings since we began to show them.
     pub seen: Vec<Point>,
-    /// What was saved in the time before, and how long that is.
+    /// Savings in the time before, and how long that is.
     pub history: Moments,
     pub since: Duration,
-    /// The number of events below the last one that is shown.
+    /// The number of events below the last one shown.
     pub events_below: usize,
-    /// Of the process that is shown, or why there is none.
+    /// The explanation of the process on the screen, or why there's none.
     pub explanation: Option<Result<Explanation, String>>,
     pub view: View,
     pub rows_are: Rows,
@@ -133,7 +133,7 @@ impl Top {
         self.over
     }
 
-    /// The process that is shown region by region.
+    /// The process that we show region by region.
     pub fn explained(&self) -> Option<i32> {
         match self.view {
             View::Process(pid) => Some(pid),
@@ -272,7 +272,7 @@ impl Top {
         self.rows().into_iter().nth(self.table.selected()?)
     }
 
-    /// Selects the row that stands for the same as this one, wherever it is now.
+    /// Selects the row for the same thing as this one, wherever the row is now.
     fn select(&mut self, row: Option<&Row>) {
         let rows = self.rows();
         let same = |other: &Row| row.is_some_and(|row| (row.pid, &row.workload) == (other.pid, &other.workload));
