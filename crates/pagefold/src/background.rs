@@ -5,15 +5,15 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-/// How long the end of a run waits for a write that is under way: a file system may never answer.
+/// How long the end of a run waits for a write in progress: a file system may never answer.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// A thread with work to do. When this is dropped it finishes, and is waited for, but no longer than [`END_LIMIT`].
+/// A thread with work to do. Dropping this lets the thread finish; we wait for it, but no longer than [`END_LIMIT`].
 #[derive(Debug)]
 pub struct Background<T> {
     /// Dropped to end the thread.
     work: Option<SyncSender<T>>,
-    /// Disconnected when it has ended.
+    /// Disconnected when the thread has ended.
     ended: Receiver<()>,
 }
 
@@ -29,7 +29,7 @@ impl<T: Send + 'static> Background<T> {
         Ok(Self { work: Some(work), ended })
     }
 
-    /// Gives it something to do. While the disk is so slow that it has not begun with the last one, this one is left out.
+    /// Hands it work. If the disk is so slow that the thread hasn't begun with the last piece, we drop this one.
     pub fn offer(&self, work: T) {
         let _ = self.work.as_ref().map(|to_do| to_do.try_send(work));
     }
@@ -42,7 +42,7 @@ impl<T> Drop for Background<T> {
     }
 }
 
-/// Says that something fails once, until it succeeds.
+/// Says once that something fails, until it succeeds.
 #[derive(Debug, Default)]
 pub struct Complaints {
     complained: bool,

@@ -1,7 +1,7 @@
-//! Golden files: what the program prints about runs on the simulated host and about fixed figures, in `golden/`.
+//! Golden files, in `golden/`: the program's output about runs on the simulated host and about fixed figures.
 //!
-//! `PAGEFOLD_BLESS=1` writes them again. Those in `golden/kept` are files that earlier versions have left behind: they are
-//! only read. Tests of what a module keeps to itself are in that module; the command line is in `tests/golden.rs`.
+//! `PAGEFOLD_BLESS=1` writes them again. The files in `golden/kept` come from earlier versions, and we only read them.
+//! Tests of a module's private parts are in that module; the command line is in `tests/golden.rs`.
 
 use crate::audit::{Entry, Owner};
 use crate::commands::explain::{self, Explanation};
@@ -55,7 +55,7 @@ const DOMAINS: [&str; 3] = ["default", "web", "user 1000"];
 const SCOPE: &str =
     "[scope]\nexes = [\"redis-server\"]\ncgroups = [\"/sys/fs/cgroup/web.slice\"]\nusers = [\"1000\"]\n";
 
-/// Compares a text with a golden file. Each field of JSON must be in the reference, too.
+/// Compares a text with a golden file. The reference must explain each JSON field, too.
 #[track_caller]
 pub fn check(name: &str, text: &str) {
     match Path::new(name).extension().and_then(OsStr::to_str) {
@@ -70,7 +70,7 @@ pub fn check(name: &str, text: &str) {
     pagefold_testkit::golden::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name), text);
 }
 
-/// A run on the simulated host, and what the daemon knows of its processes.
+/// A run on the simulated host, and the daemon's facts about its processes.
 pub struct Run {
     host: SimHost,
     engine: Engine,
@@ -83,7 +83,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// A run that has not begun.
+    /// A run that hasn't begun.
     pub fn new(host: SimHost, mechanism: Mechanism, dry_run: bool) -> Self {
         let config = Config { mechanism, seed: 11, ..Config::default() };
         let args: &'static RunArgs = Box::leak(Box::new(RunArgs { dry_run, ..RunArgs::default() }));
@@ -216,7 +216,7 @@ impl Run {
         self.targets.iter_mut().find(|target| target.owner == owner).unwrap()
     }
 
-    /// Goes on for some virtual seconds, as the daemon does.
+    /// Runs on for some virtual seconds, as the daemon does.
     pub fn seconds(&mut self, seconds: u64) {
         self.millis(seconds * 1_000);
     }
@@ -320,7 +320,7 @@ fn log(engine: &Engine, targets: &[TargetFacts], active: &mut ActiveSettings, ou
     log_merges(active, outcome, |region| Some(owner_of(region)?.pid), owner_of);
 }
 
-/// The mappings of a process: its regions, and some that are left alone.
+/// The mappings of a process: its regions, and some that we leave alone.
 fn mappings(facts: &Facts, owner: OwnerKey) -> Vec<VmaDetail> {
     let mut text = String::new();
     let mut add = |first: u64, kib: u64, head: &str, flags: &str| {
@@ -443,7 +443,7 @@ fn what_holds_a_run_back_is_shown() {
     check("explain-outside.txt", &explain::words::describe(&outside, Style::plain_text()));
 }
 
-/// So much memory, of which a part is duplicate.
+/// This much memory, part of it duplicate.
 fn figures(mib: f64) -> Figures {
     let resident = mib * 256.0;
     Figures {

@@ -1,7 +1,7 @@
 //! The file in which a run keeps what it has learned, for the next run.
 //!
-//! It decides nothing about rights (see [`pagefold_engine::learned`]), but it tells addresses and pids, so only root may read it. It is
-//! replaced as a whole, by a thread of its own: no disk delays the run, and a crash leaves the former one.
+//! It decides nothing about rights (see [`pagefold_engine::learned`]), but it has addresses and pids, so only root may
+//! read it. A thread replaces the whole file: no disk delays the run, and a crash leaves the old one.
 
 use crate::background::{Background, Complaints};
 use crate::config::ownership;
@@ -31,7 +31,7 @@ struct Document {
     schema: String,
     /// Pids, start times and addresses mean nothing after a restart of the machine.
     boot_id: String,
-    /// When it was written, nanoseconds since the machine was started.
+    /// When we wrote it, nanoseconds since the machine was started.
     written_ns: u64,
     learned: Learned,
 }
@@ -40,7 +40,7 @@ struct Document {
 pub struct LearnedFile(Place);
 
 impl LearnedFile {
-    /// Checks that no other user can redirect what is written.
+    /// Checks that no other user can redirect our writes.
     ///
     /// # Errors
     /// With exit code 2.
@@ -50,10 +50,10 @@ impl LearnedFile {
         Place::of(path).map(Self).map_err(cannot)
     }
 
-    /// What was learned since the machine was started. `None` if there is no file, or one from before that.
+    /// What we've learned since the machine was started. `None` if there's no file, or one from before that.
     ///
     /// # Errors
-    /// A sentence: there is something else in its place.
+    /// A sentence: there's something else in its place.
     pub fn read(&self) -> Result<Option<Learned>, String> {
         let refuse = |why: String| {
             let shown = ownership::shown(&self.0.path);
@@ -77,7 +77,7 @@ impl LearnedFile {
     }
 }
 
-/// The contents of a file, whatever has been put in its place.
+/// Reads a file, whatever someone has put in its place.
 fn contents(path: &Path) -> io::Result<Vec<u8>> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
@@ -99,7 +99,7 @@ fn contents(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// What a file says, `now_ns` after the machine was started. `None` if it is from before that.
+/// Parses a file, `now_ns` after the machine was started. `None` if it's from before that.
 fn parse(bytes: &[u8], boot: &str, now_ns: u64) -> Result<Option<Learned>, String> {
     #[derive(Deserialize)]
     struct Head {
@@ -124,7 +124,8 @@ pub struct LearnedWriter {
 }
 
 impl LearnedWriter {
-    /// Lets the engine adopt what the file has, and starts the thread that writes. Without it nothing is kept, and one line says so.
+    /// Lets the engine adopt the file's contents, and starts the thread that writes. If we can't start it, we keep
+    /// nothing, and one line says so.
     pub fn start(file: LearnedFile, engine: &mut Engine) -> Option<Self> {
         match file.read() {
             Ok(Some(learned)) => engine.adopt(learned),
@@ -145,7 +146,7 @@ impl LearnedWriter {
         Some(Self { boot_id, next_ns: INTERVAL_NS, last: Learned::default(), documents })
     }
 
-    /// Keeps what has been learned, if it is time and something has changed.
+    /// Writes if it's time and the run has learned something new.
     pub fn keep(&mut self, engine: &Engine, now_ns: u64) {
         if now_ns < self.next_ns {
             return;
@@ -158,7 +159,7 @@ impl LearnedWriter {
         }
     }
 
-    /// Keeps what the run has learned, and waits a moment for that.
+    /// Writes what the run has learned, and waits a moment for the disk.
     pub fn finish(self, engine: &Engine) {
         self.documents.offer(self.document(engine.learned()));
     }

@@ -1,26 +1,26 @@
 //! The program `pagefold`. This file only wires; each subcommand is a module of its own.
 //!
-//! A library, for the program that writes manual pages and completions, and for pagefold-xen, which has the same commands for guests of
-//! Xen.
+//! This is a library for the program that writes manual pages and completions, and for pagefold-xen, which has the same
+//! commands for Xen guests.
 //!
 //! | to change | see |
 //! | --- | --- |
-//! | a subcommand, its own flags, what it prints | [`commands`]: one module each |
+//! | a subcommand, its own flags, its output | [`commands`]: one module each |
 //! | an option of the command line and the configuration file | [`config::options`], then [`config::settings`] |
 //! | a new column of `status` | [`commands::status`], from the engine's report |
 //! | requests to a running daemon | [`control`] |
-//! | checks before anything is touched, and how a refusal is explained | [`preflight`] |
+//! | checks before we touch anything, and how we explain a refusal | [`preflight`] |
 //! | the audit log | [`audit`] |
 //! | threads that write files | [`background`] |
 //! | a metric | `FAMILIES` in [`metrics`] |
-//! | the file of what was saved over time; what was done lately | [`history`]; [`events`] |
-//! | the file of what the next run adopts | [`learned`] |
+//! | the file of savings over time; the latest events | [`history`]; [`events`] |
+//! | the file that the next run adopts | [`learned`] |
 //! | tables shared by several commands | [`output`] |
 //! | sketches of what workloads hold, for a fleet | [`sketch`] |
 //! | what the manual says about JSON fields and metrics | [`reference`] |
 //! | the demonstration | [`demo`] |
 //!
-//! The judgement is in pagefold-engine, everything that touches the system in pagefold-host and the crates below it.
+//! The judgement is in pagefold-engine; everything that touches the system is in pagefold-host and the crates below it.
 
 use crate::config::args::RunArgs;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -29,7 +29,7 @@ use commands::{config as files, control as requests, doctor, exec, explain, incl
 use control::protocol::Request;
 use std::process::ExitCode;
 
-/// Writes a message to standard error: one line, in which nothing can be obeyed by a terminal.
+/// Writes a message to standard error: one line, with nothing in it that a terminal would obey.
 macro_rules! complain {
     ($($message:tt)*) => { pagefold_text::messages::complain("pagefold", &format!($($message)*)) };
 }

@@ -1,7 +1,8 @@
-//! What a daemon does, step by step, for whoever has to find out why: events of `tracing`, as messages on standard error.
+//! A daemon's steps, for whoever has to find out why it did something: events of `tracing`, as messages on standard
+//! error.
 //!
-//! Targets are words, not paths of modules: `cycle`, `event` (what the list of events has), `scope`, `read`, `inject`, `ksm`,
-//! `control`, `files`.
+//! Targets are words, not module paths: `cycle`, `event` (everything in the list of events), `scope`, `read`, `inject`,
+//! `ksm`, `control`, `files`.
 
 use pagefold_text::messages;
 use std::fmt::{self, Debug, Display, Write};
@@ -48,19 +49,19 @@ impl FromStr for LogLevels {
 }
 
 impl Display for LogLevels {
-    /// As they were given.
+    /// As the user gave them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
 }
 
-/// What is logged.
+/// The levels in force.
 static LEVELS: LazyLock<RwLock<Targets>> = LazyLock::new(RwLock::default);
 
 /// Begins to log. `to_journal`: standard error is the journal's, which takes levels.
 pub fn start(levels: &LogLevels, to_journal: bool) {
     set_levels(levels);
-    // Only the first call of a process begins.
+    // Only a process's first call begins.
     let _ = set_global_default(Log { to_journal, write: messages::log });
 }
 
@@ -104,7 +105,7 @@ impl Subscriber for Log {
     fn exit(&self, _span: &Id) {}
 }
 
-/// As sd-daemon(3) has it.
+/// The ranks of sd-daemon(3).
 fn journal_rank(level: Level) -> &'static str {
     match level {
         Level::ERROR => "<3>",
@@ -118,7 +119,7 @@ struct Fields<'a>(&'a mut String);
 
 impl Visit for Fields<'_> {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        // Writing to a string does not fail.
+        // Writing to a string can't fail.
         let _ = match field.name() {
             "message" => write!(self.0, " {value:?}"),
             name => write!(self.0, " {name}={value:?}"),

@@ -1,4 +1,4 @@
-//! Files that are replaced as a whole: filled beside their place, and renamed. A crash leaves the former one.
+//! Files that we replace as a whole: we fill a new one beside their place and rename it. A crash leaves the old one.
 
 use crate::config::ownership::{self, shown};
 use pagefold_text::exit::Exit;
@@ -10,8 +10,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use tracing::debug;
 
-/// Opens a file of a run: the one that is named, or else, except in a dry run, one in the directory that the service manager has
-/// made for the service (systemd's StateDirectory=).
+/// Opens a file of a run: the named one, or else, except in a dry run, one in the directory that the service manager
+/// has made for the service (systemd's StateDirectory=).
 pub fn of_run<T>(
     (named, name): (Option<&Path>, &str),
     dry_run: bool,
@@ -26,19 +26,19 @@ pub fn of_run<T>(
     named.map(Path::to_owned).or_else(of_service).map(|path| open(&path)).transpose()
 }
 
-/// Where such a file is, in a directory that only root can write.
+/// The path of such a file, in a directory that only root can write.
 #[derive(Clone, Debug)]
 pub struct Place {
     pub path: PathBuf,
-    /// What is filled and then renamed.
+    /// The file that we fill and then rename.
     pub beside: PathBuf,
 }
 
 impl Place {
-    /// Checks that no other user can redirect what is written.
+    /// Checks that no other user can redirect our writes.
     ///
     /// # Errors
-    /// A clause that continues a sentence about the file, and what to do.
+    /// A clause that continues a sentence about the file, and the advice.
     pub fn of(path: &Path) -> Result<Self, String> {
         let name = path.file_name().ok_or("has no name; name a file")?;
         let directory = path.parent().filter(|directory| *directory != Path::new("")).unwrap_or(Path::new("."));
@@ -52,7 +52,7 @@ impl Place {
         Ok(Self { path: directory.join(name), beside: directory.join(hidden) })
     }
 
-    /// Replaces the file, if there is one. A link is replaced, not followed.
+    /// Replaces the file, if there is one. We replace a link and don't follow it.
     pub fn replace(&self, mode: u32, fill: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
         let written = self.create(mode).and_then(|mut file| fill(&mut file));
         let written = written.and_then(|()| fs::rename(&self.beside, &self.path));
@@ -63,14 +63,14 @@ impl Place {
         written
     }
 
-    /// Whether a file can be made there.
+    /// Whether we can make a file there.
     pub fn check(&self) -> io::Result<()> {
         let made = self.create(0o600).map(drop);
         let _ = fs::remove_file(&self.beside);
         made
     }
 
-    /// Creates the file to be renamed, which must not be there: a link is not followed.
+    /// Creates the file that we rename later. It mustn't exist yet: we don't follow a link.
     fn create(&self, mode: u32) -> io::Result<File> {
         match fs::remove_file(&self.beside) {
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),

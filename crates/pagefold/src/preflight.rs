@@ -37,7 +37,7 @@ pub fn ksm() -> Result<Arc<Ksm>, Exit> {
     })
 }
 
-/// Checks that the user is root. `purpose` is what needs it.
+/// Checks that the user is root. `purpose` is the work that needs root.
 pub fn need_root(purpose: &str) -> Result<(), Exit> {
     if own_uid() == 0 {
         return Ok(());
@@ -45,8 +45,8 @@ pub fn need_root(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, format!("{purpose} needs root; run it with sudo")))
 }
 
-/// Checks that the process has the capabilities to read and mark other processes (in most containers root lacks some), and enters
-/// the host's namespace of cgroups.
+/// Checks that we have the capabilities to read and mark other processes (in most containers root lacks some), and
+/// enters the host's namespace of cgroups.
 pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     need_root(purpose)?;
     let missing = missing(&READING).map_err(|error| refused(&error))?;
@@ -59,16 +59,16 @@ pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, line))
 }
 
-/// Makes the cgroups of other processes visible by the names that they have on the host. Where that is not possible, they are seen as
-/// they are from here.
+/// Lets us see other processes' cgroups by their names on the host. Where that's impossible, we see them as they look
+/// from here.
 pub fn see_cgroups() {
     enter_cgroups_of_init().ok();
 }
 
-/// The device by which pages are merged on request. `None` if they are to be merged by ksmd. Changes nothing.
+/// The device that merges pages on request. `None` if ksmd should merge them. Changes nothing.
 ///
 /// # Errors
-/// Merging on request was chosen and is not possible.
+/// The user chose merging on request, and it isn't possible.
 pub fn request_device(choice: MechanismChoice, placement: Placement, ksm: &Ksm) -> Result<Option<RequestDevice>, Exit> {
     request_device_at((Path::new(request::DEVICE), Path::new("/sys")), choice, placement, ksm)
 }
@@ -112,7 +112,7 @@ fn no_request(error: &RequestError) -> Exit {
     Exit::new(code, format!("{error}; {advice}"))
 }
 
-/// Checks what would make the kernel refuse all requests.
+/// Checks for reasons why the kernel would refuse all requests.
 fn may_request(carrier: Carrier, placement: Placement, ksm: &Ksm) -> Result<(), Exit> {
     let lacking = missing(&[REQUESTING]).map_err(|error| refused(&error))?;
     if !lacking.is_empty() {
@@ -134,13 +134,13 @@ fn may_request(carrier: Carrier, placement: Placement, ksm: &Ksm) -> Result<(), 
     }
 }
 
-/// Gives up, for good, every capability except those to read other processes, to place their merged pages, and those in `more`.
-/// Call it before the first thread is started and before another process is read, but after the injector is started,
-/// which would inherit the loss.
+/// Gives up, for good, every capability except the ones for reading other processes and placing their merged pages, and
+/// the ones in `more`. Call it before the first thread is started and before we read another process, but after we
+/// start the injector, which would inherit the loss.
 pub fn give_up_rights(more: &[Capability]) -> Result<(), Exit> {
     keep_from_dumps();
     let mut kept = [&READING[..], more].concat();
-    // With one memory node there is nothing to place.
+    // With one memory node there's nothing to place.
     if Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
         kept.push(PLACING);
         if missing(&[PLACING]).is_ok_and(|missing| !missing.is_empty()) {
@@ -154,8 +154,8 @@ fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts the injector, which is started again if it dies. Then it has the rights that are left by [`give_up_rights`], which
-/// include what it needs.
+/// Starts the injector. We start it again if it dies; then it has the rights that [`give_up_rights`] leaves, which
+/// include all that it needs.
 pub fn injector() -> Result<Injector> {
     let command = || {
         let mut command = Command::new("/proc/self/exe");
@@ -184,7 +184,7 @@ pub fn injector_at(path: &Path) -> Result<Injector, Exit> {
     })
 }
 
-/// The exit code and advice when KSM cannot be taken over.
+/// The exit code and advice if we can't take KSM over.
 pub fn explain_take(error: &TakeError) -> Exit {
     let (code, advice) = match error {
         TakeError::Lock(LockError::Held { .. }) | TakeError::Busy { .. } => {
@@ -199,14 +199,14 @@ pub fn explain_take(error: &TakeError) -> Exit {
     Exit::new(code, format!("{error}; {advice}"))
 }
 
-/// Why a process in scope must be left alone, if it must.
+/// Why we must leave a process in scope alone, if we must.
 pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     let process = &scoped.process;
-    // First: a process that cannot run cannot be asked whether it is excluded.
+    // First: a process that can't run can't tell us whether it's excluded.
     let refused = process.stat().and_then(|stat| match stat.state {
         b'T' => Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned())),
         _ if is_frozen(process) => Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned())),
-        // One that is too busy to be asked whether it is dumpable is asked again while the run goes on.
+        // If it's too busy to tell us whether it's dumpable, we ask again while the run goes on.
         _ => Ok(process_exclusion(scoped, deny)?
             .filter(|exclusion| *exclusion != Exclusion::DumpableUnknown)
             .map(|exclusion| exclusion.to_string())),
@@ -235,7 +235,7 @@ pub fn inject_code(error: &InjectError) -> u8 {
 mod tests {
     use super::*;
 
-    /// The exit code with which merging on request by this file is refused.
+    /// The exit code with which we refuse merging on request by this file.
     fn refusal(device: &Path, sys: &Path) -> Option<u8> {
         let choose = |choice| {
             let root = pagefold_ksm::KSM_ROOT;

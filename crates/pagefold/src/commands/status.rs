@@ -252,7 +252,8 @@ impl Status {
     }
 }
 
-/// If we merge zeros only: the other pages that we found in marked memory. ksmd visits them, too, and merges equal ones.
+/// If we merge zeros only: the other pages that we found in marked memory. ksmd visits them, too, and merges
+/// equal ones.
 fn other_bytes(facts: &Facts) -> Option<u64> {
     let config = &facts.run.config;
     let is_shown = config.only == Only::Zeros && config.mechanism == Mechanism::Ksmd;
