@@ -1,8 +1,8 @@
 //! Where the programs are that tests start.
 //!
-//! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So those
-//! of the workspace are built on demand, once in each test process, with the profile of the running test. All of them: for
-//! a selection of packages Cargo would build the dependencies again, with other features.
+//! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So we
+//! build the workspace's binaries on demand, once in each test process, with the profile of the running test. We build
+//! all of them: for a selection of packages Cargo would build the dependencies again, with other features.
 
 use crate::pagefold::output_of;
 use std::fs::{self, Permissions};
@@ -33,7 +33,8 @@ impl ProgramCopy {
     pub fn of(program: &Path, name: &str) -> Self {
         let dir = tempfile::tempdir_in("/tmp").unwrap();
         let path = dir.path().join(name);
-        // By another process: a child forked by another test while a file is open for writing here would keep it busy.
+        // We copy by another process: a child forked by another test while we have the file open for writing would keep
+        // it busy.
         output_of(Command::new("cp").arg(program).arg(&path));
         fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
         Self { _dir: dir, path }
@@ -65,7 +66,7 @@ pub fn binary(package: &'static str, name: &str) -> PathBuf {
     if let Some(dir) = std::env::var_os("PAGEFOLD_PROGRAMS") {
         return Path::new(&dir).join(name);
     }
-    // Cargo has built the binaries of the package that the test belongs to.
+    // Cargo has built the binaries of the test's own package.
     if std::env::var("CARGO_PKG_NAME").as_deref() != Ok(package) {
         BUILT.call_once(build);
     }
@@ -80,7 +81,7 @@ fn build() {
     let profile = if profile == "debug" { "dev" } else { profile };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
     let status = Command::new(cargo)
-        // As the Makefile does, so that nothing is built again.
+        // The same arguments as the Makefile's, so that Cargo builds nothing again.
         .args(["build", "--quiet", "--locked", "--workspace", "--features", "live", "--bins"])
         .args(["--profile", profile, "--target-dir"])
         .arg(dir.parent().expect("a target directory"))
@@ -89,7 +90,7 @@ fn build() {
     assert!(status.as_ref().is_ok_and(std::process::ExitStatus::success), "cargo build: {status:?}");
 }
 
-/// `target/PROFILE`, where the running test's executable is `target/PROFILE/deps/NAME-HASH`.
+/// `target/PROFILE`, if the running test's executable is `target/PROFILE/deps/NAME-HASH`.
 fn profile_dir() -> &'static Path {
     static DIR: OnceLock<PathBuf> = OnceLock::new();
     DIR.get_or_init(|| {

@@ -26,13 +26,13 @@ impl Browser {
         let profile = format!("--user-data-dir={}", self.dir.path().join("profile").display());
         let mut command = Command::new("timeout");
         command.args(["60", "chromium", "--headless=new", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]);
-        // Root has no sandbox. There is no network for it either, which a page must not need.
+        // Root has no sandbox. The browser has no network either, and a page mustn't need one.
         command.args(["--no-sandbox", "--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", &profile]);
         let output =
             command.args(more).arg(format!("file://{}", page.display())).stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{said}");
-        // The console has a message for everything that the policy of a page refuses, and for errors in it.
+        // The console has a message for everything that a page's policy refuses, and for errors in the page.
         assert!(!said.contains("CONSOLE"), "{said}");
         String::from_utf8(output.stdout).unwrap()
     }

@@ -1,4 +1,4 @@
-//! Control groups of a test's own.
+//! A test's own control groups.
 
 use crate::process::wait_until;
 use crate::skip::skip_unsupported;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 /// Makes a program run in a group from its first page on.
 pub fn start_in(command: &mut Command, group: &Path) {
     let mut members = fs::OpenOptions::new().write(true).open(group.join("cgroup.procs")).unwrap();
-    // SAFETY: one write, to a file that is open.
+    // SAFETY: one write, to an open file.
     unsafe { command.pre_exec(move || members.write_all(b"0")) };
 }
 
@@ -24,8 +24,8 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
-    /// Creates a group in the version 1 hierarchy with this controller, or in version 2 for `unified`. `None` where that
-    /// hierarchy is not mounted.
+    /// Creates a group in the version 1 hierarchy with this controller, or in version 2 for `unified`. `None` if that
+    /// hierarchy isn't mounted.
     pub fn create(hierarchy: &str) -> Option<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
@@ -88,13 +88,13 @@ pub struct Freezer {
 }
 
 impl Freezer {
-    /// By version 1 or 2 of control groups. `None` where that version is not mounted.
+    /// Uses version 1 or 2 of control groups. `None` if that version isn't mounted.
     pub fn create(version: u32) -> Option<Self> {
         let group = Cgroup::create(if version == 1 { "freezer" } else { "unified" })?;
         Some(Self { group, version })
     }
 
-    /// By either version. `None`, with the reason reported, where neither is mounted.
+    /// Uses either version. `None`, with the reason reported, if neither is mounted.
     pub fn of_any_version() -> Option<Self> {
         let freezer = Self::create(1).or_else(|| Self::create(2));
         if freezer.is_none() {
@@ -107,7 +107,7 @@ impl Freezer {
         self.group.add(pid);
     }
 
-    /// Puts a process into it, and waits until it is frozen.
+    /// Puts a process into it, and waits until it's frozen.
     #[track_caller]
     pub fn freeze_process(&self, pid: i32) {
         self.add(pid);

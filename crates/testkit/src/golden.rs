@@ -1,4 +1,4 @@
-//! Golden files: texts of the program, kept in the repository and compared with its texts now.
+//! Golden files: the program's texts, kept in the repository and compared with today's.
 
 use std::fs;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! Emulated machines, booted from a kernel and an image with a few programs. Emulated, because hardware virtualization is not
-//! available everywhere.
+//! Emulated machines, booted from a kernel and an image with a few programs. We emulate because hardware virtualization
+//! isn't available everywhere.
 
 use crate::{binaries::victim_binary, pagefold::output_of, skip};
 use pagefold_workload::emulator::{Emulator, Image, kernel_for};
@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Programs and files that are needed beside those built here.
+/// Programs and files that we need beside the ones built here.
 #[derive(Debug)]
 pub struct Tools {
     emulator: Emulator,
@@ -17,8 +17,8 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Finds them, and the kernel that `scripts/guest-kernel PURPOSE` unpacks. `None`, with the reason reported, if one is
-    /// missing.
+    /// Finds them, and the kernel that `scripts/guest-kernel PURPOSE` unpacks. `None`, with the reason reported, if one
+    /// is missing.
     #[track_caller]
     pub fn find(purpose: &str) -> Option<Self> {
         kernel_for(purpose).map_err(skip::skip).ok().and_then(Self::with_kernel)
@@ -58,15 +58,15 @@ fn put_stripped(image: &Image, program: &Path, to: &str) {
 pub struct GuestEnded {
     /// How it ended.
     pub status: String,
-    /// All it wrote to its first serial port: the kernel's and the programs' messages.
+    /// Everything on its first serial port: the kernel's and the programs' messages.
     pub console: String,
-    /// All it wrote to its second serial port.
+    /// Everything on its second serial port.
     pub results: String,
     pub took: Duration,
 }
 
-/// Runs a machine until it ends, or for `limit`. `machine` completes its command. One at a time: each uses a processor and
-/// much memory.
+/// Runs a machine until it ends, or for `limit`. `machine` completes its command. One at a time: each uses a processor
+/// and much memory.
 pub fn run_guest(tools: &Tools, image: &[u8], limit: Duration, machine: impl FnOnce(&mut Command)) -> GuestEnded {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock();

@@ -1,4 +1,4 @@
-//! The handle of the victim `holder`: a process whose memory is written page by page as a test says.
+//! The handle of the victim `holder`: a process that writes its memory page by page as a test says.
 
 use crate::{Script, victim_binary};
 use pagefold_workload::contents;
@@ -10,7 +10,7 @@ use std::process::Command;
 pub enum Change {
     /// Page `first` gets content `content`, and each further page a content `step` higher. Content 0 is all zeros.
     Write { first: u64, pages: u64, content: u64, step: u64 },
-    /// The pages are given back with MADV_DONTNEED.
+    /// Gives the pages back with MADV_DONTNEED.
     Drop { first: u64, pages: u64 },
 }
 
@@ -46,12 +46,12 @@ impl Holder {
         Self::start_as(victim_binary("holder").as_ref(), pages)
     }
 
-    /// The same by another name of the program: a copy of it.
+    /// The same with a copy of the program, which has another name.
     pub fn start_as(program: &Path, pages: u64) -> Self {
         Self::by(&mut Command::new(program), pages)
     }
 
-    /// The same by this command.
+    /// The same with this command.
     pub fn by(command: &mut Command, pages: u64) -> Self {
         let mut program = Script::of(command.arg(pages.to_string()));
         let first = answer(&mut program);
@@ -63,7 +63,7 @@ impl Holder {
         Self::with_as(victim_binary("holder").as_ref(), pages, content)
     }
 
-    /// The same by another name of the program.
+    /// The same with a program of another name.
     pub fn with_as(program: &Path, pages: u64, content: u64) -> Self {
         let mut holder = Self::start_as(program, pages);
         holder.write(0, pages, content);
@@ -91,7 +91,7 @@ impl Holder {
         self.write(half, half, self.unique_content());
     }
 
-    /// The first of so many contents that no other process writes.
+    /// The first of a series of contents that no other process writes.
     fn unique_content(&self) -> u64 {
         u64::from(self.program.child.0.id()) << 32 | 1
     }
@@ -110,7 +110,7 @@ impl Holder {
         self.change(Change::Write { first, pages, content: 0, step: 0 });
     }
 
-    /// Makes a change and waits until it is made.
+    /// Makes a change and waits for it.
     pub fn change(&mut self, change: Change) {
         match change {
             Change::Write { first, pages, content, step } => {
@@ -132,7 +132,7 @@ impl Holder {
         self.ask("fork").try_into().unwrap()
     }
 
-    /// Whether every page that was written and not dropped still has its content.
+    /// Whether every page that we wrote and didn't drop still has its content.
     pub fn is_intact(&mut self) -> bool {
         self.ask("check") == 0
     }
@@ -143,7 +143,7 @@ impl Holder {
         self.pages = pages;
     }
 
-    /// The cycles that a write to each of its pages takes.
+    /// How many cycles a write to each of its pages takes.
     pub fn times_of_writes(&mut self) -> Vec<u64> {
         let pages = self.ask("time");
         (0..pages).map(|_| answer(&mut self.program)).collect()

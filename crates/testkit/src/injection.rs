@@ -10,8 +10,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Injection tests have a victim do this to its memory, and undo it. Tests that use KSM run beside them and count on nobody else marking
-/// memory for it, so this is a flag that only a core dump looks at.
+/// Injection tests make a victim do this to its memory, and undo it. Tests that use KSM run beside them and count on
+/// nobody else marking memory for it, so we use a flag that only a core dump looks at.
 pub const MARK: i32 = libc::MADV_DONTDUMP;
 pub const UNMARK: i32 = libc::MADV_DODUMP;
 
@@ -65,7 +65,7 @@ pub const BLOCKING: [&str; 36] = [
 /// The default limits with more time: on busy processors a thread takes long to stop.
 pub const PATIENT: Limits = Limits { stop_ns: 3_000_000_000, call_ns: 3_000_000_000, calls_per_stop: 32 };
 
-/// Whether a child may be traced here; reports why not.
+/// Whether we may trace a child here; reports why not.
 #[track_caller]
 pub fn can_inject() -> bool {
     let mut victim = Victim::start("idle");
@@ -89,7 +89,7 @@ pub fn injector(mode: &str) -> Injector {
 pub struct Victim {
     pub program: Script,
     pub process: Process,
-    /// The memory to be marked.
+    /// The memory to mark.
     pub addr: u64,
     pub len: u64,
     /// Its pid in its own namespace.
@@ -107,7 +107,7 @@ impl Victim {
         can_inject().then(|| Self::start(mode))
     }
 
-    /// Starts a victim with these arguments. The error is the reason why it can't do as they say.
+    /// Starts a victim with these arguments. The error is the reason why it can't follow them.
     pub fn try_start(args: &[&str]) -> Result<Self, String> {
         let mut command = Command::new(victim_binary("victim"));
         // SAFETY: prctl(2) is async-signal-safe.
@@ -117,12 +117,12 @@ impl Victim {
                 Ok(())
             });
         }
-        // The mode `registers` waits for input in a recv(2) that an injection must not interrupt.
+        // The mode `registers` waits for input in a recv(2) that an injection mustn't interrupt.
         let mut program =
             if args[0] == "registers" { Script::with_socket(&mut command) } else { Script::of(&mut command) };
         let mut pid = program.pid();
         let mut line = program.line();
-        // In a pid namespace of its own it is a child of the process that was started.
+        // In a pid namespace of its own the victim is a child of the process that we started.
         if let Some(inside) = line.strip_prefix("child ") {
             pid = inside.parse().unwrap();
             line = program.line();
@@ -163,7 +163,7 @@ impl Victim {
     }
 
     pub fn is_marked(&self) -> bool {
-        // The last thread: the main thread may have ended.
+        // The last thread, since the main thread may have ended.
         let tid = tids(self.pid()).into_iter().max().unwrap();
         let smaps = fs::read_to_string(format!("/proc/{}/task/{tid}/smaps", self.pid())).unwrap();
         let start = format!("{:x}-", self.addr);
@@ -207,23 +207,23 @@ impl Victim {
     }
 
     pub fn send_byte(&mut self, byte: u8) {
-        // A victim that is dead cannot read it, and prints no more either.
+        // A dead victim can't read it, and prints nothing more either.
         let _ = self.program.input.write_all(&[byte]);
     }
 
     pub fn kill(&self, signal: i32) {
-        // SAFETY: no memory is passed. The victim has not been waited for.
+        // SAFETY: no memory is passed. We haven't waited for the victim.
         assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
     }
 
-    /// It must have found nothing wrong: it prints `ok`, and perhaps counts.
+    /// The victim must have found nothing wrong: it prints `ok`, and perhaps counts.
     #[track_caller]
     pub fn expect_ok(&mut self, what: &str) {
         let line = self.line();
         assert!(line == "ok" || line.starts_with("ok "), "{what}: {line:?}");
     }
 
-    /// Lets the victim end, which must have found nothing wrong.
+    /// Lets the victim end; it must have found nothing wrong.
     #[track_caller]
     pub fn finish(&mut self, what: &str) {
         self.send();
@@ -235,7 +235,7 @@ pub fn pause_ms(ms: u64) {
     std::thread::sleep(Duration::from_millis(ms));
 }
 
-/// Writes a 32-bit program that blocks in pause(2) into `dir`, and starts it. The error is the reason why it cannot run.
+/// Writes a 32-bit program that blocks in pause(2) into `dir`, and starts it. The error is the reason why it can't run.
 pub fn start_compat(dir: &Path) -> Result<OwnedChild, String> {
     let path = dir.join("compat");
     // ELF header, one program header, and: mov eax, 29 (pause); int 0x80; jmp back.

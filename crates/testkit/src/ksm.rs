@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Where pagefold records the settings it has to restore.
+/// Where pagefold records the settings that it has to restore.
 pub const STATE_FILE: &str = "/run/pagefold/ksm-state.json";
 /// `pages_to_scan` during a kick.
 pub const KICK: u64 = u32::MAX as u64;
@@ -72,13 +72,13 @@ impl KsmLock {
     }
 }
 
-/// KSM for this test alone, at rest and with the kernel's defaults, both when it is taken and after it is dropped.
+/// KSM for this test alone, at rest and with the kernel's defaults, both when we take it and after we drop it.
 pub struct KsmAtRest {
     _lock: KsmLock,
 }
 
 impl KsmAtRest {
-    /// Takes KSM. `None`, with the reason reported, where the tests cannot use KSM at all.
+    /// Takes KSM. `None`, with the reason reported, where the tests can't use KSM at all.
     ///
     /// # Panics
     /// If another program uses KSM.
@@ -94,7 +94,7 @@ impl KsmAtRest {
         }
         let lock = KsmLock::take();
         if !is_at_rest() {
-            // Left by a test that was killed, or by an experiment.
+            // A test that was killed, or an experiment, may have left something.
             if let Some(user) = user() {
                 panic!("{user}; the tests need KSM for themselves");
             }
@@ -113,7 +113,7 @@ impl KsmAtRest {
         assert!(advisor_is_off());
     }
 
-    /// Every knob is restored, except the one that the kernel does not change while pages are merged.
+    /// Every knob is restored, except the one that the kernel doesn't change while pages are merged.
     #[track_caller]
     pub fn assert_knobs_restored(&self) {
         self.assert_knobs_restored_except(deferred_knobs());
@@ -134,7 +134,7 @@ impl KsmAtRest {
         self.assert_restored();
     }
 
-    /// KSM is as it was before the test, and nothing is left to restore.
+    /// KSM is as before the test, and nothing is left to restore.
     #[track_caller]
     pub fn assert_restored(&self) {
         self.assert_knobs_restored_except(&[]);
@@ -151,12 +151,12 @@ impl Drop for KsmAtRest {
     }
 }
 
-/// The knobs that cannot be restored as long as pages are merged, if any are.
+/// The knobs that we can't restore as long as pages are merged, if any are.
 pub fn deferred_knobs() -> &'static [&'static str] {
     if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] }
 }
 
-/// The knobs that this kernel has, with their values. Without the advisor's mode, which is not a number.
+/// This kernel's knobs, with their values. Without the advisor's mode, which isn't a number.
 pub fn knobs() -> Vec<(&'static str, u64)> {
     let here = DEFAULTS.into_iter().filter(|(knob, _)| Path::new(ROOT).join(knob).exists());
     here.map(|(knob, _)| (knob, number(knob))).collect()
@@ -208,7 +208,7 @@ fn process_with_merged_pages() -> Option<String> {
     })
 }
 
-/// The number of merged pages of a process, those merged into a zero page included.
+/// The number of a process's merged pages, including the ones merged into a zero page.
 pub fn merged_pages(pid: i32) -> u64 {
     let text = fs::read(format!("/proc/{pid}/ksm_stat")).unwrap_or_default();
     fields::number(&text, "ksm_merging_pages").unwrap_or(0)

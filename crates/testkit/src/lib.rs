@@ -2,19 +2,19 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`skip`](mod@skip) | how a test reports that it cannot run on this machine |
+//! | [`skip`](mod@skip) | how a test reports that it can't run on this machine |
 //! | [`binaries`] | where the programs under test and the victims are; builds them on demand |
 //! | [`browser`] | a browser that opens the pages of reports |
 //! | [`pagefold`](mod@pagefold) | runs of the program under test, and assertions on how they end |
 //! | [`ksm`] | KSM's knobs and counters, and the fixture that takes KSM for one test |
 //! | [`process`] | small processes to work on, and readers of a process's files in /proc |
 //! | [`ksm_files`] | a directory like KSM's in sysfs |
-//! | [`cgroup`] | control groups of a test's own, and freezers |
+//! | [`cgroup`] | a test's own control groups, and freezers |
 //! | [`limit`] | control groups that limit memory |
-//! | [`namespace`] | mount namespaces, and file systems that can be frozen |
+//! | [`namespace`] | mount namespaces, and file systems that we can freeze |
 //! | [`tenants`] | tenants ([`pagefold_workload::Tenant`]) of the sizes that tests need |
 //! | [`holder`], [`shuffler`], [`injection`] | handles of the victims `holder`, `shuffler` and `victim` |
-//! | [`golden`] | texts that are kept as files and compared |
+//! | [`golden`] | texts that we keep as files and compare |
 //! | [`guest`] | emulated machines |
 //!
 //! The victims are this crate's binaries, in `src/bin`:

@@ -11,12 +11,12 @@ use std::time::Duration;
 
 pub struct Limited {
     cgroup: Cgroup,
-    /// Of version 1.
+    /// Whether it's version 1.
     one: bool,
 }
 
 impl Limited {
-    /// A group without a limit yet. `None`, with the reason reported, where memory cannot be limited.
+    /// A group without a limit yet. `None`, with the reason reported, where we can't limit memory.
     pub fn make() -> Option<Self> {
         let one = Path::new("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
             || Path::new("/sys/fs/cgroup/memory/memory.usage_in_bytes").exists();
@@ -56,7 +56,7 @@ impl Limited {
         self.number(if self.one { "memory.usage_in_bytes" } else { "memory.current" })
     }
 
-    /// The number of times that a member reached the limit, so that memory had to be reclaimed.
+    /// How often a member reached the limit, so that the kernel had to reclaim memory.
     pub fn hits(&self) -> u64 {
         if self.one { self.number("memory.failcnt") } else { self.field("memory.events", "max") }
     }
@@ -74,7 +74,7 @@ impl Limited {
         if self.one { "memory.max_usage_in_bytes" } else { "memory.peak" }
     }
 
-    /// The number of members that were killed.
+    /// How many members were killed.
     pub fn kills(&self) -> u64 {
         self.field(if self.one { "memory.oom_control" } else { "memory.events" }, "oom_kill")
     }
@@ -92,7 +92,7 @@ impl Limited {
 
 /// Makes the kernel reclaim the group's memory repeatedly until dropped.
 ///
-/// A limit that is too tight would do the same, but then the kernel sometimes kills a member although there is swap, with
+/// A limit that's too tight would do the same, but then the kernel sometimes kills a member although there's swap, with
 /// and without pagefold (6.18, version 1: one of three shufflers within 20 s).
 pub struct Reclaim {
     stop: Arc<AtomicBool>,
@@ -106,7 +106,7 @@ impl Reclaim {
         let stopped = stop.clone();
         let thread = std::thread::spawn(move || {
             while !stopped.load(Ordering::Relaxed) {
-                // Fails if less could be reclaimed than requested.
+                // Fails if the kernel could reclaim less than we requested.
                 let _ = fs::write(&path, what);
                 std::thread::sleep(Duration::from_millis(500));
             }

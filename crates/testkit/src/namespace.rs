@@ -1,4 +1,4 @@
-//! Mount namespaces of a test's own, and file systems that can be frozen.
+//! A test's own mount namespaces, and file systems that we can freeze.
 
 use crate::pagefold::output_of;
 use crate::process::Script;
@@ -15,7 +15,8 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// Runs a script of the shell in a new namespace, in an empty directory. `None`, with the reason reported, if it fails.
+    /// Runs a shell script in a new namespace, in an empty directory. `None`, with the reason reported, if the script
+    /// fails.
     #[track_caller]
     pub fn make(script: &str, otherwise: &str) -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
@@ -36,7 +37,7 @@ impl Namespace {
         command
     }
 
-    /// The root of its file systems, as it is seen from outside.
+    /// The root of its file systems, as seen from outside.
     pub fn root(&self) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root", self.shell.pid()))
     }
@@ -49,11 +50,11 @@ pub struct Disk {
     pub mount: String,
 }
 
-/// While this exists, writes to the file system wait. So nothing that writes to it may be waited for before this is dropped.
+/// While this exists, writes to the file system wait. So don't wait for a writer before you drop this.
 pub struct Frozen<'a>(&'a Disk);
 
 impl Disk {
-    /// `None`, with the reason reported, where it cannot be mounted.
+    /// `None`, with the reason reported, if we can't mount it.
     #[track_caller]
     pub fn mount() -> Option<Self> {
         let script = "truncate -s 16M img && mkfs.ext4 -q -F img && mkdir mnt && mount -o loop img mnt";

@@ -18,13 +18,13 @@ pub fn pagefold(args: &[impl AsRef<OsStr>]) -> Output {
     Command::new(program()).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
-/// The output of `pagefold`, which succeeds.
+/// Runs `pagefold`, which must succeed, and returns its output.
 #[track_caller]
 pub fn succeed(args: &[impl AsRef<OsStr>]) -> String {
     output_of(Command::new(program()).args(args))
 }
 
-/// The output of a program, which succeeds.
+/// Runs a program, which must succeed, and returns its output.
 #[track_caller]
 pub fn output_of(command: &mut Command) -> String {
     let output = command.stdin(Stdio::null()).output().unwrap();
@@ -81,7 +81,7 @@ pub fn assert_failed(output: &Output, code: i32, says: &str) {
     assert_failed_as("pagefold", output, code, says);
 }
 
-/// The same of a program of this name.
+/// The same for a program of this name.
 #[track_caller]
 pub fn assert_failed_as(program: &str, output: &Output, code: i32, says: &str) {
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -97,7 +97,7 @@ pub fn with_pids(before: &[&str], pids: &[i32], after: &[&str]) -> Vec<String> {
     [own(before), vec!["--pid".to_owned(), list], own(after)].concat()
 }
 
-/// Gives all merged memory of the processes back, and returns the summary.
+/// Gives back all merged memory of the processes, and returns the summary.
 #[track_caller]
 pub fn unmerge(pids: &[i32]) -> Value {
     let summary = json_of(&with_pids(&["unmerge"], pids, &[]));
@@ -105,7 +105,7 @@ pub fn unmerge(pids: &[i32]) -> Value {
     summary
 }
 
-/// An injector that serves the other end of this socket, as a service manager starts one for a connection.
+/// An injector that serves the other end of this socket, just as a service manager starts one for a connection.
 pub fn injector_on(stream: UnixStream) -> Child {
     let input = OwnedFd::from(stream);
     let mut command = Command::new(program());
@@ -180,16 +180,16 @@ impl Daemon {
         Self::writing_to(command, None, None)
     }
 
-    /// The same, with standard output or standard error elsewhere than where [`Self::end`] finds them.
+    /// The same, with standard output or standard error elsewhere than where [`Self::end`] looks for them.
     pub fn writing_to(command: &mut Command, to_output: Option<OwnedFd>, to_errors: Option<OwnedFd>) -> Self {
-        // Files, not pipes: nothing reads before the end.
+        // We use files, not pipes: nothing reads before the end.
         let output = tempfile::tempfile().unwrap();
         let errors = tempfile::tempfile().unwrap();
         command.stdin(Stdio::null());
         command.stdout(to_output.unwrap_or_else(|| output.try_clone().unwrap().into()));
         command.stderr(to_errors.unwrap_or_else(|| errors.try_clone().unwrap().into()));
         let child = command.spawn().unwrap();
-        // The command would keep its ends open here.
+        // Otherwise the command would keep its ends open here.
         command.stdout(Stdio::null()).stderr(Stdio::null());
         Self { child, output, errors }
     }
@@ -230,7 +230,7 @@ impl Daemon {
         contains(&self.errors, what)
     }
 
-    /// The same of its standard output.
+    /// The same for its standard output.
     pub fn has_printed(&self, what: &str) -> bool {
         contains(&self.output, what)
     }
@@ -281,7 +281,7 @@ impl Daemon {
 
 fn contains(file: &File, what: &str) -> bool {
     let mut bytes = vec![0; 1 << 16];
-    // At the beginning, without moving the offset at which the program writes.
+    // Reads at the beginning, and doesn't move the offset at which the program writes.
     let length = file.read_at(&mut bytes, 0).unwrap();
     String::from_utf8_lossy(&bytes[..length]).contains(what)
 }

@@ -15,7 +15,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time limit of everything a test waits for. Far more than it takes: other programs may use the processors.
+/// Time limit for everything that a test waits for. Far more than needed: other programs may use the processors.
 pub const LIMIT: Duration = Duration::from_secs(180);
 
 /// Waits until a condition holds.
@@ -43,7 +43,7 @@ pub fn as_other_user(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// Whether PID 2 is a kernel thread; reports if it is not.
+/// Whether PID 2 is a kernel thread; reports if it isn't.
 pub fn has_kernel_threads() -> bool {
     let has = fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n");
     if !has {
@@ -52,9 +52,9 @@ pub fn has_kernel_threads() -> bool {
     has
 }
 
-/// Sends a signal to a child that has not been waited for.
+/// Sends a signal to a child that we haven't waited for.
 pub fn send(pid: i32, signal: i32) {
-    // SAFETY: no memory is passed. The pid of a child that has not been waited for is not reused.
+    // SAFETY: no memory is passed. We haven't waited for the child, so its pid isn't reused.
     unsafe { libc::kill(pid, signal) };
 }
 
@@ -86,7 +86,7 @@ pub fn exists(pid: i32) -> bool {
     fs::exists(format!("/proc/{pid}")).unwrap()
 }
 
-/// Whether pages of other processes can be read; reports why not.
+/// Whether we can read other processes' pages; reports why not.
 #[track_caller]
 pub fn can_read_pages() -> bool {
     let can = fs::File::open("/proc/kpageflags").is_ok();
@@ -96,7 +96,7 @@ pub fn can_read_pages() -> bool {
     can
 }
 
-/// A counter of /proc/vmstat, 0 if the kernel does not have it.
+/// A counter of /proc/vmstat, 0 if the kernel doesn't have it.
 pub fn vmstat(name: &str) -> u64 {
     number(&fs::read("/proc/vmstat").unwrap(), name).unwrap_or(0)
 }
@@ -140,7 +140,7 @@ pub fn assert_unmarked(pids: &[i32]) {
     }
 }
 
-/// Whether so much of each process is merged.
+/// Whether at least this much of each process is merged.
 pub fn are_merged(pids: &[i32], bytes: u64) -> bool {
     pids.iter().all(|&pid| marks(pid).merged >= bytes)
 }
@@ -161,7 +161,7 @@ pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
     println!("unmarked after {:.1} s", began.elapsed().as_secs_f64());
 }
 
-/// Traces a process as a debugger that only watches does, until it is dropped.
+/// Traces a process like a debugger that only watches, until it's dropped.
 pub struct Tracer {
     end: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -213,7 +213,7 @@ impl Script {
         script
     }
 
-    /// A process that becomes another program when it is sent a line, and then prints `again`.
+    /// A process that becomes another program when we send it a line, and then prints `again`.
     #[track_caller]
     pub fn execing() -> Self {
         let text = "echo ready; read line; exec sh -c 'echo again; read line'";
@@ -222,7 +222,7 @@ impl Script {
         script
     }
 
-    /// A process that is not dumpable, and so protected from other processes.
+    /// A process that isn't dumpable, and so protected from other processes.
     #[track_caller]
     pub fn undumpable() -> Self {
         Self::start(
@@ -318,7 +318,7 @@ impl Forked {
 
 impl Drop for Forked {
     fn drop(&mut self) {
-        // SAFETY: the pid is that of our own child, not waited for before.
+        // SAFETY: the pid is our own child's, and we haven't waited for it before.
         unsafe {
             libc::kill(self.0, libc::SIGKILL);
             libc::waitpid(self.0, std::ptr::null_mut(), 0);
@@ -326,7 +326,7 @@ impl Drop for Forked {
     }
 }
 
-/// A child that has ended and has not been waited for.
+/// A child that has ended, without anybody waiting for it.
 pub fn zombie() -> Child {
     let child = Command::new("true").spawn().unwrap();
     let pid = i32::try_from(child.id()).unwrap();

@@ -22,7 +22,7 @@ pub struct Shuffler {
 }
 
 impl Shuffler {
-    /// Starts one, in a cgroup from its first page on if one is given, and waits until it holds its memory.
+    /// Starts one, in this cgroup from its first page on if there is one, and waits until it holds its memory.
     pub fn start(settings: &str, cgroup: Option<&Path>) -> Self {
         let mut command = Command::new(victim_binary("shuffler"));
         command.args(settings.split_ascii_whitespace()).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -60,7 +60,7 @@ impl Shuffler {
         lines[lines.len().saturating_sub(4)..].join("\n")
     }
 
-    /// It runs and has found no damage. Records how much of it is merged.
+    /// Asserts that it runs and has found no damage. Records how much of it is merged.
     #[track_caller]
     pub fn assert_well(&mut self) {
         assert!(!self.has_printed(|line| line.starts_with("bad")), "{}", self.last_lines());
@@ -97,7 +97,7 @@ pub fn pids(shufflers: &[Shuffler]) -> Vec<i32> {
     shufflers.iter().map(Shuffler::pid).collect()
 }
 
-/// All are well during this time.
+/// Asserts that all are well during this time.
 #[track_caller]
 pub fn assert_well_for(shufflers: &mut [Shuffler], time: Duration) {
     let end = Instant::now() + time;
@@ -107,7 +107,7 @@ pub fn assert_well_for(shufflers: &mut [Shuffler], time: Duration) {
     }
 }
 
-/// The kernel has killed none of the processes for want of memory, which it would have logged.
+/// Asserts that the kernel has killed none of the processes for lack of memory, which it would have logged.
 #[track_caller]
 pub fn assert_not_killed(pids: &[i32]) {
     let log = Command::new("dmesg").output().expect("dmesg");

@@ -1,13 +1,13 @@
-//! How a test reports that it, or a part of it, cannot run on this machine.
+//! How a test reports that it, or a part of it, can't run on this machine.
 //!
-//! The line goes to standard error past the test harness, which captures what a passing test prints. With
-//! `PAGEFOLD_NO_SKIP=1`, as in CI, a skipped test fails: `scripts/setup` installs everything a test needs, except what
-//! the kernel or the hardware does not have.
+//! The line goes to standard error past the test harness, which captures a passing test's output. With
+//! `PAGEFOLD_NO_SKIP=1`, as in CI, a skipped test fails: `scripts/setup` installs everything a test needs, except
+//! features that the kernel or the hardware lacks.
 
 use std::fmt::Display;
 use std::io::Write;
 
-/// Reports that the current test is skipped for want of something that an administrator can provide.
+/// Reports that the current test is skipped for lack of something that an administrator can provide.
 ///
 /// # Panics
 /// When `PAGEFOLD_NO_SKIP` is set.

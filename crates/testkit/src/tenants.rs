@@ -24,7 +24,7 @@ pub fn pids(tenants: &[Tenant]) -> Vec<i32> {
     tenants.iter().map(Tenant::pid).collect()
 }
 
-/// Every byte of the tenants' memory is as written.
+/// Asserts that every byte of the tenants' memory is as written.
 #[track_caller]
 pub fn assert_intact(tenants: &mut [Tenant]) {
     for tenant in tenants {

@@ -1,5 +1,5 @@
-//! The `/init` of emulated machines. It runs the command in `/command.json` (the program and its arguments), and writes its exit
-//! status to the second serial port.
+//! The `/init` of emulated machines. Runs the command in `/command.json` (the program and its arguments), and writes
+//! its exit status to the second serial port.
 
 use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
@@ -36,15 +36,15 @@ fn main() {
 fn mount(kind: &str, at: &str) {
     fs::create_dir_all(at).expect(at);
     let (kind, place) = (CString::new(kind).expect("no zeros"), CString::new(at).expect("no zeros"));
-    // SAFETY: strings that end with zero.
+    // SAFETY: the strings end with zero.
     let done = unsafe { libc::mount(kind.as_ptr(), place.as_ptr(), kind.as_ptr(), 0, std::ptr::null()) };
     assert_eq!(done, 0, "mount {at}: {}", std::io::Error::last_os_error());
 }
 
-/// The second serial port: the kernel and the programs write to the first.
+/// The second serial port; the kernel and the programs write to the first.
 fn results() -> File {
     let port = OpenOptions::new().write(true).open("/dev/ttyS1").expect("/dev/ttyS1");
-    // SAFETY: all zeros is a termios; the calls read and write only it.
+    // SAFETY: all zeros is a termios, and the calls read and write nothing else.
     unsafe {
         let mut how: libc::termios = std::mem::zeroed();
         libc::tcgetattr(port.as_raw_fd(), &raw mut how);

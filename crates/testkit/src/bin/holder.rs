@@ -1,31 +1,33 @@
 //! `holder PAGES` holds memory and changes it page by page on command.
 //!
-//! It prints the number of its first page, then reads commands from standard input, a line each, and answers each with a
-//! number: `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` with 0, `fork` with the child's
-//! pid, `check` with the number of pages that have been found without the content written to them. It ends with its input.
+//! It prints the number of its first page, then reads commands from standard input, a line each, and answers each with
+//! a number: `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` with 0, `fork` with the
+//! child's pid, `check` with the number of pages that it found without the content written to them. It ends with its
+//! input.
 //!
 //! After `watch` it checks its memory all the time, a part between two commands.
 //!
 //! `time` answers with the number of its pages, then for each with the cycles that a write to it takes, a line each.
 //!
-//! Commands that change its identity, or the use of its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`, `register
-//! FIRST PAGES` (userfaultfd, write protection), `dumpable 0|1`, `user ID` (and group; stays dumpable), `group ID`, `sleep`
-//! (uninterruptibly, for good) and `exec PAGES PROGRAM` (the new program, a copy of this one, answers with its first page).
+//! Commands that change its identity, or the use of its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`,
+//! `register FIRST PAGES` (userfaultfd, write protection), `dumpable 0|1`, `user ID` (and group; stays dumpable),
+//! `group ID`, `sleep` (uninterruptibly, for good) and `exec PAGES PROGRAM` (the new program, a copy of this one,
+//! answers with its first page).
 
 use pagefold_testkit::holder::fill;
 use std::io::Write;
 use std::os::unix::process::CommandExt;
 
 const PAGE: usize = 4096;
-/// Inaccessible pages on either side, so that the memory does not become part of a neighbouring mapping.
+/// Inaccessible pages on either side, so that the memory doesn't become part of a neighbouring mapping.
 const FENCE: usize = 512;
-/// Pages that are checked at a time.
+/// How many pages we check at a time.
 const PART: usize = 64;
 
 fn main() {
     let pages: usize = std::env::args().nth(1).and_then(|word| word.parse().ok()).expect("usage: holder PAGES");
     let length = pages * PAGE;
-    // SAFETY: a fresh private mapping, checked for failure, of which the middle is made accessible; that is page-aligned,
+    // SAFETY: a fresh private mapping, checked for failure. We make its middle accessible, which is page-aligned,
     // zeroed by the kernel and never unmapped.
     let (start, bytes) = unsafe {
         let (flags, all) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, length + 2 * FENCE * PAGE);
@@ -64,8 +66,8 @@ fn main() {
         };
         let advise = |advice| {
             let (first, pages) = range();
-            // SAFETY: within the mapping, of which no reference is used meanwhile. Marking keeps what the pages read as;
-            // dropped pages read as zeros afterwards.
+            // SAFETY: within the mapping, and nobody uses a reference to it meanwhile. Marking doesn't change what the
+            // pages read as; dropped pages read as zeros afterwards.
             assert_eq!(unsafe { libc::madvise(start.byte_add(first * PAGE), pages * PAGE, advice) }, 0, "{line}");
             0
         };
@@ -148,7 +150,7 @@ fn main() {
     std::hint::black_box(bytes);
 }
 
-/// Counts pages that do not have the content written to them, each once.
+/// Counts pages that don't have the content written to them, each once.
 fn check(bytes: &[u8], written: &mut [Option<u64>]) -> u64 {
     let (mut expected, mut damaged) = ([0; PAGE], 0);
     for (page, content) in bytes.chunks_exact(PAGE).zip(written) {
@@ -162,7 +164,7 @@ fn check(bytes: &[u8], written: &mut [Option<u64>]) -> u64 {
     damaged
 }
 
-/// Whether a command comes within a moment. None is buffered: each is answered before the next one is sent.
+/// Whether a command comes within a moment. None is buffered: we answer each before the next one is sent.
 fn has_input() -> bool {
     let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
     // SAFETY: one pollfd, which lives through the call.
@@ -173,10 +175,10 @@ fn has_input() -> bool {
 fn time_of_write(page: &mut [u8]) -> u64 {
     use std::arch::x86_64::{_mm_lfence, _mm_mfence, _rdtsc};
     let last = &raw mut page[PAGE - 1];
-    // SAFETY: a byte of the page, to which a reference is held. The instructions are part of x86-64.
+    // SAFETY: a byte of the page, to which we hold a reference. The instructions are part of x86-64.
     #[allow(unused_unsafe)]
     unsafe {
-        // Read first: the translation of the address is cached, so that a write that changes nothing else is fast.
+        // We read first to cache the translation of the address, so that a write that changes nothing else is fast.
         let byte = last.read_volatile();
         _mm_mfence();
         _mm_lfence();
@@ -189,12 +191,12 @@ fn time_of_write(page: &mut [u8]) -> u64 {
     }
 }
 
-/// Starts a child that holds the inherited memory; its pid.
+/// Starts a child that holds the inherited memory; returns its pid.
 fn fork() -> u64 {
     // SAFETY: the program has one thread.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        // SAFETY: both calls concern the child alone, which does nothing else until it is killed with its parent.
+        // SAFETY: both calls concern the child alone, which does nothing else until it's killed with its parent.
         unsafe {
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
             loop {
@@ -215,7 +217,7 @@ fn register(start: u64, length: u64) {
     const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
     const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
     let (mut api, mut range) = ([0xaa_u64, 0, 0], [start, length, 2, 0]);
-    // SAFETY: both requests read and write structs of three and four words; the descriptor stays open for good, since
+    // SAFETY: both requests read and write structs of three and four words. The descriptor stays open for good, since
     // closing it would undo the registration.
     unsafe {
         let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC);

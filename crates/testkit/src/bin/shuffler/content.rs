@@ -5,10 +5,10 @@ use pagefold_engine::random::finalize as mix;
 /// Words in a page.
 pub const WORDS: usize = 512;
 
-/// Contents with this bit are unique to one shuffler; all shufflers have those without it.
+/// Contents with this bit are unique to one shuffler; all shufflers share the others.
 const UNIQUE: u32 = 1 << 31;
 
-/// The content of a page: 512 words that follow from `id` (zeros for id 0), of which one may be replaced.
+/// The content of a page: 512 words that follow from `id` (zeros for id 0); one of them may be replaced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Content {
     id: u32,
@@ -19,7 +19,7 @@ pub struct Content {
 impl Content {
     pub const ZERO: Self = Self { id: 0, replaced: 0 };
 
-    /// A content in common with other shufflers.
+    /// A content that other shufflers have too.
     pub fn common(number: u64) -> Self {
         Self { id: low(number % u64::from(UNIQUE - 1)) + 1, replaced: 0 }
     }

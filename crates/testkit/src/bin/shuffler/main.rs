@@ -1,10 +1,10 @@
 //! A program that changes its memory in many ways and knows what every byte of it must be, for tests of data integrity.
 //!
-//! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages have contents in common with other shufflers. It
-//! prints `ready`, and then writes, forks, protects, moves, unmaps, discards and pages out, in an order that follows from
-//! its seed. It keeps a model of the contents and checks every byte at least once a second, and then prints a line with
-//! counts. It ends with its input, with `end ok` and exit code 0; or at once with
-//! `bad: PAGE, EXPECTED, FOUND` and exit code 1.
+//! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages share contents with other shufflers. It prints
+//! `ready`, and then writes, forks, protects, moves, unmaps, discards and pages out, in an order that follows from its
+//! seed. It keeps a model of the contents, checks every byte at least once a second, and then prints a line with
+//! counts. It ends with its input, with `end ok` and exit code 0; or at once with `bad: PAGE, EXPECTED, FOUND` and exit
+//! code 1.
 
 mod content;
 mod region;
@@ -21,13 +21,13 @@ struct Options {
     /// The number of mappings.
     regions: usize,
     seed: u64,
-    /// The percentage of pages with contents in common with other shufflers.
+    /// The percentage of pages with contents that other shufflers have too.
     share: u64,
     /// Request huge pages.
     huge: bool,
     /// Pause after each operation, microseconds.
     pause_us: u64,
-    /// Memory taken and given back by `burst`, MiB.
+    /// Memory that `burst` takes and gives back, MiB.
     burst: usize,
     /// Falsify the model after the first second, to prove that the checks can fail.
     sabotage: bool,
@@ -54,8 +54,8 @@ enum Op {
     Burst,
 }
 
-/// All operations, by name, with their default weights. Moving and collapsing unmerge thousands of pages at once: if they
-/// were not rare, nothing would ever be merged.
+/// All operations, by name, with their default weights. Moving and collapsing unmerge thousands of pages at once: if
+/// they weren't rare, nothing would ever be merged.
 const OPERATIONS: [(&str, Op, usize); 13] = [
     ("write", Op::Write, 120),
     ("word", Op::Word, 80),
@@ -115,7 +115,7 @@ impl Options {
     }
 }
 
-/// How often everything was done.
+/// How often we did each operation.
 #[derive(Default)]
 struct Counts {
     pages_checked: u64,
@@ -173,7 +173,7 @@ impl Shuffler {
         Region::map(&mut self.arena, self.random.next(), pages, huge, seed)
     }
 
-    /// A new content for a page: the other shufflers have it at this page, too, or nobody has.
+    /// A new content for a page: either the other shufflers have it at this page too, or nobody has.
     fn content(&mut self, region: usize, page: usize) -> Content {
         if self.percent(self.options.share) {
             Content::common((region * MOST + page) as u64)
@@ -267,7 +267,7 @@ impl Shuffler {
                 }
             }
             Op::Collapse => {
-                // Into a huge page, which unmerges its parts. May be refused for many reasons.
+                // Collapses into a huge page, which unmerges its parts. The kernel may refuse for many reasons.
                 let (region, page, _) = self.some(1);
                 let (region, first) = (&self.regions[region], page / 512 * 512);
                 let pages = (region.pages.len() - first).min(512);
@@ -336,7 +336,7 @@ impl Shuffler {
         Ok(())
     }
 
-    /// Starts a child that checks the memory it inherited and writes to it, while the parent does the same.
+    /// Starts a child that checks its inherited memory and writes to it, while the parent does the same.
     fn fork(&mut self) -> Result<(), Damage> {
         self.reap(1)?;
         self.counts.forks += 1;
@@ -409,7 +409,7 @@ fn burst(mib: usize) {
 
 fn input_ended() -> bool {
     let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-    // Ready although nothing is ever sent: this is its end.
+    // Ready although nobody ever sends anything: the input has ended.
     // SAFETY: one pollfd, which lives through the call.
     unsafe { libc::poll(&raw mut input, 1, 0) > 0 }
 }

@@ -5,12 +5,12 @@ use std::ptr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 pub const PAGE: usize = 4096;
-/// Address space kept for each mapping, with a hole behind it.
+/// Address space that we keep for each mapping, with a hole behind it.
 const SLOT: usize = 32 << 20;
 /// The maximum length of a mapping, pages.
 pub const MOST: usize = 4096;
 
-/// The mapping that is read-only, and the number of faults in it.
+/// The read-only mapping, and the number of faults in it.
 static GUARD_START: AtomicUsize = AtomicUsize::new(0);
 static GUARD_BYTES: AtomicUsize = AtomicUsize::new(0);
 static FAULTS: AtomicU64 = AtomicU64::new(0);
@@ -57,7 +57,7 @@ pub struct Region {
     pub start: usize,
     pub pages: Vec<Content>,
     read_only: bool,
-    /// A part was replaced: to the kernel these are several mappings, which mremap(2) may refuse.
+    /// Whether a part was replaced: to the kernel these are several mappings, which mremap(2) may refuse.
     pub split: bool,
     huge: bool,
     salt: u64,
@@ -87,12 +87,12 @@ impl Region {
         (self.start + page * PAGE) as *mut u64
     }
 
-    /// To be called before a write: the number of faults so far if the mapping is read-only.
+    /// Call this before a write. Returns the number of faults so far if the mapping is read-only.
     fn expect_fault(&self) -> Option<u64> {
         self.read_only.then(|| FAULTS.load(Ordering::SeqCst))
     }
 
-    /// To be called after the write: there must have been one fault, whose handler has made the mapping writable.
+    /// Call this after the write: there must have been one fault, whose handler has made the mapping writable.
     fn faulted(&mut self, before: Option<u64>) -> Result<(), Damage> {
         let Some(before) = before else { return Ok(()) };
         self.read_only = false;
@@ -128,7 +128,7 @@ impl Region {
         self.faulted(before)
     }
 
-    /// Rewrites a page with its own content: this unmerges it and changes nothing.
+    /// Rewrites a page with its own content, which unmerges it and changes nothing.
     pub fn rewrite(&mut self, page: usize) -> Result<(), Damage> {
         let (at, before) = (self.at(page), self.expect_fault());
         // SAFETY: a word of a page of the mapping.
@@ -165,7 +165,7 @@ impl Region {
 
     // ---- operations -------------------------------------------------------------------------------------
 
-    /// Makes it read-only until it is written to. At most one mapping at a time is read-only.
+    /// Makes it read-only until somebody writes to it. At most one mapping at a time is read-only.
     pub fn protect(&mut self) {
         GUARD_START.store(self.start, Ordering::SeqCst);
         GUARD_BYTES.store(self.pages.len() * PAGE, Ordering::SeqCst);
@@ -185,7 +185,7 @@ impl Region {
     }
 
     fn protect_as(&self, protection: i32) {
-        // SAFETY: all of the mapping, which is accessed only by raw pointers.
+        // SAFETY: all of the mapping, which we access only by raw pointers.
         let done = unsafe { libc::mprotect(self.start as *mut _, self.pages.len() * PAGE, protection) };
         assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
     }
@@ -199,7 +199,7 @@ impl Region {
             // SAFETY: reserved address space that nothing refers to.
             unsafe { libc::munmap((self.start + old) as *mut _, pages * PAGE - old) };
         }
-        // SAFETY: all of the mapping, which does not move.
+        // SAFETY: all of the mapping, which doesn't move.
         let moved = unsafe { libc::mremap(self.start as *mut _, old, pages * PAGE, 0) };
         let error = std::io::Error::last_os_error();
         let done = moved != libc::MAP_FAILED;
@@ -248,7 +248,7 @@ impl Region {
 
     /// madvise(2) for a part. The error is errno.
     pub fn advise(&self, first: usize, pages: usize, advice: i32) -> Result<(), i32> {
-        // SAFETY: a part of the mapping, which is accessed only by raw pointers.
+        // SAFETY: a part of the mapping, which we access only by raw pointers.
         let done = unsafe { libc::madvise(self.at(first).cast(), pages * PAGE, advice) };
         if done == 0 { Ok(()) } else { Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)) }
     }
@@ -268,7 +268,7 @@ pub fn catch_faults() {
         let (start, bytes) = (GUARD_START.load(Ordering::SeqCst), GUARD_BYTES.load(Ordering::SeqCst));
         let writable = libc::PROT_READ | libc::PROT_WRITE;
         let inside = (start..start + bytes).contains(&at);
-        // SAFETY: all of the read-only mapping, which is accessed only by raw pointers.
+        // SAFETY: all of the read-only mapping, which we access only by raw pointers.
         if !inside || unsafe { libc::mprotect(start as *mut _, bytes, writable) } != 0 {
             // SAFETY: the kernel passes a valid context.
             let registers = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
