@@ -60,7 +60,7 @@ fn block_twice(kind: &mut Kind) -> Result<(), String> {
         return Err(format!("a real signal: answered {answer}, not -4, and the handler ran {handled} times"));
     }
     signals_back(&before)?;
-    // Undoes the mask of the mode: `main` compares with the one before it.
+    // Undoes the mode's mask: `main` compares with the mask before it.
     handlers::mask(0);
     Ok(())
 }

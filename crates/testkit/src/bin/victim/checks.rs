@@ -25,7 +25,7 @@ pub fn unsigned(number: i64) -> u64 {
     u64::from_ne_bytes(number.to_ne_bytes())
 }
 
-/// Memory to be marked, with unique contents.
+/// Memory to mark, with unique contents.
 #[derive(Clone, Copy)]
 pub struct Memory {
     pub addr: *mut u64,
@@ -37,12 +37,13 @@ unsafe impl Send for Memory {}
 impl Memory {
     pub fn new() -> Self {
         let length = PAGES * 4096;
-        // Odd, and another one for each victim, so that no two pages are equal. Not the pid: it is 1 in every pid namespace.
+        // Odd, and different for each victim, so that no two pages are equal. We don't use the pid: it's 1 in every pid
+        // namespace.
         let mut seed = 0_u64;
         assert_eq!(unsafe { libc::getrandom((&raw mut seed).cast(), 8, 0) }, 8);
         seed |= 1;
         unsafe {
-            // With an inaccessible page on either side, so that it is not joined with another mapping.
+            // With an inaccessible page on either side, so that the kernel doesn't join it with another mapping.
             let addr = map(length + 2 * 4096, libc::PROT_NONE, ANONYMOUS, -1).add(4096).cast::<u64>();
             assert_eq!(libc::mprotect(addr.cast(), length, WRITABLE), 0);
             (0..PAGES * 512).for_each(|word| addr.add(word).write_volatile((word as u64 + 1).wrapping_mul(seed)));
@@ -50,7 +51,7 @@ impl Memory {
         }
     }
 
-    /// Tells the test where it is.
+    /// Tells the test where the memory is.
     pub fn announce(&self) {
         println!("ready {:x} {}", self.addr as u64, PAGES * 4096);
     }
@@ -104,7 +105,7 @@ pub fn signals() -> Signals {
         let mut action = [0_u64; 4];
         unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, std::ptr::null::<u64>(), action.as_mut_ptr(), 8) };
         match (signal, action[0]) {
-            // Used by the C library, and set when it first needs them.
+            // The C library uses these, and sets them when it first needs them.
             (32 | 33, _) => [0; 4],
             // Flags mean nothing for the default and for ignoring.
             (_, plain @ 0..=1) => [plain, 0, 0, 0],

@@ -1,4 +1,5 @@
-//! The handlers of the torture's signals. Each determines what it interrupted, so that every EINTR can be attributed.
+//! The handlers of the torture's signals. Each determines where it interrupted the thread, so that we can attribute
+//! every EINTR.
 
 use crate::checks::unsigned;
 use crate::hold::{after_syscall, spin};
@@ -14,13 +15,13 @@ const EINTR: i64 = -4;
 
 /// Handlers run.
 pub static RUNS: AtomicU64 = AtomicU64::new(0);
-/// Of them, those that found the thread about to return EINTR from the checked call.
+/// How many of these found the thread about to return EINTR from the checked call.
 pub static INTERRUPTED: AtomicU64 = AtomicU64::new(0);
-/// Of these, those of signals without SA_RESTART.
+/// How many of these handled signals without SA_RESTART.
 pub static FOR_GOOD: AtomicU64 = AtomicU64::new(0);
 /// Signals sent by an injected call that interrupted the checked call, arrived before it, or elsewhere.
 pub static OWN: [AtomicU64; 3] = [const { AtomicU64::new(0) }; 3];
-/// The length of the handlers' computation.
+/// How long a handler computes.
 pub static SPIN: AtomicU64 = AtomicU64::new(20_000);
 static BAD: AtomicU64 = AtomicU64::new(0);
 static OWN_PID: AtomicI32 = AtomicI32::new(0);
@@ -48,8 +49,8 @@ extern "C" fn storm(signal: i32, info: *mut libc::siginfo_t, context: *mut libc:
     let mask = unsafe { (&raw const (*context).uc_sigmask).cast::<u64>().read() };
     let rip = gregs[libc::REG_RIP as usize];
     let (rax, before) = (gregs[libc::REG_RAX as usize], rip == after_syscall() - 2);
-    // About to continue the call by restart_syscall, which returns EINTR after a handler (kernel/signal.c,
-    // do_no_restart_syscall).
+    // The kernel is about to continue the call by restart_syscall, which returns EINTR after a handler
+    // (kernel/signal.c, do_no_restart_syscall).
     let interrupted = (rip == after_syscall() && rax == EINTR) || (before && rax == libc::SYS_restart_syscall);
     RUNS.fetch_add(1, Relaxed);
     if interrupted {
@@ -92,7 +93,7 @@ pub fn install() {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = storm as *const () as usize;
             action.sa_flags = flags | libc::SA_SIGINFO;
-            // Otherwise a handler could interrupt the one on the alternate stack and run there too.
+            // Otherwise a handler could interrupt another on the alternate stack and run there too.
             for other in [PLAIN, RESTARTING, ON_STACK] {
                 libc::sigaddset(&raw mut action.sa_mask, other);
             }
@@ -103,12 +104,12 @@ pub fn install() {
     crate::checks::handle(libc::SIGURG, libc::SIG_IGN, 0);
 }
 
-/// Resets an error that was provoked on purpose.
+/// Resets an error that we provoked on purpose.
 pub fn forgive() -> bool {
     BAD.swap(0, Relaxed) == 4
 }
 
-/// Sets the alternate stack to all of its memory, or to a part of it, to tell the two settings apart.
+/// Sets the alternate stack to all of its memory, or to a part of it, so that we can tell the two settings apart.
 pub fn alternate_stack(whole: bool) -> (usize, usize) {
     let at = usize::try_from(STACK.load(Relaxed)).unwrap_or(0);
     let size = STACK_BYTES - if whole { 0 } else { 8192 };

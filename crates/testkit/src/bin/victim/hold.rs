@@ -1,7 +1,7 @@
 //! Fills all registers before a system call or a computation, and checks them afterwards.
 //!
-//! These are the general-purpose registers, the x87, vector and mask registers that the processor has, MXCSR, the carry
-//! flag (while counting) and the memory below the stack pointer.
+//! These are the processor's general-purpose, x87, vector and mask registers, MXCSR, the carry flag (while counting)
+//! and the memory below the stack pointer.
 
 use crate::checks::HARMLESS;
 use std::arch::global_asm;
@@ -22,7 +22,7 @@ const AREA: usize = 2688;
 #[repr(C, align(64))]
 struct Area([u8; AREA]);
 
-/// The registers and memory that we load before the code runs, and that we find afterwards.
+/// The registers and memory that we load before the code runs, and their values afterwards.
 #[repr(C)]
 pub struct Frame<const BELOW: usize> {
     /// rax rdi rsi rdx r10 r8 r9 rbx rbp r12 r13 r14 r15 rcx r11
@@ -33,14 +33,14 @@ pub struct Frame<const BELOW: usize> {
     below_bytes: usize,
     extended: Area,
     extended_after: Area,
-    /// The state to return with.
+    /// The state that we return with.
     own: Area,
-    /// The memory below the stack pointer, which ends with the red zone.
+    /// The memory below the stack pointer, ending with the red zone.
     below: [u8; BELOW],
     below_after: [u8; BELOW],
 }
 
-/// Where the probe continues when all registers are loaded.
+/// Where the probe continues once all registers are loaded.
 pub type Code = unsafe extern "C" fn();
 
 /// Ends [`victim_busy`].
@@ -54,7 +54,7 @@ unsafe extern "C" {
     fn victim_spin();
     static victim_spinning: u8;
     static victim_spun: u8;
-    // After a stop the kernel does not show which of these calls it was: only the code does.
+    // After a stop the kernel doesn't show which of these calls it was: only the code does.
     pub fn victim_nanosleep();
     pub fn victim_futex();
     pub fn victim_poll();
@@ -174,7 +174,7 @@ pub fn spinning() -> Range<i64> {
 struct Extended {
     /// x87, SSE, AVX and the three parts of AVX-512, as a mask for XSAVE.
     features: u64,
-    /// The bytes to compare. Not the last x87 instruction and operand, nor what XSAVE does not write.
+    /// The bytes to compare. Not the last x87 instruction and operand, nor bytes that XSAVE doesn't write.
     compared: [Range<usize>; 8],
 }
 
@@ -231,7 +231,7 @@ impl<const BELOW: usize> Frame<BELOW> {
         }
         // The x87 registers have 80 of 128 bits.
         registers[32..160].chunks_exact_mut(16).for_each(|register| register[10..].fill(0));
-        // x87: another control word than the default, registers 0 to 2 in use, so the top of the stack is register 5.
+        // x87: a control word that isn't the default, registers 0 to 2 in use, so the top of the stack is register 5.
         registers[0..2].copy_from_slice(&0x0e7f_u16.to_le_bytes());
         registers[2..4].copy_from_slice(&0x2800_u16.to_le_bytes());
         registers[4] = 0xe0;
@@ -256,8 +256,8 @@ impl<const BELOW: usize> Frame<BELOW> {
         unsafe { victim_probe((&raw mut *self).cast()) };
     }
 
-    /// The difference, if any, of these general-purpose registers, all others, and the red zone. Does not allocate,
-    /// because it runs in signal handlers.
+    /// Compares these general-purpose registers, all others, and the red zone. Doesn't allocate, because it runs in
+    /// signal handlers.
     pub fn check(&self, general: Range<usize>) -> Result<(), Difference> {
         let compare = |what, mut numbers: Range<usize>, differs: &dyn Fn(usize) -> bool| {
             numbers.find(|&number| differs(number)).map_or(Ok(()), |number| Err(Difference { what, number }))
@@ -270,13 +270,13 @@ impl<const BELOW: usize> Frame<BELOW> {
         compare("byte of the red zone", BELOW - RED..BELOW, &|at| self.below[at] != self.below_after[at])
     }
 
-    /// Whether the memory below the red zone is as it was.
+    /// Whether the memory below the red zone is unchanged.
     pub fn is_clean(&self) -> bool {
         self.below[..BELOW - RED] == self.below_after[..BELOW - RED]
     }
 }
 
-/// Makes a system call and checks that every register survives it, except those that the call itself changes.
+/// Makes a system call and checks that every register survives it, except the ones that the call itself changes.
 pub fn call(nr: i64, args: [u64; 6]) -> Result<i64, String> {
     let mut frame = Frame::<RED>::new(victim_call, args[1] ^ 0x1234_5678);
     frame.general[0] = u64::from_ne_bytes(nr.to_ne_bytes());

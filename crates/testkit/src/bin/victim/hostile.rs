@@ -1,11 +1,11 @@
-//! Targets that try to be harmed, or to escape their sandbox, while calls are injected into them.
+//! Targets that try to be harmed, or to escape their sandbox, while we inject calls into them.
 //!
-//! `victim hostile KIND`, for `inject/tests/attack.rs`, prints `ready ADDR LEN`, attacks until a byte is sent to it,
-//! and prints `ok`, `ok absent: FEATURE...` if the machine lacks something of it, or `bad: REASON`. Each kind checks itself
-//! all the time.
+//! `victim hostile KIND`, for `inject/tests/attack.rs`, prints `ready ADDR LEN`, attacks until the test sends a byte,
+//! and prints `ok`, `ok absent: FEATURE...` if the machine lacks something it needs, or `bad: REASON`. Each kind checks
+//! itself all the time.
 //!
-//! The thread that attacks must be the one that the injector chooses: no thread blocks in a call that suits it better, not
-//! even to wait for input.
+//! The injector must choose the thread that attacks: no thread blocks in a call that suits it better, not even to wait
+//! for input.
 
 mod stacks;
 mod states;
@@ -54,7 +54,7 @@ pub fn main(kind: &str) {
     }
 }
 
-/// Whether the test has asked for the verdict. Does not always look.
+/// Whether the test has asked for the verdict. Doesn't always look.
 fn done() -> bool {
     static CALLS: AtomicU32 = AtomicU32::new(0);
     if CALLS.fetch_add(1, Ordering::Relaxed) % 64 == 0 && is_asked_to_end() {
@@ -63,7 +63,7 @@ fn done() -> bool {
     DONE.load(Ordering::Relaxed)
 }
 
-/// Makes rounds until the test asks for the verdict, with a check of memory and signals now and then.
+/// Makes rounds until the test asks for the verdict, and checks memory and signals now and then.
 fn rounds(memory: Memory, mut round: impl FnMut() -> Result<(), String>) -> Result<(), String> {
     let before = signals();
     let mut made = 0_u32;
@@ -81,7 +81,8 @@ fn rounds(memory: Memory, mut round: impl FnMut() -> Result<(), String>) -> Resu
     }
 }
 
-/// Attacks while another thread writes and checks `areas` all the time: nothing else writes there, not even for a moment.
+/// Attacks while another thread writes and checks `areas` all the time: nothing else writes there, not even for a
+/// moment.
 fn watched(areas: &[&[AtomicU64]], attack: impl FnOnce() -> Result<(), String>) -> Result<(), String> {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -110,7 +111,7 @@ fn watched(areas: &[&[AtomicU64]], attack: impl FnOnce() -> Result<(), String>) 
     })
 }
 
-/// Makes the code of all files writable, so that no instruction in it can be relied on.
+/// Makes the code of all files writable, so that nobody can rely on an instruction in it.
 fn make_code_writable() {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     for line in maps.lines().filter(|line| line.contains(" r-xp ") && line.contains('/')) {
@@ -122,7 +123,8 @@ fn make_code_writable() {
     }
 }
 
-/// A thread sleeps at a `syscall` instruction that a sibling keeps replacing by a jump to a call that the filter denies.
+/// A thread sleeps at a `syscall` instruction that a sibling keeps replacing by a jump to a call that the filter
+/// denies.
 fn code_swap() -> Result<(), String> {
     const SWAPPED: usize = 32;
     const FORBIDDEN: usize = 96;
@@ -153,10 +155,10 @@ fn code_swap() -> Result<(), String> {
     assert!(crate::seccomp::filter(libc::SYS_mkdir, libc::SECCOMP_RET_ERRNO | 1), "seccomp filters are not permitted");
     let (code, top) = (code as usize, stack as usize + 65536 - 64);
     std::thread::spawn(move || unsafe {
-        // On a stack that is no thread's, so that no signal frame can be left below it.
+        // We run on a stack that is no thread's, so that nobody can leave a signal frame below it.
         asm!("mov rsp, {top}", "jmp {code}", top = in(reg) top, code = in(reg) code, options(noreturn));
     });
-    // The rest of this process stays away from the injector: it is never at rest.
+    // The rest of this process is never at rest, so the injector doesn't choose it.
     let word = unsafe { &*writable.add(SWAPPED).cast::<std::sync::atomic::AtomicU16>() };
     let jump = u16::from_le_bytes([0xeb, u8::try_from(FORBIDDEN - SWAPPED - 2).unwrap()]);
     std::thread::sleep(std::time::Duration::from_millis(50));
@@ -206,13 +208,13 @@ extern "C" fn count_breakpoint(_: i32) {
     BREAKPOINTS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Runs into breakpoints of its own.
+/// Runs into its own breakpoints.
 fn breakpoints() -> Result<(), String> {
     handle(libc::SIGTRAP, count_breakpoint as *const () as usize, 0);
     each_is_handled("breakpoints", || unsafe { asm!("int3") }, || BREAKPOINTS.load(Ordering::Relaxed))
 }
 
-/// Waits for events that do not come, and for no signal. No wait may answer EINTR.
+/// Waits for events that don't come, and for no signal. No wait may answer EINTR.
 fn epoll() -> Result<(), String> {
     let fd = unsafe { libc::epoll_create1(0) };
     let mut event = libc::epoll_event { events: 0, u64: 0 };

@@ -6,10 +6,10 @@ use crate::handlers::{self, STORM, bit};
 use crate::system::{WRITABLE, map};
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
-/// The timeout of calls that are made repeatedly, in milliseconds.
+/// The timeout of repeated calls, in milliseconds.
 const REPEATED_MS: i64 = 30;
-/// The timeout of the next call. Another one than [`REPEATED_MS`] when the kind is chosen: each call ends by its timeout,
-/// or, if it has none, the first one by an event after that time and the next one by a signal.
+/// The timeout of the next call. If it isn't [`REPEATED_MS`] when we choose the kind, each call ends by its timeout; a
+/// call without one ends by an event after that time the first time, and by a signal the next.
 pub static TIMEOUT_MS: AtomicI64 = AtomicI64::new(REPEATED_MS);
 const EAGAIN: i64 = -11;
 const ETIME: i64 = -62;
@@ -18,15 +18,15 @@ const ETIMEDOUT: i64 = -110;
 type Args = Box<dyn FnMut() -> [u64; 6]>;
 type After = Box<dyn FnMut(i64) -> Result<(), String>>;
 
-/// A call, which can be made again and again.
+/// A call that we can make again and again.
 pub struct Kind {
     pub nr: i64,
     pub args: Args,
     /// Judges any answer but EINTR.
     pub after: After,
-    /// A handler with SA_RESTART leaves it waiting.
+    /// Whether a handler with SA_RESTART leaves the call waiting.
     pub restarts: bool,
-    /// The counted signals are unblocked only while the call waits, so each of their handlers means an EINTR.
+    /// Whether we unblock the counted signals only while the call waits, so each of their handlers means an EINTR.
     pub masked: bool,
     /// Removes everything that outlives the process.
     pub remove: Box<dyn Fn()>,
@@ -38,7 +38,7 @@ impl Kind {
     }
 }
 
-/// Memory for an argument, which is written before each call.
+/// Memory for an argument, which we write before each call.
 struct Place<T>(*mut T);
 
 impl<T: 'static> Place<T> {
@@ -77,8 +77,8 @@ impl Timeout {
     }
 }
 
-/// Starts a child that makes an event every few milliseconds, as long as this process lives. For calls that are not made
-/// repeatedly there is one event.
+/// Starts a child that makes an event every few milliseconds, as long as this process lives. For calls that we don't
+/// repeat there is one event.
 pub fn feed(mut event: impl FnMut(u8)) {
     let parent = unsafe { libc::getpid() };
     if !is_repeated() {
@@ -137,7 +137,7 @@ fn either(a: i64, b: i64) -> After {
     })
 }
 
-/// Ready or timed out; if ready, the bytes are read and must be the next ones.
+/// Ready or timed out; if ready, we read the bytes, which must be the next ones.
 fn drained(fd: i32) -> After {
     let mut order = Order::default();
     unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) };
@@ -308,7 +308,7 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
                 return Ok(restarting(libc::SYS_recvfrom, ordered(bytes), Box::new(args)));
             }
             let mut ordered = ordered(bytes);
-            // A timeout, if the feeder does not run in time.
+            // Times out if the feeder doesn't run in time.
             let after: After = Box::new(move |answer| if answer == EAGAIN { Ok(()) } else { ordered(answer) });
             make(libc::SYS_recvfrom, after, limited(reader, args))
         }
@@ -417,7 +417,7 @@ pub fn kind(mode: &str) -> Result<Kind, String> {
 pub fn ring(flags: u32) -> Result<u64, String> {
     let mut params = [0_u32; 30];
     params[2] = flags;
-    // The time, in milliseconds, that the thread polls before it sleeps.
+    // How long the thread polls before it sleeps, in milliseconds.
     params[4] = 1;
     set_up_ring(&mut params).map(word)
 }
@@ -442,7 +442,7 @@ fn accepting(timeout: bool) -> Result<Kind, String> {
             unsafe { libc::close(fd) };
             Ok(())
         }
-        // A timeout, if the feeder does not run in time.
+        // Times out if the feeder doesn't run in time.
         _ if answer == EAGAIN => Ok(()),
         _ => Err(format!("answered {answer}, not a descriptor")),
     });
@@ -453,7 +453,7 @@ fn accepting(timeout: bool) -> Result<Kind, String> {
     })
 }
 
-/// Waits for a child. A new one is started when it has been reaped.
+/// Waits for a child, and starts a new one after reaping it.
 fn children(wait4: bool) -> Kind {
     let child = std::rc::Rc::new(std::cell::Cell::new(0));
     let current = std::rc::Rc::clone(&child);

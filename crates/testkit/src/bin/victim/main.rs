@@ -7,7 +7,7 @@
 //!
 //! | command | for |
 //! | --- | --- |
-//! | `victim stalling KIND` | `tests/stalling.rs`: stalls what reads it, see `stalling` |
+//! | `victim stalling KIND` | `tests/stalling.rs`: stalls its readers, see `stalling` |
 //! | `victim hostile KIND` | `tests/attack.rs`: tries to be harmed, see `hostile` |
 //! | `victim torture MODE TRAIT...` | `tests/torture.rs`: repeats its mode until a byte is sent, see `torture` |
 //! | `victim registers KIND` | `tests/tracer_death.rs`: compares all registers, see `registers` |

@@ -1,9 +1,9 @@
 //! Mode `registers KIND`: again and again the victim loads all its registers with known values, blocks or computes, and
-//! checks afterwards that each of them, its signals and its memory are as before.
+//! checks afterwards that each register, its signals and its memory are as before.
 //!
-//! After `ready ADDRESS LENGTH` each round begins with the byte `b` on standard input, upon which the victim prints
-//! `round`. Any other byte ends it; the victim then prints `stack clean` or `stack written`, for the memory below its
-//! red zone, and `ok` or `bad: REASON`.
+//! After `ready ADDRESS LENGTH` each round begins with the byte `b` on standard input; the victim then prints `round`.
+//! Any other byte ends it; the victim then prints `stack clean` or `stack written`, for the memory below its red zone,
+//! and `ok` or `bad: REASON`.
 #![allow(clippy::similar_names, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 
 use crate::blocking::{epoll, pipe};
@@ -16,7 +16,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// The red zone and the unused memory below it that are checked, in bytes.
+/// The red zone and the unused memory below it that we check, in bytes.
 const BELOW: usize = 8192 + RED;
 
 /// The thread's pending signals, and the base of fs.
@@ -43,7 +43,7 @@ static LONG: libc::timespec = libc::timespec { tv_sec: 60, tv_nsec: 0 };
 const WAITED_FOR: i32 = 40;
 
 impl Stage {
-    /// The call, its arguments, and its result when the round is ended.
+    /// The call, its arguments, and its result when the round ends.
     fn call(&mut self) -> (i64, [u64; 6], u64) {
         let [reader, _] = self.pipe;
         // In memory that outlives the call.
@@ -96,7 +96,7 @@ impl Stage {
         println!("round");
         frame.run();
         self.ended();
-        // A wait that begins, or is restarted, after the word has changed returns at once.
+        // A wait that begins, or restarts, after the word has changed returns at once.
         let late = (-i64::from(libc::EAGAIN)) as u64;
         let is_late = self.kind.starts_with("futex") && frame.general_after[0] == late;
         frame.general[0] = if is_late { late } else { answer };
@@ -123,7 +123,7 @@ fn content(at: usize) -> u8 {
     (at / 4096 * 3 + at * 11 + 5) as u8
 }
 
-/// Begins or ends a round for each byte. Blocks in a call that the injector does not interrupt.
+/// Begins or ends a round for each byte. Blocks in a call that the injector doesn't interrupt.
 fn end_rounds(pipe: i32, signalled: Option<i32>, begin: &Sender<()>) {
     let mut byte = 0_u8;
     while unsafe { libc::recv(0, (&raw mut byte).cast(), 1, libc::MSG_WAITALL) } == 1 {
@@ -157,7 +157,7 @@ pub fn main(kind: &str) {
     let stage = Stage { kind: kind.clone(), memory, pipe, epoll };
     let (begin, begun) = channel();
     match kind.as_str() {
-        // The main thread must not be chosen.
+        // The injector mustn't choose the main thread.
         "thread" => in_thread(stage, &begin, begun),
         "heap-stack" => on_the_heap(stage, &begin, begun),
         _ => rounds(stage, Some(begin), &begun),
@@ -218,7 +218,7 @@ fn in_thread(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
     end_rounds(writer, None, begin);
 }
 
-/// Makes the rounds on a stack in heap memory, which cannot be recognized as a stack.
+/// Makes the rounds on a stack in heap memory, which nobody can recognize as a stack.
 fn on_the_heap(stage: Stage, begin: &Sender<()>, begun: Receiver<()>) {
     let writer = stage.pipe[1];
     unsafe { spawn_on(anonymous(1 << 20), 1 << 20, Box::new(move || rounds(stage, None, &begun))) };

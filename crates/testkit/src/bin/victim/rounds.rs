@@ -19,7 +19,7 @@ const REST_US: u32 = 3000;
 pub static SHORT: AtomicU64 = AtomicU64::new(0);
 static COMPLAINT: Mutex<Option<String>> = Mutex::new(None);
 
-/// Runs a mode. `None` if it is none of these.
+/// Runs a mode. `None` if it's none of these.
 pub fn of(mode: &str, traits: &[String], memory: Memory) -> Result<Option<Result<(), String>>, String> {
     Ok(Some(match mode {
         "busy" => rounds(memory, || {
@@ -53,8 +53,8 @@ fn nap(us: u32) {
     unsafe { libc::usleep(us) };
 }
 
-/// Writes and runs code repeatedly, some of which contains the bytes of a `syscall` instruction, in a page that is either
-/// always executable or alternately writable and executable. It is the first executable mapping.
+/// Writes and runs code repeatedly, in a page that is either always executable or alternately writable and executable.
+/// Some of the code contains the bytes of a `syscall` instruction. The page is the first executable mapping.
 fn jit(memory: Memory) -> Result<(), String> {
     const ALL: i32 = WRITABLE | libc::PROT_EXEC;
     let at = 0x20_0000 as *mut libc::c_void;
@@ -145,7 +145,7 @@ fn in_handlers(memory: Memory) -> Result<(), String> {
         let signal = if turn % 2 == 0 { PLAIN } else { ON_STACK };
         let before = RUNS.load(Relaxed);
         RAISED.fetch_add(1, Relaxed);
-        // Sent to the thread: not SI_USER, and handled before the call returns.
+        // We send it to the thread, so it isn't SI_USER, and it's handled before the call returns.
         unsafe { libc::syscall(libc::SYS_tgkill, own, own, signal) };
         nap(REST_US / 2);
         if RUNS.load(Relaxed) > before { Ok(()) } else { Err("a raised signal was not handled".into()) }
@@ -154,7 +154,7 @@ fn in_handlers(memory: Memory) -> Result<(), String> {
 
 fn short_lived_threads(memory: Memory) -> Result<(), String> {
     rounds(memory, || {
-        // The threads inherit the mask: they have no alternate stack.
+        // The threads have no alternate stack, so we let them inherit a mask that blocks the signals.
         let old = handlers::mask(handlers::STORM);
         let threads: Vec<_> = (0..3)
             .map(|_| {
@@ -193,7 +193,7 @@ fn napping_thread(ms: i64) -> Result<(), String> {
         .map_err(|error| format!("skip: starting a thread: {error}"))
 }
 
-/// The main thread writes, and must not be interrupted; all other threads sleep.
+/// The main thread writes, and nobody may interrupt it; all other threads sleep.
 fn many_threads(traits: &[String], memory: Memory) -> Result<(), String> {
     let threads: u32 = traits.first().and_then(|number| number.parse().ok()).unwrap_or(1);
     (0..threads).try_for_each(|index| napping_thread(1000 + i64::from(index % 100) * 10))?;
@@ -216,7 +216,7 @@ fn forks(memory: Memory) -> Result<(), String> {
     let before = signals();
     rounds(memory, move || {
         let child = forked(|| {
-            // Mask and handlers are inherited at any moment.
+            // Whatever the moment of the fork, the child inherits mask and handlers.
             let intact = memory.check().is_ok() && crate::checks::signals_back(&before).is_ok();
             unsafe { libc::_exit(if intact && spin(1000).is_ok() { CONTENT } else { 1 }) };
         });
@@ -240,7 +240,7 @@ fn execs(traits: &[String], memory: Memory) -> Result<(), String> {
     let turn: u64 = traits.first().and_then(|turn| turn.parse().ok()).unwrap_or(0);
     ROUNDS.store(turn, Relaxed);
     if turn == 0 {
-        // The marked range is soon other memory, or none.
+        // Soon the marked range is other memory, or none.
         torture::ready(memory);
     }
     memory.check()?;
@@ -272,9 +272,9 @@ fn short_lived(traits: &[String], memory: Memory) -> Result<(), String> {
     unsafe { libc::_exit(if intact { CONTENT } else { 1 }) }
 }
 
-/// Writes that fill a pipe, parts of a stream in which no byte may be missing or repeated. A stop makes such a write
-/// return early, as a signal does, so a thread that blocks in one is not chosen; one that is about to write may be. Short
-/// writes are counted.
+/// Fills a pipe with parts of a stream, and no byte may be missing or repeated. A stop makes such a write return early,
+/// as a signal does, so the injector doesn't choose a thread that blocks in one; it may choose one that is about to
+/// write. We count short writes.
 fn big_writes(memory: Memory) -> Result<(), String> {
     const BYTES: usize = 200_000;
     let [reader, writer] = pipe();
@@ -307,7 +307,7 @@ fn big_writes(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Receives that must not return early, and threads that may be stopped instead.
+/// Receives that mustn't return early, and threads that the injector may stop instead.
 fn waitall(memory: Memory) -> Result<(), String> {
     let [reader, writer] = kinds::sockets();
     kinds::feed(move |_| unsafe {

@@ -8,9 +8,9 @@ unsafe extern "C" {
     static __rseq_size: u32;
 }
 
-/// Spends half of the time in restartable sequences, until `done`. The kernel clears a sequence that it aborts or that was
-/// left; a sequence that reaches its end and is cleared was interrupted without being aborted. Returns the number of
-/// aborted sequences.
+/// Spends half of the time in restartable sequences, until `done`. The kernel clears a sequence that it aborts or that
+/// the thread has left; if a sequence reaches its end and is cleared, it was interrupted without an abort. Returns the
+/// number of aborted sequences.
 pub fn sequences(mut done: impl FnMut() -> bool) -> Result<u64, String> {
     let (mut aborted, mut lost) = (0_u64, 0_u64);
     let area: u64;

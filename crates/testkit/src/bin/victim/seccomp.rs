@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 pub fn strict() -> Result<(), String> {
     be_strict();
     command()?;
-    // Only read, write, exit and sigreturn are permitted: printing is a write.
+    // Strict mode permits only read, write, exit and sigreturn: printing is a write.
     unsafe { libc::write(1, b"ok\n".as_ptr().cast(), 3) };
     unsafe { libc::madvise(std::ptr::null_mut(), 0, 0) };
     unsafe { libc::write(1, b"bad: unfiltered\n".as_ptr().cast(), 16) };
@@ -49,7 +49,7 @@ pub fn filter(nr: i64, action: u32) -> bool {
     let flags = if action == libc::SECCOMP_RET_USER_NOTIF { NEW_LISTENER } else { 0 };
     unsafe {
         libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-        // The listener's descriptor stays open and is never read.
+        // The listener's descriptor stays open and nobody reads it.
         libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const program) >= 0
     }
 }
@@ -80,7 +80,7 @@ pub fn install(action: &str) -> Result<(), String> {
     filter_madvise(action)
 }
 
-/// Whether the filter is still installed, as far as it can be tested without dying or blocking.
+/// Whether the filter is still installed, as far as we can test without dying or blocking.
 pub fn still_there(action: &str) -> Result<(), String> {
     let madvise = || unsafe { libc::madvise(std::ptr::null_mut(), 0, libc::MADV_NORMAL) };
     let mode = std::fs::read_to_string("/proc/self/status").unwrap_or_default();

@@ -28,15 +28,15 @@ use std::time::Duration;
 const MAPPINGS: usize = 65_400;
 /// Mappings of `regions`.
 const REGIONS: usize = 16_000;
-/// Pages of the file whose reads are never answered.
+/// Pages of the file whose reads nobody answers.
 const FILE_PAGES: usize = 64;
 /// Memory of `locking`.
 const OWN_BYTES: usize = 8 << 20;
-/// Whether `locking` is to begin.
+/// Whether `locking` should begin.
 static LOCKING: AtomicBool = AtomicBool::new(false);
-/// The time that threads leave the others to begin.
+/// How long threads leave the others to begin.
 const HEAD_START: Duration = Duration::from_millis(200);
-/// Below everything else, so that it is searched first.
+/// Below everything else, so that readers search it first.
 const LOW: usize = 0x1000_0000;
 
 pub fn main(kind: &str) {
@@ -45,7 +45,7 @@ pub fn main(kind: &str) {
         "code" => stalled_file().map(|file| {
             map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ | libc::PROT_EXEC, libc::MAP_PRIVATE, file.as_raw_fd());
         }),
-        // Nothing is mapped after that, and only when `ready` has been printed.
+        // We map nothing after that, and begin only after printing `ready`.
         "locked" => stalled_file().map(|file| lock(&file, || std::thread::sleep(HEAD_START))),
         "locking" => stalled_file().map(|file| {
             let own = anonymous(OWN_BYTES).cast::<u64>();
@@ -78,7 +78,7 @@ pub fn main(kind: &str) {
         return report(done);
     }
     memory.announce();
-    // Without a buffer, for which memory might be mapped.
+    // We read without a buffer, since the C library might map memory for one.
     let read = || unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
     read();
     if kind == "locking" {
@@ -86,12 +86,13 @@ pub fn main(kind: &str) {
         read();
     }
     report(memory.check());
-    // Without the destructors of threads that never end.
+    // Skips the destructors of threads that never end.
     let _ = std::io::stdout().flush();
     unsafe { libc::_exit(0) };
 }
 
-/// Keeps the memory map locked from the end of `wait` on: one thread reads the file with the lock held, another one waits for it.
+/// Keeps the memory map locked from the end of `wait` on: one thread reads the file with the lock held, another one
+/// waits for it.
 fn lock(file: &File, wait: fn()) {
     map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd());
     std::thread::spawn(move || {
@@ -105,14 +106,15 @@ fn lock(file: &File, wait: fn()) {
     });
 }
 
-/// So that others can see that it is dumpable.
+/// Lets others see that we're dumpable.
 fn drop_capabilities() {
     const VERSION_3: u32 = 0x2008_0522;
     let (header, none) = ([VERSION_3, 0], [0_u32; 6]);
     unsafe { libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) };
 }
 
-/// One mapping in two is of a file with a path of some 4,000 bytes; the others are anonymous memory with one page present.
+/// One mapping in two is of a file with a path of some 4,000 bytes; the others are anonymous memory with one page
+/// present.
 fn mappings() -> Result<(), String> {
     let failed = |error: std::io::Error| error.to_string();
     let top = std::env::temp_dir().join(format!("pagefold-long-{}", std::process::id()));
@@ -169,7 +171,7 @@ fn churn() {
     }
 }
 
-/// A file on a FUSE file system that this process provides, in a mount namespace of its own: reads are never answered.
+/// A file on a FUSE file system that this process provides, in a mount namespace of its own. We never answer reads.
 fn stalled_file() -> Result<File, String> {
     let server =
         File::options().read(true).write(true).open("/dev/fuse").map_err(|error| format!("/dev/fuse: {error}"))?;
@@ -178,7 +180,7 @@ fn stalled_file() -> Result<File, String> {
     let at = directory.clone();
     let opened = mount(&server, &directory).and_then(move |()| {
         spawn_server(&server)?;
-        // As the C library: searched first.
+        // The C library's name, since readers search that first.
         let opened = File::open(at.join("libc.so.6")).map_err(|error| error.to_string());
         unsafe { libc::umount2(path(&at).as_ptr(), libc::MNT_DETACH) };
         opened
@@ -209,8 +211,8 @@ fn mount(server: &File, directory: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Starts the server: a process of its own, which ends when this one does. A thread would keep the connection open for as
-/// long as another thread of its process waits for an answer, which no signal ends.
+/// Starts the server: a process of its own, which ends when this one does. A thread would keep the connection open for
+/// as long as another thread of its process waits for an answer, and no signal ends that wait.
 fn spawn_server(server: &File) -> Result<(), String> {
     match unsafe { libc::fork() } {
         0 => unsafe {

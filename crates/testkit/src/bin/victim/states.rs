@@ -80,7 +80,7 @@ pub fn threads() -> Result<(), String> {
     workers.into_iter().try_for_each(|worker| worker.join().map_err(|_| "a thread panicked".to_owned())?)
 }
 
-/// Counts queued real-time signals, none of which may be lost or doubled, until a byte is sent. Prints the count.
+/// Counts queued real-time signals until a byte is sent, and prints the count. None may be lost or doubled.
 pub fn queue() -> Result<(), String> {
     command()?;
     println!("counted {}", HANDLED.load(Ordering::Relaxed));

@@ -27,7 +27,7 @@ pub fn nanosleep_us(us: i64) -> Result<i64, String> {
     call(libc::SYS_nanosleep, [(&raw const time).addr() as u64, 0, 0, 0, 0, 0])
 }
 
-/// The same, and no other answer than 0 is right.
+/// The same, but any other answer than 0 is an error.
 pub fn sleep_us(us: i64) -> Result<(), String> {
     match nanosleep_us(us)? {
         0 => Ok(()),
@@ -38,7 +38,7 @@ pub fn sleep_us(us: i64) -> Result<(), String> {
 /// Starts a thread on this stack.
 ///
 /// # Safety
-/// The stack, and whatever is borrowed, have to live until it has ended.
+/// The stack, and everything that `run` borrows, have to live until the thread has ended.
 pub unsafe fn spawn_on(stack: *mut u8, length: usize, run: Box<dyn FnOnce() + '_>) -> libc::pthread_t {
     extern "C" fn start(given: *mut libc::c_void) -> *mut libc::c_void {
         let run = unsafe { Box::from_raw(given.cast::<Box<dyn FnOnce()>>()) };

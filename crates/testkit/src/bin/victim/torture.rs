@@ -1,8 +1,9 @@
-//! Victims that run until a byte is sent to them.
+//! Victims that run until somebody sends them a byte.
 //!
-//! `victim torture MODE TRAIT...` prints `ready ADDR LEN PID` (its pid in its own namespace), then repeats its mode, and
-//! checks after each round that nothing has changed unexpectedly. A byte on standard input ends it: it prints
-//! `ok rounds=N runs=N eintr=N own=N/N/N short=N`, or, at once, `bad: REASON`, and waits for the end of its input. Traits: `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
+//! `victim torture MODE TRAIT...` prints `ready ADDR LEN PID` (its pid in its own namespace), then repeats its mode,
+//! and checks after each round that nothing has changed unexpectedly. A byte on standard input ends it: it prints `ok
+//! rounds=N runs=N eintr=N own=N/N/N short=N`, or, at once, `bad: REASON`, and waits for the end of its input. Traits:
+//! `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
 
 use crate::checks::{Memory, PAGES, signals, signals_back};
 use crate::handlers::{self, FOR_GOOD, INTERRUPTED, RUNS, bit};
@@ -105,10 +106,9 @@ fn run(mode: &str, traits: &[String], memory: Memory) -> Result<(), String> {
     seccomp::still_there(action.unwrap_or_default())
 }
 
-/// The rules of interruption. For every EINTR a handler found the thread about to return it from the call, and whenever a
-/// handler found that, the program sees the EINTR: for any number of signals at any time. If the kernel restarts the call
-/// after handlers with SA_RESTART, one of the handlers is without. If signals are unblocked only during the call, each
-/// handler means an EINTR.
+/// Checks the rules of interruption: the program sees an EINTR exactly when a handler found the thread about to return
+/// one from the call, for any number of signals at any time. If the kernel restarts the call after handlers with
+/// SA_RESTART, one of the handlers lacks it. If we unblock signals only during the call, each handler means an EINTR.
 fn block_repeatedly(mut kind: kinds::Kind, memory: Memory) -> Result<(), String> {
     let before = signals();
     let counts = || [&RUNS, &INTERRUPTED, &FOR_GOOD].map(|count| count.load(Relaxed));
@@ -132,7 +132,7 @@ fn block_repeatedly(mut kind: kinds::Kind, memory: Memory) -> Result<(), String>
     verdict
 }
 
-/// Makes rounds until a byte is sent, with a check of everything now and then.
+/// Makes rounds until somebody sends a byte, and checks everything now and then.
 pub fn until_asked_to_end(
     memory: Memory,
     before: &crate::checks::Signals,
@@ -158,10 +158,10 @@ pub fn rounds(memory: Memory, round: impl FnMut() -> Result<(), String>) -> Resu
     until_asked_to_end(memory, &signals(), round)
 }
 
-/// Whether a byte was sent.
+/// Whether somebody has sent a byte.
 pub fn is_asked_to_end() -> bool {
     let mut polled = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-    // Not -1: a signal has come.
+    // Not -1, which means that a signal has come.
     unsafe { libc::poll(&raw mut polled, 1, 0) > 0 }
 }
 

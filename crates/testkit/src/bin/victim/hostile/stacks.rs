@@ -1,7 +1,7 @@
-//! Threads on stacks of their own making, with live data of other threads directly below.
+//! Threads on stacks of their own making, with other threads' live data directly below.
 //!
-//! Coroutines as those of Lua, Boost and Go: switched by `swapcontext` or by hand, and by a signal at any instruction.
-//! Alternate stacks of every size and place. A stack that is populated on demand by another thread.
+//! Coroutines like the ones of Lua, Boost and Go: switched by `swapcontext` or by hand, and by a signal at any
+//! instruction. Alternate stacks of every size and place. A stack that another thread populates on demand.
 #![allow(clippy::large_stack_arrays, reason = "data on a stack is what some of this is about")]
 
 use super::states::{Doze, Faults};
@@ -14,7 +14,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering::Relaxed};
 
 const COROUTINES: usize = 4;
-/// A slot: data of another thread, then the stack of a coroutine.
+/// A slot: another thread's data, then a coroutine's stack.
 const SLOT: usize = 128 << 10;
 const DATA: usize = 16 << 10;
 /// The lowest part of a coroutine's stack is a stack itself, so small that only code written for it runs there.
@@ -35,8 +35,8 @@ unsafe extern "C" {
     fn hostile_preempted();
 }
 
-// Continues where a signal interrupted a coroutine, after others have run. The handler has left the interrupted address
-// below the red zone.
+// Continues a coroutine where a signal interrupted it, after others have run. The handler has left the interrupted
+// address below the red zone.
 global_asm!(
     "
 .globl hostile_preempted
@@ -197,7 +197,7 @@ pub fn local_coroutines(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Waits in calls that the injector does not interrupt.
+/// Waits in calls that the injector doesn't interrupt.
 fn stay_away(over: &AtomicBool) {
     let doze = Doze::new();
     while !over.load(Relaxed) {
@@ -205,7 +205,7 @@ fn stay_away(over: &AtomicBool) {
     }
 }
 
-/// Runs in a thread with a large stack. Meanwhile the main thread is in a call that the injector does not interrupt.
+/// Runs in a thread with a large stack. Meanwhile the main thread is in a call that the injector doesn't interrupt.
 fn in_thread(attack: impl FnOnce() -> Result<(), String> + Send) -> Result<(), String> {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -293,7 +293,7 @@ pub fn alternate_stacks(memory: Memory) -> Result<(), String> {
     run_alternate_stacks(memory, &stacks, &[words(middle, DATA), words(within.wrapping_add(large), DATA)])
 }
 
-/// Within the stack of the thread: below it is live data of the same stack.
+/// Within the thread's stack: below it is live data of the same stack.
 pub fn local_alternate_stacks(memory: Memory) -> Result<(), String> {
     in_thread(move || {
         let mut room = [0_u64; (DATA + (64 << 10)) / 8];
@@ -303,7 +303,7 @@ pub fn local_alternate_stacks(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// A thread's stack is populated on demand: another thread answers each fault, after a while, with old data.
+/// A thread's stack that another thread populates on demand: it answers each fault, after a while, with old data.
 pub fn lazy_stack(memory: Memory) -> Result<(), String> {
     let length = 1 << 20;
     let stack = anonymous(length);
@@ -329,7 +329,7 @@ pub fn lazy_stack(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Sleeps and computes after it has given back the stack below its own frames.
+/// Sleeps and computes after giving back the stack below its own frames.
 fn round_on_lazy_stack(stack: *mut u8) -> Result<(), String> {
     let here = 0_u64;
     let unused = ((&raw const here).addr() - stack.addr() - (32 << 10)) & !4095;
@@ -343,7 +343,7 @@ fn round_on_lazy_stack(stack: *mut u8) -> Result<(), String> {
 pub fn local_stack() -> Result<(), String> {
     #[inline(never)]
     fn sleep_in(array: *mut u8) -> Result<(), String> {
-        // Lies below `array`, in the frame of this function.
+        // Lies below `array`, in this function's frame.
         let data: [AtomicU64; 4096] = std::array::from_fn(|_| AtomicU64::new(0));
         let time = libc::timespec { tv_sec: 0, tv_nsec: 200_000 };
         watched(&[&data], || {

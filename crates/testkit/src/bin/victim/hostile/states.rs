@@ -1,4 +1,4 @@
-//! State that is easily lost: extended registers, shadow stacks, memory that another thread provides, users, requests in
+//! State that's easily lost: extended registers, shadow stacks, memory that another thread provides, users, requests in
 //! progress.
 
 use super::{ABSENT, rounds};
@@ -12,7 +12,7 @@ use std::arch::{asm, global_asm};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-/// Waits in a call that the injector does not interrupt.
+/// Waits in a call that the injector doesn't interrupt.
 pub struct Doze(i32);
 
 impl Doze {
@@ -22,7 +22,7 @@ impl Doze {
         Self(receiver)
     }
 
-    /// For a millisecond, or until the kernel's next tick.
+    /// Waits for a millisecond, or until the kernel's next tick.
     pub fn doze(&self) {
         unsafe { libc::recv(self.0, [0_u8].as_mut_ptr().cast(), 1, libc::MSG_WAITALL) };
     }
@@ -84,7 +84,7 @@ const AVX_512: u64 = 7 << 5;
 const KEYS: u64 = 1 << 9;
 const TILES: u64 = 3 << 17;
 
-/// An area for XSAVE in which these components are in use.
+/// An XSAVE area with these components in use.
 struct Image {
     features: u64,
     bytes: &'static mut [u8],
@@ -138,8 +138,8 @@ unsafe fn enabled() -> u64 {
     unsafe { std::arch::x86_64::_xgetbv(0) }
 }
 
-/// Holds all extended registers, AMX's and the protection keys included, then fewer: a component that was in its initial state
-/// must stay so.
+/// Holds all extended registers, including AMX's and the protection keys, then fewer: a component in its initial state
+/// must stay there.
 pub fn extended_states(memory: Memory) -> Result<(), String> {
     const ARCH_REQ_XCOMP_PERM: i32 = 0x1023;
     let amx = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, 18) } == 0;
@@ -170,7 +170,7 @@ pub fn extended_states(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Calls and returns with a shadow stack. Without one in the processor and kernel, the same calls.
+/// Calls and returns with a shadow stack. If the processor or the kernel has none, makes the same calls without.
 pub fn shadow_stack(memory: Memory) -> Result<(), String> {
     fn deep(depth: u32) -> Result<u64, String> {
         if depth == 0 {
@@ -180,7 +180,7 @@ pub fn shadow_stack(memory: Memory) -> Result<(), String> {
         }
         Ok(deep(depth - 1)? + std::hint::black_box(1))
     }
-    // Not by a function, which would return to an address that is not on the new shadow stack.
+    // We can't use a function, which would return to an address that isn't on the new shadow stack.
     let switch = |request: u64| {
         let answer: i64;
         unsafe {
@@ -204,7 +204,7 @@ pub fn shadow_stack(memory: Memory) -> Result<(), String> {
     verdict
 }
 
-/// Memory whose missing pages this program provides (userfaultfd). Each word of them holds its address.
+/// Memory whose missing pages this program provides (userfaultfd). Each word holds its address.
 pub struct Faults(i32);
 
 impl Faults {
@@ -275,7 +275,7 @@ pub fn lazy_memory(memory: Memory) -> Result<(), String> {
 /// Odd while the user changes.
 static EPOCH: AtomicU32 = AtomicU32::new(0);
 
-/// Changes its user all the time, which a signal to each thread brings about. All threads agree on it.
+/// Changes its user all the time, by a signal to each thread. All threads agree on the user.
 pub fn users(memory: Memory) -> Result<(), String> {
     const USERS: [u32; 2] = [0, 12_345];
     let over = AtomicBool::new(false);
@@ -336,7 +336,7 @@ pub fn ring(memory: Memory) -> Result<(), String> {
     // Linux 5.4 and later: both rings in one mapping.
     let (rings, entries) = (mapped(0), mapped(SUBMISSIONS));
     let word = |offset: u32| unsafe { &*rings.add(offset as usize).cast::<AtomicU32>() };
-    // Of the submissions: tail, mask, array; of the completions: head, tail, mask, entries.
+    // For submissions: tail, mask, array; for completions: head, tail, mask, entries.
     let (tail, mask, array) = (word(params[11]), params[12], params[16]);
     let (head, completed, entry_mask, completions) = (word(params[20]), word(params[21]), params[22], params[25]);
     let [mask, entry_mask] = [mask, entry_mask].map(|offset| word(offset).load(Ordering::Relaxed));
@@ -349,7 +349,7 @@ pub fn ring(memory: Memory) -> Result<(), String> {
         entry.write_bytes(0, 64);
         entry.write(opcode);
         entry.add(4).cast::<i32>().write(fd);
-        // No offset for a pipe; a timeout that does not count completions.
+        // No offset for a pipe; a timeout that doesn't count completions.
         entry.add(8).cast::<u64>().write(if opcode == TIMEOUT { 0 } else { u64::MAX });
         entry.add(16).cast::<u64>().write(address);
         entry.add(24).cast::<u32>().write(length);

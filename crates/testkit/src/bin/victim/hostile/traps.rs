@@ -1,5 +1,5 @@
-//! Programs that handle their own traps: system calls that are dispatched to a handler, page faults as a virtual machine
-//! uses them for its safepoints, and a program that emulates the calls of another one, as gVisor does.
+//! Programs that handle their own traps: a handler for system calls, page faults as a virtual machine uses them for its
+//! safepoints, and a program that emulates another one's calls, as gVisor does.
 
 use super::rounds;
 use crate::checks::{Memory, handle};
@@ -64,7 +64,7 @@ extern "C" fn page_fault(_: i32, info: *mut libc::siginfo_t, context: *mut libc:
     let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
     let at = |register: i32| usize::try_from(register).unwrap_or(0);
     let (address, code) = unsafe { ((*info).si_addr().addr(), (*info).si_code) };
-    // The pointer is in rsi; a write to memory without access.
+    // The pointer is in rsi; the thread writes to memory without access.
     let right = i64::try_from(address) == Ok(registers[at(libc::REG_RSI)])
         && registers[at(libc::REG_CR2)] == registers[at(libc::REG_RSI)]
         && registers[at(libc::REG_TRAPNO)] == PAGE_FAULT
@@ -76,8 +76,8 @@ extern "C" fn page_fault(_: i32, info: *mut libc::siginfo_t, context: *mut libc:
     registers[at(libc::REG_RIP)] += 3;
 }
 
-/// Writes to memory without access, as the safepoints and null checks of the JVM do. Each must run the handler once, with the
-/// right address and cause.
+/// Writes to memory without access, as the JVM's safepoints and null checks do. Each write must run the handler once,
+/// with the right address and cause.
 pub fn page_faults(memory: Memory) -> Result<(), String> {
     handle(libc::SIGSEGV, page_fault as *const () as usize, libc::SA_SIGINFO);
     let page = map(4096, libc::PROT_NONE, ANONYMOUS, -1);
@@ -108,7 +108,7 @@ pub fn emulator(memory: Memory) -> Result<(), String> {
             while emulated_call(turn) == emulated(turn) && crate::hold::spin(3000).is_ok() {
                 turn += 1;
             }
-            // A call that the parent does not expect.
+            // The parent doesn't expect this call.
             asm!("syscall", "ud2", in("rax") EMULATED + 1, options(noreturn));
         }
     }
