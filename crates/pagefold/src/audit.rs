@@ -35,7 +35,7 @@ pub struct Audit {
     orders: Sink<Order>,
     /// Lines lost so far.
     lost: Arc<AtomicU64>,
-    /// What to report about lost lines, from the thread and from us.
+    /// Complaints about lost lines, from the thread and from us.
     of_thread: Receiver<String>,
     complaints: Vec<String>,
     /// Whether we lost the last line because too many wait.
@@ -107,7 +107,7 @@ impl Audit {
         }
     }
 
-    /// What to report about lines lost since the last call.
+    /// The complaints about lines lost since the last call.
     pub fn complaints(&mut self) -> Vec<String> {
         self.complaints.extend(self.of_thread.try_iter());
         std::mem::take(&mut self.complaints)

@@ -1,5 +1,5 @@
-//! What the run has done lately, for `status`, `top` and its page: a list of fixed length, filled where the audit log
-//! is.
+//! The run's latest actions, for `status`, `top` and its page: a list of fixed length, filled in the same places as the
+//! audit log.
 //!
 //! If we do the same to a process again within a minute, for the same reason, that's one event, so a program that
 //! causes many doesn't push all others out of the list at once. The journal gets each event when it begins, unless we

@@ -1,4 +1,4 @@
-//! What runs have saved over time: a file of fixed size, with a moment per minute for a day and one per quarter of an
+//! The savings of runs over time: a file of fixed size, with a moment per minute for a day and one per quarter of an
 //! hour for 30 days.
 //!
 //! A moment's time picks its slot, so a write touches that slot only and overwrites the oldest moment. A slot that a

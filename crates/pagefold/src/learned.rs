@@ -1,4 +1,4 @@
-//! The file in which a run keeps what it has learned, for the next run.
+//! Keeps a run's knowledge in a file, for the next run.
 //!
 //! It decides nothing about rights (see [`pagefold_engine::learned`]), but it has addresses and pids, so only root may
 //! read it. A thread replaces the whole file: no disk delays the run, and a crash leaves the old one.

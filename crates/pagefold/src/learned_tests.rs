@@ -124,7 +124,7 @@ proptest! {
         let _ = parse(&bytes, "boot", 0);
     }
 
-    /// We refuse a file with some bytes changed, or can adopt what it says.
+    /// A file with some bytes changed: we refuse it, or can adopt its contents.
     #[test]
     fn no_damage_breaks_the_parser_or_an_engine(at in any::<prop::sample::Index>(), byte: u8, cut in any::<prop::sample::Index>()) {
         let mut bytes = document("boot");

@@ -34,7 +34,6 @@ const PAGE_PART: u32 = 1_000;
 /// The main loop's part of the work costs about as much as this thread's.
 const BOTH: u64 = 2;
 
-/// Where the settings want metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetricsSettings {
     pub address: Option<SocketAddr>,
@@ -108,7 +107,7 @@ fn refused(address: SocketAddr, error: &std::io::Error) -> Exit {
         ErrorKind::AddrInUse => (exit::FAILURE, "choose another port, or end the program that uses it"),
         ErrorKind::AddrNotAvailable => (exit::FAILURE, "choose an address of this machine"),
         ErrorKind::PermissionDenied => (exit::NOT_PERMITTED, "choose a port from 1024 on"),
-        // A service without a network, for example.
+        // The service may have no network.
         _ => (exit::FAILURE, "in the service, enable pagefold-metrics.socket instead"),
     };
     Exit::new(code, format!("cannot serve metrics at {address}: {error}; {advice}"))

@@ -46,7 +46,7 @@ impl Namespace {
 /// A file system in a mount namespace. Thawed when dropped.
 pub struct Disk {
     pub namespace: Namespace,
-    /// Where it is mounted.
+    /// Where it's mounted.
     pub mount: String,
 }
 
@@ -73,7 +73,7 @@ impl Disk {
         output_of(&mut self.fsfreeze(frozen));
     }
 
-    /// Thaws it if it is frozen.
+    /// Thaws it if it's frozen.
     pub fn thaw(&self) {
         let _ = self.fsfreeze(false).output();
     }

@@ -173,7 +173,7 @@ pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<PathBuf>, deta
     explanation
 }
 
-/// Explains a process that is out of scope: we'd leave this memory alone in any case.
+/// Explains a process that is out of scope: which memory we'd leave alone in any case.
 fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let pid = explanation.pid;
     let roots = Roots::default();

@@ -118,7 +118,7 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
             thread::sleep(ACCEPT_AGAIN);
             continue;
         };
-        // No peer may block this thread. What we write here is short and fits into the socket's empty buffer.
+        // No peer may block this thread. Our answer here is short and fits into the socket's empty buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
         debug!(target: "control", pid = peer.pid, uid = peer.uid, "a client connects");

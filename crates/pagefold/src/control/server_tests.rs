@@ -112,7 +112,7 @@ fn silent_and_slow_clients_delay_no_other() {
         assert!(Instant::now() < end, "connections are still refused");
         thread::sleep(Duration::from_millis(10));
     }
-    // The slow request is answered too.
+    // The slow request gets an answer too.
     let mut line = String::new();
     io::BufReader::new(&slow).read_line(&mut line).unwrap();
     assert_eq!(line, Request::Pause.line());

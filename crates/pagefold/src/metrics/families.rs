@@ -14,7 +14,7 @@ use pagefold_engine::stops::LENGTHS_NS;
 use pagefold_engine::units::PAGE_BYTES;
 use serde::Serialize;
 
-/// A metric. Its labels are listed here too, since a status may lack some of them.
+/// A metric. We list its labels here too, since a status may lack some of them.
 pub struct Family {
     pub name: &'static str,
     pub kind: Kind,

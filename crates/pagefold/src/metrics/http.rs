@@ -18,7 +18,7 @@ const CONNECTIONS_MOST: usize = 16;
 const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
 /// The longest request without a body, bytes.
 const REQUEST_MOST: usize = 8192;
-/// The most parts in which a request may arrive: byte by byte it would take us much time.
+/// The most parts that a request may come in: taking one byte by byte would be slow.
 const PARTS_MOST: u32 = 32;
 /// The shortest time between two connections: serving this many takes less than a hundredth of a core.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(20);

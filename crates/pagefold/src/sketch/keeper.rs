@@ -40,7 +40,7 @@ pub struct Keeper {
     reading: Option<Reading>,
 }
 
-/// What we read a portion of.
+/// The result of reading a portion.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Step {
     pub pages: u64,

@@ -42,7 +42,7 @@ pub struct Reading {
     processes: Vec<Arc<Process>>,
 }
 
-/// What we compare the workload's next sketch with.
+/// We compare the workload's next sketch with these.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
     /// CPU time so far, nanoseconds.

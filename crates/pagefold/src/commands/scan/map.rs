@@ -16,7 +16,7 @@ const PAIRS_A_PART: f64 = 8.0;
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
     pub first: Vpn,
-    /// Index of the region in which it begins.
+    /// Index of the region that it begins in.
     region: u32,
     /// Pages that only this process maps.
     private: u64,

@@ -15,11 +15,11 @@ const LITTLE_NS: u64 = 20_000_000;
 /// How well the daemon does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mood {
-    /// It saves more memory.
+    /// Saves more memory.
     Useful,
-    /// It has nothing to do, or isn't allowed to do anything.
+    /// Has nothing to do, or isn't allowed to do anything.
     Idle,
-    /// It costs CPU time and hasn't brought anything lately.
+    /// Costs CPU time and hasn't brought anything lately.
     Searching,
 }
 

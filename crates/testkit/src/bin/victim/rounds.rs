@@ -325,7 +325,7 @@ fn waitall(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// In strict mode only read, write and the return from handlers are allowed: reads bytes, the last of which is `q`.
+/// Strict mode allows only read, write and the return from handlers: reads bytes up to a `q`.
 fn strict(memory: Memory) -> Result<(), String> {
     static BYTE: AtomicU64 = AtomicU64::new(0);
     torture::ready(memory);

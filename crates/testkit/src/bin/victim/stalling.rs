@@ -1,16 +1,16 @@
 //! Targets that try to stall or exhaust the process that reads them.
 //!
-//! `victim stalling KIND` prints `ready ADDR LEN` and waits until it reads a byte; then it prints `ok`, or `bad: REASON` if
-//! its memory has changed.
+//! `victim stalling KIND` prints `ready ADDR LEN` and waits until it reads a byte; then it prints `ok`, or
+//! `bad: REASON` if its memory has changed.
 //!
 //! | kind | what it does |
 //! | --- | --- |
 //! | `code` | maps executable memory of a FUSE file whose pages are never read to the end |
 //! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
 //! | `locking` | the same, once it has read a byte, with 8 MiB of memory of its own |
-//! | `exec` | executes such a file: until that is read, nothing can attach to it |
+//! | `exec` | executes such a file: nothing can attach to it before the file is read |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
-//! | `regions` | has nearly as many small mappings of anonymous memory as are considered |
+//! | `regions` | has nearly as many small mappings of anonymous memory as we consider |
 //! | `churn` | splits and joins as many all the time |
 
 use crate::checks::{Memory, report};

@@ -1,9 +1,9 @@
 //! Victims that run until somebody sends them a byte.
 //!
 //! `victim torture MODE TRAIT...` prints `ready ADDR LEN PID` (its pid in its own namespace), then repeats its mode,
-//! and checks after each round that nothing has changed unexpectedly. A byte on standard input ends it: it prints `ok
-//! rounds=N runs=N eintr=N own=N/N/N short=N`, or, at once, `bad: REASON`, and waits for the end of its input. Traits:
-//! `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
+//! and checks after each round that nothing has changed unexpectedly. A byte on standard input ends it: it prints
+//! `ok rounds=N runs=N eintr=N own=N/N/N short=N`, or, at once, `bad: REASON`, and waits for the end of its input.
+//! Traits: `filter-ACTION`, `trap-blocked`, `trap-ignored`, `namespaces`.
 
 use crate::checks::{Memory, PAGES, signals, signals_back};
 use crate::handlers::{self, FOR_GOOD, INTERRUPTED, RUNS, bit};
