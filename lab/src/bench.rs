@@ -1,5 +1,5 @@
-//! Experiments that compare pagefold with plain KSM and with an oracle, on programs started for the purpose. Compare the
-//! ratios within one run; absolute times depend on the machine.
+//! Experiments that compare pagefold with plain KSM and with an oracle, on programs that we start. Compare the ratios
+//! within one run; absolute times depend on the machine.
 
 pub mod clients;
 pub(crate) mod daemon;

@@ -1,5 +1,6 @@
-//! A bounded open load: so many clients, of which each waits for an answer before its next request. A request is due at its instant and
-//! is made then by any client that is free, or by the first that becomes so. Its latency counts from that instant.
+//! A bounded open load: a fixed number of clients, and each waits for an answer before its next request. A request is
+//! due at its instant. Any free client makes it then, or else the first to become free. The latency counts from that
+//! instant.
 
 use crate::bench::load::Latencies;
 use anyhow::Context;
@@ -8,10 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// A request that was made: its number, and how long it took since it was due, or why it failed.
+/// A request that a client made: its number, and its latency since it was due, or why it failed.
 type Made = (u32, Result<Duration, String>);
 
-/// Clients at work. They end when this is dropped.
+/// Clients at work. Dropping this ends them.
 #[derive(Debug)]
 pub struct Clients {
     shared: Arc<Shared>,
@@ -27,7 +28,8 @@ struct Shared {
 }
 
 impl Clients {
-    /// One request is due each `every`. A client gets the request's number. One that fails makes no further requests.
+    /// One request is due each `every`. A client gets the request's number. After a failure a client makes no more
+    /// requests.
     pub fn start<C>(every: Duration, clients: impl IntoIterator<Item = C>) -> Self
     where
         C: FnMut(u32) -> anyhow::Result<()> + Send + 'static,
@@ -41,7 +43,7 @@ impl Clients {
         Self { threads: threads.collect(), shared: Arc::clone(&shared) }
     }
 
-    /// Ends the load and returns what was measured.
+    /// Ends the load and returns the requests.
     pub fn finish(mut self) -> anyhow::Result<Requests> {
         self.shared.stop.store(true, Ordering::Relaxed);
         let mut made = Vec::new();
@@ -80,7 +82,7 @@ impl Shared {
     }
 }
 
-/// The requests that were made, in order.
+/// All requests, in order.
 #[derive(Debug)]
 pub struct Requests {
     began: Instant,
@@ -89,13 +91,13 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// The latencies of those that were answered.
+    /// The latencies of the answered requests.
     pub fn latencies(&self) -> Latencies {
         let answered = self.made.iter().filter_map(|(number, answered)| Some((*number, *answered.as_ref().ok()?)));
         Latencies::of(self.began, self.every, answered.collect())
     }
 
-    /// Why the first one failed that was due before an instant, if any did.
+    /// Why a request that was due before `end` failed: the first such failure, if any.
     pub fn failure_before(&self, end: Instant) -> Option<&str> {
         let failed = |(number, answered): &'_ Made| {
             let was_due = self.began + self.every * *number < end;
@@ -114,7 +116,7 @@ mod tests {
 
     #[test]
     fn requests_are_made_by_whoever_is_free_and_count_from_when_they_were_due() {
-        // Of two clients at 10 ms, one is stuck for 300 ms: the other one makes all requests meanwhile.
+        // One of two clients at 10 ms is stuck for 300 ms. The other makes all requests meanwhile.
         let client = |number| {
             if number == 3 {
                 thread::sleep(300 * MS);
@@ -129,7 +131,7 @@ mod tests {
         assert!((38..=40).contains(&latencies.len()), "{}", latencies.len());
         assert!(latencies.last().unwrap() >= &(295 * MS));
         assert_eq!(latencies.iter().filter(|latency| **latency > 150 * MS).count(), 1);
-        // Of one client, all that were due meanwhile are charged.
+        // With only one client, we charge every request that was due meanwhile.
         let load = Clients::start(10 * MS, [client]);
         thread::sleep(600 * MS);
         let requests = load.finish().unwrap();

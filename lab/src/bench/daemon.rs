@@ -18,7 +18,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Time a subprocess may take beyond its limit, for starting, ending and a last ksmd scan.
+/// We let a subprocess exceed its limit by this much, for starting, ending and a last ksmd scan.
 const GRACE: Duration = Duration::from_secs(60);
 
 /// The result of a subprocess that succeeded.
@@ -51,8 +51,8 @@ fn json_of(program: &Path, arguments: &[String], limit: Duration, interrupt: &In
     Running::start(program, arguments)?.finish(limit, interrupt)
 }
 
-/// A running subprocess; terminated when dropped. No other child may end meanwhile, since the kernel adds up the CPU
-/// time of all children that have been waited for.
+/// A running subprocess, terminated on drop. No other child may end meanwhile: the kernel adds up the CPU time of all
+/// children that we've waited for.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -98,7 +98,7 @@ impl Running {
         self.finish(GRACE, interrupt)
     }
 
-    /// Waits until it ends and parses its output.
+    /// Waits for the end and parses the output.
     fn finish(mut self, limit: Duration, interrupt: &Interrupt) -> anyhow::Result<Completed> {
         let ended = self.wait(limit, interrupt);
         let cpu_ns = reaped_children_cpu_ns().saturating_sub(self.cpu_before_ns);
@@ -111,14 +111,14 @@ impl Running {
     }
 
     fn terminate(&mut self) {
-        // A child that has not been waited for keeps its pid.
+        // A child keeps its pid until we wait for it.
         if let (Ok(None), Ok(pid)) = (self.child.try_wait(), i32::try_from(self.child.id())) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
         }
     }
 
-    /// Waits for the end. When interrupted or late, terminates the process, which gives it time to restore KSM, and
-    /// then kills it.
+    /// Waits for the end. When interrupted or late, we terminate the process, give it time to restore KSM, then kill
+    /// it.
     fn wait(&mut self, limit: Duration, interrupt: &Interrupt) -> anyhow::Result<ExitStatus> {
         let child = &mut self.child;
         let waited = interrupt.wait(limit, || anyhow::Ok(child.try_wait()?));
@@ -141,22 +141,22 @@ impl Drop for Running {
     }
 }
 
-/// Measures the CPU time and memory of a daemon and its children from outside, by what the kernel counts for each process.
+/// Measures the CPU time and memory of a daemon and its children from outside, by the kernel's counts for each process.
 #[derive(Debug)]
 pub struct Meter {
     main: Process,
-    /// By pid and start time, so that the time of a child that has ended still counts.
+    /// By pid and start time, so the time of a child still counts after its end.
     spent_ns: BTreeMap<(i32, u64), u64>,
-    /// The peak memory of each, bytes.
+    /// Peak memory by pid and start time, bytes.
     peaks: BTreeMap<(i32, u64), u64>,
 }
 
 impl Meter {
-    /// Returns the CPU time so far. What a child spends between the last call and its end is missed.
+    /// The CPU time so far. We miss the time that a child spends between the last call and its end.
     pub fn cpu_seconds(&mut self) -> f64 {
         let children = children(&self.main);
         for process in children.iter().chain([&self.main]) {
-            // It may have ended; the last reading is kept.
+            // A process may have ended. We keep its last reading.
             if let Ok(ns) = process_cpu_ns(process) {
                 self.spent_ns.insert(process.key(), ns);
             }
@@ -164,12 +164,12 @@ impl Meter {
         Duration::from_nanos(self.spent_ns.values().sum()).as_secs_f64()
     }
 
-    /// The peaks of resident memory so far (`VmHWM`), added up over the daemon and its children. What they share counts in
-    /// each, and they need not peak together, so this is at least what they ever took at one time.
+    /// The peaks of resident memory so far (`VmHWM`), added up over the daemon and its children. Shared pages count in
+    /// each process, and the peaks needn't coincide, so the processes never took more than this at one time.
     pub fn peak_bytes(&mut self) -> u64 {
         let children = children(&self.main);
         for process in children.iter().chain([&self.main]) {
-            // One that has ended has no memory left to report; the last reading is kept.
+            // A process that has ended has no memory left to report. We keep its last reading.
             let peak = process.read_file("status").ok().and_then(|status| kib(&status, "VmHWM").ok());
             if let Some(kib) = peak {
                 self.peaks.insert(process.key(), kib << 10);
@@ -179,7 +179,7 @@ impl Meter {
     }
 }
 
-/// The children of a process's first thread, which starts them; empty where the kernel does not list them.
+/// The children of a process's first thread, which starts them; empty if the kernel doesn't list them.
 pub fn children(of: &Process) -> Vec<Process> {
     let pid = of.pid();
     let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
@@ -190,7 +190,7 @@ fn collect(from: Option<impl Read + Send + 'static>) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut from) = from {
-            // Output read before an error is still shown.
+            // We still show output read before an error.
             let _ = from.read_to_end(&mut bytes);
         }
         bytes
@@ -230,12 +230,12 @@ mod tests {
             let now = meter.cpu_seconds();
             assert!(now >= most);
             most = now;
-            // Of both shells, of which each has more than 256 KiB.
+            // Of both shells; each has more than 256 KiB.
             peak = peak.max(meter.peak_bytes());
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(most >= 0.02, "{most}");
-        // It ends on request, but has written nothing.
+        // It ends on request without having written anything.
         assert!(running.end(&Interrupt::default()).is_err());
         assert!(meter.cpu_seconds() >= most);
         assert!(meter.peak_bytes() >= peak && (512 << 10..64 << 20).contains(&peak), "{peak}");

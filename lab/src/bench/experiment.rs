@@ -44,18 +44,18 @@ use std::path::Path;
 #[derive(Clone, Copy, Debug)]
 pub struct ExperimentSetting<'a> {
     pub program: &'a Path,
-    /// The program that plays the tenants: `pagefold-lab` itself.
+    /// The program that plays the tenants: `pagefold-lab`.
     pub player: &'a Path,
-    /// Run small and short, to check that everything works; speed is not judged.
+    /// Run small and short, to check that everything works. We don't judge speed then.
     pub quick: bool,
     pub all_peers: bool,
-    /// The kernel of the emulated machine in which to run the experiment; otherwise it runs here.
+    /// Run the experiment in an emulated machine with this kernel. Without one, it runs here.
     pub guest: Option<&'a GuestKernel>,
-    /// This machine is emulated by the experiment: do only the part that must run there.
+    /// The experiment emulates this machine: do only the part that must run there.
     pub emulated: bool,
     /// Run only these policies; empty: all.
     pub policies: &'a [String],
-    /// The order of policies follows from it. Without it they run as they are listed.
+    /// The seed for the order of policies. Without it they run as listed.
     pub order: Option<u64>,
     /// Stops the experiment on a signal.
     pub interrupt: &'a Interrupt,
@@ -104,17 +104,17 @@ impl Experiment {
         EXPERIMENTS.iter().find(|experiment| experiment.name == name)
     }
 
-    /// What it needs and this machine lacks. An emulated machine may have it.
+    /// The experiment needs this, and this machine lacks it. An emulated machine may have it.
     pub fn lacks(&self) -> Option<&'static str> {
         let is_on_request = [on_request::EXPERIMENT.name, programs_on_request::EXPERIMENT.name].contains(&self.name);
         (is_on_request && !Path::new(DEVICE).exists())
             .then_some("this kernel does not merge on request; --in-guest runs it on one that does")
     }
 
-    /// Runs it, in an emulated machine if that was asked for, and fills in the report.
+    /// Runs the experiment, in an emulated machine if one was asked for, and fills in the report.
     pub fn conduct(&self, setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
         match setting.guest {
-            // It has a machine of its own.
+            // This experiment brings its own machine.
             Some(kernel) if self.name != numa::EXPERIMENT.name => {
                 eprintln!("{}: in an emulated machine", self.name);
                 *report = guest::run(setting, kernel, &self.machine(setting.quick)?, report)?;
@@ -127,7 +127,7 @@ impl Experiment {
         Ok(())
     }
 
-    /// The emulated machine that it needs.
+    /// The emulated machine that the experiment needs.
     fn machine(&self, quick: bool) -> anyhow::Result<GuestMachine> {
         match self.name {
             name if name == idle::EXPERIMENT.name => Ok(idle::machine(quick)),
@@ -143,15 +143,15 @@ impl ExperimentSetting<'_> {
         Ok(Box::new(Tenant::start(self.player, &TenantSpec::new([segment]))?))
     }
 
-    /// Adds further peers to the policies of an experiment, if they were asked for: everything marked, with the kernel's default
-    /// rate, as systemd's `MemoryKSM=` leaves it, with other fixed rates, with the kernel's advisor, also at its cap, and with
-    /// ksmtuned, and what uksmd does. One whose name is among them already is left out. On a kernel with UKSM, its governors are added
-    /// in any case: nothing else can run there.
+    /// Adds further peers to an experiment's policies, if the user asked for them: everything marked, at the kernel's
+    /// default rate, as systemd's `MemoryKSM=` leaves KSM; other fixed rates; the kernel's advisor, also at its cap;
+    /// ksmtuned; and uksmd's rules. We skip names that the experiment has already. On a kernel with UKSM, we always add
+    /// its governors: nothing else can run there.
     fn add_further_peers(&self, policies: &mut Vec<Box<dyn Policy>>, seconds: u64) {
         let peers: Vec<Box<dyn Policy>> = if Uksm::of_kernel().is_some() {
             GovernedUksm::all(seconds)
         } else if !self.all_peers || (self.quick && self.policies.is_empty()) {
-            // In a quick run only those that are asked for by name.
+            // A quick run only takes peers asked for by name.
             Vec::new()
         } else {
             vec![
@@ -172,14 +172,14 @@ impl ExperimentSetting<'_> {
         }
     }
 
-    /// Returns whether a policy was asked for, by its name or the name's first word.
+    /// Whether the user asked for a policy, by its name or the name's first word.
     fn wants(&self, policy: &str) -> bool {
         let first = policy.split(' ').next();
         self.policies.is_empty() || self.policies.iter().any(|name| name == policy || Some(name.as_str()) == first)
     }
 }
 
-/// Fails where less memory is available than an experiment needs.
+/// Fails if less memory is available than an experiment needs.
 fn need_memory(mebibytes: u64) -> anyhow::Result<()> {
     let free = MachineDescription::available_mib();
     ensure!(free >= mebibytes, "needs {mebibytes} MiB of memory, but only {free} MiB are available");
@@ -191,8 +191,8 @@ const fn mib(mebibytes: u64) -> Pages {
     Pages(mebibytes * (1 << 20) / PAGE_SIZE as u64)
 }
 
-/// The items in an order that follows from the key: what changes on the machine over time does not fall on the same ones in
-/// each round. Without a key, as they are.
+/// The items in an order set by the key, so that a slow change on the machine doesn't hit the same items in each round.
+/// Without a key, they keep their order.
 pub(crate) fn shuffled<T>(items: &[T], key: Option<u64>) -> impl Iterator<Item = &T> {
     let order = key.map(|key| Permutation::new(items.len() as u64, key));
     (0..items.len() as u64).filter_map(move |at| {
@@ -206,7 +206,7 @@ fn sort_runs(report: &mut ExperimentReport, names: &[String]) {
     report.runs.sort_by_key(|run| names.iter().position(|name| *name == run.policy));
 }
 
-/// Runs each policy on newly started targets, since marks cannot be removed from outside, and compares pagefold with
+/// Runs each policy on freshly started targets, since nobody can remove marks from outside, and compares pagefold with
 /// the others.
 fn side_by_side(
     setting: &ExperimentSetting<'_>,
@@ -243,8 +243,8 @@ impl<'a> PolicySequence<'a> {
         Self { setting, kernel, expected: None, exact: false }
     }
 
-    /// Runs a policy, if it was asked for and this kernel can, on targets that must give the same answers as those of the first one.
-    /// Returns the run, which is in the report.
+    /// Runs a policy if the user asked for it and this kernel can. The targets must give the same answers as the first
+    /// policy's. Returns the run from the report.
     fn run<'r>(
         &mut self,
         report: &'r mut ExperimentReport,
@@ -262,8 +262,8 @@ impl<'a> PolicySequence<'a> {
         Ok(done.and_then(|()| report.runs.last_mut()))
     }
 
-    /// Runs what an experiment does itself beside a policy, if that was asked for, and adds the run to the report under a name. Returns
-    /// what else was measured.
+    /// Runs an experiment's own part beside a policy, if the user asked for the policy, and adds the run to the report
+    /// under `name`. Returns the part's other results.
     fn conduct<T>(
         &mut self,
         report: &mut ExperimentReport,
@@ -274,7 +274,7 @@ impl<'a> PolicySequence<'a> {
         if self.begins(report, policy, name) { self.perform(report, name, act) } else { Ok(None) }
     }
 
-    /// Says what begins, if it was asked for.
+    /// Announces the policy, if the user asked for it.
     fn begins(&self, report: &ExperimentReport, policy: &str, name: &str) -> bool {
         let is_wanted = self.setting.wants(policy);
         if is_wanted {
@@ -283,7 +283,7 @@ impl<'a> PolicySequence<'a> {
         is_wanted
     }
 
-    /// Adds a run to the report, or its failure, after which nothing is merged. Returns what else was measured.
+    /// Adds a run to the report, or its failure; after a failure, nothing is merged. Returns the other results.
     fn perform<T>(
         &mut self,
         report: &mut ExperimentReport,

@@ -1,4 +1,4 @@
-//! Anonymous memory of programs, counted in frames.
+//! Programs' anonymous memory, counted in frames.
 
 use anyhow::anyhow;
 use pagefold_procmem::os::fields::kib;
@@ -9,7 +9,8 @@ use pagefold_procmem::process::Process;
 pub struct Held {
     /// The sum over the processes.
     pub by_processes: f64,
-    /// The same with each page that is shared, by fork or merged, divided among its sharers: `Pss_Anon`. Zero pages are not in it.
+    /// The same, but we divide each page shared by fork or by merging among its sharers: `Pss_Anon`. Leaves out zero
+    /// pages.
     pub in_frames: f64,
 }
 

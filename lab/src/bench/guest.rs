@@ -1,4 +1,4 @@
-//! Runs an experiment in an emulated machine, on another kernel than this one. Emulation needs no hardware virtualization.
+//! Runs an experiment in an emulated machine, on another kernel. Emulation needs no hardware virtualization.
 
 use crate::bench::experiment::ExperimentSetting;
 use crate::bench::report::ExperimentReport;
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 const INIT: &str = include_str!("guest-init");
 
-/// Lines of the console that are shown if there is no result.
+/// We show this many console lines if there's no result.
 const TAIL: usize = 20;
 
 /// A kernel for emulated machines.
@@ -39,16 +39,16 @@ impl GuestKernel {
 pub struct GuestMachine {
     /// QEMU's arguments for processors and memory.
     pub hardware: Vec<String>,
-    /// Further programs that the experiment needs: files here and in the machine.
+    /// Further programs that the experiment needs: files here, and their paths in the machine.
     pub programs: Vec<(PathBuf, &'static str)>,
-    /// Files that those need, at the paths that they have here.
+    /// Files that these programs need, at the same paths as here.
     pub files: Vec<PathBuf>,
-    /// When it is ended.
+    /// We end the machine after this time.
     pub limit: Duration,
 }
 
 impl GuestMachine {
-    /// One processor and so much memory.
+    /// One processor and `mebibytes` of memory.
     pub fn new(mebibytes: u64, quick: bool) -> Self {
         let limit = Duration::from_secs(if quick { 900 } else { 3600 });
         Self {
@@ -59,7 +59,7 @@ impl GuestMachine {
         }
     }
 
-    /// Memory for 1 GiB of programs and what the kernel notes about them.
+    /// Memory for 1 GiB of programs and the kernel's records of them.
     pub fn small(quick: bool) -> Self {
         Self::new(1536, quick)
     }
@@ -103,7 +103,7 @@ pub fn run(
     Ok(found)
 }
 
-/// Packs this program, the one to measure, their dependencies and the command line.
+/// Packs this program, the program to measure, their dependencies and the command line.
 fn make_image(
     setting: &ExperimentSetting<'_>,
     emulator: &Emulator,
@@ -124,7 +124,7 @@ fn make_image(
     root.pack(&dir.join("image"))
 }
 
-/// The command line in the machine.
+/// The command line inside the machine.
 fn arguments(setting: &ExperimentSetting<'_>, experiment: &str) -> Vec<String> {
     let mut arguments: Vec<String> =
         ["bench", experiment, "--emulated", "--json", "/dev/ttyS1"].map(str::to_owned).to_vec();

@@ -1,8 +1,9 @@
-//! Load that shows what the programs beside a policy feel: requests at fixed instants, and commands such as a compression.
+//! Loads that show how the programs beside a policy fare: requests at fixed instants, and commands such as a
+//! compression.
 //!
-//! The load is open: the next request is sent at its instant whether or not the last one has been answered, and the latency counts
-//! from that instant. So a server that stalls for 100 ms is charged for every request that was due meanwhile, not for one
-//! (coordinated omission).
+//! The load is open: we send the next request at its instant even if the last one has no answer yet, and the latency
+//! counts from that instant. So if a server stalls for 100 ms, we charge it for every request due meanwhile, not just
+//! for one (coordinated omission).
 
 use anyhow::{Context, ensure};
 use pagefold_engine::units::whole;
@@ -28,7 +29,7 @@ pub struct OpenLoop {
 }
 
 impl OpenLoop {
-    /// Sends these requests over and over, one each `every`. `read` reads one answer.
+    /// Sends these requests over and over, one each `every`. `read` must read one answer.
     pub fn start(
         stream: UnixStream,
         every: Duration,
@@ -47,7 +48,7 @@ impl OpenLoop {
                     break;
                 }
             }
-            // The reader ends when it has read what is on the way.
+            // The reader ends once it has read the answers on the way.
             let _ = stream.shutdown(std::net::Shutdown::Write);
         });
         let reader = thread::spawn(move || {
@@ -63,7 +64,7 @@ impl OpenLoop {
         Ok(Self { stop, began, every, writer, reader })
     }
 
-    /// Ends the load and returns what it has measured.
+    /// Ends the load and returns the latencies.
     pub fn finish(self) -> anyhow::Result<Latencies> {
         self.stop.store(true, Ordering::Relaxed);
         ensure!(self.writer.join().is_ok(), "the load generator has panicked");
@@ -77,17 +78,17 @@ impl OpenLoop {
 pub struct Latencies {
     began: Instant,
     every: Duration,
-    /// By the requests' numbers.
+    /// By request number.
     numbered: Vec<(u32, Duration)>,
 }
 
 impl Latencies {
-    /// Those of numbered requests, one of which was due each `every`.
+    /// The latencies of numbered requests, one due each `every`.
     pub fn of(began: Instant, every: Duration, numbered: Vec<(u32, Duration)>) -> Self {
         Self { began, every, numbered }
     }
 
-    /// Those of requests that were due between two instants, ascending.
+    /// The latencies of requests that were due between two instants, ascending.
     pub fn between(&self, from: Instant, to: Instant) -> Vec<Duration> {
         let is_due = |number| (from..to).contains(&(self.began + self.every * number));
         let mut found: Vec<Duration> =
@@ -97,13 +98,13 @@ impl Latencies {
     }
 }
 
-/// The value of ascending ones that this share of them does not exceed.
+/// The ascending value that this share of all values doesn't exceed.
 pub fn percentile(ascending: &[Duration], share: f64) -> Option<Duration> {
     let rank = whole((ascending.len() as f64 * share).ceil()).max(1);
     ascending.get(usize::try_from(rank - 1).ok()?).copied()
 }
 
-/// A command that is run again and again, one at a time.
+/// A command that we run again and again, one at a time.
 #[derive(Debug)]
 pub struct Repeated {
     stop: Arc<AtomicBool>,
@@ -111,7 +112,7 @@ pub struct Repeated {
 }
 
 impl Repeated {
-    /// Starts the first one. Its output is thrown away. One that fails is the last.
+    /// Starts the first run. We discard the output, and stop after a failure.
     pub fn start(program: &Path, arguments: &[&OsStr]) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
@@ -131,19 +132,19 @@ impl Repeated {
         Self { stop, thread }
     }
 
-    /// Ends it and returns when it was done each time.
+    /// Ends it and returns when each run was done.
     pub fn finish(self) -> anyhow::Result<Done> {
         self.stop.store(true, Ordering::Relaxed);
         Ok(Done(self.thread.join().ok().context("the load generator has panicked")?))
     }
 }
 
-/// When a command was done.
+/// When each run of a command was done.
 #[derive(Debug)]
 pub struct Done(Vec<Instant>);
 
 impl Done {
-    /// How often a second it was done between two instants, counted from the first end to the last.
+    /// Runs per second between two instants, counted from the first end to the last.
     pub fn per_second(&self, from: Instant, to: Instant) -> Option<f64> {
         let within: Vec<Instant> = self.0.iter().copied().filter(|done| (from..to).contains(done)).collect();
         let seconds = within.last()?.duration_since(*within.first()?).as_secs_f64();
@@ -170,7 +171,7 @@ mod tests {
     #[test]
     fn a_stall_is_charged_to_every_request_that_was_due_meanwhile() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        // It answers each byte, and once not for 200 ms.
+        // Answers each byte, but once not for 200 ms.
         let server = thread::spawn(move || {
             let mut byte = [0];
             for number in 0.. {
@@ -214,7 +215,7 @@ mod tests {
     fn a_command_is_repeated_until_it_fails() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
-        // It fails the fourth time.
+        // Fails the fourth time.
         let script = format!("echo >>{0}; [ $(wc -l <{0}) -lt 4 ]", file.display());
         let repeated = Repeated::start(Path::new("sh"), &["-c".as_ref(), script.as_ref()]);
         let end = Instant::now() + 20_000 * MS;

@@ -1,5 +1,5 @@
-//! The oracle: reads every page beforehand and so knows what is worth marking. It bounds what any judgement can
-//! achieve; its reading is not charged to it.
+//! The oracle reads every page beforehand, so it knows which pages are worth marking. It bounds every policy's
+//! judgement; we don't charge it for reading.
 
 use pagefold_engine::hash::{Digest, Digester};
 use pagefold_engine::host::PageState;
@@ -14,13 +14,13 @@ use std::collections::HashMap;
 pub struct Knowledge {
     /// The spans to mark, for each process in order.
     pub spans: Vec<Vec<PageSpan>>,
-    /// The number of private anonymous pages read.
+    /// The number of private anonymous pages that we read.
     pub read: Pages,
-    /// Memory that merging all duplicates, zero pages included, would save.
+    /// The saving if we merge all duplicates, zero pages included.
     pub savable: Bytes,
 }
 
-/// A page that was read.
+/// A page that we read.
 #[derive(Clone, Copy, Debug)]
 struct KnownPage {
     process: usize,
@@ -51,7 +51,7 @@ pub fn survey(processes: &[Process]) -> anyhow::Result<Knowledge> {
     Ok(judge(&pages, processes.len()))
 }
 
-/// Chooses the 2 MiB extents in which at least half of the pages are duplicates (or zero), and joins adjacent ones.
+/// Picks the 2 MiB extents where at least half of the pages are duplicates (or zero), and joins adjacent extents.
 /// `pages` must be in order of process, mapping and address.
 fn judge(pages: &[KnownPage], processes: usize) -> Knowledge {
     let mut copies: HashMap<Digest, u64> = HashMap::new();
@@ -93,7 +93,7 @@ mod tests {
     #[test]
     fn half_duplicate_extents_are_marked_and_neighbours_joined() {
         let pages = [
-            // Process 0: an extent of duplicates, its neighbour half duplicate, and one with a third.
+            // Process 0: an extent of duplicates, a neighbour that is half duplicate, and one with a third.
             page(0, 0, 0, 10),
             page(0, 0, 5, 11),
             page(0, 0, 512, 12),

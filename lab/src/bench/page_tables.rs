@@ -1,5 +1,5 @@
-//! Counts merged pages in the targets' page tables. KSM's counters lag when copy-on-write breaks a merge, since ksmd
-//! notices only on its next scan; page tables change at once.
+//! Counts merged pages in the targets' page tables. When COW breaks a merge, KSM's counters lag, since ksmd only
+//! notices on its next scan. Page tables change at once.
 
 use crate::bench::sampling::SamplingThread;
 use pagefold_engine::units::Pages;
@@ -10,13 +10,13 @@ use pagefold_procmem::process::Process;
 pub use pagefold_report::points::PageTableSample;
 use std::time::Duration;
 
-/// Time between two samples. One takes about 20 ms for 2 GiB.
+/// Time between two samples. A sample takes about 20 ms for 2 GiB.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Page table entries read per call.
 const ENTRIES: usize = 4096;
 
-/// The largest number of merged pages, and the mean over time of the bytes saved.
+/// The highest number of merged pages, and the bytes saved as a mean over time.
 pub fn most_and_mean(samples: &[PageTableSample]) -> (u64, f64) {
     let most = samples.iter().map(|sample| sample.merged_pages).max().unwrap_or(0);
     let area: f64 = samples

@@ -1,4 +1,4 @@
-//! The order of repetitions, and how long the rest of them will take.
+//! The order of repetitions, and how much longer they'll take.
 
 use crate::bench::experiment::{Experiment, shuffled};
 use crate::bench::results::Finished;
@@ -10,12 +10,12 @@ use std::time::Duration;
 #[derive(Clone, Copy)]
 pub struct Step {
     pub experiment: &'static Experiment,
-    /// Starts with 1.
+    /// Counts from 1.
     pub repetition: u32,
 }
 
-/// Every experiment once, then every one again. With a seed each repetition has its own order, a function of the seed and
-/// of its number alone, so that what changes on the machine over time does not fall on the same experiment each time.
+/// Every experiment once, then every one again. With a seed, each repetition has its own order, set by the seed and its
+/// number alone, so a slow change on the machine doesn't hit the same experiment each time.
 pub fn plan(experiments: &[&'static Experiment], repeat: u32, seed: Option<u64>) -> Vec<Step> {
     let once = |repetition| {
         shuffled(experiments, order(seed, repetition)).map(move |&experiment| Step { experiment, repetition })
@@ -23,12 +23,13 @@ pub fn plan(experiments: &[&'static Experiment], repeat: u32, seed: Option<u64>)
     (1..=repeat).flat_map(once).collect()
 }
 
-/// What the order in a repetition follows from: of the experiments, and of the policies in each of them.
+/// The seed for the order in a repetition: of the experiments, and of the policies in each.
 pub fn order(seed: Option<u64>, repetition: u32) -> Option<u64> {
     seed.map(|seed| mix(seed) ^ u64::from(repetition))
 }
 
-/// How long the steps will take, by what the same experiments took, or else an average one. `None` before any is finished.
+/// How long the steps will take: as long as the same experiments did, or else as an average one. `None` before any is
+/// finished.
 pub fn remaining(steps: &[Step], finished: &[Finished]) -> Option<Duration> {
     let mut of_each = BTreeMap::<&str, (Duration, u32)>::new();
     for one in finished {
@@ -62,7 +63,7 @@ mod tests {
         let one = order(3, Some(1));
         assert_eq!(one, order(3, Some(1)));
         assert_ne!(one, order(3, Some(2)));
-        // More repetitions come after those that were there.
+        // More repetitions follow the existing ones.
         assert_eq!(one[..2 * EXPERIMENTS.len()], order(2, Some(1)));
         let names = |repetition: usize| {
             let part = &one[repetition * EXPERIMENTS.len()..][..EXPERIMENTS.len()];

@@ -1,7 +1,7 @@
-//! The compared ways to merge: plain KSM and what drives it, UKSM, an oracle, and pagefold.
+//! The compared ways to merge: plain KSM and its drivers, UKSM, an oracle, and pagefold.
 //!
-//! Time is measured from when the marks are set. The peers' marking, what ksmtuned runs and the oracle's reading are not charged to
-//! them; everything that pagefold does is.
+//! The clock starts once the marks are set. We don't charge the peers for marking, for ksmtuned's programs or for the
+//! oracle's reading, but charge pagefold for everything it does.
 
 pub mod ksm;
 pub mod ksmtuned;
@@ -22,10 +22,10 @@ use std::fmt;
 
 /// A way to merge.
 pub trait Policy {
-    /// Its name in results. Those of all policies of an experiment differ.
+    /// Its name in results, unique within an experiment.
     fn name(&self) -> String;
 
-    /// What must be marked for it. That isn't charged to it.
+    /// The memory we must mark for it. We don't charge the policy for that.
     fn marks(&self) -> Marks {
         Marks::Everything
     }
@@ -35,8 +35,8 @@ pub trait Policy {
         matches!(kernel, Kernel::Ksm(_))
     }
 
-    /// Merges for its time, or until all is merged. What goes on by itself does so until the stage ends it: with no time at all, this
-    /// begins to merge.
+    /// Merges for its time, or until all is merged. A policy that runs by itself does so until the stage ends it: given
+    /// no time at all, `drive` just starts the merging.
     fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()>;
 }
 
@@ -46,14 +46,14 @@ impl fmt::Display for dyn Policy + '_ {
     }
 }
 
-/// The memory that is marked for a policy.
+/// The memory that we mark for a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marks {
-    /// None: it marks what it wants by itself, or nothing.
+    /// None: the policy marks memory by itself, or nothing.
     None,
-    /// All that no rule leaves out.
+    /// Everything that no rule excludes.
     Everything,
-    /// Extents with many duplicates, which reading all pages has shown.
+    /// Extents with many duplicates, found by reading all pages.
     Duplicates,
 }
 

@@ -1,4 +1,4 @@
-//! Records what KSM saves and what ksmd and a daemon spend over time, independently of what controls KSM.
+//! Records over time how much KSM saves and how much ksmd and a daemon spend, whoever controls KSM.
 
 use crate::bench::daemon::Meter;
 use crate::bench::events::EventReader;
@@ -13,10 +13,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Time between two samples. A sample is twelve small reads, and as many again with a daemon.
+/// Time between two samples. A sample takes twelve small reads, and as many again with a daemon.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// Samples KSM and a daemon until it is stopped.
+/// Samples KSM and a daemon until we stop it.
 #[derive(Debug)]
 pub struct Sampler {
     shared: Arc<Mutex<Shared>>,
@@ -38,7 +38,7 @@ impl Sampler {
         })
     }
 
-    /// The same on a kernel with UKSM in place of KSM.
+    /// The same on a kernel with UKSM instead of KSM.
     pub fn start_uksm(uksm: Uksm) -> anyhow::Result<Self> {
         let uksmd = Ksmd::find_named(Path::new("/proc"), b"uksmd")?.context("uksmd is not running")?;
         Self::watching(uksmd, move || uksm.saved())

@@ -1,4 +1,4 @@
-//! Samples at regular intervals, taken by a thread.
+//! A thread that samples at regular intervals.
 
 use anyhow::{Context, anyhow};
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A thread that takes samples until it is stopped.
+/// Samples until we stop it.
 #[derive(Debug)]
 pub struct SamplingThread<T> {
     end: Arc<AtomicBool>,
@@ -14,7 +14,7 @@ pub struct SamplingThread<T> {
 }
 
 impl<T: Send + 'static> SamplingThread<T> {
-    /// Takes a sample now and then one each `interval`. `sample` gets the time of the start.
+    /// Samples right away, then each `interval`. `sample` gets the start time.
     pub fn start(interval: Duration, mut sample: impl FnMut(Instant) -> anyhow::Result<T> + Send + 'static) -> Self {
         let end = Arc::new(AtomicBool::new(false));
         let (stop, began) = (Arc::clone(&end), Instant::now());

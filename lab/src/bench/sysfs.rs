@@ -1,11 +1,11 @@
-//! A file of sysfs that has another value for a while.
+//! A sysfs file that we change for a while.
 
 use anyhow::Context;
 use pagefold_procmem::os::fields::chosen;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A changed file. Restored when this is dropped.
+/// A changed file. Dropping this restores it.
 #[must_use]
 #[derive(Debug)]
 pub struct Changed {
@@ -14,7 +14,7 @@ pub struct Changed {
 }
 
 impl Changed {
-    /// Writes a value. Of a file with choices, such as `full [medium] low`, the selected one is restored.
+    /// Writes a value. In a file with choices, such as `full [medium] low`, we restore the selected one.
     pub fn to(path: PathBuf, value: &str) -> anyhow::Result<Self> {
         let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
         let before = chosen(&text).unwrap_or(text.trim()).to_owned();

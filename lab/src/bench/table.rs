@@ -17,7 +17,7 @@ pub fn list(experiments: &[Experiment]) -> String {
 
 pub fn report(report: &ExperimentReport) -> String {
     let mut text = String::new();
-    // Writing to a string cannot fail.
+    // Writing to a string can't fail.
     let _ = write_report(&mut text, report);
     text
 }

@@ -1,4 +1,4 @@
-//! KSM by itself, with what the kernel has to drive it, and at its best.
+//! KSM by itself, with the kernel's own ways to drive it, and at its best.
 
 use super::{KSM_EVERYTHING, Kernel, Marks, NO_MERGING, ORACLE, Policy, Stage};
 use crate::bench::sysfs::Changed;
@@ -13,23 +13,23 @@ use pagefold_procmem::process::Process;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// `max_page_sharing` where the policy may choose: most of the gain of longer lists over chains of full ones, at a
+/// `max_page_sharing` if the policy may choose: most of the gain of longer lists over chains of full lists, for a
 /// sixteenth of the reverse-map walk.
 const LONG_SHARING: u64 = 4096;
 
-/// Pages that ksmd scans each 20 ms, as commonly configured.
+/// ksmd scans this many pages each 20 ms, as commonly configured.
 pub const KSM_PAGES: u64 = 1000;
 
-/// Pages in a batch of the unpaced scan: some tens of milliseconds, so that it can be stopped.
+/// Batch size of the unpaced scan, pages: some tens of milliseconds, so that we can stop it.
 const BATCH_PAGES: u64 = 20_000;
 
-/// Number of ksmd scans without further savings after which KSM counts as done.
+/// KSM counts as done after this many ksmd scans without further savings.
 const QUIET_SCANS: u32 = 2;
 
 /// Smart scan skips a page in up to eight scans in a row, so the average cost of a scan takes nine.
 const LATER_SCANS: u32 = 9;
 
-/// Enough time for a scan of gigabytes with long chains.
+/// Long enough for a scan of gigabytes with long chains.
 const EVERYTHING_LIMIT: Duration = Duration::from_secs(600);
 
 /// Nothing is merged.
@@ -56,7 +56,7 @@ impl Policy for NoMerging {
     }
 }
 
-/// KSM, a fixed number of pages every 20 ms.
+/// KSM with a fixed number of pages every 20 ms.
 #[derive(Clone, Copy, Debug)]
 pub struct KsmPaced {
     pub pages: u64,
@@ -74,7 +74,8 @@ impl Policy for KsmPaced {
     }
 }
 
-/// KSM with its own advisor, or that at its cap: a whole core, and scans of a second as its aim, so that the core is what limits it.
+/// KSM with its own advisor, or with that advisor at its cap: a whole core, and one-second scans as its target, so that
+/// the core is the limit.
 #[derive(Clone, Copy, Debug)]
 pub struct KsmAdvisor {
     pub at_cap: bool,
@@ -100,7 +101,7 @@ impl Policy for KsmAdvisor {
     }
 }
 
-/// KSM whose batches, one every 20 ms, are adjusted so that ksmd takes this share of a core.
+/// KSM with a batch every 20 ms. We adjust the batches so that ksmd takes this share of a core.
 #[derive(Clone, Copy, Debug)]
 pub struct KsmSteered {
     pub share: Permyriad,
@@ -134,7 +135,7 @@ impl Policy for KsmEverything {
     }
 }
 
-/// All pages are read beforehand; extents with many duplicates are marked and merged at once.
+/// Reads all pages beforehand, then marks and merges extents with many duplicates at once.
 #[derive(Clone, Copy, Debug)]
 pub struct Oracle;
 
@@ -154,7 +155,7 @@ impl Policy for Oracle {
     }
 }
 
-/// Measures the CPU time of a scan when nothing is left to merge, beside the samples.
+/// Measures the CPU time of a scan once nothing is left to merge, beside the samples.
 fn measure_later_scans(stage: &mut Stage<'_>) -> anyhow::Result<()> {
     stage.stop_sampling()?;
     let interrupt = stage.setting.interrupt;
@@ -168,12 +169,12 @@ fn measure_later_scans(stage: &mut Stage<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Marks all of a process that no rule leaves out. Returns the bytes marked.
+/// Marks all of a process that no rule excludes. Returns the bytes marked.
 pub fn mark_eligible(process: &Process) -> anyhow::Result<u64> {
     Ok(mark(process, &eligible_spans(process)?)?.0)
 }
 
-/// Lets ksmd scan so many pages each 20 ms, its pause after [`KsmForExperiment::kernel_defaults`].
+/// Lets ksmd scan `pages` each 20 ms, its pause after [`KsmForExperiment::kernel_defaults`].
 fn scan_paced(control: &KsmForExperiment, pages: u64) -> Result<(), ExperimentError> {
     control.set(Knob::PagesToScan, pages)?;
     control.set(Knob::Run, 1)
@@ -183,8 +184,7 @@ fn saved_pages(control: &KsmForExperiment) -> anyhow::Result<u64> {
     Ok(control.ksm().counters()?.view(true, false).saved().0)
 }
 
-/// Returns whether savings grew by more than the fluctuation of a running program's pages: one in a thousand, and a
-/// few.
+/// Whether savings grew by more than a running program's pages fluctuate: one in a thousand, and a few.
 fn is_more(saved: u64, before: u64) -> bool {
     saved > before + before / 1000 + 16
 }
@@ -202,7 +202,7 @@ fn scan_until_quiet(control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow
         }
         scans = now;
         let saved = saved_pages(control)?;
-        // The first scan cannot merge anything.
+        // The first scan can't merge anything.
         quiet = if now < first + 2 || is_more(saved, most) { 0 } else { quiet + 1 };
         most = most.max(saved);
         anyhow::Ok((quiet >= QUIET_SCANS).then_some(()))
@@ -214,7 +214,7 @@ fn scan_until_quiet(control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow
     Ok(())
 }
 
-/// Sets the size of ksmd's batches every half second so that by the end of the next one it has taken `share` of a core
+/// Sets ksmd's batch size every half second, so that by the end of the next half second it has taken `share` of a core
 /// on average since the start.
 fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
     const EVERY: Duration = Duration::from_millis(500);
@@ -233,14 +233,14 @@ fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Int
     Ok(control.stop()?)
 }
 
-/// The batch size with which ksmd spends `wanted` seconds, given that it spent `spent` with batches of `pages`. The
-/// cost of a page varies with its content, so a step is at most fourfold.
+/// The batch size for ksmd to spend `wanted` seconds, given that it spent `spent` with batches of `pages`. The cost of
+/// a page varies with its content, so we step at most fourfold.
 fn next_batch(pages: f64, spent: f64, wanted: f64) -> f64 {
     let factor = if spent > 0.0 { wanted / spent } else { 4.0 };
     (pages * factor.clamp(0.25, 4.0)).clamp(1.0, 100_000.0)
 }
 
-/// Runs two ksmd scans, of which the second merges, and up to two more while they save more.
+/// Runs two ksmd scans (the second merges), and up to two more while they save more.
 fn burst(control: &mut KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
     const MOST_SCANS: u32 = 4;
     control.set(Knob::MaxPageSharing, LONG_SHARING)?;

@@ -1,9 +1,9 @@
-//! ksmtuned, as Debian packages it: the script runs unchanged, with its settings in the environment.
+//! ksmtuned as Debian packages it: we run the script unchanged, with its settings in the environment.
 //!
-//! It turns KSM on when free memory, or what is left beside machines started as `qemu-system-* -enable-kvm`, falls below a
-//! threshold: the larger of `KSM_THRES_COEF` per cent of all memory and `KSM_THRES_CONST` KiB. It looks each
-//! `KSM_MONITOR_INTERVAL` seconds, and scans more with each look. The time of the programs that it runs for that is not
-//! charged to it.
+//! The script turns KSM on when free memory, or the memory left beside machines started as `qemu-system-* -enable-kvm`,
+//! falls below a threshold: the larger of `KSM_THRES_COEF` per cent of all memory and `KSM_THRES_CONST` KiB. It looks
+//! every `KSM_MONITOR_INTERVAL` seconds, and scans more each time. We don't charge it for the programs that it runs to
+//! look.
 
 use super::{Policy, Stage};
 use crate::programs::need;
@@ -19,13 +19,13 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// Read by the script after our settings.
+/// The script reads this after our settings.
 const CONFIGURATION: &str = "/etc/ksmtuned.conf";
 
-/// Makes the threshold all memory, so that it starts however much is free.
+/// Sets the threshold to all memory, so ksmtuned starts however much is free.
 const ALWAYS: (&str, &str) = ("KSM_THRES_COEF", "100");
 
-/// KSM under ksmtuned with its defaults, or with a threshold that makes it start on any machine.
+/// KSM under ksmtuned, with its defaults or with a threshold that starts it on any machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Ksmtuned {
     pub always: bool,
@@ -51,7 +51,7 @@ impl Policy for Ksmtuned {
     }
 }
 
-/// What there is to say of a ksmtuned that has not started ksmd, by its own reckoning of free memory.
+/// A note for a ksmtuned that hasn't started ksmd, by its own count of free memory.
 fn never_started() -> anyhow::Result<String> {
     let meminfo = fs::read("/proc/meminfo")?;
     let of = |key| kib(&meminfo, key).map_err(anyhow::Error::msg).context("/proc/meminfo");
@@ -62,7 +62,7 @@ fn never_started() -> anyhow::Result<String> {
     ))
 }
 
-/// The running script and what it has started: a process group of its own, which is ended when this is dropped.
+/// The running script and its children, in a process group of their own. Dropping this ends the group.
 #[derive(Debug)]
 struct RunningScript {
     group: Pid,
@@ -70,7 +70,7 @@ struct RunningScript {
 }
 
 impl RunningScript {
-    /// Starts it. Whoever controls KSM must restore the knobs after its end.
+    /// Starts it. Whoever controls KSM must wait for its end before restoring the knobs.
     fn start(settings: &[(&str, &str)], interrupt: &Interrupt) -> anyhow::Result<Self> {
         let script = need("ksmtuned", "ksmtuned and procps")?;
         need("pgrep", "ksmtuned and procps")?;
@@ -90,7 +90,8 @@ impl RunningScript {
             .spawn()
             .context("cannot start ksmtuned")?;
         let started = Self { group: Pid::from_raw(i32::try_from(child.id())?), _scratch: scratch };
-        // It leaves its loop behind in the same group. A loop that has been started keeps the group from being another's.
+        // The script leaves its loop behind in the same group. While the loop lives, nobody else's group can get this
+        // number.
         match interrupt.wait(Duration::from_secs(10), || anyhow::Ok(child.try_wait()?))? {
             Some(status) if status.success() => Ok(started),
             Some(status) => bail!("ksmtuned ended with {status}"),
@@ -101,7 +102,7 @@ impl RunningScript {
 
 impl Drop for RunningScript {
     fn drop(&mut self) {
-        // It must be gone before the knobs are restored.
+        // The group must be gone before we restore the knobs.
         for _ in 0..500 {
             if killpg(self.group, Signal::SIGKILL).is_err() {
                 return;
@@ -112,7 +113,7 @@ impl Drop for RunningScript {
     }
 }
 
-/// Another configuration would not be the one that the policy's name says.
+/// With another configuration, the policy's name would be wrong.
 fn refuse_settings(configuration: &str) -> anyhow::Result<()> {
     let setting = configuration.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with('#'));
     match setting {
@@ -129,7 +130,7 @@ mod tests {
     fn a_script_is_ended_with_what_it_has_started() {
         let dir = tempfile::tempdir().unwrap();
         let (script, out) = (dir.path().join("script"), dir.path().join("out"));
-        // As ksmtuned: a loop in the background that waits for a child.
+        // Like ksmtuned: a loop in the background that waits for a child.
         let text = "loop() { while true; do sleep 0.02 & wait $!; echo $KSM_THRES_COEF >>$OUT; done; }\nloop &\necho $! >$PIDFILE\n";
         fs::write(&script, text).unwrap();
         let settings = [ALWAYS, ("OUT", out.to_str().unwrap())];

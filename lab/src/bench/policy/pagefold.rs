@@ -11,7 +11,7 @@ pub struct Pagefold {
     enough: Option<Enough>,
 }
 
-/// The savings and time after which a daemon may end early: both must be reached.
+/// The savings and time after which we may end a daemon early: it must reach both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Enough {
     pub saved_bytes: u64,
@@ -19,19 +19,19 @@ pub struct Enough {
 }
 
 impl Pagefold {
-    /// With its defaults, for so long at most.
+    /// With its defaults, for at most `seconds`.
     pub fn new(seconds: u64) -> Self {
         Self { seconds, options: Vec::new(), enough: None }
     }
 
-    /// With these options.
+    /// Adds these options.
     #[must_use]
     pub fn with(mut self, options: &[&str]) -> Self {
         self.options = options.iter().map(|&option| option.to_owned()).collect();
         self
     }
 
-    /// Ends early when enough is saved.
+    /// Ends early once enough is saved.
     #[must_use]
     pub fn until(mut self, enough: impl Into<Option<Enough>>) -> Self {
         self.enough = enough.into();

@@ -1,4 +1,4 @@
-//! The frame of every run: KSM at the kernel's defaults, samples, a policy, its end, and nothing merged afterwards.
+//! The frame of every run: KSM at the kernel's defaults, samples, a policy, its end, and then nothing merged.
 
 use super::ksm::mark_eligible;
 use super::uksm::Uksm;
@@ -18,11 +18,11 @@ use pagefold_workload::ActivityCounters;
 use std::any::Any;
 use std::time::{Duration, Instant};
 
-/// What the kernel merges with.
+/// The kernel's way to merge.
 #[derive(Debug)]
 pub enum Kernel {
     Ksm(Box<KsmForExperiment>),
-    /// UKSM in place of KSM. It can't unmerge, so answers after a run come from merged memory, too.
+    /// UKSM instead of KSM. It can't unmerge, so answers after a run come from merged memory, too.
     Uksm(Uksm),
 }
 
@@ -32,12 +32,12 @@ impl Kernel {
         Ok(Self::Ksm(Box::new(KsmForExperiment::take(interrupt)?)))
     }
 
-    /// Takes control of UKSM on a kernel that has it, or of KSM.
+    /// Takes control of UKSM if the kernel has it, otherwise of KSM.
     pub fn take(interrupt: &Interrupt) -> anyhow::Result<Self> {
         Uksm::of_kernel().map_or_else(|| Self::take_ksm(interrupt), |uksm| Ok(Self::Uksm(uksm)))
     }
 
-    /// Unmerges everything. The knobs follow when the programs have ended, before the next run.
+    /// Unmerges everything. We restore the knobs once the programs have ended, before the next run.
     pub fn unmerge(&mut self) -> anyhow::Result<()> {
         match self {
             Self::Ksm(ksm) => Ok(ksm.unmerge_pages()?),
@@ -50,21 +50,20 @@ impl Kernel {
 pub struct Stage<'a> {
     pub setting: &'a ExperimentSetting<'a>,
     kernel: &'a mut Kernel,
-    /// The programs that pagefold merges, and that were there before it. The peers' marks are theirs.
+    /// The programs that pagefold merges and that were there before it. The peers mark these.
     processes: Vec<Process>,
     /// Options that select the programs that pagefold merges.
     scope: Vec<String>,
-    /// The running pagefold.
     daemon: Option<Running>,
     sampler: Option<Sampler>,
     points: Vec<SamplerPoint>,
-    /// What drives KSM, and changed settings. Ended and undone when these are dropped.
+    /// Programs that drive KSM, and changed settings. Dropping these ends and undoes them.
     driving: Vec<Box<dyn Any>>,
     pub run: PolicyRun,
 }
 
 impl<'a> Stage<'a> {
-    /// Sets KSM to the kernel's defaults. Nothing is sampled or merged yet.
+    /// Sets KSM to the kernel's defaults. We don't sample or merge yet.
     pub fn set(setting: &'a ExperimentSetting<'a>, kernel: &'a mut Kernel, name: &str) -> anyhow::Result<Self> {
         if let Kernel::Ksm(ksm) = kernel {
             ksm.kernel_defaults()?;
@@ -105,8 +104,8 @@ impl<'a> Stage<'a> {
         self.driving.push(Box::new(driving));
     }
 
-    /// Begins to sample and to merge, beside what an experiment does itself. pagefold finds the programs by `scope`, and doesn't start
-    /// with nothing in it.
+    /// Starts sampling and merging, beside an experiment's own part. pagefold finds the programs by `scope`, and
+    /// doesn't start while that selects nothing.
     pub fn merge(&mut self, by: &dyn Policy, scope: &[&str]) -> anyhow::Result<()> {
         self.scope = scope.iter().map(|&option| option.to_owned()).collect();
         self.begin_sampling()?;
@@ -134,13 +133,13 @@ impl<'a> Stage<'a> {
         Ok(())
     }
 
-    /// The last sample, and whether pagefold has ended on its own.
+    /// The last sample, and whether pagefold ended on its own.
     pub fn pagefold_so_far(&mut self) -> anyhow::Result<(SamplerPoint, bool)> {
         let last = self.sampler.as_ref().context("nothing is sampled")?.last();
         Ok((last, self.daemon.as_mut().context("pagefold does not run")?.has_ended()?))
     }
 
-    /// Ends the samples before pagefold, whose end then costs nothing.
+    /// Stops sampling before we end pagefold, so the samples don't include the cost of its end.
     pub fn stop_sampling(&mut self) -> anyhow::Result<()> {
         if let Some(sampler) = self.sampler.take() {
             self.points = sampler.finish()?;
@@ -155,19 +154,18 @@ impl<'a> Stage<'a> {
         self.kernel.unmerge()
     }
 
-    /// The same where no other child has ended meanwhile, so that all of pagefold's CPU time is known. Memory stays merged.
+    /// The same if no other child has ended meanwhile, so we know all of pagefold's CPU time. Memory stays merged.
     pub fn end_alone(&mut self) -> anyhow::Result<()> {
         self.run.cpu_pagefold_seconds = self.end_policy()?;
         self.run.set_samples(&self.points);
         Ok(())
     }
 
-    /// Unmerges everything.
     pub fn unmerge(&mut self) -> anyhow::Result<()> {
         self.kernel.unmerge()
     }
 
-    /// Returns the CPU time of pagefold and of other children that have ended since it began.
+    /// Returns the CPU time of pagefold and of other children that ended since it began.
     fn end_policy(&mut self) -> anyhow::Result<f64> {
         self.driving.clear();
         let completed = self.daemon.take().map(|daemon| daemon.end(self.setting.interrupt)).transpose()?;
@@ -178,7 +176,7 @@ impl<'a> Stage<'a> {
     }
 
     /// Runs a policy on unmarked targets and unmerges everything afterwards. The marks stay until the targets end.
-    /// `expected` are the targets' correct answers; with `exact` their page tables are sampled.
+    /// `expected` are the targets' correct answers; with `exact` we sample their page tables.
     pub fn run_on(
         &mut self,
         policy: &dyn Policy,

@@ -1,4 +1,4 @@
-//! The kernel's own UKSM, on a kernel with the authors' patch: it finds all memory by itself and has four governors.
+//! The kernel's own UKSM, with the authors' patch: it finds all memory by itself and has four governors.
 
 use super::{Kernel, Marks, Policy, Stage};
 use crate::bench::sysfs::Changed;
@@ -11,14 +11,14 @@ pub const ROOT: &str = "/sys/kernel/mm/uksm";
 
 const GOVERNORS: [&str; 4] = ["full", "medium", "low", "quiet"];
 
-/// UKSM's directory of sysfs.
+/// UKSM's sysfs directory.
 #[derive(Clone, Debug)]
 pub struct Uksm {
     root: PathBuf,
 }
 
 impl Uksm {
-    /// That of the running kernel. `None` on a kernel without the patch.
+    /// The running kernel's. `None` on a kernel without the patch.
     pub fn of_kernel() -> Option<Self> {
         Self::at(Path::new(ROOT))
     }
@@ -27,8 +27,8 @@ impl Uksm {
         root.is_dir().then(|| Self { root: root.to_owned() })
     }
 
-    /// Runs it with a governor until the result is dropped, which restores both. What it has merged stays merged: it has no command
-    /// that unmerges.
+    /// Runs UKSM with a governor. Dropping the result restores both files. Merged memory stays merged: UKSM has no
+    /// command to unmerge.
     pub fn drive(&self, governor: &str) -> anyhow::Result<[Changed; 2]> {
         // Dropped in this order: it stops first.
         let governor = Changed::to(self.root.join("cpu_governor"), governor)?;
@@ -36,7 +36,7 @@ impl Uksm {
         Ok([run, governor])
     }
 
-    /// Memory saved: pages that share another's frame. It does not count zeros here.
+    /// Memory saved: pages that share another's frame, without zeros.
     pub fn saved(&self) -> anyhow::Result<Bytes> {
         let path = self.root.join("pages_sharing");
         let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
@@ -53,7 +53,6 @@ pub struct GovernedUksm {
 }
 
 impl GovernedUksm {
-    /// All governors.
     pub fn all(seconds: u64) -> Vec<Box<dyn Policy>> {
         GOVERNORS.iter().map(|&governor| Box::new(Self { governor, seconds }) as Box<dyn Policy>).collect()
     }

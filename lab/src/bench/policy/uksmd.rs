@@ -1,6 +1,6 @@
-//! What uksmd does: the daemon of that name marks all programs that have run for half a minute, and leaves the rate to the
-//! kernel's default. It needs system calls that only pf-kernel has, so its rules are followed here, as of its README and
-//! source (<https://codeberg.org/pf-kernel/uksmd>, <https://github.com/CachyOS/uksmd>).
+//! uksmd's policy: this daemon marks all programs that have run for half a minute, and leaves the rate at the kernel's
+//! default. It needs system calls that only pf-kernel has, so we follow its rules here, as of its README and source
+//! (<https://codeberg.org/pf-kernel/uksmd>, <https://github.com/CachyOS/uksmd>).
 
 use super::ksm::mark_eligible;
 use super::{Marks, Policy, Stage};
@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 /// Between two looks.
 const EVERY: Duration = Duration::from_secs(15);
 
-/// How long a program must have run.
+/// A program must have run for this long.
 const OLD_SECONDS: f64 = 30.0;
 
-/// Programs that it leaves alone, by name.
+/// uksmd leaves programs with these names alone.
 const INCOMPATIBLE: [&[u8]; 3] = [b"mariadbd", b"mysqld", b"p2pool"];
 
 /// KSM by uksmd's rules.
@@ -46,7 +46,8 @@ impl Policy for UksmdRules {
             if scans_then != Some(scans) || is_calm {
                 for (process, marked) in stage.processes().iter().zip(&mut marked) {
                     if is_chosen(&process.stat()?.comm, age_seconds(process)?) {
-                        // The daemon marks a process with all that it will map; here what is new is marked at the next look.
+                        // The daemon marks a process with everything it'll ever map. We mark new memory at the next
+                        // look.
                         *marked = mark_eligible(process)?;
                     }
                 }
@@ -69,7 +70,7 @@ fn is_chosen(comm: &[u8], age_seconds: f64) -> bool {
 fn age_seconds(process: &Process) -> anyhow::Result<f64> {
     let uptime = fs::read_to_string("/proc/uptime")?;
     let uptime: f64 = uptime.split(' ').next().and_then(|text| text.parse().ok()).context("/proc/uptime")?;
-    // The kernel gives all user space 100 ticks a second.
+    // The kernel counts 100 ticks a second for all of user space.
     Ok(uptime - process.start_time_ticks() as f64 / 100.0)
 }
 
