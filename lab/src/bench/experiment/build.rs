@@ -1,4 +1,4 @@
-//! Compile jobs, two at a time: what short-lived processes save, and what merging them costs.
+//! Compile jobs, two at a time: how much we save in short-lived processes, and the cost of merging them.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, shuffled, sort_runs};
 use crate::bench::measures::{Spread, median};
@@ -24,11 +24,11 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// The order of the policies in each round follows from it.
+/// The seed for the order of policies in each round.
 const SEED: u64 = 16;
-/// Time for which a policy runs before the first job.
+/// A policy runs for this long before the first job.
 const HEAD_START: Duration = Duration::from_secs(2);
-/// Between two samples of the jobs' memory. One takes about 2 ms.
+/// Time between two samples of the jobs' memory. A sample takes about 2 ms.
 const INTERVAL: Duration = Duration::from_millis(250);
 
 struct Sizes {
@@ -37,7 +37,7 @@ struct Sizes {
     functions: u64,
 }
 
-/// What a policy has done to the jobs of one round.
+/// A policy's effect on the jobs of one round.
 #[derive(Clone, Copy, Debug)]
 struct Felt {
     /// Mean time from start to end of a job, and CPU time of a job and its children.
@@ -45,7 +45,7 @@ struct Felt {
     cpu_seconds: f64,
     /// CPU time of pagefold and ksmd for each job.
     policy_cpu_seconds: f64,
-    /// Anonymous memory of the compilers, and the part of it that was saved: means over time.
+    /// Anonymous memory of the compilers, and the part that we saved: means over time.
     held_mib: f64,
     saved_mib: f64,
 }
@@ -86,7 +86,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             felt.entry(name).or_default().push(one);
         }
     }
-    // By round, and in it in the order above.
+    // By round, and in the order above within a round.
     let names: Vec<String> =
         (1..=sizes.rounds).flat_map(|round| policies.map(|policy| in_round(&policy.name(), round))).collect();
     sort_runs(report, &names);
@@ -128,10 +128,10 @@ fn put_figures(
 /// Runs the jobs under a policy.
 fn compile_all(stage: &mut Stage<'_>, by: &dyn Policy, compiler: &Compiler, sizes: &Sizes) -> anyhow::Result<Felt> {
     let (setting, interrupt) = (stage.setting, stage.setting.interrupt);
-    // pagefold does not start with nothing in scope.
+    // pagefold doesn't start with nothing in scope.
     let idle = compiler.start_idle()?;
     stage.merge(by, &["--exe", &compiler.path().to_string_lossy()])?;
-    // Processes inherit from it that all their memory may be merged.
+    // `pagefold exec` permits merging all their memory, and processes inherit that.
     let exec = [setting.program.as_os_str(), OsStr::new("exec")];
     let starting = if by.marks() == Marks::Everything { &exec[..] } else { &[] };
     interrupt.sleep(HEAD_START)?;
@@ -163,14 +163,14 @@ fn compile_all(stage: &mut Stage<'_>, by: &dyn Policy, compiler: &Compiler, size
     })
 }
 
-/// The anonymous memory of all processes that run a program, and the part of it that merging saves: what others share, and zero
-/// pages. Bytes.
+/// The anonymous memory of all processes that run a program, and the part that merging saves: pages that others share,
+/// and zero pages. Bytes.
 fn memory_of(exe: &Path) -> (f64, f64) {
     let mut sum = (0.0, 0.0);
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     for pid in processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok()) {
         if fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|link| link == exe) {
-            // It may end at any time, and then it holds nothing.
+            // A process may end at any time, and then holds nothing.
             if let Ok((held, saved)) = memory_of_one(pid) {
                 sum = (sum.0 + held, sum.1 + saved);
             }

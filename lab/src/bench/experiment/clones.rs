@@ -1,5 +1,5 @@
-//! One program started again and again from a warm image, as sandboxes of functions and agents are: how long it takes until what each
-//! clone has in common with those before it is merged.
+//! Serverless-style churn, as in sandboxes for functions and agents: we start clones of a warm image one after another,
+//! and time how long each takes to merge with its predecessors.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::measures::median;
@@ -22,9 +22,9 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// The first clones, of which nothing is judged: they are there when the others start.
+/// The first clones. We don't judge them: they're there when the others start.
 const WARM: usize = 3;
-/// Clones that are alive at a time.
+/// This many clones are alive at a time.
 const ALIVE: usize = 4;
 const POLL: Duration = Duration::from_millis(50);
 
@@ -53,7 +53,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         warm_up: Duration::from_secs(warm_up),
         every: Duration::from_secs(every),
     };
-    // A path of its own: pagefold finds the clones by it.
+    // A path of its own, so pagefold can find the clones by it.
     let scratch = scratch()?;
     let player = scratch.path().join("clone");
     fs::copy(setting.player, &player)?;
@@ -85,8 +85,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Starts clones one after the other under KSM or pagefold. Returns the time from each one's start until 90 % of what it has in common
-/// with the others is merged, if that is before the next one starts.
+/// Starts clones one after another under KSM or pagefold. Returns the time from each clone's start until 90 % of its
+/// contents in common with the others is merged, if that happens before the next one starts.
 fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Sizes) -> anyhow::Result<Vec<Option<f64>>> {
     let interrupt = stage.setting.interrupt;
     let spec = TenantSpec::new([
@@ -135,7 +135,7 @@ fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Size
     Ok(seconds)
 }
 
-/// The number of pages of a process that are merged.
+/// The number of merged pages in a process.
 fn merged(process: &Process) -> Result<u64, ReadError> {
     let text = process.read_file("ksm_stat")?;
     Ok(number(&text, "ksm_merging_pages").unwrap_or(0))

@@ -1,5 +1,5 @@
-//! WordPress sites in containers of their own, whose pages are loaded all the time (UKSM, section 8.2.2): what their memory comes to when
-//! it is merged, and what merging takes.
+//! WordPress sites in containers of their own, under constant page loads (UKSM, section 8.2.2): how much memory they
+//! take when merged, and the cost of merging.
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::clients::Clients;
@@ -27,9 +27,9 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 const CONTAINERS: usize = 3;
-/// Of each container.
+/// Clients of each container.
 const CLIENTS: usize = 4;
-/// Time between two looks at the memory: one reads the page tables of some twenty processes.
+/// Time between two looks at the memory: a look reads the page tables of some twenty processes.
 const LOOK: Duration = Duration::from_millis(500);
 
 #[derive(Clone, Copy, Debug)]
@@ -41,13 +41,13 @@ struct Sizes {
     seconds: u64,
 }
 
-/// What goes on beside a policy.
+/// Page loads and memory samples beside a policy.
 struct Beside {
     clients: Vec<Clients>,
     memory: SamplingThread<Option<(Instant, Held)>>,
 }
 
-/// What was measured of one policy.
+/// The results for one policy.
 #[derive(Clone, Copy, Debug)]
 struct Measured {
     /// Anonymous memory, MiB, on average over time and at the end.
@@ -118,7 +118,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 }
 
 impl Beside {
-    /// Starts page loads of all containers, and watches their memory.
+    /// Starts page loads of all containers, and samples their memory.
     fn start(sites: &[Site], every: Duration) -> anyhow::Result<Self> {
         let client = |visitor: Visitor| move |number| visitor.visit(usize::try_from(number)?);
         let clients =
@@ -126,12 +126,13 @@ impl Beside {
         let clients = sites.iter().map(clients).collect();
         let pids = sites.iter().flat_map(Site::pids);
         let processes = pids.map(Process::open).collect::<Result<Vec<_>, _>>()?;
-        // They end before this does.
+        // The processes end before the sampling does.
         let look = move |_| Ok(Held::by(&processes).ok().map(|held| (Instant::now(), held)));
         Ok(Self { clients, memory: SamplingThread::start(LOOK, look) })
     }
 
-    /// Ends it. Returns what was measured between two instants, the latencies, and why the first page load failed until then, if any did.
+    /// Ends both. Returns the results between two instants, the latencies, and why the first page load failed until
+    /// then, if any did.
     fn finish(self, (from, to): (Instant, Instant)) -> anyhow::Result<(Measured, Histogram, Option<String>)> {
         let samples = self.memory.finish()?;
         let within: Vec<Held> =
@@ -183,7 +184,7 @@ fn put_figures(report: &mut ExperimentReport, all: &[(String, Measured)], undist
     report.picture("anonymous memory of three containers", "MiB; on average over time", rows);
 }
 
-/// What pagefold and ksmd took of a core in the median and in the busiest second, per cent.
+/// pagefold's and ksmd's share of a core in the median and in the busiest second, per cent.
 fn shares(points: &[SamplerPoint]) -> [f64; 2] {
     let last = points.last().map_or(0.0, |last| last.seconds);
     let second = |second| {

@@ -1,5 +1,5 @@
-//! UKSM's copy-on-write breaker (section 8.1.2): memory of one content whose pages are rewritten, one every 10 ms.
-//! Merged pages are counted in the page tables, since KSM's counters lag when merges are broken.
+//! UKSM's copy-on-write breaker (section 8.1.2): a program rewrites the pages of memory with one content, one every 10
+//! ms. We count merged pages in the page tables, since KSM's counters lag when COW breaks merges.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::metric;
@@ -47,7 +47,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     for &percent in shares {
         let ours = Pagefold::new(seconds).with(&["--cow-threshold", "100", "--top-share", &percent.to_string()]);
         let Some(own) = sequence.run(report, &ours, start)?.cloned() else { continue };
-        // KSM gets the share that was taken, not the one allowed.
+        // KSM gets the share that pagefold took, not the share it may take.
         let theirs = KsmSteered { share: taken(&own), seconds };
         let Some(peer) = sequence.run(report, &theirs, start)?.cloned() else { continue };
         let ((_, own_mean), (_, peer_mean)) = (most_and_mean(&own.in_page_tables), most_and_mean(&peer.in_page_tables));
@@ -79,7 +79,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Adds the figures and bars of the default settings: what is merged, and the effect on the writer.
+/// Adds the figures and bars of the default settings: how much we merge, and the effect on the writer.
 fn left_alone(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,

@@ -1,5 +1,5 @@
 //! The governors: the share of a core each takes, and the time each takes for the same work (UKSM's static mix,
-//! smaller). The CPU time of pagefold, its injector and ksmd is measured from outside.
+//! smaller). We measure the CPU time of pagefold, its injector and ksmd from outside.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::metric;
@@ -18,11 +18,11 @@ pub const EXPERIMENT: Experiment = Experiment {
 /// Names and shares of a core, fastest first.
 const GOVERNORS: [(&str, f64); 4] = [(metric::FULL, 0.95), ("medium", 0.50), ("low", 0.20), (metric::QUIET, 0.01)];
 
-/// The length of time over which shares must hold.
+/// Shares must hold over this length of time.
 const WINDOW_SECONDS: f64 = 10.0;
 
-/// Tolerances, of the share and in seconds per window: ksmd's CPU time lags by up to a tick, and the readings of one
-/// sample are not simultaneous.
+/// Tolerances, of the share and in seconds per window: ksmd's CPU time lags by up to a tick, and a sample doesn't take
+/// its readings all at once.
 const ERROR_OF_SHARE: f64 = 0.05;
 const ERROR_SECONDS: f64 = 0.02;
 

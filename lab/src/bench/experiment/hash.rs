@@ -1,9 +1,9 @@
-//! Adaptive partial hashing (UKSM sections 6 and 8.3) on memory of this process, so that, as in uksmd, no system call
+//! Adaptive partial hashing (UKSM sections 6 and 8.3) on this process's memory, so that, as in uksmd, no system call
 //! lies between the hash and the pages.
 //!
-//! Scans work like UKSM's. Pages are hashed at the strength of the round and looked up; pages with the same hash are
-//! compared. Those that differ are hashed in full and looked up again; this and the failed comparison are the penalty.
-//! Full-page hashes use the same scan, and never collide.
+//! Scans work like UKSM's. We hash pages at the round's strength, look them up, and compare pages with the same hash.
+//! If two differ, we hash both in full and look up again; this and the failed comparison are the penalty. Full-page
+//! hashes use the same scan, and never collide.
 
 mod pages;
 mod scanner;
@@ -24,9 +24,9 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// Of contents and a hash.
+/// Of a page set and a hash.
 const DUPLICATES: Metric = Metric::new("{}_{}_duplicates_found", "");
-/// Of contents, an adaptive hash and a full one.
+/// Of a page set, an adaptive hash and a full one.
 const SPEED_VS: Metric = Metric::new("{}_{}_speed_vs_{}", "");
 const OWN: &str = "own_full";
 const XXH64: &str = "xxh64_full";
@@ -68,8 +68,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                 contender.round(&mut scanner, &mut Pass::default());
             }
         }
-        // Alternate, so that other load affects all; each on different pages, so that none profits from what another
-        // has brought into the cache.
+        // The hashes take turns, so that other load affects all of them, and each gets different pages, so that none
+        // profits from pages that another has brought into the cache.
         let mut found: [Vec<Pass>; 6] = Default::default();
         for _ in 0..passes {
             let mut now = [Pass::default(); 6];

@@ -1,5 +1,5 @@
-//! Memory in huge pages, which merging splits: what is saved for how many of them, and what a program that looks up scattered
-//! pages loses.
+//! Merging splits huge pages: how much we save for each split, and how much a program that looks up scattered pages
+//! slows down.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::measures::median;
@@ -27,8 +27,8 @@ pub const EXPERIMENT: Experiment = Experiment {
 const TENANTS: usize = 2;
 const HUGE_MIB: u64 = 2;
 const TENTHS: u32 = 10;
-/// Memory of the same contents in both tenants, memory found nowhere else, and memory of which 5 of the 512 pages of a huge page
-/// have one content.
+/// Memory with the same contents in both tenants, memory found nowhere else, and memory with one content in 5 of a huge
+/// page's 512 pages.
 const KINDS: [&str; 3] = ["duplicate", "unique", "1 % duplicate"];
 /// Every kind in a program of its own, or all kinds in one mapping of each program.
 const LAYOUTS: [&str; 2] = ["", " in one mapping"];
@@ -38,9 +38,9 @@ const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 struct Check {
     /// Memory in huge pages.
     huge_mib: f64,
-    /// Nanoseconds a read at the fastest, by kind of memory.
+    /// Nanoseconds per read at the fastest, by kind of memory.
     ns: Vec<(&'static str, f64)>,
-    /// Huge pages split on the whole machine since it started: from base pages on, and in page tables.
+    /// Huge pages split on the whole machine since boot: into base pages, and in page tables.
     split_pages: f64,
     split_mappings: f64,
 }
@@ -99,7 +99,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             split.insert(name.clone(), lost);
             rows.push((name, lost));
         }
-        // The next ones are other programs.
+        // The next programs are different ones.
         sequence.expected = None;
         let [ours, everything] = [SUBJECT, KSM_EVERYTHING].map(|policy| format!("{policy}{layout}"));
         if layout.is_empty() {
@@ -123,7 +123,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Adds what a policy has changed, and returns how many huge pages of the tenants it has split. `None` if a check is missing.
+/// Adds a policy's effects, and returns how many of the tenants' huge pages it has split. `None` if a check is missing.
 fn put_figures(report: &mut ExperimentReport, policy: &str, tenants: &[Vec<Check>]) -> Option<f64> {
     let (mut before, mut during) = (Vec::new(), Vec::new());
     for checks in tenants {
@@ -162,7 +162,7 @@ fn look(tenant: &mut Tenant, kinds: &[&'static str], reading: Duration) -> anyho
     })
 }
 
-/// Nanoseconds a read in each segment, in the fastest tenth of the time: other programs can only make it slower.
+/// Nanoseconds per read in each segment, in the fastest tenth of the time: other programs can only slow it down.
 fn fastest(tenant: &mut Tenant, kinds: &[&'static str], reading: Duration) -> anyhow::Result<Vec<(&'static str, f64)>> {
     let mut least: Vec<_> = kinds.iter().map(|&kind| (kind, f64::MAX)).collect();
     for _ in 0..TENTHS {

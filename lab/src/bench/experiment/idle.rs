@@ -1,4 +1,4 @@
-//! The cost of watching memory without duplicates, once it has been sampled for the first time.
+//! The cost of watching memory without duplicates, after the first sampling.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib, need_memory};
 use crate::bench::guest::GuestMachine;
@@ -16,13 +16,13 @@ pub const EXPERIMENT: Experiment = Experiment {
 
 const TENANT_MIB: u64 = 2048;
 
-/// The emulated machine: half as much memory again as is watched, and what the kernel needs.
+/// The emulated machine: 1.5 times the watched memory, and room for the kernel.
 pub fn machine(quick: bool) -> GuestMachine {
     if quick { GuestMachine::small(quick) } else { GuestMachine::new(4 * TENANT_MIB * 3 / 2 + 1024, quick) }
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    // In ascending order: the last one is judged.
+    // In ascending order: we judge the last one.
     let (tenant_mib, tenants, settle, seconds): (u64, &[u64], u64, u64) =
         if setting.quick { (64, &[1], 2, 5) } else { (TENANT_MIB, &[1, 4], 30, 60) };
     report.parameters([("settling_seconds", settle), ("seconds", seconds), ("tenant_mib", tenant_mib)]);

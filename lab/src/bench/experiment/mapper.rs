@@ -1,4 +1,4 @@
-//! The effect on a program that constantly maps and unmaps memory: reading its memory takes its `mmap_lock`.
+//! The effect on a program that constantly maps and unmaps memory: to read its memory, we take its `mmap_lock`.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::policy::{NO_MERGING, NoMerging, Pagefold, SUBJECT};
@@ -12,7 +12,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// Alternate with and without merging, so that other load affects both.
+/// Turns with and without merging alternate, so that other load affects both.
 const TURNS: usize = 3;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
@@ -52,7 +52,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Number of maps in each tenth of a second of a run.
+/// Maps in each tenth of a second of a run.
 fn speeds(run: &PolicyRun) -> Vec<u64> {
     run.counters.first().map(|(_, after)| after.maps.clone()).unwrap_or_default()
 }

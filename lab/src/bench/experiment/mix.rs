@@ -32,7 +32,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
         Ok(targets)
     };
-    // A program that has dropped root's rights is left alone unless it is named.
+    // We leave a program that has dropped root's rights alone unless it's named.
     let ours = Pagefold::new(seconds).with(&["--allow", "memcached"]);
     let mut sequence = PolicySequence::take(setting)?;
     sequence.run(report, &KsmEverything, start)?;

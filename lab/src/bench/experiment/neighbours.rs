@@ -1,6 +1,6 @@
-//! What the programs beside a policy feel: the latencies of a redis and of a MariaDB server under fixed open loads, and the speeds of a
-//! compression and a compilation, on the cores that ksmd and pagefold use too, while memory is merged and when that is done. The
-//! servers are among the programs whose memory is merged, so their own writes to merged pages count.
+//! How the programs beside a policy fare on the cores that ksmd and pagefold use too, during merging and afterwards:
+//! the latencies of a redis and a MariaDB server under fixed open loads, and the speeds of a compression and a
+//! compilation. We merge the servers' memory too, so their own writes to merged pages count.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib, shuffled, sort_runs};
 use crate::bench::latencies::{Histogram, Latencies};
@@ -30,12 +30,12 @@ pub const EXPERIMENT: Experiment = Experiment {
 };
 
 const INSTANCES: usize = 3;
-/// Compression and compilation are jobs in the background, as jobs are beside servers. At the servers' priority they alone would decide
-/// how long the slowest requests take.
+/// Compression and compilation run in the background, as jobs beside servers do. At the servers' priority they alone
+/// would decide how long the slowest requests take.
 const NICENESS: [&str; 2] = ["-n", "10"];
-/// What is compressed each time.
+/// We compress this much text each time.
 const TEXT_BYTES: usize = 2 << 20;
-/// The order of the policies in each round follows from it, unless another one is asked for.
+/// The seed for the order of policies in each round, unless the user asks for another.
 const SEED: u64 = 15;
 
 #[derive(Clone, Copy, Debug)]
@@ -48,11 +48,11 @@ struct Sizes {
     rows: u64,
     /// Queries a second to MariaDB.
     queries: u64,
-    /// Time while memory is merged, time until nothing is left to merge, and time at rest, seconds.
+    /// Time for merging, time until nothing is left to merge, and time at rest, seconds.
     merging: u64,
     settling: u64,
     resting: u64,
-    /// Functions of the program that is compiled: several times in each window.
+    /// Functions of the program that we compile several times in each window.
     functions: u32,
 }
 
@@ -88,7 +88,7 @@ impl Sizes {
     }
 }
 
-/// One of the two windows in which the programs are measured.
+/// One of the two windows in which we measure the programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Window {
     Merging,
@@ -98,7 +98,7 @@ enum Window {
 impl Window {
     const ALL: [(Self, &'static str); 2] = [(Self::Merging, WHILE_MERGING), (Self::Rest, AT_REST)];
 
-    /// From when to when, since the start of a run.
+    /// Start and end, since the run began.
     fn within(self, sizes: &Sizes) -> (Duration, Duration) {
         let (from, seconds) = match self {
             Self::Merging => (0, sizes.merging),
@@ -111,16 +111,16 @@ impl Window {
 /// The servers under load.
 const SERVERS: [&str; 2] = ["redis", "mariadb"];
 
-/// What the programs felt in one window.
+/// How the programs fared in one window.
 #[derive(Clone, Copy, Debug)]
 struct Felt {
     /// Of each server.
     servers: [Tail; SERVERS.len()],
     /// MiB a second.
     compression: f64,
-    /// Each second.
+    /// Compilations a second.
     compilations: f64,
-    /// Merged pages that were written and so copied, if the kernel counts them.
+    /// Merged pages that programs wrote and so copied, if the kernel counts them.
     copied: Option<f64>,
 }
 
@@ -139,7 +139,7 @@ struct Load {
     compilation: Repeated,
 }
 
-/// What was measured in a run.
+/// The results of a run.
 struct Finished {
     servers: [Measured; SERVERS.len()],
     compressed: Done,
@@ -154,14 +154,14 @@ impl Load {
     }
 }
 
-/// What the programs of each run are started from.
+/// We start each run's programs from these.
 struct Images {
     redis: RedisData,
     mariadb: MariaDbData,
     gzip: PathBuf,
     gcc: PathBuf,
     nice: PathBuf,
-    /// What is compressed, and what is compiled.
+    /// The input of the compression and of the compilation.
     text: PathBuf,
     program: PathBuf,
     /// Removed last.
@@ -180,7 +180,7 @@ impl Images {
         Ok(Self { redis, mariadb, gzip, gcc, nice, text, program, scratch })
     }
 
-    /// Starts the programs whose memory is merged, and the load as soon as the servers under it have started.
+    /// Starts the programs to merge, and the load once the servers under it are up.
     fn start(&self, setting: &ExperimentSetting<'_>, sizes: &Sizes) -> anyhow::Result<(Vec<Box<dyn Target>>, Load)> {
         let scratch = self.scratch.path();
         let database = self.mariadb.start(scratch, 0)?;
@@ -218,7 +218,7 @@ impl Images {
     }
 }
 
-/// A program in C with so many functions.
+/// A C program with this many functions.
 fn source(functions: u32) -> String {
     let function = |number| {
         format!(
@@ -270,11 +270,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                 load = Some(started);
                 Ok(targets)
             })?;
-            // The servers have ended, and the requests with them.
+            // The servers have ended, and so have the requests.
             let Some(load) = load else { continue };
             let finished = load.finish()?;
             let Some(run) = run else { continue };
-            // Compressions that end meanwhile are not pagefold's.
+            // Compressions that end meanwhile aren't pagefold's.
             let points = std::mem::take(&mut run.points);
             run.set_own_samples(&points);
             let name = run.policy.clone();
@@ -305,7 +305,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
     }
     report.latencies = latencies;
-    // By round, and in it in the order above.
+    // By round, and in the order above within a round.
     let names: Vec<String> = (1..=sizes.rounds)
         .flat_map(|round| policies.iter().map(move |policy| in_round(&policy.name(), round)))
         .collect();
@@ -345,7 +345,7 @@ fn felt_in(
 /// p99 of undisturbed in each round, by policy, window and server.
 type Ratios = BTreeMap<(String, Window, &'static str), Vec<f64>>;
 
-/// Redis was the first, and its figures have no name of a server.
+/// Redis was the first server here, so its figures don't name one.
 fn of_server(server: &str) -> String {
     if server == SERVERS[0] { String::new() } else { format!(" of {server}") }
 }

@@ -2,8 +2,8 @@
 //! sections 5.2 and 5.3).
 //!
 //! Plain KSM, and pagefold with each placement policy, merge the pages of programs bound to nodes. If this machine has
-//! only one node, that happens on an emulated machine with four. The placement is read from page tables; its effect on
-//! run times is modelled ([`model`]): accesses drawn over the real placement are weighted with latencies, measured on
+//! only one node, an emulated machine with four does that. We read the placement from page tables, and model the effect
+//! on run times ([`model`]): we draw accesses over the real placement and weight them with latencies, measured ones on
 //! real nodes, the thesis's on emulated ones.
 
 mod guest;
@@ -35,7 +35,7 @@ struct NumaSizes {
     seconds: u64,
     /// Number of runs of each of `kernel` and `fair`.
     turns: usize,
-    /// Number of the thesis's priority configurations to run.
+    /// How many of the thesis's priority configurations to run.
     priorities: usize,
     /// Also run three and four programs, and one on each of four nodes.
     larger_groups: bool,
@@ -67,7 +67,7 @@ const QUICK: NumaSizes = NumaSizes {
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let sizes = if setting.quick { QUICK } else { FULL };
-    // The thesis's, unless measured: the emulator has no realistic latencies.
+    // The thesis's latencies, unless we measure: the emulator has no realistic ones.
     let mut latencies = Latencies::default();
     let nodes = if setting.guest.is_none() { Nodes::of_machine()? } else { None };
     report.parameters([("pages", sizes.pages), ("seconds", sizes.seconds), ("accesses", sizes.accesses)]);
@@ -119,7 +119,7 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
             rows.push((format!("KSM, {}", program.name), unfair));
             rows.push((format!("pagefold, {}", program.name), even));
             least = Some(least.map_or(even, |least| least.min(even)));
-            // The programs that wait for memory most of the time.
+            // These programs wait for memory most of the time.
             if set.is_empty() && program.wait_share() > 0.7 {
                 report.bar(format!("{title}: fairness, KSM (modelled)"), Limit::AtMost(0.85), Some(unfair));
             }
@@ -183,7 +183,7 @@ fn judge_cpu(report: &mut ExperimentReport) {
     report.bar("CPU of pagefold and ksmd with fair relative to kernel", Limit::AtMost(1.25), Some(fair / kernel));
 }
 
-/// The last run of a policy, which has no start-up effects.
+/// The last run of a policy, without start-up effects.
 fn last(report: &ExperimentReport, policy: &str) -> Option<PolicyRun> {
     report.runs.iter().rfind(|run| run.policy == policy).cloned()
 }

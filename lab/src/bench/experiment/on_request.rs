@@ -1,5 +1,6 @@
-//! Finding and merging together, by each way to merge: KSM's own scanning, pagefold with ksmd, pagefold on request. Needs a
-//! kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions. On a kernel with UKSM, its governors.
+//! Compares finding and merging together across the ways to merge: KSM's own scanning, pagefold with ksmd, pagefold on
+//! request. Needs a kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions. On
+//! a kernel with UKSM, we run its governors.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::page_tables::{self, most_and_mean};
@@ -19,23 +20,23 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// The policy that is judged.
+/// The policy that we judge.
 pub(super) const JUDGED: [&str; 4] = ["--governor", "full", "--mechanism", "request"];
 pub(super) const ON_KSMD: [&str; 4] = ["--governor", "full", "--mechanism", "ksmd"];
 
-/// Time for which pagefold runs before the first of several programs starts.
+/// pagefold runs for this long before the first of several programs starts.
 const HEAD_START: Duration = Duration::from_secs(2);
 
 /// Memory to merge.
 struct Work {
     name: &'static str,
-    /// One tenant for each.
+    /// One tenant holds each.
     segments: Vec<Segment>,
     /// Pages that merging all duplicates frees.
     savable: u64,
     /// Whether a further tenant rewrites memory of the same content.
     rewriting: bool,
-    /// What is required of merging on request: MiB a CPU second and seconds, to 90 %.
+    /// The target for merging on request: MiB a CPU second and seconds, to 90 %.
     at_least: f64,
     within: Option<f64>,
 }
@@ -102,7 +103,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         policies.push(Box::new(ours(&ON_KSMD)));
         policies.push(Box::new(ours(&JUDGED)));
         eprintln!("{}: {}", report.experiment, work.name);
-        // The number of answers is that of the tenants.
+        // The number of answers depends on the tenants.
         sequence.expected = None;
         for policy in &policies {
             let Some(run) = sequence.run(report, &**policy, || start(setting, &work, scale))? else { continue };
@@ -126,7 +127,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// When 90 % of what can be saved was.
+/// The time and efficiency at which we had saved 90 % of the savable memory.
 #[derive(Clone, Copy, Debug)]
 struct Reached {
     seconds: f64,
@@ -160,8 +161,8 @@ fn start(setting: &ExperimentSetting<'_>, work: &Work, scale: u64) -> anyhow::Re
     Ok(targets)
 }
 
-/// Programs, one after the other, each with memory of one content for some seconds. pagefold finds them by their executable,
-/// which is this program's, so only in an emulated machine.
+/// Starts programs one after another, each with memory of one content for some seconds. pagefold finds them by their
+/// executable, this program's, so we only do this in an emulated machine.
 fn successors(
     setting: &ExperimentSetting<'_>,
     sequence: &mut PolicySequence<'_>,
@@ -184,8 +185,9 @@ fn successors(
     Ok(())
 }
 
-/// Runs the programs under pagefold with these options, or under KSM. The memory saved is the average over their lives, by their
-/// page tables: KSM's counters include programs that have ended until the next ksmd scan. Returns it in MiB, and the CPU time.
+/// Runs the programs under pagefold with these options, or under KSM. Returns the memory saved, MiB, and the CPU time.
+/// The saving is the average over the programs' lives by their page tables: KSM's counters include ended programs until
+/// the next ksmd scan.
 fn succession(stage: &mut Stage<'_>, by: &dyn Policy) -> anyhow::Result<(f64, f64)> {
     let (setting, interrupt) = (stage.setting, stage.setting.interrupt);
     let (mebibytes, life, count) = if setting.quick { (8, 3, 2) } else { (64, 16, 4) };

@@ -1,5 +1,5 @@
-//! More memory than there is: programs with the same contents are started one after the other below a limit, each as soon as there is
-//! room for it.
+//! More memory than there is: we start programs with the same contents one after another below a limit, each as soon as
+//! there's room.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::metric;
@@ -23,7 +23,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 
 /// One page in this many of each program is its own.
 const OWN_PART: u64 = 32;
-/// Room for what a program has besides, and for what the kernel needs for it, bytes.
+/// Room for the rest of a program's memory, and for the kernel's records of it, bytes.
 const MARGIN: u64 = 8 << 20;
 const POLL: Duration = Duration::from_millis(50);
 
@@ -32,7 +32,7 @@ struct Sizes {
     limit: Bytes,
     each: Pages,
     most: usize,
-    /// How long a program waits for room.
+    /// A program waits this long for room.
     patience: Duration,
 }
 
@@ -46,7 +46,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     ]);
     let (limit, patience) = (Bytes(limit_mib << 20), Duration::from_secs(patience));
     let sizes = Sizes { limit, each: mib(each_mib), most: usize::try_from(most)?, patience };
-    // A path of its own: pagefold finds the programs by it.
+    // A path of its own, so pagefold can find the programs by it.
     let scratch = scratch()?;
     let player = scratch.path().join("held");
     fs::copy(setting.player, &player)?;
@@ -71,7 +71,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Starts programs as long as there is room for each in time. Returns how many were started.
+/// Starts programs as long as there's room for the next in time. Returns how many.
 fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Sizes) -> anyhow::Result<usize> {
     let interrupt = stage.setting.interrupt;
     let group = MemoryLimit::make(sizes.limit.0)?;
@@ -90,7 +90,7 @@ fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Size
         }
         Ok(tenant)
     };
-    // pagefold does not start with nothing in scope.
+    // pagefold doesn't start with nothing in scope.
     let mut tenants = vec![start()?];
     stage.merge(by, &["--exe", &player.to_string_lossy()])?;
     let needed = sizes.each.bytes().0 + MARGIN;
@@ -112,7 +112,7 @@ fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Size
         intact &= tenant.verify()? == Verdict::Intact;
     }
     ensure!(group.kills()? == 0, "the kernel has killed a program");
-    // What is unmerged comes back.
+    // Unmerging needs room for the copies.
     group.lift()?;
     stage.end()?;
     stage.run.answers_correct = Answers { before: true, during: intact, after: intact };

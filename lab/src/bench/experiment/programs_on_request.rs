@@ -1,5 +1,6 @@
-//! Real programs under each way to merge, as [`on_request`](super::on_request) does it with made-up memory, and the worst memory for
-//! a comparison. Needs a kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions.
+//! Real programs under each way to merge, as [`on_request`](super::on_request) does with made-up memory, and the worst
+//! memory for a comparison. Needs a kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted
+//! instructions.
 
 use super::on_request::{JUDGED, ON_KSMD};
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
@@ -70,7 +71,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Runs KSM, pagefold with ksmd, and pagefold on request, for some seconds or until enough is saved, on newly started programs.
+/// Runs KSM, pagefold with ksmd, and pagefold on request on freshly started programs, for some seconds or until they've
+/// saved enough.
 fn compare(
     sequence: &mut PolicySequence<'_>,
     report: &mut ExperimentReport,
@@ -87,7 +89,7 @@ fn compare(
     Ok(runs)
 }
 
-/// Runs a policy on some programs, and reports it under their name.
+/// Runs a policy on some programs, and reports it under the programs' name.
 fn one(
     sequence: &mut PolicySequence<'_>,
     report: &mut ExperimentReport,

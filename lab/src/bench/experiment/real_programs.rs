@@ -7,8 +7,8 @@ use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{MariaDbData, RedisData, Target, scratch};
 use pagefold_workload::Segment;
 
-/// The databases alone. Most of what is scanned merges, and merging costs every policy the same, so even the oracle
-/// takes most of KSM's time.
+/// The databases alone. Most scanned memory merges, and merging costs every policy the same, so even the oracle takes
+/// most of KSM's time.
 pub const EXPERIMENT: Experiment = Experiment {
     name: "real-programs",
     claim: "ours: on databases with the same data pagefold saves nine tenths of what KSM saves by scanning everything, in \

@@ -27,9 +27,9 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// Time in which most must be saved.
+/// We must save most within this time.
 const SECONDS: u64 = 60;
-/// The programs take less than half; the rest is for others and for unmerging everything at once.
+/// The programs take less than half. The rest is for others and for unmerging everything at once.
 const NEEDED_MIB: u64 = 12 << 10;
 
 /// Of a policy and a kind of program.
@@ -81,7 +81,7 @@ fn kind<'a, T: Target + 'static>(name: &'static str, start: impl Fn(usize) -> an
     (name, Box::new(move |instance| Ok(Box::new(start(instance)?))))
 }
 
-/// The counts of each program, with its kind: before its memory is marked, while it is merged, and afterwards.
+/// The counts of each program, with its kind: before we mark its memory, while it's merged, and afterwards.
 type Snapshots = Vec<(&'static str, Notes<DuplicateCount>)>;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
@@ -121,7 +121,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         seen.borrow_mut().push(snapshots);
         Ok(targets)
     };
-    // The guests are started with `mem-merge=off`, or QEMU would mark them itself, and that counts as their owner's no.
+    // The guests start with `mem-merge=off`, or QEMU would mark them itself, and that counts as an opt-out.
     let ours = Pagefold::new(sizes.seconds).with(&["--override-opt-out", QEMU]);
     let name = ours.name();
     let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(KsmEverything), Box::new(ours)];
@@ -145,7 +145,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Prepares the kinds that can be started here. Kinds whose tools are not installed are skipped with a message.
+/// Prepares the kinds that we can start here. If a kind's tools aren't installed, we skip it with a message.
 fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> {
     fn found<T>(name: &str, tools: anyhow::Result<T>) -> Option<T> {
         tools.inspect_err(|error| eprintln!("SKIP {name}: {error:#}")).ok()
@@ -181,11 +181,11 @@ fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<
 fn put_figures(report: &mut ExperimentReport, policy: &str, snapshots: &Snapshots) {
     let mut sums: BTreeMap<&str, DuplicateCount> = BTreeMap::new();
     for (kind, counts) in snapshots {
-        // The one with the most pages merged, then marked.
+        // The check with the most pages merged, then marked.
         let counts = counts.borrow();
         let Some(&most) = counts.iter().max_by_key(|count| (count.merged, count.marked)) else { continue };
         *sums.entry(kind).or_default() += most;
-        // The sum is over kinds, so its heap means nothing.
+        // This sum is over kinds, so its heap means nothing.
         *sums.entry("all").or_default() += DuplicateCount { heap: Pages(0), ..most };
     }
     for (kind, sum) in &sums {
@@ -226,11 +226,11 @@ struct DuplicateCount {
     anonymous: Pages,
     /// Marked address space, present or not.
     marked: Pages,
-    /// Marked anonymous pages, including KSM's zero pages. Unwritten file pages do not count, since KSM skips them.
+    /// Marked anonymous pages, including KSM's zero pages. Unwritten file pages don't count, since KSM skips them.
     marked_present: Pages,
-    /// The merged ones of these, including the copies that were kept.
+    /// The merged pages among these, including the kept copies.
     merged: Pages,
-    /// The heap that should be left alone, if any.
+    /// The heap that we should leave alone, if any.
     heap: Pages,
     /// The marked part of the heap.
     heap_marked: Pages,
@@ -242,7 +242,7 @@ impl DuplicateCount {
         Ok(Self::from_details(&read_smaps(process)?, zeros, heap))
     }
 
-    /// `zeros` are the pages that KSM replaced by the kernel's zero page, which smaps does not count.
+    /// `zeros` are the pages that KSM replaced by the kernel's zero page. smaps doesn't count them.
     fn from_details(details: &[VmaDetail], zeros: Pages, heap: Option<&Range<u64>>) -> Self {
         let kib = |kib: u64| Pages(kib * 1024 / PAGE_SIZE as u64);
         let mut snapshot = Self { anonymous: zeros, marked_present: zeros, merged: zeros, ..Self::default() };

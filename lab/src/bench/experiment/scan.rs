@@ -1,5 +1,5 @@
-//! The cost of `pagefold scan` relative to a bare loop that reads the same pages, and the accuracy of its estimates.
-//! Nothing is merged, so KSM is left alone.
+//! The cost of `pagefold scan` relative to a bare loop that reads the same pages, and the accuracy of its estimates. We
+//! merge nothing, so we leave KSM alone.
 
 use super::{Experiment, ExperimentSetting, mib};
 use crate::bench::daemon::{self, Completed};
@@ -27,7 +27,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 
 /// Number of samples, each with its own seed.
 const SAMPLES: u32 = 20;
-/// Pages that the bare loop reads per call.
+/// The bare loop reads this many pages per call.
 const CALL_PAGES: usize = 256;
 /// Ranges per call (UIO_MAXIOV).
 const CALL_PIECES: usize = 1024;
@@ -105,7 +105,7 @@ fn total(ran: &Completed, pointer: &str) -> anyhow::Result<f64> {
 enum Order {
     /// Like a sampler without a plan.
     Random,
-    /// Like `pagefold scan`, so that neighbouring page tables are still cached.
+    /// Like `pagefold scan`, so neighbouring page tables are still cached.
     Ascending,
 }
 

@@ -1,6 +1,6 @@
 //! UKSM's short-lived memory (section 8.1.3): a program repeatedly maps 500 MB, fills all pages alike, sleeps for T,
-//! unmaps the memory and sleeps for T. The daemon starts first. The program itself counts its merged pages just before
-//! it unmaps them.
+//! unmaps the memory and sleeps for T. The daemon starts first. The program counts its own merged pages just before it
+//! unmaps them.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::measures::median;
@@ -19,7 +19,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// Time for which the daemon runs before the memory appears.
+/// The daemon runs for this long before the memory appears.
 const HEAD_START: Duration = Duration::from_secs(2);
 
 /// Extra time for a lifetime on a busy machine: mapping, filling, counting, unmapping.
@@ -84,11 +84,11 @@ fn name_of_lives(by: &dyn Policy, life_ms: u64) -> String {
     format!("{by}, T = {} s", life_ms as f64 / 1000.0)
 }
 
-/// What is judged of some lifetimes.
+/// The results of some lifetimes.
 struct Lived {
-    /// Of each.
+    /// One for each lifetime.
     merged_pages: Vec<f64>,
-    /// Marked by pagefold.
+    /// Spans that pagefold marked.
     spans: Option<f64>,
 }
 

@@ -1,4 +1,5 @@
-//! CMD's classes and nuKSM's forests, in virtual time: algorithms on generated memory. Nothing here touches this machine's KSM.
+//! CMD's classes and nuKSM's forests in virtual time: we run the algorithms on generated memory, and leave this
+//! machine's KSM alone.
 
 use super::{Experiment, ExperimentSetting};
 use crate::bench::metric;
@@ -25,11 +26,11 @@ pub const FORESTS: Experiment = Experiment {
     run: run_forests,
 };
 
-/// The workloads for which CMD gives figures.
+/// CMD gives figures for these workloads.
 const WORKLOADS: [&str; 3] = ["kernel-build", "web-server", "database"];
 
-/// An algorithm of CMD, and what the paper gives at worst of three workloads: the share of KSM's comparisons and of its sharing, and by
-/// how many percentage points fewer comparisons are futile on average.
+/// An algorithm of CMD, the paper's worst figures of three workloads for its comparisons and its sharing relative to
+/// KSM's, and by how many percentage points fewer comparisons are futile on average.
 const CMD: [(Algorithm, f64, f64, f64); 3] = [
     (Algorithm::CmdAddress, 0.71, 0.39, 4.8),
     (Algorithm::CmdPageCount, 0.86, 0.87, 6.4),
@@ -99,7 +100,7 @@ fn run_forests(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -
         report.figure(format!("scan, CPU s (modelled), trees: {trees:4}"), point.round_seconds);
         points.push(point);
     }
-    // Memory runs out at another time for each algorithm; a time after the end stands for never.
+    // Memory runs out at a different time for each algorithm. A time after the end stands for never.
     let exhausted = |algorithm: Option<Algorithm>| {
         setting.interrupt.check()?;
         anyhow::Ok(race.run(algorithm).exhausted_seconds)

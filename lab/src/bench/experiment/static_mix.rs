@@ -16,7 +16,7 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// The advisor's target is 200 s per scan, the kernel's default rate takes as long, and merging takes two scans.
+/// The advisor aims at 200 s per scan, the kernel's default rate takes as long, and merging takes two scans.
 const LONG_SECONDS: u64 = 440;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {

@@ -1,6 +1,7 @@
-//! The KSM tree's worst case: two programs whose pages all differ from one another in the last eight bytes only, and each of which the
-//! other program has too, so that every comparison of a search reads two whole pages. And what merging does to a program that reads: a
-//! word of every page, before and after, in that case and in the best one, where all pages are equal.
+//! The KSM tree's worst case: two programs with the same pages, which all differ from one another in the last eight
+//! bytes only, so that every comparison of a search reads two whole pages. We also measure how merging affects a
+//! program that reads a word of every page, before and after, in that case and in the best one, where all pages are
+//! equal.
 
 use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::measures::median;
@@ -75,7 +76,7 @@ fn read(
     }
     ksm.stop()?;
     let saved = ksm.ksm().counters()?.view(true, false).saved();
-    // Both programs' pages, but for those that stay: at most one of two.
+    // Both programs' pages except the copies that stay: at most one page of two.
     ensure!(saved.0 >= segment.pages().0 * 9 / 10, "only {} pages were merged", saved.0);
     let after = read_us(&mut tenants[0], segment.pages())?;
     ksm.unmerge()?;
@@ -85,7 +86,7 @@ fn read(
     Ok(())
 }
 
-/// The median time that a tenant takes to read a word of each page, without that of asking it.
+/// The median time that a tenant takes to read a word of each page, without the time to ask it.
 fn read_us(tenant: &mut Tenant, pages: Pages) -> anyhow::Result<f64> {
     let mut time = |pages| {
         let times = (0..READS).map(|_| {

@@ -1,5 +1,5 @@
-//! Virtual machines that are started one after the other (UKSM): what is saved when the last one is up, and how much is swapped out where
-//! there is less memory than they need.
+//! Virtual machines that start one after another (UKSM): how much we save by the time the last one is up, and how much
+//! the kernel swaps out if there's less memory than they need.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, need_memory};
 use crate::bench::metric;
@@ -27,9 +27,9 @@ pub const OVERCOMMITTED: Experiment = Experiment {
     run: run_overcommitted,
 };
 
-/// The kernel's default, and what is commonly configured: pages each 20 ms.
+/// The kernel's default, and a common setting: pages each 20 ms.
 const KSM_PAGES: [u64; 2] = [100, 1000];
-/// Of each guest, at most, with what unmerging all of them at once takes.
+/// Per guest, at most, including room to unmerge all of them at once.
 const NEEDED_MIB: u64 = 600;
 
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +38,7 @@ struct Sizes {
     memory_mib: u64,
     /// The time between two starts.
     every: Duration,
-    /// What they may have together. The rest is swapped out.
+    /// The machines' limit together. The kernel swaps out the rest.
     limit_mib: Option<u64>,
 }
 
@@ -109,13 +109,14 @@ fn run_all(
     sizes: &Sizes,
 ) -> anyhow::Result<()> {
     let scratch = scratch()?;
-    // A path of its own: pagefold finds the machines by it.
+    // A path of its own, so pagefold can find the machines by it.
     let mut image = WorkingGuests::make(scratch.path(), sizes.memory_mib, GuestWork::Web)?.with_own_emulator()?;
     let mut expected = None;
     let mut sequence = PolicySequence::take(setting)?;
     for &policy in policies {
         let name = name_of(policy);
-        // QEMU marks the guests' memory by default, and mem-merge=off is their owner's no, which pagefold is told to override.
+        // QEMU marks the guests' memory by default. `mem-merge=off` opts them out, and we tell pagefold to override
+        // that.
         image.set_merge(policy.marks() == Marks::Everything);
         let up =
             sequence.conduct(report, &name, &name, |stage| start_all(stage, policy, &image, sizes, &mut expected))?;
@@ -129,26 +130,26 @@ fn run_all(
     Ok(())
 }
 
-/// pagefold that overrides the guests' owner's no, `mem-merge=off`.
+/// pagefold, overriding the guests' opt-out (`mem-merge=off`).
 fn ours() -> Pagefold {
     Pagefold::new(0).with(&["--override-opt-out", QEMU])
 }
 
-/// What pagefold is told about the guests does not show in its name.
+/// The name leaves out the options about the guests.
 fn name_of(by: &dyn Policy) -> String {
     if is_ours(&by.name()) { SUBJECT.to_owned() } else { by.name() }
 }
 
-/// What was seen when all machines were up.
+/// The results once all machines are up.
 struct Up {
     seconds: f64,
     /// Their anonymous memory, MiB.
     held_mib: f64,
-    /// What the whole machine has swapped out meanwhile.
+    /// Pages that the whole machine has swapped out meanwhile.
     swapped: Pages,
 }
 
-/// Starts the machines under a policy. Returns what was measured until all were up.
+/// Starts the machines under a policy. Returns the results until all are up.
 fn start_all(
     stage: &mut Stage<'_>,
     policy: &dyn Policy,
@@ -165,7 +166,7 @@ fn start_all(
     };
     let swapped_before = swapped_out()?;
     let began = Instant::now();
-    // Before the policy, since pagefold does not start with nothing in scope.
+    // Before the policy, since pagefold doesn't start with nothing in scope.
     let mut guests = vec![start(0)?];
     wait_until_executed(&guests[0], image)?;
     stage.merge(policy, &["--exe", &image.emulator().to_string_lossy()])?;
@@ -195,16 +196,16 @@ fn start_all(
     };
     let during = agree()?;
     if let Some(limit) = &limit {
-        // What is unmerged comes back.
+        // Unmerging needs room for the copies.
         limit.lift()?;
     }
-    // Its samples end when all are up.
+    // The sampling stopped once all machines were up.
     stage.end()?;
     stage.run.answers_correct = Answers { before: true, during, after: agree()? };
     Ok(Up { seconds: stage.run.seconds, held_mib, swapped })
 }
 
-/// Waits until a machine's process runs the emulator, and no longer the program that starts it.
+/// Waits until a machine's process runs the emulator instead of the program that starts it.
 fn wait_until_executed(guest: &WorkingGuest, image: &WorkingGuests) -> anyhow::Result<()> {
     const LIMIT: Duration = Duration::from_secs(10);
     let (exe, began) = (format!("/proc/{}/exe", guest.pid()), Instant::now());

@@ -1,4 +1,5 @@
-//! Servers that start their workers before there is work: what the workers share by fork already, and what merging saves beyond that.
+//! Servers that start their workers before there's work: how much the workers share by fork already, and how much more
+//! merging saves.
 
 use super::{Experiment, ExperimentSetting, PolicySequence};
 use crate::bench::frames::Held;
@@ -29,7 +30,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let kinds: &[Prefork] = if setting.quick { &[Prefork::GunicornPreload, Prefork::PhpFpm] } else { &Prefork::ALL };
     let scratch = scratch()?;
     let held = HeldFile::make(scratch.path(), file_mib)?;
-    // A program that has dropped root's rights is left alone unless it is named.
+    // We leave a program that has dropped root's rights alone unless it's named.
     let fpm = php_fpm()?.file_name().context("php-fpm has no name")?.to_string_lossy().into_owned();
     let ours = Pagefold::new(seconds).with(&["--allow", &fpm]);
     let ours_name = ours.name();
@@ -43,7 +44,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             let master = started.next().context("a server without a master")?;
             let workers: Vec<Box<dyn Target>> = started.collect();
             let pids: Vec<i32> = [master.pid()].into_iter().chain(workers.iter().map(|worker| worker.pid())).collect();
-            // The workers are checked after their master: until then none has answered.
+            // We check the workers after their master: until then none has answered.
             let (observed, checks) = Observed::start(master, move |_| memory_of(&pids));
             seen.borrow_mut().push((kind, checks));
             targets.push(observed);
@@ -51,8 +52,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
         Ok(targets)
     };
-    // No oracle: it would mark a page that is shared by fork in some of its processes only. Once merged it stays so in the others
-    // until they end, and KSM's settings cannot be restored before.
+    // No oracle: it would mark a page shared by fork in only some of its processes. Once merged, the page stays merged
+    // in the others until they end, and we can't restore KSM's settings before.
     let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(KsmEverything), Box::new(ours)];
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
@@ -67,7 +68,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     if setting.quick {
         return Ok(());
     }
-    // KSM counts each process in which a page is merged, and so what was shared by fork before as saved; frames are what counts.
+    // KSM counts each process with a merged page, so it also counts pages that fork shared before as saved. Frames are
+    // what we want.
     let saved = |policy: &str| report.figure_of(SAVED, [policy, "all"]);
     let saved = saved(&ours_name).zip(saved(KSM_EVERYTHING)).map(|(ours, theirs)| ours / theirs);
     let cpu = report.ratio(CPU_VS, KSM_EVERYTHING);
@@ -82,8 +84,8 @@ fn memory_of(pids: &[i32]) -> anyhow::Result<Held> {
     Held::by(&processes)
 }
 
-/// Adds what each server's processes hold, what of it they share by fork, and what this policy has saved beyond that. `None` if a
-/// check is missing.
+/// Adds how much each server's processes hold and share by fork, and how much this policy has saved beyond that. `None`
+/// if a check is missing.
 fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, Notes<Held>)]) -> Option<()> {
     let mut sums: BTreeMap<&str, [f64; 3]> = BTreeMap::new();
     for (kind, checks) in seen {

@@ -5,7 +5,7 @@ use pagefold_engine::random::finalize;
 use pagefold_engine::units::PAGE_SIZE;
 use pagefold_workload::contents::{fill, fill_but_tail, printable};
 
-/// A page at an aligned address, so that its cache lines are those of the processor.
+/// A page at an aligned address, so its cache lines are the processor's.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[repr(C, align(4096))]
 pub struct TestPage(pub PageBytes);
@@ -49,7 +49,7 @@ impl PageSet {
                 Self::OneWord => {
                     fill(page, 2, 0);
                     let at = offset(number) / 4 * 4;
-                    // Different from the original word, and for each page.
+                    // Differs from the original word, and in each page.
                     page[at..at + 4].copy_from_slice(&u32::try_from(number).unwrap_or_default().to_le_bytes());
                 }
                 Self::Tails => fill_but_tail(page, 3, number),

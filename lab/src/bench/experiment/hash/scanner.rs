@@ -20,7 +20,7 @@ pub trait Form {
     fn strengthen(&self, page: &PageBytes, hash: u64, strength: u32) -> u64;
 }
 
-/// Replaces a 32-bit state of 0 of a page that is not all zeros.
+/// Stands in for a 32-bit state of 0 if the page isn't all zeros.
 const PAPER_ZERO: u64 = 1 << 32;
 
 impl Form for WordHash {
@@ -76,7 +76,7 @@ impl Form for Digester {
     }
 }
 
-/// Pages hashed, looked up and compared at a time, so that the clock is rarely read.
+/// We hash, look up and compare this many pages at a time, so that we rarely read the clock.
 const BATCH: usize = 256;
 
 /// The pages, and the position of the next round.
@@ -95,7 +95,7 @@ pub struct Cost {
     total_ns: u64,
     /// Time for hashing at the strength of the round.
     pub hash_ns: u64,
-    /// Time lost to collisions.
+    /// Time that collisions cost.
     pub penalty_ns: u64,
     /// Compared pages that differed.
     pub collisions: u64,
@@ -103,20 +103,20 @@ pub struct Cost {
 }
 
 impl<'a> Scanner<'a> {
-    /// Creates a scanner of these pages, whose number must be a multiple of `round_pages`.
+    /// Scans these pages. Their number must be a multiple of `round_pages`.
     pub fn new(pages: &'a [TestPage], round_pages: usize) -> Self {
         Self { pages, round_pages, at: 0, first: Table::new(round_pages), second: Table::new(2 * round_pages) }
     }
 
-    /// Creates a contender with adaptive strength.
+    /// A contender with adaptive strength.
     pub fn adaptive<F: Form + 'static>(&mut self, form: F) -> Box<dyn Contender> {
         let costs = self.calibrate(&form);
         let strengths = Strengths { controller: StrengthController::new(F::FULL), seen: Vec::new(), rested: None };
         Box::new(Runner { form, adaptive: Some((strengths, costs)) })
     }
 
-    /// Measures the cost of hashing a page at each power of two of strength, each time on other pages, so that they are
-    /// not cached. Decreases are noise and are removed.
+    /// Measures the cost of hashing a page at each power of two of strength, each time on other pages, so that none are
+    /// cached. A decrease is noise, so we remove it.
     fn calibrate<F: Form>(&mut self, form: &F) -> Costs {
         let slice = (self.round_pages / 8).max(BATCH);
         let mut times: Vec<(u32, Vec<f64>)> = Vec::new();
@@ -142,7 +142,7 @@ impl<'a> Scanner<'a> {
         Costs(costs)
     }
 
-    /// The number of rounds that cover all pages.
+    /// This many rounds cover all pages.
     pub fn rounds(&self) -> usize {
         self.pages.len() / self.round_pages
     }
@@ -164,7 +164,7 @@ impl<'a> Scanner<'a> {
     /// Scans the pages of one round.
     fn round<F: Form>(&mut self, form: &F, strength: u32) -> Cost {
         let pages = self.next(self.round_pages);
-        // CPU time, so that waiting for a processor does not count; the parts by the wall clock, which is faster to read.
+        // CPU time, so waiting for a processor doesn't count; the parts by the wall clock, which is faster to read.
         let (mut cost, begin_ns) = (Cost { pages: pages.len() as u64, ..Cost::default() }, own_cpu_ns());
         let Self { first, second, .. } = self;
         first.clear();
@@ -195,7 +195,7 @@ impl<'a> Scanner<'a> {
             if pairs.is_empty() {
                 continue;
             }
-            // Like UKSM, distinguish colliding pages by their full hashes.
+            // Like UKSM, we tell colliding pages apart by their full hashes.
             let start = Instant::now();
             for &(other, page, hash) in &pairs {
                 if first.mark(hash) {
@@ -228,7 +228,7 @@ fn hash_batch<F: Form>(form: &F, pages: &[TestPage], strength: u32) -> [u64; BAT
     hashes
 }
 
-/// Creates a contender that always hashes at full strength.
+/// A contender that always hashes at full strength.
 pub fn full<F: Form + 'static>(form: F) -> Box<dyn Contender> {
     Box::new(Runner { form, adaptive: None })
 }
@@ -284,7 +284,7 @@ impl Strengths {
         self.controller.is_stable()
     }
 
-    /// Rounds until it was first stable.
+    /// Rounds until it first became stable.
     pub fn rounds_to_rest(&self) -> u32 {
         u32::try_from(self.rested.unwrap_or(self.seen.len())).unwrap_or(u32::MAX)
     }
@@ -370,7 +370,7 @@ struct Table {
 
 #[derive(Clone, Copy, Default)]
 struct Slot {
-    /// Zero if free: pages of zeros are never looked up.
+    /// Zero if free: we never look up pages of zeros.
     hash: u64,
     page: u32,
     marked: bool,
@@ -388,7 +388,7 @@ impl Table {
 
     /// Finds the slot of a hash, or the free one for it.
     fn slot(&mut self, hash: u64) -> &mut Slot {
-        // Multiplicative hashing by the golden ratio: the paper's hash has only 32 bits.
+        // Multiplicative hashing by the golden ratio, because the paper's hash has only 32 bits.
         let mut at = usize::try_from(hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).unwrap_or_default();
         loop {
             at &= self.mask;

@@ -1,5 +1,5 @@
-//! The experiment on an emulated machine with several memory nodes, for hosts with only one. The same programs are merged by
-//! that machine's own kernel, and page placement is the same.
+//! Runs the experiment on an emulated machine with several memory nodes, for hosts with only one. That machine's own
+//! kernel merges the same programs, and places pages the same way.
 
 use super::NumaSizes;
 use crate::bench::experiment::ExperimentSetting;
@@ -8,8 +8,9 @@ use crate::bench::report::ExperimentReport;
 use crate::programs::need;
 use pagefold_workload::emulator::kernel_for;
 
-/// The memory of each node, MiB: multiples of 128 MiB, the memory blocks that the kernel assigns to nodes. Any of them may hold the
-/// programs of this machine's file system, 400 MiB if they are not optimized: it is that of the processor that unpacks them.
+/// The memory of each node, MiB: multiples of 128 MiB, the memory blocks that the kernel assigns to nodes. Any node may
+/// hold the programs in this machine's file system (400 MiB if unoptimized): they go to the node of the processor that
+/// unpacks them.
 const NODES_MIB: [u64; 4] = [768; 4];
 
 /// Two distant pairs of nodes.

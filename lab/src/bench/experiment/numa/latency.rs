@@ -1,4 +1,4 @@
-//! Measures memory latency by a pointer chase, in which each address depends on the previous read.
+//! Measures memory latency by a pointer chase: each address depends on the previous read.
 
 use super::place::Nodes;
 use anyhow::{Context, ensure};
@@ -13,7 +13,7 @@ const LINE: usize = 16;
 const LINE_BYTES: usize = LINE * size_of::<u32>();
 
 /// Measures the latency from the first node's processors to its own memory and to the second node's, nanoseconds. `mib`
-/// should be much more than the caches hold. Pages are small, so TLB misses are included, as they are for the programs.
+/// should be far more than the caches hold. Pages are small, so we include TLB misses, as programs have them too.
 pub fn measure(nodes: &Nodes, mib: usize, steps: u32) -> anyhow::Result<Latencies> {
     let [first, second, ..] = &nodes.nodes[..] else { anyhow::bail!("there is only one node") };
     let (here, there) = (processor(&first.cpus)?, processor(&second.cpus)?);

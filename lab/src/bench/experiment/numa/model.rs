@@ -4,9 +4,9 @@
 //! follow from the thesis's measurements of two instances under KSM, which left nearly all merged pages with the first:
 //!
 //! - Table 3.2 counts memory accesses. Remote accesses of the second instance went to merged pages, since everything
-//!   else was on its own node; those of the first were all local.
-//! - Table 3.1 has the run times. Relative to a run without KSM, the first instance is slowed down only by KSM's other
-//!   work, the second by its remote accesses as well. The difference is the cost of these.
+//!   else was on its own node; the first instance's were all local.
+//! - Table 3.1 has the run times. Relative to a run without KSM, KSM's other work slows down both instances, and remote
+//!   accesses slow down the second as well. The difference is their cost.
 //! - Table 5.1 has the latencies: a remote access takes 50/89 longer than a local one.
 //!
 //! So the share of time spent waiting is `(second slowdown / first slowdown - 1) / (remote share * 50/89)`:

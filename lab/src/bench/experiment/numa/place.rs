@@ -1,4 +1,4 @@
-//! Merges the pages of programs on several memory nodes and reads where each page is placed.
+//! Merges the pages of programs on several memory nodes and reads where each page is.
 
 use super::NumaSizes;
 use crate::bench::experiment::{ExperimentSetting, PolicySequence};
@@ -88,7 +88,7 @@ pub fn run(
     let two: Group<'_> = &[(0, 0), (1, 0)];
     let mut stage = Stage { setting, nodes, pages: sizes.pages, sequence: PolicySequence::take(setting)? };
     stage.run(report, &KsmEverything, two, "")?;
-    // Alternate, so that other load affects both. The first turn also warms up an emulator.
+    // They take turns, so that other load affects both. The first turn also warms up an emulator.
     for turn in 0..sizes.turns {
         let mut pair = ["kernel", "fair"];
         pair.rotate_left(turn % 2);
@@ -108,7 +108,7 @@ pub fn run(
             groups.push((four_nodes, FOUR_NODES));
         }
         for (group, name) in groups {
-            // Start anew, since the number of answers depends on the number of programs.
+            // A new stage, since the number of answers depends on the number of programs.
             drop(stage);
             stage = Stage { setting, nodes, pages: sizes.pages, sequence: PolicySequence::take(setting)? };
             stage.run(report, &KsmEverything, group, name)?;
