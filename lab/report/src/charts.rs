@@ -18,7 +18,7 @@ const TOP: i32 = 76;
 const PLOT_HEIGHT: i32 = 400;
 const LEGEND_LINE: i32 = 24;
 const BAR_LINE: i32 = 40;
-/// The mean width of a letter in the size of labels.
+/// The mean width of a letter at the labels' size.
 const LETTER: f64 = 7.2;
 const INK: RGBColor = RGBColor(0x22, 0x22, 0x22);
 const GREY: RGBColor = RGBColor(0x66, 0x66, 0x66);
@@ -26,14 +26,14 @@ const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 
 /// A drawing under way.
 type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-/// The result of a drawing step. Drawing into memory does not fail.
+/// The result of a drawing step. Drawing into memory doesn't fail.
 type Drawn<'a> = Result<(), DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scale {
     /// From zero to just above the largest value.
     Linear { most: f64 },
-    /// Logarithmic, between two numbers above zero. Values outside are drawn at its ends.
+    /// Logarithmic, between two numbers above zero. We draw values outside at its ends.
     Logarithmic { first: f64, last: f64 },
 }
 
@@ -61,13 +61,13 @@ impl Scale {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Curve {
-    /// Its name in the legend, which leaves out curves without one.
+    /// The curve's name in the legend, which leaves out curves without one.
     pub label: String,
     /// The colour, as `#rrggbb`.
     pub colour: &'static str,
-    /// The width in pixels. Wider lines are drawn over narrower ones.
+    /// The width in pixels. We draw wider lines over narrower ones.
     pub width: u32,
-    /// Whether the value stays the same after the last point: shown as a dot, and dots up to the end of the axis.
+    /// Whether the value stays the same after the last point. We draw a dot, and dots up to the end of the axis.
     pub stays: bool,
     /// The points, in the units of the axes.
     pub points: Vec<(f64, f64)>,
@@ -175,7 +175,7 @@ impl Bar {
     }
 }
 
-/// Draws horizontal bars. The subtitle says what the length stands for, and its unit.
+/// Draws horizontal bars. The subtitle names the quantity and its unit.
 pub fn bars(title: &str, subtitle: &str, rows: &[Bar]) -> String {
     let count = i32::try_from(rows.len()).unwrap_or(0);
     let most = rows.iter().map(|row| row.value).fold(f64::MIN_POSITIVE, f64::max);
@@ -203,7 +203,7 @@ fn svg(height: i32, title: &str, subtitle: &str, draw: impl for<'a, 'b> FnOnce(&
         let heading = |text: &str, y, size: i32, colour: RGBColor| {
             Text::new(text.to_owned(), (LEFT, y), ("sans-serif", size).into_font().color(&colour))
         };
-        // Drawing into memory does not fail.
+        // Drawing into memory doesn't fail.
         let _ = canvas
             .fill(&WHITE)
             .and_then(|()| canvas.draw(&heading(title, 18, 20, INK)))
@@ -214,7 +214,7 @@ fn svg(height: i32, title: &str, subtitle: &str, draw: impl for<'a, 'b> FnOnce(&
     image
 }
 
-/// Text in the size of labels, vertically centred at a point.
+/// Text at the labels' size, vertically centred at a point.
 fn label(text: &str, at: (i32, i32), side: HPos) -> Text<'static, (i32, i32), String> {
     let style = ("sans-serif", 14).into_font().color(&INK).pos(Pos::new(side, VPos::Center));
     Text::new(text.to_owned(), at, style)

@@ -1,4 +1,4 @@
-//! What the papers claim, and what measures it here.
+//! The papers' claims, and the experiments that measure them here.
 
 use crate::measures::{Measures, Spread, is_peer};
 use crate::metric::{self, Key, Metric};
@@ -9,11 +9,11 @@ use std::fmt;
 /// A claim of a paper.
 pub struct Claim {
     pub id: &'static str,
-    /// What was measured.
+    /// The measured quantity.
     pub what: &'static str,
-    /// What the paper gives.
+    /// The paper's value.
     pub paper: &'static str,
-    /// What measures it here. Empty: no experiment does.
+    /// The experiment that measures the claim here. Empty if none does.
     pub experiment: &'static str,
     /// Why no experiment measures it.
     pub unmeasured: &'static str,
@@ -22,19 +22,19 @@ pub struct Claim {
     judge: Judge,
 }
 
-/// A claim of which nothing is said yet.
+/// An empty claim, to fill in.
 const CLAIM: Claim =
     Claim { id: "", what: "", paper: "", experiment: "", unmeasured: "", ours: &[], peers: &[], judge: Judge::Shown };
 
-/// A value to show: where it comes from, and what it is, after its unit.
+/// A value to show: its source, and its description after the unit.
 pub struct Cell(Value, &'static str);
 
 enum Value {
-    /// A quantity of the first policy of pagefold, or of each peer, and its unit.
+    /// A quantity of pagefold's first policy, or of each peer, and its unit.
     Measure(fn(&Measures) -> Option<f64>, &'static str),
     /// A figure of the experiment.
     Figure(Key<'static>),
-    /// What was measured for a target.
+    /// The value measured for a target.
     Target(Key<'static>),
 }
 
@@ -42,7 +42,7 @@ const fn figure(metric: Metric, of: &'static [&'static str], what: &'static str)
     Cell(Value::Figure(Key(metric, of)), what)
 }
 
-/// Of a target that is measured of one thing only, or whatever it is measured of.
+/// A target, whatever it's measured of.
 const fn target(metric: Metric, what: &'static str) -> Cell {
     target_of(metric, &[], what)
 }
@@ -51,17 +51,17 @@ const fn target_of(metric: Metric, of: &'static [&'static str], what: &'static s
     Cell(Value::Target(Key(metric, of)), what)
 }
 
-/// How it is judged.
+/// How we judge a claim.
 pub enum Judge {
-    /// By the targets that are shown of ours, whatever they are measured of.
+    /// By the targets that we show for pagefold, whatever they're measured of.
     Shown,
     /// By all targets of the experiment.
     AllTargets,
-    /// By these targets, whatever they are measured of.
+    /// By these targets, whatever they're measured of.
     Targets(&'static [Metric]),
     /// By this target, measured of this.
     Target(Metric, &'static [&'static str]),
-    /// By the first of our values, against the paper's.
+    /// By our first value, against the paper's.
     AtLeast(f64),
     AtMost(f64),
 }
@@ -361,7 +361,7 @@ pub struct Measured {
 }
 
 impl Claim {
-    /// `reports` are all repetitions of all experiments. Quick ones are not judged.
+    /// `reports` are all repetitions of all experiments. We don't judge quick runs.
     pub fn measured(&self, reports: &[&ExperimentReport], quick: bool) -> Measured {
         let Self { experiment, unmeasured, ours, peers, judge, .. } = self;
         let own: Vec<&ExperimentReport> =
@@ -446,7 +446,7 @@ impl Judge {
             Self::AtMost(limit) => first().map(|value| value <= *limit),
         };
         match met {
-            // Something that should have been measured was not.
+            // A measurement is missing.
             Some(true) if reports.iter().any(|report| !report.failures.is_empty()) => Verdict::NotMeasured,
             Some(true) => Verdict::Met,
             Some(false) => Verdict::Missed,
@@ -503,7 +503,7 @@ mod tests {
             short.figure(metric::SMALLEST_LIFETIME, seconds);
             assert_eq!(claim("U3").measured(&[&short], false).verdict, verdict);
         }
-        // Targets that were not judged.
+        // Targets that we didn't judge.
         assert_eq!(idle.measured(&[&ExperimentReport::new("idle", "")], false).verdict, Verdict::NotMeasured);
     }
 }

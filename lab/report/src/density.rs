@@ -1,4 +1,4 @@
-//! Where the duplicate pages of a record are in the address space (UKSM, figure 1).
+//! Shows where a record's duplicate pages are in the address space (UKSM, figure 1).
 
 use crate::charts::{Curve, Lines, Scale, number};
 use crate::document::Grid;
@@ -10,9 +10,9 @@ use pagefold_text::escape::printable;
 use rustc_hash::FxHashMap;
 use std::path::Path;
 
-/// The figure's number of equal parts.
+/// The number of equal parts in the figure.
 const BUCKETS: usize = 1000;
-/// An axis of per cents.
+/// An axis in per cent.
 const FULL: Scale = Scale::Linear { most: 100.0 };
 
 /// The share of duplicate pages along all present pages, ordered by process and address.
@@ -29,7 +29,7 @@ pub struct Density {
 }
 
 impl Density {
-    /// Of the snapshot with the most pages.
+    /// The density in the snapshot with the most pages.
     pub fn of_record(path: &Path) -> Result<Self, RecordError> {
         let mut most = (0, 0);
         let mut state = State::default();
@@ -47,7 +47,7 @@ impl Density {
     }
 
     fn of(source: String, state: &State) -> Self {
-        // Pages shared by fork and the zero page are one page already.
+        // Pages shared by fork and the zero page are already a single page.
         let own = |page: &Page| matches!(page.state, PageState::Private | PageState::Merged);
         let mut regions: Vec<_> = state.regions.values().collect();
         regions.sort_by_key(|held| (held.row.process, held.row.first));
@@ -86,7 +86,7 @@ impl Density {
         }
     }
 
-    /// The smallest share of the memory that has this share of the duplicates.
+    /// The smallest share of the memory with this share of the duplicates.
     fn concentration(&self, share: f64) -> f64 {
         let mut shares = self.buckets.clone();
         shares.sort_by(|a, b| b.total_cmp(a));
@@ -114,7 +114,7 @@ impl Density {
         )
     }
 
-    /// Draws it: the share of duplicates along the memory.
+    /// Draws the share of duplicates along the memory.
     pub fn draw(&self) -> String {
         let parts = self.buckets.len().max(1) as f64;
         let at = |part: usize| 100.0 * part as f64 / parts;

@@ -48,7 +48,7 @@ impl Grid {
     }
 }
 
-/// A page that is being written. Writing to a string cannot fail.
+/// A page that we're writing. Writing to a string can't fail.
 #[derive(Clone, Debug)]
 pub struct Document {
     title: String,
@@ -73,13 +73,13 @@ impl Document {
         let _ = writeln!(self.body, "{}", grid.html());
     }
 
-    /// A table that is shown on request.
+    /// A table that readers unfold.
     pub fn folded(&mut self, name: &str, grid: &Grid) {
         let count = grid.rows.len();
         let _ = writeln!(self.body, "<details><summary>{name} ({count})</summary>{}</details>", grid.html());
     }
 
-    /// An SVG image, whose texts were escaped when it was drawn.
+    /// An SVG image. We escaped its texts when we drew it.
     pub fn picture(&mut self, svg: &str) {
         let _ = writeln!(self.body, "<figure class=\"scroll\">{svg}</figure>");
     }

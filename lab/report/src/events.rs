@@ -1,4 +1,4 @@
-//! What merging did to memory, by the kernel's own counters: copies of merged pages, and huge pages split.
+//! Merging's effects on memory, by the kernel's own counters: copies of merged pages, and huge pages split.
 
 use anyhow::Context;
 use pagefold_procmem::os::fields::number;
@@ -7,14 +7,14 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Enough for all of vmstat: 3970 bytes on a Linux 6.18.
+/// Enough for all of vmstat: 3970 bytes on Linux 6.18.
 const VMSTAT_BYTES: usize = 32 << 10;
 
-/// Counters of `/proc/vmstat` for the whole machine. `None`: this kernel does not have the counter.
+/// Counters of `/proc/vmstat` for the whole machine. `None` if this kernel doesn't have the counter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct KernelEvents {
-    /// Merged pages that were copied because they were written, or unmerged (`cow_ksm`).
+    /// Merged pages that the kernel copied because a program wrote them, or because they were unmerged (`cow_ksm`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cow_breaks: Option<u64>,
     /// Huge pages split (`thp_split_page`).
@@ -35,7 +35,7 @@ impl KernelEvents {
         }
     }
 
-    /// What has happened since `before`.
+    /// The events since `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         let since = |now: Option<u64>, then: Option<u64>| Some(now?.saturating_sub(then?));

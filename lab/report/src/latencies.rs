@@ -13,12 +13,12 @@ const PARTS: u32 = 128;
 pub struct Latencies {
     pub policy: String,
     pub server: String,
-    /// When they were measured.
+    /// The time of the measurement, in words.
     pub when: String,
     pub histogram: Histogram,
 }
 
-/// How many latencies were at most so many nanoseconds, and more than the next lower bound.
+/// How many latencies were at most this many nanoseconds, and above the next lower bound.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Histogram(pub BTreeMap<u64, u64>);
 
@@ -31,7 +31,7 @@ impl Histogram {
         histogram
     }
 
-    /// Adds another one's latencies.
+    /// Adds another histogram's latencies.
     pub fn add(&mut self, other: &Self) {
         for (&bound, count) in &other.0 {
             *self.0.entry(bound).or_default() += count;
@@ -42,7 +42,7 @@ impl Histogram {
         self.0.values().sum()
     }
 
-    /// The bound, in nanoseconds, that this share of all latencies does not exceed (the nearest rank).
+    /// The bound, in nanoseconds, that this share of all latencies doesn't exceed (the nearest rank).
     pub fn percentile(&self, share: f64) -> Option<u64> {
         let rank = whole((self.count() as f64 * share).ceil()).max(1);
         let mut seen = 0;
@@ -52,7 +52,8 @@ impl Histogram {
         })
     }
 
-    /// For each bound in microseconds: of how many requests one took longer, on average. Without the last one, which none exceeds.
+    /// For each bound, microseconds: one in how many requests took longer, on average. Leaves out the last bound: none
+    /// took longer.
     pub fn tail(&self) -> Vec<(f64, f64)> {
         let (all, mut seen) = (self.count(), 0);
         let point = |(&bound, count): (&u64, &u64)| {
@@ -63,7 +64,7 @@ impl Histogram {
     }
 }
 
-/// The upper bound of the part that holds a value.
+/// The upper bound of the part with this value.
 fn bound(nanos: u64) -> u64 {
     let shift = nanos.checked_ilog2().unwrap_or(0).saturating_sub(PARTS.ilog2());
     nanos | ((1 << shift) - 1)

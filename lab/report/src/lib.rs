@@ -1,15 +1,15 @@
-//! The report of the laboratory: results of experiments as files, and one page of them. It traces and measures nothing, so it also runs
-//! where the measuring was not done.
+//! The laboratory's report: experiments' results as files, and a page about them. It traces and measures nothing, so it
+//! also runs on other machines than the measurements did.
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`report`], [`points`], [`latencies`], [`events`] | what an experiment has measured |
+//! | [`report`], [`points`], [`latencies`], [`events`] | an experiment's results |
 //! | [`results`] | the file of a repetition |
-//! | [`metric`] | the names of what is measured and judged |
+//! | [`metric`] | the names of measured and judged values |
 //! | [`measures`], [`claims`], [`summary`] | figures over all repetitions, judged by the claims |
 //! | [`policy`] | names of policies |
 //! | [`document`], [`charts`], [`columns`] | the page, its pictures and tables |
-//! | [`record`], [`density`] | records of memory, and where duplicates are in one |
+//! | [`record`], [`density`] | records of memory, and their duplicates |
 //! | [`command`] | the command line |
 #![forbid(unsafe_code)]
 

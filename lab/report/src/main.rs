@@ -1,4 +1,4 @@
-//! The program `pagefold-report`: one page of what `pagefold-lab bench` has measured, also on another machine.
+//! The program `pagefold-report`: one page on the results of `pagefold-lab bench`, also on another machine.
 #![forbid(unsafe_code)]
 
 use clap::Parser;

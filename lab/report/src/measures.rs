@@ -1,5 +1,5 @@
-//! What a run took to get somewhere, and what it takes to stay there: apart, so that nothing depends on how long it was
-//! watched.
+//! The cost of getting somewhere, and the cost of staying there. We keep them apart, so that nothing depends on how
+//! long we watched.
 
 use crate::points::SamplerPoint;
 use crate::policy::{NO_MERGING, ORACLE, is_ours};
@@ -7,37 +7,37 @@ use crate::report::{ExperimentReport, PolicyRun, is_of_later_round};
 use pagefold_engine::units::Bytes;
 use std::fmt;
 
-/// The shares of what can be saved that are measured.
+/// We measure when a run reaches these shares of the savable memory.
 pub const SHARES: [f64; 3] = [0.5, 0.9, 0.99];
 const AT_90: usize = 1;
 const AT_99: usize = 2;
-/// What follows must be at least so long to tell what staying there costs.
+/// To tell the cost of staying there, we need at least this long afterwards.
 const LEAST_SECONDS_AFTER: f64 = 5.0;
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measures {
     /// The most memory saved, MiB.
     pub saved_mib: f64,
-    /// When a share of what can be saved was first saved, see [`SHARES`].
+    /// When a run first saved each share of the savable memory, see [`SHARES`].
     pub seconds_to: [Option<f64>; 3],
     /// CPU seconds of ksmd and pagefold until then.
     pub cpu_to: [Option<f64>; 3],
-    /// Per cent of a core after 99 % (or else 90 %) was reached.
+    /// Per cent of a core after reaching 99 % (or else 90 %).
     pub percent_after: Option<f64>,
     /// MiB saved for each CPU second until 90 %.
     pub mib_per_cpu_second: Option<f64>,
 }
 
 impl Measures {
-    /// Those of a policy in a report.
+    /// The measures of a policy in a report.
     pub fn in_report(report: &ExperimentReport, policy: &str) -> Option<Self> {
         let run = report.run(policy)?;
         Self::of(run, savable(report, &run.set))
     }
 
-    /// `whole` is what can be saved. `None` if memory saved over time was not sampled, or means nothing.
+    /// `whole` is the savable memory. `None` if we didn't sample the savings over time, or if they mean nothing.
     pub fn of(run: &PolicyRun, whole: u64) -> Option<Self> {
-        // By the targets' page tables, where these were read.
+        // By the targets' page tables, if we read them.
         let curve = &run.curve;
         let most = curve.iter().map(|&(_, saved)| saved).max()?;
         let reached = SHARES.map(|share| {
@@ -69,24 +69,24 @@ fn cpu_at(points: &[SamplerPoint], at: f64) -> Option<f64> {
     points.iter().find(|point| point.seconds >= at).or(points.last()).map(SamplerPoint::cpu_seconds)
 }
 
-/// What can be saved of a set of programs: what the oracle has saved, or else the most that any policy has.
+/// The savable memory of a set of programs: the oracle's saving, or else the most that any policy saved.
 pub fn savable(report: &ExperimentReport, set: &str) -> u64 {
     let most = |run: &PolicyRun| run.curve.iter().map(|&(_, saved)| saved).max().unwrap_or(0);
     let oracles = report.run(&format!("{ORACLE}{set}")).map(most).filter(|&saved| saved > 0);
     oracles.unwrap_or_else(|| report.runs.iter().filter(|run| run.set == set).map(most).max().unwrap_or(0))
 }
 
-/// Whether a policy could be used in place of pagefold.
+/// Whether people could use the policy in place of pagefold.
 pub fn is_peer(policy: &str) -> bool {
     !is_ours(policy) && ![ORACLE, NO_MERGING].contains(&policy) && !is_of_later_round(policy)
 }
 
-/// A quantity in which policies are compared.
+/// A quantity to compare policies by.
 pub struct Quantity {
     pub name: &'static str,
     pub of: fn(&Measures) -> Option<f64>,
     pub more_is_better: bool,
-    /// Whether a policy without a value has not got there.
+    /// Whether a missing value means that the policy hasn't got there.
     pub is_reached: bool,
 }
 
@@ -96,7 +96,7 @@ impl Quantity {
     }
 }
 
-/// The quantities in which pagefold is compared with its peers.
+/// We compare pagefold with its peers in these quantities.
 pub const QUANTITIES: [Quantity; 7] = [
     Quantity { name: "memory saved", of: |measures| Some(measures.saved_mib), more_is_better: true, is_reached: true },
     Quantity::reached("seconds to 50 %", |measures| measures.seconds_to[0]),
@@ -112,10 +112,10 @@ pub const QUANTITIES: [Quantity; 7] = [
     },
 ];
 
-/// What merging did besides: the head of a column, and the value of a run.
+/// Merging's side effects: the head of a column, and the value of a run.
 pub type Effect = (&'static str, fn(&PolicyRun) -> Option<f64>);
 
-/// Shown where any of them is not zero.
+/// We show these if any isn't zero.
 pub const EFFECTS: [Effect; 5] = [
     ("merged pages copied", |run| run.events.cow_breaks.map(|count| count as f64)),
     ("MiB taken back by writes", |run| run.taken_back_bytes.map(|bytes| Bytes(bytes).mib())),
@@ -124,7 +124,7 @@ pub const EFFECTS: [Effect; 5] = [
     ("pagefold's peak, MiB", |run| run.pagefold_peak_bytes.map(|bytes| Bytes(bytes).mib())),
 ];
 
-/// The middle of some values, and the least and the most of them.
+/// The median of some values, and their range.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spread {
     pub median: f64,
@@ -145,7 +145,7 @@ impl Spread {
     }
 }
 
-/// The middle value, or the mean of the middle two; 0 without values.
+/// The median, or the mean of the middle two; 0 without values.
 pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     Spread::of(values).map_or(0.0, |spread| spread.median)
 }
@@ -159,7 +159,7 @@ impl fmt::Display for Spread {
     }
 }
 
-/// The ratio of two policies in a quantity, computed for each repetition by itself.
+/// The ratio of two policies in a quantity, worked out within each repetition.
 pub fn ratio(repetitions: &[&ExperimentReport], own: &str, peer: &str, quantity: &Quantity) -> Option<Spread> {
     let ratios = repetitions.iter().filter_map(|report| {
         let of = |policy: &str| (quantity.of)(&Measures::in_report(report, policy)?);
@@ -173,7 +173,8 @@ pub fn ratio(repetitions: &[&ExperimentReport], own: &str, peer: &str, quantity:
 mod tests {
     use super::*;
 
-    /// A run that saves `mib` at once after some seconds, for a CPU second each second until then and a tenth after it.
+    /// A run that saves `mib` at once after some seconds. It takes a CPU second each second until then and a tenth
+    /// after it.
     fn run(policy: &str, mib: u64, after: u32, seconds: u32) -> PolicyRun {
         let points: Vec<SamplerPoint> = (0..=seconds)
             .map(|second| SamplerPoint {
@@ -198,7 +199,7 @@ mod tests {
         assert_eq!((short.percent_after, short.mib_per_cpu_second), (Some(12.5), Some(25.0)));
         // A longer run changes nothing.
         assert_eq!(Measures::of(&run("p", 100, 4, 400), whole).unwrap(), short);
-        // Less than the least time after it, less than 99 %, less than 90 %.
+        // Less than the minimum time after it, less than 99 %, less than 90 %.
         assert_eq!(Measures::of(&run("p", 100, 4, 8), whole).unwrap().percent_after, None);
         let most = Measures::of(&run("p", 95, 4, 14), whole).unwrap();
         assert_eq!((most.seconds_to, most.percent_after), ([Some(4.0), Some(4.0), None], Some(12.5)));
@@ -240,7 +241,7 @@ mod tests {
             report.runs = vec![run("pagefold", 100, own, 30), run("ksm", 100, peers, 30), run("oracle", 100, 1, 2)];
             report
         };
-        // The machine is four times as slow in the second, and in the third KSM is lucky.
+        // The machine is four times slower in the second, and in the third KSM is lucky.
         let repetitions = [repetition(2, 4), repetition(8, 16), repetition(4, 2)];
         let all: Vec<&ExperimentReport> = repetitions.iter().collect();
         let found = ratio(&all, "pagefold", "ksm", &QUANTITIES[2]).unwrap();

@@ -1,8 +1,8 @@
-//! The names of values that are recorded in one place and judged or compared in another.
+//! The names of values that we record in one place and judge or compare in another.
 
 use std::fmt;
 
-/// A value that experiments record. Each `{}` in its name stands for what was measured: a policy, a size, a time.
+/// A value that experiments record. Each `{}` in its name stands for the measured thing: a policy, a size, a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Metric {
     name: &'static str,
@@ -14,7 +14,7 @@ impl Metric {
         Self { name, unit }
     }
 
-    /// Its name when measured of these: in place of each `{}`, or else before it.
+    /// Its name for these things: they replace each `{}`, or else precede the name.
     pub fn of<const N: usize>(self, what: [&str; N]) -> String {
         Key(self, &what).to_string()
     }
@@ -26,12 +26,12 @@ impl From<Metric> for String {
     }
 }
 
-/// A metric, and what it was measured of. Nothing stands for anything.
+/// A metric, and the things it was measured of. An empty list stands for any.
 #[derive(Clone, Copy, Debug)]
 pub struct Key<'a>(pub Metric, pub &'a [&'a str]);
 
 impl Key<'_> {
-    /// Whether this is the name of a value that was recorded.
+    /// Whether a recorded value has this name.
     pub fn is(&self, name: &str) -> bool {
         match self.0.name.split_once("{}") {
             Some((before, after)) if self.1.is_empty() => name.starts_with(before) && name.ends_with(after),
@@ -58,7 +58,7 @@ impl fmt::Display for Key<'_> {
     }
 }
 
-/// Ratios of pagefold's value to that of a peer.
+/// Ratios of pagefold's value to a peer's.
 pub const SAVED_VS: Metric = Metric::new("saved_vs_{}", "");
 pub const CPU_VS: Metric = Metric::new("cpu_vs_{}", "");
 pub const SAVED_PER_CPU_SECOND_VS: Metric = Metric::new("saved_per_cpu_second_vs_{}", "");

@@ -1,4 +1,4 @@
-//! Samples over time: what was saved, what it cost, and what page tables show.
+//! Samples over time: memory saved, the cost, and the page tables.
 
 use crate::events::KernelEvents;
 use serde::{Deserialize, Serialize};
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 pub struct SamplerPoint {
     /// Time since the start.
     pub seconds: f64,
-    /// Memory saved (`pages_sharing` and `ksm_zero_pages`) beyond that at the start.
+    /// Memory saved (`pages_sharing` and `ksm_zero_pages`), less the amount at the start.
     pub saved_bytes: u64,
     /// CPU time of ksmd since the start.
     pub ksmd_seconds: f64,
@@ -15,7 +15,7 @@ pub struct SamplerPoint {
     pub daemon_seconds: f64,
     /// The daemon's peak memory so far, see `Meter::peak_bytes`.
     pub daemon_peak_bytes: u64,
-    /// What the kernel has counted since the start.
+    /// The kernel's counts since the start.
     pub events: KernelEvents,
 }
 
@@ -29,7 +29,7 @@ impl SamplerPoint {
 pub struct PageTableSample {
     /// Time since the start.
     pub seconds: f64,
-    /// Pages that share their frame. In targets that never forked, these are merged pages.
+    /// Pages that share their frame. In targets that never forked, these are the merged pages.
     pub merged_pages: u64,
     pub saved_bytes: u64,
 }
@@ -39,8 +39,8 @@ pub fn reached(points: &[SamplerPoint], share: f64, whole: u64) -> Option<Sample
     points.iter().copied().find(|point| whole > 0 && point.saved_bytes as f64 >= share * whole as f64)
 }
 
-/// The largest share of a core that ksmd and the daemon took over any `window` seconds, or over the whole time if that
-/// is shorter.
+/// The largest share of a core that ksmd and the daemon took over any `window` seconds, or over the whole time if
+/// shorter.
 pub fn largest_share(points: &[SamplerPoint], window: f64) -> f64 {
     let mut most: f64 = 0.0;
     let mut end = 0;
@@ -56,7 +56,7 @@ pub fn largest_share(points: &[SamplerPoint], window: f64) -> f64 {
     most
 }
 
-/// CPU seconds of ksmd and of the daemon between two times, and the seconds between the samples used.
+/// CPU seconds of ksmd and of the daemon between two times, and the seconds between the samples that we used.
 pub fn spent_between(points: &[SamplerPoint], from: f64, to: f64) -> Option<(f64, f64, f64)> {
     let first = points.iter().find(|point| point.seconds >= from)?;
     let last = points.iter().rev().find(|point| point.seconds <= to)?;

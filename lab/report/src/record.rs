@@ -1,6 +1,6 @@
-//! Records: the page contents of some processes over time, as the changes from snapshot to snapshot.
+//! Records: the page contents of some processes over time, as the changes between snapshots.
 //!
-//! A record has only digests, under a key that is discarded, so the contents of a page cannot be looked up.
+//! A record only has digests, and we discard their key, so nobody can look up a page's contents.
 
 #[cfg(test)]
 mod arbitrary;
@@ -21,7 +21,7 @@ pub use writer::{RecordWriter, WriteError, Written, write};
 use pagefold_engine::host::PageState;
 use pagefold_engine::units::{Pages, Vpn};
 
-/// Parts of a page with a digest each, of 1 KiB (CMD, section 4).
+/// The number of parts of a page, each 1 KiB with its own digest (CMD, section 4).
 pub const PARTS: usize = 4;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub struct Origin {
     pub source: String,
     /// Time between two snapshots, nanoseconds.
     pub every_ns: u64,
-    /// Names and PIDs were left out and addresses shifted.
+    /// We left out names and PIDs and shifted addresses.
     pub anonymous: bool,
 }
 
@@ -63,7 +63,7 @@ pub struct Page {
     pub huge: bool,
     /// Digest of the content; 0 exactly for pages of zeros and pages without content.
     pub digest: u128,
-    /// Digests of its quarters under the same key.
+    /// Digests of the page's quarters under the same key.
     pub parts: [u32; PARTS],
     /// The page frame, if known: equal numbers mean the same memory.
     pub frame: Option<u64>,
@@ -74,7 +74,7 @@ pub struct Page {
 pub enum Event {
     /// A process appears or changes its name.
     Process(ProcessRow),
-    /// A process ends, and with it all its regions.
+    /// A process ends, with all its regions.
     Exit {
         process: u32,
     },
@@ -119,7 +119,7 @@ pub struct MemorySnapshot {
 
 /// A source of consecutive snapshots.
 pub trait Source {
-    /// Reason why no further snapshot can be taken.
+    /// Why we can't take another snapshot.
     type Error;
 
     /// Takes the next snapshot; `None` at the end.

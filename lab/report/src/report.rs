@@ -21,7 +21,7 @@ pub const SCHEMA: &str = "pagefold.bench/1";
 pub struct ExperimentReport {
     pub schema: String,
     pub experiment: String,
-    /// The claim it measures, and its source.
+    /// The claim that the experiment measures, and its source.
     pub claim: String,
     pub machine: MachineDescription,
     /// Sizes and times of the experiment.
@@ -37,9 +37,9 @@ pub struct ExperimentReport {
     pub ratios: BTreeMap<String, f64>,
     /// Required values, and whether they were met.
     pub bars: Vec<BarResult>,
-    /// Policies that could not be measured.
+    /// Policies that we couldn't measure.
     pub failures: Vec<Failure>,
-    /// Bar charts of what is special to the experiment.
+    /// Bar charts special to the experiment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pictures: Vec<Picture>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -67,14 +67,14 @@ impl ExperimentReport {
         self.parameters.extend(parameters.into_iter().map(|(name, value)| (name.to_owned(), value)));
     }
 
-    /// Adds a figure. One that is not a number is left out: JSON has none.
+    /// Adds a figure. Leaves out one that isn't a number: JSON has none.
     pub fn figure(&mut self, name: impl Into<String>, value: f64) {
         if value.is_finite() {
             self.figures.insert(name.into(), value);
         }
     }
 
-    /// Adds a ratio, if it is a number.
+    /// Adds a ratio, if it's a number.
     pub fn put_ratio(&mut self, name: impl Into<String>, value: f64) {
         if value.is_finite() {
             self.ratios.insert(name.into(), value);
@@ -86,12 +86,12 @@ impl ExperimentReport {
         self.pictures.push(Picture { title: title.to_owned(), subtitle: subtitle.into(), rows });
     }
 
-    /// The ratio to a peer, if it was computed.
+    /// The ratio to a peer, if we have it.
     pub fn ratio(&self, metric: Metric, peer: &str) -> Option<f64> {
         self.ratios.get(&metric.of([peer])).copied()
     }
 
-    /// A figure, if it was measured of this.
+    /// A figure, if we measured this.
     pub fn figure_of<const N: usize>(&self, metric: Metric, what: [&str; N]) -> Option<f64> {
         self.figures.get(&metric.of(what)).copied()
     }
@@ -100,7 +100,7 @@ impl ExperimentReport {
         self.runs.iter().find(|run| run.policy == policy)
     }
 
-    /// Returns whether any policy saved anything; otherwise there is nothing to draw.
+    /// Whether any policy saved anything; otherwise there is nothing to draw.
     pub fn saved_anything(&self) -> bool {
         self.runs.iter().any(|run| run.saved_bytes_max > 0 && !run.curve.is_empty())
     }
@@ -109,7 +109,7 @@ impl ExperimentReport {
         self.failures.is_empty() && self.bars.iter().all(|bar| bar.met)
     }
 
-    /// Computes the ratios of `subject`'s figures to those of every other policy.
+    /// Computes the ratios of `subject`'s figures to every other policy's.
     pub fn compare(&mut self, subject: &str) {
         let Some(own) = self.run(subject).cloned() else { return };
         for peer in self.runs.iter().filter(|run| run.policy != subject) {
@@ -122,14 +122,14 @@ impl ExperimentReport {
             put(metric::CPU_VS, Some(own.cpu_seconds), Some(peer.cpu_seconds));
             put(metric::SAVED_PER_CPU_SECOND_VS, own.mib_per_cpu_second(), peer.mib_per_cpu_second());
             put(metric::SECONDS_TO_90_PERCENT_VS, own.seconds_to_90_percent, peer.seconds_to_90_percent);
-            // Leaves out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU
+            // We leave out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU
             // time).
             let (own, peers) = (own.cpu_ksmd_seconds_to_90_percent, peer.cpu_ksmd_seconds_to_90_percent);
             put(metric::CPU_KSMD_TO_90_PERCENT_VS, own, peers);
         }
     }
 
-    /// Adds a bar for a ratio or figure, if it was measured.
+    /// Adds a bar for a ratio or figure, if we measured it.
     pub fn bar(&mut self, name: impl Into<String>, bar: Limit, measured: Option<f64>) {
         if let Some(measured) = measured {
             let met = match bar {
@@ -167,13 +167,13 @@ impl MachineDescription {
         Self::memory().1.bytes().0 >> 20
     }
 
-    /// All memory, and the part that is available; zero if unknown.
+    /// All memory, and the available part; zero if unknown.
     fn memory() -> (Pages, Pages) {
         let (total, available, _) = parse_meminfo(&fs::read("/proc/meminfo").unwrap_or_default()).unwrap_or_default();
         (total, available)
     }
 
-    /// Describes this machine. What cannot be read is empty or zero.
+    /// Describes this machine. Unreadable values are empty or zero.
     pub fn this() -> Self {
         let text = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
         let cpus = text("/proc/cpuinfo");
@@ -193,12 +193,12 @@ impl MachineDescription {
     }
 }
 
-/// The name of a policy's run in a round of an experiment that takes turns.
+/// The name of a policy's run in a round, for experiments that take turns.
 pub fn in_round(policy: &str, round: u64) -> String {
     if round == 1 { policy.to_owned() } else { format!("{policy}{ROUND}{round}") }
 }
 
-/// Whether a run is of a later round: the first one stands for its policy.
+/// Whether a run is from a later round: the first round stands for its policy.
 pub fn is_of_later_round(policy: &str) -> bool {
     policy.contains(ROUND)
 }
@@ -213,9 +213,9 @@ const ROUND: &str = ", round ";
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PolicyRun {
-    /// Its name, which ends with the set of programs if there are several.
+    /// The policy's name, ending with the set of programs if there are several.
     pub policy: String,
-    /// Which programs it ran beside, as the end of its name. Only runs of one set can be compared.
+    /// The programs beside the policy, as the end of its name. We can only compare runs with the same set.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub set: String,
     /// Memory saved at the end.
@@ -226,34 +226,34 @@ pub struct PolicyRun {
     /// CPU time of pagefold and its children.
     pub cpu_pagefold_seconds: f64,
     pub cpu_ksmd_seconds: f64,
-    /// How long it was sampled.
+    /// How long we sampled it.
     pub seconds: f64,
-    /// Time until it had saved 90 % of what it saved at the end.
+    /// Time until the policy had saved 90 % of its final saving.
     pub seconds_to_90_percent: Option<f64>,
     /// CPU time of ksmd until then.
     pub cpu_ksmd_seconds_to_90_percent: Option<f64>,
-    /// CPU time of ksmd for each further scan, when nothing is left to merge.
+    /// CPU time of ksmd for each further scan, once nothing is left to merge.
     pub cpu_ksmd_seconds_per_later_scan: Option<f64>,
     /// Memory marked, if the experiment marked it.
     pub marked_bytes: Option<u64>,
-    /// Memory that merging all duplicates would save, if every page was read.
+    /// Memory that merging all duplicates would save, if known.
     pub savable_bytes: Option<u64>,
-    /// What must be known to read the figures.
+    /// A note for reading the figures.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remark: Option<String>,
-    /// What the kernel counted until the last sample, on the whole machine.
+    /// The kernel's counts until the last sample, on the whole machine.
     pub events: KernelEvents,
-    /// pagefold's peak memory and that of its children, added up.
+    /// The peak memory of pagefold and its children, added up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pagefold_peak_bytes: Option<u64>,
-    /// Merged memory that the programs took back by writing to it. Absent where this cannot be told from what was unmerged.
+    /// Merged memory that the programs took back by writing to it. Absent if we can't tell this from unmerged memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub taken_back_bytes: Option<u64>,
     /// Whether the targets' data was intact.
     pub answers_correct: Answers,
     /// Bytes saved over time, in seconds.
     pub curve: Vec<(f64, u64)>,
-    /// Merged pages by the targets' page tables, if these were read.
+    /// Merged pages by the targets' page tables, if we read these.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub in_page_tables: Vec<PageTableSample>,
     /// Lifetimes of short-lived memory.
@@ -265,7 +265,7 @@ pub struct PolicyRun {
     /// The raw samples, 20 a second.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub points: Vec<SamplerPoint>,
-    /// When it began, after the marks of the peers.
+    /// When it began, after we set the peers' marks.
     #[serde(skip)]
     pub began: Option<Instant>,
     /// The targets' activity counters before and after.
@@ -276,7 +276,7 @@ pub struct PolicyRun {
 }
 
 impl PolicyRun {
-    /// Says which programs it ran beside.
+    /// Records which programs it ran beside.
     pub fn beside(&mut self, set: &str) {
         self.policy += set;
         set.clone_into(&mut self.set);
@@ -300,26 +300,26 @@ impl PolicyRun {
         self.points = points.to_vec();
     }
 
-    /// Sets the samples, and pagefold's CPU time by its own clock: the time of children that have ended includes that of the
+    /// Sets the samples, and pagefold's CPU time by its own clock: the time of ended children would include the
     /// programs it runs beside.
     pub fn set_own_samples(&mut self, points: &[SamplerPoint]) {
         self.cpu_pagefold_seconds = points.last().map_or(0.0, |last| last.daemon_seconds);
         self.set_samples(points);
     }
 
-    /// Forgets the savings over time, where memory comes and goes: KSM's counters include what has gone until the next ksmd
-    /// scan, so they mean nothing.
+    /// Forgets the savings over time if memory comes and goes: KSM's counters include vanished memory until the next
+    /// ksmd scan, so they mean nothing.
     pub fn forget_curve(&mut self) {
         (self.curve, self.seconds_to_90_percent, self.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
     }
 
-    /// Whether pagefold has unmarked memory, which makes copies of merged pages too. Without a summary nothing has.
+    /// Whether pagefold has unmarked memory, which also makes copies of merged pages. Without a summary it hasn't.
     fn has_unmarked(&self) -> bool {
         self.summary.as_ref().is_some_and(|summary| summary["unmarked_bytes"] != 0)
     }
 
-    /// Sets the savings from samples of the targets' page tables, which are more accurate than KSM's counters when
-    /// merges are broken.
+    /// Sets the savings from samples of the targets' page tables. If COW breaks merges, they're more accurate than
+    /// KSM's counters.
     pub fn set_page_table_samples(&mut self, samples: Vec<PageTableSample>) {
         let Some(last) = samples.last() else { return };
         self.saved_bytes = last.saved_bytes;
@@ -349,7 +349,7 @@ impl PolicyRun {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placed {
-    /// The node on which it runs.
+    /// The node that it runs on.
     pub home: usize,
     /// The kernel's distances from there to each node (10 to itself).
     pub distances: Vec<u32>,
@@ -365,7 +365,7 @@ impl Placed {
         char::from_digit(u32::try_from(node).ok()?, 36)
     }
 
-    /// The share of its merged pages that is on its own node.
+    /// The share of its merged pages on its own node.
     pub fn local_share(&self) -> Option<f64> {
         let all: u64 = self.merged.iter().sum();
         (all > 0).then(|| self.merged.get(self.home).copied().unwrap_or(0) as f64 / all as f64)
@@ -375,11 +375,11 @@ impl Placed {
 /// Whether all targets gave the same answers as at the first check of the experiment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answers {
-    /// Before anything was marked.
+    /// Before we marked anything.
     pub before: bool,
     /// While pages were merged.
     pub during: bool,
-    /// After everything was unmerged.
+    /// After we unmerged everything.
     pub after: bool,
 }
 
@@ -408,7 +408,7 @@ pub struct BarResult {
     pub met: bool,
 }
 
-/// A policy that could not be measured.
+/// A policy that we couldn't measure.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Failure {
     pub policy: String,

@@ -1,5 +1,6 @@
-//! The results of `pagefold-lab bench --output`: for each repetition of an experiment a file `NAME-REPETITION.json`, with the options
-//! of the run, how long it took, and all that was measured, raw samples included. A file appears whole: what is there is finished.
+//! The results of `pagefold-lab bench --output`: a file `NAME-REPETITION.json` for each repetition of an experiment,
+//! with the run's options, how long it took, and all measurements, raw samples included. A file appears whole, so any
+//! existing file is finished.
 
 use crate::report::ExperimentReport;
 use anyhow::{Context, ensure};
@@ -19,7 +20,7 @@ const SCHEMA: &str = "pagefold.bench.repetition/1";
 /// A repetition takes some megabytes.
 const BYTES_MOST: u64 = 256 << 20;
 
-/// What must be equal for results to be compared.
+/// We only compare results if all of these are equal.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BenchOptions {
     pub seed: Option<u64>,
@@ -37,7 +38,7 @@ impl BenchOptions {
         Ok(format!("{:016x}", XxHash3_64::oneshot(&bytes)))
     }
 
-    /// The first option in which two differ, with both values.
+    /// The first option that differs, with both values.
     fn difference(&self, other: &Self) -> Option<String> {
         let (ours, theirs) = (serde_json::to_value(self).ok()?, serde_json::to_value(other).ok()?);
         let (name, own) = ours.as_object()?.iter().find(|(name, own)| theirs.get(name) != Some(own))?;
@@ -45,7 +46,7 @@ impl BenchOptions {
     }
 }
 
-/// The experiments in the order of the report: that of the list in the laboratory.
+/// The experiments in the report's order, as the laboratory lists them.
 pub const NAMES: [&str; 28] = [
     "static-mix",
     "tails",
@@ -103,7 +104,7 @@ fn refused(path: &Path, what: &str) -> anyhow::Error {
     Exit::new(exit::FAILURE, format!("{} {what}; delete it, or choose another directory", path.display())).into()
 }
 
-/// All finished repetitions in a directory, by experiment and repetition. They must have the same options, and those of
+/// All finished repetitions in a directory, by experiment and repetition. They must have the same options, and match
 /// `wanted` if given.
 pub fn load(dir: &Path, wanted: Option<&BenchOptions>) -> anyhow::Result<Vec<Finished>> {
     let entries = fs::read_dir(dir).with_context(|| format!("cannot read {}; give a directory", dir.display()))?;
@@ -124,7 +125,7 @@ pub fn load(dir: &Path, wanted: Option<&BenchOptions>) -> anyhow::Result<Vec<Fin
     Ok(all)
 }
 
-/// Where an experiment comes in the list of them.
+/// An experiment's place in the list.
 fn position(experiment: &str) -> Option<usize> {
     NAMES.iter().position(|&name| name == experiment)
 }

@@ -1,4 +1,4 @@
-//! The report of all results of a directory. Where pagefold loses comes first.
+//! The report on all results in a directory. It starts with pagefold's losses.
 
 use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
 use crate::claims::{CLAIMS, Verdict};
@@ -13,7 +13,7 @@ use crate::results::Finished;
 use pagefold_engine::units::Bytes;
 use std::collections::BTreeMap;
 
-/// What counts as losing: by more than this, since times vary from run to run.
+/// A ratio above this counts as a loss. Times vary from run to run.
 const TOLERANCE: f64 = 1.05;
 /// Memory saved varies less.
 const TOLERANCE_OF_SAVINGS: f64 = 1.01;
@@ -102,7 +102,7 @@ fn conditions(all: &[Finished]) -> String {
         machine.cpu,
         machine.cpus,
         Bytes(machine.memory_bytes).mib() / 1024.0,
-        // What follows the version names one build.
+        // The rest of the version names one build.
         machine.kernel.split('-').next().unwrap_or_default(),
         machine.transparent_hugepages,
         if repetitions == 1 { "" } else { "s" },
@@ -110,13 +110,13 @@ fn conditions(all: &[Finished]) -> String {
     )
 }
 
-/// Something in which pagefold is worse than a peer, or than required.
+/// A loss: pagefold does worse than a peer, or than required.
 struct Loss {
     experiment: String,
     what: String,
     ours: String,
     other: String,
-    /// By how much, at least 1.
+    /// How much worse, as a ratio of at least 1.
     factor: f64,
 }
 
@@ -144,13 +144,13 @@ impl Repetitions<'_> {
         Spread::of(self.runs(policy).filter_map(of))
     }
 
-    /// Whether savings can be compared: not where memory comes and goes, or merges are broken.
+    /// Whether we can compare savings: not if memory comes and goes, or if COW breaks merges.
     fn compares(&self) -> bool {
         let runs = || self.reports.iter().flat_map(|report| &report.runs);
         runs().any(|run| !run.curve.is_empty()) && runs().all(|run| run.in_page_tables.is_empty())
     }
 
-    /// pagefold as the experiment uses it first beside a set of programs, and each peer beside them.
+    /// For each set of programs, the experiment's first pagefold policy beside it, and each peer.
     fn pairs(&self) -> Vec<(&str, &str)> {
         if !self.compares() {
             return Vec::new();
@@ -185,7 +185,7 @@ impl Repetitions<'_> {
         let factor = match ratio(&self.reports, own, peer, quantity) {
             Some(ratio) if quantity.more_is_better => 1.0 / ratio.median,
             Some(ratio) => ratio.median,
-            // The peer gets there, and pagefold does not.
+            // The peer gets there, and pagefold doesn't.
             None if quantity.is_reached && value(own).is_none() => f64::INFINITY,
             None => return None,
         };
@@ -198,7 +198,7 @@ impl Repetitions<'_> {
         })
     }
 
-    /// What was required, over all repetitions.
+    /// The targets, over all repetitions.
     fn targets(&self) -> Vec<Target<'_>> {
         let mut targets: Vec<Target<'_>> = Vec::new();
         for bar in self.reports.iter().flat_map(|report| &report.bars) {
@@ -325,14 +325,14 @@ impl Repetitions<'_> {
         drawn.collect()
     }
 
-    /// The experiment's own curves. Those whose names begin with the same word share a picture.
+    /// The experiment's own curves. Curves whose names begin with the same word share a picture.
     fn own_curves(&self) -> Vec<String> {
         let mut pictures = BTreeMap::<&str, Vec<Curve>>::new();
         for (name, points) in &self.reports[0].curves {
             let (of, label) = name.split_once(' ').unwrap_or((name, ""));
             let curves = pictures.entry(of).or_default();
             let colour = PEERS[curves.len() % PEERS.len()];
-            // Where curves coincide, the wider ones below stay visible.
+            // If curves coincide, the wider ones below stay visible.
             let width = u32::try_from(PEERS.len().saturating_sub(curves.len())).unwrap_or(0).max(1);
             curves.push(Curve { label: label.to_owned(), colour, width, points: points.clone(), ..Curve::default() });
         }
@@ -350,7 +350,7 @@ impl Repetitions<'_> {
         self.reports.iter().filter_map(move |report| Some(report.run(policy)?.points.as_slice()))
     }
 
-    /// One curve for each run. Only the first of a policy is in the legend.
+    /// One curve for each run. The legend only has a policy's first.
     fn curves(
         &self,
         policies: &[&str],
@@ -363,7 +363,7 @@ impl Repetitions<'_> {
             for (at, run) in self.runs(policy).enumerate() {
                 let label = if at == 0 { label(policy) } else { String::new() };
                 let width = if is_ours(policy) { 3 } else { 2 };
-                // Repetitions are thinner.
+                // We draw repetitions thinner.
                 let width = if self.reports.len() > 1 { width - 1 } else { width };
                 curves.push(Curve { label, colour, width, stays, points: points(run) });
             }
@@ -384,7 +384,7 @@ impl Repetitions<'_> {
             at.map_or_else(|| format!("{policy}: never 90 %"), |at| format!("{policy}: 90 % after {at} s"))
         };
         let curves = self.curves(policies, true, label, |run| {
-            // Page tables say more than KSM's counters, where they were read.
+            // If we read page tables, they say more than KSM's counters.
             let raw = run.in_page_tables.is_empty() && !run.curve.is_empty() && !run.points.is_empty();
             let saved = if raw { thinned(&run.points) } else { run.curve.clone() };
             saved.into_iter().map(|(at, saved)| (at, Bytes(saved).mib())).collect()
@@ -400,7 +400,7 @@ impl Repetitions<'_> {
             format!("{policy}: {} CPU s at the end", spent.map_or_else(|| "–".to_owned(), |spent| spent.to_string()))
         };
         let curves = self.curves(policies, false, label, |run| {
-            // All at the start, which the logarithmic axis shows best.
+            // We keep all points at the start, which the logarithmic axis shows best.
             let (start, rest) = run.points.split_at(run.points.len().min(POINTS / 4));
             let kept =
                 start.iter().chain(rest.iter().step_by(rest.len().div_ceil(POINTS).max(1))).chain(run.points.last());
@@ -412,7 +412,7 @@ impl Repetitions<'_> {
         Lines { title, up, right: self.seconds(), curves }.draw()
     }
 
-    /// A picture of all latencies for each server and time, over all rounds and repetitions.
+    /// For each server and time, a picture of all latencies over all rounds and repetitions.
     fn tails(&self) -> Vec<String> {
         let mut pictures = BTreeMap::<(&str, &str), BTreeMap<&str, Histogram>>::new();
         for one in self.reports.iter().flat_map(|report| &report.latencies) {
@@ -499,7 +499,7 @@ impl Target<'_> {
     }
 }
 
-/// The parts of a figure's name like `ksm p99 us while folding`: the policy, the percentile, and the rest.
+/// The parts of a figure's name such as `ksm p99 us while folding`: the policy, the percentile, and the rest.
 fn tail(name: &str) -> Option<(&str, f64, &str)> {
     let (before, rest) = name.split_once(" us")?;
     let (policy, percentile) = before.rsplit_once(" p")?;
@@ -507,7 +507,7 @@ fn tail(name: &str) -> Option<(&str, f64, &str)> {
     Some((policy, percentile, rest.trim()))
 }
 
-/// Latencies as a table with a column for each percentile, and as bars for the highest.
+/// Latencies as a table with a column for each percentile, and as bars for the highest percentile.
 fn describe_latencies(page: &mut Document, figures: &[(&str, Vec<f64>)]) {
     let tails = || figures.iter().filter_map(|(name, values)| Some((tail(name)?, Spread::of(values.iter().copied())?)));
     let mut percentiles: Vec<f64> = tails().map(|((_, percentile, _), _)| percentile).collect();
@@ -557,7 +557,7 @@ mod tests {
         let found = loss(Limit::AtMost(2.0), &[3.0, 5.0, 4.0], false);
         assert_eq!(found, Some(("4.00 (3.00..5.00)".to_owned(), "at most 2.00".to_owned(), 2.0)));
         assert_eq!(loss(Limit::AtLeast(5.0), &[0.0], false).unwrap().2, f64::INFINITY);
-        // In the middle within the limit, but not always.
+        // The median is within the limit, but not every value is.
         assert_eq!(loss(Limit::AtMost(2.0), &[1.0, 1.0, 3.0], false).unwrap().2, 1.0);
     }
 
@@ -585,7 +585,7 @@ mod tests {
         report.runs[3].curve[1].1 /= 2;
         let found = losses(&report);
         assert_eq!(found[0], "memory saved, pagefold, three programs; 128, ksm, three programs");
-        // Of the shares of what can be saved there, it reaches the first.
+        // Of the shares of savable memory, pagefold reaches the first.
         assert_eq!(found.len(), 3, "{found:?}");
     }
 

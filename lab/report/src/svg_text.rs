@@ -1,4 +1,4 @@
-//! What an SVG image contains, for tests.
+//! Reads SVG images, for tests.
 
 /// The texts of an SVG image, in order.
 pub fn texts(svg: &str) -> Vec<String> {
@@ -7,7 +7,7 @@ pub fn texts(svg: &str) -> Vec<String> {
     texts.filter_map(|node| Some(node.text()?.trim().to_owned())).filter(|text| !text.is_empty()).collect()
 }
 
-/// The number of elements of a kind with a colour, as stroke or filling.
+/// The number of elements of a kind with this colour as stroke or fill.
 pub fn elements(svg: &str, kind: &str, colour: &str) -> usize {
     let document = roxmltree::Document::parse(svg).unwrap_or_else(|error| panic!("{error}\n{svg}"));
     let is_colour = |node: &roxmltree::Node<'_, '_>| {

@@ -6,7 +6,7 @@ use pagefold_engine::units::{Pages, Vpn};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A page that is not absent.
+/// A page that isn't absent.
 fn page() -> impl Strategy<Value = Page> {
     use PageState::{Merged, Private, Shared, ZeroMapped};
     let state = prop::sample::select(vec![Private, Merged, Shared, ZeroMapped]);
@@ -27,7 +27,7 @@ fn region() -> impl Strategy<Value = (String, u64, Vec<(Vpn, Page)>)> {
     })
 }
 
-/// Consecutive snapshots in which few process and region numbers appear and vanish, and none reappears.
+/// Consecutive snapshots. Few process and region numbers appear and vanish, and none reappears.
 pub(super) fn snapshots() -> impl Strategy<Value = Vec<MemorySnapshot>> {
     let process = (any::<Option<i32>>(), any::<Option<String>>());
     let processes = prop::collection::btree_map(0..4_u32, process, 0..4);

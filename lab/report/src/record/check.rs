@@ -1,4 +1,4 @@
-//! The rules for consistent records, enforced by the writer and the reader.
+//! The rules for consistent records. The writer and the reader enforce them.
 
 use super::{Event, PARTS, Page, RegionRow};
 use pagefold_engine::host::PageState;
@@ -31,7 +31,7 @@ impl Check {
         self.snapshots
     }
 
-    /// The numbers of processes and regions that existed at any time.
+    /// How many processes and regions ever existed.
     pub(super) fn seen(&self) -> (u64, u64) {
         (self.processes.len() as u64, (self.regions.len() + self.unmapped.len()) as u64)
     }

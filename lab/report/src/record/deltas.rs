@@ -1,4 +1,4 @@
-//! Conversion of full snapshots to changes and back.
+//! Converts full snapshots to changes and back.
 
 use super::{Event, MemorySnapshot, PARTS, Page, ProcessRow, RegionRow, Snapshot};
 use pagefold_engine::host::PageState;
@@ -7,14 +7,14 @@ use rustc_hash::FxHashSet;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
-/// Converts full snapshots to the changes since the previous one.
+/// Converts full snapshots to changes.
 #[derive(Debug, Default)]
 pub struct Deltas {
     last: State,
 }
 
 impl Deltas {
-    /// Starts with no memory: everything in the first snapshot is a change.
+    /// Starts with no memory, so everything in the first snapshot is a change.
     pub fn new() -> Self {
         Self::default()
     }
@@ -81,7 +81,7 @@ pub struct Region {
 }
 
 impl State {
-    /// Applies changes. Ignores pages of unknown regions, which no valid record has.
+    /// Applies changes. Ignores pages of unknown regions; no valid record has any.
     pub fn apply(&mut self, snapshot: &Snapshot) {
         let together = |a: &Event, b: &Event| match (a, b) {
             (Event::Page { region: a, .. }, Event::Page { region: b, .. }) => a == b,
@@ -123,7 +123,7 @@ impl State {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PageTable(Vec<PackedPage>);
 
-/// A page in 56 bytes, where a [`Page`] and its number take 80.
+/// A page in 56 bytes. A [`Page`] and its number take 80.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PackedPage {
     page: Vpn,
@@ -187,7 +187,7 @@ impl PageTable {
         self.0.retain(|kept| (row.first.0..end).contains(&kept.page.0));
     }
 
-    /// Replaces the pages by `pages`, which ascend, and reports the differences.
+    /// Replaces the pages by `pages` (ascending), and reports the differences.
     fn replace_with(&mut self, pages: &[(Vpn, Page)], mut report: impl FnMut(Vpn, Page)) {
         let former = std::mem::replace(&mut self.0, Vec::with_capacity(pages.len()));
         let mut former = former.iter().peekable();
@@ -204,7 +204,7 @@ impl PageTable {
         former.for_each(|gone| report(gone.page, ABSENT));
     }
 
-    /// Applies page events of this region. Of several for a page the last counts.
+    /// Applies page events of this region. The last event for a page counts.
     fn apply(&mut self, events: &[Event]) {
         let mut changes: Vec<(Vpn, Page)> = events
             .iter()
@@ -252,7 +252,7 @@ mod tests {
         assert!(size_of::<PackedPage>() * 262_144 < 15_000_000);
     }
 
-    /// Process, region, first page, pages, and the digests of some.
+    /// Process, region, first page, pages, and some digests.
     type Mapped<'a> = (u32, u32, u64, u64, &'a [(u64, u128)]);
 
     fn memory_of(processes: &[u32], regions: &[Mapped<'_>]) -> MemorySnapshot {
@@ -297,7 +297,7 @@ mod tests {
                 Event::Region(rows[1].clone()),
             ]
         );
-        // Pages outside the new bounds are not reported again; vanished pages within them are.
+        // We don't report pages outside the new bounds again, but do report vanished pages within them.
         let third = memory_of(&[1], &[(1, 7, 8, 4, &[(8, 9)])]);
         let row = third.regions[0].0.clone();
         assert_eq!(deltas.next(third).events, [Event::Unmap { region: 9 }, Event::Region(row), page(7, 10, ABSENT)]);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     proptest! {
-        /// Converting snapshots to changes and back restores them.
+        /// Snapshots survive the conversion to changes and back.
         #[test]
         fn changes_add_up_to_the_snapshot(snapshots in super::super::arbitrary::snapshots()) {
             let (mut deltas, mut state) = (Deltas::new(), State::default());

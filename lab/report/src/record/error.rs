@@ -1,4 +1,4 @@
-//! Errors of reading and writing records. Each message is one line: what failed and why; what to do.
+//! Errors from reading and writing records. Each message is one line: the failure and its cause; the remedy.
 
 use pagefold_sketch::seal::SealError;
 use std::io;

@@ -1,4 +1,4 @@
-//! Records as files: valid ones are read back unchanged, others are refused.
+//! Records as files: we read valid ones back unchanged, and refuse others.
 
 use super::*;
 use pagefold_sketch::seal;
@@ -178,7 +178,7 @@ fn only_regular_files_and_link_targets_are_replaced() {
     assert_eq!(Record::read(&dir.path()).unwrap(), small());
 }
 
-/// The error of a refused file: one line that says what to do.
+/// The error for a refused file: one line that says what to do.
 #[track_caller]
 fn refusal(read: Result<Record, RecordError>) -> RecordError {
     let error = read.expect_err("no record");
@@ -248,7 +248,7 @@ fn other_parquet_files_and_later_versions_are_refused() {
     assert!(matches!(refusal(dir.read_bytes(others.as_bytes())), RecordError::NotARecord { .. }));
 }
 
-/// Inconsistent rows are neither written nor read.
+/// We neither write nor read inconsistent rows.
 #[test]
 fn inconsistent_rows_are_refused() {
     let dir = TestDir::new();
@@ -362,7 +362,7 @@ fn damage_anywhere_is_refused() {
     }
 }
 
-/// With a corrected checksum, damage gives another record or an error.
+/// With a corrected checksum, damage leads to another record or an error.
 #[test]
 fn damage_with_a_correct_checksum_does_not_panic() {
     let dir = TestDir::new();

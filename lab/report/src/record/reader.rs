@@ -1,4 +1,4 @@
-//! Reading a record.
+//! Reads a record.
 
 use super::check::Check;
 use super::schema::{self, word};
@@ -14,7 +14,7 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Rows that are decoded together.
+/// We decode this many rows together.
 const BATCH_ROWS: usize = 8192;
 
 impl Record {
@@ -32,7 +32,7 @@ pub struct RecordReader {
     file: SerializedFileReader<File>,
     next_group: usize,
     rows: Option<Rows>,
-    /// The number and content of the snapshot being read.
+    /// The number and content of the snapshot that we're reading.
     open: Option<(i32, Snapshot)>,
     check: Check,
     ended: bool,
@@ -152,7 +152,7 @@ impl RecordReader {
     }
 }
 
-/// Whether `schema` is a later version of this schema.
+/// Whether `schema` is a later version of our schema.
 fn is_newer(schema: &str) -> bool {
     let version = |schema: &str| schema.strip_prefix(schema::SCHEMA_NAME)?.parse::<u32>().ok();
     version(schema).is_some_and(|found| Some(found) > version(schema::SCHEMA))
@@ -197,7 +197,7 @@ struct Row {
     event: Option<Event>,
 }
 
-/// A column of a row group, read in batches.
+/// A column of a row group. We read it in batches.
 struct Column<T: DataType> {
     name: &'static str,
     reader: ColumnReaderImpl<T>,
@@ -217,7 +217,7 @@ impl<T: DataType> Column<T> {
         if whole { Ok(()) } else { Err(Fault::Damaged(format!("the column {} is too short", self.name))) }
     }
 
-    /// The value in a row. Must be called for every row in order.
+    /// The value in a row. Call this for every row in order.
     fn take(&mut self, row: usize) -> Option<T::T> {
         if self.optional && self.levels.get(row) != Some(&1) {
             return None;
@@ -304,7 +304,7 @@ impl Rows {
         }
         let at = self.at;
         self.at += 1;
-        // Every row reads every column to keep them in step.
+        // Every row must read every column to keep them in step.
         let snapshot = require(self.snapshot.take(at), "snapshot")?;
         let time_ns = require(self.time_ns.take(at), "time_ns")?;
         let event = require(self.event.take(at), "event")?;

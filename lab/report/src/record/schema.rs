@@ -1,7 +1,7 @@
 //! The table of a record's file.
 //!
-//! A record is one flat table in one Parquet file, snappy-compressed, for use with any Parquet reader. A row is an event
-//! of the kind in `event`; columns that do not apply to it are null:
+//! A record is one flat table in one Parquet file, snappy-compressed, for any Parquet reader. A row is an event of the
+//! kind in `event`; columns that don't apply to it are null:
 //!
 //! | column | type | meaning | in rows of |
 //! | --- | --- | --- | --- |
@@ -24,7 +24,7 @@
 //! Rows describe the changes since the previous snapshot (see [`Event`](super::Event)). Pages of a new region are absent
 //! until a row says otherwise. When a region changes its bounds, pages outside them are gone and pages inside stay.
 //!
-//! The file's key-value metadata has the origin of the record (see the constants below) and a checksum over the file.
+//! The file's key-value metadata has the record's origin (see the constants below) and a checksum over the file.
 
 use pagefold_engine::host::PageState;
 pub(super) use pagefold_sketch::seal::{KEY_SCHEMA, KEY_VERSION};

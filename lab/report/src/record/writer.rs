@@ -1,4 +1,4 @@
-//! Writing a record.
+//! Writes a record.
 
 use super::check::Check;
 use super::schema::{self, word};
@@ -22,10 +22,10 @@ use std::sync::Arc;
 use tempfile::NamedTempFile;
 use thiserror::Error;
 
-/// Maximum number of rows in a row group: about 10 MB while they are collected.
+/// Maximum number of rows in a row group: about 10 MB while we collect them.
 const GROUP_ROWS: usize = 1 << 17;
 
-/// The numbers of items written.
+/// How many items we wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Written {
     pub snapshots: u64,
@@ -43,8 +43,8 @@ pub struct Written {
     pub bytes: u64,
 }
 
-/// Writes a record snapshot by snapshot, to a temporary file in the same directory that [`Self::finish`] renames. Dropping
-/// the writer deletes it.
+/// Writes a record snapshot by snapshot, to a temporary file in the same directory. [`Self::finish`] renames the file;
+/// dropping the writer deletes it.
 pub struct RecordWriter {
     path: PathBuf,
     beside: NamedTempFile,
@@ -52,12 +52,12 @@ pub struct RecordWriter {
     rows: Rows,
     check: Check,
     written: Written,
-    /// A snapshot was refused or written in part.
+    /// We refused a snapshot or wrote it only in part.
     failed: bool,
 }
 
 impl RecordWriter {
-    /// Begins a record. An existing regular file is replaced at the end; other kinds of files are refused.
+    /// Begins a record. In the end the record replaces an existing regular file; we refuse other kinds of files.
     pub fn create(path: &Path, origin: &Origin) -> Result<Self, RecordError> {
         // Replace the target of a symbolic link, not the link.
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
@@ -114,7 +114,7 @@ impl RecordWriter {
         Ok(())
     }
 
-    /// Adds a snapshot without refusing inconsistent ones, with `shift` added to its number.
+    /// Adds a snapshot even if it's inconsistent, with `shift` added to its number.
     #[cfg(test)]
     pub(super) fn write_unchecked(&mut self, snapshot: &Snapshot, shift: i32) -> ParquetResult {
         let number = i32::try_from(self.written.snapshots).unwrap() + shift;
@@ -185,7 +185,7 @@ fn properties(origin: &Origin) -> Arc<WriterProperties> {
     let mut properties = WriterProperties::builder()
         .set_compression(Compression::SNAPPY)
         .set_created_by(concat!("pagefold version ", env!("CARGO_PKG_VERSION")).to_owned())
-        // Statistics of row groups let readers skip some; finer ones would be as large as the data.
+        // Row-group statistics let readers skip some groups. Finer ones would be as large as the data.
         .set_statistics_enabled(EnabledStatistics::Chunk)
         .set_offset_index_disabled(true)
         .set_key_value_metadata(Some(seal::entries(&entries, KeyValue::new)));
@@ -228,7 +228,7 @@ impl<T> Column<T> {
     fn flush<D: DataType<T = T>>(&mut self, group: &mut SerializedRowGroupWriter<'_, Sealing<File>>) -> ParquetResult {
         // Called once for each column, in the schema's order.
         if let Some(mut column) = group.next_column()? {
-            // Levels are ignored for required columns.
+            // Required columns ignore the levels.
             column.typed::<D>().write_batch(&self.values, Some(&self.levels), None)?;
             column.close()?;
         }
