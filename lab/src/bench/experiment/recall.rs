@@ -197,7 +197,7 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, snapshots: &Snapshot
         ] {
             report.figure(format!("{policy}_{kind}_{name}_mib"), pages.bytes().mib());
         }
-        // None if nothing is marked.
+        // None if we marked nothing.
         if let Some(share) = sum.merged_share() {
             report.figure(MERGED.of([policy, kind]), share);
         }
@@ -280,7 +280,7 @@ impl AddAssign for DuplicateCount {
     }
 }
 
-/// Pages between two addresses; zero if `end` is not above `start`.
+/// Pages between two addresses; zero unless `end` is above `start`.
 fn pages_of(start: u64, end: u64) -> Pages {
     Pages(end.saturating_sub(start) / PAGE_SIZE as u64)
 }

@@ -100,7 +100,7 @@ fn total(ran: &Completed, pointer: &str) -> anyhow::Result<f64> {
     number.with_context(|| format!("pagefold scan --json has no number {pointer}"))
 }
 
-/// The order in which the bare loop reads its page runs.
+/// The order of the bare loop's page runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     /// Like a sampler without a plan.

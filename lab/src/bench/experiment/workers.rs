@@ -68,8 +68,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     if setting.quick {
         return Ok(());
     }
-    // KSM counts each process with a merged page, so it also counts pages that fork shared before as saved. Frames are
-    // what we want.
+    // KSM counts each process with a merged page, so it also counts pages that fork shared before as saved. We count
+    // frames.
     let saved = |policy: &str| report.figure_of(SAVED, [policy, "all"]);
     let saved = saved(&ours_name).zip(saved(KSM_EVERYTHING)).map(|(ours, theirs)| ours / theirs);
     let cpu = report.ratio(CPU_VS, KSM_EVERYTHING);

@@ -32,7 +32,7 @@ const LATER_SCANS: u32 = 9;
 /// Long enough for a scan of gigabytes with long chains.
 const EVERYTHING_LIMIT: Duration = Duration::from_secs(600);
 
-/// Nothing is merged.
+/// Merges nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct NoMerging {
     pub seconds: u64,

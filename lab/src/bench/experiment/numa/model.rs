@@ -64,7 +64,7 @@ pub struct Program {
 
 /// The thesis's five programs.
 pub const PROGRAMS: [Program; 5] = [
-    // Cross-sections are looked up at random energies.
+    // Each lookup of a cross-section has a random energy.
     Program::new(
         "XSBench",
         [3252.993, 3389.81],
@@ -73,7 +73,7 @@ pub const PROGRAMS: [Program; 5] = [
         Spread::Random,
     ),
     // A lookup misses the cache in a leaf and in its parent. With a fan-out of 64, parents are 90 of the 5,700 MiB, and
-    // the level above, 1.4 MiB, is cached. Nodes are scattered by splits.
+    // the level above, 1.4 MiB, is cached. Splits scatter the nodes.
     Program::new("BTree", [1466.0, 1494.0], [1582.0, 1867.0], [5_186_211_551, 11_390_879_755], SPLIT_NODES),
     // sysbench 1.0's default distribution, "special": three quarters of the accesses to one row in a hundred.
     Program::new("MySQL", [934.9033, 955.5301], [919.0461, 1080.877], [180_097_090, 997_854_519], SPECIAL),

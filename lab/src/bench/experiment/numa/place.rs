@@ -189,7 +189,7 @@ struct PlacementSample {
 }
 
 impl PlacementSample {
-    /// Reads the largest mapping, of which at least `pages` must be present.
+    /// Reads the largest mapping. At least `pages` of it must be present.
     fn at(process: &Process, nodes: &Nodes, pages: u64) -> anyhow::Result<Self> {
         let largest = eligible_mappings(process)?.into_iter().map(|detail| detail.vma).max_by_key(|vma| vma.pages().0);
         let largest = largest.context("the program has no eligible memory")?;
