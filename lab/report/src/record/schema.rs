@@ -21,8 +21,9 @@
 //! | `part0` to `part3` | uint32 | keyed digests of its quarters | `page`, unless absent |
 //! | `frame` | uint64 | page frame: equal numbers mean the same memory; null if unknown | `page`, unless absent |
 //!
-//! Rows describe the changes since the previous snapshot (see [`Event`](super::Event)). Pages of a new region are absent
-//! until a row says otherwise. When a region changes its bounds, pages outside them are gone and pages inside stay.
+//! Rows describe the changes since the previous snapshot (see [`Event`](super::Event)). Pages of a new region are
+//! absent until a row says otherwise. When a region changes its bounds, pages outside them are gone and pages inside
+//! stay.
 //!
 //! The file's key-value metadata has the record's origin (see the constants below) and a checksum over the file.
 
