@@ -1,4 +1,4 @@
-//! The command line: a module for each subcommand, with its flags, checks and output. Their logic is in the other modules.
+//! The command line: a module for each subcommand, with its flags, checks and output. The other modules hold the logic.
 
 mod bench;
 mod fleet;

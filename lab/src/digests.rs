@@ -1,8 +1,8 @@
-//! Digests of pages under a key that is discarded: equal pages have equal digests within a record, and contents cannot be
-//! looked up elsewhere.
+//! Digests of pages under a key that we throw away: equal pages have equal digests within a record, and nobody can look
+//! up contents elsewhere.
 //!
-//! XXH3 with a random secret is not cryptographic. An attacker who can read the record and write recorded memory could
-//! learn about the key while it is in use, but not afterwards.
+//! XXH3 with a random secret isn't cryptographic. An attacker who can read the record and write recorded memory could
+//! learn about the key while it's in use, but not afterwards.
 
 use crate::record::PARTS;
 use pagefold_engine::hash::PageBytes;
@@ -18,12 +18,12 @@ pub struct Digests {
 }
 
 impl Digests {
-    /// Digests under a key, which should be random and used for one record only.
+    /// Digests under a key: use a random one, for one record only.
     pub const fn new(key: Key) -> Self {
         Self { key }
     }
 
-    /// The digests of a page and of its quarters. Exactly zeros have digest 0.
+    /// Digests a page and its quarters. Zeros, and only zeros, have digest 0.
     pub fn of(&self, page: &PageBytes) -> (u128, [u32; PARTS]) {
         let mut parts = [0; PARTS];
         for (part, bytes) in parts.iter_mut().zip(page.chunks(PAGE_SIZE / PARTS)) {
@@ -34,7 +34,7 @@ impl Digests {
         if parts == [0; PARTS] {
             return (0, parts);
         }
-        // The only possible error is a key that is too short.
+        // The only possible error is a key that's too short.
         let digest = XxHash3_128::oneshot_with_secret(&self.key, page).unwrap_or_default();
         (digest.max(1), parts)
     }

@@ -1,15 +1,15 @@
-//! Simulated fleets: workloads made of few kinds, placed at random, by plan and at best, and what that saves.
+//! Simulated fleets: workloads of a few kinds, placed at random, by plan and at best, and how much each way saves.
 //!
 //! | module | holds |
 //! | --- | --- |
 //! | [`mix`] | kinds of workloads: generated, or from a record of real programs |
-//! | [`world`] | the workloads of a fleet, what each holds, and what hosts then save, exactly |
+//! | [`world`] | the workloads of a fleet, their contents, and the exact savings of its hosts |
 //! | [`best`] | a bound that no placement exceeds |
 //! | [`fill`] | how many workloads fit into the same memory |
 //! | [`day`] | a day of churn, with a plan every hour |
 //! | [`files`] | the fleet's sketches as files, for `pagefold-fleet` |
 //!
-//! Sketches are those of the product. What a host saves is counted on all its contents.
+//! The sketches are the product's. We count a host's savings on all its contents.
 
 pub mod best;
 pub mod day;
@@ -28,7 +28,8 @@ use std::fmt;
 use std::time::Instant;
 use world::{World, exact_saving};
 
-/// Bars: by plan, at least this share of the bound; and at least this share more workloads than at random.
+/// Bars: a plan saves at least this share of the bound, and fits at least this share more workloads than random
+/// placement.
 pub const BAR_OF_BEST: f64 = 0.9;
 pub const BAR_MORE: f64 = 0.15;
 
@@ -52,12 +53,12 @@ pub struct FleetOutcome {
     pub hosts: u32,
     pub workloads: usize,
     pub held: u64,
-    /// What is saved at random, by plan, and no placement exceeds.
+    /// Pages saved at random, by plan, and by the bound that no placement exceeds.
     pub random: u64,
     pub planned: u64,
     pub bound: f64,
     pub moves: u64,
-    /// Of the hosts, those whose estimate was within its error; and the median error as a share of what is saved.
+    /// The share of hosts whose estimate was within its error, and the median error as a share of the savings.
     pub within_error: f64,
     pub median_error: f64,
     pub plan_seconds: f64,
@@ -79,7 +80,7 @@ impl FleetOutcome {
         self.planned as f64 / self.bound
     }
 
-    /// The bars that were missed.
+    /// The bars that this fleet missed.
     pub fn missed(&self) -> Vec<String> {
         let mut missed = Vec::new();
         if self.of_best() < BAR_OF_BEST {

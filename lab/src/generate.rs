@@ -24,9 +24,9 @@ use std::convert::Infallible;
 const NS_PER_S: u64 = 1_000_000_000;
 const PAGES_PER_MIB: u64 = (1 << 20) / PAGE_SIZE as u64;
 
-/// Minimum size: in less memory the parts of a workload do not fit.
+/// Minimum size: the parts of a workload don't fit into less memory.
 const MIN_SIZE: Pages = Pages(PAGES_PER_MIB);
-/// Maximum size of all processes, 16 GiB: a generator takes about 60 bytes per page, and a snapshot the same again.
+/// Maximum size of all processes, 16 GiB: a generator takes about 60 bytes per page, and a snapshot as much again.
 const MAX_SIZE: Pages = Pages(16 << 18);
 /// Minimum time between two snapshots, nanoseconds.
 const MIN_INTERVAL_NS: u64 = 1_000_000;

@@ -3,14 +3,14 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`bench`] | experiments that measure pagefold beside KSM alone and beside an oracle |
-//! | [`programs`] | the real programs that experiments and records are made with |
-//! | [`record`] | the file format of a record: what every page held, snapshot by snapshot |
+//! | [`programs`] | the real programs for experiments and records |
+//! | [`record`] | the file format of a record: the content of every page, snapshot by snapshot |
 //! | [`recorder`] | records of running programs |
 //! | [`generate`] | generated records of the papers' workloads |
 //! | [`script`], [`replay`], [`table`] | a record as a script for the simulator, every algorithm on it, the comparison |
 //! | [`uksmd`], [`partial_hash`] | UKSM's scanner in virtual time, and its hashes of part of a page |
 //! | [`scale`] | simulated memories of up to a tebibyte |
-//! | [`sketch_error`] | how well sketches tell what programs have in common |
+//! | [`sketch_error`] | how well sketches tell the contents that programs have in common |
 //! | [`fleet`] | simulated fleets, placed at random, by plan and at best |
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]

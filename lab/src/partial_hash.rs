@@ -1,7 +1,7 @@
-//! UKSM's hashes of part of a page (section 6.2), and the controller that chooses how much is hashed (section 6.1).
+//! UKSM's hashes of part of a page (section 6.2), and the controller that chooses how much to hash (section 6.1).
 //!
-//! They are used by the simulated UKSM scanner and by `pagefold-lab bench hash`. The live engine has a hash of the kernel and
-//! rules of its own, which change the strength more rarely ([`pagefold_engine::strength`]).
+//! The simulated UKSM scanner and `pagefold-lab bench hash` use them. The live engine has one of the kernel's hashes
+//! and its own rules, which change the strength more rarely ([`pagefold_engine::strength`]).
 
 mod progressive;
 mod strength;

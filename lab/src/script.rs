@@ -10,7 +10,8 @@ use std::collections::BTreeSet;
 use std::hash::{Hash, Hasher};
 
 /// The address range of a region during the replay. In a record mappings can grow into the former range of others, and
-/// large parts may never be used. Here every region has its own range, from its first page ever present to its last.
+/// programs may never use large parts. Here every region has its own range, from its first page ever present to its
+/// last.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     /// The first page ever present, as recorded and as replayed.
@@ -40,8 +41,8 @@ struct Known {
 }
 
 impl Known {
-    /// Whether the page was written since. Merging or moving it to another frame is not a write; a merged page that has its
-    /// own frame again was written, even with equal content.
+    /// Whether a program has written the page since. Merging a page or moving it to another frame isn't a write; if a
+    /// merged page has its own frame again, someone wrote it, even with equal content.
     fn is_written(&self, now: &Page) -> bool {
         self.digest != now.digest || (self.state == PageState::Merged && now.state != PageState::Merged)
     }
@@ -150,7 +151,7 @@ impl KnownPages {
     }
 }
 
-/// The changed quarters of a page; all if it was not present.
+/// The changed quarters of a page; all if it wasn't present.
 fn changed(before: Option<Known>, now: &Page) -> u8 {
     let Some(before) = before else { return 0b1111 };
     let differ = before.parts.iter().zip(&now.parts).map(|(before, now)| before != now);

@@ -1,7 +1,8 @@
-//! How well sketches tell what two workloads have in common, against exact digests.
+//! How well sketches tell which contents two workloads have in common, against exact digests.
 //!
-//! The 128-bit digests of a record stand for contents. What is random in a sketch is the key, so each pair of programs is compared
-//! under several keys. The bounds are those of the product: `Sketch::common`'s, which are those of pagefold-fleet's reports.
+//! The 128-bit digests of a record stand for contents. The random part of a sketch is its key, so we compare each pair
+//! of programs under several keys. The bounds are the product's: `Sketch::common` computes them, and pagefold-fleet
+//! reports them.
 
 use crate::bench::measures::median;
 use crate::record::State;
@@ -9,15 +10,16 @@ use pagefold_sketch::{Counter, Estimate, FleetKey, Sketch};
 use serde::Serialize;
 use std::collections::BTreeSet;
 
-/// The estimate's error must be within its bounds so often: 19 of 20 times.
+/// The estimate's error must be within its bounds this often: 19 of 20 times.
 pub const WITHIN_BAR: f64 = 0.95;
 /// The median error, as a share of the smaller workload.
 pub const MEDIAN_BAR: f64 = 0.03;
-/// What a pair must have in common for the bars to concern it, as a share of the smaller one. Of a page or two in common sketches
-/// hold nothing, which is within wide bounds and a small error, and says little.
+/// The bars concern a pair that has at least this much in common, as a share of the smaller program. With only a page
+/// or two in common, sketches hold none of them, and the estimate is right within wide bounds and with a small error:
+/// that says little.
 pub const WORTH_TELLING: f64 = 0.01;
 
-/// A program, and its distinct contents but zeros.
+/// A program and its distinct contents, without zeros.
 #[derive(Clone, Debug)]
 pub struct Held {
     pub name: String,
@@ -35,7 +37,7 @@ pub struct Pair {
     pub larger: usize,
     /// Pages in common.
     pub common: usize,
-    /// Times that this was within the bounds of the estimate.
+    /// How often the true number was within the estimate's bounds.
     pub within: usize,
     pub keys: usize,
     /// Median error, as a share of the smaller one.
@@ -60,8 +62,8 @@ pub struct Comparison {
     errors: Vec<f64>,
 }
 
-/// All estimates of several records. The bars are for these: the pairs of one record are of few programs, whose sketches are right or
-/// wrong together.
+/// All estimates of several records. We apply the bars to these: the pairs of one record come from few programs, whose
+/// sketches are right or wrong together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Overall {
     pub estimates: usize,
@@ -94,7 +96,7 @@ pub fn held(state: &State) -> Vec<Held> {
     programs.filter(|held| !held.contents.is_empty()).collect()
 }
 
-/// Compares all pairs under keys that are numbered from 1.
+/// Compares all pairs under keys numbered from 1.
 pub fn compare(programs: &[Held], keys: u16) -> Comparison {
     let sketches: Vec<Vec<Sketch>> = (1..=keys).map(|number| sketches(programs, &key(number))).collect();
     let (mut pairs, mut others, mut errors, mut within) = (Vec::new(), 0, Vec::new(), 0);
@@ -146,7 +148,7 @@ fn pair((a, b): (&Held, &Held), common: usize, estimates: impl Iterator<Item = E
     let (smaller, larger) = (a.contents.len().min(b.contents.len()), a.contents.len().max(b.contents.len()));
     let (mut within, mut errors) = (0, Vec::new());
     for Estimate { contents, low, high } in estimates {
-        // Bounds of whole numbers: an estimate of exactly 3 may be stored as a little less.
+        // We round the bounds to whole numbers: an estimate of exactly 3 may be stored as a little less.
         within += usize::from(low.floor() <= common as f64 && common as f64 <= high.ceil());
         errors.push((contents - common as f64).abs() / smaller as f64);
     }

@@ -16,7 +16,7 @@ pub struct Comparison {
     pub seconds: f64,
     /// Maximum number of pages present at one time.
     pub pages: u64,
-    /// Pages left out because they are already shared by fork.
+    /// Pages left out because programs already share them by fork.
     pub forked: u64,
     /// Savable pages over time (seconds).
     pub savable: Vec<(f64, u64)>,

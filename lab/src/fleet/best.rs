@@ -1,16 +1,16 @@
-//! What no placement exceeds.
+//! A bound that no placement exceeds.
 //!
-//! A host pays once for each content that it holds. With at most `places` workloads on a host, the n holders of a content are on
-//! at least n / `places` hosts. If each instance holds a content with the same probability, what a host with m instances of its
-//! kinds pays is concave in m, so the least is paid with as many full hosts as possible: for each content by itself, which no
-//! placement need reach for all at once.
+//! A host pays once for each content that it holds. With at most `places` workloads on a host, the n holders of a
+//! content are on at least n / `places` hosts. If each instance holds a content with the same probability, the pages
+//! that a host with m instances of its kinds pays for are concave in m, so we pay least with as many full hosts as
+//! possible. That holds for each content by itself; no placement need reach the bound for all of them at once.
 
 use super::FleetOptions;
 use super::world::World;
 use pagefold_engine::units::count;
 use rustc_hash::FxHashMap;
 
-/// Pages that are saved at most.
+/// The most pages that any placement saves.
 pub fn bound(world: &World<'_>, options: &FleetOptions) -> f64 {
     let mut of_kind = vec![0_u64; world.mix.kinds.len()];
     for instance in &world.instances {

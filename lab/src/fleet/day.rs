@@ -1,4 +1,5 @@
-//! A day of churn. Every hour some workloads end and others begin, on hosts chosen at random; then a plan with few moves is carried out.
+//! A day of churn. Every hour some workloads end and others begin on random hosts; then we carry out a plan with few
+//! moves.
 
 use super::FleetOptions;
 use super::mix::Mix;
@@ -8,9 +9,9 @@ use pagefold_planner::contents::Contents;
 use pagefold_planner::plan;
 use serde::Serialize;
 
-/// Workloads replaced in an hour: one in so many.
+/// One workload in this many is replaced each hour.
 const REPLACED_IN: u64 = 25;
-/// Workloads moved in an hour at most: one in so many.
+/// At most one workload in this many moves each hour.
 const MOVED_IN: u64 = 10;
 
 /// Pages saved on average, with and without plans.
@@ -33,7 +34,7 @@ pub fn day(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Day {
     for hour in 0..options.hours {
         show(&format!("hour {} of {}", hour + 1, options.hours));
         for _ in 0..each_hour {
-            // The same workloads end and begin in both; the newcomer starts where the other one ended.
+            // The same workloads end and begin in both; the newcomer starts where the old one ended.
             let at = usize::try_from(left.random.below(count(left.instances.len()))).unwrap_or(0);
             let _ = planned.random.next();
             let newcomer = left.make(left.instances[at].host);

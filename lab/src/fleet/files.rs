@@ -9,13 +9,14 @@ use pagefold_sketch::{FleetKey, Kind, Row};
 use std::io::Cursor;
 use std::path::Path;
 
-/// Writes a file for each host, with the time `now_us`. Hosts are made one after the other: a large fleet does not fit into memory.
+/// Writes a file for each host, with the time `now_us`. We make hosts one after the other: a large fleet doesn't fit
+/// into memory.
 pub fn write(dir: &Path, mix: &Mix, options: &FleetOptions, now_us: u64, show: &dyn Fn(u32)) -> Result<u64> {
     std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}; choose another directory", dir.display()))?;
     let key = FleetKey::new([7; 32]).id();
     let mut bytes = 0;
     for host in 0..options.hosts {
-        // Each host has its own seed, and numbers of instances that no other has.
+        // Each host has its own seed, and its instances have numbers that no other host's have.
         let of_host = FleetOptions { hosts: 1, seed: options.seed ^ u64::from(host) << 32, ..*options };
         let world = World::numbered_from(mix, &of_host, u64::from(host) * u64::from(options.per_host));
         let memory = 2 * u64::from(options.per_host) * largest(mix) * PAGE_BYTES;

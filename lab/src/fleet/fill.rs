@@ -1,8 +1,8 @@
-//! How many workloads fit into the same memory: each newcomer goes to a host at random, or where the planner says.
+//! How many workloads fit into the same memory when each newcomer goes to a random host, or where the planner says.
 //!
-//! By plan, the first ones are placed in turn, as long as there is no plan; then one is made again and again as the fleet fills.
-//! Whether a host has room is decided by what its workloads take, counted exactly. The end is the first newcomer that fits nowhere; by
-//! plan, not even after what is there has been placed anew, as often as that makes room.
+//! With the planner, we place the first workloads in turn, since there's no plan yet; then we make new plans as the
+//! fleet fills. A host has room if its workloads, counted exactly, leave any. We stop at the first newcomer that fits
+//! nowhere; with the planner, we first place all workloads anew, as often as that makes room.
 
 use super::FleetOptions;
 use super::mix::Mix;
@@ -16,11 +16,11 @@ use std::collections::hash_map::Entry;
 
 /// Newcomers on each host, on average, between two plans.
 const BETWEEN_PLANS: u64 = 2;
-/// A plan keeps one page of so many free, since the planner's figures are estimates.
+/// A plan keeps one page in this many free, since the planner's figures are estimates.
 const KEPT_FREE: u64 = 400;
-/// About what a workload takes without sharing: the first plan is made when half of the memory would be full.
+/// About as much as a workload takes without sharing: we make the first plan when half of the memory would be full.
 const MEAN_PAGES: u64 = 10_000;
-/// No newcomer takes less of a host's memory than this, so many pages: it bounds how many fit.
+/// Every newcomer takes at least this many pages of a host's memory, which bounds how many fit.
 const LEAST_PAGES: u64 = 4000;
 
 /// Workloads that fit.
@@ -28,17 +28,17 @@ const LEAST_PAGES: u64 = 4000;
 pub struct Filled {
     pub random: usize,
     pub planned: usize,
-    /// More do not fit in whatever placement.
+    /// No placement fits more.
     pub bound: usize,
 }
 
 impl Filled {
-    /// How many more fit by plan.
+    /// How many more fit by plan than at random, as a share.
     pub fn more(self) -> f64 {
         self.planned as f64 / self.random.max(1) as f64 - 1.0
     }
 
-    /// How many more fit at most.
+    /// How many more could fit at most.
     pub fn more_at_most(self) -> f64 {
         self.bound as f64 / self.random.max(1) as f64 - 1.0
     }
@@ -86,12 +86,12 @@ pub fn fill(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Filled {
     Filled { random, planned, bound: at_most(&mut World::new(mix, &empty), pages) }
 }
 
-/// How many newcomers fit at most, if all hosts were one, and each content were held as often as its holders need hosts.
+/// How many newcomers fit at most, if all hosts were one and held each content as often as its holders need hosts.
 fn at_most(world: &mut World<'_>, pages: u64) -> usize {
     let mix = world.mix;
     let own = mix.kinds.iter().map(|kind| count(kind.own)).min().unwrap_or(0);
     let smallest = mix.kinds.iter().map(|kind| count(kind.common.len() + kind.own) * mix.held_tenths / 10).min();
-    // A host holds all of one workload, and at least what each of the others has for itself.
+    // A host holds all of one workload, and at least each other workload's own pages.
     let on_a_host = pages.saturating_sub(smallest.unwrap_or(0)).checked_div(own).map(|others| 1 + others);
     let (mut holders, mut taken): (FxHashMap<u64, u64>, u64) = (FxHashMap::default(), 0);
     for placed in 0.. {
@@ -148,8 +148,8 @@ fn by_plan(world: &mut World<'_>, pages: u64) -> usize {
     }
 }
 
-/// Places newcomers until there are `until`, or one fits nowhere: on hosts that share most with them once there was a plan, before that
-/// in turn. Returns how many workloads there are.
+/// Places newcomers until there are `until`, or one fits nowhere: on the host that shares most with them once there's
+/// been a plan, before that in turn. Returns how many workloads there are.
 fn settle(world: &mut World<'_>, from: usize, until: usize, planned: bool, pages: u64) -> usize {
     let mix = world.mix;
     let fleet = limited(world, pages, world.instances.len());
@@ -179,7 +179,7 @@ fn settle(world: &mut World<'_>, from: usize, until: usize, planned: bool, pages
     until.min(world.instances.len())
 }
 
-/// What the hosts of the first workloads hold.
+/// The contents of each host, with the first workloads on them.
 fn held(world: &World<'_>, settled: usize) -> Vec<Held> {
     let mut hosts: Vec<Held> = (0..world.options.hosts).map(|_| Held::default()).collect();
     for instance in &world.instances[..settled] {
@@ -188,7 +188,7 @@ fn held(world: &World<'_>, settled: usize) -> Vec<Held> {
     hosts
 }
 
-/// The host where a newcomer shares most; of equal ones, that with most room.
+/// The host where a newcomer shares most; of equal ones, the one with most room.
 fn best_host(placement: &Placement<'_>, unit: UnitId, fits: impl Fn(HostId) -> bool) -> Option<HostId> {
     let mut scored: Vec<(u64, u64, HostId)> =
         placement.fleet().host_ids().map(|host| (placement.gain(unit, host), placement.room(host).0, host)).collect();
@@ -202,8 +202,8 @@ fn shift(mix: &Mix, hosts: &mut [Held], instance: &mut Instance, to: u32) {
     hosts[index(to)].add(mix, *instance);
 }
 
-/// Makes the moves of a plan for all workloads that fitted. The planner's figures are estimates: a step that makes a host exceed its memory
-/// is left out. Returns whether the others made room.
+/// Plans anew for all workloads that fitted, and makes the moves. The planner's figures are estimates, so we skip a
+/// step that makes a host exceed its memory. Returns whether the others made room.
 fn place_anew(world: &mut World<'_>, settled: usize, pages: u64) -> bool {
     let mix = world.mix;
     let fleet = limited(world, pages - pages / KEPT_FREE, settled);
@@ -224,7 +224,7 @@ fn place_anew(world: &mut World<'_>, settled: usize, pages: u64) -> bool {
     hosts.iter().map(Held::pages).sum::<u64>() < before
 }
 
-/// The first workloads, on hosts that memory alone limits.
+/// The first workloads, on hosts that only memory limits.
 fn limited(world: &World<'_>, pages: u64, first: usize) -> Fleet {
     let memory = Bytes(pages * PAGE_BYTES);
     let host = Host { memory, cpu_millicores: u64::MAX / CPU_EACH };

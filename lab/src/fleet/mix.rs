@@ -1,8 +1,9 @@
 //! Kinds of workloads.
 //!
-//! Generated: enterprise and e-commerce applications on several systems, as in Memory Buddies (VEE 2009), whose traces are
-//! not public. So the shares are ours: of a workload's pages about a fifth is the system's, a third the application's (half of
-//! that depends on the system, too), and the rest its own. Instances differ: each holds nine tenths of what its kind holds.
+//! Generated: enterprise and e-commerce applications on several systems, as in Memory Buddies (VEE 2009), whose traces
+//! aren't public. So we chose the shares: of a workload's pages about a fifth is the system's, a third the
+//! application's (half of which depends on the system, too), and the rest its own. Instances differ: each holds nine
+//! tenths of its kind's contents.
 
 use crate::record::{Record, RecordError, State};
 use pagefold_engine::host::PageState;
@@ -28,7 +29,7 @@ pub struct Kind {
     pub common: Vec<u64>,
     /// Pages that each instance has for itself.
     pub own: usize,
-    /// How many there are, in proportion.
+    /// How common this kind is, relative to the others.
     pub weight: u64,
 }
 
@@ -42,8 +43,8 @@ pub struct Mix {
 }
 
 impl Mix {
-    /// Generated kinds. Systems and applications are not equally common: the n-th is half as common as the one before it,
-    /// and at least a fifth as common as the first.
+    /// Generated kinds. Systems and applications aren't equally common: the n-th is half as common as the one before
+    /// it, and at least a fifth as common as the first.
     pub fn generated() -> Self {
         let weight = |number: u64| (10 >> number.min(3)).max(2);
         let contents = |segment: u64, pages: u64| (0..pages).map(move |page| mix(mix(segment) ^ page) >> 1);
@@ -61,7 +62,8 @@ impl Mix {
         Self { name: "enterprise and e-commerce mix".to_owned(), kinds: kinds.collect(), held_tenths: HELD_TENTHS }
     }
 
-    /// The programs of a record at its end. What one of them alone holds is every instance's own; the rest is common.
+    /// The programs of a record at its end. Contents that only one of them holds become every instance's own; the rest
+    /// is common.
     pub fn of_record(path: &Path) -> Result<Self, RecordError> {
         let record = Record::read(path)?;
         let mut state = State::default();

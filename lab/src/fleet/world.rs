@@ -1,5 +1,5 @@
-//! The workloads of a fleet, and what each holds. Contents are made again whenever they are needed: they are functions of
-//! the kind and the number of an instance.
+//! The workloads of a fleet and their contents. We make contents again whenever we need them: they're functions of the
+//! kind and the number of an instance.
 
 use super::FleetOptions;
 use super::mix::Mix;
@@ -9,11 +9,11 @@ use pagefold_planner::{Fleet, Host, HostId, Sample, Unit};
 use pagefold_sketch::{Content, Sketch};
 use rustc_hash::FxHashSet;
 
-/// What a workload uses, thousandths of a core.
+/// CPU use of a workload, in thousandths of a core.
 pub const CPU_EACH: u64 = 100;
-/// Places on a host for each workload that it has at first: what processors allow. It bounds the best placement.
+/// Places on a host per workload that it starts with, as its processors allow. This bounds the best placement.
 pub const PLACES: (u64, u64) = (6, 5);
-/// Memory of a host for what its workloads would take without sharing: enough that memory limits nothing here.
+/// A host's memory, relative to its workloads without sharing: enough that memory limits nothing here.
 const AMPLE: u64 = 2;
 
 /// A workload.
@@ -41,7 +41,7 @@ impl<'a> World<'a> {
         Self::numbered_from(mix, options, 0)
     }
 
-    /// The same, with numbers above `next`.
+    /// The same, with instance numbers above `next`.
     pub fn numbered_from(mix: &'a Mix, options: &FleetOptions, next: u64) -> Self {
         let random = Random::new(options.seed);
         let mut world = Self { mix, options: *options, instances: Vec::new(), sketches: Vec::new(), next, random };
@@ -70,7 +70,7 @@ impl<'a> World<'a> {
         self.instances[at] = instance;
     }
 
-    /// Distinct contents of all workloads, each by itself.
+    /// Counts the distinct contents of all workloads, each workload by itself.
     pub fn held(&self) -> u64 {
         self.instances.iter().map(|&instance| count(contents(self.mix, instance).count())).sum()
     }
@@ -104,7 +104,7 @@ impl<'a> World<'a> {
     }
 }
 
-/// The lowest contents of a sketch, as many as a plan for a large fleet sees.
+/// The lowest contents of a sketch, as many as a plan for a large fleet uses.
 pub fn sample(sketch: &Sketch, most: usize) -> Sample {
     let mut digests: Vec<u64> = sketch.hashes().collect();
     let threshold = digests.get(most).copied().unwrap_or(sketch.theta() + 1);
@@ -121,12 +121,12 @@ pub fn contents(mix_of: &Mix, instance: Instance) -> impl Iterator<Item = u64> +
     kind.common.iter().copied().filter(is_held).chain(own)
 }
 
-/// What one host saves with some workloads of a fleet, counted: all contents, less the different ones.
+/// Counts the pages that one host saves with some workloads of a fleet: all contents, less the distinct ones.
 pub fn exact_saving(world: &World<'_>, workloads: &[usize]) -> u64 {
     saving_of(world.mix, workloads.iter().map(|&at| world.instances[at]))
 }
 
-/// What a host saves with these workloads.
+/// Counts the pages that a host saves with these instances.
 pub fn saving_of(mix: &Mix, instances: impl Iterator<Item = Instance>) -> u64 {
     let (mut all, mut different) = (0_u64, FxHashSet::default());
     for instance in instances {

@@ -27,14 +27,14 @@ impl Body {
         }))
     }
 
-    /// Replaces the parts from `part` on by zeros.
+    /// Replaces the parts from `part` on with zeros.
     #[must_use]
     pub fn ending(mut self, part: usize) -> Self {
         self.0[part..].fill(0);
         self
     }
 
-    /// The page as recorded with digests under `key`.
+    /// The page as a record has it, with digests under `key`.
     pub fn page(&self, key: u64, frame: u64) -> Page {
         let mut parts = [0; PARTS];
         let mut halves = [finalize(key ^ 0x6c6f_7765), finalize(key ^ 0x7570_7065)];
@@ -49,7 +49,7 @@ impl Body {
     }
 }
 
-/// 32 bits of a digest: 0 exactly for zeros.
+/// 32 bits of a digest: 0 for zeros and nothing else.
 #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
 fn low(digest: u64, content: u64) -> u32 {
     (digest as u32).max(u32::from(content != 0))

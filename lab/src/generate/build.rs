@@ -1,9 +1,9 @@
 //! A kernel build: compilers start and end, sources and objects pass through the page cache.
 //!
-//! CMD (sections 4 and 5): the build begins when the guests are up; at most 49 % of all pages can be shared. Assumed:
-//! every guest compiles the same units in the same order at its own pace, and reads the sources of a unit before
+//! CMD (sections 4 and 5): the build begins when the guests are up; at most 49 % of all pages can be shared. We assume
+//! that every guest compiles the same units in the same order at its own pace, reads the sources of a unit before
 //! compiling it and writes the objects afterwards. Objects are equal except for one page in twenty (paths, times). A
-//! compiler fills its memory once; a tenth of that is equal in all guests (input), the rest is full of pointers. When it
+//! compiler fills its memory once; a tenth of it is equal in all guests (input), the rest is full of pointers. When it
 //! ends, the next one gets its pages. The page cache takes the remaining memory.
 
 use super::NS_PER_S;

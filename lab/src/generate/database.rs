@@ -1,15 +1,16 @@
-//! A database: a buffer pool of 16 KiB pages that are updated row by row, a circular log buffer, temporary tables.
+//! A database: a buffer pool of 16 KiB pages that queries update row by row, a circular log buffer, temporary tables.
 //!
-//! CMD (sections 4 and 5): SysBench on MySQL, one thread; at most 18 % of all pages can be shared under KSM, and a fifth
-//! more by scanning sooner, "the probable reason" being "abundant short-lived page sharing opportunities". Assumed:
+//! CMD (sections 4 and 5): SysBench on MySQL, one thread; at most 18 % of all pages can be shared under KSM, and a
+//! fifth more by scanning sooner, "the probable reason" being "abundant short-lived page sharing opportunities". We
+//! assume:
 //!
-//! - The table is equal in all guests at first and is read in order. An update writes one row (a part of 1 KiB), the
+//! - All guests start with the same table and read it in order. An update writes one row (a part of 1 KiB), the
 //!   header of its 16 KiB page (in the first KiB) and its trailer (in the last), as in InnoDB's format, with contents
 //!   that differ between guests (times, log positions). Half of the updates go to a fifth of the table. Evicted pages
 //!   keep their changes.
-//! - All guests get the same queries at the same rate and run them at once or seconds later: sorts and temporary tables
-//!   have equal contents for a few seconds. They are written page by page and freed.
-//! - The log buffer is written part by part. Half of its pages are equal in all guests until overwritten.
+//! - All guests get the same queries at the same rate and run them at once or seconds later, so sorts and temporary
+//!   tables have equal contents for a few seconds. The guests write them page by page and free them.
+//! - The guests write the log buffer part by part. Half of its pages are equal in all guests until overwritten.
 
 use super::NS_PER_S;
 use super::body::{Body, named};
@@ -29,7 +30,7 @@ const SORT: u64 = 32;
 const BLOCK: usize = 4;
 
 const POOL: Permyriad = Permyriad(3_000);
-/// Size of the table, which does not fit in the pool.
+/// Size of the table, which doesn't fit in the pool.
 const WHOLE: Permyriad = Permyriad(3_600);
 const LOG_BUFFER: Permyriad = Permyriad(300);
 /// Size, interval, lifetime and maximum delay of temporary tables.
@@ -113,7 +114,7 @@ impl Database {
         self.changed.insert(number, block);
     }
 
-    /// Replaces the oldest block in the pool by one that is not in it.
+    /// Replaces the oldest block in the pool with one that isn't in it.
     fn miss(&mut self, guest: &mut Guest, machine: &mut HostMemory) {
         let number = guest.random.below(self.blocks);
         if self.pool.iter().any(|(there, _)| *there == number) {
@@ -150,7 +151,7 @@ impl Database {
                 heap.end(guest);
                 continue;
             }
-            // Written in a quarter of its lifetime.
+            // Guests write a table in the first quarter of its lifetime.
             let wanted = whole.min(whole * lived * 4 / SORT_LIFE_NS);
             heap.grow(guest, machine, usize::try_from(wanted).unwrap_or(0), |_, at| {
                 Body::named(SORT, *number, at as u64)

@@ -1,4 +1,4 @@
-//! The memory of a guest as managed by its kernel: free list, page cache, slabs.
+//! A guest's memory as its kernel manages it: free list, page cache, slabs.
 
 use super::body::Body;
 use super::host_memory::{HostMemory, Memory};
@@ -8,8 +8,8 @@ use pagefold_engine::units::{Pages, Permyriad};
 use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 
-/// For each kind of kernel object, the parts of its pages that are written repeatedly: counters, list heads and times are
-/// at fixed offsets in an object, and most objects in use share a page with idle ones.
+/// For each kind of kernel object, the parts of its pages that the kernel writes repeatedly: counters, list heads and
+/// times are at fixed offsets in an object, and most objects in use share a page with idle ones.
 const WRITTEN: [&[usize]; 6] = [&[0], &[1], &[3], &[0, 1], &[0, 2], &[2, 3]];
 
 /// A steady rate of events.
@@ -92,12 +92,12 @@ impl Guest {
         Self { memory, random, free, cache: VecDeque::new(), cached: FxHashSet::default(), slab: Vec::new() }
     }
 
-    /// A share of its memory, in pages.
+    /// A share of the guest's memory, in pages.
     pub fn share(&self, share: Permyriad) -> usize {
         usize::try_from(self.memory.size().0 * u64::from(share.0) / 10_000).unwrap_or(usize::MAX)
     }
 
-    /// Takes a page, if necessary from the oldest file in the page cache. The page keeps its former content.
+    /// Takes a page, if necessary from the oldest file in the page cache. The page keeps its old content.
     pub fn take(&mut self) -> Option<usize> {
         if self.free.is_empty() {
             let (file, pages) = self.cache.pop_front()?;
@@ -136,7 +136,7 @@ impl Guest {
         self.cache.push_back((file, pages));
     }
 
-    /// Reads a file into the page cache, unless it is already there.
+    /// Reads a file into the page cache, unless it's already there.
     pub fn read(&mut self, machine: &mut HostMemory, file: File) {
         if !self.has(&file) {
             let pages = self.map(machine, &file);
@@ -205,13 +205,13 @@ impl Guest {
         }
     }
 
-    /// A random number below `bound`, which must not be 0.
+    /// A random number below `bound`, which mustn't be 0.
     pub fn below(&mut self, bound: u64) -> usize {
         usize::try_from(self.random.below(bound)).unwrap_or(0)
     }
 }
 
-/// The growing memory of a program: new pages are cleared and are written when the program runs again.
+/// The growing memory of a program, which gets cleared pages and writes them when it runs again.
 #[derive(Debug, Default)]
 pub struct Heap {
     pages: Vec<usize>,

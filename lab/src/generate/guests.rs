@@ -1,17 +1,17 @@
-//! Guests with the same system: their boot and the memory that does not depend on their work.
+//! Guests with the same system: their boot, and the memory that doesn't depend on their work.
 //!
-//! CMD (section 4) boots four guests of 2 GiB at the same time and then starts the same work in each. It does not describe
-//! their memory, only the number of pages that can be shared: at most 1.02e6, 7.45e5 and 3.87e5 of 2.1e6, that is 49, 36
-//! and 18 %. Assumed:
+//! CMD (section 4) boots four guests of 2 GiB at the same time and then starts the same work in each. The paper doesn't
+//! describe their memory, only the number of pages that can be shared: at most 1.02e6, 7.45e5 and 3.87e5 of 2.1e6, so
+//! 49, 36 and 18 %. We assume:
 //!
-//! - The system's files (kernel, libraries, programs) are equal, page by page, and stay in memory. So are files that the
+//! - The system's files (kernel, libraries, programs) are equal, page by page, and stay in memory. So do files that the
 //!   work reads into the page cache; the kernel fills the last page of a file with zeros.
-//! - Data of the kernel and the programs (tables, heaps) is full of pointers and differs between guests. Part of it is
-//!   written constantly, each kind of object in the same KiB of its pages.
-//! - Programs get zeroed pages and write them; freed pages keep their content until they are reused.
+//! - Data of the kernel and the programs (tables, heaps) is full of pointers and differs between guests. Part of it
+//!   changes constantly, each kind of object in the same KiB of its pages.
+//! - Programs get zeroed pages and write them; freed pages keep their content until someone reuses them.
 //! - Guests boot concurrently, so they get frames in turns. The order in which a guest touches common memory depends on
-//!   the work. CMD_Address finds 71, 39 and 92 % of the sharing: little disorder in the database, which is read from
-//!   beginning to end, much in files that are read on request.
+//!   the work. CMD_Address finds 71, 39 and 92 % of the sharing: little disorder in the database, which its guests read
+//!   from beginning to end, much in files that they read on request.
 
 use super::guest::{File, Guest};
 use super::host_memory::HostMemory;
@@ -101,7 +101,7 @@ fn steps(layout: &Layout, guest: &mut Guest) -> Vec<Step> {
         vec![Step::Zeros; guest.share(layout.zeros) / CHUNK],
         (0..layout.steps).map(Step::Work).collect(),
     ];
-    // Each kind is spread over the whole boot and then shifted at random.
+    // We spread each kind over the whole boot and then shift it at random.
     let mut placed: Vec<(u64, Step)> = Vec::new();
     for kind in &kinds {
         for (at, step) in kind.iter().enumerate() {

@@ -79,7 +79,7 @@ impl Memory {
         Self { key: machine.key, pages: vec![None; size], run: 0..0 }
     }
 
-    /// Its size, touched or not.
+    /// The size, touched or not.
     pub fn size(&self) -> Pages {
         Pages(self.pages.len() as u64)
     }
@@ -108,7 +108,7 @@ impl Memory {
         machine.freed.extend(self.pages.iter_mut().rev().filter_map(Option::take).map(|held| held.frame));
     }
 
-    /// The pages as recorded, mapped from `first` on.
+    /// The pages as a record has them, mapped from `first` on.
     pub fn pages(&self, first: Vpn) -> Vec<(Vpn, Page)> {
         let numbered = (first.0..).zip(&self.pages);
         numbered

@@ -74,8 +74,8 @@ fn in_turn(options: &Options) -> Vec<u64> {
     (0..u64::from(options.processes)).map(|number| options.length_ns / (later + 1) * number.saturating_sub(1)).collect()
 }
 
-/// `ksmpages.c` from KSM's announcement: zeros, except for the last 8 bytes of each page, which are the page's number. So
-/// page 0 is all zeros, as are the first three parts of the others.
+/// `ksmpages.c` from KSM's announcement: zeros, except for the last 8 bytes of each page, which hold the page's number.
+/// So page 0 is all zeros, as are the first three parts of the others.
 pub fn ksmpages_worst(options: &Options) -> Box<dyn World> {
     let body = |_: &mut HostMemory, _, number| match number {
         0 => Body::ZEROS,
@@ -105,7 +105,7 @@ fn last_word(content: u64) -> Body {
 }
 
 /// UKSM's COW breaker. The paper's program rewrites the existing content, which unmerges pages without a change that a
-/// record could show. This one writes the number of its pass to the last word of the page: pages written in the same pass
+/// record could show. Ours writes the number of its pass to the last word of the page: pages written in the same pass
 /// are equal, and merging them pays until the next pass.
 struct Breakers {
     programs: Filled,

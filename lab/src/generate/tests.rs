@@ -34,7 +34,7 @@ fn pages(snapshot: &MemorySnapshot) -> FxHashMap<(u32, Vpn), Page> {
         .collect()
 }
 
-/// The share of the guests' memory saved by keeping one of the equal pages with equal marks.
+/// The share of the guests' memory that we save by keeping one of the equal pages with equal marks.
 fn savable<M: Hash + Eq>(snapshot: &MemorySnapshot, mark: impl Fn(&Page) -> M) -> f64 {
     let all: u64 = snapshot.regions.iter().map(|(row, _)| row.pages.0).sum();
     let pages = pages(snapshot);
@@ -42,7 +42,7 @@ fn savable<M: Hash + Eq>(snapshot: &MemorySnapshot, mark: impl Fn(&Page) -> M) -
     (pages.len() - kept.len()) as f64 / all as f64
 }
 
-/// The savable share, and the part of it that is left with eight classes of equal address ranges.
+/// The savable share, and the part of it that's left with eight classes of equal address ranges.
 fn by_address(snapshot: &MemorySnapshot) -> (f64, f64) {
     let end = 1 + pages(snapshot).values().filter_map(|page| page.frame).max().unwrap();
     let all = savable(snapshot, |_| ());
@@ -132,7 +132,7 @@ fn invalid_options_are_refused() {
     assert!(Generator::named("no-such-workload").is_none());
 }
 
-/// CMD, section 5: in 4 x 2 GiB 1.02e6, 7.45e5 and 3.87e5 pages can be shared, and by address 71, 39 and 92 % of that.
+/// CMD, section 5: in 4 x 2 GiB, 1.02e6, 7.45e5 and 3.87e5 pages can be shared, and by address 71, 39 and 92 % of them.
 #[test]
 fn guests_share_as_much_as_in_the_paper() {
     for (name, shared, address) in [("kernel-build", 0.49, 0.71), ("web-server", 0.36, 0.39), ("database", 0.18, 0.92)]
@@ -148,7 +148,7 @@ fn guests_share_as_much_as_in_the_paper() {
     }
 }
 
-/// Checks the share of unique pages that have not changed since the first snapshot.
+/// Checks the share of unique pages that haven't changed since the first snapshot.
 #[test]
 fn guests_have_unique_memory_that_stays() {
     for name in ["kernel-build", "web-server", "database"] {

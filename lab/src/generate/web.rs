@@ -1,9 +1,10 @@
-//! A web server: files that stay in the page cache, buffers and objects that are written by each request.
+//! A web server: files that stay in the page cache, buffers and objects that each request writes.
 //!
-//! CMD (sections 4 and 5): requests to a local site, 24 at a time; at most 36 % of all pages can be shared. Assumed: every
-//! guest has the same site, slightly larger than its page cache, and reads files in its own order. A request is written to
-//! the first half of a buffer and the response header to the third quarter; files are sent from the page cache. Each line
-//! of the log fills the next part of a page. A worker ends after some time, and the next one gets its memory.
+//! CMD (sections 4 and 5): requests to a local site, 24 at a time; at most 36 % of all pages can be shared. We assume
+//! that every guest has the same site, slightly larger than its page cache, and reads files in its own order. A request
+//! goes to the first half of a buffer and the response header to the third quarter; the server sends files from the
+//! page cache. Each line of the log fills the next part of a page. A worker ends after some time, and the next one gets
+//! its memory.
 
 use super::NS_PER_S;
 use super::guest::{File, Guest, Heap, Rate};
@@ -15,13 +16,13 @@ use pagefold_engine::units::{Pages, Permyriad};
 const SITE: u64 = 20;
 const LOG: u64 = 21;
 const FILE_PAGES: usize = 8;
-/// The part of the site that is read before the record begins, and the whole site.
+/// The part of the site that the server reads before the record begins, and the whole site.
 const READ: Permyriad = Permyriad(3_500);
 const WHOLE: Permyriad = Permyriad(4_100);
 const BUFFERS: Permyriad = Permyriad(600);
 const WORKER: Permyriad = Permyriad(100);
 const WORKERS: usize = 4;
-/// Maximum number of tries to find a file that is not in the page cache.
+/// Maximum number of tries to find a file that isn't in the page cache.
 const TRIES: usize = 16;
 const WORKER_NS: u64 = 8 * NS_PER_S;
 
@@ -66,7 +67,7 @@ impl Web {
         }
     }
 
-    /// Reads a file that is not in the page cache.
+    /// Reads a file that isn't in the page cache.
     fn miss(&self, guest: &mut Guest, machine: &mut HostMemory) {
         for _ in 0..TRIES {
             let file = File::new(SITE, guest.random.below(self.files), FILE_PAGES);
@@ -105,7 +106,7 @@ impl Web {
             let lived = (now_ns + WORKER_NS).saturating_sub(*end_ns);
             let wanted = whole.min(whole * lived * 4 / WORKER_NS);
             heap.grow(guest, machine, usize::try_from(wanted).unwrap_or(0), |machine, _| machine.unique_body());
-            // The stack grows down: the end of its first page is written constantly.
+            // The stack grows down: the worker writes the end of its first page constantly.
             if let Some(&stack) = heap.pages().first() {
                 guest.write_unique(machine, stack, PARTS - 1);
             }
@@ -128,7 +129,7 @@ impl Work for Web {
 
     fn boot(&mut self, guest: &mut Guest, machine: &mut HostMemory, step: u64) {
         guest.read(machine, File::new(SITE, step, FILE_PAGES));
-        // Buffers are allocated by requests.
+        // Requests allocate the buffers.
         let wanted = guest.share(BUFFERS) as u64 * (step + 1) / self.preloaded;
         guest.take_up_to(machine, &mut self.buffers, wanted);
     }

@@ -29,7 +29,7 @@ pub trait Work {
     /// Does one step of the boot.
     fn boot(&mut self, guest: &mut Guest, machine: &mut HostMemory, step: u64);
 
-    /// Does what happens in the `ns` nanoseconds up to `now_ns`.
+    /// Does the work of the `ns` nanoseconds up to `now_ns`.
     fn advance(&mut self, guest: &mut Guest, machine: &mut HostMemory, now_ns: u64, ns: u64);
 }
 

@@ -1,11 +1,11 @@
-//! Hashes of part of a page whose strength can be changed later (UKSM section 6.2).
+//! Hashes of part of a page whose strength we can change later (UKSM section 6.2).
 //!
-//! Most pages that differ can be distinguished by a few of their words. The strength is the number of words hashed,
-//! in a random order that is the same for all pages. Given the page, a hash can be converted to another strength at a
-//! cost in proportion to the difference. Only hashes of the same strength are comparable.
+//! A few words are enough to tell most pages apart. The strength is the number of words hashed, in a random order that
+//! is the same for all pages. Given the page, we can convert a hash to another strength at a cost in proportion to the
+//! difference. Only hashes of the same strength are comparable.
 //!
-//! [`WordHash`] is the paper's. [`LineHash`] is ours: it hashes whole cache lines, since a word costs as much to
-//! fetch as its line, and has 64 bits instead of 32, so that millions of contents do not collide by chance.
+//! [`WordHash`] is the paper's. [`LineHash`] is ours: it hashes whole cache lines, since fetching a word costs as much
+//! as fetching its line, and has 64 bits instead of 32, so that millions of contents don't collide by chance.
 
 use pagefold_engine::hash::{Digest, PageBytes, is_zero};
 use pagefold_engine::permutation::Permutation;
@@ -13,18 +13,18 @@ use pagefold_engine::random::{INCREMENT, mix, unmix};
 use pagefold_engine::units::PAGE_SIZE;
 use std::fmt::Debug;
 
-/// A hash whose strength can be increased and decreased step by step.
+/// A hash whose strength we can increase and decrease step by step.
 pub trait PartialHash {
-    /// The hash value. The default is that of strength 0.
+    /// The hash value. The default is a hash of strength 0.
     type State: Copy + Debug + Default + Eq + Into<u64>;
 
-    /// The strength at which the whole page is hashed. Higher ones are treated as this.
+    /// The strength that hashes the whole page. We treat higher ones as this.
     const FULL: u32;
 
-    /// Increases the strength of a page's hash from `from` to `to`, which must not be lower.
+    /// Increases the strength of a page's hash from `from` to `to`, which mustn't be lower.
     fn forward(&self, page: &PageBytes, state: Self::State, from: u32, to: u32) -> Self::State;
 
-    /// Decreases the strength of a page's hash from `from` to `to`, which must not be higher.
+    /// Decreases the strength of a page's hash from `from` to `to`, which mustn't be higher.
     fn backward(&self, page: &PageBytes, state: Self::State, from: u32, to: u32) -> Self::State;
 
     /// Changes the strength of a page's hash from `from` to `to`.
@@ -40,8 +40,8 @@ pub trait PartialHash {
 
 /// The paper's hash: 32-bit words, derived from Jenkins's one-at-a-time hash (figures 5 and 7). Strength in words.
 ///
-/// Collisions can be constructed on purpose: only the order of the words is secret, and at full strength even that
-/// protects little. A page of zeros has hash 0 at any strength, but so may other pages.
+/// An attacker can construct collisions: only the order of the words is secret, and at full strength even the secret
+/// order protects little. A page of zeros has hash 0 at any strength, but so may other pages.
 #[derive(Clone, Debug)]
 pub struct WordHash {
     order: Box<[u16; WordHash::WORDS]>,
@@ -74,7 +74,7 @@ impl Shifts {
 
     #[inline]
     fn reverse_add(self, hash: u32) -> u32 {
-        // The series n - (n << s) + (n << 2s) - ... ends when all bits are shifted out.
+        // The series n - (n << s) + (n << 2s) - ... ends once all bits are shifted out.
         let (mut sum, mut term, mut minus) = (hash, hash << self.left, true);
         while term != 0 {
             sum = if minus { sum.wrapping_sub(term) } else { sum.wrapping_add(term) };
@@ -134,11 +134,11 @@ impl PartialHash for WordHash {
 
 /// Our hash: cache lines of 64 bytes. Strength in lines.
 ///
-/// Each line is condensed to 64 bits with its own keys: a key is added to each word, the words are multiplied in
-/// pairs and the products added in 128 bits (NH, of UMAC: Black et al., CRYPTO 1999), and the sum is folded by one
-/// more multiplication. The hash is the sum of the condensed lines. A sum does not depend on the order: the processor
-/// can handle lines independently, they are read in ascending order of address, and removing a line is a subtraction.
-/// Collisions cannot be constructed without the seed.
+/// We condense each line to 64 bits with its own keys: add a key to each word, multiply the words in pairs, add the
+/// products in 128 bits (NH, from UMAC: Black et al., CRYPTO 1999), and fold the sum by one more multiplication. The
+/// hash is the sum of the condensed lines. A sum doesn't depend on the order: the processor can handle lines
+/// independently, we read them in ascending order of address, and to remove a line we subtract. Nobody can construct
+/// collisions without the seed.
 #[derive(Clone, Debug)]
 pub struct LineHash {
     /// The lines hashed at each strength: bit n of entry s for line n.
@@ -175,11 +175,11 @@ impl LineHash {
         lines
     }
 
-    /// Digests a page at a strength. Pages of zeros are recognized at any strength.
+    /// Digests a page at a strength. Recognizes pages of zeros at any strength.
     pub fn digest(&self, page: &PageBytes, strength: u32) -> Digest {
         let strength = (strength as usize).min(Self::COUNT);
         let sum = self.sum(page, self.masks[strength]);
-        // Only then the rest of the page has to be read.
+        // Only now do we have to read the rest of the page.
         if sum == self.zeros[strength] && is_zero(page) {
             return Digest::ZERO;
         }
@@ -188,7 +188,7 @@ impl LineHash {
 
     /// Converts the digest of a page from strength `from` to `to`.
     ///
-    /// One hash in 2^64 has digest 1 instead of 0, and is converted incorrectly.
+    /// One hash in 2^64 has digest 1 instead of 0, so we convert it incorrectly.
     pub fn redigest(&self, page: &PageBytes, digest: Digest, from: u32, to: u32) -> Digest {
         if digest == Digest::ZERO {
             return digest;

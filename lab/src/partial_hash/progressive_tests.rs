@@ -108,7 +108,7 @@ fn the_hash_depends_on_the_seed() {
 
 #[test]
 fn sparse_pages_do_not_collide_at_full_strength() {
-    // All pages with one small word, and with two: the kinds that sums and products tend to confuse.
+    // All pages with one small word, and with two: sums and products tend to confuse these kinds.
     let lines = LineHash::new(11);
     let mut seen = HashSet::new();
     let mut count = 0;
@@ -183,7 +183,7 @@ fn bad_points(words: &[usize], hash_bits: u32, hash: impl Fn(&PageBytes) -> u64)
 const TAIL: u16 = 16;
 
 /// Bad points of the paper's hash in the last words, with any shifts. The earlier words only determine the hash that
-/// the last ones start from, here that of strength 64.
+/// the last ones start from, here a hash of strength 64.
 fn bad_points_of_tail(paper: &WordHash, shifts: Shifts) -> usize {
     let tail: Vec<usize> = paper.order[1024 - usize::from(TAIL)..].iter().copied().map(usize::from).collect();
     bad_points(&tail, 32, |page| {
@@ -199,7 +199,7 @@ fn avalanche_of_the_word_hash() {
         paper.order[..1024 - usize::from(TAIL)].iter().step_by(64).copied().map(usize::from).collect();
     assert_eq!(bad_points(&early, 32, |page| paper.hash(page, 1024).into()), 0);
     // Measured: 3000 bad points of a million, all in the last ten words. SuperFastHash has 1700 in its last four
-    // without its final mixing, and none with it: the paper's "fewer than SuperFastHash" was not reproduced.
+    // without its final mixing, and none with it: we couldn't reproduce the paper's "fewer than SuperFastHash".
     let own = bad_points_of_tail(&paper, PAPER_SHIFTS);
     assert!((2000..4000).contains(&own), "{own}");
     let last: Vec<usize> = (1024 - usize::from(TAIL)..1024).collect();

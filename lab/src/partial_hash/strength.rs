@@ -1,29 +1,29 @@
 //! The strength of a partial hash (UKSM section 6.1).
 //!
-//! A weak hash is fast, but pages that differ may share it and are then compared for nothing. The controller seeks the
-//! strength with the greatest benefit: the profit (time saved compared with the full strength) minus the penalty
+//! A weak hash is fast, but pages that differ may share it, and then we compare them for nothing. The controller seeks
+//! the strength with the greatest benefit: the profit (time saved compared with the full strength) minus the penalty
 //! (time lost to collisions). It probes by slow start, first downwards, then upwards, then rests until the benefit
 //! changes.
 //!
-//! Three rules differ from the paper, because its rules fail on real pages:
+//! Three of our rules differ from the paper's, which fail on real pages:
 //! - Slow start overshoots, so the search continues from the best strength found until neither direction is better.
 //! - The full strength, whose benefit is zero by definition, is always a candidate. Pages that differ only in one
-//!   place beyond the hashed words all collide; the benefit then rises towards the *weakest* hash although it is
+//!   place beyond the hashed words all collide; the benefit then rises towards the *weakest* hash although it's
 //!   negative there. A search that ends below zero restarts from the full strength.
 //! - Two rounds without a collision start a probe only if a weaker hash exists. If that probe changes nothing, twice
-//!   as many such rounds must pass before the next one. Otherwise the best strength would be abandoned for a worse
-//!   one again and again.
+//!   as many such rounds must pass before the next one. Otherwise we'd abandon the best strength for a worse one
+//!   again and again.
 
 /// The cost of a scanning round, in nanoseconds of one clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoundCost {
     /// The cost of hashing the round's pages at full strength.
     pub full_ns: u64,
-    /// The part of it that was saved by hashing less.
+    /// The part of `full_ns` that hashing less has saved.
     pub profit_ns: u64,
-    /// The cost of collisions: comparing pages that differ, and everything that follows.
+    /// The cost of collisions: comparing pages that differ, and all the work that follows.
     pub penalty_ns: u64,
-    /// Pages that were compared and differed.
+    /// Pages that we compared and that differed.
     pub collisions: u64,
 }
 
@@ -42,14 +42,15 @@ const WHOLE: i64 = 1_000_000;
 const NOISE: i64 = WHOLE / 100;
 /// The largest step of slow start.
 const DELTA_MAX: u32 = 32;
-/// Steps in one direction without improvement before it is given up. Steps double, so these cross half of all strengths of a hash by cache
-/// lines: processors that read ahead take as long for half of the lines as for all, and less only for a few.
+/// Steps in one direction without improvement before we give it up. Steps double, so these cross half of all strengths
+/// of a hash by cache lines: processors that read ahead take as long for half of the lines as for all, and less only
+/// for a few.
 const FUTILE_STEPS_MAX: u32 = 5;
-/// Changes of direction before a probe ends; noisy measurements would prolong it forever.
+/// Changes of direction before a probe ends; noisy measurements would prolong a probe forever.
 const TURNS_MAX: u32 = 12;
-/// Rounds without a collision after which a weaker hash is tried.
+/// Rounds without a collision before we try a weaker hash.
 const QUIET_ROUNDS: u32 = 2;
-/// Rounds after which a stable strength is tested again.
+/// Rounds before we test a stable strength again.
 const STABLE_ROUNDS: u32 = 1000;
 
 /// Finds the best strength, round by round. Its decisions depend only on the rounds.
@@ -64,7 +65,7 @@ pub struct StrengthController {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// A search starts once the benefit of this strength is known.
+    /// A search starts once we know the benefit of this strength.
     Measuring {
         then: Start,
     },
@@ -80,7 +81,7 @@ enum State {
 struct Start {
     /// The strength that was stable before.
     from: u32,
-    /// Whether only the lack of collisions started it.
+    /// Whether only the lack of collisions started the probe.
     quiet: bool,
 }
 
@@ -113,7 +114,7 @@ impl StrengthController {
         self.strength
     }
 
-    /// Whether no search is under way.
+    /// Whether no search is running.
     pub fn is_stable(&self) -> bool {
         matches!(self.state, State::Stable { .. })
     }
@@ -176,7 +177,7 @@ impl StrengthController {
         self.go(probe);
     }
 
-    /// Takes the next step of the probe, or turns if there is none.
+    /// Takes the next step of the probe, or turns if there's none.
     fn go(&mut self, probe: Probe) {
         let next = if probe.up {
             (self.strength + probe.delta).min(self.full)
@@ -207,7 +208,7 @@ impl StrengthController {
     fn settle(&mut self, probe: Probe) {
         let (strength, benefit) = probe.best;
         if benefit < 0 && strength < self.full {
-            // Worse than hashing everything, whose benefit is known to be 0.
+            // Worse than hashing everything, which always has benefit 0.
             self.strength = self.full;
             self.search(probe.start, 0);
             return;

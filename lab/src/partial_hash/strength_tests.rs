@@ -54,7 +54,7 @@ fn pages_that_differ_everywhere_need_one_word() {
         }
         assert_eq!(controller.strength(), 1);
         assert!(took <= rounds, "{took} rounds of {full}");
-        // At the weakest strength, the absence of collisions does not start a probe.
+        // At the weakest strength, rounds without collisions don't start a probe.
         for _ in 0..900 {
             assert_eq!(controller.round(&round(full, 1, 0, 0)), 1);
             assert!(controller.is_stable());
