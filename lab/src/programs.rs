@@ -42,7 +42,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Collects the answers of all targets in order. One that fails is `None`, and the reason is printed to stderr.
+/// Collects the answers of all targets in order. If one fails, its answer is `None`, and we print the reason to stderr.
 pub fn answers(targets: &mut [Box<dyn Target>]) -> Vec<Option<String>> {
     let check = |target: &mut Box<dyn Target>| match target.check() {
         Ok(answer) => Some(answer),
@@ -69,7 +69,7 @@ pub trait Target {
         Ok(None)
     }
 
-    /// The addresses of a heap that should be left alone, if it has one.
+    /// The addresses of a heap that we should leave alone, if it has one.
     fn heap(&self) -> Option<Range<u64>> {
         None
     }
@@ -96,12 +96,12 @@ impl Target for Tenant {
     }
 }
 
-/// Creates a directory for the data of experiments, which is deleted when the result is dropped.
+/// Creates a directory for the data of experiments, and deletes it when the result is dropped.
 pub(crate) fn scratch() -> anyhow::Result<TempDir> {
     tempfile::Builder::new().prefix("pagefold-lab-").tempdir().context("cannot create a scratch directory")
 }
 
-/// A program that is checked by a question. Its answer must always be the same.
+/// A program that we check by asking a question. Its answer must always be the same.
 #[derive(Debug)]
 pub struct Answering {
     name: &'static str,
@@ -124,8 +124,8 @@ impl Target for Answering {
     }
 }
 
-/// A server process with its output in a log file. Killed when dropped, without an orderly shutdown: its data is a copy
-/// that is deleted with the scratch directory.
+/// A server process with its output in a log file. Dropping it kills the server, without an orderly shutdown: its data
+/// is a copy that goes with the scratch directory.
 #[derive(Debug)]
 struct Server {
     child: OwnedChild,

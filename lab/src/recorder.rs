@@ -1,11 +1,12 @@
-//! Running programs as a [`Source`] of snapshots: the processes in scope, their mappings, and the content of every page.
+//! Running programs as a [`Source`] of snapshots: the processes in scope, their mappings, and the content of every
+//! page.
 //!
-//! A snapshot reads all pages that are present and anonymous (about 1 us per page) and changes nothing: merged and fork-shared
-//! pages stay shared (see [`pagefold_procmem::memory`]). Memory that pagefold leaves alone is not recorded. Processes keep
-//! running meanwhile, so the pages of a snapshot are not read at the same instant.
+//! A snapshot reads all pages that are present and anonymous (about 1 us per page) and changes nothing: merged and
+//! fork-shared pages stay shared (see [`pagefold_procmem::memory`]). We don't record memory that pagefold leaves alone.
+//! Processes keep running meanwhile, so we read the pages of a snapshot at different instants.
 //!
-//! An anonymous record has no PIDs and no names. Page numbers are shifted by a random multiple of 2 MiB for each process, and
-//! frames by one for the whole record: order, distances and positions within a huge page are kept.
+//! An anonymous record has no PIDs and no names. We shift page numbers by a random multiple of 2 MiB for each process,
+//! and frames by one for the whole record; order, distances and positions within a huge page stay the same.
 
 use crate::digests::{Digests, Key};
 use crate::record::{MemorySnapshot, Page, ProcessRow, RegionRow, Source};
@@ -36,7 +37,7 @@ const PIECE_PAGES: u32 = 1 << 16;
 /// Upper bound of shifts, in units of 2 MiB: page numbers stay far from the end of the address space.
 const SHIFTS: u64 = 1 << 32;
 
-/// What to record, and how often.
+/// The processes to record, and how often.
 #[derive(Clone, Debug)]
 pub struct RecordingOptions {
     pub scope: ScopeSpec,
@@ -46,11 +47,11 @@ pub struct RecordingOptions {
     pub every: Duration,
     /// Time from the first snapshot to the last.
     pub length: Duration,
-    /// Whether to leave out what identifies the processes.
+    /// Whether to leave out everything that identifies the processes.
     pub anonymous: bool,
 }
 
-/// Reasons why recording cannot go on.
+/// Reasons why we can't go on recording.
 #[derive(Debug, Error)]
 pub enum LiveError {
     #[error(transparent)]
@@ -74,7 +75,7 @@ pub struct Recorder {
     next_process: u32,
     next_region: u32,
     began: Option<Instant>,
-    /// When the next snapshot is due, since the first.
+    /// When the next snapshot is due, counted from the first.
     due: Duration,
     longest_snapshot: Duration,
 }
@@ -83,13 +84,14 @@ pub struct Recorder {
 struct Followed {
     target: Target,
     row: ProcessRow,
-    /// Whether it has been in a snapshot: then it is in all later ones until it ends.
+    /// Whether it has been in a snapshot: then it's in all later ones until it ends.
     recorded: bool,
     shift: u64,
 }
 
 impl Recorder {
-    /// Records `scoped` and processes that enter the scope later, until the time is up, all have ended, or an interrupt.
+    /// Records `scoped` and processes that enter the scope later, until the time is up, all have ended, or an
+    /// interrupt.
     pub fn new(options: RecordingOptions, scoped: Vec<Scoped>, stop: Interrupt) -> Result<Self, LiveError> {
         let mut random = File::open("/dev/urandom").map_err(LiveError::Random)?;
         let mut key: Key = [0; 192];
@@ -115,12 +117,12 @@ impl Recorder {
         Ok(recorder)
     }
 
-    /// The longest time that a snapshot has taken.
+    /// How long the slowest snapshot took.
     pub fn longest_snapshot(&self) -> Duration {
         self.longest_snapshot
     }
 
-    /// The processes left alone: PID, name, reason.
+    /// The processes that we leave alone: PID, name, reason.
     pub fn left_alone(&self) -> impl Iterator<Item = (i32, &str, &Exclusion)> {
         self.followed.iter().filter_map(|Followed { target, .. }| {
             Some((target.process.pid(), target.name.as_str(), target.exclusion.as_ref()?))
@@ -141,7 +143,7 @@ impl Recorder {
 
     /// Adds the processes that have entered the scope.
     fn follow_new_processes(&mut self, now_ns: u64) -> Result<(), LiveError> {
-        // A PID selects the process that had it at the start: a later one with that PID is not in scope.
+        // A PID selects the process that had it at the start: a later process with that PID isn't in scope.
         let spec = self.options.scope.without_pids();
         if spec.0.is_empty() {
             return Ok(());
@@ -190,7 +192,7 @@ impl Recorder {
         snapshot: &mut MemorySnapshot,
     ) -> Result<(), Halt> {
         let Followed { target, row, recorded, shift } = one;
-        // Mappings are read every time: reading the pages takes longer anyway.
+        // We read the mappings every time: reading the pages takes longer anyway.
         target.invalidate();
         let next_region = &mut self.next_region;
         let (roots, rules, mut domains) = (Roots::default(), DomainRules::default(), Domains::default());
@@ -224,7 +226,7 @@ impl Recorder {
                 Err(ReadError::Vanished { .. }) if !target.process.is_alive() => return Err(Halt::Ended),
                 Err(error) => {
                     regions.clear();
-                    // A region that is left out gets a new number when it reappears. After exec all regions are new.
+                    // If we leave a region out, it gets a new number when it reappears. After exec all regions are new.
                     match error {
                         ReadError::Vanished { .. } => target.regions.clear(),
                         _ => leave_alone(target),
@@ -271,7 +273,7 @@ impl Recorder {
     }
 }
 
-/// A page as recorded; `None` if it is absent.
+/// A page as we record it; `None` if it's absent.
 fn page_of(view: &PageView<'_>, digests: &Digests, shows_merged: bool, frame_shift: u64) -> Option<Page> {
     let state = match view.state {
         PageState::Merged if !shows_merged => PageState::Shared,
@@ -295,7 +297,7 @@ fn leave_alone(target: &mut Target) {
     target.regions.clear();
 }
 
-/// A shift in pages, a multiple of 2 MiB; 0 in a record that is not anonymous.
+/// A shift in pages, a multiple of 2 MiB; 0 in a record that isn't anonymous.
 fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
     if !anonymous {
         return Ok(0);
@@ -305,7 +307,7 @@ fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
     Ok(u64::from_ne_bytes(bytes) % SHIFTS * EXTENT_PAGES)
 }
 
-/// Why a process is not in a snapshot, or there is no snapshot.
+/// Why a process isn't in a snapshot, or there's no snapshot.
 enum Halt {
     Ended,
     Stop,
@@ -324,7 +326,7 @@ impl Source for Recorder {
         let now_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
         self.follow_new_processes(now_ns)?;
         let first = self.due == Duration::ZERO;
-        // Missed snapshots are skipped.
+        // We skip snapshots that we've missed.
         self.due = now.max(self.due + self.options.every);
         let snapshot = self.take_snapshot(now_ns);
         self.longest_snapshot = self.longest_snapshot.max(began.elapsed().saturating_sub(now));

@@ -55,7 +55,7 @@ impl Algorithm {
         ("pagefold-request", Self::PagefoldRequest),
     ];
 
-    /// Whether it is pagefold, by either mechanism.
+    /// Whether this is pagefold, with either mechanism.
     pub fn is_pagefold(self) -> bool {
         matches!(self, Self::Pagefold | Self::PagefoldRequest)
     }
@@ -146,7 +146,7 @@ pub struct Outcome {
     pub depth: f64,
     /// Maximum depth of a search in one tree.
     pub deepest: u64,
-    /// Pages not compared again because they had not been written.
+    /// Pages that the scanner didn't compare again because nobody had written them.
     pub spared: u64,
     /// Pages in each tree, or in the trees of each class, at the end.
     pub trees: Vec<u64>,

@@ -1,6 +1,6 @@
-//! How the algorithms scale: with memory, up to a tebibyte; with the number of trees (nuKSM's claim on forests); and in a
-//! race against memory running out. All in virtual time, where a simulated page stands for several neighbours
-//! ([`pagefold_sim::Knobs::granularity`]); the error from that is measured as well.
+//! How the algorithms scale: with memory, up to a tebibyte; with the number of trees (nuKSM's claim on forests); and in
+//! a race against memory running out. Everything runs in virtual time, where a simulated page stands for several
+//! neighbours ([`pagefold_sim::Knobs::granularity`]); we measure the error from that as well.
 
 mod forests;
 mod growth;
@@ -28,8 +28,8 @@ const PAGES_PER_GIB: u64 = 1 << 18;
 /// ksmd's batches: the lab's default, and the kernel's.
 const PAGES_TO_SCAN: u32 = 1_000;
 const PAGES_TO_SCAN_DEFAULT: u32 = 100;
-/// Costs in the races, in per cent of those measured with little memory: as measured, and as needed for the outcome in
-/// the thesis.
+/// Costs in the races, in per cent of our measurements with little memory: as measured, and as high as the thesis's
+/// outcome requires.
 const RACE_COSTS: [u64; 2] = [100, 250];
 
 /// Measurements to run.
@@ -115,7 +115,7 @@ enum Done {
     Raced(Racer),
 }
 
-/// Runs all measurements, several at a time. `progress` gets the numbers of finished and of all measurements.
+/// Runs all measurements, several at a time. Calls `progress` with the numbers of finished and of all measurements.
 pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
     let machine = |gib, hours: f64| ServerMemory { gib, for_ns: whole(hours * NS_PER_HOUR as f64) };
     let runners = scale.algorithms.iter().flat_map(|&algorithm| {

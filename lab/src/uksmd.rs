@@ -4,12 +4,12 @@
 //! Where the paper is silent:
 //! - A level without regions takes no time ("until the sample point reaches the boundary of the linear space"). So a
 //!   round with only the bottom level lasts `t / N`, and idling costs the bottom level's share.
-//! - Regions present at the first round are old enough. Later ones are sampled once they have lived across a whole
+//! - Regions present at the first round are old enough. We sample later ones once they've lived across a whole
 //!   sleep-scan cycle, `T_s + t` (section 5.2).
-//! - A region whose last page has been sampled has nothing more to show: it returns to the bottom level (section 4),
-//!   where it starts again in the next round.
+//! - Once the last page of a region has been sampled, the region has nothing more to show: it returns to the bottom
+//!   level (section 4), where it starts again in the next round.
 //!
-//! Not simulated: the time to judge regions, which the paper does not mention, and locked or pinned pages.
+//! We don't simulate the time to judge regions, which the paper doesn't mention, or locked and pinned pages.
 
 mod region;
 mod search;
@@ -27,9 +27,9 @@ use search::{SampleOutcome, Search};
 pub use settings::UksmSettings;
 use settings::pause_ns;
 
-/// Sample points are fixed-point numbers of pages with this many fraction bits.
+/// A sample point is a fixed-point number of pages, with this many fraction bits.
 const POINT_BITS: u32 = 10;
-/// The fewest samples from which the cost of a page is estimated.
+/// The fewest samples that we estimate the cost of a page from.
 const SAMPLES_MIN: u64 = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,16 +93,16 @@ pub struct Uksmd {
     /// The regions on each level in order of arrival, the bottom level first.
     levels: Vec<Vec<u32>>,
     state: State,
-    /// The current level. Those below it are done in this round.
+    /// The current level. The levels below it are done in this round.
     level: usize,
     level_round: Option<LevelRound>,
-    /// Its own time.
+    /// The scanner's own time.
     clock_ns: u64,
-    /// Sleep that is due for time spent.
+    /// Sleep that the scanner owes for time spent.
     owed_ns: u64,
     /// The estimated cost of sampling one page (`s`).
     page_ns: u64,
-    /// Pages sampled since the unmerged tree was emptied.
+    /// Pages sampled since we last emptied the unmerged tree.
     covered: u64,
     stream: Random,
 }
@@ -123,7 +123,7 @@ impl Scanner for Uksmd {
         }
     }
 
-    /// As UKSM's hooks in memory management do (section 7).
+    /// Forgets the region, as UKSM's hooks in memory management do (section 7).
     fn region_gone(&mut self, key: u32) {
         self.regions.remove(&key);
     }
@@ -227,7 +227,7 @@ impl Uksmd {
         if sampled >= SAMPLES_MIN {
             self.page_ns = ((self.page_ns * 3 + (self.clock_ns - began_ns) / sampled) / 4).max(1);
         }
-        // The end of the last level is the end of the round.
+        // The end of the last level ends the round.
         let ends_round = over && self.level_above().is_none();
         if ends_round {
             self.level = 0;
@@ -276,7 +276,7 @@ impl Uksmd {
         Some(LevelRound { level, regions, current: 0, start: 0, point, interval, weight })
     }
 
-    /// Admits new regions, promotes and demotes the others, and empties the unmerged tree when that is due.
+    /// Admits new regions, promotes and demotes the others, and empties the unmerged tree when that's due.
     fn begin_round(&mut self, memory: &mut Memory) {
         self.judge(memory);
         let (first, mut pages, mut regions) = (self.rounds == 0, 0, 0);

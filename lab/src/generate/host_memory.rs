@@ -37,7 +37,8 @@ impl HostMemory {
     /// A unique content. Never zeros.
     pub fn unique(&mut self) -> u64 {
         self.made += 1;
-        // `finalize` is a bijection, so unique contents differ from each other, and from named ones with high probability.
+        // `finalize` is a bijection, so unique contents differ from each other, and from named ones with high
+        // probability.
         finalize(self.made ^ 0x756e_6971_7565_0000).max(1)
     }
 

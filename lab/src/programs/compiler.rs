@@ -1,5 +1,5 @@
-//! Compile jobs: gcc on sources that are generated once, with a copy of its compiler proper, so that the jobs' processes have a path
-//! of their own.
+//! Compile jobs: gcc on sources that we generate once. They run a copy of its compiler proper, so that the jobs'
+//! processes have their own path.
 
 use super::working_guest::{compiler_proper, source_text};
 use super::{find, need};
@@ -27,7 +27,7 @@ const AT_ONCE: usize = 2;
 pub struct Compiler {
     gcc: PathBuf,
     dir: PathBuf,
-    /// The first object of each source: later ones must be the same.
+    /// The first object of each source: later ones must equal it.
     objects: Mutex<BTreeMap<usize, Vec<u8>>>,
 }
 
@@ -35,12 +35,12 @@ pub struct Compiler {
 pub type Job = (Duration, bool);
 
 impl Compiler {
-    /// Writes sources with so many functions.
+    /// Writes sources with this many functions.
     pub fn make(scratch: &Path, functions: u64) -> anyhow::Result<Self> {
         let gcc = find("gcc").map_or_else(|| need("gcc", "gcc"), Ok)?;
         let compiler = Self { gcc, dir: scratch.join("compiler"), objects: Mutex::default() };
         fs::create_dir_all(&compiler.dir)?;
-        // By another process: a child that is forked while a file is open for writing here would keep it busy.
+        // We let `cp` copy: while we hold a file open for writing, a child forked meanwhile would keep it busy.
         let copied = Command::new("cp").arg(compiler_proper(&compiler.gcc)?).arg(compiler.path()).status();
         ensure!(copied.context("cp")?.success(), "cc1 cannot be copied");
         for unit in 0..UNITS {
@@ -54,14 +54,14 @@ impl Compiler {
         self.dir.join("cc1")
     }
 
-    /// Starts a compiler that waits for its input for ever.
+    /// Starts a compiler that waits for its input forever.
     pub fn start_idle(&self) -> anyhow::Result<OwnedChild> {
         let mut idle = Command::new(self.path());
         idle.args(["-quiet", "-", "-o", "/dev/null"]).stdin(Stdio::piped()).process_group(0);
         Ok(OwnedChild(idle.spawn().context("cc1")?))
     }
 
-    /// Runs so many jobs, two at a time, each through a command that executes the rest of its arguments, if any.
+    /// Runs this many jobs, two at a time. `by`, if not empty, is a command that executes the rest of its arguments.
     pub fn run_all(&self, by: &[&OsStr], jobs: usize, interrupt: &Interrupt) -> anyhow::Result<Vec<Job>> {
         let next = AtomicUsize::new(0);
         let work = || {
@@ -113,11 +113,11 @@ mod tests {
         let jobs = compiler.run_all(&[], UNITS + 1, &Interrupt::default()).unwrap();
         assert!(jobs.len() == UNITS + 1 && jobs.iter().all(|job| job.1), "{jobs:?}");
         assert!(idle.0.try_wait().unwrap().is_none());
-        // Another object than before is found.
+        // The check finds an object that differs from the first.
         compiler.objects.lock().unwrap().insert(0, Vec::new());
         assert!(compiler.run_all(&[OsStr::new("env")], 2, &Interrupt::default()).unwrap().iter().any(|job| !job.1));
         drop(idle);
-        // gcc runs the copy and not its own.
+        // gcc runs our copy and not its own.
         fs::write(compiler.path(), "#!/bin/sh\nexit 1\n").unwrap();
         assert!(compiler.run_all(&[], 1, &Interrupt::default()).is_err());
     }

@@ -1,4 +1,5 @@
-//! Interpreters of several languages, without packages. Each holds the bytes of the same file, and objects made from them.
+//! Interpreters of several languages, without packages. Each holds the bytes of the same file, and objects made from
+//! them.
 
 use super::{Answering, need};
 use anyhow::{Context, ensure};
@@ -21,7 +22,7 @@ pub struct Language {
     /// Debian's interpreter, since another one may be a script that chooses a version.
     interpreter: &'static str,
     package: &'static str,
-    /// What comes before the text of the program on the command line, and between it and the file.
+    /// The arguments before the program's text on the command line, and between the text and the file.
     before: &'static [&'static str],
     after: &'static [&'static str],
     source: &'static str,
@@ -69,7 +70,7 @@ impl Language {
     }
 }
 
-/// Python's interpreter, and the modules that it loads: what an emulated machine needs.
+/// Python's interpreter and the modules that it loads: an emulated machine needs them.
 pub fn python_files() -> anyhow::Result<(PathBuf, Vec<PathBuf>)> {
     let python = PYTHON.interpreter()?;
     let list =
@@ -80,7 +81,7 @@ pub fn python_files() -> anyhow::Result<(PathBuf, Vec<PathBuf>)> {
     Ok((python, files.lines().map(PathBuf::from).collect()))
 }
 
-/// The file that interpreters hold.
+/// The file whose bytes the interpreters hold.
 #[derive(Debug)]
 pub struct HeldFile {
     dir: PathBuf,
@@ -96,7 +97,7 @@ impl HeldFile {
         Ok(held)
     }
 
-    /// Starts an interpreter that holds it.
+    /// Starts an interpreter that holds the file.
     pub fn start(&self, language: &Language, instance: usize) -> anyhow::Result<Answering> {
         let mut command = Command::new(language.interpreter()?);
         command.args(language.before).arg(language.source).args(language.after).arg(self.path());

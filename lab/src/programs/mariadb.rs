@@ -14,14 +14,14 @@ use std::time::Duration;
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const PACKAGES: &str = "mariadb-server-core and mariadb-client-core";
 
-/// Rows that a load uses.
+/// Rows that a load queries.
 const LOAD_ROWS: u64 = 1000;
 
-/// What the protocol's client says that it can do: passwords as in 4.1, which are empty here.
+/// The capabilities that our client announces: passwords as in 4.1, which are empty here.
 const CAPABILITIES: u32 = 0x0001 | 0x0200 | 0x8000;
 const QUERY: u8 = 3;
 
-/// Checks: whole-table scans, which load the table into the buffer pool, and one that sorts.
+/// Checks: whole-table scans, which load the table into the buffer pool, and a scan that sorts.
 const CHECKS: &str = "SELECT COUNT(*), SUM(id), SUM(tag), BIT_XOR(CRC32(body)) FROM bench.t; \
     SELECT tag, COUNT(*), MIN(body) FROM bench.t WHERE tag < 20 GROUP BY tag ORDER BY tag; \
     CHECKSUM TABLE bench.t";
@@ -90,7 +90,7 @@ impl MariaDbData {
         let mut run = Command::new(&self.server);
         run.args(["--no-defaults", "--user=root", "--skip-networking", "--skip-log-bin"])
             .args(["--innodb-buffer-pool-size=128M", "--innodb-log-file-size=16M"])
-            // Only queries load pages, not the list saved by the last server.
+            // Only queries should load pages, not the list that the last server saved.
             .args(["--innodb-buffer-pool-load-at-startup=0", "--innodb-buffer-pool-dump-at-shutdown=0"])
             .args(own_directory(dir))
             .arg(format!("--pid-file={}", scratch.join(format!("{name}.pid")).display()))
@@ -102,7 +102,8 @@ impl MariaDbData {
     }
 }
 
-/// Options for a data directory that also holds temporary tables: in /tmp, each server that starts deletes those of all others.
+/// Options for a data directory that also holds temporary tables: if they were in /tmp, each server that starts would
+/// delete all others'.
 fn own_directory(dir: &Path) -> [String; 2] {
     ["datadir", "tmpdir"].map(|option| format!("--{option}={}", dir.display()))
 }
@@ -130,9 +131,9 @@ impl MariaDb {
         Ok(())
     }
 
-    /// Starts a load of its own connection: a query each `every`, of which one in ten writes to a table that is not checked.
+    /// Starts a load on its own connection: a query each `every`. One in ten writes to a table that we don't check.
     pub fn load(&self, every: Duration) -> anyhow::Result<OpenLoop> {
-        // Otherwise each write waits for the disk.
+        // By default each write waits for the disk.
         self.query("SET GLOBAL innodb_flush_log_at_trx_commit=0")?;
         let order = Permutation::new(LOAD_ROWS, 1);
         let requests = (0..LOAD_ROWS).map(|number| {
@@ -140,16 +141,16 @@ impl MariaDb {
             if number % 10 == 0 {
                 request(&format!("UPDATE bench.written SET times=times+1 WHERE id={id}"))
             } else {
-                // It computes, and answers without a table of results.
+                // `DO` computes, and answers without a result table.
                 request(&format!("DO (SELECT CRC32(body) FROM bench.t WHERE id={id})"))
             }
         });
         let mut stream = UnixStream::connect(&self.socket).context("the server's socket")?;
-        // The greeting is not needed: an empty password has no salt.
+        // We don't need the greeting: an empty password has no salt.
         packet(&mut stream)?;
         let mut login = CAPABILITIES.to_le_bytes().to_vec();
         login.extend((16_u32 << 20).to_le_bytes());
-        // Latin 1, and nothing.
+        // Latin 1, and 23 unused bytes.
         login.push(8);
         login.extend([0; 23]);
         login.extend(b"root\0\0");
@@ -158,12 +159,12 @@ impl MariaDb {
         OpenLoop::start(stream, every, requests.collect(), |answers| accepted(&packet(answers)?))
     }
 
-    /// The socket on which it listens.
+    /// The socket that the server listens on.
     pub(super) fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Ends it. A slow shutdown leaves no work for the next start, so all copies start alike.
+    /// Shuts the server down slowly, which leaves no work for the next start, so all copies start alike.
     pub(super) fn shut_down(mut self) -> anyhow::Result<()> {
         self.query("SET GLOBAL innodb_fast_shutdown=0; SHUTDOWN")?;
         self.server.child.end(READY_LIMIT);
@@ -201,12 +202,12 @@ fn query(client: &Path, socket: &Path, sql: &str) -> anyhow::Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// A query in the protocol.
+/// A query packet.
 fn request(sql: &str) -> Vec<u8> {
     framed(0, &[&[QUERY], sql.as_bytes()].concat())
 }
 
-/// Three bytes of length, the number in its exchange, and the payload. Ours are short.
+/// Three bytes of length, the packet's number in its exchange, and the payload. Our payloads are short.
 fn framed(number: u8, payload: &[u8]) -> Vec<u8> {
     let [low, high, ..] = payload.len().to_le_bytes();
     [&[low, high, 0, number], payload].concat()
@@ -222,11 +223,11 @@ fn packet(from: &mut impl Read) -> anyhow::Result<Vec<u8>> {
     Ok(payload)
 }
 
-/// Whether an answer says that all is well.
+/// Whether the server has accepted the request.
 fn accepted(answer: &[u8]) -> anyhow::Result<()> {
     match answer.first() {
         Some(0) => Ok(()),
-        // The number of the error, and its text.
+        // The error's number and its text.
         Some(0xff) => bail!("mariadb: {}", String::from_utf8_lossy(answer.get(3..).unwrap_or_default())),
         _ => bail!("mariadb gave another answer than expected"),
     }
@@ -260,7 +261,7 @@ mod tests {
         let error = accepted(&packet(&mut answers).unwrap()).unwrap_err().to_string();
         assert_eq!(error, "mariadb: no");
         assert!(accepted(&packet(&mut answers).unwrap()).is_err());
-        // Cut off.
+        // A packet that's cut off.
         assert!(packet(&mut answers).is_err());
     }
 
@@ -280,7 +281,7 @@ mod tests {
         let count = measured.between(began, began + Duration::from_secs(60)).len();
         assert!((300..=410).contains(&count), "{count} answers in 2 s");
         assert_eq!(server.check().unwrap(), before);
-        // One in ten has written.
+        // One query in ten has written.
         let written: usize = server.query("SELECT SUM(times) FROM bench.written").unwrap().trim().parse().unwrap();
         assert!((count / 10..=count / 10 + 1).contains(&written), "{written} of {count}");
     }

@@ -12,10 +12,10 @@ use std::time::Duration;
 
 const READY_LIMIT: Duration = Duration::from_secs(30);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// Most of it fills pages of its own, beside no pointers.
+/// Most of a value fills its own pages, with no pointers beside it.
 const VALUE_BYTES: usize = 8000;
 const SEED: u64 = 0x006d_656d_6361;
-/// Commands sent before reading the answers, which must fit in the socket's buffer.
+/// Commands to send before we read the answers, which must fit in the socket's buffer.
 const PIPELINE: usize = 16;
 
 /// The server's executable, and how many entries of 8000 bytes each server has.
@@ -30,9 +30,9 @@ impl MemcachedData {
         Ok(Self { program: need("memcached", "memcached")?, entries })
     }
 
-    /// Starts a server, which drops root's rights as its package's service does, and fills it.
+    /// Starts a server and fills it. It drops root's rights, as the package's service does.
     pub fn start(&self, scratch: &Path, instance: usize) -> anyhow::Result<Memcached> {
-        // Free a moment ago. If another program takes it meanwhile, the server ends, and its log says why.
+        // The port was free a moment ago. If another program takes it meanwhile, the server ends, and its log says why.
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
         let mut run = Command::new(&self.program);
         run.args(["-u", "nobody", "-l", "127.0.0.1", "-U", "0", "-m", "1024", "-p", &port.to_string()]);
@@ -95,7 +95,7 @@ impl Target for Memcached {
         self.server.pid()
     }
 
-    /// Compares every entry with what was stored.
+    /// Compares every entry with the value that we stored.
     fn check(&mut self) -> anyhow::Result<String> {
         for numbers in self.batches() {
             let commands: Vec<String> = numbers.iter().map(|number| format!("get key:{number}\r\n")).collect();

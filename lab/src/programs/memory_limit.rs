@@ -1,11 +1,12 @@
-//! A cgroup that limits the memory of the programs in it, of either version.
+//! A cgroup (v1 or v2) that limits the memory of the programs in it.
 
 use anyhow::Context;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where each version has its controller of memory, its limit, what is used, and how often a member was killed.
+/// For each version: the directory of its memory controller, and its files for the limit, the usage, and the members
+/// that the kernel has killed.
 const VERSIONS: [(&str, &str, &str, &str); 2] = [
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
     ("/sys/fs/cgroup", "memory.max", "memory.current", "memory.events"),
@@ -13,7 +14,7 @@ const VERSIONS: [(&str, &str, &str, &str); 2] = [
 /// No limit, in bytes: the kernel rounds it down.
 const NONE: u64 = i64::MAX as u64;
 
-/// The cgroup. Removed when dropped; its members must have ended by then.
+/// The cgroup. Dropping it removes it; its members must have ended by then.
 #[derive(Debug)]
 pub struct MemoryLimit {
     path: PathBuf,
@@ -39,13 +40,13 @@ impl MemoryLimit {
         ["sh".to_owned(), "-c".to_owned(), script]
     }
 
-    /// Takes a process in. What it holds already stays charged where it was.
+    /// Moves a process into the cgroup. The memory that it already holds stays charged to its old cgroup.
     pub fn add(&self, pid: i32) -> anyhow::Result<()> {
         let file = self.path.join("cgroup.procs");
         fs::write(&file, pid.to_string()).with_context(|| file.display().to_string())
     }
 
-    /// Lets the members have as much as there is.
+    /// Lets the members use all memory there is.
     pub fn lift(&self) -> anyhow::Result<()> {
         self.set(NONE)
     }
@@ -55,13 +56,13 @@ impl MemoryLimit {
         fs::write(&file, bytes.to_string()).with_context(|| file.display().to_string())
     }
 
-    /// What the members use, bytes.
+    /// The members' memory use, bytes.
     pub fn usage(&self) -> anyhow::Result<u64> {
         let text = fs::read_to_string(self.path.join(self.usage))?;
         text.trim().parse().context(self.usage)
     }
 
-    /// How many members were killed because of the limit.
+    /// How many members the kernel killed because of the limit.
     pub fn kills(&self) -> anyhow::Result<u64> {
         let text = fs::read_to_string(self.path.join(self.kills))?;
         let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
@@ -69,7 +70,7 @@ impl MemoryLimit {
     }
 }
 
-/// Whether cgroups below a root can be limited: version 2 has the file in each but the root.
+/// Whether we can limit cgroups below a root: version 2 has the file in each cgroup but the root.
 fn has_limit(root: &Path, limit: &str) -> bool {
     let controllers = fs::read_to_string(root.join("cgroup.subtree_control")).unwrap_or_default();
     root.join(limit).exists() || controllers.split_whitespace().any(|controller| controller == "memory")
@@ -77,7 +78,7 @@ fn has_limit(root: &Path, limit: &str) -> bool {
 
 impl Drop for MemoryLimit {
     fn drop(&mut self) {
-        // A member that is ending keeps it for a moment.
+        // A member that's ending keeps the cgroup busy for a moment.
         for _ in 0..100 {
             if fs::remove_dir(&self.path).is_ok() {
                 return;

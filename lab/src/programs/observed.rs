@@ -1,4 +1,4 @@
-//! Programs of which something is noted at each check.
+//! Programs that we take notes of at each check.
 
 use super::Target;
 use pagefold_workload::ActivityCounters;
@@ -6,12 +6,12 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// What the checks of a program have noted. The last three are those before, during and after a policy.
+/// The notes of a program's checks. The last three come from the checks before, during and after a policy.
 pub type Notes<T> = Rc<RefCell<Vec<T>>>;
 
 type Look<P, T> = Box<dyn FnMut(&mut P) -> anyhow::Result<T>>;
 
-/// A program, and what to note of it before it answers: answering allocates and writes memory.
+/// A program and a note that we take before it answers, since answering allocates and writes memory.
 pub struct Observed<P: ?Sized, T> {
     program: Box<P>,
     look: Look<P, T>,
@@ -19,7 +19,7 @@ pub struct Observed<P: ?Sized, T> {
 }
 
 impl<P: Target + ?Sized + 'static, T: 'static> Observed<P, T> {
-    /// Returns the program, and its notes as they are made.
+    /// Returns the program, and its notes, which grow with each check.
     pub fn start(
         program: Box<P>,
         look: impl FnMut(&mut P) -> anyhow::Result<T> + 'static,

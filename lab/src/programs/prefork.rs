@@ -1,5 +1,6 @@
-//! Servers that start workers before there is work: gunicorn, puma, node's cluster and php-fpm. Each worker holds the bytes of the
-//! same file, objects made from them, and modules of its language, and answers requests with a checksum of the bytes.
+//! Servers that start workers before there's work: gunicorn, puma, node's cluster and php-fpm. Each worker holds the
+//! bytes of the same file, objects made from them, and modules of its language, and answers requests with a checksum of
+//! the bytes.
 
 mod fastcgi;
 
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const END_LIMIT: Duration = Duration::from_secs(10);
-/// Requests that are on the way at the same time, so that idle workers get some, too.
+/// Requests in flight at the same time, so that idle workers get some, too.
 const AT_ONCE: usize = 8;
 
 const GUNICORN_APP: &str = include_str!("prefork/gunicorn.py");
@@ -30,16 +31,16 @@ const PUMA_APP: &str = include_str!("prefork/puma.rb");
 const NODE_APP: &str = include_str!("prefork/node.js");
 const PHP_APP: &str = include_str!("prefork/php-fpm.php");
 
-/// A kind of server, and how it is started.
+/// A kind of server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefork {
     /// Each worker loads the application.
     Gunicorn,
-    /// The master loads it, and the workers have its pages by fork.
+    /// The master loads the application, and the workers share its pages by fork.
     GunicornPreload,
     /// The master loads the application.
     Puma,
-    /// The workers are programs of their own.
+    /// The workers are separate programs, started anew.
     NodeCluster,
     /// The master loads PHP. The application runs anew for each request, as user `nobody`.
     PhpFpm,
@@ -58,12 +59,12 @@ impl Prefork {
         }
     }
 
-    /// Starts a master with so many workers, in a directory of their own. The first of the targets is the master.
+    /// Starts a master with this many workers in a directory of its own. The first of the targets is the master.
     pub fn start(self, scratch: &Path, held: &HeldFile, workers: usize) -> anyhow::Result<Vec<Box<dyn Target>>> {
         let dir = scratch.join(self.name().replace(' ', ""));
         fs::create_dir_all(&dir)?;
         let socket = dir.join("socket");
-        // Of a server before.
+        // An earlier server may have left one.
         let _ = fs::remove_file(&socket);
         let mut command = self.command(&dir, &socket, held, workers)?;
         command
@@ -111,7 +112,7 @@ impl Prefork {
                 command
             }
             Self::PhpFpm => {
-                // Its workers are not root, and the directory above is closed.
+                // The workers aren't root, and the directory above is closed to others.
                 fs::set_permissions(dir.parent().context("a directory above")?, Permissions::from_mode(0o755))?;
                 put("app.php", PHP_APP)?;
                 let config = format!(
@@ -130,7 +131,7 @@ impl Prefork {
     }
 }
 
-/// php-fpm, whose name has the version in it.
+/// php-fpm, whose executable has the version in its name.
 pub fn php_fpm() -> anyhow::Result<PathBuf> {
     let installed = fs::read_dir("/usr/sbin").into_iter().flatten().flatten().map(|entry| entry.file_name());
     let mut names: Vec<String> = installed.filter_map(|name| name.into_string().ok()).collect();
@@ -147,7 +148,7 @@ struct PreforkServer {
     server: Server,
     workers: Vec<Process>,
     socket: PathBuf,
-    /// The file that a FastCGI server is asked for; the others speak HTTP.
+    /// The script that we ask a FastCGI server for; the others speak HTTP.
     script: Option<PathBuf>,
 }
 
@@ -164,7 +165,7 @@ impl PreforkServer {
         Ok(pids.into_keys().collect())
     }
 
-    /// Asks until this worker answers.
+    /// Sends requests until this worker answers.
     fn answer_of(&self, pid: i32) -> anyhow::Result<String> {
         let end = Instant::now() + ANSWER_LIMIT;
         while Instant::now() < end {
@@ -178,15 +179,16 @@ impl PreforkServer {
 
 impl Drop for PreforkServer {
     fn drop(&mut self) {
-        // The master leads a group of its own, whose number nobody else can have before the master has been waited for.
+        // The master leads its own group, and nobody else can get the group's number before we've waited for the
+        // master.
         if matches!(self.server.child.0.try_wait(), Ok(None)) {
             let _ = killpg(Pid::from_raw(self.server.pid()), Signal::SIGKILL);
         }
-        // Without a master, workers may go on.
+        // Workers may live on after their master.
         for worker in self.workers.iter().filter(|worker| worker.is_alive()) {
             let _ = kill(Pid::from_raw(worker.pid()), Signal::SIGKILL);
         }
-        // Their memory is free when they have ended, as that of the master is when it has been waited for.
+        // Their memory is free once they've ended, and the master's once we've waited for it.
         let end = Instant::now() + END_LIMIT;
         while self.workers.iter().any(Process::is_alive) && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(5));
@@ -194,7 +196,7 @@ impl Drop for PreforkServer {
     }
 }
 
-/// Sends some requests at once, and returns the answers by the pid of the worker.
+/// Sends some requests at once, and returns the answers by the worker's pid.
 fn ask_all(socket: &Path, script: Option<&Path>) -> anyhow::Result<BTreeMap<i32, String>> {
     let mut streams = Vec::new();
     for _ in 0..AT_ONCE {

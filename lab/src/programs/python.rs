@@ -1,4 +1,4 @@
-//! Python interpreters with the same table, by numpy and pandas.
+//! Python interpreters that hold the same table in numpy and pandas.
 
 use super::{Answering, find};
 use anyhow::{Context, bail};
@@ -24,7 +24,8 @@ pub struct PythonTools {
 }
 
 impl PythonTools {
-    /// Finds one, the distribution's first because its packages install there, or names the packages to install.
+    /// Finds an interpreter, or names the packages to install. Tries the distribution's first because its packages
+    /// install there.
     pub fn find() -> anyhow::Result<Self> {
         let has_packages = |python: &PathBuf| {
             let mut import = Command::new(python);

@@ -1,4 +1,4 @@
-//! Emulated guests: one is booted, and any number are restored from its snapshot and then changed individually.
+//! Emulated guests: we boot one, and restore any number from its snapshot, then change each individually.
 
 use super::Answering;
 use anyhow::{Context, bail, ensure};
@@ -71,7 +71,7 @@ impl GuestImage {
             .args(["-append", "console=ttyS0 quiet panic=-1 rootfstype=ramfs"]);
         let mut guest = Dialogue::start(&mut booted, Some(&image.dir.join("boot.log")))?;
         guest.ready(BOOT_LIMIT).context("booting a guest")?;
-        // A change common to all guests, which also loads what the shell needs.
+        // A change that all guests share; it also loads everything the shell needs.
         let answer = guest.ask("change 0", ANSWER_LIMIT)?;
         ensure!(answer == "changed", "a guest answers {answer:?}");
         Monitor::connect(&image.monitor("boot"))?.save(SNAPSHOT)?;
@@ -84,11 +84,11 @@ impl GuestImage {
         let mut command = self.command(&name);
         command.args(["-incoming", &format!("exec:cat {SNAPSHOT}")]);
         let mut guest = Dialogue::start(&mut command, Some(&self.dir.join(format!("{name}.log"))))?;
-        // Input sent before the restore is complete would be lost in part.
+        // Input sent before the restore is complete would be partly lost.
         Monitor::connect(&self.monitor(&name))?.wait_until_running()?;
         let answer = guest.ask(&format!("change {}", instance + 1), ANSWER_LIMIT)?;
         ensure!(answer == "changed", "a guest answers {answer:?}");
-        // The answer is a checksum computed in the guest.
+        // The guest computes the checksum that it answers.
         Ok(Answering { name: "qemu", dialogue: guest, question: "sum", limit: ANSWER_LIMIT })
     }
 
@@ -96,7 +96,7 @@ impl GuestImage {
     fn command(&self, name: &str) -> Command {
         let mut command = self.tools.emulator.command(&self.dir);
         command
-            // QEMU marks its guests' memory by default, which would bypass the policies under test.
+            // By default QEMU marks its guests' memory, which would bypass the policies under test.
             .args(["-machine", "pc,mem-merge=off", "-accel", "tcg,tb-size=64"])
             .args(["-m", &self.memory_mib.to_string()])
             // Relative names need no quotes in QEMU's options.

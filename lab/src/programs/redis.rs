@@ -17,7 +17,7 @@ const READY_LIMIT: Duration = Duration::from_secs(30);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const VALUE_BYTES: usize = 1000;
 const SEED: u64 = 0x0072_6564_6973;
-/// Commands sent before reading the answers, which must fit in the socket's buffer.
+/// Commands to send before we read the answers, which must fit in the socket's buffer.
 const PIPELINE: usize = 500;
 /// Keys that a load uses.
 const LOAD_KEYS: u64 = 10_000;
@@ -44,7 +44,8 @@ impl RedisData {
         Ok(data)
     }
 
-    /// The server's executable. Debian ships it in redis-tools as redis-check-rdb; the name it is started by selects the mode.
+    /// The server's executable. Debian ships it in redis-tools as redis-check-rdb; the name we start it by selects the
+    /// mode.
     pub fn installed() -> anyhow::Result<PathBuf> {
         find("redis-server").map_or_else(|| need("redis-check-rdb", "redis-tools"), Ok)
     }
@@ -75,7 +76,7 @@ impl RedisData {
             let stream = UnixStream::connect(&socket).ok()?;
             stream.set_read_timeout(Some(ANSWER_LIMIT)).ok()?;
             let mut client = BufReader::new(stream);
-            // While loading, it answers with an error.
+            // While loading, the server answers with an error.
             matches!(ask(&mut client, &[b"PING"]), Ok(answer) if answer == b"PONG").then_some(client)
         })?;
         Ok(Redis { server, client, socket })
@@ -102,8 +103,8 @@ impl Redis {
         self.set(&numbers, SEED + 1 + instance)
     }
 
-    /// Starts a load of its own connection: a request each `every`, of which one in ten writes. Every key keeps its value, so the digest
-    /// of all data stays the same.
+    /// Starts a load on its own connection: a request each `every`. One in ten writes, but every key keeps its value,
+    /// so the digest of all data stays the same.
     pub fn load(&self, every: Duration, keys: u64) -> anyhow::Result<OpenLoop> {
         let order = Permutation::new(keys, SEED);
         let requests = (0..keys.min(LOAD_KEYS)).map(|number| {
@@ -174,7 +175,7 @@ fn command(to: &mut Vec<u8>, words: &[&[u8]]) {
     }
 }
 
-/// Reads a reply that is not an array.
+/// Reads a reply that isn't an array.
 fn reply(from: &mut impl BufRead) -> anyhow::Result<Vec<u8>> {
     let mut line = String::new();
     from.read_line(&mut line)?;

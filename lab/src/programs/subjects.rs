@@ -27,14 +27,15 @@ const REST: Duration = Duration::from_secs(10);
 pub trait Subjects: Send {
     fn pids(&self) -> Vec<i32>;
 
-    /// Does the work that is due at `elapsed` after the start of the record. Called about once a second.
+    /// Does the work that's due at `elapsed` after the start of the record. The recorder calls this about once a
+    /// second.
     fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()>;
 
-    /// Checks that they have done their work.
+    /// Checks that the programs have done their work.
     fn end(&mut self) -> anyhow::Result<()>;
 }
 
-/// A kind of program group that can be recorded.
+/// A kind of program group that we can record.
 pub struct Subject {
     pub name: &'static str,
     pub about: &'static str,
@@ -100,7 +101,7 @@ impl Subject {
 struct Turns(u32);
 
 impl Turns {
-    /// The number of the next turn, if it is due. Late turns are caught up one call at a time.
+    /// The number of the next turn, if it's due. We catch up on late turns one call at a time.
     fn due(&mut self, elapsed: Duration) -> Option<u64> {
         let due = elapsed >= CHANGE_EVERY * (self.0 + 1);
         self.0 += u32::from(due);
@@ -112,7 +113,7 @@ impl Turns {
 struct Group<T> {
     instances: Vec<T>,
     turns: Turns,
-    /// Changes the data of an instance, given its number and that of the turn.
+    /// Changes the data of an instance, given the instance's number and the turn's.
     change: fn(&mut T, u64, u64) -> anyhow::Result<()>,
 }
 
@@ -184,7 +185,7 @@ impl Subjects for GuestSubjects {
         match self.booted {
             None => {
                 self.started.iter_mut().try_for_each(WorkingGuest::ready)?;
-                // Waiting took long, so the next call supplies the time of the boot.
+                // We waited long for the boot, so let the next call supply the time of its end.
                 self.booted = Some(Duration::MAX);
             }
             Some(Duration::MAX) => self.booted = Some(elapsed),

@@ -1,5 +1,6 @@
-//! WordPress sites, each in a container of its own: Apache with PHP in it, and MariaDB, on one image with a writable layer each. There
-//! is no container engine: `unshare` makes the namespaces, and a script ([`CONTAINER`]) what is in them.
+//! WordPress sites, each in its own container: Apache with PHP in it, and MariaDB, on one image with a writable layer
+//! each. We use no container engine: `unshare` makes the namespaces, and a script ([`CONTAINER`]) sets up their
+//! contents.
 
 mod http;
 
@@ -26,16 +27,16 @@ const PHP_INI: &str = include_str!("wordpress/php.ini");
 const WP_CONFIG: &str = include_str!("wordpress/wp-config.php");
 const INSTALL: &str = include_str!("wordpress/install.php");
 
-/// Where Debian has the programs, in the containers too.
+/// Debian's program directories, in the containers too.
 const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
-/// Directories of this machine that a container has too, and which may be links to others of them.
+/// Directories of this machine that a container also sees; some may be links to others of them.
 const SYSTEM: [&str; 6] = ["usr", "etc", "bin", "sbin", "lib", "lib64"];
 const UPLOADS: &str = "srv/wordpress/wp-content/uploads";
 /// As in apache.conf and wp-config.php.
 const ADDRESS: (&str, u16) = ("127.0.0.1", 8080);
 const HOST: &str = "localhost:8080";
 
-/// On each page, with so many bytes each.
+/// Pictures on each page, and the size of each in bytes.
 const PICTURES: u64 = 4;
 const PICTURE_BYTES: usize = 60_000;
 
@@ -43,7 +44,7 @@ const READY_LIMIT: Duration = Duration::from_secs(60);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const END_LIMIT: Duration = Duration::from_secs(20);
 
-/// The image: WordPress, installed, and its database.
+/// The image: an installed WordPress and its database.
 #[derive(Debug)]
 pub struct WordPress {
     image: PathBuf,
@@ -56,7 +57,7 @@ pub struct WordPress {
 #[derive(Debug)]
 struct Pages {
     pages: Vec<Page>,
-    /// What is on each page: paths and contents.
+    /// The pictures on each page: paths and contents.
     pictures: Vec<(String, Vec<u8>)>,
 }
 
@@ -64,12 +65,12 @@ struct Pages {
 struct Page {
     path: String,
     title: String,
-    /// What the first site answered. All sites must answer the same at any time.
+    /// The first site's answer. All sites must answer the same at any time.
     answer: OnceLock<Vec<u8>>,
 }
 
 impl WordPress {
-    /// Makes the image in `scratch`, with so many posts.
+    /// Makes the image in `scratch`, with this many posts.
     pub fn make(scratch: &Path, posts: u64) -> anyhow::Result<Self> {
         let (php, busybox) = (need("php", "php-cli")?, need("busybox", "busybox-static")?);
         need("apache2", "apache2-bin")?;
@@ -103,7 +104,7 @@ impl WordPress {
         fs::create_dir(image.join(UPLOADS))?;
         let mut pictures = Vec::new();
         for number in 1..=PICTURES {
-            // Nothing looks into it.
+            // Nobody decodes the pictures.
             let content = printable(number, 0, PICTURE_BYTES);
             put(&format!("{UPLOADS}/{number}.png"), &content)?;
             pictures.push((format!("/wp-content/uploads/{number}.png"), content));
@@ -134,7 +135,7 @@ impl WordPress {
             pages.len() - 1
         );
 
-        // The servers in the containers are not root.
+        // The servers in the containers aren't root.
         done(Command::new("chown").args(["-R", "www-data:www-data"]).arg(image.join("srv/mysql")))?;
         done(Command::new("chmod").args(["-R", "a+rX"]).arg(&image))?;
         for dir in ["run", "tmp"] {
@@ -144,11 +145,11 @@ impl WordPress {
         Ok(Self { image, php_module, busybox, pages })
     }
 
-    /// Starts a container with so many workers of Apache, and waits until it has answered.
+    /// Starts a container with this many Apache workers, and waits until it has answered.
     pub fn start(&self, scratch: &Path, number: usize, workers: usize) -> anyhow::Result<Site> {
         let name = format!("site-{number}");
         let dir = scratch.join(&name);
-        // One of an earlier run had the same.
+        // An earlier container may have had the same number.
         fs::create_dir_all(&dir)?;
         let mut command = Command::new("unshare");
         command
@@ -165,7 +166,7 @@ impl WordPress {
             .env("PHP_MODULE", &self.php_module)
             .env("WORKERS", workers.to_string());
         let mut server = Server::start_with(&mut command, Stdio::piped(), &scratch.join(format!("{name}.log")))?;
-        // `unshare`, the first process, MariaDB and Apache's master and workers.
+        // `unshare`, the first process, MariaDB, Apache's master and its workers.
         let outer = Process::open(server.pid())?;
         let count = 3 + workers;
         let mut why = String::new();
@@ -186,7 +187,7 @@ impl WordPress {
     }
 }
 
-/// The module of PHP for Apache, whose name has the version in it.
+/// PHP's module for Apache, which has the version in its name.
 fn module_of_apache() -> anyhow::Result<PathBuf> {
     let below = |dir: &str| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let has_module = below("/usr/lib/php").any(|version| version.join("mysqli.so").exists());
@@ -200,14 +201,14 @@ fn module_of_apache() -> anyhow::Result<PathBuf> {
     found.pop().context("Apache has no PHP: this experiment needs the package libapache2-mod-php")
 }
 
-/// Where `lab/scripts/wordpress` has put WordPress.
+/// The directory where `lab/scripts/wordpress` has put WordPress.
 fn unpacked() -> anyhow::Result<PathBuf> {
     let dir = cache()?.join("wordpress");
     ensure!(dir.exists(), "{} does not exist: run lab/scripts/wordpress", dir.display());
     Ok(dir)
 }
 
-/// Runs a command to its end, and returns what it has printed.
+/// Runs a command to its end, and returns its output.
 fn done(command: &mut Command) -> anyhow::Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.stdin(Stdio::null()).output().with_context(|| name.clone())?;
@@ -216,7 +217,7 @@ fn done(command: &mut Command) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// All processes below one, parents first.
+/// All processes below this one, parents first.
 fn descendants(of: &Process) -> Vec<Process> {
     children(of)
         .into_iter()
@@ -230,19 +231,19 @@ fn descendants(of: &Process) -> Vec<Process> {
 /// A client that loads the pages of a site.
 #[derive(Clone, Debug)]
 pub struct Visitor {
-    /// The site's network namespace, which stays as long as this is open.
+    /// The site's network namespace, which lives as long as this is open.
     network: Arc<File>,
     pages: Arc<Pages>,
 }
 
 impl Visitor {
-    /// Of the site that this process belongs to.
+    /// A client of the site that this process belongs to.
     fn of(process: &Process, pages: &Arc<Pages>) -> anyhow::Result<Self> {
         let network = process.open_file("ns/net")?;
         Ok(Self { network: Arc::new(network), pages: Arc::clone(pages) })
     }
 
-    /// Loads the page that is `number` in turn, and the pictures on it. Every byte must be right.
+    /// Loads the page that's `number` in turn, and its pictures. Every byte must be right.
     pub fn visit(&self, number: usize) -> anyhow::Result<()> {
         let page = &self.pages.pages[number % self.pages.pages.len()];
         let answer = self.get(&page.path)?;
@@ -270,7 +271,7 @@ impl Visitor {
         http::get(stream, HOST, path).with_context(|| path.to_owned())
     }
 
-    /// A connection belongs to the network of the thread that makes it. So a thread of its own does.
+    /// A connection belongs to the network of the thread that makes it, so we make it in a separate thread.
     fn connect(&self) -> anyhow::Result<TcpStream> {
         let connected = thread::scope(|scope| {
             let inside = scope.spawn(|| {
@@ -283,10 +284,10 @@ impl Visitor {
     }
 }
 
-/// A running container. It ends when this is dropped.
+/// A running container. Dropping it ends the container.
 #[derive(Debug)]
 pub struct Site {
-    /// `unshare`. Its standard input is what the container waits for the end of.
+    /// `unshare`. The container ends when this process's standard input does.
     server: Server,
     processes: Vec<Process>,
     visitor: Visitor,
@@ -297,12 +298,12 @@ impl Site {
         self.visitor.clone()
     }
 
-    /// Its processes.
+    /// The pids of the container's processes.
     pub fn pids(&self) -> impl Iterator<Item = i32> {
         self.processes.iter().map(Process::pid)
     }
 
-    /// Its processes as targets. The first one checks the site.
+    /// The container's processes as targets. The first one checks the site.
     pub fn targets(self) -> Vec<Box<dyn Target>> {
         let site = Rc::new(self);
         let member = |at| Box::new(Member { site: Rc::clone(&site), at }) as Box<dyn Target>;
@@ -314,7 +315,7 @@ impl Drop for Site {
     fn drop(&mut self) {
         drop(self.server.child.0.stdin.take());
         self.server.child.end(END_LIMIT);
-        // If `unshare` had to be killed, the kernel kills the others too, but nothing has waited for them yet.
+        // If we had to kill `unshare`, the kernel kills the others too, but nobody has waited for them yet.
         let end = Instant::now() + END_LIMIT;
         while self.processes.iter().any(Process::is_alive) && Instant::now() < end {
             thread::sleep(Duration::from_millis(5));
@@ -337,7 +338,7 @@ impl Target for Member {
         self.site.processes[self.at].pid()
     }
 
-    /// The first process loads every page; the others must be running.
+    /// The first process loads every page; the others only have to be running.
     fn check(&mut self) -> anyhow::Result<String> {
         if !self.site.processes[self.at].is_alive() {
             bail!("process {} of a container has ended:\n{}", self.pid(), self.site.server.log_end());
@@ -377,7 +378,7 @@ mod tests {
         let names = |site: &Site| fs::read_link(format!("/proc/{}/ns/net", site.processes[0].pid())).unwrap();
         let sites = [1, 2].map(|number| image.start(scratch.path(), number, 2).unwrap());
         assert_ne!(names(&sites[0]), names(&sites[1]));
-        // Each writes to its own layer.
+        // Each container writes to its own layer.
         let file = |site: &Site| PathBuf::from(format!("/proc/{}/root/srv/written", site.processes[0].pid()));
         fs::write(file(&sites[0]), "1").unwrap();
         assert!(file(&sites[0]).exists() && !file(&sites[1]).exists() && !image.image.join("srv/written").exists());
@@ -385,13 +386,13 @@ mod tests {
             (0..3).for_each(|number| site.visitor().visit(number).unwrap());
             assert_eq!(site.processes.len(), 5);
         }
-        // A page that differs is noticed.
+        // The visitor notices a page that differs.
         let visitor = sites[0].visitor();
         fs::write(PathBuf::from(format!("/proc/{}/root/{UPLOADS}/2.png", sites[0].processes[0].pid())), "x").unwrap();
         assert!(format!("{:#}", visitor.visit(0).unwrap_err()).contains("2.png"));
         let pids: Vec<i32> = sites.iter().flat_map(Site::pids).collect();
         let all: Vec<Process> = pids.into_iter().map(|pid| Process::open(pid).unwrap()).collect();
-        // One is asked to end, and of the other one the outer process is killed.
+        // We ask one container to end, and kill the outer process of the other.
         let [first, mut second] = sites;
         let began = Instant::now();
         drop(first);

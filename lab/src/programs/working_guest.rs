@@ -1,7 +1,7 @@
 //! Emulated guests that boot, rest and then repeat some work, to record how their memory changes.
 //!
-//! All have the same system and work: a compiler on the same sources, or a web server on the same site. Unlike
-//! [`super::GuestImage`]'s guests, which are restored from a snapshot, each of these boots.
+//! All have the same system and work: a compiler on the same sources, or a web server on the same site.
+//! [`super::GuestImage`] restores its guests from a snapshot, but each of these boots.
 
 use super::{find, need};
 use anyhow::{Context, bail, ensure};
@@ -61,7 +61,7 @@ impl WorkingGuests {
         Ok(guests)
     }
 
-    /// Gives the emulator a path of its own, by which its machines are told from others.
+    /// Gives the emulator its own path, so that experiments can tell its machines from others.
     pub fn with_own_emulator(mut self) -> anyhow::Result<Self> {
         self.emulator = self.emulator.copied_to(&self.dir.join("emulator"))?;
         Ok(self)
@@ -71,7 +71,7 @@ impl WorkingGuests {
         self.emulator.path()
     }
 
-    /// Has QEMU mark the memory of the machines that are started from now on, as it does by default, or leave it alone.
+    /// Makes QEMU mark the memory of the machines that we start from now on, as it does by default, or leave it alone.
     pub fn set_merge(&mut self, merge: bool) {
         self.merge = merge;
     }
@@ -96,7 +96,7 @@ impl WorkingGuests {
     }
 }
 
-/// A guest that has been started.
+/// A guest that we've started.
 #[derive(Debug)]
 pub struct WorkingGuest {
     guest: Dialogue,
@@ -112,7 +112,7 @@ impl WorkingGuest {
         self.guest.ready(BOOT_LIMIT).map(drop).context("booting a guest")
     }
 
-    /// A checksum of the files that all guests have, computed in the guest.
+    /// A checksum of the files that all guests have. The guest computes it.
     pub fn sum(&mut self) -> anyhow::Result<String> {
         self.guest.ask("sum", ANSWER_LIMIT)
     }
@@ -124,7 +124,7 @@ impl WorkingGuest {
         Ok(())
     }
 
-    /// The number of sources compiled or files served. 0 is an error.
+    /// The number of sources that it compiled or files that it served. 0 is an error.
     pub fn done(&mut self) -> anyhow::Result<u64> {
         let answer = self.guest.ask("count", ANSWER_LIMIT)?;
         let done = answer.parse().with_context(|| format!("a guest answers {answer:?} to count"))?;
@@ -165,7 +165,7 @@ fn put_sources(dir: &Path, root: &Image) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A C source that includes some headers and defines so many functions.
+/// A C source that includes some headers and defines this many functions.
 pub(super) fn source_text(unit: u64, functions: u64) -> String {
     let mut text = String::new();
     for (at, header) in (0..).zip(HEADERS.split(' ')) {

@@ -1,4 +1,4 @@
-//! Swap space in compressed memory (zram), for as long as it is held.
+//! Swap space in compressed memory (zram), for as long as we hold it.
 
 use anyhow::{Context, anyhow, ensure};
 use pagefold_engine::units::Pages;
@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 const CONTROL: &str = "/sys/class/zram-control";
 
-/// The space. Given back when dropped, which reads in what is still swapped out.
+/// The swap space. Dropping it gives it back, which first reads in all pages that are still swapped out.
 #[derive(Debug)]
 pub struct ZramSwap {
     number: u32,
@@ -24,7 +24,7 @@ impl ZramSwap {
 
     pub fn make(bytes: u64) -> anyhow::Result<Self> {
         let control = Path::new(CONTROL).join("hot_add");
-        // Reading it makes a new device.
+        // Reading this file makes a new device.
         let text = fs::read_to_string(&control).with_context(|| control.display().to_string())?;
         let mut swap =
             Self { number: text.trim().parse().with_context(|| format!("zram's device {text:?}"))?, is_on: false };

@@ -1,5 +1,5 @@
 //! nuKSM's forests (claim N4; sections 3.3, 4.3 and 5.4 of the thesis). `2X` pages in pairs make `X` stable nodes; then
-//! unique pages are added. Measured by the number of trees: the stable nodes that each unique page is compared with
+//! we add unique pages. By the number of trees, we measure the stable nodes that each unique page is compared with
 //! (figure 5.5a) and the duration of the scan (figure 5.5b).
 
 use pagefold_engine::host::{Actions, Host, ScanOrder};
@@ -23,7 +23,7 @@ pub struct ForestPoint {
     pub law: f64,
     /// Modelled CPU time of a scan of all pages, seconds.
     pub round_seconds: f64,
-    /// Pairs that were not merged.
+    /// Pairs that the scan didn't merge.
     pub lost: u64,
 }
 

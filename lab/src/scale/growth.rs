@@ -45,7 +45,7 @@ pub struct Growth {
     pub hours: f64,
     /// Savable memory on average, bytes.
     pub savable_bytes: u64,
-    /// Time until 90 % of it were first saved, seconds; `None` if never.
+    /// Time until 90 % of it had first been saved, seconds; `None` if never.
     pub reached_seconds: Option<f64>,
     /// CPU time until then, seconds; of the whole run if never.
     pub cpu_until_seconds: f64,
@@ -62,9 +62,9 @@ pub struct Growth {
     /// Pages scanned by the kernel's thread.
     pub scanned: u64,
     pub cow_breaks: u64,
-    /// Mean share of the savable memory that was saved.
+    /// The share of the savable memory that was saved, on average.
     pub saved_mean: f64,
-    /// That share at the end.
+    /// The same share at the end.
     pub saved_end: f64,
     /// Maximum memory of pagefold's index, bytes.
     pub index_bytes: u64,
@@ -265,8 +265,9 @@ mod tests {
                 .filter(|figure| !figure.name.contains("then"));
             for figure in figures.filter(|figure| figure.name != "time to 90 %") {
                 println!("{algorithm}: {figure:?} {:.4}", figure.error());
-                // Whether pagefold marks sparse regions within the minute depends on ksmd's idle times, and one walk is a large
-                // part of its cost. Measured: -16 % CPU time here, -40 % comparisons in half an hour with granularity 16.
+                // Whether pagefold marks sparse regions within the minute depends on ksmd's idle times, and one walk is
+                // a large part of its cost. Measured: -16 % CPU time here, -40 % comparisons in half an hour with
+                // granularity 16.
                 let varies = algorithm.is_pagefold() && figure.name != "saved on average";
                 let limit = if varies { 0.45 } else { 0.08 };
                 assert!(figure.error().abs() < limit, "{algorithm}: {figure:?}");

@@ -1,10 +1,11 @@
 //! The race against memory (claim N5; section 5.4 of the thesis): a node with 180 GiB available, two instances of one
 //! program with 40 GiB each and a job that takes 2 GiB every 15 s up to 100 GiB. Together they need slightly more than
-//! available, so a slow algorithm runs out of memory.
+//! the node has, so a slow algorithm runs out of memory.
 //!
-//! Assumed beyond the thesis: "slightly more" is 2 GiB, which go to the instances; both instances have equal pages and do
-//! not change; the job's pages are unique; and it begins 150 s after the instances and the scanning, so that it is
-//! complete at 900 s, when the thesis's KSM is killed. Memory used for merging (metadata, the index) counts as in use.
+//! Beyond the thesis, we assume that "slightly more" is 2 GiB, which go to the instances; that both instances have
+//! equal pages and don't change; that the job's pages are unique; and that the job begins 150 s after the instances and
+//! the scanning, so that it's complete at 900 s, when the thesis's KSM is killed. Memory used for merging (metadata,
+//! the index) counts as in use.
 
 use super::{NS_PER_S, PAGES_PER_GIB};
 use crate::replay::{Algorithm, ReplayRun, Settings, knobs};
@@ -65,7 +66,7 @@ pub struct Racer {
     pub algorithm: Option<Algorithm>,
     /// Time when memory ran out, seconds; `None` if the job finished.
     pub exhausted_seconds: Option<f64>,
-    /// Maximum memory in use if there were enough, bytes.
+    /// Peak memory in use, if there were enough, bytes.
     pub most_bytes: u64,
     /// Time until 1 GiB was saved, seconds.
     pub first_seconds: Option<f64>,
@@ -126,7 +127,8 @@ impl Race {
         2 * self.instance_gib + steps.min(self.steps) * self.step_gib
     }
 
-    /// Lets an algorithm run, or unmerged. Nothing is killed when memory has run out, so that it shows what it would take.
+    /// Runs with an algorithm, or without merging. We kill nothing when memory has run out, so that the result shows
+    /// the whole demand.
     pub fn run(&self, algorithm: Option<Algorithm>) -> Racer {
         let runs = algorithm.unwrap_or(Algorithm::Pagefold);
         let total = self.wanted_gib(u64::MAX) * PAGES_PER_GIB;
@@ -186,7 +188,7 @@ impl Race {
 mod tests {
     use super::*;
 
-    /// A tenth of the thesis's race, with a step's worth missing.
+    /// A tenth of the thesis's race, one step's worth of memory short.
     fn small() -> Race {
         Race {
             node_gib: 18,

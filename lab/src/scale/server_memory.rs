@@ -1,10 +1,10 @@
 //! The simulated server memory: services of four similar processes each, on eight nodes, with a day's changes.
 //!
-//! Contents follow measurements of real programs: guests of one image (40 % of their memory can be saved), two databases
-//! (67 and 76 %), interpreters (14 %), a garbage-collected heap (3 %) and one without common pages. In every process a
-//! tenth is rewritten with unique contents and another with contents that its siblings also get, each page twice a day on
-//! average; in the garbage-collected one half of it, every half hour. The processes of one service in four live for two to
-//! six hours and are then replaced.
+//! Contents follow measurements of real programs: guests of one image (40 % of their memory can be saved), two
+//! databases (67 and 76 %), interpreters (14 %), a garbage-collected heap (3 %) and one without common pages. Every
+//! process rewrites a tenth with unique contents and another with contents that its siblings also get, each page twice
+//! a day on average; the garbage-collected one rewrites half of its memory every half hour. The processes of one
+//! service in four live for two to six hours, and then new ones replace them.
 
 use super::{NS_PER_HOUR, PAGES_PER_GIB};
 use pagefold_engine::random::Random;
@@ -23,7 +23,8 @@ struct Kind {
     body: &'static [(u64, u32)],
     /// The share of zeros in the static regions.
     zeros: u32,
-    /// Unique memory that is rewritten: size in tenths, and the time for as many writes as it has pages, nanoseconds.
+    /// Unique memory that the process rewrites: size in tenths, and the time for as many writes as it has pages,
+    /// nanoseconds.
     heap: (u64, u64),
 }
 

@@ -1,4 +1,4 @@
-//! A region as UKSM sees it: the order in which its pages are sampled, and the results (sections 5.2 and 5.3).
+//! A region as UKSM sees it: the order to sample its pages in, and the results (sections 5.2 and 5.3).
 
 use super::settings::UksmSettings;
 use pagefold_engine::permutation::Permutation;
@@ -9,20 +9,20 @@ pub(super) enum LevelChange {
     Stay,
     Up,
     Down,
-    /// All its pages have been sampled: what could be merged is merged.
+    /// All its pages have been sampled, and the duplicates among them merged.
     Bottom,
 }
 
 #[derive(Debug)]
 pub(super) struct SampledRegion {
-    /// The level it is on, from 1; 0 while it is too young.
+    /// The region's level, from 1; 0 while it's too young.
     pub(super) level: usize,
     pub(super) seen_ns: u64,
     order: Permutation,
     key: u64,
     /// Pages of the permutation that have been sampled.
     visited: u64,
-    /// Whether the last of them was sampled in this round.
+    /// Whether this round sampled the last of them.
     complete: bool,
     /// Pages sampled in this round, and duplicates merged.
     sampled: u64,
@@ -50,7 +50,7 @@ impl SampledRegion {
         self.order.len()
     }
 
-    /// Adapts to a new length: the pages are permuted anew, and all results are dropped.
+    /// Adapts to a new length: permutes the pages anew, and drops all results.
     pub(super) fn resize(&mut self, pages: u32) {
         if u64::from(pages) != self.pages() {
             let Self { level, seen_ns, key, broken, .. } = *self;
@@ -59,7 +59,7 @@ impl SampledRegion {
     }
 
     /// The next page to sample. Every page comes once before any comes again ("a region specific offset permutation
-    /// scheme"). `None` once the last page was sampled in this round.
+    /// scheme"). `None` once this round has sampled the last page.
     pub(super) fn next_page(&mut self) -> Option<u32> {
         if self.complete || self.visited >= self.pages() {
             return None;
@@ -72,12 +72,11 @@ impl SampledRegion {
     }
 
     /// Ends a round: judges the region by its duplicate and COW-broken ratios (section 5.2), and begins the next.
-    /// `broken` is the number of writes to its merged pages so far, which UKSM counts in the fault handler (section
-    /// 7).
+    /// `broken` is the number of writes to its merged pages so far, which UKSM counts in the fault handler (section 7).
     ///
-    /// Pages found merged already are not counted as duplicates: sampling them gained nothing. The COW-broken ratio
-    /// is that of pages broken to pages merged in the round, as in the authors' patch (`cal_dedup_ratio`); the paper
-    /// does not say.
+    /// We don't count pages as duplicates if they were already merged: sampling them gained nothing. The COW-broken
+    /// ratio is pages broken to pages merged in the round, as in the authors' patch (`cal_dedup_ratio`); the paper
+    /// doesn't say.
     pub(super) fn end_round(&mut self, broken: u64, settings: &UksmSettings) -> LevelChange {
         let (sampled, found) = (self.sampled, self.found);
         let broken = broken - std::mem::replace(&mut self.broken, broken);

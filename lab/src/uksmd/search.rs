@@ -1,8 +1,7 @@
-//! What UKSM does at one page: hashing, the two trees, and merging (UKSM sections 5.3 and 6).
+//! UKSM's work on one page: hashing, the two trees, and merging (UKSM sections 5.3 and 6).
 //!
-//! The trees are hash maps from contents; the cost of a search in a tree ordered by hash is computed from their
-//! sizes. A content id of 64 bits stands for the page and for its hash at any strength: pages that differ never share a
-//! hash.
+//! The trees are hash maps from contents; we compute the cost of a search in a tree ordered by hash from their sizes. A
+//! content id of 64 bits stands for the page and for its hash at any strength: pages that differ never share a hash.
 
 use pagefold_sim::memory::{Backing, Memory, PageRef};
 use pagefold_sim::{Costs, Granularity, SearchCounts};
@@ -15,7 +14,7 @@ const LINE_WORDS_LOG2: u32 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SampleOutcome {
-    /// Nothing is mapped there but possibly the zero page.
+    /// No page is mapped there, except possibly the zero page.
     Absent,
     /// Merged before.
     AlreadyMerged,
@@ -36,7 +35,7 @@ pub(super) struct Search {
     pub(super) hash_ns: u64,
     /// `T_rs`: the merged frame of each content.
     merged: FxHashMap<u64, u32>,
-    /// `T_rus`: a page that had this content when it was sampled.
+    /// `T_rus`: for each content, a page that had it when we sampled the page.
     unmerged: FxHashMap<u64, PageRef>,
     pub(super) counts: SearchCounts,
 }
@@ -46,10 +45,10 @@ fn levels(nodes: u64) -> u64 {
     u64::from(u64::BITS - nodes.leading_zeros())
 }
 
-/// The cost of hashing `strength` words of a page: of the words, and of the cache lines that contain them.
+/// The cost of hashing `strength` words of a page: the words, and the cache lines that contain them.
 fn hash_ns(costs: &Costs, strength: u32) -> u64 {
     let strength = strength.clamp(1, WORDS);
-    // The probability that a line is not touched, (1 - strength / 1024)^16, in 2^-20.
+    // The probability that we don't touch a line, (1 - strength / 1024)^16, in 2^-20.
     let mut missed = u64::from(WORDS - strength) << 10;
     for _ in 0..LINE_WORDS_LOG2 {
         missed = (missed * missed) >> 20;
@@ -70,7 +69,8 @@ impl Search {
         &self.merged
     }
 
-    /// Samples a page, and merges it if possible. Returns the outcome and the cost. It stands for `weight` samples.
+    /// Samples a page, and merges it if possible. Returns the outcome and the cost. The page stands for `weight`
+    /// samples.
     pub(super) fn visit(&mut self, memory: &mut Memory, me: PageRef, weight: u64) -> (SampleOutcome, u64) {
         let (key, page) = me;
         let found = memory.region(key).and_then(|region| {
@@ -78,7 +78,7 @@ impl Search {
             Some((*region.backing.get(at)?, *region.content.get(at)?))
         });
         let content = match found {
-            // Sampled pages are not adjacent, so each one takes a page-table walk of its own.
+            // Sampled pages aren't adjacent, so each one takes its own page-table walk.
             None | Some((Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged, _)) => {
                 return (SampleOutcome::Absent, weight * self.costs.visit_merged_ns);
             }
@@ -87,7 +87,7 @@ impl Search {
         };
         let cost_ns = weight * (self.costs.sample_ns + self.hash_ns);
         if content == 0 && self.zero_pages {
-            // The hash of zeros is known without a tree; one comparison follows.
+            // We know the hash of zeros without a tree; one comparison follows.
             self.counts.search(weight, 1, 0, true);
             memory.merge_zero(key, page);
             return (SampleOutcome::Joined, cost_ns + self.granularity.scale(self.costs.merge_zero_ns));
@@ -112,7 +112,8 @@ impl Search {
         steps += unmerged;
         let mut cost_ns = weight * steps * self.costs.hash_level_ns;
         let mut compared = 0;
-        // The pages of the unmerged tree are not protected: they may have been written, merged or unmapped.
+        // Nothing protects the pages of the unmerged tree: programs may have written or unmapped them, or they've been
+        // merged.
         if let Some(&other) = self.unmerged.get(&content) {
             let there = |(key, page): PageRef| {
                 let region = memory.region(key)?;
@@ -139,7 +140,7 @@ impl Search {
         self.counts.deepest = self.counts.deepest.max(steps);
     }
 
-    /// The merged frame of a content. One that is no longer mapped is removed instead.
+    /// The merged frame of a content. Removes a frame that's no longer mapped, and returns none.
     fn find_merged(&mut self, memory: &mut Memory, content: u64) -> Option<u32> {
         let &frame = self.merged.get(&content)?;
         if memory.frames[frame as usize].mapped > 0 {
@@ -150,7 +151,7 @@ impl Search {
         None
     }
 
-    /// Merges two pages. The one from the tree is kept ("we move the page to `T_rs`"), which determines the node.
+    /// Merges two pages. We keep the page from the tree ("we move the page to `T_rs`"), which determines the node.
     fn pair(&mut self, memory: &mut Memory, other: PageRef, me: PageRef, content: u64) {
         self.unmerged.remove(&content);
         let node = memory.region(other.0).and_then(|region| memory.node_of(region, other.1)).unwrap_or_default();

@@ -18,22 +18,21 @@ pub struct UksmSettings {
     pub round_ns: u64,
     /// The sleep in each sleep-scan cycle (`T_s`), nanoseconds.
     pub sleep_ns: u64,
-    /// The share of duplicates among sampled pages from which a region is promoted (`V_dup`).
+    /// A region is promoted from this share of duplicates among its sampled pages (`V_dup`).
     pub duplicate: Permyriad,
-    /// The share of merged pages that were COW-broken, from which a region is not promoted (`V_cow`). `None`: not
-    /// checked.
+    /// A region isn't promoted from this share of COW-broken pages among its merged ones (`V_cow`). `None`: we don't
+    /// check.
     pub cow: Option<Permyriad>,
-    /// The age from which a region is sampled (`V_life`), nanoseconds; at least one whole sleep-scan cycle.
+    /// We sample a region from this age (`V_life`), nanoseconds; at least one whole sleep-scan cycle.
     pub life_ns: u64,
-    /// How many of a page's 1024 words are hashed (section 6). Contents have no bytes in the simulator: pages that differ never share
-    /// a hash.
+    /// How many of a page's 1024 words to hash (section 6). Contents have no bytes in the simulator: pages that differ
+    /// never share a hash.
     pub strength: u32,
-    /// The share of all pages that is sampled before the tree of unmerged pages is emptied: a quarter in the authors' patch
-    /// (`hash_round_finished`), and with none that happens at each global round. Its pages are not protected, so it becomes outdated.
-    /// The paper does not say when.
+    /// The share of all pages to sample before we empty the tree of unmerged pages: a quarter in the authors' patch
+    /// (`hash_round_finished`); zero empties it at each global round. Nothing protects the tree's pages, so it becomes
+    /// outdated. The paper doesn't say when to empty it.
     pub renewal: Permyriad,
-    /// Whether pages of zeros are mapped to the zero page. The paper does not mention them; its authors' patch does
-    /// this.
+    /// Whether to map pages of zeros to the zero page. The paper doesn't mention them; its authors' patch does this.
     pub zero_pages: bool,
 }
 
@@ -66,8 +65,8 @@ impl UksmSettings {
         self.sleep_ns * share / (10_000 - share)
     }
 
-    /// The age from which a region is sampled (section 5.2: "only those regions which live across this sleep-scan
-    /// cycle time may get sampled").
+    /// We sample a region from this age (section 5.2: "only those regions which live across this sleep-scan cycle time
+    /// may get sampled").
     pub(super) fn admission_ns(&self) -> u64 {
         self.life_ns.max(self.sleep_ns + self.round_ns)
     }
@@ -80,10 +79,10 @@ pub(super) fn pause_ns(spent_ns: u64, share: Permyriad) -> u64 {
 }
 
 impl Default for UksmSettings {
-    /// The Full governor, and the thresholds of section 5.2. The paper gives no number for `T_s`; it is the lifetime
-    /// that depends on it. The strength is the one at which the authors' patch for 6.12 starts and stays, as measured
-    /// (section 8.3.2: "usually within 100 words"). The renewal is theirs too: emptied once a round, the tree would
-    /// hardly ever find contents that exist twice, and the patch does find them.
+    /// The Full governor, and the thresholds of section 5.2. The paper gives no number for `T_s`; the lifetime depends
+    /// on it. The authors' patch for 6.12 starts at this strength and stays there, as measured (section 8.3.2: "usually
+    /// within 100 words"). The renewal is theirs too: emptied once a round, the tree would hardly ever find contents
+    /// that exist twice, and the patch does find them.
     fn default() -> Self {
         let pace = Governor::Full.pace();
         Self {

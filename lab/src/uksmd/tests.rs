@@ -128,7 +128,7 @@ fn pairs_are_found_only_if_pages_are_kept_across_rounds() {
         rig.run(100 * SECOND);
         rig.saved()
     };
-    // The patch takes 505 to 530 s: it must visit a page twice to know its full hash, which is not modelled.
+    // The patch takes 505 to 530 s: it must visit a page twice to know its full hash, which we don't model.
     assert!(saved(Permyriad(2_500)) > 64_000);
     assert!(saved(Permyriad(0)) < 6_554, "a tenth");
 }
@@ -212,7 +212,7 @@ fn a_slow_writer_does_not_exclude_a_region() {
 
 #[test]
 fn regions_shorter_lived_than_a_cycle_are_not_sampled() {
-    // Section 8.1.3: regions that live for less than two seconds are not merged.
+    // Section 8.1.3: regions that live for less than two seconds aren't merged.
     let run = |settings: UksmSettings, life_ns: u64| {
         let mut rig = Rig::new(settings);
         rig.random(1_000);
@@ -404,7 +404,7 @@ proptest! {
                 prop_assert_eq!(&rig.memory.region(*key).unwrap().content, contents);
             }
         }
-        // In such a small memory every page is sampled in every round, so all persistent duplicates are found.
+        // In such a small memory every round samples every page, so the scanner finds all persistent duplicates.
         rig.run(20 * SECOND);
         check_counters(&rig);
         let truth = rig.memory.truth();
@@ -413,7 +413,7 @@ proptest! {
     }
 }
 
-/// Everything observable of a run.
+/// All observable results of a run.
 fn fingerprint(seed: u64) -> String {
     let mut rig = Rig::new(UksmSettings { seed, ..UksmSettings::default() });
     let key = rig.map((0..3_000).map(|page| content_of_series(1, page % 500)).collect());
@@ -428,7 +428,7 @@ fn the_same_seed_gives_the_same_run() {
     assert_ne!(fingerprint(1), fingerprint(2));
 }
 
-/// What a minute of UKSM's scanner does with half a GiB of pairs, unique pages and rewritten ones, at any granularity.
+/// UKSM's figures after a minute with half a GiB of pairs, unique pages and rewritten ones, at any granularity.
 fn figures(granularity: u32) -> [(&'static str, u64); 4] {
     let knobs = Knobs { granularity, ..Knobs::default() };
     let uksmd = Uksmd::new(&Costs::default(), Granularity::new(granularity), UksmSettings::default());

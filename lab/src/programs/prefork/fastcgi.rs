@@ -1,4 +1,4 @@
-//! As much of FastCGI 1.0 as it takes to ask for one script.
+//! Just enough FastCGI 1.0 to ask for one script.
 
 use anyhow::{Context, ensure};
 use std::path::Path;
@@ -14,13 +14,13 @@ const HEADER_BYTES: usize = 8;
 pub fn request(script: &Path) -> Vec<u8> {
     let mut parameters = Vec::new();
     for (name, value) in [("SCRIPT_FILENAME", script.to_string_lossy().as_ref()), ("REQUEST_METHOD", "GET")] {
-        // Four bytes with the highest bit set are a length, too.
+        // A length may also be four bytes with the highest bit set.
         for length in [name.len(), value.len()] {
             parameters.extend((u32::try_from(length).unwrap_or(u32::MAX) | 1 << 31).to_be_bytes());
         }
         parameters.extend(name.bytes().chain(value.bytes()));
     }
-    // A responder, and the connection is not kept.
+    // Role responder; the server closes the connection afterwards.
     let records: [(u8, &[u8]); 4] =
         [(BEGIN, &[0, 1, 0, 0, 0, 0, 0, 0]), (PARAMETERS, &parameters), (PARAMETERS, &[]), (INPUT, &[])];
     records.into_iter().flat_map(|(kind, content)| record(kind, content)).collect()
@@ -31,7 +31,7 @@ fn record(kind: u8, content: &[u8]) -> Vec<u8> {
     [&[VERSION, kind, 0, 1, high, low, 0, 0], content].concat()
 }
 
-/// What the script has written, of all that the server sent.
+/// Extracts the script's output from all that the server sent.
 pub fn output(mut bytes: &[u8]) -> anyhow::Result<Vec<u8>> {
     let mut output = Vec::new();
     while let Some((&[version, kind, _, _, high, low, padding, _], rest)) = bytes.split_first_chunk::<HEADER_BYTES>() {

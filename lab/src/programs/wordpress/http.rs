@@ -1,11 +1,11 @@
-//! As much of HTTP as it takes to get a page.
+//! Just enough HTTP to get a page.
 
 use anyhow::{Context, ensure};
 use std::io::{Read, Write};
 
-/// Asks for a path on a new connection, which the server closes after its answer, and returns what it has answered.
+/// Requests a path on a new connection, which the server closes after its answer, and returns the content.
 pub fn get(mut connection: impl Read + Write, host: &str, path: &str) -> anyhow::Result<Vec<u8>> {
-    // The older version: an answer that is not in pieces.
+    // HTTP/1.0, so that the answer isn't chunked.
     write!(connection, "GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n").context("sending a request")?;
     let mut answer = Vec::new();
     connection.read_to_end(&mut answer).context("reading an answer")?;
