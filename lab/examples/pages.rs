@@ -1,4 +1,5 @@
-//! Writes the manual pages and shell completions of `pagefold-lab` into a directory, see pagefold's example of the same name.
+//! Writes the manual pages and shell completions of `pagefold-lab` into a directory; see pagefold's example of the same
+//! name.
 
 #[cfg(test)]
 #[path = "../../crates/pagefold/examples/pages/program_tests.rs"]

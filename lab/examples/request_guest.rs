@@ -1,8 +1,8 @@
-//! Checks merging on request in an emulated machine whose kernel has `/dev/ksm`, or gets it by the module `/ksm_request.ko`:
-//! `tests/request.rs` boots it.
+//! Checks merging on request in an emulated machine whose kernel has `/dev/ksm`, or gets it from the module
+//! `/ksm_request.ko`. `tests/request.rs` boots it.
 //!
-//! Everything is in /bin, which only root can write. Prints a line with PASS or FAIL for each check. With the argument `million`,
-//! two trust domains with the same contents are merged by a million requests, and nothing else is checked.
+//! All programs are in /bin, which only root can write. Prints a line with PASS or FAIL for each check. With the
+//! argument `million`, only merges two trust domains with the same contents by a million requests.
 
 use pagefold_engine::hash::LineDigester;
 use pagefold_ksm::request::{Hashed, RequestDevice};
@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 const PAGEFOLD: &str = "/bin/pagefold";
 const HOLDER: &str = "/bin/holder";
 const CONFIG: &str = "/bin/request.toml";
-/// Pages of each holder, of which so many have contents of their own, and so many are zeros.
+/// Pages of each holder, how many of them have contents of their own, and how many are zeros.
 const PAGES: u64 = 2048;
 const OWN: u64 = 256;
 const ZEROS: u64 = 128;
 const EQUAL: u64 = PAGES - OWN - ZEROS;
 const LIMIT: Duration = Duration::from_secs(60);
-/// Pages of each holder where two domains with two holders each are merged by a million requests.
+/// Pages of each holder when a million requests merge two domains with two holders each.
 const MANY: u64 = 1 << 19;
 const LIMIT_MANY: Duration = Duration::from_secs(2400);
 
@@ -80,7 +80,7 @@ impl Checks {
     }
 }
 
-/// What ksmd has done, and KSM's knobs.
+/// ksmd's counters, and KSM's knobs.
 #[derive(Debug, PartialEq)]
 struct State {
     scans: u64,
@@ -94,7 +94,7 @@ impl State {
     }
 }
 
-/// Pages that are shared through fork are no merged ones, also where kpageflags calls every anonymous page merged (Linux 6.12).
+/// Pages shared through fork aren't merged pages, even where kpageflags calls every anonymous page merged (Linux 6.12).
 fn forked(checks: &mut Checks) {
     let memory: Vec<u8> = (0..4 << 20).map(|at: u32| (at >> 12).to_le_bytes()[0]).collect();
     let child = Forked::start(|| {});
@@ -128,7 +128,7 @@ fn start(holders: &[&Holder], options: &[&str]) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect(PAGEFOLD)
 }
 
-/// What a run says when it has ended, and what it has reported meanwhile.
+/// Ends a run, and returns its summary and its messages.
 fn end(run: Child) -> (Value, String) {
     let Output { status, stdout, stderr } = run.wait_with_output().expect("a child");
     let said = format!("{status}: {}", String::from_utf8_lossy(&stderr));
@@ -140,7 +140,7 @@ fn unmerge(holders: &[&Holder]) -> String {
     format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr))
 }
 
-/// The frames of a holder's pages, as far as they are present. Zeros that are merged are no frame of its own.
+/// The frames of a holder's pages, as far as they're present. Merged zeros have no frame of the holder's.
 fn frames(holder: &Holder, first: u64, pages: u64) -> BTreeSet<u64> {
     let pagemap = File::open(format!("/proc/{}/pagemap", holder.pid())).expect("pagemap");
     let mut bytes = vec![0; usize::try_from(pages * 8).expect("a length")];
@@ -186,12 +186,12 @@ fn wait_until_within(limit: Duration, condition: impl Fn() -> bool) -> bool {
     true
 }
 
-/// The kernel's hashes are those of the definition.
+/// The kernel computes the hashes of the definition.
 fn hashes(checks: &mut Checks) {
     let holder = holder(HOLDER, 1);
     let device = RequestDevice::open(Path::new("/dev/ksm")).expect("/dev/ksm");
     checks.add("the kernel hashes pages in place", device.hashes(), "it does not");
-    // SAFETY: no memory is passed, and the descriptor is new.
+    // SAFETY: we pass no memory, and the descriptor is new.
     let process = unsafe {
         let pidfd = libc::syscall(libc::SYS_pidfd_open, holder.pid(), 0);
         OwnedFd::from_raw_fd(i32::try_from(pidfd).expect("a descriptor"))
@@ -267,7 +267,7 @@ fn merging(checks: &mut Checks) {
     checks.add("nothing is marked any more", !is_marked(&a, 0) && !is_marked(&b, 0), said);
 }
 
-/// Pages of zeros alone: no page of one process is one of the other's.
+/// Merges zeros alone: the processes share none of their other pages.
 fn zeros(checks: &mut Checks) {
     let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
     let before = saved_bytes() / 4096;
@@ -280,7 +280,7 @@ fn zeros(checks: &mut Checks) {
     unmerge(&[&a, &b]);
 }
 
-/// Makes a second program, which has a trust domain of its own, and returns its path.
+/// Makes a second program, which has its own trust domain, and returns its path.
 fn other_domain() -> &'static str {
     let other = "/bin/other-holder";
     fs::copy(HOLDER, other).expect(other);
@@ -288,7 +288,7 @@ fn other_domain() -> &'static str {
     other
 }
 
-/// Two domains hold the same contents, and all of it is eligible.
+/// Two domains hold the same contents, all of them eligible.
 fn million(checks: &mut Checks) {
     let other = other_domain();
     let mut holders = [HOLDER, HOLDER, other, other].map(|program| {
@@ -298,9 +298,9 @@ fn million(checks: &mut Checks) {
     });
     let [a, b, c, d] = &holders;
     let run = start(&[a, b, c, d], &["--config", CONFIG]);
-    // By far most: a page that is written or moved just then is asked for later.
+    // We don't wait for all: pagefold asks later for a page that's written or moved just then.
     let done = wait_until_within(LIMIT_MANY, || saved_bytes() / 4096 >= 2 * MANY - 4096);
-    // SAFETY: no memory is passed. The child has not been waited for.
+    // SAFETY: we pass no memory. Nobody has waited for the child yet.
     unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
     let (summary, said) = end(run);
     let requests = &summary["requests"];
@@ -331,7 +331,7 @@ fn domains(checks: &mut Checks) {
     unmerge(&holders.each_ref());
 }
 
-/// What is excluded is not named, and what becomes excluded is unmarked.
+/// pagefold doesn't name pages of excluded memory, and unmarks memory that becomes excluded.
 fn exclusion(checks: &mut Checks) {
     let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
     a.ask("lock 0 256");
@@ -339,12 +339,12 @@ fn exclusion(checks: &mut Checks) {
     let merged = wait_until(|| common(&a, &b, 256, EQUAL - 256) >= EQUAL - 256 - 16);
     checks.add("memory beside what is locked is merged", merged, common(&a, &b, 256, EQUAL - 256));
     checks.add("locked memory is not", common(&a, &b, 0, 256) == 0 && !is_marked(&a, 0), common(&a, &b, 0, 256));
-    // In one process only: the other one keeps its mark.
+    // In one process only: the other keeps its mark.
     b.ask(&format!("lock 512 {}", 256));
     let unmarked = wait_until(|| !is_marked(&b, 512) && common(&a, &b, 512, 256) == 0);
     checks.add("memory that is locked later is unmarked", unmarked, common(&a, &b, 512, 256));
     checks.add("the rest of it stays merged", common(&a, &b, 1024, 256) >= 240, common(&a, &b, 1024, 256));
-    // SAFETY: no memory is passed. The child has not been waited for.
+    // SAFETY: we pass no memory. Nobody has waited for the child yet.
     unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
     let (summary, said) = end(run);
     checks.add("the run ends well", summary["knobs_restored"] == true, said);
@@ -352,7 +352,7 @@ fn exclusion(checks: &mut Checks) {
     unmerge(&[&a, &b]);
 }
 
-/// What moves to another domain is unmarked as a whole.
+/// A process that moves to another domain is unmarked as a whole.
 fn moving(checks: &mut Checks) {
     fs::write(CONFIG, "[domains]\nby = \"user\"\n").expect(CONFIG);
     let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
@@ -364,14 +364,14 @@ fn moving(checks: &mut Checks) {
     checks.add("a process that changes its user is unmerged", unmerged, common(&a, &b, 0, EQUAL));
     std::thread::sleep(Duration::from_secs(10));
     checks.add("and not merged again", common(&a, &b, 0, EQUAL) == 0, common(&a, &b, 0, EQUAL));
-    // SAFETY: no memory is passed. The child has not been waited for.
+    // SAFETY: we pass no memory. Nobody has waited for the child yet.
     unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
     end(run);
     checks.add("no byte has changed by that move", a.is_intact() && b.is_intact(), "damage");
     unmerge(&[&a, &b]);
 }
 
-/// A dry run names nothing, and says what it would.
+/// A dry run names nothing, and reports the pages that it would name.
 fn dry_run(checks: &mut Checks) {
     let (a, b) = (holder(HOLDER, 1), holder(HOLDER, 2));
     let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--dry-run"]));

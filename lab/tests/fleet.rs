@@ -48,7 +48,7 @@ fn sketches_of_a_record_tell_what_its_programs_have_in_common() {
     let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(output.status.success(), "{found}");
     let pairs = found["pairs"].as_array().unwrap();
-    // Too large to be counted exactly.
+    // Too large to count exactly.
     assert!(pairs.len() == 6 && pairs.iter().all(|pair| pair["smaller"].as_u64() > Some(5000)), "{found}");
     assert!(found["within"].as_f64() >= Some(0.95) && found["median_error"].as_f64() <= Some(0.03), "{found}");
     assert!(found["median_error"].as_f64() > Some(0.001), "{found}");
@@ -62,7 +62,7 @@ fn a_fleet_of_recorded_programs() {
     let generated = lab(&["generate", "web-server", "-o", record, "--size", "8", "--for", "2s"]);
     assert!(generated.status.success(), "{generated:?}");
     let output = lab(&["fleet", "--record", record, "--hosts", "3", "--per-host", "6", "--hours", "0", "--json"]);
-    // Whether the bars are met by so few workloads is another matter: then it exits with 1.
+    // Such a small fleet may miss the bars: then the command exits with 1.
     let fleets: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let outcome = &fleets["outcomes"][0];
     assert_eq!((&fleets["schema"], &outcome["workloads"]), (&"pagefold.lab.fleet/1".into(), &18.into()));

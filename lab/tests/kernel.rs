@@ -1,7 +1,7 @@
 //! Compares the model of ksmd with ksmd: the same memory must give the same counters after each scan.
 //!
-//! Test programs hold known memory that changes between scans. Before each scan it is recorded, as by `pagefold-lab
-//! record`; then ksmd is kicked. Afterwards the model gets the record and the same number of kicks.
+//! Test programs hold known memory that changes between scans. Before each scan we record it, as `pagefold-lab record`
+//! does; then we kick ksmd. Afterwards the model gets the record and the same number of kicks.
 
 mod kernel {
     pub mod comparison;

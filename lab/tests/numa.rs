@@ -1,9 +1,9 @@
 //! Placement on emulated machines with several NUMA nodes: the guests' own kernels merge, and an independent reader
 //! (the example `numa_guest`) finds the node of every page.
 //!
-//! Every scenario is a line in a table. `PAGEFOLD_NUMA=TEXT` runs only those with TEXT in their names, and
-//! `PAGEFOLD_NUMA_KEEP=DIR` keeps the guests' consoles and results in DIR. `PAGEFOLD_NUMA_KERNEL` is the kernel, instead of
-//! Debian's; on that of `scripts/kernel host`, pagefold merges on request.
+//! Every scenario is a line in a table. `PAGEFOLD_NUMA=TEXT` runs only the scenarios with TEXT in their names, and
+//! `PAGEFOLD_NUMA_KEEP=DIR` keeps the guests' consoles and results in DIR. `PAGEFOLD_NUMA_KERNEL` names a kernel to use
+//! instead of Debian's; on a kernel from `scripts/kernel host`, pagefold merges on request.
 
 mod common;
 #[path = "numa/expect.rs"]
@@ -20,7 +20,7 @@ use model::{Disturbance, MergedBy, Scenario, Victim};
 /// Pages of each process: more than pagefold migrates at a time.
 const PAGES: usize = 4_608;
 
-/// A process that runs on this node, whose pages have not been referenced.
+/// A process on this node that hasn't referenced its pages.
 fn idle(node: usize) -> Victim {
     Victim { node, nice: 0, active: false, confined: false }
 }
@@ -144,7 +144,7 @@ fn processes_on_four_nodes_are_placed_by_the_policy() {
     );
 }
 
-/// The kernel's memory blocks have 128 MiB. One belongs to the first node by half and to the second by half, and contains
+/// The kernel's memory blocks have 128 MiB. One of them is half the first node's and half the second's, and contains
 /// the processes' memory of the first node.
 #[test]
 fn a_memory_block_of_two_nodes_is_divided_correctly() {
@@ -161,8 +161,8 @@ fn pages_go_only_to_nodes_with_room() {
             // KSM alone would place everything on the last process's node.
             placed("fair", "the last is confined", &[idle(0), confined(1)], Expect::All(1)),
             placed("fair", "the first is confined", &[confined(0), idle(1)], Expect::All(0)),
-            // There is room for half of the pages on the second node, but not if a 32nd of its 768 MiB must be left free. At
-            // most 6 MiB of the half's 9 MiB fit when all the memory saved by merging is free again.
+            // The second node has room for half of the pages, but not if a 32nd of its 768 MiB must stay free. At most
+            // 6 MiB of the half's 9 MiB fit when all the memory saved by merging is free again.
             with(
                 Disturbance::Full { node: 1, left_mib: 12 },
                 placed("fair", "a node is nearly full", &[idle(1), idle(0)], Expect::AtMost(1, 38.0)),

@@ -1,5 +1,5 @@
-//! All experiments, small and short, on real programs and the real KSM: they answer correctly before, during and after merging, everything is
-//! measured, and KSM is restored. `pagefold-lab bench` measures costs and speed.
+//! All experiments, small and short, on real programs and the real KSM: they answer correctly before, during and after
+//! merging, we measure everything, and KSM gets its old state back. `pagefold-lab bench` measures costs and speed.
 
 mod common;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Why the experiments cannot run here, if so.
+/// The reason if the experiments can't run here.
 fn cannot_run() -> Option<String> {
     let fpm = std::fs::read_dir("/usr/sbin").into_iter().flatten().flatten().find_map(|entry| {
         let name = entry.file_name().into_string().ok()?;
@@ -57,14 +57,14 @@ fn every_experiment_runs_and_its_programs_answer_correctly() {
             return skip(reason);
         }
     }
-    // 1 means that a bar was missed, which does not matter at this size.
+    // 1 means that the experiment missed a bar, which doesn't matter at this size.
     assert!(matches!(output.status.code(), Some(0 | 1)), "{}: {errors}", output.status);
     let reports: Vec<Value> =
         serde_json::Deserializer::from_slice(&output.stdout).into_iter().map(Result::unwrap).collect();
     let reports: BTreeMap<&str, &Value> =
         reports.iter().map(|report| (report["experiment"].as_str().unwrap(), report)).collect();
     let listed = String::from_utf8(lab(&["bench", "--list"]).stdout).unwrap();
-    // A line that is not indented begins with the name of an experiment.
+    // A line that isn't indented begins with the name of an experiment.
     let names = listed.lines().filter_map(|line| line.split_whitespace().next().filter(|name| line.starts_with(name)));
     let left_out = if Path::new("/dev/ksm").exists() { &[][..] } else { &["on-request", "programs-on-request"] };
     for name in names.filter(|name| !left_out.contains(name)) {
@@ -107,7 +107,7 @@ fn databases_are_merged(report: &Value) {
     assert!(saved(2) >= 0.8 * saved(0), "pagefold {} of {}", saved(2), saved(0));
 }
 
-/// Clones are found by a path of their own.
+/// We find clones by their own path.
 fn clones_are_merged(report: &Value) {
     for policy in ["pagefold", "ksm-1000/20ms"] {
         let merged = figure(report, &format!("clones of which 90 % was merged before the next start, {policy}"));
@@ -115,7 +115,7 @@ fn clones_are_merged(report: &Value) {
     }
 }
 
-/// What a server feels beside each policy.
+/// The load on a server beside each policy.
 fn neighbours_are_measured(report: &Value) {
     for policy in ["no merging", "pagefold", "ksm-1000/20ms"] {
         for when in ["while merging", "at rest"] {
@@ -129,8 +129,8 @@ fn neighbours_are_measured(report: &Value) {
     }
 }
 
-/// Prefork servers are merged beyond what they share by fork, huge pages are split by KSM, compile jobs give the same objects, and
-/// machines that are started one after the other are merged.
+/// The policies merge prefork servers beyond the pages shared by fork, KSM splits huge pages, compile jobs give the
+/// same objects, and machines that start one after the other merge.
 fn workers_huge_pages_jobs_and_machines_are_measured(reports: &BTreeMap<&str, &Value>) {
     let (workers, huge, build, vms) = (reports["workers"], reports["huge"], reports["build"], reports["vms"]);
     assert!(figure(workers, "ksm-everything: php-fpm, MiB shared by fork") > 1.0);
@@ -147,7 +147,7 @@ fn workers_huge_pages_jobs_and_machines_are_measured(reports: &BTreeMap<&str, &V
     }
 }
 
-/// Sites in containers answer every page load while they are merged, hold less memory then, and leave nothing behind.
+/// Sites in containers answer every page load while they merge, then hold less memory, and leave nothing behind.
 fn containers_hold_less_while_their_pages_are_loaded(report: &Value) {
     for policy in ["no merging", "pagefold"] {
         let figure = |name: &str| figure(report, &format!("{policy}: {name}"));

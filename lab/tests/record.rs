@@ -1,4 +1,4 @@
-//! `pagefold-lab record` on programs whose memory is known to the page.
+//! `pagefold-lab record` on programs whose memory we know to the page.
 
 mod common;
 
@@ -59,7 +59,8 @@ impl Recording {
         Self { recorder, deltas: Deltas::new(), state: State::default() }
     }
 
-    /// A recording that has all of these processes. One that unmaps memory as it starts is left alone for some seconds.
+    /// A recording that has all of these processes. If a process unmaps memory as it starts, pagefold leaves it alone
+    /// for some seconds.
     fn of_all(pids: &[i32]) -> Self {
         let mut recording = Self::at(ScopeSpec::of_pids(pids.iter().copied()), false);
         wait_until("all processes are recorded", || {
@@ -129,8 +130,8 @@ fn a_record_has_all_pages_and_their_changes() {
     assert_mixed(&other, &one);
     assert!(one.iter().all(|page| page.frame.is_some() && (page.digest == 0) == (page.parts == [0; 4])));
 
-    // Only the first byte of the first segment changes. All segments are in the largest mapping; its other pages have no
-    // copy in the other tenant.
+    // Only the first byte of the first segment changes. All segments are in the largest mapping; its other pages have
+    // no copy in the other tenant.
     let before = recording.state.clone();
     let contents = copies(&other);
     let process = process_of(&before, pids[0]);

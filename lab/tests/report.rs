@@ -28,7 +28,7 @@ fn run(policy: &str, mib: f64, until: f64, cpu: f64, watch: f64, seconds: u32) -
                 ksmd_seconds: 0.8 * cpu * done + 0.8 * watch * (at - until).max(0.0),
                 daemon_seconds: 0.2 * cpu * done + 0.2 * watch * (at - until).max(0.0),
                 daemon_peak_bytes: if policy.starts_with("pagefold") { 24 << 20 } else { 0 },
-                // This kernel does not count mappings.
+                // This kernel doesn't count mappings.
                 events: KernelEvents {
                     cow_breaks: Some(if done < 1.0 { 0 } else { 512 }),
                     split_pages: Some(0),
@@ -130,7 +130,7 @@ fn results_are_read_as_they_were_written() {
     let p99 = latencies[0].histogram.percentile(0.99).unwrap();
     assert!((982_000..982_000 * 129 / 128).contains(&p99), "{p99}");
     assert_eq!(all[0].report.pictures[0].rows, [("pagefold <i>".to_owned(), 3.0)]);
-    // Nothing else is left behind.
+    // The bench leaves nothing else behind.
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 5);
 }
 
@@ -149,7 +149,7 @@ fn the_report_has_losses_claims_medians_and_ratios() {
             // The median of 1.4, 1.8 and 2.2 misses the target.
             "| static-mix | target: time to 99 % relative to the oracle | 1.80 (1.40..2.20) | at most 1.50 | 1.20 |",
             "| static-mix | CPU seconds to 90 %, pagefold --governor full | 3.47 (1.76..5.18) | 1.81 (1.80..1.81), ksm-1000/20ms |",
-            // As far apart as in each repetition, and not as the medians.
+            // The median of the ratios in each repetition, not the ratio of the medians.
             "| CPU seconds to 90 % | pagefold --governor full | ksm-1000/20ms | 1.92 (0.9750..2.86) |",
             "| seconds to 90 % | pagefold --governor full | ksm-1000/20ms | 0.2022 (0.0513..0.4523) |",
             "| pairs | seconds to 90 %, pagefold | 2.10 | 1.85, ksm-everything | 1.14 |",
@@ -160,7 +160,8 @@ fn the_report_has_losses_claims_medians_and_ratios() {
             "ksm-advisor/60s <b>&",
         ],
     );
-    // The advisor has not saved 50 % of what the oracle has, and the oracle was not watched. Columns of zeros are left out.
+    // The advisor hasn't saved 50 % of the oracle's savings, and we didn't watch the oracle. The report leaves out
+    // columns of zeros.
     let heads = "MiB/CPU s to 90 % | merged pages copied | MiB taken back by writes | pagefold's peak, MiB |";
     assert_has(&text, &[heads, "| ksm-advisor/60s <b>& | 400 | – | – | – | – | – | – | – | 512 | 2.00 | – |"]);
     let losses = text.find("## Where pagefold loses").unwrap();
@@ -269,7 +270,7 @@ fn what_is_there_is_not_measured_again() {
         says.contains("hash-1.json was measured with seed 3, not 4; delete it") && says.lines().count() == 1,
         "{says}"
     );
-    // Interrupted while it was written.
+    // The bench was interrupted while it wrote this.
     fs::write(there(".pagefold-bench-2"), "{").unwrap();
     let before = fs::metadata(there("hash-1.json")).unwrap().modified().unwrap();
     let again = bench(&["--seed", "3", "--repeat", "2"]);

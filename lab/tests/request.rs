@@ -1,8 +1,8 @@
-//! Merging on request, in an emulated machine whose kernel has `/dev/ksm`. The checks are those of the example `request_guest`.
+//! Merging on request, in an emulated machine whose kernel has `/dev/ksm`. The example `request_guest` has the checks.
 //!
-//! `PAGEFOLD_REQUEST_KERNEL` is the kernel. Beside the options of a kernel that pagefold runs on, it needs the second serial port,
-//! cgroups with cpusets, Unix sockets, user namespaces and seccomp. `PAGEFOLD_REQUEST_MODULE` is the module `ksm_request.ko` for it, if
-//! it has not the series.
+//! `PAGEFOLD_REQUEST_KERNEL` names the kernel. Beside the options of a kernel that pagefold runs on, it needs the
+//! second serial port, cgroups with cpusets, Unix sockets, user namespaces and seccomp. If it doesn't have the series,
+//! `PAGEFOLD_REQUEST_MODULE` names the module `ksm_request.ko` for it.
 
 mod common;
 
@@ -24,7 +24,7 @@ fn a_million_requests_merge_nothing_across_trust_domains() {
     check(r#"["/bin/request_guest", "million"]"#, 10 * 1024, Duration::from_secs(3600));
 }
 
-/// Runs a command in an emulated machine with so much memory.
+/// Runs a command in an emulated machine with this much memory.
 fn check(command: &str, mebibytes: u32, limit: Duration) {
     let kernel = PathBuf::from(std::env::var_os("PAGEFOLD_REQUEST_KERNEL").expect("PAGEFOLD_REQUEST_KERNEL"));
     let Some(tools) = Tools::with_kernel(kernel) else { return };

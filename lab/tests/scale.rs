@@ -33,7 +33,8 @@ fn all_parts_on_a_small_scale() {
     }
     assert!(reached(pagefold[0]) < reached(ksm[0]) && reached(pagefold[1]) > reached(pagefold[0]));
     for check in scaling["grain"].as_array().unwrap() {
-        // In half a minute one walk more or less is a large part of pagefold's comparisons: only its savings must agree.
+        // In half a minute one walk more or less is a large part of pagefold's comparisons: only its savings must
+        // agree.
         let name = if check["algorithm"].as_str().unwrap().starts_with("pagefold") {
             "saved on average"
         } else {

@@ -1,5 +1,5 @@
-//! The simulated host itself: that it follows KSM's rules, and costs what was measured. The product's tests, and our
-//! experiments, rely on it.
+//! The simulated host itself follows KSM's rules, and costs as much as we measured. The product's tests and our
+//! experiments rely on it.
 
 mod simulator {
     mod calibration;

@@ -84,7 +84,7 @@ fn a_breaker_writes_on_its_schedule_while_it_answers() {
     }
     let counters = tenant.counters().unwrap();
     assert!(counters.pages_written >= 100, "{counters:?}");
-    // Never ahead of schedule: the first page is due at once, each further one 2 ms later.
+    // Never ahead of schedule: the first page is due at once, each further page 2 ms later.
     assert!((counters.pages_written - 1) as f64 * 0.002 <= counters.seconds, "{counters:?}");
     tenant.damage().unwrap();
     // After one pass the first page has been written again.
@@ -130,7 +130,7 @@ fn a_tenant_can_be_started_by_another_command() {
 #[test]
 fn a_tenant_that_cannot_start_is_reported() {
     assert!(Tenant::start(Path::new("/nonexistent/program"), &everything()).is_err());
-    // A program that runs but is not a tenant.
+    // A program that runs but isn't a tenant.
     let error = Tenant::start(Path::new("/bin/true"), &everything()).unwrap_err();
     assert!(error.to_string().contains("ended"), "{error}");
 }

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-/// Bytes taken at a time.
+/// Bytes to take at a time.
 const STEP: usize = 256 << 10;
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// `filler NODE LEFT` takes and locks the node's memory until LEFT MiB are free, prints `ready`, and takes what becomes free
-/// there until it is killed.
+/// `filler NODE LEFT` takes and locks the node's memory until LEFT MiB are free, prints `ready`, and takes all memory
+/// that becomes free there until it's killed.
 pub fn main(args: &[String]) -> ! {
     let number = |at: usize| args[at].parse::<u64>().expect("a number");
     let (nodes, left_kib) = (1 << number(0), number(1) << 10);
@@ -25,7 +25,7 @@ pub fn main(args: &[String]) -> ! {
 fn fill(node: u64, left_kib: u64) {
     while free_kib(node) > left_kib {
         let step = vec![0_u8; STEP].leak();
-        // SAFETY: memory that is never freed; locking changes no contents.
+        // SAFETY: we never free this memory; locking changes no contents.
         let done = unsafe { libc::mlock(step.as_ptr().cast(), STEP) };
         assert_eq!(done, 0, "mlock: {}", std::io::Error::last_os_error());
     }

@@ -1,5 +1,5 @@
-//! Runs the scenarios of `tests/numa.rs` in an emulated machine: those in `/scenarios.json`, the result of each as a line of JSON to the
-//! second serial port.
+//! Runs the scenarios of `tests/numa.rs` in an emulated machine: reads them from `/scenarios.json`, and writes the
+//! result of each as a line of JSON to the second serial port.
 
 mod filler;
 #[path = "../../tests/numa/model.rs"]

@@ -1,4 +1,5 @@
-//! An independent reader of where pages are: page tables, frame flags and the nodes' zones, as the kernel shows them, without a line of pagefold's.
+//! An independent reader of where pages are: page tables, frame flags and the nodes' zones, as the kernel shows them,
+//! without any of pagefold's code.
 
 use crate::model::{PageSnapshot, Pages};
 use std::collections::BTreeMap;
@@ -9,7 +10,7 @@ pub const PAGE: u64 = 4096;
 const PRESENT: u64 = 1 << 63;
 const FRAME: u64 = (1 << 55) - 1;
 const EXCLUSIVE: u64 = 1 << 56;
-/// Bits of /proc/kpageflags, by the kernel's include/uapi/linux/kernel-page-flags.h.
+/// Bits of /proc/kpageflags, from the kernel's include/uapi/linux/kernel-page-flags.h.
 const REFERENCED: u64 = 1 << 2;
 const ACTIVE: u64 = 1 << 6;
 const KSM: u64 = 1 << 21;
@@ -33,7 +34,7 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// Reads the zones of each node. Memory blocks would not do: one can belong to two nodes.
+    /// Reads the zones of each node. Memory blocks won't do: one block can belong to two nodes.
     pub fn read() -> Self {
         let text = fs::read_to_string("/proc/zoneinfo").expect("zoneinfo");
         let mut nodes = Self { count: 0, zones: BTreeMap::new() };
@@ -78,8 +79,8 @@ impl Nodes {
                 pages.by_node[node] += 1;
                 pages.active += u64::from(flags & ACTIVE != 0);
                 pages.referenced += u64::from(flags & REFERENCED != 0);
-                // Some kernels from 6.10 on set KSM for every anonymous page (stable_page_flags in fs/proc/page.c). A page
-                // that is mapped more than once is merged: the processes have no children.
+                // Some kernels from 6.10 on set KSM for every anonymous page (stable_page_flags in fs/proc/page.c). A
+                // page that's mapped more than once is merged: the processes have no children.
                 if flags & KSM != 0 && entry & EXCLUSIVE == 0 {
                     pages.merged[node] += 1;
                     let (mapped, from) = merged.entry(frame).or_default();
@@ -120,14 +121,14 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(bytes.try_into().expect("eight bytes"))
 }
 
-/// CPU time of a process and all its descendants, nanoseconds. Without a process that has ended.
+/// CPU time of a process and all its descendants, nanoseconds. Leaves out processes that have ended.
 pub fn tree_ns(pid: i32) -> u64 {
-    /// Of /proc/PID/stat: hundredths of a second, on every architecture.
+    /// A tick in /proc/PID/stat: a hundredth of a second, on every architecture.
     const TICK_NS: u64 = 10_000_000;
     let Ok(text) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return 0 };
     let words: Vec<&str> = text[text.rfind(')').expect("a name") + 2..].split(' ').collect();
-    // utime is the 14th word, the state after the name the 3rd (proc_pid_stat(5)). The three others are system time, and both of
-    // children that have ended.
+    // utime is the 14th word, the state after the name the 3rd (proc_pid_stat(5)). The three others are system time,
+    // and both times of children that have ended.
     let own: u64 = words[11..15].iter().map(|word| word.parse::<u64>().expect("ticks") * TICK_NS).sum();
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     let below: u64 = children.split_ascii_whitespace().map(|child| tree_ns(child.parse().expect("a pid"))).sum();

@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// The processes of a scenario, which end when this is dropped.
+/// The processes of a scenario. Dropping this ends them.
 pub struct Programs {
     pub victims: Vec<Holder>,
     pub extents: Vec<Extent>,
@@ -67,10 +67,11 @@ impl Programs {
     }
 }
 
-/// Makes a program run on a node's processor, which has its number: there the kernel allocates its memory, too, if it can.
+/// Makes a program run on a node's processor, which has the node's number: the kernel allocates its memory there too,
+/// if it can.
 fn keep_to_node(command: &mut Command, victim: &Victim) {
     let Victim { node, nice, .. } = *victim;
-    // SAFETY: two system calls with numbers and a set of the child's own, in which all zeros is an empty one.
+    // SAFETY: two system calls with numbers and the child's own set; all zeros is an empty set.
     unsafe {
         command.pre_exec(move || {
             let mut processors: libc::cpu_set_t = std::mem::zeroed();
@@ -85,7 +86,7 @@ fn keep_to_node(command: &mut Command, victim: &Victim) {
 /// Moves a process's pages to the active list.
 fn activate(extent: &Extent) {
     let memory = File::open(format!("/proc/{}/mem", extent.pid)).expect("a victim's memory");
-    // The first reference is recorded, the second activates (mark_page_accessed in mm/swap.c).
+    // The kernel records the first reference, and activates the page on the second (mark_page_accessed in mm/swap.c).
     for _ in 0..2 {
         drain();
         for page in 0..extent.pages as u64 {
@@ -95,7 +96,8 @@ fn activate(extent: &Extent) {
     drain();
 }
 
-/// Has the kernel put the pages on their lists that it collects on each processor (lru_add_drain_all in fs/drop_caches.c).
+/// Makes the kernel move the pages that it collects on each processor to their lists (lru_add_drain_all in
+/// fs/drop_caches.c).
 fn drain() {
     crate::write("/proc/sys/vm/drop_caches", "1");
 }

@@ -16,20 +16,21 @@ use std::time::{Duration, Instant};
 
 const PAGEFOLD: &str = "/bin/pagefold";
 const KSM: &str = "/sys/kernel/mm/ksm";
-/// For KSM alone; every other knob has its default.
+/// Only KSM alone gets this; every other knob has its default.
 const PAGES_TO_SCAN: u64 = 4_000;
 
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
-/// Merging is finished when nothing has happened for this time: two of pagefold's rounds.
+/// Merging is finished when nothing has happened for this long: two of pagefold's rounds.
 const QUIET: Duration = Duration::from_secs(4);
 /// The same for KSM alone, which never pauses.
 const QUIET_KSM: Duration = Duration::from_secs(1);
-/// Time limits for that, and for the first merge or two scans: nothing can be merged before the second scan ends.
+/// Time limits for merging to finish, and for the first merge or two scans: nothing can be merged before the second
+/// scan ends.
 const LIMIT: Duration = Duration::from_secs(90);
 const FIRST_LIMIT: Duration = Duration::from_secs(45);
 /// pagefold is idle when it uses less than this fraction of a processor.
 const BUSY: u128 = 5;
-/// Pages that may be merged or moved meanwhile: those of other processes.
+/// Pages of other processes that may be merged or moved meanwhile.
 const NEGLIGIBLE: u64 = 16;
 
 /// All knobs, by name.
@@ -115,7 +116,7 @@ impl ClockSteps {
         let thread = std::thread::spawn(move || {
             for step in [-TEN_YEARS, TEN_YEARS].into_iter().cycle() {
                 let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-                // SAFETY: `now` outlives the calls; the clock is that of an emulated machine.
+                // SAFETY: `now` outlives the calls; the clock is an emulated machine's.
                 let set = unsafe {
                     libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut now);
                     now.tv_sec += step;
@@ -139,7 +140,7 @@ impl Drop for ClockSteps {
     }
 }
 
-/// What merges: ksmd alone, or pagefold.
+/// The merger: ksmd alone, or pagefold.
 enum Merger {
     Ksm,
     Pagefold(Daemon),
@@ -198,7 +199,8 @@ fn set(knob: &str, value: &str) {
     crate::write(&format!("{KSM}/{knob}"), value);
 }
 
-/// Stops ksmd, and gives every process its own copies. It drops the processes, too, which it would otherwise keep until its next scan.
+/// Stops ksmd, and gives every process its own copies. This also makes ksmd drop the processes, which it would
+/// otherwise keep until its next scan.
 fn rest() {
     set("run", "2");
     set("run", "0");
@@ -226,7 +228,7 @@ impl Meter {
     fn wait_until_quiet(&self, merger: &Merger) -> Settled {
         let began = Instant::now();
         let quiet_time = if matches!(merger, Merger::Ksm) { QUIET_KSM } else { QUIET };
-        // Pages that the kernel's NUMA balancing moves do not count.
+        // We don't count pages that the kernel's NUMA balancing moves.
         let activity = || {
             let balanced = vmstat("numa_pages_migrated");
             number("pages_sharing") + vmstat("pgmigrate_success") - balanced
@@ -275,8 +277,8 @@ impl Meter {
 }
 
 fn moves() -> Moves {
-    // The kernel counts a page first as migrated and then as migrated by balancing. Reading in the reverse order never
-    // finds more of the second than of the first.
+    // The kernel counts a page first as migrated and then as migrated by balancing. If we read in the reverse order, we
+    // never find more of the second than of the first.
     let balanced = vmstat("numa_pages_migrated");
     Moves { migrated: vmstat("pgmigrate_success"), failed: vmstat("pgmigrate_fail"), balanced, killed: 0 }
 }

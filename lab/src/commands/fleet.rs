@@ -40,7 +40,7 @@ pub struct FleetArgs {
     json: bool,
 }
 
-/// Fleets with more hosts are not filled and have no churn: their contents are counted for too long.
+/// We don't fill fleets with more hosts or simulate churn in them: counting their contents would take too long.
 const SMALL: u32 = 100;
 
 pub fn run(args: &FleetArgs) -> Result<u8> {

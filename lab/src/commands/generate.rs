@@ -99,7 +99,7 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
 }
 
 impl GenerateArgs {
-    /// These options, with the workload's defaults for those not given.
+    /// These options, with the workload's defaults for the ones that the user didn't give.
     fn or_defaults(&self, defaults: &Options) -> Options {
         let ns = |time: Option<Duration>, default| {
             time.map_or(default, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))

@@ -65,12 +65,12 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     let length = args.length.unwrap_or(Duration::from_secs(subject.seconds));
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
     let mut writer = RecordWriter::create(file, &Origin { source: "live".to_owned(), every_ns, anonymous: false })?;
-    // Nothing may be merged meanwhile: the record shows the memory before merging.
+    // Nothing may merge meanwhile: the record shows the memory before merging.
     let _ksm = KsmForExperiment::take(&interrupt)?;
     let (subjects, _scratch) = subject.start()?;
     let scope = ScopeSpec::of_pids(subjects.pids());
     let scoped = resolve(&scope, &Roots::default())?;
-    // Guests are started with `mem-merge=off`, or QEMU would mark them itself.
+    // We start guests with `mem-merge=off`, or QEMU would mark them itself.
     let deny = DenyList::default().overriding(vec![QEMU.to_owned()]);
     let options = RecordingOptions { scope, deny, every: args.every, length, anonymous: false };
     let mut recorder = Recorder::new(options, scoped, interrupt.clone())?;

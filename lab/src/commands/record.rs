@@ -63,7 +63,7 @@ struct Summary {
     cpu_seconds: f64,
     #[serde(rename = "longest_look_seconds")]
     longest_snapshot_seconds: f64,
-    /// Processes in scope that were left alone at the end.
+    /// Processes in scope that we left alone at the end.
     left_alone: Vec<LeftAlone>,
 }
 
@@ -110,7 +110,7 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// Fails where page flags cannot be read: the record could not show which pages are merged, shared or zero.
+/// Fails where we can't read page flags: the record couldn't show which pages are merged, shared or zero.
 pub fn require_page_flags() -> Result<(), Exit> {
     if PageReader::new().sees_frames() {
         return Ok(());

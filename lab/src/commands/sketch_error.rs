@@ -29,7 +29,7 @@ pub fn run(args: &SketchErrorArgs) -> Result<u8> {
         for snapshot in RecordReader::open(file)? {
             state.apply(&snapshot?);
         }
-        // Digests of two records have different keys, so each is compared by itself.
+        // Digests of two records have different keys, so we compare each record by itself.
         let comparison = compare(&held(&state), args.keys);
         let text = if args.json { serde_json::to_string(&comparison)? + "\n" } else { describe(&comparison) };
         style::print(&text)?;

@@ -22,9 +22,9 @@ use std::time::Duration;
 
 /// Time between scans in the model, longer than any scan.
 const STEP_NS: u64 = 3_600_000_000_000;
-/// The first release in which ksmd does not search the stable tree for pages whose checksum has changed.
+/// The first release whose ksmd doesn't search the stable tree for pages with a changed checksum.
 const SINCE: Release = Release(6, 11);
-/// Tolerance of counters: a thousandth, or a few pages that ksmd could not lock.
+/// Tolerance of counters: a thousandth, or a few pages that ksmd couldn't lock.
 const THOUSANDTHS: u64 = 1;
 const FEW: u64 = 8;
 
@@ -60,7 +60,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// What grows with each scan, counted from an earlier reading; everything else as it is.
+    /// Subtracts an earlier reading from the counters that grow with each scan, and leaves the rest.
     fn since(self, before: &Self) -> Self {
         Self {
             scanned: self.scanned - before.scanned,
@@ -202,7 +202,7 @@ fn zeros() -> i64 {
 fn recorder(holders: &[Option<Holder>]) -> Recorder {
     let pids: Vec<i32> = holders.iter().flatten().map(Holder::pid).collect();
     let scope = |pids: Vec<i32>| ScopeSpec::of_pids(pids);
-    // In their order, not in that of their pids.
+    // In their own order, not in their pids' order.
     let scoped = pids.iter().flat_map(|&pid| resolve(&scope(vec![pid]), &Roots::default()).unwrap()).collect();
     let options = RecordingOptions {
         scope: scope(pids),
@@ -225,8 +225,8 @@ fn keep_marked(memory: &mut MemorySnapshot, holders: &[Option<Holder>], marked: 
     assert_eq!(memory.regions.len(), marked.count(), "one region for each program");
 }
 
-/// Turns zero pages into private ones: the programs read only pages they have written, so ksmd has mapped the zero page
-/// and the content has not changed.
+/// Turns zero pages into private ones: the programs read only pages that they've written, so ksmd has mapped the zero
+/// page and the content hasn't changed.
 fn keep_zeros(memory: &mut MemorySnapshot) {
     let pages = memory.regions.iter_mut().flat_map(|(_, pages)| pages);
     for (_, page) in pages.filter(|(_, page)| page.state == PageState::ZeroMapped) {

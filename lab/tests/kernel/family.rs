@@ -1,6 +1,6 @@
-//! A program that forks without exec, before and after its memory is merged.
+//! A program that forks without exec, before and after ksmd merges its memory.
 //!
-//! Replaying a record drops pages that are shared by fork, so the model gets the changes directly.
+//! Replaying a record drops pages shared by fork, so the model gets the changes directly.
 
 use pagefold_engine::keys::FamilyKey;
 use pagefold_engine::units::{Pages, Vpn};

@@ -16,7 +16,7 @@ const LIMIT_PAGES: u64 = 257 * LIMIT_CONTENTS + 86;
 /// Maximum mappings of a merged page (`max_page_sharing`).
 const MAX_SHARING: u64 = 256;
 
-/// Ranges of contents by kind. Fresh ones are used only once.
+/// Ranges of contents by kind. We use each fresh content only once.
 const FRESH: u64 = 1 << 40;
 const OWN: u64 = 1 << 32;
 const PAIR: u64 = 2 << 32;
@@ -26,7 +26,7 @@ const ONE: u64 = 4 << 32;
 /// The programs: three from the beginning and one that starts later.
 pub const PROGRAMS: usize = 4;
 pub const SCANS: usize = 12;
-/// The scan before which the last program starts and its number; the scan before which another ends and its number.
+/// The scan before which the last program starts, and its number; the scan before which another ends, and its number.
 const STARTS: usize = 6;
 const LATE: usize = 3;
 const ENDS: (usize, usize) = (9, 1);
@@ -142,7 +142,7 @@ impl Schedule {
                 // Rewrites the same content, which unmerges the pages.
                 (2, self.write(TRIPLES, 400, 200, TRIPLE + 400 * times, 1)),
             ],
-            // Contents that only another program had so far.
+            // Contents that only another program has had so far.
             11 => vec![(3, self.write(UNIQUE, 2000, 300, own(2000 * times), 1))],
             12 => vec![(0, self.discard(UNIQUE, 3000, 500))],
             _ => Vec::new(),

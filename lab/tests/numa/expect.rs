@@ -5,7 +5,7 @@ use crate::model::{Disturbance, MergedBy, Moves, Outcome, PageSnapshot, Scenario
 use std::env;
 use std::time::Duration;
 
-/// A scenario, and its expected result beside what is expected of all.
+/// A scenario, and the result that we expect of it beside the results that we expect of all.
 pub struct Case {
     pub scenario: Scenario,
     pub expect: Expect,
@@ -21,7 +21,7 @@ pub enum Expect {
     All(usize),
     /// At most this percentage on this node.
     AtMost(usize, f64),
-    /// None is shared by processes of two nodes; the pages saved, in multiples of a process's pages.
+    /// Processes of two nodes share no page; the pages saved, in multiples of a process's pages.
     Apart(u64),
     /// Anywhere, and the last check reports one damaged page.
     Damage,
@@ -31,14 +31,14 @@ pub enum Expect {
 const POINTS: f64 = 2.0;
 /// The percentage that counts as all.
 const ALL: f64 = 98.0;
-/// The percentage of the memory saved that placement may cost.
+/// The percentage of the saved memory that placement may cost.
 const SAVED: f64 = 1.0;
 /// Pages of the rest of the system that may still move after merging has finished.
 const QUIET: u64 = 64;
 /// Time limit of a scenario, and of booting; each takes seconds on an idle machine.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Runs the cases in one boot, prints their results, and fails if a result is not as expected.
+/// Runs the cases in one boot, prints their results, and fails if a result isn't as expected.
 #[track_caller]
 pub fn run(machine: &Machine, cases: &[Case]) {
     let only = env::var("PAGEFOLD_NUMA").unwrap_or_default();
@@ -58,7 +58,7 @@ pub fn run(machine: &Machine, cases: &[Case]) {
 }
 
 impl Case {
-    /// What is not as it must be.
+    /// Lists the expectations that the outcome doesn't meet.
     fn failures(&self, outcome: &Outcome) -> Vec<String> {
         let mut failures = match (&self.expect, &outcome.wrong[..]) {
             (Expect::Damage, [check]) if check == "victim 0: 1 damaged" => Vec::new(),
@@ -84,7 +84,7 @@ impl Case {
         }
         must(outcome.settled, "merging did not finish".to_owned());
         let Moves { migrated, failed, balanced, .. } = outcome.when_quiet;
-        // What was migrated just before may be counted as balanced since.
+        // The kernel may count pages that it migrated just before as balanced since.
         must(migrated.saturating_sub(balanced) <= QUIET, format!("{migrated} pages moved at the end"));
         must(failed <= QUIET, format!("{failed} pages could not be moved at the end"));
         must(moves.killed == 0, format!("{} processes were killed", moves.killed));

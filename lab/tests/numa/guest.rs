@@ -1,5 +1,5 @@
-//! Emulated machines with several NUMA nodes, booted from a kernel and an image with a few programs. Emulated, because
-//! hardware virtualization is not available everywhere, and the kernel places pages in the same way.
+//! Emulated machines with several NUMA nodes, booted from a kernel and an image with a few programs. We emulate them
+//! because hardware virtualization isn't available everywhere, and the kernel places pages in the same way.
 
 use crate::common::example;
 use crate::model::{Outcome, Scenario};
@@ -45,7 +45,8 @@ impl Machine {
         Self { nodes: mib.iter().copied().map(Node::of).collect(), distances: Vec::new(), parameters: "" }
     }
 
-    /// Boots it, runs the scenarios, and returns their results. `None`, with the reason reported, where that is impossible.
+    /// Boots it, runs the scenarios, and returns their results. Where that's impossible, reports the reason and returns
+    /// `None`.
     #[track_caller]
     pub fn run(&self, scenarios: &[Scenario], limit: Duration) -> Option<Vec<Outcome>> {
         let tools = match env::var_os("PAGEFOLD_NUMA_KERNEL") {
@@ -65,7 +66,7 @@ impl Machine {
             fs::write(Path::new(&dir).join(format!("{name}.console")), &console).unwrap();
             fs::write(Path::new(&dir).join(format!("{name}.json")), &results).unwrap();
         }
-        // The last line is its exit status.
+        // The last line is the program's exit status.
         let lines = results.lines().filter(|line| line.starts_with('{'));
         let outcomes: Vec<Outcome> = lines.map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(
@@ -100,8 +101,8 @@ impl Machine {
                 command.args(["-numa", &format!("dist,src={from},dst={to},val={distance}")]);
             }
         }
-        // Without huge pages for the victims' memory. Added memory is onlined so that it can be removed. The rest makes it
-        // boot faster.
+        // Without huge pages for the victims' memory. The kernel onlines added memory so that it can be removed. The
+        // rest makes the boot faster.
         let parameters = "console=ttyS0 quiet panic=-1 transparent_hugepage=never memhp_default_state=online_movable nokaslr \
              mitigations=off init_on_alloc=0 cryptomgr.notests";
         command.args(["-append", &format!("{parameters} {}", self.parameters)]);

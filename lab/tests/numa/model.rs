@@ -11,7 +11,7 @@ pub enum MergedBy {
     Pagefold(Vec<String>),
 }
 
-/// A process whose memory may be merged, with its processor and its memory on one node.
+/// A process with memory to merge, its processor and its memory on one node.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Victim {
     pub node: usize,
@@ -35,9 +35,9 @@ pub enum Disturbance {
     Offline {
         node: usize,
     },
-    /// While pagefold runs, the clock is set ten years back and forth again, four times a second.
+    /// While pagefold runs, we set the clock ten years back and forth again, four times a second.
     ClockSteps,
-    /// Before the last check a byte is written into a page of the first process, which must be found.
+    /// Before the last check we write a byte into a page of the first process, and the check must find it.
     Damage,
 }
 
@@ -49,7 +49,7 @@ pub struct Scenario {
     /// Pages of each process: all different from each other, and the same in each process.
     pub pages: usize,
     pub disturbance: Disturbance,
-    /// The kernel uses the multi-generational LRU, which does not show which pages are active.
+    /// The kernel uses the multi-generational LRU, which doesn't show which pages are active.
     pub generations: bool,
 }
 
@@ -58,13 +58,13 @@ pub struct Scenario {
 pub struct Pages {
     /// The number of pages present, by the node of their frame.
     pub by_node: Vec<u64>,
-    /// Those merged by KSM, by node.
+    /// The pages merged by KSM, by node.
     pub merged: Vec<u64>,
     /// The number of merged pages according to smaps.
     pub merged_by_smaps: u64,
-    /// Those whose frame is on the active list.
+    /// The pages whose frame is on the active list.
     pub active: u64,
-    /// Those whose frame was referenced.
+    /// The pages whose frame was referenced.
     pub referenced: u64,
 }
 
@@ -101,7 +101,7 @@ pub struct Outcome {
     pub merged: PageSnapshot,
     /// Time until nothing merged and nothing moved any more, milliseconds.
     pub settled_ms: u64,
-    /// Whether that was before the time limit.
+    /// Whether the machine settled before the time limit.
     pub settled: bool,
     /// During `settled_ms`.
     pub moves: Moves,
@@ -111,9 +111,9 @@ pub struct Outcome {
     pub disturbed: Option<PageSnapshot>,
     /// The summary of `pagefold run --json`.
     pub summary: serde_json::Value,
-    /// After everything was unmerged.
+    /// After we've unmerged everything.
     pub unmerged: PageSnapshot,
-    /// KSM's knobs that were not restored.
+    /// KSM's knobs that the merger didn't restore.
     pub knobs_changed: Vec<String>,
     /// Errors: bytes that changed, programs that failed.
     pub wrong: Vec<String>,

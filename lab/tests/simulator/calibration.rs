@@ -1,5 +1,5 @@
 //! Compares the default [`Costs`] with the CPU time of ksmd measured for whole bursts (Linux 6.18), and the workloads
-//! with the programs they model. The fit is within a third, which is also how much the measurements vary.
+//! with the programs they model. The fit is within a third; the measurements vary as much.
 
 use pagefold_engine::host::{Actions, Host, ScanOrder, Span};
 use pagefold_engine::keys::OwnerKey;

@@ -16,7 +16,7 @@ enum Algorithm {
     Pagefold,
 }
 
-/// Half a GiB at any granularity: identical pages, pairs, unique pages, and some that are rewritten.
+/// Half a GiB at any granularity: identical pages, pairs, unique pages, and pages that keep changing.
 fn machine(target: Algorithm, granularity: u32) -> SimHost {
     let merge_any = matches!(target, Algorithm::Ksmd | Algorithm::Smart);
     let knobs = Knobs { granularity, merge_any, smart_scan: target != Algorithm::Ksmd, ..Knobs::default() };
@@ -77,7 +77,7 @@ fn batches_have_the_same_mean_size_at_any_granularity() {
         let scan = ScanOrder::Pace { pages_to_scan, sleep_ms: 1_000, thorough: false };
         sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
         sim.wait(100 * NS_PER_S - 1).unwrap();
-        // Nothing is merged this early, so no batch takes long.
+        // Nothing merges this early, so no batch takes long.
         let (scanned, expected) = (sim.ksm().scanned, 100 * u64::from(pages_to_scan));
         assert!(scanned.abs_diff(expected) <= u64::from(granularity), "{granularity}, {pages_to_scan}: {scanned}");
     }

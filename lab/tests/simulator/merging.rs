@@ -1,4 +1,4 @@
-//! Merging on request: what the simulated kernel does with the pages it is given.
+//! Merging on request: how the simulated kernel handles the pages that it gets.
 
 use pagefold_engine::host::{Actions, Host, Keep, Mechanism, MergeRange, Merging, PageRun, PageState, ScanOrder};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
@@ -106,7 +106,7 @@ fn a_page_with_all_the_sharers_it_may_have_is_full() {
     let keep = page_of(&host, one, 0);
     let results = merge(&mut host, (one, 1, 39), keep);
     assert_eq!(results, [(Merging::Merged, 15), (Merging::Full, 24)]);
-    // Another page is named instead.
+    // We name another page instead.
     let keep = page_of(&host, one, 16);
     let results = merge(&mut host, (one, 17, 23), keep);
     assert_eq!(results, [(Merging::Merged, 15), (Merging::Full, 8)]);
@@ -134,7 +134,7 @@ fn what_is_shared_by_fork_can_be_merged() {
     let copy = host.regions_of(child)[0];
     let keep = run_of(&host, one, 0);
     assert_eq!(merge(&mut host, (copy, 0, 10), keep), [(Merging::Shared, 10)], "one frame already");
-    // Kept, the frame is merged for parent and child.
+    // Now that we keep the frame, it's merged for parent and child.
     assert_eq!(merge(&mut host, (two, 0, 10), keep), [(Merging::Merged, 10)]);
     let at = page(&host, copy, 0);
     assert_eq!((host.page(copy, at).unwrap().1, host.truth().frames), (PageState::Merged, 10));
@@ -251,7 +251,7 @@ fn ksmd_may_run_beside_and_merges_with_what_was_merged_on_request() {
     let regions: Vec<RegionKey> = (0..3).map(|_| add(&mut host, 20, Fill::Series(1)).1).collect();
     let keep = run_of(&host, regions[0], 0);
     merge(&mut host, (regions[1], 0, 20), keep);
-    // The third region is marked by naming a page of it, and merged by ksmd.
+    // Naming a page of the third region marks it, and ksmd merges it.
     merge(&mut host, (regions[2], 0, 1), keep);
     for _ in 0..3 {
         let Ok(_) = host.apply(&Actions { scan: ScanOrder::KICK, ..Actions::default() });
@@ -262,7 +262,7 @@ fn ksmd_may_run_beside_and_merges_with_what_was_merged_on_request() {
 
 #[test]
 fn a_page_costs_what_was_measured() {
-    // In User Mode Linux, nanoseconds: in long runs, and one by one in no order.
+    // Nanoseconds in User Mode Linux: in long runs, and one by one in no order.
     let cost_of = |runs: u32, of: fn(&SimHost, RegionKey, u64) -> Keep, fill: Fill, zero: bool| {
         let mut host = host();
         let (_, one) = add(&mut host, 2_048, fill.clone());

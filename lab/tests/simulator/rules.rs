@@ -189,7 +189,7 @@ fn a_volatile_page_never_merges() {
     let (mut sim, [(_, region), (_, other)]) = pairs(Knobs::default());
     let page = sim.span_of(region).unwrap().first;
     for round in 0..6 {
-        // Equal to each other at every scan, and different from the previous one.
+        // Equal to each other at every scan, and different from the scan before.
         sim.write(region, page, 1_000 + round);
         sim.write(other, page, 1_000 + round);
         scan(&mut sim);
@@ -369,7 +369,7 @@ fn the_kept_frame_is_merged_for_fork_sharers_too() {
     let child = sim.fork(owner);
     let copy = sim.regions_of(child)[0];
     scan(&mut sim);
-    // The frame of the second page was kept: the child maps it without a second visit.
+    // ksmd kept the second page's frame: the child maps it without a second visit.
     let first = sim.span_of(copy).unwrap().first;
     let held = [first, first + 1].map(|page| sim.page(copy, page).unwrap().1);
     assert_eq!(held, [PageState::Private, PageState::Merged]);
@@ -487,7 +487,7 @@ fn processes_start_exit_and_write_at_their_times() {
     assert!(sim.merged_pages() > Pages(1_200));
     let before = sim.cow_breaks();
     sim.wait(1_000 * MS).unwrap();
-    // 100 by the breaker; 100 by the churn, minus those that hit a page twice.
+    // 100 by the breaker; 100 by the churn, minus the writes that hit a page twice.
     let broken = sim.cow_breaks() - before;
     assert!((185..=200).contains(&broken), "{broken}");
     let contents = sim.truth().contents;
