@@ -1,4 +1,4 @@
-//! The commands of `pagefold-xen`: pagefold's judgement, tables and JSON, with guests in the place of processes.
+//! The commands of `pagefold-xen`: pagefold's judgement, tables and JSON, with guests in place of processes.
 
 pub mod doctor;
 pub mod explain;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The longest sleep: what ends a wait is looked for between two.
+/// The longest sleep: between two sleeps we look for signals and requests that end the wait.
 const SLEEP_MOST: Duration = Duration::from_millis(50);
 
 /// The guests in scope.
@@ -40,7 +40,7 @@ impl ScopeArgs {
 }
 
 impl fmt::Display for ScopeArgs {
-    /// As flags.
+    /// As command-line flags.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let guests = self.xen_domain.iter().map(|guest| format!("--xen-domain {}", printable(guest.as_bytes())));
         f.write_str(&guests.collect::<Vec<_>>().join(" "))
@@ -74,7 +74,7 @@ fn take_lock() -> Result<Lock, Exit> {
     })
 }
 
-/// The guests in scope that exist now. Those that are named must.
+/// The guests in scope that exist now. Guests that the user names must exist.
 fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>, Exit> {
     let domains = xen.domains().map_err(|error| call(&error))?;
     let found = in_scope(xen, scope, domains).map_err(|error| select(&error))?;
@@ -84,7 +84,7 @@ fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>
     }
 }
 
-/// The exit code and advice when guests cannot be named so.
+/// The exit code and advice for a wrong selection of guests.
 fn select(error: &SelectError) -> Exit {
     let (code, advice) = match error {
         SelectError::Malformed(_) | SelectError::Contradiction(_) => (exit::USAGE, "see xen/README.md"),
@@ -113,7 +113,7 @@ fn failure(error: &XenError) -> Exit {
     }
 }
 
-/// Refuses a scope of which nothing is left.
+/// Refuses a scope with no guests left.
 fn refuse_all(refused: &[(DomainId, &str, &str)]) -> Exit {
     let Some((id, name, why)) = refused.first() else { return Exit::new(exit::NO_SCOPE, "no guest is in scope") };
     let others = match refused.len() - 1 {
@@ -124,7 +124,7 @@ fn refuse_all(refused: &[(DomainId, &str, &str)]) -> Exit {
     Exit::new(exit::REFUSED, format!("guest {name} ({id}) is left alone: {why}{others}; nothing else is in scope"))
 }
 
-/// Refuses a scope in which every guest is of a kind whose memory cannot be shared.
+/// Refuses a scope if every guest in it is of a kind that can't share memory.
 fn refuse_unfit(guests: &[InScope]) -> Result<(), Exit> {
     let refused = guests.iter().filter_map(|guest| Some((guest.domain.id, guest.name.as_str(), unfit(&guest.domain)?)));
     let refused: Vec<_> = refused.collect();
@@ -135,9 +135,9 @@ fn refuse_unfit(guests: &[InScope]) -> Result<(), Exit> {
 #[derive(Debug)]
 pub struct LiveClock {
     began: Instant,
-    /// Set when the run is to end.
+    /// Set when the run should end.
     stop: Arc<AtomicBool>,
-    /// Set then, and when there is a request to serve.
+    /// Also set then, and when there's a request to serve.
     woken: Arc<AtomicBool>,
 }
 

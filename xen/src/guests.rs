@@ -1,19 +1,19 @@
-//! Which guests are in scope, and which of them must be left alone.
+//! Which guests are in scope, and which ones we must leave alone.
 
 use crate::hypervisor::{Domain, DomainId, Hypervisor};
 use pagefold_engine::units::Pages;
 use std::fmt;
 use std::str::FromStr;
 
-/// The trust domain of guests for which none is given.
+/// The trust domain of guests without one.
 pub const DEFAULT_TRUST: &str = "default";
 
-/// A guest that an operator names: `NAME`, `ID`, or either with `@TRUST`.
+/// A guest as an operator names it: `NAME`, `ID`, or either with `@TRUST`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selected {
     /// Its name or number.
     pub guest: String,
-    /// Its trust domain: memory is shared within one only.
+    /// Its trust domain: guests share memory within one domain only.
     pub trust: String,
 }
 
@@ -42,7 +42,7 @@ impl fmt::Display for Selected {
 
 impl Selected {
     fn is(&self, domain: DomainId, name: Option<&str>) -> bool {
-        // A name of digits only is that of another guest's number: the number counts.
+        // If a guest's name is only digits and equals another guest's number, the number counts.
         match self.guest.parse::<u16>() {
             Ok(number) => number == domain.0,
             Err(_) => name == Some(self.guest.as_str()),
@@ -50,13 +50,13 @@ impl Selected {
     }
 }
 
-/// Why guests cannot be named so.
+/// Why we can't select guests by these names.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SelectError {
     /// Not a name or number.
     #[error("\"{0}\" is not a guest's name or number, nor one with @ and a trust domain behind it")]
     Malformed(String),
-    /// Dom0 is not a guest.
+    /// Dom0 isn't a guest.
     #[error("the memory of dom0 cannot be shared")]
     Dom0,
     /// There is none of this name or number.
@@ -77,7 +77,7 @@ pub struct InScope {
     pub trust: String,
 }
 
-/// The guests in scope among those that exist.
+/// The guests in scope among the existing ones.
 ///
 /// # Errors
 /// If a guest is named twice with different trust domains.
@@ -104,20 +104,20 @@ pub fn in_scope(
     Ok(found)
 }
 
-/// What is named and does not exist.
+/// The first named guest that doesn't exist.
 pub fn missing<'a>(scope: &'a [Selected], found: &[InScope]) -> Option<&'a Selected> {
     let is_found = |selected: &&Selected| !found.iter().any(|guest| selected.is(guest.domain.id, Some(&guest.name)));
     scope.iter().find(is_found)
 }
 
-/// Why a guest must be left alone, as far as its kind says.
+/// The reason to leave a guest alone that its kind gives, if any.
 pub fn unfit(domain: &Domain) -> Option<&'static str> {
     if !domain.hvm {
         Some("it is a PV guest; only memory of HVM and PVH guests can be shared")
     } else if !domain.hap {
         Some("it does not use hardware-assisted paging (hap)")
     } else if domain.lacking > Pages(0) {
-        // Looking at a page populates it, and the hypervisor ends a guest for which it has none left.
+        // Looking at a page populates it, and the hypervisor ends a guest that has none left for that.
         Some("its balloon driver has not yet given back what it has above its memory (maxmem)")
     } else {
         None

@@ -1,7 +1,8 @@
-//! A machine with Xen as the core's [`Host`]: guests are owners, ranges of their frames are regions, and pairs of pages are shared.
+//! A machine with Xen as the core's [`Host`]: guests are owners, ranges of their frames are regions, and we share pairs
+//! of pages.
 //!
-//! A frame's number is its page number. Nothing but the order of calls ([`crate::sharing`]) and what belongs to guests is
-//! decided here.
+//! A frame's number is its page number. This module decides nothing except the order of calls ([`crate::sharing`]) and
+//! which memory belongs to which guest.
 
 use crate::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
 use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Hypervisor, MachineMemory};
@@ -19,38 +20,39 @@ use rustc_hash::{FxHashMap, FxHasher};
 use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
 
-/// The time between two looks at which guests there are, nanoseconds.
+/// The time between two looks at the list of guests, nanoseconds.
 const LOOK_NS: u64 = 1_000_000_000;
-/// The time after which a guest's ranges are found anew if its memory has grown or shrunk, nanoseconds.
+/// If a guest's memory has grown or shrunk, we find its ranges anew after this time, nanoseconds.
 const RANGES_NS: u64 = 5_000_000_000;
-/// Finding them takes at most this part of the time.
+/// Finding ranges takes at most this part of the time.
 const RANGES_PART: u64 = 100;
-/// Pages read at a time.
+/// Pages to read at a time.
 const READ_PAGES: usize = 256;
-/// Pages shared between two looks at whether the run is to end.
+/// Pages to share before we check again whether the run should end.
 const MERGE_PAIRS: usize = 1024;
-/// For so many pages of zeros one is kept, as for other contents. With more, the hypervisor takes longer to find a page of them.
+/// We keep one page for this many pages of zeros, as for other contents. With more, the hypervisor takes longer to find
+/// a page among them.
 const ZEROS_MOST: u16 = 255;
 
-/// The time and the means to wait.
+/// The clock, and a way to wait.
 pub trait Clock {
     /// Nanoseconds since any origin.
     fn now_ns(&self) -> u64;
-    /// CPU time of this process, nanoseconds. What the hypervisor does for it counts as its own.
+    /// CPU time of this process, nanoseconds, including the hypervisor's work for it.
     fn cpu_ns(&self) -> u64;
-    /// Waits for so long, or less if there is a reason.
+    /// Waits this long, or less if there's a reason.
     fn wait(&mut self, ns: u64);
-    /// Whether the run is to end.
+    /// Whether the run should end.
     fn is_stopped(&self) -> bool;
 }
 
-/// What the host cannot continue from.
+/// Errors that the host can't continue from.
 #[derive(Debug, thiserror::Error)]
 pub enum XenError {
-    /// The scope does not make sense, or names what does not exist.
+    /// The scope doesn't make sense, or names a guest that doesn't exist.
     #[error(transparent)]
     Select(#[from] SelectError),
-    /// The hypervisor refused to tell what must be known.
+    /// The hypervisor refused to tell a fact that we need.
     #[error("the hypervisor does not answer: {0}")]
     Call(#[from] CallError),
 }
@@ -67,19 +69,19 @@ pub struct LeftAlone {
 /// A guest in scope.
 #[derive(Debug)]
 pub struct Guest {
-    /// Its name, trust domain, and what the hypervisor says of it.
+    /// Its name, its trust domain, and the hypervisor's facts about it.
     pub known: InScope,
     pub owner: OwnerKey,
-    /// Why it is left alone, if it is.
+    /// Why we leave it alone, if we do.
     pub left_alone: Option<String>,
     /// The number of its trust domain.
     pub trust: DomainKey,
     lasting: LastingKey,
     kernel: Option<String>,
     regions: Vec<(RegionKey, Range)>,
-    /// How much memory it had when its ranges were found, and when they may be found anew, nanoseconds.
+    /// How much memory it had when we found its ranges, and when we may find them anew, nanoseconds.
     ranged: Option<(Pages, u64)>,
-    /// Pages that were shared, as far as is known.
+    /// Pages that were shared, as far as we know.
     shared: PageSet,
     /// Whether it had shared pages before this run, so that any page may be one.
     had_shared: bool,
@@ -88,13 +90,13 @@ pub struct Guest {
 /// The figures of Xen itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct XenFigures {
-    /// What the hypervisor says of the machine's memory.
+    /// The hypervisor's figures of the machine's memory.
     pub memory: MachineMemory,
     /// Shares made by this run.
     pub shares: u64,
 }
 
-/// A pair of pages, with the number of its range and its place in it.
+/// A pair of pages, with the number of its range and its place in the range.
 type NamedPair = (Pair, usize, usize);
 
 #[derive(Debug)]
@@ -102,7 +104,7 @@ pub struct XenHost<H, C> {
     hypervisor: H,
     clock: C,
     scope: Vec<Selected>,
-    /// Whether memory is shared. Otherwise it is a dry run.
+    /// Whether we share memory. Otherwise it's a dry run.
     acts: bool,
     sharer: Sharer,
     guests: BTreeMap<DomainId, Guest>,
@@ -111,11 +113,11 @@ pub struct XenHost<H, C> {
     trusts: Vec<String>,
     region_keys: KeyCounter,
     owner_keys: KeyCounter,
-    /// The page of zeros that is kept in each trust domain, and how many pages were named with it.
+    /// The page of zeros that we keep in each trust domain, and how many pages we've named with it.
     zeros: FxHashMap<DomainKey, (GuestPage, u16)>,
     views: Vec<RegionView>,
     memory: MachineMemory,
-    /// What was saved when the run began, and how much of its shares was undone since.
+    /// The savings when the run began, and how many of its shares guests have undone since.
     saved_before: Pages,
     shares: u64,
     undone: u64,
@@ -124,10 +126,10 @@ pub struct XenHost<H, C> {
 }
 
 impl<H: Hypervisor, C: Clock> XenHost<H, C> {
-    /// A host for these guests. With `acts`, their memory is shared.
+    /// A host for these guests. With `acts`, we share their memory.
     ///
     /// # Errors
-    /// If one of them does not exist, or the hypervisor cannot share memory.
+    /// If one of them doesn't exist, or the hypervisor can't share memory.
     pub fn new(mut hypervisor: H, clock: C, scope: Vec<Selected>, acts: bool) -> Result<Self, XenError> {
         let memory = hypervisor.memory()?;
         let mut host = Self {
@@ -177,7 +179,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         XenFigures { memory: self.memory, shares: self.shares }
     }
 
-    /// The guests that were found to be left alone since the last call.
+    /// The guests that we've found we must leave alone since the last call.
     pub fn take_left_alone(&mut self) -> Vec<LeftAlone> {
         std::mem::take(&mut self.left_alone)
     }
@@ -190,7 +192,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
     /// KSM's figures and the CPU time, for the end of the run.
     ///
     /// # Errors
-    /// If the hypervisor does not answer.
+    /// If the hypervisor doesn't answer.
     pub fn close(&mut self) -> Result<(u64, KsmView, Cost), XenError> {
         self.memory = self.hypervisor.memory()?;
         Ok((self.clock.now_ns(), self.view(), self.cost()))
@@ -200,7 +202,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         Cost { pagefold_ns: self.clock.cpu_ns(), ..Cost::default() }
     }
 
-    /// Looks which guests there are.
+    /// Looks which guests exist.
     fn look(&mut self) -> Result<(), XenError> {
         let domains = self.hypervisor.domains()?;
         let found = in_scope(&mut self.hypervisor, &self.scope, domains)?;
@@ -234,7 +236,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         Ok(())
     }
 
-    /// A guest that is new in scope.
+    /// Makes the entry of a guest that's new in scope.
     fn admit(&mut self, known: InScope) -> Guest {
         let id = known.domain.id;
         let refused = match unfit(&known.domain) {
@@ -265,7 +267,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
     }
 
-    /// Finds the ranges of a guest's memory, if it is new or its memory has changed.
+    /// Finds the ranges of a guest's memory, if it's new or its memory has changed.
     fn find_ranges(&mut self, id: DomainId) {
         let now_ns = self.clock.now_ns();
         let Some(guest) = self.guests.get_mut(&id).filter(|guest| guest.left_alone.is_none()) else { return };
@@ -274,7 +276,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         if is_known {
             return;
         }
-        // A guest that has ended is found next time.
+        // If the guest has ended, the next look finds that out.
         let Ok(found) = ranges(&mut self.hypervisor, id, guest.known.domain.most) else { return };
         let took_ns = self.clock.now_ns().saturating_sub(now_ns);
         let pause_ns = took_ns.saturating_mul(RANGES_PART).max(RANGES_NS);
@@ -297,7 +299,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
 
     fn view(&mut self) -> KsmView {
         let saved = self.memory.saved;
-        // A guest that has ended counts as well.
+        // This counts guests that have ended as well.
         let undone = (self.saved_before.0 + self.shares).saturating_sub(saved.0);
         self.undone = self.undone.max(undone);
         KsmView {
@@ -309,7 +311,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
     }
 
-    /// How a page is held. A page that was never shared need not be asked for.
+    /// How a page is held. We don't have to ask about a page that was never shared.
     fn state(&mut self, page: GuestPage) -> PageState {
         let Some(guest) = self.guests.get_mut(&page.domain) else { return PageState::Absent };
         let number = Vpn(page.frame.0);
@@ -352,7 +354,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
     }
 
-    /// A page of a region, if it is within it as it is now.
+    /// A page of a region, if the region still contains it.
     fn page(&self, region: RegionKey, page: Vpn) -> Option<GuestPage> {
         let domain = *self.owners.get(&region)?;
         let (_, range) = self.guests.get(&domain)?.regions.iter().find(|(key, _)| *key == region)?;
@@ -360,14 +362,14 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         is_within.then_some(GuestPage { domain, frame: Gfn(page.0) })
     }
 
-    /// The page to share one with, or what comes of it without a share.
+    /// The page to share `take` with, or the outcome if there's nothing to share.
     fn pair(&mut self, take: GuestPage, keep: Keep, at: u64) -> Result<Pair, Merging> {
         let trust_of = |domain| self.guests.get(&domain).map(|guest| guest.trust);
         let trust = trust_of(take.domain).ok_or(Merging::Untried)?;
         let kept = match keep {
             Keep::Run(region, first) => self.page(region, first + at).ok_or(Merging::Untried)?,
             Keep::Page(region, page) => self.page(region, page).ok_or(Merging::Untried)?,
-            // There is no page of zeros that every guest has, so that one of them is kept.
+            // No page of zeros is in every guest, so we keep one of the guests' pages.
             Keep::Zero => match self.zeros.get_mut(&trust) {
                 Some((kept, named)) if *named < ZEROS_MOST && *kept != take => {
                     *named += 1;
@@ -379,11 +381,11 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
                 }
             },
         };
-        // Whatever the engine thinks.
+        // We check this whatever the engine thinks.
         if trust_of(kept.domain) == Some(trust) { Ok(Pair { take, keep: kept }) } else { Err(Merging::Ineligible) }
     }
 
-    /// Shares what is named, batched by pairs of guests.
+    /// Shares the named pages, batched by pairs of guests.
     fn merge(&mut self, ranges: &[MergeRange]) -> Vec<MergeResult> {
         let mut results: Vec<Vec<Merging>> =
             ranges.iter().map(|range| vec![Merging::Untried; index(range.take.pages)]).collect();
@@ -425,7 +427,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
                 }
             }
         } else if keep == Keep::Zero {
-            // Perhaps it is not zeros any more.
+            // The kept page may no longer be zeros.
             self.zeros.retain(|_, (kept, _)| *kept != pair.keep);
         }
     }

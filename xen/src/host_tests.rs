@@ -40,7 +40,7 @@ fn engine() -> Engine {
     Engine::new(Config { governor: Governor::Full, seed: 7, ..Config::default() })
 }
 
-/// Runs cycles for so many seconds of virtual time.
+/// Runs cycles for this many seconds of virtual time.
 fn run(engine: &mut Engine, host: &mut TestHost, seconds: u64) {
     let end_ns = host.now_ns() + seconds * 1_000_000_000;
     while host.now_ns() < end_ns {
@@ -50,7 +50,8 @@ fn run(engine: &mut Engine, host: &mut TestHost, seconds: u64) {
     }
 }
 
-/// Half of the pages hold what all guests hold, in sets of different size, an eighth zeros, the rest what none other holds.
+/// Half of the pages hold contents that all guests hold, in sets of different size, an eighth hold zeros, the rest hold
+/// contents that no other guest has.
 fn contents(guest: u16, pages: u16) -> Vec<Content> {
     (0..pages)
         .map(|page| match page % 8 {
@@ -71,7 +72,7 @@ fn all_that_is_equal_in_two_guests_is_shared_and_no_data_changed() {
     let mut host = host(model, &["web", "2"]);
     let mut engine = engine();
     run(&mut engine, &mut host, 60);
-    // The contents are 251 at most. One frame in 256 is kept for each.
+    // There are at most 251 contents, and we keep one frame in 256 for each.
     let saved = host.hypervisor.saved();
     assert!(saved * 100 >= (frames - 251) * 99, "{saved} of {frames} pages saved");
     assert_eq!(engine.ledger().saved, Some(Pages(saved)));
@@ -159,7 +160,8 @@ fn a_restart_adds_to_what_is_shared() {
     model.create(3, "new", &contents(1, 2000));
     let mut second = host(model, &["web", "db", "new"]);
     run(&mut engine(), &mut second, 60);
-    // Frames shared before are kept. Nothing of them is replaced, so some contents have more frames than they must.
+    // We keep frames that were shared before and replace none of them, so some contents have more frames than they
+    // need.
     let saved = second.hypervisor.saved();
     assert!(saved > before + 1900, "{saved} after {before}");
 }

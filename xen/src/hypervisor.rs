@@ -1,11 +1,11 @@
-//! The calls to the hypervisor and to the toolstack's database, and how they fail.
+//! The calls to the hypervisor and to the toolstack's database, and the ways they fail.
 
 use pagefold_engine::hash::PageBytes;
 use pagefold_engine::units::Pages;
 use std::fmt;
 use std::io;
 
-/// A guest, by the hypervisor's number. Numbers are given out again only after all others.
+/// A guest, by the hypervisor's number. The hypervisor reuses a number only after all others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DomainId(pub u16);
 
@@ -26,12 +26,12 @@ pub struct GuestPage {
     pub frame: Gfn,
 }
 
-/// What the hypervisor calls a frame that may be shared, from a counter that grows. It dies with the first write to a page that has the
-/// frame alone.
+/// The hypervisor's name for a frame that may be shared, from a counter that grows. It dies with the first write to a
+/// page that has the frame alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle(pub u64);
 
-/// A page that may be shared.
+/// A page that the hypervisor may share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nominated {
     pub page: GuestPage,
@@ -45,21 +45,21 @@ pub struct Nominated {
 pub struct Domain {
     /// Its number.
     pub id: DomainId,
-    /// What the toolstack calls it: a UUID.
+    /// The toolstack's name for the guest: a UUID.
     pub uuid: [u8; 16],
-    /// Whether it is being destroyed, or has shut down.
+    /// Whether it's being destroyed, or has shut down.
     pub ended: bool,
-    /// Whether it is an HVM or PVH guest. Otherwise it is a PV guest.
+    /// Whether it's an HVM or PVH guest. Otherwise it's a PV guest.
     pub hvm: bool,
     /// Whether the processor translates its addresses (hardware-assisted paging).
     pub hap: bool,
-    /// Memory that it has alone.
+    /// Memory that no other guest shares.
     pub own: Pages,
-    /// The most that it may have.
+    /// The most memory that it may have.
     pub most: Pages,
     /// Its pages that are nominated or shared.
     pub shared: Pages,
-    /// Its memory that is populated on demand, beyond what the hypervisor has set aside for that.
+    /// Its populate-on-demand memory, beyond the pages that the hypervisor has set aside for it.
     pub lacking: Pages,
     /// Its processors.
     pub vcpus: u32,
@@ -67,9 +67,9 @@ pub struct Domain {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MachineMemory {
-    /// All of it.
+    /// The machine's memory.
     pub total: Pages,
-    /// What the hypervisor has left.
+    /// Memory that the hypervisor has left.
     pub free: Pages,
     /// Frames saved by sharing.
     pub saved: Pages,
@@ -77,7 +77,7 @@ pub struct MachineMemory {
     pub frames: Pages,
 }
 
-/// Why the hypervisor does not share a guest's memory.
+/// Why the hypervisor doesn't share a guest's memory.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
     /// PV, or a processor other than Intel's.
@@ -94,22 +94,22 @@ pub enum Refusal {
     Call(#[from] CallError),
 }
 
-/// How a call failed.
+/// The ways a call fails.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
-    /// The guest does not exist any more, or is being destroyed.
+    /// The guest no longer exists, or is being destroyed.
     #[error("the guest has ended")]
     Ended,
-    /// Dom0 or another guest has mapped the page, or it is changing just now.
+    /// Dom0 or another guest has mapped the page, or the page is changing just now.
     #[error("the page is in use")]
     Busy,
-    /// The page is none that can be shared: not present, a device's, or one of the hypervisor's.
+    /// The page can't be shared: it's not present, a device's, or one of the hypervisor's.
     #[error("the page cannot be shared")]
     Unfit,
-    /// The page that was to be replaced was written.
+    /// Someone wrote the page that we wanted to replace.
     #[error("the page to replace was written")]
     ClientChanged,
-    /// The page that was to replace it was written.
+    /// Someone wrote the page that we wanted to keep.
     #[error("the page to keep was written")]
     SourceChanged,
     /// The hypervisor has no memory left.
@@ -126,17 +126,17 @@ pub enum CallError {
     Other { call: &'static str, error: io::Error },
 }
 
-/// What is called with each page of a read: its place in the list, and its contents, if it could be mapped.
+/// A read calls this with each page: its place in the list, and its contents, if we could map it.
 pub type See<'a> = dyn FnMut(usize, Option<&PageBytes>) + 'a;
 
-/// The hypervisor, and what the toolstack knows of guests.
+/// The hypervisor, and the toolstack's knowledge of guests.
 ///
 /// No call keeps a page mapped when it returns: the hypervisor nominates no page that dom0 has mapped.
 pub trait Hypervisor {
     /// All guests but dom0.
     ///
     /// # Errors
-    /// If they cannot be listed.
+    /// If we can't list them.
     fn domains(&mut self) -> Result<Vec<Domain>, CallError>;
 
     /// The name of a guest, as operators give it.
@@ -148,16 +148,16 @@ pub trait Hypervisor {
     /// The memory of the machine.
     ///
     /// # Errors
-    /// If the hypervisor does not tell, for example because it cannot share memory.
+    /// If the hypervisor doesn't tell, for example because it can't share memory.
     fn memory(&mut self) -> Result<MachineMemory, CallError>;
 
     /// Allows memory of a guest to be shared.
     ///
     /// # Errors
-    /// Why it must not.
+    /// Why we must not.
     fn enable(&mut self, domain: DomainId) -> Result<(), Refusal>;
 
-    /// Forbids it again. Only for a guest of which nothing is shared.
+    /// Forbids it again. Only for a guest with nothing shared.
     fn disable(&mut self, domain: DomainId);
 
     /// The highest frame number of a guest.
@@ -175,31 +175,32 @@ pub trait Hypervisor {
     /// Reads pages of a guest, which stay shared. Calls `see` once for each, in turn.
     ///
     /// # Errors
-    /// If none can be mapped.
+    /// If we can map none.
     fn read(&mut self, domain: DomainId, frames: &[Gfn], see: &mut See<'_>) -> Result<(), CallError>;
 
-    /// Makes pages of a guest its own again. Returns which are.
+    /// Gives a guest its own copies of pages again. Returns which pages are its own now.
     ///
     /// # Errors
-    /// If none can be mapped.
+    /// If we can map none.
     fn unshare(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError>;
 
-    /// How many pages have the frame of this one, which is nominated or shared. `None`: it is neither.
+    /// How many pages have this page's frame, if the frame is nominated or shared. `None` if it's neither.
     ///
     /// # Errors
     /// If the guest has ended.
     fn sharers(&mut self, page: GuestPage) -> Result<Option<u32>, CallError>;
 
-    /// Nominates a page: a write to it makes it the guest's own again. Of one that is nominated or shared, the handle only.
+    /// Nominates a page: a write to it makes it the guest's own again. For a page that's already nominated or shared,
+    /// only returns the handle.
     ///
     /// # Errors
-    /// If it cannot be shared.
+    /// If the page can't be shared.
     fn nominate(&mut self, page: GuestPage) -> Result<Handle, CallError>;
 
-    /// Makes all pages that have the client's frame have the source's instead, without a look at what they hold. The hypervisor panics
-    /// if a guest other than these two has the client's frame.
+    /// Gives all pages that have the client's frame the source's instead, without looking at their contents. The
+    /// hypervisor panics if a guest other than these two has the client's frame.
     ///
     /// # Errors
-    /// If one of the handles has died. Then nothing was changed.
+    /// If one of the handles has died. In that case nothing has changed.
     fn share(&mut self, source: Nominated, client: Nominated) -> Result<(), CallError>;
 }

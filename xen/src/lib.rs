@@ -1,18 +1,18 @@
 //! Merging on request between Xen's guests, from dom0: a second host of the judgement.
 //!
-//! | module | what belongs there |
+//! | module | contents |
 //! | --- | --- |
 //! | [`hypervisor`] | the calls to the hypervisor and the toolstack, as a trait, and how they fail |
-//! | [`library`] | these calls by the libraries of Xen, loaded at run time. The only unsafe code |
-//! | [`sharing`] | the order of calls in which two pages are shared. Pure |
-//! | [`guests`] | which guests are in scope, and which are refused; their memory as ranges |
+//! | [`library`] | these calls through Xen's libraries, loaded at run time. The only unsafe code |
+//! | [`sharing`] | the order of calls that shares two pages. Pure |
+//! | [`guests`] | which guests are in scope, and which ones we refuse |
 //! | [`ranges`] | which of a guest's frames are populated |
 //! | [`host`] | all of it as the core's `Host` |
 //! | [`unshare`] | giving guests their own copies again |
 //!
-//! The hypervisor shares what it is told to share: it compares nothing, and it panics if a frame is named as client that a third
-//! guest has as well. Both are the caller's duty, which is why no module but [`sharing`] nominates or shares. The tests run it against a
-//! model of the hypervisor that panics where the real one does.
+//! The hypervisor shares whatever we tell it to share: it compares nothing, and it panics if we name a frame as client
+//! that a third guest has as well. Both checks are our duty, so only [`sharing`] nominates and shares. The tests run it
+//! against a model of the hypervisor that panics where the real one does.
 
 pub mod guests;
 pub mod host;

@@ -1,7 +1,7 @@
-//! The calls by the libraries of Xen, loaded at run time: a machine without Xen needs none of them.
+//! The calls through Xen's libraries, loaded at run time: a machine without Xen needs none of them.
 //!
-//! Only the libraries of Xen 4.17 are loaded, because the layout of what they fill in belongs to a version. Their own messages are
-//! swallowed: an error is one line of ours. `xen/inspect.c` checks the sizes of the structures at compile time.
+//! We only load the libraries of Xen 4.17, because the layouts that they fill in belong to a version. We swallow their
+//! own messages: an error is one line of ours. `xen/inspect.c` checks the sizes of the structures at compile time.
 
 use crate::hypervisor::{
     CallError, Domain, DomainId, Gfn, GuestPage, Handle, Hypervisor, MachineMemory, Nominated, Refusal, See,
@@ -14,24 +14,24 @@ use std::io;
 use std::path::Path;
 use std::ptr;
 
-/// The version of Xen whose libraries are known.
+/// The version of Xen whose libraries we know.
 pub const VERSION: &str = "4.17";
 const CONTROL: &str = "libxenctrl.so.4.17";
 const MEMORY: &str = "libxenforeignmemory.so.1";
 const STORE: &str = "libxenstore.so.4";
-/// What dom0 reaches the hypervisor by.
+/// The device that dom0 reaches the hypervisor by.
 const PRIVCMD: &str = "/dev/xen/privcmd";
-/// Names what this kernel is to the hypervisor.
+/// This kernel's roles for the hypervisor.
 const CAPABILITIES: &str = "/proc/xen/capabilities";
 
-/// The most frames in a question for which of them are populated: the hypervisor's limit.
+/// The most frames that we ask about in one populated-pages query: the hypervisor's limit.
 const POPULATED_MOST: usize = 1024;
-/// The most pages mapped at a time.
+/// The most pages that we map at a time.
 const MAPPED_MOST: usize = 256;
-/// Guests asked for at a time.
+/// How many guests we ask for at a time.
 const DOMAINS_AT_ONCE: usize = 64;
 
-/// Why Xen cannot be reached.
+/// Why we can't reach Xen.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// Not Xen, or not its dom0.
@@ -39,7 +39,7 @@ pub enum OpenError {
     NotDom0 {
         /// The file that says so.
         path: &'static str,
-        /// What is wrong with it.
+        /// The problem with it.
         why: String,
     },
     /// A library is missing.
@@ -54,7 +54,7 @@ pub enum OpenError {
     Open { library: &'static str, error: io::Error },
 }
 
-/// A domain that the hypervisor lists: `struct xen_domctl_getdomaininfo` of Xen 4.17.
+/// A domain from the hypervisor's list: `struct xen_domctl_getdomaininfo` of Xen 4.17.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct DomainInfo {
@@ -101,7 +101,7 @@ struct PhysInfo {
 
 const _: () = assert!(size_of::<PhysInfo>() == 112);
 
-/// In the upper four bits of a frame's type: it is not populated.
+/// In the upper four bits of a frame's type: the frame isn't populated.
 const NO_FRAME: u64 = 0xf << 28;
 const TYPE_BITS: u64 = 0xf << 28;
 
@@ -117,24 +117,25 @@ extern "C" fn no_message(_: *mut Logger, _: c_uint, _: c_int, _: *const c_char, 
 extern "C" fn no_progress(_: *mut Logger, _: *const c_char, _: *const c_char, _: c_int, _: c_ulong, _: c_ulong) {}
 extern "C" fn no_destroy(_: *mut Logger) {}
 
-/// Defines the functions of a library that are used, and how they are looked up.
+/// Defines the functions of a library that we use, and looks them up.
 macro_rules! functions {
     ($(#[$doc:meta])* $name:ident of $library:ident { $($function:ident: fn($($argument:ty),*) $(-> $result:ty)?;)* }) => {
         $(#[$doc])*
         struct $name {
             $($function: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-            // The functions are gone with it.
+            // The functions die with the library.
             _loaded: Library,
         }
 
         impl $name {
             fn load() -> Result<Self, OpenError> {
                 let no = |error: libloading::Error| OpenError::NoLibrary { library: $library, why: error.to_string() };
-                // SAFETY: this is the system's library of this name and version. Its start code opens and starts nothing.
+                // SAFETY: this is the system's library of this name and version. Its start code opens and starts
+                // nothing.
                 let library = unsafe { Library::new($library) }.map_err(no)?;
                 Ok(Self {
                     $(
-                        // SAFETY: the type is that of this function in the headers of this version.
+                        // SAFETY: the type matches this function in the headers of this version.
                         $function: *unsafe {
                             library.get(concat!(stringify!($function), "\0").as_bytes())
                         }.map_err(no)?,
@@ -176,7 +177,7 @@ functions! {
 }
 
 functions! {
-    /// libxenstore: what the toolstack knows of guests.
+    /// libxenstore: the toolstack's knowledge of guests.
     StoreLibrary of STORE {
         xs_open: fn(c_ulong) -> *mut c_void;
         xs_close: fn(*mut c_void);
@@ -189,7 +190,7 @@ pub struct Xen {
     control: ControlLibrary,
     memory: MemoryLibrary,
     store: StoreLibrary,
-    // The handles that the libraries have given out; never null.
+    // The handles that the libraries gave us; never null.
     hypervisor: *mut c_void,
     mappings: *mut c_void,
     database: *mut c_void,
@@ -201,7 +202,7 @@ impl Xen {
     /// Loads the libraries and opens the hypervisor.
     ///
     /// # Errors
-    /// If this is not dom0, or a library is missing or refuses.
+    /// If this isn't dom0, or a library is missing or refuses.
     pub fn open() -> Result<Self, OpenError> {
         let not_dom0 = |path, why: String| OpenError::NotDom0 { path, why };
         let capabilities =
@@ -219,18 +220,18 @@ impl Xen {
             failed.map_or(Ok(handle), |error| Err(OpenError::Open { library, error }))
         };
         let at: *const Logger = &raw const *logger;
-        // SAFETY: the logger lives as long as the handle, in a box that does not move.
+        // SAFETY: the logger lives as long as the handle, in a box that doesn't move.
         let hypervisor = open(CONTROL, unsafe { (control.xc_interface_open)(at, at, 0) })?;
         // SAFETY: as above.
         let mappings = open(MEMORY, unsafe { (memory.xenforeignmemory_open)(at, 0) });
-        // SAFETY: it takes no pointer.
+        // SAFETY: `xs_open` takes no pointer.
         let database = open(STORE, unsafe { (store.xs_open)(0) });
         match (mappings, database) {
             (Ok(mappings), Ok(database)) => {
                 Ok(Self { control, memory, store, hypervisor, mappings, database, _logger: logger })
             }
             (mappings, database) => {
-                // SAFETY: the handles were opened above, and are not used again.
+                // SAFETY: the handles were opened above, and nothing uses them again.
                 unsafe {
                     (control.xc_interface_close)(hypervisor);
                     mappings.as_ref().map(|&mappings| (memory.xenforeignmemory_close)(mappings)).ok();
@@ -263,7 +264,7 @@ impl Xen {
         String::from_utf8(bytes).ok()
     }
 
-    /// The memory of a guest that is populated on demand, beyond what is set aside for that.
+    /// The populate-on-demand memory of a guest, beyond the pages set aside for it.
     fn lacking(&mut self, domain: DomainId) -> Result<Pages, CallError> {
         let (mut all, mut set_aside, mut on_demand) = (0, 0, 0);
         // SAFETY: the three numbers outlive the call.
@@ -282,7 +283,8 @@ impl Xen {
         Ok(Pages(on_demand).saturating_sub(Pages(set_aside)))
     }
 
-    /// Maps up to [`MAPPED_MOST`] pages of a guest, calls `each` with the address of each page that could be mapped, and unmaps them.
+    /// Maps up to [`MAPPED_MOST`] pages of a guest, calls `each` with the address of each page that we could map, and
+    /// unmaps them.
     fn with_mapped(
         &mut self,
         domain: DomainId,
@@ -292,7 +294,7 @@ impl Xen {
     ) -> Result<(), CallError> {
         let numbers: Vec<c_ulong> = frames.iter().map(|frame| frame.0).collect();
         let mut errors = vec![0; frames.len()];
-        // SAFETY: both lists have as many entries as is said, and outlive the call.
+        // SAFETY: both lists have as many entries as we say, and outlive the call.
         let mapped = unsafe {
             (self.memory.xenforeignmemory_map)(
                 self.mappings,
@@ -311,7 +313,7 @@ impl Xen {
             let address = unsafe { mapped.cast::<u8>().cast_const().add(at * PAGE_SIZE) };
             each(at, (failed == 0).then_some(address));
         }
-        // SAFETY: it was mapped above, with as many pages, and no address of it is left.
+        // SAFETY: we mapped it above with as many pages, and no address of it is left.
         if unsafe { (self.memory.xenforeignmemory_unmap)(self.mappings, mapped, numbers.len()) } != 0 {
             return Err(error("xenforeignmemory_unmap"));
         }
@@ -321,7 +323,7 @@ impl Xen {
 
 impl Drop for Xen {
     fn drop(&mut self) {
-        // SAFETY: the handles are open, and not used again.
+        // SAFETY: the handles are open, and nothing uses them again.
         unsafe {
             (self.store.xs_close)(self.database);
             (self.memory.xenforeignmemory_close)(self.mappings);
@@ -330,7 +332,7 @@ impl Drop for Xen {
     }
 }
 
-/// What the last call that failed has left in errno.
+/// Reads the errno of the last call that failed.
 fn error(call: &'static str) -> CallError {
     let error = io::Error::last_os_error();
     match error.raw_os_error() {
@@ -354,7 +356,7 @@ impl Hypervisor for Xen {
         loop {
             let mut page = [DomainInfo::default(); DOMAINS_AT_ONCE];
             let most = c_uint::try_from(page.len()).unwrap_or(0);
-            // SAFETY: the list has so many entries of the library's layout.
+            // SAFETY: the list has that many entries of the library's layout.
             let found =
                 unsafe { (self.control.xc_domain_getinfolist)(self.hypervisor, first, most, page.as_mut_ptr()) };
             let Ok(found) = usize::try_from(found) else { return Err(error("xc_domain_getinfolist")) };
@@ -391,7 +393,7 @@ impl Hypervisor for Xen {
         if unsafe { (self.control.xc_physinfo)(self.hypervisor, &raw mut info) } != 0 {
             return Err(error("xc_physinfo"));
         }
-        // SAFETY: it takes the handle only.
+        // SAFETY: it takes only the handle.
         let saved = unsafe { (self.control.xc_sharing_freed_pages)(self.hypervisor) };
         let Ok(saved) = u64::try_from(saved) else { return Err(error("xc_sharing_freed_pages")) };
         // SAFETY: as above.
@@ -433,7 +435,7 @@ impl Hypervisor for Xen {
         for frames in frames.chunks(POPULATED_MOST) {
             let mut types: Vec<c_ulong> = frames.iter().map(|frame| frame.0).collect();
             let number = c_uint::try_from(types.len()).unwrap_or(0);
-            // SAFETY: the list has so many entries, which are replaced by types.
+            // SAFETY: the list has that many entries, and the library replaces them with types.
             let done = unsafe {
                 (self.control.xc_get_pfn_type_batch)(self.hypervisor, domain.0.into(), number, types.as_mut_ptr())
             };
@@ -451,7 +453,8 @@ impl Hypervisor for Xen {
             self.with_mapped(domain, frames, libc::PROT_READ, |at, address| {
                 let at = number * MAPPED_MOST + at;
                 let Some(address) = address else { return see(at, None) };
-                // SAFETY: a page is mapped there. The guest may write to it meanwhile, so it is copied, and never referred to.
+                // SAFETY: a page is mapped there. The guest may write to it meanwhile, so we copy it and never refer to
+                // it.
                 unsafe { ptr::copy_nonoverlapping(address, page.as_mut_ptr(), PAGE_SIZE) };
                 see(at, Some(&page));
             })?;
@@ -460,7 +463,7 @@ impl Hypervisor for Xen {
     }
 
     fn unshare(&mut self, domain: DomainId, frames: &[Gfn]) -> Result<Vec<bool>, CallError> {
-        // The hypervisor gives a page a frame of its own before it lets dom0 map it for writing. Nothing is written.
+        // The hypervisor gives a page its own frame before it lets dom0 map it for writing. We write nothing.
         let mut own = vec![false; frames.len()];
         for (number, frames) in frames.chunks(MAPPED_MOST).enumerate() {
             self.with_mapped(domain, frames, libc::PROT_READ | libc::PROT_WRITE, |at, address| {
@@ -476,7 +479,7 @@ impl Hypervisor for Xen {
         match u32::try_from(found) {
             Ok(found) => Ok(Some(found)),
             Err(_) => match error("xc_memshr_debug_gfn") {
-                // Not shared, not present, or sharing is not allowed for this guest.
+                // Not shared, not present, or the guest may not share.
                 CallError::Unfit => Ok(None),
                 CallError::Other { error, .. } if error.raw_os_error() == Some(libc::ENODEV) => Ok(None),
                 error => Err(error),

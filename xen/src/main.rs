@@ -1,7 +1,7 @@
-//! The program `pagefold-xen`: pagefold for guests of Xen, from dom0.
+//! The program `pagefold-xen`: pagefold for Xen guests, from dom0.
 #![forbid(unsafe_code)]
 
-/// Writes a message to standard error: one line, in which nothing can be obeyed by a terminal.
+/// Writes a message to standard error: one line, with nothing in it that a terminal would obey.
 macro_rules! complain {
     ($($message:tt)*) => { pagefold_text::messages::complain("pagefold-xen", &format!($($message)*)) };
 }

@@ -1,7 +1,8 @@
-//! A model of the hypervisor: what it shares, what it refuses, and where it panics, as `xen/arch/x86/mm/mem_sharing.c` of Xen 4.17 has it.
+//! A model of the hypervisor: what it shares, when it refuses, and where it panics, following
+//! `xen/arch/x86/mm/mem_sharing.c` of Xen 4.17.
 //!
-//! Guests do something before any call: they write, end, give pages back, or have them mapped. The model knows what each page
-//! of a guest must hold, whatever was shared.
+//! Guests may act before any call: they write, end, give pages back, or have them mapped. The model knows the right
+//! contents of each guest page, whatever was shared.
 
 use crate::hypervisor::{
     CallError, Domain, DomainId, Gfn, GuestPage, Handle, Hypervisor, MachineMemory, Nominated, Refusal, See,
@@ -9,10 +10,10 @@ use crate::hypervisor::{
 use pagefold_engine::units::Pages;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// What a page holds: this byte, everywhere.
+/// A page's contents: this byte, everywhere.
 pub type Content = u8;
 
-/// What a guest, or dom0, does before a call.
+/// An action of a guest, or of dom0, before a call.
 #[derive(Clone, Copy, Debug)]
 pub enum Event {
     Write(GuestPage, Content),
@@ -39,7 +40,7 @@ pub struct Model {
     mapped: BTreeSet<GuestPage>,
     names: BTreeMap<DomainId, String>,
     refusing: BTreeSet<DomainId>,
-    /// Guests whose memory is populated on demand, of which nothing is left: they end when it is looked at.
+    /// Guests whose populate-on-demand memory has run out: they end when someone looks at it.
     pub lacking: BTreeSet<DomainId>,
     last_frame_number: u64,
     last_handle: u64,
@@ -49,7 +50,7 @@ pub struct Model {
     pub nominations: u64,
     pub shares: u64,
     pub mappings: u64,
-    /// Frames of which was asked whether they are populated, and how many share them.
+    /// Frames that we've asked about: whether they're populated, and how many share them.
     pub asked: u64,
     pub looked_at: u64,
 }
@@ -77,7 +78,7 @@ impl Model {
         self.attach(page, number);
     }
 
-    /// From now on the guest's memory cannot be shared.
+    /// Makes the guest's memory unshareable from now on.
     pub fn refuse(&mut self, domain: u16) {
         self.refusing.insert(DomainId(domain));
     }
@@ -95,7 +96,7 @@ impl Model {
         self.pages.entry(page).or_insert((number, content)).0 = number;
     }
 
-    /// Takes a page from its frame, which is freed with its last page.
+    /// Takes a page from its frame, and frees the frame with its last page.
     fn detach(&mut self, page: GuestPage) {
         let number = self.pages[&page].0;
         let frame = self.frames.get_mut(&number).unwrap();
@@ -129,7 +130,7 @@ impl Model {
         }
     }
 
-    /// What a write does first. False if the hypervisor has no memory for a copy: the guest waits.
+    /// The first step of a write. False if the hypervisor has no memory for a copy: the guest waits.
     fn make_own(&mut self, page: GuestPage) -> bool {
         let number = self.pages[&page].0;
         let frame = self.frames.get_mut(&number).unwrap();
@@ -148,14 +149,14 @@ impl Model {
         true
     }
 
-    /// Panics if a guest would read something else than what it wrote.
+    /// Panics if a guest would read anything other than what it wrote.
     pub fn check(&self) {
         for (page, (number, known)) in &self.pages {
             assert_eq!(self.frames[number].content, *known, "{page:?} holds what it must not");
         }
     }
 
-    /// The pages that are freed by sharing.
+    /// The pages that sharing has freed.
     pub fn saved(&self) -> u64 {
         self.pages.len() as u64 - self.frames.len() as u64
     }

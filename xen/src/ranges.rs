@@ -1,31 +1,31 @@
-//! Which of a guest's frames are populated, as ranges: what the judgement sees as regions.
+//! Which of a guest's frames are populated, as ranges: the judgement's regions.
 //!
-//! Every 32nd frame is asked for, and the frames between two that differ. A hole or a patch that lies between two that are alike is not found:
-//! pages of a hole are absent when they are read, and a patch is not looked at.
+//! We ask about every 32nd frame, and the frames between two that differ. We don't find a hole or a patch between two
+//! that are alike: reading pages of a hole finds them absent, and nobody looks at a patch.
 
 use crate::hypervisor::{CallError, DomainId, Gfn, Hypervisor};
 use pagefold_engine::units::Pages;
 
-/// The distance of the frames that are asked for.
+/// The distance between the frames that we ask about.
 const STEP: u64 = 32;
-/// Frames asked for at a time.
+/// How many frames we ask about at a time.
 const ASKED: u64 = 1024;
 /// Shorter ranges are pages that the guest shares with dom0.
 const PAGES_MIN: u64 = 64;
-/// A guest can put its memory wherever it likes. It is looked for in twice as many frames as it may have pages, and those below 4 GiB, in
-/// which a guest has a hole for devices. So a guest can hide memory, but not keep pagefold busy.
+/// A guest can put its memory wherever it likes. We search twice as many frames as it may have pages, and the frames
+/// below 4 GiB, where a guest has a hole for devices. So a guest can hide memory, but can't keep pagefold busy.
 const HOLES_MOST: u64 = 1 << 20;
-/// No more ranges are looked at.
+/// We stop after this many ranges.
 const RANGES_MOST: usize = 1024;
 
-/// Neighbouring frames that are populated.
+/// Neighbouring populated frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     pub first: Gfn,
     pub pages: Pages,
 }
 
-/// The end of the frames in which the memory of a guest that may have `most` pages is looked for.
+/// The end of the frames to search for the memory of a guest that may have `most` pages.
 ///
 /// # Errors
 /// If the guest has ended.
@@ -57,7 +57,7 @@ pub fn ranges(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -
         }
         next += ASKED * STEP;
     }
-    // The last frames are behind the last one that was asked for.
+    // The last frames are behind the last frame that we asked about.
     if let Some((last, true)) = before.filter(|_| next >= end) {
         let behind: Vec<u64> = (last + 1..end).collect();
         let edge = ask(hypervisor, domain, &behind)?.into_iter().find(|&(_, is)| !is);
@@ -66,14 +66,14 @@ pub fn ranges(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -
     Ok(found.ranges)
 }
 
-/// Which of these frames are populated.
+/// Asks which of these frames are populated.
 fn ask(hypervisor: &mut impl Hypervisor, domain: DomainId, frames: &[u64]) -> Result<Vec<(u64, bool)>, CallError> {
     let numbers: Vec<Gfn> = frames.iter().copied().map(Gfn).collect();
     let populated = hypervisor.populated(domain, &numbers)?;
     Ok(frames.iter().copied().zip(populated).collect())
 }
 
-/// The ranges found so far, and where the present one began.
+/// The ranges so far, and the start of the current one.
 #[derive(Debug, Default)]
 struct Found {
     ranges: Vec<Range>,
@@ -81,7 +81,7 @@ struct Found {
 }
 
 impl Found {
-    /// From this frame on they are populated, or not any more.
+    /// Notes that frames from this one on are populated, or no longer are.
     fn change(&mut self, frame: u64, is: bool) {
         if is {
             self.begun = Some(frame);
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
     use crate::model::{Event, Model, page};
 
-    /// The ranges found of a guest with these: first frame and end.
+    /// The ranges that we find in a guest with these frames: first frame and end.
     fn found(populated: &[(u64, u64)]) -> Vec<(u64, u64)> {
         let mut model = Model::new(0);
         let last = populated.iter().map(|range| range.1).max().unwrap();

@@ -1,17 +1,19 @@
-//! The order of calls in which pages are shared, so that neither a guest's data nor the hypervisor comes to harm.
+//! The order of calls that shares pages without harming a guest's data or the hypervisor.
 //!
-//! The hypervisor compares nothing. So pages are nominated first, then compared, then shared by the handles of the nominations: a page
-//! that is written in between has lost its handle, and is refused. Nothing that was read before the nominations counts.
+//! The hypervisor compares nothing. So we nominate pages first, then compare them, then share them by the handles of
+//! the nominations: a page that's written in between loses its handle, and the hypervisor refuses it. We never rely on
+//! anything read before the nominations.
 //!
-//! The hypervisor replaces the client's frame in every page that has it, and panics (a lock taken in the wrong order) if one of them
-//! belongs to a guest other than the two that are named. So a client must have its frame alone. Handles are given out by a counter, so a
-//! handle that is newer than all before it belongs to a frame that was nominated just now and has one page. A frame stays such until
-//! it is the source of a share. Of a frame whose handle is older, and not known, nothing is known: it can only be a source. That holds for
-//! everything shared before this run, and only while no other program shares memory on the machine.
+//! The hypervisor replaces the client's frame in every page that has it, and panics (a lock taken in the wrong order)
+//! if one of those pages belongs to a guest other than the two we name. So a client must have its frame alone. Handles
+//! come from a counter, so a handle newer than all before it belongs to a frame that was nominated just now and has one
+//! page. Its frame stays single until it's the source of a share. We know nothing about a frame with an older handle
+//! that we haven't recorded: it can only be a source. This covers everything shared before this run, and holds only
+//! while no other program shares memory on the machine.
 //!
-//! Within one guest, pages are not shared with a frame that another guest has too. A page of that other guest is named as the
-//! source instead, if one is known. It is that page then that is nominated and compared: the one that it stands for may have been
-//! written, and its frame lives on in the others.
+//! Within one guest, we don't share pages with a frame that another guest has too. We name a page of that other guest
+//! as the source instead, if we know one. We then nominate and compare that page: the page that it stands for may have
+//! been written, while its frame lives on in the others.
 
 use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Handle, Hypervisor, Nominated};
 use pagefold_engine::hash::PageBytes;
@@ -22,15 +24,15 @@ use std::collections::BTreeMap;
 /// Pages compared at a time. Mapping one page costs 30 k instructions alone and 4.5 k in batches from 64 on.
 const BATCH: usize = 256;
 
-/// The most frames that are remembered. If there are more, all are forgotten, which makes them sources only.
+/// The most frames that we remember. Beyond this we forget all of them, which makes them sources only.
 const FRAMES_MOST: usize = 1 << 22;
 
-/// Two pages that are said to be equal.
+/// Two pages that the caller says are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pair {
-    /// The page that is replaced.
+    /// The page to replace.
     pub take: GuestPage,
-    /// The page that replaces it.
+    /// The page to keep in its place.
     pub keep: GuestPage,
 }
 
@@ -43,17 +45,17 @@ struct Compared {
     client: Gfn,
 }
 
-/// What is known of a frame.
+/// Our record of a frame.
 #[derive(Debug)]
 enum Frame {
     /// Nominated in this run and no source yet: this page alone has it.
     Single(GuestPage),
-    /// It was a source.
+    /// The frame was a source.
     Source(Sharers),
 }
 
-/// The guests that have a frame, each with a page that had it when it was last heard of. Of a frame that was shared before this run, they
-/// need not be all, but they are two.
+/// The guests that have a frame, each with a page that had it when we last heard of it. If the frame was shared before
+/// this run, we may not know all its guests, but we know two.
 #[derive(Debug, Default)]
 struct Sharers {
     known: Vec<(DomainId, Option<GuestPage>)>,
@@ -73,10 +75,10 @@ impl Sharers {
     }
 }
 
-/// Shares pages. There must be one at a time on a machine.
+/// Shares pages. Only one may run at a time on a machine.
 #[derive(Debug, Default)]
 pub struct Sharer {
-    /// The newest handle seen. `None` until one was given out in this run.
+    /// The newest handle seen. `None` until the hypervisor has given one out in this run.
     newest: Option<Handle>,
     frames: FxHashMap<Handle, Frame>,
     /// The contents of the sources of a batch.
@@ -84,12 +86,12 @@ pub struct Sharer {
 }
 
 impl Sharer {
-    /// One that knows nothing of what was shared before.
+    /// A sharer that knows nothing of earlier shares.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Shares pages with those that are equal to them. Returns what came of each pair.
+    /// Shares pages with pages equal to them. Returns the outcome of each pair.
     pub fn merge(&mut self, hypervisor: &mut impl Hypervisor, pairs: &[Pair]) -> Vec<Merging> {
         if self.frames.len() > FRAMES_MOST {
             self.frames.clear();
@@ -135,7 +137,7 @@ impl Sharer {
         }
     }
 
-    /// Nominates both pages of each pair. Returns the source and the client of those that may be compared.
+    /// Nominates both pages of each pair. Returns the source and the client of each pair that we may compare.
     fn nominate_all(
         &mut self,
         hypervisor: &mut impl Hypervisor,
@@ -144,7 +146,7 @@ impl Sharer {
         results: &mut [Merging],
     ) -> Vec<Option<(Nominated, Nominated)>> {
         let mut named = vec![None; batch.len()];
-        // A page that cannot be nominated costs a call, and nothing would come of its partner.
+        // A page that can't be nominated costs a call, and we couldn't share its partner with it anyway.
         let mut unfit: FxHashMap<GuestPage, Merging> = FxHashMap::default();
         for (number, Pair { take, keep }) in batch.iter().enumerate() {
             if take == keep {
@@ -171,7 +173,7 @@ impl Sharer {
                     return Err(Some(Merging::Shared));
                 }
                 let (source, client) = self.roles(take, keep).ok_or(Some(Merging::Ineligible))?;
-                // A page in place of that which was named may have been written.
+                // The page that stands in for the named one may have been written.
                 let nominated = nominate(self, source.page)?;
                 if nominated != source {
                     self.lose(source);
@@ -182,7 +184,7 @@ impl Sharer {
             match found {
                 Ok(found) => named[number] = Some(found),
                 Err(Some(merging)) => results[number] = merging,
-                // Without memory the rest is not tried.
+                // Without memory we don't try the rest.
                 Err(None) => break,
             }
         }
@@ -190,7 +192,8 @@ impl Sharer {
     }
 
     fn nominate(&mut self, hypervisor: &mut impl Hypervisor, page: GuestPage) -> Result<Handle, CallError> {
-        // The first handle of a run says nothing of its age. That the page was neither nominated nor shared before does.
+        // The first handle of a run tells nothing of its age. If the page was neither nominated nor shared before, we
+        // know it's new.
         let was_shared = self.newest.is_none() && hypervisor.sharers(page)?.is_some();
         let handle = hypervisor.nominate(page)?;
         if !was_shared && self.newest.is_none_or(|newest| handle > newest) {
@@ -200,8 +203,7 @@ impl Sharer {
         Ok(handle)
     }
 
-    /// Compares the very pages that are named, after all of them were nominated, batched by guests. Returns the numbers of the pairs that
-    /// are equal.
+    /// Compares the nominated pages, once all of them are, batched by guests. Returns the numbers of the equal pairs.
     fn compare(
         &mut self,
         hypervisor: &mut impl Hypervisor,
@@ -253,7 +255,7 @@ impl Sharer {
         equal
     }
 
-    /// Shares two pages that were found equal after they were nominated.
+    /// Shares two pages that we found equal after nominating them.
     fn share(
         &mut self,
         hypervisor: &mut impl Hypervisor,
@@ -271,7 +273,7 @@ impl Sharer {
         handles.insert(client.page, source.handle);
         let mut sharers = match self.frames.remove(&source.handle) {
             Some(Frame::Source(sharers)) => sharers,
-            // Of two guests, if it is not known.
+            // If we don't know the frame, it has two guests.
             Some(Frame::Single(_)) | None => Sharers::default(),
         };
         sharers.add(source.page);
@@ -280,7 +282,7 @@ impl Sharer {
         Merging::Merged
     }
 
-    /// Records that a page has not the frame any more that it was known for.
+    /// Records that a page no longer has the frame that we knew it for.
     fn lose(&mut self, lost: Nominated) {
         if let Some(Frame::Source(sharers)) = self.frames.get_mut(&lost.handle) {
             let lost = sharers.known.iter_mut().filter(|(_, page)| *page == Some(lost.page));
@@ -288,7 +290,8 @@ impl Sharer {
         }
     }
 
-    /// The source and the client of a share that is safe, whatever else is shared: the page to keep is the source, if it can be.
+    /// The source and the client of a share that's safe whatever else is shared: the page to keep is the source, if it
+    /// can be.
     fn roles(&self, take: Nominated, keep: Nominated) -> Option<(Nominated, Nominated)> {
         [(keep, take), (take, keep)]
             .into_iter()
@@ -316,7 +319,7 @@ impl Sharer {
     }
 }
 
-/// What came of a page for which a call failed.
+/// The outcome for a page whose call failed.
 fn outcome(error: &CallError) -> Merging {
     match error {
         CallError::Busy | CallError::ClientChanged | CallError::SourceChanged => Merging::Busy,

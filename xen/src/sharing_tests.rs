@@ -43,11 +43,11 @@ fn a_page_is_shared_with_many_in_one_batch_and_within_a_guest() {
 fn pages_of_a_guest_join_a_frame_of_several_through_another_guest() {
     let mut model = model(&[&[7; 3], &[7; 3]]);
     let mut sharer = Sharer::new();
-    // The frame of (1, 0) is one of guest 2 as well, when another page of guest 1 comes.
+    // Guest 2 already has a page with the frame of (1, 0) when another page of guest 1 comes.
     for pairs in [pair((2, 0), (1, 0)), pair((1, 1), (1, 0)), pair((1, 2), (1, 1))] {
         assert_eq!(sharer.merge(&mut model, &[pairs]), [Merging::Merged]);
     }
-    // The page of guest 2 that is known for it is written: then there is none to name.
+    // Guest 2's known page with the frame is written: then there's none to name.
     model.act(Event::Write(page(2, 0), 1));
     model.act(Event::Write(page(1, 2), 7));
     assert_eq!(sharer.merge(&mut model, &[pair((1, 2), (1, 1))]), [Merging::Busy]);
@@ -60,7 +60,8 @@ fn a_page_that_stands_for_another_one_is_compared_itself() {
     let mut model = model(&[&[7, 9], &[7]]);
     let mut sharer = Sharer::new();
     assert_eq!(sharer.merge(&mut model, &[pair((2, 0), (1, 0))]), [Merging::Merged]);
-    // Named and nominated is (1, 0), which then is written, and equal to (1, 1). But it is (2, 0) that is named to the hypervisor.
+    // We name and nominate (1, 0), which is then written and so equals (1, 1). But the page that we name to the
+    // hypervisor is (2, 0).
     model.events = [Event::Nothing, Event::Nothing, Event::Nothing, Event::Write(page(1, 0), 9)].into();
     assert_eq!(sharer.merge(&mut model, &[pair((1, 1), (1, 0))]), [Merging::Differs]);
     model.check();
@@ -75,7 +76,7 @@ fn what_was_shared_before_this_run_is_never_replaced() {
     // Both frames are old. The newer one is no newer than this run.
     assert_eq!(restarted.merge(&mut model, &[pair((2, 0), (2, 1))]), [Merging::Ineligible]);
     assert_eq!(restarted.merge(&mut model, &[pair((3, 1), (1, 0))]), [Merging::Ineligible]);
-    // A page that is new joins either.
+    // A new page joins either.
     assert_eq!(restarted.merge(&mut model, &[pair((3, 0), (1, 0))]), [Merging::Merged]);
     assert_eq!(restarted.merge(&mut model, &[pair((1, 1), (2, 1))]), [Merging::Merged]);
     assert_eq!(restarted.merge(&mut model, &[pair((1, 1), (1, 0))]), [Merging::Ineligible]);
@@ -87,7 +88,7 @@ fn the_page_that_others_were_shared_with_is_kept() {
     let mut model = model(&[&[7; 2], &[7; 2], &[7; 2]]);
     let mut sharer = Sharer::new();
     assert_eq!(sharer.merge(&mut model, &[pair((2, 0), (1, 0))]), [Merging::Merged]);
-    // Named the other way round, it is the new page that is replaced.
+    // If we name them the other way round, the new page is replaced.
     assert_eq!(sharer.merge(&mut model, &[pair((1, 0), (3, 0))]), [Merging::Merged]);
     assert_eq!(model.saved(), 2);
     model.check();
@@ -151,7 +152,7 @@ mod the_model_finds {
     }
 }
 
-/// What happens between two calls, or instead of a merge.
+/// An event between two calls, or in place of a merge.
 #[derive(Clone, Debug)]
 enum Step {
     Merge(Vec<Pair>, Vec<Event>),
@@ -190,7 +191,7 @@ fn steps() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
-    /// No sequence of calls reaches the BUG, and no page that is written between any two of them is shared wrongly.
+    /// No sequence of calls reaches the BUG, and no page written between any two of them is shared wrongly.
     #[test]
     fn whatever_guests_do_the_hypervisor_lives_and_data_is_right(
         contents in prop::collection::vec(0..3_u8, 20),
@@ -220,7 +221,7 @@ proptest! {
                     model.act(Event::Destroy(DomainId(guest)));
                     sharer.forget(DomainId(guest));
                 }
-                // Numbers are given out again only after all others, but the rule does not depend on it.
+                // The hypervisor reuses numbers only after all others, but the rule doesn't depend on that.
                 Step::Create(guest, contents) => {
                     model.act(Event::Destroy(DomainId(guest)));
                     model.create(guest, "guest", &contents);

@@ -4,30 +4,31 @@ use crate::hypervisor::{CallError, Domain, DomainId, Gfn, GuestPage, Hypervisor}
 use crate::ranges::end;
 use pagefold_engine::units::{Pages, count};
 
-/// Pages given back between two looks at what is left.
+/// Pages to give back before we look again at the memory left.
 const BATCH: usize = 256;
-/// Frames looked at before the hypervisor is asked whether any of the guest's pages is still shared.
+/// Frames to look at before we ask the hypervisor whether any of the guest's pages is still shared.
 const ASK_AFTER: u64 = 4_096;
 
-/// What was given back to a guest.
+/// The pages that we gave back to a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GivenBack {
     /// Pages that were shared and are the guest's own.
     pub pages: Pages,
-    /// Pages that are still shared, because less would have been left than was to be.
+    /// Pages that are still shared, because too little memory would have been left.
     pub left: Pages,
 }
 
-/// Gives back all shared pages of a guest. `keep` is the memory that the hypervisor is to have left.
+/// Gives back all shared pages of a guest, as long as the hypervisor has `keep` memory left.
 ///
 /// # Errors
-/// If the guest has ended, or the hypervisor does not tell what it has left.
+/// If the guest has ended, or the hypervisor doesn't tell how much it has left.
 pub fn unshare(hypervisor: &mut impl Hypervisor, guest: &Domain, keep: Pages) -> Result<GivenBack, CallError> {
     let domain = guest.id;
     let mut given = GivenBack::default();
     let mut batch = Batch::default();
-    // All frames until all shared pages are found, not the ranges: a guest may have given the memory around them back. Where it
-    // has written to one, which is its own again, not all are found, and there may be holes of a million frames behind them.
+    // We look at all frames until we've found all shared pages, not only at ranges: a guest may have given back the
+    // memory around them. If the guest writes to a shared page, the page becomes its own, so we don't find them all,
+    // and there may be holes of a million frames behind them.
     let (mut frames, mut found) = ((0..end(hypervisor, domain, guest.most)?).map(Gfn), Pages(0));
     while found < guest.shared {
         let Some(frame) = frames.next() else { break };
@@ -40,7 +41,7 @@ pub fn unshare(hypervisor: &mut impl Hypervisor, guest: &Domain, keep: Pages) ->
         let Some(sharers) = hypervisor.sharers(GuestPage { domain, frame })? else { continue };
         found += Pages(1);
         batch.frames.push(frame);
-        // A page that has its frame alone is the guest's own again without a copy.
+        // A page that has its frame alone becomes the guest's own again without a copy.
         batch.copies += u64::from(sharers > 1);
         if batch.frames.len() == BATCH {
             give_back(hypervisor, domain, std::mem::take(&mut batch), keep, &mut given)?;
@@ -55,7 +56,7 @@ fn shared_now(hypervisor: &mut impl Hypervisor, domain: DomainId) -> Result<Page
     guest.map(|guest| guest.shared).ok_or(CallError::Ended)
 }
 
-/// Pages to give back, and how many copies that takes.
+/// The pages to give back, and how many of them need a copy.
 #[derive(Debug, Default)]
 struct Batch {
     frames: Vec<Gfn>,
@@ -141,7 +142,7 @@ mod tests {
     #[test]
     fn what_a_guest_has_hidden_since_is_given_back() {
         let mut model = shared(1000);
-        // Patches of eight pages are left, which are no ranges.
+        // Patches of eight pages are left, too short for ranges.
         for frame in (0..1024).filter(|frame| frame % 64 >= 8) {
             model.act(Event::Release(page(2, frame)));
         }

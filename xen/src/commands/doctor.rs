@@ -1,4 +1,4 @@
-//! `pagefold-xen doctor`: whether memory of these guests can be shared, and what to change if not.
+//! `pagefold-xen doctor`: whether these guests can share memory, and the changes to make if they can't.
 
 use super::{ScopeArgs, open};
 use pagefold::commands::doctor;
@@ -83,7 +83,7 @@ fn judge(xen: &mut impl Hypervisor, guests: &[Selected], findings: &mut Vec<Find
     }
 }
 
-/// What keeps the memory of a guest from being shared. Sharing is allowed for a moment, which tells what the hypervisor thinks of it, unless
+/// Finds out why a guest can't share memory. We allow sharing for a moment to learn the hypervisor's opinion, unless
 /// that could disturb another pagefold.
 fn of_guest(xen: &mut impl Hypervisor, guest: &InScope, busy: bool) -> (Finding, bool) {
     let who = format!("guest {} ({})", printable(guest.name.as_bytes()), guest.domain.id);

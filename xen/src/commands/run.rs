@@ -64,7 +64,7 @@ pub struct RunArgs {
 }
 
 impl RunArgs {
-    /// The same as those of `pagefold run`.
+    /// The same as the options of `pagefold run`.
     fn of_daemon(&self) -> Args {
         Args {
             options: self.options.clone(),
@@ -77,7 +77,7 @@ impl RunArgs {
     }
 }
 
-/// Runs until it is stopped, and returns the exit code.
+/// Runs until something stops it, and returns the exit code.
 pub fn run(own: &RunArgs) -> Result<u8> {
     messages::never_wait("pagefold-xen");
     let stop = Arc::new(AtomicBool::new(false));
@@ -109,7 +109,7 @@ pub fn run(own: &RunArgs) -> Result<u8> {
     let history = place::of_run((settings.history.as_deref(), "history"), args.dry_run, HistoryFile::open)?;
     let config = Config { mechanism: Mechanism::Request, ..settings.config.clone() };
     let mut active = ActiveSettings::new(args, settings)?;
-    // What is left to do needs what is open only.
+    // From here on we only need files that are already open.
     preflight::give_up_rights(&[])?;
     messages::start().context("cannot start the thread for messages")?;
     let clock = LiveClock::new(stop.clone(), woken.clone());
@@ -190,7 +190,7 @@ fn main_loop(
     })
 }
 
-/// Reports a guest that is left alone.
+/// Reports a guest that we leave alone.
 fn leave_alone(active: &mut ActiveSettings<'_>, progress: &mut Progress, left: pagefold_xen::host::LeftAlone) {
     let (pid, name) = (i32::from(left.domain.0), printable(left.name.as_bytes()));
     progress.say_of_programs(&format!("guest {name} ({pid}) is left alone: {}", left.why));
@@ -210,7 +210,7 @@ fn owner(guest: &Guest) -> Owner {
     }
 }
 
-/// Whether a selector, `--all` or a number, is for a guest.
+/// Whether a selector (`--all` or a number) is for a guest.
 fn fits(selector: &Selector, guest: &Guest) -> bool {
     *selector == Selector::All || *selector == Selector::Pid(guest.known.domain.id.0.into())
 }

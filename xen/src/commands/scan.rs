@@ -19,12 +19,12 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 
-/// What the memory of a guest is called in the tables.
+/// The tables' name for guest memory.
 const KIND: &str = "guest memory";
-/// Pages read at a time.
+/// Pages to read at a time.
 const BATCH: usize = 256;
 
-/// A guest, and what is known of it before its pages are read.
+/// A guest, and what we know of it before we read its pages.
 struct Surveyed {
     guest: InScope,
     ranges: Vec<Range>,
@@ -69,10 +69,10 @@ fn scan(args: &ScanArgs) -> Result<ScanReport, Exit> {
         };
         surveyed.push(Surveyed { guest, ranges, left_out });
     }
-    // If pages are shared already, which they are shows when they are read, with one call for each.
+    // We only learn which pages are already shared by reading them: one hypercall each.
     let shared: Vec<Pages> = surveyed.iter().map(|surveyed| surveyed.guest.domain.shared).collect();
     let seed = args.seed.unwrap_or_else(|| RandomState::new().hash_one(0));
-    // The hypervisor counts frames for all guests together only.
+    // The hypervisor counts frames only for all guests together.
     let memory = xen.memory().map_err(|error| call(&error))?;
     let frames_per_page = memory.frames.0 as f64 / (memory.frames + memory.saved).0.max(1) as f64;
     let mut cells = Vec::new();

@@ -11,8 +11,8 @@ use pagefold_text::style;
 use pagefold_xen::hypervisor::Hypervisor;
 use pagefold_xen::unshare::unshare;
 
-/// This part of the machine's memory is left, whatever is still shared then: guests that write to shared pages wait for memory where
-/// there is none.
+/// We keep this part of the machine's memory, even if pages stay shared: guests that write to shared pages wait for
+/// memory when there's none.
 const KEEP_PART: u64 = 64;
 
 #[derive(Clone, Debug, clap::Args)]
