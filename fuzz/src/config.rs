@@ -2,8 +2,8 @@
 
 use pagefold::config::config_file::parse;
 
-/// A configuration: errors are one printable line that begins with the name of the file, and a valid configuration does
-/// not change when it is added to itself.
+/// A configuration: errors are one printable line that begins with the name of the file, and adding a valid
+/// configuration to itself doesn't change it.
 pub fn config(text: &[u8]) {
     let Ok(text) = std::str::from_utf8(text) else { return };
     match parse(text, "FILE") {

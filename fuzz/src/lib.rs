@@ -1,8 +1,8 @@
-//! Properties of the parsers that hold for any input.
+//! Properties that the parsers keep for any input.
 //!
-//! Each function parses arbitrary bytes and panics if a property is violated: nothing panics or overflows, no line is
-//! dropped silently, printed values parse back to the same. The fuzz targets call them with generated
-//! inputs, and the tests with the inputs found so far, on any toolchain.
+//! Each function parses arbitrary bytes and panics if a parser violates a property: nothing panics or overflows, no
+//! line is dropped silently, printed values parse back to the same. The fuzz targets call them with generated inputs,
+//! and the tests with the inputs found so far, on any toolchain.
 
 mod config;
 /// The private parsers of the crates.

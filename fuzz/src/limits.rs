@@ -5,7 +5,7 @@ use pagefold_engine::units::Permyriad;
 use pagefold_procmem::os::pressure::{parse_meminfo, parse_pressure};
 use std::path::{Component, Path};
 
-/// `/proc/PID/cgroup`: UTF-8 paths are kept byte for byte, and no path leads out of the cgroup mount.
+/// `/proc/PID/cgroup`: UTF-8 paths stay the same byte for byte, and no path leads out of the cgroup mount.
 pub fn cgroup(text: &[u8]) {
     let cgroups = fuzzing::cgroups(text);
     if let Ok(text) = std::str::from_utf8(text) {
@@ -24,7 +24,7 @@ pub fn cgroup(text: &[u8]) {
     }
 }
 
-/// `/proc/PID/ksm_stat`: values are whole pages, and fields are found among any others.
+/// `/proc/PID/ksm_stat`: values are whole pages, and we find the fields among any others.
 pub fn ksm_stat(text: &[u8]) {
     let (_, zero_kib) = fuzzing::ksm_stat(text);
     assert!(zero_kib % 4 == 0 || zero_kib == u64::MAX);
@@ -35,7 +35,7 @@ pub fn ksm_stat(text: &[u8]) {
     }
 }
 
-/// `/proc/meminfo` and `memory.stat`: values in KiB print and parse back, and bytes do not overflow.
+/// `/proc/meminfo` and `memory.stat`: values in KiB print and parse back, and bytes don't overflow.
 pub fn meminfo(text: &[u8]) {
     if let Ok((total, available, swap)) = parse_meminfo(text) {
         let kib = [available, total, swap].map(|pages| pages.0 * 4);
@@ -63,7 +63,7 @@ pub fn pressure(text: &[u8]) {
     assert_eq!(parse_pressure(printed.as_bytes()), Ok(share));
 }
 
-/// `/proc/vmstat`: the counter is found among any others.
+/// `/proc/vmstat`: we find the counter among any others.
 pub fn vmstat(text: &[u8]) {
     let text = String::from_utf8_lossy(text);
     let copies = fuzzing::cow_ksm(&text);

@@ -6,8 +6,8 @@ use pagefold_host::regions::{follow, stretches};
 use pagefold_procmem::maps::{Perms, Vma, VmaDetail, kind_of, parse_maps, parse_smaps};
 use std::collections::BTreeSet;
 
-/// `/proc/PID/maps`: no line is dropped; mappings ascend; printed in the kernel's
-/// format they parse back to the same; and the injector's parser agrees.
+/// `/proc/PID/maps`: no line is dropped; mappings ascend; printed in the kernel's format they parse back to the same;
+/// and the injector's parser agrees.
 pub fn maps(text: &[u8]) {
     let Ok(vmas) = parse_maps(text) else { return };
     assert_eq!(vmas.len(), text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()).count());
@@ -29,7 +29,7 @@ pub fn maps(text: &[u8]) {
 }
 
 /// `/proc/PID/smaps`: as for maps; counters print and parse back; and regions ascend, contain exactly the mappings that
-/// are not excluded, and keep their keys.
+/// aren't excluded, and keep their keys.
 pub fn smaps(text: &[u8]) {
     let Ok(details) = parse_smaps(text) else { return };
     assert_ascending(details.iter().map(|detail| &detail.vma));

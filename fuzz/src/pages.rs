@@ -6,7 +6,7 @@ use pagefold_procmem::pagemap::{Categories, PagemapEntry};
 use std::path::Path;
 
 /// Entries, ranges and frames from arbitrary words: a private page is present, mapped once and anonymous; only present
-/// pages have frames; a range contains the pages between its addresses; and each frame is looked up once, in ascending
+/// pages have frames; a range contains the pages between its addresses; and we look up each frame once, in ascending
 /// order.
 pub fn pagemap(bytes: &[u8]) {
     let words: Vec<u64> =

@@ -58,8 +58,8 @@ pub fn statm(text: &[u8]) {
     assert_eq!(fuzzing::statm(format!("{mapped} {resident} 1 2 3 {data} 0\n").as_bytes()), Ok(sizes));
 }
 
-/// `/proc/PID/task/TID/syscall`: prints and parses back, and only threads that run, sleep or are stopped by job control are
-/// chosen for injection.
+/// `/proc/PID/task/TID/syscall`: prints and parses back, and we choose only threads that run, sleep or are stopped by
+/// job control for injection.
 pub fn syscall(text: &[u8]) {
     for state in [b'R', b'S', b'T', b'D', b'Z', b'X', b't', b'I', b'P'] {
         let Ok((blocked, chosen)) = activity(text, state) else { return };
@@ -77,7 +77,7 @@ pub fn syscall(text: &[u8]) {
     }
 }
 
-/// Command lines and files in which owners opt out: whatever precedes it, the last word counts.
+/// Command lines and files that opt a program out: the last word counts, whatever precedes it.
 pub fn opt_outs(text: &[u8]) {
     let machine = "-machine mem-merge=off";
     let then = |more: &[u8]| [text, more].concat();

@@ -9,7 +9,8 @@ use pagefold_host::check::facts::Release;
 use std::fmt::Display;
 use std::str::FromStr;
 
-/// Counters, knobs and choices below `/sys/kernel/mm/ksm`: numbers print and parse back, and a choice is a part of the text.
+/// Counters, knobs and choices below `/sys/kernel/mm/ksm`: numbers print and parse back, and a choice is a part of the
+/// text.
 pub fn ksm_files(text: &[u8]) {
     if let Some(number) = fuzzing::ksm_number::<u64>(text) {
         assert_eq!(fuzzing::ksm_number(format!("{number}\n").as_bytes()), Some(number));
@@ -38,7 +39,7 @@ pub fn machine(bytes: &[u8]) {
     let _ = fuzzing::node_kib(&text, "Node 0 MemFree");
     let (numbers, meets) = fuzzing::list(&text);
     assert!(numbers == 0 || meets);
-    // Parts of the block lie in it and do not overlap.
+    // Parts of the block lie in it and don't overlap.
     let mut end = 32_768;
     for (first, frames) in fuzzing::block_of_two(&text) {
         assert!(first >= end && frames > 0);
@@ -47,7 +48,8 @@ pub fn machine(bytes: &[u8]) {
     assert!(end <= 65_536);
 }
 
-/// Names of governors, placements and presets: accepted only if spelt exactly, and otherwise refused in one line.
+/// Names of governors, placements and presets: the parser accepts an exact spelling only, and refuses others in one
+/// line.
 pub fn names(text: &[u8]) {
     let Ok(text) = std::str::from_utf8(text) else { return };
     assert_named::<Governor>(text);

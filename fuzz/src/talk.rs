@@ -6,12 +6,13 @@ use pagefold_ksm::state_file::State;
 use protocol::{ControlState, REQUEST_MOST, Refusal, Request};
 use std::time::Duration;
 
-// The program is no library, and this is all of it that reads what others write.
+// The program isn't a library, and this is all of it that reads what others write.
 #[allow(dead_code)]
 #[path = "../../crates/pagefold/src/control/protocol.rs"]
 mod protocol;
 
-/// The state file: prints and parses back; every changed knob has an original value; and recorded values are recognised.
+/// The state file: prints and parses back; every changed knob has an original value; and recorded values are
+/// recognised.
 pub fn state_file(text: &[u8]) {
     let Ok(mut state) = State::parse(text) else { return };
     let printed = serde_json::to_vec_pretty(&state).expect("plain strings and numbers");

@@ -1,4 +1,4 @@
-//! Runs every target on the inputs found by fuzzing and on long inputs.
+//! Runs every target on the inputs that fuzzing found, and on long inputs.
 
 use pagefold_fuzz::{TARGETS, Target};
 use pagefold_procmem::os::cpu::own_cpu_ns;
@@ -59,8 +59,8 @@ fn mappings(counters: bool) -> Vec<u8> {
 #[test]
 fn parsing_time_is_not_quadratic() {
     const MIB: usize = 1 << 20;
-    // Of CPU time, that of the other tests here included. Measured: 1.5 s at most, for 65,529 mappings in smaps. Quadratic time
-    // would be minutes.
+    // CPU time, which includes the other tests here. Measured: 1.5 s at most, for 65,529 mappings in smaps. Quadratic
+    // time would be minutes.
     const LIMIT: Duration = Duration::from_secs(10);
     let timed = |name: &str, target: Target, text: &[u8]| {
         let start_ns = own_cpu_ns();

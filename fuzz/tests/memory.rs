@@ -1,6 +1,7 @@
-//! How much memory the parsers take for what targets make of the files in `/proc`: 100 MB of each, far more than the kernel
-//! lets a process cause. The text itself is not counted. The bound is 1 MiB, except for parsers that collect names or lines:
-//! theirs is what they take, so that it does not grow. And what happens if there is no memory for one of their allocations.
+//! How much memory the parsers take for files in `/proc` that targets have blown up: 100 MB of each, far more than the
+//! kernel lets a process cause. We don't count the text itself. The bound is 1 MiB, except for parsers that collect
+//! names or lines: their bound is the memory that they take today, so that it doesn't grow. We also let each of their
+//! allocations fail.
 #![allow(unsafe_code, reason = "an allocator that counts and fails")]
 
 use pagefold_fuzz::fuzzing;
@@ -23,7 +24,7 @@ static MOST: AtomicUsize = AtomicUsize::new(0);
 /// Allocations until one fails.
 static LEFT: AtomicUsize = AtomicUsize::new(usize::MAX);
 
-// SAFETY: all requests are passed on to the system's allocator unchanged, or fail.
+// SAFETY: we pass all requests on to the system's allocator unchanged, or fail.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let held = HELD.fetch_add(layout.size(), Relaxed) + layout.size();
@@ -31,13 +32,13 @@ unsafe impl GlobalAlloc for Counting {
         if LEFT.fetch_sub(1, Relaxed) == 0 {
             return std::ptr::null_mut();
         }
-        // SAFETY: as promised by the caller.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         HELD.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: as promised by the caller.
+        // SAFETY: the caller keeps this function's contract.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -45,7 +46,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// The most memory held at once by a call, apart from what was held before.
+/// The most memory that a call holds at once, apart from what was held before.
 fn most_held(call: impl FnOnce()) -> usize {
     let before = HELD.load(Relaxed);
     MOST.store(before, Relaxed);
@@ -136,8 +137,9 @@ fn parsers_take_little_memory_for_any_text() {
     assert!(broken.is_empty(), "{}", broken.join("\n"));
 }
 
-/// Each allocation of each parser fails once, in a process of its own: this one again, with the case and the allocation as its
-/// environment. It ends by abort, as if it had been killed, and does not crash, stall or go on with half of the text.
+/// Each allocation of each parser fails once, in its own process: this one again, with the case and the allocation as
+/// its environment. It ends by abort, as if it had been killed, and doesn't crash, stall or go on with half of the
+/// text.
 #[test]
 fn an_allocation_that_fails_ends_the_process() {
     const CASE: &str = "PAGEFOLD_FAILING_ALLOCATION";
