@@ -33,7 +33,7 @@ use world::{World, exact_saving};
 pub const BAR_OF_BEST: f64 = 0.9;
 pub const BAR_MORE: f64 = 0.15;
 
-/// What to simulate.
+/// The fleets to simulate, and how.
 #[derive(Clone, Copy, Debug)]
 pub struct FleetOptions {
     pub hosts: u32,

@@ -7,7 +7,7 @@
 //! | [`record`] | the file format of a record: the content of every page, snapshot by snapshot |
 //! | [`recorder`] | records of running programs |
 //! | [`generate`] | generated records of the papers' workloads |
-//! | [`script`], [`replay`], [`table`] | a record as a script for the simulator, every algorithm on it, the comparison |
+//! | [`script`], [`replay`], [`table`] | a record as a simulator script, every algorithm on it, the comparison |
 //! | [`uksmd`], [`partial_hash`] | UKSM's scanner in virtual time, and its hashes of part of a page |
 //! | [`scale`] | simulated memories of up to a tebibyte |
 //! | [`sketch_error`] | how well sketches tell the contents that programs have in common |

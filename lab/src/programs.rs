@@ -144,7 +144,7 @@ impl Server {
             .stdin(input)
             .stdout(output.try_clone()?)
             .stderr(output)
-            // A process group of its own: on Ctrl-C the experiment ends its servers itself.
+            // A separate process group: on Ctrl-C the experiment ends its servers itself.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {}", command.get_program().to_string_lossy()))?;

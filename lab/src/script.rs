@@ -128,7 +128,7 @@ pub fn script(record: &Record) -> Scripted {
     Scripted { script: steps.into(), ends_ns, pages, forked }
 }
 
-/// The pages present during the conversion, and the frames of those shared through fork.
+/// The pages present during the conversion, and the frames of pages shared through fork.
 #[derive(Default)]
 struct KnownPages {
     pages: FxHashMap<(u32, u64), Known>,

@@ -85,7 +85,7 @@ impl Overall {
     }
 }
 
-/// The programs of a record at some time, without those that hold nothing.
+/// The programs of a record at some time, without the ones that hold nothing.
 pub fn held(state: &State) -> Vec<Held> {
     let programs = state.processes.iter().map(|(process, row)| {
         let regions = state.regions.values().filter(|region| region.row.process == *process);

@@ -168,7 +168,7 @@ fn processes_that_enter_the_scope_are_recorded() {
     if !can_record() {
         return;
     }
-    // A unique name, so that tenants of other tests are not in scope.
+    // A unique name, so that tenants of other tests aren't in scope.
     let place = tempfile::tempdir().unwrap();
     let copy = place.path().join("tenant-that-joins");
     fs::copy(program(), &copy).unwrap();

@@ -65,7 +65,7 @@ pub struct BenchArgs {
     pub emulated: bool,
 }
 
-/// Runs the experiments. The exit code is 1 if a bar was missed or something could not be measured.
+/// Runs the experiments. The exit code is 1 if an experiment missed a bar or we couldn't measure something.
 pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
     if args.list {
         print!("{}", table::list(&EXPERIMENTS));
@@ -75,7 +75,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         EXPERIMENTS.iter().filter(|experiment| args.in_guest.is_some() || can_run(experiment)).collect()
     } else {
         let mut named = args.names.iter().map(|name| experiment(name)).collect::<Result<Vec<_>, Exit>>()?;
-        // Twice the same would be the same repetition.
+        // The same experiment named twice would be the same repetition.
         let mut seen = BTreeSet::new();
         named.retain(|experiment| seen.insert(experiment.name));
         named
@@ -127,7 +127,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
             if !to_stdout {
                 println!("{}", table::report(&report));
             }
-            // One that failed altogether is measured again next time.
+            // If an experiment failed altogether, we measure it again next time.
             let failed = report.failures.iter().any(|failure| failure.policy == WHOLE);
             if let Some(store) = store.as_ref().filter(|_| !failed) {
                 finished.push(store.add(step.repetition, began.elapsed(), &report)?);
@@ -174,8 +174,8 @@ impl<'a> Store<'a> {
     }
 }
 
-/// Says on standard error what comes, and when all will be finished. A line of its own, because experiments report their
-/// progress there, too.
+/// Announces on standard error the next experiment, and when all will be finished. This gets its own line, because
+/// experiments report their progress there, too.
 fn announce(at: usize, of: usize, step: &Step, known: bool, left: Option<Duration>) {
     let Step { experiment, repetition } = step;
     let what = if known { ", is there already" } else { "" };
@@ -185,7 +185,7 @@ fn announce(at: usize, of: usize, step: &Step, known: bool, left: Option<Duratio
     eprintln!("{} of {of}: {}, repetition {repetition}{what}{left}", at + 1, experiment.name);
 }
 
-/// Says on standard error what is left out of a run of all.
+/// Reports on standard error the experiments that a run of all leaves out.
 fn can_run(experiment: &Experiment) -> bool {
     let lacks = experiment.lacks();
     lacks.inspect(|lacks| eprintln!("{} is left out: {lacks}", experiment.name)).is_none()

@@ -1,4 +1,4 @@
-//! `pagefold-lab sketch-error`: how well sketches tell what the programs of a record have in common.
+//! `pagefold-lab sketch-error`: how well sketches tell which contents the programs of a record have in common.
 
 use crate::columns::table;
 use crate::record::{RecordReader, State};

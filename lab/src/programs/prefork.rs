@@ -59,7 +59,7 @@ impl Prefork {
         }
     }
 
-    /// Starts a master with this many workers in a directory of its own. The first of the targets is the master.
+    /// Starts a master with this many workers in its own directory. The first of the targets is the master.
     pub fn start(self, scratch: &Path, held: &HeldFile, workers: usize) -> anyhow::Result<Vec<Box<dyn Target>>> {
         let dir = scratch.join(self.name().replace(' ', ""));
         fs::create_dir_all(&dir)?;

@@ -33,7 +33,7 @@ pub struct Race {
     /// Sleep between batches, milliseconds.
     pub sleep_ms: u32,
     pub trees: u16,
-    /// Costs in per cent of those measured with little memory.
+    /// Costs in per cent of our measurements with little memory.
     pub cost_percent: u64,
     /// Pages per simulated page.
     #[serde(rename = "grain")]
