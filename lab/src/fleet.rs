@@ -100,7 +100,6 @@ impl FleetOutcome {
     }
 }
 
-/// Simulates one fleet.
 pub fn simulate(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> FleetOutcome {
     show("making workloads");
     let world = World::new(mix, options);

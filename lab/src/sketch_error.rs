@@ -45,7 +45,6 @@ pub struct Pair {
     pub largest_error: f64,
 }
 
-/// All pairs.
 #[derive(Clone, Debug, Serialize)]
 pub struct Comparison {
     pub schema: &'static str,

@@ -60,7 +60,6 @@ pub enum XenError {
 /// Something to report.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeftAlone {
-    /// The guest.
     pub domain: DomainId,
     pub name: String,
     pub why: String,
@@ -160,7 +159,6 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         }
     }
 
-    /// The guests in scope.
     pub fn guests(&self) -> impl Iterator<Item = &Guest> {
         self.guests.values()
     }
@@ -174,7 +172,6 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         &self.trusts
     }
 
-    /// Xen's own figures.
     pub fn figures(&self) -> XenFigures {
         XenFigures { memory: self.memory, shares: self.shares }
     }

@@ -21,7 +21,6 @@ pub struct Gfn(pub u64);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestPage {
-    /// The guest.
     pub domain: DomainId,
     pub frame: Gfn,
 }
@@ -35,7 +34,6 @@ pub struct Handle(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nominated {
     pub page: GuestPage,
-    /// The handle of its frame.
     pub handle: Handle,
 }
 
@@ -43,7 +41,6 @@ pub struct Nominated {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(clippy::struct_excessive_bools)] // independent facts
 pub struct Domain {
-    /// Its number.
     pub id: DomainId,
     /// The toolstack's name for the guest: a UUID.
     pub uuid: [u8; 16],

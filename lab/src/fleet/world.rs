@@ -54,7 +54,6 @@ impl<'a> World<'a> {
         world
     }
 
-    /// The next workload.
     pub fn make(&mut self, host: u32) -> Instance {
         self.next += 1;
         Instance { kind: self.mix.choose(&mut self.random), number: self.next, host }

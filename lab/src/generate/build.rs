@@ -20,7 +20,6 @@ const COMPILER: u64 = 12;
 const SOURCE_PAGES: usize = 4;
 const OBJECT_PAGES: usize = 6;
 
-/// Concurrent compilers.
 const JOBS: usize = 2;
 /// Mean duration of a compilation.
 const JOB_NS: u64 = 3 * NS_PER_S / 2;

@@ -23,7 +23,6 @@ pub struct Layout {
 
 /// A guest's work.
 pub trait Work {
-    /// The composition of the guest's memory.
     fn layout(&self) -> Layout;
 
     /// Does one step of the boot.

@@ -27,8 +27,7 @@ const REST: Duration = Duration::from_secs(10);
 pub trait Subjects: Send {
     fn pids(&self) -> Vec<i32>;
 
-    /// Does the work that's due at `elapsed` after the start of the record. The recorder calls this about once a
-    /// second.
+    /// Does the work that's due at `elapsed` after the start of the record. Called about once a second.
     fn advance(&mut self, elapsed: Duration) -> anyhow::Result<()>;
 
     /// Checks that the programs have done their work.

@@ -31,7 +31,6 @@ pub(super) struct Search {
     costs: Costs,
     granularity: Granularity,
     zero_pages: bool,
-    /// The cost of hashing a page.
     pub(super) hash_ns: u64,
     /// `T_rs`: the merged frame of each content.
     merged: FxHashMap<u64, u32>,

@@ -11,7 +11,6 @@ pub fn example(name: &str) -> PathBuf {
     own.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples").join(name)
 }
 
-/// Runs `pagefold-lab` to its end.
 pub fn lab(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagefold-lab")).args(args).stdin(Stdio::null()).output().unwrap()
 }
