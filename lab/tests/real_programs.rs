@@ -115,7 +115,7 @@ fn clones_are_merged(report: &Value) {
     }
 }
 
-/// The load on a server beside each policy.
+/// How a server fares beside each policy.
 fn neighbours_are_measured(report: &Value) {
     for policy in ["no merging", "pagefold", "ksm-1000/20ms"] {
         for when in ["while merging", "at rest"] {
