@@ -113,6 +113,7 @@ lab-test:
 	@scripts/setup lab
 	cd lab && $(CARGO) fmt --all --check
 	cd lab && $(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	cd lab && $(CARGO) build --workspace --locked --examples
 	cd lab && PAGEFOLD_NO_SKIP=1 $(CARGO) test --workspace --locked --lib --bins --examples $(LAB_TESTS:%=--test %)
 
 # The experiments, each once, and simulated ksmd against the real one.
