@@ -50,9 +50,6 @@ const VISIT_SHARE: Permyriad = Permyriad(20);
 /// We visit merged pages once at least this many were copied in one round.
 const BROKEN_MIN: u64 = 16;
 
-/// While we're reading memory, we only count the saving again once the last count is this old, nanoseconds.
-const COUNT_LATE_NS: u64 = 10_000_000_000;
-
 /// Our knowledge and decisions during one run.
 #[derive(Debug)]
 pub struct Engine {
@@ -72,8 +69,6 @@ pub struct Engine {
     saving: SavingCounter,
     /// Whether the last cycle counted the saving.
     has_counted: bool,
-    /// KSM's saving on the whole machine when the run began, if the host can't show us frames.
-    machine_before: Option<Pages>,
     reserve: Reserve,
     headroom: Headroom,
     relief: Relief,
@@ -125,12 +120,12 @@ pub struct Cycle {
 /// Host errors that we can't continue from.
 pub fn count_saving<H: Host>(engine: &mut Engine, host: &mut H) -> Result<(), H::Error> {
     let snapshot = host.observe()?;
+    // Whatever else that plans is not read any more.
+    engine.plan(snapshot);
     engine.saving.count_now();
-    let plan = SamplePlan { runs: Vec::new(), ..engine.plan(snapshot) };
-    let samples = host.read(&plan)?;
-    if engine.saving.is_asking() {
-        engine.record_saving(&samples);
-    }
+    let inspect = engine.plan_count();
+    let samples = host.read(&SamplePlan { inspect, count: true, ..SamplePlan::default() })?;
+    engine.record_saving(&samples);
     Ok(())
 }
 
@@ -167,7 +162,6 @@ impl Engine {
             requests: Requests::default(),
             saving: SavingCounter::default(),
             has_counted: false,
-            machine_before: None,
             reserve: Reserve::default(),
             headroom: Headroom::default(),
             relief: Relief::default(),
@@ -233,13 +227,7 @@ impl Engine {
             return Vec::new();
         }
         let busy = self.is_busy();
-        // Counting takes some milliseconds, so while we read, we let the count grow old for a bit.
-        let now_ns = self.snapshot.now_ns;
-        let is_fresh = self.saving.latest().is_some_and(|latest| now_ns < latest.counted_ns + COUNT_LATE_NS);
-        if self.reading.foreground && is_fresh {
-            return Vec::new();
-        }
-        self.saving.plan(&self.table, now_ns, busy)
+        self.saving.plan(&self.table, self.snapshot.now_ns, busy, self.reading.foreground)
     }
 
     /// Pages we need if programs write to every merged one. With marks we use KSM's counters: ksmd corrects them as it
@@ -356,13 +344,11 @@ impl Engine {
         if limits_were_read {
             self.look_at_headroom();
         }
-        let machine = self.snapshot.ksm.saved();
         if !self.snapshot.shows_frames {
-            let before = *self.machine_before.get_or_insert(machine);
-            self.saving.adopt(machine.saturating_sub(before), machine, now_ns);
+            self.saving.adopt_counter(self.snapshot.ksm.saved(), now_ns);
             self.record_counted();
         } else if self.snapshot.ksm.merged() == Pages(0) {
-            self.saving.adopt(Pages(0), Pages(0), now_ns);
+            self.saving.adopt_none(now_ns);
             self.record_counted();
         }
         self.look_at_reserve();

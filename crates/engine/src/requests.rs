@@ -77,17 +77,7 @@ impl Requests {
 
     /// Records that we keep another page for a content, because the old one no longer has it.
     pub fn leave_behind(&mut self, digest: Digest) {
-        if self.left_behind.len() >= LEFT_MOST {
-            self.left_behind.clear();
-        }
-        self.left_behind.insert(digest.fingerprint());
-    }
-
-    fn note_difference(&mut self, digest: Digest) {
-        if self.differing.len() >= LEFT_MOST {
-            self.differing.clear();
-        }
-        self.differing.insert(digest.fingerprint());
+        remember(&mut self.left_behind, digest);
     }
 
     /// We've sampled all pages about once since the last call.
@@ -171,7 +161,7 @@ impl Requests {
                                 *merging == Merging::Differs && self.differing.contains(&digest.fingerprint());
                             if matches!(merging, Merging::Differs | Merging::Absent) {
                                 self.leave_behind(digest);
-                                self.note_difference(digest);
+                                remember(&mut self.differing, digest);
                             }
                             if differs_again {
                                 // In the pair's digest the domain is mixed in once. Applying it again takes it out.
@@ -218,6 +208,14 @@ fn set_merged(table: &mut RegionTable, (region, page): Page, partner: Option<Reg
             region.usage.partner = partner;
         }
     }
+}
+
+/// Adds a content to a set of them. A set that is full begins anew.
+fn remember(contents: &mut FxHashSet<u32>, digest: Digest) {
+    if contents.len() >= LEFT_MOST {
+        contents.clear();
+    }
+    contents.insert(digest.fingerprint());
 }
 
 #[cfg(test)]

@@ -38,6 +38,8 @@ const SHARE: u64 = 2_000;
 /// The shortest and the longest time between two counts, nanoseconds.
 const PAUSE_NS: u64 = 250_000_000;
 const PAUSE_MOST_NS: u64 = 60_000_000_000;
+/// While we're reading, we pause at least this long, nanoseconds.
+const READING_PAUSE_NS: u64 = 10_000_000_000;
 /// Once merging has ended, we count after this time, nanoseconds.
 const SETTLED_NS: u64 = 1_000_000_000;
 
@@ -82,6 +84,8 @@ pub struct SavingCounter {
     one_in: u64,
     /// The number of counts so far. Each begins at another page.
     counts: u64,
+    /// KSM's counter when the run began, where nothing else tells us.
+    machine_before: Option<Pages>,
 }
 
 impl SavingCounter {
@@ -95,11 +99,20 @@ impl SavingCounter {
         self.asking.is_some()
     }
 
-    /// Adopts the figures of a host that can't look up frames.
-    pub fn adopt(&mut self, saved: Pages, returns_at_worst: Pages, counted_ns: u64) {
-        self.latest = Some(Saving { saved, returns_at_worst, counted_ns, one_in: 1, ..Saving::default() });
+    /// Adopts KSM's counter where nobody can look up frames. The host's share of it is the increase since the first call.
+    pub fn adopt_counter(&mut self, machine: Pages, now_ns: u64) {
+        let before = *self.machine_before.get_or_insert(machine);
+        let saved = machine.saturating_sub(before);
+        let returns_at_worst = machine;
+        self.latest = Some(Saving { saved, returns_at_worst, counted_ns: now_ns, one_in: 1, ..Saving::default() });
     }
 
+    /// Nothing on the whole machine is merged.
+    pub fn adopt_none(&mut self, now_ns: u64) {
+        self.latest = Some(Saving { counted_ns: now_ns, one_in: 1, ..Saving::default() });
+    }
+
+    /// Makes the next plan count, whatever else goes on.
     pub fn count_now(&mut self) {
         self.tried_ns = None;
     }
@@ -110,8 +123,9 @@ impl SavingCounter {
     }
 
     /// The pages to look up now, none if it isn't time yet. We count again soon while we're merging (`busy`) and right
-    /// after, and more rarely while nothing changes.
-    pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool) -> Vec<PageRun> {
+    /// after, and more rarely while nothing changes. Counting takes some milliseconds, so if we're `reading`, that goes
+    /// first for a while.
+    pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool, reading: bool) -> Vec<PageRun> {
         self.asking = None;
         self.has_settled |= self.was_busy && !busy;
         self.was_busy = busy;
@@ -122,6 +136,7 @@ impl SavingCounter {
         } else {
             (4 * self.pause_ns).min(PAUSE_MOST_NS)
         };
+        let pause_ns = if reading { pause_ns.max(READING_PAUSE_NS) } else { pause_ns };
         if self.tried_ns.is_some_and(|tried_ns| now_ns < tried_ns + pause_ns) {
             return Vec::new();
         }
@@ -242,7 +257,7 @@ mod tests {
 
     fn count_at(table: &RegionTable, merged: &[MergedSample], zeros: &Counted) -> Saving {
         let mut counter = SavingCounter::default();
-        counter.plan(table, 1, false);
+        counter.plan(table, 1, false, false);
         counter.record(table, merged, Some(zeros), 1);
         counter.latest().unwrap().clone()
     }
@@ -297,7 +312,7 @@ mod tests {
         let pages = 10 * PAGES_MOST;
         let table = table(&[1, 1, 2, 3], pages);
         let mut counter = SavingCounter::default();
-        let runs = counter.plan(&table, 1, false);
+        let runs = counter.plan(&table, 1, false, false);
         let asked: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
         assert!((PAGES_MOST * 9 / 10..=PAGES_MOST * 11 / 10).contains(&asked), "{asked}");
         let of = |key| runs.iter().filter(move |run| run.region == RegionKey(key)).map(|run| run.first);
@@ -315,15 +330,26 @@ mod tests {
         let saved = counter.latest().unwrap().saved.0 as f64;
         let truth = (pages * 3 / 4 * 2) as f64;
         assert!((saved / truth - 1.0).abs() < 0.02, "{saved} of {truth}");
-        assert!(counter.plan(&table, 2, false).is_empty(), "not twice at once");
-        assert!(!counter.plan(&table, 2 + PAUSE_MOST_NS, false).is_empty());
+        assert!(counter.plan(&table, 2, false, false).is_empty(), "not twice at once");
+        assert!(!counter.plan(&table, 2 + PAUSE_MOST_NS, false, false).is_empty());
+    }
+
+    #[test]
+    fn the_last_count_of_a_run_waits_for_nothing() {
+        let table = table(&[1, 2], 100);
+        let mut counter = SavingCounter::default();
+        assert!(!counter.plan(&table, 1, true, true).is_empty(), "the first one doesn't wait either");
+        counter.record(&table, &[], Some(&Counted::default()), 1);
+        assert!(counter.plan(&table, 2 + PAUSE_NS, true, true).is_empty(), "reading goes first");
+        counter.count_now();
+        assert!(!counter.plan(&table, 2 + PAUSE_NS, true, true).is_empty());
     }
 
     #[test]
     fn a_host_that_could_not_tell_leaves_the_last_count() {
         let table = table(&[1, 2], 100);
         let mut counter = SavingCounter::default();
-        counter.plan(&table, 1, false);
+        counter.plan(&table, 1, false, false);
         counter.record(&table, &[], None, 1);
         assert_eq!(counter.latest(), None);
     }

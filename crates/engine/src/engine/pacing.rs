@@ -29,11 +29,11 @@ impl Engine {
             self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
         }
         let read = std::mem::take(&mut self.read);
-        if std::mem::take(&mut self.has_counted) {
-            // Counting the saving has its own share and tells us nothing about the cost of a sample.
-        } else if self.reading.new_round && !self.reading.foreground {
+        // Counting the saving has its own share and tells us nothing about the cost of a sample.
+        let has_counted = std::mem::take(&mut self.has_counted);
+        if self.reading.new_round && !self.reading.foreground && !has_counted {
             self.ladder.record_bottom_cost(self.planned, cycle_ns);
-        } else {
+        } else if !has_counted {
             self.ladder.record_cost(read, cycle_ns);
         }
         self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.exited(&snapshot.ksm), snapshot.cost);

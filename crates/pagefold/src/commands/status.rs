@@ -15,6 +15,7 @@ use crate::output::xen::XenView;
 use anyhow::Result;
 use groups::{LeftOutRow, ScopeRow};
 use pagefold_engine::config::Only;
+use pagefold_engine::decision::Verb;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Cost, HugeSplits, Mechanism};
 use pagefold_engine::keys::{DomainKey, OwnerKey};
@@ -272,11 +273,11 @@ fn regions(facts: &Facts, fits: impl Fn(&RegionState) -> bool) -> Vec<&RegionSta
 fn next_rows(facts: &Facts) -> Vec<NextRow> {
     let now_ns = facts.state.ledger.now_ns;
     // In the order in which it happens.
-    let names = ["read", "mark", "merge", "sample", "wait", "watch", "nothing"];
-    let rows = names.map(|what| {
-        let regions = regions(facts, |region| region.decision.verb.to_string() == what);
+    let verbs = [Verb::Read, Verb::Mark, Verb::Merge, Verb::Sample, Verb::Wait, Verb::Watch, Verb::Leave];
+    let rows = verbs.map(|verb| {
+        let regions = regions(facts, |region| region.decision.verb == verb);
         NextRow {
-            what: what.to_owned(),
+            what: verb.to_string(),
             regions: regions.len(),
             soonest_seconds: regions
                 .iter()
