@@ -245,7 +245,12 @@ impl Host for SimHost {
             self.record_read(run);
         }
         let mut merged = Vec::new();
-        cpu_ns += plan.inspect.iter().map(|run| self.find_merged_pages(run, plan.charged_to, &mut merged)).sum::<u64>();
+        let mut inspecting_ns = 0;
+        for run in &plan.inspect {
+            inspecting_ns += self.find_merged_pages(run, plan.charged_to, &mut merged);
+        }
+        // A count is paced by the pages it asks for: with coarse pages, it's as much cheaper as it's more frequent.
+        cpu_ns += if plan.count { inspecting_ns } else { self.granularity.scale(inspecting_ns) };
         self.spend(cpu_ns);
         let counted = plan.count.then(|| Counted { zeros: self.merged_zeros() });
         Ok(Samples { pages, merged, counted, cpu_ns })

@@ -119,7 +119,7 @@ impl SimHost {
         (self.placement_cache.nodes.clone(), self.placement_cache.owners.clone(), price_ns)
     }
 
-    /// Finds merged pages in a run. Returns the cost in nanoseconds.
+    /// Finds merged pages in a run. Returns the cost in nanoseconds, for simulated pages.
     pub(super) fn find_merged_pages(
         &self,
         run: &PageRun,
@@ -141,7 +141,7 @@ impl SimHost {
             let page = Vpn(number);
             found.push(MergedSample { region: run.region, page, frame: frame.into(), node, charged, mappers: mapped });
         }
-        self.granularity.scale(cost_ns)
+        cost_ns
     }
 
     /// The merged zeros of each process.
