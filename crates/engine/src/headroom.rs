@@ -97,6 +97,12 @@ impl Headroom {
         keys.iter().filter_map(|key| Some((*key, self.limits.get(key)?.left))).min_by_key(|&(_, left)| left)
     }
 
+    /// Whether a process's cgroup needs headroom to keep pages for others. If the process has written a page since we saw
+    /// it merged, the cgroup may still keep the old one.
+    pub fn is_limited(&self, owner: OwnerKey) -> bool {
+        self.of_owner.contains_key(&owner)
+    }
+
     /// When the limits with pages that may be merged were read, by the oldest, nanoseconds. `None`: there are none.
     pub fn read_ns(&self) -> Option<u64> {
         self.read_ns

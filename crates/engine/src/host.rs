@@ -402,6 +402,9 @@ pub struct MergeRange {
     pub take: PageRun,
     /// Their replacement.
     pub keep: Keep,
+    /// Only merge with pages that are merged already. The cgroup of others would have to keep one more page, and has no
+    /// headroom for it.
+    pub needs_merged: bool,
 }
 
 /// The pages that replace others in a merge.
@@ -445,7 +448,7 @@ impl MergeRange {
             Keep::Run(region, first) => Keep::Run(region, first + u64::from(skip)),
             other => other,
         };
-        Self { take, keep }
+        Self { take, keep, ..self }
     }
 }
 
@@ -570,7 +573,7 @@ pub enum Merging {
     Shared,
     /// Their contents differ.
     Differs,
-    /// One of them isn't present, or isn't mapped any more.
+    /// One of them isn't present, isn't mapped any more, or isn't merged though it has to be.
     Absent,
     /// One of them is in use in a way that prevents it now. A later attempt may succeed.
     Busy,

@@ -35,6 +35,8 @@ struct Pair {
     /// `None`: the zero page.
     keep: Option<Page>,
     digest: Digest,
+    /// See [`MergeRange::needs_merged`].
+    needs_merged: bool,
 }
 
 /// The pairs found in one cycle.
@@ -56,12 +58,18 @@ pub struct Requests {
 
 impl Requests {
     pub fn add_zero(&mut self, take: Page, location: Location) {
-        self.pairs.push(Pair { take, location, keep: None, digest: Digest::ZERO });
+        self.pairs.push(Pair { take, location, keep: None, digest: Digest::ZERO, needs_merged: false });
     }
 
     /// Asks to merge a page with the one kept for its content. False if that one already has all the sharers it may
     /// have.
-    pub fn add(&mut self, (take, location): (Page, Location), (keep, kept): (Page, Location), digest: Digest) -> bool {
+    pub fn add(
+        &mut self,
+        (take, location): (Page, Location),
+        (keep, kept): (Page, Location),
+        digest: Digest,
+        needs_merged: bool,
+    ) -> bool {
         if self.sharers.len() >= COUNTED_MOST {
             self.sharers.clear();
         }
@@ -70,7 +78,7 @@ impl Requests {
         if has_room {
             *sharers += 1;
             self.kept.insert(kept);
-            self.pairs.push(Pair { take, location, keep: Some(keep), digest });
+            self.pairs.push(Pair { take, location, keep: Some(keep), digest, needs_merged });
         }
         has_room
     }
@@ -104,7 +112,8 @@ impl Requests {
         for pair in &self.pairs {
             if !ranges.last_mut().is_some_and(|last| extend(last, pair)) {
                 let keep = pair.keep.map_or(Keep::Zero, |(region, page)| Keep::Run(region, page));
-                ranges.push(MergeRange { take: PageRun { region: pair.take.0, first: pair.take.1, pages: 1 }, keep });
+                let take = PageRun { region: pair.take.0, first: pair.take.1, pages: 1 };
+                ranges.push(MergeRange { take, keep, needs_merged: pair.needs_merged });
             }
         }
         ranges
@@ -135,7 +144,7 @@ impl Requests {
                 Merging::Absent | Merging::Ineligible | Merging::Full | Merging::Busy => {}
             }
             for at in 0..range.take.pages {
-                let MergeRange { take, keep } = range.part(at, 1);
+                let MergeRange { take, keep, .. } = range.part(at, 1);
                 let page = (take.region, take.first);
                 let pair = || {
                     let at = self.pairs.binary_search_by_key(&page, |pair| pair.take);
@@ -182,8 +191,8 @@ impl Requests {
 
 /// Makes a range one page longer if the pair continues it.
 fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
-    let MergeRange { take, keep } = range;
-    if pair.take != (take.region, take.first + u64::from(take.pages)) {
+    let MergeRange { take, keep, needs_merged } = range;
+    if pair.take != (take.region, take.first + u64::from(take.pages)) || pair.needs_merged != *needs_merged {
         return false;
     }
     let continues = match (*keep, pair.keep) {
@@ -236,7 +245,12 @@ mod tests {
                 None => requests.add_zero(page, location(take)),
                 Some(keep) => {
                     let kept = Location { slot: 1, offset: u32::try_from(keep).unwrap() };
-                    assert!(requests.add((page, location(take)), ((RegionKey(2), Vpn(keep)), kept), Digest(take + 1)));
+                    assert!(requests.add(
+                        (page, location(take)),
+                        ((RegionKey(2), Vpn(keep)), kept),
+                        Digest(take + 1),
+                        false
+                    ));
                 }
             }
         }
@@ -244,7 +258,7 @@ mod tests {
     }
 
     fn range(first: u64, pages: u32, keep: Keep) -> MergeRange {
-        MergeRange { take: PageRun { region: RegionKey(1), first: Vpn(first), pages }, keep }
+        MergeRange { take: PageRun { region: RegionKey(1), first: Vpn(first), pages }, keep, needs_merged: false }
     }
 
     #[test]
@@ -272,6 +286,7 @@ mod tests {
                 ((RegionKey(1), Vpn(page)), location(page)),
                 ((RegionKey(2), Vpn(0)), location(999)),
                 Digest(7),
+                false,
             )
         });
         assert_eq!(named.count(), usize::from(SHARERS_MOST));
@@ -315,7 +330,12 @@ mod tests {
         };
         assert!(merged(1, 5) && merged(2, 15) && !merged(1, 6) && !merged(2, 16));
         assert!(requests.ranges().is_empty(), "they are named once");
-        requests.add(((RegionKey(1), Vpn(6)), location(6)), ((RegionKey(2), Vpn(16)), location(16)), Digest(7 << 24));
+        requests.add(
+            ((RegionKey(1), Vpn(6)), location(6)),
+            ((RegionKey(2), Vpn(16)), location(16)),
+            Digest(7 << 24),
+            false,
+        );
         requests.record(&results[..1], &mut table, &mut index, |digest| differing.push(digest));
         assert_eq!(differing, [Digest(7 << 24)], "it differs again");
     }

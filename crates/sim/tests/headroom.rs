@@ -182,6 +182,33 @@ fn one_that_would_exceed_its_limit_without_merging_takes_nothing_from_others() {
     }
 }
 
+#[test]
+fn a_rewritten_page_is_not_kept_for_others_again_without_headroom() {
+    let config = Config { governor: Governor::Low, ..common::config() };
+    let mut sim = Machine::with(requested(), config);
+    let sizes = [(9, 163), (2, 100), (2, 106)];
+    let mut owners = Vec::new();
+    let mut limits = Vec::new();
+    for (key, (mib, percent)) in (1..).map(LimitKey).zip(sizes) {
+        let owner = sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(mib * MIB), Fill::Series(1))));
+        let limit = Pages(mib * MIB * percent / 100);
+        sim.limit(key, limit, &[owner]);
+        limits.push((key, limit));
+        owners.push(owner);
+    }
+    for (program, content, seconds) in
+        [(0, 1, 17), (2, 3, 19), (1, 1, 6), (0, 3, 13), (2, 3, 14), (1, 2, 12), (0, 1, 60)]
+    {
+        sim.run_and(seconds, |sim| {
+            for &(key, limit) in &limits {
+                let worst = sim.charged_at_worst(key);
+                assert!(worst <= limit, "{key:?}: {worst:?} of {limit:?}");
+            }
+        });
+        rewrite(&mut sim, owners[program], content);
+    }
+}
+
 /// A program that rewrites all of its memory from time to time, in its cgroup.
 #[derive(Clone, Debug)]
 struct Rewriter {

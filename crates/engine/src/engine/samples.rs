@@ -164,21 +164,22 @@ impl Engine {
             let page = other.page_at(kept.offset);
             let known = (other.view.owner, other.usage.active.contains(page));
             // We told other pages to merge with this one, so it must stay: if we took it, we'd leave them behind.
-            let is_kept = other.usage.merged.contains(page) || self.requests.is_kept(kept);
-            let stays = if is_kept {
+            let is_merged = other.usage.merged.contains(page);
+            let stays = if is_merged || self.requests.is_kept(kept) {
                 Stays::Known
             } else {
                 let chosen = self.placer.choose(known, (owner, active), sample.page, &self.snapshot);
                 self.headroom.stays(chosen, known.0, owner)
             };
             let keep = ((other.view.key, page), kept);
+            let needs_merged = is_merged && self.headroom.is_limited(other.view.owner);
             match stays {
-                Stays::Known => Some((keep, (take, location))),
-                Stays::New => Some(((take, location), keep)),
+                Stays::Known => Some((keep, (take, location), needs_merged)),
+                Stays::New => Some(((take, location), keep, false)),
                 Stays::Both => None,
             }
         });
-        let added = keep.is_some_and(|(keep, take)| self.requests.add(take, keep, digest));
+        let added = keep.is_some_and(|(keep, take, needs_merged)| self.requests.add(take, keep, digest, needs_merged));
         if let Some((limit, Pages(0))) = self.headroom.of(owner).filter(|_| !added) {
             // We read it again once there's headroom.
             if let Some(region) = self.table.get_mut(slot) {
@@ -186,7 +187,7 @@ impl Engine {
             }
         }
         // If the other page may not be merged now, this way it'll find us once it may.
-        if !added || keep.is_some_and(|(keep, _)| keep.1 == location) {
+        if !added || keep.is_some_and(|(keep, ..)| keep.1 == location) {
             self.index.point_to(digest, location);
         }
         true
@@ -217,14 +218,15 @@ impl Engine {
         let page = other.page_at(kept.offset);
         let may_be_named = may_be_requested && other.view.domain == domain && self.may_be_named(other, kept);
         let other_page = ((other.view.key, page), kept);
+        let needs_merged = self.headroom.is_limited(other.view.owner);
         if !other.usage.merged.contains(page) {
             self.index.point_to(digest, location);
             let may_be_named = may_be_named && !self.requests.is_kept(kept);
-            return may_be_named && self.requests.add(other_page, (own, location), digest);
+            return may_be_named && self.requests.add(other_page, (own, location), digest, false);
         }
         if self.requests.is_left_behind(digest) {
             let may_be_named = may_be_named && !self.requests.is_kept(location);
-            return may_be_named && self.requests.add((own, location), other_page, digest);
+            return may_be_named && self.requests.add((own, location), other_page, digest, needs_merged);
         }
         if other.survey.weight(config.threshold()) > 1 {
             // We know this page is merged now. The program may have written the other since we last read it.

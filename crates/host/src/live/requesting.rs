@@ -16,10 +16,11 @@ use pagefold_engine::units::Vpn;
 use pagefold_ksm::request::{Kept, Merged, Range, RequestDevice};
 use pagefold_procmem::image::AddressSpace;
 use pagefold_procmem::maps::read_smaps;
+use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::os::abandonable::{Job, LIMIT, advance};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
@@ -199,7 +200,10 @@ impl LiveHost {
         if domains.any(|other| other != Some(domain)) {
             return Err(Merging::Ineligible);
         }
-        let parts = parts(ranges, &sides, results);
+        let mut parts = parts(ranges, &sides, results);
+        if let Some(keep) = keep {
+            parts = self.with_merged(keep, parts, results);
+        }
         if parts.is_empty() {
             return Ok(());
         }
@@ -242,6 +246,32 @@ impl LiveHost {
             self.record_marked(pid);
         }
         Ok(())
+    }
+
+    /// Leaves out pages whose kept page has to be merged already and isn't, because its program has written it.
+    fn with_merged(&mut self, keep: i32, parts: Vec<MergeRange>, results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
+        let mut runs = Vec::new();
+        for part in parts.iter().filter(|part| part.needs_merged) {
+            match part.keep {
+                Keep::Run(_, first) => runs.push((first, part.take.pages)),
+                Keep::Page(_, page) => runs.push((page, 1)),
+                Keep::Zero => {}
+            }
+        }
+        if runs.is_empty() {
+            return parts;
+        }
+        let found = self.targets.get_mut(&keep).map(|target| {
+            target.read(move |process| {
+                let mut merged = BTreeSet::new();
+                PageReader::new().merged_frames(process, &runs, true, |page, _| {
+                    merged.insert(page);
+                })?;
+                Ok(merged)
+            })
+        });
+        // If we couldn't look, none is.
+        only_merged(&parts, &found.and_then(Result::ok).unwrap_or_default(), results)
     }
 
     /// Whether we may name pages of a process now. Looks at it again, unless we did just before.
@@ -376,6 +406,26 @@ fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) 
         }
     }
     parts
+}
+
+/// The parts with pages that may be kept, given the kept process's merged pages. The others get their results at once.
+fn only_merged(parts: &[MergeRange], merged: &BTreeSet<Vpn>, results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
+    let mut named = Vec::new();
+    for part in parts {
+        let mut merging = Vec::new();
+        for at in 0..part.take.pages {
+            let kept = part.part(at, 1).keep.first();
+            let may_be_kept = !part.needs_merged || kept.is_none_or(|(_, page)| merged.contains(&page));
+            merging.push(if may_be_kept { Merging::Untried } else { Merging::Absent });
+        }
+        for result in part.results(&merging) {
+            match result.merging {
+                Merging::Absent => results.push(result),
+                _ => named.push(result.range),
+            }
+        }
+    }
+    named
 }
 
 /// The request. Ends early if we abandon it, or if one of the processes executes another program.

@@ -32,7 +32,7 @@ fn side(regions: &[(RegionKey, u64, u64)], list: List) -> Side {
 }
 
 fn range(take: (RegionKey, u64), pages: u32, keep: Keep) -> MergeRange {
-    MergeRange { take: PageRun { region: take.0, first: Vpn(take.1), pages }, keep }
+    MergeRange { take: PageRun { region: take.0, first: Vpn(take.1), pages }, keep, needs_merged: false }
 }
 
 #[test]
@@ -160,4 +160,17 @@ fn an_abandoned_job_makes_no_further_call() {
     assert!(!turn.abandon() && !turn.enter());
     turn.leave();
     assert!(!turn.enter());
+}
+
+#[test]
+fn pages_that_have_to_be_merged_and_are_not_are_left_out() {
+    let needy = |keep| MergeRange { needs_merged: true, ..range((A, 0x10), 4, keep) };
+    let merged = [Vpn(0x80), Vpn(0x81), Vpn(0x83)].into();
+    let (run, free) = (needy(Keep::Run(B, Vpn(0x80))), range((A, 0x20), 4, Keep::Run(B, Vpn(0x90))));
+    let (one, written) = (needy(Keep::Page(B, Vpn(0x83))), needy(Keep::Page(B, Vpn(0x82))));
+    let mut results = Vec::new();
+    let named = only_merged(&[run, free, one, written, needy(Keep::Zero)], &merged, &mut results);
+    assert_eq!(named, [run.part(0, 2), run.part(3, 1), free, one, needy(Keep::Zero)]);
+    let absent = |range| MergeResult { range, merging: Merging::Absent };
+    assert_eq!(results, [absent(run.part(2, 1)), absent(written)]);
 }

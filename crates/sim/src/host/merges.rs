@@ -74,6 +74,9 @@ impl SimHost {
             return (Merging::Absent, self.costs.request_pass_ns);
         };
         let merged = |(key, page)| self.memory.region(key).and_then(|region| region.merged_frame(page)).is_some();
+        if range.needs_merged && matches!(kept, Kept::Page(keep) if !merged(keep)) {
+            return (Merging::Absent, self.costs.pagemap_ns);
+        }
         let merge_ns = match kept {
             Kept::Zero => self.costs.request_zero_ns,
             Kept::Page(keep) if merged(keep) => self.costs.request_join_ns,

@@ -132,7 +132,7 @@ impl Rig {
                         1 => Keep::Page(keep.region, keep.first),
                         _ => Keep::Zero,
                     };
-                    self.merge(MergeRange { take, keep });
+                    self.merge(MergeRange { take, keep, needs_merged: false });
                 }
             }
             Step::Wait(ns) => self.sim.wait(ns).unwrap(),
