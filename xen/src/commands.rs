@@ -12,9 +12,10 @@ use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style;
+use pagefold_xen::backend::{call, select};
 use pagefold_xen::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
-use pagefold_xen::host::{Clock, XenError};
-use pagefold_xen::hypervisor::{CallError, DomainId, Hypervisor};
+use pagefold_xen::host::{Clock, LeftAlone};
+use pagefold_xen::hypervisor::Hypervisor;
 use pagefold_xen::library::{OpenError, Xen};
 use std::fmt;
 use std::path::Path;
@@ -84,51 +85,27 @@ fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>
     }
 }
 
-/// The exit code and advice for a wrong selection of guests.
-fn select(error: &SelectError) -> Exit {
-    let (code, advice) = match error {
-        SelectError::Malformed(_) | SelectError::Contradiction(_) => (exit::USAGE, "see xen/README.md"),
-        SelectError::Dom0 => (exit::REFUSED, "name other guests"),
-        SelectError::Unknown(_) => (exit::NO_SCOPE, "look with xl list"),
+/// Refuses a scope with no guests but these.
+fn refuse_all(left_alone: &[LeftAlone]) -> Exit {
+    let Some(LeftAlone { domain, name, why }) = left_alone.first() else {
+        return Exit::new(exit::NO_SCOPE, "no guest is in scope");
     };
-    Exit::new(code, format!("{error}; {advice}"))
-}
-
-/// The exit code and advice when the hypervisor refuses.
-fn call(error: &CallError) -> Exit {
-    match error {
-        CallError::NoSharing => {
-            let line = format!("{error}; build it with EXPERT, UNSUPPORTED and MEM_SHARING, see xen/README.md");
-            Exit::new(exit::NO_KERNEL_SUPPORT, line)
-        }
-        CallError::Denied => Exit::new(exit::NOT_PERMITTED, error.to_string()),
-        _ => Exit::new(exit::FAILURE, format!("the hypervisor refuses: {error}; see pagefold-xen doctor --xen-domain")),
-    }
-}
-
-fn failure(error: &XenError) -> Exit {
-    match error {
-        XenError::Select(error) => select(error),
-        XenError::Call(error) => call(error),
-    }
-}
-
-/// Refuses a scope with no guests left.
-fn refuse_all(refused: &[(DomainId, &str, &str)]) -> Exit {
-    let Some((id, name, why)) = refused.first() else { return Exit::new(exit::NO_SCOPE, "no guest is in scope") };
-    let others = match refused.len() - 1 {
+    let others = match left_alone.len() - 1 {
         0 => String::new(),
         others => format!(" (and so are {})", style::count(others, "other", "others")),
     };
     let name = printable(name.as_bytes());
-    Exit::new(exit::REFUSED, format!("guest {name} ({id}) is left alone: {why}{others}; nothing else is in scope"))
+    Exit::new(exit::REFUSED, format!("guest {name} ({domain}) is left alone: {why}{others}; nothing else is in scope"))
 }
 
 /// Refuses a scope if every guest in it is of a kind that can't share memory.
 fn refuse_unfit(guests: &[InScope]) -> Result<(), Exit> {
-    let refused = guests.iter().filter_map(|guest| Some((guest.domain.id, guest.name.as_str(), unfit(&guest.domain)?)));
-    let refused: Vec<_> = refused.collect();
-    if refused.len() == guests.len() { Err(refuse_all(&refused)) } else { Ok(()) }
+    let mut left_alone = Vec::new();
+    for guest in guests {
+        let Some(why) = unfit(&guest.domain) else { return Ok(()) };
+        left_alone.push(LeftAlone { domain: guest.domain.id, name: guest.name.clone(), why: why.to_owned() });
+    }
+    Err(refuse_all(&left_alone))
 }
 
 /// The machine's clocks, and a wait that signals and requests cut short.

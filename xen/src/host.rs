@@ -86,6 +86,13 @@ pub struct Guest {
     had_shared: bool,
 }
 
+impl Guest {
+    /// Its number, which stands where processes have their pid.
+    pub fn number(&self) -> i32 {
+        self.known.domain.id.0.into()
+    }
+}
+
 /// The figures of Xen itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct XenFigures {
@@ -176,7 +183,11 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         XenFigures { memory: self.memory, shares: self.shares }
     }
 
-    /// The guests that we've found we must leave alone since the last call.
+    /// The guests that we've found we must leave alone since [`Self::take_left_alone`] was called.
+    pub fn left_alone(&self) -> &[LeftAlone] {
+        &self.left_alone
+    }
+
     pub fn take_left_alone(&mut self) -> Vec<LeftAlone> {
         std::mem::take(&mut self.left_alone)
     }
@@ -186,16 +197,14 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         self.clock.now_ns()
     }
 
-    /// KSM's figures and the CPU time, for the end of the run.
-    ///
-    /// # Errors
-    /// If the hypervisor doesn't answer.
-    pub fn close(&mut self) -> Result<(u64, KsmView, Cost), XenError> {
-        self.memory = self.hypervisor.memory()?;
-        Ok((self.clock.now_ns(), self.view(), self.cost()))
+    /// The figures of sharing at the end of the run. `None` if the hypervisor doesn't answer any more.
+    pub fn close(&mut self) -> Option<KsmView> {
+        self.memory = self.hypervisor.memory().ok()?;
+        Some(self.view())
     }
 
-    fn cost(&self) -> Cost {
+    /// CPU time spent so far in the run.
+    pub fn cost(&self) -> Cost {
         Cost { pagefold_ns: self.clock.cpu_ns(), ..Cost::default() }
     }
 

@@ -8,12 +8,14 @@
 //! | [`guests`] | which guests are in scope, and which ones we refuse |
 //! | [`ranges`] | which of a guest's frames are populated |
 //! | [`host`] | all of it as the core's `Host` |
+//! | [`backend`] | the same as the daemon's `Backend`, and the exit codes of errors |
 //! | [`unshare`] | giving guests their own copies again |
 //!
 //! The hypervisor shares whatever we tell it to share: it compares nothing, and it panics if we name a frame as client
 //! that a third guest has as well. Both checks are our duty, so only [`sharing`] nominates and shares. The tests run it
 //! against a model of the hypervisor that panics where the real one does.
 
+pub mod backend;
 pub mod guests;
 pub mod host;
 pub mod hypervisor;

@@ -296,6 +296,10 @@ impl LiveHost {
         self.targets.values()
     }
 
+    pub fn target(&self, pid: i32) -> Option<&Target> {
+        self.targets.get(&pid)
+    }
+
     /// The process of a region, as of the last refresh.
     pub fn target_of(&self, region: RegionKey) -> Option<&Target> {
         self.targets.get(self.region_pids.get(&region)?)

@@ -6,17 +6,19 @@ mod watch;
 mod words;
 mod workers;
 
-use crate::commands::run::{self, rounds, take};
+use crate::commands::run::take;
 use crate::commands::scan::{self, ScanArgs};
 use crate::commands::unmerge;
 use crate::config::flags::DenyFlags;
 use crate::config::scope::ScopeArgs;
 use crate::config::settings::seed;
+use crate::daemon::Cycles;
 use crate::preflight;
 use anyhow::{Context, Result, bail};
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::sampling::census::bytes_of;
+use pagefold_engine::units::Pages;
 use pagefold_host::live::{Event, LiveHost};
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::eligible::eligible_spans;
@@ -32,7 +34,6 @@ use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_procmem::process::Process;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::{self, Style, human};
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -221,22 +222,13 @@ impl Demo {
             words::merge_picture(view, &first, savable, span, style)
         })?;
         let began = Instant::now();
-        let mut failure = None;
         let most_ns = u64::try_from(times.merge_most.as_nanos()).unwrap_or(u64::MAX);
-        let limits = (self.stop.as_ref(), most_ns, LiveHost::now_ns as fn(&LiveHost) -> u64);
-        let ran = rounds(&mut engine, &mut host, limits, run::failure, |engine, host, _| {
-            failure = host.take_events().into_iter().find(|event| !matches!(event, Event::InjectorRestarted { .. }));
-            let at_rest = !engine.is_busy() && engine.ledger().saved > Some(pagefold_engine::units::Pages(0));
-            if failure.is_some() || (at_rest && began.elapsed() >= times.merge) {
-                return ControlFlow::Break(());
-            }
-            ControlFlow::Continue(())
-        });
+        let ran = run_cycles(&mut engine, &mut host, Cycles::until(self.stop.clone(), most_ns), began + times.merge);
         let observed = watch.finish();
         // The injector's CPU time is added to ours once it has ended.
         host.finish();
-        let (observed, ()) = (observed?, ran?);
-        match failure {
+        let observed = observed?;
+        match ran? {
             Some(Event::StoodDown { why }) => {
                 return Err(Exit::new(exit::KSM_TAKEN, format!("{why}; see pagefold doctor")).into());
             }
@@ -308,6 +300,27 @@ impl Demo {
         let saved = ksm.counters()?.pages_sharing.bytes().0;
         Ok((saved > 0).then(|| format!("KSM still saves {}", human(saved))))
     }
+}
+
+/// Runs cycles until nothing is left to do, but not before `least`. Returns the event that prevents the demonstration.
+fn run_cycles(
+    engine: &mut Engine,
+    host: &mut LiveHost,
+    mut cycles: Cycles,
+    least: Instant,
+) -> Result<Option<Event>, Exit> {
+    while cycles.next(engine, host)?.is_some() {
+        for event in host.take_events() {
+            if !matches!(event, Event::InjectorRestarted { .. }) {
+                return Ok(Some(event));
+            }
+        }
+        let at_rest = !engine.is_busy() && engine.ledger().saved > Some(Pages(0));
+        if at_rest && Instant::now() >= least {
+            break;
+        }
+    }
+    Ok(None)
 }
 
 fn scope(pids: &[i32]) -> ScopeArgs {

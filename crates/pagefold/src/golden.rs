@@ -3,12 +3,12 @@
 //! `PAGEFOLD_BLESS=1` writes them again. The files in `golden/kept` come from earlier versions, and we only read them.
 //! Tests of a module's private parts are in that module; the command line is in `tests/golden.rs`.
 
-use crate::audit::{Entry, Owner};
+use crate::audit::Owner;
+use crate::backend::{Backend, Ending};
 use crate::commands::explain::{self, Explanation};
 use crate::commands::run::progress::{self, LeftAlone, Progress};
 use crate::commands::run::reload::ActiveSettings;
 use crate::commands::run::summary::{self, Summary};
-use crate::commands::run::{log_merges, rounds};
 use crate::commands::scan;
 use crate::commands::scan::map::{Map, Shares, Stretch};
 use crate::commands::scan::report::{CgroupRow, Cost, KindRow, ProcessRow, ScanReport};
@@ -18,18 +18,23 @@ use crate::commands::status::{self, Status};
 use crate::config::args::RunArgs;
 use crate::config::config_file::parse;
 use crate::config::settings::Settings;
-use crate::control::queue::{Facts, KeptOutRow, RunFacts, TargetFacts, ToUnmark};
+use crate::control::orders::Orders;
+use crate::control::queue::{Facts, KeptOutRow, Order, RunFacts, TargetFacts, ToUnmark};
+use crate::daemon::{Cycles, log_outcome};
 use crate::events::Events;
 use crate::metrics::families;
 use crate::reference::assert_explained;
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
-use pagefold_engine::host::{HugeSplits, LimitView, Mechanism, MemoryView, Outcome};
+use pagefold_engine::host::{
+    Actions, Host, HugeSplits, LimitView, Mechanism, MemoryView, Outcome, SamplePlan, Samples, Snapshot,
+};
 use pagefold_engine::keys::{DomainKey, LimitKey, OwnerKey, RegionKey};
 use pagefold_engine::reserve::RoomState;
 use pagefold_engine::sampling::census::Figures;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
+use pagefold_host::live::{Ended, Event};
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_ksm::{Knob, RestoreOutcome};
 use pagefold_procmem::maps::{RegionKind, VmaDetail, parse_smaps};
@@ -37,11 +42,11 @@ use pagefold_sim::{Behaviour, Costs, Fill, Knobs, Mapping, Process, Replica, Sim
 use pagefold_text::exit::Exit;
 use pagefold_text::style::{Style, json};
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::ffi::OsStr;
 use std::fmt::Write;
-use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
+use std::sync::Arc;
 
 /// The present, seconds since 1970.
 pub const NOW: u64 = 1_790_000_000;
@@ -70,15 +75,114 @@ pub fn check(name: &str, text: &str) {
     pagefold_testkit::golden::check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name), text);
 }
 
-/// A run on the simulated host, and the daemon's facts about its processes.
-pub struct Run {
+/// The simulated host, and the daemon's facts about its processes.
+struct Simulated {
     host: SimHost,
-    engine: Engine,
-    known: RunFacts,
     targets: Vec<TargetFacts>,
     kept_out: Vec<KeptOutRow>,
+    owners: BTreeMap<RegionKey, OwnerKey>,
+}
+
+impl Host for Simulated {
+    type Error = Infallible;
+
+    fn observe(&mut self) -> Result<Snapshot, Infallible> {
+        let snapshot = self.host.observe()?;
+        self.owners.extend(snapshot.regions.iter().map(|region| (region.key, region.owner)));
+        Ok(snapshot)
+    }
+
+    fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
+        self.host.read(plan)
+    }
+
+    fn apply(&mut self, actions: &Actions) -> Result<Outcome, Infallible> {
+        self.host.apply(actions)
+    }
+
+    fn wait(&mut self, ns: u64) -> Result<(), Infallible> {
+        self.host.wait(ns)
+    }
+}
+
+impl Backend for Simulated {
+    fn explain(error: &Infallible) -> Exit {
+        match *error {}
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.host.now_ns()
+    }
+
+    fn target_count(&self) -> usize {
+        self.targets.len()
+    }
+
+    fn pid_of(&self, region: RegionKey) -> Option<i32> {
+        let owner = self.owners.get(&region)?;
+        Some(self.targets.iter().find(|target| target.owner == *owner)?.pid)
+    }
+
+    fn owner(&self, pid: i32) -> Option<Owner> {
+        let target = self.targets.iter().find(|target| target.pid == pid)?;
+        Some(Owner {
+            pid,
+            start_time_ticks: target.start_time_ticks,
+            name: target.name.clone(),
+            exe: target.exe.as_ref().map(|exe| exe.display().to_string()),
+            uid: Some(target.uid),
+            cgroup: target.cgroup.clone(),
+            domain: Some(DOMAINS[usize::from(target.domain.0)].to_owned()),
+        })
+    }
+
+    fn facts(&self, engine: &Engine, run: RunFacts) -> Facts {
+        let state = engine.state();
+        let tight = state.reserve.limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
+        let limited = tight.map(|(&key, _)| (key, self.limited_path(key))).collect();
+        Facts {
+            state,
+            scans: engine.scans(),
+            injector_restarts: 0,
+            targets: self.targets.clone(),
+            domains: DOMAINS.map(str::to_owned).to_vec(),
+            kept_out: self.kept_out.clone(),
+            merged_domain: (run.config.mechanism == Mechanism::Ksmd).then(|| DOMAINS[0].to_owned()),
+            limited,
+            run,
+            xen: None,
+        }
+    }
+
+    fn take_events(&mut self) -> Vec<Event> {
+        Vec::new()
+    }
+
+    fn limited_path(&self, _limit: LimitKey) -> String {
+        "/sys/fs/cgroup/system.slice/redis-server.slice".to_owned()
+    }
+
+    fn carry_out(&mut self, _orders: &mut Orders, _new: Vec<Order>, _events: &mut Events) {}
+
+    fn finish(self) -> Ending {
+        self.ending(None)
+    }
+}
+
+impl Simulated {
+    fn ending(&self, restored: Option<RestoreOutcome>) -> Ending {
+        let judged = self.targets.iter().filter(|target| target.left_alone.is_none()).count();
+        let ended = Ended { restored, now_ns: self.now_ns(), ksm: None, cost: None };
+        Ending { judged, ended, xen: None }
+    }
+}
+
+/// A run on the simulated host.
+pub struct Run {
+    machine: Simulated,
+    engine: Engine,
+    known: RunFacts,
     active: ActiveSettings<'static>,
-    args: &'static RunArgs,
     audit: tempfile::TempDir,
 }
 
@@ -94,7 +198,8 @@ impl Run {
         let mut active = ActiveSettings::new(args, settings).unwrap();
         active.events = Events::new(None, dry_run);
         let engine = Engine::new(config);
-        Self { host, engine, known, targets: Vec::new(), kept_out: Vec::new(), active, args, audit }
+        let machine = Simulated { host, targets: Vec::new(), kept_out: Vec::new(), owners: BTreeMap::new() };
+        Self { machine, engine, known, active, audit }
     }
 
     /// A run by ksmd on programs of each kind.
@@ -109,7 +214,7 @@ impl Run {
         let host = SimHost::new(7, Costs::default(), Knobs::requested());
         let host = host.with_nodes(&[Pages(2_048 * MIB), Pages(2_048 * MIB)]);
         let mut run = Self::new(host, Mechanism::Request, false);
-        run.kept_out = vec![
+        run.machine.kept_out = vec![
             KeptOutRow { selector: "--exe keeper".to_owned(), uid: Some(0) },
             KeptOutRow { selector: "--pid 4009".to_owned(), uid: None },
         ];
@@ -168,11 +273,11 @@ impl Run {
         events.add_of_process("left-alone", (4_012, "keepassxc"), "on the deny list (keepassxc)");
         events.note("governor", "auto");
         events.note("scan", "1 in all");
-        let redis = self.targets.iter().filter(|target| target.uid == 110).map(|target| target.owner).collect();
+        let redis = self.machine.targets.iter().filter(|target| target.uid == 110).map(|target| target.owner).collect();
         let limit =
             LimitView { key: LimitKey(1), limit: Pages(128 * MIB), left: Pages(20 * MIB), owners: redis, read_ns: 0 };
-        self.host.set_limits(vec![limit]);
-        self.host.set_memory(MemoryView {
+        self.machine.host.set_limits(vec![limit]);
+        self.machine.host.set_memory(MemoryView {
             total: Pages(4_096 * MIB),
             available: Pages(1_024 * MIB),
             swap_free: Pages(0),
@@ -183,7 +288,7 @@ impl Run {
     /// Starts a process that is in scope. ksmd merges one domain only.
     pub fn add(&mut self, name: &str, uid: u32, domain: u16, process: Process) -> OwnerKey {
         let domain = if self.known.config.mechanism == Mechanism::Ksmd { 0 } else { domain };
-        let owner = self.host.add(process.in_domain(domain));
+        let owner = self.machine.host.add(process.in_domain(domain));
         let pid = 4_001 + i32::try_from(owner.0).unwrap();
         let cgroup =
             if uid == 33 { format!("/web.slice/{name}.service") } else { format!("/system.slice/{name}.slice") };
@@ -194,7 +299,7 @@ impl Run {
             (_, "redis-server") => Some(2),
             _ => None,
         };
-        self.targets.push(TargetFacts {
+        self.machine.targets.push(TargetFacts {
             owner,
             pid,
             start_time_ticks: 1_000,
@@ -213,7 +318,7 @@ impl Run {
     }
 
     fn target_mut(&mut self, owner: OwnerKey) -> &mut TargetFacts {
-        self.targets.iter_mut().find(|target| target.owner == owner).unwrap()
+        self.machine.targets.iter_mut().find(|target| target.owner == owner).unwrap()
     }
 
     /// Runs on for some virtual seconds, as the daemon does.
@@ -222,15 +327,11 @@ impl Run {
     }
 
     fn millis(&mut self, millis: u64) {
-        let Self { host, engine, targets, active, .. } = self;
-        let end_ns = host.now_ns() + millis * MILLISECOND;
-        let clock = (&AtomicBool::new(false), end_ns, SimHost::now_ns as fn(&SimHost) -> u64);
-        let never = |error: &std::convert::Infallible| -> Exit { match *error {} };
-        rounds(engine, host, clock, never, |engine, _, outcome| {
-            log(engine, targets, active, outcome);
-            ControlFlow::Continue(())
-        })
-        .unwrap();
+        let end_ns = self.machine.now_ns() + millis * MILLISECOND;
+        let mut cycles = Cycles::until(Arc::default(), end_ns);
+        while let Some(outcome) = cycles.next(&mut self.engine, &mut self.machine).unwrap() {
+            log_outcome(&mut self.active, &self.machine, &outcome);
+        }
     }
 
     pub fn facts(&self) -> Facts {
@@ -239,22 +340,7 @@ impl Run {
         for (at, event) in (0..).zip(&mut events) {
             event.time = NOW - 20 * (before - at);
         }
-        let state = self.engine.state();
-        let tight = state.reserve.limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
-        let limited =
-            tight.map(|(&key, _)| (key, "/sys/fs/cgroup/system.slice/redis-server.slice".to_owned())).collect();
-        Facts {
-            state,
-            scans: self.engine.scans(),
-            injector_restarts: 0,
-            targets: self.targets.clone(),
-            domains: DOMAINS.map(str::to_owned).to_vec(),
-            kept_out: self.kept_out.clone(),
-            merged_domain: (self.known.config.mechanism == Mechanism::Ksmd).then(|| DOMAINS[0].to_owned()),
-            limited,
-            run: RunFacts { events, ..self.known.clone() },
-            xen: None,
-        }
+        self.machine.facts(&self.engine, RunFacts { events, ..self.known.clone() })
     }
 
     pub fn status(&self) -> Status {
@@ -282,42 +368,15 @@ impl Run {
         text.lines().map(untimed).collect()
     }
 
-    fn summary(&self, restored: Option<&RestoreOutcome>) -> Summary {
+    fn summary(&self, restored: Option<RestoreOutcome>) -> Summary {
         let mut progress = Progress::start();
-        progress.stood_down.clone_from(&self.known.stood_down);
-        let left = self.targets.iter().filter_map(|target| {
-            let (name, reason) = (target.name.clone(), target.left_alone.clone()?);
-            Some(LeftAlone { pid: target.pid, name, reason })
-        });
-        progress.left_alone = left.collect();
-        let processes = self.targets.len() - progress.left_alone.len();
-        let engine = (&self.engine, self.known.config.mechanism);
-        Summary::new(self.args, &self.active, engine, processes, restored, progress)
-    }
-}
-
-/// Writes the results of a cycle to the audit log and the list of events, as the daemon does.
-fn log(engine: &Engine, targets: &[TargetFacts], active: &mut ActiveSettings, outcome: &Outcome) {
-    let owner_of = |region: RegionKey| {
-        let view = engine.regions().find(|found| found.view.key == region)?.view;
-        let target = targets.iter().find(|target| target.owner == view.owner)?;
-        Some(Owner {
-            pid: target.pid,
-            start_time_ticks: target.start_time_ticks,
-            name: target.name.clone(),
-            exe: target.exe.as_ref().map(|exe| exe.display().to_string()),
-            uid: Some(target.uid),
-            cgroup: target.cgroup.clone(),
-            domain: Some(DOMAINS[usize::from(view.domain.0)].to_owned()),
-        })
-    };
-    let marked = outcome.marked.iter().map(|result| (true, result));
-    for (mark, result) in marked.chain(outcome.unmarked.iter().map(|result| (false, result))) {
-        if let Some(owner) = owner_of(result.change.span.region) {
-            active.log(&Entry::changed(owner, mark, result));
+        for target in &self.machine.targets {
+            if let Some(reason) = target.left_alone.clone() {
+                progress.left_alone.push(LeftAlone { pid: target.pid, name: target.name.clone(), reason });
+            }
         }
+        Summary::new(&self.active, &self.known, &self.engine, &self.machine.ending(restored), progress)
     }
-    log_merges(active, outcome, |region| Some(owner_of(region)?.pid), owner_of);
 }
 
 /// The mappings of a process: its regions, and some that we leave alone.
@@ -365,7 +424,7 @@ fn a_run_by_ksmd_is_shown() {
     let line = |paused| progress::line(&run.engine, "11 processes", paused);
     check("run-progress.txt", &format!("{}\n{}\n", line(false), line(true)));
     let deferred = RestoreOutcome { deferred: vec![(Knob::MaxPageSharing, 256)], ..RestoreOutcome::default() };
-    summarized(&run.summary(Some(&deferred)), "ksmd");
+    summarized(&run.summary(Some(deferred)), "ksmd");
 }
 
 /// A process of each kind.
@@ -391,7 +450,7 @@ fn a_run_on_request_is_shown() {
     check("metrics-request.txt", &families::page(&status));
     check("audit-request.jsonl", &run.audit());
     check("explain-request.txt", &explanations(&run, &ALL));
-    summarized(&run.summary(Some(&RestoreOutcome::default())), "request");
+    summarized(&run.summary(Some(RestoreOutcome::default())), "request");
 }
 
 #[test]
@@ -419,7 +478,11 @@ fn what_holds_a_run_back_is_shown() {
     run.seconds(19);
     check("status-deferred.txt", &text(&run.status()));
     check("explain-deferred.txt", &explanations(&run, &[4_006, 4_013]));
-    run.host.set_memory(MemoryView { total: Pages(4_096 * MIB), available: Pages(8 * MIB), ..MemoryView::default() });
+    run.machine.host.set_memory(MemoryView {
+        total: Pages(4_096 * MIB),
+        available: Pages(8 * MIB),
+        ..MemoryView::default()
+    });
     run.seconds(10);
     let mut facts = run.facts();
     facts.injector_restarts = 1;
@@ -433,12 +496,12 @@ fn what_holds_a_run_back_is_shown() {
     run.seconds(1);
     check("status-paused.txt", &text(&run.status()));
     run.engine.set_paused(false);
-    run.host.set_ours(false);
+    run.machine.host.set_ours(false);
     run.known.stood_down = Some("pages_to_scan was set to 7 by another program".to_owned());
     run.seconds(1);
     check("status-stood-down.txt", &text(&run.status()));
     check("explain-stood-down.txt", &explanations(&run, &[4_001, 4_008]));
-    summarized(&run.summary(Some(&RestoreOutcome::default())), "stood-down");
+    summarized(&run.summary(Some(RestoreOutcome::default())), "stood-down");
     let outside = explain::of(&run.facts(), 1).unwrap();
     check("explain-outside.txt", &explain::words::describe(&outside, Style::plain_text()));
 }

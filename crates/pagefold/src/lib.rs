@@ -8,6 +8,7 @@
 //! | a subcommand, its own flags, its output | [`commands`]: one module each |
 //! | an option of the command line and the configuration file | [`config::options`], then [`config::settings`] |
 //! | a new column of `status` | [`commands::status`], from the engine's report |
+//! | the daemon's loop, and the machines it works on | [`daemon`], [`backend`] |
 //! | requests to a running daemon | [`control`] |
 //! | checks before we touch anything, and how we explain a refusal | [`preflight`] |
 //! | the audit log | [`audit`] |
@@ -35,10 +36,12 @@ macro_rules! complain {
 }
 
 pub mod audit;
+pub mod backend;
 mod background;
 pub mod commands;
 pub mod config;
 pub mod control;
+pub mod daemon;
 mod demo;
 pub mod events;
 #[cfg(test)]

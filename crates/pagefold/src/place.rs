@@ -13,17 +13,24 @@ use tracing::debug;
 /// Opens a file of a run: the named one, or else, except in a dry run, one in the directory that the service manager
 /// has made for the service (systemd's StateDirectory=).
 pub fn of_run<T>(
-    (named, name): (Option<&Path>, &str),
+    named: Option<&Path>,
+    name: &str,
     dry_run: bool,
     open: fn(&Path) -> Result<T, Exit>,
 ) -> Result<Option<T>, Exit> {
-    let of_service = || {
-        let directory = env::var_os("STATE_DIRECTORY").filter(|_| !dry_run)?;
-        // There can be several, with colons between them.
-        let first = directory.to_str()?.split(':').next().filter(|first| first.starts_with('/'))?;
-        Some(Path::new(first).join(name))
+    let path = match named {
+        Some(path) => Some(path.to_owned()),
+        None if dry_run => None,
+        None => of_service(name),
     };
-    named.map(Path::to_owned).or_else(of_service).map(|path| open(&path)).transpose()
+    path.map(|path| open(&path)).transpose()
+}
+
+fn of_service(name: &str) -> Option<PathBuf> {
+    let directory = env::var_os("STATE_DIRECTORY")?;
+    // There can be several, with colons between them.
+    let first = directory.to_str()?.split(':').next()?;
+    if first.starts_with('/') { Some(Path::new(first).join(name)) } else { None }
 }
 
 /// The path of such a file, in a directory that only root can write.

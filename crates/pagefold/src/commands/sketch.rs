@@ -1,6 +1,6 @@
 //! `pagefold sketch`: a sketch of each workload, once. It only reads.
 
-use crate::commands::run::failure;
+use crate::backend::Backend;
 use crate::config::args::RunArgs;
 use crate::config::flags::DenyFlags;
 use crate::config::ownership;
@@ -102,7 +102,7 @@ pub fn run(args: &SketchArgs) -> Result<u8> {
     settings.scope.resolve()?;
     let (ksm, deny) = (preflight::ksm()?, settings.deny.clone());
     let mut host = LiveHost::new(settings.scope.spec(), Roots::default(), deny, ksm, HostMode::DryRun, stop.clone())
-        .map_err(|error| failure(&error))?;
+        .map_err(|error| LiveHost::explain(&error))?;
     host.set_domains(settings.domains.clone());
     host.read_all_domains();
     let (name, key) = (fleet.host.clone(), fleet.key.id().to_string());
@@ -137,10 +137,10 @@ fn cannot_write(place: &Place, error: &std::io::Error) -> Exit {
 fn read(host: &mut LiveHost, keeper: &mut Keeper, limits: Limits, stop: &AtomicBool) -> Result<Vec<Arc<Row>>> {
     let progress = Progress::new();
     let began = Instant::now();
-    let refresh = |host: &mut LiveHost| host.observe().map(drop).map_err(|error| failure(&error));
+    let refresh = |host: &mut LiveHost| host.observe().map(drop).map_err(|error| LiveHost::explain(&error));
     refresh(host)?;
     while !host.targets().all(Target::is_known) && began.elapsed() < KNOWN_LIMIT {
-        host.wait(10_000_000).map_err(|error| failure(&error))?;
+        host.wait(10_000_000).map_err(|error| LiveHost::explain(&error))?;
         refresh(host)?;
     }
     let resident = |host: &LiveHost| -> u64 {

@@ -27,8 +27,6 @@ pub struct Progress {
     /// How many more there were.
     pub left_alone_more: u64,
     messages: MessageLimit,
-    /// Why we gave up KSM, if we did.
-    pub stood_down: Option<String>,
 }
 
 impl Progress {
@@ -40,7 +38,6 @@ impl Progress {
             left_alone: Vec::new(),
             left_alone_more: 0,
             messages: MessageLimit::new(Instant::now()),
-            stood_down: None,
         }
     }
 
@@ -75,12 +72,12 @@ impl Progress {
         }
     }
 
-    /// Reports a process that we leave alone, once for each reason.
-    pub fn leave_alone(&mut self, left: LeftAlone) {
+    /// Reports a process or guest that we leave alone, once for each reason. `noun` is the word for it.
+    pub fn leave_alone(&mut self, noun: &str, left: LeftAlone) {
         if self.left_alone.contains(&left) {
             return;
         }
-        self.say_of_programs(&format!("process {} ({}) is left alone: {}", left.pid, left.name, left.reason));
+        self.say_of_programs(&format!("{noun} {} ({}) is left alone: {}", left.pid, left.name, left.reason));
         if self.left_alone.len() < LISTED_MOST {
             self.left_alone.push(left);
         } else {
@@ -88,17 +85,12 @@ impl Progress {
         }
     }
 
-    pub fn stand_down(&mut self, why: String) {
-        self.say(&format!("KSM is no longer controlled by this run: {why}"));
-        self.stood_down = Some(why);
-    }
-
-    /// Shows the work done. `who` names the processes or guests in scope, and how many there are.
-    pub fn show(&mut self, engine: &Engine, who: impl Fn() -> String, paused: bool) {
+    /// Shows the work done. `targets` says how many processes or guests are in scope.
+    pub fn show(&mut self, engine: &Engine, targets: &str, paused: bool) {
         if !self.line.is_hidden() {
-            self.line.show(&line(engine, &who(), paused), None);
+            self.line.show(&line(engine, targets, paused), None);
         }
-        self.manager.alive(Instant::now(), || line(engine, &who(), paused));
+        self.manager.alive(Instant::now(), || line(engine, targets, paused));
     }
 
     /// The run ends.
@@ -109,20 +101,21 @@ impl Progress {
 }
 
 /// The status line.
-pub fn line(engine: &Engine, who: &str, paused: bool) -> String {
+pub fn line(engine: &Engine, targets: &str, paused: bool) -> String {
     let ledger = engine.ledger();
     let resident: u64 = engine.regions().map(|region| region.view.resident.bytes().0).sum();
-    format!(
-        "{who}, {}: {}, CPU {:.1} s{}",
-        style::human(resident),
-        ledger.saved.map_or("counting".to_owned(), |saved| format!("saved {}", style::human(saved.bytes().0))),
-        (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9,
-        match (paused, engine.is_busy()) {
-            (true, _) => ", paused (pagefold resume)",
-            (false, true) => "",
-            (false, false) => ", watching",
-        },
-    )
+    let resident = style::human(resident);
+    let saved = match ledger.saved {
+        Some(saved) => format!("saved {}", style::human(saved.bytes().0)),
+        None => "counting".to_owned(),
+    };
+    let cpu_seconds = (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9;
+    let state = match (paused, engine.is_busy()) {
+        (true, _) => ", paused (pagefold resume)",
+        (false, true) => "",
+        (false, false) => ", watching",
+    };
+    format!("{targets}, {resident}: {saved}, CPU {cpu_seconds:.1} s{state}")
 }
 
 #[cfg(test)]
@@ -134,11 +127,8 @@ mod tests {
         let mut progress = Progress::start();
         let began = Instant::now();
         for pid in 0..9_000 {
-            progress.leave_alone(LeftAlone {
-                pid,
-                name: "gpg".to_owned(),
-                reason: "on the deny list (gpg)".to_owned(),
-            });
+            let name = "gpg".to_owned();
+            progress.leave_alone("process", LeftAlone { pid, name, reason: "on the deny list (gpg)".to_owned() });
         }
         assert_eq!(progress.left_alone.len(), LISTED_MOST);
         assert_eq!(progress.left_alone_more, 8_000);

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The settings in force, the audit log, and a list of the same events, which a dry run has too.
 #[derive(Debug)]
 pub struct ActiveSettings<'a> {
-    args: &'a RunArgs,
+    pub args: &'a RunArgs,
     /// As we last read them.
     pub settings: Settings,
     audit: Option<Audit>,
@@ -69,7 +69,8 @@ impl<'a> ActiveSettings<'a> {
 
     /// Reports lines that the audit log has lost.
     pub fn hear_audit(&mut self, progress: &Progress) {
-        for complaint in self.audit.as_mut().map(Audit::complaints).unwrap_or_default() {
+        let Some(audit) = &mut self.audit else { return };
+        for complaint in audit.complaints() {
             self.say(progress, "error", complaint);
         }
     }
@@ -78,10 +79,8 @@ impl<'a> ActiveSettings<'a> {
         self.audit.as_ref().map_or(0, Audit::lost)
     }
 
-    /// Reports lines that the audit log has lost, and reloads if SIGHUP has come since the last call. Returns the
-    /// governor if it has changed.
-    pub fn serve(&mut self, engine: &mut Engine, host: &mut LiveHost, progress: &Progress) -> Option<Governor> {
-        self.hear_audit(progress);
+    /// Reloads if SIGHUP has come since the last call. Returns the governor if it has changed.
+    pub fn reload(&mut self, engine: &mut Engine, host: &mut LiveHost, progress: &Progress) -> Option<Governor> {
         if !self.requested.swap(false, Ordering::SeqCst) {
             return None;
         }
@@ -129,24 +128,30 @@ impl<'a> ActiveSettings<'a> {
         let merged = self.settings.domains.merged();
         if merged != former && host.merged_domain().is_some() {
             host.merge_only(&merged);
-            let [merged, former] = [merged, former].map(|name| printable(name.as_bytes()));
+            let merged = printable(merged.as_bytes());
+            let former = printable(former.as_bytes());
             self.say(progress, "settings", format!("trust domain {merged} is merged once {former} is unmarked"));
         }
-        let (new, old) = (&read.config, &self.settings.config);
-        if (new.limits, &new.groups, &read.groups) != (old.limits, &old.groups, &self.settings.groups) {
+        let new = &read.config;
+        let old = &self.settings.config;
+        if new.limits != old.limits || new.groups != old.groups || read.groups != self.settings.groups {
             engine.set_limits(read.config.limits, read.config.groups.clone());
             host.set_groups(read.groups.clone());
             self.say(progress, "settings", "the limits have changed".to_owned());
         }
         self.settings.config.limits = read.config.limits;
-        (self.settings.config.groups, self.settings.groups) = (read.config.groups, read.groups);
+        self.settings.config.groups = read.config.groups;
+        self.settings.groups = read.groups;
         if read.config.reserve != self.settings.config.reserve {
             engine.set_reserve(read.config.reserve);
             progress.say("the reserve has changed");
         }
         self.settings.config.reserve = read.config.reserve;
         // If the file still has the same governor, `pagefold governor` may have set another since. We keep that one.
-        let governor = (read.config.governor != self.settings.config.governor).then_some(read.config.governor)?;
+        let governor = read.config.governor;
+        if governor == self.settings.config.governor {
+            return None;
+        }
         self.settings.config.governor = governor;
         engine.set_governor(governor);
         progress.say(&format!("the governor is now {governor}"));

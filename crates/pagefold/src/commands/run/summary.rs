@@ -2,14 +2,14 @@
 
 use super::progress::{LeftAlone, Progress};
 use super::reload::ActiveSettings;
-use crate::config::args::RunArgs;
+use crate::backend::Ending;
+use crate::control::queue::RunFacts;
 use crate::output::requests::RequestsView;
 use crate::output::xen::XenView;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Cost, Mechanism};
 use pagefold_engine::ledger::METADATA_BYTES_PER_PAGE;
-use pagefold_ksm::Knob;
 use pagefold_ksm::RestoreOutcome;
 use pagefold_text::style::{self, Lines, Style};
 use serde::Serialize;
@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 #[derive(Debug, Serialize)]
 pub struct Summary {
     schema: &'static str,
-    pub scope: String,
+    scope: String,
     dry_run: bool,
     mechanism: Mechanism,
     governor: Governor,
@@ -36,7 +36,7 @@ pub struct Summary {
     requests: Option<RequestsView>,
     /// Xen's own figures, if guests of it were in scope.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub xen: Option<XenView>,
+    xen: Option<XenView>,
     cpu_seconds: Cost,
     seconds_to_90_percent: Option<f64>,
     pages_read: u64,
@@ -64,29 +64,41 @@ fn is_zero(number: &u64) -> bool {
 impl Summary {
     /// The summary of a run that has given KSM back.
     pub fn new(
-        args: &RunArgs,
         active: &ActiveSettings<'_>,
-        (engine, mechanism): (&Engine, Mechanism),
-        processes: usize,
-        restored: Option<&RestoreOutcome>,
+        run: &RunFacts,
+        engine: &Engine,
+        ending: &Ending,
         progress: Progress,
     ) -> Self {
         let ledger = engine.ledger();
-        let marks = || engine.regions().flat_map(|region| &region.marks.spans);
-        let deferred = restored.iter().flat_map(|restored| &restored.deferred);
+        let mechanism = run.config.mechanism;
+        let mut metadata_bytes = 0;
+        let mut marked_duplicate_bytes = 0;
+        for mark in engine.regions().flat_map(|region| &region.marks.spans) {
+            metadata_bytes += mark.resident.0 * METADATA_BYTES_PER_PAGE;
+            marked_duplicate_bytes += mark.duplicate.bytes().0;
+        }
+        let mut knobs_restored = true;
+        let mut knobs_deferred = BTreeMap::new();
+        if let Some(restored) = &ending.ended.restored {
+            knobs_restored = restored.failed.is_empty() && restored.pending.is_empty();
+            for &(knob, value) in &restored.deferred {
+                knobs_deferred.insert(knob.file_name().to_owned(), value);
+            }
+        }
         Self {
             schema: "pagefold.run/1",
-            scope: active.settings.scope.to_string(),
-            dry_run: args.dry_run,
+            scope: run.scope.clone(),
+            dry_run: run.dry_run,
             mechanism,
             governor: active.settings.config.governor,
             seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
-            processes,
+            processes: ending.judged,
             saved_bytes: ledger.saved.map(|saved| saved.bytes().0),
-            metadata_bytes: marks().map(|mark| mark.resident.0).sum::<u64>() * METADATA_BYTES_PER_PAGE,
+            metadata_bytes,
             expected_bytes: match mechanism {
-                _ if !args.dry_run => 0,
-                Mechanism::Ksmd => marks().map(|mark| mark.duplicate.bytes().0).sum(),
+                _ if !run.dry_run => 0,
+                Mechanism::Ksmd => marked_duplicate_bytes,
                 Mechanism::Request => engine.state().regions.iter().map(RequestsView::expected_bytes).sum(),
             },
             marked_bytes: ledger.marked.bytes().0,
@@ -94,7 +106,7 @@ impl Summary {
             unmarked_bytes: ledger.unmarked.bytes().0,
             merged_pages: engine.saving().map_or(0, |saving| saving.merged.0),
             requests: RequestsView::of(mechanism, ledger),
-            xen: None,
+            xen: ending.xen,
             cpu_seconds: ledger.cost,
             seconds_to_90_percent: ledger.seconds_to_90_percent(),
             pages_read: ledger.pages_read,
@@ -104,9 +116,9 @@ impl Summary {
             total_stop_us: ledger.total_stop_ns as f64 / 1e3,
             moved_pages: ledger.moved.0,
             move_seconds: ledger.move_ns as f64 / 1e9,
-            knobs_restored: restored.is_none_or(|restored| restored.failed.is_empty() && restored.pending.is_empty()),
-            knobs_deferred: deferred.map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect(),
-            stood_down: progress.stood_down,
+            knobs_restored,
+            knobs_deferred,
+            stood_down: run.stood_down.clone(),
             audit_lost: active.lost(),
             left_alone: progress.left_alone,
             left_alone_more: progress.left_alone_more,
@@ -116,82 +128,95 @@ impl Summary {
 
 /// The knobs that we couldn't restore, one line each.
 pub fn unrestored(restored: Option<&RestoreOutcome>) -> Vec<String> {
-    let Some(restored) = restored else { return Vec::new() };
-    let name = |knob: &Knob| knob.file_name();
-    let failed = restored.failed.iter();
-    let failed = failed.map(|(knob, why)| format!("cannot restore {}: {why}; run pagefold doctor --fix", name(knob)));
-    let pending = restored.pending.iter().map(|(knob, value)| {
-        format!(
+    let mut lines = Vec::new();
+    let Some(restored) = restored else { return lines };
+    for (knob, why) in &restored.failed {
+        lines.push(format!("cannot restore {}: {why}; run pagefold doctor --fix", knob.file_name()));
+    }
+    for (knob, value) in &restored.pending {
+        lines.push(format!(
             "{} cannot be set back to {value} while ksmd is in a scan; run pagefold doctor --fix when the scan has ended",
-            name(knob)
-        )
-    });
-    failed.chain(pending).collect()
+            knob.file_name()
+        ));
+    }
+    lines
 }
 
 pub fn describe(summary: &Summary, style: Style) -> String {
     let mut text = String::new();
-    let headline = if summary.dry_run && summary.mechanism == Mechanism::Request {
-        let expected = style::human(summary.expected_bytes);
-        format!("Dry run: {expected} would be merged with other pages or as zeros. Nothing was changed.")
-    } else if summary.dry_run {
-        format!(
-            "Dry run: would mark {}, of which {} is duplicate. Nothing was changed.",
-            style::human(summary.marked_bytes),
-            style::human(summary.expected_bytes)
-        )
-    } else {
-        let saves = summary.saved_bytes.map_or("an unknown amount".to_owned(), style::human);
-        format!("Saves {saves} after {:.1} s.", summary.seconds)
-    };
-    text.line(style.bold(&headline));
+    text.line(style.bold(&headline(summary)));
     text.blank();
-    let mut row = |name: &str, value: String| text.line(format!("  {name:<14}{value}"));
-    let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", 90 % of them after {s:.1} s"));
     if !summary.dry_run {
-        row("merged", format!("{} pages{reached}", summary.merged_pages));
+        let reached = match summary.seconds_to_90_percent {
+            Some(seconds) => format!(", 90 % of them after {seconds:.1} s"),
+            None => String::new(),
+        };
+        row(&mut text, "merged", &format!("{} pages{reached}", summary.merged_pages));
     }
     if let Some(requests) = &summary.requests {
-        row("requests", requests.sentence());
+        row(&mut text, "requests", &requests.sentence());
     }
+    let read = summary.pages_read;
+    let cpu_seconds = summary.cpu_seconds.pagefold_ns as f64 / 1e9;
     if let Some(xen) = &summary.xen {
-        row("Xen", xen.sentence());
-        row(
-            "CPU",
-            format!("{:.2} s ({} pages read)", summary.cpu_seconds.pagefold_ns as f64 / 1e9, summary.pages_read),
-        );
+        row(&mut text, "Xen", &xen.sentence());
+        row(&mut text, "CPU", &format!("{cpu_seconds:.2} s ({read} pages read)"));
         still_merged(&mut text, summary, "pagefold-xen", style);
         return text;
     }
-    let (marked, metadata) = (style::human(summary.marked_bytes), style::human(summary.metadata_bytes));
+    let marked = style::human(summary.marked_bytes);
+    let metadata = style::human(summary.metadata_bytes);
     let spans = style::count(usize::try_from(summary.marked_spans).unwrap_or(usize::MAX), "span", "spans");
-    row("marked", format!("{marked} in {spans}, kernel metadata {metadata}"));
-    let Cost { pagefold_ns, ksmd_ns, .. } = summary.cpu_seconds;
-    let (pagefold, ksmd) = (pagefold_ns as f64 / 1e9, ksmd_ns as f64 / 1e9);
-    let (read, kicks) = (summary.pages_read, summary.scans);
-    row("CPU", format!("{pagefold:.2} s by pagefold ({read} pages read), {ksmd:.2} s by ksmd ({kicks} scans)"));
-    row("stops", format!("{}, the longest {:.0} us", summary.stops, summary.longest_stop_us));
+    row(&mut text, "marked", &format!("{marked} in {spans}, kernel metadata {metadata}"));
+    let ksmd = summary.cpu_seconds.ksmd_ns as f64 / 1e9;
+    let kicks = summary.scans;
+    let cpu = format!("{cpu_seconds:.2} s by pagefold ({read} pages read), {ksmd:.2} s by ksmd ({kicks} scans)");
+    row(&mut text, "CPU", &cpu);
+    row(&mut text, "stops", &format!("{}, the longest {:.0} us", summary.stops, summary.longest_stop_us));
     if summary.moved_pages > 0 {
-        row("moved", format!("{} pages to other memory nodes, {:.2} s", summary.moved_pages, summary.move_seconds));
+        let moved = format!("{} pages to other memory nodes, {:.2} s", summary.moved_pages, summary.move_seconds);
+        row(&mut text, "moved", &moved);
     }
     if let Some(why) = &summary.stood_down {
-        row("KSM given up", why.clone());
+        row(&mut text, "KSM given up", why);
     }
-    let deferred: Vec<String> =
-        summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
-    row(
-        "KSM",
-        match (summary.dry_run, summary.mechanism, deferred.is_empty()) {
-            (true, ..) => "not touched".to_owned(),
-            (false, Mechanism::Request, true) => "merged on request, settings not touched".to_owned(),
-            (false, _, true) => "restored".to_owned(),
-            (false, _, false) => {
-                format!("restored except {}, which the kernel accepts only when no page is merged", deferred.join(", "))
-            }
-        },
-    );
+    row(&mut text, "KSM", &ksm_settings(summary));
     still_merged(&mut text, summary, "pagefold", style);
     text
+}
+
+fn headline(summary: &Summary) -> String {
+    let expected = style::human(summary.expected_bytes);
+    if summary.dry_run && summary.mechanism == Mechanism::Request {
+        return format!("Dry run: {expected} would be merged with other pages or as zeros. Nothing was changed.");
+    }
+    if summary.dry_run {
+        let marked = style::human(summary.marked_bytes);
+        return format!("Dry run: would mark {marked}, of which {expected} is duplicate. Nothing was changed.");
+    }
+    let saves = summary.saved_bytes.map_or("an unknown amount".to_owned(), style::human);
+    format!("Saves {saves} after {:.1} s.", summary.seconds)
+}
+
+fn row(text: &mut String, name: &str, value: &str) {
+    text.line(format!("  {name:<14}{value}"));
+}
+
+/// Whether KSM's settings are as they were.
+fn ksm_settings(summary: &Summary) -> String {
+    if summary.dry_run {
+        return "not touched".to_owned();
+    }
+    if !summary.knobs_deferred.is_empty() {
+        let deferred: Vec<String> =
+            summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
+        let deferred = deferred.join(", ");
+        return format!("restored except {deferred}, which the kernel accepts only when no page is merged");
+    }
+    match summary.mechanism {
+        Mechanism::Request => "merged on request, settings not touched".to_owned(),
+        Mechanism::Ksmd => "restored".to_owned(),
+    }
 }
 
 fn still_merged(text: &mut String, summary: &Summary, program: &str, style: Style) {

@@ -1,0 +1,162 @@
+//! What the daemon asks of a machine beside the engine's [`Host`], so that one loop ([`crate::daemon`]) serves the
+//! processes of this machine, guests of Xen (pagefold-xen), and in tests the simulated host.
+
+use crate::audit::Owner;
+use crate::commands::run::progress::Progress;
+use crate::commands::run::reload::ActiveSettings;
+use crate::config::scope::{ScopeArgs, explain};
+use crate::control::orders::Orders;
+use crate::control::queue::{Facts, Order, RunFacts};
+use crate::events::Events;
+use crate::output::xen::XenView;
+use crate::sketch;
+use pagefold_engine::engine::Engine;
+use pagefold_engine::governor::Governor;
+use pagefold_engine::host::Host;
+use pagefold_engine::keys::{LimitKey, RegionKey};
+use pagefold_host::live::{Ended, Event, LiveError, LiveHost};
+use pagefold_text::escape::printable;
+use pagefold_text::exit::{self, Exit};
+use std::os::unix::ffi::OsStrExt;
+
+/// A machine that the daemon works on. Its targets are processes or guests.
+pub trait Backend: Host + Sized {
+    /// The word for a target, and for several.
+    const TARGET: &'static str = "process";
+    const TARGETS: &'static str = "processes";
+
+    /// The exit code and advice for an error that ends the run.
+    fn explain(error: &Self::Error) -> Exit;
+
+    /// The time of the snapshots.
+    fn now_ns(&self) -> u64;
+
+    /// How many targets are in scope.
+    fn target_count(&self) -> usize;
+
+    /// Whether every target has ended and no other can enter the scope.
+    fn has_ended(&self, _scope: &ScopeArgs) -> bool {
+        false
+    }
+
+    /// The pid or guest number of a region's target.
+    fn pid_of(&self, region: RegionKey) -> Option<i32>;
+
+    /// A target, for the audit log.
+    fn owner(&self, pid: i32) -> Option<Owner>;
+
+    /// Everything that views of the run show.
+    fn facts(&self, engine: &Engine, run: RunFacts) -> Facts;
+
+    /// The events since the last call.
+    fn take_events(&mut self) -> Vec<Event>;
+
+    /// The path of the cgroup that has a limit.
+    fn limited_path(&self, _limit: LimitKey) -> String {
+        String::new()
+    }
+
+    /// Begins new requests about targets, and answers finished ones.
+    fn carry_out(&mut self, orders: &mut Orders, new: Vec<Order>, events: &mut Events);
+
+    /// Reads the settings again if SIGHUP asks for that. Returns the governor if it has changed.
+    fn reload(
+        &mut self,
+        _active: &mut ActiveSettings<'_>,
+        _engine: &mut Engine,
+        _progress: &Progress,
+    ) -> Option<Governor> {
+        None
+    }
+
+    /// The governor has changed, and with it the time that a round takes.
+    fn set_round_ns(&mut self, _ns: u64) {}
+
+    /// Reads a portion for the sketches of workloads.
+    fn sketch(&mut self, _sketches: &mut sketch::Writer, _engine: &mut Engine) {}
+
+    /// Ends the run: gives back whatever was taken for it.
+    fn finish(self) -> Ending;
+}
+
+/// A machine after the end of a run.
+#[derive(Debug)]
+pub struct Ending {
+    /// How many targets we didn't leave alone.
+    pub judged: usize,
+    pub ended: Ended,
+    /// Xen's own figures, if the targets were its guests.
+    pub xen: Option<XenView>,
+}
+
+impl Backend for LiveHost {
+    fn explain(error: &LiveError) -> Exit {
+        match error {
+            LiveError::Scope(error) => explain(error),
+            error => Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")),
+        }
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.now_ns()
+    }
+
+    fn target_count(&self) -> usize {
+        self.targets().count()
+    }
+
+    fn has_ended(&self, scope: &ScopeArgs) -> bool {
+        self.targets().next().is_none() && !scope.is_selective()
+    }
+
+    fn pid_of(&self, region: RegionKey) -> Option<i32> {
+        Some(self.target_of(region)?.process.pid())
+    }
+
+    fn owner(&self, pid: i32) -> Option<Owner> {
+        let target = self.target(pid)?;
+        Some(Owner::of(target, self.domains().get(usize::from(target.domain.0))))
+    }
+
+    fn facts(&self, engine: &Engine, run: RunFacts) -> Facts {
+        Facts::of(engine, self, run)
+    }
+
+    fn take_events(&mut self) -> Vec<Event> {
+        self.take_events()
+    }
+
+    fn limited_path(&self, limit: LimitKey) -> String {
+        match self.limited_cgroup(limit) {
+            Some(path) => printable(path.as_os_str().as_bytes()),
+            None => String::new(),
+        }
+    }
+
+    fn carry_out(&mut self, orders: &mut Orders, new: Vec<Order>, events: &mut Events) {
+        orders.serve(new, self, events);
+    }
+
+    fn reload(
+        &mut self,
+        active: &mut ActiveSettings<'_>,
+        engine: &mut Engine,
+        progress: &Progress,
+    ) -> Option<Governor> {
+        active.reload(engine, self, progress)
+    }
+
+    fn set_round_ns(&mut self, ns: u64) {
+        // Several times in a round.
+        self.set_refresh_interval(ns / 4);
+    }
+
+    fn sketch(&mut self, sketches: &mut sketch::Writer, engine: &mut Engine) {
+        sketches.step(engine, self);
+    }
+
+    fn finish(self) -> Ending {
+        let judged = self.targets().filter(|target| target.exclusion.is_none()).count();
+        Ending { judged, ended: self.finish(), xen: None }
+    }
+}

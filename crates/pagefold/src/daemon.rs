@@ -1,0 +1,389 @@
+//! The daemon: one loop for whatever machine is behind [`Backend`].
+//!
+//! Three types keep the order of the first steps. [`Start`] handles signals and takes the sockets that we were passed,
+//! before anything opens a file. It opens [`Outputs`] while we have all rights. Then the caller gives up rights, and only
+//! a [`Daemon`] starts threads and the control socket.
+
+use crate::audit::Entry;
+use crate::backend::Backend;
+use crate::background::Background;
+use crate::commands::run::progress::{LeftAlone, Progress};
+use crate::commands::run::reload::ActiveSettings;
+use crate::commands::run::room::RoomReports;
+use crate::commands::run::summary::{self, Summary};
+use crate::config::args::RunArgs;
+use crate::config::settings::Settings;
+use crate::control;
+use crate::control::orders::Orders;
+use crate::control::queue::{RequestQueue, RunFacts};
+use crate::control::server::Server;
+use crate::history::{self, HistoryFile};
+use crate::learned::LearnedWriter;
+use crate::metrics::Metrics;
+use crate::output;
+use crate::place;
+use crate::sketch;
+use anyhow::{Context, Result};
+use pagefold_engine::engine::{Engine, count_saving, cycle};
+use pagefold_engine::host::{ChangeResult, Mechanism, Merging, Outcome};
+use pagefold_engine::units::Pages;
+use pagefold_host::live::Event;
+use pagefold_host::os::wake;
+use pagefold_procmem::os::fault;
+use pagefold_text::exit::{self, Exit};
+use pagefold_text::figures::thousands;
+use pagefold_text::messages;
+use pagefold_text::style;
+use std::collections::BTreeMap;
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tracing::debug;
+
+/// The longest wait between two cycles, nanoseconds: a service manager wants to hear that the run is alive.
+const LONGEST_WAIT_NS: u64 = 60_000_000_000;
+
+/// The flags that signals set.
+#[derive(Debug)]
+pub struct Signals {
+    /// The run should end.
+    pub stop: Arc<AtomicBool>,
+    /// A wait ends early, because of a signal or a request.
+    pub woken: Arc<AtomicBool>,
+}
+
+impl Signals {
+    /// Handles signals: from here on the run always ends in an orderly way.
+    fn handle() -> Result<Self> {
+        let signals = Self { stop: Arc::default(), woken: Arc::default() };
+        signals.on(signal_hook::consts::SIGINT, &signals.stop)?;
+        signals.on(signal_hook::consts::SIGTERM, &signals.stop)?;
+        set_on(wake::SIGNAL, &signals.woken)?;
+        Ok(signals)
+    }
+
+    /// From now on the signal sets this flag and ends waits.
+    pub fn on(&self, signal: i32, flag: &Arc<AtomicBool>) -> Result<()> {
+        set_on(signal, flag)?;
+        // After the flag, so whenever `woken` is set, the reason is set too.
+        set_on(signal, &self.woken)
+    }
+}
+
+fn set_on(signal: i32, flag: &Arc<AtomicBool>) -> Result<()> {
+    signal_hook::flag::register(signal, flag.clone()).context("cannot install a signal handler")?;
+    Ok(())
+}
+
+/// A run that has opened nothing yet.
+#[derive(Debug)]
+pub struct Start {
+    pub signals: Signals,
+    passed: Vec<TcpListener>,
+}
+
+impl Start {
+    /// The first step of a run of this program.
+    pub fn of(program: &'static str) -> Result<Self> {
+        messages::never_wait(program);
+        let signals = Signals::handle()?;
+        Ok(Self { signals, passed: Metrics::passed()? })
+    }
+
+    /// Opens the run's sockets and files. Call it before rights are given up.
+    pub fn open(self, args: &RunArgs, settings: Settings) -> Result<Outputs<'_>> {
+        let metrics = Metrics::open(&settings.metrics, self.passed)?;
+        let history = place::of_run(settings.history.as_deref(), "history", args.dry_run, HistoryFile::open)?;
+        let active = ActiveSettings::new(args, settings)?;
+        Ok(Outputs { signals: self.signals, active, metrics, history })
+    }
+}
+
+/// The sockets and files of a run, open but without threads: give up rights before the first thread starts.
+#[derive(Debug)]
+pub struct Outputs<'a> {
+    pub signals: Signals,
+    pub active: ActiveSettings<'a>,
+    metrics: Metrics,
+    history: Option<(HistoryFile, Option<String>)>,
+}
+
+/// The threads that ask the main loop for facts, in the order in which they end.
+struct Threads {
+    _control: Option<Server>,
+    _metrics: Option<Background<()>>,
+    _history: Option<Background<()>>,
+}
+
+/// A run on a machine.
+pub struct Daemon<'a, B: Backend> {
+    pub engine: Engine,
+    pub backend: B,
+    active: ActiveSettings<'a>,
+    facts: RunFacts,
+    stop: Arc<AtomicBool>,
+    requests: RequestQueue,
+    orders: Orders,
+    threads: Threads,
+    pub learned: Option<LearnedWriter>,
+    pub sketches: Option<sketch::Writer>,
+    progress: Progress,
+    rooms: RoomReports,
+    /// The scans of which the list of events tells.
+    scans: u64,
+}
+
+impl<'a, B: Backend> Daemon<'a, B> {
+    /// Starts the threads.
+    pub fn new(outputs: Outputs<'a>, facts: RunFacts, backend: B) -> Self {
+        let Outputs { signals, active, metrics, history } = outputs;
+        let (requests, sender) = RequestQueue::new(signals.woken);
+        let threads = Threads {
+            _metrics: metrics.start(&sender),
+            _history: history::start(history, &sender),
+            _control: control::serve(sender, facts.dry_run),
+        };
+        fault::point("socket-made");
+        Self {
+            engine: Engine::new(facts.config.clone()),
+            backend,
+            active,
+            facts,
+            stop: signals.stop,
+            requests,
+            orders: Orders::default(),
+            threads,
+            learned: None,
+            sketches: None,
+            progress: Progress::start(),
+            rooms: RoomReports::default(),
+            scans: 0,
+        }
+    }
+
+    /// Runs until it's stopped, and returns the exit code. `left_alone` are targets that we won't touch.
+    pub fn run(mut self, left_alone: Vec<LeftAlone>) -> Result<u8> {
+        self.active.log(&Entry::begin("run", self.facts.scope.clone()));
+        for left in left_alone {
+            self.progress.leave_alone(B::TARGET, left);
+        }
+        self.progress.begin();
+        let ran = self.run_cycles();
+        // If we can't read a host any more, the last count stays.
+        let _ = count_saving(&mut self.engine, &mut self.backend);
+        self.finish(ran)
+    }
+
+    fn run_cycles(&mut self) -> Result<(), Exit> {
+        let mut cycles = Cycles::until(self.stop.clone(), self.active.args.end_ns());
+        while let Some(outcome) = cycles.next(&mut self.engine, &mut self.backend)? {
+            self.report_events();
+            if self.facts.stood_down.is_none() {
+                log_outcome(&mut self.active, &self.backend, &outcome);
+            }
+            if self.backend.has_ended(&self.active.settings.scope) {
+                self.progress.say_on_terminal(&format!("every {} in scope has ended", B::TARGET));
+                break;
+            }
+            self.report_room();
+            self.note_scans();
+            self.serve_requests();
+            let targets = style::count(self.backend.target_count(), B::TARGET, B::TARGETS);
+            self.progress.show(&self.engine, &targets, self.requests.is_paused());
+            if let Some(learned) = &mut self.learned {
+                learned.keep(&self.engine, self.backend.now_ns());
+            }
+            if let Some(sketches) = &mut self.sketches {
+                self.backend.sketch(sketches, &mut self.engine);
+            }
+        }
+        Ok(())
+    }
+
+    fn report_events(&mut self) {
+        for event in self.backend.take_events() {
+            match event {
+                Event::LeftAlone { pid, name, why } => {
+                    self.active.events.add_of_process("left-alone", (pid, &name), &why);
+                    self.progress.leave_alone(B::TARGET, LeftAlone { pid, name, reason: why });
+                }
+                Event::Withdrawn { pid, result, reason } => {
+                    if let Some(owner) = self.backend.owner(pid) {
+                        self.active.log(&Entry::withdrawn(owner, &result, reason));
+                    }
+                }
+                Event::Overridden { pid, opt_out } => {
+                    if let Some(owner) = self.backend.owner(pid) {
+                        let name = &owner.name;
+                        self.progress.say(&format!(
+                            "process {pid} ({name}) is not left alone, by --override-opt-out: {opt_out}"
+                        ));
+                        self.active.log(&Entry::overridden(owner, opt_out));
+                    }
+                }
+                Event::InjectorRestarted { pid } => {
+                    let line = format!("the injector process had ended; process {pid} takes its place");
+                    self.progress.say(&line);
+                    self.active.events.note("injector", line);
+                }
+                Event::StoodDown { why } => {
+                    let line = format!("KSM is no longer controlled by this run: {why}");
+                    self.progress.say(&line);
+                    self.active.events.note("stood-down", line);
+                    self.facts.stood_down = Some(why);
+                }
+            }
+        }
+    }
+
+    /// Reports changes of the room for pages that can come back.
+    fn report_room(&mut self) {
+        let reserve = self.engine.reserve();
+        let take_back = self.active.settings.config.reserve.take_back && self.facts.config.mechanism == Mechanism::Ksmd;
+        if let Some(line) = self.rooms.of_machine(reserve, take_back) {
+            self.progress.say(&line);
+        }
+        for line in self.rooms.of_limits(reserve, take_back, |limit| self.backend.limited_path(limit)) {
+            self.progress.say_of_programs(&line);
+        }
+    }
+
+    fn note_scans(&mut self) {
+        if self.engine.scans() > self.scans {
+            self.scans = self.engine.scans();
+            self.active.events.note("scan", format!("{} in all", thousands(self.scans)));
+        }
+    }
+
+    /// Answers requests, and reloads the settings if that's asked for.
+    fn serve_requests(&mut self) {
+        self.facts.audit_lost = self.active.lost();
+        let backend = &self.backend;
+        let events = &mut self.active.events;
+        let requested =
+            self.requests.serve(&mut self.engine, (&self.facts, events), |engine, run| backend.facts(engine, run));
+        self.backend.carry_out(&mut self.orders, self.requests.take_orders(), &mut self.active.events);
+        self.active.hear_audit(&self.progress);
+        let reloaded = self.backend.reload(&mut self.active, &mut self.engine, &self.progress);
+        if let Some(governor) = reloaded.or(requested) {
+            self.active.events.note("governor", governor.to_string());
+            self.backend.set_round_ns(self.facts.config.pace(governor).round_ns);
+        }
+    }
+
+    /// Ends the run, whatever happened in it, and returns the exit code.
+    fn finish(mut self, ran: Result<(), Exit>) -> Result<u8> {
+        self.progress.finish();
+        if let Some(learned) = self.learned {
+            learned.finish(&self.engine);
+        }
+        drop(self.threads);
+        drop(self.sketches);
+        // Whatever happened, we give KSM back before we report anything.
+        let ending = self.backend.finish();
+        self.active.log(&Entry::end("run", self.active.lost()));
+        self.active.finish(&self.progress);
+        if let (Some(ksm), Some(cost)) = (&ending.ended.ksm, ending.ended.cost) {
+            self.engine.close(ending.ended.now_ns, ksm, cost);
+        }
+        ran?;
+        let summary = Summary::new(&self.active, &self.facts, &self.engine, &ending, self.progress);
+        for line in summary::unrestored(ending.ended.restored.as_ref()) {
+            complain!("{line}");
+        }
+        output::print_at_end(self.active.args.json, &summary, |style| summary::describe(&summary, style))?;
+        Ok(if summary.knobs_restored { exit::OK } else { exit::FAILURE })
+    }
+}
+
+/// The cycles of a run, until it's stopped or its time is over.
+#[derive(Debug)]
+pub struct Cycles {
+    stop: Arc<AtomicBool>,
+    /// On the backend's clock.
+    end_ns: u64,
+    wait_ns: u64,
+}
+
+impl Cycles {
+    pub fn until(stop: Arc<AtomicBool>, end_ns: u64) -> Self {
+        Self { stop, end_ns, wait_ns: 0 }
+    }
+
+    /// Waits until the next cycle is due, and runs it. `None` if the run ends instead.
+    pub fn next<B: Backend>(&mut self, engine: &mut Engine, backend: &mut B) -> Result<Option<Outcome>, Exit> {
+        // The wait wouldn't end early if the queue has cleared the flag that a signal set.
+        if self.have_ended(backend) {
+            return Ok(None);
+        }
+        let left_ns = self.end_ns - backend.now_ns();
+        let wait_ns = self.wait_ns.min(LONGEST_WAIT_NS).min(left_ns);
+        backend.wait(wait_ns).map_err(|error| B::explain(&error))?;
+        if self.have_ended(backend) {
+            return Ok(None);
+        }
+        let cycle = cycle(engine, backend).map_err(|error| B::explain(&error))?;
+        debug!(
+            target: "cycle",
+            marked = cycle.outcome.marked.len(),
+            unmarked = cycle.outcome.unmarked.len(),
+            merges = cycle.outcome.merges.len(),
+            wait_ms = cycle.wait_ns / 1_000_000
+        );
+        self.wait_ns = cycle.wait_ns;
+        Ok(Some(cycle.outcome))
+    }
+
+    fn have_ended(&self, backend: &impl Backend) -> bool {
+        self.stop.load(Ordering::Relaxed) || backend.now_ns() >= self.end_ns
+    }
+}
+
+/// Writes the results of a cycle to the audit log.
+pub fn log_outcome<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome: &Outcome) {
+    for result in &outcome.marked {
+        log_change(active, backend, true, result);
+    }
+    for result in &outcome.unmarked {
+        log_change(active, backend, false, result);
+    }
+    log_merges(active, backend, outcome);
+}
+
+fn log_change<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, mark: bool, result: &ChangeResult) {
+    let Some(pid) = backend.pid_of(result.change.span.region) else { return };
+    if let Some(owner) = backend.owner(pid) {
+        active.log(&Entry::changed(owner, mark, result));
+    }
+}
+
+/// The pages of two targets that we named in a cycle, and those among them that the kernel merged.
+#[derive(Default)]
+struct PairPages {
+    named: Pages,
+    merged: Pages,
+}
+
+/// A line for each pair of targets, since there may be many ranges.
+fn log_merges<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome: &Outcome) {
+    let mut pairs: BTreeMap<(i32, Option<i32>), PairPages> = BTreeMap::new();
+    for result in &outcome.merges {
+        if result.merging == Merging::Untried {
+            continue;
+        }
+        let range = result.range;
+        let Some(pid) = backend.pid_of(range.take.region) else { continue };
+        let with = range.keep.first().and_then(|(region, _)| backend.pid_of(region));
+        let pages = Pages(range.take.pages.into());
+        let pair = pairs.entry((pid, with)).or_default();
+        pair.named += pages;
+        if result.merging == Merging::Merged {
+            pair.merged += pages;
+        }
+    }
+    for ((pid, with), pages) in pairs {
+        if let Some(owner) = backend.owner(pid) {
+            active.log(&Entry::merged(owner, with, pages.named, pages.merged));
+        }
+    }
+}

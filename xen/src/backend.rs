@@ -1,0 +1,143 @@
+//! Guests of Xen as the daemon's [`Backend`], and the exit codes and advice of Xen's errors.
+
+use crate::guests::SelectError;
+use crate::host::{Clock, Guest, XenError, XenHost};
+use crate::hypervisor::{CallError, Hypervisor};
+use pagefold::audit::Owner;
+use pagefold::backend::{Backend, Ending};
+use pagefold::control::orders::{self, Orders};
+use pagefold::control::queue::{Facts, Order, RunFacts, TargetFacts};
+use pagefold::events::Events;
+use pagefold::output::xen::XenView;
+use pagefold_engine::engine::Engine;
+use pagefold_engine::keys::RegionKey;
+use pagefold_host::live::{Ended, Event};
+use pagefold_host::scope::Selector;
+use pagefold_text::escape::printable;
+use pagefold_text::exit::{self, Exit};
+use std::collections::BTreeMap;
+
+impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
+    const TARGET: &'static str = "guest";
+    const TARGETS: &'static str = "guests";
+
+    fn explain(error: &XenError) -> Exit {
+        match error {
+            XenError::Select(error) => select(error),
+            XenError::Call(error) => call(error),
+        }
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.now_ns()
+    }
+
+    fn target_count(&self) -> usize {
+        self.guests().count()
+    }
+
+    fn pid_of(&self, region: RegionKey) -> Option<i32> {
+        Some(self.guest_of(region)?.number())
+    }
+
+    fn owner(&self, pid: i32) -> Option<Owner> {
+        let guest = self.guests().find(|guest| guest.number() == pid)?;
+        Some(Owner {
+            pid,
+            start_time_ticks: 0,
+            name: printable(guest.known.name.as_bytes()),
+            exe: None,
+            uid: None,
+            cgroup: None,
+            domain: Some(guest.known.trust.clone()),
+        })
+    }
+
+    fn facts(&self, engine: &Engine, run: RunFacts) -> Facts {
+        let targets = self.guests().map(|guest| TargetFacts {
+            owner: guest.owner,
+            pid: guest.number(),
+            start_time_ticks: 0,
+            domain: guest.trust,
+            name: printable(guest.known.name.as_bytes()),
+            uid: 0,
+            exe: None,
+            cgroup: None,
+            selected_by: run.selectors.iter().position(|selector| fits(selector, guest)),
+            left_alone: guest.left_alone.clone(),
+            reason: None,
+            to_unmark: None,
+            notes: Vec::new(),
+        });
+        Facts {
+            state: engine.state(),
+            scans: 0,
+            injector_restarts: 0,
+            targets: targets.collect(),
+            domains: self.trusts().to_vec(),
+            kept_out: Vec::new(),
+            merged_domain: None,
+            limited: BTreeMap::new(),
+            run,
+            xen: Some(view(self)),
+        }
+    }
+
+    fn take_events(&mut self) -> Vec<Event> {
+        let mut events = Vec::new();
+        for left in self.take_left_alone() {
+            let name = printable(left.name.as_bytes());
+            events.push(Event::LeftAlone { pid: left.domain.0.into(), name, why: left.why });
+        }
+        events
+    }
+
+    fn carry_out(&mut self, _orders: &mut Orders, new: Vec<Order>, _events: &mut Events) {
+        let line = "this pagefold shares memory of Xen's guests, not of processes; stop it first";
+        orders::refuse(new, &Exit::new(exit::KSM_TAKEN, line));
+    }
+
+    fn finish(mut self) -> Ending {
+        let judged = self.guests().filter(|guest| guest.left_alone.is_none()).count();
+        let ksm = self.close();
+        let ended = Ended { restored: None, now_ns: self.now_ns(), ksm, cost: Some(self.cost()) };
+        Ending { judged, ended, xen: Some(view(&self)) }
+    }
+}
+
+/// Whether a selector (`--all` or a number) is for a guest.
+fn fits(selector: &Selector, guest: &Guest) -> bool {
+    *selector == Selector::All || *selector == Selector::Pid(guest.number())
+}
+
+fn view<H: Hypervisor, C: Clock>(host: &XenHost<H, C>) -> XenView {
+    let figures = host.figures();
+    XenView {
+        saved_bytes: figures.memory.saved.bytes().0,
+        frames_bytes: figures.memory.frames.bytes().0,
+        free_bytes: figures.memory.free.bytes().0,
+        shared_pages: figures.shares,
+    }
+}
+
+/// The exit code and advice for a wrong selection of guests.
+pub fn select(error: &SelectError) -> Exit {
+    let (code, advice) = match error {
+        SelectError::Malformed(_) | SelectError::Contradiction(_) => (exit::USAGE, "see xen/README.md"),
+        SelectError::Dom0 => (exit::REFUSED, "name other guests"),
+        SelectError::Unknown(_) => (exit::NO_SCOPE, "look with xl list"),
+    };
+    Exit::new(code, format!("{error}; {advice}"))
+}
+
+/// The exit code and advice when the hypervisor refuses.
+pub fn call(error: &CallError) -> Exit {
+    match error {
+        CallError::NoSharing => {
+            let line = format!("{error}; build it with EXPERT, UNSUPPORTED and MEM_SHARING, see xen/README.md");
+            Exit::new(exit::NO_KERNEL_SUPPORT, line)
+        }
+        CallError::Denied => Exit::new(exit::NOT_PERMITTED, error.to_string()),
+        _ => Exit::new(exit::FAILURE, format!("the hypervisor refuses: {error}; see pagefold-xen doctor --xen-domain")),
+    }
+}
