@@ -1,15 +1,16 @@
 //! The result of a scan (schema `pagefold.scan/1`), which `--json`, the tables and the web page show.
 
 use super::map::Map;
-use super::survey::{LeftOut, Survey, by_size};
+use super::survey::{LeftOut, LeftOutByReason};
 use crate::output::placement::PlacementView;
-use pagefold_engine::sampling::census::{Figures, Findings, bytes_of};
+use pagefold_engine::sampling::census::{Cell, Figures, Findings, bytes_of};
+use pagefold_engine::units::index;
 use pagefold_host::scope::exclude::Exclusion;
-use pagefold_text::escape::printable;
 use pagefold_text::style::{count, human, percent};
 use serde::Serialize;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::os::unix::ffi::OsStrExt;
+use std::fmt::Display;
 
 pub const SCHEMA: &str = "pagefold.scan/1";
 
@@ -37,7 +38,7 @@ pub struct ScanReport {
     pub maps: BTreeMap<i32, Map>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct ProcessRow {
     pub pid: i32,
     pub name: String,
@@ -57,7 +58,7 @@ pub struct KindRow {
     pub figures: Figures,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct CgroupRow {
     pub cgroup: String,
     pub processes: usize,
@@ -75,10 +76,19 @@ pub struct Cost {
 
 impl Cost {
     pub fn new(pages_read: u64, cpu_ns: u64, reading_ns: u64) -> Self {
-        let per_page = |ns: u64| ns as f64 / pages_read.max(1) as f64;
-        let (ns_per_page, reading_ns_per_page) = (per_page(cpu_ns), per_page(reading_ns));
-        Self { pages_read, cpu_seconds: cpu_ns as f64 / 1e9, ns_per_page, reading_ns_per_page }
+        let pages = pages_read.max(1) as f64;
+        Self {
+            pages_read,
+            cpu_seconds: cpu_ns as f64 / 1e9,
+            ns_per_page: cpu_ns as f64 / pages,
+            reading_ns_per_page: reading_ns as f64 / pages,
+        }
     }
+}
+
+/// Sorts rows by what can be saved, the largest first.
+fn largest_first(figures: &Figures) -> Reverse<u64> {
+    Reverse(bytes_of(figures.savable))
 }
 
 pub fn size(pages: f64) -> String {
@@ -86,60 +96,47 @@ pub fn size(pages: f64) -> String {
 }
 
 impl ScanReport {
-    /// Sums up the census's findings by process, kind and cgroup.
-    pub fn of(survey: &Survey, findings: &Findings, fraction: f64, scope: String, cost: Cost) -> Self {
-        let owned = survey.cells.iter().zip(&survey.kinds).zip(&findings.cells);
-        let mut processes: Vec<(Figures, Vec<KindRow>)> = survey.processes.iter().map(|_| Default::default()).collect();
-        let mut kinds: BTreeMap<_, Figures> = BTreeMap::new();
-        for ((cell, kind), figures) in owned {
-            let (sum, rows) = &mut processes[cell.process as usize];
-            *sum += *figures;
-            rows.push(KindRow { kind: kind.to_string(), figures: *figures });
-            *kinds.entry(*kind).or_default() += *figures;
+    /// Sums up the census's findings by process, kind and cgroup. `rows` are the processes, without figures; `cells` and
+    /// `kinds` are as in the census.
+    pub fn of<K: Copy + Ord + Display>(
+        rows: Vec<ProcessRow>,
+        cells: &[Cell],
+        kinds: &[K],
+        findings: &Findings,
+        fraction: f64,
+        scope: String,
+        cost: Cost,
+    ) -> Self {
+        let mut rows = rows;
+        let mut by_kind: BTreeMap<K, Figures> = BTreeMap::new();
+        for (number, &figures) in findings.cells.iter().enumerate() {
+            let row = &mut rows[index(cells[number].process)];
+            row.figures += figures;
+            row.kinds.push(KindRow { kind: kinds[number].to_string(), figures });
+            *by_kind.entry(kinds[number]).or_default() += figures;
         }
-        let mut cgroups: BTreeMap<&str, (usize, Figures)> = BTreeMap::new();
-        let mut excluded = BTreeMap::new();
-        let mut rows = Vec::new();
-        for (surveyed, (sum, mut kinds)) in survey.processes.iter().zip(processes) {
-            let scoped = &surveyed.scoped;
-            if surveyed.refused.is_none() && !surveyed.gone {
-                let entry = cgroups.entry(scoped.cgroup.as_deref().unwrap_or("/")).or_default();
-                *entry = (entry.0 + 1, entry.1);
-                entry.1 += sum;
+        let mut by_cgroup: BTreeMap<String, CgroupRow> = BTreeMap::new();
+        let mut excluded = LeftOutByReason::default();
+        for row in &mut rows {
+            row.kinds.sort_by_key(|row| largest_first(&row.figures));
+            for left_out in &row.excluded {
+                excluded.add(left_out.reason.clone(), left_out.bytes, left_out.regions);
             }
-            for left_out in &surveyed.excluded {
-                let entry: &mut (u64, u32) = excluded.entry(left_out.reason.clone()).or_default();
-                *entry = (entry.0 + left_out.bytes, entry.1 + left_out.regions);
+            if row.left_out.is_none() {
+                let cgroup = row.cgroup.clone().unwrap_or_else(|| "/".to_owned());
+                let sum = by_cgroup.entry(cgroup.clone()).or_insert(CgroupRow { cgroup, ..CgroupRow::default() });
+                sum.processes += 1;
+                sum.figures += row.figures;
             }
-            kinds.sort_by_key(|row| std::cmp::Reverse(bytes_of(row.figures.savable)));
-            rows.push(ProcessRow {
-                pid: scoped.process.pid(),
-                name: scoped.name.clone(),
-                exe: scoped.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())),
-                cgroup: scoped.cgroup.as_ref().map(|cgroup| printable(cgroup.as_bytes())),
-                figures: sum,
-                kinds,
-                excluded: surveyed.excluded.clone(),
-                left_out: surveyed
-                    .refused
-                    .as_ref()
-                    .map(ToString::to_string)
-                    .or_else(|| surveyed.gone.then(|| "has ended".to_owned())),
-            });
         }
-        rows.sort_by_key(|row| (std::cmp::Reverse(bytes_of(row.figures.savable)), row.pid));
-        let mut kinds: Vec<KindRow> =
-            kinds.into_iter().map(|(kind, figures)| KindRow { kind: kind.to_string(), figures }).collect();
-        kinds.sort_by_key(|row| std::cmp::Reverse(bytes_of(row.figures.savable)));
-        let mut cgroups: Vec<CgroupRow> = cgroups
-            .into_iter()
-            .map(|(cgroup, (processes, figures))| CgroupRow {
-                cgroup: printable(cgroup.as_bytes()),
-                processes,
-                figures,
-            })
-            .collect();
-        cgroups.sort_by_key(|row| std::cmp::Reverse(bytes_of(row.figures.savable)));
+        rows.sort_by_key(|row| (largest_first(&row.figures), row.pid));
+        let mut kinds = Vec::new();
+        for (kind, figures) in by_kind {
+            kinds.push(KindRow { kind: kind.to_string(), figures });
+        }
+        kinds.sort_by_key(|row| largest_first(&row.figures));
+        let mut cgroups: Vec<CgroupRow> = by_cgroup.into_values().collect();
+        cgroups.sort_by_key(|row| largest_first(&row.figures));
         Self {
             schema: SCHEMA,
             exact: fraction >= 1.0,
@@ -150,7 +147,7 @@ impl ScanReport {
             processes: rows,
             kinds,
             cgroups,
-            excluded: by_size(excluded),
+            excluded: excluded.by_size(),
             numa: None,
             cost,
             of: ("process", "processes"),
@@ -185,9 +182,15 @@ impl ScanReport {
     /// Memory that's saved already, or that we didn't read: sizes with words.
     pub fn besides(&self) -> Vec<String> {
         let Figures { merged, fork_shared, swapped, .. } = self.totals;
-        let parts =
-            [(merged, "merged already"), (fork_shared, "shared through fork"), (swapped, "swapped out (not read)")];
-        parts.into_iter().filter(|part| part.0 > 0.0).map(|(pages, what)| format!("{} {what}", size(pages))).collect()
+        let mut besides = Vec::new();
+        for (pages, words) in
+            [(merged, "merged already"), (fork_shared, "shared through fork"), (swapped, "swapped out (not read)")]
+        {
+            if pages > 0.0 {
+                besides.push(format!("{} {words}", size(pages)));
+            }
+        }
+        besides
     }
 
     pub fn basis(&self) -> String {
@@ -206,6 +209,7 @@ impl ScanReport {
         (self.totals.savable > self.totals.resident / 100.0).then(|| format!("pagefold run {}", self.scope))
     }
 }
+
 /// The option that lets in processes left out for this reason, if there is one, to print after the reason.
 pub fn way_in(reason: &str) -> &'static str {
     if reason == Exclusion::NotDumpable.to_string() { " (--allow NAME lets it in)" } else { "" }

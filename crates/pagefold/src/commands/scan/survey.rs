@@ -69,6 +69,25 @@ pub struct LeftOut {
     pub regions: u32,
 }
 
+/// Memory left out, by the reason.
+#[derive(Debug, Default)]
+pub struct LeftOutByReason(BTreeMap<String, LeftOut>);
+
+impl LeftOutByReason {
+    pub fn add(&mut self, reason: String, bytes: u64, regions: u32) {
+        let sum = self.0.entry(reason.clone()).or_insert(LeftOut { reason, bytes: 0, regions: 0 });
+        sum.bytes += bytes;
+        sum.regions += regions;
+    }
+
+    /// The largest first.
+    pub fn by_size(self) -> Vec<LeftOut> {
+        let mut list: Vec<LeftOut> = self.0.into_values().collect();
+        list.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
+        list
+    }
+}
+
 /// A mapping that we may read.
 #[derive(Debug)]
 pub struct Region {
@@ -112,19 +131,20 @@ impl Survey {
                 merged: Vec::new(),
                 parts: Vec::new(),
             };
-            let before = (survey.cells.len(), joint.len());
+            let cells_before = survey.cells.len();
+            let joint_before = joint.len();
             match survey.add(&mut surveyed, deny, reader, &mut joint, &mut numbers) {
                 Ok(()) if with_maps => {
-                    let others = joint[before.1..].iter().map(|joint: &Joint| (joint.page, joint.region));
+                    let others = joint[joint_before..].iter().map(|joint: &Joint| (joint.page, joint.region));
                     surveyed.parts = map::parts(&surveyed.regions, others);
                 }
                 Ok(()) => {}
                 Err(error) => {
                     surveyed.lose(error)?;
                     surveyed.regions.clear();
-                    survey.cells.truncate(before.0);
-                    survey.kinds.truncate(before.0);
-                    joint.truncate(before.1);
+                    survey.cells.truncate(cells_before);
+                    survey.kinds.truncate(cells_before);
+                    joint.truncate(joint_before);
                 }
             }
             survey.processes.push(surveyed);
@@ -144,13 +164,13 @@ impl Survey {
     ) -> Result<(), ReadError> {
         let process = &surveyed.scoped.process;
         surveyed.refused = process_exclusion(&surveyed.scoped, deny)?;
-        let mut left_out = BTreeMap::new();
+        let mut left_out = LeftOutByReason::default();
         if let Some(refused) = &surveyed.refused {
             // We report its size, but read none of its pages.
             let details = read_smaps(process).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
-            left_out.insert(refused.to_string(), (kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
-            surveyed.excluded = by_size(left_out);
+            left_out.add(refused.to_string(), kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX));
+            surveyed.excluded = left_out.by_size();
             return Ok(());
         }
         let program = program_name(surveyed.scoped.exe.as_deref(), surveyed.scoped.name.as_bytes());
@@ -160,8 +180,7 @@ impl Survey {
             if let Some(exclusion) = vma_exclusion(&detail) {
                 let kib = if matches!(exclusion, Exclusion::Special) { 0 } else { detail.rss_kib };
                 if kib > 0 && exclusion != Exclusion::NothingAnonymous {
-                    let entry = left_out.entry(exclusion.to_string()).or_insert((0, 0));
-                    *entry = (entry.0 + (kib << 10), entry.1 + 1);
+                    left_out.add(exclusion.to_string(), kib << 10, 1);
                 }
                 continue;
             }
@@ -173,16 +192,16 @@ impl Survey {
             *numbers += 1;
             let pages = u32::try_from(detail.vma.pages().0).unwrap_or(u32::MAX);
             surveyed.ranges.push((detail.vma.first(), pages));
-            let place = (owner, u32::try_from(surveyed.regions.len()).unwrap_or(u32::MAX));
+            let region = u32::try_from(surveyed.regions.len()).unwrap_or(u32::MAX);
             let runs = pages_of(process, &detail, reader, |frame, merged, page| {
-                joint.push(Joint { frame, merged, process: place.0, region: place.1, page });
+                joint.push(Joint { frame, merged, process: owner, region, page });
             })?;
             let facts = &mut self.cells[cell as usize];
             facts.private += Pages(runs.iter().map(|&(_, pages)| u64::from(pages)).sum());
             facts.swapped += Pages(detail.swap_kib / 4);
             surveyed.regions.push(Region { number: *numbers, cell, runs });
         }
-        surveyed.excluded = by_size(left_out);
+        surveyed.excluded = left_out.by_size();
         Ok(())
     }
 
@@ -242,17 +261,12 @@ impl Survey {
 
     /// The number of frames that we can read.
     pub fn frames(&self) -> u64 {
-        let runs = self.processes.iter().flat_map(|process| &process.regions).flat_map(|region| &region.runs);
-        runs.map(|&(_, pages)| u64::from(pages)).sum()
+        let mut frames = 0;
+        for region in self.processes.iter().flat_map(|process| &process.regions) {
+            frames += region.runs.iter().map(|run| u64::from(run.1)).sum::<u64>();
+        }
+        frames
     }
-}
-
-/// Sorts by size, the largest first.
-pub fn by_size(left_out: BTreeMap<String, (u64, u32)>) -> Vec<LeftOut> {
-    let mut list: Vec<LeftOut> =
-        left_out.into_iter().map(|(reason, (bytes, regions))| LeftOut { reason, bytes, regions }).collect();
-    list.sort_by_key(|left_out| std::cmp::Reverse(left_out.bytes));
-    list
 }
 
 /// Walks one mapping and returns the runs of its private pages; reports the joint ones with their frame and whether
@@ -263,17 +277,18 @@ fn pages_of(
     reader: &mut PageReader,
     mut joint: impl FnMut(u64, bool, Vpn),
 ) -> Result<Vec<(Vpn, u32)>, ReadError> {
-    let (first, pages) = (detail.vma.first(), detail.vma.pages());
+    let first = detail.vma.first();
+    let pages = detail.vma.pages();
     // We narrow down a mostly empty reservation first: pagemap writes eight bytes for every page of it.
     let mut stretches = Vec::new();
     if pages.0 / 4 > detail.rss_kib / 4 && pages.0 > 65536 {
         reader.resident_runs(process, first, pages, &mut stretches)?;
     } else {
-        let length = |from: u64| u32::try_from((pages.0 - from).min(u64::from(u32::MAX))).unwrap_or(u32::MAX);
         let mut from = 0;
         while from < pages.0 {
-            stretches.push((first + from, length(from)));
-            from += u64::from(length(from));
+            let length = u32::try_from(pages.0 - from).unwrap_or(u32::MAX);
+            stretches.push((first + from, length));
+            from += u64::from(length);
         }
     }
     let mut private: Vec<(Vpn, u32)> = Vec::new();

@@ -1,0 +1,108 @@
+//! Reads larger and larger samples of memory, until the margin of error is small enough.
+
+use super::report::Cost;
+use anyhow::Result;
+use pagefold_engine::hash::{Digest, Digester, PageBytes};
+use pagefold_engine::sampling::census::choose::{Chooser, next_fraction};
+use pagefold_engine::sampling::census::{Cell, Census, Findings};
+use pagefold_engine::units::Vpn;
+use pagefold_procmem::os::cpu::own_cpu_ns;
+use pagefold_text::progress::Progress;
+use pagefold_text::style;
+use std::hash::{BuildHasher, RandomState};
+
+/// The memory that a scan reads, of processes or of Xen's guests.
+pub trait Memory {
+    /// How many processes or guests there are.
+    fn targets(&self) -> usize;
+
+    /// How many frames we can read.
+    fn frames(&self) -> u64;
+
+    /// Reads the pages of a target that are in the sample ([`Scanner::choose`]) and adds them to the census. If only
+    /// this target can't be read any more, takes it out of the census.
+    ///
+    /// # Errors
+    /// Errors that aren't about this target alone.
+    fn read(&mut self, target: usize, scanner: &mut Scanner) -> Result<()>;
+}
+
+/// Reads pages and counts their contents.
+pub struct Scanner {
+    pub census: Census,
+    pub progress: Progress,
+    chooser: Chooser,
+    digester: Digester,
+    began_ns: u64,
+    pages_read: u64,
+    reading_ns: u64,
+    /// The sample: all pages of the share `to` that aren't in the smaller share `from`, which we've read before.
+    from: f64,
+    to: f64,
+    /// How many frames are in the sample, and how many pages we had read before it.
+    frames: f64,
+    read_before: u64,
+}
+
+impl Scanner {
+    /// `seed` chooses the pages; random if there's none. `began_ns` is our CPU time when the scan began.
+    pub fn new(cells: Vec<Cell>, seed: Option<u64>, began_ns: u64, progress: Progress) -> Self {
+        let seed = seed.unwrap_or_else(|| RandomState::new().hash_one(0));
+        Self {
+            census: Census::new(cells),
+            progress,
+            chooser: Chooser::new(seed),
+            digester: Digester::new(seed),
+            began_ns,
+            pages_read: 0,
+            reading_ns: 0,
+            from: 0.0,
+            to: 0.0,
+            frames: 0.0,
+            read_before: 0,
+        }
+    }
+
+    /// Reads samples, the first one of the share `first`. Returns the findings and the share that was read.
+    pub fn sample(&mut self, memory: &mut impl Memory, first: f64) -> Result<(Findings, f64)> {
+        self.to = first;
+        loop {
+            self.frames = memory.frames() as f64 * (self.to - self.from);
+            self.read_before = self.pages_read;
+            let before_ns = own_cpu_ns();
+            for target in 0..memory.targets() {
+                memory.read(target, self)?;
+            }
+            self.reading_ns += own_cpu_ns().saturating_sub(before_ns);
+            let findings = self.census.findings(self.to);
+            let Some(next) = next_fraction(self.to, findings.relative_error()) else {
+                return Ok((findings, self.to));
+            };
+            self.from = self.to;
+            self.to = next;
+        }
+    }
+
+    /// Chooses the sample's runs among these pages, and calls `chosen` with the first page, the length and the number of
+    /// each. `region` is the number of the pages' region.
+    pub fn choose(&self, region: u32, first: Vpn, pages: u32, chosen: impl FnMut(Vpn, u32, u32)) {
+        self.chooser.cut(region, first, pages, self.from, self.to, chosen);
+    }
+
+    /// Digests a page that was read.
+    pub fn digest(&mut self, bytes: &PageBytes) -> Digest {
+        self.pages_read += 1;
+        if self.pages_read % 4096 == 0 && self.frames > 0.0 {
+            let message = match self.to {
+                1.0.. => "reading every page".to_owned(),
+                share => format!("reading a sample of {}", style::percent(share, 1.0)),
+            };
+            self.progress.show(&message, Some((self.pages_read - self.read_before) as f64 / self.frames));
+        }
+        self.digester.digest(bytes)
+    }
+
+    pub fn cost(&self) -> Cost {
+        Cost::new(self.pages_read, own_cpu_ns().saturating_sub(self.began_ns), self.reading_ns)
+    }
+}
