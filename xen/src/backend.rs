@@ -42,32 +42,19 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
 
     fn owner(&self, pid: i32) -> Option<Owner> {
         let guest = self.guests().find(|guest| guest.number() == pid)?;
-        Some(Owner {
-            pid,
-            start_time_ticks: 0,
-            name: printable(guest.known.name.as_bytes()),
-            exe: None,
-            uid: None,
-            cgroup: None,
-            domain: Some(guest.known.trust.clone()),
-        })
+        let name = printable(guest.known.name.as_bytes());
+        Some(Owner { pid, name, domain: Some(guest.known.trust.clone()), ..Owner::default() })
     }
 
     fn facts(&self, engine: &Engine, run: RunFacts) -> Facts {
         let targets = self.guests().map(|guest| TargetFacts {
             owner: guest.owner,
             pid: guest.number(),
-            start_time_ticks: 0,
             domain: guest.trust,
             name: printable(guest.known.name.as_bytes()),
-            uid: 0,
-            exe: None,
-            cgroup: None,
             selected_by: run.selectors.iter().position(|selector| fits(selector, guest)),
             left_alone: guest.left_alone.clone(),
-            reason: None,
-            to_unmark: None,
-            notes: Vec::new(),
+            ..TargetFacts::default()
         });
         Facts {
             state: engine.state(),
@@ -84,12 +71,8 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
     }
 
     fn take_events(&mut self) -> Vec<Event> {
-        let mut events = Vec::new();
-        for left in self.take_left_alone() {
-            let name = printable(left.name.as_bytes());
-            events.push(Event::LeftAlone { pid: left.domain.0.into(), name, why: left.why });
-        }
-        events
+        let left_alone = self.take_left_alone().into_iter();
+        left_alone.map(|left| Event::LeftAlone { pid: left.pid, name: left.name, why: left.reason }).collect()
     }
 
     fn carry_out(&mut self, _orders: &mut Orders, new: Vec<Order>, _events: &mut Events) {

@@ -6,6 +6,7 @@ pub mod run;
 pub mod scan;
 pub mod unmerge;
 
+use pagefold::commands::run::progress::LeftAlone;
 use pagefold::preflight::need_root;
 use pagefold_ksm::lock::{LOCK_PATH, Lock, LockError};
 use pagefold_procmem::os::cpu::own_cpu_ns;
@@ -14,7 +15,7 @@ use pagefold_text::exit::{self, Exit};
 use pagefold_text::style;
 use pagefold_xen::backend::{call, select};
 use pagefold_xen::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
-use pagefold_xen::host::{Clock, LeftAlone};
+use pagefold_xen::host::Clock;
 use pagefold_xen::hypervisor::Hypervisor;
 use pagefold_xen::library::{OpenError, Xen};
 use std::fmt;
@@ -87,15 +88,14 @@ fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>
 
 /// Refuses a scope with no guests but these.
 fn refuse_all(left_alone: &[LeftAlone]) -> Exit {
-    let Some(LeftAlone { domain, name, why }) = left_alone.first() else {
+    let Some(LeftAlone { pid, name, reason }) = left_alone.first() else {
         return Exit::new(exit::NO_SCOPE, "no guest is in scope");
     };
     let others = match left_alone.len() - 1 {
         0 => String::new(),
         others => format!(" (and so are {})", style::count(others, "other", "others")),
     };
-    let name = printable(name.as_bytes());
-    Exit::new(exit::REFUSED, format!("guest {name} ({domain}) is left alone: {why}{others}; nothing else is in scope"))
+    Exit::new(exit::REFUSED, format!("guest {name} ({pid}) is left alone: {reason}{others}; nothing else is in scope"))
 }
 
 /// Refuses a scope if every guest in it is of a kind that can't share memory.
@@ -103,7 +103,7 @@ fn refuse_unfit(guests: &[InScope]) -> Result<(), Exit> {
     let mut left_alone = Vec::new();
     for guest in guests {
         let Some(why) = unfit(&guest.domain) else { return Ok(()) };
-        left_alone.push(LeftAlone { domain: guest.domain.id, name: guest.name.clone(), why: why.to_owned() });
+        left_alone.push(guest.left_alone(why));
     }
     Err(refuse_all(&left_alone))
 }

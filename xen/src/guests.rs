@@ -1,7 +1,9 @@
 //! Which guests are in scope, and which ones we must leave alone.
 
 use crate::hypervisor::{Domain, DomainId, Hypervisor};
+use pagefold::commands::run::progress::LeftAlone;
 use pagefold_engine::units::Pages;
+use pagefold_text::escape::printable;
 use std::fmt;
 use std::str::FromStr;
 
@@ -22,8 +24,7 @@ impl FromStr for Selected {
 
     fn from_str(text: &str) -> Result<Self, SelectError> {
         let (guest, trust) = text.rsplit_once('@').unwrap_or((text, DEFAULT_TRUST));
-        let is_bad = |part: &str| part.is_empty() || part.chars().any(char::is_control);
-        if is_bad(guest) || is_bad(trust) {
+        if guest.is_empty() || trust.is_empty() || text.contains(char::is_control) {
             return Err(SelectError::Malformed(text.escape_debug().to_string()));
         }
         if guest == "0" || guest == "Domain-0" {
@@ -77,6 +78,14 @@ pub struct InScope {
     pub trust: String,
 }
 
+impl InScope {
+    /// How we report that we leave it alone.
+    pub fn left_alone(&self, reason: &str) -> LeftAlone {
+        let name = printable(self.name.as_bytes());
+        LeftAlone { pid: self.domain.id.0.into(), name, reason: reason.to_owned() }
+    }
+}
+
 /// The guests in scope among the existing ones.
 ///
 /// # Errors
@@ -106,8 +115,7 @@ pub fn in_scope(
 
 /// The first named guest that doesn't exist.
 pub fn missing<'a>(scope: &'a [Selected], found: &[InScope]) -> Option<&'a Selected> {
-    let is_found = |selected: &&Selected| !found.iter().any(|guest| selected.is(guest.domain.id, Some(&guest.name)));
-    scope.iter().find(is_found)
+    scope.iter().find(|selected| !found.iter().any(|guest| selected.is(guest.domain.id, Some(&guest.name))))
 }
 
 /// The reason to leave a guest alone that its kind gives, if any.

@@ -8,6 +8,7 @@ use crate::guests::{InScope, SelectError, Selected, in_scope, missing, unfit};
 use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Hypervisor, MachineMemory};
 use crate::ranges::{Range, ranges};
 use crate::sharing::{Pair, Sharer};
+use pagefold::commands::run::progress::LeftAlone;
 use pagefold_engine::hash::{Digest, Digester};
 use pagefold_engine::host::{
     Actions, Cost, Host, Keep, KsmView, Mechanism, MemoryView, MergeRange, MergeResult, Merging, Outcome, PageRun,
@@ -57,14 +58,6 @@ pub enum XenError {
     Call(#[from] CallError),
 }
 
-/// Something to report.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeftAlone {
-    pub domain: DomainId,
-    pub name: String,
-    pub why: String,
-}
-
 /// A guest in scope.
 #[derive(Debug)]
 pub struct Guest {
@@ -90,6 +83,13 @@ impl Guest {
     /// Its number, which stands where processes have their pid.
     pub fn number(&self) -> i32 {
         self.known.domain.id.0.into()
+    }
+
+    /// Whether it's still the guest that we found before, to be treated in the same way.
+    fn is_same(&self, found: &InScope) -> bool {
+        let known = &self.known.domain;
+        let now = &found.domain;
+        known.id == now.id && known.uuid == now.uuid && self.known.trust == found.trust && unfit(known) == unfit(now)
     }
 }
 
@@ -212,16 +212,8 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
     fn look(&mut self) -> Result<(), XenError> {
         let domains = self.hypervisor.domains()?;
         let found = in_scope(&mut self.hypervisor, &self.scope, domains)?;
-        let is_same = |guest: &Guest, found: &InScope| {
-            let (known, now) = (&guest.known.domain, &found.domain);
-            known.uuid == now.uuid && guest.known.trust == found.trust && unfit(known) == unfit(now)
-        };
-        let gone: Vec<DomainId> = self
-            .guests
-            .iter()
-            .filter(|(id, guest)| !found.iter().any(|found| found.domain.id == **id && is_same(guest, found)))
-            .map(|(&id, _)| id)
-            .collect();
+        let mut gone: Vec<DomainId> = self.guests.keys().copied().collect();
+        gone.retain(|id| !found.iter().any(|found| self.guests[id].is_same(found)));
         for id in gone {
             self.guests.remove(&id);
             self.owners.retain(|_, owner| *owner != id);
@@ -251,7 +243,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
             None => None,
         };
         if let Some(why) = &refused {
-            self.left_alone.push(LeftAlone { domain: id, name: known.name.clone(), why: why.clone() });
+            self.left_alone.push(known.left_alone(why));
         }
         let guests = &self.guests;
         let owner = self.owner_keys.take(|key| guests.values().any(|guest| guest.owner.0 == key));
@@ -368,10 +360,13 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         is_within.then_some(GuestPage { domain, frame: Gfn(page.0) })
     }
 
+    fn trust_of(&self, domain: DomainId) -> Option<DomainKey> {
+        Some(self.guests.get(&domain)?.trust)
+    }
+
     /// The page to share `take` with, or the outcome if there's nothing to share.
     fn pair(&mut self, take: GuestPage, keep: Keep, at: u64) -> Result<Pair, Merging> {
-        let trust_of = |domain| self.guests.get(&domain).map(|guest| guest.trust);
-        let trust = trust_of(take.domain).ok_or(Merging::Untried)?;
+        let trust = self.trust_of(take.domain).ok_or(Merging::Untried)?;
         let kept = match keep {
             Keep::Run(region, first) => self.page(region, first + at).ok_or(Merging::Untried)?,
             Keep::Page(region, page) => self.page(region, page).ok_or(Merging::Untried)?,
@@ -388,7 +383,7 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
             },
         };
         // We check this whatever the engine thinks.
-        if trust_of(kept.domain) == Some(trust) { Ok(Pair { take, keep: kept }) } else { Err(Merging::Ineligible) }
+        if self.trust_of(kept.domain) == Some(trust) { Ok(Pair { take, keep: kept }) } else { Err(Merging::Ineligible) }
     }
 
     /// Shares the named pages, batched by pairs of guests.
@@ -448,21 +443,24 @@ fn hashed(value: &impl Hash) -> u64 {
 /// The regions of a guest. Guests of the same configuration and kernel are a family.
 fn views(guest: &Guest) -> Vec<RegionView> {
     let domain = &guest.known.domain;
-    let view = |&(key, range): &(RegionKey, Range)| RegionView {
-        key,
-        owner: guest.owner,
-        lasting: guest.lasting,
-        lineage: LineageKey(guest.lasting.0),
-        family: FamilyKey(hashed(&(domain.most, domain.vcpus, &guest.kernel, range.first))),
-        domain: guest.trust,
-        first: Vpn(range.first.0),
-        pages: range.pages,
-        resident: range.pages,
-        marked: Pages(0),
-        named: false,
-        left_alone: false,
-    };
-    guest.regions.iter().map(view).collect()
+    let mut views = Vec::new();
+    for &(key, range) in &guest.regions {
+        views.push(RegionView {
+            key,
+            owner: guest.owner,
+            lasting: guest.lasting,
+            lineage: LineageKey(guest.lasting.0),
+            family: FamilyKey(hashed(&(domain.most, domain.vcpus, &guest.kernel, range.first))),
+            domain: guest.trust,
+            first: Vpn(range.first.0),
+            pages: range.pages,
+            resident: range.pages,
+            marked: Pages(0),
+            named: false,
+            left_alone: false,
+        });
+    }
+    views
 }
 
 impl<H: Hypervisor, C: Clock> Host for XenHost<H, C> {

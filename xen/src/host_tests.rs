@@ -206,7 +206,7 @@ fn a_guest_that_is_refused_is_left_alone_and_one_that_is_not_there_is_an_error()
     let mut host = host(model.clone(), &["web"]);
     run(&mut engine(), &mut host, 5);
     let left = host.take_left_alone();
-    assert_eq!((left[0].name.as_str(), left[0].why.as_str()), ("web", "a device is passed through to it"));
+    assert_eq!((left[0].name.as_str(), left[0].reason.as_str()), ("web", "a device is passed through to it"));
     assert_eq!((host.hypervisor.mappings, host.hypervisor.nominations), (0, 0));
     let scope = vec!["db".parse().unwrap()];
     let error = XenHost::new(model, VirtualClock::default(), scope, true).unwrap_err();

@@ -213,19 +213,17 @@ impl Xen {
         if !Path::new(PRIVCMD).exists() {
             return Err(not_dom0(PRIVCMD, "not found".to_owned()));
         }
-        let (control, memory, store) = (ControlLibrary::load()?, MemoryLibrary::load()?, StoreLibrary::load()?);
+        let control = ControlLibrary::load()?;
+        let memory = MemoryLibrary::load()?;
+        let store = StoreLibrary::load()?;
         let logger = Box::new(Logger { message: no_message, progress: no_progress, destroy: no_destroy });
-        let open = |library, handle: *mut c_void| {
-            let failed = handle.is_null().then(io::Error::last_os_error);
-            failed.map_or(Ok(handle), |error| Err(OpenError::Open { library, error }))
-        };
         let at: *const Logger = &raw const *logger;
         // SAFETY: the logger lives as long as the handle, in a box that doesn't move.
-        let hypervisor = open(CONTROL, unsafe { (control.xc_interface_open)(at, at, 0) })?;
+        let hypervisor = opened(CONTROL, unsafe { (control.xc_interface_open)(at, at, 0) })?;
         // SAFETY: as above.
-        let mappings = open(MEMORY, unsafe { (memory.xenforeignmemory_open)(at, 0) });
+        let mappings = opened(MEMORY, unsafe { (memory.xenforeignmemory_open)(at, 0) });
         // SAFETY: `xs_open` takes no pointer.
-        let database = open(STORE, unsafe { (store.xs_open)(0) });
+        let database = opened(STORE, unsafe { (store.xs_open)(0) });
         match (mappings, database) {
             (Ok(mappings), Ok(database)) => {
                 Ok(Self { control, memory, store, hypervisor, mappings, database, _logger: logger })
@@ -266,7 +264,9 @@ impl Xen {
 
     /// The populate-on-demand memory of a guest, beyond the pages set aside for it.
     fn lacking(&mut self, domain: DomainId) -> Result<Pages, CallError> {
-        let (mut all, mut set_aside, mut on_demand) = (0, 0, 0);
+        let mut all = 0;
+        let mut set_aside = 0;
+        let mut on_demand = 0;
         // SAFETY: the three numbers outlive the call.
         let done = unsafe {
             (self.control.xc_domain_get_pod_target)(
@@ -332,6 +332,11 @@ impl Drop for Xen {
     }
 }
 
+/// The handle that a library has just returned, which is null if it failed.
+fn opened(library: &'static str, handle: *mut c_void) -> Result<*mut c_void, OpenError> {
+    if handle.is_null() { Err(OpenError::Open { library, error: io::Error::last_os_error() }) } else { Ok(handle) }
+}
+
 /// Reads the errno of the last call that failed.
 fn error(call: &'static str) -> CallError {
     let error = io::Error::last_os_error();
@@ -352,7 +357,8 @@ const CLIENT_CHANGED: i32 = 9;
 
 impl Hypervisor for Xen {
     fn domains(&mut self) -> Result<Vec<Domain>, CallError> {
-        let (mut domains, mut first) = (Vec::new(), 1);
+        let mut domains = Vec::new();
+        let mut first = 1;
         loop {
             let mut page = [DomainInfo::default(); DOMAINS_AT_ONCE];
             let most = c_uint::try_from(page.len()).unwrap_or(0);
@@ -399,8 +405,8 @@ impl Hypervisor for Xen {
         // SAFETY: as above.
         let frames = unsafe { (self.control.xc_sharing_used_frames)(self.hypervisor) };
         let Ok(frames) = u64::try_from(frames) else { return Err(error("xc_sharing_used_frames")) };
-        let (total, free) = (Pages(info.total_pages), Pages(info.free_pages));
-        Ok(MachineMemory { total, free, saved: Pages(saved), frames: Pages(frames) })
+        let total = Pages(info.total_pages);
+        Ok(MachineMemory { total, free: Pages(info.free_pages), saved: Pages(saved), frames: Pages(frames) })
     }
 
     fn enable(&mut self, domain: DomainId) -> Result<(), Refusal> {
@@ -522,13 +528,12 @@ impl Hypervisor for Xen {
 }
 
 fn domain(info: &DomainInfo) -> Domain {
-    let has = |flag| info.flags & flag != 0;
     Domain {
         id: DomainId(info.domain),
         uuid: info.uuid,
-        ended: has(DYING) || has(SHUT_DOWN),
-        hvm: has(HVM),
-        hap: has(HAP),
+        ended: info.flags & (DYING | SHUT_DOWN) != 0,
+        hvm: info.flags & HVM != 0,
+        hap: info.flags & HAP != 0,
         own: Pages(info.own_pages),
         most: Pages(info.most_pages),
         shared: Pages(info.shared_pages),

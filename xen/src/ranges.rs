@@ -41,7 +41,8 @@ pub fn end(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -> R
 pub fn ranges(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -> Result<Vec<Range>, CallError> {
     let end = end(hypervisor, domain, most)?;
     let mut found = Found::default();
-    let (mut next, mut before) = (0, None);
+    let mut next = 0;
+    let mut before = None;
     while next < end && found.ranges.len() < RANGES_MOST {
         let asked = (0..ASKED).map(|number| next + number * STEP).take_while(|&frame| frame < end);
         let asked: Vec<u64> = asked.collect();

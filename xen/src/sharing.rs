@@ -153,35 +153,7 @@ impl Sharer {
                 results[number] = Merging::Shared;
                 continue;
             }
-            let mut nominate = |sharer: &mut Self, page: GuestPage| {
-                if let Some(&merging) = unfit.get(&page) {
-                    return Err(Some(merging));
-                }
-                let handle = match handles.get(&page) {
-                    Some(&known) => known,
-                    None => sharer.nominate(hypervisor, page).map_err(|error| match error {
-                        CallError::NoMemory => None,
-                        error => Some(*unfit.entry(page).or_insert(outcome(&error))),
-                    })?,
-                };
-                handles.insert(page, handle);
-                Ok(Nominated { page, handle })
-            };
-            let found = nominate(self, *keep).and_then(|keep| {
-                let take = nominate(self, *take)?;
-                if take.handle == keep.handle {
-                    return Err(Some(Merging::Shared));
-                }
-                let (source, client) = self.roles(take, keep).ok_or(Some(Merging::Ineligible))?;
-                // The page that stands in for the named one may have been written.
-                let nominated = nominate(self, source.page)?;
-                if nominated != source {
-                    self.lose(source);
-                    return Err(Some(Merging::Busy));
-                }
-                Ok((source, client))
-            });
-            match found {
+            match self.nominate_pair(hypervisor, *take, *keep, handles, &mut unfit) {
                 Ok(found) => named[number] = Some(found),
                 Err(Some(merging)) => results[number] = merging,
                 // Without memory we don't try the rest.
@@ -189,6 +161,55 @@ impl Sharer {
             }
         }
         named
+    }
+
+    /// Nominates the pages of a pair. Returns the source and the client, or the pair's outcome if we mustn't compare them;
+    /// `None` if there's no memory.
+    fn nominate_pair(
+        &mut self,
+        hypervisor: &mut impl Hypervisor,
+        take: GuestPage,
+        keep: GuestPage,
+        handles: &mut FxHashMap<GuestPage, Handle>,
+        unfit: &mut FxHashMap<GuestPage, Merging>,
+    ) -> Result<(Nominated, Nominated), Option<Merging>> {
+        let keep = self.nominate_once(hypervisor, keep, handles, unfit)?;
+        let take = self.nominate_once(hypervisor, take, handles, unfit)?;
+        if take.handle == keep.handle {
+            return Err(Some(Merging::Shared));
+        }
+        let (source, client) = self.roles(take, keep).ok_or(Some(Merging::Ineligible))?;
+        // The page that stands in for the named one may have been written.
+        let nominated = self.nominate_once(hypervisor, source.page, handles, unfit)?;
+        if nominated != source {
+            self.lose(source);
+            return Err(Some(Merging::Busy));
+        }
+        Ok((source, client))
+    }
+
+    /// Nominates a page, unless an earlier pair of the batch has done so, or has found that it can't be.
+    fn nominate_once(
+        &mut self,
+        hypervisor: &mut impl Hypervisor,
+        page: GuestPage,
+        handles: &mut FxHashMap<GuestPage, Handle>,
+        unfit: &mut FxHashMap<GuestPage, Merging>,
+    ) -> Result<Nominated, Option<Merging>> {
+        if let Some(&merging) = unfit.get(&page) {
+            return Err(Some(merging));
+        }
+        if let Some(&handle) = handles.get(&page) {
+            return Ok(Nominated { page, handle });
+        }
+        match self.nominate(hypervisor, page) {
+            Ok(handle) => {
+                handles.insert(page, handle);
+                Ok(Nominated { page, handle })
+            }
+            Err(CallError::NoMemory) => Err(None),
+            Err(error) => Err(Some(*unfit.entry(page).or_insert(outcome(&error)))),
+        }
     }
 
     fn nominate(&mut self, hypervisor: &mut impl Hypervisor, page: GuestPage) -> Result<Handle, CallError> {
@@ -221,7 +242,8 @@ impl Sharer {
             let mut frames: Vec<Gfn> = pairs.iter().map(|pair| pair.source).collect();
             frames.sort_unstable();
             frames.dedup();
-            let (contents, mut present) = (&mut self.contents, FxHashSet::default());
+            let contents = &mut self.contents;
+            let mut present = FxHashSet::default();
             contents.resize(frames.len(), [0; size_of::<PageBytes>()]);
             let read = hypervisor.read(sources, &frames, &mut |at, bytes| {
                 if let (Some(bytes), Some(slot)) = (bytes, contents.get_mut(at)) {

@@ -29,9 +29,11 @@ pub fn unshare(hypervisor: &mut impl Hypervisor, guest: &Domain, keep: Pages) ->
     // We look at all frames until we've found all shared pages, not only at ranges: a guest may have given back the
     // memory around them. If the guest writes to a shared page, the page becomes its own, so we don't find them all,
     // and there may be holes of a million frames behind them.
-    let (mut frames, mut found) = ((0..end(hypervisor, domain, guest.most)?).map(Gfn), Pages(0));
-    while found < guest.shared {
-        let Some(frame) = frames.next() else { break };
+    let mut found = Pages(0);
+    for frame in (0..end(hypervisor, domain, guest.most)?).map(Gfn) {
+        if found >= guest.shared {
+            break;
+        }
         if frame.0 % ASK_AFTER == ASK_AFTER - 1 {
             give_back(hypervisor, domain, std::mem::take(&mut batch), keep, &mut given)?;
             if shared_now(hypervisor, domain)? == Pages(0) {

@@ -43,7 +43,7 @@ impl Entry {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Owner {
     pub pid: i32,
     pub start_time_ticks: u64,
@@ -129,8 +129,7 @@ pub struct Outcome {
 impl From<Why> for Reason {
     fn from(why: Why) -> Self {
         let (kind, sentence) = match why {
-            Why::Duplicate { duplicate, resident } => {
-                let (part, all) = (duplicate.0, resident.0);
+            Why::Duplicate { duplicate: Pages(part), resident: Pages(all) } => {
                 ("duplicate", format!("{part} of its {all} resident pages are zero or have a copy"))
             }
             Why::CowBroken { ratio } => (
@@ -179,7 +178,7 @@ impl Entry {
             (Bytes(0), false) => Marking::Busy.into(),
             (done, _) => Outcome { outcome: "done", done_bytes: done.0 },
         };
-        Self::Unmark(Change::new(owner, (mapping.start, mapping.end), Why::Asked, outcome))
+        Self::Unmark(Change::new(owner, mapping.start, mapping.end, Why::Asked, outcome))
     }
 
     /// An opt-out that we override.
@@ -198,12 +197,13 @@ impl Entry {
 impl Change {
     fn of(owner: Owner, result: &ChangeResult) -> Self {
         let span = result.change.span;
-        let (start, end) = (span.first.address(), span.first.address() + span.pages.bytes().0);
-        Self::new(owner, (start, end), result.change.why, result.marking.into())
+        let start = span.first.address();
+        Self::new(owner, start, start + span.pages.bytes().0, result.change.why, result.marking.into())
     }
 
-    fn new(owner: Owner, (start, end): (u64, u64), why: Why, outcome: Outcome) -> Self {
-        let (first, last) = (format!("{start:x}"), format!("{:x}", end - 1));
+    fn new(owner: Owner, start: u64, end: u64, why: Why, outcome: Outcome) -> Self {
+        let first = format!("{start:x}");
+        let last = format!("{:x}", end - 1);
         Self { owner, first, last, bytes: end - start, why: why.into(), outcome }
     }
 }

@@ -55,7 +55,7 @@ pub struct Facts {
     pub xen: Option<XenView>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct TargetFacts {
     /// Its key in the state.
     pub owner: OwnerKey,
