@@ -1,8 +1,8 @@
 //! The daemon: one loop for whatever machine is behind [`Backend`].
 //!
-//! Three types keep the order of the first steps. [`Start`] handles signals and takes the sockets that we were passed,
-//! before anything opens a file. It opens [`Outputs`] while we have all rights. Then the caller gives up rights, and only
-//! a [`Daemon`] starts threads and the control socket.
+//! Three types keep the order of the first steps. [`Start`] handles signals, and takes the sockets that we were passed
+//! before anything opens a file. It opens [`Outputs`] while we have all rights. Then the caller gives up rights, and only a
+//! [`Daemon`] starts threads and makes the control socket.
 
 use crate::audit::Entry;
 use crate::backend::Backend;
@@ -25,7 +25,7 @@ use crate::place;
 use crate::sketch;
 use anyhow::{Context, Result};
 use pagefold_engine::engine::{Engine, count_saving, cycle};
-use pagefold_engine::host::{ChangeResult, Mechanism, Merging, Outcome};
+use pagefold_engine::host::{Mechanism, Merging, Outcome};
 use pagefold_engine::units::Pages;
 use pagefold_host::live::Event;
 use pagefold_host::os::wake;
@@ -43,8 +43,15 @@ use tracing::debug;
 /// The longest wait between two cycles, nanoseconds: a service manager wants to hear that the run is alive.
 const LONGEST_WAIT_NS: u64 = 60_000_000_000;
 
-/// The flags that signals set.
+/// A run that has opened nothing yet.
 #[derive(Debug)]
+pub struct Start {
+    pub signals: Signals,
+    passed: Vec<TcpListener>,
+}
+
+/// The flags that signals set.
+#[derive(Debug, Default)]
 pub struct Signals {
     /// The run should end.
     pub stop: Arc<AtomicBool>,
@@ -53,40 +60,23 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Handles signals: from here on the run always ends in an orderly way.
-    fn handle() -> Result<Self> {
-        let signals = Self { stop: Arc::default(), woken: Arc::default() };
-        signals.on(signal_hook::consts::SIGINT, &signals.stop)?;
-        signals.on(signal_hook::consts::SIGTERM, &signals.stop)?;
-        set_on(wake::SIGNAL, &signals.woken)?;
-        Ok(signals)
-    }
-
-    /// From now on the signal sets this flag and ends waits.
+    /// From now on the signal sets this flag, and then ends waits: whenever `woken` is set, the reason is set too.
     pub fn on(&self, signal: i32, flag: &Arc<AtomicBool>) -> Result<()> {
-        set_on(signal, flag)?;
-        // After the flag, so whenever `woken` is set, the reason is set too.
-        set_on(signal, &self.woken)
+        for flag in [flag, &self.woken] {
+            signal_hook::flag::register(signal, flag.clone()).context("cannot install a signal handler")?;
+        }
+        Ok(())
     }
-}
-
-fn set_on(signal: i32, flag: &Arc<AtomicBool>) -> Result<()> {
-    signal_hook::flag::register(signal, flag.clone()).context("cannot install a signal handler")?;
-    Ok(())
-}
-
-/// A run that has opened nothing yet.
-#[derive(Debug)]
-pub struct Start {
-    pub signals: Signals,
-    passed: Vec<TcpListener>,
 }
 
 impl Start {
-    /// The first step of a run of this program.
+    /// The first step of a run of this program. From here on it always ends in an orderly way.
     pub fn of(program: &'static str) -> Result<Self> {
         messages::never_wait(program);
-        let signals = Signals::handle()?;
+        let signals = Signals::default();
+        signals.on(signal_hook::consts::SIGINT, &signals.stop)?;
+        signals.on(signal_hook::consts::SIGTERM, &signals.stop)?;
+        signals.on(wake::SIGNAL, &signals.woken)?;
         Ok(Self { signals, passed: Metrics::passed()? })
     }
 
@@ -186,7 +176,10 @@ impl<'a, B: Backend> Daemon<'a, B> {
                 break;
             }
             self.report_room();
-            self.note_scans();
+            if self.engine.scans() > self.scans {
+                self.scans = self.engine.scans();
+                self.active.events.note("scan", format!("{} in all", thousands(self.scans)));
+            }
             self.serve_requests();
             let targets = style::count(self.backend.target_count(), B::TARGET, B::TARGETS);
             self.progress.show(&self.engine, &targets, self.requests.is_paused());
@@ -213,13 +206,10 @@ impl<'a, B: Backend> Daemon<'a, B> {
                     }
                 }
                 Event::Overridden { pid, opt_out } => {
-                    if let Some(owner) = self.backend.owner(pid) {
-                        let name = &owner.name;
-                        self.progress.say(&format!(
-                            "process {pid} ({name}) is not left alone, by --override-opt-out: {opt_out}"
-                        ));
-                        self.active.log(&Entry::overridden(owner, opt_out));
-                    }
+                    let Some(owner) = self.backend.owner(pid) else { continue };
+                    let process = format!("process {pid} ({})", owner.name);
+                    self.progress.say(&format!("{process} is not left alone, by --override-opt-out: {opt_out}"));
+                    self.active.log(&Entry::overridden(owner, opt_out));
                 }
                 Event::InjectorRestarted { pid } => {
                     let line = format!("the injector process had ended; process {pid} takes its place");
@@ -245,13 +235,6 @@ impl<'a, B: Backend> Daemon<'a, B> {
         }
         for line in self.rooms.of_limits(reserve, take_back, |limit| self.backend.limited_path(limit)) {
             self.progress.say_of_programs(&line);
-        }
-    }
-
-    fn note_scans(&mut self) {
-        if self.engine.scans() > self.scans {
-            self.scans = self.engine.scans();
-            self.active.events.note("scan", format!("{} in all", thousands(self.scans)));
         }
     }
 
@@ -341,20 +324,15 @@ impl Cycles {
 
 /// Writes the results of a cycle to the audit log.
 pub fn log_outcome<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome: &Outcome) {
-    for result in &outcome.marked {
-        log_change(active, backend, true, result);
-    }
-    for result in &outcome.unmarked {
-        log_change(active, backend, false, result);
+    for (mark, results) in [(true, &outcome.marked), (false, &outcome.unmarked)] {
+        for result in results {
+            let Some(pid) = backend.pid_of(result.change.span.region) else { continue };
+            if let Some(owner) = backend.owner(pid) {
+                active.log(&Entry::changed(owner, mark, result));
+            }
+        }
     }
     log_merges(active, backend, outcome);
-}
-
-fn log_change<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, mark: bool, result: &ChangeResult) {
-    let Some(pid) = backend.pid_of(result.change.span.region) else { return };
-    if let Some(owner) = backend.owner(pid) {
-        active.log(&Entry::changed(owner, mark, result));
-    }
 }
 
 /// The pages of two targets that we named in a cycle, and those among them that the kernel merged.
@@ -385,5 +363,53 @@ fn log_merges<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome:
         if let Some(owner) = backend.owner(pid) {
             active.log(&Entry::merged(owner, with, pages.named, pages.merged));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::golden::{Run, Simulated};
+    use std::time::Duration;
+
+    const SECOND_NS: u64 = 1_000_000_000;
+
+    /// A daemon without threads, on the simulated host.
+    fn daemon(duration: Duration) -> Daemon<'static, Simulated> {
+        let Run { machine, known, mut active, .. } = Run::by_ksmd();
+        active.args = Box::leak(Box::new(RunArgs { duration: Some(duration), ..RunArgs::default() }));
+        let (requests, _) = RequestQueue::new(Arc::default());
+        Daemon {
+            engine: Engine::new(known.config.clone()),
+            backend: machine,
+            active,
+            facts: known,
+            stop: Arc::default(),
+            requests,
+            orders: Orders::default(),
+            threads: Threads { _control: None, _metrics: None, _history: None },
+            learned: None,
+            sketches: None,
+            progress: Progress::start(),
+            rooms: RoomReports::default(),
+            scans: 0,
+        }
+    }
+
+    #[test]
+    fn a_run_goes_on_until_its_time_is_over_or_it_is_stopped() {
+        let mut daemon = daemon(Duration::from_secs(20));
+        daemon.run_cycles().unwrap();
+        let ended_ns = daemon.backend.now_ns();
+        assert!((20 * SECOND_NS..21 * SECOND_NS).contains(&ended_ns), "{ended_ns}");
+        assert!(daemon.engine.ledger().saved > Some(Pages(0)));
+        let events = daemon.active.events.list();
+        for kind in ["mark", "scan"] {
+            assert!(events.iter().any(|event| event.what == kind), "{kind} is missing in {events:?}");
+        }
+        daemon.active.args = Box::leak(Box::new(RunArgs::default()));
+        daemon.stop.store(true, Ordering::Relaxed);
+        daemon.run_cycles().unwrap();
+        assert_eq!(daemon.backend.now_ns(), ended_ns);
     }
 }

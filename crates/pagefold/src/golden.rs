@@ -76,7 +76,7 @@ pub fn check(name: &str, text: &str) {
 }
 
 /// The simulated host, and the daemon's facts about its processes.
-struct Simulated {
+pub struct Simulated {
     host: SimHost,
     targets: Vec<TargetFacts>,
     kept_out: Vec<KeptOutRow>,
@@ -179,10 +179,10 @@ impl Simulated {
 
 /// A run on the simulated host.
 pub struct Run {
-    machine: Simulated,
+    pub machine: Simulated,
     engine: Engine,
-    known: RunFacts,
-    active: ActiveSettings<'static>,
+    pub known: RunFacts,
+    pub active: ActiveSettings<'static>,
     audit: tempfile::TempDir,
 }
 
@@ -309,10 +309,7 @@ impl Run {
             exe: Some(format!("/usr/bin/{name}").into()),
             cgroup: Some(cgroup),
             selected_by,
-            left_alone: None,
-            reason: None,
-            to_unmark: None,
-            notes: Vec::new(),
+            ..TargetFacts::default()
         });
         owner
     }
