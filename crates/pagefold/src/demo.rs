@@ -203,7 +203,8 @@ impl Demo {
 
     /// Does the same as `pagefold run --pid ...`, and shows its progress.
     fn merge(&mut self, pids: &[i32], savable: u64) -> Result<Merged> {
-        let (style, times) = (self.style, self.times);
+        let style = self.style;
+        let times = self.times;
         style::print(&words::merging(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
         let knobs = take(Some(preflight::injector()?), &self.ksm, &InitialKnobs::default())?;
@@ -262,7 +263,8 @@ impl Demo {
 
     /// KSM alone: we mark everything, and ksmd scans at a constant rate.
     fn ksm_alone(&mut self, pids: &[i32], savable: u64, merged: &Merged) -> Result<Observed> {
-        let (style, span) = (self.style, self.times.ksm.as_secs_f64());
+        let style = self.style;
+        let span = self.times.ksm.as_secs_f64();
         style::print(&words::ksm_alone(KSM_PAGES, KSM_SLEEP_MS))?;
         // Keeps any other pagefold from taking KSM meanwhile.
         let _lock = lock()?;

@@ -13,7 +13,7 @@ use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::since_boot_ns;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
@@ -45,9 +45,10 @@ impl LearnedFile {
     /// # Errors
     /// With exit code 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
-        let shown = ownership::shown(path);
-        let cannot = |what| Exit::new(exit::USAGE, format!("the file of what was learned, {shown}, {what}"));
-        Place::of(path).map(Self).map_err(cannot)
+        Place::of(path).map(Self).map_err(|why| {
+            let shown = ownership::shown(path);
+            Exit::new(exit::USAGE, format!("the file of what was learned, {shown}, {why}"))
+        })
     }
 
     /// What we've learned since the machine was started. `None` if there's no file, or one from before that.
@@ -55,22 +56,24 @@ impl LearnedFile {
     /// # Errors
     /// A sentence: there's something else in its place.
     pub fn read(&self) -> Result<Option<Learned>, String> {
-        let refuse = |why: String| {
+        self.try_read().map_err(|why| {
             let shown = ownership::shown(&self.0.path);
             format!("what was learned in {shown} is not used, since it {why}; all memory is searched anew")
-        };
+        })
+    }
+
+    fn try_read(&self) -> Result<Option<Learned>, String> {
         let bytes = match contents(&self.0.path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(refuse(error.to_string())),
+            Err(error) => return Err(error.to_string()),
         };
-        let boot = boot_id(&Roots::default().proc).map_err(|error| refuse(format!("cannot be compared: {error}")))?;
-        parse(&bytes, &boot, since_boot_ns()).map_err(refuse)
+        let boot = boot_id(&Roots::default().proc).map_err(|error| format!("cannot be compared: {error}"))?;
+        parse(&bytes, &boot, since_boot_ns())
     }
 
     fn write(&self, bytes: &[u8]) -> Result<(), String> {
-        let fill = |file: &mut File| file.write_all(bytes).and_then(|()| file.sync_all());
-        self.0.replace(0o600, fill).map_err(|error| {
+        self.0.replace(0o600, |file| file.write_all(bytes).and_then(|()| file.sync_all())).map_err(|error| {
             let shown = ownership::shown(&self.0.path);
             format!("cannot keep what was learned in {shown}: {error}; free some space (it is tried again)")
         })
@@ -132,18 +135,23 @@ impl LearnedWriter {
             Ok(None) => {}
             Err(line) => complain!("{line}"),
         }
-        let write = move |documents: Receiver<Document>| {
+        let started = Self::start_thread(file);
+        if let Err(error) = &started {
+            complain!("cannot keep what is learned: {error}; the next run searches all memory");
+        }
+        started.ok()
+    }
+
+    fn start_thread(file: LearnedFile) -> io::Result<Self> {
+        let boot_id = boot_id(&Roots::default().proc).map_err(io::Error::other)?;
+        let documents = Background::start("learned", move |documents: Receiver<Document>| {
             let mut complaints = Complaints::default();
             for document in documents {
-                let said = serde_json::to_vec(&document).map_err(|error| error.to_string());
-                complaints.hear(said.and_then(|bytes| file.write(&bytes)));
+                let bytes = serde_json::to_vec(&document).map_err(|error| error.to_string());
+                complaints.hear(bytes.and_then(|bytes| file.write(&bytes)));
             }
-        };
-        let boot_id = boot_id(&Roots::default().proc).map_err(io::Error::other);
-        let started = boot_id.and_then(|boot_id| Ok((boot_id, Background::start("learned", write)?)));
-        let failed = |error: &_| complain!("cannot keep what is learned: {error}; the next run searches all memory");
-        let (boot_id, documents) = started.inspect_err(failed).ok()?;
-        Some(Self { boot_id, next_ns: INTERVAL_NS, last: Learned::default(), documents })
+        })?;
+        Ok(Self { boot_id, next_ns: INTERVAL_NS, last: Learned::default(), documents })
     }
 
     /// Writes if it's time and the run has learned something new.

@@ -18,11 +18,7 @@ pub fn of_run<T>(
     dry_run: bool,
     open: fn(&Path) -> Result<T, Exit>,
 ) -> Result<Option<T>, Exit> {
-    let path = match named {
-        Some(path) => Some(path.to_owned()),
-        None if dry_run => None,
-        None => of_service(name),
-    };
+    let path = if named.is_none() && !dry_run { of_service(name) } else { named.map(Path::to_owned) };
     path.map(|path| open(&path)).transpose()
 }
 

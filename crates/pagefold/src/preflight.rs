@@ -54,7 +54,8 @@ pub fn need_rights(purpose: &str) -> Result<(), Exit> {
         see_cgroups();
         return Ok(());
     }
-    let list = missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let list: Vec<String> = missing.iter().map(ToString::to_string).collect();
+    let list = list.join(", ");
     let line = format!("{purpose} needs {list}, which this process lacks; grant it, in a container with --cap-add");
     Err(Exit::new(exit::NOT_PERMITTED, line))
 }
@@ -70,11 +71,12 @@ pub fn see_cgroups() {
 /// # Errors
 /// The user chose merging on request, and it isn't possible.
 pub fn request_device(choice: MechanismChoice, placement: Placement, ksm: &Ksm) -> Result<Option<RequestDevice>, Exit> {
-    request_device_at((Path::new(request::DEVICE), Path::new("/sys")), choice, placement, ksm)
+    request_device_at(Path::new(request::DEVICE), Path::new("/sys"), choice, placement, ksm)
 }
 
 fn request_device_at(
-    (device, sys): (&Path, &Path),
+    device: &Path,
+    sys: &Path,
     choice: MechanismChoice,
     placement: Placement,
     ksm: &Ksm,
@@ -124,14 +126,12 @@ fn may_request(carrier: Carrier, placement: Placement, ksm: &Ksm) -> Result<(), 
         return Err(Exit::new(exit::USAGE, line));
     }
     let knobs = ksm.knobs().map_err(|error| Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")))?;
-    let refuses = |why: &str| Exit::new(exit::KSM_TAKEN, format!("the kernel does not merge on request while {why}"));
-    match (knobs.run, knobs.merge_across_nodes, carrier) {
-        (2, ..) => Err(refuses("/sys/kernel/mm/ksm/run is 2, which unmerges everything; write 0 to it")),
-        (_, Some(false), Carrier::Module) => {
-            Err(refuses("/sys/kernel/mm/ksm/merge_across_nodes is 0 (its module); write 1 to it"))
-        }
-        _ => Ok(()),
-    }
+    let why = match (knobs.run, knobs.merge_across_nodes, carrier) {
+        (2, ..) => "/sys/kernel/mm/ksm/run is 2, which unmerges everything; write 0 to it",
+        (_, Some(false), Carrier::Module) => "/sys/kernel/mm/ksm/merge_across_nodes is 0 (its module); write 1 to it",
+        _ => return Ok(()),
+    };
+    Err(Exit::new(exit::KSM_TAKEN, format!("the kernel does not merge on request while {why}")))
 }
 
 /// Gives up, for good, every capability except the ones for reading other processes and placing their merged pages, and
@@ -157,12 +157,13 @@ fn refused(error: &PrivilegeError) -> Exit {
 /// Starts the injector. We start it again if it dies; then it has the rights that [`give_up_rights`] leaves, which
 /// include all that it needs.
 pub fn injector() -> Result<Injector> {
-    let command = || {
-        let mut command = Command::new("/proc/self/exe");
-        command.arg(INJECTOR);
-        command
-    };
-    Injector::keep_running(command).context("cannot start the injector process")
+    Injector::keep_running(injector_command).context("cannot start the injector process")
+}
+
+fn injector_command() -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg(INJECTOR);
+    command
 }
 
 /// Connects to an injector that a service manager starts for each connection to the socket at `path`.
@@ -201,20 +202,26 @@ pub fn explain_take(error: &TakeError) -> Exit {
 
 /// Why we must leave a process in scope alone, if we must.
 pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
-    let process = &scoped.process;
+    match refused_for(scoped, deny) {
+        Ok(reason) => reason,
+        Err(ReadError::Vanished { .. }) => Some("has ended".to_owned()),
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+fn refused_for(scoped: &Scoped, deny: &DenyList) -> Result<Option<String>, ReadError> {
     // First: a process that can't run can't tell us whether it's excluded.
-    let refused = process.stat().and_then(|stat| match stat.state {
-        b'T' => Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned())),
-        _ if is_frozen(process) => Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned())),
+    if scoped.process.stat()?.state == b'T' {
+        return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));
+    }
+    if is_frozen(&scoped.process) {
+        return Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned()));
+    }
+    match process_exclusion(scoped, deny)? {
         // If it's too busy to tell us whether it's dumpable, we ask again while the run goes on.
-        _ => Ok(process_exclusion(scoped, deny)?
-            .filter(|exclusion| *exclusion != Exclusion::DumpableUnknown)
-            .map(|exclusion| exclusion.to_string())),
-    });
-    refused.unwrap_or_else(|error| match error {
-        ReadError::Vanished { .. } => Some("has ended".to_owned()),
-        error => Some(error.to_string()),
-    })
+        None | Some(Exclusion::DumpableUnknown) => Ok(None),
+        Some(exclusion) => Ok(Some(exclusion.to_string())),
+    }
 }
 
 /// The exit code for a failed injection.
@@ -240,7 +247,7 @@ mod tests {
         let choose = |choice| {
             let root = pagefold_ksm::KSM_ROOT;
             let ksm = Ksm::open(Path::new(root)).ok()?;
-            Some(request_device_at((device, sys), choice, Placement::Fair, &ksm))
+            Some(request_device_at(device, sys, choice, Placement::Fair, &ksm))
         };
         // Whatever the file is.
         assert!(choose(MechanismChoice::Ksmd)?.unwrap().is_none());

@@ -35,12 +35,12 @@ pub struct ServiceManager {
 impl ServiceManager {
     /// The manager that started this process.
     pub fn of_environment() -> Self {
-        let own = |pid: &OsStr| pid.to_str() == Some(&std::process::id().to_string());
-        let limit = env::var("WATCHDOG_USEC").ok().and_then(|limit| limit.parse().ok()).map(Duration::from_micros);
-        let is_watched = env::var_os("WATCHDOG_PID").is_none_or(|pid| own(&pid));
+        let limit_us: u64 = env::var("WATCHDOG_USEC").ok().and_then(|limit| limit.parse().ok()).unwrap_or(0);
+        let own_pid = std::process::id().to_string();
+        let is_watched = limit_us > 0 && env::var_os("WATCHDOG_PID").is_none_or(|pid| *pid == *own_pid);
         Self {
             socket: env::var_os("NOTIFY_SOCKET").and_then(|name| connect(&name)),
-            watchdog: limit.filter(|limit| is_watched && !limit.is_zero()).map(|limit| limit / 2),
+            watchdog: is_watched.then(|| Duration::from_micros(limit_us) / 2),
             alive: Instant::now(),
             told: None,
         }
@@ -94,9 +94,8 @@ impl Journal {
     pub fn add(&self, fields: &[(&str, String)]) {
         let mut entry = Vec::new();
         for (name, value) in fields {
-            entry.extend(
-                [name.as_bytes(), b"\n", &(value.len() as u64).to_le_bytes(), value.as_bytes(), b"\n"].concat(),
-            );
+            let length = (value.len() as u64).to_le_bytes();
+            entry.extend([name.as_bytes(), b"\n", &length, value.as_bytes(), b"\n"].concat());
         }
         let _ = self.socket.send(&entry);
     }
@@ -104,8 +103,9 @@ impl Journal {
 
 /// Whether standard error is the journal's: `JOURNAL_STREAM` names the same stream.
 pub fn has_standard_error() -> bool {
-    let stream = std::io::stderr().as_fd().try_clone_to_owned().and_then(|fd| File::from(fd).metadata());
-    stream.is_ok_and(|file| env::var("JOURNAL_STREAM").is_ok_and(|is| is == format!("{}:{}", file.dev(), file.ino())))
+    let Ok(descriptor) = std::io::stderr().as_fd().try_clone_to_owned() else { return false };
+    let Ok(stream) = File::from(descriptor).metadata() else { return false };
+    env::var("JOURNAL_STREAM").is_ok_and(|named| named == format!("{}:{}", stream.dev(), stream.ino()))
 }
 
 /// Limits messages that other programs can cause: a number at once, and then one in each interval.

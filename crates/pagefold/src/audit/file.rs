@@ -2,6 +2,7 @@
 
 use super::{Entry, Order, line_of, path_text};
 use crate::config::ownership;
+use crate::place::Place;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::sink::Next;
 use std::fs::{File, OpenOptions};
@@ -115,21 +116,14 @@ impl LogFile {
 fn open(path: &Path) -> Result<File, Exit> {
     let shown = path_text(path);
     let cannot = |what: String| Exit::new(exit::USAGE, format!("the audit log {shown} {what}"));
-    let directory = match path.parent() {
-        Some(directory) if directory != Path::new("") => directory,
-        _ => Path::new("."),
-    };
-    let directory = directory
-        .canonicalize()
-        .map_err(|error| cannot(format!("cannot be created: {error}; create its directory, writable by root only")))?;
-    ownership::directory(&directory).map_err(|why| cannot(format!("would be in a directory that {why}")))?;
+    let place = Place::of(path).map_err(cannot)?;
     // Refuses a symbolic link, and a pipe without a reader.
     let file = OpenOptions::new()
         .append(true)
         .create(true)
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(path)
+        .open(&place.path)
         .map_err(|error| {
             cannot(format!("cannot be opened: {error}; name a file in a directory that only root can write"))
         })?;

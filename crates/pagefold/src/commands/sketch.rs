@@ -9,7 +9,7 @@ use crate::config::settings::Settings;
 use crate::output;
 use crate::place::Place;
 use crate::preflight;
-use crate::sketch::{FleetSettings, Keeper, Now, put};
+use crate::sketch::{Keeper, Now, put};
 use anyhow::Result;
 use pagefold_engine::host::Host;
 use pagefold_engine::limits::Limits;
@@ -95,17 +95,20 @@ pub fn run(args: &SketchArgs) -> Result<u8> {
         ..RunArgs::default()
     })?;
     preflight::need_rights("reading other processes' memory")?;
-    let FleetSettings { key, host, .. } = settings.fleet.clone();
-    let (key, host) = (args.key.clone().or(key), args.host.clone().or(host));
-    let fleet = FleetSettings { key, host, ..settings.fleet }.fleet()?;
+    let mut fleet = settings.fleet.clone();
+    fleet.key = args.key.clone().or(fleet.key);
+    fleet.host = args.host.clone().or(fleet.host);
+    let fleet = fleet.fleet()?;
     let place = place(&args.output)?;
     settings.scope.resolve()?;
-    let (ksm, deny) = (preflight::ksm()?, settings.deny.clone());
-    let mut host = LiveHost::new(settings.scope.spec(), Roots::default(), deny, ksm, HostMode::DryRun, stop.clone())
+    let scope = settings.scope.spec();
+    let ksm = preflight::ksm()?;
+    let mut host = LiveHost::new(scope, Roots::default(), settings.deny, ksm, HostMode::DryRun, stop.clone())
         .map_err(|error| LiveHost::explain(&error))?;
-    host.set_domains(settings.domains.clone());
+    host.set_domains(settings.domains);
     host.read_all_domains();
-    let (name, key) = (fleet.host.clone(), fleet.key.id().to_string());
+    let name = fleet.host.clone();
+    let key = fleet.key.id().to_string();
     let mut keeper = Keeper::new(fleet);
     let rows = read(&mut host, &mut keeper, settings.config.limits, &stop)?;
     if rows.is_empty() {
@@ -137,22 +140,20 @@ fn cannot_write(place: &Place, error: &std::io::Error) -> Exit {
 fn read(host: &mut LiveHost, keeper: &mut Keeper, limits: Limits, stop: &AtomicBool) -> Result<Vec<Arc<Row>>> {
     let progress = Progress::new();
     let began = Instant::now();
-    let refresh = |host: &mut LiveHost| host.observe().map(drop).map_err(|error| LiveHost::explain(&error));
     refresh(host)?;
     while !host.targets().all(Target::is_known) && began.elapsed() < KNOWN_LIMIT {
         host.wait(10_000_000).map_err(|error| LiveHost::explain(&error))?;
         refresh(host)?;
     }
-    let resident = |host: &LiveHost| -> u64 {
-        host.targets().flat_map(|target| &target.regions).map(|tracked| tracked.stretch.resident.0).sum()
-    };
-    let (all, mut done) = (resident(host), 0);
+    let regions = host.targets().flat_map(|target| &target.regions);
+    let all: u64 = regions.map(|tracked| tracked.stretch.resident.0).sum();
+    let mut done = 0;
     keeper.begin(host);
     let rate = PAGES_PER_SECOND.min(limits.pages).min(limits.pages_per_process);
     let portion = PORTION.min(rate);
     loop {
-        let (then, now) = (Instant::now(), Now::of(host));
-        let read = keeper.step(host, now, portion, |_, most| most);
+        let then = Instant::now();
+        let read = keeper.step(host, Now::of(host), portion, |_, most| most);
         done += read.pages;
         progress.show("reading", Some((done as f64 / all.max(1) as f64).min(1.0)));
         if read.ended {
@@ -167,6 +168,10 @@ fn read(host: &mut LiveHost, keeper: &mut Keeper, limits: Limits, stop: &AtomicB
         // We mustn't read memory that gets excluded meanwhile.
         refresh(host)?;
     }
+}
+
+fn refresh(host: &mut LiveHost) -> Result<(), Exit> {
+    host.observe().map(drop).map_err(|error| LiveHost::explain(&error))
 }
 
 impl WorkloadRow {

@@ -31,7 +31,8 @@ impl Problem {
     pub fn unknown(key: &Spanned<DeString<'_>>, place: &str, known: &[&str]) -> Self {
         let name = key.get_ref();
         let meant = meant(name, known).map_or_else(String::new, |meant| format!(" (did you mean {meant}?)"));
-        let (name, known) = (name.replace("; ", ", "), known.join(", "));
+        let name = name.replace("; ", ", ");
+        let known = known.join(", ");
         Self { offset: key.span().start, message: format!("unknown key '{name}'{place}; it may be {known}{meant}") }
     }
 }
@@ -162,9 +163,8 @@ fn meant(key: &str, known: &[&str]) -> Option<String> {
     if let Some(section) = SECTIONS.iter().find(|section| keys(section).contains(&key)) {
         return Some(format!("{key} in [{}]", section.name));
     }
-    let nearness = |known: &&&str| strsim::jaro(key, known);
-    let nearest = known.iter().max_by(|a, b| nearness(a).total_cmp(&nearness(b)))?;
-    (nearness(&nearest) > NEAR).then(|| (*nearest).to_owned())
+    let nearest = known.iter().max_by(|a, b| strsim::jaro(key, a).total_cmp(&strsim::jaro(key, b)))?;
+    if strsim::jaro(key, nearest) > NEAR { Some((*nearest).to_owned()) } else { None }
 }
 
 /// The text without control characters, cut if it is long.

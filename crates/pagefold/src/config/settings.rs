@@ -158,28 +158,20 @@ impl Settings {
         let Config { governor, limits, reserve, .. } = old.config;
         let groups = old.config.groups.clone();
         let judgement = Config { governor, limits, groups, reserve, ..self.config.clone() };
-        let mut sections = Vec::new();
-        for (section, differs) in [
+        let run = judgement != old.config || self.mechanism != old.mechanism;
+        let domains = self.domains.by_user != old.domains.by_user || self.domains.rules != old.domains.rules;
+        let mut sections = vec![
             ("[scope]", self.scope != old.scope),
-            (
-                "[run] (except the governor), [judgement] or [tuning]",
-                judgement != old.config || self.mechanism != old.mechanism,
-            ),
-            (
-                "[domains] (except merge)",
-                self.domains.by_user != old.domains.by_user || self.domains.rules != old.domains.rules,
-            ),
+            ("[run] (except the governor), [judgement] or [tuning]", run),
+            ("[domains] (except merge)", domains),
             ("[numa]", self.placement != old.placement),
             ("[audit]", self.audit != old.audit),
             ("[metrics]", self.metrics != old.metrics),
             ("[history]", self.history != old.history || self.learned != old.learned),
             ("[fleet]", self.fleet != old.fleet),
-        ] {
-            if differs {
-                sections.push(section);
-            }
-        }
-        sections
+        ];
+        sections.retain(|(_, differs)| *differs);
+        sections.into_iter().map(|(section, _)| section).collect()
     }
 }
 
@@ -192,7 +184,11 @@ pub struct Layer {
 
 /// The options of all files. Where several set one, the last counts.
 pub fn merged(layers: &[Layer]) -> Options {
-    layers.iter().fold(Options::default(), |options, layer| options.then(layer.options.clone()))
+    let mut options = Options::default();
+    for layer in layers {
+        options = options.then(layer.options.clone());
+    }
+    options
 }
 
 /// Reads a file, and after it FILE.d/*.toml in the order of their names.
@@ -299,12 +295,11 @@ fn selected(rules: Option<&[values::Rule]>, noun: &str, file: Option<&Path>) -> 
     let mut selected = Vec::new();
     for rule in rules.unwrap_or_default() {
         let name = rule.name.clone();
-        match rule.selector.resolve(&Roots::default()) {
-            Ok(matcher) => selected.push(Rule { name, matcher }),
-            Err(error) => {
-                return Err(bad_rule(file, &format!("the rule for {noun} '{name}': {}", explain(&error).line)));
-            }
-        }
+        let matcher = rule
+            .selector
+            .resolve(&Roots::default())
+            .map_err(|error| bad_rule(file, &format!("the rule for {noun} '{name}': {}", explain(&error).line)))?;
+        selected.push(Rule { name, matcher });
     }
     Ok(selected)
 }

@@ -264,8 +264,8 @@ impl Scalar for PathBuf {
 impl Scalar for SocketAddr {
     /// A port of the loopback interface, or a numeric address and a port. We don't look up names.
     fn parse(text: &str, _: &Source<'_>) -> Result<Self, String> {
-        let of_loopback = |port| Self::from((Ipv4Addr::LOCALHOST, port));
-        match text.parse().map(of_loopback).or_else(|_| text.parse()) {
+        let port = text.parse::<u16>();
+        match port.map(|port| Self::from((Ipv4Addr::LOCALHOST, port))).or_else(|_| text.parse()) {
             Ok(address) if address.port() != 0 => Ok(address),
             _ => {
                 let text = text.escape_debug();

@@ -30,13 +30,14 @@ pub struct Curve<'a> {
 impl Curve<'_> {
     /// The rows from top to bottom, without colour.
     pub fn draw(&self) -> Vec<String> {
-        let eighths: Vec<usize> = (0..CURVE).map(|column| self.eighths(column)).collect();
-        let row = |row: usize| {
-            let below = (self.rows - 1 - row) * 8;
-            let line: String = eighths.iter().map(|&level| LEVELS[level.saturating_sub(below).min(8)]).collect();
-            line
-        };
-        (0..self.rows).map(row).collect()
+        let mut rows = vec![String::new(); self.rows];
+        for column in 0..CURVE {
+            let eighths = self.eighths(column);
+            for (below, row) in rows.iter_mut().rev().enumerate() {
+                row.push(LEVELS[eighths.saturating_sub(below * 8).min(8)]);
+            }
+        }
+        rows
     }
 
     /// The rows in colour, with a labelled axis on the left.

@@ -44,8 +44,8 @@ pub fn opening(style: Style) -> String {
 pub fn started(workers: usize, bytes: u64, reduced: bool, took: Duration, style: Style) -> String {
     let number = ["No", "One", "Two", "Three", "Four", "Five", "Six"].get(workers).copied().unwrap_or("Many");
     let mut text = heading(1, &format!("Start: {} workers of one program", number.to_lowercase()), style);
-    let (bytes, seconds) = (style.bold(&human(bytes)), took.as_secs_f64());
-    text.line(format!("   {bytes} together, written and checked byte by byte in {seconds:.1} s."));
+    let bytes = style.bold(&human(bytes));
+    text.line(format!("   {bytes} together, written and checked byte by byte in {:.1} s.", took.as_secs_f64()));
     text.line("   Each holds data that all others hold too, data of its own, and zeros.");
     if reduced {
         text.line(style.dim("   Smaller than normal, because little memory is free."));
@@ -58,20 +58,19 @@ pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
     let mut text = heading(2, "Scan: how much of that is duplicate?", style);
     let widest = report.processes.iter().map(|row| bytes_of(row.figures.resident)).max().unwrap_or(1);
     for (number, pid) in (1..).zip(pids) {
-        let Some(figures) = report.processes.iter().find(|row| row.pid == *pid).map(|row| row.figures) else {
-            continue;
-        };
-        let width = |pages: f64| columns(bytes_of(pages), widest, BAR);
-        let (all, zero) = (width(figures.resident), width(figures.zero));
-        let kept = width(figures.resident - figures.savable_gross);
-        let bar = [
+        let Some(row) = report.processes.iter().find(|row| row.pid == *pid) else { continue };
+        let Figures { resident, zero, savable_gross, .. } = row.figures;
+        let all = columns(bytes_of(resident), widest, BAR);
+        let zero = columns(bytes_of(zero), widest, BAR);
+        let kept = columns(bytes_of(resident - savable_gross), widest, BAR);
+        text.line(format!(
+            "   worker {number}  {}{}{}{}  {:>8} savable",
             style.plain(&"█".repeat(kept)),
             style.good(&"▒".repeat(all.saturating_sub(kept + zero))),
             style.other(&"░".repeat(zero)),
-        ]
-        .concat();
-        let pad = " ".repeat(BAR.saturating_sub(all.max(kept + zero)));
-        text.line(format!("   worker {number}  {bar}{pad}  {:>8} savable", size(figures.savable_gross)));
+            " ".repeat(BAR.saturating_sub(all.max(kept + zero))),
+            size(savable_gross)
+        ));
     }
     let Figures { resident, zero, duplicate_within, duplicate_across, savable_gross, .. } = report.totals;
     text.blank();
@@ -83,8 +82,8 @@ pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
         style.other("░"),
         size(zero)
     ));
-    let (savable, share) = (style.bold(&size(savable_gross)), percent(savable_gross, resident));
-    text.line(format!("   {savable} of {} can be saved ({share}).", size(resident)));
+    let share = percent(savable_gross, resident);
+    text.line(format!("   {} of {} can be saved ({share}).", style.bold(&size(savable_gross)), size(resident)));
     let seconds = report.cost.cpu_seconds;
     let cost = format!("   Found by reading every page, in {seconds:.1} s of CPU time. Nothing was changed.");
     text.line(style.dim(&cost));
@@ -111,8 +110,8 @@ pub fn merge_picture(view: &View<'_>, first: &[u64], savable: u64, span: f64, st
     let widest = first.iter().copied().max().unwrap_or(1);
     let mut lines = Vec::new();
     for (number, (&bytes, &before)) in (1..).zip(view.workers.iter().zip(first)) {
-        let (filled, all) = (columns(bytes, widest, BAR), columns(before, widest, BAR));
-        let gone = all.saturating_sub(filled);
+        let filled = columns(bytes, widest, BAR);
+        let gone = columns(before, widest, BAR).saturating_sub(filled);
         lines.push(format!(
             "   worker {number}  {}{}{}  {:>8}",
             style.plain(&"█".repeat(filled)),
@@ -159,8 +158,8 @@ pub fn verified(bytes: u64, merged: &Merged, style: Style) -> String {
 /// Part 5: after unmerging.
 pub fn unmerged(bytes: u64, took: Duration, style: Style) -> String {
     let mut text = heading(5, "Compare: unmerge everything, then let KSM do it alone", style);
-    let (bytes, seconds) = (human(bytes), took.as_secs_f64());
-    text.line(format!("   {bytes} unmerged in {seconds:.1} s: every worker has its own copies again."));
+    let seconds = took.as_secs_f64();
+    text.line(format!("   {} unmerged in {seconds:.1} s: every worker has its own copies again.", human(bytes)));
     text
 }
 
@@ -186,11 +185,12 @@ pub fn ksm_picture(view: &View<'_>, before: &[(f64, u64)], savable: u64, span: f
     let points = curve(view.points);
     let span = span.max(now.seconds);
     let top = savable.max(now.saved);
-    let area = |points| Curve { points, span, top, rows: ROWS_OF_TWO };
+    let ours = Curve { points: before, span, top, rows: ROWS_OF_TWO };
+    let alone = Curve { points: &points, ..ours };
     let mut lines = vec![format!("   {:>9}   {}", "", style.good("pagefold, as above"))];
-    lines.extend(area(before).with_axis(|row| style.good(row), style));
+    lines.extend(ours.with_axis(|row| style.good(row), style));
     lines.push(format!("   {:>9}   {}", "", style.other("KSM alone")));
-    lines.extend(area(&points).with_axis(|row| style.other(row), style));
+    lines.extend(alone.with_axis(|row| style.other(row), style));
     lines.extend(time_axis(span, style));
     lines.push(String::new());
     lines.push(format!("   saved {}   CPU {:.2} s", style.other(&human(now.saved)), now.ksmd_cpu.as_secs_f64()));
@@ -202,29 +202,29 @@ pub fn compared(bytes: u64, merged: &Merged, alone: &Observed, style: Style) -> 
     let mut text = String::new();
     text.line(style.dim(&format!("   Checked again: every byte of {} is intact.", human(bytes))));
     text.blank();
-    let (ours, last) = (merged.observed.last(), alone.last());
+    let ours = merged.observed.last();
+    let last = alone.last();
     let then = alone.at(ours.seconds);
     let goal = ours.saved / 10 * 9;
     let head = ["", "saved", "90 % after", "CPU until then", "CPU in all", "at rest"].map(str::to_owned);
     text.line(style.dim(&row(&head)));
     // The readings lack the injector's CPU time, all spent before anything was saved.
     let injector = merged.own_cpu.saturating_sub(ours.own_cpu);
-    let reached = |point: Point, cpu: Duration| (point.seconds, cpu);
     let pagefold = Side {
         at: ours,
-        reached: merged.observed.reached(goal).map(|point| reached(point, point.cpu() + injector)),
+        reached: merged.observed.reached(goal).map(|point| Point { own_cpu: point.own_cpu + injector, ..point }),
         cpu: merged.cpu(),
         at_rest: at_rest(&merged.observed, Point::cpu),
     };
     let ksm = Side {
         at: last,
-        reached: alone.reached(goal).map(|point| reached(point, point.ksmd_cpu)),
+        reached: alone.reached(goal).map(|point| Point { own_cpu: Duration::ZERO, ..point }),
         cpu: last.ksmd_cpu,
         at_rest: at_rest(alone, |point| point.ksmd_cpu),
     };
     text.line(style.good(&row(&pagefold.cells("pagefold"))));
     if last.seconds > ours.seconds + 1.0 {
-        let by_then = ksm.reached.filter(|&(seconds, _)| seconds <= then.seconds);
+        let by_then = ksm.reached.filter(|point| point.seconds <= then.seconds);
         let ksm = Side { at: then, reached: by_then, cpu: then.ksmd_cpu, at_rest: None };
         text.line(style.other(&row(&ksm.cells("KSM"))));
     }
@@ -244,8 +244,8 @@ fn row([name, saved, reached, until_then, all, rest]: &[String; 6]) -> String {
 #[derive(Clone, Copy, Debug, Default)]
 struct Side {
     at: Point,
-    /// Seconds and CPU time until 90 % of pagefold's saving was reached.
-    reached: Option<(f64, Duration)>,
+    /// When 90 % of pagefold's saving was reached, with the CPU time of this policy only.
+    reached: Option<Point>,
     cpu: Duration,
     /// CPU time at rest, as a share of a core.
     at_rest: Option<f64>,
@@ -253,15 +253,18 @@ struct Side {
 
 impl Side {
     fn cells(&self, name: &str) -> [String; 6] {
-        let none = || "-".to_owned();
-        [
-            format!("{name}, {:.0} s", self.at.seconds),
-            human(self.at.saved),
-            self.reached.map_or_else(none, |(seconds, _)| format!("{seconds:.1} s")),
-            self.reached.map_or_else(none, |(_, cpu)| format!("{:.2} s", cpu.as_secs_f64())),
-            format!("{:.2} s", self.cpu.as_secs_f64()),
-            self.at_rest.map_or_else(none, |share| percent(share, 1.0)),
-        ]
+        let mut cells = [const { String::new() }; 6];
+        cells[0] = format!("{name}, {:.0} s", self.at.seconds);
+        cells[1] = human(self.at.saved);
+        cells[4] = format!("{:.2} s", self.cpu.as_secs_f64());
+        if let Some(point) = self.reached {
+            cells[2] = format!("{:.1} s", point.seconds);
+            cells[3] = format!("{:.2} s", point.cpu().as_secs_f64());
+        }
+        if let Some(share) = self.at_rest {
+            cells[5] = percent(share, 1.0);
+        }
+        cells.map(|cell| if cell.is_empty() { "-".to_owned() } else { cell })
     }
 }
 
@@ -278,31 +281,36 @@ fn at_rest(observed: &Observed, cpu: impl Fn(&Point) -> Duration) -> Option<f64>
 
 /// The comparison in words, whichever policy did better.
 fn verdict(ours: &Side, ksm: &Side) -> Vec<String> {
-    let (saved, by_ksm) = (ours.at.saved, ksm.at.saved);
-    let amount = if by_ksm > saved + saved / 100 {
-        format!("KSM saved {} more", human(by_ksm - saved))
+    let saved = ours.at.saved;
+    let by_ksm = ksm.at.saved;
+    let mut sentences = Vec::new();
+    sentences.push(if by_ksm > saved + saved / 100 {
+        format!("KSM saved {} more.", human(by_ksm - saved))
     } else if by_ksm + saved / 100 >= saved {
-        "KSM saved as much".to_owned()
+        "KSM saved as much.".to_owned()
     } else {
-        format!("KSM had saved {} as much when it was stopped", percent(by_ksm as f64, saved as f64))
-    };
-    let times = |ksm: f64, ours: f64, unit: &str| match ksm / ours.max(1e-3) {
+        format!("KSM had saved {} as much when it was stopped.", percent(by_ksm as f64, saved as f64))
+    });
+    if let (Some(ksm), Some(ours)) = (ksm.reached, ours.reached) {
+        let time = times(ksm.seconds, ours.seconds, "time");
+        let cpu = times(ksm.cpu().as_secs_f64(), ours.cpu().as_secs_f64(), "CPU");
+        sentences.push(format!("KSM took {time} and {cpu} to save 90 % as much."));
+    }
+    if let (Some(ksm), Some(ours)) = (ksm.at_rest, ours.at_rest) {
+        let ksm = percent(ksm, 1.0);
+        let ours = percent(ours, 1.0);
+        sentences.push(format!("With nothing left to merge, KSM uses {ksm} of a core, pagefold {ours}."));
+    }
+    sentences
+}
+
+/// How many times as much of something KSM took.
+fn times(ksm: f64, ours: f64, unit: &str) -> String {
+    match ksm / ours.max(1e-3) {
         times if times >= 1.05 => format!("{times:.1} times the {unit}"),
         times if times > 0.95 => format!("the same {unit}"),
         times => format!("{} of the {unit}", percent(times, 1.0)),
-    };
-    let pace = ksm.reached.zip(ours.reached).map(|((ksm, ksm_cpu), (ours, ours_cpu))| {
-        let cpu = times(ksm_cpu.as_secs_f64(), ours_cpu.as_secs_f64(), "CPU");
-        format!("KSM took {} and {cpu} to save 90 % as much.", times(ksm, ours, "time"))
-    });
-    let rest = ksm.at_rest.zip(ours.at_rest).map(|(ksm, ours)| {
-        format!(
-            "With nothing left to merge, KSM uses {} of a core, pagefold {}.",
-            percent(ksm, 1.0),
-            percent(ours, 1.0)
-        )
-    });
-    [Some(format!("{amount}.")), pace, rest].into_iter().flatten().collect()
+    }
 }
 
 /// Part 6: the end.
@@ -327,7 +335,11 @@ mod tests {
     fn the_verdict_covers_every_outcome() {
         let side = |saved, reached: Option<(f64, u64)>, at_rest| Side {
             at: Point { saved, ..Point::default() },
-            reached: reached.map(|(seconds, cpu)| (seconds, Duration::from_secs(cpu))),
+            reached: reached.map(|(seconds, cpu)| Point {
+                seconds,
+                own_cpu: Duration::from_secs(cpu),
+                ..Point::default()
+            }),
             at_rest,
             ..Side::default()
         };

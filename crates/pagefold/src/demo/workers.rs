@@ -44,8 +44,8 @@ impl Size {
 
     fn largest_in(quick: bool, free: u64) -> Option<Self> {
         let most = if quick { Self::QUICK } else { Self::FULL };
-        let fits = |size: &Self| size.bytes() + (MARGIN_MIB << 20) <= free;
-        [1, 2, 4].into_iter().map(|by| Self { divisor: most.divisor * by, ..most }).find(fits)
+        let mut sizes = [1, 2, 4].map(|by| Self { divisor: most.divisor * by, ..most }).into_iter();
+        sizes.find(|size| size.bytes() + (MARGIN_MIB << 20) <= free)
     }
 
     /// Whether we reduced it to fit into the free memory.
@@ -58,14 +58,17 @@ impl Size {
     }
 
     fn specs(self) -> impl Iterator<Item = TenantSpec> {
-        let pages = move |mib: u64| mib * ((1 << 20) / PAGE_SIZE as u64) / self.divisor;
         OWN_AND_ZERO_MIB.into_iter().take(self.workers).zip(1..).map(move |((own, zero), seed)| {
             TenantSpec::new([
-                Segment::Shared { pages: pages(COMMON_MIB), seed: 1 },
-                Segment::Zero { pages: pages(zero) },
-                Segment::Random { pages: pages(own), seed },
+                Segment::Shared { pages: self.pages(COMMON_MIB), seed: 1 },
+                Segment::Zero { pages: self.pages(zero) },
+                Segment::Random { pages: self.pages(own), seed },
             ])
         })
+    }
+
+    fn pages(self, mib: u64) -> u64 {
+        mib * ((1 << 20) / PAGE_SIZE as u64) / self.divisor
     }
 }
 

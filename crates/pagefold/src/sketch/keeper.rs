@@ -6,7 +6,6 @@ use super::workloads::{self, Id, Workload};
 use pagefold_engine::keys::OwnerKey;
 use pagefold_host::live::{Digest, LiveHost, Progress};
 use pagefold_host::scope::exclude::Exclusion;
-use pagefold_host::targets::Target;
 use pagefold_sketch::Row;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -53,8 +52,15 @@ impl Keeper {
     pub fn new(fleet: Fleet) -> Self {
         let key = fleet.key.clone();
         let digest: Digest = Arc::new(move |page| key.content(page).0);
-        let (kept, left) = (BTreeMap::new(), Vec::new());
-        Self { fleet, digest, kept, left, pass: BTreeSet::new(), again: BTreeSet::new(), reading: None }
+        Self {
+            fleet,
+            digest,
+            kept: BTreeMap::new(),
+            left: Vec::new(),
+            pass: BTreeSet::new(),
+            again: BTreeSet::new(),
+            reading: None,
+        }
     }
 
     /// Begins a pass over all workloads that are in scope now.
@@ -124,9 +130,9 @@ impl Keeper {
     /// Drops the sketches of workloads with processes that we leave alone now, for a reason that covers what we've
     /// read, too.
     fn forget_left_alone(&mut self, host: &LiveHost) {
-        let is_withdrawn = |target: &&Target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks);
-        let left_alone: BTreeSet<ProcessId> =
-            host.targets().filter(is_withdrawn).map(|target| target.process.key()).collect();
+        let mut targets: Vec<_> = host.targets().collect();
+        targets.retain(|target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks));
+        let left_alone: BTreeSet<ProcessId> = targets.iter().map(|target| target.process.key()).collect();
         if left_alone.is_empty() {
             return;
         }
@@ -151,8 +157,8 @@ impl Keeper {
         if let Some(reading) = self.reading.take() {
             let zeros_merged = reading.processes().iter().map(|process| host.merged_zeros(process)).sum();
             let former = self.kept.get(reading.id()).map(|(row, known)| (&**row, known));
-            let Finished { id, row, known } =
-                reading.finish(&self.fleet, now, former, zeros_merged, host.merged_pages());
+            let (sharing, shared) = host.merged_pages();
+            let Finished { id, row, known } = reading.finish(&self.fleet, now, former, zeros_merged, sharing, shared);
             self.kept.insert(id, (Arc::new(row), known));
         }
     }

@@ -129,7 +129,9 @@ impl Reading {
         } else {
             self.unread += member.resident.0.saturating_sub(self.read);
         }
-        (self.read, self.merged_of_next, self.place) = (0, 0, Place::default());
+        self.read = 0;
+        self.merged_of_next = 0;
+        self.place = Place::default();
     }
 
     pub fn processes(&self) -> &[Arc<Process>] {
@@ -144,11 +146,11 @@ impl Reading {
         now: Now,
         former: Option<(&Row, &Known)>,
         zeros_merged: Pages,
-        (sharing, shared): (Pages, Pages),
+        sharing: Pages,
+        shared: Pages,
     ) -> Finished {
         let Self { id, began, counter, zeros, unread, mut known, processes, .. } = self;
         let counted = counter.finish();
-        let bytes = |pages: u64| pages * PAGE_BYTES;
         let read = bytes(counted.pages.0 + zeros);
         let nothing = Known::default();
         let (since_us, before) = former.map_or((began.us, &nothing), |(row, known)| (row.time_us, known));
@@ -162,13 +164,14 @@ impl Reading {
         // Of pages with the same content all but one are saved; which one isn't depends on the whole machine.
         let merged: u64 = known.merged.values().sum();
         let saved = merged as f64 * sharing.0 as f64 / (sharing.0 + shared.0).max(1) as f64;
-        let churn = |from: Option<&Row>| {
-            from.map_or((0, 0), |row| {
-                let came = counted.sketch.without(&row.sketch).bytes();
-                (whole(came), whole(row.sketch.without(&counted.sketch).bytes()))
-            })
-        };
-        let (came_bytes, went_bytes) = churn(former.map(|(row, _)| row));
+        let mut came_bytes = 0;
+        let mut went_bytes = 0;
+        let mut take_back_bytes = broken;
+        if let Some((row, _)) = former {
+            came_bytes = whole(counted.sketch.without(&row.sketch).bytes());
+            went_bytes = whole(row.sketch.without(&counted.sketch).bytes());
+            take_back_bytes = broken.max(row.take_back_bytes);
+        }
         let savable = counted.spare.0 + zeros.saturating_sub(1);
         let Counted { sketch, by_copies, .. } = counted;
         let row = Row {
@@ -185,7 +188,7 @@ impl Reading {
             pages: by_copies.map(|pages| pages.0),
             savable_bytes: bytes(savable),
             saved_bytes: bytes(whole(saved) + zeros_merged.0),
-            take_back_bytes: broken.max(former.map_or(0, |(row, _)| row.take_back_bytes)),
+            take_back_bytes,
             came_bytes,
             went_bytes,
             broken_bytes: broken,
@@ -205,6 +208,10 @@ impl Reading {
     pub fn has_any(&self, processes: &BTreeSet<ProcessId>) -> bool {
         self.known.has_any(processes)
     }
+}
+
+fn bytes(pages: u64) -> u64 {
+    pages * PAGE_BYTES
 }
 
 /// CPU time of a process so far, nanoseconds. 0 if it has ended.
@@ -246,7 +253,7 @@ mod tests {
 
     fn finish(reading: Reading, seconds: u64, former: Option<&Finished>) -> Finished {
         let former = former.map(|former| (&former.row, &former.known));
-        let finished = reading.finish(&fleet(), now(seconds), former, Pages(0), (Pages(300), Pages(100)));
+        let finished = reading.finish(&fleet(), now(seconds), former, Pages(0), Pages(300), Pages(100));
         finished.row.check().unwrap();
         finished
     }

@@ -50,12 +50,14 @@ impl FleetSettings {
     pub fn open(&self) -> Result<Option<(Fleet, Place)>, Exit> {
         let Some(directory) = &self.directory else { return Ok(None) };
         let fleet = self.fleet()?;
-        let shown = ownership::shown(directory);
-        let cannot = |what: String| Exit::new(exit::USAGE, format!("sketches in {shown}: the file {what}"));
-        let place = Place::of(&directory.join(format!("{}.parquet", fleet.host))).map_err(cannot)?;
-        place
-            .check()
-            .map_err(|error| cannot(format!("cannot be written: {error}; name a directory that root can write")))?;
+        let place = Place::of(&directory.join(format!("{}.parquet", fleet.host))).and_then(|place| {
+            let checked = place.check();
+            checked.map_err(|error| format!("cannot be written: {error}; name a directory that root can write"))?;
+            Ok(place)
+        });
+        let place = place.map_err(|why| {
+            Exit::new(exit::USAGE, format!("sketches in {}: the file {why}", ownership::shown(directory)))
+        })?;
         Ok(Some((fleet, place)))
     }
 
@@ -71,8 +73,8 @@ impl FleetSettings {
             Some(host) => host.clone(),
             None => fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned(),
         };
-        let is_word = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
-        if host.is_empty() || host.len() > HOST_BYTES || host.starts_with('.') || !host.chars().all(is_word) {
+        let has_others = host.contains(|c: char| !c.is_ascii_alphanumeric() && !".-_".contains(c));
+        if host.is_empty() || host.len() > HOST_BYTES || host.starts_with('.') || has_others {
             let line = format!(
                 "'{}' is no name for a file of sketches; give letters, digits, dots and dashes by --fleet-host",
                 host.escape_debug()
@@ -88,14 +90,16 @@ impl FleetSettings {
 
 /// Reads the key, which only root may read: whoever has it can test a sketch for a page with certain contents.
 fn read_key(path: &Path) -> Result<FleetKey, Exit> {
-    let refused = |why: &str| Exit::new(exit::USAGE, format!("the fleet's key {} {why}", ownership::shown(path)));
-    let text = ownership::read(path).map_err(|why| refused(&why))?;
-    let mode =
-        fs::metadata(path).map_err(|error| refused(&format!("cannot be examined: {error}; check the path")))?.mode();
-    if mode & READABLE_BY_OTHERS != 0 {
-        return Err(refused("is a file that others may read; run chmod go= on it"));
+    parse_key(path).map_err(|why| Exit::new(exit::USAGE, format!("the fleet's key {} {why}", ownership::shown(path))))
+}
+
+fn parse_key(path: &Path) -> Result<FleetKey, String> {
+    let text = ownership::read(path)?;
+    let metadata = fs::metadata(path).map_err(|error| format!("cannot be examined: {error}; check the path"))?;
+    if metadata.mode() & READABLE_BY_OTHERS != 0 {
+        return Err("is a file that others may read; run chmod go= on it".to_owned());
     }
-    text.parse().map_err(|error: pagefold_sketch::KeyError| refused(&error.to_string()))
+    text.parse().map_err(|error: pagefold_sketch::KeyError| error.to_string())
 }
 
 #[cfg(test)]

@@ -34,7 +34,7 @@ pub struct Writer {
 impl Writer {
     /// Starts the thread. If we can't, there are no sketches, and one line says so.
     pub fn start(fleet: Fleet, place: Place, interval: Duration, host: &LiveHost) -> Option<Self> {
-        let write = move |to_write: Receiver<Vec<Arc<Row>>>| {
+        let started = Background::start("sketches", move |to_write: Receiver<Vec<Arc<Row>>>| {
             let mut complaints = Complaints::default();
             for rows in to_write {
                 complaints.hear(put(&place, &rows).map_err(|error| {
@@ -42,22 +42,26 @@ impl Writer {
                     format!("cannot write the sketches {path}: {error}; free some space (it is tried again)")
                 }));
             }
-        };
-        let failed = |error: &_| complain!("cannot start the thread for sketches: {error}; they are not kept");
-        let rows = Background::start("sketches", write).inspect_err(failed).ok()?;
+        });
+        if let Err(error) = &started {
+            complain!("cannot start the thread for sketches: {error}; they are not kept");
+        }
         let interval_ns = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
         let bucket = TokenBucket::new(SHARE, host.now_ns());
         let keeper = Keeper::new(fleet);
-        Some(Self { keeper, bucket, interval_ns, next_pass_ns: 0, next_write_ns: interval_ns, rows })
+        Some(Self { keeper, bucket, interval_ns, next_pass_ns: 0, next_write_ns: interval_ns, rows: started.ok()? })
     }
 
     /// Reads a portion if one is due, and has the file written when it's time.
     pub fn step(&mut self, engine: &mut Engine, host: &mut LiveHost) {
         let now = Now::of(host);
         if !self.keeper.is_reading() {
+            if now.ns < self.next_pass_ns {
+                return;
+            }
             // Until we know them all, we could read a workload in part.
-            let are_known = || host.targets().all(|target| target.is_known() || target.young);
-            if now.ns < self.next_pass_ns || now.ns < self.next_pass_ns + KNOWN_LIMIT_NS && !are_known() {
+            let are_known = host.targets().all(|target| target.is_known() || target.young);
+            if !are_known && now.ns < self.next_pass_ns + KNOWN_LIMIT_NS {
                 return;
             }
             self.keeper.begin(host);

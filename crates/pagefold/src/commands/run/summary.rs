@@ -147,10 +147,7 @@ pub fn describe(summary: &Summary, style: Style) -> String {
     text.line(style.bold(&headline(summary)));
     text.blank();
     if !summary.dry_run {
-        let reached = match summary.seconds_to_90_percent {
-            Some(seconds) => format!(", 90 % of them after {seconds:.1} s"),
-            None => String::new(),
-        };
+        let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", 90 % of them after {s:.1} s"));
         row(&mut text, "merged", &format!("{} pages{reached}", summary.merged_pages));
     }
     if let Some(requests) = &summary.requests {
@@ -204,16 +201,13 @@ fn row(text: &mut String, name: &str, value: &str) {
 
 /// Whether KSM's settings are as they were.
 fn ksm_settings(summary: &Summary) -> String {
-    if summary.dry_run {
-        return "not touched".to_owned();
-    }
-    if !summary.knobs_deferred.is_empty() {
-        let deferred: Vec<String> =
-            summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
-        let deferred = deferred.join(", ");
-        return format!("restored except {deferred}, which the kernel accepts only when no page is merged");
-    }
+    let deferred: Vec<String> =
+        summary.knobs_deferred.iter().map(|(knob, value)| format!("{knob} ({value})")).collect();
     match summary.mechanism {
+        _ if summary.dry_run => "not touched".to_owned(),
+        _ if !deferred.is_empty() => {
+            format!("restored except {}, which the kernel accepts only when no page is merged", deferred.join(", "))
+        }
         Mechanism::Request => "merged on request, settings not touched".to_owned(),
         Mechanism::Ksmd => "restored".to_owned(),
     }

@@ -68,7 +68,8 @@ fn whole(html: &mut String, report: &ScanReport) {
     }
     html.push_str("</svg>\n<ul class=\"key\">");
     for (class, what, pages) in parts {
-        let (size, share) = (size(pages), percent(pages, whole));
+        let size = size(pages);
+        let share = percent(pages, whole);
         let _ =
             write!(html, "<li><i class=\"{class}\"></i>{what}: <b>{size}</b> <span class=\"dim\">{share}</span></li>");
     }
@@ -84,8 +85,8 @@ fn whole(html: &mut String, report: &ScanReport) {
 
 /// The maps of the processes.
 fn maps(html: &mut String, report: &ScanReport) {
-    let has_map = |row: &&ProcessRow| report.maps.get(&row.pid).is_some_and(|map| !map.parts.is_empty());
-    let rows: Vec<&ProcessRow> = report.looked_at().filter(has_map).collect();
+    let mut rows: Vec<&ProcessRow> = report.looked_at().collect();
+    rows.retain(|row| report.maps.get(&row.pid).is_some_and(|map| !map.parts.is_empty()));
     if rows.is_empty() {
         return;
     }

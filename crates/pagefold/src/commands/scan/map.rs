@@ -27,14 +27,14 @@ pub struct Part {
 /// The parts of a process, given its regions with their private pages, and its other pages with the index of their
 /// region.
 pub fn parts(regions: &[Region], others: impl Iterator<Item = (Vpn, u32)>) -> Vec<Part> {
-    let private = (0..)
-        .zip(regions)
-        .flat_map(|(number, region)| region.runs.iter().map(move |&(first, pages)| (first, pages, number, true)));
-    let mut runs: Vec<(Vpn, u32, u32, bool)> =
-        private.chain(others.map(|(page, region)| (page, 1, region, false))).collect();
+    let mut runs: Vec<(Vpn, u32, u32, bool)> = others.map(|(page, region)| (page, 1, region, false)).collect();
+    for (number, region) in (0..).zip(regions) {
+        runs.extend(region.runs.iter().map(|&(first, pages)| (first, pages, number, true)));
+    }
     runs.sort_unstable_by_key(|run| run.0);
     let size = runs.iter().map(|run| u64::from(run.1)).sum::<u64>().div_ceil(PARTS).max(1);
-    let (mut parts, mut room): (Vec<Part>, u64) = (Vec::new(), 0);
+    let mut parts: Vec<Part> = Vec::new();
+    let mut room = 0;
     for (mut first, pages, region, is_private) in runs {
         let mut left = u64::from(pages);
         while left > 0 {
@@ -46,7 +46,9 @@ pub fn parts(regions: &[Region], others: impl Iterator<Item = (Vpn, u32)>) -> Ve
             if let Some(part) = parts.last_mut().filter(|_| is_private) {
                 part.private += taken;
             }
-            (left, room, first) = (left - taken, room - taken, first + taken);
+            left -= taken;
+            room -= taken;
+            first = first + taken;
         }
     }
     parts
@@ -108,16 +110,17 @@ impl Map {
 }
 
 fn shares(parts: &[Part], densities: &[Density]) -> Shares {
-    let sum = |pages: fn(&Part) -> u64| parts.iter().map(pages).sum::<u64>() as f64;
-    let (private, shared, merged) = (sum(|part| part.private), sum(|part| part.shared), sum(|part| part.merged));
-    let of = |pages: fn(&Density) -> f64| densities.iter().map(pages).sum::<f64>();
-    let whole = (private + shared + merged).max(1.0);
-    let a_page = private / of(|density| density.read).max(1.0) / whole;
+    let private: u64 = parts.iter().map(|part| part.private).sum();
+    let shared: u64 = parts.iter().map(|part| part.shared).sum();
+    let merged: u64 = parts.iter().map(|part| part.merged).sum();
+    let read: f64 = densities.iter().map(|density| density.read).sum();
+    let whole = (private + shared + merged).max(1) as f64;
+    let a_page = private as f64 / read.max(1.0) / whole;
     Shares {
-        merged: merged / whole,
-        zero: of(|density| density.zero) * a_page,
-        duplicate: of(|density| density.duplicate) * a_page,
-        fork_shared: shared / whole,
+        merged: merged as f64 / whole,
+        zero: densities.iter().map(|density| density.zero).sum::<f64>() * a_page,
+        duplicate: densities.iter().map(|density| density.duplicate).sum::<f64>() * a_page,
+        fork_shared: shared as f64 / whole,
     }
 }
 

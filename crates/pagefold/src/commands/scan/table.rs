@@ -59,17 +59,16 @@ fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, 
     });
     let most = rows.iter().fold(1.0, |most: f64, (_, figures)| most.max(figures.savable));
     for (labels, figures) in rows.iter().take(ROWS) {
-        let size = |pages: f64| if bytes_of(pages) == 0 { style.dim("-") } else { size(pages) };
-        let figures = [
-            size(figures.resident),
-            size(figures.zero),
-            size(figures.duplicate_within),
-            size(figures.duplicate_across),
-            style.bold(&size(figures.savable)),
-            percent(figures.savable, figures.resident),
-            style.good(&bar(figures.savable / most, BAR)),
-        ];
-        table.add_row(labels.iter().cloned().chain(figures));
+        let Figures { resident, zero, duplicate_within, duplicate_across, savable, .. } = *figures;
+        let mut cells = labels.clone();
+        for pages in [resident, zero, duplicate_within, duplicate_across, savable] {
+            cells.push(if bytes_of(pages) == 0 { style.dim("-") } else { size(pages) });
+        }
+        let bold = cells.pop().map(|savable| style.bold(&savable));
+        cells.extend(bold);
+        cells.push(percent(savable, resident));
+        cells.push(style.good(&bar(savable / most, BAR)));
+        table.add_row(cells);
     }
     text.blank();
     table.to_string().lines().for_each(|row| text.line(row));
@@ -105,7 +104,8 @@ fn left_out(text: &mut String, report: &ScanReport, style: Style) {
             0 => count(row.regions as usize, "mapping", "mappings"),
             whole => count(whole, "process", "processes"),
         };
-        let (bytes, where_) = (human(row.bytes), style.dim(&format!("({where_})")));
+        let bytes = human(row.bytes);
+        let where_ = style.dim(&format!("({where_})"));
         text.line(format!("{bytes:>9}  {}{}  {where_}", row.reason, way_in(&row.reason)));
     }
     if ended > 0 {
