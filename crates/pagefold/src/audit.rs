@@ -7,18 +7,17 @@
 mod entry;
 mod file;
 
+use crate::config::ownership::shown;
 pub use entry::{Entry, Owner};
 use file::LogFile;
-use pagefold_text::escape::printable;
 use pagefold_text::exit::Exit;
 use pagefold_text::sink::Sink;
 use pagefold_text::style::visible_json;
 use serde::Serialize;
-use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, SystemTime};
 
 const SCHEMA: &str = "pagefold.audit/1";
@@ -36,8 +35,8 @@ pub struct Audit {
     /// Lines lost so far.
     lost: Arc<AtomicU64>,
     /// Complaints about lost lines, from the thread and from us.
-    of_thread: Receiver<String>,
-    complaints: Vec<String>,
+    complaints: Receiver<String>,
+    complain: Sender<String>,
     /// Whether we lost the last line because too many wait.
     is_stalled: bool,
 }
@@ -60,15 +59,15 @@ impl Audit {
         // fails instead.
         let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
         let lost = Arc::default();
-        let (complaints, of_thread) = channel();
-        let file = LogFile::open(path, Arc::clone(&lost), complaints)?;
+        let (complain, complaints) = channel();
+        let file = LogFile::open(path, Arc::clone(&lost), complain.clone())?;
         Ok(Self {
-            shown: path_text(path),
+            shown: shown(path),
             file: Some(file),
             orders: Sink::new(ROOM),
             lost,
-            of_thread,
-            complaints: Vec::new(),
+            complaints,
+            complain,
             is_stalled: false,
         })
     }
@@ -100,7 +99,7 @@ impl Audit {
             self.lost.fetch_add(1, Ordering::Relaxed);
         }
         if self.is_stalled && !was_stalled {
-            self.complaints.push(format!(
+            let _ = self.complain.send(format!(
                 "the audit log {} takes no more lines; see whether its file system answers (the run continues without the log)",
                 self.shown
             ));
@@ -109,8 +108,7 @@ impl Audit {
 
     /// The complaints about lines lost since the last call.
     pub fn complaints(&mut self) -> Vec<String> {
-        self.complaints.extend(self.of_thread.try_iter());
-        std::mem::take(&mut self.complaints)
+        self.complaints.try_iter().collect()
     }
 
     /// Waits a moment until all lines are written. The rest is lost.
@@ -118,7 +116,7 @@ impl Audit {
         let unwritten = self.orders.flush(END_LIMIT);
         if unwritten > 0 {
             self.lost.fetch_add(unwritten as u64, Ordering::Relaxed);
-            self.complaints.push(format!(
+            let _ = self.complain.send(format!(
                 "the audit log {} does not answer: its last {unwritten} lines may be lost; see whether its file system does",
                 self.shown
             ));
@@ -137,10 +135,6 @@ fn line_of(entry: &Entry, time: SystemTime) -> String {
     let line = Line { schema: SCHEMA, time: humantime::format_rfc3339_millis(time).to_string(), entry };
     // Only maps with keys other than strings can't be encoded, and we have none.
     visible_json(&serde_json::to_string(&line).unwrap_or_default()) + "\n"
-}
-
-fn path_text(path: &Path) -> String {
-    printable(path.as_os_str().as_bytes())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 use crate::audit::Owner;
 use crate::commands::run::progress::Progress;
 use crate::commands::run::reload::ActiveSettings;
+use crate::config::ownership::shown;
 use crate::config::scope::{ScopeArgs, explain};
 use crate::control::orders::Orders;
 use crate::control::queue::{Facts, Order, RunFacts};
@@ -15,9 +16,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Host;
 use pagefold_engine::keys::{LimitKey, RegionKey};
 use pagefold_host::live::{Ended, Event, LiveError, LiveHost};
-use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
-use std::os::unix::ffi::OsStrExt;
 
 /// A machine that the daemon works on. Its targets are processes or guests.
 pub trait Backend: Host + Sized {
@@ -127,10 +126,7 @@ impl Backend for LiveHost {
     }
 
     fn limited_path(&self, limit: LimitKey) -> String {
-        match self.limited_cgroup(limit) {
-            Some(path) => printable(path.as_os_str().as_bytes()),
-            None => String::new(),
-        }
+        self.limited_cgroup(limit).map(shown).unwrap_or_default()
     }
 
     fn carry_out(&mut self, orders: &mut Orders, new: Vec<Order>, events: &mut Events) {

@@ -98,13 +98,6 @@ pub struct Outputs<'a> {
     history: Option<(HistoryFile, Option<String>)>,
 }
 
-/// The threads that ask the main loop for facts, in the order in which they end.
-struct Threads {
-    _control: Option<Server>,
-    _metrics: Option<Background<()>>,
-    _history: Option<Background<()>>,
-}
-
 /// A run on a machine.
 pub struct Daemon<'a, B: Backend> {
     pub engine: Engine,
@@ -114,7 +107,9 @@ pub struct Daemon<'a, B: Backend> {
     stop: Arc<AtomicBool>,
     requests: RequestQueue,
     orders: Orders,
-    threads: Threads,
+    control: Option<Server>,
+    metrics: Option<Background<()>>,
+    history: Option<Background<()>>,
     pub learned: Option<LearnedWriter>,
     pub sketches: Option<sketch::Writer>,
     progress: Progress,
@@ -128,11 +123,9 @@ impl<'a, B: Backend> Daemon<'a, B> {
     pub fn new(outputs: Outputs<'a>, facts: RunFacts, backend: B) -> Self {
         let Outputs { signals, active, metrics, history } = outputs;
         let (requests, sender) = RequestQueue::new(signals.woken);
-        let threads = Threads {
-            _metrics: metrics.start(&sender),
-            _history: history::start(history, &sender),
-            _control: control::serve(sender, facts.dry_run),
-        };
+        let metrics = metrics.start(&sender);
+        let history = history::start(history, &sender);
+        let control = control::serve(sender, facts.dry_run);
         fault::point("socket-made");
         Self {
             engine: Engine::new(facts.config.clone()),
@@ -142,7 +135,9 @@ impl<'a, B: Backend> Daemon<'a, B> {
             stop: signals.stop,
             requests,
             orders: Orders::default(),
-            threads,
+            control,
+            metrics,
+            history,
             learned: None,
             sketches: None,
             progress: Progress::start(),
@@ -260,8 +255,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         if let Some(learned) = self.learned {
             learned.finish(&self.engine);
         }
-        drop(self.threads);
-        drop(self.sketches);
+        drop((self.control, self.metrics, self.history, self.sketches));
         // Whatever happened, we give KSM back before we report anything.
         let ending = self.backend.finish();
         self.active.log(&Entry::end("run", self.active.lost()));
@@ -387,7 +381,9 @@ mod tests {
             stop: Arc::default(),
             requests,
             orders: Orders::default(),
-            threads: Threads { _control: None, _metrics: None, _history: None },
+            control: None,
+            metrics: None,
+            history: None,
             learned: None,
             sketches: None,
             progress: Progress::start(),

@@ -1,6 +1,6 @@
 //! The lines of the audit log. `reference.rs` explains the fields.
 
-use super::path_text;
+use crate::config::ownership::shown;
 use pagefold_engine::host::{ChangeResult, Marking, Why};
 use pagefold_engine::units::{Bytes, Pages};
 use pagefold_host::scope::Scoped;
@@ -61,7 +61,7 @@ impl Owner {
             pid: target.process.pid(),
             start_time_ticks: target.process.start_time_ticks(),
             name: target.name.clone(),
-            exe: target.exe.as_deref().map(path_text),
+            exe: target.exe.as_deref().map(shown),
             uid: Some(target.uid),
             cgroup: target.cgroup.clone(),
             domain: domain.cloned(),
@@ -75,7 +75,7 @@ impl From<&Scoped> for Owner {
             pid: scoped.process.pid(),
             start_time_ticks: scoped.process.start_time_ticks(),
             name: scoped.name.clone(),
-            exe: scoped.exe.as_deref().map(path_text),
+            exe: scoped.exe.as_deref().map(shown),
             uid: Some(scoped.uid),
             cgroup: scoped.cgroup.clone(),
             domain: scoped.domain.clone(),

@@ -1,7 +1,7 @@
 //! The audit log's file, and how its thread writes it.
 
-use super::{Entry, Order, line_of, path_text};
-use crate::config::ownership;
+use super::{Entry, Order, line_of};
+use crate::config::ownership::{self, shown};
 use crate::place::Place;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::sink::Next;
@@ -70,7 +70,7 @@ impl LogFile {
     fn complain_once(&mut self, error: &io::Error) {
         if !self.has_complained {
             self.has_complained = true;
-            let path = path_text(&self.path);
+            let path = shown(&self.path);
             self.complain(format!(
                 "cannot write to the audit log {path}: {error}; free some space (the run continues without the log)"
             ));
@@ -114,9 +114,11 @@ impl LogFile {
 }
 
 fn open(path: &Path) -> Result<File, Exit> {
-    let shown = path_text(path);
-    let cannot = |what: String| Exit::new(exit::USAGE, format!("the audit log {shown} {what}"));
-    let place = Place::of(path).map_err(cannot)?;
+    try_open(path).map_err(|why| Exit::new(exit::USAGE, format!("the audit log {} {why}", shown(path))))
+}
+
+fn try_open(path: &Path) -> Result<File, String> {
+    let place = Place::of(path)?;
     // Refuses a symbolic link, and a pipe without a reader.
     let file = OpenOptions::new()
         .append(true)
@@ -124,14 +126,11 @@ fn open(path: &Path) -> Result<File, Exit> {
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(&place.path)
-        .map_err(|error| {
-            cannot(format!("cannot be opened: {error}; name a file in a directory that only root can write"))
-        })?;
-    let metadata =
-        file.metadata().map_err(|error| cannot(format!("cannot be examined: {error}; name another file")))?;
+        .map_err(|error| format!("cannot be opened: {error}; name a file in a directory that only root can write"))?;
+    let metadata = file.metadata().map_err(|error| format!("cannot be examined: {error}; name another file"))?;
     if !metadata.is_file() {
-        return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
+        return Err("is not a regular file; name one, or a new one".to_owned());
     }
-    ownership::owned(metadata.uid(), metadata.mode()).map_err(|why| cannot(format!("is a file that {why}")))?;
+    ownership::owned(metadata.uid(), metadata.mode()).map_err(|why| format!("is a file that {why}"))?;
     Ok(file)
 }

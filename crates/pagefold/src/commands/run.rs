@@ -21,7 +21,7 @@ use pagefold_engine::host::Mechanism;
 use pagefold_engine::placement::policy::Placement;
 use pagefold_host::live::{HostMode, LiveHost};
 use pagefold_host::scope::dumpable::ask_through;
-use pagefold_host::scope::{ScopeError, Scoped, resolve};
+use pagefold_host::scope::{ScopeError, resolve};
 use pagefold_inject::Injector;
 use pagefold_ksm::Ksm;
 use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths};
@@ -116,7 +116,13 @@ fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<
         if !settings.scope.pid.contains(&pid) && found.len() != 1 {
             continue;
         }
-        if let Some(reason) = refusal(scoped, settings, on_request) {
+        // ksmd merges one trust domain only.
+        let other_domain = if on_request { None } else { settings.domains.excludes(scoped) };
+        let reason = match other_domain {
+            Some(why) => Some(why.to_string()),
+            None => preflight::refusal(scoped, &settings.deny),
+        };
+        if let Some(reason) = reason {
             left_alone.push(LeftAlone { pid, name: scoped.name.clone(), reason });
         }
     }
@@ -127,16 +133,6 @@ fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<
         )),
         _ => Ok(left_alone),
     }
-}
-
-/// Why we must leave a process alone. By ksmd we merge one trust domain only.
-fn refusal(scoped: &Scoped, settings: &Settings, on_request: bool) -> Option<String> {
-    if !on_request {
-        if let Some(why) = settings.domains.excludes(scoped) {
-            return Some(why.to_string());
-        }
-    }
-    preflight::refusal(scoped, &settings.deny)
 }
 
 /// Starts the injector and gives up every capability that we don't need from there on. A dry run has no injector.

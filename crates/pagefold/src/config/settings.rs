@@ -12,10 +12,9 @@ use crate::metrics::MetricsSettings;
 use crate::sketch::FleetSettings;
 use pagefold_engine::config::Config;
 use pagefold_engine::governor::Governor;
-use pagefold_engine::limits::{GroupLimits, Limits};
+use pagefold_engine::limits::GroupLimits;
 use pagefold_engine::named;
-use pagefold_engine::placement::policy::{Latencies, Placement};
-use pagefold_engine::reserve::ReserveSettings;
+use pagefold_engine::placement::policy::Placement;
 use pagefold_host::live::Policies;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::domain::DomainRules;
@@ -232,34 +231,31 @@ fn refused(path: &Path, why: &str) -> Exit {
 
 /// The settings of the judgement, with a seed of their own. Groups are added later.
 fn config(options: &Options) -> Config {
-    let preset = Config::of_preset(options.preset.unwrap_or_default());
-    Config {
-        governor: options.governor.unwrap_or(preset.governor),
-        only: options.only.unwrap_or(preset.only),
-        top_share: options.top_share.or(preset.top_share),
-        round_ns: options.round.map(nanos).or(preset.round_ns),
-        levels: options.levels.and_then(|levels| usize::try_from(levels).ok()).unwrap_or(preset.levels),
-        duplicate_threshold: options.duplicate_threshold.unwrap_or(preset.duplicate_threshold),
-        cow_threshold: options.cow_threshold.unwrap_or(preset.cow_threshold),
-        lifetime_ns: options.lifetime.map_or(preset.lifetime_ns, nanos),
-        limits: Limits {
-            pages_per_process: options.samples_per_second_per_process.unwrap_or(preset.limits.pages_per_process),
-            pages: options.samples_per_second.unwrap_or(preset.limits.pages),
-            stops_per_process: options.stops_per_second_per_process.unwrap_or(preset.limits.stops_per_process),
-            stops: options.stops_per_second.unwrap_or(preset.limits.stops),
-            moves: options.moves_per_second.unwrap_or(preset.limits.moves),
-            longest_stop_ns: options.longest_stop.map_or(preset.limits.longest_stop_ns, nanos),
-        },
-        latencies: Latencies {
-            local_ns: options.local_latency.map_or(preset.latencies.local_ns, |time| time.subsec_nanos()),
-            remote_ns: options.remote_latency.map_or(preset.latencies.remote_ns, |time| time.subsec_nanos()),
-        },
-        reserve: ReserveSettings {
-            keep: options.reserve.unwrap_or(preset.reserve.keep),
-            take_back: options.take_back.unwrap_or(preset.reserve.take_back),
-        },
-        seed: seed(),
-        ..preset
+    let mut config = Config { seed: seed(), ..Config::of_preset(options.preset.unwrap_or_default()) };
+    set(&mut config.governor, options.governor);
+    set(&mut config.only, options.only);
+    config.top_share = options.top_share.or(config.top_share);
+    config.round_ns = options.round.map(nanos).or(config.round_ns);
+    set(&mut config.levels, options.levels.and_then(|levels| usize::try_from(levels).ok()));
+    set(&mut config.duplicate_threshold, options.duplicate_threshold);
+    set(&mut config.cow_threshold, options.cow_threshold);
+    set(&mut config.lifetime_ns, options.lifetime.map(nanos));
+    set(&mut config.limits.pages_per_process, options.samples_per_second_per_process);
+    set(&mut config.limits.pages, options.samples_per_second);
+    set(&mut config.limits.stops_per_process, options.stops_per_second_per_process);
+    set(&mut config.limits.stops, options.stops_per_second);
+    set(&mut config.limits.moves, options.moves_per_second);
+    set(&mut config.limits.longest_stop_ns, options.longest_stop.map(nanos));
+    set(&mut config.latencies.local_ns, options.local_latency.map(|time| time.subsec_nanos()));
+    set(&mut config.latencies.remote_ns, options.remote_latency.map(|time| time.subsec_nanos()));
+    set(&mut config.reserve.keep, options.reserve);
+    set(&mut config.reserve.take_back, options.take_back);
+    config
+}
+
+fn set<T>(setting: &mut T, given: Option<T>) {
+    if let Some(given) = given {
+        *setting = given;
     }
 }
 

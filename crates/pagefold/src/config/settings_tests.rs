@@ -1,6 +1,8 @@
 use super::*;
 use crate::config::args::RunArgs;
 use clap::Parser;
+use pagefold_engine::limits::Limits;
+use pagefold_engine::placement::policy::Latencies;
 use pagefold_engine::units::Permyriad;
 use pagefold_host::scope::Matcher;
 use std::fs;
