@@ -114,7 +114,7 @@ pub struct Daemon<'a, B: Backend> {
     pub sketches: Option<sketch::Writer>,
     progress: Progress,
     rooms: RoomReports,
-    /// The scans of which the list of events tells.
+    /// Scans so far, as far as the list of events has them.
     scans: u64,
 }
 

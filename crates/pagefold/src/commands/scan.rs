@@ -130,10 +130,10 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
     if survey.processes.iter().any(|process| process.refused.is_none() && !process.gone) {
         return Ok(());
     }
-    let first = survey.processes.iter().find(|process| process.refused.is_some());
-    let Some((process, reason)) = first.and_then(|process| Some((process, process.refused.as_ref()?))) else {
+    let Some(process) = survey.processes.iter().find(|process| process.refused.is_some()) else {
         return Err(Exit::new(exit::NO_SCOPE, "every process in scope has ended; start it again"));
     };
+    let reason = process.refused.as_ref().map(ToString::to_string).unwrap_or_default();
     let pid = process.scoped.process.pid();
     let others = match survey.processes.len() - 1 {
         0 => String::new(),
@@ -144,7 +144,7 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
         format!(
             "process {pid} ({}) is left alone: {reason}{}{others}; name other programs",
             process.scoped.name,
-            report::way_in(&reason.to_string()),
+            report::way_in(&reason),
         ),
     ))
 }
@@ -301,11 +301,10 @@ impl ProcessMemory {
             }
         }
         let places = summarize(&merged, &owners, &nodes, Latencies::default());
-        let name_of = |owner: OwnerKey| {
+        Ok(Some(PlacementView::of(&places, &Ledger::default(), |owner| {
             let scoped = &processes.get(owner.0 as usize)?.scoped;
             Some((scoped.process.pid(), scoped.name.clone()))
-        };
-        Ok(Some(PlacementView::of(&places, &Ledger::default(), name_of)))
+        })))
     }
 }
 

@@ -50,12 +50,7 @@ impl FleetSettings {
     pub fn open(&self) -> Result<Option<(Fleet, Place)>, Exit> {
         let Some(directory) = &self.directory else { return Ok(None) };
         let fleet = self.fleet()?;
-        let place = Place::of(&directory.join(format!("{}.parquet", fleet.host))).and_then(|place| {
-            let checked = place.check();
-            checked.map_err(|error| format!("cannot be written: {error}; name a directory that root can write"))?;
-            Ok(place)
-        });
-        let place = place.map_err(|why| {
+        let place = place_of(directory, &fleet.host).map_err(|why| {
             Exit::new(exit::USAGE, format!("sketches in {}: the file {why}", ownership::shown(directory)))
         })?;
         Ok(Some((fleet, place)))
@@ -86,6 +81,12 @@ impl FleetSettings {
         let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
         Ok(Fleet { key: read_key(key)?, host, memory_bytes: memory.total.bytes().0, cpu_millicores: cpus * 1000 })
     }
+}
+
+fn place_of(directory: &Path, host: &str) -> Result<Place, String> {
+    let place = Place::of(&directory.join(format!("{host}.parquet")))?;
+    place.check().map_err(|error| format!("cannot be written: {error}; name a directory that root can write"))?;
+    Ok(place)
 }
 
 /// Reads the key, which only root may read: whoever has it can test a sketch for a page with certain contents.

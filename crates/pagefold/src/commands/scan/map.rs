@@ -43,7 +43,7 @@ pub fn parts(regions: &[Region], others: impl Iterator<Item = (Vpn, u32)>) -> Ve
                 room = size;
             }
             let taken = left.min(room);
-            if let Some(part) = parts.last_mut().filter(|_| is_private) {
+            if let (Some(part), true) = (parts.last_mut(), is_private) {
                 part.private += taken;
             }
             left -= taken;
@@ -100,9 +100,9 @@ impl Map {
             let first = parts[0];
             let cell = process.regions[index(first.region)].cell;
             let kind = survey.kinds[index(cell)];
-            match map.stretches.last_mut().filter(|stretch| stretch.kind == kind) {
-                Some(stretch) => stretch.parts += 1,
-                None => map.stretches.push(Stretch { first: first.first, kind, parts: 1 }),
+            match map.stretches.last_mut() {
+                Some(stretch) if stretch.kind == kind => stretch.parts += 1,
+                _ => map.stretches.push(Stretch { first: first.first, kind, parts: 1 }),
             }
         }
         map

@@ -36,9 +36,11 @@ pub fn text(report: &ScanReport, style: Style) -> String {
     );
     text.line(style.dim("or in another one (a saving that several processes share is divided among them)."));
     already(&mut text, report, style);
-    if let Some(places) = report.numa.as_ref().filter(|places| !places.processes.is_empty()) {
-        places.describe(&mut text, style);
-        text.line(style.dim(&format!("  By the policy 'fair': {}.", places.sentence())));
+    if let Some(places) = &report.numa {
+        if !places.processes.is_empty() {
+            places.describe(&mut text, style);
+            text.line(style.dim(&format!("  By the policy 'fair': {}.", places.sentence())));
+        }
     }
     left_out(&mut text, report, style);
     next(&mut text, report, style);
@@ -51,21 +53,25 @@ fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, 
         return;
     }
     let figures = ["HOLDS", "ZERO", "WITHIN", "ACROSS", "SAVABLE", "SHARE"];
-    let head = names.iter().chain(&figures).map(|name| style.dim(name)).chain([String::new()]);
-    let mut table = Table::new(head, |column| {
-        names
-            .get(column)
-            .map_or(column < names.len() + figures.len(), |name| matches!(*name, "PID" | "ID" | "PROCESSES"))
-    });
-    let most = rows.iter().fold(1.0, |most: f64, (_, figures)| most.max(figures.savable));
+    let mut head: Vec<String> = names.iter().chain(&figures).map(|name| style.dim(name)).collect();
+    // The bar has no heading, and is no number.
+    head.push(String::new());
+    let is_number = |column: usize| match names.get(column) {
+        Some(name) => matches!(*name, "PID" | "ID" | "PROCESSES"),
+        None => column < names.len() + figures.len(),
+    };
+    let mut table = Table::new(head, is_number);
+    let mut most: f64 = 1.0;
+    for (_, figures) in rows {
+        most = most.max(figures.savable);
+    }
     for (labels, figures) in rows.iter().take(ROWS) {
         let Figures { resident, zero, duplicate_within, duplicate_across, savable, .. } = *figures;
         let mut cells = labels.clone();
-        for pages in [resident, zero, duplicate_within, duplicate_across, savable] {
-            cells.push(if bytes_of(pages) == 0 { style.dim("-") } else { size(pages) });
+        for pages in [resident, zero, duplicate_within, duplicate_across] {
+            cells.push(size_or_dash(pages, style));
         }
-        let bold = cells.pop().map(|savable| style.bold(&savable));
-        cells.extend(bold);
+        cells.push(style.bold(&size_or_dash(savable, style)));
         cells.push(percent(savable, resident));
         cells.push(style.good(&bar(savable / most, BAR)));
         table.add_row(cells);
@@ -78,6 +84,10 @@ fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, 
         let others = count(rest.len(), one, many);
         text.line(style.dim(&format!("… and {others} more with {savable} savable (all of them: --json)")));
     }
+}
+
+fn size_or_dash(pages: f64, style: Style) -> String {
+    if bytes_of(pages) == 0 { style.dim("-") } else { size(pages) }
 }
 
 fn already(text: &mut String, report: &ScanReport, style: Style) {
