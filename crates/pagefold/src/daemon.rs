@@ -208,13 +208,11 @@ impl<'a, B: Backend> Daemon<'a, B> {
                 }
                 Event::InjectorRestarted { pid } => {
                     let line = format!("the injector process had ended; process {pid} takes its place");
-                    self.progress.say(&line);
-                    self.active.events.note("injector", line);
+                    self.active.say(&self.progress, "injector", line);
                 }
                 Event::StoodDown { why } => {
                     let line = format!("KSM is no longer controlled by this run: {why}");
-                    self.progress.say(&line);
-                    self.active.events.note("stood-down", line);
+                    self.active.say(&self.progress, "stood-down", line);
                     self.facts.stood_down = Some(why);
                 }
             }
@@ -290,13 +288,12 @@ impl Cycles {
     /// Waits until the next cycle is due, and runs it. `None` if the run ends instead.
     pub fn next<B: Backend>(&mut self, engine: &mut Engine, backend: &mut B) -> Result<Option<Outcome>, Exit> {
         // The wait wouldn't end early if the queue has cleared the flag that a signal set.
-        if self.have_ended(backend) {
-            return Ok(None);
+        if !self.stop.load(Ordering::Relaxed) {
+            let left_ns = self.end_ns.saturating_sub(backend.now_ns());
+            let wait_ns = self.wait_ns.min(LONGEST_WAIT_NS).min(left_ns);
+            backend.wait(wait_ns).map_err(|error| B::explain(&error))?;
         }
-        let left_ns = self.end_ns - backend.now_ns();
-        let wait_ns = self.wait_ns.min(LONGEST_WAIT_NS).min(left_ns);
-        backend.wait(wait_ns).map_err(|error| B::explain(&error))?;
-        if self.have_ended(backend) {
+        if self.stop.load(Ordering::Relaxed) || backend.now_ns() >= self.end_ns {
             return Ok(None);
         }
         let cycle = cycle(engine, backend).map_err(|error| B::explain(&error))?;
@@ -309,10 +306,6 @@ impl Cycles {
         );
         self.wait_ns = cycle.wait_ns;
         Ok(Some(cycle.outcome))
-    }
-
-    fn have_ended(&self, backend: &impl Backend) -> bool {
-        self.stop.load(Ordering::Relaxed) || backend.now_ns() >= self.end_ns
     }
 }
 

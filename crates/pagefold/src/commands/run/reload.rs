@@ -96,7 +96,8 @@ impl<'a> ActiveSettings<'a> {
         }
     }
 
-    fn say(&mut self, progress: &Progress, what: &str, line: String) {
+    /// Prints a message, and adds it as an event of this kind.
+    pub fn say(&mut self, progress: &Progress, what: &str, line: String) {
         progress.say(&line);
         self.events.note(what, line);
     }

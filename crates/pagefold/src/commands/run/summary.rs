@@ -78,14 +78,8 @@ impl Summary {
             metadata_bytes += mark.resident.0 * METADATA_BYTES_PER_PAGE;
             marked_duplicate_bytes += mark.duplicate.bytes().0;
         }
-        let mut knobs_restored = true;
-        let mut knobs_deferred = BTreeMap::new();
-        if let Some(restored) = &ending.ended.restored {
-            knobs_restored = restored.failed.is_empty() && restored.pending.is_empty();
-            for &(knob, value) in &restored.deferred {
-                knobs_deferred.insert(knob.file_name().to_owned(), value);
-            }
-        }
+        let restored = ending.ended.restored.as_ref();
+        let deferred = restored.iter().flat_map(|restored| &restored.deferred);
         Self {
             schema: "pagefold.run/1",
             scope: run.scope.clone(),
@@ -116,8 +110,8 @@ impl Summary {
             total_stop_us: ledger.total_stop_ns as f64 / 1e3,
             moved_pages: ledger.moved.0,
             move_seconds: ledger.move_ns as f64 / 1e9,
-            knobs_restored,
-            knobs_deferred,
+            knobs_restored: restored.is_none_or(|restored| restored.failed.is_empty() && restored.pending.is_empty()),
+            knobs_deferred: deferred.map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect(),
             stood_down: run.stood_down.clone(),
             audit_lost: active.lost(),
             left_alone: progress.left_alone,
