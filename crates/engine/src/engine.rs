@@ -30,7 +30,7 @@ use crate::marking::marker::{Marker, SPLIT_FROM, marked_resident};
 use crate::merging::{Inputs, ScanScheduler};
 use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
-use crate::region::{LeaveAlone, Region, Stage};
+use crate::region::{Event, LeaveAlone, Region};
 use crate::relief::{Relief, UNMERGE_STEP, margin_below};
 use crate::requests::Requests;
 use crate::reserve::{Reserve, ReserveSettings};
@@ -361,7 +361,7 @@ impl Engine {
         }
         let new_round = self.ladder.start_round(now_ns, pace);
         let room = self.room_ns(pace) / self.ladder.sample_ns();
-        self.reading = self.ladder.plan(&mut self.table, room, new_round, pace, (&mut self.allowance, &self.config));
+        self.reading = self.ladder.plan(&mut self.table, room, new_round, pace, &mut self.allowance, &self.config);
         let mut runs = std::mem::take(&mut self.reading.runs);
         self.visiting = new_round && self.is_breaking() && !self.scheduler.is_busy();
         if self.visiting {
@@ -437,7 +437,7 @@ impl Engine {
         let worst_of = |owner| worst.get(&owner).copied().unwrap_or_default();
         if self.reserve.look(self.config.reserve.keep, memory, self.returns_at_worst(), limits, worst_of) {
             for region in self.table.iter_mut() {
-                region.hold.set_short(self.reserve.is_short_for(region.view.owner));
+                region.hold.short = self.reserve.is_short_for(region.view.owner);
             }
         }
     }
@@ -469,16 +469,15 @@ impl Engine {
             }
         }
         let levels = self.ladder.levels();
-        for region in self.table.iter_mut().filter(|region| region.hold.full().is_some()) {
+        for region in self.table.iter_mut().filter(|region| region.hold.full.is_some()) {
             let headroom = self.headroom.of(region.view.owner);
-            if headroom.is_some_and(|(_, left)| left < Pages(EXTENT_PAGES)) || !matches!(region.stage, Stage::Judged(_))
-            {
+            if headroom.is_some_and(|(_, left)| left < Pages(EXTENT_PAGES)) || !region.life.is_judged() {
                 continue;
             }
             if !on_request {
-                region.changed = true;
+                region.life.advance(Event::Reopen);
             } else if region.hold.may_examine(*now_ns) {
-                region.hold.set_full(None);
+                region.hold.full = None;
                 region.hold.put_off(*now_ns);
                 region.examine(levels);
             }
@@ -571,11 +570,13 @@ impl Engine {
         }
         for (slot, end) in std::mem::take(&mut self.reading.whole) {
             let Some(region) = self.table.get_mut(slot) else { continue };
-            region.stage = Stage::Examine(end);
+            region.life.advance(Event::ReadTo(end));
             if end >= region.end() {
                 region.judged(now_ns);
-                // Only marks need this.
-                region.changed = !on_request;
+                if on_request {
+                    // Only marks need more.
+                    region.life.advance(Event::Settle);
+                }
             }
         }
         if self.paused {
@@ -603,8 +604,16 @@ impl Engine {
             return Actions { unmark, stop: self.allowance.stop_size(), scan, ..Actions::default() };
         }
         let more = self.reading.foreground;
-        let means = (&mut self.scheduler, &mut self.allowance, pace);
-        let mark = self.marker.mark(&mut self.table, now_ns, more, means, &mut self.headroom, &self.config);
+        let mark = self.marker.mark(
+            &mut self.table,
+            now_ns,
+            more,
+            &mut self.scheduler,
+            &mut self.allowance,
+            pace,
+            &mut self.headroom,
+            &self.config,
+        );
         let inputs = Inputs {
             now_ns,
             ksm: &self.snapshot.ksm,
@@ -642,8 +651,8 @@ impl Engine {
     fn end_round(&mut self) {
         let busy = self.scheduler.is_busy();
         for region in self.table.iter_mut() {
-            if matches!(region.stage, Stage::Judged(_)) && !region.changed && !busy {
-                region.level = 1;
+            if region.life.is_judged() && !region.life.is_worth_marking() && !busy {
+                region.life.advance(Event::Sink);
             }
         }
         let pages: u64 = self.table.iter().map(|region| region.view.pages.0).sum();
@@ -656,7 +665,7 @@ impl Engine {
             self.index.sweep(|page| match table.get(page.slot) {
                 None => PageStatus::Removed,
                 // We keep sampling regions on the bottom level, which renews their entries.
-                Some(region) if region.level == 1 && region.hold.may_sample() => PageStatus::Resampled,
+                Some(region) if region.life.level() == 1 && region.hold.may_sample() => PageStatus::Resampled,
                 Some(_) => PageStatus::Present,
             });
             self.table.release_slots();

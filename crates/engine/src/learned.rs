@@ -12,7 +12,7 @@ use crate::host::Mechanism;
 use crate::keys::{FamilyKey, LastingKey};
 use crate::marking::extents::Candidate;
 use crate::region::table::RegionTable;
-use crate::region::{LeaveAlone, Region, Stage};
+use crate::region::{Age, Event, LeaveAlone, Region};
 use crate::sampling::estimate::Tally;
 use crate::sampling::ladder::wants_more;
 use crate::units::{Pages, Permyriad, Vpn, whole};
@@ -97,18 +97,14 @@ pub(crate) fn verdict(
     config: &Config,
 ) -> Option<LearnedRegion> {
     let left_over = region.left_over(config.mechanism);
-    let judged = match region.stage {
-        Stage::Survey => false,
-        Stage::Examine(_) => return None,
-        Stage::Judged(_) => true,
-    };
+    let judged = region.life.is_judged();
     // A refusal is for good, so every run asks once.
-    if region.hold.is_refused() {
+    if region.life.is_reading() || region.hold.is_refused() {
         return None;
     }
     // We're about to mark it, or to sample more of it.
     let waits = thin_waits && left_over >= config.thinnest_density.fraction();
-    if if judged { region.changed || waits } else { wants_more(region, config) } {
+    if if judged { region.life.is_worth_marking() || waits } else { wants_more(region, config) } {
         return None;
     }
     let marks: Vec<_> =
@@ -161,7 +157,7 @@ impl Verdicts {
         if self.pending.is_empty() {
             return (marked, unvisited);
         }
-        for region in table.iter_mut().filter(|region| region.seen_ns == now_ns && region.stage == Stage::Survey) {
+        for region in table.iter_mut().filter(|region| region.seen_ns == now_ns && region.life.is_surveyed()) {
             let Some(verdict) = self.pending.remove(&(region.view.lasting, region.view.first)) else { continue };
             if fits(&verdict, region) {
                 adopt(region, &verdict, now_ns);
@@ -209,12 +205,11 @@ fn fits(verdict: &LearnedRegion, region: &Region) -> bool {
 }
 
 fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
-    region.appeared = false;
+    region.age = Age::Old;
     region.survey.adopt(verdict.tally, verdict.sampled);
     region.hold.adopt(now_ns, verdict.hold, verdict.hold_ns, verdict.pause_ns);
     if verdict.judged {
-        region.stage = Stage::Judged(now_ns);
-        region.adopted = Some(verdict.left_over);
+        region.life.advance(Event::Adopt { now_ns, left_over: verdict.left_over });
         let marks = verdict.marks.iter();
         region.marks.spans =
             marks.map(|&(first, pages, resident, duplicate)| Candidate { first, pages, resident, duplicate }).collect();
@@ -226,11 +221,11 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
 /// We don't know the contents of adopted regions. If a newcomer of their family appears, we read one of them whole
 /// again, so that we find the newcomer's copies.
 pub(crate) fn read_for_newcomers(table: &mut RegionTable, now_ns: u64, top: usize) {
-    let adopted = |region: &Region| region.adopted.is_some() && !region.marks.spans.is_empty();
+    let adopted = |region: &Region| region.life.adopted().is_some() && !region.marks.spans.is_empty();
     if !table.iter().any(adopted) {
         return;
     }
-    let is_new = |region: &&Region| region.appeared && region.seen_ns == now_ns;
+    let is_new = |region: &&Region| region.age.appeared() && region.seen_ns == now_ns;
     // The families, and whether we've chosen one of their regions.
     let mut sought: BTreeMap<FamilyKey, bool> =
         table.iter().filter(is_new).map(|region| (region.view.family, false)).collect();
@@ -277,7 +272,7 @@ mod tests {
     fn is_adopted(verdict: LearnedRegion, marked: u64) -> bool {
         let mut table = table(marked);
         Verdicts::new(vec![verdict]).give(&mut table, 7);
-        table.iter().next().unwrap().adopted.is_some()
+        table.iter().next().unwrap().life.adopted().is_some()
     }
 
     #[test]

@@ -1,16 +1,18 @@
 //! Everything we know about one region, and how far we are with it.
 //!
-//! A [`Region`] has parts with one purpose each: [`Survey`] (results of sampling), [`Extents`] (results of reading it
-//! whole), [`Marks`] (what we've marked in it), [`Usage`] (what its process does with its pages) and [`Hold`] (why we
-//! leave it alone for now).
+//! A [`Region`] has parts with one purpose each: [`Age`] and [`Life`] (how far we are with judging it), [`Survey`]
+//! (results of sampling), [`Extents`] (results of reading it whole), [`Marks`] (what we've marked in it), [`Usage`] (what
+//! its process does with its pages) and [`Hold`] (why we leave it alone for now).
 
 pub(crate) mod hold;
+mod life;
 mod marks;
 mod survey;
 pub mod table;
 mod usage;
 
 pub use hold::{Hold, LeaveAlone};
+pub use life::{Age, Event, Judgement, Life};
 pub use marks::{MarkedSamples, Marks, covers};
 pub use survey::{RUN_PAGES, Survey};
 pub use usage::{PageSet, Usage};
@@ -18,24 +20,11 @@ pub use usage::{PageSet, Usage};
 use crate::config::Config;
 use crate::host::{Mechanism, RegionView};
 use crate::index::OFFSET_BITS;
-use crate::marking::extents::{Candidate, Extents, SplitRule, candidates};
+use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, candidates};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
-
-/// How far we are with judging a region.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// We're sampling it, to decide whether it's worth reading whole.
-    Survey,
-    /// We're reading it whole and have read the pages below this one.
-    Examine(Vpn),
-    /// We read it whole at this time, nanoseconds, and marked its dense parts. We keep sampling, to see whether that
-    /// still holds.
-    Judged(u64),
-}
 
 /// A region that we judge: a mapping, or one block of a very large mapping.
 #[derive(Clone, Debug)]
-#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct Region {
     /// The host's latest view.
     pub view: RegionView,
@@ -43,31 +32,17 @@ pub struct Region {
     pub in_blocks: bool,
     /// When we first saw it, nanoseconds.
     pub seen_ns: u64,
-    /// Whether it appeared during the run. We don't know the age of regions that were there before.
-    pub appeared: bool,
-    /// The age from which merging pays, by the lifetimes of its family when it appeared, nanoseconds. `None` if we knew
-    /// none.
-    pub worth_from_ns: Option<u64>,
-    /// Whether it's still younger than that. Then we don't sample it either.
-    pub young: bool,
-    /// Its level on the ladder, from 1.
-    pub level: usize,
-    pub stage: Stage,
+    pub age: Age,
+    pub life: Life,
     /// Results of sampling.
     pub survey: Survey,
     /// Results of reading it whole.
     pub extents: Extents,
-    /// We mark extents that are at least this dense: the full density at first, less once the denser ones are merged.
-    pub density: Permyriad,
-    /// Whether `extents` or `density` have changed since we last derived spans from them.
-    pub changed: bool,
     pub marks: Marks,
     /// What its process does with its pages.
     pub usage: Usage,
     /// Why we leave it alone, and until when.
     pub hold: Hold,
-    /// The share of duplicates left unmarked, if an earlier run has judged the region and we haven't read it since.
-    pub adopted: Option<Permyriad>,
     /// Offsets in the index count from this page.
     base: Vpn,
 }
@@ -75,25 +50,17 @@ pub struct Region {
 impl Region {
     /// A region that we see for the first time.
     pub fn new(view: RegionView, now_ns: u64, appeared: bool, seed: u64) -> Self {
-        let mut hold = Hold::default();
-        hold.set_left_alone(view.left_alone);
         Self {
             view,
             in_blocks: false,
             seen_ns: now_ns,
-            appeared,
-            worth_from_ns: None,
-            young: false,
-            level: 1,
-            stage: Stage::Survey,
+            age: if appeared { Age::New } else { Age::Old },
+            life: Life::default(),
             survey: Survey::new(&view, seed),
             extents: Extents::new(),
-            density: Permyriad(10_000),
-            changed: false,
             marks: Marks::default(),
             usage: Usage::default(),
-            hold,
-            adopted: None,
+            hold: Hold::new(view.left_alone),
             base: view.first,
         }
     }
@@ -101,16 +68,17 @@ impl Region {
     /// Whether `view` shows another region under the same key. Marks don't vanish by themselves. The kernel joins a new
     /// mapping to a similar neighbour, so a small old region can become the edge of a large new one.
     pub fn is_replaced_by(&self, view: &RegionView) -> bool {
-        let unmarked = !self.marks.spans.is_empty() && self.view.marked > Pages(0) && view.marked == Pages(0);
-        let (less, more) = (self.view.pages.min(view.pages), self.view.pages.max(view.pages));
-        unmarked || more.0 > 2 * less.0 + EXTENT_PAGES
+        let is_unmarked = !self.marks.spans.is_empty() && self.view.marked > Pages(0) && view.marked == Pages(0);
+        let less = self.view.pages.min(view.pages);
+        let more = self.view.pages.max(view.pages);
+        is_unmarked || more.0 > 2 * less.0 + EXTENT_PAGES
     }
 
     /// Adopts the host's latest view. Bounds move as the region grows and shrinks.
     pub fn update(&mut self, view: RegionView, seed: u64) {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
         self.view = view;
-        self.hold.set_left_alone(view.left_alone);
+        self.hold.left_alone = view.left_alone;
         if moved {
             self.survey.restart_order(&view, seed);
         }
@@ -132,17 +100,16 @@ impl Region {
         if mechanism == Mechanism::Request || self.hold.reason().is_some() {
             return 0.0;
         }
-        if let Some(share) = self.adopted {
+        if let Some(share) = self.life.adopted() {
             return share.fraction();
         }
-        let (resident, duplicate) = self
-            .extents
-            .iter()
-            .filter(|(number, _)| !self.is_marked(Vpn(*number * EXTENT_PAGES)))
-            .fold((0_u64, 0_u64), |(resident, duplicate), (_, extent)| {
-                (resident + u64::from(extent.resident), duplicate + u64::from(extent.duplicate))
-            });
-        duplicate as f64 / resident.max(1) as f64
+        let mut unmarked = Counts::default();
+        for (number, extent) in &self.extents {
+            if !self.is_marked(Vpn(*number * EXTENT_PAGES)) {
+                unmarked += extent.counts();
+            }
+        }
+        unmarked.ratio()
     }
 
     /// The page's offset for the index. Wraps for pages below the base, because a stack grows downwards.
@@ -159,23 +126,20 @@ impl Region {
 
     /// Roughly how many of its pages ksmd has merged: the duplicates among the pages it has visited.
     pub fn merged_by_ksmd(&self) -> Pages {
-        let marked =
-            self.marks.spans.iter().fold((0, 0), |sum, mark| (sum.0 + mark.resident.0, sum.1 + mark.duplicate.0));
-        let visited = self.marks.visited().0.min(marked.0);
-        Pages(whole(marked.1 as f64 * visited as f64 / (marked.0.max(1)) as f64))
+        let marked = self.marks.counts();
+        let visited = self.marks.visited().0.min(marked.resident.0);
+        Pages(whole(marked.duplicate.0 as f64 * visited as f64 / marked.resident.0.max(1) as f64))
     }
 
     /// Whether we may request merges of its pages: it was worth reading whole, and we don't leave it alone.
     pub fn may_be_requested(&self, now_ns: u64, config: &Config) -> bool {
-        self.stage != Stage::Survey && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
+        !self.life.is_surveyed() && self.hold.may_mark(now_ns) && !self.survey.is_volatile(config)
     }
 
     /// Starts to read the region whole, on the top level.
     pub fn examine(&mut self, top: usize) {
         self.usage.forget_written();
-        self.adopted = None;
-        self.level = top;
-        self.stage = Stage::Examine(self.view.first);
+        self.life.advance(Event::StartReading { first: self.view.first, top });
         self.extents.clear();
         self.survey.start_examination();
     }
@@ -185,41 +149,30 @@ impl Region {
     pub fn forget_digests(&mut self, top: usize) {
         self.usage.cow_breaks.forget_pages();
         self.survey.forget_digests();
-        self.level = 1;
-        if self.hold.reason().is_none() {
-            if self.stage == Stage::Survey || self.usage.merged.is_empty() {
-                self.stage = Stage::Survey;
-            } else {
-                self.examine(top);
-            }
+        if self.hold.reason().is_some() {
+            self.life.advance(Event::Sink);
+        } else if self.life.is_surveyed() || self.usage.merged.is_empty() {
+            self.life.advance(Event::Forget);
+        } else {
+            self.examine(top);
         }
     }
 
     /// Ends the examination: we've read the whole region.
     pub fn judged(&mut self, now_ns: u64) {
-        self.stage = Stage::Judged(now_ns);
+        self.life.advance(Event::FinishReading { now_ns });
         self.survey.end_examination();
-        self.density = Permyriad(10_000);
-        self.changed = true;
         self.marks.samples = MarkedSamples::default();
         self.usage.activity_known = true;
         self.usage.merged_before = false;
     }
 
-    /// When we last read it whole, nanoseconds. `None` if it isn't judged.
-    pub fn judged_ns(&self) -> Option<u64> {
-        match self.stage {
-            Stage::Judged(at_ns) => Some(at_ns),
-            Stage::Survey | Stage::Examine(_) => None,
-        }
-    }
-
     /// Leaves the region alone until `until_ns`, for a reason that passes: back to the bottom level, unmarked.
     pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
         self.hold.leave_until(until_ns, reason);
-        self.level = 1;
+        self.life.advance(Event::Settle);
+        self.life.advance(Event::Sink);
         self.marks.spans.clear();
-        self.changed = false;
         self.usage.cow_breaks.forget_pages();
     }
 
@@ -227,7 +180,7 @@ impl Region {
     /// first two reads count. They happen in the first two cycles of sampling, or when we read the region whole after
     /// less than one cycle.
     pub fn shows_activity(&self) -> bool {
-        let cycles = if matches!(self.stage, Stage::Examine(_)) { 1 } else { 2 };
+        let cycles = if self.life.is_reading() { 1 } else { 2 };
         !self.usage.activity_known && self.survey.visited() <= cycles * self.view.pages.0
     }
 
@@ -246,10 +199,9 @@ impl Region {
 
     /// Whether we've counted a page in its extent.
     pub fn is_counted(&self, page: Vpn) -> bool {
-        match self.stage {
-            Stage::Survey => false,
-            Stage::Examine(cursor) => page < cursor,
-            Stage::Judged(_) => true,
+        match self.life.cursor() {
+            Some(cursor) => page < cursor,
+            None => self.life.is_judged(),
         }
     }
 
@@ -262,8 +214,10 @@ impl Region {
     pub fn spans(&self, config: &Config, plain: Permyriad, cap: usize) -> Vec<Candidate> {
         let above = if self.in_blocks { Pages(0) } else { config.split_above };
         let split = SplitRule { above, spans: cap };
-        let spans = candidates(&self.extents, self.view.first, self.view.pages, config.density.thinned(plain), split);
-        spans.into_iter().filter(|span| span.duplicate >= config.span_pages_min).collect()
+        let density = config.density.thinned(plain);
+        let mut spans = candidates(&self.extents, self.view.first, self.view.pages, density, split);
+        spans.retain(|span| span.duplicate >= config.span_pages_min);
+        spans
     }
 
     /// Whether the whole region is marked, by us or another program.
@@ -278,7 +232,7 @@ impl Region {
             return self.marks.spans.iter().map(|mark| (mark.first, mark.pages)).collect();
         }
         let is_sparse = self.view.resident.0 < self.view.pages.0 / 4;
-        if !is_sparse || !matches!(self.stage, Stage::Judged(_)) {
+        if !is_sparse || !self.life.is_judged() {
             return vec![(self.view.first, self.view.pages)];
         }
         let mut runs = Vec::new();
@@ -292,12 +246,16 @@ impl Region {
         runs
     }
 
+    /// All pages found in it, once we've read it whole.
+    pub fn counts(&self) -> Counts {
+        self.extents.values().map(Extent::counts).sum()
+    }
+
     /// The whole region as one span, unless it holds no duplicates.
     pub fn whole(&self) -> Option<Candidate> {
-        let duplicate = Pages(self.extents.values().map(|extent| u64::from(extent.duplicate)).sum());
-        let whole =
-            Candidate { first: self.view.first, pages: self.view.pages, resident: self.view.resident, duplicate };
-        (duplicate > Pages(0)).then_some(whole)
+        let RegionView { first, pages, resident, .. } = self.view;
+        let duplicate = self.counts().duplicate;
+        (duplicate > Pages(0)).then_some(Candidate { first, pages, resident, duplicate })
     }
 
     /// How many of its pages are or may be merged: the marked ones (ours and other programs'), or the ones we merged on
@@ -309,22 +267,10 @@ impl Region {
         if on_request { self.resident() } else { self.marked_pages().max(self.view.marked).min(self.resident()) }
     }
 
-    /// The share of duplicates among its pages, 0 to 1, once we've read it whole.
-    pub fn exact_ratio(&self) -> f64 {
-        let mut resident = 0;
-        let mut duplicate = 0;
-        for extent in self.extents.values() {
-            resident += u64::from(extent.resident);
-            duplicate += u64::from(extent.duplicate);
-        }
-        duplicate as f64 / resident.max(1) as f64
-    }
-
     /// The number of its resident pages. For a block we only know it after reading the block. Until then we assume that
     /// the mapping's resident pages are spread evenly.
     pub fn resident(&self) -> Pages {
-        let read = self.extents.values().map(|extent| u64::from(extent.resident)).sum();
-        self.view.resident.max(Pages(read)).min(self.view.pages)
+        self.view.resident.max(self.counts().resident).min(self.view.pages)
     }
 
     /// The length of the spans that this run marked.
@@ -335,19 +281,16 @@ impl Region {
     /// How many pages its process can need back at worst: the duplicates in our marks, or on request all duplicates we
     /// read.
     pub fn may_return(&self, on_request: bool) -> Pages {
-        if !on_request {
-            return self.marks.spans.iter().map(|mark| mark.duplicate).sum();
+        match (on_request, self.life.is_judged()) {
+            (false, _) => self.marks.counts().duplicate,
+            (true, true) => self.counts().duplicate,
+            (true, false) => Pages(0),
         }
-        let is_read = matches!(self.stage, Stage::Judged(_));
-        Pages(if is_read { self.extents.values().map(|extent| u64::from(extent.duplicate)).sum() } else { 0 })
     }
 
     /// The number of resident pages in marked spans.
     pub fn marked_resident(&self) -> Pages {
-        if self.is_marked_whole() {
-            return self.view.resident;
-        }
-        self.marks.spans.iter().map(|mark| mark.resident).sum()
+        if self.is_marked_whole() { self.view.resident } else { self.marks.counts().resident }
     }
 }
 

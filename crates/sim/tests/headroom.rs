@@ -108,13 +108,13 @@ fn what_had_no_headroom_is_merged_once_there_is_some() {
         contained(&mut sim, 2, Pages(EACH));
         sim.run(60);
         assert_eq!(sim.saved(), Pages(0));
-        assert!(sim.engine.regions().all(|region| region.hold.full().is_some()));
+        assert!(sim.engine.regions().all(|region| region.hold.full.is_some()));
         for key in [1, 2] {
             sim.limit(LimitKey(key), Pages(EACH * 22 / 10), &[OwnerKey(key - 1)]);
         }
         sim.run(60);
         assert!(sim.saved().0 >= EACH * 98 / 100, "{:?}", sim.saved());
-        assert!(sim.engine.regions().all(|region| region.hold.full().is_none()));
+        assert!(sim.engine.regions().all(|region| region.hold.full.is_none()));
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::Engine;
 use crate::decision::{Decision, Evidence, Kind, Reason, Verb};
-use crate::region::{LeaveAlone, Region, Stage};
+use crate::region::{LeaveAlone, Region};
 use crate::sampling::estimate::Estimate;
 use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
 use crate::units::{Pages, Permyriad};
@@ -13,10 +13,10 @@ use crate::units::{Pages, Permyriad};
 impl Engine {
     /// Our evidence for duplicates in a region. We have sampled the share `sampled` of all pages in scope.
     pub(super) fn evidence(&self, region: &Region, sampled: f64) -> Evidence {
-        let exact = region.judged_ns().is_some();
+        let exact = region.life.is_judged();
         let estimate = region.survey.estimate(region.view.resident, sampled);
         let (ratio, range) = if exact {
-            let ratio = region.exact_ratio();
+            let ratio = region.counts().ratio();
             (ratio, (ratio, ratio))
         } else {
             (estimate.ratio, (estimate.floor, estimate.ceiling))
@@ -30,7 +30,7 @@ impl Engine {
         if is_cow_broken || region.survey.is_volatile(&self.config) {
             return Kind::CowBroken;
         }
-        if region.young {
+        if region.age.is_young() {
             return Kind::ShortLived;
         }
         if ratio >= threshold || region.marked_resident() > Pages(0) {
@@ -48,14 +48,14 @@ impl Engine {
         if region.hold.is_refused() {
             return Decision::new(Verb::Leave, Reason::Refused);
         }
-        if region.hold.is_left_alone() {
+        if region.hold.left_alone {
             return Decision::new(Verb::Leave, Reason::ProcessLeftAlone);
         }
         let hold_ns = region.hold.ends_ns();
         if let Some(reason) = held_for(region).filter(|_| hold_ns > now_ns) {
             return Decision::new(Verb::Wait, reason).until(hold_ns);
         }
-        if let Stage::Examine(cursor) = region.stage {
+        if let Some(cursor) = region.life.cursor() {
             let read = Pages(cursor.0.saturating_sub(region.view.first.0));
             return Decision::new(Verb::Read, Reason::BeingRead(read));
         }
@@ -63,7 +63,7 @@ impl Engine {
         if evidence.kind == Kind::ShortLived && matures_ns > now_ns {
             return Decision::new(Verb::Wait, Reason::TooYoung).until(matures_ns);
         }
-        if region.stage != Stage::Survey {
+        if region.life.is_judged() {
             return self.decide_judged(region, evidence);
         }
         if wants_more(region, &self.config) {
@@ -77,25 +77,25 @@ impl Engine {
     /// What happens next to a region that we've read whole.
     fn decide_judged(&self, region: &Region, evidence: &Evidence) -> Decision {
         let now_ns = self.snapshot.now_ns;
-        if let Some(limit) = region.hold.full() {
+        if let Some(limit) = region.hold.full {
             return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));
         }
-        if region.changed && region.hold.is_short() {
+        if region.life.is_worth_marking() && region.hold.short {
             return Decision::new(Verb::Wait, Reason::MemoryShort);
         }
-        if region.changed && region.hold.retry_ns() > now_ns {
-            return Decision::new(Verb::Wait, Reason::Busy).until(region.hold.retry_ns());
+        if region.life.is_worth_marking() && region.hold.retry_ns > now_ns {
+            return Decision::new(Verb::Wait, Reason::Busy).until(region.hold.retry_ns);
         }
-        if let Some(wave) = self.marker.waits(region, &self.config).filter(|_| !region.hold.is_short()) {
+        if let Some(wave) = self.marker.waits(region, &self.config).filter(|_| !region.hold.short) {
             let price_ns = self.pace().price_ns;
             let rested_ns = self.scheduler.idle_ns(now_ns);
             let left_ns = wave.rest_ns(price_ns).saturating_sub(rested_ns);
             return Decision::new(Verb::Wait, Reason::DoesNotPay { wave, price_ns }).until(now_ns + left_ns);
         }
-        if region.changed {
+        if region.life.is_worth_marking() {
             return Decision::new(Verb::Mark, Reason::Duplicate);
         }
-        if region.level > 1 && !region.marks.spans.is_empty() && self.is_merging() {
+        if region.life.level() > 1 && !region.marks.spans.is_empty() && self.is_merging() {
             return Decision::new(Verb::Merge, Reason::Duplicate);
         }
         let awaits = self.marker.awaits_newcomers_until_ns(region, self.pace(), &self.config);
@@ -107,7 +107,7 @@ impl Engine {
 
     /// Why we only watch a region.
     fn watch(&self, region: &Region, evidence: &Evidence) -> Decision {
-        if let Some(limit) = region.hold.full() {
+        if let Some(limit) = region.hold.full {
             return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));
         }
         let reason = match evidence.kind {

@@ -3,7 +3,6 @@
 use super::Engine;
 use crate::governor::{Pace, WINDOW_NS, period_ns, share_ns};
 use crate::host::{Cost, Snapshot};
-use crate::region::Stage;
 use crate::sampling::ladder::matures_ns;
 
 /// While ksmd works, we observe the host at least this often, nanoseconds.
@@ -79,7 +78,7 @@ impl Engine {
     /// run count.
     fn matures_in_ns(&self, pace: Pace) -> u64 {
         let now_ns = self.snapshot.now_ns;
-        let surveyed = self.table.iter().filter(|region| region.appeared && region.stage == Stage::Survey);
+        let surveyed = self.table.iter().filter(|region| region.age.appeared() && region.life.is_surveyed());
         let ages = surveyed.map(|region| matures_ns(region, pace, &self.config));
         ages.filter(|&at_ns| at_ns > now_ns).min().map_or(u64::MAX, |at_ns| at_ns - now_ns)
     }

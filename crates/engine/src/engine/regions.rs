@@ -5,7 +5,7 @@ use crate::host::Snapshot;
 use crate::index::PageStatus;
 use crate::keys::{FamilyKey, OwnerKey, RegionKey};
 use crate::learned::read_for_newcomers;
-use crate::region::{Region, Stage};
+use crate::region::{Age, Region};
 use crate::units::Pages;
 use rustc_hash::FxHashSet;
 use std::collections::BTreeMap;
@@ -29,7 +29,7 @@ impl Engine {
         let mut ended_keys = FxHashSet::default();
         for region in ended {
             ended_keys.insert(region.view.key);
-            if region.appeared {
+            if region.age.appeared() {
                 self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
             }
             if region.marked_resident() > Pages(0) {
@@ -48,7 +48,7 @@ impl Engine {
 
     /// Tells new regions from which age they're worth merging, by the lifetimes of their families.
     fn judge_by_family(&mut self, now_ns: u64) {
-        let is_new = |region: &Region| region.appeared && region.seen_ns == now_ns;
+        let is_new = |region: &Region| region.age.appeared() && region.seen_ns == now_ns;
         let mut families: BTreeMap<FamilyKey, (OwnerKey, Option<u64>)> = BTreeMap::new();
         for region in self.table.iter().filter(|region| is_new(region)) {
             families.insert(region.view.family, (region.view.owner, None));
@@ -66,15 +66,14 @@ impl Engine {
             self.lifetimes.record_begin(family, oldest_ns, now_ns);
         }
         for region in self.table.iter_mut().filter(|region| is_new(region)) {
-            region.worth_from_ns = self.lifetimes.worth_from_ns(region.view.family, self.config.mechanism);
-            region.young = region.worth_from_ns.is_some_and(|age_ns| age_ns > 0);
+            region.age = Age::of_new(self.lifetimes.worth_from_ns(region.view.family, self.config.mechanism));
         }
     }
 
     /// The index may know some contents only from pages of regions that have ended. For each such region we read one of
     /// its partners (a region with common pages) whole again, so that newcomers find these contents.
     fn find_again(&mut self, mut ended: FxHashSet<RegionKey>) {
-        for region in self.table.iter_mut().filter(|region| matches!(region.stage, Stage::Judged(_))) {
+        for region in self.table.iter_mut().filter(|region| region.life.is_judged()) {
             if region.usage.partner.is_some_and(|partner| ended.remove(&partner)) {
                 region.examine(self.ladder.levels());
             }

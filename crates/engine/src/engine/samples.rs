@@ -6,7 +6,7 @@ use crate::host::{PageSample, PageState, Samples};
 use crate::index::{Location, Occurrences};
 use crate::keys::RegionKey;
 use crate::placement::placer::Stays;
-use crate::region::{Region, Stage};
+use crate::region::{Event, Region};
 use crate::units::{Pages, Vpn};
 
 /// How a resident page counts in its extent.
@@ -38,17 +38,15 @@ impl Engine {
             if sample.node.is_some() {
                 self.placer.record_node(region.view.owner, sample);
             }
-            self.bottom_pages += u64::from(region.level == 1);
+            self.bottom_pages += u64::from(region.life.level() == 1);
             self.record_sample(slot, sample);
         }
     }
 
     fn record_sample(&mut self, slot: u32, sample: &PageSample) {
         let Some(region) = self.table.get_mut(slot) else { return };
-        let examined = matches!(region.stage, Stage::Examine(_));
-        if examined {
-            region.stage = Stage::Examine(sample.page + 1);
-        }
+        let examined = region.life.is_reading();
+        region.life.advance(Event::ReadTo(sample.page + 1));
         let verdict = match sample.state {
             PageState::Absent => {
                 // The program gave this page back, so it isn't broken.
@@ -105,12 +103,12 @@ impl Engine {
             duplicate = false;
         }
         let Some(region) = self.table.get_mut(slot) else { return Verdict::Single };
-        if !examined && matches!(region.stage, Stage::Judged(_)) {
+        if !examined && region.life.is_judged() {
             region.survey.record_renewal(duplicate);
         }
         let offset = region.offset(sample.page);
         let comparable = |print| !self.colliding_fingerprints.contains(&print);
-        region.survey.probe(offset, sample.digest, region.stage == Stage::Survey, comparable);
+        region.survey.probe(offset, sample.digest, region.life.is_surveyed(), comparable);
         if !examined && region.is_marked(sample.page) {
             region.marks.samples.sampled += 1;
             region.marks.samples.unmerged += u64::from(duplicate);
@@ -183,7 +181,7 @@ impl Engine {
         if let Some((limit, Pages(0))) = self.headroom.of(owner).filter(|_| !added) {
             // We read it again once there's headroom.
             if let Some(region) = self.table.get_mut(slot) {
-                region.hold.set_full(Some(limit));
+                region.hold.full = Some(limit);
             }
         }
         // If the other page may not be merged now, this way it'll find us once it may.
@@ -264,9 +262,9 @@ impl Engine {
             if let Some(extent) = region.extents.get_mut(&page.extent()) {
                 // Entries may be out of date, so we never count more than there is.
                 extent.duplicate = (extent.duplicate + 1).min(extent.resident);
-                region.changed = true;
+                region.life.advance(Event::Reopen);
             }
-        } else if region.stage == Stage::Survey {
+        } else if region.life.is_surveyed() {
             region.survey.tally.found += 1;
             region.survey.tally.copies += 1;
         }

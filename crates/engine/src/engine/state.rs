@@ -63,7 +63,7 @@ fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
         first: region.view.first,
         pages: region.view.pages,
         resident: region.view.resident,
-        level: region.level,
+        level: region.life.level(),
         kind: evidence.kind,
         decision: engine.decide(region, &evidence),
         age_seconds: (engine.snapshot.now_ns - region.seen_ns) as f64 / 1e9,
@@ -72,7 +72,7 @@ fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
         exact: evidence.exact,
         cow_ratio: (cow_ratio.0 > 0).then(|| cow_ratio.fraction()),
         marked: region.marked_resident(),
-        expected: region.marks.spans.iter().map(|mark| mark.duplicate).sum(),
+        expected: region.marks.counts().duplicate,
         other: region.marks.spans.iter().map(|mark| Pages(mark.resident.0.saturating_sub(mark.duplicate.0))).sum(),
     }
 }

@@ -9,6 +9,39 @@
 
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn};
 use std::collections::BTreeMap;
+use std::iter::Sum;
+use std::ops::{AddAssign, Range};
+
+/// Resident pages, and the duplicates among them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    pub resident: Pages,
+    pub duplicate: Pages,
+}
+
+impl Counts {
+    /// The share of duplicates, 0 to 1.
+    pub fn ratio(self) -> f64 {
+        self.duplicate.0 as f64 / self.resident.0.max(1) as f64
+    }
+}
+
+impl AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.resident += other.resident;
+        self.duplicate += other.duplicate;
+    }
+}
+
+impl Sum for Counts {
+    fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
+        let mut sum = Self::default();
+        for count in counts {
+            sum += count;
+        }
+        sum
+    }
+}
 
 /// Pages found in one 2 MiB-aligned extent of a region.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,6 +82,10 @@ impl Extent {
         self.duplicate > 0 && Permyriad::of(self.duplicate.into(), self.resident.into()) >= self.needed(density)
     }
 
+    pub fn counts(&self) -> Counts {
+        Counts { resident: Pages(self.resident.into()), duplicate: Pages(self.duplicate.into()) }
+    }
+
     fn needed(self, density: Density) -> Permyriad {
         if self.huge > 0 { density.huge } else { density.plain }
     }
@@ -69,6 +106,16 @@ pub struct Candidate {
     pub duplicate: Pages,
 }
 
+impl Candidate {
+    fn new(first: Vpn, end: Vpn, counts: Counts) -> Self {
+        Self { first, pages: Pages(end.0 - first.0), resident: counts.resident, duplicate: counts.duplicate }
+    }
+
+    pub fn counts(&self) -> Counts {
+        Counts { resident: self.resident, duplicate: self.duplicate }
+    }
+}
+
 /// Which regions we may mark in part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SplitRule {
@@ -85,50 +132,57 @@ pub struct SplitRule {
 /// of dense extents is a span, and we join spans over their gaps until `split` allows their number.
 pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, split: SplitRule) -> Vec<Candidate> {
     let end = first + pages.0;
-    let sum = |low: u64, high: u64| {
-        extents.range(low..high).fold((0, 0), |(resident, duplicate), (_, extent)| {
-            (resident + u64::from(extent.resident), duplicate + u64::from(extent.duplicate))
-        })
-    };
-    let candidate = |low: Vpn, high: Vpn, (resident, duplicate): (u64, u64)| Candidate {
-        first: low,
-        pages: Pages(high.0 - low.0),
-        resident: Pages(resident),
-        duplicate: Pages(duplicate),
-    };
-    let all = sum(0, u64::MAX);
-    if pages <= split.above {
-        let needed = |extent: &Extent| u64::from(extent.resident) * u64::from(extent.needed(density).0);
-        let is_worth_it = all.1 > 0 && all.1 * 10_000 >= extents.values().map(needed).sum();
-        return if is_worth_it { vec![candidate(first, end, all)] } else { Vec::new() };
-    }
-    let dense = |extent: &&Extent| extent.is_dense(density);
-    let in_dense: u64 = extents.values().filter(dense).map(|extent| u64::from(extent.resident)).sum();
-    let huge_sparse = extents.values().any(|extent| extent.huge > 0 && !extent.is_dense(density));
-    if in_dense > 0 && in_dense * 4 >= all.0 * 3 && !huge_sparse {
-        return vec![candidate(first, end, all)];
-    }
-    let mut spans: Vec<(u64, u64)> = Vec::new();
-    for (&number, _) in extents.iter().filter(|(_, extent)| extent.is_dense(density)) {
-        match spans.last_mut() {
-            Some((_, high)) if *high == number => *high = number + 1,
-            _ => spans.push((number, number + 1)),
+    let mut all = Counts::default();
+    let mut in_dense = Pages(0);
+    let mut needed = 0;
+    let mut has_huge_sparse = false;
+    let mut runs: Vec<Range<u64>> = Vec::new();
+    for (&number, extent) in extents {
+        all += extent.counts();
+        needed += u64::from(extent.resident) * u64::from(extent.needed(density).0);
+        if !extent.is_dense(density) {
+            has_huge_sparse |= extent.huge > 0;
+            continue;
+        }
+        in_dense += extent.counts().resident;
+        match runs.last_mut() {
+            Some(run) if run.end == number => run.end += 1,
+            _ => runs.push(number..number + 1),
         }
     }
-    while spans.len() > split.spans.max(1) {
-        // Join over the gap with the fewest resident pages.
-        let gap = |right: &usize| (spans[right - 1].1, spans[*right].0);
-        let Some(right) = (1..spans.len()).min_by_key(|right| sum(gap(right).0, gap(right).1).0) else { break };
-        spans[right - 1].1 = spans[right].1;
-        spans.remove(right);
+    let is_whole = if pages <= split.above {
+        all.duplicate > Pages(0) && all.duplicate.0 * 10_000 >= needed
+    } else {
+        in_dense > Pages(0) && in_dense.0 * 4 >= all.resident.0 * 3 && !has_huge_sparse
+    };
+    if is_whole {
+        return vec![Candidate::new(first, end, all)];
+    }
+    if pages <= split.above {
+        return Vec::new();
+    }
+    join_runs(&mut runs, extents, split.spans);
+    let mut spans = Vec::new();
+    for run in runs {
+        let low = Vpn((run.start * EXTENT_PAGES).clamp(first.0, end.0));
+        let high = Vpn((run.end * EXTENT_PAGES).clamp(first.0, end.0));
+        spans.push(Candidate::new(low, high, counts_of(extents, run)));
     }
     spans
-        .into_iter()
-        .map(|(low, high)| {
-            let clip = |number: u64| Vpn((number * EXTENT_PAGES).clamp(first.0, end.0));
-            candidate(clip(low), clip(high), sum(low, high))
-        })
-        .collect()
+}
+
+/// Joins runs of extents over the gaps with the fewest resident pages, until at most `most` runs are left.
+fn join_runs(runs: &mut Vec<Range<u64>>, extents: &Extents, most: usize) {
+    while runs.len() > most.max(1) {
+        let gap = |right: &usize| counts_of(extents, runs[right - 1].end..runs[*right].start).resident;
+        let Some(right) = (1..runs.len()).min_by_key(gap) else { break };
+        runs[right - 1].end = runs[right].end;
+        runs.remove(right);
+    }
+}
+
+fn counts_of(extents: &Extents, run: Range<u64>) -> Counts {
+    extents.range(run).map(|(_, extent)| extent.counts()).sum()
 }
 
 /// The beginning of a span: as many of its whole extents as fit into `most` pages. `None` if not even one fits.
@@ -140,12 +194,8 @@ pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Can
     if end <= span.first.0 {
         return None;
     }
-    let mut part = Candidate { pages: Pages(end - span.first.0), resident: Pages(0), duplicate: Pages(0), ..*span };
-    for extent in extents.range(span.first.extent()..end / EXTENT_PAGES).map(|(_, extent)| extent) {
-        part.resident += Pages(extent.resident.into());
-        part.duplicate += Pages(extent.duplicate.into());
-    }
-    Some(part)
+    let counts = counts_of(extents, span.first.extent()..end / EXTENT_PAGES);
+    Some(Candidate::new(span.first, Vpn(end), counts))
 }
 
 #[cfg(test)]

@@ -6,18 +6,19 @@
 use crate::config::{Config, Only};
 use crate::governor::Pace;
 use crate::headroom::Headroom;
-use crate::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
+use crate::host::{Change, ChangeResult, Marking, Outcome, RegionView, Span, Why};
 use crate::keys::{LimitKey, RegionKey};
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::{BreakTally, CowBreaks};
-use crate::marking::extents::{Candidate, beginning};
+use crate::marking::extents::{Candidate, Counts, beginning};
 use crate::marking::profit::{Wave, paying_density};
 use crate::merging::ScanScheduler;
 use crate::region::hold::LEAVE_NS;
 use crate::region::table::RegionTable;
-use crate::region::{LeaveAlone, Region, Stage, covers};
+use crate::region::{Event, LeaveAlone, Region, covers};
 use crate::reserve::Step;
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Marks wait at most this long for other regions that we're reading, nanoseconds.
@@ -77,10 +78,11 @@ impl Marker {
 
     /// The work in a region that waits because it doesn't pay.
     pub fn waits(&self, region: &Region, config: &Config) -> Option<Wave> {
-        let is_thin =
-            || self.has_thin_waiting() && thinner(region, config.thinnest_density, u64::MAX, config).is_some();
-        let (small, thin) = (region.changed && self.small.added > Pages(0), !region.changed && is_thin());
-        small.then_some(self.small).or(thin.then_some(self.thin))
+        if region.life.is_worth_marking() {
+            return (self.small.added > Pages(0)).then_some(self.small);
+        }
+        let is_thin = self.has_thin_waiting() && thinner(region, config.thinnest_density, u64::MAX, config).is_some();
+        is_thin.then_some(self.thin)
     }
 
     /// The latest time until which a region's thinner parts wait for us to read newcomers, nanoseconds. `None` if they
@@ -90,12 +92,14 @@ impl Marker {
             return None;
         }
         thinner(region, config.thinnest_density, u64::MAX, config)?;
-        Some(region.judged_ns()? + config.probation_rounds * pace.round_ns)
+        Some(region.life.judgement()?.at_ns + config.probation_rounds * pace.round_ns)
     }
 
     /// Adopts marks that ksmd visited for an earlier run. Pages written before now are no reason for a scan.
     pub fn adopt(&mut self, now_ns: u64, broken: u64) {
-        (self.visited_ns, self.visited_broken, self.thorough_ns) = (now_ns, broken, now_ns);
+        self.visited_ns = now_ns;
+        self.visited_broken = broken;
+        self.thorough_ns = now_ns;
     }
 
     /// The spans to mark now. `more` means that we're reading regions that we may mark soon.
@@ -104,23 +108,15 @@ impl Marker {
         table: &mut RegionTable,
         now_ns: u64,
         more: bool,
-        (scheduler, allowance, pace): (&mut ScanScheduler, &mut Allowance, Pace),
+        scheduler: &mut ScanScheduler,
+        allowance: &mut Allowance,
+        pace: Pace,
         headroom: &mut Headroom,
         config: &Config,
     ) -> Vec<Change> {
-        let (price_ns, rested_ns) = (pace.price_ns, scheduler.idle_ns(now_ns));
+        let rested_ns = scheduler.idle_ns(now_ns);
         let marked = marked_resident(table);
-        let has_rested = self.thin.added > Pages(0) && rested_ns >= self.thin.rest_ns(price_ns);
-        let is_old_enough = now_ns >= self.thin_at_ns;
-        if has_rested || is_old_enough || self.price_ns != price_ns || table.iter().any(|region| region.changed) {
-            let wait_ns = config.probation_rounds * pace.round_ns;
-            let is_new = |region: &Region| region.appeared && now_ns < region.seen_ns + wait_ns;
-            let until_ns = if table.iter().any(is_new) { now_ns.saturating_sub(wait_ns) } else { now_ns };
-            self.thin = thin_out(table, marked, price_ns, rested_ns, until_ns, config);
-            self.price_ns = price_ns;
-            let judged = table.iter().filter_map(|region| region.judged_ns().filter(|&judged_ns| judged_ns > until_ns));
-            self.thin_at_ns = judged.min().map_or(u64::MAX, |judged_ns| judged_ns + wait_ns);
-        }
+        self.thin_out(table, marked, now_ns, rested_ns, pace, config);
         self.small = Wave::default();
         let ready = ready(table, now_ns, headroom.clone(), config);
         if ready.is_empty() {
@@ -131,13 +127,15 @@ impl Marker {
         if more && held_ns < HOLD_NS {
             return Vec::new();
         }
-        let adds = |(slot, spans): &(u32, Vec<Candidate>)| {
-            table.get(*slot).map_or(Wave::default(), |region| gain(region, spans))
-        };
         // If two scans are about to start, they visit the marked pages anyway.
         let walked = if scheduler.starts_two_scans() { Pages(0) } else { marked };
-        let wave = Wave { walked, ..ready.iter().map(adds).sum() };
-        if !wave.pays(price_ns) && rested_ns < wave.rest_ns(price_ns) {
+        let mut wave = Wave { walked, ..Wave::default() };
+        for (slot, spans) in &ready {
+            if let Some(region) = table.get(*slot) {
+                wave += gain(region, spans);
+            }
+        }
+        if !wave.is_due(pace.price_ns, rested_ns) {
             self.small = wave;
             return Vec::new();
         }
@@ -146,7 +144,7 @@ impl Marker {
         let mut marks = Vec::new();
         for (slot, mut spans) in ready {
             let Some(region) = table.get_mut(slot) else { continue };
-            // The region stays `changed`: if it runs out of stops, the next round goes on with the rest.
+            // The region stays worth marking: if it runs out of stops, the next round goes on with the rest.
             let calls = u64::from(allowance.stop_size().marks);
             let may = allowance.stops_left(region.view.owner) * calls;
             spans.truncate(usize::try_from(may).unwrap_or(usize::MAX));
@@ -166,6 +164,36 @@ impl Marker {
             headroom.take(region.view.owner, region.mergeable(false).saturating_sub(before));
         }
         marks
+    }
+
+    /// Lowers the density that we ask of regions, if that may give us more to mark than when we last did. Regions judged
+    /// lately wait: the pages that such a region has in common with memory too young to read may be all that it lacks,
+    /// and neither merges before both are marked.
+    fn thin_out(
+        &mut self,
+        table: &mut RegionTable,
+        marked: Pages,
+        now_ns: u64,
+        rested_ns: u64,
+        pace: Pace,
+        config: &Config,
+    ) {
+        let has_rested = self.has_thin_waiting() && rested_ns >= self.thin.rest_ns(pace.price_ns);
+        let is_due = has_rested || now_ns >= self.thin_at_ns || self.price_ns != pace.price_ns;
+        if !is_due && !table.iter().any(|region| region.life.is_worth_marking()) {
+            return;
+        }
+        let wait_ns = config.probation_rounds * pace.round_ns;
+        let has_newcomers = table.iter().any(|region| region.age.appeared() && now_ns < region.seen_ns + wait_ns);
+        let until_ns = if has_newcomers { now_ns.saturating_sub(wait_ns) } else { now_ns };
+        self.thin = thin_out(table, marked, pace.price_ns, rested_ns, until_ns, config);
+        self.price_ns = pace.price_ns;
+        self.thin_at_ns = u64::MAX;
+        for judgement in table.iter().filter_map(|region| region.life.judgement()) {
+            if judgement.at_ns > until_ns {
+                self.thin_at_ns = self.thin_at_ns.min(judgement.at_ns + wait_ns);
+            }
+        }
     }
 
     /// Queues COW-broken spans for unmarking: merges there don't last, because the program writes the same content
@@ -207,16 +235,8 @@ impl Marker {
         if self.is_unmarking() {
             return;
         }
-        let worth = |region: &Region| {
-            let (resident, duplicate) = region.marks.spans.iter().fold((0, 0), add);
-            (std::cmp::Reverse(region.usage.cow_breaks.ratio), Permyriad::of(duplicate, resident), duplicate)
-        };
-        let is_allowed = |region: &Region| {
-            let duplicate = region.marks.spans.iter().map(|mark| mark.duplicate).sum();
-            !region.marks.spans.is_empty() && !region.hold.is_left_alone() && step.allows(region.view.owner, duplicate)
-        };
-        let allowed = table.iter_mut().filter(|region| is_allowed(region));
-        let Some(region) = allowed.min_by_key(|region| worth(region)) else { return };
+        let allowed = table.iter_mut().filter(|region| may_be_taken_back(region, step));
+        let Some(region) = allowed.min_by_key(|region| worth_keeping(region)) else { return };
         self.take_apart(region, Pages(0), now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
     }
 
@@ -227,8 +247,8 @@ impl Marker {
         let is_marked = !spans.is_empty();
         if !is_marked {
             region.usage.merged.clear();
-            let (first, pages) = (region.view.first, region.view.pages);
-            spans.push(Candidate { first, pages, resident: region.view.resident, duplicate: Pages(0) });
+            let RegionView { first, pages, resident, .. } = region.view;
+            spans.push(Candidate { first, pages, resident, duplicate: Pages(0) });
         }
         let mut kept = Vec::new();
         for mark in spans {
@@ -251,8 +271,8 @@ impl Marker {
         for mark in std::mem::take(&mut region.marks.spans) {
             self.unmarking.push_back(Change { span: span_of(region, &mark), why: Why::Charge });
         }
-        region.changed = false;
-        region.hold.set_full(Some(limit));
+        region.life.advance(Event::Settle);
+        region.hold.full = Some(limit);
         region.usage.cow_breaks.forget_pages();
     }
 
@@ -274,7 +294,7 @@ impl Marker {
         loop {
             let front = *self.unmarking.front()?;
             let region = table.find(front.span.region, front.span.first).and_then(|slot| table.get(slot));
-            if region.is_some_and(|region| region.hold.is_left_alone()) {
+            if region.is_some_and(|region| region.hold.left_alone) {
                 // Don't keep the others waiting.
                 self.unmarking.rotate_left(1);
                 self.next_unmark_ns = now_ns + RETRY_NS;
@@ -312,21 +332,29 @@ impl Marker {
     ) {
         let marked = marked_resident(table);
         if scheduler.visits_twice() || marked == Pages(0) {
-            table.iter_mut().for_each(|region| region.marks.visit(region.view.resident));
-            (self.visited_ns, self.visited_broken) = (now_ns, broken);
-            self.thorough_ns = if scheduler.wants_thorough() { now_ns } else { self.thorough_ns };
+            for region in table.iter_mut() {
+                region.marks.visit(region.view.resident);
+            }
+            self.visited_ns = now_ns;
+            self.visited_broken = broken;
+            if scheduler.wants_thorough() {
+                self.thorough_ns = now_ns;
+            }
         }
         if scheduler.is_busy() {
             // Pages that are about to merge are no reason for another scan.
             let all = scheduler.wants_thorough();
-            table.iter_mut().for_each(|region| region.marks.samples.restart(all));
+            for region in table.iter_mut() {
+                region.marks.samples.restart(all);
+            }
             return;
         }
-        let is_due = |wave: Wave| wave.pays(pace.price_ns) || scheduler.idle_ns(now_ns) >= wave.rest_ns(pace.price_ns);
+        let price_ns = pace.price_ns;
+        let rested_ns = scheduler.idle_ns(now_ns);
         let expected = std::mem::take(&mut self.expected);
-        if scheduler.merged().0 * 4 < expected.0
-            && is_due(Wave { added: marked, walked: Pages(0), duplicate: expected })
-        {
+        // Such a scan visits every page as if it were new.
+        let thorough = |duplicate| Wave { added: marked, walked: Pages(0), duplicate };
+        if scheduler.merged().0 * 4 < expected.0 && thorough(expected).is_due(price_ns, rested_ns) {
             // smart_scan skipped the pages that match them, because earlier visits had found nothing there.
             scheduler.request_thorough(expected);
             return;
@@ -335,17 +363,19 @@ impl Marker {
         // A merged page that's written gets a new content, and about half of the time other pages hold that, too.
         let renewed = grown + Pages(broken.saturating_sub(self.visited_broken) / 2);
         let wave = Wave { added: renewed, walked: marked.saturating_sub(renewed), duplicate: renewed };
-        if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + REFRESH_NS && is_due(wave) {
+        if renewed.0 >= REFRESH_MIN && now_ns >= self.visited_ns + REFRESH_NS && wave.is_due(price_ns, rested_ns) {
             scheduler.request(renewed);
             return;
         }
         if now_ns < self.next_refresh_ns {
             return;
         }
-        let worth = table.iter_mut().map(|region| region.marked_resident().0 as f64 * region.marks.samples.worth());
-        let worth = Pages(whole(worth.sum()));
-        // Such a scan visits every page as if it were new.
-        if worth.0 < REFRESH_MIN || !is_due(Wave { added: marked, walked: Pages(0), duplicate: worth }) {
+        let mut worth = 0.0;
+        for region in table.iter_mut() {
+            worth += region.marked_resident().0 as f64 * region.marks.samples.worth();
+        }
+        let worth = Pages(whole(worth));
+        if worth.0 < REFRESH_MIN || !thorough(worth).is_due(price_ns, rested_ns) {
             return;
         }
         // Compare what the last refresh merged with our expectation.
@@ -382,8 +412,8 @@ impl Marker {
                 }
                 Marking::Busy => {
                     region.marks.remove(span.first, span.pages);
-                    region.changed = true;
-                    region.hold.retry_at(now_ns + RETRY_NS);
+                    region.life.advance(Event::Reopen);
+                    region.hold.retry_ns = now_ns + RETRY_NS;
                 }
                 Marking::Refused => {
                     region.marks.remove(span.first, span.pages);
@@ -397,13 +427,13 @@ impl Marker {
 /// The regions with something to mark, and their spans. We include regions that another program has marked whole
 /// (`pagefold exec`), because they're worth a scan. We leave out anything without headroom.
 fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
-    let mut per_owner: BTreeMap<_, usize> = BTreeMap::new();
+    let mut marks_of: BTreeMap<_, usize> = BTreeMap::new();
     for region in table.iter() {
-        *per_owner.entry(region.view.owner).or_default() += region.marks.spans.len();
+        *marks_of.entry(region.view.owner).or_default() += region.marks.spans.len();
     }
     let mut ready = Vec::new();
     for (slot, region) in table.numbered_mut() {
-        if !region.changed || !matches!(region.stage, Stage::Judged(_)) || !region.hold.may_mark(now_ns) {
+        if !region.life.is_worth_marking() || !region.hold.may_mark(now_ns) {
             continue;
         }
         if region.survey.is_volatile(config) {
@@ -414,23 +444,14 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
         if region.hold.end() == Some(LeaveAlone::CowBroken) {
             region.usage.cow_breaks = CowBreaks::default();
         }
-        let room = config.spans_per_process.saturating_sub(per_owner[&region.view.owner]);
-        let spans: Vec<Candidate> = if region.is_marked_whole() {
-            let new = region.marks.spans.is_empty() && !region.marks.scanned_whole;
-            // Its pages count as soon as they're marked.
-            let full = headroom.of(region.view.owner).filter(|&(_, left)| left == Pages(0));
-            region.hold.set_full(full.map(|(limit, _)| limit));
-            region.whole().into_iter().filter(|_| new && full.is_none()).collect()
-        } else if room == 0 {
-            Vec::new()
+        let spans = if region.is_marked_whole() {
+            marked_by_another(region, &headroom)
         } else {
-            let mut spans = region.spans(config, region.density, room);
-            fit(&mut spans, region, &mut headroom, config);
-            spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
-            spans
+            let room = config.spans_per_process.saturating_sub(marks_of[&region.view.owner]);
+            new_spans(region, room, &mut headroom, config)
         };
         if spans.is_empty() {
-            region.changed = false;
+            region.life.advance(Event::Settle);
         } else {
             ready.push((slot, spans));
         }
@@ -438,9 +459,29 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
     ready
 }
 
+/// The span of a region that another program has marked whole, unless we've had it scanned.
+fn marked_by_another(region: &mut Region, headroom: &Headroom) -> Vec<Candidate> {
+    // Its pages count as soon as they're marked.
+    region.hold.full = match headroom.of(region.view.owner) {
+        Some((limit, Pages(0))) => Some(limit),
+        _ => None,
+    };
+    let is_new = region.marks.spans.is_empty() && !region.marks.scanned_whole;
+    if is_new && region.hold.full.is_none() { Vec::from_iter(region.whole()) } else { Vec::new() }
+}
+
+/// At most `room` spans of a region that aren't marked yet.
+fn new_spans(region: &mut Region, room: usize, headroom: &mut Headroom, config: &Config) -> Vec<Candidate> {
+    let Some(judgement) = region.life.judgement().filter(|_| room > 0) else { return Vec::new() };
+    let mut spans = region.spans(config, judgement.density, room);
+    fit(&mut spans, region, headroom, config);
+    spans.retain(|span| !region.marks.spans.iter().any(|mark| covers(mark, span)));
+    spans
+}
+
 /// Cuts a region's spans down to its process's headroom, and uses that up.
 fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom, config: &Config) {
-    region.hold.set_full(None);
+    region.hold.full = None;
     let owner = region.view.owner;
     let Some((limit, left)) = headroom.of(owner) else { return };
     let before = region.mergeable(false);
@@ -456,15 +497,14 @@ fn fit(spans: &mut Vec<Candidate>, region: &mut Region, headroom: &mut Headroom,
         headroom.take(owner, wanted.saturating_sub(before));
         return;
     }
-    region.hold.set_full(Some(limit));
+    region.hold.full = Some(limit);
     if region.view.pages < SPLIT_FROM {
         spans.clear();
     }
     for span in std::mem::take(spans) {
         let most = (before + left).saturating_sub(marked);
-        if let Some(part) =
-            beginning(&region.extents, &span, most).filter(|part| part.duplicate >= config.span_pages_min)
-        {
+        let Some(part) = beginning(&region.extents, &span, most) else { continue };
+        if part.duplicate >= config.span_pages_min {
             marked += part.pages;
             spans.push(part);
         }
@@ -476,23 +516,38 @@ fn span_of(region: &Region, mark: &Candidate) -> Span {
     Span { region: region.view.key, first: mark.first, pages: mark.pages }
 }
 
+/// Whether `step` allows us to unmark a region because memory is short.
+fn may_be_taken_back(region: &Region, step: &Step) -> bool {
+    !region.marks.spans.is_empty()
+        && !region.hold.left_alone
+        && step.allows(region.view.owner, region.marks.counts().duplicate)
+}
+
+/// Orders regions by how much their marks are worth: how rarely their pages are written, then how dense they are.
+fn worth_keeping(region: &Region) -> (Reverse<Permyriad>, Permyriad, Pages) {
+    let Counts { resident, duplicate } = region.marks.counts();
+    (Reverse(region.usage.cow_breaks.ratio), Permyriad::of(duplicate.0, resident.0), duplicate)
+}
+
 /// What spans would add to a region's marks.
 fn gain(region: &Region, spans: &[Candidate]) -> Wave {
-    let inside = |mark: &&Candidate| spans.iter().any(|span| covers(span, mark));
-    let known = region.marks.spans.iter().filter(inside).fold((0, 0), add);
-    between(known, spans.iter().fold((0, 0), add))
+    let mut known = Counts::default();
+    for mark in &region.marks.spans {
+        if spans.iter().any(|span| covers(span, mark)) {
+            known += mark.counts();
+        }
+    }
+    between(known, spans.iter().map(Candidate::counts).sum())
 }
 
-/// The resident pages and duplicates that `all` adds to `known`.
-fn between(known: (u64, u64), all: (u64, u64)) -> Wave {
-    let (added, duplicate) = (all.0.saturating_sub(known.0), all.1.saturating_sub(known.1));
-    Wave { added: Pages(added), walked: Pages(0), duplicate: Pages(duplicate) }
+/// The pages that `all` adds to `known`.
+fn between(known: Counts, all: Counts) -> Wave {
+    let added = all.resident.saturating_sub(known.resident);
+    Wave { added, walked: Pages(0), duplicate: all.duplicate.saturating_sub(known.duplicate) }
 }
 
-/// Lowers the density we ask of regions judged until `until_ns` to the one that pays. Regions judged later wait: the
-/// pages that such a region has in common with memory too young to read may be all that it lacks, and neither merges
-/// before both are marked. The thinnest extents come last, together, once ksmd has rested so long that they cost little
-/// beside that time. Returns the extents that wait.
+/// Lowers the density we ask of regions judged until `until_ns` to the one that pays. The thinnest extents come last,
+/// together, once ksmd has rested so long that they cost little beside that time. Returns the extents that wait.
 fn thin_out(
     table: &mut RegionTable,
     marked: Pages,
@@ -507,8 +562,10 @@ fn thin_out(
     }
     let pays = paying_density(price_ns).max(config.thinnest_density);
     thin_to(table, pays, until_ns, config);
-    let rest = table.iter().filter_map(|region| thinner(region, config.thinnest_density, until_ns, config));
-    let wave = Wave { walked: marked, ..rest.sum() };
+    let mut wave = Wave { walked: marked, ..Wave::default() };
+    for region in table.iter() {
+        wave += thinner(region, config.thinnest_density, until_ns, config).unwrap_or_default();
+    }
     if wave.added == Pages(0) || rested_ns < wave.rest_ns(price_ns) {
         return wave;
     }
@@ -520,35 +577,32 @@ fn thin_out(
 fn thin_to(table: &mut RegionTable, density: Permyriad, until_ns: u64, config: &Config) {
     for region in table.iter_mut() {
         if thinner(region, density, until_ns, config).is_some() {
-            (region.density, region.changed) = (density, true);
+            region.life.advance(Event::Thin { density });
         }
     }
 }
 
 /// What a lower density adds to a region's marks, if that's enough for a mark.
 fn thinner(region: &Region, density: Permyriad, until_ns: u64, config: &Config) -> Option<Wave> {
-    let is_old_enough = region.judged_ns().is_some_and(|judged_ns| judged_ns <= until_ns);
+    let judgement = region.life.judgement()?;
     let is_held = region.hold.reason().is_some() || region.survey.is_volatile(config);
-    if region.density <= density || !is_old_enough || is_held {
+    if judgement.density <= density || judgement.at_ns > until_ns || is_held {
         return None;
     }
     let all = total(region, density, config);
-    if all.1 < config.span_pages_min.0 {
+    if all.duplicate < config.span_pages_min {
         return None;
     }
-    Some(between(total(region, region.density, config), all)).filter(|wave| wave.duplicate >= config.span_pages_min)
+    let wave = between(total(region, judgement.density, config), all);
+    (wave.duplicate >= config.span_pages_min).then_some(wave)
 }
 
-/// Resident pages and duplicates in a region's extents that are at least this dense. Nothing if it's marked whole.
-fn total(region: &Region, density: Permyriad, config: &Config) -> (u64, u64) {
-    if !matches!(region.stage, Stage::Judged(_)) || region.is_marked_whole() {
-        return (0, 0);
+/// The pages in a region's extents that are at least this dense. Nothing if it's marked whole.
+fn total(region: &Region, density: Permyriad, config: &Config) -> Counts {
+    if region.is_marked_whole() {
+        return Counts::default();
     }
-    region.spans(config, density, config.spans_per_process).iter().fold((0, 0), add)
-}
-
-fn add((resident, duplicate): (u64, u64), span: &Candidate) -> (u64, u64) {
-    (resident + span.resident.0, duplicate + span.duplicate.0)
+    region.spans(config, density, config.spans_per_process).iter().map(Candidate::counts).sum()
 }
 
 /// Resident pages in all spans that this run marked.

@@ -5,7 +5,6 @@
 
 use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::units::{PAGE_SIZE, Pages, Permyriad, count, whole};
-use std::iter::Sum;
 use std::ops::AddAssign;
 
 /// The mean cost of visiting a recently marked page, nanoseconds.
@@ -45,6 +44,11 @@ impl Wave {
         self.takes_ns() <= self.brings().0 * price_ns
     }
 
+    /// Whether to do it now: it pays, or ksmd has rested for long enough.
+    pub fn is_due(&self, price_ns: u64, rested_ns: u64) -> bool {
+        self.pays(price_ns) || rested_ns >= self.rest_ns(price_ns)
+    }
+
     /// How long ksmd must have rested for us to do this although it doesn't pay, nanoseconds.
     pub fn rest_ns(&self, price_ns: u64) -> u64 {
         let ns = u128::from(self.takes_ns()) * u128::from(PATIENCE_NS) / u128::from(price_ns.max(1));
@@ -57,15 +61,6 @@ impl AddAssign for Wave {
         self.added += other.added;
         self.walked += other.walked;
         self.duplicate += other.duplicate;
-    }
-}
-
-impl Sum for Wave {
-    fn sum<I: Iterator<Item = Self>>(waves: I) -> Self {
-        waves.fold(Self::default(), |mut sum, wave| {
-            sum += wave;
-            sum
-        })
     }
 }
 

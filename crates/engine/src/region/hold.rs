@@ -29,19 +29,23 @@ pub struct Hold {
     reason: Option<LeaveAlone>,
     /// We don't examine it before this time, nor mark it if it was COW-broken or unmerged, nanoseconds.
     not_before_ns: u64,
-    /// Memory is short: no marks.
-    short: bool,
-    /// We leave the process alone: nothing at all.
-    left_alone: bool,
-    /// The limit of a cgroup without headroom for more marks, or for keeping more pages.
-    full: Option<LimitKey>,
-    /// We couldn't stop the target: no marks before this time, nanoseconds.
-    retry_ns: u64,
     /// The last pause between two examinations, nanoseconds.
     pause_ns: u64,
+    /// Memory is short: no marks.
+    pub short: bool,
+    /// We leave the process alone: nothing at all.
+    pub left_alone: bool,
+    /// The limit of a cgroup without headroom for more marks, or for keeping more pages.
+    pub full: Option<LimitKey>,
+    /// We couldn't stop the target: no marks before this time, nanoseconds.
+    pub retry_ns: u64,
 }
 
 impl Hold {
+    pub fn new(left_alone: bool) -> Self {
+        Self { left_alone, ..Self::default() }
+    }
+
     pub fn reason(&self) -> Option<LeaveAlone> {
         self.reason
     }
@@ -52,25 +56,6 @@ impl Hold {
         self.not_before_ns = until_ns;
     }
 
-    pub fn set_short(&mut self, short: bool) {
-        self.short = short;
-    }
-
-    /// Sets whether we leave its process alone.
-    pub fn set_left_alone(&mut self, left_alone: bool) {
-        self.left_alone = left_alone;
-    }
-
-    /// Sets the limit that leaves no headroom for more.
-    pub fn set_full(&mut self, limit: Option<LimitKey>) {
-        self.full = limit;
-    }
-
-    /// The limit that leaves no headroom for more.
-    pub fn full(&self) -> Option<LimitKey> {
-        self.full
-    }
-
     /// Leaves the region alone for good, because its process refused to be marked.
     pub fn refuse(&mut self) {
         self.reason = Some(LeaveAlone::Refused);
@@ -79,10 +64,6 @@ impl Hold {
     /// Ends the hold and returns its reason, if there was one.
     pub fn end(&mut self) -> Option<LeaveAlone> {
         self.reason.take()
-    }
-
-    pub fn is_short(&self) -> bool {
-        self.short
     }
 
     /// When a hold that passes ends, nanoseconds.
@@ -106,11 +87,6 @@ impl Hold {
         self.reason == Some(LeaveAlone::Refused)
     }
 
-    /// Whether we leave its process alone.
-    pub fn is_left_alone(&self) -> bool {
-        self.left_alone
-    }
-
     pub fn may_sample(&self) -> bool {
         !self.is_refused() && !self.left_alone
     }
@@ -126,16 +102,6 @@ impl Hold {
             Some(LeaveAlone::Refused) => false,
         };
         allowed && !self.short && !self.left_alone && now_ns >= self.retry_ns
-    }
-
-    /// When we try to mark again after we couldn't stop the target, nanoseconds.
-    pub fn retry_ns(&self) -> u64 {
-        self.retry_ns
-    }
-
-    /// We couldn't stop the target: try to mark again at `retry_ns`.
-    pub fn retry_at(&mut self, retry_ns: u64) {
-        self.retry_ns = retry_ns;
     }
 
     /// Puts off the next examination, for twice as long each time, until one brings something.

@@ -1,6 +1,6 @@
 //! What's marked in a region, and what has changed there since ksmd last visited it.
 
-use crate::marking::extents::Candidate;
+use crate::marking::extents::{Candidate, Counts};
 use crate::units::{Pages, Vpn};
 
 /// We need this many samples of marked memory to compute a share.
@@ -34,6 +34,11 @@ impl Marks {
     /// Whether the span that starts at `first` and is `pages` long is marked.
     pub fn has(&self, first: Vpn, pages: Pages) -> bool {
         self.spans.iter().any(|mark| (mark.first, mark.pages) == (first, pages))
+    }
+
+    /// All pages found in the spans.
+    pub fn counts(&self) -> Counts {
+        self.spans.iter().map(Candidate::counts).sum()
     }
 
     /// Whether a page lies in one of the spans.

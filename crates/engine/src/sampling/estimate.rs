@@ -39,6 +39,11 @@ pub struct Estimate {
 }
 
 impl Tally {
+    /// Sampled pages that are zero or that we saw elsewhere, too.
+    pub fn duplicates(&self) -> u64 {
+        self.zero + self.found
+    }
+
     /// Halves all counts, so that new samples weigh more than old ones.
     pub fn age(&mut self) {
         let Self { sampled, zero, found, copies } = self;
@@ -58,14 +63,13 @@ impl Tally {
         let found = self.found as f64;
         let fraction = fraction.clamp(1e-6, 1.0);
         let chance = chance_of_discovery(fraction, self.copies as f64 / found.max(1.0));
-        let copied = |found: f64| (found / n / chance).min(1.0 - zero);
         // The upper 95 % bound of a Poisson count, to within a few per cent (3 for a count of 0).
         let most = found + 1.9 * (found + 0.6).sqrt() + 1.5;
         // If we found none, we don't know k and assume one copy, which is hardest to find.
         let hardest = if self.found == 0 { fraction } else { chance };
-        let ratio = zero + copied(found);
+        let ratio = zero + (found / n / chance).min(1.0 - zero);
         // The lower bound, likewise, of all duplicates seen.
-        let seen = (self.found + self.zero) as f64;
+        let seen = self.duplicates() as f64;
         let least = (seen - 1.9 * seen.sqrt()).max(0.0);
         Estimate { ratio, floor: ratio * least / seen.max(1.0), ceiling: (zero + most / n / hardest).min(1.0) }
     }
@@ -75,13 +79,18 @@ impl Tally {
 ///
 /// `k f / (1 - (1-f)^k)` grows from 1 at `k = 1` without bound, so bisection finds `k`.
 fn chance_of_discovery(fraction: f64, copies_per_found: f64) -> f64 {
-    let chance = |k: f64| 1.0 - (1.0 - fraction).powf(k);
-    let (mut low, mut high) = (1.0_f64, 64.0 / fraction);
+    let mut low = 1.0_f64;
+    let mut high = 64.0 / fraction;
     for _ in 0..50 {
         let k = (low * high).sqrt();
-        if k * fraction / chance(k) < copies_per_found { low = k } else { high = k }
+        if k * fraction / chance(fraction, k) < copies_per_found { low = k } else { high = k }
     }
-    chance(low).max(fraction)
+    chance(fraction, low).max(fraction)
+}
+
+/// The chance to find a page with `copies` copies.
+fn chance(fraction: f64, copies: f64) -> f64 {
+    1.0 - (1.0 - fraction).powf(copies)
 }
 
 /// How many samples a region of `pages` pages needs until it shows about `evidence` copies, if the share `ratio` of it

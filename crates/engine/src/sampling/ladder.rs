@@ -28,7 +28,7 @@ use crate::limits::Allowance;
 use crate::marking::cow_breaks::PROBES_MAX;
 use crate::random::mix;
 use crate::region::table::RegionTable;
-use crate::region::{RUN_PAGES, Region, Stage};
+use crate::region::{Age, Event, RUN_PAGES, Region};
 use crate::sampling::estimate::samples_for_evidence;
 use crate::units::{EXTENT_PAGES, Permyriad, Vpn, count, whole};
 use std::collections::BTreeSet;
@@ -171,7 +171,8 @@ impl Ladder {
         room: u64,
         new_round: bool,
         pace: Pace,
-        (allowance, config): (&mut Allowance, &Config),
+        allowance: &mut Allowance,
+        config: &Config,
     ) -> ReadPlan {
         if new_round {
             self.left = (0..=self.levels).map(|level| self.points(level, pace, config)).collect();
@@ -184,7 +185,7 @@ impl Ladder {
         for level in (1..self.levels.max(2)).rev() {
             // We sample new regions at once. Promoted regions have their level's share.
             let points = if level == 1 { left } else { left.min(self.left.get(level).copied().unwrap_or(0)) };
-            let taken = sample(table, level, points, (allowance, config), &mut reading.runs);
+            let taken = sample(table, level, points, allowance, config, &mut reading.runs);
             left = left.saturating_sub(taken);
             if let Some(points) = self.left.get_mut(level) {
                 *points = points.saturating_sub(taken);
@@ -193,7 +194,7 @@ impl Ladder {
         reading.foreground = !reading.runs.is_empty();
         if new_round {
             let points = self.bottom_points(pace, config);
-            self.sample_bottom(table, points.min(room), (allowance, config), &mut reading.runs);
+            self.sample_bottom(table, points.min(room), allowance, config, &mut reading.runs);
         }
         reading
     }
@@ -204,15 +205,19 @@ impl Ladder {
         &self,
         table: &mut RegionTable,
         pages: u64,
-        (allowance, config): (&mut Allowance, &Config),
+        allowance: &mut Allowance,
+        config: &Config,
         runs: &mut Vec<PageRun>,
     ) {
-        let weighted = |region: &Region| region.view.pages.0 * weight(region, config);
-        let length: u64 = table.iter().filter(|region| is_watched(region, config)).map(weighted).sum();
+        let mut length = 0;
+        for region in table.iter().filter(|region| is_watched(region, config)) {
+            length += room_taken(region, config);
+        }
         let interval = (length / (pages / RUN_PAGES).max(1)).max(RUN_PAGES);
         let mut point = self.phase % interval;
         for region in table.iter_mut().filter(|region| is_watched(region, config)) {
-            let (owner, length) = (region.view.owner, weighted(region));
+            let owner = region.view.owner;
+            let length = room_taken(region, config);
             while point < length {
                 if allowance.pages_left(owner) >= RUN_PAGES {
                     let (first, pages) = region.next_run();
@@ -235,7 +240,7 @@ impl Ladder {
     ) {
         let marked: u64 = table.iter().map(|region| region.marked_resident().0).sum();
         let visits = pages / VISIT_PAGES;
-        for region in table.iter_mut().filter(|region| !region.hold.is_left_alone()) {
+        for region in table.iter_mut().filter(|region| !region.hold.left_alone) {
             let resident = region.marked_resident().0;
             let share = u128::from(visits) * u128::from(resident) / u128::from(marked.max(1));
             // Every marked region gets some checks, even the smallest.
@@ -245,16 +250,16 @@ impl Ladder {
             allowance.use_pages(region.view.owner, share);
             for number in 0..share {
                 // Half of the checks go to pages that we don't observe yet, while there's room for more.
-                let new_round = (number % 2 == 0 && region.usage.cow_breaks.has_room())
-                    .then(|| region.marked_page(mix(random + number)));
-                let page = match new_round.flatten() {
-                    Some(page) => page,
-                    None => match region.usage.cow_breaks.next_visit() {
-                        Some(page) => page,
-                        None => continue,
-                    },
-                };
-                runs.push(run(region, page, 1));
+                let mut page = None;
+                if number % 2 == 0 && region.usage.cow_breaks.has_room() {
+                    page = region.marked_page(mix(random + number));
+                }
+                if page.is_none() {
+                    page = region.usage.cow_breaks.next_visit();
+                }
+                if let Some(page) = page {
+                    runs.push(run(region, page, 1));
+                }
             }
         }
     }
@@ -268,47 +273,46 @@ impl Ladder {
         let threshold = config.threshold().fraction();
         let mut families = BTreeSet::new();
         for region in table.iter_mut() {
-            region.young &= now_ns < matures_ns(region, pace, config);
-            if matches!(region.stage, Stage::Examine(_)) || !may_be_promoted(region, now_ns, pace, config) {
+            if now_ns >= matures_ns(region, pace, config) {
+                region.age.grow();
+            }
+            if region.life.is_reading() || !may_be_promoted(region, now_ns, pace, config) {
                 continue;
             }
-            if region.survey.tally.found + region.survey.tally.zero < FOUND_MIN {
+            if region.survey.tally.duplicates() < FOUND_MIN {
                 demote(region, config);
                 continue;
             }
             // Duplicates that we found before and that weren't worth marking don't count again.
-            let beyond = if region.stage == Stage::Survey { 0.0 } else { region.left_over(config.mechanism) };
+            let beyond = if region.life.is_surveyed() { 0.0 } else { region.left_over(config.mechanism) };
             let estimate = region.survey.estimate(region.view.resident, fraction);
             if estimate.ratio < threshold + beyond {
                 demote(region, config);
                 continue;
             }
-            if estimate.floor >= threshold + beyond || region.level + 1 >= self.levels {
+            if estimate.floor >= threshold + beyond || region.life.level() + 1 >= self.levels {
                 families.insert(region.view.family);
-                if region.stage != Stage::Survey && region.hold.reason().is_none() {
+                if !region.life.is_surveyed() && region.hold.reason().is_none() {
                     // We only read a region again soon if the last time brought something.
                     region.hold.put_off(now_ns);
                 }
                 region.examine(self.levels);
             } else if has_evidence(region, config) {
-                region.level += 1;
+                region.life.advance(Event::Climb);
             }
         }
         // Regions of the same family are worth reading, too, unless their own samples speak against it.
         for region in table.iter_mut() {
-            let open =
-                wants_samples(region, EVIDENCE, config) || region.survey.tally.found + region.survey.tally.zero > 0;
-            if region.stage == Stage::Survey
-                && open
+            let is_open = wants_samples(region, EVIDENCE, config) || region.survey.tally.duplicates() > 0;
+            if region.life.is_surveyed()
+                && is_open
                 && families.contains(&region.view.family)
                 && may_be_promoted(region, now_ns, pace, config)
             {
                 region.examine(self.levels);
             }
         }
-        let is_being_read = |region: &Region| matches!(region.stage, Stage::Examine(_)) && !region.hold.is_left_alone();
-        let unread = |region: &Region| is_being_read(region) || wants_more(region, config);
-        table.iter().any(unread)
+        table.iter().any(|region| region.life.is_reading() && !region.hold.left_alone || wants_more(region, config))
     }
 }
 
@@ -319,22 +323,24 @@ fn evidence(level: usize) -> f64 {
 
 /// Moves a region down one level if its samples speak against it.
 fn demote(region: &mut Region, config: &Config) {
-    region.level -= usize::from(region.level > 1 && has_evidence(region, config));
+    if has_evidence(region, config) {
+        region.life.advance(Event::Descend);
+    }
 }
 
 /// Whether a region that we've never read whole has enough evidence for its level.
 fn has_evidence(region: &Region, config: &Config) -> bool {
-    region.stage == Stage::Survey && !wants_more(region, config)
+    region.life.is_surveyed() && !wants_more(region, config)
 }
 
 /// Continues to read the regions on the top level.
 fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance, reading: &mut ReadPlan) {
     for (slot, region) in table.numbered_mut() {
-        let Stage::Examine(cursor) = region.stage else { continue };
-        if region.hold.is_left_alone() {
+        let Some(cursor) = region.life.cursor() else { continue };
+        if region.hold.left_alone {
             continue;
         }
-        let end = region.view.first + region.view.pages.0;
+        let end = region.end();
         let mut at = Vpn(cursor.0.max(region.view.first.0));
         let mut may = allowance.pages_left(region.view.owner).min(*left);
         allowance.use_pages(region.view.owner, may.min(end.0.saturating_sub(at.0)));
@@ -354,11 +360,13 @@ fn sample(
     table: &mut RegionTable,
     level: usize,
     points: u64,
-    (allowance, config): (&mut Allowance, &Config),
+    allowance: &mut Allowance,
+    config: &Config,
     runs: &mut Vec<PageRun>,
 ) -> u64 {
-    let (mut taken, evidence) = (0, evidence(level));
-    for region in table.iter_mut().filter(|region| region.level == level) {
+    let evidence = evidence(level);
+    let mut taken = 0;
+    for region in table.iter_mut().filter(|region| region.life.level() == level) {
         if taken >= points {
             break;
         }
@@ -385,12 +393,12 @@ fn sample(
 
 /// How many samples a region's level asks for.
 pub fn samples_wanted(region: &Region, config: &Config) -> u64 {
-    wanted(region, evidence(region.level), config)
+    wanted(region, evidence(region.life.level()), config)
 }
 
 /// Whether a region lacks samples for its level.
 pub fn wants_more(region: &Region, config: &Config) -> bool {
-    wants_samples(region, evidence(region.level), config)
+    wants_samples(region, evidence(region.life.level()), config)
 }
 
 fn wanted(region: &Region, evidence: f64, config: &Config) -> u64 {
@@ -400,8 +408,8 @@ fn wanted(region: &Region, evidence: f64, config: &Config) -> u64 {
 /// Whether a region lacks samples for this much evidence.
 fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
     let wanted = wanted(region, evidence, config);
-    region.stage == Stage::Survey
-        && !region.young
+    region.life.is_surveyed()
+        && !region.age.is_young()
         && region.hold.may_sample()
         && region.survey.runs_left() > 0
         && region.survey.tally.sampled < wanted
@@ -416,30 +424,30 @@ fn may_be_promoted(region: &Region, now_ns: u64, pace: Pace, config: &Config) ->
 
 /// When a region is old enough to be promoted, nanoseconds.
 pub fn matures_ns(region: &Region, pace: Pace, config: &Config) -> u64 {
-    let age_ns = match (region.appeared, config.probation_rounds) {
-        // The region existed before the run. We don't know its age and assume it's old enough.
-        (false, _) => 0,
-        (true, 0) => config.lifetime_ns,
-        (true, _) => match region.worth_from_ns {
-            Some(worth_from_ns) => config.lifetime_ns.max(pace.round_ns / 8).max(worth_from_ns),
-            None => config.probation_ns(pace),
-        },
+    let age_ns = match region.age {
+        Age::Old => 0,
+        _ if config.probation_rounds == 0 => config.lifetime_ns,
+        Age::New => config.probation_ns(pace),
+        Age::Young { worth_from_ns } | Age::Grown { worth_from_ns } => {
+            config.lifetime_ns.max(pace.round_ns / 8).max(worth_from_ns)
+        }
     };
     region.seen_ns + age_ns
 }
 
 fn is_watched(region: &Region, config: &Config) -> bool {
-    let known = !matches!(region.stage, Stage::Examine(_)) && !wants_samples(region, EVIDENCE, config);
-    region.hold.may_sample() && !region.young && region.level == 1 && known
+    let known = !region.life.is_reading() && !wants_samples(region, EVIDENCE, config);
+    region.hold.may_sample() && !region.age.is_young() && region.life.level() == 1 && known
 }
 
-/// How many times its own length a region takes up in the bottom level's linear space. Always 1 with ksmd, which finds
-/// new duplicates in marked memory by itself.
-fn weight(region: &Region, config: &Config) -> u64 {
-    match config.mechanism {
+/// The room a region takes up in the bottom level's linear space, pages. With ksmd, which finds new duplicates in marked
+/// memory by itself, that's its own length.
+fn room_taken(region: &Region, config: &Config) -> u64 {
+    let weight = match config.mechanism {
         Mechanism::Request => region.survey.weight(config.threshold()),
         Mechanism::Ksmd => 1,
-    }
+    };
+    region.view.pages.0 * weight
 }
 
 fn run(region: &Region, first: Vpn, pages: u64) -> PageRun {
@@ -479,7 +487,7 @@ mod tests {
     }
 
     fn plan(ladder: &mut Ladder, table: &mut RegionTable, new_round: bool) -> ReadPlan {
-        ladder.plan(table, u64::MAX, new_round, Governor::Full.pace(), (&mut unlimited(), &tenth()))
+        ladder.plan(table, u64::MAX, new_round, Governor::Full.pace(), &mut unlimited(), &tenth())
     }
 
     fn promote(ladder: &Ladder, table: &mut RegionTable) {
@@ -511,7 +519,7 @@ mod tests {
                 *at += u64::from(run.pages);
             }
             for (slot, end) in reading.whole {
-                table.get_mut(slot).unwrap().stage = Stage::Examine(end);
+                table.get_mut(slot).unwrap().life.advance(Event::ReadTo(end));
             }
         }
         assert_eq!(next, [100_000, 700]);
@@ -523,10 +531,10 @@ mod tests {
         for (region, found) in table.iter_mut().zip([60, 6, 0]) {
             region.survey.tally = Tally { sampled: 2_000, zero: 0, found, copies: found };
         }
-        let levels = |table: &RegionTable| table.iter().map(|region| region.level).collect::<Vec<_>>();
+        let levels = |table: &RegionTable| table.iter().map(|region| region.life.level()).collect::<Vec<_>>();
         promote(&ladder, &mut table);
         assert_eq!(levels(&table), [4, 2, 1]);
-        assert!(matches!(table.iter().next().unwrap().stage, Stage::Examine(_)));
+        assert!(table.iter().next().unwrap().life.is_reading());
         promote(&ladder, &mut table);
         assert_eq!(levels(&table), [4, 2, 1], "it lacks evidence for its level");
         // The second level asks for four times the evidence, which speaks against it.
@@ -548,7 +556,7 @@ mod tests {
             }
         }
         promote(&ladder, &mut table);
-        assert!(table.iter().all(|region| region.level == 1));
+        assert!(table.iter().all(|region| region.life.level() == 1));
     }
 
     #[test]
@@ -556,13 +564,13 @@ mod tests {
         for (mechanism, denser) in [(Mechanism::Request, true), (Mechanism::Ksmd, false)] {
             let (mut ladder, mut table) = (Ladder::new(4), table(&[1 << 20; 2]));
             for region in table.iter_mut() {
+                region.examine(1);
                 region.judged(0);
-                region.level = 1;
                 (0..100).for_each(|_| region.survey.record_renewal(region.view.key == RegionKey(2)));
             }
             let config = Config { mechanism, ..tenth() };
-            let may = (&mut unlimited(), &config);
-            let reading = ladder.plan(&mut table, u64::MAX, true, Governor::Full.pace(), may);
+            let pace = Governor::Full.pace();
+            let reading = ladder.plan(&mut table, u64::MAX, true, pace, &mut unlimited(), &config);
             let [others, news] = [1, 2].map(|key| planned(&reading, key));
             assert!(if denser { news > 10 * others } else { news <= 2 * others }, "{news} and {others}");
             assert!(others > 0);
@@ -607,7 +615,7 @@ mod tests {
         #[test]
         fn the_bottom_level_stays_within_its_share(sizes in proptest::collection::vec(1u64..50_000, 1..20), at: u32) {
             let (mut ladder, mut table) = (Ladder::new(4), table(&sizes));
-            table.iter_mut().for_each(|region| { region.judged(0); region.level = 1; });
+            table.iter_mut().for_each(|region| { region.examine(1); region.judged(0); });
             let pace = Governor::Full.pace();
             ladder.start_round(at.into(), pace);
             let reading = plan(&mut ladder, &mut table, true);
@@ -622,7 +630,7 @@ mod tests {
         fn a_plan_never_exceeds_its_room(sizes in proptest::collection::vec(1u64..500_000, 1..6), room in 0u64..100_000) {
             let (mut ladder, mut table) = (Ladder::new(4), table(&sizes));
             table.iter_mut().step_by(2).for_each(|region| region.examine(4));
-            let reading = ladder.plan(&mut table, room, true, Governor::Full.pace(), (&mut unlimited(), &Config::default()));
+            let reading = ladder.plan(&mut table, room, true, Governor::Full.pace(), &mut unlimited(), &Config::default());
             let read: u64 = reading.runs.iter().map(|run| u64::from(run.pages)).sum();
             // A quarter more, for sampling beside regions that we read whole, and the ends of runs.
             prop_assert!(read <= room.min(CYCLE_PAGES) * 5 / 4 + room.min(2_200) + 2 * RUN_PAGES * count(sizes.len()), "{read} for {room}");
