@@ -95,9 +95,8 @@ pub struct LineDigester {
 impl LineDigester {
     /// Digests by `lines` lines, 1 to [`LINES`]. Digests with different keys or numbers of lines can't be compared.
     pub fn new(key: u64, lines: u32) -> Self {
-        let word = |number: u64| finalize(key.wrapping_add((number + 1).wrapping_mul(INCREMENT)));
-        let order = word(8);
-        let keys = [0, 1, 2, 3, 4, 5, 6, 7].map(word);
+        let order = keyed_word(key, 8);
+        let keys = [0, 1, 2, 3, 4, 5, 6, 7].map(|number| keyed_word(key, number));
         Self { key, lines: lines.clamp(1, LINES), keys, step: order | 1, first: order >> 32 }
     }
 
@@ -122,13 +121,21 @@ impl LineDigester {
     }
 
     fn hash_lines(&self, lines: u32, words: impl Fn(usize) -> [u64; LINE_BYTES / 8]) -> u64 {
-        (0..u64::from(lines.min(LINES))).fold(self.key, |hash, number| {
+        let mut hash = self.key;
+        for number in 0..u64::from(lines.min(LINES)) {
             let line = number.wrapping_mul(self.step).wrapping_add(self.first) % u64::from(LINES);
             let words = words(usize::try_from(line).unwrap_or(0));
-            let keyed = |at: usize| words[at] ^ self.keys[at];
-            let sum = [0, 2, 4, 6].into_iter().fold(0_u64, |sum, at| sum.wrapping_add(fold(keyed(at), keyed(at + 1))));
-            (hash ^ sum).wrapping_mul(INCREMENT).rotate_left(29)
-        })
+            let mut sum = 0_u64;
+            for at in [0, 2, 4, 6] {
+                sum = sum.wrapping_add(fold(words[at] ^ self.keys[at], words[at + 1] ^ self.keys[at + 1]));
+            }
+            hash = (hash ^ sum).wrapping_mul(INCREMENT).rotate_left(29);
+        }
+        hash
+    }
+
+    fn hash_of_zeros(&self, lines: u32) -> u64 {
+        self.hash_lines(lines, |_| [0; LINE_BYTES / 8])
     }
 
     /// Digests a run of pages. `change(first, hashes, from, to)` must extend each hash from `from` cache lines to `to`,
@@ -144,13 +151,14 @@ impl LineDigester {
         mut change: impl FnMut(usize, &mut [u64], u32, u32) -> Result<(), E>,
         mut digest: impl FnMut(usize, Digest),
     ) -> Result<(), E> {
-        let zeros = |lines| self.hash_lines(lines, |_| [0; LINE_BYTES / 8]);
         change(0, hashes, 0, self.lines)?;
-        let (weak, strong) = (zeros(self.lines), zeros(LINES));
-        let (mut first, mut end) = (hashes.len(), 0);
+        let zeros = self.hash_of_zeros(self.lines);
+        let mut first = hashes.len();
+        let mut end = 0;
         for (at, hash) in hashes.iter_mut().enumerate().filter(|(_, hash)| **hash != 0) {
-            if *hash == weak || colliding.contains(&Digest(*hash)) {
-                (first, end) = (first.min(at), at + 1);
+            if *hash == zeros || colliding.contains(&Digest(*hash)) {
+                first = first.min(at);
+                end = at + 1;
             } else {
                 digest(at, Digest(std::mem::take(hash)));
             }
@@ -158,11 +166,17 @@ impl LineDigester {
         if first < end && self.lines < LINES {
             change(first, &mut hashes[first..end], self.lines, LINES)?;
         }
+        let zeros = self.hash_of_zeros(LINES);
         for (at, &hash) in hashes.iter().enumerate().filter(|(_, hash)| **hash != 0) {
-            digest(at, if hash == strong { Digest::ZERO } else { Digest(hash) });
+            digest(at, if hash == zeros { Digest::ZERO } else { Digest(hash) });
         }
         Ok(())
     }
+}
+
+/// A word of randomness from a key.
+fn keyed_word(key: u64, number: u64) -> u64 {
+    finalize(key.wrapping_add((number + 1).wrapping_mul(INCREMENT)))
 }
 
 /// Combines the two halves of a product.
@@ -177,8 +191,13 @@ fn fold(a: u64, b: u64) -> u64 {
 /// words: in a program linked for size, looking byte by byte takes 16,000 instructions for a page of zeros, and word by
 /// word 800.
 pub fn is_zero(page: &PageBytes) -> bool {
-    let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_ne_bytes);
-    page.chunks_exact(LINE_BYTES).all(|line| line.chunks_exact(8).fold(0, |bits, bytes| bits | word(bytes)) == 0)
+    page.chunks_exact(LINE_BYTES).all(|line| {
+        let mut bits = 0;
+        for word in line.chunks_exact(8) {
+            bits |= word.try_into().map_or(0, u64::from_ne_bytes);
+        }
+        bits == 0
+    })
 }
 
 #[cfg(test)]

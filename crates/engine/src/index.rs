@@ -144,7 +144,8 @@ impl Index {
         let tree = &mut self.trees[tree_of(fingerprint, self.bits)];
         let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
         if let Some(entry) = tree.get_mut(at).filter(|entry| entry.fingerprint() == fingerprint) {
-            let (first, count) = (entry.location(), entry.count());
+            let first = entry.location();
+            let count = entry.count();
             if first.slot == NO_SLOT {
                 *entry = Entry::new(fingerprint, location, count, epoch);
                 return Occurrences::Several(count);

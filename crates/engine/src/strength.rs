@@ -69,13 +69,7 @@ impl Strength {
     pub fn record(&mut self, pages: u64, collisions: u64, contents: u64) -> bool {
         self.pages += pages;
         self.collisions += collisions;
-        let penalty = self.collisions * COLLISION_LINES;
-        let pays = |&lines: &u32| {
-            let more = u64::from(lines - self.lines);
-            penalty > self.pages * more + contents * (PAGE_LINES + u64::from(lines))
-        };
-        let stronger = (self.lines + 1..=LINES).filter(|lines| lines.is_power_of_two()).rev().find(pays);
-        if let Some(lines) = stronger.filter(|_| self.collisions >= COLLISIONS_MIN) {
+        if let Some(lines) = self.stronger(contents) {
             let before = self.before.take();
             if before.is_some() {
                 self.gain_wanted = (self.gain_wanted * 4).min(GAIN_MOST);
@@ -83,7 +77,8 @@ impl Strength {
             return self.change(before.map_or(lines, |before| before.max(lines)));
         }
         if self.pages > WINDOW_PAGES.max(contents * WINDOW_PARTS) {
-            (self.pages, self.collisions) = (self.pages / 2, self.collisions / 2);
+            self.pages /= 2;
+            self.collisions /= 2;
         }
         let less = u64::from(self.lines - WEAKEST);
         self.gain = (self.gain + pages * less).saturating_sub(collisions * COLLISION_LINES);
@@ -95,8 +90,26 @@ impl Strength {
         self.change(WEAKEST)
     }
 
+    /// The highest number of lines that comparisons in vain have paid for.
+    fn stronger(&self, contents: u64) -> Option<u32> {
+        if self.collisions < COLLISIONS_MIN {
+            return None;
+        }
+        let mut lines = LINES;
+        while lines > self.lines {
+            let more = self.pages * u64::from(lines - self.lines);
+            if self.collisions * COLLISION_LINES > more + contents * (PAGE_LINES + u64::from(lines)) {
+                return Some(lines);
+            }
+            lines /= 2;
+        }
+        None
+    }
+
     fn change(&mut self, lines: u32) -> bool {
-        (self.pages, self.collisions, self.gain) = (0, 0, 0);
+        self.pages = 0;
+        self.collisions = 0;
+        self.gain = 0;
         std::mem::replace(&mut self.lines, lines) != lines
     }
 }

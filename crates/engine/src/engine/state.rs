@@ -9,24 +9,31 @@ use crate::state::{KindTotal, LevelTotal, RegionState, State};
 use crate::units::{Bytes, Pages, count};
 
 pub(super) fn state(engine: &Engine) -> State {
-    let (table, ledger, pace) = (&engine.table, &engine.ledger, engine.pace());
+    let table = &engine.table;
+    let ledger = &engine.ledger;
+    let pace = engine.pace();
     let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
     let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
     let fraction = sampled as f64 / resident.max(1) as f64;
-    let regions: Vec<RegionState> = table.iter().map(|region| of_region(engine, region, fraction)).collect();
-    let total = |wanted: &dyn Fn(&RegionState) -> bool| {
-        let chosen = regions.iter().filter(|region| wanted(region));
-        chosen.fold((0, Pages(0)), |(count, pages), region| (count + 1, pages + region.resident))
-    };
-    let kinds = Kind::ALL.map(|kind| {
-        let (regions, resident) = total(&|region| region.kind == kind);
-        KindTotal { kind, regions, resident }
-    });
-    let levels = (1..=engine.ladder.levels()).rev().map(|level| {
-        let (regions, resident) = total(&|region| region.level == level);
+    let mut kinds = Kind::ALL.map(|kind| KindTotal { kind, regions: 0, resident: Pages(0) });
+    let mut levels = Vec::new();
+    for level in (1..=engine.ladder.levels()).rev() {
         let share = engine.ladder.share(level, pace, &engine.config);
-        LevelTotal { level, share, regions, resident }
-    });
+        levels.push(LevelTotal { level, share, regions: 0, resident: Pages(0) });
+    }
+    let mut regions = Vec::new();
+    for region in table.iter() {
+        let region = of_region(engine, region, fraction);
+        for total in kinds.iter_mut().filter(|total| total.kind == region.kind) {
+            total.regions += 1;
+            total.resident += region.resident;
+        }
+        for total in levels.iter_mut().filter(|total| total.level == region.level) {
+            total.regions += 1;
+            total.resident += region.resident;
+        }
+        regions.push(region);
+    }
     State {
         governor: engine.config.governor,
         in_force: engine.governor,
@@ -47,7 +54,7 @@ pub(super) fn state(engine: &Engine) -> State {
         index_entries: engine.index.len(),
         index_bytes: Bytes(count(engine.index.bytes())),
         kinds: kinds.to_vec(),
-        levels: levels.collect(),
+        levels,
         ledger: Ledger { curve: Vec::new(), ..ledger.clone() },
         placement: engine.placer.summary().cloned(),
         regions,
@@ -57,6 +64,11 @@ pub(super) fn state(engine: &Engine) -> State {
 fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
     let evidence = engine.evidence(region, sampled);
     let cow_ratio = region.usage.cow_breaks.ratio;
+    let marks = region.marks.counts();
+    let mut other = Pages(0);
+    for mark in &region.marks.spans {
+        other += mark.resident.saturating_sub(mark.duplicate);
+    }
     RegionState {
         owner: region.view.owner,
         domain: region.view.domain,
@@ -72,7 +84,7 @@ fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
         exact: evidence.exact,
         cow_ratio: (cow_ratio.0 > 0).then(|| cow_ratio.fraction()),
         marked: region.marked_resident(),
-        expected: region.marks.counts().duplicate,
-        other: region.marks.spans.iter().map(|mark| Pages(mark.resident.0.saturating_sub(mark.duplicate.0))).sum(),
+        expected: marks.duplicate,
+        other,
     }
 }

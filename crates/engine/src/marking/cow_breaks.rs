@@ -122,17 +122,15 @@ impl CowBreaks {
             let only = only_page.entry(fingerprint).or_insert(Some(page));
             *only = only.filter(|&known| known == page);
         }
-        let group_of = |page: Vpn, fingerprint: u32| match only_page[&fingerprint] {
-            Some(_) => Group::Extent(page.extent()),
-            None => Group::Content(fingerprint),
-        };
         let mut tally = BreakTally::default();
         for (&page, probe) in &self.probes {
             let merged_ns = probe.last_ns.saturating_sub(probe.first_ns.max(self.since_ns));
-            tally.groups.entry(group_of(page, probe.fingerprint)).or_default().merged_s += seconds(merged_ns);
+            let group = Group::of(page, probe.fingerprint, &only_page);
+            tally.groups.entry(group).or_default().merged_s += seconds(merged_ns);
         }
         for end in &self.ends {
-            let group = tally.groups.entry(group_of(end.page, end.fingerprint)).or_default();
+            let group = Group::of(end.page, end.fingerprint, &only_page);
+            let group = tally.groups.entry(group).or_default();
             group.merged_s += seconds(end.merged_ns);
             group.rewritten += u64::from(end.rewritten);
         }
@@ -152,6 +150,16 @@ enum Group {
     Content(u32),
     /// Pages of an extent with contents that we observe on no other page.
     Extent(u64),
+}
+
+impl Group {
+    /// The group of a page with this content, if we know for each content the only page that has it.
+    fn of(page: Vpn, fingerprint: u32, only_page: &FxHashMap<u32, Option<Vpn>>) -> Self {
+        match only_page[&fingerprint] {
+            Some(_) => Self::Extent(page.extent()),
+            None => Self::Content(fingerprint),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default)]

@@ -31,8 +31,7 @@ pub struct Survey {
     next: u64,
     /// Pages we visited since we last examined the region, resident or not.
     visited: u64,
-    /// Remembered pages: offset in the index, and 32 bits of the digest if we know it.
-    probes: Vec<(u32, Option<u32>)>,
+    probes: Vec<Probe>,
     /// The probe after the last one that we found: we read regions upwards.
     next_probe: usize,
     revisited: u64,
@@ -40,6 +39,15 @@ pub struct Survey {
     /// Recent samples after we first read the region whole, and unmerged duplicates among them.
     resampled: u64,
     renewed: u64,
+}
+
+/// A remembered page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Probe {
+    /// Its offset in the index.
+    offset: u32,
+    /// 32 bits of the digest, if we know it.
+    digest: Option<u32>,
 }
 
 impl Survey {
@@ -84,7 +92,8 @@ impl Survey {
 
     /// Adopts another run's samples.
     pub fn adopt(&mut self, tally: Tally, visited: u64) {
-        (self.tally, self.visited) = (tally, visited);
+        self.tally = tally;
+        self.visited = visited;
     }
 
     /// Pages we visited since we last examined the region, resident or not.
@@ -98,10 +107,10 @@ impl Survey {
         let print = digest.fingerprint();
         if recording {
             if self.probes.len() < PROBES_MAX {
-                self.probes.push((offset, Some(print)));
+                self.probes.push(Probe { offset, digest: Some(print) });
             }
         } else if let Some(at) = self.find_probe(offset) {
-            let before = self.probes[at].1.replace(print);
+            let before = self.probes[at].digest.replace(print);
             if let Some(before) = before.filter(|&before| before == print || comparable(before)) {
                 self.revisited += 1;
                 self.changed += u64::from(before != print);
@@ -114,25 +123,29 @@ impl Survey {
         self.resampled += 1;
         self.renewed += u64::from(is_new);
         if self.resampled > RENEWAL_MOST {
-            (self.resampled, self.renewed) = (self.resampled / 2, self.renewed / 2);
+            self.resampled /= 2;
+            self.renewed /= 2;
         }
     }
 
     /// How many times as densely as others to sample the region: proportional to its share of new duplicates, up to the
     /// ratio from which we promote a region.
     pub fn weight(&self, threshold: Permyriad) -> u64 {
+        if self.resampled < RENEWAL_MIN {
+            return 1;
+        }
         let enough = self.resampled * u64::from(threshold.0);
-        if self.resampled < RENEWAL_MIN { 1 } else { (self.renewed * 10_000 * DENSER / enough.max(1)).clamp(1, DENSER) }
+        (self.renewed * 10_000 * DENSER / enough.max(1)).clamp(1, DENSER)
     }
 
     fn find_probe(&mut self, offset: u32) -> Option<usize> {
-        let is_before = |&(before, _): &(u32, _)| before < offset;
-        let (before, from) = self.probes.split_at_checked(self.next_probe)?;
-        if !(before.last().is_none_or(is_before) && from.first().is_none_or(|probe| !is_before(probe))) {
-            self.next_probe = self.probes.partition_point(is_before);
+        let (passed, ahead) = self.probes.split_at_checked(self.next_probe)?;
+        let is_passed = passed.last().is_none_or(|probe| probe.offset < offset);
+        if !is_passed || ahead.first().is_some_and(|probe| probe.offset < offset) {
+            self.next_probe = self.probes.partition_point(|probe| probe.offset < offset);
         }
         let at = self.next_probe;
-        self.probes.get(at).filter(|probe| probe.0 == offset)?;
+        self.probes.get(at).filter(|probe| probe.offset == offset)?;
         self.next_probe += 1;
         Some(at)
     }
@@ -141,16 +154,21 @@ impl Survey {
     pub fn forget_digests(&mut self) {
         self.end_examination();
         self.probes.clear();
-        (self.next, self.next_probe) = (0, 0);
-        (self.revisited, self.changed) = (0, 0);
+        self.next = 0;
+        self.restart_probes();
     }
 
     /// We're about to read the region whole.
     pub fn start_examination(&mut self) {
         self.probes.sort_unstable();
-        self.probes.dedup_by_key(|&mut (offset, _)| offset);
+        self.probes.dedup_by_key(|probe| probe.offset);
+        self.restart_probes();
+    }
+
+    fn restart_probes(&mut self) {
         self.next_probe = 0;
-        (self.revisited, self.changed) = (0, 0);
+        self.revisited = 0;
+        self.changed = 0;
     }
 
     /// We've read the region whole: samples count from zero.

@@ -15,10 +15,13 @@ const WHOLE_BITS: u32 = 52;
 /// The most blocks of one mapping. Larger mappings get larger blocks.
 const BLOCKS_MAX: u64 = 256;
 
-/// A block of the address space: log2 of its size in pages, and its number.
+/// A block of a mapping. A mapping that isn't cut is one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Block {
+    key: RegionKey,
+    /// log2 of its size in pages.
     bits: u32,
+    /// How many blocks of that size come before it in the address space.
     number: u64,
 }
 
@@ -26,7 +29,7 @@ struct Block {
 #[derive(Debug, Default)]
 pub struct RegionTable {
     regions: Vec<Option<Region>>,
-    by_key: BTreeMap<(RegionKey, Block), u32>,
+    by_block: BTreeMap<Block, u32>,
     /// The block size of each mapping, as a power of two.
     bits: BTreeMap<RegionKey, u32>,
     /// Empty slots that entries of the index may still point to.
@@ -59,65 +62,75 @@ impl RegionTable {
     /// The slot of the region that holds a page.
     pub fn find(&self, key: RegionKey, page: Vpn) -> Option<u32> {
         let bits = *self.bits.get(&key)?;
-        self.by_key.get(&(key, Block { bits, number: page.0 >> bits })).copied()
+        self.by_block.get(&Block { key, bits, number: page.0 >> bits }).copied()
     }
 
     /// Adopts the host's latest view of all mappings: updates known regions, creates others with `new`, and returns the
     /// ones that have ended.
     pub fn update(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
-        let mut missing: BTreeSet<_> = self.by_key.keys().copied().collect();
+        let mut missing: BTreeSet<_> = self.by_block.keys().copied().collect();
         let mut ended = Vec::new();
         self.bits.clear();
         for view in views.iter().filter(|view| view.pages.0 > 0) {
             let bits = block_bits(view.pages.0);
             self.bits.insert(view.key, bits);
-            let block = |view| {
-                let mut region = new(view);
-                region.in_blocks = bits != WHOLE_BITS;
-                region
-            };
             for (number, view) in blocks(*view, bits) {
-                let key = (view.key, Block { bits, number });
-                missing.remove(&key);
-                match self.by_key.get(&key) {
-                    Some(&slot) => {
-                        let Some(region) = &mut self.regions[index(slot)] else { continue };
-                        if region.is_replaced_by(&view) {
-                            ended.push(std::mem::replace(region, block(view)));
-                        } else {
-                            region.update(view, seed);
-                        }
-                    }
-                    None => self.put(key, block(view)),
-                }
+                let block = Block { key: view.key, bits, number };
+                missing.remove(&block);
+                ended.extend(self.update_block(block, view, seed, &new));
             }
         }
-        ended.extend(missing.into_iter().filter_map(|key| self.remove(key)));
+        ended.extend(missing.into_iter().filter_map(|block| self.remove(block)));
         ended
     }
 
-    /// Puts a region into an empty slot. Drops it if the index can't point to any more slots.
-    fn put(&mut self, key: (RegionKey, Block), region: Region) {
-        let slot = self.free.pop().or_else(|| {
-            let slot = u32::try_from(self.regions.len()).ok().filter(|&slot| slot < SLOTS_MAX)?;
-            self.regions.push(None);
-            Some(slot)
-        });
-        if let Some(slot) = slot {
-            self.regions[index(slot)] = Some(region);
-            self.by_key.insert(key, slot);
+    /// Adopts the host's latest view of one block. Returns the region that was there, if another one has taken its
+    /// place.
+    fn update_block(
+        &mut self,
+        block: Block,
+        view: RegionView,
+        seed: u64,
+        new: &impl Fn(RegionView) -> Region,
+    ) -> Option<Region> {
+        let in_blocks = block.bits != WHOLE_BITS;
+        let Some(&slot) = self.by_block.get(&block) else {
+            self.put(block, Region { in_blocks, ..new(view) });
+            return None;
+        };
+        let region = self.get_mut(slot)?;
+        if region.is_replaced_by(&view) {
+            return Some(std::mem::replace(region, Region { in_blocks, ..new(view) }));
         }
+        region.update(view, seed);
+        None
     }
 
-    fn remove(&mut self, key: (RegionKey, Block)) -> Option<Region> {
-        let slot = self.by_key.remove(&key)?;
+    /// Puts a region into an empty slot. Drops it if the index can't point to any more slots.
+    fn put(&mut self, block: Block, region: Region) {
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None => match u32::try_from(self.regions.len()) {
+                Ok(slot) if slot < SLOTS_MAX => {
+                    self.regions.push(None);
+                    slot
+                }
+                _ => return,
+            },
+        };
+        self.regions[index(slot)] = Some(region);
+        self.by_block.insert(block, slot);
+    }
+
+    fn remove(&mut self, block: Block) -> Option<Region> {
+        let slot = self.by_block.remove(&block)?;
         self.retired.push(slot);
         self.regions[index(slot)].take()
     }
 
     /// Whether enough slots wait for a sweep of the index to make one worth it.
     pub fn wants_sweep(&self) -> bool {
-        self.retired.len() > 64 + self.by_key.len() / 4
+        self.retired.len() > 64 + self.by_block.len() / 4
     }
 
     /// Frees retired slots, after a sweep of the index has removed all entries that point to them.
@@ -141,13 +154,17 @@ fn blocks(view: RegionView, bits: u32) -> impl Iterator<Item = (u64, RegionView)
     let end = view.first.0 + view.pages.0;
     (view.first.0 >> bits..=(end - 1) >> bits).map(move |number| {
         let first = (number << bits).max(view.first.0);
-        let pages = ((number + 1) << bits).min(end) - first;
-        let part = |whole: Pages| {
-            Pages(u64::try_from(u128::from(whole.0) * u128::from(pages) / u128::from(view.pages.0)).unwrap_or(0))
-        };
-        let (resident, marked) = (part(view.resident), part(view.marked));
-        (number, RegionView { first: Vpn(first), pages: Pages(pages), resident, marked, ..view })
+        let pages = Pages(((number + 1) << bits).min(end) - first);
+        let resident = part_of(view.resident, pages, view.pages);
+        let marked = part_of(view.marked, pages, view.pages);
+        (number, RegionView { first: Vpn(first), pages, resident, marked, ..view })
     })
+}
+
+/// The part of a mapping's pages in a block of it.
+fn part_of(total: Pages, block: Pages, mapping: Pages) -> Pages {
+    let part = u128::from(total.0) * u128::from(block.0) / u128::from(mapping.0);
+    Pages(u64::try_from(part).unwrap_or(0))
 }
 
 #[cfg(test)]
@@ -253,7 +270,7 @@ mod tests {
             slots = slots.max(table.regions.len());
         }
         assert!(slots < 4 * LIVE, "{slots} slots");
-        assert!(table.bits.len() <= LIVE + lasting.len() && table.by_key.len() == LIVE + lasting.len());
+        assert!(table.bits.len() <= LIVE + lasting.len() && table.by_block.len() == LIVE + lasting.len());
     }
 
     #[test]

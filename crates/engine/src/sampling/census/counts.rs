@@ -239,22 +239,20 @@ impl CensusCounts {
 
     /// The error at 95 % confidence, from the spread of the estimates without one group each.
     fn error(&self, total: &Counts, frames: f64, fraction: f64) -> f64 {
-        let estimates: Vec<f64> = self
-            .groups
-            .iter()
-            .map(|group| {
-                let mut rest = *total;
-                rest.add(group, -1.0);
-                if rest.read <= 0.0 {
-                    return 0.0;
-                }
-                for units in &mut rest.units {
-                    *units = units.max(0.0);
-                }
-                let mixture = Mixture::new(rest.read / frames);
-                saving(&mixture, &mixture.fit(&rest.units), &rest) * frames / rest.read
-            })
-            .collect();
+        let mut estimates = Vec::with_capacity(GROUPS);
+        for group in &self.groups {
+            let mut rest = *total;
+            rest.add(group, -1.0);
+            if rest.read <= 0.0 {
+                estimates.push(0.0);
+                continue;
+            }
+            for units in &mut rest.units {
+                *units = units.max(0.0);
+            }
+            let mixture = Mixture::new(rest.read / frames);
+            estimates.push(saving(&mixture, &mixture.fit(&rest.units), &rest) * frames / rest.read);
+        }
         let groups = GROUPS as f64;
         let mean = estimates.iter().sum::<f64>() / groups;
         let spread: f64 = estimates.iter().map(|estimate| (estimate - mean).powi(2)).sum();

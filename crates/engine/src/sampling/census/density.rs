@@ -46,20 +46,25 @@ impl Census {
     /// How many duplicates each one that we saw counts for, by cell.
     fn corrections(&self, findings: &Findings) -> Vec<f64> {
         // The pages read, and the saving from their contents as we saw them, without zeros.
-        let mut seen = vec![(0.0, 0.0); self.cells.len()];
+        let mut read = vec![0.0; self.cells.len()];
+        let mut saved = vec![0.0; self.cells.len()];
         self.each_content(|pages, frames| {
             for page in pages {
-                let (read, saved) = &mut seen[index(page.cell)];
-                *read += weight(page);
-                *saved += frames.map_or(0.0, |frames| weight(page) * (1.0 - 1.0 / frames.max(1.0)));
+                let cell = index(page.cell);
+                read[cell] += weight(page);
+                if let Some(frames) = frames {
+                    saved[cell] += weight(page) * (1.0 - 1.0 / frames.max(1.0));
+                }
             }
         });
-        let correction = |((read, saved), (cell, figures)): (&(f64, f64), (&super::Cell, &super::Figures))| {
+        let mut corrections = vec![1.0; self.cells.len()];
+        for (at, cell) in self.cells.iter().enumerate().filter(|&(at, _)| saved[at] > 0.0) {
             let held = cell.private.0 as f64 + cell.shared_frames;
-            let expected = (figures.duplicate_within + figures.duplicate_across) * read / held.max(1.0);
-            if *saved > 0.0 { (expected / saved).max(1.0) } else { 1.0 }
-        };
-        seen.iter().zip(self.cells.iter().zip(&findings.cells)).map(correction).collect()
+            let figures = &findings.cells[at];
+            let expected = (figures.duplicate_within + figures.duplicate_across) * read[at] / held.max(1.0);
+            corrections[at] = (expected / saved[at]).max(1.0);
+        }
+        corrections
     }
 
     /// Calls `each` with the pages of each content, and with how many frames we saw holding it: infinity if a merged
@@ -67,11 +72,13 @@ impl Census {
     fn each_content(&self, mut each: impl FnMut(&[ReadPage], Option<f64>)) {
         for pages in self.pages.chunk_by(|a, b| a.digest == b.digest) {
             let digest = pages[0].digest;
-            let frames = || match self.merged.binary_search(&digest) {
-                Ok(_) => f64::INFINITY,
-                Err(_) => pages.iter().map(weight).sum(),
-            };
-            each(pages, (digest != Digest::ZERO.0).then(frames));
+            if digest == Digest::ZERO.0 {
+                each(pages, None);
+            } else if self.merged.binary_search(&digest).is_ok() {
+                each(pages, Some(f64::INFINITY));
+            } else {
+                each(pages, Some(pages.iter().map(weight).sum()));
+            }
         }
     }
 }

@@ -23,13 +23,22 @@ pub(super) struct Posterior {
 
 impl Posterior {
     pub fn saving(&self, histogram: &Histogram) -> f64 {
-        histogram.iter().zip(&self.saved).map(|(units, saved)| units * saved).sum()
+        product(histogram, &self.saved)
     }
 
     /// The number of contents left shared.
     pub fn contents(&self, histogram: &Histogram) -> f64 {
-        histogram.iter().zip(&self.content).map(|(units, part)| units * part).sum()
+        product(histogram, &self.content)
     }
+}
+
+/// The sum of the products of two histograms' columns.
+fn product(histogram: &Histogram, expected: &Histogram) -> f64 {
+    let mut sum = 0.0;
+    for (units, expected) in histogram.iter().zip(expected) {
+        sum += units * expected;
+    }
+    sum
 }
 
 /// The probabilities of being seen, for one sampled fraction.
@@ -80,7 +89,8 @@ impl Mixture {
         for _ in 0..ROUNDS {
             let (one, _) = self.step(histogram, &start, &[], 0.0);
             let (two, likelihood_of_one) = self.step(histogram, &one, &[], 0.0);
-            let (mut first, mut bend) = (0.0, 0.0);
+            let mut first = 0.0;
+            let mut bend = 0.0;
             for i in 0..start.len() {
                 first += (one[i] - start[i]).powi(2);
                 bend += (two[i] - 2.0 * one[i] + start[i]).powi(2);
@@ -119,9 +129,11 @@ impl Mixture {
     pub fn posterior(&self, shares: &[f64]) -> Posterior {
         let mut posterior = Posterior { saved: [0.0; FREQUENT], content: [0.0; FREQUENT] };
         for seen in 1..FREQUENT {
-            let (mut sum, mut inverse, mut alone) = (0.0, 0.0, 0.0);
-            for ((&m, chance), &share) in self.multiplicity.iter().zip(&self.chance).zip(shares) {
-                let weight = share * chance[seen];
+            let mut sum = 0.0;
+            let mut inverse = 0.0;
+            let mut alone = 0.0;
+            for (at, &m) in self.multiplicity.iter().enumerate() {
+                let weight = shares[at] * self.chance[at][seen];
                 sum += weight;
                 inverse += weight / m;
                 alone += if m < 1.5 { weight } else { 0.0 };
@@ -138,12 +150,18 @@ impl Mixture {
     fn step(&self, histogram: &Histogram, shares: &[f64], prior: &[f64], prior_units: f64) -> (Vec<f64>, f64) {
         let mut next = vec![0.0; shares.len()];
         let mut likelihood = 0.0;
-        for (seen, &units) in histogram.iter().enumerate().skip(1).filter(|(_, units)| **units > 0.0) {
-            let sum: f64 = self.chance.iter().zip(shares).map(|(chance, share)| chance[seen] * share).sum();
+        for (seen, &units) in histogram.iter().enumerate().skip(1) {
+            if units <= 0.0 {
+                continue;
+            }
+            let mut sum = 0.0;
+            for (chance, share) in self.chance.iter().zip(shares) {
+                sum += chance[seen] * share;
+            }
             likelihood += units * sum.max(f64::MIN_POSITIVE).ln();
             if sum > 0.0 {
-                for ((next, chance), share) in next.iter_mut().zip(&self.chance).zip(shares) {
-                    *next += units * chance[seen] * share / sum;
+                for (at, next) in next.iter_mut().enumerate() {
+                    *next += units * self.chance[at][seen] * shares[at] / sum;
                 }
             }
         }
@@ -162,13 +180,13 @@ impl Mixture {
 
 /// Extrapolates two steps, to positive shares that add up to 1.
 fn leap(start: &[f64], one: &[f64], two: &[f64], stride: f64) -> Vec<f64> {
-    let ahead = start.iter().zip(one).zip(two).map(|((start, one), two)| {
-        let r = one - start;
-        let reached = start + 2.0 * stride * r + stride * stride * (two - one - r);
+    let mut leap = Vec::with_capacity(start.len());
+    for (at, start) in start.iter().enumerate() {
+        let r = one[at] - start;
+        let reached = start + 2.0 * stride * r + stride * stride * (two[at] - one[at] - r);
         // A share of zero could never grow again.
-        reached.max(1e-12)
-    });
-    let mut leap: Vec<f64> = ahead.collect();
+        leap.push(reached.max(1e-12));
+    }
     let sum: f64 = leap.iter().sum();
     for share in &mut leap {
         *share /= sum;
