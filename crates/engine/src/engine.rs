@@ -26,7 +26,7 @@ use crate::learned::{Learned, Verdicts, verdict};
 use crate::ledger::Ledger;
 use crate::limits::{Allowance, GroupLimits, Limits};
 use crate::marking::lifetimes::Lifetimes;
-use crate::marking::marker::{Marker, SPLIT_FROM, marked_resident};
+use crate::marking::marker::{Marker, Means, SPLIT_FROM, marked_resident};
 use crate::merging::{Inputs, ScanScheduler};
 use crate::placement::placer::Placer;
 use crate::region::table::RegionTable;
@@ -499,7 +499,7 @@ impl Engine {
         let mut spare = self.reserve.spare(memory);
         let mut taken: FxHashMap<LimitKey, Pages> = FxHashMap::default();
         for (key, page) in relieved.others {
-            let Some(region) = self.table.find(key, page).and_then(|slot| self.table.get_mut(slot)) else { continue };
+            let Some(region) = self.table.at_mut(key, page) else { continue };
             // Another program's marks aren't ours to undo.
             if !on_request && region.marks.spans.is_empty() {
                 continue;
@@ -522,7 +522,7 @@ impl Engine {
         }
         // On request, we don't merge anything again without headroom.
         for (key, page) in relieved.own.into_iter().filter(|_| !on_request) {
-            if let Some(region) = self.table.find(key, page).and_then(|slot| self.table.get_mut(slot)) {
+            if let Some(region) = self.table.at_mut(key, page) {
                 self.marker.give_up(region, relieved.limit);
             }
         }
@@ -572,11 +572,7 @@ impl Engine {
             let Some(region) = self.table.get_mut(slot) else { continue };
             region.life.advance(Event::ReadTo(end));
             if end >= region.end() {
-                region.judged(now_ns);
-                if on_request {
-                    // Only marks need more.
-                    region.life.advance(Event::Settle);
-                }
+                region.judged(now_ns, on_request);
             }
         }
         if self.paused {
@@ -604,16 +600,9 @@ impl Engine {
             return Actions { unmark, stop: self.allowance.stop_size(), scan, ..Actions::default() };
         }
         let more = self.reading.foreground;
-        let mark = self.marker.mark(
-            &mut self.table,
-            now_ns,
-            more,
-            &mut self.scheduler,
-            &mut self.allowance,
-            pace,
-            &mut self.headroom,
-            &self.config,
-        );
+        let means =
+            Means { scheduler: &mut self.scheduler, allowance: &mut self.allowance, headroom: &mut self.headroom };
+        let mark = self.marker.mark(&mut self.table, now_ns, more, pace, means, &self.config);
         let inputs = Inputs {
             now_ns,
             ksm: &self.snapshot.ksm,

@@ -112,11 +112,7 @@ impl LineDigester {
     pub fn hash(&self, page: &PageBytes, lines: u32) -> u64 {
         self.hash_lines(lines, |line| {
             let at = line * LINE_BYTES;
-            std::array::from_fn(|word| {
-                let mut bytes = [0; 8];
-                bytes.copy_from_slice(&page[at + word * 8..][..8]);
-                u64::from_ne_bytes(bytes)
-            })
+            std::array::from_fn(|word| word_of(&page[at + word * 8..][..8]))
         })
     }
 
@@ -191,13 +187,12 @@ fn fold(a: u64, b: u64) -> u64 {
 /// words: in a program linked for size, looking byte by byte takes 16,000 instructions for a page of zeros, and word by
 /// word 800.
 pub fn is_zero(page: &PageBytes) -> bool {
-    page.chunks_exact(LINE_BYTES).all(|line| {
-        let mut bits = 0;
-        for word in line.chunks_exact(8) {
-            bits |= word.try_into().map_or(0, u64::from_ne_bytes);
-        }
-        bits == 0
-    })
+    page.chunks_exact(LINE_BYTES).all(|line| line.chunks_exact(8).fold(0, |bits, bytes| bits | word_of(bytes)) == 0)
+}
+
+/// The word of eight bytes.
+fn word_of(bytes: &[u8]) -> u64 {
+    bytes.try_into().map_or(0, u64::from_ne_bytes)
 }
 
 #[cfg(test)]

@@ -93,6 +93,22 @@ impl Entry {
     fn count(self) -> u8 {
         u8::try_from(self.rest >> OFFSET_BITS & u32::from(COUNT_MAX)).unwrap_or(COUNT_MAX)
     }
+    /// Records that `location` holds its content. Returns where we saw that before.
+    fn record(&mut self, location: Location, epoch: u8) -> Occurrences {
+        let first = self.location();
+        let count = self.count();
+        let fingerprint = self.fingerprint();
+        if first.slot == NO_SLOT {
+            *self = Self::new(fingerprint, location, count, epoch);
+            return Occurrences::Several(count);
+        }
+        if first == location {
+            *self = Self::new(fingerprint, first, count, epoch);
+            return if count > 1 { Occurrences::Several(count - 1) } else { Occurrences::None };
+        }
+        *self = Self::new(fingerprint, first, (count + 1).min(COUNT_MAX), epoch);
+        if count > 1 { Occurrences::Several(count) } else { Occurrences::One(first) }
+    }
     /// The epoch that last renewed it.
     fn epoch(self) -> u8 {
         u8::try_from(self.rest >> (OFFSET_BITS + COUNT_BITS)).unwrap_or(0)
@@ -142,21 +158,10 @@ impl Index {
         let fingerprint = fingerprint(digest);
         let epoch = self.epoch;
         let tree = &mut self.trees[tree_of(fingerprint, self.bits)];
-        let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
-        if let Some(entry) = tree.get_mut(at).filter(|entry| entry.fingerprint() == fingerprint) {
-            let first = entry.location();
-            let count = entry.count();
-            if first.slot == NO_SLOT {
-                *entry = Entry::new(fingerprint, location, count, epoch);
-                return Occurrences::Several(count);
-            }
-            if first == location {
-                *entry = Entry::new(fingerprint, first, count, epoch);
-                return if count > 1 { Occurrences::Several(count - 1) } else { Occurrences::None };
-            }
-            *entry = Entry::new(fingerprint, first, (count + 1).min(COUNT_MAX), epoch);
-            return if count > 1 { Occurrences::Several(count) } else { Occurrences::One(first) };
-        }
+        let at = match find(tree, fingerprint) {
+            Ok(at) => return tree[at].record(location, epoch),
+            Err(at) => at,
+        };
         if tree.len() == tree.capacity() {
             tree.reserve_exact(TREE_STEP);
         }
@@ -177,17 +182,15 @@ impl Index {
     pub fn point_to(&mut self, digest: Digest, location: Location) {
         let fingerprint = fingerprint(digest);
         let tree = &mut self.trees[tree_of(fingerprint, self.bits)];
-        let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
-        if let Some(entry) = tree.get_mut(at).filter(|entry| entry.fingerprint() == fingerprint) {
-            *entry = Entry::new(fingerprint, location, entry.count(), entry.epoch());
+        if let Ok(at) = find(tree, fingerprint) {
+            tree[at] = Entry::new(fingerprint, location, tree[at].count(), tree[at].epoch());
         }
     }
 
     fn entry(&self, digest: Digest) -> Option<Entry> {
         let fingerprint = fingerprint(digest);
         let tree = &self.trees[tree_of(fingerprint, self.bits)];
-        let at = tree.partition_point(|entry| entry.fingerprint() < fingerprint);
-        tree.get(at).copied().filter(|entry| entry.fingerprint() == fingerprint)
+        Some(tree[find(tree, fingerprint).ok()?])
     }
 
     /// Begins the next epoch. Entries that aren't renewed for two epochs are old.
@@ -234,6 +237,11 @@ impl Index {
             })
             .collect();
     }
+}
+
+/// The place of a content's entry in its tree, or where to insert it.
+fn find(tree: &[Entry], fingerprint: u64) -> Result<usize, usize> {
+    tree.binary_search_by_key(&fingerprint, |entry| entry.fingerprint())
 }
 
 fn fingerprint(digest: Digest) -> u64 {

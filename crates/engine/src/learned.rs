@@ -115,7 +115,7 @@ pub(crate) fn verdict(
         first: region.view.first,
         pages: region.view.pages,
         resident: region.view.resident,
-        visited: if busy { Pages(0) } else { region.marks.visited() },
+        visited: if busy { Pages(0) } else { region.marks.visited },
         judged,
         left_over: Permyriad::of(whole(left_over * 10_000.0), 10_000),
         tally: region.survey.tally,
@@ -123,7 +123,7 @@ pub(crate) fn verdict(
         marks,
         hold: region.hold.reason(),
         hold_ns: region.hold.ends_ns().saturating_sub(now_ns),
-        pause_ns: region.hold.pause_ns(),
+        pause_ns: region.hold.pause_ns,
     })
 }
 
@@ -214,7 +214,7 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
         region.marks.spans =
             marks.map(|&(first, pages, resident, duplicate)| Candidate { first, pages, resident, duplicate }).collect();
         region.marks.scanned_whole = verdict.visited > Pages(0);
-        region.marks.visit(if verdict.visited > Pages(0) { verdict.visited } else { region.view.resident });
+        region.marks.visited = if verdict.visited > Pages(0) { verdict.visited } else { region.view.resident };
     }
 }
 

@@ -127,7 +127,7 @@ impl Region {
     /// Roughly how many of its pages ksmd has merged: the duplicates among the pages it has visited.
     pub fn merged_by_ksmd(&self) -> Pages {
         let marked = self.marks.counts();
-        let visited = self.marks.visited().0.min(marked.resident.0);
+        let visited = self.marks.visited.0.min(marked.resident.0);
         Pages(whole(marked.duplicate.0 as f64 * visited as f64 / marked.resident.0.max(1) as f64))
     }
 
@@ -159,8 +159,12 @@ impl Region {
     }
 
     /// Ends the examination: we've read the whole region.
-    pub fn judged(&mut self, now_ns: u64) {
+    pub fn judged(&mut self, now_ns: u64, on_request: bool) {
         self.life.advance(Event::FinishReading { now_ns });
+        if on_request {
+            // Only marks need more.
+            self.life.advance(Event::Settle);
+        }
         self.survey.end_examination();
         self.marks.samples = MarkedSamples::default();
         self.usage.activity_known = true;
@@ -186,7 +190,7 @@ impl Region {
 
     /// How many pages appeared since ksmd last visited, if the region is marked whole.
     pub fn grown(&self) -> Pages {
-        if self.is_marked_whole() { self.marks.not_visited(self.view.resident) } else { Pages(0) }
+        if self.is_marked_whole() { self.view.resident.saturating_sub(self.marks.visited) } else { Pages(0) }
     }
 
     /// A page anywhere in the marked spans, chosen by `random`.
@@ -264,18 +268,17 @@ impl Region {
         if on_request && !self.usage.merged_before {
             return self.usage.merged.len();
         }
-        if on_request { self.resident() } else { self.marked_pages().max(self.view.marked).min(self.resident()) }
+        if on_request {
+            return self.resident();
+        }
+        let marked: Pages = self.marks.spans.iter().map(|mark| mark.pages).sum();
+        marked.max(self.view.marked).min(self.resident())
     }
 
     /// The number of its resident pages. For a block we only know it after reading the block. Until then we assume that
     /// the mapping's resident pages are spread evenly.
     pub fn resident(&self) -> Pages {
         self.view.resident.max(self.counts().resident).min(self.view.pages)
-    }
-
-    /// The length of the spans that this run marked.
-    pub fn marked_pages(&self) -> Pages {
-        self.marks.spans.iter().map(|mark| mark.pages).sum()
     }
 
     /// How many pages its process can need back at worst: the duplicates in our marks, or on request all duplicates we

@@ -58,10 +58,16 @@ pub struct Marker {
     /// When ksmd last began to visit all pages twice, and `KsmView::broken` at that time.
     visited_ns: u64,
     visited_broken: u64,
-    /// When it last did so without skipping any page.
-    thorough_ns: u64,
     refresh_pause_ns: u64,
     refresh_expected: Pages,
+}
+
+/// What marks use up.
+#[derive(Debug)]
+pub struct Means<'a> {
+    pub scheduler: &'a mut ScanScheduler,
+    pub allowance: &'a mut Allowance,
+    pub headroom: &'a mut Headroom,
 }
 
 impl Marker {
@@ -99,7 +105,6 @@ impl Marker {
     pub fn adopt(&mut self, now_ns: u64, broken: u64) {
         self.visited_ns = now_ns;
         self.visited_broken = broken;
-        self.thorough_ns = now_ns;
     }
 
     /// The spans to mark now. `more` means that we're reading regions that we may mark soon.
@@ -108,12 +113,11 @@ impl Marker {
         table: &mut RegionTable,
         now_ns: u64,
         more: bool,
-        scheduler: &mut ScanScheduler,
-        allowance: &mut Allowance,
         pace: Pace,
-        headroom: &mut Headroom,
+        means: Means,
         config: &Config,
     ) -> Vec<Change> {
+        let Means { scheduler, allowance, headroom } = means;
         let rested_ns = scheduler.idle_ns(now_ns);
         let marked = marked_resident(table);
         self.thin_out(table, marked, now_ns, rested_ns, pace, config);
@@ -166,9 +170,10 @@ impl Marker {
         marks
     }
 
-    /// Lowers the density that we ask of regions, if that may give us more to mark than when we last did. Regions judged
-    /// lately wait: the pages that such a region has in common with memory too young to read may be all that it lacks,
-    /// and neither merges before both are marked.
+    /// Lowers the density that we ask of regions to the one that pays, if something has changed since we last did.
+    /// Regions judged lately wait: the pages that such a region has in common with memory too young to read may be all
+    /// that it lacks, and neither merges before both are marked. The thinnest extents come last, together, once ksmd has
+    /// rested so long that they cost little beside that time.
     fn thin_out(
         &mut self,
         table: &mut RegionTable,
@@ -186,13 +191,25 @@ impl Marker {
         let wait_ns = config.probation_rounds * pace.round_ns;
         let has_newcomers = table.iter().any(|region| region.age.appeared() && now_ns < region.seen_ns + wait_ns);
         let until_ns = if has_newcomers { now_ns.saturating_sub(wait_ns) } else { now_ns };
-        self.thin = thin_out(table, marked, pace.price_ns, rested_ns, until_ns, config);
         self.price_ns = pace.price_ns;
         self.thin_at_ns = u64::MAX;
         for judgement in table.iter().filter_map(|region| region.life.judgement()) {
             if judgement.at_ns > until_ns {
                 self.thin_at_ns = self.thin_at_ns.min(judgement.at_ns + wait_ns);
             }
+        }
+        self.thin = Wave { walked: marked, ..Wave::default() };
+        if config.only == Only::Zeros {
+            // Other marked pages could be merged between programs.
+            return;
+        }
+        thin_to(table, paying_density(pace.price_ns).max(config.thinnest_density), until_ns, config);
+        for region in table.iter() {
+            self.thin += thinner(region, config.thinnest_density, until_ns, config).unwrap_or_default();
+        }
+        if self.has_thin_waiting() && rested_ns >= self.thin.rest_ns(pace.price_ns) {
+            thin_to(table, config.thinnest_density, until_ns, config);
+            self.thin = Wave::default();
         }
     }
 
@@ -224,7 +241,9 @@ impl Marker {
                 continue;
             }
             let why = Why::CowBroken { ratio: breaks.ratio };
-            self.unmarking.extend(region.marks.spans.iter().map(|mark| Change { span: span_of(region, mark), why }));
+            for mark in &region.marks.spans {
+                self.unmarking.push_back(Change { span: span_of(region, mark), why });
+            }
             region.leave_until(now_ns + LEAVE_NS, LeaveAlone::CowBroken);
         }
     }
@@ -293,18 +312,17 @@ impl Marker {
         }
         loop {
             let front = *self.unmarking.front()?;
-            let region = table.find(front.span.region, front.span.first).and_then(|slot| table.get(slot));
-            if region.is_some_and(|region| region.hold.left_alone) {
-                // Don't keep the others waiting.
-                self.unmarking.rotate_left(1);
-                self.next_unmark_ns = now_ns + RETRY_NS;
-                return None;
-            }
-            if let Some(owner) = region.map(|region| region.view.owner) {
-                if allowance.stops_left(owner) == 0 {
+            if let Some(region) = table.at(front.span.region, front.span.first) {
+                if region.hold.left_alone {
+                    // Don't keep the others waiting.
+                    self.unmarking.rotate_left(1);
+                    self.next_unmark_ns = now_ns + RETRY_NS;
                     return None;
                 }
-                allowance.use_stops(owner, 1);
+                if allowance.stops_left(region.view.owner) == 0 {
+                    return None;
+                }
+                allowance.use_stops(region.view.owner, 1);
                 return self.unmarking.pop_front();
             }
             // The region has ended.
@@ -333,13 +351,10 @@ impl Marker {
         let marked = marked_resident(table);
         if scheduler.visits_twice() || marked == Pages(0) {
             for region in table.iter_mut() {
-                region.marks.visit(region.view.resident);
+                region.marks.visited = region.view.resident;
             }
             self.visited_ns = now_ns;
             self.visited_broken = broken;
-            if scheduler.wants_thorough() {
-                self.thorough_ns = now_ns;
-            }
         }
         if scheduler.is_busy() {
             // Pages that are about to merge are no reason for another scan.
@@ -395,15 +410,13 @@ impl Marker {
         scheduler: &mut ScanScheduler,
     ) {
         for ChangeResult { change: Change { span, .. }, marking } in &outcome.marked {
-            let Some(region) = table.find(span.region, span.first).and_then(|slot| table.get_mut(slot)) else {
-                continue;
-            };
+            let Some(region) = table.at_mut(span.region, span.first) else { continue };
             if !region.marks.has(span.first, span.pages) {
                 continue;
             }
             match marking {
                 Marking::Done(_) => {
-                    region.hold.reset_pause();
+                    region.hold.pause_ns = 0;
                     let wave = self.added.get(&(span.region, span.first)).copied().unwrap_or_default();
                     scheduler.request(wave.added.max(Pages(1)));
                     if wave.walked > Pages(0) {
@@ -544,33 +557,6 @@ fn gain(region: &Region, spans: &[Candidate]) -> Wave {
 fn between(known: Counts, all: Counts) -> Wave {
     let added = all.resident.saturating_sub(known.resident);
     Wave { added, walked: Pages(0), duplicate: all.duplicate.saturating_sub(known.duplicate) }
-}
-
-/// Lowers the density we ask of regions judged until `until_ns` to the one that pays. The thinnest extents come last,
-/// together, once ksmd has rested so long that they cost little beside that time. Returns the extents that wait.
-fn thin_out(
-    table: &mut RegionTable,
-    marked: Pages,
-    price_ns: u64,
-    rested_ns: u64,
-    until_ns: u64,
-    config: &Config,
-) -> Wave {
-    if config.only == Only::Zeros {
-        // Other marked pages could be merged between programs.
-        return Wave::default();
-    }
-    let pays = paying_density(price_ns).max(config.thinnest_density);
-    thin_to(table, pays, until_ns, config);
-    let mut wave = Wave { walked: marked, ..Wave::default() };
-    for region in table.iter() {
-        wave += thinner(region, config.thinnest_density, until_ns, config).unwrap_or_default();
-    }
-    if wave.added == Pages(0) || rested_ns < wave.rest_ns(price_ns) {
-        return wave;
-    }
-    thin_to(table, config.thinnest_density, until_ns, config);
-    Wave::default()
 }
 
 /// Lowers the density of regions where that gives us more to mark.

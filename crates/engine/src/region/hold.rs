@@ -29,8 +29,8 @@ pub struct Hold {
     reason: Option<LeaveAlone>,
     /// We don't examine it before this time, nor mark it if it was COW-broken or unmerged, nanoseconds.
     not_before_ns: u64,
-    /// The last pause between two examinations, nanoseconds.
-    pause_ns: u64,
+    /// The last pause between two examinations, nanoseconds. 0 once one has brought something.
+    pub pause_ns: u64,
     /// Memory is short: no marks.
     pub short: bool,
     /// We leave the process alone: nothing at all.
@@ -71,11 +71,6 @@ impl Hold {
         self.not_before_ns
     }
 
-    /// The last pause between two examinations, nanoseconds.
-    pub fn pause_ns(&self) -> u64 {
-        self.pause_ns
-    }
-
     /// Adopts another run's findings: a reason, how long it still holds, and the last pause.
     pub fn adopt(&mut self, now_ns: u64, reason: Option<LeaveAlone>, hold_ns: u64, pause_ns: u64) {
         self.reason = reason;
@@ -108,10 +103,5 @@ impl Hold {
     pub fn put_off(&mut self, now_ns: u64) {
         self.pause_ns = (self.pause_ns * 2).clamp(FIRST_PAUSE_NS, LONGEST_PAUSE_NS);
         self.not_before_ns = now_ns + self.pause_ns;
-    }
-
-    /// The last examination brought something: the next pause is the shortest again.
-    pub fn reset_pause(&mut self) {
-        self.pause_ns = 0;
     }
 }

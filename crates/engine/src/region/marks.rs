@@ -16,7 +16,7 @@ pub struct Marks {
     /// Whether we've already requested scans because another program has marked the whole region.
     pub scanned_whole: bool,
     /// Pages that were resident when ksmd last began to visit them twice.
-    visited: Pages,
+    pub visited: Pages,
 }
 
 impl Marks {
@@ -57,21 +57,6 @@ impl Marks {
             at -= mark.pages.0;
         }
         None
-    }
-
-    /// ksmd is about to visit all resident pages twice.
-    pub fn visit(&mut self, resident: Pages) {
-        self.visited = resident;
-    }
-
-    /// Pages that were resident when ksmd last began to visit them twice.
-    pub fn visited(&self) -> Pages {
-        self.visited
-    }
-
-    /// How many of the resident pages appeared since then.
-    pub fn not_visited(&self, resident: Pages) -> Pages {
-        resident.saturating_sub(self.visited)
     }
 }
 

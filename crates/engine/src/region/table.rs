@@ -65,6 +65,22 @@ impl RegionTable {
         self.by_block.get(&Block { key, bits, number: page.0 >> bits }).copied()
     }
 
+    /// The share of all pages in scope that we've sampled, 0 to 1.
+    pub fn sampled(&self) -> f64 {
+        let resident: Pages = self.iter().map(|region| region.view.resident).sum();
+        let sampled: u64 = self.iter().map(|region| region.survey.tally.sampled).sum();
+        sampled as f64 / resident.0.max(1) as f64
+    }
+
+    /// The region that holds a page.
+    pub fn at(&self, key: RegionKey, page: Vpn) -> Option<&Region> {
+        self.get(self.find(key, page)?)
+    }
+
+    pub fn at_mut(&mut self, key: RegionKey, page: Vpn) -> Option<&mut Region> {
+        self.get_mut(self.find(key, page)?)
+    }
+
     /// Adopts the host's latest view of all mappings: updates known regions, creates others with `new`, and returns the
     /// ones that have ended.
     pub fn update(&mut self, views: &[RegionView], seed: u64, new: impl Fn(RegionView) -> Region) -> Vec<Region> {
@@ -108,16 +124,14 @@ impl RegionTable {
 
     /// Puts a region into an empty slot. Drops it if the index can't point to any more slots.
     fn put(&mut self, block: Block, region: Region) {
-        let slot = match self.free.pop() {
-            Some(slot) => slot,
-            None => match u32::try_from(self.regions.len()) {
-                Ok(slot) if slot < SLOTS_MAX => {
-                    self.regions.push(None);
-                    slot
-                }
-                _ => return,
-            },
-        };
+        let next = u32::try_from(self.regions.len()).unwrap_or(SLOTS_MAX);
+        let slot = self.free.pop().unwrap_or(next);
+        if slot == next {
+            if slot >= SLOTS_MAX {
+                return;
+            }
+            self.regions.push(None);
+        }
         self.regions[index(slot)] = Some(region);
         self.by_block.insert(block, slot);
     }

@@ -54,6 +54,13 @@ pub struct Cell {
     pub swapped: Pages,
 }
 
+impl Cell {
+    /// The frames it holds, merged ones apart.
+    fn held(&self) -> f64 {
+        self.private.0 as f64 + self.shared_frames
+    }
+}
+
 /// A mapping of a frame that we've read.
 #[derive(Clone, Copy, Debug)]
 struct ReadPage {

@@ -62,16 +62,18 @@ impl Tally {
         let zero = self.zero as f64 / n;
         let found = self.found as f64;
         let fraction = fraction.clamp(1e-6, 1.0);
-        let chance = chance_of_discovery(fraction, self.copies as f64 / found.max(1.0));
+        // If we found none, we don't know k and assume one copy, which is hardest to find.
+        let chance = match self.found {
+            0 => fraction,
+            _ => chance_of_discovery(fraction, self.copies as f64 / found),
+        };
         // The upper 95 % bound of a Poisson count, to within a few per cent (3 for a count of 0).
         let most = found + 1.9 * (found + 0.6).sqrt() + 1.5;
-        // If we found none, we don't know k and assume one copy, which is hardest to find.
-        let hardest = if self.found == 0 { fraction } else { chance };
         let ratio = zero + (found / n / chance).min(1.0 - zero);
         // The lower bound, likewise, of all duplicates seen.
         let seen = self.duplicates() as f64;
         let least = (seen - 1.9 * seen.sqrt()).max(0.0);
-        Estimate { ratio, floor: ratio * least / seen.max(1.0), ceiling: (zero + most / n / hardest).min(1.0) }
+        Estimate { ratio, floor: ratio * least / seen.max(1.0), ceiling: (zero + most / n / chance).min(1.0) }
     }
 }
 

@@ -267,9 +267,7 @@ impl Ladder {
     /// Promotes and demotes regions by their samples. A region with clear samples goes to the top at once, others rise
     /// by one level once they have enough evidence for theirs. Returns whether we have something left to read soon.
     pub fn promote(&self, table: &mut RegionTable, now_ns: u64, pace: Pace, config: &Config) -> bool {
-        let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
-        let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
-        let fraction = sampled as f64 / resident.max(1) as f64;
+        let sampled = table.sampled();
         let threshold = config.threshold().fraction();
         let mut families = BTreeSet::new();
         for region in table.iter_mut() {
@@ -285,7 +283,7 @@ impl Ladder {
             }
             // Duplicates that we found before and that weren't worth marking don't count again.
             let beyond = if region.life.is_surveyed() { 0.0 } else { region.left_over(config.mechanism) };
-            let estimate = region.survey.estimate(region.view.resident, fraction);
+            let estimate = region.survey.estimate(region.view.resident, sampled);
             if estimate.ratio < threshold + beyond {
                 demote(region, config);
                 continue;
@@ -565,7 +563,7 @@ mod tests {
             let (mut ladder, mut table) = (Ladder::new(4), table(&[1 << 20; 2]));
             for region in table.iter_mut() {
                 region.examine(1);
-                region.judged(0);
+                region.judged(0, false);
                 (0..100).for_each(|_| region.survey.record_renewal(region.view.key == RegionKey(2)));
             }
             let config = Config { mechanism, ..tenth() };
@@ -615,7 +613,7 @@ mod tests {
         #[test]
         fn the_bottom_level_stays_within_its_share(sizes in proptest::collection::vec(1u64..50_000, 1..20), at: u32) {
             let (mut ladder, mut table) = (Ladder::new(4), table(&sizes));
-            table.iter_mut().for_each(|region| { region.examine(1); region.judged(0); });
+            table.iter_mut().for_each(|region| { region.examine(1); region.judged(0, false); });
             let pace = Governor::Full.pace();
             ladder.start_round(at.into(), pace);
             let reading = plan(&mut ladder, &mut table, true);

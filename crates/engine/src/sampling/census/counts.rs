@@ -204,7 +204,7 @@ impl CensusCounts {
             total.add(&counts.all, 1.0);
             own.add(&counts.own, 1.0);
         }
-        let frames: f64 = cells.iter().map(|cell| cell.private.0 as f64 + cell.shared_frames).sum();
+        let frames: f64 = cells.iter().map(Cell::held).sum();
         if total.read <= 0.0 || frames <= 0.0 {
             return Findings { error: frames, ..self.exact(cells) };
         }

@@ -59,9 +59,8 @@ impl Census {
         });
         let mut corrections = vec![1.0; self.cells.len()];
         for (at, cell) in self.cells.iter().enumerate().filter(|&(at, _)| saved[at] > 0.0) {
-            let held = cell.private.0 as f64 + cell.shared_frames;
             let figures = &findings.cells[at];
-            let expected = (figures.duplicate_within + figures.duplicate_across) * read[at] / held.max(1.0);
+            let expected = (figures.duplicate_within + figures.duplicate_across) * read[at] / cell.held().max(1.0);
             corrections[at] = (expected / saved[at]).max(1.0);
         }
         corrections
