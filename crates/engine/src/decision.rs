@@ -1,14 +1,16 @@
-//! What happens to each region next, why, and until when. The engine decides that in one place (`engine/decide.rs`).
-//! `explain`, `status`, `top` and the metrics only print a [`Decision`]; none of them works the reason out again.
+//! What happens to each region next, why, since when, and until when. The engine decides that in one place
+//! (`engine/decide.rs`) at the end of each cycle, and keeps it on the region. `explain`, `status`, `top` and the metrics
+//! only print a [`Decision`]; none of them works the reason out again.
 
-use crate::keys::LimitKey;
+use crate::keys::{LimitKey, OwnerKey};
 use crate::marking::profit::Wave;
-use crate::units::{Pages, Permyriad};
+use crate::units::{Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 use std::fmt;
+use std::mem::discriminant;
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verb {
     /// We sample it until there's enough evidence.
     #[default]
@@ -24,7 +26,6 @@ pub enum Verb {
     /// We only sample it thinly, for some time.
     Wait,
     /// We leave it alone.
-    #[serde(rename = "nothing")]
     Leave,
 }
 
@@ -94,13 +95,15 @@ pub enum Reason {
 pub struct Decision {
     pub verb: Verb,
     pub reason: Reason,
+    /// Since when we've decided so, for this reason, nanoseconds.
+    pub since_ns: u64,
     /// When that changes if nothing else does, nanoseconds. `None` if we don't know.
     pub until_ns: Option<u64>,
 }
 
 impl Decision {
     pub(crate) fn new(verb: Verb, reason: Reason) -> Self {
-        Self { verb, reason, until_ns: None }
+        Self { verb, reason, since_ns: 0, until_ns: None }
     }
 
     #[must_use]
@@ -108,9 +111,49 @@ impl Decision {
         Self { until_ns: Some(until_ns), ..self }
     }
 
+    /// Whether it says to do the same as another, for the same reason. Figures may differ, such as how far we've read.
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.verb == other.verb && discriminant(&self.reason) == discriminant(&other.reason)
+    }
+
     /// How long it still holds, seconds.
     pub fn seconds_left(&self, now_ns: u64) -> Option<f64> {
         Some(self.until_ns?.saturating_sub(now_ns) as f64 / 1e9)
+    }
+}
+
+/// A decision on a region that took the place of another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecisionChange {
+    pub owner: OwnerKey,
+    /// The region's first page, and its length.
+    pub first: Vpn,
+    pub pages: Pages,
+    pub from: Decision,
+    /// Made at its `since_ns`.
+    pub to: Decision,
+}
+
+/// The last changes of decisions.
+#[derive(Clone, Debug, Default)]
+pub struct DecisionLog {
+    changes: VecDeque<DecisionChange>,
+}
+
+impl DecisionLog {
+    /// We keep this many changes.
+    pub const MOST: usize = 1_024;
+
+    pub(crate) fn push(&mut self, change: DecisionChange) {
+        if self.changes.len() == Self::MOST {
+            self.changes.pop_front();
+        }
+        self.changes.push_back(change);
+    }
+
+    /// The changes, oldest first.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &DecisionChange> {
+        self.changes.iter()
     }
 }
 
@@ -157,4 +200,33 @@ pub struct Evidence {
     pub range: (f64, f64),
     /// Whether we've read the region whole, so that the ratio is exact.
     pub exact: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_make_no_new_decision() {
+        let read = |pages| Decision::new(Verb::Read, Reason::BeingRead(Pages(pages)));
+        assert!(read(5).is_like(&read(7).until(9)));
+        assert!(!read(5).is_like(&Decision::new(Verb::Read, Reason::Promising)));
+        assert!(!read(5).is_like(&Decision { verb: Verb::Watch, ..read(5) }));
+    }
+
+    #[test]
+    fn the_log_keeps_the_last_changes() {
+        let mut log = DecisionLog::default();
+        let change = DecisionChange {
+            owner: OwnerKey(1),
+            first: Vpn(0),
+            pages: Pages(1),
+            from: Decision::default(),
+            to: Decision::default(),
+        };
+        for page in 0..=DecisionLog::MOST as u64 {
+            log.push(DecisionChange { first: Vpn(page), ..change });
+        }
+        assert_eq!((log.iter().count(), log.iter().next().unwrap().first), (DecisionLog::MOST, Vpn(1)));
+    }
 }

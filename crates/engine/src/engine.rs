@@ -14,6 +14,7 @@ mod samples;
 mod state;
 
 use crate::config::Config;
+use crate::decision::DecisionLog;
 use crate::governor::{Budget, Governor, Pace, share_ns};
 use crate::hash::{DigestSet, LINES};
 use crate::headroom::Headroom;
@@ -83,6 +84,7 @@ pub struct Engine {
     lifetimes: Lifetimes,
     verdicts: Verdicts,
     ledger: Ledger,
+    decisions: DecisionLog,
     snapshot: Snapshot,
     /// Whether we've seen the first snapshot: regions that appear from then on are new.
     running: bool,
@@ -173,6 +175,7 @@ impl Engine {
             lifetimes: Lifetimes::default(),
             verdicts: Verdicts::default(),
             ledger: Ledger::default(),
+            decisions: DecisionLog::default(),
             snapshot: Snapshot::default(),
             running: false,
             reading: ReadPlan::default(),
@@ -205,6 +208,11 @@ impl Engine {
             self.lifetimes.adopt(&learned.families);
             self.verdicts = Verdicts::new(if self.on_request() { Vec::new() } else { learned.regions });
         }
+    }
+
+    /// The last changes of decisions.
+    pub fn decisions(&self) -> &DecisionLog {
+        &self.decisions
     }
 
     pub fn ledger(&self) -> &Ledger {
@@ -687,6 +695,7 @@ impl Engine {
         }
         self.marker.record_marked(&mut self.table, self.snapshot.now_ns, outcome, &mut self.scheduler);
         self.marker.record_unmarked(self.snapshot.now_ns, outcome);
+        self.decide_all();
         self.wait_ns()
     }
 }

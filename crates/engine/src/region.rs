@@ -18,6 +18,7 @@ pub use survey::{RUN_PAGES, Survey};
 pub use usage::{PageSet, Usage};
 
 use crate::config::Config;
+use crate::decision::Decision;
 use crate::host::{Mechanism, RegionView};
 use crate::index::OFFSET_BITS;
 use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, candidates};
@@ -43,6 +44,8 @@ pub struct Region {
     pub usage: Usage,
     /// Why we leave it alone, and until when.
     pub hold: Hold,
+    /// What happens to it next, as we decided at the end of the last cycle.
+    pub decision: Decision,
     /// Offsets in the index count from this page.
     base: Vpn,
 }
@@ -61,6 +64,7 @@ impl Region {
             marks: Marks::default(),
             usage: Usage::default(),
             hold: Hold::new(view.left_alone),
+            decision: Decision { since_ns: now_ns, ..Decision::default() },
             base: view.first,
         }
     }

@@ -1,10 +1,11 @@
-//! What a region's decision says after a cycle is what the next cycle does, as long as nothing else changes.
+//! What a region's decision says after a cycle is what the next cycle does, as long as nothing else changes. A decision
+//! stands until the verb or the reason changes, and the log has each change.
 
 mod common;
 
 use common::{MIB, SECOND, config, host, process_of, requested, tenants};
 use pagefold_engine::config::Config;
-use pagefold_engine::decision::{Decision, Reason, Verb};
+use pagefold_engine::decision::{Decision, DecisionLog, Reason, Verb};
 use pagefold_engine::engine::{Cycle, Engine, cycle};
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Actions, Host, MemoryView, Outcome, PageRun, SamplePlan, Samples, Snapshot};
@@ -15,9 +16,10 @@ use pagefold_sim::{Fill, Mapping, Process, SimHost, scenario};
 use proptest::prelude::*;
 use std::convert::Infallible;
 
-/// A host that remembers the last plan and the last actions.
+/// A host that remembers when it was last observed, the last plan and the last actions.
 struct Recorded {
     host: SimHost,
+    seen_ns: u64,
     runs: Vec<PageRun>,
     actions: Actions,
 }
@@ -26,7 +28,9 @@ impl Host for Recorded {
     type Error = Infallible;
 
     fn observe(&mut self) -> Result<Snapshot, Infallible> {
-        self.host.observe()
+        let Ok(snapshot) = self.host.observe();
+        self.seen_ns = snapshot.now_ns;
+        Ok(snapshot)
     }
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, Infallible> {
@@ -94,11 +98,32 @@ impl Decided {
             _ => {}
         }
     }
+
+    /// Checks that it has stood since it was made, and that the log has it if it took the place of the `old` one at
+    /// `now_ns`.
+    fn check_since(&self, old: Option<&Self>, log: &DecisionLog, now_ns: u64) {
+        let decision = &self.decision;
+        let said = format!("{decision:?} of {:?} at {:?}, observed at {now_ns}", self.key, self.first);
+        match old {
+            None => assert!(decision.since_ns <= now_ns, "{said}"),
+            Some(old) if decision.is_like(&old.decision) => {
+                assert_eq!(decision.since_ns, old.decision.since_ns, "{said}");
+            }
+            Some(old) => {
+                assert_eq!(decision.since_ns, now_ns, "{said}");
+                let is_logged =
+                    log.iter().rev().take_while(|change| change.to.since_ns == now_ns).any(|change| {
+                        change.first == self.first && change.from == old.decision && change.to == *decision
+                    });
+                assert!(is_logged, "{said}, after {old:?}", old = old.decision);
+            }
+        }
+    }
 }
 
 /// Runs the engine, and checks each cycle against the decisions before it. Returns the verbs seen.
 fn run_checked(host: SimHost, config: Config, seconds: u64) -> Vec<Verb> {
-    let mut recorded = Recorded { host, runs: Vec::new(), actions: Actions::default() };
+    let mut recorded = Recorded { host, seen_ns: 0, runs: Vec::new(), actions: Actions::default() };
     let mut engine = Engine::new(config);
     let mut verbs = Vec::new();
     let mut before: Vec<Decided> = Vec::new();
@@ -107,11 +132,12 @@ fn run_checked(host: SimHost, config: Config, seconds: u64) -> Vec<Verb> {
         let Ok(Cycle { wait_ns, .. }) = cycle(&mut engine, &mut recorded);
         let after = decided(&engine);
         let being_read = before.iter().chain(&after).any(|region| region.decision.verb <= Verb::Mark);
-        for old in &before {
-            let then = after.iter().find(|new| new.key == old.key && new.first == old.first && new.end == old.end);
-            if let Some(then) = then {
-                old.check(&recorded, &then.decision, being_read, began_ns);
+        for new in &after {
+            let old = before.iter().find(|old| new.key == old.key && new.first == old.first && new.end == old.end);
+            if let Some(old) = old {
+                old.check(&recorded, &new.decision, being_read, began_ns);
             }
+            new.check_since(old, engine.decisions(), recorded.seen_ns);
         }
         verbs.extend(after.iter().map(|new| new.decision.verb));
         verbs.sort_unstable();

@@ -4,27 +4,47 @@
 //! reading, what have we read whole, and what do we sample.
 
 use super::Engine;
-use crate::decision::{Decision, Evidence, Kind, Reason, Verb};
+use crate::decision::{Decision, DecisionChange, Evidence, Kind, Reason, Verb};
+use crate::host::RegionView;
 use crate::region::{LeaveAlone, Region};
 use crate::sampling::estimate::Estimate;
 use crate::sampling::ladder::{matures_ns, samples_wanted, wants_more};
 use crate::units::{Pages, Permyriad};
 
 impl Engine {
+    /// Decides on every region at the end of a cycle, and logs what has changed.
+    pub(super) fn decide_all(&mut self) {
+        let now_ns = self.snapshot.now_ns;
+        let mut table = std::mem::take(&mut self.table);
+        let sampled = table.sampled();
+        for region in table.iter_mut() {
+            let from = region.decision;
+            let mut to = self.decide(region, sampled);
+            let is_new = !to.is_like(&from);
+            to.since_ns = if is_new { now_ns } else { from.since_ns };
+            if is_new && region.seen_ns < now_ns {
+                let RegionView { owner, first, pages, .. } = region.view;
+                self.decisions.push(DecisionChange { owner, first, pages, from, to });
+            }
+            region.decision = to;
+        }
+        self.table = table;
+    }
+
     /// Our evidence for duplicates in a region. We have sampled the share `sampled` of all pages in scope.
     pub(super) fn evidence(&self, region: &Region, sampled: f64) -> Evidence {
         let exact = region.life.is_judged();
-        let estimate = region.survey.estimate(region.view.resident, sampled);
-        let (ratio, range) = if exact {
+        let estimate = if exact {
             let ratio = region.counts().ratio();
-            (ratio, (ratio, ratio))
+            Estimate { ratio, floor: ratio, ceiling: ratio }
         } else {
-            (estimate.ratio, (estimate.floor, estimate.ceiling))
+            region.survey.estimate(region.view.resident, sampled)
         };
-        Evidence { kind: self.kind(region, ratio, exact, &estimate), ratio, range, exact }
+        let range = (estimate.floor, estimate.ceiling);
+        Evidence { kind: self.kind(region, &estimate), ratio: estimate.ratio, range, exact }
     }
 
-    fn kind(&self, region: &Region, ratio: f64, exact: bool, estimate: &Estimate) -> Kind {
+    fn kind(&self, region: &Region, estimate: &Estimate) -> Kind {
         let threshold = self.config.threshold().fraction();
         let is_cow_broken = region.hold.reason() == Some(LeaveAlone::CowBroken);
         if is_cow_broken || region.survey.is_volatile(&self.config) {
@@ -33,17 +53,18 @@ impl Engine {
         if region.age.is_young() {
             return Kind::ShortLived;
         }
-        if ratio >= threshold || region.marked_resident() > Pages(0) {
+        if estimate.ratio >= threshold || region.marked_resident() > Pages(0) {
             let is_mature = self.snapshot.now_ns >= matures_ns(region, self.pace(), &self.config);
             return if is_mature { Kind::StaticallyDuplicated } else { Kind::ShortLived };
         }
-        if exact || estimate.ceiling < 2.0 * threshold || !wants_more(region, &self.config) {
+        if estimate.ceiling < 2.0 * threshold || !wants_more(region, &self.config) {
             return Kind::Sparse;
         }
         Kind::Unknown
     }
 
-    pub(super) fn decide(&self, region: &Region, evidence: &Evidence) -> Decision {
+    /// What happens to a region next. Weighing the evidence takes longest, so we only do it where it matters.
+    fn decide(&self, region: &Region, sampled: f64) -> Decision {
         let now_ns = self.snapshot.now_ns;
         if region.hold.is_refused() {
             return Decision::new(Verb::Leave, Reason::Refused);
@@ -60,22 +81,22 @@ impl Engine {
             return Decision::new(Verb::Read, Reason::BeingRead(read));
         }
         let matures_ns = matures_ns(region, self.pace(), &self.config);
-        if evidence.kind == Kind::ShortLived && matures_ns > now_ns {
+        if matures_ns > now_ns && self.evidence(region, sampled).kind == Kind::ShortLived {
             return Decision::new(Verb::Wait, Reason::TooYoung).until(matures_ns);
         }
         if region.life.is_judged() {
-            return self.decide_judged(region, evidence);
+            return self.decide_judged(region, sampled);
         }
         if wants_more(region, &self.config) {
             let sampled = Pages(region.survey.tally.sampled);
             let needed = Pages(samples_wanted(region, &self.config));
             return Decision::new(Verb::Sample, Reason::TooFewSamples { sampled, needed });
         }
-        self.watch(region, evidence)
+        self.watch(region, sampled)
     }
 
     /// What happens next to a region that we've read whole.
-    fn decide_judged(&self, region: &Region, evidence: &Evidence) -> Decision {
+    fn decide_judged(&self, region: &Region, sampled: f64) -> Decision {
         let now_ns = self.snapshot.now_ns;
         if let Some(limit) = region.hold.full {
             return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));
@@ -102,14 +123,15 @@ impl Engine {
         if let Some(until_ns) = awaits.filter(|&until_ns| !self.on_request() && until_ns > now_ns) {
             return Decision::new(Verb::Wait, Reason::AwaitsNewcomers).until(until_ns);
         }
-        self.watch(region, evidence)
+        self.watch(region, sampled)
     }
 
     /// Why we only watch a region.
-    fn watch(&self, region: &Region, evidence: &Evidence) -> Decision {
+    fn watch(&self, region: &Region, sampled: f64) -> Decision {
         if let Some(limit) = region.hold.full {
             return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));
         }
+        let evidence = self.evidence(region, sampled);
         let reason = match evidence.kind {
             Kind::CowBroken => Reason::Volatile,
             Kind::StaticallyDuplicated if region.marked_resident() > Pages(0) => Reason::Done,

@@ -12,9 +12,7 @@ pub(super) fn state(engine: &Engine) -> State {
     let table = &engine.table;
     let ledger = &engine.ledger;
     let pace = engine.pace();
-    let resident: u64 = table.iter().map(|region| region.view.resident.0).sum();
-    let sampled: u64 = table.iter().map(|region| region.survey.tally.sampled).sum();
-    let fraction = sampled as f64 / resident.max(1) as f64;
+    let sampled = table.sampled();
     let mut kinds = Kind::ALL.map(|kind| KindTotal { kind, regions: 0, resident: Pages(0) });
     let mut levels = Vec::new();
     for level in (1..=engine.ladder.levels()).rev() {
@@ -23,7 +21,7 @@ pub(super) fn state(engine: &Engine) -> State {
     }
     let mut regions = Vec::new();
     for region in table.iter() {
-        let region = of_region(engine, region, fraction);
+        let region = of_region(engine, region, sampled);
         for total in kinds.iter_mut().filter(|total| total.kind == region.kind) {
             total.regions += 1;
             total.resident += region.resident;
@@ -77,7 +75,7 @@ fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
         resident: region.view.resident,
         level: region.life.level(),
         kind: evidence.kind,
-        decision: engine.decide(region, &evidence),
+        decision: region.decision,
         age_seconds: (engine.snapshot.now_ns - region.seen_ns) as f64 / 1e9,
         duplicate_ratio: evidence.ratio,
         duplicate_range: evidence.range,
