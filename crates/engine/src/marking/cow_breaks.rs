@@ -189,20 +189,19 @@ impl BreakTally {
     /// The COW-broken ratio: the share of merged pages that programs would write with their old content within
     /// `horizon_ns`. Each break stands for one page of its group that doesn't stay merged that long.
     pub fn ratio(&self, horizon_ns: u64) -> Permyriad {
-        let rewritten: u64 = self.groups.values().map(|group| group.rewritten).sum();
+        let mut rewritten = 0;
+        let mut merged_s = 0.0;
+        let mut broken_s = 0.0;
+        for group in self.groups.values() {
+            rewritten += group.rewritten;
+            merged_s += group.merged_s;
+            broken_s += group.merged_s.min(group.rewritten as f64 * seconds(horizon_ns));
+        }
         if rewritten < BREAKS_MIN {
             return Permyriad(0);
         }
-        let merged_s: f64 = self.groups.values().map(|group| group.merged_s).sum();
-        let broken_s: f64 = self.groups.values().map(|group| group.broken_s(horizon_ns)).sum();
         let share = if merged_s > 0.0 { broken_s / merged_s } else { 0.0 };
         Permyriad(u32::try_from(whole(share * 10_000.0)).unwrap_or(10_000))
-    }
-}
-
-impl GroupTally {
-    fn broken_s(&self, horizon_ns: u64) -> f64 {
-        self.merged_s.min(self.rewritten as f64 * seconds(horizon_ns))
     }
 }
 

@@ -279,7 +279,9 @@ impl Marker {
                 self.unmarking.push_back(Change { span: rest, why });
             }
             keep = keep - kept_pages;
-            kept.extend(part.filter(|_| is_marked));
+            if is_marked {
+                kept.extend(part);
+            }
         }
         region.leave_until(now_ns + LEAVE_NS, reason);
         region.marks.spans = kept;

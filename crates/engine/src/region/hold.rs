@@ -91,12 +91,8 @@ impl Hold {
     }
 
     pub fn may_mark(&self, now_ns: u64) -> bool {
-        let allowed = match self.reason {
-            None => true,
-            Some(LeaveAlone::CowBroken | LeaveAlone::TakenBack | LeaveAlone::Relieved) => now_ns >= self.not_before_ns,
-            Some(LeaveAlone::Refused) => false,
-        };
-        allowed && !self.short && !self.left_alone && now_ns >= self.retry_ns
+        let is_over = self.reason.is_none() || now_ns >= self.not_before_ns;
+        self.may_sample() && is_over && !self.short && now_ns >= self.retry_ns
     }
 
     /// Puts off the next examination, for twice as long each time, until one brings something.
