@@ -145,9 +145,10 @@ impl Config {
 
     /// The duplicate ratio from which we promote a region.
     pub fn threshold(&self) -> Permyriad {
-        match self.mechanism {
-            Mechanism::Ksmd => self.duplicate_threshold,
-            Mechanism::Request => self.request_threshold.min(self.duplicate_threshold),
+        if self.mechanism.carrier().by_marks {
+            self.duplicate_threshold
+        } else {
+            self.request_threshold.min(self.duplicate_threshold)
         }
     }
 

@@ -50,17 +50,9 @@ pub struct Headroom {
 }
 
 impl Headroom {
-    /// Recomputes the headroom below every limit that was read since the last look. `mergeable` are each process's
-    /// pages that may be merged already, `scope` are all processes with memory that may be merged, and `total` is the
-    /// machine's memory.
-    pub fn look(
-        &mut self,
-        keep: Keep,
-        total: Pages,
-        limits: &[LimitView],
-        scope: &FxHashSet<OwnerKey>,
-        mergeable: &FxHashMap<OwnerKey, Pages>,
-    ) {
+    /// Recomputes the headroom below every limit that was read since the last look. `mergeable` are the pages that may
+    /// be merged already, of every process in scope, and `total` is the machine's memory.
+    pub fn look(&mut self, keep: Keep, total: Pages, limits: &[LimitView], mergeable: &FxHashMap<OwnerKey, Pages>) {
         let before = std::mem::take(&mut self.limits);
         self.of_owner.clear();
         self.read_ns = None;
@@ -68,7 +60,7 @@ impl Headroom {
         for view in limits {
             let known = before.get(&view.key).copied();
             let was_shared = known.is_some_and(|room| room.is_shared);
-            if !was_shared && covers(view, scope) || total > Pages(0) && view.limit >= total {
+            if !was_shared && covers(view, mergeable) || total > Pages(0) && view.limit >= total {
                 continue;
             }
             let held: Pages = view.owners.iter().filter_map(|owner| mergeable.get(owner)).copied().sum();
@@ -149,11 +141,9 @@ impl Headroom {
 }
 
 /// Whether a limit applies to every process in scope, so that nobody outside can share a page charged to it.
-fn covers(view: &LimitView, scope: &FxHashSet<OwnerKey>) -> bool {
-    view.owners.len() >= scope.len() && {
-        let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
-        scope.is_subset(&owners)
-    }
+fn covers(view: &LimitView, scope: &FxHashMap<OwnerKey, Pages>) -> bool {
+    let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
+    scope.keys().all(|owner| owners.contains(owner))
 }
 
 #[cfg(test)]
@@ -171,7 +161,7 @@ mod tests {
     fn look(headroom: &mut Headroom, limits: &[LimitView], mergeable: [u64; 3]) -> [Option<(u32, u64)>; 3] {
         let owners = [OwnerKey(1), OwnerKey(2), OwnerKey(3)];
         let mergeable = owners.into_iter().zip(mergeable.map(Pages)).collect();
-        headroom.look(Keep::Share(Permyriad(1_000)), Pages(10_000), limits, &owners.into_iter().collect(), &mergeable);
+        headroom.look(Keep::Share(Permyriad(1_000)), Pages(10_000), limits, &mergeable);
         owners.map(|owner| headroom.of(owner).map(|(key, left)| (key.0, left.0)))
     }
 

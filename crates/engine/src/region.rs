@@ -19,8 +19,9 @@ pub use usage::{PageSet, Usage};
 
 use crate::config::Config;
 use crate::decision::Decision;
-use crate::host::{Mechanism, RegionView};
+use crate::host::{Mechanism, PageRun, RegionView};
 use crate::index::OFFSET_BITS;
+use crate::keys::RegionKey;
 use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, candidates};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 
@@ -88,6 +89,20 @@ impl Region {
         }
     }
 
+    /// Whether it has appeared in this cycle.
+    pub fn is_new(&self, now_ns: u64) -> bool {
+        self.age.appeared() && self.seen_ns == now_ns
+    }
+
+    /// Whether a page of a mapping is in it.
+    pub fn holds(&self, key: RegionKey, page: Vpn) -> bool {
+        self.view.key == key && (self.view.first..self.end()).contains(&page)
+    }
+
+    pub fn run(&self, first: Vpn, pages: Pages) -> PageRun {
+        PageRun { region: self.view.key, first, pages: u32::try_from(pages.0).unwrap_or(u32::MAX) }
+    }
+
     /// The page after its last.
     pub fn end(&self) -> Vpn {
         self.view.first + self.view.pages.0
@@ -101,7 +116,7 @@ impl Region {
     /// The share of duplicates in extents that weren't worth marking, 0 to 1. Always 0 with merging on request, and for
     /// a region that we left alone: it may have changed.
     pub fn left_over(&self, mechanism: Mechanism) -> f64 {
-        if mechanism == Mechanism::Request || self.hold.reason().is_some() {
+        if !mechanism.carrier().by_marks || self.hold.reason().is_some() {
             return 0.0;
         }
         if let Some(share) = self.life.adopted() {
@@ -266,15 +281,8 @@ impl Region {
         (duplicate > Pages(0)).then_some(Candidate { first, pages, resident, duplicate })
     }
 
-    /// How many of its pages are or may be merged: the marked ones (ours and other programs'), or the ones we merged on
-    /// request.
-    pub fn mergeable(&self, on_request: bool) -> Pages {
-        if on_request && !self.usage.merged_before {
-            return self.usage.merged.len();
-        }
-        if on_request {
-            return self.resident();
-        }
+    /// How many of its pages ksmd has merged or may merge: the marked ones, ours and other programs'.
+    pub fn mergeable(&self) -> Pages {
         let marked: Pages = self.marks.spans.iter().map(|mark| mark.pages).sum();
         marked.max(self.view.marked).min(self.resident())
     }
@@ -283,16 +291,6 @@ impl Region {
     /// the mapping's resident pages are spread evenly.
     pub fn resident(&self) -> Pages {
         self.view.resident.max(self.counts().resident).min(self.view.pages)
-    }
-
-    /// How many pages its process can need back at worst: the duplicates in our marks, or on request all duplicates we
-    /// read.
-    pub fn may_return(&self, on_request: bool) -> Pages {
-        match (on_request, self.life.is_judged()) {
-            (false, _) => self.marks.counts().duplicate,
-            (true, true) => self.counts().duplicate,
-            (true, false) => Pages(0),
-        }
     }
 
     /// The number of resident pages in marked spans.

@@ -20,7 +20,8 @@
 
 use crate::host::{LimitView, MergedSample, PageRun};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
-use crate::placement::inventory::merged_runs;
+use crate::placement::inventory::{merged_runs, take_pages};
+use crate::region::Region;
 use crate::region::table::RegionTable;
 use crate::reserve::Keep;
 use crate::units::{Pages, Vpn, count};
@@ -50,8 +51,12 @@ const PAUSE_MOST_NS: u64 = 600_000_000_000;
 /// at least this fraction of the limit.
 const WORSE: u64 = 64;
 
-/// A region, by its first page.
-pub type Place = (RegionKey, Vpn);
+/// A region, by its mapping and its first page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Place {
+    pub region: RegionKey,
+    pub first: Vpn,
+}
 
 /// The regions to unmerge for a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,22 +81,6 @@ struct Survey {
     frames: FxHashSet<u64>,
     /// Charged frames that other processes map, and where.
     outside: Vec<(Place, u64)>,
-    /// The region of the last page.
-    last: Option<LastRegion>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct LastRegion {
-    place: Place,
-    end: Vpn,
-    is_member: bool,
-}
-
-impl LastRegion {
-    fn holds(&self, sample: &MergedSample) -> bool {
-        let (key, first) = self.place;
-        key == sample.region && (first..self.end).contains(&sample.page)
-    }
 }
 
 /// Looks for regions to unmerge.
@@ -153,7 +142,6 @@ impl Relief {
             merged: FxHashMap::default(),
             frames: FxHashSet::default(),
             outside: Vec::new(),
-            last: None,
         });
     }
 
@@ -161,19 +149,7 @@ impl Relief {
     pub fn inspect(&mut self) -> (Vec<PageRun>, Option<LimitKey>) {
         let Some(survey) = &mut self.survey else { return (Vec::new(), None) };
         self.is_asking = true;
-        let (mut runs, mut left) = (Vec::new(), LOOKED_UP_AT_ONCE);
-        while left > 0 {
-            let Some(next) = survey.ahead.front_mut() else { break };
-            let pages = u32::try_from(left).unwrap_or(u32::MAX).min(next.pages);
-            runs.push(PageRun { pages, ..*next });
-            left -= u64::from(pages);
-            next.first = next.first + u64::from(pages);
-            next.pages -= pages;
-            if next.pages == 0 {
-                survey.ahead.pop_front();
-            }
-        }
-        (runs, Some(survey.limit))
+        (take_pages(&mut survey.ahead, LOOKED_UP_AT_ONCE), Some(survey.limit))
     }
 
     /// Records pages that we looked up. After the last one, returns the regions to unmerge: the ones that hold the most
@@ -203,25 +179,21 @@ impl Relief {
     }
 }
 
+fn place_of(region: &Region) -> Place {
+    Place { region: region.view.key, first: region.view.first }
+}
+
 impl Survey {
     fn add(&mut self, table: &RegionTable, sample: &MergedSample) {
-        let last = if let Some(last) = self.last.filter(|last| last.holds(sample)) {
-            last
-        } else {
-            let Some(region) = table.find(sample.region, sample.page).and_then(|slot| table.get(slot)) else {
-                return;
-            };
-            let is_member = self.members.contains(&region.view.owner);
-            LastRegion { place: (region.view.key, region.view.first), end: region.end(), is_member }
-        };
-        self.last = Some(last);
-        if last.is_member {
-            *self.merged.entry(last.place).or_default() += 1;
+        let Some(region) = table.at(sample.region, sample.page) else { return };
+        let is_member = self.members.contains(&region.view.owner);
+        if is_member {
+            *self.merged.entry(place_of(region)).or_default() += 1;
         }
         if sample.charged {
             self.frames.insert(sample.frame);
-            if !last.is_member {
-                self.outside.push((last.place, sample.frame));
+            if !is_member {
+                self.outside.push((place_of(region), sample.frame));
             }
         }
     }
@@ -279,9 +251,9 @@ impl Survey {
         let mut unmerged = Pages(0);
         let mut regions: Vec<(Pages, Place)> = Vec::new();
         for region in table.iter().filter(|region| self.members.contains(&region.view.owner)) {
-            let place = (region.view.key, region.view.first);
+            let place = place_of(region);
             let merged = Pages(self.merged.get(&place).copied().unwrap_or_default());
-            let pages = region.mergeable(false).saturating_sub(merged);
+            let pages = region.mergeable().saturating_sub(merged);
             unmerged += pages;
             if pages > Pages(0) && !region.marks.spans.is_empty() {
                 regions.push((pages, place));
@@ -306,7 +278,7 @@ mod tests {
     use super::*;
     use crate::host::RegionView;
     use crate::keys::NodeKey;
-    use crate::region::{Region, test_view};
+    use crate::region::test_view;
     use crate::units::Permyriad;
 
     const S: u64 = 1_000_000_000;
@@ -362,7 +334,7 @@ mod tests {
         let keep = Keep::Share(Permyriad(1_000));
         let found = relief.record(&table, &samples(shares), std::slice::from_ref(view), keep, S)?;
         assert!(!relief.is_busy());
-        let numbers = |places: Vec<Place>| places.into_iter().map(|(key, _)| key.0).collect();
+        let numbers = |places: Vec<Place>| places.into_iter().map(|place| place.region.0).collect();
         Some((numbers(found.others), numbers(found.own)))
     }
 

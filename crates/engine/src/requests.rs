@@ -8,6 +8,7 @@ use crate::hash::Digest;
 use crate::host::{Keep, MergeRange, MergeResult, Merging, PageRun};
 use crate::index::{Index, Location};
 use crate::keys::RegionKey;
+use crate::region::Region;
 use crate::region::table::RegionTable;
 use crate::units::Vpn;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -24,19 +25,38 @@ const DIFFERING_MIN: u64 = 1024;
 /// We remember at most this many contents of merged pages that we may have left behind. Beyond that we forget them all.
 const LEFT_MOST: usize = 1 << 20;
 
-type Page = (RegionKey, Vpn);
+/// A page, as the host knows it, and its place in the index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexedPage {
+    pub region: RegionKey,
+    pub page: Vpn,
+    pub location: Location,
+}
+
+impl IndexedPage {
+    pub fn new(region: &Region, slot: u32, page: Vpn) -> Self {
+        Self { region: region.view.key, page, location: Location { slot, offset: region.offset(page) } }
+    }
+}
 
 /// A page, and the page that it's equal to.
 #[derive(Clone, Copy, Debug)]
 struct Pair {
-    take: Page,
-    /// The place of `take` in the index.
-    location: Location,
+    take: IndexedPage,
     /// `None`: the zero page.
-    keep: Option<Page>,
+    keep: Option<IndexedPage>,
     digest: Digest,
     /// See [`MergeRange::needs_merged`].
     needs_merged: bool,
+}
+
+/// Digests that turned out to collide.
+#[derive(Debug, Default)]
+pub struct Collisions {
+    pub digests: Vec<Digest>,
+    /// Pages that were spared the comparison: if all pages differ, the host stops trying, and by their digests the rest
+    /// would have differed, too.
+    pub spared: u64,
 }
 
 /// The pairs found in one cycle.
@@ -57,30 +77,24 @@ pub struct Requests {
 }
 
 impl Requests {
-    pub fn add_zero(&mut self, take: Page, location: Location) {
-        self.pairs.push(Pair { take, location, keep: None, digest: Digest::ZERO, needs_merged: false });
+    pub fn add_zero(&mut self, take: IndexedPage) {
+        self.pairs.push(Pair { take, keep: None, digest: Digest::ZERO, needs_merged: false });
     }
 
     /// Asks to merge a page with the one kept for its content. False if that one already has all the sharers it may
     /// have.
-    pub fn add(
-        &mut self,
-        (take, location): (Page, Location),
-        (keep, kept): (Page, Location),
-        digest: Digest,
-        needs_merged: bool,
-    ) -> bool {
+    pub fn add(&mut self, take: IndexedPage, keep: IndexedPage, digest: Digest, needs_merged: bool) -> bool {
         if self.sharers.len() >= COUNTED_MOST {
             self.sharers.clear();
         }
-        let sharers = self.sharers.entry(kept).or_default();
-        let has_room = *sharers < SHARERS_MOST;
-        if has_room {
-            *sharers += 1;
-            self.kept.insert(kept);
-            self.pairs.push(Pair { take, location, keep: Some(keep), digest, needs_merged });
+        let sharers = self.sharers.entry(keep.location).or_default();
+        if *sharers >= SHARERS_MOST {
+            return false;
         }
-        has_room
+        *sharers += 1;
+        self.kept.insert(keep.location);
+        self.pairs.push(Pair { take, keep: Some(keep), digest, needs_merged });
+        true
     }
 
     /// Records that we keep another page for a content, because the old one no longer has it.
@@ -106,13 +120,14 @@ impl Requests {
 
     /// The ranges to merge, sorted by the pages they replace.
     pub fn ranges(&mut self) -> Vec<MergeRange> {
-        self.pairs.sort_unstable_by_key(|pair| pair.take);
-        self.pairs.dedup_by_key(|pair| pair.take);
+        self.pairs.sort_unstable_by_key(|pair| (pair.take.region, pair.take.page));
+        self.pairs.dedup_by_key(|pair| (pair.take.region, pair.take.page));
         let mut ranges: Vec<MergeRange> = Vec::new();
         for pair in &self.pairs {
-            if !ranges.last_mut().is_some_and(|last| extend(last, pair)) {
-                let keep = pair.keep.map_or(Keep::Zero, |(region, page)| Keep::Run(region, page));
-                let take = PageRun { region: pair.take.0, first: pair.take.1, pages: 1 };
+            let continues = ranges.last_mut().is_some_and(|last| extend(last, pair));
+            if !continues {
+                let take = PageRun { region: pair.take.region, first: pair.take.page, pages: 1 };
+                let keep = pair.keep.map_or(Keep::Zero, |keep| Keep::Run(keep.region, keep.page));
                 ranges.push(MergeRange { take, keep, needs_merged: pair.needs_merged });
             }
         }
@@ -125,97 +140,103 @@ impl Requests {
         self.kept.clear();
     }
 
-    /// Records the outcome of the ranges. If a page couldn't be merged with the one kept for its content, we keep it
-    /// instead. Calls `differs` with the digests that we know collide. Returns how many pages were spared that
-    /// comparison: if all pages differ, the host stops trying, and by their digests the rest would have differed, too.
-    pub fn record(
-        &mut self,
-        results: &[MergeResult],
-        table: &mut RegionTable,
-        index: &mut Index,
-        mut differs: impl FnMut(Digest),
-    ) -> u64 {
-        let (mut merged, mut differing, mut untried) = (0, 0, 0);
-        for MergeResult { range, merging } in results {
-            match merging {
-                Merging::Merged | Merging::Shared => merged += u64::from(range.take.pages),
-                Merging::Differs => differing += u64::from(range.take.pages),
-                Merging::Untried => untried += u64::from(range.take.pages),
+    /// Records the outcome of the ranges.
+    pub fn record(&mut self, results: &[MergeResult], table: &mut RegionTable, index: &mut Index) -> Collisions {
+        let mut collisions = Collisions::default();
+        let mut merged = 0;
+        let mut differing = 0;
+        let mut untried = 0;
+        for result in results {
+            let pages = u64::from(result.range.take.pages);
+            match result.merging {
+                Merging::Merged | Merging::Shared => merged += pages,
+                Merging::Differs => differing += pages,
+                Merging::Untried => untried += pages,
                 Merging::Absent | Merging::Ineligible | Merging::Full | Merging::Busy => {}
             }
-            for at in 0..range.take.pages {
-                let MergeRange { take, keep, .. } = range.part(at, 1);
-                let page = (take.region, take.first);
-                let pair = || {
-                    let at = self.pairs.binary_search_by_key(&page, |pair| pair.take);
-                    at.ok().map(|at| self.pairs[at])
-                };
-                match merging {
-                    Merging::Merged | Merging::Shared => {
-                        let kept = keep.first();
-                        set_merged(table, page, kept.map(|(region, _)| region));
-                        if let Some(kept) = kept {
-                            set_merged(table, kept, Some(page.0));
-                        }
-                        if let Some(pair) = (*merging == Merging::Shared).then(pair).flatten() {
-                            self.differing.remove(&pair.digest.fingerprint());
-                        }
-                    }
-                    Merging::Differs | Merging::Absent | Merging::Ineligible | Merging::Full => {
-                        if let Some(Pair { digest, location, .. }) = pair() {
-                            index.point_to(digest, location);
-                            // One mismatch may only mean that the kept page was just written. Two in a row mean that
-                            // the digests collide.
-                            let differs_again =
-                                *merging == Merging::Differs && self.differing.contains(&digest.fingerprint());
-                            if matches!(merging, Merging::Differs | Merging::Absent) {
-                                self.leave_behind(digest);
-                                remember(&mut self.differing, digest);
-                            }
-                            if differs_again {
-                                // In the pair's digest the domain is mixed in once. Applying it again takes it out.
-                                differs(
-                                    table.get(location.slot).map_or(digest, |own| digest.in_domain(own.view.domain)),
-                                );
-                            }
-                        }
-                    }
-                    Merging::Busy | Merging::Untried => {}
-                }
+            for at in 0..result.range.take.pages {
+                let page = result.range.part(at, 1);
+                collisions.digests.extend(self.record_page(page, result.merging, table, index));
             }
         }
         self.clear();
-        if merged == 0 && differing >= DIFFERING_MIN { untried } else { 0 }
+        if merged == 0 && differing >= DIFFERING_MIN {
+            collisions.spared = untried;
+        }
+        collisions
+    }
+
+    /// Records the outcome of one page. Returns its digest if that collides with the one of the page to keep.
+    fn record_page(
+        &mut self,
+        page: MergeRange,
+        merging: Merging,
+        table: &mut RegionTable,
+        index: &mut Index,
+    ) -> Option<Digest> {
+        let PageRun { region, first, .. } = page.take;
+        if matches!(merging, Merging::Merged | Merging::Shared) {
+            let kept = page.keep.first();
+            set_merged(table, region, first, kept.map(|(partner, _)| partner));
+            if let Some((partner, kept)) = kept {
+                set_merged(table, partner, kept, Some(region));
+            }
+        }
+        if matches!(merging, Merging::Merged | Merging::Busy | Merging::Untried) {
+            return None;
+        }
+        let at = self.pairs.binary_search_by_key(&(region, first), |pair| (pair.take.region, pair.take.page)).ok()?;
+        let Pair { take, digest, .. } = self.pairs[at];
+        match merging {
+            Merging::Shared => _ = self.differing.remove(&digest.fingerprint()),
+            // We keep this page instead.
+            Merging::Ineligible | Merging::Full => index.point_to(digest, take.location),
+            Merging::Differs | Merging::Absent => {
+                index.point_to(digest, take.location);
+                self.leave_behind(digest);
+                // One mismatch may only mean that the kept page was just written. Two in a row mean that the digests
+                // collide.
+                let differed_before = self.differing.contains(&digest.fingerprint());
+                remember(&mut self.differing, digest);
+                if merging == Merging::Differs && differed_before {
+                    // In the pair's digest the domain is mixed in once. Applying it again takes it out.
+                    let own = table.get(take.location.slot);
+                    return Some(own.map_or(digest, |own| digest.in_domain(own.view.domain)));
+                }
+            }
+            Merging::Merged | Merging::Busy | Merging::Untried => {}
+        }
+        None
     }
 }
 
 /// Makes a range one page longer if the pair continues it.
 fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
-    let MergeRange { take, keep, needs_merged } = range;
-    if pair.take != (take.region, take.first + u64::from(take.pages)) || pair.needs_merged != *needs_merged {
+    let PageRun { region, first, pages } = range.take;
+    let follows = pair.take.region == region && pair.take.page == first + u64::from(pages);
+    if !follows || pair.needs_merged != range.needs_merged {
         return false;
     }
-    let continues = match (*keep, pair.keep) {
-        (Keep::Zero, None) => true,
-        (Keep::Run(region, page), Some(next)) if take.pages == 1 && next == (region, page) => {
-            *keep = Keep::Page(region, page);
+    let next = pair.keep.map(|keep| (keep.region, keep.page));
+    let continues = match range.keep {
+        Keep::Zero => next.is_none(),
+        Keep::Run(region, page) if pages == 1 && next == Some((region, page)) => {
+            range.keep = Keep::Page(region, page);
             true
         }
-        (Keep::Run(region, page), Some(next)) => next == (region, page + u64::from(take.pages)),
-        (Keep::Page(region, page), Some(next)) => next == (region, page),
-        _ => false,
+        Keep::Run(region, page) => next == Some((region, page + u64::from(pages))),
+        Keep::Page(region, page) => next == Some((region, page)),
     };
-    take.pages += u32::from(continues);
+    range.take.pages += u32::from(continues);
     continues
 }
 
 /// Records that a page is merged with one of the region `partner`, or with the zero page.
-fn set_merged(table: &mut RegionTable, (region, page): Page, partner: Option<RegionKey>) {
-    if let Some(region) = table.find(region, page).and_then(|slot| table.get_mut(slot)) {
-        region.usage.merged.insert(page);
-        if partner.is_some_and(|partner| partner != region.view.key) {
-            region.usage.partner = partner;
-        }
+fn set_merged(table: &mut RegionTable, region: RegionKey, page: Vpn, partner: Option<RegionKey>) {
+    let Some(region) = table.at_mut(region, page) else { return };
+    region.usage.merged.insert(page);
+    if partner.is_some_and(|partner| partner != region.view.key) {
+        region.usage.partner = partner;
     }
 }
 
@@ -232,26 +253,19 @@ mod tests {
     use super::*;
     use crate::region::{Region, test_view};
 
-    fn location(page: u64) -> Location {
-        Location { slot: 0, offset: u32::try_from(page).unwrap() }
+    /// A page of region 1 in slot 0, or of region 2 in slot 1.
+    fn page(slot: u32, page: u64) -> IndexedPage {
+        let location = Location { slot, offset: u32::try_from(page).unwrap() };
+        IndexedPage { region: RegionKey(slot + 1), page: Vpn(page), location }
     }
 
     /// Merges page `take` of region 1 with page `keep` of region 2.
     fn requests(pairs: &[(u64, Option<u64>)]) -> Requests {
         let mut requests = Requests::default();
         for &(take, keep) in pairs {
-            let page = (RegionKey(1), Vpn(take));
             match keep {
-                None => requests.add_zero(page, location(take)),
-                Some(keep) => {
-                    let kept = Location { slot: 1, offset: u32::try_from(keep).unwrap() };
-                    assert!(requests.add(
-                        (page, location(take)),
-                        ((RegionKey(2), Vpn(keep)), kept),
-                        Digest(take + 1),
-                        false
-                    ));
-                }
+                None => requests.add_zero(page(0, take)),
+                Some(keep) => assert!(requests.add(page(0, take), page(1, keep), Digest(take + 1), false)),
             }
         }
         requests
@@ -281,24 +295,17 @@ mod tests {
     #[test]
     fn a_page_is_kept_for_as_many_others_as_the_kernel_allows() {
         let mut requests = Requests::default();
-        let named = (0..300).filter(|&page| {
-            requests.add(
-                ((RegionKey(1), Vpn(page)), location(page)),
-                ((RegionKey(2), Vpn(0)), location(999)),
-                Digest(7),
-                false,
-            )
-        });
+        let named = (0..300).filter(|&taken| requests.add(page(0, taken), page(1, 0), Digest(7), false));
         assert_eq!(named.count(), usize::from(SHARERS_MOST));
     }
 
     #[test]
     fn a_page_is_kept_until_the_pairs_are_forgotten() {
         let mut requests = requests(&[(5, Some(15))]);
-        let kept = |requests: &Requests, offset| requests.is_kept(Location { slot: 1, offset });
-        assert!(kept(&requests, 15) && !kept(&requests, 5) && !requests.is_kept(location(5)));
+        let kept = |requests: &Requests, slot, number| requests.is_kept(page(slot, number).location);
+        assert!(kept(&requests, 1, 15) && !kept(&requests, 1, 5) && !kept(&requests, 0, 5));
         requests.clear();
-        assert!(!kept(&requests, 15));
+        assert!(!kept(&requests, 1, 15));
     }
 
     #[test]
@@ -308,7 +315,7 @@ mod tests {
         let mut index = Index::new();
         let mut requests = requests(&[(5, Some(15)), (6, Some(16))]);
         for digest in [6, 7] {
-            index.record(Digest(digest << 24), Location { slot: 1, offset: 9 });
+            index.record(Digest(digest << 24), page(1, 9).location);
         }
         for pair in &mut requests.pairs {
             pair.digest = Digest(pair.digest.0 << 24);
@@ -318,26 +325,20 @@ mod tests {
             MergeResult { range: whole.part(1, 1), merging: Merging::Differs },
             MergeResult { range: whole.part(0, 1), merging: Merging::Merged },
         ];
-        let mut differing = Vec::new();
-        requests.record(&results, &mut table, &mut index, |digest| differing.push(digest));
-        assert!(differing.is_empty(), "the page may just have been written");
+        let collisions = requests.record(&results, &mut table, &mut index);
+        assert!(collisions.digests.is_empty(), "the page may just have been written");
         assert!(requests.is_left_behind(Digest(7 << 24)) && !requests.is_left_behind(Digest(6 << 24)));
-        assert_eq!(index.page_of(Digest(7 << 24)), Some(location(6)));
-        assert_eq!(index.page_of(Digest(6 << 24)), Some(Location { slot: 1, offset: 9 }));
+        assert_eq!(index.page_of(Digest(7 << 24)), Some(page(0, 6).location));
+        assert_eq!(index.page_of(Digest(6 << 24)), Some(page(1, 9).location));
         let merged = |key, page| {
             let slot = table.find(RegionKey(key), Vpn(page)).unwrap();
             table.get(slot).unwrap().usage.merged.contains(Vpn(page))
         };
         assert!(merged(1, 5) && merged(2, 15) && !merged(1, 6) && !merged(2, 16));
         assert!(requests.ranges().is_empty(), "they are named once");
-        requests.add(
-            ((RegionKey(1), Vpn(6)), location(6)),
-            ((RegionKey(2), Vpn(16)), location(16)),
-            Digest(7 << 24),
-            false,
-        );
-        requests.record(&results[..1], &mut table, &mut index, |digest| differing.push(digest));
-        assert_eq!(differing, [Digest(7 << 24)], "it differs again");
+        requests.add(page(0, 6), page(1, 16), Digest(7 << 24), false);
+        let collisions = requests.record(&results[..1], &mut table, &mut index);
+        assert_eq!(collisions.digests, [Digest(7 << 24)], "it differs again");
     }
 
     #[test]
@@ -345,7 +346,7 @@ mod tests {
         let result = |first, pages, merging| MergeResult { range: range(first, pages, Keep::Zero), merging };
         let spared = |results: &[MergeResult]| {
             let (mut table, mut index) = (RegionTable::default(), Index::new());
-            Requests::default().record(results, &mut table, &mut index, |_| {})
+            Requests::default().record(results, &mut table, &mut index).spared
         };
         let (differing, untried) = (result(0, 1024, Merging::Differs), result(1024, 500, Merging::Untried));
         assert_eq!(spared(&[differing, untried]), 500);

@@ -107,9 +107,9 @@ impl Engine {
         if region.life.is_worth_marking() && region.hold.retry_ns > now_ns {
             return Decision::new(Verb::Wait, Reason::Busy).until(region.hold.retry_ns);
         }
-        if let Some(wave) = self.marker.waits(region, &self.config).filter(|_| !region.hold.short) {
+        if let Some(wave) = self.ksmd.marker.waits(region, &self.config).filter(|_| !region.hold.short) {
             let price_ns = self.pace().price_ns;
-            let rested_ns = self.scheduler.idle_ns(now_ns);
+            let rested_ns = self.ksmd.scheduler.idle_ns(now_ns);
             let left_ns = wave.rest_ns(price_ns).saturating_sub(rested_ns);
             return Decision::new(Verb::Wait, Reason::DoesNotPay { wave, price_ns }).until(now_ns + left_ns);
         }
@@ -119,8 +119,8 @@ impl Engine {
         if region.life.level() > 1 && !region.marks.spans.is_empty() && self.is_merging() {
             return Decision::new(Verb::Merge, Reason::Duplicate);
         }
-        let awaits = self.marker.awaits_newcomers_until_ns(region, self.pace(), &self.config);
-        if let Some(until_ns) = awaits.filter(|&until_ns| !self.on_request() && until_ns > now_ns) {
+        let awaits = self.ksmd.marker.awaits_newcomers_until_ns(region, self.pace(), &self.config);
+        if let Some(until_ns) = awaits.filter(|&until_ns| self.carrier().by_marks && until_ns > now_ns) {
             return Decision::new(Verb::Wait, Reason::AwaitsNewcomers).until(until_ns);
         }
         self.watch(region, sampled)
@@ -135,7 +135,7 @@ impl Engine {
         let reason = match evidence.kind {
             Kind::CowBroken => Reason::Volatile,
             Kind::StaticallyDuplicated if region.marked_resident() > Pages(0) => Reason::Done,
-            Kind::StaticallyDuplicated if evidence.exact && self.on_request() => Reason::Done,
+            Kind::StaticallyDuplicated if evidence.exact && !self.carrier().by_marks => Reason::Done,
             Kind::StaticallyDuplicated if evidence.exact => Reason::Scattered,
             Kind::StaticallyDuplicated => Reason::Promising,
             _ => Reason::Sparse,

@@ -1,8 +1,10 @@
 //! What cycles cost, how much CPU time reading may take now, and how long to wait until the next cycle.
 
 use super::Engine;
-use crate::governor::{Pace, WINDOW_NS, period_ns, share_ns};
+use crate::config::Config;
+use crate::governor::{Budget, Governor, Pace, WINDOW_NS, period_ns, share_ns};
 use crate::host::{Cost, Snapshot};
+use crate::limits::Allowance;
 use crate::sampling::ladder::matures_ns;
 
 /// While ksmd works, we observe the host at least this often, nanoseconds.
@@ -10,65 +12,119 @@ const OBSERVE_NS: u64 = 50_000_000;
 /// Watching ksmd may take this fraction of the governor's share of a core.
 const OBSERVE_PART: u64 = 10;
 /// We assume an observation costs this much until we've measured one, nanoseconds.
-pub(super) const OBSERVE_COST_NS: u64 = 200_000;
+const OBSERVE_COST_NS: u64 = 200_000;
 /// Reading and ksmd stay within the share over this time, so that programs never wait long, nanoseconds.
 const SMOOTH_NS: u64 = 1_000_000_000;
+
+/// How much we may spend and do, and how much we have.
+#[derive(Debug)]
+pub(super) struct Spending {
+    /// The governor in force: the configured one, or `Auto`'s choice.
+    pub governor: Governor,
+    /// Whether we only watch.
+    pub paused: bool,
+    /// CPU time of pagefold and ksmd.
+    pub total: Budget,
+    /// CPU time spent on reading and by ksmd only.
+    smooth: Budget,
+    /// How much we may still do to targets in this second.
+    pub allowance: Allowance,
+    /// CPU time of all our reading, and of the last cycle's, nanoseconds.
+    read_ns: u64,
+    last_read_ns: u64,
+    /// Whether the last cycle changed targets, so that we don't know what observing cost in it.
+    pub changed_targets: bool,
+    /// A cycle costs at least this much besides reading, nanoseconds. Grows with the number of processes.
+    observe_cost_ns: u64,
+}
+
+impl Spending {
+    pub fn new(config: &Config) -> Self {
+        Self {
+            governor: if config.governor == Governor::Auto { Governor::Quiet } else { config.governor },
+            paused: false,
+            total: Budget::default(),
+            smooth: Budget::default(),
+            allowance: Allowance::new(config.limits, &config.groups),
+            read_ns: 0,
+            last_read_ns: 0,
+            changed_targets: false,
+            observe_cost_ns: OBSERVE_COST_NS,
+        }
+    }
+
+    /// Records the CPU time of this cycle's reading.
+    pub fn record_reading(&mut self, cpu_ns: u64) {
+        self.read_ns += cpu_ns;
+        self.last_read_ns = cpu_ns;
+        self.changed_targets = false;
+    }
+
+    /// CPU time that reading may take now, so that we stay within the share over the governor's window and over a short
+    /// time.
+    pub fn room_ns(&self, pace: Pace) -> u64 {
+        let smooth_ns = share_ns(SMOOTH_NS, pace.top).saturating_sub(self.smooth.spent_ns(SMOOTH_NS));
+        self.total.room_ns(pace).min(smooth_ns)
+    }
+
+    /// Learns from a whole cycle's CPU time how much observing costs.
+    fn record_cycle(&mut self, cycle_ns: u64) {
+        let observed_ns = cycle_ns.saturating_sub(self.last_read_ns);
+        // If reading took most of the cycle, judging the samples took most of the rest.
+        if self.changed_targets || observed_ns <= self.last_read_ns {
+            return;
+        }
+        // We follow a lower cost at once, but a higher one slowly: now and then an observation does more, such as
+        // counting pages, and we shouldn't observe less often because of that.
+        let most_ns = self.observe_cost_ns + self.observe_cost_ns / 4;
+        self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
+    }
+
+    /// How long to sleep between two looks at ksmd's work.
+    fn observe_ns(&self, pace: Pace) -> u64 {
+        // Observing leaves half of the share to reading.
+        let latest_ns = period_ns(self.observe_cost_ns * 2, pace.top).clamp(SMOOTH_NS, WINDOW_NS);
+        period_ns(self.observe_cost_ns * OBSERVE_PART, pace.top).clamp(OBSERVE_NS, latest_ns)
+    }
+}
 
 impl Engine {
     /// Learns from the last cycle's cost. We charge a cycle's whole cost to its samples, so that shares cover
     /// everything.
     pub(super) fn record_cost(&mut self, snapshot: &Snapshot) {
         let cycle_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
-        // If reading took most of the cycle, judging the samples took most of the rest.
-        let observed_ns = |reading_ns| cycle_ns.checked_sub(reading_ns).filter(|&observed_ns| observed_ns > reading_ns);
-        if let Some(observed_ns) = self.reading_ns.and_then(observed_ns) {
-            // We follow a lower cost at once, but a higher one slowly: now and then an observation does more, such as
-            // counting pages, and we shouldn't observe less often because of that.
-            let most_ns = self.observe_cost_ns + self.observe_cost_ns / 4;
-            self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
-        }
-        let read = std::mem::take(&mut self.read);
+        self.spending.record_cycle(cycle_ns);
         // Counting the saving has its own share and tells us nothing about the cost of a sample.
-        let has_counted = std::mem::take(&mut self.has_counted);
-        if self.reading.new_round && !self.reading.foreground && !has_counted {
-            self.ladder.record_bottom_cost(self.planned, cycle_ns);
-        } else if !has_counted {
-            self.ladder.record_cost(read, cycle_ns);
+        if !self.plan.has_counted {
+            if self.plan.reading.new_round && !self.plan.reading.foreground {
+                self.ladder.record_bottom_cost(self.plan.pages, cycle_ns);
+            } else {
+                self.ladder.record_cost(self.plan.read, cycle_ns);
+            }
         }
         self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.exited(&snapshot.ksm), snapshot.cost);
-        self.budget.record(snapshot.now_ns, snapshot.cost);
-        self.smooth.record(snapshot.now_ns, Cost { pagefold_ns: self.read_ns, ..snapshot.cost });
-    }
-
-    /// CPU time that reading may take now, so that we stay within the share over the governor's window and over a short
-    /// time.
-    pub(super) fn room_ns(&self, pace: Pace) -> u64 {
-        let smooth_ns = share_ns(SMOOTH_NS, pace.top).saturating_sub(self.smooth.spent_ns(SMOOTH_NS));
-        self.budget.room_ns(pace).min(smooth_ns)
+        self.spending.total.record(snapshot.now_ns, snapshot.cost);
+        let reading = Cost { pagefold_ns: self.spending.read_ns, ..snapshot.cost };
+        self.spending.smooth.record(snapshot.now_ns, reading);
     }
 
     /// How long to sleep between two cycles (UKSM's `T_s`) to stay within the share.
     pub(super) fn wait_ns(&self) -> u64 {
         let pace = self.pace();
-        // Observing leaves half of the share to reading.
-        let latest_ns = period_ns(self.observe_cost_ns * 2, pace.top).clamp(SMOOTH_NS, WINDOW_NS);
-        let observe_ns = period_ns(self.observe_cost_ns * OBSERVE_PART, pace.top).clamp(OBSERVE_NS, latest_ns);
-        let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
-        if self.paused {
+        if self.spending.paused {
             return pace.round_ns.min(SMOOTH_NS);
         }
-        if self.reading.foreground {
-            if self.room_ns(pace) < OBSERVE_COST_NS || self.planned == 0 {
+        let observe_ns = self.spending.observe_ns(pace);
+        if self.plan.reading.foreground {
+            if self.spending.room_ns(pace) < OBSERVE_COST_NS || self.plan.pages == 0 {
                 return observe_ns;
             }
             let share = u64::from(pace.top.0).clamp(1, 10_000);
-            return self.ladder.sample_ns() * self.planned / share * (10_000 - share);
+            return self.ladder.sample_ns() * self.plan.pages / share * (10_000 - share);
         }
-        if self.is_merging()
-            || self.placer.is_busy()
-            || self.relief.is_busy()
-            || self.snapshot.ksm.ours && self.marker.is_unmarking()
-        {
+        let round_ns = self.ladder.ends_ns(pace).saturating_sub(self.snapshot.now_ns);
+        let is_unmarking = self.snapshot.ksm.ours && self.ksmd.marker.is_unmarking();
+        if self.is_merging() || self.placer.is_busy() || self.room.relief.is_busy() || is_unmarking {
             return observe_ns.min(round_ns.max(OBSERVE_NS));
         }
         round_ns.min(self.matures_in_ns(pace)).max(OBSERVE_NS.min(pace.round_ns))
@@ -78,8 +134,15 @@ impl Engine {
     /// run count.
     fn matures_in_ns(&self, pace: Pace) -> u64 {
         let now_ns = self.snapshot.now_ns;
-        let surveyed = self.table.iter().filter(|region| region.age.appeared() && region.life.is_surveyed());
-        let ages = surveyed.map(|region| matures_ns(region, pace, &self.config));
-        ages.filter(|&at_ns| at_ns > now_ns).min().map_or(u64::MAX, |at_ns| at_ns - now_ns)
+        let mut soonest_ns = u64::MAX;
+        for region in self.table.iter() {
+            if region.age.appeared() && region.life.is_surveyed() {
+                let at_ns = matures_ns(region, pace, &self.config);
+                if at_ns > now_ns {
+                    soonest_ns = soonest_ns.min(at_ns - now_ns);
+                }
+            }
+        }
+        soonest_ns
     }
 }

@@ -10,9 +10,18 @@ use crate::units::Pages;
 use rustc_hash::FxHashSet;
 use std::collections::BTreeMap;
 
+/// A family with new regions.
+struct NewFamily {
+    owner: OwnerKey,
+    /// The age of its oldest region in another process, nanoseconds.
+    oldest_ns: Option<u64>,
+}
+
 impl Engine {
     pub(super) fn update_regions(&mut self, snapshot: &Snapshot) {
-        let (seed, appeared, now_ns) = (self.config.seed, self.running, snapshot.now_ns);
+        let seed = self.config.seed;
+        let now_ns = snapshot.now_ns;
+        let appeared = self.running;
         let ended = self.table.update(&snapshot.regions, seed, |view| Region::new(view, now_ns, appeared, seed));
         if !self.running {
             for region in self.table.iter_mut() {
@@ -20,53 +29,55 @@ impl Engine {
             }
         }
         self.running = true;
-        let (adopted, unvisited) = self.verdicts.give(&mut self.table, now_ns);
+        let (adopted, unvisited) = self.experience.verdicts.give(&mut self.table, now_ns);
         if adopted > Pages(0) {
-            self.marker.adopt(now_ns, snapshot.ksm.broken);
-            self.scheduler.request(unvisited);
+            self.ksmd.marker.adopt(now_ns, snapshot.ksm.broken);
+            self.ksmd.scheduler.request(unvisited);
         }
         read_for_newcomers(&mut self.table, now_ns, self.ladder.levels());
         let mut ended_keys = FxHashSet::default();
         for region in ended {
             ended_keys.insert(region.view.key);
             if region.age.appeared() {
-                self.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
+                self.experience.lifetimes.record_end(region.view.family, now_ns - region.seen_ns, now_ns);
             }
             if region.marked_resident() > Pages(0) {
-                self.scheduler.request_reaping(region.merged_by_ksmd(), now_ns);
+                self.ksmd.scheduler.request_reaping(region.merged_by_ksmd(), now_ns);
             }
         }
         self.judge_by_family(now_ns);
         self.find_again(ended_keys);
         if self.table.wants_sweep() {
             let table = &self.table;
-            self.index
-                .sweep(|page| if table.get(page.slot).is_some() { PageStatus::Present } else { PageStatus::Removed });
+            self.contents.index.sweep(|page| match table.get(page.slot) {
+                Some(_) => PageStatus::Present,
+                None => PageStatus::Removed,
+            });
             self.table.release_slots();
         }
     }
 
     /// Tells new regions from which age they're worth merging, by the lifetimes of their families.
     fn judge_by_family(&mut self, now_ns: u64) {
-        let is_new = |region: &Region| region.age.appeared() && region.seen_ns == now_ns;
-        let mut families: BTreeMap<FamilyKey, (OwnerKey, Option<u64>)> = BTreeMap::new();
-        for region in self.table.iter().filter(|region| is_new(region)) {
-            families.insert(region.view.family, (region.view.owner, None));
+        let mut families: BTreeMap<FamilyKey, NewFamily> = BTreeMap::new();
+        for region in self.table.iter().filter(|region| region.is_new(now_ns)) {
+            families.insert(region.view.family, NewFamily { owner: region.view.owner, oldest_ns: None });
         }
         if families.is_empty() {
             return;
         }
-        for region in self.table.iter().filter(|region| !is_new(region)) {
-            let family = families.get_mut(&region.view.family).filter(|(owner, _)| *owner != region.view.owner);
-            if let Some((_, oldest_ns)) = family {
-                *oldest_ns = (*oldest_ns).max(Some(now_ns - region.seen_ns));
+        for region in self.table.iter().filter(|region| !region.is_new(now_ns)) {
+            let Some(family) = families.get_mut(&region.view.family) else { continue };
+            if family.owner != region.view.owner {
+                family.oldest_ns = family.oldest_ns.max(Some(now_ns - region.seen_ns));
             }
         }
-        for (&family, &(_, oldest_ns)) in &families {
-            self.lifetimes.record_begin(family, oldest_ns, now_ns);
+        let lifetimes = &mut self.experience.lifetimes;
+        for (&key, family) in &families {
+            lifetimes.record_begin(key, family.oldest_ns, now_ns);
         }
-        for region in self.table.iter_mut().filter(|region| is_new(region)) {
-            region.age = Age::of_new(self.lifetimes.worth_from_ns(region.view.family, self.config.mechanism));
+        for region in self.table.iter_mut().filter(|region| region.is_new(now_ns)) {
+            region.age = Age::of_new(lifetimes.worth_from_ns(region.view.family, self.config.mechanism));
         }
     }
 

@@ -13,15 +13,6 @@ const FAMILIES_MAX: usize = 4_096;
 /// We remember this many lives of a family. Older ones don't count, because a family may change.
 pub(crate) const LIVES: usize = 8;
 
-/// How long memory must stay merged to be worth it, nanoseconds. Merging on request takes microseconds a page, but
-/// marks must pay for scans and for stopping the process.
-const fn worth_ns(mechanism: Mechanism) -> u64 {
-    match mechanism {
-        Mechanism::Ksmd => 8_000_000_000,
-        Mechanism::Request => 4_000_000_000,
-    }
-}
-
 /// The lives of one family, nanoseconds.
 #[derive(Clone, Debug, Default)]
 struct Record {
@@ -72,8 +63,13 @@ impl Lifetimes {
 
     /// Our knowledge, for another run.
     pub fn learned(&self) -> Vec<LearnedFamily> {
-        let families = self.families.iter().filter(|(_, record)| !record.ended.is_empty());
-        families.map(|(&family, record)| LearnedFamily { family, lives_ns: record.ended.clone() }).collect()
+        let mut learned = Vec::new();
+        for (&family, record) in &self.families {
+            if !record.ended.is_empty() {
+                learned.push(LearnedFamily { family, lives_ns: record.ended.clone() });
+            }
+        }
+        learned
     }
 
     /// Adopts another run's knowledge of families.
@@ -88,18 +84,22 @@ impl Lifetimes {
     /// nothing of the family. If a region outlives all others, we expect it to live as long again. The oldest living
     /// region counts as one more life once it's old enough to be worth merging.
     pub fn worth_from_ns(&self, family: FamilyKey, mechanism: Mechanism) -> Option<u64> {
-        let (record, worth_ns) = (self.families.get(&family)?, worth_ns(mechanism));
-        let living = record.living.filter(|&age| age >= worth_ns);
-        let mut lives: Vec<u64> = record.ended.iter().copied().chain(living).collect();
+        let record = self.families.get(&family)?;
+        let worth_ns = mechanism.carrier().worth_ns;
+        let mut lives = record.ended.clone();
+        lives.extend(record.living.filter(|&age| age >= worth_ns));
         lives.sort_unstable();
         let longest = *lives.last()?;
-        let ages = [0].into_iter().chain(lives.iter().copied());
-        let is_worth_it = |&age: &u64| {
+        let mut ages = vec![0];
+        ages.extend(&lives);
+        for age in ages {
             let outlive = &lives[lives.partition_point(|&life| life <= age)..];
             let long = outlive.iter().filter(|&&life| life - age >= worth_ns).count();
-            long > 0 && 2 * long >= outlive.len()
-        };
-        Some(ages.into_iter().find(is_worth_it).unwrap_or(longest.max(worth_ns)))
+            if long > 0 && 2 * long >= outlive.len() {
+                return Some(age);
+            }
+        }
+        Some(longest.max(worth_ns))
     }
 }
 

@@ -24,9 +24,16 @@ const REMOTE_DISTANCE: u32 = 20;
 /// Pages of one process, by node.
 pub(super) type PagesByNode = BTreeMap<NodeKey, u64>;
 
-/// The sharers of a frame, ascending: a process (or the first of a group), whether its copy was active, and how many
-/// such sharers there are.
-pub(super) type SharerSet = Vec<((OwnerKey, bool), u32)>;
+/// A process's copy of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageCopy {
+    pub owner: OwnerKey,
+    /// Whether the process used it before the merge.
+    pub active: bool,
+}
+
+/// The sharers of a frame: a copy of a process (or the first of a group), and how many such sharers there are.
+pub(super) type SharerSet = BTreeMap<PageCopy, u32>;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Frame {
@@ -35,8 +42,8 @@ pub(super) struct Frame {
     pub sharers: u32,
     /// The process where we first found it.
     pub first: OwnerKey,
-    /// The process where we last found it, and whether that copy was active.
-    last: (OwnerKey, bool),
+    /// The copy where we last found it.
+    last: PageCopy,
     /// A page that maps it.
     pub region: RegionKey,
     pub page: Vpn,
@@ -58,8 +65,8 @@ pub(super) struct Inventory {
     /// All sets of sharers found, by number. The first is empty.
     sets: Vec<SharerSet>,
     numbers: FxHashMap<SharerSet, u32>,
-    /// The set that a set becomes with another sharer, or when another copy of a sharer turns out to be active.
-    extended: FxHashMap<(u32, OwnerKey, bool, bool), u32>,
+    /// The set that a set becomes with another sharer, or (if so) when another copy of a sharer turns out to be active.
+    extended: FxHashMap<(u32, PageCopy, bool), u32>,
     /// Pages that map merged frames.
     mapped: BTreeMap<OwnerKey, PagesByNode>,
 }
@@ -67,20 +74,16 @@ pub(super) struct Inventory {
 impl Inventory {
     /// An empty inventory. `home` returns a process's home node, if known.
     pub fn new(owners: &[OwnerView], home: impl Fn(&OwnerView) -> Option<NodeKey>) -> Self {
-        let is_same_group = |a: &OwnerView, b: &OwnerView| {
-            let traits = |view: &OwnerView| Some((home(view)?, view.nice, view.allowed, view.placement));
-            a.owner == b.owner || owners.len() > OWNERS_MAX && traits(a).is_some() && traits(a) == traits(b)
-        };
-        let mut firsts: Vec<&OwnerView> = Vec::new();
+        let mut firsts: FxHashMap<_, OwnerKey> = FxHashMap::default();
         let mut groups = BTreeMap::new();
         for view in owners {
-            let first = firsts.iter().find(|first| is_same_group(first, view)).copied().unwrap_or_else(|| {
-                firsts.push(view);
-                view
-            });
+            let mut first = view.owner;
+            if let Some(home) = home(view).filter(|_| owners.len() > OWNERS_MAX) {
+                first = *firsts.entry((home, view.nice, view.allowed, view.placement)).or_insert(view.owner);
+            }
             // Only shares by nice value depend on the number of sharers on a node.
             let most = if view.placement == Placement::Priority { u32::MAX } else { 1 };
-            groups.insert(view.owner, Group { first: first.owner, most });
+            groups.insert(view.owner, Group { first, most });
         }
         Self { groups, ..Self::default() }
     }
@@ -91,40 +94,45 @@ impl Inventory {
         *self.mapped.entry(owner).or_default().entry(sample.node).or_default() += 1;
         let MergedSample { region, page, frame, node, .. } = *sample;
         let before = self.frames.get(&frame).copied();
+        let again = before.is_some_and(|before| before.last.owner == owner);
         // A process that maps the frame twice counts once, as active if one of the two copies was.
-        let again = before.filter(|before| before.last.0 == owner).map(|before| before.last.1);
-        if again.is_some_and(|was_active| was_active || !active) {
+        if again && (!active || before.is_some_and(|before| before.last.active)) {
             return;
         }
-        let (set, again) = (before.map_or(0, |frame| frame.sharers), again.is_some());
         let group = self.groups.get(&owner).copied().unwrap_or(Group { first: owner, most: 1 });
-        let sharers = match self.extended.get(&(set, group.first, active, again)) {
+        let copy = PageCopy { owner: group.first, active };
+        let set = before.map_or(0, |frame| frame.sharers);
+        let sharers = match self.extended.get(&(set, copy, again)) {
             Some(&set) => set,
-            None => self.extend(set, group, active, again),
+            None => self.extend(set, copy, again, group.most),
         };
-        let entry = self.frames.entry(frame);
-        let entry = entry.or_insert(Frame { node, sharers, first: owner, last: (owner, active), region, page });
-        (entry.sharers, entry.last) = (sharers, (owner, active));
+        let last = PageCopy { owner, active };
+        let entry = self.frames.entry(frame).or_insert(Frame { node, sharers, first: owner, last, region, page });
+        entry.sharers = sharers;
+        entry.last = last;
     }
 
-    /// The number of the set with one more sharer than the set `before`, or (`again`) with the sharer active now.
-    fn extend(&mut self, before: u32, group: Group, active: bool, again: bool) -> u32 {
+    /// The number of the set with one more sharer than the set `before`, or (`again`) with the sharer active now. It has
+    /// at most `most` such sharers.
+    fn extend(&mut self, before: u32, copy: PageCopy, again: bool, most: u32) -> u32 {
         if self.sets.is_empty() {
             self.sets.push(SharerSet::new());
         }
-        let mut set: BTreeMap<_, u32> = self.sets[index(before)].iter().copied().collect();
-        if let Some(idle) = set.get_mut(&(group.first, false)).filter(|_| again) {
-            *idle -= 1;
+        let mut set = self.sets[index(before)].clone();
+        if again {
+            if let Some(idle) = set.get_mut(&PageCopy { active: false, ..copy }) {
+                *idle -= 1;
+            }
         }
-        let number = set.entry((group.first, active)).or_default();
-        *number = (*number + 1).min(group.most);
-        let set: SharerSet = set.into_iter().filter(|&(_, number)| number > 0).collect();
+        let number = set.entry(copy).or_default();
+        *number = (*number + 1).min(most);
+        set.retain(|_, number| *number > 0);
         let next = u32::try_from(self.sets.len()).unwrap_or(u32::MAX);
         let number = *self.numbers.entry(set.clone()).or_insert(next);
         if number == next {
             self.sets.push(set);
         }
-        self.extended.insert((before, group.first, active, again), number);
+        self.extended.insert((before, copy, again), number);
         number
     }
 
@@ -147,25 +155,28 @@ impl Inventory {
         &self.sets[index(number)]
     }
 
-    /// Each process's home node, if we know it: the node it runs on, else the node of most of its private pages
-    /// (`private`), else of most of its merged pages.
+    /// The processes whose home node we know: the node they run on, else the node of most of their private pages
+    /// (`private`), else of most of their merged pages.
     pub fn homes(
         &self,
         owners: &[OwnerView],
         private: &BTreeMap<OwnerKey, PagesByNode>,
-    ) -> BTreeMap<OwnerKey, (OwnerView, NodeKey)> {
-        let with_home = |view: &OwnerView| {
-            let pages = || private.get(&view.owner).or_else(|| self.mapped.get(&view.owner));
-            let home = view.home.or_else(|| most(pages()))?;
-            Some((view.owner, (*view, home)))
-        };
-        owners.iter().filter_map(with_home).collect()
+    ) -> BTreeMap<OwnerKey, OwnerView> {
+        let mut homes = BTreeMap::new();
+        for view in owners {
+            let pages = private.get(&view.owner).or(self.mapped.get(&view.owner));
+            let home = view.home.or(most(pages));
+            if home.is_some() {
+                homes.insert(view.owner, OwnerView { home, ..*view });
+            }
+        }
+        homes
     }
 
     /// The summary for reports. The policies would place `misplaced` frames elsewhere.
     pub fn summary(
         &self,
-        homes: &BTreeMap<OwnerKey, (OwnerView, NodeKey)>,
+        homes: &BTreeMap<OwnerKey, OwnerView>,
         nodes: &[NodeView],
         latencies: Latencies,
         misplaced: Pages,
@@ -174,31 +185,26 @@ impl Inventory {
         for frame in self.frames.values() {
             *frames.entry(frame.node).or_default() += 1;
         }
-        let total = |view: &NodeView| NodeTotal {
-            node: view.node,
-            total: view.total,
-            free: view.free,
-            frames: Pages(frames.get(&view.node).copied().unwrap_or(0)),
-        };
-        let of_owner = |(owner, by_node): (&OwnerKey, &PagesByNode)| {
-            let &(view, home) = homes.get(owner)?;
+        let mut summary = PlacementSummary { misplaced, ..PlacementSummary::default() };
+        for &NodeView { node, total, free, .. } in nodes {
+            let frames = Pages(frames.get(&node).copied().unwrap_or(0));
+            summary.nodes.push(NodeTotal { node, total, free, frames });
+        }
+        for (&owner, by_node) in &self.mapped {
+            let Some(&OwnerView { home: Some(home), nice, placement, .. }) = homes.get(&owner) else { continue };
             let local = by_node.get(&home).copied().unwrap_or(0);
-            Some(OwnerPlacement {
-                owner: *owner,
+            summary.owners.push(OwnerPlacement {
+                owner,
                 home,
-                nice: view.nice,
-                placement: view.placement,
+                nice,
+                placement,
                 local: Pages(local),
                 remote: Pages(by_node.values().sum::<u64>() - local),
                 by_node: by_node.iter().map(|(&node, &pages)| NodePages(node, Pages(pages))).collect(),
                 tax: tax(by_node, home, nodes, latencies),
-            })
-        };
-        PlacementSummary {
-            nodes: nodes.iter().map(total).collect(),
-            owners: self.mapped.iter().filter_map(of_owner).collect(),
-            misplaced,
+            });
         }
+        summary
     }
 }
 
@@ -260,21 +266,33 @@ pub(crate) fn merged_runs(table: &RegionTable) -> VecDeque<PageRun> {
     let mut regions: Vec<&Region> = table.iter().collect();
     regions.sort_by_key(|region| region.view.owner);
     for region in regions {
-        let key = region.view.key;
-        let mut add = |mut first: Vpn, mut left: u64| {
-            while left > 0 {
-                let pages = u32::try_from(left).unwrap_or(u32::MAX);
-                runs.push_back(PageRun { region: key, first, pages });
-                (first, left) = (first + u64::from(pages), left - u64::from(pages));
-            }
-        };
         if region.is_marked_whole() || !region.usage.merged.is_empty() {
-            add(region.view.first, region.view.pages.0);
+            runs.push_back(region.run(region.view.first, region.view.pages));
         } else {
-            region.marks.spans.iter().for_each(|mark| add(mark.first, mark.pages.0));
+            for mark in &region.marks.spans {
+                runs.push_back(region.run(mark.first, mark.pages));
+            }
         }
     }
     runs
+}
+
+/// Takes at most `most` pages from the front of the runs.
+pub(crate) fn take_pages(runs: &mut VecDeque<PageRun>, most: u64) -> Vec<PageRun> {
+    let mut taken = Vec::new();
+    let mut left = most;
+    while left > 0 {
+        let Some(next) = runs.front_mut() else { break };
+        let pages = u32::try_from(left).unwrap_or(u32::MAX).min(next.pages);
+        taken.push(PageRun { pages, ..*next });
+        left -= u64::from(pages);
+        next.first = next.first + u64::from(pages);
+        next.pages -= pages;
+        if next.pages == 0 {
+            runs.pop_front();
+        }
+    }
+    taken
 }
 
 pub(super) fn most(nodes: Option<&PagesByNode>) -> Option<NodeKey> {
@@ -284,12 +302,17 @@ pub(super) fn most(nodes: Option<&PagesByNode>) -> Option<NodeKey> {
 /// See [`OwnerPlacement::tax`].
 fn tax(by_node: &PagesByNode, home: NodeKey, nodes: &[NodeView], latencies: Latencies) -> f64 {
     let Some(from) = nodes.iter().find(|view| view.node == home) else { return 0.0 };
-    let others = nodes.iter().zip(&from.distances).filter(|(view, _)| view.node != home);
-    let nearest = others.map(|(_, &distance)| distance).min().unwrap_or(REMOTE_DISTANCE);
-    let all: u64 = by_node.values().sum();
-    let weighted = nodes.iter().zip(&from.distances).map(|(view, &distance)| {
+    let mut nearest = u32::MAX;
+    for (view, &distance) in nodes.iter().zip(&from.distances) {
+        if view.node != home {
+            nearest = nearest.min(distance);
+        }
+    }
+    let nearest = if nearest == u32::MAX { REMOTE_DISTANCE } else { nearest };
+    let mut weighted = 0.0;
+    for (view, &distance) in nodes.iter().zip(&from.distances) {
         let distance = if view.node == home { LOCAL_DISTANCE } else { distance };
-        by_node.get(&view.node).copied().unwrap_or(0) as f64 * latencies.tax(distance, nearest)
-    });
-    weighted.sum::<f64>() / all.max(1) as f64
+        weighted += by_node.get(&view.node).copied().unwrap_or(0) as f64 * latencies.tax(distance, nearest);
+    }
+    weighted / by_node.values().sum::<u64>().max(1) as f64
 }

@@ -4,10 +4,12 @@
 //! same sharers, by [`super::policy`]. Frames stay where they are if they may, so that a second inspection finds
 //! nothing to do and no page moves back and forth.
 
-use crate::host::{Mechanism, MergedSample, Move, NodeView, OwnerView, PageRun, PageSample, Snapshot};
+use crate::host::{MergedSample, Move, NodeView, OwnerView, PageRun, PageSample, Snapshot};
 use crate::keys::{NodeKey, NodeSet, OwnerKey};
 use crate::ledger::Ledger;
-use crate::placement::inventory::{Frame, Inventory, PagesByNode, PlacementSummary, merged_runs, most};
+use crate::placement::inventory::{
+    Frame, Inventory, PageCopy, PagesByNode, PlacementSummary, merged_runs, most, take_pages,
+};
 use crate::placement::policy::{Carry, Latencies, Placement, Sharer, rebalance, shares};
 use crate::region::Region;
 use crate::region::table::RegionTable;
@@ -34,10 +36,6 @@ const PRIVATE_PAGES_MAX: u64 = 8_192;
 const PAUSE_NS: u64 = 1_000_000_000;
 /// The longest such pause, nanoseconds.
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
-/// Where inspections are long, the pause is at least this many times the CPU time of one.
-const PAUSE_INSPECTIONS: u64 = 64;
-/// The same with merging on request: we choose the copy that stays before the merge, so little is left to move.
-const PAUSE_INSPECTIONS_REQUEST: u64 = 1_024;
 /// Neighbouring pages of two processes within a block of this many get the same choice, because runs of pages merge at
 /// half the cost of single ones.
 const CHOICE_PAGES: u64 = 32;
@@ -78,11 +76,10 @@ pub struct Placer {
     last_choice: Option<Choice>,
 }
 
-/// The choice between two pages for a block of neighbouring pages. Each page is given by its process and whether it was
-/// active.
+/// The choice between two copies for a block of neighbouring pages.
 #[derive(Clone, Copy, Debug)]
 struct Choice {
-    pages: [(OwnerKey, bool); 2],
+    copies: [PageCopy; 2],
     block: u64,
     stays: Stays,
 }
@@ -113,7 +110,8 @@ impl Placer {
     pub fn inspect(&mut self, table: &RegionTable, snapshot: &Snapshot, merging: bool, room_ns: u64) -> Vec<PageRun> {
         if snapshot.nodes.len() < 2 {
             // If another node appears, we inspect everything again.
-            (self.state, self.inspected) = (State::Idle, None);
+            self.state = State::Idle;
+            self.inspected = None;
             self.summary.nodes.clear();
             return Vec::new();
         }
@@ -122,24 +120,13 @@ impl Placer {
         }
         if matches!(self.state, State::Idle) && !merging && self.wants_inspection(snapshot) {
             self.inspected = Some((snapshot.ksm.saved(), self.with_homes(snapshot)));
-            (self.moved, self.began_cpu_ns) = (false, snapshot.cost.pagefold_ns);
+            self.moved = false;
+            self.began_cpu_ns = snapshot.cost.pagefold_ns;
             let inventory = Inventory::new(&snapshot.owners, |view| self.home(view));
             self.state = State::Inspecting(merged_runs(table), inventory);
         }
         let State::Inspecting(ahead, _) = &mut self.state else { return Vec::new() };
-        let mut left = INSPECT_PAGES.min(room_ns / INSPECT_PAGE_NS).max(INSPECT_PAGES_MIN);
-        let mut runs = Vec::new();
-        while left > 0 {
-            let Some(next) = ahead.front_mut() else { break };
-            let pages = u32::try_from(left).unwrap_or(u32::MAX).min(next.pages);
-            runs.push(PageRun { pages, ..*next });
-            left -= u64::from(pages);
-            (next.first, next.pages) = (next.first + u64::from(pages), next.pages - pages);
-            if next.pages == 0 {
-                ahead.pop_front();
-            }
-        }
-        runs
+        take_pages(ahead, INSPECT_PAGES.min(room_ns / INSPECT_PAGE_NS).max(INSPECT_PAGES_MIN))
     }
 
     fn wants_inspection(&self, snapshot: &Snapshot) -> bool {
@@ -149,8 +136,10 @@ impl Placer {
         if grown > GROWTH_MIN.max(saved.0 / 64) && snapshot.now_ns >= inspected_ns + self.least_ns {
             return true;
         }
-        let changed = || self.moved || grown > GROWTH_MIN || *owners != self.with_homes(snapshot);
-        snapshot.now_ns >= self.next_ns && changed()
+        if snapshot.now_ns < self.next_ns {
+            return false;
+        }
+        self.moved || grown > GROWTH_MIN || *owners != self.with_homes(snapshot)
     }
 
     /// A process's home node: the node it runs on, else the node of most of its private pages, if known.
@@ -180,11 +169,10 @@ impl Placer {
         let State::Inspecting(ahead, inventory) = &mut self.state else { return };
         let mut last: Option<&Region> = None;
         for sample in merged {
-            let inside = |region: &&Region| {
-                region.view.key == sample.region && (region.view.first..region.end()).contains(&sample.page)
-            };
-            let known = last.filter(inside);
-            last = known.or_else(|| table.find(sample.region, sample.page).and_then(|slot| table.get(slot)));
+            let is_last = last.is_some_and(|region| region.holds(sample.region, sample.page));
+            if !is_last {
+                last = table.at(sample.region, sample.page);
+            }
             let Some(region) = last else { continue };
             inventory.add(region.view.owner, region.usage.active.contains(sample.page), sample);
         }
@@ -197,11 +185,7 @@ impl Placer {
         (self.summary, moves) = decide(&inventory, &snapshot.owners, &self.private, &snapshot.nodes, latencies);
         let fruitless = moves.len() * SLACK < inventory.len();
         let inspect_ns = snapshot.cost.pagefold_ns.saturating_sub(self.began_cpu_ns);
-        let inspections = match snapshot.mechanism {
-            Mechanism::Ksmd => PAUSE_INSPECTIONS,
-            Mechanism::Request => PAUSE_INSPECTIONS_REQUEST,
-        };
-        self.least_ns = PAUSE_NS.max(inspections * inspect_ns);
+        self.least_ns = PAUSE_NS.max(snapshot.mechanism.carrier().inspection_pause * inspect_ns);
         let longer_ns = if fruitless { (self.pause_ns * 2).min(PAUSE_MAX_NS) } else { 0 };
         self.pause_ns = self.least_ns.max(longer_ns);
         self.next_ns = snapshot.now_ns + self.pause_ns;
@@ -218,37 +202,39 @@ impl Placer {
     }
 
     /// Which of two equal pages stays, `page` being the new one: nuKSM's choice of the surviving copy (section 4.2),
-    /// made before the merge. Each is given by its process and whether it was active. We take its process's home as the
-    /// page's node.
-    pub fn choose(&mut self, known: (OwnerKey, bool), new: (OwnerKey, bool), page: Vpn, snapshot: &Snapshot) -> Stays {
-        if snapshot.nodes.len() < 2 || known.0 == new.0 {
+    /// made before the merge. We take its process's home as a page's node.
+    pub fn choose(&mut self, known: PageCopy, new: PageCopy, page: Vpn, snapshot: &Snapshot) -> Stays {
+        if snapshot.nodes.len() < 2 || known.owner == new.owner {
             return Stays::Known;
         }
-        let (pages, block) = ([known, new], page.0 / CHOICE_PAGES);
-        if let Some(last) = self.last_choice.filter(|last| (last.pages, last.block) == (pages, block)) {
-            return last.stays;
+        let copies = [known, new];
+        let block = page.0 / CHOICE_PAGES;
+        match self.last_choice {
+            Some(last) if last.copies == copies && last.block == block => last.stays,
+            _ => {
+                let stays = self.choose_anew(known, new, snapshot).unwrap_or(Stays::Known);
+                self.last_choice = Some(Choice { copies, block, stays });
+                stays
+            }
         }
-        let stays = self.choose_anew(known, new, snapshot);
-        self.last_choice = Some(Choice { pages, block, stays });
-        stays
     }
 
-    fn choose_anew(&mut self, known: (OwnerKey, bool), new: (OwnerKey, bool), snapshot: &Snapshot) -> Stays {
-        let sharer = |(owner, active)| {
-            let view = snapshot.owners.iter().find(|view| view.owner == owner)?;
-            Some((view, Sharer { home: self.home(view)?, nice: view.nice, active }))
-        };
-        let (Some((known, a)), Some((new, b))) = (sharer(known), sharer(new)) else { return Stays::Known };
-        if a.home == b.home {
-            return Stays::Known;
+    /// `None` if we don't know a process or its home.
+    fn choose_anew(&mut self, known: PageCopy, new: PageCopy, snapshot: &Snapshot) -> Option<Stays> {
+        let known_view = snapshot.owners.iter().find(|view| view.owner == known.owner)?;
+        let new_view = snapshot.owners.iter().find(|view| view.owner == new.owner)?;
+        let known = Sharer { home: self.home(known_view)?, nice: known_view.nice, active: known.active };
+        let new = Sharer { home: self.home(new_view)?, nice: new_view.nice, active: new.active };
+        if known.home == new.home {
+            return Some(Stays::Known);
         }
-        if [known, new].iter().any(|view| view.placement == Placement::LocalOnly) {
-            return Stays::Both;
+        if known_view.placement == Placement::LocalOnly || new_view.placement == Placement::LocalOnly {
+            return Some(Stays::Both);
         }
-        let parts = shares(known.placement, &[a, b], known.allowed.and(new.allowed));
+        let parts = shares(known_view.placement, &[known, new], known_view.allowed.and(new_view.allowed));
         let quotas = self.choices.quotas(1, &parts);
-        let chosen = parts.iter().zip(quotas).find(|&(_, quota)| quota > 0).map(|(&(node, _), _)| node);
-        if chosen == Some(b.home) { Stays::New } else { Stays::Known }
+        let chosen = quotas.iter().position(|&quota| quota > 0)?;
+        Some(if parts[chosen].0 == new.home { Stays::New } else { Stays::Known })
     }
 
     /// Records that `done` frames were moved.
@@ -288,25 +274,28 @@ fn decide(
     (inventory.summary(&homes, nodes, latencies, Pages(count(moves.len()))), moves)
 }
 
-fn decide_moves(
-    inventory: &Inventory,
-    homes: &BTreeMap<OwnerKey, (OwnerView, NodeKey)>,
-    nodes: &[NodeView],
-) -> VecDeque<Move> {
+fn decide_moves(inventory: &Inventory, homes: &BTreeMap<OwnerKey, OwnerView>, nodes: &[NodeView]) -> VecDeque<Move> {
     let existing: NodeSet = nodes.iter().map(|view| view.node).collect();
-    let mut room: BTreeMap<NodeKey, u64> =
-        nodes.iter().map(|view| (view.node, view.free.0.saturating_sub(view.total.0 / RESERVE))).collect();
+    let mut room: BTreeMap<NodeKey, u64> = BTreeMap::new();
+    for view in nodes {
+        room.insert(view.node, view.free.0.saturating_sub(view.total.0 / RESERVE));
+    }
     let mut carry = Carry::default();
     let mut moves = Vec::new();
     for ((set, _), mut frames) in inventory.by_sharers() {
-        let set = inventory.sharers(set);
-        let known = || set.iter().filter_map(|&((owner, active), number)| Some((homes.get(&owner)?, active, number)));
-        let Some(placement) = known().map(|((view, _), ..)| view.placement).next() else { continue };
-        let allowed = known().fold(existing, |nodes, ((view, _), ..)| nodes.and(view.allowed));
-        let of_group = |(&(view, home), active, number): (&(OwnerView, NodeKey), bool, u32)| {
-            std::iter::repeat_n(Sharer { home, nice: view.nice, active }, index(number))
-        };
-        let sharers: Vec<Sharer> = known().flat_map(of_group).collect();
+        let mut placement = Placement::Kernel;
+        let mut allowed = existing;
+        let mut sharers = Vec::new();
+        for (copy, &number) in inventory.sharers(set) {
+            let Some(view) = homes.get(&copy.owner) else { continue };
+            let Some(home) = view.home else { continue };
+            if sharers.is_empty() {
+                placement = view.placement;
+            }
+            allowed = allowed.and(view.allowed);
+            let sharer = Sharer { home, nice: view.nice, active: copy.active };
+            sharers.extend(std::iter::repeat_n(sharer, index(number)));
+        }
         let parts = shares(placement, &sharers, allowed);
         if parts.is_empty() {
             continue;
@@ -352,10 +341,10 @@ mod tests {
             owners: vec![owner(1, NodeKey(0)), owner(2, NodeKey(1))],
             ..Snapshot::default()
         };
+        let copy = |owner| PageCopy { owner: OwnerKey(owner), active: false };
         let mut placer = Placer::default();
-        let choices: Vec<Stays> = (0..40 * CHOICE_PAGES)
-            .map(|page| placer.choose((OwnerKey(1), false), (OwnerKey(2), false), Vpn(page), &snapshot))
-            .collect();
+        let choices: Vec<Stays> =
+            (0..40 * CHOICE_PAGES).map(|page| placer.choose(copy(1), copy(2), Vpn(page), &snapshot)).collect();
         let runs = choices.chunk_by(|a, b| a == b).count();
         assert!(runs <= 40, "{runs} runs");
         let known = choices.iter().filter(|&&stays| stays == Stays::Known).count();

@@ -11,7 +11,7 @@ use crate::units::{count, whole};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Placement {
     /// Merged pages go to the nodes with an active copy. If all copies were active, or none, each sharer's node gets an
@@ -58,8 +58,11 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
         Placement::Kernel | Placement::LocalOnly => return Vec::new(),
         Placement::Fair => {
             let some_active = sharers.iter().any(|sharer| sharer.active);
-            let wanted = sharers.iter().filter(|sharer| sharer.active || !some_active);
-            weights.extend(wanted.map(|sharer| (sharer.home, 1.0)));
+            for sharer in sharers {
+                if sharer.active || !some_active {
+                    weights.insert(sharer.home, 1.0);
+                }
+            }
         }
         Placement::Priority => {
             // The weight is 1 - snice / sum of snice. The weights of K sharers add up to K - 1, so we scale them below.
@@ -94,8 +97,8 @@ impl Carry {
             }
         }
         while quotas.iter().sum::<usize>() < pages {
-            let left = |at: &usize| due[*at] - quotas[*at] as f64;
-            let Some(most) = (0..quotas.len()).max_by(|a, b| left(a).total_cmp(&left(b))) else { break };
+            let left: Vec<f64> = (0..quotas.len()).map(|at| due[at] - quotas[at] as f64).collect();
+            let Some(most) = (0..quotas.len()).max_by(|&a, &b| left[a].total_cmp(&left[b])) else { break };
             quotas[most] += 1;
         }
         for (due, &quota) in due.iter_mut().zip(&quotas) {
@@ -103,6 +106,13 @@ impl Carry {
         }
         quotas
     }
+}
+
+/// A node that gets pages from others.
+struct Receiver {
+    node: NodeKey,
+    wants: usize,
+    got: usize,
 }
 
 /// The moves that give each of `nodes` its quota of pages: `(position, node)`, by position. `at` is the present node of
@@ -113,35 +123,37 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
     for &node in at {
         *have.entry(node).or_default() += 1;
     }
-    let quota = |node: NodeKey| nodes.iter().position(|&known| known == node).map_or(0, |at| quotas[at]);
-    let mut receivers: Vec<(NodeKey, usize, usize)> = nodes
-        .iter()
-        .map(|&node| (node, quota(node).saturating_sub(have.get(&node).copied().unwrap_or(0)), 0))
-        .filter(|&(_, missing, _)| missing > 0)
-        .collect();
-    let missing: usize = receivers.iter().map(|&(_, missing, _)| missing).sum();
+    let mut receivers = Vec::new();
+    let mut missing = 0;
+    // How many pages each node has too many.
+    let mut excess = have.clone();
+    for (&node, &quota) in nodes.iter().zip(quotas) {
+        let pages = have.get(&node).copied().unwrap_or(0);
+        if pages < quota {
+            receivers.push(Receiver { node, wants: quota - pages, got: 0 });
+            missing += quota - pages;
+        }
+        excess.insert(node, pages.saturating_sub(quota));
+    }
     let mut visited: BTreeMap<NodeKey, usize> = BTreeMap::new();
     let mut moves = Vec::new();
     for position in shuffled(at.len()) {
         let node = at[position];
-        let (all, excess) = (have[&node], have[&node].saturating_sub(quota(node)));
         let nth = visited.entry(node).or_default();
-        let moves_now = (*nth + 1) * excess / all > *nth * excess / all;
+        let moves_now = (*nth + 1) * excess[&node] / have[&node] > *nth * excess[&node] / have[&node];
         *nth += 1;
         if !moves_now {
             continue;
         }
         // To the node that's furthest behind its part of all moves.
-        let behind = |&(_, wants, got): &(NodeKey, usize, usize)| {
-            (wants * (moves.len() + 1)).checked_div(missing).map_or(0, |due| due.saturating_sub(got)) * 2
-                + usize::from(got < wants)
+        let behind = |receiver: &Receiver| {
+            let due = (receiver.wants * (moves.len() + 1)).checked_div(missing).unwrap_or(0);
+            due.saturating_sub(receiver.got) * 2 + usize::from(receiver.got < receiver.wants)
         };
-        let Some(to) = receivers.iter_mut().filter(|(_, wants, got)| got < wants).max_by_key(|entry| behind(entry))
-        else {
-            break;
-        };
-        to.2 += 1;
-        moves.push((position, to.0));
+        let open = receivers.iter_mut().filter(|receiver| receiver.got < receiver.wants);
+        let Some(to) = open.max_by_key(|receiver| behind(receiver)) else { break };
+        to.got += 1;
+        moves.push((position, to.node));
     }
     moves.sort_unstable_by_key(|&(position, _)| position);
     moves

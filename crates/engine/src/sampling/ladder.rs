@@ -23,7 +23,7 @@
 
 use crate::config::Config;
 use crate::governor::{Pace, share_ns};
-use crate::host::{Mechanism, PageRun};
+use crate::host::PageRun;
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::PROBES_MAX;
 use crate::random::mix;
@@ -441,10 +441,7 @@ fn is_watched(region: &Region, config: &Config) -> bool {
 /// The room a region takes up in the bottom level's linear space, pages. With ksmd, which finds new duplicates in marked
 /// memory by itself, that's its own length.
 fn room_taken(region: &Region, config: &Config) -> u64 {
-    let weight = match config.mechanism {
-        Mechanism::Request => region.survey.weight(config.threshold()),
-        Mechanism::Ksmd => 1,
-    };
+    let weight = if config.mechanism.carrier().by_marks { 1 } else { region.survey.weight(config.threshold()) };
     region.view.pages.0 * weight
 }
 
@@ -456,6 +453,7 @@ fn run(region: &Region, first: Vpn, pages: u64) -> PageRun {
 mod tests {
     use super::*;
     use crate::governor::Governor;
+    use crate::host::Mechanism;
     use crate::keys::RegionKey;
     use crate::limits::Limits;
     use crate::region::test_view;

@@ -1,0 +1,80 @@
+//! The contents that we've seen, as digests, and how much of a page a digest covers.
+
+use super::Engine;
+use crate::hash::{Digest, DigestSet, LINES};
+use crate::index::{Index, PageStatus};
+use crate::region::table::RegionTable;
+use crate::strength::Strength;
+use rustc_hash::FxHashSet;
+use std::sync::Arc;
+
+/// We remember at most this many digests that collide: pages with different contents have them.
+const COLLIDING_MOST: usize = 1 << 16;
+
+#[derive(Debug, Default)]
+pub(super) struct Contents {
+    pub index: Index,
+    pub strength: Strength,
+    /// Digests that collide at this strength: pages with different contents have them.
+    pub colliding: Arc<DigestSet>,
+    /// The same digests as surveys remember them.
+    pub colliding_fingerprints: FxHashSet<u32>,
+    /// Pages we read on the bottom level since the index last aged.
+    pub bottom_pages: u64,
+}
+
+impl Contents {
+    /// Drops entries that nothing has renewed.
+    pub fn age(&mut self, table: &RegionTable) {
+        self.bottom_pages = 0;
+        self.index.age();
+        self.index.sweep(|page| match table.get(page.slot) {
+            None => PageStatus::Removed,
+            // We keep sampling regions on the bottom level, which renews their entries.
+            Some(region) if region.life.level() == 1 && region.hold.may_sample() => PageStatus::Resampled,
+            Some(_) => PageStatus::Present,
+        });
+    }
+
+    /// Remembers digests that pages with different contents have.
+    pub fn note_colliding(&mut self, digests: &[Digest]) {
+        let colliding = Arc::make_mut(&mut self.colliding);
+        for &digest in digests {
+            colliding.insert(digest);
+            self.colliding_fingerprints.insert(digest.fingerprint());
+        }
+        if colliding.len() > COLLIDING_MOST || self.strength.lines() == LINES {
+            colliding.clear();
+            self.colliding_fingerprints.clear();
+        }
+    }
+}
+
+impl Engine {
+    /// Whether we can hash pages in part: the kernel hashes them, and compares pages before it merges them.
+    pub(super) fn hashes_lines(&self) -> bool {
+        self.snapshot.hashes_lines && !self.carrier().by_marks
+    }
+
+    /// How many cache lines to hash of each page; `None` means whole pages. We also hash whole pages if nothing gets
+    /// merged: then our reports rest on digests alone.
+    pub(super) fn lines(&mut self) -> Option<u32> {
+        if !self.hashes_lines() {
+            return None;
+        }
+        if !self.snapshot.ksm.ours && self.contents.strength.raise_to_full() {
+            self.forget_digests();
+        }
+        let lines = self.contents.strength.lines();
+        (lines < LINES).then_some(lines)
+    }
+
+    /// Forgets all digests because new ones won't be comparable. Regions without merged pages are surveyed again, not
+    /// read whole right away: their pages looked alike because they differ in few bytes, and with more lines hashed
+    /// most no longer do.
+    pub(super) fn forget_digests(&mut self) {
+        self.contents = Contents { strength: self.contents.strength.clone(), ..Contents::default() };
+        let top = self.ladder.levels();
+        self.table.iter_mut().for_each(|region| region.forget_digests(top));
+    }
+}

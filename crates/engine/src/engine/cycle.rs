@@ -1,0 +1,305 @@
+//! One cycle, from top to bottom: read this first.
+//!
+//! ```text
+//! observe -> plan -> read -> judge -> apply -> account
+//! ```
+//!
+//! The host observes, reads and applies. We plan what to read, judge the samples, and account for the work.
+
+use super::Engine;
+use crate::governor::{Governor, share_ns};
+use crate::host::{Actions, Host, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot};
+use crate::keys::RegionKey;
+use crate::region::Event;
+use crate::sampling::ladder::ReadPlan;
+use crate::units::{Pages, Permyriad, count};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+/// Share of a core for visiting merged pages while programs write to them, which copies them.
+const VISIT_SHARE: Permyriad = Permyriad(20);
+/// We visit merged pages once at least this many were copied in one round.
+const BROKEN_MIN: u64 = 16;
+
+/// The result of one cycle.
+#[derive(Debug)]
+pub struct Cycle {
+    /// How long to wait before the next cycle, nanoseconds.
+    pub wait_ns: u64,
+    pub outcome: Outcome,
+}
+
+/// Everything we read in one cycle.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    pub reading: ReadPlan,
+    /// Pages in the plan, and how many of them we read.
+    pub pages: u64,
+    pub read: u64,
+    /// Whether we visit merged pages, because programs broke some in the last round.
+    pub visiting: bool,
+    /// `KsmView::broken` when the round began.
+    pub broken_before: u64,
+    /// Whether we counted the saving.
+    pub has_counted: bool,
+}
+
+/// Runs one cycle on a host.
+///
+/// # Errors
+///
+/// Host errors that we can't continue from. If only one target fails, the outcome says so instead.
+pub fn cycle<H: Host>(engine: &mut Engine, host: &mut H) -> Result<Cycle, H::Error> {
+    let snapshot = host.observe()?;
+    let plan = engine.plan(snapshot);
+    let samples = host.read(&plan)?;
+    let actions = engine.judge(&samples);
+    let outcome = host.apply(&actions)?;
+    Ok(Cycle { wait_ns: engine.account(&actions, &outcome), outcome })
+}
+
+/// Counts the saving once more at the end of a run.
+///
+/// # Errors
+///
+/// Host errors that we can't continue from.
+pub fn count_saving<H: Host>(engine: &mut Engine, host: &mut H) -> Result<(), H::Error> {
+    let snapshot = host.observe()?;
+    // We only read the pages that the count needs.
+    engine.plan(snapshot);
+    engine.saving.count_now();
+    let inspect = engine.plan_count();
+    let samples = host.read(&SamplePlan { inspect, count: true, ..SamplePlan::default() })?;
+    engine.record_saving(&samples);
+    Ok(())
+}
+
+impl Engine {
+    /// Adopts a snapshot of the machine and plans what to read.
+    pub fn plan(&mut self, snapshot: Snapshot) -> SamplePlan {
+        self.record_cost(&snapshot);
+        self.adopt_snapshot(snapshot);
+        self.adopt_saving();
+        self.look_at_reserve();
+        self.plan = Plan { broken_before: self.plan.broken_before, ..Plan::default() };
+        let mut plan = SamplePlan { digest_seed: self.config.seed, lines: self.lines(), ..SamplePlan::default() };
+        if !self.spending.paused {
+            plan.colliding = self.contents.colliding.clone();
+            plan.runs = self.plan_runs();
+            plan.activity = self.plan_activity(&plan.runs);
+            self.plan_inspection(&mut plan);
+        }
+        if plan.inspect.is_empty() {
+            plan.inspect = self.plan_count();
+        }
+        plan.count = self.saving.is_asking();
+        plan
+    }
+
+    /// Judges the samples.
+    pub fn judge(&mut self, samples: &Samples) -> Actions {
+        self.record_reading(samples);
+        self.record_inspection(samples);
+        self.end_examinations();
+        if self.spending.paused {
+            self.requests.clear();
+            return Actions { scan: self.ksmd.scheduler.suspend(&self.snapshot.ksm), ..Actions::default() };
+        }
+        let now_ns = self.snapshot.now_ns;
+        let pace = self.pace();
+        self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
+        if self.plan.reading.new_round {
+            self.end_round();
+            self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, &self.config);
+        }
+        self.planner().actions(self)
+    }
+
+    /// Accounts for the actions' outcome and returns how long to wait before the next cycle, nanoseconds.
+    pub fn account(&mut self, actions: &Actions, outcome: &Outcome) -> u64 {
+        let now_ns = self.snapshot.now_ns;
+        self.ledger.record(actions, outcome);
+        self.spending.changed_targets |= actions.change_targets();
+        self.account_for_pairs(outcome);
+        self.placer.record_moved(outcome.moved);
+        if !actions.mark.is_empty() {
+            self.spending.allowance.adapt_stop_size(&outcome.stops);
+        }
+        self.ksmd.marker.record_marked(&mut self.table, now_ns, outcome, &mut self.ksmd.scheduler);
+        self.ksmd.marker.record_unmarked(now_ns, outcome);
+        self.decide_all();
+        self.wait_ns()
+    }
+
+    fn adopt_snapshot(&mut self, snapshot: Snapshot) {
+        self.config.mechanism = snapshot.mechanism;
+        self.spending.allowance.advance(snapshot.now_ns);
+        self.spending.allowance.set_groups(snapshot.groups.clone(), self.ladder.sample_ns());
+        if self.config.governor == Governor::Auto {
+            let in_force = self.spending.governor;
+            self.spending.governor = Governor::chosen(in_force, &snapshot.memory, snapshot.cpu_pressure);
+        }
+        if !self.running || snapshot.regions != self.snapshot.regions {
+            self.update_regions(&snapshot);
+            self.saving.note_change();
+        }
+        if snapshot.ksm.broken >= self.snapshot.ksm.broken + BROKEN_MIN {
+            self.saving.note_change();
+        }
+        let limits_were_read = !Arc::ptr_eq(&self.snapshot.limits, &snapshot.limits);
+        self.snapshot = snapshot;
+        if limits_were_read {
+            self.look_at_headroom();
+        }
+    }
+
+    /// The saving, where we can tell without looking up frames.
+    fn adopt_saving(&mut self) {
+        let Snapshot { now_ns, ksm, shows_frames, .. } = &self.snapshot;
+        if !shows_frames {
+            self.saving.adopt_counter(ksm.saved(), *now_ns);
+        } else if ksm.merged() == Pages(0) {
+            self.saving.adopt_none(*now_ns);
+        }
+        self.record_counted();
+    }
+
+    /// The pages to read for the ladder, and the merged pages to visit.
+    fn plan_runs(&mut self) -> Vec<PageRun> {
+        let pace = self.pace();
+        let new_round = self.ladder.start_round(self.snapshot.now_ns, pace);
+        let room = self.spending.room_ns(pace) / self.ladder.sample_ns();
+        let allowance = &mut self.spending.allowance;
+        self.plan.reading = self.ladder.plan(&mut self.table, room, new_round, pace, allowance, &self.config);
+        let mut runs = std::mem::take(&mut self.plan.reading.runs);
+        if new_round {
+            let broken = self.snapshot.ksm.broken;
+            let is_breaking = broken.saturating_sub(self.plan.broken_before) >= BROKEN_MIN;
+            self.plan.broken_before = broken;
+            self.plan.visiting = is_breaking && !self.ksmd.scheduler.is_busy();
+        }
+        if self.plan.visiting {
+            let visits = share_ns(pace.round_ns, VISIT_SHARE.min(pace.top)) / self.ladder.sample_ns();
+            self.ladder.visit_merged(&mut self.table, visits, allowance, &mut runs);
+        }
+        self.plan.pages = runs.iter().map(|run| u64::from(run.pages)).sum();
+        // We read neighbouring pages together.
+        runs.sort_by_key(|run| (run.region, run.first));
+        runs
+    }
+
+    /// The regions where we ask whether programs use their pages, on a machine with several nodes.
+    fn plan_activity(&self, runs: &[PageRun]) -> BTreeSet<RegionKey> {
+        let mut activity = BTreeSet::new();
+        if self.snapshot.nodes.len() > 1 {
+            for region in self.table.iter().filter(|region| region.shows_activity()) {
+                let key = region.view.key;
+                if runs.binary_search_by_key(&key, |run| run.region).is_ok() {
+                    activity.insert(key);
+                }
+            }
+        }
+        activity
+    }
+
+    /// The merged pages to look up: for their nodes, or else for a cgroup that keeps too many.
+    fn plan_inspection(&mut self, plan: &mut SamplePlan) {
+        let is_merging = self.ksmd.scheduler.is_busy();
+        let room_ns = self.spending.room_ns(self.pace());
+        plan.inspect = self.placer.inspect(&self.table, &self.snapshot, is_merging, room_ns);
+        if plan.inspect.is_empty() {
+            (plan.inspect, plan.charged_to) = self.room.relief.inspect();
+        }
+    }
+
+    /// The pages to look up now to count the saving.
+    fn plan_count(&mut self) -> Vec<PageRun> {
+        if !self.snapshot.shows_frames || self.snapshot.ksm.merged() == Pages(0) {
+            return Vec::new();
+        }
+        let is_busy = self.is_busy();
+        self.saving.plan(&self.table, self.snapshot.now_ns, is_busy, self.plan.reading.foreground)
+    }
+
+    fn record_reading(&mut self, samples: &Samples) {
+        self.plan.read = samples.pages.iter().map(|sample| u64::from(sample.state.is_read())).sum();
+        self.ledger.pages_read += self.plan.read;
+        self.spending.record_reading(samples.cpu_ns);
+        self.record_samples(samples);
+    }
+
+    /// Records merged pages that we've looked up, for whoever asked.
+    fn record_inspection(&mut self, samples: &Samples) {
+        if self.saving.is_asking() {
+            self.plan.has_counted = true;
+            self.record_saving(samples);
+        } else if self.room.relief.is_asking() {
+            self.relieve(&samples.merged);
+        } else {
+            self.placer.record(&self.table, &samples.merged, &self.snapshot, self.config.latencies);
+        }
+    }
+
+    fn record_saving(&mut self, samples: &Samples) {
+        self.saving.record(&self.table, &samples.merged, samples.counted.as_ref(), self.snapshot.now_ns);
+        self.record_counted();
+    }
+
+    fn record_counted(&mut self) {
+        if let Some(saving) = self.saving.latest() {
+            self.ledger.record_saving(saving);
+        }
+    }
+
+    /// Moves on in the regions that we're reading whole, and judges the ones where we've reached the end.
+    fn end_examinations(&mut self) {
+        let by_marks = self.carrier().by_marks;
+        for (slot, end) in std::mem::take(&mut self.plan.reading.whole) {
+            let Some(region) = self.table.get_mut(slot) else { continue };
+            region.life.advance(Event::ReadTo(end));
+            if end >= region.end() {
+                region.judged(self.snapshot.now_ns, !by_marks);
+            }
+        }
+    }
+
+    /// Once a round, regions with all their duplicates merged return to the bottom level, and the index ages.
+    fn end_round(&mut self) {
+        let is_busy = self.ksmd.scheduler.is_busy();
+        let mut pages = 0;
+        for region in self.table.iter_mut() {
+            pages += region.view.pages.0;
+            if region.life.is_judged() && !region.life.is_worth_marking() && !is_busy {
+                region.life.advance(Event::Sink);
+            }
+        }
+        if self.contents.bottom_pages > pages {
+            // By now we've sampled every page of the bottom level about once.
+            self.contents.age(&self.table);
+            self.requests.age();
+            self.table.release_slots();
+            self.table.iter_mut().for_each(|region| region.survey.tally.age());
+        }
+    }
+
+    /// The merged frames to move to another NUMA node.
+    pub(super) fn moves(&mut self) -> Vec<Move> {
+        let may_move = if self.snapshot.ksm.ours { self.spending.allowance.moves_left() } else { 0 };
+        let room_ns = self.spending.total.room_ns(self.pace());
+        let moves = self.placer.moves(may_move, room_ns, &self.ledger);
+        self.spending.allowance.use_moves(count(moves.len()));
+        moves
+    }
+
+    /// Records the outcome of the pairs that we named.
+    fn account_for_pairs(&mut self, outcome: &Outcome) {
+        let collisions = self.requests.record(&outcome.merges, &mut self.table, &mut self.contents.index);
+        self.contents.note_colliding(&collisions.digests);
+        let number = count(collisions.digests.len()) + collisions.spared;
+        let contents = count(self.contents.index.len());
+        let compares = self.hashes_lines() && self.snapshot.ksm.ours;
+        if compares && self.contents.strength.record(self.plan.read, number, contents) {
+            self.forget_digests();
+        }
+    }
+}

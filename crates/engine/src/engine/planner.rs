@@ -1,0 +1,35 @@
+//! The two planners: [`marks`] for ksmd, [`pairs`] for merging on request.
+
+mod marks;
+mod pairs;
+
+use super::Engine;
+use crate::host::{Actions, Mechanism, PageSample};
+use crate::region::Region;
+use crate::units::Pages;
+
+/// Plans how equal pages get merged. Its constants are in [`crate::carrier`].
+pub(super) trait Planner {
+    /// Records a page that we've read, merged or private. `duplicate` means that other pages have its content. Returns
+    /// whether merging it would bring something.
+    fn record_page(&self, engine: &mut Engine, slot: u32, sample: &PageSample, duplicate: bool) -> bool;
+
+    /// The orders of this cycle, once all its samples are judged.
+    fn actions(&self, engine: &mut Engine) -> Actions;
+
+    /// How many of a region's pages are or may be merged.
+    fn mergeable(&self, region: &Region) -> Pages;
+
+    /// How many pages a region's process can need back at worst.
+    fn may_return(&self, region: &Region) -> Pages;
+
+    /// There's headroom again for a region that we've read whole.
+    fn judge_again(&self, region: &mut Region, now_ns: u64, top: usize);
+}
+
+pub(super) fn of(mechanism: Mechanism) -> &'static dyn Planner {
+    match mechanism {
+        Mechanism::Ksmd => &marks::Marks,
+        Mechanism::Request => &pairs::Pairs,
+    }
+}

@@ -1,0 +1,179 @@
+//! Plans pairs: which pages to merge with which, where the kernel merges pages on request.
+
+use super::Planner;
+use crate::engine::Engine;
+use crate::hash::Digest;
+use crate::host::{Actions, PageSample, PageState};
+use crate::index::Location;
+use crate::keys::DomainKey;
+use crate::placement::inventory::PageCopy;
+use crate::placement::placer::Stays;
+use crate::region::Region;
+use crate::requests::IndexedPage;
+use crate::units::Pages;
+
+#[derive(Debug)]
+pub(super) struct Pairs;
+
+impl Planner for Pairs {
+    fn record_page(&self, engine: &mut Engine, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
+        match sample.state {
+            PageState::Merged => engine.pair_merged(slot, sample),
+            _ => engine.pair_private(slot, sample, duplicate),
+        }
+    }
+
+    fn actions(&self, engine: &mut Engine) -> Actions {
+        if !engine.snapshot.ksm.ours {
+            engine.requests.clear();
+        }
+        let unmark = engine.unmark();
+        let merge = engine.requests.ranges();
+        let moves = engine.moves();
+        Actions { unmark, merge, moves, ..Actions::default() }
+    }
+
+    /// The pages that we've merged, or any if an earlier run merged some.
+    fn mergeable(&self, region: &Region) -> Pages {
+        if region.usage.merged_before { region.resident() } else { region.usage.merged.len() }
+    }
+
+    /// All duplicates that we read.
+    fn may_return(&self, region: &Region) -> Pages {
+        if region.life.is_judged() { region.counts().duplicate } else { Pages(0) }
+    }
+
+    /// We only find pairs by reading.
+    fn judge_again(&self, region: &mut Region, now_ns: u64, top: usize) {
+        if region.hold.may_examine(now_ns) {
+            region.hold.full = None;
+            region.hold.put_off(now_ns);
+            region.examine(top);
+        }
+    }
+}
+
+impl Engine {
+    /// If a page is a duplicate, asks to merge it with the page that holds the same content, provided that both may be
+    /// merged. It doesn't count as a duplicate if the program keeps writing to it after merges: then we leave it alone.
+    fn pair_private(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
+        let now_ns = self.snapshot.now_ns;
+        let Some(region) = self.table.get_mut(slot) else { return duplicate };
+        region.usage.record_unmerged(sample.page, now_ns);
+        if self.config.filters_cow_breaks() && region.usage.broken.contains(sample.page) {
+            return false;
+        }
+        if duplicate && region.may_be_requested(now_ns, &self.config) {
+            let new = IndexedPage::new(region, slot, sample.page);
+            if sample.digest == Digest::ZERO {
+                self.requests.add_zero(new);
+            } else {
+                let domain = region.view.domain;
+                self.pair(new, sample.digest.in_domain(domain), domain);
+            }
+        }
+        duplicate
+    }
+
+    /// Asks to merge a page with the one that the index has for its content.
+    fn pair(&mut self, new: IndexedPage, digest: Digest, domain: DomainKey) {
+        let Some(kept) = self.contents.index.page_of(digest) else { return };
+        if kept == new.location {
+            return;
+        }
+        let mut stays = Stays::Both;
+        let mut named = false;
+        if let Some(known) = self.page_to_name(kept, domain) {
+            stays = self.choose(known, new);
+            named = match stays {
+                Stays::Known => self.requests.add(new, known, digest, self.needs_merged(known)),
+                Stays::New => self.requests.add(known, new, digest, false),
+                Stays::Both => false,
+            };
+        } else {
+            // We can't name that page now, but may have merged others with it before.
+            self.requests.leave_behind(digest);
+        }
+        if !named {
+            self.note_headroom(new.location.slot);
+        }
+        // If the other page may not be merged now, this way it'll find us once it may.
+        if !named || stays == Stays::New {
+            self.contents.index.point_to(digest, new.location);
+        }
+    }
+
+    /// Which of two equal pages stays.
+    fn choose(&mut self, known: IndexedPage, new: IndexedPage) -> Stays {
+        let Some(other) = self.table.get(known.location.slot) else { return Stays::Both };
+        let Some(region) = self.table.get(new.location.slot) else { return Stays::Both };
+        // We told other pages to merge with this one, so it must stay: if we took it, we'd leave them behind.
+        if other.usage.merged.contains(known.page) || self.requests.is_kept(known.location) {
+            return Stays::Known;
+        }
+        let known = PageCopy { owner: other.view.owner, active: other.usage.active.contains(known.page) };
+        let copy = PageCopy { owner: region.view.owner, active: region.usage.active.contains(new.page) };
+        let chosen = self.placer.choose(known, copy, new.page, &self.snapshot);
+        self.room.headroom.stays(chosen, known.owner, copy.owner)
+    }
+
+    /// Whether a page that we've seen merged may only be kept if it's merged still. Otherwise its cgroup would keep one
+    /// more page for others, without headroom for it.
+    fn needs_merged(&self, kept: IndexedPage) -> bool {
+        let Some(region) = self.table.get(kept.location.slot) else { return false };
+        region.usage.merged.contains(kept.page) && self.room.headroom.is_limited(region.view.owner)
+    }
+
+    /// If a process has no headroom left, we read its region again once there is some.
+    fn note_headroom(&mut self, slot: u32) {
+        let Some(region) = self.table.get_mut(slot) else { return };
+        if let Some((limit, Pages(0))) = self.room.headroom.of(region.view.owner) {
+            region.hold.full = Some(limit);
+        }
+    }
+
+    /// The page that the index has for a content, if it's in this trust domain and we may name it.
+    fn page_to_name(&self, kept: Location, domain: DomainKey) -> Option<IndexedPage> {
+        let region = self.table.get(kept.slot)?;
+        let page = region.page_at(kept.offset);
+        let is_broken = self.config.filters_cow_breaks() && region.usage.broken.contains(page);
+        let may_be_requested = region.may_be_requested(self.snapshot.now_ns, &self.config);
+        let may_be_named = region.view.domain == domain && may_be_requested && !is_broken;
+        may_be_named.then_some(IndexedPage { region: region.view.key, page, location: kept })
+    }
+
+    /// Records a merged page. If the index points to another page for its content, we ask to merge the two. This page
+    /// stays, unless the other one is merged as well. Returns whether we've named a pair.
+    fn pair_merged(&mut self, slot: u32, sample: &PageSample) -> bool {
+        let Some(region) = self.table.get_mut(slot) else { return false };
+        region.usage.merged.insert(sample.page);
+        let domain = region.view.domain;
+        let own = IndexedPage::new(region, slot, sample.page);
+        let may_be_requested = region.may_be_requested(self.snapshot.now_ns, &self.config);
+        let digest = sample.digest.in_domain(domain);
+        let Some(kept) = self.contents.index.page_of(digest) else { return false };
+        if kept == own.location {
+            return false;
+        }
+        let Some(other) = self.table.get(kept.slot) else {
+            self.contents.index.point_to(digest, own.location);
+            return false;
+        };
+        let known = if may_be_requested { self.page_to_name(kept, domain) } else { None };
+        if !other.usage.merged.contains(other.page_at(kept.offset)) {
+            self.contents.index.point_to(digest, own.location);
+            let Some(known) = known else { return false };
+            return !self.requests.is_kept(kept) && self.requests.add(known, own, digest, false);
+        }
+        if self.requests.is_left_behind(digest) {
+            let Some(known) = known else { return false };
+            let needs_merged = self.needs_merged(known);
+            return !self.requests.is_kept(own.location) && self.requests.add(own, known, digest, needs_merged);
+        }
+        if other.survey.weight(self.config.threshold()) > 1 {
+            // We know this page is merged now. The program may have written the other since we last read it.
+            self.contents.index.point_to(digest, own.location);
+        }
+        false
+    }
+}

@@ -1,0 +1,167 @@
+//! Room for merged pages that come back as copies, on the machine and below cgroup limits. Where there's too little, we
+//! stop merging, or unmerge.
+
+use super::Engine;
+use crate::headroom::Headroom;
+use crate::host::{LimitView, MergedSample, Snapshot, Why};
+use crate::keys::{LimitKey, OwnerKey};
+use crate::marking::marker::SPLIT_FROM;
+use crate::region::table::RegionTable;
+use crate::region::{LeaveAlone, Region};
+use crate::relief::{Relief, UNMERGE_STEP, margin_below};
+use crate::reserve::Reserve;
+use crate::units::{EXTENT_PAGES, Pages};
+use rustc_hash::FxHashMap;
+
+#[derive(Debug, Default)]
+pub(super) struct CopyRoom {
+    /// How much memory stays free.
+    pub reserve: Reserve,
+    /// How much we may still merge below cgroup limits.
+    pub headroom: Headroom,
+    /// Cgroups that keep too many merged pages for others.
+    pub relief: Relief,
+    /// Whether we still have to find out who holds pages charged to a cgroup that may exceed its limit.
+    needs_relief: bool,
+}
+
+impl Engine {
+    /// Checks that there's room if merged pages come back as copies. Where memory is short, we stop merging.
+    pub(super) fn look_at_reserve(&mut self) {
+        let Snapshot { now_ns, ksm, memory, limits, .. } = &self.snapshot;
+        if !self.room.reserve.is_due(*now_ns) {
+            return;
+        }
+        self.room.reserve.count_copies(*now_ns, ksm.broken, self.ksmd.marker.is_unmarking());
+        let planner = self.planner();
+        let worst = by_owner(&self.table, limits, |region| planner.may_return(region));
+        let worst_of = |owner| worst.get(&owner).copied().unwrap_or_default();
+        let returns = self.returns_at_worst();
+        if self.room.reserve.look(self.config.reserve.keep, memory, returns, limits, worst_of) {
+            for region in self.table.iter_mut() {
+                region.hold.short = self.room.reserve.is_short_for(region.view.owner);
+            }
+        }
+    }
+
+    /// Works out how much we may still merge below cgroup limits. Regions that had no headroom are judged again once
+    /// there is some.
+    pub(super) fn look_at_headroom(&mut self) {
+        let planner = self.planner();
+        let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
+        let now_ns = *now_ns;
+        let mergeable = by_owner(&self.table, limits, |region| planner.mergeable(region));
+        self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable);
+        self.look_for_relief();
+        let top = self.ladder.levels();
+        for region in self.table.iter_mut().filter(|region| region.hold.full.is_some()) {
+            let is_full = self.room.headroom.of(region.view.owner).is_some_and(|(_, left)| left < Pages(EXTENT_PAGES));
+            if !is_full && region.life.is_judged() {
+                planner.judge_again(region, now_ns, top);
+            }
+        }
+    }
+
+    /// Begins to look for the pages of others that a cgroup keeps, if it may exceed its limit.
+    fn look_for_relief(&mut self) {
+        let Snapshot { now_ns, ksm, limits, .. } = &self.snapshot;
+        self.room.needs_relief = false;
+        if !ksm.ours || ksm.merged() == Pages(0) {
+            return;
+        }
+        let exceeded = self.room.headroom.exceeded();
+        self.room.relief.keep_only(&exceeded);
+        for (key, over) in exceeded {
+            let Some(view) = limits.iter().find(|view| view.key == key) else { continue };
+            self.room.needs_relief |= self.room.relief.is_wanted(view, over);
+            if !self.ksmd.marker.is_unmarking() {
+                self.room.relief.begin(view, over, &self.table, *now_ns);
+            }
+        }
+    }
+
+    /// Whether ksmd may not merge now, because a cgroup may already keep too many pages for others.
+    pub(super) fn may_not_merge(&self) -> bool {
+        let is_relieving = self.ksmd.marker.is_relieving(self.snapshot.now_ns);
+        self.room.needs_relief || self.room.relief.is_busy() || is_relieving
+    }
+
+    /// Unmerges regions that hold pages charged to a cgroup without headroom for them, as far as their copies fit on
+    /// the machine and below their own processes' limits.
+    pub(super) fn relieve(&mut self, merged: &[MergedSample]) {
+        let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
+        let keep = self.config.reserve.keep;
+        let Some(relieved) = self.room.relief.record(&self.table, merged, limits, keep, *now_ns) else { return };
+        let planner = self.planner();
+        let by_marks = self.carrier().by_marks;
+        let mut spare = self.room.reserve.spare(memory);
+        let mut taken: FxHashMap<LimitKey, Pages> = FxHashMap::default();
+        for place in relieved.others {
+            let Some(region) = self.table.at_mut(place.region, place.first) else { continue };
+            // Another program's marks aren't ours to undo.
+            if by_marks && region.marks.spans.is_empty() {
+                continue;
+            }
+            let merged = planner.mergeable(region);
+            let copies = copies_that_fit(merged.min(spare), region.view.owner, limits, &taken);
+            // We don't split small mappings.
+            if copies < merged.min(Pages(EXTENT_PAGES)) || copies < merged && region.view.pages < SPLIT_FROM {
+                continue;
+            }
+            spare = spare - copies;
+            for view in limits_of(region.view.owner, limits) {
+                *taken.entry(view.key).or_default() += copies;
+            }
+            self.ksmd.marker.take_apart(region, merged - copies, *now_ns, Why::Charge, LeaveAlone::Relieved);
+        }
+        if by_marks {
+            for place in relieved.own {
+                if let Some(region) = self.table.at_mut(place.region, place.first) {
+                    self.ksmd.marker.give_up(region, relieved.limit);
+                }
+            }
+        }
+    }
+
+    /// Unmerges memory step by step if memory is short and the config allows it.
+    pub(super) fn take_back(&mut self) {
+        if !self.config.reserve.take_back || !self.snapshot.ksm.ours {
+            return;
+        }
+        let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
+        if let Some(step) = self.room.reserve.step(*now_ns, memory, limits) {
+            self.ksmd.marker.take_back(&mut self.table, *now_ns, &step);
+        }
+    }
+}
+
+/// Sums up pages of each process's regions, if there are limits to compare them with.
+fn by_owner(
+    table: &RegionTable,
+    limits: &[LimitView],
+    pages_of: impl Fn(&Region) -> Pages,
+) -> FxHashMap<OwnerKey, Pages> {
+    let mut sums: FxHashMap<OwnerKey, Pages> = FxHashMap::default();
+    for region in table.iter().filter(|_| !limits.is_empty()) {
+        *sums.entry(region.view.owner).or_default() += pages_of(region);
+    }
+    sums
+}
+
+fn limits_of(owner: OwnerKey, limits: &[LimitView]) -> impl Iterator<Item = &LimitView> {
+    limits.iter().filter(move |view| view.owners.contains(&owner))
+}
+
+/// How many copies of a process's pages fit below its limits, `taken` being planned there already.
+fn copies_that_fit(
+    mut copies: Pages,
+    owner: OwnerKey,
+    limits: &[LimitView],
+    taken: &FxHashMap<LimitKey, Pages>,
+) -> Pages {
+    for view in limits_of(owner, limits) {
+        let used = taken.get(&view.key).copied().unwrap_or_default() + UNMERGE_STEP + margin_below(view.limit);
+        copies = copies.min(view.left.saturating_sub(used));
+    }
+    copies
+}
