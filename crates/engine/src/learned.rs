@@ -17,7 +17,7 @@ use crate::sampling::estimate::Tally;
 use crate::sampling::ladder::wants_more;
 use crate::units::{Pages, Permyriad, Vpn, whole};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// We keep at most this many regions, and spans in one of them.
 const REGIONS_MAX: usize = 16_384;
@@ -97,26 +97,26 @@ pub(crate) fn verdict(
     config: &Config,
 ) -> Option<LearnedRegion> {
     let left_over = region.left_over(config.mechanism);
-    let judged = region.life.is_judged();
-    // A refusal is for good, so every run asks once.
-    if region.life.is_reading() || region.hold.is_refused() {
-        return None;
-    }
-    // We're about to mark it, or to sample more of it.
     let waits = thin_waits && left_over >= config.thinnest_density.fraction();
-    if if judged { region.life.is_worth_marking() || waits } else { wants_more(region, config) } {
+    let will_hold = if region.life.is_judged() {
+        !region.life.is_worth_marking() && !waits
+    } else {
+        !region.life.is_reading() && !wants_more(region, config)
+    };
+    // A refusal is for good, so every run asks once.
+    if !will_hold || region.hold.is_refused() || region.marks.spans.len() > SPANS_MAX {
         return None;
     }
-    let marks: Vec<_> =
-        region.marks.spans.iter().map(|mark| (mark.first, mark.pages, mark.resident, mark.duplicate)).collect();
-    (marks.len() <= SPANS_MAX).then(|| LearnedRegion {
+    let spans = region.marks.spans.iter();
+    let marks = spans.map(|mark| (mark.first, mark.pages, mark.resident, mark.duplicate)).collect();
+    Some(LearnedRegion {
         process: region.view.lasting,
         family: region.view.family,
         first: region.view.first,
         pages: region.view.pages,
         resident: region.view.resident,
         visited: if busy { Pages(0) } else { region.marks.visited },
-        judged,
+        judged: region.life.is_judged(),
         left_over: Permyriad::of(whole(left_over * 10_000.0), 10_000),
         tally: region.survey.tally,
         sampled: region.survey.visited(),
@@ -137,8 +137,11 @@ pub(crate) struct Verdicts {
 
 impl Verdicts {
     pub fn new(regions: Vec<LearnedRegion>) -> Self {
-        let regions = regions.into_iter().take(REGIONS_MAX);
-        Self { pending: regions.map(|region| ((region.process, region.first), region)).collect(), until_ns: None }
+        let mut pending = BTreeMap::new();
+        for region in regions.into_iter().take(REGIONS_MAX) {
+            pending.insert((region.process, region.first), region);
+        }
+        Self { pending, until_ns: None }
     }
 
     /// All verdicts: this run's, and the earlier one's on regions that haven't appeared yet.
@@ -153,7 +156,8 @@ impl Verdicts {
     /// Gives regions that have just appeared their verdicts. Returns how many resident pages are marked in them, and
     /// how many of these ksmd may not have visited yet.
     pub fn give(&mut self, table: &mut RegionTable, now_ns: u64) -> (Pages, Pages) {
-        let (mut marked, mut unvisited) = (Pages(0), Pages(0));
+        let mut marked = Pages(0);
+        let mut unvisited = Pages(0);
         if self.pending.is_empty() {
             return (marked, unvisited);
         }
@@ -162,7 +166,9 @@ impl Verdicts {
             if fits(&verdict, region) {
                 adopt(region, &verdict, now_ns);
                 marked += region.marked_resident();
-                unvisited += if verdict.visited == Pages(0) { region.marked_resident() } else { Pages(0) };
+                if verdict.visited == Pages(0) {
+                    unvisited += region.marked_resident();
+                }
             }
         }
         if now_ns >= *self.until_ns.get_or_insert(now_ns + APPEAR_NS) {
@@ -174,34 +180,39 @@ impl Verdicts {
 
 /// Whether a verdict is about this region as it is now, and can be true.
 fn fits(verdict: &LearnedRegion, region: &Region) -> bool {
-    let (view, Tally { sampled, zero, found, copies }) = (&region.view, verdict.tally);
-    let LearnedRegion { family, pages, resident, judged, ref marks, .. } = *verdict;
-    let same = (family, pages) == (view.family, view.pages);
-    let as_full = resident.0.abs_diff(view.resident.0) <= view.resident.0 / 8;
-    let in_order = |next: Vpn, &(first, pages, resident, duplicate): &(Vpn, Pages, Pages, Pages)| {
-        let end = first.0.checked_add(pages.0).filter(|&end| end <= region.end().0 && pages > Pages(0));
-        end.map(Vpn).filter(|_| first >= next && duplicate <= resident && resident <= pages)
-    };
-    let mut ordered = marks.clone();
-    ordered.sort_unstable();
-    let are_spans = ordered.iter().try_fold(view.first, in_order).is_some();
-    // Without its marks, it's another region.
-    let are_there = marks.is_empty() || judged && view.marked > Pages(0);
-    // Only add up spans within the region: any others may come to too much.
-    let counted = || -> Pages { marks.iter().map(|mark| mark.1).sum() };
+    let view = &region.view;
+    let same = verdict.family == view.family && verdict.pages == view.pages;
+    let as_full = verdict.resident.0.abs_diff(view.resident.0) <= view.resident.0 / 8;
     // Samples age with every pass over the bottom level.
     let few = 16 * view.pages.0 + 4_096;
-    let can_be = [sampled, zero, found].into_iter().all(|count| count <= few)
+    let Tally { sampled, zero, found, copies } = verdict.tally;
+    let can_be = sampled.max(zero).max(found) <= few
         && copies.max(verdict.sampled) < 1 << 40
         && verdict.left_over <= Permyriad(10_000)
         && verdict.hold != Some(LeaveAlone::Refused);
-    same && as_full
-        && marks.len() <= SPANS_MAX
-        && are_spans
-        && are_there
-        // We only know a block's marks as a share of its mapping's.
-        && (region.in_blocks || counted() <= view.marked)
-        && can_be
+    same && as_full && can_be && marks_fit(verdict, region)
+}
+
+/// Whether a verdict's marks can be in this region.
+fn marks_fit(verdict: &LearnedRegion, region: &Region) -> bool {
+    let mut marks = verdict.marks.clone();
+    marks.sort_unstable();
+    let mut next = region.view.first.0;
+    let mut marked = Pages(0);
+    for (first, pages, resident, duplicate) in marks {
+        let end = first.0.saturating_add(pages.0);
+        let is_span = first.0 >= next && pages > Pages(0) && end <= region.end().0;
+        if !is_span || duplicate > resident || resident > pages {
+            return false;
+        }
+        next = end;
+        marked += pages;
+    }
+    // Without its marks, it's another region.
+    let are_there = verdict.marks.is_empty() || verdict.judged && region.view.marked > Pages(0);
+    // We only know a block's marks as a share of its mapping's.
+    let are_all = region.in_blocks || marked <= region.view.marked;
+    are_there && are_all && verdict.marks.len() <= SPANS_MAX
 }
 
 fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
@@ -210,9 +221,9 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
     region.hold.adopt(now_ns, verdict.hold, verdict.hold_ns, verdict.pause_ns);
     if verdict.judged {
         region.life.advance(Event::Adopt { now_ns, left_over: verdict.left_over });
-        let marks = verdict.marks.iter();
-        region.marks.spans =
-            marks.map(|&(first, pages, resident, duplicate)| Candidate { first, pages, resident, duplicate }).collect();
+        for &(first, pages, resident, duplicate) in &verdict.marks {
+            region.marks.spans.push(Candidate { first, pages, resident, duplicate });
+        }
         region.marks.scanned_whole = verdict.visited > Pages(0);
         region.marks.visited = if verdict.visited > Pages(0) { verdict.visited } else { region.view.resident };
     }
@@ -221,20 +232,23 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
 /// We don't know the contents of adopted regions. If a newcomer of their family appears, we read one of them whole
 /// again, so that we find the newcomer's copies.
 pub(crate) fn read_for_newcomers(table: &mut RegionTable, now_ns: u64, top: usize) {
-    let adopted = |region: &Region| region.life.adopted().is_some() && !region.marks.spans.is_empty();
-    if !table.iter().any(adopted) {
+    if !table.iter().any(is_adopted) {
         return;
     }
-    let is_new = |region: &&Region| region.age.appeared() && region.seen_ns == now_ns;
-    // The families, and whether we've chosen one of their regions.
-    let mut sought: BTreeMap<FamilyKey, bool> =
-        table.iter().filter(is_new).map(|region| (region.view.family, false)).collect();
-    for region in table.iter_mut().filter(|region| adopted(region)) {
-        let Some(chosen) = sought.get_mut(&region.view.family) else { continue };
-        if !std::mem::replace(chosen, true) {
+    let mut sought = BTreeSet::new();
+    for region in table.iter().filter(|region| region.is_new(now_ns)) {
+        sought.insert(region.view.family);
+    }
+    for region in table.iter_mut() {
+        if is_adopted(region) && sought.remove(&region.view.family) {
             region.examine(top);
         }
     }
+}
+
+/// Whether we know its marks from an earlier run alone.
+fn is_adopted(region: &Region) -> bool {
+    region.life.adopted().is_some() && !region.marks.spans.is_empty()
 }
 
 #[cfg(test)]
@@ -269,7 +283,7 @@ mod tests {
         }
     }
 
-    fn is_adopted(verdict: LearnedRegion, marked: u64) -> bool {
+    fn adopts(verdict: LearnedRegion, marked: u64) -> bool {
         let mut table = table(marked);
         Verdicts::new(vec![verdict]).give(&mut table, 7);
         table.iter().next().unwrap().life.adopted().is_some()
@@ -277,21 +291,21 @@ mod tests {
 
     #[test]
     fn a_verdict_is_adopted_by_the_same_region_alone() {
-        assert!(is_adopted(marked(), 500));
-        assert!(!is_adopted(marked(), 0), "its marks have been removed");
-        assert!(!is_adopted(marked(), 499), "some of them");
-        assert!(!is_adopted(LearnedRegion { process: LastingKey(2), ..marked() }, 500));
-        assert!(!is_adopted(LearnedRegion { family: FamilyKey(2), ..marked() }, 500));
-        assert!(!is_adopted(LearnedRegion { first: Vpn(1_001), ..marked() }, 500));
-        assert!(!is_adopted(LearnedRegion { pages: Pages(501), ..marked() }, 500));
-        assert!(!is_adopted(LearnedRegion { resident: Pages(300), ..marked() }, 500), "it has been filled since");
+        assert!(adopts(marked(), 500));
+        assert!(!adopts(marked(), 0), "its marks have been removed");
+        assert!(!adopts(marked(), 499), "some of them");
+        assert!(!adopts(LearnedRegion { process: LastingKey(2), ..marked() }, 500));
+        assert!(!adopts(LearnedRegion { family: FamilyKey(2), ..marked() }, 500));
+        assert!(!adopts(LearnedRegion { first: Vpn(1_001), ..marked() }, 500));
+        assert!(!adopts(LearnedRegion { pages: Pages(501), ..marked() }, 500));
+        assert!(!adopts(LearnedRegion { resident: Pages(300), ..marked() }, 500), "it has been filled since");
     }
 
     #[test]
     fn what_cannot_be_true_is_not_adopted() {
         let spans = |marks: &[(u64, u64, u64, u64)]| {
             let marks = marks.iter().map(|&(a, b, c, d)| (Vpn(a), Pages(b), Pages(c), Pages(d))).collect();
-            is_adopted(LearnedRegion { marks, ..marked() }, 500)
+            adopts(LearnedRegion { marks, ..marked() }, 500)
         };
         assert!(spans(&[(1_100, 100, 100, 100), (1_000, 100, 90, 80)]));
         assert!(!spans(&[(999, 100, 100, 100)]) && !spans(&[(1_401, 100, 100, 100)]));
@@ -299,11 +313,11 @@ mod tests {
         assert!(!spans(&[(1_000, 0, 0, 0)]) && !spans(&[(1_000, u64::MAX, 1, 1)]));
         assert!(!spans(&[(1_000, u64::MAX, 1, 1), (1_000, u64::MAX, 1, 1)]));
         assert!(!spans(&[(1_000, 100, 101, 100)]) && !spans(&[(1_000, 100, 90, 91)]));
-        assert!(!is_adopted(LearnedRegion { judged: false, ..marked() }, 500), "marks need a whole reading");
+        assert!(!adopts(LearnedRegion { judged: false, ..marked() }, 500), "marks need a whole reading");
         let tally = Tally { sampled: u64::MAX, ..Tally::default() };
-        assert!(!is_adopted(LearnedRegion { tally, ..marked() }, 500));
-        assert!(!is_adopted(LearnedRegion { left_over: Permyriad(10_001), ..marked() }, 500));
-        assert!(!is_adopted(LearnedRegion { hold: Some(LeaveAlone::Refused), ..marked() }, 500), "not for good");
+        assert!(!adopts(LearnedRegion { tally, ..marked() }, 500));
+        assert!(!adopts(LearnedRegion { left_over: Permyriad(10_001), ..marked() }, 500));
+        assert!(!adopts(LearnedRegion { hold: Some(LeaveAlone::Refused), ..marked() }, 500), "not for good");
     }
 
     #[test]

@@ -59,8 +59,11 @@ pub struct GroupLimits {
 impl GroupLimits {
     /// Pages that we may read in a second if one takes this long.
     fn pages(&self, page_ns: u64) -> u64 {
-        let by_share = self.share.map(|share| share_ns(WINDOW_NS, share) / page_ns.max(1));
-        self.pages.into_iter().chain(by_share).min().unwrap_or(u64::MAX)
+        let pages = self.pages.unwrap_or(u64::MAX);
+        match self.share {
+            Some(share) => pages.min(share_ns(WINDOW_NS, share) / page_ns.max(1)),
+            None => pages,
+        }
     }
 }
 
@@ -107,6 +110,12 @@ impl Done {
     }
 }
 
+#[derive(Clone, Debug)]
+struct Group {
+    limits: GroupLimits,
+    done: Done,
+}
+
 /// Enforces the limits: knows how much we may still do now.
 #[derive(Clone, Debug)]
 pub struct Allowance {
@@ -115,7 +124,7 @@ pub struct Allowance {
     size: StopSize,
     all: Done,
     each: BTreeMap<OwnerKey, Done>,
-    groups: Vec<(GroupLimits, Done)>,
+    groups: Vec<Group>,
     members: Arc<BTreeMap<OwnerKey, GroupKey>>,
     /// The cost of a page that we read, nanoseconds.
     page_ns: u64,
@@ -139,25 +148,26 @@ impl Allowance {
 
     pub fn set_limits(&mut self, limits: Limits, groups: &[GroupLimits]) {
         self.limits = limits;
-        self.groups = groups.iter().map(|&limits| (limits, Done::default())).collect();
+        self.groups = groups.iter().map(|&limits| Group { limits, done: Done::default() }).collect();
     }
 
     /// Sets the groups of processes, and the cost of a page that we read, nanoseconds.
     pub fn set_groups(&mut self, members: Arc<BTreeMap<OwnerKey, GroupKey>>, page_ns: u64) {
-        (self.members, self.page_ns) = (members, page_ns);
+        self.members = members;
+        self.page_ns = page_ns;
     }
 
     pub fn advance(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
         self.all.advance(now_ns);
-        self.groups.iter_mut().for_each(|(_, done)| done.advance(now_ns));
+        self.groups.iter_mut().for_each(|group| group.done.advance(now_ns));
         self.each.retain(|_, done| {
             done.advance(now_ns);
             done.pages.sum + done.stops.sum > 0
         });
     }
 
-    fn group_of(&self, owner: OwnerKey) -> Option<&(GroupLimits, Done)> {
+    fn group_of(&self, owner: OwnerKey) -> Option<&Group> {
         self.groups.get(usize::from(self.members.get(&owner)?.0))
     }
 
@@ -165,9 +175,9 @@ impl Allowance {
     fn record(&mut self, owner: OwnerKey, add: impl Fn(&mut Done)) {
         add(&mut self.all);
         add(self.each.entry(owner).or_default());
-        let group = self.members.get(&owner).and_then(|group| self.groups.get_mut(usize::from(group.0)));
-        if let Some((_, done)) = group {
-            add(done);
+        let Some(group) = self.members.get(&owner) else { return };
+        if let Some(group) = self.groups.get_mut(usize::from(group.0)) {
+            add(&mut group.done);
         }
     }
 
@@ -175,9 +185,11 @@ impl Allowance {
     pub fn pages_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.pages.sum);
         let all = self.limits.pages.saturating_sub(self.all.pages.sum);
-        let left = |(limits, done): &(GroupLimits, Done)| limits.pages(self.page_ns).saturating_sub(done.pages.sum);
-        let group = self.group_of(owner).map_or(u64::MAX, left);
-        self.limits.pages_per_process.saturating_sub(own).min(all).min(group)
+        let left = self.limits.pages_per_process.saturating_sub(own).min(all);
+        match self.group_of(owner) {
+            Some(group) => left.min(group.limits.pages(self.page_ns).saturating_sub(group.done.pages.sum)),
+            None => left,
+        }
     }
 
     /// Records pages that we're about to read.
@@ -190,10 +202,11 @@ impl Allowance {
     pub fn stops_left(&self, owner: OwnerKey) -> u64 {
         let own = self.each.get(&owner).map_or(0, |done| done.stops.sum);
         let all = self.limits.stops.saturating_sub(self.all.stops.sum);
-        let left =
-            |(limits, done): &(GroupLimits, Done)| limits.stops.unwrap_or(u64::MAX).saturating_sub(done.stops.sum);
-        let group = self.group_of(owner).map_or(u64::MAX, left);
-        self.limits.stops_per_process.saturating_sub(own).min(all).min(group)
+        let left = self.limits.stops_per_process.saturating_sub(own).min(all);
+        match self.group_of(owner) {
+            Some(group) => left.min(group.limits.stops.unwrap_or(u64::MAX).saturating_sub(group.done.stops.sum)),
+            None => left,
+        }
     }
 
     /// Records stops that are about to happen.
@@ -220,7 +233,8 @@ impl Allowance {
     /// Adapts how much we do in one stop to how long the last ones took: less after one that was too long, more while
     /// they're short.
     pub fn adapt_stop_size(&mut self, stops: &[Stops]) {
-        let (now, limit_ns) = (self.size.marks, self.limits.longest_stop_ns);
+        let now = self.size.marks;
+        let limit_ns = self.limits.longest_stop_ns;
         self.size.marks = match stops.iter().map(|stops| stops.longest_ns).max() {
             Some(longest_ns) if longest_ns > limit_ns => (now / 2).max(1),
             Some(longest_ns) if longest_ns < limit_ns / 2 => (now + now / 4 + 1).min(StopSize::default().marks),

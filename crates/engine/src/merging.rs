@@ -94,10 +94,10 @@ pub struct ScanScheduler {
     between_scans: bool,
     /// The last order. We only send a new one if it differs.
     last_order: ScanOrder,
-    /// The cost of a page during a scan, for pacing, nanoseconds, and the counters (pages scanned, CPU time) that we
-    /// derived it from.
+    /// The cost of a page during a scan, for pacing, nanoseconds, and the counters that we derived it from.
     page_ns: u64,
-    counters: (u64, u64),
+    scanned: u64,
+    ksmd_ns: u64,
 }
 
 impl ScanScheduler {
@@ -246,8 +246,8 @@ impl ScanScheduler {
         self.reap_since_ns = None;
         self.reaping += std::mem::take(&mut self.exited);
         let thorough = self.thorough;
-        let (full_scans, saved) = (ksm.full_scans, ksm.saved());
-        self.scan_in_progress = Some(ScanInProgress { full_scans, saved, thorough, kicked });
+        self.scan_in_progress =
+            Some(ScanInProgress { full_scans: ksm.full_scans, saved: ksm.saved(), thorough, kicked });
         if kicked { ScanOrder::Kick { thorough } } else { self.pace(inputs) }
     }
 
@@ -279,8 +279,8 @@ impl ScanScheduler {
 
     /// Updates the cost of a page: upwards at once, downwards by halves, because the next pages may cost more again.
     fn measure(&mut self, inputs: &Inputs<'_>) {
-        let (scanned, spent_ns) = (inputs.ksm.scanned, inputs.ksmd_ns);
-        let (pages, ns) = (scanned.saturating_sub(self.counters.0), spent_ns.saturating_sub(self.counters.1));
+        let pages = inputs.ksm.scanned.saturating_sub(self.scanned);
+        let ns = inputs.ksmd_ns.saturating_sub(self.ksmd_ns);
         if self.scan_in_progress.is_none() {
             self.page_ns = HIGHEST_PAGE_NS;
         } else if let Some(page_ns) = ns.checked_div(pages) {
@@ -288,7 +288,8 @@ impl ScanScheduler {
         } else if ns == 0 {
             return;
         }
-        self.counters = (scanned, spent_ns);
+        self.scanned = inputs.ksm.scanned;
+        self.ksmd_ns = inputs.ksmd_ns;
     }
 
     /// The scan in progress has ended.
@@ -301,7 +302,8 @@ impl ScanScheduler {
             self.reaping = Pages(0);
         }
         if self.due == 0 {
-            (self.unvisited, self.thorough) = (Pages(0), false);
+            self.unvisited = Pages(0);
+            self.thorough = false;
         }
         self.last_merged = inputs.ksm.saved().saturating_sub(scan.saved);
         self.merged += self.last_merged;

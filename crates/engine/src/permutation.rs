@@ -43,9 +43,11 @@ impl Permutation {
 
     fn encrypt(&self, value: u64) -> u64 {
         let mask = (1 << self.half_bits) - 1;
-        let (mut left, mut right) = (value >> self.half_bits, value & mask);
+        let mut left = value >> self.half_bits;
+        let mut right = value & mask;
         for round in 0..4 {
-            (left, right) = (right, left ^ (mix(right ^ self.key.rotate_left(round * 16)) & mask));
+            left ^= mix(right ^ self.key.rotate_left(round * 16)) & mask;
+            std::mem::swap(&mut left, &mut right);
         }
         left << self.half_bits | right
     }

@@ -70,6 +70,14 @@ pub enum RoomState {
     Short,
 }
 
+impl RoomState {
+    /// How much must be left for a state not to apply. It only ends once there's some more room.
+    fn needs(self, amount: Pages, state: Self) -> Pages {
+        let more = if self >= state { amount.0 / HYSTERESIS } else { 0 };
+        Pages(amount.0 + more)
+    }
+}
+
 /// The room on the machine or below a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
@@ -90,12 +98,10 @@ pub struct Room {
 }
 
 impl Room {
-    fn new(before: RoomState, (total, left): (Pages, Pages), reserve: Pages, worst: Pages) -> Self {
-        // A state only ends once there's some more room.
-        let needs = |amount: Pages, state| Pages(amount.0 + if before >= state { amount.0 / HYSTERESIS } else { 0 });
-        let state = if left < needs(reserve, RoomState::Short) {
+    fn new(before: RoomState, total: Pages, left: Pages, reserve: Pages, worst: Pages) -> Self {
+        let state = if left < before.needs(reserve, RoomState::Short) {
             RoomState::Short
-        } else if left < needs(worst, RoomState::Overcommitted) {
+        } else if left < before.needs(worst, RoomState::Overcommitted) {
             RoomState::Overcommitted
         } else {
             RoomState::Enough
@@ -116,10 +122,12 @@ impl fmt::Display for Keep {
             Self::Share(part) => part.fmt(f),
             Self::Fixed(pages) => {
                 let kib = pages.0 * 4;
-                let fits = |shift: &u32| kib > 0 && kib.trailing_zeros() >= *shift;
-                let (shift, unit) =
-                    [(30, 'T'), (20, 'G'), (10, 'M')].into_iter().find(|(shift, _)| fits(shift)).unwrap_or((0, 'K'));
-                write!(f, "{}{unit}", kib >> shift)
+                for (shift, unit) in [(30, 'T'), (20, 'G'), (10, 'M')] {
+                    if kib > 0 && kib.trailing_zeros() >= shift {
+                        return write!(f, "{}{unit}", kib >> shift);
+                    }
+                }
+                write!(f, "{kib}K")
             }
         }
     }
@@ -130,28 +138,35 @@ impl FromStr for Keep {
 
     /// Parses `auto`, a size with a unit (`512M`, `2G`), or a share of memory (`10%`).
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let no_amount = || ConfigError::NoAmount(text.to_owned());
         if text == "auto" {
             return Ok(Self::Auto);
         }
-        if let Some(share) = text.strip_suffix('%') {
-            let share: f64 =
-                share.trim_end().parse().ok().filter(|share| (0.0..=100.0).contains(share)).ok_or_else(no_amount)?;
-            return Ok(Self::Share(Permyriad(u32::try_from(whole((share * 100.0).round())).map_err(|_| no_amount())?)));
-        }
-        let size = text.strip_suffix("iB").unwrap_or(text);
-        let unit = size.chars().last().and_then(|unit| "KMGT".find(unit.to_ascii_uppercase())).ok_or_else(no_amount)?;
-        let digits = &size[..size.len() - 1];
-        let number: u64 = digits
-            .bytes()
-            .all(|byte| byte.is_ascii_digit())
-            .then(|| digits.parse().ok())
-            .flatten()
-            .ok_or_else(no_amount)?;
-        let bytes =
-            number.checked_mul(1024 << (10 * unit)).filter(|&bytes| bytes <= SIZE_MOST).ok_or_else(no_amount)?;
-        Ok(Self::Fixed(Pages(bytes.div_ceil(PAGE_BYTES))))
+        let keep = match text.strip_suffix('%') {
+            Some(share) => parse_share(share).map(Self::Share),
+            None => parse_size(text).map(Self::Fixed),
+        };
+        keep.ok_or_else(|| ConfigError::NoAmount(text.to_owned()))
     }
+}
+
+/// Parses per cent.
+fn parse_share(text: &str) -> Option<Permyriad> {
+    let share: f64 = text.trim_end().parse().ok()?;
+    if !(0.0..=100.0).contains(&share) {
+        return None;
+    }
+    Some(Permyriad(u32::try_from(whole((share * 100.0).round())).ok()?))
+}
+
+fn parse_size(text: &str) -> Option<Pages> {
+    let size = text.strip_suffix("iB").unwrap_or(text);
+    let unit = "KMGT".find(size.chars().last()?.to_ascii_uppercase())?;
+    let digits = &size[..size.len() - 1];
+    if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let bytes = digits.parse::<u64>().ok()?.checked_mul(1024 << (10 * unit))?;
+    (bytes <= SIZE_MOST).then_some(Pages(bytes.div_ceil(PAGE_BYTES)))
 }
 
 impl Keep {
@@ -254,7 +269,7 @@ impl Reserve {
         if memory.total > Pages(0) {
             let left = memory.available + memory.swap_free;
             let reserve = keep.of_machine(memory.total, worst, self.likely().min(worst));
-            self.machine = Room::new(self.machine.state, (memory.total, left), reserve, worst);
+            self.machine = Room::new(self.machine.state, memory.total, left, reserve, worst);
         }
         let before = std::mem::take(&mut self.limits);
         self.short.clear();
@@ -265,7 +280,7 @@ impl Reserve {
             let state = before.get(&limit.key).map_or(RoomState::Enough, |room| room.state);
             let held: Pages = limit.owners.iter().map(|&owner| worst_of(owner)).sum();
             let worst = held.min(worst);
-            let room = Room::new(state, (limit.limit, limit.left), keep.of_limit(limit.limit, worst), worst);
+            let room = Room::new(state, limit.limit, limit.left, keep.of_limit(limit.limit, worst), worst);
             if room.state == RoomState::Short {
                 self.short.extend(&limit.owners);
             }

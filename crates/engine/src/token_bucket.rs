@@ -31,13 +31,17 @@ impl TokenBucket {
 
     /// How many pages we may work on now, 0 if it's too early.
     pub fn portion(&mut self, now_ns: u64) -> u64 {
-        let gained = |ns| i64::try_from(share_ns(ns, self.share)).unwrap_or(i64::MAX);
-        self.left_ns = self.left_ns.saturating_add(gained(now_ns.saturating_sub(self.last_ns))).min(gained(KEPT_NS));
+        let gained_ns = self.gained_ns(now_ns.saturating_sub(self.last_ns));
+        self.left_ns = self.left_ns.saturating_add(gained_ns).min(self.gained_ns(KEPT_NS));
         self.last_ns = now_ns.max(self.last_ns);
         match u64::try_from(self.left_ns) {
             Ok(left_ns) if left_ns >= PORTION_NS => (PORTION_NS / self.page_ns.max(1)).clamp(1, PAGES_MOST),
             _ => 0,
         }
+    }
+
+    fn gained_ns(&self, time_ns: u64) -> i64 {
+        i64::try_from(share_ns(time_ns, self.share)).unwrap_or(i64::MAX)
     }
 
     /// Records the cost of a portion.

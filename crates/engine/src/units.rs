@@ -30,8 +30,8 @@ pub const fn whole(number: f64) -> u64 {
 
 /// How much larger one number is than another, each capped at 2^63 - 1.
 pub fn difference(one: u64, other: u64) -> i64 {
-    let signed = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
-    signed(one) - signed(other)
+    let one = i64::try_from(one).unwrap_or(i64::MAX);
+    one - i64::try_from(other).unwrap_or(i64::MAX)
 }
 
 /// The lowest `bits` of a number, at most 32.
