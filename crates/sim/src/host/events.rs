@@ -190,12 +190,7 @@ impl SimHost {
                 writer.due += u128::from(passed_ns) * in_a_ns * u128::from(pages);
                 while writer.due >= one {
                     writer.due -= one;
-                    let content = match writes {
-                        Writes::Unique => self.unique.next(),
-                        Writes::Duplicate { series, size } => {
-                            content_of_series(series, writer.stream.below(size.max(1)))
-                        }
-                    };
+                    let content = self.content_to_write(writes, &mut writer.stream);
                     let page = u32::try_from(writer.stream.below(u64::from(pages))).unwrap_or(0);
                     self.memory.write(key, page, content);
                 }
@@ -205,6 +200,13 @@ impl SimHost {
         let next_ns = self.now_ns + self.write_interval_ns(&writer.behaviour, u64::from(pages));
         self.writers[index] = Some(writer);
         self.schedule(next_ns, Event::Write { writer: index });
+    }
+
+    fn content_to_write(&mut self, writes: Writes, stream: &mut Random) -> u64 {
+        match writes {
+            Writes::Unique => self.unique.next(),
+            Writes::Duplicate { series, size } => content_of_series(series, stream.below(size.max(1))),
+        }
     }
 }
 

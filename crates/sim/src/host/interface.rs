@@ -71,7 +71,8 @@ impl SimHost {
         if self.now_ns < self.refreshed.next_ns {
             return cost_ns;
         }
-        let (all, surveys) = (owners.len() as u64, self.now_ns >= self.refreshed.next_survey_ns);
+        let all = owners.len() as u64;
+        let surveys = self.now_ns >= self.refreshed.next_survey_ns;
         self.refreshed.next_ns = self.now_ns + (all * self.costs.refresh_owner_ns * REFRESH_PART).max(REFRESH_NS);
         let mut surveyed_ns = 0;
         for owner in owners {
@@ -94,9 +95,12 @@ impl SimHost {
     /// Samples one run. Returns the cost in nanoseconds.
     fn read_run(&self, run: &PageRun, plan: &SamplePlan, samples: &mut Vec<PageSample>) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
-        let (mut looked_at, mut read) = (0, 0);
-        let (several, asked) = (self.memory.nodes.is_tracked(), plan.activity.contains(&run.region));
-        let (mut looked_up, mut whole) = (0, 0);
+        let mut looked_at = 0;
+        let mut read = 0;
+        let mut looked_up = 0;
+        let mut whole = 0;
+        let several = self.memory.nodes.is_tracked();
+        let asked = plan.activity.contains(&run.region);
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             let state = self.memory.state(region, offset);

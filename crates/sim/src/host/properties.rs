@@ -125,28 +125,16 @@ impl Rig {
                 self.sim.apply(&Actions { scan, ..Actions::default() }).unwrap();
             }
             Step::Merge(take, first, pages, keep, from, kind) => {
-                if let (Some(take), Some(keep)) = (self.span(take, first, 1), self.span(keep, from, 1)) {
-                    let take = PageRun { region: take.region, first: take.first, pages };
-                    let keep = match kind {
-                        0 => Keep::Run(keep.region, keep.first),
-                        1 => Keep::Page(keep.region, keep.first),
-                        _ => Keep::Zero,
-                    };
-                    self.merge(MergeRange { take, keep, needs_merged: false });
+                let take = self.span(take, first, 1);
+                let keep = self.span(keep, from, 1);
+                if let (Some(take), Some(keep)) = (take, keep) {
+                    self.merge(PageRun { region: take.region, first: take.first, pages }, keep, kind);
                 }
             }
             Step::Wait(ns) => self.sim.wait(ns).unwrap(),
             Step::Move(target, page, node) => {
-                let Some(Span { region, first: page, .. }) = self.span(target, page, 1) else { return };
-                let merged = |sim: &SimHost| sim.page(region, page).unwrap().1 == PageState::Merged;
-                let (before, was_merged) = (self.sim.node_of(region, page), merged(&self.sim));
-                let moves = vec![Move { region, page, node: NodeKey(node) }];
-                let outcome = self.sim.apply(&Actions { moves, ..Actions::default() }).unwrap();
-                assert!(outcome.moved == 0 || was_merged, "moved a frame that is not merged");
-                // We gave no order, but an earlier one may still be running.
-                if merged(&self.sim) && was_merged && !self.sim.is_scanning() {
-                    let wanted = if outcome.moved == 1 { Some(NodeKey(node)) } else { before };
-                    assert_eq!(self.sim.node_of(region, page), wanted);
+                if let Some(span) = self.span(target, page, 1) {
+                    self.move_page(span.region, span.first, NodeKey(node));
                 }
             }
             Step::Home(target, node) if !self.owners.is_empty() => {
@@ -167,8 +155,29 @@ impl Rig {
         }
     }
 
+    /// Moves a frame to a node, and checks that it goes there if it's merged.
+    fn move_page(&mut self, region: RegionKey, page: Vpn, node: NodeKey) {
+        let before = self.sim.node_of(region, page);
+        let was_merged = self.sim.page(region, page).unwrap().1 == PageState::Merged;
+        let moves = vec![Move { region, page, node }];
+        let outcome = self.sim.apply(&Actions { moves, ..Actions::default() }).unwrap();
+        assert!(outcome.moved == 0 || was_merged, "moved a frame that is not merged");
+        let is_merged = self.sim.page(region, page).unwrap().1 == PageState::Merged;
+        // We gave no order, but an earlier one may still be running.
+        if is_merged && was_merged && !self.sim.is_scanning() {
+            let wanted = if outcome.moved == 1 { Some(node) } else { before };
+            assert_eq!(self.sim.node_of(region, page), wanted);
+        }
+    }
+
     /// Merges a range on request, and checks the report.
-    fn merge(&mut self, range: MergeRange) {
+    fn merge(&mut self, take: PageRun, keep: Span, kind: u8) {
+        let keep = match kind {
+            0 => Keep::Run(keep.region, keep.first),
+            1 => Keep::Page(keep.region, keep.first),
+            _ => Keep::Zero,
+        };
+        let range = MergeRange { take, keep, needs_merged: false };
         let outcome = self.sim.apply(&Actions { merge: vec![range], ..Actions::default() }).unwrap();
         let mut next = 0;
         for result in &outcome.merges {

@@ -132,10 +132,10 @@ impl Ksmd {
     /// equal in the unstable tree, the visited page's frame stays (`try_to_merge_two_pages`), which determines the
     /// node.
     fn search(&mut self, memory: &mut Memory, me: PageRef, content: u64, item: &mut RmapItem) -> u64 {
-        let (tree, mut steps) = (self.tree_of(memory, me, item), Steps::default());
-        let (found, merge_ns) = self.find(memory, (tree, me), content, item, &mut steps);
-        (steps.stable, steps.unstable) =
-            (self.granularity.tree_depth(steps.stable), self.granularity.tree_depth(steps.unstable));
+        let mut steps = Steps::default();
+        let (found, merge_ns) = self.find(memory, me, content, item, &mut steps);
+        steps.stable = self.granularity.tree_depth(steps.stable);
+        steps.unstable = self.granularity.tree_depth(steps.unstable);
         self.counts.search(self.granularity.get(), steps.stable, steps.unstable, found);
         merge_ns
             + steps.stable * self.costs.stable_level_ns
@@ -147,11 +147,12 @@ impl Ksmd {
     fn find(
         &mut self,
         memory: &mut Memory,
-        (tree, me): (u16, PageRef),
+        me: PageRef,
         content: u64,
         item: &mut RmapItem,
         steps: &mut Steps,
     ) -> (bool, u64) {
+        let tree = self.tree_of(memory, me, item);
         if let Some(frame) = self.trees.find_stable(memory, tree, content, steps) {
             memory.join(me.0, me.1, frame);
             self.trees.attach(memory, frame);
@@ -161,7 +162,8 @@ impl Ksmd {
         let (other, at) = match self.trees.find_or_insert_unstable(memory, tree, content, me, steps) {
             UnstableSearch::Partner(other, at) => (other, at),
             UnstableSearch::Inserted(at) => {
-                (item.node, item.state) = (at, ItemState::Unshared);
+                item.node = at;
+                item.state = ItemState::Unshared;
                 self.unshared += 1;
                 return (false, 0);
             }
