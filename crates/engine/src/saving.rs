@@ -154,11 +154,7 @@ impl SavingCounter {
                 let mut at = first;
                 while let Some((start, length)) = self.next_run(at, end) {
                     asked += length;
-                    runs.push(PageRun {
-                        region: region.view.key,
-                        first: start,
-                        pages: u32::try_from(length).unwrap_or(u32::MAX),
-                    });
+                    runs.push(region.run(start, Pages(length)));
                     at = start + length;
                 }
             }

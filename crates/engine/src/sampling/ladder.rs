@@ -30,7 +30,7 @@ use crate::random::mix;
 use crate::region::table::RegionTable;
 use crate::region::{Age, Event, RUN_PAGES, Region};
 use crate::sampling::estimate::samples_for_evidence;
-use crate::units::{EXTENT_PAGES, Permyriad, Vpn, count, whole};
+use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, count, whole};
 use std::collections::BTreeSet;
 
 /// We read at most this many pages in one cycle: about 40 ms, so that signals and new processes don't have to wait.
@@ -222,7 +222,7 @@ impl Ladder {
                 if allowance.pages_left(owner) >= RUN_PAGES {
                     let (first, pages) = region.next_run();
                     allowance.use_pages(owner, pages);
-                    runs.push(run(region, first, pages));
+                    runs.push(region.run(first, Pages(pages)));
                 }
                 point += interval;
             }
@@ -258,7 +258,7 @@ impl Ladder {
                     page = region.usage.cow_breaks.next_visit();
                 }
                 if let Some(page) = page {
-                    runs.push(run(region, page, 1));
+                    runs.push(region.run(page, Pages(1)));
                 }
             }
         }
@@ -344,7 +344,7 @@ fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance
         allowance.use_pages(region.view.owner, may.min(end.0.saturating_sub(at.0)));
         while at < end && may > 0 {
             let pages = (end.0 - at.0).min(EXTENT_PAGES).min(may);
-            reading.runs.push(run(region, at, pages));
+            reading.runs.push(region.run(at, Pages(pages)));
             may -= pages;
             at = at + pages;
             *left -= pages;
@@ -381,7 +381,7 @@ fn sample(
         while wanted > 0 && region.survey.runs_left() > 0 && allowance.pages_left(owner) >= RUN_PAGES {
             let (first, pages) = region.next_run();
             allowance.use_pages(owner, pages);
-            runs.push(run(region, first, pages));
+            runs.push(region.run(first, Pages(pages)));
             wanted = wanted.saturating_sub(pages);
             taken += pages;
         }
@@ -443,10 +443,6 @@ fn is_watched(region: &Region, config: &Config) -> bool {
 fn room_taken(region: &Region, config: &Config) -> u64 {
     let weight = if config.mechanism.carrier().by_marks { 1 } else { region.survey.weight(config.threshold()) };
     region.view.pages.0 * weight
-}
-
-fn run(region: &Region, first: Vpn, pages: u64) -> PageRun {
-    PageRun { region: region.view.key, first, pages: u32::try_from(pages).unwrap_or(u32::MAX) }
 }
 
 #[cfg(test)]

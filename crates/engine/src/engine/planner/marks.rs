@@ -20,8 +20,10 @@ impl Planner for Marks {
     fn actions(&self, engine: &mut Engine) -> Actions {
         engine.take_back();
         let unmark = engine.unmark();
-        // Comes before new marks, so that small ones can share its scans.
-        engine.refresh_marks();
+        if !engine.room.reserve.is_short() {
+            // Comes before new marks, so that small ones can share its scans.
+            engine.refresh_marks();
+        }
         if engine.snapshot.foreign_marks {
             // Otherwise ksmd would merge memory of two trust domains.
             let scan = engine.ksmd.scheduler.suspend(&engine.snapshot.ksm);
@@ -55,14 +57,12 @@ impl Engine {
         change.into_iter().collect()
     }
 
-    /// Has ksmd scan marked memory again if enough of it has changed, unless memory is short.
+    /// Has ksmd scan marked memory again if enough of it has changed.
     fn refresh_marks(&mut self) {
-        if !self.room.reserve.is_short() {
-            let pace = self.pace();
-            let Snapshot { now_ns, ksm, .. } = &self.snapshot;
-            let Ksmd { marker, scheduler } = &mut self.ksmd;
-            marker.refresh(&mut self.table, *now_ns, ksm.broken, scheduler, pace);
-        }
+        let pace = self.pace();
+        let Snapshot { now_ns, ksm, .. } = &self.snapshot;
+        let Ksmd { marker, scheduler } = &mut self.ksmd;
+        marker.refresh(&mut self.table, *now_ns, ksm.broken, scheduler, pace);
     }
 
     /// The spans to mark now.
