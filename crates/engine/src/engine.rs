@@ -7,6 +7,7 @@
 mod contents;
 mod cycle;
 mod decide;
+mod forks;
 mod pacing;
 mod planner;
 mod regions;

@@ -239,6 +239,8 @@ pub struct SamplePlan {
     pub colliding: Arc<DigestSet>,
     /// Report which private pages of these regions are active, before reading them.
     pub activity: BTreeSet<RegionKey>,
+    /// Read pages of these regions that are shared through fork, too.
+    pub forked: BTreeSet<RegionKey>,
     /// Look up the merged frames of these pages, without reading them.
     pub inspect: Vec<PageRun>,
     /// Look up whether those frames are charged to this limit's cgroup or one below.
@@ -296,7 +298,7 @@ pub struct PageSample {
     pub state: PageState,
     /// Whether it's part of a huge page, which a merge would split.
     pub huge: bool,
-    /// Its digest. Meaningful for `Private` and `Merged`.
+    /// Its digest, if we read pages in this state ([`PageState::is_read`]).
     pub digest: Digest,
     /// If the plan asked for it: whether page reclaim keeps it on its active list.
     pub active: bool,
@@ -315,14 +317,14 @@ pub enum PageState {
     ZeroMapped,
     /// KSM has merged it already.
     Merged,
-    /// Shared through fork: only one copy exists.
+    /// Shared through fork: its relatives have the same frame.
     Shared,
 }
 
 impl PageState {
-    /// Whether we read the contents of such a page.
-    pub fn is_read(self) -> bool {
-        matches!(self, Self::Private | Self::Merged)
+    /// Whether we read the contents of such a page, given whether we read pages shared through fork.
+    pub fn is_read(self, forked: bool) -> bool {
+        matches!(self, Self::Private | Self::Merged) || forked && self == Self::Shared
     }
 }
 

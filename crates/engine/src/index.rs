@@ -178,6 +178,11 @@ impl Index {
         self.entry(digest).map(Entry::location).filter(|location| location.slot != NO_SLOT)
     }
 
+    /// The only page where we saw a content, if it's only one.
+    pub fn only_page_of(&self, digest: Digest) -> Option<Location> {
+        self.entry(digest).filter(|entry| entry.count() == 1).map(Entry::location)
+    }
+
     /// Makes a content's entry, if there is one, point to another page that holds it.
     pub fn point_to(&mut self, digest: Digest, location: Location) {
         let fingerprint = fingerprint(digest);

@@ -25,6 +25,20 @@ use crate::keys::RegionKey;
 use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, candidates};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 
+/// Who reads the pages that a region shares with other processes through fork.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fork {
+    /// It has no relatives in scope.
+    #[default]
+    Alone,
+    /// We read them in this region, for all its relatives.
+    First,
+    /// We read them in the first of its relatives.
+    Relative,
+    /// The first has duplicates. The kernel replaces each mapping by itself, so we read them here, too.
+    Follows,
+}
+
 /// A region that we judge: a mapping, or one block of a very large mapping.
 #[derive(Clone, Debug)]
 pub struct Region {
@@ -43,6 +57,7 @@ pub struct Region {
     pub marks: Marks,
     /// What its process does with its pages.
     pub usage: Usage,
+    pub fork: Fork,
     /// Why we leave it alone, and until when.
     pub hold: Hold,
     /// What happens to it next, as we decided at the end of the last cycle.
@@ -64,6 +79,7 @@ impl Region {
             extents: Extents::new(),
             marks: Marks::default(),
             usage: Usage::default(),
+            fork: Fork::Alone,
             hold: Hold::new(view.left_alone),
             decision: Decision { since_ns: now_ns, ..Decision::default() },
             base: view.first,
@@ -101,6 +117,11 @@ impl Region {
 
     pub fn run(&self, first: Vpn, pages: Pages) -> PageRun {
         PageRun { region: self.view.key, first, pages: u32::try_from(pages.0).unwrap_or(u32::MAX) }
+    }
+
+    /// Whether we read the pages that it shares through fork.
+    pub fn reads_forked(&self) -> bool {
+        matches!(self.fork, Fork::First | Fork::Follows)
     }
 
     /// The page after its last.

@@ -560,7 +560,8 @@ impl Host for LiveHost {
             let huge = stretch.is_some_and(|stretch| stretch.huge);
             let unmarked = by_marks && stretch.is_some_and(|stretch| stretch.marked == Pages(0));
             let activity = plan.activity.contains(&region);
-            (piece, ReadHow { huge, contents: Contents::Merged, activity, unmarked })
+            let contents = if plan.forked.contains(&region) { Contents::All } else { Contents::Merged };
+            (piece, ReadHow { huge, contents, activity, unmarked })
         };
         let digesting = match (plan.lines, &self.requesting.device) {
             (Some(lines), Some(device)) => {

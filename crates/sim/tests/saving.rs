@@ -113,13 +113,53 @@ fn children_of_a_fork_count_once_whether_they_were_forked_before_or_after() {
         let saved = twins.check("forked after merging");
         assert!((15 * MIB..=16 * MIB).contains(&saved), "{saved}");
     }
-    let mut twins = Twins::new(host(), host());
-    for _ in 0..2 {
+}
+
+/// Masters with equal memory, with some children each that only read it.
+fn prefork(twins: &mut Twins, masters: u64, children: u64) -> Vec<OwnerKey> {
+    let mut workers = Vec::new();
+    for _ in 0..masters {
         let master = twins.add(16, &Fill::Series(1));
-        twins.change(|host| host.fork(master));
+        for _ in 0..children {
+            workers.push(twins.change(|host| host.fork(master)));
+        }
     }
-    twins.run(20);
-    twins.check("forked before merging");
+    workers
+}
+
+#[test]
+fn families_of_forks_are_merged_with_each_other() {
+    for (masters, children) in [(2, 1), (2, 4), (3, 16)] {
+        for mut twins in twins() {
+            let workers = prefork(&mut twins, masters, children);
+            twins.run(25);
+            let saved = twins.check("forked before merging");
+            assert!(saved >= (masters - 1) * 16 * MIB * 95 / 100, "{masters} of {children}: {saved}");
+            // A worker's pages diverge, another's come back.
+            for (worker, number) in [(0, 7_u64), (1, 1)] {
+                twins.change(|host| {
+                    for region in host.regions_of(workers[worker]) {
+                        let span = host.span_of(region).expect("it is there");
+                        for page in 0..span.pages.0 {
+                            host.write(region, span.first + page, number << 32 | page);
+                        }
+                    }
+                });
+            }
+            twins.run(60);
+            twins.check("diverged");
+        }
+    }
+}
+
+#[test]
+fn one_family_of_forks_by_itself_is_left_alone() {
+    for mut twins in twins() {
+        prefork(&mut twins, 1, 4);
+        twins.run(25);
+        assert_eq!(twins.check("one family"), 0);
+        assert_eq!(twins.merged.engine.regions().map(|region| region.marks.spans.len()).sum::<usize>(), 0);
+    }
 }
 
 #[test]

@@ -87,6 +87,7 @@ impl Engine {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
             plan.activity = self.plan_activity(&plan.runs);
+            plan.forked = self.plan_forked();
             self.plan_inspection(&mut plan);
         }
         if plan.inspect.is_empty() {
@@ -110,6 +111,7 @@ impl Engine {
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
         if self.plan.reading.new_round {
             self.end_round();
+            self.follow_relatives();
             self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, &self.config);
         }
         self.planner().actions(self)
@@ -222,10 +224,9 @@ impl Engine {
     }
 
     fn record_reading(&mut self, samples: &Samples) {
-        self.plan.read = samples.pages.iter().map(|sample| u64::from(sample.state.is_read())).sum();
-        self.ledger.pages_read += self.plan.read;
         self.spending.record_reading(samples.cpu_ns);
         self.record_samples(samples);
+        self.ledger.pages_read += self.plan.read;
     }
 
     /// Records merged pages that we've looked up, for whoever asked.

@@ -46,6 +46,7 @@ impl Engine {
             }
         }
         self.judge_by_family(now_ns);
+        self.find_relatives();
         self.find_again(ended_keys);
         if self.table.wants_sweep() {
             let table = &self.table;

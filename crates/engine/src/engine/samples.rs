@@ -9,6 +9,7 @@ use crate::region::Event;
 impl Engine {
     pub(super) fn record_samples(&mut self, samples: &Samples) {
         let mut last: Option<u32> = None;
+        self.plan.read = 0;
         for sample in &samples.pages {
             // The next sample is mostly from the same region, or the same block of a mapping.
             let region = last.and_then(|slot| self.table.get(slot));
@@ -24,6 +25,7 @@ impl Engine {
                 self.placer.record_node(region.view.owner, sample);
             }
             self.contents.bottom_pages += u64::from(region.life.level() == 1);
+            self.plan.read += u64::from(sample.state.is_read(region.reads_forked()));
             self.record_sample(slot, sample);
         }
     }
@@ -47,9 +49,8 @@ impl Engine {
                 return;
             }
             PageState::Merged => self.record_merged(slot, sample, examined),
-            // Only one copy exists.
-            PageState::Shared => false,
-            PageState::Private => self.record_private(slot, sample, examined),
+            PageState::Shared if !region.reads_forked() => false,
+            PageState::Shared | PageState::Private => self.record_private(slot, sample, examined),
         };
         if examined {
             self.count_in_extent(slot, sample, duplicate);
@@ -130,7 +131,11 @@ impl Engine {
         }
         let Some(region) = self.table.get(slot) else { return Occurrences::None };
         let location = Location { slot, offset: region.offset(sample.page) };
-        self.contents.index.record(sample.digest.in_domain(region.view.domain), location)
+        let digest = sample.digest.in_domain(region.view.domain);
+        if self.is_relatives(region, sample, digest) {
+            return Occurrences::None;
+        }
+        self.contents.index.record(digest, location)
     }
 
     /// Credits the page where we first saw a content with its first copy.

@@ -105,7 +105,7 @@ impl SimHost {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             let state = self.memory.state(region, offset);
             looked_at += 1;
-            let is_read = state.is_read();
+            let is_read = state.is_read(plan.forked.contains(&run.region));
             read += u64::from(is_read);
             let content = region.content[offset as usize];
             let found = match plan.lines {
