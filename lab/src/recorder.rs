@@ -13,14 +13,12 @@ use crate::record::{MemorySnapshot, Page, ProcessRow, RegionRow, Source};
 use pagefold_engine::host::PageState;
 use pagefold_engine::keys::{DomainKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{EXTENT_PAGES, Vpn};
-use pagefold_host::identity::{Programs, Watch};
+use pagefold_host::judge::{Judge, ProgramHistory, ScopeRules};
 use pagefold_host::regions::Stretch;
 use pagefold_host::scope::deny_list::DenyList;
-use pagefold_host::scope::domain::{DomainRules, Domains};
 use pagefold_host::scope::exclude::Exclusion;
-use pagefold_host::scope::kept_out::KeptOut;
 use pagefold_host::scope::new_processes::NewProcesses;
-use pagefold_host::scope::{ScopeError, ScopeSpec, Scoped};
+use pagefold_host::scope::{ProcessInfo, ScopeError, ScopeSpec};
 use pagefold_host::targets::Target;
 use pagefold_procmem::Roots;
 use pagefold_procmem::kpageflags::shows_merged;
@@ -92,7 +90,7 @@ struct Followed {
 impl Recorder {
     /// Records `scoped` and processes that enter the scope later, until the time is up, all have ended, or an
     /// interrupt.
-    pub fn new(options: RecordingOptions, scoped: Vec<Scoped>, stop: Interrupt) -> Result<Self, LiveError> {
+    pub fn new(options: RecordingOptions, scoped: Vec<ProcessInfo>, stop: Interrupt) -> Result<Self, LiveError> {
         let mut random = File::open("/dev/urandom").map_err(LiveError::Random)?;
         let mut key: Key = [0; 192];
         random.read_exact(&mut key).map_err(LiveError::Random)?;
@@ -125,16 +123,16 @@ impl Recorder {
     /// The processes that we leave alone: PID, name, reason.
     pub fn left_alone(&self) -> impl Iterator<Item = (i32, &str, &Exclusion)> {
         self.followed.iter().filter_map(|Followed { target, .. }| {
-            Some((target.process.pid(), target.name.as_str(), target.exclusion.as_ref()?))
+            Some((target.pid(), target.info.name.as_str(), target.exclusion.as_ref()?))
         })
     }
 
-    fn follow(&mut self, scoped: Scoped) -> Result<(), LiveError> {
+    fn follow(&mut self, scoped: ProcessInfo) -> Result<(), LiveError> {
         let process = self.next_process;
         self.next_process += 1;
         let target = Target::new(scoped, OwnerKey(process), DomainKey(0));
         let known = !self.options.anonymous;
-        let (pid, name) = (known.then(|| target.process.pid()), known.then(|| target.name.clone()));
+        let (pid, name) = (known.then(|| target.pid()), known.then(|| target.info.name.clone()));
         let shift = shift(&mut self.random, self.options.anonymous)?;
         let row = ProcessRow { process, pid, name };
         self.followed.push(Followed { target, row, recorded: false, shift });
@@ -150,7 +148,7 @@ impl Recorder {
         }
         let own = i32::try_from(std::process::id()).unwrap_or(0);
         let followed = &self.followed;
-        let known = |pid| pid == own || followed.iter().any(|one| one.target.process.pid() == pid);
+        let known = |pid| pid == own || followed.iter().any(|one| one.target.pid() == pid);
         let found = self.new_processes.find(now_ns, &spec, &Roots::default(), known)?;
         found.into_iter().try_for_each(|scoped| self.follow(scoped))
     }
@@ -195,12 +193,11 @@ impl Recorder {
         // We read the mappings every time: reading the pages takes longer anyway.
         target.invalidate();
         let next_region = &mut self.next_region;
-        let (roots, rules, mut domains) = (Roots::default(), DomainRules::default(), Domains::default());
-        let (scope, programs) = ((&self.options.scope, &roots), Programs::default());
-        let mut kept_out = KeptOut::default();
-        let left_out = (&self.options.deny, &mut kept_out);
-        let mut watch = Watch::new(scope, left_out, (&rules, &mut domains, None), &[], &programs);
-        let refreshed = target.refresh(now_ns, processes, &mut watch, || {
+        let history = ProgramHistory::default();
+        let scope = self.options.scope.clone();
+        let mut rules = ScopeRules::new(scope, Roots::default(), self.options.deny.clone());
+        let mut judge = Judge::new(&mut rules, &history);
+        let refreshed = target.refresh(now_ns, processes, &mut judge, || {
             *next_region += 1;
             RegionKey(*next_region)
         });
@@ -223,7 +220,7 @@ impl Recorder {
                     },
                     pages,
                 )),
-                Err(ReadError::Vanished { .. }) if !target.process.is_alive() => return Err(Halt::Ended),
+                Err(ReadError::Vanished { .. }) if !target.info.process.is_alive() => return Err(Halt::Ended),
                 Err(error) => {
                     regions.clear();
                     // If we leave a region out, it gets a new number when it reappears. After exec all regions are new.
@@ -246,7 +243,7 @@ impl Recorder {
     /// Reads the pages of a region; `None` if interrupted.
     fn read(&mut self, target: &Target, stretch: &Stretch, shift: u64) -> Result<Option<Vec<(Vpn, Page)>>, ReadError> {
         let mut runs = Vec::new();
-        self.reader.resident_runs(&target.process, stretch.first, stretch.pages, &mut runs)?;
+        self.reader.resident_runs(&target.info.process, stretch.first, stretch.pages, &mut runs)?;
         let pieces: Vec<(Vpn, u32)> = runs.iter().flat_map(|&(first, pages)| pieces(first, pages)).collect();
         let mut pages = Vec::with_capacity(runs.iter().map(|&(_, pages)| pages as usize).sum());
         let how =
@@ -263,7 +260,7 @@ impl Recorder {
             });
             let (now, later) = rest.split_at(runs.count());
             let Self { digests, reader, shows_merged, frame_shift, .. } = self;
-            reader.read_runs(&target.process, now, how, |view| {
+            reader.read_runs(&target.info.process, now, how, |view| {
                 pages
                     .extend(page_of(&view, digests, *shows_merged, *frame_shift).map(|page| (view.page + shift, page)));
             })?;

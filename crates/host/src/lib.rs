@@ -3,7 +3,8 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`scope`] | which processes are in scope, which of them and which mappings we exclude, trust domains |
-//! | [`live`], [`targets`], [`regions`], [`identity`] | all of it behind the `Host` interface |
+//! | [`judge`] | the rules of a run, and the verdict on a process by them |
+//! | [`live`], [`targets`], [`regions`], [`unmark`] | all of it behind the `Host` interface |
 //! | [`check`] | whether this machine is fit for pagefold (`pagefold doctor`) |
 //! | [`os`] | passed sockets, waking the main loop, namespaces |
 //!
@@ -11,15 +12,16 @@
 //! - For a new finding of `pagefold doctor`, add the fact in [`check::facts`] and its meaning in [`check::diagnose`].
 
 pub mod check;
+mod churn;
 #[doc(hidden)]
 pub mod fuzzing;
 mod huge_mappings;
-pub mod identity;
+pub mod judge;
 pub mod live;
 pub mod os;
 pub mod regions;
-mod restless;
 mod sampling;
 pub mod scope;
 pub mod targets;
+pub mod unmark;
 pub mod unmerger;

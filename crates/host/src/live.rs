@@ -1,7 +1,9 @@
 //! The live machine behind the core's [`Host`] interface.
 
+mod actuator;
 mod collapsing;
 mod limits;
+mod machine;
 mod marking;
 mod placing;
 mod reading;
@@ -14,36 +16,37 @@ pub use placing::Policies;
 pub use reading::{Content, Digest, PageContent, Place, Progress};
 pub use unmerging::{RequestRefusal, Unmerging};
 
-use self::limits::Limits;
+use self::actuator::{Actuator, InjectorCost, KsmControl};
+use self::limits::CgroupLimits;
+use self::machine::{CostMeter, MachineMonitor};
 use self::placing::Placing;
+use self::refresh::{Discovery, RegionList, Schedule};
 use self::requesting::Requesting;
-use crate::identity::Programs;
-use crate::sampling::{CountedProcess, Digesting, RegionRuns, Sampled, SamplingJob, sample};
+use self::withdrawing::Withdrawing;
+use crate::judge::{ProgramHistory, ScopeRules};
+use crate::sampling::{CountedProcess, HashMode, RegionRead, RegionRuns, SamplingJob, sample};
 use crate::scope::deny_list::DenyList;
-use crate::scope::domain::{DomainRules, Domains, NO_DOMAIN};
+use crate::scope::domain::{DEFAULT, DomainRules};
 use crate::scope::kept_out::KeptOut;
-use crate::scope::new_processes::NewProcesses;
 use crate::scope::rule::Rule;
 use crate::scope::{ScopeError, ScopeSpec, Selector, user_id};
 use crate::targets::Target;
 use pagefold_engine::hash::{Digester, LineDigester};
 use pagefold_engine::host::{
-    Actions, ChangeResult, Cost, Host, KsmView, Marking, Mechanism, MemoryView, Outcome, PageRun, RegionView,
-    SamplePlan, Samples, Snapshot,
+    Actions, ChangeResult, Cost, Host, KsmView, Mechanism, Outcome, PageRun, SamplePlan, Samples, Snapshot,
 };
-use pagefold_engine::keys::{DomainKey, GroupKey, KeyCounter, LimitKey, OwnerKey, RegionKey};
+use pagefold_engine::keys::{LimitKey, RegionKey};
 use pagefold_engine::units::Pages;
 use pagefold_inject::{InjectError, Injector};
-use pagefold_ksm::controller::KsmdController;
+use pagefold_ksm::RestoreOutcome;
 use pagefold_ksm::ksmd::Ksmd;
 use pagefold_ksm::lease::KsmLease;
 use pagefold_ksm::request::RequestDevice;
-use pagefold_ksm::{KnobError, RestoreOutcome};
-use pagefold_ksm::{Ksm, KsmError, VmEventCounter, VmEvents};
+use pagefold_ksm::{Ksm, KsmError};
 use pagefold_procmem::Roots;
 use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
-use pagefold_procmem::os::cpu::{own_and_children_cpu_ns, own_cpu_ns};
-use pagefold_procmem::os::pressure::{MemoryMonitor, PressureError};
+use pagefold_procmem::os::cpu::own_cpu_ns;
+use pagefold_procmem::os::pressure::PressureError;
 use pagefold_procmem::process::ReadError;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::nanosleep;
@@ -51,19 +54,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use thiserror::Error;
 
-/// Default time between two refreshes of the targets, nanoseconds.
-const REFRESH_NS: u64 = 250_000_000;
-/// Shortest time between two refreshes of the targets, nanoseconds.
-const REFRESH_MIN_NS: u64 = 10_000_000;
-/// Time between two reads of the memory pressure, nanoseconds.
-const MEMORY_NS: u64 = 1_000_000_000;
 /// How long we wait for the injector: longer than it takes to stop a thread whose cgroup is out of CPU time.
 const INJECTOR_LIMIT: Duration = Duration::from_millis(400);
-/// When restoring KSM, how long we wait for ksmd to finish its scan.
-const RESTORE_LIMIT: Duration = Duration::from_secs(20);
 
 /// An error that ends the run.
 #[derive(Debug, Error)]
@@ -137,63 +132,28 @@ pub enum HostMode {
 #[derive(Debug)]
 pub struct LiveHost {
     /// Users are given by number: we resolve names once.
-    scope: ScopeSpec,
-    /// Whether we haven't looked for processes yet.
-    first: bool,
-    programs: Programs,
-    /// By pid, a mapping that we're unmarking because its marks must go.
-    unmarking: BTreeMap<i32, withdrawing::WithdrawJob>,
-    /// Marks that we withdrew and the engine hasn't accounted for yet.
-    withdrawn: Outcome,
-    roots: Roots,
-    deny: DenyList,
-    kept_out: KeptOut,
-    next_forget_ns: u64,
-    ksm: Arc<Ksm>,
-    ksmd: Option<Ksmd>,
-    actuator: Actuator,
-    stop: Arc<AtomicBool>,
-    began: Instant,
+    rules: ScopeRules,
+    history: ProgramHistory,
     targets: BTreeMap<i32, Target>,
-    domain_rules: DomainRules,
-    /// The rules for groups with limits, by the number of the group.
-    group_rules: Vec<Rule>,
-    /// The processes in such groups.
-    groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
-    new_processes: NewProcesses,
-    region_pids: BTreeMap<RegionKey, i32>,
-    views: Vec<RegionView>,
-    /// Absent after we abandoned it in a read that doesn't return.
-    reader: Option<PageReader>,
-    monitor: MemoryMonitor,
-    memory: MemoryView,
-    limits: Limits,
+    discovery: Discovery,
+    schedule: Schedule,
+    regions: RegionList,
+    machine: MachineMonitor,
+    cost: CostMeter,
+    /// `None` in a dry run, which changes nothing.
+    actuator: Option<Actuator>,
+    withdrawing: Withdrawing,
+    limits: CgroupLimits,
     placing: Placing,
     requesting: Requesting,
-    event_counter: VmEventCounter,
-    vm_events: VmEvents,
-    /// Zero pages that KSM has merged on the whole machine.
-    zeros: Pages,
-    next_memory_ns: u64,
-    owner_keys: KeyCounter,
-    region_keys: KeyCounter,
-    next_refresh_ns: u64,
-    /// The first target that the last refresh had no time for; 0 if none.
-    next_pid: i32,
-    refresh_ns: u64,
     /// We look at this process first when we collapse huge pages again.
     next_collapse: i32,
+    /// Absent after we abandoned it in a read that doesn't return.
+    reader: Option<PageReader>,
+    stop: Arc<AtomicBool>,
+    events: Vec<Event>,
     /// By pid, the last reason we reported for leaving a process alone.
     reported: BTreeMap<i32, String>,
-    domains: Domains,
-    /// The trust domain that we merge. `None`: each by itself, because we mark nothing.
-    merged: Option<DomainKey>,
-    /// Whether we've looked at all processes that were in scope at the start.
-    are_all_looked_at: bool,
-    events: Vec<Event>,
-    base: Cost,
-    /// ksmd's CPU time as last read.
-    ksmd_ns: u64,
 }
 
 /// The state after the end of a run.
@@ -207,12 +167,6 @@ pub struct Ended {
     pub ksm: Option<KsmView>,
     /// CPU time of the run, if ksmd's is readable.
     pub cost: Option<Cost>,
-}
-
-#[derive(Debug)]
-enum Actuator {
-    Act { lease: KsmLease, controller: KsmdController, injector: Injector, restarts: u32, stood_down: bool },
-    DryRun,
 }
 
 impl LiveHost {
@@ -233,63 +187,31 @@ impl LiveHost {
         raise_descriptor_limit();
         let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
         let actuator = match mode {
-            HostMode::Act { lease, mut injector } => {
-                injector.set_patience(INJECTOR_LIMIT);
-                let controller = KsmdController::start(&lease, Ksmd::find().map_err(LiveError::Ksmd)?)
-                    .map_err(LiveError::Controller)?;
-                Actuator::Act { lease, controller, injector, restarts: 0, stood_down: false }
-            }
-            HostMode::DryRun => Actuator::DryRun,
+            HostMode::Act { lease, injector } => Some(Actuator::start(lease, injector)?),
+            HostMode::DryRun => None,
         };
-        let mut host = Self {
-            new_processes: NewProcesses::new(&roots),
-            monitor: MemoryMonitor::open(&roots.proc)?,
-            memory: MemoryView::default(),
-            limits: Limits::default(),
+        let mut rules = ScopeRules::new(by_number(scope), roots, deny);
+        rules.merged = Some(rules.domains.assign(DEFAULT));
+        Ok(Self {
+            history: ProgramHistory::default(),
+            targets: BTreeMap::new(),
+            discovery: Discovery::new(&rules.roots),
+            schedule: Schedule::new(),
+            regions: RegionList::default(),
+            machine: MachineMonitor::open(ksm, &rules.roots.proc)?,
+            cost: CostMeter::start(ksmd),
+            actuator,
+            withdrawing: Withdrawing::default(),
+            limits: CgroupLimits::default(),
             placing: Placing::new(),
             requesting: Requesting::default(),
-            event_counter: VmEventCounter::open(&roots.proc),
-            vm_events: VmEvents::default(),
-            zeros: Pages(0),
-            next_memory_ns: 0,
-            programs: Programs::default(),
-            unmarking: BTreeMap::new(),
-            withdrawn: Outcome::default(),
-            scope: by_number(scope),
-            first: true,
-            roots,
-            deny,
-            kept_out: KeptOut::default(),
-            next_forget_ns: 0,
-            ksm,
-            ksmd,
-            actuator,
-            stop,
-            began: Instant::now(),
-            targets: BTreeMap::new(),
-            domain_rules: DomainRules::default(),
-            group_rules: Vec::new(),
-            groups: Arc::default(),
-            region_pids: BTreeMap::new(),
-            views: Vec::new(),
-            reader: Some(PageReader::new()),
-            owner_keys: KeyCounter::default(),
-            region_keys: KeyCounter::default(),
-            next_refresh_ns: 0,
-            next_pid: 0,
-            refresh_ns: REFRESH_NS,
             next_collapse: 0,
-            reported: BTreeMap::new(),
-            domains: Domains::default(),
-            merged: Some(DomainKey(0)),
-            are_all_looked_at: false,
+            reader: Some(PageReader::new()),
+            stop,
             events: Vec::new(),
-            base: Cost::default(),
-            ksmd_ns: 0,
-        };
-        host.base = host.clocks();
-        host.vm_events = host.event_counter.read().unwrap_or_default();
-        Ok(host)
+            reported: BTreeMap::new(),
+            rules,
+        })
     }
 
     pub fn targets(&self) -> impl Iterator<Item = &Target> {
@@ -302,15 +224,12 @@ impl LiveHost {
 
     /// The process of a region, as of the last refresh.
     pub fn target_of(&self, region: RegionKey) -> Option<&Target> {
-        self.targets.get(self.region_pids.get(&region)?)
+        self.targets.get(self.regions.pids.get(&region)?)
     }
 
     /// How often we started the injector again.
     pub fn injector_restarts(&self) -> u32 {
-        match &self.actuator {
-            Actuator::Act { restarts, .. } => *restarts,
-            Actuator::DryRun => 0,
-        }
+        self.actuator.as_ref().map_or(0, Actuator::restarts)
     }
 
     /// The directory of the cgroup that has a limit.
@@ -320,44 +239,44 @@ impl LiveHost {
 
     /// Memory that KSM saves on the whole machine; 0 if we can't read its counters.
     pub fn saved_bytes(&self) -> u64 {
-        self.ksm.counters().map_or(0, |counters| counters.view(false, false).saved().bytes().0)
+        self.machine.ksm_view().unwrap_or_default().saved().bytes().0
     }
 
     /// The processes kept out by request.
     pub fn kept_out(&self) -> &KeptOut {
-        &self.kept_out
+        &self.rules.kept_out
     }
 
     /// Names of the trust domains seen so far, by key.
     pub fn domains(&self) -> &[String] {
-        self.domains.names()
+        self.rules.domains.names()
     }
 
     /// The name of the trust domain that we merge, if it's only one.
     pub fn merged_domain(&self) -> Option<&String> {
-        self.domains.name(self.merged?)
+        self.rules.domains.name(self.rules.merged?)
     }
 
     /// Sets the rules that assign processes to trust domains. Call it before the first round.
     pub fn set_domains(&mut self, rules: DomainRules) {
-        self.domain_rules = rules;
+        self.rules.domain_rules = rules;
     }
 
     /// Reads the memory of all trust domains, for a host that merges nothing. Call it before the first round.
     pub fn read_all_domains(&mut self) {
-        self.merged = None;
+        self.rules.merged = None;
     }
 
     /// Merges the memory of this trust domain only, because ksmd merges across domains. Memory marked in others is
     /// unmarked before we mark anything else.
     pub fn merge_only(&mut self, domain: &str) {
-        self.merged = Some(self.domains.key_of(domain).unwrap_or(NO_DOMAIN));
+        self.rules.merged = Some(self.rules.domains.assign(domain));
         self.judge_again();
     }
 
     /// Sets the rules that assign processes to groups with limits of their own.
     pub fn set_groups(&mut self, rules: Vec<Rule>) {
-        self.group_rules = rules;
+        self.rules.groups = rules;
         self.judge_again();
     }
 
@@ -369,8 +288,8 @@ impl LiveHost {
     /// Makes the host merge on request, through this device, instead of with ksmd. Call it before the first round.
     pub fn merge_by(&mut self, device: RequestDevice) {
         self.requesting.device = Some(Arc::new(device));
-        self.merged = None;
-        self.programs.mechanism = Mechanism::Request;
+        self.rules.merged = None;
+        self.history.mechanism = Mechanism::Request;
     }
 
     /// How pages are merged.
@@ -381,18 +300,20 @@ impl LiveHost {
     /// Sets the time between two refreshes of the targets, nanoseconds. We clamp it to 10 to 250 ms, and refresh many
     /// targets less often.
     pub fn set_refresh_interval(&mut self, ns: u64) {
-        self.refresh_ns = ns.clamp(REFRESH_MIN_NS, REFRESH_NS);
+        self.schedule.set_interval(ns);
     }
 
     /// Replaces the deny list. We remove the marks of programs that it newly denies.
     pub fn set_deny(&mut self, deny: DenyList) {
-        self.deny = deny;
+        self.rules.deny = deny;
         self.judge_again();
     }
 
     fn judge_again(&mut self) {
-        self.targets.values_mut().for_each(Target::judge_again);
-        self.next_refresh_ns = 0;
+        for target in self.targets.values_mut() {
+            target.judge_again();
+        }
+        self.schedule.next_ns = 0;
     }
 
     /// Returns the events since the last call.
@@ -402,111 +323,110 @@ impl LiveHost {
 
     /// Nanoseconds since the host was created, the `now_ns` of its snapshots.
     pub fn now_ns(&self) -> u64 {
-        elapsed_ns(self.began)
+        self.cost.now_ns()
     }
 
     /// Ends the run: stops ksmd, ends the injector and restores KSM. Merged pages stay merged.
     pub fn finish(self) -> Ended {
-        let Self { actuator, ksm, ksmd, base, began, .. } = self;
-        let (restored, elsewhere_ns, injector_ns) = match actuator {
-            Actuator::Act { lease, controller, injector, .. } => {
-                let (elsewhere_ns, injector_ns) = (injector.cpu_elsewhere_ns(), injector.total_cpu_ns());
-                drop(injector);
-                drop(controller);
-                (Some(lease.restore(RESTORE_LIMIT)), elsewhere_ns, injector_ns)
-            }
-            Actuator::DryRun => (None, 0, 0),
-        };
-        // Read now, because ksmd may have been scanning until here. The injector counts as a reaped child.
-        let ksmd_ns = ksmd.and_then(|ksmd| ksmd.cpu_ns().ok()).map(|ns| ns.saturating_sub(base.ksmd_ns));
+        let Self { actuator, mut cost, machine, .. } = self;
+        let mut injector = InjectorCost::default();
+        let mut restored = None;
+        if let Some(actuator) = actuator {
+            injector = actuator.final_injector_cost();
+            restored = Some(actuator.finish());
+        }
+        // Read now, because ksmd may have been scanning until here.
+        let is_ksmd_known = cost.ksmd_ns().is_some();
         Ended {
             restored,
-            now_ns: elapsed_ns(began),
-            ksm: ksm.counters().ok().map(|counters| counters.view(false, false)),
-            cost: ksmd_ns.map(|ksmd_ns| Cost {
-                pagefold_ns: own_and_children_cpu_ns() + elsewhere_ns,
-                injector_ns,
-                ksmd_ns,
-            }),
+            now_ns: cost.now_ns(),
+            ksm: machine.ksm_view(),
+            cost: is_ksmd_known.then(|| cost.read(injector)),
         }
-    }
-
-    fn clocks(&mut self) -> Cost {
-        let (uncounted_ns, injector_ns) = match &self.actuator {
-            Actuator::Act { injector, .. } => (injector.cpu_ns(), injector.total_cpu_ns()),
-            Actuator::DryRun => (0, 0),
-        };
-        // ksmd doesn't end: if we can't read its clock, the last value stands.
-        if let Some(ns) = self.ksmd.as_ref().and_then(|ksmd| ksmd.cpu_ns().ok()) {
-            self.ksmd_ns = ns;
-        }
-        Cost { pagefold_ns: own_and_children_cpu_ns() + uncounted_ns, injector_ns, ksmd_ns: self.ksmd_ns }
-    }
-
-    /// Starts the injector again if it has died.
-    fn tend_injector(&mut self) -> Result<(), LiveError> {
-        if let Actuator::Act { injector, restarts, .. } = &mut self.actuator {
-            let now = injector.tend().map_err(LiveError::Injector)?;
-            if std::mem::replace(restarts, now) != now {
-                self.events.push(Event::InjectorRestarted { pid: injector.pid() });
-            }
-        }
-        Ok(())
     }
 
     /// Groups runs by region, leaving out processes whose reads don't return.
-    fn pieces<'a>(&'a self, runs: &'a [PageRun]) -> impl Iterator<Item = (RegionRuns, &'a Target)> {
-        runs.chunk_by(|a, b| a.region == b.region).filter_map(|same_region| {
+    fn pieces<'a>(&'a self, runs: &'a [PageRun]) -> Vec<(RegionRuns, &'a Target)> {
+        let mut pieces = Vec::new();
+        for same_region in runs.chunk_by(|a, b| a.region == b.region) {
             let region = same_region[0].region;
-            let target = self.targets.get(self.region_pids.get(&region)?).filter(|target| target.may_be_read())?;
+            let Some(target) = self.target_of(region).filter(|target| target.may_be_read()) else { continue };
             let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
-            Some((RegionRuns { region, process: target.process.clone(), runs }, target))
-        })
+            pieces.push((RegionRuns { region, process: target.info.process.clone(), runs }, target));
+        }
+        pieces
     }
 
     /// The processes that may have merged zeros, if there are any. A mapping whose pages are all merged zeros holds no
     /// memory that we could judge, so it isn't among the regions.
     fn may_have_zeros(&self) -> Vec<CountedProcess> {
         let mut processes = Vec::new();
-        if self.zeros == Pages(0) {
+        if self.machine.zeros == Pages(0) {
             return processes;
         }
-        for target in self.targets.values().filter(|target| target.exclusion.is_none() && target.may_be_read()) {
-            let process = target.process.clone();
-            processes.push(CountedProcess { owner: target.owner, lineage: target.lineage(), process });
+        for target in self.targets.values() {
+            if target.exclusion.is_none() && target.may_be_read() {
+                let process = target.info.process.clone();
+                processes.push(CountedProcess { owner: target.owner, lineage: target.lineage(), process });
+            }
         }
         processes
     }
 
-    fn stand_down(&mut self, why: String) {
-        if let Actuator::Act { stood_down, .. } = &mut self.actuator {
-            if !*stood_down {
-                *stood_down = true;
-                self.events.push(Event::StoodDown { why });
+    /// How to read the pages of a plan.
+    fn hash_mode(&self, plan: &SamplePlan) -> HashMode {
+        match (plan.lines, &self.requesting.device) {
+            (Some(lines), Some(device)) => HashMode::InPlace {
+                device: device.clone(),
+                digester: LineDigester::new(plan.digest_seed, lines),
+                colliding: plan.colliding.clone(),
+            },
+            _ => HashMode::Read(Digester::new(plan.digest_seed)),
+        }
+    }
+
+    /// The job that reads the pages of a plan.
+    fn sampling_job(&self, plan: &SamplePlan) -> SamplingJob {
+        let by_marks = self.mechanism() == Mechanism::Ksmd;
+        let mut reads = Vec::new();
+        for (piece, target) in self.pieces(&plan.runs) {
+            let mut how = ReadHow { contents: Contents::Merged, ..ReadHow::default() };
+            if plan.forked.contains(&piece.region) {
+                how.contents = Contents::All;
             }
+            how.activity = plan.activity.contains(&piece.region);
+            if let Some(tracked) = target.regions.iter().find(|tracked| tracked.key == piece.region) {
+                how.huge = tracked.stretch.huge;
+                how.unmarked = by_marks && tracked.stretch.marked == Pages(0);
+            }
+            reads.push(RegionRead { piece, how });
+        }
+        let looks = self.pieces(&plan.inspect).into_iter().map(|(piece, _)| piece).collect();
+        SamplingJob {
+            reads,
+            looks,
+            charged_to: plan.charged_to.and_then(|key| self.limits.name(key)).map(Path::to_owned),
+            count: plan.count.then(|| self.may_have_zeros()),
+            hash_mode: self.hash_mode(plan),
+            topology: self.placing.topology.clone(),
+        }
+    }
+
+    fn stand_down(&mut self, why: String) {
+        if self.actuator.as_mut().is_some_and(Actuator::stand_down) {
+            self.events.push(Event::StoodDown { why });
         }
     }
 
     /// Whether we drive KSM, and whether ksmd is still carrying out our last order.
-    fn check_lease(&mut self) -> (bool, bool) {
-        let Actuator::Act { lease, controller, stood_down, .. } = &self.actuator else { return (false, false) };
-        if *stood_down {
-            return (false, false);
-        }
-        let status = controller.status();
-        let why = match lease.check() {
-            Ok(()) => status.stood_down,
-            // We order nothing more after an error from the state file or sysfs either.
-            Err(error @ (KnobError::Overridden(_) | KnobError::Ksm(_) | KnobError::State(_) | KnobError::Ended)) => {
-                Some(error.to_string())
-            }
-        };
-        match why {
-            Some(why) => {
+    fn check_lease(&mut self) -> KsmControl {
+        match self.actuator.as_ref().map(Actuator::check_lease) {
+            None => KsmControl::default(),
+            Some(Ok(control)) => control,
+            Some(Err(why)) => {
                 self.stand_down(why);
-                (false, false)
+                KsmControl::default()
             }
-            None => (true, status.under_way),
         }
     }
 }
@@ -517,33 +437,23 @@ impl Host for LiveHost {
     fn observe(&mut self) -> Result<Snapshot, LiveError> {
         let now_ns = self.now_ns();
         self.refresh(now_ns)?;
-        let (ours, busy) = self.check_lease();
-        let mut ksm = self.ksm.counters()?.view(ours, busy);
-        if now_ns >= self.next_memory_ns {
-            self.next_memory_ns = now_ns + MEMORY_NS;
-            self.memory = self.monitor.read()?;
-            if ksm.shared > Pages(0) {
-                // The counts must not decrease: the next ones would look like a burst of copies.
-                self.vm_events = self.event_counter.read().unwrap_or(self.vm_events);
-            }
-        }
-        self.zeros = ksm.zero;
-        (ksm.broken, ksm.splits) = (self.vm_events.copies, self.vm_events.splits);
-        let clocks = self.clocks();
-        let cost = Cost { ksmd_ns: clocks.ksmd_ns.saturating_sub(self.base.ksmd_ns), ..clocks };
-        self.placing.refresh(now_ns, &self.targets, self.domains.names());
+        let control = self.check_lease();
+        let ksm = self.machine.read(now_ns, control)?;
+        let injector = self.actuator.as_ref().map(Actuator::injector_cost).unwrap_or_default();
+        let cost = self.cost.read(injector);
+        self.placing.refresh(now_ns, &self.targets, self.rules.domains.names());
         self.limits.refresh(now_ns, &self.targets);
         Ok(Snapshot {
             now_ns,
-            regions: self.views.clone(),
+            regions: self.regions.views.clone(),
             ksm,
             mechanism: self.mechanism(),
             shows_frames: true,
             hashes_lines: self.requesting.device.as_ref().is_some_and(|device| device.hashes()),
-            memory: self.memory,
+            memory: self.machine.memory,
             cpu_pressure: self.limits.cpu_pressure(),
             limits: self.limits.views(),
-            groups: self.groups.clone(),
+            groups: self.regions.groups.clone(),
             foreign_marks: self.has_foreign_marks(),
             cost,
             nodes: self.placing.nodes.clone(),
@@ -553,39 +463,16 @@ impl Host for LiveHost {
 
     fn read(&mut self, plan: &SamplePlan) -> Result<Samples, LiveError> {
         let before_ns = own_cpu_ns();
-        let by_marks = self.mechanism() == Mechanism::Ksmd;
-        let how = |piece: RegionRuns, target: &Target| {
-            let region = piece.region;
-            let stretch = target.regions.iter().find(|tracked| tracked.key == region).map(|tracked| &tracked.stretch);
-            let huge = stretch.is_some_and(|stretch| stretch.huge);
-            let unmarked = by_marks && stretch.is_some_and(|stretch| stretch.marked == Pages(0));
-            let activity = plan.activity.contains(&region);
-            let contents = if plan.forked.contains(&region) { Contents::All } else { Contents::Merged };
-            (piece, ReadHow { huge, contents, activity, unmarked })
-        };
-        let digesting = match (plan.lines, &self.requesting.device) {
-            (Some(lines), Some(device)) => {
-                let digester = LineDigester::new(plan.digest_seed, lines);
-                Digesting::InPlace(device.clone(), digester, plan.colliding.clone())
-            }
-            _ => Digesting::Read(Digester::new(plan.digest_seed)),
-        };
-        let work = SamplingJob {
-            reads: self.pieces(&plan.runs).map(|(piece, target)| how(piece, target)).collect(),
-            looks: self.pieces(&plan.inspect).map(|(piece, _)| piece).collect(),
-            charged_to: plan.charged_to.and_then(|key| self.limits.name(key)).map(Path::to_owned),
-            count: plan.count.then(|| self.may_have_zeros()),
-            digesting,
-            topology: self.placing.topology.clone(),
-        };
+        let job = self.sampling_job(plan);
         let mut samples = Samples::default();
         let reader = self.reader.take().unwrap_or_default();
-        match sample(reader, work) {
-            Ok(Sampled { reader, pages, merged, counted, failed }) => {
-                self.reader = Some(reader);
-                (samples.pages, samples.merged) = (pages, merged);
-                samples.counted = counted;
-                for (pid, error) in failed {
+        match sample(reader, job) {
+            Ok(read) => {
+                self.reader = Some(read.reader);
+                samples.pages = read.pages;
+                samples.merged = read.merged;
+                samples.counted = read.counted;
+                for (pid, error) in read.failed {
                     // The pages read before are valid. The next refresh finds processes that have ended.
                     if !matches!(error, ReadError::Vanished { .. }) {
                         self.report_left_alone(pid, error.to_string());
@@ -594,8 +481,8 @@ impl Host for LiveHost {
             }
             Err((pid, pending)) => {
                 if let Some(target) = self.targets.get_mut(&pid) {
-                    target.set_late(pending);
-                    self.next_refresh_ns = 0;
+                    target.set_timed_out(pending);
+                    self.schedule.next_ns = 0;
                 }
             }
         }
@@ -604,11 +491,10 @@ impl Host for LiveHost {
     }
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, LiveError> {
-        let mut outcome = std::mem::take(&mut self.withdrawn);
-        if matches!(self.actuator, Actuator::Act { stood_down: true, .. }) {
-            let busy = |&change| ChangeResult { change, marking: Marking::Busy };
-            outcome.marked = actions.mark.iter().map(busy).collect();
-            outcome.unmarked.extend(actions.unmark.iter().map(busy));
+        let mut outcome = std::mem::take(&mut self.withdrawing.outcome);
+        if self.actuator.as_ref().is_some_and(Actuator::has_stood_down) {
+            outcome.marked = marking::all_busy(&actions.mark);
+            outcome.unmarked.extend(marking::all_busy(&actions.unmark));
             outcome.merges.extend(actions.merge.iter().map(requesting::untried));
             return Ok(outcome);
         }
@@ -617,10 +503,10 @@ impl Host for LiveHost {
         outcome.unmarked.extend(unmarked);
         self.collapse(&mut outcome);
         self.merge(&actions.merge, &mut outcome);
-        if let Actuator::Act { controller, .. } = &self.actuator {
+        if let Some(actuator) = &self.actuator {
             // Merging on request leaves KSM's knobs alone.
             if self.mechanism() == Mechanism::Ksmd {
-                controller.order(actions.scan);
+                actuator.order(actions.scan);
             }
             if !actions.moves.is_empty() {
                 let before_ns = own_cpu_ns();
@@ -638,7 +524,7 @@ impl Host for LiveHost {
             if now_ns >= end_ns || self.refresh(now_ns)? {
                 break;
             }
-            sleep_until_signal(self.next_refresh_ns.min(end_ns).saturating_sub(now_ns));
+            sleep_until_signal(self.schedule.next_ns.min(end_ns).saturating_sub(now_ns));
         }
         Ok(())
     }
@@ -656,10 +542,6 @@ fn by_number(mut scope: ScopeSpec) -> ScopeSpec {
     scope
 }
 
-fn elapsed_ns(began: Instant) -> u64 {
-    u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX)
-}
-
 /// Raises the soft limit of open files to the hard limit: we hold three files of each target open, four if we merge its
 /// pages on request, and three more for the targets read most recently. The default of 1024 exists for programs that
 /// use select(2).
@@ -672,7 +554,7 @@ fn raise_descriptor_limit() {
 /// sleep, so we limit it to the time between two refreshes.
 fn sleep_until_signal(ns: u64) {
     // A limit of some seconds always fits.
-    if let Ok(time) = Duration::from_nanos(ns.min(REFRESH_NS)).try_into() {
+    if let Ok(time) = Duration::from_nanos(ns.min(refresh::INTERVAL_NS)).try_into() {
         let _ = nanosleep(&time);
     }
 }

@@ -13,7 +13,7 @@ use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
 use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
@@ -23,6 +23,13 @@ pub(crate) struct RegionRuns {
     pub(crate) region: RegionKey,
     pub(crate) process: Arc<Process>,
     pub(crate) runs: Vec<(Vpn, u32)>,
+}
+
+/// Pages of one region to sample.
+#[derive(Debug)]
+pub(crate) struct RegionRead {
+    pub(crate) piece: RegionRuns,
+    pub(crate) how: ReadHow,
 }
 
 /// A process whose merged zeros we count.
@@ -36,61 +43,61 @@ pub(crate) struct CountedProcess {
 /// The pages to read.
 #[derive(Debug)]
 pub(crate) struct SamplingJob {
-    /// Pages to sample.
-    pub(crate) reads: Vec<(RegionRuns, ReadHow)>,
+    pub(crate) reads: Vec<RegionRead>,
     /// Pages to search for merged frames.
     pub(crate) looks: Vec<RegionRuns>,
     /// The directory of a cgroup: we look up whether these frames are charged to it.
     pub(crate) charged_to: Option<PathBuf>,
     /// The processes whose merged zeros we count, if we count savings.
     pub(crate) count: Option<Vec<CountedProcess>>,
-    pub(crate) digesting: Digesting,
+    pub(crate) hash_mode: HashMode,
     /// On machines with several memory nodes.
     pub(crate) topology: Option<Arc<Topology>>,
 }
 
 /// How we digest pages.
 #[derive(Debug)]
-pub(crate) enum Digesting {
+pub(crate) enum HashMode {
     /// We read them.
     Read(Digester),
-    /// The kernel hashes them in place. The set has digests that pages of different contents share.
-    InPlace(Arc<RequestDevice>, LineDigester, Arc<DigestSet>),
+    /// The kernel hashes them in place. Pages of different contents share the `colliding` digests.
+    InPlace { device: Arc<RequestDevice>, digester: LineDigester, colliding: Arc<DigestSet> },
 }
 
-impl Digesting {
+impl HashMode {
     /// Reads or hashes runs of pages, and calls `visit` for every page in order.
     fn visit_runs(
         &self,
         reader: &mut PageReader,
-        process: &Process,
-        runs: &[(Vpn, u32)],
-        how: ReadHow,
+        RegionRead { piece: RegionRuns { process, runs, .. }, how }: &RegionRead,
         mut visit: impl FnMut(PageView<'_>, Digest),
     ) -> Result<(), ReadError> {
         match self {
-            Self::Read(digester) => reader.read_runs(process, runs, how, |view| {
+            Self::Read(digester) => reader.read_runs(process, runs, *how, |view| {
                 visit(view, view.bytes.map(|bytes| digester.digest(bytes)).unwrap_or_default());
             }),
-            Self::InPlace(device, digester, colliding) => {
-                let (pidfd, mut hashes) = (process.pidfd()?, Vec::new());
-                let digest = |first: Vpn, digests: &mut [Option<Digest>]| {
+            Self::InPlace { device, digester, colliding } => {
+                let pidfd = process.pidfd()?;
+                let mut hashes = Vec::new();
+                let digest_run = |first: Vpn, digests: &mut [Option<Digest>]| {
                     hashes.clear();
                     hashes.resize(digests.len(), 0);
-                    let change = |skipped, hashes: &mut [u64], from, to| {
+                    let extend = |skipped, hashes: &mut [u64], from, to| {
                         let address = (first + count(skipped)).address();
                         device.hash(&Hashed { process: pidfd, address, key: digester.key(), from, to }, hashes)
                     };
-                    digester.digests(&mut hashes, colliding, change, |at, digest| digests[at] = Some(digest))
+                    digester.digests(&mut hashes, colliding, extend, |at, digest| digests[at] = Some(digest))
                 };
-                reader.digest_runs(process, runs, how, digest, |view, digest| visit(view, digest.unwrap_or_default()))
+                let visit_digest = |view: PageView<'_>, digest: Option<Digest>| visit(view, digest.unwrap_or_default());
+                reader.digest_runs(process, runs, *how, digest_run, visit_digest)
             }
         }
     }
 }
 
+/// The results of a job.
 #[derive(Debug)]
-pub(crate) struct Sampled {
+pub(crate) struct PlanReading {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
     pub(crate) merged: Vec<MergedSample>,
@@ -98,98 +105,135 @@ pub(crate) struct Sampled {
     pub(crate) counted: Option<Counted>,
     /// Processes that we couldn't read completely.
     pub(crate) failed: Vec<(i32, ReadError)>,
+    progress: Arc<Progress>,
 }
 
 /// Progress of the reading thread.
 #[derive(Debug, Default)]
 struct Progress {
     pid: AtomicI32,
-    given_up: AtomicBool,
+    is_given_up: AtomicBool,
+}
+
+impl Progress {
+    /// Goes on with a process, unless we've been given up.
+    fn begin(&self, process: &Process) -> bool {
+        if self.is_given_up.load(Ordering::Relaxed) {
+            return false;
+        }
+        self.pid.store(process.pid(), Ordering::Relaxed);
+        true
+    }
 }
 
 /// Reads the pages. The error names the process whose read doesn't return; the reader and the pages read so far are
 /// lost with it.
-pub(crate) fn sample(mut reader: PageReader, work: SamplingJob) -> Result<Sampled, (i32, Pending)> {
-    let SamplingJob { reads, looks, charged_to, count, digesting, topology } = work;
+pub(crate) fn sample(reader: PageReader, job: SamplingJob) -> Result<PlanReading, (i32, Pending)> {
     let progress = Arc::new(Progress::default());
-    let shared = progress.clone();
-    let work = move || {
-        let expected =
-            reads.iter().flat_map(|(piece, _)| &piece.runs).map(|run| usize::try_from(run.1).unwrap_or(0)).sum();
-        let mut pages = Vec::with_capacity(expected);
-        let mut failed = Vec::new();
-        for (RegionRuns { region, process, runs }, how) in reads {
-            if shared.given_up.load(Ordering::Relaxed) {
-                break;
-            }
-            shared.pid.store(process.pid(), Ordering::Relaxed);
-            let read = digesting.visit_runs(&mut reader, &process, &runs, how, |view, digest| {
-                let node = match &topology {
-                    Some(nodes) if view.state == PageState::Private => {
-                        view.frame.and_then(|frame| nodes.node_of(frame))
-                    }
-                    _ => None,
-                };
-                let PageView { page, state, huge, active, .. } = view;
-                pages.push(PageSample { region, page, state, huge, digest, active, node });
-            });
-            if let Err(error) = read {
-                failed.push((process.pid(), error));
-            }
-        }
-        let mut merged = Vec::new();
-        for RegionRuns { region, process, runs } in looks {
-            if shared.given_up.load(Ordering::Relaxed) {
-                break;
-            }
-            shared.pid.store(process.pid(), Ordering::Relaxed);
-            let looked = reader.merged_frames(&process, &runs, charged_to.is_some(), |page, frame| {
-                // Without a topology there is one node.
-                let node = topology.as_ref().map_or(Some(NodeKey(0)), |nodes| nodes.node_of(frame));
-                merged.extend(node.map(|node| MergedSample { region, page, frame, node, charged: false, mappers: 0 }));
-            });
-            if let Err(error) = looked {
-                failed.push((process.pid(), error));
-            }
-        }
-        if let Some(dir) = charged_to {
-            // If we can't read that, nothing counts as charged to it, and we take nothing apart for it.
-            let frames: Vec<u64> = merged.iter().map(|sample| sample.frame).collect();
-            let charged = Charges::of(&dir).and_then(|mut charges| charges.look_up(&frames)).unwrap_or_default();
-            for (sample, charged) in merged.iter_mut().zip(charged) {
-                sample.charged = charged;
-            }
-        }
-        let counted = count.and_then(|processes| {
-            if !reader.sees_frames() {
-                return None;
-            }
-            let frames: Vec<u64> = merged.iter().map(|sample| sample.frame).collect();
-            let mappers = mappers_of(&frames).ok()?;
-            for (sample, mappers) in merged.iter_mut().zip(mappers) {
-                sample.mappers = mappers;
-            }
-            Some(Counted { zeros: merged_zeros(&processes, &shared) })
-        });
-        Sampled { reader, pages, merged, counted, failed }
+    let mut reading = PlanReading {
+        reader,
+        pages: Vec::new(),
+        merged: Vec::new(),
+        counted: None,
+        failed: Vec::new(),
+        progress: progress.clone(),
     };
-    run_abandonable(work).map_err(|pending| {
-        progress.given_up.store(true, Ordering::Relaxed);
+    let read = run_abandonable(move || {
+        reading.run(&job);
+        reading
+    });
+    read.map_err(|pending| {
+        progress.is_given_up.store(true, Ordering::Relaxed);
         (progress.pid.load(Ordering::Relaxed), pending)
     })
 }
 
-/// The zeros of each process that ksmd has merged. If we can't read a process we don't know its zeros.
-fn merged_zeros(processes: &[CountedProcess], progress: &Progress) -> BTreeMap<OwnerKey, (LineageKey, Pages)> {
-    let mut zeros = BTreeMap::new();
-    for CountedProcess { owner, lineage, process } in processes {
-        if progress.given_up.load(Ordering::Relaxed) {
-            break;
+impl PlanReading {
+    fn run(&mut self, job: &SamplingJob) {
+        self.read_pages(job);
+        self.find_merged(job);
+        let frames: Vec<u64> = self.merged.iter().map(|sample| sample.frame).collect();
+        if let Some(dir) = &job.charged_to {
+            self.look_up_charges(dir, &frames);
         }
-        progress.pid.store(process.pid(), Ordering::Relaxed);
-        if let Ok(stat) = KsmStat::of(process) {
-            zeros.insert(*owner, (*lineage, Pages(stat.zero_kib * 1024 / PAGE_BYTES)));
+        if let Some(processes) = &job.count {
+            self.counted = self.count(processes, &frames);
         }
     }
-    zeros
+
+    fn read_pages(&mut self, job: &SamplingJob) {
+        let runs = job.reads.iter().flat_map(|read| &read.piece.runs);
+        self.pages.reserve(runs.map(|run| usize::try_from(run.1).unwrap_or(0)).sum());
+        for read in &job.reads {
+            let RegionRuns { region, process, .. } = &read.piece;
+            if !self.progress.begin(process) {
+                break;
+            }
+            let pages = &mut self.pages;
+            let result = job.hash_mode.visit_runs(&mut self.reader, read, |view, digest| {
+                let PageView { page, state, huge, active, frame, .. } = view;
+                let mut node = None;
+                if let (Some(nodes), Some(frame), PageState::Private) = (&job.topology, frame, state) {
+                    node = nodes.node_of(frame);
+                }
+                pages.push(PageSample { region: *region, page, state, huge, digest, active, node });
+            });
+            if let Err(error) = result {
+                self.failed.push((process.pid(), error));
+            }
+        }
+    }
+
+    fn find_merged(&mut self, job: &SamplingJob) {
+        for RegionRuns { region, process, runs } in &job.looks {
+            if !self.progress.begin(process) {
+                break;
+            }
+            let merged = &mut self.merged;
+            let looked = self.reader.merged_frames(process, runs, job.charged_to.is_some(), |page, frame| {
+                let node = match &job.topology {
+                    Some(nodes) => nodes.node_of(frame),
+                    // There is one node.
+                    None => Some(NodeKey(0)),
+                };
+                if let Some(node) = node {
+                    merged.push(MergedSample { region: *region, page, frame, node, charged: false, mappers: 0 });
+                }
+            });
+            if let Err(error) = looked {
+                self.failed.push((process.pid(), error));
+            }
+        }
+    }
+
+    /// Finds out which merged frames are charged to a cgroup. If we can't, none counts as charged to it, and we take
+    /// nothing apart for it.
+    fn look_up_charges(&mut self, dir: &Path, frames: &[u64]) {
+        let charged = Charges::of(dir).and_then(|mut charges| charges.look_up(frames)).unwrap_or_default();
+        for (sample, charged) in self.merged.iter_mut().zip(charged) {
+            sample.charged = charged;
+        }
+    }
+
+    /// Counts the mappers of merged frames, and the zeros of each process that ksmd has merged. `None` if we can't see
+    /// them.
+    fn count(&mut self, processes: &[CountedProcess], frames: &[u64]) -> Option<Counted> {
+        if !self.reader.sees_frames() {
+            return None;
+        }
+        for (sample, mappers) in self.merged.iter_mut().zip(mappers_of(frames).ok()?) {
+            sample.mappers = mappers;
+        }
+        let mut zeros = BTreeMap::new();
+        for CountedProcess { owner, lineage, process } in processes {
+            if !self.progress.begin(process) {
+                break;
+            }
+            // If we can't read a process we don't know its zeros.
+            if let Ok(stat) = KsmStat::of(process) {
+                zeros.insert(*owner, (*lineage, Pages(stat.zero_kib * 1024 / PAGE_BYTES)));
+            }
+        }
+        Some(Counted { zeros })
+    }
 }

@@ -1,10 +1,11 @@
+use super::survey::{FLAGS_NS, MAPS_MIN_NS};
 use super::*;
-use crate::identity::Marks;
-use crate::restless::RESTLESS_NS;
+use crate::churn::LEFT_ALONE_NS;
+use crate::judge::ScopeRules;
 use crate::scope::ScopeSpec;
 use crate::scope::deny_list::DenyList;
-use crate::scope::domain::{DEFAULT, DomainRules, Domains};
-use crate::scope::kept_out::KeptOut;
+use crate::scope::domain::DEFAULT;
+use crate::unmark::Marks;
 use pagefold_engine::units::Pages;
 use pagefold_procmem::Roots;
 use std::io::{Read, Write};
@@ -112,37 +113,24 @@ struct Watched {
     target: Target,
     now_ns: u64,
     next_key: u32,
-    programs: Programs,
-    kept_out: KeptOut,
-    rules: DomainRules,
-    domains: Domains,
-    merged: Option<DomainKey>,
+    history: ProgramHistory,
+    rules: ScopeRules,
 }
 
 impl Watched {
     fn new() -> Self {
         let child = Child::fork();
-        let scoped = Scoped {
-            process: Process::open(child.pid).unwrap(),
-            name: "child".to_owned(),
-            exe: None,
-            cgroup: None,
-            domain: None,
-            opt_outs: Vec::new(),
-            uid: 0,
-            selected_by: Some(0),
-            by_pid: Some(child.pid),
-        };
+        let process = Arc::new(Process::open(child.pid).unwrap());
+        let mut info = ProcessInfo::of(&process).unwrap();
+        info.by_pid = Some(child.pid);
+        let scope = ScopeSpec::of_pids([child.pid]);
         let mut watched = Self {
             child,
-            target: Target::new(scoped, OwnerKey(1), DomainKey(0)),
+            target: Target::new(info, OwnerKey(1), DomainKey(0)),
             now_ns: 0,
             next_key: 0,
-            programs: Programs::default(),
-            kept_out: KeptOut::default(),
-            rules: DomainRules::default(),
-            domains: Domains::default(),
-            merged: None,
+            history: ProgramHistory::default(),
+            rules: ScopeRules::new(scope, Roots::default(), DenyList::new([])),
         };
         assert!(watched.refresh_after(0));
         watched
@@ -150,12 +138,8 @@ impl Watched {
 
     fn refresh(&mut self) -> Result<bool, ReadError> {
         let next_key = &mut self.next_key;
-        let scope = ScopeSpec::of_pids([self.child.pid]);
-        let (roots, deny) = (Roots::default(), DenyList::new([]));
-        let left_out = (&deny, &mut self.kept_out);
-        let domains = (&self.rules, &mut self.domains, self.merged);
-        let mut watch = Watch::new((&scope, &roots), left_out, domains, &[], &self.programs);
-        self.target.refresh(self.now_ns, 1, &mut watch, || {
+        let mut judge = Judge::new(&mut self.rules, &self.history);
+        self.target.refresh(self.now_ns, 1, &mut judge, || {
             *next_key += 1;
             RegionKey(*next_key)
         })
@@ -169,7 +153,8 @@ impl Watched {
     /// Makes it a process that has just appeared.
     fn forget(&mut self) {
         self.target.forget_memory();
-        (self.target.appeared_ns, self.target.known) = (Some(self.now_ns), false);
+        self.target.appeared_ns = Some(self.now_ns);
+        self.target.surveys.are_known = false;
     }
 
     /// The number of present pages in the region at an address, and its key.
@@ -188,28 +173,28 @@ fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
         watched.child.request(b'f');
         watched.forget();
         let family = watched.target.family().expect("it has been looked at");
-        watched.programs.lifetimes.record_end(family, lives, 0);
+        watched.history.lifetimes.record_end(family, lives, 0);
         for _ in 0..surveyed_after {
-            assert!(!watched.refresh_after(0) && watched.target.regions.is_empty() && watched.target.young);
+            assert!(!watched.refresh_after(0) && watched.target.regions.is_empty() && watched.target.on_probation);
             watched.now_ns += SECOND;
         }
-        assert!(watched.refresh_after(0) && watched.at(FIRST).is_some() && !watched.target.young);
+        assert!(watched.refresh_after(0) && watched.at(FIRST).is_some() && !watched.target.on_probation);
     }
     // We don't forget it once we know it.
     let mut watched = Watched::new();
     watched.forget();
     watched.refresh_after(0);
     watched.target.forget_memory();
-    watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
+    watched.history.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
     assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
     // It has inherited its memory from a marked program, perhaps with the marks.
     let mut watched = Watched::new();
     watched.forget();
-    watched.programs.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
-    watched.programs.marked.insert(watched.target.image().unwrap(), DomainKey(0));
+    watched.history.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
+    watched.history.marked.insert(watched.target.image().unwrap(), DomainKey(0));
     assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
     // We notice its end at any age.
-    watched.programs.marked.clear();
+    watched.history.marked.clear();
     watched.forget();
     watched.child.kill();
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
@@ -223,7 +208,7 @@ fn changed_mappings_are_surveyed_and_unchanged_ones_are_not() {
     assert!(watched.refresh_after(10 * SECOND));
     let (resident, key) = watched.at(FIRST).unwrap();
     assert_eq!(resident, 1);
-    let due_ns = |watched: &Watched| watched.target.surveyed.as_ref().unwrap().next_maps_ns;
+    let due_ns = |watched: &Watched| watched.target.surveys.last.as_ref().unwrap().next_maps_ns;
     let first_ns = due_ns(&watched);
     assert!(!watched.refresh_after(SECOND / 2) && due_ns(&watched) == first_ns, "the sizes have not changed");
     assert!(!watched.refresh_after(SECOND) && due_ns(&watched) > first_ns, "the list is checked from time to time");
@@ -285,7 +270,7 @@ fn a_process_that_maps_all_the_time_is_left_alone_until_it_stops() {
     assert!(watched.target.regions.is_empty());
     watched.child.request(b'f');
     assert!(!watched.refresh_after(SECOND), "still left alone");
-    assert!(watched.refresh_after(RESTLESS_NS) && watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
+    assert!(watched.refresh_after(LEFT_ALONE_NS) && watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
 }
 
 #[test]
@@ -324,12 +309,12 @@ fn only_processes_of_the_merged_domain_are_read_and_those_of_others_unmarked() {
     let mut watched = Watched::new();
     watched.child.request(b'm');
     assert!(watched.refresh_after(10 * SECOND));
-    let [own, other] = [DEFAULT, "other"].map(|name| watched.domains.key_of(name).unwrap());
+    let [own, other] = [DEFAULT, "other"].map(|name| watched.rules.domains.key_of(name).unwrap());
     watched.target.set_marked();
     assert!(watched.at(FIRST).is_some() && !watched.target.has_foreign_marks(own));
     assert!(watched.target.has_foreign_marks(other));
     let change = |watched: &mut Watched, merged| {
-        watched.merged = Some(merged);
+        watched.rules.merged = Some(merged);
         watched.target.judge_again();
         assert!(watched.refresh_after(0));
     };
@@ -362,7 +347,7 @@ fn a_process_that_has_ended_is_vanished_whether_reaped_or_not() {
     let mut watched = Watched::new();
     watched.child.kill();
     let end = std::time::Instant::now() + std::time::Duration::from_secs(5);
-    while watched.target.process.is_alive() && std::time::Instant::now() < end {
+    while watched.target.info.process.is_alive() && std::time::Instant::now() < end {
         std::thread::yield_now();
     }
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));

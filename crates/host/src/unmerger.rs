@@ -4,7 +4,7 @@
 //! than usual we leave it behind and begin the next process. So nobody keeps other processes marked by locking their
 //! own memory map.
 
-use crate::scope::Scoped;
+use crate::scope::ProcessInfo;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, unmerge};
 use pagefold_inject::{Injector, InjectorHandle};
 use pagefold_procmem::Roots;
@@ -54,16 +54,16 @@ impl Unmerger {
     }
 
     /// Unmerges a process. Returns the ones finished since the last call.
-    pub fn unmerge(&mut self, scoped: Scoped) -> Vec<UnmergedProcess> {
+    pub fn unmerge(&mut self, info: ProcessInfo) -> Vec<UnmergedProcess> {
         let mut over = self.take_over();
         while self.late.len() >= LATE_MOST && !self.is_stuck() {
             std::thread::sleep(TICK);
             over.extend(self.take_over());
         }
         let process = UnmergedProcess {
-            pid: scoped.process.pid(),
-            name: scoped.name.clone(),
-            is_named: scoped.is_named(),
+            pid: info.pid(),
+            name: info.name.clone(),
+            is_named: info.is_named(),
             done: Unmerged::default(),
             failure: None,
         };
@@ -71,10 +71,11 @@ impl Unmerger {
             over.push(process.locked());
             return over;
         }
-        let (injector, roots) = (self.injector.clone(), self.roots.clone());
+        let injector = self.injector.clone();
+        let roots = self.roots.clone();
         let job = Job::start(move || {
             let mut done = Unmerged::default();
-            let ran = unmerge(&scoped.process, &injector, &roots, &mut done);
+            let ran = unmerge(&info.process, &injector, &roots, &mut done);
             (done, ran)
         });
         // If it computes, we wait until it has ended.

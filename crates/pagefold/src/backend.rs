@@ -109,12 +109,12 @@ impl Backend for LiveHost {
     }
 
     fn pid_of(&self, region: RegionKey) -> Option<i32> {
-        Some(self.target_of(region)?.process.pid())
+        Some(self.target_of(region)?.pid())
     }
 
     fn owner(&self, pid: i32) -> Option<Owner> {
         let target = self.target(pid)?;
-        Some(Owner::of(target, self.domains().get(usize::from(target.domain.0))))
+        Some(Owner::of(&target.info, self.domains().get(usize::from(target.domain.0))))
     }
 
     fn facts(&self, engine: &Engine, run: RunFacts) -> Facts {

@@ -4,7 +4,7 @@ use crate::config::settings::MechanismChoice;
 use anyhow::{Context, Result};
 use pagefold_engine::placement::policy::Placement;
 use pagefold_host::os::namespaces::enter_cgroups_of_init;
-use pagefold_host::scope::Scoped;
+use pagefold_host::scope::ProcessInfo;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::{Exclusion, process_exclusion};
 use pagefold_inject::{InjectError, Injector, is_frozen};
@@ -201,7 +201,7 @@ pub fn explain_take(error: &TakeError) -> Exit {
 }
 
 /// Why we must leave a process in scope alone, if we must.
-pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
+pub fn refusal(scoped: &ProcessInfo, deny: &DenyList) -> Option<String> {
     match refused_for(scoped, deny) {
         Ok(reason) => reason,
         Err(ReadError::Vanished { .. }) => Some("has ended".to_owned()),
@@ -209,7 +209,7 @@ pub fn refusal(scoped: &Scoped, deny: &DenyList) -> Option<String> {
     }
 }
 
-fn refused_for(scoped: &Scoped, deny: &DenyList) -> Result<Option<String>, ReadError> {
+fn refused_for(scoped: &ProcessInfo, deny: &DenyList) -> Result<Option<String>, ReadError> {
     // First: a process that can't run can't tell us whether it's excluded.
     if scoped.process.stat()?.state == b'T' {
         return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));

@@ -5,7 +5,7 @@ use crate::recorder::{Recorder, RecordingOptions};
 use anyhow::{Context, Result};
 use pagefold::config::flags::DenyFlags;
 use pagefold::config::scope::ScopeArgs;
-use pagefold_host::scope::Scoped;
+use pagefold_host::scope::ProcessInfo;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::process_exclusion;
 use pagefold_procmem::memory::PageReader;
@@ -124,7 +124,7 @@ pub fn require_page_flags() -> Result<(), Exit> {
     })
 }
 
-fn refuse_if_all_are_left_alone(scoped: &[Scoped], deny: &DenyList) -> Result<(), Exit> {
+fn refuse_if_all_are_left_alone(scoped: &[ProcessInfo], deny: &DenyList) -> Result<(), Exit> {
     let mut first = None;
     for scoped in scoped {
         match process_exclusion(scoped, deny) {

@@ -1,15 +1,14 @@
 //! Gives programs back the huge pages that they had before we marked their memory, when we unmark it because merges in
 //! it don't last.
 
-use super::{Actuator, LiveHost};
-use crate::targets::Target;
+use super::LiveHost;
 use pagefold_engine::host::{Change, Marking, Outcome, Why};
 use pagefold_procmem::collapse::{collapse, is_wanted};
 
 impl LiveHost {
     /// Collapses some of the memory that we unmarked in this cycle or an earlier one.
     pub(super) fn collapse(&mut self, outcome: &mut Outcome) {
-        if matches!(self.actuator, Actuator::DryRun) {
+        if self.actuator.is_none() {
             return;
         }
         for result in &outcome.unmarked {
@@ -17,20 +16,19 @@ impl LiveHost {
             if !matches!((why, result.marking), (Why::CowBroken { .. }, Marking::Done(_))) {
                 continue;
             }
-            let target = self.region_pids.get(&span.region).and_then(|pid| self.targets.get_mut(pid));
-            if let Some(target) = target {
+            let Some(pid) = self.regions.pids.get(&span.region) else { continue };
+            if let Some(target) = self.targets.get_mut(pid) {
                 target.huge.wanted(span.first.address(), (span.first + span.pages.0).address());
             }
         }
         // One process in each cycle, in turn.
         let from = self.next_collapse;
-        let waiting = |(_, target): &(&i32, &Target)| target.huge.is_waiting();
-        let Some((&pid, _)) = self.targets.range(from..).chain(self.targets.range(..from)).find(waiting) else {
-            return;
-        };
+        let mut in_turn = self.targets.range(from..).chain(self.targets.range(..from));
+        let Some((&pid, _)) = in_turn.find(|(_, target)| target.huge.is_waiting()) else { return };
         self.next_collapse = pid.saturating_add(1);
         let Some(target) = self.targets.get_mut(&pid) else { return };
-        let (next, roots) = (target.huge.next(), self.roots.clone());
+        let next = target.huge.next();
+        let roots = self.rules.roots.clone();
         if target.may_be_read() && is_wanted() {
             outcome.collapsed += target.read(move |process| collapse(process, &next, &roots)).unwrap_or(0);
         }

@@ -4,7 +4,7 @@
 use crate::targets::Target;
 use pagefold_engine::host::LimitView;
 use pagefold_engine::keys::{KeyCounter, LimitKey, OwnerKey};
-use pagefold_engine::units::{PAGE_BYTES, Pages, Permyriad};
+use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, Permyriad};
 use pagefold_procmem::headroom::{Limit, limit_of};
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::fault;
@@ -23,7 +23,7 @@ const PASS_LIMIT: Duration = Duration::from_millis(10);
 
 /// The cgroups that can limit the memory of targets.
 #[derive(Debug, Default)]
-pub(super) struct Limits {
+pub(super) struct CgroupLimits {
     groups: BTreeMap<PathBuf, Group>,
     keys: KeyCounter,
     /// The processes that we've assigned to them.
@@ -72,7 +72,7 @@ enum Reading {
     Limited(Limit),
 }
 
-impl Limits {
+impl CgroupLimits {
     /// Looks at the limits again if it's time. We read the limits of a new process at once, so as not to think it has
     /// none.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
@@ -163,13 +163,18 @@ impl Limits {
     fn limits(&self) -> Vec<LimitView> {
         let mut views = Vec::new();
         for group in self.groups.values() {
-            let (limit, left) = match group.reading {
+            let known = match group.reading {
                 Reading::Unlimited => continue,
-                Reading::Unknown => (Pages(0), Pages(0)),
-                Reading::Limited(Limit { limit, left }) => (Pages(limit.0 / PAGE_BYTES), Pages(left.0 / PAGE_BYTES)),
+                Reading::Unknown => Limit { limit: Bytes(0), left: Bytes(0) },
+                Reading::Limited(limit) => limit,
             };
-            let Group { key, read_ns, .. } = *group;
-            views.push(LimitView { key, limit, left, owners: group.owners.clone(), read_ns });
+            views.push(LimitView {
+                key: group.key,
+                limit: Pages(known.limit.0 / PAGE_BYTES),
+                left: Pages(known.left.0 / PAGE_BYTES),
+                owners: group.owners.clone(),
+                read_ns: group.read_ns,
+            });
         }
         views
     }
@@ -203,7 +208,7 @@ mod tests {
         for (dir, share) in [("", "99.00"), ("a", "90.00"), ("a/b", "12.34"), ("a/c", "5.00"), ("d", "80.00")] {
             write(dir, share);
         }
-        let mut limits = Limits::default();
+        let mut limits = CgroupLimits::default();
         let of = |dir: &str| (root.path().to_owned(), root.path().join(dir));
         let members = [
             (of("a/b"), OwnerKey(1)),
@@ -230,7 +235,7 @@ mod tests {
             fs::write(dir.join("memory.max"), max).unwrap();
             fs::write(dir.join("memory.current"), "409600").unwrap();
         }
-        let mut limits = Limits::default();
+        let mut limits = CgroupLimits::default();
         let of = |dir: &str| (root.path().to_owned(), root.path().join(dir));
         let members = [(of("a/b"), OwnerKey(1)), (of("a/c"), OwnerKey(2)), (of("elsewhere"), OwnerKey(3))];
         for ((mount, dir), owner) in &members {

@@ -73,12 +73,12 @@ impl Placing {
             return;
         };
         self.nodes = topology.views().unwrap_or_default();
-        let view = |target: &Target| {
+        self.owners.clear();
+        for target in targets.values() {
             let policy = self.policies.of(domains.get(usize::from(target.domain.0)).map_or("", String::as_str));
             let placement = if self.may_move { policy } else { Placement::Kernel };
-            owner_view(&target.process, &topology, target.owner, placement).ok()
-        };
-        self.owners = targets.values().filter_map(view).collect();
+            self.owners.extend(owner_view(&target.info.process, &topology, target.owner, placement));
+        }
         self.topology = Some(topology);
     }
 }
@@ -87,9 +87,9 @@ impl LiveHost {
     /// Moves merged frames, batched by process.
     pub(super) fn place(&mut self, moves: &[Move], outcome: &mut Outcome) {
         for same_region in moves.chunk_by(|a, b| a.region == b.region) {
-            let Some(&pid) = self.region_pids.get(&same_region[0].region) else { continue };
-            let Some(target) = self.targets.get_mut(&pid).filter(|target| !target.is_late()) else { continue };
-            let process = target.process.clone();
+            let Some(&pid) = self.regions.pids.get(&same_region[0].region) else { continue };
+            let Some(target) = self.targets.get_mut(&pid).filter(|target| !target.has_timed_out()) else { continue };
+            let process = target.info.process.clone();
             let pages: Vec<_> = same_region.iter().map(|to| (to.page, to.node)).collect();
             let done = Arc::new(AtomicU64::new(0));
             let progress = done.clone();
@@ -104,8 +104,8 @@ impl LiveHost {
                 Ok(Ok(_) | Err(ReadError::Vanished { .. })) => {}
                 Ok(Err(error)) => self.report_left_alone(pid, error.to_string()),
                 Err(pending) => {
-                    target.set_late(pending);
-                    self.next_refresh_ns = 0;
+                    target.set_timed_out(pending);
+                    self.schedule.next_ns = 0;
                 }
             }
         }

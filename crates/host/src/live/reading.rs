@@ -5,8 +5,7 @@
 
 use super::LiveHost;
 use crate::regions::Tracked;
-use crate::targets::Target;
-use pagefold_engine::hash::PageBytes;
+use pagefold_engine::hash::{PageBytes, is_zero};
 use pagefold_engine::host::{Mechanism, PageState};
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::{Pages, Vpn, count};
@@ -77,33 +76,37 @@ impl LiveHost {
     }
 
     fn read_portion(&mut self, owner: OwnerKey, place: &mut Place, most: u64, digest: &Digest) -> Progress {
-        let Some(target) = self.targets.values().find(|target| target.owner == owner) else { return Progress::Ended };
+        let by_marks = self.mechanism() == Mechanism::Ksmd;
+        let Some(target) = self.targets.values_mut().find(|target| target.owner == owner) else {
+            return Progress::Ended;
+        };
         match &target.exclusion {
             Some(exclusion) if exclusion.withdraws_marks() => return Progress::LeftAlone,
             Some(_) => return Progress::Ended,
             None if !target.may_be_read() => return Progress::Ended,
             None => {}
         }
-        let by_marks = self.mechanism() == Mechanism::Ksmd;
-        let regions = target
-            .regions
-            .iter()
-            .map(|Tracked { stretch, .. }| (stretch.first, stretch.pages, by_marks && stretch.marked == Pages(0)));
+        let mut regions = Vec::new();
+        for Tracked { stretch, .. } in &target.regions {
+            if stretch.first.0 + stretch.pages.0 > place.next.0 {
+                let unmarked = by_marks && stretch.marked == Pages(0);
+                regions.push(Window { first: stretch.first, pages: stretch.pages, unmarked });
+            }
+        }
         let mut portion = Portion {
-            process: target.process.clone(),
-            regions: regions.filter(|(first, pages, _)| first.0 + pages.0 > place.next.0).collect(),
+            process: target.info.process.clone(),
+            regions,
             place: std::mem::take(place),
             most,
             digest: digest.clone(),
             pages: Vec::new(),
         };
         let mut reader = self.reader.take().unwrap_or_default();
-        let pid = portion.process.pid();
-        let work = move || {
+        let read = run_abandonable(move || {
             let read = portion.read(&mut reader);
             (reader, portion, read)
-        };
-        match run_abandonable(work) {
+        });
+        match read {
             Ok((reader, portion, read)) => {
                 self.reader = Some(reader);
                 *place = portion.place;
@@ -114,10 +117,8 @@ impl LiveHost {
                 }
             }
             Err(pending) => {
-                if let Some(target) = self.targets.get_mut(&pid) {
-                    target.set_late(pending);
-                    self.next_refresh_ns = 0;
-                }
+                target.set_timed_out(pending);
+                self.schedule.next_ns = 0;
                 Progress::Ended
             }
         }
@@ -125,27 +126,40 @@ impl LiveHost {
 
     /// Pages of the machine that KSM has merged into others, and the pages that they share.
     pub fn merged_pages(&self) -> (Pages, Pages) {
-        let view = self.ksm.counters().map(|counters| counters.view(false, false)).unwrap_or_default();
+        let view = self.machine.ksm_view().unwrap_or_default();
         (view.sharing, view.shared)
     }
 
     /// Merged zero pages of a target. 0 if it has ended or we can't read it at present.
     pub fn merged_zeros(&mut self, process: &Process) -> Pages {
-        let is_it = |target: &&mut Target| target.process.key() == process.key();
-        let target = self.targets.get_mut(&process.pid()).filter(is_it);
-        Pages(target.and_then(|target| target.read(KsmStat::of).ok()).map_or(0, |stat| stat.zero_kib / 4))
+        match self.targets.get_mut(&process.pid()) {
+            Some(target) if target.info.process.key() == process.key() => {
+                let stat = target.read(|process| KsmStat::of(process));
+                Pages(stat.map_or(0, |stat| stat.zero_kib / 4))
+            }
+            _ => Pages(0),
+        }
     }
 }
 
 /// What the reading thread works on.
 struct Portion {
     process: Arc<Process>,
-    /// Regions that aren't behind the place, ascending, and whether nothing is marked in them.
-    regions: Vec<(Vpn, Pages, bool)>,
+    /// Regions that aren't behind the place, ascending.
+    regions: Vec<Window>,
     place: Place,
     most: u64,
     digest: Digest,
     pages: Vec<PageContent>,
+}
+
+/// A region, or a part of one that we search.
+#[derive(Clone, Copy)]
+struct Window {
+    first: Vpn,
+    pages: Pages,
+    /// Whether nothing is marked in it.
+    unmarked: bool,
 }
 
 impl Portion {
@@ -154,32 +168,36 @@ impl Portion {
         let mut windows = 0;
         while count(self.pages.len()) < self.most && windows < WINDOWS_MOST {
             if self.place.runs.is_empty() {
-                let Some((first, pages, unmarked)) = self.next_window() else { return Ok(false) };
+                let Some(window) = self.next_window() else { return Ok(false) };
                 windows += 1;
-                reader.resident_runs(&self.process, first, pages, &mut self.place.runs)?;
+                reader.resident_runs(&self.process, window.first, window.pages, &mut self.place.runs)?;
                 self.place.runs.reverse();
-                (self.place.next, self.place.unmarked) = (first + pages.0, unmarked);
+                self.place.next = window.first + window.pages.0;
+                self.place.unmarked = window.unmarked;
                 continue;
             }
             let runs = self.next_runs();
-            let (digest, pages) = (&self.digest, &mut self.pages);
             let how = ReadHow { contents: Contents::All, unmarked: self.place.unmarked, ..ReadHow::default() };
             reader.read_runs(&self.process, &runs, how, |view| {
                 let Some(bytes) = view.bytes else { return };
-                let content =
-                    if pagefold_engine::hash::is_zero(bytes) { Content::Zeros } else { Content::Digest(digest(bytes)) };
-                pages.push(PageContent { state: view.state, frame: view.frame, content });
+                let content = if is_zero(bytes) { Content::Zeros } else { Content::Digest((self.digest)(bytes)) };
+                self.pages.push(PageContent { state: view.state, frame: view.frame, content });
             })?;
         }
         Ok(true)
     }
 
     /// The next part of a region to search.
-    fn next_window(&self) -> Option<(Vpn, Pages, bool)> {
+    fn next_window(&self) -> Option<Window> {
         let next = self.place.next;
-        let &(first, pages, unmarked) = self.regions.iter().find(|(first, pages, _)| first.0 + pages.0 > next.0)?;
-        let from = first.max(next);
-        Some((from, Pages((first.0 + pages.0 - from.0).min(WINDOW_PAGES)), unmarked))
+        for region in &self.regions {
+            let end = region.first.0 + region.pages.0;
+            if end > next.0 {
+                let first = region.first.max(next);
+                return Some(Window { first, pages: Pages((end - first.0).min(WINDOW_PAGES)), ..*region });
+            }
+        }
+        None
     }
 
     /// Takes about as many pages as we may still read.

@@ -1,18 +1,18 @@
 //! Refreshing the targets: processes that come into scope, change or end.
 
-use super::{Event, LiveError, LiveHost, elapsed_ns};
-use crate::identity::Watch;
+use super::machine::elapsed_ns;
+use super::{Event, LiveError, LiveHost};
+use crate::judge::Judge;
 use crate::regions::Tracked;
-use crate::scope::domain::NO_DOMAIN;
 use crate::scope::exclude::Exclusion;
-use crate::scope::opt_out::OptOut;
-use crate::scope::rule::RuleFacts;
-use crate::scope::{ScopeError, Scoped, Selector};
+use crate::scope::new_processes::NewProcesses;
+use crate::scope::{ProcessInfo, ScopeError, Selector};
 use crate::targets::Target;
 use pagefold_engine::host::{Mechanism, RegionView};
-use pagefold_engine::keys::{DomainKey, LastingKey, OwnerKey, RegionKey};
+use pagefold_engine::keys::{DomainKey, GroupKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;
 use pagefold_engine::units::{Pages, count};
+use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -20,6 +20,10 @@ use std::sync::Arc;
 use std::time::Instant;
 use tracing::debug;
 
+/// Default time between two refreshes of the targets, nanoseconds.
+pub(super) const INTERVAL_NS: u64 = 250_000_000;
+/// Shortest time between two refreshes of the targets, nanoseconds.
+const INTERVAL_MIN_NS: u64 = 10_000_000;
 /// If a refresh is due within this time we do it at once, nanoseconds.
 const EARLY_NS: u64 = 30_000_000;
 /// One refresh takes this long at most, not counting the last target. The next one continues with the others.
@@ -33,21 +37,78 @@ const UNCHANGED_SHARE: u64 = 3_333;
 const FORGET_NS: u64 = 10_000_000_000;
 const FORGET_SHARE: u64 = 1_000;
 
+/// When we refresh the targets.
+#[derive(Debug)]
+pub(super) struct Schedule {
+    interval_ns: u64,
+    pub(super) next_ns: u64,
+    /// The first target that the last refresh had no time for; 0 if none.
+    next_pid: i32,
+    next_forget_ns: u64,
+    /// Whether we've checked all processes that were in scope at the start.
+    pub(super) are_all_checked: bool,
+}
+
+impl Schedule {
+    pub(super) fn new() -> Self {
+        Self { interval_ns: INTERVAL_NS, next_ns: 0, next_pid: 0, next_forget_ns: 0, are_all_checked: false }
+    }
+
+    pub(super) fn set_interval(&mut self, ns: u64) {
+        self.interval_ns = ns.clamp(INTERVAL_MIN_NS, INTERVAL_NS);
+    }
+
+    fn is_due(&self, now_ns: u64) -> bool {
+        now_ns + EARLY_NS.min(self.interval_ns / 8) >= self.next_ns
+    }
+}
+
+/// Finds processes that come into scope.
+#[derive(Debug)]
+pub(super) struct Discovery {
+    /// Whether we've looked for processes already.
+    has_begun: bool,
+    new_processes: NewProcesses,
+    owner_keys: KeyCounter,
+}
+
+impl Discovery {
+    pub(super) fn new(roots: &Roots) -> Self {
+        let new_processes = NewProcesses::new(roots);
+        Self { has_begun: false, new_processes, owner_keys: KeyCounter::default() }
+    }
+
+    /// Lets a process that isn't a target any more come into scope, or another one with its pid.
+    pub(super) fn invalidate(&mut self) {
+        self.new_processes.invalidate();
+    }
+}
+
+/// The regions of all targets, as of the last refresh.
+#[derive(Debug, Default)]
+pub(super) struct RegionList {
+    pub(super) pids: BTreeMap<RegionKey, i32>,
+    pub(super) views: Vec<RegionView>,
+    /// The processes in groups with limits.
+    pub(super) groups: Arc<BTreeMap<OwnerKey, GroupKey>>,
+    keys: KeyCounter,
+}
+
 impl LiveHost {
     /// Refreshes the targets if it's time. Returns whether anything has changed.
     pub(super) fn refresh(&mut self, now_ns: u64) -> Result<bool, LiveError> {
-        if now_ns + EARLY_NS.min(self.refresh_ns / 8) < self.next_refresh_ns {
+        if !self.schedule.is_due(now_ns) {
             return Ok(false);
         }
         self.tend_injector()?;
         self.end_late_merge();
         self.forget_kept_out(now_ns);
         self.add_targets(now_ns)?;
-        let changed = self.refresh_targets(now_ns);
-        let changed = self.withdraw_marks(now_ns) || changed;
+        let mut changed = self.refresh_targets(now_ns);
+        changed |= self.withdraw_marks(now_ns);
         let cost_ns = count(self.targets.len()) * UNCHANGED_NS;
-        if self.next_pid == 0 {
-            self.next_refresh_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.refresh_ns);
+        if self.schedule.next_pid == 0 {
+            self.schedule.next_ns = now_ns + (cost_ns * UNCHANGED_SHARE).max(self.schedule.interval_ns);
         }
         if changed {
             self.list_regions();
@@ -55,28 +116,39 @@ impl LiveHost {
         Ok(changed)
     }
 
+    fn tend_injector(&mut self) -> Result<(), LiveError> {
+        if let Some(actuator) = &mut self.actuator {
+            if actuator.tend_injector().map_err(LiveError::Injector)? {
+                self.events.push(Event::InjectorRestarted { pid: actuator.injector.pid() });
+            }
+        }
+        Ok(())
+    }
+
     /// From time to time, forgets kept-out processes that have ended.
     fn forget_kept_out(&mut self, now_ns: u64) {
-        if now_ns >= self.next_forget_ns {
+        if now_ns >= self.schedule.next_forget_ns {
             let before_ns = own_cpu_ns();
-            self.kept_out.forget_ended(&self.roots);
-            self.next_forget_ns = now_ns + ((own_cpu_ns() - before_ns) * FORGET_SHARE).max(FORGET_NS);
+            self.rules.kept_out.forget_ended(&self.rules.roots);
+            self.schedule.next_forget_ns = now_ns + ((own_cpu_ns() - before_ns) * FORGET_SHARE).max(FORGET_NS);
         }
     }
 
     /// Adds the processes that have come into scope.
     fn add_targets(&mut self, now_ns: u64) -> Result<(), LiveError> {
-        let first = std::mem::take(&mut self.first);
+        let is_first = !std::mem::replace(&mut self.discovery.has_begun, true);
         // A selected pid means the one process that we opened at the start: a process that reuses the pid isn't
         // selected.
-        let mut spec = if first { self.scope.clone() } else { self.scope.without_pids() };
+        let mut spec = if is_first { self.rules.scope.clone() } else { self.rules.scope.without_pids() };
         let ours = self.own_pids();
         let found = loop {
             if spec.0.is_empty() {
                 return Ok(());
             }
-            let known = |pid| ours.contains(&pid) || self.targets.contains_key(&pid);
-            match self.new_processes.find(now_ns, &spec, &self.roots, known) {
+            let new_processes = &mut self.discovery.new_processes;
+            let found = new_processes
+                .find(now_ns, &spec, &self.rules.roots, |pid| ours.contains(&pid) || self.targets.contains_key(&pid));
+            match found {
                 Ok(found) => break found,
                 // The process has ended since we checked the command line; the others remain in scope.
                 Err(ScopeError::UnknownPid(pid) | ScopeError::Unreadable { pid, .. }) => {
@@ -85,115 +157,123 @@ impl LiveHost {
                 Err(error) => return Err(error.into()),
             }
         };
-        for scoped in found {
-            let mut target = self.new_target(scoped);
-            target.appeared_ns = (!first).then_some(now_ns);
-            debug!(target: "scope", pid = target.process.pid(), name = %target.name, domain = target.domain.0, "in scope");
-            self.targets.insert(target.process.pid(), target);
+        for info in found {
+            let mut target = self.new_target(info);
+            target.appeared_ns = if is_first { None } else { Some(now_ns) };
+            let pid = target.pid();
+            debug!(target: "scope", pid, name = %target.info.name, domain = target.domain.0, "in scope");
+            self.targets.insert(pid, target);
         }
         Ok(())
     }
 
-    pub(super) fn new_target(&mut self, scoped: Scoped) -> Target {
-        let owner = self.owner_keys.take(|key| self.targets.values().any(|target| target.owner.0 == key));
-        let facts = RuleFacts::from(&scoped);
-        let domain = self.domain_rules.domain_of(scoped.domain.as_deref(), &facts, &mut Vec::new());
-        let domain = self.domains.key_of(&domain).unwrap_or(NO_DOMAIN);
-        Target::new(scoped, OwnerKey(owner), domain)
+    pub(super) fn new_target(&mut self, info: ProcessInfo) -> Target {
+        let targets = &self.targets;
+        let owner = self.discovery.owner_keys.take(|key| targets.values().any(|target| target.owner.0 == key));
+        let domain = self.rules.domain_of(&info);
+        Target::new(info, OwnerKey(owner), domain)
     }
 
     /// Refreshes as many targets as there is time for. Returns whether anything has changed.
     fn refresh_targets(&mut self, now_ns: u64) -> bool {
         let processes = count(self.targets.len());
         let mut changed = false;
-        let (mut gone, mut reports) = (Vec::new(), Vec::new());
-        forget_programs(&mut self.programs.marked, &self.targets);
+        let mut gone = Vec::new();
+        let mut left_alone = Vec::new();
+        forget_programs(&mut self.history.marked, &self.targets);
         self.forget_domains();
-        let rules = (&self.domain_rules, &mut self.domains, self.merged);
-        let (scope, left_out) = ((&self.scope, &self.roots), (&self.deny, &mut self.kept_out));
-        let mut watch = Watch::new(scope, left_out, rules, &self.group_rules, &self.programs);
+        let mut judge = Judge::new(&mut self.rules, &self.history);
         let began = Instant::now();
-        let first = std::mem::take(&mut self.next_pid);
+        let first = std::mem::take(&mut self.schedule.next_pid);
         for (&pid, target) in self.targets.range_mut(first..) {
             if elapsed_ns(began) > PASS_NS {
-                self.next_pid = pid;
+                self.schedule.next_pid = pid;
                 break;
             }
-            let (region_keys, in_use) = (&mut self.region_keys, &self.region_pids);
-            let refreshed = target.refresh(now_ns, processes, &mut watch, || {
-                RegionKey(region_keys.take(|key| in_use.contains_key(&RegionKey(key))))
+            let in_use = &self.regions.pids;
+            let keys = &mut self.regions.keys;
+            let refreshed = target.refresh(now_ns, processes, &mut judge, || {
+                RegionKey(keys.take(|key| in_use.contains_key(&RegionKey(key))))
             });
-            let event = |opt_out: OptOut| Event::Overridden { pid, opt_out: opt_out.to_string() };
-            self.events.extend(target.take_overridden().into_iter().map(event));
-            let list = target.take_list().filter(|_| self.requesting.device.is_some());
-            self.requesting.lists.extend(list.map(|list| (pid, Arc::new(list))));
-            let why = match refreshed {
-                Ok(false) => None,
+            for opt_out in target.take_overridden() {
+                self.events.push(Event::Overridden { pid, opt_out: opt_out.to_string() });
+            }
+            if let (Some(list), Some(_)) = (target.take_list(), &self.requesting.device) {
+                self.requesting.lists.insert(pid, Arc::new(list));
+            }
+            match refreshed {
+                Ok(false) => {}
                 Ok(true) => {
                     changed = true;
-                    target.exclusion.as_ref().map(ToString::to_string)
+                    left_alone.extend(target.exclusion.as_ref().map(|why| (pid, why.to_string())));
                 }
                 Err(ReadError::Vanished { .. }) => {
                     changed = true;
                     gone.push(pid);
-                    None
                 }
                 Err(error) => {
-                    let why = if target.is_stuck() { Exclusion::Stuck } else { Exclusion::NotReadable };
+                    let why = if target.is_blocked() { Exclusion::Stuck } else { Exclusion::NotReadable };
                     changed |= target.leave_alone(why);
-                    Some(error.to_string())
+                    left_alone.push((pid, error.to_string()));
                 }
-            };
-            reports.extend(why.map(|why| (pid, why)));
+            }
         }
-        self.are_all_looked_at |= self.next_pid == 0;
-        for (pid, why) in reports {
+        self.schedule.are_all_checked |= self.schedule.next_pid == 0;
+        for (pid, why) in left_alone {
             self.report_left_alone(pid, why);
         }
         for pid in gone {
-            let target = self.targets.remove(&pid);
-            if let Some((family, since_ns)) = target.and_then(|target| Some((target.family()?, target.appeared_ns?))) {
-                self.programs.lifetimes.record_end(family, now_ns - since_ns, now_ns);
-            }
-            self.reported.remove(&pid);
-            self.unmarking.remove(&pid);
-            // Another process may have reused its pid.
-            self.new_processes.invalidate();
+            self.remove_ended(pid, now_ns);
         }
         changed
     }
 
+    /// Removes a target whose process has ended.
+    fn remove_ended(&mut self, pid: i32, now_ns: u64) {
+        if let Some(target) = self.targets.remove(&pid) {
+            if let (Some(family), Some(since_ns)) = (target.family(), target.appeared_ns) {
+                self.history.lifetimes.record_end(family, now_ns - since_ns, now_ns);
+            }
+        }
+        self.reported.remove(&pid);
+        self.withdrawing.jobs.remove(&pid);
+        self.discovery.invalidate();
+    }
+
     /// Forgets trust domains without processes, if there are as many as there can be.
     fn forget_domains(&mut self) {
-        if !self.domains.are_full() {
+        if !self.rules.domains.are_full() {
             return;
         }
-        let of_targets = self.targets.values().map(|target| target.domain);
-        let needed: HashSet<DomainKey> =
-            of_targets.chain(self.programs.marked.values().copied()).chain(self.merged).collect();
-        self.domains.keep(|key| needed.contains(&key));
+        let mut needed: HashSet<DomainKey> = self.targets.values().map(|target| target.domain).collect();
+        needed.extend(self.history.marked.values());
+        needed.extend(self.rules.merged);
+        self.rules.domains.keep(|key| needed.contains(&key));
     }
 
     /// Reports why we leave a process alone, unless our last report about it said the same.
     pub(super) fn report_left_alone(&mut self, pid: i32, why: String) {
-        let Some(target) = self.targets.get(&pid).filter(|target| !target.only_to_unmerge) else { return };
-        if self.reported.get(&pid) != Some(&why) {
+        let Some(target) = self.targets.get(&pid) else { return };
+        if !target.request.is_only_reason && self.reported.get(&pid) != Some(&why) {
             self.reported.insert(pid, why.clone());
-            self.events.push(Event::LeftAlone { pid, name: target.name.clone(), why });
+            self.events.push(Event::LeftAlone { pid, name: target.info.name.clone(), why });
         }
     }
 
-    pub(super) fn list_regions(&mut self) {
-        self.region_pids.clear();
-        self.views.clear();
-        self.groups =
-            Arc::new(self.targets.values().filter_map(|target| Some((target.owner, target.group?))).collect());
+    fn list_regions(&mut self) {
         let on_request = self.mechanism() == Mechanism::Request;
+        let mut groups = BTreeMap::new();
+        let RegionList { pids, views, .. } = &mut self.regions;
+        pids.clear();
+        views.clear();
         for (&pid, target) in &self.targets {
-            let lasting = lasting_key(&target.process);
+            if let Some(group) = target.group {
+                groups.insert(target.owner, group);
+            }
+            let lasting = lasting_key(&target.info.process);
             for Tracked { key, stretch } in &target.regions {
-                self.region_pids.insert(*key, pid);
-                self.views.push(RegionView {
+                pids.insert(*key, pid);
+                views.push(RegionView {
                     key: *key,
                     owner: target.owner,
                     lasting,
@@ -209,6 +289,7 @@ impl LiveHost {
                 });
             }
         }
+        self.regions.groups = Arc::new(groups);
     }
 }
 

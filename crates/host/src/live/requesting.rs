@@ -6,10 +6,9 @@
 //! as marked before the first call: if something is excluded later, or just then, we find it and unmark it as we do
 //! with other marks ([`super::withdrawing`]).
 
-use super::{Actuator, LiveHost};
-use crate::regions::{List, Stretch};
+use super::LiveHost;
+use crate::regions::List;
 use crate::scope::exclude::withdrawal;
-use crate::targets::Target;
 use pagefold_engine::host::{Keep, MergeRange, MergeResult, Merging, Outcome, PageRun};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::Vpn;
@@ -25,8 +24,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-/// We look at a process again before a job if our last look is older than this, nanoseconds.
-const LOOK_NS: u64 = 10_000_000;
+/// We check a process again before a job if our last check is older than this, nanoseconds.
+const CHECK_NS: u64 = 10_000_000;
 /// Pages of one job: some 50 ms.
 const JOB_PAGES: u32 = 16_384;
 /// How long a job may compute.
@@ -106,8 +105,30 @@ impl Side {
     }
 }
 
-/// The process whose pages we take, and the one whose pages we keep. `None`: the zero page.
-type Pair = (i32, Option<i32>);
+/// The processes of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Pair {
+    /// The one whose pages we take.
+    take: i32,
+    /// The one whose pages we keep. `None`: the zero page.
+    keep: Option<i32>,
+}
+
+impl Pair {
+    /// Both, or one if they're the same.
+    fn pids(self) -> Vec<i32> {
+        let mut pids = vec![self.take];
+        pids.extend(self.keep.filter(|&keep| keep != self.take));
+        pids
+    }
+}
+
+/// A check of a process before we name its pages.
+#[derive(Clone, Copy, Debug)]
+struct NameCheck {
+    at_ns: u64,
+    may_be_named: bool,
+}
 
 /// The result of a range that we didn't try.
 pub(super) fn untried(range: &MergeRange) -> MergeResult {
@@ -123,11 +144,13 @@ impl LiveHost {
             return;
         }
         self.end_late_merge();
-        let acts = matches!(self.actuator, Actuator::Act { .. });
-        let is_free = acts && self.requesting.late.is_none() && !self.must_unmark_first();
-        let Some(device) = self.requesting.device.clone().filter(|_| is_free) else {
-            outcome.merges.extend(ranges.iter().map(untried));
-            return;
+        let is_free = self.actuator.is_some() && self.requesting.late.is_none() && !self.must_unmark_first();
+        let device = match &self.requesting.device {
+            Some(device) if is_free => device.clone(),
+            _ => {
+                outcome.merges.extend(ranges.iter().map(untried));
+                return;
+            }
         };
         let mut by_pair: BTreeMap<Pair, Vec<MergeRange>> = BTreeMap::new();
         for range in ranges {
@@ -136,7 +159,7 @@ impl LiveHost {
                 None => outcome.merges.push(untried(range)),
             }
         }
-        let mut looked = BTreeMap::new();
+        let mut checks = BTreeMap::new();
         for (pair, ranges) in by_pair {
             let mut in_vain = false;
             for job in jobs(&ranges) {
@@ -145,7 +168,7 @@ impl LiveHost {
                     continue;
                 }
                 let begun = outcome.merges.len();
-                if let Err(merging) = self.merge_pair(&device, pair, &job, &mut looked, &mut outcome.merges) {
+                if let Err(merging) = self.merge_pair(&device, pair, &job, &mut checks, &mut outcome.merges) {
                     outcome.merges.extend(job.iter().map(|&range| MergeResult { range, merging }));
                 }
                 in_vain = outcome.merges[begun..]
@@ -163,45 +186,44 @@ impl LiveHost {
             if let Some(target) = self.targets.get_mut(&pid) {
                 target.judge_again();
             }
-            self.next_refresh_ns = 0;
+            self.schedule.next_ns = 0;
         }
     }
 
     fn pair_of(&self, range: &MergeRange) -> Option<Pair> {
-        let pid_of = |region| self.region_pids.get(&region).copied();
         let keep = match range.keep.first() {
-            Some((region, _)) => Some(pid_of(region)?),
+            Some((region, _)) => Some(*self.regions.pids.get(&region)?),
             None => None,
         };
-        Some((pid_of(range.take.region)?, keep))
+        Some(Pair { take: *self.regions.pids.get(&range.take.region)?, keep })
     }
 
     /// Merges pages of two processes. If we tried nothing, returns the reason.
     fn merge_pair(
         &mut self,
         device: &Arc<RequestDevice>,
-        (take, keep): Pair,
+        pair: Pair,
         ranges: &[MergeRange],
-        looked: &mut BTreeMap<i32, (u64, bool)>,
+        checks: &mut BTreeMap<i32, NameCheck>,
         results: &mut Vec<MergeResult>,
     ) -> Result<(), Merging> {
-        let mut pids = vec![take];
-        pids.extend(keep.filter(|&keep| keep != take));
+        let pids = pair.pids();
         for &pid in &pids {
-            if !self.may_be_named(pid, looked) {
+            if !self.may_be_named(pid, checks) {
                 return Err(Merging::Untried);
             }
         }
-        let sides: Option<Vec<Side>> = pids.iter().map(|&pid| self.side(pid)).collect();
-        let sides = sides.ok_or(Merging::Untried)?;
+        let mut sides = Vec::new();
+        for &pid in &pids {
+            sides.push(self.side(pid).ok_or(Merging::Untried)?);
+        }
         // Whatever the engine thinks. We look this up last, because it may have changed just now.
-        let mut domains = pids.iter().map(|pid| self.targets.get(pid).map(|target| target.domain));
-        let domain = domains.next().flatten().ok_or(Merging::Untried)?;
-        if domains.any(|other| other != Some(domain)) {
+        let domain = self.targets.get(&pair.take).ok_or(Merging::Untried)?.domain;
+        if pids.iter().any(|pid| self.targets.get(pid).is_none_or(|target| target.domain != domain)) {
             return Err(Merging::Ineligible);
         }
         let mut parts = parts(ranges, &sides, results);
-        if let Some(keep) = keep {
+        if let Some(keep) = pair.keep {
             parts = self.with_merged(keep, parts, results);
         }
         if parts.is_empty() {
@@ -210,8 +232,7 @@ impl LiveHost {
         for &pid in &pids {
             self.record_marked(pid);
         }
-        let is_pending = |pid| self.targets.get(pid).is_none_or(|target| target.pending.is_some());
-        if pids.iter().any(is_pending) {
+        if pids.iter().any(|pid| self.targets.get(pid).is_none_or(|target| target.pending.is_some())) {
             results.extend(parts.iter().map(untried));
             return Ok(());
         }
@@ -221,7 +242,7 @@ impl LiveHost {
             Ok(Ok(merged)) => {
                 results.extend(joined(&parts, &merged.pages));
                 if let Some(error) = merged.error {
-                    self.report_refusal(take, keep, &error);
+                    self.report_refusal(pair, &error);
                 }
             }
             // The next refresh removes it.
@@ -230,11 +251,13 @@ impl LiveHost {
                 let is_inside = turn.abandon();
                 results.extend(parts.iter().map(untried));
                 // The surveys find out which of them keeps its memory map locked.
-                for pid in &pids {
-                    self.targets.get_mut(pid).into_iter().for_each(Target::invalidate);
-                    looked.insert(*pid, (0, false));
+                for &pid in &pids {
+                    if let Some(target) = self.targets.get_mut(&pid) {
+                        target.invalidate();
+                    }
+                    checks.insert(pid, NameCheck { at_ns: 0, may_be_named: false });
                 }
-                self.next_refresh_ns = 0;
+                self.schedule.next_ns = 0;
                 if is_inside {
                     self.requesting.late = Some(Late { job, pids });
                     return Ok(());
@@ -274,25 +297,29 @@ impl LiveHost {
         only_merged(&parts, &found.and_then(Result::ok).unwrap_or_default(), results)
     }
 
-    /// Whether we may name pages of a process now. Looks at it again, unless we did just before.
-    fn may_be_named(&mut self, pid: i32, looked: &mut BTreeMap<i32, (u64, bool)>) -> bool {
+    /// Whether we may name pages of a process now. Checks it again, unless we did just before.
+    fn may_be_named(&mut self, pid: i32, checks: &mut BTreeMap<i32, NameCheck>) -> bool {
         let now_ns = self.now_ns();
-        if let Some(&(_, may_be)) = looked.get(&pid).filter(|&&(at_ns, may_be)| !may_be || now_ns < at_ns + LOOK_NS) {
-            return may_be && self.requesting.late.is_none();
+        match checks.get(&pid) {
+            Some(last) if !last.may_be_named => return false,
+            Some(last) if now_ns < last.at_ns + CHECK_NS => return self.requesting.late.is_none(),
+            _ => {}
         }
-        let may_be = self.requesting.late.is_none() && self.may_be_marked(pid);
-        looked.insert(pid, (now_ns, may_be));
-        may_be
+        let may_be_named = self.requesting.late.is_none() && self.may_be_marked(pid);
+        checks.insert(pid, NameCheck { at_ns: now_ns, may_be_named });
+        may_be_named
     }
 
     /// Collects the facts that a job needs about a process. `None` if we can't read it now.
     fn side(&mut self, pid: i32) -> Option<Side> {
         let list = self.list_of(pid)?;
         let target = self.targets.get(&pid)?;
-        let span = |stretch: &Stretch| (stretch.first.0, stretch.first.0 + stretch.pages.0);
-        let regions = target.regions.iter().map(|tracked| (tracked.key, span(&tracked.stretch))).collect();
-        let (process, space) = (target.process.clone(), target.space.clone()?);
-        Some(Side { process, space, list, regions })
+        let mut regions = BTreeMap::new();
+        for tracked in &target.regions {
+            let first = tracked.stretch.first.0;
+            regions.insert(tracked.key, (first, first + tracked.stretch.pages.0));
+        }
+        Some(Side { process: target.info.process.clone(), space: target.space()?.clone(), list, regions })
     }
 
     /// The mappings of a process, read again if our list is some time old.
@@ -302,9 +329,10 @@ impl LiveHost {
         let program = target.program()?;
         // The regions are from the last survey.
         let surveyed_ns = target.surveyed_ns().unwrap_or(0);
-        let holds = |list: &&Arc<List>| list.program == program && surveyed_ns <= list.at_ns && list.is_fresh(now_ns);
-        if let Some(list) = self.requesting.lists.get(&pid).filter(holds) {
-            return Some(list.clone());
+        if let Some(list) = self.requesting.lists.get(&pid) {
+            if list.program == program && surveyed_ns <= list.at_ns && list.is_fresh(now_ns) {
+                return Some(list.clone());
+            }
         }
         let read = target.read(|process| {
             let before_ns = thread_cpu_ns();
@@ -328,7 +356,7 @@ impl LiveHost {
         }
     }
 
-    fn report_refusal(&mut self, take: i32, keep: Option<i32>, error: &std::io::Error) {
+    fn report_refusal(&mut self, pair: Pair, error: &std::io::Error) {
         match error.raw_os_error() {
             // The next refresh removes it.
             Some(libc::ESRCH) => {}
@@ -337,9 +365,11 @@ impl LiveHost {
                     .to_owned(),
             ),
             _ => {
-                let with = keep.filter(|&keep| keep != take);
-                let with = with.map(|keep| format!(" with those of process {keep}")).unwrap_or_default();
-                self.report_left_alone(take, format!("its pages cannot be merged{with}: {error}"));
+                let with = match pair.keep {
+                    Some(keep) if keep != pair.take => format!(" with those of process {keep}"),
+                    _ => String::new(),
+                };
+                self.report_left_alone(pair.take, format!("its pages cannot be merged{with}: {error}"));
             }
         }
     }
@@ -347,13 +377,16 @@ impl LiveHost {
 
 /// Divides ranges into jobs.
 fn jobs(ranges: &[MergeRange]) -> Vec<Vec<MergeRange>> {
-    let (mut jobs, mut job, mut room) = (Vec::new(), Vec::new(), JOB_PAGES);
+    let mut jobs = Vec::new();
+    let mut job = Vec::new();
+    let mut room = JOB_PAGES;
     for &range in ranges {
         let mut skip = 0;
         while skip < range.take.pages {
             let pages = room.min(range.take.pages - skip);
             job.push(range.part(skip, pages));
-            (skip, room) = (skip + pages, room - pages);
+            skip += pages;
+            room -= pages;
             if room == 0 {
                 jobs.push(std::mem::take(&mut job));
                 room = JOB_PAGES;
@@ -385,10 +418,9 @@ fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) 
         }
         let mut skip = 0;
         while skip < pages {
-            let behind = |first: Vpn| first + u64::from(skip);
-            let (may_take, taken_for) = taken.list.at(behind(first));
+            let (may_take, taken_for) = taken.list.at(first + u64::from(skip));
             let (may_keep, kept_for) = match range.keep {
-                Keep::Run(_, first) => kept.list.at(behind(first)),
+                Keep::Run(_, first) => kept.list.at(first + u64::from(skip)),
                 Keep::Page(_, page) => (kept.list.at(page).0, u64::MAX),
                 Keep::Zero => (Some(true), u64::MAX),
             };
@@ -438,17 +470,15 @@ fn merge_job(
     move || {
         let pidfds = sides.iter().map(|side| side.process.pidfd()).collect::<Result<Vec<_>, _>>()?;
         let (Some(&taken), Some(&kept)) = (pidfds.first(), pidfds.last()) else { return Ok(Merged::default()) };
-        let range = |part: &MergeRange| Range {
-            process: taken,
-            address: part.take.first.address(),
-            pages: part.take.pages,
-            kept: match part.keep {
+        let mut ranges = Vec::new();
+        for part in &parts {
+            let kept = match part.keep {
                 Keep::Run(_, first) => Kept::Run(kept, first.address()),
                 Keep::Page(_, page) => Kept::Page(kept, page.address()),
                 Keep::Zero => Kept::Zero,
-            },
-        };
-        let ranges: Vec<Range<'_>> = parts.iter().map(range).collect();
+            };
+            ranges.push(Range { process: taken, address: part.take.first.address(), pages: part.take.pages, kept });
+        }
         Ok(device.merge(&ranges, || {
             turn.leave();
             advance();

@@ -4,13 +4,14 @@
 //! ([`super::withdrawing`]): until none is left, whatever happens in between. A request only waits for that, for a
 //! while. Until then, processes out of scope are targets too.
 
-use super::{Actuator, LiveHost};
+use super::LiveHost;
 use crate::scope::kept_out::KeptOutError;
-use crate::scope::{ScopeError, ScopeSpec, Scoped, Selector, resolve_for_undoing, resolve_for_undoing_again};
-use crate::targets::Target;
+use crate::scope::{
+    ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve_for_undoing, resolve_for_undoing_again,
+};
 use crate::unmerger::UnmergedProcess;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, need_memory};
-use pagefold_procmem::process::ReadError;
+use pagefold_procmem::process::{ProcessKey, ReadError};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,7 +49,7 @@ pub struct Unmerging {
     began_ns: u64,
     passes: u32,
     /// All processes found so far.
-    found: BTreeSet<(i32, u64)>,
+    found: BTreeSet<ProcessKey>,
     waiting: Vec<Waiting>,
     over: Vec<UnmergedProcess>,
 }
@@ -56,7 +57,7 @@ pub struct Unmerging {
 /// A process that we're unmerging.
 #[derive(Debug)]
 struct Waiting {
-    key: (i32, u64),
+    key: ProcessKey,
     name: String,
     is_named: bool,
 }
@@ -75,11 +76,11 @@ impl LiveHost {
     /// Unmerges the processes that a scope selects, in the run's scope or not, and keeps them out, because user `by`
     /// asked for it.
     pub fn unmerge(&mut self, spec: ScopeSpec, by: u32) -> Result<Unmerging, RequestRefusal> {
-        if matches!(self.actuator, Actuator::DryRun) {
+        if self.actuator.is_none() {
             return Err(RequestRefusal::DryRun);
         }
-        let scoped = resolve_for_undoing(&spec, &self.roots, &self.own_pids())?;
-        self.kept_out.keep_out(&spec, &scoped, by, &self.roots)?;
+        let found = resolve_for_undoing(&spec, &self.rules.roots, &self.own_pids())?;
+        self.rules.kept_out.keep_out(&spec, &found, by, &self.rules.roots)?;
         let mut unmerging = Unmerging {
             spec,
             by,
@@ -89,8 +90,8 @@ impl LiveHost {
             waiting: Vec::new(),
             over: Vec::new(),
         };
-        for scoped in scoped {
-            self.begin_to_unmerge(&mut unmerging, scoped);
+        for info in found {
+            self.begin_to_unmerge(&mut unmerging, info);
         }
         self.judge_again();
         Ok(unmerging)
@@ -124,8 +125,8 @@ impl LiveHost {
             unmerging.passes -= 1;
             let before = unmerging.found.len();
             let own = self.own_pids();
-            for scoped in resolve_for_undoing_again(&unmerging.spec, &unmerging.found, &self.roots, &own) {
-                self.begin_to_unmerge(unmerging, scoped);
+            for info in resolve_for_undoing_again(&unmerging.spec, &unmerging.found, &self.rules.roots, &own) {
+                self.begin_to_unmerge(unmerging, info);
             }
             is_under_way = unmerging.found.len() > before;
         }
@@ -142,8 +143,8 @@ impl LiveHost {
     /// Lets the processes in again that a scope selects. Returns the pids and names of the ones that were kept out.
     pub fn include(&mut self, spec: &ScopeSpec) -> Result<Vec<(i32, String)>, RequestRefusal> {
         let mut living = spec.clone();
-        let scoped = loop {
-            match resolve_for_undoing(&living, &self.roots, &self.own_pids()) {
+        let found = loop {
+            match resolve_for_undoing(&living, &self.rules.roots, &self.own_pids()) {
                 // If a process has ended, it may have been there when it was kept out.
                 Err(ScopeError::UnknownPid(pid)) if living.0.len() > 1 => {
                     living.0.retain(|selector| *selector != Selector::Pid(pid));
@@ -152,32 +153,38 @@ impl LiveHost {
                 found => break found?,
             }
         };
-        let included = self.kept_out.include(spec, &scoped, &self.roots)?;
-        let included = included.iter().map(|scoped| (scoped.process.pid(), scoped.name.clone())).collect();
+        let mut included = Vec::new();
+        for info in self.rules.kept_out.include(spec, &found, &self.rules.roots)? {
+            included.push((info.pid(), info.name.clone()));
+        }
         self.judge_again();
         Ok(included)
     }
 
     /// Forgets unmerged processes out of scope. Call it after taking the events and polling the requests.
     pub fn forget_unmerged(&mut self) {
-        let is_over = |target: &Target| target.only_to_unmerge && target.pending.is_none();
-        let over: Vec<i32> = self.targets.iter().filter(|(_, target)| is_over(target)).map(|(&pid, _)| pid).collect();
-        for pid in over {
-            self.targets.remove(&pid);
-            self.reported.remove(&pid);
-            // It may have come into scope.
-            self.new_processes.invalidate();
-        }
+        let reported = &mut self.reported;
+        let discovery = &mut self.discovery;
+        self.targets.retain(|pid, target| {
+            let is_over = target.request.is_only_reason && target.pending.is_none();
+            if is_over {
+                reported.remove(pid);
+                // It may have come into scope.
+                discovery.invalidate();
+            }
+            !is_over
+        });
     }
 
-    fn begin_to_unmerge(&mut self, unmerging: &mut Unmerging, scoped: Scoped) {
-        let key = scoped.process.key();
+    fn begin_to_unmerge(&mut self, unmerging: &mut Unmerging, info: ProcessInfo) {
+        let key = info.process.key();
         // If another process had the pid, the next refresh notices.
-        if self.targets.get(&key.0).is_some_and(|target| target.process.key() != key) || !unmerging.found.insert(key) {
+        let is_other = self.targets.get(&key.0).is_some_and(|target| target.info.process.key() != key);
+        if is_other || !unmerging.found.insert(key) {
             return;
         }
-        let waiting = Waiting { key, name: scoped.name.clone(), is_named: scoped.is_named() };
-        match need_memory(&scoped.process) {
+        let waiting = Waiting { key, name: info.name.clone(), is_named: info.is_named() };
+        match need_memory(&info.process) {
             Err(error) if error.has_ended() && !waiting.is_named => return,
             Err(error) => {
                 unmerging.over.push(waiting.over(Unmerged::default(), Some(Arc::new(error))));
@@ -187,43 +194,41 @@ impl LiveHost {
         }
         unmerging.waiting.push(waiting);
         if !self.targets.contains_key(&key.0) {
-            let mut target = self.new_target(Scoped { by_pid: None, ..scoped });
-            target.only_to_unmerge = true;
+            let mut target = self.new_target(ProcessInfo { by_pid: None, ..info });
+            target.request.is_only_reason = true;
             self.targets.insert(key.0, target);
         }
         if let Some(target) = self.targets.get_mut(&key.0) {
             target.unmerge(unmerging.by);
         }
-        self.next_refresh_ns = 0;
+        self.schedule.next_ns = 0;
     }
 
     fn state_of(&mut self, one: &Waiting) -> State {
         let pid = one.key.0;
-        let Some(target) = self.targets.get(&pid).filter(|target| target.process.key() == one.key) else {
-            return State::Ended;
+        let target = match self.targets.get(&pid) {
+            Some(target) if target.info.process.key() == one.key => target,
+            _ => return State::Ended,
         };
-        let done = target.unmerged.clone();
+        let done = target.request.done.clone();
         let Some(pending) = &target.pending else { return State::Done(done) };
-        if let Some(job) = self.unmarking.get_mut(&pid) {
-            if job.pending.idle() < LOCKED {
-                return State::UnderWay(done);
-            }
-            return State::Failed(done, Arc::new(UnmergeError::Locked { pid, name: one.name.clone() }));
+        let locked = Arc::new(UnmergeError::Locked { pid, name: one.name.clone() });
+        if let Some(job) = self.withdrawing.jobs.get_mut(&pid) {
+            let makes_progress = job.pending.idle() < LOCKED;
+            return if makes_progress { State::UnderWay(done) } else { State::Failed(done, locked) };
         }
         match &pending.problem {
             None => State::UnderWay(done),
-            Some(problem) if problem.is_late() => {
-                State::Failed(done, Arc::new(UnmergeError::Locked { pid, name: one.name.clone() }))
-            }
+            Some(problem) if problem.is_late() => State::Failed(done, locked),
             Some(problem) => State::Failed(done, problem.clone()),
         }
     }
 
     /// The pids of this process and its injector.
     pub(super) fn own_pids(&self) -> Vec<i32> {
-        let mut pids = vec![crate::scope::own_pid()];
-        if let Actuator::Act { injector, .. } = &self.actuator {
-            pids.extend(i32::try_from(injector.pid()));
+        let mut pids = vec![own_pid()];
+        if let Some(actuator) = &self.actuator {
+            pids.extend(i32::try_from(actuator.injector.pid()));
         }
         pids
     }

@@ -3,11 +3,10 @@
 //! The engine doesn't decide on this and need not know the region any more. We do it at each refresh of the targets,
 //! also while the run is paused or has given KSM up, before we mark anything else.
 
-use super::{Actuator, Event, LiveHost};
-use crate::identity::Marks;
+use super::{Event, LiveHost};
 use crate::scope::exclude::withdrawal;
-use crate::targets::Target;
-use pagefold_engine::host::{Change, ChangeResult, Marking, Span, Why};
+use crate::unmark::Marks;
+use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
 use pagefold_inject::unmerge::{MarkState, UnmergeError, step_bytes, unmark_in_steps};
@@ -18,6 +17,7 @@ use pagefold_procmem::ksm_stat::KsmStat;
 use pagefold_procmem::maps::{read_marked, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::process::{Process, ReadError};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// One refresh spends this long on it at most, not counting the last process, nanoseconds.
@@ -40,79 +40,69 @@ enum Try {
     Settled,
 }
 
+/// The work on marks that must go.
+#[derive(Debug, Default)]
+pub(super) struct Withdrawing {
+    /// By pid, tries that haven't ended yet.
+    pub(super) jobs: BTreeMap<i32, WithdrawJob>,
+    /// Marks that we withdrew and the engine hasn't accounted for yet.
+    pub(super) outcome: Outcome,
+}
+
+type WithdrawJob = Job<Result<Withdrawal, ReadError>>;
+
+/// The marks that we wanted to remove, and the results.
+#[derive(Debug)]
+pub(super) struct Withdrawal {
+    /// The marks before.
+    state: MarkState,
+    /// The calls that remove them. Empty if no mark is left.
+    calls: Vec<Call>,
+    report: InjectionReport,
+    ran: Result<(), UnmergeError>,
+}
+
 impl LiveHost {
     /// Removes marks that must go, as far as we can stop the targets and they have room for the copies. Returns whether
     /// any target has changed.
     pub(super) fn withdraw_marks(&mut self, now_ns: u64) -> bool {
-        if matches!(self.actuator, Actuator::DryRun) {
+        if self.actuator.is_none() {
             return false;
         }
-        let is_due = |target: &Target| target.pending.as_ref().is_some_and(|pending| now_ns >= pending.next_ns);
-        let due: Vec<i32> = self.targets.iter().filter(|(_, target)| is_due(target)).map(|(&pid, _)| pid).collect();
+        let mut due = Vec::new();
+        for (&pid, target) in &self.targets {
+            if target.unmark_is_due(now_ns) {
+                due.push(pid);
+            }
+        }
         let mut changed = false;
         for pid in due {
-            let mut came = Try::Again;
+            let mut result = Try::Again;
             for _ in 0..TRIES {
                 if self.now_ns() > now_ns + PASS_NS {
                     // The remaining ones are pending and not tried yet, so we mark nothing meanwhile.
-                    self.next_refresh_ns = 0;
+                    self.schedule.next_ns = 0;
                     return changed;
                 }
-                came = self.withdraw_from(pid, now_ns);
-                changed |= came != Try::Nothing;
-                if came != Try::Again {
+                result = self.withdraw_from(pid, now_ns);
+                changed |= result != Try::Nothing;
+                if result != Try::Again {
                     break;
                 }
             }
-            if let (Try::Again, Some(target)) = (came, self.targets.get_mut(&pid)) {
-                target.put_off(
-                    now_ns,
-                    UnmergeError::Left { pid, why: "its memory is marked again each time".to_owned() },
-                );
+            if let (Try::Again, Some(target)) = (result, self.targets.get_mut(&pid)) {
+                let why = "its memory is marked again each time".to_owned();
+                target.put_off(now_ns, UnmergeError::Left { pid, why });
             }
         }
         changed
     }
 
     fn withdraw_from(&mut self, pid: i32, now_ns: u64) -> Try {
+        let is_new = !self.withdrawing.jobs.contains_key(&pid);
+        let Some(withdrawal) = self.try_to_withdraw(pid, now_ns) else { return Try::Nothing };
         let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
-        let Actuator::Act { injector, .. } = &self.actuator else { return Try::Nothing };
-        let (came, is_new) = match self.unmarking.remove(&pid) {
-            // We waited for it when it began.
-            Some(job) => (job.poll(), false),
-            None => match (target.admit(), &target.pending) {
-                (Ok(()), Some(pending)) => {
-                    let job = withdraw_job(&target.process, pending.marks, injector, &self.roots);
-                    (Job::start(job).wait(PATIENCE), true)
-                }
-                (Err(error), _) => {
-                    target.put_off(now_ns, error.into());
-                    return Try::Nothing;
-                }
-                (_, None) => return Try::Nothing,
-            },
-        };
-        let found = match came {
-            Ok(Ok(found)) => found,
-            // The next refresh removes it.
-            Ok(Err(ReadError::Vanished { .. })) => return Try::Nothing,
-            Ok(Err(error)) => {
-                target.put_off(now_ns, error.into());
-                return Try::Nothing;
-            }
-            Err(job) => {
-                target.leave(&job.pending);
-                if job.pending.is_over() {
-                    // It has failed.
-                    target.put_off(now_ns, UnmergeError::UnderWay { pid, name: target.name.clone() });
-                } else {
-                    target.wait(now_ns, UnmergeError::UnderWay { pid, name: target.name.clone() });
-                    self.unmarking.insert(pid, job);
-                }
-                return Try::Nothing;
-            }
-        };
-        let Withdrawn { state, calls, report, ran } = found;
+        let Withdrawal { state, calls, report, ran } = withdrawal;
         if calls.is_empty() {
             target.count_unmerged(state.merged_kib, Pages(0), 0);
             // A job that began earlier may have been for other marks.
@@ -122,17 +112,67 @@ impl LiveHost {
             }
             return Try::Again;
         }
-        target.set_pending_left(state.marked_bytes());
-        self.withdrawn.stops.extend(report.stops_of(target.owner));
-        let pending = target.pending.as_ref();
+        if let Some(pending) = &mut target.pending {
+            pending.was_tried = true;
+            pending.left = state.marked_bytes();
+        }
+        self.withdrawing.outcome.stops.extend(report.stops_of(target.owner));
+        let unmarked = self.report_withdrawn(pid, &state, &calls, &report);
+        let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
+        target.count_unmerged(state.merged_kib, unmarked, report.longest_stop_ns);
+        let refused = report.results.iter().find_map(|result| result.err());
+        let problem = match (ran, refused) {
+            (Ok(()), None) => return Try::Again,
+            (Ok(()), Some(errno)) => UnmergeError::Left { pid, why: errno.to_string() },
+            (Err(error), _) => error,
+        };
+        target.put_off(now_ns, problem);
+        Try::Changed
+    }
+
+    /// Tries to remove marks of a process, or looks whether the try under way has ended. `None` if we did nothing, or it
+    /// hasn't.
+    fn try_to_withdraw(&mut self, pid: i32, now_ns: u64) -> Option<Withdrawal> {
+        let target = self.targets.get_mut(&pid)?;
+        let injector = &self.actuator.as_ref()?.injector;
+        let tried = if let Some(job) = self.withdrawing.jobs.remove(&pid) {
+            // We waited for it when it began.
+            job.poll()
+        } else {
+            if let Err(error) = target.admit() {
+                target.put_off(now_ns, error.into());
+                return None;
+            }
+            let marks = target.pending.as_ref()?.marks;
+            let job = withdraw_job(&target.info.process, marks, injector, &self.rules.roots);
+            Job::start(job).wait(PATIENCE)
+        };
+        match tried {
+            Ok(Ok(withdrawal)) => return Some(withdrawal),
+            // The next refresh removes it.
+            Ok(Err(ReadError::Vanished { .. })) => {}
+            Ok(Err(error)) => target.put_off(now_ns, error.into()),
+            Err(job) => {
+                target.leave(&job.pending);
+                let problem = UnmergeError::UnderWay { pid, name: target.info.name.clone() };
+                if job.pending.is_over() {
+                    // It has failed.
+                    target.put_off(now_ns, problem);
+                } else {
+                    target.wait(now_ns, problem);
+                    self.withdrawing.jobs.insert(pid, job);
+                }
+            }
+        }
+        None
+    }
+
+    /// Reports the results of the calls by mapping. Returns how many pages were unmarked.
+    fn report_withdrawn(&mut self, pid: i32, state: &MarkState, calls: &[Call], report: &InjectionReport) -> Pages {
+        let pending = self.targets.get(&pid).and_then(|target| target.pending.as_ref());
         let reason = pending.map(|pending| pending.reason.to_string()).unwrap_or_default();
         let is_requested = pending.is_some_and(|pending| pending.marks == Marks::All);
         let why = if is_requested { Why::Asked } else { Why::Excluded };
-        let refused = report.results.iter().find_map(|result| result.err()).map(|errno| errno.to_string());
-        let problem = match ran {
-            Ok(()) => refused.map(|why| UnmergeError::Left { pid, why }),
-            Err(error) => Some(error),
-        };
         let mut unmarked = Pages(0);
         // In the order of the mappings.
         let mut made = calls.iter().zip(&report.results).peekable();
@@ -150,7 +190,7 @@ impl LiveHost {
             let marking = if done == Pages(0) { Marking::Busy } else { Marking::Done(done) };
             let result = ChangeResult { change: Change { span, why }, marking };
             if marking != Marking::Busy {
-                self.withdrawn.unmarked.push(result);
+                self.withdrawing.outcome.unmarked.push(result);
             }
             self.events.push(Event::Withdrawn { pid, result, reason: reason.clone() });
             if !was_tried {
@@ -158,37 +198,19 @@ impl LiveHost {
                 break;
             }
         }
-        target.count_unmerged(state.merged_kib, unmarked, report.longest_stop_ns);
-        match problem {
-            Some(problem) => {
-                target.put_off(now_ns, problem);
-                Try::Changed
-            }
-            None => Try::Again,
-        }
+        unmarked
     }
 }
-
-/// The marks that we wanted to remove, and the results.
-#[derive(Debug)]
-pub(super) struct Withdrawn {
-    /// The marks before.
-    state: MarkState,
-    /// The calls that remove them. Empty if no mark is left.
-    calls: Vec<Call>,
-    report: InjectionReport,
-    ran: Result<(), UnmergeError>,
-}
-
-pub(super) type WithdrawJob = Job<Result<Withdrawn, ReadError>>;
 
 fn withdraw_job(
     process: &Arc<Process>,
     marks: Marks,
     injector: &Injector,
     roots: &Roots,
-) -> impl FnOnce() -> Result<Withdrawn, ReadError> + Send + 'static {
-    let (process, roots, injector) = (process.clone(), roots.clone(), injector.handle());
+) -> impl FnOnce() -> Result<Withdrawal, ReadError> + Send + 'static {
+    let process = process.clone();
+    let roots = roots.clone();
+    let injector = injector.handle();
     move || {
         let program = ProgramId::of(&process);
         let state = mark_state(&process, marks)?;
@@ -196,7 +218,7 @@ fn withdraw_job(
         let calls = state.calls(step_bytes(&process)?);
         let mut report = InjectionReport::default();
         let ran = unmark_in_steps((&process, &program), &injector, &roots, &calls, &mut report);
-        Ok(Withdrawn { state, calls, report, ran })
+        Ok(Withdrawal { state, calls, report, ran })
     }
 }
 

@@ -10,8 +10,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 /// Extended attributes of cgroups, each read once.
-pub(super) struct Attributes<'a> {
-    root: &'a Path,
+pub(super) struct Attributes {
+    root: PathBuf,
     /// The mount point of each hierarchy, by its controllers.
     mounts: HashMap<String, Option<PathBuf>>,
     seen: HashMap<PathBuf, Labels>,
@@ -30,56 +30,74 @@ impl Labels {
     /// the owner of a delegated cgroup could override the administrator's `avoid` above it, or join somebody else's
     /// domain.
     fn of(directory: &Path) -> Self {
-        let yes = |name| xattr(directory, name).is_some_and(|value| means_yes(&value));
-        let (avoid, include, domain) =
-            (yes("user.pagefold.avoid"), yes("user.pagefold.include"), xattr(directory, "user.pagefold.domain"));
+        let avoid = is_set(directory, "user.pagefold.avoid");
+        let include = is_set(directory, "user.pagefold.include");
+        let domain = xattr(directory, "user.pagefold.domain");
         let grants = (include || domain.is_some())
             && fs::metadata(directory).is_ok_and(|found| is_roots_alone(found.uid(), found.mode()));
-        let domain = domain.filter(|_| grants).map(|name| printable(&name));
-        Self { avoid, include: include && grants, domain }
+        match domain {
+            Some(name) if grants => Self { avoid, include, domain: Some(printable(&name)) },
+            _ => Self { avoid, include: include && grants, domain: None },
+        }
     }
 }
 
-impl<'a> Attributes<'a> {
+impl Attributes {
     /// Reads attributes below the cgroup mount point `root`.
-    pub(super) fn new(root: &'a Path) -> Self {
-        Self { root, mounts: HashMap::new(), seen: HashMap::new() }
+    pub(super) fn new(root: &Path) -> Self {
+        Self { root: root.to_owned(), mounts: HashMap::new(), seen: HashMap::new() }
     }
 
     /// The cgroup that excludes the process, if any. In each hierarchy the nearest attribute decides.
     pub(super) fn avoided(&mut self, cgroups: &[Cgroup]) -> Option<String> {
-        cgroups.iter().find_map(|cgroup| {
-            self.nearest(cgroup, |labels, directory| match labels {
-                // If one cgroup has both attributes, avoid takes precedence.
-                Labels { avoid: true, .. } => Some(Some(directory.display().to_string())),
-                Labels { include: true, .. } => Some(None),
-                _ => None,
-            })
-            .flatten()
-        })
+        for cgroup in cgroups {
+            // If one cgroup has both attributes, avoid takes precedence.
+            match self.nearest(cgroup, |labels| labels.avoid || labels.include) {
+                Some((directory, labels)) if labels.avoid => return Some(directory.display().to_string()),
+                _ => {}
+            }
+        }
+        None
     }
 
     /// The trust domain set by the nearest cgroup.
     pub(super) fn domain(&mut self, cgroups: &[Cgroup]) -> Option<String> {
-        cgroups.iter().find_map(|cgroup| self.nearest(cgroup, |labels, _| labels.domain.clone()))
+        cgroups.iter().find_map(|cgroup| self.nearest(cgroup, |labels| labels.domain.is_some())?.1.domain)
     }
 
-    /// Calls `find` with the directory of the cgroup and then with its parents up to the root of the hierarchy.
-    fn nearest<T>(&mut self, cgroup: &Cgroup, mut find: impl FnMut(&Labels, &Path) -> Option<T>) -> Option<T> {
+    /// The first directory whose attributes satisfy `is_it`: the cgroup's or one of its parents', up to the root of the
+    /// hierarchy.
+    fn nearest(&mut self, cgroup: &Cgroup, is_it: impl Fn(&Labels) -> bool) -> Option<(PathBuf, Labels)> {
         let inner = Path::new(&cgroup.path).strip_prefix("/").ok()?;
         // Paths outside our cgroup namespace begin with "..": directories of the same name here are different ones.
         if inner.components().any(|part| !matches!(part, Component::Normal(_))) {
             return None;
         }
-        let root = self.root;
-        let of = || cgroup.mounts().into_iter().map(|mount| root.join(mount)).find(|mount| mount.is_dir());
-        let mount = self.mounts.entry(cgroup.controllers.clone()).or_insert_with(of).as_deref()?;
-        inner.ancestors().find_map(|below| {
+        let mount = self.mount_of(cgroup)?;
+        for below in inner.ancestors() {
             let directory = mount.join(below);
             let labels = self.seen.entry(directory.clone()).or_insert_with(|| Labels::of(&directory));
-            find(labels, &directory)
-        })
+            if is_it(labels) {
+                return Some((directory, labels.clone()));
+            }
+        }
+        None
     }
+
+    fn mount_of(&mut self, cgroup: &Cgroup) -> Option<PathBuf> {
+        if let Some(known) = self.mounts.get(&cgroup.controllers) {
+            return known.clone();
+        }
+        let mut mounts = cgroup.mounts().into_iter().map(|mount| self.root.join(mount));
+        let found = mounts.find(|mount| mount.is_dir());
+        self.mounts.insert(cgroup.controllers.clone(), found.clone());
+        found
+    }
+}
+
+/// Whether a directory has an attribute that means yes.
+fn is_set(directory: &Path, name: &str) -> bool {
+    xattr(directory, name).is_some_and(|value| means_yes(&value))
 }
 
 /// Whether the value of an attribute means yes. An empty value does.

@@ -8,9 +8,9 @@
 //! the others. If we decided page by page what to mark in several domains, our decisions would answer guesses about the
 //! contents of the others.
 
-use crate::scope::Scoped;
-use crate::scope::exclude::Exclusion;
-use crate::scope::rule::{Rule, RuleFacts, first_match};
+use super::exclude::Exclusion;
+use super::rule::{Rule, first_match};
+use super::{Matcher, ProcessInfo};
 use pagefold_engine::keys::DomainKey;
 use std::collections::HashMap;
 
@@ -33,30 +33,38 @@ pub struct DomainRules {
 }
 
 impl DomainRules {
-    /// Name of the domain of a process. `attribute` is the one set for its cgroup; `notes` gets a sentence for each
-    /// rule that seems to match and doesn't.
-    pub fn domain_of(&self, attribute: Option<&str>, facts: &RuleFacts<'_>, notes: &mut Vec<String>) -> String {
-        if let Some(name) = attribute.filter(|name| !name.is_empty()) {
-            return name.to_owned();
+    /// Name of the domain of a process. `notes` gets a sentence for each rule that seems to match and doesn't.
+    pub fn domain_of(&self, info: &ProcessInfo, notes: &mut Vec<String>) -> String {
+        match &info.cgroups.domain {
+            Some(attribute) if !attribute.is_empty() => attribute.clone(),
+            _ => self.name_by(first_match(&self.rules, info, "trust domain", notes), info.uid()),
         }
-        match first_match(&self.rules, facts, "trust domain", notes) {
+    }
+
+    /// Name of the domain to merge with ksmd: the configured one, or else root's. No process can choose it: rules by
+    /// cgroup or program don't name root's domain.
+    pub fn merged(&self) -> String {
+        if let Some(name) = &self.merge {
+            return name.clone();
+        }
+        let of_root = self.rules.iter().position(|rule| matches!(rule.matcher, Matcher::User(0) | Matcher::All));
+        self.name_by(of_root, 0)
+    }
+
+    fn name_by(&self, rule: Option<usize>, uid: u32) -> String {
+        match rule {
             Some(at) => self.rules[at].name.clone(),
-            None if self.by_user => format!("user:{}", facts.uid),
+            None if self.by_user => format!("user:{uid}"),
             None => DEFAULT.to_owned(),
         }
     }
 
-    /// Name of the domain to merge with ksmd: the configured one, or else root's. No process can choose it.
-    pub fn merged(&self) -> String {
-        let root = RuleFacts { cgroup: None, uid: 0, exe: None, name: "" };
-        self.merge.clone().unwrap_or_else(|| self.domain_of(None, &root, &mut Vec::new()))
-    }
-
     /// If ksmd merges another domain than the process's, says why we leave the process alone.
-    pub fn excludes(&self, scoped: &Scoped) -> Option<Exclusion> {
-        let own = self.domain_of(scoped.domain.as_deref(), &RuleFacts::from(scoped), &mut Vec::new());
-        let merged = self.merged();
-        (own != merged).then_some(Exclusion::OtherDomain { own, merged })
+    pub fn excludes(&self, info: &ProcessInfo) -> Option<Exclusion> {
+        let mut domains = Domains::default();
+        let own = domains.assign(&self.domain_of(info, &mut Vec::new()));
+        let merged = domains.assign(&self.merged());
+        domains.excludes(own, Some(merged))
     }
 }
 
@@ -98,6 +106,24 @@ impl Domains {
         Some(key)
     }
 
+    /// The key of a domain, [`NO_DOMAIN`] if there are too many.
+    pub fn assign(&mut self, name: &str) -> DomainKey {
+        self.key_of(name).unwrap_or(NO_DOMAIN)
+    }
+
+    /// Why we must leave a process in the domain `own` alone, if only the domain `merged` is merged.
+    pub(crate) fn excludes(&self, own: DomainKey, merged: Option<DomainKey>) -> Option<Exclusion> {
+        if own == NO_DOMAIN {
+            return Some(Exclusion::NoDomain);
+        }
+        let merged = merged?;
+        if merged == own {
+            return None;
+        }
+        let [own, merged] = [own, merged].map(|key| self.name(key).cloned().unwrap_or_default());
+        Some(Exclusion::OtherDomain { own, merged })
+    }
+
     /// The names of all domains, by key.
     pub fn names(&self) -> &[String] {
         &self.names
@@ -132,9 +158,17 @@ mod tests {
     use crate::scope::exe::Exe;
     use pagefold_procmem::Roots;
     use pagefold_procmem::process::Process;
+    use std::sync::Arc;
 
-    const WEB: RuleFacts<'_> =
-        RuleFacts { cgroup: Some("/system.slice/web.service/worker"), uid: 33, exe: None, name: "nginx" };
+    fn web() -> ProcessInfo {
+        ProcessInfo::fixture("nginx", 33, Some("/system.slice/web.service/worker"))
+    }
+
+    fn in_domain(domain: &str) -> ProcessInfo {
+        let mut info = web();
+        Arc::make_mut(&mut info.cgroups).domain = Some(domain.to_owned());
+        info
+    }
 
     fn own_exe() -> Exe {
         let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
@@ -145,16 +179,16 @@ mod tests {
         Rule { name: name.to_owned(), matcher: selector.resolve(&Roots::default()).unwrap() }
     }
 
-    fn domain(rules: &DomainRules, facts: RuleFacts<'_>) -> String {
-        rules.domain_of(None, &facts, &mut Vec::new())
+    fn domain(rules: &DomainRules, info: &ProcessInfo) -> String {
+        rules.domain_of(info, &mut Vec::new())
     }
 
     #[test]
     fn without_rules_all_processes_are_in_one_domain() {
-        assert_eq!(domain(&DomainRules::default(), WEB), "default");
+        assert_eq!(domain(&DomainRules::default(), &web()), "default");
         let by_user = DomainRules { by_user: true, ..DomainRules::default() };
-        assert_eq!(domain(&by_user, WEB), "user:33");
-        assert_eq!(domain(&by_user, RuleFacts { uid: 0, ..WEB }), "user:0");
+        assert_eq!(domain(&by_user, &web()), "user:33");
+        assert_eq!(domain(&by_user, &ProcessInfo::fixture("nginx", 0, None)), "user:0");
     }
 
     #[test]
@@ -169,13 +203,13 @@ mod tests {
             ],
             merge: None,
         };
-        assert_eq!(domain(&rules, WEB), "b");
-        assert_eq!(domain(&rules, RuleFacts { exe: Some(&own), ..WEB }), "a");
-        assert_eq!(domain(&rules, RuleFacts { cgroup: None, ..WEB }), "c");
-        assert_eq!(rules.domain_of(Some("d"), &WEB, &mut Vec::new()), "d");
+        assert_eq!(domain(&rules, &web()), "b");
+        assert_eq!(domain(&rules, &ProcessInfo { exe: Some(own), ..web() }), "a");
+        assert_eq!(domain(&rules, &ProcessInfo::fixture("nginx", 33, None)), "c");
+        assert_eq!(domain(&rules, &in_domain("d")), "d");
         // An empty value.
-        assert_eq!(rules.domain_of(Some(""), &WEB, &mut Vec::new()), "b");
-        assert_eq!(domain(&rules, RuleFacts { cgroup: None, uid: 34, ..WEB }), "user:34");
+        assert_eq!(domain(&rules, &in_domain("")), "b");
+        assert_eq!(domain(&rules, &ProcessInfo::fixture("nginx", 34, None)), "user:34");
     }
 
     #[test]
@@ -215,7 +249,7 @@ mod tests {
         // No executable: a name set by the program itself.
         let rules = vec![rule("web", &Selector::Exe("nginx".into()))];
         let rules = DomainRules { by_user: true, rules, merge: None };
-        assert_eq!(domain(&rules, WEB), "user:33");
+        assert_eq!(domain(&rules, &web()), "user:33");
         let copy = tempfile::tempdir().unwrap();
         let path = copy.path().join("nginx");
         std::fs::copy("/bin/sleep", &path).unwrap();
@@ -234,7 +268,7 @@ mod tests {
             }
         };
         let mut notes = Vec::new();
-        let name = rules.domain_of(None, &RuleFacts { exe: Some(&exe), ..WEB }, &mut notes);
+        let name = rules.domain_of(&ProcessInfo { exe: Some(exe), ..web() }, &mut notes);
         child.kill().unwrap();
         child.wait().unwrap();
         if is_root {

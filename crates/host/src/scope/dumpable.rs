@@ -12,6 +12,7 @@
 //! well). [`ask_inside`] makes such a process query it, which stops it once. If that's impossible, for example while it
 //! sleeps uninterruptibly, the result is `Unknown`, and we leave the process alone until it has answered.
 
+use super::ProcessInfo;
 use pagefold_inject::{Call, Injector, InjectorHandle, Limits};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::abandonable::run_abandonable;
@@ -70,56 +71,63 @@ pub fn ask_inside(process: &Process) -> Dumpable {
 
 /// Whether [`ask_inside`] would ask the process now, and not give an earlier answer.
 pub(crate) fn would_ask(process: &Process) -> bool {
-    let is_due = |answer: &Answer| Instant::now() >= answer.next;
-    ASKER.with_borrow(|asker| asker.as_ref().is_some_and(|asker| asker.answers.get(&process.pid()).is_none_or(is_due)))
+    ASKER.with_borrow(|asker| {
+        let Some(asker) = asker else { return false };
+        asker.answers.get(&process.pid()).is_none_or(|answer| Instant::now() >= answer.next)
+    })
 }
 
 impl Asker {
     fn ask(&mut self, process: &Process) -> Dumpable {
         // If we can't read the program of a process we don't ask it.
         let Some(program) = program_of(process) else { return Dumpable::Unknown };
-        let (pid, of) = (process.pid(), (process.start_time_ticks(), program));
+        let of = (process.start_time_ticks(), program);
         let now = Instant::now();
         self.answers.retain(|_, answer| now < answer.next + ANSWER_FRESH);
-        let known = self.answers.remove(&pid).filter(|answer| answer.of == of);
-        let mut answer = known.unwrap_or(Answer { of, last: None, next: now, pause: FIRST_PAUSE });
+        let mut answer = match self.answers.remove(&process.pid()) {
+            Some(known) if known.of == of => known,
+            _ => Answer { of, last: None, next: now, pause: FIRST_PAUSE },
+        };
         if now >= answer.next {
-            answer.query(now, || {
-                let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
-                let ran = self.injector.run_in(process, &program, &[call], &ASKING);
-                let results = ran.map(|report| report.results).ok()?;
-                // The process may have executed another program meanwhile. Then this isn't the answer of the program
-                // that runs now.
-                let is_same = program_of(process) == Some(program);
-                match results[..] {
-                    [Ok(1)] if is_same => Some(Dumpable::Yes),
-                    // 2: only root may read its dumps, as after a change of users.
-                    [Ok(0 | 2)] => Some(Dumpable::No),
-                    _ => None,
-                }
-            });
+            answer.record(now, self.query(process, &program));
         }
         let valid = answer.valid(now);
-        self.answers.insert(pid, answer);
+        self.answers.insert(process.pid(), answer);
         valid
+    }
+
+    /// `None` if we couldn't ask it.
+    fn query(&self, process: &Process, program: &ProgramId) -> Option<Dumpable> {
+        let call = Call::prctl(libc::PR_GET_DUMPABLE, [0; 4]);
+        let results = self.injector.run_in(process, program, &[call], &ASKING).ok()?.results;
+        // The process may have executed another program meanwhile. Then this isn't the answer of the program that runs
+        // now.
+        let is_same = program_of(process) == Some(*program);
+        match results[..] {
+            [Ok(1)] if is_same => Some(Dumpable::Yes),
+            // 2: only root may read its dumps, as after a change of users.
+            [Ok(0 | 2)] => Some(Dumpable::No),
+            _ => None,
+        }
     }
 }
 
 /// The program of a process. If the process has begun an exec, reading waits for it.
 fn program_of(process: &Process) -> Option<ProgramId> {
     let key = process.key();
-    let read = move || {
+    run_abandonable(move || {
         let process = Process::open(key.0).ok().filter(|process| process.key() == key)?;
         ProgramId::of(&process).ok()
-    };
-    run_abandonable(read).ok()?
+    })
+    .ok()?
 }
 
 impl Answer {
-    fn query(&mut self, now: Instant, ask: impl FnOnce() -> Option<Dumpable>) {
-        if let Some(dumpable) = ask() {
+    fn record(&mut self, now: Instant, answer: Option<Dumpable>) {
+        if let Some(dumpable) = answer {
             self.last = Some((dumpable, now));
-            (self.next, self.pause) = (now + ANSWER_FRESH, FIRST_PAUSE);
+            self.next = now + ANSWER_FRESH;
+            self.pause = FIRST_PAUSE;
         } else {
             self.next = now + self.pause;
             self.pause = (self.pause * 2).min(ANSWER_FRESH);
@@ -142,12 +150,16 @@ pub enum Dumpable {
     Unknown,
 }
 
-/// Finds out the attribute from outside. The process must not be a zombie, which has no memory.
-pub fn dumpable(process: &Process, status: &Status) -> Result<Dumpable, ReadError> {
+/// Finds out the attribute from outside. Unknown for kernel threads and zombies, which have no memory.
+pub fn dumpable(info: &ProcessInfo) -> Result<Dumpable, ReadError> {
+    if info.stat.kernel_thread || info.stat.has_ended() {
+        return Ok(Dumpable::Unknown);
+    }
+    let process = &info.process;
     // We open it again: the kernel determines the owner of a /proc file when it's looked up.
     let metadata = process.open_file("stat")?.metadata();
     let owner = metadata.map_err(|error| ReadError::from_io(process.pid(), "stat", error))?.uid();
-    let user = status.effective_uid();
+    let user = info.uid();
     if owner != user {
         return Ok(Dumpable::No);
     }
@@ -159,7 +171,7 @@ pub fn dumpable(process: &Process, status: &Status) -> Result<Dumpable, ReadErro
     };
     Ok(match user {
         // The kernel's check passes for the owner of the process's user namespace, dumpable or not.
-        0 if is_in_our_user_namespace(process)? => check_access(process.pid(), status),
+        0 if is_in_our_user_namespace(process)? => check_access(process.pid(), &info.status),
         0 => Dumpable::Unknown,
         user if Some(user) == namespace_root => Dumpable::Unknown,
         _ => Dumpable::Yes,

@@ -1,6 +1,6 @@
 use super::*;
-use pagefold_procmem::status::Status;
 use pagefold_testkit::Forked;
+use std::sync::Arc;
 
 /// Asks about a child that has set its user (0: remains root) and its dumpable attribute.
 fn answer(user: u32, dumpable: bool) -> Dumpable {
@@ -14,8 +14,8 @@ fn answer(user: u32, dumpable: bool) -> Dumpable {
             libc::prctl(libc::PR_SET_DUMPABLE, libc::c_ulong::from(dumpable));
         }
     });
-    let process = Process::open(child.0).unwrap();
-    super::dumpable(&process, &Status::of(&process).unwrap()).unwrap()
+    let process = Arc::new(Process::open(child.0).unwrap());
+    super::dumpable(&ProcessInfo::of(&process).unwrap()).unwrap()
 }
 
 fn effective() -> u64 {
@@ -56,18 +56,18 @@ fn a_process_that_cannot_be_asked_is_unknown_and_asked_less_and_less_often() {
     let mut pauses = Vec::new();
     for _ in 0..8 {
         let now = answer.next;
-        answer.query(now, || None);
+        answer.record(now, None);
         assert_eq!(answer.valid(now), Dumpable::Unknown);
         pauses.push((answer.next - now).as_secs());
     }
     assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
     // We ask again, and answers expire if we can't.
     let now = answer.next;
-    answer.query(now, || Some(Dumpable::Yes));
+    answer.record(now, Some(Dumpable::Yes));
     assert_eq!((answer.valid(now), answer.next), (Dumpable::Yes, now + ANSWER_FRESH));
-    answer.query(now + ANSWER_FRESH, || None);
+    answer.record(now + ANSWER_FRESH, None);
     assert_eq!(answer.valid(now + ANSWER_FRESH), Dumpable::Yes);
     assert_eq!(answer.valid(now + ANSWER_VALID), Dumpable::Unknown);
-    answer.query(now + ANSWER_VALID, || Some(Dumpable::No));
+    answer.record(now + ANSWER_VALID, Some(Dumpable::No));
     assert_eq!(answer.valid(now + ANSWER_VALID), Dumpable::No);
 }

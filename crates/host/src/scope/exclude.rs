@@ -4,13 +4,11 @@
 //! We read facts first and judge them separately, so you can test rules without a process.
 
 use super::deny_list::DenyList;
+use super::dumpable::{Dumpable, ask_inside, dumpable};
 use super::opt_out::{self, OptOut};
-use super::{Scoped, opt_out_qemu};
-use crate::scope::dumpable::{Dumpable, ask_inside, dumpable};
-use crate::scope::exe::Exe;
+use super::{ProcessInfo, opt_out_qemu};
 use pagefold_procmem::maps::VmaDetail;
-use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::status::{Status, program_name};
+use pagefold_procmem::process::ReadError;
 use pagefold_text::escape::printable;
 use std::fmt;
 
@@ -153,7 +151,7 @@ impl fmt::Display for Exclusion {
                 return write!(f, "moves to trust domain {}: unmarked first", printable(to.as_bytes()));
             }
             Self::OtherDomain { own, merged } => {
-                let [own, merged] = [own, merged].map(|name| printable(name.as_bytes()));
+                let (own, merged) = (printable(own.as_bytes()), printable(merged.as_bytes()));
                 return write!(f, "in trust domain {own}; ksmd merges one domain, {merged} ([domains] merge)");
             }
             Self::NoDomain => "there are too many trust domains for it to have one",
@@ -182,124 +180,87 @@ impl fmt::Display for Exclusion {
     }
 }
 
-/// The facts that we judge processes by.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ProcessFacts {
-    pub kernel_thread: bool,
-    pub zombie: bool,
-    pub dumpable: Dumpable,
-    pub tracer: i32,
-    pub comm: Vec<u8>,
-    pub exe: Option<Exe>,
-    pub readable: bool,
-    pub uid: u32,
-    /// Locked memory, KiB.
-    pub locked_kib: u64,
+/// Whether a process runs a program whose command line may have an opt-out.
+pub(crate) fn may_run_qemu(info: &ProcessInfo) -> bool {
+    !info.stat.has_ended() && opt_out_qemu::is_qemu(&info.program())
 }
 
-impl ProcessFacts {
-    /// Whether it runs a program whose command line may have an opt-out.
-    pub(crate) fn may_run_qemu(&self) -> bool {
-        !self.zombie && opt_out_qemu::is_qemu(&self.program())
-    }
-
-    /// The name of its program.
-    fn program(&self) -> Vec<u8> {
-        program_name(self.exe.as_deref(), &self.comm)
-    }
-
-    /// Whether root alone can change its executable, and so its program's name.
-    fn is_trusted(&self) -> bool {
-        self.exe.as_ref().is_some_and(|exe| exe.trust().is_ok())
-    }
-
-    /// Whether the administrator allowed its program by name although it isn't dumpable.
-    fn is_allowed(&self, deny: &DenyList) -> bool {
-        deny.allows(&self.program(), || self.is_trusted())
-    }
-
-    /// Reads the facts.
-    pub fn of(process: &Process) -> Result<Self, ReadError> {
-        let stat = process.stat()?;
-        let status = Status::of(process)?;
-        let zombie = stat.has_ended();
-        let (exe, readable) = match Exe::of(process) {
-            Ok(exe) => (exe, true),
-            Err(ReadError::Denied { .. }) => (None, false),
-            Err(error) => return Err(error),
-        };
-        let dumpable = if stat.kernel_thread || zombie { Dumpable::Unknown } else { dumpable(process, &status)? };
-        Ok(Self {
-            kernel_thread: stat.kernel_thread,
-            zombie,
-            dumpable,
-            tracer: status.tracer,
-            comm: stat.comm,
-            exe,
-            readable,
-            uid: status.effective_uid(),
-            locked_kib: status.locked_kib,
-        })
-    }
+/// Whether the administrator allowed the program by name although it isn't dumpable.
+fn is_allowed(info: &ProcessInfo, deny: &DenyList) -> bool {
+    deny.allows(&info.program(), || info.is_trusted())
 }
 
-/// The rule that excludes a process with these facts, if any.
-pub fn judge_process(facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
-    if facts.kernel_thread {
+/// The rule that excludes a process, if any. `dumpable` is its attribute as we see it from outside.
+pub fn judge_process(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) -> Option<Exclusion> {
+    if info.stat.kernel_thread {
         Some(Exclusion::KernelThread)
-    } else if facts.zombie {
+    } else if info.stat.has_ended() {
         Some(Exclusion::Zombie)
-    } else if facts.dumpable == Dumpable::No && !facts.is_allowed(deny) {
+    } else if dumpable == Dumpable::No && !is_allowed(info, deny) {
         Some(Exclusion::NotDumpable)
-    } else if facts.tracer != 0 {
-        Some(Exclusion::Traced { by: facts.tracer })
-    } else if let Some(entry) = deny.entry_for(&facts.program(), || facts.is_trusted()) {
+    } else if info.status.tracer != 0 {
+        Some(Exclusion::Traced { by: info.status.tracer })
+    } else if let Some(entry) = deny.entry_for(&info.program(), || info.is_trusted()) {
         Some(Exclusion::DenyListed { entry: entry.to_owned() })
-    } else if !facts.readable {
+    } else if !info.is_readable {
         Some(Exclusion::NotReadable)
     } else {
         None
     }
 }
 
-/// Why we must leave a process in scope alone, if we must.
-pub fn process_exclusion(scoped: &Scoped, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
-    let facts = ProcessFacts::of(&scoped.process)?;
-    let option = if facts.may_run_qemu() { opt_out_qemu::of_process_in_time(&scoped.process)? } else { None };
-    let (opted_out, _) = judge_opt_outs(&facts, (&scoped.opt_outs, scoped.cgroup.as_deref()), option, deny);
-    Ok(opted_out.or_else(|| exclusion_of(&scoped.process, &facts, deny)))
+/// Why we must leave a process in scope alone, if we must. We read it again, because it may have changed since we found
+/// it.
+pub fn process_exclusion(found: &ProcessInfo, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
+    let mut info = ProcessInfo::of(&found.process)?;
+    info.cgroups = found.cgroups.clone();
+    let dumpable = dumpable(&info)?;
+    let option = if may_run_qemu(&info) { opt_out_qemu::of_process_in_time(&info.process)? } else { None };
+    match judge_opt_outs(&info, option, deny).excluding {
+        Some(opt_out) => Ok(Some(Exclusion::OptedOut(opt_out))),
+        None => Ok(exclusion_of(&info, dumpable, deny)),
+    }
 }
 
-/// The opt-out that excludes a process, by its cgroups or by the option on its command line; and the overridden
-/// opt-outs.
-pub(crate) fn judge_opt_outs(
-    facts: &ProcessFacts,
-    (by_cgroups, cgroup): (&[OptOut], Option<&str>),
-    option: Option<&'static str>,
-    deny: &DenyList,
-) -> (Option<Exclusion>, Vec<OptOut>) {
-    let trusted = facts.exe.as_ref().filter(|exe| exe.trust().is_ok());
-    let program = trusted.map(|exe| program_name(Some(exe), &facts.comm));
-    let by_command_line = option.map(|option| opt_out::by_command_line(option, cgroup));
-    let all = by_cgroups.iter().cloned().chain(by_command_line);
-    let (overridden, left): (Vec<_>, Vec<_>) = all.partition(|opt_out| deny.overrides(opt_out, program.as_deref()));
-    (left.into_iter().next().map(Exclusion::OptedOut), overridden)
+/// The opt-outs of a process, judged.
+pub(crate) struct OptOuts {
+    /// The one that excludes it.
+    pub(crate) excluding: Option<OptOut>,
+    /// The ones that the administrator has overridden.
+    pub(crate) overridden: Vec<OptOut>,
 }
 
-/// The same with facts that we've just read.
-pub(crate) fn exclusion_of(process: &Process, facts: &ProcessFacts, deny: &DenyList) -> Option<Exclusion> {
-    judge_process(facts, deny).or_else(|| {
-        if facts.is_allowed(deny) {
-            return None;
+/// Judges the opt-outs by the cgroups of a process and by the option on its command line.
+pub(crate) fn judge_opt_outs(info: &ProcessInfo, option: Option<&'static str>, deny: &DenyList) -> OptOuts {
+    let program = if info.is_trusted() { Some(info.program()) } else { None };
+    let mut all = info.cgroups.opt_outs.clone();
+    if let Some(option) = option {
+        all.push(opt_out::by_command_line(option, info.cgroups.path.as_deref()));
+    }
+    let mut judged = OptOuts { excluding: None, overridden: Vec::new() };
+    for opt_out in all {
+        if deny.overrides(&opt_out, program.as_deref()) {
+            judged.overridden.push(opt_out);
+        } else {
+            judged.excluding.get_or_insert(opt_out);
         }
-        // Last, because asking stops the process.
-        let answer = if facts.dumpable == Dumpable::Unknown { ask_inside(process) } else { facts.dumpable };
-        match answer {
-            Dumpable::Yes => None,
-            Dumpable::No => Some(Exclusion::NotDumpable),
-            Dumpable::Unknown => Some(Exclusion::DumpableUnknown),
-        }
-    })
+    }
+    judged
+}
+
+/// Why we must leave a process alone that nobody has opted out, if we must, by facts that we've just read.
+pub(crate) fn exclusion_of(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) -> Option<Exclusion> {
+    let by_rule = judge_process(info, dumpable, deny);
+    if by_rule.is_some() || is_allowed(info, deny) {
+        return by_rule;
+    }
+    // Last, because asking stops the process.
+    let answer = if dumpable == Dumpable::Unknown { ask_inside(&info.process) } else { dumpable };
+    match answer {
+        Dumpable::Yes => None,
+        Dumpable::No => Some(Exclusion::NotDumpable),
+        Dumpable::Unknown => Some(Exclusion::DumpableUnknown),
+    }
 }
 
 /// If a mapping with MADV_DONTDUMP is at least this large before marks split it, its program keeps it out of core dumps
@@ -321,7 +282,7 @@ pub(crate) fn withdrawal(detail: &VmaDetail) -> Option<Exclusion> {
 /// smaps shows persistent memory only if it's mapped synchronously. Otherwise marking has no effect, and afterwards the
 /// `mg` flag is missing.
 pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
-    const RULES: [(&[u8; 2], Exclusion); 14] = [
+    static RULES: [(&[u8; 2], Exclusion); 14] = [
         (b"sh", Exclusion::Shared),
         (b"ms", Exclusion::Shared),
         (b"pf", Exclusion::PfnMap),
@@ -340,10 +301,18 @@ pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
     if detail.vma.is_special() {
         return Some(Exclusion::Special);
     }
-    let rule = RULES.iter().find(|(flag, _)| detail.flags.has(**flag)).map(|(_, exclusion)| exclusion.clone());
-    let bulk = detail.original_bytes >= BULK_BYTES;
-    let dont_dump = (detail.flags.has(*b"dd") && !bulk).then_some(Exclusion::DontDump);
-    rule.or(dont_dump).or_else(|| (detail.anonymous_kib == 0).then_some(Exclusion::NothingAnonymous))
+    for (flag, exclusion) in &RULES {
+        if detail.flags.has(**flag) {
+            return Some(exclusion.clone());
+        }
+    }
+    if detail.flags.has(*b"dd") && detail.original_bytes < BULK_BYTES {
+        return Some(Exclusion::DontDump);
+    }
+    if detail.anonymous_kib == 0 {
+        return Some(Exclusion::NothingAnonymous);
+    }
+    None
 }
 
 #[cfg(test)]

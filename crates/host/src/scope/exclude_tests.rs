@@ -1,35 +1,34 @@
 use super::*;
 use pagefold_procmem::maps::parse_smaps;
+use pagefold_procmem::process::Process;
 use proptest::prelude::*;
+use std::sync::Arc;
 
-fn facts() -> ProcessFacts {
-    ProcessFacts {
-        kernel_thread: false,
-        zombie: false,
-        dumpable: Dumpable::Yes,
-        tracer: 0,
-        comm: b"redis-server".to_vec(),
-        exe: None,
-        readable: true,
-        uid: 0,
-        locked_kib: 0,
-    }
+fn info() -> ProcessInfo {
+    ProcessInfo::fixture("redis-server", 0, None)
+}
+
+/// The same, changed.
+fn with(change: impl FnOnce(&mut ProcessInfo)) -> ProcessInfo {
+    let mut info = info();
+    change(&mut info);
+    info
 }
 
 #[test]
 fn each_rule_for_processes_excludes() {
     let deny = DenyList::default();
-    let judge = |facts: &ProcessFacts| judge_process(facts, &deny);
-    assert_eq!(judge(&facts()), None);
-    assert_eq!(judge(&ProcessFacts { dumpable: Dumpable::Unknown, ..facts() }), None);
-    assert_eq!(judge(&ProcessFacts { kernel_thread: true, ..facts() }), Some(Exclusion::KernelThread));
-    assert_eq!(judge(&ProcessFacts { zombie: true, ..facts() }), Some(Exclusion::Zombie));
-    assert_eq!(judge(&ProcessFacts { dumpable: Dumpable::No, ..facts() }), Some(Exclusion::NotDumpable));
-    assert_eq!(judge(&ProcessFacts { tracer: 7, ..facts() }), Some(Exclusion::Traced { by: 7 }));
-    assert_eq!(judge(&ProcessFacts { readable: false, ..facts() }), Some(Exclusion::NotReadable));
-    let agent = ProcessFacts { comm: b"ssh-agent".to_vec(), ..facts() };
+    let judge = |info: &ProcessInfo| judge_process(info, Dumpable::Yes, &deny);
+    assert_eq!(judge(&info()), None);
+    assert_eq!(judge_process(&info(), Dumpable::Unknown, &deny), None);
+    assert_eq!(judge(&with(|info| info.stat.kernel_thread = true)), Some(Exclusion::KernelThread));
+    assert_eq!(judge(&with(|info| info.stat.state = b'Z')), Some(Exclusion::Zombie));
+    assert_eq!(judge_process(&info(), Dumpable::No, &deny), Some(Exclusion::NotDumpable));
+    assert_eq!(judge(&with(|info| info.status.tracer = 7)), Some(Exclusion::Traced { by: 7 }));
+    assert_eq!(judge(&with(|info| info.is_readable = false)), Some(Exclusion::NotReadable));
+    let agent = ProcessInfo::fixture("ssh-agent", 0, None);
     assert_eq!(judge(&agent), Some(Exclusion::DenyListed { entry: "ssh-agent".into() }));
-    assert_eq!(judge_process(&agent, &DenyList::new([])), None, "the list can be overridden");
+    assert_eq!(judge_process(&agent, Dumpable::Yes, &DenyList::new([])), None, "the list can be overridden");
 }
 
 #[test]
@@ -92,15 +91,16 @@ fn dont_dump_excludes_only_small_mappings() {
     assert_eq!(judge(0x1000_0000 + BULK_BYTES, "dd wf"), Some(Exclusion::WipeOnFork));
 }
 
-fn exclusion(process: &Process, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
-    Ok(exclusion_of(process, &ProcessFacts::of(process)?, deny))
+fn exclusion(process: &Arc<Process>, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
+    let info = ProcessInfo::of(process)?;
+    Ok(exclusion_of(&info, dumpable(&info)?, deny))
 }
 
 #[test]
 fn running_traced_and_zombie_processes_are_judged() {
     let mut child = pagefold_testkit::OwnedChild(std::process::Command::new("sleep").arg("60").spawn().unwrap());
     let pid = child.pid();
-    let process = Process::open(pid).unwrap();
+    let process = Arc::new(Process::open(pid).unwrap());
     let deny = DenyList::default();
     while process.stat().unwrap().comm != b"sleep" {
         std::thread::yield_now(); // still before exec

@@ -6,12 +6,10 @@
 //!
 //! The list lives as long as the run.
 
-use super::selector::Candidate;
-use super::{ScopeSpec, Scoped, Selection, Selector};
+use super::{ProcessInfo, ScopeSpec, Selector};
 use pagefold_procmem::Roots;
-use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::process::{Process, ProcessKey, ReadError};
 use std::collections::BTreeSet;
-use std::slice;
 use thiserror::Error;
 
 /// We keep this many entries, not counting entries for processes that have ended.
@@ -46,23 +44,13 @@ pub struct Entry {
     pub verdict: Verdict,
     pub selector: Selector,
     /// If the selector is a pid: the process that had it, and its descendants.
-    processes: BTreeSet<(i32, u64)>,
+    processes: BTreeSet<ProcessKey>,
 }
 
 /// The entries, the oldest first.
 #[derive(Debug, Default)]
 pub struct KeptOut {
     entries: Vec<Entry>,
-}
-
-/// A process to judge.
-pub(crate) struct Subject<'a> {
-    pub(crate) process: &'a Process,
-    pub(crate) candidate: Candidate<'a>,
-    /// The text of `/proc/PID/cgroup`.
-    pub(crate) cgroups: &'a [u8],
-    /// Whether we haven't judged it before, so that one of its ancestors may decide.
-    pub(crate) is_new: bool,
 }
 
 impl KeptOut {
@@ -72,7 +60,13 @@ impl KeptOut {
     }
 
     /// Keeps out the processes that a scope selects. `found` are the ones running now.
-    pub fn keep_out(&mut self, spec: &ScopeSpec, found: &[Scoped], by: u32, roots: &Roots) -> Result<(), KeptOutError> {
+    pub fn keep_out(
+        &mut self,
+        spec: &ScopeSpec,
+        found: &[ProcessInfo],
+        by: u32,
+        roots: &Roots,
+    ) -> Result<(), KeptOutError> {
         self.forget_ended(roots);
         let new = entries_of(spec, found, Verdict::Out { by });
         if self.entries.len() + new.len() > ENTRIES_MOST {
@@ -87,15 +81,20 @@ impl KeptOut {
     pub fn include<'a>(
         &mut self,
         spec: &ScopeSpec,
-        found: &'a [Scoped],
+        found: &'a [ProcessInfo],
         roots: &Roots,
-    ) -> Result<Vec<&'a Scoped>, KeptOutError> {
+    ) -> Result<Vec<&'a ProcessInfo>, KeptOutError> {
         self.forget_ended(roots);
-        let were_out: Vec<&Scoped> = found.iter().filter(|scoped| self.keeps_out(scoped, roots)).collect();
+        let mut were_out = Vec::new();
+        for info in found {
+            if self.verdict(info, true, roots).is_some() {
+                were_out.push(info);
+            }
+        }
         let new = entries_of(spec, found, Verdict::In);
         // For programs that don't run now, or a process that has ended and left children.
-        let is_named = |kept: &Selector| spec.0.contains(kept) || spec.0.contains(&Selector::All);
-        let is_undone = self.entries.iter().any(|entry| !entry.is_in() && is_named(&entry.selector));
+        let mut out = self.entries.iter().filter(|entry| !entry.is_in());
+        let is_undone = out.any(|entry| spec.0.contains(&entry.selector) || spec.0.contains(&Selector::All));
         if were_out.is_empty() && !is_undone {
             return Err(KeptOutError::NotKeptOut(spec.to_string()));
         }
@@ -121,12 +120,8 @@ impl KeptOut {
 
     /// Forgets processes that have ended.
     pub fn forget_ended(&mut self, roots: &Roots) {
-        let has_ended = |&(pid, started): &(i32, u64)| match Process::open_at(&roots.proc, pid) {
-            Ok(process) => process.start_time_ticks() != started,
-            Err(error) => matches!(error, ReadError::Vanished { .. }),
-        };
         for entry in &mut self.entries {
-            entry.processes.retain(|key| !has_ended(key));
+            entry.processes.retain(|key| !has_ended(*key, roots));
         }
         self.tidy();
     }
@@ -139,14 +134,15 @@ impl KeptOut {
     }
 
     /// The entry that decides on a process, if it keeps the process out: the user who asked for it, and the selector.
-    pub(crate) fn verdict(&mut self, subject: &Subject<'_>, roots: &Roots) -> Option<(u32, &Selector)> {
+    /// If we haven't judged the process before (`is_new`), one of its ancestors may decide.
+    pub(crate) fn verdict(&mut self, info: &ProcessInfo, is_new: bool, roots: &Roots) -> Option<(u32, &Selector)> {
         if self.entries.is_empty() {
             return None;
         }
-        if subject.is_new && self.entries.iter().any(|entry| !entry.processes.is_empty()) {
-            self.adopt(subject.process, roots);
+        if is_new && self.entries.iter().any(|entry| !entry.processes.is_empty()) {
+            self.adopt(&info.process, roots);
         }
-        let decides = self.entries.iter().rev().find(|entry| entry.matches(subject, roots))?;
+        let decides = self.entries.iter().rev().find(|entry| entry.matches(info, roots))?;
         match decides.verdict {
             Verdict::Out { by } => Some((by, &decides.selector)),
             Verdict::In => None,
@@ -161,20 +157,6 @@ impl KeptOut {
                 entry.processes.insert(process.key());
             }
         }
-    }
-
-    fn keeps_out(&mut self, scoped: &Scoped, roots: &Roots) -> bool {
-        let facts = scoped.process.stat().and_then(|stat| Ok((stat.comm, super::cgroups_of(&scoped.process)?)));
-        let Ok((comm, cgroups)) = facts else { return false };
-        let candidate = Candidate {
-            pid: scoped.process.pid(),
-            by_pid: None,
-            uid: scoped.uid,
-            exe: scoped.exe.as_ref(),
-            comm: &comm,
-        };
-        let subject = Subject { process: &scoped.process, candidate, cgroups: &cgroups, is_new: true };
-        self.verdict(&subject, roots).is_some()
     }
 }
 
@@ -199,24 +181,29 @@ impl Entry {
         is_same || new.selector == Selector::All
     }
 
-    fn matches(&self, subject: &Subject<'_>, roots: &Roots) -> bool {
+    fn matches(&self, info: &ProcessInfo, roots: &Roots) -> bool {
         if self.is_of_pid() {
-            return self.processes.contains(&subject.process.key());
+            return self.processes.contains(&info.process.key());
         }
-        Selection::of_existing(slice::from_ref(&self.selector), roots)
-            .for_undoing()
-            .matches(&subject.candidate, subject.cgroups)
+        self.selector.resolve_existing(roots).is_ok_and(|matcher| matcher.matches_by_name(info))
+    }
+}
+
+fn has_ended((pid, started): ProcessKey, roots: &Roots) -> bool {
+    match Process::open_at(&roots.proc, pid) {
+        Ok(process) => process.start_time_ticks() != started,
+        Err(error) => matches!(error, ReadError::Vanished { .. }),
     }
 }
 
 /// An entry for each selector of a scope.
-fn entries_of(spec: &ScopeSpec, found: &[Scoped], verdict: Verdict) -> Vec<Entry> {
+fn entries_of(spec: &ScopeSpec, found: &[ProcessInfo], verdict: Verdict) -> Vec<Entry> {
     let mut entries = Vec::new();
     for selector in &spec.0 {
         let mut processes = BTreeSet::new();
-        for scoped in found {
-            if scoped.by_pid.is_some_and(|pid| *selector == Selector::Pid(pid)) {
-                processes.insert(scoped.process.key());
+        for info in found {
+            if info.by_pid.is_some_and(|pid| *selector == Selector::Pid(pid)) {
+                processes.insert(info.process.key());
             }
         }
         entries.push(Entry { verdict, selector: selector.clone(), processes });
@@ -225,7 +212,7 @@ fn entries_of(spec: &ScopeSpec, found: &[Scoped], verdict: Verdict) -> Vec<Entry
 }
 
 /// The ancestors of a process, the nearest first.
-fn ancestors(process: &Process, roots: &Roots) -> Vec<(i32, u64)> {
+fn ancestors(process: &Process, roots: &Roots) -> Vec<ProcessKey> {
     let mut found = Vec::new();
     let mut parent = process.stat().map_or(0, |stat| stat.parent);
     // If a parent ends meanwhile the search ends. Processes are never their own ancestors, but pids are reused.

@@ -33,7 +33,7 @@ impl Fixture {
         fs::remove_dir_all(self.tree.roots.proc.join(pid.to_string())).unwrap();
     }
 
-    fn found(&self, spec: &ScopeSpec) -> Vec<Scoped> {
+    fn found(&self, spec: &ScopeSpec) -> Vec<ProcessInfo> {
         resolve_for_undoing(spec, &self.tree.roots, &[]).unwrap_or_default()
     }
 
@@ -52,8 +52,8 @@ impl Fixture {
     /// The processes that are kept out now.
     fn out(&mut self) -> Vec<i32> {
         let all = self.found(&ScopeSpec(vec![Selector::All]));
-        let out = all.iter().filter(|scoped| self.kept_out.keeps_out(scoped, &self.tree.roots));
-        out.map(|scoped| scoped.process.pid()).collect()
+        let out = all.iter().filter(|info| self.kept_out.verdict(info, true, &self.tree.roots).is_some());
+        out.map(|info| info.process.pid()).collect()
     }
 }
 

@@ -21,19 +21,19 @@ pub mod new_processes;
 pub mod opt_out;
 pub(crate) mod opt_out_qemu;
 pub(crate) mod opt_out_unit;
+mod process_info;
 pub mod rule;
 mod selection;
 mod selector;
 pub mod workload;
 
-pub(crate) use selection::{CgroupFacts, Selection, cgroups_of};
-pub(crate) use selector::Candidate;
+pub use process_info::{CgroupInfo, ProcessInfo};
+pub(crate) use selection::{Selection, cgroups_of};
 pub use selector::{Matcher, Selector, user_id};
 
-use self::exe::{Distrust, Exe};
-use self::opt_out::OptOut;
+use self::exe::Distrust;
 use pagefold_procmem::Roots;
-use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::process::{Process, ProcessKey, ReadError};
 use std::collections::BTreeSet;
 use std::io;
 use thiserror::Error;
@@ -51,7 +51,9 @@ impl ScopeSpec {
     /// The selectors that processes can match later.
     #[must_use]
     pub fn without_pids(&self) -> Self {
-        Self(self.0.iter().filter(|selector| !matches!(selector, Selector::Pid(_))).cloned().collect())
+        let mut others = self.clone();
+        others.0.retain(|selector| !matches!(selector, Selector::Pid(_)));
+        others
     }
 
     /// Whether new processes can enter the scope.
@@ -65,35 +67,6 @@ impl std::fmt::Display for ScopeSpec {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let flags: Vec<String> = self.0.iter().map(Selector::to_string).collect();
         f.write_str(&flags.join(" "))
-    }
-}
-
-/// A process in scope.
-#[derive(Debug)]
-pub struct Scoped {
-    pub process: Process,
-    /// Command name, safe to print.
-    pub name: String,
-    /// Executable, if readable.
-    pub exe: Option<Exe>,
-    /// Cgroup: the version 2 path or, if that is the root, the path in the version 1 memory hierarchy.
-    pub cgroup: Option<String>,
-    /// Trust domain set by an attribute of its cgroups.
-    pub domain: Option<String>,
-    /// Opt-outs by its cgroups.
-    pub opt_outs: Vec<OptOut>,
-    /// Effective user.
-    pub uid: u32,
-    /// The selector that brought it in: a position in [`ScopeSpec`].
-    pub selected_by: Option<usize>,
-    /// The selected pid: its own or, when we undo something, an ancestor's.
-    pub by_pid: Option<i32>,
-}
-
-impl Scoped {
-    /// Whether it is selected by its own pid.
-    pub fn is_named(&self) -> bool {
-        self.by_pid == Some(self.process.pid())
     }
 }
 
@@ -130,18 +103,18 @@ pub enum ScopeError {
 ///
 /// # Errors
 /// If a selected pid, user or cgroup doesn't exist, or no process matches.
-pub fn resolve(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<Scoped>, ScopeError> {
+pub fn resolve(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<ProcessInfo>, ScopeError> {
     resolve_without(spec, roots, &[own_pid()])
 }
 
 /// The same, leaving out the given processes (the caller and its helpers) unless they're selected by pid.
-pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
+pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<ProcessInfo>, ScopeError> {
     resolved(Selection::new(&spec.0, roots)?, spec, left_out)
 }
 
 /// The same for undoing, which needs no trust: we match programs by name, even if other users can change their files. A
 /// pid stands for the process and its descendants.
-pub fn resolve_for_undoing(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
+pub fn resolve_for_undoing(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<ProcessInfo>, ScopeError> {
     resolved(Selection::new(&spec.0, roots)?.for_undoing(), spec, left_out)
 }
 
@@ -149,10 +122,10 @@ pub fn resolve_for_undoing(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) ->
 /// has passed to another process selects nothing. The result may be empty.
 pub fn resolve_for_undoing_again(
     spec: &ScopeSpec,
-    found: &BTreeSet<(i32, u64)>,
+    found: &BTreeSet<ProcessKey>,
     roots: &Roots,
     left_out: &[i32],
-) -> Vec<Scoped> {
+) -> Vec<ProcessInfo> {
     let mut spec = spec.clone();
     spec.0.retain(|selector| match selector {
         Selector::Pid(pid) => Process::open_at(&roots.proc, *pid).is_ok_and(|it| found.contains(&it.key())),
@@ -165,10 +138,10 @@ pub fn own_pid() -> i32 {
     i32::try_from(std::process::id()).unwrap_or(0)
 }
 
-fn resolved(mut selection: Selection<'_>, spec: &ScopeSpec, left_out: &[i32]) -> Result<Vec<Scoped>, ScopeError> {
-    let scoped = selection.resolve(|pid| !left_out.contains(&pid))?;
+fn resolved(mut selection: Selection, spec: &ScopeSpec, left_out: &[i32]) -> Result<Vec<ProcessInfo>, ScopeError> {
+    let found = selection.resolve(|pid| !left_out.contains(&pid))?;
     match selection.name_only.take() {
-        _ if !scoped.is_empty() => Ok(scoped),
+        _ if !found.is_empty() => Ok(found),
         Some((pid, exe, why)) => Err(ScopeError::NameOnly { scope: spec.to_string(), pid, exe, why }),
         None => Err(ScopeError::NoMatch(spec.to_string())),
     }
@@ -180,7 +153,7 @@ pub(crate) fn resolve_among(
     spec: &ScopeSpec,
     roots: &Roots,
     is_candidate: impl FnMut(i32) -> bool,
-) -> Result<Vec<Scoped>, ScopeError> {
+) -> Result<Vec<ProcessInfo>, ScopeError> {
     Selection::of_existing(&spec.0, roots).resolve(is_candidate)
 }
 

@@ -7,7 +7,7 @@
 //! A new process changes in its first moments: it forks, joins its cgroup, changes its user, calls exec. So we examine
 //! it repeatedly for some seconds. If an older process comes into scope, the next full pass finds it.
 
-use crate::scope::{ScopeError, ScopeSpec, Scoped, resolve_among};
+use crate::scope::{ProcessInfo, ScopeError, ScopeSpec, resolve_among};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::fault;
@@ -71,7 +71,7 @@ impl NewProcesses {
         spec: &ScopeSpec,
         roots: &Roots,
         known: impl Fn(i32) -> bool,
-    ) -> Result<Vec<Scoped>, ScopeError> {
+    ) -> Result<Vec<ProcessInfo>, ScopeError> {
         let last_pid = self.last_pid_given();
         let full = now_ns >= self.next_full_ns;
         let none_started = !self.unsettled && last_pid.is_some() && last_pid == self.last_pid;
@@ -91,8 +91,8 @@ impl NewProcesses {
             // We examine a process first seen in the last list a second time, however long ago that was.
             full || now_ns < since_ns + NEW_NS || since_ns == self.listed_ns
         })?;
-        for scoped in &found {
-            outside.remove(&scoped.process.pid());
+        for info in &found {
+            outside.remove(&info.pid());
         }
         self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
         self.outside = outside;

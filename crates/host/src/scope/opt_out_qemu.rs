@@ -18,6 +18,7 @@ use std::ffi::OsStr;
 use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::sync::Arc;
 
 /// We read at most this much of a command line. libvirt's have some tens of kilobytes.
 const ARGUMENTS_MOST: u64 = 256 << 10;
@@ -50,12 +51,9 @@ pub(crate) fn of_process(process: &Process) -> Result<Option<&'static str>, Read
 }
 
 /// The same without blocking for long.
-pub(crate) fn of_process_in_time(process: &Process) -> Result<Option<&'static str>, ReadError> {
+pub(crate) fn of_process_in_time(process: &Arc<Process>) -> Result<Option<&'static str>, ReadError> {
     // For the thread that we may leave behind.
-    let same = Process::open(process.pid())?;
-    if same.key() != process.key() {
-        return Err(ReadError::Vanished { pid: process.pid() });
-    }
+    let same = process.clone();
     run_abandonable(move || of_process(&same)).unwrap_or_else(|_| {
         let late = io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
         Err(ReadError::from_io(process.pid(), "cmdline", late))

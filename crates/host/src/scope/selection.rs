@@ -1,24 +1,24 @@
 //! Selects processes: applies the selectors of a scope to the facts about a process.
 
+use super::ScopeError;
 use super::attributes::Attributes;
-use super::exe::{Distrust, Exe, Matching, is_named};
+use super::exe::{Distrust, Matching};
 use super::opt_out::{self, OptOut};
-use super::selector::{Candidate, Matcher, Selector};
-use super::{ScopeError, Scoped};
+use super::process_info::{CgroupInfo, ProcessInfo};
+use super::selector::{Matcher, Selector};
 use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::{Cgroup, parse_cgroups};
 use pagefold_procmem::headroom::group_dir;
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::status::Status;
-use pagefold_text::escape::printable;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
 
 /// The selectors, resolved.
-pub(crate) struct Selection<'a> {
-    roots: &'a Roots,
+pub(crate) struct Selection {
+    roots: Roots,
     /// In the order we try them. `None`: the user or cgroup doesn't exist.
     matchers: Vec<Option<Matcher>>,
     named: BTreeSet<i32>,
@@ -27,28 +27,13 @@ pub(crate) struct Selection<'a> {
     /// Whether we undo something, which needs no trust: an executable need only have the name, even one that any user
     /// can choose, and a pid stands for the process and its descendants.
     for_undoing: bool,
-    attributes: Attributes<'a>,
+    attributes: Attributes,
     /// A process, and its executable, that an `--exe` matches by name only, and why that isn't enough.
     pub(super) name_only: Option<(i32, String, Distrust)>,
 }
 
-/// What the cgroups of a process say about it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct CgroupFacts {
-    /// Opt-outs by its cgroups.
-    pub(crate) opt_outs: Vec<OptOut>,
-    /// The trust domain that they set.
-    pub(crate) domain: Option<String>,
-    /// The path of its cgroup: [`Scoped::cgroup`].
-    pub(crate) path: Option<String>,
-    /// The cgroups' directories that can limit memory, each with its mount point.
-    pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
-    /// The selector of a cgroup that contains it.
-    selected_by: Option<usize>,
-}
-
-impl<'a> Selection<'a> {
-    pub(crate) fn new(selectors: &[Selector], roots: &'a Roots) -> Result<Self, ScopeError> {
+impl Selection {
+    pub(crate) fn new(selectors: &[Selector], roots: &Roots) -> Result<Self, ScopeError> {
         if selectors.is_empty() {
             return Err(ScopeError::Empty);
         }
@@ -60,12 +45,15 @@ impl<'a> Selection<'a> {
     }
 
     /// The same without cgroups and users that don't exist now.
-    pub(crate) fn of_existing(selectors: &[Selector], roots: &'a Roots) -> Self {
-        let matchers = selectors.iter().map(|selector| selector.resolve_existing(roots).ok());
-        Self::with(matchers.collect(), roots)
+    pub(crate) fn of_existing(selectors: &[Selector], roots: &Roots) -> Self {
+        let mut matchers = Vec::new();
+        for selector in selectors {
+            matchers.push(selector.resolve_existing(roots).ok());
+        }
+        Self::with(matchers, roots)
     }
 
-    fn with(matchers: Vec<Option<Matcher>>, roots: &'a Roots) -> Self {
+    fn with(matchers: Vec<Option<Matcher>>, roots: &Roots) -> Self {
         let mut named = BTreeSet::new();
         for matcher in &matchers {
             if let Some(Matcher::Pid(pid)) = matcher {
@@ -73,7 +61,7 @@ impl<'a> Selection<'a> {
             }
         }
         Self {
-            roots,
+            roots: roots.clone(),
             matchers,
             named,
             descendants: BTreeMap::new(),
@@ -88,30 +76,36 @@ impl<'a> Selection<'a> {
         Self { for_undoing: true, ..self }
     }
 
-    pub(super) fn resolve(&mut self, is_candidate: impl FnMut(i32) -> bool) -> Result<Vec<Scoped>, ScopeError> {
-        let mut scoped = Vec::new();
-        let selective = self.matchers.iter().flatten().any(|matcher| !matches!(matcher, Matcher::Pid(_)));
-        let with_descendants = self.for_undoing && !self.named.is_empty();
-        let mut others = if selective || with_descendants { pids_below(&self.roots.proc)? } else { Vec::new() };
-        let mut is_candidate = is_candidate;
+    /// The processes in scope, by ascending pid: the named ones, and others that `is_candidate` accepts.
+    pub(super) fn resolve(
+        &mut self,
+        mut is_candidate: impl FnMut(i32) -> bool,
+    ) -> Result<Vec<ProcessInfo>, ScopeError> {
+        let is_selective = self.matchers.iter().flatten().any(|matcher| !matches!(matcher, Matcher::Pid(_)));
+        let has_descendants = self.for_undoing && !self.named.is_empty();
+        let mut others = if is_selective || has_descendants { pids_below(&self.roots.proc)? } else { Vec::new() };
         others.retain(|&pid| is_candidate(pid));
-        if with_descendants {
+        if has_descendants {
             self.descendants = self.descendants_of_named(&others);
         }
-        if !selective {
-            others = self.descendants.keys().copied().collect();
+        let mut pids = self.named.clone();
+        if is_selective {
+            pids.extend(others);
+        } else {
+            pids.extend(self.descendants.keys());
         }
-        for pid in self.named.iter().copied().chain(others).collect::<BTreeSet<_>>() {
+        let mut found = Vec::new();
+        for pid in pids {
             let is_named = self.named.contains(&pid);
             match self.examine(pid) {
-                Ok(Some(found)) => scoped.push(found),
+                Ok(Some(info)) => found.push(info),
                 Err(ReadError::Vanished { .. }) if is_named => return Err(ScopeError::UnknownPid(pid)),
                 Err(source) if is_named => return Err(ScopeError::Unreadable { pid, source }),
                 // Out of scope; or ended meanwhile, or hidden (proc mounted with hidepid).
                 Ok(_) | Err(_) => {}
             }
         }
-        Ok(scoped)
+        Ok(found)
     }
 
     /// The descendants of named processes among these. If a process isn't among them we leave out its children, too.
@@ -143,87 +137,61 @@ impl<'a> Selection<'a> {
     }
 
     /// The process, if it's in scope.
-    fn examine(&mut self, pid: i32) -> Result<Option<Scoped>, ReadError> {
+    fn examine(&mut self, pid: i32) -> Result<Option<ProcessInfo>, ReadError> {
         let is_named = self.named.contains(&pid);
-        let process = Process::open_at(&self.roots.proc, pid)?;
+        let process = Arc::new(Process::open_at(&self.roots.proc, pid)?);
         let stat = process.stat()?;
         if !is_named && (stat.kernel_thread || stat.has_ended()) {
             return Ok(None);
         }
-        let status = Status::of(&process)?;
-        if status.thread_group != pid {
+        let mut info = ProcessInfo::with_stat(&process, stat)?;
+        if info.status.thread_group != pid {
             return Err(ReadError::Vanished { pid }); // a thread ID, not a pid
         }
-        let exe = match Exe::of(&process) {
-            Err(ReadError::Denied { .. }) => None,
-            other => other?,
-        };
-        let uid = status.effective_uid();
-        let by_pid = if is_named { Some(pid) } else { self.descendants.get(&pid).copied() };
-        let candidate = Candidate { pid, by_pid, uid, exe: exe.as_ref(), comm: &stat.comm };
-        let by_process = self.by_process(&candidate);
-        if by_process.is_none() && !self.has_cgroups() {
+        info.by_pid = if is_named { Some(pid) } else { self.descendants.get(&pid).copied() };
+        if self.by_process(&info).is_none() && !self.has_cgroups() {
             return Ok(None);
         }
-        let cgroups = self.cgroup_facts(&cgroups_of(&process)?);
-        let selected_by = first_of(by_process, cgroups.selected_by);
-        if selected_by.is_none() {
+        info.cgroups = Arc::new(self.cgroup_info(&cgroups_of(&process)?));
+        info.selected_by = self.selected_by(&info);
+        if info.selected_by.is_none() {
             return Ok(None);
         }
-        if let Some(exe) = &exe {
+        if let Some(exe) = &info.exe {
             // We find this out while its file is there.
             let _ = exe.trust();
         }
-        let CgroupFacts { opt_outs, domain, path: cgroup, .. } = cgroups;
-        let name = printable(&stat.comm);
-        Ok(Some(Scoped { process, name, exe, cgroup, domain, opt_outs, uid, selected_by, by_pid }))
+        Ok(Some(info))
+    }
+
+    /// The first selector that matches a process: a position among the selectors.
+    pub(crate) fn selected_by(&mut self, info: &ProcessInfo) -> Option<usize> {
+        match (self.by_process(info), info.cgroups.selected_by) {
+            (Some(one), Some(other)) => Some(one.min(other)),
+            (one, other) => one.or(other),
+        }
     }
 
     /// The first selector other than a cgroup that matches.
-    fn by_process(&mut self, candidate: &Candidate<'_>) -> Option<usize> {
+    fn by_process(&mut self, info: &ProcessInfo) -> Option<usize> {
         for (at, matcher) in self.matchers.iter().enumerate() {
-            let Some(matcher) = matcher else { continue };
-            let selects = match (matcher.matches(candidate, |_| false), matcher) {
-                (Matching::Yes, _) => true,
-                (Matching::NameOnly(why), _) => {
-                    let exe = candidate.exe.map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default();
-                    self.name_only.get_or_insert((candidate.pid, exe, why));
-                    self.for_undoing
+            match matcher {
+                None | Some(Matcher::Cgroup(_)) => {}
+                Some(matcher) if self.for_undoing => {
+                    if matcher.matches_by_name(info) {
+                        return Some(at);
+                    }
                 }
-                // We can't read its executable.
-                (Matching::No, Matcher::Exe(name)) if candidate.exe.is_none() => {
-                    self.for_undoing && is_named(name, None, candidate.comm)
-                }
-                (Matching::No, _) => false,
-            };
-            if selects {
-                return Some(at);
+                Some(matcher) => match matcher.matches(info) {
+                    Matching::Yes => return Some(at),
+                    Matching::NameOnly(why) => {
+                        self.name_only.get_or_insert((info.pid(), info.exe_text(), why));
+                    }
+                    Matching::No => {}
+                },
             }
         }
         None
-    }
-
-    /// The first selector that matches a process, if it's still in scope: a position among the selectors.
-    pub(crate) fn selected_by(&mut self, candidate: &Candidate<'_>, cgroups: &CgroupFacts) -> Option<usize> {
-        first_of(self.by_process(candidate), cgroups.selected_by)
-    }
-
-    /// What the cgroups in the text of `/proc/PID/cgroup` say. We read attributes once for all processes.
-    pub(crate) fn cgroup_facts(&mut self, text: &[u8]) -> CgroupFacts {
-        let cgroups = parse_cgroups(text);
-        let avoided = self.attributes.avoided(&cgroups).map(|cgroup| OptOut::Attribute { cgroup });
-        CgroupFacts {
-            opt_outs: avoided.into_iter().chain(opt_out::by_files(&cgroups, self.roots)).collect(),
-            domain: self.attributes.domain(&cgroups),
-            path: cgroups
-                .iter()
-                .find(|cgroup| cgroup.controllers.is_empty() && cgroup.path != "/")
-                .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers == "memory" && cgroup.path != "/"))
-                .or_else(|| cgroups.iter().find(|cgroup| cgroup.controllers.is_empty()))
-                .map(|cgroup| cgroup.path.clone()),
-            limiting: cgroups.iter().filter_map(|cgroup| group_dir(cgroup, &self.roots.cgroup)).collect(),
-            selected_by: self.by_cgroups(&cgroups),
-        }
     }
 
     /// The first selector of a cgroup that is one of these, or contains one.
@@ -234,16 +202,46 @@ impl<'a> Selection<'a> {
         })
     }
 
-    /// Whether any selector matches a process with this text in `/proc/PID/cgroup`.
-    pub(super) fn matches(&mut self, candidate: &Candidate<'_>, cgroups: &[u8]) -> bool {
-        self.by_process(candidate).is_some()
-            || (self.has_cgroups() && self.by_cgroups(&parse_cgroups(cgroups)).is_some())
+    /// Collects everything that the cgroups in the text of `/proc/PID/cgroup` say. We read attributes once for all
+    /// processes.
+    pub(crate) fn cgroup_info(&mut self, text: &[u8]) -> CgroupInfo {
+        let all = parse_cgroups(text);
+        let mut opt_outs = Vec::new();
+        if let Some(cgroup) = self.attributes.avoided(&all) {
+            opt_outs.push(OptOut::Attribute { cgroup });
+        }
+        opt_outs.extend(opt_out::by_files(&all, &self.roots));
+        let mut limiting = Vec::new();
+        for cgroup in &all {
+            limiting.extend(group_dir(cgroup, &self.roots.cgroup));
+        }
+        CgroupInfo {
+            path: shown_path(&all),
+            domain: self.attributes.domain(&all),
+            opt_outs,
+            limiting,
+            selected_by: self.by_cgroups(&all),
+            all,
+        }
     }
 }
 
-/// Which of two selectors comes first.
-fn first_of(one: Option<usize>, other: Option<usize>) -> Option<usize> {
-    [one, other].into_iter().flatten().min()
+/// The path that we show: in version 2 or, if that is the root, in the version 1 memory hierarchy.
+fn shown_path(cgroups: &[Cgroup]) -> Option<String> {
+    let mut shown = None;
+    for cgroup in cgroups {
+        let is_root = cgroup.path == "/";
+        let rank = match cgroup.controllers.as_str() {
+            "" if !is_root => 0,
+            "memory" if !is_root => 1,
+            "" => 2,
+            _ => continue,
+        };
+        if shown.is_none_or(|(best, _)| rank < best) {
+            shown = Some((rank, &cgroup.path));
+        }
+    }
+    Some(shown?.1.clone())
 }
 
 /// The text of `/proc/PID/cgroup`, empty on kernels without cgroups.
@@ -255,10 +253,15 @@ pub(crate) fn cgroups_of(process: &Process) -> Result<Vec<u8>, ReadError> {
 }
 
 fn pids_below(proc: &Path) -> Result<Vec<i32>, ScopeError> {
-    let error = |source| ScopeError::Io { path: proc.display().to_string(), source };
+    list_pids(proc).map_err(|source| ScopeError::Io { path: proc.display().to_string(), source })
+}
+
+fn list_pids(proc: &Path) -> io::Result<Vec<i32>> {
     let mut pids = Vec::new();
-    for entry in fs::read_dir(proc).map_err(error)? {
-        pids.extend(entry.map_err(error)?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
+    for entry in fs::read_dir(proc)? {
+        if let Some(name) = entry?.file_name().to_str() {
+            pids.extend(name.parse::<i32>());
+        }
     }
     Ok(pids)
 }

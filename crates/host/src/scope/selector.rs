@@ -1,7 +1,7 @@
 //! Selectors of processes, as written and resolved: for scopes and for rules.
 
-use super::ScopeError;
-use super::exe::{Exe, Matching};
+use super::exe::{Matching, is_named};
+use super::{ProcessInfo, ScopeError};
 use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
 use pagefold_text::escape::printable;
@@ -97,43 +97,40 @@ pub enum Matcher {
     All,
 }
 
-/// The facts about a process that we match, except for its cgroups.
-#[derive(Clone, Copy, Debug)]
-pub struct Candidate<'a> {
-    pub pid: i32,
-    /// The selected pid that selects it: its own or, when we undo something, an ancestor's.
-    pub by_pid: Option<i32>,
-    /// Effective user.
-    pub uid: u32,
-    /// Executable, if it can be read.
-    pub exe: Option<&'a Exe>,
-    /// Command name.
-    pub comm: &'a [u8],
-}
-
 impl Matcher {
-    /// How it matches a process. `is_in` tells whether the process is in a cgroup or below it.
-    pub(super) fn matches(&self, candidate: &Candidate<'_>, is_in: impl FnOnce(&CgroupMatcher) -> bool) -> Matching {
+    /// How it matches a process.
+    pub(super) fn matches(&self, info: &ProcessInfo) -> Matching {
         let matches = match self {
-            Self::Pid(pid) => candidate.by_pid == Some(*pid),
-            Self::Cgroup(cgroup) => is_in(cgroup),
-            Self::User(uid) => candidate.uid == *uid,
-            Self::Exe(name) => {
-                return candidate.exe.map_or(Matching::No, |exe| exe.matches(name, candidate.comm));
-            }
+            Self::Pid(pid) => info.by_pid == Some(*pid),
+            Self::Cgroup(cgroup) => info.cgroups.path.as_deref().is_some_and(|path| cgroup.contains(path)),
+            Self::User(uid) => info.uid() == *uid,
+            Self::Exe(name) => match &info.exe {
+                Some(exe) => return exe.matches(name, &info.stat.comm),
+                None => false,
+            },
             Self::All => true,
         };
         if matches { Matching::Yes } else { Matching::No }
+    }
+
+    /// The same where nothing is granted: an executable need only have the name, even one that any user can choose.
+    pub(super) fn matches_by_name(&self, info: &ProcessInfo) -> bool {
+        match self {
+            // We can't read its executable.
+            Self::Exe(name) if info.exe.is_none() => is_named(name, None, &info.stat.comm),
+            Self::Cgroup(selected) => info.cgroups.all.iter().any(|cgroup| selected.matches(cgroup)),
+            _ => self.matches(info) != Matching::No,
+        }
     }
 }
 
 /// The user ID of a user given by name or number.
 pub fn user_id(user: &str) -> Result<u32, ScopeError> {
-    let unknown = || ScopeError::UnknownUser(printable(user.as_bytes()));
     if let Ok(uid) = user.parse() {
         return Ok(uid);
     }
-    let name = CString::new(user).map_err(|_| unknown())?;
+    let unknown = ScopeError::UnknownUser(printable(user.as_bytes()));
+    let Ok(name) = CString::new(user) else { return Err(unknown) };
     let mut buffer = vec![0; 16 << 10];
     let mut record = std::mem::MaybeUninit::<libc::passwd>::uninit();
     let mut found = std::ptr::null_mut();
@@ -143,7 +140,7 @@ pub fn user_id(user: &str) -> Result<u32, ScopeError> {
         libc::getpwnam_r(name.as_ptr(), record.as_mut_ptr(), buffer.as_mut_ptr(), buffer.len(), &raw mut found)
     };
     if failed != 0 || found.is_null() {
-        return Err(unknown());
+        return Err(unknown);
     }
     // SAFETY: a non-null result points to the record, which the call has initialized.
     Ok(unsafe { (*found).pw_uid })

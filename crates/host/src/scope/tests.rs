@@ -1,3 +1,4 @@
+use super::opt_out::OptOut;
 use super::*;
 use pagefold_procmem::cgroup::parse_cgroups;
 use proptest::prelude::*;
@@ -243,9 +244,9 @@ fn scoped_processes_are_described_with_printable_names() {
     assert_eq!(scoped[3].name, "x\\u{1b}[2J");
     assert_eq!(scoped[0].exe.as_deref(), Some(&*tree.file("/usr/bin/redis-server")));
     assert_eq!(scoped[2].exe, None);
-    let cgroups: Vec<_> = scoped.iter().map(|scoped| scoped.cgroup.as_deref().unwrap()).collect();
+    let cgroups: Vec<_> = scoped.iter().map(|scoped| scoped.cgroups.path.as_deref().unwrap()).collect();
     assert_eq!(cgroups, ["/db/redis", "/db/redis", "/web", "/"]);
-    assert_eq!(scoped.iter().map(|scoped| scoped.uid).collect::<Vec<_>>(), [1001, 1002, 1001, 0]);
+    assert_eq!(scoped.iter().map(ProcessInfo::uid).collect::<Vec<_>>(), [1001, 1002, 1001, 0]);
 }
 
 fn set(path: &Path, name: &str, value: &str) -> bool {
@@ -266,24 +267,30 @@ fn cgroup_attributes_avoid_include_and_set_domains() {
     assert!(set(&tree.cgroup("unified/web"), "user.pagefold.domain", "tenant"));
     let all = ScopeSpec(vec![Selector::All]);
     let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
-    let found: Vec<_> = scoped.iter().map(|scoped| (scoped.process.pid(), scoped.domain.as_deref().unwrap())).collect();
+    let found: Vec<_> =
+        scoped.iter().map(|scoped| (scoped.process.pid(), scoped.cgroups.domain.as_deref().unwrap())).collect();
     assert_eq!(found, [(10, "house"), (11, "house"), (12, "tenant"), (13, "house")]);
-    assert!(matches!(&scoped[1].opt_outs[..], [OptOut::Attribute { cgroup }] if cgroup.ends_with("unified/db")));
+    assert!(
+        matches!(&scoped[1].cgroups.opt_outs[..], [OptOut::Attribute { cgroup }] if cgroup.ends_with("unified/db"))
+    );
     // The processes that haven't opted out.
     let left = || -> Vec<i32> {
         let scoped = resolve_without(&all, &tree.roots, &[99]).unwrap();
-        scoped.iter().filter(|scoped| scoped.opt_outs.is_empty()).map(|scoped| scoped.process.pid()).collect()
+        scoped.iter().filter(|scoped| scoped.cgroups.opt_outs.is_empty()).map(|scoped| scoped.process.pid()).collect()
     };
     assert_eq!(left(), [10, 12, 13]);
     // A cgroup owned by another user sets no domain: the one above does.
     let theirs = std::os::unix::fs::chown(tree.cgroup("unified/web"), Some(1234), None);
     if theirs.is_ok() {
         let web = resolve_without(&by_pid(&[12]), &tree.roots, &[]).unwrap();
-        assert_eq!(web[0].domain.as_deref(), Some("house"));
+        assert_eq!(web[0].cgroups.domain.as_deref(), Some("house"));
     }
     let long = "x".repeat(1000);
     assert!(set(&tree.cgroup("unified"), "user.pagefold.domain", &long));
-    assert_eq!(resolve_without(&by_pid(&[10]), &tree.roots, &[]).unwrap()[0].domain.as_deref(), Some(long.as_str()));
+    assert_eq!(
+        resolve_without(&by_pid(&[10]), &tree.roots, &[]).unwrap()[0].cgroups.domain.as_deref(),
+        Some(long.as_str())
+    );
     assert!(set(&tree.cgroup("unified/db/redis"), "user.pagefold.include", ""));
     assert_eq!(left(), [10, 11, 12, 13], "the nearest attribute decides");
     // An attribute that others can set doesn't override the administrator's avoid, but may itself avoid.

@@ -3,8 +3,7 @@
 use crate::config::ownership::shown;
 use pagefold_engine::host::{ChangeResult, Marking, Why};
 use pagefold_engine::units::{Bytes, Pages};
-use pagefold_host::scope::Scoped;
-use pagefold_host::targets::Target;
+use pagefold_host::scope::ProcessInfo;
 use pagefold_inject::unmerge::UnmarkedMapping;
 use serde::Serialize;
 
@@ -55,30 +54,16 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// Describes a run's target in the trust domain `domain`.
-    pub fn of(target: &Target, domain: Option<&String>) -> Self {
+    /// Describes a process in the trust domain `domain`.
+    pub fn of(info: &ProcessInfo, domain: Option<&String>) -> Self {
         Self {
-            pid: target.process.pid(),
-            start_time_ticks: target.process.start_time_ticks(),
-            name: target.name.clone(),
-            exe: target.exe.as_deref().map(shown),
-            uid: Some(target.uid),
-            cgroup: target.cgroup.clone(),
+            pid: info.pid(),
+            start_time_ticks: info.process.start_time_ticks(),
+            name: info.name.clone(),
+            exe: info.exe.as_deref().map(shown),
+            uid: Some(info.uid()),
+            cgroup: info.cgroups.path.clone(),
             domain: domain.cloned(),
-        }
-    }
-}
-
-impl From<&Scoped> for Owner {
-    fn from(scoped: &Scoped) -> Self {
-        Self {
-            pid: scoped.process.pid(),
-            start_time_ticks: scoped.process.start_time_ticks(),
-            name: scoped.name.clone(),
-            exe: scoped.exe.as_deref().map(shown),
-            uid: Some(scoped.uid),
-            cgroup: scoped.cgroup.clone(),
-            domain: scoped.domain.clone(),
         }
     }
 }

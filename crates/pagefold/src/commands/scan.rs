@@ -334,7 +334,7 @@ impl From<&Surveyed> for ProcessRow {
             pid: scoped.process.pid(),
             name: scoped.name.clone(),
             exe: scoped.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())),
-            cgroup: scoped.cgroup.as_ref().map(|cgroup| printable(cgroup.as_bytes())),
+            cgroup: scoped.cgroups.path.as_ref().map(|cgroup| printable(cgroup.as_bytes())),
             excluded: surveyed.excluded.clone(),
             left_out,
             ..Self::default()

@@ -162,7 +162,7 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
             break;
         }
         for scoped in std::mem::take(&mut scoped) {
-            owners.insert(scoped.process.pid(), Owner::from(&scoped));
+            owners.insert(scoped.process.pid(), Owner::of(&scoped, scoped.cgroups.domain.as_ref()));
             let done = unmerger.unmerge(scoped);
             record(&mut audit, &owners, &done);
             over.extend(done);

@@ -3,7 +3,7 @@
 use crate::config::flags::ScopeFlags;
 use crate::config::options::Options;
 use pagefold_host::scope::{
-    ScopeError, ScopeSpec, Scoped, Selector, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
+    ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
 use pagefold_procmem::Roots;
 use pagefold_procmem::process::ReadError;
@@ -52,7 +52,7 @@ impl ScopeArgs {
     ///
     /// # Errors
     /// The scope is empty, or names a process, user, cgroup or program that doesn't exist.
-    pub fn resolve(&self) -> Result<Vec<Scoped>, Exit> {
+    pub fn resolve(&self) -> Result<Vec<ProcessInfo>, Exit> {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 
@@ -61,12 +61,12 @@ impl ScopeArgs {
     ///
     /// # Errors
     /// As [`Self::resolve`].
-    pub fn resolve_for_undoing(&self) -> Result<Vec<Scoped>, Exit> {
+    pub fn resolve_for_undoing(&self) -> Result<Vec<ProcessInfo>, Exit> {
         resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
     }
 
     /// The same again later, with processes that started meanwhile; `found` are the earlier ones. There may be none.
-    pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<Scoped> {
+    pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<ProcessInfo> {
         resolve_for_undoing_again(&self.spec(), found, &Roots::default(), &[own_pid()])
     }
 }

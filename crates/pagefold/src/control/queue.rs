@@ -14,11 +14,11 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::{DomainKey, LimitKey, OwnerKey};
 use pagefold_engine::reserve::RoomState;
 use pagefold_engine::state::{RegionState, State};
-use pagefold_host::identity::PendingUnmark;
 use pagefold_host::live::LiveHost;
 use pagefold_host::os::wake::Sleeper;
 use pagefold_host::scope::Selector;
 use pagefold_host::scope::kept_out::{Entry, Verdict};
+use pagefold_host::unmark::PendingUnmark;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
@@ -146,18 +146,18 @@ impl Facts {
     pub fn of(engine: &Engine, host: &LiveHost, run: RunFacts) -> Self {
         let targets = host.targets().map(|target| TargetFacts {
             owner: target.owner,
-            pid: target.process.pid(),
-            start_time_ticks: target.process.start_time_ticks(),
+            pid: target.pid(),
+            start_time_ticks: target.info.process.start_time_ticks(),
             domain: target.domain,
-            name: target.name.clone(),
-            uid: target.uid,
-            exe: target.exe.as_ref().map(|exe| exe.to_path_buf()),
-            cgroup: target.cgroup.clone(),
-            selected_by: target.selected_by,
+            name: target.info.name.clone(),
+            uid: target.info.uid(),
+            exe: target.info.exe.as_ref().map(|exe| exe.to_path_buf()),
+            cgroup: target.info.cgroups.path.clone(),
+            selected_by: target.info.selected_by,
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
             reason: target.exclusion.as_ref().map(reason_of),
             to_unmark: target.pending.as_ref().map(ToUnmark::from),
-            notes: target.notes.iter().cloned().chain(target.young.then(|| YOUNG.to_owned())).collect(),
+            notes: target.notes.iter().cloned().chain(target.on_probation.then(|| YOUNG.to_owned())).collect(),
         });
         let (domains, merged_domain) = (host.domains().to_vec(), host.merged_domain().cloned());
         let state = engine.state();

@@ -132,7 +132,7 @@ impl Keeper {
     fn forget_left_alone(&mut self, host: &LiveHost) {
         let mut targets: Vec<_> = host.targets().collect();
         targets.retain(|target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks));
-        let left_alone: BTreeSet<ProcessId> = targets.iter().map(|target| target.process.key()).collect();
+        let left_alone: BTreeSet<ProcessId> = targets.iter().map(|target| target.info.process.key()).collect();
         if left_alone.is_empty() {
             return;
         }

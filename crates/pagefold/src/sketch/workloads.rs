@@ -61,7 +61,7 @@ pub fn find(host: &LiveHost) -> Vec<Workload> {
     for target in host.targets().filter(|target| target.exclusion.is_none()) {
         let member = Member {
             owner: target.owner,
-            process: target.process.clone(),
+            process: target.info.process.clone(),
             resident: target.regions.iter().map(|tracked| tracked.stretch.resident).sum(),
         };
         found.entry(id_of(target, host)).or_default().push(member);
@@ -82,10 +82,10 @@ fn chosen(mut workloads: Vec<Workload>) -> Vec<Workload> {
 
 fn id_of(target: &Target, host: &LiveHost) -> Id {
     let domain = host.domains().get(usize::from(target.domain.0)).map_or("", String::as_str);
-    let (kind, name) = workload_of_process(&target.process).map_or_else(
+    let (kind, name) = workload_of_process(&target.info.process).map_or_else(
         || {
-            let exe = target.exe.as_ref().map(|exe| exe.to_path_buf());
-            (Kind::Process, printable(&program_name(exe.as_deref(), target.name.as_bytes())))
+            let exe = target.info.exe.as_ref().map(|exe| exe.to_path_buf());
+            (Kind::Process, printable(&program_name(exe.as_deref(), target.info.name.as_bytes())))
         },
         |found| (kind_of(found.kind), found.name),
     );

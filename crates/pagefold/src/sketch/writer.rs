@@ -60,7 +60,7 @@ impl Writer {
                 return;
             }
             // Until we know them all, we could read a workload in part.
-            let are_known = host.targets().all(|target| target.is_known() || target.young);
+            let are_known = host.targets().all(|target| target.is_known() || target.on_probation);
             if !are_known && now.ns < self.next_pass_ns + KNOWN_LIMIT_NS {
                 return;
             }

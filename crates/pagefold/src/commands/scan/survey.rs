@@ -10,7 +10,7 @@ use anyhow::Result;
 use pagefold_engine::host::PageState;
 use pagefold_engine::sampling::census::Cell;
 use pagefold_engine::units::{Pages, Vpn};
-use pagefold_host::scope::Scoped;
+use pagefold_host::scope::ProcessInfo;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
 use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of, read_smaps};
@@ -34,7 +34,7 @@ pub struct Survey {
 
 #[derive(Debug)]
 pub struct Surveyed {
-    pub scoped: Scoped,
+    pub scoped: ProcessInfo,
     pub excluded: Vec<LeftOut>,
     /// Why we leave it out as a whole, if we do.
     pub refused: Option<Exclusion>,
@@ -111,7 +111,7 @@ struct Joint {
 
 impl Survey {
     pub fn of(
-        scoped: Vec<Scoped>,
+        scoped: Vec<ProcessInfo>,
         deny: &DenyList,
         reader: &mut PageReader,
         with_maps: bool,

@@ -10,14 +10,14 @@ const SHRINKS: u32 = 2;
 /// processor during the check maps nothing. After that we keep some time between checks.
 const FIRST_CHECKS: u32 = 16;
 /// The shortest time between later checks, nanoseconds, and how long we leave a process alone after a positive one.
-const RESTLESS_CHECK_NS: u64 = 1_000_000_000;
-pub(crate) const RESTLESS_NS: u64 = 10_000_000_000;
+const CHECK_NS: u64 = 1_000_000_000;
+pub(crate) const LEFT_ALONE_NS: u64 = 10_000_000_000;
 
 /// Detects processes that map and unmap all the time. They, our reads of them and ksmd compete for their mmap lock:
 /// while we merged a gigabyte of a program that maps 200,000 times a second, it fell to an eighth of its speed, and
 /// ksmd to a tenth (6.18).
 #[derive(Debug, Default)]
-pub(super) struct Restless {
+pub(super) struct ChurnDetector {
     /// Address space at the last call, pages.
     mapped: Option<u64>,
     checks: u32,
@@ -25,7 +25,7 @@ pub(super) struct Restless {
     until_ns: u64,
 }
 
-impl Restless {
+impl ChurnDetector {
     /// Whether the process maps and unmaps all the time, or has done so recently. `mapped` is the size of its address
     /// space; `read_mapped` reads the size again.
     pub(super) fn check(
@@ -37,15 +37,16 @@ impl Restless {
         let differs = self.mapped.replace(mapped) != Some(mapped);
         if differs && (self.checks < FIRST_CHECKS || now_ns >= self.next_check_ns) {
             self.checks += 1;
-            self.next_check_ns = now_ns + RESTLESS_CHECK_NS;
-            let (mut before, mut shrinks) = (mapped, 0);
+            self.next_check_ns = now_ns + CHECK_NS;
+            let mut before = mapped;
+            let mut shrinks = 0;
             for _ in 0..SIZE_READS {
                 let mapped = read_mapped()?;
                 shrinks += u32::from(mapped < before);
                 before = mapped;
             }
             if shrinks >= SHRINKS {
-                self.until_ns = now_ns + RESTLESS_NS;
+                self.until_ns = now_ns + LEFT_ALONE_NS;
             }
         }
         Ok(now_ns < self.until_ns)
@@ -58,14 +59,14 @@ mod tests {
 
     #[test]
     fn a_process_that_was_waiting_for_a_processor_is_checked_again_at_once() {
-        let mut restless = Restless::default();
+        let mut churn = ChurnDetector::default();
         let mut sizes = (0..).map(|at| 1_000 + at % 2);
         for number in 0..u64::from(FIRST_CHECKS) {
             let waits = number + 1 < u64::from(FIRST_CHECKS);
             let reads = || Ok(if waits { 1_000 } else { sizes.next().unwrap() });
-            assert_eq!(restless.check(number * 1_000_000, number % 2, reads).unwrap(), !waits);
+            assert_eq!(churn.check(number * 1_000_000, number % 2, reads).unwrap(), !waits);
         }
-        let mut quiet = Restless::default();
+        let mut quiet = ChurnDetector::default();
         let mut reads = 0;
         for number in 0..u64::from(FIRST_CHECKS) * 2 {
             let read = || {

@@ -1,0 +1,144 @@
+//! The rules of a run, and the verdict on a process by them: whether we leave it alone and why, its trust domain, its
+//! group.
+
+use crate::scope::deny_list::DenyList;
+use crate::scope::domain::{DomainRules, Domains};
+use crate::scope::dumpable::Dumpable;
+use crate::scope::exclude::{Exclusion, exclusion_of, judge_opt_outs};
+use crate::scope::kept_out::KeptOut;
+use crate::scope::opt_out::OptOut;
+use crate::scope::rule::{Rule, first_match};
+use crate::scope::{CgroupInfo, ProcessInfo, ScopeSpec, Selection};
+use pagefold_engine::host::Mechanism;
+use pagefold_engine::keys::{DomainKey, GroupKey};
+use pagefold_engine::marking::lifetimes::Lifetimes;
+use pagefold_procmem::Roots;
+use pagefold_text::escape::printable;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// The rules that we judge processes by.
+#[derive(Debug)]
+pub struct ScopeRules {
+    pub scope: ScopeSpec,
+    pub roots: Roots,
+    pub deny: DenyList,
+    pub kept_out: KeptOut,
+    pub domain_rules: DomainRules,
+    /// The domains known so far.
+    pub domains: Domains,
+    /// The one domain that is merged, if ksmd merges. `None`: each by itself, because we mark nothing.
+    pub merged: Option<DomainKey>,
+    /// The rules for groups with limits, by the number of the group.
+    pub groups: Vec<Rule>,
+}
+
+impl ScopeRules {
+    /// Rules without groups, which keep nobody out. All domains are merged.
+    pub fn new(scope: ScopeSpec, roots: Roots, deny: DenyList) -> Self {
+        Self {
+            scope,
+            roots,
+            deny,
+            kept_out: KeptOut::default(),
+            domain_rules: DomainRules::default(),
+            domains: Domains::default(),
+            merged: None,
+            groups: Vec::new(),
+        }
+    }
+
+    /// The trust domain of a process.
+    pub(crate) fn domain_of(&mut self, info: &ProcessInfo) -> DomainKey {
+        self.domains.assign(&self.domain_rules.domain_of(info, &mut Vec::new()))
+    }
+}
+
+/// The programs that we've seen.
+#[derive(Debug, Default)]
+pub struct ProgramHistory {
+    /// Programs whose memory this run has marked, and their trust domain at that time: their forks have the marks too.
+    pub(crate) marked: HashMap<u64, DomainKey>,
+    /// How long processes live.
+    pub(crate) lifetimes: Lifetimes,
+    pub(crate) mechanism: Mechanism,
+}
+
+/// Judges processes by the rules.
+#[allow(missing_debug_implementations, reason = "lives for one refresh")]
+pub struct Judge<'a> {
+    rules: &'a mut ScopeRules,
+    pub(crate) history: &'a ProgramHistory,
+    selection: Selection,
+    /// By the text of `/proc/PID/cgroup`.
+    cgroups: HashMap<Vec<u8>, Arc<CgroupInfo>>,
+}
+
+/// The verdict on a process.
+pub(crate) struct Verdict {
+    pub(crate) domain: DomainKey,
+    pub(crate) domain_name: String,
+    /// Why we leave the process as a whole alone.
+    pub(crate) excluded: Option<Exclusion>,
+    /// Opt-outs that don't count.
+    pub(crate) overridden: Vec<OptOut>,
+    pub(crate) group: Option<GroupKey>,
+    /// A sentence for each rule that applies to it, or seems to and doesn't.
+    pub(crate) notes: Vec<String>,
+}
+
+impl<'a> Judge<'a> {
+    pub fn new(rules: &'a mut ScopeRules, history: &'a ProgramHistory) -> Self {
+        let selection = Selection::of_existing(&rules.scope.0, &rules.roots);
+        Self { rules, history, selection, cgroups: HashMap::new() }
+    }
+
+    pub(crate) fn cgroup_info(&mut self, text: Vec<u8>) -> Arc<CgroupInfo> {
+        let selection = &mut self.selection;
+        self.cgroups.entry(text).or_insert_with_key(|text| Arc::new(selection.cgroup_info(text))).clone()
+    }
+
+    /// Whether ksmd merges another domain.
+    pub(crate) fn merges_another(&self, domain: DomainKey) -> bool {
+        self.rules.merged.is_some_and(|merged| merged != domain)
+    }
+
+    /// Judges a process by facts that we've just read: `option` is an opt-out on its command line. If we haven't judged
+    /// it before (`is_new`), an ancestor may keep it out. Sets its selector. May stop the process once.
+    pub(crate) fn judge(
+        &mut self,
+        info: &mut ProcessInfo,
+        dumpable: Dumpable,
+        option: Option<&'static str>,
+        is_new: bool,
+    ) -> Verdict {
+        info.selected_by = self.selection.selected_by(info);
+        let rules = &mut *self.rules;
+        let mut notes = Vec::new();
+        let mut excluded = None;
+        let mut kept_out_note = None;
+        if let Some((by, selector)) = rules.kept_out.verdict(info, is_new, &rules.roots) {
+            excluded = Some(Exclusion::KeptOut { by });
+            kept_out_note = Some(format!("Kept out by request: pagefold include {selector} lets it in again."));
+        }
+        let opt_outs = judge_opt_outs(info, option, &rules.deny);
+        let domain_name = rules.domain_rules.domain_of(info, &mut notes);
+        let domain = rules.domains.assign(&domain_name);
+        let excluded = excluded
+            .or(opt_outs.excluding.map(Exclusion::OptedOut))
+            .or_else(|| info.selected_by.is_none().then_some(Exclusion::OutOfScope))
+            .or_else(|| rules.domains.excludes(domain, rules.merged))
+            // Last, because this may stop the process.
+            .or_else(|| exclusion_of(info, dumpable, &rules.deny));
+        let group = first_match(&rules.groups, info, "the limits of", &mut notes);
+        if let Some(group) = group {
+            notes.push(format!("The limits of {} apply to it.", printable(rules.groups[group].name.as_bytes())));
+        }
+        for opt_out in &opt_outs.overridden {
+            notes.push(format!("overridden: {opt_out}"));
+        }
+        notes.extend(kept_out_note);
+        let group = group.and_then(|group| u16::try_from(group).ok()).map(GroupKey);
+        Verdict { domain, domain_name, excluded, overridden: opt_outs.overridden, group, notes }
+    }
+}

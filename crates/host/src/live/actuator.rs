@@ -1,0 +1,108 @@
+//! Our means to change the machine: the lease of KSM, ksmd's controller and the injector.
+
+use super::{INJECTOR_LIMIT, LiveError};
+use pagefold_engine::host::ScanOrder;
+use pagefold_inject::{InjectError, Injector};
+use pagefold_ksm::controller::KsmdController;
+use pagefold_ksm::ksmd::Ksmd;
+use pagefold_ksm::lease::KsmLease;
+use pagefold_ksm::{KnobError, RestoreOutcome};
+use std::time::Duration;
+
+/// When restoring KSM, how long we wait for ksmd to finish its scan.
+const RESTORE_LIMIT: Duration = Duration::from_secs(20);
+
+#[derive(Debug)]
+pub(super) struct Actuator {
+    lease: KsmLease,
+    controller: KsmdController,
+    /// The process that makes targets call madvise.
+    pub(super) injector: Injector,
+    restarts: u32,
+    has_stood_down: bool,
+}
+
+/// Who drives KSM.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct KsmControl {
+    /// Whether we do.
+    pub(super) is_ours: bool,
+    /// Whether ksmd is still carrying out our last order.
+    pub(super) is_busy: bool,
+}
+
+/// CPU time that the injector has spent, nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct InjectorCost {
+    /// The part that doesn't count as ours or our children's.
+    pub(super) uncounted_ns: u64,
+    pub(super) total_ns: u64,
+}
+
+impl Actuator {
+    pub(super) fn start(lease: KsmLease, mut injector: Injector) -> Result<Self, LiveError> {
+        injector.set_patience(INJECTOR_LIMIT);
+        let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
+        let controller = KsmdController::start(&lease, ksmd).map_err(LiveError::Controller)?;
+        Ok(Self { lease, controller, injector, restarts: 0, has_stood_down: false })
+    }
+
+    /// How often we started the injector again.
+    pub(super) fn restarts(&self) -> u32 {
+        self.restarts
+    }
+
+    /// Starts the injector again if it has died. Returns whether it had.
+    pub(super) fn tend_injector(&mut self) -> Result<bool, InjectError> {
+        let before = self.restarts;
+        self.restarts = self.injector.tend()?;
+        Ok(self.restarts != before)
+    }
+
+    pub(super) fn order(&self, order: ScanOrder) {
+        self.controller.order(order);
+    }
+
+    pub(super) fn has_stood_down(&self) -> bool {
+        self.has_stood_down
+    }
+
+    /// Drives KSM no longer. Returns whether we did until now.
+    pub(super) fn stand_down(&mut self) -> bool {
+        !std::mem::replace(&mut self.has_stood_down, true)
+    }
+
+    /// Who drives KSM now. If we must stand down, returns the reason.
+    pub(super) fn check_lease(&self) -> Result<KsmControl, String> {
+        if self.has_stood_down {
+            return Ok(KsmControl::default());
+        }
+        let status = self.controller.status();
+        match self.lease.check() {
+            Ok(()) => match status.stood_down {
+                Some(why) => Err(why),
+                None => Ok(KsmControl { is_ours: true, is_busy: status.under_way }),
+            },
+            // We order nothing more after an error from the state file or sysfs either.
+            Err(error @ (KnobError::Overridden(_) | KnobError::Ksm(_) | KnobError::State(_) | KnobError::Ended)) => {
+                Err(error.to_string())
+            }
+        }
+    }
+
+    pub(super) fn injector_cost(&self) -> InjectorCost {
+        InjectorCost { uncounted_ns: self.injector.cpu_ns(), total_ns: self.injector.total_cpu_ns() }
+    }
+
+    /// The injector's cost once it has ended, and counts as a reaped child if it was one.
+    pub(super) fn final_injector_cost(&self) -> InjectorCost {
+        InjectorCost { uncounted_ns: self.injector.cpu_elsewhere_ns(), total_ns: self.injector.total_cpu_ns() }
+    }
+
+    /// Stops ksmd, ends the injector and restores KSM.
+    pub(super) fn finish(self) -> RestoreOutcome {
+        drop(self.injector);
+        drop(self.controller);
+        self.lease.restore(RESTORE_LIMIT)
+    }
+}

@@ -1,0 +1,118 @@
+//! A process, as we read it once for a check. Selectors, rules and exclusions judge it by this.
+
+use super::exe::Exe;
+use super::opt_out::OptOut;
+use pagefold_procmem::cgroup::Cgroup;
+use pagefold_procmem::process::{Process, ReadError, Stat};
+use pagefold_procmem::status::{Status, program_name};
+use pagefold_text::escape::printable;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// A process and everything that selects or excludes it.
+#[derive(Clone, Debug)]
+pub struct ProcessInfo {
+    /// Its pid, its start time, and a descriptor that we read it through.
+    pub process: Arc<Process>,
+    pub stat: Stat,
+    pub status: Status,
+    /// Command name, safe to print.
+    pub name: String,
+    /// Executable. `None` for kernel threads and zombies, and if we can't read it.
+    pub exe: Option<Exe>,
+    /// Whether the kernel lets us read it.
+    pub is_readable: bool,
+    /// Read apart, and once for all processes of a cgroup.
+    pub cgroups: Arc<CgroupInfo>,
+    /// The selected pid: its own or, when we undo something, an ancestor's.
+    pub by_pid: Option<i32>,
+    /// The selector that brought it in: a position in [`ScopeSpec`](super::ScopeSpec).
+    pub selected_by: Option<usize>,
+}
+
+/// What the cgroups of a process say about it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CgroupInfo {
+    /// The version 2 path or, if that is the root, the path in the version 1 memory hierarchy.
+    pub path: Option<String>,
+    /// The trust domain that their attributes set.
+    pub domain: Option<String>,
+    pub(crate) opt_outs: Vec<OptOut>,
+    /// The cgroups' directories that can limit memory, each with its mount point.
+    pub(crate) limiting: Vec<(PathBuf, PathBuf)>,
+    /// Its cgroup in each hierarchy.
+    pub(super) all: Vec<Cgroup>,
+    /// The selector of a cgroup that contains it.
+    pub(super) selected_by: Option<usize>,
+}
+
+impl ProcessInfo {
+    /// Reads everything but its cgroups. May block on the process.
+    pub fn of(process: &Arc<Process>) -> Result<Self, ReadError> {
+        Self::with_stat(process, process.stat()?)
+    }
+
+    pub(super) fn with_stat(process: &Arc<Process>, stat: Stat) -> Result<Self, ReadError> {
+        let status = Status::of(process)?;
+        let exe = match Exe::of(process) {
+            Err(ReadError::Denied { .. }) => None,
+            other => Some(other?),
+        };
+        Ok(Self {
+            process: process.clone(),
+            name: printable(&stat.comm),
+            stat,
+            status,
+            is_readable: exe.is_some(),
+            exe: exe.flatten(),
+            cgroups: Arc::default(),
+            by_pid: None,
+            selected_by: None,
+        })
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.process.pid()
+    }
+
+    /// Effective user.
+    pub fn uid(&self) -> u32 {
+        self.status.effective_uid()
+    }
+
+    /// Whether it's selected by its own pid.
+    pub fn is_named(&self) -> bool {
+        self.by_pid == Some(self.pid())
+    }
+
+    /// The path of its executable, safe to print.
+    pub(super) fn exe_text(&self) -> String {
+        self.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default()
+    }
+
+    /// The name of its program.
+    pub(super) fn program(&self) -> Vec<u8> {
+        program_name(self.exe.as_deref(), &self.stat.comm)
+    }
+
+    /// Whether root alone can change its executable, and so its program's name.
+    pub(super) fn is_trusted(&self) -> bool {
+        self.exe.as_ref().is_some_and(|exe| exe.trust().is_ok())
+    }
+}
+
+#[cfg(test)]
+impl ProcessInfo {
+    /// This test's process, as if it had this command name and effective user, and no executable.
+    pub(crate) fn fixture(comm: &str, uid: u32, cgroup: Option<&str>) -> Self {
+        let own = Arc::new(Process::open(super::own_pid()).unwrap());
+        let mut info = Self::of(&own).unwrap();
+        info.stat.comm = comm.into();
+        info.name = comm.to_owned();
+        info.status.uids[1] = uid;
+        info.exe = None;
+        info.cgroups = Arc::new(CgroupInfo { path: cgroup.map(str::to_owned), ..CgroupInfo::default() });
+        info
+    }
+}

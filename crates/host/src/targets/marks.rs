@@ -1,0 +1,142 @@
+//! The marks on a target's memory: whether there are any, and which must go.
+
+use super::Target;
+use crate::judge::ProgramHistory;
+use crate::scope::exclude::Exclusion;
+use crate::unmark::{Marks, PendingUnmark};
+use pagefold_engine::keys::DomainKey;
+use pagefold_engine::units::{Bytes, Pages};
+use pagefold_inject::unmerge::{UnmergeError, Unmerged};
+use pagefold_procmem::maps::read_marked;
+use pagefold_procmem::process::ReadError;
+
+/// Marks that we've set, found and removed.
+#[derive(Debug, Default)]
+pub(super) struct MarkRecord {
+    /// Whether this run has marked some of its memory, or of its parent's before the fork.
+    pub(super) are_set: bool,
+    /// Whether we've removed all marks since.
+    are_cleared: bool,
+    /// Whether we've looked for marks of an earlier run.
+    are_sought: bool,
+}
+
+impl MarkRecord {
+    /// After an exec none of the marks is left.
+    pub(super) fn forget_program(&mut self) {
+        self.are_set = false;
+        self.are_cleared = false;
+    }
+}
+
+/// A request to unmerge a process.
+#[derive(Debug, Default)]
+pub(crate) struct UnmergeRequest {
+    /// What the last one has done.
+    pub(crate) done: Unmerged,
+    /// Whether the process is out of scope, and only a target until it's unmerged.
+    pub(crate) is_only_reason: bool,
+}
+
+impl Target {
+    /// Records that memory was marked; returns the program.
+    pub(crate) fn set_marked(&mut self) -> Option<u64> {
+        self.marks.are_set = true;
+        self.marks.are_cleared = false;
+        self.image()
+    }
+
+    /// Records that nothing is marked any more, and makes the next refresh judge the process again.
+    fn set_cleared(&mut self) {
+        self.marks.are_set = false;
+        self.marks.are_cleared = true;
+        self.check.expire();
+    }
+
+    /// Checks once whether a process that was there before the run has marks. An earlier run that merged its domain may
+    /// have set them. We merge nothing before they're gone. Marks that a process sets later are its own affair.
+    pub(super) fn find_marks(&mut self) -> Result<(), ReadError> {
+        if self.appeared_ns.is_some() || self.marks.are_sought || self.request.is_only_reason {
+            return Ok(());
+        }
+        let marked = self.read(|process| match read_marked(process) {
+            // We can't unmark it either.
+            Err(ReadError::Denied { .. }) => Ok(Vec::new()),
+            marked => marked,
+        })?;
+        self.marks.are_set |= !marked.is_empty();
+        self.marks.are_sought = true;
+        Ok(())
+    }
+
+    /// Whether it has marked memory although we merge another trust domain than its own, or than the one it was marked
+    /// in.
+    pub(crate) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
+        self.marks.are_set && (self.domain != merged || self.check.domain != merged)
+    }
+
+    /// The trust domain that the process was in when its memory was marked, if it was: by this run, or in its parent
+    /// before the fork.
+    pub(super) fn domain_when_marked(&mut self, image: u64, history: &ProgramHistory) -> Option<DomainKey> {
+        if self.marks.are_set {
+            return Some(self.domain);
+        }
+        if self.marks.are_cleared {
+            return None;
+        }
+        let domain = history.marked.get(&image).copied();
+        self.marks.are_set = domain.is_some();
+        domain
+    }
+
+    /// Unmarks the whole process, because this user asked for it.
+    pub(crate) fn unmerge(&mut self, by: u32) {
+        self.request.done = Unmerged::default();
+        self.pending = None;
+        self.request_unmark(Exclusion::KeptOut { by }, Marks::All);
+    }
+
+    /// Counts the work done for an unmerge request; `merged_kib` of the memory is still merged.
+    pub(crate) fn count_unmerged(&mut self, merged_kib: u64, unmarked: Pages, longest_stop_ns: u64) {
+        let Some(pending) = self.pending.as_mut().filter(|pending| pending.marks == Marks::All) else { return };
+        let before_kib = *pending.merged_kib.get_or_insert(merged_kib);
+        let done = &mut self.request.done;
+        done.given_back = Bytes(before_kib.saturating_sub(merged_kib).saturating_mul(1024));
+        done.unmarked = Bytes(done.unmarked.0 + unmarked.bytes().0);
+        done.longest_stop_ns = done.longest_stop_ns.max(longest_stop_ns);
+    }
+
+    /// Whether marks must go, and it's time for the next try.
+    pub(crate) fn unmark_is_due(&self, now_ns: u64) -> bool {
+        self.pending.as_ref().is_some_and(|pending| now_ns >= pending.next_ns)
+    }
+
+    /// Puts off the next try to remove marks.
+    pub(crate) fn put_off(&mut self, now_ns: u64, problem: UnmergeError) {
+        if let Some(pending) = &mut self.pending {
+            pending.put_off(now_ns, problem);
+        }
+    }
+
+    /// Lets us check soon whether the try under way to remove marks has ended.
+    pub(crate) fn wait(&mut self, now_ns: u64, problem: UnmergeError) {
+        if let Some(pending) = &mut self.pending {
+            pending.wait(now_ns, problem);
+        }
+    }
+
+    /// Records that we've removed all marks that had to go.
+    pub(crate) fn set_settled(&mut self) {
+        match self.pending.take() {
+            Some(pending) if pending.marks > Marks::Excluded => self.set_cleared(),
+            _ => self.set_changed(),
+        }
+    }
+
+    /// Records that marks must go.
+    pub(crate) fn request_unmark(&mut self, reason: Exclusion, marks: Marks) {
+        if self.pending.as_ref().is_none_or(|pending| marks > pending.marks) {
+            self.pending = Some(PendingUnmark::new(reason, marks));
+        }
+    }
+}

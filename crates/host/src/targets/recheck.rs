@@ -1,0 +1,340 @@
+//! Checks of a target: we read the facts that our verdict on a process rests on again every [`RECHECK_MIN_NS`].
+//!
+//! A process changes its user, executable, program and dumpable attribute only while it runs, and its CPU time shows us
+//! at little cost that it hasn't run. Others change its cgroup and the cgroup's attributes, so we read them each time.
+//! If a change excludes the process, or moves it to another trust domain, we unmark its memory before we mark anything
+//! else. After an exec we start from scratch.
+
+use super::Target;
+use crate::huge_mappings::HugeMappings;
+use crate::judge::{Judge, Verdict};
+use crate::scope::dumpable::{Dumpable, dumpable, would_ask};
+use crate::scope::exclude::{Exclusion, may_run_qemu};
+use crate::scope::exe::Exe;
+use crate::scope::opt_out::OptOut;
+use crate::scope::{CgroupInfo, ProcessInfo, cgroups_of, opt_out_qemu};
+use crate::unmark::Marks;
+use pagefold_engine::keys::{DomainKey, LineageKey};
+use pagefold_procmem::image::{AddressSpace, ProgramId, image_of};
+use pagefold_procmem::os::cpu::{own_cpu_ns, process_cpu_ns};
+use pagefold_procmem::process::{Process, ReadError};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Least time between two checks of a process, nanoseconds.
+const RECHECK_MIN_NS: u64 = 2_000_000_000;
+/// Checks may take 1/`RECHECK_SHARE` of the time: with some hundred processes we check each less often, but still every
+/// `RECHECK_NS` as long as checks take no more than 1/`RECHECK_MOST_SHARE`.
+const RECHECK_SHARE: u64 = 500;
+const RECHECK_NS: u64 = 10_000_000_000;
+const RECHECK_MOST_SHARE: u64 = 100;
+/// The most that we count for one check, nanoseconds, so that no process can make its own checks rare. Most take 30 to
+/// 150 us.
+const RECHECK_COST_MOST_NS: u64 = 200_000;
+
+/// What we knew at the last check.
+#[derive(Debug, Default)]
+pub(super) struct LastCheck {
+    /// Absent before our first check of a program.
+    program: Option<CheckedProgram>,
+    /// The program's address space: after an exec it's gone.
+    space: Option<AddressSpace>,
+    next_ns: u64,
+    /// Why we leave the process as a whole alone.
+    excluded: Option<Exclusion>,
+    /// The trust domain then. The target's own doesn't change while memory is marked.
+    pub(super) domain: DomainKey,
+    /// Opt-outs that don't count, and the ones among them that we haven't reported yet.
+    overridden: Vec<OptOut>,
+    unreported: Vec<OptOut>,
+}
+
+#[derive(Debug)]
+struct CheckedProgram {
+    image: u64,
+    /// CPU time before the check. `None`: the next check judges the process even if it hasn't run.
+    cpu_ns: Option<u64>,
+    command_line: CommandLine,
+    /// Whether we asked the process itself if it's dumpable, possibly before it last ran.
+    was_asked: bool,
+}
+
+/// What we found on a program's command line.
+#[derive(Clone, Copy, Debug)]
+enum CommandLine {
+    /// We didn't look.
+    Unread,
+    /// An opt-out, or none.
+    Read(Option<&'static str>),
+}
+
+/// What a check reads of a process.
+struct ProgramReading {
+    info: ProcessInfo,
+    dumpable: Dumpable,
+    image: u64,
+    /// A process that we must not read has none.
+    space: Option<AddressSpace>,
+    command_line: CommandLine,
+}
+
+impl ProgramReading {
+    /// May block on the process. `known` is the program and the command line that we read last.
+    fn of(process: &Arc<Process>, known: Option<(u64, CommandLine)>) -> Result<Self, ReadError> {
+        let space = AddressSpace::of(process).ok();
+        let info = ProcessInfo::of(process)?;
+        let dumpable = dumpable(&info)?;
+        let image = match image_of(process) {
+            Err(ReadError::Denied { .. }) => 0,
+            other => other?,
+        };
+        let command_line = match known {
+            // A command line belongs to one execution of a program.
+            Some((of, CommandLine::Read(option))) if of == image && image != 0 => CommandLine::Read(option),
+            _ if may_run_qemu(&info) => CommandLine::Read(opt_out_qemu::of_process(process)?),
+            _ => CommandLine::Unread,
+        };
+        Ok(Self { info, dumpable, image, space, command_line })
+    }
+}
+
+impl LastCheck {
+    /// Makes the next refresh check the process, and judge it even if it hasn't run.
+    pub(super) fn expire(&mut self) {
+        self.next_ns = 0;
+        if let Some(program) = &mut self.program {
+            program.cpu_ns = None;
+        }
+    }
+
+    fn set_overridden(&mut self, overridden: Vec<OptOut>) {
+        if self.overridden != overridden {
+            self.unreported.clone_from(&overridden);
+            self.overridden = overridden;
+        }
+    }
+}
+
+/// The time between two checks of a process, if checking all processes takes `all_ns`.
+fn recheck_ns(all_ns: u64) -> u64 {
+    (all_ns * RECHECK_SHARE).clamp(RECHECK_MIN_NS, RECHECK_NS).max(all_ns * RECHECK_MOST_SHARE)
+}
+
+impl Target {
+    /// The cgroups that can limit its memory: the mount point and the directory in each hierarchy.
+    pub(crate) fn limiting(&self) -> &[(PathBuf, PathBuf)] {
+        if self.check.program.is_some() { &self.info.cgroups.limiting } else { &[] }
+    }
+
+    /// Makes the next refresh check the process and judge it again.
+    pub fn judge_again(&mut self) {
+        self.check.expire();
+        self.invalidate();
+    }
+
+    /// The processes that share memory with it by fork: they run the same program, since the same exec.
+    pub(crate) fn lineage(&self) -> LineageKey {
+        match self.image() {
+            Some(image) if image != 0 => LineageKey(image),
+            _ => LineageKey(self.owner.0.into()),
+        }
+    }
+
+    /// The program as of the last check.
+    pub(crate) fn image(&self) -> Option<u64> {
+        self.check.program.as_ref().map(|program| program.image)
+    }
+
+    /// The program that our verdict is about; `None` before the first check.
+    pub(crate) fn program(&self) -> Option<ProgramId> {
+        let exe = self.info.exe.as_ref().and_then(Exe::id);
+        Some(ProgramId { image: self.image()?, exe, uid: self.info.uid() })
+    }
+
+    /// The address space of that program.
+    pub(crate) fn space(&self) -> Option<&AddressSpace> {
+        self.check.space.as_ref()
+    }
+
+    pub(super) fn check_is_due(&self, now_ns: u64) -> bool {
+        now_ns >= self.check.next_ns
+    }
+
+    /// Whether we leave the process as a whole alone.
+    pub(crate) fn is_excluded(&self) -> bool {
+        self.check.excluded.is_some()
+    }
+
+    /// Shows the reason if we leave the process as a whole alone. Returns whether another reason was shown until now.
+    pub(super) fn show_excluded(&mut self) -> bool {
+        let is_news = self.is_excluded() && self.exclusion != self.check.excluded;
+        if is_news {
+            self.exclusion.clone_from(&self.check.excluded);
+        }
+        is_news
+    }
+
+    /// Forgets everything if the process runs another program than at the last check; returns whether it does.
+    pub(crate) fn notice_exec(&mut self) -> bool {
+        let has_executed = self.runs_another_program();
+        if has_executed {
+            self.forget_program();
+        }
+        has_executed
+    }
+
+    pub(super) fn runs_another_program(&self) -> bool {
+        self.space().is_some_and(|space| !space.exists())
+    }
+
+    fn forget_program(&mut self) {
+        self.check = LastCheck::default();
+        self.marks.forget_program();
+        self.pending = None;
+        self.huge = HugeMappings::default();
+        self.info.exe = None;
+        self.forget_memory();
+    }
+
+    /// Checks the process, and judges it if anything may have changed. Returns whether anything has.
+    pub(crate) fn recheck(&mut self, now_ns: u64, processes: u64, judge: &mut Judge<'_>) -> Result<bool, ReadError> {
+        let before_ns = own_cpu_ns();
+        let changed = self.recheck_now(judge);
+        let spent_ns = (own_cpu_ns() - before_ns).min(RECHECK_COST_MOST_NS);
+        self.check.next_ns = now_ns + recheck_ns(spent_ns * processes);
+        changed
+    }
+
+    fn recheck_now(&mut self, judge: &mut Judge<'_>) -> Result<bool, ReadError> {
+        let cgroups = judge.cgroup_info(cgroups_of(&self.info.process)?);
+        let cpu_ns = process_cpu_ns(self.info.pid());
+        if !self.may_have_changed(&cgroups, cpu_ns) {
+            return Ok(false);
+        }
+        let known = self.check.program.as_ref().map(|program| (program.image, program.command_line));
+        let mut reading = self.read(move |process| ProgramReading::of(process, known))?;
+        reading.info.cgroups = cgroups;
+        reading.info.by_pid = self.info.by_pid;
+        let mut changed = self.notice_other_program(&mut reading);
+        if let Some(exe) = &reading.info.exe {
+            let _ = exe.trust();
+        }
+        let former = self.domain_when_marked(reading.image, judge.history);
+        let option = match reading.command_line {
+            CommandLine::Read(option) => option,
+            CommandLine::Unread => None,
+        };
+        let is_new = self.check.program.is_none();
+        let verdict = judge.judge(&mut reading.info, reading.dumpable, option, is_new);
+        if judge.merges_another(verdict.domain) {
+            self.find_marks()?;
+        }
+        self.check.program = Some(CheckedProgram {
+            image: reading.image,
+            cpu_ns,
+            command_line: reading.command_line,
+            was_asked: reading.dumpable == Dumpable::Unknown,
+        });
+        self.info = reading.info;
+        changed |= self.adopt_verdict(verdict, former);
+        Ok(changed)
+    }
+
+    /// Whether the last verdict may no longer hold: the process has run, somebody has changed its cgroups, or we must ask
+    /// it again.
+    fn may_have_changed(&self, cgroups: &CgroupInfo, cpu_ns: Option<u64>) -> bool {
+        let Some(program) = &self.check.program else { return true };
+        let has_run = program.cpu_ns.is_none() || program.cpu_ns != cpu_ns;
+        let may_pass = self.check.excluded.as_ref().is_some_and(Exclusion::may_pass);
+        has_run || may_pass || *self.info.cgroups != *cgroups || program.was_asked && would_ask(&self.info.process)
+    }
+
+    /// If the process has begun to run another program, forgets the last one and returns true. Otherwise we go on with
+    /// its executable: when we first saw it we found out whether it's trusted, and it may have been replaced since.
+    fn notice_other_program(&mut self, reading: &mut ProgramReading) -> bool {
+        let id = self.info.exe.as_ref().and_then(Exe::id);
+        let is_same_file = id == reading.info.exe.as_ref().and_then(Exe::id);
+        let is_another = self.image().is_some_and(|image| image != reading.image || !is_same_file);
+        if is_another {
+            self.forget_program();
+        } else {
+            if is_same_file && self.info.exe.is_some() {
+                reading.info.exe.clone_from(&self.info.exe);
+            }
+            if self.check.program.is_some() && self.info.status.locked_kib != reading.info.status.locked_kib {
+                self.set_changed();
+            }
+        }
+        if let Some(space) = reading.space.take() {
+            self.check.space = Some(space);
+        }
+        is_another
+    }
+
+    /// Adopts a verdict. `former` is the domain that its memory was marked in. Returns whether anything has changed.
+    fn adopt_verdict(&mut self, verdict: Verdict, former: Option<DomainKey>) -> bool {
+        let Verdict { domain, domain_name, mut excluded, overridden, group, notes } = verdict;
+        let mut changed = self.group != group;
+        self.group = group;
+        self.notes = notes;
+        self.check.domain = domain;
+        let has_moved = former.is_some_and(|former| former != domain);
+        if has_moved && excluded.is_none() {
+            excluded = Some(Exclusion::MovedDomain { to: domain_name });
+        }
+        if !has_moved && self.domain != domain {
+            self.domain = domain;
+            self.forget_memory();
+            changed = true;
+        } else if let Some(former) = former {
+            self.domain = former;
+        }
+        self.check.set_overridden(if excluded.is_none() { overridden } else { Vec::new() });
+        self.exclude(excluded) || changed
+    }
+
+    /// Leaves the process as a whole alone, or stops doing so. Returns whether that changed anything.
+    fn exclude(&mut self, excluded: Option<Exclusion>) -> bool {
+        let is_new = self.check.excluded != excluded;
+        match &excluded {
+            Some(reason) => {
+                self.leave_alone(reason.clone());
+                if is_new {
+                    self.forget_survey();
+                }
+                let marks = if matches!(reason, Exclusion::KeptOut { .. }) { Marks::All } else { Marks::Mappings };
+                // We don't know about marks of an earlier run or of the process itself.
+                let may_be_marked = self.marks.are_set || is_new && marks == Marks::All;
+                if reason.withdraws_marks() && may_be_marked {
+                    self.request_unmark(reason.clone(), marks);
+                }
+            }
+            None if is_new => {
+                // The survey finds the kept regions again.
+                self.exclusion = None;
+                self.invalidate();
+                self.pending = self.pending.take().filter(|pending| pending.reason == Exclusion::OtherProgram);
+            }
+            None => {}
+        }
+        self.check.excluded = excluded;
+        is_new
+    }
+
+    /// The overridden opt-outs of the process, each once.
+    pub(crate) fn take_overridden(&mut self) -> Vec<OptOut> {
+        std::mem::take(&mut self.check.unreported)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checks_of_many_processes_become_rarer_but_not_rarer_than_they_must() {
+        let of = |processes: u64, us: u64| recheck_ns(processes * us * 1_000) / 1_000_000;
+        assert_eq!([of(1, 80), of(50, 80)], [2_000, 2_000]);
+        assert_eq!([of(128, 80), of(1_000, 80), of(2_000, 80)], [5_120, 10_000, 16_000]);
+    }
+}

@@ -1,0 +1,343 @@
+//! Surveys of a target's mappings: when one is due, and what changes by its result.
+//!
+//! Only smaps shows the flags of mappings and their anonymous pages, and it walks the page tables: some 10 ns per
+//! present page. So we read it only when something cheaper shows a change: statm (1 us through the open file), whose
+//! sizes change with nearly every mapping that is created, removed or grows, and from time to time maps (some 20 us),
+//! which shows the rest. Each of the three gets its share of a core, for all processes together.
+//!
+//! If a program sets flags on a whole mapping, neither statm nor maps changes. But the program has to run for it, and
+//! its CPU time tells us: we survey a process that has run again after a while, whatever else shows.
+
+use super::Target;
+use crate::churn::ChurnDetector;
+use crate::regions::{List, follow, stretches};
+use crate::scope::exclude::{Exclusion, withdrawal};
+use crate::unmark::Marks;
+use pagefold_engine::keys::RegionKey;
+use pagefold_procmem::maps::{VmaDetail, read_smaps};
+use pagefold_procmem::os::abandonable::{Job, PATIENCE, advance};
+use pagefold_procmem::os::cpu::{own_cpu_ns, process_cpu_ns, thread_cpu_ns};
+use pagefold_procmem::pagemap::Pagemap;
+use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::statm::Sizes;
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+
+/// We count resident pages again if their number has changed by at least this, pages.
+const RSS_CHANGE_PAGES: u64 = 256;
+/// Surveys after changes may take 1/`CHANGE_SHARE` of the time, for all processes together.
+const CHANGE_SHARE: u64 = 100;
+/// The same if only the number of resident pages has changed a little, or we leave the process alone.
+const DRIFT_SHARE: u64 = 3_333;
+/// The same for checks of the list of mappings.
+const MAPS_SHARE: u64 = 10_000;
+/// Shortest time between checks of the list of mappings, nanoseconds.
+pub(super) const MAPS_MIN_NS: u64 = 1_000_000_000;
+/// If a process has run we survey its mappings again after this time for changed flags, nanoseconds. These surveys may
+/// take 1/`FLAGS_SHARE` of the time if something is marked in it, otherwise 1/`UNMARKED_FLAGS_SHARE`: with the first
+/// mark a postponed survey becomes due.
+pub(super) const FLAGS_NS: u64 = 10_000_000_000;
+const FLAGS_SHARE: u64 = 1_000;
+const UNMARKED_FLAGS_SHARE: u64 = 20_000;
+/// The same for any process, because another one may register its memory with userfaultfd, nanoseconds.
+const FLAGS_MAX_NS: u64 = 300_000_000_000;
+
+/// For this many mappings left alone we keep the reason.
+const LEFT_OUT_MOST: usize = 256;
+
+/// The surveys of a process, and the sizes that tell us when one is due.
+#[derive(Debug, Default)]
+pub(super) struct Surveys {
+    statm: Option<File>,
+    /// Pages mapped at the last refresh.
+    pub(super) mapped: u64,
+    /// Whether there has been one.
+    pub(super) are_known: bool,
+    pub(super) last: Option<LastSurvey>,
+    /// Since then, the address space was at some time smaller by this many pages.
+    dipped: u64,
+    /// One that hasn't ended yet.
+    pub(super) running: Option<RunningSurvey>,
+    /// The mappings that the last one found, until somebody takes them.
+    list: Option<List>,
+    churn: ChurnDetector,
+}
+
+#[derive(Debug)]
+pub(super) struct RunningSurvey {
+    pub(super) job: Job<Result<Listing, ReadError>>,
+    start: SurveyStart,
+}
+
+/// What we knew when a survey began.
+#[derive(Clone, Copy, Debug)]
+struct SurveyStart {
+    at_ns: u64,
+    /// The process's CPU time.
+    cpu_ns: Option<u64>,
+    sizes: Sizes,
+}
+
+/// What a survey reads.
+#[derive(Debug)]
+pub(super) struct Listing {
+    /// Hash of the list of mappings.
+    maps: u64,
+    details: Result<Vec<VmaDetail>, ReadError>,
+    cost_ns: u64,
+}
+
+/// The state at the last survey, to compare later states with.
+#[derive(Debug)]
+pub(super) struct LastSurvey {
+    start: SurveyStart,
+    /// CPU time of the survey.
+    cost_ns: u64,
+    /// Hash of the list of mappings.
+    maps: u64,
+    /// Whether the mappings have changed since.
+    has_changed: bool,
+    pub(super) next_maps_ns: u64,
+}
+
+impl Listing {
+    fn of(process: &Process) -> Result<Self, ReadError> {
+        let before_ns = thread_cpu_ns();
+        // Recent kernels read the list of mappings without the mmap lock. This read takes it, as the survey and the
+        // injector do, so we find a locked map here. The survey reports other errors.
+        let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
+        let maps = maps_hash(process)?;
+        let details = read_smaps(process);
+        Ok(Self { maps, details, cost_ns: thread_cpu_ns() - before_ns })
+    }
+}
+
+impl LastSurvey {
+    /// Whether the share of the time allows the next one: the less has changed, the less time it may take.
+    fn is_due(&self, now_ns: u64, processes: u64, sizes: &Sizes, target: &Target) -> bool {
+        let before = self.start.sizes;
+        let drift = sizes.resident.abs_diff(before.resident);
+        let all_cost_ns = self.cost_ns * processes;
+        if self.has_changed || drift > RSS_CHANGE_PAGES.max(before.resident / 8) {
+            return now_ns >= self.start.at_ns + all_cost_ns * CHANGE_SHARE;
+        }
+        if target.exclusion.is_some() || drift > RSS_CHANGE_PAGES.max(before.resident / 64) {
+            return now_ns >= self.start.at_ns + all_cost_ns * DRIFT_SHARE;
+        }
+        let share = if target.marks.are_set { FLAGS_SHARE } else { UNMARKED_FLAGS_SHARE };
+        if now_ns < self.start.at_ns + (all_cost_ns * share).max(FLAGS_NS) {
+            return false;
+        }
+        now_ns >= self.start.at_ns + FLAGS_MAX_NS
+            || self.start.cpu_ns.is_none()
+            || self.start.cpu_ns != process_cpu_ns(target.info.pid())
+    }
+}
+
+impl Target {
+    /// Whether the process maps and unmaps all the time.
+    pub(super) fn is_churning(&mut self, now_ns: u64, mapped: u64) -> Result<bool, ReadError> {
+        let mut churn = std::mem::take(&mut self.surveys.churn);
+        let is_churning = churn.check(now_ns, mapped, || Ok(self.sizes()?.mapped));
+        self.surveys.churn = churn;
+        is_churning
+    }
+
+    /// Surveys the mappings. Returns whether we've learned anything new.
+    pub(super) fn survey(
+        &mut self,
+        now_ns: u64,
+        sizes: Sizes,
+        new_key: impl FnMut() -> RegionKey,
+    ) -> Result<bool, ReadError> {
+        self.admit()?;
+        let start = SurveyStart { at_ns: now_ns, cpu_ns: process_cpu_ns(self.info.pid()), sizes };
+        let process = self.info.process.clone();
+        // Surveying a large process takes long. We adopt the result later.
+        match Job::start(move || Listing::of(&process)).wait(PATIENCE) {
+            Ok(listing) => self.adopt_survey(listing, start, new_key),
+            Err(job) => self.keep_surveying(job, start).map(|()| false),
+        }
+    }
+
+    /// Adopts the result of a survey that was still under way. `None` if there is none, or it still is.
+    pub(super) fn poll_survey(&mut self, new_key: impl FnMut() -> RegionKey) -> Option<Result<bool, ReadError>> {
+        let RunningSurvey { job, start } = self.surveys.running.take()?;
+        match job.poll() {
+            Ok(listing) => Some(self.adopt_survey(listing, start, new_key)),
+            Err(job) => {
+                let _ = self.keep_surveying(job, start);
+                None
+            }
+        }
+    }
+
+    /// Leaves a survey running in its own thread.
+    fn keep_surveying(&mut self, job: Job<Result<Listing, ReadError>>, start: SurveyStart) -> Result<(), ReadError> {
+        if job.pending.is_over() {
+            // It has failed.
+            return Err(self.locked());
+        }
+        self.leave(&job.pending);
+        self.surveys.running = Some(RunningSurvey { job, start });
+        Ok(())
+    }
+
+    /// Adopts the result of a survey. Returns whether we've learned anything new.
+    fn adopt_survey(
+        &mut self,
+        listing: Result<Listing, ReadError>,
+        start: SurveyStart,
+        new_key: impl FnMut() -> RegionKey,
+    ) -> Result<bool, ReadError> {
+        let Listing { maps, details, cost_ns } = listing?;
+        self.surveys.are_known = true;
+        let last = self.surveys.last.as_ref();
+        let has_regrown = last.is_none_or(|last| start.sizes.mapped >= last.start.sizes.mapped);
+        let dipped = std::mem::take(&mut self.surveys.dipped);
+        self.surveys.list = match (&details, self.program()) {
+            (Ok(details), Some(program)) => Some(List::of(details, program, start.at_ns, cost_ns)),
+            _ => None,
+        };
+        let changed = self.follow_regions(details, if has_regrown { dipped } else { 0 }, new_key)?;
+        let next_maps_ns = start.at_ns + MAPS_MIN_NS;
+        self.surveys.last = Some(LastSurvey { start, cost_ns, maps, has_changed: false, next_maps_ns });
+        Ok(changed)
+    }
+
+    /// Whether the mappings have changed and the share of the time allows a survey.
+    pub(super) fn survey_is_due(&mut self, now_ns: u64, processes: u64, sizes: &Sizes) -> Result<bool, ReadError> {
+        if let Some(last) = &mut self.surveys.last {
+            let before = last.start.sizes;
+            self.surveys.dipped = self.surveys.dipped.max(before.mapped.saturating_sub(sizes.mapped));
+            last.has_changed |= sizes.mapped != before.mapped || sizes.data != before.data;
+            if !last.has_changed && now_ns >= last.next_maps_ns {
+                self.check_maps(now_ns, processes)?;
+            }
+        }
+        let Some(last) = &self.surveys.last else { return Ok(true) };
+        Ok(last.is_due(now_ns, processes, sizes, self))
+    }
+
+    /// Checks the list of mappings.
+    fn check_maps(&mut self, now_ns: u64, processes: u64) -> Result<(), ReadError> {
+        let before_ns = own_cpu_ns();
+        let maps = self.read(|process| maps_hash(process))?;
+        let spent_ns = own_cpu_ns() - before_ns;
+        if let Some(last) = &mut self.surveys.last {
+            last.has_changed = maps != last.maps;
+            last.next_maps_ns = now_ns + (spent_ns * processes * MAPS_SHARE).max(MAPS_MIN_NS);
+        }
+        Ok(())
+    }
+
+    /// Updates the regions; returns whether they've changed. The process has unmapped `replaced` pages and mapped them
+    /// again since the last survey: regions of about this size get new keys, even at the same address.
+    fn follow_regions(
+        &mut self,
+        details: Result<Vec<VmaDetail>, ReadError>,
+        replaced: u64,
+        mut new_key: impl FnMut() -> RegionKey,
+    ) -> Result<bool, ReadError> {
+        let former_exclusion = self.exclusion.take();
+        let former_left_out = std::mem::take(&mut self.left_out);
+        let details = match details {
+            Ok(details) => details,
+            Err(ReadError::TooMany { most, .. }) => {
+                // We don't know the flags of all of them, so none of its marks may stay.
+                let why = Exclusion::TooManyMappings { most };
+                if self.marks.are_set {
+                    self.request_unmark(why.clone(), Marks::Mappings);
+                }
+                let had_regions = !std::mem::take(&mut self.regions).is_empty();
+                let is_new = former_exclusion.as_ref() != Some(&why);
+                self.exclusion = Some(why);
+                return Ok(had_regions || is_new);
+            }
+            Err(error) => return Err(error),
+        };
+        let path = self.info.exe.as_deref();
+        let exe = path.and_then(|exe| exe.file_name()).map_or(&b""[..], |name| name.as_encoded_bytes());
+        let mut program = DefaultHasher::new();
+        path.hash(&mut program);
+        let left_out = &mut self.left_out;
+        let found = stretches(&details, exe, program.finish(), |detail, exclusion| {
+            if exclusion != Exclusion::NothingAnonymous && left_out.len() < LEFT_OUT_MOST {
+                left_out.push((detail.vma.start, detail.anonymous_kib, exclusion));
+            }
+        });
+        let former = std::mem::take(&mut self.regions);
+        self.regions = follow(&former, found, &mut new_key);
+        let sizes = replaced.max(1)..=2 * replaced;
+        for tracked in &mut self.regions {
+            if sizes.contains(&tracked.stretch.pages.0) {
+                tracked.key = new_key();
+            }
+        }
+        if self.marks.are_set {
+            if let Some(reason) = details.iter().find_map(withdrawal) {
+                self.request_unmark(reason, Marks::Excluded);
+            }
+        }
+        Ok(former_exclusion.is_some() || former_left_out != self.left_out || former != self.regions)
+    }
+
+    /// Forgets the last survey, and one that is under way.
+    pub(super) fn forget_survey(&mut self) {
+        self.left_out.clear();
+        self.surveys.running = None;
+        self.invalidate();
+    }
+
+    /// Makes the next refresh survey the mappings whether or not they have changed.
+    pub fn invalidate(&mut self) {
+        self.surveys.last = None;
+    }
+
+    /// The same, but only once the share of the time allows.
+    pub(crate) fn set_changed(&mut self) {
+        if let Some(last) = &mut self.surveys.last {
+            last.has_changed = true;
+        }
+    }
+
+    /// The mappings that the last survey found. You can take them once.
+    pub(crate) fn take_list(&mut self) -> Option<List> {
+        self.surveys.list.take()
+    }
+
+    /// When the last survey began, if it still holds.
+    pub(crate) fn surveyed_ns(&self) -> Option<u64> {
+        self.surveys.last.as_ref().map(|last| last.start.at_ns)
+    }
+
+    pub(super) fn sizes(&mut self) -> Result<Sizes, ReadError> {
+        let process = &self.info.process;
+        let statm = match &mut self.surveys.statm {
+            Some(statm) => statm,
+            none => none.insert(process.open_file("statm")?),
+        };
+        process.fault("statm")?;
+        let mut buffer = [0; 256];
+        let length =
+            statm.read_at(&mut buffer, 0).map_err(|error| ReadError::from_io(process.pid(), "statm", error))?;
+        Sizes::parse(&buffer[..length]).map_err(|what| process.malformed("statm", what))
+    }
+}
+
+fn maps_hash(process: &Process) -> Result<u64, ReadError> {
+    let mut maps = DefaultHasher::new();
+    let mut file = process.open_file("maps")?;
+    let mut buffer = vec![0; 16 << 10];
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => return Ok(maps.finish()),
+            Ok(read) => maps.write(&buffer[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(ReadError::from_io(process.pid(), "maps", error)),
+        }
+        advance();
+    }
+}
