@@ -115,21 +115,22 @@ impl<'a> Judge<'a> {
         info.selected_by = self.selection.selected_by(info);
         let rules = &mut *self.rules;
         let mut notes = Vec::new();
-        let mut excluded = None;
-        let mut kept_out_note = None;
-        if let Some((by, selector)) = rules.kept_out.verdict(info, is_new, &rules.roots) {
-            excluded = Some(Exclusion::KeptOut { by });
-            kept_out_note = Some(format!("Kept out by request: pagefold include {selector} lets it in again."));
-        }
+        let kept_out = rules.kept_out.verdict(info, is_new, &rules.roots);
         let opt_outs = judge_opt_outs(info, option, &rules.deny);
         let domain_name = rules.domain_rules.domain_of(info, &mut notes);
         let domain = rules.domains.assign(&domain_name);
-        let excluded = excluded
-            .or(opt_outs.excluding.map(Exclusion::OptedOut))
-            .or_else(|| info.selected_by.is_none().then_some(Exclusion::OutOfScope))
-            .or_else(|| rules.domains.excludes(domain, rules.merged))
+        let excluded = if let Some((by, _)) = kept_out {
+            Some(Exclusion::KeptOut { by })
+        } else if let Some(opt_out) = opt_outs.excluding {
+            Some(Exclusion::OptedOut(opt_out))
+        } else if info.selected_by.is_none() {
+            Some(Exclusion::OutOfScope)
+        } else if let Some(other_domain) = rules.domains.excludes(domain, rules.merged) {
+            Some(other_domain)
+        } else {
             // Last, because this may stop the process.
-            .or_else(|| exclusion_of(info, dumpable, &rules.deny));
+            exclusion_of(info, dumpable, &rules.deny)
+        };
         let group = first_match(&rules.groups, info, "the limits of", &mut notes);
         if let Some(group) = group {
             notes.push(format!("The limits of {} apply to it.", printable(rules.groups[group].name.as_bytes())));
@@ -137,8 +138,10 @@ impl<'a> Judge<'a> {
         for opt_out in &opt_outs.overridden {
             notes.push(format!("overridden: {opt_out}"));
         }
-        notes.extend(kept_out_note);
-        let group = group.and_then(|group| u16::try_from(group).ok()).map(GroupKey);
+        if let Some((_, selector)) = kept_out {
+            notes.push(format!("Kept out by request: pagefold include {selector} lets it in again."));
+        }
+        let group = group.and_then(|group| Some(GroupKey(u16::try_from(group).ok()?)));
         Verdict { domain, domain_name, excluded, overridden: opt_outs.overridden, group, notes }
     }
 }

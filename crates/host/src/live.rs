@@ -24,7 +24,7 @@ use self::refresh::{Discovery, RegionList, Schedule};
 use self::requesting::Requesting;
 use self::withdrawing::Withdrawing;
 use crate::judge::{ProgramHistory, ScopeRules};
-use crate::sampling::{CountedProcess, HashMode, RegionRead, RegionRuns, SamplingJob, sample};
+use crate::sampling::{CountedProcess, HashMode, RegionRead, SamplingJob, sample};
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DEFAULT, DomainRules};
 use crate::scope::kept_out::KeptOut;
@@ -229,7 +229,10 @@ impl LiveHost {
 
     /// How often we started the injector again.
     pub fn injector_restarts(&self) -> u32 {
-        self.actuator.as_ref().map_or(0, Actuator::restarts)
+        match &self.actuator {
+            Some(actuator) => actuator.restarts,
+            None => 0,
+        }
     }
 
     /// The directory of the cgroup that has a limit.
@@ -346,15 +349,28 @@ impl LiveHost {
     }
 
     /// Groups runs by region, leaving out processes whose reads don't return.
-    fn pieces<'a>(&'a self, runs: &'a [PageRun]) -> Vec<(RegionRuns, &'a Target)> {
-        let mut pieces = Vec::new();
+    fn region_reads(&self, runs: &[PageRun], plan: &SamplePlan) -> Vec<RegionRead> {
+        let by_marks = self.mechanism() == Mechanism::Ksmd;
+        let mut reads = Vec::new();
         for same_region in runs.chunk_by(|a, b| a.region == b.region) {
             let region = same_region[0].region;
-            let Some(target) = self.target_of(region).filter(|target| target.may_be_read()) else { continue };
+            let target = match self.target_of(region) {
+                Some(target) if target.may_be_read() => target,
+                _ => continue,
+            };
+            let mut how = ReadHow { contents: Contents::Merged, ..ReadHow::default() };
+            if plan.forked.contains(&region) {
+                how.contents = Contents::All;
+            }
+            how.activity = plan.activity.contains(&region);
+            if let Some(tracked) = target.regions.iter().find(|tracked| tracked.key == region) {
+                how.huge = tracked.stretch.huge;
+                how.unmarked = by_marks && tracked.stretch.marked == Pages(0);
+            }
             let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
-            pieces.push((RegionRuns { region, process: target.info.process.clone(), runs }, target));
+            reads.push(RegionRead { region, process: target.info.process.clone(), runs, how });
         }
-        pieces
+        reads
     }
 
     /// The processes that may have merged zeros, if there are any. A mapping whose pages are all merged zeros holds no
@@ -387,25 +403,10 @@ impl LiveHost {
 
     /// The job that reads the pages of a plan.
     fn sampling_job(&self, plan: &SamplePlan) -> SamplingJob {
-        let by_marks = self.mechanism() == Mechanism::Ksmd;
-        let mut reads = Vec::new();
-        for (piece, target) in self.pieces(&plan.runs) {
-            let mut how = ReadHow { contents: Contents::Merged, ..ReadHow::default() };
-            if plan.forked.contains(&piece.region) {
-                how.contents = Contents::All;
-            }
-            how.activity = plan.activity.contains(&piece.region);
-            if let Some(tracked) = target.regions.iter().find(|tracked| tracked.key == piece.region) {
-                how.huge = tracked.stretch.huge;
-                how.unmarked = by_marks && tracked.stretch.marked == Pages(0);
-            }
-            reads.push(RegionRead { piece, how });
-        }
-        let looks = self.pieces(&plan.inspect).into_iter().map(|(piece, _)| piece).collect();
         SamplingJob {
-            reads,
-            looks,
-            charged_to: plan.charged_to.and_then(|key| self.limits.name(key)).map(Path::to_owned),
+            reads: self.region_reads(&plan.runs, plan),
+            looks: self.region_reads(&plan.inspect, plan),
+            charged_to: plan.charged_to.and_then(|key| Some(self.limits.name(key)?.to_owned())),
             count: plan.count.then(|| self.may_have_zeros()),
             hash_mode: self.hash_mode(plan),
             topology: self.placing.topology.clone(),
@@ -413,21 +414,19 @@ impl LiveHost {
     }
 
     fn stand_down(&mut self, why: String) {
-        if self.actuator.as_mut().is_some_and(Actuator::stand_down) {
-            self.events.push(Event::StoodDown { why });
+        if let Some(actuator) = &mut self.actuator {
+            if !std::mem::replace(&mut actuator.has_stood_down, true) {
+                self.events.push(Event::StoodDown { why });
+            }
         }
     }
 
-    /// Whether we drive KSM, and whether ksmd is still carrying out our last order.
     fn check_lease(&mut self) -> KsmControl {
-        match self.actuator.as_ref().map(Actuator::check_lease) {
-            None => KsmControl::default(),
-            Some(Ok(control)) => control,
-            Some(Err(why)) => {
-                self.stand_down(why);
-                KsmControl::default()
-            }
-        }
+        let Some(actuator) = &self.actuator else { return KsmControl::default() };
+        actuator.check_lease().unwrap_or_else(|why| {
+            self.stand_down(why);
+            KsmControl::default()
+        })
     }
 }
 
@@ -492,7 +491,7 @@ impl Host for LiveHost {
 
     fn apply(&mut self, actions: &Actions) -> Result<Outcome, LiveError> {
         let mut outcome = std::mem::take(&mut self.withdrawing.outcome);
-        if self.actuator.as_ref().is_some_and(Actuator::has_stood_down) {
+        if matches!(&self.actuator, Some(Actuator { has_stood_down: true, .. })) {
             outcome.marked = marking::all_busy(&actions.mark);
             outcome.unmarked.extend(marking::all_busy(&actions.unmark));
             outcome.merges.extend(actions.merge.iter().map(requesting::untried));
@@ -506,7 +505,7 @@ impl Host for LiveHost {
         if let Some(actuator) = &self.actuator {
             // Merging on request leaves KSM's knobs alone.
             if self.mechanism() == Mechanism::Ksmd {
-                actuator.order(actions.scan);
+                actuator.controller.order(actions.scan);
             }
             if !actions.moves.is_empty() {
                 let before_ns = own_cpu_ns();

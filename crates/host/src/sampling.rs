@@ -19,16 +19,10 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 /// Pages of one region.
 #[derive(Debug)]
-pub(crate) struct RegionRuns {
+pub(crate) struct RegionRead {
     pub(crate) region: RegionKey,
     pub(crate) process: Arc<Process>,
     pub(crate) runs: Vec<(Vpn, u32)>,
-}
-
-/// Pages of one region to sample.
-#[derive(Debug)]
-pub(crate) struct RegionRead {
-    pub(crate) piece: RegionRuns,
     pub(crate) how: ReadHow,
 }
 
@@ -43,9 +37,10 @@ pub(crate) struct CountedProcess {
 /// The pages to read.
 #[derive(Debug)]
 pub(crate) struct SamplingJob {
+    /// Pages to sample.
     pub(crate) reads: Vec<RegionRead>,
     /// Pages to search for merged frames.
-    pub(crate) looks: Vec<RegionRuns>,
+    pub(crate) looks: Vec<RegionRead>,
     /// The directory of a cgroup: we look up whether these frames are charged to it.
     pub(crate) charged_to: Option<PathBuf>,
     /// The processes whose merged zeros we count, if we count savings.
@@ -69,7 +64,7 @@ impl HashMode {
     fn visit_runs(
         &self,
         reader: &mut PageReader,
-        RegionRead { piece: RegionRuns { process, runs, .. }, how }: &RegionRead,
+        RegionRead { process, runs, how, .. }: &RegionRead,
         mut visit: impl FnMut(PageView<'_>, Digest),
     ) -> Result<(), ReadError> {
         match self {
@@ -162,14 +157,13 @@ impl PlanReading {
     }
 
     fn read_pages(&mut self, job: &SamplingJob) {
-        let runs = job.reads.iter().flat_map(|read| &read.piece.runs);
-        self.pages.reserve(runs.map(|run| usize::try_from(run.1).unwrap_or(0)).sum());
         for read in &job.reads {
-            let RegionRuns { region, process, .. } = &read.piece;
+            let RegionRead { region, process, runs, .. } = read;
             if !self.progress.begin(process) {
                 break;
             }
             let pages = &mut self.pages;
+            pages.reserve(runs.iter().map(|run| run.1 as usize).sum());
             let result = job.hash_mode.visit_runs(&mut self.reader, read, |view, digest| {
                 let PageView { page, state, huge, active, frame, .. } = view;
                 let mut node = None;
@@ -185,7 +179,7 @@ impl PlanReading {
     }
 
     fn find_merged(&mut self, job: &SamplingJob) {
-        for RegionRuns { region, process, runs } in &job.looks {
+        for RegionRead { region, process, runs, .. } in &job.looks {
             if !self.progress.begin(process) {
                 break;
             }

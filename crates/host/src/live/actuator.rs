@@ -1,7 +1,6 @@
 //! Our means to change the machine: the lease of KSM, ksmd's controller and the injector.
 
 use super::{INJECTOR_LIMIT, LiveError};
-use pagefold_engine::host::ScanOrder;
 use pagefold_inject::{InjectError, Injector};
 use pagefold_ksm::controller::KsmdController;
 use pagefold_ksm::ksmd::Ksmd;
@@ -15,11 +14,13 @@ const RESTORE_LIMIT: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub(super) struct Actuator {
     lease: KsmLease,
-    controller: KsmdController,
+    pub(super) controller: KsmdController,
     /// The process that makes targets call madvise.
     pub(super) injector: Injector,
-    restarts: u32,
-    has_stood_down: bool,
+    /// How often we started it again.
+    pub(super) restarts: u32,
+    /// Whether we no longer drive KSM.
+    pub(super) has_stood_down: bool,
 }
 
 /// Who drives KSM.
@@ -47,29 +48,11 @@ impl Actuator {
         Ok(Self { lease, controller, injector, restarts: 0, has_stood_down: false })
     }
 
-    /// How often we started the injector again.
-    pub(super) fn restarts(&self) -> u32 {
-        self.restarts
-    }
-
     /// Starts the injector again if it has died. Returns whether it had.
     pub(super) fn tend_injector(&mut self) -> Result<bool, InjectError> {
         let before = self.restarts;
         self.restarts = self.injector.tend()?;
         Ok(self.restarts != before)
-    }
-
-    pub(super) fn order(&self, order: ScanOrder) {
-        self.controller.order(order);
-    }
-
-    pub(super) fn has_stood_down(&self) -> bool {
-        self.has_stood_down
-    }
-
-    /// Drives KSM no longer. Returns whether we did until now.
-    pub(super) fn stand_down(&mut self) -> bool {
-        !std::mem::replace(&mut self.has_stood_down, true)
     }
 
     /// Who drives KSM now. If we must stand down, returns the reason.

@@ -80,14 +80,17 @@ impl CallBatch {
         }
     }
 
-    /// Makes the calls that unmark, in a thread that we may leave behind.
-    fn run_unmarking(
-        &self,
-        target: &Target,
-        program: ProgramId,
-        injector: &Injector,
-        roots: &Roots,
-    ) -> (InjectionReport, Result<(), UnmergeError>) {
+    /// Makes the calls. Unmarking runs in a thread that we may leave behind.
+    fn run(&self, target: &Target, injector: &mut Injector, roots: &Roots, changes: &Changes<'_>) -> CallsRun {
+        let Some(program) = self.program else { return Err(InjectError::OtherProgram { pid: target.pid() }.into()) };
+        if changes.mark {
+            fault::point("mark");
+            let calls_per_stop = usize::try_from(changes.size.marks).unwrap_or(usize::MAX);
+            let limits = Limits { calls_per_stop, ..Limits::default() };
+            let ran = injector.run_in(&target.info.process, &program, &self.calls, &limits);
+            fault::point("marked");
+            return Ok((ran?, Ok(())));
+        }
         let process = target.info.process.clone();
         let calls = self.calls.clone();
         let injector = injector.handle();
@@ -97,28 +100,42 @@ impl CallBatch {
             let ran = unmark_in_steps((&process, &program), &injector, &roots, &calls, &mut report);
             (report, ran)
         });
-        job.wait(PATIENCE).unwrap_or_else(|job| {
+        job.wait(PATIENCE).map_err(|job| {
             target.leave(&job.pending);
-            (InjectionReport::default(), Err(InjectError::WorkerSilent.into()))
+            InjectError::WorkerSilent.into()
         })
     }
+}
 
-    /// Makes the calls that mark.
-    fn run_marking(
-        &self,
-        target: &Target,
-        program: &ProgramId,
-        injector: &mut Injector,
-        size: StopSize,
-    ) -> (InjectionReport, Result<(), UnmergeError>) {
-        fault::point("mark");
-        let calls_per_stop = usize::try_from(size.marks).unwrap_or(usize::MAX);
-        let limits = Limits { calls_per_stop, ..Limits::default() };
-        let ran = injector.run_in(&target.info.process, program, &self.calls, &limits);
-        fault::point("marked");
-        match ran {
-            Ok(report) => (report, Ok(())),
-            Err(error) => (InjectionReport::default(), Err(error.into())),
+/// The results of calls, and why we didn't make all of them. The error: we made none, or don't know.
+type CallsRun = Result<(InjectionReport, Result<(), UnmergeError>), UnmergeError>;
+
+/// Changes to make, and their results so far.
+struct Changes<'a> {
+    changes: &'a [Change],
+    mark: bool,
+    size: StopSize,
+    results: Vec<Marking>,
+}
+
+impl Changes<'_> {
+    fn add(&mut self, part: Part) {
+        let marking = &mut self.results[part.change];
+        *marking = match marking {
+            Marking::Done(done) => Marking::Done(*done + part.pages),
+            Marking::Busy | Marking::Refused => Marking::Done(part.pages),
+        };
+    }
+
+    fn set(&mut self, changes: &[usize], marking: Marking) {
+        for &change in changes {
+            self.results[change] = marking;
+        }
+    }
+
+    fn set_parts(&mut self, parts: &[Part], marking: Marking) {
+        for part in parts {
+            self.results[part.change] = marking;
         }
     }
 }
@@ -140,7 +157,8 @@ impl LiveHost {
         if mark && (self.must_unmark_first() || self.has_foreign_marks()) {
             return all_busy(changes);
         }
-        let mut results = vec![Marking::Refused; changes.len()];
+        let results = vec![Marking::Refused; changes.len()];
+        let mut all = Changes { changes, mark, size, results };
         let mut by_pid: BTreeMap<i32, Vec<usize>> = BTreeMap::new();
         for (at, change) in changes.iter().enumerate() {
             if let Some(&pid) = self.regions.pids.get(&change.span.region) {
@@ -148,26 +166,16 @@ impl LiveHost {
             }
         }
         for (pid, wanted) in by_pid {
-            self.change_process(pid, changes, &wanted, mark, size, &mut results, outcome);
+            self.change_process(pid, &wanted, &mut all, outcome);
         }
-        changes.iter().zip(results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
+        changes.iter().zip(all.results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }
 
     /// Makes the `wanted` ones of the changes in one process.
-    fn change_process(
-        &mut self,
-        pid: i32,
-        changes: &[Change],
-        wanted: &[usize],
-        mark: bool,
-        size: StopSize,
-        results: &mut [Marking],
-        outcome: &mut Outcome,
-    ) {
+    fn change_process(&mut self, pid: i32, wanted: &[usize], changes: &mut Changes<'_>, outcome: &mut Outcome) {
+        let mark = changes.mark;
         if mark && !self.may_be_marked(pid) {
-            for &at in wanted {
-                results[at] = Marking::Busy;
-            }
+            changes.set(wanted, Marking::Busy);
             return;
         }
         let Some(target) = self.targets.get_mut(&pid) else { return };
@@ -185,15 +193,13 @@ impl LiveHost {
                 if !error.is_late() {
                     self.report_left_alone(pid, error.to_string());
                 }
-                for &at in wanted {
-                    results[at] = Marking::Busy;
-                }
+                changes.set(wanted, Marking::Busy);
                 return;
             }
         };
         let mut work = CallBatch { program, ..CallBatch::default() };
         for &at in wanted {
-            let span = changes[at].span;
+            let span = changes.changes[at].span;
             work.add(at, span, target.is_whole(&span), &details, unmark_step);
         }
         for &(start, end) in &work.huge {
@@ -201,8 +207,8 @@ impl LiveHost {
         }
         target.invalidate();
         self.schedule.next_ns = 0;
-        let is_unknown = self.make(pid, &work, mark, size, results, outcome);
-        if mark && (is_unknown || wanted.iter().any(|&at| matches!(results[at], Marking::Done(_)))) {
+        let is_unknown = self.make(pid, &work, changes, outcome);
+        if mark && (is_unknown || wanted.iter().any(|&at| matches!(changes.results[at], Marking::Done(_)))) {
             self.record_marked(pid);
         }
     }
@@ -250,49 +256,38 @@ impl LiveHost {
 
     /// Makes the calls in a process. Returns whether we may have made some, or make them later, that aren't in the
     /// results.
-    fn make(
-        &mut self,
-        pid: i32,
-        work: &CallBatch,
-        mark: bool,
-        size: StopSize,
-        results: &mut [Marking],
-        outcome: &mut Outcome,
-    ) -> bool {
+    fn make(&mut self, pid: i32, work: &CallBatch, changes: &mut Changes<'_>, outcome: &mut Outcome) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
-        for part in &work.done {
-            add(&mut results[part.change], part.pages);
+        for &part in &work.done {
+            changes.add(part);
         }
         let Some(actuator) = &mut self.actuator else {
-            for part in &work.parts {
-                add(&mut results[part.change], part.pages);
+            for &part in &work.parts {
+                changes.add(part);
             }
             return false;
         };
-        let injector = &mut actuator.injector;
-        let (report, ran) = match &work.program {
-            None => (InjectionReport::default(), Err(InjectError::OtherProgram { pid }.into())),
-            Some(program) if mark => work.run_marking(target, program, injector, size),
-            Some(program) => work.run_unmarking(target, *program, injector, &self.rules.roots),
+        let (report, ran) = match work.run(target, &mut actuator.injector, &self.rules.roots, changes) {
+            Ok(run) => run,
+            Err(error) => (InjectionReport::default(), Err(error)),
         };
         outcome.stops.extend(report.stops_of(target.owner));
-        for (part, result) in work.parts.iter().zip(&report.results) {
+        for (&part, result) in work.parts.iter().zip(&report.results) {
             if result.is_ok() {
-                add(&mut results[part.change], part.pages);
+                changes.add(part);
             }
         }
         match ran {
             Ok(()) => false,
             Err(UnmergeError::Inject(error)) => {
-                let is_marked = find_changed(target, work, mark, error.is_passing(), results);
+                changes.set_parts(&work.parts, if error.is_passing() { Marking::Busy } else { Marking::Refused });
+                let may_be_marked = find_changed(target, work, changes);
                 self.report_left_alone(pid, error.to_string());
-                error.is_unknown() || is_marked
+                error.is_unknown() || may_be_marked
             }
             // The process's memory limits have no room for more copies.
             Err(_) => {
-                for part in &work.parts[report.results.len()..] {
-                    results[part.change] = Marking::Busy;
-                }
+                changes.set_parts(&work.parts[report.results.len()..], Marking::Busy);
                 false
             }
         }
@@ -301,25 +296,16 @@ impl LiveHost {
 
 /// Finds out which calls were made before the injection failed: the mappings show us. Returns whether the process may
 /// have marks that aren't in the results, since a mapping that has moved isn't among them.
-fn find_changed(
-    target: &mut Target,
-    work: &CallBatch,
-    mark: bool,
-    may_succeed_later: bool,
-    results: &mut [Marking],
-) -> bool {
-    for part in &work.parts {
-        results[part.change] = if may_succeed_later { Marking::Busy } else { Marking::Refused };
-    }
+fn find_changed(target: &mut Target, work: &CallBatch, changes: &mut Changes<'_>) -> bool {
     let read =
         target.read(|process| Ok((read_smaps(process).unwrap_or_default(), KsmStat::of(process).unwrap_or_default())));
     let (details, stat) = read.unwrap_or_default();
-    for (call, part) in work.calls.iter().zip(&work.parts) {
-        if is_in_state(&details, call.args[0], call.args[0] + call.args[1], mark) {
-            add(&mut results[part.change], part.pages);
+    for (call, &part) in work.calls.iter().zip(&work.parts) {
+        if is_in_state(&details, call.args[0], call.args[0] + call.args[1], changes.mark) {
+            changes.add(part);
         }
     }
-    mark && stat.mergeable != Some(false)
+    changes.mark && stat.mergeable != Some(false)
 }
 
 /// Whether a range is mapped, and all of it marked or all of it not.
@@ -335,11 +321,4 @@ fn is_in_state(details: &[VmaDetail], start: u64, end: u64, marked: bool) -> boo
         from = detail.vma.end;
     }
     from >= end
-}
-
-fn add(marking: &mut Marking, pages: Pages) {
-    *marking = match marking {
-        Marking::Done(done) => Marking::Done(*done + pages),
-        Marking::Busy | Marking::Refused => Marking::Done(pages),
-    };
 }

@@ -68,7 +68,7 @@ impl Schedule {
 pub(super) struct Discovery {
     /// Whether we've looked for processes already.
     has_begun: bool,
-    new_processes: NewProcesses,
+    pub(super) new_processes: NewProcesses,
     owner_keys: KeyCounter,
 }
 
@@ -76,11 +76,6 @@ impl Discovery {
     pub(super) fn new(roots: &Roots) -> Self {
         let new_processes = NewProcesses::new(roots);
         Self { has_begun: false, new_processes, owner_keys: KeyCounter::default() }
-    }
-
-    /// Lets a process that isn't a target any more come into scope, or another one with its pid.
-    pub(super) fn invalidate(&mut self) {
-        self.new_processes.invalidate();
     }
 }
 
@@ -237,7 +232,8 @@ impl LiveHost {
         }
         self.reported.remove(&pid);
         self.withdrawing.jobs.remove(&pid);
-        self.discovery.invalidate();
+        // Another process may have reused its pid.
+        self.discovery.new_processes.invalidate();
     }
 
     /// Forgets trust domains without processes, if there are as many as there can be.

@@ -164,13 +164,13 @@ impl LiveHost {
     /// Forgets unmerged processes out of scope. Call it after taking the events and polling the requests.
     pub fn forget_unmerged(&mut self) {
         let reported = &mut self.reported;
-        let discovery = &mut self.discovery;
+        let new_processes = &mut self.discovery.new_processes;
         self.targets.retain(|pid, target| {
             let is_over = target.request.is_only_reason && target.pending.is_none();
             if is_over {
                 reported.remove(pid);
                 // It may have come into scope.
-                discovery.invalidate();
+                new_processes.invalidate();
             }
             !is_over
         });

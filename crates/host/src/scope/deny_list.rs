@@ -100,11 +100,13 @@ impl DenyList {
     /// Adds entries that take precedence over the existing ones. Among the new entries, `denied` takes precedence over
     /// `allowed`, which match only executables that root alone can change (see [`super::exe`]).
     #[must_use]
-    pub fn with(self, denied: &[String], allowed: &[String]) -> Self {
-        let entries = |names: &[String], denied| {
-            names.iter().map(|name| Entry { name: name.clone(), denied }).collect::<Vec<_>>()
-        };
-        Self { entries: [entries(denied, true), entries(allowed, false), self.entries].concat(), ..self }
+    pub fn with(mut self, denied: &[String], allowed: &[String]) -> Self {
+        let mut entries = Self::new(denied.iter().cloned()).entries;
+        for name in allowed {
+            entries.push(Entry { name: name.clone(), denied: false });
+        }
+        entries.append(&mut self.entries);
+        Self { entries, ..self }
     }
 
     /// Overrides the opt-outs of these units, virtual machines and cgroups, and of programs with these base names.
@@ -124,7 +126,10 @@ impl DenyList {
     /// longer entries that begin with it deny it, but don't allow it: the full name may differ. `is_trusted` says
     /// whether an executable that root alone can change has the name: any user can give any name to other files.
     pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> Option<&str> {
-        self.deciding(name, is_trusted).filter(|entry| entry.denied).map(|entry| entry.name.as_str())
+        match self.deciding(name, is_trusted) {
+            Some(entry) if entry.denied => Some(&entry.name),
+            _ => None,
+        }
     }
 
     /// Whether an entry allows a program of this name.
@@ -133,15 +138,18 @@ impl DenyList {
     }
 
     fn deciding(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> Option<&Entry> {
+        self.entries.iter().find(|entry| entry.matches(name) && (entry.denied || is_trusted()))
+    }
+}
+
+impl Entry {
+    fn matches(&self, name: &[u8]) -> bool {
         const COMM_MOST: usize = 15;
-        let matches = |entry: &&Entry| {
-            if let Some(start) = entry.name.strip_suffix('*') {
-                return name.starts_with(start.as_bytes());
-            }
-            let truncated = || entry.denied && name.len() == COMM_MOST && entry.name.as_bytes().starts_with(name);
-            name == entry.name.as_bytes() || truncated()
-        };
-        self.entries.iter().filter(matches).find(|entry| entry.denied || is_trusted())
+        if let Some(start) = self.name.strip_suffix('*') {
+            return name.starts_with(start.as_bytes());
+        }
+        let is_truncated = self.denied && name.len() == COMM_MOST && self.name.as_bytes().starts_with(name);
+        is_truncated || name == self.name.as_bytes()
     }
 }
 

@@ -110,27 +110,30 @@ impl Exe {
             }
             only_roots(&self.path, Some(id))
         });
-        found.as_ref().map(|&()| ())
+        match found {
+            Ok(()) => Ok(()),
+            Err(why) => Err(why),
+        }
     }
 
     /// How it matches a selector. `comm` is the command name.
     pub fn matches(&self, selector: &str, comm: &[u8]) -> Matching {
         let is_named = is_named(selector, Some(&self.path), comm);
-        // The selector may also name a link to it: Debian's redis-server is one to redis-check-rdb.
-        let linked = || {
-            let link =
-                if selector.starts_with('/') { PathBuf::from(selector) } else { self.path.with_file_name(selector) };
-            let directory = link.parent().and_then(|directory| directory.canonicalize().ok());
-            let leads_here = link.canonicalize().is_ok_and(|file| file == self.path);
-            leads_here && directory.is_some_and(|directory| only_roots(&directory, None).is_ok())
-        };
-        let leads_here = || is_exactly(selector, &self.path) || (is_named || selector.starts_with('/')) && linked();
         match self.trust() {
-            Ok(()) if leads_here() => Matching::Yes,
+            Ok(()) if is_exactly(selector, &self.path) => Matching::Yes,
+            Ok(()) if (is_named || selector.starts_with('/')) && self.is_linked_by(selector) => Matching::Yes,
             _ if !is_named => Matching::No,
             Ok(()) => Matching::NameOnly(Distrust::CommandName),
             Err(why) => Matching::NameOnly(why.clone()),
         }
+    }
+
+    /// Whether the selector names a link to it: Debian's redis-server is one to redis-check-rdb.
+    fn is_linked_by(&self, selector: &str) -> bool {
+        let link = if selector.starts_with('/') { selector.into() } else { self.path.with_file_name(selector) };
+        let Some(directory) = link.parent() else { return false };
+        link.canonicalize().is_ok_and(|file| file == self.path)
+            && directory.canonicalize().is_ok_and(|directory| only_roots(&directory, None).is_ok())
     }
 }
 
@@ -147,14 +150,16 @@ pub(crate) fn is_named(selector: &str, exe: Option<&Path>, comm: &[u8]) -> bool 
     if selector.starts_with('/') {
         return exe.is_some_and(|exe| is_exactly(selector, exe));
     }
-    let (selector, name) = (selector.as_bytes(), program_name(exe, comm));
+    let selector = selector.as_bytes();
+    let name = program_name(exe, comm);
     let truncated = comm.len() == 15 && selector.starts_with(comm) && (exe.is_none() || !name.starts_with(comm));
     name == selector || comm == selector || truncated
 }
 
 /// Whether only root can change what this path leads to, which must be `id` if given. The path must have no links.
 fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
-    let (mut walked, mut last_mount) = (PathBuf::new(), None);
+    let mut walked = PathBuf::new();
+    let mut last_mount = None;
     let length = path.components().count();
     for (at, component) in path.components().enumerate() {
         if !matches!(component, Component::RootDir | Component::Normal(_)) {
@@ -184,8 +189,10 @@ fn only_roots(path: &Path, id: Option<FileId>) -> Result<(), Distrust> {
 /// Reads the beginning of a file, if its path is absolute and root alone can change the file. The path must have no
 /// links.
 pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
-    let id = Found::of_path(path).ok().filter(|_| path.is_absolute())?.id;
-    only_roots(path, Some(id)).ok()?;
+    if !path.is_absolute() {
+        return None;
+    }
+    only_roots(path, Some(Found::of_path(path).ok()?.id)).ok()?;
     let mut text = Vec::new();
     fs::File::open(path).ok()?.take(most).read_to_end(&mut text).ok()?;
     Some(text)
@@ -194,11 +201,14 @@ pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
 /// Whether a program provides a mount's file system (FUSE), by `/proc/self/mountinfo`.
 fn is_provided(mount: u64) -> bool {
     let Ok(text) = fs::read("/proc/self/mountinfo") else { return false };
-    let words = |line: &[u8]| line.split(|&byte| byte == b' ').map(<[u8]>::to_vec).collect::<Vec<_>>();
-    text.split(|&byte| byte == b'\n').map(words).any(|words| {
-        let kind = words.iter().position(|word| word == b"-").and_then(|at| words.get(at + 1));
-        words[0] == mount.to_string().as_bytes() && kind.is_some_and(|kind| kind.starts_with(b"fuse"))
-    })
+    let number = mount.to_string();
+    for line in text.split(|&byte| byte == b'\n') {
+        let mut words = line.split(|&byte| byte == b' ');
+        if words.next() == Some(number.as_bytes()) && words.any(|word| word == b"-") {
+            return words.next().is_some_and(|kind| kind.starts_with(b"fuse"));
+        }
+    }
+    false
 }
 
 #[cfg(test)]

@@ -18,13 +18,14 @@ use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_text::escape::printable;
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// For how long we rely on files we've read. Reading them again may take 1/[`SHARE`] of the time: with many cgroups we
@@ -91,15 +92,13 @@ impl OptOut {
 
 impl fmt::Display for OptOut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shown = |text: &str| printable(text.as_bytes());
-        let path = |path: &Path| printable(path.as_os_str().as_encoded_bytes());
         match self {
             Self::Attribute { cgroup } => {
                 write!(f, "its cgroup {} is to be avoided (user.pagefold.avoid)", shown(cgroup))
             }
-            Self::Unit { unit, file } => write!(f, "its unit {} has MemoryKSM=no ({})", shown(unit), path(file)),
+            Self::Unit { unit, file } => write!(f, "its unit {} has MemoryKSM=no ({})", shown(unit), shown(file)),
             Self::Guest { vmid, file } => {
-                write!(f, "its virtual machine {} has allow-ksm: 0 ({})", shown(vmid), path(file))
+                write!(f, "its virtual machine {} has allow-ksm: 0 ({})", shown(vmid), shown(file))
             }
             Self::CommandLine { option, guest: None } => write!(f, "its command line has {option}"),
             Self::CommandLine { option, guest: Some(guest) } => {
@@ -112,18 +111,23 @@ impl fmt::Display for OptOut {
     }
 }
 
+fn shown(text: impl AsRef<OsStr>) -> String {
+    printable(text.as_ref().as_encoded_bytes())
+}
+
 /// The opt-outs in files about the cgroups of a process.
 pub(super) fn by_files(cgroups: &[Cgroup], roots: &Roots) -> Vec<OptOut> {
     static KNOWN: Known = Known(Mutex::new(BTreeMap::new()));
-    // systemd's own hierarchies: one or two of them are mounted.
-    let named = cgroups.iter().filter(|cgroup| matches!(cgroup.controllers.as_str(), "" | "name=systemd"));
-    let mut paths: Vec<&str> = named.map(|cgroup| cgroup.path.as_str()).filter(|path| *path != "/").collect();
-    paths.dedup();
     let mut found: Vec<OptOut> = Vec::new();
-    for path in paths {
-        let (owned, root) = (path.to_owned(), roots.files.clone());
-        let key = Key { root: root.clone(), whose: Whose::of(path), path: owned.clone() };
-        for opt_out in KNOWN.get(key, Instant::now(), move || read(&owned, &root)) {
+    for cgroup in cgroups {
+        // systemd's own hierarchies: one or two of them are mounted.
+        if !matches!(cgroup.controllers.as_str(), "" | "name=systemd") || cgroup.path == "/" {
+            continue;
+        }
+        let path = cgroup.path.clone();
+        let root = roots.files.clone();
+        let key = Key { root: root.clone(), whose: Whose::of(&path), path: path.clone() };
+        for opt_out in KNOWN.get(key, Instant::now(), move || read(&path, &root)) {
             if !found.contains(&opt_out) {
                 found.push(opt_out);
             }
@@ -149,24 +153,32 @@ fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
         return None;
     }
     let file = Path::new("/etc/pve/qemu-server").join(format!("{vmid}.conf"));
-    let denied = guest_denies(&read_file(&below(root, &file), FILE_MOST)?);
-    denied.then(|| OptOut::Guest { vmid: vmid.to_owned(), file })
+    let text = read_file(&below(root, &file), FILE_MOST)?;
+    if guest_denies(&text) { Some(OptOut::Guest { vmid: vmid.to_owned(), file }) } else { None }
 }
 
 /// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`: as it runs, or from its next start
 /// on. The sections that follow are its snapshots.
 pub fn guest_denies(text: &[u8]) -> bool {
-    let (mut running, mut pending, mut section) = (false, false, Some(false));
-    for line in text.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii) {
+    let mut running = false;
+    let mut pending = false;
+    let mut is_pending = false;
+    let mut is_snapshot = false;
+    for line in text.split(|&byte| byte == b'\n') {
+        let line = line.trim_ascii();
         if line.starts_with(b"[") {
-            section = line.eq_ignore_ascii_case(b"[pending]").then_some(true);
+            is_pending = line.eq_ignore_ascii_case(b"[pending]");
+            is_snapshot = !is_pending;
             continue;
         }
-        let Some(is_pending) = section else { continue };
-        let Some(value) = line.strip_prefix(b"allow-ksm").map(<[u8]>::trim_ascii_start) else { continue };
-        let Some(value) = value.strip_prefix(b":").map(<[u8]>::trim_ascii) else { continue };
-        let denied = [&b"0"[..], b"no", b"off", b"false"].iter().any(|no| value.eq_ignore_ascii_case(no));
-        *(if is_pending { &mut pending } else { &mut running }) = denied;
+        let Some(value) = line.strip_prefix(b"allow-ksm") else { continue };
+        let Some(value) = value.trim_ascii_start().strip_prefix(b":") else { continue };
+        let denied = matches!(&value.trim_ascii().to_ascii_lowercase()[..], b"0" | b"no" | b"off" | b"false");
+        if is_pending {
+            pending = denied;
+        } else if !is_snapshot {
+            running = denied;
+        }
     }
     running || pending
 }
@@ -243,19 +255,27 @@ impl Entry {
 
 impl Known {
     fn get(&self, key: Key, now: Instant, read: impl FnOnce() -> Vec<OptOut> + Send + 'static) -> Vec<OptOut> {
-        let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let unknown = || vec![OptOut::Unknown { cgroup: key.path.clone() }];
-        let entries = lock();
-        let known = entries.get(&key);
-        let before = known.and_then(|known| known.found.clone());
-        let is_late = || entries.iter().filter(|(other, entry)| other.whose == key.whose && entry.is_late());
-        if known.is_some_and(|known| now < known.next || known.is_late()) || is_late().count() >= LATE_MOST {
-            return before.unwrap_or_else(unknown);
+        let unknown = vec![OptOut::Unknown { cgroup: key.path.clone() }];
+        let mut before = None;
+        let mut late = 0;
+        let mut others = 0;
+        {
+            let entries = self.lock();
+            if let Some(known) = entries.get(&key) {
+                before.clone_from(&known.found);
+                if now < known.next || known.is_late() {
+                    return before.unwrap_or(unknown);
+                }
+            }
+            for (other, entry) in entries.iter() {
+                late += usize::from(other.whose == key.whose && entry.is_late());
+                // Without cgroups that are gone.
+                others += u32::from(now < entry.next);
+            }
         }
-        // Without cgroups that are gone.
-        let others = entries.values().filter(|entry| now < entry.next).count();
-        let others = u32::try_from(others).unwrap_or(u32::MAX);
-        drop(entries);
+        if late >= LATE_MOST {
+            return before.unwrap_or(unknown);
+        }
         // We wait no longer than for a process that doesn't answer.
         let entry = match run_abandonable(move || {
             let before_ns = thread_cpu_ns();
@@ -267,8 +287,8 @@ impl Known {
             }
             Err(pending) => Entry { found: before, next: now + PAUSE, late: Some(pending) },
         };
-        let found = entry.found.clone().unwrap_or_else(unknown);
-        let mut entries = lock();
+        let found = entry.found.clone().unwrap_or(unknown);
+        let mut entries = self.lock();
         if entries.len() >= REMEMBERED {
             entries.retain(|_, entry| now < entry.next || entry.is_late());
         }
@@ -276,6 +296,10 @@ impl Known {
             entries.insert(key, entry);
         }
         found
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Key, Entry>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -36,7 +36,8 @@ pub(crate) fn is_qemu(program: &[u8]) -> bool {
 
 /// The opt-out on the command line of a process. May block on the process.
 pub(crate) fn of_process(process: &Process) -> Result<Option<&'static str>, ReadError> {
-    let (mut arguments, mut buffer) = (Vec::new(), vec![0; 16 << 10]);
+    let mut arguments = Vec::new();
+    let mut buffer = vec![0; 16 << 10];
     let mut file = process.open_file("cmdline")?.take(ARGUMENTS_MOST);
     loop {
         match file.read(&mut buffer) {
@@ -62,20 +63,23 @@ pub(crate) fn of_process_in_time(process: &Arc<Process>) -> Result<Option<&'stat
 
 /// The opt-out on a command line as /proc shows it: arguments that end with a NUL byte. `read_config` reads a file.
 pub fn of_arguments(arguments: &[u8], mut read_config: impl FnMut(&Path) -> Option<Vec<u8>>) -> Option<&'static str> {
-    let (mut settings, mut configs) = (Settings::default(), 0);
+    let mut settings = Settings::default();
+    let mut configs = 0;
     let mut words = arguments.split(|&byte| byte == 0).peekable();
     while let Some(word) = words.next() {
-        let Some(name) = word.strip_prefix(b"-").map(|word| word.strip_prefix(b"-").unwrap_or(word)) else { continue };
+        let Some(name) = word.strip_prefix(b"-") else { continue };
         let Some(&value) = words.peek() else { break };
-        match name {
+        match name.strip_prefix(b"-").unwrap_or(name) {
             b"machine" | b"M" => settings.machine(value),
             b"object" => settings.object(value),
             b"set" => settings.set(value),
             b"readconfig" if configs < CONFIGS_MOST => {
                 configs += 1;
                 // Relative to a directory of the process, which root doesn't choose.
-                let path = Some(Path::new(OsStr::from_bytes(value))).filter(|path| path.is_absolute());
-                settings.config(&path.and_then(&mut read_config).unwrap_or_default());
+                let path = Path::new(OsStr::from_bytes(value));
+                if path.is_absolute() {
+                    settings.config(&read_config(path).unwrap_or_default());
+                }
             }
             _ => continue,
         }
@@ -117,7 +121,8 @@ impl Settings {
             }
             return;
         }
-        let (mut id, mut merge) = (Vec::new(), None);
+        let mut id = Vec::new();
+        let mut merge = None;
         for (key, value) in pairs(value) {
             match key.as_slice() {
                 b"id" => id = value,
@@ -125,33 +130,41 @@ impl Settings {
                 _ => {}
             }
         }
-        self.objects.extend(merge.map(|merge| (id, merge)));
+        self.set_object(&id, merge);
+    }
+
+    fn set_object(&mut self, id: &[u8], merge: Option<bool>) {
+        if let Some(merge) = merge {
+            self.objects.insert(id.to_vec(), merge);
+        }
     }
 
     /// `-set object.ID.merge=off`.
     fn set(&mut self, text: &[u8]) {
         let Some((name, value)) = split_at_first(text, b'=') else { return };
-        let Some(id) = name.strip_prefix(b"object.").and_then(|name| name.strip_suffix(b".merge")) else { return };
-        self.objects.extend(switch(value).map(|merge| (id.to_vec(), merge)));
+        let Some(name) = name.strip_prefix(b"object.") else { return };
+        let Some(id) = name.strip_suffix(b".merge") else { return };
+        self.set_object(id, switch(value));
     }
 
     /// A file with sections: `[machine]`, `[object "ID"]`.
     fn config(&mut self, text: &[u8]) {
-        let unquoted = |text: &[u8]| {
-            text.trim_ascii().strip_prefix(b"\"").and_then(|text| text.strip_suffix(b"\"")).map(<[u8]>::to_vec)
-        };
-        let mut section = Vec::new();
-        for line in text.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii) {
-            if let Some(name) = line.strip_prefix(b"[").and_then(|line| line.strip_suffix(b"]")) {
-                section = name.trim_ascii().to_vec();
+        let mut section = &b""[..];
+        for line in text.split(|&byte| byte == b'\n') {
+            let line = line.trim_ascii();
+            if let [b'[', name @ .., b']'] = line {
+                section = name.trim_ascii();
                 continue;
             }
             let Some((key, value)) = split_at_first(line, b'=') else { continue };
-            let (key, Some(value)) = (dashed(key.trim_ascii()), unquoted(value)) else { continue };
+            let Some(value) = unquoted(value) else { continue };
+            let key = dashed(key.trim_ascii());
             if section == b"machine" {
-                self.machine_key(&key, &value);
-            } else if let (Some(id), b"merge") = (section.strip_prefix(b"object").and_then(unquoted), key.as_slice()) {
-                self.objects.extend(switch(&value).map(|merge| (id, merge)));
+                self.machine_key(&key, value);
+            } else if key == b"merge" {
+                if let Some(id) = section.strip_prefix(b"object").and_then(unquoted) {
+                    self.set_object(id, switch(value));
+                }
             }
         }
     }
@@ -161,8 +174,10 @@ impl Settings {
     fn opt_out(&self) -> Option<&'static str> {
         if self.machine == Some(false) {
             Some(MACHINE)
+        } else if self.objects.values().any(|merge| !merge) {
+            Some(OBJECT)
         } else {
-            self.objects.values().any(|merge| !merge).then_some(OBJECT)
+            None
         }
     }
 }
@@ -172,7 +187,8 @@ fn pairs(text: &[u8]) -> impl Iterator<Item = (Vec<u8>, Vec<u8>)> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
         let text = rest.take()?;
-        let (mut setting, mut at) = (Vec::new(), 0);
+        let mut setting = Vec::new();
+        let mut at = 0;
         while let Some(&byte) = text.get(at) {
             if byte == b',' {
                 if text.get(at + 1) != Some(&b',') {
@@ -192,6 +208,13 @@ fn pairs(text: &[u8]) -> impl Iterator<Item = (Vec<u8>, Vec<u8>)> {
             },
         })
     })
+}
+
+fn unquoted(text: &[u8]) -> Option<&[u8]> {
+    match text.trim_ascii() {
+        [b'"', inner @ .., b'"'] => Some(inner),
+        _ => None,
+    }
 }
 
 fn dashed(key: &[u8]) -> Vec<u8> {

@@ -59,31 +59,55 @@ const PASSWD_MOST: u64 = 4 << 20;
 
 /// The user whose manager started the processes in a cgroup.
 pub(super) fn user_of(path: &str) -> Option<u32> {
-    units_in(path).find_map(|(user, _)| user)
+    units_in(path).iter().find_map(|unit| unit.user)
 }
 
 /// The opt-outs of a cgroup's units.
 pub(super) fn of_cgroup(path: &str, root: &Path) -> Vec<OptOut> {
-    let opt_out = |(user, name): (Option<u32>, &str)| {
+    let mut found = Vec::new();
+    for UnitName { user, name } in units_in(path) {
         let unit = Unit { name, directories: directories(user, root), root };
         match unit.deciding_file() {
-            Ok(file) => file.map(|file| OptOut::Unit { unit: name.to_owned(), file }),
-            Err(TooMany) => Some(OptOut::Unknown { cgroup: path.to_owned() }),
+            Ok(Some(file)) => found.push(OptOut::Unit { unit: name.to_owned(), file }),
+            Ok(None) => {}
+            Err(TooMany) => found.push(OptOut::Unknown { cgroup: path.to_owned() }),
         }
-    };
-    units_in(path).filter_map(opt_out).collect()
+    }
+    found
 }
 
-/// The units that a cgroup is in, with the user of their manager.
-fn units_in(path: &str) -> impl Iterator<Item = (Option<u32>, &str)> {
-    let mut parts = path.split('/').filter(|part| !part.is_empty() && part.strip_suffix(".slice").is_none());
-    // systemd puts an underscore before a name that the kernel could use itself.
-    let mut next = move || parts.next().map(|part| part.strip_prefix('_').unwrap_or(part));
-    let first = next();
-    let user = first.and_then(|unit| unit.strip_prefix("user@")?.strip_suffix(".service")?.parse().ok());
-    let second = user.and_then(|_: u32| next());
-    let units = first.map(|unit| (None, unit)).into_iter().chain(second.map(|unit| (user, unit)));
-    units.filter(|(_, unit)| section_of(unit).is_some())
+/// A unit, and the user of its manager if that isn't the system's.
+struct UnitName<'a> {
+    user: Option<u32>,
+    name: &'a str,
+}
+
+/// The units that a cgroup is in.
+fn units_in(path: &str) -> Vec<UnitName<'_>> {
+    let mut units: Vec<UnitName<'_>> = Vec::new();
+    let mut user = None;
+    for part in path.split('/') {
+        if part.is_empty() || part.ends_with(".slice") {
+            continue;
+        }
+        // systemd puts an underscore before a name that the kernel could use itself.
+        let name = part.strip_prefix('_').unwrap_or(part);
+        units.push(UnitName { user, name });
+        if user.is_none() {
+            user = manager_of(name);
+        }
+        // Below the second, or one that isn't a user's manager, cgroups belong to the unit itself.
+        if user.is_none() || units.len() == 2 {
+            break;
+        }
+    }
+    units.retain(|unit| section_of(unit.name).is_some());
+    units
+}
+
+/// The user of a manager: `user@UID.service`.
+fn manager_of(unit: &str) -> Option<u32> {
+    unit.strip_prefix("user@")?.strip_suffix(".service")?.parse().ok()
 }
 
 /// The section of a unit's file that has the setting.
@@ -96,32 +120,47 @@ fn section_of(unit: &str) -> Option<&'static str> {
         "swap" => "Swap",
         _ => return None,
     };
-    (!name.is_empty()).then_some(section)
+    if name.is_empty() { None } else { Some(section) }
 }
 
 /// Where units are, as paths on this machine.
 fn directories(user: Option<u32>, root: &Path) -> Vec<PathBuf> {
     let Some(uid) = user else { return SYSTEM.iter().map(PathBuf::from).collect() };
-    let (home, runtime) = (home_of(uid, root), PathBuf::from(format!("/run/user/{uid}")));
-    let directory = |&directory: &&str| match directory.split_at(1) {
-        ("~", inner) => home.as_ref().map(|home| home.join(&inner[1..])),
-        ("@", inner) => Some(runtime.join(&inner[1..])),
-        _ => Some(PathBuf::from(directory)),
-    };
-    USER.iter().filter_map(directory).collect()
+    let home = home_of(uid, root);
+    let runtime = PathBuf::from(format!("/run/user/{uid}"));
+    let mut directories = Vec::new();
+    for directory in USER {
+        match (directory.split_at(1), &home) {
+            (("~", inner), Some(home)) => directories.push(home.join(&inner[1..])),
+            (("~", _), None) => {}
+            (("@", inner), _) => directories.push(runtime.join(&inner[1..])),
+            _ => directories.push(PathBuf::from(directory)),
+        }
+    }
+    directories
 }
 
 fn home_of(uid: u32, root: &Path) -> Option<PathBuf> {
     let text = read_file(&below(root, Path::new("/etc/passwd")), PASSWD_MOST)?;
-    let home = String::from_utf8_lossy(&text).lines().find_map(|line| {
-        let mut fields = line.split(':').skip(2);
-        (fields.next()?.parse() == Ok(uid)).then(|| fields.nth(2).map(PathBuf::from))?
-    });
-    home.filter(|home| home.is_absolute() && home != Path::new("/"))
+    for line in String::from_utf8_lossy(&text).lines() {
+        let fields: Vec<&str> = line.split(':').collect();
+        if let [_, _, user, _, _, home, ..] = fields[..] {
+            if user.parse() == Ok(uid) {
+                let home = PathBuf::from(home);
+                return if home.is_absolute() && home != Path::new("/") { Some(home) } else { None };
+            }
+        }
+    }
+    None
 }
 
 /// There are more files than we read.
 struct TooMany;
+
+struct DropIn {
+    name: String,
+    path: PathBuf,
+}
 
 struct Unit<'a> {
     name: &'a str,
@@ -137,44 +176,56 @@ impl Unit<'_> {
         for file in self.main_file().into_iter().chain(self.drop_ins()?) {
             let text = read_file(&below(self.root, &file), FILE_MOST).unwrap_or_default();
             if let Some(setting) = memory_ksm(&text, section) {
-                decided = (setting == Setting::No).then_some(file);
+                decided = if setting == Setting::No { Some(file) } else { None };
             }
         }
         Ok(decided)
     }
 
     fn main_file(&self) -> Option<PathBuf> {
-        let names = [Some(self.name.to_owned()), template_of(self.name)];
-        names.into_iter().flatten().find_map(|name| {
-            let mut files = self.directories.iter().map(|directory| directory.join(&name));
-            files.find(|file| below(self.root, file).symlink_metadata().is_ok())
-        })
+        let mut names = vec![self.name.to_owned()];
+        names.extend(template_of(self.name));
+        for name in names {
+            for directory in &self.directories {
+                let file = directory.join(&name);
+                if below(self.root, &file).symlink_metadata().is_ok() {
+                    return Some(file);
+                }
+            }
+        }
+        None
     }
 
     /// The drop-ins, in the order we apply them.
     fn drop_ins(&self) -> Result<Vec<PathBuf>, TooMany> {
-        let (names, kind) = (names_of(self.name), self.name.rsplit_once('.').map_or("", |(_, kind)| kind));
-        let specific = self.directories.iter().flat_map(|directory| names.iter().map(move |name| directory.join(name)));
+        let kind = self.name.rsplit_once('.').unwrap_or_default().1;
+        let names = names_of(self.name);
+        let mut directories = Vec::new();
+        for directory in &self.directories {
+            for name in &names {
+                directories.push(directory.join(format!("{name}.d")));
+            }
+        }
         // Drop-ins for all units of this kind give way to all others.
-        let general = self.directories.iter().map(|directory| directory.join(kind));
-        let (mut files, mut room): (Vec<(String, PathBuf)>, _) = (Vec::new(), NAMES_MOST);
-        for directory in specific.chain(general) {
-            let mut directory = directory.into_os_string();
-            directory.push(".d");
-            let directory = PathBuf::from(directory);
+        for directory in &self.directories {
+            directories.push(directory.join(format!("{kind}.d")));
+        }
+        let mut files: Vec<DropIn> = Vec::new();
+        let mut room = NAMES_MOST;
+        for directory in directories {
             for name in names_in(&below(self.root, &directory), &mut room).ok_or(TooMany)? {
-                if name.strip_suffix(".conf").is_some() {
-                    files.push((name.clone(), directory.join(name)));
+                if name.ends_with(".conf") {
+                    files.push(DropIn { path: directory.join(&name), name });
                 }
             }
         }
         // The sort is stable: of several with the same name the first one stays.
-        files.sort_by(|(one, _), (other, _)| one.cmp(other));
-        files.dedup_by(|(next, _), (kept, _)| next == kept);
+        files.sort_by(|one, other| one.name.cmp(&other.name));
+        files.dedup_by(|next, kept| next.name == kept.name);
         if files.len() > DROP_INS_MOST {
             return Err(TooMany);
         }
-        Ok(files.into_iter().map(|(_, file)| file).collect())
+        Ok(files.into_iter().map(|file| file.path).collect())
     }
 }
 
@@ -182,7 +233,7 @@ impl Unit<'_> {
 fn template_of(unit: &str) -> Option<String> {
     let (name, kind) = unit.rsplit_once('.')?;
     let (prefix, instance) = name.split_once('@')?;
-    (!instance.is_empty()).then(|| format!("{prefix}@.{kind}"))
+    if instance.is_empty() { None } else { Some(format!("{prefix}@.{kind}")) }
 }
 
 /// The names that we search a unit's drop-ins by: its own, its template's, and both of them cut at each dash:
@@ -190,15 +241,17 @@ fn template_of(unit: &str) -> Option<String> {
 fn names_of(unit: &str) -> Vec<String> {
     let mut names = Vec::new();
     let Some((name, kind)) = unit.rsplit_once('.') else { return names };
-    let (prefix, instance) = name.split_once('@').map_or((name, None), |(prefix, instance)| (prefix, Some(instance)));
-    let dashes = prefix.trim_end_matches('-').rmatch_indices('-').take(PREFIXES_MOST);
-    for prefix in std::iter::once(prefix).chain(dashes.map(|(at, _)| &prefix[..=at])) {
-        match instance {
-            Some(instance) => {
-                names.push(format!("{prefix}@{instance}.{kind}"));
-                names.push(format!("{prefix}@.{kind}"));
-            }
-            None => names.push(format!("{prefix}.{kind}")),
+    let (prefix, instance) = name.split_once('@').unwrap_or((name, ""));
+    let mut prefixes = vec![prefix];
+    for (dash, _) in prefix.trim_end_matches('-').rmatch_indices('-').take(PREFIXES_MOST) {
+        prefixes.push(&prefix[..=dash]);
+    }
+    for prefix in prefixes {
+        if name.contains('@') {
+            names.push(format!("{prefix}@{instance}.{kind}"));
+            names.push(format!("{prefix}@.{kind}"));
+        } else {
+            names.push(format!("{prefix}.{kind}"));
         }
     }
     names.dedup();
@@ -215,8 +268,11 @@ pub enum Setting {
 
 /// The last assignment of `MemoryKSM` in this section of a unit's file.
 pub fn memory_ksm(text: &[u8], section: &str) -> Option<Setting> {
-    let (mut last, mut here, mut line) = (None, false, Vec::new());
-    for part in text.split(|&byte| byte == b'\n').map(<[u8]>::trim_ascii) {
+    let mut last = None;
+    let mut is_here = false;
+    let mut line = Vec::new();
+    for part in text.split(|&byte| byte == b'\n') {
+        let part = part.trim_ascii();
         if part.starts_with(b"#") || part.starts_with(b";") {
             continue; // also between the parts of a line
         }
@@ -228,10 +284,13 @@ pub fn memory_ksm(text: &[u8], section: &str) -> Option<Setting> {
         line.extend_from_slice(part);
         let text = String::from_utf8_lossy(line.trim_ascii()).into_owned();
         line.clear();
-        if let Some(name) = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')) {
-            here = name == section;
-        } else if let Some(value) = text.split_once('=').filter(|(key, _)| here && key.trim() == "MemoryKSM") {
-            last = assigned(value.1.trim()).or(last);
+        if text.starts_with('[') && text.ends_with(']') {
+            is_here = text[1..text.len() - 1] == *section;
+            continue;
+        }
+        match text.split_once('=') {
+            Some((key, value)) if is_here && key.trim() == "MemoryKSM" => last = assigned(value.trim()).or(last),
+            _ => {}
         }
     }
     last

@@ -56,62 +56,83 @@ pub fn workload_of_process(process: &Process) -> Option<Workload> {
     // Where version 1 is in use, systemd's own hierarchy, or the deepest one, says most.
     let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), cgroup.path.matches('/').count()));
     let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
-    name_of(&used.path).map(|found| Workload { name: printable(found.name.as_bytes()), ..found })
+    let found = name_of(&used.path)?;
+    Some(Workload { name: printable(found.name.as_bytes()), ..found })
 }
 
 /// The name of a cgroup's virtual machine.
 pub(super) fn guest_of(path: &str) -> Option<String> {
-    name_of(path).filter(|found| found.kind == WorkloadKind::Vm).map(|found| found.name)
+    match name_of(path)? {
+        Workload { kind: WorkloadKind::Vm, name } => Some(name),
+        _ => None,
+    }
 }
 
 fn name_of(path: &str) -> Option<Workload> {
+    const KINDS: [fn(&str, &str) -> Option<Workload>; 3] = [pod, machine, container];
     let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
-    let pairs = || parts.iter().enumerate().map(|(at, &part)| (at.checked_sub(1).map_or("", |at| parts[at]), part));
-    let first = |kind: fn(&str, &str) -> Option<Workload>| pairs().find_map(|(parent, part)| kind(parent, part));
-    first(pod).or_else(|| first(machine)).or_else(|| first(container)).or_else(|| unit(&parts))
+    for kind in KINDS {
+        let mut parent = "";
+        for part in &parts {
+            if let Some(found) = kind(parent, part) {
+                return Some(found);
+            }
+            parent = part;
+        }
+    }
+    unit(&parts)
+}
+
+fn workload(kind: WorkloadKind, name: &str) -> Option<Workload> {
+    Some(Workload { kind, name: name.to_owned() })
 }
 
 fn pod(_: &str, part: &str) -> Option<Workload> {
     let part = part.strip_suffix(".slice").unwrap_or(part);
-    let uid = part
-        .strip_prefix("pod")
-        .or_else(|| part.strip_prefix("kubepods").and_then(|_| part.rsplit_once("-pod")).map(|(_, uid)| uid))?;
+    let uid = match part.strip_prefix("pod") {
+        Some(uid) => uid,
+        None if part.starts_with("kubepods") => part.rsplit_once("-pod")?.1,
+        None => return None,
+    };
     // systemd's escape of a dash in a slice would mean another level.
     let uid = uid.replace('_', "-");
     let is_uid = uid.len() >= 32 && uid.chars().all(|digit| digit.is_ascii_hexdigit() || digit == '-');
-    is_uid.then_some(Workload { kind: WorkloadKind::Pod, name: uid })
+    if is_uid { workload(WorkloadKind::Pod, &uid) } else { None }
 }
 
 fn machine(parent: &str, part: &str) -> Option<Workload> {
-    let of = |kind, name: &str| Workload { kind, name: name.to_owned() };
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|digit| digit.is_ascii_digit());
     if parent == "qemu.slice" {
-        return part.strip_suffix(".scope").filter(|id| is_number(id)).map(|id| of(WorkloadKind::Vm, id));
+        let id = part.strip_suffix(".scope")?;
+        return if is_number(id) { workload(WorkloadKind::Vm, id) } else { None };
     }
     if parent == "lxc" && is_number(part) {
-        return Some(of(WorkloadKind::Container, part));
+        return workload(WorkloadKind::Container, part);
     }
     let name = unescaped(part.strip_prefix("machine-")?.strip_suffix(".scope")?);
     let (id, name) = name.strip_prefix("qemu-")?.split_once('-')?;
-    is_number(id).then(|| of(WorkloadKind::Vm, name))
+    if is_number(id) { workload(WorkloadKind::Vm, name) } else { None }
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|digit| digit.is_ascii_digit())
 }
 
 fn container(parent: &str, part: &str) -> Option<Workload> {
-    let scope = part.strip_suffix(".scope").and_then(|name| {
-        ["docker-", "cri-containerd-", "crio-", "libpod-", "nerdctl-"]
-            .iter()
-            .find_map(|prefix| name.strip_prefix(prefix))
-    });
-    let id = scope.or_else(|| (parent == "docker").then_some(part))?;
+    let mut id = if parent == "docker" { part } else { "" };
+    if let Some(name) = part.strip_suffix(".scope") {
+        for prefix in ["docker-", "cri-containerd-", "crio-", "libpod-", "nerdctl-"] {
+            id = name.strip_prefix(prefix).unwrap_or(id);
+        }
+    }
     let is_id = id.len() > SHORT_ID && id.bytes().all(|digit| digit.is_ascii_hexdigit());
-    is_id.then(|| Workload { kind: WorkloadKind::Container, name: id[..SHORT_ID].to_owned() })
+    if is_id { workload(WorkloadKind::Container, &id[..SHORT_ID]) } else { None }
 }
 
 /// The innermost service or scope, else the innermost cgroup.
 fn unit(parts: &[&str]) -> Option<Workload> {
-    let is_unit = |part: &&&str| matches!(part.rsplit_once('.'), Some((_, "service" | "scope")));
-    let name = unescaped(parts.iter().rev().find(is_unit).or(parts.last())?);
-    Some(Workload { kind: WorkloadKind::Unit, name })
+    let mut units = parts.iter().rev().filter(|part| part.ends_with(".service") || part.ends_with(".scope"));
+    let name = units.next().or(parts.last())?;
+    workload(WorkloadKind::Unit, &unescaped(name))
 }
 
 /// Undoes systemd's escapes of single characters (`\x2d`).
@@ -119,19 +140,24 @@ fn unescaped(text: &str) -> String {
     let mut plain = Vec::new();
     let mut rest = text.as_bytes();
     while let Some((&byte, tail)) = rest.split_first() {
-        let code = tail.strip_prefix(b"x").and_then(|tail| std::str::from_utf8(tail.get(..2)?).ok());
-        match code.and_then(|code| u8::from_str_radix(code, 16).ok()) {
-            Some(code) if byte == b'\\' => {
+        match escaped(rest) {
+            Some(code) => {
                 plain.push(code);
-                rest = &tail[3..];
+                rest = &rest[4..];
             }
-            _ => {
+            None => {
                 plain.push(byte);
                 rest = tail;
             }
         }
     }
     String::from_utf8_lossy(&plain).into_owned()
+}
+
+/// The character that an escape at the beginning stands for.
+fn escaped(text: &[u8]) -> Option<u8> {
+    let digits = text.strip_prefix(b"\\x")?.get(..2)?;
+    u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
 }
 
 #[cfg(test)]
