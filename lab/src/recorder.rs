@@ -21,6 +21,7 @@ use pagefold_host::scope::new_processes::NewProcesses;
 use pagefold_host::scope::{ProcessInfo, ScopeError, ScopeSpec};
 use pagefold_host::targets::Target;
 use pagefold_procmem::Roots;
+use pagefold_procmem::cursor::{ReadCursor, ReadRange};
 use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::memory::{Contents, PageReader, PageView, ReadHow};
 use pagefold_procmem::os::interrupt::Interrupt;
@@ -242,31 +243,25 @@ impl Recorder {
 
     /// Reads the pages of a region; `None` if interrupted.
     fn read(&mut self, target: &Target, stretch: &Stretch, shift: u64) -> Result<Option<Vec<(Vpn, Page)>>, ReadError> {
-        let mut runs = Vec::new();
-        self.reader.resident_runs(&target.info.process, stretch.first, stretch.pages, &mut runs)?;
-        let pieces: Vec<(Vpn, u32)> = runs.iter().flat_map(|&(first, pages)| pieces(first, pages)).collect();
-        let mut pages = Vec::with_capacity(runs.iter().map(|&(_, pages)| pages as usize).sum());
         let how =
             ReadHow { huge: stretch.huge, contents: Contents::All, unmarked: stretch.marked.0 == 0, activity: false };
-        let mut rest = pieces.as_slice();
-        while !rest.is_empty() {
-            if self.stop.check().is_err() {
+        let range = ReadRange { first: stretch.first, pages: stretch.pages, how };
+        let Self { digests, reader, shows_merged, frame_shift, stop, .. } = self;
+        let mut cursor = ReadCursor::default();
+        let mut pages = Vec::new();
+        loop {
+            if stop.check().is_err() {
                 return Ok(None);
             }
-            let mut together = 0;
-            let runs = rest.iter().take_while(|(_, pages)| {
-                together += pages;
-                together <= PIECE_PAGES
-            });
-            let (now, later) = rest.split_at(runs.count());
-            let Self { digests, reader, shows_merged, frame_shift, .. } = self;
-            reader.read_runs(&target.info.process, now, how, |view| {
-                pages
-                    .extend(page_of(&view, digests, *shows_merged, *frame_shift).map(|page| (view.page + shift, page)));
+            let more = cursor.read(reader, &target.info.process, &[range], PIECE_PAGES, |view| {
+                if let Some(page) = page_of(&view, digests, *shows_merged, *frame_shift) {
+                    pages.push((view.page + shift, page));
+                }
             })?;
-            rest = later;
+            if !more {
+                return Ok(Some(pages));
+            }
         }
-        Ok(Some(pages))
     }
 }
 
@@ -282,11 +277,6 @@ fn page_of(view: &PageView<'_>, digests: &Digests, shows_merged: bool, frame_shi
         (_, Some(bytes)) => digests.of(bytes),
     };
     Some(Page { state, huge: view.huge, digest, parts, frame: view.frame.map(|frame| frame + frame_shift) })
-}
-
-fn pieces(first: Vpn, pages: u32) -> impl Iterator<Item = (Vpn, u32)> {
-    let starts = (0..pages).step_by(PIECE_PAGES as usize);
-    starts.map(move |done| (first + u64::from(done), PIECE_PAGES.min(pages - done)))
 }
 
 fn leave_alone(target: &mut Target) {

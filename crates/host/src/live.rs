@@ -13,7 +13,7 @@ mod unmerging;
 mod withdrawing;
 
 pub use placing::Policies;
-pub use reading::{Content, Digest, PageContent, Place, Progress};
+pub use reading::{Content, Digest, PageContent, Progress};
 pub use unmerging::{RequestRefusal, Unmerging};
 
 use self::actuator::{Actuator, InjectorCost, KsmControl};

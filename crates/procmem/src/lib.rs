@@ -8,6 +8,7 @@ pub mod cgroup;
 pub mod charges;
 pub mod collapse;
 pub mod cpu;
+pub mod cursor;
 pub mod file_id;
 #[doc(hidden)]
 pub mod fuzzing;

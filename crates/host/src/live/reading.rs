@@ -8,32 +8,17 @@ use crate::regions::Tracked;
 use pagefold_engine::hash::{PageBytes, is_zero};
 use pagefold_engine::host::{Mechanism, PageState};
 use pagefold_engine::keys::OwnerKey;
-use pagefold_engine::units::{Pages, Vpn, count};
+use pagefold_engine::units::Pages;
+use pagefold_procmem::cursor::{ReadCursor, ReadRange};
 use pagefold_procmem::ksm_stat::KsmStat;
-use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
+use pagefold_procmem::memory::{Contents, ReadHow};
 use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::os::cpu::own_cpu_ns;
-use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::process::Process;
 use std::sync::Arc;
-
-/// We search this many pages of the page tables at a time: from about 65,536 on, the search skips empty parts.
-const WINDOW_PAGES: u64 = 1 << 18;
-/// For one portion we search this many windows at most: a program may reserve terabytes.
-const WINDOWS_MOST: u32 = 256;
 
 /// Makes a digest of a page that isn't all zeros.
 pub type Digest = Arc<dyn Fn(&PageBytes) -> u64 + Send + Sync>;
-
-/// How far a process has been read.
-#[derive(Clone, Debug, Default)]
-pub struct Place {
-    /// Runs that we've found and not read yet, the last first.
-    runs: Vec<(Vpn, u32)>,
-    /// Whether they're in a region without marks.
-    unmarked: bool,
-    /// The search goes on here.
-    next: Vpn,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
@@ -67,15 +52,21 @@ pub enum Progress {
 }
 
 impl LiveHost {
-    /// Reads about `most` pages of a process from a place on, and moves the place. Also returns the CPU time spent,
-    /// nanoseconds.
-    pub fn read_contents(&mut self, owner: OwnerKey, place: &mut Place, most: u64, digest: &Digest) -> (Progress, u64) {
+    /// Reads about `most` pages of a process from the cursor on. Also returns the CPU time spent, nanoseconds.
+    pub fn read_contents(
+        &mut self,
+        owner: OwnerKey,
+        cursor: &mut ReadCursor,
+        most: u64,
+        digest: &Digest,
+    ) -> (Progress, u64) {
         let before_ns = own_cpu_ns();
-        let progress = self.read_portion(owner, place, most, digest);
+        let most = u32::try_from(most).unwrap_or(u32::MAX);
+        let progress = self.read_portion(owner, cursor, most, digest);
         (progress, own_cpu_ns().saturating_sub(before_ns))
     }
 
-    fn read_portion(&mut self, owner: OwnerKey, place: &mut Place, most: u64, digest: &Digest) -> Progress {
+    fn read_portion(&mut self, owner: OwnerKey, cursor: &mut ReadCursor, most: u32, digest: &Digest) -> Progress {
         let by_marks = self.mechanism() == Mechanism::Ksmd;
         let Some(target) = self.targets.values_mut().find(|target| target.owner == owner) else {
             return Progress::Ended;
@@ -86,33 +77,32 @@ impl LiveHost {
             None if !target.may_be_read() => return Progress::Ended,
             None => {}
         }
-        let mut regions = Vec::new();
+        let mut ranges = Vec::new();
         for Tracked { stretch, .. } in &target.regions {
-            if stretch.first.0 + stretch.pages.0 > place.next.0 {
-                let unmarked = by_marks && stretch.marked == Pages(0);
-                regions.push(Window { first: stretch.first, pages: stretch.pages, unmarked });
-            }
+            let unmarked = by_marks && stretch.marked == Pages(0);
+            let how = ReadHow { contents: Contents::All, unmarked, ..ReadHow::default() };
+            ranges.push(ReadRange { first: stretch.first, pages: stretch.pages, how });
         }
-        let mut portion = Portion {
-            process: target.info.process.clone(),
-            regions,
-            place: std::mem::take(place),
-            most,
-            digest: digest.clone(),
-            pages: Vec::new(),
-        };
+        let process = target.info.process.clone();
+        let digest = digest.clone();
+        let mut moved = std::mem::take(cursor);
         let mut reader = self.reader.take().unwrap_or_default();
         let read = run_abandonable(move || {
-            let read = portion.read(&mut reader);
-            (reader, portion, read)
+            let mut pages = Vec::new();
+            let read = moved.read(&mut reader, &process, &ranges, most, |view| {
+                let Some(bytes) = view.bytes else { return };
+                let content = if is_zero(bytes) { Content::Zeros } else { Content::Digest(digest(bytes)) };
+                pages.push(PageContent { state: view.state, frame: view.frame, content });
+            });
+            (reader, moved, pages, read)
         });
         match read {
-            Ok((reader, portion, read)) => {
+            Ok((reader, moved, pages, read)) => {
                 self.reader = Some(reader);
-                *place = portion.place;
+                *cursor = moved;
                 match read {
-                    Ok(true) => Progress::More(portion.pages),
-                    Ok(false) => Progress::Done(portion.pages),
+                    Ok(true) => Progress::More(pages),
+                    Ok(false) => Progress::Done(pages),
                     Err(_) => Progress::Ended,
                 }
             }
@@ -139,80 +129,5 @@ impl LiveHost {
             }
             _ => Pages(0),
         }
-    }
-}
-
-/// What the reading thread works on.
-struct Portion {
-    process: Arc<Process>,
-    /// Regions that aren't behind the place, ascending.
-    regions: Vec<Window>,
-    place: Place,
-    most: u64,
-    digest: Digest,
-    pages: Vec<PageContent>,
-}
-
-/// A region, or a part of one that we search.
-#[derive(Clone, Copy)]
-struct Window {
-    first: Vpn,
-    pages: Pages,
-    /// Whether nothing is marked in it.
-    unmarked: bool,
-}
-
-impl Portion {
-    /// Returns whether anything is left to read.
-    fn read(&mut self, reader: &mut PageReader) -> Result<bool, ReadError> {
-        let mut windows = 0;
-        while count(self.pages.len()) < self.most && windows < WINDOWS_MOST {
-            if self.place.runs.is_empty() {
-                let Some(window) = self.next_window() else { return Ok(false) };
-                windows += 1;
-                reader.resident_runs(&self.process, window.first, window.pages, &mut self.place.runs)?;
-                self.place.runs.reverse();
-                self.place.next = window.first + window.pages.0;
-                self.place.unmarked = window.unmarked;
-                continue;
-            }
-            let runs = self.next_runs();
-            let how = ReadHow { contents: Contents::All, unmarked: self.place.unmarked, ..ReadHow::default() };
-            reader.read_runs(&self.process, &runs, how, |view| {
-                let Some(bytes) = view.bytes else { return };
-                let content = if is_zero(bytes) { Content::Zeros } else { Content::Digest((self.digest)(bytes)) };
-                self.pages.push(PageContent { state: view.state, frame: view.frame, content });
-            })?;
-        }
-        Ok(true)
-    }
-
-    /// The next part of a region to search.
-    fn next_window(&self) -> Option<Window> {
-        let next = self.place.next;
-        for region in &self.regions {
-            let end = region.first.0 + region.pages.0;
-            if end > next.0 {
-                let first = region.first.max(next);
-                return Some(Window { first, pages: Pages((end - first.0).min(WINDOW_PAGES)), ..*region });
-            }
-        }
-        None
-    }
-
-    /// Takes about as many pages as we may still read.
-    fn next_runs(&mut self) -> Vec<(Vpn, u32)> {
-        let mut left = u32::try_from(self.most.saturating_sub(count(self.pages.len()))).unwrap_or(u32::MAX);
-        let mut runs = Vec::new();
-        while left > 0 {
-            let Some((first, pages)) = self.place.runs.pop() else { break };
-            let taken = pages.min(left);
-            runs.push((first, taken));
-            left -= taken;
-            if taken < pages {
-                self.place.runs.push((first + u64::from(taken), pages - taken));
-            }
-        }
-        runs
     }
 }

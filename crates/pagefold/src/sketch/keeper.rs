@@ -103,9 +103,7 @@ impl Keeper {
             if allowed == 0 {
                 break;
             }
-            let mut place = std::mem::take(&mut reading.place);
-            let (progress, cpu_ns) = host.read_contents(owner, &mut place, allowed, &self.digest);
-            reading.place = place;
+            let (progress, cpu_ns) = host.read_contents(owner, &mut reading.cursor, allowed, &self.digest);
             step.cpu_ns += cpu_ns;
             match progress {
                 Progress::More(pages) => {

@@ -5,8 +5,9 @@ use super::settings::Fleet;
 use super::workloads::{Id, Member, Workload};
 use pagefold_engine::host::PageState;
 use pagefold_engine::units::{PAGE_BYTES, Pages, whole};
-use pagefold_host::live::{Content, PageContent, Place};
+use pagefold_host::live::{Content, PageContent};
 use pagefold_procmem::cpu::process_cpu_ns;
+use pagefold_procmem::cursor::ReadCursor;
 use pagefold_procmem::process::Process;
 use pagefold_sketch::{Content as Digest, Counted, Counter, Row};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -29,7 +30,7 @@ pub struct Reading {
     /// Processes left to read, the next one last.
     left: Vec<Member>,
     /// How far we've read the next one.
-    pub place: Place,
+    pub cursor: ReadCursor,
     counter: Counter,
     zeros: u64,
     /// Pages that we've read of the next one.
@@ -76,7 +77,7 @@ impl Reading {
             id,
             began,
             left: members,
-            place: Place::default(),
+            cursor: ReadCursor::default(),
             counter: Counter::new(),
             zeros: 0,
             read: 0,
@@ -131,7 +132,7 @@ impl Reading {
         }
         self.read = 0;
         self.merged_of_next = 0;
-        self.place = Place::default();
+        self.cursor = ReadCursor::default();
     }
 
     pub fn processes(&self) -> &[Arc<Process>] {
