@@ -16,6 +16,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 /// One fact, or why we don't know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -192,6 +193,7 @@ impl MachineFacts {
     /// Reads all facts. Changes nothing.
     pub fn gather(roots: &MachinePaths) -> Self {
         let proc = |path: &str| roots.proc.join(path);
+        let huge_pages = roots.sys.join("kernel/mm/transparent_hugepage");
         let release_text = read(&proc("sys/kernel/osrelease"));
         let status = read(&proc("self/status"));
         let in_status = |name: &str| status.clone().and_then(|text| field_of(&text, name));
@@ -206,28 +208,23 @@ impl MachineFacts {
             page_flags: opens(&proc("kpageflags")),
             uid: parsed(in_status("Uid"), |text| text.split_ascii_whitespace().nth(1)?.parse().ok()),
             capabilities: parsed(in_status("CapEff"), |text| u64::from_str_radix(text.trim(), 16).ok()),
-            seccomp: parsed(in_status("Seccomp"), |text| text.trim().parse().ok()),
-            ptrace_scope: parsed(read(&proc("sys/kernel/yama/ptrace_scope")), |text| text.trim().parse().ok()),
-            huge_pages: parsed(read(&roots.sys.join("kernel/mm/transparent_hugepage/enabled")), |text| {
-                chosen(text).map(str::to_owned)
-            }),
-            max_ptes_none: parsed(
-                read(&roots.sys.join("kernel/mm/transparent_hugepage/khugepaged/max_ptes_none")),
-                |text| text.trim().parse().ok(),
-            ),
+            seccomp: number(in_status("Seccomp")),
+            ptrace_scope: number(read(&proc("sys/kernel/yama/ptrace_scope"))),
+            huge_pages: parsed(read(&huge_pages.join("enabled")), |text| Some(chosen(text)?.to_owned())),
+            max_ptes_none: number(read(&huge_pages.join("khugepaged/max_ptes_none"))),
             programs: match programs_named(&roots.proc, &KSM_PROGRAMS) {
                 Ok(programs) => Fact::Is(programs),
                 Err(error) => Fact::Malformed(error.to_string()),
             },
             lock_holder: Fact::of(holder(&roots.lock), |error| matches!(error, LockError::Denied { .. })),
             state: state(roots),
-            max_map_count: parsed(read(&proc("sys/vm/max_map_count")), |text| text.trim().parse().ok()),
+            max_map_count: number(read(&proc("sys/vm/max_map_count"))),
             swap_total_kib: parsed(read(&proc("meminfo")).and_then(|text| field_of(&text, "SwapTotal")), |text| {
                 text.split_ascii_whitespace().next()?.parse().ok()
             }),
             pressure: opens(&proc("pressure/memory")),
             nodes: parsed(read(&roots.sys.join("devices/system/node/online")), |text| {
-                NumberList::parse(text).and_then(|list| u32::try_from(list.len()).ok())
+                u32::try_from(NumberList::parse(text)?.len()).ok()
             }),
             page_size: page_size(&proc("self/auxv")),
             cgroups: cgroups(&roots.sys.join("fs/cgroup")),
@@ -245,6 +242,10 @@ fn opens(path: &Path) -> Fact<()> {
 
 fn parsed<T>(text: Fact<String>, parse: impl FnOnce(&str) -> Option<T>) -> Fact<T> {
     text.and_then(|text| parse(&text).map_or_else(|| Fact::Malformed(text.trim().to_owned()), Fact::Is))
+}
+
+fn number<T: FromStr>(text: Fact<String>) -> Fact<T> {
+    parsed(text, |text| text.trim().parse().ok())
 }
 
 /// The value of a field in `key: value` text.

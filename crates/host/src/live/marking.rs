@@ -112,7 +112,7 @@ type CallsRun = Result<(InjectionReport, Result<(), UnmergeError>), UnmergeError
 
 /// Changes to make, and their results so far.
 struct Changes<'a> {
-    changes: &'a [Change],
+    asked: &'a [Change],
     mark: bool,
     size: StopSize,
     results: Vec<Marking>,
@@ -158,7 +158,7 @@ impl LiveHost {
             return all_busy(changes);
         }
         let results = vec![Marking::Refused; changes.len()];
-        let mut all = Changes { changes, mark, size, results };
+        let mut all = Changes { asked: changes, mark, size, results };
         let mut by_pid: BTreeMap<i32, Vec<usize>> = BTreeMap::new();
         for (at, change) in changes.iter().enumerate() {
             if let Some(&pid) = self.regions.pids.get(&change.span.region) {
@@ -199,7 +199,7 @@ impl LiveHost {
         };
         let mut work = CallBatch { program, ..CallBatch::default() };
         for &at in wanted {
-            let span = changes.changes[at].span;
+            let span = changes.asked[at].span;
             work.add(at, span, target.is_whole(&span), &details, unmark_step);
         }
         for &(start, end) in &work.huge {

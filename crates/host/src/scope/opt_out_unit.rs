@@ -87,7 +87,7 @@ fn units_in(path: &str) -> Vec<UnitName<'_>> {
     let mut units: Vec<UnitName<'_>> = Vec::new();
     let mut user = None;
     for part in path.split('/') {
-        if part.is_empty() || part.ends_with(".slice") {
+        if part.is_empty() || part.strip_suffix(".slice").is_some() {
             continue;
         }
         // systemd puts an underscore before a name that the kernel could use itself.
@@ -214,7 +214,7 @@ impl Unit<'_> {
         let mut room = NAMES_MOST;
         for directory in directories {
             for name in names_in(&below(self.root, &directory), &mut room).ok_or(TooMany)? {
-                if name.ends_with(".conf") {
+                if name.strip_suffix(".conf").is_some() {
                     files.push(DropIn { path: directory.join(&name), name });
                 }
             }

@@ -37,20 +37,13 @@ impl Selection {
         if selectors.is_empty() {
             return Err(ScopeError::Empty);
         }
-        let mut matchers = Vec::new();
-        for selector in selectors {
-            matchers.push(Some(selector.resolve_existing(roots)?));
-        }
-        Ok(Self::with(matchers, roots))
+        let matchers: Result<Vec<_>, _> = selectors.iter().map(|one| one.resolve_existing(roots).map(Some)).collect();
+        Ok(Self::with(matchers?, roots))
     }
 
     /// The same without cgroups and users that don't exist now.
     pub(crate) fn of_existing(selectors: &[Selector], roots: &Roots) -> Self {
-        let mut matchers = Vec::new();
-        for selector in selectors {
-            matchers.push(selector.resolve_existing(roots).ok());
-        }
-        Self::with(matchers, roots)
+        Self::with(selectors.iter().map(|selector| selector.resolve_existing(roots).ok()).collect(), roots)
     }
 
     fn with(matchers: Vec<Option<Matcher>>, roots: &Roots) -> Self {

@@ -83,8 +83,8 @@ fn name_of(path: &str) -> Option<Workload> {
     unit(&parts)
 }
 
-fn workload(kind: WorkloadKind, name: &str) -> Option<Workload> {
-    Some(Workload { kind, name: name.to_owned() })
+fn workload_if(is_valid: bool, kind: WorkloadKind, name: &str) -> Option<Workload> {
+    if is_valid { Some(Workload { kind, name: name.to_owned() }) } else { None }
 }
 
 fn pod(_: &str, part: &str) -> Option<Workload> {
@@ -97,20 +97,20 @@ fn pod(_: &str, part: &str) -> Option<Workload> {
     // systemd's escape of a dash in a slice would mean another level.
     let uid = uid.replace('_', "-");
     let is_uid = uid.len() >= 32 && uid.chars().all(|digit| digit.is_ascii_hexdigit() || digit == '-');
-    if is_uid { workload(WorkloadKind::Pod, &uid) } else { None }
+    workload_if(is_uid, WorkloadKind::Pod, &uid)
 }
 
 fn machine(parent: &str, part: &str) -> Option<Workload> {
     if parent == "qemu.slice" {
         let id = part.strip_suffix(".scope")?;
-        return if is_number(id) { workload(WorkloadKind::Vm, id) } else { None };
+        return workload_if(is_number(id), WorkloadKind::Vm, id);
     }
     if parent == "lxc" && is_number(part) {
-        return workload(WorkloadKind::Container, part);
+        return workload_if(true, WorkloadKind::Container, part);
     }
     let name = unescaped(part.strip_prefix("machine-")?.strip_suffix(".scope")?);
     let (id, name) = name.strip_prefix("qemu-")?.split_once('-')?;
-    if is_number(id) { workload(WorkloadKind::Vm, name) } else { None }
+    workload_if(is_number(id), WorkloadKind::Vm, name)
 }
 
 fn is_number(text: &str) -> bool {
@@ -125,14 +125,14 @@ fn container(parent: &str, part: &str) -> Option<Workload> {
         }
     }
     let is_id = id.len() > SHORT_ID && id.bytes().all(|digit| digit.is_ascii_hexdigit());
-    if is_id { workload(WorkloadKind::Container, &id[..SHORT_ID]) } else { None }
+    workload_if(is_id, WorkloadKind::Container, id.get(..SHORT_ID)?)
 }
 
 /// The innermost service or scope, else the innermost cgroup.
 fn unit(parts: &[&str]) -> Option<Workload> {
-    let mut units = parts.iter().rev().filter(|part| part.ends_with(".service") || part.ends_with(".scope"));
-    let name = units.next().or(parts.last())?;
-    workload(WorkloadKind::Unit, &unescaped(name))
+    let mut innermost = parts.iter().rev();
+    let unit = innermost.find(|part| matches!(part.rsplit_once('.'), Some((_, "service" | "scope"))));
+    workload_if(true, WorkloadKind::Unit, &unescaped(unit.or(parts.last())?))
 }
 
 /// Undoes systemd's escapes of single characters (`\x2d`).
@@ -140,15 +140,12 @@ fn unescaped(text: &str) -> String {
     let mut plain = Vec::new();
     let mut rest = text.as_bytes();
     while let Some((&byte, tail)) = rest.split_first() {
-        match escaped(rest) {
-            Some(code) => {
-                plain.push(code);
-                rest = &rest[4..];
-            }
-            None => {
-                plain.push(byte);
-                rest = tail;
-            }
+        if let Some(code) = escaped(rest) {
+            plain.push(code);
+            rest = &rest[4..];
+        } else {
+            plain.push(byte);
+            rest = tail;
         }
     }
     String::from_utf8_lossy(&plain).into_owned()

@@ -16,17 +16,9 @@ pub(super) struct MarkRecord {
     /// Whether this run has marked some of its memory, or of its parent's before the fork.
     pub(super) are_set: bool,
     /// Whether we've removed all marks since.
-    are_cleared: bool,
+    pub(super) are_cleared: bool,
     /// Whether we've looked for marks of an earlier run.
     are_sought: bool,
-}
-
-impl MarkRecord {
-    /// After an exec none of the marks is left.
-    pub(super) fn forget_program(&mut self) {
-        self.are_set = false;
-        self.are_cleared = false;
-    }
 }
 
 /// A request to unmerge a process.

@@ -37,8 +37,6 @@ const RECHECK_COST_MOST_NS: u64 = 200_000;
 pub(super) struct LastCheck {
     /// Absent before our first check of a program.
     program: Option<CheckedProgram>,
-    /// The program's address space: after an exec it's gone.
-    space: Option<AddressSpace>,
     next_ns: u64,
     /// Why we leave the process as a whole alone.
     excluded: Option<Exclusion>,
@@ -49,14 +47,17 @@ pub(super) struct LastCheck {
     unreported: Vec<OptOut>,
 }
 
+/// A program as we checked it.
 #[derive(Debug)]
 struct CheckedProgram {
     image: u64,
+    /// Its address space, unless we must not read the process. After an exec it's gone.
+    space: Option<AddressSpace>,
+    /// As we see it from outside. If it's unknown we've asked the process itself, possibly before it last ran.
+    dumpable: Dumpable,
+    command_line: CommandLine,
     /// CPU time before the check. `None`: the next check judges the process even if it hasn't run.
     cpu_ns: Option<u64>,
-    command_line: CommandLine,
-    /// Whether we asked the process itself if it's dumpable, possibly before it last ran.
-    was_asked: bool,
 }
 
 /// What we found on a program's command line.
@@ -68,19 +69,14 @@ enum CommandLine {
     Read(Option<&'static str>),
 }
 
-/// What a check reads of a process.
-struct ProgramReading {
-    info: ProcessInfo,
-    dumpable: Dumpable,
-    image: u64,
-    /// A process that we must not read has none.
-    space: Option<AddressSpace>,
-    command_line: CommandLine,
-}
-
-impl ProgramReading {
-    /// May block on the process. `known` is the program and the command line that we read last.
-    fn of(process: &Arc<Process>, known: Option<(u64, CommandLine)>) -> Result<Self, ReadError> {
+impl CheckedProgram {
+    /// Reads a process and its program. May block on the process. `known` is the image and the command line that we read
+    /// last.
+    fn read(
+        process: &Arc<Process>,
+        known: Option<(u64, CommandLine)>,
+        cpu_ns: Option<u64>,
+    ) -> Result<(ProcessInfo, Self), ReadError> {
         let space = AddressSpace::of(process).ok();
         let info = ProcessInfo::of(process)?;
         let dumpable = dumpable(&info)?;
@@ -94,7 +90,7 @@ impl ProgramReading {
             _ if may_run_qemu(&info) => CommandLine::Read(opt_out_qemu::of_process(process)?),
             _ => CommandLine::Unread,
         };
-        Ok(Self { info, dumpable, image, space, command_line })
+        Ok((info, Self { image, space, dumpable, command_line, cpu_ns }))
     }
 }
 
@@ -153,7 +149,7 @@ impl Target {
 
     /// The address space of that program.
     pub(crate) fn space(&self) -> Option<&AddressSpace> {
-        self.check.space.as_ref()
+        self.check.program.as_ref()?.space.as_ref()
     }
 
     pub(super) fn check_is_due(&self, now_ns: u64) -> bool {
@@ -189,7 +185,8 @@ impl Target {
 
     fn forget_program(&mut self) {
         self.check = LastCheck::default();
-        self.marks.forget_program();
+        self.marks.are_set = false;
+        self.marks.are_cleared = false;
         self.pending = None;
         self.huge = HugeMappings::default();
         self.info.exe = None;
@@ -212,30 +209,25 @@ impl Target {
             return Ok(false);
         }
         let known = self.check.program.as_ref().map(|program| (program.image, program.command_line));
-        let mut reading = self.read(move |process| ProgramReading::of(process, known))?;
-        reading.info.cgroups = cgroups;
-        reading.info.by_pid = self.info.by_pid;
-        let mut changed = self.notice_other_program(&mut reading);
-        if let Some(exe) = &reading.info.exe {
+        let (mut info, mut program) = self.read(move |process| CheckedProgram::read(process, known, cpu_ns))?;
+        info.cgroups = cgroups;
+        info.by_pid = self.info.by_pid;
+        let mut changed = self.notice_other_program(&mut info, &mut program);
+        if let Some(exe) = &info.exe {
             let _ = exe.trust();
         }
-        let former = self.domain_when_marked(reading.image, judge.history);
-        let option = match reading.command_line {
+        let former = self.domain_when_marked(program.image, judge.history);
+        let option = match program.command_line {
             CommandLine::Read(option) => option,
             CommandLine::Unread => None,
         };
         let is_new = self.check.program.is_none();
-        let verdict = judge.judge(&mut reading.info, reading.dumpable, option, is_new);
+        let verdict = judge.judge(&mut info, program.dumpable, option, is_new);
         if judge.merges_another(verdict.domain) {
             self.find_marks()?;
         }
-        self.check.program = Some(CheckedProgram {
-            image: reading.image,
-            cpu_ns,
-            command_line: reading.command_line,
-            was_asked: reading.dumpable == Dumpable::Unknown,
-        });
-        self.info = reading.info;
+        self.info = info;
+        self.check.program = Some(program);
         changed |= self.adopt_verdict(verdict, former);
         Ok(changed)
     }
@@ -246,29 +238,33 @@ impl Target {
         let Some(program) = &self.check.program else { return true };
         let has_run = program.cpu_ns.is_none() || program.cpu_ns != cpu_ns;
         let may_pass = self.check.excluded.as_ref().is_some_and(Exclusion::may_pass);
-        has_run || may_pass || *self.info.cgroups != *cgroups || program.was_asked && would_ask(&self.info.process)
+        has_run
+            || may_pass
+            || *self.info.cgroups != *cgroups
+            || program.dumpable == Dumpable::Unknown && would_ask(&self.info.process)
     }
 
     /// If the process has begun to run another program, forgets the last one and returns true. Otherwise we go on with
     /// its executable: when we first saw it we found out whether it's trusted, and it may have been replaced since.
-    fn notice_other_program(&mut self, reading: &mut ProgramReading) -> bool {
+    fn notice_other_program(&mut self, info: &mut ProcessInfo, program: &mut CheckedProgram) -> bool {
         let id = self.info.exe.as_ref().and_then(Exe::id);
-        let is_same_file = id == reading.info.exe.as_ref().and_then(Exe::id);
-        let is_another = self.image().is_some_and(|image| image != reading.image || !is_same_file);
-        if is_another {
+        let is_same_file = id == info.exe.as_ref().and_then(Exe::id);
+        if self.image().is_some_and(|image| image != program.image || !is_same_file) {
             self.forget_program();
-        } else {
-            if is_same_file && self.info.exe.is_some() {
-                reading.info.exe.clone_from(&self.info.exe);
+            return true;
+        }
+        if is_same_file && self.info.exe.is_some() {
+            info.exe.clone_from(&self.info.exe);
+        }
+        if let Some(last) = &self.check.program {
+            if program.space.is_none() {
+                program.space.clone_from(&last.space);
             }
-            if self.check.program.is_some() && self.info.status.locked_kib != reading.info.status.locked_kib {
+            if self.info.status.locked_kib != info.status.locked_kib {
                 self.set_changed();
             }
         }
-        if let Some(space) = reading.space.take() {
-            self.check.space = Some(space);
-        }
-        is_another
+        false
     }
 
     /// Adopts a verdict. `former` is the domain that its memory was marked in. Returns whether anything has changed.
