@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | [`scope`] | which processes are in scope, which of them and which mappings we exclude, trust domains |
 //! | [`judge`] | the rules of a run, and the verdict on a process by them |
-//! | [`live`], [`targets`], [`regions`], [`unmark`] | all of it behind the `Host` interface |
+//! | [`live`], [`targets`], [`regions`] | all of it behind the `Host` interface |
 //! | [`check`] | whether this machine is fit for pagefold (`pagefold doctor`) |
 //! | [`os`] | passed sockets, waking the main loop, namespaces |
 //!
@@ -23,5 +23,4 @@ pub mod regions;
 mod sampling;
 pub mod scope;
 pub mod targets;
-pub mod unmark;
 pub mod unmerger;

@@ -28,6 +28,7 @@ use crate::sampling::{CountedProcess, HashMode, RegionRead, SamplingJob, sample}
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DEFAULT, DomainRules};
 use crate::scope::kept_out::KeptOut;
+use crate::scope::new_processes::NewProcesses;
 use crate::scope::rule::Rule;
 use crate::scope::{ScopeError, ScopeSpec, Selector, user_id};
 use crate::targets::Target;
@@ -35,7 +36,7 @@ use pagefold_engine::hash::{Digester, LineDigester};
 use pagefold_engine::host::{
     Actions, ChangeResult, Cost, Host, KsmView, Mechanism, Outcome, PageRun, SamplePlan, Samples, Snapshot,
 };
-use pagefold_engine::keys::{LimitKey, RegionKey};
+use pagefold_engine::keys::{KeyCounter, LimitKey, RegionKey};
 use pagefold_engine::units::Pages;
 use pagefold_inject::{InjectError, Injector};
 use pagefold_ksm::RestoreOutcome;
@@ -195,7 +196,11 @@ impl LiveHost {
         Ok(Self {
             history: ProgramHistory::default(),
             targets: BTreeMap::new(),
-            discovery: Discovery::new(&rules.roots),
+            discovery: Discovery {
+                has_begun: false,
+                new_processes: NewProcesses::new(&rules.roots),
+                owner_keys: KeyCounter::default(),
+            },
             schedule: Schedule::new(),
             regions: RegionList::default(),
             machine: MachineMonitor::open(ksm, &rules.roots.proc)?,
@@ -303,7 +308,7 @@ impl LiveHost {
     /// Sets the time between two refreshes of the targets, nanoseconds. We clamp it to 10 to 250 ms, and refresh many
     /// targets less often.
     pub fn set_refresh_interval(&mut self, ns: u64) {
-        self.schedule.set_interval(ns);
+        self.schedule.interval_ns = ns.clamp(refresh::INTERVAL_MIN_NS, refresh::INTERVAL_NS);
     }
 
     /// Replaces the deny list. We remove the marks of programs that it newly denies.

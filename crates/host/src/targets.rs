@@ -5,6 +5,8 @@ mod marks;
 mod recheck;
 mod survey;
 
+pub use self::marks::{Marks, PendingUnmark};
+
 use self::marks::{MarkRecord, UnmergeRequest};
 use self::recheck::LastCheck;
 use self::survey::Surveys;
@@ -13,7 +15,6 @@ use crate::judge::{Judge, ProgramHistory};
 use crate::regions::Tracked;
 use crate::scope::ProcessInfo;
 use crate::scope::exclude::Exclusion;
-use crate::unmark::PendingUnmark;
 use pagefold_engine::host::Span;
 use pagefold_engine::keys::{DomainKey, FamilyKey, GroupKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;

@@ -5,7 +5,6 @@ use crate::judge::ScopeRules;
 use crate::scope::ScopeSpec;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::DEFAULT;
-use crate::unmark::Marks;
 use pagefold_engine::units::Pages;
 use pagefold_procmem::Roots;
 use std::io::{Read, Write};

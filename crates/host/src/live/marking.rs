@@ -3,8 +3,8 @@
 use super::LiveHost;
 use crate::judge::Judge;
 use crate::scope::exclude::{Exclusion, vma_exclusion};
+use crate::targets::Marks;
 use crate::targets::Target;
-use crate::unmark::Marks;
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, StopSize};
 use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages};
 use pagefold_inject::unmerge::{UnmergeError, step_bytes, steps, unmark_in_steps};
@@ -127,15 +127,9 @@ impl Changes<'_> {
         };
     }
 
-    fn set(&mut self, changes: &[usize], marking: Marking) {
-        for &change in changes {
+    fn set(&mut self, changes: impl IntoIterator<Item = usize>, marking: Marking) {
+        for change in changes {
             self.results[change] = marking;
-        }
-    }
-
-    fn set_parts(&mut self, parts: &[Part], marking: Marking) {
-        for part in parts {
-            self.results[part.change] = marking;
         }
     }
 }
@@ -175,7 +169,7 @@ impl LiveHost {
     fn change_process(&mut self, pid: i32, wanted: &[usize], changes: &mut Changes<'_>, outcome: &mut Outcome) {
         let mark = changes.mark;
         if mark && !self.may_be_marked(pid) {
-            changes.set(wanted, Marking::Busy);
+            changes.set(wanted.iter().copied(), Marking::Busy);
             return;
         }
         let Some(target) = self.targets.get_mut(&pid) else { return };
@@ -193,7 +187,7 @@ impl LiveHost {
                 if !error.is_late() {
                     self.report_left_alone(pid, error.to_string());
                 }
-                changes.set(wanted, Marking::Busy);
+                changes.set(wanted.iter().copied(), Marking::Busy);
                 return;
             }
         };
@@ -280,14 +274,15 @@ impl LiveHost {
         match ran {
             Ok(()) => false,
             Err(UnmergeError::Inject(error)) => {
-                changes.set_parts(&work.parts, if error.is_passing() { Marking::Busy } else { Marking::Refused });
+                let marking = if error.is_passing() { Marking::Busy } else { Marking::Refused };
+                changes.set(work.parts.iter().map(|part| part.change), marking);
                 let may_be_marked = find_changed(target, work, changes);
                 self.report_left_alone(pid, error.to_string());
                 error.is_unknown() || may_be_marked
             }
             // The process's memory limits have no room for more copies.
             Err(_) => {
-                changes.set_parts(&work.parts[report.results.len()..], Marking::Busy);
+                changes.set(work.parts[report.results.len()..].iter().map(|part| part.change), Marking::Busy);
                 false
             }
         }

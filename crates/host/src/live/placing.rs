@@ -53,8 +53,7 @@ pub(super) struct Placing {
 
 impl Placing {
     pub(super) fn new() -> Self {
-        // If we can't read a machine's nodes, we treat it like one with a single node.
-        let topology = Topology::of_machine().ok().flatten().map(Arc::new);
+        let topology = topology_now();
         let may_move = topology.is_some() && missing(&[PLACING]).is_ok_and(|missing| missing.is_empty());
         Self { topology, may_move, ..Self::default() }
     }
@@ -67,8 +66,7 @@ impl Placing {
         self.processes = targets.len();
         self.next_ns = now_ns + (count(targets.len()) * PROCESS_NS * PROCESS_SHARE).max(REFRESH_NS);
         // Memory may have been added or removed. With less than two nodes left, we place nothing.
-        let read = Topology::of_machine().ok().flatten();
-        let Some(topology) = read.map(Arc::new) else {
+        let Some(topology) = topology_now() else {
             self.nodes.clear();
             return;
         };
@@ -81,6 +79,11 @@ impl Placing {
         }
         self.topology = Some(topology);
     }
+}
+
+/// If we can't read a machine's nodes, we treat it like one with a single node.
+fn topology_now() -> Option<Arc<Topology>> {
+    Some(Arc::new(Topology::of_machine().ok()??))
 }
 
 impl LiveHost {

@@ -12,7 +12,6 @@ use pagefold_engine::host::{Mechanism, RegionView};
 use pagefold_engine::keys::{DomainKey, GroupKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;
 use pagefold_engine::units::{Pages, count};
-use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -23,7 +22,7 @@ use tracing::debug;
 /// Default time between two refreshes of the targets, nanoseconds.
 pub(super) const INTERVAL_NS: u64 = 250_000_000;
 /// Shortest time between two refreshes of the targets, nanoseconds.
-const INTERVAL_MIN_NS: u64 = 10_000_000;
+pub(super) const INTERVAL_MIN_NS: u64 = 10_000_000;
 /// If a refresh is due within this time we do it at once, nanoseconds.
 const EARLY_NS: u64 = 30_000_000;
 /// One refresh takes this long at most, not counting the last target. The next one continues with the others.
@@ -40,7 +39,7 @@ const FORGET_SHARE: u64 = 1_000;
 /// When we refresh the targets.
 #[derive(Debug)]
 pub(super) struct Schedule {
-    interval_ns: u64,
+    pub(super) interval_ns: u64,
     pub(super) next_ns: u64,
     /// The first target that the last refresh had no time for; 0 if none.
     next_pid: i32,
@@ -54,10 +53,6 @@ impl Schedule {
         Self { interval_ns: INTERVAL_NS, next_ns: 0, next_pid: 0, next_forget_ns: 0, are_all_checked: false }
     }
 
-    pub(super) fn set_interval(&mut self, ns: u64) {
-        self.interval_ns = ns.clamp(INTERVAL_MIN_NS, INTERVAL_NS);
-    }
-
     fn is_due(&self, now_ns: u64) -> bool {
         now_ns + EARLY_NS.min(self.interval_ns / 8) >= self.next_ns
     }
@@ -67,16 +62,9 @@ impl Schedule {
 #[derive(Debug)]
 pub(super) struct Discovery {
     /// Whether we've looked for processes already.
-    has_begun: bool,
+    pub(super) has_begun: bool,
     pub(super) new_processes: NewProcesses,
-    owner_keys: KeyCounter,
-}
-
-impl Discovery {
-    pub(super) fn new(roots: &Roots) -> Self {
-        let new_processes = NewProcesses::new(roots);
-        Self { has_begun: false, new_processes, owner_keys: KeyCounter::default() }
-    }
+    pub(super) owner_keys: KeyCounter,
 }
 
 /// The regions of all targets, as of the last refresh.

@@ -5,7 +5,7 @@
 
 use super::{Event, LiveHost};
 use crate::scope::exclude::withdrawal;
-use crate::unmark::Marks;
+use crate::targets::Marks;
 use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};

@@ -8,7 +8,7 @@
 
 use super::{ProcessInfo, ScopeSpec, Selector};
 use pagefold_procmem::Roots;
-use pagefold_procmem::process::{Process, ProcessKey, ReadError};
+use pagefold_procmem::process::{Process, ProcessKey, ReadError, Stat};
 use std::collections::BTreeSet;
 use thiserror::Error;
 
@@ -214,12 +214,15 @@ fn entries_of(spec: &ScopeSpec, found: &[ProcessInfo], verdict: Verdict) -> Vec<
 /// The ancestors of a process, the nearest first.
 fn ancestors(process: &Process, roots: &Roots) -> Vec<ProcessKey> {
     let mut found = Vec::new();
-    let mut parent = process.stat().map_or(0, |stat| stat.parent);
+    let mut stat = process.stat();
     // If a parent ends meanwhile the search ends. Processes are never their own ancestors, but pids are reused.
-    while parent > 0 && found.len() < 1000 {
+    while let Ok(Stat { parent: parent @ 1.., .. }) = stat {
         let Ok(process) = Process::open_at(&roots.proc, parent) else { break };
         found.push(process.key());
-        parent = process.stat().map_or(0, |stat| stat.parent);
+        if found.len() >= 1000 {
+            break;
+        }
+        stat = process.stat();
     }
     found
 }

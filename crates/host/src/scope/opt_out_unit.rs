@@ -11,6 +11,7 @@
 //! /etc/passwd.
 
 use super::opt_out::{FILE_MOST, OptOut, below, names_in, read_file};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Directories of the system's units, in the order of precedence.
@@ -157,11 +158,6 @@ fn home_of(uid: u32, root: &Path) -> Option<PathBuf> {
 /// There are more files than we read.
 struct TooMany;
 
-struct DropIn {
-    name: String,
-    path: PathBuf,
-}
-
 struct Unit<'a> {
     name: &'a str,
     directories: Vec<PathBuf>,
@@ -201,31 +197,27 @@ impl Unit<'_> {
         let kind = self.name.rsplit_once('.').unwrap_or_default().1;
         let names = names_of(self.name);
         let mut directories = Vec::new();
-        for directory in &self.directories {
-            for name in &names {
-                directories.push(directory.join(format!("{name}.d")));
+        // Drop-ins for all units of this kind give way to all others.
+        for names in [&names[..], &[kind.to_owned()]] {
+            for directory in &self.directories {
+                directories.extend(names.iter().map(|name| directory.join(format!("{name}.d"))));
             }
         }
-        // Drop-ins for all units of this kind give way to all others.
-        for directory in &self.directories {
-            directories.push(directory.join(format!("{kind}.d")));
-        }
-        let mut files: Vec<DropIn> = Vec::new();
+        let mut files = BTreeMap::new();
         let mut room = NAMES_MOST;
         for directory in directories {
             for name in names_in(&below(self.root, &directory), &mut room).ok_or(TooMany)? {
                 if name.strip_suffix(".conf").is_some() {
-                    files.push(DropIn { path: directory.join(&name), name });
+                    let file = directory.join(&name);
+                    // Of several with the same name the first one stays.
+                    files.entry(name).or_insert(file);
                 }
             }
         }
-        // The sort is stable: of several with the same name the first one stays.
-        files.sort_by(|one, other| one.name.cmp(&other.name));
-        files.dedup_by(|next, kept| next.name == kept.name);
         if files.len() > DROP_INS_MOST {
             return Err(TooMany);
         }
-        Ok(files.into_iter().map(|file| file.path).collect())
+        Ok(files.into_values().collect())
     }
 }
 

@@ -5,7 +5,7 @@
 //! If a change excludes the process, or moves it to another trust domain, we unmark its memory before we mark anything
 //! else. After an exec we start from scratch.
 
-use super::Target;
+use super::{Marks, Target};
 use crate::huge_mappings::HugeMappings;
 use crate::judge::{Judge, Verdict};
 use crate::scope::dumpable::{Dumpable, dumpable, would_ask};
@@ -13,7 +13,6 @@ use crate::scope::exclude::{Exclusion, may_run_qemu};
 use crate::scope::exe::Exe;
 use crate::scope::opt_out::OptOut;
 use crate::scope::{CgroupInfo, ProcessInfo, cgroups_of, opt_out_qemu};
-use crate::unmark::Marks;
 use pagefold_engine::keys::{DomainKey, LineageKey};
 use pagefold_procmem::image::{AddressSpace, ProgramId, image_of};
 use pagefold_procmem::os::cpu::{own_cpu_ns, process_cpu_ns};

@@ -8,11 +8,10 @@
 //! If a program sets flags on a whole mapping, neither statm nor maps changes. But the program has to run for it, and
 //! its CPU time tells us: we survey a process that has run again after a while, whatever else shows.
 
-use super::Target;
+use super::{Marks, Target};
 use crate::churn::ChurnDetector;
 use crate::regions::{List, follow, stretches};
 use crate::scope::exclude::{Exclusion, withdrawal};
-use crate::unmark::Marks;
 use pagefold_engine::keys::RegionKey;
 use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE, advance};

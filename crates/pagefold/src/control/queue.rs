@@ -18,7 +18,7 @@ use pagefold_host::live::LiveHost;
 use pagefold_host::os::wake::Sleeper;
 use pagefold_host::scope::Selector;
 use pagefold_host::scope::kept_out::{Entry, Verdict};
-use pagefold_host::unmark::PendingUnmark;
+use pagefold_host::targets::PendingUnmark;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
