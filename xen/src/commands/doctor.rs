@@ -34,13 +34,13 @@ fn examine(scope: &ScopeArgs) -> Result<(Vec<Finding>, u8), Exit> {
     let mut findings = Vec::new();
     match open("a look at guests") {
         Ok(mut xen) => {
-            findings.push(ok("xen", "dom0 of Xen, and its libraries are there"));
+            findings.push(ok("dom0 of Xen, and its libraries are there").called("xen"));
             judge(&mut xen, &guests, &mut findings, &mut code);
         }
         Err(exit) => {
             code = exit.code;
             let (what, todo) = exit.line.split_once("; ").unwrap_or((&exit.line, ""));
-            findings.push(blocker("xen", what, "guests can only be reached from dom0", todo));
+            findings.push(blocker(what, "guests can only be reached from dom0", todo).called("xen"));
         }
     }
     Ok((findings, code))
@@ -50,12 +50,13 @@ fn judge(xen: &mut impl Hypervisor, guests: &[Selected], findings: &mut Vec<Find
     match xen.memory() {
         Ok(memory) => {
             let [free, saved] = [memory.free, memory.saved].map(|pages: Pages| human(pages.bytes().0));
-            findings.push(ok("xen-sharing", format!("the hypervisor can share memory: {saved} saved, {free} free")));
+            let what = format!("the hypervisor can share memory: {saved} saved, {free} free");
+            findings.push(ok(what).called("xen-sharing"));
         }
         Err(error) => {
             *code = exit::NO_KERNEL_SUPPORT;
             let todo = "build the hypervisor with EXPERT, UNSUPPORTED and MEM_SHARING; see xen/README.md";
-            findings.push(blocker("xen-sharing", error.to_string(), "nothing can be shared", todo));
+            findings.push(blocker(error.to_string(), "nothing can be shared", todo).called("xen-sharing"));
             return;
         }
     }
@@ -63,7 +64,7 @@ fn judge(xen: &mut impl Hypervisor, guests: &[Selected], findings: &mut Vec<Find
     if let Some(busy) = busy {
         let pid = busy.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
         let what = format!("another pagefold{pid} is at work");
-        findings.push(note("xen-lock", what, "one can share at a time", "stop it to start another"));
+        findings.push(note(what, "one can share at a time", "stop it to start another").called("xen-lock"));
     }
     let found = xen.domains().ok().and_then(|domains| in_scope(xen, guests, domains).ok()).unwrap_or_default();
     for selected in guests {
@@ -71,7 +72,7 @@ fn judge(xen: &mut impl Hypervisor, guests: &[Selected], findings: &mut Vec<Find
         if pagefold_xen::guests::missing(alone, &found).is_some() {
             *code = exit::NO_SCOPE;
             let what = format!("there is no guest \"{}\"", printable(selected.guest.as_bytes()));
-            findings.push(blocker("xen-guest", what, "nothing is in scope", "look with xl list"));
+            findings.push(blocker(what, "nothing is in scope", "look with xl list").called("xen-guest"));
         }
     }
     for guest in &found {
@@ -100,10 +101,10 @@ fn of_guest(xen: &mut impl Hypervisor, guest: &InScope, busy: bool) -> (Finding,
         },
     };
     match refused {
-        None => (ok("xen-guest", format!("{who}: its memory can be shared")), true),
+        None => (ok(format!("{who}: its memory can be shared")).called("xen-guest"), true),
         Some(why) => {
             let todo = "name other guests; xen/README.md says which";
-            (blocker("xen-guest", format!("{who}: {why}"), "its memory cannot be shared", todo), false)
+            (blocker(format!("{who}: {why}"), "its memory cannot be shared", todo).called("xen-guest"), false)
         }
     }
 }

@@ -26,7 +26,7 @@ pub enum Severity {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Stable identifier.
+    /// Stable identifier; empty until [`Finding::called`].
     pub id: &'static str,
     pub severity: Severity,
     /// The state found.
@@ -42,55 +42,65 @@ pub fn examine(roots: &MachinePaths) -> Vec<Finding> {
     judge(&MachineFacts::gather(roots))
 }
 
+type Check = fn(&MachineFacts) -> Finding;
+
 /// Makes all findings.
 pub fn judge(facts: &MachineFacts) -> Vec<Finding> {
-    let checks: [fn(&MachineFacts) -> Finding; 21] = [
-        ksm::kernel,
-        ksm::ksm,
-        ksm::request,
-        ksm::run,
-        ksm::advisor,
-        ksm::programs,
-        ksm::lock,
-        ksm::state,
-        access::capabilities,
-        access::page_monitor,
-        access::ksm_stat,
-        access::ptrace,
-        access::seccomp,
-        system::huge_pages,
-        system::khugepaged,
-        system::map_count,
-        system::nodes,
-        system::swap,
-        system::pressure,
-        system::cgroups,
-        system::page_size,
+    let checks: [(&'static str, Check); 21] = [
+        ("kernel", ksm::kernel),
+        ("ksm", ksm::ksm),
+        ("request", ksm::request),
+        ("run", ksm::run),
+        ("advisor", ksm::advisor),
+        ("programs", ksm::programs),
+        ("lock", ksm::lock),
+        ("state", ksm::state),
+        ("capabilities", access::capabilities),
+        ("page-monitor", access::page_monitor),
+        ("ksm-stat", access::ksm_stat),
+        ("ptrace", access::ptrace),
+        ("seccomp", access::seccomp),
+        ("huge-pages", system::huge_pages),
+        ("khugepaged", system::khugepaged),
+        ("map-count", system::map_count),
+        ("nodes", system::nodes),
+        ("swap", system::swap),
+        ("pressure", system::pressure),
+        ("cgroups", system::cgroups),
+        ("page-size", system::page_size),
     ];
-    checks.iter().map(|check| check(facts)).collect()
+    checks.iter().map(|(id, check)| check(facts).called(id)).collect()
 }
 
-fn finding(severity: Severity, id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
-    Finding { id, severity, what: what.into(), why: why.to_owned(), todo: todo.to_owned() }
+impl Finding {
+    /// The same with an identifier.
+    #[must_use]
+    pub fn called(self, id: &'static str) -> Self {
+        Self { id, ..self }
+    }
+}
+
+fn finding(severity: Severity, what: impl Into<String>, why: &str, todo: &str) -> Finding {
+    Finding { id: "", severity, what: what.into(), why: why.to_owned(), todo: todo.to_owned() }
 }
 
 /// Says that something is as it should be.
-pub fn ok(id: &'static str, what: impl Into<String>) -> Finding {
-    finding(Severity::Ok, id, what, "", "")
+pub fn ok(what: impl Into<String>) -> Finding {
+    finding(Severity::Ok, what, "", "")
 }
 
 /// Something to know.
-pub fn note(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
-    finding(Severity::Note, id, what, why, todo)
+pub fn note(what: impl Into<String>, why: &str, todo: &str) -> Finding {
+    finding(Severity::Note, what, why, todo)
 }
 
-fn warning(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
-    finding(Severity::Warning, id, what, why, todo)
+fn warning(what: impl Into<String>, why: &str, todo: &str) -> Finding {
+    finding(Severity::Warning, what, why, todo)
 }
 
 /// pagefold doesn't work without this.
-pub fn blocker(id: &'static str, what: impl Into<String>, why: &str, todo: &str) -> Finding {
-    finding(Severity::Blocker, id, what, why, todo)
+pub fn blocker(what: impl Into<String>, why: &str, todo: &str) -> Finding {
+    finding(Severity::Blocker, what, why, todo)
 }
 
 #[cfg(test)]

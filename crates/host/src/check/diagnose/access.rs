@@ -13,7 +13,6 @@ const CAPABILITIES: [(u32, &str, &str); 3] = [
 pub(super) fn capabilities(facts: &MachineFacts) -> Finding {
     let (Fact::Is(held), Fact::Is(uid)) = (&facts.capabilities, &facts.uid) else {
         return warning(
-            "capabilities",
             "our capabilities cannot be read",
             "missing ones show only when something fails",
             "mount /proc",
@@ -25,12 +24,9 @@ pub(super) fn capabilities(facts: &MachineFacts) -> Finding {
     // KSM's files belong to root and have mode 0644.
     let may_steer = *uid == 0 || has(1);
     match (may_steer, missing.is_empty()) {
-        (true, true) => ok("capabilities", "all capabilities that pagefold needs"),
-        (true, false) => {
-            blocker("capabilities", format!("missing: {listed}"), "run, unmerge and demo need them", "grant them")
-        }
+        (true, true) => ok("all capabilities that pagefold needs"),
+        (true, false) => blocker(format!("missing: {listed}"), "run, unmerge and demo need them", "grant them"),
         (false, _) => blocker(
-            "capabilities",
             "this user must not control KSM",
             "its files belong to root, and reading other users' processes needs capabilities",
             "run as root",
@@ -40,15 +36,13 @@ pub(super) fn capabilities(facts: &MachineFacts) -> Finding {
 
 pub(super) fn page_monitor(facts: &MachineFacts) -> Finding {
     match (&facts.frames_visible, &facts.page_flags) {
-        (Fact::Is(true), Fact::Is(())) => ok("page-monitor", "frame numbers and page flags are visible"),
+        (Fact::Is(true), Fact::Is(())) => ok("frame numbers and page flags are visible"),
         (Fact::Absent, _) | (_, Fact::Absent) => warning(
-            "page-monitor",
             "the kernel was built without CONFIG_PROC_PAGE_MONITOR",
             "single merged pages cannot be recognised",
             "use a kernel built with it",
         ),
         _ => warning(
-            "page-monitor",
             "frame numbers or page flags are hidden from us",
             "single merged pages cannot be recognised",
             "run as root with CAP_SYS_ADMIN",
@@ -58,30 +52,28 @@ pub(super) fn page_monitor(facts: &MachineFacts) -> Finding {
 
 pub(super) fn ksm_stat(facts: &MachineFacts) -> Finding {
     match facts.ksm_stat {
-        Fact::Is(()) => ok("ksm-stat", "merged pages are counted per process"),
-        _ => note("ksm-stat", "no /proc/PID/ksm_stat", "savings are not counted per process", "nothing"),
+        Fact::Is(()) => ok("merged pages are counted per process"),
+        _ => note("no /proc/PID/ksm_stat", "savings are not counted per process", "nothing"),
     }
 }
 
 pub(super) fn ptrace(facts: &MachineFacts) -> Finding {
     match facts.ptrace_scope {
         Fact::Is(3) => warning(
-            "ptrace",
             "ptrace is disabled until the next boot (yama ptrace_scope is 3)",
             "running programs cannot be marked",
             "start programs with `pagefold exec`, or boot with kernel.yama.ptrace_scope below 3",
         ),
-        Fact::Is(scope @ 1..) => ok("ptrace", format!("ptrace is allowed with CAP_SYS_PTRACE (scope {scope})")),
-        Fact::Is(0) | Fact::Absent => ok("ptrace", "ptrace is allowed"),
-        _ => note("ptrace", "yama's ptrace_scope cannot be read", "marking may be refused", "nothing"),
+        Fact::Is(scope @ 1..) => ok(format!("ptrace is allowed with CAP_SYS_PTRACE (scope {scope})")),
+        Fact::Is(0) | Fact::Absent => ok("ptrace is allowed"),
+        _ => note("yama's ptrace_scope cannot be read", "marking may be refused", "nothing"),
     }
 }
 
 pub(super) fn seccomp(facts: &MachineFacts) -> Finding {
     match facts.seccomp {
-        Fact::Is(0) | Fact::Absent => ok("seccomp", "no filter on pagefold itself"),
+        Fact::Is(0) | Fact::Absent => ok("no filter on pagefold itself"),
         _ => warning(
-            "seccomp",
             "pagefold itself runs under a seccomp filter",
             "the kernel then refuses to suspend the filter of a target for the call that marks it",
             "run it outside the container, or with seccomp=unconfined",

@@ -12,20 +12,18 @@ const FULL: Release = Release(6, 7);
 pub(super) fn kernel(facts: &MachineFacts) -> Finding {
     let name = format!("Linux {}", facts.release_text);
     match facts.release {
-        Fact::Is(release) if release >= FULL => ok("kernel", name),
+        Fact::Is(release) if release >= FULL => ok(name),
         Fact::Is(release) if release >= OLDEST => note(
-            "kernel",
             format!("{name}, older than {FULL}"),
             "the mark set by `pagefold exec` is lost at the next exec, and reading page tables costs more",
             "nothing, or install a newer kernel",
         ),
         Fact::Is(_) => blocker(
-            "kernel",
             format!("{name}, older than {OLDEST}"),
             "KSM lacks counters that pagefold needs",
             "install a newer kernel",
         ),
-        _ => warning("kernel", "the kernel version cannot be read", "its features are not known", "mount /proc"),
+        _ => warning("the kernel version cannot be read", "its features are not known", "mount /proc"),
     }
 }
 
@@ -34,26 +32,19 @@ pub(super) fn ksm(facts: &MachineFacts) -> Finding {
         Fact::Is((_, counters)) => {
             let pages = counters.pages_sharing.0 + counters.ksm_zero_pages.unwrap_or_default().0;
             let saved = pagefold_engine::units::Pages(pages).bytes().mib();
-            ok(
-                "ksm",
-                if pages == 0 {
-                    "KSM is available, nothing is merged".into()
-                } else {
-                    format!("KSM saves {saved:.1} MiB")
-                },
-            )
+            ok(if pages == 0 {
+                "KSM is available, nothing is merged".into()
+            } else {
+                format!("KSM saves {saved:.1} MiB")
+            })
         }
         Fact::Absent => blocker(
-            "ksm",
             "the kernel has no KSM, or one too old",
             "KSM merges the pages; without it pagefold can only measure (`pagefold scan`)",
             "use a kernel built with CONFIG_KSM=y; in a container, make /sys visible",
         ),
-        Fact::Denied => {
-            blocker("ksm", "KSM's files cannot be read", "access to /sys/kernel/mm/ksm is denied", "run as root")
-        }
+        Fact::Denied => blocker("KSM's files cannot be read", "access to /sys/kernel/mm/ksm is denied", "run as root"),
         Fact::Malformed(what) => blocker(
-            "ksm",
             format!("KSM's files cannot be parsed: {what}"),
             "pagefold needs them to control KSM",
             "report this as a bug",
@@ -66,38 +57,30 @@ pub(super) fn request(facts: &MachineFacts) -> Finding {
     let one_node = facts.ksm.known().is_some_and(|(knobs, _)| knobs.merge_across_nodes == Some(false));
     let without = "pagefold uses ksmd, which finds again what pagefold has found, at a multiple of the cost";
     match &facts.request {
-        Fact::Is(_) if unmerges => note(
-            "request",
-            "merging on request: refused by the kernel while run is 2",
-            without,
-            "echo 0 > /sys/kernel/mm/ksm/run",
-        ),
+        Fact::Is(_) if unmerges => {
+            note("merging on request: refused by the kernel while run is 2", without, "echo 0 > /sys/kernel/mm/ksm/run")
+        }
         Fact::Is(Carrier::Module) if one_node => note(
-            "request",
             "merging on request: refused by the module ksm_request while merge_across_nodes is 0",
             without,
             "nothing, or, while nothing is merged: echo 1 > /sys/kernel/mm/ksm/merge_across_nodes",
         ),
-        Fact::Is(Carrier::Series) => ok("request", "merging on request: by this kernel"),
-        Fact::Is(Carrier::Module) => ok("request", "merging on request: by the module ksm_request"),
+        Fact::Is(Carrier::Series) => ok("merging on request: by this kernel"),
+        Fact::Is(Carrier::Module) => ok("merging on request: by the module ksm_request"),
         Fact::Absent if facts.request_module == Fact::Is(()) => note(
-            "request",
             "merging on request: the module ksm_request is installed and not loaded",
             without,
             "modprobe ksm_request; if the kernel refuses it, dmesg says why",
         ),
-        Fact::Absent => ok(
-            "request",
-            "merging on request: not by this kernel, so pagefold uses ksmd (for a module see kernel/dkms/README.md)",
-        ),
+        Fact::Absent => {
+            ok("merging on request: not by this kernel, so pagefold uses ksmd (for a module see kernel/dkms/README.md)")
+        }
         Fact::Denied => note(
-            "request",
             "merging on request: /dev/ksm cannot be opened",
             without,
             "run as root; a service needs DeviceAllow=/dev/ksm rw",
         ),
         Fact::Malformed(what) => note(
-            "request",
             format!("merging on request: {what}"),
             without,
             "use the kernel or module of the same version as pagefold",
@@ -106,42 +89,38 @@ pub(super) fn request(facts: &MachineFacts) -> Finding {
 }
 
 pub(super) fn run(facts: &MachineFacts) -> Finding {
-    let Fact::Is((knobs, counters)) = &facts.ksm else { return ok("run", "ksmd: see ksm") };
+    let Fact::Is((knobs, counters)) = &facts.ksm else { return ok("ksmd: see ksm") };
     let ours = facts.lock_holder.known().is_some();
     let merged = counters.pages_sharing.0 > 0;
     match knobs.run {
-        1 if ours => ok("run", "ksmd is driven by a running pagefold"),
+        1 if ours => ok("ksmd is driven by a running pagefold"),
         1 if !knobs.orphaned().is_empty() && facts.state == Fact::Absent => blocker(
-            "run",
             "ksmd is running already (run is 1)",
             "a pagefold drives it, or has left it running, whose files are not visible here",
             "see the finding `state`",
         ),
         1 => blocker(
-            "run",
             "ksmd is running already (run is 1)",
             "an administrator or another program drives KSM, or left it running; the kernel does not show which",
             "if it is not needed: echo 0 > /sys/kernel/mm/ksm/run",
         ),
         _ if merged && !ours => note(
-            "run",
             "ksmd is stopped, with pages still merged",
             "they stay merged until they are written, and max_page_sharing cannot be set meanwhile",
             "nothing; or, to unmerge all: echo 2 > /sys/kernel/mm/ksm/run, then 0",
         ),
-        _ => ok("run", "ksmd is stopped"),
+        _ => ok("ksmd is stopped"),
     }
 }
 
 pub(super) fn advisor(facts: &MachineFacts) -> Finding {
     match facts.ksm.known() {
         Some((knobs, _)) if knobs.advisor_on() => blocker(
-            "advisor",
             format!("the kernel's advisor is on ({})", knobs.advisor_mode.as_deref().unwrap_or("?")),
             "it sets pages_to_scan and refuses other writes to it",
             "echo none > /sys/kernel/mm/ksm/advisor_mode",
         ),
-        _ => ok("advisor", "the kernel's advisor is off"),
+        _ => ok("the kernel's advisor is off"),
     }
 }
 
@@ -150,22 +129,20 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
     let named = running.iter().map(|(pid, name)| format!("{name} (pid {pid})")).collect::<Vec<_>>().join(", ");
     if running.iter().any(|(_, name)| name == "ksmtuned") {
         blocker(
-            "programs",
             format!("{named} is running"),
             "ksmtuned sets the same knobs as pagefold",
             "systemctl disable --now ksmtuned",
         )
     } else if !running.is_empty() {
         warning(
-            "programs",
             format!("{named} is running"),
             "it marks memory of other programs, which every ksmd scan then includes",
             "stop it, or keep those programs out of pagefold's scope",
         )
     } else if let Fact::Is(_) = facts.programs {
-        ok("programs", "no other program uses KSM")
+        ok("no other program uses KSM")
     } else {
-        note("programs", "the process list cannot be read", "programs that drive KSM are not detected", "mount /proc")
+        note("the process list cannot be read", "programs that drive KSM are not detected", "mount /proc")
     }
 }
 
@@ -173,18 +150,11 @@ pub(super) fn lock(facts: &MachineFacts) -> Finding {
     match &facts.lock_holder {
         Fact::Is(holder) => {
             let pid = holder.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
-            note(
-                "lock",
-                format!("another pagefold drives KSM{pid}"),
-                "only one can run at a time",
-                "see pagefold status",
-            )
+            note(format!("another pagefold drives KSM{pid}"), "only one can run at a time", "see pagefold status")
         }
-        Fact::Absent => ok("lock", "no other pagefold is running"),
-        Fact::Denied => note("lock", "the lock file cannot be read", "another pagefold may be running", "run as root"),
-        Fact::Malformed(what) => {
-            warning("lock", format!("the lock: {what}"), "a run must take the lock", "remove that file")
-        }
+        Fact::Absent => ok("no other pagefold is running"),
+        Fact::Denied => note("the lock file cannot be read", "another pagefold may be running", "run as root"),
+        Fact::Malformed(what) => warning(format!("the lock: {what}"), "a run must take the lock", "remove that file"),
     }
 }
 
@@ -193,39 +163,35 @@ pub(super) fn state(facts: &MachineFacts) -> Finding {
         Fact::Absent => {
             let orphaned = facts.ksm.known().map(|(knobs, _)| knobs.orphaned()).unwrap_or_default();
             if orphaned.is_empty() || facts.lock_holder.known().is_some() {
-                return ok("state", "no earlier run left knobs changed");
+                return ok("no earlier run left knobs changed");
             }
             let knobs = orphaned.iter().map(|(knob, value)| format!("{knob} {value}")).collect::<Vec<_>>().join(", ");
             warning(
-                "state",
                 format!("pagefold has set {knobs}, and its state file is not here: it had a /run of its own"),
                 "the original values are not known, and ksmd may be scanning without need",
                 "if no pagefold runs in any container: pagefold doctor --fix, which sets the kernel's defaults",
             )
         }
-        Fact::Is(found) if found.holder_alive => ok("state", "the running pagefold has saved KSM's knobs"),
-        Fact::Is(found) if !found.this_boot => ok("state", "a state file of an earlier boot, which is obsolete"),
+        Fact::Is(found) if found.holder_alive => ok("the running pagefold has saved KSM's knobs"),
+        Fact::Is(found) if !found.this_boot => ok("a state file of an earlier boot, which is obsolete"),
         Fact::Is(found) => {
             let knobs = found.state.turned.keys().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             if found.state.holder.is_some() {
                 warning(
-                    "state",
                     format!("a run that was killed left these knobs changed: {knobs}"),
                     "ksmd may be scanning without need",
                     "pagefold doctor --fix (the next run does it too)",
                 )
             } else {
                 note(
-                    "state",
                     format!("knobs not yet restored: {knobs}"),
                     "the kernel allows it only while nothing is merged",
                     "pagefold doctor --fix, once nothing is merged",
                 )
             }
         }
-        Fact::Denied => note("state", "the state file cannot be read", "a crashed run is not detected", "run as root"),
+        Fact::Denied => note("the state file cannot be read", "a crashed run is not detected", "run as root"),
         Fact::Malformed(what) => blocker(
-            "state",
             what.clone(),
             "the original values of KSM's knobs are not known",
             "check the knobs, then remove that file",
