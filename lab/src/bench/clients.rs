@@ -36,11 +36,12 @@ impl Clients {
     {
         let shared = Shared { began: Instant::now(), every, stop: AtomicBool::new(false), next: AtomicU32::new(0) };
         let shared = Arc::new(shared);
-        let threads = clients.into_iter().map(|mut request| {
+        let mut threads = Vec::new();
+        for mut request in clients {
             let shared = Arc::clone(&shared);
-            thread::spawn(move || shared.follow(&mut request))
-        });
-        Self { threads: threads.collect(), shared: Arc::clone(&shared) }
+            threads.push(thread::spawn(move || shared.follow(&mut request)));
+        }
+        Self { shared, threads }
     }
 
     /// Ends the load and returns the requests.
@@ -71,13 +72,11 @@ impl Shared {
             if self.stop.load(Ordering::Relaxed) {
                 return made;
             }
-            let answered = request(number);
-            let took = self.began.elapsed().saturating_sub(due);
-            let failed = answered.is_err();
-            made.push((number, answered.map(|()| took).map_err(|error| format!("{error:#}"))));
-            if failed {
+            if let Err(error) = request(number) {
+                made.push((number, Err(format!("{error:#}"))));
                 return made;
             }
+            made.push((number, Ok(self.began.elapsed().saturating_sub(due))));
         }
     }
 }
@@ -99,11 +98,13 @@ impl Requests {
 
     /// Why a request that was due before `end` failed: the first such failure, if any.
     pub fn failure_before(&self, end: Instant) -> Option<&str> {
-        let failed = |(number, answered): &'_ Made| {
-            let was_due = self.began + self.every * *number < end;
-            was_due && answered.is_err()
-        };
-        self.made.iter().find(|made| failed(made)).and_then(|(_, answered)| answered.as_ref().err()).map(String::as_str)
+        for (number, answered) in &self.made {
+            match answered {
+                Err(why) if self.began + self.every * *number < end => return Some(why),
+                _ => {}
+            }
+        }
+        None
     }
 }
 

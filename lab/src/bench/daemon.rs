@@ -80,11 +80,7 @@ impl Running {
 
     /// Returns a meter of its CPU time while it runs.
     pub fn meter(&self) -> anyhow::Result<Meter> {
-        Ok(Meter {
-            main: Process::open(i32::try_from(self.child.id())?)?,
-            spent_ns: BTreeMap::new(),
-            peaks: BTreeMap::new(),
-        })
+        Ok(Meter { main: Process::open(i32::try_from(self.child.id())?)?, usage: BTreeMap::new() })
     }
 
     /// Returns whether it has ended on its own.
@@ -145,37 +141,40 @@ impl Drop for Running {
 #[derive(Debug)]
 pub struct Meter {
     main: Process,
-    /// By pid and start time, so the time of a child still counts after its end.
-    spent_ns: BTreeMap<(i32, u64), u64>,
-    /// Peak memory by pid and start time, bytes.
-    peaks: BTreeMap<(i32, u64), u64>,
+    /// By pid and start time, so a child still counts after its end.
+    usage: BTreeMap<(i32, u64), Usage>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Usage {
+    cpu_ns: u64,
+    peak_bytes: u64,
 }
 
 impl Meter {
-    /// The CPU time so far. We miss the time that a child spends between the last call and its end.
-    pub fn cpu_seconds(&mut self) -> f64 {
+    /// Reads the daemon and its children. A process may have ended; we keep its last reading.
+    pub fn read(&mut self) {
         let children = children(&self.main);
         for process in children.iter().chain([&self.main]) {
-            // A process may have ended. We keep its last reading.
+            let usage = self.usage.entry(process.key()).or_default();
             if let Ok(ns) = process_cpu_ns(process) {
-                self.spent_ns.insert(process.key(), ns);
+                usage.cpu_ns = ns;
+            }
+            if let Ok(kib) = kib(&process.read_file("status").unwrap_or_default(), "VmHWM") {
+                usage.peak_bytes = kib << 10;
             }
         }
-        Duration::from_nanos(self.spent_ns.values().sum()).as_secs_f64()
+    }
+
+    /// The CPU time so far. We miss the time that a child spends between the last reading and its end.
+    pub fn cpu_seconds(&self) -> f64 {
+        Duration::from_nanos(self.usage.values().map(|usage| usage.cpu_ns).sum()).as_secs_f64()
     }
 
     /// The peaks of resident memory so far (`VmHWM`), added up over the daemon and its children. Shared pages count in
     /// each process, and the peaks needn't coincide, so the processes never took more than this at one time.
-    pub fn peak_bytes(&mut self) -> u64 {
-        let children = children(&self.main);
-        for process in children.iter().chain([&self.main]) {
-            // A process that has ended has no memory left to report. We keep its last reading.
-            let peak = process.read_file("status").ok().and_then(|status| kib(&status, "VmHWM").ok());
-            if let Some(kib) = peak {
-                self.peaks.insert(process.key(), kib << 10);
-            }
-        }
-        self.peaks.values().sum()
+    pub fn peak_bytes(&self) -> u64 {
+        self.usage.values().map(|usage| usage.peak_bytes).sum()
     }
 }
 
@@ -227,6 +226,7 @@ mod tests {
         let mut meter = running.meter().unwrap();
         let (end, mut most, mut peak) = (std::time::Instant::now() + Duration::from_secs(20), 0.0_f64, 0);
         while most < 0.02 && std::time::Instant::now() < end {
+            meter.read();
             let now = meter.cpu_seconds();
             assert!(now >= most);
             most = now;
@@ -237,6 +237,7 @@ mod tests {
         assert!(most >= 0.02, "{most}");
         // It ends on request without having written anything.
         assert!(running.end(&Interrupt::default()).is_err());
+        meter.read();
         assert!(meter.cpu_seconds() >= most);
         assert!(meter.peak_bytes() >= peak && (512 << 10..64 << 20).contains(&peak), "{peak}");
     }

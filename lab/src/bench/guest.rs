@@ -9,6 +9,7 @@ use pagefold_workload::emulator::Emulator;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use tempfile::TempDir;
 
 const INIT: &str = include_str!("guest-init");
 
@@ -74,7 +75,6 @@ pub fn run(
 ) -> anyhow::Result<ExperimentReport> {
     let emulator = Emulator::find()?;
     let scratch = scratch()?;
-    let at = |name: &str| scratch.path().join(name);
     make_image(setting, &emulator, kernel, machine, &report.experiment, scratch.path())?;
     let mut command = emulator.machine(scratch.path(), &kernel.image, 0)?;
     // QEMU 7.2 sometimes sets wrong flags after cmpxchg16b, and the kernel panics.
@@ -82,25 +82,30 @@ pub fn run(
     // No huge pages, which would hold the programs' memory.
     command.args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off transparent_hugepage=never"]);
     // QEMU warns about stopped clocks until the kernel starts one.
-    command.stderr(File::create(at("errors"))?);
+    command.stderr(File::create(scratch.path().join("errors"))?);
     let mut emulated = OwnedChild(command.spawn().context("cannot start the emulator")?);
     let ended = setting.interrupt.wait(machine.limit, || anyhow::Ok(emulated.0.try_wait()?))?;
     drop(emulated);
-    let text = |name| String::from_utf8_lossy(&fs::read(at(name)).unwrap_or_default()).into_owned();
-    let result = serde_json::from_str::<ExperimentReport>(text("results").trim());
+    let result = serde_json::from_str::<ExperimentReport>(text_of(&scratch, "results").trim());
     let (Some(_), Ok(mut found)) = (ended, result) else {
-        let how = ended
-            .map_or_else(|| format!("did not end within {:?}", machine.limit), |status| format!("ended with {status}"));
-        let console = text("console");
-        let lines: Vec<&str> = console.lines().filter(|line| !line.trim().is_empty()).collect();
+        let console = text_of(&scratch, "console");
+        let mut lines: Vec<&str> = console.lines().collect();
+        lines.retain(|line| !line.trim().is_empty());
         eprintln!("{}", lines[lines.len().saturating_sub(TAIL)..].join("\n"));
-        bail!(
-            "the emulated machine {how} and gave no valid result; its console ends as above. {}",
-            text("errors").trim()
-        );
+        let how = match ended {
+            Some(status) => format!("ended with {status}"),
+            None => format!("did not end within {:?}", machine.limit),
+        };
+        let errors = text_of(&scratch, "errors");
+        bail!("the emulated machine {how} and gave no valid result; its console ends as above. {}", errors.trim());
     };
     found.machine.kernel = format!("{} (emulated, on {})", found.machine.kernel, report.machine.kernel);
     Ok(found)
+}
+
+fn text_of(dir: &TempDir, name: &str) -> String {
+    let bytes = fs::read(dir.path().join(name)).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// Packs this program, the program to measure, their dependencies and the command line.
@@ -115,21 +120,30 @@ fn make_image(
     let root = emulator.image(dir.join("root")).with_init(INIT, &[])?;
     root.put_program(setting.player, "bin/pagefold-lab")?;
     root.put_program(setting.program, "bin/pagefold")?;
-    machine.programs.iter().try_for_each(|(here, there)| root.put_program(here, there))?;
-    machine.files.iter().try_for_each(|file| root.put(file, file))?;
+    for (here, there) in &machine.programs {
+        root.put_program(here, there)?;
+    }
+    for file in &machine.files {
+        root.put(file, file)?;
+    }
     if let Some(module) = &kernel.module {
         root.put(module, "module.ko")?;
     }
-    fs::write(root.path("arguments"), arguments(setting, experiment).join("\0"))?;
+    fs::write(root.path("arguments"), arguments(setting, experiment))?;
     root.pack(&dir.join("image"))
 }
 
-/// The command line inside the machine.
-fn arguments(setting: &ExperimentSetting<'_>, experiment: &str) -> Vec<String> {
-    let mut arguments: Vec<String> =
-        ["bench", experiment, "--emulated", "--json", "/dev/ttyS1"].map(str::to_owned).to_vec();
-    let flags = [(setting.quick, "--quick"), (setting.all_peers, "--all-peers")];
-    arguments.extend(flags.into_iter().filter(|(given, _)| *given).map(|(_, flag)| flag.to_owned()));
-    arguments.extend(setting.policies.iter().map(|policy| format!("--policy={policy}")));
-    arguments
+/// The command line inside the machine, as init reads it.
+fn arguments(setting: &ExperimentSetting<'_>, experiment: &str) -> String {
+    let mut arguments = vec!["bench", experiment, "--emulated", "--json", "/dev/ttyS1"];
+    if setting.quick {
+        arguments.push("--quick");
+    }
+    if setting.all_peers {
+        arguments.push("--all-peers");
+    }
+    for policy in setting.policies {
+        arguments.extend(["--policy", policy]);
+    }
+    arguments.join("\0")
 }

@@ -38,7 +38,8 @@ impl OpenLoop {
     ) -> anyhow::Result<Self> {
         ensure!(!requests.is_empty(), "there are no requests");
         let mut answers = BufReader::new(stream.try_clone().context("a second handle of the connection")?);
-        let (stop, began) = (Arc::new(AtomicBool::new(false)), Instant::now());
+        let stop = Arc::new(AtomicBool::new(false));
+        let began = Instant::now();
         let stopped = Arc::clone(&stop);
         let writer = thread::spawn(move || {
             let mut stream = stream;
@@ -90,9 +91,12 @@ impl Latencies {
 
     /// The latencies of requests that were due between two instants, ascending.
     pub fn between(&self, from: Instant, to: Instant) -> Vec<Duration> {
-        let is_due = |number| (from..to).contains(&(self.began + self.every * number));
-        let mut found: Vec<Duration> =
-            self.numbered.iter().filter(|&&(number, _)| is_due(number)).map(|&(_, latency)| latency).collect();
+        let mut found = Vec::new();
+        for &(number, latency) in &self.numbered {
+            if (from..to).contains(&(self.began + self.every * number)) {
+                found.push(latency);
+            }
+        }
         found.sort_unstable();
         found
     }
@@ -121,8 +125,8 @@ impl Repeated {
         let thread = thread::spawn(move || {
             let mut done = Vec::new();
             while !stopped.load(Ordering::Relaxed) {
-                let ended = command.spawn().map(OwnedChild).and_then(|mut child| child.0.wait());
-                if !ended.is_ok_and(|status| status.success()) {
+                let Ok(child) = command.spawn() else { break };
+                if !OwnedChild(child).0.wait().is_ok_and(|status| status.success()) {
                     break;
                 }
                 done.push(Instant::now());

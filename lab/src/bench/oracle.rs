@@ -9,6 +9,7 @@ use pagefold_inject::mark::PageSpan;
 use pagefold_procmem::memory::{PageReader, ReadHow};
 use pagefold_procmem::process::Process;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Knowledge {
@@ -30,17 +31,24 @@ struct KnownPage {
     digest: Digest,
 }
 
+impl KnownPage {
+    /// Its process, mapping and extent.
+    fn place(&self) -> (usize, usize, u64) {
+        (self.process, self.mapping, self.at.extent())
+    }
+}
+
 /// Reads all private anonymous pages of the processes.
 pub fn survey(processes: &[Process]) -> anyhow::Result<Knowledge> {
     let mut reader = PageReader::new();
     let digester = Digester::new(0);
     let mut pages = Vec::new();
-    let (mut runs, how) = (Vec::new(), ReadHow::default());
+    let mut runs = Vec::new();
     for (number, process) in processes.iter().enumerate() {
         for (mapping, detail) in eligible_mappings(process)?.iter().enumerate() {
             runs.clear();
             reader.resident_runs(process, detail.vma.first(), detail.vma.pages(), &mut runs)?;
-            reader.read_runs(process, &runs, how, |view| {
+            reader.read_runs(process, &runs, ReadHow::default(), |view| {
                 if let (PageState::Private, Some(bytes)) = (view.state, view.bytes) {
                     let digest = digester.digest(bytes);
                     pages.push(KnownPage { process: number, mapping, at: view.page, digest });
@@ -54,32 +62,32 @@ pub fn survey(processes: &[Process]) -> anyhow::Result<Knowledge> {
 /// Picks the 2 MiB extents where at least half of the pages are duplicates (or zero), and joins adjacent extents.
 /// `pages` must be in order of process, mapping and address.
 fn judge(pages: &[KnownPage], processes: usize) -> Knowledge {
-    let mut copies: HashMap<Digest, u64> = HashMap::new();
+    // The copies of each content, less the one that stays. Of zeros none does.
+    let mut savable: HashMap<Digest, u64> = HashMap::new();
     for page in pages {
-        *copies.entry(page.digest).or_insert(0) += 1;
+        match savable.entry(page.digest) {
+            Entry::Occupied(mut copies) => *copies.get_mut() += 1,
+            Entry::Vacant(first) => _ = first.insert(u64::from(page.digest == Digest::ZERO)),
+        }
     }
-    let kept = |digest: &Digest| u64::from(*digest != Digest::ZERO);
-    let savable = copies.iter().map(|(digest, count)| count - kept(digest)).sum();
-    let duplicate = |page: &&KnownPage| copies.get(&page.digest).is_some_and(|count| count - kept(&page.digest) > 0);
-
-    let place = |page: &KnownPage| (page.process, page.mapping, page.at.extent());
     let mut spans: Vec<Vec<PageSpan>> = vec![Vec::new(); processes];
     let mut last_marked = None;
-    for extent in pages.chunk_by(|a, b| place(a) == place(b)) {
-        if extent.iter().filter(duplicate).count() * 2 < extent.len() {
+    for extent in pages.chunk_by(|a, b| a.place() == b.place()) {
+        if extent.iter().filter(|page| savable[&page.digest] > 0).count() * 2 < extent.len() {
             continue;
         }
-        let (first, end) = (extent[0].at, extent[extent.len() - 1].at + 1);
-        let (process, mapping, number) = place(&extent[0]);
+        let first = extent[0].at;
+        let end = extent[extent.len() - 1].at + 1;
+        let (process, mapping, number) = extent[0].place();
         // Not across mappings: madvise fails with ENOMEM if there is a hole.
         let joins = last_marked == Some((process, mapping, number.wrapping_sub(1)));
-        match spans[process].last_mut().filter(|_| joins) {
-            Some(before) => before.pages = Pages(end.0 - before.first.0),
-            None => spans[process].push(PageSpan { first, pages: Pages(end.0 - first.0) }),
+        match spans[process].last_mut() {
+            Some(before) if joins => before.pages = Pages(end.0 - before.first.0),
+            _ => spans[process].push(PageSpan { first, pages: Pages(end.0 - first.0) }),
         }
         last_marked = Some((process, mapping, number));
     }
-    Knowledge { spans, read: Pages(pages.len() as u64), savable: Pages(savable).bytes() }
+    Knowledge { spans, read: Pages(pages.len() as u64), savable: Pages(savable.values().sum()).bytes() }
 }
 
 #[cfg(test)]

@@ -17,10 +17,13 @@ pub struct Step {
 /// Every experiment once, then every one again. With a seed, each repetition has its own order, set by the seed and its
 /// number alone, so a slow change on the machine doesn't hit the same experiment each time.
 pub fn plan(experiments: &[&'static Experiment], repeat: u32, seed: Option<u64>) -> Vec<Step> {
-    let once = |repetition| {
-        shuffled(experiments, order(seed, repetition)).map(move |&experiment| Step { experiment, repetition })
-    };
-    (1..=repeat).flat_map(once).collect()
+    let mut steps = Vec::new();
+    for repetition in 1..=repeat {
+        for &experiment in shuffled(experiments, order(seed, repetition)) {
+            steps.push(Step { experiment, repetition });
+        }
+    }
+    steps
 }
 
 /// The seed for the order in a repetition: of the experiments, and of the policies in each.
@@ -31,15 +34,21 @@ pub fn order(seed: Option<u64>, repetition: u32) -> Option<u64> {
 /// How long the steps will take: as long as the same experiments did, or else as an average one. `None` before any is
 /// finished.
 pub fn remaining(steps: &[Step], finished: &[Finished]) -> Option<Duration> {
-    let mut of_each = BTreeMap::<&str, (Duration, u32)>::new();
+    let mut all = Vec::new();
+    let mut of_each: BTreeMap<&str, Vec<Duration>> = BTreeMap::new();
     for one in finished {
-        let (sum, count) = of_each.entry(&one.report.experiment).or_default();
-        *sum += one.elapsed;
-        *count += 1;
+        all.push(one.elapsed);
+        of_each.entry(&one.report.experiment).or_default().push(one.elapsed);
     }
-    let mean = |(sum, count): (Duration, u32)| sum / count.max(1);
-    let all = of_each.values().copied().reduce(|(a, many), (b, more)| (a + b, many + more)).map(mean)?;
-    Some(steps.iter().map(|step| of_each.get(step.experiment.name).copied().map_or(all, mean)).sum())
+    let mut left = Duration::ZERO;
+    for step in steps {
+        left += mean(of_each.get(step.experiment.name).unwrap_or(&all))?;
+    }
+    Some(left)
+}
+
+fn mean(times: &[Duration]) -> Option<Duration> {
+    times.iter().sum::<Duration>().checked_div(u32::try_from(times.len()).ok()?)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use pagefold_ksm::ksmd::Ksmd;
 use pagefold_ksm::{KSM_ROOT, Ksm};
 pub use pagefold_report::points::{SamplerPoint, largest_share, spent_between};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Time between two samples. A sample takes twelve small reads, and as many again with a daemon.
@@ -45,40 +45,50 @@ impl Sampler {
     }
 
     fn watching(ksmd: Ksmd, saved: impl Fn() -> anyhow::Result<Bytes> + Send + 'static) -> anyhow::Result<Self> {
-        let saved_and_cpu_ns = move || anyhow::Ok((saved()?.0, ksmd.cpu_ns()?));
         let shared = Arc::new(Mutex::new(Shared::default()));
         let for_thread = Arc::clone(&shared);
-        let (saved_then, cpu_then) = saved_and_cpu_ns()?;
+        let saved_then = saved()?.0;
+        let cpu_then = ksmd.cpu_ns()?;
         let events = EventReader::open(Path::new("/proc/vmstat"))?;
         let events_then = events.read()?;
         let thread = SamplingThread::start(INTERVAL, move |began| {
-            let (saved, cpu_ns) = saved_and_cpu_ns()?;
+            let saved_bytes = saved()?.0.saturating_sub(saved_then);
+            let ksmd_time = Duration::from_nanos(ksmd.cpu_ns()?.saturating_sub(cpu_then));
             let events = events.read()?.since(events_then);
-            let mut shared = for_thread.lock().unwrap_or_else(PoisonError::into_inner);
-            shared.last = SamplerPoint {
+            let mut shared = lock(&for_thread);
+            let mut point = SamplerPoint {
                 seconds: began.elapsed().as_secs_f64(),
-                saved_bytes: saved.saturating_sub(saved_then),
-                ksmd_seconds: Duration::from_nanos(cpu_ns.saturating_sub(cpu_then)).as_secs_f64(),
-                daemon_seconds: shared.daemon.as_mut().map_or(0.0, Meter::cpu_seconds),
-                daemon_peak_bytes: shared.daemon.as_mut().map_or(0, Meter::peak_bytes),
+                saved_bytes,
+                ksmd_seconds: ksmd_time.as_secs_f64(),
                 events,
+                ..SamplerPoint::default()
             };
-            Ok(shared.last)
+            if let Some(daemon) = &mut shared.daemon {
+                daemon.read();
+                point.daemon_seconds = daemon.cpu_seconds();
+                point.daemon_peak_bytes = daemon.peak_bytes();
+            }
+            shared.last = point;
+            Ok(point)
         });
         Ok(Self { shared, thread })
     }
 
     /// Also measures the CPU time and memory of this daemon from now on.
     pub fn watch(&self, daemon: Meter) {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner).daemon = Some(daemon);
+        lock(&self.shared).daemon = Some(daemon);
     }
 
     pub fn last(&self) -> SamplerPoint {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner).last
+        lock(&self.shared).last
     }
 
     /// Takes a last sample and returns all of them (at least one).
     pub fn finish(self) -> anyhow::Result<Vec<SamplerPoint>> {
         self.thread.finish()
     }
+}
+
+fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }

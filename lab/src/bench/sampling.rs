@@ -17,7 +17,8 @@ impl<T: Send + 'static> SamplingThread<T> {
     /// Samples right away, then each `interval`. `sample` gets the start time.
     pub fn start(interval: Duration, mut sample: impl FnMut(Instant) -> anyhow::Result<T> + Send + 'static) -> Self {
         let end = Arc::new(AtomicBool::new(false));
-        let (stop, began) = (Arc::clone(&end), Instant::now());
+        let stop = Arc::clone(&end);
+        let began = Instant::now();
         let thread = std::thread::spawn(move || {
             let mut samples = Vec::new();
             loop {

@@ -9,10 +9,11 @@ use pagefold_text::table::Table;
 use std::fmt::Write;
 
 pub fn list(experiments: &[Experiment]) -> String {
-    experiments.iter().fold(String::new(), |mut text, experiment| {
+    let mut text = String::new();
+    for experiment in experiments {
         let _ = writeln!(text, "{:<15} {}", experiment.name, experiment.claim);
-        text
-    })
+    }
+    text
 }
 
 pub fn report(report: &ExperimentReport) -> String {
@@ -64,9 +65,6 @@ fn write_report(to: &mut String, report: &ExperimentReport) -> std::fmt::Result 
 }
 
 fn runs(runs: &[PolicyRun]) -> Table {
-    let optional = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), number);
-    let mib = |bytes| format!("{:.1}", Bytes(bytes).mib());
-    let right = |answers: Answers| if answers.always() { "right".to_owned() } else { format!("{answers:?}") };
     columns::table(
         1,
         runs,
@@ -84,6 +82,18 @@ fn runs(runs: &[PolicyRun]) -> Table {
             ("answers", &|run| right(run.answers_correct)),
         ],
     )
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.1}", Bytes(bytes).mib())
+}
+
+fn optional(value: Option<f64>) -> String {
+    value.map_or_else(|| "-".to_owned(), number)
+}
+
+fn right(answers: Answers) -> String {
+    if answers.always() { "right".to_owned() } else { format!("{answers:?}") }
 }
 
 #[cfg(test)]

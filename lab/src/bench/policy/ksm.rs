@@ -194,7 +194,9 @@ fn scan_until_quiet(control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow
     control.set(Knob::SleepMillisecs, 0)?;
     let first = control.ksm().full_scans()?;
     control.set(Knob::Run, 1)?;
-    let (mut scans, mut most, mut quiet) = (first, 0, 0);
+    let mut scans = first;
+    let mut most = 0;
+    let mut quiet = 0;
     let done = interrupt.wait(EVERYTHING_LIMIT, || {
         let now = control.ksm().full_scans()?;
         if now == scans {
@@ -220,7 +222,8 @@ fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Int
     const EVERY: Duration = Duration::from_millis(500);
     let began = Instant::now();
     let spent_then = control.ksmd().cpu_ns()?;
-    let (mut pages, mut spent) = (100.0, 0.0);
+    let mut pages = 100.0;
+    let mut spent = 0.0;
     scan_paced(control, 100)?;
     while began.elapsed() < time {
         interrupt.sleep(EVERY.min(time.saturating_sub(began.elapsed())))?;

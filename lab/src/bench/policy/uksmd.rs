@@ -42,7 +42,8 @@ impl Policy for UksmdRules {
         let mut scans_then = None;
         loop {
             let ksm = stage.ksm()?.ksm();
-            let (scans, is_calm) = (ksm.full_scans()?, ksm.counters()?.pages_volatile.0 == 0);
+            let scans = ksm.full_scans()?;
+            let is_calm = ksm.counters()?.pages_volatile.0 == 0;
             if scans_then != Some(scans) || is_calm {
                 for (process, marked) in stage.processes().iter().zip(&mut marked) {
                     if is_chosen(&process.stat()?.comm, age_seconds(process)?) {
