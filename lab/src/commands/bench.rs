@@ -9,7 +9,6 @@ use crate::bench::table;
 use anyhow::Context;
 use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_text::exit::{self, Exit};
-use std::collections::BTreeSet;
 use std::env;
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -71,15 +70,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         print!("{}", table::list(&EXPERIMENTS));
         return Ok(0);
     }
-    let experiments = if args.names.is_empty() {
-        EXPERIMENTS.iter().filter(|experiment| args.in_guest.is_some() || can_run(experiment)).collect()
-    } else {
-        let mut named = args.names.iter().map(|name| experiment(name)).collect::<Result<Vec<_>, Exit>>()?;
-        // The same experiment named twice would be the same repetition.
-        let mut seen = BTreeSet::new();
-        named.retain(|experiment| seen.insert(experiment.name));
-        named
-    };
+    let experiments = experiments(args)?;
     let player = env::current_exe().context("cannot find the path of this program")?;
     let beside = player.with_file_name("pagefold");
     let program = args.program.as_ref().unwrap_or(&beside);
@@ -89,7 +80,10 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         Some(_) if to_stdout => Some(Box::new(io::stdout())),
         Some(path) => Some(Box::new(File::create(path).with_context(|| path.display().to_string())?)),
     };
-    let guest = args.in_guest.as_ref().map(|kernel| GuestKernel::new(kernel, args.module.as_deref())).transpose()?;
+    let guest = match &args.in_guest {
+        Some(kernel) => Some(GuestKernel::new(kernel, args.module.as_deref())?),
+        None => None,
+    };
     let interrupt = Interrupt::on_signals()?;
     let setting = ExperimentSetting {
         program,
@@ -102,24 +96,20 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         order: None,
         interrupt: &interrupt,
     };
-    let store = args.output.as_deref().map(|dir| Store::open(dir, args, program)).transpose()?;
-    let mut finished = store.as_ref().map_or_else(|| Ok(Vec::new()), Store::load)?;
-    let steps = plan(&experiments, args.repeat, args.seed);
-    let is_finished = |finished: &[Finished], step: &Step| {
-        finished
-            .iter()
-            .position(|one| (one.report.experiment.as_str(), one.repetition) == (step.experiment.name, step.repetition))
+    let mut store = match &args.output {
+        Some(dir) => Some(Store::open(dir, args, program)?),
+        None => None,
     };
+    let steps = plan(&experiments, args.repeat, args.seed);
     let mut passed = true;
     for (at, step) in steps.iter().enumerate() {
-        let known = is_finished(&finished, step);
-        if store.is_some() {
-            let left: Vec<Step> =
-                steps[at..].iter().filter(|step| is_finished(&finished, step).is_none()).copied().collect();
-            announce(at, steps.len(), step, known.is_some(), remaining(&left, &finished));
+        let mut known = None;
+        if let Some(store) = &store {
+            store.announce(&steps, at);
+            known = store.report(step).cloned();
         }
-        let report = if let Some(at) = known {
-            finished[at].report.clone()
+        let report = if let Some(report) = known {
+            report
         } else {
             let began = Instant::now();
             let setting = ExperimentSetting { order: order(args.seed, step.repetition), ..setting };
@@ -127,10 +117,8 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
             if !to_stdout {
                 println!("{}", table::report(&report));
             }
-            // If an experiment failed altogether, we measure it again next time.
-            let failed = report.failures.iter().any(|failure| failure.policy == WHOLE);
-            if let Some(store) = store.as_ref().filter(|_| !failed) {
-                finished.push(store.add(step.repetition, began.elapsed(), &report)?);
+            if let Some(store) = &mut store {
+                store.add(step.repetition, began.elapsed(), &report)?;
             }
             report
         };
@@ -143,10 +131,32 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
     Ok(u8::from(!passed))
 }
 
-/// The directory of `--output`.
+/// The experiments that were named, each once: the same one again would be the same repetition. By default, all that
+/// can run here; we report on standard error those that can't.
+fn experiments(args: &BenchArgs) -> Result<Vec<&'static Experiment>, Exit> {
+    let mut chosen = Vec::new();
+    for name in &args.names {
+        let experiment = experiment(name)?;
+        if chosen.iter().all(|other: &&Experiment| other.name != experiment.name) {
+            chosen.push(experiment);
+        }
+    }
+    if args.names.is_empty() {
+        for experiment in &EXPERIMENTS {
+            match experiment.lacks() {
+                Some(lacks) if args.in_guest.is_none() => eprintln!("{} is left out: {lacks}", experiment.name),
+                _ => chosen.push(experiment),
+            }
+        }
+    }
+    Ok(chosen)
+}
+
+/// The directory of `--output`, and the repetitions there.
 struct Store<'a> {
     dir: &'a Path,
     options: BenchOptions,
+    finished: Vec<Finished>,
 }
 
 impl<'a> Store<'a> {
@@ -160,35 +170,39 @@ impl<'a> Store<'a> {
             kernel: MachineDescription::this().kernel,
             program: BenchOptions::digest(program)?,
         };
-        Ok(Self { dir, options })
+        let finished = results::load(dir, Some(&options))?;
+        Ok(Self { dir, options, finished })
     }
 
-    fn load(&self) -> anyhow::Result<Vec<Finished>> {
-        results::load(self.dir, Some(&self.options))
+    fn report(&self, step: &Step) -> Option<&ExperimentReport> {
+        let mut reports = self.finished.iter().filter(|one| one.repetition == step.repetition).map(|one| &one.report);
+        reports.find(|report| report.experiment == step.experiment.name)
     }
 
-    fn add(&self, repetition: u32, elapsed: Duration, report: &ExperimentReport) -> anyhow::Result<Finished> {
-        let finished = Finished::new(repetition, self.options.clone(), elapsed, report.clone());
-        results::write(self.dir, &finished)?;
-        Ok(finished)
+    fn add(&mut self, repetition: u32, elapsed: Duration, report: &ExperimentReport) -> anyhow::Result<()> {
+        // If an experiment failed altogether, we measure it again next time.
+        if report.failures.iter().all(|failure| failure.policy != WHOLE) {
+            let finished = Finished::new(repetition, self.options.clone(), elapsed, report.clone());
+            results::write(self.dir, &finished)?;
+            self.finished.push(finished);
+        }
+        Ok(())
     }
-}
 
-/// Announces on standard error the next experiment, and when all will be finished. This gets its own line, because
-/// experiments report their progress there, too.
-fn announce(at: usize, of: usize, step: &Step, known: bool, left: Option<Duration>) {
-    let Step { experiment, repetition } = step;
-    let what = if known { ", is there already" } else { "" };
-    let left = left.filter(|_| !known).map_or_else(String::new, |left| {
-        format!(", about {} left", humantime::format_duration(Duration::from_secs(left.as_secs())))
-    });
-    eprintln!("{} of {of}: {}, repetition {repetition}{what}{left}", at + 1, experiment.name);
-}
-
-/// Reports on standard error the experiments that a run of all leaves out.
-fn can_run(experiment: &Experiment) -> bool {
-    let lacks = experiment.lacks();
-    lacks.inspect(|lacks| eprintln!("{} is left out: {lacks}", experiment.name)).is_none()
+    /// Announces on standard error the next experiment, and when all will be finished. This gets its own line, because
+    /// experiments report their progress there, too.
+    fn announce(&self, steps: &[Step], at: usize) {
+        let Step { experiment, repetition } = steps[at];
+        eprint!("{} of {}: {}, repetition {repetition}", at + 1, steps.len(), experiment.name);
+        let mut left = steps[at..].to_vec();
+        left.retain(|step| self.report(step).is_none());
+        if self.report(&steps[at]).is_some() {
+            eprint!(", is there already");
+        } else if let Some(left) = remaining(&left, &self.finished) {
+            eprint!(", about {} left", humantime::format_duration(Duration::from_secs(left.as_secs())));
+        }
+        eprintln!();
+    }
 }
 
 fn experiment(name: &str) -> Result<&'static Experiment, Exit> {
