@@ -1,5 +1,8 @@
 //! The experiments. Each measures one claim on programs that it starts.
 
+#[macro_use]
+mod sizes;
+
 mod build;
 mod clones;
 mod containers;
@@ -18,6 +21,7 @@ mod pairs;
 mod programs_on_request;
 mod real_programs;
 mod recall;
+mod rounds;
 mod scan;
 mod short_lived;
 mod simulated;
@@ -27,18 +31,24 @@ mod vms;
 mod workers;
 
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
+use crate::bench::metric::CPU_VS;
 use crate::bench::policy::uksm::Uksm;
-use crate::bench::policy::{self, GovernedUksm, Kernel, KsmAdvisor, KsmPaced, Ksmtuned, Policy, Stage, UksmdRules};
-use crate::bench::report::{ExperimentReport, Failure, MachineDescription, PolicyRun};
-use crate::programs::Target;
-use crate::programs::answers;
+use crate::bench::policy::{
+    GovernedUksm, KSM_EVERYTHING, Kernel, KsmAdvisor, KsmPaced, Ksmtuned, Policy, SUBJECT, Stage, UksmdRules,
+};
+use crate::bench::report::{ExperimentReport, Failure, Limit, MachineDescription, PolicyRun};
+use crate::programs::{Notes, Target, answers};
 use anyhow::ensure;
 use pagefold_engine::permutation::Permutation;
 use pagefold_engine::units::{PAGE_SIZE, Pages};
 use pagefold_ksm::request::DEVICE;
 use pagefold_procmem::os::interrupt::Interrupt;
-use pagefold_workload::{Segment, Tenant, TenantSpec};
+use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
+use rounds::sort_runs;
 use std::path::Path;
+
+/// The programs whose memory an experiment merges.
+type Targets = Vec<Box<dyn Target>>;
 
 /// The options that all experiments share.
 #[derive(Clone, Copy, Debug)]
@@ -107,8 +117,10 @@ impl Experiment {
     /// The experiment needs this, and this machine lacks it. An emulated machine may have it.
     pub fn lacks(&self) -> Option<&'static str> {
         let is_on_request = [on_request::EXPERIMENT.name, programs_on_request::EXPERIMENT.name].contains(&self.name);
-        (is_on_request && !Path::new(DEVICE).exists())
-            .then_some("this kernel does not merge on request; --in-guest runs it on one that does")
+        if is_on_request && !Path::new(DEVICE).exists() {
+            return Some("this kernel does not merge on request; --in-guest runs it on one that does");
+        }
+        None
     }
 
     /// Runs the experiment, in an emulated machine if one was asked for, and fills in the report.
@@ -141,6 +153,22 @@ impl ExperimentSetting<'_> {
     /// Starts a tenant that holds one segment.
     fn tenant(&self, segment: Segment) -> anyhow::Result<Box<dyn Target>> {
         Ok(Box::new(Tenant::start(self.player, &TenantSpec::new([segment]))?))
+    }
+
+    /// Starts a tenant and its activity.
+    fn active_tenant(&self, spec: &TenantSpec) -> anyhow::Result<Box<dyn Target>> {
+        let mut tenant = Tenant::start(self.player, spec)?;
+        tenant.begin()?;
+        Ok(Box::new(tenant))
+    }
+
+    /// Starts a tenant for each segment.
+    fn tenants(&self, segments: &[Segment]) -> anyhow::Result<Targets> {
+        let mut tenants = Targets::new();
+        for &segment in segments {
+            tenants.push(self.tenant(segment)?);
+        }
+        Ok(tenants)
     }
 
     /// Adds further peers to an experiment's policies, if the user asked for them: everything marked, at the kernel's
@@ -193,17 +221,43 @@ const fn mib(mebibytes: u64) -> Pages {
 
 /// The items in an order set by the key, so that a slow change on the machine doesn't hit the same items in each round.
 /// Without a key, they keep their order.
-pub(crate) fn shuffled<T>(items: &[T], key: Option<u64>) -> impl Iterator<Item = &T> {
-    let order = key.map(|key| Permutation::new(items.len() as u64, key));
-    (0..items.len() as u64).filter_map(move |at| {
-        let at = order.map_or(at, |order| order.at(at));
-        items.get(usize::try_from(at).ok()?)
-    })
+pub(crate) fn shuffled<T>(items: &[T], key: Option<u64>) -> Vec<&T> {
+    let Some(key) = key else { return items.iter().collect() };
+    let order = Permutation::new(items.len() as u64, key);
+    let mut found = Vec::new();
+    for at in 0..items.len() as u64 {
+        found.extend(items.get(usize::try_from(order.at(at)).unwrap_or(usize::MAX)));
+    }
+    found
 }
 
-/// Puts the runs in the order of these names.
-fn sort_runs(report: &mut ExperimentReport, names: &[String]) {
-    report.runs.sort_by_key(|run| names.iter().position(|name| *name == run.policy));
+/// One value divided by another, if we have both.
+fn quotient(own: Option<f64>, peers: Option<f64>) -> Option<f64> {
+    Some(own? / peers?)
+}
+
+/// A program's notes from before a policy and while it merged. The last note is from afterwards.
+fn before_and_during<T: Clone>(notes: &Notes<T>) -> Option<[T; 2]> {
+    match &notes.borrow()[..] {
+        [.., before, during, _] => Some([before.clone(), during.clone()]),
+        _ => None,
+    }
+}
+
+/// Whether every byte of these tenants is as written.
+fn are_intact<'a>(tenants: impl IntoIterator<Item = &'a mut Tenant>) -> anyhow::Result<bool> {
+    let mut intact = true;
+    for tenant in tenants {
+        intact &= tenant.verify()? == Verdict::Intact;
+    }
+    Ok(intact)
+}
+
+/// Adds the bars on pagefold's savings and CPU time relative to KSM's when it scans everything.
+fn bar_on_everything(report: &mut ExperimentReport, saved: Option<f64>, saved_at_least: f64, cpu_at_most: f64) {
+    report.bar("savings relative to KSM scanning everything", Limit::AtLeast(saved_at_least), saved);
+    let cpu = report.ratio(CPU_VS, KSM_EVERYTHING);
+    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(cpu_at_most), cpu);
 }
 
 /// Runs each policy on freshly started targets, since nobody can remove marks from outside, and compares pagefold with
@@ -212,14 +266,14 @@ fn side_by_side(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,
     policies: &[Box<dyn Policy>],
-    start: impl Fn() -> anyhow::Result<Vec<Box<dyn Target>>>,
+    start: impl Fn() -> anyhow::Result<Targets>,
 ) -> anyhow::Result<()> {
     let mut sequence = PolicySequence::on(setting, Kernel::take(setting.interrupt)?);
     for policy in shuffled(policies, setting.order) {
         sequence.run(report, &**policy, &start)?;
     }
-    sort_runs(report, &policies.iter().map(|policy| policy.name()).collect::<Vec<_>>());
-    report.compare(policy::SUBJECT);
+    sort_runs(report, policies, 1);
+    report.compare(SUBJECT);
     Ok(())
 }
 
@@ -249,7 +303,7 @@ impl<'a> PolicySequence<'a> {
         &mut self,
         report: &'r mut ExperimentReport,
         policy: &dyn Policy,
-        start: impl FnOnce() -> anyhow::Result<Vec<Box<dyn Target>>>,
+        start: impl FnOnce() -> anyhow::Result<Targets>,
     ) -> anyhow::Result<Option<&'r mut PolicyRun>> {
         let name = policy.name();
         if !policy.runs_on(&self.kernel) || !self.begins(report, &name, &name) {
@@ -259,7 +313,7 @@ impl<'a> PolicySequence<'a> {
         let expected = self.expected.get_or_insert_with(|| answers(&mut targets)).clone();
         let exact = self.exact;
         let done = self.perform(report, &name, |stage| stage.run_on(policy, &mut targets, &expected, exact))?;
-        Ok(done.and_then(|()| report.runs.last_mut()))
+        Ok(if done.is_some() { report.runs.last_mut() } else { None })
     }
 
     /// Runs an experiment's own part beside a policy, if the user asked for the policy, and adds the run to the report
@@ -320,7 +374,7 @@ mod tests {
     #[test]
     fn an_order_follows_from_its_key_and_has_everything_once() {
         let items: Vec<u32> = (0..7).collect();
-        let order = |key| super::shuffled(&items, key).copied().collect::<Vec<u32>>();
+        let order = |key| super::shuffled(&items, key).into_iter().copied().collect::<Vec<u32>>();
         assert_eq!(order(None), items);
         assert_eq!(order(Some(3)), order(Some(3)));
         let orders: std::collections::BTreeSet<Vec<u32>> = (0..20).map(|key| order(Some(key))).collect();

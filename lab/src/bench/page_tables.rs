@@ -16,17 +16,16 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Page table entries read per call.
 const ENTRIES: usize = 4096;
 
-/// The highest number of merged pages, and the bytes saved as a mean over time.
-pub fn most_and_mean(samples: &[PageTableSample]) -> (u64, f64) {
-    let most = samples.iter().map(|sample| sample.merged_pages).max().unwrap_or(0);
-    let area: f64 = samples
-        .windows(2)
-        .map(|pair| {
-            (pair[1].seconds - pair[0].seconds) * f64::midpoint(pair[0].saved_bytes as f64, pair[1].saved_bytes as f64)
-        })
-        .sum();
-    let seconds = samples.last().map_or(0.0, |last| last.seconds - samples[0].seconds);
-    (most, if seconds > 0.0 { area / seconds } else { 0.0 })
+/// The bytes saved, as a mean over time.
+pub fn mean_saved_bytes(samples: &[PageTableSample]) -> f64 {
+    let mut area = 0.0;
+    let mut seconds = 0.0;
+    for pair in samples.windows(2) {
+        let between = pair[1].seconds - pair[0].seconds;
+        area += between * f64::midpoint(pair[0].saved_bytes as f64, pair[1].saved_bytes as f64);
+        seconds += between;
+    }
+    if seconds > 0.0 { area / seconds } else { 0.0 }
 }
 
 /// Starts sampling the mappings that these processes have now.
@@ -51,7 +50,9 @@ fn take_sample(mappings: &[(Pagemap, Vec<PageSpan>)], frames: &mut Vec<u64>) -> 
             while done < span.pages.0 {
                 let now = usize::try_from(span.pages.0 - done)?.min(ENTRIES);
                 pagemap.read(span.first + done, &mut entries[..now])?;
-                frames.extend(entries[..now].iter().filter_map(|&entry| shared_frame(PagemapEntry(entry))));
+                for &entry in &entries[..now] {
+                    frames.extend(shared_frame(PagemapEntry(entry)));
+                }
                 done += now as u64;
             }
         }
@@ -73,11 +74,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_mean_is_over_time_and_the_largest_is_of_one_sample() {
-        let sample = |seconds, saved_bytes, merged_pages| PageTableSample { seconds, merged_pages, saved_bytes };
-        assert_eq!(most_and_mean(&[sample(0.0, 0, 0), sample(1.0, 100, 9), sample(3.0, 100, 4)]), (9, 250.0 / 3.0));
-        assert_eq!(most_and_mean(&[]), (0, 0.0));
-        assert_eq!(most_and_mean(&[sample(1.0, 5, 5)]), (5, 0.0));
+    fn the_mean_is_over_time() {
+        let sample = |seconds, saved_bytes| PageTableSample { seconds, saved_bytes, ..PageTableSample::default() };
+        assert_eq!(mean_saved_bytes(&[sample(0.0, 0), sample(1.0, 100), sample(3.0, 100)]), 250.0 / 3.0);
+        assert_eq!(mean_saved_bytes(&[]), 0.0);
+        assert_eq!(mean_saved_bytes(&[sample(1.0, 5)]), 0.0);
     }
 
     #[test]

@@ -18,6 +18,7 @@ pub use stage::{Kernel, Stage};
 pub use uksm::GovernedUksm;
 pub use uksmd::UksmdRules;
 
+use pagefold_procmem::process::Process;
 use std::fmt;
 
 /// A way to merge.
@@ -33,6 +34,14 @@ pub trait Policy {
     /// Whether it can run on this kernel.
     fn runs_on(&self, kernel: &Kernel) -> bool {
         matches!(kernel, Kernel::Ksm(_))
+    }
+
+    /// Marks a program that has started since, as [`Policy::marks`] says.
+    fn mark_new(&self, pid: i32) -> anyhow::Result<()> {
+        if self.marks() == Marks::Everything {
+            ksm::mark_eligible(&Process::open(pid)?)?;
+        }
+        Ok(())
     }
 
     /// Merges for its time, or until all is merged. A policy that runs by itself does so until the stage ends it: given

@@ -1,16 +1,15 @@
 //! Serverless-style churn, as in sandboxes for functions and agents: we start clones of a warm image one after another,
 //! and time how long each takes to merge with its predecessors.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
-use crate::bench::measures::median;
-use crate::bench::policy::ksm::{KSM_PAGES, mark_eligible};
-use crate::bench::policy::{KsmPaced, Marks, Pagefold, Policy, SUBJECT, Stage};
-use crate::bench::report::{Answers, ExperimentReport, Limit};
+use super::{Experiment, ExperimentSetting, PolicySequence, are_intact, mib};
+use crate::bench::measures::Spread;
+use crate::bench::policy::ksm::KSM_PAGES;
+use crate::bench::policy::{KsmPaced, Pagefold, Policy, SUBJECT, Stage};
+use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::scratch;
-use pagefold_engine::units::{Pages, whole};
 use pagefold_procmem::os::fields::number;
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::collections::VecDeque;
 use std::fs;
 use std::path::Path;
@@ -28,31 +27,18 @@ const WARM: usize = 3;
 const ALIVE: usize = 4;
 const POLL: Duration = Duration::from_millis(50);
 
-struct Sizes {
-    shared: Pages,
-    own: Pages,
-    clones: usize,
-    warm_up: Duration,
-    /// The time between two starts.
-    every: Duration,
+sizes! {
+    shared_mib: u64 = 64, quick 8, as "shared_mib";
+    own_mib: u64 = 32, quick 4, as "own_mib";
+    clones: usize = 8, quick 2, as "clones";
+    warm_up_seconds: u64 = 20, quick 8;
+    /// Seconds between two starts.
+    every: u64 = 8, quick 5, as "seconds_between";
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let (shared_mib, own_mib, clones, warm_up, every) =
-        if setting.quick { (8, 4, 2, 8, 5) } else { (64, 32, 8, 20, 8) };
-    report.parameters([
-        ("shared_mib", shared_mib),
-        ("own_mib", own_mib),
-        ("clones", clones),
-        ("seconds_between", every),
-    ]);
-    let sizes = Sizes {
-        shared: mib(shared_mib),
-        own: mib(own_mib),
-        clones: usize::try_from(clones)?,
-        warm_up: Duration::from_secs(warm_up),
-        every: Duration::from_secs(every),
-    };
+    let sizes = Sizes::of(setting, report);
+    let Sizes { shared_mib, own_mib, clones, every, .. } = sizes;
     // A path of its own, so pagefold can find the clones by it.
     let scratch = scratch()?;
     let player = scratch.path().join("clone");
@@ -62,22 +48,18 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let policies: [&dyn Policy; 2] = [&KsmPaced { pages: KSM_PAGES, seconds: 0 }, &Pagefold::new(0)];
     for by in policies {
         let name = by.name();
-        let seconds = sequence.conduct(report, &name, &name, |stage| start_all(stage, by, &player, &sizes))?;
-        let Some(seconds) = seconds else { continue };
-        let merged = seconds.iter().flatten().copied();
-        let longest = merged.clone().fold(0.0, f64::max);
-        report.figure(
-            format!("clones of which 90 % was merged before the next start, {name}"),
-            merged.clone().count() as f64,
-        );
-        report.figure(format!("seconds to 90 % of a clone, median, {name}"), median(merged));
-        report.figure(format!("seconds to 90 % of a clone, longest, {name}"), longest);
-        rows.push((name.clone(), longest));
+        let merged = sequence.conduct(report, &name, &name, |stage| start_all(stage, by, &player, &sizes))?;
+        let Some(merged) = merged else { continue };
+        let count = merged.len();
+        let spread = Spread::of(merged).unwrap_or(Spread { median: 0.0, min: 0.0, max: 0.0 });
+        report.figure(format!("clones of which 90 % was merged before the next start, {name}"), count as f64);
+        report.figure(format!("seconds to 90 % of a clone, median, {name}"), spread.median);
+        report.figure(format!("seconds to 90 % of a clone, longest, {name}"), spread.max);
         if name == SUBJECT && !setting.quick {
-            let all = seconds.iter().all(Option::is_some);
-            let longest = if all { longest } else { sizes.every.as_secs_f64() };
+            let longest = if count == clones { spread.max } else { every as f64 };
             report.bar("seconds until 90 % of each clone is merged", Limit::AtMost(5.0), Some(longest));
         }
+        rows.push((name, spread.max));
     }
     let subtitle =
         format!("seconds; the slowest of {clones} clones, {shared_mib} MiB each, beside {own_mib} MiB of its own");
@@ -86,53 +68,52 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 }
 
 /// Starts clones one after another under KSM or pagefold. Returns the time from each clone's start until 90 % of its
-/// contents in common with the others is merged, if that happens before the next one starts.
-fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Sizes) -> anyhow::Result<Vec<Option<f64>>> {
+/// contents in common with the others was merged, if that happened before the next one started.
+fn start_all(stage: &mut Stage<'_>, by: &dyn Policy, player: &Path, sizes: &Sizes) -> anyhow::Result<Vec<f64>> {
     let interrupt = stage.setting.interrupt;
+    let shared = mib(sizes.shared_mib);
+    let every = Duration::from_secs(sizes.every);
     let spec = TenantSpec::new([
-        Segment::Shared { pages: sizes.shared.0, seed: 1 },
-        Segment::Random { pages: sizes.own.0, seed: 2 },
+        Segment::Shared { pages: shared.0, seed: 1 },
+        Segment::Random { pages: mib(sizes.own_mib).0, seed: 2 },
     ]);
-    let start = || -> anyhow::Result<(Tenant, Process)> {
-        let tenant = Tenant::start(player, &spec)?;
-        let process = Process::open(tenant.pid())?;
-        if by.marks() == Marks::Everything {
-            mark_eligible(&process)?;
-        }
-        Ok((tenant, process))
-    };
     let mut alive = VecDeque::new();
     for _ in 0..WARM {
-        alive.push_back(start()?.0);
+        alive.push_back(start(by, player, &spec)?);
     }
     stage.merge(by, &["--exe", &player.to_string_lossy()])?;
-    interrupt.sleep(sizes.warm_up)?;
-    let (mut seconds, mut intact) = (Vec::new(), true);
+    interrupt.sleep(Duration::from_secs(sizes.warm_up_seconds))?;
+    let mut seconds = Vec::new();
+    let mut intact = true;
     for _ in 0..sizes.clones {
         let began = Instant::now();
-        let (tenant, process) = start()?;
-        alive.push_back(tenant);
-        let mut reached = None;
-        while began.elapsed() < sizes.every {
+        let clone = start(by, player, &spec)?;
+        let process = Process::open(clone.pid())?;
+        alive.push_back(clone);
+        let mut is_merged = false;
+        while began.elapsed() < every {
             interrupt.sleep(POLL)?;
-            if reached.is_none() && merged(&process)? * 10 >= sizes.shared.0 * 9 {
-                reached = Some(began.elapsed().as_secs_f64());
+            if !is_merged && merged(&process)? * 10 >= shared.0 * 9 {
+                is_merged = true;
+                seconds.push(began.elapsed().as_secs_f64());
             }
         }
-        seconds.push(reached);
-        while alive.len() > ALIVE {
-            if let Some(mut oldest) = alive.pop_front() {
-                intact &= oldest.verify()? == Verdict::Intact;
-            }
+        let too_many = alive.len().saturating_sub(ALIVE);
+        for mut oldest in alive.drain(..too_many) {
+            intact &= are_intact([&mut oldest])?;
         }
     }
-    for tenant in &mut alive {
-        intact &= tenant.verify()? == Verdict::Intact;
-    }
+    intact &= are_intact(&mut alive)?;
     stage.end()?;
-    stage.run.savable_bytes = Some(Pages(sizes.shared.0 * whole(ALIVE as f64)).bytes().0);
-    stage.run.answers_correct = Answers { before: true, during: intact, after: intact };
+    stage.run.savable_bytes = Some(shared.bytes().0 * ALIVE as u64);
+    stage.answered(intact);
     Ok(seconds)
+}
+
+fn start(by: &dyn Policy, player: &Path, spec: &TenantSpec) -> anyhow::Result<Tenant> {
+    let tenant = Tenant::start(player, spec)?;
+    by.mark_new(tenant.pid())?;
+    Ok(tenant)
 }
 
 /// The number of merged pages in a process.

@@ -3,12 +3,11 @@
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
 use crate::bench::metric;
-use crate::bench::page_tables::most_and_mean;
+use crate::bench::page_tables::mean_saved_bytes;
 use crate::bench::policy::{KsmSteered, NoMerging, Pagefold};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
-use crate::programs::Target;
-use pagefold_engine::units::Permyriad;
-use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
+use pagefold_engine::units::{Permyriad, whole};
+use pagefold_workload::{Activity, Segment, TenantSpec};
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "cow-breaker",
@@ -30,27 +29,28 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.parameters([("same_mib", size_mib), ("write_every_us", every_us), ("seconds", seconds)]);
     let spec = TenantSpec::new([Segment::Same { pages: mib(size_mib).0, seed: 9 }])
         .with_activity(Activity::Breaker { every_us });
-    let start = || {
-        let mut tenant = Tenant::start(setting.player, &spec)?;
-        tenant.begin()?;
-        Ok(vec![Box::new(tenant) as Box<dyn Target>])
-    };
     let mut sequence = PolicySequence::take(setting)?;
     sequence.exact = true;
-    let baseline = sequence.run(report, &NoMerging { seconds }, start)?.and_then(|run| writing(run));
-    if let Some(run) = sequence.run(report, &Pagefold::new(seconds), start)?.cloned() {
+    let unmerged = sequence.run(report, &NoMerging { seconds }, || Ok(vec![setting.active_tenant(&spec)?]))?;
+    let baseline = unmerged.and_then(|run| writing(run));
+    let by_default = sequence.run(report, &Pagefold::new(seconds), || Ok(vec![setting.active_tenant(&spec)?]))?;
+    if let Some(run) = by_default.cloned() {
         left_alone(setting, report, &run, mib(size_mib).0, baseline);
     }
 
     let shares: &[u64] = if setting.quick { &[10] } else { &[2, 10, 20] };
-    let (mut least, mut rows): (Option<f64>, _) = (None, Vec::new());
+    let mut ratios = Vec::new();
+    let mut rows = Vec::new();
     for &percent in shares {
         let ours = Pagefold::new(seconds).with(&["--cow-threshold", "100", "--top-share", &percent.to_string()]);
-        let Some(own) = sequence.run(report, &ours, start)?.cloned() else { continue };
+        let own = sequence.run(report, &ours, || Ok(vec![setting.active_tenant(&spec)?]))?;
+        let Some(own) = own.cloned() else { continue };
         // KSM gets the share that pagefold took, not the share it may take.
         let theirs = KsmSteered { share: taken(&own), seconds };
-        let Some(peer) = sequence.run(report, &theirs, start)?.cloned() else { continue };
-        let ((_, own_mean), (_, peer_mean)) = (most_and_mean(&own.in_page_tables), most_and_mean(&peer.in_page_tables));
+        let peer = sequence.run(report, &theirs, || Ok(vec![setting.active_tenant(&spec)?]))?;
+        let Some(peer) = peer.cloned() else { continue };
+        let own_mean = mean_saved_bytes(&own.in_page_tables);
+        let peer_mean = mean_saved_bytes(&peer.in_page_tables);
         let ratio = own_mean / peer_mean.max(LEAST_SAVED);
         for (name, value) in [
             ("MiB saved on average, pagefold", own_mean / LEAST_SAVED),
@@ -66,7 +66,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
         rows.push((format!("pagefold, {percent} %"), own_mean / LEAST_SAVED));
         rows.push((format!("KSM, as {percent} %"), peer_mean / LEAST_SAVED));
-        least = Some(least.map_or(ratio, |least| least.min(ratio)));
+        ratios.push(ratio);
     }
     report.picture(
         "memory saved at equal CPU, with the filter off",
@@ -74,7 +74,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         rows,
     );
     if !setting.quick {
-        report.bar(metric::SAVED_UNFILTERED, Limit::AtLeast(5.0), least);
+        report.bar(metric::SAVED_UNFILTERED, Limit::AtLeast(5.0), ratios.into_iter().reduce(f64::min));
     }
     Ok(())
 }
@@ -87,9 +87,9 @@ fn left_alone(
     pages: u64,
     baseline: Option<Writing>,
 ) {
-    let share = |merged: u64| merged as f64 / pages as f64;
-    let at_end = run.in_page_tables.last().map(|sample| share(sample.merged_pages));
-    report.figure("default: share merged at most", share(most_and_mean(&run.in_page_tables).0));
+    let shares: Vec<f64> = run.in_page_tables.iter().map(|sample| sample.merged_pages as f64 / pages as f64).collect();
+    report.figure("default: share merged at most", shares.iter().copied().fold(0.0, f64::max));
+    let at_end = shares.last().copied();
     if let Some(at_end) = at_end {
         report.figure(metric::MERGED_AT_END, at_end);
     }
@@ -105,8 +105,10 @@ fn left_alone(
         return;
     }
     report.bar(metric::MERGED_AT_END, Limit::AtMost(0.01), at_end);
-    let speed = writing.zip(baseline).map(|(own, baseline)| own.pages_per_second / baseline.pages_per_second);
-    report.bar("default: the writer's speed relative to that without merging", Limit::AtLeast(0.99), speed);
+    if let (Some(own), Some(baseline)) = (writing, baseline) {
+        let speed = own.pages_per_second / baseline.pages_per_second;
+        report.bar("default: the writer's speed relative to that without merging", Limit::AtLeast(0.99), Some(speed));
+    }
 }
 
 /// The speed of a writer during a run.
@@ -119,8 +121,12 @@ struct Writing {
 
 fn writing(run: &PolicyRun) -> Option<Writing> {
     let (before, after) = run.counters.first()?;
-    let (pages, seconds) = ((after.pages_written - before.pages_written) as f64, after.seconds - before.seconds);
-    (pages > 0.0 && seconds > 0.0).then(|| Writing {
+    let pages = (after.pages_written - before.pages_written) as f64;
+    let seconds = after.seconds - before.seconds;
+    if pages <= 0.0 || seconds <= 0.0 {
+        return None;
+    }
+    Some(Writing {
         pages_per_second: pages / seconds,
         us_per_page: (after.writing_seconds - before.writing_seconds) * 1e6 / pages,
         latest_us: after.latest_us,
@@ -133,8 +139,7 @@ fn saved_at_end(run: &PolicyRun) -> f64 {
 
 /// The share of a core that a run took.
 fn taken(run: &PolicyRun) -> Permyriad {
-    let us = |seconds: f64| u64::try_from(std::time::Duration::from_secs_f64(seconds).as_micros()).unwrap_or(u64::MAX);
-    Permyriad::of(us(run.cpu_seconds), us(run.seconds))
+    Permyriad::of(whole(run.cpu_seconds * 1e6), whole(run.seconds * 1e6))
 }
 
 #[cfg(test)]

@@ -39,19 +39,18 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let mut faster: Option<(&str, f64)> = None;
     for &(governor, share) in governors {
         let mib_now = if governor == metric::QUIET { quiet_mib } else { size_mib };
-        let (pages, whole) = (mib(mib_now).0, mib(mib_now).bytes().0);
+        let pages = mib(mib_now).0;
         let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
-        let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();
-        let policy = Pagefold::new(most)
-            .with(&["--governor", governor])
-            .until(Enough { saved_bytes: whole - whole / 100, seconds: least });
-        let Some(run) = sequence.run(report, &policy, start)?.cloned() else { continue };
+        let whole = mib(mib_now).bytes().0;
+        let enough = Enough { saved_bytes: whole - whole / 100, seconds: least };
+        let policy = Pagefold::new(most).with(&["--governor", governor]).until(enough);
+        let run = sequence.run(report, &policy, || setting.tenants(&segments))?;
+        let Some(run) = run.cloned() else { continue };
         let over_ten = largest_share(&run.points, WINDOW_SECONDS);
         let over_one = largest_share(&run.points, 1.0);
         report.figure(metric::LARGEST_SHARE.of([governor, "10"]), 100.0 * over_ten);
         report.figure(metric::LARGEST_SHARE.of([governor, "1"]), 100.0 * over_one);
         rows.push((format!("{governor}, of {:.0} % allowed", 100.0 * share), 100.0 * over_ten));
-        let saved = run.saved_bytes_max as f64 / whole as f64;
         if let Some(point) = run.reaching(0.9, whole) {
             // Scaled to the same amount of work.
             let scaled = point.seconds * size_mib as f64 / mib_now as f64;
@@ -64,6 +63,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         if setting.quick {
             continue;
         }
+        let saved = run.saved_bytes_max as f64 / whole as f64;
         report.bar(format!("{governor}: share saved of the possible savings"), Limit::AtLeast(0.9), Some(saved));
         let limit = 100.0 * (share * (1.0 + ERROR_OF_SHARE) + ERROR_SECONDS / WINDOW_SECONDS);
         let name = format!(

@@ -1,17 +1,16 @@
 //! Merging splits huge pages: how much we save for each split, and how much a program that looks up scattered pages
 //! slows down.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, Targets, before_and_during, mib};
 use crate::bench::measures::median;
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{Notes, Observed};
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::os::fields::{chosen, number};
 use pagefold_procmem::process::Process;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
 use std::time::Duration;
@@ -29,7 +28,7 @@ const HUGE_MIB: u64 = 2;
 const TENTHS: u32 = 10;
 /// Memory with the same contents in both tenants, memory found nowhere else, and memory with one content in 5 of a huge
 /// page's 512 pages.
-const KINDS: [&str; 3] = ["duplicate", "unique", "1 % duplicate"];
+static KINDS: [&str; 3] = ["duplicate", "unique", "1 % duplicate"];
 /// Every kind in a program of its own, or all kinds in one mapping of each program.
 const LAYOUTS: [&str; 2] = ["", " in one mapping"];
 const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
@@ -39,7 +38,7 @@ struct Check {
     /// Memory in huge pages.
     huge_mib: f64,
     /// Nanoseconds per read at the fastest, by kind of memory.
-    ns: Vec<(&'static str, f64)>,
+    ns: BTreeMap<&'static str, f64>,
     /// Huge pages split on the whole machine since boot: into base pages, and in page tables.
     split_pages: f64,
     split_mappings: f64,
@@ -56,66 +55,30 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     ]);
     let enabled = fs::read_to_string(ENABLED).context(ENABLED)?;
     ensure!(chosen(&enabled) != Some("never"), "{ENABLED} is never: this experiment needs madvise or always");
-    let pages = mib(unit_mib).0;
-    let segments = [
-        Segment::Shared { pages, seed: 1 },
-        Segment::Random { pages, seed: 2 },
-        Segment::Thin { pages: 2 * pages, seed: 3, percent: 1 },
-    ];
+    let reading = Duration::from_millis(reading_ms);
     let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(KsmEverything), Box::new(Pagefold::new(seconds))];
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
     for layout in LAYOUTS {
-        let programs: Vec<Vec<(&'static str, Segment)>> = if layout.is_empty() {
-            KINDS.into_iter().zip(segments).map(|kind| vec![kind]).collect()
-        } else {
-            vec![KINDS.into_iter().zip(segments).collect()]
-        };
-        // One entry for each tenant of each policy.
-        let seen: RefCell<Vec<Notes<Check>>> = RefCell::default();
-        let start = || {
-            let programs = programs.iter().cycle().take(programs.len() * TENANTS);
-            programs
-                .map(|held| {
-                    let (kinds, segments): (Vec<_>, Vec<_>) = held.iter().copied().unzip();
-                    let tenant = Tenant::start(setting.player, &TenantSpec::new(segments).with_huge_pages())?;
-                    let reading = Duration::from_millis(reading_ms);
-                    let (observed, checks) =
-                        Observed::start(Box::new(tenant), move |tenant: &mut Tenant| look(tenant, &kinds, reading));
-                    seen.borrow_mut().push(checks);
-                    Ok(observed)
-                })
-                .collect()
-        };
+        // Each layout has other programs.
+        sequence.expected = None;
         let mut split = BTreeMap::new();
         for policy in &policies {
-            let run = sequence.run(report, &**policy, start)?;
-            let checks: Vec<Vec<Check>> = seen.take().iter().map(|checks| checks.borrow().clone()).collect();
+            let mut notes = Vec::new();
+            let run = sequence.run(report, &**policy, || start(setting, unit_mib, layout, reading, &mut notes))?;
             let Some(run) = run else { continue };
             run.beside(layout);
             let name = run.policy.clone();
-            let lost = put_figures(report, &name, &checks).with_context(|| format!("{name}: a check is missing"))?;
+            let lost = put_figures(report, &name, &notes).with_context(|| format!("{name}: a check is missing"))?;
             split.insert(name.clone(), lost);
             rows.push((name, lost));
         }
-        // The next programs are different ones.
-        sequence.expected = None;
-        let [ours, everything] = [SUBJECT, KSM_EVERYTHING].map(|policy| format!("{policy}{layout}"));
         if layout.is_empty() {
             report.compare(SUBJECT);
         }
         if !setting.quick {
-            let theirs = split.get(&everything).copied().filter(|split| *split > 0.0);
-            let relative = split.get(&ours).copied().zip(theirs).map(|(ours, theirs)| ours / theirs);
-            let saved = |policy: &str| report.run(policy).map(|run| run.saved_bytes as f64);
-            let saved = saved(&ours).zip(saved(&everything)).map(|(ours, theirs)| ours / theirs);
-            report.bar(format!("savings relative to KSM scanning everything{layout}"), Limit::AtLeast(0.95), saved);
-            report.bar(
-                format!("huge pages split relative to KSM scanning everything{layout}"),
-                Limit::AtMost(0.5),
-                relative,
-            );
+            put_bars(report, layout, &split);
         }
     }
     let all = TENANTS as u64 * 4 * unit_mib / HUGE_MIB;
@@ -123,76 +86,136 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
+/// Starts the programs of a layout, and adds the notes of each.
+fn start(
+    setting: &ExperimentSetting<'_>,
+    unit_mib: u64,
+    layout: &str,
+    reading: Duration,
+    notes: &mut Vec<Notes<Check>>,
+) -> anyhow::Result<Targets> {
+    let pages = mib(unit_mib).0;
+    let segments = [
+        Segment::Shared { pages, seed: 1 },
+        Segment::Random { pages, seed: 2 },
+        Segment::Thin { pages: 2 * pages, seed: 3, percent: 1 },
+    ];
+    let together = if layout.is_empty() { 1 } else { KINDS.len() };
+    let mut targets = Targets::new();
+    for _ in 0..TENANTS {
+        for (kinds, segments) in KINDS.chunks(together).zip(segments.chunks(together)) {
+            let spec = TenantSpec::new(segments.iter().copied()).with_huge_pages();
+            let tenant = Box::new(Tenant::start(setting.player, &spec)?);
+            let (observed, checks) = Observed::start(tenant, move |tenant| look(tenant, kinds, reading));
+            targets.push(observed);
+            notes.push(checks);
+        }
+    }
+    Ok(targets)
+}
+
 /// Adds a policy's effects, and returns how many of the tenants' huge pages it has split. `None` if a check is missing.
-fn put_figures(report: &mut ExperimentReport, policy: &str, tenants: &[Vec<Check>]) -> Option<f64> {
-    let (mut before, mut during) = (Vec::new(), Vec::new());
-    for checks in tenants {
-        let [.., first, second, _] = &checks[..] else { return None };
+fn put_figures(report: &mut ExperimentReport, policy: &str, tenants: &[Notes<Check>]) -> Option<f64> {
+    let mut before = Vec::new();
+    let mut during = Vec::new();
+    for notes in tenants {
+        let [first, second] = before_and_during(notes)?;
         before.push(first);
         during.push(second);
     }
-    let huge = |checks: &[&Check]| checks.iter().map(|check| check.huge_mib).sum::<f64>();
-    let (had, has) = (huge(&before), huge(&during));
+    let had: f64 = before.iter().map(|check| check.huge_mib).sum();
+    let has: f64 = during.iter().map(|check| check.huge_mib).sum();
     report.figure(format!("{policy}: MiB in huge pages before"), had);
     report.figure(format!("{policy}: MiB in huge pages afterwards"), has);
-    let (from, to) = (before.last()?, during.first()?);
+    let from = before.last()?;
+    let to = during.first()?;
     report.figure(format!("{policy}: huge pages split on the machine"), to.split_pages - from.split_pages);
     report.figure(format!("{policy}: their mappings split"), to.split_mappings - from.split_mappings);
     for kind in KINDS {
-        let ns = |checks: &[&Check]| {
-            let all = checks.iter().flat_map(|check| &check.ns).filter(|(of, _)| *of == kind);
-            median(all.map(|(_, ns)| *ns))
-        };
-        report.figure(format!("{policy}: ns a read before, {kind}"), ns(&before));
-        report.figure(format!("{policy}: ns a read afterwards, {kind}"), ns(&during));
+        report.figure(format!("{policy}: ns a read before, {kind}"), median_ns(&before, kind));
+        report.figure(format!("{policy}: ns a read afterwards, {kind}"), median_ns(&during, kind));
     }
     Some((had - has) / HUGE_MIB as f64)
+}
+
+fn median_ns(checks: &[Check], kind: &str) -> f64 {
+    median(checks.iter().filter_map(|check| check.ns.get(kind).copied()))
+}
+
+/// `split` has the number of huge pages split by each policy.
+fn put_bars(report: &mut ExperimentReport, layout: &str, split: &BTreeMap<String, f64>) {
+    let ours = format!("{SUBJECT}{layout}");
+    let everything = format!("{KSM_EVERYTHING}{layout}");
+    if let (Some(own), Some(peer)) = (report.run(&ours), report.run(&everything)) {
+        let saved = own.saved_bytes as f64 / peer.saved_bytes as f64;
+        let name = format!("savings relative to KSM scanning everything{layout}");
+        report.bar(name, Limit::AtLeast(0.95), Some(saved));
+    }
+    if let (Some(&own), Some(&peer)) = (split.get(&ours), split.get(&everything)) {
+        let name = format!("huge pages split relative to KSM scanning everything{layout}");
+        report.bar(name, Limit::AtMost(0.5), (peer > 0.0).then_some(own / peer));
+    }
 }
 
 /// Notes a tenant's huge pages and its speed.
 fn look(tenant: &mut Tenant, kinds: &[&'static str], reading: Duration) -> anyhow::Result<Check> {
     let vmstat = fs::read("/proc/vmstat")?;
-    let events = |key| number::<u64>(&vmstat, key).map_err(|why| anyhow::anyhow!("/proc/vmstat: {key}: {why}"));
     let kib: u64 = read_smaps(&Process::open(tenant.pid())?)?.iter().map(|detail| detail.anon_huge_kib).sum();
     Ok(Check {
         huge_mib: kib as f64 / 1024.0,
-        split_pages: events("thp_split_page")? as f64,
-        split_mappings: events("thp_split_pmd")? as f64,
+        split_pages: event(&vmstat, "thp_split_page")?,
+        split_mappings: event(&vmstat, "thp_split_pmd")?,
         ns: fastest(tenant, kinds, reading)?,
     })
 }
 
-/// Nanoseconds per read in each segment, in the fastest tenth of the time: other programs can only slow it down.
-fn fastest(tenant: &mut Tenant, kinds: &[&'static str], reading: Duration) -> anyhow::Result<Vec<(&'static str, f64)>> {
-    let mut least: Vec<_> = kinds.iter().map(|&kind| (kind, f64::MAX)).collect();
-    for _ in 0..TENTHS {
-        let now = tenant.chase(reading / TENTHS)?;
-        least.iter_mut().zip(now).for_each(|((_, least), now)| *least = least.min(now));
+fn event(vmstat: &[u8], key: &str) -> anyhow::Result<f64> {
+    match number::<u64>(vmstat, key) {
+        Ok(count) => Ok(count as f64),
+        Err(why) => bail!("/proc/vmstat: {key}: {why}"),
     }
-    Ok(least)
+}
+
+/// Nanoseconds per read of each kind, in the fastest tenth of the time: other programs can only slow it down.
+fn fastest(
+    tenant: &mut Tenant,
+    kinds: &[&'static str],
+    reading: Duration,
+) -> anyhow::Result<BTreeMap<&'static str, f64>> {
+    let mut fastest = BTreeMap::new();
+    for _ in 0..TENTHS {
+        for (&kind, ns) in kinds.iter().zip(tenant.chase(reading / TENTHS)?) {
+            let least = fastest.entry(kind).or_insert(ns);
+            *least = ns.min(*least);
+        }
+    }
+    Ok(fastest)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::RefCell;
+    use std::rc::Rc;
 
     #[test]
     #[allow(clippy::float_cmp)] // exact results
     fn splits_are_those_of_the_tenants() {
         let check = |huge_mib, split, ns: f64| Check {
             huge_mib,
-            ns: KINDS.map(|kind| (kind, ns)).to_vec(),
+            ns: KINDS.map(|kind| (kind, ns)).into(),
             split_pages: split,
             split_mappings: split + 1.0,
         };
+        let notes = |checks: &[Check]| Rc::new(RefCell::new(checks.to_vec()));
         let mut report = ExperimentReport::new("huge", "");
         let tenants = [(); 2].map(|()| {
-            vec![check(99.0, 1.0, 1.0), check(100.0, 7.0, 5.0), check(60.0, 40.0, 9.0), check(60.0, 41.0, 9.0)]
+            notes(&[check(99.0, 1.0, 1.0), check(100.0, 7.0, 5.0), check(60.0, 40.0, 9.0), check(60.0, 41.0, 9.0)])
         });
         assert_eq!(put_figures(&mut report, "p", &tenants), Some(40.0));
         assert_eq!(report.figures["p: MiB in huge pages afterwards"], 120.0);
         assert_eq!(report.figures["p: huge pages split on the machine"], 33.0);
         assert_eq!(report.figures["p: ns a read afterwards, unique"], 9.0);
-        assert_eq!(put_figures(&mut report, "p", &[vec![check(1.0, 0.0, 1.0), check(1.0, 0.0, 1.0)]]), None);
+        assert_eq!(put_figures(&mut report, "p", &[notes(&[check(1.0, 0.0, 1.0), check(1.0, 0.0, 1.0)])]), None);
     }
 }

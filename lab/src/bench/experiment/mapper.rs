@@ -1,10 +1,9 @@
 //! The effect on a program that constantly maps and unmaps memory: to read its memory, we take its `mmap_lock`.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
-use crate::bench::policy::{NO_MERGING, NoMerging, Pagefold, SUBJECT};
-use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
-use crate::programs::Target;
-use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
+use super::{Experiment, ExperimentSetting, PolicySequence, Targets, mib, quotient};
+use crate::bench::policy::{NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT};
+use crate::bench::report::{ExperimentReport, Limit};
+use pagefold_workload::{Activity, Segment, TenantSpec};
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "mapper",
@@ -18,25 +17,19 @@ const TURNS: usize = 3;
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let (size_mib, seconds) = if setting.quick { (32, 4) } else { (1024, 20) };
     report.parameters([("shared_mib", size_mib), ("map_pages", 16), ("seconds", seconds)]);
-    let held = || TenantSpec::new([Segment::Shared { pages: mib(size_mib).0, seed: 13 }]);
-    let start = || {
-        let mut mapper = Tenant::start(setting.player, &held().with_activity(Activity::Mapper { pages: 16 }))?;
-        let copy = Tenant::start(setting.player, &held())?;
-        mapper.begin()?;
-        Ok(vec![Box::new(mapper) as Box<dyn Target>, Box::new(copy)])
-    };
+    let segment = Segment::Shared { pages: mib(size_mib).0, seed: 13 };
     let mut sequence = PolicySequence::take(setting)?;
     for _ in 0..if setting.quick { 1 } else { TURNS } {
-        sequence.run(report, &NoMerging { seconds }, start)?;
-        sequence.run(report, &Pagefold::new(seconds), start)?;
+        let policies: [&dyn Policy; 2] = [&NoMerging { seconds }, &Pagefold::new(seconds)];
+        for policy in policies {
+            sequence.run(report, policy, || start(setting, segment))?;
+        }
     }
-    let of = |policy: &str| {
-        let runs = report.runs.iter().filter(|run| run.policy == policy);
-        runs.flat_map(speeds).collect::<Vec<u64>>()
-    };
-    let (baseline, merged) = (of(NO_MERGING), of(SUBJECT));
-    let ratio = |of: fn(&[u64]) -> Option<f64>| Some(of(&merged)? / of(&baseline)?);
-    for (name, ratio) in [("on average", ratio(mean)), ("in the slowest second", ratio(slowest))] {
+    let baseline = speeds(report, NO_MERGING);
+    let merged = speeds(report, SUBJECT);
+    let on_average = quotient(mean(&merged), mean(&baseline));
+    let in_slowest = quotient(slowest(&merged), slowest(&baseline));
+    for (name, ratio) in [("on average", on_average), ("in the slowest second", in_slowest)] {
         if let Some(ratio) = ratio {
             report.figure(format!("the mapper's speed {name}, of that without merging"), ratio);
         }
@@ -47,23 +40,36 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
     }
     if !setting.quick {
-        report.bar("the mapper's speed relative to that without merging", Limit::AtLeast(0.95), ratio(mean));
+        report.bar("the mapper's speed relative to that without merging", Limit::AtLeast(0.95), on_average);
     }
     Ok(())
 }
 
-/// Maps in each tenth of a second of a run.
-fn speeds(run: &PolicyRun) -> Vec<u64> {
-    run.counters.first().map(|(_, after)| after.maps.clone()).unwrap_or_default()
+/// Starts the mapper and a program with the same contents.
+fn start(setting: &ExperimentSetting<'_>, segment: Segment) -> anyhow::Result<Targets> {
+    let spec = TenantSpec::new([segment]).with_activity(Activity::Mapper { pages: 16 });
+    let copy = setting.tenant(segment)?;
+    Ok(vec![setting.active_tenant(&spec)?, copy])
+}
+
+/// Maps in each tenth of a second of a policy's runs.
+fn speeds(report: &ExperimentReport, policy: &str) -> Vec<u64> {
+    let mut maps = Vec::new();
+    for run in report.runs.iter().filter(|run| run.policy == policy) {
+        if let Some((_, after)) = run.counters.first() {
+            maps.extend(&after.maps);
+        }
+    }
+    maps
 }
 
 fn mean(speeds: &[u64]) -> Option<f64> {
-    (!speeds.is_empty()).then(|| speeds.iter().sum::<u64>() as f64 / speeds.len() as f64)
+    if speeds.is_empty() { None } else { Some(speeds.iter().sum::<u64>() as f64 / speeds.len() as f64) }
 }
 
 /// The smallest mean of ten consecutive tenths.
 fn slowest(speeds: &[u64]) -> Option<f64> {
-    speeds.windows(10).map(|second| second.iter().sum::<u64>()).min().map(|maps| maps as f64 / 10.0)
+    speeds.windows(10).filter_map(mean).min_by(f64::total_cmp)
 }
 
 #[cfg(test)]

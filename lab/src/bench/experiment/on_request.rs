@@ -2,15 +2,14 @@
 //! request. Needs a kernel with `/dev/ksm`, which `--in-guest` brings; there, CPU seconds are counted instructions. On
 //! a kernel with UKSM, we run its governors.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
-use crate::bench::page_tables::{self, most_and_mean};
-use crate::bench::policy::ksm::{KSM_PAGES, mark_eligible};
+use super::{Experiment, ExperimentSetting, PolicySequence, Targets, are_intact, mib};
+use crate::bench::page_tables::{self, mean_saved_bytes};
+use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{Enough, GovernedUksm, Kernel, KsmEverything, KsmPaced, Marks, Pagefold, Policy, Stage};
-use crate::bench::report::{Answers, ExperimentReport, Limit, PolicyRun};
-use crate::programs::Target;
+use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use pagefold_engine::units::{Bytes, Pages, whole};
 use pagefold_procmem::process::Process;
-use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
+use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
 use std::time::Duration;
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -34,58 +33,59 @@ struct Work {
     segments: Vec<Segment>,
     /// Pages that merging all duplicates frees.
     savable: u64,
-    /// Whether a further tenant rewrites memory of the same content.
-    rewriting: bool,
     /// The target for merging on request: MiB a CPU second and seconds, to 90 %.
     at_least: f64,
     within: Option<f64>,
 }
 
-fn works(scale: u64) -> Vec<Work> {
-    let pages = |mebibytes: u64| mib(mebibytes).0 / scale;
-    let random = Segment::Random { pages: pages(256), seed: 2 };
-    let same = |mebibytes| Segment::Same { pages: pages(mebibytes), seed: 1 };
-    let (pair, alone) = (pages(192), Segment::Random { pages: pages(192), seed: 12 });
-    let thin = |name, percent, at_least, within| Work {
-        name,
-        segments: vec![Segment::Thin { pages: pages(384), seed: 14, percent }],
-        savable: pages(384) * percent / 100,
-        rewriting: false,
-        at_least,
-        within,
-    };
-    vec![
+/// A further tenant rewrites memory of the same content as this work's.
+const REWRITTEN: &str = "rewritten";
+
+/// The works, with `mebi` pages to a mebibyte.
+fn works(mebi: u64) -> [Work; 5] {
+    let random = Segment::Random { pages: 256 * mebi, seed: 2 };
+    let alone = Segment::Random { pages: 192 * mebi, seed: 12 };
+    [
         Work {
             name: "one content",
-            segments: vec![same(256), random],
-            savable: pages(256),
-            rewriting: false,
+            segments: vec![Segment::Same { pages: 256 * mebi, seed: 1 }, random],
+            savable: 256 * mebi,
             at_least: 950.0,
             within: Some(1.5),
         },
         Work {
             name: "pairs",
             segments: vec![
-                Segment::Shared { pages: pair, seed: 11 },
-                Segment::Permuted { pages: pair, seed: 11 },
+                Segment::Shared { pages: 192 * mebi, seed: 11 },
+                Segment::Permuted { pages: 192 * mebi, seed: 11 },
                 alone,
                 alone,
             ],
-            savable: pair,
-            rewriting: false,
+            savable: 192 * mebi,
             at_least: 250.0,
             within: Some(1.5),
         },
         Work {
-            name: "rewritten",
-            segments: vec![same(128), random],
-            savable: pages(128),
-            rewriting: true,
+            name: REWRITTEN,
+            segments: vec![Segment::Same { pages: 128 * mebi, seed: 1 }, random],
+            savable: 128 * mebi,
             at_least: 950.0,
             within: None,
         },
-        thin("thin, 8 %", 8, 150.0, Some(10.0)),
-        thin("thin, 3 %", 3, 60.0, None),
+        Work {
+            name: "thin, 8 %",
+            segments: vec![Segment::Thin { pages: 384 * mebi, seed: 14, percent: 8 }],
+            savable: 384 * mebi * 8 / 100,
+            at_least: 150.0,
+            within: Some(10.0),
+        },
+        Work {
+            name: "thin, 3 %",
+            segments: vec![Segment::Thin { pages: 384 * mebi, seed: 14, percent: 3 }],
+            savable: 384 * mebi * 3 / 100,
+            at_least: 60.0,
+            within: None,
+        },
     ]
 }
 
@@ -93,30 +93,32 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let (scale, ksm_seconds, seconds) = if setting.quick { (16, 5, 20) } else { (1, 25, 60) };
     report.parameters([("scale", scale), ("seconds_ksm", ksm_seconds), ("seconds", seconds)]);
     let mut sequence = PolicySequence::on(setting, Kernel::take(setting.interrupt)?);
-    for work in works(scale) {
+    let mebi = mib(1).0 / scale;
+    for work in works(mebi) {
         let enough = Enough { saved_bytes: Pages(work.savable).bytes().0 / 10 * 9, seconds: 0 };
-        let ours = |options| Pagefold::new(seconds).with(options).until(enough);
-        let judged = ours(&JUDGED).name();
+        let ours = Pagefold::new(seconds).until(enough);
+        let judged = ours.clone().with(&JUDGED);
+        let judged_name = judged.name();
         let mut policies = GovernedUksm::all(seconds);
         policies.push(Box::new(KsmPaced { pages: KSM_PAGES, seconds: ksm_seconds }));
         policies.push(Box::new(KsmEverything));
-        policies.push(Box::new(ours(&ON_KSMD)));
-        policies.push(Box::new(ours(&JUDGED)));
+        policies.push(Box::new(ours.with(&ON_KSMD)));
+        policies.push(Box::new(judged));
         eprintln!("{}: {}", report.experiment, work.name);
         // The number of answers depends on the tenants.
         sequence.expected = None;
         for policy in &policies {
-            let Some(run) = sequence.run(report, &**policy, || start(setting, &work, scale))? else { continue };
+            let Some(run) = sequence.run(report, &**policy, || start(setting, &work, mebi))? else { continue };
             run.policy = format!("{}: {policy}", work.name);
             let run = run.clone();
             let reached = put_figures(report, &run, &work);
-            if policy.name() == judged && !setting.quick {
-                let name = &run.policy;
-                let speed = reached.map_or(0.0, |reached| reached.mib_per_cpu_second);
-                report.bar(format!("{name}: MiB a CPU second to 90 %"), Limit::AtLeast(work.at_least), Some(speed));
+            if policy.name() == judged_name && !setting.quick {
+                let reached = reached.unwrap_or(Reached { seconds: seconds as f64, mib_per_cpu_second: 0.0 });
+                let speed = Some(reached.mib_per_cpu_second);
+                report.bar(format!("{}: MiB a CPU second to 90 %", run.policy), Limit::AtLeast(work.at_least), speed);
                 if let Some(within) = work.within {
-                    let took = reached.map_or(seconds as f64, |reached| reached.seconds);
-                    report.bar(format!("{name}: seconds to 90 %"), Limit::AtMost(within), Some(took));
+                    let took = Some(reached.seconds);
+                    report.bar(format!("{}: seconds to 90 %", run.policy), Limit::AtMost(within), took);
                 }
             }
         }
@@ -148,15 +150,12 @@ fn put_figures(report: &mut ExperimentReport, run: &PolicyRun, work: &Work) -> O
     Some(Reached { seconds: point.seconds, mib_per_cpu_second })
 }
 
-fn start(setting: &ExperimentSetting<'_>, work: &Work, scale: u64) -> anyhow::Result<Vec<Box<dyn Target>>> {
-    let mut targets =
-        work.segments.iter().map(|&segment| setting.tenant(segment)).collect::<anyhow::Result<Vec<_>>>()?;
-    if work.rewriting {
-        let spec = TenantSpec::new([Segment::Same { pages: mib(8).0 / scale, seed: 1 }])
-            .with_activity(Activity::Breaker { every_us: 10_000 });
-        let mut tenant = Tenant::start(setting.player, &spec)?;
-        tenant.begin()?;
-        targets.push(Box::new(tenant));
+fn start(setting: &ExperimentSetting<'_>, work: &Work, mebi: u64) -> anyhow::Result<Targets> {
+    let mut targets = setting.tenants(&work.segments)?;
+    if work.name == REWRITTEN {
+        let segment = Segment::Same { pages: 8 * mebi, seed: 1 };
+        let spec = TenantSpec::new([segment]).with_activity(Activity::Breaker { every_us: 10_000 });
+        targets.push(setting.active_tenant(&spec)?);
     }
     Ok(targets)
 }
@@ -173,8 +172,9 @@ fn successors(
         [&KsmPaced { pages: KSM_PAGES, seconds: 0 }, &Pagefold::new(0).with(&ON_KSMD), &judged];
     for by in policies {
         let name = format!("successors: {by}");
-        let measured = sequence.conduct(report, &by.name(), &name, |stage| succession(stage, by))?;
-        let Some((held, cpu_seconds)) = measured else { continue };
+        let held = sequence.conduct(report, &by.name(), &name, |stage| succession(stage, by))?;
+        let (Some(held), Some(run)) = (held, report.runs.last()) else { continue };
+        let cpu_seconds = run.cpu_seconds;
         report.figure(format!("{name}: MiB held on average"), held);
         report.figure(format!("{name}: CPU seconds"), cpu_seconds);
         if by.name() == judged.name() && !setting.quick {
@@ -185,34 +185,30 @@ fn successors(
     Ok(())
 }
 
-/// Runs the programs under pagefold with these options, or under KSM. Returns the memory saved, MiB, and the CPU time.
-/// The saving is the average over the programs' lives by their page tables: KSM's counters include ended programs until
-/// the next ksmd scan.
-fn succession(stage: &mut Stage<'_>, by: &dyn Policy) -> anyhow::Result<(f64, f64)> {
-    let (setting, interrupt) = (stage.setting, stage.setting.interrupt);
+/// Runs the programs under pagefold with these options, or under KSM. Returns the memory saved, MiB: the average over
+/// the programs' lives by their page tables, since KSM's counters include ended programs until the next ksmd scan.
+fn succession(stage: &mut Stage<'_>, by: &dyn Policy) -> anyhow::Result<f64> {
+    let setting = stage.setting;
+    let interrupt = setting.interrupt;
     let (mebibytes, life, count) = if setting.quick { (8, 3, 2) } else { (64, 16, 4) };
     stage.merge(by, &["--exe", &setting.player.to_string_lossy()])?;
-    let by_ksm = by.marks() == Marks::Everything;
-    if !by_ksm {
+    if by.marks() == Marks::None {
         interrupt.sleep(HEAD_START)?;
     }
-    let (mut held, mut intact) = (0.0, true);
+    let mut held = 0.0;
+    let mut intact = true;
     let spec = TenantSpec::new([Segment::Same { pages: mib(mebibytes).0, seed: 1 }]);
     for _ in 0..count {
         let mut tenant = Tenant::start(setting.player, &spec)?;
-        let process = Process::open(tenant.pid())?;
-        if by_ksm {
-            mark_eligible(&process)?;
-        }
-        let watch = page_tables::watch(&[process])?;
+        by.mark_new(tenant.pid())?;
+        let watch = page_tables::watch(&[Process::open(tenant.pid())?])?;
         interrupt.sleep(Duration::from_secs(life))?;
-        held += most_and_mean(&watch.finish()?).1;
-        intact &= tenant.verify()? == Verdict::Intact;
+        held += mean_saved_bytes(&watch.finish()?);
+        intact &= are_intact([&mut tenant])?;
     }
     stage.end()?;
-    let run = &mut stage.run;
-    run.forget_curve();
-    run.saved_bytes = whole(held / f64::from(count));
-    run.answers_correct = Answers { before: true, during: intact, after: intact };
-    Ok((Bytes(run.saved_bytes).mib(), run.cpu_seconds))
+    stage.run.forget_curve();
+    stage.run.saved_bytes = whole(held / f64::from(count));
+    stage.answered(intact);
+    Ok(Bytes(stage.run.saved_bytes).mib())
 }

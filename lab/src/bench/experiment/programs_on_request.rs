@@ -3,7 +3,7 @@
 //! instructions.
 
 use super::on_request::{JUDGED, ON_KSMD};
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use super::{Experiment, ExperimentSetting, PolicySequence, Targets, mib, quotient};
 use crate::bench::guest::GuestMachine;
 use crate::bench::policy::{Enough, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
@@ -37,21 +37,24 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 
     let python = HeldFile::make(scratch.path(), shared_mib)?;
     let enough = Enough { saved_bytes: mib(2 * shared_mib).bytes().0, seconds: 0 };
-    let start = |instance| Ok(Box::new(python.start(&PYTHON, instance)?) as Box<dyn Target>);
-    let runs = compare(&mut sequence, report, "three Python", (seconds, Some(enough)), start)?;
+    let ours = Pagefold::new(seconds).until(enough);
+    let runs =
+        compare(&mut sequence, report, "three Python", ours, |number| Ok(Box::new(python.start(&PYTHON, number)?)))?;
     if let (false, Some(ours)) = (setting.quick, &runs[2]) {
         report.bar("three Python: MiB saved on request", Limit::AtLeast(120.0), Some(Bytes(ours.saved_bytes).mib()));
         report.bar("three Python: CPU seconds on request", Limit::AtMost(0.35), Some(ours.cpu_seconds));
     }
 
     let redis = RedisData::make(scratch.path(), keys)?;
-    let start = |instance| Ok(Box::new(redis.start(scratch.path(), instance)?) as Box<dyn Target>);
-    let runs = compare(&mut sequence, report, "three redis", (seconds, None), start)?;
+    let ours = Pagefold::new(seconds);
+    let runs = compare(&mut sequence, report, "three redis", ours, |number| {
+        Ok(Box::new(redis.start(scratch.path(), number)?))
+    })?;
     if let (false, [Some(ksm), _, Some(ours)]) = (setting.quick, &runs) {
         let saved = ours.saved_bytes as f64 / ksm.saved_bytes as f64;
         report.bar("three redis: memory saved relative to KSM", Limit::AtLeast(0.99), Some(saved));
         let reached = ours.reaching(0.99, ksm.saved_bytes);
-        let cpu = reached.map(|point| point.cpu_seconds() / ksm.cpu_seconds);
+        let cpu = quotient(reached.map(|point| point.cpu_seconds()), Some(ksm.cpu_seconds));
         report.bar("three redis: CPU time to 99 % of that, relative to KSM", Limit::AtMost(0.3), cpu);
     }
 
@@ -61,8 +64,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     for (name, segment) in
         [("random", Segment::Random { pages, seed: 21 }), ("alike but for 8 bytes", Segment::Tails { pages, seed: 22 })]
     {
-        let start = || Ok(vec![setting.tenant(segment)?]);
-        cpu.extend(one(&mut sequence, report, name, &worst, start)?.map(|run| run.cpu_seconds));
+        let run = one(&mut sequence, report, name, &worst, || setting.tenants(&[segment]))?;
+        cpu.extend(run.map(|run| run.cpu_seconds));
     }
     if let (false, [random, alike]) = (setting.quick, &cpu[..]) {
         let name = "alike but for 8 bytes: CPU time relative to random pages";
@@ -71,18 +74,16 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     Ok(())
 }
 
-/// Runs KSM, pagefold with ksmd, and pagefold on request on freshly started programs, for some seconds or until they've
-/// saved enough.
+/// Runs KSM, and pagefold with ksmd and on request, on freshly started programs.
 fn compare(
     sequence: &mut PolicySequence<'_>,
     report: &mut ExperimentReport,
     name: &str,
-    (seconds, enough): (u64, Option<Enough>),
+    ours: Pagefold,
     start: impl Fn(usize) -> anyhow::Result<Box<dyn Target>>,
 ) -> anyhow::Result<[Option<PolicyRun>; 3]> {
-    let ours = |options| Pagefold::new(seconds).with(options).until(enough);
     let mut runs = [const { None }; 3];
-    let policies: [&dyn Policy; 3] = [&KsmEverything, &ours(&ON_KSMD), &ours(&JUDGED)];
+    let policies: [&dyn Policy; 3] = [&KsmEverything, &ours.clone().with(&ON_KSMD), &ours.with(&JUDGED)];
     for (run, policy) in runs.iter_mut().zip(policies) {
         *run = one(sequence, report, name, policy, || (0..INSTANCES).map(&start).collect())?;
     }
@@ -95,7 +96,7 @@ fn one(
     report: &mut ExperimentReport,
     name: &str,
     policy: &dyn Policy,
-    start: impl FnOnce() -> anyhow::Result<Vec<Box<dyn Target>>>,
+    start: impl FnOnce() -> anyhow::Result<Targets>,
 ) -> anyhow::Result<Option<PolicyRun>> {
     sequence.expected = None;
     let Some(run) = sequence.run(report, policy, start)? else { return Ok(None) };

@@ -1,10 +1,10 @@
 //! Databases with the same data: three redis and three MariaDB servers, alone and beside a program that shares nothing.
 
-use super::{Experiment, ExperimentSetting, mib, side_by_side};
+use super::{Experiment, ExperimentSetting, Targets, bar_on_everything, mib, side_by_side};
 use crate::bench::metric::{CPU_VS, SAVED_VS};
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, ORACLE, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
-use crate::programs::{MariaDbData, RedisData, Target, scratch};
+use crate::programs::{MariaDbData, RedisData, scratch};
 use pagefold_workload::Segment;
 
 /// The databases alone. Most scanned memory merges, and merging costs every policy the same, so even the oracle takes
@@ -35,8 +35,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mi
     eprintln!("{}: making the data", report.experiment);
     let redis = RedisData::make(scratch.path(), keys)?;
     let mariadb = MariaDbData::make(scratch.path(), rows)?;
-    let start = || {
-        let mut targets: Vec<Box<dyn Target>> = Vec::new();
+    let mut policies: Vec<Box<dyn Policy>> =
+        vec![Box::new(KsmEverything), Box::new(Oracle), Box::new(Pagefold::new(seconds))];
+    setting.add_further_peers(&mut policies, seconds);
+    side_by_side(setting, report, &policies, || {
+        let mut targets = Targets::new();
         for instance in 0..INSTANCES {
             targets.push(Box::new(redis.start(scratch.path(), instance)?));
             targets.push(Box::new(mariadb.start(scratch.path(), instance)?));
@@ -45,18 +48,10 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport, random_mi
             targets.push(setting.tenant(Segment::Random { pages: mib(random_mib).0, seed: 8 })?);
         }
         Ok(targets)
-    };
-    let mut policies: Vec<Box<dyn Policy>> =
-        vec![Box::new(KsmEverything), Box::new(Oracle), Box::new(Pagefold::new(seconds))];
-    setting.add_further_peers(&mut policies, seconds);
-    side_by_side(setting, report, &policies, start)?;
-
-    if setting.quick {
-        return Ok(());
+    })?;
+    if !setting.quick {
+        bar_on_everything(report, report.ratio(SAVED_VS, KSM_EVERYTHING), 0.9, 0.5);
+        report.bar("CPU time relative to the oracle", Limit::AtMost(2.0), report.ratio(CPU_VS, ORACLE));
     }
-    let (saved, cpu) = (report.ratio(SAVED_VS, KSM_EVERYTHING), report.ratio(CPU_VS, KSM_EVERYTHING));
-    report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.9), saved);
-    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.5), cpu);
-    report.bar("CPU time relative to the oracle", Limit::AtMost(2.0), report.ratio(CPU_VS, ORACLE));
     Ok(())
 }

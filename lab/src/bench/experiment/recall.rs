@@ -1,7 +1,8 @@
 //! The share of KSM's savings that pagefold finds on fifteen real programs of five kinds, some with many duplicates,
 //! some with few or none.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, need_memory};
+use super::{Experiment, ExperimentSetting, PolicySequence, Targets, need_memory};
+use crate::bench::frames::zero_pages;
 use crate::bench::metric::{CPU_VS, Metric, SAVED_VS};
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Oracle, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Limit};
@@ -12,9 +13,7 @@ use crate::programs::{
 use anyhow::Context;
 use pagefold_engine::units::{Bytes, PAGE_SIZE, Pages};
 use pagefold_procmem::maps::{VmaDetail, read_smaps};
-use pagefold_procmem::os::fields::number;
 use pagefold_procmem::process::Process;
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::{AddAssign, Range};
 use std::path::Path;
@@ -37,90 +36,47 @@ const MERGED: Metric = Metric::new("{}_{}_merged_of_marked", "");
 const HEAP_MARKED: Metric = Metric::new("{}_{}_heap_marked", "");
 const JAVA: &str = "java";
 
-struct RecallSizes {
+sizes! {
     /// Programs of each kind.
-    instances: usize,
-    keys: u64,
-    rows: u64,
-    table_rows: u64,
-    own_mib: u64,
-    heap_mib: u64,
-    guest_mib: u64,
-    guest_data_mib: u64,
-    seconds: u64,
+    instances: usize = 3, quick 2;
+    keys: u64 = 100_000, quick 10_000, as "redis_keys";
+    rows: u64 = 80_000, quick 4_000, as "mariadb_rows";
+    table_rows: u64 = 200_000, quick 20_000, as "python_rows";
+    own_mib: u64 = 32, quick 4;
+    heap_mib: u64 = 400, quick 64, as "java_heap_mib";
+    guest_mib: u64 = 512, quick 192, as "guest_mib";
+    guest_data_mib: u64 = 160, quick 16;
+    seconds: u64 = SECONDS, quick 6, as "seconds";
 }
 
-const FULL: RecallSizes = RecallSizes {
-    instances: 3,
-    keys: 100_000,
-    rows: 80_000,
-    table_rows: 200_000,
-    own_mib: 32,
-    heap_mib: 400,
-    guest_mib: 512,
-    guest_data_mib: 160,
-    seconds: SECONDS,
-};
-
-const QUICK: RecallSizes = RecallSizes {
-    instances: 2,
-    keys: 10_000,
-    rows: 4_000,
-    table_rows: 20_000,
-    own_mib: 4,
-    heap_mib: 64,
-    guest_mib: 192,
-    guest_data_mib: 16,
-    seconds: 6,
-};
-
-/// A kind of program: its name, and a function that starts an instance by number.
-type Kind<'a> = (&'static str, Box<dyn Fn(usize) -> anyhow::Result<Box<dyn Target>> + 'a>);
+/// A kind of program.
+struct Kind<'a> {
+    name: &'static str,
+    /// Starts an instance by number.
+    start: Box<dyn Fn(usize) -> anyhow::Result<Box<dyn Target>> + 'a>,
+}
 
 fn kind<'a, T: Target + 'static>(name: &'static str, start: impl Fn(usize) -> anyhow::Result<T> + 'a) -> Kind<'a> {
-    (name, Box::new(move |instance| Ok(Box::new(start(instance)?))))
+    Kind { name, start: Box::new(move |instance| Ok(Box::new(start(instance)?))) }
 }
 
 /// The counts of each program, with its kind: before we mark its memory, while it's merged, and afterwards.
 type Snapshots = Vec<(&'static str, Notes<DuplicateCount>)>;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let sizes = if setting.quick { QUICK } else { FULL };
+    let sizes = Sizes::of(setting, report);
     if !setting.quick {
         need_memory(NEEDED_MIB)?;
     }
     let scratch = scratch()?;
     eprintln!("{}: making the data", report.experiment);
     let kinds = kinds(&sizes, scratch.path())?;
-    report.parameters([
-        ("redis_keys", sizes.keys),
-        ("mariadb_rows", sizes.rows),
-        ("python_rows", sizes.table_rows),
-        ("java_heap_mib", sizes.heap_mib),
-        ("guest_mib", sizes.guest_mib),
-        ("programs", (kinds.len() * sizes.instances) as u64),
-        ("seconds", sizes.seconds),
-    ]);
+    let mut instances = Vec::new();
+    for kind in &kinds {
+        instances.extend((0..sizes.instances).map(|instance| (kind, instance)));
+    }
+    report.parameters([("programs", instances.len() as u64)]);
 
-    // One entry per start of the programs.
-    let seen: RefCell<Vec<Snapshots>> = RefCell::default();
-    let start = || {
-        let mut snapshots = Snapshots::new();
-        let mut targets: Vec<Box<dyn Target>> = Vec::new();
-        for (name, start) in &kinds {
-            for instance in 0..sizes.instances {
-                setting.interrupt.check()?;
-                let target = start(instance).with_context(|| format!("{name} {instance}"))?;
-                let (observed, counts) = Observed::start(target, |target| {
-                    DuplicateCount::at(&Process::open(target.pid())?, target.heap().as_ref())
-                });
-                snapshots.push((*name, counts));
-                targets.push(observed);
-            }
-        }
-        seen.borrow_mut().push(snapshots);
-        Ok(targets)
-    };
     // The guests start with `mem-merge=off`, or QEMU would mark them itself, and that counts as an opt-out.
     let ours = Pagefold::new(sizes.seconds).with(&["--override-opt-out", QEMU]);
     let name = ours.name();
@@ -131,14 +87,23 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     setting.add_further_peers(&mut policies, sizes.seconds);
     let mut sequence = PolicySequence::take(setting)?;
     for policy in &policies {
-        sequence.run(report, &**policy, start)?;
+        let mut snapshots = Snapshots::new();
+        sequence.run(report, &**policy, || {
+            let mut targets = Targets::new();
+            for (kind, instance) in &instances {
+                setting.interrupt.check()?;
+                let target = (kind.start)(*instance).with_context(|| format!("{} {instance}", kind.name))?;
+                let (observed, counts) = Observed::start(target, |target| {
+                    DuplicateCount::at(&Process::open(target.pid())?, target.heap().as_ref())
+                });
+                snapshots.push((kind.name, counts));
+                targets.push(observed);
+            }
+            Ok(targets)
+        })?;
+        put_figures(report, &policy.name(), &snapshots);
     }
     report.compare(&name);
-
-    let names = policies.iter().map(|policy| policy.name()).filter(|name| setting.wants(name));
-    for (policy, snapshots) in names.zip(seen.take()) {
-        put_figures(report, &policy, &snapshots);
-    }
     if !setting.quick {
         put_bars(report, &name);
     }
@@ -146,11 +111,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 }
 
 /// Prepares the kinds that we can start here. If a kind's tools aren't installed, we skip it with a message.
-fn kinds<'a>(sizes: &RecallSizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> {
+fn kinds<'a>(sizes: &Sizes, scratch: &'a Path) -> anyhow::Result<Vec<Kind<'a>>> {
     fn found<T>(name: &str, tools: anyhow::Result<T>) -> Option<T> {
         tools.inspect_err(|error| eprintln!("SKIP {name}: {error:#}")).ok()
     }
-    let (redis, keys) = (RedisData::make(scratch, sizes.keys)?, sizes.keys);
+    let keys = sizes.keys;
+    let redis = RedisData::make(scratch, keys)?;
     let redis = kind("redis", move |instance| {
         let mut redis = redis.start(scratch, instance)?;
         redis.change(keys, instance as u64)?;
@@ -208,15 +174,17 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, snapshots: &Snapshot
 }
 
 fn put_bars(report: &mut ExperimentReport, ours: &str) {
-    let whole = report.run(KSM_EVERYTHING).map(|run| Bytes(run.saved_bytes).mib());
-    let in_time = report.run(ours).map(|run| run.saved_mib_within(SECONDS as f64));
-    let in_time = whole.zip(in_time).map(|(whole, in_time)| in_time / whole);
-    report.bar("savings within 60 s relative to KSM scanning everything", Limit::AtLeast(0.97), in_time);
-    let (saved, cpu) = (report.ratio(SAVED_VS, KSM_EVERYTHING), report.ratio(CPU_VS, KSM_EVERYTHING));
+    if let (Some(own), Some(everything)) = (report.run(ours), report.run(KSM_EVERYTHING)) {
+        let in_time = own.saved_mib_within(SECONDS as f64) / Bytes(everything.saved_bytes).mib();
+        report.bar("savings within 60 s relative to KSM scanning everything", Limit::AtLeast(0.97), Some(in_time));
+    }
+    let saved = report.ratio(SAVED_VS, KSM_EVERYTHING);
     report.bar("savings at the end relative to KSM scanning everything", Limit::AtLeast(0.97), saved);
+    let cpu = report.ratio(CPU_VS, KSM_EVERYTHING);
     report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(1.0 / 3.0), cpu);
-    let (merged, heap) = (report.figure_of(MERGED, [ours, "all"]), report.figure_of(HEAP_MARKED, [ours, JAVA]));
+    let merged = report.figure_of(MERGED, [ours, "all"]);
     report.bar("share merged of the marked pages that are present", Limit::AtLeast(0.75), merged);
+    let heap = report.figure_of(HEAP_MARKED, [ours, JAVA]);
     report.bar("share marked of java's heap", Limit::AtMost(0.1), heap);
 }
 
@@ -238,25 +206,27 @@ struct DuplicateCount {
 
 impl DuplicateCount {
     fn at(process: &Process, heap: Option<&Range<u64>>) -> anyhow::Result<Self> {
-        let zeros = zero_pages(&process.read_file("ksm_stat")?).context("ksm_stat has no ksm_zero_pages")?;
+        let zeros = zero_pages(&process.read_file("ksm_stat")?)?;
         Ok(Self::from_details(&read_smaps(process)?, zeros, heap))
     }
 
-    /// `zeros` are the pages that KSM replaced by the kernel's zero page. smaps doesn't count them.
+    /// `zeros` are [`zero_pages`].
     fn from_details(details: &[VmaDetail], zeros: Pages, heap: Option<&Range<u64>>) -> Self {
-        let kib = |kib: u64| Pages(kib * 1024 / PAGE_SIZE as u64);
         let mut snapshot = Self { anonymous: zeros, marked_present: zeros, merged: zeros, ..Self::default() };
-        snapshot.heap = heap.map_or(Pages(0), |heap| pages_of(heap.start, heap.end));
+        if let Some(heap) = heap {
+            snapshot.heap = pages_of(heap.start, heap.end);
+        }
         for detail in details {
-            snapshot.anonymous += kib(detail.anonymous_kib);
+            let anonymous = pages_of(0, detail.anonymous_kib << 10);
+            snapshot.anonymous += anonymous;
             // Unmarking unmerges at once, so other mappings have no merged pages.
             if !detail.flags.has(*b"mg") {
                 continue;
             }
             let vma = &detail.vma;
             snapshot.marked += vma.pages();
-            snapshot.marked_present += kib(detail.anonymous_kib);
-            snapshot.merged += kib(detail.ksm_kib.unwrap_or(0));
+            snapshot.marked_present += anonymous;
+            snapshot.merged += pages_of(0, detail.ksm_kib.unwrap_or(0) << 10);
             if let Some(heap) = heap {
                 snapshot.heap_marked += pages_of(vma.start.max(heap.start), vma.end.min(heap.end));
             }
@@ -265,7 +235,10 @@ impl DuplicateCount {
     }
 
     fn merged_share(self) -> Option<f64> {
-        (self.marked_present.0 > 0).then(|| self.merged.0 as f64 / self.marked_present.0 as f64)
+        if self.marked_present.0 == 0 {
+            return None;
+        }
+        Some(self.merged.0 as f64 / self.marked_present.0 as f64)
     }
 }
 
@@ -283,10 +256,6 @@ impl AddAssign for DuplicateCount {
 /// Pages between two addresses; zero unless `end` is above `start`.
 fn pages_of(start: u64, end: u64) -> Pages {
     Pages(end.saturating_sub(start) / PAGE_SIZE as u64)
-}
-
-fn zero_pages(ksm_stat: &[u8]) -> Option<Pages> {
-    number(ksm_stat, "ksm_zero_pages").ok().map(Pages)
 }
 
 #[cfg(test)]
@@ -307,11 +276,5 @@ mod tests {
         assert_eq!((snapshot.merged, snapshot.heap, snapshot.heap_marked), (Pages(77), Pages(4096), Pages(2048)));
         assert!((snapshot.merged_share().unwrap() - 77.0 / 252.0).abs() < 1e-9);
         assert_eq!(DuplicateCount::default().merged_share(), None);
-    }
-
-    #[test]
-    fn zero_pages_as_the_kernel_prints_them() {
-        assert_eq!(zero_pages(b"ksm_rmap_items 5\nksm_zero_pages 7\nksm_merging_pages 1\n"), Some(Pages(7)));
-        assert_eq!(zero_pages(b"ksm_rmap_items 5\n"), None);
     }
 }

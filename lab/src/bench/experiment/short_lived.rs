@@ -2,14 +2,14 @@
 //! unmaps the memory and sleeps for T. The daemon starts first. The program counts its own merged pages just before it
 //! unmaps them.
 
-use super::{Experiment, ExperimentSetting, PolicySequence, mib};
-use crate::bench::measures::median;
+use super::{Experiment, ExperimentSetting, PolicySequence, are_intact, mib};
+use crate::bench::measures::Spread;
 use crate::bench::metric;
 use crate::bench::policy::{KsmPaced, Marks, Pagefold, Policy, Stage};
 use crate::bench::report::{Answers, ExperimentReport, Limit};
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use pagefold_engine::units::{Pages, whole};
-use pagefold_workload::{Activity, Tenant, TenantSpec, Verdict};
+use pagefold_workload::{Activity, Tenant, TenantSpec};
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -39,17 +39,18 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     };
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
-    let (mut marked, mut merged, mut at_two, mut smallest): (Option<f64>, Option<f64>, _, Option<u64>) =
-        (None, None, None, None);
+    let mut marked: Option<f64> = None;
+    let mut merged: Option<f64> = None;
+    let mut at_two = None;
+    let mut smallest: Option<u64> = None;
     for (by, lives) in plan {
         for &life_ms in lives {
             let name = name_of_lives(by, life_ms);
             let lived =
                 sequence.conduct(report, &name, &name, |stage| live_through(stage, by, pages, life_ms, cycles))?;
-            let Some(Lived { merged_pages, spans }) = lived else { continue };
-            let shares: Vec<f64> = merged_pages.iter().map(|merged| merged / pages.0 as f64).collect();
-            let share = median(shares.clone());
-            let best = shares.into_iter().fold(0.0, f64::max);
+            let Some(Lived { middle, best, spans }) = lived else { continue };
+            let share = middle / pages.0 as f64;
+            let best = best / pages.0 as f64;
             report.figure(metric::SHARE_MERGED.of([&name]), share);
             report.figure(format!("share merged at best, {name}"), best);
             rows.push((name, share));
@@ -57,9 +58,11 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
                 marked = Some(marked.unwrap_or(0.0).max(spans.context("the summary has no marked_spans")?));
                 merged = Some(merged.unwrap_or(0.0).max(best));
             } else if by.name() == sensitive.name() {
-                at_two = if life_ms == 2000 { Some(share) } else { at_two };
+                if life_ms == 2000 {
+                    at_two = Some(share);
+                }
                 if share >= 0.5 {
-                    smallest = Some(smallest.map_or(life_ms, |smallest: u64| smallest.min(life_ms)));
+                    smallest = Some(smallest.unwrap_or(life_ms).min(life_ms));
                 }
             }
         }
@@ -86,8 +89,9 @@ fn name_of_lives(by: &dyn Policy, life_ms: u64) -> String {
 
 /// The results of some lifetimes.
 struct Lived {
-    /// One for each lifetime.
-    merged_pages: Vec<f64>,
+    /// Pages merged at the end of a lifetime: in the median, and at best.
+    middle: f64,
+    best: f64,
     /// Spans that pagefold marked.
     spans: Option<f64>,
 }
@@ -100,11 +104,12 @@ fn live_through(
     life_ms: u64,
     cycles: u64,
 ) -> anyhow::Result<Lived> {
-    let (setting, interrupt) = (stage.setting, stage.setting.interrupt);
+    let setting = stage.setting;
+    let interrupt = setting.interrupt;
     let mergeable = by.marks() == Marks::Everything;
     let activity = Activity::ShortLived { pages: pages.0, seed: 10, life_us: life_ms * 1000, mergeable };
     let mut tenant = Tenant::start(setting.player, &TenantSpec::new([]).with_activity(activity))?;
-    let before = tenant.verify()? == Verdict::Intact;
+    let before = are_intact([&mut tenant])?;
     stage.merge(by, &["--pid", &tenant.pid().to_string()])?;
     if !mergeable {
         interrupt.sleep(HEAD_START)?;
@@ -120,19 +125,18 @@ fn live_through(
         counters = tenant.counters()?;
     }
     stage.end_alone()?;
-    let during = tenant.verify()? == Verdict::Intact;
+    let during = are_intact([&mut tenant])?;
     stage.unmerge()?;
     let run = &mut stage.run;
-    run.answers_correct = Answers { before, during, after: tenant.verify()? == Verdict::Intact };
+    run.answers_correct = Answers { before, during, after: are_intact([&mut tenant])? };
     run.forget_curve();
-    let bytes = |pages: f64| Pages(whole(pages)).bytes().0;
-    let merged: Vec<f64> = counters.lives.iter().map(|life| life.merged_pages as f64).collect();
-    run.saved_bytes_max = bytes(merged.iter().copied().fold(0.0, f64::max));
-    ensure!(!counters.lives.is_empty(), "no lifetime was completed");
-    run.saved_bytes = bytes(median(merged.clone()));
+    let merged = Spread::of(counters.lives.iter().map(|life| life.merged_pages as f64));
+    let Spread { median, max, .. } = merged.context("no lifetime was completed")?;
+    run.saved_bytes_max = Pages(whole(max)).bytes().0;
+    run.saved_bytes = Pages(whole(median)).bytes().0;
     run.lives = counters.lives;
     let spans = run.summary.as_ref().and_then(|summary| summary["marked_spans"].as_f64());
-    Ok(Lived { merged_pages: merged, spans })
+    Ok(Lived { middle: median, best: max, spans })
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! UKSM's static mix (section 8.1.1): a program filled with one page content beside one filled with random pages.
 
-use super::{Experiment, ExperimentSetting, mib, side_by_side};
+use super::{Experiment, ExperimentSetting, mib, quotient, side_by_side};
 use crate::bench::metric::SAVED_PER_CPU_SECOND_VS;
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{KsmAdvisor, KsmPaced, ORACLE, Oracle, Pagefold, Policy};
-use crate::bench::report::{ExperimentReport, Limit};
+use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use pagefold_engine::units::Pages;
 use pagefold_workload::Segment;
 
@@ -24,7 +24,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.parameters([("same_mib", size_mib), ("random_mib", size_mib), ("seconds", seconds)]);
     let pages = mib(size_mib).0;
     let segments = [Segment::Same { pages, seed: 1 }, Segment::Random { pages, seed: 2 }];
-    let start = || segments.into_iter().map(|segment| setting.tenant(segment)).collect();
     let ours = Pagefold::new(seconds).with(&["--governor", "full"]);
     let ours_name = ours.name();
     let paced = KsmPaced { pages: KSM_PAGES, seconds };
@@ -34,13 +33,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         policies.push(Box::new(advised));
     }
     setting.add_further_peers(&mut policies, if setting.quick { seconds } else { LONG_SECONDS });
-    side_by_side(setting, report, &policies, start)?;
+    side_by_side(setting, report, &policies, || setting.tenants(&segments))?;
     report.compare(&ours_name);
 
     // All but one of the equal pages.
     let whole = Pages(pages.saturating_sub(1)).bytes().0;
-    let time = |policy: &str| report.run(policy)?.reaching(0.99, whole).map(|point| point.seconds);
-    let (own, oracles) = (time(&ours_name), time(ORACLE));
+    let oracles = report.run(ORACLE).and_then(|run| seconds_to_99(run, whole));
     let Some(run) = report.run(&ours_name).cloned() else { return Ok(()) };
     report.figure("MiB saved within 5 s", run.saved_mib_within(5.0));
     if setting.quick {
@@ -48,16 +46,25 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     let saved = run.saved_bytes_max as f64 / whole as f64;
     report.bar("share saved of the possible savings", Limit::AtLeast(0.99), Some(saved));
-    let measured = own.zip(oracles).map(|(own, oracles)| own / oracles);
-    report.bar("time to 99 % relative to the oracle", Limit::AtMost(2.0), measured);
+    let time = quotient(seconds_to_99(&run, whole), oracles);
+    report.bar("time to 99 % relative to the oracle", Limit::AtMost(2.0), time);
     for (peer, limit) in [(paced.name().as_str(), 20.0), (ORACLE, 0.6)] {
         let measured = report.ratio(SAVED_PER_CPU_SECOND_VS, peer);
         report.bar(format!("savings per CPU second relative to {peer}"), Limit::AtLeast(limit), measured);
     }
     // A difference rather than a ratio, since the advisor may have saved nothing.
     let advised = advised.name();
-    let advisors = report.run(&advised).and_then(|run| run.mib_per_cpu_second().or(Some(0.0)));
-    let more = run.mib_per_cpu_second().zip(advisors).map(|(own, advisors)| own - advisors);
-    report.bar(format!("MiB per CPU second beyond those of {advised}"), Limit::AtLeast(f64::MIN_POSITIVE), more);
+    if let (Some(own), Some(advisor)) = (run.mib_per_cpu_second(), report.run(&advised)) {
+        let more = own - advisor.mib_per_cpu_second().unwrap_or(0.0);
+        report.bar(
+            format!("MiB per CPU second beyond those of {advised}"),
+            Limit::AtLeast(f64::MIN_POSITIVE),
+            Some(more),
+        );
+    }
     Ok(())
+}
+
+fn seconds_to_99(run: &PolicyRun, whole: u64) -> Option<f64> {
+    Some(run.reaching(0.99, whole)?.seconds)
 }

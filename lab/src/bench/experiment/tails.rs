@@ -33,14 +33,13 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.parameters([("each_mib", size_mib), ("seconds_at_most", seconds), ("reads", READS as u64)]);
     let pages = mib(size_mib);
     let tails = Segment::Tails { pages: pages.0, seed: 7 };
-    let start = || [tails, tails].into_iter().map(|segment| setting.tenant(segment)).collect();
     let enough = Enough { saved_bytes: pages.bytes().0 - pages.bytes().0 / 100, seconds: 0 };
     let ours = Pagefold::new(seconds).with(&["--governor", "full"]).until(enough);
     let name = ours.name();
     let mut policies: Vec<Box<dyn Policy>> =
         vec![Box::new(ours), Box::new(KsmEverything), Box::new(KsmPaced { pages: 2000, seconds }), Box::new(Oracle)];
     setting.add_further_peers(&mut policies, seconds);
-    side_by_side(setting, report, &policies, start)?;
+    side_by_side(setting, report, &policies, || setting.tenants(&[tails; 2]))?;
     report.compare(&name);
     if !setting.policies.is_empty() {
         return Ok(());
@@ -68,8 +67,7 @@ fn read(
     let mut tenants = [Tenant::start(setting.player, &spec)?, Tenant::start(setting.player, &spec)?];
     let before = read_us(&mut tenants[0], segment.pages())?;
     for tenant in &tenants {
-        let process = Process::open(tenant.pid())?;
-        mark_eligible(&process)?;
+        mark_eligible(&Process::open(tenant.pid())?)?;
     }
     for _ in 0..SCANS {
         ksm.scan_once(setting.interrupt)?;
@@ -88,13 +86,15 @@ fn read(
 
 /// The median time that a tenant takes to read a word of each page, without the time to ask it.
 fn read_us(tenant: &mut Tenant, pages: Pages) -> anyhow::Result<f64> {
-    let mut time = |pages| {
-        let times = (0..READS).map(|_| {
+    let mut medians = [0.0; 2];
+    for (median_us, pages) in medians.iter_mut().zip([pages, Pages(0)]) {
+        let mut times = [0.0; READS];
+        for time in &mut times {
             let began = Instant::now();
             tenant.touch(pages)?;
-            Ok(began.elapsed().as_secs_f64() * 1e6)
-        });
-        times.collect::<anyhow::Result<Vec<f64>>>().map(median)
-    };
-    Ok(time(pages)? - time(Pages(0))?)
+            *time = began.elapsed().as_secs_f64() * 1e6;
+        }
+        *median_us = median(times);
+    }
+    Ok(medians[0] - medians[1])
 }

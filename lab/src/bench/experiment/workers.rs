@@ -1,16 +1,15 @@
 //! Servers that start their workers before there's work: how much the workers share by fork already, and how much more
 //! merging saves.
 
-use super::{Experiment, ExperimentSetting, PolicySequence};
-use crate::bench::frames::Held;
-use crate::bench::metric::{CPU_VS, Metric};
+use super::{Experiment, ExperimentSetting, PolicySequence, Targets, bar_on_everything, before_and_during, quotient};
+use crate::bench::frames::{Held, open_all};
+use crate::bench::metric::Metric;
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy};
-use crate::bench::report::{ExperimentReport, Limit};
-use crate::programs::{HeldFile, Notes, Observed, Prefork, Target, php_fpm, scratch};
-use anyhow::Context;
-use pagefold_procmem::process::Process;
-use std::cell::RefCell;
+use crate::bench::report::ExperimentReport;
+use crate::programs::{HeldFile, Notes, Observed, Prefork, php_fpm, scratch};
+use anyhow::{Context, ensure};
 use std::collections::BTreeMap;
+use std::path::Path;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "workers",
@@ -35,53 +34,51 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let ours = Pagefold::new(seconds).with(&["--allow", &fpm]);
     let ours_name = ours.name();
 
-    let seen: RefCell<Vec<(Prefork, Notes<Held>)>> = RefCell::default();
-    let start = || {
-        let mut targets: Vec<Box<dyn Target>> = Vec::new();
-        for &kind in kinds {
-            setting.interrupt.check()?;
-            let mut started = kind.start(scratch.path(), &held, WORKERS)?.into_iter();
-            let master = started.next().context("a server without a master")?;
-            let workers: Vec<Box<dyn Target>> = started.collect();
-            let pids: Vec<i32> = [master.pid()].into_iter().chain(workers.iter().map(|worker| worker.pid())).collect();
-            // We check the workers after their master: until then none has answered.
-            let (observed, checks) = Observed::start(master, move |_| memory_of(&pids));
-            seen.borrow_mut().push((kind, checks));
-            targets.push(observed);
-            targets.extend(workers);
-        }
-        Ok(targets)
-    };
     // No oracle: it would mark a page shared by fork in only some of its processes. Once merged, the page stays merged
     // in the others until they end, and we can't restore KSM's settings before.
     let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(KsmEverything), Box::new(ours)];
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
     for policy in &policies {
-        let name = sequence.run(report, &**policy, start)?.map(|run| run.policy.clone());
-        let seen = seen.take();
-        if let Some(name) = name {
+        let mut seen = Vec::new();
+        let run = sequence.run(report, &**policy, || start(setting, kinds, scratch.path(), &held, &mut seen))?;
+        if run.is_some() {
+            let name = policy.name();
             put_figures(report, &name, &seen).with_context(|| format!("{name}: a check is missing"))?;
         }
     }
     report.compare(&ours_name);
-    if setting.quick {
-        return Ok(());
+    if !setting.quick {
+        // KSM counts each process with a merged page, so it also counts pages that fork shared before as saved. We
+        // count frames.
+        let own = report.figure_of(SAVED, [&ours_name, "all"]);
+        let saved = quotient(own, report.figure_of(SAVED, [KSM_EVERYTHING, "all"]));
+        bar_on_everything(report, saved, 0.95, 0.5);
     }
-    // KSM counts each process with a merged page, so it also counts pages that fork shared before as saved. We count
-    // frames.
-    let saved = |policy: &str| report.figure_of(SAVED, [policy, "all"]);
-    let saved = saved(&ours_name).zip(saved(KSM_EVERYTHING)).map(|(ours, theirs)| ours / theirs);
-    let cpu = report.ratio(CPU_VS, KSM_EVERYTHING);
-    report.bar("savings relative to KSM scanning everything", Limit::AtLeast(0.95), saved);
-    report.bar("CPU time relative to KSM scanning everything", Limit::AtMost(0.5), cpu);
     Ok(())
 }
 
-/// The memory of a server's processes.
-fn memory_of(pids: &[i32]) -> anyhow::Result<Held> {
-    let processes = pids.iter().map(|&pid| Process::open(pid)).collect::<Result<Vec<_>, _>>()?;
-    Held::by(&processes)
+/// Starts the servers, and adds the notes of each.
+fn start(
+    setting: &ExperimentSetting<'_>,
+    kinds: &[Prefork],
+    scratch: &Path,
+    held: &HeldFile,
+    seen: &mut Vec<(Prefork, Notes<Held>)>,
+) -> anyhow::Result<Targets> {
+    let mut targets = Targets::new();
+    for &kind in kinds {
+        setting.interrupt.check()?;
+        let mut started = kind.start(scratch, held, WORKERS)?;
+        let pids: Vec<i32> = started.iter().map(|process| process.pid()).collect();
+        ensure!(!pids.is_empty(), "a server without a master");
+        // We check the workers after their master: until then none has answered.
+        let (master, notes) = Observed::start(started.remove(0), move |_| Held::by(&open_all(pids.iter().copied())?));
+        seen.push((kind, notes));
+        targets.push(master);
+        targets.append(&mut started);
+    }
+    Ok(targets)
 }
 
 /// Adds how much each server's processes hold and share by fork, and how much this policy has saved beyond that. `None`
@@ -89,11 +86,12 @@ fn memory_of(pids: &[i32]) -> anyhow::Result<Held> {
 fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, Notes<Held>)]) -> Option<()> {
     let mut sums: BTreeMap<&str, [f64; 3]> = BTreeMap::new();
     for (kind, checks) in seen {
-        let checks = checks.borrow();
-        let [.., before, during, _] = &checks[..] else { return None };
+        let [before, during] = before_and_during(checks)?;
         let values = [before.by_processes, before.by_processes - before.in_frames, before.in_frames - during.in_frames];
         for name in [kind.name(), "all"] {
-            sums.entry(name).or_default().iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+            for (sum, value) in sums.entry(name).or_default().iter_mut().zip(values) {
+                *sum += value;
+            }
         }
     }
     for (kind, [held, by_fork, merged]) in sums {
@@ -107,6 +105,7 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, No
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::RefCell;
     use std::rc::Rc;
 
     #[test]

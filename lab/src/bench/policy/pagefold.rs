@@ -33,16 +33,20 @@ impl Pagefold {
 
     /// Ends early once enough is saved.
     #[must_use]
-    pub fn until(mut self, enough: impl Into<Option<Enough>>) -> Self {
-        self.enough = enough.into();
+    pub fn until(mut self, enough: Enough) -> Self {
+        self.enough = Some(enough);
         self
     }
 }
 
 impl Policy for Pagefold {
     fn name(&self) -> String {
-        let words: Vec<&str> = [SUBJECT].into_iter().chain(self.options.iter().map(String::as_str)).collect();
-        words.join(" ")
+        let mut name = SUBJECT.to_owned();
+        for option in &self.options {
+            name += " ";
+            name += option;
+        }
+        name
     }
 
     fn marks(&self) -> Marks {
@@ -53,11 +57,11 @@ impl Policy for Pagefold {
         stage.start_pagefold(&self.options)?;
         let interrupt = stage.setting.interrupt;
         interrupt.wait(Duration::from_secs(self.seconds), || {
-            let (now, has_ended) = stage.pagefold_so_far()?;
-            let is_done = self
-                .enough
-                .is_some_and(|enough| now.saved_bytes >= enough.saved_bytes && now.seconds >= enough.seconds as f64);
-            anyhow::Ok((has_ended || is_done).then_some(()))
+            let (now, mut is_done) = stage.pagefold_so_far()?;
+            if let Some(enough) = self.enough {
+                is_done |= now.saved_bytes >= enough.saved_bytes && now.seconds >= enough.seconds as f64;
+            }
+            anyhow::Ok(is_done.then_some(()))
         })?;
         Ok(())
     }

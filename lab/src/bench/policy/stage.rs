@@ -5,6 +5,7 @@ use super::uksm::Uksm;
 use super::{Marks, Policy};
 use crate::bench::daemon::{self, Running};
 use crate::bench::experiment::ExperimentSetting;
+use crate::bench::frames::open_all;
 use crate::bench::report::{Answers, PolicyRun, agree};
 use crate::bench::sampler::{Sampler, SamplerPoint};
 use crate::bench::{oracle, page_tables};
@@ -34,7 +35,10 @@ impl Kernel {
 
     /// Takes control of UKSM if the kernel has it, otherwise of KSM.
     pub fn take(interrupt: &Interrupt) -> anyhow::Result<Self> {
-        Uksm::of_kernel().map_or_else(|| Self::take_ksm(interrupt), |uksm| Ok(Self::Uksm(uksm)))
+        match Uksm::of_kernel() {
+            Some(uksm) => Ok(Self::Uksm(uksm)),
+            None => Self::take_ksm(interrupt),
+        }
     }
 
     /// Unmerges everything. We restore the knobs once the programs have ended, before the next run.
@@ -165,13 +169,21 @@ impl<'a> Stage<'a> {
         self.kernel.unmerge()
     }
 
+    /// Notes whether the targets gave the right answers, in an experiment that asks them once.
+    pub fn answered(&mut self, right: bool) {
+        self.run.answers_correct = Answers { before: true, during: right, after: right };
+    }
+
     /// Returns the CPU time of pagefold and of other children that ended since it began.
     fn end_policy(&mut self) -> anyhow::Result<f64> {
         self.driving.clear();
-        let completed = self.daemon.take().map(|daemon| daemon.end(self.setting.interrupt)).transpose()?;
+        let mut cpu_seconds = 0.0;
+        if let Some(daemon) = self.daemon.take() {
+            let completed = daemon.end(self.setting.interrupt)?;
+            cpu_seconds = completed.cpu_seconds;
+            self.run.summary = Some(completed.summary);
+        }
         self.stop_sampling()?;
-        let cpu_seconds = completed.as_ref().map_or(0.0, |completed| completed.cpu_seconds);
-        self.run.summary = completed.map(|completed| completed.summary);
         Ok(cpu_seconds)
     }
 
@@ -185,7 +197,7 @@ impl<'a> Stage<'a> {
         exact: bool,
     ) -> anyhow::Result<()> {
         let before = agree(expected, &answers(targets));
-        self.processes = targets.iter().map(|target| Process::open(target.pid())).collect::<Result<Vec<_>, _>>()?;
+        self.processes = open_all(targets.iter().map(|target| target.pid()))?;
         let counters_before = counters(targets)?;
         let in_page_tables = if exact { Some(page_tables::watch(&self.processes)?) } else { None };
         self.mark(policy.marks())?;
