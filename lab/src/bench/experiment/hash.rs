@@ -44,9 +44,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         ("passes", passes),
         ("settling_rounds", settling_rounds),
     ]);
-    let [count, round_pages] =
-        [mib(size_mib), mib(round_mib)].map(|pages| usize::try_from(pages.0).unwrap_or(usize::MAX));
-    let mut memory = vec![TestPage::ZERO; count];
+    let round_pages = usize::try_from(mib(round_mib).0)?;
+    let mut memory = vec![TestPage::ZERO; usize::try_from(mib(size_mib).0)?];
     for set in PageSet::ALL {
         eprintln!("hash: {}", set.name());
         set.fill(&mut memory);
@@ -86,7 +85,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
         compare(report, set, &contenders, &found);
         for (contender, found) in contenders.iter().zip(&found) {
-            add_figures(report, set, contender.as_ref(), found);
+            add_figures(report, set, &**contender, found);
         }
     }
     judge(report, setting.quick);
@@ -106,47 +105,56 @@ fn compare(report: &mut ExperimentReport, set: PageSet, contenders: &[Box<dyn Co
 }
 
 fn add_figures(report: &mut ExperimentReport, set: PageSet, contender: &dyn Contender, passes: &[Pass]) {
-    let name = |figure: &str| format!("{}_{}_{figure}", set.name(), contender.name());
-    let of = |figure: fn(&Pass) -> f64| median(passes.iter().map(figure));
-    report.figure(name("ns_per_page"), of(Pass::ns_per_page));
-    report.figure(DUPLICATES.of([set.name(), &contender.name()]), of(Pass::duplicates));
+    let name = format!("{}_{}", set.name(), contender.name());
+    report.figure(format!("{name}_ns_per_page"), median_of(passes, Pass::ns_per_page));
+    report.figure(DUPLICATES.of([set.name(), &contender.name()]), median_of(passes, Pass::duplicates));
     if let Some(strengths) = contender.strengths() {
-        report.figure(name("strength"), of(Pass::strength));
-        report.figure(name("rounds_to_rest"), f64::from(strengths.rounds_to_rest()));
-        report.figure(name("hash_ns_per_page"), of(|pass| pass.per_page(|cost| cost.hash_ns)));
-        report.figure(name("penalty_ns_per_page"), of(|pass| pass.per_page(|cost| cost.penalty_ns)));
-        report.figure(name("collisions_per_page"), of(|pass| pass.per_page(|cost| cost.collisions)));
+        report.figure(format!("{name}_strength"), median_of(passes, Pass::strength));
+        report.figure(format!("{name}_rounds_to_rest"), f64::from(strengths.rounds_to_rest()));
+        let hash_ns = median_of(passes, |pass| pass.per_page(|cost| cost.hash_ns));
+        let penalty_ns = median_of(passes, |pass| pass.per_page(|cost| cost.penalty_ns));
+        let collisions = median_of(passes, |pass| pass.per_page(|cost| cost.collisions));
+        report.figure(format!("{name}_hash_ns_per_page"), hash_ns);
+        report.figure(format!("{name}_penalty_ns_per_page"), penalty_ns);
+        report.figure(format!("{name}_collisions_per_page"), collisions);
         report.curves.insert(format!("{} {}", contender.name(), set.name()), strengths.curve());
     }
 }
 
+fn median_of(passes: &[Pass], figure: impl Fn(&Pass) -> f64) -> f64 {
+    median(passes.iter().map(figure))
+}
+
 fn judge(report: &mut ExperimentReport, quick: bool) {
     for set in PageSet::ALL {
-        let found = |contender: &str| report.figure_of(DUPLICATES, [set.name(), contender]).unwrap_or(f64::NAN);
-        let truth = found(XXH3);
-        let same = ["paper32_adaptive", "paper32_full", "lines_adaptive", "lines_full", XXH64]
-            .iter()
-            .filter(|contender| (found(contender) - truth).abs() < 0.5)
-            .count();
+        let truth = report.figure_of(DUPLICATES, [set.name(), XXH3]);
+        let mut same = 0.0;
+        for contender in ["paper32_adaptive", "paper32_full", "lines_adaptive", "lines_full", XXH64] {
+            if truth.is_some() && report.figure_of(DUPLICATES, [set.name(), contender]) == truth {
+                same += 1.0;
+            }
+        }
         let name = format!("{}: other hashes that found the same duplicates as XXH3, of five", set.name());
-        report.bar(name, Limit::AtLeast(5.0), Some(same as f64));
+        report.bar(name, Limit::AtLeast(5.0), Some(same));
     }
     if quick {
         return;
     }
     for form in [metric::PAPER32, metric::LINES] {
         let adaptive = format!("{form}_adaptive");
-        let speed = |set: PageSet, peer: &str| {
-            report.ratios.get(&SPEED_VS.of([set.name(), &adaptive, peer])).copied().unwrap_or(f64::NAN)
-        };
-        let of_full = speed(PageSet::Random, OWN);
-        let of_xxh64 = speed(PageSet::Random, XXH64);
-        let alike = [PageSet::OneWord, PageSet::Tails].map(|set| (set, 1.0 / speed(set, OWN)));
+        let of_full = speed(report, PageSet::Random, &adaptive, OWN);
+        let of_xxh64 = speed(report, PageSet::Random, &adaptive, XXH64);
         report.bar(metric::HASH_SPEED.of([form]), Limit::AtLeast(5.9), Some(of_full));
         report.bar(metric::HASH_SPEED_OF_XXH64.of([form]), Limit::AtLeast(1.0), Some(of_xxh64));
-        for (set, cost) in alike {
+        for set in [PageSet::OneWord, PageSet::Tails] {
+            let cost = 1.0 / speed(report, set, &adaptive, OWN);
             let name = format!("{}: cost of {form} relative to its full hash", set.name());
             report.bar(name, Limit::AtMost(1.1), Some(cost));
         }
     }
+}
+
+/// Not a number, and so below any bar, if it wasn't measured.
+fn speed(report: &ExperimentReport, set: PageSet, adaptive: &str, peer: &str) -> f64 {
+    report.ratios.get(&SPEED_VS.of([set.name(), adaptive, peer])).copied().unwrap_or(f64::NAN)
 }

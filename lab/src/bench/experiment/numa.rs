@@ -13,10 +13,11 @@ mod place;
 
 use super::{Experiment, ExperimentSetting};
 use crate::bench::metric;
-use crate::bench::report::{ExperimentReport, Limit, Placed, PolicyRun};
+use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use model::{PROGRAMS, Program, fairness};
 use pagefold_engine::placement::policy::Latencies;
 use place::{FAIR, FOUR, FOUR_NODES, KERNEL, KSM, LOCAL_ONLY, Nodes, PRIORITIES, PRIORITY, THREE};
+use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -27,50 +28,28 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-#[derive(Clone, Copy, Debug)]
-struct NumaSizes {
+sizes! {
     /// Pages per program.
-    pages: u64,
+    pages: u64 = 16_384, quick 8_192, as "pages";
     /// Time for pagefold to merge and place them.
-    seconds: u64,
+    seconds: u64 = 20, quick 8, as "seconds";
     /// Number of runs of each of `kernel` and `fair`.
-    turns: usize,
+    turns: usize = 4, quick 1;
     /// How many of the thesis's priority configurations to run.
-    priorities: usize,
+    priorities: usize = 5, quick 1;
     /// Also run three and four programs, and one on each of four nodes.
-    larger_groups: bool,
+    larger_groups: bool = true, quick false;
     /// Accesses drawn per program.
-    accesses: u64,
+    accesses: u64 = 1_000_000, quick 100_000, as "accesses";
     /// Time limit of the emulated machine.
-    limit: Duration,
+    limit: Duration = Duration::from_secs(1800), quick Duration::from_secs(240);
 }
 
-const FULL: NumaSizes = NumaSizes {
-    pages: 16_384,
-    seconds: 20,
-    turns: 4,
-    priorities: 5,
-    larger_groups: true,
-    accesses: 1_000_000,
-    limit: Duration::from_secs(1800),
-};
-
-const QUICK: NumaSizes = NumaSizes {
-    pages: 8_192,
-    seconds: 8,
-    turns: 1,
-    priorities: 1,
-    larger_groups: false,
-    accesses: 100_000,
-    limit: Duration::from_secs(240),
-};
-
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    let sizes = if setting.quick { QUICK } else { FULL };
+    let sizes = Sizes::of(setting, report);
     // The thesis's latencies, unless we measure: the emulator has no realistic ones.
     let mut latencies = Latencies::default();
     let nodes = if setting.guest.is_none() { Nodes::of_machine()? } else { None };
-    report.parameters([("pages", sizes.pages), ("seconds", sizes.seconds), ("accesses", sizes.accesses)]);
     match nodes.map(Rc::new) {
         Some(nodes) => {
             place::run(setting, &nodes, sizes, report)?;
@@ -92,7 +71,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         }
     }
     report.parameters([("local_ns", u64::from(latencies.local_ns)), ("remote_ns", u64::from(latencies.remote_ns))]);
-    judge(report, latencies, sizes);
+    judge(report, latencies, sizes.accesses);
     if !setting.quick {
         judge_cpu(report);
     }
@@ -102,14 +81,17 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 /// Tolerated deviation of a share, percentage points.
 const POINTS: f64 = 2.0;
 
-/// Adds the modelled effect of the placements, and the bars.
-fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) {
-    for (set, name) in [("", ""), (THREE, THREE), (FOUR, FOUR), (FOUR_NODES, FOUR_NODES)] {
-        let (ksm, fair) = (last(report, &format!("{KSM}{set}")), last(report, &format!("{FAIR}{set}")));
+/// Adds the modelled effect of the placements, and the bars. Draws `accesses` per program.
+fn judge(report: &mut ExperimentReport, latencies: Latencies, accesses: u64) {
+    for name in ["", THREE, FOUR, FOUR_NODES] {
+        let ksm = last(report, &format!("{KSM}{name}"));
+        let fair = last(report, &format!("{FAIR}{name}"));
         let (Some(ksm), Some(fair)) = (ksm, fair) else { continue };
-        let (mut rows, mut least): (_, Option<f64>) = (Vec::new(), None);
+        let mut rows = Vec::new();
+        let mut least: Option<f64> = None;
         for program in &PROGRAMS {
-            let [under_ksm, under_fair] = [&ksm, &fair].map(|run| slowdowns(run, program, latencies, sizes.accesses));
+            let under_ksm = slowdowns(&ksm, program, latencies, accesses);
+            let under_fair = slowdowns(&fair, program, latencies, accesses);
             let (Some(unfair), Some(even)) = (fairness(&under_ksm), fairness(&under_fair)) else { continue };
             let together = under_fair.iter().sum::<f64>() / under_ksm.iter().sum::<f64>();
             let title = format!("{}{name}", program.name);
@@ -118,24 +100,21 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
             report.put_ratio(format!("{title}: run times together, pagefold of KSM (modelled)"), together);
             rows.push((format!("KSM, {}", program.name), unfair));
             rows.push((format!("pagefold, {}", program.name), even));
-            least = Some(least.map_or(even, |least| least.min(even)));
+            least = Some(even.min(least.unwrap_or(even)));
             // These programs wait for memory most of the time.
-            if set.is_empty() && program.wait_share() > 0.7 {
+            if name.is_empty() && program.wait_share() > 0.7 {
                 report.bar(format!("{title}: fairness, KSM (modelled)"), Limit::AtMost(0.85), Some(unfair));
             }
         }
         report.bar(metric::FAIRNESS_SMALLEST.of([name]), Limit::AtLeast(0.98), least);
         let saved = fair.saved_bytes as f64 / ksm.saved_bytes.max(1) as f64;
         report.bar(format!("memory saved{name} relative to KSM"), Limit::AtLeast(0.99), Some(saved));
-        let off = |run: &PolicyRun| {
-            let share = |program: &Placed| Some((program.local_share()? - even_share(run)).abs());
-            run.programs.iter().filter_map(share).max_by(f64::total_cmp)
-        };
         for (policy, run) in [("KSM", &ksm), ("pagefold", &fair)] {
-            report.figure(format!("{policy}{name}: points that local pages are off an even share"), percent(off(run)));
+            let off = points_off(run).unwrap_or(0.0);
+            report.figure(format!("{policy}{name}: points that local pages are off an even share"), off);
         }
-        report.bar(metric::OFF_EVEN_SHARE.of([name]), Limit::AtMost(POINTS), off(&fair).map(|off| 100.0 * off));
-        if set.is_empty() {
+        report.bar(metric::OFF_EVEN_SHARE.of([name]), Limit::AtMost(POINTS), points_off(&fair));
+        if name.is_empty() {
             report.picture(
                 "two programs on two nodes",
                 "fairness: smaller slowdown / larger slowdown; modelled on real placements",
@@ -150,17 +129,17 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, sizes: NumaSizes) 
 }
 
 fn judge_priorities(report: &mut ExperimentReport) {
-    let (mut rows, mut worst): (_, Option<f64>) = (Vec::new(), None);
+    let mut rows = Vec::new();
+    let mut worst: Option<f64> = None;
     for (name, _, wanted) in PRIORITIES {
         let Some(run) = last(report, &format!("{PRIORITY} {name}")) else { continue };
-        let [Some(first), Some(second)] = [0, 1].map(|at| run.programs.get(at).and_then(Placed::local_share)) else {
-            continue;
-        };
+        let [first, second] = &run.programs[..] else { continue };
+        let (Some(first), Some(second)) = (first.local_share(), second.local_share()) else { continue };
         report.figure(format!("priority {name}: local pages of the first, per cent"), 100.0 * first);
         report.figure(format!("priority {name}: local pages of the second, per cent"), 100.0 * second);
         rows.push((format!("pagefold, {name}, required {:.0}", 100.0 * wanted), 100.0 * first));
         let off = 100.0 * (first - wanted).abs().max((second - (1.0 - wanted)).abs());
-        worst = Some(worst.map_or(off, |worst| worst.max(off)));
+        worst = Some(off.max(worst.unwrap_or(off)));
     }
     report.bar(metric::OFF_PRIORITY, Limit::AtMost(POINTS), worst);
     report.picture(
@@ -173,14 +152,17 @@ fn judge_priorities(report: &mut ExperimentReport) {
 /// Compares the CPU time of pagefold and ksmd with placement and without. Takes the fastest run of each, since the
 /// first run on an emulator, and any run on a busy machine, may take longer.
 fn judge_cpu(report: &mut ExperimentReport) {
-    let least = |policy: &str| {
-        let runs = report.runs.iter().filter(|run| run.policy == policy);
-        runs.map(|run| run.cpu_seconds).min_by(f64::total_cmp)
+    let (Some(kernel), Some(fair)) = (least_cpu_seconds(report, KERNEL), least_cpu_seconds(report, FAIR)) else {
+        return;
     };
-    let (Some(kernel), Some(fair)) = (least(KERNEL), least(FAIR)) else { return };
     report.figure("CPU seconds, left where it falls", kernel);
     report.figure("CPU seconds, fair", fair);
     report.bar("CPU of pagefold and ksmd with fair relative to kernel", Limit::AtMost(1.25), Some(fair / kernel));
+}
+
+fn least_cpu_seconds(report: &ExperimentReport, policy: &str) -> Option<f64> {
+    let runs = report.runs.iter().filter(|run| run.policy == policy);
+    runs.map(|run| run.cpu_seconds).min_by(f64::total_cmp)
 }
 
 /// The last run of a policy, without start-up effects.
@@ -188,16 +170,17 @@ fn last(report: &ExperimentReport, policy: &str) -> Option<PolicyRun> {
     report.runs.iter().rfind(|run| run.policy == policy).cloned()
 }
 
-/// Each home node's share of the merged pages if they are spread evenly.
-fn even_share(run: &PolicyRun) -> f64 {
-    let mut homes: Vec<usize> = run.programs.iter().map(|program| program.home).collect();
-    homes.sort_unstable();
-    homes.dedup();
-    1.0 / homes.len().max(1) as f64
-}
-
-fn percent(share: Option<f64>) -> f64 {
-    100.0 * share.unwrap_or(0.0)
+/// The most that a program's share of local merged pages is off an even share of all home nodes, percentage points.
+fn points_off(run: &PolicyRun) -> Option<f64> {
+    let homes: BTreeSet<usize> = run.programs.iter().map(|program| program.home).collect();
+    let mut most: Option<f64> = None;
+    for program in &run.programs {
+        if let Some(share) = program.local_share() {
+            let off = 100.0 * (share - 1.0 / homes.len() as f64).abs();
+            most = Some(off.max(most.unwrap_or(off)));
+        }
+    }
+    most
 }
 
 /// The slowdown of each instance if every program of the run were an instance of `program`.
@@ -208,6 +191,7 @@ fn slowdowns(run: &PolicyRun, program: &Program, latencies: Latencies, accesses:
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::report::Placed;
 
     /// A run of two programs that share all pages, `on_second` per cent of them on node 1.
     fn run(policy: &str, on_second: usize, cpu_seconds: f64) -> PolicyRun {
@@ -228,7 +212,7 @@ mod tests {
     fn judged(runs: Vec<PolicyRun>) -> ExperimentReport {
         let mut report = ExperimentReport::new("numa", "");
         report.runs = runs;
-        judge(&mut report, Latencies::default(), QUICK);
+        judge(&mut report, Latencies::default(), 100_000);
         judge_cpu(&mut report);
         report
     }

@@ -3,6 +3,7 @@
 
 use super::{Experiment, ExperimentSetting, mib};
 use crate::bench::daemon::{self, Completed};
+use crate::bench::frames::open_all;
 use crate::bench::measures::median;
 use crate::bench::report::{ExperimentReport, Limit};
 use anyhow::Context;
@@ -37,22 +38,27 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     report.parameters([("unit_mib", unit_mib), ("samples", u64::from(SAMPLES))]);
     let pages = mib(unit_mib).0;
     let shared = Segment::Shared { pages, seed: 4 };
-    let tenants = [
-        Tenant::start(setting.player, &TenantSpec::new([shared, Segment::Random { pages: 2 * pages, seed: 5 }]))?,
-        Tenant::start(setting.player, &TenantSpec::new([Segment::Zero { pages: pages / 2 }, shared]))?,
-        Tenant::start(
-            setting.player,
-            &TenantSpec::new([Segment::Pairs { pages, seed: 6 }, Segment::Same { pages, seed: 7 }]),
-        )?,
-    ];
-    let pids = tenants.each_ref().map(Tenant::pid);
-    let processes = pids.iter().map(|&pid| Process::open(pid)).collect::<Result<Vec<_>, _>>()?;
+    let mut tenants = Vec::new();
+    for segments in [
+        [shared, Segment::Random { pages: 2 * pages, seed: 5 }],
+        [Segment::Zero { pages: pages / 2 }, shared],
+        [Segment::Pairs { pages, seed: 6 }, Segment::Same { pages, seed: 7 }],
+    ] {
+        tenants.push(Tenant::start(setting.player, &TenantSpec::new(segments))?);
+    }
+    let pids: Vec<i32> = tenants.iter().map(Tenant::pid).collect();
+    let processes = open_all(pids.iter().copied())?;
 
     let whole = daemon::scan(setting.program, &pids, &["--exact"], setting.interrupt)?;
     let exact = total(&whole, "/totals/savable_bytes")?;
-    let (mut within, mut worst, mut stated, mut cpu) = (0_u32, 0.0_f64, 0.0_f64, 0.0);
+    let mut within = 0_u32;
+    let mut worst: f64 = 0.0;
+    let mut stated: f64 = 0.0;
     let mut fraction: f64 = 0.0;
-    let (mut bare_ns, mut ascending_ns, mut sampling_ns) = (Vec::new(), Vec::new(), Vec::new());
+    let mut cpu = 0.0;
+    let mut bare_ns = Vec::new();
+    let mut ascending_ns = Vec::new();
+    let mut sampling_ns = Vec::new();
     for seed in 1..=SAMPLES {
         setting.interrupt.check()?;
         let ran = daemon::scan(setting.program, &pids, &["--seed", &seed.to_string()], setting.interrupt)?;
@@ -68,8 +74,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         bare_ns.push(bare_loop(&processes, u64::from(seed), sampled, Order::Random)?);
         ascending_ns.push(bare_loop(&processes, u64::from(seed), sampled, Order::Ascending)?);
     }
-    let (bare_ns, sampling_ns) = (median(bare_ns), median(sampling_ns));
-    let figures = [
+    let bare_ns = median(bare_ns);
+    let sampling_ns = median(sampling_ns);
+    for (name, value) in [
         ("bare_loop_ns_per_page", bare_ns),
         ("bare_loop_ascending_ns_per_page", median(ascending_ns)),
         ("sampling_ns_per_page", sampling_ns),
@@ -79,16 +86,12 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         ("sampled_fraction_largest", fraction),
         ("stated_error_bytes_largest", stated),
         ("actual_error_bytes_largest", worst),
-    ];
-    for (name, value) in figures {
+    ] {
         report.figure(name, value);
     }
     if !setting.quick {
-        report.bar(
-            "CPU time per sampled page relative to the bare loop",
-            Limit::AtMost(1.5),
-            Some(sampling_ns / bare_ns),
-        );
+        let relative = Some(sampling_ns / bare_ns);
+        report.bar("CPU time per sampled page relative to the bare loop", Limit::AtMost(1.5), relative);
     }
     let name = format!("samples within their stated error, of {SAMPLES}");
     report.bar(name, Limit::AtLeast(19.0), Some(f64::from(within)));
@@ -114,39 +117,37 @@ fn bare_loop(processes: &[Process], seed: u64, fraction: f64, order: Order) -> a
     let mut reader = PageReader::new();
     let chooser = Chooser::new(seed);
     let mut buffer = vec![0; CALL_PAGES * PAGE_SIZE];
-    let (mut pages, mut cpu_ns) = (0_u64, 0);
+    let mut pages = 0;
+    let mut cpu_ns = 0;
     for process in processes {
-        let (mut resident, mut runs) = (Vec::new(), Vec::new());
+        let mut resident = Vec::new();
         for detail in eligible_mappings(process)? {
             reader.resident_runs(process, detail.vma.first(), detail.vma.pages(), &mut resident)?;
         }
+        let mut runs = Vec::new();
         for (number, (first, length)) in (0..).zip(resident) {
-            chooser.cut(number, first, length, 0.0, fraction, |first, length, _| runs.push((first, length as usize)));
+            chooser.cut(number, first, length, 0.0, fraction, |first, length, _| runs.push((first, length)));
         }
         if order == Order::Random {
             runs.sort_unstable_by_key(|&(first, _)| mix(first.0 ^ seed));
         }
         let pid = Pid::from_raw(process.pid());
         let before_ns = own_cpu_ns();
-        let mut rest = runs.as_slice();
-        while !rest.is_empty() {
-            let (mut count, mut taken) = (0, 0);
-            while taken < rest.len().min(CALL_PIECES) && count + rest[taken].1 <= CALL_PAGES {
-                count += rest[taken].1;
-                taken += 1;
+        let mut rest = runs.into_iter().peekable();
+        while rest.peek().is_some() {
+            let mut bytes = 0;
+            let mut remote = Vec::new();
+            while let Some(&(first, length)) = rest.peek() {
+                let len = (length as usize).min(CALL_PAGES) * PAGE_SIZE;
+                if bytes + len > buffer.len() || remote.len() == CALL_PIECES {
+                    break;
+                }
+                remote.push(RemoteIoVec { base: usize::try_from(first.address()).unwrap_or(usize::MAX), len });
+                bytes += len;
+                rest.next();
             }
-            let (now, later) = rest.split_at(taken.max(1));
-            let remote: Vec<RemoteIoVec> = now
-                .iter()
-                .map(|&(first, length)| RemoteIoVec {
-                    base: usize::try_from(first.address()).unwrap_or(usize::MAX),
-                    len: length.min(CALL_PAGES) * PAGE_SIZE,
-                })
-                .collect();
-            let bytes = remote.iter().map(|piece| piece.len).sum();
             process_vm_readv(pid, &mut [IoSliceMut::new(&mut buffer[..bytes])], &remote)?;
-            pages += (bytes / PAGE_SIZE) as u64;
-            rest = later;
+            pages += bytes / PAGE_SIZE;
         }
         cpu_ns += own_cpu_ns() - before_ns;
     }

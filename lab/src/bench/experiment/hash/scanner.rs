@@ -6,6 +6,7 @@ use crate::partial_hash::{LineHash, PartialHash, RoundCost, StrengthController, 
 use pagefold_engine::hash::{Digest, Digester, PageBytes, is_zero};
 use pagefold_engine::units::whole;
 use pagefold_procmem::os::cpu::own_cpu_ns;
+use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::time::Instant;
 use twox_hash::XxHash64;
@@ -119,25 +120,23 @@ impl<'a> Scanner<'a> {
     /// cached. A decrease is noise, so we remove it.
     fn calibrate<F: Form>(&mut self, form: &F) -> Costs {
         let slice = (self.round_pages / 8).max(BATCH);
-        let mut times: Vec<(u32, Vec<f64>)> = Vec::new();
+        let mut times: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
         for _ in 0..5 {
-            let strengths = (0..=F::FULL.ilog2()).map(|bit| 1 << bit);
-            for (number, strength) in strengths.enumerate() {
+            for bit in 0..=F::FULL.ilog2() {
                 let pages = self.next(slice);
                 let start = Instant::now();
                 for batch in pages.chunks(BATCH) {
-                    black_box(hash_batch(form, batch, strength));
+                    black_box(hash_batch(form, batch, 1 << bit));
                 }
                 let ns = start.elapsed().as_nanos() as f64 / pages.len() as f64;
-                match times.get_mut(number) {
-                    Some((_, times)) => times.push(ns),
-                    None => times.push((strength, vec![ns])),
-                }
+                times.entry(1 << bit).or_default().push(ns);
             }
         }
-        let mut costs: Vec<(u32, f64)> = times.into_iter().map(|(strength, times)| (strength, median(times))).collect();
-        for at in 1..costs.len() {
-            costs[at].1 = costs[at].1.max(costs[at - 1].1);
+        let mut costs = Vec::new();
+        let mut most: f64 = 0.0;
+        for (strength, times) in times {
+            most = most.max(median(times));
+            costs.push((strength, most));
         }
         Costs(costs)
     }
@@ -165,7 +164,8 @@ impl<'a> Scanner<'a> {
     fn round<F: Form>(&mut self, form: &F, strength: u32) -> Cost {
         let pages = self.next(self.round_pages);
         // CPU time, so waiting for a processor doesn't count; the parts by the wall clock, which is faster to read.
-        let (mut cost, begin_ns) = (Cost { pages: pages.len() as u64, ..Cost::default() }, own_cpu_ns());
+        let mut cost = Cost { pages: pages.len() as u64, ..Cost::default() };
+        let begin_ns = own_cpu_ns();
         let Self { first, second, .. } = self;
         first.clear();
         second.clear();
@@ -280,6 +280,21 @@ pub struct Strengths {
 }
 
 impl Strengths {
+    /// Takes a round's cost into account.
+    fn adapt(&mut self, strength: u32, cost: &Cost, costs: &Costs) {
+        self.seen.push(strength);
+        let pages = cost.pages as f64;
+        self.controller.round(&RoundCost {
+            full_ns: whole(costs.full() * pages),
+            profit_ns: whole((costs.full() - costs.at(strength)) * pages),
+            penalty_ns: cost.penalty_ns,
+            collisions: cost.collisions,
+        });
+        if self.is_stable() && self.rested.is_none() {
+            self.rested = Some(self.seen.len());
+        }
+    }
+
     pub fn is_stable(&self) -> bool {
         self.controller.is_stable()
     }
@@ -317,35 +332,17 @@ struct Runner<F> {
     adaptive: Option<(Strengths, Costs)>,
 }
 
-impl<F: Form> Runner<F> {
-    fn scan(&mut self, scanner: &mut Scanner<'_>) -> (Cost, u32) {
-        let Some((strengths, costs)) = &mut self.adaptive else {
-            return (scanner.round(&self.form, F::FULL), F::FULL);
-        };
-        let strength = strengths.controller.strength();
-        let cost = scanner.round(&self.form, strength);
-        strengths.seen.push(strength);
-        let of_pages = |ns_per_page: f64| whole(ns_per_page * cost.pages as f64);
-        strengths.controller.round(&RoundCost {
-            full_ns: of_pages(costs.full()),
-            profit_ns: of_pages(costs.full() - costs.at(strength)),
-            penalty_ns: cost.penalty_ns,
-            collisions: cost.collisions,
-        });
-        if strengths.is_stable() && strengths.rested.is_none() {
-            strengths.rested = Some(strengths.seen.len());
-        }
-        (cost, strength)
-    }
-}
-
 impl<F: Form> Contender for Runner<F> {
     fn name(&self) -> String {
         format!("{}_{}", F::NAME, if self.adaptive.is_some() { "adaptive" } else { "full" })
     }
 
     fn round(&mut self, scanner: &mut Scanner<'_>, pass: &mut Pass) {
-        let (cost, strength) = self.scan(scanner);
+        let strength = self.strengths().map_or(F::FULL, |strengths| strengths.controller.strength());
+        let cost = scanner.round(&self.form, strength);
+        if let Some((strengths, costs)) = &mut self.adaptive {
+            strengths.adapt(strength, &cost, costs);
+        }
         pass.rounds += 1;
         pass.strengths += strength;
         let sum = &mut pass.cost;

@@ -1,7 +1,7 @@
 //! Runs the experiment on an emulated machine with several memory nodes, for hosts with only one. That machine's own
 //! kernel merges the same programs, and places pages the same way.
 
-use super::NumaSizes;
+use super::Sizes;
 use crate::bench::experiment::ExperimentSetting;
 use crate::bench::guest::{self, GuestKernel, GuestMachine};
 use crate::bench::report::ExperimentReport;
@@ -17,7 +17,7 @@ const NODES_MIB: [u64; 4] = [768; 4];
 const DISTANCES: [[u8; 4]; 4] = [[10, 20, 30, 30], [20, 10, 30, 30], [30, 30, 10, 20], [30, 30, 20, 10]];
 
 /// Boots the machine, runs the experiment on it, and copies its runs into the report.
-pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut ExperimentReport) -> anyhow::Result<()> {
+pub fn run(setting: &ExperimentSetting<'_>, sizes: Sizes, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let kernel = match setting.guest {
         Some(kernel) => kernel.clone(),
         None => GuestKernel { image: kernel_for("nodes")?, module: None },
@@ -26,25 +26,26 @@ pub fn run(setting: &ExperimentSetting<'_>, sizes: NumaSizes, report: &mut Exper
     let programs = vec![(need("taskset", "util-linux")?, "bin/taskset"), (need("nice", "coreutils")?, "bin/nice")];
     let machine = GuestMachine { hardware: hardware(), programs, files: Vec::new(), limit: sizes.limit };
     let found = guest::run(setting, &kernel, &machine, report)?;
-    (report.machine.kernel, report.runs, report.failures) = (found.machine.kernel, found.runs, found.failures);
+    report.machine.kernel = found.machine.kernel;
+    report.runs = found.runs;
+    report.failures = found.failures;
     Ok(())
 }
 
 fn hardware() -> Vec<String> {
     let count = NODES_MIB.len();
-    let mut arguments = vec!["-smp".to_owned(), format!("{count},sockets={count}")];
-    let mut add = |option: &str, value: String| arguments.extend([option.to_owned(), value]);
-    add("-m", format!("{}M", NODES_MIB.iter().sum::<u64>()));
+    let mut options = vec![("-smp", format!("{count},sockets={count}"))];
+    options.push(("-m", format!("{}M", NODES_MIB.iter().sum::<u64>())));
     for (node, mib) in NODES_MIB.iter().enumerate() {
-        add("-object", format!("memory-backend-ram,id=memory{node},size={mib}M"));
-        add("-numa", format!("node,nodeid={node},cpus={node},memdev=memory{node}"));
+        options.push(("-object", format!("memory-backend-ram,id=memory{node},size={mib}M")));
+        options.push(("-numa", format!("node,nodeid={node},cpus={node},memdev=memory{node}")));
     }
     for (from, row) in DISTANCES.iter().enumerate() {
         for (to, distance) in row.iter().enumerate() {
-            add("-numa", format!("dist,src={from},dst={to},val={distance}"));
+            options.push(("-numa", format!("dist,src={from},dst={to},val={distance}")));
         }
     }
-    arguments
+    options.into_iter().flat_map(|(option, value)| [option.to_owned(), value]).collect()
 }
 
 #[cfg(test)]

@@ -16,12 +16,14 @@ const LINE_BYTES: usize = LINE * size_of::<u32>();
 /// should be far more than the caches hold. Pages are small, so we include TLB misses, as programs have them too.
 pub fn measure(nodes: &Nodes, mib: usize, steps: u32) -> anyhow::Result<Latencies> {
     let [first, second, ..] = &nodes.nodes[..] else { anyhow::bail!("there is only one node") };
-    let (here, there) = (processor(&first.cpus)?, processor(&second.cpus)?);
-    let ns = |memory: usize| {
-        let chase = std::thread::Builder::new().spawn(move || chase(here, memory, mib, steps))?;
-        chase.join().map_err(|_| anyhow::anyhow!("the pointer chase panicked"))?
-    };
-    let (local_ns, remote_ns) = (ns(here)?, ns(there)?);
+    let here = processor(&first.cpus)?;
+    let mut found = [0; 2];
+    for (ns, memory) in found.iter_mut().zip([here, processor(&second.cpus)?]) {
+        // A thread of its own, because it binds itself.
+        let chase = std::thread::spawn(move || chase(here, memory, mib, steps));
+        *ns = chase.join().ok().context("the pointer chase panicked")??;
+    }
+    let [local_ns, remote_ns] = found;
     ensure!(local_ns > 0, "measured a memory latency of 0 ns");
     Ok(Latencies { local_ns, remote_ns })
 }

@@ -105,8 +105,9 @@ impl Program {
     /// The share of its run time spent waiting for memory.
     pub fn wait_share(&self) -> f64 {
         let Measured { without, with, .. } = self.measured;
-        let slowdown = |instance: usize| with[instance] / without[instance];
-        (slowdown(1) / slowdown(0) - 1.0) / (self.merged_share() * LATENCIES.tax(20, 20))
+        let first = with[0] / without[0];
+        let second = with[1] / without[1];
+        (second / first - 1.0) / (self.merged_share() * LATENCIES.tax(20, 20))
     }
 
     /// The run time of an instance with this placement, relative to all pages on its own node. Draws `accesses`
@@ -122,16 +123,17 @@ impl Program {
 
     /// The page that an access goes to.
     fn page(&self, access: u64, pages: usize, seed: u64) -> usize {
-        let draw = |salt: u64| finalize(finalize(seed ^ salt).wrapping_add(access));
+        let random = finalize(finalize(seed ^ 1).wrapping_add(access));
         match self.spread {
-            Spread::Random => below(draw(1), pages),
+            Spread::Random => below(random, pages),
             Spread::Sweep => usize::try_from(access % pages as u64).unwrap_or(0),
             Spread::Hot { accesses, one_in, together } => {
-                if below(draw(1), 100) as u64 >= accesses {
-                    return below(draw(2), pages);
+                let second = finalize(finalize(seed ^ 2).wrapping_add(access));
+                if below(random, 100) as u64 >= accesses {
+                    return below(second, pages);
                 }
                 let hot = (pages / one_in).max(1);
-                let number = below(draw(2), hot);
+                let number = below(second, hot);
                 // The same pages in all instances, which hold the same data.
                 if together {
                     (pages - hot) / 2 + number
@@ -160,8 +162,12 @@ fn taxes(placed: &Placed, latencies: Latencies) -> Vec<f64> {
     let others = placed.distances.iter().enumerate().filter(|(node, _)| *node != placed.home);
     let nearest = others.map(|(_, &distance)| distance).min().unwrap_or(20);
     let of_node: Vec<f64> = placed.distances.iter().map(|&distance| latencies.tax(distance, nearest)).collect();
-    let node = |digit: u8| char::from(digit).to_digit(36).and_then(|node| of_node.get(node as usize));
-    placed.pages.bytes().map(|digit| node(digit).copied().unwrap_or(0.0)).collect()
+    let mut taxes = Vec::new();
+    for digit in placed.pages.chars() {
+        let node = digit.to_digit(36).unwrap_or(u32::MAX);
+        taxes.push(of_node.get(node as usize).copied().unwrap_or(0.0));
+    }
+    taxes
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Merges the pages of programs on several memory nodes and reads where each page is.
 
-use super::NumaSizes;
-use crate::bench::experiment::{ExperimentSetting, PolicySequence};
+use super::Sizes;
+use crate::bench::experiment::{ExperimentSetting, PolicySequence, Targets, before_and_during};
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy};
 use crate::bench::report::{ExperimentReport, Placed};
 use crate::programs::{Notes, Observed};
@@ -12,7 +12,6 @@ use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
 use pagefold_procmem::process::Process;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
-use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
@@ -47,7 +46,7 @@ impl Nodes {
                 nodes.push(Node { index, cpus, distances: view.distances });
             }
         }
-        Ok((nodes.len() > 1).then_some(Self { topology, nodes }))
+        Ok(if nodes.len() > 1 { Some(Self { topology, nodes }) } else { None })
     }
 
     /// The index of a frame's node among those that have memory.
@@ -81,26 +80,25 @@ pub const LOCAL_ONLY: &str = "pagefold --placement local-only";
 pub fn run(
     setting: &ExperimentSetting<'_>,
     nodes: &Rc<Nodes>,
-    sizes: NumaSizes,
+    sizes: Sizes,
     report: &mut ExperimentReport,
 ) -> anyhow::Result<()> {
-    let pagefold = |placement: &str| Pagefold::new(sizes.seconds).with(&["--placement", placement]);
     let two: Group<'_> = &[(0, 0), (1, 0)];
-    let mut stage = Stage { setting, nodes, pages: sizes.pages, sequence: PolicySequence::take(setting)? };
+    let mut stage = Stage { setting, nodes, sizes, sequence: PolicySequence::take(setting)? };
     stage.run(report, &KsmEverything, two, "")?;
     // They take turns, so that other load affects both. The first turn also warms up an emulator.
     for turn in 0..sizes.turns {
         let mut pair = ["kernel", "fair"];
         pair.rotate_left(turn % 2);
         for placement in pair {
-            stage.run(report, &pagefold(placement), two, "")?;
+            stage.run(report, &pagefold(sizes, placement), two, "")?;
         }
     }
     for (name, [first, second], _) in PRIORITIES.into_iter().take(sizes.priorities) {
-        stage.run(report, &pagefold("priority"), &[(0, first), (1, second)], &format!(" {name}"))?;
+        stage.run(report, &pagefold(sizes, "priority"), &[(0, first), (1, second)], &format!(" {name}"))?;
     }
     if sizes.larger_groups {
-        stage.run(report, &pagefold("local-only"), two, "")?;
+        stage.run(report, &pagefold(sizes, "local-only"), two, "")?;
         let four_nodes: Group<'_> = &[(0, 0), (1, 0), (2, 0), (3, 0)];
         let mut groups: Vec<(Group<'_>, &str)> =
             vec![(&[(0, 0), (1, 0), (0, 0)], THREE), (&[(0, 0), (1, 0), (0, 0), (1, 0)], FOUR)];
@@ -108,14 +106,17 @@ pub fn run(
             groups.push((four_nodes, FOUR_NODES));
         }
         for (group, name) in groups {
-            // A new stage, since the number of answers depends on the number of programs.
-            drop(stage);
-            stage = Stage { setting, nodes, pages: sizes.pages, sequence: PolicySequence::take(setting)? };
+            // The number of answers depends on the number of programs.
+            stage.sequence.expected = None;
             stage.run(report, &KsmEverything, group, name)?;
-            stage.run(report, &pagefold("fair"), group, name)?;
+            stage.run(report, &pagefold(sizes, "fair"), group, name)?;
         }
     }
     Ok(())
+}
+
+fn pagefold(sizes: Sizes, placement: &str) -> Pagefold {
+    Pagefold::new(sizes.seconds).with(&["--placement", placement])
 }
 
 /// Suffixes of the policy's name for larger groups.
@@ -126,7 +127,7 @@ pub const FOUR_NODES: &str = ", four nodes";
 struct Stage<'a> {
     setting: &'a ExperimentSetting<'a>,
     nodes: &'a Rc<Nodes>,
-    pages: u64,
+    sizes: Sizes,
     sequence: PolicySequence<'a>,
 }
 
@@ -138,41 +139,52 @@ impl Stage<'_> {
         group: Group<'_>,
         name: &str,
     ) -> anyhow::Result<()> {
-        let snapshots: RefCell<Vec<Notes<PlacementSample>>> = RefCell::default();
-        let start = || {
-            let start = |&(node, nice): &(usize, i32)| {
-                let node = self.nodes.nodes.get(node).context("a program is assigned to a node that does not exist")?;
-                let tenant = start_on(self.setting, node, nice, self.pages)?;
-                let (nodes, pages) = (Rc::clone(self.nodes), self.pages);
-                let (observed, samples) = Observed::start(Box::new(tenant), move |tenant: &mut Tenant| {
-                    PlacementSample::at(&Process::open(tenant.pid())?, &nodes, pages)
-                });
-                snapshots.borrow_mut().push(samples);
-                Ok(observed)
-            };
-            group.iter().map(start).collect()
-        };
-        let Some(run) = self.sequence.run(report, policy, start)? else { return Ok(()) };
+        let mut samples = Vec::new();
+        let Self { setting, nodes, sizes, sequence } = self;
+        let run = sequence.run(report, policy, || start(setting, nodes, sizes.pages, group, &mut samples))?;
+        let Some(run) = run else { return Ok(()) };
         run.beside(name);
         let mut frames = BTreeSet::new();
         let mut merged = 0;
-        for (snapshots, &(node, _)) in snapshots.borrow().iter().zip(group) {
-            let snapshots = snapshots.borrow();
-            // The last three are from before, during and after merging.
-            let [.., first, during, _] = &snapshots[..] else { continue };
-            let node = &self.nodes.nodes[node];
+        for (samples, &(node, _)) in samples.iter().zip(group) {
+            let Some([before, during]) = before_and_during(samples) else { continue };
+            let node = &nodes.nodes[node];
             ensure!(
-                first.pages.iter().all(|page| page.node == node.index),
+                before.pages.iter().all(|page| page.node == node.index),
                 "a program's memory is not on its node; check that every node has free memory"
             );
-            merged += during.pages.iter().filter(|page| page.merged).count();
-            frames.extend(during.pages.iter().filter(|page| page.merged).map(|page| page.frame));
+            for page in during.pages.iter().filter(|page| page.merged) {
+                merged += 1;
+                frames.insert(page.frame);
+            }
             run.programs.push(during.placed(node));
         }
         // From page tables, since KSM's counters may include other programs.
         run.saved_bytes = ((merged - frames.len()) * PAGE_SIZE) as u64;
         Ok(())
     }
+}
+
+/// Starts a group's programs, and adds the notes of each.
+fn start(
+    setting: &ExperimentSetting<'_>,
+    nodes: &Rc<Nodes>,
+    pages: u64,
+    group: Group<'_>,
+    samples: &mut Vec<Notes<PlacementSample>>,
+) -> anyhow::Result<Targets> {
+    let mut targets = Targets::new();
+    for &(node, nice) in group {
+        let node = nodes.nodes.get(node).context("a program is assigned to a node that does not exist")?;
+        let tenant = start_on(setting, node, nice, pages)?;
+        let nodes = Rc::clone(nodes);
+        let (observed, taken) = Observed::start(Box::new(tenant), move |tenant: &mut Tenant| {
+            PlacementSample::at(&Process::open(tenant.pid())?, &nodes, pages)
+        });
+        targets.push(observed);
+        samples.push(taken);
+    }
+    Ok(targets)
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -191,8 +203,9 @@ struct PlacementSample {
 impl PlacementSample {
     /// Reads the largest mapping. At least `pages` of it must be present.
     fn at(process: &Process, nodes: &Nodes, pages: u64) -> anyhow::Result<Self> {
-        let largest = eligible_mappings(process)?.into_iter().map(|detail| detail.vma).max_by_key(|vma| vma.pages().0);
-        let largest = largest.context("the program has no eligible memory")?;
+        let mappings = eligible_mappings(process)?;
+        let largest = mappings.iter().max_by_key(|detail| detail.vma.pages().0);
+        let largest = &largest.context("the program has no eligible memory")?.vma;
         let keys: Vec<u16> = nodes.topology.views()?.iter().map(|view| view.node.0).collect();
         let mut entries = vec![0; usize::try_from(largest.pages().0)?];
         Pagemap::open(process)?.read(largest.first(), &mut entries)?;
@@ -233,16 +246,15 @@ impl PlacementSample {
 /// Parses the pages by node of the mapping at `start` from `/proc/PID/numa_maps`, which has lines like
 /// `7f12 default anon=9 N0=4 N1=5 kernelpagesize_kB=4`.
 fn pages_by_node(numa_maps: &str, start: u64, keys: &[u16]) -> Option<Vec<usize>> {
-    let line = numa_maps.lines().find_map(|line| {
-        let (address, rest) = line.split_once(' ')?;
-        (u64::from_str_radix(address, 16) == Ok(start)).then_some(rest)
-    })?;
-    let of_node = |key: &u16| {
+    let address = |line: &str| u64::from_str_radix(line.split(' ').next()?, 16).ok();
+    let line = numa_maps.lines().find(|line| address(line) == Some(start))?;
+    let mut counts = Vec::new();
+    for key in keys {
         let name = format!("N{key}=");
         let number = line.split_ascii_whitespace().find_map(|word| word.strip_prefix(&name)?.parse().ok());
-        number.unwrap_or(0)
-    };
-    Some(keys.iter().map(of_node).collect())
+        counts.push(number.unwrap_or(0));
+    }
+    Some(counts)
 }
 
 /// Starts a program on a node's processors, so that it gets the node's memory by first touch.
