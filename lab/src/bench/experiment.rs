@@ -117,10 +117,8 @@ impl Experiment {
     /// The experiment needs this, and this machine lacks it. An emulated machine may have it.
     pub fn lacks(&self) -> Option<&'static str> {
         let is_on_request = [on_request::EXPERIMENT.name, programs_on_request::EXPERIMENT.name].contains(&self.name);
-        if is_on_request && !Path::new(DEVICE).exists() {
-            return Some("this kernel does not merge on request; --in-guest runs it on one that does");
-        }
-        None
+        (is_on_request && !Path::new(DEVICE).exists())
+            .then_some("this kernel does not merge on request; --in-guest runs it on one that does")
     }
 
     /// Runs the experiment, in an emulated machine if one was asked for, and fills in the report.
@@ -164,11 +162,7 @@ impl ExperimentSetting<'_> {
 
     /// Starts a tenant for each segment.
     fn tenants(&self, segments: &[Segment]) -> anyhow::Result<Targets> {
-        let mut tenants = Targets::new();
-        for &segment in segments {
-            tenants.push(self.tenant(segment)?);
-        }
-        Ok(tenants)
+        segments.iter().map(|&segment| self.tenant(segment)).collect()
     }
 
     /// Adds further peers to an experiment's policies, if the user asked for them: everything marked, at the kernel's

@@ -120,12 +120,8 @@ fn make_image(
     let root = emulator.image(dir.join("root")).with_init(INIT, &[])?;
     root.put_program(setting.player, "bin/pagefold-lab")?;
     root.put_program(setting.program, "bin/pagefold")?;
-    for (here, there) in &machine.programs {
-        root.put_program(here, there)?;
-    }
-    for file in &machine.files {
-        root.put(file, file)?;
-    }
+    machine.programs.iter().try_for_each(|(here, there)| root.put_program(here, there))?;
+    machine.files.iter().try_for_each(|file| root.put(file, file))?;
     if let Some(module) = &kernel.module {
         root.put(module, "module.ko")?;
     }

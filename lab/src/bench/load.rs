@@ -8,10 +8,8 @@
 use anyhow::{Context, ensure};
 use pagefold_engine::units::whole;
 use pagefold_workload::OwnedChild;
-use std::ffi::OsStr;
 use std::io::{BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -117,11 +115,10 @@ pub struct Repeated {
 
 impl Repeated {
     /// Starts the first run. We discard the output, and stop after a failure.
-    pub fn start(program: &Path, arguments: &[&OsStr]) -> Self {
+    pub fn start(mut command: Command) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
-        let mut command = Command::new(program);
-        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let thread = thread::spawn(move || {
             let mut done = Vec::new();
             while !stopped.load(Ordering::Relaxed) {
@@ -221,7 +218,9 @@ mod tests {
         let file = dir.path().join("file");
         // Fails the fourth time.
         let script = format!("echo >>{0}; [ $(wc -l <{0}) -lt 4 ]", file.display());
-        let repeated = Repeated::start(Path::new("sh"), &["-c".as_ref(), script.as_ref()]);
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]);
+        let repeated = Repeated::start(command);
         let end = Instant::now() + 20_000 * MS;
         while std::fs::read(&file).map_or(0, |lines| lines.len()) < 4 && Instant::now() < end {
             thread::sleep(5 * MS);

@@ -9,7 +9,6 @@ use pagefold_inject::mark::PageSpan;
 use pagefold_procmem::memory::{PageReader, ReadHow};
 use pagefold_procmem::process::Process;
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Knowledge {
@@ -62,13 +61,13 @@ pub fn survey(processes: &[Process]) -> anyhow::Result<Knowledge> {
 /// Picks the 2 MiB extents where at least half of the pages are duplicates (or zero), and joins adjacent extents.
 /// `pages` must be in order of process, mapping and address.
 fn judge(pages: &[KnownPage], processes: usize) -> Knowledge {
-    // The copies of each content, less the one that stays. Of zeros none does.
     let mut savable: HashMap<Digest, u64> = HashMap::new();
     for page in pages {
-        match savable.entry(page.digest) {
-            Entry::Occupied(mut copies) => *copies.get_mut() += 1,
-            Entry::Vacant(first) => _ = first.insert(u64::from(page.digest == Digest::ZERO)),
-        }
+        *savable.entry(page.digest).or_default() += 1;
+    }
+    // One copy of each content stays, but none of zeros.
+    for (_, copies) in savable.iter_mut().filter(|(digest, _)| **digest != Digest::ZERO) {
+        *copies -= 1;
     }
     let mut spans: Vec<Vec<PageSpan>> = vec![Vec::new(); processes];
     let mut last_marked = None;

@@ -3,7 +3,6 @@
 use crate::bench::experiment::{Experiment, shuffled};
 use crate::bench::results::Finished;
 use pagefold_engine::random::mix;
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// A repetition of an experiment.
@@ -34,20 +33,16 @@ pub fn order(seed: Option<u64>, repetition: u32) -> Option<u64> {
 /// How long the steps will take: as long as the same experiments did, or else as an average one. `None` before any is
 /// finished.
 pub fn remaining(steps: &[Step], finished: &[Finished]) -> Option<Duration> {
-    let mut all = Vec::new();
-    let mut of_each: BTreeMap<&str, Vec<Duration>> = BTreeMap::new();
-    for one in finished {
-        all.push(one.elapsed);
-        of_each.entry(&one.report.experiment).or_default().push(one.elapsed);
-    }
     let mut left = Duration::ZERO;
     for step in steps {
-        left += mean(of_each.get(step.experiment.name).unwrap_or(&all))?;
+        let same = finished.iter().filter(|one| one.report.experiment == step.experiment.name);
+        left += mean(same).or(mean(finished.iter()))?;
     }
     Some(left)
 }
 
-fn mean(times: &[Duration]) -> Option<Duration> {
+fn mean<'a>(finished: impl Iterator<Item = &'a Finished>) -> Option<Duration> {
+    let times: Vec<Duration> = finished.map(|one| one.elapsed).collect();
     times.iter().sum::<Duration>().checked_div(u32::try_from(times.len()).ok()?)
 }
 

@@ -10,7 +10,7 @@ use pagefold_ksm::ksmd::Ksmd;
 use pagefold_ksm::{KSM_ROOT, Ksm};
 pub use pagefold_report::points::{SamplerPoint, largest_share, spent_between};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Time between two samples. A sample takes twelve small reads, and as many again with a daemon.
@@ -55,7 +55,7 @@ impl Sampler {
             let saved_bytes = saved()?.0.saturating_sub(saved_then);
             let ksmd_time = Duration::from_nanos(ksmd.cpu_ns()?.saturating_sub(cpu_then));
             let events = events.read()?.since(events_then);
-            let mut shared = lock(&for_thread);
+            let mut shared = for_thread.lock().unwrap_or_else(PoisonError::into_inner);
             let mut point = SamplerPoint {
                 seconds: began.elapsed().as_secs_f64(),
                 saved_bytes,
@@ -76,19 +76,15 @@ impl Sampler {
 
     /// Also measures the CPU time and memory of this daemon from now on.
     pub fn watch(&self, daemon: Meter) {
-        lock(&self.shared).daemon = Some(daemon);
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).daemon = Some(daemon);
     }
 
     pub fn last(&self) -> SamplerPoint {
-        lock(&self.shared).last
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).last
     }
 
     /// Takes a last sample and returns all of them (at least one).
     pub fn finish(self) -> anyhow::Result<Vec<SamplerPoint>> {
         self.thread.finish()
     }
-}
-
-fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
-    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -27,13 +27,8 @@ fn write_report(to: &mut String, report: &ExperimentReport) -> std::fmt::Result 
     let machine = &report.machine;
     writeln!(to, "{}", report.experiment)?;
     writeln!(to, "  {}", report.claim)?;
-    writeln!(
-        to,
-        "  Linux {}, {} processors, {:.0} MiB",
-        machine.kernel,
-        machine.cpus,
-        Bytes(machine.memory_bytes).mib()
-    )?;
+    let mib = Bytes(machine.memory_bytes).mib();
+    writeln!(to, "  Linux {}, {} processors, {mib:.0} MiB", machine.kernel, machine.cpus)?;
     let parameters: Vec<String> = report.parameters.iter().map(|(name, value)| format!("{name} {value}")).collect();
     writeln!(to, "  {}", parameters.join(", "))?;
     if !report.runs.is_empty() {
@@ -70,8 +65,8 @@ fn runs(runs: &[PolicyRun]) -> Table {
         runs,
         &[
             ("policy", &|run| run.policy.clone()),
-            ("saved MiB", &|run| mib(run.saved_bytes)),
-            ("best MiB", &|run| mib(run.saved_bytes_max)),
+            ("saved MiB", &|run| format!("{:.1}", Bytes(run.saved_bytes).mib())),
+            ("best MiB", &|run| format!("{:.1}", Bytes(run.saved_bytes_max).mib())),
             ("CPU s", &|run| number(run.cpu_seconds)),
             ("ksmd CPU s", &|run| number(run.cpu_ksmd_seconds)),
             ("MiB / CPU s", &|run| optional(run.mib_per_cpu_second())),
@@ -82,10 +77,6 @@ fn runs(runs: &[PolicyRun]) -> Table {
             ("answers", &|run| right(run.answers_correct)),
         ],
     )
-}
-
-fn mib(bytes: u64) -> String {
-    format!("{:.1}", Bytes(bytes).mib())
 }
 
 fn optional(value: Option<f64>) -> String {

@@ -80,10 +80,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         Some(_) if to_stdout => Some(Box::new(io::stdout())),
         Some(path) => Some(Box::new(File::create(path).with_context(|| path.display().to_string())?)),
     };
-    let guest = match &args.in_guest {
-        Some(kernel) => Some(GuestKernel::new(kernel, args.module.as_deref())?),
-        None => None,
-    };
+    let guest = args.in_guest.as_ref().map(|kernel| GuestKernel::new(kernel, args.module.as_deref())).transpose()?;
     let interrupt = Interrupt::on_signals()?;
     let setting = ExperimentSetting {
         program,
@@ -96,10 +93,7 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<u8> {
         order: None,
         interrupt: &interrupt,
     };
-    let mut store = match &args.output {
-        Some(dir) => Some(Store::open(dir, args, program)?),
-        None => None,
-    };
+    let mut store = args.output.as_deref().map(|dir| Store::open(dir, args, program)).transpose()?;
     let steps = plan(&experiments, args.repeat, args.seed);
     let mut passed = true;
     for (at, step) in steps.iter().enumerate() {

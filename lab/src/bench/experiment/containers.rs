@@ -69,7 +69,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     setting.add_further_peers(&mut policies, seconds);
     let mut sequence = PolicySequence::take(setting)?;
-    let mut all: Vec<(String, Measured)> = Vec::new();
+    let mut base = None;
+    let mut rows = Vec::new();
     for policy in &policies {
         let mut beside = None;
         let run = sequence.run(report, &**policy, || {
@@ -95,10 +96,14 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             when: "under load".to_owned(),
             histogram: Histogram::of(measured.latencies.iter().copied()),
         });
-        all.push((name, measured));
+        put_figures(report, &name, &measured, base.as_ref());
+        rows.push((name.clone(), measured.mean.in_frames));
+        if name == NO_MERGING {
+            base = Some(measured);
+        }
     }
     report.compare(SUBJECT);
-    put_figures(report, &all);
+    report.picture("anonymous memory of three containers", "MiB; on average over time", rows);
     if !setting.quick {
         put_bars(report);
     }
@@ -152,37 +157,29 @@ impl Measured {
     }
 }
 
-fn put_figures(report: &mut ExperimentReport, all: &[(String, Measured)]) {
-    let base = all.iter().find(|(name, _)| name == NO_MERGING);
-    let mut rows = Vec::new();
-    for (name, measured) in all {
-        let p50 = measured.ms(0.5);
-        let p99 = measured.ms(0.99);
-        let Held { by_processes, in_frames } = measured.mean;
-        report.figure(format!("{name}: MiB of anonymous memory on average"), in_frames);
-        report.figure(format!("{name}: MiB of anonymous memory at the end"), measured.end.in_frames);
-        report.figure(format!("{name}: MiB by process on average, shared pages counted in each"), by_processes);
-        report.figure(format!("{name}: page loads"), measured.latencies.len() as f64);
-        report.figure(format!("{name}: p50 of a page load, ms"), p50);
-        report.figure(format!("{name}: p99 of a page load, ms"), p99);
-        rows.push((name.clone(), in_frames));
-        if name == NO_MERGING {
-            continue;
-        }
-        if let Some((_, base)) = base {
-            report.figure(MEMORY_OF_UNMERGED.of([name]), in_frames / base.mean.in_frames);
-            let at_the_end = measured.end.in_frames / base.end.in_frames;
-            report.figure(format!("{name}: anonymous memory at the end relative to no merging"), at_the_end);
-            report.figure(format!("{name}: p50 relative to no merging"), p50 / base.ms(0.5));
-            report.figure(format!("{name}: p99 relative to no merging"), p99 / base.ms(0.99));
-        }
-        if let Some(run) = report.run(name) {
-            let [usual, most] = shares(&run.points);
-            report.figure(CPU_MEDIAN_SECOND.of([name]), usual);
-            report.figure(CPU_BUSIEST_SECOND.of([name]), most);
-        }
+/// `base` has the results without merging.
+fn put_figures(report: &mut ExperimentReport, name: &str, measured: &Measured, base: Option<&Measured>) {
+    let p50 = measured.ms(0.5);
+    let p99 = measured.ms(0.99);
+    let Held { by_processes, in_frames } = measured.mean;
+    report.figure(format!("{name}: MiB of anonymous memory on average"), in_frames);
+    report.figure(format!("{name}: MiB of anonymous memory at the end"), measured.end.in_frames);
+    report.figure(format!("{name}: MiB by process on average, shared pages counted in each"), by_processes);
+    report.figure(format!("{name}: page loads"), measured.latencies.len() as f64);
+    report.figure(format!("{name}: p50 of a page load, ms"), p50);
+    report.figure(format!("{name}: p99 of a page load, ms"), p99);
+    if let Some(base) = base {
+        report.figure(MEMORY_OF_UNMERGED.of([name]), in_frames / base.mean.in_frames);
+        let at_the_end = measured.end.in_frames / base.end.in_frames;
+        report.figure(format!("{name}: anonymous memory at the end relative to no merging"), at_the_end);
+        report.figure(format!("{name}: p50 relative to no merging"), p50 / base.ms(0.5));
+        report.figure(format!("{name}: p99 relative to no merging"), p99 / base.ms(0.99));
     }
-    report.picture("anonymous memory of three containers", "MiB; on average over time", rows);
+    if let (Some(run), true) = (report.run(name), name != NO_MERGING) {
+        let [usual, most] = shares(&run.points);
+        report.figure(CPU_MEDIAN_SECOND.of([name]), usual);
+        report.figure(CPU_BUSIEST_SECOND.of([name]), most);
+    }
 }
 
 /// pagefold's and ksmd's share of a core in the median and in the busiest second, per cent.

@@ -31,10 +31,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         .with_activity(Activity::Breaker { every_us });
     let mut sequence = PolicySequence::take(setting)?;
     sequence.exact = true;
-    let unmerged = sequence.run(report, &NoMerging { seconds }, || Ok(vec![setting.active_tenant(&spec)?]))?;
-    let baseline = unmerged.and_then(|run| writing(run));
-    let by_default = sequence.run(report, &Pagefold::new(seconds), || Ok(vec![setting.active_tenant(&spec)?]))?;
-    if let Some(run) = by_default.cloned() {
+    let start = || Ok(vec![setting.active_tenant(&spec)?]);
+    let baseline = sequence.run(report, &NoMerging { seconds }, start)?.and_then(|run| writing(run));
+    if let Some(run) = sequence.run(report, &Pagefold::new(seconds), start)?.cloned() {
         left_alone(setting, report, &run, mib(size_mib).0, baseline);
     }
 
@@ -43,12 +42,10 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let mut rows = Vec::new();
     for &percent in shares {
         let ours = Pagefold::new(seconds).with(&["--cow-threshold", "100", "--top-share", &percent.to_string()]);
-        let own = sequence.run(report, &ours, || Ok(vec![setting.active_tenant(&spec)?]))?;
-        let Some(own) = own.cloned() else { continue };
+        let Some(own) = sequence.run(report, &ours, start)?.cloned() else { continue };
         // KSM gets the share that pagefold took, not the share it may take.
         let theirs = KsmSteered { share: taken(&own), seconds };
-        let peer = sequence.run(report, &theirs, || Ok(vec![setting.active_tenant(&spec)?]))?;
-        let Some(peer) = peer.cloned() else { continue };
+        let Some(peer) = sequence.run(report, &theirs, start)?.cloned() else { continue };
         let own_mean = mean_saved_bytes(&own.in_page_tables);
         let peer_mean = mean_saved_bytes(&peer.in_page_tables);
         let ratio = own_mean / peer_mean.max(LEAST_SAVED);
@@ -68,11 +65,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         rows.push((format!("KSM, as {percent} %"), peer_mean / LEAST_SAVED));
         ratios.push(ratio);
     }
-    report.picture(
-        "memory saved at equal CPU, with the filter off",
-        format!("MiB on average over {seconds} s, from the page tables"),
-        rows,
-    );
+    let subtitle = format!("MiB on average over {seconds} s, from the page tables");
+    report.picture("memory saved at equal CPU, with the filter off", subtitle, rows);
     if !setting.quick {
         report.bar(metric::SAVED_UNFILTERED, Limit::AtLeast(5.0), ratios.into_iter().reduce(f64::min));
     }

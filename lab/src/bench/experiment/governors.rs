@@ -44,8 +44,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         let whole = mib(mib_now).bytes().0;
         let enough = Enough { saved_bytes: whole - whole / 100, seconds: least };
         let policy = Pagefold::new(most).with(&["--governor", governor]).until(enough);
-        let run = sequence.run(report, &policy, || setting.tenants(&segments))?;
-        let Some(run) = run.cloned() else { continue };
+        let start = || setting.tenants(&segments);
+        let Some(run) = sequence.run(report, &policy, start)?.cloned() else { continue };
         let over_ten = largest_share(&run.points, WINDOW_SECONDS);
         let over_one = largest_share(&run.points, 1.0);
         report.figure(metric::LARGEST_SHARE.of([governor, "10"]), 100.0 * over_ten);
@@ -72,10 +72,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         );
         report.bar(name, Limit::AtMost(limit), Some(100.0 * over_ten));
     }
-    report.picture(
-        "CPU of the governors",
-        "largest share of a core over any 10 s, per cent; pagefold, its injector and ksmd",
-        rows,
-    );
+    let subtitle = "largest share of a core over any 10 s, per cent; pagefold, its injector and ksmd";
+    report.picture("CPU of the governors", subtitle, rows);
     Ok(())
 }

@@ -2,17 +2,19 @@
 //! slows down.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, Targets, before_and_during, mib};
+use crate::bench::events::{EventReader, KernelEvents};
 use crate::bench::measures::median;
 use crate::bench::policy::{KSM_EVERYTHING, KsmEverything, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
 use crate::programs::{Notes, Observed};
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use pagefold_procmem::maps::read_smaps;
-use pagefold_procmem::os::fields::{chosen, number};
+use pagefold_procmem::os::fields::chosen;
 use pagefold_procmem::process::Process;
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 use std::time::Duration;
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -33,15 +35,16 @@ static KINDS: [&str; 3] = ["duplicate", "unique", "1 % duplicate"];
 const LAYOUTS: [&str; 2] = ["", " in one mapping"];
 const ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
+type ByKind = BTreeMap<&'static str, f64>;
+
 #[derive(Clone, Debug)]
 struct Check {
     /// Memory in huge pages.
     huge_mib: f64,
     /// Nanoseconds per read at the fastest, by kind of memory.
-    ns: BTreeMap<&'static str, f64>,
-    /// Huge pages split on the whole machine since boot: into base pages, and in page tables.
-    split_pages: f64,
-    split_mappings: f64,
+    ns: ByKind,
+    /// On the whole machine since boot.
+    events: KernelEvents,
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
@@ -127,10 +130,9 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, tenants: &[Notes<Che
     let has: f64 = during.iter().map(|check| check.huge_mib).sum();
     report.figure(format!("{policy}: MiB in huge pages before"), had);
     report.figure(format!("{policy}: MiB in huge pages afterwards"), has);
-    let from = before.last()?;
-    let to = during.first()?;
-    report.figure(format!("{policy}: huge pages split on the machine"), to.split_pages - from.split_pages);
-    report.figure(format!("{policy}: their mappings split"), to.split_mappings - from.split_mappings);
+    let events = during.first()?.events.since(before.last()?.events);
+    report.figure(format!("{policy}: huge pages split on the machine"), events.split_pages? as f64);
+    report.figure(format!("{policy}: their mappings split"), events.split_mappings? as f64);
     for kind in KINDS {
         report.figure(format!("{policy}: ns a read before, {kind}"), median_ns(&before, kind));
         report.figure(format!("{policy}: ns a read afterwards, {kind}"), median_ns(&during, kind));
@@ -159,29 +161,16 @@ fn put_bars(report: &mut ExperimentReport, layout: &str, split: &BTreeMap<String
 
 /// Notes a tenant's huge pages and its speed.
 fn look(tenant: &mut Tenant, kinds: &[&'static str], reading: Duration) -> anyhow::Result<Check> {
-    let vmstat = fs::read("/proc/vmstat")?;
     let kib: u64 = read_smaps(&Process::open(tenant.pid())?)?.iter().map(|detail| detail.anon_huge_kib).sum();
     Ok(Check {
         huge_mib: kib as f64 / 1024.0,
-        split_pages: event(&vmstat, "thp_split_page")?,
-        split_mappings: event(&vmstat, "thp_split_pmd")?,
+        events: EventReader::open(Path::new("/proc/vmstat"))?.read()?,
         ns: fastest(tenant, kinds, reading)?,
     })
 }
 
-fn event(vmstat: &[u8], key: &str) -> anyhow::Result<f64> {
-    match number::<u64>(vmstat, key) {
-        Ok(count) => Ok(count as f64),
-        Err(why) => bail!("/proc/vmstat: {key}: {why}"),
-    }
-}
-
 /// Nanoseconds per read of each kind, in the fastest tenth of the time: other programs can only slow it down.
-fn fastest(
-    tenant: &mut Tenant,
-    kinds: &[&'static str],
-    reading: Duration,
-) -> anyhow::Result<BTreeMap<&'static str, f64>> {
+fn fastest(tenant: &mut Tenant, kinds: &[&'static str], reading: Duration) -> anyhow::Result<ByKind> {
     let mut fastest = BTreeMap::new();
     for _ in 0..TENTHS {
         for (&kind, ns) in kinds.iter().zip(tenant.chase(reading / TENTHS)?) {
@@ -204,18 +193,16 @@ mod tests {
         let check = |huge_mib, split, ns: f64| Check {
             huge_mib,
             ns: KINDS.map(|kind| (kind, ns)).into(),
-            split_pages: split,
-            split_mappings: split + 1.0,
+            events: KernelEvents { split_pages: Some(split), split_mappings: Some(split + 1), cow_breaks: None },
         };
         let notes = |checks: &[Check]| Rc::new(RefCell::new(checks.to_vec()));
         let mut report = ExperimentReport::new("huge", "");
-        let tenants = [(); 2].map(|()| {
-            notes(&[check(99.0, 1.0, 1.0), check(100.0, 7.0, 5.0), check(60.0, 40.0, 9.0), check(60.0, 41.0, 9.0)])
-        });
+        let tenants = [(); 2]
+            .map(|()| notes(&[check(99.0, 1, 1.0), check(100.0, 7, 5.0), check(60.0, 40, 9.0), check(60.0, 41, 9.0)]));
         assert_eq!(put_figures(&mut report, "p", &tenants), Some(40.0));
         assert_eq!(report.figures["p: MiB in huge pages afterwards"], 120.0);
         assert_eq!(report.figures["p: huge pages split on the machine"], 33.0);
         assert_eq!(report.figures["p: ns a read afterwards, unique"], 9.0);
-        assert_eq!(put_figures(&mut report, "p", &[notes(&[check(1.0, 0.0, 1.0), check(1.0, 0.0, 1.0)])]), None);
+        assert_eq!(put_figures(&mut report, "p", &[notes(&[check(1.0, 0, 1.0), check(1.0, 0, 1.0)])]), None);
     }
 }

@@ -48,11 +48,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         rows.push((gib, both));
     }
     let judged = rows.last().cloned();
-    report.picture(
-        "watching memory without duplicates",
-        format!("per cent of a core, pagefold and ksmd, over {seconds} s after {settle} s of settling"),
-        rows,
-    );
+    let subtitle = format!("per cent of a core, pagefold and ksmd, over {seconds} s after {settle} s of settling");
+    report.picture("watching memory without duplicates", subtitle, rows);
     if let (false, Some((gib, percent))) = (setting.quick, judged) {
         report.bar(metric::CPU_WATCHING.of([&gib]), Limit::AtMost(0.2), Some(percent));
     }

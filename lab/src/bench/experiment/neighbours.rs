@@ -15,10 +15,10 @@ use anyhow::Context;
 use pagefold_engine::units::Bytes;
 use pagefold_workload::Segment;
 use pagefold_workload::contents::printable;
-use std::ffi::OsStr;
 use std::fs;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -168,22 +168,15 @@ impl Images {
     fn load(&self, redis: &Redis, mariadb: &MariaDb, sizes: &Sizes) -> anyhow::Result<Load> {
         let requests = Duration::from_nanos(1_000_000_000 / sizes.rate);
         let queries = Duration::from_nanos(1_000_000_000 / sizes.queries);
+        let mut compress = Command::new(&self.nice);
+        compress.args(NICENESS).arg(&self.gzip).args(["-6", "-c"]).arg(&self.text);
+        let mut compile = Command::new(&self.nice);
+        compile.args(NICENESS).arg(&self.gcc).args(["-O1", "-c", "-o", "/dev/null"]).arg(&self.program);
         Ok(Load {
             servers: [redis.load(requests, sizes.keys)?, mariadb.load(queries)?],
-            compression: self.repeat(&self.gzip, &["-6", "-c"], &self.text),
-            compilation: self.repeat(&self.gcc, &["-O1", "-c", "-o", "/dev/null"], &self.program),
+            compression: Repeated::start(compress),
+            compilation: Repeated::start(compile),
         })
-    }
-
-    /// Runs a command on a file again and again, in the background.
-    fn repeat(&self, command: &Path, options: &[&str], file: &Path) -> Repeated {
-        let mut words = NICENESS.map(OsStr::new).to_vec();
-        words.push(command.as_os_str());
-        for option in options {
-            words.push(OsStr::new(option));
-        }
-        words.push(file.as_os_str());
-        Repeated::start(&self.nice, &words)
     }
 }
 

@@ -115,11 +115,8 @@ fn judge(report: &mut ExperimentReport, latencies: Latencies, accesses: u64) {
         }
         report.bar(metric::OFF_EVEN_SHARE.of([name]), Limit::AtMost(POINTS), points_off(&fair));
         if name.is_empty() {
-            report.picture(
-                "two programs on two nodes",
-                "fairness: smaller slowdown / larger slowdown; modelled on real placements",
-                rows,
-            );
+            let subtitle = "fairness: smaller slowdown / larger slowdown; modelled on real placements";
+            report.picture("two programs on two nodes", subtitle, rows);
         }
     }
     judge_priorities(report);
@@ -142,11 +139,8 @@ fn judge_priorities(report: &mut ExperimentReport) {
         worst = Some(off.max(worst.unwrap_or(off)));
     }
     report.bar(metric::OFF_PRIORITY, Limit::AtMost(POINTS), worst);
-    report.picture(
-        "local merged pages by priority",
-        "per cent of the merged pages on the first program's node, by the ratio of priorities",
-        rows,
-    );
+    let subtitle = "per cent of the merged pages on the first program's node, by the ratio of priorities";
+    report.picture("local merged pages by priority", subtitle, rows);
 }
 
 /// Compares the CPU time of pagefold and ksmd with placement and without. Takes the fastest run of each, since the

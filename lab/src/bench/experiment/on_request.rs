@@ -6,7 +6,7 @@ use super::{Experiment, ExperimentSetting, PolicySequence, Targets, are_intact, 
 use crate::bench::page_tables::{self, mean_saved_bytes};
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{Enough, GovernedUksm, Kernel, KsmEverything, KsmPaced, Marks, Pagefold, Policy, Stage};
-use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
+use crate::bench::report::{ExperimentReport, Limit};
 use pagefold_engine::units::{Bytes, Pages, whole};
 use pagefold_procmem::process::Process;
 use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
@@ -110,15 +110,23 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         for policy in &policies {
             let Some(run) = sequence.run(report, &**policy, || start(setting, &work, mebi))? else { continue };
             run.policy = format!("{}: {policy}", work.name);
-            let run = run.clone();
-            let reached = put_figures(report, &run, &work);
+            let name = run.policy.clone();
+            let saved = Bytes(run.saved_bytes).mib();
+            let reached = run.reaching(0.9, Pages(work.savable).bytes().0);
+            report.figure(format!("{name}: MiB saved"), saved);
+            let mut took = seconds as f64;
+            let mut speed = 0.0;
+            if let Some(point) = reached {
+                took = point.seconds;
+                speed = Bytes(point.saved_bytes).mib() / point.cpu_seconds();
+                report.figure(format!("{name}: seconds to 90 %"), took);
+                report.figure(format!("{name}: MiB a CPU second to 90 %"), speed);
+                report.figure(format!("{name}: CPU seconds to 90 %, of pagefold"), point.daemon_seconds);
+            }
             if policy.name() == judged_name && !setting.quick {
-                let reached = reached.unwrap_or(Reached { seconds: seconds as f64, mib_per_cpu_second: 0.0 });
-                let speed = Some(reached.mib_per_cpu_second);
-                report.bar(format!("{}: MiB a CPU second to 90 %", run.policy), Limit::AtLeast(work.at_least), speed);
+                report.bar(format!("{name}: MiB a CPU second to 90 %"), Limit::AtLeast(work.at_least), Some(speed));
                 if let Some(within) = work.within {
-                    let took = Some(reached.seconds);
-                    report.bar(format!("{}: seconds to 90 %", run.policy), Limit::AtMost(within), took);
+                    report.bar(format!("{name}: seconds to 90 %"), Limit::AtMost(within), Some(took));
                 }
             }
         }
@@ -127,27 +135,6 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         successors(setting, &mut sequence, report)?;
     }
     Ok(())
-}
-
-/// The time and efficiency at which we had saved 90 % of the savable memory.
-#[derive(Clone, Copy, Debug)]
-struct Reached {
-    seconds: f64,
-    mib_per_cpu_second: f64,
-}
-
-/// Adds the figures of a run.
-fn put_figures(report: &mut ExperimentReport, run: &PolicyRun, work: &Work) -> Option<Reached> {
-    let name = &run.policy;
-    let saved = Bytes(run.saved_bytes).mib();
-    let point = run.reaching(0.9, Pages(work.savable).bytes().0);
-    report.figure(format!("{name}: MiB saved"), saved);
-    let point = point?;
-    let mib_per_cpu_second = Bytes(point.saved_bytes).mib() / point.cpu_seconds();
-    report.figure(format!("{name}: seconds to 90 %"), point.seconds);
-    report.figure(format!("{name}: MiB a CPU second to 90 %"), mib_per_cpu_second);
-    report.figure(format!("{name}: CPU seconds to 90 %, of pagefold"), point.daemon_seconds);
-    Some(Reached { seconds: point.seconds, mib_per_cpu_second })
 }
 
 fn start(setting: &ExperimentSetting<'_>, work: &Work, mebi: u64) -> anyhow::Result<Targets> {

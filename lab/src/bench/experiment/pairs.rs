@@ -20,24 +20,22 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let (copy_mib, most_seconds) = if setting.quick { (32, 20) } else { (512, 120) };
     report.parameters([("twin_mib", copy_mib), ("random_mib", 2 * copy_mib), ("seconds_at_most", most_seconds)]);
     let copy = Segment::Shared { pages: mib(copy_mib).0, seed: 11 };
-    let random = Segment::Random { pages: mib(2 * copy_mib).0, seed: 12 };
+    let segments = [copy, copy, Segment::Random { pages: mib(2 * copy_mib).0, seed: 12 }];
     let whole = mib(copy_mib).bytes().0;
     let mut governors = vec![("full", most_seconds), ("low", 2 * most_seconds)];
     if !setting.quick {
         report.parameters([("seconds_at_most_quiet", QUIET_SECONDS)]);
         governors.push(("quiet", QUIET_SECONDS));
     }
-    let mut policies: Vec<Box<dyn Policy>> = vec![Box::new(KsmEverything), Box::new(Oracle)];
+    let mut sequence = PolicySequence::take(setting)?;
+    sequence.run(report, &KsmEverything, || setting.tenants(&segments))?;
+    sequence.run(report, &Oracle, || setting.tenants(&segments))?;
     let mut ours = Vec::new();
     for (governor, seconds) in governors {
         let enough = Enough { saved_bytes: whole - whole / 100, seconds: 0 };
         let policy = Pagefold::new(seconds).with(&["--governor", governor]).until(enough);
+        sequence.run(report, &policy, || setting.tenants(&segments))?;
         ours.push(policy.name());
-        policies.push(Box::new(policy));
-    }
-    let mut sequence = PolicySequence::take(setting)?;
-    for policy in &policies {
-        sequence.run(report, &**policy, || setting.tenants(&[copy, copy, random]))?;
     }
     let full = &ours[0];
     report.compare(full);
@@ -50,11 +48,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
             reached.insert(run.policy.clone(), point);
         }
     }
-    report.picture(
-        "CPU until 99 % is saved",
-        "CPU seconds of pagefold and ksmd; policies that did not reach it are left out",
-        rows,
-    );
+    let subtitle = "CPU seconds of pagefold and ksmd; policies that did not reach it are left out";
+    report.picture("CPU until 99 % is saved", subtitle, rows);
     for (name, point) in &reached {
         report.figure(format!("seconds to 99 %, {name}"), point.seconds);
         report.figure(format!("CPU seconds to 99 %, {name}"), point.cpu_seconds());

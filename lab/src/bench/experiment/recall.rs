@@ -213,9 +213,7 @@ impl DuplicateCount {
     /// `zeros` are [`zero_pages`].
     fn from_details(details: &[VmaDetail], zeros: Pages, heap: Option<&Range<u64>>) -> Self {
         let mut snapshot = Self { anonymous: zeros, marked_present: zeros, merged: zeros, ..Self::default() };
-        if let Some(heap) = heap {
-            snapshot.heap = pages_of(heap.start, heap.end);
-        }
+        snapshot.heap = heap.map_or(Pages(0), |heap| pages_of(heap.start, heap.end));
         for detail in details {
             let anonymous = pages_of(0, detail.anonymous_kib << 10);
             snapshot.anonymous += anonymous;
@@ -235,10 +233,7 @@ impl DuplicateCount {
     }
 
     fn merged_share(self) -> Option<f64> {
-        if self.marked_present.0 == 0 {
-            return None;
-        }
-        Some(self.merged.0 as f64 / self.marked_present.0 as f64)
+        (self.marked_present.0 > 0).then(|| self.merged.0 as f64 / self.marked_present.0 as f64)
     }
 }
 

@@ -52,10 +52,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let whole = daemon::scan(setting.program, &pids, &["--exact"], setting.interrupt)?;
     let exact = total(&whole, "/totals/savable_bytes")?;
     let mut within = 0_u32;
-    let mut worst: f64 = 0.0;
-    let mut stated: f64 = 0.0;
-    let mut fraction: f64 = 0.0;
-    let mut cpu = 0.0;
+    let [mut worst, mut stated, mut fraction, mut cpu] = [0.0_f64; 4];
     let mut bare_ns = Vec::new();
     let mut ascending_ns = Vec::new();
     let mut sampling_ns = Vec::new();

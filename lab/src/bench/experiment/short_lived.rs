@@ -41,43 +41,35 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let mut rows = Vec::new();
     let mut marked: Option<f64> = None;
     let mut merged: Option<f64> = None;
-    let mut at_two = None;
     let mut smallest: Option<u64> = None;
     for (by, lives) in plan {
         for &life_ms in lives {
             let name = name_of_lives(by, life_ms);
             let lived =
                 sequence.conduct(report, &name, &name, |stage| live_through(stage, by, pages, life_ms, cycles))?;
-            let Some(Lived { middle, best, spans }) = lived else { continue };
-            let share = middle / pages.0 as f64;
-            let best = best / pages.0 as f64;
+            let Some(Lived { merged_pages, spans }) = lived else { continue };
+            let share = merged_pages.median / pages.0 as f64;
+            let best = merged_pages.max / pages.0 as f64;
             report.figure(metric::SHARE_MERGED.of([&name]), share);
             report.figure(format!("share merged at best, {name}"), best);
             rows.push((name, share));
             if by.name() == by_default.name() {
                 marked = Some(marked.unwrap_or(0.0).max(spans.context("the summary has no marked_spans")?));
                 merged = Some(merged.unwrap_or(0.0).max(best));
-            } else if by.name() == sensitive.name() {
-                if life_ms == 2000 {
-                    at_two = Some(share);
-                }
-                if share >= 0.5 {
-                    smallest = Some(smallest.unwrap_or(life_ms).min(life_ms));
-                }
+            } else if by.name() == sensitive.name() && share >= 0.5 {
+                smallest = Some(smallest.unwrap_or(life_ms).min(life_ms));
             }
         }
     }
-    report.picture(
-        "share merged of memory mapped for T",
-        format!("of {size_mib} MiB, just before it is unmapped; median of {cycles} lifetimes"),
-        rows,
-    );
+    let subtitle = format!("of {size_mib} MiB, just before it is unmapped; median of {cycles} lifetimes");
+    report.picture("share merged of memory mapped for T", subtitle, rows);
     if let Some(smallest) = smallest {
         report.figure(metric::SMALLEST_LIFETIME, smallest as f64 / 1000.0);
     }
     report.bar("default: spans marked", Limit::AtMost(0.0), marked);
     report.bar(metric::MERGED_AT_BEST, Limit::AtMost(0.0), merged);
     if !setting.quick {
+        let at_two = report.figure_of(metric::SHARE_MERGED, [&name_of_lives(&sensitive, 2000)]);
         report.bar("sensitive: share merged at T = 2 s", Limit::AtLeast(0.9), at_two);
     }
     Ok(())
@@ -89,9 +81,8 @@ fn name_of_lives(by: &dyn Policy, life_ms: u64) -> String {
 
 /// The results of some lifetimes.
 struct Lived {
-    /// Pages merged at the end of a lifetime: in the median, and at best.
-    middle: f64,
-    best: f64,
+    /// At the end of each lifetime.
+    merged_pages: Spread,
     /// Spans that pagefold marked.
     spans: Option<f64>,
 }
@@ -130,13 +121,13 @@ fn live_through(
     let run = &mut stage.run;
     run.answers_correct = Answers { before, during, after: are_intact([&mut tenant])? };
     run.forget_curve();
-    let merged = Spread::of(counters.lives.iter().map(|life| life.merged_pages as f64));
-    let Spread { median, max, .. } = merged.context("no lifetime was completed")?;
-    run.saved_bytes_max = Pages(whole(max)).bytes().0;
-    run.saved_bytes = Pages(whole(median)).bytes().0;
+    let merged_pages = Spread::of(counters.lives.iter().map(|life| life.merged_pages as f64));
+    let merged_pages = merged_pages.context("no lifetime was completed")?;
+    run.saved_bytes_max = Pages(whole(merged_pages.max)).bytes().0;
+    run.saved_bytes = Pages(whole(merged_pages.median)).bytes().0;
     run.lives = counters.lives;
     let spans = run.summary.as_ref().and_then(|summary| summary["marked_spans"].as_f64());
-    Ok(Lived { middle: median, best: max, spans })
+    Ok(Lived { merged_pages, spans })
 }
 
 #[cfg(test)]

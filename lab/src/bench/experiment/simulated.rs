@@ -50,10 +50,7 @@ const CMD: [Classes; 3] = [
 fn run_classes(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
     let mib = if setting.quick { 8 } else { 128 };
     report.parameters([("guests", 4), ("mib_each", mib)]);
-    let mut found = CMD;
-    for classes in &mut found {
-        *classes = Classes { comparisons: 0.0, sharing: f64::INFINITY, fewer_futile: 0.0, ..*classes };
-    }
+    let mut found = CMD.map(|paper| Classes { comparisons: 0.0, sharing: f64::INFINITY, fewer_futile: 0.0, ..paper });
     for workload in WORKLOADS {
         eprintln!("{}: {workload}", report.experiment);
         let scripted = generated(workload, Pages(mib << 8))?;

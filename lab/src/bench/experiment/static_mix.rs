@@ -1,10 +1,10 @@
 //! UKSM's static mix (section 8.1.1): a program filled with one page content beside one filled with random pages.
 
-use super::{Experiment, ExperimentSetting, mib, quotient, side_by_side};
+use super::{Experiment, ExperimentSetting, mib, side_by_side};
 use crate::bench::metric::SAVED_PER_CPU_SECOND_VS;
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{KsmAdvisor, KsmPaced, ORACLE, Oracle, Pagefold, Policy};
-use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
+use crate::bench::report::{ExperimentReport, Limit};
 use pagefold_engine::units::Pages;
 use pagefold_workload::Segment;
 
@@ -38,7 +38,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 
     // All but one of the equal pages.
     let whole = Pages(pages.saturating_sub(1)).bytes().0;
-    let oracles = report.run(ORACLE).and_then(|run| seconds_to_99(run, whole));
+    let oracles = report.run(ORACLE).and_then(|run| run.reaching(0.99, whole));
     let Some(run) = report.run(&ours_name).cloned() else { return Ok(()) };
     report.figure("MiB saved within 5 s", run.saved_mib_within(5.0));
     if setting.quick {
@@ -46,8 +46,9 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     }
     let saved = run.saved_bytes_max as f64 / whole as f64;
     report.bar("share saved of the possible savings", Limit::AtLeast(0.99), Some(saved));
-    let time = quotient(seconds_to_99(&run, whole), oracles);
-    report.bar("time to 99 % relative to the oracle", Limit::AtMost(2.0), time);
+    if let (Some(own), Some(oracle)) = (run.reaching(0.99, whole), oracles) {
+        report.bar("time to 99 % relative to the oracle", Limit::AtMost(2.0), Some(own.seconds / oracle.seconds));
+    }
     for (peer, limit) in [(paced.name().as_str(), 20.0), (ORACLE, 0.6)] {
         let measured = report.ratio(SAVED_PER_CPU_SECOND_VS, peer);
         report.bar(format!("savings per CPU second relative to {peer}"), Limit::AtLeast(limit), measured);
@@ -56,15 +57,8 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let advised = advised.name();
     if let (Some(own), Some(advisor)) = (run.mib_per_cpu_second(), report.run(&advised)) {
         let more = own - advisor.mib_per_cpu_second().unwrap_or(0.0);
-        report.bar(
-            format!("MiB per CPU second beyond those of {advised}"),
-            Limit::AtLeast(f64::MIN_POSITIVE),
-            Some(more),
-        );
+        let name = format!("MiB per CPU second beyond those of {advised}");
+        report.bar(name, Limit::AtLeast(f64::MIN_POSITIVE), Some(more));
     }
     Ok(())
-}
-
-fn seconds_to_99(run: &PolicyRun, whole: u64) -> Option<f64> {
-    Some(run.reaching(0.99, whole)?.seconds)
 }

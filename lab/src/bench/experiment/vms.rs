@@ -92,10 +92,7 @@ fn run_all(
     if !setting.quick {
         need_memory(guests * NEEDED_MIB)?;
     }
-    let _swap = match limit_mib {
-        Some(_) => Some(ZramSwap::make((guests * sizes.memory_mib) << 20)?),
-        None => None,
-    };
+    let _swap = limit_mib.map(|_| ZramSwap::make((guests * sizes.memory_mib) << 20)).transpose()?;
     let scratch = scratch()?;
     // A path of its own, so pagefold can find the machines by it.
     let mut image = WorkingGuests::make(scratch.path(), sizes.memory_mib, GuestWork::Web)?.with_own_emulator()?;
@@ -144,10 +141,7 @@ fn start_all(
     expected: &mut Option<String>,
 ) -> anyhow::Result<Up> {
     let interrupt = stage.setting.interrupt;
-    let limit = match limit_mib {
-        Some(mib) => Some(MemoryLimit::make(mib << 20)?),
-        None => None,
-    };
+    let limit = limit_mib.map(|mib| MemoryLimit::make(mib << 20)).transpose()?;
     let swapped_before = swapped_out()?;
     let began = Instant::now();
     let mut due = Duration::ZERO;

@@ -2,13 +2,12 @@
 
 use super::{KSM_EVERYTHING, Kernel, Marks, NO_MERGING, ORACLE, Policy, Stage};
 use crate::bench::sysfs::Changed;
-use anyhow::bail;
+use anyhow::ensure;
 use pagefold_engine::units::{Permyriad, whole};
 use pagefold_host::scope::eligible::eligible_spans;
 use pagefold_inject::mark::mark;
 use pagefold_ksm::experiment::{ExperimentError, KsmForExperiment};
 use pagefold_ksm::{KSM_ROOT, Knob};
-use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_procmem::process::Process;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -113,9 +112,27 @@ impl Policy for KsmSteered {
         format!("ksm at {:.2} %", 100.0 * self.share.fraction())
     }
 
+    /// Sets ksmd's batch size every half second, so that by the end of the next half second it has taken the share of a
+    /// core on average since the start.
     fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        const EVERY: Duration = Duration::from_millis(500);
         let interrupt = stage.setting.interrupt;
-        steer(self.share.fraction(), Duration::from_secs(self.seconds), stage.ksm()?, interrupt)
+        let control = stage.ksm()?;
+        let time = Duration::from_secs(self.seconds);
+        let began = Instant::now();
+        let spent_then = control.ksmd().cpu_ns()?;
+        let mut pages = 100.0;
+        let mut spent = 0.0;
+        scan_paced(control, 100)?;
+        while began.elapsed() < time {
+            interrupt.sleep(EVERY.min(time.saturating_sub(began.elapsed())))?;
+            let now = Duration::from_nanos(control.ksmd().cpu_ns()?.saturating_sub(spent_then)).as_secs_f64();
+            let wanted = self.share.fraction() * (began.elapsed() + EVERY).as_secs_f64() - now;
+            pages = next_batch(pages, now - spent, wanted);
+            spent = now;
+            control.set(Knob::PagesToScan, whole(pages.round()))?;
+        }
+        Ok(control.stop()?)
     }
 }
 
@@ -130,7 +147,28 @@ impl Policy for KsmEverything {
 
     fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
         let interrupt = stage.setting.interrupt;
-        scan_until_quiet(stage.ksm()?, interrupt)?;
+        let control = stage.ksm()?;
+        control.set(Knob::PagesToScan, BATCH_PAGES)?;
+        control.set(Knob::SleepMillisecs, 0)?;
+        let first = control.ksm().full_scans()?;
+        control.set(Knob::Run, 1)?;
+        let mut scans = first;
+        let mut most = 0;
+        let mut quiet = 0;
+        let done = interrupt.wait(EVERYTHING_LIMIT, || {
+            let now = control.ksm().full_scans()?;
+            if now == scans {
+                return Ok(None);
+            }
+            scans = now;
+            let saved = saved_pages(control)?;
+            // The first scan can't merge anything.
+            quiet = if now < first + 2 || is_more(saved, most) { 0 } else { quiet + 1 };
+            most = most.max(saved);
+            anyhow::Ok((quiet >= QUIET_SCANS).then_some(()))
+        })?;
+        control.stop()?;
+        ensure!(done.is_some(), "KSM's savings still grow after {EVERYTHING_LIMIT:?}");
         measure_later_scans(stage)
     }
 }
@@ -148,9 +186,24 @@ impl Policy for Oracle {
         Marks::Duplicates
     }
 
+    /// Runs two ksmd scans (the second merges), and up to two more while they save more.
     fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()> {
+        const MOST_SCANS: u32 = 4;
         let interrupt = stage.setting.interrupt;
-        burst(stage.ksm()?, interrupt)?;
+        let control = stage.ksm()?;
+        control.set(Knob::MaxPageSharing, LONG_SHARING)?;
+        control.set(Knob::UseZeroPages, 1)?;
+        let began = Instant::now();
+        let mut before = 0;
+        for scan in 0..MOST_SCANS {
+            control.scan_once(interrupt)?;
+            let saved = saved_pages(control)?;
+            if scan >= 2 && !is_more(saved, before) || began.elapsed() > EVERYTHING_LIMIT {
+                break;
+            }
+            before = saved;
+        }
+        control.stop()?;
         measure_later_scans(stage)
     }
 }
@@ -189,76 +242,11 @@ fn is_more(saved: u64, before: u64) -> bool {
     saved > before + before / 1000 + 16
 }
 
-fn scan_until_quiet(control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
-    control.set(Knob::PagesToScan, BATCH_PAGES)?;
-    control.set(Knob::SleepMillisecs, 0)?;
-    let first = control.ksm().full_scans()?;
-    control.set(Knob::Run, 1)?;
-    let mut scans = first;
-    let mut most = 0;
-    let mut quiet = 0;
-    let done = interrupt.wait(EVERYTHING_LIMIT, || {
-        let now = control.ksm().full_scans()?;
-        if now == scans {
-            return Ok(None);
-        }
-        scans = now;
-        let saved = saved_pages(control)?;
-        // The first scan can't merge anything.
-        quiet = if now < first + 2 || is_more(saved, most) { 0 } else { quiet + 1 };
-        most = most.max(saved);
-        anyhow::Ok((quiet >= QUIET_SCANS).then_some(()))
-    })?;
-    control.stop()?;
-    if done.is_none() {
-        bail!("KSM's savings still grow after {EVERYTHING_LIMIT:?}");
-    }
-    Ok(())
-}
-
-/// Sets ksmd's batch size every half second, so that by the end of the next half second it has taken `share` of a core
-/// on average since the start.
-fn steer(share: f64, time: Duration, control: &KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
-    const EVERY: Duration = Duration::from_millis(500);
-    let began = Instant::now();
-    let spent_then = control.ksmd().cpu_ns()?;
-    let mut pages = 100.0;
-    let mut spent = 0.0;
-    scan_paced(control, 100)?;
-    while began.elapsed() < time {
-        interrupt.sleep(EVERY.min(time.saturating_sub(began.elapsed())))?;
-        let now = Duration::from_nanos(control.ksmd().cpu_ns()?.saturating_sub(spent_then)).as_secs_f64();
-        let wanted = share * (began.elapsed() + EVERY).as_secs_f64() - now;
-        pages = next_batch(pages, now - spent, wanted);
-        spent = now;
-        control.set(Knob::PagesToScan, whole(pages.round()))?;
-    }
-    Ok(control.stop()?)
-}
-
 /// The batch size for ksmd to spend `wanted` seconds, given that it spent `spent` with batches of `pages`. The cost of
 /// a page varies with its content, so we step at most fourfold.
 fn next_batch(pages: f64, spent: f64, wanted: f64) -> f64 {
     let factor = if spent > 0.0 { wanted / spent } else { 4.0 };
     (pages * factor.clamp(0.25, 4.0)).clamp(1.0, 100_000.0)
-}
-
-/// Runs two ksmd scans (the second merges), and up to two more while they save more.
-fn burst(control: &mut KsmForExperiment, interrupt: &Interrupt) -> anyhow::Result<()> {
-    const MOST_SCANS: u32 = 4;
-    control.set(Knob::MaxPageSharing, LONG_SHARING)?;
-    control.set(Knob::UseZeroPages, 1)?;
-    let began = Instant::now();
-    let mut before = 0;
-    for scan in 0..MOST_SCANS {
-        control.scan_once(interrupt)?;
-        let saved = saved_pages(control)?;
-        if scan >= 2 && !is_more(saved, before) || began.elapsed() > EVERYTHING_LIMIT {
-            break;
-        }
-        before = saved;
-    }
-    Ok(control.stop()?)
 }
 
 #[cfg(test)]

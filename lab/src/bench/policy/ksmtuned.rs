@@ -54,14 +54,11 @@ impl Policy for Ksmtuned {
 /// A note for a ksmtuned that hasn't started ksmd, by its own count of free memory.
 fn never_started() -> anyhow::Result<String> {
     let meminfo = fs::read("/proc/meminfo")?;
-    let mut figures = [0; 4];
-    for (figure, key) in figures.iter_mut().zip(["MemTotal", "MemFree", "Buffers", "Cached"]) {
-        *figure = kib(&meminfo, key).map_err(anyhow::Error::msg).context("/proc/meminfo")?;
-    }
-    let [all, free, buffers, cached] = figures;
+    let of = |key| kib(&meminfo, key).map_err(anyhow::Error::msg).context("/proc/meminfo");
+    let free = (of("MemFree")? + of("Buffers")? + of("Cached")?) as f64 / of("MemTotal")? as f64;
     Ok(format!(
         "It never started ksmd: by default it does when less than 20 % of memory is free or cached, and {:.0} % was.",
-        100.0 * (free + buffers + cached) as f64 / all as f64
+        100.0 * free
     ))
 }
 

@@ -41,12 +41,7 @@ impl Pagefold {
 
 impl Policy for Pagefold {
     fn name(&self) -> String {
-        let mut name = SUBJECT.to_owned();
-        for option in &self.options {
-            name += " ";
-            name += option;
-        }
-        name
+        [&[SUBJECT.to_owned()], &self.options[..]].concat().join(" ")
     }
 
     fn marks(&self) -> Marks {

@@ -35,10 +35,7 @@ impl Kernel {
 
     /// Takes control of UKSM if the kernel has it, otherwise of KSM.
     pub fn take(interrupt: &Interrupt) -> anyhow::Result<Self> {
-        match Uksm::of_kernel() {
-            Some(uksm) => Ok(Self::Uksm(uksm)),
-            None => Self::take_ksm(interrupt),
-        }
+        Uksm::of_kernel().map_or_else(|| Self::take_ksm(interrupt), |uksm| Ok(Self::Uksm(uksm)))
     }
 
     /// Unmerges everything. We restore the knobs once the programs have ended, before the next run.

@@ -160,11 +160,11 @@ impl<'a> Scanner<'a> {
         pages
     }
 
-    /// Scans the pages of one round.
-    fn round<F: Form>(&mut self, form: &F, strength: u32) -> Cost {
+    /// Scans the pages of one round, and adds the cost.
+    fn round<F: Form>(&mut self, form: &F, strength: u32, cost: &mut Cost) {
         let pages = self.next(self.round_pages);
+        cost.pages += pages.len() as u64;
         // CPU time, so waiting for a processor doesn't count; the parts by the wall clock, which is faster to read.
-        let mut cost = Cost { pages: pages.len() as u64, ..Cost::default() };
         let begin_ns = own_cpu_ns();
         let Self { first, second, .. } = self;
         first.clear();
@@ -209,8 +209,7 @@ impl<'a> Scanner<'a> {
             }
             cost.penalty_ns += ns_since(start);
         }
-        cost.total_ns = own_cpu_ns() - begin_ns;
-        cost
+        cost.total_ns += own_cpu_ns() - begin_ns;
     }
 }
 
@@ -280,15 +279,15 @@ pub struct Strengths {
 }
 
 impl Strengths {
-    /// Takes a round's cost into account.
-    fn adapt(&mut self, strength: u32, cost: &Cost, costs: &Costs) {
+    /// Takes a round into account, by the cost before and after it.
+    fn adapt(&mut self, strength: u32, costs: &Costs, before: &Cost, after: &Cost) {
         self.seen.push(strength);
-        let pages = cost.pages as f64;
+        let pages = (after.pages - before.pages) as f64;
         self.controller.round(&RoundCost {
             full_ns: whole(costs.full() * pages),
             profit_ns: whole((costs.full() - costs.at(strength)) * pages),
-            penalty_ns: cost.penalty_ns,
-            collisions: cost.collisions,
+            penalty_ns: after.penalty_ns - before.penalty_ns,
+            collisions: after.collisions - before.collisions,
         });
         if self.is_stable() && self.rested.is_none() {
             self.rested = Some(self.seen.len());
@@ -339,19 +338,13 @@ impl<F: Form> Contender for Runner<F> {
 
     fn round(&mut self, scanner: &mut Scanner<'_>, pass: &mut Pass) {
         let strength = self.strengths().map_or(F::FULL, |strengths| strengths.controller.strength());
-        let cost = scanner.round(&self.form, strength);
-        if let Some((strengths, costs)) = &mut self.adaptive {
-            strengths.adapt(strength, &cost, costs);
-        }
+        let before = pass.cost;
+        scanner.round(&self.form, strength, &mut pass.cost);
         pass.rounds += 1;
         pass.strengths += strength;
-        let sum = &mut pass.cost;
-        sum.pages += cost.pages;
-        sum.total_ns += cost.total_ns;
-        sum.hash_ns += cost.hash_ns;
-        sum.penalty_ns += cost.penalty_ns;
-        sum.collisions += cost.collisions;
-        sum.duplicates += cost.duplicates;
+        if let Some((strengths, costs)) = &mut self.adaptive {
+            strengths.adapt(strength, costs, &before, &pass.cost);
+        }
     }
 
     fn strengths(&self) -> Option<&Strengths> {
@@ -419,6 +412,13 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
+    fn duplicates(scanner: &mut Scanner<'_>, form: &impl Form, strength: u32) -> u64 {
+        let mut cost = Cost::default();
+        scanner.round(form, strength, &mut cost);
+        scanner.round(form, strength, &mut cost);
+        cost.duplicates
+    }
+
     #[test]
     fn every_form_finds_the_duplicates_of_each_round_at_any_strength() {
         for set in PageSet::ALL {
@@ -430,13 +430,11 @@ mod tests {
             let mut scanner = Scanner::new(&pages, 512);
             let mut found = Vec::new();
             for strength in [1, 3, 64] {
-                let form = LineHash::new(1);
-                found.push((0..2).map(|_| scanner.round(&form, strength).duplicates).sum::<u64>());
-                let form = WordHash::new(1);
-                found.push((0..2).map(|_| scanner.round(&form, strength * 16).duplicates).sum());
+                found.push(duplicates(&mut scanner, &LineHash::new(1), strength));
+                found.push(duplicates(&mut scanner, &WordHash::new(1), strength * 16));
             }
-            found.push((0..2).map(|_| scanner.round(&Xxh64(1), 1).duplicates).sum());
-            found.push((0..2).map(|_| scanner.round(&Digester::new(1), 1).duplicates).sum());
+            found.push(duplicates(&mut scanner, &Xxh64(1), 1));
+            found.push(duplicates(&mut scanner, &Digester::new(1), 1));
             assert_eq!(found, [expected as u64; 8], "{set:?}");
         }
     }

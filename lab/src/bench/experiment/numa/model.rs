@@ -162,12 +162,8 @@ fn taxes(placed: &Placed, latencies: Latencies) -> Vec<f64> {
     let others = placed.distances.iter().enumerate().filter(|(node, _)| *node != placed.home);
     let nearest = others.map(|(_, &distance)| distance).min().unwrap_or(20);
     let of_node: Vec<f64> = placed.distances.iter().map(|&distance| latencies.tax(distance, nearest)).collect();
-    let mut taxes = Vec::new();
-    for digit in placed.pages.chars() {
-        let node = digit.to_digit(36).unwrap_or(u32::MAX);
-        taxes.push(of_node.get(node as usize).copied().unwrap_or(0.0));
-    }
-    taxes
+    let nodes = placed.pages.chars().map(|digit| digit.to_digit(36).unwrap_or(u32::MAX) as usize);
+    nodes.map(|node| of_node.get(node).copied().unwrap_or(0.0)).collect()
 }
 
 #[cfg(test)]

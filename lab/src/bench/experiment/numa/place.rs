@@ -165,7 +165,8 @@ impl Stage<'_> {
     }
 }
 
-/// Starts a group's programs, and adds the notes of each.
+/// Starts each program of a group on its node's processors, so that it gets the node's memory by first touch, and adds
+/// its notes.
 fn start(
     setting: &ExperimentSetting<'_>,
     nodes: &Rc<Nodes>,
@@ -173,10 +174,15 @@ fn start(
     group: Group<'_>,
     samples: &mut Vec<Notes<PlacementSample>>,
 ) -> anyhow::Result<Targets> {
+    let spec = TenantSpec::new([Segment::Shared { pages, seed: 21 }]);
+    // `nice` adds to this process's value.
+    let own = Process::open(i32::try_from(std::process::id())?)?.stat()?.nice;
     let mut targets = Targets::new();
     for &(node, nice) in group {
         let node = nodes.nodes.get(node).context("a program is assigned to a node that does not exist")?;
-        let tenant = start_on(setting, node, nice, pages)?;
+        let nice = (nice - i32::from(own)).to_string();
+        let by = ["taskset", "-c", &node.cpus, "nice", "-n", &nice];
+        let tenant = Tenant::start_by(&by, setting.player, &spec)?;
         let nodes = Rc::clone(nodes);
         let (observed, taken) = Observed::start(Box::new(tenant), move |tenant: &mut Tenant| {
             PlacementSample::at(&Process::open(tenant.pid())?, &nodes, pages)
@@ -255,15 +261,6 @@ fn pages_by_node(numa_maps: &str, start: u64, keys: &[u16]) -> Option<Vec<usize>
         counts.push(number.unwrap_or(0));
     }
     Some(counts)
-}
-
-/// Starts a program on a node's processors, so that it gets the node's memory by first touch.
-fn start_on(setting: &ExperimentSetting<'_>, node: &Node, nice: i32, pages: u64) -> anyhow::Result<Tenant> {
-    let spec = TenantSpec::new([Segment::Shared { pages, seed: 21 }]);
-    // `nice` adds to this process's value.
-    let own = Process::open(i32::try_from(std::process::id())?)?.stat()?.nice;
-    let nice = (nice - i32::from(own)).to_string();
-    Tenant::start_by(&["taskset", "-c", &node.cpus, "nice", "-n", &nice], setting.player, &spec)
 }
 
 #[cfg(test)]
