@@ -7,7 +7,7 @@ use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
 use anyhow::Result;
 use pagefold_engine::config::Config;
 use pagefold_text::exit::{self, Exit};
-use pagefold_text::style;
+use pagefold_text::style::{self, Lines};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -32,15 +32,18 @@ pub fn run(command: &ConfigCommand) -> Result<u8> {
     let (ConfigCommand::Check(args) | ConfigCommand::Show(args)) = command;
     let layers = load(&args.file)?;
     let settings = Settings::of_options(&RunArgs::default(), Some(&args.file), merged(&layers))?;
-    let text = match command {
-        ConfigCommand::Show(_) => text(&layers),
+    let mut text = String::new();
+    match command {
+        ConfigCommand::Show(_) => text = self::text(&layers),
         ConfigCommand::Check(_) if !settings.scope.is_selective() => {
             return Err(without_scope(&args.file).into());
         }
         ConfigCommand::Check(_) => {
-            layers.iter().fold(String::new(), |text, layer| text + &format!("{} is valid\n", shown(&layer.path)))
+            for layer in &layers {
+                text.line(format!("{} is valid", shown(&layer.path)));
+            }
         }
-    };
+    }
     style::print(&text)?;
     Ok(exit::OK)
 }

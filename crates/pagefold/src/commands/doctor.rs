@@ -80,9 +80,6 @@ fn sign(severity: Severity) -> (&'static str, &'static str) {
 
 /// The findings as text: first a line for each thing in order, then the problems, the worst last.
 fn list(findings: &[Finding], fixed: Option<&Fixed>, program: &str, coloured: bool) -> String {
-    let paint = |text: &str, colour: &str| {
-        if coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_owned() }
-    };
     let width = findings.iter().map(|finding| finding.id.len()).max().unwrap_or(0);
     let mut ordered: Vec<&Finding> = findings.iter().collect();
     ordered.sort_by_key(|finding| finding.severity);
@@ -93,17 +90,18 @@ fn list(findings: &[Finding], fixed: Option<&Fixed>, program: &str, coloured: bo
             text.blank();
         }
         let id = format!("{:width$}", finding.id);
-        text.line(format!(" {} {}  {}", paint(mark, colour), paint(&id, "1"), finding.what));
+        let mark = paint(mark, colour, coloured);
+        text.line(format!(" {mark} {}  {}", paint(&id, "1", coloured), finding.what));
         for (label, line) in [("why:", &finding.why), ("do: ", &finding.todo)] {
             if !line.is_empty() {
-                text.line(format!("   {:width$}  {} {line}", "", paint(label, "2")));
+                text.line(format!("   {:width$}  {} {line}", "", paint(label, "2", coloured)));
             }
         }
     }
     if let Some(fixed) = fixed {
         text.blank();
         for line in fixed.lines() {
-            text.line(format!(" {} {line}", paint("→", "36")));
+            text.line(format!(" {} {line}", paint("→", "36", coloured)));
         }
     }
     text.blank();
@@ -111,16 +109,23 @@ fn list(findings: &[Finding], fixed: Option<&Fixed>, program: &str, coloured: bo
     text
 }
 
+fn paint(text: &str, colour: &str, coloured: bool) -> String {
+    if coloured { format!("\x1b[{colour}m{text}\x1b[0m") } else { text.to_owned() }
+}
+
 fn verdict(findings: &[Finding], program: &str) -> String {
-    let count = |severity| findings.iter().filter(|finding| finding.severity == severity).count();
-    let others = [
-        (count(Severity::Note), "note", "notes"),
-        (count(Severity::Warning), "warning", "warnings"),
-        (count(Severity::Blocker), "blocker", "blockers"),
-    ];
-    let others = others.iter().filter(|(number, ..)| *number > 0);
-    let others: Vec<String> = others.map(|&(number, one, many)| style::count(number, one, many)).collect();
-    let counts = if others.is_empty() { "no problems".to_owned() } else { others.join(", ") };
+    let mut problems = Vec::new();
+    for (severity, one, many) in [
+        (Severity::Note, "note", "notes"),
+        (Severity::Warning, "warning", "warnings"),
+        (Severity::Blocker, "blocker", "blockers"),
+    ] {
+        let number = findings.iter().filter(|finding| finding.severity == severity).count();
+        if number > 0 {
+            problems.push(style::count(number, one, many));
+        }
+    }
+    let counts = if problems.is_empty() { "no problems".to_owned() } else { problems.join(", ") };
     match worst(findings) {
         Severity::Blocker => format!("{counts}: `{program} run` cannot work here yet. `{program} scan` can."),
         _ => format!("{counts}: `{program} run` can work here."),

@@ -95,7 +95,8 @@ impl Summary {
                 _ => error.to_string(),
             }
         });
-        let (given_back_bytes, unmarked_bytes) = (done.given_back.0, done.unmarked.0);
+        let given_back_bytes = done.given_back.0;
+        let unmarked_bytes = done.unmarked.0;
         self.given_back_bytes += given_back_bytes;
         self.unmarked_bytes += unmarked_bytes;
         self.longest_stop_us = self.longest_stop_us.max(done.longest_stop_ns as f64 / 1e3);
@@ -248,11 +249,14 @@ pub fn describe(summary: &Summary, (who, (target, targets)): (&str, (&str, &str)
     let mut text = String::new();
     let failed = summary.processes.iter().filter(|process| process.failed.is_some()).count();
     let done = summary.processes.len() - failed;
-    let (memory, unmerged) = (style::human(summary.given_back_bytes), style::count(done, target, targets));
+    let memory = style::human(summary.given_back_bytes);
+    let unmerged = style::count(done, target, targets);
     text.line(style.bold(&format!("Unmerged {memory} in {unmerged}.")));
-    // Guests have no marks.
-    let has_changed = |process: &&Process| process.unmarked_bytes.max(process.given_back_bytes) > 0;
-    for process in summary.processes.iter().filter(has_changed) {
+    for process in &summary.processes {
+        // Guests have no marks.
+        if process.unmarked_bytes.max(process.given_back_bytes) == 0 {
+            continue;
+        }
         let line = format!("  {:>8}  {:<16}{}", process.pid, process.name, style::human(process.given_back_bytes));
         text.line(line);
     }

@@ -3,7 +3,7 @@
 use pagefold_host::check::facts::MachinePaths;
 use pagefold_ksm::lease::{KsmPaths, TakeError, restore_deferred, restore_orphaned};
 use pagefold_ksm::lock::LockError;
-use pagefold_ksm::{Ksm, KsmError, RestoreOutcome};
+use pagefold_ksm::{Knob, Ksm, KsmError, Overridden, RestoreOutcome};
 use pagefold_text::exit::{self, Exit};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -32,20 +32,21 @@ impl Fixed {
             Self::Done(restored) => restored,
         };
         let mut lines = Vec::new();
-        lines.extend(restored.restored.iter().map(|(knob, value)| format!("{knob} restored to {value}")));
-        lines.extend(restored.deferred.iter().map(|(knob, value)| {
-            format!("{knob} can be set back to {value} only when no page is merged; try again then")
-        }));
-        lines.extend(
-            restored
-                .overridden
-                .iter()
-                .map(|other| format!("{} was set to {} by another program, and stays so", other.knob, other.found)),
-        );
-        lines.extend(restored.pending.iter().map(|(knob, value)| {
-            format!("{knob} cannot be set back to {value} while ksmd is in a scan; try again later")
-        }));
-        lines.extend(restored.failed.iter().map(|(knob, why)| format!("cannot restore {knob}: {why}")));
+        for (knob, value) in &restored.restored {
+            lines.push(format!("{knob} restored to {value}"));
+        }
+        for (knob, value) in &restored.deferred {
+            lines.push(format!("{knob} can be set back to {value} only when no page is merged; try again then"));
+        }
+        for Overridden { knob, found, .. } in &restored.overridden {
+            lines.push(format!("{knob} was set to {found} by another program, and stays so"));
+        }
+        for (knob, value) in &restored.pending {
+            lines.push(format!("{knob} cannot be set back to {value} while ksmd is in a scan; try again later"));
+        }
+        for (knob, why) in &restored.failed {
+            lines.push(format!("cannot restore {knob}: {why}"));
+        }
         lines
     }
 
@@ -54,21 +55,24 @@ impl Fixed {
             Self::Nothing => json!({ "done": true, "lines": self.lines() }),
             Self::InUse(owner) => json!({ "done": false, "held_by": owner, "lines": self.lines() }),
             Self::Done(restored) => {
-                let pairs = |pairs: &[_]| -> Value {
-                    pairs.iter().map(|(knob, value)| json!({ "knob": knob, "value": value })).collect()
-                };
+                let overridden = restored.overridden.iter().map(|other| (other.knob, other.found));
                 json!({
                     "done": restored.is_complete(),
-                    "put_back": pairs(&restored.restored),
-                    "deferred": pairs(&restored.deferred),
-                    "pending": pairs(&restored.pending),
-                    "left": restored.overridden.iter().map(|other| json!({ "knob": other.knob, "value": other.found })).collect::<Vec<_>>(),
-                    "failed": restored.failed.iter().map(|(knob, why)| json!({ "knob": knob, "why": why })).collect::<Vec<_>>(),
+                    "put_back": values(restored.restored.iter().copied()),
+                    "deferred": values(restored.deferred.iter().copied()),
+                    "pending": values(restored.pending.iter().copied()),
+                    "left": values(overridden),
+                    "failed": restored.failed.iter().map(|(knob, why)| json!({ "knob": knob, "why": why })).collect::<Value>(),
                     "lines": self.lines(),
                 })
             }
         }
     }
+}
+
+/// Knobs with their values.
+fn values(knobs: impl Iterator<Item = (Knob, u64)>) -> Value {
+    knobs.map(|(knob, value)| json!({ "knob": knob, "value": value })).collect()
 }
 
 /// Restores the knobs.
@@ -103,7 +107,6 @@ pub fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_ksm::{Knob, Overridden};
 
     #[test]
     fn every_result_of_a_fix_is_shown() {
