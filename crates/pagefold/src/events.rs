@@ -5,7 +5,7 @@
 //! causes many doesn't push all others out of the list at once. The journal gets each event when it begins, unless we
 //! printed something about it or there are too many.
 
-use crate::audit::Entry;
+use crate::audit::{Change, Entry};
 use crate::history::now;
 use crate::service::{Journal, MessageLimit};
 use pagefold_text::figures::thousands;
@@ -58,11 +58,13 @@ impl Event {
             (Some(done), Some(all)) if done < all => format!("{} of {}", human(done), human(all)),
             (done, _) => human(done.unwrap_or(0)),
         };
-        let verb = |word: &str, would: &str| if dry_run { format!("would {would}") } else { word.to_owned() };
+        let marked = if dry_run { "would mark" } else { "marked" };
+        let unmarked = if dry_run { "would unmark" } else { "unmarked" };
+        let merged = if dry_run { "would merge" } else { "merged" };
         let text = match self.what.as_str() {
-            "mark" => format!("{} {size} of {process}: {why}", verb("marked", "mark")),
-            "unmark" => format!("{} {size} of {process}: {why}", verb("unmarked", "unmark")),
-            "merge" => format!("{} {size} of {process}", verb("merged", "merge")),
+            "mark" => format!("{marked} {size} of {process}: {why}"),
+            "unmark" => format!("{unmarked} {size} of {process}: {why}"),
+            "merge" => format!("{merged} {size} of {process}"),
             "override" => format!("{process} is not left alone, by --override-opt-out: {why}"),
             "left-alone" => format!("{process} is left alone: {why}"),
             "scan" => format!("ksmd has scanned what is marked: {why}"),
@@ -97,26 +99,17 @@ impl Events {
     /// Adds an event for a line of the audit log.
     pub fn add_entry(&mut self, entry: &Entry) {
         let event = match entry {
-            Entry::Mark(change) | Entry::Unmark(change) => {
-                let mark = matches!(entry, Entry::Mark(_));
-                let (bytes, done) = (change.bytes, change.outcome.done_bytes);
-                let why = match change.outcome.outcome {
-                    "done" => change.why.sentence.clone(),
-                    "busy" => format!("{} (busy, to be tried again)", change.why.sentence),
-                    _ => format!("{} (refused, or the program has ended)", change.why.sentence),
-                };
-                let event = Event { bytes: Some(bytes), done_bytes: Some(done), why: Some(why), ..Event::default() };
-                let kind = if change.outcome.outcome == "done" { change.why.kind } else { change.outcome.outcome };
-                Event { kind, ..event.of(if mark { "mark" } else { "unmark" }, &change.owner.name, change.owner.pid) }
-            }
-            Entry::Merge(merge) => {
-                let (bytes, done) = (Some(merge.bytes), Some(merge.done_bytes));
-                Event { bytes, done_bytes: done, ..Event::default() }.of("merge", &merge.owner.name, merge.owner.pid)
-            }
-            Entry::Override(found) => {
-                let event = Event { why: Some(found.why.sentence.clone()), ..Event::default() };
-                event.of("override", &found.owner.name, found.owner.pid)
-            }
+            Entry::Mark(change) => Event::of_change("mark", change),
+            Entry::Unmark(change) => Event::of_change("unmark", change),
+            Entry::Merge(merge) => Event {
+                bytes: Some(merge.bytes),
+                done_bytes: Some(merge.done_bytes),
+                ..Event::of_process("merge", merge.owner.pid, &merge.owner.name)
+            },
+            Entry::Override(found) => Event {
+                why: Some(found.why.sentence.clone()),
+                ..Event::of_process("override", found.owner.pid, &found.owner.name)
+            },
             Entry::Begin { .. } | Entry::Lost { .. } | Entry::End { .. } => return,
         };
         self.add(event, now());
@@ -124,7 +117,7 @@ impl Events {
 
     /// Adds something about a process.
     pub fn add_of_process(&mut self, what: &str, (pid, name): (i32, &str), why: &str) {
-        self.add(Event { why: Some(why.to_owned()), ..Event::default() }.of(what, name, pid), now());
+        self.add(Event { why: Some(why.to_owned()), ..Event::of_process(what, pid, name) }, now());
     }
 
     /// Adds something about the run.
@@ -134,18 +127,14 @@ impl Events {
 
     fn add(&mut self, event: Event, now: u64) {
         debug!(target: "event", "{}", event.sentence(self.dry_run));
-        // Any user can start any number of programs that we leave alone. We name the last one of a minute.
-        let of_any = matches!(event.what.as_str(), "scan" | "left-alone");
-        let is_same = |other: &&mut Event| {
-            let same_process = of_any || event.pid.is_some() && other.pid == event.pid;
-            same_process
-                && (&other.what, other.kind) == (&event.what, event.kind)
-                && now.saturating_sub(other.began) < GROWS
-        };
-        if let Some(same) = self.list.iter_mut().rev().find(is_same) {
-            let sum = |one: Option<u64>, two: Option<u64>| Some(one?.saturating_add(two?));
-            (same.bytes, same.done_bytes) = (sum(same.bytes, event.bytes), sum(same.done_bytes, event.done_bytes));
-            (same.time, same.why, same.pid, same.name) = (now, event.why, event.pid, event.name);
+        let same = self.list.iter_mut().rev().find(|other| other.is_same(&event) && now < other.began + GROWS);
+        if let Some(same) = same {
+            same.bytes = sum(same.bytes, event.bytes);
+            same.done_bytes = sum(same.done_bytes, event.done_bytes);
+            same.time = now;
+            same.why = event.why;
+            same.pid = event.pid;
+            same.name = event.name;
             same.times += 1;
             return;
         }
@@ -181,9 +170,38 @@ impl Event {
         fields
     }
 
-    fn of(self, what: &str, name: &str, pid: i32) -> Self {
-        Self { what: what.to_owned(), name: Some(name.to_owned()), pid: Some(pid), ..self }
+    fn of_process(what: &str, pid: i32, name: &str) -> Self {
+        Self { what: what.to_owned(), name: Some(name.to_owned()), pid: Some(pid), ..Self::default() }
     }
+
+    fn of_change(what: &str, change: &Change) -> Self {
+        let outcome = change.outcome.outcome;
+        let sentence = &change.why.sentence;
+        let why = match outcome {
+            "done" => sentence.clone(),
+            "busy" => format!("{sentence} (busy, to be tried again)"),
+            _ => format!("{sentence} (refused, or the program has ended)"),
+        };
+        Self {
+            bytes: Some(change.bytes),
+            done_bytes: Some(change.outcome.done_bytes),
+            why: Some(why),
+            kind: if outcome == "done" { change.why.kind } else { outcome },
+            ..Self::of_process(what, change.owner.pid, &change.owner.name)
+        }
+    }
+
+    /// Whether it's the same again. Any user can start any number of programs that we leave alone, so all of these are
+    /// the same, and we name the last one.
+    fn is_same(&self, other: &Self) -> bool {
+        let is_of_any = matches!(self.what.as_str(), "scan" | "left-alone");
+        let same_process = is_of_any || self.pid.is_some() && self.pid == other.pid;
+        same_process && self.what == other.what && self.kind == other.kind
+    }
+}
+
+fn sum(one: Option<u64>, other: Option<u64>) -> Option<u64> {
+    Some(one?.saturating_add(other?))
 }
 
 #[cfg(test)]
@@ -192,8 +210,8 @@ mod tests {
 
     fn marked(pid: i32, kind: &'static str) -> Event {
         let why = Some("it is duplicate".to_owned());
-        let event = Event { kind, bytes: Some(4 << 20), done_bytes: Some(3 << 20), why, ..Event::default() };
-        event.of("mark", "redis", pid)
+        let event = Event::of_process("mark", pid, "redis");
+        Event { kind, bytes: Some(4 << 20), done_bytes: Some(3 << 20), why, ..event }
     }
 
     #[test]

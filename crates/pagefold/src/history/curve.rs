@@ -19,13 +19,14 @@ pub struct Point {
 
 /// The points of moments, the oldest first.
 pub fn points(moments: &[Moment], now: u64) -> Vec<Point> {
+    let mut points = Vec::new();
     let mut before: Option<&Moment> = None;
-    let point = |moment| {
-        let before = before.replace(moment);
+    for moment in moments {
         let cpu = before.and_then(|before| cpu(before, moment, now));
-        Point { moment: *moment, goes_on: cpu.is_some(), cpu }
-    };
-    moments.iter().map(point).collect()
+        points.push(Point { moment: *moment, goes_on: cpu.is_some(), cpu });
+        before = Some(moment);
+    }
+    points
 }
 
 /// The CPU time between two moments of the same run, without a gap between them.

@@ -34,9 +34,11 @@ impl HistoryFile {
     /// # Errors
     /// With exit code 2.
     pub fn open(path: &Path) -> Result<(Self, Option<String>), Exit> {
-        let shown = ownership::shown(path);
-        let cannot = |what| Exit::new(exit::USAGE, format!("the history {shown} {what}"));
-        let file = Place::of(path).map(Self).map_err(cannot)?;
+        let place = Place::of(path).map_err(|what| {
+            let shown = ownership::shown(path);
+            Exit::new(exit::USAGE, format!("the history {shown} {what}"))
+        })?;
+        let file = Self(place);
         let said = file.check();
         Ok((file, said))
     }
@@ -69,17 +71,7 @@ impl HistoryFile {
 
     /// Makes an empty file. We take all its room now, so later writes need none. We replace a link and don't follow it.
     fn begin(&self) -> Result<(), String> {
-        let fill = |file: &mut File| {
-            let mut empty = HEADER.to_vec();
-            empty.resize(usize::try_from(LENGTH).unwrap_or(usize::MAX), 0);
-            file.write_all(&empty)?;
-            // Whoever may read the status may read this.
-            if group_id(GROUP).is_some_and(|group| fchown(&*file, None, Some(group)).is_ok()) {
-                file.set_permissions(Permissions::from_mode(0o640))?;
-            }
-            file.sync_all()
-        };
-        self.0.replace(0o600, fill).map_err(|error| {
+        self.0.replace(0o600, fill_empty).map_err(|error| {
             let shown = ownership::shown(&self.0.path);
             format!(
                 "cannot write the history {shown}: {error}; free some space, or name another file (it is tried again)"
@@ -111,6 +103,17 @@ impl HistoryFile {
             }
         }
     }
+}
+
+fn fill_empty(file: &mut File) -> io::Result<()> {
+    let mut empty = HEADER.to_vec();
+    empty.resize(usize::try_from(LENGTH).unwrap_or(usize::MAX), 0);
+    file.write_all(&empty)?;
+    // Whoever may read the status may read this.
+    if group_id(GROUP).is_some_and(|group| fchown(&*file, None, Some(group)).is_ok()) {
+        file.set_permissions(Permissions::from_mode(0o640))?;
+    }
+    file.sync_all()
 }
 
 /// A file's moments since `since` before `now`, the oldest first.
@@ -156,7 +159,8 @@ fn contents(mut file: &File) -> io::Result<(Vec<Moment>, Vec<u64>)> {
     header(file)?;
     let mut bytes = vec![0; usize::try_from(LENGTH).unwrap_or(usize::MAX)];
     file.read_exact(&mut bytes)?;
-    let (mut moments, mut torn) = (Vec::new(), Vec::new());
+    let mut moments = Vec::new();
+    let mut torn = Vec::new();
     for (slot, words) in (0..).zip(bytes.chunks_exact(SLOT)).skip(1) {
         match decode(words).filter(|moment| slots(moment.time).contains(&slot)) {
             Some(moment) => moments.push(moment),
@@ -194,9 +198,11 @@ fn encode(moment: &Moment) -> [u8; SLOT] {
         moment.ksmd_ns,
     ];
     let mut bytes = [0; SLOT];
-    for (place, word) in bytes.chunks_exact_mut(8).zip(words.into_iter().chain([checksum(&words)])) {
+    let (figures, sum) = bytes.split_at_mut(8 * words.len());
+    for (place, word) in figures.chunks_exact_mut(8).zip(words) {
         place.copy_from_slice(&word.to_le_bytes());
     }
+    sum.copy_from_slice(&checksum(&words).to_le_bytes());
     bytes
 }
 
@@ -206,27 +212,30 @@ fn decode(bytes: &[u8]) -> Option<Moment> {
         *word = u64::from_le_bytes(place.try_into().ok()?);
     }
     let (figures, sum) = words.split_at(WORDS - 1);
-    let [time, pid, dry_run, saved, expected, marked, resident, available, pagefold_ns, ksmd_ns] = *figures else {
+    if sum != [checksum(figures)] {
         return None;
-    };
-    (sum == [checksum(figures)]).then_some(Moment {
-        time,
-        pid,
-        dry_run: dry_run != 0,
-        saved_bytes: saved,
-        expected_bytes: expected,
-        marked_bytes: marked,
-        resident_bytes: resident,
-        available_bytes: available,
-        pagefold_ns,
-        ksmd_ns,
+    }
+    Some(Moment {
+        time: figures[0],
+        pid: figures[1],
+        dry_run: figures[2] != 0,
+        saved_bytes: figures[3],
+        expected_bytes: figures[4],
+        marked_bytes: figures[5],
+        resident_bytes: figures[6],
+        available_bytes: figures[7],
+        pagefold_ns: figures[8],
+        ksmd_ns: figures[9],
     })
 }
 
 /// FNV-1a. Zeros don't hash to zero, so an empty slot is no moment.
 fn checksum(words: &[u64]) -> u64 {
-    let bytes = words.iter().flat_map(|word| word.to_le_bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    let mut sum: u64 = 0xcbf2_9ce4_8422_2325;
+    for byte in words.iter().flat_map(|word| word.to_le_bytes()) {
+        sum = (sum ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    }
+    sum
 }
 
 #[cfg(test)]

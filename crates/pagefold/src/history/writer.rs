@@ -31,6 +31,11 @@ pub fn start(opened: Option<(HistoryFile, Option<String>)>, requests: &RequestSe
             }
         }
     });
-    let failed = |error: &_| complain!("cannot start the thread for the history: {error}; it is not written");
-    started.inspect_err(failed).ok()
+    match started {
+        Ok(writer) => Some(writer),
+        Err(error) => {
+            complain!("cannot start the thread for the history: {error}; it is not written");
+            None
+        }
+    }
 }
