@@ -24,14 +24,8 @@ use tracing::debug;
 
 /// Serves the socket. If that fails the run goes on without it. A dry run doesn't replace another run's socket.
 pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
-    let answer = move |request: Request, uid: u32| {
-        debug!(target: "control", ?request, uid);
-        match request {
-            Request::Unmerge(_) | Request::Include(_) => requests.order(request, uid),
-            request => answer(&requests, request).map_err(|why| Exit::new(exit::FAILURE, why)),
-        }
-    };
-    match Server::start(Path::new(PATH), !dry_run, group_id(GROUP), Arc::new(answer)) {
+    let answer = Arc::new(move |request, uid| answer(&requests, request, uid));
+    match Server::start(Path::new(PATH), !dry_run, group_id(GROUP), answer) {
         Ok(server) => Some(server),
         Err(error) => {
             complain!("{error:#}; status and the other commands for a running pagefold will not reach this run");
@@ -40,7 +34,15 @@ pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
     }
 }
 
-fn answer(requests: &RequestSender, request: Request) -> Result<String, String> {
+fn answer(requests: &RequestSender, request: Request, uid: u32) -> Result<String, Exit> {
+    debug!(target: "control", ?request, uid);
+    match request {
+        Request::Unmerge(_) | Request::Include(_) => requests.order(request, uid),
+        request => view(requests, request).map_err(|why| Exit::new(exit::FAILURE, why)),
+    }
+}
+
+fn view(requests: &RequestSender, request: Request) -> Result<String, String> {
     let facts = requests.send(request.clone())?;
     match request {
         Request::Explain { pid } => json(&explain::of(&facts, pid)?),

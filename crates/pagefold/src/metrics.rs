@@ -90,15 +90,19 @@ impl Metrics {
         if !self.listeners.is_empty() {
             let mut page = Page::new(requests.clone());
             let listeners = self.listeners;
-            let serve = move || http::serve(&listeners, move || page.get());
-            if let Err(error) = thread::Builder::new().name("metrics".into()).spawn(serve) {
+            let thread = thread::Builder::new().name("metrics".into());
+            if let Err(error) = thread.spawn(move || http::serve(&listeners, move || page.get())) {
                 complain!("cannot start the thread for metrics: {error}; they are not served");
             }
         }
         let mut page = Page::new(requests.clone());
-        let started = self.file?.start(self.interval, move || page.get());
-        let failed = |error: &_| complain!("cannot start the thread for metrics: {error}; they are not written");
-        started.inspect_err(failed).ok()
+        match self.file?.start(self.interval, move || page.get()) {
+            Ok(writer) => Some(writer),
+            Err(error) => {
+                complain!("cannot start the thread for metrics: {error}; they are not written");
+                None
+            }
+        }
     }
 }
 
@@ -130,8 +134,8 @@ impl Page {
     /// # Errors
     /// The main loop doesn't answer, or has ended: the problem; the advice.
     fn get(&mut self) -> Result<Arc<str>, String> {
-        let (now, before_ns) = (Instant::now(), thread_cpu_ns());
-        if now >= self.expires {
+        if Instant::now() >= self.expires {
+            let before_ns = thread_cpu_ns();
             let status = Status::of(&*self.requests.send(Request::Status)?);
             self.text = families::page(&status).into();
             let cost = Duration::from_nanos((thread_cpu_ns() - before_ns).saturating_mul(BOTH));

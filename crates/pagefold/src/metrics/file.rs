@@ -24,24 +24,19 @@ impl MetricsFile {
     /// # Errors
     /// With exit code 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
-        let shown = ownership::shown(path);
-        let cannot = |what: String| Exit::new(exit::USAGE, format!("the metrics file {shown} {what}"));
-        let place = Place::of(path).map_err(cannot)?;
-        if fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
-            return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
-        }
-        place.check().map_err(|error| {
-            cannot(format!("cannot be written: {error}; name a file in a directory that root can write"))
+        let place = checked(path).map_err(|what| {
+            let shown = ownership::shown(path);
+            Exit::new(exit::USAGE, format!("the metrics file {shown} {what}"))
         })?;
         Ok(Self(place))
     }
 
     fn write(&self, text: &str) -> Result<(), String> {
-        let fill = |file: &mut File| {
+        let replaced = self.0.replace(0o644, |file: &mut File| {
             file.set_permissions(Permissions::from_mode(0o644))?;
             file.write_all(text.as_bytes())
-        };
-        self.0.replace(0o644, fill).map_err(|error| {
+        });
+        replaced.map_err(|error| {
             let shown = ownership::shown(&self.0.path);
             format!("cannot write the metrics file {shown}: {error}; free some space (it is tried again)")
         })
@@ -65,6 +60,17 @@ impl MetricsFile {
             let _ = fs::remove_file(&self.0.path);
         })
     }
+}
+
+/// The place of a file that we can write, or the problem and the advice.
+fn checked(path: &Path) -> Result<Place, String> {
+    let place = Place::of(path)?;
+    if fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
+        return Err("is not a regular file; name one, or a new one".to_owned());
+    }
+    let advice = "name a file in a directory that root can write";
+    place.check().map_err(|error| format!("cannot be written: {error}; {advice}"))?;
+    Ok(place)
 }
 
 #[cfg(test)]

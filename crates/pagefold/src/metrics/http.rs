@@ -46,11 +46,13 @@ pub fn serve(listeners: &[TcpListener], mut page: impl FnMut() -> Result<Arc<str
         connections.retain(|connection| connection.ends > now);
         let may_accept = now >= accept_again;
         let listening = if may_accept { listeners } else { &[] };
-        let waits = listening.iter().map(|listener| Ready::Read(listener.as_fd()));
-        let waits: Vec<Ready<'_>> = waits.chain(connections.iter().map(Connection::waits_for)).collect();
-        let ends =
-            connections.iter().map(|connection| connection.ends).chain((!may_accept).then_some(accept_again)).min();
-        let ready = wait_for(&waits, ends.map(|end| end.saturating_duration_since(now)));
+        let mut waits: Vec<Ready<'_>> = listening.iter().map(|listener| Ready::Read(listener.as_fd())).collect();
+        let mut end = if may_accept { None } else { Some(accept_again) };
+        for connection in &connections {
+            waits.push(connection.waits_for());
+            end = Some(end.map_or(connection.ends, |end| end.min(connection.ends)));
+        }
+        let ready = wait_for(&waits, end.map(|end| end.saturating_duration_since(now)));
         drop(waits);
         let Ok(ready) = ready else {
             thread::sleep(AGAIN);
@@ -58,26 +60,31 @@ pub fn serve(listeners: &[TcpListener], mut page: impl FnMut() -> Result<Arc<str
         };
         let (accepting, going_on) = ready.split_at(listening.len());
         let mut is_ready = going_on.iter();
-        connections
-            .retain_mut(|connection| !is_ready.next().is_some_and(|&ready| ready) || connection.go_on(&mut page));
-        for (listener, _) in listening.iter().zip(accepting).filter(|(_, ready)| **ready) {
+        connections.retain_mut(|connection| is_ready.next() != Some(&true) || connection.go_on(&mut page));
+        for (listener, &is_ready) in listening.iter().zip(accepting) {
+            if !is_ready {
+                continue;
+            }
             accept_again = Instant::now() + ACCEPT_INTERVAL;
             match listener.accept() {
-                Ok((stream, _)) => {
-                    let Some(mut connection) = Connection::of(stream) else { continue };
-                    if !connection.go_on(&mut page) {
-                        continue;
-                    }
-                    if connections.len() >= CONNECTIONS_MOST {
-                        connections.remove(0);
-                    }
-                    connections.push(connection);
-                }
+                Ok((stream, _)) => admit(stream, &mut connections, &mut page),
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::ConnectionAborted) => {}
                 Err(_) => accept_again = Instant::now() + AGAIN,
             }
         }
     }
+}
+
+/// Answers a new client if its request has come already. Otherwise it joins the others, and may replace the oldest.
+fn admit(stream: TcpStream, connections: &mut Vec<Connection>, page: &mut impl FnMut() -> Result<Arc<str>, String>) {
+    let Some(mut connection) = Connection::of(stream) else { return };
+    if !connection.go_on(page) {
+        return;
+    }
+    if connections.len() >= CONNECTIONS_MOST {
+        connections.remove(0);
+    }
+    connections.push(connection);
 }
 
 impl Connection {
@@ -125,8 +132,7 @@ impl Connection {
 
 /// Whether the request line and its headers have arrived.
 fn is_complete(received: &[u8]) -> bool {
-    let has = |end: &[u8]| received.windows(end.len()).any(|part| part == end);
-    has(b"\r\n\r\n") || has(b"\n\n")
+    received.windows(4).any(|part| part == b"\r\n\r\n") || received.windows(2).any(|part| part == b"\n\n")
 }
 
 fn answer(request: &[u8], page: &mut impl FnMut() -> Result<Arc<str>, String>) -> Vec<u8> {

@@ -127,7 +127,8 @@ impl Unit {
     /// The end of an axis for these values: a step times a power of ten of a unit.
     pub fn axis_end(&self, values: impl IntoIterator<Item = f64>) -> f64 {
         let most = values.into_iter().fold(self.least, f64::max);
-        let (mut unit, mut power) = (1.0, 1.0);
+        let mut unit = 1.0;
+        let mut power = 1.0;
         while unit * self.base <= most {
             unit *= self.base;
         }
