@@ -298,7 +298,7 @@ impl ReplayRun {
 
     /// Memory of pagefold's index, bytes. Visits all regions.
     pub(crate) fn index_bytes(&self) -> u64 {
-        self.engine.as_ref().map_or(0, |engine| engine.state().index_bytes.0)
+        self.engine.as_ref().map_or(0, |engine| engine.state().work.index.bytes)
     }
 
     /// CPU time of pagefold and the kernel's thread so far, seconds.

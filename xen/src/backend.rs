@@ -58,7 +58,6 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
         });
         Facts {
             state: engine.state(),
-            scans: 0,
             injector_restarts: 0,
             targets: targets.collect(),
             domains: self.trusts().to_vec(),

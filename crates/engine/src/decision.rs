@@ -10,7 +10,8 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::mem::discriminant;
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Verb {
     /// We sample it until there's enough evidence.
     #[default]
@@ -26,6 +27,7 @@ pub enum Verb {
     /// We only sample it thinly, for some time.
     Wait,
     /// We leave it alone.
+    #[serde(rename = "nothing")]
     Leave,
 }
 

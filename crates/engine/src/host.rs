@@ -226,6 +226,18 @@ pub struct Cost {
     pub ksmd_ns: u64,
 }
 
+impl Cost {
+    /// By all parts, nanoseconds.
+    pub fn total_ns(&self) -> u64 {
+        self.pagefold_ns + self.ksmd_ns
+    }
+
+    /// By pagefold without its injector, nanoseconds.
+    pub fn own_ns(&self) -> u64 {
+        self.pagefold_ns.saturating_sub(self.injector_ns)
+    }
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SamplePlan {
     /// Runs of neighbouring pages: one run costs little more than one page.

@@ -1,16 +1,189 @@
-//! All figures that we show to people. `status`, `explain`, `top`, metrics and the history are views of them and
-//! compute nothing.
+//! All figures that we show to people, each of them once. `status`, `explain`, `top`, metrics and the history are views
+//! of them and compute nothing: most parts are parts of the documents `pagefold.status/1` and `pagefold.explain/1`, with
+//! their keys and units.
 
-use crate::decision::{Decision, Kind, Reason};
+use crate::decision::{Decision, Kind, Reason, Verb};
 use crate::governor::Governor;
-use crate::host::MemoryView;
+use crate::host::{Cost, HugeSplits, Mechanism};
 use crate::keys::{DomainKey, LimitKey, OwnerKey};
-use crate::ledger::Ledger;
+use crate::ledger::RequestCounts;
 use crate::placement::inventory::PlacementSummary;
-use crate::reserve::Reserve;
-use crate::saving::Saving;
-use crate::units::{Bytes, Pages, Permyriad, Vpn, as_bytes, as_fraction};
+use crate::reserve::Room;
+use crate::stops::StopLengths;
+use crate::units::{Pages, Permyriad, Vpn, as_bytes, as_fraction, difference, whole};
 use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::AddAssign;
+
+/// The engine's state.
+#[derive(Clone, Debug)]
+pub struct State {
+    /// The time, nanoseconds.
+    pub now_ns: u64,
+    pub activity: Activity,
+    pub memory: MemoryState,
+    /// If we merge zeros only: the other pages that we found in marked memory. ksmd visits them, too, and merges equal
+    /// ones.
+    pub other_bytes: Option<u64>,
+    /// Whether memory of another trust domain is still marked. Until it's unmarked we mark and scan nothing.
+    pub foreign_marks: bool,
+    pub copies: CopyTotals,
+    pub reserve: ReserveState,
+    pub incidents: Incidents,
+    pub work: Work,
+    /// Outcomes of the pages we asked the kernel to merge.
+    pub requests: RequestCounts,
+    /// Where merged pages live, on a machine with several NUMA nodes.
+    pub placement: Option<PlacementSummary>,
+    pub moves: MoveTotals,
+    pub totals: RegionTotals,
+    /// Processes that have regions or saved memory.
+    pub owners: BTreeMap<OwnerKey, OwnerTotal>,
+    pub domains: BTreeMap<DomainKey, MemoryTotal>,
+    pub regions: Vec<RegionState>,
+}
+
+impl State {
+    /// One process's memory.
+    pub fn owner(&self, owner: OwnerKey) -> OwnerTotal {
+        self.owners.get(&owner).copied().unwrap_or_default()
+    }
+
+    /// How much memory we expect to be merged in all.
+    pub fn expected_bytes(&self) -> u64 {
+        self.owners.values().map(|owner| owner.memory.expected_bytes).sum()
+    }
+}
+
+/// What we're allowed to do, and whether we're doing it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Activity {
+    /// Seconds since the run began.
+    pub seconds: f64,
+    /// The configured governor.
+    pub governor: Governor,
+    /// The governor in force: the configured one, or `auto`'s choice.
+    pub in_force: Governor,
+    /// The share of a core that we may use.
+    #[serde(with = "as_fraction")]
+    pub allowed_share: Permyriad,
+    /// The share of a core used over the last ten seconds, 0 to 1.
+    pub used_share: f64,
+    pub paused: bool,
+    /// Whether we're reading or merging.
+    pub busy: bool,
+    /// Whether we may control KSM.
+    pub ksm_driven: bool,
+}
+
+/// Memory, and how much of it is merged.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MemoryState {
+    /// Memory of the machine that programs can get without swapping.
+    pub available_bytes: u64,
+    /// Anonymous memory in regions.
+    pub resident_bytes: u64,
+    /// The saving, `None` before the first count.
+    pub saved_bytes: Option<u64>,
+    /// How long ago we counted it.
+    pub saved_age_seconds: Option<f64>,
+    /// Memory needed if programs write to every merged page.
+    pub may_return_bytes: u64,
+    /// Memory that KSM saves on the machine, by its counters.
+    pub saved_machine_bytes: u64,
+    /// Roughly how many merged pages of exited processes KSM's counters contain until ksmd's next scan.
+    pub exited_bytes: u64,
+    /// Resident pages in marked spans.
+    pub marked_bytes: u64,
+    /// KSM's records for them.
+    pub metadata_bytes: u64,
+}
+
+impl MemoryState {
+    /// The saving less KSM's records. May be negative.
+    pub fn net_profit_bytes(&self) -> Option<i64> {
+        Some(difference(self.saved_bytes?, self.metadata_bytes))
+    }
+}
+
+/// Copies of merged pages, made because programs wrote them, on the whole machine.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CopyTotals {
+    pub copied_bytes: u64,
+    /// The most within 24 hours.
+    pub copied_worst_day_bytes: u64,
+}
+
+/// Headroom for COW.
+#[derive(Clone, Debug, Default)]
+pub struct ReserveState {
+    /// The most that programs took back within an hour of the last day.
+    pub likely_bytes: u64,
+    /// Address space unmarked because memory was short.
+    pub taken_back_bytes: u64,
+    pub machine: Room,
+    /// The limits without room for all copies or without headroom to merge more, the tightest first.
+    pub limits: Vec<LimitState>,
+    pub limits_overcommitted: usize,
+    pub limits_short: usize,
+    /// The limits without headroom to merge more.
+    pub full: BTreeSet<LimitKey>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct LimitState {
+    pub key: LimitKey,
+    pub room: Room,
+}
+
+/// Side effects since the run began, and failures.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Incidents {
+    /// Huge pages split on the machine.
+    pub splits: HugeSplits,
+    /// Huge pages collapsed again.
+    pub collapsed: u64,
+    /// Spans where the target refused or had ended.
+    pub refused_spans: u64,
+}
+
+/// Work since the run began, and its cost.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Work {
+    pub cpu_seconds: Cost,
+    pub pages_read: u64,
+    /// Scans that ksmd made for us.
+    pub scans: u64,
+    pub stops: u64,
+    pub longest_stop_us: f64,
+    pub total_stop_us: f64,
+    pub stop_lengths: StopLengths,
+    /// Global rounds completed.
+    pub rounds: u64,
+    pub index: IndexState,
+}
+
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct IndexState {
+    pub contents: usize,
+    /// Its memory.
+    pub bytes: u64,
+}
+
+/// Merged frames that we moved to another NUMA node.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct MoveTotals {
+    pub moved_pages: u64,
+    /// Frames that we couldn't move.
+    pub refused_pages: u64,
+    /// CPU time of moving.
+    pub move_seconds: f64,
+}
 
 /// One region. JSON only has its figures: `explain` puts keys, addresses and the next step into words.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -55,6 +228,19 @@ pub struct RegionState {
 }
 
 impl RegionState {
+    /// Its memory. On request we expect to merge the share of its pages that have a copy or are zeros.
+    pub fn memory(&self, mechanism: Mechanism) -> MemoryTotal {
+        let resident_bytes = self.resident.bytes().0;
+        MemoryTotal {
+            resident_bytes,
+            marked_bytes: self.marked.bytes().0,
+            expected_bytes: match mechanism {
+                Mechanism::Ksmd => self.expected.bytes().0,
+                Mechanism::Request => whole(resident_bytes as f64 * self.duplicate_ratio),
+            },
+        }
+    }
+
     /// The limit of a cgroup that leaves no headroom to merge more of it.
     pub fn full(&self) -> Option<LimitKey> {
         match self.decision.reason {
@@ -87,49 +273,57 @@ pub struct LevelTotal {
     pub resident: Pages,
 }
 
-/// The engine's state.
-#[derive(Clone, Debug)]
-pub struct State {
-    /// The configured governor.
-    pub governor: Governor,
-    /// The governor in force: the configured one, or `auto`'s choice.
-    pub in_force: Governor,
-    /// The share of a core that we may use.
-    pub top_share: Permyriad,
-    /// The share of a core used over the last ten seconds, 0 to 1.
-    pub used_share: f64,
-    /// Global rounds completed.
-    pub rounds: u64,
-    /// Whether we're reading or merging.
-    pub busy: bool,
-    pub paused: bool,
-    /// Whether we may control KSM.
-    pub drives_ksm: bool,
-    /// Whether memory of another trust domain is still marked. Until it's unmarked we mark and scan nothing.
-    pub foreign_marks: bool,
-    /// How scarce the machine's memory is.
-    pub memory: MemoryView,
-    /// Headroom for COW.
-    pub reserve: Reserve,
-    /// The saving, `None` before the first count.
-    pub saving: Option<Saving>,
-    /// Pages needed if programs write to every merged one.
-    pub may_return: Pages,
-    /// Pages that KSM saves on the machine, by its counters.
-    pub saved_machine: Pages,
-    /// Roughly how many merged pages of exited processes KSM's counters contain until ksmd's next scan.
-    pub exited: Pages,
-    /// Resident pages in marked spans.
-    pub marked: Pages,
-    /// Contents in the index.
-    pub index_entries: usize,
-    /// Memory of the index.
-    pub index_bytes: Bytes,
+/// How much memory has the same next step.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct VerbTotal {
+    #[serde(rename = "what")]
+    pub verb: Verb,
+    pub regions: usize,
+    #[serde(rename = "resident_bytes", with = "as_bytes")]
+    pub resident: Pages,
+    /// When the first of these decisions ends, if we know.
+    pub soonest_seconds: Option<f64>,
+}
+
+/// All regions, summed up in three ways.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct RegionTotals {
     pub kinds: Vec<KindTotal>,
-    /// Totals by level, from the top.
+    /// From the top.
     pub levels: Vec<LevelTotal>,
-    pub ledger: Ledger,
-    /// Where merged pages live, on a machine with several NUMA nodes.
-    pub placement: Option<PlacementSummary>,
-    pub regions: Vec<RegionState>,
+    /// In the order in which it happens. Steps without a region are left out.
+    pub next: Vec<VerbTotal>,
+}
+
+impl RegionTotals {
+    /// The memory with this next step, if there is any.
+    pub fn of_verb(&self, verb: Verb) -> Option<&VerbTotal> {
+        self.next.iter().find(|total| total.verb == verb)
+    }
+}
+
+/// The memory of some regions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryTotal {
+    pub resident_bytes: u64,
+    pub marked_bytes: u64,
+    /// How much of it we expect to be merged, the copies that stay included.
+    pub expected_bytes: u64,
+}
+
+impl AddAssign for MemoryTotal {
+    fn add_assign(&mut self, other: Self) {
+        self.resident_bytes += other.resident_bytes;
+        self.marked_bytes += other.marked_bytes;
+        self.expected_bytes += other.expected_bytes;
+    }
+}
+
+/// The memory of one process.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OwnerTotal {
+    pub regions: usize,
+    pub memory: MemoryTotal,
+    /// Its part of the saving, if we've counted that.
+    pub saved_bytes: u64,
 }

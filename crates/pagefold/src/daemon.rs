@@ -237,7 +237,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         let backend = &self.backend;
         let events = &mut self.active.events;
         let requested =
-            self.requests.serve(&mut self.engine, (&self.facts, events), |engine, run| backend.facts(engine, run));
+            self.requests.serve(&mut self.engine, &self.facts, events, |engine, run| backend.facts(engine, run));
         self.backend.carry_out(&mut self.orders, self.requests.take_orders(), &mut self.active.events);
         self.active.hear_audit(&self.progress);
         let reloaded = self.backend.reload(&mut self.active, &mut self.engine, &self.progress);

@@ -138,11 +138,10 @@ impl Backend for Simulated {
 
     fn facts(&self, engine: &Engine, run: RunFacts) -> Facts {
         let state = engine.state();
-        let tight = state.reserve.limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
-        let limited = tight.map(|(&key, _)| (key, self.limited_path(key))).collect();
+        let tight = state.reserve.limits.iter().filter(|limit| limit.room.state != RoomState::Enough);
+        let limited = tight.map(|limit| (limit.key, self.limited_path(limit.key))).collect();
         Facts {
             state,
-            scans: engine.scans(),
             injector_restarts: 0,
             targets: self.targets.clone(),
             domains: DOMAINS.map(str::to_owned).to_vec(),
@@ -483,8 +482,8 @@ fn what_holds_a_run_back_is_shown() {
     run.seconds(10);
     let mut facts = run.facts();
     facts.injector_restarts = 1;
-    facts.state.ledger.splits = HugeSplits { pages: 1_200, mappings: 31 };
-    facts.state.ledger.collapsed = 4;
+    facts.state.incidents.splits = HugeSplits { pages: 1_200, mappings: 31 };
+    facts.state.incidents.collapsed = 4;
     let mut status = Status::of(&facts);
     status.pid = PID;
     check("status-short.txt", &text(&status));

@@ -41,19 +41,24 @@ pub struct Moment {
 impl Moment {
     /// `None` while we don't know yet how much is saved.
     pub fn of(status: &Status, time: u64) -> Option<Self> {
-        let saved_bytes = if status.dry_run { Some(0) } else { status.saved_bytes }?;
+        let saved_bytes = if status.run.dry_run { Some(0) } else { status.memory.saved_bytes }?;
         Some(Self {
             time,
             pid: status.pid.into(),
-            dry_run: status.dry_run,
+            dry_run: status.run.dry_run,
             saved_bytes,
-            expected_bytes: status.processes.iter().map(|row| row.expected_bytes).sum(),
-            marked_bytes: status.marked_bytes,
-            resident_bytes: status.resident_bytes,
-            available_bytes: status.available_bytes,
-            pagefold_ns: status.cpu_seconds.pagefold_ns,
-            ksmd_ns: status.cpu_seconds.ksmd_ns,
+            expected_bytes: status.expected_bytes(),
+            marked_bytes: status.memory.marked_bytes,
+            resident_bytes: status.memory.resident_bytes,
+            available_bytes: status.memory.available_bytes,
+            pagefold_ns: status.work.cpu_seconds.pagefold_ns,
+            ksmd_ns: status.work.cpu_seconds.ksmd_ns,
         })
+    }
+
+    /// How much the run saved, or a dry run would have.
+    pub fn result_bytes(&self) -> u64 {
+        if self.dry_run { self.expected_bytes } else { self.saved_bytes }
     }
 }
 

@@ -12,7 +12,7 @@ use pagefold_engine::units::{Pages, Permyriad, Vpn};
 use pagefold_sim::{Costs, Knobs, SimHost, Step, scenario};
 
 fn kind_of_most(sim: &Machine) -> Kind {
-    sim.engine.state().kinds.iter().max_by_key(|total| total.resident).unwrap().kind
+    sim.engine.state().totals.kinds.iter().max_by_key(|total| total.resident).unwrap().kind
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn auto_is_quiet_until_memory_is_scarce() {
     sim.set_memory(memory(10));
     sim.run(20);
     assert!(sim.saved().0 > 512 * MIB * 99 / 100, "{} saved", sim.saved().0);
-    assert_eq!(sim.engine.state().in_force, Governor::Full);
+    assert_eq!(sim.engine.state().activity.in_force, Governor::Full);
 }
 
 #[test]

@@ -41,7 +41,7 @@ fn on_request_only_zeros_are_named() {
     let expected = (2 * 32 * (9_000 + 2_000 + 500) / 10_000 + 16) * MIB;
     assert!(ksm.zero.0 * 100 >= expected * 95, "{} of {expected}", ksm.zero.0);
     assert_eq!((sim.log.marks, sim.log.orders), (0, 0));
-    assert_eq!(sim.engine.state().index_entries, 0, "other contents are not remembered");
+    assert_eq!(sim.engine.state().work.index.contents, 0, "other contents are not remembered");
 }
 
 /// Everything, as long as nothing else is asked for.

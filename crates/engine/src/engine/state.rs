@@ -1,62 +1,170 @@
 //! Collects all figures that we show to people.
 
 use super::Engine;
-use crate::decision::Kind;
+use crate::config::Only;
+use crate::decision::{Kind, Verb};
 use crate::governor::WINDOW_NS;
-use crate::ledger::Ledger;
+use crate::host::Mechanism;
+use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::region::Region;
-use crate::state::{KindTotal, LevelTotal, RegionState, State};
-use crate::units::{Bytes, Pages, count};
+use crate::reserve::RoomState;
+use crate::state::{
+    Activity, CopyTotals, Incidents, IndexState, KindTotal, LevelTotal, LimitState, MemoryState, MemoryTotal,
+    MoveTotals, OwnerTotal, RegionState, RegionTotals, ReserveState, State, VerbTotal, Work,
+};
+use crate::units::{PAGE_BYTES, Pages, count};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// Next steps, in the order in which they happen.
+const VERBS: [Verb; 7] = [Verb::Read, Verb::Mark, Verb::Merge, Verb::Sample, Verb::Wait, Verb::Watch, Verb::Leave];
 
 pub(super) fn state(engine: &Engine) -> State {
-    let table = &engine.table;
     let ledger = &engine.ledger;
+    let regions = regions(engine);
+    let mut all = MemoryTotal::default();
+    let mut owners: BTreeMap<_, OwnerTotal> = BTreeMap::new();
+    let mut domains: BTreeMap<_, MemoryTotal> = BTreeMap::new();
+    for region in &regions {
+        let memory = region.memory(engine.config.mechanism);
+        all += memory;
+        *domains.entry(region.domain).or_default() += memory;
+        let owner = owners.entry(region.owner).or_default();
+        owner.regions += 1;
+        owner.memory += memory;
+    }
+    if let Some(saving) = engine.saving() {
+        for &owner in saving.by_owner.keys() {
+            owners.entry(owner).or_default().saved_bytes = saving.of(owner).bytes().0;
+        }
+    }
+    let others: Pages = regions.iter().map(|region| region.other).sum();
+    let merges_zeros = engine.config.only == Only::Zeros && engine.config.mechanism == Mechanism::Ksmd;
+    State {
+        now_ns: ledger.now_ns,
+        activity: activity(engine),
+        memory: memory(engine, all),
+        other_bytes: merges_zeros.then_some(others.bytes().0),
+        foreign_marks: engine.snapshot.foreign_marks,
+        copies: CopyTotals {
+            copied_bytes: ledger.copies.total.bytes().0,
+            copied_worst_day_bytes: ledger.copies.worst_day.bytes().0,
+        },
+        reserve: reserve(engine, &regions),
+        incidents: Incidents { splits: ledger.splits, collapsed: ledger.collapsed, refused_spans: ledger.refused },
+        work: work(engine),
+        requests: ledger.requests,
+        placement: engine.placer.summary().cloned(),
+        moves: MoveTotals {
+            moved_pages: ledger.moved.0,
+            refused_pages: ledger.not_moved.0,
+            move_seconds: seconds(ledger.move_ns),
+        },
+        totals: totals(engine, &regions),
+        owners,
+        domains,
+        regions,
+    }
+}
+
+fn activity(engine: &Engine) -> Activity {
+    Activity {
+        seconds: seconds(engine.ledger.now_ns - engine.ledger.began_ns),
+        governor: engine.config.governor,
+        in_force: engine.spending.governor,
+        allowed_share: engine.pace().top,
+        used_share: engine.spending.total.spent_ns(WINDOW_NS) as f64 / WINDOW_NS as f64,
+        paused: engine.spending.paused,
+        busy: engine.is_busy(),
+        ksm_driven: engine.snapshot.ksm.ours,
+    }
+}
+
+fn memory(engine: &Engine, all: MemoryTotal) -> MemoryState {
+    let ledger = &engine.ledger;
+    let saving = engine.saving();
+    MemoryState {
+        available_bytes: engine.snapshot.memory.available.bytes().0,
+        resident_bytes: all.resident_bytes,
+        saved_bytes: saving.map(|saving| saving.saved.bytes().0),
+        saved_age_seconds: saving.map(|saving| seconds(ledger.now_ns - saving.counted_ns)),
+        may_return_bytes: engine.returns_at_worst().bytes().0,
+        saved_machine_bytes: ledger.saved_machine.bytes().0,
+        exited_bytes: ledger.exited.bytes().0,
+        marked_bytes: all.marked_bytes,
+        metadata_bytes: all.marked_bytes / PAGE_BYTES * METADATA_BYTES_PER_PAGE,
+    }
+}
+
+fn reserve(engine: &Engine, regions: &[RegionState]) -> ReserveState {
+    let mut state = ReserveState {
+        likely_bytes: engine.room.reserve.likely().bytes().0,
+        taken_back_bytes: engine.ledger.taken_back.bytes().0,
+        machine: *engine.room.reserve.machine(),
+        full: regions.iter().filter_map(RegionState::full).collect(),
+        ..ReserveState::default()
+    };
+    for (&key, &room) in engine.room.reserve.limits() {
+        match room.state {
+            RoomState::Enough => {}
+            RoomState::Overcommitted => state.limits_overcommitted += 1,
+            RoomState::Short => state.limits_short += 1,
+        }
+        if room.state != RoomState::Enough || state.full.contains(&key) {
+            state.limits.push(LimitState { key, room });
+        }
+    }
+    state.limits.sort_by_key(|limit| (Reverse(limit.room.state), limit.room.left));
+    state
+}
+
+fn work(engine: &Engine) -> Work {
+    let ledger = &engine.ledger;
+    Work {
+        cpu_seconds: ledger.cost,
+        pages_read: ledger.pages_read,
+        scans: engine.scans(),
+        stops: ledger.stops,
+        longest_stop_us: ledger.longest_stop_ns as f64 / 1e3,
+        total_stop_us: ledger.total_stop_ns as f64 / 1e3,
+        stop_lengths: ledger.stop_lengths,
+        rounds: engine.ladder.rounds(),
+        index: IndexState { contents: engine.contents.index.len(), bytes: count(engine.contents.index.bytes()) },
+    }
+}
+
+fn totals(engine: &Engine, regions: &[RegionState]) -> RegionTotals {
     let pace = engine.pace();
-    let sampled = table.sampled();
     let mut kinds = Kind::ALL.map(|kind| KindTotal { kind, regions: 0, resident: Pages(0) });
+    let mut next = VERBS.map(|verb| VerbTotal { verb, regions: 0, resident: Pages(0), soonest_seconds: None }).to_vec();
     let mut levels = Vec::new();
     for level in (1..=engine.ladder.levels()).rev() {
         let share = engine.ladder.share(level, pace, &engine.config);
         levels.push(LevelTotal { level, share, regions: 0, resident: Pages(0) });
     }
-    let mut regions = Vec::new();
-    for region in table.iter() {
-        let region = of_region(engine, region, sampled);
-        for total in kinds.iter_mut().filter(|total| total.kind == region.kind) {
+    for region in regions {
+        if let Some(total) = kinds.iter_mut().find(|total| total.kind == region.kind) {
             total.regions += 1;
             total.resident += region.resident;
         }
-        for total in levels.iter_mut().filter(|total| total.level == region.level) {
+        if let Some(total) = levels.iter_mut().find(|total| total.level == region.level) {
             total.regions += 1;
             total.resident += region.resident;
         }
-        regions.push(region);
+        if let Some(total) = next.iter_mut().find(|total| total.verb == region.decision.verb) {
+            total.regions += 1;
+            total.resident += region.resident;
+            let left = region.decision.seconds_left(engine.ledger.now_ns);
+            total.soonest_seconds = left.into_iter().chain(total.soonest_seconds).min_by(f64::total_cmp);
+        }
     }
-    State {
-        governor: engine.config.governor,
-        in_force: engine.spending.governor,
-        top_share: pace.top,
-        used_share: engine.spending.total.spent_ns(WINDOW_NS) as f64 / WINDOW_NS as f64,
-        rounds: engine.ladder.rounds(),
-        busy: engine.is_busy(),
-        paused: engine.spending.paused,
-        drives_ksm: engine.snapshot.ksm.ours,
-        foreign_marks: engine.snapshot.foreign_marks,
-        memory: engine.snapshot.memory,
-        reserve: engine.room.reserve.clone(),
-        saving: engine.saving().cloned(),
-        may_return: engine.returns_at_worst(),
-        saved_machine: ledger.saved_machine,
-        exited: ledger.exited,
-        marked: table.iter().map(Region::marked_resident).sum(),
-        index_entries: engine.contents.index.len(),
-        index_bytes: Bytes(count(engine.contents.index.bytes())),
-        kinds: kinds.to_vec(),
-        levels,
-        ledger: Ledger { curve: Vec::new(), ..ledger.clone() },
-        placement: engine.placer.summary().cloned(),
-        regions,
-    }
+    next.retain(|total| total.regions > 0);
+    RegionTotals { kinds: kinds.to_vec(), levels, next }
+}
+
+fn regions(engine: &Engine) -> Vec<RegionState> {
+    let sampled = engine.table.sampled();
+    engine.table.iter().map(|region| of_region(engine, region, sampled)).collect()
 }
 
 fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
@@ -76,7 +184,7 @@ fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
         level: region.life.level(),
         kind: evidence.kind,
         decision: region.decision,
-        age_seconds: (engine.snapshot.now_ns - region.seen_ns) as f64 / 1e9,
+        age_seconds: seconds(engine.snapshot.now_ns - region.seen_ns),
         duplicate_ratio: evidence.ratio,
         duplicate_range: evidence.range,
         exact: evidence.exact,
@@ -85,4 +193,8 @@ fn of_region(engine: &Engine, region: &Region, sampled: f64) -> RegionState {
         expected: marks.duplicate,
         other,
     }
+}
+
+fn seconds(ns: u64) -> f64 {
+    ns as f64 / 1e9
 }

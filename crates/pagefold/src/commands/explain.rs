@@ -109,16 +109,21 @@ fn print(json: bool, explanation: &Explanation) -> Result<u8> {
 
 /// Explains a Xen guest by the daemon's facts.
 pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
-    let is = |target: &&TargetFacts| target.name == guest || guest.parse() == Ok(target.pid);
-    let Some(target) = facts.targets.iter().find(is).filter(|_| facts.xen.is_some()) else { return begun(facts, 0) };
+    let number = guest.parse();
+    let target = facts.targets.iter().find(|target| target.name == guest || number == Ok(target.pid));
+    let Some(target) = target.filter(|_| facts.xen.is_some()) else { return begun(facts, 0) };
     let mut explanation = begun(facts, target.pid);
-    explanation.see_target(target);
-    let own = facts.state.regions.iter().filter(|region| region.owner == target.owner);
-    explanation.regions = own.map(|region| row_of(region, facts, "guest memory".to_owned(), None)).collect();
+    explanation.see_target(target, facts);
+    for region in regions_of(facts, target) {
+        explanation.regions.push(row_of(region, facts, "guest memory".to_owned(), None));
+    }
     explanation.regions.sort_by_key(|row| Reverse(row.figures.resident));
-    explanation.resident_bytes = explanation.regions.iter().map(|row| row.figures.resident.bytes().0).sum();
     explanation.guest = true;
     explanation
+}
+
+fn regions_of<'a>(facts: &'a Facts, target: &'a TargetFacts) -> impl Iterator<Item = &'a RegionState> + Clone {
+    facts.state.regions.iter().filter(|region| region.owner == target.owner)
 }
 
 /// An explanation with nothing but the daemon's own facts.
@@ -127,9 +132,9 @@ fn begun(facts: &Facts, pid: i32) -> Explanation {
         schema: SCHEMA.to_owned(),
         pid,
         scope: facts.run.scope.clone(),
-        paused: facts.state.paused,
+        paused: facts.state.activity.paused,
         dry_run: facts.run.dry_run,
-        levels: facts.state.levels.len(),
+        levels: facts.state.totals.levels.len(),
         ..Explanation::default()
     }
 }
@@ -139,36 +144,41 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     // Guest numbers aren't pids.
     let target = facts.targets.iter().find(|target| target.pid == pid && facts.xen.is_none());
     let Some(target) = target else { return Ok(begun(facts, pid)) };
-    let tell = |error: ReadError| format!("{error}; look with ps");
-    let process = Process::open(pid).map_err(tell)?;
+    let process = Process::open(pid).map_err(|error| look_with_ps(&error))?;
     if process.start_time_ticks() != target.start_time_ticks {
         return Err(format!("process {pid} has ended, and its pid was reused; try again"));
     }
-    let exe = exe_of(&process).map_err(tell)?;
-    let details = read_smaps_named(&process).map_err(tell)?;
+    let exe = exe_of(&process).map_err(|error| look_with_ps(&error))?;
+    let details = read_smaps_named(&process).map_err(|error| look_with_ps(&error))?;
     Ok(of_target(facts, target, exe, &details))
+}
+
+fn look_with_ps(error: &ReadError) -> String {
+    format!("{error}; look with ps")
 }
 
 /// The same, given its executable and its mappings.
 pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<PathBuf>, details: &[VmaDetail]) -> Explanation {
     let mut explanation = begun(facts, target.pid);
-    explanation.see_target(target);
+    explanation.see_target(target, facts);
     explanation.notes = target.to_unmark.iter().map(words::to_unmark).chain(target.notes.iter().cloned()).collect();
     explanation.numa = facts.places().and_then(|places| places.process(target.pid).cloned());
-    let regions: Vec<&RegionState> = facts.state.regions.iter().filter(|region| region.owner == target.owner).collect();
     explanation.see(exe, details);
-    for region in &regions {
-        explanation.regions.push(row(region, facts, details, explanation.program().as_slice()));
+    let program = explanation.program();
+    let regions = regions_of(facts, target);
+    for region in regions.clone() {
+        explanation.regions.push(row(region, facts, details, &program));
     }
     explanation.regions.sort_by_key(|row| Reverse(row.figures.resident));
-    explanation.resident_bytes = regions.iter().map(|region| region.resident.bytes().0).sum();
-    if explanation.left_alone.is_none() {
-        let is_seen = |detail: &VmaDetail| {
-            let (first, end) = (detail.vma.first(), detail.vma.first() + detail.vma.pages().0);
-            regions.iter().any(|region| region.first < end && first < region.first + region.pages.0)
-        };
-        let unseen = details.iter().filter(|detail| vma_exclusion(detail).is_none() && !is_seen(detail));
-        explanation.unseen_bytes = unseen.map(|detail| detail.anonymous_kib << 10).sum();
+    if explanation.left_alone.is_some() {
+        return explanation;
+    }
+    for detail in details.iter().filter(|detail| vma_exclusion(detail).is_none()) {
+        let first = detail.vma.first();
+        let end = first + detail.vma.pages().0;
+        if !regions.clone().any(|region| region.first < end && first < region.first + region.pages.0) {
+            explanation.unseen_bytes += detail.anonymous_kib << 10;
+        }
     }
     explanation
 }
@@ -208,8 +218,9 @@ fn not_readable(error: &ReadError) -> Exit {
 }
 
 impl Explanation {
-    fn see_target(&mut self, target: &TargetFacts) {
+    fn see_target(&mut self, target: &TargetFacts, facts: &Facts) {
         self.in_scope = true;
+        self.resident_bytes = facts.state.owner(target.owner).memory.resident_bytes;
         self.name.clone_from(&target.name);
         self.left_alone.clone_from(&target.left_alone);
     }
@@ -238,7 +249,8 @@ impl Explanation {
 }
 
 fn row(region: &RegionState, facts: &Facts, details: &[VmaDetail], program: &[u8]) -> Row {
-    let (start, end) = (region.first.address(), region.first.address() + region.pages.bytes().0);
+    let start = region.first.address();
+    let end = start + region.pages.bytes().0;
     // Its first mapping: a region is one mapping, or neighbours that differ only in their marks.
     let mapping = details.iter().find(|detail| detail.vma.start < end && start < detail.vma.end);
     let kind = mapping.map_or("unmapped meanwhile".to_owned(), |detail| kind_of(&detail.vma, program).to_string());
@@ -246,14 +258,14 @@ fn row(region: &RegionState, facts: &Facts, details: &[VmaDetail], program: &[u8
 }
 
 fn row_of(region: &RegionState, facts: &Facts, mapping: String, file: Option<String>) -> Row {
-    let (start, end) = (region.first.address(), region.first.address() + region.pages.bytes().0);
+    let start = region.first.address();
     Row {
-        range: range(start, end),
+        range: range(start, start + region.pages.bytes().0),
         mapping,
         file,
         figures: region.clone(),
         next: region.decision.verb.to_string(),
-        wait_seconds: region.decision.seconds_left(facts.state.ledger.now_ns),
+        wait_seconds: region.decision.seconds_left(facts.state.now_ns),
         sentence: words::sentence(region, facts),
     }
 }

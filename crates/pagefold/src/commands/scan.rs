@@ -17,11 +17,11 @@ use anyhow::{Context, Result};
 use map::{Map, part_of};
 use pagefold_engine::host::{MergedSample, PageState};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
-use pagefold_engine::ledger::Ledger;
 use pagefold_engine::placement::placer::summarize;
 use pagefold_engine::placement::policy::{Latencies, Placement};
 use pagefold_engine::sampling::census::choose::first_fraction;
 use pagefold_engine::sampling::census::{Census, Findings};
+use pagefold_engine::state::MoveTotals;
 use pagefold_engine::units::Vpn;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_procmem::memory::{Contents, PageReader, ReadHow};
@@ -301,7 +301,7 @@ impl ProcessMemory {
             }
         }
         let places = summarize(&merged, &owners, &nodes, Latencies::default());
-        Ok(Some(PlacementView::of(&places, &Ledger::default(), |owner| {
+        Ok(Some(PlacementView::of(&places, MoveTotals::default(), |owner| {
             let scoped = &processes.get(owner.0 as usize)?.scoped;
             Some((scoped.process.pid(), scoped.name.clone()))
         })))

@@ -102,11 +102,12 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     let (sender, answers) = sync_channel(1);
     let asked = Arc::clone(&explained);
     let history = args.history.clone();
-    std::thread::spawn(move || poll(&asked, (&history, since), &sender));
+    std::thread::spawn(move || poll(&asked, &history, since, &sender));
     let screen = Screen::take()?;
     end_on_signals()?;
     let mut top = Top::new(colours());
-    (top.history, top.since) = (moments, since);
+    top.history = moments;
+    top.since = since;
     top.now = history::now();
     if args.since.is_some() {
         top.view = View::History;
@@ -132,7 +133,7 @@ fn end() -> ! {
 }
 
 /// Asks until nobody listens.
-fn poll(explained: &AtomicI32, (history, since): (&Path, Duration), answers: &SyncSender<Answer>) {
+fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSender<Answer>) {
     let mut read = Instant::now();
     loop {
         let history = (read.elapsed() >= HISTORY_INTERVAL).then(|| moments(history, since));
@@ -160,8 +161,13 @@ fn poll(explained: &AtomicI32, (history, since): (&Path, Duration), answers: &Sy
 
 /// The workload of each process in a status.
 fn workloads(status: Option<&Status>) -> BTreeMap<i32, String> {
-    let pids = status.iter().flat_map(|status| &status.processes).map(|row| row.pid);
-    pids.filter_map(|pid| Some((pid, workload_of(pid)?.to_string()))).collect()
+    let mut workloads = BTreeMap::new();
+    for row in status.iter().flat_map(|status| &status.programs.processes) {
+        if let Some(workload) = workload_of(row.pid) {
+            workloads.insert(row.pid, workload.to_string());
+        }
+    }
+    workloads
 }
 
 fn moments(path: &Path, since: Duration) -> Moments {
@@ -176,7 +182,8 @@ fn also(error: &anyhow::Error, problem: &str) -> anyhow::Error {
 
 fn write_page(args: &TopArgs, file: &Path) -> Result<u8> {
     let since = args.since.unwrap_or(SINCE_PAGE);
-    let (found, moments) = (ask::<Status>(&Request::Status), moments(&args.history, since));
+    let found = ask::<Status>(&Request::Status);
+    let moments = moments(&args.history, since);
     let status = match (found, &moments) {
         (Ok(status), _) => Some(status),
         (Err(_), Ok(moments)) if !moments.is_empty() => None,

@@ -12,13 +12,12 @@ use pagefold_engine::config::Config;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::keys::{DomainKey, LimitKey, OwnerKey};
-use pagefold_engine::reserve::RoomState;
-use pagefold_engine::state::{RegionState, State};
+use pagefold_engine::state::State;
 use pagefold_host::live::LiveHost;
 use pagefold_host::os::wake::Sleeper;
 use pagefold_host::scope::Selector;
 use pagefold_host::scope::kept_out::{Entry, Verdict};
-use pagefold_host::targets::PendingUnmark;
+use pagefold_host::targets::{PendingUnmark, Target};
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
@@ -38,7 +37,6 @@ const LIMIT: Duration = Duration::from_secs(15);
 #[derive(Debug)]
 pub struct Facts {
     pub state: State,
-    pub scans: u64,
     pub injector_restarts: u32,
     pub targets: Vec<TargetFacts>,
     /// The names of the trust domains, by key.
@@ -134,17 +132,25 @@ pub struct RunFacts {
 impl RunFacts {
     /// The facts of a run that begins.
     pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
-        let (scope, selectors, config) = (scope.to_string(), scope.spec().0.into(), config.clone());
-        Self { scope, selectors, dry_run, config, stood_down: None, audit_lost: 0, events: Vec::new() }
+        Self {
+            scope: scope.to_string(),
+            selectors: scope.spec().0.into(),
+            dry_run,
+            config: config.clone(),
+            stood_down: None,
+            audit_lost: 0,
+            events: Vec::new(),
+        }
     }
 }
 
-/// Why we haven't looked at a process.
-const YOUNG: &str = "Not looked at yet: processes like it have ended soon, before merging them would have paid.";
-
-impl Facts {
-    pub fn of(engine: &Engine, host: &LiveHost, run: RunFacts) -> Self {
-        let targets = host.targets().map(|target| TargetFacts {
+impl From<&Target> for TargetFacts {
+    fn from(target: &Target) -> Self {
+        let mut notes = target.notes.clone();
+        if target.on_probation {
+            notes.push(YOUNG.to_owned());
+        }
+        Self {
             owner: target.owner,
             pid: target.pid(),
             start_time_ticks: target.info.process.start_time_ticks(),
@@ -157,41 +163,58 @@ impl Facts {
             left_alone: target.exclusion.as_ref().map(ToString::to_string),
             reason: target.exclusion.as_ref().map(reason_of),
             to_unmark: target.pending.as_ref().map(ToUnmark::from),
-            notes: target.notes.iter().cloned().chain(target.on_probation.then(|| YOUNG.to_owned())).collect(),
-        });
-        let (domains, merged_domain) = (host.domains().to_vec(), host.merged_domain().cloned());
+            notes,
+        }
+    }
+}
+
+/// Why we haven't looked at a process.
+const YOUNG: &str = "Not looked at yet: processes like it have ended soon, before merging them would have paid.";
+
+impl Facts {
+    pub fn of(engine: &Engine, host: &LiveHost, run: RunFacts) -> Self {
         let state = engine.state();
-        let tight = engine.reserve().limits().iter().filter(|(_, room)| room.state != RoomState::Enough);
-        let full = state.regions.iter().filter_map(RegionState::full);
         let mut limited = BTreeMap::new();
-        for key in tight.map(|(&key, _)| key).chain(full) {
+        let tight = state.reserve.limits.iter().map(|limit| limit.key);
+        for key in tight.chain(state.reserve.full.iter().copied()) {
             if let Some(dir) = host.limited_cgroup(key) {
-                limited.entry(key).or_insert_with(|| printable(dir.as_os_str().as_bytes()));
+                limited.insert(key, printable(dir.as_os_str().as_bytes()));
             }
         }
-        let (scans, injector_restarts) = (engine.scans(), host.injector_restarts());
-        let targets = targets.collect();
-        let kept_out = host.kept_out().entries().iter().map(KeptOutRow::from).collect();
-        Self { state, scans, injector_restarts, targets, domains, merged_domain, kept_out, limited, run, xen: None }
+        Self {
+            state,
+            injector_restarts: host.injector_restarts(),
+            targets: host.targets().map(TargetFacts::from).collect(),
+            domains: host.domains().to_vec(),
+            merged_domain: host.merged_domain().cloned(),
+            kept_out: host.kept_out().entries().iter().map(KeptOutRow::from).collect(),
+            limited,
+            run,
+            xen: None,
+        }
     }
 
     /// Where merged pages are, on a machine with several memory nodes.
     pub fn places(&self) -> Option<PlacementView> {
-        let name_of = |owner| {
+        Some(PlacementView::of(self.state.placement.as_ref()?, self.state.moves, |owner| {
             let target = self.targets.iter().find(|target| target.owner == owner)?;
             Some((target.pid, target.name.clone()))
-        };
-        Some(PlacementView::of(self.state.placement.as_ref()?, &self.state.ledger, name_of))
+        }))
+    }
+
+    /// Marked memory that must be unmarked and couldn't be yet.
+    pub fn to_unmark_bytes(&self) -> u64 {
+        self.targets.iter().filter_map(|target| target.to_unmark.as_ref()).map(|to_unmark| to_unmark.bytes).sum()
     }
 
     pub fn control_state(&self) -> ControlState {
         ControlState {
             schema: SCHEMA.to_owned(),
             pid: std::process::id(),
-            governor: self.state.governor,
-            in_force: self.state.in_force,
-            allowed_share: self.state.top_share.fraction(),
-            paused: self.state.paused,
+            governor: self.state.activity.governor,
+            in_force: self.state.activity.in_force,
+            allowed_share: self.state.activity.allowed_share.fraction(),
+            paused: self.state.activity.paused,
         }
     }
 }
@@ -263,10 +286,12 @@ impl RequestQueue {
     pub fn serve(
         &mut self,
         engine: &mut Engine,
-        (run, events): (&RunFacts, &mut Events),
+        run: &RunFacts,
+        events: &mut Events,
         facts: impl FnOnce(&Engine, RunFacts) -> Facts,
     ) -> Option<Governor> {
-        let (mut chosen, was_paused) = (None, self.paused);
+        let mut chosen = None;
+        let was_paused = self.paused;
         // We clear the flag first: a request that comes later sets it again.
         self.woken.store(false, Ordering::SeqCst);
         let mut ready = std::mem::take(&mut self.changes);
@@ -331,15 +356,17 @@ impl RequestSender {
 
     /// `todo` tells the user what to do if the run is ending.
     fn ask<T>(&self, message: Message, answer: &Receiver<T>, todo: &str) -> Result<T, String> {
-        let ending = || format!("the run is ending; {todo}");
-        self.messages.send(message).map_err(|_| ending())?;
+        let ending = format!("the run is ending; {todo}");
+        if self.messages.send(message).is_err() {
+            return Err(ending);
+        }
         let end = Instant::now() + LIMIT;
         loop {
             // The main loop's thread lives as long as the process.
             let _ = self.sleeper.wake();
             match answer.recv_timeout(WAKE_INTERVAL) {
                 Ok(answer) => return Ok(answer),
-                Err(RecvTimeoutError::Disconnected) => return Err(ending()),
+                Err(RecvTimeoutError::Disconnected) => return Err(ending),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < end => {}
                 Err(RecvTimeoutError::Timeout) => {
                     return Err(format!("the run has not finished its cycle within {} s; try again", LIMIT.as_secs()));

@@ -4,12 +4,11 @@
 //! configuration. They name no program, process, address or trust domain.
 
 use super::text::{Kind, Sample, append};
-use crate::commands::status::Status;
 use crate::commands::status::groups::ScopeRow;
-use crate::commands::status::room::ReserveView;
+use crate::commands::status::{Doing, Status};
+use crate::output::requests::RequestsView;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::reserve::RoomState;
-use pagefold_engine::state::KindTotal;
 use pagefold_engine::stops::LENGTHS_NS;
 use pagefold_engine::units::PAGE_BYTES;
 use serde::Serialize;
@@ -43,38 +42,38 @@ pub const FAMILIES: &[Family] = &[
         vec![sample(&[("version", env!("CARGO_PKG_VERSION"))], 1.0)]
     }).by(&["version"]),
     gauge("pagefold_run_info", "Settings of the run; always 1", |status| {
-        let mechanism = name_of(status.mechanism).unwrap_or_default();
-        let dry_run = status.dry_run.to_string();
-        let labels = [("dry_run", &*dry_run), ("governor", &status.governor.to_string()), ("mechanism", &*mechanism)];
-        vec![sample(&labels, 1.0)]
+        let dry_run = status.run.dry_run.to_string();
+        let governor = status.activity.governor.to_string();
+        let mechanism = name_of(status.run.mechanism);
+        vec![sample(&[("dry_run", &dry_run), ("governor", &governor), ("mechanism", &mechanism)], 1.0)]
     }).by(&["dry_run", "governor", "mechanism"]),
-    gauge("pagefold_uptime_seconds", "Time since the run began", |status| one(status.seconds)),
+    gauge("pagefold_uptime_seconds", "Time since the run began", |status| one(status.activity.seconds)),
     gauge(
         "pagefold_saved_bytes",
         "Memory that the processes in scope would need if nothing were merged, less what they need; absent until it is counted",
-        |status| status.saved_bytes.map_or(Vec::new(), |saved| one(float(saved))),
+        |status| one_if(status.memory.saved_bytes.map(float)),
     ),
     gauge("pagefold_metadata_bytes", "Kernel memory for what the run has marked", |status| {
-        one(float(status.metadata_bytes))
+        one(float(status.memory.metadata_bytes))
     }),
     gauge("pagefold_net_profit_bytes", "Saved memory less metadata; may be negative", |status| {
-        status.saved_bytes.map_or(Vec::new(), |saved| one(float(saved) - float(status.metadata_bytes)))
+        one_if(status.memory.net_profit_bytes().map(|bytes| bytes as f64))
     }),
     gauge(
         "pagefold_may_return_bytes",
         "Memory that is needed if programs write to all merged pages",
-        |status| one(float(status.may_return_bytes)),
+        |status| one(float(status.memory.may_return_bytes)),
     ),
     gauge("pagefold_available_bytes", "Memory of the machine that programs can get without swapping", |status| {
-        one(float(status.available_bytes))
+        one(float(status.memory.available_bytes))
     }),
     counter(
         "pagefold_copied_bytes_total",
         "Copies of merged pages because they were written or unmerged, on the whole machine",
-        |status| one(float(status.copied_bytes)),
+        |status| one(float(status.copies.copied_bytes)),
     ),
     gauge("pagefold_copied_worst_day_bytes", "The most such copies within 24 hours of the run", |status| {
-        one(float(status.copied_worst_day_bytes))
+        one(float(status.copies.copied_worst_day_bytes))
     }),
     gauge(
         "pagefold_likely_return_bytes",
@@ -92,121 +91,102 @@ pub const FAMILIES: &[Family] = &[
     gauge(
         "pagefold_room",
         "1 for the room on the machine: enough for all that can come back, overcommitted, or short of the reserve",
-        |status| {
-            let states = [RoomState::Enough, RoomState::Overcommitted, RoomState::Short];
-            let row = |state| Some(sample(&[("state", &name_of(state)?)], flag(state == status.reserve.machine.state)));
-            states.into_iter().filter_map(row).collect()
-        },
+        room,
     ).by(&["state"]),
     gauge(
         "pagefold_tight_limits",
         "Memory limits of cgroups in scope that are overcommitted or short of memory",
-        |status| {
-            let ReserveView { limits_overcommitted, limits_short, .. } = &status.reserve;
-            let rows = [(RoomState::Overcommitted, limits_overcommitted), (RoomState::Short, limits_short)];
-            let row = |(state, number): (_, &usize)| Some(sample(&[("state", &name_of(state)?)], *number as f64));
-            rows.into_iter().filter_map(row).collect()
-        },
+        tight_limits,
     ).by(&["state"]),
     counter("pagefold_taken_back_bytes_total", "Address space unmarked because memory was short", |status| {
         one(float(status.reserve.taken_back_bytes))
     }),
     gauge("pagefold_resident_bytes", "Anonymous memory in scope that is not left alone", |status| {
-        one(float(status.resident_bytes))
+        one(float(status.memory.resident_bytes))
     }),
     gauge("pagefold_marked_bytes", "Resident memory in what is marked; in a dry run, that would be", |status| {
-        one(float(status.marked_bytes))
+        one(float(status.memory.marked_bytes))
     }),
     gauge("pagefold_to_unmark_bytes", "Marked address space that must be unmarked and could not be yet", |status| {
         one(float(status.to_unmark_bytes))
     }),
     gauge("pagefold_kind_resident_bytes", "Resident memory in scope by kind of region", |status| {
-        let row = |row: &KindTotal| Some(sample(&[("kind", &name_of(row.kind)?)], float(row.resident.bytes().0)));
-        status.kinds.iter().filter_map(row).collect()
+        let kinds = status.totals.kinds.iter();
+        kinds.map(|row| sample(&[("kind", &name_of(row.kind))], float(row.resident.bytes().0))).collect()
     }).by(&["kind"]),
     gauge("pagefold_scope_processes", "Processes in scope, by the selector that they fit", |status| {
         of_scopes(status, |row| row.processes as u64)
     }).by(&["kind", "scope"]),
     gauge("pagefold_scope_resident_bytes", "Resident memory in scope, by selector", |status| {
-        of_scopes(status, |row| row.resident_bytes)
+        of_scopes(status, |row| row.memory.resident_bytes)
     }).by(&["kind", "scope"]),
     gauge(
         "pagefold_scope_expected_bytes",
         "Duplicates in what is marked, or on request in all memory, by selector; no values if there are several trust domains",
         // Others mustn't learn what the programs of one domain have in common.
-        |status| if status.domains.len() > 1 { Vec::new() } else { of_scopes(status, |row| row.expected_bytes) },
+        |status| match status.programs.domains.len() {
+            0 | 1 => of_scopes(status, |row| row.memory.expected_bytes),
+            _ => Vec::new(),
+        },
     ).by(&["kind", "scope"]),
     gauge("pagefold_processes", "Processes in scope that are not left alone", |status| {
-        one(status.processes.iter().filter(|row| row.left_alone.is_none()).count() as f64)
+        one(status.programs.not_left_alone() as f64)
     }),
     gauge("pagefold_left_out_processes", "Processes in scope that are left alone, by reason", |status| {
-        status.left_out.iter().map(|row| sample(&[("reason", &row.reason)], row.processes as f64)).collect()
+        let reasons = status.programs.left_out.iter();
+        reasons.map(|row| sample(&[("reason", &row.reason)], row.processes as f64)).collect()
     }).by(&["reason"]),
     counter(
         "pagefold_cpu_seconds_total",
         "CPU time by part: pagefold without its injector (on request with the kernel's merging), the injector, ksmd",
         |status| {
-            let cost = &status.cpu_seconds;
-            let own_ns = cost.pagefold_ns.saturating_sub(cost.injector_ns);
-            let parts = [("pagefold", own_ns), ("injector", cost.injector_ns), ("ksmd", cost.ksmd_ns)];
-            parts.map(|(part, ns)| sample(&[("part", part)], float(ns) / 1e9)).into()
+            let cost = &status.work.cpu_seconds;
+            vec![
+                sample(&[("part", "pagefold")], float(cost.own_ns()) / 1e9),
+                sample(&[("part", "injector")], float(cost.injector_ns) / 1e9),
+                sample(&[("part", "ksmd")], float(cost.ksmd_ns) / 1e9),
+            ]
         },
     ).by(&["part"]),
     gauge("pagefold_cpu_used_ratio", "Share of a core used in the last ten seconds, by all parts", |status| {
-        one(status.used_share)
+        one(status.activity.used_share)
     }),
-    gauge("pagefold_cpu_allowed_ratio", "Share of a core that may be used", |status| one(status.allowed_share)),
-    gauge("pagefold_governor", "1 for the governor in force", |status| {
-        let governors = [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet];
-        let row =
-            |governor: Governor| sample(&[("governor", &governor.to_string())], flag(governor == status.in_force));
-        governors.map(row).into()
-    }).by(&["governor"]),
-    gauge("pagefold_state", "1 for what the run does now; several may be under way", |status| {
-        let at = |what: &str| status.busy && status.next.iter().any(|row| row.what == what);
-        let (reading, marking, merging) = (at("read"), at("mark"), at("merge"));
-        let states = [
-            ("paused", status.paused),
-            ("reading", reading),
-            ("marking", marking),
-            ("merging", merging),
-            ("sampling", status.busy && !(reading || marking || merging)),
-            ("watching", !status.busy),
-        ];
-        let row =
-            |(state, is): (&str, bool)| sample(&[("state", state)], flag(is && (state == "paused" || !status.paused)));
-        states.map(row).into()
-    }).by(&["state"]),
-    gauge("pagefold_ksm_controlled", "1 if the run controls KSM", |status| one(flag(status.ksm_driven))),
+    gauge("pagefold_cpu_allowed_ratio", "Share of a core that may be used", |status| one(status.activity.allowed_share.fraction())),
+    gauge("pagefold_governor", "1 for the governor in force", governors).by(&["governor"]),
+    gauge("pagefold_state", "1 for what the run does now; several may be under way", states).by(&["state"]),
+    gauge("pagefold_ksm_controlled", "1 if the run controls KSM", |status| one(flag(status.activity.ksm_driven))),
     gauge("pagefold_stood_down", "1 if the run has given KSM up because another program changed a setting", |status| {
         one(flag(status.stood_down))
     }),
-    counter("pagefold_rounds_total", "Sampling rounds", |status| one(float(status.rounds))),
-    counter("pagefold_read_bytes_total", "Memory of programs that was read", |status| one(bytes_of(status.pages_read))),
-    counter("pagefold_scans_total", "Scans by ksmd that the run ordered", |status| one(float(status.scans))),
+    counter("pagefold_rounds_total", "Sampling rounds", |status| one(float(status.work.rounds))),
+    counter("pagefold_read_bytes_total", "Memory of programs that was read", |status| one(bytes_of(status.work.pages_read))),
+    counter("pagefold_scans_total", "Scans by ksmd that the run ordered", |status| one(float(status.work.scans))),
     counter(
         "pagefold_requested_bytes_total",
         "Memory named to be merged on request, by result; no values if ksmd merges",
         |status| {
-            let results = status.requests.map(|requests| requests.by_result()).into_iter().flatten();
-            results.map(|(result, pages)| sample(&[("result", result)], bytes_of(pages))).collect()
+            let mut samples = Vec::new();
+            for (result, pages) in status.requests.iter().flat_map(RequestsView::by_result) {
+                samples.push(sample(&[("result", result)], bytes_of(pages)));
+            }
+            samples
         },
     ).by(&["result"]),
     counter(
         "pagefold_huge_page_splits_total",
         "Huge pages split on the whole machine since the run began, by whatever cause: into base pages (page), in page tables (mapping)",
-        |status| {
-            let rows = [("page", status.splits.pages), ("mapping", status.splits.mappings)];
-            rows.map(|(what, number)| sample(&[("split", what)], float(number))).into()
-        },
+        |status| vec![
+            sample(&[("split", "page")], float(status.incidents.splits.pages)),
+            sample(&[("split", "mapping")], float(status.incidents.splits.mappings)),
+        ],
     ).by(&["split"]),
     counter(
         "pagefold_huge_pages_collapsed_total",
         "Huge pages put together again where merges did not last and the program had huge pages before",
-        |status| one(float(status.collapsed)),
+        |status| one(float(status.incidents.collapsed)),
     ),
     counter("pagefold_refused_spans_total", "Spans not marked because their program refused or had ended", |status| {
-        one(float(status.refused_spans))
+        one(float(status.incidents.refused_spans))
     }),
     counter("pagefold_injector_restarts_total", "Times that the injector was started again", |status| {
         one(f64::from(status.injector_restarts))
@@ -221,19 +201,9 @@ pub const FAMILIES: &[Family] = &[
         kind: Kind::Histogram,
         labels: &["le"],
         help: "How long threads of programs were stopped to make a call",
-        values: |status| {
-            let (mut samples, mut sum) = (Vec::new(), 0_u64);
-            let bounds = LENGTHS_NS.iter().map(|&ns| (ns as f64 / 1e9).to_string()).chain(["+Inf".to_owned()]);
-            for (most, count) in bounds.zip(status.stop_lengths.0) {
-                sum = sum.saturating_add(count);
-                samples.push(Sample { suffix: "_bucket", ..sample(&[("le", &most)], float(sum)) });
-            }
-            samples.push(Sample { suffix: "_sum", ..sample(&[], status.total_stop_us / 1e6) });
-            samples.push(Sample { suffix: "_count", ..sample(&[], float(sum)) });
-            samples
-        },
+        values: stop_seconds,
     },
-    gauge("pagefold_longest_stop_seconds", "The longest of these stops", |status| one(status.longest_stop_us / 1e6)),
+    gauge("pagefold_longest_stop_seconds", "The longest of these stops", |status| one(status.work.longest_stop_us / 1e6)),
 ];
 
 /// A number of bytes, pages or events: exact up to 8 PiB.
@@ -247,8 +217,8 @@ fn bytes_of(pages: u64) -> f64 {
 }
 
 /// The name that `status --json` has for it.
-fn name_of(value: impl Serialize) -> Option<String> {
-    Some(serde_json::to_value(value).ok()?.as_str()?.to_owned())
+fn name_of(value: impl Serialize) -> String {
+    serde_json::to_value(value).ok().and_then(|name| Some(name.as_str()?.to_owned())).unwrap_or_default()
 }
 
 fn flag(is: bool) -> f64 {
@@ -264,9 +234,58 @@ fn one(value: f64) -> Vec<Sample> {
     vec![sample(&[], value)]
 }
 
+fn one_if(value: Option<f64>) -> Vec<Sample> {
+    value.into_iter().flat_map(one).collect()
+}
+
+fn room(status: &Status) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    for state in [RoomState::Enough, RoomState::Overcommitted, RoomState::Short] {
+        samples.push(sample(&[("state", &name_of(state))], flag(state == status.reserve.machine.state)));
+    }
+    samples
+}
+
+fn tight_limits(status: &Status) -> Vec<Sample> {
+    vec![
+        sample(&[("state", &name_of(RoomState::Overcommitted))], status.reserve.limits_overcommitted as f64),
+        sample(&[("state", &name_of(RoomState::Short))], status.reserve.limits_short as f64),
+    ]
+}
+
 fn of_scopes(status: &Status, value: fn(&ScopeRow) -> u64) -> Vec<Sample> {
-    let rows = status.scopes.iter();
-    rows.map(|row| sample(&[("kind", &row.kind), ("scope", &row.name)], float(value(row)))).collect()
+    let mut samples = Vec::new();
+    for row in &status.programs.scopes {
+        samples.push(sample(&[("kind", &row.kind), ("scope", &row.name)], float(value(row))));
+    }
+    samples
+}
+
+fn governors(status: &Status) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    for governor in [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet] {
+        let is_in_force = governor == status.activity.in_force;
+        samples.push(sample(&[("governor", &governor.to_string())], flag(is_in_force)));
+    }
+    samples
+}
+
+fn states(status: &Status) -> Vec<Sample> {
+    let doing = status.doing();
+    Doing::ALL.iter().map(|state| sample(&[("state", state.name())], flag(doing.contains(state)))).collect()
+}
+
+fn stop_seconds(status: &Status) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    let mut stops = 0_u64;
+    for (class, count) in status.work.stop_lengths.0.into_iter().enumerate() {
+        let longest = LENGTHS_NS.get(class).map_or("+Inf".to_owned(), |&ns| (ns as f64 / 1e9).to_string());
+        stops = stops.saturating_add(count);
+        samples.push(Sample { suffix: "_bucket", ..sample(&[("le", &longest)], float(stops)) });
+    }
+    samples.push(Sample { suffix: "_sum", ..sample(&[], status.work.total_stop_us / 1e6) });
+    samples.push(Sample { suffix: "_count", ..sample(&[], float(stops)) });
+    samples
 }
 
 pub fn page(status: &Status) -> String {

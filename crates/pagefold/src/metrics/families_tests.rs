@@ -48,7 +48,7 @@ fn every_field_of_a_status_is_explained() {
 #[test]
 fn while_paused_nothing_else_is_under_way() {
     let mut status = status();
-    status.paused = true;
+    status.activity.paused = true;
     let page = page(&status);
     let lines: Vec<&str> = page.lines().filter(|line| line.starts_with("pagefold_state{")).collect();
     let under_way: Vec<&&str> = lines.iter().filter(|line| line.ends_with(" 1")).collect();
@@ -71,7 +71,7 @@ fn duplicates_by_scope_are_known_only_where_there_is_one_trust_domain() {
     let mut status = status();
     let has = |status: &Status| page(status).contains("pagefold_scope_expected_bytes{");
     assert!(has(&status));
-    status.domains = [status.domains.clone(), status.domains.clone()].concat();
+    status.programs.domains = [status.programs.domains.clone(), status.programs.domains.clone()].concat();
     assert!(!has(&status));
 }
 

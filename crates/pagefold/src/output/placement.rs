@@ -1,9 +1,9 @@
 //! Where merged pages are, on a machine with several memory nodes: for `status`, `explain` and `scan`.
 
 use pagefold_engine::keys::OwnerKey;
-use pagefold_engine::ledger::Ledger;
 use pagefold_engine::placement::inventory::{NodeTotal, OwnerPlacement, PlacementSummary};
 use pagefold_engine::placement::policy::Placement;
+use pagefold_engine::state::MoveTotals;
 use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 use serde::{Deserialize, Serialize};
 
@@ -16,9 +16,8 @@ pub struct PlacementView {
     pub nodes: Vec<NodeTotal>,
     pub processes: Vec<PlacementRow>,
     pub misplaced_bytes: u64,
-    pub moved_pages: u64,
-    pub refused_pages: u64,
-    pub move_seconds: f64,
+    #[serde(flatten)]
+    pub moves: MoveTotals,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -31,21 +30,19 @@ pub struct PlacementRow {
 
 impl PlacementView {
     /// Takes the core's report. `name_of` returns the pid and the name of a process.
-    pub fn of(places: &PlacementSummary, ledger: &Ledger, name_of: impl Fn(OwnerKey) -> Option<(i32, String)>) -> Self {
-        let row = |place: &OwnerPlacement| {
-            let (pid, name) = name_of(place.owner)?;
-            Some(PlacementRow { pid, name, place: place.clone() })
-        };
-        let mut processes: Vec<PlacementRow> = places.owners.iter().filter_map(row).collect();
-        processes.sort_by_key(|row| (std::cmp::Reverse(row.place.remote), row.pid));
-        Self {
-            nodes: places.nodes.clone(),
-            processes,
-            misplaced_bytes: places.misplaced.bytes().0,
-            moved_pages: ledger.moved.0,
-            refused_pages: ledger.not_moved.0,
-            move_seconds: ledger.move_ns as f64 / 1e9,
+    pub fn of(
+        places: &PlacementSummary,
+        moves: MoveTotals,
+        name_of: impl Fn(OwnerKey) -> Option<(i32, String)>,
+    ) -> Self {
+        let mut processes = Vec::new();
+        for place in &places.owners {
+            if let Some((pid, name)) = name_of(place.owner) {
+                processes.push(PlacementRow { pid, name, place: place.clone() });
+            }
         }
+        processes.sort_by_key(|row| (std::cmp::Reverse(row.place.remote), row.pid));
+        Self { nodes: places.nodes.clone(), processes, misplaced_bytes: places.misplaced.bytes().0, moves }
     }
 
     pub fn process(&self, pid: i32) -> Option<&PlacementRow> {
@@ -54,13 +51,13 @@ impl PlacementView {
 
     /// A sentence on what the policies have done and would do.
     pub fn sentence(&self) -> String {
-        let moved = match self.moved_pages {
+        let moved = match self.moves.moved_pages {
             0 => String::new(),
             pages => format!(
                 "{} moved in {:.2} s of CPU time{}; ",
                 count(usize::try_from(pages).unwrap_or(usize::MAX), "merged page", "merged pages"),
-                self.move_seconds,
-                match self.refused_pages {
+                self.moves.move_seconds,
+                match self.moves.refused_pages {
                     0 => String::new(),
                     refused => format!(", {refused} refused by the kernel"),
                 }
@@ -76,8 +73,9 @@ impl PlacementView {
         text.blank();
         text.line(style.dim("  MEMORY NODE              TOTAL      FREE  MERGED PAGES"));
         for row in &self.nodes {
-            let (total, free, merged) =
-                (human(row.total.bytes().0), human(row.free.bytes().0), human(row.frames.bytes().0));
+            let total = human(row.total.bytes().0);
+            let free = human(row.free.bytes().0);
+            let merged = human(row.frames.bytes().0);
             text.line(format!("  {:<20} {total:>9} {free:>9}  {merged:>12}", row.node.0));
         }
         if self.processes.is_empty() {
@@ -92,8 +90,10 @@ impl PlacementView {
                 Placement::Priority => format!("priority (nice {})", place.nice),
                 policy => policy.to_string(),
             };
-            let (local, remote) = (human(place.local.bytes().0), human(place.remote.bytes().0));
-            let (name, node) = (shorten(name, 16), place.home.0);
+            let local = human(place.local.bytes().0);
+            let remote = human(place.remote.bytes().0);
+            let name = shorten(name, 16);
+            let node = place.home.0;
             text.line(format!("  {pid:>7}  {name:<16} {node:>5}  {local:>9} {remote:>9} {tax}  {policy}"));
         }
         if let Some(rest) = self.processes.get(PROCESSES..).filter(|rest| !rest.is_empty()) {
@@ -107,18 +107,20 @@ impl PlacementView {
 impl PlacementRow {
     /// A sentence on where the process's merged memory is, and how much that costs.
     pub fn sentence(&self) -> String {
-        let OwnerPlacement { local, remote, tax, nice, home, placement, .. } = &self.place;
-        let (local, remote, tax) = (human(local.bytes().0), human(remote.bytes().0), percent(*tax, 1.0));
-        let policy = match placement {
+        let place = &self.place;
+        let policy = match place.placement {
             Placement::Fair => "fair: where it is used, else an equal part on each node".to_owned(),
-            Placement::Priority => format!("priority: by nice values, here {nice}"),
+            Placement::Priority => format!("priority: by nice values, here {}", place.nice),
             Placement::LocalOnly => "local-only: nothing is merged across nodes".to_owned(),
             Placement::Kernel => "kernel: wherever ksmd leaves it".to_owned(),
         };
         format!(
-            "It runs on memory node {}: {local} of its merged memory is there, {remote} on others, so that an access to it \
-             takes {tax} longer on average. Policy: {policy}.",
-            home.0
+            "It runs on memory node {}: {} of its merged memory is there, {} on others, so that an access to it takes {} \
+             longer on average. Policy: {policy}.",
+            place.home.0,
+            human(place.local.bytes().0),
+            human(place.remote.bytes().0),
+            percent(place.tax, 1.0)
         )
     }
 }
@@ -150,9 +152,8 @@ mod tests {
         };
         let places =
             PlacementSummary { nodes: vec![node(0, 256), node(1, 768)], owners: vec![owner], misplaced: Pages(512) };
-        let ledger = Ledger { moved: Pages(1_000), not_moved: Pages(2), move_ns: 20_000_000, ..Ledger::default() };
-        let view =
-            PlacementView::of(&places, &ledger, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
+        let moves = MoveTotals { moved_pages: 1_000, refused_pages: 2, move_seconds: 0.02 };
+        let view = PlacementView::of(&places, moves, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
         assert_eq!(
             view.sentence(),
             "1000 merged pages moved in 0.02 s of CPU time, 2 refused by the kernel; 2 MiB should be on another node by policy"

@@ -1,9 +1,7 @@
 //! Merge requests counted in pages, for `status` and the summary of a run.
 
 use pagefold_engine::host::Mechanism;
-use pagefold_engine::ledger::Ledger;
-use pagefold_engine::state::RegionState;
-use pagefold_engine::units::whole;
+use pagefold_engine::ledger::RequestCounts;
 use pagefold_text::figures::thousands;
 use serde::{Deserialize, Serialize};
 
@@ -20,9 +18,11 @@ pub struct RequestsView {
 
 impl RequestsView {
     /// The counts of a run. `None` if it doesn't merge on request.
-    pub fn of(mechanism: Mechanism, ledger: &Ledger) -> Option<Self> {
-        let counts = &ledger.requests;
-        (mechanism == Mechanism::Request).then(|| Self {
+    pub fn of(mechanism: Mechanism, counts: &RequestCounts) -> Option<Self> {
+        if mechanism != Mechanism::Request {
+            return None;
+        }
+        Some(Self {
             asked_pages: counts.asked().0,
             merged_pages: counts.merged.0,
             shared_pages: counts.shared.0,
@@ -39,11 +39,6 @@ impl RequestsView {
             ("differing", self.differing_pages),
             ("failed", self.failed_pages),
         ]
-    }
-
-    /// How much of a region a dry run expects to merge, bytes: the share of its pages that have a copy or are zeros.
-    pub fn expected_bytes(region: &RegionState) -> u64 {
-        whole(region.resident.bytes().0 as f64 * region.duplicate_ratio)
     }
 
     pub fn sentence(&self) -> String {

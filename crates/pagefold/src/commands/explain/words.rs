@@ -7,7 +7,7 @@ use pagefold_engine::decision::{Kind, Reason, Verb};
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::marking::profit::Wave;
-use pagefold_engine::state::RegionState;
+use pagefold_engine::state::{MemoryTotal, RegionState};
 use pagefold_engine::units::Pages;
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_text::figures::{thousands, time, wrap};
@@ -24,14 +24,12 @@ const WIDTH: usize = 78;
 /// A sentence on what happens to a region next, and when.
 pub fn sentence(region: &RegionState, facts: &Facts) -> String {
     let state = &facts.state;
-    if state.paused {
+    if state.activity.paused {
         return "Paused: nothing happens to it until pagefold resume. Merged pages stay merged.".to_owned();
     }
     let config = &facts.run.config;
-    let on_request = config.mechanism == Mechanism::Request;
     let decision = &region.decision;
-    let left = decision.seconds_left(state.ledger.now_ns).map_or("some time".to_owned(), time);
-    let not_driven = not_driven(facts);
+    let left = decision.seconds_left(state.now_ns).map_or("some time".to_owned(), time);
     match decision.reason {
         Reason::ProcessLeftAlone => {
             "Left alone while its process is: neither read nor changed. What is marked stays so.".to_owned()
@@ -42,30 +40,14 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
         }
         Reason::MemoryShort => "Worth marking, but memory is short; see pagefold status.".to_owned(),
         Reason::Busy => format!("Worth marking, but its process could not be stopped; tried again in {left}."),
-        Reason::BeingRead(read) => {
-            let next = if on_request {
-                "Those that have a copy are merged at once."
-            } else {
-                "Then the parts with many duplicates are marked."
-            };
-            format!("Being read whole: {} of {} pages so far. {next}", thousands(read.0), thousands(region.pages.0))
-        }
+        Reason::BeingRead(read) => being_read(region, read, config.mechanism),
         Reason::TooFewSamples { sampled, needed } => {
             format!("Sampled further: {} of about {} that its level needs.", thousands(sampled.0), pages(needed))
         }
-        Reason::Duplicate => match (decision.verb, not_driven) {
-            (Verb::Mark, Some(why)) => format!("Worth marking, but {why}."),
-            (Verb::Mark, None) => {
-                "About to be marked, together with other regions, so that one scan of ksmd serves all of them.".into()
-            }
-            (_, Some(why)) => format!("Would be merged, but {why}."),
-            (_, None) => {
-                "ksmd is merging it. A page is merged when a second scan finds it unchanged since the first.".into()
-            }
-        },
-        Reason::DoesNotPay { wave, price_ns } => match not_driven {
+        Reason::Duplicate => duplicate(decision.verb, facts),
+        Reason::DoesNotPay { wave, price_ns } => match not_driven(facts) {
             Some(why) => format!("Would be merged later, but {why}."),
-            None => waits(&wave, price_ns, &left, state.in_force),
+            None => waits(&wave, price_ns, &left, state.activity.in_force),
         },
         Reason::AwaitsNewcomers => format!(
             "Its thinner parts wait, for {left} at most, until newcomers have been read: they may have copies of more of it."
@@ -87,14 +69,7 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
         }
         Reason::Volatile => "Watched, not merged: too many of its pages change for merges to last.".to_owned(),
         Reason::TooYoung => format!("Too young: {left} until it may be promoted."),
-        Reason::Done => match (not_driven, region.marked > Pages(0)) {
-            (Some(why), true) => format!("Would be merged, but {why}; watched for changes."),
-            (Some(why), false) => format!("Worth merging, but {why}; watched for changes."),
-            (None, true) => {
-                "Marked and scanned; watched for changes. ksmd is woken again when enough pages are worth it.".into()
-            }
-            (None, false) => "Read whole: what has a copy is merged; watched for changes.".to_owned(),
-        },
+        Reason::Done => done(region, facts),
         Reason::Scattered => {
             "Not marked: its duplicates are scattered, and each scan visits all its other pages too.".to_owned()
         }
@@ -106,6 +81,38 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
             let threshold = percent(config.threshold().fraction(), 1.0);
             format!("Sampled thinly; read whole once samples show more than {threshold} duplicate.")
         }
+    }
+}
+
+fn being_read(region: &RegionState, read: Pages, mechanism: Mechanism) -> String {
+    let next = match mechanism {
+        Mechanism::Request => "Those that have a copy are merged at once.",
+        Mechanism::Ksmd => "Then the parts with many duplicates are marked.",
+    };
+    format!("Being read whole: {} of {} pages so far. {next}", thousands(read.0), thousands(region.pages.0))
+}
+
+fn duplicate(verb: Verb, facts: &Facts) -> String {
+    match (verb, not_driven(facts)) {
+        (Verb::Mark, Some(why)) => format!("Worth marking, but {why}."),
+        (Verb::Mark, None) => {
+            "About to be marked, together with other regions, so that one scan of ksmd serves all of them.".to_owned()
+        }
+        (_, Some(why)) => format!("Would be merged, but {why}."),
+        (_, None) => {
+            "ksmd is merging it. A page is merged when a second scan finds it unchanged since the first.".to_owned()
+        }
+    }
+}
+
+fn done(region: &RegionState, facts: &Facts) -> String {
+    match (not_driven(facts), region.marked > Pages(0)) {
+        (Some(why), true) => format!("Would be merged, but {why}; watched for changes."),
+        (Some(why), false) => format!("Worth merging, but {why}; watched for changes."),
+        (None, true) => {
+            "Marked and scanned; watched for changes. ksmd is woken again when enough pages are worth it.".to_owned()
+        }
+        (None, false) => "Read whole: what has a copy is merged; watched for changes.".to_owned(),
     }
 }
 
@@ -129,15 +136,18 @@ fn no_headroom(region: &RegionState, cgroup: &str) -> String {
 
 /// Why something waits, and how long at most.
 fn waits(wave: &Wave, price_ns: u64, left: &str, governor: Governor) -> String {
-    let micros = |ns: u64| format!("{} us", ns / 1_000);
-    let (takes, brings) = (wave.takes_ns(), wave.brings());
-    let each = takes.checked_div(brings.0).map_or(String::new(), |each| format!(", {} a page", micros(each)));
+    let takes = wave.takes_ns();
+    let brings = wave.brings();
+    let each = match takes.checked_div(brings.0) {
+        Some(each) => format!(", {} us a page", each / 1_000),
+        None => String::new(),
+    };
     format!(
         "Waits, because it does not pay yet: with all that waits it would save {} for {} of ksmd's CPU time{each}; governor {governor} \
-         pays {}. It is merged with others that pay, or in {left}, when ksmd has rested long enough.",
+         pays {} us. It is merged with others that pay, or in {left}, when ksmd has rested long enough.",
         human(brings.bytes().0),
         time(takes as f64 / 1e9),
-        micros(price_ns)
+        price_ns / 1_000
     )
 }
 
@@ -199,10 +209,13 @@ fn headline(explanation: &Explanation) -> String {
     if !explanation.in_scope {
         return format!("{who} is not in the scope of the running daemon ({}).", shorten(&explanation.scope, 60));
     }
-    let sum = |pages: fn(&RegionState) -> Pages| {
-        human(explanation.regions.iter().map(|row| pages(&row.figures)).sum::<Pages>().bytes().0)
-    };
-    let (marked, expected) = (sum(|region| region.marked), sum(|region| region.expected));
+    let mut memory = MemoryTotal::default();
+    for row in &explanation.regions {
+        // The duplicates in marked memory, whoever merges.
+        memory += row.figures.memory(Mechanism::Ksmd);
+    }
+    let marked = human(memory.marked_bytes);
+    let expected = human(memory.expected_bytes);
     let regions = count(explanation.regions.len(), "region", "regions");
     let would = if explanation.dry_run { "would be marked (dry run)" } else { "marked" };
     let paused = if explanation.paused { " The daemon is paused." } else { "" };
@@ -222,12 +235,13 @@ fn regions(text: &mut String, explanation: &Explanation, style: Style) {
     let rest = &rows[shown..];
     if !rest.is_empty() {
         let memory = rest.iter().map(|row| row.figures.resident.bytes().0).sum();
-        let kinds: Vec<String> = Kind::ALL
-            .iter()
-            .map(|kind| (rest.iter().filter(|row| row.figures.kind == *kind).count(), kind))
-            .filter(|(number, _)| *number > 0)
-            .map(|(number, kind)| format!("{number} {kind}"))
-            .collect();
+        let mut kinds = Vec::new();
+        for kind in Kind::ALL {
+            let number = rest.iter().filter(|row| row.figures.kind == kind).count();
+            if number > 0 {
+                kinds.push(format!("{number} {kind}"));
+            }
+        }
         let others = count(rest.len(), "smaller region", "smaller regions");
         text.blank();
         let summed = format!("And {others} with {} in all: {}. One by one: --json.", human(memory), kinds.join(", "));
@@ -242,8 +256,11 @@ fn regions(text: &mut String, explanation: &Explanation, style: Style) {
 
 fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
     let region = &row.figures;
-    let (resident, all) = (human(region.resident.bytes().0), human(region.pages.bytes().0));
-    let of = if region.resident >= region.pages { all } else { format!("{resident} resident of {all}") };
+    let all = human(region.pages.bytes().0);
+    let of = match region.resident {
+        resident if resident >= region.pages => all,
+        resident => format!("{} resident of {all}", human(resident.bytes().0)),
+    };
     text.blank();
     let what = match &row.file {
         Some(file) => format!("{} {}", row.mapping, shorten_front(file, 34)),
@@ -255,7 +272,8 @@ fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
     text.line(format!("  {kind}: {}; {age}", ratio(region)));
     if region.marked > Pages(0) {
         let broken = region.cow_ratio.map_or(String::new(), |share| format!("; COW ratio {}", percent(share, 1.0)));
-        let (marked, expected) = (human(region.marked.bytes().0), human(region.expected.bytes().0));
+        let marked = human(region.marked.bytes().0);
+        let expected = human(region.expected.bytes().0);
         text.line(format!("  {marked} marked, {expected} expected to be merged{broken}"));
     }
     for (at, part) in wrap(&row.sentence, WIDTH - 4).iter().enumerate() {
@@ -264,17 +282,16 @@ fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
 }
 
 fn ratio(region: &RegionState) -> String {
-    let (floor, ceiling) = region.duplicate_range;
-    let share = |share: f64| percent(share, 1.0);
+    let share = percent(region.duplicate_ratio, 1.0);
     if region.exact {
-        format!("{} duplicate, exactly", share(region.duplicate_ratio))
-    } else if ceiling - floor > 0.9 {
-        "share of duplicates not known yet".to_owned()
-    } else {
-        let floor = share(floor);
-        let range = format!("{} to {}", floor.trim_end_matches(" %"), share(ceiling));
-        format!("about {} duplicate ({range})", share(region.duplicate_ratio))
+        return format!("{share} duplicate, exactly");
     }
+    let (floor, ceiling) = region.duplicate_range;
+    if ceiling - floor > 0.9 {
+        return "share of duplicates not known yet".to_owned();
+    }
+    let floor = percent(floor, 1.0);
+    format!("about {share} duplicate ({} to {})", floor.trim_end_matches(" %"), percent(ceiling, 1.0))
 }
 
 fn legend(text: &mut String, rows: &[Row], style: Style) {

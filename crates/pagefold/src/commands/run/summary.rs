@@ -9,7 +9,6 @@ use crate::output::xen::XenView;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Cost, Mechanism};
-use pagefold_engine::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_ksm::RestoreOutcome;
 use pagefold_text::style::{self, Lines, Style};
 use serde::Serialize;
@@ -72,12 +71,7 @@ impl Summary {
     ) -> Self {
         let ledger = engine.ledger();
         let mechanism = run.config.mechanism;
-        let mut metadata_bytes = 0;
-        let mut marked_duplicate_bytes = 0;
-        for mark in engine.regions().flat_map(|region| &region.marks.spans) {
-            metadata_bytes += mark.resident.0 * METADATA_BYTES_PER_PAGE;
-            marked_duplicate_bytes += mark.duplicate.bytes().0;
-        }
+        let state = engine.state();
         let restored = ending.ended.restored.as_ref();
         let deferred = restored.iter().flat_map(|restored| &restored.deferred);
         Self {
@@ -89,17 +83,13 @@ impl Summary {
             seconds: (ledger.now_ns - ledger.began_ns) as f64 / 1e9,
             processes: ending.judged,
             saved_bytes: ledger.saved.map(|saved| saved.bytes().0),
-            metadata_bytes,
-            expected_bytes: match mechanism {
-                _ if !run.dry_run => 0,
-                Mechanism::Ksmd => marked_duplicate_bytes,
-                Mechanism::Request => engine.state().regions.iter().map(RequestsView::expected_bytes).sum(),
-            },
+            metadata_bytes: state.memory.metadata_bytes,
+            expected_bytes: if run.dry_run { state.expected_bytes() } else { 0 },
             marked_bytes: ledger.marked.bytes().0,
             marked_spans: ledger.spans,
             unmarked_bytes: ledger.unmarked.bytes().0,
             merged_pages: engine.saving().map_or(0, |saving| saving.merged.0),
-            requests: RequestsView::of(mechanism, ledger),
+            requests: RequestsView::of(mechanism, &state.requests),
             xen: ending.xen,
             cpu_seconds: ledger.cost,
             seconds_to_90_percent: ledger.seconds_to_90_percent(),

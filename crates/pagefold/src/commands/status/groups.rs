@@ -2,12 +2,11 @@
 //!
 //! Metrics have these sums as labels, so there are few, and all of their words come from pagefold or the administrator.
 
-use super::ProcessRow;
-use crate::control::queue::{Facts, TargetFacts};
+use crate::control::queue::Facts;
+use pagefold_engine::state::MemoryTotal;
 use pagefold_host::scope::exclude::Exclusion;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
 
 /// Selectors listed. We sum up the rest.
 const SCOPES_MOST: usize = 20;
@@ -24,9 +23,8 @@ pub struct ScopeRow {
     /// As the administrator wrote it.
     pub name: String,
     pub processes: usize,
-    pub resident_bytes: u64,
-    pub marked_bytes: u64,
-    pub expected_bytes: u64,
+    #[serde(flatten)]
+    pub memory: MemoryTotal,
 }
 
 /// The processes that we leave alone for one reason.
@@ -37,37 +35,28 @@ pub struct LeftOutRow {
 }
 
 /// The sums by selector, the largest first. Together they cover all processes.
-pub fn scope_rows(facts: &Facts, processes: &[ProcessRow]) -> Vec<ScopeRow> {
-    let selectors = &facts.run.selectors;
+pub fn scope_rows(facts: &Facts) -> Vec<ScopeRow> {
     let mut rows = Vec::new();
-    for selector in selectors.iter() {
+    for selector in facts.run.selectors.iter() {
         rows.push(ScopeRow { kind: selector.kind().to_owned(), name: selector.value(), ..ScopeRow::default() });
     }
     let mut other = ScopeRow { kind: OTHER.to_owned(), ..ScopeRow::default() };
-    let targets: BTreeMap<i32, &TargetFacts> = facts.targets.iter().map(|target| (target.pid, target)).collect();
-    for process in processes {
-        let selected_by = targets.get(&process.pid).and_then(|target| target.selected_by);
-        let row = selected_by.and_then(|at| rows.get_mut(at)).unwrap_or(&mut other);
-        let (resident, marked, expected) = (process.resident_bytes, process.marked_bytes, process.expected_bytes);
-        row.add(1, resident, marked, expected);
+    for target in &facts.targets {
+        let row = target.selected_by.and_then(|at| rows.get_mut(at)).unwrap_or(&mut other);
+        row.processes += 1;
+        row.memory += facts.state.owner(target.owner).memory;
     }
     if rows.len() > SCOPES_MOST {
-        rows.sort_by_key(|row| Reverse((row.expected_bytes, row.resident_bytes)));
+        rows.sort_by_key(|row| Reverse((row.memory.expected_bytes, row.memory.resident_bytes)));
         for row in rows.drain(SCOPES_MOST..) {
-            other.add(row.processes, row.resident_bytes, row.marked_bytes, row.expected_bytes);
+            other.processes += row.processes;
+            other.memory += row.memory;
         }
     }
-    rows.extend((other.processes > 0).then_some(other));
-    rows
-}
-
-impl ScopeRow {
-    fn add(&mut self, processes: usize, resident: u64, marked: u64, expected: u64) {
-        self.processes += processes;
-        self.resident_bytes += resident;
-        self.marked_bytes += marked;
-        self.expected_bytes += expected;
+    if other.processes > 0 {
+        rows.push(other);
     }
+    rows
 }
 
 /// Every reason for leaving a process alone.
@@ -118,8 +107,12 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
 
 /// The number of processes that we leave alone for each reason, zeros included.
 pub fn left_out_rows(facts: &Facts) -> Vec<LeftOutRow> {
-    let with = |reason| facts.targets.iter().filter(|target| target.reason == Some(reason)).count();
-    REASONS.iter().map(|&reason| LeftOutRow { reason: reason.to_owned(), processes: with(reason) }).collect()
+    let mut rows = Vec::new();
+    for reason in REASONS {
+        let processes = facts.targets.iter().filter(|target| target.reason == Some(reason)).count();
+        rows.push(LeftOutRow { reason: reason.to_owned(), processes });
+    }
+    rows
 }
 
 #[cfg(test)]

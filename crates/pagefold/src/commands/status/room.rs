@@ -2,13 +2,9 @@
 
 use crate::control::queue::Facts;
 use pagefold_engine::host::Mechanism;
-use pagefold_engine::keys::LimitKey;
 use pagefold_engine::reserve::{Room, RoomState};
-use pagefold_engine::state::RegionState;
 use pagefold_text::style::{count, human};
 use serde::{Deserialize, Serialize};
-use std::cmp::Reverse;
-use std::collections::BTreeSet;
 
 /// Limits listed; we count the others.
 const LISTED_MOST: usize = 20;
@@ -42,36 +38,39 @@ pub struct LimitRow {
 
 impl ReserveView {
     pub fn of(facts: &Facts) -> Self {
-        let (state, settings) = (&facts.state, facts.run.config.reserve);
-        let reserve = &state.reserve;
-        let number = |state| reserve.limits().values().filter(|room| room.state == state).count();
-        let row =
-            |(key, cgroup): (_, &String)| Some(LimitRow { cgroup: cgroup.clone(), room: *reserve.limits().get(key)? });
-        let mut limits: Vec<LimitRow> = facts.limited.iter().filter_map(row).collect();
-        limits.sort_by_key(|row| (Reverse(row.room.state), row.room.left));
+        let reserve = &facts.state.reserve;
+        let config = &facts.run.config;
+        let mut limits = Vec::new();
+        for limit in &reserve.limits {
+            if let Some(cgroup) = facts.limited.get(&limit.key) {
+                limits.push(LimitRow { cgroup: cgroup.clone(), room: limit.room });
+            }
+        }
         limits.truncate(LISTED_MOST);
-        let full: BTreeSet<LimitKey> = state.regions.iter().filter_map(RegionState::full).collect();
         Self {
-            keep: settings.keep.to_string(),
-            take_back: settings.take_back && facts.run.config.mechanism == Mechanism::Ksmd,
-            likely_bytes: reserve.likely().bytes().0,
-            taken_back_bytes: state.ledger.taken_back.bytes().0,
-            machine: *reserve.machine(),
+            keep: config.reserve.keep.to_string(),
+            take_back: config.reserve.take_back && config.mechanism == Mechanism::Ksmd,
+            likely_bytes: reserve.likely_bytes,
+            taken_back_bytes: reserve.taken_back_bytes,
+            machine: reserve.machine,
             limits,
-            limits_overcommitted: number(RoomState::Overcommitted),
-            limits_short: number(RoomState::Short),
-            limits_full: full.len(),
-            full: full.first().and_then(|key| facts.limited.get(key).cloned()),
+            limits_overcommitted: reserve.limits_overcommitted,
+            limits_short: reserve.limits_short,
+            limits_full: reserve.full.len(),
+            full: reserve.full.first().and_then(|key| facts.limited.get(key).cloned()),
         }
     }
 
     /// The machine's room.
     pub fn sentence(&self) -> String {
-        let Room { state, left, reserve, worst, .. } = self.machine;
-        let [left, reserve, worst] = [left, reserve, worst].map(|pages| human(pages.bytes().0));
-        let rest =
-            format!("{left} left with swap, {worst} can come back at worst; the reserve is {reserve} ({})", self.keep);
-        match state {
+        let rest = format!(
+            "{} left with swap, {} can come back at worst; the reserve is {} ({})",
+            human(self.machine.left.bytes().0),
+            human(self.machine.worst.bytes().0),
+            human(self.machine.reserve.bytes().0),
+            self.keep
+        );
+        match self.machine.state {
             RoomState::Enough => rest,
             RoomState::Overcommitted => format!("overcommitted: {rest}"),
             RoomState::Short if self.take_back => format!("SHORT, merged memory is taken apart: {rest}"),
@@ -91,7 +90,8 @@ impl ReserveView {
     /// The limits that don't leave room for everything, if there are any.
     pub fn limits_sentence(&self) -> Option<String> {
         let LimitRow { cgroup, room } = self.limits.first()?;
-        let [left, worst] = [room.left, room.worst].map(|pages| human(pages.bytes().0));
+        let left = human(room.left.bytes().0);
+        let worst = human(room.worst.bytes().0);
         let word = if room.state == RoomState::Short { "SHORT" } else { "overcommitted" };
         let all = self.limits_overcommitted + self.limits_short;
         Some(format!(

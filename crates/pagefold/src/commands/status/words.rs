@@ -1,8 +1,8 @@
 //! The text of `status`.
 
 use super::groups::UNMERGED;
-use super::{DomainRow, Status};
-use pagefold_engine::decision::Kind;
+use super::{Doing, DomainRow, ProcessRow, Status};
+use pagefold_engine::decision::{Kind, Verb};
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::reserve::RoomState;
@@ -29,7 +29,7 @@ pub fn describe(status: &Status, style: Style) -> String {
             text.line(format!("  {}{part}", style.dim(&format!("{name:<10}"))));
         }
     }
-    if status.processes.is_empty() {
+    if status.programs.processes.is_empty() {
         text.blank();
         return text;
     }
@@ -46,11 +46,12 @@ pub fn describe(status: &Status, style: Style) -> String {
 
 /// The rows above the tables.
 fn rows(status: &Status) -> Vec<(&'static str, String)> {
-    let used = percent(status.used_share, 1.0);
-    let (pagefold, ksmd) = (status.cpu_seconds.pagefold_ns as f64 / 1e9, status.cpu_seconds.ksmd_ns as f64 / 1e9);
-    let (marked, metadata) = (human(status.marked_bytes), human(status.metadata_bytes));
+    let scope = shorten(&status.run.scope, 46);
+    let used = percent(status.activity.used_share, 1.0);
+    let pagefold = status.work.cpu_seconds.pagefold_ns as f64 / 1e9;
+    let ksmd = status.work.cpu_seconds.ksmd_ns as f64 / 1e9;
     let mut rows = vec![
-        ("run", format!("{} (pid {}), for {}", shorten(&status.scope, 46), status.pid, time(status.seconds))),
+        ("run", format!("{scope} (pid {}), for {}", status.pid, time(status.activity.seconds))),
         ("state", state(status)),
         ("governor", governor(status)),
         ("cost", format!("{used} of a core in the last 10 s; pagefold {pagefold:.2} s, ksmd {ksmd:.2} s so far")),
@@ -59,7 +60,9 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
             None => ("KSM", ksm(status)),
         },
     ];
-    if status.mechanism == Mechanism::Ksmd || status.marked_bytes > 0 {
+    if status.run.mechanism == Mechanism::Ksmd || status.memory.marked_bytes > 0 {
+        let marked = human(status.memory.marked_bytes);
+        let metadata = human(status.memory.metadata_bytes);
         rows.push(("marked", format!("{marked}, for which the kernel keeps {metadata} of metadata")));
     }
     if let Some(other) = status.other_bytes {
@@ -77,25 +80,27 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     rows.extend(status.reserve.headroom_sentence().map(|text| ("headroom", text)));
     rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
     rows.extend(kept_out(status).map(|text| ("kept out", text)));
-    if status.stops > 0 {
-        let (stops, longest) = (status.stops, status.longest_stop_us);
+    if status.work.stops > 0 {
+        let stops = status.work.stops;
+        let longest = status.work.longest_stop_us;
         rows.push(("stops", format!("{stops} of processes, to mark their memory; the longest {longest:.0} us")));
     }
     if status.audit_lost > 0 {
         rows.push(("audit", format!("{} lines of the audit log could not be written", thousands(status.audit_lost))));
     }
-    let splits = status.splits;
+    let splits = status.incidents.splits;
     if splits.pages + splits.mappings > 0 {
-        let (pages, mappings) = (thousands(splits.pages), thousands(splits.mappings));
         let mut text = format!(
-            "{pages} huge pages were split, {mappings} in page tables: on the whole machine, since the run began"
+            "{} huge pages were split, {} in page tables: on the whole machine, since the run began",
+            thousands(splits.pages),
+            thousands(splits.mappings)
         );
-        if status.collapsed > 0 {
-            let _ = write!(text, "; {} put together again", thousands(status.collapsed));
+        if status.incidents.collapsed > 0 {
+            let _ = write!(text, "; {} put together again", thousands(status.incidents.collapsed));
         }
         rows.push(("THP", text));
     }
-    if status.domains.len() > 1 || status.domains.iter().any(|row| row.left_alone) {
+    if status.programs.domains.len() > 1 || status.programs.domains.iter().any(|row| row.left_alone) {
         rows.push(("domains", domains(status)));
     }
     rows.extend(status.numa.as_ref().map(|places| ("nodes", places.sentence())));
@@ -104,7 +109,8 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
 
 /// The marks that we must remove and couldn't yet, if there are any.
 fn to_unmark(status: &Status) -> Option<String> {
-    let pending: Vec<_> = status.processes.iter().filter(|row| row.to_unmark.is_some()).collect();
+    let processes = status.programs.processes.iter();
+    let pending: Vec<&ProcessRow> = processes.filter(|row| row.to_unmark.is_some()).collect();
     Some(format!(
         "{} in {}, excluded after it was marked; see pagefold explain {}",
         human(status.to_unmark_bytes),
@@ -115,24 +121,27 @@ fn to_unmark(status: &Status) -> Option<String> {
 
 /// The selectors of processes that users keep out, if there are any.
 fn kept_out(status: &Status) -> Option<String> {
-    let mut text = String::new();
-    for row in &status.kept_out {
-        let joint = if text.is_empty() { "" } else { ", " };
-        let but = if row.uid.is_none() { "but not " } else { "" };
-        let _ = write!(text, "{joint}{but}{}", row.selector);
+    if status.programs.kept_out.is_empty() {
+        return None;
     }
-    let unmerged = status.left_out.iter().find(|row| row.reason == UNMERGED).map_or(0, |row| row.processes);
+    let mut selectors = Vec::new();
+    for row in &status.programs.kept_out {
+        let but = if row.uid.is_none() { "but not " } else { "" };
+        selectors.push(format!("{but}{}", row.selector));
+    }
+    let unmerged = status.programs.left_out.iter().find(|row| row.reason == UNMERGED).map_or(0, |row| row.processes);
     let processes = status.count(unmerged);
-    (!text.is_empty()).then(|| format!("{text}: {processes} now, until pagefold include"))
+    Some(format!("{}: {processes} now, until pagefold include", selectors.join(", ")))
 }
 
 /// The number of trust domains, and which of them we merge.
 fn domains(status: &Status) -> String {
-    let all = count(status.domains.len(), "trust domain", "trust domains");
-    if status.mechanism == Mechanism::Request {
+    let all = count(status.programs.domains.len(), "trust domain", "trust domains");
+    if status.run.mechanism == Mechanism::Request {
         return format!("{all}: no page is merged with one of another domain by this run");
     }
-    let (others, merged): (Vec<&DomainRow>, Vec<&DomainRow>) = status.domains.iter().partition(|row| row.left_alone);
+    let (others, merged): (Vec<&DomainRow>, Vec<&DomainRow>) =
+        status.programs.domains.iter().partition(|row| row.left_alone);
     let processes: usize = others.iter().map(|row| row.processes).sum();
     let merged = match merged.first() {
         Some(row) => format!("ksmd merges {}", row.name),
@@ -147,19 +156,19 @@ fn domains(status: &Status) -> String {
 }
 
 fn headline(status: &Status) -> String {
-    let of = format!("{} in {}", human(status.resident_bytes), status.count(status.processes.len()));
-    if status.dry_run {
-        let expected: u64 = status.processes.iter().map(|row| row.expected_bytes).sum();
-        if status.mechanism == Mechanism::Request {
-            return format!("Dry run: of {of}, {} would be merged with other pages or as zeros.", human(expected));
+    let of = format!("{} in {}", human(status.memory.resident_bytes), status.count(status.programs.processes.len()));
+    if status.run.dry_run {
+        let expected = human(status.expected_bytes());
+        if status.run.mechanism == Mechanism::Request {
+            return format!("Dry run: of {of}, {expected} would be merged with other pages or as zeros.");
         }
-        let marked = human(status.marked_bytes);
-        return format!("Dry run: of {of}, {marked} would be marked, {} of it duplicate.", human(expected));
+        let marked = human(status.memory.marked_bytes);
+        return format!("Dry run: of {of}, {marked} would be marked, {expected} of it duplicate.");
     }
-    let used = percent(status.used_share, 1.0);
-    match status.saved_bytes {
+    let used = percent(status.activity.used_share, 1.0);
+    match status.memory.saved_bytes {
         Some(saved) => {
-            let share = percent(saved as f64, status.resident_bytes as f64);
+            let share = percent(saved as f64, status.memory.resident_bytes as f64);
             format!("Saves {}, {share} of {of}, for {used} of a core.", human(saved))
         }
         None => format!("Counting what is saved of {of}, for {used} of a core."),
@@ -167,52 +176,48 @@ fn headline(status: &Status) -> String {
 }
 
 fn state(status: &Status) -> String {
-    let at = |what: &str| status.next.iter().any(|row| row.what == what);
-    let work: Vec<&str> = [("read", "reading"), ("mark", "marking"), ("merge", "merging")]
-        .into_iter()
-        .filter(|(what, _)| at(what))
-        .map(|(_, word)| word)
-        .collect();
-    match (status.paused, status.busy) {
-        (true, _) => "paused: nothing is read, marked or merged until pagefold resume".to_owned(),
-        (false, _) if status.processes.is_empty() => {
-            let what = if status.xen.is_some() { "guest" } else { "process" };
-            format!("waiting: no {what} is in scope")
-        }
-        (false, true) if work.is_empty() => "sampling".to_owned(),
-        (false, true) => work.join(", "),
-        (false, false) => "watching: nothing to do until something changes".to_owned(),
+    let doing = status.doing();
+    if doing == [Doing::Paused] {
+        return "paused: nothing is read, marked or merged until pagefold resume".to_owned();
     }
+    if status.programs.processes.is_empty() {
+        let target = if status.xen.is_some() { "guest" } else { "process" };
+        return format!("waiting: no {target} is in scope");
+    }
+    if doing == [Doing::Watching] {
+        return "watching: nothing to do until something changes".to_owned();
+    }
+    let names: Vec<&str> = doing.iter().map(|doing| doing.name()).collect();
+    names.join(", ")
 }
 
 fn governor(status: &Status) -> String {
-    let allowed = format!("up to {} of a core", percent(status.allowed_share, 1.0));
-    match status.governor {
-        Governor::Auto => format!("auto, now {}: {allowed}", status.in_force),
+    let allowed = format!("up to {} of a core", percent(status.activity.allowed_share.fraction(), 1.0));
+    match status.activity.governor {
+        Governor::Auto => format!("auto, now {}: {allowed}", status.activity.in_force),
         governor => format!("{governor}: {allowed}"),
     }
 }
 
 fn ksm(status: &Status) -> String {
-    match (&status.ksm_why, status.ksm_driven) {
-        (_, true) if status.mechanism == Mechanism::Request => format!(
-            "merges the pages that this run names (/dev/ksm); saves {} on the whole machine",
-            human(status.saved_machine_bytes)
+    if !status.activity.ksm_driven {
+        return match &status.ksm_why {
+            Some(why) => format!("not controlled by this run: {why}"),
+            None => "not controlled by this run yet".to_owned(),
+        };
+    }
+    let saved = human(status.memory.saved_machine_bytes);
+    if status.run.mechanism == Mechanism::Request {
+        return format!("merges the pages that this run names (/dev/ksm); saves {saved} on the whole machine");
+    }
+    let scans = count(usize::try_from(status.work.scans).unwrap_or(usize::MAX), "scan", "scans");
+    let text = format!("controlled by this run, {scans} so far; saves {saved} on the whole machine");
+    match status.memory.exited_bytes {
+        0 => text,
+        bytes => format!(
+            "{text}, without {} of programs that have ended, which KSM counts until its next scan",
+            human(bytes)
         ),
-        (_, true) => {
-            let scans = count(usize::try_from(status.scans).unwrap_or(usize::MAX), "scan", "scans");
-            let saved = human(status.saved_machine_bytes);
-            let exited = match status.exited_bytes {
-                0 => String::new(),
-                bytes => format!(
-                    ", without {} of programs that have ended, which KSM counts until its next scan",
-                    human(bytes)
-                ),
-            };
-            format!("controlled by this run, {scans} so far; saves {saved} on the whole machine{exited}")
-        }
-        (Some(why), false) => format!("not controlled by this run: {why}"),
-        (None, false) => "not controlled by this run yet".to_owned(),
     }
 }
 
@@ -229,11 +234,12 @@ pub fn paint(kind: Kind, text: &str, style: Style) -> String {
 fn kinds(text: &mut String, status: &Status, style: Style) {
     text.blank();
     text.line(style.dim("  KIND OF MEMORY           MEMORY    SHARE  REGIONS"));
-    for row in &status.kinds {
-        let (bytes, regions) = (row.resident.bytes().0, row.regions);
-        let share = bytes as f64 / status.resident_bytes.max(1) as f64;
-        let (kind, memory, part) = (row.kind.to_string(), human(bytes), percent(share, 1.0));
-        let figures = format!("  {kind:<21} {memory:>9}  {part:>7}  {regions:>7}  ");
+    for row in &status.totals.kinds {
+        let kind = row.kind.to_string();
+        let memory = human(row.resident.bytes().0);
+        let share = share_of_all(row.resident, status);
+        let part = percent(share, 1.0);
+        let figures = format!("  {kind:<21} {memory:>9}  {part:>7}  {:>7}  ", row.regions);
         let figures = if row.regions == 0 { style.dim(&figures) } else { figures };
         text.line(format!("{figures}{}", paint(row.kind, &bar(share, BAR), style)));
     }
@@ -242,82 +248,97 @@ fn kinds(text: &mut String, status: &Status, style: Style) {
 fn levels(text: &mut String, status: &Status, style: Style) {
     text.blank();
     text.line(style.dim("  LEVEL OF THE LADDER      MEMORY     CORE  REGIONS"));
-    let top = status.levels.len();
-    for row in &status.levels {
-        let what = match row.level {
+    let top = status.totals.levels.len();
+    for row in &status.totals.levels {
+        let level = row.level;
+        let treatment = match level {
             1 => "watched, and new",
             level if level == top => "read whole, merged",
             _ => "sampled",
         };
-        let (bytes, level, regions) = (row.resident.bytes().0, row.level, row.regions);
-        let (memory, core) = (human(bytes), percent(row.share.fraction(), 1.0));
-        let figures = format!("  {level:<2} {what:<18} {memory:>9}  {core:>7}  {regions:>7}  ");
-        let share = bytes as f64 / status.resident_bytes.max(1) as f64;
+        let memory = human(row.resident.bytes().0);
+        let core = percent(row.share.fraction(), 1.0);
+        let figures = format!("  {level:<2} {treatment:<18} {memory:>9}  {core:>7}  {:>7}  ", row.regions);
         let figures = if row.regions == 0 { style.dim(&figures) } else { figures };
-        text.line(format!("{figures}{}", style.plain(&bar(share, BAR))));
+        text.line(format!("{figures}{}", style.plain(&bar(share_of_all(row.resident, status), BAR))));
     }
+}
+
+/// This much of all memory in regions.
+fn share_of_all(resident: Pages, status: &Status) -> f64 {
+    resident.bytes().0 as f64 / status.memory.resident_bytes.max(1) as f64
 }
 
 fn processes(text: &mut String, status: &Status, style: Style) {
     text.blank();
     let who = if status.xen.is_some() { " ID  GUEST  " } else { "PID  PROGRAM" };
     text.line(style.dim(&format!("      {who}            MEMORY    MARKED  DUPLICATE")));
-    for row in status.processes.iter().take(PROCESSES) {
-        let name = shorten(&row.name, 16);
+    let processes = &status.programs.processes;
+    for row in processes.iter().take(PROCESSES) {
+        let begin = format!("  {:>7}  {:<16}", row.pid, shorten(&row.name, 16));
         if let Some(why) = &row.left_alone {
-            text.line(format!("  {:>7}  {name:<16} {}", row.pid, style.dim(&format!("left alone: {why}"))));
+            text.line(format!("{begin} {}", style.dim(&format!("left alone: {why}"))));
             continue;
         }
-        let size = |bytes: u64| if bytes == 0 { "-".to_owned() } else { human(bytes) };
-        let sizes = [row.resident_bytes, row.marked_bytes, row.expected_bytes].map(size);
-        text.line(format!("  {:>7}  {name:<16} {:>8}  {:>8}  {:>9}", row.pid, sizes[0], sizes[1], sizes[2]));
+        let resident = size(row.memory.resident_bytes);
+        let marked = size(row.memory.marked_bytes);
+        let expected = size(row.memory.expected_bytes);
+        text.line(format!("{begin} {resident:>8}  {marked:>8}  {expected:>9}"));
     }
-    if let Some(rest) = status.processes.get(PROCESSES..).filter(|rest| !rest.is_empty()) {
-        let memory = rest.iter().map(|row| row.resident_bytes).sum();
+    if processes.len() > PROCESSES {
+        let rest = &processes[PROCESSES..];
+        let memory = rest.iter().map(|row| row.memory.resident_bytes).sum();
         let others = status.count(rest.len());
         text.line(style.dim(&format!("           … and {others} more with {} (all of them: --json)", human(memory))));
     }
 }
 
+fn size(bytes: u64) -> String {
+    if bytes == 0 { "-".to_owned() } else { human(bytes) }
+}
+
 fn next(text: &mut String, status: &Status, style: Style) {
     text.blank();
     text.line(format!("  {}", style.bold("What happens next")));
-    if status.paused {
+    if status.activity.paused {
         text.line("  Nothing, until pagefold resume. Merged pages stay merged.");
         return;
     }
-    for row in &status.next {
-        let what = match row.what.as_str() {
-            "read" => "being read whole, to find what is worth merging",
-            "mark" if status.reserve.machine.state == RoomState::Short => {
-                "worth merging, once memory is no longer short"
-            }
-            "mark" if status.dry_run || !status.ksm_driven => "worth marking",
-            "mark" if status.mechanism == Mechanism::Request => "about to be merged",
-            "mark" => "about to be marked for ksmd",
-            "merge" if status.dry_run => "would be merged; this is a dry run",
-            "merge" if status.mechanism == Mechanism::Request => "being merged",
-            "merge" => "being merged by ksmd, which takes two scans",
-            "sample" => "sampled further: too few samples to decide",
-            "watch" => "sampled thinly, for changes",
-            "wait" => "left alone until there is room for it",
-            "nothing" => "left alone",
-            _ => "",
-        };
+    for row in &status.totals.next {
         let what = match row.soonest_seconds {
             Some(seconds) => format!("left alone; the first is judged again in {}", time(seconds)),
-            None => what.to_owned(),
+            None => next_step(row.verb, status).to_owned(),
         };
         let regions = count(row.regions, "region", "regions");
-        text.line(format!("  {:>9}  {what} {}", human(row.resident_bytes), style.dim(&format!("({regions})"))));
+        text.line(format!("  {:>9}  {what} {}", human(row.resident.bytes().0), style.dim(&format!("({regions})"))));
     }
     text.blank();
-    let rounds = count(usize::try_from(status.rounds).unwrap_or(usize::MAX), "round", "rounds");
+    let rounds = count(usize::try_from(status.work.rounds).unwrap_or(usize::MAX), "round", "rounds");
     let why = if status.xen.is_some() {
         "guest: pagefold-xen explain --xen-domain ID"
     } else {
         "process: pagefold explain PID"
     };
-    let read = format!("  {} pages read in {rounds}. Why, for one {why}", thousands(status.pages_read));
+    let read = format!("  {} pages read in {rounds}. Why, for one {why}", thousands(status.work.pages_read));
     text.line(style.dim(&read));
+}
+
+fn next_step(verb: Verb, status: &Status) -> &'static str {
+    let on_request = status.run.mechanism == Mechanism::Request;
+    match verb {
+        Verb::Read => "being read whole, to find what is worth merging",
+        Verb::Mark if status.reserve.machine.state == RoomState::Short => {
+            "worth merging, once memory is no longer short"
+        }
+        Verb::Mark if status.run.dry_run || !status.activity.ksm_driven => "worth marking",
+        Verb::Mark if on_request => "about to be merged",
+        Verb::Mark => "about to be marked for ksmd",
+        Verb::Merge if status.run.dry_run => "would be merged; this is a dry run",
+        Verb::Merge if on_request => "being merged",
+        Verb::Merge => "being merged by ksmd, which takes two scans",
+        Verb::Sample => "sampled further: too few samples to decide",
+        Verb::Watch => "sampled thinly, for changes",
+        Verb::Wait => "left alone until there is room for it",
+        Verb::Leave => "left alone",
+    }
 }

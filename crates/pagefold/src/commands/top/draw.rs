@@ -2,11 +2,12 @@
 
 use super::activity::{self, Mood};
 use super::over_time;
-use super::state::{Point, Row, Rows, Sort, Top, View, result_of};
+use super::state::{Point, Rows, Sort, Top, View};
 use crate::commands::status::Status;
 use pagefold_engine::decision::Kind;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Mechanism;
+use pagefold_engine::units::Pages;
 use pagefold_text::escape::printable;
 use pagefold_text::figures::{time, wrap};
 use pagefold_text::style::{bar, count, human, percent, shorten};
@@ -85,7 +86,7 @@ pub fn draw(frame: &mut Frame, top: &mut Top) {
     let [title, figures, body, keys] = Layout::vertical(heights).areas(area);
     if let Some(status) = &top.status {
         frame.render_widget(heading(status, title.width).style(Look::chosen()), title);
-        draw_figures(frame, figures, status, &top.seen, (top.problem.as_deref(), look));
+        draw_figures(frame, figures, status, top, look);
     } else if let Some(problem) = &top.problem {
         frame.render_widget(
             Line::styled(format!("{:<width$}", " pagefold", width = title.width.into()), Look::chosen()),
@@ -105,57 +106,41 @@ pub fn draw(frame: &mut Frame, top: &mut Top) {
 }
 
 fn heading(status: &Status, width: u16) -> Line<'static> {
-    let mechanism = match (status.mechanism, status.dry_run) {
+    let mechanism = match (status.run.mechanism, status.run.dry_run) {
         (_, true) => "dry run",
         (Mechanism::Ksmd, _) => "merging by ksmd",
         (Mechanism::Request, _) => "merging on request",
     };
-    let governor = match status.governor {
-        Governor::Auto => format!("governor auto, now {}", status.in_force),
+    let governor = match status.activity.governor {
+        Governor::Auto => format!("governor auto, now {}", status.activity.in_force),
         governor => format!("governor {governor}"),
     };
-    let text = format!(" pagefold   up {}   {mechanism}   {governor}", time(status.seconds));
+    let text = format!(" pagefold   up {}   {mechanism}   {governor}", time(status.activity.seconds));
     Line::raw(format!("{:<width$}", shorten(&text, width.into()), width = width.into()))
 }
 
-fn draw_figures(
-    frame: &mut Frame,
-    area: Rect,
-    status: &Status,
-    history: &[Point],
-    (problem, look): (Option<&str>, Look),
-) {
+fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look: Look) {
     let heights = [Constraint::Length(2), Constraint::Length(CURVE_ROWS), Constraint::Length(2), Constraint::Length(1)];
     let [bars, curve, doing, _] = Layout::vertical(heights).areas(area);
-    let gauge = |name: &'static str, share: f64, style: Style, text: String| {
-        let filled = bar(share, BAR);
-        let empty = " ".repeat(BAR - filled.chars().count());
-        Line::from(vec![
-            Span::styled(format!(" {name:<6}"), Look::dim()),
-            Span::raw("["),
-            Span::styled(filled, style),
-            Span::raw(format!("{empty}] ")),
-            Span::raw(text),
-        ])
-    };
-    let name = if status.dry_run { "Found" } else { "Saved" };
-    let of = format!("{} in {}", human(status.resident_bytes), count(status.processes.len(), "process", "processes"));
-    let result = result_of(status);
-    let share = result.unwrap_or(0) as f64 / status.resident_bytes.max(1) as f64;
+    let name = if status.run.dry_run { "Found" } else { "Saved" };
+    let resident = human(status.memory.resident_bytes);
+    let of = format!("{resident} in {}", count(status.programs.processes.len(), "process", "processes"));
+    let result = status.result_bytes();
+    let share = result.unwrap_or(0) as f64 / status.memory.resident_bytes.max(1) as f64;
     let saved = match result {
         Some(bytes) => format!("{}, {} of {of}", human(bytes), percent(share, 1.0)),
         None => format!("counting; {of}"),
     };
-    let used = format!("{} of a core, at most {}", percent(status.used_share, 1.0), percent(status.allowed_share, 1.0));
-    let lines = vec![
-        gauge(name, share, look.good(), saved),
-        gauge("CPU", status.used_share / status.allowed_share.max(1e-4), look.of(Color::Cyan), used),
-    ];
+    let used = status.activity.used_share;
+    let allowed = status.activity.allowed_share.fraction();
+    let cpu = format!("{} of a core, at most {}", percent(used, 1.0), percent(allowed, 1.0));
+    let lines =
+        vec![gauge(name, share, look.good(), saved), gauge("CPU", used / allowed.max(1e-4), look.of(Color::Cyan), cpu)];
     frame.render_widget(Paragraph::new(lines), bars);
-    draw_curve(frame, curve, history, look);
-    let (mood, text) = match problem {
+    draw_curve(frame, curve, &top.seen, look);
+    let (mood, text) = match &top.problem {
         Some(problem) => (Mood::Searching, format!("No answer: {problem}")),
-        None => activity::describe(status, history),
+        None => activity::describe(status, &top.seen),
     };
     let style = match mood {
         Mood::Useful => look.good(),
@@ -163,6 +148,19 @@ fn draw_figures(
         Mood::Searching => look.warn(),
     };
     say(frame, doing, &text, style);
+}
+
+/// A bar that is filled by a share, with its name and a text.
+fn gauge(name: &str, share: f64, style: Style, text: String) -> Line<'static> {
+    let filled = bar(share, BAR);
+    let empty = " ".repeat(BAR - filled.chars().count());
+    Line::from(vec![
+        Span::styled(format!(" {name:<6}"), Look::dim()),
+        Span::raw("["),
+        Span::styled(filled, style),
+        Span::raw(format!("{empty}] ")),
+        Span::raw(text),
+    ])
 }
 
 /// A text, wrapped.
@@ -177,10 +175,12 @@ fn draw_curve(frame: &mut Frame, area: Rect, history: &[Point], look: Look) {
     let [label, curve] = Layout::horizontal([Constraint::Length(8), Constraint::Min(1)]).areas(area);
     let (Some(first), Some(last)) = (history.first(), history.last()) else { return };
     let columns = usize::from(curve.width).max(1);
-    let most = history.iter().map(|point| point.saved).max().unwrap_or(0);
+    let most = history.iter().map(|point| point.result_bytes).max().unwrap_or(0);
     let step = history.len().div_ceil(columns).max(1);
-    let values: Vec<u64> =
-        history.rchunks(step).rev().filter_map(|points| points.last().map(|point| point.saved)).collect();
+    let mut values = Vec::new();
+    for points in history.rchunks(step).rev() {
+        values.extend(points.last().map(|point| point.result_bytes));
+    }
     let labels = vec![
         Line::raw(format!("{:>7}", human(most))),
         Line::raw(""),
@@ -199,47 +199,59 @@ fn right(text: String) -> Cell<'static> {
     Cell::new(Line::raw(text).right_aligned())
 }
 
+/// A column's title, which shows whether we sort by it.
+fn title(top: &Top, sort: Sort, text: &str) -> String {
+    match (top.sort == sort, top.reversed) {
+        (true, true) => format!("{text}▲"),
+        (true, false) => format!("{text}▼"),
+        (false, _) => text.to_owned(),
+    }
+}
+
 fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
-    let rows = top.rows();
-    let title = |sort: Sort, text: &str| {
-        let arrow = if top.reversed { "▲" } else { "▼" };
-        if top.sort == sort { format!("{text}{arrow}") } else { text.to_owned() }
-    };
-    let figures = [(Sort::Memory, "MEMORY"), (Sort::Marked, "MARKED"), (Sort::Duplicate, "DUPLICATE")];
-    let mut header = match top.rows_are {
-        Rows::Process => vec![right(title(Sort::Pid, "PID")), Cell::new(title(Sort::Name, "PROGRAM"))],
-        Rows::Workload => vec![right("PROCESSES".into()), Cell::new(title(Sort::Name, "WORKLOAD"))],
-    };
-    header.extend(figures.map(|(sort, text)| right(title(sort, text))));
-    header.push(Cell::new(if top.rows_are == Rows::Process { "BELONGS TO" } else { "" }));
-    let cells = |row: &Row| {
+    let of_processes = top.rows_are == Rows::Process;
+    let header = vec![
+        right(if of_processes { title(top, Sort::Pid, "PID") } else { "PROCESSES".to_owned() }),
+        Cell::new(title(top, Sort::Name, if of_processes { "PROGRAM" } else { "WORKLOAD" })),
+        right(title(top, Sort::Memory, "MEMORY")),
+        right(title(top, Sort::Marked, "MARKED")),
+        right(title(top, Sort::Duplicate, "DUPLICATE")),
+        Cell::new(if of_processes { "BELONGS TO" } else { "" }),
+    ];
+    let mut rows = Vec::new();
+    for row in top.rows() {
         let number = row.pid.map_or(row.processes.to_string(), |pid| pid.to_string());
-        let last = match (&row.left_alone, row.pid) {
+        let last = match (row.left_alone, row.pid) {
             (Some(why), _) => Cell::new(format!("left alone: {}", printable(why.as_bytes()))).style(Look::dim()),
-            (None, Some(_)) => Cell::new(row.workload.clone()),
+            (None, Some(_)) => Cell::new(row.workload),
             (None, None) => Cell::new(""),
         };
-        let [resident, marked, duplicate] = [row.resident, row.marked, row.duplicate].map(|bytes| right(size(bytes)));
-        let duplicate = duplicate.style(look.good());
-        TableRow::new([right(number), Cell::new(printable(row.name.as_bytes())), resident, marked, duplicate, last])
-    };
-    let name = if top.rows_are == Rows::Process { Constraint::Length(16) } else { Constraint::Length(44) };
+        rows.push(TableRow::new([
+            right(number),
+            Cell::new(printable(row.name.as_bytes())),
+            right(size(row.memory.resident_bytes)),
+            right(size(row.memory.marked_bytes)),
+            right(size(row.memory.expected_bytes)).style(look.good()),
+            last,
+        ]));
+    }
     let widths = [
         Constraint::Length(9),
-        name,
+        Constraint::Length(if of_processes { 16 } else { 44 }),
         Constraint::Length(9),
         Constraint::Length(9),
         Constraint::Length(11),
         Constraint::Min(8),
     ];
-    let state = &mut top.table;
-    draw_table(frame, area, (header, rows.iter().map(cells).collect(), &widths), state);
+    draw_table(frame, area, header, rows, &widths, &mut top.table);
 }
 
 fn draw_table(
     frame: &mut Frame,
     area: Rect,
-    (header, rows, widths): (Vec<Cell<'static>>, Vec<TableRow<'static>>, &[Constraint]),
+    header: Vec<Cell>,
+    rows: Vec<TableRow>,
+    widths: &[Constraint],
     state: &mut TableState,
 ) {
     let header = TableRow::new(header).style(Style::new().add_modifier(Modifier::BOLD));
@@ -249,27 +261,32 @@ fn draw_table(
 
 fn memory(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     let Some(status) = &top.status else { return };
-    let whole = status.resident_bytes.max(1) as f64;
-    let bold = |text: &'static str| Line::styled(text, Style::new().add_modifier(Modifier::BOLD));
-    let line = |name: String, bytes: u64, regions: usize, style: Style| {
-        let share = bytes as f64 / whole;
-        let figures = format!(" {name:<22} {:>9} {:>7} {regions:>8}  ", size(bytes), percent(share, 1.0));
-        Line::from(vec![Span::raw(figures), Span::styled(bar(share, BAR), style)])
-    };
-    let mut lines = vec![bold(" KIND                      MEMORY   SHARE  REGIONS")];
-    let kinds = status.kinds.iter();
-    lines.extend(kinds.map(|row| line(row.kind.to_string(), row.resident.bytes().0, row.regions, look.kind(row.kind))));
-    lines.push(bold(" LEVEL OF THE LADDER"));
-    lines.extend(status.levels.iter().map(|row| {
+    let all = status.memory.resident_bytes;
+    let bold = Style::new().add_modifier(Modifier::BOLD);
+    let mut lines = vec![Line::styled(" KIND                      MEMORY   SHARE  REGIONS", bold)];
+    for row in &status.totals.kinds {
+        lines.push(total(&row.kind.to_string(), row.resident, row.regions, all, look.kind(row.kind)));
+    }
+    lines.push(Line::styled(" LEVEL OF THE LADDER", bold));
+    for row in &status.totals.levels {
         let name = format!("{}, up to {} CPU", row.level, percent(row.share.fraction(), 1.0));
-        line(name, row.resident.bytes().0, row.regions, look.of(Color::Blue))
-    }));
-    lines.push(bold(" WHAT HAPPENS NEXT"));
-    lines.extend(status.next.iter().map(|row| {
-        let when = row.soonest_seconds.map(|seconds| format!(", first in {}", time(seconds))).unwrap_or_default();
-        line(format!("{}{when}", row.what), row.resident_bytes, row.regions, look.of(Color::Cyan))
-    }));
+        lines.push(total(&name, row.resident, row.regions, all, look.of(Color::Blue)));
+    }
+    lines.push(Line::styled(" WHAT HAPPENS NEXT", bold));
+    for row in &status.totals.next {
+        let when = row.soonest_seconds.map_or(String::new(), |seconds| format!(", first in {}", time(seconds)));
+        let name = format!("{}{when}", row.verb);
+        lines.push(total(&name, row.resident, row.regions, all, look.of(Color::Cyan)));
+    }
     frame.render_widget(Paragraph::new(lines), area);
+}
+
+/// This much of all memory as a line of a table.
+fn total(name: &str, resident: Pages, regions: usize, all_bytes: u64, style: Style) -> Line<'static> {
+    let bytes = resident.bytes().0;
+    let share = bytes as f64 / all_bytes.max(1) as f64;
+    let figures = format!(" {name:<22} {:>9} {:>7} {regions:>8}  ", size(bytes), percent(share, 1.0));
+    Line::from(vec![Span::raw(figures), Span::styled(bar(share, BAR), style)])
 }
 
 fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
@@ -297,18 +314,19 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
         Cell::new("KIND"),
         Cell::new("NEXT"),
     ];
-    let rows = explanation.regions.iter().map(|row| {
+    let mut rows = Vec::new();
+    for row in &explanation.regions {
         let name = row.file.as_ref().unwrap_or(&row.mapping);
         let ratio = percent(row.figures.duplicate_ratio, 1.0);
-        TableRow::new([
+        rows.push(TableRow::new([
             Cell::new(printable(name.as_bytes())),
             right(size(row.figures.resident.bytes().0)),
             right(if row.figures.exact { ratio } else { format!("~{ratio}") }),
             right(size(row.figures.marked.bytes().0)),
             Cell::new(row.figures.kind.to_string()).style(look.kind(row.figures.kind)),
             Cell::new(row.next.clone()),
-        ])
-    });
+        ]));
+    }
     let widths = [
         Constraint::Min(16),
         Constraint::Length(8),
@@ -320,8 +338,7 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     let chosen = top.regions.selected().and_then(|at| explanation.regions.get(at));
     let said = chosen.map_or(String::new(), |row| format!("{}: {}", row.range, row.sentence));
     say(frame, sentence, &said, Style::new());
-    let rows = rows.collect();
-    draw_table(frame, body, (header, rows, &widths), &mut top.regions);
+    draw_table(frame, body, header, rows, &widths, &mut top.regions);
 }
 
 fn events(frame: &mut Frame, area: Rect, top: &Top) {
@@ -333,8 +350,8 @@ fn events(frame: &mut Frame, area: Rect, top: &Top) {
     // From the newest, as many as there's room for.
     for event in events.iter().rev() {
         let ago = format!("{:>11} ", format!("-{}", time(top.now.saturating_sub(event.time) as f64)));
-        let text = printable(event.sentence(status.dry_run).as_bytes());
-        for (at, line) in wrap(&text, width).into_iter().enumerate().collect::<Vec<_>>().into_iter().rev() {
+        let text = printable(event.sentence(status.run.dry_run).as_bytes());
+        for (at, line) in wrap(&text, width).into_iter().enumerate().rev() {
             let when = if at == 0 { ago.clone() } else { " ".repeat(ago.len()) };
             lines.push(Line::from(vec![Span::styled(when, Look::dim()), Span::raw(line)]));
         }

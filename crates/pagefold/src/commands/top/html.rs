@@ -1,13 +1,16 @@
 //! `top` as one web page that needs nothing else: the run now, its savings over time, and its latest events.
 
 use super::activity;
-use super::state::result_of;
+use super::state::{NO_WORKLOAD, by_workload, process_rows};
 use crate::commands::status::Status;
 use crate::history::{Moment, Point, points};
 use crate::output::page::{Chart, Curve, Unit, escape, page as framed};
 use pagefold_engine::host::Mechanism;
+use pagefold_engine::state::MemoryTotal;
+use pagefold_engine::units::Pages;
 use pagefold_text::figures::time;
 use pagefold_text::style::{count, human, percent};
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
@@ -55,7 +58,7 @@ fn clock(seconds: u64) -> String {
 }
 
 fn now(html: &mut String, status: &Status, sources: &Sources) {
-    let (verb, mechanism) = match (status.dry_run, status.mechanism) {
+    let (verb, mechanism) = match (status.run.dry_run, status.run.mechanism) {
         (true, _) => ("found to be duplicate", "dry run"),
         (false, Mechanism::Ksmd) => ("saved", "merging by ksmd"),
         (false, Mechanism::Request) => ("saved", "merging on request"),
@@ -65,26 +68,28 @@ fn now(html: &mut String, status: &Status, sources: &Sources) {
         html,
         "<p class=\"tag\">pagefold top <code>{}</code></p>\n<h1>{} {verb} in {}.</h1>\n\
          <p class=\"dim\">{}, up {}, governor {}, {mechanism}. {}</p>\n<ul class=\"big\">",
-        escape(&status.scope),
-        result_of(status).map_or("An unknown amount".to_owned(), human),
-        count(status.processes.len(), "process", "processes"),
+        escape(&status.run.scope),
+        status.result_bytes().map_or("An unknown amount".to_owned(), human),
+        count(status.programs.processes.len(), "process", "processes"),
         clock(sources.now),
-        time(status.seconds),
-        status.governor,
+        time(status.activity.seconds),
+        status.activity.governor,
         escape(&sentence),
     );
-    let cpu = (status.cpu_seconds.pagefold_ns + status.cpu_seconds.ksmd_ns) as f64 / 1e9;
-    let share = result_of(status).map(|result| percent(result as f64, status.resident_bytes as f64));
-    for (value, what) in [
-        (share.unwrap_or("?".to_owned()), format!("of {} {verb}", human(status.resident_bytes))),
-        (human(status.marked_bytes), "marked, or named to the kernel".to_owned()),
-        (percent(status.used_share, 1.0), format!("of a core, of at most {}", percent(status.allowed_share, 1.0))),
-        (time(cpu), format!("of CPU time in {}", time(status.seconds))),
-        (human(status.available_bytes), "of memory available".to_owned()),
-    ] {
-        let _ = write!(html, "<li><b>{value}</b>{}</li>", what.replace(" %", "&nbsp;%"));
-    }
+    let all = status.memory.resident_bytes;
+    let share = status.result_bytes().map_or("?".to_owned(), |result| percent(result as f64, all as f64));
+    figure(html, &share, &format!("of {} {verb}", human(all)));
+    figure(html, &human(status.memory.marked_bytes), "marked, or named to the kernel");
+    let allowed = percent(status.activity.allowed_share.fraction(), 1.0);
+    figure(html, &percent(status.activity.used_share, 1.0), &format!("of a core, of at most {allowed}"));
+    let cpu = time(status.work.cpu_seconds.total_ns() as f64 / 1e9);
+    figure(html, &cpu, &format!("of CPU time in {}", time(status.activity.seconds)));
+    figure(html, &human(status.memory.available_bytes), "of memory available");
     html.push_str("</ul>\n");
+}
+
+fn figure(html: &mut String, value: &str, what: &str) {
+    let _ = write!(html, "<li><b>{value}</b>{}</li>", what.replace(" %", "&nbsp;%"));
 }
 
 fn over_time(html: &mut String, sources: &Sources) {
@@ -93,97 +98,87 @@ fn over_time(html: &mut String, sources: &Sources) {
         let _ = writeln!(html, "<p class=\"dim\">No history: {}.</p>", escape(problem));
         return;
     }
-    let present = sources.status.and_then(|status| Moment::of(status, sources.now));
-    let moments: Vec<Moment> = sources.moments.iter().copied().chain(present).collect();
+    let mut moments = sources.moments.to_vec();
+    moments.extend(sources.status.and_then(|status| Moment::of(status, sources.now)));
     let points = points(&moments, sources.now);
     let Some(first) = points.first() else {
         html.push_str("<p class=\"dim\">The history has nothing of this time.</p>\n");
         return;
     };
     let since = sources.since.as_secs().min(sources.now.saturating_sub(first.moment.time)).max(60);
-    let frame = Frame { points: &points, now: sources.now, since };
-    let result = |moment: &Moment| (if moment.dry_run { moment.expected_bytes } else { moment.saved_bytes }) as f64;
-    let marked = |moment: &Moment| moment.marked_bytes as f64;
-    let found = |moment: &Moment| moment.expected_bytes as f64;
-    let free = |moment: &Moment| moment.available_bytes as f64;
-    let every = |value: &dyn Fn(&Moment) -> f64| frame.curve(|point| Some(value(&point.moment)));
-    frame.draw(
-        html,
-        "Memory",
-        Unit::BYTES,
-        vec![
-            ("fork", "marked", every(&marked)),
-            ("merged", "expected to be merged, the copies that stay included", every(&found)),
-            ("across", "saved", every(&result)),
-        ],
-    );
-    let cpu = frame.curve(|point| point.cpu.map(|share| 100.0 * share));
-    frame.draw(html, "CPU time, share of a core", Unit::PERCENT, vec![("warn", "pagefold and ksmd", cpu)]);
-    frame.draw(html, "Memory available on the machine", Unit::BYTES, vec![("merged", "available", every(&free))]);
+    let period = Period { now: sources.now, since };
+    let marked = curve("fork", "marked", &points, |point| Some(point.moment.marked_bytes as f64));
+    let expected = "expected to be merged, the copies that stay included";
+    let expected = curve("merged", expected, &points, |point| Some(point.moment.expected_bytes as f64));
+    let saved = curve("across", "saved", &points, |point| Some(point.moment.result_bytes() as f64));
+    period.draw(html, "Memory", Unit::BYTES, vec![marked, expected, saved]);
+    let cpu = curve("warn", "pagefold and ksmd", &points, |point| point.cpu.map(|share| 100.0 * share));
+    period.draw(html, "CPU time, share of a core", Unit::PERCENT, vec![cpu]);
+    let available = curve("merged", "available", &points, |point| Some(point.moment.available_bytes as f64));
+    period.draw(html, "Memory available on the machine", Unit::BYTES, vec![available]);
 }
 
-/// Times and values.
-type Values = Vec<(f64, Option<f64>)>;
+/// A value over time, with a gap where a run has ended.
+fn curve(class: &'static str, name: &str, points: &[Point], value: impl Fn(&Point) -> Option<f64>) -> Curve {
+    let mut values = Vec::new();
+    for point in points {
+        let time = point.moment.time as f64;
+        if !point.goes_on {
+            values.push((time, None));
+        }
+        values.push((time, value(point)));
+    }
+    Curve { class, name: name.to_owned(), points: values }
+}
 
 /// The time that the charts share.
-struct Frame<'a> {
-    points: &'a [Point],
+struct Period {
     now: u64,
+    /// How long it is, seconds.
     since: u64,
 }
 
-impl Frame<'_> {
-    /// A value over time, with a gap where a run has ended.
-    fn curve(&self, value: impl Fn(&Point) -> Option<f64>) -> Values {
-        let point = |point: &Point| {
-            let time = point.moment.time as f64;
-            let gap = (!point.goes_on).then_some((time, None));
-            gap.into_iter().chain([(time, value(point))])
-        };
-        self.points.iter().flat_map(point).collect()
-    }
-
-    fn draw(&self, html: &mut String, title: &str, unit: Unit, curves: Vec<(&'static str, &str, Values)>) {
-        let ago = |quarters: u64| match quarters {
-            0 => clock(self.now),
-            _ => format!("−{}", time((self.since * quarters / 4) as f64)),
-        };
-        let curves = curves.into_iter().map(|(class, name, points)| Curve { class, name: name.to_owned(), points });
-        Chart {
+impl Period {
+    fn draw(&self, html: &mut String, title: &str, unit: Unit, curves: Vec<Curve>) {
+        let seconds = self.since as f64;
+        let chart = Chart {
             title: title.to_owned(),
             times: ((self.now - self.since) as f64, self.now as f64),
-            labels: [4, 2, 0].map(ago).to_vec(),
+            labels: vec![format!("−{}", time(seconds)), format!("−{}", time((self.since / 2) as f64)), clock(self.now)],
             unit,
-            curves: curves.collect(),
-        }
-        .draw(html);
+            curves,
+        };
+        chart.draw(html);
     }
 }
 
-fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String>) {
-    let head = "<th class=\"n\">Memory</th><th class=\"n\">Marked</th><th class=\"n\">Duplicate</th>";
-    let figures = |[resident, marked, expected]: [u64; 3]| {
-        [resident, marked, expected].map(|bytes| format!("<td class=\"n\">{}</td>", size(bytes))).concat()
-    };
-    let mut sums: BTreeMap<&str, (usize, [u64; 3])> = BTreeMap::new();
-    for row in &status.processes {
-        let Some(workload) = workloads.get(&row.pid) else { continue };
-        let (processes, sum) = sums.entry(workload).or_default();
-        *processes += 1;
-        for (sum, bytes) in sum.iter_mut().zip([row.resident_bytes, row.marked_bytes, row.expected_bytes]) {
-            *sum += bytes;
-        }
+const MEMORY_HEAD: &str = "<th class=\"n\">Memory</th><th class=\"n\">Marked</th><th class=\"n\">Duplicate</th>";
+
+fn memory_cells(memory: &MemoryTotal) -> String {
+    let mut cells = String::new();
+    for bytes in [memory.resident_bytes, memory.marked_bytes, memory.expected_bytes] {
+        let _ = write!(cells, "<td class=\"n\">{}</td>", size(bytes));
     }
-    let mut sums: Vec<_> = sums.into_iter().collect();
-    sums.sort_by_key(|(_, (_, figures))| std::cmp::Reverse(figures[0]));
+    cells
+}
+
+fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String>) {
+    let mut sums = by_workload(process_rows(status, workloads));
+    sums.retain(|sum| sum.workload != NO_WORKLOAD);
+    sums.sort_by_key(|sum| Reverse(sum.memory.resident_bytes));
     if !sums.is_empty() {
-        let head = format!("<th>Workload</th><th class=\"n\">Processes</th>{head}");
-        table(html, "By workload", &head, &sums, |(name, (processes, sum))| {
-            format!("<td class=\"name\">{}</td><td class=\"n\">{processes}</td>{}", escape(name), figures(*sum))
+        let head = format!("<th>Workload</th><th class=\"n\">Processes</th>{MEMORY_HEAD}");
+        table(html, "By workload", &head, &sums, |sum| {
+            format!(
+                "<td class=\"name\">{}</td><td class=\"n\">{}</td>{}",
+                escape(&sum.workload),
+                sum.processes,
+                memory_cells(&sum.memory)
+            )
         });
     }
-    let head = format!("<th class=\"n\">PID</th><th>Program</th>{head}<th>Belongs to</th>");
-    table(html, "By process", &head, &status.processes, |row| {
+    let head = format!("<th class=\"n\">PID</th><th>Program</th>{MEMORY_HEAD}<th>Belongs to</th>");
+    table(html, "By process", &head, &status.programs.processes, |row| {
         let belongs = match &row.left_alone {
             Some(why) => format!("left alone: {why}"),
             None => workloads.get(&row.pid).cloned().unwrap_or_default(),
@@ -192,7 +187,7 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
             "<td class=\"n\">{}</td><td class=\"name\">{}</td>{}<td class=\"name dim\">{}</td>",
             row.pid,
             escape(&row.name),
-            figures([row.resident_bytes, row.marked_bytes, row.expected_bytes]),
+            memory_cells(&row.memory),
             escape(&belongs)
         )
     });
@@ -215,37 +210,43 @@ fn table<Row>(html: &mut String, title: &str, head: &str, rows: &[Row], cells: i
 }
 
 fn memory(html: &mut String, status: &Status) {
-    let whole = status.resident_bytes.max(1) as f64;
-    let row = |name: &str, bytes: u64, regions: usize| {
-        let width = 100.0 * bytes as f64 / whole;
-        format!(
-            "<td>{}</td><td class=\"n\">{}</td><td class=\"n\">{regions}</td><td class=\"bar\"><svg viewBox=\"0 0 100 10\" \
-             preserveAspectRatio=\"none\" aria-hidden=\"true\"><rect class=\"rest\" width=\"100\" height=\"10\"/><rect \
-             class=\"across\" width=\"{width:.2}\" height=\"10\"/></svg></td>",
-            escape(name),
-            size(bytes)
-        )
-    };
-    let head = |name: &str| format!("<th>{name}</th><th class=\"n\">Memory</th><th class=\"n\">Regions</th><th></th>");
+    let all = status.memory.resident_bytes;
     html.push_str("<div class=\"pair\"><section>");
-    table(html, "Kinds of memory", &head("Kind"), &status.kinds, |kind| {
-        row(&kind.kind.to_string(), kind.resident.bytes().0, kind.regions)
+    table(html, "Kinds of memory", &total_head("Kind"), &status.totals.kinds, |kind| {
+        total_cells(&kind.kind.to_string(), kind.resident, kind.regions, all)
     });
     html.push_str("</section><section>");
-    table(html, "The ladder", &head("Level"), &status.levels, |level| {
+    table(html, "The ladder", &total_head("Level"), &status.totals.levels, |level| {
         let name = format!("{}, up to {} CPU", level.level, percent(level.share.fraction(), 1.0));
-        row(&name, level.resident.bytes().0, level.regions)
+        total_cells(&name, level.resident, level.regions, all)
     });
     html.push_str("</section><section>");
-    table(html, "What happens next", &head("What"), &status.next, |next| {
-        let when = next.soonest_seconds.map(|seconds| format!(", first in {}", time(seconds))).unwrap_or_default();
-        row(&format!("{}{when}", next.what), next.resident_bytes, next.regions)
+    table(html, "What happens next", &total_head("What"), &status.totals.next, |next| {
+        let when = next.soonest_seconds.map_or(String::new(), |seconds| format!(", first in {}", time(seconds)));
+        total_cells(&format!("{}{when}", next.verb), next.resident, next.regions, all)
     });
     html.push_str("</section></div>\n");
 }
 
+fn total_head(name: &str) -> String {
+    format!("<th>{name}</th><th class=\"n\">Memory</th><th class=\"n\">Regions</th><th></th>")
+}
+
+/// This much of all memory, with a bar.
+fn total_cells(name: &str, resident: Pages, regions: usize, all_bytes: u64) -> String {
+    let bytes = resident.bytes().0;
+    let width = 100.0 * bytes as f64 / all_bytes.max(1) as f64;
+    format!(
+        "<td>{}</td><td class=\"n\">{}</td><td class=\"n\">{regions}</td><td class=\"bar\"><svg viewBox=\"0 0 100 10\" \
+         preserveAspectRatio=\"none\" aria-hidden=\"true\"><rect class=\"rest\" width=\"100\" height=\"10\"/><rect \
+         class=\"across\" width=\"{width:.2}\" height=\"10\"/></svg></td>",
+        escape(name),
+        size(bytes)
+    )
+}
+
 fn left_alone(html: &mut String, status: &Status) {
-    let rows: Vec<_> = status.left_out.iter().filter(|row| row.processes > 0).collect();
+    let rows: Vec<_> = status.programs.left_out.iter().filter(|row| row.processes > 0).collect();
     if rows.is_empty() {
         return;
     }
@@ -262,7 +263,8 @@ fn events(html: &mut String, status: &Status) {
     }
     html.push_str("<div class=\"scroll\"><table class=\"out\"><tbody>\n");
     for event in &status.events {
-        let (when, what) = (clock(event.time), escape(&event.sentence(status.dry_run)));
+        let when = clock(event.time);
+        let what = escape(&event.sentence(status.run.dry_run));
         let _ = writeln!(html, "<tr><td class=\"dim when\">{when}</td><td>{what}</td></tr>");
     }
     html.push_str("</tbody></table></div>\n");

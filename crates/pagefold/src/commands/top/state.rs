@@ -3,6 +3,7 @@
 use super::{Answer, Moments, SINCE};
 use crate::commands::explain::Explanation;
 use crate::commands::status::Status;
+use pagefold_engine::state::MemoryTotal;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::widgets::TableState;
 use std::cmp::Reverse;
@@ -13,19 +14,28 @@ use std::time::Duration;
 const POINTS_MOST: usize = 7_200;
 /// Rows that a page key moves by.
 const PAGE: isize = 10;
+/// In place of the workload of a process that has none.
+pub const NO_WORKLOAD: &str = "-";
 
 /// The figures of one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
     /// Seconds since the run began.
     pub seconds: f64,
-    pub saved: u64,
+    /// [`Status::result_bytes`].
+    pub result_bytes: u64,
     pub cpu_ns: u64,
 }
 
-/// The bytes that a run saves or a dry run would save. `None` while we don't know yet.
-pub fn result_of(status: &Status) -> Option<u64> {
-    if status.dry_run { Some(status.processes.iter().map(|row| row.expected_bytes).sum()) } else { status.saved_bytes }
+impl Point {
+    /// `None` while we don't know yet how much is saved.
+    fn of(status: &Status) -> Option<Self> {
+        Some(Self {
+            seconds: status.activity.seconds,
+            result_bytes: status.result_bytes()?,
+            cpu_ns: status.work.cpu_seconds.total_ns(),
+        })
+    }
 }
 
 /// The part of the screen below the figures.
@@ -68,9 +78,7 @@ pub struct Row {
     pub name: String,
     pub workload: String,
     pub processes: usize,
-    pub resident: u64,
-    pub marked: u64,
-    pub duplicate: u64,
+    pub memory: MemoryTotal,
     pub left_alone: Option<String>,
 }
 
@@ -146,18 +154,17 @@ impl Top {
         match answer.status {
             Ok(status) => {
                 // Another run begins a new curve.
-                if self.seen.last().is_some_and(|last| last.seconds > status.seconds) {
+                if self.seen.last().is_some_and(|last| last.seconds > status.activity.seconds) {
                     self.seen.clear();
                 }
                 if self.seen.len() == POINTS_MOST {
                     self.seen.remove(0);
                 }
-                let cpu_ns = status.cpu_seconds.pagefold_ns + status.cpu_seconds.ksmd_ns;
-                if let Some(saved) = result_of(&status) {
-                    self.seen.push(Point { seconds: status.seconds, saved, cpu_ns });
-                }
+                self.seen.extend(Point::of(&status));
                 let selected = self.selected();
-                (self.status, self.problem, self.workloads) = (Some(status), None, answer.workloads);
+                self.status = Some(status);
+                self.problem = None;
+                self.workloads = answer.workloads;
                 self.select(selected.as_ref());
             }
             Err(problem) => self.problem = Some(problem),
@@ -165,9 +172,11 @@ impl Top {
         if let Some(history) = answer.history {
             self.history = history;
         }
-        let of_other = |found: &Explanation| self.explained() != Some(found.pid);
-        if let Some(explanation) = answer.explanation.filter(|found| !found.as_ref().is_ok_and(of_other)) {
-            self.explanation = Some(explanation);
+        match answer.explanation {
+            // Meanwhile the user has chosen another process.
+            Some(Ok(explanation)) if self.explained() != Some(explanation.pid) => {}
+            None => {}
+            found => self.explanation = found,
         }
     }
 
@@ -225,7 +234,8 @@ impl Top {
             KeyCode::Char('I') => self.reversed = !self.reversed,
             KeyCode::Enter if self.view == View::Programs => {
                 if let Some(Row { pid: Some(pid), .. }) = self.selected() {
-                    (self.view, self.explanation) = (View::Process(pid), None);
+                    self.view = View::Process(pid);
+                    self.explanation = None;
                     self.regions.select(Some(0));
                 }
             }
@@ -275,40 +285,20 @@ impl Top {
     /// Selects the row for the same thing as this one, wherever the row is now.
     fn select(&mut self, row: Option<&Row>) {
         let rows = self.rows();
-        let same = |other: &Row| row.is_some_and(|row| (row.pid, &row.workload) == (other.pid, &other.workload));
-        let at = rows.iter().position(same).or(self.table.selected()).unwrap_or(0);
+        let mut at = self.table.selected().unwrap_or(0);
+        if let Some(row) = row {
+            let same = rows.iter().position(|other| other.pid == row.pid && other.workload == row.workload);
+            at = same.unwrap_or(at);
+        }
         self.table.select(Some(at.min(rows.len().saturating_sub(1))));
     }
 
     /// The rows, in order.
     pub fn rows(&self) -> Vec<Row> {
-        let mut rows: Vec<Row> = Vec::new();
-        let mut place: BTreeMap<String, usize> = BTreeMap::new();
-        for process in self.status.iter().flat_map(|status| &status.processes) {
-            let row = Row {
-                pid: Some(process.pid),
-                name: process.name.clone(),
-                workload: self.workloads.get(&process.pid).cloned().unwrap_or_else(|| "-".to_owned()),
-                processes: 1,
-                resident: process.resident_bytes,
-                marked: process.marked_bytes,
-                duplicate: process.expected_bytes,
-                left_alone: process.left_alone.clone(),
-            };
-            if self.rows_are == Rows::Process {
-                rows.push(row);
-                continue;
-            }
-            let at = *place.entry(row.workload.clone()).or_insert(rows.len());
-            match rows.get_mut(at) {
-                None => rows.push(Row { pid: None, name: row.workload.clone(), left_alone: None, ..row }),
-                Some(sum) => {
-                    sum.processes += 1;
-                    sum.resident += row.resident;
-                    sum.marked += row.marked;
-                    sum.duplicate += row.duplicate;
-                }
-            }
+        let Some(status) = &self.status else { return Vec::new() };
+        let mut rows = process_rows(status, &self.workloads);
+        if self.rows_are == Rows::Workload {
+            rows = by_workload(rows);
         }
         let wanted = self.filter.to_lowercase();
         rows.retain(|row| {
@@ -317,9 +307,9 @@ impl Top {
         });
         rows.sort_by(|a, b| (a.pid, &a.name).cmp(&(b.pid, &b.name)));
         match self.sort {
-            Sort::Memory => rows.sort_by_key(|row| Reverse(row.resident)),
-            Sort::Marked => rows.sort_by_key(|row| Reverse(row.marked)),
-            Sort::Duplicate => rows.sort_by_key(|row| Reverse(row.duplicate)),
+            Sort::Memory => rows.sort_by_key(|row| Reverse(row.memory.resident_bytes)),
+            Sort::Marked => rows.sort_by_key(|row| Reverse(row.memory.marked_bytes)),
+            Sort::Duplicate => rows.sort_by_key(|row| Reverse(row.memory.expected_bytes)),
             Sort::Name => rows.sort_by(|a, b| a.name.cmp(&b.name)),
             Sort::Pid => {}
         }
@@ -328,4 +318,32 @@ impl Top {
         }
         rows
     }
+}
+
+/// The row of each process.
+pub fn process_rows(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for process in &status.programs.processes {
+        rows.push(Row {
+            pid: Some(process.pid),
+            name: process.name.clone(),
+            workload: workloads.get(&process.pid).map_or(NO_WORKLOAD, String::as_str).to_owned(),
+            processes: 1,
+            memory: process.memory,
+            left_alone: process.left_alone.clone(),
+        });
+    }
+    rows
+}
+
+/// A row for each workload of these processes, by name.
+pub fn by_workload(processes: Vec<Row>) -> Vec<Row> {
+    let mut rows: BTreeMap<String, Row> = BTreeMap::new();
+    for Row { workload, memory, .. } in processes {
+        let row =
+            rows.entry(workload.clone()).or_insert_with(|| Row { name: workload.clone(), workload, ..Row::default() });
+        row.processes += 1;
+        row.memory += memory;
+    }
+    rows.into_values().collect()
 }

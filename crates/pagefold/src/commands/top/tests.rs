@@ -106,7 +106,7 @@ fn rows_are_sorted_filtered_and_summed_up() {
     press(&mut top, &[KeyCode::Char('t')]);
     let row = &top.rows()[0];
     assert_eq!(
-        (top.rows_are, row.name.as_str(), row.processes, row.resident),
+        (top.rows_are, row.name.as_str(), row.processes, row.memory.resident_bytes),
         (Rows::Workload, "vm web-1", 2, 600 << 20)
     );
     press(&mut top, &[KeyCode::Enter]);
@@ -132,7 +132,7 @@ fn the_chosen_row_stays_chosen_when_others_move() {
 
 #[test]
 fn a_sentence_says_whether_it_does_something_useful() {
-    let at = |seconds: f64, saved: u64, cpu_ns: u64| Point { seconds, saved: saved << 20, cpu_ns };
+    let at = |seconds: f64, saved: u64, cpu_ns: u64| Point { seconds, result_bytes: saved << 20, cpu_ns };
     let say = |value: Value, history: &[Point]| describe(&serde_json::from_value(value).unwrap(), history);
     let cost = 2_500_000_000;
     let (mood, text) = say(status(100.0, 250, true), &[at(40.0, 250, 0), at(100.0, 250, cost)]);
