@@ -19,12 +19,18 @@ pub const METADATA_BYTES_PER_PAGE: u64 = 64;
 /// Pages we asked the kernel to merge, by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestCounts {
+    #[serde(rename = "asked_pages")]
+    pub asked: Pages,
+    #[serde(rename = "merged_pages")]
     pub merged: Pages,
     /// Merged already.
+    #[serde(rename = "shared_pages")]
     pub shared: Pages,
     /// Compared, and not equal: written since we read them, or only hashed alike.
+    #[serde(rename = "differing_pages")]
     pub differing: Pages,
     /// Not merged for another reason.
+    #[serde(rename = "failed_pages")]
     pub failed: Pages,
 }
 
@@ -38,11 +44,9 @@ impl RequestCounts {
                 &mut self.failed
             }
         };
-        *count += Pages(result.range.take.pages.into());
-    }
-
-    pub fn asked(&self) -> Pages {
-        self.merged + self.shared + self.differing + self.failed
+        let pages = Pages(result.range.take.pages.into());
+        *count += pages;
+        self.asked += pages;
     }
 }
 

@@ -31,8 +31,8 @@ pub struct State {
     pub reserve: ReserveState,
     pub incidents: Incidents,
     pub work: Work,
-    /// Outcomes of the pages we asked the kernel to merge.
-    pub requests: RequestCounts,
+    /// Outcomes of the pages we asked the kernel to merge, if we merge on request.
+    pub requests: Option<RequestCounts>,
     /// Where merged pages live, on a machine with several NUMA nodes.
     pub placement: Option<PlacementSummary>,
     pub moves: MoveTotals,

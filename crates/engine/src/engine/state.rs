@@ -53,7 +53,7 @@ pub(super) fn state(engine: &Engine) -> State {
         reserve: reserve(engine, &regions),
         incidents: Incidents { splits: ledger.splits, collapsed: ledger.collapsed, refused_spans: ledger.refused },
         work: work(engine),
-        requests: ledger.requests,
+        requests: (engine.config.mechanism == Mechanism::Request).then_some(ledger.requests),
         placement: engine.placer.summary().cloned(),
         moves: MoveTotals {
             moved_pages: ledger.moved.0,

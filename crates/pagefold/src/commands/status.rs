@@ -10,7 +10,6 @@ use crate::control::queue::{Facts, KeptOutRow, TargetFacts, ToUnmark};
 use crate::events::Event;
 use crate::output;
 use crate::output::placement::PlacementView;
-use crate::output::requests::RequestsView;
 use crate::output::xen::XenView;
 use anyhow::Result;
 use groups::{LeftOutRow, ScopeRow};
@@ -18,6 +17,7 @@ use pagefold_engine::config::Only;
 use pagefold_engine::decision::Verb;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::keys::DomainKey;
+use pagefold_engine::ledger::RequestCounts;
 use pagefold_engine::state::{Activity, CopyTotals, Incidents, MemoryState, MemoryTotal, RegionTotals, State, Work};
 use pagefold_text::exit;
 use pagefold_text::style::count;
@@ -74,7 +74,7 @@ pub struct Status {
     #[serde(flatten)]
     pub programs: Programs,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub requests: Option<RequestsView>,
+    pub requests: Option<RequestCounts>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub xen: Option<XenView>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -92,6 +92,17 @@ pub struct Run {
     pub mechanism: Mechanism,
     #[serde(default)]
     pub only: Only,
+}
+
+impl Run {
+    /// How it merges, in words.
+    pub fn merging(&self) -> &'static str {
+        match self.mechanism {
+            _ if self.dry_run => "dry run",
+            Mechanism::Ksmd => "merging by ksmd",
+            Mechanism::Request => "merging on request",
+        }
+    }
 }
 
 /// The processes in scope, one by one and summed up.
@@ -131,7 +142,8 @@ pub struct ProcessRow {
 }
 
 /// What a run does at a time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Doing {
     Paused,
     Reading,
@@ -199,7 +211,7 @@ impl Status {
             work: state.work,
             totals: state.totals.clone(),
             programs: Programs::of(facts),
-            requests: RequestsView::of(run.config.mechanism, &state.requests),
+            requests: state.requests,
             xen: facts.xen,
             numa: facts.places(),
             events: run.events.clone(),

@@ -6,11 +6,10 @@
 use super::text::{Kind, Sample, append};
 use crate::commands::status::groups::ScopeRow;
 use crate::commands::status::{Doing, Status};
-use crate::output::requests::RequestsView;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::reserve::RoomState;
 use pagefold_engine::stops::LENGTHS_NS;
-use pagefold_engine::units::PAGE_BYTES;
+use pagefold_engine::units::{PAGE_BYTES, Pages};
 use serde::Serialize;
 
 /// A metric. We list its labels here too, since a status may lack some of them.
@@ -35,6 +34,9 @@ const fn gauge(name: &'static str, help: &'static str, values: fn(&Status) -> Ve
 const fn counter(name: &'static str, help: &'static str, values: fn(&Status) -> Vec<Sample>) -> Family {
     Family { name, kind: Kind::Counter, labels: &[], help, values }
 }
+
+const GOVERNORS: [Governor; 4] = [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet];
+const ROOM_STATES: [RoomState; 3] = [RoomState::Enough, RoomState::Overcommitted, RoomState::Short];
 
 /// All metrics, in the order of the page.
 pub const FAMILIES: &[Family] = &[
@@ -91,7 +93,7 @@ pub const FAMILIES: &[Family] = &[
     gauge(
         "pagefold_room",
         "1 for the room on the machine: enough for all that can come back, overcommitted, or short of the reserve",
-        room,
+        |status| flags("state", &ROOM_STATES, &[status.reserve.machine.state]),
     ).by(&["state"]),
     gauge(
         "pagefold_tight_limits",
@@ -152,24 +154,30 @@ pub const FAMILIES: &[Family] = &[
         one(status.activity.used_share)
     }),
     gauge("pagefold_cpu_allowed_ratio", "Share of a core that may be used", |status| one(status.activity.allowed_share.fraction())),
-    gauge("pagefold_governor", "1 for the governor in force", governors).by(&["governor"]),
-    gauge("pagefold_state", "1 for what the run does now; several may be under way", states).by(&["state"]),
+    gauge("pagefold_governor", "1 for the governor in force", |status| {
+        flags("governor", &GOVERNORS, &[status.activity.in_force])
+    }).by(&["governor"]),
+    gauge("pagefold_state", "1 for what the run does now; several may be under way", |status| {
+        flags("state", &Doing::ALL, &status.doing())
+    }).by(&["state"]),
     gauge("pagefold_ksm_controlled", "1 if the run controls KSM", |status| one(flag(status.activity.ksm_driven))),
     gauge("pagefold_stood_down", "1 if the run has given KSM up because another program changed a setting", |status| {
         one(flag(status.stood_down))
     }),
     counter("pagefold_rounds_total", "Sampling rounds", |status| one(float(status.work.rounds))),
-    counter("pagefold_read_bytes_total", "Memory of programs that was read", |status| one(bytes_of(status.work.pages_read))),
+    counter("pagefold_read_bytes_total", "Memory of programs that was read", |status| one(bytes_of(Pages(status.work.pages_read)))),
     counter("pagefold_scans_total", "Scans by ksmd that the run ordered", |status| one(float(status.work.scans))),
     counter(
         "pagefold_requested_bytes_total",
         "Memory named to be merged on request, by result; no values if ksmd merges",
         |status| {
-            let mut samples = Vec::new();
-            for (result, pages) in status.requests.iter().flat_map(RequestsView::by_result) {
-                samples.push(sample(&[("result", result)], bytes_of(pages)));
-            }
-            samples
+            let Some(counts) = &status.requests else { return Vec::new() };
+            vec![
+                sample(&[("result", "merged")], bytes_of(counts.merged)),
+                sample(&[("result", "shared")], bytes_of(counts.shared)),
+                sample(&[("result", "differing")], bytes_of(counts.differing)),
+                sample(&[("result", "failed")], bytes_of(counts.failed)),
+            ]
         },
     ).by(&["result"]),
     counter(
@@ -212,8 +220,8 @@ fn float(number: u64) -> f64 {
     number as f64
 }
 
-fn bytes_of(pages: u64) -> f64 {
-    float(pages) * float(PAGE_BYTES)
+fn bytes_of(pages: Pages) -> f64 {
+    float(pages.0) * float(PAGE_BYTES)
 }
 
 /// The name that `status --json` has for it.
@@ -238,14 +246,6 @@ fn one_if(value: Option<f64>) -> Vec<Sample> {
     value.into_iter().flat_map(one).collect()
 }
 
-fn room(status: &Status) -> Vec<Sample> {
-    let mut samples = Vec::new();
-    for state in [RoomState::Enough, RoomState::Overcommitted, RoomState::Short] {
-        samples.push(sample(&[("state", &name_of(state))], flag(state == status.reserve.machine.state)));
-    }
-    samples
-}
-
 fn tight_limits(status: &Status) -> Vec<Sample> {
     vec![
         sample(&[("state", &name_of(RoomState::Overcommitted))], status.reserve.limits_overcommitted as f64),
@@ -261,18 +261,9 @@ fn of_scopes(status: &Status, value: fn(&ScopeRow) -> u64) -> Vec<Sample> {
     samples
 }
 
-fn governors(status: &Status) -> Vec<Sample> {
-    let mut samples = Vec::new();
-    for governor in [Governor::Full, Governor::Medium, Governor::Low, Governor::Quiet] {
-        let is_in_force = governor == status.activity.in_force;
-        samples.push(sample(&[("governor", &governor.to_string())], flag(is_in_force)));
-    }
-    samples
-}
-
-fn states(status: &Status) -> Vec<Sample> {
-    let doing = status.doing();
-    Doing::ALL.iter().map(|state| sample(&[("state", state.name())], flag(doing.contains(state)))).collect()
+/// A sample for each of these, 1 for those that hold now.
+fn flags<T: Serialize + PartialEq>(label: &'static str, all: &[T], now: &[T]) -> Vec<Sample> {
+    all.iter().map(|one| sample(&[(label, &name_of(one))], flag(now.contains(one)))).collect()
 }
 
 fn stop_seconds(status: &Status) -> Vec<Sample> {

@@ -4,11 +4,12 @@ use super::progress::{LeftAlone, Progress};
 use super::reload::ActiveSettings;
 use crate::backend::Ending;
 use crate::control::queue::RunFacts;
-use crate::output::requests::RequestsView;
+use crate::output::requests;
 use crate::output::xen::XenView;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Cost, Mechanism};
+use pagefold_engine::ledger::RequestCounts;
 use pagefold_ksm::RestoreOutcome;
 use pagefold_text::style::{self, Lines, Style};
 use serde::Serialize;
@@ -32,7 +33,7 @@ pub struct Summary {
     unmarked_bytes: u64,
     merged_pages: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    requests: Option<RequestsView>,
+    requests: Option<RequestCounts>,
     /// Xen's own figures, if guests of it were in scope.
     #[serde(skip_serializing_if = "Option::is_none")]
     xen: Option<XenView>,
@@ -89,7 +90,7 @@ impl Summary {
             marked_spans: ledger.spans,
             unmarked_bytes: ledger.unmarked.bytes().0,
             merged_pages: engine.saving().map_or(0, |saving| saving.merged.0),
-            requests: RequestsView::of(mechanism, &state.requests),
+            requests: state.requests,
             xen: ending.xen,
             cpu_seconds: ledger.cost,
             seconds_to_90_percent: ledger.seconds_to_90_percent(),
@@ -134,8 +135,8 @@ pub fn describe(summary: &Summary, style: Style) -> String {
         let reached = summary.seconds_to_90_percent.map_or(String::new(), |s| format!(", 90 % of them after {s:.1} s"));
         row(&mut text, "merged", &format!("{} pages{reached}", summary.merged_pages));
     }
-    if let Some(requests) = &summary.requests {
-        row(&mut text, "requests", &requests.sentence());
+    if let Some(counts) = &summary.requests {
+        row(&mut text, "requests", &requests::sentence(counts));
     }
     let read = summary.pages_read;
     let cpu_seconds = summary.cpu_seconds.pagefold_ns as f64 / 1e9;

@@ -2,6 +2,7 @@
 
 use super::groups::UNMERGED;
 use super::{Doing, DomainRow, ProcessRow, Status};
+use crate::output::requests;
 use pagefold_engine::decision::{Kind, Verb};
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Mechanism;
@@ -72,7 +73,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
             format!("{other} of what is marked are other pages, which ksmd visits, and merges if equal"),
         ));
     }
-    rows.extend(status.requests.map(|requests| ("requests", requests.sentence())));
+    rows.extend(status.requests.map(|counts| ("requests", requests::sentence(&counts))));
     if status.reserve.machine.total > Pages(0) {
         rows.push(("room", status.reserve.sentence()));
     }

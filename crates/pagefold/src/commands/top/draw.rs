@@ -6,7 +6,6 @@ use super::state::{Point, Rows, Sort, Top, View};
 use crate::commands::status::Status;
 use pagefold_engine::decision::Kind;
 use pagefold_engine::governor::Governor;
-use pagefold_engine::host::Mechanism;
 use pagefold_engine::units::Pages;
 use pagefold_text::escape::printable;
 use pagefold_text::figures::{time, wrap};
@@ -106,11 +105,7 @@ pub fn draw(frame: &mut Frame, top: &mut Top) {
 }
 
 fn heading(status: &Status, width: u16) -> Line<'static> {
-    let mechanism = match (status.run.mechanism, status.run.dry_run) {
-        (_, true) => "dry run",
-        (Mechanism::Ksmd, _) => "merging by ksmd",
-        (Mechanism::Request, _) => "merging on request",
-    };
+    let mechanism = status.run.merging();
     let governor = match status.activity.governor {
         Governor::Auto => format!("governor auto, now {}", status.activity.in_force),
         governor => format!("governor {governor}"),

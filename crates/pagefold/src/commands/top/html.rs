@@ -5,7 +5,6 @@ use super::state::{NO_WORKLOAD, by_workload, process_rows};
 use crate::commands::status::Status;
 use crate::history::{Moment, Point, points};
 use crate::output::page::{Chart, Curve, Unit, escape, page as framed};
-use pagefold_engine::host::Mechanism;
 use pagefold_engine::state::MemoryTotal;
 use pagefold_engine::units::Pages;
 use pagefold_text::figures::time;
@@ -58,11 +57,8 @@ fn clock(seconds: u64) -> String {
 }
 
 fn now(html: &mut String, status: &Status, sources: &Sources) {
-    let (verb, mechanism) = match (status.run.dry_run, status.run.mechanism) {
-        (true, _) => ("found to be duplicate", "dry run"),
-        (false, Mechanism::Ksmd) => ("saved", "merging by ksmd"),
-        (false, Mechanism::Request) => ("saved", "merging on request"),
-    };
+    let verb = if status.run.dry_run { "found to be duplicate" } else { "saved" };
+    let mechanism = status.run.merging();
     let (_, sentence) = activity::describe(status, &[]);
     let _ = write!(
         html,
