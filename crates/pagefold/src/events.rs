@@ -5,7 +5,7 @@
 //! causes many doesn't push all others out of the list at once. The journal gets each event when it begins, unless we
 //! printed something about it or there are too many.
 
-use crate::audit::{Change, Entry};
+use crate::audit::{Change, Entry, Owner};
 use crate::history::now;
 use crate::service::{Journal, MessageLimit};
 use pagefold_text::figures::thousands;
@@ -104,12 +104,11 @@ impl Events {
             Entry::Merge(merge) => Event {
                 bytes: Some(merge.bytes),
                 done_bytes: Some(merge.done_bytes),
-                ..Event::of_process("merge", merge.owner.pid, &merge.owner.name)
+                ..Event::of_owner("merge", &merge.owner)
             },
-            Entry::Override(found) => Event {
-                why: Some(found.why.sentence.clone()),
-                ..Event::of_process("override", found.owner.pid, &found.owner.name)
-            },
+            Entry::Override(found) => {
+                Event { why: Some(found.why.sentence.clone()), ..Event::of_owner("override", &found.owner) }
+            }
             Entry::Begin { .. } | Entry::Lost { .. } | Entry::End { .. } => return,
         };
         self.add(event, now());
@@ -174,6 +173,10 @@ impl Event {
         Self { what: what.to_owned(), name: Some(name.to_owned()), pid: Some(pid), ..Self::default() }
     }
 
+    fn of_owner(what: &str, owner: &Owner) -> Self {
+        Self::of_process(what, owner.pid, &owner.name)
+    }
+
     fn of_change(what: &str, change: &Change) -> Self {
         let outcome = change.outcome.outcome;
         let sentence = &change.why.sentence;
@@ -187,7 +190,7 @@ impl Event {
             done_bytes: Some(change.outcome.done_bytes),
             why: Some(why),
             kind: if outcome == "done" { change.why.kind } else { outcome },
-            ..Self::of_process(what, change.owner.pid, &change.owner.name)
+            ..Self::of_owner(what, &change.owner)
         }
     }
 

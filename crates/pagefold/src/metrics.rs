@@ -96,13 +96,10 @@ impl Metrics {
             }
         }
         let mut page = Page::new(requests.clone());
-        match self.file?.start(self.interval, move || page.get()) {
-            Ok(writer) => Some(writer),
-            Err(error) => {
-                complain!("cannot start the thread for metrics: {error}; they are not written");
-                None
-            }
-        }
+        let started = self.file?.start(self.interval, move || page.get());
+        started
+            .inspect_err(|error| complain!("cannot start the thread for metrics: {error}; they are not written"))
+            .ok()
     }
 }
 

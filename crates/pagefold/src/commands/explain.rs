@@ -95,7 +95,8 @@ pub fn run(args: &ExplainArgs) -> Result<u8> {
 pub fn run_of_guest(guest: &str, json: bool) -> Result<u8> {
     let explanation: Explanation = ask(&Request::Guest { guest: guest.to_owned() })?;
     if !explanation.in_scope {
-        let (guest, scope) = (printable(guest.as_bytes()), explanation.scope);
+        let guest = printable(guest.as_bytes());
+        let scope = explanation.scope;
         let line = format!("guest {guest} is not in the scope of the running daemon ({scope}); name it there");
         return Err(Exit::new(exit::NO_SCOPE, line).into());
     }

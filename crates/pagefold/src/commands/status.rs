@@ -135,7 +135,6 @@ pub struct ProcessRow {
     pub regions: usize,
     #[serde(flatten)]
     pub memory: MemoryTotal,
-    #[serde(default)]
     pub saved_bytes: Option<u64>,
     pub left_alone: Option<String>,
     pub to_unmark: Option<ToUnmark>,

@@ -31,11 +31,5 @@ pub fn start(opened: Option<(HistoryFile, Option<String>)>, requests: &RequestSe
             }
         }
     });
-    match started {
-        Ok(writer) => Some(writer),
-        Err(error) => {
-            complain!("cannot start the thread for the history: {error}; it is not written");
-            None
-        }
-    }
+    started.inspect_err(|error| complain!("cannot start the thread for the history: {error}; it is not written")).ok()
 }
