@@ -55,7 +55,7 @@ impl State {
     }
 }
 
-/// What we're allowed to do, and whether we're doing it.
+/// Our limits, and whether we're at work.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Activity {

@@ -25,7 +25,7 @@ use room::ReserveView;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-pub use words::{describe, paint};
+pub use words::{describe, paint, size};
 
 const SCHEMA: &str = "pagefold.status/1";
 
@@ -36,8 +36,8 @@ pub struct StatusArgs {
     pub json: bool,
 }
 
-/// The state of a run (schema pagefold.status/1): the parts of the engine's [`State`], and what only the host knows:
-/// names, reasons and events. All views are made from it. A new column begins here. `reference.rs` explains the fields.
+/// The state of a run (schema pagefold.status/1): the parts of the engine's [`State`], with the host's names, reasons
+/// and events. All views are made from it. A new column begins here. `reference.rs` explains the fields.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Status {
     schema: String,
@@ -140,7 +140,7 @@ pub struct ProcessRow {
     pub to_unmark: Option<ToUnmark>,
 }
 
-/// What a run does at a time.
+/// An activity of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Doing {
@@ -235,7 +235,7 @@ impl Status {
         if self.run.dry_run { Some(self.expected_bytes()) } else { self.memory.saved_bytes }
     }
 
-    /// What the run does now: several things may be under way.
+    /// The run's activities now: several may be under way.
     pub fn doing(&self) -> Vec<Doing> {
         if self.activity.paused {
             return vec![Doing::Paused];

@@ -294,7 +294,8 @@ fn processes(text: &mut String, status: &Status, style: Style) {
     }
 }
 
-fn size(bytes: u64) -> String {
+/// A size in a table.
+pub fn size(bytes: u64) -> String {
     if bytes == 0 { "-".to_owned() } else { human(bytes) }
 }
 

@@ -3,7 +3,7 @@
 use super::activity::{self, Mood};
 use super::over_time;
 use super::state::{Point, Rows, Sort, Top, View};
-use crate::commands::status::Status;
+use crate::commands::status::{Status, size};
 use pagefold_engine::decision::Kind;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::units::Pages;
@@ -183,10 +183,6 @@ fn draw_curve(frame: &mut Frame, area: Rect, history: &[Point], look: Look) {
     ];
     frame.render_widget(Paragraph::new(labels).style(Look::dim()), label);
     frame.render_widget(Sparkline::default().data(&values).max(most.max(1)).style(look.good()), curve);
-}
-
-fn size(bytes: u64) -> String {
-    if bytes == 0 { "-".to_owned() } else { human(bytes) }
 }
 
 /// A text in a column to the right.
