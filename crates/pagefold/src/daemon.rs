@@ -192,7 +192,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         for event in self.backend.take_events() {
             match event {
                 Event::LeftAlone { pid, name, why } => {
-                    self.active.events.add_of_process("left-alone", (pid, &name), &why);
+                    self.active.events.add_of_process("left-alone", pid, &name, &why);
                     self.progress.leave_alone(B::TARGET, LeftAlone { pid, name, reason: why });
                 }
                 Event::Withdrawn { pid, result, reason } => {

@@ -115,7 +115,7 @@ impl Events {
     }
 
     /// Adds something about a process.
-    pub fn add_of_process(&mut self, what: &str, (pid, name): (i32, &str), why: &str) {
+    pub fn add_of_process(&mut self, what: &str, pid: i32, name: &str, why: &str) {
         self.add(Event { why: Some(why.to_owned()), ..Event::of_process(what, pid, name) }, now());
     }
 
@@ -237,7 +237,7 @@ mod tests {
         let mut events = Events::default();
         for pid in 0..9_000 {
             events.add(marked(pid, ""), 100);
-            events.add_of_process("left-alone", (pid, "gpg"), "on the deny list (gpg)");
+            events.add_of_process("left-alone", pid, "gpg", "on the deny list (gpg)");
         }
         events.note("governor", "low");
         events.note("governor", "low");

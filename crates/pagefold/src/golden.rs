@@ -269,7 +269,7 @@ impl Run {
             problem: Some("process 4012 is stopped by a signal".to_owned()),
         });
         let events = &mut self.active.events;
-        events.add_of_process("left-alone", (4_012, "keepassxc"), "on the deny list (keepassxc)");
+        events.add_of_process("left-alone", 4_012, "keepassxc", "on the deny list (keepassxc)");
         events.note("governor", "auto");
         events.note("scan", "1 in all");
         let redis = self.machine.targets.iter().filter(|target| target.uid == 110).map(|target| target.owner).collect();

@@ -63,6 +63,6 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         summary.processes.push(row);
     }
     summary.still_saved_bytes = xen.memory().map_err(|error| call(&error))?.saved.bytes().0;
-    output::print(args.json, &summary, |style| describe(&summary, ("Xen", ("guest", "guests")), style))?;
+    output::print(args.json, &summary, |style| describe(&summary, "Xen", "guest", "guests", style))?;
     Ok(code)
 }

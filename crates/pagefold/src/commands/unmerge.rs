@@ -116,7 +116,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     for failed in summary.processes.iter().filter_map(|process| process.failed.as_ref()) {
         complain!("{failed}");
     }
-    output::print(args.json, &summary, |style| describe(&summary, ("KSM", ("process", "processes")), style))?;
+    output::print(args.json, &summary, |style| describe(&summary, "KSM", "process", "processes", style))?;
     Ok(summary.exit_code)
 }
 
@@ -245,7 +245,7 @@ fn report_restored(outcome: &RestoreOutcome) -> BTreeMap<String, u64> {
 }
 
 /// The summary in words: `who` still saves memory in other `targets`, in singular and plural.
-pub fn describe(summary: &Summary, (who, (target, targets)): (&str, (&str, &str)), style: Style) -> String {
+pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style: Style) -> String {
     let mut text = String::new();
     let failed = summary.processes.iter().filter(|process| process.failed.is_some()).count();
     let done = summary.processes.len() - failed;
@@ -303,12 +303,9 @@ mod tests {
             knobs_deferred: BTreeMap::from([("max_page_sharing".to_owned(), 256)]),
             ..Summary::new()
         };
-        golden::check("unmerge.txt", &describe(&summary, ("KSM", ("process", "processes")), Style::plain_text()));
+        golden::check("unmerge.txt", &describe(&summary, "KSM", "process", "processes", Style::plain_text()));
         golden::check("unmerge.json", &style::json(&summary).unwrap());
         let by_daemon = Summary { kept_out: Some("--exe redis-server --user 33".to_owned()), ..summary };
-        golden::check(
-            "unmerge-daemon.txt",
-            &describe(&by_daemon, ("KSM", ("process", "processes")), Style::plain_text()),
-        );
+        golden::check("unmerge-daemon.txt", &describe(&by_daemon, "KSM", "process", "processes", Style::plain_text()));
     }
 }
