@@ -110,7 +110,8 @@ pub fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
 /// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave room
 /// for the next step. `report` shows how far we got, also after an error.
 pub fn unmark_in_steps(
-    (process, program): (&Process, &ProgramId),
+    process: &Process,
+    program: &ProgramId,
     injector: &InjectorHandle,
     roots: &Roots,
     calls: &[Call],
@@ -203,7 +204,7 @@ fn unmark_all(
             break;
         }
         let mut report = InjectionReport::default();
-        let ran = unmark_in_steps((process, program), injector, roots, &calls, &mut report);
+        let ran = unmark_in_steps(process, program, injector, roots, &calls, &mut report);
         *longest_stop_ns = report.longest_stop_ns.max(*longest_stop_ns);
         if let Some(errno) = report.results.iter().find_map(|result| result.as_ref().err()) {
             why = errno.to_string();

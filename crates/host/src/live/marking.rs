@@ -97,7 +97,7 @@ impl CallBatch {
         let roots = roots.clone();
         let job = Job::start(move || {
             let mut report = InjectionReport::default();
-            let ran = unmark_in_steps((&process, &program), &injector, &roots, &calls, &mut report);
+            let ran = unmark_in_steps(&process, &program, &injector, &roots, &calls, &mut report);
             (report, ran)
         });
         job.wait(PATIENCE).map_err(|job| {

@@ -217,7 +217,7 @@ fn withdraw_job(
         let program = program?;
         let calls = state.calls(step_bytes(&process)?);
         let mut report = InjectionReport::default();
-        let ran = unmark_in_steps((&process, &program), &injector, &roots, &calls, &mut report);
+        let ran = unmark_in_steps(&process, &program, &injector, &roots, &calls, &mut report);
         Ok(Withdrawal { state, calls, report, ran })
     }
 }
