@@ -24,6 +24,8 @@ const INK: RGBColor = RGBColor(0x22, 0x22, 0x22);
 const GREY: RGBColor = RGBColor(0x66, 0x66, 0x66);
 const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 
+/// In pixels, from the left and from the top.
+type Point = (i32, i32);
 /// A drawing under way.
 type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// The result of a drawing step. Drawing into memory doesn't fail.
@@ -45,10 +47,12 @@ impl Scale {
 
     /// A logarithmic scale for the values above zero.
     pub fn logarithmic(values: impl IntoIterator<Item = f64>) -> Self {
-        let fitting = values.into_iter().filter(|value| value.is_finite() && *value > 0.0);
-        let (first, last) =
-            fitting.fold((f64::MAX, 0.0_f64), |(first, last), value| (first.min(value), last.max(value)));
-        if first < last { Self::Logarithmic { first, last } } else { Self::Logarithmic { first: 1.0, last: 10.0 } }
+        let mut fitting: Vec<f64> = values.into_iter().filter(|value| value.is_finite() && *value > 0.0).collect();
+        fitting.sort_by(f64::total_cmp);
+        match fitting[..] {
+            [first, .., last] if first < last => Self::Logarithmic { first, last },
+            _ => Self::Logarithmic { first: 1.0, last: 10.0 },
+        }
     }
 
     fn range(self) -> Range<f64> {
@@ -63,7 +67,6 @@ impl Scale {
 pub struct Curve {
     /// The curve's name in the legend, which leaves out curves without one.
     pub label: String,
-    /// The colour, as `#rrggbb`.
     pub colour: &'static str,
     /// The width in pixels. We draw wider lines over narrower ones.
     pub width: u32,
@@ -86,11 +89,12 @@ pub struct Lines {
 
 impl Lines {
     pub fn draw(&self) -> String {
-        let named = || self.curves.iter().filter(|curve| !curve.label.is_empty());
-        let legend = LEGEND_LINE * i32::try_from(named().count()).unwrap_or(0);
+        let named: Vec<&Curve> = self.curves.iter().filter(|curve| !curve.label.is_empty()).collect();
+        let legend = LEGEND_LINE * i32::try_from(named.len()).unwrap_or(0);
         svg(PLOT_HEIGHT + 68 + legend, &self.title, "", |canvas| {
             let (plot, legend) = canvas.split_vertically(PLOT_HEIGHT + 52);
-            let (right, up) = (self.right.1.range(), self.up.1.range());
+            let right = self.right.1.range();
+            let up = self.up.1.range();
             match (self.right.1, self.up.1) {
                 (Scale::Logarithmic { .. }, Scale::Logarithmic { .. }) => {
                     self.plot(&plot, right.log_scale(), up.log_scale())?;
@@ -99,11 +103,12 @@ impl Lines {
                 (_, Scale::Logarithmic { .. }) => self.plot(&plot, right, up.log_scale())?,
                 _ => self.plot(&plot, right, up)?,
             }
-            for (line, curve) in (0..).zip(named()) {
-                let y = 12 + line * LEGEND_LINE;
+            let mut y = 12;
+            for curve in named {
                 let sample = vec![(LEFT, y), (LEFT + 32, y)];
                 legend.draw(&PathElement::new(sample, rgb(curve.colour).stroke_width(3)))?;
                 legend.draw(&label(&curve.label, (LEFT + 44, y), HPos::Left))?;
+                y += LEGEND_LINE;
             }
             Ok(())
         })
@@ -116,7 +121,8 @@ impl Lines {
         X::CoordDescType: ValueFormatter<f64>,
         Y::CoordDescType: ValueFormatter<f64>,
     {
-        let (right, up) = (self.right.1.range(), self.up.1.range());
+        let right = self.right.1.range();
+        let up = self.up.1.range();
         let mut chart = ChartBuilder::on(canvas)
             .margin_top(52)
             .margin_right(32)
@@ -124,7 +130,6 @@ impl Lines {
             .x_label_area_size(46)
             .y_label_area_size(80)
             .build_cartesian_2d(x, y)?;
-        let tick = |value: &f64| tick(*value);
         chart
             .configure_mesh()
             .x_desc(&self.right.0)
@@ -133,8 +138,8 @@ impl Lines {
             .label_style(("sans-serif", 12).into_font().color(&GREY))
             .x_labels(8)
             .y_labels(8)
-            .x_label_formatter(&tick)
-            .y_label_formatter(&tick)
+            .x_label_formatter(&|value| tick(*value))
+            .y_label_formatter(&|value| tick(*value))
             .bold_line_style(GRID)
             .light_line_style(TRANSPARENT)
             .axis_style(GREY)
@@ -144,10 +149,14 @@ impl Lines {
         for curve in order {
             let colour = rgb(curve.colour);
             let style = colour.stroke_width(curve.width);
-            let inside = |&(x, y): &(f64, f64)| (x.clamp(right.start, right.end), y.clamp(up.start, up.end));
-            let points: Vec<(f64, f64)> = curve.points.iter().map(inside).collect();
-            chart.draw_series(LineSeries::new(points.iter().copied(), style))?;
-            if let Some(&end) = points.last().filter(|_| curve.stays) {
+            let mut points = curve.points.clone();
+            for (x, y) in &mut points {
+                *x = x.clamp(right.start, right.end);
+                *y = y.clamp(up.start, up.end);
+            }
+            let end = points.last().copied();
+            chart.draw_series(LineSeries::new(points, style))?;
+            if let (true, Some(end)) = (curve.stays, end) {
                 chart.draw_series([Circle::new(end, 4, colour.filled())])?;
                 chart.draw_series(DashedLineSeries::new([end, (right.end, end.1)], 3, 5, colour.into()))?;
             }
@@ -158,13 +167,10 @@ impl Lines {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Bar {
-    /// The text to its left.
     pub name: String,
     /// The value, drawn as its length.
     pub value: f64,
-    /// The text to its right.
     pub text: String,
-    /// The colour, as `#rrggbb`.
     pub colour: &'static str,
 }
 
@@ -179,16 +185,18 @@ impl Bar {
 pub fn bars(title: &str, subtitle: &str, rows: &[Bar]) -> String {
     let count = i32::try_from(rows.len()).unwrap_or(0);
     let most = rows.iter().map(|row| row.value).fold(f64::MIN_POSITIVE, f64::max);
-    let widest = |text: fn(&Bar) -> &str| rows.iter().map(|row| text(row).chars().count()).max().unwrap_or(0) as f64;
-    let from = LEFT + pixels((widest(|row| &row.name) * LETTER + 16.0).clamp(80.0, 420.0));
-    let room = RIGHT - from - pixels((widest(|row| &row.text) * LETTER + 16.0).clamp(60.0, 300.0));
+    let names = rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0) as f64;
+    let texts = rows.iter().map(|row| row.text.chars().count()).max().unwrap_or(0) as f64;
+    let from = LEFT + pixels((names * LETTER + 16.0).clamp(80.0, 420.0));
+    let room = RIGHT - from - pixels((texts * LETTER + 16.0).clamp(60.0, 300.0));
     svg(TOP + BAR_LINE * count + 24, title, subtitle, |canvas| {
-        for (line, row) in (0..).zip(rows) {
-            let y = TOP + 16 + BAR_LINE * line;
+        let mut y = TOP + 16;
+        for row in rows {
             let to = from + pixels(f64::from(room) * row.value / most).max(1);
             canvas.draw(&Rectangle::new([(from, y - 13), (to, y + 13)], rgb(row.colour).filled()))?;
             canvas.draw(&label(&row.name, (from - 12, y), HPos::Right))?;
             canvas.draw(&label(&row.text, (to + 8, y), HPos::Left))?;
+            y += BAR_LINE;
         }
         Ok(())
     })
@@ -200,22 +208,27 @@ fn svg(height: i32, title: &str, subtitle: &str, draw: impl for<'a, 'b> FnOnce(&
     {
         let canvas =
             SVGBackend::with_string(&mut image, (WIDTH, u32::try_from(height).unwrap_or(0))).into_drawing_area();
-        let heading = |text: &str, y, size: i32, colour: RGBColor| {
-            Text::new(text.to_owned(), (LEFT, y), ("sans-serif", size).into_font().color(&colour))
-        };
         // Drawing into memory doesn't fail.
-        let _ = canvas
-            .fill(&WHITE)
-            .and_then(|()| canvas.draw(&heading(title, 18, 20, INK)))
-            .and_then(|()| canvas.draw(&heading(subtitle, 48, 13, GREY)))
-            .and_then(|()| draw(&canvas))
-            .and_then(|()| canvas.present());
+        let _ = draw_page(&canvas, title, subtitle, draw);
     }
     image
 }
 
+fn draw_page<'a>(
+    canvas: &Canvas<'a>,
+    title: &str,
+    subtitle: &str,
+    draw: impl FnOnce(&Canvas<'a>) -> Drawn<'a>,
+) -> Drawn<'a> {
+    canvas.fill(&WHITE)?;
+    canvas.draw(&Text::new(title, (LEFT, 18), ("sans-serif", 20).into_font().color(&INK)))?;
+    canvas.draw(&Text::new(subtitle, (LEFT, 48), ("sans-serif", 13).into_font().color(&GREY)))?;
+    draw(canvas)?;
+    canvas.present()
+}
+
 /// Text at the labels' size, vertically centred at a point.
-fn label(text: &str, at: (i32, i32), side: HPos) -> Text<'static, (i32, i32), String> {
+fn label(text: &str, at: Point, side: HPos) -> Text<'static, Point, String> {
     let style = ("sans-serif", 14).into_font().color(&INK).pos(Pos::new(side, VPos::Center));
     Text::new(text.to_owned(), at, style)
 }
@@ -232,13 +245,14 @@ pub fn number(value: f64) -> String {
 
 /// The label of a value on an axis: `0.2`, `2500`, `150 k`.
 fn tick(value: f64) -> String {
-    let units = [(1e12, 1e12, " T"), (1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k")];
-    let found = units.into_iter().find(|(from, ..)| value >= from * 0.999_999);
-    let (_, unit, name) = found.unwrap_or((0.0, 1.0, ""));
-    format!("{}{name}", (value / unit * 1e6).round() / 1e6)
+    for (from, unit, name) in [(1e12, 1e12, " T"), (1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k")] {
+        if value >= from * 0.999_999 {
+            return format!("{}{name}", (value / unit * 1e6).round() / 1e6);
+        }
+    }
+    ((value * 1e6).round() / 1e6).to_string()
 }
 
-/// Rounds a position.
 #[expect(clippy::cast_possible_truncation, reason = "positions within a chart are small")]
 fn pixels(position: f64) -> i32 {
     position.round() as i32

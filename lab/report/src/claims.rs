@@ -6,12 +6,9 @@ use crate::policy::{KSM, is_ours};
 use crate::report::{ExperimentReport, PolicyRun};
 use std::fmt;
 
-/// A claim of a paper.
 pub struct Claim {
     pub id: &'static str,
-    /// The measured quantity.
     pub what: &'static str,
-    /// The paper's value.
     pub paper: &'static str,
     /// The experiment that measures the claim here. Empty if none does.
     pub experiment: &'static str,
@@ -32,7 +29,6 @@ pub struct Cell(Value, &'static str);
 enum Value {
     /// A quantity of pagefold's first policy, or of each peer, and its unit.
     Measure(fn(&Measures) -> Option<f64>, &'static str),
-    /// A figure of the experiment.
     Figure(Key<'static>),
     /// The value measured for a target.
     Target(Key<'static>),
@@ -51,7 +47,6 @@ const fn target_of(metric: Metric, of: &'static [&'static str], what: &'static s
     Cell(Value::Target(Key(metric, of)), what)
 }
 
-/// How we judge a claim.
 pub enum Judge {
     /// By the targets that we show for pagefold, whatever they're measured of.
     Shown,
@@ -364,41 +359,56 @@ impl Claim {
     /// `reports` are all repetitions of all experiments. We don't judge quick runs.
     pub fn measured(&self, reports: &[&ExperimentReport], quick: bool) -> Measured {
         let Self { experiment, unmeasured, ours, peers, judge, .. } = self;
-        let own: Vec<&ExperimentReport> =
-            reports.iter().copied().filter(|report| report.experiment == *experiment).collect();
+        let mut own = reports.to_vec();
+        own.retain(|report| report.experiment == *experiment);
         if own.is_empty() {
             let needs = format!("needs the experiment {experiment}");
             let why = if experiment.is_empty() { unmeasured } else { needs.as_str() };
             let ours = format!("not measured here: {why}");
             return Measured { peers: "–".to_owned(), ours, verdict: Verdict::NotMeasured };
         }
-        let first = own.iter().flat_map(|report| &report.runs).map(|run| &run.policy).find(|policy| is_ours(policy));
+        let mut subject: Option<&str> = None;
         let mut named: Vec<&str> = Vec::new();
         for PolicyRun { policy, .. } in own.iter().flat_map(|report| &report.runs) {
-            if is_peer(policy) && !named.contains(&policy.as_str()) {
+            if is_ours(policy) {
+                subject.get_or_insert(policy);
+            } else if is_peer(policy) && !named.contains(&policy.as_str()) {
                 named.push(policy);
             }
         }
-        let text = |cells: &[Cell], policy: Option<&str>| {
-            let shown = cells
-                .iter()
-                .filter_map(|Cell(from, what)| Some(format!("{} {}{what}", from.value(&own, policy)?, from.unit())));
-            shown.collect::<Vec<_>>().join(", ")
+        let theirs = if let [Cell(Value::Measure(..), _), ..] = peers {
+            let mut texts = Vec::new();
+            for policy in named {
+                let text = shown(peers, &own, Some(policy));
+                if !text.is_empty() {
+                    texts.push(format!("{policy}: {text}"));
+                }
+            }
+            texts.join("; ")
+        } else {
+            shown(peers, &own, None)
         };
-        let theirs =
-            named.iter().map(|policy| (*policy, text(peers, Some(policy)))).filter(|(_, text)| !text.is_empty());
-        let mut theirs: Vec<String> = match peers {
-            [Cell(Value::Measure(..), _), ..] => theirs.map(|(policy, text)| format!("{policy}: {text}")).collect(),
-            _ => vec![text(peers, None)],
-        };
-        theirs.retain(|text| !text.is_empty());
-        let or = |text: String, other: &str| if text.is_empty() { other.to_owned() } else { text };
         Measured {
-            peers: or(theirs.join("; "), "–"),
-            ours: or(text(ours, first.map(String::as_str)), "see the targets of the experiment"),
-            verdict: if quick { Verdict::NotMeasured } else { judge.verdict(ours, &own, first.map(String::as_str)) },
+            peers: text_or(theirs, "–"),
+            ours: text_or(shown(ours, &own, subject), "see the targets of the experiment"),
+            verdict: if quick { Verdict::NotMeasured } else { judge.verdict(ours, &own, subject) },
         }
     }
+}
+
+fn text_or(text: String, other: &str) -> String {
+    if text.is_empty() { other.to_owned() } else { text }
+}
+
+/// The values of the cells that have one.
+fn shown(cells: &[Cell], reports: &[&ExperimentReport], policy: Option<&str>) -> String {
+    let mut texts = Vec::new();
+    for Cell(from, what) in cells {
+        if let Some(value) = from.value(reports, policy) {
+            texts.push(format!("{value} {}{what}", from.unit()));
+        }
+    }
+    texts.join(", ")
 }
 
 impl Value {
@@ -420,7 +430,6 @@ impl Value {
 }
 
 impl Judge {
-    /// Whether a target counts.
     fn is_by(&self, ours: &[Cell], name: &str) -> bool {
         match self {
             Self::Shown => ours.iter().any(|Cell(from, _)| match from {
@@ -435,16 +444,17 @@ impl Judge {
     }
 
     fn verdict(&self, ours: &[Cell], reports: &[&ExperimentReport], policy: Option<&str>) -> Verdict {
-        let first = || ours.first().and_then(|Cell(from, _)| from.value(reports, policy)).map(|value| value.median);
-        let met = match self {
-            Self::Shown | Self::AllTargets | Self::Targets(_) | Self::Target(..) => {
-                let bars = reports.iter().flat_map(|report| &report.bars).filter(|bar| self.is_by(ours, &bar.name));
-                let met: Vec<bool> = bars.map(|bar| bar.met).collect();
-                if met.is_empty() { None } else { Some(met.iter().all(|&met| met)) }
-            }
-            Self::AtLeast(limit) => first().map(|value| value >= *limit),
-            Self::AtMost(limit) => first().map(|value| value <= *limit),
+        let first = ours.first().and_then(|Cell(from, _)| from.value(reports, policy));
+        let mut met = match self {
+            Self::AtLeast(limit) => first.map(|value| value.median >= *limit),
+            Self::AtMost(limit) => first.map(|value| value.median <= *limit),
+            Self::Shown | Self::AllTargets | Self::Targets(_) | Self::Target(..) => None,
         };
+        for bar in reports.iter().flat_map(|report| &report.bars) {
+            if self.is_by(ours, &bar.name) {
+                met = Some(met.unwrap_or(true) && bar.met);
+            }
+        }
         match met {
             // A measurement is missing.
             Some(true) if reports.iter().any(|report| !report.failures.is_empty()) => Verdict::NotMeasured,

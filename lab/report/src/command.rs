@@ -20,7 +20,6 @@ pub struct ReportArgs {
     pub record: Option<PathBuf>,
 }
 
-/// Writes the report.
 pub fn run(args: &ReportArgs) -> anyhow::Result<u8> {
     let all = results::load(&args.dir, None)?;
     if all.is_empty() {

@@ -3,7 +3,7 @@
 use crate::charts::{Curve, Lines, Scale, number};
 use crate::document::Grid;
 use crate::policy::PEERS;
-use crate::record::{Page, RecordError, RecordReader, State};
+use crate::record::{RecordError, RecordReader, State};
 use pagefold_engine::host::PageState;
 use pagefold_engine::units::Pages;
 use pagefold_text::escape::printable;
@@ -18,7 +18,6 @@ const FULL: Scale = Scale::Linear { most: 100.0 };
 /// The share of duplicate pages along all present pages, ordered by process and address.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Density {
-    /// The source of the record.
     pub source: String,
     pub pages: u64,
     pub duplicates: u64,
@@ -31,59 +30,59 @@ pub struct Density {
 impl Density {
     /// The density in the snapshot with the most pages.
     pub fn of_record(path: &Path) -> Result<Self, RecordError> {
-        let mut most = (0, 0);
+        let mut most = 0;
+        let mut snapshots = 0;
         let mut state = State::default();
-        for (at, snapshot) in RecordReader::open(path)?.enumerate() {
+        for (before, snapshot) in RecordReader::open(path)?.enumerate() {
             state.apply(&snapshot?);
-            most = most.max((state.pages(), at));
+            if state.pages() >= most {
+                most = state.pages();
+                snapshots = before + 1;
+            }
         }
         let mut reader = RecordReader::open(path)?;
         let source = reader.origin().source.clone();
         let mut state = State::default();
-        for snapshot in reader.by_ref().take(most.1 + 1) {
+        for snapshot in reader.by_ref().take(snapshots) {
             state.apply(&snapshot?);
         }
         Ok(Self::of(source, &state))
     }
 
     fn of(source: String, state: &State) -> Self {
-        // Pages shared by fork and the zero page are already a single page.
-        let own = |page: &Page| matches!(page.state, PageState::Private | PageState::Merged);
         let mut regions: Vec<_> = state.regions.values().collect();
         regions.sort_by_key(|held| (held.row.process, held.row.first));
-        let (mut digests, mut processes) = (Vec::new(), Vec::<(u32, u64)>::new());
+        let mut digests = Vec::new();
+        let mut processes: Vec<(String, u64)> = Vec::new();
+        let mut last = None;
         for held in regions {
             let before = digests.len();
-            digests.extend(held.pages.iter().filter(|(_, page)| own(page)).map(|(_, page)| page.digest));
-            let added = (digests.len() - before) as u64;
-            match processes.last_mut().filter(|(process, _)| *process == held.row.process) {
-                Some((_, pages)) => *pages += added,
-                None => processes.push((held.row.process, added)),
+            for (_, page) in held.pages.iter() {
+                // Pages shared by fork and the zero page are already a single page.
+                if matches!(page.state, PageState::Private | PageState::Merged) {
+                    digests.push(page.digest);
+                }
             }
+            let process = held.row.process;
+            if last.replace(process) != Some(process) {
+                processes.push((name(state, process), 0));
+            }
+            processes.last_mut().expect("the region's").1 += (digests.len() - before) as u64;
         }
         let mut copies = FxHashMap::<u128, u32>::default();
         for digest in &digests {
             *copies.entry(*digest).or_default() += 1;
         }
-        let is_duplicate: Vec<bool> = digests.iter().map(|digest| copies[digest] > 1).collect();
-        let count = |pages: &[bool]| pages.iter().filter(|&&is| is).count();
-        let bounds = |bucket: usize| bucket * digests.len() / BUCKETS.min(digests.len().max(1));
-        let buckets = (0..BUCKETS.min(digests.len())).map(|bucket| {
-            let pages = &is_duplicate[bounds(bucket)..bounds(bucket + 1)];
-            count(pages) as f64 / pages.len() as f64
-        });
-        let name = |process: u32| {
-            let row = state.processes.get(&process);
-            let name = row.and_then(|row| row.name.clone()).unwrap_or_else(|| format!("process {process}"));
-            printable(name.as_bytes())
-        };
-        Self {
-            source,
-            pages: digests.len() as u64,
-            duplicates: count(&is_duplicate) as u64,
-            buckets: buckets.collect(),
-            processes: processes.into_iter().map(|(process, pages)| (name(process), pages)).collect(),
+        let parts = BUCKETS.min(digests.len());
+        let mut duplicates = 0;
+        let mut buckets = Vec::new();
+        for part in 0..parts {
+            let pages = &digests[part * digests.len() / parts..(part + 1) * digests.len() / parts];
+            let found = pages.iter().filter(|digest| copies[*digest] > 1).count();
+            duplicates += found as u64;
+            buckets.push(found as f64 / pages.len() as f64);
         }
+        Self { source, pages: digests.len() as u64, duplicates, buckets, processes }
     }
 
     /// The smallest share of the memory with this share of the duplicates.
@@ -92,23 +91,22 @@ impl Density {
         shares.sort_by(|a, b| b.total_cmp(a));
         let all: f64 = shares.iter().sum();
         let mut sum = 0.0;
-        let needed = shares.iter().take_while(|&&share_here| {
-            let more = sum < share * all;
-            sum += share_here;
-            more
-        });
-        needed.count() as f64 / self.buckets.len().max(1) as f64
+        let mut needed = 0;
+        while needed < shares.len() && sum < share * all {
+            sum += shares[needed];
+            needed += 1;
+        }
+        needed as f64 / shares.len().max(1) as f64
     }
 
     pub fn describe(&self) -> String {
-        let mib = |pages: u64| number(Pages(pages).bytes().mib());
         format!(
             "Record: {}. {} MiB in {} processes, of which {} MiB ({:.0} %) have a copy elsewhere. Nine tenths of these are in \
              {:.0} % of the memory: where a few duplicates are found, more are nearby.",
             self.source,
-            mib(self.pages),
+            number(Pages(self.pages).bytes().mib()),
             self.processes.len(),
-            mib(self.duplicates),
+            number(Pages(self.duplicates).bytes().mib()),
             100.0 * self.duplicates as f64 / self.pages.max(1) as f64,
             100.0 * self.concentration(0.9),
         )
@@ -116,10 +114,12 @@ impl Density {
 
     /// Draws the share of duplicates along the memory.
     pub fn draw(&self) -> String {
-        let parts = self.buckets.len().max(1) as f64;
-        let at = |part: usize| 100.0 * part as f64 / parts;
-        let column = |(part, share): (usize, &f64)| [(at(part), 100.0 * share), (at(part + 1), 100.0 * share)];
-        let points = self.buckets.iter().enumerate().flat_map(column).collect();
+        let mut points = Vec::new();
+        for (part, share) in self.buckets.iter().enumerate() {
+            for edge in [part, part + 1] {
+                points.push((100.0 * edge as f64 / self.buckets.len() as f64, 100.0 * share));
+            }
+        }
         let right = format!("per cent of {} present pages, by process and address", self.pages);
         Lines {
             title: "duplicate pages along the address space".to_owned(),
@@ -143,11 +143,19 @@ impl Density {
     }
 }
 
+/// A process's name, or else its number in the record.
+fn name(state: &State, process: u32) -> String {
+    match state.processes.get(&process).and_then(|row| row.name.as_ref()) {
+        Some(name) => printable(name.as_bytes()),
+        None => format!("process {process}"),
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
-    use crate::record::{Event, PARTS, ProcessRow, RegionRow, Snapshot};
+    use crate::record::{Event, PARTS, Page, ProcessRow, RegionRow, Snapshot};
     use pagefold_engine::units::Vpn;
 
     fn state() -> State {

@@ -21,14 +21,16 @@ impl Grid {
     /// Adds a column with a cell for each row.
     pub fn add_column(&mut self, head: &'static str, cells: impl Iterator<Item = String>) {
         self.heads.push(head);
-        self.rows.iter_mut().zip(cells).for_each(|(row, cell)| row.push(cell));
+        for (row, cell) in self.rows.iter_mut().zip(cells) {
+            row.push(cell);
+        }
     }
 
     fn html(&self) -> String {
         let mut html = "<div class=\"scroll\"><table><thead><tr>".to_owned();
-        let class = |column: usize| if column < self.texts { "" } else { " class=\"n\"" };
         for (column, head) in self.heads.iter().enumerate() {
-            let _ = write!(html, "<th{}>{}</th>", class(column), escape(head));
+            let class = if column < self.texts { "" } else { " class=\"n\"" };
+            let _ = write!(html, "<th{class}>{}</th>", escape(head));
         }
         html.push_str("</tr></thead><tbody>\n");
         for row in &self.rows {
@@ -38,7 +40,8 @@ impl Grid {
                     "met" => " class=\"met\"",
                     "missed" => " class=\"missed\"",
                     "not measured" => " class=\"open\"",
-                    _ => class(column),
+                    _ if column < self.texts => "",
+                    _ => " class=\"n\"",
                 };
                 let _ = write!(html, "<td{class}>{}</td>", escape(cell));
             }

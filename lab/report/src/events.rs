@@ -27,24 +27,25 @@ pub struct KernelEvents {
 
 impl KernelEvents {
     fn parse(vmstat: &[u8]) -> Self {
-        let event = |name| number(vmstat, name).ok();
         Self {
-            cow_breaks: event("cow_ksm"),
-            split_pages: event("thp_split_page"),
-            split_mappings: event("thp_split_pmd"),
+            cow_breaks: number(vmstat, "cow_ksm").ok(),
+            split_pages: number(vmstat, "thp_split_page").ok(),
+            split_mappings: number(vmstat, "thp_split_pmd").ok(),
         }
     }
 
-    /// The events since `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
-        let since = |now: Option<u64>, then: Option<u64>| Some(now?.saturating_sub(then?));
         Self {
-            cow_breaks: since(self.cow_breaks, before.cow_breaks),
-            split_pages: since(self.split_pages, before.split_pages),
-            split_mappings: since(self.split_mappings, before.split_mappings),
+            cow_breaks: difference(self.cow_breaks, before.cow_breaks),
+            split_pages: difference(self.split_pages, before.split_pages),
+            split_mappings: difference(self.split_mappings, before.split_mappings),
         }
     }
+}
+
+fn difference(now: Option<u64>, then: Option<u64>) -> Option<u64> {
+    Some(now?.saturating_sub(then?))
 }
 
 /// Reads [`KernelEvents`].

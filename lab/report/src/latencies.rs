@@ -31,7 +31,6 @@ impl Histogram {
         histogram
     }
 
-    /// Adds another histogram's latencies.
     pub fn add(&mut self, other: &Self) {
         for (&bound, count) in &other.0 {
             *self.0.entry(bound).or_default() += count;
@@ -46,21 +45,28 @@ impl Histogram {
     pub fn percentile(&self, share: f64) -> Option<u64> {
         let rank = whole((self.count() as f64 * share).ceil()).max(1);
         let mut seen = 0;
-        self.0.iter().find_map(|(&bound, count)| {
+        for (&bound, count) in &self.0 {
             seen += count;
-            (seen >= rank).then_some(bound)
-        })
+            if seen >= rank {
+                return Some(bound);
+            }
+        }
+        None
     }
 
     /// For each bound, microseconds: one in how many requests took longer, on average. Leaves out the last bound: none
     /// took longer.
     pub fn tail(&self) -> Vec<(f64, f64)> {
-        let (all, mut seen) = (self.count(), 0);
-        let point = |(&bound, count): (&u64, &u64)| {
-            seen += count;
-            (seen < all).then(|| (all as f64 / (all - seen) as f64, bound as f64 / 1e3))
-        };
-        self.0.iter().filter_map(point).collect()
+        let all = self.count();
+        let mut longer = all;
+        let mut points = Vec::new();
+        for (&bound, count) in &self.0 {
+            longer -= count;
+            if longer > 0 {
+                points.push((all as f64 / longer as f64, bound as f64 / 1e3));
+            }
+        }
+        points
     }
 }
 

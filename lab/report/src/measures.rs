@@ -38,30 +38,34 @@ impl Measures {
     /// `whole` is the savable memory. `None` if we didn't sample the savings over time, or if they mean nothing.
     pub fn of(run: &PolicyRun, whole: u64) -> Option<Self> {
         // By the targets' page tables, if we read them.
-        let curve = &run.curve;
-        let most = curve.iter().map(|&(_, saved)| saved).max()?;
-        let reached = SHARES.map(|share| {
-            let enough = |saved: u64| whole > 0 && saved as f64 >= share * whole as f64;
-            let &(at, saved) = curve.iter().find(|&&(_, saved)| enough(saved))?;
-            Some((at, saved, cpu_at(&run.points, at)))
-        });
-        let mib_per_cpu_second = reached[AT_90]
-            .and_then(|(_, saved, cpu)| Some((Bytes(saved).mib(), cpu.filter(|&cpu| cpu > 0.0)?)))
-            .map(|(mib, cpu)| mib / cpu);
-        let last = run.points.last();
-        let percent_after = reached[AT_99].or(reached[AT_90]).and_then(|(at, _, cpu)| {
-            let (last, cpu) = (last?, cpu?);
-            let seconds = last.seconds - at;
-            (seconds >= LEAST_SECONDS_AFTER).then(|| 100.0 * (last.cpu_seconds() - cpu) / seconds)
-        });
-        Some(Self {
-            saved_mib: Bytes(most).mib(),
-            seconds_to: reached.map(|reached| reached.map(|(at, ..)| at)),
-            cpu_to: reached.map(|reached| reached.and_then(|(_, _, cpu)| cpu)),
-            percent_after,
-            mib_per_cpu_second,
-        })
+        let most = run.curve.iter().map(|&(_, saved)| saved).max()?;
+        let mut measures = Self { saved_mib: Bytes(most).mib(), ..Self::default() };
+        for (place, share) in SHARES.into_iter().enumerate() {
+            let enough = share * whole as f64;
+            let reached = run.curve.iter().find(|(_, saved)| whole > 0 && *saved as f64 >= enough);
+            let Some(&(at, saved)) = reached else { continue };
+            let cpu = cpu_at(&run.points, at);
+            measures.seconds_to[place] = Some(at);
+            measures.cpu_to[place] = cpu;
+            if place == AT_90 {
+                measures.mib_per_cpu_second = cpu.filter(|&cpu| cpu > 0.0).map(|cpu| Bytes(saved).mib() / cpu);
+            }
+            if place >= AT_90 {
+                measures.percent_after = percent_since(&run.points, at, cpu);
+            }
+        }
+        Some(measures)
     }
+}
+
+/// Per cent of a core from a time to the end, given the CPU seconds until then.
+fn percent_since(points: &[SamplerPoint], at: f64, cpu: Option<f64>) -> Option<f64> {
+    let last = points.last()?;
+    let seconds = last.seconds - at;
+    if seconds < LEAST_SECONDS_AFTER {
+        return None;
+    }
+    Some(100.0 * (last.cpu_seconds() - cpu?) / seconds)
 }
 
 /// CPU seconds spent until the first sample at this time or later.
@@ -71,9 +75,11 @@ fn cpu_at(points: &[SamplerPoint], at: f64) -> Option<f64> {
 
 /// The savable memory of a set of programs: the oracle's saving, or else the most that any policy saved.
 pub fn savable(report: &ExperimentReport, set: &str) -> u64 {
-    let most = |run: &PolicyRun| run.curve.iter().map(|&(_, saved)| saved).max().unwrap_or(0);
-    let oracles = report.run(&format!("{ORACLE}{set}")).map(most).filter(|&saved| saved > 0);
-    oracles.unwrap_or_else(|| report.runs.iter().filter(|run| run.set == set).map(most).max().unwrap_or(0))
+    let oracles = report.run(&format!("{ORACLE}{set}")).map_or(0, PolicyRun::most_saved);
+    if oracles > 0 {
+        return oracles;
+    }
+    report.runs.iter().filter(|run| run.set == set).map(PolicyRun::most_saved).max().unwrap_or(0)
 }
 
 /// Whether people could use the policy in place of pagefold.
@@ -81,7 +87,6 @@ pub fn is_peer(policy: &str) -> bool {
     !is_ours(policy) && ![ORACLE, NO_MERGING].contains(&policy) && !is_of_later_round(policy)
 }
 
-/// A quantity to compare policies by.
 pub struct Quantity {
     pub name: &'static str,
     pub of: fn(&Measures) -> Option<f64>,
@@ -137,11 +142,10 @@ impl Spread {
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
         values.sort_by(f64::total_cmp);
-        let (&min, &max) = (values.first()?, values.last()?);
-        let middle = values.len() / 2;
-        let median =
-            if values.len() % 2 == 1 { values[middle] } else { f64::midpoint(values[middle - 1], values[middle]) };
-        Some(Self { median, min, max })
+        let max = *values.last()?;
+        // The same value twice if there's one in the middle.
+        let median = f64::midpoint(values[(values.len() - 1) / 2], values[values.len() / 2]);
+        Some(Self { median, min: values[0], max })
     }
 }
 
@@ -161,10 +165,14 @@ impl fmt::Display for Spread {
 
 /// The ratio of two policies in a quantity, worked out within each repetition.
 pub fn ratio(repetitions: &[&ExperimentReport], own: &str, peer: &str, quantity: &Quantity) -> Option<Spread> {
-    let ratios = repetitions.iter().filter_map(|report| {
-        let of = |policy: &str| (quantity.of)(&Measures::in_report(report, policy)?);
-        Some(of(own)? / of(peer).filter(|&peer| peer > 0.0)?)
-    });
+    let mut ratios = Vec::new();
+    for report in repetitions {
+        let ours = Measures::in_report(report, own).and_then(|measures| (quantity.of)(&measures));
+        let theirs = Measures::in_report(report, peer).and_then(|measures| (quantity.of)(&measures));
+        if let (Some(ours), Some(theirs)) = (ours, theirs.filter(|&theirs| theirs > 0.0)) {
+            ratios.push(ours / theirs);
+        }
+    }
     Spread::of(ratios)
 }
 

@@ -36,7 +36,7 @@ pub struct PageTableSample {
 
 /// The first sample with at least `share` of `whole` saved.
 pub fn reached(points: &[SamplerPoint], share: f64, whole: u64) -> Option<SamplerPoint> {
-    points.iter().copied().find(|point| whole > 0 && point.saved_bytes as f64 >= share * whole as f64)
+    points.iter().find(|point| whole > 0 && point.saved_bytes as f64 >= share * whole as f64).copied()
 }
 
 /// The largest share of a core that ksmd and the daemon took over any `window` seconds, or over the whole time if
@@ -48,9 +48,10 @@ pub fn largest_share(points: &[SamplerPoint], window: f64) -> f64 {
         while end + 1 < points.len() && points[end].seconds < first.seconds + window {
             end += 1;
         }
-        let (last, whole) = (points[end], points[end].seconds - first.seconds);
+        let whole = points[end].seconds - first.seconds;
         if at == 0 || whole >= window {
-            most = most.max((last.cpu_seconds() - first.cpu_seconds()) / whole.max(f64::MIN_POSITIVE));
+            let spent = points[end].cpu_seconds() - first.cpu_seconds();
+            most = most.max(spent / whole.max(f64::MIN_POSITIVE));
         }
     }
     most
@@ -61,19 +62,24 @@ pub fn spent_between(points: &[SamplerPoint], from: f64, to: f64) -> Option<(f64
     let first = points.iter().find(|point| point.seconds >= from)?;
     let last = points.iter().rev().find(|point| point.seconds <= to)?;
     let seconds = last.seconds - first.seconds;
-    let (ksmd, daemon) = (last.ksmd_seconds - first.ksmd_seconds, last.daemon_seconds - first.daemon_seconds);
-    (seconds > 0.0).then_some((ksmd, daemon, seconds))
+    if seconds <= 0.0 {
+        return None;
+    }
+    Some((last.ksmd_seconds - first.ksmd_seconds, last.daemon_seconds - first.daemon_seconds, seconds))
 }
 
 /// The curve without the points inside its flat parts.
 pub fn thinned(points: &[SamplerPoint]) -> Vec<(f64, u64)> {
-    let flat = |at: usize| {
-        at > 0
-            && at + 1 < points.len()
-            && points[at - 1].saved_bytes == points[at].saved_bytes
-            && points[at].saved_bytes == points[at + 1].saved_bytes
-    };
-    (0..points.len()).filter(|&at| !flat(at)).map(|at| (points[at].seconds, points[at].saved_bytes)).collect()
+    let mut corners = Vec::new();
+    for (at, point) in points.iter().enumerate() {
+        let saved = point.saved_bytes;
+        let around = points[at.saturating_sub(1)..].iter().take(3);
+        let inside = at > 0 && at + 1 < points.len();
+        if !inside || around.into_iter().any(|point| point.saved_bytes != saved) {
+            corners.push((point.seconds, saved));
+        }
+    }
+    corners
 }
 
 #[cfg(test)]

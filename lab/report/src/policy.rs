@@ -24,8 +24,9 @@ pub fn is_ours(name: &str) -> bool {
 
 /// Each policy's colour in a picture.
 pub fn colours<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'static str> {
-    let (mut ours, mut peers) = (OURS.iter().cycle(), PEERS.iter().cycle());
-    names.filter_map(|name| if is_ours(name) { ours.next() } else { peers.next() }.copied()).collect()
+    let mut ours = OURS.into_iter().cycle();
+    let mut peers = PEERS.into_iter().cycle();
+    names.filter_map(|name| if is_ours(name) { ours.next() } else { peers.next() }).collect()
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use crate::latencies::Latencies;
 use crate::metric::{self, Metric};
 use crate::points::PageTableSample;
 use crate::points::{SamplerPoint, reached, thinned};
-use pagefold_engine::units::Pages;
-use pagefold_procmem::os::fields::field;
+use pagefold_engine::units::{Bytes, Pages};
+use pagefold_procmem::os::fields::{chosen, field};
 use pagefold_procmem::os::pressure::parse_meminfo;
 use pagefold_workload::{ActivityCounters, Lifetime};
 use serde::{Deserialize, Serialize};
@@ -30,14 +30,12 @@ pub struct ExperimentReport {
     pub runs: Vec<PolicyRun>,
     /// Other figures, by name with the unit.
     pub figures: BTreeMap<String, f64>,
-    /// Other curves, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub curves: BTreeMap<String, Vec<(f64, f64)>>,
     /// pagefold's figures divided by the peers'.
     pub ratios: BTreeMap<String, f64>,
     /// Required values, and whether they were met.
     pub bars: Vec<BarResult>,
-    /// Policies that we couldn't measure.
     pub failures: Vec<Failure>,
     /// Bar charts special to the experiment.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -57,7 +55,8 @@ pub struct Picture {
 
 impl ExperimentReport {
     pub fn new(experiment: &str, claim: &str) -> Self {
-        let (experiment, claim) = (experiment.to_owned(), claim.to_owned());
+        let experiment = experiment.to_owned();
+        let claim = claim.to_owned();
         let machine = MachineDescription::this();
         Self { schema: SCHEMA.to_owned(), experiment, claim, machine, ..Self::default() }
     }
@@ -74,7 +73,6 @@ impl ExperimentReport {
         }
     }
 
-    /// Adds a ratio, if it's a number.
     pub fn put_ratio(&mut self, name: impl Into<String>, value: f64) {
         if value.is_finite() {
             self.ratios.insert(name.into(), value);
@@ -86,12 +84,10 @@ impl ExperimentReport {
         self.pictures.push(Picture { title: title.to_owned(), subtitle: subtitle.into(), rows });
     }
 
-    /// The ratio to a peer, if we have it.
     pub fn ratio(&self, metric: Metric, peer: &str) -> Option<f64> {
         self.ratios.get(&metric.of([peer])).copied()
     }
 
-    /// A figure, if we measured this.
     pub fn figure_of<const N: usize>(&self, metric: Metric, what: [&str; N]) -> Option<f64> {
         self.figures.get(&metric.of(what)).copied()
     }
@@ -111,22 +107,16 @@ impl ExperimentReport {
 
     /// Computes the ratios of `subject`'s figures to every other policy's.
     pub fn compare(&mut self, subject: &str) {
-        let Some(own) = self.run(subject).cloned() else { return };
+        let Some(own) = self.run(subject) else { return };
+        let mut ratios = Vec::new();
         for peer in self.runs.iter().filter(|run| run.policy != subject) {
-            let mut put = |metric: Metric, own: Option<f64>, peers: Option<f64>| {
-                if let (Some(own), Some(peers)) = (own, peers.filter(|peers| *peers > 0.0)) {
-                    self.ratios.insert(metric.of([&peer.policy]), own / peers);
+            for (metric, of) in COMPARED {
+                if let (Some(own), Some(peers)) = (of(own), of(peer).filter(|peers| *peers > 0.0)) {
+                    ratios.push((metric.of([&peer.policy]), own / peers));
                 }
-            };
-            put(metric::SAVED_VS, Some(own.saved_bytes as f64), Some(peer.saved_bytes as f64));
-            put(metric::CPU_VS, Some(own.cpu_seconds), Some(peer.cpu_seconds));
-            put(metric::SAVED_PER_CPU_SECOND_VS, own.mib_per_cpu_second(), peer.mib_per_cpu_second());
-            put(metric::SECONDS_TO_90_PERCENT_VS, own.seconds_to_90_percent, peer.seconds_to_90_percent);
-            // We leave out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU
-            // time).
-            let (own, peers) = (own.cpu_ksmd_seconds_to_90_percent, peer.cpu_ksmd_seconds_to_90_percent);
-            put(metric::CPU_KSMD_TO_90_PERCENT_VS, own, peers);
+            }
         }
+        self.ratios.extend(ratios);
     }
 
     /// Adds a bar for a ratio or figure, if we measured it.
@@ -149,6 +139,18 @@ impl ExperimentReport {
         }
     }
 }
+
+type Compared = (Metric, fn(&PolicyRun) -> Option<f64>);
+
+/// The figures of a run that we divide by its peers'.
+const COMPARED: [Compared; 5] = [
+    (metric::SAVED_VS, |run| Some(run.saved_bytes as f64)),
+    (metric::CPU_VS, |run| Some(run.cpu_seconds)),
+    (metric::SAVED_PER_CPU_SECOND_VS, PolicyRun::mib_per_cpu_second),
+    (metric::SECONDS_TO_90_PERCENT_VS, |run| run.seconds_to_90_percent),
+    // This leaves out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU time).
+    (metric::CPU_KSMD_TO_90_PERCENT_VS, |run| run.cpu_ksmd_seconds_to_90_percent),
+];
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct MachineDescription {
@@ -175,22 +177,23 @@ impl MachineDescription {
 
     /// Describes this machine. Unreadable values are empty or zero.
     pub fn this() -> Self {
-        let text = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
         let cpus = text("/proc/cpuinfo");
         let cpu = field(cpus.as_bytes(), "model name").map(String::from_utf8_lossy);
+        let hugepages = text("/sys/kernel/mm/transparent_hugepage/enabled");
         Self {
             kernel: text("/proc/sys/kernel/osrelease"),
             cpu: cpu.unwrap_or_default().trim_start_matches(": ").to_owned(),
             cpus: std::thread::available_parallelism().map_or(0, usize::from),
             memory_bytes: Self::memory().0.bytes().0,
-            transparent_hugepages: pagefold_procmem::os::fields::chosen(&text(
-                "/sys/kernel/mm/transparent_hugepage/enabled",
-            ))
-            .unwrap_or_default()
-            .to_owned(),
+            transparent_hugepages: chosen(&hugepages).unwrap_or_default().to_owned(),
             pagefold: env!("CARGO_PKG_VERSION").to_owned(),
         }
     }
+}
+
+/// A file's text; empty if we can't read it.
+fn text(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
 /// The name of a policy's run in a round, for experiments that take turns.
@@ -292,7 +295,7 @@ impl PolicyRun {
         self.events = last.events;
         self.pagefold_peak_bytes = Some(last.daemon_peak_bytes).filter(|&peak| peak > 0);
         self.taken_back_bytes =
-            last.events.cow_breaks.filter(|_| !self.has_unmarked()).map(|pages| Pages(pages).bytes().0);
+            if self.has_unmarked() { None } else { last.events.cow_breaks.map(|pages| Pages(pages).bytes().0) };
         let most = reached(points, 0.9, self.saved_bytes);
         self.seconds_to_90_percent = most.map(|point| point.seconds);
         self.cpu_ksmd_seconds_to_90_percent = most.map(|point| point.ksmd_seconds);
@@ -310,7 +313,9 @@ impl PolicyRun {
     /// Forgets the savings over time if memory comes and goes: KSM's counters include vanished memory until the next
     /// ksmd scan, so they mean nothing.
     pub fn forget_curve(&mut self) {
-        (self.curve, self.seconds_to_90_percent, self.cpu_ksmd_seconds_to_90_percent) = (Vec::new(), None, None);
+        self.curve = Vec::new();
+        self.seconds_to_90_percent = None;
+        self.cpu_ksmd_seconds_to_90_percent = None;
     }
 
     /// Whether pagefold has unmarked memory, which also makes copies of merged pages. Without a summary it hasn't.
@@ -326,7 +331,8 @@ impl PolicyRun {
         self.saved_bytes_max = samples.iter().map(|sample| sample.saved_bytes).max().unwrap_or(0);
         self.curve = samples.iter().map(|sample| (sample.seconds, sample.saved_bytes)).collect();
         let most = samples.iter().find(|sample| sample.saved_bytes as f64 >= 0.9 * last.saved_bytes.max(1) as f64);
-        (self.seconds_to_90_percent, self.cpu_ksmd_seconds_to_90_percent) = (most.map(|sample| sample.seconds), None);
+        self.seconds_to_90_percent = most.map(|sample| sample.seconds);
+        self.cpu_ksmd_seconds_to_90_percent = None;
         self.in_page_tables = samples;
     }
 
@@ -337,13 +343,19 @@ impl PolicyRun {
 
     /// The most memory saved within the first `seconds`, MiB.
     pub fn saved_mib_within(&self, seconds: f64) -> f64 {
-        let in_time = self.curve.iter().take_while(|&&(at, _)| at <= seconds).map(|&(_, bytes)| bytes);
-        in_time.max().unwrap_or(0) as f64 / 1_048_576.0
+        let in_time = self.curve.iter().take_while(|&&(at, _)| at <= seconds);
+        let most = in_time.map(|&(_, bytes)| bytes).max().unwrap_or(0);
+        Bytes(most).mib()
+    }
+
+    /// The most memory saved on the curve, bytes.
+    pub fn most_saved(&self) -> u64 {
+        self.curve.iter().map(|&(_, bytes)| bytes).max().unwrap_or(0)
     }
 
     /// MiB saved for each second of CPU time.
     pub fn mib_per_cpu_second(&self) -> Option<f64> {
-        (self.cpu_seconds > 0.0).then(|| self.saved_bytes as f64 / 1_048_576.0 / self.cpu_seconds)
+        (self.cpu_seconds > 0.0).then(|| Bytes(self.saved_bytes).mib() / self.cpu_seconds)
     }
 }
 
@@ -408,7 +420,6 @@ pub struct BarResult {
     pub met: bool,
 }
 
-/// A policy that we couldn't measure.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Failure {
     pub policy: String,

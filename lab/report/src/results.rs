@@ -40,7 +40,8 @@ impl BenchOptions {
 
     /// The first option that differs, with both values.
     fn difference(&self, other: &Self) -> Option<String> {
-        let (ours, theirs) = (serde_json::to_value(self).ok()?, serde_json::to_value(other).ok()?);
+        let ours = serde_json::to_value(self).ok()?;
+        let theirs = serde_json::to_value(other).ok()?;
         let (name, own) = ours.as_object()?.iter().find(|(name, own)| theirs.get(name) != Some(own))?;
         Some(format!("{name} {own}, not {}", theirs.get(name)?))
     }
@@ -78,13 +79,11 @@ pub const NAMES: [&str; 28] = [
     "programs-on-request",
 ];
 
-/// A finished repetition of an experiment.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Finished {
     schema: String,
     pub repetition: u32,
     pub options: BenchOptions,
-    /// How long it took.
     pub elapsed: Duration,
     pub report: ExperimentReport,
 }
@@ -114,10 +113,9 @@ pub fn load(dir: &Path, wanted: Option<&BenchOptions>) -> anyhow::Result<Vec<Fin
     let mut all: Vec<Finished> = Vec::new();
     for path in paths {
         let finished = read(&path)?;
-        if let Some(what) =
-            wanted.or(all.first().map(|one| &one.options)).and_then(|wanted| finished.options.difference(wanted))
-        {
-            return Err(refused(&path, &format!("was measured with {what}")));
+        let wanted = wanted.or(all.first().map(|one| &one.options));
+        if let Some(difference) = wanted.and_then(|wanted| finished.options.difference(wanted)) {
+            return Err(refused(&path, &format!("was measured with {difference}")));
         }
         all.push(finished);
     }
@@ -125,7 +123,6 @@ pub fn load(dir: &Path, wanted: Option<&BenchOptions>) -> anyhow::Result<Vec<Fin
     Ok(all)
 }
 
-/// An experiment's place in the list.
 fn position(experiment: &str) -> Option<usize> {
     NAMES.iter().position(|&name| name == experiment)
 }
@@ -135,21 +132,22 @@ pub fn write(dir: &Path, finished: &Finished) -> anyhow::Result<()> {
     let path = dir.join(finished.file_name());
     let mut json = serde_json::to_vec(finished)?;
     json.push(b'\n');
-    let put = || {
-        let mut beside = tempfile::Builder::new()
-            .prefix(".pagefold-bench-")
-            // The default mode of new files, subject to the umask.
-            .permissions(Permissions::from_mode(0o666))
-            .tempfile_in(dir)?;
-        beside.write_all(&json)?;
-        beside.as_file().sync_all()?;
-        beside.persist(&path)?;
-        anyhow::Ok(())
-    };
-    put().with_context(|| format!("cannot write {}; choose a writable directory with enough space", path.display()))
+    replace(dir, &path, &json)
+        .with_context(|| format!("cannot write {}; choose a writable directory with enough space", path.display()))
 }
 
-/// Reads a repetition.
+fn replace(dir: &Path, path: &Path, content: &[u8]) -> anyhow::Result<()> {
+    let mut beside = tempfile::Builder::new()
+        .prefix(".pagefold-bench-")
+        // The default mode of new files, subject to the umask.
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(dir)?;
+    beside.write_all(content)?;
+    beside.as_file().sync_all()?;
+    beside.persist(path)?;
+    Ok(())
+}
+
 fn read(path: &Path) -> anyhow::Result<Finished> {
     let file = regular::open(path, OpenOptions::new().read(true));
     let file = file.map_err(|error| refused(path, &format!("cannot be read: {error}")))?;

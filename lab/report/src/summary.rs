@@ -1,17 +1,18 @@
 //! The report on all results in a directory. It starts with pagefold's losses.
 
 use crate::charts::{Bar, Curve, Lines, Scale, bars, number};
-use crate::claims::{CLAIMS, Verdict};
+use crate::claims::{CLAIMS, Measured, Verdict};
 use crate::density::Density;
 use crate::document::{Document, Grid};
 use crate::latencies::Histogram;
 use crate::measures::{EFFECTS, Measures, QUANTITIES, Quantity, Spread, is_peer, ratio};
 use crate::points::thinned;
 use crate::policy::{PEERS, colours, is_ours};
-use crate::report::{ExperimentReport, Limit, Picture, PolicyRun, without_round};
+use crate::report::{BarResult, ExperimentReport, Limit, PolicyRun, without_round};
 use crate::results::Finished;
 use pagefold_engine::units::Bytes;
 use std::collections::BTreeMap;
+use std::fmt::Write;
 
 /// A ratio above this counts as a loss. Times vary from run to run.
 const TOLERANCE: f64 = 1.05;
@@ -24,7 +25,20 @@ const FIRST_SECONDS: f64 = 0.1;
 /// The start of an axis of CPU seconds.
 const FIRST_CPU_SECONDS: f64 = 0.01;
 
-/// All repetitions of an experiment.
+type Column = (&'static str, fn(&Measures) -> Option<f64>);
+
+/// The columns of an experiment's table, after the policy.
+const COLUMNS: [Column; 8] = [
+    ("MiB saved", |measures| Some(measures.saved_mib)),
+    ("s to 50 %", |measures| measures.seconds_to[0]),
+    ("s to 90 %", |measures| measures.seconds_to[1]),
+    ("s to 99 %", |measures| measures.seconds_to[2]),
+    ("CPU s to 90 %", |measures| measures.cpu_to[1]),
+    ("CPU s to 99 %", |measures| measures.cpu_to[2]),
+    ("% of a core afterwards", |measures| measures.percent_after),
+    ("MiB/CPU s to 90 %", |measures| measures.mib_per_cpu_second),
+];
+
 struct Repetitions<'a> {
     name: &'a str,
     reports: Vec<&'a ExperimentReport>,
@@ -33,52 +47,19 @@ struct Repetitions<'a> {
 pub fn document(all: &[Finished], density: Option<&Density>) -> Document {
     let mut experiments: Vec<Repetitions<'_>> = Vec::new();
     for Finished { report, .. } in all {
-        match experiments.last_mut().filter(|last| last.name == report.experiment) {
-            Some(last) => last.reports.push(report),
-            None => experiments.push(Repetitions { name: &report.experiment, reports: vec![report] }),
+        match experiments.last_mut() {
+            Some(last) if last.name == report.experiment => last.reports.push(report),
+            _ => experiments.push(Repetitions { name: &report.experiment, reports: vec![report] }),
         }
     }
     let quick = all.iter().any(|one| one.options.quick);
-    let mut losses: Vec<Loss> = experiments.iter().flat_map(Repetitions::losses).collect();
-    losses.sort_by(|a, b| b.factor.total_cmp(&a.factor));
     let mut page = Document::new("pagefold measured against its peers");
     page.text(&conditions(all));
     if quick {
         page.text("A quick run: it shows that everything works. Speeds mean nothing, and no claim is judged.");
     }
-    page.heading("Where pagefold loses");
-    if losses.is_empty() {
-        page.text("Nowhere in these measurements.");
-    } else {
-        page.text(
-            "Missed targets, and every quantity in which a peer is better by more than 5 % (memory saved: 1 %), worst first. The \
-             oracle knows beforehand where duplicates are, and is no peer.",
-        );
-        let rows = losses.iter().map(|loss| {
-            let factor = if loss.factor.is_finite() { number(loss.factor) } else { "–".to_owned() };
-            [loss.experiment.clone(), loss.what.clone(), loss.ours.clone(), loss.other.clone(), factor]
-        });
-        let heads = ["experiment", "what", "pagefold", "peer or target", "times worse"];
-        page.table(&Grid::new(4, heads, rows.collect()));
-    }
-    page.heading("Claim by claim");
-    let reports: Vec<&ExperimentReport> = all.iter().map(|one| &one.report).collect();
-    let (mut rows, mut counts) = (Vec::new(), [0; 3]);
-    for claim in &CLAIMS {
-        let found = claim.measured(&reports, quick);
-        counts[found.verdict as usize] += 1;
-        rows.push(
-            [claim.id, claim.what, claim.paper, &found.peers, &found.ours, &found.verdict.to_string()]
-                .map(str::to_owned),
-        );
-    }
-    let [met, missed, open] =
-        [Verdict::Met, Verdict::Missed, Verdict::NotMeasured].map(|verdict| counts[verdict as usize]);
-    page.text(&format!(
-        "Claims of the KSM tree's message (K), UKSM (U), CMD (C) and nuKSM (N). The verdict is on this project's targets for the \
-         experiment, which are listed below with it, and for K1 to K3 and U3 on the paper's value: {met} met, {missed} missed, {open} not measured."
-    ));
-    page.table(&Grid::new(6, ["", "claim", "paper", "peers here", "pagefold here", "verdict"], rows));
+    describe_losses(&experiments, &mut page);
+    describe_claims(all, quick, &mut page);
     for experiment in &experiments {
         experiment.describe(&mut page);
     }
@@ -110,6 +91,47 @@ fn conditions(all: &[Finished]) -> String {
     )
 }
 
+fn describe_losses(experiments: &[Repetitions<'_>], page: &mut Document) {
+    page.heading("Where pagefold loses");
+    let mut losses = Vec::new();
+    for experiment in experiments {
+        losses.extend(experiment.losses());
+    }
+    if losses.is_empty() {
+        return page.text("Nowhere in these measurements.");
+    }
+    page.text(
+        "Missed targets, and every quantity in which a peer is better by more than 5 % (memory saved: 1 %), worst first. The \
+         oracle knows beforehand where duplicates are, and is no peer.",
+    );
+    losses.sort_by(|a, b| b.factor.total_cmp(&a.factor));
+    let mut rows = Vec::new();
+    for Loss { experiment, what, ours, other, factor } in losses {
+        let factor = if factor.is_finite() { number(factor) } else { "–".to_owned() };
+        rows.push([experiment, what, ours, other, factor]);
+    }
+    page.table(&Grid::new(4, ["experiment", "what", "pagefold", "peer or target", "times worse"], rows));
+}
+
+fn describe_claims(all: &[Finished], quick: bool, page: &mut Document) {
+    page.heading("Claim by claim");
+    let reports: Vec<&ExperimentReport> = all.iter().map(|one| &one.report).collect();
+    let mut rows = Vec::new();
+    let mut counts = [0; 3];
+    for claim in &CLAIMS {
+        let Measured { peers, ours, verdict } = claim.measured(&reports, quick);
+        counts[verdict as usize] += 1;
+        rows.push([claim.id, claim.what, claim.paper, &peers, &ours, &verdict.to_string()].map(str::to_owned));
+    }
+    // In the order of `Verdict`.
+    let [met, missed, open] = counts;
+    page.text(&format!(
+        "Claims of the KSM tree's message (K), UKSM (U), CMD (C) and nuKSM (N). The verdict is on this project's targets for the \
+         experiment, which are listed below with it, and for K1 to K3 and U3 on the paper's value: {met} met, {missed} missed, {open} not measured."
+    ));
+    page.table(&Grid::new(6, ["", "claim", "paper", "peers here", "pagefold here", "verdict"], rows));
+}
+
 /// A loss: pagefold does worse than a peer, or than required.
 struct Loss {
     experiment: String,
@@ -121,10 +143,18 @@ struct Loss {
 }
 
 impl Repetitions<'_> {
+    fn all_runs(&self) -> impl Iterator<Item = &PolicyRun> {
+        self.reports.iter().flat_map(|report| &report.runs)
+    }
+
+    fn runs(&self, policy: &str) -> impl Iterator<Item = &PolicyRun> {
+        self.reports.iter().filter_map(move |report| report.run(policy))
+    }
+
     /// The policies, in the order of the runs.
     fn policies(&self) -> Vec<&str> {
         let mut policies = Vec::new();
-        for run in self.reports.iter().flat_map(|report| &report.runs) {
+        for run in self.all_runs() {
             if !policies.contains(&run.policy.as_str()) {
                 policies.push(run.policy.as_str());
             }
@@ -132,8 +162,8 @@ impl Repetitions<'_> {
         policies
     }
 
-    fn runs<'s>(&'s self, policy: &'s str) -> impl Iterator<Item = &'s PolicyRun> {
-        self.reports.iter().filter_map(move |report| report.run(policy))
+    fn set(&self, policy: &str) -> &str {
+        self.runs(policy).next().map_or("", |run| &run.set)
     }
 
     fn spread(&self, policy: &str, of: impl Fn(&Measures) -> Option<f64>) -> Option<Spread> {
@@ -146,25 +176,31 @@ impl Repetitions<'_> {
 
     /// Whether we can compare savings: not if memory comes and goes, or if COW breaks merges.
     fn compares(&self) -> bool {
-        let runs = || self.reports.iter().flat_map(|report| &report.runs);
-        runs().any(|run| !run.curve.is_empty()) && runs().all(|run| run.in_page_tables.is_empty())
+        self.all_runs().any(|run| !run.curve.is_empty()) && self.all_runs().all(|run| run.in_page_tables.is_empty())
     }
 
     /// For each set of programs, the experiment's first pagefold policy beside it, and each peer.
     fn pairs(&self) -> Vec<(&str, &str)> {
-        if !self.compares() {
-            return Vec::new();
+        let mut pairs = Vec::new();
+        if self.compares() {
+            let policies = self.policies();
+            for &peer in policies.iter().filter(|peer| is_peer(peer)) {
+                let own = policies.iter().find(|own| is_ours(own) && self.set(own) == self.set(peer));
+                pairs.extend(own.map(|own| (*own, peer)));
+            }
         }
-        let policies = self.policies();
-        let set = |policy: &str| self.runs(policy).next().map_or("", |run| &run.set).to_owned();
-        let beside = |peer: &str| policies.iter().copied().find(|own| is_ours(own) && set(own) == set(peer));
-        policies.iter().filter(|peer| is_peer(peer)).filter_map(|&peer| Some((beside(peer)?, peer))).collect()
+        pairs
     }
 
     fn losses(&self) -> Vec<Loss> {
-        let mut losses: Vec<Loss> = self.targets().into_iter().filter_map(|target| target.loss(self.name)).collect();
+        let mut losses = Vec::new();
+        for target in self.targets() {
+            losses.extend(target.loss(self.name));
+        }
         for (own, peer) in self.pairs() {
-            losses.extend(QUANTITIES.iter().filter_map(|quantity| self.loss(own, peer, quantity)));
+            for quantity in &QUANTITIES {
+                losses.extend(self.loss(own, peer, quantity));
+            }
         }
         for failure in self.reports.iter().flat_map(|report| &report.failures) {
             losses.push(Loss {
@@ -179,42 +215,37 @@ impl Repetitions<'_> {
     }
 
     fn loss(&self, own: &str, peer: &str, quantity: &Quantity) -> Option<Loss> {
-        let value = |policy: &str| self.spread(policy, quantity.of);
-        let theirs = value(peer)?;
-        let tolerance = if quantity.more_is_better { TOLERANCE_OF_SAVINGS } else { TOLERANCE };
+        let theirs = self.spread(peer, quantity.of)?;
+        let ours = self.spread(own, quantity.of);
         let factor = match ratio(&self.reports, own, peer, quantity) {
             Some(ratio) if quantity.more_is_better => 1.0 / ratio.median,
             Some(ratio) => ratio.median,
             // The peer gets there, and pagefold doesn't.
-            None if quantity.is_reached && value(own).is_none() => f64::INFINITY,
+            None if quantity.is_reached && ours.is_none() => f64::INFINITY,
             None => return None,
         };
-        (factor > tolerance).then(|| Loss {
+        let tolerance = if quantity.more_is_better { TOLERANCE_OF_SAVINGS } else { TOLERANCE };
+        if factor <= tolerance {
+            return None;
+        }
+        Some(Loss {
             experiment: self.name.to_owned(),
             what: format!("{}, {own}", quantity.name),
-            ours: value(own).map_or_else(|| "not reached".to_owned(), |own| own.to_string()),
+            ours: ours.map_or_else(|| "not reached".to_owned(), |ours| ours.to_string()),
             other: format!("{theirs}, {peer}"),
             factor,
         })
     }
 
-    /// The targets, over all repetitions.
     fn targets(&self) -> Vec<Target<'_>> {
         let mut targets: Vec<Target<'_>> = Vec::new();
-        for bar in self.reports.iter().flat_map(|report| &report.bars) {
-            match targets.iter_mut().find(|target| target.name == bar.name) {
+        for BarResult { name, bar, measured, met } in self.reports.iter().flat_map(|report| &report.bars) {
+            match targets.iter_mut().find(|target| target.name == name) {
                 Some(target) => {
-                    target.measured.push(bar.measured);
-                    target.met &= bar.met;
+                    target.measured.push(*measured);
+                    target.met &= met;
                 }
-                None => {
-                    targets.push(Target {
-                        name: &bar.name,
-                        limit: bar.bar,
-                        measured: vec![bar.measured],
-                        met: bar.met,
-                    });
-                }
+                None => targets.push(Target { name, limit: *bar, measured: vec![*measured], met: *met }),
             }
         }
         targets
@@ -222,111 +253,118 @@ impl Repetitions<'_> {
 
     fn describe(&self, page: &mut Document) {
         let first = self.reports[0];
-        let parameters = first.parameters.iter().map(|(name, value)| format!("{} {value}", name.replace('_', " ")));
         page.heading(self.name);
         page.text(&first.claim);
-        let repeated = format!("repetitions {}", self.reports.len());
-        page.text(&parameters.chain([repeated]).collect::<Vec<_>>().join(", "));
-        let or_none = |spread: Option<Spread>| spread.map_or_else(|| "–".to_owned(), |spread| spread.to_string());
-        let row = |policy: &str| {
-            let value = |of: fn(&Measures) -> Option<f64>| or_none(self.spread(policy, of));
-            vec![
-                policy.to_owned(),
-                value(|measures| Some(measures.saved_mib)),
-                value(|measures| measures.seconds_to[0]),
-                value(|measures| measures.seconds_to[1]),
-                value(|measures| measures.seconds_to[2]),
-                value(|measures| measures.cpu_to[1]),
-                value(|measures| measures.cpu_to[2]),
-                value(|measures| measures.percent_after),
-                value(|measures| measures.mib_per_cpu_second),
-            ]
-        };
-        let measured = |policy: &&str| self.spread(policy, |measures| Some(measures.saved_mib)).is_some();
-        let policies: Vec<&str> = self.policies().into_iter().filter(measured).collect();
-        if !policies.is_empty() {
-            let heads = vec![
-                "policy",
-                "MiB saved",
-                "s to 50 %",
-                "s to 90 %",
-                "s to 99 %",
-                "CPU s to 90 %",
-                "CPU s to 99 %",
-                "% of a core afterwards",
-                "MiB/CPU s to 90 %",
-            ];
-            let mut grid = Grid { heads, texts: 1, rows: policies.iter().map(|policy| row(policy)).collect() };
-            for (head, of) in EFFECTS {
-                let values: Vec<Option<Spread>> = policies.iter().map(|policy| self.effect(policy, of)).collect();
-                if values.iter().flatten().any(|value| value.max > 0.0) {
-                    grid.add_column(head, values.into_iter().map(or_none));
-                }
-            }
-            page.table(&grid);
-            for policy in &policies {
-                if let Some(remark) = self.runs(policy).find_map(|run| run.remark.as_deref()) {
-                    page.text(&format!("{policy}: {remark}"));
-                }
-            }
-            if self.reports.iter().any(|report| report.saved_anything()) {
-                page.picture(&self.saved_over_time(&policies));
-                if !self.points(policies[0]).next().is_none_or(<[_]>::is_empty) {
-                    page.picture(&self.cpu_over_time(&policies));
-                }
-            }
-            self.saved_per_cpu_second(&policies).iter().for_each(|svg| page.picture(svg));
+        let mut parameters = String::new();
+        for (name, value) in &first.parameters {
+            let _ = write!(parameters, "{} {value}, ", name.replace('_', " "));
         }
-        self.own_pictures().iter().for_each(|svg| page.picture(svg));
-        self.own_curves().iter().for_each(|svg| page.picture(svg));
-        let ratios = self.pairs().into_iter().flat_map(|(own, peer)| {
-            QUANTITIES.iter().filter_map(move |quantity| {
-                let ratio = ratio(&self.reports, own, peer, quantity)?;
-                Some([quantity.name.to_owned(), own.to_owned(), peer.to_owned(), ratio.to_string()])
-            })
-        });
-        let ratios: Vec<[String; 4]> = ratios.collect();
-        if !ratios.is_empty() {
-            page.text("Ratios, each taken within a repetition:");
-            page.table(&Grid::new(3, ["quantity", "pagefold", "peer", "pagefold / peer"], ratios));
-        }
+        page.text(&format!("{parameters}repetitions {}", self.reports.len()));
+        self.describe_policies(page);
+        self.draw_pictures(page);
+        self.draw_curves(page);
+        self.describe_ratios(page);
         let targets: Vec<[String; 4]> = self.targets().iter().map(Target::row).collect();
         if !targets.is_empty() {
             page.table(&Grid::new(1, ["target", "measured", "required", "verdict"], targets));
         }
+        self.describe_figures(page);
+    }
+
+    fn describe_policies(&self, page: &mut Document) {
+        let mut policies = self.policies();
+        policies.retain(|policy| self.spread(policy, |measures| Some(measures.saved_mib)).is_some());
+        if policies.is_empty() {
+            return;
+        }
+        let names = policies.iter().map(|&policy| vec![policy.to_owned()]);
+        let mut grid = Grid { heads: vec!["policy"], texts: 1, rows: names.collect() };
+        for (head, of) in COLUMNS {
+            grid.add_column(head, policies.iter().map(|policy| shown(self.spread(policy, of))));
+        }
+        for (head, of) in EFFECTS {
+            let values: Vec<Option<Spread>> = policies.iter().map(|policy| self.effect(policy, of)).collect();
+            if values.iter().flatten().any(|value| value.max > 0.0) {
+                grid.add_column(head, values.into_iter().map(shown));
+            }
+        }
+        page.table(&grid);
+        for policy in &policies {
+            if let Some(remark) = self.runs(policy).find_map(|run| run.remark.as_deref()) {
+                page.text(&format!("{policy}: {remark}"));
+            }
+        }
+        if self.reports.iter().any(|report| report.saved_anything()) {
+            page.picture(&self.saved_over_time(&policies));
+            if self.runs(policies[0]).next().is_some_and(|run| !run.points.is_empty()) {
+                page.picture(&self.cpu_over_time(&policies));
+            }
+        }
+        self.draw_saved_per_cpu_second(&policies, page);
+    }
+
+    fn describe_ratios(&self, page: &mut Document) {
+        let mut rows = Vec::new();
+        for (own, peer) in self.pairs() {
+            for quantity in &QUANTITIES {
+                if let Some(ratio) = ratio(&self.reports, own, peer, quantity) {
+                    rows.push([quantity.name, own, peer, &ratio.to_string()].map(str::to_owned));
+                }
+            }
+        }
+        if !rows.is_empty() {
+            page.text("Ratios, each taken within a repetition:");
+            page.table(&Grid::new(3, ["quantity", "pagefold", "peer", "pagefold / peer"], rows));
+        }
+    }
+
+    fn describe_figures(&self, page: &mut Document) {
         let mut figures = BTreeMap::<&str, Vec<f64>>::new();
         for (name, value) in self.reports.iter().flat_map(|report| &report.figures) {
             figures.entry(name).or_default().push(*value);
         }
-        let (tails, others): (Vec<_>, Vec<_>) = figures.into_iter().partition(|(name, _)| tail(name).is_some());
-        describe_latencies(page, &tails);
-        self.tails().iter().for_each(|svg| page.picture(svg));
+        let mut latencies = Vec::new();
+        let mut others = Vec::new();
+        for (name, values) in figures {
+            let spread = Spread::of(values);
+            match (tail(name), spread) {
+                (Some((policy, percentile, when)), Some(spread)) => latencies.push((when, policy, percentile, spread)),
+                (Some(_), None) => {}
+                (None, spread) => others.push([name.to_owned(), shown(spread)]),
+            }
+        }
+        describe_latencies(page, latencies);
+        self.draw_tails(page);
         if !others.is_empty() {
-            let rows = others.into_iter().map(|(name, values)| [name.to_owned(), or_none(Spread::of(values))]);
-            page.folded("other figures", &Grid::new(1, ["other figures", ""], rows.collect()));
+            page.folded("other figures", &Grid::new(1, ["other figures", ""], others));
         }
     }
 
-    /// The experiment's own bar charts, with the medians of the repetitions.
-    fn own_pictures(&self) -> Vec<String> {
-        let of_repetitions = |picture: &Picture, name: &str| {
-            let pictures = self.reports.iter().flat_map(|report| &report.pictures);
-            let rows = pictures.filter(|other| other.title == picture.title).flat_map(|other| &other.rows);
-            Spread::of(rows.filter(|row| row.0 == name).map(|row| row.1))
-        };
-        let drawn = self.reports[0].pictures.iter().filter(|picture| !picture.rows.is_empty()).map(|picture| {
-            let colours = colours(picture.rows.iter().map(|(name, _)| name.as_str()));
-            let rows =
-                picture.rows.iter().zip(colours).filter_map(|((name, _), colour)| {
-                    Some(Bar::of_spread(name, of_repetitions(picture, name)?, colour))
-                });
-            bars(&format!("{}: {}", self.name, picture.title), &picture.subtitle, &rows.collect::<Vec<_>>())
-        });
-        drawn.collect()
+    /// Draws the experiment's own bar charts, with the medians of the repetitions.
+    fn draw_pictures(&self, page: &mut Document) {
+        for picture in &self.reports[0].pictures {
+            let rows: Vec<_> =
+                picture.rows.iter().map(|row| (row.0.clone(), self.bar(&picture.title, &row.0))).collect();
+            if !rows.is_empty() {
+                let title = format!("{}: {}", self.name, picture.title);
+                page.picture(&bars(&title, &picture.subtitle, &coloured(&rows)));
+            }
+        }
     }
 
-    /// The experiment's own curves. Curves whose names begin with the same word share a picture.
-    fn own_curves(&self) -> Vec<String> {
+    /// A bar of one of the experiment's own charts.
+    fn bar(&self, title: &str, name: &str) -> Option<Spread> {
+        let mut values = Vec::new();
+        for picture in self.reports.iter().flat_map(|report| &report.pictures) {
+            if picture.title == title {
+                values.extend(picture.rows.iter().filter(|row| row.0 == name).map(|row| row.1));
+            }
+        }
+        Spread::of(values)
+    }
+
+    /// Draws the experiment's own curves. Curves whose names begin with the same word share a picture.
+    fn draw_curves(&self, page: &mut Document) {
         let mut pictures = BTreeMap::<&str, Vec<Curve>>::new();
         for (name, points) in &self.reports[0].curves {
             let (of, label) = name.split_once(' ').unwrap_or((name, ""));
@@ -336,18 +374,11 @@ impl Repetitions<'_> {
             let width = u32::try_from(PEERS.len().saturating_sub(curves.len())).unwrap_or(0).max(1);
             curves.push(Curve { label: label.to_owned(), colour, width, points: points.clone(), ..Curve::default() });
         }
-        let draw = |(of, curves): (&str, Vec<Curve>)| {
-            let points = || curves.iter().flat_map(|curve| &curve.points);
-            let up = ("(logarithmic)".to_owned(), Scale::logarithmic(points().map(|point| point.1)));
-            let right = ("rounds".to_owned(), Scale::linear(points().map(|point| point.0)));
-            Lines { title: format!("{}: {of}", self.name), up, right, curves }.draw()
-        };
-        pictures.into_iter().map(draw).collect()
-    }
-
-    /// The raw samples of a policy, for each repetition.
-    fn points(&self, policy: &str) -> impl Iterator<Item = &[crate::points::SamplerPoint]> {
-        self.reports.iter().filter_map(move |report| Some(report.run(policy)?.points.as_slice()))
+        for (of, curves) in pictures {
+            let up = ("(logarithmic)".to_owned(), Scale::logarithmic(heights(&curves)));
+            let right = ("rounds".to_owned(), Scale::linear(positions(&curves)));
+            page.picture(&Lines { title: format!("{}: {of}", self.name), up, right, curves }.draw());
+        }
     }
 
     /// One curve for each run. The legend only has a policy's first.
@@ -371,90 +402,108 @@ impl Repetitions<'_> {
         curves
     }
 
-    /// The time axis.
     fn seconds(&self) -> (String, Scale) {
-        let runs = self.reports.iter().flat_map(|report| &report.runs);
-        let last = runs.map(|run| run.seconds).fold(10.0 * FIRST_SECONDS, f64::max);
+        let last = self.all_runs().map(|run| run.seconds).fold(10.0 * FIRST_SECONDS, f64::max);
         ("seconds (logarithmic)".to_owned(), Scale::Logarithmic { first: FIRST_SECONDS, last })
     }
 
     fn saved_over_time(&self, policies: &[&str]) -> String {
-        let label = |policy: &str| {
-            let at = self.spread(policy, |measures| measures.seconds_to[1]);
-            at.map_or_else(|| format!("{policy}: never 90 %"), |at| format!("{policy}: 90 % after {at} s"))
-        };
-        let curves = self.curves(policies, true, label, |run| {
-            // If we read page tables, they say more than KSM's counters.
-            let raw = run.in_page_tables.is_empty() && !run.curve.is_empty() && !run.points.is_empty();
-            let saved = if raw { thinned(&run.points) } else { run.curve.clone() };
-            saved.into_iter().map(|(at, saved)| (at, Bytes(saved).mib())).collect()
-        });
-        let most = Scale::linear(curves.iter().flat_map(|curve| &curve.points).map(|point| point.1));
-        let title = format!("{}: memory saved over time", self.name);
-        Lines { title, up: ("MiB saved".to_owned(), most), right: self.seconds(), curves }.draw()
+        let curves = self.curves(policies, true, |policy| self.saving_label(policy), saving);
+        let up = ("MiB saved".to_owned(), Scale::linear(heights(&curves)));
+        Lines { title: format!("{}: memory saved over time", self.name), up, right: self.seconds(), curves }.draw()
+    }
+
+    fn saving_label(&self, policy: &str) -> String {
+        match self.spread(policy, |measures| measures.seconds_to[1]) {
+            Some(at) => format!("{policy}: 90 % after {at} s"),
+            None => format!("{policy}: never 90 %"),
+        }
     }
 
     fn cpu_over_time(&self, policies: &[&str]) -> String {
-        let label = |policy: &str| {
-            let spent = Spread::of(self.points(policy).filter_map(|points| Some(points.last()?.cpu_seconds())));
-            format!("{policy}: {} CPU s at the end", spent.map_or_else(|| "–".to_owned(), |spent| spent.to_string()))
-        };
-        let curves = self.curves(policies, false, label, |run| {
-            // We keep all points at the start, which the logarithmic axis shows best.
-            let (start, rest) = run.points.split_at(run.points.len().min(POINTS / 4));
-            let kept =
-                start.iter().chain(rest.iter().step_by(rest.len().div_ceil(POINTS).max(1))).chain(run.points.last());
-            kept.map(|point| (point.seconds, point.cpu_seconds())).collect()
-        });
-        let last = curves.iter().flat_map(|curve| &curve.points).map(|point| point.1).fold(1.0, f64::max);
+        let curves = self.curves(policies, false, |policy| self.cpu_label(policy), cpu_time);
+        let last = heights(&curves).fold(1.0, f64::max);
         let up = ("CPU seconds (logarithmic)".to_owned(), Scale::Logarithmic { first: FIRST_CPU_SECONDS, last });
         let title = format!("{}: CPU of ksmd and pagefold over time", self.name);
         Lines { title, up, right: self.seconds(), curves }.draw()
     }
 
-    /// For each server and time, a picture of all latencies over all rounds and repetitions.
-    fn tails(&self) -> Vec<String> {
+    fn cpu_label(&self, policy: &str) -> String {
+        let spent = self.effect(policy, |run| Some(run.points.last()?.cpu_seconds()));
+        format!("{policy}: {} CPU s at the end", shown(spent))
+    }
+
+    /// For each server and time, draws all latencies over all rounds and repetitions.
+    fn draw_tails(&self, page: &mut Document) {
         let mut pictures = BTreeMap::<(&str, &str), BTreeMap<&str, Histogram>>::new();
         for one in self.reports.iter().flat_map(|report| &report.latencies) {
             let policies = pictures.entry((&one.server, &one.when)).or_default();
             policies.entry(without_round(&one.policy)).or_default().add(&one.histogram);
         }
-        let picture = |((server, when), policies): ((&str, &str), BTreeMap<&str, Histogram>)| {
-            let curves: Vec<Curve> = policies
-                .iter()
-                .zip(colours(policies.keys().copied()))
-                .map(|((policy, histogram), colour)| Curve {
-                    label: format!("{policy}: {} requests", histogram.count()),
-                    colour,
-                    width: if is_ours(policy) { 3 } else { 2 },
-                    points: histogram.tail(),
-                    ..Curve::default()
-                })
-                .collect();
-            let points = || curves.iter().flat_map(|curve| &curve.points);
-            Lines {
-                title: format!("{}: latencies of {server} {when}", self.name),
-                up: ("microseconds (logarithmic)".to_owned(), Scale::logarithmic(points().map(|point| point.1))),
-                right: (
-                    "one of so many requests takes longer (logarithmic)".to_owned(),
-                    Scale::logarithmic(points().map(|point| point.0)),
-                ),
-                curves,
+        for ((server, when), policies) in pictures {
+            let mut curves = Vec::new();
+            for ((policy, histogram), colour) in policies.iter().zip(colours(policies.keys().copied())) {
+                let label = format!("{policy}: {} requests", histogram.count());
+                let width = if is_ours(policy) { 3 } else { 2 };
+                curves.push(Curve { label, colour, width, points: histogram.tail(), ..Curve::default() });
             }
-            .draw()
-        };
-        pictures.into_iter().map(picture).collect()
+            let title = format!("{}: latencies of {server} {when}", self.name);
+            let up = ("microseconds (logarithmic)".to_owned(), Scale::logarithmic(heights(&curves)));
+            let right = "one of so many requests takes longer (logarithmic)".to_owned();
+            let right = (right, Scale::logarithmic(positions(&curves)));
+            page.picture(&Lines { title, up, right, curves }.draw());
+        }
     }
 
-    fn saved_per_cpu_second(&self, policies: &[&str]) -> Option<String> {
-        let rows = policies.iter().zip(colours(policies.iter().copied())).filter_map(|(policy, colour)| {
-            let spread = self.spread(policy, |measures| measures.mib_per_cpu_second)?;
-            Some(Bar::of_spread(policy, spread, colour))
-        });
-        let rows: Vec<Bar> = rows.collect();
-        let subtitle = "MiB per CPU second of ksmd and pagefold, until 90 % was saved; policies that did not reach it are left out";
-        (!rows.is_empty()).then(|| bars(&format!("{}: memory saved per CPU second", self.name), subtitle, &rows))
+    fn draw_saved_per_cpu_second(&self, policies: &[&str], page: &mut Document) {
+        let value = |policy| self.spread(policy, |measures| measures.mib_per_cpu_second);
+        let values: Vec<_> = policies.iter().map(|&policy| (policy.to_owned(), value(policy))).collect();
+        let rows = coloured(&values);
+        if !rows.is_empty() {
+            let title = format!("{}: memory saved per CPU second", self.name);
+            let subtitle = "MiB per CPU second of ksmd and pagefold, until 90 % was saved; policies that did not reach it are left out";
+            page.picture(&bars(&title, subtitle, &rows));
+        }
     }
+}
+
+fn shown(spread: Option<Spread>) -> String {
+    spread.map_or_else(|| "–".to_owned(), |spread| spread.to_string())
+}
+
+/// The bars of names that have values. A name without one keeps its colour.
+fn coloured(rows: &[(String, Option<Spread>)]) -> Vec<Bar> {
+    let colours = colours(rows.iter().map(|(name, _)| name.as_str()));
+    let mut bars = Vec::new();
+    for ((name, value), colour) in rows.iter().zip(colours) {
+        bars.extend(value.map(|spread| Bar::of_spread(name, spread, colour)));
+    }
+    bars
+}
+
+fn positions(curves: &[Curve]) -> impl Iterator<Item = f64> {
+    curves.iter().flat_map(|curve| &curve.points).map(|point| point.0)
+}
+
+fn heights(curves: &[Curve]) -> impl Iterator<Item = f64> {
+    curves.iter().flat_map(|curve| &curve.points).map(|point| point.1)
+}
+
+/// MiB saved over time.
+fn saving(run: &PolicyRun) -> Vec<(f64, f64)> {
+    // If we read page tables, they say more than KSM's counters.
+    let raw = run.in_page_tables.is_empty() && !run.curve.is_empty() && !run.points.is_empty();
+    let saved = if raw { thinned(&run.points) } else { run.curve.clone() };
+    saved.into_iter().map(|(at, saved)| (at, Bytes(saved).mib())).collect()
+}
+
+/// CPU seconds over time.
+fn cpu_time(run: &PolicyRun) -> Vec<(f64, f64)> {
+    // We keep all points at the start, which the logarithmic axis shows best.
+    let (start, rest) = run.points.split_at(run.points.len().min(POINTS / 4));
+    let thinned = rest.iter().step_by(rest.len().div_ceil(POINTS).max(1));
+    let kept = start.iter().chain(thinned).chain(run.points.last());
+    kept.map(|point| (point.seconds, point.cpu_seconds())).collect()
 }
 
 /// A required value over all repetitions.
@@ -466,8 +515,8 @@ struct Target<'a> {
 }
 
 impl Target<'_> {
-    fn spread(&self) -> String {
-        Spread::of(self.measured.iter().copied()).map_or_else(|| "–".to_owned(), |spread| spread.to_string())
+    fn spread(&self) -> Option<Spread> {
+        Spread::of(self.measured.iter().copied())
     }
 
     fn required(&self) -> String {
@@ -481,21 +530,25 @@ impl Target<'_> {
 
     fn row(&self) -> [String; 4] {
         let verdict = if self.met { Verdict::Met } else { Verdict::Missed };
-        [self.name.to_owned(), self.spread(), self.required(), verdict.to_string()]
+        [self.name.to_owned(), shown(self.spread()), self.required(), verdict.to_string()]
     }
 
     fn loss(&self, experiment: &str) -> Option<Loss> {
         if self.met {
             return None;
         }
-        let middle = Spread::of(self.measured.iter().copied()).map_or(f64::NAN, |spread| spread.median);
+        let middle = self.spread().map_or(f64::NAN, |spread| spread.median);
         let factor = match self.limit {
             Limit::AtLeast(limit) => limit / middle,
             Limit::AtMost(limit) => middle / limit,
         };
-        let factor = if factor.is_finite() { factor.max(1.0) } else { f64::INFINITY };
-        let (what, ours) = (format!("target: {}", self.name), self.spread());
-        Some(Loss { experiment: experiment.to_owned(), what, ours, other: self.required(), factor })
+        Some(Loss {
+            experiment: experiment.to_owned(),
+            what: format!("target: {}", self.name),
+            ours: shown(self.spread()),
+            other: self.required(),
+            factor: if factor.is_finite() { factor.max(1.0) } else { f64::INFINITY },
+        })
     }
 }
 
@@ -507,28 +560,25 @@ fn tail(name: &str) -> Option<(&str, f64, &str)> {
     Some((policy, percentile, rest.trim()))
 }
 
-/// Latencies as a table with a column for each percentile, and as bars for the highest percentile.
-fn describe_latencies(page: &mut Document, figures: &[(&str, Vec<f64>)]) {
-    let tails = || figures.iter().filter_map(|(name, values)| Some((tail(name)?, Spread::of(values.iter().copied())?)));
-    let mut percentiles: Vec<f64> = tails().map(|((_, percentile, _), _)| percentile).collect();
-    percentiles.sort_by(f64::total_cmp);
-    percentiles.dedup();
-    let Some(&highest) = percentiles.last() else { return };
-    let mut rows: Vec<(String, String, f64, Spread)> = tails()
-        .map(|((policy, percentile, when), spread)| (policy.to_owned(), when.to_owned(), percentile, spread))
-        .collect();
-    rows.sort_by(|a, b| (&a.1, &a.0).cmp(&(&b.1, &b.0)).then(a.2.total_cmp(&b.2)));
-    let named =
-        |policy: &str, when: &str| if when.is_empty() { policy.to_owned() } else { format!("{policy}, {when}") };
-    let table = rows.iter().map(|(policy, when, percentile, spread)| {
-        [policy.clone(), when.clone(), format!("p{percentile}"), spread.to_string()]
-    });
-    page.table(&Grid::new(2, ["latency", "when", "percentile", "us"], table.collect()));
-    let highest_rows: Vec<_> =
-        rows.iter().filter(|(_, _, percentile, _)| percentile.total_cmp(&highest).is_eq()).collect();
-    let drawn = highest_rows.iter().zip(colours(highest_rows.iter().map(|(policy, ..)| policy.as_str())));
-    let drawn = drawn.map(|((policy, when, _, spread), colour)| Bar::of_spread(&named(policy, when), *spread, colour));
-    page.picture(&bars(&format!("latency, p{highest}"), "microseconds", &drawn.collect::<Vec<_>>()));
+/// Latencies (the time of the measurement, policy, percentile and microseconds) as a table, and as bars for the highest
+/// percentile.
+fn describe_latencies(page: &mut Document, mut latencies: Vec<(&str, &str, f64, Spread)>) {
+    if latencies.is_empty() {
+        return;
+    }
+    latencies.sort_by(|a, b| (a.0, a.1).cmp(&(b.0, b.1)).then(a.2.total_cmp(&b.2)));
+    let highest = latencies.iter().map(|latency| latency.2).fold(0.0, f64::max);
+    let mut rows = Vec::new();
+    let mut drawn = Vec::new();
+    for (when, policy, percentile, spread) in latencies {
+        rows.push([policy.to_owned(), when.to_owned(), format!("p{percentile}"), spread.to_string()]);
+        if percentile >= highest {
+            let name = if when.is_empty() { policy.to_owned() } else { format!("{policy}, {when}") };
+            drawn.push((name, Some(spread)));
+        }
+    }
+    page.table(&Grid::new(2, ["latency", "when", "percentile", "us"], rows));
+    page.picture(&bars(&format!("latency, p{highest}"), "microseconds", &coloured(&drawn)));
 }
 
 #[cfg(test)]

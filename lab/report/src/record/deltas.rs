@@ -4,7 +4,6 @@ use super::{Event, MemorySnapshot, PARTS, Page, ProcessRow, RegionRow, Snapshot}
 use pagefold_engine::host::PageState;
 use pagefold_engine::units::Vpn;
 use rustc_hash::FxHashSet;
-use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 /// Converts full snapshots to changes.
@@ -33,7 +32,8 @@ impl Deltas {
         });
         let mapped: FxHashSet<u32> = memory.regions.iter().map(|(row, _)| row.region).collect();
         regions.retain(|&region, held| {
-            let (stays, lives) = (mapped.contains(&region), there.contains(&held.row.process));
+            let stays = mapped.contains(&region);
+            let lives = there.contains(&held.row.process);
             if !stays && lives {
                 events.push(Event::Unmap { region });
             }
@@ -47,19 +47,10 @@ impl Deltas {
         }
         for (row, pages) in memory.regions {
             let region = row.region;
-            let held = regions
-                .entry(region)
-                .and_modify(|held| {
-                    if held.row != row {
-                        events.push(Event::Region(row.clone()));
-                        held.pages.keep_within(&row);
-                        held.row = row.clone();
-                    }
-                })
-                .or_insert_with(|| {
-                    events.push(Event::Region(row.clone()));
-                    Region { row, pages: PageTable::default() }
-                });
+            if regions.get(&region).is_none_or(|held| held.row != row) {
+                events.push(Event::Region(row.clone()));
+            }
+            let held = place(regions, &row);
             held.pages.replace_with(&pages, |page, now| events.push(Event::Page { region, page, now }));
         }
         Snapshot { time_ns: memory.time_ns, events }
@@ -97,10 +88,7 @@ impl State {
                     self.regions.retain(|_, held| held.row.process != *process);
                 }
                 Event::Region(row) => {
-                    let held = self.regions.entry(row.region);
-                    let held = held.or_insert_with(|| Region { row: row.clone(), pages: PageTable::default() });
-                    held.pages.keep_within(row);
-                    held.row.clone_from(row);
+                    place(&mut self.regions, row);
                 }
                 Event::Unmap { region } => {
                     self.regions.remove(region);
@@ -117,6 +105,16 @@ impl State {
     pub fn pages(&self) -> u64 {
         self.regions.values().map(|held| held.pages.len() as u64).sum()
     }
+}
+
+/// Maps a region, or moves its bounds.
+fn place<'a>(regions: &'a mut BTreeMap<u32, Region>, row: &RegionRow) -> &'a mut Region {
+    let held = regions.entry(row.region).or_insert_with(|| Region { row: row.clone(), pages: PageTable::default() });
+    if held.row != *row {
+        held.pages.keep_within(row);
+        held.row.clone_from(row);
+    }
+    held
 }
 
 /// The present pages of a region, ascending.
@@ -160,7 +158,8 @@ impl PackedPage {
     }
 }
 
-const ABSENT: Page = Page { state: PageState::Absent, huge: false, digest: 0, parts: [0; PARTS], frame: None };
+pub(super) const ABSENT: Page =
+    Page { state: PageState::Absent, huge: false, digest: 0, parts: [0; PARTS], frame: None };
 
 impl PageTable {
     /// A page; `None` if absent.
@@ -206,10 +205,12 @@ impl PageTable {
 
     /// Applies page events of this region. The last event for a page counts.
     fn apply(&mut self, events: &[Event]) {
-        let mut changes: Vec<(Vpn, Page)> = events
-            .iter()
-            .filter_map(|event| if let Event::Page { page, now, .. } = event { Some((*page, *now)) } else { None })
-            .collect();
+        let mut changes: Vec<(Vpn, Page)> = Vec::with_capacity(events.len());
+        for event in events {
+            if let Event::Page { page, now, .. } = event {
+                changes.push((*page, *now));
+            }
+        }
         if !changes.is_sorted_by(|a, b| a.0 < b.0) {
             changes.sort_by_key(|(page, _)| *page);
             changes.dedup_by(|later, kept| {
@@ -222,22 +223,17 @@ impl PageTable {
         }
         let former = std::mem::take(&mut self.0);
         self.0.reserve_exact(former.len() + changes.len());
-        let (mut former, mut changes) = (former.into_iter().peekable(), changes.into_iter().peekable());
-        loop {
-            let order = match (former.peek(), changes.peek()) {
-                (None, None) => break,
-                (Some(_), None) => Ordering::Less,
-                (None, Some(_)) => Ordering::Greater,
-                (Some(kept), Some((page, _))) => kept.page.cmp(page),
-            };
-            let kept = if order == Ordering::Greater { None } else { former.next() };
-            let change = if order == Ordering::Less { None } else { changes.next() };
-            match change {
-                Some((_, now)) if now.state == PageState::Absent => {}
-                Some((page, now)) => self.0.push(PackedPage::of(page, &now)),
-                None => self.0.extend(kept),
+        let mut former = former.into_iter().peekable();
+        for (page, now) in changes {
+            while let Some(kept) = former.next_if(|kept| kept.page < page) {
+                self.0.push(kept);
+            }
+            former.next_if(|kept| kept.page == page);
+            if now.state != PageState::Absent {
+                self.0.push(PackedPage::of(page, &now));
             }
         }
+        self.0.extend(former);
     }
 }
 

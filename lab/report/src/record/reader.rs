@@ -1,15 +1,18 @@
 //! Reads a record.
 
 use super::check::Check;
+use super::deltas::ABSENT;
 use super::schema::{self, word};
-use super::{Event, Origin, PARTS, Page, ProcessRow, Record, RecordError, RegionRow, Snapshot};
+use super::{Event, Origin, Page, ProcessRow, Record, RecordError, RegionRow, Snapshot};
 use pagefold_engine::host::PageState;
 use pagefold_engine::units::{Pages, Vpn};
 use pagefold_sketch::{guarded, one_line, seal};
-use parquet::basic::Repetition;
+use parquet::basic::{Repetition, Type as PhysicalType};
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl, get_typed_column_reader};
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, FixedLenByteArrayType, Int32Type, Int64Type};
+use parquet::file::metadata::FileMetaData;
 use parquet::file::reader::{FileReader, RowGroupReader, SerializedFileReader};
+use parquet::schema::types::Type;
 use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -57,45 +60,16 @@ impl RecordReader {
 
     fn of(path: PathBuf, file: SerializedFileReader<File>) -> Result<Self, RecordError> {
         let metadata = file.metadata().file_metadata();
-        let not_a_record = |what: &str| RecordError::NotARecord { path: path.clone(), what: what.to_owned() };
-        let value = |key: &str| {
-            let entries = metadata.key_value_metadata()?;
-            entries.iter().find(|entry| entry.key == key)?.value.as_deref()
-        };
-        match value(schema::KEY_SCHEMA) {
-            Some(schema::SCHEMA) => {}
-            Some(other) if is_newer(other) => {
-                return Err(RecordError::Newer { schema: other.to_owned(), path });
+        if let Some(schema) = value(metadata, schema::KEY_SCHEMA).filter(|schema| is_newer(schema)) {
+            return Err(RecordError::Newer { schema: schema.to_owned(), path });
+        }
+        match origin(metadata) {
+            Ok(origin) => {
+                let check = Check::default();
+                Ok(Self { path, origin, file, next_group: 0, rows: None, open: None, check, ended: false })
             }
-            Some(_) => return Err(not_a_record("its schema has another name")),
-            None => return Err(not_a_record("it does not name its schema")),
+            Err(what) => Err(RecordError::NotARecord { path, what }),
         }
-        let wanted = |key: &str| value(key).ok_or_else(|| not_a_record(&format!("it lacks {key}")));
-        let number = wanted(schema::KEY_EVERY_NS)?.parse();
-        let flag = wanted(schema::KEY_ANONYMOUS)?.parse();
-        let origin = Origin {
-            source: wanted(schema::KEY_SOURCE)?.to_owned(),
-            every_ns: number.map_err(|_| not_a_record("the time between its snapshots is not a number"))?,
-            anonymous: flag.map_err(|_| not_a_record("its anonymous flag is neither true nor false"))?,
-        };
-        let expected = schema::columns().map_err(|error| not_a_record(&error.to_string()))?;
-        let found = metadata.schema_descr().root_schema();
-        let shape = |column: &parquet::schema::types::Type| {
-            let info = column.get_basic_info();
-            let optional = !info.has_repetition() || info.repetition() == Repetition::OPTIONAL;
-            (column.name().to_owned(), column.is_primitive().then(|| column.get_physical_type()), optional)
-        };
-        if !found.is_group()
-            || !found
-                .get_fields()
-                .iter()
-                .map(|column| shape(column))
-                .eq(expected.get_fields().iter().map(|column| shape(column)))
-        {
-            return Err(not_a_record("its columns differ from the schema"));
-        }
-        let check = Check::default();
-        Ok(Self { path, origin, file, next_group: 0, rows: None, open: None, check, ended: false })
     }
 
     pub fn origin(&self) -> &Origin {
@@ -152,10 +126,55 @@ impl RecordReader {
     }
 }
 
+/// The origin of a file that has our schema, or why it's not a record.
+fn origin(metadata: &FileMetaData) -> Result<Origin, String> {
+    match value(metadata, schema::KEY_SCHEMA) {
+        Some(schema::SCHEMA) => {}
+        Some(_) => return Err("its schema has another name".to_owned()),
+        None => return Err("it does not name its schema".to_owned()),
+    }
+    let number = wanted(metadata, schema::KEY_EVERY_NS)?.parse();
+    let flag = wanted(metadata, schema::KEY_ANONYMOUS)?.parse();
+    let origin = Origin {
+        source: wanted(metadata, schema::KEY_SOURCE)?.to_owned(),
+        every_ns: number.map_err(|_| "the time between its snapshots is not a number")?,
+        anonymous: flag.map_err(|_| "its anonymous flag is neither true nor false")?,
+    };
+    let expected = schema::columns().map_err(|error| error.to_string())?;
+    let found = metadata.schema_descr().root_schema();
+    if !found.is_group() || shape(found) != shape(&expected) {
+        return Err("its columns differ from the schema".to_owned());
+    }
+    Ok(origin)
+}
+
+fn value<'a>(metadata: &'a FileMetaData, key: &str) -> Option<&'a str> {
+    metadata.key_value_metadata()?.iter().find(|entry| entry.key == key)?.value.as_deref()
+}
+
+fn wanted<'a>(metadata: &'a FileMetaData, key: &str) -> Result<&'a str, String> {
+    value(metadata, key).ok_or_else(|| format!("it lacks {key}"))
+}
+
+/// The name and type of each column, and whether it's optional.
+fn shape(schema: &Type) -> Vec<(&str, Option<PhysicalType>, bool)> {
+    let mut columns = Vec::new();
+    for column in schema.get_fields() {
+        let info = column.get_basic_info();
+        let optional = !info.has_repetition() || info.repetition() == Repetition::OPTIONAL;
+        let kind = if column.is_primitive() { Some(column.get_physical_type()) } else { None };
+        columns.push((column.name(), kind, optional));
+    }
+    columns
+}
+
 /// Whether `schema` is a later version of our schema.
 fn is_newer(schema: &str) -> bool {
-    let version = |schema: &str| schema.strip_prefix(schema::SCHEMA_NAME)?.parse::<u32>().ok();
     version(schema).is_some_and(|found| Some(found) > version(schema::SCHEMA))
+}
+
+fn version(schema: &str) -> Option<u32> {
+    schema.strip_prefix(schema::SCHEMA_NAME)?.parse().ok()
 }
 
 impl Iterator for RecordReader {
@@ -167,10 +186,10 @@ impl Iterator for RecordReader {
         }
         let snapshot = self.check.snapshots().saturating_sub(1);
         let next = guarded(|| Ok::<_, String>(self.next_snapshot())).unwrap_or_else(|what| Err(Fault::Damaged(what)));
-        let path = || self.path.clone();
+        let path = self.path.clone();
         let next = next.map_err(|fault| match fault {
-            Fault::Damaged(what) => RecordError::Damaged { path: path(), what },
-            Fault::Inconsistent(what) => RecordError::Inconsistent { path: path(), snapshot, what },
+            Fault::Damaged(what) => RecordError::Damaged { path, what },
+            Fault::Inconsistent(what) => RecordError::Inconsistent { path, snapshot, what },
         });
         self.ended = !matches!(next, Ok(Some(_)));
         next.transpose()
@@ -309,11 +328,16 @@ impl Rows {
         let time_ns = require(self.time_ns.take(at), "time_ns")?;
         let event = require(self.event.take(at), "event")?;
         let process = self.process.take(at).map(unsigned);
-        let (pid, name) = (self.pid.take(at), self.name.take(at));
+        let pid = self.pid.take(at);
+        let name = self.name.take(at);
         let region = self.region.take(at).map(unsigned);
-        let (kind, first, pages) = (self.kind.take(at), self.first_page.take(at), self.pages.take(at));
-        let (page, state) = (self.page.take(at), self.state.take(at));
-        let (huge, digest) = (self.huge.take(at), self.digest.take(at));
+        let kind = self.kind.take(at);
+        let first = self.first_page.take(at);
+        let pages = self.pages.take(at);
+        let page = self.page.take(at);
+        let state = self.state.take(at);
+        let huge = self.huge.take(at);
+        let digest = self.digest.take(at);
         let parts = [&mut self.part0, &mut self.part1, &mut self.part2, &mut self.part3];
         let parts = parts.map(|part| part.take(at).map(unsigned));
         let frame = self.frame.take(at).map(unsigned_long);
@@ -335,19 +359,19 @@ impl Rows {
             word::PAGE => {
                 let word = require(state, "state")?;
                 let word = text(&word)?;
-                let state = schema::state_of(word)
-                    .ok_or_else(|| Fault::Inconsistent(format!("{word:?} is not a page state")))?;
-                let now = if state == PageState::Absent {
-                    Page { state, huge: false, digest: 0, parts: [0; PARTS], frame: None }
-                } else {
+                let unknown = || Fault::Inconsistent(format!("{word:?} is not a page state"));
+                let mut now = Page { state: schema::state_of(word).ok_or_else(unknown)?, ..ABSENT };
+                if now.state != PageState::Absent {
                     let digest = require(digest, "digest")?;
-                    let digest =
-                        digest.data().try_into().map_err(|_| Fault::Damaged("a digest is too short".into()))?;
-                    let [a, b, c, d] = parts;
-                    let parts =
-                        [require(a, "part0")?, require(b, "part1")?, require(c, "part2")?, require(d, "part3")?];
-                    Page { state, huge: require(huge, "huge")?, digest: u128::from_be_bytes(digest), parts, frame }
-                };
+                    let bytes = digest.data().try_into();
+                    now.digest =
+                        u128::from_be_bytes(bytes.map_err(|_| Fault::Damaged("a digest is too short".into()))?);
+                    for (to, part) in now.parts.iter_mut().zip(parts) {
+                        *to = require(part, "parts")?;
+                    }
+                    now.huge = require(huge, "huge")?;
+                    now.frame = frame;
+                }
                 let page = Vpn(unsigned_long(require(page, "page")?));
                 Some(Event::Page { region: require(region, "region")?, page, now })
             }

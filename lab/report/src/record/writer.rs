@@ -25,7 +25,6 @@ use thiserror::Error;
 /// Maximum number of rows in a row group: about 10 MB while we collect them.
 const GROUP_ROWS: usize = 1 << 17;
 
-/// How many items we wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Written {
     pub snapshots: u64,
@@ -78,7 +77,8 @@ impl RecordWriter {
         let file = schema::columns()
             .and_then(|columns| SerializedFileWriter::new(Sealing::new(file), columns, properties(origin)))
             .map_err(|error| cannot_write(&path, &error))?;
-        let (rows, check) = (Rows::default(), Check::default());
+        let rows = Rows::default();
+        let check = Check::default();
         Ok(Self { path, beside, file, rows, check, written: Written::default(), failed: false })
     }
 
@@ -252,7 +252,6 @@ const fn signed_long(bits: u64) -> i64 {
 
 type ParquetResult<T = ()> = parquet::errors::Result<T>;
 
-/// Rows to write, column by column.
 #[derive(Debug, Default)]
 struct Rows {
     snapshot: Column<i32>,
