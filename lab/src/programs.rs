@@ -32,7 +32,8 @@ pub use wordpress::{Site, Visitor, WordPress};
 pub use working_guest::{GuestWork, WorkingGuest, WorkingGuests};
 pub use zram::{ZramSwap, swapped_out};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
+use pagefold_procmem::process::Process;
 pub(crate) use pagefold_workload::emulator::{QEMU, find, need};
 use pagefold_workload::{ActivityCounters, Dialogue, OwnedChild, Tenant, Verdict};
 use std::fs::{self, File};
@@ -44,14 +45,15 @@ use tempfile::TempDir;
 
 /// Collects the answers of all targets in order. If one fails, its answer is `None`, and we print the reason to stderr.
 pub fn answers(targets: &mut [Box<dyn Target>]) -> Vec<Option<String>> {
-    let check = |target: &mut Box<dyn Target>| match target.check() {
-        Ok(answer) => Some(answer),
-        Err(error) => {
+    let mut answers = Vec::new();
+    for target in targets {
+        let answer = target.check();
+        if let Err(error) = &answer {
             eprintln!("{} {}: {error:#}", target.name(), target.pid());
-            None
         }
-    };
-    targets.iter_mut().map(check).collect()
+        answers.push(answer.ok());
+    }
+    answers
 }
 
 /// A program whose memory an experiment merges.
@@ -101,6 +103,38 @@ pub(crate) fn scratch() -> anyhow::Result<TempDir> {
     tempfile::Builder::new().prefix("pagefold-lab-").tempdir().context("cannot create a scratch directory")
 }
 
+/// Runs a command to its end, and returns its output.
+fn output_of(command: &mut Command) -> anyhow::Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.stdin(Stdio::null()).output().with_context(|| name.clone())?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{name}: {} {}", said.trim(), errors.trim());
+    String::from_utf8(output.stdout).context(name)
+}
+
+fn gcc() -> anyhow::Result<PathBuf> {
+    find("gcc").map_or_else(|| need("gcc", "gcc"), Ok)
+}
+
+/// All that's in a directory, by name. Nothing if we can't read it.
+fn entries(dir: &str) -> Vec<PathBuf> {
+    let mut paths = Vec::new();
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        paths.push(entry.path());
+    }
+    paths.sort();
+    paths
+}
+
+/// Waits until processes that nobody else waits for have ended: their memory is free then.
+fn wait_for_ends(processes: &[Process], limit: Duration) {
+    let end = Instant::now() + limit;
+    while processes.iter().any(Process::is_alive) && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// A program that we check by asking a question. Its answer must always be the same.
 #[derive(Debug)]
 pub struct Answering {
@@ -108,6 +142,15 @@ pub struct Answering {
     dialogue: Dialogue,
     question: &'static str,
     limit: Duration,
+}
+
+impl Answering {
+    /// Starts an interpreter, and waits until it holds its data.
+    fn interpreter(name: &'static str, command: &mut Command, dir: &Path, instance: usize) -> anyhow::Result<Self> {
+        let mut dialogue = Dialogue::start(command, Some(&dir.join(format!("{name}-{instance}.log"))))?;
+        dialogue.ready(Duration::from_secs(120))?;
+        Ok(Self { name, dialogue, question: "check", limit: Duration::from_secs(60) })
+    }
 }
 
 impl Target for Answering {

@@ -2,7 +2,7 @@
 //! processes have their own path.
 
 use super::working_guest::{compiler_proper, source_text};
-use super::{find, need};
+use super::{gcc, output_of};
 use anyhow::{Context, ensure};
 use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_workload::OwnedChild;
@@ -37,12 +37,10 @@ pub type Job = (Duration, bool);
 impl Compiler {
     /// Writes sources with this many functions.
     pub fn make(scratch: &Path, functions: u64) -> anyhow::Result<Self> {
-        let gcc = find("gcc").map_or_else(|| need("gcc", "gcc"), Ok)?;
-        let compiler = Self { gcc, dir: scratch.join("compiler"), objects: Mutex::default() };
+        let compiler = Self { gcc: gcc()?, dir: scratch.join("compiler"), objects: Mutex::default() };
         fs::create_dir_all(&compiler.dir)?;
         // We let `cp` copy: while we hold a file open for writing, a child forked meanwhile would keep it busy.
-        let copied = Command::new("cp").arg(compiler_proper(&compiler.gcc)?).arg(compiler.path()).status();
-        ensure!(copied.context("cp")?.success(), "cc1 cannot be copied");
+        output_of(Command::new("cp").arg(compiler_proper(&compiler.gcc)?).arg(compiler.path()))?;
         for unit in 0..UNITS {
             fs::write(compiler.dir.join(format!("{unit}.c")), source_text(unit as u64, functions))?;
         }
@@ -76,14 +74,18 @@ impl Compiler {
             }
         };
         thread::scope(|scope| {
-            let threads: Vec<_> = (0..AT_ONCE).map(|_| scope.spawn(work)).collect();
-            let done = threads.into_iter().map(|thread| thread.join().ok().context("a job has panicked")?);
-            Ok(done.collect::<anyhow::Result<Vec<_>>>()?.concat())
+            let threads = [(); AT_ONCE].map(|()| scope.spawn(work));
+            let mut done = Vec::new();
+            for thread in threads {
+                done.extend(thread.join().ok().context("a job has panicked")??);
+            }
+            Ok(done)
         })
     }
 
     fn compile(&self, by: &[&OsStr], number: usize) -> anyhow::Result<Job> {
-        let (unit, object) = (number % UNITS, self.dir.join(format!("{number}.o")));
+        let unit = number % UNITS;
+        let object = self.dir.join(format!("{number}.o"));
         let mut line = by.iter().copied().chain([self.gcc.as_os_str()]);
         let mut command = Command::new(line.next().context("no command")?);
         command.args(line).arg("-B").arg(&self.dir).args(["-O1", "-c"]).arg(format!("{unit}.c"));

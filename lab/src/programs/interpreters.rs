@@ -1,21 +1,16 @@
 //! Interpreters of several languages, without packages. Each holds the bytes of the same file, and objects made from
 //! them.
 
-use super::{Answering, need};
-use anyhow::{Context, ensure};
+use super::{Answering, need, output_of};
+use anyhow::Context;
 use pagefold_engine::random::finalize;
-use pagefold_workload::Dialogue;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
-const READY_LIMIT: Duration = Duration::from_secs(120);
-const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const SEED: u64 = 0x0070_7974_686f;
 
-/// A language, and the program in it.
 #[derive(Debug)]
 pub struct Language {
     pub name: &'static str,
@@ -75,9 +70,7 @@ pub fn python_files() -> anyhow::Result<(PathBuf, Vec<PathBuf>)> {
     let python = PYTHON.interpreter()?;
     let list =
         "import sys, zlib; print(*(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', 0)), sep='\\n')";
-    let output = Command::new(&python).args(["-I", "-S", "-c", list]).output().context("python3")?;
-    ensure!(output.status.success(), "python3 ended with {}", output.status);
-    let files = String::from_utf8(output.stdout).context("python3 names a module that is not UTF-8")?;
+    let files = output_of(Command::new(&python).args(["-I", "-S", "-c", list]))?;
     Ok((python, files.lines().map(PathBuf::from).collect()))
 }
 
@@ -88,11 +81,12 @@ pub struct HeldFile {
 }
 
 impl HeldFile {
-    /// Writes the file.
     pub fn make(scratch: &Path, mebibytes: u64) -> anyhow::Result<Self> {
         let held = Self { dir: scratch.to_owned() };
         let mut file = BufWriter::new(File::create(held.path())?);
-        (0..mebibytes << 17).try_for_each(|word| file.write_all(&finalize(SEED + word).to_le_bytes()))?;
+        for word in 0..mebibytes << 17 {
+            file.write_all(&finalize(SEED + word).to_le_bytes())?;
+        }
         file.flush().context("writing the data")?;
         Ok(held)
     }
@@ -101,10 +95,7 @@ impl HeldFile {
     pub fn start(&self, language: &Language, instance: usize) -> anyhow::Result<Answering> {
         let mut command = Command::new(language.interpreter()?);
         command.args(language.before).arg(language.source).args(language.after).arg(self.path());
-        let log = self.dir.join(format!("{}-{instance}.log", language.name));
-        let mut dialogue = Dialogue::start(&mut command, Some(&log))?;
-        dialogue.ready(READY_LIMIT)?;
-        Ok(Answering { name: language.name, dialogue, question: "check", limit: ANSWER_LIMIT })
+        Answering::interpreter(language.name, &mut command, &self.dir, instance)
     }
 
     pub fn path(&self) -> PathBuf {

@@ -1,6 +1,6 @@
 //! Java servers whose heap changes constantly.
 
-use super::{Target, need};
+use super::{Target, need, output_of};
 use anyhow::{Context, ensure};
 use pagefold_workload::Dialogue;
 use std::fs;
@@ -15,7 +15,6 @@ const PACKAGE: &str = "default-jdk-headless";
 const SOURCE: &str = include_str!("Churn.java");
 const BLOCK_KIB: u64 = 16;
 
-/// The Java virtual machine and compiler.
 #[derive(Clone, Debug)]
 pub struct JavaTools {
     java: PathBuf,
@@ -29,7 +28,6 @@ impl JavaTools {
     }
 }
 
-/// The compiled program and its heap size.
 #[derive(Debug)]
 pub struct JavaProgram {
     java: PathBuf,
@@ -44,8 +42,7 @@ impl JavaProgram {
         fs::create_dir_all(&classes)?;
         let source = classes.join("Churn.java");
         fs::write(&source, SOURCE)?;
-        let output = Command::new(tools.javac).arg("-d").arg(&classes).arg(source).output().context("javac")?;
-        ensure!(output.status.success(), "javac: {}", String::from_utf8_lossy(&output.stderr));
+        output_of(Command::new(tools.javac).arg("-d").arg(&classes).arg(source))?;
         Ok(Self { java: tools.java, classes, heap_mib })
     }
 
@@ -63,10 +60,8 @@ impl JavaProgram {
         let mut dialogue = Dialogue::start(&mut command, Some(&self.classes.join(format!("log-{instance}"))))?;
         let output = dialogue.ready(READY_LIMIT)?;
         let heap = output.iter().find_map(|line| heap_range(line));
-        Ok(Java {
-            dialogue,
-            heap: heap.with_context(|| format!("java does not print its heap's address: {output:?}"))?,
-        })
+        let heap = heap.with_context(|| format!("java does not print its heap's address: {output:?}"))?;
+        Ok(Java { dialogue, heap })
     }
 }
 

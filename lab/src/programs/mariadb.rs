@@ -1,20 +1,19 @@
 //! MariaDB servers on copies of one data directory.
 
-use super::{Server, Target, need};
+use super::{Server, Target, need, output_of};
 use crate::bench::load::OpenLoop;
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, bail};
 use pagefold_engine::permutation::Permutation;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 const READY_LIMIT: Duration = Duration::from_secs(60);
 const PACKAGES: &str = "mariadb-server-core and mariadb-client-core";
 
-/// Rows that a load queries.
 const LOAD_ROWS: u64 = 1000;
 
 /// The capabilities that our client announces: passwords as in 4.1, which are empty here.
@@ -56,14 +55,12 @@ impl MariaDbData {
         let install = need("mariadb-install-db", PACKAGES)?;
         let data = Self { server: need("mariadbd", PACKAGES)?, client: need("mariadb", PACKAGES)?, dir };
         fs::create_dir_all(&data.dir)?;
-        let output = Command::new(install)
+        let mut command = Command::new(install);
+        command
             .args(["--no-defaults", "--user=root", "--auth-root-authentication-method=normal", "--skip-test-db"])
             .arg("--innodb-log-file-size=16M")
-            .args(own_directory(&data.dir))
-            .stdin(Stdio::null())
-            .output()
-            .context("mariadb-install-db")?;
-        ensure!(output.status.success(), "mariadb-install-db: {}", String::from_utf8_lossy(&output.stderr));
+            .args(own_directory(&data.dir));
+        output_of(&mut command)?;
         Ok(data)
     }
 
@@ -136,15 +133,16 @@ impl MariaDb {
         // By default each write waits for the disk.
         self.query("SET GLOBAL innodb_flush_log_at_trx_commit=0")?;
         let order = Permutation::new(LOAD_ROWS, 1);
-        let requests = (0..LOAD_ROWS).map(|number| {
+        let mut requests = Vec::new();
+        for number in 0..LOAD_ROWS {
             let id = order.at(number) + 1;
-            if number % 10 == 0 {
-                request(&format!("UPDATE bench.written SET times=times+1 WHERE id={id}"))
+            requests.push(request(&if number % 10 == 0 {
+                format!("UPDATE bench.written SET times=times+1 WHERE id={id}")
             } else {
                 // `DO` computes, and answers without a result table.
-                request(&format!("DO (SELECT CRC32(body) FROM bench.t WHERE id={id})"))
-            }
-        });
+                format!("DO (SELECT CRC32(body) FROM bench.t WHERE id={id})")
+            }));
+        }
         let mut stream = UnixStream::connect(&self.socket).context("the server's socket")?;
         // We don't need the greeting: an empty password has no salt.
         packet(&mut stream)?;
@@ -156,10 +154,9 @@ impl MariaDb {
         login.extend(b"root\0\0");
         stream.write_all(&framed(1, &login))?;
         accepted(&packet(&mut stream)?).context("logging in")?;
-        OpenLoop::start(stream, every, requests.collect(), |answers| accepted(&packet(answers)?))
+        OpenLoop::start(stream, every, requests, |answers| accepted(&packet(answers)?))
     }
 
-    /// The socket that the server listens on.
     pub(super) fn socket(&self) -> &Path {
         &self.socket
     }
@@ -191,18 +188,14 @@ impl Target for MariaDb {
 }
 
 fn query(client: &Path, socket: &Path, sql: &str) -> anyhow::Result<String> {
-    let output = Command::new(client)
+    let mut command = Command::new(client);
+    command
         .args(["--no-defaults", "--user=root", "--batch", "--skip-column-names"])
         .arg(format!("--socket={}", socket.display()))
-        .arg(format!("--execute={sql}"))
-        .stdin(Stdio::null())
-        .output()
-        .context("starting the mariadb client")?;
-    ensure!(output.status.success(), "mariadb: {}", String::from_utf8_lossy(&output.stderr).trim());
-    Ok(String::from_utf8(output.stdout)?)
+        .arg(format!("--execute={sql}"));
+    output_of(&mut command)
 }
 
-/// A query packet.
 fn request(sql: &str) -> Vec<u8> {
     framed(0, &[&[QUERY], sql.as_bytes()].concat())
 }

@@ -6,6 +6,7 @@ use pagefold_workload::contents::printable;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -60,7 +61,7 @@ impl Memcached {
     fn fill(&mut self) -> anyhow::Result<()> {
         for numbers in self.batches() {
             let mut commands = Vec::new();
-            for &number in &numbers {
+            for number in numbers.clone() {
                 commands.extend(format!("set key:{number} 0 0 {VALUE_BYTES}\r\n").into_bytes());
                 commands.extend(printable(SEED, number, VALUE_BYTES));
                 commands.extend(b"\r\n");
@@ -74,8 +75,9 @@ impl Memcached {
     }
 
     /// The numbers of the entries, in batches.
-    fn batches(&self) -> Vec<Vec<u64>> {
-        (0..self.entries).collect::<Vec<_>>().chunks(PIPELINE).map(<[_]>::to_vec).collect()
+    fn batches(&self) -> impl Iterator<Item = Range<u64>> + use<> {
+        let entries = self.entries;
+        (0..entries).step_by(PIPELINE).map(move |first| first..entries.min(first + PIPELINE as u64))
     }
 
     fn expect(&mut self, line: &str) -> anyhow::Result<()> {
@@ -98,8 +100,9 @@ impl Target for Memcached {
     /// Compares every entry with the value that we stored.
     fn check(&mut self) -> anyhow::Result<String> {
         for numbers in self.batches() {
-            let commands: Vec<String> = numbers.iter().map(|number| format!("get key:{number}\r\n")).collect();
-            self.client.get_mut().write_all(commands.concat().as_bytes())?;
+            for number in numbers.clone() {
+                write!(self.client.get_mut(), "get key:{number}\r\n")?;
+            }
             for number in numbers {
                 self.expect(&format!("VALUE key:{number} 0 {VALUE_BYTES}"))?;
                 let mut value = [0; VALUE_BYTES + 2];

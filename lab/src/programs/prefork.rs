@@ -4,7 +4,7 @@
 
 mod fastcgi;
 
-use super::{HeldFile, Server, Target, find, need};
+use super::{HeldFile, Server, Target, entries, need, wait_for_ends};
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
@@ -31,7 +31,6 @@ const PUMA_APP: &str = include_str!("prefork/puma.rb");
 const NODE_APP: &str = include_str!("prefork/node.js");
 const PHP_APP: &str = include_str!("prefork/php-fpm.php");
 
-/// A kind of server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Prefork {
     /// Each worker loads the application.
@@ -73,48 +72,50 @@ impl Prefork {
             .env("WORKERS", workers.to_string())
             .current_dir(&dir);
         let server = Server::start(&mut command, &dir.join("log"))?;
-        let script = (self == Self::PhpFpm).then(|| dir.join("app.php"));
+        let script = if self == Self::PhpFpm { Some(dir.join("app.php")) } else { None };
         let mut started = PreforkServer { server, workers: Vec::new(), socket, script };
-        let pids = started.wait_ready(workers).with_context(|| self.name())?;
-        started.workers = pids.iter().map(|&pid| Process::open(pid)).collect::<Result<_, _>>()?;
+        let mut pids = started.wait_ready(workers).with_context(|| self.name())?;
+        for &pid in &pids {
+            started.workers.push(Process::open(pid)?);
+        }
+        let master = started.server.pid();
         let server = Rc::new(RefCell::new(started));
-        let master = server.borrow().server.pid();
-        let member = |pid| {
-            Box::new(Member { name: self.name(), pid, is_master: pid == master, server: Rc::clone(&server) })
-                as Box<dyn Target>
-        };
-        Ok([master].into_iter().chain(pids).map(member).collect())
+        pids.insert(0, master);
+        let mut targets: Vec<Box<dyn Target>> = Vec::new();
+        for pid in pids {
+            let server = Rc::clone(&server);
+            targets.push(Box::new(Member { name: self.name(), pid, is_master: pid == master, server }));
+        }
+        Ok(targets)
     }
 
     fn command(self, dir: &Path, socket: &Path, held: &HeldFile, workers: usize) -> anyhow::Result<Command> {
-        let put = |name: &str, text: &str| {
-            let file = dir.join(name);
-            fs::write(&file, text).with_context(|| file.display().to_string())?;
-            anyhow::Ok(file)
-        };
         let workers = workers.to_string();
         Ok(match self {
             Self::Gunicorn | Self::GunicornPreload => {
-                put("app.py", GUNICORN_APP)?;
+                put(dir, "app.py", GUNICORN_APP)?;
                 let mut command = Command::new(need("/usr/bin/gunicorn", "gunicorn")?);
                 command.args(["--workers", &workers, "--bind", &format!("unix:{}", socket.display())]);
-                command.args((self == Self::GunicornPreload).then_some("--preload")).arg("app:application");
+                if self == Self::GunicornPreload {
+                    command.arg("--preload");
+                }
+                command.arg("app:application");
                 command
             }
             Self::Puma => {
                 let mut command = Command::new(need("/usr/bin/puma", "puma")?);
-                command.arg("--config").arg(put("config.rb", PUMA_APP)?);
+                command.arg("--config").arg(put(dir, "config.rb", PUMA_APP)?);
                 command
             }
             Self::NodeCluster => {
                 let mut command = Command::new(need("/usr/bin/node", "nodejs")?);
-                command.arg(put("app.js", NODE_APP)?);
+                command.arg(put(dir, "app.js", NODE_APP)?);
                 command
             }
             Self::PhpFpm => {
                 // The workers aren't root, and the directory above is closed to others.
                 fs::set_permissions(dir.parent().context("a directory above")?, Permissions::from_mode(0o755))?;
-                put("app.php", PHP_APP)?;
+                put(dir, "app.php", PHP_APP)?;
                 let config = format!(
                     "[global]\nerror_log = {dir}/errors\n[app]\nuser = nobody\ngroup = nogroup\nlisten = {socket}\n\
                      pm = static\npm.max_children = {workers}\nenv[HELD_FILE] = {file}\n\
@@ -124,22 +125,27 @@ impl Prefork {
                     file = held.path().display(),
                 );
                 let mut command = Command::new(php_fpm()?);
-                command.args(["--nodaemonize", "--fpm-config"]).arg(put("fpm.conf", &config)?);
+                command.args(["--nodaemonize", "--fpm-config"]).arg(put(dir, "fpm.conf", &config)?);
                 command
             }
         })
     }
 }
 
+fn put(dir: &Path, name: &str, text: &str) -> anyhow::Result<PathBuf> {
+    let file = dir.join(name);
+    fs::write(&file, text).with_context(|| file.display().to_string())?;
+    Ok(file)
+}
+
 /// php-fpm, whose executable has the version in its name.
 pub fn php_fpm() -> anyhow::Result<PathBuf> {
-    let installed = fs::read_dir("/usr/sbin").into_iter().flatten().flatten().map(|entry| entry.file_name());
-    let mut names: Vec<String> = installed.filter_map(|name| name.into_string().ok()).collect();
-    names.sort();
-    match names.iter().find(|name| name.starts_with("php-fpm")).and_then(|name| find(name)) {
-        Some(program) => Ok(program),
-        None => need("php-fpm", "php-fpm"),
+    for program in entries("/usr/sbin") {
+        if program.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"php-fpm")) {
+            return Ok(program);
+        }
     }
+    need("php-fpm", "php-fpm")
 }
 
 /// A running master. Its workers are in its process group, and end with it.
@@ -155,10 +161,9 @@ struct PreforkServer {
 impl PreforkServer {
     /// Waits until all workers have answered, and returns their pids.
     fn wait_ready(&mut self, workers: usize) -> anyhow::Result<Vec<i32>> {
-        let (socket, script) = (self.socket.clone(), self.script.clone());
         let mut pids = BTreeMap::new();
         self.server.wait_ready(READY_LIMIT, || {
-            pids.extend(ask_all(&socket, script.as_deref()).ok()?);
+            pids.extend(ask_all(&self.socket, self.script.as_deref()).ok()?);
             (pids.len() >= workers).then_some(())
         })?;
         ensure!(pids.len() == workers, "{} workers instead of {workers}", pids.len());
@@ -188,11 +193,7 @@ impl Drop for PreforkServer {
         for worker in self.workers.iter().filter(|worker| worker.is_alive()) {
             let _ = kill(Pid::from_raw(worker.pid()), Signal::SIGKILL);
         }
-        // Their memory is free once they've ended, and the master's once we've waited for it.
-        let end = Instant::now() + END_LIMIT;
-        while self.workers.iter().any(Process::is_alive) && Instant::now() < end {
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_for_ends(&self.workers, END_LIMIT);
     }
 }
 

@@ -1,23 +1,18 @@
 //! Python interpreters that hold the same table in numpy and pandas.
 
-use super::{Answering, find};
+use super::{Answering, find, output_of};
 use anyhow::{Context, bail};
 use pagefold_engine::random::finalize;
-use pagefold_workload::Dialogue;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::Command;
 
-const READY_LIMIT: Duration = Duration::from_secs(120);
-const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const SOURCE: &str = include_str!("held.py");
 /// Numeric columns of the table.
 const COLUMNS: u64 = 7;
 const SEED: u64 = 0x0070_7974_686f;
 
-/// An interpreter with numpy and pandas.
 #[derive(Clone, Debug)]
 pub struct PythonTools {
     python: PathBuf,
@@ -27,16 +22,12 @@ impl PythonTools {
     /// Finds an interpreter, or names the packages to install. Tries the distribution's first because its packages
     /// install there.
     pub fn find() -> anyhow::Result<Self> {
-        let has_packages = |python: &PathBuf| {
-            let mut import = Command::new(python);
-            import.args(["-c", "import numpy, pandas"]).stdin(Stdio::null()).stderr(Stdio::null());
-            import.status().is_ok_and(|status| status.success())
-        };
-        let Some(python) = [Some("/usr/bin/python3".into()), find("python3")].into_iter().flatten().find(has_packages)
-        else {
-            bail!("no python3 with numpy and pandas: install python3-numpy and python3-pandas (Debian's names)");
-        };
-        Ok(Self { python })
+        for python in [Some("/usr/bin/python3".into()), find("python3")].into_iter().flatten() {
+            if output_of(Command::new(&python).args(["-c", "import numpy, pandas"])).is_ok() {
+                return Ok(Self { python });
+            }
+        }
+        bail!("no python3 with numpy and pandas: install python3-numpy and python3-pandas (Debian's names)")
     }
 }
 
@@ -53,19 +44,18 @@ impl PythonData {
     pub fn make(tools: PythonTools, scratch: &Path, rows: u64, own_mib: u64) -> anyhow::Result<Self> {
         let data = Self { python: tools.python, dir: scratch.to_owned(), own_mib };
         let mut table = BufWriter::new(File::create(data.table())?);
-        writeln!(
-            table,
-            "number,name,{}",
-            (0..COLUMNS).map(|column| format!("c{column}")).collect::<Vec<_>>().join(",")
-        )?;
-        for row in 0..rows {
-            let cell = |column: u64| finalize(SEED + row * COLUMNS + column);
-            write!(table, "{row},name-{}", cell(0) % 1000)?;
-            for column in 0..COLUMNS {
-                write!(table, ",{}", cell(column) >> 16)?;
-            }
-            writeln!(table)?;
+        write!(table, "number,name")?;
+        for column in 0..COLUMNS {
+            write!(table, ",c{column}")?;
         }
+        for row in 0..rows {
+            let first = SEED + row * COLUMNS;
+            write!(table, "\n{row},name-{}", finalize(first) % 1000)?;
+            for column in 0..COLUMNS {
+                write!(table, ",{}", finalize(first + column) >> 16)?;
+            }
+        }
+        writeln!(table)?;
         table.flush().context("writing the table")?;
         Ok(data)
     }
@@ -77,9 +67,7 @@ impl PythonData {
             .arg(self.table())
             .args([instance.to_string(), self.own_mib.to_string()])
             .current_dir(&self.dir);
-        let mut dialogue = Dialogue::start(&mut command, Some(&self.dir.join(format!("python-{instance}.log"))))?;
-        dialogue.ready(READY_LIMIT)?;
-        Ok(Answering { name: "python", dialogue, question: "check", limit: ANSWER_LIMIT })
+        Answering::interpreter("python", &mut command, &self.dir, instance)
     }
 
     fn table(&self) -> PathBuf {

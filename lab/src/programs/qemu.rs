@@ -35,10 +35,8 @@ impl GuestTools {
     /// Finds the tools, or names the packages to install.
     pub fn find() -> anyhow::Result<Self> {
         let unpacked = cache()?.join("guest");
-        let kernel = files_below(&unpacked.join("boot"))
-            .unwrap_or_default()
-            .into_iter()
-            .find(|file| file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz")));
+        let boot = files_below(&unpacked.join("boot")).unwrap_or_default();
+        let kernel = boot.into_iter().find(|file| file.to_string_lossy().contains("/vmlinuz"));
         Ok(Self {
             emulator: Emulator::find()?,
             kernel: kernel.with_context(|| format!("no kernel in {}: run scripts/guest-kernel", unpacked.display()))?,
@@ -47,7 +45,6 @@ impl GuestTools {
     }
 }
 
-/// The snapshot of a booted guest.
 #[derive(Debug)]
 pub struct GuestImage {
     tools: GuestTools,

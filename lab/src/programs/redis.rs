@@ -19,10 +19,8 @@ const VALUE_BYTES: usize = 1000;
 const SEED: u64 = 0x0072_6564_6973;
 /// Commands to send before we read the answers, which must fit in the socket's buffer.
 const PIPELINE: usize = 500;
-/// Keys that a load uses.
 const LOAD_KEYS: u64 = 10_000;
 
-/// A dump and the server's executable.
 #[derive(Debug)]
 pub struct RedisData {
     program: PathBuf,
@@ -107,26 +105,26 @@ impl Redis {
     /// so the digest of all data stays the same.
     pub fn load(&self, every: Duration, keys: u64) -> anyhow::Result<OpenLoop> {
         let order = Permutation::new(keys, SEED);
-        let requests = (0..keys.min(LOAD_KEYS)).map(|number| {
+        let mut requests = Vec::new();
+        for number in 0..keys.min(LOAD_KEYS) {
             let at = order.at(number);
-            let (key, mut bytes) = (format!("key:{at}"), Vec::new());
+            let mut request = Vec::new();
             if number % 10 == 0 {
-                command(&mut bytes, &[b"SET", key.as_bytes(), &printable(SEED, at, VALUE_BYTES)]);
+                set(&mut request, SEED, at);
             } else {
-                command(&mut bytes, &[b"GET", key.as_bytes()]);
+                command(&mut request, &[b"GET", format!("key:{at}").as_bytes()]);
             }
-            bytes
-        });
+            requests.push(request);
+        }
         let stream = UnixStream::connect(&self.socket)?;
-        OpenLoop::start(stream, every, requests.collect(), |answers| reply(answers).map(drop))
+        OpenLoop::start(stream, every, requests, |answers| reply(answers).map(drop))
     }
 
     fn set(&mut self, numbers: &[u64], seed: u64) -> anyhow::Result<()> {
         for numbers in numbers.chunks(PIPELINE) {
             let mut commands = Vec::new();
             for &number in numbers {
-                let key = format!("key:{number}");
-                command(&mut commands, &[b"SET", key.as_bytes(), &printable(seed, number, VALUE_BYTES)]);
+                set(&mut commands, seed, number);
             }
             self.client.get_mut().write_all(&commands)?;
             for _ in numbers {
@@ -163,6 +161,11 @@ fn ask(client: &mut BufReader<UnixStream>, words: &[&[u8]]) -> anyhow::Result<Ve
     command(&mut bytes, words);
     client.get_mut().write_all(&bytes)?;
     reply(client)
+}
+
+/// Appends a command that gives a key the value of a seed.
+fn set(to: &mut Vec<u8>, seed: u64, number: u64) {
+    command(to, &[b"SET", format!("key:{number}").as_bytes(), &printable(seed, number, VALUE_BYTES)]);
 }
 
 /// Appends a command in the Redis protocol: an array of byte strings.

@@ -1,8 +1,8 @@
 //! Groups of real programs to record, and the work they do meanwhile.
 
 use super::{
-    GuestWork, JavaProgram, JavaTools, MariaDb, MariaDbData, PythonData, PythonTools, Redis, RedisData, Target,
-    WorkingGuest, WorkingGuests, scratch,
+    GuestWork, JavaProgram, JavaTools, MariaDbData, PythonData, PythonTools, RedisData, Target, WorkingGuest,
+    WorkingGuests, scratch,
 };
 use anyhow::{Context, ensure};
 use std::path::Path;
@@ -142,14 +142,18 @@ impl<T: Target + Send> Subjects for Group<T> {
 fn redis(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
     let data = RedisData::make(scratch, REDIS_KEYS)?;
     // Keys differ between servers and alternate between turns: a tenth of them changes, the others never do.
-    let change = |server: &mut Redis, number, turn| server.change(REDIS_KEYS, number + turn % 2 * INSTANCES as u64);
-    group(|instance| data.start(scratch, instance), change)
+    group(
+        |instance| data.start(scratch, instance),
+        |server, number, turn| server.change(REDIS_KEYS, number + turn % 2 * INSTANCES as u64),
+    )
 }
 
 fn mariadb(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {
     let data = MariaDbData::make(scratch, MARIADB_ROWS)?;
-    let change = |server: &mut MariaDb, number, turn| server.update(number + turn * INSTANCES as u64, number);
-    group(|instance| data.start(scratch, instance), change)
+    group(
+        |instance| data.start(scratch, instance),
+        |server, number, turn| server.update(number + turn * INSTANCES as u64, number),
+    )
 }
 
 fn python(scratch: &Path) -> anyhow::Result<Box<dyn Subjects>> {

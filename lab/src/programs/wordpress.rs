@@ -4,7 +4,7 @@
 
 mod http;
 
-use super::{MariaDbData, Server, Target, need};
+use super::{MariaDbData, Server, Target, entries, need, output_of, wait_for_ends};
 use crate::bench::daemon::children;
 use anyhow::{Context, bail, ensure};
 use nix::sched::{CloneFlags, setns};
@@ -19,7 +19,7 @@ use std::process::{Command, Stdio};
 use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const CONTAINER: &str = include_str!("wordpress/container.sh");
 const APACHE_CONF: &str = include_str!("wordpress/apache.conf");
@@ -31,7 +31,11 @@ const INSTALL: &str = include_str!("wordpress/install.php");
 const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 /// Directories of this machine that a container also sees; some may be links to others of them.
 const SYSTEM: [&str; 6] = ["usr", "etc", "bin", "sbin", "lib", "lib64"];
-const UPLOADS: &str = "srv/wordpress/wp-content/uploads";
+/// In the image: the site, and PHP's configuration.
+const SITE: &str = "srv/wordpress";
+const PHP_INI_PATH: &str = "srv/conf/php.ini";
+/// In the site.
+const UPLOADS: &str = "wp-content/uploads";
 /// As in apache.conf and wp-config.php.
 const ADDRESS: (&str, u16) = ("127.0.0.1", 8080);
 const HOST: &str = "localhost:8080";
@@ -53,7 +57,6 @@ pub struct WordPress {
     pages: Arc<Pages>,
 }
 
-/// The pages of a site.
 #[derive(Debug)]
 struct Pages {
     pages: Vec<Page>,
@@ -69,80 +72,34 @@ struct Page {
     answer: OnceLock<Vec<u8>>,
 }
 
+impl Page {
+    fn new(path: String, title: String) -> Self {
+        Self { path, title, answer: OnceLock::new() }
+    }
+}
+
 impl WordPress {
     /// Makes the image in `scratch`, with this many posts.
     pub fn make(scratch: &Path, posts: u64) -> anyhow::Result<Self> {
-        let (php, busybox) = (need("php", "php-cli")?, need("busybox", "busybox-static")?);
+        let php = need("php", "php-cli")?;
+        let busybox = need("busybox", "busybox-static")?;
         need("apache2", "apache2-bin")?;
         for (program, packages) in [("unshare", "util-linux"), ("setpriv", "util-linux"), ("mount", "mount")] {
             need(program, packages)?;
         }
         let php_module = module_of_apache()?;
-        let unpacked = unpacked()?;
-
         let image = scratch.join("image");
-        for dir in ["srv/conf", "dev", "proc", "tmp", "run"] {
-            fs::create_dir_all(image.join(dir))?;
-        }
-        for name in SYSTEM {
-            let (here, there) = (Path::new("/").join(name), image.join(name));
-            match fs::read_link(&here) {
-                Ok(target) => symlink(target, there)?,
-                Err(_) if here.exists() => fs::create_dir(there)?,
-                Err(_) => {}
-            }
-        }
-        let site = image.join("srv/wordpress");
-        done(Command::new("cp").arg("-a").arg(&unpacked).arg(&site))?;
-        let put = |path: &str, content: &[u8]| {
-            let file = image.join(path);
-            fs::write(&file, content).with_context(|| file.display().to_string())
-        };
-        put("srv/conf/apache.conf", APACHE_CONF.as_bytes())?;
-        put("srv/conf/php.ini", PHP_INI.as_bytes())?;
-        put("srv/wordpress/wp-config.php", WP_CONFIG.as_bytes())?;
-        fs::create_dir(image.join(UPLOADS))?;
-        let mut pictures = Vec::new();
-        for number in 1..=PICTURES {
-            // Nobody decodes the pictures.
-            let content = printable(number, 0, PICTURE_BYTES);
-            put(&format!("{UPLOADS}/{number}.png"), &content)?;
-            pictures.push((format!("/wp-content/uploads/{number}.png"), content));
-        }
-
-        let database = MariaDbData::empty(image.join("srv/mysql"))?;
-        let server = database.serve(scratch)?;
-        server.query("CREATE DATABASE wordpress")?;
-        let script = scratch.join("install.php");
-        fs::write(&script, INSTALL)?;
-        let mut install = Command::new(php);
-        install.env("PHP_INI_SCAN_DIR", "").arg("-c").arg(image.join("srv/conf/php.ini"));
-        install.arg("-d").arg(format!("mysqli.default_socket={}", server.socket().display()));
-        install.arg(script).arg(&site).args([posts, PICTURES].map(|number| number.to_string()));
-        let numbers = done(&mut install)?;
-        server.shut_down()?;
-
-        let page = |path, title: &str| Page { path, title: title.to_owned(), answer: OnceLock::new() };
-        let mut pages = vec![page("/".to_owned(), "Three sites")];
-        for (post, number) in (1..).zip(numbers.split_whitespace()) {
-            // The script prints nothing else, unless something is wrong.
-            let number: u64 = number.parse().with_context(|| format!("installing WordPress: {numbers}"))?;
-            pages.push(page(format!("/?p={number}"), &format!("Post {post}")));
-        }
-        ensure!(
-            pages.len() as u64 == 1 + posts,
-            "installing WordPress gave {} posts instead of {posts}",
-            pages.len() - 1
-        );
-
+        make_directories(&image)?;
+        output_of(Command::new("cp").arg("-a").arg(unpacked()?).arg(image.join(SITE)))?;
+        let pictures = put_files(&image)?;
+        let pages = install(&image, scratch, &php, posts)?;
         // The servers in the containers aren't root.
-        done(Command::new("chown").args(["-R", "www-data:www-data"]).arg(image.join("srv/mysql")))?;
-        done(Command::new("chmod").args(["-R", "a+rX"]).arg(&image))?;
+        output_of(Command::new("chown").args(["-R", "www-data:www-data"]).arg(image.join("srv/mysql")))?;
+        output_of(Command::new("chmod").args(["-R", "a+rX"]).arg(&image))?;
         for dir in ["run", "tmp"] {
             fs::set_permissions(image.join(dir), fs::Permissions::from_mode(0o1777))?;
         }
-        let pages = Arc::new(Pages { pages, pictures });
-        Ok(Self { image, php_module, busybox, pages })
+        Ok(Self { image, php_module, busybox, pages: Arc::new(Pages { pages, pictures }) })
     }
 
     /// Starts a container with this many Apache workers, and waits until it has answered.
@@ -176,29 +133,84 @@ impl WordPress {
                 why = format!("{} processes instead of {count}", processes.len());
                 return None;
             }
-            let entered = Visitor::of(&processes[0], &self.pages).and_then(|visitor| {
-                visitor.visit(0)?;
-                Ok(visitor)
-            });
-            entered.map(|visitor| (processes, visitor)).map_err(|error| why = format!("{error:#}")).ok()
+            match Visitor::of(&processes[0], &self.pages) {
+                Ok(visitor) => Some((processes, visitor)),
+                Err(error) => {
+                    why = format!("{error:#}");
+                    None
+                }
+            }
         });
         let (processes, visitor) = ready.with_context(|| format!("{name}: {why}"))?;
         Ok(Site { server, processes, visitor })
     }
 }
 
+fn make_directories(image: &Path) -> anyhow::Result<()> {
+    for dir in ["srv/conf", "dev", "proc", "tmp", "run"] {
+        fs::create_dir_all(image.join(dir))?;
+    }
+    for name in SYSTEM {
+        let here = Path::new("/").join(name);
+        match fs::read_link(&here) {
+            Ok(target) => symlink(target, image.join(name))?,
+            Err(_) if here.exists() => fs::create_dir(image.join(name))?,
+            Err(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// Puts our files into the image. Returns the pictures: paths and contents.
+fn put_files(image: &Path) -> anyhow::Result<Vec<(String, Vec<u8>)>> {
+    fs::write(image.join("srv/conf/apache.conf"), APACHE_CONF)?;
+    fs::write(image.join(PHP_INI_PATH), PHP_INI)?;
+    fs::write(image.join(SITE).join("wp-config.php"), WP_CONFIG)?;
+    fs::create_dir(image.join(SITE).join(UPLOADS))?;
+    let mut pictures = Vec::new();
+    for number in 1..=PICTURES {
+        // Nobody decodes the pictures.
+        let content = printable(number, 0, PICTURE_BYTES);
+        let path = format!("{UPLOADS}/{number}.png");
+        fs::write(image.join(SITE).join(&path), &content)?;
+        pictures.push((format!("/{path}"), content));
+    }
+    Ok(pictures)
+}
+
+/// Installs WordPress with this many posts. Returns the pages of the site.
+fn install(image: &Path, scratch: &Path, php: &Path, posts: u64) -> anyhow::Result<Vec<Page>> {
+    let server = MariaDbData::empty(image.join("srv/mysql"))?.serve(scratch)?;
+    server.query("CREATE DATABASE wordpress")?;
+    let script = scratch.join("install.php");
+    fs::write(&script, INSTALL)?;
+    let mut install = Command::new(php);
+    install.env("PHP_INI_SCAN_DIR", "").arg("-c").arg(image.join(PHP_INI_PATH));
+    install.arg("-d").arg(format!("mysqli.default_socket={}", server.socket().display()));
+    install.arg(script).arg(image.join(SITE)).args([posts, PICTURES].map(|number| number.to_string()));
+    let numbers = output_of(&mut install)?;
+    server.shut_down()?;
+    let mut pages = vec![Page::new("/".to_owned(), "Three sites".to_owned())];
+    for (post, number) in (1..).zip(numbers.split_whitespace()) {
+        // The script prints nothing else, unless something is wrong.
+        let number: u64 = number.parse().with_context(|| format!("installing WordPress: {numbers}"))?;
+        pages.push(Page::new(format!("/?p={number}"), format!("Post {post}")));
+    }
+    ensure!(pages.len() as u64 == 1 + posts, "installing WordPress gave {} posts instead of {posts}", pages.len() - 1);
+    Ok(pages)
+}
+
 /// PHP's module for Apache, which has the version in its name.
 fn module_of_apache() -> anyhow::Result<PathBuf> {
-    let below = |dir: &str| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
-    let has_module = below("/usr/lib/php").any(|version| version.join("mysqli.so").exists());
+    let has_module = entries("/usr/lib/php").iter().any(|version| version.join("mysqli.so").exists());
     ensure!(has_module, "PHP has no mysqli: this experiment needs the packages libapache2-mod-php and php-mysql");
-    let is_php = |file: &PathBuf| {
+    for file in entries("/usr/lib/apache2/modules").into_iter().rev() {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with("libphp") && name.ends_with(".so")
-    };
-    let mut found: Vec<PathBuf> = below("/usr/lib/apache2/modules").filter(is_php).collect();
-    found.sort();
-    found.pop().context("Apache has no PHP: this experiment needs the package libapache2-mod-php")
+        if name.starts_with("libphp") && name.ends_with(".so") {
+            return Ok(file);
+        }
+    }
+    bail!("Apache has no PHP: this experiment needs the package libapache2-mod-php")
 }
 
 /// The directory where `lab/scripts/wordpress` has put WordPress.
@@ -208,24 +220,15 @@ fn unpacked() -> anyhow::Result<PathBuf> {
     Ok(dir)
 }
 
-/// Runs a command to its end, and returns its output.
-fn done(command: &mut Command) -> anyhow::Result<String> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.stdin(Stdio::null()).output().with_context(|| name.clone())?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    ensure!(output.status.success(), "{name}: {} {}", text.trim(), String::from_utf8_lossy(&output.stderr).trim());
-    Ok(text)
-}
-
 /// All processes below this one, parents first.
 fn descendants(of: &Process) -> Vec<Process> {
-    children(of)
-        .into_iter()
-        .flat_map(|child| {
-            let below = descendants(&child);
-            [child].into_iter().chain(below)
-        })
-        .collect()
+    let mut found = Vec::new();
+    for child in children(of) {
+        let below = descendants(&child);
+        found.push(child);
+        found.extend(below);
+    }
+    found
 }
 
 /// A client that loads the pages of a site.
@@ -237,10 +240,12 @@ pub struct Visitor {
 }
 
 impl Visitor {
-    /// A client of the site that this process belongs to.
+    /// A client of the site that this process belongs to. It has loaded the first page.
     fn of(process: &Process, pages: &Arc<Pages>) -> anyhow::Result<Self> {
         let network = process.open_file("ns/net")?;
-        Ok(Self { network: Arc::new(network), pages: Arc::clone(pages) })
+        let visitor = Self { network: Arc::new(network), pages: Arc::clone(pages) };
+        visitor.visit(0)?;
+        Ok(visitor)
     }
 
     /// Loads the page that's `number` in turn, and its pictures. Every byte must be right.
@@ -298,7 +303,6 @@ impl Site {
         self.visitor.clone()
     }
 
-    /// The pids of the container's processes.
     pub fn pids(&self) -> impl Iterator<Item = i32> {
         self.processes.iter().map(Process::pid)
     }
@@ -306,8 +310,11 @@ impl Site {
     /// The container's processes as targets. The first one checks the site.
     pub fn targets(self) -> Vec<Box<dyn Target>> {
         let site = Rc::new(self);
-        let member = |at| Box::new(Member { site: Rc::clone(&site), at }) as Box<dyn Target>;
-        (0..site.processes.len()).map(member).collect()
+        let mut targets: Vec<Box<dyn Target>> = Vec::new();
+        for at in 0..site.processes.len() {
+            targets.push(Box::new(Member { site: Rc::clone(&site), at }));
+        }
+        targets
     }
 }
 
@@ -316,14 +323,10 @@ impl Drop for Site {
         drop(self.server.child.0.stdin.take());
         self.server.child.end(END_LIMIT);
         // If we had to kill `unshare`, the kernel kills the others too, but nobody has waited for them yet.
-        let end = Instant::now() + END_LIMIT;
-        while self.processes.iter().any(Process::is_alive) && Instant::now() < end {
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait_for_ends(&self.processes, END_LIMIT);
     }
 }
 
-/// A process in a container.
 struct Member {
     site: Rc<Site>,
     at: usize,
@@ -345,7 +348,9 @@ impl Target for Member {
         }
         if self.at == 0 {
             let visitor = &self.site.visitor;
-            (0..visitor.pages.pages.len()).try_for_each(|number| visitor.visit(number))?;
+            for number in 0..visitor.pages.pages.len() {
+                visitor.visit(number)?;
+            }
         }
         Ok("as at first".to_owned())
     }
@@ -355,6 +360,7 @@ impl Target for Member {
 mod tests {
     use super::*;
     use pagefold_testkit::{is_root, skip};
+    use std::time::Instant;
 
     fn image(scratch: &Path) -> Option<WordPress> {
         let found = need("apache2", "apache2-bin").and_then(|_| module_of_apache()).and_then(|_| unpacked());

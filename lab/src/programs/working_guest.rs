@@ -3,7 +3,7 @@
 //! All have the same system and work: a compiler on the same sources, or a web server on the same site.
 //! [`super::GuestImage`] restores its guests from a snapshot, but each of these boots.
 
-use super::{find, need};
+use super::{gcc, output_of};
 use anyhow::{Context, bail, ensure};
 use pagefold_workload::Dialogue;
 use pagefold_workload::contents::printable;
@@ -11,7 +11,7 @@ use pagefold_workload::emulator::{Emulator, Image, kernel_for};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 const BOOT_LIMIT: Duration = Duration::from_secs(240);
@@ -36,7 +36,6 @@ pub enum GuestWork {
     Web,
 }
 
-/// The image that guests boot from.
 #[derive(Debug)]
 pub struct WorkingGuests {
     emulator: Emulator,
@@ -48,9 +47,9 @@ pub struct WorkingGuests {
 }
 
 impl WorkingGuests {
-    /// Builds the image in `scratch`.
     pub fn make(scratch: &Path, memory_mib: u64, work: GuestWork) -> anyhow::Result<Self> {
-        let (emulator, kernel) = (Emulator::find()?, kernel_for("nodes")?);
+        let emulator = Emulator::find()?;
+        let kernel = kernel_for("nodes")?;
         let guests = Self { emulator, kernel, dir: scratch.join("working-guests"), memory_mib, work, merge: false };
         let root = guests.emulator.image(guests.dir.join("root")).with_init(INIT, &["dev", "proc", "tmp", "work"])?;
         match work {
@@ -96,7 +95,6 @@ impl WorkingGuests {
     }
 }
 
-/// A guest that we've started.
 #[derive(Debug)]
 pub struct WorkingGuest {
     guest: Dialogue,
@@ -135,32 +133,21 @@ impl WorkingGuest {
     }
 }
 
-/// gcc's compiler proper.
 pub(super) fn compiler_proper(gcc: &Path) -> anyhow::Result<PathBuf> {
-    let output = Command::new(gcc).arg("-print-prog-name=cc1").output().context("cc")?;
-    let compiler = PathBuf::from(String::from_utf8(output.stdout)?.trim());
+    let compiler = PathBuf::from(output_of(Command::new(gcc).arg("-print-prog-name=cc1"))?.trim());
     ensure!(compiler.is_absolute(), "{} does not print the path of cc1: install gcc", gcc.display());
     Ok(compiler)
 }
 
 /// Adds the compiler proper and preprocessed sources, which need no headers.
 fn put_sources(dir: &Path, root: &Image) -> anyhow::Result<()> {
-    let cc = find("gcc").map_or_else(|| need("cc", "gcc"), Ok)?;
-    let compiler = compiler_proper(&cc)?;
-    root.put_program(&compiler, "bin/cc1")?;
+    let gcc = gcc()?;
+    root.put_program(&compiler_proper(&gcc)?, "bin/cc1")?;
     for unit in 0..UNITS {
         let source = dir.join("unit.c");
         fs::write(&source, source_text(unit, FUNCTIONS))?;
         let output = root.path(format!("work/{unit:02}.i"));
-        let status = Command::new(&cc)
-            .args(["-E", "-P"])
-            .arg(&source)
-            .arg("-o")
-            .arg(output)
-            .stdin(Stdio::null())
-            .status()
-            .context("cc -E")?;
-        ensure!(status.success(), "{} -E ended with {status}", cc.display());
+        output_of(Command::new(&gcc).args(["-E", "-P"]).arg(&source).arg("-o").arg(output))?;
     }
     Ok(())
 }
@@ -174,7 +161,8 @@ pub(super) fn source_text(unit: u64, functions: u64) -> String {
         }
     }
     for function in 0..functions {
-        let (a, b) = (unit * 31 + function * 7 + 1, unit * 17 + function * 13 + 3);
+        let a = unit * 31 + function * 7 + 1;
+        let b = unit * 17 + function * 13 + 3;
         let _ = writeln!(
             text,
             "struct s{function} {{ long a[{a}]; char name[{b}]; struct s{function} *next; }};\n\

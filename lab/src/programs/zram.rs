@@ -1,11 +1,11 @@
 //! Swap space in compressed memory (zram), for as long as we hold it.
 
-use anyhow::{Context, anyhow, ensure};
+use anyhow::{Context, anyhow};
 use pagefold_engine::units::Pages;
 use pagefold_procmem::os::fields::number;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 const CONTROL: &str = "/sys/class/zram-control";
 
@@ -17,7 +17,6 @@ pub struct ZramSwap {
 }
 
 impl ZramSwap {
-    /// Whether the kernel has zram.
     pub fn is_possible() -> bool {
         Path::new(CONTROL).join("hot_add").exists()
     }
@@ -42,18 +41,21 @@ impl ZramSwap {
 
     fn on_device(&self, program: &str) -> anyhow::Result<()> {
         let path = super::need(&format!("/usr/sbin/{program}"), "util-linux")?;
-        let output =
-            Command::new(path).arg(self.device()).stdin(Stdio::null()).output().with_context(|| program.to_owned())?;
-        ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        super::output_of(Command::new(path).arg(self.device()))?;
         Ok(())
+    }
+
+    fn give_back(&self) -> anyhow::Result<()> {
+        if self.is_on {
+            self.on_device("swapoff")?;
+        }
+        Ok(fs::write(Path::new(CONTROL).join("hot_remove"), self.number.to_string())?)
     }
 }
 
 impl Drop for ZramSwap {
     fn drop(&mut self) {
-        let off = if self.is_on { self.on_device("swapoff") } else { Ok(()) };
-        let remove = || fs::write(Path::new(CONTROL).join("hot_remove"), self.number.to_string()).map_err(Into::into);
-        if let Err(error) = off.and_then(|()| remove()) {
+        if let Err(error) = self.give_back() {
             eprintln!("cannot give back the swap space on {}: {error:#}", self.device().display());
         }
     }

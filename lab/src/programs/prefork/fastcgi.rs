@@ -21,9 +21,13 @@ pub fn request(script: &Path) -> Vec<u8> {
         parameters.extend(name.bytes().chain(value.bytes()));
     }
     // Role responder; the server closes the connection afterwards.
-    let records: [(u8, &[u8]); 4] =
-        [(BEGIN, &[0, 1, 0, 0, 0, 0, 0, 0]), (PARAMETERS, &parameters), (PARAMETERS, &[]), (INPUT, &[])];
-    records.into_iter().flat_map(|(kind, content)| record(kind, content)).collect()
+    [
+        record(BEGIN, &[0, 1, 0, 0, 0, 0, 0, 0]),
+        record(PARAMETERS, &parameters),
+        record(PARAMETERS, &[]),
+        record(INPUT, &[]),
+    ]
+    .concat()
 }
 
 fn record(kind: u8, content: &[u8]) -> Vec<u8> {

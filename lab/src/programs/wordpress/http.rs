@@ -16,16 +16,15 @@ pub fn get(mut connection: impl Read + Write, host: &str, path: &str) -> anyhow:
 fn body(answer: &[u8]) -> anyhow::Result<&[u8]> {
     const END: &[u8] = b"\r\n\r\n";
     let end = answer.windows(END.len()).position(|bytes| bytes == END).context("the answer has no end of headers")?;
-    let (head, body) = (String::from_utf8_lossy(&answer[..end]), &answer[end + END.len()..]);
+    let head = String::from_utf8_lossy(&answer[..end]);
+    let body = &answer[end + END.len()..];
     let mut lines = head.lines();
     let status = lines.next().unwrap_or_default();
     ensure!(status.split(' ').nth(1) == Some("200"), "the answer is {status}");
-    let length = |line: &str| {
-        let (name, value) = line.split_once(':')?;
-        name.eq_ignore_ascii_case("content-length").then(|| value.trim().parse().ok())
-    };
-    if let Some(length) = lines.find_map(length) {
-        ensure!(length == Some(body.len()), "the answer is cut off after {} bytes", body.len());
+    for (name, length) in lines.filter_map(|line| line.split_once(':')) {
+        if name.eq_ignore_ascii_case("content-length") {
+            ensure!(length.trim().parse() == Ok(body.len()), "the answer is cut off after {} bytes", body.len());
+        }
     }
     Ok(body)
 }
