@@ -47,16 +47,9 @@ fn main() -> ExitCode {
 }
 
 fn everything(checks: &mut Checks) {
-    hashes(checks);
-    forked(checks);
-    merging(checks);
-    zeros(checks);
-    alike(checks);
-    domains(checks);
-    exclusion(checks);
-    moving(checks);
-    dry_run(checks);
-    refusals(checks);
+    for check in [hashes, forked, merging, zeros, alike, domains, exclusion, moving, dry_run, refusals] {
+        check(checks);
+    }
 }
 
 fn load_module() {
@@ -78,6 +71,20 @@ impl Checks {
         self.passed += u32::from(passed);
         if passed { println!("PASS {what}") } else { println!("FAIL {what}: {seen}") }
     }
+
+    fn intact(&mut self, what: &str, a: &mut Holder, b: &mut Holder) {
+        self.add(what, a.is_intact() && b.is_intact(), "damage");
+    }
+
+    /// The first two share pages, the others too, and none is shared across.
+    fn apart(&mut self, [a, b, c, d]: [&Holder; 4], pages: u64, least: u64, said: &str) {
+        for (what, one, two) in [("one domain", a, b), ("the other domain", c, d)] {
+            let shared = common(one, two, 0, pages);
+            self.add(&format!("{what} is merged"), shared >= least, format_args!("{shared}; {said}"));
+        }
+        let across: u64 = [(a, c), (a, d), (b, c), (b, d)].map(|(one, two)| common(one, two, 0, pages)).iter().sum();
+        self.add("not one page is merged across domains", across == 0, across);
+    }
 }
 
 /// ksmd's counters, and KSM's knobs.
@@ -96,15 +103,18 @@ impl State {
 
 /// Pages shared through fork aren't merged pages, even where kpageflags calls every anonymous page merged (Linux 6.12).
 fn forked(checks: &mut Checks) {
-    let memory: Vec<u8> = (0..4 << 20).map(|at: u32| (at >> 12).to_le_bytes()[0]).collect();
+    let mut memory = vec![0_u8; 4 << 20];
+    for (page, number) in memory.chunks_exact_mut(4096).zip(0_u16..) {
+        page.fill(number.to_le_bytes()[0]);
+    }
     let child = Forked::start(|| {});
     let pids = format!("{},{}", std::process::id(), child.0);
     let output = Command::new(PAGEFOLD).args(["scan", "--json", "--pid", &pids]).output().expect(PAGEFOLD);
     drop((child, std::hint::black_box(memory)));
     let said: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-    let total = |key: &str| said["totals"][key].as_u64();
-    let is_right = total("merged_bytes") == Some(0) && total("fork_shared_bytes") >= Some(4 << 20);
-    checks.add("pages shared through fork are not taken for merged", is_right, &said["totals"]);
+    let totals = &said["totals"];
+    let is_right = totals["merged_bytes"] == 0 && totals["fork_shared_bytes"].as_u64() >= Some(4 << 20);
+    checks.add("pages shared through fork are not taken for merged", is_right, totals);
 }
 
 /// A holder whose first pages are the same in all, followed by zeros and by pages of its own.
@@ -135,6 +145,13 @@ fn end(run: Child) -> (Value, String) {
     (serde_json::from_slice(&stdout).unwrap_or_default(), said)
 }
 
+/// Asks a run to end.
+fn terminate(run: Child) -> (Value, String) {
+    // SAFETY: we pass no memory. Nobody has waited for the child yet.
+    unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
+    end(run)
+}
+
 fn unmerge(holders: &[&Holder]) -> String {
     let output = Command::new(PAGEFOLD).args(["unmerge", "--pid", &list(holders)]).output().expect(PAGEFOLD);
     format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr))
@@ -145,8 +162,14 @@ fn frames(holder: &Holder, first: u64, pages: u64) -> BTreeSet<u64> {
     let pagemap = File::open(format!("/proc/{}/pagemap", holder.pid())).expect("pagemap");
     let mut bytes = vec![0; usize::try_from(pages * 8).expect("a length")];
     pagemap.read_exact_at(&mut bytes, (holder.first + first) * 8).expect("pagemap");
-    let entries = bytes.chunks_exact(8).map(|entry| u64::from_le_bytes(entry.try_into().expect("eight bytes")));
-    entries.filter(|entry| entry >> 63 == 1).map(|entry| entry & ((1 << 55) - 1)).collect()
+    let mut frames = BTreeSet::new();
+    for entry in bytes.chunks_exact(8) {
+        let entry = u64::from_le_bytes(entry.try_into().expect("eight bytes"));
+        if entry >> 63 == 1 {
+            frames.insert(entry & ((1 << 55) - 1));
+        }
+    }
+    frames
 }
 
 fn common(a: &Holder, b: &Holder, first: u64, pages: u64) -> u64 {
@@ -199,23 +222,24 @@ fn hashes(checks: &mut Checks) {
     let mut page = [0; 4096];
     for lines in [1, 2, 8, 64] {
         let digester = LineDigester::new(0x1234_5678_9abc_def0, lines);
-        let (address, key) = (holder.first * 4096, digester.key());
+        let address = holder.first * 4096;
+        let key = digester.key();
         let mut found = vec![0; usize::try_from(PAGES).expect("a length")];
         // First by one line, then by more.
         for (from, to) in [(0, 1), (1, lines)] {
             let pages = Hashed { process: process.as_fd(), address, key, from, to };
             device.hash(&pages, &mut found).expect("hashes");
         }
-        let mut differs = |hash: u64, number: u64| {
+        let mut wrong = 0;
+        for (hash, number) in found.into_iter().zip(0..) {
             let content = match number {
                 0..EQUAL => 1 + number,
                 number if number < EQUAL + ZEROS => 0,
                 number => (1 << 32) + number - (PAGES - OWN),
             };
             fill(&mut page, content);
-            hash != digester.hash(&page, lines)
-        };
-        let wrong = found.iter().zip(0..).filter(|&(&hash, number)| differs(hash, number)).count();
+            wrong += u32::from(hash != digester.hash(&page, lines));
+        }
         checks.add(&format!("hashes by {lines} lines are those of the definition"), wrong == 0, wrong);
     }
 }
@@ -236,47 +260,44 @@ fn alike(checks: &mut Checks) {
     let own = [&a, &b].map(|holder| frames(holder, 0, PAGES).len() as u64);
     let apart = other == 0 && own == [PAGES; 2];
     checks.add("pages alike but for one word are not merged", apart, format_args!("{other} {own:?}; {summary}"));
-    checks.add("no byte has changed in pages alike", a.is_intact() && b.is_intact(), "damage");
+    checks.intact("no byte has changed in pages alike", &mut a, &mut b);
     unmerge(&[&a, &b]);
 }
 
 fn merging(checks: &mut Checks) {
-    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let [mut a, mut b] = [1, 2].map(|own| holder(HOLDER, own));
     let (summary, said) = end(start(&[&a, &b], &["--for", "8s"]));
     checks.add("the run says that it merges on request", summary["mechanism"] == "request", &said);
     let saved = saved_bytes() / 4096;
     let wanted = EQUAL + 2 * ZEROS;
-    checks.add(
-        "all that is equal is saved",
-        saved.abs_diff(wanted) <= 64,
-        format_args!("{saved} of {wanted}; {summary}"),
-    );
+    let seen = format!("{saved} of {wanted}; {summary}");
+    checks.add("all that is equal is saved", saved.abs_diff(wanted) <= 64, seen);
     let shared = common(&a, &b, 0, EQUAL);
     checks.add("equal pages share frames", shared >= EQUAL - 16, shared);
     let other = common(&a, &b, PAGES - OWN, OWN);
     checks.add("pages that differ share none", other == 0, other);
-    checks.add("no byte has changed", a.is_intact() && b.is_intact(), "damage");
+    checks.intact("no byte has changed", &mut a, &mut b);
     checks.add("nothing was stopped to mark it", summary["stops"] == 0, &summary["stops"]);
 
     a.change(Change::Write { first: 0, pages: 64, content: 9 << 32, step: 1 });
-    checks.add("a write to a merged page is private", a.is_intact() && b.is_intact(), "damage");
+    checks.intact("a write to a merged page is private", &mut a, &mut b);
     let said = unmerge(&[&a, &b]);
     let left = common(&a, &b, 0, PAGES);
     checks.add("unmerge gives everything its own copy", left == 0, format_args!("{left}; {said}"));
-    checks.add("no byte has changed by that", a.is_intact() && b.is_intact(), "damage");
+    checks.intact("no byte has changed by that", &mut a, &mut b);
     checks.add("nothing is marked any more", !is_marked(&a, 0) && !is_marked(&b, 0), said);
 }
 
 /// Merges zeros alone: the processes share none of their other pages.
 fn zeros(checks: &mut Checks) {
-    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let [mut a, mut b] = [1, 2].map(|own| holder(HOLDER, own));
     let before = saved_bytes() / 4096;
     let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--only", "zeros"]));
     let saved = saved_bytes() / 4096 - before;
     checks.add("zeros are saved", saved.abs_diff(2 * ZEROS) <= 64, format_args!("{saved} of {}; {said}", 2 * ZEROS));
     let shared = common(&a, &b, 0, EQUAL) + common(&a, &b, PAGES - OWN, OWN);
     checks.add("other equal pages are not merged", shared == 0, format_args!("{shared}; {summary}"));
-    checks.add("no byte has changed beside zeros", a.is_intact() && b.is_intact(), "damage");
+    checks.intact("no byte has changed beside zeros", &mut a, &mut b);
     unmerge(&[&a, &b]);
 }
 
@@ -300,19 +321,12 @@ fn million(checks: &mut Checks) {
     let run = start(&[a, b, c, d], &["--config", CONFIG]);
     // We don't wait for all: pagefold asks later for a page that's written or moved just then.
     let done = wait_until_within(LIMIT_MANY, || saved_bytes() / 4096 >= 2 * MANY - 4096);
-    // SAFETY: we pass no memory. Nobody has waited for the child yet.
-    unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
-    let (summary, said) = end(run);
+    let (summary, said) = terminate(run);
     let requests = &summary["requests"];
     checks.add("both domains are merged", done, format_args!("{} pages; {said}; {requests}", saved_bytes() / 4096));
     let asked = requests["asked_pages"].as_u64().unwrap_or(0);
     checks.add(&format!("{asked} pages were asked for, a million or more"), asked >= 1_000_000, requests);
-    for (what, one, two) in [("one domain", a, b), ("the other domain", c, d)] {
-        let shared = common(one, two, 0, MANY);
-        checks.add(&format!("{what} shares {shared} frames"), shared >= MANY - 4096, &said);
-    }
-    let across: u64 = [(a, c), (a, d), (b, c), (b, d)].map(|(one, two)| common(one, two, 0, MANY)).iter().sum();
-    checks.add("not one of a million pages is merged across domains", across == 0, across);
+    checks.apart([a, b, c, d], MANY, MANY - 4096, &said);
     checks.add("no byte has changed in a million pages", holders.iter_mut().all(Holder::is_intact), "damage");
 }
 
@@ -321,19 +335,14 @@ fn domains(checks: &mut Checks) {
     let mut holders = [holder(HOLDER, 1), holder(HOLDER, 2), holder(other, 3), holder(other, 4)];
     let [a, b, c, d] = &holders;
     let (_, said) = end(start(&[a, b, c, d], &["--for", "10s", "--config", CONFIG]));
-    for (what, one, two) in [("one domain", a, b), ("the other domain", c, d)] {
-        let shared = common(one, two, 0, EQUAL);
-        checks.add(&format!("{what} is merged"), shared >= EQUAL - 16, format_args!("{shared}; {said}"));
-    }
-    let across: u64 = [(a, c), (a, d), (b, c), (b, d)].map(|(one, two)| common(one, two, 0, EQUAL)).iter().sum();
-    checks.add("not one page is merged across domains", across == 0, across);
+    checks.apart([a, b, c, d], EQUAL, EQUAL - 16, &said);
     checks.add("no byte has changed in two domains", holders.iter_mut().all(Holder::is_intact), "damage");
     unmerge(&holders.each_ref());
 }
 
 /// pagefold doesn't name pages of excluded memory, and unmarks memory that becomes excluded.
 fn exclusion(checks: &mut Checks) {
-    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let [mut a, mut b] = [1, 2].map(|own| holder(HOLDER, own));
     a.ask("lock 0 256");
     let run = start(&[&a, &b], &["--for", "300s"]);
     let merged = wait_until(|| common(&a, &b, 256, EQUAL - 256) >= EQUAL - 256 - 16);
@@ -344,18 +353,16 @@ fn exclusion(checks: &mut Checks) {
     let unmarked = wait_until(|| !is_marked(&b, 512) && common(&a, &b, 512, 256) == 0);
     checks.add("memory that is locked later is unmarked", unmarked, common(&a, &b, 512, 256));
     checks.add("the rest of it stays merged", common(&a, &b, 1024, 256) >= 240, common(&a, &b, 1024, 256));
-    // SAFETY: we pass no memory. Nobody has waited for the child yet.
-    unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
-    let (summary, said) = end(run);
+    let (summary, said) = terminate(run);
     checks.add("the run ends well", summary["knobs_restored"] == true, said);
-    checks.add("no byte has changed by exclusions", a.is_intact() && b.is_intact(), "damage");
+    checks.intact("no byte has changed by exclusions", &mut a, &mut b);
     unmerge(&[&a, &b]);
 }
 
 /// A process that moves to another domain is unmarked as a whole.
 fn moving(checks: &mut Checks) {
     fs::write(CONFIG, "[domains]\nby = \"user\"\n").expect(CONFIG);
-    let (mut a, mut b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let [mut a, mut b] = [1, 2].map(|own| holder(HOLDER, own));
     let run = start(&[&a, &b], &["--for", "300s", "--config", CONFIG]);
     let merged = wait_until(|| common(&a, &b, 0, EQUAL) >= EQUAL - 16);
     checks.add("processes of one user are merged", merged, common(&a, &b, 0, EQUAL));
@@ -364,16 +371,14 @@ fn moving(checks: &mut Checks) {
     checks.add("a process that changes its user is unmerged", unmerged, common(&a, &b, 0, EQUAL));
     std::thread::sleep(Duration::from_secs(10));
     checks.add("and not merged again", common(&a, &b, 0, EQUAL) == 0, common(&a, &b, 0, EQUAL));
-    // SAFETY: we pass no memory. Nobody has waited for the child yet.
-    unsafe { libc::kill(i32::try_from(run.id()).expect("a pid"), libc::SIGTERM) };
-    end(run);
-    checks.add("no byte has changed by that move", a.is_intact() && b.is_intact(), "damage");
+    terminate(run);
+    checks.intact("no byte has changed by that move", &mut a, &mut b);
     unmerge(&[&a, &b]);
 }
 
 /// A dry run names nothing, and reports the pages that it would name.
 fn dry_run(checks: &mut Checks) {
-    let (a, b) = (holder(HOLDER, 1), holder(HOLDER, 2));
+    let [a, b] = [1, 2].map(|own| holder(HOLDER, own));
     let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--dry-run"]));
     let expected = summary["expected_bytes"].as_u64().unwrap_or(0) / 4096;
     let wanted = 2 * (EQUAL + ZEROS);

@@ -21,6 +21,7 @@ pub mod world;
 use crate::bench::measures::median;
 use crate::columns;
 use mix::Mix;
+use pagefold_engine::units::index;
 use pagefold_planner::contents::Contents;
 use pagefold_planner::{Placement, plan};
 use serde::Serialize;
@@ -66,7 +67,6 @@ pub struct FleetOutcome {
     pub day: Option<day::Day>,
 }
 
-/// All fleets, as JSON.
 #[derive(Clone, Debug, Serialize)]
 pub struct Fleets {
     /// `pagefold.lab.fleet/1`.
@@ -80,7 +80,6 @@ impl FleetOutcome {
         self.planned as f64 / self.bound
     }
 
-    /// The bars that this fleet missed.
     pub fn missed(&self) -> Vec<String> {
         let mut missed = Vec::new();
         if self.of_best() < BAR_OF_BEST {
@@ -111,18 +110,20 @@ pub fn simulate(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Fleet
     let plan_seconds = began.elapsed().as_secs_f64();
     show("counting");
     let current = Placement::current(&fleet, &contents);
-    let (mut random, mut planned, mut within, mut errors) = (0, 0, 0, Vec::new());
+    let mut random = 0;
+    let mut planned = 0;
+    let mut within = 0;
+    let mut errors = Vec::new();
     let mut now = vec![Vec::new(); fleet.hosts.len()];
     for (workload, host) in made.places.iter().enumerate() {
-        now[pagefold_engine::units::index(host.0)].push(workload);
+        now[index(host.0)].push(workload);
     }
     for host in fleet.host_ids() {
-        let before: Vec<usize> =
-            current.units_on(host).iter().map(|unit| pagefold_engine::units::index(unit.0)).collect();
+        let before: Vec<usize> = current.units_on(host).iter().map(|unit| index(unit.0)).collect();
         random += exact_saving(&world, &before);
-        let exact = exact_saving(&world, &now[pagefold_engine::units::index(host.0)]);
+        let exact = exact_saving(&world, &now[index(host.0)]);
         planned += exact;
-        let estimate = made.hosts[pagefold_engine::units::index(host.0)];
+        let estimate = made.hosts[index(host.0)];
         let off = estimate.pages.0.abs_diff(exact);
         within += u32::from(off <= estimate.error.0);
         errors.push(off as f64 / exact.max(1) as f64);
@@ -144,9 +145,12 @@ pub fn simulate(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Fleet
     }
 }
 
+fn mib(pages: f64) -> String {
+    format!("{:.0}", pages / 256.0)
+}
+
 impl fmt::Display for Fleets {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mib = |pages: f64| format!("{:.0}", pages / 256.0);
         writeln!(f, "{}: MiB saved by placement\n", self.mix)?;
         let table = columns::table(
             0,

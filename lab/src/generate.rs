@@ -44,7 +44,6 @@ pub struct Generator {
 pub struct Options {
     /// Memory of each guest or program.
     pub size: Pages,
-    /// Number of guests or programs.
     pub processes: u32,
     /// Length of the record, nanoseconds.
     pub length_ns: u64,
@@ -169,7 +168,6 @@ impl Source for Generated {
     }
 }
 
-/// Programs and their memory over time.
 trait World {
     /// Runs until a time in nanoseconds, which never decreases.
     fn advance(&mut self, to_ns: u64);

@@ -36,13 +36,10 @@ const PIECE_PAGES: u32 = 1 << 16;
 /// Upper bound of shifts, in units of 2 MiB: page numbers stay far from the end of the address space.
 const SHIFTS: u64 = 1 << 32;
 
-/// The processes to record, and how often.
 #[derive(Clone, Debug)]
 pub struct RecordingOptions {
     pub scope: ScopeSpec,
-    /// Programs to leave alone.
     pub deny: DenyList,
-    /// Time between snapshots.
     pub every: Duration,
     /// Time from the first snapshot to the last.
     pub length: Duration,
@@ -59,7 +56,6 @@ pub enum LiveError {
     Random(io::Error),
 }
 
-/// Takes snapshots of running programs.
 pub struct Recorder {
     options: RecordingOptions,
     stop: Interrupt,
@@ -112,11 +108,12 @@ impl Recorder {
             due: Duration::ZERO,
             longest_snapshot: Duration::ZERO,
         };
-        scoped.into_iter().try_for_each(|scoped| recorder.follow(scoped))?;
+        for scoped in scoped {
+            recorder.follow(scoped)?;
+        }
         Ok(recorder)
     }
 
-    /// How long the slowest snapshot took.
     pub fn longest_snapshot(&self) -> Duration {
         self.longest_snapshot
     }
@@ -132,10 +129,12 @@ impl Recorder {
         let process = self.next_process;
         self.next_process += 1;
         let target = Target::new(scoped, OwnerKey(process), DomainKey(0));
-        let known = !self.options.anonymous;
-        let (pid, name) = (known.then(|| target.pid()), known.then(|| target.info.name.clone()));
         let shift = shift(&mut self.random, self.options.anonymous)?;
-        let row = ProcessRow { process, pid, name };
+        let mut row = ProcessRow { process, pid: None, name: None };
+        if !self.options.anonymous {
+            row.pid = Some(target.pid());
+            row.name = Some(target.info.name.clone());
+        }
         self.followed.push(Followed { target, row, recorded: false, shift });
         Ok(())
     }
@@ -148,10 +147,13 @@ impl Recorder {
             return Ok(());
         }
         let own = i32::try_from(std::process::id()).unwrap_or(0);
-        let followed = &self.followed;
-        let known = |pid| pid == own || followed.iter().any(|one| one.target.pid() == pid);
-        let found = self.new_processes.find(now_ns, &spec, &Roots::default(), known)?;
-        found.into_iter().try_for_each(|scoped| self.follow(scoped))
+        let found = self.new_processes.find(now_ns, &spec, &Roots::default(), |pid| {
+            pid == own || self.followed.iter().any(|one| one.target.pid() == pid)
+        })?;
+        for scoped in found {
+            self.follow(scoped)?;
+        }
+        Ok(())
     }
 
     /// Takes a snapshot; `None` if interrupted.
@@ -164,7 +166,8 @@ impl Recorder {
             if stopped {
                 return true;
             }
-            let (rows, regions) = (snapshot.processes.len(), snapshot.regions.len());
+            let rows = snapshot.processes.len();
+            let regions = snapshot.regions.len();
             match self.add_process(one, now_ns, processes, &mut snapshot) {
                 Ok(()) => true,
                 Err(Halt::Stop) => {

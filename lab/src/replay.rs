@@ -42,7 +42,6 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// All algorithms by name.
     pub const NAMES: [(&'static str, Self); 9] = [
         ("ksm", Self::Ksm),
         ("ksm-smart", Self::KsmSmart),
@@ -55,7 +54,6 @@ impl Algorithm {
         ("pagefold-request", Self::PagefoldRequest),
     ];
 
-    /// Whether this is pagefold, with either mechanism.
     pub fn is_pagefold(self) -> bool {
         matches!(self, Self::Pagefold | Self::PagefoldRequest)
     }
@@ -102,7 +100,6 @@ impl Settings {
         Self::for_time(scripted.ends_ns)
     }
 
-    /// Defaults for a time in nanoseconds.
     pub fn for_time(for_ns: u64) -> Self {
         Self {
             pages_to_scan: 1_000,
@@ -169,12 +166,12 @@ impl Outcome {
 }
 
 pub fn replay(algorithm: Algorithm, scripted: &Scripted, settings: &Settings) -> Outcome {
-    let populate = |mut sim: SimHost| {
+    let knobs = knobs(algorithm, scripted.pages, settings.trees);
+    let run = ReplayRun::begin(algorithm, knobs, settings, |mut sim| {
         sim.play(scripted.script.clone());
         sim
-    };
-    ReplayRun::begin(algorithm, knobs(algorithm, scripted.pages, settings.trees), settings, populate)
-        .through(algorithm, settings)
+    });
+    run.through(algorithm, settings)
 }
 
 /// Savable pages over time (seconds): all but one page of every content.
@@ -192,22 +189,20 @@ pub fn savable(scripted: &Scripted, settings: &Settings) -> Vec<(f64, u64)> {
 /// The simulator's settings for an algorithm on a machine with `pages` pages.
 pub(crate) fn knobs(algorithm: Algorithm, pages: u64, trees: Option<u16>) -> Knobs {
     let plain = Knobs { smart_scan: false, merge_any: true, ..Knobs::default() };
-    let forest = |forest| Knobs { forest, ..plain };
-    let by_memory = || (pages / PAGES_PER_TREE + 1).try_into().unwrap_or(u16::MAX);
+    let by_memory = u16::try_from(pages / PAGES_PER_TREE + 1).unwrap_or(u16::MAX);
     match algorithm {
         Algorithm::Ksm => plain,
         Algorithm::KsmSmart => Knobs { smart_scan: true, ..plain },
-        Algorithm::CmdAddress => forest(Forest::Classes(Classes::Address)),
-        Algorithm::CmdPageCount => forest(Forest::Classes(Classes::PageCount)),
-        Algorithm::CmdSubPage => forest(Forest::Classes(Classes::SubPages)),
-        Algorithm::NuKsm => forest(Forest::Checksum { trees: trees.unwrap_or_else(by_memory) }),
+        Algorithm::CmdAddress => Knobs { forest: Forest::Classes(Classes::Address), ..plain },
+        Algorithm::CmdPageCount => Knobs { forest: Forest::Classes(Classes::PageCount), ..plain },
+        Algorithm::CmdSubPage => Knobs { forest: Forest::Classes(Classes::SubPages), ..plain },
+        Algorithm::NuKsm => Knobs { forest: Forest::Checksum { trees: trees.unwrap_or(by_memory) }, ..plain },
         Algorithm::Uksm => Knobs { merge_any: false, ..plain },
         Algorithm::Pagefold => Knobs::driven(),
         Algorithm::PagefoldRequest => Knobs::requested(),
     }
 }
 
-/// A simulated machine with an algorithm.
 pub(crate) struct ReplayRun {
     pub(crate) sim: SimHost,
     pub(crate) engine: Option<Engine>,

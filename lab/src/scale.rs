@@ -14,9 +14,8 @@ pub use race::{Race, RaceResult, Racer};
 pub use server_memory::ServerMemory;
 
 use crate::replay::Algorithm;
-use pagefold_engine::units::whole;
 use serde::Serialize;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -32,7 +31,6 @@ const PAGES_TO_SCAN_DEFAULT: u32 = 100;
 /// outcome requires.
 const RACE_COSTS: [u64; 2] = [100, 250];
 
-/// Measurements to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScaleOptions {
     pub memory: Vec<u64>,
@@ -99,7 +97,6 @@ pub struct Scaling {
     pub races: Vec<RaceResult>,
 }
 
-/// One measurement.
 #[derive(Clone, Copy, Debug)]
 enum Task {
     /// With the granularity.
@@ -117,28 +114,29 @@ enum Done {
 
 /// Runs all measurements, several at a time. Calls `progress` with the numbers of finished and of all measurements.
 pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
-    let machine = |gib, hours: f64| ServerMemory { gib, for_ns: whole(hours * NS_PER_HOUR as f64) };
-    let runners = scale.algorithms.iter().flat_map(|&algorithm| {
-        let fast = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN };
-        let slow = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN_DEFAULT };
-        std::iter::once(fast).chain((algorithm == Algorithm::KsmSmart).then_some(slow))
-    });
-    let runners: Vec<GrowthRun> = runners.collect();
     let mut tasks: Vec<Task> = Vec::new();
     for &gib in &scale.memory {
-        tasks.extend(runners.iter().map(|&runner| {
-            let machine = machine(gib, scale.hours);
-            Task::Grow(machine, runner, granularity_for(machine, runner.algorithm))
-        }));
-    }
-    if let Some((gib, granularity, hours)) = scale.check {
-        for granularity in [1, granularity] {
-            let fast = runners.iter().filter(|runner| runner.pages_to_scan == PAGES_TO_SCAN);
-            tasks.extend(fast.map(|&runner| Task::Grow(machine(gib, hours), runner, granularity)));
+        let memory = ServerMemory::new(gib, scale.hours);
+        for &algorithm in &scale.algorithms {
+            let granularity = granularity_for(memory, algorithm);
+            tasks.push(Task::Grow(memory, GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN }, granularity));
+            if algorithm == Algorithm::KsmSmart {
+                let slow = GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN_DEFAULT };
+                tasks.push(Task::Grow(memory, slow, granularity));
+            }
         }
     }
-    tasks
-        .extend(scale.nodes.iter().flat_map(|&nodes| scale.trees.iter().map(move |&trees| Task::Forest(nodes, trees))));
+    if let Some((gib, granularity, hours)) = scale.check {
+        let memory = ServerMemory::new(gib, hours);
+        for granularity in [1, granularity] {
+            for &algorithm in &scale.algorithms {
+                tasks.push(Task::Grow(memory, GrowthRun { algorithm, pages_to_scan: PAGES_TO_SCAN }, granularity));
+            }
+        }
+    }
+    for &nodes in &scale.nodes {
+        tasks.extend(scale.trees.iter().map(|&trees| Task::Forest(nodes, trees)));
+    }
     for &race in &scale.races {
         tasks.push(Task::Race(race, None));
         tasks.extend(scale.algorithms.iter().map(|&algorithm| Task::Race(race, Some(algorithm))));
@@ -152,18 +150,16 @@ type Savables = Mutex<HashMap<(ServerMemory, u32), Arc<OnceLock<Savable>>>>;
 /// Runs the largest tasks first, so that no long one begins last.
 fn run(tasks: &[Task], progress: &(dyn Fn(usize, usize) + Sync)) -> Vec<Done> {
     let known = Savables::default();
-    let (next, finished) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let results: Mutex<Vec<(usize, Done)>> = Mutex::new(Vec::new());
-    let order: Vec<usize> = {
-        let mut order: Vec<usize> = (0..tasks.len()).collect();
-        order.sort_by_key(|&at| std::cmp::Reverse(size(&tasks[at])));
-        order
-    };
+    let next = AtomicUsize::new(0);
+    let results = Mutex::new(BTreeMap::new());
+    let mut order: Vec<usize> = (0..tasks.len()).collect();
+    order.sort_by_key(|&at| std::cmp::Reverse(size(&tasks[at])));
     let work = || {
         while let Some(&at) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
             let done = perform(tasks[at], &known);
-            results.lock().unwrap_or_else(PoisonError::into_inner).push((at, done));
-            progress(finished.fetch_add(1, Ordering::Relaxed) + 1, tasks.len());
+            let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+            results.insert(at, done);
+            progress(results.len(), tasks.len());
         }
     };
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(THREADS_MAX);
@@ -173,9 +169,7 @@ fn run(tasks: &[Task], progress: &(dyn Fn(usize, usize) + Sync)) -> Vec<Done> {
         }
         work();
     });
-    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
-    results.sort_by_key(|&(at, _)| at);
-    results.into_iter().map(|(_, done)| done).collect()
+    results.into_inner().unwrap_or_else(PoisonError::into_inner).into_values().collect()
 }
 
 /// The number of pages that a task simulates.
@@ -213,14 +207,15 @@ fn collect(scale: &ScaleOptions, done: Vec<Done>) -> Scaling {
     let checks = scale.check.map_or(0, |_| scale.algorithms.len());
     let coarse = scaling.growth.split_off(scaling.growth.len() - checks);
     let fine = scaling.growth.split_off(scaling.growth.len() - checks);
-    scaling.granularity = fine.iter().zip(&coarse).map(|(fine, coarse)| GranularityCheck::new(fine, coarse)).collect();
-    let each = scale.algorithms.len() + 1;
-    let of_race = scale.races.iter().zip(racers.chunks(each));
-    scaling.races = of_race.map(|(&race, racers)| RaceResult { race, racers: racers.to_vec() }).collect();
+    for (fine, coarse) in fine.iter().zip(&coarse) {
+        scaling.granularity.push(GranularityCheck::new(fine, coarse));
+    }
+    for (&race, racers) in scale.races.iter().zip(racers.chunks(scale.algorithms.len() + 1)) {
+        scaling.races.push(RaceResult { race, racers: racers.to_vec() });
+    }
     scaling
 }
 
-/// A unique name of a run.
 fn name(growth: &Growth) -> String {
     match growth.pages_to_scan {
         Some(pages) if pages != PAGES_TO_SCAN => format!("{} at {pages}", growth.algorithm),

@@ -14,12 +14,24 @@ use std::hash::{Hash, Hasher};
 /// last.
 #[derive(Clone, Copy, Debug)]
 struct Place {
-    /// The first page ever present, as recorded and as replayed.
-    from: (u64, u64),
-    pages: u64,
+    /// The first and the last page ever present, as recorded.
+    first: u64,
+    last: u64,
+    /// The first page as replayed.
+    replayed: u64,
 }
 
-/// A record as steps of the simulator.
+impl Place {
+    fn pages(self) -> u64 {
+        self.last - self.first + 1
+    }
+
+    /// A recorded page, as replayed.
+    fn at(self, page: u64) -> Vpn {
+        Vpn(page - self.first + self.replayed)
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct Scripted {
     pub script: Script,
@@ -37,6 +49,7 @@ struct Known {
     state: PageState,
     digest: u128,
     parts: [u32; PARTS],
+    /// The frame of a page shared through fork.
     frame: Option<u64>,
 }
 
@@ -48,116 +61,130 @@ impl Known {
     }
 }
 
-/// Converts a record to steps.
 pub fn script(record: &Record) -> Scripted {
     let places = places(record);
     let eighths = Eighths::of(record, &places);
-    let mut names: FxHashMap<u32, Option<&str>> = FxHashMap::default();
-    let mut mapped: FxHashMap<u32, BTreeSet<u32>> = FxHashMap::default();
-    let mut known = KnownPages::default();
-    let (mut steps, mut forked, mut pages) = (Vec::new(), 0, 0);
+    let mut conversion = Conversion { places, eighths, ..Conversion::default() };
+    let mut pages = 0;
     // Time starts with the first snapshot.
     let began_ns = record.snapshots.first().map_or(0, |snapshot| snapshot.time_ns);
     for snapshot in &record.snapshots {
-        let at_ns = snapshot.time_ns.saturating_sub(began_ns);
+        conversion.at_ns = snapshot.time_ns.saturating_sub(began_ns);
         for event in &snapshot.events {
-            match event {
-                Event::Process(row) => {
-                    names.insert(row.process, row.name.as_deref());
-                    steps.push((at_ns, Step::Start { process: row.process }));
+            conversion.convert(event);
+        }
+        pages = pages.max(conversion.known.len() as u64);
+    }
+    let Conversion { steps, at_ns, forked, .. } = conversion;
+    Scripted { script: steps.into(), ends_ns: at_ns + record.origin.every_ns, pages, forked }
+}
+
+#[derive(Default)]
+struct Conversion<'a> {
+    places: FxHashMap<u32, Place>,
+    eighths: Eighths,
+    names: FxHashMap<u32, Option<&'a str>>,
+    /// The regions of each process.
+    mapped: FxHashMap<u32, BTreeSet<u32>>,
+    /// The present pages, by region and number.
+    known: FxHashMap<(u32, u64), Known>,
+    /// The frames of pages shared through fork.
+    shared: FxHashSet<u64>,
+    at_ns: u64,
+    steps: Vec<(u64, Step)>,
+    forked: u64,
+}
+
+impl<'a> Conversion<'a> {
+    fn convert(&mut self, event: &'a Event) {
+        match event {
+            Event::Process(row) => {
+                self.names.insert(row.process, row.name.as_deref());
+                self.push(Step::Start { process: row.process });
+            }
+            Event::Exit { process } => {
+                for region in self.mapped.remove(process).unwrap_or_default() {
+                    self.forget_region(region);
                 }
-                Event::Exit { process } => {
-                    for region in mapped.remove(process).unwrap_or_default() {
-                        places.get(&region).into_iter().for_each(|place| known.forget_region(region, place));
-                    }
-                    steps.push((at_ns, Step::Exit { process: *process }));
-                }
-                Event::Region(row) => {
-                    let Some(place) = places.get(&row.region) else { continue };
-                    if mapped.entry(row.process).or_default().insert(row.region) {
-                        let family = family(names.get(&row.process).copied().flatten(), row);
-                        let (first, pages) = (Vpn(place.from.1), Pages(place.pages));
-                        let (process, region) = (row.process, row.region);
-                        steps.push((at_ns, Step::Map { process, region, family, first, pages }));
-                        continue;
-                    }
-                    // New bounds: drop the pages outside.
-                    let inside = row.first.0..row.first.0 + row.pages.0;
-                    let all = place.from.0..place.from.0 + place.pages;
-                    for page in all.filter(|page| !inside.contains(page)) {
-                        if known.forget((row.region, page)).is_some() {
-                            let to = Vpn(page - place.from.0 + place.from.1);
-                            steps.push((at_ns, Step::Drop { region: row.region, page: to, zero: false }));
-                        }
-                    }
-                }
-                Event::Unmap { region } => {
-                    if let Some(place) = places.get(region) {
-                        known.forget_region(*region, place);
-                        steps.push((at_ns, Step::Unmap { region: *region }));
-                    }
-                }
-                Event::Page { region, page, now } => {
-                    let Some(place) = places.get(region) else { continue };
-                    let to = Vpn(page.0 - place.from.0 + place.from.1);
-                    let before = known.forget((*region, page.0));
-                    let held = now.frame.filter(|_| now.state == PageState::Shared);
-                    let relative = held.is_some_and(|frame| known.shared.contains(&frame));
-                    forked += u64::from(relative);
-                    if relative || matches!(now.state, PageState::Absent | PageState::ZeroMapped) {
-                        let zero = now.state == PageState::ZeroMapped;
-                        steps.push((at_ns, Step::Drop { region: *region, page: to, zero }));
-                        continue;
-                    }
-                    known.shared.extend(held);
-                    let Page { state, digest, parts, .. } = *now;
-                    known.pages.insert((*region, page.0), Known { state, digest, parts, frame: held });
-                    if before.is_some_and(|before| !before.is_written(now)) {
-                        continue;
-                    }
-                    let parts = changed(before, now);
-                    let (content, eighth) = (content(now), eighths.of_page(now, to));
-                    steps.push((at_ns, Step::Write { region: *region, page: to, content, parts, eighth }));
+                self.push(Step::Exit { process: *process });
+            }
+            Event::Region(row) => self.map(row),
+            Event::Unmap { region } => {
+                if self.forget_region(*region) {
+                    self.push(Step::Unmap { region: *region });
                 }
             }
+            Event::Page { region, page, now } => self.page(*region, page.0, now),
         }
-        pages = pages.max(known.pages.len() as u64);
     }
-    let last_ns = record.snapshots.last().map_or(0, |snapshot| snapshot.time_ns.saturating_sub(began_ns));
-    let ends_ns = last_ns + record.origin.every_ns;
-    Scripted { script: steps.into(), ends_ns, pages, forked }
-}
 
-/// The pages present during the conversion, and the frames of pages shared through fork.
-#[derive(Default)]
-struct KnownPages {
-    pages: FxHashMap<(u32, u64), Known>,
-    shared: FxHashSet<u64>,
-}
+    fn push(&mut self, step: Step) {
+        self.steps.push((self.at_ns, step));
+    }
 
-impl KnownPages {
-    fn forget(&mut self, page: (u32, u64)) -> Option<Known> {
-        let before = self.pages.remove(&page)?;
+    fn map(&mut self, row: &RegionRow) {
+        let Some(&place) = self.places.get(&row.region) else { return };
+        if self.mapped.entry(row.process).or_default().insert(row.region) {
+            let family = family(self.names.get(&row.process).copied().flatten(), row);
+            let first = Vpn(place.replayed);
+            let pages = Pages(place.pages());
+            return self.push(Step::Map { process: row.process, region: row.region, family, first, pages });
+        }
+        // New bounds: drop the pages outside.
+        let inside = row.first.0..row.first.0 + row.pages.0;
+        for page in place.first..=place.last {
+            if !inside.contains(&page) && self.forget(row.region, page).is_some() {
+                self.push(Step::Drop { region: row.region, page: place.at(page), zero: false });
+            }
+        }
+    }
+
+    fn page(&mut self, region: u32, page: u64, now: &Page) {
+        let Some(place) = self.places.get(&region) else { return };
+        let to = place.at(page);
+        let before = self.forget(region, page);
+        let frame = if now.state == PageState::Shared { now.frame } else { None };
+        let forked = frame.is_some_and(|frame| self.shared.contains(&frame));
+        self.forked += u64::from(forked);
+        if forked || matches!(now.state, PageState::Absent | PageState::ZeroMapped) {
+            return self.push(Step::Drop { region, page: to, zero: now.state == PageState::ZeroMapped });
+        }
+        self.shared.extend(frame);
+        let Page { state, digest, parts, .. } = *now;
+        self.known.insert((region, page), Known { state, digest, parts, frame });
+        if before.is_none_or(|before| before.is_written(now)) {
+            let eighth = self.eighths.of_page(now, to);
+            self.push(Step::Write { region, page: to, content: content(now), parts: changed(before, now), eighth });
+        }
+    }
+
+    fn forget(&mut self, region: u32, page: u64) -> Option<Known> {
+        let before = self.known.remove(&(region, page))?;
         if let Some(frame) = before.frame {
             self.shared.remove(&frame);
         }
         Some(before)
     }
 
-    fn forget_region(&mut self, region: u32, place: &Place) {
-        for page in place.from.0..place.from.0 + place.pages {
-            self.forget((region, page));
+    /// Whether the region had pages at any time.
+    fn forget_region(&mut self, region: u32) -> bool {
+        let Some(&place) = self.places.get(&region) else { return false };
+        for page in place.first..=place.last {
+            self.forget(region, page);
         }
+        true
     }
 }
 
 /// The changed quarters of a page; all if it wasn't present.
 fn changed(before: Option<Known>, now: &Page) -> u8 {
     let Some(before) = before else { return 0b1111 };
-    let differ = before.parts.iter().zip(&now.parts).map(|(before, now)| before != now);
-    let parts = differ.rev().fold(0, |bits, differs| bits << 1 | u8::from(differs));
+    let mut changed = 0;
+    for part in 0..PARTS {
+        changed |= u8::from(before.parts[part] != now.parts[part]) << part;
+    }
     // 32 bits of a quarter may be equal by chance.
-    if parts == 0 { 0b1111 } else { parts }
+    if changed == 0 { 0b1111 } else { changed }
 }
 
 /// 64 of the 128 bits: the chance of a collision among a billion pages is 3 %.
@@ -175,32 +202,32 @@ fn family(name: Option<&str>, row: &RegionRow) -> FamilyKey {
 
 /// Assigns consecutive address ranges to regions in order of appearance.
 fn places(record: &Record) -> FxHashMap<u32, Place> {
-    let mut bounds: Vec<(u32, (u64, u64))> = Vec::new();
-    let mut at: FxHashMap<u32, usize> = FxHashMap::default();
+    let mut order = Vec::new();
+    let mut places: FxHashMap<u32, Place> = FxHashMap::default();
     for event in record.snapshots.iter().flat_map(|snapshot| &snapshot.events) {
         let Event::Page { region, page, now } = event else { continue };
         if now.state == PageState::Absent {
             continue;
         }
-        let index = *at.entry(*region).or_insert_with(|| {
-            bounds.push((*region, (page.0, page.0)));
-            bounds.len() - 1
+        let place = places.entry(*region).or_insert_with(|| {
+            order.push(*region);
+            Place { first: page.0, last: page.0, replayed: 0 }
         });
-        let (low, high) = &mut bounds[index].1;
-        (*low, *high) = ((*low).min(page.0), (*high).max(page.0));
+        place.first = place.first.min(page.0);
+        place.last = place.last.max(page.0);
     }
     let mut next = EXTENT_PAGES;
-    let mut place = |(low, high): (u64, u64)| {
+    for region in order {
+        let Some(place) = places.get_mut(&region) else { continue };
         // Keep the position within an extent, because extents are marked.
-        let to = next.next_multiple_of(EXTENT_PAGES) + EXTENT_PAGES + low % EXTENT_PAGES;
-        let pages = high - low + 1;
-        next = to + pages;
-        Place { from: (low, to), pages }
-    };
-    bounds.into_iter().map(|(region, bounds)| (region, place(bounds))).collect()
+        place.replayed = next.next_multiple_of(EXTENT_PAGES) + EXTENT_PAGES + place.first % EXTENT_PAGES;
+        next = place.replayed + place.pages();
+    }
+    places
 }
 
 /// Divides memory into eighths: physical memory, or the replayed addresses if frames are unknown.
+#[derive(Default)]
 struct Eighths {
     low: u64,
     span: u64,
@@ -209,20 +236,20 @@ struct Eighths {
 
 impl Eighths {
     fn of(record: &Record, places: &FxHashMap<u32, Place>) -> Self {
-        let events = record.snapshots.iter().flat_map(|snapshot| &snapshot.events);
-        let frames = events.filter_map(|event| match event {
-            Event::Page { now, .. } => now.frame,
-            _ => None,
-        });
-        let bounds = frames.fold(None, |bounds: Option<(u64, u64)>, frame| {
-            Some(bounds.map_or((frame, frame), |(low, high)| (low.min(frame), high.max(frame))))
-        });
-        if let Some((low, high)) = bounds {
-            return Self { low, span: high - low + 1, by_frame: true };
+        let mut low = u64::MAX;
+        let mut end = 0;
+        for event in record.snapshots.iter().flat_map(|snapshot| &snapshot.events) {
+            if let Event::Page { now: Page { frame: Some(frame), .. }, .. } = event {
+                low = low.min(*frame);
+                end = end.max(frame + 1);
+            }
         }
-        let low = places.values().map(|place| place.from.1).min().unwrap_or(0);
-        let high = places.values().map(|place| place.from.1 + place.pages).max().unwrap_or(1);
-        Self { low, span: high - low, by_frame: false }
+        let by_frame = end > 0;
+        if !by_frame {
+            low = places.values().map(|place| place.replayed).min().unwrap_or(0);
+            end = places.values().map(|place| place.replayed + place.pages()).max().unwrap_or(1);
+        }
+        Self { low, span: end - low, by_frame }
     }
 
     fn of_page(&self, page: &Page, to: Vpn) -> u8 {

@@ -35,7 +35,6 @@ pub struct Pair {
     pub smaller: usize,
     /// Distinct pages of the larger one.
     pub larger: usize,
-    /// Pages in common.
     pub common: usize,
     /// How often the true number was within the estimate's bounds.
     pub within: usize,
@@ -45,7 +44,7 @@ pub struct Pair {
     pub largest_error: f64,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Comparison {
     pub schema: &'static str,
     pub keys: usize,
@@ -73,10 +72,17 @@ pub struct Overall {
 impl Overall {
     /// `None` if no record has pairs.
     pub fn of(comparisons: &[Comparison]) -> Option<Self> {
-        let within: usize = comparisons.iter().flat_map(|of| &of.pairs).map(|pair| pair.within).sum();
-        let errors: Vec<f64> = comparisons.iter().flat_map(|of| of.errors.iter().copied()).collect();
-        let (estimates, median_error) = (errors.len(), median(errors.iter().copied()));
-        (estimates > 0).then(|| Self { estimates, within: within as f64 / estimates as f64, median_error })
+        let mut within = 0;
+        let mut errors = Vec::new();
+        for comparison in comparisons {
+            within += comparison.pairs.iter().map(|pair| pair.within).sum::<usize>();
+            errors.extend_from_slice(&comparison.errors);
+        }
+        let estimates = errors.len();
+        if estimates == 0 {
+            return None;
+        }
+        Some(Self { estimates, within: within as f64 / estimates as f64, median_error: median(errors) })
     }
 
     pub fn meets_bars(self) -> bool {
@@ -86,45 +92,48 @@ impl Overall {
 
 /// The programs of a record at some time, without the ones that hold nothing.
 pub fn held(state: &State) -> Vec<Held> {
-    let programs = state.processes.iter().map(|(process, row)| {
-        let regions = state.regions.values().filter(|region| region.row.process == *process);
-        let digests = regions.flat_map(|region| region.pages.iter().map(|(_, page)| page.digest));
-        let name = row.name.clone().unwrap_or_else(|| process.to_string());
-        Held { name, contents: digests.filter(|digest| *digest != 0).collect() }
-    });
-    programs.filter(|held| !held.contents.is_empty()).collect()
+    let mut programs = Vec::new();
+    for (process, row) in &state.processes {
+        let mut contents = BTreeSet::new();
+        for region in state.regions.values().filter(|region| region.row.process == *process) {
+            contents.extend(region.pages.iter().map(|(_, page)| page.digest));
+        }
+        contents.remove(&0);
+        if !contents.is_empty() {
+            programs.push(Held { name: row.name.clone().unwrap_or_else(|| process.to_string()), contents });
+        }
+    }
+    programs
 }
 
 /// Compares all pairs under keys numbered from 1.
 pub fn compare(programs: &[Held], keys: u16) -> Comparison {
     let sketches: Vec<Vec<Sketch>> = (1..=keys).map(|number| sketches(programs, &key(number))).collect();
-    let (mut pairs, mut others, mut errors, mut within) = (Vec::new(), 0, Vec::new(), 0);
+    let mut comparison = Comparison {
+        schema: "pagefold.lab.sketch-error/1",
+        keys: keys.into(),
+        programs: programs.len(),
+        ..Comparison::default()
+    };
     for (at, a) in programs.iter().enumerate() {
         for (other, b) in programs.iter().enumerate().skip(at + 1) {
             let common = a.contents.intersection(&b.contents).count();
             let smaller = a.contents.len().min(b.contents.len());
             if (common as f64) < WORTH_TELLING * smaller as f64 {
-                others += 1;
+                comparison.other_pairs += 1;
                 continue;
             }
             let estimates = sketches.iter().map(|sketches| sketches[at].common(&sketches[other]));
-            let (pair, found) = pair((a, b), common, estimates);
-            within += pair.within;
-            errors.extend(found);
-            pairs.push(pair);
+            let (pair, errors) = pair(a, b, common, estimates);
+            comparison.errors.extend(errors);
+            comparison.pairs.push(pair);
         }
     }
-    let estimates = errors.len();
-    Comparison {
-        schema: "pagefold.lab.sketch-error/1",
-        keys: keys.into(),
-        programs: programs.len(),
-        pairs,
-        other_pairs: others,
-        within: (estimates > 0).then(|| within as f64 / estimates as f64),
-        median_error: (estimates > 0).then(|| median(errors.iter().copied())),
-        errors,
+    if let Some(overall) = Overall::of(std::slice::from_ref(&comparison)) {
+        comparison.within = Some(overall.within);
+        comparison.median_error = Some(overall.median_error);
     }
+    comparison
 }
 
 fn key(number: u16) -> FleetKey {
@@ -134,27 +143,39 @@ fn key(number: u16) -> FleetKey {
 }
 
 fn sketches(programs: &[Held], key: &FleetKey) -> Vec<Sketch> {
-    let of = |held: &Held| {
+    let mut sketches = Vec::new();
+    for program in programs {
         let mut counter = Counter::new();
-        held.contents.iter().for_each(|digest| counter.add(key.content(&digest.to_be_bytes())));
-        counter.finish().sketch
-    };
-    programs.iter().map(of).collect()
+        for digest in &program.contents {
+            counter.add(key.content(&digest.to_be_bytes()));
+        }
+        sketches.push(counter.finish().sketch);
+    }
+    sketches
 }
 
 /// A pair, and the errors of its estimates.
-fn pair((a, b): (&Held, &Held), common: usize, estimates: impl Iterator<Item = Estimate>) -> (Pair, Vec<f64>) {
-    let (smaller, larger) = (a.contents.len().min(b.contents.len()), a.contents.len().max(b.contents.len()));
-    let (mut within, mut errors) = (0, Vec::new());
+fn pair(a: &Held, b: &Held, common: usize, estimates: impl Iterator<Item = Estimate>) -> (Pair, Vec<f64>) {
+    let smaller = a.contents.len().min(b.contents.len());
+    let mut within = 0;
+    let mut errors = Vec::new();
     for Estimate { contents, low, high } in estimates {
         // We round the bounds to whole numbers: an estimate of exactly 3 may be stored as a little less.
         within += usize::from(low.floor() <= common as f64 && common as f64 <= high.ceil());
         errors.push((contents - common as f64).abs() / smaller as f64);
     }
-    let largest_error = errors.iter().copied().fold(0.0, f64::max);
-    let (keys, median_error) = (errors.len(), median(errors.iter().copied()));
-    let (a, b) = (a.name.clone(), b.name.clone());
-    (Pair { a, b, smaller, larger, common, within, keys, median_error, largest_error }, errors)
+    let pair = Pair {
+        a: a.name.clone(),
+        b: b.name.clone(),
+        smaller,
+        larger: a.contents.len().max(b.contents.len()),
+        common,
+        within,
+        keys: errors.len(),
+        median_error: median(errors.iter().copied()),
+        largest_error: errors.iter().copied().fold(0.0, f64::max),
+    };
+    (pair, errors)
 }
 
 #[cfg(test)]
@@ -196,7 +217,7 @@ mod tests {
         let (a, b) = (holding("a", 0..30_000), holding("b", 0..30_000));
         let one = sketches(std::slice::from_ref(&a), &key(1));
         let other = sketches(std::slice::from_ref(&b), &key(2));
-        let (pair, errors) = pair((&a, &b), 30_000, std::iter::once(one[0].common(&other[0])));
+        let (pair, errors) = pair(&a, &b, 30_000, std::iter::once(one[0].common(&other[0])));
         assert!(pair.within == 0 && errors[0] > 0.9, "{pair:?}");
     }
 }

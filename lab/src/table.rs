@@ -34,6 +34,10 @@ fn mib(pages: f64) -> String {
     format!("{:.1}", pages / 256.0)
 }
 
+fn and(number: u64, more: u64, name: &str) -> String {
+    if more == 0 { number.to_string() } else { format!("{number} + {more} {name}") }
+}
+
 fn of(part: f64, whole: Option<f64>) -> String {
     match whole {
         Some(whole) if whole > 0.0 => format!("{:.1} %", 100.0 * part / whole),
@@ -43,8 +47,7 @@ fn of(part: f64, whole: Option<f64>) -> String {
 
 impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let savable =
-            self.savable.iter().map(|&(_, pages)| pages as f64).sum::<f64>() / self.savable.len().max(1) as f64;
+        let savable: f64 = self.savable.iter().map(|&(_, pages)| pages as f64).sum();
         writeln!(
             f,
             "{} ({}): {:.0} s, {:.0} MiB, of which {} MiB could be saved on average",
@@ -52,16 +55,12 @@ impl fmt::Display for Comparison {
             self.source,
             self.seconds,
             Bytes(self.pages * 4096).mib(),
-            mib(savable)
+            mib(savable / self.savable.len().max(1) as f64)
         )?;
         if self.forked > 0 {
             writeln!(f, "{} pages shared by fork are left out: merging them saves nothing", self.forked)?;
         }
         let ksm = self.ksm();
-        let and = |number: u64, more: u64, what: &str| match more {
-            0 => number.to_string(),
-            _ => format!("{number} + {more} {what}"),
-        };
         let table = columns::table(
             1,
             &self.outcomes,
@@ -81,9 +80,9 @@ impl fmt::Display for Comparison {
             ],
         );
         writeln!(f, "\n{table}")?;
-        let classed = |outcome: &&Outcome| outcome.trees.len() > 1;
-        for outcome in self.outcomes.iter().filter(classed) {
-            let (most, all) = (outcome.trees.iter().max().copied().unwrap_or(0), outcome.trees.iter().sum::<u64>());
+        for outcome in self.outcomes.iter().filter(|outcome| outcome.trees.len() > 1) {
+            let most = outcome.trees.iter().max().copied().unwrap_or(0);
+            let all = outcome.trees.iter().sum::<u64>();
             let used = outcome.trees.iter().filter(|&&pages| pages > 0).count();
             writeln!(
                 f,

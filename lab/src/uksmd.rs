@@ -116,7 +116,7 @@ impl Scanner for Uksmd {
                     self.wake(memory);
                 }
                 State::Scanning { left, sampled, began_ns } if self.clock_ns < until_ns => {
-                    self.scan(memory, until_ns, (left, sampled, began_ns));
+                    self.scan(memory, until_ns, left, sampled, began_ns);
                 }
                 _ => return,
             }
@@ -198,9 +198,10 @@ impl Uksmd {
     }
 
     /// Continues the active part of a cycle, up to its end or until `until_ns`.
-    fn scan(&mut self, memory: &mut Memory, until_ns: u64, (mut left, mut sampled, began_ns): (u64, u64, u64)) {
+    fn scan(&mut self, memory: &mut Memory, until_ns: u64, mut left: u64, mut sampled: u64, began_ns: u64) {
         let Some(mut level_round) = self.level_round.take() else { return self.sleep(0) };
-        let (share, weight) = (self.settings.share(level_round.level), level_round.weight);
+        let share = self.settings.share(level_round.level);
+        let weight = level_round.weight;
         let mut over = false;
         let spent_before_ns = self.cpu_ns;
         while !over && left > 0 && self.clock_ns < until_ns {
@@ -265,9 +266,14 @@ impl Uksmd {
     fn next_level_round(&mut self) -> Option<LevelRound> {
         let level = self.level_above()?;
         self.level = level;
-        let pages = |key: &u32| Some((*key, self.regions.get(key)?.pages()));
-        let regions: Vec<(u32, u64)> = self.levels[level - 1].iter().filter_map(pages).collect();
-        let length: u64 = regions.iter().map(|(_, pages)| pages).sum();
+        let mut regions = Vec::new();
+        let mut length = 0;
+        for key in &self.levels[level - 1] {
+            if let Some(region) = self.regions.get(key) {
+                regions.push((*key, region.pages()));
+                length += region.pages();
+            }
+        }
         let points = (self.settings.level_ns(level) / self.page_ns).max(1);
         let interval = ((self.granularity.scale(length) << POINT_BITS) / points).max(1 << POINT_BITS);
         let weight = self.granularity.samples(interval >> POINT_BITS);
@@ -279,14 +285,17 @@ impl Uksmd {
     /// Admits new regions, promotes and demotes the others, and empties the unmerged tree when that's due.
     fn begin_round(&mut self, memory: &mut Memory) {
         self.judge(memory);
-        let (first, mut pages, mut regions) = (self.rounds == 0, 0, 0);
+        let mut pages = 0;
+        let mut regions = 0;
         for (key, region) in memory.live_regions() {
             pages += u64::from(region.len());
             regions += 1;
-            let (clock_ns, stream) = (self.clock_ns, &mut self.stream);
-            let new = || SampledRegion::new(region.len(), clock_ns, stream.next(), region.broken);
-            let slot = self.regions.entry(key).or_insert_with(new);
-            if slot.level == 0 && (first || clock_ns >= slot.seen_ns + self.settings.admission_ns()) {
+            let slot = self
+                .regions
+                .entry(key)
+                .or_insert_with(|| SampledRegion::new(region.len(), self.clock_ns, self.stream.next(), region.broken));
+            let admitted_ns = slot.seen_ns + self.settings.admission_ns();
+            if slot.level == 0 && (self.rounds == 0 || self.clock_ns >= admitted_ns) {
                 slot.level = 1;
                 self.levels[0].push(key);
             }

@@ -9,16 +9,17 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// `filler NODE LEFT` takes and locks the node's memory until LEFT MiB are free, prints `ready`, and takes all memory
 /// that becomes free there until it's killed.
 pub fn main(args: &[String]) -> ! {
-    let number = |at: usize| args[at].parse::<u64>().expect("a number");
-    let (nodes, left_kib) = (1 << number(0), number(1) << 10);
+    let node = args[0].parse().expect("a node");
+    let left_kib = args[1].parse::<u64>().expect("a size") << 10;
+    let nodes = 1_u64 << node;
     // SAFETY: the kernel reads 64 bits.
     let done = unsafe { libc::syscall(libc::SYS_set_mempolicy, libc::MPOL_BIND, &raw const nodes, 64) };
     assert_eq!(done, 0, "set_mempolicy: {}", std::io::Error::last_os_error());
-    fill(number(0), left_kib);
+    fill(node, left_kib);
     println!("ready");
     loop {
         std::thread::sleep(PAUSE);
-        fill(number(0), left_kib);
+        fill(node, left_kib);
     }
 }
 

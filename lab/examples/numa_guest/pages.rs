@@ -15,7 +15,6 @@ const REFERENCED: u64 = 1 << 2;
 const ACTIVE: u64 = 1 << 6;
 const KSM: u64 = 1 << 21;
 
-/// A process's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
     pub pid: i32,
@@ -38,26 +37,31 @@ impl Nodes {
     pub fn read() -> Self {
         let text = fs::read_to_string("/proc/zoneinfo").expect("zoneinfo");
         let mut nodes = Self { count: 0, zones: BTreeMap::new() };
-        let (mut node, mut frames) = (0, 0);
-        for line in text.lines() {
-            let number = |text: &str| text.trim().parse::<u64>().expect("a number");
+        let mut node = 0;
+        let mut frames: u64 = 0;
+        for line in text.lines().map(str::trim_start) {
             if let Some((number, _)) = line.strip_prefix("Node ").and_then(|rest| rest.split_once(',')) {
                 node = number.parse().expect("a node");
                 nodes.count = nodes.count.max(node + 1);
-            } else if let Some(spanned) = line.trim_start().strip_prefix("spanned ") {
-                frames = number(spanned);
-            } else if let Some(first) = line.trim_start().strip_prefix("start_pfn:").filter(|_| frames > 0) {
-                nodes.zones.insert(number(first), (frames, node));
+            } else if let Some(spanned) = line.strip_prefix("spanned ") {
+                frames = spanned.trim().parse().expect("a number of frames");
+            } else if let (Some(first), true) = (line.strip_prefix("start_pfn:"), frames > 0) {
+                nodes.zones.insert(first.trim().parse().expect("a frame"), (frames, node));
             }
         }
-        let ends = nodes.zones.iter().map(|(first, (frames, _))| first + frames);
-        assert!(ends.zip(nodes.zones.keys().skip(1)).all(|(end, next)| end <= *next), "zones overlap: {text}");
+        let mut end = 0;
+        for (first, (frames, _)) in &nodes.zones {
+            assert!(end <= *first, "zones overlap: {text}");
+            end = first + frames;
+        }
         nodes
     }
 
     fn of(&self, frame: u64) -> usize {
-        let zone = self.zones.range(..=frame).next_back().filter(|(first, (frames, _))| frame - **first < *frames);
-        zone.unwrap_or_else(|| panic!("frame {frame:#x} is on no node")).1.1
+        match self.zones.range(..=frame).next_back() {
+            Some((first, (frames, node))) if frame - first < *frames => *node,
+            _ => panic!("frame {frame:#x} is on no node"),
+        }
     }
 
     /// The state of every page of the processes.
@@ -75,7 +79,8 @@ impl Nodes {
                 let frame = entry & FRAME;
                 let mut flags = [0; 8];
                 kpageflags.read_exact_at(&mut flags, frame * 8).expect("a frame's flags");
-                let (flags, node) = (word(&flags), self.of(frame));
+                let flags = word(&flags);
+                let node = self.of(frame);
                 pages.by_node[node] += 1;
                 pages.active += u64::from(flags & ACTIVE != 0);
                 pages.referenced += u64::from(flags & REFERENCED != 0);
@@ -104,13 +109,14 @@ impl Nodes {
 fn smaps_ksm(victim: &Extent) -> u64 {
     let text = fs::read_to_string(format!("/proc/{}/smaps", victim.pid)).expect("smaps");
     let end = victim.start + victim.pages as u64 * PAGE;
-    let (mut inside, mut pages) = (false, 0);
+    let mut inside = false;
+    let mut pages = 0;
     for line in text.lines() {
         let first = line.split(' ').next().unwrap_or_default();
         if let Some((from, to)) = first.split_once('-') {
-            let address = |text| u64::from_str_radix(text, 16).expect("an address");
-            inside = address(from) < end && address(to) > victim.start;
-        } else if let Some(kib) = line.strip_prefix("KSM:").filter(|_| inside) {
+            let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).expect("an address"));
+            inside = from < end && to > victim.start;
+        } else if let (Some(kib), true) = (line.strip_prefix("KSM:"), inside) {
             pages += kib.trim().trim_end_matches(" kB").parse::<u64>().expect("a size") / 4;
         }
     }

@@ -19,7 +19,9 @@ pub struct Programs {
 
 impl Programs {
     pub fn start(scenario: &Scenario) -> Self {
-        let (mut victims, mut extents, mut cgroups) = (Vec::new(), Vec::new(), Vec::new());
+        let mut victims = Vec::new();
+        let mut extents = Vec::new();
+        let mut cgroups = Vec::new();
         for victim in &scenario.victims {
             let mut command = Command::new("/bin/holder");
             if victim.confined {
@@ -59,11 +61,14 @@ impl Programs {
 
     /// Checks every byte of all processes. Returns the errors.
     pub fn check(&mut self) -> Vec<String> {
-        let damaged = self.victims.iter_mut().map(|victim| victim.ask("check")).enumerate();
-        damaged
-            .filter(|(_, pages)| *pages > 0)
-            .map(|(number, pages)| format!("victim {number}: {pages} damaged"))
-            .collect()
+        let mut errors = Vec::new();
+        for (number, victim) in self.victims.iter_mut().enumerate() {
+            let pages = victim.ask("check");
+            if pages > 0 {
+                errors.push(format!("victim {number}: {pages} damaged"));
+            }
+        }
+        errors
     }
 }
 

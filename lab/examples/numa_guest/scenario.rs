@@ -33,7 +33,6 @@ const BUSY: u128 = 5;
 /// Pages of other processes that may be merged or moved meanwhile.
 const NEGLIGIBLE: u64 = 16;
 
-/// All knobs, by name.
 fn knobs() -> Vec<(String, String)> {
     let advisor = fs::read_to_string(format!("{KSM}/advisor_mode")).unwrap_or_default().trim().to_owned();
     let numbers = ksm::knobs().into_iter().map(|(name, value)| (name.to_owned(), value.to_string()));
@@ -81,7 +80,12 @@ pub fn run(scenario: &Scenario) -> Outcome {
         set_online(node, "online_movable").expect("it was online before");
     }
     rest();
-    let knobs_changed = knobs().into_iter().zip(&knobs_before).filter(|(now, before)| now != *before);
+    let mut knobs_changed = Vec::new();
+    for ((name, now), (_, before)) in knobs().into_iter().zip(knobs_before) {
+        if now != before {
+            knobs_changed.push(format!("{name}: {before}, then {now}"));
+        }
+    }
     let mut moves = settled.moves;
     moves.killed = vmstat("oom_kill") - killed;
     Outcome {
@@ -95,9 +99,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
         disturbed,
         summary,
         unmerged,
-        knobs_changed: knobs_changed
-            .map(|((name, now), (_, before))| format!("{name}: {before}, then {now}"))
-            .collect(),
+        knobs_changed,
         wrong,
     }
 }
@@ -228,11 +230,6 @@ impl Meter {
     fn wait_until_quiet(&self, merger: &Merger) -> Settled {
         let began = Instant::now();
         let quiet_time = if matches!(merger, Merger::Ksm) { QUIET_KSM } else { QUIET };
-        // We don't count pages that the kernel's NUMA balancing moves.
-        let activity = || {
-            let balanced = vmstat("numa_pages_migrated");
-            number("pages_sharing") + vmstat("pgmigrate_success") - balanced
-        };
         let scans = number("full_scans");
         let mut seen = activity();
         let mut since = Instant::now();
@@ -244,18 +241,24 @@ impl Meter {
             std::thread::sleep(CHECK_INTERVAL);
             let now = activity();
             if now.abs_diff(seen) > NEGLIGIBLE {
-                (seen, since, cpu_then, moves_then) = (now, Instant::now(), merger.cpu_ns(), moves());
+                seen = now;
+                since = Instant::now();
+                cpu_then = merger.cpu_ns();
+                moves_then = moves();
                 settled = self.settled();
                 happened = true;
             }
             if since.elapsed() >= quiet_time {
-                let (cpu_ns, moves) = (merger.cpu_ns(), moves());
+                let cpu_ns = merger.cpu_ns();
+                let moves = moves();
                 let busy = u128::from(cpu_ns - cpu_then) > since.elapsed().as_nanos() / BUSY;
                 // Nothing is merged before the second scan.
                 let enough = number("pages_sharing") > NEGLIGIBLE || number("full_scans") >= scans + 2;
                 settled.in_time = !busy && (enough || began.elapsed() >= FIRST_LIMIT);
                 settled.when_quiet = less(moves, moves_then);
-                (since, cpu_then, moves_then) = (Instant::now(), cpu_ns, moves);
+                since = Instant::now();
+                cpu_then = cpu_ns;
+                moves_then = moves;
             }
             if settled.in_time || began.elapsed() >= LIMIT {
                 if !happened {
@@ -274,6 +277,12 @@ impl Meter {
     fn settled(&self) -> Settled {
         Settled { ms: self.ms(), in_time: false, moves: less(moves(), self.moves), when_quiet: Moves::default() }
     }
+}
+
+/// Pages merged or moved, without those that the kernel's NUMA balancing moves.
+fn activity() -> u64 {
+    let balanced = vmstat("numa_pages_migrated");
+    number("pages_sharing") + vmstat("pgmigrate_success") - balanced
 }
 
 fn moves() -> Moves {
@@ -298,7 +307,6 @@ fn damage(victim: &Extent) {
     memory.write_at(b"?", victim.start + victim.pages as u64 / 2 * PAGE + 99).expect("a write");
 }
 
-/// Takes all memory of a node offline.
 fn take_offline(node: usize) -> Result<(), String> {
     set_online(node, "offline")
 }

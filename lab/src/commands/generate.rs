@@ -44,7 +44,6 @@ pub struct GenerateArgs {
     list: bool,
 }
 
-/// The summary as JSON.
 #[derive(Serialize)]
 struct Summary<'a> {
     schema: &'static str,
@@ -83,7 +82,8 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
     let Written { snapshots, processes, pages: first_pages, changes: changed_pages, bytes, .. } = written;
     if args.json {
         let schema = "pagefold.lab.generate/1";
-        let (workload, seed) = (generator.name, options.seed);
+        let workload = generator.name;
+        let seed = options.seed;
         let summary = Summary { schema, workload, file, seed, snapshots, processes, first_pages, changed_pages, bytes };
         println!("{}", serde_json::to_string_pretty(&summary)?);
     } else {
@@ -101,25 +101,26 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
 impl GenerateArgs {
     /// These options, with the workload's defaults for the ones that the user didn't give.
     fn or_defaults(&self, defaults: &Options) -> Options {
-        let ns = |time: Option<Duration>, default| {
-            time.map_or(default, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
-        };
-        let length_ns = ns(self.length, defaults.length_ns);
         Options {
             size: self.size.map_or(defaults.size, |mib| Pages(mib.saturating_mul(PAGES_PER_MIB))),
             processes: self.guests.unwrap_or(defaults.processes),
-            length_ns,
-            every_ns: ns(self.every, defaults.every_ns),
+            length_ns: self.length.map_or(defaults.length_ns, nanoseconds),
+            every_ns: self.every.map_or(defaults.every_ns, nanoseconds),
             seed: self.seed.unwrap_or(defaults.seed),
         }
     }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 fn list() -> String {
     let width = GENERATORS.iter().map(|generator| generator.name.len()).max().unwrap_or(0);
     let mut text = String::new();
     for Generator { name, about, defaults, .. } in GENERATORS {
-        let (mib, seconds) = (defaults.size.bytes().mib(), defaults.length_ns / 1_000_000_000);
+        let mib = defaults.size.bytes().mib();
+        let seconds = defaults.length_ns / 1_000_000_000;
         let _ = writeln!(text, "{name:width$}  {about}; {} of {mib} MiB, {seconds} s", defaults.processes);
     }
     text

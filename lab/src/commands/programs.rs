@@ -48,7 +48,6 @@ fn subject(name: &str) -> Result<&'static str, String> {
     })
 }
 
-/// Starts, records and ends the programs.
 pub fn run(args: &ProgramsArgs) -> Result<u8> {
     if args.list {
         let width = SUBJECTS.iter().map(|subject| subject.name.len()).max().unwrap_or(0);

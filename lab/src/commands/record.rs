@@ -55,7 +55,6 @@ struct Summary {
     file: PathBuf,
     file_schema: &'static str,
     scope: String,
-    /// Duration of the recording.
     seconds: f64,
     #[serde(flatten)]
     written: Written,
@@ -84,7 +83,8 @@ pub fn run(args: &RecordArgs) -> Result<u8> {
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
     let origin = Origin { source: "live".to_owned(), every_ns, anonymous: args.anonymous };
     let mut writer = RecordWriter::create(&args.output, &origin)?;
-    let (began, cpu_before_ns) = (Instant::now(), own_cpu_ns());
+    let began = Instant::now();
+    let cpu_before_ns = own_cpu_ns();
     let options = RecordingOptions {
         scope: args.scope.spec(),
         deny,
@@ -136,10 +136,15 @@ fn refuse_if_all_are_left_alone(scoped: &[ProcessInfo], deny: &DenyList) -> Resu
     let Some((scoped, reason)) = first else {
         return Err(Exit::new(exit::NO_SCOPE, "every process in scope has ended; start it again"));
     };
-    let (pid, name) = (scoped.process.pid(), &scoped.name);
+    let pid = scoped.process.pid();
+    let name = &scoped.name;
     let line =
         format!("process {pid} ({name}) is left alone: {reason}; nothing else is in scope; select other processes");
     Err(Exit::new(exit::REFUSED, line))
+}
+
+fn counted(number: u64, one: &str, many: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { many })
 }
 
 fn summary(args: &RecordArgs, recorder: &Recorder, written: Written, time: Duration, cpu_ns: u64) -> Summary {
@@ -161,17 +166,16 @@ fn summary(args: &RecordArgs, recorder: &Recorder, written: Written, time: Durat
 
 fn describe(summary: &Summary) -> String {
     let written = &summary.written;
-    let count = |number: u64, one: &str, many: &str| format!("{number} {}", if number == 1 { one } else { many });
     let mut text = String::new();
     text.line(format!(
         "{}: {} of {}, {} and {}; {} in the first, {} after it.",
         summary.file.display(),
-        count(written.snapshots, "snapshot", "snapshots"),
-        count(written.processes, "process", "processes"),
-        count(written.regions, "region", "regions"),
+        counted(written.snapshots, "snapshot", "snapshots"),
+        counted(written.processes, "process", "processes"),
+        counted(written.regions, "region", "regions"),
         style::human(written.pages * 4096),
-        count(written.pages, "page", "pages"),
-        count(written.changes, "change", "changes"),
+        counted(written.pages, "page", "pages"),
+        counted(written.changes, "change", "changes"),
     ));
     text.line(format!(
         "{} on disk; {:.1} s of CPU time in {:.1} s, the longest snapshot took {:.2} s.",

@@ -46,8 +46,10 @@ pub fn run(args: &ReplayArgs) -> Result<u8> {
     if let Some(length) = args.length {
         settings.for_ns = u64::try_from(length.as_nanos()).context("--for is too long")?;
     }
-    let all = || Algorithm::NAMES.iter().map(|&(_, algorithm)| algorithm).collect();
-    let algorithms: Vec<Algorithm> = if args.algorithm.is_empty() { all() } else { args.algorithm.clone() };
+    let mut algorithms = args.algorithm.clone();
+    if algorithms.is_empty() {
+        algorithms.extend(Algorithm::NAMES.map(|(_, algorithm)| algorithm));
+    }
     let name = args.file.file_stem().map_or_else(|| "record".into(), |stem| stem.to_string_lossy().into_owned());
     let outcomes = algorithms.into_iter().map(|algorithm| replay(algorithm, &scripted, &settings)).collect();
     let comparison = Comparison {

@@ -32,7 +32,6 @@ pub struct ScaleArgs {
     json: bool,
 }
 
-/// The parts of the measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Part {
     /// A day with each memory size

@@ -10,7 +10,6 @@ use super::world::World;
 use pagefold_engine::units::count;
 use rustc_hash::FxHashMap;
 
-/// The most pages that any placement saves.
 pub fn bound(world: &World<'_>, options: &FleetOptions) -> f64 {
     let mut of_kind = vec![0_u64; world.mix.kinds.len()];
     for instance in &world.instances {
@@ -24,12 +23,16 @@ pub fn bound(world: &World<'_>, options: &FleetOptions) -> f64 {
     }
     let share = world.mix.held_tenths.min(10) as f64 / 10.0;
     let places = world.places().max(1);
-    let paid_with = |instances: u64| 1.0 - (1.0 - share).powf(instances as f64);
-    let paid = |instances: u64| {
-        let full = (instances / places).min(u64::from(options.hosts));
-        full as f64 * paid_with(places) + paid_with(instances % places)
-    };
     let own: u64 = world.instances.iter().map(|instance| count(world.mix.kinds[instance.kind].own)).sum();
-    let least: f64 = holders.values().map(|&instances| paid(instances)).sum();
+    let mut least = 0.0;
+    for instances in holders.into_values() {
+        let full = (instances / places).min(u64::from(options.hosts));
+        least += full as f64 * paid_with(share, places) + paid_with(share, instances % places);
+    }
     world.held() as f64 - own as f64 - least
+}
+
+/// The pages of a content that a host pays for, if each of its instances holds this share.
+fn paid_with(share: f64, instances: u64) -> f64 {
+    1.0 - (1.0 - share).powf(instances as f64)
 }

@@ -29,7 +29,8 @@ pub struct Day {
 /// Simulates the same day with and without plans.
 pub fn day(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Day {
     let mut day = Day { hours: options.hours, replaced: 0, moves: 0, random: 0.0, planned: 0.0, by_hour: Vec::new() };
-    let (mut left, mut planned) = (World::new(mix, options), World::new(mix, options));
+    let mut left = World::new(mix, options);
+    let mut planned = World::new(mix, options);
     let each_hour = count(left.instances.len()) / REPLACED_IN;
     for hour in 0..options.hours {
         show(&format!("hour {} of {}", hour + 1, options.hours));

@@ -12,6 +12,7 @@ use pagefold_planner::contents::Contents;
 use pagefold_planner::{Fleet, Host, HostId, Placement, UnitId, plan};
 use rustc_hash::FxHashMap;
 use serde::Serialize;
+use std::cmp::Reverse;
 use std::collections::hash_map::Entry;
 
 /// Newcomers on each host, on average, between two plans.
@@ -23,7 +24,6 @@ const MEAN_PAGES: u64 = 10_000;
 /// Every newcomer takes at least this many pages of a host's memory, which bounds how many fit.
 const LEAST_PAGES: u64 = 4000;
 
-/// Workloads that fit.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Filled {
     pub random: usize,
@@ -49,12 +49,16 @@ impl Filled {
 struct Held(FxHashMap<u64, u32>);
 
 impl Held {
-    fn more(&self, mix: &Mix, instance: Instance) -> u64 {
-        count(contents(mix, instance).filter(|content| !self.0.contains_key(content)).count())
+    /// Whether an instance fits beside what's there.
+    fn fits(&self, mix: &Mix, instance: Instance, pages: u64) -> bool {
+        let more = contents(mix, instance).filter(|content| !self.0.contains_key(content)).count();
+        self.pages() + count(more) <= pages
     }
 
     fn add(&mut self, mix: &Mix, instance: Instance) {
-        contents(mix, instance).for_each(|content| *self.0.entry(content).or_default() += 1);
+        for content in contents(mix, instance) {
+            *self.0.entry(content).or_default() += 1;
+        }
     }
 
     fn remove(&mut self, mix: &Mix, instance: Instance) {
@@ -92,13 +96,15 @@ fn at_most(world: &mut World<'_>, pages: u64) -> usize {
     let own = mix.kinds.iter().map(|kind| count(kind.own)).min().unwrap_or(0);
     let smallest = mix.kinds.iter().map(|kind| count(kind.common.len() + kind.own) * mix.held_tenths / 10).min();
     // A host holds all of one workload, and at least each other workload's own pages.
-    let on_a_host = pages.saturating_sub(smallest.unwrap_or(0)).checked_div(own).map(|others| 1 + others);
-    let (mut holders, mut taken): (FxHashMap<u64, u64>, u64) = (FxHashMap::default(), 0);
+    let others = pages.saturating_sub(smallest.unwrap_or(0)).checked_div(own);
+    let on_a_host = others.map_or(u64::MAX, |others| 1 + others);
+    let mut holders: FxHashMap<u64, u64> = FxHashMap::default();
+    let mut taken = 0;
     for placed in 0.. {
         let instance = world.make(0);
         for content in contents(mix, instance) {
             let holders = holders.entry(content).or_default();
-            taken += u64::from(on_a_host.map_or(*holders == 0, |most| *holders % most == 0));
+            taken += u64::from(*holders % on_a_host == 0);
             *holders += 1;
         }
         if taken > u64::from(world.options.hosts) * pages {
@@ -113,10 +119,9 @@ fn at_random(world: &mut World<'_>, pages: u64) -> usize {
     let mut hosts: Vec<Held> = (0..world.options.hosts).map(|_| Held::default()).collect();
     for placed in 0.. {
         let instance = world.make(0);
-        let fits = |host: &&mut Held| host.pages() + host.more(mix, instance) <= pages;
         let start = index(u32::try_from(world.random.below(count(hosts.len()))).unwrap_or(0));
         let (before, after) = hosts.split_at_mut(start);
-        match after.iter_mut().chain(before).find(fits) {
+        match after.iter_mut().chain(before).find(|host| host.fits(mix, instance, pages)) {
             Some(host) => host.add(mix, instance),
             None => return placed,
         }
@@ -130,7 +135,8 @@ fn by_plan(world: &mut World<'_>, pages: u64) -> usize {
         world.push(newcomer);
     }
     let hosts = count(index(world.options.hosts));
-    let (mut settled, mut planned) = (0, false);
+    let mut settled = 0;
+    let mut planned = false;
     let mut next_plan = usize::try_from(hosts * pages / MEAN_PAGES / 2).unwrap_or(usize::MAX);
     loop {
         let before = settled;
@@ -161,16 +167,8 @@ fn settle(world: &mut World<'_>, from: usize, until: usize, planned: bool, pages
     }
     for (number, unit) in fleet.unit_ids().enumerate().take(until).skip(from) {
         let instance = world.instances[number];
-        let fits = |host: HostId| {
-            let held = &hosts[index(host.0)];
-            held.pages() + held.more(mix, instance) <= pages
-        };
-        let in_turn = || {
-            let all = world.options.hosts;
-            let first = u32::try_from(number).unwrap_or(0);
-            (0..all).map(|next| HostId((first + next) % all)).find(|host| fits(*host))
-        };
-        let host = if planned { best_host(&placement, unit, fits) } else { in_turn() };
+        let order = if planned { best_first(&placement, unit) } else { in_turn(number, world.options.hosts) };
+        let host = order.into_iter().find(|host| hosts[index(host.0)].fits(mix, instance, pages));
         let Some(host) = host else { return number };
         placement.add(unit, host);
         hosts[index(host.0)].add(mix, instance);
@@ -188,12 +186,17 @@ fn held(world: &World<'_>, settled: usize) -> Vec<Held> {
     hosts
 }
 
-/// The host where a newcomer shares most; of equal ones, the one with most room.
-fn best_host(placement: &Placement<'_>, unit: UnitId, fits: impl Fn(HostId) -> bool) -> Option<HostId> {
-    let mut scored: Vec<(u64, u64, HostId)> =
-        placement.fleet().host_ids().map(|host| (placement.gain(unit, host), placement.room(host).0, host)).collect();
-    scored.sort_unstable_by(|a, b| b.cmp(a));
-    scored.into_iter().map(|(.., host)| host).find(|host| fits(*host))
+/// All hosts, beginning with the one whose turn it is.
+fn in_turn(number: usize, hosts: u32) -> Vec<HostId> {
+    let first = u32::try_from(number).unwrap_or(0);
+    (0..hosts).map(|next| HostId((first + next) % hosts)).collect()
+}
+
+/// All hosts, beginning with the one where a newcomer shares most; of equal ones, the one with most room.
+fn best_first(placement: &Placement<'_>, unit: UnitId) -> Vec<HostId> {
+    let mut hosts: Vec<HostId> = placement.fleet().host_ids().collect();
+    hosts.sort_by_cached_key(|&host| Reverse((placement.gain(unit, host), placement.room(host).0, host)));
+    hosts
 }
 
 fn shift(mix: &Mix, hosts: &mut [Held], instance: &mut Instance, to: u32) {

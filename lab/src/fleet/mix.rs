@@ -9,6 +9,7 @@ use crate::record::{Record, RecordError, State};
 use pagefold_engine::host::PageState;
 use pagefold_engine::random::{Random, mix};
 use rustc_hash::FxHashMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 const SYSTEMS: u64 = 4;
@@ -21,7 +22,6 @@ const OWN_PAGES: usize = 5000;
 /// The share of its kind's contents that an instance holds, in tenths.
 const HELD_TENTHS: u64 = 9;
 
-/// A kind of workload.
 #[derive(Clone, Debug)]
 pub struct Kind {
     pub name: String,
@@ -46,20 +46,22 @@ impl Mix {
     /// Generated kinds. Systems and applications aren't equally common: the n-th is half as common as the one before
     /// it, and at least a fifth as common as the first.
     pub fn generated() -> Self {
-        let weight = |number: u64| (10 >> number.min(3)).max(2);
-        let contents = |segment: u64, pages: u64| (0..pages).map(move |page| mix(mix(segment) ^ page) >> 1);
-        let kinds = (0..SYSTEMS).flat_map(|system| {
-            (0..APPLICATIONS).map(move |application| Kind {
-                name: format!("os{system}-app{application}"),
-                common: contents(1000 + system, SYSTEM_PAGES)
-                    .chain(contents(2000 + application, APPLICATION_PAGES))
-                    .chain(contents(3000 + system * APPLICATIONS + application, PORT_PAGES))
-                    .collect(),
-                own: OWN_PAGES,
-                weight: weight(system) * weight(application),
-            })
-        });
-        Self { name: "enterprise and e-commerce mix".to_owned(), kinds: kinds.collect(), held_tenths: HELD_TENTHS }
+        let mut kinds = Vec::new();
+        for system in 0..SYSTEMS {
+            for application in 0..APPLICATIONS {
+                let mut common = Vec::new();
+                for (segment, pages) in [
+                    (1000 + system, SYSTEM_PAGES),
+                    (2000 + application, APPLICATION_PAGES),
+                    (3000 + system * APPLICATIONS + application, PORT_PAGES),
+                ] {
+                    common.extend((0..pages).map(|page| mix(mix(segment) ^ page) >> 1));
+                }
+                let name = format!("os{system}-app{application}");
+                kinds.push(Kind { name, common, own: OWN_PAGES, weight: weight(system) * weight(application) });
+            }
+        }
+        Self { name: "enterprise and e-commerce mix".to_owned(), kinds, held_tenths: HELD_TENTHS }
     }
 
     /// The programs of a record at its end. Contents that only one of them holds become every instance's own; the rest
@@ -67,45 +69,48 @@ impl Mix {
     pub fn of_record(path: &Path) -> Result<Self, RecordError> {
         let record = Record::read(path)?;
         let mut state = State::default();
-        record.snapshots.iter().for_each(|snapshot| state.apply(snapshot));
-        let mut by_process: FxHashMap<u32, Vec<u64>> = FxHashMap::default();
+        for snapshot in &record.snapshots {
+            state.apply(snapshot);
+        }
+        let mut by_process: BTreeMap<u32, BTreeSet<u64>> = BTreeMap::new();
         for held in state.regions.values() {
             let pages = by_process.entry(held.row.process).or_default();
-            let present = held.pages.iter().filter(|(_, page)| page.digest != 0 && page.state != PageState::ZeroMapped);
-            // Half of a keyed digest tells contents apart as well.
-            pages.extend(present.map(|(_, page)| u64::try_from(page.digest >> 65).unwrap_or(u64::MAX)));
-        }
-        let mut holders: FxHashMap<u64, u32> = FxHashMap::default();
-        for pages in by_process.values_mut() {
-            pages.sort_unstable();
-            pages.dedup();
-            for page in pages {
-                *holders.entry(*page).or_default() += 1;
+            for (_, page) in held.pages.iter() {
+                if page.digest != 0 && page.state != PageState::ZeroMapped {
+                    // Half of a keyed digest tells contents apart as well.
+                    pages.insert(u64::try_from(page.digest >> 65).unwrap_or(u64::MAX));
+                }
             }
         }
-        let mut processes: Vec<(u32, Vec<u64>)> = by_process.into_iter().collect();
-        processes.sort_unstable();
-        let kinds = processes.into_iter().map(|(process, pages)| {
+        let mut holders: FxHashMap<u64, u32> = FxHashMap::default();
+        for page in by_process.values().flatten() {
+            *holders.entry(*page).or_default() += 1;
+        }
+        let mut kinds = Vec::new();
+        for (process, pages) in by_process {
             let name = state.processes.get(&process).and_then(|row| row.name.clone());
             let common: Vec<u64> = pages.iter().copied().filter(|page| holders[page] > 1).collect();
             let own = pages.len() - common.len();
-            Kind { name: name.unwrap_or_else(|| format!("process-{process}")), common, own, weight: 1 }
-        });
-        let name = format!("programs of {}", path.display());
-        Ok(Self { name, kinds: kinds.collect(), held_tenths: 10 })
+            kinds.push(Kind { name: name.unwrap_or_else(|| format!("process-{process}")), common, own, weight: 1 });
+        }
+        Ok(Self { name: format!("programs of {}", path.display()), kinds, held_tenths: 10 })
     }
 
     /// A kind at random, by weight.
     pub fn choose(&self, random: &mut Random) -> usize {
         let all: u64 = self.kinds.iter().map(|kind| kind.weight).sum();
         let mut left = random.below(all.max(1));
-        self.kinds
-            .iter()
-            .position(|kind| {
-                let here = left < kind.weight;
-                left = left.saturating_sub(kind.weight);
-                here
-            })
-            .unwrap_or(0)
+        for (number, kind) in self.kinds.iter().enumerate() {
+            if left < kind.weight {
+                return number;
+            }
+            left -= kind.weight;
+        }
+        0
     }
+}
+
+/// How common the n-th system or application is.
+fn weight(number: u64) -> u64 {
+    (10 >> number.min(3)).max(2)
 }

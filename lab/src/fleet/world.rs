@@ -4,7 +4,7 @@
 use super::FleetOptions;
 use super::mix::Mix;
 use pagefold_engine::random::{Random, mix};
-use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, count};
+use pagefold_engine::units::{Bytes, PAGE_BYTES, Pages, count, index};
 use pagefold_planner::{Fleet, Host, HostId, Sample, Unit};
 use pagefold_sketch::{Content, Sketch};
 use rustc_hash::FxHashSet;
@@ -16,7 +16,6 @@ pub const PLACES: (u64, u64) = (6, 5);
 /// A host's memory, relative to its workloads without sharing: enough that memory limits nothing here.
 const AMPLE: u64 = 2;
 
-/// A workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Instance {
     pub kind: usize,
@@ -84,8 +83,11 @@ impl<'a> World<'a> {
         let largest = self.mix.kinds.iter().map(|kind| kind.common.len() + kind.own).max().unwrap_or(0);
         let memory = Bytes(AMPLE * u64::from(self.options.per_host) * count(largest) * PAGE_BYTES);
         let host = Host { memory, cpu_millicores: self.places() * CPU_EACH };
-        let units = self.instances.iter().zip(&self.sketches).map(|(&instance, sketch)| self.unit(instance, sketch));
-        Fleet { hosts: vec![host; pagefold_engine::units::index(self.options.hosts)], units: units.collect() }
+        let mut fleet = Fleet { hosts: vec![host; index(self.options.hosts)], units: Vec::new() };
+        for (&instance, sketch) in self.instances.iter().zip(&self.sketches) {
+            fleet.units.push(self.unit(instance, sketch));
+        }
+        fleet
     }
 
     pub fn unit(&self, instance: Instance, sketch: &Sketch) -> Unit {
@@ -122,17 +124,12 @@ pub fn contents(mix_of: &Mix, instance: Instance) -> impl Iterator<Item = u64> +
 
 /// Counts the pages that one host saves with some workloads of a fleet: all contents, less the distinct ones.
 pub fn exact_saving(world: &World<'_>, workloads: &[usize]) -> u64 {
-    saving_of(world.mix, workloads.iter().map(|&at| world.instances[at]))
-}
-
-/// Counts the pages that a host saves with these instances.
-pub fn saving_of(mix: &Mix, instances: impl Iterator<Item = Instance>) -> u64 {
-    let (mut all, mut different) = (0_u64, FxHashSet::default());
-    for instance in instances {
-        for content in contents(mix, instance) {
-            all += 1;
-            different.insert(content);
+    let mut saved = 0;
+    let mut different = FxHashSet::default();
+    for &workload in workloads {
+        for content in contents(world.mix, world.instances[workload]) {
+            saved += u64::from(!different.insert(content));
         }
     }
-    all - count(different.len())
+    saved
 }

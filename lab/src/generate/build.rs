@@ -23,7 +23,6 @@ const OBJECT_PAGES: usize = 6;
 const JOBS: usize = 2;
 /// Mean duration of a compilation.
 const JOB_NS: u64 = 3 * NS_PER_S / 2;
-/// Memory of a compiler.
 const JOB_SHARE: Permyriad = Permyriad(400);
 /// Data that a compiler reads and writes through the page cache.
 const READ_SHARE: Permyriad = Permyriad(55);
@@ -33,7 +32,6 @@ const OWN_OBJECT_PAGE: u64 = 20;
 /// One in this many pages of a compiler is equal in all guests.
 const EQUAL_PAGE: u64 = 10;
 
-/// A running compiler.
 #[derive(Debug)]
 struct Job {
     unit: u64,

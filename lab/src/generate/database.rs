@@ -106,10 +106,9 @@ impl Database {
         let row = guest.below((BLOCK * PARTS) as u64);
         let mut block = self.block(number);
         for place in [0, row, BLOCK * PARTS - 1] {
-            let (at, part) = (place / PARTS, place % PARTS);
             let content = machine.unique();
-            block[at].0[part] = content;
-            guest.memory.write_part(machine, pages[at], part, content);
+            block[place / PARTS].0[place % PARTS] = content;
+            guest.memory.write_part(machine, pages[place / PARTS], place % PARTS, content);
         }
         self.changed.insert(number, block);
     }

@@ -84,7 +84,6 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// A guest with untouched memory.
     pub fn new(machine: &HostMemory, size: Pages, seed: u64, number: u64) -> Self {
         let memory = Memory::new(machine, size);
         let free = (0..usize::try_from(size.0).unwrap_or(usize::MAX)).rev().collect();
@@ -170,7 +169,6 @@ impl Guest {
         }
     }
 
-    /// Takes cleared pages.
     pub fn fill_zeros(&mut self, machine: &mut HostMemory, pages: usize) {
         for _ in 0..pages {
             self.take_zeros(machine);
@@ -236,7 +234,6 @@ impl Heap {
         self.pages.extend((0..more).map_while(|_| guest.take_zeros(machine)));
     }
 
-    /// Frees all pages.
     pub fn end(&mut self, guest: &mut Guest) {
         guest.free(self.pages.drain(..));
         self.written = 0;

@@ -89,13 +89,17 @@ fn system_file(number: u64) -> File {
 /// The steps of a guest's boot, last first.
 fn steps(layout: &Layout, guest: &mut Guest) -> Vec<Step> {
     let mut left = guest.share(layout.system);
-    let files = (0..).map_while(|number| {
+    let mut files = Vec::new();
+    for number in 0.. {
         let pages = system_file(number).pages();
-        left = left.checked_sub(pages)?;
-        Some(Step::System(number))
-    });
+        if pages > left {
+            break;
+        }
+        left -= pages;
+        files.push(Step::System(number));
+    }
     let kinds: [Vec<Step>; 5] = [
-        files.collect(),
+        files,
         vec![Step::Own; guest.share(layout.own) / CHUNK],
         vec![Step::Slab; guest.share(layout.slab) / CHUNK],
         vec![Step::Zeros; guest.share(layout.zeros) / CHUNK],

@@ -59,7 +59,6 @@ impl HostMemory {
     }
 }
 
-/// A present page.
 #[derive(Clone, Copy, Debug)]
 struct Held {
     body: Body,
@@ -74,7 +73,6 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Untouched memory.
     pub fn new(machine: &HostMemory, size: Pages) -> Self {
         let size = usize::try_from(size.0).unwrap_or(usize::MAX);
         Self { key: machine.key, pages: vec![None; size], run: 0..0 }
@@ -106,14 +104,19 @@ impl Memory {
     }
 
     pub fn unmap(&mut self, machine: &mut HostMemory) {
-        machine.freed.extend(self.pages.iter_mut().rev().filter_map(Option::take).map(|held| held.frame));
+        for page in self.pages.iter_mut().rev() {
+            machine.freed.extend(page.take().map(|held| held.frame));
+        }
     }
 
     /// The pages as a record has them, mapped from `first` on.
     pub fn pages(&self, first: Vpn) -> Vec<(Vpn, Page)> {
-        let numbered = (first.0..).zip(&self.pages);
-        numbered
-            .filter_map(|(page, held)| held.as_ref().map(|held| (Vpn(page), held.body.page(self.key, held.frame))))
-            .collect()
+        let mut pages = Vec::new();
+        for (page, held) in (first.0..).zip(&self.pages) {
+            if let Some(held) = held {
+                pages.push((Vpn(page), held.body.page(self.key, held.frame)));
+            }
+        }
+        pages
     }
 }

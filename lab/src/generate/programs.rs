@@ -77,11 +77,10 @@ fn in_turn(options: &Options) -> Vec<u64> {
 /// `ksmpages.c` from KSM's announcement: zeros, except for the last 8 bytes of each page, which hold the page's number.
 /// So page 0 is all zeros, as are the first three parts of the others.
 pub fn ksmpages_worst(options: &Options) -> Box<dyn World> {
-    let body = |_: &mut HostMemory, _, number| match number {
+    Box::new(filled_once(options, "ksmpages", in_turn(options), |_, _, number| match number {
         0 => Body::ZEROS,
         _ => last_word(named(KSMPAGES, number, 0)),
-    };
-    Box::new(filled_once(options, "ksmpages", in_turn(options), body))
+    }))
 }
 
 /// The same program with 1 in place of the number.
@@ -91,11 +90,10 @@ pub fn ksmpages_best(options: &Options) -> Box<dyn World> {
 
 /// UKSM's static mix. Every other program has unique pages.
 pub fn static_mix(options: &Options) -> Box<dyn World> {
-    let body = |machine: &mut HostMemory, program, _| match program % 2 {
+    Box::new(filled_once(options, "mix", at_once(options), |machine, program, _| match program % 2 {
         0 => Body::named(MIX, 0, 0),
         _ => machine.unique_body(),
-    };
-    Box::new(filled_once(options, "mix", at_once(options), body))
+    }))
 }
 
 fn last_word(content: u64) -> Body {
@@ -181,8 +179,8 @@ impl World for ShortLived {
 
 pub fn short_lived(options: &Options) -> Box<dyn World> {
     let machine = HostMemory::new(options.seed);
-    let mut world =
-        ShortLived { machine, processes: options.processes, size: options.size, phase: 0, mapped: Vec::new() };
+    let Options { processes, size, .. } = *options;
+    let mut world = ShortLived { machine, processes, size, phase: 0, mapped: Vec::new() };
     world.map();
     Box::new(world)
 }

@@ -21,11 +21,9 @@ pub struct Layout {
     pub before_ns: u64,
 }
 
-/// A guest's work.
 pub trait Work {
     fn layout(&self) -> Layout;
 
-    /// Does one step of the boot.
     fn boot(&mut self, guest: &mut Guest, machine: &mut HostMemory, step: u64);
 
     /// Does the work of the `ns` nanoseconds up to `now_ns`.

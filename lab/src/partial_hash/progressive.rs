@@ -32,7 +32,6 @@ pub trait PartialHash {
         if from <= to { self.forward(page, state, from, to) } else { self.backward(page, state, from, to) }
     }
 
-    /// Hashes a page at a strength.
     fn hash(&self, page: &PageBytes, strength: u32) -> Self::State {
         self.forward(page, Self::State::default(), 0, strength)
     }
@@ -75,7 +74,9 @@ impl Shifts {
     #[inline]
     fn reverse_add(self, hash: u32) -> u32 {
         // The series n - (n << s) + (n << 2s) - ... ends once all bits are shifted out.
-        let (mut sum, mut term, mut minus) = (hash, hash << self.left, true);
+        let mut sum = hash;
+        let mut term = hash << self.left;
+        let mut minus = true;
         while term != 0 {
             sum = if minus { sum.wrapping_sub(term) } else { sum.wrapping_add(term) };
             minus = !minus;
@@ -86,7 +87,8 @@ impl Shifts {
 
     #[inline]
     fn reverse_xor(self, hash: u32) -> u32 {
-        let (mut sum, mut term) = (hash, hash >> self.right);
+        let mut sum = hash;
+        let mut term = hash >> self.right;
         while term != 0 {
             sum ^= term;
             term >>= self.right;
@@ -212,13 +214,17 @@ impl LineHash {
 
     #[inline]
     fn condense(&self, page: &PageBytes, line: usize) -> u64 {
-        let (words, keys) = (Self::line(page, line), &self.keys[line % Self::COUNT]);
-        let keyed = |at: usize| u128::from(words[at].wrapping_add(keys[at]));
-        let product = |at: usize| keyed(at).wrapping_mul(keyed(at + 1));
-        let sum = product(0).wrapping_add(product(2)).wrapping_add(product(4)).wrapping_add(product(6));
-        #[expect(clippy::cast_possible_truncation, reason = "the two halves")]
-        let (low, high) = (sum as u64, (sum >> 64) as u64);
-        low.wrapping_mul(self.fold) ^ high
+        let words = Self::line(page, line);
+        let keys = &self.keys[line % Self::COUNT];
+        let mut sum = 0_u128;
+        for at in [0, 2, 4, 6] {
+            let a = u128::from(words[at].wrapping_add(keys[at]));
+            let b = u128::from(words[at + 1].wrapping_add(keys[at + 1]));
+            sum = sum.wrapping_add(a.wrapping_mul(b));
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "the low half is wanted")]
+        let low = sum as u64;
+        low.wrapping_mul(self.fold) ^ (sum >> 64) as u64
     }
 
     /// The sum of the condensed lines of a mask.

@@ -104,12 +104,12 @@ struct Probe {
 impl StrengthController {
     /// A controller for strengths from 1 to `full`, starting at half.
     pub fn new(full: u32) -> Self {
-        let (full, strength) = (full.max(1), (full / 2).max(1));
+        let full = full.max(1);
+        let strength = (full / 2).max(1);
         let then = Start { from: strength, quiet: false };
         Self { full, strength, state: State::Measuring { then }, quiet_limit: QUIET_ROUNDS }
     }
 
-    /// The strength for the next round.
     pub fn strength(&self) -> u32 {
         self.strength
     }
@@ -162,7 +162,6 @@ impl StrengthController {
         });
     }
 
-    /// Processes the benefit of a step.
     fn step(&mut self, mut probe: Probe, benefit: i64) {
         if benefit > probe.best.1 {
             let best = (self.strength, benefit);

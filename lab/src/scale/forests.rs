@@ -37,15 +37,16 @@ impl ForestPoint {
 pub fn forest(nodes: u64, trees: u16) -> ForestPoint {
     let knobs = Knobs { smart_scan: false, merge_any: true, forest: Forest::Checksum { trees }, ..Knobs::default() };
     let mut sim = SimHost::new(1, Costs::default(), knobs);
-    let one = |fill| Process::starting_at(0).mapping(Mapping::new(fill, Fill::Series(1)));
-    sim.add(one(Pages(nodes)));
-    sim.add(one(Pages(nodes)));
+    for _ in 0..2 {
+        sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(nodes), Fill::Series(1))));
+    }
     scan(&mut sim);
     scan(&mut sim);
     let lost = nodes - sim.saved().0;
     sim.add(Process::starting_at(0).mapping(Mapping::new(Pages(UNIQUE_PAGES), Fill::Random)));
     scan(&mut sim);
-    let (before, spent_ns) = (sim.counts(), sim.cost().ksmd_ns);
+    let before = sim.counts();
+    let spent_ns = sim.cost().ksmd_ns;
     scan(&mut sim);
     let after = sim.counts();
     let searches = (after.searches - before.searches) as f64;

@@ -95,7 +95,8 @@ impl Savable {
     /// Pages at a time, by linear interpolation.
     fn at(&self, at_ns: u64) -> f64 {
         let next = self.0.partition_point(|&(then_ns, _)| then_ns <= at_ns).clamp(1, self.0.len() - 1);
-        let ((from_ns, from), (to_ns, to)) = (self.0[next - 1], self.0[next]);
+        let (from_ns, from) = self.0[next - 1];
+        let (to_ns, to) = self.0[next];
         let passed = at_ns.clamp(from_ns, to_ns) - from_ns;
         from as f64 + (to as f64 - from as f64) * passed as f64 / (to_ns - from_ns).max(1) as f64
     }
@@ -106,12 +107,9 @@ impl Savable {
 }
 
 pub fn granularity_for(machine: ServerMemory, algorithm: Algorithm) -> u32 {
-    let (simulated_log2, (finest, coarsest)) = if algorithm.is_pagefold() {
-        (SIMULATED_LOG2_PAGEFOLD, GRANULARITY_PAGEFOLD)
-    } else {
-        (SIMULATED_LOG2, GRANULARITY)
-    };
-    let wanted = machine.pages() >> simulated_log2;
+    let pagefold = algorithm.is_pagefold();
+    let wanted = machine.pages() >> if pagefold { SIMULATED_LOG2_PAGEFOLD } else { SIMULATED_LOG2 };
+    let (finest, coarsest) = if pagefold { GRANULARITY_PAGEFOLD } else { GRANULARITY };
     u32::try_from(wanted.next_power_of_two()).unwrap_or(u32::MAX).clamp(finest, coarsest)
 }
 
@@ -122,7 +120,9 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
     let settings = Settings { pages_to_scan, ..Settings::for_time(machine.for_ns) };
     let mut run = ReplayRun::begin(algorithm, knobs, &settings, |sim| machine.populate(sim, &knobs));
     let mut reached = None;
-    let (mut index_bytes, mut metadata_bytes, mut shares) = (0, 0, 0.0);
+    let mut index_bytes = 0;
+    let mut metadata_bytes = 0;
+    let mut shares = 0.0;
     let mut curve = Vec::new();
     while run.sim.now_ns() < machine.for_ns {
         let before_ns = run.sim.now_ns();
@@ -139,11 +139,13 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
             index_bytes = index_bytes.max(run.index_bytes() * u64::from(granularity));
         }
         let hours = now_ns as f64 / NS_PER_HOUR as f64;
-        if worth_a_point(&curve, (hours, share), reached.is_some_and(|(at_ns, ..)| at_ns == now_ns)) {
+        if worth_a_point(&curve, hours, share, reached.is_some_and(|(at_ns, ..)| at_ns == now_ns)) {
             curve.push((hours, share));
         }
     }
-    let (now_ns, spent, counts) = (run.sim.now_ns(), run.cpu_seconds(), run.sim.counts());
+    let now_ns = run.sim.now_ns();
+    let spent = run.cpu_seconds();
+    let counts = run.sim.counts();
     let saved_end = run.sim.saved().0 as f64 / savable.at(now_ns).max(1.0);
     let (until_ns, cpu_until, comparisons_until) = reached.unwrap_or((now_ns, spent, counts.comparisons()));
     let rest_days = (now_ns - until_ns) as f64 / (24 * NS_PER_HOUR) as f64;
@@ -176,7 +178,7 @@ pub fn grow(machine: ServerMemory, runner: GrowthRun, granularity: u32, savable:
 }
 
 /// Whether a point adds a change to the curve, or enough time has passed since the last.
-fn worth_a_point(curve: &[(f64, f64)], (hours, share): (f64, f64), reached: bool) -> bool {
+fn worth_a_point(curve: &[(f64, f64)], hours: f64, share: f64, reached: bool) -> bool {
     curve.last().is_none_or(|&(last, before)| reached || hours >= last + 0.25 || (share - before).abs() >= 0.01)
 }
 
@@ -210,27 +212,29 @@ pub struct GranularityCheck {
 
 impl GranularityCheck {
     pub fn new(fine: &Growth, coarse: &Growth) -> Self {
-        let figure = |name, of: &dyn Fn(&Growth) -> Option<f64>| {
-            Some(Figure { name, fine: of(fine)?, coarse: of(coarse)? }).filter(|figure| figure.fine > 0.0)
-        };
-        let figures = [
-            figure("time to 90 %", &|growth| growth.reached_seconds),
-            figure("CPU until then", &|growth| growth.reached_seconds.map(|_| growth.cpu_until_seconds)),
-            figure("CPU in all", &|growth| Some(growth.cpu_seconds)),
-            figure("comparisons", &|growth| Some(growth.comparisons as f64)),
-            figure("saved on average", &|growth| Some(growth.saved_mean)),
-            figure("index", &|growth| Some(growth.index_bytes as f64)),
-            figure("ksmd's records", &|growth| Some(growth.metadata_bytes as f64)),
-        ];
-        Self {
-            gib: fine.gib,
-            hours: fine.hours,
-            algorithm: fine.algorithm,
-            granularity: coarse.granularity,
-            figures: figures.into_iter().flatten().collect(),
+        let Growth { gib, hours, algorithm, .. } = *fine;
+        let mut figures = Vec::new();
+        for (name, of) in FIGURES {
+            if let (Some(fine), Some(coarse)) = (of(fine).filter(|&fine| fine > 0.0), of(coarse)) {
+                figures.push(Figure { name, fine, coarse });
+            }
         }
+        Self { gib, hours, algorithm, granularity: coarse.granularity, figures }
     }
 }
+
+/// A figure's name, and its source.
+type Source = (&'static str, fn(&Growth) -> Option<f64>);
+
+const FIGURES: [Source; 7] = [
+    ("time to 90 %", |growth| growth.reached_seconds),
+    ("CPU until then", |growth| growth.reached_seconds.map(|_| growth.cpu_until_seconds)),
+    ("CPU in all", |growth| Some(growth.cpu_seconds)),
+    ("comparisons", |growth| Some(growth.comparisons as f64)),
+    ("saved on average", |growth| Some(growth.saved_mean)),
+    ("index", |growth| Some(growth.index_bytes as f64)),
+    ("ksmd's records", |growth| Some(growth.metadata_bytes as f64)),
+];
 
 #[cfg(test)]
 mod tests {
@@ -277,9 +281,9 @@ mod tests {
 
     #[test]
     fn a_curve_keeps_what_changes() {
-        assert!(worth_a_point(&[], (0.0, 0.0), false));
-        assert!(!worth_a_point(&[(1.0, 0.5)], (1.1, 0.5), false));
-        assert!(worth_a_point(&[(1.0, 0.5)], (1.1, 0.52), false));
-        assert!(worth_a_point(&[(1.0, 0.5)], (1.1, 0.5), true) && worth_a_point(&[(1.0, 0.5)], (1.3, 0.5), false));
+        assert!(worth_a_point(&[], 0.0, 0.0, false));
+        assert!(!worth_a_point(&[(1.0, 0.5)], 1.1, 0.5, false));
+        assert!(worth_a_point(&[(1.0, 0.5)], 1.1, 0.52, false));
+        assert!(worth_a_point(&[(1.0, 0.5)], 1.1, 0.5, true) && worth_a_point(&[(1.0, 0.5)], 1.3, 0.5, false));
     }
 }

@@ -113,18 +113,21 @@ impl Race {
             let first = Vpn((number + 1) * (pages + EXTENT_PAGES).next_multiple_of(EXTENT_PAGES));
             let family = FamilyKey(0x90b);
             steps.push((at_ns, Step::Map { process: 0, region, family, first, pages: Pages(pages) }));
-            steps.extend((0..pages).map(|page| {
+            for page in 0..pages {
                 let content = contents.next().max(1);
-                (at_ns, Step::Write { region, page: first + page, content, parts: 0b1111, eighth: 0 })
-            }));
+                steps.push((at_ns, Step::Write { region, page: first + page, content, parts: 0b1111, eighth: 0 }));
+            }
         }
         steps.into()
     }
 
     fn wanted_gib(&self, seconds: u64) -> u64 {
-        let begun = |seconds| seconds / self.every_seconds + 1;
-        let steps = seconds.checked_sub(self.begins_seconds).map_or(0, begun);
-        2 * self.instance_gib + steps.min(self.steps) * self.step_gib
+        let mut gib = 2 * self.instance_gib;
+        if seconds >= self.begins_seconds {
+            let steps = (seconds - self.begins_seconds) / self.every_seconds + 1;
+            gib += steps.min(self.steps) * self.step_gib;
+        }
+        gib
     }
 
     /// Runs with an algorithm, or without merging. We kill nothing when memory has run out, so that the result shows

@@ -8,7 +8,7 @@
 
 use super::{NS_PER_HOUR, PAGES_PER_GIB};
 use pagefold_engine::random::Random;
-use pagefold_engine::units::{Pages, Permyriad};
+use pagefold_engine::units::{Pages, Permyriad, whole};
 use pagefold_sim::{Behaviour, Fill, Knobs, Mapping, Process, Replica, SimHost, Writes};
 
 pub const NODES: u16 = 8;
@@ -50,6 +50,10 @@ pub struct ServerMemory {
 }
 
 impl ServerMemory {
+    pub fn new(gib: u64, hours: f64) -> Self {
+        Self { gib, for_ns: whole(hours * NS_PER_HOUR as f64) }
+    }
+
     pub fn pages(self) -> u64 {
         self.gib * PAGES_PER_GIB
     }
@@ -88,26 +92,35 @@ impl ServerMemory {
 fn process(service: u64, pages: u64, start_ns: u64) -> Process {
     let kind = usize::try_from(service).unwrap_or(0) % KINDS.len();
     let Kind { body, zeros, heap } = KINDS[kind];
-    let part = |tenths: u64| Pages((pages * tenths / 10).max(1));
-    let mut number = 0;
-    let mut add = |process: Process, pages, density: Option<u32>, behaviour| {
-        // Regions of a kind are in the same family in all services.
-        number += 1;
-        let fill = density.map_or(Fill::Random, |density| {
-            let (template, density) = (service * 8 + number, vec![Permyriad(density)]);
-            Fill::Replica(Replica { template, density, zeros: Permyriad(zeros), run: 7, shift: 0 })
-        });
-        process.mapping(Mapping::new(pages, fill).of_family(kind as u64 * 8 + number).behaving(behaviour))
-    };
-    let mut process = Process::starting_at(start_ns);
+    // Each region's size in tenths, its share of duplicates, and its behaviour.
+    let mut regions = Vec::new();
     for &(tenths, density) in body {
-        process = add(process, part(tenths), Some(density), Behaviour::Static);
+        regions.push((tenths, Some(density), Behaviour::Static));
     }
-    let updated = part(1);
     // As many contents as pages: all siblings eventually get the same contents.
-    let writes = Writes::Duplicate { series: 1_000_000 + service, size: updated.0 };
+    let writes = Writes::Duplicate { series: 1_000_000 + service, size: part(pages, 1).0 };
     let density = body.iter().map(|&(_, density)| density).max();
-    process = add(process, updated, density, Behaviour::Turnover { every_ns: TURNOVER_NS, writes });
-    let writes = Writes::Unique;
-    add(process, part(heap.0), None, Behaviour::Turnover { every_ns: heap.1, writes })
+    regions.push((1, density, Behaviour::Turnover { every_ns: TURNOVER_NS, writes }));
+    regions.push((heap.0, None, Behaviour::Turnover { every_ns: heap.1, writes: Writes::Unique }));
+    let mut process = Process::starting_at(start_ns);
+    for (number, (tenths, density, behaviour)) in (1..).zip(regions) {
+        let fill = match density {
+            Some(density) => Fill::Replica(Replica {
+                template: service * 8 + number,
+                density: vec![Permyriad(density)],
+                zeros: Permyriad(zeros),
+                run: 7,
+                shift: 0,
+            }),
+            None => Fill::Random,
+        };
+        // Regions of a kind are in the same family in all services.
+        let mapping = Mapping::new(part(pages, tenths), fill).of_family(kind as u64 * 8 + number);
+        process = process.mapping(mapping.behaving(behaviour));
+    }
+    process
+}
+
+fn part(pages: u64, tenths: u64) -> Pages {
+    Pages((pages * tenths / 10).max(1))
 }

@@ -2,6 +2,7 @@
 
 use super::{Growth, RaceResult, Racer, Scaling, name};
 use crate::columns::table;
+use pagefold_engine::units::Bytes;
 use std::fmt;
 
 fn gib(bytes: u64) -> String {
@@ -17,8 +18,27 @@ fn time(seconds: f64) -> String {
     }
 }
 
+fn after(seconds: Option<f64>) -> String {
+    seconds.map_or_else(|| "never".to_owned(), |at| format!("{at:.0} s"))
+}
+
 fn millions(number: u64) -> String {
     format!("{:.1}", number as f64 / 1e6)
+}
+
+fn mib(bytes: u64) -> String {
+    if bytes == 0 { "-".to_owned() } else { format!("{:.0}", Bytes(bytes).mib()) }
+}
+
+fn comparisons(growth: &Growth) -> String {
+    match growth.hash_comparisons {
+        0 => millions(growth.comparisons),
+        hashes => format!("{} + {} of hashes", millions(growth.comparisons), millions(hashes)),
+    }
+}
+
+fn number(value: f64) -> String {
+    if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.3}") }
 }
 
 fn percent(share: f64) -> String {
@@ -38,14 +58,6 @@ impl Scaling {
     fn growth(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(first) = self.growth.first() else { return Ok(()) };
         writeln!(f, "Growing memory, {:.1} h of each size; 90 % of the savable memory:\n", first.hours)?;
-        let mib = |bytes: u64| match bytes {
-            0 => "-".to_owned(),
-            _ => format!("{:.0}", bytes as f64 / f64::from(1 << 20)),
-        };
-        let comparisons = |growth: &Growth| match growth.hash_comparisons {
-            0 => millions(growth.comparisons),
-            hashes => format!("{} + {} of hashes", millions(growth.comparisons), millions(hashes)),
-        };
         let rows = table(
             3,
             &self.growth,
@@ -81,12 +93,10 @@ impl Scaling {
             first.hours * 60.0,
             first.granularity
         )?;
-        let number = |value: f64| if value >= 100.0 { format!("{value:.0}") } else { format!("{value:.3}") };
-        let figures: Vec<_> = self
-            .granularity
-            .iter()
-            .flat_map(|check| check.figures.iter().map(move |figure| (check.algorithm, figure)))
-            .collect();
+        let mut figures = Vec::new();
+        for check in &self.granularity {
+            figures.extend(check.figures.iter().map(|figure| (check.algorithm, figure)));
+        }
         let rows = table(
             2,
             &figures,
@@ -137,18 +147,17 @@ fn show_race(f: &mut fmt::Formatter<'_>, RaceResult { race, racers }: &RaceResul
         race.complete_seconds(),
         race.cost_percent
     )?;
-    let seconds = |before: &str, seconds: Option<f64>, never: &str| {
-        seconds.map_or_else(|| never.to_owned(), |at| format!("{before}{at:.0} s"))
-    };
     let rows = table(
         1,
         racers,
         &[
             ("algorithm", &Racer::name),
-            ("out of memory", &|racer| seconds("at ", racer.exhausted_seconds, "finished")),
+            ("out of memory", &|racer| {
+                racer.exhausted_seconds.map_or("finished".to_owned(), |at| format!("at {at:.0} s"))
+            }),
             ("most in use GiB", &|racer| gib(racer.most_bytes)),
-            ("1 GiB saved after", &|racer| seconds("", racer.first_seconds, "never")),
-            ("half after", &|racer| seconds("", racer.half_seconds, "never")),
+            ("1 GiB saved after", &|racer| after(racer.first_seconds)),
+            ("half after", &|racer| after(racer.half_seconds)),
             ("saved GiB when the job is complete", &|racer| gib(racer.saved_bytes)),
             ("in the end", &|racer| gib(racer.saved_end_bytes)),
             ("CPU s", &|racer| format!("{:.0}", racer.cpu_seconds)),

@@ -78,11 +78,10 @@ impl SampledRegion {
     /// ratio is pages broken to pages merged in the round, as in the authors' patch (`cal_dedup_ratio`); the paper
     /// doesn't say.
     pub(super) fn end_round(&mut self, broken: u64, settings: &UksmSettings) -> LevelChange {
-        let (sampled, found) = (self.sampled, self.found);
+        let sampled = std::mem::take(&mut self.sampled);
+        let found = std::mem::take(&mut self.found);
         let broken = broken - std::mem::replace(&mut self.broken, broken);
-        let complete = self.complete;
-        (self.sampled, self.found, self.complete) = (0, 0, false);
-        if complete {
+        if std::mem::take(&mut self.complete) {
             self.visited = 0;
             self.key = mix(self.key);
             self.order = Permutation::new(self.pages(), self.key);

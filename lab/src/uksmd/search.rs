@@ -58,8 +58,9 @@ fn hash_ns(costs: &Costs, strength: u32) -> u64 {
 impl Search {
     /// `granularity`: how many real pages a simulated page stands for. `strength`: words hashed of a page.
     pub(super) fn new(costs: &Costs, granularity: Granularity, strength: u32, zero_pages: bool) -> Self {
-        let (merged, unmerged) = Default::default();
         let hash_ns = hash_ns(costs, strength);
+        let merged = FxHashMap::default();
+        let unmerged = FxHashMap::default();
         Self { costs: *costs, granularity, zero_pages, hash_ns, merged, unmerged, counts: SearchCounts::default() }
     }
 
@@ -114,12 +115,7 @@ impl Search {
         // Nothing protects the pages of the unmerged tree: programs may have written or unmapped them, or they've been
         // merged.
         if let Some(&other) = self.unmerged.get(&content) {
-            let there = |(key, page): PageRef| {
-                let region = memory.region(key)?;
-                let held = matches!(region.backing.get(page as usize)?, Backing::Private | Backing::Forked);
-                held.then(|| region.content[page as usize])
-            };
-            let now = if other == me || memory.same_frame(other, me) { None } else { there(other) };
+            let now = if other == me || memory.same_frame(other, me) { None } else { unmerged_content(memory, other) };
             compared = u64::from(now.is_some());
             if now == Some(content) {
                 self.counts.search(weight, 0, compared, true);
@@ -179,6 +175,15 @@ impl Search {
             }
             used
         });
+    }
+}
+
+/// The content of a page, if it's present and not merged.
+fn unmerged_content(memory: &Memory, (key, page): PageRef) -> Option<u64> {
+    let region = memory.region(key)?;
+    match region.backing.get(page as usize)? {
+        Backing::Private | Backing::Forked => Some(region.content[page as usize]),
+        _ => None,
     }
 }
 

@@ -3,10 +3,8 @@
 use pagefold_engine::governor::{Governor, share_ns};
 use pagefold_engine::units::Permyriad;
 
-/// The settings of UKSM's scanner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UksmSettings {
-    /// The seed of all random choices.
     pub seed: u64,
     /// Scan levels (`N`).
     pub levels: usize,

@@ -26,7 +26,6 @@ impl Rig {
         Self { memory: Memory::default(), uksmd, now_ns: 0, unique: 0 }
     }
 
-    /// A process with one region.
     fn map(&mut self, contents: Vec<u64>) -> u32 {
         let home = NodeKey(u16::try_from(self.unique % 2).unwrap());
         let place = if self.memory.nodes.is_tracked() {
