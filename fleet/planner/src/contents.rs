@@ -4,7 +4,7 @@
 //! most fleets a small part. Numbers ascend with the digests, so a sample at a lower rate is the beginning of one at a
 //! higher rate, and units whose rates differ can be compared.
 
-use crate::fleet::{DIGESTS_END, DOMAIN_BITS, Fleet, Sample, Unit, UnitId};
+use crate::fleet::{DIGESTS_END, DOMAIN_BITS, Fleet, Unit, UnitId};
 use crate::regression::{Moments, shortfall};
 use pagefold_engine::units::{PAGE_BYTES, count, index};
 
@@ -36,7 +36,6 @@ pub struct Contents {
     starts: Vec<usize>,
     /// What is known of each unit's sample.
     samples: Vec<Sampled>,
-    /// The key of each content.
     keys: Vec<u64>,
 }
 
@@ -56,33 +55,35 @@ impl Contents {
     pub fn of(fleet: &Fleet) -> Self {
         let keys = shared_keys(fleet);
         let table = table(&keys);
-        let (mut held, mut starts, mut samples) = (Vec::new(), vec![0], Vec::new());
+        let mut held = Vec::new();
+        let mut starts = vec![0];
+        let mut samples = Vec::new();
+        let mut found: Vec<u32> = Vec::new();
         for unit in &fleet.units {
             let level = level(unit);
-            let from = held.len();
             let mut seen = 0;
+            found.clear();
             for key in unit_keys(unit, level) {
                 seen += 1;
                 let slot = index_of(key);
                 let among = table[slot]..table[slot + 1];
                 if let Ok(at) = keys[among.clone()].binary_search(&key) {
-                    held.push(u32::try_from(among.start + at).unwrap_or(u32::MAX));
+                    found.push(u32::try_from(among.start + at).unwrap_or(u32::MAX));
                 }
             }
-            let alone = u32::try_from(seen - count(held.len() - from)).unwrap_or(u32::MAX);
+            let alone = u32::try_from(seen - count(found.len())).unwrap_or(u32::MAX);
             samples.push(Sampled { level, shortfall: shortfall(unit.held.0, seen, level), alone });
-            held[from..].sort_unstable();
-            held.dedup_from(from);
+            found.sort_unstable();
+            found.dedup();
             // A sample that stands for more than the unit has would make room on a host that has none.
             let pages = unit.memory.0 / PAGE_BYTES;
-            let mut to = from;
-            for at in from..held.len() {
-                if count(to - from) < most_below(pages, sparsest(keys[index(held[at])])) {
-                    held[to] = held[at];
-                    to += 1;
-                }
-            }
-            held.truncate(to.min(from.saturating_add(usize::try_from(pages >> level).unwrap_or(usize::MAX))));
+            let mut kept = 0;
+            found.retain(|&content| {
+                let fits = kept < most_below(pages, sparsest(keys[index(content)])).min(pages >> level);
+                kept += u64::from(fits);
+                fits
+            });
+            held.append(&mut found);
             starts.push(held.len());
         }
         held.shrink_to_fit();
@@ -115,7 +116,6 @@ impl Contents {
         Moments::of(self.alone(unit), 1, self.level(unit))
     }
 
-    /// The number of contents.
     pub fn len(&self) -> usize {
         self.keys.len()
     }
@@ -133,11 +133,10 @@ impl Contents {
     /// The contents of two units in common, and of both together, of those that both would have sampled.
     pub fn overlap(&self, a: UnitId, b: UnitId) -> (usize, usize) {
         let end = DIGESTS_END >> self.level(a).max(self.level(b));
-        let below = |unit| {
+        let [a, b] = [a, b].map(|unit| {
             let held = self.of_unit(unit);
             &held[..held.partition_point(|&content| self.keys[index(content)] < end)]
-        };
-        let (a, b) = (below(a), below(b));
+        });
         let common = common(a, b);
         (common, a.len() + b.len() - common)
     }
@@ -160,32 +159,16 @@ pub(crate) const fn pages(level: u8) -> u64 {
     1 << level
 }
 
-trait DedupFrom {
-    fn dedup_from(&mut self, from: usize);
-}
-
-impl DedupFrom for Vec<u32> {
-    /// Drops numbers that equal their predecessor, from an index on.
-    fn dedup_from(&mut self, from: usize) {
-        let mut to = from;
-        for at in from..self.len() {
-            if to == from || self[to - 1] != self[at] {
-                self[to] = self[at];
-                to += 1;
-            }
-        }
-        self.truncate(to);
-    }
-}
-
 /// The number of elements that two ascending lists have in common.
 fn common(a: &[u32], b: &[u32]) -> usize {
-    let (mut at_a, mut at_b, mut common) = (0, 0, 0);
+    let mut at_a = 0;
+    let mut at_b = 0;
+    let mut common = 0;
     while at_a < a.len() && at_b < b.len() {
-        let (x, y) = (a[at_a], b[at_b]);
-        common += usize::from(x == y);
-        at_a += usize::from(x <= y);
-        at_b += usize::from(y <= x);
+        let order = a[at_a].cmp(&b[at_b]);
+        common += usize::from(order.is_eq());
+        at_a += usize::from(order.is_le());
+        at_b += usize::from(order.is_ge());
     }
     common
 }
@@ -193,9 +176,8 @@ fn common(a: &[u32], b: &[u32]) -> usize {
 /// The lowest level at which all samples of a unit are complete. Rates are rounded down to powers of two, so that few
 /// different ones meet on a host.
 fn level(unit: &Unit) -> u8 {
-    let of_sample =
-        |sample: &Sample| (0..LEVELS_END).find(|&level| DIGESTS_END >> level <= sample.threshold).unwrap_or(LEVELS_END);
-    unit.samples.iter().map(of_sample).max().unwrap_or(0)
+    let lowest = unit.samples.iter().map(|sample| sample.threshold).min().unwrap_or(DIGESTS_END);
+    (0..LEVELS_END).find(|&level| DIGESTS_END >> level <= lowest).unwrap_or(LEVELS_END)
 }
 
 /// The keys of a unit's contents, as sampled at a level. One may come twice, if several workloads of the unit hold it.
@@ -250,7 +232,7 @@ fn table(keys: &[u64]) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fleet::{Host, HostId};
+    use crate::fleet::{Host, HostId, Sample};
     use pagefold_engine::units::{Bytes, Pages};
 
     fn unit(domain: u32, threshold: u64, digests: &[u64]) -> Unit {

@@ -35,7 +35,6 @@ impl UnitId {
     }
 }
 
-/// A host's limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
     /// What its workloads may take, after merging, with what may come back.
@@ -58,7 +57,6 @@ pub struct Sample {
 /// What is moved as one: a workload, or several that must stay together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unit {
-    /// Where it is.
     pub host: HostId,
     /// The memory it takes without sharing with others, with what may come back.
     pub memory: Bytes,
@@ -81,32 +79,18 @@ pub struct Unit {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fleet {
     pub hosts: Vec<Host>,
-    /// What runs on them.
     pub units: Vec<Unit>,
 }
 
 /// A fleet that cannot be planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FleetError {
-    /// The host does not exist.
     #[error("unit {unit} is on host {host}, but there are {hosts} hosts")]
-    NoHost {
-        /// The unit's place.
-        unit: usize,
-        host: u32,
-        /// The number of hosts.
-        hosts: usize,
-    },
-    /// More than a key can tell apart.
+    NoHost { unit: usize, host: u32, hosts: usize },
     #[error("there are more than {DOMAINS} trust domains")]
     Domains,
-    /// More than can be counted.
     #[error("host {host} has more than {UNITS_PER_HOST} workloads")]
-    Crowded {
-        /// The host's place.
-        host: usize,
-    },
-    /// More than can be numbered.
+    Crowded { host: usize },
     #[error("there are more than {} of them", u32::MAX)]
     Many,
 }
@@ -142,12 +126,10 @@ impl Fleet {
         &self.hosts[host.index()]
     }
 
-    /// All units, by number.
     pub fn unit_ids(&self) -> impl Iterator<Item = UnitId> + use<> {
         (0..u32::try_from(self.units.len()).unwrap_or(u32::MAX)).map(UnitId)
     }
 
-    /// All hosts, by number.
     pub fn host_ids(&self) -> impl Iterator<Item = HostId> + use<> {
         (0..u32::try_from(self.hosts.len()).unwrap_or(u32::MAX)).map(HostId)
     }

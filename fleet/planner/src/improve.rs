@@ -7,7 +7,6 @@ use crate::fleet::{HostId, UnitId};
 use crate::placement::Placement;
 use pagefold_engine::units::count;
 
-/// Passes over all units.
 const PASSES: u32 = 4;
 /// Units that share at least this part of what they hold are left where they are, as a fraction.
 const CONTENT: (u64, u64) = (9, 10);
@@ -19,12 +18,13 @@ const LOOK_UPS: u64 = 64;
 
 /// At how many contents looked up a search ends that begins now.
 pub(crate) fn most_look_ups(placement: &Placement<'_>) -> u64 {
-    let held = |unit| count(placement.contents().of_unit(unit).len());
-    placement.looked_up() + LOOK_UPS * placement.fleet().unit_ids().map(held).sum::<u64>()
+    let units = placement.fleet().unit_ids();
+    let held: usize = units.map(|unit| placement.contents().of_unit(unit).len()).sum();
+    placement.looked_up() + LOOK_UPS * count(held)
 }
 
 /// Improves a placement. `candidates` names hosts that may suit a unit.
-pub fn improve(placement: &mut Placement<'_>, candidates: impl Fn(&Placement<'_>, UnitId) -> Vec<HostId>) {
+pub fn improve(placement: &mut Placement<'_>, candidates: impl Fn(UnitId) -> Vec<HostId>) {
     let fleet = placement.fleet();
     let most = most_look_ups(placement);
     for _ in 0..PASSES {
@@ -38,8 +38,11 @@ pub fn improve(placement: &mut Placement<'_>, candidates: impl Fn(&Placement<'_>
             if shared * CONTENT.1 >= held * CONTENT.0 {
                 continue;
             }
-            let hosts = candidates(placement, unit);
-            hosts.into_iter().any(|host| placement.host_of(unit) != Some(host) && try_host(placement, unit, host));
+            for host in candidates(unit) {
+                if placement.host_of(unit) != Some(host) && try_host(placement, unit, host) {
+                    break;
+                }
+            }
         }
         if placement.saved() == before {
             return;
@@ -50,24 +53,28 @@ pub fn improve(placement: &mut Placement<'_>, candidates: impl Fn(&Placement<'_>
 /// Moves a unit to a host, or exchanges it for one of those there, if that saves more.
 fn try_host(placement: &mut Placement<'_>, unit: UnitId, host: HostId) -> bool {
     let Some(from) = placement.host_of(unit) else { return false };
-    let (gain, loss) = (placement.gain(unit, host), placement.loss(unit));
+    let gain = placement.gain(unit, host);
+    let loss = placement.loss(unit);
     if gain > loss && placement.fits(unit, host) {
         placement.remove(unit);
         placement.add(unit, host);
         return true;
     }
     let fleet = placement.fleet();
-    let mut partners: Vec<(u64, UnitId)> = placement
-        .units_on(host)
-        .iter()
-        .filter(|&&other| !fleet.unit(other).pinned)
-        .map(|&other| (placement.loss(other), other))
-        .collect();
+    let mut partners = Vec::new();
+    for &other in placement.units_on(host) {
+        if !fleet.unit(other).pinned {
+            partners.push((placement.loss(other), other));
+        }
+    }
     partners.sort_unstable();
-    partners.into_iter().take(PARTNERS).any(|(loss_other, other)| {
+    for (loss_other, other) in partners.into_iter().take(PARTNERS) {
         // What the two share with each other is counted as a gain here: an upper bound, which is cheap.
-        gain + placement.gain(other, from) > loss + loss_other && exchange(placement, unit, other)
-    })
+        if gain + placement.gain(other, from) > loss + loss_other && exchange(placement, unit, other) {
+            return true;
+        }
+    }
+    false
 }
 
 /// Exchanges two units, if they fit and that saves more.

@@ -27,5 +27,5 @@ pub mod regression;
 pub mod target;
 
 pub use fleet::{Fleet, FleetError, Host, HostId, Sample, Unit, UnitId};
-pub use moves::{Plan, Step, plan};
+pub use moves::{Move, Plan, Step, plan};
 pub use placement::{Placement, Saving};

@@ -29,14 +29,19 @@ pub fn groups(contents: &Contents, units: impl Iterator<Item = UnitId>) -> Vec<V
         near.retain(|&group| group != u32::MAX);
         near.sort_unstable();
         near.dedup();
-        let likeness = |&group: &u32| {
+        let mut best = None;
+        let mut best_common = LIKE.0;
+        let mut best_all = LIKE.1;
+        for group in near {
             let (common, all) = contents.overlap(groups[index(group)][0], unit);
-            (common * LIKE.1 >= all * LIKE.0 && common > 0).then_some((common, all))
-        };
-        let best = near.iter().filter_map(|group| likeness(group).map(|like| (like, *group)));
-        // a/b > c/d as ad > cb: likenesses are compared exactly.
-        let best = best.max_by(|((a, b), _), ((c, d), _)| (a * d).cmp(&(c * b)));
-        if let Some((_, group)) = best {
+            // a/b >= c/d as ad >= cb: likenesses are compared exactly.
+            if common > 0 && common * best_all >= best_common * all {
+                best = Some(group);
+                best_common = common;
+                best_all = all;
+            }
+        }
+        if let Some(group) = best {
             groups[index(group)].push(unit);
             continue;
         }

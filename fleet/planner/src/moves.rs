@@ -13,7 +13,7 @@ use crate::placement::{Placement, Saving};
 use crate::target::target;
 use pagefold_engine::units::{Bytes, Pages, difference};
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Units with which one may change places, that are looked at.
 const EXCHANGES: usize = 8;
@@ -21,11 +21,8 @@ const EXCHANGES: usize = 8;
 /// A unit goes to another host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// What is moved.
     pub unit: UnitId,
-    /// Where it was.
     pub from: HostId,
-    /// Where it goes.
     pub to: HostId,
 }
 
@@ -40,7 +37,6 @@ pub struct Step {
 /// What to do, and what that saves.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// The steps, in order.
     pub steps: Vec<Step>,
     /// Workloads that are moved.
     pub moves: u64,
@@ -65,7 +61,6 @@ pub fn plan(fleet: &Fleet, contents: &Contents, most_moves: u64) -> Plan {
     walk.run(most_moves);
     walk.go_back_to_best();
     let Walk { now, steps, group_of, moved, .. } = walk;
-    let place = |unit: UnitId| now.host_of(unit).unwrap_or(fleet.unit(unit).host);
     Plan {
         steps,
         moves: moved,
@@ -73,8 +68,18 @@ pub fn plan(fleet: &Fleet, contents: &Contents, most_moves: u64) -> Plan {
         after: now.total_saving(),
         hosts: fleet.host_ids().map(|host| now.saving(host)).collect(),
         groups: group_of,
-        places: fleet.unit_ids().map(place).collect(),
+        places: places(&now),
     }
+}
+
+/// The host of each unit; where it is now if it's on none.
+fn places(placement: &Placement<'_>) -> Vec<HostId> {
+    let fleet = placement.fleet();
+    fleet.unit_ids().map(|unit| placement.host_of(unit).unwrap_or(fleet.unit(unit).host)).collect()
+}
+
+fn workloads(fleet: &Fleet, units: &[UnitId]) -> u64 {
+    units.iter().map(|&unit| u64::from(fleet.unit(unit).workloads)).sum()
 }
 
 /// Members of a group that leave a host.
@@ -99,8 +104,7 @@ struct Walk<'a> {
 impl<'a> Walk<'a> {
     fn new(groups: &[Vec<UnitId>], target: &Placement<'a>, mut now: Placement<'a>) -> Self {
         let fleet = now.fleet();
-        let wanted: Vec<HostId> =
-            fleet.unit_ids().map(|unit| target.host_of(unit).unwrap_or(fleet.unit(unit).host)).collect();
+        let wanted = places(target);
         let mut group_of = vec![0; fleet.units.len()];
         let mut leaving = vec![Vec::new(); fleet.hosts.len()];
         let mut bundles = Vec::new();
@@ -116,16 +120,15 @@ impl<'a> Walk<'a> {
             }
             bundles.extend(by_host.into_values());
         }
-        let mut valued: Vec<(i64, u64, Bundle)> = bundles
-            .into_iter()
-            .map(|units| {
-                let moves: u64 = units.iter().map(|&unit| u64::from(fleet.unit(unit).workloads)).sum();
-                (value(&units, target, &mut now), moves.max(1), Bundle { units, moves })
-            })
-            .collect();
-        // By value per move, exactly.
-        valued.sort_by_key(|&(value, moves, _)| (Reverse(i128::from(value) * (1 << 40) / i128::from(moves)), moves));
-        let bundles = valued.into_iter().map(|(_, _, bundle)| bundle).collect();
+        let mut valued = Vec::new();
+        for units in bundles {
+            let moves = workloads(fleet, &units);
+            // By value per move, exactly.
+            let value = i128::from(value(&units, target, &mut now)) * (1 << 40) / i128::from(moves.max(1));
+            valued.push((Reverse(value), Bundle { units, moves }));
+        }
+        valued.sort_by_key(|(value, bundle)| (*value, bundle.moves.max(1)));
+        let bundles = valued.into_iter().map(|(_, bundle)| bundle).collect();
         Self { now, wanted, bundles, steps: Vec::new(), group_of, moved: 0, leaving }
     }
 
@@ -162,7 +165,7 @@ impl<'a> Walk<'a> {
                 self.now.host_of(unit) != Some(to) && !by(self, unit, to, most_moves)
             });
             if !units.is_empty() {
-                let moves = units.iter().map(|&unit| u64::from(self.now.fleet().unit(unit).workloads)).sum();
+                let moves = workloads(self.now.fleet(), &units);
                 left.push(Bundle { units, moves });
             }
         }
@@ -180,19 +183,19 @@ impl<'a> Walk<'a> {
     /// Moves a unit to a full host, and one that is to leave that host to where the first was.
     fn exchange(&mut self, unit: UnitId, to: HostId, most_moves: u64) -> bool {
         let Some(from) = self.now.host_of(unit) else { return false };
-        let fleet = self.now.fleet();
-        let may = |&&other: &&UnitId| {
-            let moves = u64::from(fleet.unit(unit).workloads) + u64::from(fleet.unit(other).workloads);
-            self.moved + moves <= most_moves
+        let leaving = &self.leaving[to.index()];
+        // First those that want to go there.
+        let back = leaving.iter().filter(|other| self.wanted[other.index()] == from).take(EXCHANGES);
+        for &other in back.chain(leaving.iter().rev().take(EXCHANGES)) {
+            let moves = workloads(self.now.fleet(), &[unit, other]);
+            if self.moved + moves <= most_moves
                 && self.now.fits_without(unit, to, other)
                 && self.now.fits_without(other, from, unit)
-        };
-        let back = |&&other: &&UnitId| self.wanted[other.index()] == from;
-        let leaving = &self.leaving[to.index()];
-        let partner = leaving.iter().filter(back).take(EXCHANGES).find(may);
-        let partner = partner.or_else(|| leaving.iter().rev().take(EXCHANGES).find(may));
-        let Some(&other) = partner else { return false };
-        self.make(&[(unit, to), (other, from)])
+            {
+                return self.make(&[(unit, to), (other, from)]);
+            }
+        }
+        false
     }
 
     fn shift(&mut self, unit: UnitId, to: HostId) -> Move {
@@ -209,37 +212,43 @@ impl<'a> Walk<'a> {
     /// Makes a step, unless a host turns out to have no room: whether units fit is judged before they are there, and so
     /// a little less well.
     fn make(&mut self, places: &[(UnitId, HostId)]) -> bool {
-        let hosts: BTreeSet<HostId> =
-            places.iter().flat_map(|&(unit, to)| [Some(to), self.now.host_of(unit)]).flatten().collect();
-        let before: Vec<(HostId, Bytes, Pages)> =
-            hosts.iter().map(|&host| (host, self.now.memory(host), self.now.saved_on(host))).collect();
-        let moves: Vec<Move> = places.iter().map(|&(unit, to)| self.shift(unit, to)).collect();
-        let is_worse = |&(host, memory, _): &(HostId, Bytes, Pages)| {
-            self.now.memory(host) > self.now.fleet().host(host).memory.max(memory)
-        };
-        if before.iter().any(is_worse) {
-            for &Move { unit, from, .. } in moves.iter().rev() {
-                self.shift(unit, from);
+        // Each host's memory and pages saved before.
+        let mut hosts: BTreeMap<HostId, (Bytes, Pages)> = BTreeMap::new();
+        for &(unit, to) in places {
+            for host in [Some(to), self.now.host_of(unit)].into_iter().flatten() {
+                hosts.insert(host, (self.now.memory(host), self.now.saved_on(host)));
             }
-            return false;
         }
-        let saves = before.iter().map(|&(host, _, saved)| difference(self.now.saved_on(host).0, saved.0)).sum();
+        let moves: Vec<Move> = places.iter().map(|&(unit, to)| self.shift(unit, to)).collect();
+        let mut saves = 0;
+        for (host, (memory, saved)) in hosts {
+            if self.now.memory(host) > self.now.fleet().host(host).memory.max(memory) {
+                for &Move { unit, from, .. } in moves.iter().rev() {
+                    self.shift(unit, from);
+                }
+                return false;
+            }
+            saves += difference(self.now.saved_on(host).0, saved.0);
+        }
         self.moved += self.workloads(&moves);
         self.steps.push(Step { moves, saves });
         true
     }
 
     fn workloads(&self, moves: &[Move]) -> u64 {
-        moves.iter().map(|step| u64::from(self.now.fleet().unit(step.unit).workloads)).sum()
+        moves.iter().map(|step| workloads(self.now.fleet(), &[step.unit])).sum()
     }
 
     /// Undoes the steps after the one with which most is saved.
     fn go_back_to_best(&mut self) {
-        let (mut sum, mut best, mut steps) = (0_i64, 0_i64, 0);
+        let mut sum = 0;
+        let mut best = 0;
+        let mut steps = 0;
         for (number, step) in (1..).zip(&self.steps) {
             sum += step.saves;
             if sum > best {
-                (best, steps) = (sum, number);
+                best = sum;
+                steps = number;
             }
         }
         for step in self.steps.split_off(steps).into_iter().rev() {

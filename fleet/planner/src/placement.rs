@@ -19,7 +19,6 @@ use std::cmp::Ordering;
 /// A number of pages that is estimated from a sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Saving {
-    /// The estimate.
     pub pages: Pages,
     /// It is off by at most this in 19 of 20 cases.
     pub error: Pages,
@@ -92,12 +91,10 @@ impl<'a> Placement<'a> {
         self.fleet
     }
 
-    /// What the fleet's units hold.
     pub fn contents(&self) -> &'a Contents {
         self.contents
     }
 
-    /// Where a unit is.
     pub fn host_of(&self, unit: UnitId) -> Option<HostId> {
         self.place[unit.index()]
     }
@@ -144,7 +141,8 @@ impl<'a> Placement<'a> {
                 Ordering::Equal => holders.lowest += 1,
                 Ordering::Less => {
                     count_above(&mut state.above, content, holders.level, holders.lowest);
-                    (holders.level, holders.lowest) = (level, 1);
+                    holders.level = level;
+                    holders.lowest = 1;
                 }
             }
             state.moments.exchange(before, holders.moments());
@@ -245,30 +243,41 @@ impl<'a> Placement<'a> {
     }
 
     fn has_room(&self, unit: UnitId, host: HostId, leaving: Option<UnitId>) -> bool {
-        let (about, limits, state) = (self.fleet.unit(unit), self.fleet.host(host), &self.hosts[host.index()]);
-        let corrected = |shared: u64, unit| {
-            Pages(shared.saturating_add_signed(state.moments.correction(self.contents.shortfall(unit)))).bytes().0
-        };
-        let (freed, cpu_freed, in_common) = leaving.map_or((0, 0, 0), |leaving| {
-            let about = self.fleet.unit(leaving);
+        let limits = self.fleet.host(host);
+        let state = &self.hosts[host.index()];
+        let mut memory = self.memory(host).0;
+        let mut cpu = state.cpu_millicores;
+        let mut gain = self.gain(unit, host);
+        if let Some(leaving) = leaving {
+            memory = memory.saturating_sub(self.own_bytes(leaving, host, self.loss(leaving)));
+            cpu = cpu.saturating_sub(self.fleet.unit(leaving).cpu_millicores);
             // What the two share with each other is not counted: at worst it is all that the newcomer shares.
-            let shared = corrected(self.loss(leaving), leaving);
-            let (level, other) = (self.contents.level(unit), self.contents.level(leaving));
-            let in_common = count(self.contents.overlap(unit, leaving).0) * pages(level.max(other));
-            (about.memory.0.saturating_sub(shared), about.cpu_millicores, in_common)
-        });
-        let shared = corrected(self.gain(unit, host).saturating_sub(in_common), unit);
-        let memory = self.memory(host).0.saturating_sub(freed).saturating_add(about.memory.0.saturating_sub(shared));
-        let cpu = state.cpu_millicores.saturating_sub(cpu_freed).saturating_add(about.cpu_millicores);
+            let level = self.contents.level(unit).max(self.contents.level(leaving));
+            gain = gain.saturating_sub(count(self.contents.overlap(unit, leaving).0) * pages(level));
+        }
+        memory = memory.saturating_add(self.own_bytes(unit, host, gain));
+        cpu = cpu.saturating_add(self.fleet.unit(unit).cpu_millicores);
         memory <= limits.memory.0 && cpu <= limits.cpu_millicores && state.units.len() < UNITS_PER_HOST
+    }
+
+    /// What a unit takes on a host, beside the pages that it shares there as the samples say.
+    fn own_bytes(&self, unit: UnitId, host: HostId, shared: u64) -> u64 {
+        let correction = self.hosts[host.index()].moments.correction(self.contents.shortfall(unit));
+        let shared = Pages(shared.saturating_add_signed(correction)).bytes().0;
+        self.fleet.unit(unit).memory.0.saturating_sub(shared)
     }
 
     fn may_meet(&self, unit: UnitId, host: HostId, leaving: Option<UnitId>) -> bool {
         let apart = &self.fleet.unit(unit).apart;
-        let meets = |other: &&UnitId| {
-            Some(**other) != leaving && self.fleet.unit(**other).apart.iter().any(|group| apart.contains(group))
-        };
-        apart.is_empty() || !self.hosts[host.index()].units.iter().any(|other| meets(&other))
+        if apart.is_empty() {
+            return true;
+        }
+        for &other in &self.hosts[host.index()].units {
+            if Some(other) != leaving && self.fleet.unit(other).apart.iter().any(|group| apart.contains(group)) {
+                return false;
+            }
+        }
+        true
     }
 
     /// What a host saves, with the error of the estimate.
@@ -280,9 +289,13 @@ impl<'a> Placement<'a> {
     /// What all hosts save. The same contents are sampled everywhere, so what is wrong about one of them is wrong on
     /// every host that holds it.
     pub fn total_saving(&self) -> Saving {
-        let (mut sums, mut alone, mut shared) = (vec![0.0_f64; self.contents.len()], 0.0, Pages(0));
+        let mut sums = vec![0.0_f64; self.contents.len()];
+        let mut alone = 0.0;
+        let mut shared = Pages(0);
         for host in self.fleet.host_ids() {
-            self.off(host).for_each(|(content, off)| sums[index(content)] += off);
+            for (content, off) in self.off(host) {
+                sums[index(content)] += off;
+            }
             alone += self.variance_alone(host);
             shared += self.saved_on(host);
         }
@@ -312,11 +325,13 @@ impl<'a> Placement<'a> {
     fn variance_alone(&self, host: HostId) -> f64 {
         let state = &self.hosts[host.index()];
         let slope = state.moments.slope();
-        let of_unit = |&unit: &UnitId| {
+        let mut variance = 0.0;
+        for &unit in &state.units {
             let level = self.contents.level(unit);
-            f64::from(self.contents.alone(unit)) * (slope * pages(level) as f64 * of_sampling(level)).powi(2)
-        };
-        state.units.iter().map(of_unit).sum()
+            let off = slope * pages(level) as f64 * of_sampling(level);
+            variance += f64::from(self.contents.alone(unit)) * off.powi(2);
+        }
+        variance
     }
 }
 
@@ -340,8 +355,12 @@ fn count_above(above: &mut Above, content: u32, level: u8, more: u16) {
 
 fn uncount_above(above: &mut Above, content: u32, level: u8, fewer: u16) {
     let Some(levels) = above.get_mut(&content) else { return };
-    levels.iter_mut().filter(|(other, _)| *other == level).for_each(|(_, number)| *number -= fewer);
-    levels.retain(|&(_, number)| number > 0);
+    levels.retain_mut(|(other, number)| {
+        if *other == level {
+            *number -= fewer;
+        }
+        *number > 0
+    });
     if levels.is_empty() {
         above.remove(&content);
     }

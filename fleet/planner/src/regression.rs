@@ -23,8 +23,9 @@ impl Moments {
         let pages = 1_u128 << level;
         // Below 2^112. What a host can have does not overflow the sums; what a hostile one invents may, and says nothing then.
         let variance = u128::from(contents) * pages * (pages - 1);
-        let product = |others: u16| variance.wrapping_mul(u128::from(holders)).wrapping_mul(u128::from(others));
-        Self { squares: product(holders), products: product(holders.saturating_sub(1)) }
+        let weighted = variance.wrapping_mul(u128::from(holders));
+        let others = u128::from(holders.saturating_sub(1));
+        Self { squares: weighted.wrapping_mul(u128::from(holders)), products: weighted.wrapping_mul(others) }
     }
 
     /// Puts others in the place of some that were counted.

@@ -41,13 +41,12 @@ pub fn target<'a>(fleet: &'a Fleet, contents: &'a Contents, groups: &[Vec<UnitId
         builder.place(group);
     }
     let Builder { mut placement, holders, one_in, .. } = builder;
-    let candidates = |_: &Placement<'_>, unit: UnitId| {
+    improve(&mut placement, |unit| {
         if fleet.hosts.len() <= CANDIDATES {
             return fleet.host_ids().collect();
         }
         holders_of(&holders, one_in, contents.of_unit(unit))
-    };
-    improve(&mut placement, candidates);
+    });
     placement
 }
 
@@ -63,19 +62,22 @@ fn is_known(content: u32, one_in: u64) -> bool {
 fn holders_of(holders: &Holders, one_in: u64, held: &[u32]) -> Vec<HostId> {
     let known = held.iter().filter(|&&content| is_known(content, one_in)).filter_map(|content| holders.get(content));
     let mut votes: BTreeMap<u32, u32> = BTreeMap::new();
-    for host in known.take(LOOK_UPS).flat_map(|(hosts, _)| hosts).filter(|&&host| host != u32::MAX) {
-        *votes.entry(*host).or_default() += 1;
+    for (hosts, _) in known.take(LOOK_UPS) {
+        for host in hosts {
+            *votes.entry(*host).or_default() += 1;
+        }
     }
-    let mut votes: Vec<(u32, u32)> = votes.into_iter().map(|(host, votes)| (votes, host)).collect();
-    votes.sort_unstable_by(|a, b| b.cmp(a));
-    votes.into_iter().take(CANDIDATES).map(|(_, host)| HostId(host)).collect()
+    votes.remove(&u32::MAX);
+    let mut hosts: Vec<(Reverse<u32>, Reverse<u32>)> =
+        votes.into_iter().map(|(host, votes)| (Reverse(votes), Reverse(host))).collect();
+    hosts.sort_unstable();
+    hosts.into_iter().take(CANDIDATES).map(|(_, Reverse(host))| HostId(host)).collect()
 }
 
 struct Builder<'a> {
     fleet: &'a Fleet,
     contents: &'a Contents,
     placement: Placement<'a>,
-    /// Hosts by the room that they have.
     by_room: BTreeSet<(u64, HostId)>,
     holders: Holders,
     /// One content in so many is in `holders`.
@@ -133,10 +135,10 @@ impl<'a> Builder<'a> {
                 // The estimate of what fits was wrong for each member: these must be apart, or are larger than the first.
                 let Some((&from, units)) = on.iter_mut().find(|(_, units)| !units.is_empty()) else { return };
                 let Some(unit) = units.pop() else { return };
-                let fits = |&host: &HostId| self.placement.fits(unit, host);
-                let to = self.by_room.iter().rev().map(|&(_, host)| host).take(4 * CANDIDATES).find(fits);
-                self.add(unit, to.unwrap_or(from));
-                self.remember(unit, to.unwrap_or(from));
+                let mut roomy = self.by_room.iter().rev().take(4 * CANDIDATES);
+                let to = roomy.find(|(_, host)| self.placement.fits(unit, *host)).map_or(from, |&(_, host)| host);
+                self.add(unit, to);
+                self.remember(unit, to);
                 left -= 1;
             }
             on.retain(|_, units| !units.is_empty());
@@ -148,7 +150,8 @@ impl<'a> Builder<'a> {
         let mut from: Vec<(bool, usize, HostId)> =
             on.iter().map(|(&at, units)| (at != host, units.len(), at)).collect();
         from.sort_unstable();
-        let (mut placed, mut refused) = (0, 0);
+        let mut placed = 0;
+        let mut refused = 0;
         for (_, _, at) in from {
             let Some(units) = on.get_mut(&at) else { continue };
             let mut kept = Vec::new();
@@ -183,22 +186,26 @@ impl<'a> Builder<'a> {
         candidates.sort_unstable();
         candidates.dedup();
         let shared = self.contents.pages(first);
-        let score = |host: HostId| {
+        let mut best = None;
+        for host in candidates {
             let gain = self.placement.gain(first, host);
             let fitting = self.fitting(first, host, gain, shared).min(left);
-            let staying = on.get(&host).map_or(0, Vec::len).min(fitting);
-            let score = count(fitting.checked_sub(1)?) * shared + gain + count(staying) * (shared / STAYS + 1);
-            Some((score, Reverse(host), fitting))
-        };
-        candidates.into_iter().filter_map(score).max().map(|(_, Reverse(host), fitting)| (host, fitting))
+            if fitting > 0 {
+                let staying = on.get(&host).map_or(0, Vec::len).min(fitting);
+                let score = count(fitting - 1) * shared + gain + count(staying) * (shared / STAYS + 1);
+                best = best.max(Some((score, Reverse(host), fitting)));
+            }
+        }
+        best.map(|(_, Reverse(host), fitting)| (host, fitting))
     }
 
     /// The number of members that fit on a host, if all are like the first.
     fn fitting(&self, first: UnitId, host: HostId, gain: u64, shared: u64) -> usize {
-        let about = self.fleet.unit(first);
-        let least = |pages: u64| about.memory.0.saturating_sub(Pages(pages).bytes().0).max(PAGE_BYTES);
-        match self.placement.room(host).0.checked_sub(least(gain)) {
-            Some(room) => usize::try_from(1 + room / least(shared)).unwrap_or(usize::MAX),
+        let memory = self.fleet.unit(first).memory.0;
+        let first = memory.saturating_sub(Pages(gain).bytes().0).max(PAGE_BYTES);
+        let another = memory.saturating_sub(Pages(shared).bytes().0).max(PAGE_BYTES);
+        match self.placement.room(host).0.checked_sub(first) {
+            Some(room) => usize::try_from(1 + room / another).unwrap_or(usize::MAX),
             None => 0,
         }
     }
