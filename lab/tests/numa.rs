@@ -45,7 +45,6 @@ fn case(merged_by: MergedBy, name: &str, victims: &[Victim], expect: Expect) -> 
     Case { scenario, expect }
 }
 
-/// KSM alone.
 fn ksm(victims: &[Victim]) -> Case {
     case(MergedBy::Ksm, "ksm", victims, Expect::Any)
 }

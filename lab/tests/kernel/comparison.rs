@@ -28,14 +28,12 @@ const SINCE: Release = Release(6, 11);
 const THOUSANDTHS: u64 = 1;
 const FEW: u64 = 8;
 
-/// Settings of ksmd.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     pub smart_scan: bool,
     pub use_zero_pages: bool,
 }
 
-/// All combinations.
 pub const SETTINGS: [Setting; 4] = [
     Setting { smart_scan: false, use_zero_pages: false },
     Setting { smart_scan: true, use_zero_pages: false },
@@ -43,7 +41,6 @@ pub const SETTINGS: [Setting; 4] = [
     Setting { smart_scan: true, use_zero_pages: true },
 ];
 
-/// Counters after a scan.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
     pub shared: u64,
@@ -137,7 +134,6 @@ impl KernelUnderTest {
         self.control.set(Knob::UseZeroPages, u64::from(setting.use_zero_pages)).unwrap();
     }
 
-    /// Runs a schedule.
     pub fn observe(&mut self, setting: Setting, mut schedule: Schedule) -> Observations {
         self.reset(setting);
         let mut holders: Vec<Option<Holder>> = (0..PROGRAMS).map(|_| Some(Holder::start(schedule.pages()))).collect();

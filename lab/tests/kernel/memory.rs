@@ -42,7 +42,6 @@ impl Schedule {
         Self { times, fresh: FRESH }
     }
 
-    /// Pages of each program.
     pub fn pages(&self) -> u64 {
         LIMIT_FIRST * self.times + LIMIT_PAGES
     }

@@ -29,7 +29,6 @@ impl Node {
     }
 }
 
-/// An emulated machine.
 #[derive(Clone, Debug)]
 pub struct Machine {
     pub nodes: Vec<Node>,
