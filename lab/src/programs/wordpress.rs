@@ -394,7 +394,8 @@ mod tests {
         }
         // The visitor notices a page that differs.
         let visitor = sites[0].visitor();
-        fs::write(PathBuf::from(format!("/proc/{}/root/{UPLOADS}/2.png", sites[0].processes[0].pid())), "x").unwrap();
+        fs::write(PathBuf::from(format!("/proc/{}/root/{SITE}/{UPLOADS}/2.png", sites[0].processes[0].pid())), "x")
+            .unwrap();
         assert!(format!("{:#}", visitor.visit(0).unwrap_err()).contains("2.png"));
         let pids: Vec<i32> = sites.iter().flat_map(Site::pids).collect();
         let all: Vec<Process> = pids.into_iter().map(|pid| Process::open(pid).unwrap()).collect();
