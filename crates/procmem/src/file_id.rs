@@ -22,6 +22,7 @@ impl FileId {
 }
 
 /// The kernel's record of a file. Reading it asks no server of a network or FUSE file system.
+#[derive(Clone, Copy, Debug)]
 pub struct Found {
     pub id: FileId,
     pub uid: u32,

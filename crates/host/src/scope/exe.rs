@@ -3,7 +3,9 @@
 //! Any user can run a program under any name: a copy, a link, a file mounted elsewhere, a command name set by prctl. So
 //! a rule that grants something (a scope, a trust domain, an exception of the deny list) matches only a file that this
 //! machine's root alone can write or replace: the file at this path, by device and inode, and all directories above it
-//! belong to root, and no other user may write them. Rules that only exclude match by name as well.
+//! belong to root, and no other user may write them. An upgrade replaces the file while the program runs: we still know
+//! the program by that path if the file that it runs is root's alone, and was on the mount of that directory. Rules that
+//! only exclude match by name as well.
 
 use pagefold_procmem::file_id::{FileId, Found};
 use pagefold_procmem::os::peer::is_trusted;
@@ -11,6 +13,7 @@ use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::{exe_of, program_name};
 use pagefold_text::escape::printable;
 use rustix::fs::OFlags;
+use std::ffi::OsStr;
 use std::fs;
 use std::io::Read;
 use std::ops::Deref;
@@ -21,6 +24,8 @@ use thiserror::Error;
 
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 const STICKY: u32 = 0o1000;
+/// The kernel adds this to the path of a file that was removed or replaced.
+const DELETED: &[u8] = b" (deleted)";
 
 /// Whether root (or the user that runs pagefold) alone can write a file of this owner and mode.
 pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
@@ -31,7 +36,7 @@ pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
 #[derive(Clone, Debug)]
 pub struct Exe {
     path: PathBuf,
-    id: Option<FileId>,
+    file: Option<Found>,
     /// We find out once, because a trusted file may be replaced while it runs.
     trust: OnceLock<Result<(), Distrust>>,
 }
@@ -39,8 +44,8 @@ pub struct Exe {
 /// Why rules that grant something don't match an executable. Displayed as a clause that follows its path.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Distrust {
-    /// Replaced or removed since it was started.
-    #[error("has been replaced or removed since it was started")]
+    /// Replaced or removed since it was started, and others than root could change it, or it was on another mount.
+    #[error("has been replaced or removed since it was started, and may not have been root's")]
     Deleted,
     /// The path leads to another file, for example in a container.
     #[error("is not the file of that path on this machine (it may be in a container)")]
@@ -76,7 +81,7 @@ impl Deref for Exe {
 
 impl PartialEq for Exe {
     fn eq(&self, other: &Self) -> bool {
-        (&self.path, self.id) == (&other.path, other.id)
+        (&self.path, self.id()) == (&other.path, other.id())
     }
 }
 
@@ -86,29 +91,33 @@ impl Exe {
     /// The executable of a process. `None` for kernel threads and zombies.
     pub fn of(process: &Process) -> Result<Option<Self>, ReadError> {
         let Some(path) = exe_of(process)? else { return Ok(None) };
-        let id = match process.open_with("exe", OFlags::PATH) {
-            Ok(file) => {
-                Some(Found::of_file(&file).map_err(|error| ReadError::from_io(process.pid(), "exe", error))?.id)
-            }
+        let file = match process.open_with("exe", OFlags::PATH) {
+            Ok(file) => Some(Found::of_file(&file).map_err(|error| ReadError::from_io(process.pid(), "exe", error))?),
             // A test's tree names files that don't exist.
             Err(ReadError::Absent { .. }) => None,
             Err(error) => return Err(error),
         };
-        Ok(Some(Self { path, id, trust: OnceLock::new() }))
+        Ok(Some(Self { path, file, trust: OnceLock::new() }))
     }
 
     pub fn id(&self) -> Option<FileId> {
-        self.id
+        Some(self.file?.id)
     }
 
     /// Whether only root can change the file; if not, why.
     pub fn trust(&self) -> Result<(), &Distrust> {
         let found = self.trust.get_or_init(|| {
-            let id = self.id.ok_or(Distrust::Deleted)?;
-            if self.path.as_os_str().as_bytes().ends_with(b" (deleted)") {
+            let file = self.file.ok_or(Distrust::Deleted)?;
+            let path = without_deleted(&self.path);
+            if path == self.path {
+                return only_roots(path, Some(file.id));
+            }
+            let directory = path.parent().ok_or(Distrust::Deleted)?;
+            let mount = Found::of_path(directory).map_err(|_| Distrust::Elsewhere)?.mount;
+            if file.mount != mount || !is_roots_alone(file.uid, file.mode) {
                 return Err(Distrust::Deleted);
             }
-            only_roots(&self.path, Some(id))
+            only_roots(directory, None)
         });
         match found {
             Ok(()) => Ok(()),
@@ -132,15 +141,22 @@ impl Exe {
     fn is_linked_by(&self, selector: &str) -> bool {
         let link = if selector.starts_with('/') { selector.into() } else { self.path.with_file_name(selector) };
         let Some(directory) = link.parent() else { return false };
-        link.canonicalize().is_ok_and(|file| file == self.path)
+        link.canonicalize().is_ok_and(|file| file == without_deleted(&self.path))
             && directory.canonicalize().is_ok_and(|directory| only_roots(&directory, None).is_ok())
+    }
+}
+
+/// The path that an executable has or had.
+fn without_deleted(path: &Path) -> &Path {
+    match path.as_os_str().as_bytes().strip_suffix(DELETED) {
+        Some(plain) => Path::new(OsStr::from_bytes(plain)),
+        None => path,
     }
 }
 
 /// Whether the path or its base name is the selector.
 fn is_exactly(selector: &str, path: &Path) -> bool {
-    let path = path.as_os_str().as_bytes();
-    let path = path.strip_suffix(b" (deleted)").unwrap_or(path);
+    let path = without_deleted(path).as_os_str().as_bytes();
     let name = path.rsplit(|&byte| byte == b'/').next().unwrap_or(path);
     selector.as_bytes() == if selector.starts_with('/') { path } else { name }
 }

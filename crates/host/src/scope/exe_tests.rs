@@ -10,7 +10,7 @@ fn program(directory: &Path, name: &str) -> PathBuf {
 }
 
 fn exe(path: &Path) -> Exe {
-    Exe { path: path.to_owned(), id: Found::of_path(path).ok().map(|found| found.id), trust: OnceLock::new() }
+    Exe { path: path.to_owned(), file: Found::of_path(path).ok(), trust: OnceLock::new() }
 }
 
 #[test]
@@ -49,15 +49,41 @@ fn a_file_that_others_can_change_is_matched_by_name_only() {
 fn the_file_must_be_the_one_at_its_path() {
     let directory = tempfile::tempdir().unwrap();
     let path = program(directory.path(), "server");
-    let elsewhere = Exe { id: exe(&program(directory.path(), "another")).id, ..exe(&path) };
+    let elsewhere = Exe { file: exe(&program(directory.path(), "another")).file, ..exe(&path) };
     assert_eq!(elsewhere.matches("server", b"server"), Matching::NameOnly(Distrust::Elsewhere));
-    let deleted = Exe { path: format!("{} (deleted)", path.display()).into(), ..exe(&path) };
-    assert_eq!(deleted.matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
     // A trusted program stays trusted while it runs: an upgrade may replace its file.
     let known = exe(&path);
     assert_eq!(known.trust(), Ok(()));
     fs::remove_file(&path).unwrap();
     assert_eq!(known.matches("server", b"server"), Matching::Yes);
+}
+
+#[test]
+fn a_program_that_was_upgraded_is_known_by_the_path_it_had() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = program(directory.path(), "server");
+    symlink(&path, directory.path().join("link")).unwrap();
+    let shown = || PathBuf::from(format!("{} (deleted)", path.display()));
+    let file = Found::of_path(&path).unwrap();
+    let replaced = |file: Found| Exe { path: shown(), file: Some(file), trust: OnceLock::new() };
+    fs::remove_file(&path).unwrap();
+    for selector in ["server", path.to_str().unwrap()] {
+        assert_eq!(replaced(file).matches(selector, b"server"), Matching::Yes, "{selector}");
+    }
+    assert_eq!(replaced(file).matches("other", b"server"), Matching::No);
+    // The link leads to the new file.
+    program(directory.path(), "server");
+    assert_eq!(replaced(file).matches("link", b"link"), Matching::Yes);
+    // Somebody else could have written the old file, it was on another mount (in a container), or the directory isn't
+    // root's.
+    let not_roots = [Found { uid: 1234, ..file }, Found { mode: 0o100_777, ..file }, Found { mount: u64::MAX, ..file }];
+    for file in not_roots {
+        assert_eq!(replaced(file).matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
+    }
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
+    assert!(matches!(replaced(file).matches("server", b"server"), Matching::NameOnly(Distrust::Writable { .. })));
+    let unknown = Exe { path: shown(), file: None, trust: OnceLock::new() };
+    assert_eq!(unknown.matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
 }
 
 #[test]
