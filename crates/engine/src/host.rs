@@ -595,6 +595,6 @@ pub enum Merging {
     Ineligible,
     /// The page to keep has all the sharers it may have.
     Full,
-    /// The host didn't try, for example because the process is left alone or has ended.
+    /// The host didn't try, for example because the process is left alone or has ended, or gave up waiting.
     Untried,
 }
