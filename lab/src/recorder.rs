@@ -287,7 +287,8 @@ fn leave_alone(target: &mut Target) {
     target.regions.clear();
 }
 
-/// A shift in pages, a multiple of 2 MiB; 0 in a record that isn't anonymous.
+/// How far we shift a process's addresses in the record, pages: at random, by a multiple of 2 MiB. 0 unless the record is
+/// to be anonymous.
 fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
     if !anonymous {
         return Ok(0);

@@ -57,7 +57,7 @@ pub struct GroupLimits {
 }
 
 impl GroupLimits {
-    /// Pages that we may read in a second if one takes this long.
+    /// How many pages we may read per second if each takes `page_ns`.
     fn pages(&self, page_ns: u64) -> u64 {
         let pages = self.pages.unwrap_or(u64::MAX);
         match self.share {

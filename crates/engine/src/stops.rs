@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::ops::AddAssign;
 
-/// The longest stop of each class but the last, nanoseconds. The last class has all longer stops.
+/// The upper bounds of the histogram's buckets, nanoseconds. One more bucket holds all longer stops.
 pub const LENGTHS_NS: [u64; 11] =
     [25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000, 5_000_000, 10_000_000, 25_000_000, 100_000_000];
 

@@ -198,7 +198,9 @@ pub enum InjectError {
     #[error("process {pid} has no usable syscall instruction; exclude it")]
     NoInstruction { pid: i32 },
     /// The borrowed instruction disappeared at the last moment.
-    #[error("process {pid} faulted at the borrowed instruction and was restored; try again later")]
+    #[error(
+        "process {pid} faulted at the instruction that was to make the call; its state was restored; try again later"
+    )]
     Fault { pid: i32 },
     #[error("{what} of process {pid}: {errno}")]
     System { pid: i32, what: String, errno: Errno },

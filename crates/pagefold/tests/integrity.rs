@@ -93,7 +93,8 @@ fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> u64 {
     given_back_mib
 }
 
-/// Gives memory back. The error is the program's message. A killed run may have left ksmd in a scan: then it is to be tried again.
+/// Unmerges the processes' memory. The error is the program's message. If a killed run left ksmd in the middle of a scan,
+/// we try again for up to 20 s.
 fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
     let end = Instant::now() + Duration::from_secs(20);
     loop {

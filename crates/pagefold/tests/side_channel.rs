@@ -1,5 +1,5 @@
-//! A live attacker on deduplication: one process guesses the contents of another one's pages, waits until they are merged,
-//! and learns from the time of its own writes which guesses were right.
+//! A live attack on deduplication: one process guesses the contents of another one's pages, waits until they're merged, and
+//! learns from the time that its own writes take which guesses were right.
 
 use pagefold_engine::random::Random;
 use pagefold_testkit::holder::Change;

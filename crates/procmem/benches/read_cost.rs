@@ -64,7 +64,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// 256 pages a call into one buffer, as the reader does.
+/// Reads 256 pages per call into one buffer, as the reader does.
 fn bare(pid: i32, runs: &[(Vpn, u32)]) {
     thread_local!(static BUFFER: std::cell::RefCell<Vec<u8>> = std::cell::RefCell::new(vec![0; 512 * PAGE_SIZE]));
     BUFFER.with_borrow_mut(|buffer| {

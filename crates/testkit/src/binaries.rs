@@ -1,4 +1,4 @@
-//! Where the programs are that tests start.
+//! Finds the programs that the tests start.
 //!
 //! Cargo gives a test the path of its own package's binaries only, and `cargo test --test NAME` builds no others. So we
 //! build the workspace's binaries on demand, once in each test process, with the profile of the running test. We build

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// A mount namespace, and a directory for it. A shell keeps it until this is dropped.
+/// A mount namespace, and a directory to use in it. A shell keeps the namespace alive until we drop this.
 pub struct Namespace {
     shell: Script,
     pub dir: tempfile::TempDir,

@@ -46,7 +46,7 @@ pub enum Segment {
     Same { pages: u64, seed: u64 },
     /// Contents found nowhere else: the tenant's pid is part of the seed.
     Random { pages: u64, seed: u64 },
-    /// Zeros, written, so that each page has a frame of its own.
+    /// Zeros that were written, so that each page has a frame of its own.
     Zero { pages: u64 },
     /// Contents that differ within the segment and are the same in every tenant.
     Shared { pages: u64, seed: u64 },

@@ -69,7 +69,7 @@ fn try_host(placement: &mut Placement<'_>, unit: UnitId, host: HostId) -> bool {
     }
     partners.sort_unstable();
     for (loss_other, other) in partners.into_iter().take(PARTNERS) {
-        // What the two share with each other is counted as a gain here: an upper bound, which is cheap.
+        // An upper bound of the gain, since it's cheap: it contains the pages that the two share with each other.
         if gain + placement.gain(other, from) > loss + loss_other && exchange(placement, unit, other) {
             return true;
         }

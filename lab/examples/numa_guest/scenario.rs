@@ -286,8 +286,8 @@ fn activity() -> u64 {
 }
 
 fn moves() -> Moves {
-    // The kernel counts a page first as migrated and then as migrated by balancing. If we read in the reverse order, we
-    // never find more of the second than of the first.
+    // The kernel counts a page first as migrated and then as migrated by balancing. We read them in the
+    // reverse order, so that we never see more pages migrated by balancing than migrated at all.
     let balanced = vmstat("numa_pages_migrated");
     Moves { migrated: vmstat("pgmigrate_success"), failed: vmstat("pgmigrate_fail"), balanced, killed: 0 }
 }

@@ -112,7 +112,7 @@ impl Density {
         )
     }
 
-    /// Draws the share of duplicates along the memory.
+    /// Plots the share of duplicates against the position in memory.
     pub fn draw(&self) -> String {
         let mut points = Vec::new();
         for (part, share) in self.buckets.iter().enumerate() {

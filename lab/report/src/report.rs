@@ -28,7 +28,7 @@ pub struct ExperimentReport {
     pub parameters: BTreeMap<String, u64>,
     /// One entry for each policy measured.
     pub runs: Vec<PolicyRun>,
-    /// Other figures, by name with the unit.
+    /// Other figures. Each key is a name that includes the unit.
     pub figures: BTreeMap<String, f64>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub curves: BTreeMap<String, Vec<(f64, f64)>>,

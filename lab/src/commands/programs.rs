@@ -64,7 +64,7 @@ pub fn run(args: &ProgramsArgs) -> Result<u8> {
     let length = args.length.unwrap_or(Duration::from_secs(subject.seconds));
     let every_ns = u64::try_from(args.every.as_nanos()).unwrap_or(u64::MAX);
     let mut writer = RecordWriter::create(file, &Origin { source: "live".to_owned(), every_ns, anonymous: false })?;
-    // Nothing may merge meanwhile: the record shows the memory before merging.
+    // No pages may be merged while we record: the record shows memory as it is before merging.
     let _ksm = KsmForExperiment::take(&interrupt)?;
     let (subjects, _scratch) = subject.start()?;
     let scope = ScopeSpec::of_pids(subjects.pids());

@@ -18,7 +18,7 @@ pub(crate) const LIVES: usize = 8;
 struct Record {
     /// The last lives that ended, in any order.
     ended: Vec<u64>,
-    /// Which of them the next one replaces.
+    /// The index in `ended` that the next life overwrites.
     next: usize,
     /// The longest life that hadn't ended when the last region began.
     living: Option<u64>,

@@ -107,8 +107,8 @@ fn means_yes(value: &[u8]) -> bool {
 
 /// Reads an extended attribute. `None` if it isn't set or not supported, or the directory is gone.
 fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
-    // Most have no value or a short one. If the buffer is smaller than the kernel's limit, reading a longer value
-    // fails.
+    // Most directories have no value or a short one, so we try a small buffer first. If a value doesn't fit, we try again
+    // with the kernel's limit.
     for size in [256, 64 << 10] {
         let mut value = vec![0u8; size];
         match rustix::fs::getxattr(path, name, &mut value[..]) {

@@ -55,7 +55,7 @@ struct CheckedProgram {
     /// As we see it from outside. If it's unknown we've asked the process itself, possibly before it last ran.
     dumpable: Dumpable,
     command_line: CommandLine,
-    /// CPU time before the check. `None`: the next check judges the process even if it hasn't run.
+    /// The process's CPU time before the last check. If it hasn't run since, it needn't be checked. `None`: check it anyway.
     cpu_ns: Option<u64>,
 }
 

@@ -120,7 +120,8 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     Ok(summary.exit_code)
 }
 
-/// Has the daemon unmerge them. `held` is the error if there's no daemon, but another program that drives KSM.
+/// Asks the daemon to unmerge the processes. If there's no daemon, another program controls KSM, and `held` is the error
+/// to report.
 fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
     if args.audit.0.audit.as_deref().is_some() {
         let line = "pagefold run is at work, and writes this to its own audit log; omit --audit";

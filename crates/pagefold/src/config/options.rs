@@ -139,9 +139,9 @@ options! {
         "Programs that are never touched: base names, or prefixes with an asterisk. The default list has key agents, \
          password managers, browsers and the like; see docs/guide.md. Reloaded by SIGHUP." {
         "programs" "NAME" programs: Vec<String>, Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]" = denied(),
-            "Never touch these programs, instead of those on the default list";
+            "Programs never to touch; replaces the default list";
         "also" "--deny <NAME>" denied: Vec<String>, Programs, "[\"my-key-server\", \"wallet*\"]",
-            "Never touch these programs either (base name, or prefix and asterisk)";
+            "Never touch these programs, besides those on the deny list (base name, or a prefix followed by *)";
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
              non-dumpable)";

@@ -17,7 +17,7 @@ pub struct Point {
     pub cpu: Option<f64>,
 }
 
-/// The points of moments, the oldest first.
+/// Turns moments into points of a curve. Both are in order, the oldest first.
 pub fn points(moments: &[Moment], now: u64) -> Vec<Point> {
     let mut points = Vec::new();
     let mut before: Option<&Moment> = None;

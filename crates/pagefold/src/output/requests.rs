@@ -5,7 +5,7 @@ use pagefold_text::figures::thousands;
 
 pub fn sentence(requests: &RequestCounts) -> String {
     format!(
-        "{} pages: {} merged, {} merged already, {} changed meanwhile, {} for later",
+        "{} pages: {} merged now, {} already merged, {} changed meanwhile, {} could not be merged",
         thousands(requests.asked.0),
         thousands(requests.merged.0),
         thousands(requests.shared.0),

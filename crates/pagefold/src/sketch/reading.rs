@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// How many frames shared through fork we tell apart: 512 MiB of a workload. We skip any more.
 const SHARED_MOST: usize = 1 << 17;
 
-/// A process may grow by this many pages beyond twice its size while we read it: 256 MiB.
+/// While we read a process, it may grow to twice its size and this many pages more: 256 MiB.
 const ENDLESS_PAGES: u64 = 1 << 16;
 
 /// The key of a process.

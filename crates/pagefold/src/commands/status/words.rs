@@ -316,12 +316,12 @@ fn next(text: &mut String, status: &Status, style: Style) {
     }
     text.blank();
     let rounds = count(usize::try_from(status.work.rounds).unwrap_or(usize::MAX), "round", "rounds");
-    let why = if status.xen.is_some() {
-        "guest: pagefold-xen explain --xen-domain ID"
+    let explain = if status.xen.is_some() {
+        "For one guest's reasons: pagefold-xen explain --xen-domain ID"
     } else {
-        "process: pagefold explain PID"
+        "For one process's reasons: pagefold explain PID"
     };
-    let read = format!("  {} pages read in {rounds}. Why, for one {why}", thousands(status.work.pages_read));
+    let read = format!("  {} pages read in {rounds}. {explain}", thousands(status.work.pages_read));
     text.line(style.dim(&read));
 }
 
