@@ -66,6 +66,7 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
             limited: BTreeMap::new(),
             run,
             xen: Some(view(self)),
+            cost_ns: 0,
         }
     }
 

@@ -152,10 +152,9 @@ impl<'a, B: Backend> Daemon<'a, B> {
         for left in left_alone {
             self.progress.leave_alone(B::TARGET, left);
         }
+        self.report_events();
         self.progress.begin();
         let ran = self.run_cycles();
-        // If we can't read a host any more, the last count stays.
-        let _ = count_saving(&mut self.engine, &mut self.backend);
         self.finish(ran)
     }
 
@@ -249,6 +248,10 @@ impl<'a, B: Backend> Daemon<'a, B> {
 
     /// Ends the run, whatever happened in it, and returns the exit code.
     fn finish(mut self, ran: Result<(), Exit>) -> Result<u8> {
+        // From here on nobody answers: whoever waits for that is told so now.
+        drop((self.requests, self.orders));
+        // If we can't read a host any more, the last count stays.
+        let _ = count_saving(&mut self.engine, &mut self.backend);
         self.progress.finish();
         if let Some(learned) = self.learned {
             learned.finish(&self.engine);
@@ -356,17 +359,20 @@ fn log_merges<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome:
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::control::protocol::Request;
+    use crate::control::queue::RequestSender;
     use crate::golden::{Run, Simulated};
-    use std::time::Duration;
+    use std::sync::mpsc::channel;
+    use std::time::{Duration, Instant};
 
     const SECOND_NS: u64 = 1_000_000_000;
 
     /// A daemon without threads, on the simulated host.
-    fn daemon(duration: Duration) -> Daemon<'static, Simulated> {
+    fn daemon(duration: Duration) -> (Daemon<'static, Simulated>, RequestSender) {
         let Run { machine, known, mut active, .. } = Run::by_ksmd();
         active.args = Box::leak(Box::new(RunArgs { duration: Some(duration), ..RunArgs::default() }));
-        let (requests, _) = RequestQueue::new(Arc::default());
-        Daemon {
+        let (requests, sender) = RequestQueue::new(Arc::default());
+        let daemon = Daemon {
             engine: Engine::new(known.config.clone()),
             backend: machine,
             active,
@@ -382,12 +388,13 @@ mod tests {
             progress: Progress::start(),
             rooms: RoomReports::default(),
             scans: 0,
-        }
+        };
+        (daemon, sender)
     }
 
     #[test]
     fn a_run_goes_on_until_its_time_is_over_or_it_is_stopped() {
-        let mut daemon = daemon(Duration::from_secs(20));
+        let (mut daemon, _) = daemon(Duration::from_secs(20));
         daemon.run_cycles().unwrap();
         let ended_ns = daemon.backend.now_ns();
         assert!((20 * SECOND_NS..21 * SECOND_NS).contains(&ended_ns), "{ended_ns}");
@@ -400,5 +407,17 @@ mod tests {
         daemon.stop.store(true, Ordering::Relaxed);
         daemon.run_cycles().unwrap();
         assert_eq!(daemon.backend.now_ns(), ended_ns);
+    }
+
+    #[test]
+    fn whoever_asks_when_the_run_ends_is_told_at_once() {
+        let (mut daemon, sender) = daemon(Duration::ZERO);
+        let (answer, answers) = channel();
+        daemon.metrics = Background::start("test", move |_| drop(answer.send(sender.send(Request::Status)))).ok();
+        let began = Instant::now();
+        daemon.run(Vec::new()).unwrap();
+        // The end of a run waits two seconds for a thread that doesn't end.
+        assert!(began.elapsed() < Duration::from_secs(1), "{:?}", began.elapsed());
+        assert!(answers.try_recv().unwrap().unwrap_err().contains("ending"));
     }
 }

@@ -150,6 +150,7 @@ impl Backend for Simulated {
             limited,
             run,
             xen: None,
+            cost_ns: 0,
         }
     }
 

@@ -31,8 +31,6 @@ const AGE_LEAST: Duration = Duration::from_secs(1);
 const AGE_MOST: Duration = Duration::from_secs(10);
 /// In between, rendering pages may take 1/`PAGE_PART` of a core.
 const PAGE_PART: u32 = 1_000;
-/// The main loop's part of the work costs about as much as this thread's.
-const BOTH: u64 = 2;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetricsSettings {
@@ -133,9 +131,9 @@ impl Page {
     fn get(&mut self) -> Result<Arc<str>, String> {
         if Instant::now() >= self.expires {
             let before_ns = thread_cpu_ns();
-            let status = Status::of(&*self.requests.send(Request::Status)?);
-            self.text = families::page(&status).into();
-            let cost = Duration::from_nanos((thread_cpu_ns() - before_ns).saturating_mul(BOTH));
+            let facts = self.requests.send(Request::Status)?;
+            self.text = families::page(&Status::of(&facts)).into();
+            let cost = Duration::from_nanos(thread_cpu_ns() - before_ns + facts.cost_ns);
             self.expires = Instant::now() + (cost * PAGE_PART).clamp(AGE_LEAST, AGE_MOST);
         }
         Ok(self.text.clone())

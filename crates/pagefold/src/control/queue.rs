@@ -18,6 +18,7 @@ use pagefold_host::os::wake::Sleeper;
 use pagefold_host::scope::Selector;
 use pagefold_host::scope::kept_out::{Entry, Verdict};
 use pagefold_host::targets::{PendingUnmark, Target};
+use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
@@ -51,6 +52,8 @@ pub struct Facts {
     pub run: RunFacts,
     /// Xen's own figures, if the targets are its guests. Pids are guest numbers then.
     pub xen: Option<XenView>,
+    /// The main loop's CPU time for all this, nanoseconds.
+    pub cost_ns: u64,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -191,6 +194,7 @@ impl Facts {
             limited,
             run,
             xen: None,
+            cost_ns: 0,
         }
     }
 
@@ -326,7 +330,10 @@ impl RequestQueue {
             self.woken.store(true, Ordering::SeqCst);
         }
         if !ready.is_empty() {
-            let facts = Arc::new(facts(engine, RunFacts { events: events.list(), ..run.clone() }));
+            let before_ns = thread_cpu_ns();
+            let mut facts = facts(engine, RunFacts { events: events.list(), ..run.clone() });
+            facts.cost_ns = thread_cpu_ns() - before_ns;
+            let facts = Arc::new(facts);
             for pending in ready {
                 // The peer may have hung up.
                 let _ = pending.reply.send(facts.clone());

@@ -109,7 +109,7 @@ pub fn line(engine: &Engine, targets: &str, paused: bool) -> String {
         Some(saved) => format!("saved {}", style::human(saved.bytes().0)),
         None => "counting".to_owned(),
     };
-    let cpu_seconds = (ledger.cost.pagefold_ns + ledger.cost.ksmd_ns) as f64 / 1e9;
+    let cpu_seconds = ledger.cost.total_ns() as f64 / 1e9;
     let state = match (paused, engine.is_busy()) {
         (true, _) => ", paused (pagefold resume)",
         (false, true) => "",
