@@ -113,11 +113,13 @@ impl Exe {
                 return only_roots(path, Some(file.id));
             }
             let directory = path.parent().ok_or(Distrust::Deleted)?;
-            let mount = Found::of_path(directory).map_err(|_| Distrust::Elsewhere)?.mount;
-            if file.mount != mount || !is_roots_alone(file.uid, file.mode) {
+            if !is_roots_alone(file.uid, file.mode) {
                 return Err(Distrust::Deleted);
             }
-            only_roots(directory, None)
+            // First step by step, which asks no file system that a program provides.
+            only_roots(directory, None)?;
+            let mount = Found::of_path(directory).map_err(|_| Distrust::Elsewhere)?.mount;
+            if file.mount == mount { Ok(()) } else { Err(Distrust::Deleted) }
         });
         match found {
             Ok(()) => Ok(()),
