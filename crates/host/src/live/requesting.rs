@@ -224,7 +224,11 @@ impl LiveHost {
         }
         let mut parts = parts(ranges, &sides, results);
         if let Some(keep) = pair.keep {
-            parts = self.with_merged(keep, parts, results);
+            let Some(merged) = self.merged_to_keep(keep, &parts) else {
+                results.extend(parts.iter().map(untried));
+                return Ok(());
+            };
+            parts = only_merged(&parts, &merged, results);
         }
         if parts.is_empty() {
             return Ok(());
@@ -271,8 +275,9 @@ impl LiveHost {
         Ok(())
     }
 
-    /// Leaves out pages whose kept page has to be merged already and isn't, because its program has written it.
-    fn with_merged(&mut self, keep: i32, parts: Vec<MergeRange>, results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
+    /// The merged pages among the ones to keep that have to be merged already: their program may have written them. `None`
+    /// if we can't look.
+    fn merged_to_keep(&mut self, keep: i32, parts: &[MergeRange]) -> Option<BTreeSet<Vpn>> {
         let mut runs = Vec::new();
         for part in parts.iter().filter(|part| part.needs_merged) {
             match part.keep {
@@ -282,19 +287,16 @@ impl LiveHost {
             }
         }
         if runs.is_empty() {
-            return parts;
+            return Some(BTreeSet::new());
         }
-        let found = self.targets.get_mut(&keep).map(|target| {
-            target.read(move |process| {
-                let mut merged = BTreeSet::new();
-                PageReader::new().merged_frames(process, &runs, true, |page, _| {
-                    merged.insert(page);
-                })?;
-                Ok(merged)
-            })
+        let looked = self.targets.get_mut(&keep)?.read(move |process| {
+            let mut merged = BTreeSet::new();
+            PageReader::new().merged_frames(process, &runs, true, |page, _| {
+                merged.insert(page);
+            })?;
+            Ok(merged)
         });
-        // If we couldn't look, none is.
-        only_merged(&parts, &found.and_then(Result::ok).unwrap_or_default(), results)
+        looked.ok()
     }
 
     /// Whether we may name pages of a process now. Checks it again, unless we did just before.
