@@ -142,6 +142,9 @@ impl Headroom {
 
 /// Whether a limit applies to every process in scope, so that nobody outside can share a page charged to it.
 fn covers(view: &LimitView, scope: &FxHashMap<OwnerKey, Pages>) -> bool {
+    if view.owners.len() < scope.len() {
+        return false;
+    }
     let owners: FxHashSet<OwnerKey> = view.owners.iter().copied().collect();
     scope.keys().all(|owner| owners.contains(owner))
 }

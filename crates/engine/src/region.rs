@@ -124,6 +124,17 @@ impl Region {
         matches!(self.fork, Fork::First | Fork::Follows)
     }
 
+    /// Whether a page that we haven't merged is the same frame as one of another region, through fork.
+    pub fn is_same_frame(&self, page: Vpn, other: &Self, other_page: Vpn) -> bool {
+        self.view.key != other.view.key && self.view.lineage == other.view.lineage && page == other_page
+    }
+
+    /// The share of its pages that are shared through fork, once we've read it whole.
+    pub fn forked_share(&self) -> f64 {
+        let shared: u64 = self.extents.values().map(|extent| u64::from(extent.shared)).sum();
+        shared as f64 / self.counts().resident.0.max(1) as f64
+    }
+
     /// The page after its last.
     pub fn end(&self) -> Vpn {
         self.view.first + self.view.pages.0

@@ -129,35 +129,42 @@ fn prefork(twins: &mut Twins, masters: u64, children: u64) -> Vec<OwnerKey> {
 
 #[test]
 fn families_of_forks_are_merged_with_each_other() {
+    // On request, fork-shared pages aren't named.
     for (masters, children) in [(2, 1), (2, 4), (3, 16)] {
-        for mut twins in twins() {
-            let workers = prefork(&mut twins, masters, children);
-            twins.run(25);
-            let saved = twins.check("forked before merging");
-            assert!(saved >= (masters - 1) * 16 * MIB * 95 / 100, "{masters} of {children}: {saved}");
-            // A worker's pages diverge, another's come back.
-            for (worker, number) in [(0, 7_u64), (1, 1)] {
-                twins.change(|host| {
-                    for region in host.regions_of(workers[worker]) {
-                        let span = host.span_of(region).expect("it is there");
-                        for page in 0..span.pages.0 {
-                            host.write(region, span.first + page, number << 32 | page);
-                        }
+        let mut twins = Twins::new(host(), host());
+        let workers = prefork(&mut twins, masters, children);
+        twins.run(25);
+        let saved = twins.check(&format!("{masters} masters with {children} forked before merging"));
+        assert!(saved >= (masters - 1) * 16 * MIB * 95 / 100, "{masters} of {children}: {saved}");
+        // A worker's pages diverge, another's come back.
+        for (worker, number) in [(0, 7_u64), (1, 1)] {
+            twins.change(|host| {
+                for region in host.regions_of(workers[worker]) {
+                    let span = host.span_of(region).expect("it is there");
+                    for page in 0..span.pages.0 {
+                        host.write(region, span.first + page, number << 32 | page);
                     }
-                });
-            }
-            twins.run(60);
-            twins.check("diverged");
+                }
+            });
         }
+        twins.run(60);
+        twins.check("diverged");
     }
 }
 
 #[test]
 fn one_family_of_forks_by_itself_is_left_alone() {
     for mut twins in twins() {
-        prefork(&mut twins, 1, 4);
+        let workers = prefork(&mut twins, 1, 4);
         twins.run(25);
         assert_eq!(twins.check("one family"), 0);
+        // The process where we read the pages, and then the next one.
+        let master = OwnerKey(workers[0].0 - 1);
+        for ended in [master, workers[0]] {
+            twins.change(|host| host.exit(ended));
+            twins.run(60);
+            assert_eq!(twins.check("one of them ended"), 0);
+        }
         assert_eq!(twins.merged.engine.regions().map(|region| region.marks.spans.len()).sum::<usize>(), 0);
     }
 }

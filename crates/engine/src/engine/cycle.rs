@@ -87,7 +87,7 @@ impl Engine {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
             plan.activity = self.plan_activity(&plan.runs);
-            plan.forked = self.plan_forked();
+            plan.forked = self.plan_forked(&plan.runs);
             self.plan_inspection(&mut plan);
         }
         if plan.inspect.is_empty() {
@@ -106,12 +106,14 @@ impl Engine {
             self.requests.clear();
             return Actions { scan: self.ksmd.scheduler.suspend(&self.snapshot.ksm), ..Actions::default() };
         }
+        if self.plan.reading.new_round {
+            self.follow_relatives();
+        }
         let now_ns = self.snapshot.now_ns;
         let pace = self.pace();
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
         if self.plan.reading.new_round {
             self.end_round();
-            self.follow_relatives();
             self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, &self.config);
         }
         self.planner().actions(self)

@@ -68,6 +68,7 @@ impl Engine {
         extent.resident += 1;
         extent.duplicate += u16::from(duplicate);
         extent.huge += u16::from(sample.huge);
+        extent.shared += u16::from(sample.state == PageState::Shared);
     }
 
     /// Records a page that KSM has merged. Only one copy exists, but we index its content anyway, because other pages
@@ -132,8 +133,20 @@ impl Engine {
         let Some(region) = self.table.get(slot) else { return Occurrences::None };
         let location = Location { slot, offset: region.offset(sample.page) };
         let digest = sample.digest.in_domain(region.view.domain);
-        if self.is_relatives(region, sample, digest) {
-            return Occurrences::None;
+        if sample.state == PageState::Shared
+            && let Some(only) = self.contents.index.only_page_of(digest)
+        {
+            match self.table.get(only.slot) {
+                // Most likely the same page of a relative that has ended.
+                None => {
+                    self.contents.index.point_to(digest, location);
+                    return Occurrences::None;
+                }
+                Some(other) if region.is_same_frame(sample.page, other, other.page_at(only.offset)) => {
+                    return Occurrences::None;
+                }
+                Some(_) => {}
+            }
         }
         self.contents.index.record(digest, location)
     }

@@ -52,6 +52,8 @@ pub struct Extent {
     pub duplicate: u16,
     /// Pages that belong to a huge page.
     pub huge: u16,
+    /// Pages that are shared through fork.
+    pub shared: u16,
 }
 
 /// How dense an extent must be for us to mark it.

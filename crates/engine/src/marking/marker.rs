@@ -93,12 +93,16 @@ impl Marker {
 
     /// The latest time until which a region's thinner parts wait for us to read newcomers, nanoseconds. `None` if they
     /// don't wait.
-    pub fn awaits_newcomers_until_ns(&self, region: &Region, pace: Pace, config: &Config) -> Option<u64> {
+    pub fn awaits_newcomers_until_ns(&self, region: &Region, now_ns: u64, pace: Pace, config: &Config) -> Option<u64> {
         if self.thin_at_ns == u64::MAX || config.only == Only::Zeros {
             return None;
         }
+        let until_ns = region.life.judgement()?.at_ns + config.probation_rounds * pace.round_ns;
+        if until_ns <= now_ns {
+            return None;
+        }
         thinner(region, config.thinnest_density, u64::MAX, config)?;
-        Some(region.life.judgement()?.at_ns + config.probation_rounds * pace.round_ns)
+        Some(until_ns)
     }
 
     /// Adopts marks that ksmd visited for an earlier run. Pages written before now are no reason for a scan.

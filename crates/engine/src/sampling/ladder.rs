@@ -416,7 +416,7 @@ fn wants_samples(region: &Region, evidence: f64, config: &Config) -> bool {
 }
 
 /// Whether we may promote a region: it's old enough, and we don't leave it alone.
-fn may_be_promoted(region: &Region, now_ns: u64, pace: Pace, config: &Config) -> bool {
+pub fn may_be_promoted(region: &Region, now_ns: u64, pace: Pace, config: &Config) -> bool {
     region.hold.may_examine(now_ns) && now_ns >= matures_ns(region, pace, config)
 }
 
