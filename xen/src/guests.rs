@@ -118,7 +118,7 @@ pub fn missing<'a>(scope: &'a [Selected], found: &[InScope]) -> Option<&'a Selec
     scope.iter().find(|selected| !found.iter().any(|guest| selected.is(guest.domain.id, Some(&guest.name))))
 }
 
-/// The reason to leave a guest alone that its kind gives, if any.
+/// Why we can't share this guest's memory, if we can't.
 pub fn unfit(domain: &Domain) -> Option<&'static str> {
     if !domain.hvm {
         Some("it is a PV guest; only memory of HVM and PVH guests can be shared")

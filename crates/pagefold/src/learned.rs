@@ -47,7 +47,7 @@ impl LearnedFile {
     pub fn open(path: &Path) -> Result<Self, Exit> {
         Place::of(path).map(Self).map_err(|why| {
             let shown = ownership::shown(path);
-            Exit::new(exit::USAGE, format!("the file of what was learned, {shown}, {why}"))
+            Exit::new(exit::USAGE, format!("the learned file {shown} {why}"))
         })
     }
 

@@ -133,8 +133,8 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
     }
     let counts = shufflers.into_iter().map(Shuffler::end).collect();
     assert_not_killed(&pids);
-    // Children that ended a moment later, out of scope, may have held merged pages: a knob that was deferred because of them is
-    // restored now.
+    // Children out of scope may have held merged pages when the run ended, so that it couldn't restore a knob. They have
+    // ended by now, and unmerging restores it.
     if Path::new(STATE_FILE).exists() {
         unmerge(&[Sleeper::start().pid()]);
     }

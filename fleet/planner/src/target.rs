@@ -25,7 +25,7 @@ const KNOWN_HOSTS: usize = 8;
 const KNOWN_CONTENTS: usize = 2_000_000;
 /// Members that do not fit before a host counts as full.
 const REFUSALS: usize = 8;
-/// What a member that need not move is worth: this part of what it shares with another member.
+/// A host scores a bonus for each member that can stay there: the pages it shares with another member, divided by this.
 const STAYS: u64 = 16;
 
 /// Places all units of a fleet, divided into groups of like ones. Limits are kept, except on hosts whose pinned units

@@ -132,8 +132,8 @@ options! {
              A size (2G), a share of memory (10%), or auto: as much as programs took back in the worst hour of the \
              last day, but at least 5 % of memory and at most what is saved";
         "take-back" "--take-back" take_back: bool, Any, = preset.reserve.take_back,
-            "While less than the reserve is free, unmerge memory step by step. Unmerging takes memory itself, so \
-             each step leaves at least half of the reserve";
+            "When free memory is below the reserve, unmerge memory step by step. Unmerging itself takes memory, so \
+             each step keeps at least half of the reserve free";
     }
     "deny" "Scope"
         "Programs that are never touched: base names, or prefixes with an asterisk. The default list has key agents, \

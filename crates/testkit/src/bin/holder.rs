@@ -178,7 +178,7 @@ fn time_of_write(page: &mut [u8]) -> u64 {
     // SAFETY: a byte of the page, to which we hold a reference. The instructions are part of x86-64.
     #[allow(unused_unsafe)]
     unsafe {
-        // We read first to cache the translation of the address, so that a write that changes nothing else is fast.
+        // We read first, so that the address's translation is cached: then a write without a page fault is fast.
         let byte = last.read_volatile();
         _mm_mfence();
         _mm_lfence();

@@ -131,7 +131,11 @@ impl<'a> ActiveSettings<'a> {
             host.merge_only(&merged);
             let merged = printable(merged.as_bytes());
             let former = printable(former.as_bytes());
-            self.say(progress, "settings", format!("trust domain {merged} is merged once {former} is unmarked"));
+            self.say(
+                progress,
+                "settings",
+                format!("memory of trust domain {merged} will be merged as soon as that of {former} is unmarked"),
+            );
         }
         let new = &read.config;
         let old = &self.settings.config;

@@ -41,7 +41,9 @@ impl RoomReports {
 fn sentence(room: &Room, place: &str, take_back: bool) -> String {
     let [left, reserve, worst] = [room.left, room.reserve, room.worst].map(|pages| human(pages.bytes().0));
     match room.state {
-        RoomState::Enough => format!("there is room again for all that can come back{place}: {left} left for {worst}"),
+        RoomState::Enough => format!(
+            "memory is sufficient again{place}: {worst} can come back if programs write to merged pages, and {left} is left"
+        ),
         RoomState::Overcommitted => format!(
             "memory is overcommitted{place}: {worst} can come back if programs write to merged pages, and {left} is left; keep \
              more free"
@@ -106,6 +108,6 @@ mod tests {
             "{found:?}"
         );
         let found = lines(900, Some(4));
-        assert!(found.len() == 2 && found[0].starts_with("there is room again"), "{found:?}");
+        assert!(found.len() == 2 && found[0].starts_with("memory is sufficient again"), "{found:?}");
     }
 }
