@@ -89,6 +89,14 @@ impl Headroom {
         keys.iter().filter_map(|key| Some((*key, self.limits.get(key)?.left))).min_by_key(|&(_, left)| left)
     }
 
+    /// The limit that leaves a process no headroom at all.
+    pub fn full(&self, owner: OwnerKey) -> Option<LimitKey> {
+        match self.of(owner) {
+            Some((limit, Pages(0))) => Some(limit),
+            _ => None,
+        }
+    }
+
     /// Whether a process's cgroup needs headroom to keep pages for others. If the process has written a page since we saw
     /// it merged, the cgroup may still keep the old one.
     pub fn is_limited(&self, owner: OwnerKey) -> bool {

@@ -164,8 +164,12 @@ impl Relief {
     ) -> Option<Relieved> {
         self.is_asking = false;
         let survey = self.survey.as_mut()?;
+        let mut last = None;
         for sample in merged {
-            survey.add(table, sample);
+            last = table.near(last, sample.region, sample.page);
+            if let Some(region) = last {
+                survey.add(region, sample);
+            }
         }
         if !survey.ahead.is_empty() {
             return None;
@@ -184,8 +188,7 @@ fn place_of(region: &Region) -> Place {
 }
 
 impl Survey {
-    fn add(&mut self, table: &RegionTable, sample: &MergedSample) {
-        let Some(region) = table.at(sample.region, sample.page) else { return };
+    fn add(&mut self, region: &Region, sample: &MergedSample) {
         let is_member = self.members.contains(&region.view.owner);
         if is_member {
             *self.merged.entry(place_of(region)).or_default() += 1;

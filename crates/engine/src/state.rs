@@ -234,9 +234,10 @@ impl RegionState {
         MemoryTotal {
             resident_bytes,
             marked_bytes: self.marked.bytes().0,
-            expected_bytes: match mechanism {
-                Mechanism::Ksmd => self.expected.bytes().0,
-                Mechanism::Request => whole(resident_bytes as f64 * self.duplicate_ratio),
+            expected_bytes: if mechanism.carrier().by_marks {
+                self.expected.bytes().0
+            } else {
+                whole(resident_bytes as f64 * self.duplicate_ratio)
             },
         }
     }

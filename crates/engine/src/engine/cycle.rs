@@ -10,7 +10,7 @@ use super::Engine;
 use crate::governor::{Governor, share_ns};
 use crate::host::{Actions, Host, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot};
 use crate::keys::RegionKey;
-use crate::region::Event;
+use crate::region::{Event, Region};
 use crate::sampling::ladder::ReadPlan;
 use crate::units::{Pages, Permyriad, count};
 use std::collections::BTreeSet;
@@ -86,8 +86,12 @@ impl Engine {
         if !self.spending.paused {
             plan.colliding = self.contents.colliding.clone();
             plan.runs = self.plan_runs();
-            plan.activity = self.plan_activity(&plan.runs);
-            plan.forked = self.plan_forked(&plan.runs);
+            if self.snapshot.nodes.len() > 1 {
+                plan.activity = self.keys_among(&plan.runs, Region::shows_activity);
+            }
+            if self.carrier().by_marks {
+                plan.forked = self.keys_among(&plan.runs, Region::reads_forked);
+            }
             self.plan_inspection(&mut plan);
         }
         if plan.inspect.is_empty() {
@@ -192,18 +196,15 @@ impl Engine {
         runs
     }
 
-    /// The regions where we ask whether programs use their pages, on a machine with several nodes.
-    fn plan_activity(&self, runs: &[PageRun]) -> BTreeSet<RegionKey> {
-        let mut activity = BTreeSet::new();
-        if self.snapshot.nodes.len() > 1 {
-            for region in self.table.iter().filter(|region| region.shows_activity()) {
-                let key = region.view.key;
-                if runs.binary_search_by_key(&key, |run| run.region).is_ok() {
-                    activity.insert(key);
-                }
+    /// The mappings of such regions among the ones that we read now.
+    fn keys_among(&self, runs: &[PageRun], is_wanted: impl Fn(&Region) -> bool) -> BTreeSet<RegionKey> {
+        let mut keys = BTreeSet::new();
+        for run in runs {
+            if self.table.at(run.region, run.first).is_some_and(&is_wanted) {
+                keys.insert(run.region);
             }
         }
-        activity
+        keys
     }
 
     /// The merged pages to look up: for their nodes, or else for a cgroup that keeps too many.

@@ -9,13 +9,11 @@
 //! The others would hold merged memory that no mark shows.
 
 use super::Engine;
-use crate::host::PageRun;
 use crate::keys::{DomainKey, LineageKey, RegionKey};
 use crate::region::{Fork, Region};
 use crate::sampling::ladder::may_be_promoted;
 use crate::units::Vpn;
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::collections::BTreeSet;
 
 /// With more relatives than this, we don't read the pages that they share. Each mapping costs ksmd 12 us and 64 bytes of
 /// records, while all of them together free one frame.
@@ -38,6 +36,9 @@ fn place(region: &Region) -> (LineageKey, Vpn) {
 impl Engine {
     /// Finds the regions that processes have in common through fork, and says where we read their pages.
     pub(super) fn find_relatives(&mut self) {
+        if !self.carrier().by_marks {
+            return;
+        }
         let mut families: FxHashMap<_, Family> = FxHashMap::default();
         for region in self.table.iter() {
             let first = region.view.key;
@@ -47,27 +48,15 @@ impl Engine {
             family.number += 1;
             family.is_ours &= region.hold.may_sample() && domain == family.domain;
         }
-        let by_marks = self.carrier().by_marks;
         for region in self.table.iter_mut() {
             let family = &families[&place(region)];
             region.fork = match region.fork {
-                _ if !(2..=RELATIVES_MOST).contains(&family.number) || !family.is_ours || !by_marks => Fork::Alone,
+                _ if !(2..=RELATIVES_MOST).contains(&family.number) || !family.is_ours => Fork::Alone,
                 _ if region.view.key == family.first => Fork::First,
                 Fork::Follows => Fork::Follows,
                 Fork::Alone | Fork::First | Fork::Relative => Fork::Relative,
             };
         }
-    }
-
-    /// The regions among the ones that we read now where we read pages that are shared through fork.
-    pub(super) fn plan_forked(&self, runs: &[PageRun]) -> BTreeSet<RegionKey> {
-        let mut forked = BTreeSet::new();
-        for run in runs {
-            if self.table.at(run.region, run.first).is_some_and(Region::reads_forked) {
-                forked.insert(run.region);
-            }
-        }
-        forked
     }
 
     /// Reads the relatives of regions that have duplicates among the pages that they share through fork.

@@ -102,7 +102,7 @@ impl Engine {
                 self.ladder.record_cost(self.plan.read, cycle_ns);
             }
         }
-        self.ledger.observe(snapshot.now_ns, &snapshot.ksm, self.exited(&snapshot.ksm), snapshot.cost);
+        self.close(snapshot.now_ns, &snapshot.ksm, snapshot.cost);
         self.spending.total.record(snapshot.now_ns, snapshot.cost);
         let reading = Cost { pagefold_ns: self.spending.read_ns, ..snapshot.cost };
         self.spending.smooth.record(snapshot.now_ns, reading);

@@ -4,7 +4,6 @@ use super::Engine;
 use crate::config::Only;
 use crate::decision::{Kind, Verb};
 use crate::governor::WINDOW_NS;
-use crate::host::Mechanism;
 use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::region::Region;
 use crate::reserve::RoomState;
@@ -39,7 +38,7 @@ pub(super) fn state(engine: &Engine) -> State {
         }
     }
     let others: Pages = regions.iter().map(|region| region.other).sum();
-    let merges_zeros = engine.config.only == Only::Zeros && engine.config.mechanism == Mechanism::Ksmd;
+    let merges_zeros = engine.config.only == Only::Zeros && engine.carrier().by_marks;
     State {
         now_ns: ledger.now_ns,
         activity: activity(engine),
@@ -53,7 +52,7 @@ pub(super) fn state(engine: &Engine) -> State {
         reserve: reserve(engine, &regions),
         incidents: Incidents { splits: ledger.splits, collapsed: ledger.collapsed, refused_spans: ledger.refused },
         work: work(engine),
-        requests: (engine.config.mechanism == Mechanism::Request).then_some(ledger.requests),
+        requests: (!engine.carrier().by_marks).then_some(ledger.requests),
         placement: engine.placer.summary().cloned(),
         moves: MoveTotals {
             moved_pages: ledger.moved.0,

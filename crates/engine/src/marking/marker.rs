@@ -481,10 +481,7 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
 /// The span of a region that another program has marked whole, unless we've had it scanned.
 fn marked_by_another(region: &mut Region, headroom: &Headroom) -> Vec<Candidate> {
     // Its pages count as soon as they're marked.
-    region.hold.full = match headroom.of(region.view.owner) {
-        Some((limit, Pages(0))) => Some(limit),
-        _ => None,
-    };
+    region.hold.full = headroom.full(region.view.owner);
     let is_new = region.marks.spans.is_empty() && !region.marks.scanned_whole;
     if is_new && region.hold.full.is_none() { Vec::from_iter(region.whole()) } else { Vec::new() }
 }

@@ -169,10 +169,7 @@ impl Placer {
         let State::Inspecting(ahead, inventory) = &mut self.state else { return };
         let mut last: Option<&Region> = None;
         for sample in merged {
-            let is_last = last.is_some_and(|region| region.holds(sample.region, sample.page));
-            if !is_last {
-                last = table.at(sample.region, sample.page);
-            }
+            last = table.near(last, sample.region, sample.page);
             let Some(region) = last else { continue };
             inventory.add(region.view.owner, region.usage.active.contains(sample.page), sample);
         }

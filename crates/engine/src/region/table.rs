@@ -72,6 +72,11 @@ impl RegionTable {
         sampled as f64 / resident.0.max(1) as f64
     }
 
+    /// The region that holds a page. Mostly that's `last`, which held the page before.
+    pub fn near<'a>(&'a self, last: Option<&'a Region>, key: RegionKey, page: Vpn) -> Option<&'a Region> {
+        last.filter(|region| region.holds(key, page)).or_else(|| self.at(key, page))
+    }
+
     /// The region that holds a page.
     pub fn at(&self, key: RegionKey, page: Vpn) -> Option<&Region> {
         self.get(self.find(key, page)?)

@@ -127,7 +127,7 @@ impl Engine {
     /// If a process has no headroom left, we read its region again once there is some.
     fn note_headroom(&mut self, slot: u32) {
         let Some(region) = self.table.get_mut(slot) else { return };
-        if let Some((limit, Pages(0))) = self.room.headroom.of(region.view.owner) {
+        if let Some(limit) = self.room.headroom.full(region.view.owner) {
             region.hold.full = Some(limit);
         }
     }
@@ -159,21 +159,25 @@ impl Engine {
             self.contents.index.point_to(digest, own.location);
             return false;
         };
-        let known = if may_be_requested { self.page_to_name(kept, domain) } else { None };
-        if !other.usage.merged.contains(other.page_at(kept.offset)) {
-            self.contents.index.point_to(digest, own.location);
-            let Some(known) = known else { return false };
-            return !self.requests.is_kept(kept) && self.requests.add(known, own, digest, false);
+        let is_merged = other.usage.merged.contains(other.page_at(kept.offset));
+        if is_merged && !self.requests.is_left_behind(digest) {
+            if other.survey.weight(self.config.threshold()) > 1 {
+                // We know this page is merged now. The program may have written the other since we last read it.
+                self.contents.index.point_to(digest, own.location);
+            }
+            return false;
         }
-        if self.requests.is_left_behind(digest) {
-            let Some(known) = known else { return false };
+        if !is_merged {
+            self.contents.index.point_to(digest, own.location);
+        }
+        if !may_be_requested {
+            return false;
+        }
+        let Some(known) = self.page_to_name(kept, domain) else { return false };
+        if is_merged {
             let needs_merged = self.needs_merged(known);
             return !self.requests.is_kept(own.location) && self.requests.add(own, known, digest, needs_merged);
         }
-        if other.survey.weight(self.config.threshold()) > 1 {
-            // We know this page is merged now. The program may have written the other since we last read it.
-            self.contents.index.point_to(digest, own.location);
-        }
-        false
+        !self.requests.is_kept(kept) && self.requests.add(known, own, digest, false)
     }
 }
