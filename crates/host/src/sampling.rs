@@ -3,7 +3,7 @@
 use pagefold_engine::hash::{Digest, DigestSet, Digester, LineDigester};
 use pagefold_engine::host::{Counted, MergedSample, PageSample, PageState};
 use pagefold_engine::keys::{LineageKey, NodeKey, OwnerKey, RegionKey};
-use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn, count};
+use pagefold_engine::units::{Vpn, count};
 use pagefold_ksm::request::{Hashed, RequestDevice};
 use pagefold_procmem::charges::Charges;
 use pagefold_procmem::ksm_stat::KsmStat;
@@ -225,7 +225,7 @@ impl PlanReading {
             }
             // If we can't read a process we don't know its zeros.
             if let Ok(stat) = KsmStat::of(process) {
-                zeros.insert(*owner, (*lineage, Pages(stat.zero_kib * 1024 / PAGE_BYTES)));
+                zeros.insert(*owner, (*lineage, stat.zeros()));
             }
         }
         Some(Counted { zeros })

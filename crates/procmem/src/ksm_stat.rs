@@ -2,6 +2,7 @@
 
 use super::process::{Process, ReadError};
 use crate::os::fields::{field, number};
+use pagefold_engine::units::Pages;
 
 /// The fields of `/proc/PID/ksm_stat` that we use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,6 +24,11 @@ impl KsmStat {
             Err(ReadError::Absent { .. }) => Ok(Self::default()),
             Err(error) => Err(error),
         }
+    }
+
+    /// The merged zero pages.
+    pub fn zeros(&self) -> Pages {
+        Pages(self.zero_kib / 4)
     }
 
     /// Kernels differ in the fields, and in whether their keys end with a colon.

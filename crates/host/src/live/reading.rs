@@ -125,7 +125,7 @@ impl LiveHost {
         match self.targets.get_mut(&process.pid()) {
             Some(target) if target.info.process.key() == process.key() => {
                 let stat = target.read(|process| KsmStat::of(process));
-                Pages(stat.map_or(0, |stat| stat.zero_kib / 4))
+                stat.map(|stat| stat.zeros()).unwrap_or_default()
             }
             _ => Pages(0),
         }

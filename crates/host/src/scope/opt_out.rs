@@ -11,7 +11,7 @@
 //! no.
 
 use crate::scope::opt_out_unit;
-use crate::scope::workload::guest_of;
+use crate::scope::workload::{guest_of, is_number};
 use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
 use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
@@ -149,7 +149,7 @@ fn read(path: &str, root: &Path) -> Vec<OptOut> {
 /// file system whose server runs as root, and only root can write these files there.
 fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
     let vmid = path.strip_prefix(GUESTS)?.split('/').next()?.strip_suffix(".scope")?;
-    if vmid.is_empty() || !vmid.bytes().all(|digit| digit.is_ascii_digit()) {
+    if !is_number(vmid) {
         return None;
     }
     let file = Path::new("/etc/pve/qemu-server").join(format!("{vmid}.conf"));

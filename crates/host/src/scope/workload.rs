@@ -113,7 +113,7 @@ fn machine(parent: &str, part: &str) -> Option<Workload> {
     workload_if(is_number(id), WorkloadKind::Vm, name)
 }
 
-fn is_number(text: &str) -> bool {
+pub(super) fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|digit| digit.is_ascii_digit())
 }
 

@@ -138,8 +138,7 @@ impl Target {
     /// Unmarks the whole process, because this user asked for it.
     pub(crate) fn unmerge(&mut self, by: u32) {
         self.request.done = Unmerged::default();
-        self.pending = None;
-        self.request_unmark(Exclusion::KeptOut { by }, Marks::All);
+        self.pending = Some(PendingUnmark::new(Exclusion::KeptOut { by }, Marks::All));
     }
 
     /// Counts the work done for an unmerge request; `merged_kib` of the memory is still merged.

@@ -250,10 +250,8 @@ impl Target {
                 if self.marks.are_set {
                     self.request_unmark(why.clone(), Marks::Mappings);
                 }
-                let had_regions = !std::mem::take(&mut self.regions).is_empty();
-                let is_new = former_exclusion.as_ref() != Some(&why);
-                self.exclusion = Some(why);
-                return Ok(had_regions || is_new);
+                self.exclusion = former_exclusion;
+                return Ok(self.leave_alone(why));
             }
             Err(error) => return Err(error),
         };
