@@ -176,7 +176,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             }
             self.serve_requests();
             let targets = style::count(self.backend.target_count(), B::TARGET, B::TARGETS);
-            self.progress.show(&self.engine, &targets, self.requests.is_paused());
+            self.progress.show(&self.engine, &targets, self.engine.is_paused());
             if let Some(learned) = &mut self.learned {
                 learned.keep(&self.engine, self.backend.now_ns());
             }

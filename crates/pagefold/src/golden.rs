@@ -350,7 +350,7 @@ impl Run {
     pub fn explanation(&self, pid: i32) -> Explanation {
         let facts = self.facts();
         let target = facts.targets.iter().find(|target| target.pid == pid).unwrap();
-        explain::of_target(&facts, target, target.exe.clone(), &mappings(&facts, target.owner))
+        explain::of_target(&facts, target, target.exe.as_deref(), &mappings(&facts, target.owner))
     }
 
     /// The audit log, with a fixed time: its format has tests of its own.

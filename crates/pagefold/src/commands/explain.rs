@@ -3,6 +3,7 @@
 
 pub mod words;
 
+use crate::config::ownership::shown;
 use crate::config::scope;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
@@ -22,8 +23,7 @@ use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
-use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::Path;
 
 const SCHEMA: &str = "pagefold.explain/1";
 
@@ -151,7 +151,7 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     }
     let exe = exe_of(&process).map_err(|error| look_with_ps(&error))?;
     let details = read_smaps_named(&process).map_err(|error| look_with_ps(&error))?;
-    Ok(of_target(facts, target, exe, &details))
+    Ok(of_target(facts, target, exe.as_deref(), &details))
 }
 
 fn look_with_ps(error: &ReadError) -> String {
@@ -159,7 +159,7 @@ fn look_with_ps(error: &ReadError) -> String {
 }
 
 /// The same, given its executable and its mappings.
-pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<PathBuf>, details: &[VmaDetail]) -> Explanation {
+pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<&Path>, details: &[VmaDetail]) -> Explanation {
     let mut explanation = begun(facts, target.pid);
     explanation.see_target(target, facts);
     explanation.notes = target.to_unmark.iter().map(words::to_unmark).chain(target.notes.iter().cloned()).collect();
@@ -204,7 +204,7 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
         Err(_) if explanation.left_alone.is_some() => Vec::new(),
         other => other.map_err(|error| not_readable(&error))?,
     };
-    explanation.see(exe, &details);
+    explanation.see(exe.as_deref(), &details);
     let judged = details.iter().filter(|detail| vma_exclusion(detail).is_none());
     explanation.unseen_bytes = judged.map(|detail| detail.anonymous_kib << 10).sum();
     Ok(explanation)
@@ -227,8 +227,8 @@ impl Explanation {
     }
 
     /// Adds the executable and the mappings that we leave alone.
-    fn see(&mut self, exe: Option<PathBuf>, details: &[VmaDetail]) {
-        self.exe = exe.map(|exe| printable(exe.as_os_str().as_bytes()));
+    fn see(&mut self, exe: Option<&Path>, details: &[VmaDetail]) {
+        self.exe = exe.map(shown);
         for detail in details {
             let Some(exclusion) = vma_exclusion(detail) else { continue };
             // Kernel pages don't count as the process's memory.

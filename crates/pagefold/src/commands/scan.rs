@@ -8,6 +8,7 @@ pub mod survey;
 pub mod table;
 
 use crate::config::flags::DenyFlags;
+use crate::config::ownership::shown;
 use crate::config::scope::ScopeArgs;
 use crate::output;
 use crate::output::page;
@@ -36,7 +37,6 @@ use pagefold_text::style;
 use report::{ProcessRow, ScanReport};
 use scanner::{Memory, Scanner};
 use std::collections::BTreeMap;
-use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use survey::{Survey, Surveyed};
 
@@ -333,7 +333,7 @@ impl From<&Surveyed> for ProcessRow {
         Self {
             pid: scoped.process.pid(),
             name: scoped.name.clone(),
-            exe: scoped.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())),
+            exe: scoped.exe.as_deref().map(shown),
             cgroup: scoped.cgroups.path.as_ref().map(|cgroup| printable(cgroup.as_bytes())),
             excluded: surveyed.excluded.clone(),
             left_out,

@@ -4,6 +4,7 @@
 
 use super::protocol::{ControlState, Request, SCHEMA};
 use crate::commands::status::groups::reason_of;
+use crate::config::ownership::shown;
 use crate::config::scope::ScopeArgs;
 use crate::events::{Event, Events};
 use crate::output::placement::PlacementView;
@@ -19,11 +20,9 @@ use pagefold_host::scope::Selector;
 use pagefold_host::scope::kept_out::{Entry, Verdict};
 use pagefold_host::targets::{PendingUnmark, Target};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
-use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -181,7 +180,7 @@ impl Facts {
         let tight = state.reserve.limits.iter().map(|limit| limit.key);
         for key in tight.chain(state.reserve.full.iter().copied()) {
             if let Some(dir) = host.limited_cgroup(key) {
-                limited.insert(key, printable(dir.as_os_str().as_bytes()));
+                limited.insert(key, shown(dir));
             }
         }
         Self {
@@ -261,7 +260,6 @@ pub struct RequestQueue {
     /// Changes that were made since the last cycle began.
     changes: Vec<Pending>,
     orders: Vec<Order>,
-    paused: bool,
 }
 
 impl RequestQueue {
@@ -270,7 +268,7 @@ impl RequestQueue {
     pub fn new(woken: Arc<AtomicBool>) -> (Self, RequestSender) {
         let (sender, messages) = channel();
         (
-            Self { messages, woken, changes: Vec::new(), orders: Vec::new(), paused: false },
+            Self { messages, woken, changes: Vec::new(), orders: Vec::new() },
             RequestSender { messages: sender, sleeper: Sleeper::this_thread() },
         )
     }
@@ -278,10 +276,6 @@ impl RequestQueue {
     /// The orders that have come since the last call.
     pub fn take_orders(&mut self) -> Vec<Order> {
         std::mem::take(&mut self.orders)
-    }
-
-    pub fn is_paused(&self) -> bool {
-        self.paused
     }
 
     /// Applies and answers the requests since the last call. We answer a change after one more cycle, which begins
@@ -295,7 +289,7 @@ impl RequestQueue {
         facts: impl FnOnce(&Engine, RunFacts) -> Facts,
     ) -> Option<Governor> {
         let mut chosen = None;
-        let was_paused = self.paused;
+        let was_paused = engine.is_paused();
         // We clear the flag first: a request that comes later sets it again.
         self.woken.store(false, Ordering::SeqCst);
         let mut ready = std::mem::take(&mut self.changes);
@@ -318,8 +312,7 @@ impl RequestQueue {
                     self.changes.push(pending);
                 }
                 Request::Pause | Request::Resume => {
-                    self.paused = pending.request == Request::Pause;
-                    engine.set_paused(self.paused);
+                    engine.set_paused(pending.request == Request::Pause);
                     self.changes.push(pending);
                 }
                 // These are orders. A peer without an answer is told that the run is ending.
@@ -339,7 +332,7 @@ impl RequestQueue {
                 let _ = pending.reply.send(facts.clone());
             }
         }
-        if self.paused != was_paused {
+        if engine.is_paused() != was_paused {
             events.note(if was_paused { "resume" } else { "pause" }, "by a request");
         }
         chosen

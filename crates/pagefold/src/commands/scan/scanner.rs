@@ -1,6 +1,7 @@
 //! Reads larger and larger samples of memory, until the margin of error is small enough.
 
 use super::report::Cost;
+use crate::config::settings;
 use anyhow::Result;
 use pagefold_engine::hash::{Digest, Digester, PageBytes};
 use pagefold_engine::sampling::census::choose::{Chooser, next_fraction};
@@ -9,7 +10,6 @@ use pagefold_engine::units::Vpn;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_text::progress::Progress;
 use pagefold_text::style;
-use std::hash::{BuildHasher, RandomState};
 
 /// The memory that a scan reads, of processes or of Xen's guests.
 pub trait Memory {
@@ -47,7 +47,7 @@ pub struct Scanner {
 impl Scanner {
     /// `seed` chooses the pages; random if there's none. `began_ns` is our CPU time when the scan began.
     pub fn new(cells: Vec<Cell>, seed: Option<u64>, began_ns: u64, progress: Progress) -> Self {
-        let seed = seed.unwrap_or_else(|| RandomState::new().hash_one(0));
+        let seed = seed.unwrap_or_else(settings::seed);
         Self {
             census: Census::new(cells),
             progress,
