@@ -8,7 +8,6 @@ use pagefold::backend::{Backend, Ending};
 use pagefold::control::orders::{self, Orders};
 use pagefold::control::queue::{Facts, Order, RunFacts, TargetFacts};
 use pagefold::events::Events;
-use pagefold::output::xen::XenView;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::keys::RegionKey;
 use pagefold_host::live::{Ended, Event};
@@ -65,7 +64,7 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
             merged_domain: None,
             limited: BTreeMap::new(),
             run,
-            xen: Some(view(self)),
+            xen: Some(self.figures()),
             cost_ns: 0,
         }
     }
@@ -84,23 +83,13 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
         let judged = self.guests().filter(|guest| guest.left_alone.is_none()).count();
         let ksm = self.close();
         let ended = Ended { restored: None, now_ns: self.now_ns(), ksm, cost: Some(self.cost()) };
-        Ending { judged, ended, xen: Some(view(&self)) }
+        Ending { judged, ended, xen: Some(self.figures()) }
     }
 }
 
 /// Whether a selector (`--all` or a number) is for a guest.
 fn fits(selector: &Selector, guest: &Guest) -> bool {
     *selector == Selector::All || *selector == Selector::Pid(guest.number())
-}
-
-fn view<H: Hypervisor, C: Clock>(host: &XenHost<H, C>) -> XenView {
-    let figures = host.figures();
-    XenView {
-        saved_bytes: figures.memory.saved.bytes().0,
-        frames_bytes: figures.memory.frames.bytes().0,
-        free_bytes: figures.memory.free.bytes().0,
-        shared_pages: figures.shares,
-    }
 }
 
 /// The exit code and advice for a wrong selection of guests.

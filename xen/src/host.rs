@@ -9,6 +9,7 @@ use crate::hypervisor::{CallError, DomainId, Gfn, GuestPage, Hypervisor, Machine
 use crate::ranges::{Range, ranges};
 use crate::sharing::{Pair, Sharer};
 use pagefold::commands::run::progress::LeftAlone;
+use pagefold::output::xen::XenView;
 use pagefold_engine::hash::{Digest, Digester};
 use pagefold_engine::host::{
     Actions, Cost, Host, Keep, KsmView, Mechanism, MemoryView, MergeRange, MergeResult, Merging, Outcome, PageRun,
@@ -93,15 +94,6 @@ impl Guest {
     }
 }
 
-/// The figures of Xen itself.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct XenFigures {
-    /// The hypervisor's figures of the machine's memory.
-    pub memory: MachineMemory,
-    /// Shares made by this run.
-    pub shares: u64,
-}
-
 /// A pair of pages, with the number of its range and its place in the range.
 type NamedPair = (Pair, usize, usize);
 
@@ -179,8 +171,14 @@ impl<H: Hypervisor, C: Clock> XenHost<H, C> {
         &self.trusts
     }
 
-    pub fn figures(&self) -> XenFigures {
-        XenFigures { memory: self.memory, shares: self.shares }
+    /// The figures of Xen itself.
+    pub fn figures(&self) -> XenView {
+        XenView {
+            saved_bytes: self.memory.saved.bytes().0,
+            frames_bytes: self.memory.frames.bytes().0,
+            free_bytes: self.memory.free.bytes().0,
+            shared_pages: self.shares,
+        }
     }
 
     /// The guests that we've found we must leave alone since [`Self::take_left_alone`] was called.

@@ -76,7 +76,7 @@ fn all_that_is_equal_in_two_guests_is_shared_and_no_data_changed() {
     let saved = host.hypervisor.saved();
     assert!(saved * 100 >= (frames - 251) * 99, "{saved} of {frames} pages saved");
     assert_eq!(engine.ledger().saved, Some(Pages(saved)));
-    assert_eq!(host.figures().shares, saved);
+    assert_eq!(host.figures().shared_pages, saved);
 }
 
 #[test]
