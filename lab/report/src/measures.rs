@@ -38,7 +38,7 @@ impl Measures {
     /// `whole` is the savable memory. `None` if we didn't sample the savings over time, or if they mean nothing.
     pub fn of(run: &PolicyRun, whole: u64) -> Option<Self> {
         // By the targets' page tables, if we read them.
-        let most = run.curve.iter().map(|&(_, saved)| saved).max()?;
+        let most = run.most_saved()?;
         let mut measures = Self { saved_mib: Bytes(most).mib(), ..Self::default() };
         for (place, share) in SHARES.into_iter().enumerate() {
             let enough = share * whole as f64;
@@ -75,11 +75,11 @@ fn cpu_at(points: &[SamplerPoint], at: f64) -> Option<f64> {
 
 /// The savable memory of a set of programs: the oracle's saving, or else the most that any policy saved.
 pub fn savable(report: &ExperimentReport, set: &str) -> u64 {
-    let oracles = report.run(&format!("{ORACLE}{set}")).map_or(0, PolicyRun::most_saved);
+    let oracles = report.run(&format!("{ORACLE}{set}")).and_then(PolicyRun::most_saved).unwrap_or(0);
     if oracles > 0 {
         return oracles;
     }
-    report.runs.iter().filter(|run| run.set == set).map(PolicyRun::most_saved).max().unwrap_or(0)
+    report.runs.iter().filter(|run| run.set == set).filter_map(PolicyRun::most_saved).max().unwrap_or(0)
 }
 
 /// Whether people could use the policy in place of pagefold.

@@ -348,9 +348,9 @@ impl PolicyRun {
         Bytes(most).mib()
     }
 
-    /// The most memory saved on the curve, bytes.
-    pub fn most_saved(&self) -> u64 {
-        self.curve.iter().map(|&(_, bytes)| bytes).max().unwrap_or(0)
+    /// The most memory saved on the curve, bytes. `None` without a curve.
+    pub fn most_saved(&self) -> Option<u64> {
+        self.curve.iter().map(|&(_, bytes)| bytes).max()
     }
 
     /// MiB saved for each second of CPU time.

@@ -16,6 +16,11 @@ pub struct Held {
 }
 
 impl Held {
+    /// What processes share, by fork or by merging, MiB.
+    pub fn shared(self) -> f64 {
+        self.by_processes - self.in_frames
+    }
+
     pub fn by<'a>(processes: impl IntoIterator<Item = &'a Process>) -> anyhow::Result<Self> {
         let mut held = Self::default();
         for process in processes {

@@ -116,7 +116,7 @@ fn at_most(world: &mut World<'_>, pages: u64) -> usize {
 
 fn at_random(world: &mut World<'_>, pages: u64) -> usize {
     let mix = world.mix;
-    let mut hosts: Vec<Held> = (0..world.options.hosts).map(|_| Held::default()).collect();
+    let mut hosts = held(world, 0);
     for placed in 0.. {
         let instance = world.make(0);
         let start = index(u32::try_from(world.random.below(count(hosts.len()))).unwrap_or(0));

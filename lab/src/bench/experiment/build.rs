@@ -109,10 +109,10 @@ fn compile_all(
 
     let mut most_saved: f64 = 0.0;
     for now in &memory {
-        most_saved = most_saved.max(now.by_processes - now.in_frames);
+        most_saved = most_saved.max(now.shared());
     }
     let mean = Held::mean(&memory);
-    let saved = mean.by_processes - mean.in_frames;
+    let saved = mean.shared();
     let mut took = Duration::ZERO;
     let mut right = true;
     for job in &jobs {

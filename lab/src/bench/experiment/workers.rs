@@ -87,7 +87,7 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, seen: &[(Prefork, No
     let mut sums: BTreeMap<&str, [f64; 3]> = BTreeMap::new();
     for (kind, checks) in seen {
         let [before, during] = before_and_during(checks)?;
-        let values = [before.by_processes, before.by_processes - before.in_frames, before.in_frames - during.in_frames];
+        let values = [before.by_processes, before.shared(), before.in_frames - during.in_frames];
         for name in [kind.name(), "all"] {
             for (sum, value) in sums.entry(name).or_default().iter_mut().zip(values) {
                 *sum += value;
