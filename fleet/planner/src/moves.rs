@@ -78,8 +78,8 @@ fn places(placement: &Placement<'_>) -> Vec<HostId> {
     fleet.unit_ids().map(|unit| placement.host_of(unit).unwrap_or(fleet.unit(unit).host)).collect()
 }
 
-fn workloads(fleet: &Fleet, units: &[UnitId]) -> u64 {
-    units.iter().map(|&unit| u64::from(fleet.unit(unit).workloads)).sum()
+fn workloads(fleet: &Fleet, units: impl IntoIterator<Item = UnitId>) -> u64 {
+    units.into_iter().map(|unit| u64::from(fleet.unit(unit).workloads)).sum()
 }
 
 /// Members of a group that leave a host.
@@ -122,7 +122,7 @@ impl<'a> Walk<'a> {
         }
         let mut valued = Vec::new();
         for units in bundles {
-            let moves = workloads(fleet, &units);
+            let moves = workloads(fleet, units.iter().copied());
             // By value per move, exactly.
             let value = i128::from(value(&units, target, &mut now)) * (1 << 40) / i128::from(moves.max(1));
             valued.push((Reverse(value), Bundle { units, moves }));
@@ -165,7 +165,7 @@ impl<'a> Walk<'a> {
                 self.now.host_of(unit) != Some(to) && !by(self, unit, to, most_moves)
             });
             if !units.is_empty() {
-                let moves = workloads(self.now.fleet(), &units);
+                let moves = workloads(self.now.fleet(), units.iter().copied());
                 left.push(Bundle { units, moves });
             }
         }
@@ -187,7 +187,7 @@ impl<'a> Walk<'a> {
         // First those that want to go there.
         let back = leaving.iter().filter(|other| self.wanted[other.index()] == from).take(EXCHANGES);
         for &other in back.chain(leaving.iter().rev().take(EXCHANGES)) {
-            let moves = workloads(self.now.fleet(), &[unit, other]);
+            let moves = workloads(self.now.fleet(), [unit, other]);
             if self.moved + moves <= most_moves
                 && self.now.fits_without(unit, to, other)
                 && self.now.fits_without(other, from, unit)
@@ -230,13 +230,9 @@ impl<'a> Walk<'a> {
             }
             saves += difference(self.now.saved_on(host).0, saved.0);
         }
-        self.moved += self.workloads(&moves);
+        self.moved += workloads(self.now.fleet(), moves.iter().map(|step| step.unit));
         self.steps.push(Step { moves, saves });
         true
-    }
-
-    fn workloads(&self, moves: &[Move]) -> u64 {
-        moves.iter().map(|step| workloads(self.now.fleet(), &[step.unit])).sum()
     }
 
     /// Undoes the steps after the one with which most is saved.
@@ -252,7 +248,7 @@ impl<'a> Walk<'a> {
             }
         }
         for step in self.steps.split_off(steps).into_iter().rev() {
-            self.moved -= self.workloads(&step.moves);
+            self.moved -= workloads(self.now.fleet(), step.moves.iter().map(|step| step.unit));
             for &Move { unit, from, .. } in step.moves.iter().rev() {
                 self.now.remove(unit);
                 self.now.add(unit, from);
