@@ -2,7 +2,7 @@
 //! (`engine/decide.rs`) at the end of each cycle, and keeps it on the region. `explain`, `status`, `top` and the metrics
 //! only print a [`Decision`]; none of them works the reason out again.
 
-use crate::keys::{LimitKey, OwnerKey};
+use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::marking::profit::Wave;
 use crate::units::{Pages, Permyriad, Vpn};
 use serde::{Deserialize, Serialize};
@@ -93,6 +93,30 @@ pub enum Reason {
     Sparse,
 }
 
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused => f.write_str("its process refused"),
+            Self::ProcessLeftAlone => f.write_str("its process is left alone"),
+            Self::CowBroken(ratio) => write!(f, "{ratio} COW-broken"),
+            Self::Volatile => f.write_str("too many pages change"),
+            Self::TakenBack | Self::MemoryShort => f.write_str("memory is short"),
+            Self::Relieved | Self::NoHeadroom(_) => f.write_str("a memory limit has no headroom"),
+            Self::Busy => f.write_str("its process couldn't be stopped"),
+            Self::TooYoung => f.write_str("too young"),
+            Self::DoesNotPay { .. } => f.write_str("doesn't pay yet"),
+            Self::AwaitsNewcomers => f.write_str("newcomers are read first"),
+            Self::Duplicate => f.write_str("many duplicates"),
+            Self::BeingRead(_) => f.write_str("being read whole"),
+            Self::TooFewSamples { .. } => f.write_str("too few samples"),
+            Self::Promising => f.write_str("samples show duplicates"),
+            Self::Done => f.write_str("done"),
+            Self::Scattered => f.write_str("scattered duplicates"),
+            Self::Sparse => f.write_str("few duplicates"),
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Decision {
     pub verb: Verb,
@@ -118,6 +142,11 @@ impl Decision {
         self.verb == other.verb && discriminant(&self.reason) == discriminant(&other.reason)
     }
 
+    /// How long it has stood, seconds.
+    pub fn seconds_stood(&self, now_ns: u64) -> f64 {
+        now_ns.saturating_sub(self.since_ns) as f64 / 1e9
+    }
+
     /// How long it still holds, seconds.
     pub fn seconds_left(&self, now_ns: u64) -> Option<f64> {
         Some(self.until_ns?.saturating_sub(now_ns) as f64 / 1e9)
@@ -128,6 +157,7 @@ impl Decision {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecisionChange {
     pub owner: OwnerKey,
+    pub region: RegionKey,
     /// The region's first page, and its length.
     pub first: Vpn,
     pub pages: Pages,
@@ -140,6 +170,8 @@ pub struct DecisionChange {
 #[derive(Clone, Debug, Default)]
 pub struct DecisionLog {
     changes: VecDeque<DecisionChange>,
+    /// Changes so far, with those that we no longer keep.
+    number: u64,
 }
 
 impl DecisionLog {
@@ -151,11 +183,23 @@ impl DecisionLog {
             self.changes.pop_front();
         }
         self.changes.push_back(change);
+        self.number += 1;
     }
 
     /// The changes, oldest first.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &DecisionChange> {
         self.changes.iter()
+    }
+
+    /// Changes so far, with those that we no longer keep.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// The changes since there were `number`, as far as we still keep them.
+    pub fn since(&self, number: u64) -> impl Iterator<Item = &DecisionChange> {
+        let new = usize::try_from(self.number.saturating_sub(number)).unwrap_or(usize::MAX);
+        self.changes.iter().skip(self.changes.len().saturating_sub(new))
     }
 }
 
@@ -221,6 +265,7 @@ mod tests {
         let mut log = DecisionLog::default();
         let change = DecisionChange {
             owner: OwnerKey(1),
+            region: RegionKey(1),
             first: Vpn(0),
             pages: Pages(1),
             from: Decision::default(),
@@ -230,5 +275,9 @@ mod tests {
             log.push(DecisionChange { first: Vpn(page), ..change });
         }
         assert_eq!((log.iter().count(), log.iter().next().unwrap().first), (DecisionLog::MOST, Vpn(1)));
+        let number = log.number();
+        log.push(DecisionChange { first: Vpn(7), ..change });
+        assert_eq!(log.since(number).map(|change| change.first).collect::<Vec<_>>(), [Vpn(7)]);
+        assert_eq!(log.since(0).count(), DecisionLog::MOST);
     }
 }

@@ -2,7 +2,7 @@
 //! of them and compute nothing: most parts are parts of the documents `pagefold.status/1` and `pagefold.explain/1`, with
 //! their keys and units.
 
-use crate::decision::{Decision, Kind, Reason, Verb};
+use crate::decision::{Decision, DecisionChange, Kind, Reason, Verb};
 use crate::governor::Governor;
 use crate::host::{Cost, HugeSplits, Mechanism};
 use crate::keys::{DomainKey, LimitKey, OwnerKey};
@@ -41,6 +41,8 @@ pub struct State {
     pub owners: BTreeMap<OwnerKey, OwnerTotal>,
     pub domains: BTreeMap<DomainKey, MemoryTotal>,
     pub regions: Vec<RegionState>,
+    /// The last changes of decisions on regions, oldest first.
+    pub decisions: Vec<DecisionChange>,
 }
 
 impl State {

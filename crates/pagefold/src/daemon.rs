@@ -38,7 +38,7 @@ use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use tracing::debug;
+use tracing::{Level, debug, enabled};
 
 /// The longest wait between two cycles, nanoseconds: a service manager wants to hear that the run is alive.
 const LONGEST_WAIT_NS: u64 = 60_000_000_000;
@@ -116,6 +116,8 @@ pub struct Daemon<'a, B: Backend> {
     rooms: RoomReports,
     /// Scans so far, as far as the list of events has them.
     scans: u64,
+    /// Changes of decisions so far, as far as we've logged them.
+    decisions: u64,
 }
 
 impl<'a, B: Backend> Daemon<'a, B> {
@@ -143,6 +145,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             progress: Progress::start(),
             rooms: RoomReports::default(),
             scans: 0,
+            decisions: 0,
         }
     }
 
@@ -162,6 +165,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         let mut cycles = Cycles::until(self.stop.clone(), self.active.args.end_ns());
         while let Some(outcome) = cycles.next(&mut self.engine, &mut self.backend)? {
             self.report_events();
+            self.log_decisions();
             if self.facts.stood_down.is_none() {
                 log_outcome(&mut self.active, &self.backend, &outcome);
             }
@@ -216,6 +220,21 @@ impl<'a, B: Backend> Daemon<'a, B> {
                 }
             }
         }
+    }
+
+    /// Logs the decisions that changed in this cycle.
+    fn log_decisions(&mut self) {
+        let log = self.engine.decisions();
+        if enabled!(target: "decision", Level::DEBUG) {
+            for change in log.since(self.decisions) {
+                let Some(pid) = self.backend.pid_of(change.region) else { continue };
+                let first = format!("{:x}", change.first.address());
+                let bytes = change.pages.bytes().0;
+                let (from, to) = (change.from.verb, change.to.verb);
+                debug!(target: "decision", pid, first, bytes, %from, %to, why = %change.to.reason);
+            }
+        }
+        self.decisions = log.number();
     }
 
     /// Reports changes of the room for pages that can come back.
@@ -388,6 +407,7 @@ mod tests {
             progress: Progress::start(),
             rooms: RoomReports::default(),
             scans: 0,
+            decisions: 0,
         };
         (daemon, sender)
     }

@@ -1,8 +1,8 @@
 //! A daemon's steps, for whoever has to find out why it did something: events of `tracing`, as messages on standard
 //! error.
 //!
-//! Targets are words, not module paths: `cycle`, `event` (everything in the list of events), `scope`, `read`, `inject`,
-//! `ksm`, `control`, `files`.
+//! Targets are words, not module paths: `cycle`, `decision` (each change of a region's), `event` (everything in the list
+//! of events), `scope`, `read`, `inject`, `ksm`, `control`, `files`.
 
 use pagefold_text::messages;
 use std::fmt::{self, Debug, Display, Write};
@@ -14,7 +14,7 @@ use tracing::subscriber::set_global_default;
 use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::filter::Targets;
 
-const TARGETS: [&str; 8] = ["cycle", "event", "scope", "read", "inject", "ksm", "control", "files"];
+const TARGETS: [&str; 9] = ["cycle", "decision", "event", "scope", "read", "inject", "ksm", "control", "files"];
 
 /// The levels to log: `info`, or by target `warn,ksm=debug`.
 #[derive(Clone, Debug, PartialEq)]

@@ -30,8 +30,8 @@ impl Engine {
             let is_new = !to.is_like(&from);
             to.since_ns = if is_new { now_ns } else { from.since_ns };
             if is_new && region.seen_ns < now_ns {
-                let RegionView { owner, first, pages, .. } = region.view;
-                self.decisions.push(DecisionChange { owner, first, pages, from, to });
+                let RegionView { owner, key, first, pages, .. } = region.view;
+                self.decisions.push(DecisionChange { owner, region: key, first, pages, from, to });
             }
             region.decision = to;
         }

@@ -63,6 +63,7 @@ pub(super) fn state(engine: &Engine) -> State {
         owners,
         domains,
         regions,
+        decisions: engine.decisions().iter().copied().collect(),
     }
 }
 

@@ -26,6 +26,8 @@ use std::cmp::Reverse;
 use std::path::Path;
 
 const SCHEMA: &str = "pagefold.explain/1";
+/// We show so many of the last decisions.
+const DECISIONS: usize = 8;
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExplainArgs {
@@ -55,6 +57,8 @@ pub struct Explanation {
     pub levels: usize,
     pub resident_bytes: u64,
     pub regions: Vec<Row>,
+    #[serde(default)]
+    decisions: Vec<DecisionRow>,
     excluded: Vec<Excluded>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementRow>,
@@ -72,8 +76,21 @@ pub struct Row {
     #[serde(flatten)]
     pub figures: RegionState,
     pub next: String,
+    #[serde(default)]
+    pub since_seconds: f64,
     pub wait_seconds: Option<f64>,
     pub sentence: String,
+}
+
+/// A decision that took the place of another.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct DecisionRow {
+    seconds_ago: f64,
+    range: String,
+    bytes: u64,
+    from: String,
+    to: String,
+    reason: String,
 }
 
 /// A mapping that we leave alone.
@@ -118,6 +135,7 @@ pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
     for region in regions_of(facts, target) {
         explanation.regions.push(row_of(region, facts, "guest memory".to_owned(), None));
     }
+    explanation.decisions = decisions_of(facts, target);
     explanation.regions.sort_by_key(|row| Reverse(row.figures.resident));
     explanation.guest = true;
     explanation
@@ -125,6 +143,23 @@ pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
 
 fn regions_of<'a>(facts: &'a Facts, target: &'a TargetFacts) -> impl Iterator<Item = &'a RegionState> + Clone {
     facts.state.regions.iter().filter(|region| region.owner == target.owner)
+}
+
+/// The last changes of decisions on a process, newest first.
+fn decisions_of(facts: &Facts, target: &TargetFacts) -> Vec<DecisionRow> {
+    let mut rows = Vec::new();
+    for change in facts.state.decisions.iter().rev().filter(|change| change.owner == target.owner).take(DECISIONS) {
+        let start = change.first.address();
+        rows.push(DecisionRow {
+            seconds_ago: change.to.seconds_stood(facts.state.now_ns),
+            range: range(start, start + change.pages.bytes().0),
+            bytes: change.pages.bytes().0,
+            from: change.from.verb.to_string(),
+            to: change.to.verb.to_string(),
+            reason: change.to.reason.to_string(),
+        });
+    }
+    rows
 }
 
 /// An explanation with nothing but the daemon's own facts.
@@ -162,6 +197,7 @@ fn look_with_ps(error: &ReadError) -> String {
 pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<&Path>, details: &[VmaDetail]) -> Explanation {
     let mut explanation = begun(facts, target.pid);
     explanation.see_target(target, facts);
+    explanation.decisions = decisions_of(facts, target);
     explanation.notes = target.to_unmark.iter().map(words::to_unmark).chain(target.notes.iter().cloned()).collect();
     explanation.numa = facts.places().and_then(|places| places.process(target.pid).cloned());
     explanation.see(exe, details);
@@ -266,6 +302,7 @@ fn row_of(region: &RegionState, facts: &Facts, mapping: String, file: Option<Str
         file,
         figures: region.clone(),
         next: region.decision.verb.to_string(),
+        since_seconds: region.decision.seconds_stood(facts.state.now_ns),
         wait_seconds: region.decision.seconds_left(facts.state.now_ns),
         sentence: words::sentence(region, facts),
     }

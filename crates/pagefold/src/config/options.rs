@@ -203,7 +203,7 @@ options! {
     "log" "Output" "What to write to standard error, which goes to the journal in a service. Reloaded by SIGHUP." {
         "level" "--log-level <LEVELS>" log: LogLevels, Any, = LogLevels::default(),
             "What to log besides the run's messages: nothing (info), each step (debug), or levels by target \
-             (info,ksm=debug). Targets are cycle, event, scope, read, inject, ksm, control and files";
+             (info,ksm=debug). Targets are cycle, decision, event, scope, read, inject, ksm, control and files";
     }
     "metrics" "Output"
         "Metrics for Prometheus, over HTTP or in a file. Dry runs ignore this section. See docs/install.md and \

@@ -185,6 +185,7 @@ pub fn describe(explanation: &Explanation, style: Style) -> String {
                 text.paragraph(&place.sentence(), WIDTH);
             }
             regions(&mut text, explanation, style);
+            decisions(&mut text, explanation, style);
         }
         (None, false) => {
             text.blank();
@@ -276,8 +277,22 @@ fn region(text: &mut String, row: &Row, levels: usize, style: Style) {
         let expected = human(region.expected.bytes().0);
         text.line(format!("  {marked} marked, {expected} expected to be merged{broken}"));
     }
-    for (at, part) in wrap(&row.sentence, WIDTH - 4).iter().enumerate() {
+    let sentence = format!("{} Decided {} ago.", row.sentence, time(row.since_seconds));
+    for (at, part) in wrap(&sentence, WIDTH - 4).iter().enumerate() {
         text.line(format!("  {} {part}", if at == 0 { style.bold("→") } else { " ".to_owned() }));
+    }
+}
+
+fn decisions(text: &mut String, explanation: &Explanation, style: Style) {
+    if explanation.decisions.is_empty() {
+        return;
+    }
+    text.blank();
+    text.line(style.bold("Last decisions"));
+    for row in &explanation.decisions {
+        let ago = format!("{} ago", time(row.seconds_ago));
+        let change = format!("{} → {}", row.from, row.to);
+        text.line(format!("  {ago:>12}  {:>8}  {change:<16}  {}", human(row.bytes), row.reason));
     }
 }
 
