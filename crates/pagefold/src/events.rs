@@ -163,9 +163,15 @@ impl Event {
             ("SYSLOG_IDENTIFIER", "pagefold".to_owned()),
             ("PAGEFOLD_EVENT", self.what.clone()),
         ];
-        fields.extend(self.pid.map(|pid| ("OBJECT_PID", pid.to_string())));
-        fields.extend(self.name.clone().map(|name| ("PAGEFOLD_PROCESS", name)));
-        fields.extend(self.done_bytes.map(|bytes| ("PAGEFOLD_BYTES", bytes.to_string())));
+        if let Some(pid) = self.pid {
+            fields.push(("OBJECT_PID", pid.to_string()));
+        }
+        if let Some(name) = &self.name {
+            fields.push(("PAGEFOLD_PROCESS", name.clone()));
+        }
+        if let Some(bytes) = self.done_bytes {
+            fields.push(("PAGEFOLD_BYTES", bytes.to_string()));
+        }
         fields
     }
 

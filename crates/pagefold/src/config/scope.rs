@@ -34,9 +34,15 @@ impl ScopeArgs {
     pub fn spec(&self) -> ScopeSpec {
         let Options { cgroups, users, exes, all, .. } = &*self.selectors.0;
         let mut spec = ScopeSpec::of_pids(self.pid.iter().copied());
-        spec.0.extend(cgroups.iter().flatten().map(|path| Selector::Cgroup(path.into())));
-        spec.0.extend(users.iter().flatten().cloned().map(Selector::User));
-        spec.0.extend(exes.iter().flatten().cloned().map(Selector::Exe));
+        for path in cgroups.iter().flatten() {
+            spec.0.push(Selector::Cgroup(path.into()));
+        }
+        for user in users.iter().flatten() {
+            spec.0.push(Selector::User(user.clone()));
+        }
+        for exe in exes.iter().flatten() {
+            spec.0.push(Selector::Exe(exe.clone()));
+        }
         if *all == Some(true) {
             spec.0.push(Selector::All);
         }

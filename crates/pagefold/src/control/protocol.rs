@@ -74,9 +74,15 @@ impl Selectors {
 
     pub fn spec(&self) -> ScopeSpec {
         let mut spec = ScopeSpec::of_pids(self.pids.iter().copied());
-        spec.0.extend(self.cgroups.iter().map(|path| Selector::Cgroup(path.into())));
-        spec.0.extend(self.users.iter().map(|user| Selector::User(user.to_string())));
-        spec.0.extend(self.exes.iter().cloned().map(Selector::Exe));
+        for path in &self.cgroups {
+            spec.0.push(Selector::Cgroup(path.into()));
+        }
+        for user in &self.users {
+            spec.0.push(Selector::User(user.to_string()));
+        }
+        for exe in &self.exes {
+            spec.0.push(Selector::Exe(exe.clone()));
+        }
         if self.all {
             spec.0.push(Selector::All);
         }

@@ -59,10 +59,7 @@ impl Server {
         let listener = UnixListener::bind(&beside).with_context(|| format!("cannot create {}", beside.display()))?;
         let readers = readers.filter(|&group| chown(&beside, None, Some(group)).is_ok());
         let permissions = Permissions::from_mode(if readers.is_some() { 0o660 } else { 0o600 });
-        let made = fs::set_permissions(&beside, permissions)
-            .and_then(|()| fs::symlink_metadata(&beside))
-            .and_then(|file| fs::rename(&beside, path).map(|()| (file.dev(), file.ino())));
-        let file = match made {
+        let file = match publish(&beside, path, permissions) {
             Ok(file) => file,
             Err(error) => {
                 let _ = fs::remove_file(&beside);
@@ -75,6 +72,14 @@ impl Server {
         server.thread = Some(thread.spawn(move || accept(&listener, &closing, readers, &answer))?);
         Ok(server)
     }
+}
+
+/// Gives a socket its permissions and its name. Returns its device and inode.
+fn publish(beside: &Path, path: &Path, permissions: Permissions) -> io::Result<(u64, u64)> {
+    fs::set_permissions(beside, permissions)?;
+    let file = fs::symlink_metadata(beside)?;
+    fs::rename(beside, path)?;
+    Ok((file.dev(), file.ino()))
 }
 
 impl Drop for Server {

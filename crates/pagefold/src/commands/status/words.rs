@@ -73,14 +73,23 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
             format!("{other} of what is marked are other pages, which ksmd visits, and merges if equal"),
         ));
     }
-    rows.extend(status.requests.map(|counts| ("requests", requests::sentence(&counts))));
+    if let Some(counts) = &status.requests {
+        rows.push(("requests", requests::sentence(counts)));
+    }
     if status.reserve.machine.total > Pages(0) {
         rows.push(("room", status.reserve.sentence()));
     }
-    rows.extend(status.reserve.limits_sentence().map(|text| ("limits", text)));
-    rows.extend(status.reserve.headroom_sentence().map(|text| ("headroom", text)));
-    rows.extend(to_unmark(status).map(|text| ("to unmark", text)));
-    rows.extend(kept_out(status).map(|text| ("kept out", text)));
+    let sentences = [
+        ("limits", status.reserve.limits_sentence()),
+        ("headroom", status.reserve.headroom_sentence()),
+        ("to unmark", to_unmark(status)),
+        ("kept out", kept_out(status)),
+    ];
+    for (name, sentence) in sentences {
+        if let Some(sentence) = sentence {
+            rows.push((name, sentence));
+        }
+    }
     if status.work.stops > 0 {
         let stops = status.work.stops;
         let longest = status.work.longest_stop_us;
@@ -104,7 +113,9 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     if status.programs.domains.len() > 1 || status.programs.domains.iter().any(|row| row.left_alone) {
         rows.push(("domains", domains(status)));
     }
-    rows.extend(status.numa.as_ref().map(|places| ("nodes", places.sentence())));
+    if let Some(places) = &status.numa {
+        rows.push(("nodes", places.sentence()));
+    }
     rows
 }
 
