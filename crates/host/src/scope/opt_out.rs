@@ -17,13 +17,13 @@ use pagefold_procmem::cgroup::Cgroup;
 use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
 use pagefold_text::escape::printable;
+use rustix::fs::{Mode, OFlags, ResolveFlags};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fmt;
-use std::fs::{self, File, OpenOptions};
-use std::io::Read;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -153,8 +153,11 @@ fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
         return None;
     }
     let file = Path::new("/etc/pve/qemu-server").join(format!("{vmid}.conf"));
-    let text = read_file(&below(root, &file), FILE_MOST)?;
-    if guest_denies(&text) { Some(OptOut::Guest { vmid: vmid.to_owned(), file }) } else { None }
+    match read_file(&below(root, &file), &[], FILE_MOST) {
+        Ok(text) if guest_denies(&text) => Some(OptOut::Guest { vmid: vmid.to_owned(), file }),
+        Ok(_) => None,
+        Err(_) => Some(OptOut::Unknown { cgroup: path.to_owned() }),
+    }
 }
 
 /// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`: as it runs, or from its next start
@@ -188,21 +191,47 @@ pub(super) fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-/// Reads the beginning of a regular file. Anything else, such as /dev/null, reads as empty: we don't even open it,
-/// because that may have an effect.
-pub(super) fn read_file(path: &Path, most: u64) -> Option<Vec<u8>> {
-    let found = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(path).ok()?;
-    let mut text = Vec::new();
-    if found.metadata().ok()?.is_file() {
-        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd())).ok()?;
-        file.take(most).read_to_end(&mut text).ok()?;
+/// Finds a file without opening it: that alone may have an effect. Below the folders of a user we follow no links, which
+/// could lead to any file that root may read, such as /proc/kmsg, where whatever is read is gone.
+fn find(path: &Path, folders: &[PathBuf]) -> io::Result<File> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    for folder in folders {
+        let Ok(inner) = path.strip_prefix(folder) else { continue };
+        let folder = rustix::fs::open(folder, flags, Mode::empty())?;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        return Ok(rustix::fs::openat2(folder, inner, flags, Mode::empty(), resolve)?.into());
     }
-    Some(text)
+    Ok(rustix::fs::open(path, flags, Mode::empty())?.into())
 }
 
-/// The names in a directory, at most `room`, which we reduce by their number. `None` if there are more.
-pub(super) fn names_in(directory: &Path, room: &mut usize) -> Option<Vec<String>> {
-    let Ok(entries) = fs::read_dir(directory) else { return Some(Vec::new()) };
+fn is_missing(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
+}
+
+/// Reads the beginning of a regular file. Anything else reads as empty, and so does a link to /dev/null, which is how
+/// units are masked. `folders` are a user's.
+pub(super) fn read_file(path: &Path, folders: &[PathBuf], most: u64) -> io::Result<Vec<u8>> {
+    let found = match find(path, folders) {
+        Err(error) if is_missing(&error) => return Ok(Vec::new()),
+        Err(_) if fs::read_link(path).is_ok_and(|target| target == Path::new("/dev/null")) => return Ok(Vec::new()),
+        found => found?,
+    };
+    let mut text = Vec::new();
+    if found.metadata()?.is_file() {
+        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
+        file.take(most).read_to_end(&mut text)?;
+    }
+    Ok(text)
+}
+
+/// The names in a directory, at most `room`, which we reduce by their number. `None` if there are more, or if we can't
+/// read it. `folders` are a user's.
+pub(super) fn names_in(directory: &Path, folders: &[PathBuf], room: &mut usize) -> Option<Vec<String>> {
+    let found = match find(directory, folders) {
+        Err(error) if is_missing(&error) => return Some(Vec::new()),
+        found => found.ok()?,
+    };
+    let Ok(entries) = fs::read_dir(format!("/proc/self/fd/{}", found.as_raw_fd())) else { return Some(Vec::new()) };
     let mut names = Vec::new();
     for entry in entries.flatten() {
         *room = room.checked_sub(1)?;

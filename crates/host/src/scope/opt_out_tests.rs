@@ -235,6 +235,37 @@ fn instances_have_the_settings_of_their_template() {
 }
 
 #[test]
+fn links_below_the_folders_of_a_user_are_not_followed() {
+    let root = Root::new();
+    root.write("/etc/passwd", "alice:x:1000:1000:A:/home/alice:/bin/sh\n").write("/secret", NO);
+    root.write("/linked/a.conf", YES).write("/home/alice/.config/systemd/user/other.service", YES);
+    let path = "/user.slice/user-1000.slice/user@1000.service/app.slice/app.service";
+    let unknown = vec![OptOut::Unknown { cgroup: path.to_owned() }];
+    let inside = |path: &str| root.0.path().join(path);
+    let unit = inside("home/alice/.config/systemd/user/app.service");
+    for (target, found) in [("secret", &unknown), ("proc/kmsg", &unknown), ("/dev/null", &Vec::new())] {
+        symlink(inside(target), &unit).unwrap();
+        assert_eq!(&read(path, root.0.path()), found, "{target}");
+        fs::remove_file(&unit).unwrap();
+    }
+    let drop_ins = unit.with_extension("service.d");
+    symlink(inside("linked"), &drop_ins).unwrap();
+    assert_eq!(read(path, root.0.path()), unknown);
+    fs::remove_file(&drop_ins).unwrap();
+    // The folder above them.
+    fs::rename(inside("home/alice/.config"), inside("moved")).unwrap();
+    symlink(inside("moved"), inside("home/alice/.config")).unwrap();
+    assert_eq!(read(path, root.0.path()), unknown);
+    // Root's own links, such as a home that has moved, are followed.
+    fs::remove_file(inside("home/alice/.config")).unwrap();
+    fs::rename(inside("moved"), inside("home/alice/.config")).unwrap();
+    fs::rename(inside("home"), inside("elsewhere")).unwrap();
+    symlink(inside("elsewhere"), inside("home")).unwrap();
+    root.write("/elsewhere/alice/.config/systemd/user/app.service", NO);
+    assert_eq!(root.decides(path).as_deref(), Some("/home/alice/.config/systemd/user/app.service"));
+}
+
+#[test]
 fn users_opt_out_by_their_own_units() {
     let root = Root::new();
     root.write("/etc/passwd", "root:x:0:0::/root:/bin/sh\nalice:x:1000:1000:A:/home/alice:/bin/sh\n");
@@ -306,12 +337,11 @@ fn what_is_no_regular_file_is_not_opened() {
     let name = std::ffi::CString::new(fifo.as_os_str().as_encoded_bytes()).unwrap();
     // SAFETY: the path is NUL-terminated.
     assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
-    assert_eq!(read_file(&fifo, FILE_MOST), Some(Vec::new()));
-    assert_eq!(read_file(Path::new("/dev/zero"), FILE_MOST), Some(Vec::new()));
-    assert_eq!(read_file(root.0.path(), FILE_MOST), Some(Vec::new()));
-    assert_eq!(read_file(&root.0.path().join("none"), FILE_MOST), None);
+    for path in [&fifo, Path::new("/dev/zero"), root.0.path(), &root.0.path().join("none")] {
+        assert!(read_file(path, &[], FILE_MOST).unwrap().is_empty(), "{}", path.display());
+    }
     root.write("/large", &"x".repeat(1 << 20));
-    assert_eq!(read_file(&root.0.path().join("large"), FILE_MOST).unwrap().len() as u64, FILE_MOST);
+    assert_eq!(read_file(&root.0.path().join("large"), &[], FILE_MOST).unwrap().len() as u64, FILE_MOST);
 }
 
 #[test]

@@ -67,11 +67,11 @@ pub(super) fn user_of(path: &str) -> Option<u32> {
 pub(super) fn of_cgroup(path: &str, root: &Path) -> Vec<OptOut> {
     let mut found = Vec::new();
     for UnitName { user, name } in units_in(path) {
-        let unit = Unit { name, directories: directories(user, root), root };
-        match unit.deciding_file() {
+        let user = user.map(|uid| User::of(uid, root));
+        match Unit::of(name, user.as_ref(), root).deciding_file() {
             Ok(Some(file)) => found.push(OptOut::Unit { unit: name.to_owned(), file }),
             Ok(None) => {}
-            Err(TooMany) => found.push(OptOut::Unknown { cgroup: path.to_owned() }),
+            Err(NotReadable) => found.push(OptOut::Unknown { cgroup: path.to_owned() }),
         }
     }
     found
@@ -124,25 +124,34 @@ fn section_of(unit: &str) -> Option<&'static str> {
     if name.is_empty() { None } else { Some(section) }
 }
 
-/// Where units are, as paths on this machine.
-fn directories(user: Option<u32>, root: &Path) -> Vec<PathBuf> {
-    let Some(uid) = user else { return SYSTEM.iter().map(PathBuf::from).collect() };
-    let home = home_of(uid, root);
-    let runtime = PathBuf::from(format!("/run/user/{uid}"));
-    let mut directories = Vec::new();
-    for directory in USER {
-        match (directory.split_at(1), &home) {
-            (("~", inner), Some(home)) => directories.push(home.join(&inner[1..])),
-            (("~", _), None) => {}
-            (("@", inner), _) => directories.push(runtime.join(&inner[1..])),
-            _ => directories.push(PathBuf::from(directory)),
-        }
+/// The folders where a user may put units.
+struct User {
+    home: Option<PathBuf>,
+    runtime: PathBuf,
+}
+
+impl User {
+    fn of(uid: u32, root: &Path) -> Self {
+        Self { home: home_of(uid, root), runtime: PathBuf::from(format!("/run/user/{uid}")) }
     }
-    directories
+
+    /// Where her manager looks for units.
+    fn directories(&self) -> Vec<PathBuf> {
+        let mut directories = Vec::new();
+        for directory in USER {
+            match (directory.split_at(1), &self.home) {
+                (("~", inner), Some(home)) => directories.push(home.join(&inner[1..])),
+                (("~", _), None) => {}
+                (("@", inner), _) => directories.push(self.runtime.join(&inner[1..])),
+                _ => directories.push(PathBuf::from(directory)),
+            }
+        }
+        directories
+    }
 }
 
 fn home_of(uid: u32, root: &Path) -> Option<PathBuf> {
-    let text = read_file(&below(root, Path::new("/etc/passwd")), PASSWD_MOST)?;
+    let text = read_file(&below(root, Path::new("/etc/passwd")), &[], PASSWD_MOST).ok()?;
     for line in String::from_utf8_lossy(&text).lines() {
         let fields: Vec<&str> = line.split(':').collect();
         if let [_, _, user, _, _, home, ..] = fields[..] {
@@ -155,22 +164,37 @@ fn home_of(uid: u32, root: &Path) -> Option<PathBuf> {
     None
 }
 
-/// There are more files than we read.
-struct TooMany;
+/// There are more files than we read, or there's one that we can't or mustn't read.
+struct NotReadable;
 
 struct Unit<'a> {
     name: &'a str,
+    /// Where it may be, as paths on this machine.
     directories: Vec<PathBuf>,
+    /// The user's folders among them, below `root`.
+    folders: Vec<PathBuf>,
     root: &'a Path,
 }
 
-impl Unit<'_> {
+impl<'a> Unit<'a> {
+    fn of(name: &'a str, user: Option<&User>, root: &'a Path) -> Self {
+        let Some(user) = user else {
+            let directories = SYSTEM.iter().map(PathBuf::from).collect();
+            return Self { name, directories, folders: Vec::new(), root };
+        };
+        let mut folders = vec![below(root, &user.runtime)];
+        if let Some(home) = &user.home {
+            folders.push(below(root, home));
+        }
+        Self { name, directories: user.directories(), folders, root }
+    }
+
     /// The file that sets it to no, if that's the assignment that counts.
-    fn deciding_file(&self) -> Result<Option<PathBuf>, TooMany> {
+    fn deciding_file(&self) -> Result<Option<PathBuf>, NotReadable> {
         let Some(section) = section_of(self.name) else { return Ok(None) };
         let mut decided = None;
         for file in self.main_file().into_iter().chain(self.drop_ins()?) {
-            let text = read_file(&below(self.root, &file), FILE_MOST).unwrap_or_default();
+            let text = read_file(&below(self.root, &file), &self.folders, FILE_MOST).map_err(|_| NotReadable)?;
             if let Some(setting) = memory_ksm(&text, section) {
                 decided = if setting == Setting::No { Some(file) } else { None };
             }
@@ -193,7 +217,7 @@ impl Unit<'_> {
     }
 
     /// The drop-ins, in the order we apply them.
-    fn drop_ins(&self) -> Result<Vec<PathBuf>, TooMany> {
+    fn drop_ins(&self) -> Result<Vec<PathBuf>, NotReadable> {
         let kind = self.name.rsplit_once('.').unwrap_or_default().1;
         let names = names_of(self.name);
         let mut directories = Vec::new();
@@ -206,7 +230,7 @@ impl Unit<'_> {
         let mut files = BTreeMap::new();
         let mut room = NAMES_MOST;
         for directory in directories {
-            for name in names_in(&below(self.root, &directory), &mut room).ok_or(TooMany)? {
+            for name in names_in(&below(self.root, &directory), &self.folders, &mut room).ok_or(NotReadable)? {
                 if name.strip_suffix(".conf").is_some() {
                     let file = directory.join(&name);
                     // Of several with the same name the first one stays.
@@ -215,7 +239,7 @@ impl Unit<'_> {
             }
         }
         if files.len() > DROP_INS_MOST {
-            return Err(TooMany);
+            return Err(NotReadable);
         }
         Ok(files.into_values().collect())
     }
