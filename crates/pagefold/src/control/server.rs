@@ -10,17 +10,21 @@ use pagefold_procmem::os::peer::{Peer, is_in_group, is_trusted};
 use pagefold_text::exit::{self, Exit};
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// The most connections at a time. We refuse more.
+/// The most connections at a time; from members of the group; from one member. One more takes the place of the one that
+/// has been idle for longest.
 const CONNECTIONS_MOST: usize = 16;
+const MEMBERS_MOST: usize = 12;
+const MEMBER_MOST: usize = 4;
 /// A request must be complete within this time after the connection was made or the last answer was sent.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 /// We close the connection if the peer reads nothing of its answer for this time.
@@ -113,9 +117,78 @@ fn secure_parent(path: &Path) -> Result<()> {
     Ok(())
 }
 
+/// A connection with a place of its own.
+struct Connection {
+    number: u64,
+    stream: UnixStream,
+    uid: u32,
+    is_member: bool,
+    /// Since when it waits for a request. `None`: it's being answered.
+    idle_since: Option<Instant>,
+}
+
+#[derive(Clone, Default)]
+struct Connections(Arc<Mutex<Vec<Connection>>>);
+
+impl Connections {
+    fn lock(&self) -> MutexGuard<'_, Vec<Connection>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives a connection a place, if there's one. Members of the group can't take all places from root, nor one member
+    /// all places from the others.
+    fn admit(&self, connection: Connection) -> bool {
+        let mut all = self.lock();
+        let uid = connection.uid;
+        let has_room = if connection.is_member {
+            make_room(&mut all, MEMBER_MOST, |other| other.is_member && other.uid == uid)
+                && make_room(&mut all, MEMBERS_MOST, |other| other.is_member)
+        } else {
+            make_room(&mut all, CONNECTIONS_MOST, |_| true)
+        };
+        if has_room {
+            all.push(connection);
+        }
+        has_room
+    }
+
+    fn set_idle(&self, number: u64, idle_since: Option<Instant>) {
+        if let Some(connection) = self.lock().iter_mut().find(|connection| connection.number == number) {
+            connection.idle_since = idle_since;
+        }
+    }
+
+    fn remove(&self, number: u64) {
+        self.lock().retain(|connection| connection.number != number);
+    }
+}
+
+/// Makes sure that there are less than `most` connections of a kind: closes the one that has been idle for longest.
+fn make_room(all: &mut Vec<Connection>, most: usize, is_kind: impl Fn(&Connection) -> bool) -> bool {
+    let mut number = 0;
+    let mut oldest: Option<(usize, Instant)> = None;
+    for (at, connection) in all.iter().enumerate() {
+        if !is_kind(connection) {
+            continue;
+        }
+        number += 1;
+        let Some(idle_since) = connection.idle_since else { continue };
+        if oldest.is_none_or(|(_, since)| idle_since < since) {
+            oldest = Some((at, idle_since));
+        }
+    }
+    if number < most {
+        return true;
+    }
+    let Some((at, _)) = oldest else { return false };
+    // Its thread sees the end of the connection, and ends.
+    let _ = all.swap_remove(at).stream.shutdown(Shutdown::Both);
+    true
+}
+
 fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, answer: &Arc<Answer>) {
-    let connections = Arc::new(());
-    for stream in listener.incoming() {
+    let connections = Connections::default();
+    for (number, stream) in (0..).zip(listener.incoming()) {
         if closing.load(Ordering::SeqCst) {
             return;
         }
@@ -132,24 +205,33 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
             refuse(&mut stream, only_root("requests to the daemon"));
             continue;
         }
-        let ticket = connections.clone();
-        if Arc::strong_count(&connections) > CONNECTIONS_MOST + 1 {
-            let line = format!("{CONNECTIONS_MOST} clients are connected already; try again later");
-            refuse(&mut stream, failed(line));
+        let Ok(other) = stream.try_clone() else { continue };
+        let idle_since = Some(Instant::now());
+        let connection = Connection { number, stream: other, uid: peer.uid, is_member: !may_change, idle_since };
+        if !connections.admit(connection) {
+            refuse(&mut stream, failed("too many clients wait for answers already; try again later".to_owned()));
             continue;
         }
         let answer = answer.clone();
-        // If we can't start a thread, the connection closes.
-        let _ = thread::Builder::new().name("control peer".into()).spawn(move || {
+        let places = connections.clone();
+        let thread = thread::Builder::new().name("control peer".into()).spawn(move || {
             // The connection has ended, with or without an error.
-            let _ = converse(stream, peer.uid, &*answer);
-            drop(ticket);
+            let _ = converse(stream, peer.uid, |request| {
+                places.set_idle(number, None);
+                let answered = answer(request, peer.uid);
+                places.set_idle(number, Some(Instant::now()));
+                answered
+            });
+            places.remove(number);
         });
+        if thread.is_err() {
+            connections.remove(number);
+        }
     }
 }
 
 /// Answers requests until the peer closes the connection, is too slow, or sends a malformed request.
-fn converse(mut stream: UnixStream, uid: u32, answer: &Answer) -> io::Result<()> {
+fn converse(mut stream: UnixStream, uid: u32, answer: impl Fn(Request) -> Result<String, Exit>) -> io::Result<()> {
     let mut received = Vec::new();
     loop {
         let answered = match read_line(&mut stream, &mut received)? {
@@ -159,7 +241,7 @@ fn converse(mut stream: UnixStream, uid: u32, answer: &Answer) -> io::Result<()>
                 Err(failed(format!("no request came within {} s; connect again", REQUEST_LIMIT.as_secs())))
             }
             Line::Whole(line) => match Request::parse(&line) {
-                Ok(request) if request == Request::Status || is_trusted(uid) => answer(request, uid),
+                Ok(request) if request == Request::Status || is_trusted(uid) => answer(request),
                 Ok(_) => Err(only_root("this request")),
                 Err(why) => Err(failed(why)),
             },

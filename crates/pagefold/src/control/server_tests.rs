@@ -102,20 +102,47 @@ fn silent_and_slow_clients_delay_no_other() {
     let before = Instant::now();
     assert_eq!(answer(&path, status().as_bytes()), status());
     assert!(before.elapsed() < REQUEST_LIMIT / 2, "{:?}", before.elapsed());
-    // The server refuses one connection too many, and accepts again once others have closed.
-    let last = UnixStream::connect(&path).unwrap();
-    let full = answer(&path, status().as_bytes());
-    assert!(full.contains("16 clients are connected"), "{full}");
-    drop((silent, last));
-    let end = Instant::now() + Duration::from_secs(20);
-    while answer(&path, status().as_bytes()) != status() {
-        assert!(Instant::now() < end, "connections are still refused");
-        thread::sleep(Duration::from_millis(10));
-    }
+    // Beyond the most, the one that's been silent for longest goes.
+    let more: Vec<UnixStream> = (0..2 * CONNECTIONS_MOST).map(|_| UnixStream::connect(&path).unwrap()).collect();
+    assert_eq!(answer(&path, status().as_bytes()), status());
+    assert_eq!((&silent[0]).read(&mut [0]).unwrap(), 0, "the first is still open");
+    drop(more);
     // The slow request gets an answer too.
     let mut line = String::new();
     io::BufReader::new(&slow).read_line(&mut line).unwrap();
     assert_eq!(line, Request::Pause.line());
+}
+
+#[test]
+fn members_of_the_group_leave_places_to_root_and_to_each_other() {
+    const MEMBERS: u32 = 7;
+    let connections = Connections::default();
+    let start = Instant::now();
+    let mut others = Vec::new();
+    let mut admit = |number: u64, uid: u32| {
+        let (stream, other) = UnixStream::pair().unwrap();
+        others.push(other);
+        let idle_since = Some(start + Duration::from_millis(number));
+        connections.admit(Connection { number, stream, uid, is_member: uid != 0, idle_since })
+    };
+    let mut number = 0;
+    for uid in 1..=MEMBERS {
+        for _ in 0..2 * MEMBER_MOST {
+            number += 1;
+            assert!(admit(number, uid));
+        }
+    }
+    let of = |uid| connections.lock().iter().filter(|connection| connection.uid == uid).count();
+    assert_eq!((of(1), of(MEMBERS), connections.lock().len()), (0, MEMBER_MOST, MEMBERS_MOST));
+    // Whoever is being answered keeps its place.
+    for number in 0..=number {
+        connections.set_idle(number, None);
+    }
+    assert!(!admit(1_000, 1), "all members are being answered");
+    for number in 2_000..2_000 + (CONNECTIONS_MOST as u64) {
+        assert!(admit(number, 0), "root has places of its own");
+    }
+    assert_eq!((of(MEMBERS), of(0)), (MEMBER_MOST, CONNECTIONS_MOST - MEMBERS_MOST));
 }
 
 #[test]
