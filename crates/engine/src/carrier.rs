@@ -1,21 +1,20 @@
-//! The two carriers of merged pages, ksmd and requests: how they differ, as constants.
+//! How merging by ksmd and merging on request differ, as constants.
 //!
-//! Nothing else in the engine asks which of them it is, but for the [`Mechanism`]'s two planners in
-//! [`crate::engine`].
+//! Apart from these constants, only the two planners in [`crate::engine`] depend on the [`Mechanism`].
 
 use crate::host::Mechanism;
 
 /// How we merge pages with one [`Mechanism`].
 #[derive(Debug)]
 pub(crate) struct Carrier {
-    /// Whether we mark memory, and ksmd searches it for equal pages again and again. Otherwise we name pairs of pages,
-    /// and nothing but our own reading finds more of them.
+    /// With ksmd we mark memory, and ksmd keeps searching it for equal pages. Otherwise we name pairs of pages, and
+    /// only our own reading finds more pairs.
     pub by_marks: bool,
     /// How long memory must stay merged to be worth it, nanoseconds. Merging on request takes microseconds a page, but
     /// marks must pay for scans and for stopping the process.
     pub worth_ns: u64,
-    /// Where inspections of memory nodes are long, we pause for at least this many times the CPU time of one. On
-    /// request we choose the copy that stays before the merge, so little is left to move.
+    /// On a NUMA machine, we pause after inspecting merged pages for at least this many times the CPU time that the
+    /// inspection took. On request we choose which copy stays before the merge, so few pages need to move later.
     pub inspection_pause: u64,
 }
 

@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 /// A named set of settings for one purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preset {
-    /// Merge memory that stays, at little cost.
+    /// Merge long-lived memory, at little cost.
     #[default]
     Default,
-    /// Merge memory that lives for seconds, too: rounds of 85 ms (UKSM section 8.1.3), and regions needn't be old.
+    /// Also merge memory that only lives for seconds: rounds of 85 ms (UKSM section 8.1.3), and regions needn't be old.
     Sensitive,
 }
 
@@ -34,7 +34,7 @@ pub enum Only {
     /// All pages with equal contents.
     #[default]
     All,
-    /// Pages of zeros, with the kernel's zero page: programs share no pages with each other.
+    /// Only pages of zeros, by mapping the kernel's zero page. Programs then share no pages with each other.
     Zeros,
 }
 
@@ -54,7 +54,7 @@ pub struct Config {
     pub only: Only,
     /// The share of one core for pagefold and ksmd together, in place of the governor's (UKSM `p`).
     pub top_share: Option<Permyriad>,
-    /// The time of a global round, in place of the governor's (UKSM `t`), nanoseconds.
+    /// How long a global round takes, in place of the governor's (UKSM `t`), nanoseconds.
     pub round_ns: Option<u64>,
     /// What we may do to targets in a second.
     pub limits: Limits,
@@ -66,7 +66,7 @@ pub struct Config {
     pub bottom_share: Permyriad,
     /// The duplicate ratio from which we promote a region (UKSM `V_dup`).
     pub duplicate_threshold: Permyriad,
-    /// The same for merging on request, where we only visit duplicates again.
+    /// The duplicate ratio when merging on request, where later visits only go to the duplicates.
     pub request_threshold: Permyriad,
     /// The COW-broken ratio from which we leave a region alone (UKSM `V_cow`). 100 % turns this off.
     pub cow_threshold: Permyriad,
@@ -76,10 +76,10 @@ pub struct Config {
     pub probation_rounds: u64,
     /// A merged page is COW-broken if its program writes the same content again within this time, nanoseconds.
     pub cow_horizon_ns: u64,
-    /// The density from which we mark an extent.
+    /// We mark an extent if its share of duplicates is at least this high.
     pub density: Density,
-    /// The lowest density, for extents that wait until ksmd has rested. Below 3 %, ksmd's records (64 bytes for each
-    /// page) take more than the duplicates give back.
+    /// The lowest such share, for sparser extents that we mark once ksmd has been idle for long enough. Below 3 %,
+    /// ksmd's records (64 bytes for each page) take more than the duplicates give back.
     pub thinnest_density: Permyriad,
     /// A span is worth a system call in the target from this many duplicate pages on.
     pub span_pages_min: Pages,

@@ -18,7 +18,7 @@ pub enum Verb {
     Sample,
     /// We read all of it.
     Read,
-    /// We mark it. Scans wait for other regions that we may mark soon.
+    /// We mark it. ksmd's scans wait for other regions that we may mark soon.
     Mark,
     /// It's marked, and ksmd scans it.
     Merge,
@@ -61,16 +61,17 @@ pub enum Reason {
     Relieved,
     /// We couldn't stop its process, and try again.
     Busy,
-    /// It's too young, or like memory that ended young.
+    /// It's too young, or regions of its family have ended young.
     TooYoung,
     /// Merging it costs more than the governor pays.
     DoesNotPay {
-        /// Two scans for everything that waits.
+        /// The pages that would be marked and scanned together: two scans for everything that waits.
         wave: Wave,
         /// A saved page may cost this much CPU time, nanoseconds.
         price_ns: u64,
     },
-    /// Its thinner parts wait for us to read newcomers, for the time given at most: they may have copies of more of it.
+    /// We haven't marked its sparser parts yet: new regions may hold copies of them, and we read those first. We wait
+    /// until `until_ns` at most.
     AwaitsNewcomers,
     /// Memory is short.
     MemoryShort,
@@ -121,9 +122,9 @@ impl fmt::Display for Reason {
 pub struct Decision {
     pub verb: Verb,
     pub reason: Reason,
-    /// Since when we've decided so, for this reason, nanoseconds.
+    /// When we first decided so for this reason, nanoseconds.
     pub since_ns: u64,
-    /// When that changes if nothing else does, nanoseconds. `None` if we don't know.
+    /// When the decision ends if nothing else changes, nanoseconds. `None` if we don't know.
     pub until_ns: Option<u64>,
 }
 
@@ -137,23 +138,23 @@ impl Decision {
         Self { until_ns: Some(until_ns), ..self }
     }
 
-    /// Whether it says to do the same as another, for the same reason. Figures may differ, such as how far we've read.
+    /// Whether both say to do the same for the same reason. Figures may differ, such as how far we've read.
     pub fn is_like(&self, other: &Self) -> bool {
         self.verb == other.verb && discriminant(&self.reason) == discriminant(&other.reason)
     }
 
-    /// How long it has stood, seconds.
+    /// How long the decision has stood, seconds.
     pub fn seconds_stood(&self, now_ns: u64) -> f64 {
         now_ns.saturating_sub(self.since_ns) as f64 / 1e9
     }
 
-    /// How long it still holds, seconds.
+    /// How long the decision still holds, seconds. `None` if we don't know.
     pub fn seconds_left(&self, now_ns: u64) -> Option<f64> {
         Some(self.until_ns?.saturating_sub(now_ns) as f64 / 1e9)
     }
 }
 
-/// A decision on a region that took the place of another.
+/// A change of our decision on a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecisionChange {
     pub owner: OwnerKey,
@@ -162,7 +163,7 @@ pub struct DecisionChange {
     pub first: Vpn,
     pub pages: Pages,
     pub from: Decision,
-    /// Made at its `since_ns`.
+    /// The new decision, made at its `since_ns`.
     pub to: Decision,
 }
 
@@ -170,7 +171,7 @@ pub struct DecisionChange {
 #[derive(Clone, Debug, Default)]
 pub struct DecisionLog {
     changes: VecDeque<DecisionChange>,
-    /// Changes so far, with those that we no longer keep.
+    /// All changes so far, including those that we no longer keep.
     number: u64,
 }
 
@@ -191,12 +192,12 @@ impl DecisionLog {
         self.changes.iter()
     }
 
-    /// Changes so far, with those that we no longer keep.
+    /// All changes so far, including those that we no longer keep.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// The changes since there were `number`, as far as we still keep them.
+    /// The changes after the first `number`, as far as we still keep them.
     pub fn since(&self, number: u64) -> impl Iterator<Item = &DecisionChange> {
         let new = usize::try_from(self.number.saturating_sub(number)).unwrap_or(usize::MAX);
         self.changes.iter().skip(self.changes.len().saturating_sub(new))
@@ -213,7 +214,7 @@ pub enum Kind {
     Sparse,
     /// Its merges don't last, because its program writes the pages.
     CowBroken,
-    /// Too young to know whether it stays, or of a family with regions that ended young.
+    /// Too young to know whether it stays, or regions of its family have ended young.
     ShortLived,
     /// Duplicates that stay: worth merging.
     StaticallyDuplicated,

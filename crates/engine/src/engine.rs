@@ -69,7 +69,7 @@ pub struct Engine {
     requests: Requests,
     /// Which merged pages move to another memory node.
     placer: Placer,
-    /// Whether there's room if merged pages come back as copies.
+    /// Whether there's room for the copies if programs write to merged pages.
     room: CopyRoom,
     /// How much we save.
     saving: SavingCounter,
@@ -117,8 +117,8 @@ impl Engine {
         }
     }
 
-    /// Everything the next run can adopt. We know pages merged on request by their digests and don't save those, so the
-    /// next run judges such regions anew.
+    /// Everything the next run can adopt. We know pages merged on request by their digests, and we don't save digests,
+    /// so the next run judges the regions with such pages anew.
     pub fn learned(&self) -> Learned {
         let mut regions = Vec::new();
         if self.carrier().by_marks {
@@ -132,7 +132,7 @@ impl Engine {
         Learned { mechanism: self.config.mechanism, only: self.config.only, families, regions }
     }
 
-    /// Adopts an earlier run's knowledge before the first cycle, unless that run had another task.
+    /// Adopts an earlier run's knowledge before the first cycle, unless that run merged other pages or in another way.
     pub fn adopt(&mut self, learned: Learned) {
         if learned.mechanism == self.config.mechanism && learned.only == self.config.only {
             self.experience.lifetimes.adopt(&learned.families);
@@ -160,8 +160,8 @@ impl Engine {
         self.saving.latest()
     }
 
-    /// Pages we need if programs write to every merged one. With marks we use KSM's counters: ksmd corrects them as it
-    /// passes by, and they include other programs' memory. On request ksmd never passes by, so we count ourselves.
+    /// How many pages we need if programs write to every merged one. With marks we use KSM's counters: ksmd corrects
+    /// them as it scans, and they include other programs' memory. On request ksmd doesn't scan, so we count ourselves.
     pub fn returns_at_worst(&self) -> Pages {
         match self.saving.latest() {
             Some(saving) if !self.carrier().by_marks => saving.returns_at_worst,
@@ -169,8 +169,8 @@ impl Engine {
         }
     }
 
-    /// Roughly how many of the pages that KSM counts as merged are gone. At most as many as it counts beyond living
-    /// processes' pages: a program may have unmapped memory before ksmd came to merge it.
+    /// Roughly how many of the pages that KSM counts as merged have been unmapped. That's no more than KSM counts
+    /// beyond the pages of living processes: programs may have unmapped memory that ksmd hadn't merged yet.
     fn exited(&self, ksm: &KsmView) -> Pages {
         let exited = self.ksmd.scheduler.exited();
         if exited == Pages(0) {
@@ -217,7 +217,7 @@ impl Engine {
         self.config.groups = groups;
     }
 
-    /// Takes up to `most` pages from the process's reading allowance, for someone else's reading.
+    /// Takes up to `most` pages from the process's reading allowance, for a caller that reads them itself.
     pub fn take_pages(&mut self, owner: OwnerKey, most: u64) -> u64 {
         let allowance = &mut self.spending.allowance;
         let pages = if self.spending.paused { 0 } else { allowance.pages_left(owner).min(most) };

@@ -64,13 +64,13 @@ impl Governor {
 
     /// The governor that `Auto` chooses, `current` being the one in force.
     ///
-    /// Memory is as scarce as the worse of two signs: how long programs wait for memory, where the kernel reports it
-    /// (PSI), and the share of memory still available, like ksmtuned (which starts KSM below 20 %). The governor rises
-    /// at once, and falls only when memory is clearly less scarce, so that it doesn't flap.
+    /// We take the worse of two signs that memory is scarce. One is how long programs wait for memory, where the kernel
+    /// reports it (PSI). The other is how little is still available (ksmtuned starts KSM below 20 %). The governor
+    /// rises at once, and falls only when memory is clearly less scarce, so that it doesn't flap.
     ///
     /// While the programs we merge wait for a CPU (`cpu_pressure`), the governor yields to them: each per cent of that
-    /// time counts as one per cent less scarcity. Once memory is as scarce as can be, they wait for memory, too, and
-    /// the governor doesn't yield.
+    /// time counts as one per cent less scarcity. If memory is as scarce as can be, it doesn't yield, because the
+    /// programs wait for memory, too.
     #[must_use]
     pub fn chosen(current: Self, memory: &MemoryView, cpu_pressure: Option<Permyriad>) -> Self {
         let waiting = cpu_pressure.map_or(0, |pressure| u64::from(pressure.0) / 100);
@@ -119,7 +119,7 @@ impl Budget {
     pub fn record(&mut self, now_ns: u64, cost: Cost) {
         let spent_ns = cost.pagefold_ns + cost.ksmd_ns;
         if self.observations.is_empty() {
-            // The clocks start at 0 with the run, and the time it took to start counts.
+            // The clocks start at 0 with the run, so the CPU time of starting up counts, too.
             self.observations.push_back((now_ns, 0));
         }
         let several = self.observations.len() > 1;

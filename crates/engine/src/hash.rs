@@ -26,7 +26,8 @@ impl Digest {
         low_bits(self.0 >> 16, u32::BITS)
     }
 
-    /// The digest of this content within a trust domain, different in each domain. Zeros belong to no domain.
+    /// The digest of the same content within a trust domain, so that it differs from domain to domain. Zeros have no
+    /// domain.
     #[must_use]
     pub fn in_domain(self, domain: DomainKey) -> Self {
         if self == Self::ZERO || domain == DomainKey(0) { self } else { Self(self.0 ^ mix(u64::from(domain.0))) }
@@ -78,9 +79,9 @@ const LINE_BYTES: usize = PAGE_SIZE / LINES as usize;
 /// Digests pages by some of their cache lines, as the kernel hashes them in place: `struct ksm_hash` in
 /// `kernel/include/linux/ksm.h` defines the hash and the order of the lines, which depend on a key.
 ///
-/// Most contents that differ do so in a few lines (UKSM section 6). If we know that different pages have the same hash,
-/// we digest pages with that hash by all of their lines. We always do so for the hash of zeros, because barely used
-/// memory is zero in most places. So [`Digest::ZERO`] still means a page of zeros.
+/// Most different contents already differ in a few lines (UKSM section 6). Where we know that different pages have the
+/// same hash, we digest pages with that hash by all of their lines. We always do so for the hash of zeros, because
+/// barely used memory is zero in most places. So [`Digest::ZERO`] still means a page of zeros.
 #[derive(Clone, Debug)]
 pub struct LineDigester {
     key: u64,
@@ -183,9 +184,8 @@ fn fold(a: u64, b: u64) -> u64 {
     halves.0 ^ halves.1
 }
 
-/// Whether every byte is zero. In pages of real data, the first cache line usually shows that it isn't. We look at
-/// words: in a program linked for size, looking byte by byte takes 16,000 instructions for a page of zeros, and word by
-/// word 800.
+/// Whether every byte is zero. In real data, the first cache line is usually not all zero. We look at words: in a
+/// program linked for size, looking byte by byte takes 16,000 instructions for a page of zeros, and word by word 800.
 pub fn is_zero(page: &PageBytes) -> bool {
     page.chunks_exact(LINE_BYTES).all(|line| line.chunks_exact(8).fold(0, |bits, bytes| bits | word_of(bytes)) == 0)
 }

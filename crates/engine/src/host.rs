@@ -112,7 +112,7 @@ pub struct RegionView {
     pub key: RegionKey,
     /// The process it belongs to.
     pub owner: OwnerKey,
-    /// The same process, for other runs.
+    /// The same process by a key that stays the same in other runs.
     pub lasting: LastingKey,
     pub family: FamilyKey,
     /// The processes that share memory with it by fork.
@@ -124,9 +124,9 @@ pub struct RegionView {
     pub pages: Pages,
     /// Anonymous pages present in it. May be some seconds old.
     pub resident: Pages,
-    /// Pages of the range that are marked mergeable, where ksmd searches marked memory.
+    /// How many pages of the range are marked mergeable, where ksmd does the merging.
     pub marked: Pages,
-    /// Whether its pages may have been merged on request: the kernel marks a mapping when we name one of its pages.
+    /// Whether its pages may have been merged on request. The kernel marks a mapping when we name one of its pages.
     pub named: bool,
     /// Whether we leave its process alone for now: we neither read nor change the region, and its marks stay.
     pub left_alone: bool,
@@ -135,9 +135,9 @@ pub struct RegionView {
 /// The state of KSM. Counters are the kernel's, for the whole machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KsmView {
-    /// `pages_shared`: merged pages that replace several.
+    /// `pages_shared`: merged pages, each in place of several.
     pub shared: Pages,
-    /// `pages_sharing`: pages that they save.
+    /// `pages_sharing`: pages that merging saves.
     pub sharing: Pages,
     /// `ksm_zero_pages`: pages that map the kernel's zero page instead.
     pub zero: Pages,
@@ -145,8 +145,8 @@ pub struct KsmView {
     pub scanned: u64,
     /// `full_scans`: completed scans since boot or since the last `run` 2.
     pub full_scans: u64,
-    /// Whether an order to ksmd is still being carried out: a kick until its scan has ended (or found nothing to scan),
-    /// any other order until it's in force.
+    /// Whether ksmd is still carrying out an order: a kick until its scan has ended (or found nothing to scan), any
+    /// other order until it's in force.
     pub busy: bool,
     /// Copies made so far because programs wrote merged pages (`cow_ksm` in `/proc/vmstat`, which counts unmerging,
     /// too).
@@ -202,7 +202,7 @@ pub struct MemoryView {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitView {
     pub key: LimitKey,
-    /// How much they may have. 0 if we don't know yet.
+    /// How much memory they may have. 0 if we don't know yet.
     pub limit: Pages,
     /// How much of it is left. Page cache that the kernel reclaims before it kills counts as left.
     pub left: Pages,
@@ -275,13 +275,13 @@ pub struct Samples {
     pub pages: Vec<PageSample>,
     /// The merged pages among the pages to inspect, in the order of the plan.
     pub merged: Vec<MergedSample>,
-    /// If the plan asked for a count and nothing prevented it.
+    /// The count, if the plan asked for one and nothing prevented it.
     pub counted: Option<Counted>,
     /// CPU time of reading, nanoseconds.
     pub cpu_ns: u64,
 }
 
-/// A count of the saving, apart from the frames.
+/// The part of a count that doesn't come from merged frames.
 #[derive(Clone, Debug, Default)]
 pub struct Counted {
     /// Each process's pages that map the kernel's zero page instead of a frame of zeros.
@@ -296,7 +296,7 @@ pub struct MergedSample {
     /// The number of the frame. Pages with the same frame are one copy.
     pub frame: u64,
     pub node: NodeKey,
-    /// If the plan asked for it: whether the frame is charged below the limit.
+    /// If the plan asked for it: whether the frame is charged to the limit's cgroup or one below.
     pub charged: bool,
     /// If the plan asked for a count: how many pages map the frame, on the whole machine.
     pub mappers: u32,
@@ -329,7 +329,7 @@ pub enum PageState {
     ZeroMapped,
     /// KSM has merged it already.
     Merged,
-    /// Shared through fork: its relatives have the same frame.
+    /// Shared through fork: related processes map the same frame.
     Shared,
 }
 
@@ -402,7 +402,7 @@ pub struct Actions {
 }
 
 impl Actions {
-    /// Whether they do more than order ksmd about.
+    /// Whether the actions change any target. Orders to ksmd don't.
     pub fn change_targets(&self) -> bool {
         let Self { mark, unmark, stop: _, scan: _, merge, moves } = self;
         !(mark.is_empty() && unmark.is_empty() && merge.is_empty() && moves.is_empty())
@@ -416,8 +416,8 @@ pub struct MergeRange {
     pub take: PageRun,
     /// Their replacement.
     pub keep: Keep,
-    /// Only merge with pages that are merged already. The cgroup of others would have to keep one more page, and has no
-    /// headroom for it.
+    /// Only merge with pages that are merged already. For any other page, its cgroup would have to keep one more page,
+    /// and it has no headroom for that.
     pub needs_merged: bool,
 }
 
@@ -443,7 +443,7 @@ impl Keep {
 }
 
 impl MergeRange {
-    /// The results of its pages, given one by one. Neighbours with the same result are put together.
+    /// Turns one outcome for each page of the range into results, one for each run of equal outcomes.
     pub fn results(self, pages: &[Merging]) -> impl Iterator<Item = MergeResult> {
         let mut skip = 0;
         pages.chunk_by(|a, b| a == b).map(move |same| {
@@ -454,7 +454,7 @@ impl MergeRange {
         })
     }
 
-    /// The part of `pages` pages that starts `skip` pages after its start.
+    /// The part of the range that starts `skip` pages after its start and is `pages` long.
     #[must_use]
     pub fn part(self, skip: u32, pages: u32) -> Self {
         let take = PageRun { first: self.take.first + u64::from(skip), pages, ..self.take };
@@ -528,7 +528,7 @@ pub struct Outcome {
     pub stops: Vec<Stops>,
     /// Huge pages collapsed again in memory that we unmarked because merges there don't last.
     pub collapsed: u64,
-    /// Frames moved. The others have changed, or the kernel refused.
+    /// How many frames moved. The others had changed, or the kernel refused.
     pub moved: u64,
     /// CPU time of moving, nanoseconds.
     pub move_ns: u64,
@@ -595,6 +595,7 @@ pub enum Merging {
     Ineligible,
     /// The page to keep has all the sharers it may have.
     Full,
-    /// The host didn't try, for example because the process is left alone or has ended, or gave up waiting.
+    /// The host didn't try, for example because it leaves the process alone, the process has ended, or it gave up
+    /// waiting.
     Untried,
 }

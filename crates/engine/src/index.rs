@@ -11,8 +11,8 @@
 use crate::hash::Digest;
 use crate::units::low_bits;
 
-/// The most entries in one tree before the forest doubles: a dozen cache lines. With 256 entries, moving half of them
-/// on insertion took a tenth of the instructions of finding duplicates.
+/// The most entries in one tree before the forest doubles: a dozen cache lines. With 256 entries, a tenth of the
+/// instructions for finding duplicates went into moving half a tree at each insertion.
 const TREE_MAX: usize = 64;
 /// A tree grows by this many entries.
 const TREE_STEP: usize = 8;
@@ -34,7 +34,7 @@ const OLD_EPOCHS: u8 = 2;
 pub const REGION_PAGES_MAX: u64 = 1 << OFFSET_BITS;
 /// The index can point to at most this many regions at a time.
 pub const SLOTS_MAX: u32 = (1 << SLOT_BITS) - 1;
-/// The slot in entries with a page that's gone, and a content that we saw on other pages, too.
+/// The slot in an entry whose page is gone, if we also saw its content on other pages.
 const NO_SLOT: u32 = SLOTS_MAX;
 
 /// A page: its region's slot in the [region table](crate::region::table), and its offset in the region.
@@ -93,7 +93,7 @@ impl Entry {
     fn count(self) -> u8 {
         u8::try_from(self.rest >> OFFSET_BITS & u32::from(COUNT_MAX)).unwrap_or(COUNT_MAX)
     }
-    /// Records that `location` holds its content. Returns where we saw that before.
+    /// Records that `location` holds the entry's content. Returns where we saw the content before.
     fn record(&mut self, location: Location, epoch: u8) -> Occurrences {
         let first = self.location();
         let count = self.count();
@@ -109,7 +109,7 @@ impl Entry {
         *self = Self::new(fingerprint, first, (count + 1).min(COUNT_MAX), epoch);
         if count > 1 { Occurrences::Several(count) } else { Occurrences::One(first) }
     }
-    /// The epoch that last renewed it.
+    /// The epoch in which the entry was last renewed.
     fn epoch(self) -> u8 {
         u8::try_from(self.rest >> (OFFSET_BITS + COUNT_BITS)).unwrap_or(0)
     }
@@ -203,8 +203,8 @@ impl Index {
         self.epoch = (self.epoch + 1) % EPOCHS;
     }
 
-    /// Drops entries by the `status` of their page: removed pages' entries, and resampled pages' old ones. A content
-    /// that we saw on other pages, too, outlives its first page until it's old.
+    /// Drops entries by the `status` of their page: all entries of removed pages, and old entries of resampled pages.
+    /// If we also saw the content on other pages, the entry of a removed page stays until it's old.
     pub fn sweep(&mut self, mut status: impl FnMut(Location) -> PageStatus) {
         let epoch = self.epoch;
         self.len = 0;

@@ -29,7 +29,7 @@ const APPEAR_NS: u64 = 600_000_000_000;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Learned {
-    /// How it merged pages.
+    /// How the run merged pages.
     pub mechanism: Mechanism,
     /// Which pages were worth merging.
     pub only: Only,
@@ -63,7 +63,7 @@ pub struct LearnedRegion {
     pub judged: bool,
     /// The share of duplicates left unmarked.
     pub left_over: Permyriad,
-    /// The samples since then.
+    /// Samples since we last read the region whole.
     pub tally: Tally,
     /// Pages visited for these samples.
     pub sampled: u64,
@@ -78,7 +78,7 @@ pub struct LearnedRegion {
 }
 
 impl Learned {
-    /// The same some time later, nanoseconds.
+    /// The same knowledge after `passed_ns` more nanoseconds.
     #[must_use]
     pub fn after(mut self, passed_ns: u64) -> Self {
         for region in &mut self.regions {
@@ -103,7 +103,7 @@ pub(crate) fn verdict(
     } else {
         !region.life.is_reading() && !wants_more(region, config)
     };
-    // A refusal is for good, so every run asks once.
+    // A refusal lasts for the whole run, so we don't save it: each run asks the process once.
     if !will_hold || region.hold.is_refused() || region.marks.spans.len() > SPANS_MAX {
         return None;
     }
@@ -147,14 +147,14 @@ impl Verdicts {
     /// All verdicts: this run's, and the earlier one's on regions that haven't appeared yet.
     pub fn with(&self, regions: impl Iterator<Item = LearnedRegion>) -> Vec<LearnedRegion> {
         let mut all: Vec<_> = regions.chain(self.pending.values().cloned()).collect();
-        // The largest are the costliest to lose.
+        // We keep the largest regions, because reading them again costs most.
         all.sort_by_key(|region| (std::cmp::Reverse(region.resident), region.process, region.first));
         all.truncate(REGIONS_MAX);
         all
     }
 
-    /// Gives regions that have just appeared their verdicts. Returns how many resident pages are marked in them, and
-    /// how many of these ksmd may not have visited yet.
+    /// Gives newly appeared regions their saved verdicts. Returns how many resident pages are marked in these regions,
+    /// and how many of those pages ksmd may not have visited yet.
     pub fn give(&mut self, table: &mut RegionTable, now_ns: u64) -> (Pages, Pages) {
         let mut marked = Pages(0);
         let mut unvisited = Pages(0);
@@ -178,7 +178,7 @@ impl Verdicts {
     }
 }
 
-/// Whether a verdict is about this region as it is now, and can be true.
+/// Whether a verdict fits the region as it is now, and its figures are plausible.
 fn fits(verdict: &LearnedRegion, region: &Region) -> bool {
     let view = &region.view;
     let same = verdict.family == view.family && verdict.pages == view.pages;
@@ -208,9 +208,9 @@ fn marks_fit(verdict: &LearnedRegion, region: &Region) -> bool {
         next = end;
         marked += pages;
     }
-    // Without its marks, it's another region.
+    // If the marks are gone, it's another region.
     let are_there = verdict.marks.is_empty() || verdict.judged && region.view.marked > Pages(0);
-    // We only know a block's marks as a share of its mapping's.
+    // We don't know a block's own marks, only its share of the mapping's.
     let are_all = region.in_blocks || marked <= region.view.marked;
     are_there && are_all && verdict.marks.len() <= SPANS_MAX
 }
@@ -229,8 +229,8 @@ fn adopt(region: &mut Region, verdict: &LearnedRegion, now_ns: u64) {
     }
 }
 
-/// We don't know the contents of adopted regions. If a newcomer of their family appears, we read one of them whole
-/// again, so that we find the newcomer's copies.
+/// We don't know the contents of adopted regions. If a new region of their family appears, we read one of them whole
+/// again, so that we find the pages that the new region has in common with it.
 pub(crate) fn read_for_newcomers(table: &mut RegionTable, now_ns: u64, top: usize) {
     if !table.iter().any(is_adopted) {
         return;
@@ -246,7 +246,7 @@ pub(crate) fn read_for_newcomers(table: &mut RegionTable, now_ns: u64, top: usiz
     }
 }
 
-/// Whether we know its marks from an earlier run alone.
+/// Whether we know the region's marks only from an earlier run.
 fn is_adopted(region: &Region) -> bool {
     region.life.adopted().is_some() && !region.marks.spans.is_empty()
 }
@@ -293,7 +293,7 @@ mod tests {
     fn a_verdict_is_adopted_by_the_same_region_alone() {
         assert!(adopts(marked(), 500));
         assert!(!adopts(marked(), 0), "its marks have been removed");
-        assert!(!adopts(marked(), 499), "some of them");
+        assert!(!adopts(marked(), 499), "some of its marks have been removed");
         assert!(!adopts(LearnedRegion { process: LastingKey(2), ..marked() }, 500));
         assert!(!adopts(LearnedRegion { family: FamilyKey(2), ..marked() }, 500));
         assert!(!adopts(LearnedRegion { first: Vpn(1_001), ..marked() }, 500));
@@ -309,7 +309,7 @@ mod tests {
         };
         assert!(spans(&[(1_100, 100, 100, 100), (1_000, 100, 90, 80)]));
         assert!(!spans(&[(999, 100, 100, 100)]) && !spans(&[(1_401, 100, 100, 100)]));
-        assert!(!spans(&[(1_000, 100, 100, 100), (1_099, 100, 100, 100)]), "they overlap");
+        assert!(!spans(&[(1_000, 100, 100, 100), (1_099, 100, 100, 100)]), "the marks overlap");
         assert!(!spans(&[(1_000, 0, 0, 0)]) && !spans(&[(1_000, u64::MAX, 1, 1)]));
         assert!(!spans(&[(1_000, u64::MAX, 1, 1), (1_000, u64::MAX, 1, 1)]));
         assert!(!spans(&[(1_000, 100, 101, 100)]) && !spans(&[(1_000, 100, 90, 91)]));
@@ -317,7 +317,7 @@ mod tests {
         let tally = Tally { sampled: u64::MAX, ..Tally::default() };
         assert!(!adopts(LearnedRegion { tally, ..marked() }, 500));
         assert!(!adopts(LearnedRegion { left_over: Permyriad(10_001), ..marked() }, 500));
-        assert!(!adopts(LearnedRegion { hold: Some(LeaveAlone::Refused), ..marked() }, 500), "not for good");
+        assert!(!adopts(LearnedRegion { hold: Some(LeaveAlone::Refused), ..marked() }, 500), "a refusal isn't adopted");
     }
 
     #[test]

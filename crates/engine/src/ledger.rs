@@ -10,7 +10,7 @@ use crate::stops::StopLengths;
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
 
-/// The most points of the curve. Then we drop every second one.
+/// The most points of the curve. When there are more, we drop every second one.
 const CURVE_MOST: usize = 1 << 14;
 
 /// Kernel memory for each marked page that ksmd has visited, bytes (`struct ksm_rmap_item`, mm/ksm.c).
@@ -57,12 +57,12 @@ pub struct Ledger {
     pub saved_machine: Pages,
     /// Frames saved for the processes in scope, by the latest count ([`crate::saving`]).
     pub saved: Option<Pages>,
-    /// Roughly how many merged pages of exited processes KSM's counters contain until ksmd's next scan.
+    /// Roughly how many merged pages of exited processes KSM's counters still contain until ksmd's next scan.
     #[serde(default)]
     pub exited: Pages,
     /// Pages of address space that this run marked.
     pub marked: Pages,
-    /// Pages of address space that it unmarked.
+    /// Pages of address space that this run unmarked.
     pub unmarked: Pages,
     /// Pages unmarked because memory was short.
     #[serde(default)]
@@ -175,7 +175,7 @@ impl Ledger {
         }
     }
 
-    /// Seconds from the start until we had saved 90 % of the present saving for good.
+    /// Seconds from the start until the saving reached 90 % of its present value and stayed above that.
     pub fn seconds_to_90_percent(&self) -> Option<f64> {
         let goal = self.saved?.0 * 9 / 10;
         if goal == 0 {

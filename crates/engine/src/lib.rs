@@ -32,7 +32,7 @@
 //!
 //! A new governor goes into [`governor`], a new reason to leave a region alone into [`region`], a new figure of
 //! `status` into [`state`]. Modules import only from those below them: units, keys and errors first, then [`host`], the
-//! governor and the configuration, the index, regions, the four questions, and the engine on top.
+//! governor and the configuration, the index, regions, the modules that decide, and the engine on top.
 #![forbid(unsafe_code)]
 
 mod carrier;

@@ -13,8 +13,8 @@ use crate::host::{KsmView, ScanOrder};
 use crate::marking::profit::{NEW_PAGE_NS, OLD_PAGE_NS};
 use crate::units::{Pages, Permyriad};
 
-/// Exited processes wait this many times the scan's CPU time to be reaped, so that many share one scan. Waiting is
-/// cheap: ksmd's records take only 64 bytes a page.
+/// Exited processes wait this many times the scan's CPU time to be reaped, so that several can share one scan. Waiting
+/// is cheap: ksmd's records take only 64 bytes a page.
 const REAP_SHARE: u64 = 500;
 /// The shortest and the longest time that reaping waits, nanoseconds.
 const REAP_AFTER_NS: u64 = 700_000_000;
@@ -26,7 +26,7 @@ const LIMITS_NS: u64 = 10_000_000_000;
 const KICK_NS_MAX: u64 = 3_000_000_000;
 /// From this share of a core on we kick scans instead of pacing them, parts in 10,000.
 const KICK_SHARE: u32 = 9_000;
-/// The highest usual cost of a page, nanoseconds: ksmd merges a page that has no copy in its trees yet.
+/// The highest usual cost of a page, nanoseconds: ksmd merges the page, and its trees don't hold a copy yet.
 const HIGHEST_PAGE_NS: u64 = 20_000;
 /// The cost of freeing ksmd's record of a page that's gone, nanoseconds.
 const EXITED_PAGE_NS: u64 = 100;
@@ -63,7 +63,7 @@ pub struct Inputs<'a> {
     pub pace: Pace,
     /// CPU time that we may spend now, nanoseconds.
     pub room_ns: u64,
-    /// Whether nothing may be merged now: no scan begins, and one in batches pauses.
+    /// Whether nothing may be merged now: no scan begins, and a paced one rests.
     pub hold: bool,
     /// When we last read the limits, and so knew where there's headroom, nanoseconds. `None`: there are no limits.
     pub limits_read_ns: Option<u64>,
@@ -121,14 +121,14 @@ impl ScanScheduler {
         self.thorough = true;
     }
 
-    /// Requests a scan to reap marked memory that's gone, with its process or without. About `merged` pages of it were
-    /// merged.
+    /// Requests a scan to reap marked memory that was unmapped or whose process has exited. About `merged` pages of it
+    /// were merged.
     pub fn request_reaping(&mut self, merged: Pages, now_ns: u64) {
         self.exited += merged;
         self.reap_since_ns.get_or_insert(now_ns);
     }
 
-    /// Roughly how many of the pages that KSM counts as merged are gone. It counts them until ksmd passes
+    /// Roughly how many of the pages that KSM counts as merged are gone. KSM counts them until ksmd passes
     /// (`remove_rmap_item_from_tree`, mm/ksm.c, Linux 6.12).
     pub fn exited(&self) -> Pages {
         self.exited + self.reaping
@@ -138,7 +138,7 @@ impl ScanScheduler {
         self.scan_in_progress.is_some() || self.due > 0
     }
 
-    /// Whether ksmd will visit pages twice that we mark now.
+    /// Whether ksmd will visit pages that we mark now twice.
     pub fn visits_twice(&self) -> bool {
         self.due >= 2
     }
@@ -238,7 +238,7 @@ impl ScanScheduler {
             return ScanOrder::Keep;
         }
         if !kicked && !self.between_scans && !continues {
-            // The rest of a scan that began earlier doesn't visit all marked pages.
+            // A paced scan may start in the middle of an earlier one and miss some marked pages, so we need one more.
             self.due += 1;
         }
         self.between_scans = kicked;
@@ -252,14 +252,15 @@ impl ScanScheduler {
     }
 
     /// Whether we haven't read the cgroup limits since the last scan. A page written before or during that scan isn't
-    /// merged before the next one, so we find a cgroup without headroom for it in time.
+    /// merged before the next one, so if we read the limits in between, we notice in time that a cgroup has no headroom
+    /// for it.
     fn waits_for_limits(&self, inputs: &Inputs<'_>) -> bool {
         let is_known = inputs.limits_read_ns.is_none_or(|read_ns| read_ns >= self.ended_ns);
         self.completed > 0 && !is_known && inputs.now_ns < self.ended_ns + LIMITS_NS
     }
 
-    /// Chooses batches so small that even pages of the highest cost don't exceed the share, and sleeps by the recent
-    /// cost of pages.
+    /// Paces ksmd: batches so small that they stay within the share even if all pages have the highest cost, and sleeps
+    /// that follow the recent cost of pages.
     fn pace(&mut self, inputs: &Inputs<'_>) -> ScanOrder {
         let share = u64::from(inputs.pace.top.0).clamp(1, 9_900);
         let batch_ns = share_ns(BATCH_NS, Permyriad(inputs.pace.top.0.clamp(1, 9_900)));
@@ -268,7 +269,7 @@ impl ScanScheduler {
         }
         let pages = (batch_ns / HIGHEST_PAGE_NS).max(32);
         let sleep_ms = (pages * self.page_ns / share * (10_000 - share) / 1_000_000).clamp(1, 60_000);
-        // If the sleep differs by less than a third, it's not worth an order.
+        // A sleep that differs by less than a third isn't worth an order.
         let sleep_ms = match self.last_order {
             ScanOrder::Pace { sleep_ms: last, .. } if u64::from(last).abs_diff(sleep_ms) * 3 <= sleep_ms => last,
             _ => u32::try_from(sleep_ms).unwrap_or(u32::MAX),

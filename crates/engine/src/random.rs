@@ -1,11 +1,11 @@
 //! Pseudo-random numbers: `SplitMix64` (Steele, Lea and Flood, OOPSLA 2014).
 //!
-//! We've written it out instead of using a crate: digests, samples and simulated scenarios must be the same for a seed
-//! in every version.
+//! We've written it out instead of using a crate, because a seed must give the same digests, samples and simulated
+//! scenarios in every version.
 
 use crate::units::Permyriad;
 
-/// The state moves by this. It's odd, so that the state visits every 64-bit value.
+/// Each step adds this to the state. It's odd, so that the state visits every 64-bit value.
 pub const INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The output function: a bijection in which every input bit reaches every output bit. Maps 0 to 0.

@@ -1,4 +1,4 @@
-//! Everything we know about one region, and how far we are with it.
+//! Everything we know about one region, and how far we are with judging it.
 //!
 //! A [`Region`] has parts with one purpose each: [`Age`] and [`Life`] (how far we are with judging it), [`Survey`]
 //! (results of sampling), [`Extents`] (results of reading it whole), [`Marks`] (what we've marked in it), [`Usage`] (what
@@ -31,11 +31,12 @@ pub enum Fork {
     /// It has no relatives in scope.
     #[default]
     Alone,
-    /// We read them in this region, for all its relatives.
+    /// We read the shared pages in this region, for all its relatives.
     First,
-    /// We read them in the first of its relatives.
+    /// We read the shared pages in the first of its relatives.
     Relative,
-    /// The first has duplicates. The kernel replaces each mapping by itself, so we read them here, too.
+    /// The first relative has duplicates. The kernel replaces each mapping by itself, so we read the shared pages here,
+    /// too.
     Follows,
 }
 
@@ -86,8 +87,8 @@ impl Region {
         }
     }
 
-    /// Whether `view` shows another region under the same key. Marks don't vanish by themselves. The kernel joins a new
-    /// mapping to a similar neighbour, so a small old region can become the edge of a large new one.
+    /// Whether `view` shows another region under the same key: its marks are gone, or its size has changed a lot. The
+    /// kernel joins a new mapping to a similar neighbour, so a small old region can become the edge of a large new one.
     pub fn is_replaced_by(&self, view: &RegionView) -> bool {
         let is_unmarked = !self.marks.spans.is_empty() && self.view.marked > Pages(0) && view.marked == Pages(0);
         let less = self.view.pages.min(view.pages);
@@ -124,7 +125,7 @@ impl Region {
         matches!(self.fork, Fork::First | Fork::Follows)
     }
 
-    /// Whether a page that we haven't merged is the same frame as one of another region, through fork.
+    /// Whether a page that we haven't merged and a page of another region are the same frame, through fork.
     pub fn is_same_frame(&self, page: Vpn, other: &Self, other_page: Vpn) -> bool {
         self.view.key != other.view.key && self.view.lineage == other.view.lineage && page == other_page
     }
@@ -145,8 +146,8 @@ impl Region {
         self.survey.next_run(&self.view)
     }
 
-    /// The share of duplicates in extents that weren't worth marking, 0 to 1. Always 0 with merging on request, and for
-    /// a region that we left alone: it may have changed.
+    /// The share of duplicates in extents that weren't worth marking, 0 to 1. Always 0 with merging on request. Also 0
+    /// for a region that we left alone, because it may have changed.
     pub fn left_over(&self, mechanism: Mechanism) -> f64 {
         if !mechanism.carrier().by_marks || self.hold.reason().is_some() {
             return 0.0;
@@ -163,7 +164,7 @@ impl Region {
         unmarked.ratio()
     }
 
-    /// The page's offset for the index. Wraps for pages below the base, because a stack grows downwards.
+    /// The page's offset for the index. It wraps for pages below the base: a stack grows downwards.
     pub fn offset(&self, page: Vpn) -> u32 {
         low_bits(page.0.wrapping_sub(self.base.0), OFFSET_BITS)
     }
@@ -213,7 +214,7 @@ impl Region {
     pub fn judged(&mut self, now_ns: u64, on_request: bool) {
         self.life.advance(Event::FinishReading { now_ns });
         if on_request {
-            // Only marks need more.
+            // There's no more to do on request; only marking has further steps.
             self.life.advance(Event::Settle);
         }
         self.survey.end_examination();
@@ -222,7 +223,7 @@ impl Region {
         self.usage.merged_before = false;
     }
 
-    /// Leaves the region alone until `until_ns`, for a reason that passes: back to the bottom level, unmarked.
+    /// Leaves the region alone until `until_ns`, for a temporary reason. It sinks to the bottom level, without marks.
     pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
         self.hold.leave_until(until_ns, reason);
         self.life.advance(Event::Settle);
@@ -232,7 +233,7 @@ impl Region {
     }
 
     /// Whether reading a page can still show if its process uses it. A second read makes a page active, so only its
-    /// first two reads count. They happen in the first two cycles of sampling, or when we read the region whole after
+    /// first two reads count: the ones in the first two cycles of sampling, or the reading of the whole region after
     /// less than one cycle.
     pub fn shows_activity(&self) -> bool {
         let cycles = if self.life.is_reading() { 1 } else { 2 };

@@ -1,19 +1,20 @@
 //! Relief for a cgroup that keeps more merged pages for others than its limit has headroom for.
 //!
 //! If only merging added pages, [`crate::headroom`] would prevent that. But programs may grow after we merged their
-//! pages, or somebody may lower a limit. Unmerging the cgroup's own pages would be the wrong way: it's charged for its
+//! pages, or somebody may lower a limit. Unmerging the cgroup's own pages would make things worse: it's charged for its
 //! new copies at once, and the kept ones stay for the others. So we give the others copies of their own, charged to
 //! them, as far as they have room.
 //!
-//! Only then do we look up who maps which frame, and which frames are charged to the cgroup. So we know exactly:
+//! Only in this case do we look up who maps which frame, and which frames are charged to the cgroup. So we know
+//! exactly:
 //!
 //! ```text
 //! without merging = in use - frames charged to it + merged pages of its processes
 //! at worst        = without merging + frames charged to it that others map
 //! ```
 //!
-//! If a cgroup would exceed its limit even without merging, we can't win anything: its programs can't all have the
-//! memory they want, with or without us.
+//! If a cgroup would exceed its limit even without merging, we can't help: its programs can't all have the memory they
+//! want, with or without us.
 //!
 //! Some of its own pages are marked but not merged, because they were written. Merged once more, they could add to the
 //! pages it keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
@@ -61,7 +62,7 @@ pub struct Place {
 /// The regions to unmerge for a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Relieved {
-    /// The limit that needs it.
+    /// The limit that needs relief.
     pub limit: LimitKey,
     /// Other processes' regions with pages that are charged to it.
     pub others: Vec<Place>,
@@ -111,8 +112,8 @@ impl Relief {
         self.looked.retain(|key, _| exceeded.iter().any(|(exceeded, _)| exceeded == key));
     }
 
-    /// Whether we haven't looked yet who maps a cgroup's charged pages, or its limit could be exceeded by more than it
-    /// could then.
+    /// Whether to look up who maps a cgroup's charged pages: we haven't done so yet, or its limit could now be exceeded
+    /// by more than at the last look.
     pub fn is_wanted(&self, view: &LimitView, over: Pages) -> bool {
         self.looked.get(&view.key).is_none_or(|&(before, _)| over.0 > before.0 + view.limit.0 / WORSE)
     }
@@ -224,7 +225,7 @@ impl Survey {
     }
 
     /// Chooses others' regions until `lacking` frames come free. A frame comes free once nobody else maps it. Returns
-    /// how many do.
+    /// how many frames come free.
     fn choose_others(&self, mut holders_of: FxHashMap<u64, u32>, lacking: Pages, chosen: &mut Vec<Place>) -> Pages {
         let mut held: FxHashMap<Place, Vec<u64>> = FxHashMap::default();
         for &(place, frame) in &self.outside {
@@ -329,7 +330,7 @@ mod tests {
         samples
     }
 
-    /// The regions to unmerge, as process numbers: others', and its own.
+    /// The regions to unmerge, as process numbers: the other processes' regions, and the cgroup's own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
         relief.begin(view, Pages(1), &table, S);
@@ -343,7 +344,7 @@ mod tests {
 
     #[test]
     fn those_are_taken_apart_that_hold_what_is_charged_to_the_cgroup() {
-        // It holds 60 for itself, and 40 that others share and that it shares with them.
+        // The cgroup holds 60 pages for itself, and 40 that it shares with others.
         let shared = [(1, 0, 40, true), (2, 0, 40, true), (3, 0, 30, true), (4, 0, 20, false)];
         assert_eq!(relieved(&limit(200, 100), &shared), None, "at worst 140, and 60 more are marked");
         assert_eq!(relieved(&limit(199, 100), &shared), Some((vec![], vec![1])), "its own that may be merged anew");

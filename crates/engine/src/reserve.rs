@@ -1,8 +1,8 @@
 //! Headroom for COW: is there room if merged pages come back as copies?
 //!
-//! A write to a merged page takes a page again. At worst programs want everything back that we save. What's likely is
-//! the most that they took back within one hour of the last day. We compare the memory left, on the machine and below
-//! each cgroup limit, with both:
+//! A write to a merged page needs a page for the copy. At worst programs want everything back that we save. The likely
+//! amount is the most that they took back within one hour of the last day. We compare the memory left, on the machine
+//! and below each cgroup limit, with both:
 //!
 //! - If less is left than the worst case needs, memory is overcommitted. On the machine that is the point of merging,
 //!   so we go on and warn. Below a limit, merging makes no room for the cgroup that keeps the copies: we bound how much
@@ -28,7 +28,7 @@ use std::str::FromStr;
 const AUTO_SHARE: Permyriad = Permyriad(500);
 /// The largest size that users can set, bytes: more than any machine has.
 const SIZE_MOST: u64 = 1 << 50;
-/// A state ends once there's this much more room than the amount where it began, as a fraction of that amount.
+/// A state ends once there's more room than the amount where it began, by one part in this many of that amount.
 const HYSTERESIS: u64 = 8;
 /// How often we look at the memory left, nanoseconds.
 const LOOK_NS: u64 = 1_000_000_000;
@@ -61,17 +61,18 @@ pub struct ReserveSettings {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RoomState {
-    /// For all of them.
+    /// There's room for all of them.
     #[default]
     Enough,
-    /// Not if all merged pages come back.
+    /// There isn't enough room if all merged pages come back.
     Overcommitted,
     /// Less is left than the reserve.
     Short,
 }
 
 impl RoomState {
-    /// How much must be left for a state not to apply. It only ends once there's some more room.
+    /// How much must be left for `state` not to apply. A state that already applies only ends once there's some more
+    /// room.
     fn needs(self, amount: Pages, state: Self) -> Pages {
         let more = if self >= state { amount.0 / HYSTERESIS } else { 0 };
         Pages(amount.0 + more)
@@ -149,7 +150,7 @@ impl FromStr for Keep {
     }
 }
 
-/// Parses per cent.
+/// Parses a percentage.
 fn parse_share(text: &str) -> Option<Permyriad> {
     let share: f64 = text.trim_end().parse().ok()?;
     if !(0.0..=100.0).contains(&share) {
@@ -212,7 +213,7 @@ pub struct Step {
 }
 
 impl Step {
-    /// Whether unmerging this much of a process's memory helps, and its copies fit.
+    /// Whether unmerging this much of a process's memory helps, and there's room for its copies.
     pub fn allows(&self, owner: OwnerKey, copies: Pages) -> bool {
         let (short, spare) = self.limited.get(&owner).copied().unwrap_or((false, Pages(u64::MAX)));
         (self.machine_is_short || short) && copies <= spare.min(self.spare)
@@ -237,7 +238,7 @@ pub struct Reserve {
 }
 
 impl Reserve {
-    /// Whether it's time to look again. The host doesn't know better more often.
+    /// Whether it's time to look again. The host doesn't update its figures more often.
     pub fn is_due(&mut self, now_ns: u64) -> bool {
         let is_due = now_ns >= self.next_look_ns;
         self.next_look_ns = if is_due { now_ns + LOOK_NS } else { self.next_look_ns };
@@ -255,8 +256,8 @@ impl Reserve {
         self.copies.observe(now_ns, self.counted.saturating_sub(self.own_copies));
     }
 
-    /// Looks at the memory left. `worst` is the machine's saving, and `worst_of` each process's part of it at most.
-    /// Returns whether memory is or was short for some process.
+    /// Looks at the memory left. `worst` is the machine's saving, and `worst_of` the most of it that belongs to a
+    /// process. Returns whether memory is or was short for some process.
     pub fn look(
         &mut self,
         keep: Keep,

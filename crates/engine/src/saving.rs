@@ -1,10 +1,10 @@
 //! Counts how much merging saves the processes in scope, by frames.
 //!
-//! KSM's own counters can't tell. They're for the whole machine, they keep pages that ended or were written until ksmd
-//! next comes by, and they count each child of a fork. So once in a while we look up which merged frames our processes
-//! map now. A page that maps a frame with `n` mappers holds `1/n` of it (as Pss counts). If nothing had been merged it
-//! would hold `1/f` of a frame, where `f` processes forked from each other map the same frame at the same address:
-//! they'd share a frame anyway.
+//! KSM's own counters don't show that. They cover the whole machine, they keep counting pages that were unmapped or
+//! written until ksmd's next scan, and they count each child of a fork. So once in a while we look up which merged
+//! frames our processes map now. A page that maps a frame with `n` mappers holds `1/n` of it (as Pss counts). If
+//! nothing had been merged it would hold `1/f` of a frame, where `f` processes forked from each other map the same
+//! frame at the same address: they'd share a frame anyway.
 //!
 //! ```text
 //! saved            = sum over pages of 1/f - 1/n
@@ -14,7 +14,7 @@
 //! Two children of a fork that later write the same contents at the same address count as one, too: we can't see
 //! afterwards how they came to share. For merged zeros we use the kernel's count for each process.
 //!
-//! Up to [`PAGES_MOST`] we look up every page that may be merged. With more, we look at runs of pages at regular
+//! Up to [`PAGES_MOST`] pages, we look up every page that may be merged. With more, we look at runs of pages at regular
 //! distances, at the same addresses in every process, so that we compare relatives.
 
 use crate::host::{Counted, MergedSample, PageRun};
@@ -84,7 +84,7 @@ pub struct SavingCounter {
     one_in: u64,
     /// The number of counts so far. Each begins at another page.
     counts: u64,
-    /// KSM's counter when the run began, where nothing else tells us.
+    /// KSM's counter when the run began, if the host can't look up frames.
     machine_before: Option<Pages>,
 }
 
@@ -123,8 +123,8 @@ impl SavingCounter {
     }
 
     /// The pages to look up now, none if it isn't time yet. We count again soon while we're merging (`busy`) and right
-    /// after, and more rarely while nothing changes. Counting takes some milliseconds, so if we're `reading`, that goes
-    /// first for a while.
+    /// after, and more rarely while nothing changes. Counting takes some milliseconds, so while we're `reading`, it
+    /// waits for some time.
     pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool, reading: bool) -> Vec<PageRun> {
         self.asking = None;
         self.has_settled |= self.was_busy && !busy;
@@ -175,7 +175,7 @@ impl SavingCounter {
         (start < stop).then(|| (Vpn(start), stop - start))
     }
 
-    /// Records the pages we looked up. Without `counted`, the host couldn't tell.
+    /// Records the pages we looked up. `counted` is `None` if the host couldn't count.
     pub fn record(&mut self, table: &RegionTable, merged: &[MergedSample], counted: Option<&Counted>, now_ns: u64) {
         let Some(asked) = self.asking.take() else { return };
         let zeros = counted.map_or(0, |counted| counted.zeros.len());

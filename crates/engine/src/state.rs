@@ -99,7 +99,7 @@ pub struct MemoryState {
     pub exited_bytes: u64,
     /// Resident pages in marked spans.
     pub marked_bytes: u64,
-    /// KSM's records for them.
+    /// KSM's records for those pages.
     pub metadata_bytes: u64,
 }
 

@@ -1,12 +1,12 @@
 //! How many cache lines of a page to hash, where we hash pages in place (UKSM section 6.1).
 //!
-//! Few lines cost little, but pages that differ may then have the same digest. The kernel compares such pages before it
-//! merges them, so that comparison is in vain. From then on we digest pages with that digest by all of their lines,
-//! which is enough if few contents are alike. If many are, we'd better hash all pages by more lines. UKSM moves its
-//! strength in small steps towards the greatest benefit. We have digests of other processes' pages and must read all of
-//! them again after a change. So a change must have paid for itself:
+//! Hashing few lines is cheap, but pages that differ may then have the same digest. The kernel compares such pages
+//! before it merges them, and that comparison is wasted. From then on we digest pages with that digest by all of their
+//! lines, which is enough if few contents are alike. If many are, it's better to hash all pages by more lines. UKSM
+//! moves its strength in small steps towards the greatest benefit. For us a change is costly, because we must read the
+//! pages of all processes again. So we only make a change that has paid for itself:
 //!
-//! - The number of lines rises once comparisons in vain have cost more than stronger hashes of the same pages would
+//! - The number of lines rises once wasted comparisons have cost more than stronger hashes of the same pages would
 //!   have, plus stronger hashes of everything in the index. It rises at once to the highest number where that's true.
 //! - We try the lowest number again once it would have saved many times the cost of reading everything again. Each time
 //!   that turns out to be wrong, we return to the old number, and the next try must save four times as much.
@@ -19,10 +19,10 @@ use crate::hash::LINES;
 const WEAKEST: u32 = 2;
 /// The cost of a page besides its lines. Half of it is the kernel's.
 const PAGE_LINES: u64 = 10;
-/// The cost of a comparison in vain: 35 lines for the comparison itself (by instructions counted in a guest), and the
+/// The cost of a wasted comparison: 35 lines for the comparison itself (by instructions counted in a guest), and the
 /// rest because the page hasn't met its copy and we read it again by all lines.
 const COLLISION_LINES: u64 = 256;
-/// Comparisons in vain only count from this number on. There are always some, from pages written meanwhile.
+/// Wasted comparisons only count from this number on. There are always some, from pages written meanwhile.
 const COLLISIONS_MIN: u64 = 256;
 /// We count comparisons over at least this many pages, and over this many times the pages in the index. Then we halve
 /// the counts.
@@ -36,7 +36,7 @@ const GAIN_MOST: u64 = 1 << 20;
 #[derive(Clone, Debug)]
 pub struct Strength {
     lines: u32,
-    /// Pages hashed, and pages compared in vain, recently.
+    /// Pages hashed, and wasted comparisons, recently.
     pages: u64,
     collisions: u64,
     /// How much the lowest number would have saved since the last change.
@@ -64,8 +64,8 @@ impl Strength {
         self.change(LINES)
     }
 
-    /// Records how many pages were hashed and how many of them compared in vain, with `contents` contents in the index.
-    /// Returns whether the number of lines has changed: then older digests aren't comparable to new ones.
+    /// Records how many pages were hashed and how many of their comparisons were wasted, with `contents` contents in
+    /// the index. Returns whether the number of lines has changed: then older digests aren't comparable to new ones.
     pub fn record(&mut self, pages: u64, collisions: u64, contents: u64) -> bool {
         self.pages += pages;
         self.collisions += collisions;
@@ -90,7 +90,7 @@ impl Strength {
         self.change(WEAKEST)
     }
 
-    /// The highest number of lines that comparisons in vain have paid for.
+    /// The highest number of lines that would have cost less than the wasted comparisons.
     fn stronger(&self, contents: u64) -> Option<u32> {
         if self.collisions < COLLISIONS_MIN {
             return None;
@@ -119,8 +119,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Runs with pages that are compared in vain in this share, by number of lines. Returns how often the number has
-    /// changed.
+    /// Runs `cycles` cycles. `share` gives the share of wasted comparisons for a number of lines. Returns how often the
+    /// number has changed.
     fn run(strength: &mut Strength, cycles: u64, contents: u64, share: impl Fn(u32) -> f64) -> u32 {
         let mut changes = 0;
         for _ in 0..cycles {
@@ -182,7 +182,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the pages are like, as long as they stay so: the number changes rarely, and ever more rarely.
+        /// Whatever the pages are like, if they stay that way, the number changes rarely, and ever more rarely.
         #[test]
         fn the_number_does_not_oscillate(
             shares in proptest::collection::vec(0.0f64..1.0, 6), contents in 0u64..10_000_000,

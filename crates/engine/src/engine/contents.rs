@@ -8,16 +8,16 @@ use crate::strength::Strength;
 use rustc_hash::FxHashSet;
 use std::sync::Arc;
 
-/// We remember at most this many digests that collide: pages with different contents have them.
+/// We remember at most this many colliding digests: digests that pages with different contents have in common.
 const COLLIDING_MOST: usize = 1 << 16;
 
 #[derive(Debug, Default)]
 pub(super) struct Contents {
     pub index: Index,
     pub strength: Strength,
-    /// Digests that collide at this strength: pages with different contents have them.
+    /// Digests that collide at this strength: pages with different contents have them in common.
     pub colliding: Arc<DigestSet>,
-    /// The same digests as surveys remember them.
+    /// The same digests, cut to the 32 bits that surveys keep.
     pub colliding_fingerprints: FxHashSet<u32>,
     /// Pages we read on the bottom level since the index last aged.
     pub bottom_pages: u64,
@@ -51,13 +51,13 @@ impl Contents {
 }
 
 impl Engine {
-    /// Whether we can hash pages in part: the kernel hashes them, and compares pages before it merges them.
+    /// Whether we can hash part of a page. The kernel hashes it, and compares whole pages before it merges them.
     pub(super) fn hashes_lines(&self) -> bool {
         self.snapshot.hashes_lines && !self.carrier().by_marks
     }
 
-    /// How many cache lines to hash of each page; `None` means whole pages. We also hash whole pages if nothing gets
-    /// merged: then our reports rest on digests alone.
+    /// How many cache lines to hash of each page; `None` means whole pages. If we merge nothing, we also hash whole
+    /// pages, because then no byte comparison backs up the digests in our reports.
     pub(super) fn lines(&mut self) -> Option<u32> {
         if !self.hashes_lines() {
             return None;
@@ -69,9 +69,9 @@ impl Engine {
         (lines < LINES).then_some(lines)
     }
 
-    /// Forgets all digests because new ones won't be comparable. Regions without merged pages are surveyed again, not
-    /// read whole right away: their pages looked alike because they differ in few bytes, and with more lines hashed
-    /// most no longer do.
+    /// Forgets all digests, because new ones will cover more or fewer cache lines and can't be compared with them. We
+    /// survey regions without merged pages again instead of reading them whole right away: their pages looked equal
+    /// because they differ in few bytes, and with more lines hashed most no longer do.
     pub(super) fn forget_digests(&mut self) {
         self.contents = Contents { strength: self.contents.strength.clone(), ..Contents::default() };
         let top = self.ladder.levels();

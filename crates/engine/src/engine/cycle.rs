@@ -16,7 +16,7 @@ use crate::units::{Pages, Permyriad, count};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Share of a core for visiting merged pages while programs write to them, which copies them.
+/// The share of a core for visiting merged pages while programs write to some of them and so get copies.
 const VISIT_SHARE: Permyriad = Permyriad(20);
 /// We visit merged pages once at least this many were copied in one round.
 const BROKEN_MIN: u64 = 16;
@@ -161,7 +161,7 @@ impl Engine {
         }
     }
 
-    /// The saving, where we can tell without looking up frames.
+    /// Takes the saving from KSM's counters, where that's possible without looking up frames.
     fn adopt_saving(&mut self) {
         let Snapshot { now_ns, ksm, shows_frames, .. } = &self.snapshot;
         if !shows_frames {
@@ -196,7 +196,7 @@ impl Engine {
         runs
     }
 
-    /// The mappings of such regions among the ones that we read now.
+    /// The keys of the mappings in `runs` that have a wanted region.
     fn keys_among(&self, runs: &[PageRun], is_wanted: impl Fn(&Region) -> bool) -> BTreeSet<RegionKey> {
         let mut keys = BTreeSet::new();
         for run in runs {
@@ -207,7 +207,7 @@ impl Engine {
         keys
     }
 
-    /// The merged pages to look up: for their nodes, or else for a cgroup that keeps too many.
+    /// The merged pages to look up: for their memory nodes, or else for a cgroup that's charged for too many.
     fn plan_inspection(&mut self, plan: &mut SamplePlan) {
         let is_merging = self.ksmd.scheduler.is_busy();
         let room_ns = self.spending.room_ns(self.pace());
@@ -232,7 +232,7 @@ impl Engine {
         self.ledger.pages_read += self.plan.read;
     }
 
-    /// Records merged pages that we've looked up, for whoever asked.
+    /// Records the merged pages that we looked up, for the part of the engine that asked for them.
     fn record_inspection(&mut self, samples: &Samples) {
         if self.saving.is_asking() {
             self.plan.has_counted = true;
@@ -255,7 +255,7 @@ impl Engine {
         }
     }
 
-    /// Moves on in the regions that we're reading whole, and judges the ones where we've reached the end.
+    /// Advances in the regions that we're reading whole, and judges the ones that we've finished.
     fn end_examinations(&mut self) {
         let by_marks = self.carrier().by_marks;
         for (slot, end) in std::mem::take(&mut self.plan.reading.whole) {

@@ -1,7 +1,7 @@
-//! Decides what happens to each region next: the one place where we work that out for people.
+//! Decides what happens to each region next. Everything that people see about it comes from here.
 //!
-//! We ask in the order of the cycle: what may we not touch at all, what do we hold back for a time, what are we
-//! reading, what have we read whole, and what do we sample.
+//! The checks follow the order of the cycle: regions we must not touch, regions on hold for a time, regions we're
+//! reading, regions we've read whole, and regions we sample.
 
 use super::Engine;
 use crate::decision::{Decision, DecisionChange, Evidence, Kind, Reason, Verb};
@@ -135,7 +135,7 @@ impl Engine {
         self.watch(region, sampled)
     }
 
-    /// Why we only watch a region.
+    /// Why we only watch a region or wait with it.
     fn watch(&self, region: &Region, sampled: f64) -> Decision {
         if let Some(limit) = region.hold.full {
             return Decision::new(Verb::Wait, Reason::NoHeadroom(limit));

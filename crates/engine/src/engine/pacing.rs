@@ -16,12 +16,12 @@ const OBSERVE_COST_NS: u64 = 200_000;
 /// Reading and ksmd stay within the share over this time, so that programs never wait long, nanoseconds.
 const SMOOTH_NS: u64 = 1_000_000_000;
 
-/// How much we may spend and do, and how much we have.
+/// How much CPU time and how many actions we may spend, and how much we've spent.
 #[derive(Debug)]
 pub(super) struct Spending {
     /// The governor in force: the configured one, or `Auto`'s choice.
     pub governor: Governor,
-    /// Whether we only watch.
+    /// Whether we're paused, so that we only watch.
     pub paused: bool,
     /// CPU time of pagefold and ksmd.
     pub total: Budget,
@@ -32,7 +32,7 @@ pub(super) struct Spending {
     /// CPU time of all our reading, and of the last cycle's, nanoseconds.
     read_ns: u64,
     last_read_ns: u64,
-    /// Whether the last cycle changed targets, so that we don't know what observing cost in it.
+    /// Whether the last cycle changed targets. Then we can't tell how much of its cost was observing.
     pub changed_targets: bool,
     /// A cycle costs at least this much besides reading, nanoseconds. Grows with the number of processes.
     observe_cost_ns: u64,
@@ -70,19 +70,19 @@ impl Spending {
     /// Learns from a whole cycle's CPU time how much observing costs.
     fn record_cycle(&mut self, cycle_ns: u64) {
         let observed_ns = cycle_ns.saturating_sub(self.last_read_ns);
-        // If reading took most of the cycle, judging the samples took most of the rest.
+        // If reading took most of the cycle, most of the rest went into judging the samples.
         if self.changed_targets || observed_ns <= self.last_read_ns {
             return;
         }
-        // We follow a lower cost at once, but a higher one slowly: now and then an observation does more, such as
-        // counting pages, and we shouldn't observe less often because of that.
+        // We adopt a lower cost at once, but a higher one slowly. Some observations do more, such as counting pages,
+        // and we shouldn't observe less often because of them.
         let most_ns = self.observe_cost_ns + self.observe_cost_ns / 4;
         self.observe_cost_ns = observed_ns.min(most_ns).max(OBSERVE_COST_NS / 16);
     }
 
     /// How long to sleep between two looks at ksmd's work.
     fn observe_ns(&self, pace: Pace) -> u64 {
-        // Observing leaves half of the share to reading.
+        // Observing takes at most half of the share, so that reading gets the rest.
         let latest_ns = period_ns(self.observe_cost_ns * 2, pace.top).clamp(SMOOTH_NS, WINDOW_NS);
         period_ns(self.observe_cost_ns * OBSERVE_PART, pace.top).clamp(OBSERVE_NS, latest_ns)
     }

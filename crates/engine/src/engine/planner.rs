@@ -11,7 +11,7 @@ use crate::units::Pages;
 /// Plans how equal pages get merged. Its constants are in [`crate::carrier`].
 pub(super) trait Planner {
     /// Records a page that we've read, merged or private. `duplicate` means that other pages have its content. Returns
-    /// whether merging it would bring something.
+    /// whether merging the page would save memory.
     fn record_page(&self, engine: &mut Engine, slot: u32, sample: &PageSample, duplicate: bool) -> bool;
 
     /// The orders of this cycle, once all its samples are judged.
@@ -23,7 +23,7 @@ pub(super) trait Planner {
     /// How many pages a region's process can need back at worst.
     fn may_return(&self, region: &Region) -> Pages;
 
-    /// There's headroom again for a region that we've read whole.
+    /// Called for a region that we've read whole, once its limit has headroom again.
     fn judge_again(&self, region: &mut Region, now_ns: u64, top: usize);
 }
 

@@ -1,5 +1,5 @@
-//! Room for merged pages that come back as copies, on the machine and below cgroup limits. Where there's too little, we
-//! stop merging, or unmerge.
+//! Room for the copies that programs get when they write to merged pages, on the machine and below cgroup limits. Where
+//! there's too little, we stop merging, or unmerge.
 
 use super::Engine;
 use crate::headroom::Headroom;
@@ -21,12 +21,12 @@ pub(super) struct CopyRoom {
     pub headroom: Headroom,
     /// Cgroups that keep too many merged pages for others.
     pub relief: Relief,
-    /// Whether we still have to find out who holds pages charged to a cgroup that may exceed its limit.
+    /// Whether a cgroup may exceed its limit, and we haven't found out yet who maps the pages charged to it.
     needs_relief: bool,
 }
 
 impl Engine {
-    /// Checks that there's room if merged pages come back as copies. Where memory is short, we stop merging.
+    /// Checks that there's room for copies of merged pages. Where memory is short, we stop merging.
     pub(super) fn look_at_reserve(&mut self) {
         let Snapshot { now_ns, ksm, memory, limits, .. } = &self.snapshot;
         if !self.room.reserve.is_due(*now_ns) {
@@ -62,7 +62,7 @@ impl Engine {
         }
     }
 
-    /// Begins to look for the pages of others that a cgroup keeps, if it may exceed its limit.
+    /// If a cgroup may exceed its limit, starts to look for pages of other cgroups that are charged to it.
     fn look_for_relief(&mut self) {
         let Snapshot { now_ns, ksm, limits, .. } = &self.snapshot;
         self.room.needs_relief = false;
@@ -98,7 +98,7 @@ impl Engine {
         let mut taken: FxHashMap<LimitKey, Pages> = FxHashMap::default();
         for place in relieved.others {
             let Some(region) = self.table.at_mut(place.region, place.first) else { continue };
-            // Another program's marks aren't ours to undo.
+            // Without marks of our own, we have nothing to undo: the marks are another program's.
             if by_marks && region.marks.spans.is_empty() {
                 continue;
             }

@@ -61,7 +61,7 @@ impl Engine {
         let Some(region) = self.table.get_mut(slot) else { return };
         let number = sample.page.extent();
         let extent = match region.extents.last_entry() {
-            // We read a region upwards.
+            // We read regions in ascending order, so it's mostly the last extent.
             Some(last) if *last.key() == number => last.into_mut(),
             _ => region.extents.entry(number).or_default(),
         };
@@ -117,7 +117,7 @@ impl Engine {
             tally.copies += match seen {
                 Occurrences::None => 0,
                 Occurrences::One(_) => 1,
-                // Twice, for both directions: we can't credit every earlier page with its new copy.
+                // Each earlier page has gained a copy, too. We can't credit all of them, so this one counts both ways.
                 Occurrences::Several(before) => 2 * u64::from(before),
             };
         }
@@ -137,7 +137,7 @@ impl Engine {
             && let Some(only) = self.contents.index.only_page_of(digest)
         {
             match self.table.get(only.slot) {
-                // Most likely the same page of a relative that has ended.
+                // Most likely it's the same page in a relative that has ended.
                 None => {
                     self.contents.index.point_to(digest, location);
                     return Occurrences::None;

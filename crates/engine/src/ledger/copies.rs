@@ -1,4 +1,4 @@
-//! Copies made because programs wrote merged pages: how many, and how many in the worst day of the run.
+//! Copies made because programs wrote merged pages: how many in all, and how many on the worst day of the run.
 
 use crate::units::{Pages, count};
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ const HOURS: usize = 24;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Copies {
     pub total: Pages,
-    /// The most within one day, counted by hours.
+    /// The most copies within 24 hours, counted by full hours.
     pub worst_day: Pages,
     /// The kernel's count when we last saw it.
     counted: Option<u64>,
@@ -28,7 +28,7 @@ impl Copies {
             *self.of_hour(past) = Pages(0);
         }
         self.hour = hour.max(self.hour);
-        // The count may be missing once, which looks like 0.
+        // Now and then the count may be missing, which looks like 0.
         let before = self.counted.unwrap_or(counted);
         self.counted = Some(before.max(counted));
         let new = Pages(counted.saturating_sub(before));

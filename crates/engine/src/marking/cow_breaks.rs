@@ -1,13 +1,13 @@
-//! Finds COW-broken pages without a hook in the page fault: merged pages that aren't merged any more when we visit them
-//! again.
+//! Finds COW-broken pages without a hook in the page fault handler: pages that we saw merged, and that aren't merged
+//! any more when we visit them again.
 //!
-//! UKSM compares a round's copy-on-write faults with its merges (section 5.2), to find memory where merges don't last
-//! because programs write the same content again: merge such a page again, and it breaks again. So we only count those
-//! pages. A page that gets another content isn't a duplicate any more, or becomes a duplicate of something else, as
-//! when a program frees and reuses memory.
+//! UKSM compares a round's copy-on-write faults with its merges (section 5.2). It looks for memory where merges don't
+//! last because programs keep writing the same content: if we merge such a page again, it breaks again. So we only
+//! count these pages. A page that gets another content isn't a duplicate any more, or becomes a duplicate of something
+//! else, as when a program frees and reuses memory.
 //!
-//! Rates are small: one page in five thousand per second undoes half of a region's merges within the hour. We measure
-//! them on single pages all over the region, and visit these pages repeatedly.
+//! Rates are small: if one page in five thousand breaks per second, half of a region's merges are undone within the
+//! hour. We observe single pages all over the region, and visit them repeatedly.
 //!
 //! A break tells us about its own page and about pages like it, not about the rest of the region: a program that keeps
 //! rewriting its data doesn't touch the zeros of the heap around it. So we judge pages in groups. Pages with the same
@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// We observe at most this many pages in one region.
 pub const PROBES_MAX: usize = 2_048;
-/// We extrapolate from this many breaks on.
+/// We extrapolate once we've seen this many breaks.
 const BREAKS_MIN: u64 = 16;
 /// We keep this many ended observations, so new breaks replace old ones. If a program writes all over a block at
 /// random, we must see its writes in half of the block's extents.
@@ -115,7 +115,7 @@ impl CowBreaks {
 
     /// How long pages stayed merged and how often programs rewrote them, by group.
     pub fn tally(&self) -> BreakTally {
-        // The only page with a content, or none if several have it.
+        // For each content, the only page that has it, or none if several have it.
         let mut only_page: FxHashMap<u32, Option<Vpn>> = FxHashMap::default();
         let probed = self.probes.iter().map(|(&page, probe)| (page, probe.fingerprint));
         for (page, fingerprint) in probed.chain(self.ends.iter().map(|end| (end.page, end.fingerprint))) {
@@ -137,7 +137,7 @@ impl CowBreaks {
         tally
     }
 
-    /// Stops observing all pages, because they aren't merged any more. Their breaks still count.
+    /// Stops observing all pages, because they're no longer merged. Their breaks still count.
     pub fn forget_pages(&mut self) {
         self.probes.clear();
     }

@@ -1,8 +1,8 @@
 //! Picks the spans of a region that are worth marking, by the density of duplicates.
 //!
-//! Every marked page costs ksmd CPU time in each scan. Real programs have their duplicates in short runs, but in
-//! uniformly dense 2 MiB extents. So we go by an extent's density: at least half of its pages, or 65 % if it holds huge
-//! pages, because merging splits those.
+//! Every marked page costs ksmd CPU time in each scan. In real programs duplicates come in short runs, but each 2 MiB
+//! extent is about equally dense throughout. So we go by an extent's density: at least half of its pages, or 65 % if it
+//! holds huge pages, because merging splits those.
 //!
 //! Marking part of a mapping splits it, and then mremap(2) on the whole mapping can fail. So we mark all but the
 //! largest mappings whole or not at all, by their overall density.
@@ -129,9 +129,9 @@ pub struct SplitRule {
 
 /// The spans of `extents` worth marking within the region `first .. first + pages`.
 ///
-/// If we may not mark the region in part, it's one span if its extents are dense together. If we may, it's one span if
-/// three quarters of its resident pages lie in dense extents and no sparse extent holds huge pages. Otherwise each run
-/// of dense extents is a span, and we join spans over their gaps until `split` allows their number.
+/// If we may not mark the region in part, it's one span if its extents together are dense enough. If we may, it's one
+/// span if three quarters of its resident pages lie in dense extents and no sparse extent holds huge pages. Otherwise
+/// each run of dense extents is a span, and we join spans over their gaps until there are no more than `split` allows.
 pub fn candidates(extents: &Extents, first: Vpn, pages: Pages, density: Density, split: SplitRule) -> Vec<Candidate> {
     let end = first + pages.0;
     let mut all = Counts::default();

@@ -1,8 +1,8 @@
 //! Lifetimes of regions: short-lived regions aren't worth merging (UKSM sections 5.1 and 5.2).
 //!
-//! Regions that existed when the run began count as old. We may read a new region whole from the age where at least
-//! half of its family lived long enough for a merge to pay: right away if most do, later if only the ones that outlive
-//! the others do. If we don't know its family, it must first outlive some rounds.
+//! Regions that existed when the run began count as old. We read a new region whole from the age at which half of the
+//! regions of its family still live long enough for a merge to pay. That's right away if most of them live long, and
+//! later if many end young. If we don't know its family, the region must first outlive some rounds.
 
 use crate::host::Mechanism;
 use crate::keys::FamilyKey;
@@ -20,7 +20,7 @@ struct Record {
     ended: Vec<u64>,
     /// The index in `ended` that the next life overwrites.
     next: usize,
-    /// The longest life that hadn't ended when the last region began.
+    /// The age of the oldest living region of the family when the last one began.
     living: Option<u64>,
     /// When a region of the family last began or ended.
     last_ns: u64,
@@ -80,9 +80,9 @@ impl Lifetimes {
         }
     }
 
-    /// The age from which at least half of a family live long enough for a merge to pay, nanoseconds. `None` if we know
-    /// nothing of the family. If a region outlives all others, we expect it to live as long again. The oldest living
-    /// region counts as one more life once it's old enough to be worth merging.
+    /// The age from which at least half of a family's regions live long enough for a merge to pay, nanoseconds. `None`
+    /// if we know nothing of the family. If a region outlives all others, we expect it to live as long again. The
+    /// oldest living region counts as one more life once it's old enough to be worth merging.
     pub fn worth_from_ns(&self, family: FamilyKey, mechanism: Mechanism) -> Option<u64> {
         let record = self.families.get(&family)?;
         let worth_ns = mechanism.carrier().worth_ns;
@@ -135,7 +135,7 @@ mod tests {
             (&[1, 1, 1, 60], Some(1), Some(1)),
             (&[1, 60], Some(0), Some(0)),
             (&[3, 5, 6, 7, 7, 30], Some(7), Some(0)),
-            // None is known to live on after so long.
+            // No region is known to have lived much longer than that.
             (&[3, 5, 6, 7, 7, 9], Some(9), Some(0)),
         ] {
             let lifetimes = with_lives(lives);
@@ -150,7 +150,7 @@ mod tests {
         lifetimes.record_begin(FamilyKey(1), None, 0);
         assert_eq!((worth_from(&lifetimes, Mechanism::Ksmd), lifetimes.families.len()), (None, 0));
         lifetimes.record_begin(FamilyKey(1), Some(3 * S), 3 * S);
-        assert_eq!(worth_from(&lifetimes, Mechanism::Ksmd), None, "that it is young says nothing");
+        assert_eq!(worth_from(&lifetimes, Mechanism::Ksmd), None, "a young region says nothing about its family");
         lifetimes.record_begin(FamilyKey(1), Some(300 * S), 300 * S);
         assert_eq!(worth_from(&lifetimes, Mechanism::Ksmd), Some(0));
         let mut lifetimes = with_lives(&[1, 1, 1]);

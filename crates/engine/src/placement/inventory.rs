@@ -32,7 +32,7 @@ pub struct PageCopy {
     pub active: bool,
 }
 
-/// The sharers of a frame: a copy of a process (or the first of a group), and how many such sharers there are.
+/// The sharers of a frame: each process's copy (or that of the first process of a group), and how many such sharers.
 pub(super) type SharerSet = BTreeMap<PageCopy, u32>;
 
 #[derive(Clone, Copy, Debug)]
@@ -65,7 +65,8 @@ pub(super) struct Inventory {
     /// All sets of sharers found, by number. The first is empty.
     sets: Vec<SharerSet>,
     numbers: FxHashMap<SharerSet, u32>,
-    /// The set that a set becomes with another sharer, or (if so) when another copy of a sharer turns out to be active.
+    /// The set that we get by adding a sharer to a set, or (if the flag is set) by noting that a sharer's copy is
+    /// active.
     extended: FxHashMap<(u32, PageCopy, bool), u32>,
     /// Pages that map merged frames.
     mapped: BTreeMap<OwnerKey, PagesByNode>,
@@ -81,7 +82,7 @@ impl Inventory {
             if let Some(home) = home(view).filter(|_| owners.len() > OWNERS_MAX) {
                 first = *firsts.entry((home, view.nice, view.allowed, view.placement)).or_insert(view.owner);
             }
-            // Only shares by nice value depend on the number of sharers on a node.
+            // Only the policy by nice value depends on how many sharers a node has.
             let most = if view.placement == Placement::Priority { u32::MAX } else { 1 };
             groups.insert(view.owner, Group { first, most });
         }
@@ -112,8 +113,8 @@ impl Inventory {
         entry.last = last;
     }
 
-    /// The number of the set with one more sharer than the set `before`, or (`again`) with the sharer active now. It has
-    /// at most `most` such sharers.
+    /// The number of the set with one more sharer than the set `before`, or (`again`) with the sharer active now. A set
+    /// counts at most `most` sharers like `copy`.
     fn extend(&mut self, before: u32, copy: PageCopy, again: bool, most: u32) -> u32 {
         if self.sets.is_empty() {
             self.sets.push(SharerSet::new());
@@ -140,8 +141,8 @@ impl Inventory {
         self.frames.len()
     }
 
-    /// The frames, by their set of sharers and the process where we first found them. We keep frames that one process
-    /// shares with others of a group apart, so that each process gets its share of them.
+    /// The frames, by their set of sharers and the process where we first found them. Members of a group have the same
+    /// set, so without the process some of them could get more than their share.
     pub fn by_sharers(&self) -> BTreeMap<(u32, OwnerKey), Vec<&Frame>> {
         let mut by_sharers: BTreeMap<_, Vec<&Frame>> = BTreeMap::new();
         for frame in self.frames.values() {
@@ -155,8 +156,8 @@ impl Inventory {
         &self.sets[index(number)]
     }
 
-    /// The processes whose home node we know: the node they run on, else the node of most of their private pages
-    /// (`private`), else of most of their merged pages.
+    /// The processes whose home node we know: the node that a process runs on, or the node of most of its private pages
+    /// (`private`), or the node of most of its merged pages.
     pub fn homes(
         &self,
         owners: &[OwnerView],

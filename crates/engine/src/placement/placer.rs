@@ -36,10 +36,10 @@ const PRIVATE_PAGES_MAX: u64 = 8_192;
 const PAUSE_NS: u64 = 1_000_000_000;
 /// The longest such pause, nanoseconds.
 const PAUSE_MAX_NS: u64 = 600_000_000_000;
-/// Neighbouring pages of two processes within a block of this many get the same choice, because runs of pages merge at
-/// half the cost of single ones.
+/// Within a block of this many pages, neighbouring pages of the same two processes get the same choice, because a run
+/// of pages merges at half the cost of single ones.
 const CHOICE_PAGES: u64 = 32;
-/// We leave frames with the same sharers as they are if fewer than one in this many would move.
+/// If fewer than one in this many frames with the same sharers would move, we leave them as they are.
 const SLACK: usize = 200;
 /// One part in this many of a node's memory must stay free.
 const RESERVE: u64 = 32;
@@ -59,7 +59,7 @@ enum State {
 pub struct Placer {
     state: State,
     summary: PlacementSummary,
-    /// The reasons for the last inspection: pages saved, and the processes.
+    /// Pages saved and the processes at the last inspection. If they change, we inspect again.
     inspected: Option<(Pages, Vec<OwnerView>)>,
     /// Whether we've moved frames since the last inspection.
     moved: bool,
@@ -142,7 +142,7 @@ impl Placer {
         self.moved || grown > GROWTH_MIN || *owners != self.with_homes(snapshot)
     }
 
-    /// A process's home node: the node it runs on, else the node of most of its private pages, if known.
+    /// A process's home node: the node it runs on, or the node of most of its private pages, if known.
     fn home(&self, view: &OwnerView) -> Option<NodeKey> {
         view.home.or(most(self.private.get(&view.owner)))
     }
@@ -198,8 +198,8 @@ impl Placer {
         queue.drain(..usize::try_from(number).unwrap_or(0)).collect()
     }
 
-    /// Which of two equal pages stays, `page` being the new one: nuKSM's choice of the surviving copy (section 4.2),
-    /// made before the merge. We take its process's home as a page's node.
+    /// Which of two equal pages stays; `page` is the new one. This is nuKSM's choice of the surviving copy (section
+    /// 4.2), made before the merge. We assume that a page is on the home node of its process.
     pub fn choose(&mut self, known: PageCopy, new: PageCopy, page: Vpn, snapshot: &Snapshot) -> Stays {
         if snapshot.nodes.len() < 2 || known.owner == new.owner {
             return Stays::Known;

@@ -1,8 +1,8 @@
 //! Decides on which memory node a merged page lives: the policies (nuKSM, sections 4.1 and 4.2).
 //!
 //! KSM keeps the copy that it finds last. That puts nearly all merged pages on one node and slows down every access by
-//! the processes on the others. The thesis chooses at random, at each merge, which copy stays. Our pages are merged
-//! already and we know all sharers of each, so each node gets exactly its share of the pages with the same sharers.
+//! the processes on the others. nuKSM chooses at random, at each merge, which copy stays. Our pages are merged already
+//! and we know all sharers of each page, so each node gets exactly its share of the pages with the same sharers.
 
 use crate::keys::{NodeKey, NodeSet};
 use crate::named;
@@ -78,7 +78,7 @@ pub fn shares(placement: Placement, sharers: &[Sharer], allowed: NodeSet) -> Vec
     weights.into_iter().map(|(node, weight)| (node, weight / sum)).collect()
 }
 
-/// Rounding errors by shares. The next pages with the same shares make up for them.
+/// The rounding errors for each set of shares, which the next pages with the same shares make up for.
 #[derive(Clone, Debug, Default)]
 pub struct Carry(BTreeMap<Vec<(NodeKey, u64)>, Vec<f64>>);
 
@@ -125,7 +125,7 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
     }
     let mut receivers = Vec::new();
     let mut missing = 0;
-    // How many pages each node has too many.
+    // How many pages too many each node has.
     let mut excess = have.clone();
     for (&node, &quota) in nodes.iter().zip(quotas) {
         let pages = have.get(&node).copied().unwrap_or(0);
@@ -145,7 +145,7 @@ pub fn rebalance(at: &[NodeKey], nodes: &[NodeKey], quotas: &[usize]) -> Vec<(us
         if !moves_now {
             continue;
         }
-        // To the node that's furthest behind its part of all moves.
+        // The page goes to the node that's furthest behind its part of all moves.
         let behind = |receiver: &Receiver| {
             let due = (receiver.wants * (moves.len() + 1)).checked_div(missing).unwrap_or(0);
             due.saturating_sub(receiver.got) * 2 + usize::from(receiver.got < receiver.wants)

@@ -6,20 +6,20 @@ use serde::{Deserialize, Serialize};
 /// The first and the longest pause between two examinations of a region that bring nothing, nanoseconds.
 const FIRST_PAUSE_NS: u64 = 10_000_000_000;
 const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
-/// How long we leave a region alone for a reason that passes, nanoseconds.
+/// How long we leave a region alone for a temporary reason, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
 
 /// Why we leave a region alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LeaveAlone {
-    /// Its merges didn't last. Passes.
+    /// Its merges didn't last. Temporary.
     CowBroken,
-    /// We unmerged its memory because memory was short. Passes.
+    /// We unmerged its memory because memory was short. Temporary.
     TakenBack,
-    /// We unmerged its memory because another cgroup was charged for it and had no headroom. Passes.
+    /// We unmerged its memory because another cgroup was charged for it and had no headroom. Temporary.
     Relieved,
-    /// Its process refused to be marked. Lasts for good.
+    /// Its process refused to be marked. Permanent.
     Refused,
 }
 
@@ -27,13 +27,14 @@ pub enum LeaveAlone {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Hold {
     reason: Option<LeaveAlone>,
-    /// We don't examine it before this time, nor mark it if it was COW-broken or unmerged, nanoseconds.
+    /// Before this time we don't examine the region. If it was COW-broken or unmerged, we don't mark it either.
+    /// Nanoseconds.
     not_before_ns: u64,
     /// The last pause between two examinations, nanoseconds. 0 once one has brought something.
     pub pause_ns: u64,
     /// Memory is short: no marks.
     pub short: bool,
-    /// We leave the process alone: nothing at all.
+    /// We leave the process alone: we neither read nor mark anything.
     pub left_alone: bool,
     /// The limit of a cgroup without headroom for more marks, or for keeping more pages.
     pub full: Option<LimitKey>,
@@ -50,7 +51,7 @@ impl Hold {
         self.reason
     }
 
-    /// Leaves the region alone until `until_ns`, for a reason that passes.
+    /// Leaves the region alone until `until_ns`, for a temporary reason.
     pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
         self.reason = Some(reason);
         self.not_before_ns = until_ns;
@@ -66,7 +67,7 @@ impl Hold {
         self.reason.take()
     }
 
-    /// When a hold that passes ends, nanoseconds.
+    /// When a temporary hold ends, nanoseconds.
     pub fn ends_ns(&self) -> u64 {
         self.not_before_ns
     }

@@ -1,21 +1,21 @@
 //! A region's life: its age, how far we are with judging it, and on which level we sample it.
 //!
-//! Every change goes through [`Life::advance`], which says what may follow what. Why we leave a region alone for a time
-//! is no part of its life: a [`Hold`](super::Hold) can begin and end in any phase.
+//! Every change goes through [`Life::advance`], which knows which events are possible in which phase. The reasons to
+//! leave a region alone aren't part of its life: a [`Hold`](super::Hold) can begin and end in any phase.
 
 use crate::units::{Permyriad, Vpn};
 
 /// Whether a region is old enough to be merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Age {
-    /// It was there before the run. We don't know its age, and take it to be old enough.
+    /// It was there before the run. We don't know its age, and assume that it's old enough.
     Old,
     /// It appeared during the run, and we don't know how long regions of its family live.
     New,
-    /// It appeared during the run. Merging its family pays from this age on, nanoseconds, and until then we don't even
+    /// It appeared during the run. Merging pays for its family from this age on, nanoseconds. Until then we don't even
     /// sample it.
     Young { worth_from_ns: u64 },
-    /// The same, but we may sample it.
+    /// Like `Young`, but old enough to be sampled.
     Grown { worth_from_ns: u64 },
 }
 
@@ -71,7 +71,7 @@ pub enum Judge {
     },
 }
 
-/// What happens to a region in its life. Where that can't happen, nothing changes.
+/// An event in a region's life. An event that's impossible in the current phase changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Its samples speak for it: up one level.
@@ -90,7 +90,7 @@ pub enum Event {
     Adopt { now_ns: u64, left_over: Permyriad },
     /// There may be more to mark: another duplicate, headroom, or a mark that failed.
     Reopen,
-    /// Extents that are at least this dense pay as well now.
+    /// Extents that are at least this dense now pay, too.
     Thin { density: Permyriad },
     /// There's nothing more to mark.
     Settle,
@@ -108,7 +108,7 @@ enum Phase {
     Reading(Vpn),
     /// There may be more of it to mark.
     Worth(Judgement),
-    /// Everything worth it is marked or merged. We sample on, to see whether that still holds.
+    /// Everything worth it is marked or merged. We keep sampling, to see whether that's still true.
     Settled(Judgement),
 }
 
@@ -145,7 +145,7 @@ impl Life {
             }
             (Event::Settle, Phase::Worth(judgement)) => self.phase = Phase::Settled(judgement),
             (Event::Forget, _) => *self = Self::default(),
-            // The others can't happen in this phase.
+            // Other events are impossible in this phase.
             _ => {}
         }
     }
@@ -259,8 +259,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever happens: only reading a region whole, or an earlier run's word, judges it, and it rises step by step
-        /// or to be read.
+        /// Whatever happens, a region is only judged by reading it whole or by an earlier run's verdict. It rises one
+        /// level at a time, or to the top to be read.
         #[test]
         fn each_phase_follows_from_the_one_before(
             events in proptest::collection::vec(proptest::sample::select(vec![

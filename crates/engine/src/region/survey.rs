@@ -67,7 +67,7 @@ impl Survey {
         }
     }
 
-    /// Starts a new cycle because the bounds have moved.
+    /// Starts a new sampling order, because the region's bounds have moved.
     pub fn restart_order(&mut self, view: &RegionView, seed: u64) {
         self.order = order(view, seed);
         self.next = 0;
@@ -118,7 +118,8 @@ impl Survey {
         }
     }
 
-    /// Records a sample of a region that we've read whole. Unmerged duplicates have appeared since.
+    /// Records a sample of a region that we've read whole. `is_new`: it's an unmerged duplicate that has appeared
+    /// since.
     pub fn record_renewal(&mut self, is_new: bool) {
         self.resampled += 1;
         self.renewed += u64::from(is_new);
@@ -178,8 +179,8 @@ impl Survey {
     }
 
     /// Estimates the duplicate ratio of a region with `resident` pages from its samples, after we sampled
-    /// `scope_fraction` of the whole scope. We assume that copies lie where we sample as densely as here, or as in the
-    /// scope if that's thinner.
+    /// `scope_fraction` of the whole scope. We assume that we've sampled its copies as densely as the region itself, or
+    /// as the whole scope if that's less.
     pub fn estimate(&self, resident: Pages, scope_fraction: f64) -> Estimate {
         let own = self.tally.sampled as f64 / resident.0.max(1) as f64;
         self.tally.estimate(own.min(scope_fraction).max(1e-6))

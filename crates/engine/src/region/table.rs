@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(update(&mut table, &[view(1, 1_000, 33)]), 1);
     }
 
-    /// Regions come and go for longer than there are keys. One that stays keeps its key, and slots are reused.
+    /// More regions come and go than there are keys. A region that stays keeps its key, and slots are reused.
     #[test]
     fn keys_and_slots_last_through_any_churn() {
         const LIVE: usize = 200;

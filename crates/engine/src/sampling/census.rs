@@ -6,10 +6,12 @@
 //!
 //! **Attribution.** Each of `m` equal frames saves `(m-1)/m`. If `h` mappings share a frame, each gets `1/h` of it. So
 //! the figures of processes, kinds and cgroups add up to the total and don't depend on the order of reading. The `c`
-//! copies within a process would save `c - 1` by themselves: that is duplicate within. The rest is duplicate across.
+//! copies within a process would save `c - 1` by themselves. We call that duplicate within, and the rest duplicate
+//! across.
 //!
-//! **Cost.** KSM keeps 64 bytes for each marked page and for each shared content. We count one process's memory of one
-//! kind as marked, as a whole, if its saving exceeds that. Otherwise none of it is marked and nothing saved.
+//! **Cost.** KSM keeps 64 bytes for each marked page and for each shared content. If a process's memory of one kind
+//! saves more than that in total, we count all of it as marked. Otherwise we count none of it as marked, and nothing as
+//! saved.
 //!
 //! **Sampling.** We choose runs of neighbouring pages independently ([`choose`]). We count copies within a run exactly.
 //! Beyond that the unit is a run that holds a content, and [`mixture`] estimates how many runs hold it in total. For
@@ -55,7 +57,7 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// The frames it holds, merged ones apart.
+    /// The frames it holds, without merged ones.
     fn held(&self) -> f64 {
         self.private.0 as f64 + self.shared_frames
     }
@@ -73,7 +75,7 @@ struct ReadPage {
     part: u32,
 }
 
-/// The part of a page that's in no part.
+/// [`ReadPage::part`] of a page that's in no part.
 const NO_PART: u32 = u32::MAX;
 
 /// Collects pages and estimates how much merging them would save.

@@ -126,7 +126,7 @@ impl Ladder {
     /// Pages to sample on the bottom level in one round. Its share covers the whole round and isn't divided among the
     /// levels, because the levels above are usually empty.
     fn bottom_points(&self, pace: Pace, config: &Config) -> u64 {
-        // Absent pages cost less, but the next ones may be there.
+        // Absent pages cost less, but the next pages may be present, so we assume at least half of the usual cost.
         let page_ns = self.bottom_ns.unwrap_or(self.sample_ns).max(self.sample_ns / 2);
         (share_ns(pace.round_ns, self.share(1, pace, config)) / page_ns).max(BOTTOM_MIN)
     }

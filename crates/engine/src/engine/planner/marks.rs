@@ -21,11 +21,11 @@ impl Planner for Marks {
         engine.take_back();
         let unmark = engine.unmark();
         if !engine.room.reserve.is_short() {
-            // Comes before new marks, so that small ones can share its scans.
+            // We do this before we plan new marks, so that small ones can share its scans.
             engine.refresh_marks();
         }
         if engine.snapshot.foreign_marks {
-            // Otherwise ksmd would merge memory of two trust domains.
+            // If ksmd went on now, it would merge memory of two trust domains.
             let scan = engine.ksmd.scheduler.suspend(&engine.snapshot.ksm);
             return Actions { unmark, stop: engine.spending.allowance.stop_size(), scan, ..Actions::default() };
         }
@@ -43,7 +43,7 @@ impl Planner for Marks {
         region.marks.counts().duplicate
     }
 
-    /// We still know its extents.
+    /// We needn't read the region again, because we still know its extents.
     fn judge_again(&self, region: &mut Region, _: u64, _: usize) {
         region.life.advance(Event::Reopen);
     }

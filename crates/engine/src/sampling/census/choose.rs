@@ -52,8 +52,8 @@ impl Chooser {
     }
 }
 
-/// The fraction of `pages` to sample first: enough to find pairs if they're two per cent of the memory. We read little
-/// memory whole.
+/// The fraction of `pages` to sample first: enough to find pairs if they're two per cent of the memory. If there are
+/// few pages, we read them all.
 pub fn first_fraction(pages: u64) -> f64 {
     const WORTH_SAMPLING: u64 = 8192;
     if pages < WORTH_SAMPLING {

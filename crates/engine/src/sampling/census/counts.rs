@@ -6,7 +6,7 @@ use crate::hash::Digest;
 use crate::ledger::METADATA_BYTES_PER_PAGE;
 use crate::units::{PAGE_SIZE, index};
 
-/// The number of groups of runs. We leave them out in turn.
+/// The number of groups of runs. For the error, we leave out each group in turn.
 const GROUPS: usize = 50;
 /// Student's t for 95 % with `GROUPS - 1` degrees of freedom.
 const STUDENT_T: f64 = 2.01;
@@ -18,7 +18,7 @@ struct Counts {
     zero: f64,
     /// Frames that are certainly savable, without zero pages.
     sure: f64,
-    /// The number of shared contents they would leave, as far as we know.
+    /// The number of shared contents that merging these frames leaves, as far as we know.
     contents: f64,
     /// Units of contents that aren't frequent.
     units: Histogram,
@@ -118,7 +118,7 @@ impl CensusCounts {
             let weight = weight(page);
             let counts = &mut self.cells[index(page.cell)].all;
             counts.read += weight;
-            // The margin is for rounding in sums of thirds.
+            // Sums of fractions such as thirds have rounding errors, hence the margin.
             if frames > 1.0 + 1e-9 {
                 counts.sure += weight * (1.0 - 1.0 / frames);
                 counts.contents += weight / frames;
@@ -289,7 +289,7 @@ fn saving(mixture: &Mixture, shares: &[f64], counts: &Counts) -> f64 {
 /// Merging leaves `contents` shared contents.
 fn figures(cell: &Cell, held: f64, zero: f64, gross: f64, within: f64, contents: f64) -> Figures {
     let within = within.clamp(0.0, (gross - zero).max(0.0));
-    // For each marked page, and for each shared content.
+    // KSM keeps a record for each marked page, and one for each shared content.
     let metadata = METADATA_BYTES_PER_PAGE as f64 * (held + contents) / PAGE_SIZE as f64;
     let net = gross - metadata;
     let worth = net > 0.0;

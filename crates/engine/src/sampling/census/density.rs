@@ -1,15 +1,15 @@
 //! How dense zeros and duplicates are along a process's memory: the figures of a map like UKSM's figure 1.
 //!
-//! We divide a process into parts and count the pages read in each: all, zero, and pages with a content that we saw
-//! elsewhere, too. A sample shows too few duplicates, because it often misses their copies. So we scale the ones we saw
-//! up to our estimate for the process and kind of memory.
+//! We divide a process into parts and count the pages read in each: all, zero, and pages with a content that we also
+//! saw elsewhere. A sample shows too few duplicates, because it often misses their copies. So we scale up the
+//! duplicates that we saw to our estimate for the process and kind of memory.
 
 use super::counts::weight;
 use super::{Census, Findings, NO_PART, ReadPage};
 use crate::hash::Digest;
 use crate::units::index;
 
-/// The pages read in a part, as far as only its process maps them.
+/// The pages read in one part, without pages that other processes map, too.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Density {
     /// All of them.
@@ -43,7 +43,7 @@ impl Census {
         densities
     }
 
-    /// How many duplicates each one that we saw counts for, by cell.
+    /// How many duplicates each duplicate that we saw stands for, by cell.
     fn corrections(&self, findings: &Findings) -> Vec<f64> {
         // The pages read, and the saving from their contents as we saw them, without zeros.
         let mut read = vec![0.0; self.cells.len()];
@@ -82,7 +82,7 @@ impl Census {
     }
 }
 
-/// The margin is for rounding in sums of thirds.
+/// Sums of fractions such as thirds have rounding errors, hence the margin.
 fn is_duplicate(frames: f64) -> bool {
     frames > 1.0 + 1e-9
 }
