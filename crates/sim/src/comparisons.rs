@@ -1,11 +1,11 @@
-//! Comparisons: the measure for all merging algorithms.
+//! Counts of comparisons, by which we compare merging algorithms.
 
 /// Comparisons made while searching for duplicates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SearchCounts {
-    /// Pages that we searched a duplicate for.
+    /// Pages for which we searched a duplicate.
     pub searches: u64,
-    /// Searches that found one.
+    /// Searches that found a duplicate.
     pub found: u64,
     /// Page comparisons in stable trees.
     pub stable: u64,

@@ -39,10 +39,10 @@ costs! {
     pagemap_ns: 33,
     /// Reading a frame's kpageflags (merged, active), in batches.
     kpageflags_ns: 100,
-    /// Hashing pages in place: a call for a run of adjacent pages. Derived from counted instructions: a third of the
-    /// ones that start reading a run.
+    /// Hashing pages in place: a call for a run of adjacent pages. Derived from counted instructions: a third of those
+    /// that start reading a run.
     hash_run_ns: 175,
-    /// Hashing pages in place: finding each page. Likewise: 130 instructions.
+    /// Hashing pages in place: finding each page. Derived from 130 counted instructions.
     hash_page_ns: 20,
     /// Hashing pages in place: each of the first lines, fetched one by one. In user space 2 lines took 0.20 of the time
     /// of copying and digesting a page, 8 lines 0.55, and 64 lines 1.4 (medians, 512 MiB, 2 virtual cores, other
@@ -109,7 +109,8 @@ costs! {
     request_join_ns: 910,
     /// Merging on request: each page of zeros (0.5 us in long runs).
     request_zero_ns: 450,
-    /// Merging on request: each page that differs, at its end. From counted instructions: 0.61 of a merge's.
+    /// Merging on request: each page that only differs at its end. From counted instructions: 0.61 of those for a
+    /// merge.
     request_differs_ns: 840,
     /// Merging on request: each page that we needn't compare (0.07 us in long runs).
     request_pass_ns: 20,
@@ -117,8 +118,8 @@ costs! {
     /// UKSM's scanner walking to a page without hashing it: the cost of ksmd minus the checksum (1200 minus 605,
     /// XXH64 measured).
     sample_ns: 600,
-    /// UKSM's hash over all 1024 words of a page, without fetching them. With [`Self::hash_lines_ns`] it reproduces
-    /// the measurements (340 ns for 21 words with everything that belongs to a scan, 1388 for 360, 2400 for all).
+    /// UKSM's hash over all 1024 words of a page, without fetching them. With [`Self::hash_lines_ns`] it reproduces the
+    /// measured time of a whole visit (340 ns for 21 words, 1388 for 360, 2400 for all).
     hash_words_ns: 1_560,
     /// Fetching all of a page's 64 cache lines in random order.
     hash_lines_ns: 840,

@@ -1,9 +1,9 @@
 //! Granularity: one simulated page can stand for several adjacent real pages that are treated alike, so that we can
 //! simulate memories that are too large to simulate page by page.
 //!
-//! An operation on every page costs once per real page. A tree of `n` simulated pages has `n * g` nodes and is deeper
-//! by the logarithm of `g`. Samples differ: a sample is useful when it meets another sample of the same content. With
-//! `n` of `L` pages sampled on each side, `n * n / L` meet
+//! An operation on a simulated page costs as much as on all of its real pages. A tree of `n` simulated pages has
+//! `n * g` nodes and is deeper by the logarithm of `g`. Samples differ: a sample is useful when it meets another sample
+//! of the same content. With `n` of `L` pages sampled on each side, `n * n / L` meet
 //! ([`pagefold_engine::sampling::estimate::samples_for_evidence`]). Among `L / g` simulated pages the same number of
 //! meetings takes `sqrt(g)` times fewer samples, so a simulated sample costs as much as `sqrt(g)` real ones.
 
@@ -23,7 +23,7 @@ impl Granularity {
         self.0
     }
 
-    /// Real pages in `simulated_pages`, or the cost of an operation on each.
+    /// How many real pages `simulated_pages` stand for, or what an operation on each of those costs.
     pub const fn scale(self, simulated_pages: u64) -> u64 {
         simulated_pages * self.0
     }

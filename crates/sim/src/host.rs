@@ -73,7 +73,7 @@ impl SimHost {
     /// An empty machine at time 0, with ksmd idle.
     ///
     /// # Panics
-    /// If no kernel has such knobs: merging on request, or nodes kept apart, with a [forest](Forest).
+    /// If the knobs combine a [forest](Forest) with merging on request or with nodes kept apart: no kernel does.
     pub fn new(seed: u64, costs: Costs, knobs: Knobs) -> Self {
         assert!(
             knobs.mechanism == Mechanism::Ksmd || knobs.forest == Forest::Kernel,
@@ -176,7 +176,7 @@ impl SimHost {
         self.ours = ours;
     }
 
-    /// Sets whether we say that memory of another trust domain than the one that ksmd merges is still marked.
+    /// Sets whether we report that memory is still marked in another trust domain than the one that ksmd merges.
     pub fn set_foreign_marks(&mut self, foreign_marks: bool) {
         self.foreign_marks = foreign_marks;
     }
@@ -191,8 +191,8 @@ impl SimHost {
         self.free = memory;
     }
 
-    /// Sets the memory limits that pagefold observes, beside the ones of cgroups. They limit nothing, and their
-    /// headroom doesn't follow from the memory that the processes use.
+    /// Sets the memory limits that pagefold observes, besides those of cgroups. They limit nothing, and their headroom
+    /// doesn't depend on the memory that the processes use.
     pub fn set_limits(&mut self, limits: Vec<LimitView>) {
         self.limits = limits;
     }

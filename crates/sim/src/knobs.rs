@@ -85,12 +85,13 @@ pub struct Knobs {
 }
 
 impl Knobs {
-    /// The settings that pagefold makes on a live machine.
+    /// The settings that pagefold uses on a live machine.
     pub fn driven() -> Self {
         Self { use_zero_pages: true, max_page_sharing: 4_096, ..Self::default() }
     }
 
-    /// The kernel's defaults, on a kernel that merges on request and hashes pages in place: pagefold makes no settings there.
+    /// The kernel's defaults, on a kernel that merges on request and hashes pages in place. pagefold leaves them alone
+    /// there.
     pub fn requested() -> Self {
         Self { mechanism: Mechanism::Request, ..Self::default() }
     }

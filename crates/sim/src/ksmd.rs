@@ -66,7 +66,7 @@ pub(crate) struct Ksmd {
     pub(crate) spared: u64,
     pub(crate) counts: SearchCounts,
     pub(crate) lost_kicks: u64,
-    /// ksmd hasn't carried out the last order: a batch is still running.
+    /// ksmd hasn't carried out the last order yet, because a batch is still running.
     pub(crate) busy: bool,
     /// Whether `smart_scan` is off for the ordered scans.
     thorough: bool,
@@ -152,7 +152,7 @@ impl Ksmd {
         }
         self.state = State::Scanning { left: self.pages_to_scan.saturating_sub(self.over) };
         self.over = self.over.saturating_sub(self.pages_to_scan);
-        // At least 1, or batches of no pages and no sleep would stop time.
+        // At least 1, or time would stop with empty batches and no sleep.
         self.spend(self.costs.wake_ns.max(1));
     }
 
@@ -182,7 +182,7 @@ impl Ksmd {
         }
     }
 
-    /// Handles the exit of an owner. If ksmd has records of it, it moves to just after the cursor.
+    /// Handles the exit of an owner. If ksmd has records of the owner, it moves the owner to just after the cursor.
     pub(crate) fn owner_exited(&mut self, memory: &mut Memory, owner: u32) {
         let Some(place) = self.list.iter().position(|&listed| listed == owner) else { return };
         if self.cursor.in_scan && place == self.cursor.owner_index {
@@ -200,7 +200,7 @@ impl Ksmd {
         }
     }
 
-    /// Runs ksmd until `until_ns`. It completes a visit that it has begun.
+    /// Runs ksmd until `until_ns`, or until it has completed a visit that begins before then.
     pub(crate) fn run_until(&mut self, memory: &mut Memory, until_ns: u64) {
         loop {
             match self.state {

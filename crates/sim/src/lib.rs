@@ -33,7 +33,7 @@
 //! | `host` | the machine: its events, the calls that pagefold makes, and views for tests |
 //! | [`memory`] | pages, regions, frames, marked ranges and memory nodes |
 //! | `ksmd` | the kernel's scanner, its trees, its visit of a page; merging on request |
-//! | `scanner` | the seam for other scanners: the laboratory has UKSM's |
+//! | `scanner` | the interface for other scanners, such as UKSM's in the lab |
 //! | `workload` | simulated processes, scripts of recorded or invented steps, ready-made scenarios |
 //! | `knobs`, `costs` | KSM's and the machine's settings, and the cost of each step |
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! Writers that come back to their own part of a mapping, and rewrite it with the same contents: the rest of it stays merged.
+//! Writers that keep rewriting their part of a mapping with the same contents: the rest of the mapping stays merged.
 
 mod common;
 
@@ -16,8 +16,8 @@ const WALKED: u64 = 16 * MIB;
 const PER_SECOND: u64 = 128;
 const FIRST: u64 = 512;
 
-/// Two processes with the same contents in one mapping, the first part of which is rewritten again and again for some seconds.
-/// `content` gives each page its content, 0 for zeros.
+/// Two processes with a mapping of the same contents. The first `walked` pages of it are rewritten again and again for
+/// some seconds. `content` gives each page its content, 0 for zeros.
 fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u64) -> Vec<(u64, Step)> {
     let mut steps = Vec::new();
     let mut write = |at_ns, region, page| {
@@ -38,7 +38,7 @@ fn walked(walked: u64, per_second: u64, seconds: u64, content: impl Fn(u64) -> u
     maps.map(|step| (0, step)).chain(steps).collect()
 }
 
-/// Runs it and returns the frames in use after 40 s and after ten minutes.
+/// Runs the steps and returns the frames in use after 40 s and after ten minutes.
 fn frames_of(steps: Vec<(u64, Step)>) -> [u64; 2] {
     let mut sim = Machine::new(host());
     sim.play(steps.into());
@@ -62,7 +62,7 @@ fn data_beside_walked_data_stays_merged() {
 
 #[test]
 fn a_mapping_that_is_walked_through_is_given_back() {
-    // All of it in half a minute.
+    // The writer walks through the whole mapping in half a minute.
     let mut sim = Machine::new(host());
     sim.play(walked(PAGES, PAGES / 30, 120, |page| page + 1).into());
     sim.run(120);

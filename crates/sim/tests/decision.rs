@@ -1,4 +1,4 @@
-//! What a region's decision says after a cycle is what the next cycle does, as long as nothing else changes. A decision
+//! After a cycle, each region's decision says what the next cycle will do, as long as nothing else changes. A decision
 //! stands until the verb or the reason changes, and the log has each change.
 
 mod common;
@@ -48,7 +48,7 @@ impl Host for Recorded {
     }
 }
 
-/// What was decided on a region: its place, its end, and the decision.
+/// The decision on a region: the region's place, its end, and the decision.
 struct Decided {
     key: RegionKey,
     first: Vpn,
@@ -72,8 +72,8 @@ impl Decided {
         key == self.key && (self.first..self.end).contains(&page)
     }
 
-    /// Checks it against what the cycle after it did, which began at `now_ns`. What waits until it pays may be joined by regions that are
-    /// `being_read`.
+    /// Checks the decision against the next cycle, which began at `now_ns`. Work that waits until it pays may be joined
+    /// by regions that are `being_read`, so it may be done early.
     fn check(&self, recorded: &Recorded, then: &Decision, being_read: bool, now_ns: u64) {
         let Self { decision, key, first, .. } = self;
         let may_be_joined = matches!(decision.reason, Reason::DoesNotPay { .. } | Reason::AwaitsNewcomers);
@@ -87,20 +87,20 @@ impl Decided {
             Verb::Leave => assert!(!marked && read == 0 && !named, "{said}"),
             Verb::Sample | Verb::Merge | Verb::Watch => assert!(!marked, "{said}"),
             Verb::Wait => assert!(!marked || is_due, "{said}"),
-            // What has been read to its end is marked at once.
+            // A region that has been read to its end is marked at once.
             Verb::Read | Verb::Mark => {}
         }
         match (decision.verb, then.verb) {
             (Verb::Leave, after) => assert_eq!(after, Verb::Leave, "{said}"),
-            // Nothing of it is read whole before its time, and what was to be marked isn't forgotten.
+            // A region isn't read whole before its time, and a region to be read or marked isn't forgotten.
             (Verb::Wait, Verb::Read | Verb::Mark) => assert!(is_due, "{said}"),
             (Verb::Read | Verb::Mark, Verb::Sample) => panic!("{said}"),
             _ => {}
         }
     }
 
-    /// Checks that it has stood since it was made, and that the log has it if it took the place of the `old` one at
-    /// `now_ns`.
+    /// Checks that the decision has stood since it was made. If it replaced the `old` one at `now_ns`, the log must
+    /// have it.
     fn check_since(&self, old: Option<&Self>, log: &DecisionLog, now_ns: u64) {
         let decision = &self.decision;
         let said = format!("{decision:?} of {:?} at {:?}, observed at {now_ns}", self.key, self.first);

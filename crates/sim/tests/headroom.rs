@@ -1,5 +1,5 @@
-//! Limits of cgroups on a simulated host that charges each merged page to the cgroup whose copy was kept: no program takes its cgroup over
-//! the limit by writing to merged pages, whoever writes first.
+//! Cgroup limits on a simulated host that charges each merged page to the cgroup whose copy was kept. Whoever writes
+//! first, no program takes its cgroup over the limit by writing to merged pages.
 
 mod common;
 
@@ -29,7 +29,7 @@ fn contained(host: &mut SimHost, programs: u32, limit: Pages) -> Vec<OwnerKey> {
     owners
 }
 
-/// Runs the engine, and checks after each cycle that no cgroup could exceed its limit if it were the last one.
+/// Runs the engine. After each cycle, checks that no cgroup could exceed its limit if the engine ran no more.
 fn run_within(sim: &mut Machine, seconds: u64, limits: &[(u32, Pages)]) {
     sim.run_and(seconds, |host| {
         for &(key, limit) in limits {
@@ -58,7 +58,7 @@ fn a_container_is_not_killed_for_the_copies_it_keeps_for_others() {
         run_within(&mut sim, 120, &limits);
         let saved = sim.saved().0 * 100 / (2 * EACH);
         assert!(saved >= share, "{saved} % of what could be saved");
-        // Nobody watches any more.
+        // From here on the engine doesn't run.
         for owner in owners {
             rewrite(&mut sim, owner, owner.0.into());
             for (key, limit) in limits {
@@ -93,11 +93,11 @@ fn a_limit_on_all_in_scope_is_no_bound() {
 fn a_limit_above_others_counts_as_well() {
     for mut sim in machines() {
         let owners = contained(&mut sim, 4, Pages(EACH * 3));
-        // Two of the four, with room for a quarter of one more.
+        // Two of the four programs together, with room for a quarter of another one.
         let pod = Pages(EACH * 9 / 4);
         sim.limit(LimitKey(9), pod, &owners[..2]);
         run_within(&mut sim, 120, &[(9, pod)]);
-        // The other two, at least.
+        // At least the other two are merged.
         assert!(sim.saved().0 >= EACH, "{:?}", sim.saved());
     }
 }
@@ -126,7 +126,7 @@ fn merged(sim: &mut Machine, programs: u32) -> Vec<OwnerKey> {
     owners
 }
 
-/// The cgroup among three that pays for most.
+/// The limit of the cgroup, among three, that's charged for most pages.
 fn payer(host: &SimHost) -> LimitKey {
     (1..=3).map(LimitKey).max_by_key(|&key| host.charged(key)).unwrap()
 }
@@ -141,7 +141,7 @@ fn others_take_copies_of_their_own_when_a_limit_is_lowered() {
         }
         let payer = payer(&sim);
         assert!(sim.charged_at_worst(payer) > limit);
-        // The one that pays is not burdened on the way, nor is any other taken over its limit.
+        // On the way, neither the cgroup that was charged nor any other exceeds its limit.
         sim.run_and(60, |host| {
             for key in (1..=3).map(LimitKey) {
                 assert!(host.charged(key) <= limit, "{:?} of {limit:?}", host.charged(key));
@@ -160,7 +160,7 @@ fn others_take_copies_of_their_own_when_a_cgroup_grows() {
         let owners = merged(&mut sim, 3);
         let limit = Pages(EACH * 30 / 10);
         let payer = payer(&sim);
-        // Another program in it takes three quarters more than it could with what it keeps for others.
+        // Another program in this cgroup takes more than the headroom that the kept pages of the others leave.
         let growth = Mapping::new(Pages(EACH * 7 / 4), Fill::Random);
         let growing = sim.add(Process::starting_at(0).mapping(growth));
         sim.limit(payer, limit, &[owners[payer.0 as usize - 1], growing]);

@@ -71,7 +71,7 @@ fn lives_of_sixteen_seconds_are_merged_again_and_again() {
     scenario::short_lived(&mut sim, Pages(64 * MIB), 16 * SECOND);
     sim.run(64);
     let course = sim.course(160);
-    // There is one for half of the time.
+    // The region exists for half of the time.
     let held: u64 = course.windows(2).map(|pair| (pair[1].now_ns - pair[0].now_ns) * pair[0].saved).sum();
     let average = held / (course[course.len() - 1].now_ns - course[0].now_ns);
     assert!(average * 100 >= 64 * MIB * 40, "{average} pages held on average");
@@ -172,7 +172,7 @@ fn pairs(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: u64) {
     }
 }
 
-/// Writes the same content to some pages of both.
+/// Writes the same content to some pages of both processes.
 fn fill(steps: &mut Vec<(u64, Step)>, at_ns: u64, process: u32, pages: std::ops::Range<u64>) {
     for (region, page) in
         [process, process + 1].into_iter().flat_map(|region| pages.clone().map(move |page| (region, page)))
@@ -187,7 +187,7 @@ fn growth_in_marked_memory_is_merged_while_small_spans_wait() {
     let mut steps = Vec::new();
     pairs(&mut steps, 0, 1, 160_000);
     fill(&mut steps, 0, 1, 0..80_000);
-    // For a long time too little to justify a scan.
+    // For a long time, these are too few to justify a scan.
     pairs(&mut steps, 5 * SECOND, 3, 200);
     fill(&mut steps, 5 * SECOND, 3, 0..200);
     fill(&mut steps, 18 * SECOND, 1, 80_000..128_000);

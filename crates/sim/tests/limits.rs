@@ -1,4 +1,4 @@
-//! The work stays within the limits in every second, and is completed anyway.
+//! The engine's work stays within the limits in every second, and is completed anyway.
 
 mod common;
 

@@ -75,8 +75,8 @@ fn placed(nodes: usize, homes: &[u16], placement: Placement) -> (Machine, Vec<Ow
     (sim, owners)
 }
 
-/// A machine after a run of some seconds with one program on each of its nodes, and an engine slow enough to change
-/// something meanwhile.
+/// A machine after a run of some seconds with one program on each of its nodes. The engine moves frames so slowly that
+/// the test can change something meanwhile.
 fn placing(nodes: u16, limit: u64, seconds: u64) -> Machine {
     let mut sim = slowly(machine(nodes.into()), limit);
     programs(&mut sim, &(0..nodes).collect::<Vec<_>>(), Placement::Fair);
@@ -91,7 +91,7 @@ fn plain_ksm_is_one_sided() {
     // The frames of the program that is scanned later are kept.
     assert!(shares[1] > 0.98, "{shares:?}");
     assert_eq!(sim.moved(), 0);
-    // It is reported anyway.
+    // The report shows it anyway.
     let report = sim.engine.state();
     let places = report.placement.unwrap();
     assert_eq!(places.misplaced, Pages(0));
@@ -249,7 +249,7 @@ fn no_frame_moves_to_a_node_forbidden_to_a_sharer() {
     assert_eq!(ran([0, 1].map(|home| (on(home).confined_to(&[home]), false))).moved(), 0);
 }
 
-/// Slow enough to change something meanwhile.
+/// Makes the engine move frames so slowly that the test can change something meanwhile.
 fn slowly(mut sim: Machine, moves: u64) -> Machine {
     sim.engine = Engine::new(Config { limits: Limits { moves, ..Limits::default() }, ..config() });
     sim
@@ -275,7 +275,7 @@ fn a_full_node_gets_no_frames_until_it_has_room() {
     sim.run(300);
     assert!(sim.moved() - moved <= 300, "{}", sim.moved() - moved);
     assert!(!sim.engine.is_busy());
-    // It is not retried over and over.
+    // The moves that failed aren't tried over and over.
     let asked = |sim: &Machine| sim.log.moves.iter().map(|(_, moves)| moves).sum::<u64>();
     let before = asked(&sim);
     sim.run(1_200);
@@ -396,7 +396,7 @@ fn reports_match_the_memory() {
             sim.merged_of(owner).into_iter().map(|(node, pages)| NodePages(node, pages)).collect::<Vec<_>>()
         );
     }
-    // A third on its own node, and for the one in the middle nothing at the opposite corner.
+    // A third of each program's pages is on its own node, and the one in the middle has none at the opposite corner.
     let tax: Vec<f64> = places.owners.iter().map(|owner| owner.tax).collect();
     let one = Latencies::default().tax(20, 20);
     for (tax, wanted) in tax.iter().zip([one, one, one * 2.0 / 3.0]) {

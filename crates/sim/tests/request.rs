@@ -21,7 +21,7 @@ fn add(host: &mut SimHost, domain: u16, mapping: Mapping) -> OwnerKey {
     host.add(process.mapping(mapping))
 }
 
-/// Memory of so many pages that is equal in all such processes.
+/// Memory of this many pages, with the same contents in all processes that have it.
 fn copies(pages: u64) -> Mapping {
     Mapping::new(Pages(pages), Fill::Series(1)).of_family(1)
 }
@@ -93,7 +93,7 @@ fn a_newcomer_is_merged_with_memory_that_was_judged_before() {
         for _ in 0..others {
             add(&mut sim, 0, copies(64 * MIB));
         }
-        // Something to judge at all times, so that reading does not depend on the newcomer.
+        // There's always something to judge, so that reading doesn't depend on the newcomer.
         add(&mut sim, 0, Mapping::new(Pages(64 * MIB), Fill::Random).of_family(2));
         sim.run(60);
         nearly(sim.saved(), (others - 1) * 64 * MIB, 99);
@@ -105,7 +105,7 @@ fn a_newcomer_is_merged_with_memory_that_was_judged_before() {
     }
 }
 
-/// The page that others were merged with is written, and copies of its old content appear. They and the others become one.
+/// The page that others were merged with is written, and copies of its old content appear. They all become one page.
 #[test]
 fn pages_left_behind_are_merged_with_those_that_came_later() {
     let mut sim = Machine::new(requested());
@@ -126,8 +126,8 @@ fn pages_left_behind_are_merged_with_those_that_came_later() {
     nearly(sim.saved(), 3 * 8 * MIB, 97);
 }
 
-/// The process whose pages the index knows exits. Another that has the same contents is read again at once, though there is much
-/// else to read.
+/// A process exits, and the index knew its contents only from its pages. Another process with the same contents is read
+/// again at once, though there is much else to read.
 #[test]
 fn a_newcomer_finds_the_siblings_of_one_that_exited() {
     let mut sim = Machine::new(requested());
@@ -142,7 +142,7 @@ fn a_newcomer_finds_the_siblings_of_one_that_exited() {
     nearly(sim.saved(), 2 * 16 * MIB, 95);
 }
 
-/// Each of three in turn exits and is replaced, at once or after its contents may have been forgotten.
+/// Three processes exit in turn, and each is replaced, at once or after its contents may have been forgotten.
 #[test]
 fn a_restarted_process_is_merged_again() {
     assert_restarted_are_merged(requested(), &[1, 1, 300, 300]);
@@ -283,7 +283,7 @@ fn nothing_is_asked_for_while_another_program_controls_ksm() {
     assert!(sim.engine.ledger().pages_read > 0);
 }
 
-/// Pages that the merge leaves out are those that were written meanwhile.
+/// The merge only leaves out pages that were written meanwhile.
 #[test]
 fn memory_that_is_written_all_the_time_is_merged_around() {
     let mut sim = Machine::new(requested());
@@ -310,7 +310,7 @@ fn the_surviving_copy_is_chosen_beforehand() {
     assert!(sim.log.moves.is_empty(), "{:?}", sim.log.moves);
 }
 
-/// Pages that are alike are merged with none but their copies, whatever the hash; and in the end with all of them.
+/// Pages with equal hashes are merged only with true copies, and in the end with all of them.
 fn assert_only_copies_are_merged(alike: Alike, seed: u64, seconds: u64) -> Machine {
     let host = SimHost::new(seed, Costs::default(), Knobs { alike, ..Knobs::requested() });
     let mut sim = Machine::with(host, Config { seed, ..config() });
@@ -352,7 +352,7 @@ fn pages_alike_but_for_one_word_are_read_whole_after_a_short_time() {
     let sim = assert_only_copies_are_merged(alike, 7, 20);
     assert_eq!(sim.log.lines, [Some(2), None]);
     let in_vain = sim.log.pages_that(Merging::Differs);
-    assert!(in_vain <= 4 * 16 * MIB, "{in_vain} comparisons in vain");
+    assert!(in_vain <= 4 * 16 * MIB, "{in_vain} wasted comparisons");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Headroom for merged memory that can come back, on a simulated host. The test sets how much is left, whatever the processes take.
+//! Headroom for copies of merged memory, on a simulated host. The test sets how much memory is left, whatever the
+//! processes take.
 
 mod common;
 
@@ -43,7 +44,7 @@ fn nothing_is_merged_while_memory_is_short_and_it_goes_on_afterwards() {
         sim.run(60);
         assert!(sim.saved().0 >= 63 * MIB, "{:?}", sim.saved());
         assert_eq!(state(&sim), RoomState::Enough);
-        // Merged memory stays so. Newcomers aren't merged.
+        // Merged memory stays merged. New processes aren't merged.
         sim.set_memory(memory(50));
         sim.run(5);
         let processes = add_pairs(&mut sim, 3..4);
@@ -110,7 +111,7 @@ fn merged_memory_is_taken_apart_in_steps_and_only_as_far_as_there_is_room() {
     }
     assert!(steps >= 3, "{steps}");
     assert!(sim.engine.ledger().taken_back >= Pages(3 * 32 * MIB));
-    // Once there is room, it is not merged again at once.
+    // Once there is room, the memory is not merged again at once.
     sim.set_memory(memory(900));
     let kept = sim.saved();
     sim.run(60);

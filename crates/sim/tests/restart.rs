@@ -21,7 +21,7 @@ fn after_a_run() -> Machine {
     sim
 }
 
-/// Another engine takes the place of the one that runs, with this knowledge.
+/// Replaces the running engine by another one with this knowledge.
 fn restart(sim: &mut Machine, learned: Learned) {
     sim.engine = Engine::new(config());
     sim.engine.adopt(learned);
@@ -84,7 +84,7 @@ fn a_run_that_ends_before_its_scans_leaves_them_to_the_next() {
     assert!(sim.engine.scans() > 0 && savable * 10 < saved, "{saved} and {savable} left");
 }
 
-/// A file that claims anything at all.
+/// Learned files with false claims of all kinds.
 fn lies(learned: &Learned) -> Vec<Learned> {
     let with = |change: &dyn Fn(&mut pagefold_engine::learned::LearnedRegion)| {
         let mut lie = learned.clone();

@@ -1,5 +1,5 @@
-//! What the engine says is saved is what is saved: the frames of a machine on which nothing is merged, less those of one that lives
-//! through the same with the engine.
+//! The saving that the engine reports is right: it's the frames of a machine on which nothing is merged, less those of
+//! a machine that lives through the same with the engine.
 
 mod common;
 
@@ -12,7 +12,7 @@ use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
 use pagefold_sim::{Fill, Mapping, Process, SimHost, scenario};
 
-/// Two machines that differ in this only: the engine runs on one of them.
+/// Two machines that only differ in that the engine runs on one of them.
 struct Twins {
     merged: Machine,
     plain: SimHost,
@@ -81,7 +81,8 @@ fn what_is_said_is_true_after_restarts_exits_writes_and_a_second_try() {
         twins.restart(true);
         twins.run(1);
         twins.check("restarted with what was learned");
-        // Half of it is written. KSM's counters notice when ksmd passes by, and on request never.
+        // Half of the memory is written. KSM's counters only notice when ksmd passes by, which on request it never
+        // does.
         let written = twins.merged.regions_of(second)[0];
         twins.change(|host| {
             let span = host.span_of(written).expect("it is there");
@@ -158,7 +159,7 @@ fn one_family_of_forks_by_itself_is_left_alone() {
         let workers = prefork(&mut twins, 1, 4);
         twins.run(25);
         assert_eq!(twins.check("one family"), 0);
-        // The process where we read the pages, and then the next one.
+        // First the process ends in which we read the pages, and then the next one.
         let master = OwnerKey(workers[0].0 - 1);
         for ended in [master, workers[0]] {
             twins.change(|host| host.exit(ended));

@@ -44,7 +44,7 @@ fn on_request_only_zeros_are_named() {
     assert_eq!(sim.engine.state().work.index.contents, 0, "other contents are not remembered");
 }
 
-/// Everything, as long as nothing else is asked for.
+/// Without that setting, all contents are merged.
 #[test]
 fn all_contents_are_merged_by_default() {
     let mut sim = Machine::new(requested());
@@ -53,7 +53,7 @@ fn all_contents_are_merged_by_default() {
     assert!(sim.saved().0 >= 31 * MIB);
 }
 
-/// ksmd merges whatever is marked, so only memory that is mostly zeros is.
+/// ksmd merges whatever is marked, so we only mark memory that is mostly zeros.
 #[test]
 fn with_ksmd_only_memory_dense_with_zeros_is_marked() {
     let mut sim = machine(host());

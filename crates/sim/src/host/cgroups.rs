@@ -62,7 +62,7 @@ impl SimHost {
         Pages(self.granularity.scale(self.own_pages(cgroup) + merged + kept))
     }
 
-    /// Pages that its processes have for themselves. Fork-shared pages count for each.
+    /// Pages that a cgroup's processes don't share through a merge. Fork-shared pages count for each process.
     fn own_pages(&self, cgroup: &Cgroup) -> u64 {
         let mut pages = 0;
         for (_, region) in self.memory.live_regions() {
@@ -74,7 +74,7 @@ impl SimHost {
         pages
     }
 
-    /// Merged frames that are charged to it.
+    /// Merged frames that are charged to a cgroup.
     fn frames_of(&self, cgroup: &Cgroup, counts: impl Fn(u32) -> bool) -> u64 {
         let mut frames = 0;
         for (number, frame) in (0..).zip(&self.memory.frames) {

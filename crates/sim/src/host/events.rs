@@ -31,7 +31,7 @@ pub(super) struct Writer {
     behaviour: Behaviour,
     stream: Random,
     next_page: u32,
-    /// Writes due and not made yet, in the unit that [`rate`] defines.
+    /// Writes that are due and haven't been made yet, in the unit that [`rate`] defines.
     due: u128,
     last_ns: u64,
 }
@@ -54,7 +54,7 @@ impl SimHost {
         }
     }
 
-    /// Maps a region without a page.
+    /// Maps a region with all pages absent.
     pub(crate) fn map_empty(&mut self, owner: OwnerKey, family: FamilyKey, first: Vpn, pages: Pages) -> RegionKey {
         let length = usize::try_from(pages.0).unwrap_or(usize::MAX);
         let region = self.memory.map(owner, family, first, (vec![0; length], vec![Backing::Absent; length]), false);

@@ -64,8 +64,8 @@ impl SimHost {
         })
     }
 
-    /// The cost of refreshing our knowledge of the processes, if that's due. (We show the regions as they are all the
-    /// same.)
+    /// The cost of refreshing our knowledge of the processes, if that's due. (The regions that we show are up to date
+    /// even if it isn't.)
     fn refresh_ns(&mut self, owners: &[OwnerKey]) -> u64 {
         let mut cost_ns = self.costs.observe_ns;
         if self.now_ns < self.refreshed.next_ns {
@@ -253,7 +253,8 @@ impl Host for SimHost {
         for run in &plan.inspect {
             inspecting_ns += self.find_merged_pages(run, plan.charged_to, &mut merged);
         }
-        // A count is paced by the pages it asks for: with coarse pages, it's as much cheaper as it's more frequent.
+        // pagefold paces counts by the pages it asks for: with coarse pages it counts more often, so each count is
+        // cheaper.
         cpu_ns += if plan.count { inspecting_ns } else { self.granularity.scale(inspecting_ns) };
         self.spend(cpu_ns);
         let counted = plan.count.then(|| Counted { zeros: self.merged_zeros() });

@@ -35,8 +35,8 @@ impl SimHost {
         self.granularity.scale(cost_ns)
     }
 
-    /// Whether there is a call that accepts a range, and pagefold's live host would pass it on: both processes are
-    /// alive, touchable and in the same trust domain, and both sides don't overlap.
+    /// Whether the kernel has a call for a range, and pagefold's live host would pass the range on: both processes are
+    /// alive, touchable and in the same trust domain, and the two sides don't overlap.
     fn may_merge(&self, range: &MergeRange) -> bool {
         let PageRun { region: take, first, pages } = range.take;
         let can = self.knobs.mechanism == Mechanism::Request && self.ours;

@@ -1,10 +1,10 @@
 //! Merging on request: the kernel's side of `/dev/ksm` (kernel/include/linux/ksm.h). The caller names two pages, and
 //! the kernel compares and merges them without a search. ksmd may run beside it.
 //!
-//! A frame made on request is in no tree until ksmd visits one of its pages. Records go with their process, at once. If
-//! a page has been written since, or unmapped, its record stays until the same address is merged again, ksmd visits it,
-//! or its process exits; so KSM's counters may be too high. (We don't count records that the kernel leaves to forked
-//! processes.)
+//! A frame made on request is in no tree until ksmd visits one of its pages. When a process exits, its records are
+//! freed at once. If a page has been written or unmapped since, its record stays until the same address is merged
+//! again, ksmd visits it, or its process exits; so KSM's counters may be too high. (We don't count records that the
+//! kernel leaves to forked processes.)
 
 use super::Ksmd;
 use super::trees::NO_TREE;

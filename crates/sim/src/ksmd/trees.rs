@@ -13,7 +13,7 @@ use crate::knobs::{Forest, Knobs};
 use crate::memory::{ItemState, Memory, NONE, PageRef};
 use pagefold_engine::keys::NodeKey;
 
-/// In place of a tree: the frame is in none, because it was made on request and ksmd hasn't visited it (the kernel's
+/// The tree of a frame that's in no tree, because it was made on request and ksmd hasn't visited it (the kernel's
 /// `migrate_nodes`).
 pub(super) const NO_TREE: u16 = u16::MAX;
 
@@ -37,8 +37,8 @@ struct Chain {
 }
 
 impl Chain {
-    /// Frames that a search walks in this chain: up to the first with room, which then moves to the front. So on
-    /// average it's one, or all.
+    /// How many frames a search walks in this chain. It stops at the first frame with room, which then moves to the
+    /// front. So on average it's one frame, or all of them if all are full.
     fn walk(&self) -> u64 {
         if self.full == self.dups.len() { self.full as u64 } else { 1 }
     }
@@ -175,7 +175,7 @@ impl Trees {
             return;
         }
         let Some(chain) = self.chains.get_mut(there.chain as usize) else { return };
-        // Only the position of the last one matters.
+        // Only the position of the last frame matters.
         chain.dups.retain(|&other| other != frame);
         chain.full -= full;
         if let [only] = chain.dups[..] {
@@ -194,7 +194,7 @@ impl Trees {
         u32::try_from(self.chains.len() - 1).expect("fewer than 2^32 chains")
     }
 
-    /// Moves a merged frame to the tree of the node that it is on, or into its first tree.
+    /// Moves a merged frame to the tree of the node that it is on. A frame that was in no tree enters its first one.
     pub(crate) fn follow(&mut self, memory: &mut Memory, frame: u32) {
         let merged = memory.frames[frame as usize];
         let there = merged.tree != NO_TREE && (self.across_nodes || merged.tree == merged.node.0);

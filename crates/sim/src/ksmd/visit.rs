@@ -46,7 +46,7 @@ impl Ksmd {
         }
         self.leave_unstable((key, page), &mut item);
         item.class = class;
-        // It has a merged frame on record but is private: it has been written since.
+        // The record refers to a merged frame but the page is private, so it has been written since.
         let frame = std::mem::replace(&mut item.frame, NONE);
         self.trees.detach(memory, frame);
         let visit = if self.knobs.smart_scan && !self.thorough && is_skipped(&mut item) {

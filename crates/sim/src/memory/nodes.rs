@@ -249,7 +249,7 @@ impl Memory {
             return false;
         }
         leaving.online = false;
-        // We move fork-shared frames once.
+        // A fork-shared frame moves once, for all its pages.
         let mut went: FxHashMap<u32, NodeKey> = FxHashMap::default();
         for at in 0..self.regions.len() {
             let Some(mut region) = self.regions[at].take() else { continue };

@@ -91,7 +91,7 @@ pub struct Owner {
     pub(crate) exited: bool,
     /// How often a region was mapped or unmapped.
     pub(crate) changes: u64,
-    /// Whether we refuse to mark it.
+    /// Whether we refuse to mark its memory.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
     /// Its first ancestor by fork, or itself.

@@ -27,8 +27,8 @@ pub fn pairs(sim: &mut SimHost, pages: Pages, random: Pages) -> Vec<OwnerKey> {
     owners
 }
 
-/// UKSM's COW-breaking workload: identical pages. Every 10 ms one of them is written, in order, with its own content.
-/// Merging pays until the writer returns.
+/// UKSM's COW-breaking workload: identical pages. Every 10 ms the next one is written with the content that it already
+/// has. A merge pays until the writer comes back to the page.
 pub fn cow_breaker(sim: &mut SimHost, pages: Pages) -> OwnerKey {
     let breaker = Behaviour::CowBreaker { every_ns: 10 * NS_PER_MS };
     one(sim, Mapping::new(pages, Fill::Same(3)).behaving(breaker).of_family(3))

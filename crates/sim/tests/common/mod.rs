@@ -57,7 +57,7 @@ impl Machine {
         self.run_and(seconds, |_| {});
     }
 
-    /// The same, and looks at the host after each cycle.
+    /// Like [`Self::run`], and shows the host to `look` after each cycle.
     pub fn run_and(&mut self, seconds: u64, mut look: impl FnMut(&SimHost)) {
         let end_ns = self.host.now_ns() + seconds * SECOND;
         while self.host.now_ns() < end_ns {
@@ -68,7 +68,7 @@ impl Machine {
         }
     }
 
-    /// The same, and returns the state after each cycle.
+    /// Like [`Self::run`], and returns the state after each cycle.
     pub fn course(&mut self, seconds: u64) -> Vec<Moment> {
         let mut course = Vec::new();
         self.run_and(seconds, |host| {
@@ -112,7 +112,7 @@ pub struct Moment {
     pub spent_ns: u64,
 }
 
-/// At no time is more spent than this within the governors' window.
+/// Asserts that at most `allowed_ns` of CPU time are spent within the governors' window, wherever it begins.
 #[track_caller]
 pub fn assert_spent_at_most(allowed_ns: u64, course: &[Moment]) {
     for (at, from) in course.iter().enumerate() {
@@ -123,8 +123,8 @@ pub fn assert_spent_at_most(allowed_ns: u64, course: &[Moment]) {
     }
 }
 
-/// Each of three processes in turn exits and is replaced after a gap, in seconds: at once or after its contents may have been
-/// forgotten. It is merged again.
+/// Three processes exit in turn, and each is replaced after a gap, in seconds: at once, or after its contents may have
+/// been forgotten. Asserts that the new process is merged again.
 pub fn assert_restarted_are_merged(host: SimHost, gaps: &[u64]) {
     let mut sim = Machine::new(host);
     let mut owners = scenario::redis(&mut sim, 3, Pages(16 * MIB));
@@ -164,7 +164,7 @@ pub struct Log {
     owners: BTreeMap<RegionKey, OwnerKey>,
     /// Pages read: time, process and number.
     pub pages: Vec<(u64, OwnerKey, u64)>,
-    /// Stops of processes, likewise.
+    /// Stops of processes: time, process and number.
     pub stops: Vec<(u64, OwnerKey, u64)>,
     /// Frames to be moved, by the time of the request.
     pub moves: Vec<(u64, u64)>,
@@ -173,7 +173,7 @@ pub struct Log {
     /// Spans marked or unmarked, and orders to ksmd.
     pub marks: u64,
     pub orders: u64,
-    /// The numbers of cache lines that pages were hashed by, one after the other.
+    /// How many cache lines of a page were hashed, whenever the number changed.
     pub lines: Vec<Option<u32>>,
     pub looks: u64,
     pub activity: u64,
@@ -191,7 +191,7 @@ impl Log {
         })
     }
 
-    /// The number of pages whose merges came to this.
+    /// How many pages had this outcome.
     pub fn pages_that(&self, merging: Merging) -> u64 {
         pages_that(self.merges.iter().map(|(_, result)| result), merging)
     }
@@ -223,7 +223,7 @@ impl Host for Recorder<'_> {
         for run in &plan.runs {
             log.pages.push((log.seen_ns, log.owners[&run.region], run.pages.into()));
         }
-        // Counting what is saved looks up frames, too.
+        // Counting the saving looks up frames, too.
         log.looks += if plan.count { 0 } else { plan.inspect.len() as u64 };
         log.activity += plan.activity.len() as u64;
         if log.lines.last() != Some(&plan.lines) {
