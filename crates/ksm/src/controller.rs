@@ -25,7 +25,7 @@ use tracing::debug;
 pub struct KsmdStatus {
     /// The last order that the thread has begun.
     pub in_force: ScanOrder,
-    /// An order waits or isn't done yet.
+    /// An order is waiting or under way.
     pub under_way: bool,
     pub scans: u64,
     pub lost_kicks: u64,
@@ -266,7 +266,7 @@ impl Worker {
         }
         if !self.at_start && self.scan()? {
             let orders = self.shared.orders();
-            // Only an order for something else spares us the scan from the beginning.
+            // Only an order other than a kick spares us the scan from the beginning.
             if orders.quit || orders.next.is_some_and(|next| !matches!(next, ScanOrder::Kick { .. })) {
                 drop(orders);
                 self.at_start = true;
@@ -277,7 +277,8 @@ impl Worker {
         if !self.scan()? {
             self.shared.orders().status.empty += 1;
         }
-        // If everything registered goes and something new comes, ksmd begins a batch by itself. This makes it an empty one.
+        // If all registered processes end and a new one registers, ksmd begins a batch by itself. Resting makes that
+        // batch empty.
         self.rest()
     }
 

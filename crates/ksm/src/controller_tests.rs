@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use tempfile::TempDir;
 
-/// The simulated ksmd's faults, and its deeds.
+/// The faults that the simulated ksmd should have, and the scans that it has made.
 #[derive(Default)]
 struct Behaviour {
     quit: AtomicBool,

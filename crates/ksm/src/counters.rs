@@ -14,7 +14,7 @@ use std::path::Path;
 pub struct KsmCounters {
     /// Merged pages, each mapped in place of several.
     pub pages_shared: Pages,
-    /// Pages saved by these.
+    /// Pages that these save.
     pub pages_sharing: Pages,
     /// Scanned pages without a duplicate.
     pub pages_unshared: Pages,

@@ -38,7 +38,7 @@ pub enum ExperimentError {
     Locked,
     /// ksmd runs, its advisor is on, or pages are merged.
     #[error(
-        "KSM is in use and an experiment would disturb it; stop what drives it, then write 2 and then 0 to {KSM_ROOT}/run"
+        "KSM is in use and an experiment would disturb it; stop the program that drives it, then write 2 and then 0 to {KSM_ROOT}/run"
     )]
     InUse,
     /// No KSM, or a pid namespace that hides ksmd.
@@ -47,7 +47,7 @@ pub enum ExperimentError {
     #[error("this kernel's KSM has no advisor (Linux 6.8 and later have)")]
     NoAdvisor,
     /// Something else has changed KSM since, or the kernel didn't unmerge everything.
-    #[error("KSM is not as after boot before a measurement: {what} is {value}; stop what drives it and start again")]
+    #[error("before a measurement KSM must be as after boot, but {what} is {value}; stop the program that drives it and try again")]
     Unclean { what: String, value: u64 },
     /// Every kick was lost.
     #[error("ksmd does not scan: no memory is marked")]
@@ -69,7 +69,7 @@ pub enum ExperimentError {
     Advisor { path: PathBuf, source: io::Error },
 }
 
-/// KSM, taken. When this is dropped, we unmerge everything and restore every knob.
+/// KSM, taken for an experiment. When this is dropped, we unmerge everything and restore every knob.
 #[derive(Debug)]
 pub struct KsmForExperiment {
     ksm: Arc<Ksm>,
@@ -101,7 +101,7 @@ impl KsmForExperiment {
         let ksmd = Ksmd::find()?.ok_or(ExperimentError::NoKsmd)?;
         recover_experiment(&ksm, &lock)?;
         let before = ksm.knobs()?;
-        // Without zero pages: kernels lose count of them.
+        // We don't look at zero pages, because kernels lose count of them.
         if before.run == 1 || before.advisor_on() || ksm.counters()?.pages_sharing.0 > 0 {
             return Err(ExperimentError::InUse);
         }
@@ -129,8 +129,8 @@ impl KsmForExperiment {
     /// Sets every knob to its value after boot, and checks that they have it and that nothing is merged.
     ///
     /// # Errors
-    /// The kernel refuses `max_page_sharing` and `merge_across_nodes` while pages are merged. A knob keeps another value,
-    /// or pages are merged.
+    /// If a knob keeps another value, or pages are merged. (The kernel then refuses `max_page_sharing` and
+    /// `merge_across_nodes`.)
     pub fn kernel_defaults(&mut self) -> Result<(), ExperimentError> {
         self.set_defaults()?;
         for knob in Knob::ALL {
@@ -142,7 +142,7 @@ impl KsmForExperiment {
         if self.ksm.knobs()?.advisor_on() {
             return Err(unclean("advisor_mode", 1));
         }
-        // Without zero pages: kernels lose count of them.
+        // We don't look at zero pages, because kernels lose count of them.
         match self.ksm.counters()?.pages_sharing.0 {
             0 => Ok(()),
             merged => Err(unclean("pages_sharing", merged)),
@@ -205,9 +205,9 @@ impl KsmForExperiment {
         self.set_defaults()
     }
 
-    /// Gives every merged page in marked memory its own copy again. If a page was fork-shared when it was merged, it stays merged in
-    /// processes where it isn't marked, and as long as they run the kernel refuses to change `max_page_sharing`: the knobs stay as
-    /// they are.
+    /// Gives every merged page in marked memory its own copy again. If a page was fork-shared when it was merged, it
+    /// stays merged in processes where it isn't marked. As long as these run, the kernel refuses to change
+    /// `max_page_sharing`, so we don't restore the knobs here.
     pub fn unmerge_pages(&mut self) -> Result<(), ExperimentError> {
         self.set_advisor("none")?;
         self.stop()?;
@@ -223,7 +223,7 @@ impl KsmForExperiment {
             self.set(knob, value)?;
         }
         State::remove(Path::new(STATE_PATH))?;
-        // A `pagefold run` had to defer some knobs, which it can restore now: update its state file.
+        // A `pagefold run` may have had to defer some knobs. Now we can restore them, and update its state file.
         recover_runs(&self.ksm)
     }
 }
@@ -292,12 +292,12 @@ fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError
     };
     if this_boot && ended {
         eprintln!("an experiment that was killed has left KSM's knobs changed; restoring them");
-        // The `pagefold run` in it may have been killed too.
+        // A `pagefold run` in the experiment may have been killed, too.
         recover_runs(ksm)?;
         if ksm.read(Knob::Run)?.is_some_and(|run| left.is_ours(Knob::Run, run)) {
             ksm.write(Knob::Run, 2)?;
             ksm.write(Knob::Run, 0)?;
-            // This had to wait until nothing was merged.
+            // Some knobs had to wait until nothing was merged.
             recover_runs(ksm)?;
         }
     }

@@ -163,7 +163,7 @@ impl Ksm {
     pub fn write(&self, knob: Knob, value: u64) -> Result<(), KsmError> {
         let path = self.root.join(knob.file_name());
         debug!(target: "ksm", "setting {} to {value}", knob.file_name());
-        // Sysfs ignores truncation. On a copy of the directory it keeps "5" from changing "100" into "500".
+        // Sysfs ignores truncation. In a copy of the directory, it keeps "5" from changing "100" into "500".
         let mut file = fault::io("write:knob")
             .and_then(|()| OpenOptions::new().write(true).truncate(true).open(&path))
             .map_err(|error| KsmError::from_io(&path, error))?;

@@ -66,7 +66,7 @@ struct Record {
     overridden: Option<Overridden>,
 }
 
-/// The value a knob should have. During a write either value is fine.
+/// The value a knob should have. During a write, both the old and the new value are right.
 #[derive(Clone, Copy, Debug)]
 struct Expected {
     value: u64,
@@ -175,7 +175,8 @@ impl KnobWriter {
         }
     }
 
-    /// Sets a knob that we've changed to a value that recovery recognizes without a record. Writes to these two never block.
+    /// Sets a knob that we've changed to a value that recovery recognizes without a record. Writes to the two knobs
+    /// that have such values never block.
     fn set_signature(&self, knob: Knob, value: u64) {
         let Some(expected) = self.expected(knob) else { return };
         let ours = expected != value
@@ -237,7 +238,8 @@ impl Record {
     }
 }
 
-/// A poisoned lock here guards plain values that are valid at any moment: restoring the knobs matters more.
+/// We ignore poisoning: the locks guard plain values that are valid at any moment, and restoring the knobs matters
+/// more.
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

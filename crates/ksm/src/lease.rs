@@ -227,7 +227,7 @@ pub fn recover(ksm: &Arc<Ksm>, lock: &Lock, paths: &KsmPaths) -> Result<Option<R
     let mut now = BTreeMap::new();
     for (&knob, values) in &state.turned {
         let Some(value) = ksm.read(knob)? else { continue };
-        // Restoring compares a foreign value with one of ours, and so finds it overridden.
+        // Restoring compares the value of another program with one of ours, and so finds the knob overridden.
         let ours = if state.is_ours(knob, value) { value } else { values.last().copied().unwrap_or(value) };
         now.insert(knob, ours);
     }
@@ -241,7 +241,8 @@ pub fn restore_deferred(ksm: &Arc<Ksm>, paths: &KsmPaths) -> Result<Option<Resto
     recover(ksm, &lock, paths)
 }
 
-/// If a pagefold has left knobs changed and its state file isn't here, sets the kernel's defaults. `None` if nothing was to do.
+/// If a pagefold has left knobs changed and its state file isn't here, sets the kernel's defaults. `None` if there was
+/// nothing to do.
 ///
 /// # Errors
 /// [`TakeError::Busy`] if a pagefold that may drive KSM still runs.

@@ -19,7 +19,8 @@ pub const LOCK_PATH: &str = "/run/pagefold/lock";
 /// How often we try to take the lock. `flock` itself has no time limit.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
-/// For how long somebody may look at the lock: microseconds, or longer while they wait for a processor.
+/// How long we wait for others who only look at the lock. They take microseconds, or longer while they wait for a
+/// processor.
 const LOOK_LIMIT: Duration = Duration::from_millis(50);
 
 #[derive(Debug, Error)]
@@ -57,7 +58,7 @@ impl Lock {
             }
             std::thread::sleep(LOOK_LIMIT / 50);
         }
-        // For messages only. On a full disk it fails, and there too we must be able to restore KSM.
+        // The pid is only for messages. Writing it fails on a full disk, and even there we must be able to restore KSM.
         let _ = write_pid(&mut file);
         fault::point("lock-taken");
         Ok(Self { file: Arc::new(LockFile { file, path: path.to_owned() }) })

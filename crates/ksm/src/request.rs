@@ -188,7 +188,8 @@ impl RequestDevice {
         let mut device = Self { file, hashes: false };
         match device.call(&mut [], &mut []) {
             Ok(_) => {}
-            // The number of a call contains the size of its argument.
+            // The number of a call contains the size of its argument, so another version of the structure has another
+            // number.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => {
                 return Err(RequestError::Version { path });
             }
@@ -211,9 +212,9 @@ impl RequestDevice {
         self.hashes
     }
 
-    /// Hashes as many pages as there are `hashes`, without reading, unsharing or faulting them in. A hash of 0 is none: there
-    /// is no anonymous page, or one that can never be merged; with a `from` above 0 the kernel passes over such pages. Can block
-    /// on the process's mmap lock. Each call to the kernel takes some milliseconds.
+    /// Hashes as many pages as there are `hashes`, without reading, unsharing or faulting them in. A hash of 0 means
+    /// that there is none: there's no anonymous page, or one that can never be merged. With a `from` above 0 the kernel
+    /// passes over such pages. Can block on the process's mmap lock. Each call to the kernel takes some milliseconds.
     ///
     /// # Errors
     /// The kernel's: ESRCH if the process has ended, EACCES or EPERM if we may not read it.
@@ -257,7 +258,7 @@ fn address_of<T>(at: *mut T) -> u64 {
     at.expose_provenance() as u64
 }
 
-/// How far merging has got: so many ranges, and so many pages of the next one.
+/// How far merging has got: the number of ranges done, and of pages done in the next one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Position {
     ranges: usize,

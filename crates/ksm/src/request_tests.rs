@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 
-/// Distances of the kernel's fields, which another order of these would change.
+/// The offsets of the kernel's fields. If we ordered our fields differently, they'd change.
 #[test]
 fn the_structures_are_those_of_the_header() {
     use std::mem::offset_of;

@@ -72,7 +72,7 @@ fn restore_all(writer: &KnobWriter, progress: &Mutex<RestoreOutcome>) {
         fault::point_of("put-back", knob.file_name());
         let result = restore_one(writer, knob, value);
         fault::point_of("was-put-back", knob.file_name());
-        // The next start knows the knobs in the record, should this process die here.
+        // If this process dies here, the next start finds the remaining knobs in the record.
         if matches!(result, KnobOutcome::Restored | KnobOutcome::Overridden(_)) {
             writer.forget(knob);
         }

@@ -33,7 +33,7 @@ const SLOWEST_CHECK: Duration = Duration::from_millis(20);
 /// busy machine doesn't look like a lost kick.
 pub(crate) const LOST_KICK: Duration = Duration::from_millis(30);
 
-/// The same where ksmd is hidden and we only see its counters.
+/// The same limit where ksmd is hidden and we only see its counters.
 const LOST_KICK_UNSEEN: Duration = Duration::from_millis(200);
 
 /// After this many lost kicks we conclude that nothing is registered.
