@@ -95,9 +95,9 @@ impl Sampled {
 
     /// Divides `pages` by the number of copies. A `share` of the contents was sampled.
     ///
-    /// A content with very many copies is in the sample or isn't: by the sample alone, we'd estimate 100,000 copies of one content as
-    /// none or as ten million. But we know the number of all pages, so whatever the other classes leave belongs to the last one, if
-    /// there is more left than chance explains.
+    /// The sample has a content with very many copies, or it doesn't: by the sample alone, we'd estimate 100,000 copies
+    /// of one content as none or as ten million. But we know the number of all pages. So the pages that the other
+    /// classes leave over belong to the last class, if there are more of them than chance explains.
     fn divide(&self, share: f64, pages: u64) -> [Pages; CLASSES] {
         let mut estimated = self.pages.map(|sampled| sampled as f64 / share);
         let rest: f64 = estimated[..CLASSES - 1].iter().sum();
@@ -117,8 +117,8 @@ impl Sampled {
         })
     }
 
-    /// How many contents so many pages of each class are. Since we know the number of all pages, this is far better than the
-    /// sketch's own estimate where few pages have copies.
+    /// How many contents there are in these pages of each class. Since we know the number of all pages, this is far
+    /// better than the sketch's own estimate where few pages have copies.
     fn contents(&self, by_copies: &[Pages; CLASSES]) -> Pages {
         let mut contents = 0.0;
         for (class, pages) in by_copies.iter().enumerate() {

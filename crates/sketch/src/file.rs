@@ -1,8 +1,8 @@
 //! The Parquet file of a host's workloads: `pagefold.sketch/1`.
 //!
-//! One flat table, no column nullable, plain and not compressed (hashes can't be made smaller). So any Parquet reader takes it, and a
-//! hostile file takes at most a few times as much memory as it's long. fleet/README.md describes the columns. The key-value metadata
-//! has the schema, our version, and a checksum over the file.
+//! One flat table, no column nullable, plain and not compressed (hashes can't be made smaller). So any Parquet reader
+//! can read it, and a hostile file takes at most a few times its own length in memory. fleet/README.md describes the
+//! columns. The key-value metadata has the schema, our version, and a checksum over the file.
 
 use crate::decode::{column, damaged};
 use crate::error::SketchError;
@@ -41,7 +41,7 @@ const GROUP_ROWS: usize = 16;
 
 /// A column: its name, and its value in a row.
 pub type Text = (&'static str, fn(&Row) -> String);
-/// The same, and its place in a row.
+/// A column of numbers: its name, its value in a row, and its place in a row.
 pub type Number = (&'static str, fn(&Row) -> u64, fn(&mut Row) -> &mut u64);
 
 /// The columns of text, which come first.
@@ -260,7 +260,7 @@ fn decode(layout: &Layout, bytes: Bytes) -> Result<SketchFile, SketchError> {
     if found > most {
         return Err(SketchError::TooMuch { what: "workloads", found, most });
     }
-    // No two columns may share a page: a short file could be a thousand times as long in memory.
+    // No two columns may share a page: if they could, a short file could take a thousand times its length in memory.
     let mut end = None;
     for column in file.metadata().row_groups().iter().flat_map(RowGroupMetaData::columns) {
         let (from, length) = column.byte_range();

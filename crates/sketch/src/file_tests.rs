@@ -80,7 +80,7 @@ fn rows_that_no_host_reports_are_refused() {
 
 #[test]
 fn numbers_have_a_limit() {
-    // Written as the most that is read.
+    // Larger values are written as the largest ones that we read.
     let mut file = small();
     (file.rows[0].saved_bytes, file.rows[0].cpu_millicores) = (1 << 60, u64::MAX);
     let row = &read(bytes_of(&file)).unwrap().rows[0];
@@ -97,7 +97,7 @@ fn other_files_are_refused_by_name() {
     let mut damaged = bytes.clone();
     damaged[1000] ^= 1;
     assert_eq!(why(&damaged), "is damaged: its checksum is wrong");
-    // With a correct checksum.
+    // These changes have a correct checksum.
     let changed = |from: &[u8], to: &[u8]| {
         let mut bytes = bytes.clone();
         while let Some(at) = bytes.windows(from.len()).position(|window| window == from) {
@@ -161,7 +161,7 @@ fn footers_that_would_end_the_process_are_refused() {
     assert!(error.contains("workloads, more than the 4096"), "{error}");
     // A list of 2^31 booleans, which the crate takes for empty and counts; groups twice.
     let after_groups = |rest: &[u8]| with(schema, &[&[0x16, 2, 0x19, 0x0c], rest].concat());
-    let malformed = "is damaged: its footer is not in the written form";
+    let malformed = "is damaged: its footer is not in the form that pagefold writes";
     assert_eq!(after_groups(&[0x69, 0xf1, 0xff, 0xff, 0xff, 0xff, 7, 0]), malformed);
     assert_eq!(after_groups(&[0x09, 8, 0xfc, 0xff, 0xff, 0xff, 0xff, 7, 0]), malformed);
     assert_eq!(after_groups(&[0x69, 0xf3, 0xff, 0xff, 0xff, 0xff, 7, 0]), malformed);
@@ -174,12 +174,12 @@ fn footers_that_would_end_the_process_are_refused() {
     // Groups within groups of the schema.
     let deep = [&schema[..40], &vec![0x4c; 100_000]].concat();
     assert!(with(&deep, &[]).contains("columns differ"));
-    assert!(with(schema, &[0x19]).contains("footer is not in the written form"));
+    assert!(with(schema, &[0x19]).contains("footer is not in the form that pagefold writes"));
     // Something between the pages.
     let mut moved = bytes.clone();
     moved.splice(4..4, *b"junk");
     seal::reseal(&mut moved).unwrap();
-    assert_eq!(read(moved).unwrap_err().to_string(), "is damaged: its pages are not in the written form");
+    assert_eq!(read(moved).unwrap_err().to_string(), "is damaged: its pages are not in the form that pagefold writes");
 }
 
 proptest! {

@@ -9,7 +9,7 @@ use thiserror::Error;
 use twox_hash::XxHash3_128;
 
 const KEY_BYTES: usize = 32;
-/// Bytes of a secret of XXH3: the part of longer ones that it uses, too.
+/// The bytes that XXH3 uses of a secret: it ignores the rest of longer ones.
 const SECRET_BYTES: usize = 192;
 const ID_BYTES: usize = 8;
 
@@ -52,10 +52,10 @@ impl FleetKey {
 
     /// The digest of a page, or of a stand-in for one.
     ///
-    /// We take BLAKE3 under the key, of a 128-bit fingerprint: hashing all of a page by BLAKE3 takes 15 times as long (2.5 us and
-    /// 0.17 us), and three times as long as reading the page. BLAKE3 is the reason why nobody can test guesses without the key; the
-    /// fingerprint only has to tell contents apart. A program could only make pages with the same fingerprint from contents that it
-    /// knows, and could keep those contents themselves to the same effect.
+    /// We take BLAKE3 under the key, of a 128-bit fingerprint: hashing all of a page by BLAKE3 takes 15 times as long
+    /// (2.5 us and 0.17 us), and three times as long as reading the page. BLAKE3 keeps anybody from testing guesses
+    /// without the key; the fingerprint only has to tell contents apart. To make a page with another content's
+    /// fingerprint, a program would have to know that content, and could as well hold it in memory itself.
     pub fn content(&self, page: &[u8]) -> Content {
         // This only fails for secrets that are too short.
         let fingerprint = XxHash3_128::oneshot_with_secret(&self.fingerprints, page).unwrap_or_default();
@@ -98,7 +98,7 @@ impl fmt::Debug for KeyId {
 }
 
 impl KeyId {
-    /// The reverse of its printed form.
+    /// Parses its printed form.
     pub fn parse(text: &str) -> Option<Self> {
         let id = Self(from_hex(text)?);
         if id.to_string() == text { Some(id) } else { None }
@@ -141,7 +141,7 @@ mod tests {
             contents.insert(a.content(&other));
         }
         assert_eq!(contents.len(), 6);
-        // Other hosts must get the same: changing it takes another schema.
+        // All hosts must compute the same digest, so a change of it requires another schema.
         assert_eq!(a.content(&page), Content(6_187_297_158_203_087_347));
         assert_eq!(a.id().to_string(), "771155f76b8e3ce9");
     }

@@ -79,11 +79,11 @@ impl Layout {
         if reader.structure(rows_most, thrift::DEPTH_MOST).is_none() || !reader.0.is_empty() {
             return Err(malformed());
         }
-        let starts = starts(data).ok_or_else(|| damaged(&"its pages are not in the written form"))?;
+        let starts = starts(data).ok_or_else(|| damaged(&"its pages are not in the form that pagefold writes"))?;
         Ok(Self { starts })
     }
 
-    /// Whether so many bytes from an offset on are whole pages.
+    /// Whether `length` bytes from an offset on are whole pages.
     pub(crate) fn holds(&self, from: u64, length: u64) -> bool {
         length > 0 && self.is_start(from) && from.checked_add(length).is_some_and(|end| self.is_start(end))
     }
@@ -94,7 +94,7 @@ impl Layout {
 }
 
 fn malformed() -> SketchError {
-    damaged(&"its footer is not in the written form")
+    damaged(&"its footer is not in the form that pagefold writes")
 }
 
 /// The beginning of the footer of a file without rows, up to the counts: all files have the same.
@@ -226,7 +226,7 @@ impl Reader<'_> {
         if zigzag % 2 == 0 { Some(zigzag / 2) } else { None }
     }
 
-    /// Skips the next field, which has this zigzag-encoded value.
+    /// Skips the next field, which must have this zigzag-encoded value.
     fn field(&mut self, zigzag: u64) -> Option<()> {
         self.byte(thrift::I32)?;
         (self.varint()? == zigzag).then_some(())

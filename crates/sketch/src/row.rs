@@ -58,7 +58,8 @@ pub struct Row {
     /// The trust domain. A workload in two domains has two rows.
     pub domain: String,
     pub time_us: u64,
-    /// When the former sketch was complete, or the first one began: the start of the period for `came_bytes` to `broken_bytes`.
+    /// When the former sketch was complete, or the first one began. The period of `came_bytes` to `broken_bytes` starts
+    /// there.
     pub since_us: u64,
     /// Resident anonymous memory that may be merged.
     pub anonymous_bytes: u64,
@@ -71,11 +72,11 @@ pub struct Row {
     /// How much the workload would save alone: all copies but one of each content, zeros included.
     pub savable_bytes: u64,
     pub saved_bytes: u64,
-    /// The most that we've seen come back in a period: merged pages that were written.
+    /// The most merged memory that programs have written, and so taken back, in a period.
     pub take_back_bytes: u64,
     /// Contents that the former sketch didn't have, each once.
     pub came_bytes: u64,
-    /// Contents that it had, and this one doesn't.
+    /// Contents that the former sketch had, and this one doesn't.
     pub went_bytes: u64,
     /// Merged pages that were written in the period.
     pub broken_bytes: u64,

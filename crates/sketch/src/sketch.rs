@@ -8,9 +8,9 @@ use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
 use pagefold_engine::units::PAGE_BYTES;
 
 pub const SKETCH_BYTES: usize = 32 << 10;
-/// Bytes before the entries of a full one.
+/// Bytes before the entries of a full sketch.
 const PREAMBLE_BYTES: usize = 24;
-/// This many entries fit.
+/// The most entries of a sketch.
 pub const SKETCH_ENTRIES: usize = (SKETCH_BYTES - PREAMBLE_BYTES) / size_of::<u64>();
 /// The library keeps up to twice this many, less a sixteenth, before it drops entries again.
 pub(crate) const LG_NOMINAL: u8 = 12;
@@ -101,7 +101,7 @@ impl Sketch {
         let mut last = 0;
         let ascending = sketch.iter().all(|entry| entry.hash() > std::mem::replace(&mut last, entry.hash()));
         if !ascending || sketch.serialize() != bytes {
-            return Err("its entries are not in the written form".to_owned());
+            return Err("its entries are not in the form that pagefold writes".to_owned());
         }
         if sketch.theta64() < MIN_THETA {
             return Err("its theta is lower than any memory makes it".to_owned());
@@ -155,7 +155,7 @@ impl Sketch {
         self.is_empty() && self.theta() == MAX_THETA
     }
 
-    /// The threshold, of 2^63.
+    /// The threshold, as a fraction of 2^63.
     pub fn theta(&self) -> u64 {
         self.0.theta64()
     }
@@ -167,7 +167,8 @@ impl PartialEq for Sketch {
     }
 }
 
-/// The library's form of ascending hashes: its only way to make a sketch of them, or of its own tables of counts.
+/// The library's form of ascending hashes. It has no other way to make a sketch of them, or of its own tables of
+/// counts.
 fn serialized(hashes: &[u64], theta: u64) -> Vec<u8> {
     let estimated = theta < MAX_THETA;
     let (longs, flags) = match hashes.len() {
@@ -238,10 +239,10 @@ mod tests {
         near(a.without(&b), 40_000.0);
         let none = Estimate { contents: 0.0, low: 0.0, high: 0.0 };
         assert_eq!(a.common(&Sketch::of([])), none);
-        // If we've kept nothing common, there may still be something.
+        // If the sketches keep nothing in common, the workloads may still share something.
         let little = a.common(&Sketch::of(contents(1 << 40..(1 << 40) + 9)));
         assert!(little.contents == 0.0 && little.low == 0.0 && little.high > 10.0, "{little:?}");
-        // Small ones are exact.
+        // Small sketches are exact.
         let (a, b) = (Sketch::of(contents(0..3000)), Sketch::of(contents(2000..5000)));
         assert_eq!(a.common(&b), Estimate { contents: 1000.0, low: 1000.0, high: 1000.0 });
     }
