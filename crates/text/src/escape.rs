@@ -1,4 +1,5 @@
-//! Others choose the names of programs, files and cgroups. Here they become text that no terminal obeys.
+//! Others choose the names of programs, files and cgroups. We turn them into text that a terminal doesn't take for
+//! commands.
 
 /// Makes untrusted text safe to print: escapes control characters and characters that reorder a line.
 pub fn printable(text: &[u8]) -> String {

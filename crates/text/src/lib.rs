@@ -1,4 +1,5 @@
-//! Text for people and browsers, whatever the names in it contain. A leaf: it knows nothing of pagefold, nor of other processes.
+//! Text for people and browsers, whatever the names in it contain. This crate knows nothing of pagefold or of other
+//! processes.
 //!
 //! | text | module |
 //! | --- | --- |

@@ -21,8 +21,8 @@ struct Messages {
 
 static MESSAGES: OnceLock<Messages> = OnceLock::new();
 
-/// From now on no message waits for a reader, not even a panic's. They wait for [`start`], since we mustn't start a thread
-/// before we give up rights.
+/// From now on no message waits for a reader, not even a panic's. Messages are queued until [`start`], since we mustn't
+/// start a thread before we give up rights.
 pub fn never_wait(program: &'static str) {
     if MESSAGES.set(Messages { program, queue: Sink::new(ROOM) }).is_ok() {
         std::panic::set_hook(Box::new(move |panic| {
@@ -33,7 +33,7 @@ pub fn never_wait(program: &'static str) {
     }
 }
 
-/// Starts the thread that writes the messages, if they don't wait for a reader.
+/// Starts the thread that writes queued messages, if we queue them.
 ///
 /// # Errors
 /// The thread can't be started.
@@ -48,7 +48,7 @@ pub fn start() -> io::Result<()> {
 /// Waits a moment until the messages are read.
 pub fn flush() {
     if let Some(Messages { queue, .. }) = MESSAGES.get() {
-        // A run that was refused hasn't started the thread. Without one there is nobody to wait for.
+        // If the run was refused, its thread hasn't been started. If it can't be, there's nobody to wait for.
         if start().is_ok() {
             queue.flush(END_LIMIT);
         }
@@ -84,7 +84,7 @@ pub(crate) fn write_if_idle(text: String) {
     }
 }
 
-/// Nothing depends on whether somebody reads it: the reader may be gone.
+/// We ignore errors: the reader may be gone, and nothing depends on it.
 fn print(text: &str) {
     let _ = stderr().write_all(text.as_bytes());
 }

@@ -15,7 +15,7 @@ pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
         use ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
         match error.kind() {
             DisplayHelp | DisplayVersion | DisplayHelpOnMissingArgumentOrSubcommand => {
-                // Without a reader there is no help to show.
+                // If nobody can read the help, there's nothing more to do.
                 let _ = error.print();
                 (if error.use_stderr() { exit::USAGE } else { exit::OK }).into()
             }

@@ -13,7 +13,7 @@ use std::time::Duration;
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next<T> {
     Item(T),
-    /// So many items were lost here.
+    /// This many items were lost here.
     Gap(u64),
 }
 
@@ -68,7 +68,7 @@ impl<T: Send + 'static> Sink<T> {
     /// Adds an item. Returns false if there's no room and so it's lost. For an item of no size there's always room.
     pub fn put(&self, item: T, bytes: usize) -> bool {
         let mut queue = self.shared.lock();
-        // After a loss we lose everything until the thread has caught up: a gap has one place.
+        // After a loss we lose everything until the thread has caught up, so that the gap is in one place.
         if bytes > 0 && (queue.lost > 0 || queue.bytes + bytes > self.room) {
             queue.lost += 1;
             return false;

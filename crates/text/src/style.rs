@@ -34,27 +34,27 @@ impl Style {
         Self { on: false }
     }
 
-    /// The main figures.
+    /// For the main figures.
     pub fn bold(self, text: &str) -> String {
         self.wrap("1", text)
     }
 
-    /// Details.
+    /// For details.
     pub fn dim(self, text: &str) -> String {
         self.wrap("2", text)
     }
 
-    /// Savings.
+    /// For savings.
     pub fn good(self, text: &str) -> String {
         self.wrap("32", text)
     }
 
-    /// Figures for comparison.
+    /// For figures to compare with.
     pub fn other(self, text: &str) -> String {
         self.wrap("33", text)
     }
 
-    /// Unchanged memory.
+    /// For unchanged memory.
     pub fn plain(self, text: &str) -> String {
         self.wrap("34", text)
     }
@@ -127,7 +127,7 @@ pub fn print(text: &str) -> io::Result<()> {
     write(&visible(text, io::stdout().is_terminal()))
 }
 
-/// Does the same at the end of a daemon. A reader that doesn't read delays it by `limit` at most.
+/// Like [`print()`], at the end of a daemon: a reader that doesn't read delays it by `limit` at most.
 ///
 /// # Errors
 /// Also if nobody has read it in time.
