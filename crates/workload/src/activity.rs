@@ -136,7 +136,7 @@ impl Clock {
         self.due = Some(due + self.every);
     }
 
-    /// Maps and unmaps for a tenth of a second. A program that has to wait doesn't make that much longer.
+    /// Maps and unmaps for a tenth of a second. Waits in single calls hardly make that longer.
     fn map(&mut self, bytes: usize) -> anyhow::Result<()> {
         let end = Instant::now() + Duration::from_millis(100);
         let mut maps = 0;

@@ -1,6 +1,6 @@
 //! Emulated machines: their emulator, their kernels and their initial file systems.
 //!
-//! Emulation works on machines without hardware virtualization and has the same memory contents.
+//! Emulation works on machines without hardware virtualization, and guests have the same memory contents.
 
 use anyhow::{Context, ensure};
 use std::env;
@@ -52,14 +52,14 @@ impl Emulator {
         command
     }
 
-    /// A machine that boots a kernel and the file `image` of this directory, and writes the output on its two serial ports to the
-    /// files `console` and `results`. Without processors, memory and kernel parameters so far.
+    /// A machine that boots a kernel and the file `image` of this directory, and writes the output on its two serial
+    /// ports to the files `console` and `results`. The caller adds processors, memory and kernel parameters.
     ///
     /// Its clock counts instructions, 2^`shift` ns each, and skips idle time, so that CPU times don't depend on our load, and
     /// waiting in the guest takes no time here.
     pub fn machine(&self, dir: &Path, kernel: &Path, shift: u32) -> anyhow::Result<Command> {
         let mut command = self.command(dir);
-        // The guest's memory isn't for our own KSM.
+        // This machine's own KSM shouldn't merge the guest's memory.
         command.args(["-machine", "q35,mem-merge=off", "-accel", "tcg,thread=single"]);
         command.args(["-icount", &format!("shift={shift},sleep=off")]);
         command.args(["-chardev", "file,id=console,path=console", "-chardev", "file,id=results,path=results"]);
@@ -141,7 +141,7 @@ pub fn cache() -> anyhow::Result<PathBuf> {
     if let Some(cache) = env::var_os("XDG_CACHE_HOME") {
         return Ok(PathBuf::from(cache).join("pagefold"));
     }
-    let home = env::var_os("HOME").context("no directory for what is unpacked: set HOME")?;
+    let home = env::var_os("HOME").context("no directory for unpacked kernels and images: set HOME")?;
     Ok(PathBuf::from(home).join(".cache/pagefold"))
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 /// Neighbours in permuted memory are this many pages apart. It's a prime, so we get every page of any length that it doesn't divide.
 const STRIDE: u64 = 7919;
 
-/// Coprime to a hundred, which spreads the pages of one content.
+/// This number is coprime to a hundred, so multiplying by it spreads the pages of one content.
 const SPREAD: u64 = 37;
 
 /// Bytes of a cache line, and lines of a page.

@@ -52,7 +52,7 @@ pub enum Segment {
     Shared { pages: u64, seed: u64 },
     /// The contents of `Shared`, in another order.
     Permuted { pages: u64, seed: u64 },
-    /// So many of a hundred pages have one content, spread evenly; the others are like `Random`.
+    /// `percent` of a hundred pages have one content, spread evenly; the others are like `Random`.
     Thin { pages: u64, seed: u64, percent: u64 },
     /// Every content exactly twice, half the segment apart.
     Pairs { pages: u64, seed: u64 },
