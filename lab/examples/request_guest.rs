@@ -76,7 +76,7 @@ impl Checks {
         self.add(what, a.is_intact() && b.is_intact(), "damage");
     }
 
-    /// The first two share pages, the others too, and none is shared across.
+    /// Checks that the first two share pages, that the last two do, and that no page is shared across the two pairs.
     fn apart(&mut self, [a, b, c, d]: [&Holder; 4], pages: u64, least: u64, said: &str) {
         for (what, one, two) in [("one domain", a, b), ("the other domain", c, d)] {
             let shared = common(one, two, 0, pages);
@@ -209,7 +209,7 @@ fn wait_until_within(limit: Duration, condition: impl Fn() -> bool) -> bool {
     true
 }
 
-/// The kernel computes the hashes of the definition.
+/// Checks that the kernel's hashes are as the header defines them.
 fn hashes(checks: &mut Checks) {
     let holder = holder(HOLDER, 1);
     let device = RequestDevice::open(Path::new("/dev/ksm")).expect("/dev/ksm");
@@ -240,7 +240,7 @@ fn hashes(checks: &mut Checks) {
             fill(&mut page, content);
             wrong += u32::from(hash != digester.hash(&page, lines));
         }
-        checks.add(&format!("hashes by {lines} lines are those of the definition"), wrong == 0, wrong);
+        checks.add(&format!("hashes by {lines} lines are as defined"), wrong == 0, wrong);
     }
 }
 
@@ -255,12 +255,12 @@ fn alike(checks: &mut Checks) {
     });
     let (summary, said) = end(start(&[&a, &b], &["--for", "15s"]));
     let shared = common(&a, &b, 0, PAGES / 2);
-    checks.add("pages alike are merged if they are equal", shared >= PAGES / 2 - 16, format_args!("{shared}; {said}"));
+    checks.add("similar pages are merged if equal", shared >= PAGES / 2 - 16, format_args!("{shared}; {said}"));
     let other = common(&a, &b, PAGES / 2, PAGES / 2);
     let own = [&a, &b].map(|holder| frames(holder, 0, PAGES).len() as u64);
     let apart = other == 0 && own == [PAGES; 2];
-    checks.add("pages alike but for one word are not merged", apart, format_args!("{other} {own:?}; {summary}"));
-    checks.intact("no byte has changed in pages alike", &mut a, &mut b);
+    checks.add("pages that differ in one word are not merged", apart, format_args!("{other} {own:?}; {summary}"));
+    checks.intact("no byte has changed in similar pages", &mut a, &mut b);
     unmerge(&[&a, &b]);
 }
 
@@ -271,11 +271,11 @@ fn merging(checks: &mut Checks) {
     let saved = saved_bytes() / 4096;
     let wanted = EQUAL + 2 * ZEROS;
     let seen = format!("{saved} of {wanted}; {summary}");
-    checks.add("all that is equal is saved", saved.abs_diff(wanted) <= 64, seen);
+    checks.add("all equal pages are saved", saved.abs_diff(wanted) <= 64, seen);
     let shared = common(&a, &b, 0, EQUAL);
     checks.add("equal pages share frames", shared >= EQUAL - 16, shared);
     let other = common(&a, &b, PAGES - OWN, OWN);
-    checks.add("pages that differ share none", other == 0, other);
+    checks.add("pages that differ share no frame", other == 0, other);
     checks.intact("no byte has changed", &mut a, &mut b);
     checks.add("nothing was stopped to mark it", summary["stops"] == 0, &summary["stops"]);
 
@@ -284,7 +284,7 @@ fn merging(checks: &mut Checks) {
     let said = unmerge(&[&a, &b]);
     let left = common(&a, &b, 0, PAGES);
     checks.add("unmerge gives everything its own copy", left == 0, format_args!("{left}; {said}"));
-    checks.intact("no byte has changed by that", &mut a, &mut b);
+    checks.intact("no byte has changed by unmerging", &mut a, &mut b);
     checks.add("nothing is marked any more", !is_marked(&a, 0) && !is_marked(&b, 0), said);
 }
 
@@ -297,7 +297,7 @@ fn zeros(checks: &mut Checks) {
     checks.add("zeros are saved", saved.abs_diff(2 * ZEROS) <= 64, format_args!("{saved} of {}; {said}", 2 * ZEROS));
     let shared = common(&a, &b, 0, EQUAL) + common(&a, &b, PAGES - OWN, OWN);
     checks.add("other equal pages are not merged", shared == 0, format_args!("{shared}; {summary}"));
-    checks.intact("no byte has changed beside zeros", &mut a, &mut b);
+    checks.intact("no byte has changed next to zeros", &mut a, &mut b);
     unmerge(&[&a, &b]);
 }
 
@@ -325,7 +325,7 @@ fn million(checks: &mut Checks) {
     let requests = &summary["requests"];
     checks.add("both domains are merged", done, format_args!("{} pages; {said}; {requests}", saved_bytes() / 4096));
     let asked = requests["asked_pages"].as_u64().unwrap_or(0);
-    checks.add(&format!("{asked} pages were asked for, a million or more"), asked >= 1_000_000, requests);
+    checks.add(&format!("{asked} pages were named, a million or more"), asked >= 1_000_000, requests);
     checks.apart([a, b, c, d], MANY, MANY - 4096, &said);
     checks.add("no byte has changed in a million pages", holders.iter_mut().all(Holder::is_intact), "damage");
 }
@@ -346,13 +346,13 @@ fn exclusion(checks: &mut Checks) {
     a.ask("lock 0 256");
     let run = start(&[&a, &b], &["--for", "300s"]);
     let merged = wait_until(|| common(&a, &b, 256, EQUAL - 256) >= EQUAL - 256 - 16);
-    checks.add("memory beside what is locked is merged", merged, common(&a, &b, 256, EQUAL - 256));
-    checks.add("locked memory is not", common(&a, &b, 0, 256) == 0 && !is_marked(&a, 0), common(&a, &b, 0, 256));
-    // In one process only: the other keeps its mark.
+    checks.add("memory next to locked memory is merged", merged, common(&a, &b, 256, EQUAL - 256));
+    checks.add("locked memory is not merged", common(&a, &b, 0, 256) == 0 && !is_marked(&a, 0), common(&a, &b, 0, 256));
+    // Only one process locks its memory, so the other keeps its mark.
     b.ask(&format!("lock 512 {}", 256));
     let unmarked = wait_until(|| !is_marked(&b, 512) && common(&a, &b, 512, 256) == 0);
     checks.add("memory that is locked later is unmarked", unmarked, common(&a, &b, 512, 256));
-    checks.add("the rest of it stays merged", common(&a, &b, 1024, 256) >= 240, common(&a, &b, 1024, 256));
+    checks.add("its other memory stays merged", common(&a, &b, 1024, 256) >= 240, common(&a, &b, 1024, 256));
     let (summary, said) = terminate(run);
     checks.add("the run ends well", summary["knobs_restored"] == true, said);
     checks.intact("no byte has changed by exclusions", &mut a, &mut b);
@@ -370,9 +370,9 @@ fn moving(checks: &mut Checks) {
     let unmerged = wait_until(|| common(&a, &b, 0, EQUAL) == 0 && !is_marked(&b, 0));
     checks.add("a process that changes its user is unmerged", unmerged, common(&a, &b, 0, EQUAL));
     std::thread::sleep(Duration::from_secs(10));
-    checks.add("and not merged again", common(&a, &b, 0, EQUAL) == 0, common(&a, &b, 0, EQUAL));
+    checks.add("that process is not merged again", common(&a, &b, 0, EQUAL) == 0, common(&a, &b, 0, EQUAL));
     terminate(run);
-    checks.intact("no byte has changed by that move", &mut a, &mut b);
+    checks.intact("no byte has changed by the move", &mut a, &mut b);
     unmerge(&[&a, &b]);
 }
 
@@ -382,7 +382,7 @@ fn dry_run(checks: &mut Checks) {
     let (summary, said) = end(start(&[&a, &b], &["--for", "8s", "--dry-run"]));
     let expected = summary["expected_bytes"].as_u64().unwrap_or(0) / 4096;
     let wanted = 2 * (EQUAL + ZEROS);
-    checks.add("a dry run expects what is equal", expected.abs_diff(wanted) <= 128, format_args!("{expected}; {said}"));
+    checks.add("a dry run counts equal pages", expected.abs_diff(wanted) <= 128, format_args!("{expected}; {said}"));
     let untouched = common(&a, &b, 0, EQUAL) == 0 && !is_marked(&a, 0) && !is_marked(&b, 0);
     checks.add("a dry run merges and marks nothing", untouched, common(&a, &b, 0, EQUAL));
 }
@@ -396,5 +396,5 @@ fn refusals(checks: &mut Checks) {
     checks.add("run 2 is refused", run.status.code() == Some(7) && said.contains("run is 2"), said);
     let doctor = Command::new(PAGEFOLD).arg("doctor").output().expect(PAGEFOLD);
     let said = String::from_utf8_lossy(&doctor.stdout).into_owned();
-    checks.add("doctor says what merges", said.contains("merging on request: by "), said);
+    checks.add("doctor says how pages are merged", said.contains("merging on request: by "), said);
 }

@@ -9,7 +9,7 @@
 //! | [`day`] | a day of churn, with a plan every hour |
 //! | [`files`] | the fleet's sketches as files, for `pagefold-fleet` |
 //!
-//! The sketches are the product's. We count a host's savings on all its contents.
+//! pagefold's own code makes the sketches. We count a host's savings on all its contents.
 
 pub mod best;
 pub mod day;
@@ -174,7 +174,7 @@ impl fmt::Display for Fleets {
             if let Some(filled) = outcome.filled {
                 writeln!(
                     f,
-                    "{} hosts: {} workloads fit at random, {} by plan: {:.1} % more (no placement: {:.1} %)",
+                    "{} hosts: {} workloads fit at random, {} by plan: {:.1} % more (at most {:.1} % are possible)",
                     outcome.hosts,
                     filled.random,
                     filled.planned,

@@ -298,7 +298,7 @@ fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
     Ok(u64::from_ne_bytes(bytes) % SHIFTS * EXTENT_PAGES)
 }
 
-/// Why a process isn't in a snapshot, or there's no snapshot.
+/// Why a process isn't in a snapshot, or why we take no snapshot at all.
 enum Halt {
     Ended,
     Stop,

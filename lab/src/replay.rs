@@ -147,7 +147,7 @@ pub struct Outcome {
     pub spared: u64,
     /// Pages in each tree, or in the trees of each class, at the end.
     pub trees: Vec<u64>,
-    /// Writes to merged pages, each of which made a copy.
+    /// Writes to merged pages. Each made a copy.
     pub cow_breaks: u64,
     pub saved: u64,
     /// Pages saved on average over the time.

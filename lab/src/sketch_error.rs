@@ -14,9 +14,9 @@ use std::collections::BTreeSet;
 pub const WITHIN_BAR: f64 = 0.95;
 /// The median error, as a share of the smaller workload.
 pub const MEDIAN_BAR: f64 = 0.03;
-/// The bars concern a pair that has at least this much in common, as a share of the smaller program. With only a page
-/// or two in common, sketches hold none of them, and the estimate is right within wide bounds and with a small error:
-/// that says little.
+/// The bars only concern pairs that have at least this much in common, as a share of the smaller program. If two
+/// programs share a page or two, sketches hold none of them. The estimate then has wide bounds and a small error, and
+/// says little.
 pub const WORTH_TELLING: f64 = 0.01;
 
 /// A program and its distinct contents, without zeros.

@@ -50,7 +50,7 @@ impl fmt::Display for Comparison {
         let savable: f64 = self.savable.iter().map(|&(_, pages)| pages as f64).sum();
         writeln!(
             f,
-            "{} ({}): {:.0} s, {:.0} MiB, of which {} MiB could be saved on average",
+            "{} ({}): {:.0} s, {:.0} MiB; on average {} MiB of it could be saved",
             self.record,
             self.source,
             self.seconds,

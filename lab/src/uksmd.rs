@@ -29,7 +29,7 @@ use settings::pause_ns;
 
 /// A sample point is a fixed-point number of pages, with this many fraction bits.
 const POINT_BITS: u32 = 10;
-/// The fewest samples that we estimate the cost of a page from.
+/// We only estimate the cost of a page from at least this many samples.
 const SAMPLES_MIN: u64 = 32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,7 +123,7 @@ impl Scanner for Uksmd {
         }
     }
 
-    /// Forgets the region, as UKSM's hooks in memory management do (section 7).
+    /// Forgets a region that is gone, as UKSM's hooks in memory management do (section 7).
     fn region_gone(&mut self, key: u32) {
         self.regions.remove(&key);
     }

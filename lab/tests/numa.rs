@@ -160,8 +160,8 @@ fn pages_go_only_to_nodes_with_room() {
             // KSM alone would place everything on the last process's node.
             placed("fair", "the last is confined", &[idle(0), confined(1)], Expect::All(1)),
             placed("fair", "the first is confined", &[confined(0), idle(1)], Expect::All(0)),
-            // The second node has room for half of the pages, but not if a 32nd of its 768 MiB must stay free. At most
-            // 6 MiB of the half's 9 MiB fit when all the memory saved by merging is free again.
+            // The second node has room for half of the pages, but not if a 32nd of its 768 MiB must stay free. Once all
+            // memory saved by merging is free again, at most 6 MiB of the half's 9 MiB fit.
             with(
                 Disturbance::Full { node: 1, left_mib: 12 },
                 placed("fair", "a node is nearly full", &[idle(1), idle(0)], Expect::AtMost(1, 38.0)),

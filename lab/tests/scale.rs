@@ -56,7 +56,7 @@ fn all_parts_on_a_small_scale() {
         assert!(race["racers"][0]["exhausted_seconds"].as_f64() > Some(800.0), "without merging");
         assert!(race["racers"].as_array().unwrap().iter().all(|racer| racer["curve"][9].is_array()), "{race}");
     }
-    // As in the thesis, where comparisons are costly.
+    // The thesis has the same outcome, where comparisons are costly.
     let exhausted = |algorithm| of(&races[1]["racers"], algorithm)[0]["exhausted_seconds"].is_number();
     assert!(exhausted("ksm") && !exhausted("nuksm"));
 }

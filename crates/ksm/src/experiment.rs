@@ -38,7 +38,8 @@ pub enum ExperimentError {
     Locked,
     /// ksmd runs, its advisor is on, or pages are merged.
     #[error(
-        "KSM is in use and an experiment would disturb it; stop the program that drives it, then write 2 and then 0 to {KSM_ROOT}/run"
+        "KSM is in use and an experiment would disturb it; stop the program that drives it, then write 2 and then 0 to \
+         {KSM_ROOT}/run"
     )]
     InUse,
     /// No KSM, or a pid namespace that hides ksmd.
@@ -47,7 +48,10 @@ pub enum ExperimentError {
     #[error("this kernel's KSM has no advisor (Linux 6.8 and later have)")]
     NoAdvisor,
     /// Something else has changed KSM since, or the kernel didn't unmerge everything.
-    #[error("before a measurement KSM must be as after boot, but {what} is {value}; stop the program that drives it and try again")]
+    #[error(
+        "before a measurement KSM must be as after boot, but {what} is {value}; stop the program that drives it and \
+         try again"
+    )]
     Unclean { what: String, value: u64 },
     /// Every kick was lost.
     #[error("ksmd does not scan: no memory is marked")]

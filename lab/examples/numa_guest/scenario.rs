@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 const PAGEFOLD: &str = "/bin/pagefold";
 const KSM: &str = "/sys/kernel/mm/ksm";
-/// Only KSM alone gets this; every other knob has its default.
+/// We only set this for KSM alone; every other knob has its default.
 const PAGES_TO_SCAN: u64 = 4_000;
 
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);

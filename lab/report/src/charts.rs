@@ -70,7 +70,7 @@ pub struct Curve {
     pub colour: &'static str,
     /// The width in pixels. We draw wider lines over narrower ones.
     pub width: u32,
-    /// Whether the value stays the same after the last point. We draw a dot, and dots up to the end of the axis.
+    /// Whether the value stays the same after the last point. If so, we draw a dot, and dots up to the end of the axis.
     pub stays: bool,
     /// The points, in the units of the axes.
     pub points: Vec<(f64, f64)>,
@@ -175,7 +175,7 @@ pub struct Bar {
 }
 
 impl Bar {
-    /// A bar as long as the middle of some values.
+    /// A bar as long as the median of some values.
     pub fn of_spread(name: &str, spread: Spread, colour: &'static str) -> Self {
         Self { name: name.to_owned(), value: spread.median, text: spread.to_string(), colour }
     }

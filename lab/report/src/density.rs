@@ -101,8 +101,8 @@ impl Density {
 
     pub fn describe(&self) -> String {
         format!(
-            "Record: {}. {} MiB in {} processes, of which {} MiB ({:.0} %) have a copy elsewhere. Nine tenths of these are in \
-             {:.0} % of the memory: where a few duplicates are found, more are nearby.",
+            "Record: {}. {} MiB in {} processes; {} MiB ({:.0} %) have a copy elsewhere. Nine tenths of the duplicates \
+             are in {:.0} % of the memory: where a few duplicates are found, more are nearby.",
             self.source,
             number(Pages(self.pages).bytes().mib()),
             self.processes.len(),

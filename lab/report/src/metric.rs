@@ -65,7 +65,7 @@ pub const SAVED_PER_CPU_SECOND_VS: Metric = Metric::new("saved_per_cpu_second_vs
 pub const SECONDS_TO_90_PERCENT_VS: Metric = Metric::new("seconds_to_90_percent_vs_{}", "");
 pub const CPU_KSMD_TO_90_PERCENT_VS: Metric = Metric::new("cpu_ksmd_to_90_percent_vs_{}", "");
 
-/// Of a case: [`WORST_CASE`] or [`BEST_CASE`].
+/// `{}` is a case: [`WORST_CASE`] or [`BEST_CASE`].
 pub const READING_SPEED: Metric = Metric::new("{}: speed of reading when merged, times that before", "times as fast");
 pub const WORST_CASE: &str = "worst case";
 pub const BEST_CASE: &str = "best case";
@@ -77,7 +77,7 @@ pub const MERGED_AT_END: Metric = Metric::new("default: share merged at the end"
 pub const SAVED_UNFILTERED: Metric =
     Metric::new("average savings with the filter off relative to KSM at equal CPU (smallest of three)", "times");
 
-/// Of a policy and a lifetime, such as [`KSM_FOR_2_S`].
+/// `{}` is a policy and a lifetime, such as [`KSM_FOR_2_S`].
 pub const SHARE_MERGED: Metric = Metric::new("share merged, {}", "");
 pub const KSM_FOR_2_S: &str = "ksm-2000/20ms, T = 2 s";
 pub const MERGED_AT_BEST: Metric = Metric::new("default: share merged at best", "");
@@ -96,29 +96,29 @@ pub const CPU_MEDIAN_SECOND: Metric =
 pub const CPU_BUSIEST_SECOND: Metric =
     Metric::new("CPU of pagefold and ksmd in the busiest second, per cent of a core", "%");
 
-/// Of a form: [`PAPER32`] or [`LINES`].
+/// `{}` is a form of the hash: [`PAPER32`] or [`LINES`].
 pub const HASH_SPEED: Metric = Metric::new("random: speed of {} relative to its full hash", "times");
 pub const HASH_SPEED_OF_XXH64: Metric = Metric::new("random: speed of {} relative to full XXH64", "times");
 pub const PAPER32: &str = "paper32";
 pub const LINES: &str = "lines";
 
-/// Of a time, such as [`WHILE_MERGING`], after the server.
+/// `{}` is a time, such as [`WHILE_MERGING`], after the server.
 pub const P99_LIMIT: Metric = Metric::new("99th percentile {} relative to undisturbed", "");
-/// Of a policy, a server, a time, and which of the rounds.
+/// Each `{}` in turn: a policy, a server, a time, and which of the rounds.
 pub const P99_OF_UNDISTURBED: Metric = Metric::new("{} p99{} of undisturbed {}, {}", "");
 pub const WHILE_MERGING: &str = "while merging";
 pub const AT_REST: &str = "at rest";
 pub const MEDIAN: &str = "median";
 
-/// Of the memory watched.
+/// `{}` is the memory watched.
 pub const CPU_WATCHING: Metric = Metric::new("CPU of pagefold and ksmd watching {}, per cent of a core", "% of a core");
 
-/// Of a governor and a time.
+/// Each `{}` in turn: a governor and a time.
 pub const LARGEST_SHARE: Metric = Metric::new("{}: largest share of a core over {} s, per cent", "% of a core");
 pub const FULL: &str = "full";
 pub const QUIET: &str = "quiet";
 
-/// Of an algorithm of CMD.
+/// `{}` is an algorithm of CMD.
 pub const CLASS_COMPARISONS: Metric = Metric::new("comparisons, of ksm's, at most, {}", "");
 pub const CLASS_SHARING: Metric = Metric::new("sharing on average, of ksm's, at least, {}", "");
 pub const CLASS_FUTILE: Metric = Metric::new("points fewer futile comparisons on average, {}", "");
@@ -126,7 +126,7 @@ pub const CMD_ADDRESS: &str = "cmd-address";
 pub const CMD_PAGECOUNT: &str = "cmd-pagecount";
 pub const CMD_SUBPAGE: &str = "cmd-subpage";
 
-/// Of a set of programs.
+/// `{}` is a set of programs.
 pub const FAIRNESS_SMALLEST: Metric = Metric::new("smallest fairness of the five programs{} (modelled)", "");
 pub const OFF_EVEN_SHARE: Metric =
     Metric::new("pagefold{}: largest deviation of local pages from an even share, percentage points", "points");
@@ -138,7 +138,7 @@ pub const TREES_COMPARISONS: Metric = Metric::new("comparisons with 1,800 trees,
 pub const TREES_SCAN: Metric = Metric::new("time of a scan with 1,800 trees, of that with one", "");
 
 pub const RACE_LIMIT: Metric = Metric::new("race: s until memory runs out, pagefold", "s");
-/// Of an algorithm, and the time that stands for never.
+/// Each `{}` in turn: an algorithm, and the time that stands for never.
 pub const RACE: Metric = Metric::new("race: {}, s until memory runs out ({} stands for never)", "s");
 pub const RACE_NEVER: &str = "2400";
 

@@ -78,8 +78,8 @@ fn conditions(all: &[Finished]) -> String {
     let repetitions = all.iter().map(|one| one.repetition).max().unwrap_or(0);
     format!(
         "Written by pagefold-lab report. {}, {} processors, {:.1} GiB, Linux {}, huge pages: {}. At most {repetitions} repetition{} of each experiment{}. Values are \
-         medians, with the least and the greatest in brackets. CPU time is that of ksmd and pagefold together; getting there and \
-         staying there are apart, so that nothing depends on how long a policy was watched.",
+         medians, with the least and the greatest in brackets. CPU time is the sum of ksmd's and pagefold's; getting \
+         there and staying there are apart, so that nothing depends on how long a policy was watched.",
         machine.cpu,
         machine.cpus,
         Bytes(machine.memory_bytes).mib() / 1024.0,

@@ -114,7 +114,7 @@ impl Experiment {
         EXPERIMENTS.iter().find(|experiment| experiment.name == name)
     }
 
-    /// The experiment needs this, and this machine lacks it. An emulated machine may have it.
+    /// A feature that the experiment needs and this machine lacks, if there is one. An emulated machine may have it.
     pub fn lacks(&self) -> Option<&'static str> {
         let is_on_request = [on_request::EXPERIMENT.name, programs_on_request::EXPERIMENT.name].contains(&self.name);
         (is_on_request && !Path::new(DEVICE).exists())

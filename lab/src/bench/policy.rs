@@ -44,8 +44,8 @@ pub trait Policy {
         Ok(())
     }
 
-    /// Merges for its time, or until all is merged. A policy that runs by itself does so until the stage ends it: given
-    /// no time at all, `drive` just starts the merging.
+    /// Merges for the policy's time, or until all is merged. A policy that runs by itself can also have no time: then
+    /// `drive` only starts the merging, and it goes on until the stage ends it.
     fn drive(&self, stage: &mut Stage<'_>) -> anyhow::Result<()>;
 }
 

@@ -31,8 +31,8 @@ pub struct BenchArgs {
     /// Write the results as JSON, one line per experiment (schema pagefold.bench/1); - means standard output
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Write the results of each repetition into this directory, as JSON with the raw samples. What is there already is
-    /// not measured again
+    /// Write the results of each repetition into this directory, as JSON with the raw samples. Repetitions that are
+    /// there already are not measured again
     #[arg(long, value_name = "DIR", conflicts_with = "in_guest")]
     pub output: Option<PathBuf>,
     /// Repeat each experiment
@@ -44,7 +44,8 @@ pub struct BenchArgs {
     /// Run small and short, to check that everything works; speed is not judged
     #[arg(long)]
     pub quick: bool,
-    /// Include further peers: KSM at 100, 1000 and 2000 pages per 20 ms, its advisor, also at its cap, ksmtuned, and what uksmd does
+    /// Include further peers: KSM at 100, 1000 and 2000 pages per 20 ms, its advisor, also at its cap, ksmtuned, and
+    /// uksmd's rules
     #[arg(long)]
     pub all_peers: bool,
     /// Run only these policies (separated by commas)

@@ -20,7 +20,7 @@ pub struct FleetArgs {
     /// Set the number of workloads on each host
     #[arg(long, value_name = "N", default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..=1000))]
     per_host: u32,
-    /// Make workloads of the programs in this record, not generated ones
+    /// Use the programs in this record as workloads, not generated ones
     #[arg(long, value_name = "RECORD")]
     record: Option<PathBuf>,
     /// Let the planner see this many contents of each workload [default: as many as pagefold-fleet does]

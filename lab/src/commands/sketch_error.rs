@@ -14,7 +14,7 @@ pub struct SketchErrorArgs {
     /// The records; their last snapshots are compared
     #[arg(value_name = "FILE", required = true)]
     files: Vec<PathBuf>,
-    /// Compare each pair of programs under so many keys
+    /// Compare each pair of programs under this many keys
     #[arg(long, value_name = "NUMBER", default_value_t = 255, value_parser = clap::value_parser!(u16).range(1..=10_000))]
     keys: u16,
     /// Print the results as JSON (schema pagefold.lab.sketch-error/1)

@@ -90,7 +90,8 @@ pub fn fill(mix: &Mix, options: &FleetOptions, show: &dyn Fn(&str)) -> Filled {
     Filled { random, planned, bound: at_most(&mut World::new(mix, &empty), pages) }
 }
 
-/// How many newcomers fit at most, if all hosts were one and held each content as often as its holders need hosts.
+/// A bound on how many newcomers fit: as if all hosts were one that holds each content as often as its holders need
+/// hosts.
 fn at_most(world: &mut World<'_>, pages: u64) -> usize {
     let mix = world.mix;
     let own = mix.kinds.iter().map(|kind| count(kind.own)).min().unwrap_or(0);
@@ -154,8 +155,8 @@ fn by_plan(world: &mut World<'_>, pages: u64) -> usize {
     }
 }
 
-/// Places newcomers until there are `until`, or one fits nowhere: on the host that shares most with them once there's
-/// been a plan, before that in turn. Returns how many workloads there are.
+/// Places newcomers until there are `until` workloads, or one fits nowhere. If there's been a plan (`planned`), each
+/// goes to the host that shares most with it, otherwise to the hosts in turn. Returns how many workloads there are.
 fn settle(world: &mut World<'_>, from: usize, until: usize, planned: bool, pages: u64) -> usize {
     let mix = world.mix;
     let fleet = limited(world, pages, world.instances.len());

@@ -17,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Different sources: later jobs repeat them.
+/// The number of different sources. Later jobs repeat them.
 const UNITS: usize = 8;
 /// Jobs at a time.
 const AT_ONCE: usize = 2;

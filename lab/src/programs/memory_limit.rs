@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// For each version: the directory of its memory controller, and its files for the limit, the usage, and the members
-/// that the kernel has killed.
+/// For each cgroup version: the directory of its memory controller, and its files for the limit, the usage, and the
+/// number of members that the kernel has killed.
 const VERSIONS: [(&str, &str, &str, &str); 2] = [
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
     ("/sys/fs/cgroup", "memory.max", "memory.current", "memory.events"),

@@ -46,13 +46,13 @@ pub struct Subject {
 pub const SUBJECTS: &[Subject] = &[
     Subject {
         name: "redis",
-        about: "three redis servers with the same data, each of which changes a twentieth every 5 s",
+        about: "three redis servers with the same data; each changes a twentieth every 5 s",
         seconds: 30,
         start: redis,
     },
     Subject {
         name: "mariadb",
-        about: "three MariaDB servers with the same table, each of which updates one row in 27 every 5 s",
+        about: "three MariaDB servers with the same table; each updates one row in 27 every 5 s",
         seconds: 30,
         start: mariadb,
     },

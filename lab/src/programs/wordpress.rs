@@ -31,12 +31,12 @@ const INSTALL: &str = include_str!("wordpress/install.php");
 const PATH: &str = "/usr/sbin:/usr/bin:/sbin:/bin";
 /// Directories of this machine that a container also sees; some may be links to others of them.
 const SYSTEM: [&str; 6] = ["usr", "etc", "bin", "sbin", "lib", "lib64"];
-/// In the image: the site, and PHP's configuration.
+/// Paths in the image: the site, and PHP's configuration.
 const SITE: &str = "srv/wordpress";
 const PHP_INI_PATH: &str = "srv/conf/php.ini";
-/// In the site.
+/// A path in the site.
 const UPLOADS: &str = "wp-content/uploads";
-/// As in apache.conf and wp-config.php.
+/// The same address as in apache.conf and wp-config.php.
 const ADDRESS: (&str, u16) = ("127.0.0.1", 8080);
 const HOST: &str = "localhost:8080";
 
@@ -248,24 +248,24 @@ impl Visitor {
         Ok(visitor)
     }
 
-    /// Loads the page that's `number` in turn, and its pictures. Every byte must be right.
+    /// Loads the page whose turn it is after `number` loads, and its pictures. Every byte must be right.
     pub fn visit(&self, number: usize) -> anyhow::Result<()> {
         let page = &self.pages.pages[number % self.pages.pages.len()];
         let answer = self.get(&page.path)?;
         let text = String::from_utf8_lossy(&answer);
         ensure!(
             text.contains(&page.title) && text.trim_end().ends_with("</html>"),
-            "{} has not the page {}: {text:.300}",
+            "{} does not show the page {}: {text:.300}",
             page.path,
             page.title
         );
         ensure!(
             answer == *page.answer.get_or_init(|| answer.clone()),
-            "{} has another content than at first",
+            "{} has changed since the first load",
             page.path
         );
         for (path, content) in &self.pages.pictures {
-            ensure!(self.get(path)? == *content, "{path} has another content");
+            ensure!(self.get(path)? == *content, "{path} has changed");
         }
         Ok(())
     }

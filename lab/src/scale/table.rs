@@ -81,7 +81,7 @@ impl Scaling {
             ],
         );
         writeln!(f, "{rows}\n")?;
-        writeln!(f, "If 90 % is never reached, the CPU time of a day is that of the whole run.\n")
+        writeln!(f, "If 90 % is never reached, the CPU time per day is measured over the whole run.\n")
     }
 
     fn check(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -16,10 +16,10 @@ pub struct UksmSettings {
     pub round_ns: u64,
     /// The sleep in each sleep-scan cycle (`T_s`), nanoseconds.
     pub sleep_ns: u64,
-    /// A region is promoted from this share of duplicates among its sampled pages (`V_dup`).
+    /// We promote a region from this share of duplicates among its sampled pages on (`V_dup`).
     pub duplicate: Permyriad,
-    /// A region isn't promoted from this share of COW-broken pages among its merged ones (`V_cow`). `None`: we don't
-    /// check.
+    /// We don't promote a region from this share of COW-broken pages among its merged ones on (`V_cow`). `None`: we
+    /// don't check.
     pub cow: Option<Permyriad>,
     /// We sample a region from this age (`V_life`), nanoseconds; at least one whole sleep-scan cycle.
     pub life_ns: u64,

@@ -198,7 +198,7 @@ fn zeros() -> i64 {
 fn recorder(holders: &[Option<Holder>]) -> Recorder {
     let pids: Vec<i32> = holders.iter().flatten().map(Holder::pid).collect();
     let scope = |pids: Vec<i32>| ScopeSpec::of_pids(pids);
-    // In their own order, not in their pids' order.
+    // In this order, not in the order of their pids.
     let scoped = pids.iter().flat_map(|&pid| resolve(&scope(vec![pid]), &Roots::default()).unwrap()).collect();
     let options = RecordingOptions {
         scope: scope(pids),

@@ -27,7 +27,7 @@ pub fn changes(scan: u64) -> Vec<(u32, Change)> {
             // More zeros than one merged page can have mappings.
             (0, Change::Write { first: 7_000, pages: 300, content: 0, step: 0 }),
         ],
-        // Before the fork that precedes all merging.
+        // Changes before the fork that precedes all merging.
         2 => vec![write(0, 0, 200, 5 << 20), write(0, 2_000, 100, 6 << 20)],
         4 => vec![write(0, 200, 200, 7 << 20), write(0, 3_000, 100, 8 << 20)],
         5 => vec![write(0, 5_000, 1_000, 9 << 20), write(0, 6_000, 1_000, 9 << 20), write(1, 2_000, 300, 9 << 20)],

@@ -189,7 +189,7 @@ fn a_volatile_page_never_merges() {
     let (mut sim, [(_, region), (_, other)]) = pairs(Knobs::default());
     let page = sim.span_of(region).unwrap().first;
     for round in 0..6 {
-        // Equal to each other at every scan, and different from the scan before.
+        // The two pages are equal at every scan, and different from the scan before.
         sim.write(region, page, 1_000 + round);
         sim.write(other, page, 1_000 + round);
         scan(&mut sim);

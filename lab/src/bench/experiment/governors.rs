@@ -21,8 +21,8 @@ const GOVERNORS: [(&str, f64); 4] = [(metric::FULL, 0.95), ("medium", 0.50), ("l
 /// Shares must hold over this length of time.
 const WINDOW_SECONDS: f64 = 10.0;
 
-/// Tolerances, of the share and in seconds per window: ksmd's CPU time lags by up to a tick, and a sample doesn't take
-/// its readings all at once.
+/// Tolerances, as a part of the share and in seconds per window: ksmd's CPU time lags by up to a tick, and a sample
+/// takes its readings one after another.
 const ERROR_OF_SHARE: f64 = 0.05;
 const ERROR_SECONDS: f64 = 0.02;
 

@@ -24,9 +24,9 @@ pub const EXPERIMENT: Experiment = Experiment {
     run,
 };
 
-/// Of a page set and a hash.
+/// Each `{}` in turn: a page set and a hash.
 const DUPLICATES: Metric = Metric::new("{}_{}_duplicates_found", "");
-/// Of a page set, an adaptive hash and a full one.
+/// Each `{}` in turn: a page set, an adaptive hash and a full one.
 const SPEED_VS: Metric = Metric::new("{}_{}_speed_vs_{}", "");
 const OWN: &str = "own_full";
 const XXH64: &str = "xxh64_full";

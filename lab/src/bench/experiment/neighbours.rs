@@ -119,7 +119,7 @@ impl Load {
     }
 }
 
-/// We start each run's programs from these.
+/// The data and executables from which we start each run's programs.
 struct Images {
     redis: RedisData,
     mariadb: MariaDbData,

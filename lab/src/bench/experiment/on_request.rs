@@ -38,7 +38,7 @@ struct Work {
     within: Option<f64>,
 }
 
-/// A further tenant rewrites memory of the same content as this work's.
+/// In the work of this name, a further tenant rewrites memory with the same content.
 const REWRITTEN: &str = "rewritten";
 
 /// The works, with `mebi` pages to a mebibyte.

@@ -31,7 +31,7 @@ const SECONDS: u64 = 60;
 /// The programs take less than half. The rest is for others and for unmerging everything at once.
 const NEEDED_MIB: u64 = 12 << 10;
 
-/// Of a policy and a kind of program.
+/// Each `{}` in turn: a policy and a kind of program.
 const MERGED: Metric = Metric::new("{}_{}_merged_of_marked", "");
 const HEAP_MARKED: Metric = Metric::new("{}_{}_heap_marked", "");
 const JAVA: &str = "java";
@@ -60,7 +60,7 @@ fn kind<'a, T: Target + 'static>(name: &'static str, start: impl Fn(usize) -> an
     Kind { name, start: Box::new(move |instance| Ok(Box::new(start(instance)?))) }
 }
 
-/// The counts of each program, with its kind: before we mark its memory, while it's merged, and afterwards.
+/// The page counts of each program, with its kind: before we mark its memory, while it's merged, and afterwards.
 type Snapshots = Vec<(&'static str, Notes<DuplicateCount>)>;
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {

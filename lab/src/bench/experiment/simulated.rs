@@ -33,7 +33,7 @@ const WORKLOADS: [&str; 3] = ["kernel-build", "web-server", "database"];
 #[derive(Clone, Copy)]
 struct Classes {
     algorithm: Algorithm,
-    /// The most comparisons and the least sharing, of KSM's.
+    /// The most comparisons and the least sharing, as shares of KSM's.
     comparisons: f64,
     sharing: f64,
     /// By how many percentage points fewer comparisons are futile on average.

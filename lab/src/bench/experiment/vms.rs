@@ -80,7 +80,7 @@ fn run_overcommitted(setting: &ExperimentSetting<'_>, report: &mut ExperimentRep
     Ok(())
 }
 
-/// Starts the machines under each policy. With a limit of their memory together, the kernel swaps out the rest.
+/// Starts the machines under each policy. If their memory has a limit in total, the kernel swaps out the rest.
 fn run_all(
     setting: &ExperimentSetting<'_>,
     report: &mut ExperimentReport,

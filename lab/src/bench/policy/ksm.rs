@@ -25,7 +25,7 @@ const BATCH_PAGES: u64 = 20_000;
 /// KSM counts as done after this many ksmd scans without further savings.
 const QUIET_SCANS: u32 = 2;
 
-/// Smart scan skips a page in up to eight scans in a row, so the average cost of a scan takes nine.
+/// We average the cost of a scan over nine scans, because smart scan skips a page in up to eight in a row.
 const LATER_SCANS: u32 = 9;
 
 /// Long enough for a scan of gigabytes with long chains.

@@ -155,7 +155,8 @@ impl<'a> Stage<'a> {
         self.kernel.unmerge()
     }
 
-    /// The same if no other child has ended meanwhile, so we know all of pagefold's CPU time. Memory stays merged.
+    /// Ends the policy and the samples. No other child may have ended meanwhile, so that we know all of pagefold's CPU
+    /// time. Memory stays merged.
     pub fn end_alone(&mut self) -> anyhow::Result<()> {
         self.run.cpu_pagefold_seconds = self.end_policy()?;
         self.run.set_samples(&self.points);

@@ -30,7 +30,7 @@ impl Uksm {
     /// Runs UKSM with a governor. Dropping the result restores both files. Merged memory stays merged: UKSM has no
     /// command to unmerge.
     pub fn drive(&self, governor: &str) -> anyhow::Result<[Changed; 2]> {
-        // Dropped in this order: it stops first.
+        // The order of dropping: UKSM stops first.
         let governor = Changed::to(self.root.join("cpu_governor"), governor)?;
         let run = Changed::to(self.root.join("run"), "1")?;
         Ok([run, governor])

@@ -10,7 +10,7 @@ use pagefold_procmem::process::Process;
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// Between two looks.
+/// Time between two looks at the programs.
 const EVERY: Duration = Duration::from_secs(15);
 
 /// A program must have run for this long.
