@@ -287,8 +287,8 @@ fn leave_alone(target: &mut Target) {
     target.regions.clear();
 }
 
-/// How far we shift a process's addresses in the record, pages: at random, by a multiple of 2 MiB. 0 unless the record is
-/// to be anonymous.
+/// How far we shift a process's addresses in the record, pages: at random, by a multiple of 2 MiB. 0 unless the record
+/// is to be anonymous.
 fn shift(random: &mut File, anonymous: bool) -> Result<u64, LiveError> {
     if !anonymous {
         return Ok(0);

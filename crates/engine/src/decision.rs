@@ -1,6 +1,6 @@
 //! What happens to each region next, why, since when, and until when. The engine decides that in one place
-//! (`engine/decide.rs`) at the end of each cycle, and keeps it on the region. `explain`, `status`, `top` and the metrics
-//! only print a [`Decision`]; none of them works the reason out again.
+//! (`engine/decide.rs`) at the end of each cycle, and keeps it on the region. `explain`, `status`, `top` and the
+//! metrics only print a [`Decision`]; none of them works the reason out again.
 
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
 use crate::marking::profit::Wave;

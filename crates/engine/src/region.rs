@@ -1,8 +1,8 @@
 //! Everything we know about one region, and how far we are with judging it.
 //!
 //! A [`Region`] has parts with one purpose each: [`Age`] and [`Life`] (how far we are with judging it), [`Survey`]
-//! (results of sampling), [`Extents`] (results of reading it whole), [`Marks`] (what we've marked in it), [`Usage`] (what
-//! its process does with its pages) and [`Hold`] (why we leave it alone for now).
+//! (results of sampling), [`Extents`] (results of reading it whole), [`Marks`] (what we've marked in it), [`Usage`]
+//! (what its process does with its pages) and [`Hold`] (why we leave it alone for now).
 
 pub(crate) mod hold;
 mod life;

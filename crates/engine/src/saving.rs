@@ -99,7 +99,8 @@ impl SavingCounter {
         self.asking.is_some()
     }
 
-    /// Adopts KSM's counter where nobody can look up frames. The host's share of it is the increase since the first call.
+    /// Adopts KSM's counter where nobody can look up frames. The host's share of it is the increase since the first
+    /// call.
     pub fn adopt_counter(&mut self, machine: Pages, now_ns: u64) {
         let before = *self.machine_before.get_or_insert(machine);
         let saved = machine.saturating_sub(before);

@@ -1,6 +1,6 @@
 //! All figures that we show to people, each of them once. `status`, `explain`, `top`, metrics and the history are views
-//! of them and compute nothing: most parts are parts of the documents `pagefold.status/1` and `pagefold.explain/1`, with
-//! their keys and units.
+//! of them and compute nothing: most parts are parts of the documents `pagefold.status/1` and `pagefold.explain/1`,
+//! with their keys and units.
 
 use crate::decision::{Decision, DecisionChange, Kind, Reason, Verb};
 use crate::governor::Governor;

@@ -132,8 +132,8 @@ pub enum ScanError {
     Thread(io::Error),
 }
 
-/// Makes ksmd scan, so that it releases unmarked pages and its counters are right again, and ends the lease. Each scan and
-/// the restoring may take `limit`.
+/// Makes ksmd scan, so that it releases unmarked pages and its counters are right again, and ends the lease. Each scan
+/// and the restoring may take `limit`.
 pub fn scan_and_restore(lease: KsmLease, limit: Duration) -> Result<RestoreOutcome, ScanError> {
     if lease.ksm().anything_merged()? {
         let controller = KsmdController::start(&lease, Ksmd::find()?).map_err(ScanError::Thread)?;

@@ -1,5 +1,5 @@
-//! Control of KSM for an experiment or a demonstration. We take it only if no other program uses KSM, and restore everything at
-//! the end. If an experiment is killed, the next one restores its settings.
+//! Control of KSM for an experiment or a demonstration. We take it only if no other program uses KSM, and restore
+//! everything at the end. If an experiment is killed, the next one restores its settings.
 
 use super::files::{KSM_ROOT, Ksm, KsmError};
 use super::knobs::{Knob, Knobs};
@@ -284,8 +284,8 @@ fn paths() -> KsmPaths {
     KsmPaths { lock: LOCK_PATH.into(), state: STATE_PATH.into(), ..KsmPaths::default() }
 }
 
-/// Restores the knobs that a killed experiment has left changed, unless another program has changed them since, and unmerges
-/// the pages that it has left merged.
+/// Restores the knobs that a killed experiment has left changed, unless another program has changed them since, and
+/// unmerges the pages that it has left merged.
 fn recover_experiment(ksm: &Arc<Ksm>, lock: &Lock) -> Result<(), ExperimentError> {
     let paths = paths();
     let Some(left) = State::load(&paths.state)? else { return Ok(()) };

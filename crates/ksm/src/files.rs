@@ -1,7 +1,7 @@
 //! KSM's files in sysfs.
 //!
-//! We open every file once and then read it by `pread` at offset 0, which makes sysfs produce the text again: all eleven
-//! counters take 8 us (debug build, 6.18). No read takes ksmd's mutex. Writes to `run`, `max_page_sharing` and
+//! We open every file once and then read it by `pread` at offset 0, which makes sysfs produce the text again: all
+//! eleven counters take 8 us (debug build, 6.18). No read takes ksmd's mutex. Writes to `run`, `max_page_sharing` and
 //! `merge_across_nodes` do, and so block until the end of ksmd's batch; writes to the others never block.
 
 use super::counters::KsmCounters;
@@ -107,7 +107,8 @@ impl Ksm {
             pages_scanned: self.number("pages_scanned")?,
             pages_skipped: self.number("pages_skipped")?,
             full_scans: self.full_scans()?,
-            // The kernel miscounts where processes with huge pages start and end: we've seen -11 with nothing merged (6.18).
+            // The kernel miscounts where processes with huge pages start and end: we've seen -11 with nothing merged
+            // (6.18).
             ksm_zero_pages: self.number("ksm_zero_pages")?.map(not_negative),
             stable_node_chains: self.required("stable_node_chains")?,
             stable_node_dups: self.required("stable_node_dups")?,
@@ -125,7 +126,8 @@ impl Ksm {
         Ok(self.number("pages_scanned")?.unwrap_or(0))
     }
 
-    /// Whether pages are merged. While they are, the kernel refuses to change `max_page_sharing` and `merge_across_nodes`.
+    /// Whether pages are merged. While they are, the kernel refuses to change `max_page_sharing` and
+    /// `merge_across_nodes`.
     pub fn anything_merged(&self) -> Result<bool, KsmError> {
         Ok(self.required::<u64>("pages_shared")? > 0)
     }

@@ -1,7 +1,8 @@
 //! Sets KSM's knobs during a lease and records every change.
 //!
-//! We record a change in the state file before we make it, refuse it once another program has changed a knob, and later compare
-//! it with the kernel's value. We never lock the record while the kernel blocks a write, so that checks stay prompt.
+//! We record a change in the state file before we make it, refuse it once another program has changed a knob, and later
+//! compare it with the kernel's value. We never lock the record while the kernel blocks a write, so that checks stay
+//! prompt.
 
 use super::files::{KSM_ROOT, Ksm, KsmError};
 use super::knobs::Knob;
@@ -197,7 +198,8 @@ impl KnobWriter {
         self.record().state.turned.remove(&knob);
     }
 
-    /// Ends the lease: removes the state file, or leaves the knobs in it that couldn't be restored, and releases the lock.
+    /// Ends the lease: removes the state file, or leaves the knobs in it that couldn't be restored, and releases the
+    /// lock.
     pub(crate) fn close(&self) {
         {
             let mut record = self.record();

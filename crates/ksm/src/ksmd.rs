@@ -62,8 +62,8 @@ impl Ksmd {
 
     /// Whether ksmd sleeps between batches or is stopped.
     ///
-    /// These are its only interruptible sleeps: within a batch it's runnable, or uninterruptible while it waits for an mmap
-    /// lock, a page lock or its mutex (read in 6.12's source, and seen so on 6.18).
+    /// These are its only interruptible sleeps: within a batch it's runnable, or uninterruptible while it waits for an
+    /// mmap lock, a page lock or its mutex (read in 6.12's source, and seen so on 6.18).
     pub fn rests(&self) -> Result<bool, ReadError> {
         Ok(self.stat()?.state == b'S')
     }

@@ -1,8 +1,8 @@
 //! Taking KSM over, and restoring it.
 //!
-//! A [`KsmLease`] begins only while no other program drives KSM. It records the original value of every knob in a file, and
-//! restores its changes when it ends: by [`KsmLease::restore`], when dropped, or, after a crash, by [`recover`] in the next
-//! start. We never write a knob again that another program has changed meanwhile.
+//! A [`KsmLease`] begins only while no other program drives KSM. It records the original value of every knob in a file,
+//! and restores its changes when it ends: by [`KsmLease::restore`], when dropped, or, after a crash, by [`recover`] in
+//! the next start. We never write a knob again that another program has changed meanwhile.
 
 use super::files::{Ksm, KsmError};
 use super::knob_writer::{KnobError, KnobWriter};

@@ -1,7 +1,7 @@
 //! The lock whose holder may set KSM's knobs.
 //!
-//! KSM exists once per machine, so two programs must not drive it at once. The lock is an `flock`, which the kernel releases
-//! with its last descriptor: it doesn't outlive its holder. The holder's pid is in the file for messages only.
+//! KSM exists once per machine, so two programs must not drive it at once. The lock is an `flock`, which the kernel
+//! releases with its last descriptor: it doesn't outlive its holder. The holder's pid is in the file for messages only.
 
 use pagefold_procmem::os::fault;
 use rustix::fs::FlockOperation;
@@ -96,8 +96,8 @@ pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(from_io(path, error)),
     };
-    // The kernel refuses a shared lock only while another process holds an exclusive one, so two callers of this function
-    // don't disturb each other. Somebody who wants to take the lock within these microseconds tries again.
+    // The kernel refuses a shared lock only while another process holds an exclusive one, so two callers of this
+    // function don't disturb each other. Somebody who wants to take the lock within these microseconds tries again.
     let free = flock(&file, FlockOperation::NonBlockingLockShared)
         .map_err(|source| LockError::Io { path: path.into(), source })?;
     if !free {

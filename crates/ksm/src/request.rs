@@ -1,7 +1,8 @@
 //! `/dev/ksm`: merging the pages that we name, and hashing pages in place.
 //!
-//! `kernel/include/linux/ksm.h` has the interface. Kernels with the series in `kernel/patches` provide it, and stock kernels with
-//! the module in `kernel/dkms`. The kernel compares pages under its locks before it merges them: a wrong request only costs time.
+//! `kernel/include/linux/ksm.h` has the interface. Kernels with the series in `kernel/patches` provide it, and stock
+//! kernels with the module in `kernel/dkms`. The kernel compares pages under its locks before it merges them: a wrong
+//! request only costs time.
 
 use pagefold_engine::host::Merging;
 use pagefold_engine::units::{PAGE_BYTES, count};
@@ -21,12 +22,14 @@ const IOC_MERGE: libc::Ioctl = 0xc018_b900_u32 as libc::Ioctl;
 const IOC_HASH: libc::Ioctl = 0xc040_b901_u32 as libc::Ioctl;
 const KEEP_ONE: u32 = 1 << 0;
 const KEEP_ZERO: u32 = 1 << 1;
-/// Ranges and pages of one call: some milliseconds, after which we ask our caller whether to go on. The kernel allows more.
+/// Ranges and pages of one call: some milliseconds, after which we ask our caller whether to go on. The kernel allows
+/// more.
 const CALL_RANGES: usize = 1024;
 const CALL_PAGES: u32 = 4096;
 /// After this many calls in a row that do nothing, because a signal ends them, we leave the rest untried.
 const IN_VAIN_MOST: u32 = 1000;
-/// If a call of this many pages finds only pages that differ, we leave the rest untried: the digests that named them are worthless.
+/// If a call of this many pages finds only pages that differ, we leave the rest untried: the digests that named them
+/// are worthless.
 const DIFFERING_MOST: usize = 1024;
 
 /// `struct ksm_merge_range`
@@ -201,8 +204,8 @@ impl RequestDevice {
         Ok(device)
     }
 
-    /// Merges ranges. Can block on the processes, for example on their mmap locks. Before each call to the kernel, which takes
-    /// some milliseconds, `go_on` decides whether to make it.
+    /// Merges ranges. Can block on the processes, for example on their mmap locks. Before each call to the kernel,
+    /// which takes some milliseconds, `go_on` decides whether to make it.
     pub fn merge(&self, ranges: &[Range<'_>], go_on: impl FnMut() -> bool) -> Merged {
         merge_by(|raw, statuses| self.call(raw, statuses), ranges, go_on)
     }
@@ -225,13 +228,14 @@ impl RequestDevice {
     fn call_hash(&self, raw: &mut RawHash, hashes: &mut [u64]) -> io::Result<()> {
         raw.hashes = address_of(hashes.as_mut_ptr());
         raw.nr_pages = count(hashes.len());
-        // SAFETY: the call reads and writes `raw`, and reads and writes `nr_pages` hashes, which is the length of `hashes`. We
-        // borrow both for the time of the call.
+        // SAFETY: the call reads and writes `raw`, and reads and writes `nr_pages` hashes, which is the length of
+        // `hashes`. We borrow both for the time of the call.
         let done = unsafe { libc::ioctl(self.file.as_raw_fd(), IOC_HASH, std::ptr::from_mut(raw)) };
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// One call. `statuses` receives the outcomes for the pages of all ranges, in order. Returns how many ranges are done.
+    /// One call. `statuses` receives the outcomes for the pages of all ranges, in order. Returns how many ranges are
+    /// done.
     fn call(&self, ranges: &mut [RawRange], statuses: &mut [u8]) -> io::Result<usize> {
         let mut rest = statuses;
         for range in &mut *ranges {
@@ -247,8 +251,8 @@ impl RequestDevice {
             nr_ranges: u32::try_from(ranges.len()).map_err(|_| io::ErrorKind::InvalidInput)?,
             reserved: 0,
         };
-        // SAFETY: the call reads `argument`, reads and writes as many ranges as it says, and writes `nr_pages` bytes for each,
-        // which are parts of `statuses`. We borrow all of it for the time of the call.
+        // SAFETY: the call reads `argument`, reads and writes as many ranges as it says, and writes `nr_pages` bytes
+        // for each, which are parts of `statuses`. We borrow all of it for the time of the call.
         let done = unsafe { libc::ioctl(self.file.as_raw_fd(), IOC_MERGE, &raw mut argument) };
         usize::try_from(done).map_err(|_| io::Error::last_os_error())
     }

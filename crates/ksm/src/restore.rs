@@ -6,7 +6,8 @@ use pagefold_procmem::os::fault;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-/// The order of restoring knobs: the reverse of setting them, with `run` first. Once ksmd is stopped the others change nothing.
+/// The order of restoring knobs: the reverse of setting them, with `run` first. Once ksmd is stopped the others change
+/// nothing.
 const ORDER: [Knob; 7] = [
     Knob::Run,
     Knob::SleepMillisecs,
@@ -22,14 +23,15 @@ const ORDER: [Knob; 7] = [
 pub struct RestoreOutcome {
     /// Knobs that have their original value again, with it.
     pub restored: Vec<(Knob, u64)>,
-    /// Knobs that we can't restore while pages are merged. They stay in the state file for [`super::lease::restore_deferred`].
+    /// Knobs that we can't restore while pages are merged. They stay in the state file for
+    /// [`super::lease::restore_deferred`].
     pub deferred: Vec<(Knob, u64)>,
     /// Knobs that another program has changed: we leave them as they are.
     pub overridden: Vec<Overridden>,
     /// Knobs that the kernel didn't let us restore, and why. They stay in the state file.
     pub failed: Vec<(Knob, String)>,
-    /// Knobs that we didn't restore within the time limit, because ksmd is in a scan. A thread goes on; if the process ends
-    /// first, the next start continues from the state file.
+    /// Knobs that we didn't restore within the time limit, because ksmd is in a scan. A thread goes on; if the process
+    /// ends first, the next start continues from the state file.
     pub pending: Vec<(Knob, u64)>,
 }
 
@@ -100,7 +102,8 @@ fn to_restore(writer: &KnobWriter) -> Vec<(Knob, u64)> {
     knobs
 }
 
-/// We restore `run` 2 (stopped, unmerged) as 0: writing 2 would unmerge everything saved, and either way ksmd is stopped.
+/// We restore `run` 2 (stopped, unmerged) as 0: writing 2 would unmerge everything saved, and either way ksmd is
+/// stopped.
 fn final_value(knob: Knob, original: u64) -> u64 {
     if knob == Knob::Run && original == 2 { 0 } else { original }
 }

@@ -6,14 +6,14 @@
 //!   `sleep_millisecs` *changes*; writing the same value doesn't wake it, nor does `run` 1. From 2^31 on a sleep has no
 //!   end. So each new value there is a kick, worth one scan: `full_scans` goes up by exactly one.
 //! - A kick written during a scan is lost: ksmd reads the new value when it goes to sleep.
-//! - With `run` 0 ksmd waits elsewhere: there `run` 1 is the kick, if anything is registered. If it had begun an endless
-//!   sleep before `run` became 0, `run` 1 doesn't wake it and only a new sleep does.
-//! - With nothing registered no kick starts a scan and `full_scans` stays. The first madvise then wakes ksmd for a batch
-//!   that nobody ordered. `pages_to_scan` 0 makes that batch, and any other, empty.
+//! - With `run` 0 ksmd waits elsewhere: there `run` 1 is the kick, if anything is registered. If it had begun an
+//!   endless sleep before `run` became 0, `run` 1 doesn't wake it and only a new sleep does.
+//! - With nothing registered no kick starts a scan and `full_scans` stays. The first madvise then wakes ksmd for a
+//!   batch that nobody ordered. `pages_to_scan` 0 makes that batch, and any other, empty.
 //! - A scan resumes where the last batch ended. After paced scanning the first kick only finishes the current scan.
-//! - We can't abort a kick: `run` 0 waits for its end (and then takes effect even if the writer was killed meanwhile). The
-//!   cheapest stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither write takes ksmd's mutex, and
-//!   the current batch is the last.
+//! - We can't abort a kick: `run` 0 waits for its end (and then takes effect even if the writer was killed meanwhile).
+//!   The cheapest stop of paced scanning is `pages_to_scan` 0 and a new endless sleep: neither write takes ksmd's
+//!   mutex, and the current batch is the last.
 //!
 //! So ksmd rests with `run` 1, `pages_to_scan` 0 and an endless sleep. In that state it used no CPU at all.
 
@@ -25,12 +25,13 @@ use std::time::{Duration, Instant};
 /// A `pages_to_scan` that no scan reaches: the batch ends with the scan.
 pub(crate) const WHOLE_SCAN: u64 = u32::MAX as u64;
 
-/// How often we check for the end of a scan, at first and in long scans. With the check of the knobs one takes some 10 us.
+/// How often we check for the end of a scan, at first and in long scans. With the check of the knobs one takes some 10
+/// us.
 pub(crate) const FIRST_CHECK: Duration = Duration::from_micros(500);
 const SLOWEST_CHECK: Duration = Duration::from_millis(20);
 
-/// If ksmd rests for this long after a kick, the kick was lost. While ksmd waits for a core it doesn't count as resting, so a
-/// busy machine doesn't look like a lost kick.
+/// If ksmd rests for this long after a kick, the kick was lost. While ksmd waits for a core it doesn't count as
+/// resting, so a busy machine doesn't look like a lost kick.
 pub(crate) const LOST_KICK: Duration = Duration::from_millis(30);
 
 /// The same limit where ksmd is hidden and we only see its counters.

@@ -1,7 +1,7 @@
 //! The record that outlives a crash: the original values of KSM's knobs, and the values that we set them to.
 //!
-//! The file is on disk before we set the first knob, and we remove it when the last one is restored. We replace it as a whole
-//! (write a new file, sync and rename it), so a reader sees either the old text or the new one.
+//! The file is on disk before we set the first knob, and we remove it when the last one is restored. We replace it as a
+//! whole (write a new file, sync and rename it), so a reader sees either the old text or the new one.
 
 use crate::Knob;
 use pagefold_procmem::os::fault;

@@ -1,10 +1,11 @@
 //! The layout of a file, which we check before the parquet crate sees it.
 //!
-//! The crate reserves memory for as many row groups as a footer claims, follows groups of the schema as deep as they go, and reads the
-//! header of a page wherever the footer says there is one. If it can't reserve that memory or overflows its stack, the process ends: we
-//! couldn't catch that as a panic. It also counts up to the length that a list of booleans claims to have, which takes seconds, and
-//! there can be many lists. So we only let through the form that we write: the schema byte for byte, no more groups than rows, short
-//! lists, and pages one after the other, each plain and not compressed. This is no reader of Parquet.
+//! The crate reserves memory for as many row groups as a footer claims, follows groups of the schema as deep as they
+//! go, and reads the header of a page wherever the footer says there is one. If it can't reserve that memory or
+//! overflows its stack, the process ends: we couldn't catch that as a panic. It also counts up to the length that a
+//! list of booleans claims to have, which takes seconds, and there can be many lists. So we only let through the form
+//! that we write: the schema byte for byte, no more groups than rows, short lists, and pages one after the other, each
+//! plain and not compressed. This is no reader of Parquet.
 
 use crate::decode::damaged;
 use crate::error::SketchError;
@@ -44,7 +45,8 @@ const DATA_PAGE: u64 = 0;
 const PLAIN: u64 = 0;
 const RLE: u64 = 6;
 
-/// How long a footer may be: twice as long as ours, and more for each row group. In memory it takes several times as much.
+/// How long a footer may be: twice as long as ours, and more for each row group. In memory it takes several times as
+/// much.
 const FOOTER_BYTES: u64 = 16 << 10;
 const GROUP_BYTES: u64 = 4 << 10;
 

@@ -3,11 +3,13 @@
 //! - [`key`]: the fleet's key, and contents of pages as digests under it.
 //! - [`count`]: counting the contents of one workload, page by page.
 //! - [`sketch`]: the resulting sketch, and estimates of the contents that two share.
-//! - [`row`], [`file`]: a workload with its sketch, and the Parquet file of a host's workloads (schema `pagefold.sketch/1`).
-//! - [`seal`], [`guarded`]: for all our Parquet files, a checksum over the whole file, and decoding that turns panics of the
-//!   parquet crate into errors.
+//! - [`row`], [`file`]: a workload with its sketch, and the Parquet file of a host's workloads (schema
+//!   `pagefold.sketch/1`).
+//! - [`seal`], [`guarded`]: for all our Parquet files, a checksum over the whole file, and decoding that turns panics
+//!   of the parquet crate into errors.
 //!
-//! Pure: we open no file here, and read no clock. A file may come from anybody, so any fault in it is an error, never a panic.
+//! Pure: we open no file here, and read no clock. A file may come from anybody, so any fault in it is an error, never a
+//! panic.
 #![forbid(unsafe_code)]
 
 pub mod count;

@@ -7,7 +7,8 @@ use pagefold_engine::units::PAGE_BYTES;
 use std::fmt;
 
 pub const NAME_BYTES: usize = 1024;
-/// The largest number, except for times: 1 PiB. The rows of a file add up to less than 2^63, for engines that add 64-bit numbers.
+/// The largest number, except for times: 1 PiB. The rows of a file add up to less than 2^63, for engines that add
+/// 64-bit numbers.
 pub const NUMBER_MOST: u64 = 1 << 50;
 /// The latest time, in the year 2112.
 pub const TIME_MOST: u64 = 1 << 52;
@@ -67,7 +68,8 @@ pub struct Row {
     pub read_bytes: u64,
     /// Pages of zeros among them.
     pub zero_bytes: u64,
-    /// The other pages, by the number of copies of their content within the workload: 1, 2, 3 to 15, 16 to 255, 256 and more.
+    /// The other pages, by the number of copies of their content within the workload: 1, 2, 3 to 15, 16 to 255, 256 and
+    /// more.
     pub pages: [u64; CLASSES],
     /// How much the workload would save alone: all copies but one of each content, zeros included.
     pub savable_bytes: u64,

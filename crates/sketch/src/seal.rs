@@ -1,8 +1,8 @@
 //! The checksum of a file.
 //!
-//! Parquet has optional checksums for its pages and none for its metadata, which readers trust. So the last entry of the key-value
-//! metadata is the XXH3-64 of the whole file, computed with zeros in place of its digits. We refuse a file that differs in any byte
-//! before we decode anything else in it.
+//! Parquet has optional checksums for its pages and none for its metadata, which readers trust. So the last entry of
+//! the key-value metadata is the XXH3-64 of the whole file, computed with zeros in place of its digits. We refuse a
+//! file that differs in any byte before we decode anything else in it.
 
 use std::hash::Hasher;
 use std::io::{self, Read, Seek, SeekFrom, Write};

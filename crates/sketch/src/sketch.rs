@@ -1,7 +1,8 @@
 //! A theta sketch (Apache DataSketches) of distinct contents.
 //!
-//! A sketch keeps the contents whose hash is below a threshold, theta. So any two sketches keep the same ones of their common contents
-//! ("coordinated sampling"), and we estimate how much two workloads share from the entries of both below the lower threshold.
+//! A sketch keeps the contents whose hash is below a threshold, theta. So any two sketches keep the same ones of their
+//! common contents ("coordinated sampling"), and we estimate how much two workloads share from the entries of both
+//! below the lower threshold.
 
 use crate::key::Content;
 use datasketches::theta::{CompactThetaSketch, ThetaANotB, ThetaIntersection};
@@ -20,7 +21,8 @@ pub(crate) const MAX_THETA: u64 = i64::MAX as u64;
 /// The lowest theta: a host of 2^40 contents has 4 PiB.
 const MIN_THETA: u64 = MAX_THETA >> 40;
 
-/// The serial version that we write, and the only one that we read: the next one packs entries, which not all readers know.
+/// The serial version that we write, and the only one that we read: the next one packs entries, which not all readers
+/// know.
 const SERIAL_VERSION: u8 = 3;
 /// The family of theta sketches in compact form.
 const FAMILY: u8 = 3;
@@ -49,8 +51,8 @@ impl Estimate {
         self.contents * PAGE_BYTES as f64
     }
 
-    /// The estimate if a content is kept with probability `theta` and `kept` were. The bounds are a score interval, like in
-    /// pagefold-fleet's reports: unlike the library's, they're also right if next to nothing is kept.
+    /// The estimate if a content is kept with probability `theta` and `kept` were. The bounds are a score interval,
+    /// like in pagefold-fleet's reports: unlike the library's, they're also right if next to nothing is kept.
     fn of_share(kept: usize, theta: f64) -> Self {
         let kept = kept as f64;
         let variance = 4.0 * (1.0 - theta);

@@ -1,7 +1,8 @@
 //! Standard error: messages of one line, and the progress line.
 //!
-//! A command writes them itself. A daemon must not: a pipe that nobody reads, a log that doesn't answer or a terminal that was
-//! stopped would stop it as well. So it queues them ([`Sink`]), and says how many were lost when somebody reads again.
+//! A command writes them itself. A daemon must not: a pipe that nobody reads, a log that doesn't answer or a terminal
+//! that was stopped would stop it as well. So it queues them ([`Sink`]), and says how many were lost when somebody
+//! reads again.
 
 use crate::escape::printable;
 use crate::sink::{Next, Sink};

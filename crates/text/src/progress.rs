@@ -34,7 +34,8 @@ impl Progress {
         self.hidden
     }
 
-    /// Shows a message, a bar if we know the completed share (0 to 1), and the time elapsed; not more often than [`INTERVAL`].
+    /// Shows a message, a bar if we know the completed share (0 to 1), and the time elapsed; not more often than
+    /// [`INTERVAL`].
     pub fn show(&self, message: &str, share: Option<f64>) {
         let mut drawn = self.drawn.lock().unwrap_or_else(PoisonError::into_inner);
         if self.hidden || drawn.is_some_and(|drawn| drawn.elapsed() < INTERVAL) {

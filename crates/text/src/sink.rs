@@ -1,7 +1,7 @@
 //! A queue in front of something that may stop taking more: a pipe that nobody reads, a disk that doesn't answer.
 //!
-//! One thread writes, and nobody else waits for it. Once the queue is full we lose new items, until the thread has caught up;
-//! then we tell it how many they were, so that the gap shows where it is.
+//! One thread writes, and nobody else waits for it. Once the queue is full we lose new items, until the thread has
+//! caught up; then we tell it how many they were, so that the gap shows where it is.
 
 use std::collections::VecDeque;
 use std::io;

@@ -1,7 +1,7 @@
 //! Text for terminals: sizes, shares, bars, counts, and colour where standard output supports it.
 //!
-//! Others choose the names of programs, files and cgroups. So [`print()`], [`json`] or [`complain`](crate::messages::complain)
-//! write all text: they let no character through that a terminal may obey.
+//! Others choose the names of programs, files and cgroups. So [`print()`], [`json`] or
+//! [`complain`](crate::messages::complain) write all text: they let no character through that a terminal may obey.
 
 use crate::escape::is_unsafe;
 use crate::figures::wrap;
@@ -13,7 +13,8 @@ use std::thread;
 use std::time::Duration;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-/// Whether to colour standard output: it's a terminal that isn't dumb, and `NO_COLOR` isn't set (<https://no-color.org>).
+/// Whether to colour standard output: it's a terminal that isn't dumb, and `NO_COLOR` isn't set
+/// (<https://no-color.org>).
 pub fn colours() -> bool {
     let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     io::stdout().is_terminal() && !unwanted && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
@@ -120,8 +121,8 @@ pub fn shorten(text: &str, width: usize) -> String {
     short
 }
 
-/// Writes to standard output. A closed pipe (`| head`) isn't an error. Escapes characters that a terminal may obey, other than
-/// line ends and, on a terminal, the codes of [`Style`]. A name must not contain line ends: see
+/// Writes to standard output. A closed pipe (`| head`) isn't an error. Escapes characters that a terminal may obey,
+/// other than line ends and, on a terminal, the codes of [`Style`]. A name must not contain line ends: see
 /// [`printable`](crate::escape::printable).
 pub fn print(text: &str) -> io::Result<()> {
     write(&visible(text, io::stdout().is_terminal()))

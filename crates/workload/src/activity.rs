@@ -1,6 +1,7 @@
 //! The things that a tenant does by itself.
 //!
-//! Activities run on the tenant's only thread, between its answers. An answer stops their clock: it doesn't count as a delay.
+//! Activities run on the tenant's only thread, between its answers. An answer stops their clock: it doesn't count as a
+//! delay.
 
 use crate::contents::fill;
 use crate::memory::FilledSegment;

@@ -44,7 +44,8 @@ impl Emulator {
         Ok(Self { qemu, ..self.clone() })
     }
 
-    /// Starts a machine in this directory. `setpriv` ends it if we're killed: it wouldn't notice that its console is closed.
+    /// Starts a machine in this directory. `setpriv` ends it if we're killed: it wouldn't notice that its console is
+    /// closed.
     pub fn command(&self, dir: &Path) -> Command {
         let mut command = Command::new(&self.setpriv);
         command.args(["--pdeathsig", "KILL"]).arg(&self.qemu).current_dir(dir);
@@ -55,8 +56,8 @@ impl Emulator {
     /// A machine that boots a kernel and the file `image` of this directory, and writes the output on its two serial
     /// ports to the files `console` and `results`. The caller adds processors, memory and kernel parameters.
     ///
-    /// Its clock counts instructions, 2^`shift` ns each, and skips idle time, so that CPU times don't depend on our load, and
-    /// waiting in the guest takes no time here.
+    /// Its clock counts instructions, 2^`shift` ns each, and skips idle time, so that CPU times don't depend on our
+    /// load, and waiting in the guest takes no time here.
     pub fn machine(&self, dir: &Path, kernel: &Path, shift: u32) -> anyhow::Result<Command> {
         let mut command = self.command(dir);
         // This machine's own KSM shouldn't merge the guest's memory.

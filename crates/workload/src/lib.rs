@@ -1,8 +1,9 @@
 //! Programs with known memory, for pagefold's demonstration, experiments and tests to merge.
 //!
 //! A *tenant* is a process that holds exactly the memory its [`TenantSpec`] describes and can check every byte of it.
-//! [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. Both run in the same executable: a program
-//! that starts tenants passes [`Tenant::start`] its own path and calls [`serve`] for its subcommand `tenant --spec JSON`.
+//! [`Tenant`] starts one and talks to it; [`serve`] is the tenant's own side. Both run in the same executable: a
+//! program that starts tenants passes [`Tenant::start`] its own path and calls [`serve`] for its subcommand
+//! `tenant --spec JSON`.
 //!
 //! | module | holds |
 //! | --- | --- |

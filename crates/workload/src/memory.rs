@@ -8,7 +8,8 @@ use pagefold_engine::random::finalize;
 use pagefold_engine::units::PAGE_SIZE;
 use std::time::{Duration, Instant};
 
-/// Neighbours in permuted memory are this many pages apart. It's a prime, so we get every page of any length that it doesn't divide.
+/// Neighbours in permuted memory are this many pages apart. It's a prime, so we get every page of any length that it
+/// doesn't divide.
 const STRIDE: u64 = 7919;
 
 /// This number is coprime to a hundred, so multiplying by it spreads the pages of one content.
@@ -64,9 +65,9 @@ impl FilledSegment {
         self.pages().chunks_exact(PAGE_SIZE).map(first_word)
     }
 
-    /// Reads one word after the other for a time, each in a page that depends on the word before, so that no processor can read
-    /// ahead. It always reads the same cache line of a page, so it waits for the page's address more than for its contents.
-    /// Returns nanoseconds a read.
+    /// Reads one word after the other for a time, each in a page that depends on the word before, so that no processor
+    /// can read ahead. It always reads the same cache line of a page, so it waits for the page's address more than for
+    /// its contents. Returns nanoseconds a read.
     pub fn chase(&self, time: Duration) -> f64 {
         const BATCH: u64 = 1024;
         let pages = (self.length / PAGE_SIZE).max(1) as u64;

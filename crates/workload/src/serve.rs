@@ -8,8 +8,8 @@ use std::io::{self, BufRead, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// Runs as a tenant: fills memory as `spec`, the JSON of a [`TenantSpec`], says, then answers commands on standard input
-/// until that closes. Never returns.
+/// Runs as a tenant: fills memory as `spec`, the JSON of a [`TenantSpec`], says, then answers commands on standard
+/// input until that closes. Never returns.
 ///
 /// | command | effect | answer |
 /// | --- | --- | --- |

@@ -75,8 +75,8 @@ impl Segment {
     }
 }
 
-/// Something that a tenant does by itself, after UKSM's workloads: memory whose pages it writes again and again (section
-/// 8.1.2), and memory that it maps and unmaps (8.1.3).
+/// Something that a tenant does by itself, after UKSM's workloads: memory whose pages it writes again and again
+/// (section 8.1.2), and memory that it maps and unmaps (8.1.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Activity {

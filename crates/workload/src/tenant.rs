@@ -1,7 +1,7 @@
 //! A handle of a running tenant.
 //!
-//! The tenant fills its memory, prints `ready` and then answers commands line by line ([`crate::serve`]). It ends when its
-//! standard input closes, so it never outlives the process that started it.
+//! The tenant fills its memory, prints `ready` and then answers commands line by line ([`crate::serve`]). It ends when
+//! its standard input closes, so it never outlives the process that started it.
 
 use crate::dialogue::{Dialogue, READY};
 use crate::spec::{ActivityCounters, TenantSpec};
@@ -12,7 +12,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Time limit for an answer. Filling 4 GiB takes seconds on a busy machine; a tenant that takes a minute has been stopped.
+/// Time limit for an answer. Filling 4 GiB takes seconds on a busy machine; a tenant that takes a minute has been
+/// stopped.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Time limit for a tenant to end by itself.
@@ -32,7 +33,8 @@ pub enum Verdict {
 }
 
 impl Tenant {
-    /// Starts a tenant and waits until its memory is filled. `program` must call [`crate::serve`] for its subcommand `tenant`.
+    /// Starts a tenant and waits until its memory is filled. `program` must call [`crate::serve`] for its subcommand
+    /// `tenant`.
     pub fn start(program: &Path, spec: &TenantSpec) -> anyhow::Result<Self> {
         Self::start_by(&[], program, spec)
     }
@@ -70,8 +72,8 @@ impl Tenant {
         self.ask(&format!("touch {}", pages.0)).map(drop)
     }
 
-    /// Has the tenant read for a time in each segment, one word after the other at places that only the word before tells.
-    /// Returns nanoseconds a read, for each segment.
+    /// Has the tenant read for a time in each segment, one word after the other at places that only the word before
+    /// tells. Returns nanoseconds a read, for each segment.
     pub fn chase(&mut self, time: Duration) -> anyhow::Result<Vec<f64>> {
         let answer = self.ask(&format!("chase {}", time.as_millis()))?;
         serde_json::from_str(&answer).with_context(|| format!("the tenant answered {answer:?} to chase"))

@@ -148,7 +148,8 @@ const COMPARED: [Compared; 5] = [
     (metric::CPU_VS, |run| Some(run.cpu_seconds)),
     (metric::SAVED_PER_CPU_SECOND_VS, PolicyRun::mib_per_cpu_second),
     (metric::SECONDS_TO_90_PERCENT_VS, |run| run.seconds_to_90_percent),
-    // This leaves out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU time).
+    // This leaves out a peer's scans after its merges, which weigh most over a fixed time (and pagefold's own CPU
+    // time).
     (metric::CPU_KSMD_TO_90_PERCENT_VS, |run| run.cpu_ksmd_seconds_to_90_percent),
 ];
 

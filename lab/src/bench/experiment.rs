@@ -291,8 +291,8 @@ impl<'a> PolicySequence<'a> {
         Self { setting, kernel, expected: None, exact: false }
     }
 
-    /// Runs a policy if the user asked for it and this kernel supports it, and adds the run to the report. The targets must
-    /// give the same answers as they did under the first policy.
+    /// Runs a policy if the user asked for it and this kernel supports it, and adds the run to the report. The targets
+    /// must give the same answers as they did under the first policy.
     fn run<'r>(
         &mut self,
         report: &'r mut ExperimentReport,

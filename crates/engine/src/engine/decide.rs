@@ -15,8 +15,8 @@ use crate::units::{Pages, Permyriad};
 const DECIDED_EACH_CYCLE: usize = 1 << 13;
 
 impl Engine {
-    /// Decides on every region at the end of a cycle, and logs what has changed. With very many regions we only do so at
-    /// the end of a round, since it takes 0.2 us for each.
+    /// Decides on every region at the end of a cycle, and logs what has changed. With very many regions we only do so
+    /// at the end of a round, since it takes 0.2 us for each.
     pub(super) fn decide_all(&mut self) {
         if self.table.iter().count() > DECIDED_EACH_CYCLE && !self.plan.reading.new_round {
             return;

@@ -36,7 +36,8 @@ pub struct CowBreaks {
     next: Vpn,
     /// The last observations that ended, because the page isn't merged any more.
     ends: VecDeque<End>,
-    /// We count breaks only from this time on, nanoseconds. If `ends` is full, we drop the oldest, and this becomes its time.
+    /// We count breaks only from this time on, nanoseconds. If `ends` is full, we drop the oldest, and this becomes its
+    /// time.
     since_ns: u64,
     /// The COW-broken ratio when we last computed it.
     pub ratio: Permyriad,

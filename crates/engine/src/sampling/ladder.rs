@@ -438,8 +438,8 @@ fn is_watched(region: &Region, config: &Config) -> bool {
     region.hold.may_sample() && !region.age.is_young() && region.life.level() == 1 && known
 }
 
-/// The room a region takes up in the bottom level's linear space, pages. With ksmd, which finds new duplicates in marked
-/// memory by itself, that's its own length.
+/// The room a region takes up in the bottom level's linear space, pages. With ksmd, which finds new duplicates in
+/// marked memory by itself, that's its own length.
 fn room_taken(region: &Region, config: &Config) -> u64 {
     let weight = if config.mechanism.carrier().by_marks { 1 } else { region.survey.weight(config.threshold()) };
     region.view.pages.0 * weight

@@ -1,4 +1,5 @@
-//! An experiment's sizes and times as a table: a name, the value, that of a quick run, and the parameters that report it.
+//! An experiment's sizes and times as a table: a name, the value, that of a quick run, and the parameters that report
+//! it.
 
 /// Defines `Sizes`.
 macro_rules! sizes {
