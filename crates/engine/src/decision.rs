@@ -20,7 +20,7 @@ pub enum Verb {
     Read,
     /// We mark it. ksmd's scans wait for other regions that we may mark soon.
     Mark,
-    /// It's marked, and ksmd scans it.
+    /// The region is marked, and ksmd scans it.
     Merge,
     /// We sample it thinly, to see what changes.
     Watch,
@@ -47,11 +47,11 @@ impl fmt::Display for Verb {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reason {
-    /// Its process refused to be marked.
+    /// The region's process refused to be marked.
     Refused,
     /// We leave its process alone.
     ProcessLeftAlone,
-    /// Its program writes the same contents to its pages again, so merges don't last.
+    /// The program writes the same contents to its pages again, so merges don't last.
     CowBroken(Permyriad),
     /// Too many of its pages change between two visits for merges to last.
     Volatile,
@@ -61,7 +61,7 @@ pub enum Reason {
     Relieved,
     /// We couldn't stop its process, and try again.
     Busy,
-    /// It's too young, or regions of its family have ended young.
+    /// The region is too young, or regions of its family have ended young.
     TooYoung,
     /// Merging it costs more than the governor pays.
     DoesNotPay {
@@ -77,11 +77,11 @@ pub enum Reason {
     MemoryShort,
     /// The limit of a cgroup leaves no headroom to merge more of it.
     NoHeadroom(LimitKey),
-    /// It has many duplicates.
+    /// The region has many duplicates.
     Duplicate,
     /// We're reading it, and have read this many of its pages.
     BeingRead(Pages),
-    /// Its level asks for more samples than we've taken, pages.
+    /// The region's level asks for more samples than we've taken, pages.
     TooFewSamples { sampled: Pages, needed: Pages },
     /// Samples suggest that it has many duplicates.
     Promising,
@@ -212,7 +212,7 @@ pub enum Kind {
     Unknown,
     /// Few duplicates.
     Sparse,
-    /// Its merges don't last, because its program writes the pages.
+    /// Merges don't last, because the program writes the pages.
     CowBroken,
     /// Too young to know whether it stays, or regions of its family have ended young.
     ShortLived,
@@ -243,7 +243,7 @@ pub struct Evidence {
     pub kind: Kind,
     /// The share of duplicates, 0 to 1.
     pub ratio: f64,
-    /// Its 95 % range.
+    /// The 95 % range of the ratio.
     pub range: (f64, f64),
     /// Whether we've read the region whole, so that the ratio is exact.
     pub exact: bool,

@@ -28,7 +28,7 @@ pub enum Governor {
     /// 95 %, 2 s, 200 us.
     #[default]
     Full,
-    /// One of the others, chosen by how scarce memory is and how long programs wait for a CPU.
+    /// One of the other governors, chosen by how scarce memory is and how long programs wait for a CPU.
     Auto,
 }
 

@@ -86,7 +86,7 @@ const LINE_BYTES: usize = PAGE_SIZE / LINES as usize;
 pub struct LineDigester {
     key: u64,
     lines: u32,
-    /// One for each word of a line.
+    /// One key for each word of a line.
     keys: [u64; LINE_BYTES / 8],
     /// Line `n` of the order is at `(n * step + first) % LINES`.
     step: u64,

@@ -98,7 +98,7 @@ pub struct OwnerView {
     pub owner: OwnerKey,
     /// The node it's bound to, `None` if it may run on several. Then its home is the node with most of its memory.
     pub home: Option<NodeKey>,
-    /// Its nice value, from -20 (highest priority) to 19.
+    /// The process's nice value, from -20 (highest priority) to 19.
     pub nice: i8,
     /// The nodes its memory may be on (`Mems_allowed` in `/proc/PID/status`).
     pub allowed: NodeSet,
@@ -112,7 +112,7 @@ pub struct RegionView {
     pub key: RegionKey,
     /// The process it belongs to.
     pub owner: OwnerKey,
-    /// The same process by a key that stays the same in other runs.
+    /// The process's key that stays the same in other runs.
     pub lasting: LastingKey,
     pub family: FamilyKey,
     /// The processes that share memory with it by fork.
@@ -215,24 +215,24 @@ pub struct LimitView {
 /// CPU time spent since the run began. In JSON, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cost {
-    /// By pagefold and its injector, nanoseconds.
+    /// CPU time of pagefold and its injector, nanoseconds.
     #[serde(rename = "pagefold", with = "as_seconds")]
     pub pagefold_ns: u64,
-    /// The injector's part of it, nanoseconds.
+    /// The injector's part of `pagefold_ns`, nanoseconds.
     #[serde(rename = "injector", with = "as_seconds", default)]
     pub injector_ns: u64,
-    /// By ksmd, nanoseconds.
+    /// CPU time of ksmd, nanoseconds.
     #[serde(rename = "ksmd", with = "as_seconds")]
     pub ksmd_ns: u64,
 }
 
 impl Cost {
-    /// By all parts, nanoseconds.
+    /// CPU time of pagefold, its injector and ksmd, nanoseconds.
     pub fn total_ns(&self) -> u64 {
         self.pagefold_ns + self.ksmd_ns
     }
 
-    /// By pagefold without its injector, nanoseconds.
+    /// CPU time of pagefold without its injector, nanoseconds.
     pub fn own_ns(&self) -> u64 {
         self.pagefold_ns.saturating_sub(self.injector_ns)
     }
@@ -310,7 +310,7 @@ pub struct PageSample {
     pub state: PageState,
     /// Whether it's part of a huge page, which a merge would split.
     pub huge: bool,
-    /// Its digest, if we read pages in this state ([`PageState::is_read`]).
+    /// The page's digest, if we read pages in this state ([`PageState::is_read`]).
     pub digest: Digest,
     /// If the plan asked for it: whether page reclaim keeps it on its active list.
     pub active: bool,
@@ -345,7 +345,7 @@ impl PageState {
 pub struct Span {
     pub region: RegionKey,
     pub first: Vpn,
-    /// Its length in pages of address space.
+    /// The span's length in pages of address space.
     pub pages: Pages,
 }
 
@@ -414,7 +414,7 @@ impl Actions {
 pub struct MergeRange {
     /// The pages to replace.
     pub take: PageRun,
-    /// Their replacement.
+    /// The pages that replace them.
     pub keep: Keep,
     /// Only merge with pages that are merged already. For any other page, its cgroup would have to keep one more page,
     /// and it has no headroom for that.
@@ -426,7 +426,7 @@ pub struct MergeRange {
 pub enum Keep {
     /// As many neighbouring pages, from this one on.
     Run(RegionKey, Vpn),
-    /// This page, for all of them.
+    /// This one page, for the whole range.
     Page(RegionKey, Vpn),
     /// The kernel's zero page.
     Zero,
@@ -548,7 +548,7 @@ pub struct Stops {
     pub number: u32,
     /// The longest, nanoseconds.
     pub longest_ns: u64,
-    /// Their total, nanoseconds.
+    /// The total of all stops, nanoseconds.
     pub total_ns: u64,
     pub lengths: StopLengths,
 }
@@ -581,17 +581,17 @@ pub struct MergeResult {
 /// The outcome of merging a page with another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Merging {
-    /// They were equal and are one page now.
+    /// The two pages were equal and are one page now.
     Merged,
-    /// They were one page already.
+    /// The two pages were one page already.
     Shared,
-    /// Their contents differ.
+    /// The two pages' contents differ.
     Differs,
-    /// One of them isn't present, isn't mapped any more, or isn't merged though it has to be.
+    /// One of the pages isn't present, isn't mapped any more, or isn't merged though it has to be.
     Absent,
-    /// One of them is in use in a way that prevents it now. A later attempt may succeed.
+    /// One of the pages is in use in a way that prevents a merge now. A later attempt may succeed.
     Busy,
-    /// One of them can never be merged.
+    /// One of the pages can never be merged.
     Ineligible,
     /// The page to keep has all the sharers it may have.
     Full,

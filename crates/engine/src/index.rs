@@ -60,11 +60,11 @@ pub enum Occurrences {
 /// The state of the page that an entry points to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageStatus {
-    /// Its region has ended.
+    /// The page's region has ended.
     Removed,
-    /// Its region exists. The entry stays.
+    /// The page's region exists. The entry stays.
     Present,
-    /// We sample its region all the time, which renews its entries, so an old entry is outdated.
+    /// We sample the page's region all the time, which renews its entries, so an old entry is outdated.
     Resampled,
 }
 
@@ -145,7 +145,7 @@ impl Index {
         self.len == 0
     }
 
-    /// Its memory, bytes.
+    /// The memory of the index, bytes.
     pub fn bytes(&self) -> usize {
         let entries: usize = self.trees.iter().map(Vec::capacity).sum();
         entries * size_of::<Entry>() + self.trees.capacity() * size_of::<Vec<Entry>>()

@@ -53,7 +53,7 @@ pub struct LearnedRegion {
     pub process: LastingKey,
     pub family: FamilyKey,
     pub first: Vpn,
-    /// Its length.
+    /// The region's length.
     pub pages: Pages,
     /// Anonymous pages present in it.
     pub resident: Pages,
@@ -67,7 +67,7 @@ pub struct LearnedRegion {
     pub tally: Tally,
     /// Pages visited for these samples.
     pub sampled: u64,
-    /// Its marks: first page, length, resident pages, duplicates.
+    /// The region's marks: first page, length, resident pages, duplicates.
     pub marks: Vec<(Vpn, Pages, Pages, Pages)>,
     /// Why we leave it alone, if we do.
     pub hold: Option<LeaveAlone>,

@@ -29,7 +29,7 @@ pub struct RequestCounts {
     /// Compared, and not equal: written since we read them, or only hashed alike.
     #[serde(rename = "differing_pages")]
     pub differing: Pages,
-    /// Not merged for another reason.
+    /// Pages that weren't merged for another reason.
     #[serde(rename = "failed_pages")]
     pub failed: Pages,
 }

@@ -28,7 +28,7 @@ use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 /// Who reads the pages that a region shares with other processes through fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fork {
-    /// It has no relatives in scope.
+    /// The region has no relatives in scope.
     #[default]
     Alone,
     /// We read the shared pages in this region, for all its relatives.
@@ -281,7 +281,8 @@ impl Region {
         self.view.marked >= self.view.pages
     }
 
-    /// Where its pages may be merged: in its marks (ours and other programs'), or anywhere if we've named pages in it.
+    /// Where the region's pages may be merged: in its marks (ours and other programs'), or anywhere if we've named
+    /// pages in it.
     pub fn mergeable_runs(&self) -> Vec<(Vpn, Pages)> {
         let is_whole = self.view.marked > Pages(0) || self.view.named || !self.usage.merged.is_empty();
         if !is_whole {

@@ -66,7 +66,7 @@ pub struct Relieved {
     pub limit: LimitKey,
     /// Other processes' regions with pages that are charged to it.
     pub others: Vec<Place>,
-    /// Its own regions with many marked pages that aren't merged.
+    /// The cgroup's own regions with many marked pages that aren't merged.
     pub own: Vec<Place>,
 }
 
@@ -352,9 +352,9 @@ mod tests {
         assert_eq!(relieved(&limit(130, 100), &shared), Some((vec![2, 3], vec![1])));
         let apart = [(1, 0, 40, true), (2, 0, 30, true), (3, 30, 10, true)];
         assert_eq!(relieved(&limit(135, 100), &apart), Some((vec![2], vec![1])), "18 less are enough");
-        // Without merging it would hold 100, more than it may.
+        // Without merging the cgroup would hold 100 pages, more than its limit of 99.
         assert_eq!(relieved(&limit(99, 90), &[(1, 0, 90, true), (2, 0, 90, true), (1, 90, 10, false)]), None);
-        // It has written to all, and holds 40 for others.
+        // The cgroup's program has written to all its pages, and the cgroup holds 40 for others.
         assert_eq!(relieved(&limit(160, 140), &[(2, 0, 40, true)]), Some((vec![], vec![1])));
         assert_eq!(relieved(&limit(130, 129), &[(2, 0, 40, true)]), Some((vec![], vec![1])));
     }

@@ -48,9 +48,9 @@ const SETTLED_NS: u64 = 1_000_000_000;
 pub struct Saving {
     /// The frames the processes would hold if nothing had been merged, less the frames they hold.
     pub saved: Pages,
-    /// Their merged pages.
+    /// The merged pages of the processes.
     pub merged: Pages,
-    /// The frames they'd need if programs wrote every page that shares a merged frame.
+    /// The frames that the processes would need if programs wrote every page that shares a merged frame.
     pub returns_at_worst: Pages,
     /// When we counted, nanoseconds.
     pub counted_ns: u64,

@@ -46,7 +46,7 @@ pub struct State {
 }
 
 impl State {
-    /// One process's memory.
+    /// The memory of one process.
     pub fn owner(&self, owner: OwnerKey) -> OwnerTotal {
         self.owners.get(&owner).copied().unwrap_or_default()
     }
@@ -173,7 +173,7 @@ pub struct Work {
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct IndexState {
     pub contents: usize,
-    /// Its memory.
+    /// The memory of the index.
     pub bytes: u64,
 }
 
@@ -196,7 +196,7 @@ pub struct RegionState {
     pub domain: DomainKey,
     #[serde(skip)]
     pub first: Vpn,
-    /// Its length.
+    /// The region's length.
     #[serde(rename = "bytes", with = "as_bytes")]
     pub pages: Pages,
     /// Anonymous pages present in it.
@@ -230,7 +230,7 @@ pub struct RegionState {
 }
 
 impl RegionState {
-    /// Its memory. On request we expect to merge the share of its pages that have a copy or are zeros.
+    /// The region's memory. On request we expect to merge the share of its pages that have a copy or are zeros.
     pub fn memory(&self, mechanism: Mechanism) -> MemoryTotal {
         let resident_bytes = self.resident.bytes().0;
         MemoryTotal {
@@ -265,7 +265,7 @@ pub struct KindTotal {
 /// How much memory is on one level of the ladder.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct LevelTotal {
-    /// Its number, from 1.
+    /// The level's number, from 1.
     pub level: usize,
     /// The share of a core it may use.
     #[serde(with = "as_fraction")]
@@ -292,9 +292,9 @@ pub struct VerbTotal {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RegionTotals {
     pub kinds: Vec<KindTotal>,
-    /// From the top.
+    /// The levels of the ladder, from the top.
     pub levels: Vec<LevelTotal>,
-    /// In the order in which it happens. Steps without a region are left out.
+    /// The next steps, in the order in which they happen. Steps without a region are left out.
     pub next: Vec<VerbTotal>,
 }
 
@@ -327,6 +327,6 @@ impl AddAssign for MemoryTotal {
 pub struct OwnerTotal {
     pub regions: usize,
     pub memory: MemoryTotal,
-    /// Its part of the saving, if we've counted that.
+    /// The process's part of the saving, if we've counted the saving.
     pub saved_bytes: u64,
 }

@@ -9,23 +9,23 @@ pub enum Forest {
     /// One stable and one unstable tree, or one pair per memory node if `merge_across_nodes` is off.
     #[default]
     Kernel,
-    /// By the page's checksum modulo the number of trees (nuKSM, section 4.3).
+    /// A tree for each value of the page's checksum modulo the number of trees (nuKSM, section 4.3).
     Checksum {
         /// The number of trees.
         trees: u16,
     },
-    /// By class (CMD, section 3).
+    /// Trees for each class of pages (CMD, section 3).
     Classes(Classes),
 }
 
 /// How pages are classified (CMD, section 3.3, with the settings of section 4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Classes {
-    /// One of eight equal ranges of physical addresses.
+    /// The class is one of eight equal ranges of physical addresses.
     Address,
-    /// The number of writes to the page, in sixteen steps.
+    /// The class is the number of writes to the page, in sixteen steps.
     PageCount,
-    /// Which of the page's four quarters were written.
+    /// The class is the set of the page's four quarters that were written.
     SubPages,
 }
 

@@ -20,11 +20,11 @@ const NS_PER_MS: u64 = 1_000_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Stopped, or no process is registered.
+    /// ksmd is stopped, or no process is registered.
     Idle,
-    /// Between two batches. `None`: forever, after a kick.
+    /// ksmd sleeps between two batches. `None`: forever, after a kick.
     Asleep { until_ns: Option<u64> },
-    /// In a batch that ends after `left` more pages, or at the end of the scan.
+    /// ksmd is in a batch that ends after `left` more pages, or at the end of the scan.
     Scanning { left: u64 },
 }
 

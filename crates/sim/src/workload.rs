@@ -166,7 +166,7 @@ pub enum Behaviour {
     },
     /// Rewrites random pages, less often.
     Turnover {
-        /// In this time it makes as many writes as the region has pages.
+        /// In this time the process makes as many writes as the region has pages.
         every_ns: u64,
         /// The new contents.
         writes: Writes,

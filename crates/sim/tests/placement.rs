@@ -133,7 +133,7 @@ fn three_and_four_programs_on_two_nodes_and_four_on_four() {
     }
     let (sim, _) = placed(4, &[0, 1, 2, 3], Placement::Fair);
     assert_shares(&sim, &[0.25; 4], "four nodes");
-    // By priority, each program has a share, and a node has its programs' shares.
+    // With the priority policy, each program has a share, and a node has the sum of its programs' shares.
     let (sim, _) = placed(2, &[0, 1, 1], Placement::Priority);
     assert_shares(&sim, &[1.0 / 3.0, 2.0 / 3.0], "three of equal priority");
 }
@@ -225,7 +225,7 @@ fn a_program_bound_to_another_node_takes_its_share_along() {
     sim.set_home(owners[1], 2);
     sim.run(60);
     assert_shares(&sim, &[0.5, 0.0, 0.5], "bound to node 2");
-    // By priority, after a change of a nice value.
+    // With the priority policy, after a change of a nice value.
     let (mut sim, owners) = placed(2, &[0, 1], Placement::Priority);
     sim.set_nice(owners[0], 19);
     sim.run(60);

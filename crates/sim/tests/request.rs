@@ -45,7 +45,7 @@ fn pairs_are_merged_without_marks_or_scans() {
     assert_eq!(sim.log.pages_that(Merging::Differs), 0, "nothing was written");
     assert!(sim.log.pages_that(Merging::Merged) >= savable * 99 / 100);
     assert!(sim.engine.ledger().seconds_to_90_percent().unwrap() < 2.0);
-    // The same with ksmd takes several times as long.
+    // The same work with ksmd takes several times as long.
     let mut by_ksmd = Machine::new(common::host());
     scenario::pairs(&mut by_ksmd, Pages(128 * MIB), Pages(256 * MIB));
     by_ksmd.run(20);

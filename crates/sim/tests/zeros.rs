@@ -44,7 +44,7 @@ fn on_request_only_zeros_are_named() {
     assert_eq!(sim.engine.state().work.index.contents, 0, "other contents are not remembered");
 }
 
-/// Without that setting, all contents are merged.
+/// By default, all contents are merged.
 #[test]
 fn all_contents_are_merged_by_default() {
     let mut sim = Machine::new(requested());

@@ -23,7 +23,7 @@ impl Copies {
     /// Records the kernel's count. Copies from before the run don't count.
     pub fn observe(&mut self, now_ns: u64, counted: u64) {
         let hour = now_ns / HOUR_NS;
-        // After a longer gap, clearing a day's hours is enough.
+        // We clear the hours since the last call. After a gap of more than a day, clearing 24 is enough.
         for past in (self.hour + 1..=hour).take(self.hours.len()) {
             *self.of_hour(past) = Pages(0);
         }

@@ -82,7 +82,7 @@ impl CowBreaks {
     /// Records an unmerged page, with its digest if it's a duplicate.
     pub fn record_unmerged(&mut self, page: Vpn, now_ns: u64, duplicate: Option<Digest>) {
         let Some(probe) = self.probes.remove(&page) else { return };
-        // Its program wrote it at some time since our last visit.
+        // The program wrote the page at some time since our last visit. We take the middle.
         let written_ns = probe.last_ns.midpoint(now_ns);
         if self.ends.len() >= ENDS_MAX {
             self.since_ns = self.ends.pop_front().map_or(0, |oldest| oldest.at_ns);
@@ -254,7 +254,7 @@ mod tests {
 
     #[test]
     fn the_ratio_extrapolates_breaks_to_the_horizon() {
-        // One page per round: a ten-thousandth of the pages per second, 36 % per hour.
+        // One page per round is rewritten: a ten-thousandth of the pages per second, 36 % per hour.
         let breaks = observe(25, |round, number, _| match round {
             1.. if number == round * 30 => Found::Unmerged(Some(SAME)),
             _ => Found::Merged(SAME),
@@ -285,7 +285,7 @@ mod tests {
         });
         let share = ratio(&beside_zeros, 1_000);
         assert!((500..2_000).contains(&share.0), "{share}");
-        // They say nothing about other data either.
+        // The rewritten pages say nothing about other data either.
         let beside_data = observe(50, |round, number, page| match round % 2 {
             1 if number < 200 => Found::Unmerged(Some(own(page))),
             _ => Found::Merged(own(page)),

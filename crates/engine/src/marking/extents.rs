@@ -61,12 +61,12 @@ pub struct Extent {
 pub struct Density {
     /// The duplicate share of the resident pages.
     pub plain: Permyriad,
-    /// The same for extents that hold huge pages.
+    /// The same share for extents that hold huge pages.
     pub huge: Permyriad,
 }
 
 impl Density {
-    /// The same, with a lower density for extents without huge pages.
+    /// The same densities, but with a lower one for extents without huge pages.
     #[must_use]
     pub fn thinned(self, plain: Permyriad) -> Self {
         Self { plain: plain.min(self.plain), ..self }

@@ -13,13 +13,13 @@ pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LeaveAlone {
-    /// Its merges didn't last. Temporary.
+    /// Merges in the region didn't last. Temporary.
     CowBroken,
-    /// We unmerged its memory because memory was short. Temporary.
+    /// We unmerged the region because memory was short. Temporary.
     TakenBack,
-    /// We unmerged its memory because another cgroup was charged for it and had no headroom. Temporary.
+    /// We unmerged the region because another cgroup was charged for it and had no headroom. Temporary.
     Relieved,
-    /// Its process refused to be marked. Permanent.
+    /// The process refused to be marked. Permanent.
     Refused,
 }
 
@@ -27,8 +27,8 @@ pub enum LeaveAlone {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Hold {
     reason: Option<LeaveAlone>,
-    /// Before this time we don't examine the region. If it was COW-broken or unmerged, we don't mark it either.
-    /// Nanoseconds.
+    /// Before this time, nanoseconds, we don't examine the region. If it was COW-broken or unmerged, we don't mark it
+    /// either.
     not_before_ns: u64,
     /// The last pause between two examinations, nanoseconds. 0 once one has brought something.
     pub pause_ns: u64,

@@ -8,12 +8,12 @@ use crate::units::{Permyriad, Vpn};
 /// Whether a region is old enough to be merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Age {
-    /// It was there before the run. We don't know its age, and assume that it's old enough.
+    /// The region was there before the run. We don't know its age, and assume that it's old enough.
     Old,
-    /// It appeared during the run, and we don't know how long regions of its family live.
+    /// The region appeared during the run, and we don't know how long regions of its family live.
     New,
-    /// It appeared during the run. Merging pays for its family from this age on, nanoseconds. Until then we don't even
-    /// sample it.
+    /// The region appeared during the run. Merging pays for its family from this age on, nanoseconds. Until then we
+    /// don't even sample the region.
     Young { worth_from_ns: u64 },
     /// Like `Young`, but old enough to be sampled.
     Grown { worth_from_ns: u64 },
@@ -38,7 +38,7 @@ impl Age {
         matches!(self, Self::Young { .. })
     }
 
-    /// It's old enough to be sampled.
+    /// The region is old enough to be sampled.
     pub fn grow(&mut self) {
         if let Self::Young { worth_from_ns } = *self {
             *self = Self::Grown { worth_from_ns };
@@ -74,9 +74,9 @@ pub enum Judge {
 /// An event in a region's life. An event that's impossible in the current phase changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Its samples speak for it: up one level.
+    /// The region's samples show duplicates: it goes up one level.
     Climb,
-    /// Its samples speak against it: down one level.
+    /// The region's samples show too few duplicates: it goes down one level.
     Descend,
     /// Back to the bottom level, whatever we know.
     Sink,
@@ -150,7 +150,7 @@ impl Life {
         }
     }
 
-    /// Its level on the ladder, from 1.
+    /// The region's level on the ladder, from 1.
     pub fn level(&self) -> usize {
         self.level
     }

@@ -44,7 +44,7 @@ pub struct Survey {
 /// A remembered page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Probe {
-    /// Its offset in the index.
+    /// The page's offset in the index.
     offset: u32,
     /// 32 bits of the digest, if we know it.
     digest: Option<u32>,
@@ -245,7 +245,7 @@ mod tests {
         visit(&mut survey, 3, false);
         visit(&mut survey, 4, false);
         assert!(survey.is_volatile(&Config::default()));
-        // From a digest that we can't compare to another one.
+        // A changed digest that we can't compare with the remembered one doesn't count.
         let before = (survey.revisited, survey.changed);
         visit(&mut survey, 5, false);
         assert_eq!((survey.revisited, survey.changed), before);

@@ -63,7 +63,7 @@ pub struct Ladder {
     rounds: u64,
     /// The measured cost of one sample (UKSM `s`), nanoseconds.
     sample_ns: u64,
-    /// The same if we only sample the bottom level: few pages, far apart, share all the costs of a round.
+    /// The cost of a sample if we only sample the bottom level: few pages, far apart, share all the costs of a round.
     bottom_ns: Option<u64>,
     /// Where the bottom level's sample points start in this round.
     phase: u64,
@@ -372,7 +372,7 @@ fn sample(
             continue;
         }
         let target = wanted(region, evidence, config);
-        // Where little is resident, most pages we visit are empty. They cost little.
+        // If little of a region is resident, most pages we visit are absent, and cost little. So we visit more.
         let filled = region.view.resident.0 as f64 / region.view.pages.0 as f64;
         let missing = target.saturating_sub(region.survey.tally.sampled);
         let wanted = whole(missing as f64 / filled.clamp(0.02, 1.0));

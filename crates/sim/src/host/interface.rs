@@ -79,7 +79,7 @@ impl SimHost {
             let record = &self.memory.owners[owner.0 as usize];
             let survey_ns = self.costs.survey_owner_ns + record.regions.len() as u64 * self.costs.survey_region_ns;
             cost_ns += if self.refreshed.changes.insert(*owner, record.changes) == Some(record.changes) {
-                // Only processes with marked memory are on ksmd's list.
+                // We only survey processes with marked memory again: they're the ones on ksmd's list.
                 surveyed_ns += if surveys && record.registered { survey_ns } else { 0 };
                 self.costs.refresh_owner_ns
             } else {

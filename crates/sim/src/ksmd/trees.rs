@@ -21,9 +21,9 @@ pub(super) const NO_TREE: u16 = u16::MAX;
 #[derive(Clone, Copy, Debug, Default)]
 struct StableNode {
     content: u64,
-    /// Its merged frame, or [`NONE`] if it has several.
+    /// The content's merged frame, or [`NONE`] if it has several.
     frame: u32,
-    /// Its chain, if it has several frames.
+    /// The content's chain, if it has several frames.
     chain: u32,
 }
 

@@ -40,7 +40,7 @@ impl Ksmd {
         }
         let checksum = content::checksum(content);
         if self.persistent() && item.state == ItemState::Unshared && item.class == class && item.checksum == checksum {
-            // Not written since the last comparison: it stays in its tree, where others can find it.
+            // The page hasn't been written since the last comparison. It stays in its tree, where others can find it.
             self.spared += self.granularity.get();
             return VisitCost { cost_ns: costs.checksum_ns, counts: true };
         }
@@ -178,8 +178,8 @@ impl Ksmd {
             memory.join(key, page, frame);
             self.trees.attach(memory, frame);
         }
-        // They share the visited page's frame, so they map the merged frame too. Records follow at ksmd's next
-        // visits.
+        // The fork sharers have the visited page's frame, so they map the merged frame, too. They get records at ksmd's
+        // next visits.
         for (key, page) in fork_sharers {
             memory.join(key, page, frame);
         }

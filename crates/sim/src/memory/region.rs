@@ -86,7 +86,7 @@ impl Region {
 
 #[derive(Debug, Default)]
 pub struct Owner {
-    /// Its regions, by address.
+    /// The process's regions, by address.
     pub regions: Vec<u32>,
     pub(crate) exited: bool,
     /// How often a region was mapped or unmapped.
@@ -94,7 +94,7 @@ pub struct Owner {
     /// Whether we refuse to mark its memory.
     pub(crate) untouchable: bool,
     pub(crate) domain: DomainKey,
-    /// Its first ancestor by fork, or itself.
+    /// The process's first ancestor by fork, or itself.
     pub(crate) lineage: u32,
     /// Whether we tell pagefold to leave it alone.
     pub(crate) left_alone: bool,

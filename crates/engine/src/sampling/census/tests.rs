@@ -111,7 +111,7 @@ fn extents(number: u64, processes: u64, seed: u64) -> Memory {
     memory
 }
 
-/// One content thousands of times, another hundreds, the rest unique or in pairs inside the process.
+/// One content occurs thousands of times, another hundreds of times, the rest once or in pairs inside the process.
 fn frequent(pages: u64, seed: u64) -> Memory {
     let mut random = Random::new(seed);
     let contents = (0..pages)
