@@ -58,7 +58,7 @@ pub fn answers(targets: &mut [Box<dyn Target>]) -> Vec<Option<String>> {
 
 /// A program whose memory an experiment merges.
 pub trait Target {
-    /// Its name in reports.
+    /// The program's name in reports.
     fn name(&self) -> &str;
 
     fn pid(&self) -> i32;

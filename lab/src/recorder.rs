@@ -65,7 +65,7 @@ pub struct Recorder {
     random: File,
     frame_shift: u64,
     new_processes: NewProcesses,
-    /// By ascending number.
+    /// The processes, by ascending number.
     followed: Vec<Followed>,
     next_process: u32,
     next_region: u32,

@@ -92,14 +92,14 @@ pub struct Scaling {
     /// Error from simulating several pages as one.
     #[serde(rename = "grain")]
     pub granularity: Vec<GranularityCheck>,
-    /// By stable nodes and trees.
+    /// One entry for each number of stable nodes and each number of trees.
     pub forests: Vec<ForestPoint>,
     pub races: Vec<RaceResult>,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Task {
-    /// With the granularity.
+    /// A machine, an algorithm, and the granularity.
     Grow(ServerMemory, GrowthRun, u32),
     Forest(u64, u16),
     Race(Race, Option<Algorithm>),

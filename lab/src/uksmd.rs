@@ -37,7 +37,7 @@ enum State {
     Asleep {
         until_ns: u64,
     },
-    /// In the active part of a sleep-scan cycle.
+    /// The scanner is in the active part of a sleep-scan cycle.
     Scanning {
         /// Pages to sample before it ends.
         left: u64,

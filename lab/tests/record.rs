@@ -247,7 +247,7 @@ fn an_anonymous_record_does_not_identify_processes() {
         shapes.sort();
         shapes
     };
-    // One after the other: a process that has just started may still map memory in between.
+    // We take the snapshots one after the other, and a process that has just started may still map memory in between.
     wait_until("both records have the same regions", || {
         open.next().unwrap();
         hidden.next().unwrap();

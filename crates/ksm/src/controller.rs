@@ -239,7 +239,7 @@ impl Worker {
     }
 
     fn pace(&mut self, pages_to_scan: u32, sleep_ms: u32, thorough: bool) -> Result<(), Stop> {
-        // From 2^31 on the sleep is endless.
+        // The kernel takes a sleep of 2^31 ms or more as endless.
         let sleep_ms = u64::from(sleep_ms).min(ENDLESS_SLEEP - 1);
         fault::point("order:pace");
         self.set_smart_scan(thorough)?;
@@ -282,7 +282,7 @@ impl Worker {
         self.rest()
     }
 
-    /// One scan. False if nothing is registered.
+    /// Makes ksmd scan once. False if nothing is registered.
     fn scan(&mut self) -> Result<bool, Stop> {
         let scan = scan::scan_once(self, self.ksmd.as_ref())?;
         let mut orders = self.shared.orders();

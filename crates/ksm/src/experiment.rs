@@ -222,7 +222,7 @@ impl KsmForExperiment {
     fn restore(&mut self) -> Result<(), ExperimentError> {
         self.unmerge()?;
         let original = self.state.lock().unwrap_or_else(PoisonError::into_inner).original.clone();
-        // In reverse order, so that `run` comes last.
+        // We restore in reverse order, so that `run` comes last.
         for (knob, value) in original.into_iter().rev() {
             self.set(knob, value)?;
         }

@@ -70,7 +70,7 @@ const OPTIONAL: [&str; 5] = ["pages_scanned", "pages_skipped", "ksm_zero_pages",
 #[derive(Debug)]
 pub struct Ksm {
     root: PathBuf,
-    /// By name, without the files that this kernel doesn't have.
+    /// The open files by name, without those that this kernel doesn't have.
     files: BTreeMap<&'static str, File>,
 }
 

@@ -54,7 +54,7 @@ pub(crate) struct KnobWriter {
     /// Released when everything is restored, or with the last thread that may still write.
     lock: Mutex<Option<Lock>>,
     state_path: PathBuf,
-    /// One write at a time; held while the kernel blocks.
+    /// Allows one write at a time. Held while the kernel blocks a write.
     writing: Mutex<()>,
     ending: AtomicBool,
     record: Mutex<Record>,
@@ -170,7 +170,7 @@ impl KnobWriter {
         for (knob, value) in [(Knob::PagesToScan, 0), (Knob::SleepMillisecs, ENDLESS_SLEEP)] {
             self.set_signature(knob, value);
         }
-        // If we can't read its state there is nothing to wait for.
+        // If we can't read ksmd's state, there's nothing to wait for.
         while let Ok(false) = ksmd.rests() {
             std::thread::sleep(CHECK_EVERY);
         }
@@ -206,7 +206,7 @@ impl KnobWriter {
             record.state.holder = None;
             let nothing_left = record.state.turned.is_empty();
             fault::point("state-closing");
-            // If this fails, the next start finds every knob restored, or the knobs that are left to restore.
+            // If this fails, the next start finds all knobs restored, or the ones that are left to restore.
             let _ = if nothing_left { State::remove(&self.state_path) } else { record.state.save(&self.state_path) };
         }
         fault::point("state-closed");

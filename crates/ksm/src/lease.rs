@@ -98,8 +98,8 @@ impl InitialKnobs {
 }
 
 impl Default for InitialKnobs {
-    /// With a `max_page_sharing` of 4096 ksmd takes 8,500 ns a page (256, the kernel's default: 46,600; 65536: 6,500),
-    /// and reverse-map walks are a sixteenth as long as with 65536.
+    /// A `max_page_sharing` of 4096 costs ksmd 8,500 ns a page (256, the kernel's default: 46,600; 65536: 6,500), and
+    /// reverse-map walks are a sixteenth as long as with 65536.
     fn default() -> Self {
         Self { max_page_sharing: Some(4096), use_zero_pages: Some(true), smart_scan: None, merge_across_nodes: None }
     }
@@ -131,7 +131,7 @@ impl KsmLease {
         }
         let now = ksm.values()?;
         let mut state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, now.clone());
-        // If an earlier run couldn't restore a knob, it still has to get the value from before that run.
+        // If an earlier run couldn't restore a knob, we must still restore the value from before that run.
         if let Some(earlier) = State::load(&paths.state)? {
             for (knob, values) in earlier.turned {
                 if now.get(&knob).is_some_and(|value| values.contains(value)) {

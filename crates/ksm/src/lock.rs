@@ -110,7 +110,7 @@ pub fn holder(path: &Path) -> Result<Option<Holder>, LockError> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// Its pid, if the file has it.
+    /// The holder's pid, if the file has it.
     pub pid: Option<i32>,
 }
 
@@ -185,7 +185,7 @@ mod tests {
         // A second open file description conflicts even within one process.
         assert!(matches!(Lock::try_take(&path), Err(LockError::Held { pid: Some(pid) }) if pid == own));
         assert_eq!(holder(&path).unwrap(), Some(Holder { pid: Some(own) }));
-        // As in a child that hasn't reached exec yet.
+        // This descriptor stands for one in a child that hasn't reached exec yet.
         let inherited = clone.file.file.try_clone().unwrap();
         drop(clone);
         assert_eq!(holder(&path).unwrap(), None);

@@ -129,7 +129,7 @@ impl Carrier {
 /// The replacement for the pages of a range.
 #[derive(Clone, Copy, Debug)]
 pub enum Kept<'a> {
-    /// As many pages, from this address of this process on.
+    /// As many pages as the range has, from this address of this process on.
     Run(BorrowedFd<'a>, u64),
     /// The one page at this address of this process.
     Page(BorrowedFd<'a>, u64),
@@ -234,8 +234,8 @@ impl RequestDevice {
         if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// One call. `statuses` receives the outcomes for the pages of all ranges, in order. Returns how many ranges are
-    /// done.
+    /// Makes one call. `statuses` receives the outcomes for the pages of all ranges, in order. Returns how many ranges
+    /// are done.
     fn call(&self, ranges: &mut [RawRange], statuses: &mut [u8]) -> io::Result<usize> {
         let mut rest = statuses;
         for range in &mut *ranges {

@@ -122,7 +122,7 @@ fn the_carrier_is_known_by_the_module() {
 struct Kernel {
     most: u64,
     calls: Vec<Vec<RawRange>>,
-    /// By number of the call: its error, or the error of its range with this number before this page.
+    /// Errors by number of the call: of the call, or of its range with this number before this page.
     fails: BTreeMap<usize, i32>,
     range_fails: BTreeMap<usize, (usize, u64, i32)>,
 }

@@ -25,8 +25,8 @@ use std::time::{Duration, Instant};
 /// A `pages_to_scan` that no scan reaches: the batch ends with the scan.
 pub(crate) const WHOLE_SCAN: u64 = u32::MAX as u64;
 
-/// How often we check for the end of a scan, at first and in long scans. With the check of the knobs one takes some 10
-/// us.
+/// How often we check for the end of a scan, at first and in long scans. A check takes some 10 us, with the check of
+/// the knobs.
 pub(crate) const FIRST_CHECK: Duration = Duration::from_micros(500);
 const SLOWEST_CHECK: Duration = Duration::from_millis(20);
 
@@ -34,7 +34,7 @@ const SLOWEST_CHECK: Duration = Duration::from_millis(20);
 /// resting, so a busy machine doesn't look like a lost kick.
 pub(crate) const LOST_KICK: Duration = Duration::from_millis(30);
 
-/// The same limit where ksmd is hidden and we only see its counters.
+/// The limit for a lost kick where ksmd is hidden and we only see its counters.
 const LOST_KICK_UNSEEN: Duration = Duration::from_millis(200);
 
 /// After this many lost kicks we conclude that nothing is registered.
@@ -64,7 +64,7 @@ pub(crate) struct Scan {
     /// False if every kick was lost: nothing is registered.
     pub(crate) done: bool,
     pub(crate) lost: u32,
-    /// From the first kick to the end.
+    /// The time from the first kick to the end.
     pub(crate) took: Duration,
 }
 
@@ -131,9 +131,9 @@ pub(crate) fn fresh_sleep<K: ScanKnobs>(knobs: &K) -> Result<u64, K::Error> {
 fn is_lost<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>, quiet: &mut Quiet) -> Result<bool, K::Error> {
     let scanned = knobs.ksm().pages_scanned()?;
     let rests = match ksmd {
-        // Its state costs more to read than the counter: we only read it while the counter stands still.
+        // ksmd's state costs more to read than the counter, so we only read it while the counter stands still.
         Some(_) if quiet.moves(scanned) => Some(false),
-        // If we can't read its state, we treat it as hidden.
+        // If we can't read ksmd's state, we treat it as hidden.
         Some(ksmd) => ksmd.rests().ok(),
         None => None,
     };

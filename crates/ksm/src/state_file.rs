@@ -42,7 +42,7 @@ impl StateError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     pub pid: i32,
-    /// Its start time, to tell it from a later process with the same pid.
+    /// The process's start time, to tell it from a later process with the same pid.
     pub start_time_ticks: u64,
 }
 

@@ -277,7 +277,7 @@ fn a_thorough_scan_merges_what_smart_scan_skips() {
         }
         fixture.ksm.counters().unwrap().pages_sharing.0
     };
-    // After so many visits without a merge ksmd skips each page eight times.
+    // After 24 visits without a merge, ksmd skips each page eight times.
     assert_eq!(kick(24, false), 0);
     victim.duplicate();
     let pages = 16 * PAGES_PER_MIB;

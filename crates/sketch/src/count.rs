@@ -36,7 +36,7 @@ impl Default for Counter {
 
 impl Counter {
     pub fn new() -> Self {
-        // It grows with the contents: many workloads are small.
+        // The table grows with the contents, because many workloads are small.
         let builder = TupleSketchBuilder::new(DefaultUpdatePolicy::default());
         let Ok(kept) = builder.lg_k(LG_NOMINAL).resize_factor(ResizeFactor::X2).build() else {
             unreachable!("the size is one that the library permits")

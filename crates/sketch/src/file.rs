@@ -92,7 +92,7 @@ pub struct SketchFile {
 }
 
 impl SketchFile {
-    /// Its host, if there is any workload.
+    /// The host of the file's workloads, if there are any.
     pub fn host(&self) -> Option<&str> {
         self.rows.first().map(|row| row.host.as_str())
     }

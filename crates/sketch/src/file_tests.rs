@@ -120,7 +120,7 @@ fn other_files_are_refused_by_name() {
 fn columns_with_pages_in_common_are_refused() {
     let bytes = bytes_of(&SketchFile { rows: vec![row("a", 0..20)] });
     let file = SerializedFileReader::new(Bytes::from(bytes.clone())).unwrap();
-    // Two columns of numbers, whose pages are of the same length.
+    // We let one column of numbers point to the pages of another one, which have the same length.
     let [one, other] = [20, 21].map(|at| {
         let (from, _) = file.metadata().row_group(0).column(at).byte_range();
         let [low, high, ..] = (((from * 2) & 0x7f | 0x80) | (from >> 6) << 8).to_le_bytes();

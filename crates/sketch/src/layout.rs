@@ -50,10 +50,10 @@ const RLE: u64 = 6;
 const FOOTER_BYTES: u64 = 16 << 10;
 const GROUP_BYTES: u64 = 4 << 10;
 
-/// Where the pages of a file are.
+/// The places of the pages in a file.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// Their offsets, ascending, and finally the footer's.
+    /// The offsets of the pages, ascending, and finally the footer's.
     starts: Vec<u64>,
 }
 
@@ -234,7 +234,7 @@ impl Reader<'_> {
         (self.varint()? == zigzag).then_some(())
     }
 
-    /// The same for a number.
+    /// Skips the next field, which must have this number.
     fn field_of(&mut self, number: u64) -> Option<()> {
         self.field(number.checked_mul(2)?)
     }

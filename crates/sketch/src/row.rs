@@ -86,7 +86,7 @@ pub struct Row {
     pub cpu_millicores: u64,
     pub host_memory_bytes: u64,
     pub host_cpu_millicores: u64,
-    /// Its distinct contents except zeros.
+    /// The workload's distinct contents except zeros.
     pub sketch: Sketch,
 }
 

@@ -58,7 +58,7 @@ impl Estimate {
         let variance = 4.0 * (1.0 - theta);
         let middle = kept + variance / 2.0;
         let reach = (kept * variance + variance * variance / 4.0).sqrt();
-        // By rounding alone, the lower bound of nothing may be slightly negative.
+        // Rounding may make the lower bound slightly negative if nothing was kept.
         Self { contents: kept / theta, low: ((middle - reach) / theta).max(0.0), high: (middle + reach) / theta }
     }
 
@@ -214,7 +214,7 @@ mod tests {
             contents(0..distinct).for_each(|content| theirs.update(content.0));
             theirs.trim();
             let theirs = theirs.compact(true);
-            // The same entries, but for those that would make it longer than 32 KiB.
+            // We keep the same entries, without those that would make the sketch longer than 32 KiB.
             let kept: Vec<u64> = theirs.iter().map(|entry| entry.hash()).take(sketch.len()).collect();
             assert!(sketch.hashes().eq(kept.iter().copied()), "{distinct}");
             assert!(sketch.len() == SKETCH_ENTRIES.min(theirs.num_retained()));

@@ -49,7 +49,8 @@ pub fn start() -> io::Result<()> {
 /// Waits a moment until the messages are read.
 pub fn flush() {
     if let Some(Messages { queue, .. }) = MESSAGES.get() {
-        // If the run was refused, its thread hasn't been started. If it can't be, there's nobody to wait for.
+        // If the run was refused, the thread hasn't been started yet. If it can't be started, there's nobody to wait
+        // for.
         if start().is_ok() {
             queue.flush(END_LIMIT);
         }

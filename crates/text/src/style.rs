@@ -26,7 +26,7 @@ pub struct Style {
 }
 
 impl Style {
-    /// With colour if standard output shows it.
+    /// Uses colour if standard output shows it.
     pub fn of_stdout() -> Self {
         Self { on: colours() }
     }

@@ -29,7 +29,7 @@ impl OwnedChild {
 
 impl Drop for OwnedChild {
     fn drop(&mut self) {
-        // Both fail only if it has already ended.
+        // Both calls fail only if the process has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -44,7 +44,7 @@ pub fn end_child(child: &mut Child, limit: Duration) {
             _ => return,
         }
     }
-    // Both fail only if it has already ended.
+    // Both calls fail only if the process has already ended.
     let _ = child.kill();
     let _ = child.wait();
 }

@@ -95,7 +95,7 @@ impl Image {
         Ok(self)
     }
 
-    /// Where a path of the image is on this machine.
+    /// The path on this machine of a file in the image.
     pub fn path(&self, inside: impl AsRef<Path>) -> PathBuf {
         self.root.join(inside.as_ref().strip_prefix("/").unwrap_or(inside.as_ref()))
     }

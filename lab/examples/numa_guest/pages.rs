@@ -28,7 +28,7 @@ pub struct Extent {
 /// The nodes of all frames.
 pub struct Nodes {
     count: usize,
-    /// By first frame: the number of frames, and the node.
+    /// For each first frame of a zone: the number of frames, and the node.
     zones: BTreeMap<u64, (u64, usize)>,
 }
 
@@ -68,7 +68,7 @@ impl Nodes {
     pub fn snapshot(&self, victims: &[Extent]) -> PageSnapshot {
         let kpageflags = File::open("/proc/kpageflags").expect("kpageflags");
         let mut snapshot = PageSnapshot { frames: vec![0; self.count], ..PageSnapshot::default() };
-        // By frame: the number of pages that map it, and their nodes.
+        // For each frame: the number of pages that map it, and their nodes.
         let mut merged: BTreeMap<u64, (u64, Vec<usize>)> = BTreeMap::new();
         for victim in victims {
             let mut pages = Pages { by_node: vec![0; self.count], merged: vec![0; self.count], ..Pages::default() };

@@ -22,7 +22,7 @@ const PAGES_TO_SCAN: u64 = 4_000;
 const CHECK_INTERVAL: Duration = Duration::from_millis(250);
 /// Merging is finished when nothing has happened for this long: two of pagefold's rounds.
 const QUIET: Duration = Duration::from_secs(4);
-/// The same for KSM alone, which never pauses.
+/// The same time for KSM alone, which never pauses.
 const QUIET_KSM: Duration = Duration::from_secs(1);
 /// Time limits for merging to finish, and for the first merge or two scans: nothing can be merged before the second
 /// scan ends.

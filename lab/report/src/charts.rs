@@ -24,7 +24,7 @@ const INK: RGBColor = RGBColor(0x22, 0x22, 0x22);
 const GREY: RGBColor = RGBColor(0x66, 0x66, 0x66);
 const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 
-/// In pixels, from the left and from the top.
+/// A point in pixels, from the left and from the top.
 type Point = (i32, i32);
 /// A drawing under way.
 type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;

@@ -48,13 +48,13 @@ const fn target_of(metric: Metric, of: &'static [&'static str], what: &'static s
 }
 
 pub enum Judge {
-    /// By the targets that we show for pagefold, whatever they're measured of.
+    /// By the targets that we show for pagefold. Things that a metric was measured of don't matter.
     Shown,
     /// By all targets of the experiment.
     AllTargets,
-    /// By these targets, whatever they're measured of.
+    /// By these targets, for all things that they were measured of.
     Targets(&'static [Metric]),
-    /// By this target, measured of this.
+    /// By this target, for these things that it was measured of.
     Target(Metric, &'static [&'static str]),
     /// By our first value, against the paper's.
     AtLeast(f64),
@@ -506,7 +506,7 @@ mod tests {
         failed.failures.push(Failure { policy: "p".into(), error: "e".into() });
         assert_eq!(idle.measured(&[&failed], false).verdict, Verdict::NotMeasured);
         assert_eq!(idle.measured(&[&bad], true).verdict, Verdict::NotMeasured);
-        // By the paper's value.
+        // U3 is judged by the paper's value.
         let mut short = ExperimentReport::new("short-lived", "");
         assert_eq!(claim("U3").measured(&[&short], false).verdict, Verdict::NotMeasured);
         for (seconds, verdict) in [(0.25, Verdict::Met), (0.5, Verdict::Missed)] {

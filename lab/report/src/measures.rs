@@ -37,7 +37,7 @@ impl Measures {
 
     /// `whole` is the savable memory. `None` if we didn't sample the savings over time, or if they mean nothing.
     pub fn of(run: &PolicyRun, whole: u64) -> Option<Self> {
-        // By the targets' page tables, if we read them.
+        // This comes from the targets' page tables, if we read them.
         let most = run.most_saved()?;
         let mut measures = Self { saved_mib: Bytes(most).mib(), ..Self::default() };
         for (place, share) in SHARES.into_iter().enumerate() {
@@ -143,7 +143,7 @@ impl Spread {
         let mut values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
         values.sort_by(f64::total_cmp);
         let max = *values.last()?;
-        // The same value twice if there's one in the middle.
+        // With an odd number of values, both indices are the same.
         let median = f64::midpoint(values[(values.len() - 1) / 2], values[values.len() / 2]);
         Some(Self { median, min: values[0], max })
     }

@@ -14,7 +14,7 @@ impl Metric {
         Self { name, unit }
     }
 
-    /// Its name for these things: they replace each `{}`, or else precede the name.
+    /// The metric's name for these things: they replace each `{}`, or else precede the name.
     pub fn of<const N: usize>(self, what: [&str; N]) -> String {
         Key(self, &what).to_string()
     }

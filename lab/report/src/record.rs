@@ -86,7 +86,7 @@ pub enum Event {
     Page {
         region: u32,
         page: Vpn,
-        /// Its new state and content.
+        /// The page's new state and content.
         now: Page,
     },
 }

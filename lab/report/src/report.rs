@@ -388,11 +388,11 @@ impl Placed {
 /// Whether all targets gave the same answers as at the first check of the experiment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answers {
-    /// Before we marked anything.
+    /// The answers before we marked anything.
     pub before: bool,
-    /// While pages were merged.
+    /// The answers while pages were merged.
     pub during: bool,
-    /// After we unmerged everything.
+    /// The answers after we unmerged everything.
     pub after: bool,
 }
 

@@ -123,7 +123,7 @@ fn describe_claims(all: &[Finished], quick: bool, page: &mut Document) {
         counts[verdict as usize] += 1;
         rows.push([claim.id, claim.what, claim.paper, &peers, &ours, &verdict.to_string()].map(str::to_owned));
     }
-    // In the order of `Verdict`.
+    // The counts are in the order of `Verdict`.
     let [met, missed, open] = counts;
     page.text(&format!(
         "Claims of the KSM tree's message (K), UKSM (U), CMD (C) and nuKSM (N). The verdict is on this project's targets for the \
@@ -381,7 +381,7 @@ impl Repetitions<'_> {
         }
     }
 
-    /// One curve for each run. The legend only has a policy's first.
+    /// Makes a curve for each run. The legend only has the first one of each policy.
     fn curves(
         &self,
         policies: &[&str],
@@ -635,7 +635,7 @@ mod tests {
         report.runs[3].curve[1].1 /= 2;
         let found = losses(&report);
         assert_eq!(found[0], "memory saved, pagefold, three programs; 128, ksm, three programs");
-        // Of the shares of savable memory, pagefold reaches the first.
+        // Of the shares of savable memory, pagefold only reaches the first.
         assert_eq!(found.len(), 3, "{found:?}");
     }
 

@@ -26,7 +26,7 @@ const GRACE: Duration = Duration::from_secs(60);
 pub struct Completed {
     /// CPU time of the subprocess and of the children it waited for.
     pub cpu_seconds: f64,
-    /// Its standard output, parsed as JSON.
+    /// The standard output, parsed as JSON.
     pub summary: Value,
 }
 
@@ -141,7 +141,7 @@ impl Drop for Running {
 #[derive(Debug)]
 pub struct Meter {
     main: Process,
-    /// By pid and start time, so a child still counts after its end.
+    /// Usage by pid and start time, so that a child still counts after its end.
     usage: BTreeMap<(i32, u64), Usage>,
 }
 
@@ -230,12 +230,12 @@ mod tests {
             let now = meter.cpu_seconds();
             assert!(now >= most);
             most = now;
-            // Of both shells; each has more than 256 KiB.
+            // This counts both shells; each has more than 256 KiB.
             peak = peak.max(meter.peak_bytes());
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(most >= 0.02, "{most}");
-        // It ends on request without having written anything.
+        // The shell ends on request without having written anything.
         assert!(running.end(&Interrupt::default()).is_err());
         meter.read();
         assert!(meter.cpu_seconds() >= most);

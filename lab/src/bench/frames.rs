@@ -10,7 +10,7 @@ use pagefold_procmem::process::{Process, ReadError};
 pub struct Held {
     /// The sum over the processes.
     pub by_processes: f64,
-    /// The same, but we divide each page shared by fork or by merging among its sharers: `Pss_Anon`. Leaves out zero
+    /// The sum with each page shared by fork or by merging divided among its sharers: `Pss_Anon`. Leaves out zero
     /// pages.
     pub in_frames: f64,
 }

@@ -49,7 +49,7 @@ pub struct GuestMachine {
 }
 
 impl GuestMachine {
-    /// One processor and `mebibytes` of memory.
+    /// A machine with one processor and `mebibytes` of memory.
     pub fn new(mebibytes: u64, quick: bool) -> Self {
         let limit = Duration::from_secs(if quick { 900 } else { 3600 });
         Self {

@@ -77,7 +77,7 @@ impl OpenLoop {
 pub struct Latencies {
     began: Instant,
     every: Duration,
-    /// By request number.
+    /// The latencies by request number.
     numbered: Vec<(u32, Duration)>,
 }
 

@@ -31,7 +31,7 @@ struct KnownPage {
 }
 
 impl KnownPage {
-    /// Its process, mapping and extent.
+    /// The page's process, mapping and extent.
     fn place(&self) -> (usize, usize, u64) {
         (self.process, self.mapping, self.at.extent())
     }
@@ -78,7 +78,7 @@ fn judge(pages: &[KnownPage], processes: usize) -> Knowledge {
         let first = extent[0].at;
         let end = extent[extent.len() - 1].at + 1;
         let (process, mapping, number) = extent[0].place();
-        // Not across mappings: madvise fails with ENOMEM if there is a hole.
+        // We don't join spans of two mappings: madvise fails with ENOMEM if there is a hole.
         let joins = last_marked == Some((process, mapping, number.wrapping_sub(1)));
         match spans[process].last_mut() {
             Some(before) if joins => before.pages = Pages(end.0 - before.first.0),

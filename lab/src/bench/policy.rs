@@ -23,7 +23,7 @@ use std::fmt;
 
 /// A way to merge.
 pub trait Policy {
-    /// Its name in results, unique within an experiment.
+    /// The policy's name in results, unique within an experiment.
     fn name(&self) -> String;
 
     /// The memory we must mark for it. We don't charge the policy for that.
@@ -58,7 +58,7 @@ impl fmt::Display for dyn Policy + '_ {
 /// The memory that we mark for a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marks {
-    /// None: the policy marks memory by itself, or nothing.
+    /// We mark nothing: the policy marks memory by itself, or merges nothing.
     None,
     /// Everything that no rule excludes.
     Everything,

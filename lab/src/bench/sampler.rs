@@ -38,7 +38,7 @@ impl Sampler {
         })
     }
 
-    /// The same on a kernel with UKSM instead of KSM.
+    /// Starts to sample on a kernel with UKSM instead of KSM.
     pub fn start_uksm(uksm: Uksm) -> anyhow::Result<Self> {
         let uksmd = Ksmd::find_named(Path::new("/proc"), b"uksmd")?.context("uksmd is not running")?;
         Self::watching(uksmd, move || uksm.saved())

@@ -15,7 +15,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// In place of a policy, when an experiment failed altogether.
+/// Stands in place of a policy if an experiment failed altogether.
 const WHOLE: &str = "the experiment";
 
 /// Options of `pagefold-lab bench`.

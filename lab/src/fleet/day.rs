@@ -22,7 +22,7 @@ pub struct Day {
     pub moves: u64,
     pub random: f64,
     pub planned: f64,
-    /// With plans, hour by hour.
+    /// Pages saved with plans, hour by hour.
     pub by_hour: Vec<u64>,
 }
 

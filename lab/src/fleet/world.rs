@@ -40,7 +40,7 @@ impl<'a> World<'a> {
         Self::numbered_from(mix, options, 0)
     }
 
-    /// The same, with instance numbers above `next`.
+    /// Like [`Self::new`], with instance numbers above `next`.
     pub fn numbered_from(mix: &'a Mix, options: &FleetOptions, next: u64) -> Self {
         let random = Random::new(options.seed);
         let mut world = Self { mix, options: *options, instances: Vec::new(), sketches: Vec::new(), next, random };

@@ -50,7 +50,7 @@ impl File {
     /// A file of a series with this mean length.
     pub fn new(series: u64, number: u64, mean_pages: usize) -> Self {
         let chance = usize::try_from(finalize(finalize(series) ^ number) >> 16).unwrap_or(0);
-        // From 1 to 2 m - 1 pages.
+        // The length is from 1 to 2 m - 1 pages.
         Self { series, number, pages: 1 + chance % (2 * mean_pages - 1), last_parts: 1 + (chance >> 32) % PARTS }
     }
 

@@ -83,7 +83,7 @@ pub fn ksmpages_worst(options: &Options) -> Box<dyn World> {
     }))
 }
 
-/// The same program with 1 in place of the number.
+/// The same program, but with 1 in place of the page's number.
 pub fn ksmpages_best(options: &Options) -> Box<dyn World> {
     Box::new(filled_once(options, "ksmpages", in_turn(options), |_, _, _| last_word(named(KSMPAGES, 1, 0))))
 }

@@ -144,7 +144,7 @@ fn super_fast_hash(page: &PageBytes) -> u32 {
     hash.wrapping_add(hash >> 6)
 }
 
-/// The same without the final mixing.
+/// SuperFastHash without the final mixing.
 fn super_fast_loop(page: &PageBytes) -> u32 {
     page.chunks_exact(4).fold(4096, |hash: u32, word| {
         let half = |at: usize| u32::from(u16::from_le_bytes([word[at], word[at + 1]]));

@@ -192,7 +192,7 @@ impl StrengthController {
 
     /// Ends a direction, and the search if neither direction improves.
     fn turn(&mut self, mut probe: Probe) {
-        // Otherwise slow start has skipped the neighbours of the best strength.
+        // After an improvement it isn't exhausted: slow start has skipped the neighbours of the best strength.
         if !probe.improved {
             probe.exhausted[usize::from(probe.up)] = true;
         }

@@ -158,7 +158,7 @@ fn each_level_keeps_to_its_share() {
         let (State::Asleep { until_ns: from_ns }, cpu_ns) = cycle else { unreachable!() };
         match rig.uksmd.state {
             State::Asleep { until_ns } if until_ns != from_ns => {
-                // From one wake-up to the next.
+                // This covers the time from one wake-up to the next.
                 let spent_ns = rig.uksmd.cpu_ns - cpu_ns;
                 let level = level.max(rig.uksmd.level);
                 let may_ns = share_ns(until_ns - from_ns, settings.share(level));

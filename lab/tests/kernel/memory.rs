@@ -9,7 +9,7 @@ const TRIPLES: (u64, u64) = (6000, 1500);
 const CHAIN: (u64, u64) = (7500, 700);
 const ZEROS: (u64, u64) = (8200, 300);
 const SPARE: (u64, u64) = (8500, 400);
-/// After all areas and not scaled: contents with about as many copies as a merged page can have.
+/// An area after all others, which isn't scaled: contents with about as many copies as a merged page can have.
 const LIMIT_FIRST: u64 = 8900;
 const LIMIT_CONTENTS: u64 = 20;
 const LIMIT_PAGES: u64 = 257 * LIMIT_CONTENTS + 86;

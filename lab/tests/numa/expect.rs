@@ -13,17 +13,17 @@ pub struct Case {
 
 /// Where the merged pages must be.
 pub enum Expect {
-    /// Anywhere.
+    /// The pages may be anywhere.
     Any,
-    /// These percentages on the nodes, within [`POINTS`].
+    /// The nodes have these percentages of the pages, within [`POINTS`].
     Shares(Vec<f64>),
-    /// All on this node.
+    /// All pages are on this node.
     All(usize),
-    /// At most this percentage on this node.
+    /// At most this percentage of the pages is on this node.
     AtMost(usize, f64),
     /// Processes of two nodes share no page; the pages saved, in multiples of a process's pages.
     Apart(u64),
-    /// Anywhere, and the last check reports one damaged page.
+    /// The pages may be anywhere, and the last check reports one damaged page.
     Damage,
 }
 

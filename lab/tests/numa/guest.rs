@@ -78,7 +78,7 @@ impl Machine {
     }
 
     fn complete(&self, command: &mut Command) {
-        // Without cmpxchg16b, after which QEMU 7.2 sometimes sets wrong flags (seen in kmem_cache_alloc).
+        // We leave out cmpxchg16b, after which QEMU 7.2 sometimes sets wrong flags (seen in kmem_cache_alloc).
         command.args(["-cpu", "qemu64,-cx16"]);
         let count = self.nodes.len();
         command.args(["-smp", &format!("{count},sockets={count}")]);
@@ -100,8 +100,8 @@ impl Machine {
                 command.args(["-numa", &format!("dist,src={from},dst={to},val={distance}")]);
             }
         }
-        // Without huge pages for the victims' memory. The kernel onlines added memory so that it can be removed. The
-        // rest makes the boot faster.
+        // The victims' memory has no huge pages. The kernel onlines added memory so that it can be removed. The other
+        // parameters make the boot faster.
         let parameters = "console=ttyS0 quiet panic=-1 transparent_hugepage=never memhp_default_state=online_movable nokaslr \
              mitigations=off init_on_alloc=0 cryptomgr.notests";
         command.args(["-append", &format!("{parameters} {}", self.parameters)]);

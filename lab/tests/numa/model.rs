@@ -16,9 +16,9 @@ pub enum MergedBy {
 pub struct Victim {
     pub node: usize,
     pub nice: i32,
-    /// Its pages are on the active list when merging begins.
+    /// The process's pages are on the active list when merging begins.
     pub active: bool,
-    /// Its cgroup's cpuset.mems allows only its node.
+    /// The process's cgroup allows only its node (cpuset.mems).
     pub confined: bool,
 }
 
@@ -107,11 +107,11 @@ pub struct Outcome {
     pub moves: Moves,
     /// During the quiet time that follows.
     pub when_quiet: Moves,
-    /// After a disturbance that happens after merging.
+    /// The state after a disturbance that happens after merging.
     pub disturbed: Option<PageSnapshot>,
     /// The summary of `pagefold run --json`.
     pub summary: serde_json::Value,
-    /// After we've unmerged everything.
+    /// The state after we've unmerged everything.
     pub unmerged: PageSnapshot,
     /// KSM's knobs that the merger didn't restore.
     pub knobs_changed: Vec<String>,

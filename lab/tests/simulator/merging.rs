@@ -134,7 +134,7 @@ fn what_is_shared_by_fork_can_be_merged() {
     let copy = host.regions_of(child)[0];
     let keep = run_of(&host, one, 0);
     assert_eq!(merge(&mut host, (copy, 0, 10), keep), [(Merging::Shared, 10)], "one frame already");
-    // Now that we keep the frame, it's merged for parent and child.
+    // Once we keep the frame, it's merged for parent and child.
     assert_eq!(merge(&mut host, (two, 0, 10), keep), [(Merging::Merged, 10)]);
     let at = page(&host, copy, 0);
     assert_eq!((host.page(copy, at).unwrap().1, host.truth().frames), (PageState::Merged, 10));

@@ -13,7 +13,7 @@ struct TestDir {
 
 impl TestDir {
     fn new() -> Self {
-        // In memory if possible: writing twenty thousand small files to disk takes half a minute.
+        // We use memory if possible: writing twenty thousand small files to disk takes half a minute.
         Self { inner: tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap() }
     }
 
@@ -99,7 +99,7 @@ fn a_record_is_read_back() {
     let bytes = fs::metadata(dir.path()).unwrap().len();
     assert_eq!(written, Written { snapshots: 4, processes: 3, regions: 2, pages: 50, changes: 2, bytes });
     assert_eq!(dir.files(), ["some.record"]);
-    // One by one, and without snapshots.
+    // We read the snapshots one by one, and a record without snapshots.
     let mut reader = RecordReader::open(&dir.path()).unwrap();
     assert_eq!(reader.origin(), &small().origin);
     assert_eq!(reader.next().unwrap().unwrap(), small().snapshots[0]);
@@ -239,7 +239,7 @@ fn other_parquet_files_and_later_versions_are_refused() {
     ] {
         assert!(matches!(refused(what, other), RecordError::NotARecord { .. }), "{what}");
     }
-    // Without a checksum: a damaged record, or a file of another program.
+    // A file without a checksum is a damaged record, or another program's file.
     let mut unsealed = bytes.clone();
     let at = unsealed.windows(8).rposition(|window| window == b"xxh3-64:").unwrap();
     unsealed[at] = b'y';

@@ -395,7 +395,7 @@ const fn unsigned(bits: i32) -> u32 {
     bits as u32
 }
 
-/// The same for 64 bits.
+/// Reinterprets 64 bits in the same way.
 #[expect(clippy::cast_sign_loss, reason = "the same bits")]
 const fn unsigned_long(bits: i64) -> u64 {
     bits as u64

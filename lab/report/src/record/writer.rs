@@ -95,7 +95,7 @@ impl RecordWriter {
         let path = &self.path;
         let inconsistent = |what| RecordError::Inconsistent { path: path.clone(), snapshot: at, what };
         let number = self.check.begin(snapshot.time_ns).map_err(inconsistent)?;
-        // In range: `begin` has checked it.
+        // This is in range, because `begin` has checked it.
         let time_ns = signed_long(snapshot.time_ns);
         self.rows.begin(number, time_ns);
         for event in &snapshot.events {
@@ -244,7 +244,7 @@ const fn signed(bits: u32) -> i32 {
     bits as i32
 }
 
-/// The same for 64 bits.
+/// Reinterprets 64 bits in the same way.
 #[expect(clippy::cast_possible_wrap, reason = "the same bits")]
 const fn signed_long(bits: u64) -> i64 {
     bits as i64
@@ -361,7 +361,7 @@ impl Rows {
         self.page.flush::<Int64Type>(&mut group)?;
         self.state.flush::<ByteArrayType>(&mut group)?;
         self.huge.flush::<BoolType>(&mut group)?;
-        // One allocation for all digests.
+        // We make one allocation for all digests.
         let all = ByteArray::from(self.digest.values.as_flattened().to_vec());
         let pieces = (0..self.digest.values.len()).map(|at| FixedLenByteArray::from(all.slice(16 * at, 16)));
         let mut digest = Column { values: pieces.collect(), levels: std::mem::take(&mut self.digest.levels) };

@@ -154,7 +154,7 @@ fn judge(report: &mut ExperimentReport, quick: bool) {
     }
 }
 
-/// Not a number, and so below any bar, if it wasn't measured.
+/// The speed, or not a number (and so below any bar) if it wasn't measured.
 fn speed(report: &ExperimentReport, set: PageSet, adaptive: &str, peer: &str) -> f64 {
     report.ratios.get(&SPEED_VS.of([set.name(), adaptive, peer])).copied().unwrap_or(f64::NAN)
 }

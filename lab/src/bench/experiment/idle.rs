@@ -22,7 +22,7 @@ pub fn machine(quick: bool) -> GuestMachine {
 }
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {
-    // In ascending order: we judge the last one.
+    // The sizes are ascending: we judge the last one.
     let tenants: &[usize] = if setting.quick { &[1] } else { &[1, 4] };
     let (tenant_mib, settle, seconds) = if setting.quick { (64, 2, 5) } else { (TENANT_MIB, 30, 60) };
     report.parameters([("settling_seconds", settle), ("seconds", seconds), ("tenant_mib", tenant_mib)]);

@@ -65,7 +65,7 @@ impl Sizes {
 /// One of the two windows in which we measure the programs.
 struct Window {
     words: &'static str,
-    /// In the titles of pictures.
+    /// The window in the titles of pictures.
     when: &'static str,
     /// The bar on each server's p99 relative to undisturbed.
     at_most: f64,
@@ -80,9 +80,9 @@ const WINDOWS: [Window; 2] = [
 /// A server under load.
 struct Server {
     name: &'static str,
-    /// In the titles of pictures.
+    /// The server in the titles of pictures.
     of: &'static str,
-    /// In the names of figures. Redis was the first server here, so its figures don't name one.
+    /// The server in the names of figures. Redis was the first server here, so its figures don't name one.
     suffix: &'static str,
 }
 

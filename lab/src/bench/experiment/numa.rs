@@ -54,7 +54,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
         Some(nodes) => {
             place::run(setting, &nodes, sizes, report)?;
             let (mib, steps) = match (setting.emulated, setting.quick) {
-                // Only to check that it works.
+                // These sizes only check that the measurement works.
                 (true, _) => (4, 1 << 16),
                 (_, true) => (64, 1 << 20),
                 _ => (512, 1 << 23),

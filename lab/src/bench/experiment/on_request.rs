@@ -29,7 +29,7 @@ const HEAD_START: Duration = Duration::from_secs(2);
 /// Memory to merge.
 struct Work {
     name: &'static str,
-    /// One tenant holds each.
+    /// The memory of the tenants, one segment for each tenant.
     segments: Vec<Segment>,
     /// Pages that merging all duplicates frees.
     savable: u64,

@@ -163,7 +163,7 @@ fn put_figures(report: &mut ExperimentReport, policy: &str, snapshots: &Snapshot
         ] {
             report.figure(format!("{policy}_{kind}_{name}_mib"), pages.bytes().mib());
         }
-        // None if we marked nothing.
+        // There's no share if we marked nothing.
         if let Some(share) = sum.merged_share() {
             report.figure(MERGED.of([policy, kind]), share);
         }

@@ -125,7 +125,7 @@ fn ours() -> Pagefold {
 /// The results once all machines are up.
 struct Up {
     seconds: f64,
-    /// Their anonymous memory, MiB.
+    /// The anonymous memory of the machines, MiB.
     held_mib: f64,
     /// Pages that the whole machine has swapped out meanwhile.
     swapped: Pages,

@@ -113,7 +113,7 @@ impl Drop for RunningScript {
     }
 }
 
-/// With another configuration, the policy's name would be wrong.
+/// Refuses settings in the configuration: with them, the policy's name would be wrong.
 fn refuse_settings(configuration: &str) -> anyhow::Result<()> {
     let setting = configuration.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with('#'));
     match setting {

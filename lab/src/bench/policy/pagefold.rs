@@ -19,7 +19,7 @@ pub struct Enough {
 }
 
 impl Pagefold {
-    /// With its defaults, for at most `seconds`.
+    /// Runs pagefold with its defaults, for at most `seconds`.
     pub fn new(seconds: u64) -> Self {
         Self { seconds, options: Vec::new(), enough: None }
     }

@@ -237,7 +237,7 @@ pub trait Contender {
     fn name(&self) -> String;
     /// Scans the pages of the next round and adds the cost to a pass.
     fn round(&mut self, scanner: &mut Scanner<'_>, pass: &mut Pass);
-    /// Its strengths so far, if adaptive.
+    /// The contender's strengths so far, if it's adaptive.
     fn strengths(&self) -> Option<&Strengths>;
 }
 

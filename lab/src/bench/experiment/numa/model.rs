@@ -134,7 +134,7 @@ impl Program {
                 }
                 let hot = (pages / one_in).max(1);
                 let number = below(second, hot);
-                // The same pages in all instances, which hold the same data.
+                // The hot pages are the same in all instances, which hold the same data.
                 if together {
                     (pages - hot) / 2 + number
                 } else {

@@ -20,9 +20,9 @@ use std::rc::Rc;
 /// A memory node with processors.
 #[derive(Clone, Debug)]
 pub struct Node {
-    /// Its index among the nodes that have memory.
+    /// The node's index among the nodes that have memory.
     index: usize,
-    /// Its processors, in the kernel's list format.
+    /// The node's processors, in the kernel's list format.
     pub cpus: String,
     distances: Vec<u32>,
 }
@@ -86,7 +86,7 @@ pub fn run(
     let two: Group<'_> = &[(0, 0), (1, 0)];
     let mut stage = Stage { setting, nodes, sizes, sequence: PolicySequence::take(setting)? };
     stage.run(report, &KsmEverything, two, "")?;
-    // They take turns, so that other load affects both. The first turn also warms up an emulator.
+    // The policies take turns, so that other load affects both. The first turn also warms up an emulator.
     for turn in 0..sizes.turns {
         let mut pair = ["kernel", "fair"];
         pair.rotate_left(turn % 2);
@@ -159,7 +159,7 @@ impl Stage<'_> {
             }
             run.programs.push(during.placed(node));
         }
-        // From page tables, since KSM's counters may include other programs.
+        // We count in page tables, since KSM's counters may include other programs.
         run.saved_bytes = ((merged - frames.len()) * PAGE_SIZE) as u64;
         Ok(())
     }
