@@ -15,8 +15,8 @@
 //!
 //! Two cases need no headroom. The kernel's zero page is charged to nobody. And if a limit applies to every process in
 //! scope, merged pages come back to where they were charged before, so the cgroup never exceeds its usage without us.
-//! This exception ends once a process outside has had memory that may be merged, or each restart of the others would
-//! lift the bound. A process that was outside only until it was moved below the limit has had none.
+//! This exception ends once a process outside has had memory that may be merged. Otherwise each restart of the others
+//! would lift the bound. A process that was outside only until it was moved below the limit has had none.
 
 use crate::host::LimitView;
 use crate::keys::{LimitKey, OwnerKey};
@@ -30,13 +30,13 @@ use std::collections::BTreeMap;
 /// The room left below one limit.
 #[derive(Clone, Copy, Debug)]
 struct LimitRoom {
-    /// The view it comes from ([`LimitView::read_ns`]).
+    /// When we read the limit for these figures ([`LimitView::read_ns`]).
     read_ns: u64,
     /// How many more pages we may merge.
     left: Pages,
     /// By how much we'd exceed the limit if all pages that may be merged were charged there for ever.
     over: Pages,
-    /// Whether a process outside has had memory that may be merged, since the bound is in force.
+    /// Whether a process outside the limit has had memory that may be merged, since the bound has been in force.
     is_shared: bool,
 }
 
@@ -103,7 +103,7 @@ impl Headroom {
         self.of_owner.contains_key(&owner)
     }
 
-    /// When the limits with pages that may be merged were read, by the oldest, nanoseconds. `None`: there are none.
+    /// When we read the limits of pages that may be merged, the oldest reading, nanoseconds. `None`: there are none.
     pub fn read_ns(&self) -> Option<u64> {
         self.read_ns
     }
@@ -121,8 +121,8 @@ impl Headroom {
         exceeded
     }
 
-    /// Which of two equal pages stays, if we'd like `chosen` to. That page stays charged to its process's cgroup, which
-    /// needs headroom for it. The other page needs none, because its charge goes with it. Uses up the headroom.
+    /// Decides which of two equal pages stays, preferring `chosen`. That page stays charged to its process's cgroup,
+    /// which needs headroom for it. The other page needs none, because its charge ends. Uses up the headroom.
     pub fn stays(&mut self, chosen: Stays, known: OwnerKey, new: OwnerKey) -> Stays {
         let candidates = match chosen {
             Stays::Known => [(Stays::Known, known), (Stays::New, new)],

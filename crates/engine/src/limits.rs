@@ -14,7 +14,7 @@ use std::sync::Arc;
 /// The limits hold over any period of this length, nanoseconds.
 const WINDOW_NS: u64 = 1_000_000_000;
 
-/// How much we may do to targets.
+/// How much we may do to targets, per second or per stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Pages read from one process per second.

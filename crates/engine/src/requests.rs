@@ -19,7 +19,7 @@ const SHARERS_MOST: u16 = 255;
 /// pages are full.
 const COUNTED_MOST: usize = 1 << 16;
 
-/// If this many pages differ and none is equal, that's no accident.
+/// If this many pages differ and none is equal, that can't be chance.
 const DIFFERING_MIN: u64 = 1024;
 
 /// We remember at most this many contents of merged pages that we may have left behind. Beyond that we forget them all.

@@ -44,10 +44,10 @@ pub struct Marker {
     /// Work that doesn't pay at the governor's price and waits: thin extents, and marks that bring little.
     thin: Wave,
     small: Wave,
-    /// The price at which we last thinned out extents, nanoseconds, and when the next region is old enough for that.
+    /// The price for which we last lowered the density, nanoseconds, and when the next region is old enough for that.
     price_ns: u64,
     thin_at_ns: u64,
-    /// What each of the last marks adds to earlier ones, by the start of the mark.
+    /// The pages that each of the last marks adds to earlier ones, by the start of the mark.
     added: BTreeMap<(RegionKey, Vpn), Wave>,
     /// Duplicates that the scans for the last marks should merge, including with pages marked earlier.
     expected: Pages,
@@ -62,7 +62,7 @@ pub struct Marker {
     refresh_expected: Pages,
 }
 
-/// What marks use up.
+/// The scan scheduler and the allowance that marks use up.
 #[derive(Debug)]
 pub struct Means<'a> {
     pub scheduler: &'a mut ScanScheduler,
@@ -152,7 +152,8 @@ impl Marker {
         let mut marks = Vec::new();
         for (slot, mut spans) in ready {
             let Some(region) = table.get_mut(slot) else { continue };
-            // The region stays worth marking: if it runs out of stops, the next round goes on with the rest.
+            // If the process has no stops left, the region stays worth marking, and the next round goes on with the
+            // rest.
             let calls = u64::from(allowance.stop_size().marks);
             let may = allowance.stops_left(region.view.owner) * calls;
             spans.truncate(usize::try_from(may).unwrap_or(usize::MAX));
@@ -174,10 +175,10 @@ impl Marker {
         marks
     }
 
-    /// Lowers the density that we ask of regions to the one that pays, if something has changed since we last did.
-    /// Regions judged lately wait: the pages that such a region has in common with memory too young to read may be all
-    /// that it lacks, and neither merges before both are marked. The thinnest extents come last, together, once ksmd has
-    /// rested so long that they cost little beside that time.
+    /// Lowers the density from which we mark extents to the one that pays, if something has changed since we last did.
+    /// Regions judged lately wait: the copies that such a region lacks may be in memory too young to read, and neither
+    /// merges before both are marked. The sparsest extents come last, all together, once ksmd has been idle for so long
+    /// that they cost little beside that time.
     fn thin_out(
         &mut self,
         table: &mut RegionTable,
@@ -204,7 +205,7 @@ impl Marker {
         }
         self.thin = Wave { walked: marked, ..Wave::default() };
         if config.only == Only::Zeros {
-            // Other marked pages could be merged between programs.
+            // In sparser extents, ksmd would also merge other pages than zeros, between programs.
             return;
         }
         thin_to(table, paying_density(pace.price_ns).max(config.thinnest_density), until_ns, config);
@@ -376,7 +377,7 @@ impl Marker {
         // Such a scan visits every page as if it were new.
         let thorough = |duplicate| Wave { added: marked, walked: Pages(0), duplicate };
         if scheduler.merged().0 * 4 < expected.0 && thorough(expected).is_due(price_ns, rested_ns) {
-            // smart_scan skipped the pages that match them, because earlier visits had found nothing there.
+            // smart_scan skipped the partners of these pages, because earlier visits had found nothing there.
             scheduler.request_thorough(expected);
             return;
         }
@@ -545,7 +546,7 @@ fn worth_keeping(region: &Region) -> (Reverse<Permyriad>, Permyriad, Pages) {
     (Reverse(region.usage.cow_breaks.ratio), Permyriad::of(duplicate.0, resident.0), duplicate)
 }
 
-/// What spans would add to a region's marks.
+/// The pages that spans would add to a region's marks.
 fn gain(region: &Region, spans: &[Candidate]) -> Wave {
     let mut known = Counts::default();
     for mark in &region.marks.spans {
@@ -571,7 +572,7 @@ fn thin_to(table: &mut RegionTable, density: Permyriad, until_ns: u64, config: &
     }
 }
 
-/// What a lower density adds to a region's marks, if that's enough for a mark.
+/// The pages that a lower density adds to a region's marks, if they're enough for a mark.
 fn thinner(region: &Region, density: Permyriad, until_ns: u64, config: &Config) -> Option<Wave> {
     let judgement = region.life.judgement()?;
     let is_held = region.hold.reason().is_some() || region.survey.is_volatile(config);

@@ -13,11 +13,11 @@ pub const NEW_PAGE_NS: u64 = 6_000;
 pub const OLD_PAGE_NS: u64 = 700;
 /// A page merges at the second visit.
 const VISITS: u64 = 2;
-/// Work that doesn't pay waits this long times its cost divided by the price, nanoseconds. At the highest price
-/// (governor `full`) ksmd then takes a hundredth of a core.
+/// Work that doesn't pay waits for this time, multiplied by its cost and divided by the price, nanoseconds. At the
+/// highest price (governor `full`) ksmd then takes a hundredth of a core.
 const PATIENCE_NS: u64 = 20_000_000;
 
-/// Pages that two scans would merge.
+/// A wave: pages that ksmd would visit in the same two scans, and merge.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wave {
     /// Resident pages that ksmd would visit for the first time.
@@ -29,7 +29,7 @@ pub struct Wave {
 }
 
 impl Wave {
-    /// ksmd's CPU time, nanoseconds.
+    /// ksmd's CPU time for the two scans, nanoseconds.
     pub fn takes_ns(&self) -> u64 {
         VISITS * (self.added.0 * NEW_PAGE_NS + self.walked.0 * OLD_PAGE_NS)
     }
@@ -44,12 +44,12 @@ impl Wave {
         self.takes_ns() <= self.brings().0 * price_ns
     }
 
-    /// Whether to do it now: it pays, or ksmd has rested for long enough.
+    /// Whether to merge the wave now: it pays, or ksmd has been idle for long enough.
     pub fn is_due(&self, price_ns: u64, rested_ns: u64) -> bool {
         self.pays(price_ns) || rested_ns >= self.rest_ns(price_ns)
     }
 
-    /// How long ksmd must have rested for us to do this although it doesn't pay, nanoseconds.
+    /// How long ksmd must have been idle for us to merge the wave although it doesn't pay, nanoseconds.
     pub fn rest_ns(&self, price_ns: u64) -> u64 {
         let ns = u128::from(self.takes_ns()) * u128::from(PATIENCE_NS) / u128::from(price_ns.max(1));
         u64::try_from(ns).unwrap_or(u64::MAX)

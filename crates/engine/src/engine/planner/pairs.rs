@@ -97,7 +97,7 @@ impl Engine {
         if !named {
             self.note_headroom(new.location.slot);
         }
-        // If the other page may not be merged now, this way it'll find us once it may.
+        // If the other page may not be merged now, the index leads it to this page once it may.
         if !named || stays == Stays::New {
             self.contents.index.point_to(digest, new.location);
         }
