@@ -48,7 +48,7 @@ fn sketches_of_a_record_tell_what_its_programs_have_in_common() {
     let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(output.status.success(), "{found}");
     let pairs = found["pairs"].as_array().unwrap();
-    // Too large to count exactly.
+    // Each set is too large for the sketches to count it exactly.
     assert!(pairs.len() == 6 && pairs.iter().all(|pair| pair["smaller"].as_u64() > Some(5000)), "{found}");
     assert!(found["within"].as_f64() >= Some(0.95) && found["median_error"].as_f64() <= Some(0.03), "{found}");
     assert!(found["median_error"].as_f64() > Some(0.001), "{found}");

@@ -143,8 +143,8 @@ fn processes_on_four_nodes_are_placed_by_the_policy() {
     );
 }
 
-/// The kernel's memory blocks have 128 MiB. One of them is half the first node's and half the second's, and contains
-/// the processes' memory of the first node.
+/// The kernel's memory blocks have 128 MiB. One block belongs half to the first node and half to the second. The
+/// processes' memory on the first node is in this block.
 #[test]
 fn a_memory_block_of_two_nodes_is_divided_correctly() {
     let machine = Machine { parameters: "movablecore=240M", ..Machine::of(&[192, 320]) };

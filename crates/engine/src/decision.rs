@@ -49,7 +49,7 @@ impl fmt::Display for Verb {
 pub enum Reason {
     /// The region's process refused to be marked.
     Refused,
-    /// We leave its process alone.
+    /// We leave the region's process alone.
     ProcessLeftAlone,
     /// The program writes the same contents to its pages again, so merges don't last.
     CowBroken(Permyriad),

@@ -115,7 +115,7 @@ pub struct RegionView {
     /// The process's key that stays the same in other runs.
     pub lasting: LastingKey,
     pub family: FamilyKey,
-    /// The processes that share memory with it by fork.
+    /// The processes that share memory with this one through fork.
     pub lineage: LineageKey,
     pub domain: DomainKey,
     /// The first page of its address range.
@@ -128,7 +128,8 @@ pub struct RegionView {
     pub marked: Pages,
     /// Whether its pages may have been merged on request. The kernel marks a mapping when we name one of its pages.
     pub named: bool,
-    /// Whether we leave its process alone for now: we neither read nor change the region, and its marks stay.
+    /// Whether we leave the region's process alone for now. Then we neither read nor change the region, and its marks
+    /// stay.
     pub left_alone: bool,
 }
 
@@ -308,7 +309,7 @@ pub struct PageSample {
     pub region: RegionKey,
     pub page: Vpn,
     pub state: PageState,
-    /// Whether it's part of a huge page, which a merge would split.
+    /// Whether the page is part of a huge page, which a merge would split.
     pub huge: bool,
     /// The page's digest, if we read pages in this state ([`PageState::is_read`]).
     pub digest: Digest,
@@ -367,7 +368,8 @@ pub enum Why {
     },
     /// Unmarked because merges in it don't last.
     CowBroken {
-        /// The share of its merged pages that we expect its program to write with the same content within the horizon.
+        /// The share of the region's merged pages that we expect its program to write with the same content within the
+        /// horizon.
         ratio: Permyriad,
     },
     /// Unmarked because less memory is left than the reserve.
@@ -519,9 +521,9 @@ impl ScanOrder {
 /// The results of a cycle's actions.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// For the spans to mark, in any order.
+    /// The results for the spans to mark, in any order.
     pub marked: Vec<ChangeResult>,
-    /// For the spans to unmark, in any order.
+    /// The results for the spans to unmark, in any order.
     pub unmarked: Vec<ChangeResult>,
     /// The results of merging, in any order: parts of the ranges we asked for, each of pages with the same result.
     pub merges: Vec<MergeResult>,
@@ -562,7 +564,8 @@ impl Stops {
 /// The result of marking or unmarking one span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marking {
-    /// Done for this many pages of address space, less than the span if mappings had changed.
+    /// The call marked or unmarked this many pages of address space: fewer than the span has if mappings had
+    /// changed.
     Done(Pages),
     /// The host couldn't stop the target. A later attempt may succeed.
     Busy,

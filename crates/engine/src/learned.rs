@@ -59,7 +59,7 @@ pub struct LearnedRegion {
     pub resident: Pages,
     /// Present pages that ksmd has visited twice.
     pub visited: Pages,
-    /// Whether we've read it whole, not only sampled it.
+    /// Whether we've read the whole region, not only sampled it.
     pub judged: bool,
     /// The share of duplicates left unmarked.
     pub left_over: Permyriad,

@@ -23,10 +23,11 @@ pub struct RequestCounts {
     pub asked: Pages,
     #[serde(rename = "merged_pages")]
     pub merged: Pages,
-    /// Merged already.
+    /// Pages that were already merged.
     #[serde(rename = "shared_pages")]
     pub shared: Pages,
-    /// Compared, and not equal: written since we read them, or only hashed alike.
+    /// Pages that the kernel compared and found unequal. They were written since we read them, or only had equal
+    /// hashes.
     #[serde(rename = "differing_pages")]
     pub differing: Pages,
     /// Pages that weren't merged for another reason.

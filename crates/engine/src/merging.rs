@@ -38,12 +38,12 @@ const BATCH_NS: u64 = 500_000_000;
 
 #[derive(Clone, Copy, Debug)]
 struct ScanInProgress {
-    /// KSM's counters when it began.
+    /// KSM's counters when the scan began.
     full_scans: u64,
     saved: Pages,
-    /// Whether it visits every page, without `smart_scan`.
+    /// Whether the scan visits every page, without `smart_scan`.
     thorough: bool,
-    /// Whether we kicked it. A paced scan continues until we order ksmd to rest.
+    /// Whether we kicked the scan. A paced scan continues until we order ksmd to rest.
     kicked: bool,
 }
 

@@ -82,12 +82,12 @@ impl RoomState {
 /// The room on the machine or below a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
-    /// Whether it's enough.
+    /// Whether there is enough room.
     pub state: RoomState,
     /// The machine's memory, or the limit.
     #[serde(rename = "total_bytes", with = "as_bytes")]
     pub total: Pages,
-    /// How much of it is left. On the machine, includes free swap.
+    /// How much of the total is left. For the machine, this includes free swap.
     #[serde(rename = "left_bytes", with = "as_bytes")]
     pub left: Pages,
     /// How much should be left.
@@ -453,7 +453,7 @@ mod tests {
         assert_eq!(reserve.likely(), Pages(100));
         assert_eq!(state(&mut reserve, Keep::Auto, 99, 400), RoomState::Short);
         assert_eq!(reserve.machine().reserve, Pages(100));
-        // No more than we save.
+        // The reserve is never larger than what we save.
         assert_eq!(state(&mut reserve, Keep::Auto, 99, 60), RoomState::Enough);
         // Copies from unmarking tell us nothing about the programs.
         reserve.count_copies(3 * S, 5_100, true);
@@ -488,7 +488,7 @@ mod tests {
         let step = reserve.step(S, &scarce, &[limit(150)]).unwrap();
         assert!(step.allows(OwnerKey(9), Pages(30)) && !step.allows(OwnerKey(9), Pages(31)));
         assert!(reserve.step(2 * S, &scarce, &[]).is_none(), "one step at a time");
-        // A limit with less room counts as well.
+        // A limit with less room makes the step smaller.
         reserve.look(keep, &scarce, Pages(500), &[limit(20)], |_| Pages(100));
         let step = reserve.step(3 * S, &scarce, &[limit(20)]).unwrap();
         assert!(step.allows(OwnerKey(1), Pages(15)) && !step.allows(OwnerKey(1), Pages(16)));

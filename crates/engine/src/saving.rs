@@ -113,7 +113,7 @@ impl SavingCounter {
         self.latest = Some(Saving { counted_ns: now_ns, one_in: 1, ..Saving::default() });
     }
 
-    /// Makes the next plan count, whatever else goes on.
+    /// Makes the next plan count the saving, whatever else goes on.
     pub fn count_now(&mut self) {
         self.tried_ns = None;
     }

@@ -199,7 +199,7 @@ pub struct RegionState {
     /// The region's length.
     #[serde(rename = "bytes", with = "as_bytes")]
     pub pages: Pages,
-    /// Anonymous pages present in it.
+    /// Anonymous pages present in the region.
     #[serde(rename = "resident_bytes", with = "as_bytes")]
     pub resident: Pages,
     pub level: usize,
@@ -207,16 +207,16 @@ pub struct RegionState {
     /// What happens next, and why.
     #[serde(skip)]
     pub decision: Decision,
-    /// Seconds since we first saw it.
+    /// Seconds since we first saw the region.
     pub age_seconds: f64,
     /// The estimated share of duplicates, 0 to 1. Exact if we've read the region whole.
     pub duplicate_ratio: f64,
     /// The 95 % range of that estimate.
     pub duplicate_range: (f64, f64),
-    /// Whether we've read it whole, so that the ratio is exact.
+    /// Whether we've read the whole region, so that the ratio is exact.
     pub exact: bool,
-    /// The share of its merged pages, 0 to 1, that its program writes with the same content within the horizon. `None`
-    /// if we saw no merged page written.
+    /// The share of the region's merged pages, 0 to 1, that its program writes with the same content within the
+    /// horizon. `None` if we saw no merged page written.
     pub cow_ratio: Option<f64>,
     /// Resident pages in its marked spans.
     #[serde(rename = "marked_bytes", with = "as_bytes")]

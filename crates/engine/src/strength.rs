@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn few_collisions_do_not_make_everything_be_read_again() {
         let mut strength = Strength::default();
-        // We know a tebibyte, and a gibibyte of it is alike.
+        // We know the contents of 1 TiB. In 1 GiB of it, most comparisons are wasted on collisions.
         for _ in 0..26 {
             assert!(!strength.record(10_000, 9_000, 1 << 28));
         }

@@ -90,7 +90,7 @@ mod tests {
         }
         // A minute's share is 60 ms.
         assert_eq!(portions, 15);
-        // We make up for a costly portion.
+        // After a costly portion, the bucket gives nothing until the time for it is made up.
         bucket.spend(1, 30_000_000);
         assert_eq!(bucket.portion(86_430 * S), 0);
         assert!(bucket.portion(86_440 * S) > 0);

@@ -82,7 +82,7 @@ impl Lock {
 
 impl Drop for LockFile {
     fn drop(&mut self) {
-        // For messages only: the file shouldn't show a holder that has ended.
+        // The file's text is for messages only, but it shouldn't name a holder that has ended.
         let _ = self.file.set_len(0);
         // Closing releases the lock too, but not while a child between fork and exec has the descriptor as well.
         let _ = flock(&self.file, FlockOperation::Unlock);

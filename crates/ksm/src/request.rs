@@ -22,8 +22,8 @@ const IOC_MERGE: libc::Ioctl = 0xc018_b900_u32 as libc::Ioctl;
 const IOC_HASH: libc::Ioctl = 0xc040_b901_u32 as libc::Ioctl;
 const KEEP_ONE: u32 = 1 << 0;
 const KEEP_ZERO: u32 = 1 << 1;
-/// Ranges and pages of one call: some milliseconds, after which we ask our caller whether to go on. The kernel allows
-/// more.
+/// The most ranges and pages of one call. Such a call takes some milliseconds; then we ask our caller whether to go on.
+/// The kernel allows more.
 const CALL_RANGES: usize = 1024;
 const CALL_PAGES: u32 = 4096;
 /// After this many calls in a row that do nothing, because a signal ends them, we leave the rest untried.
@@ -269,7 +269,7 @@ struct Position {
     pages: u32,
 }
 
-/// [`RequestDevice::merge`] by a function that acts like the kernel.
+/// Does what [`RequestDevice::merge`] does, with a function in place of the kernel.
 fn merge_by(
     mut call: impl FnMut(&mut [RawRange], &mut [u8]) -> io::Result<usize>,
     ranges: &[Range<'_>],
@@ -346,7 +346,7 @@ impl Merged {
     }
 }
 
-/// [`RequestDevice::hash`] by a function that acts like the kernel.
+/// Does what [`RequestDevice::hash`] does, with a function in place of the kernel.
 fn hash_by(
     mut call: impl FnMut(&mut RawHash, &mut [u64]) -> io::Result<()>,
     pages: &Hashed<'_>,

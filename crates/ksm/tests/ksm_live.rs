@@ -188,7 +188,7 @@ fn run_0_takes_effect_even_if_its_writer_is_killed_while_it_waits() {
     fixture.settle();
     // On a busy machine the scan can end before the writer begins to wait.
     for attempt in 1..=20 {
-        // The second visit of so many pages takes ksmd a good while.
+        // On this many pages, ksmd's second visit takes a good while.
         fixture.write(Knob::SleepMillisecs, ENDLESS + attempt);
         std::thread::sleep(Duration::from_millis(10));
         let scans = fixture.scans();

@@ -164,7 +164,7 @@ mod tests {
         // Without copies nothing is left over, whatever the sketch's own estimate of the contents.
         assert_eq!(super::tests::counted(&[(300_000, 1)]).spare, Pages(0));
         assert!(super::tests::counted(&[(300_000, 1), (3000, 2)]).spare.0.abs_diff(3000) < 1000);
-        // Chance alone is no content with many copies.
+        // Chance alone must not make a content look as if it had many copies.
         assert_eq!(super::tests::counted(&[(300_000, 1), (100_000, 3)]).by_copies[CLASSES - 1], Pages(0));
     }
 }

@@ -64,12 +64,12 @@ pub struct Row {
     pub since_us: u64,
     /// Resident anonymous memory that may be merged.
     pub anonymous_bytes: u64,
-    /// The part of it that the sketch covers.
+    /// The part of the anonymous memory that the sketch covers.
     pub read_bytes: u64,
-    /// Pages of zeros among them.
+    /// Pages of zeros in that part.
     pub zero_bytes: u64,
-    /// The other pages, by the number of copies of their content within the workload: 1, 2, 3 to 15, 16 to 255, 256 and
-    /// more.
+    /// The other pages of that part, by the number of copies of their content within the workload: 1, 2, 3 to 15,
+    /// 16 to 255, 256 and more.
     pub pages: [u64; CLASSES],
     /// How much the workload would save alone: all copies but one of each content, zeros included.
     pub savable_bytes: u64,

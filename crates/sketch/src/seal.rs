@@ -147,7 +147,8 @@ fn hash(hasher: &mut XxHash3_64, mut part: impl Read) -> io::Result<()> {
     }
 }
 
-/// Corrects the checksum of changed bytes, if we still find its place: for tests and fuzzing of later checks.
+/// Corrects the checksum after bytes were changed, unless the change hid the checksum's place. For tests and
+/// fuzzing of later checks.
 pub fn reseal(bytes: &mut [u8]) -> io::Result<()> {
     let mut file = io::Cursor::new(bytes);
     let length = file.get_ref().len() as u64;

@@ -72,8 +72,8 @@ impl Tenant {
         self.ask(&format!("touch {}", pages.0)).map(drop)
     }
 
-    /// Has the tenant read for a time in each segment, one word after the other at places that only the word before
-    /// tells. Returns nanoseconds a read, for each segment.
+    /// Has the tenant read for `time` in each segment, one word at a time, where each word tells the place of the
+    /// next. Returns nanoseconds per read, for each segment.
     pub fn chase(&mut self, time: Duration) -> anyhow::Result<Vec<f64>> {
         let answer = self.ask(&format!("chase {}", time.as_millis()))?;
         serde_json::from_str(&answer).with_context(|| format!("the tenant answered {answer:?} to chase"))

@@ -38,7 +38,7 @@ const fn figure(metric: Metric, of: &'static [&'static str], what: &'static str)
     Cell(Value::Figure(Key(metric, of)), what)
 }
 
-/// A target, whatever it's measured of.
+/// A target for a metric, for all things that it was measured of.
 const fn target(metric: Metric, what: &'static str) -> Cell {
     target_of(metric, &[], what)
 }
@@ -56,7 +56,7 @@ pub enum Judge {
     Targets(&'static [Metric]),
     /// By this target, for these things that it was measured of.
     Target(Metric, &'static [&'static str]),
-    /// By our first value, against the paper's.
+    /// Our first value must be at least this value of the paper.
     AtLeast(f64),
     AtMost(f64),
 }

@@ -207,7 +207,7 @@ mod tests {
         assert_eq!((short.percent_after, short.mib_per_cpu_second), (Some(12.5), Some(25.0)));
         // A longer run changes nothing.
         assert_eq!(Measures::of(&run("p", 100, 4, 400), whole).unwrap(), short);
-        // Less than the minimum time after it, less than 99 %, less than 90 %.
+        // The run is too short after 99 %, then saves less than 99 %, then less than 90 %.
         assert_eq!(Measures::of(&run("p", 100, 4, 8), whole).unwrap().percent_after, None);
         let most = Measures::of(&run("p", 95, 4, 14), whole).unwrap();
         assert_eq!((most.seconds_to, most.percent_after), ([Some(4.0), Some(4.0), None], Some(12.5)));
@@ -249,7 +249,7 @@ mod tests {
             report.runs = vec![run("pagefold", 100, own, 30), run("ksm", 100, peers, 30), run("oracle", 100, 1, 2)];
             report
         };
-        // The machine is four times slower in the second, and in the third KSM is lucky.
+        // In the second repetition the machine is four times slower. In the third KSM is lucky.
         let repetitions = [repetition(2, 4), repetition(8, 16), repetition(4, 2)];
         let all: Vec<&ExperimentReport> = repetitions.iter().collect();
         let found = ratio(&all, "pagefold", "ksm", &QUANTITIES[2]).unwrap();

@@ -132,7 +132,7 @@ mod tests {
         assert!((38..=40).contains(&latencies.len()), "{}", latencies.len());
         assert!(latencies.last().unwrap() >= &(295 * MS));
         assert_eq!(latencies.iter().filter(|latency| **latency > 150 * MS).count(), 1);
-        // With only one client, we charge every request that was due meanwhile.
+        // With only one client, every request that came due during the slow one is slow, too.
         let load = Clients::start(10 * MS, [client]);
         thread::sleep(600 * MS);
         let requests = load.finish().unwrap();

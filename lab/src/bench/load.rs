@@ -133,7 +133,7 @@ impl Repeated {
         Self { stop, thread }
     }
 
-    /// Ends it and returns when each run was done.
+    /// Ends the load and returns when each run was done.
     pub fn finish(self) -> anyhow::Result<Done> {
         self.stop.store(true, Ordering::Relaxed);
         Ok(Done(self.thread.join().ok().context("the load generator has panicked")?))

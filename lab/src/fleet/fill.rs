@@ -19,7 +19,8 @@ use std::collections::hash_map::Entry;
 const BETWEEN_PLANS: u64 = 2;
 /// A plan keeps one page in this many free, since the planner's figures are estimates.
 const KEPT_FREE: u64 = 400;
-/// About as much as a workload takes without sharing: we make the first plan when half of the memory would be full.
+/// About as many pages as a workload takes without sharing. We make the first plan once half of the memory would be
+/// full.
 const MEAN_PAGES: u64 = 10_000;
 /// Every newcomer takes at least this many pages of a host's memory, which bounds how many fit.
 const LEAST_PAGES: u64 = 4000;

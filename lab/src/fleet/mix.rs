@@ -19,7 +19,7 @@ const SYSTEM_PAGES: u64 = 2200;
 const APPLICATION_PAGES: u64 = 2000;
 const PORT_PAGES: u64 = 2000;
 const OWN_PAGES: usize = 5000;
-/// The share of its kind's contents that an instance holds, in tenths.
+/// The share of its kind's contents that each instance holds, in tenths.
 const HELD_TENTHS: u64 = 9;
 
 #[derive(Clone, Debug)]

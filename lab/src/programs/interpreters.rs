@@ -91,7 +91,7 @@ impl HeldFile {
         Ok(held)
     }
 
-    /// Starts an interpreter that holds the file.
+    /// Starts an interpreter that reads and holds the file.
     pub fn start(&self, language: &Language, instance: usize) -> anyhow::Result<Answering> {
         let mut command = Command::new(language.interpreter()?);
         command.args(language.before).arg(language.source).args(language.after).arg(self.path());

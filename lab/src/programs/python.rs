@@ -31,7 +31,7 @@ impl PythonTools {
     }
 }
 
-/// The table, and the amount of each interpreter's own data.
+/// The shared table, and the amount of data that each interpreter has for itself.
 #[derive(Debug)]
 pub struct PythonData {
     python: PathBuf,

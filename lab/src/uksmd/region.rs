@@ -9,7 +9,7 @@ pub(super) enum LevelChange {
     Stay,
     Up,
     Down,
-    /// All its pages have been sampled, and the duplicates among them merged.
+    /// All pages of the region have been sampled, and the duplicates among them merged.
     Bottom,
 }
 

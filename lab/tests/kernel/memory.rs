@@ -141,7 +141,7 @@ impl Schedule {
                 // Rewrites the same content, which unmerges the pages.
                 (2, self.write(TRIPLES, 400, 200, TRIPLE + 400 * times, 1)),
             ],
-            // Contents that only another program has had so far.
+            // Writes contents that only another program has had so far.
             11 => vec![(3, self.write(UNIQUE, 2000, 300, own(2000 * times), 1))],
             12 => vec![(0, self.discard(UNIQUE, 3000, 500))],
             _ => Vec::new(),

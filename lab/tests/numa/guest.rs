@@ -15,7 +15,7 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug)]
 pub struct Node {
     pub mib: u64,
-    /// The memory is a module in a slot: it can go offline.
+    /// Whether the memory is a module in a slot, so that it can go offline.
     pub module: bool,
 }
 

@@ -97,9 +97,9 @@ pub struct Moves {
 pub struct Outcome {
     pub name: String,
     pub before: PageSnapshot,
-    /// When nothing merged and nothing moved any more.
+    /// The pages once the kernel neither merged nor moved any more of them.
     pub merged: PageSnapshot,
-    /// Time until nothing merged and nothing moved any more, milliseconds.
+    /// Time until the kernel neither merged nor moved any more pages, milliseconds.
     pub settled_ms: u64,
     /// Whether the machine settled before the time limit.
     pub settled: bool,

@@ -25,7 +25,7 @@ pub(super) struct Spending {
     pub paused: bool,
     /// CPU time of pagefold and ksmd.
     pub total: Budget,
-    /// CPU time spent on reading and by ksmd only.
+    /// CPU time of reading and of ksmd, without our other work.
     smooth: Budget,
     /// How much we may still do to targets in this second.
     pub allowance: Allowance,
@@ -94,7 +94,7 @@ impl Engine {
     pub(super) fn record_cost(&mut self, snapshot: &Snapshot) {
         let cycle_ns = snapshot.cost.pagefold_ns.saturating_sub(self.snapshot.cost.pagefold_ns);
         self.spending.record_cycle(cycle_ns);
-        // Counting the saving has its own share and tells us nothing about the cost of a sample.
+        // A cycle that counted the saving tells us nothing about the cost of a sample. Counting has its own share.
         if !self.plan.has_counted {
             if self.plan.reading.new_round && !self.plan.reading.foreground {
                 self.ladder.record_bottom_cost(self.plan.pages, cycle_ns);

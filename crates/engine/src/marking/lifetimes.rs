@@ -126,7 +126,7 @@ mod tests {
     fn a_region_may_be_read_from_the_age_at_which_half_of_its_family_live_on() {
         for (lives, by_ksmd, on_request) in [
             (&[][..], None, None),
-            // All of them live long enough, or none.
+            // All regions of the family live long enough to be worth reading, or none do.
             (&[16, 17], Some(0), Some(0)),
             (&[5, 5], Some(8), Some(0)),
             (&[2, 2, 2], Some(8), Some(4)),

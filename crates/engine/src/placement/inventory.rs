@@ -13,8 +13,9 @@ use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Up to this many processes, each is a sharer of its own. If there are more, processes with the same home node, nice
-/// value, allowed nodes and policy form a group, or there would be more sets of sharers than we can keep.
+/// Up to this many processes, each process is a sharer of its own. If there are more, processes with the same home
+/// node, nice value, allowed nodes and policy form one sharer. Otherwise there'd be more sets of sharers than we can
+/// keep.
 const OWNERS_MAX: usize = 16;
 /// The distance of a node from itself (SLIT, ACPI).
 const LOCAL_DISTANCE: u32 = 10;
@@ -40,9 +41,9 @@ pub(super) struct Frame {
     pub node: NodeKey,
     /// The number of its [`SharerSet`].
     pub sharers: u32,
-    /// The process where we first found it.
+    /// The process where we first found the frame.
     pub first: OwnerKey,
-    /// The copy where we last found it.
+    /// The last copy of the frame that we found.
     last: PageCopy,
     /// A page that maps it.
     pub region: RegionKey,

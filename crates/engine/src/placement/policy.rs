@@ -39,7 +39,7 @@ pub struct Sharer {
     pub home: NodeKey,
     /// Its nice value, -20 to 19.
     pub nice: i8,
-    /// Whether its copy was active before the merge.
+    /// Whether the process's copy was active before the merge.
     pub active: bool,
 }
 

@@ -101,14 +101,14 @@ pub enum Event {
 /// How far we are with judging a region.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Phase {
-    /// We have no verdict, and sample it to find out if it's worth reading whole.
+    /// We have no verdict, and sample the region to find out if it's worth reading whole.
     #[default]
     Surveyed,
-    /// We're reading all of it for a verdict, and have read the pages below this one.
+    /// We're reading the whole region for a verdict, and have read the pages below this one.
     Reading(Vpn),
-    /// There may be more of it to mark.
+    /// We judged the region worth marking, and there may be more of it to mark.
     Worth(Judgement),
-    /// Everything worth it is marked or merged. We keep sampling, to see whether that's still true.
+    /// Everything worth marking in the region is marked or merged. We keep sampling, to see whether that's still true.
     Settled(Judgement),
 }
 

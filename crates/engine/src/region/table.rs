@@ -19,7 +19,7 @@ const BLOCKS_MAX: u64 = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Block {
     key: RegionKey,
-    /// log2 of its size in pages.
+    /// log2 of the block's size in pages.
     bits: u32,
     /// How many blocks of that size come before it in the address space.
     number: u64,

@@ -57,7 +57,7 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// The frames it holds, without merged ones.
+    /// The frames that the cell holds, without merged ones.
     fn held(&self) -> f64 {
         self.private.0 as f64 + self.shared_frames
     }

@@ -70,7 +70,7 @@ impl Tally {
         // The upper 95 % bound of a Poisson count, to within a few per cent (3 for a count of 0).
         let most = found + 1.9 * (found + 0.6).sqrt() + 1.5;
         let ratio = zero + (found / n / chance).min(1.0 - zero);
-        // The lower bound, likewise, of all duplicates seen.
+        // The lower 95 % bound of all duplicates seen.
         let seen = self.duplicates() as f64;
         let least = (seen - 1.9 * seen.sqrt()).max(0.0);
         Estimate { ratio, floor: ratio * least / seen.max(1.0), ceiling: (zero + most / n / chance).min(1.0) }

@@ -19,7 +19,7 @@ struct Node<T> {
 
 #[derive(Clone, Debug)]
 pub(crate) struct RbTree<T> {
-    /// The first is [`NIL`], which is black and may be the parent or child of any node.
+    /// The nodes by their number. Number 0 is [`NIL`], which is black and may be the parent or child of any node.
     nodes: Vec<Node<T>>,
     free: Vec<u32>,
     root: u32,

@@ -425,7 +425,7 @@ impl Trees {
 pub(crate) enum UnstableSearch {
     /// A page with the same content, and its node.
     Partner(PageRef, u32),
-    /// No such page. The page itself is now in the tree, at this node.
+    /// No page has the same content. The page we searched for is now in the tree, at this node.
     Inserted(u32),
     /// The search met a page that ksmd can't compare with. ksmd tries again at a later visit.
     Lost,

@@ -9,7 +9,7 @@ use pagefold_engine::units::Vpn;
 
 pub(super) struct VisitCost {
     pub(super) cost_ns: u64,
-    /// Whether it counts in `pages_scanned`.
+    /// Whether the visit counts in `pages_scanned`.
     pub(super) counts: bool,
 }
 

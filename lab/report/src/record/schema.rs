@@ -70,7 +70,7 @@ pub(super) fn columns() -> parquet::errors::Result<TypePtr> {
     parse_message_type(MESSAGE).map(Arc::new)
 }
 
-/// Columns that ascend in small steps, at least often.
+/// Columns whose values mostly ascend in small steps.
 pub(super) const ASCENDING: [&str; 2] = ["page", "frame"];
 /// Columns whose values are nearly all different.
 pub(super) const RANDOM: [&str; 5] = ["digest", "part0", "part1", "part2", "part3"];

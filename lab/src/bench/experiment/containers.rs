@@ -121,7 +121,7 @@ impl Beside {
         }
         let processes = open_all(sites.iter().flat_map(Site::pids))?;
         let memory = SamplingThread::start(LOOK, move |_| {
-            // The processes end before the sampling does.
+            // Looking fails at the end: the processes end before the sampling does.
             let held = Held::by(&processes).ok();
             Ok(held.map(|held| (Instant::now(), held)))
         });

@@ -64,7 +64,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     let mut sequence = PolicySequence::take(setting)?;
     let mut rows = Vec::new();
     for layout in LAYOUTS {
-        // Each layout has other programs.
+        // Each layout has other programs, whose answers differ from the last layout's.
         sequence.expected = None;
         let mut split = BTreeMap::new();
         for policy in &policies {

@@ -52,7 +52,7 @@ fn start(setting: &ExperimentSetting<'_>, segment: Segment) -> anyhow::Result<Ta
     Ok(vec![setting.active_tenant(&spec)?, copy])
 }
 
-/// Maps in each tenth of a second of a policy's runs.
+/// How many times the tenant mapped memory in each tenth of a second of a policy's runs.
 fn speeds(report: &ExperimentReport, policy: &str) -> Vec<u64> {
     let mut maps = Vec::new();
     for run in report.runs.iter().filter(|run| run.policy == policy) {

@@ -33,7 +33,7 @@ struct Work {
     segments: Vec<Segment>,
     /// Pages that merging all duplicates frees.
     savable: u64,
-    /// The target for merging on request: MiB a CPU second and seconds, to 90 %.
+    /// The target for merging on request, up to 90 % of the savable memory: MiB per CPU second, and seconds.
     at_least: f64,
     within: Option<f64>,
 }

@@ -20,7 +20,7 @@ pub const EXPERIMENT: Experiment = Experiment {
 
 const WORKERS: usize = 4;
 
-/// Each `{}` in turn: a policy and a server.
+/// The two `{}` stand for a policy and a server.
 const SAVED: Metric = Metric::new("{}: {}, MiB saved by merging", "MiB");
 
 fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow::Result<()> {

@@ -1,5 +1,5 @@
-"""A WSGI application that holds the bytes of a file, objects made from them, and modules. Answers with the worker's pid and a
-checksum of all bytes. The file is named by the environment.
+"""A WSGI application that holds the bytes of a file, objects made from them, and modules. Answers with the worker's pid
+and a checksum of all bytes. The environment names the file.
 """
 
 import asyncio, decimal, email.message, http.client, json, os, sqlite3, xml.etree.ElementTree, zlib  # noqa: E401, F401

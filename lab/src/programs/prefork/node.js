@@ -1,5 +1,5 @@
-// A cluster whose workers hold the bytes of a file, objects made from them, and modules. They answer with their pid and a checksum
-// of all bytes. File, socket and number of workers are named by the environment.
+// A cluster whose workers hold the bytes of a file, objects made from them, and modules. They answer with their pid and
+// a checksum of all bytes. The environment gives the file, the socket and the number of workers.
 const cluster = require("cluster");
 if (cluster.isPrimary) {
   for (let number = 0; number < Number(process.env.WORKERS); number++) cluster.fork();

@@ -1,6 +1,6 @@
 <?php
-/* Reads a file, makes objects from its bytes, and answers with the worker's pid and a checksum of all bytes. PHP frees all of it at
-   the end of each request. */
+/* Reads a file, makes objects from its bytes, and answers with the worker's pid and a checksum of all bytes. PHP frees
+   all of it at the end of each request. */
 $shared = file_get_contents(getenv("HELD_FILE"));
 $objects = [];
 for ($at = 0; $at < strlen($shared); $at += 1000) {

@@ -1,5 +1,5 @@
-# Configuration and application in one: holds the bytes of a file, objects made from them, and libraries. Answers with the worker's
-# pid and a checksum of all bytes. File, socket and number of workers are named by the environment.
+# Configuration and application in one: holds the bytes of a file, objects made from them, and libraries. Answers with
+# the worker's pid and a checksum of all bytes. The environment gives the file, the socket and the number of workers.
 require "json"
 require "net/http"
 require "set"

@@ -1,11 +1,11 @@
 <?php
-/* Installs WordPress in the directory of the first argument, with so many posts as the second one says, each with the same pictures.
-   Prints the numbers of the posts. */
+/* Installs WordPress. Arguments: its directory, the number of posts to write, and the number of pictures in each post.
+   All posts show the same pictures. Prints the numbers of the posts. */
 [, $root, $posts, $pictures] = $argv;
 define('WP_INSTALLING', true);
 $_SERVER['HTTP_HOST'] = 'localhost:8080';
 $_SERVER['REQUEST_METHOD'] = 'GET';
-/* No mail. */
+/* Sends no mail. */
 function wp_new_blog_notification() {}
 require "$root/wp-load.php";
 require ABSPATH . 'wp-admin/includes/upgrade.php';
