@@ -35,8 +35,7 @@ pub enum Fork {
     First,
     /// We read the shared pages in the first of its relatives.
     Relative,
-    /// The first relative has duplicates. The kernel replaces each mapping by itself, so we read the shared pages here,
-    /// too.
+    /// The first has duplicates. The kernel replaces each mapping by itself, so we read them here, too.
     Follows,
 }
 
@@ -125,7 +124,7 @@ impl Region {
         matches!(self.fork, Fork::First | Fork::Follows)
     }
 
-    /// Whether a page that we haven't merged and a page of another region are the same frame, through fork.
+    /// Whether a page that we haven't merged is the same frame as one of another region, through fork.
     pub fn is_same_frame(&self, page: Vpn, other: &Self, other_page: Vpn) -> bool {
         self.view.key != other.view.key && self.view.lineage == other.view.lineage && page == other_page
     }

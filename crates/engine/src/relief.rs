@@ -66,7 +66,7 @@ pub struct Relieved {
     pub limit: LimitKey,
     /// Other processes' regions with pages that are charged to it.
     pub others: Vec<Place>,
-    /// The cgroup's own regions with many marked pages that aren't merged.
+    /// Its own regions with many marked pages that aren't merged.
     pub own: Vec<Place>,
 }
 
@@ -225,7 +225,7 @@ impl Survey {
     }
 
     /// Chooses others' regions until `lacking` frames come free. A frame comes free once nobody else maps it. Returns
-    /// how many frames come free.
+    /// how many do.
     fn choose_others(&self, mut holders_of: FxHashMap<u64, u32>, lacking: Pages, chosen: &mut Vec<Place>) -> Pages {
         let mut held: FxHashMap<Place, Vec<u64>> = FxHashMap::default();
         for &(place, frame) in &self.outside {
@@ -330,7 +330,7 @@ mod tests {
         samples
     }
 
-    /// The regions to unmerge, as process numbers: the other processes' regions, and the cgroup's own.
+    /// The regions to unmerge, as process numbers: others', and its own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
         relief.begin(view, Pages(1), &table, S);

@@ -98,7 +98,7 @@ impl Engine {
         let mut taken: FxHashMap<LimitKey, Pages> = FxHashMap::default();
         for place in relieved.others {
             let Some(region) = self.table.at_mut(place.region, place.first) else { continue };
-            // Without marks of our own, we have nothing to undo: the marks are another program's.
+            // Another program's marks aren't ours to undo.
             if by_marks && region.marks.spans.is_empty() {
                 continue;
             }

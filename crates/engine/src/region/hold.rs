@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// The first and the longest pause between two examinations of a region that bring nothing, nanoseconds.
 const FIRST_PAUSE_NS: u64 = 10_000_000_000;
 const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
-/// How long we leave a region alone for a temporary reason, nanoseconds.
+/// How long we leave a region alone for a reason that passes, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
 
 /// Why we leave a region alone.
@@ -19,7 +19,7 @@ pub enum LeaveAlone {
     TakenBack,
     /// We unmerged the region because another cgroup was charged for it and had no headroom. Temporary.
     Relieved,
-    /// The process refused to be marked. Permanent.
+    /// Its process refused to be marked. Lasts for good.
     Refused,
 }
 
@@ -51,7 +51,7 @@ impl Hold {
         self.reason
     }
 
-    /// Leaves the region alone until `until_ns`, for a temporary reason.
+    /// Leaves the region alone until `until_ns`, for a reason that passes.
     pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
         self.reason = Some(reason);
         self.not_before_ns = until_ns;

@@ -19,7 +19,7 @@ pub struct Usage {
     pub active: PageSet,
     /// Pages we merged on request, as far as we know.
     pub merged: PageSet,
-    /// Whether an earlier run may have merged more pages on request, and we haven't read the region whole since.
+    /// Whether an earlier run may have merged more of them on request: we haven't read the region whole since.
     pub merged_before: bool,
     /// A region that has pages in common with this one, as far as we know.
     pub partner: Option<RegionKey>,
