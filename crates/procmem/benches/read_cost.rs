@@ -1,5 +1,5 @@
-//! The cost of checking the state of pages before reading them: `PageReader` against a bare process_vm_readv loop over
-//! the same runs: `cargo bench -p pagefold-procmem --bench read_cost`.
+//! Measures the cost of checking the state of pages before reading them: compares `PageReader` with a bare
+//! process_vm_readv loop over the same runs. Run `cargo bench -p pagefold-procmem --bench read_cost`.
 
 use pagefold_engine::random::Random;
 use pagefold_engine::units::{PAGE_SIZE, Pages, Vpn};
@@ -79,7 +79,8 @@ fn bare(pid: i32, runs: &[(Vpn, u32)]) {
                 .collect();
             let wanted: usize = remote.iter().map(|piece| piece.iov_len).sum();
             let local = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: wanted };
-            // SAFETY: at most 512 pages are wanted, which the buffer has; the remote addresses are the kernel's to check.
+            // SAFETY: at most 512 pages are wanted, which the buffer has; the remote addresses are the kernel's to
+            // check.
             let read = unsafe {
                 libc::process_vm_readv(pid, &raw const local, 1, remote.as_ptr(), remote.len() as libc::c_ulong, 0)
             };

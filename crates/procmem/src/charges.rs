@@ -1,6 +1,6 @@
-//! `/proc/kpagecgroup`: the memory cgroup that each frame is charged to, by its inode number. Needs root.
+//! `/proc/kpagecgroup`: the inode number of the memory cgroup that each frame is charged to. Needs root.
 //!
-//! Frames stay charged to a cgroup that is removed. For them the kernel shows its nearest ancestor that still exists
+//! Frames stay charged to a cgroup after its removal. For them the kernel shows the nearest ancestor that still exists
 //! (`page_cgroup_ino`, mm/memcontrol.c), whose limit applies to them.
 
 use super::kpageflags::KpageFlags;
@@ -10,19 +10,19 @@ use std::io;
 use std::os::unix::fs::{DirEntryExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// How many cgroups below one we look for at most.
+/// We look up at most this many cgroups: the given one and its descendants.
 const CGROUPS_MOST: usize = 16_384;
 
 /// The frames charged to one cgroup and its descendants.
 #[derive(Debug)]
 pub struct Charges {
-    /// A file of one word a frame, like kpageflags.
+    /// Has one word per frame, like kpageflags.
     words: KpageFlags,
     cgroups: HashSet<u64>,
 }
 
 impl Charges {
-    /// Opens them for the cgroup with this directory.
+    /// Opens the charges of the cgroup with this directory.
     pub fn of(dir: &Path) -> io::Result<Self> {
         Self::at(Path::new("/proc/kpagecgroup"), dir)
     }
@@ -48,7 +48,7 @@ fn inodes_below(dir: &Path) -> io::Result<HashSet<u64>> {
     while let Some(dir) = left.pop() {
         let entries = match fs::read_dir(&dir) {
             Ok(entries) => entries,
-            // Removed meanwhile.
+            // Somebody has removed the directory meanwhile.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => return Err(error),
         };

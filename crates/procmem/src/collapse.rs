@@ -1,10 +1,11 @@
-//! Puts huge pages together again where a process had them.
+//! Rebuilds huge pages where a process had them.
 //!
-//! Merging a page of a huge page splits it, and unmerging leaves small pages. `process_madvise(MADV_COLLAPSE)` (Linux 6.1) copies
-//! them into a huge page while the process runs. The kernel would also fill holes and copy fork-shared pages, whatever
-//! khugepaged's limits are (`madvise_collapse`, mm/khugepaged.c), and that takes memory. So we only collapse extents whose pages
-//! are all present and mapped once. Between our check and the call the process may change some; then it takes up to 2 MiB more,
-//! as it could with khugepaged.
+//! Merging one page of a huge page splits the huge page, and unmerging leaves small pages.
+//! `process_madvise(MADV_COLLAPSE)` (Linux 6.1) copies the small pages into a huge page while the process runs.
+//! Whatever khugepaged's limits are, the kernel would also fill holes and copy fork-shared pages (`madvise_collapse`,
+//! mm/khugepaged.c), which takes memory. So we only collapse extents whose pages are all present and mapped once. If
+//! the process changes some of them between our check and the call, the huge page takes up to 2 MiB more, as it could
+//! with khugepaged.
 
 use crate::Roots;
 use crate::headroom::headroom;
@@ -19,16 +20,17 @@ const MADV_COLLAPSE: i32 = 25;
 const PAGES: usize = 512;
 const _: () = assert!(PAGES as u64 == EXTENT_PAGES);
 const BYTES: usize = PAGES * PAGE_SIZE;
-/// How much must be left below the memory limits: the new page, before the old ones are free, and a margin for others.
+/// Free memory that we require below the memory limits: the new huge page while the old pages still exist, and a margin
+/// for other programs.
 const ROOM: Bytes = Bytes(36 << 20);
 
-/// Whether the kernel may use huge pages at all. The call would make them in any case.
+/// Whether huge pages are enabled at all. MADV_COLLAPSE would make them in any case.
 pub fn is_wanted() -> bool {
     let mode = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     matches!(chosen(&mode), Some(mode) if mode != "never")
 }
 
-/// The first pages of the extents that lie within a range of addresses, in order.
+/// The first page of each 2 MiB extent that lies within a range of addresses, in order.
 pub fn extents(start: u64, end: u64) -> impl Iterator<Item = Vpn> {
     let bytes = BYTES as u64;
     let first = start.checked_next_multiple_of(bytes).unwrap_or(u64::MAX);
@@ -36,7 +38,8 @@ pub fn extents(start: u64, end: u64) -> impl Iterator<Item = Vpn> {
     (0..whole).map(move |number| Vpn::of_address(first + number * bytes))
 }
 
-/// Collapses extents of a process within its memory limits, and returns how many. Needs CAP_SYS_NICE for other processes.
+/// Collapses extents of a process within its memory limits, and returns how many. For other processes this needs
+/// CAP_SYS_NICE.
 ///
 /// # Errors
 /// We can't read the process. Extents that the kernel refuses to collapse stay as they are.
@@ -56,7 +59,8 @@ pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64
             iov_len: BYTES,
         };
         let pidfd = process.pidfd()?.as_raw_fd();
-        // SAFETY: the kernel reads one iovec, which outlives the call. Its address is one of the other process, where no byte changes.
+        // SAFETY: the kernel reads one iovec, which outlives the call. Its address is in the other process, where no
+        // byte changes.
         let advised =
             unsafe { libc::syscall(libc::SYS_process_madvise, pidfd, &raw const range, 1_usize, MADV_COLLAPSE, 0_u32) };
         done += u64::from(usize::try_from(advised) == Ok(range.iov_len));
@@ -68,7 +72,8 @@ pub fn collapse(process: &Process, extents: &[Vpn], roots: &Roots) -> Result<u64
 mod tests {
     use super::*;
 
-    /// Memory of this process in aligned extents. It has no advice, so that khugepaged leaves it alone where it waits for advice.
+    /// Aligned extents of this process's memory. We don't advise huge pages, so where khugepaged waits for advice it
+    /// leaves them alone.
     struct Memory {
         at: *mut u8,
         extents: usize,
@@ -94,7 +99,7 @@ mod tests {
 
         fn advise(&mut self, extent: usize, pages: usize, advice: i32) {
             let at = self.bytes()[extent * BYTES..].as_mut_ptr();
-            // SAFETY: a range of its own mapping. Zeros are as good as what it held.
+            // SAFETY: the range is part of our own mapping, and we don't mind if its contents become zeros.
             assert_eq!(unsafe { libc::madvise(at.cast(), pages * PAGE_SIZE, advice) }, 0);
         }
     }
@@ -116,7 +121,7 @@ mod tests {
             return pagefold_testkit::skip("the kernel makes no huge pages");
         }
         let mut memory = Memory::new(3);
-        // Other tests may fork meanwhile.
+        // Other tests may fork at the same time, and a fork would share these pages.
         memory.advise(0, 3 * PAGES, libc::MADV_DONTFORK);
         memory.advise(2, PAGES, libc::MADV_NOHUGEPAGE);
         memory.bytes().iter_mut().step_by(PAGE_SIZE).enumerate().for_each(|(page, byte)| *byte = page.to_le_bytes()[0]);

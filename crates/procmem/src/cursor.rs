@@ -4,9 +4,9 @@ use crate::memory::{PageReader, PageView, ReadHow};
 use crate::process::{Process, ReadError};
 use pagefold_engine::units::{Pages, Vpn};
 
-/// We search this many pages of the page tables at a time: from about 65,536 on, the search skips empty parts.
+/// We search page tables in windows of this many pages. Only a search of some 65,536 pages or more skips empty parts.
 const WINDOW_PAGES: u64 = 1 << 18;
-/// For one portion we search this many windows at most: a program may reserve terabytes.
+/// We search at most this many windows for one portion, because a program may reserve terabytes.
 const WINDOWS_MOST: u32 = 256;
 
 /// A range of memory, and how to read it.
@@ -20,19 +20,19 @@ pub struct ReadRange {
 /// How far we've read the ranges of a process.
 #[derive(Clone, Debug, Default)]
 pub struct ReadCursor {
-    /// Runs that we've found and not read yet, the last first, and how to read them.
+    /// Runs that we've found but not read yet, in reverse order. `how` says how to read them.
     runs: Vec<(Vpn, u32)>,
     how: ReadHow,
-    /// The search goes on here.
+    /// Where the search continues.
     next: Vpn,
 }
 
 impl ReadCursor {
-    /// Reads about `most` resident pages of the ranges, which ascend, from the cursor on. Returns whether anything is
-    /// left to read.
+    /// Reads about `most` resident pages from the cursor on. The ranges must ascend. Returns whether anything is left
+    /// to read.
     ///
     /// # Errors
-    /// Those of [`PageReader::read_runs`].
+    /// The errors of [`PageReader::read_runs`].
     pub fn read(
         &mut self,
         reader: &mut PageReader,

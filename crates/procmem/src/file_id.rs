@@ -1,4 +1,4 @@
-//! A file by device and inode: where a path leads now, without asking the server of a network or FUSE file system.
+//! Identifies a file by device and inode, without asking the server of a network or FUSE file system.
 
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ pub struct FileId {
 }
 
 impl FileId {
-    /// The executable of a process, by its directory in /proc; `None` if there is none. Asks no file server.
+    /// The executable of a process, given its directory in /proc; `None` if it has no executable. Asks no file server.
     pub fn of_exe(process: &impl AsFd) -> Option<Self> {
         Some(Found::of(process.as_fd(), Path::new("exe"), AtFlags::empty()).ok()?.id)
     }

@@ -1,4 +1,4 @@
-//! Private parsers, for `pagefold-fuzz` only, which states their properties.
+//! Private parsers, exposed only for `pagefold-fuzz`, which states their properties.
 
 use crate::ksm_stat::KsmStat;
 use crate::os::fields;
@@ -51,8 +51,8 @@ pub fn node_kib(text: &str, name: &str) -> Option<u64> {
     fields::kib(text.as_bytes(), name).ok()
 }
 
-/// The parts into which the zones of `/proc/zoneinfo` divide a memory block of 32768 frames that spans two nodes: first
-/// frame and number of frames.
+/// Divides a memory block of 32768 frames that spans two nodes along the zones of `/proc/zoneinfo`. Returns the first
+/// frame and the number of frames of each part.
 pub fn block_of_two(zones: &str) -> Vec<(u64, u64)> {
     let block = [0, 1].map(|node| FrameSpan { first: 32_768, frames: 32_768, node: NodeKey(node) });
     let parts = os::numa::divided(&block, &os::numa::zones_of(zones));

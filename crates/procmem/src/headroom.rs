@@ -1,7 +1,8 @@
-//! How much memory a process can allocate before the OOM killer comes: limits of its memory cgroups, and of the machine.
+//! How much memory a process can allocate before the OOM killer strikes, by the limits of its memory cgroups and of the
+//! machine.
 //!
-//! Unmerging allocates memory that is charged to the process (`unmerge_ksm_pages` breaks each page as a write would,
-//! mm/ksm.c). Beyond a limit the kernel kills.
+//! Unmerging allocates memory that is charged to the process, because `unmerge_ksm_pages` (mm/ksm.c) breaks each page
+//! as a write would. If that exceeds a limit, the OOM killer strikes.
 
 use super::cgroup::{Cgroup, parse_cgroups};
 use crate::os::fault;
@@ -18,7 +19,7 @@ use std::path::{Component, Path, PathBuf};
 pub struct Headroom {
     /// `Bytes(u64::MAX)` if we know of no limit.
     pub left: Bytes,
-    /// How much of that should stay free while we make copies: [`margin_below`].
+    /// How much of `left` should stay free while we make copies: [`margin_below`].
     pub margin: Bytes,
 }
 
@@ -69,7 +70,7 @@ fn text_of(path: &Path) -> io::Result<String> {
 /// Mount point and directory of a cgroup, if it can limit memory.
 pub fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
     let path = cgroup.path.strip_prefix('/')?;
-    // Paths outside our cgroup namespace begin with "..": here a directory of that name would be another cgroup.
+    // Paths outside our cgroup namespace begin with "..". Below our mount they would lead to another cgroup.
     if !Path::new(path).components().all(|part| matches!(part, Component::Normal(_))) {
         return None;
     }
@@ -84,8 +85,8 @@ pub fn group_dir(cgroup: &Cgroup, root: &Path) -> Option<(PathBuf, PathBuf)> {
     Some((mount, dir))
 }
 
-/// Limits, and the usage that counts against each. Beyond `memory.high` the kernel doesn't kill but throttles. Version 1 can
-/// limit memory and swap together: then swapping out frees nothing.
+/// The file of each limit, and the file of the usage that counts against it. Above `memory.high` the kernel doesn't
+/// kill but throttles. Version 1 can limit memory and swap together, and then swapping out frees nothing.
 const LIMITS: [(&str, &str); 4] = [
     ("memory.max", "memory.current"),
     ("memory.high", "memory.current"),
@@ -93,7 +94,7 @@ const LIMITS: [(&str, &str); 4] = [
     ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
 ];
 
-/// From here on a limit has no effect: version 1 has a huge number instead of none.
+/// Limits from here on have no effect: version 1 shows a huge number if there's no limit.
 const NO_LIMIT: u64 = 1 << 62;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,7 +111,7 @@ fn bytes_in(path: &Path) -> io::Result<Option<u64>> {
     }
 }
 
-/// The tightest limit of one cgroup, by how much is left; `None` without a limit.
+/// The limit of a cgroup that leaves the least; `None` if it has no limit.
 pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
     let mut limits = Vec::new();
     for (limit, usage) in LIMITS {
@@ -122,7 +123,7 @@ pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
     if limits.is_empty() {
         return Ok(None);
     }
-    // Making this file costs the kernel more than all others together.
+    // We read this file only if there is a limit: it costs the kernel more than all the others together.
     let stat = text_of(&dir.join("memory.stat"))?;
     let cache = reclaimable(stat.as_bytes());
     let limits = limits.into_iter().map(|(limit, usage)| {
@@ -132,10 +133,11 @@ pub fn limit_of(dir: &Path) -> io::Result<Option<Limit>> {
     Ok(limits.min_by_key(|limit| limit.left))
 }
 
-/// The page cache that the kernel reclaims before it kills, in bytes, by the text of `memory.stat`: all of the inactive part,
-/// and whatever of the active part no program maps. Programs that read files fill their cgroup with it up to the limit, and lose
-/// nothing but time when it goes. We don't count pages that must be written to disk first, tmpfs and locked pages (which need
-/// swap, or stay), or the kernel's caches (slab, which may be pinned). Nor do we count on swap: anonymous memory is in use.
+/// The page cache that the kernel reclaims before it kills, in bytes, from the text of `memory.stat`: all inactive page
+/// cache, and the active page cache that no program maps. Programs that read files fill their cgroup with page cache up
+/// to the limit, and lose only time when it goes. We don't count pages that must first be written to disk, tmpfs and
+/// locked pages (which need swap, or stay), or the kernel's caches (slab, which may be pinned). Nor do we count on
+/// swap: anonymous memory is in use.
 fn reclaimable(stat: &[u8]) -> u64 {
     let dirty = of_either(stat, "total_dirty", "file_dirty");
     let unwritten = dirty.saturating_add(of_either(stat, "total_writeback", "file_writeback"));
@@ -145,7 +147,7 @@ fn reclaimable(stat: &[u8]) -> u64 {
     inactive.saturating_add(unmapped).saturating_sub(unwritten)
 }
 
-/// A field by its name in version 1, if that's there, or in version 2.
+/// The value of a field by its version 1 name or, if that's missing, by its version 2 name.
 fn of_either(stat: &[u8], name_v1: &str, name_v2: &str) -> u64 {
     number(stat, name_v1).or_else(|_| number(stat, name_v2)).unwrap_or(0)
 }

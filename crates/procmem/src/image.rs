@@ -10,10 +10,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Identifies the execution of a program: a hash of the auxiliary vector, which contains addresses that the kernel chooses at
-/// random at each exec. Forked processes have the same until one of them executes a program.
+/// Identifies the execution of a program: a hash of the auxiliary vector, which contains addresses that the kernel
+/// chooses at random at each exec. A forked child has the same value as its parent until either calls exec.
 pub fn image_of(process: &Process) -> Result<u64, ReadError> {
-    // One read: some 20 pairs of words on every kernel.
+    // One read is enough: every kernel has some 20 pairs of words.
     let mut auxv = [0; 2048];
     let length = process
         .open_file("auxv")?
@@ -24,7 +24,7 @@ pub fn image_of(process: &Process) -> Result<u64, ReadError> {
     Ok(hash.finish())
 }
 
-/// The basis of a verdict on a process: the program that it runs, its executable, and its user.
+/// The facts that a verdict on a process is based on: the program that it runs, its executable, and its user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgramId {
     pub image: u64,
@@ -40,7 +40,8 @@ impl ProgramId {
     }
 }
 
-/// The effective user: the owner of the directory in /proc, even of a non-dumpable process (`task_dump_owner`, fs/proc/base.c).
+/// The effective user: the owner of the directory in /proc, even of a non-dumpable process (`task_dump_owner`,
+/// fs/proc/base.c).
 pub fn effective_user(process: &Process) -> io::Result<u32> {
     Ok(rustix::fs::fstat(process)?.st_uid)
 }
@@ -54,16 +55,17 @@ impl AddressSpace {
         Ok(Self(Arc::new(process.open_file("pagemap")?)))
     }
 
-    /// Whether any process still uses it. After an exec nobody does, unless the process shared it (vfork). Takes no lock: the
-    /// kernel refuses an odd position before it takes one, but only if the address space exists (fs/proc/task_mmu.c).
+    /// Whether any process still uses the address space. After an exec nobody does, unless it was shared (vfork). Takes
+    /// no lock: we read at an odd position, which the kernel refuses before it takes a lock, but only if the address
+    /// space exists (fs/proc/task_mmu.c).
     pub fn exists(&self) -> bool {
         !matches!(self.0.read_at(&mut [0; 1], 1), Ok(0))
     }
 
-    /// Waits for the lock of its memory map. Returns whether we got that within `limit`.
+    /// Waits for the lock of the memory map. Returns whether we got it within `limit`.
     pub fn is_unlocked(&self, limit: Duration) -> bool {
         let begun = Instant::now();
-        // The entry of page 0 (`pagemap_read`, fs/proc/task_mmu.c).
+        // Reads the entry of page 0, which takes the lock (`pagemap_read`, fs/proc/task_mmu.c).
         let _ = self.0.read_at(&mut [0; 8], 0);
         begun.elapsed() < limit
     }

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 pub struct FrameFlags(pub u64);
 
 impl FrameFlags {
-    /// On the active list of page reclaim. Kernels with MGLRU set it on no page.
+    /// The page is on the active list of page reclaim. Kernels with MGLRU set this flag on no page.
     pub const fn active(self) -> bool {
         self.0 & (1 << 6) != 0
     }
@@ -41,9 +41,9 @@ pub struct KpageFlags {
     order: Vec<(u64, usize)>,
 }
 
-/// Whether we can recognise merged pages: we may read kpageflags, and its KSM flag is correct. Linux 6.12 (seen on 6.12.95)
-/// sets the flag on every anonymous page, because `stable_page_flags` tests two bits and every anonymous page has one of
-/// them. Then a page of our own has it too. Tested once.
+/// Whether we can recognise merged pages: we may read kpageflags, and its KSM flag is correct. Linux 6.12 (seen on
+/// 6.12.95) sets the flag on every anonymous page, because `stable_page_flags` tests two bits and every anonymous page
+/// has one of them. So we test, once, whether a page of our own has the flag.
 pub fn shows_merged() -> bool {
     static SHOWS: OnceLock<bool> = OnceLock::new();
     *SHOWS.get_or_init(|| {
@@ -54,7 +54,7 @@ pub fn shows_merged() -> bool {
 
 /// Whether the flag is set on a page of our own; `None` if its frame number is hidden.
 fn own_page_is_merged(flags: &File) -> io::Result<Option<bool>> {
-    // We write it, and it's long enough to contain a whole page.
+    // We write the buffer to make its pages present. It's long enough to contain a whole page.
     let memory = vec![1_u8; 2 * PAGE_SIZE];
     let page = Vpn::of_address(count(memory.as_ptr().addr()) + PAGE_BYTES);
     let mut word = [0];
@@ -65,8 +65,8 @@ fn own_page_is_merged(flags: &File) -> io::Result<Option<bool>> {
     Ok(Some(FrameFlags(word[0]).ksm()))
 }
 
-/// We read across gaps up to this length between frames: that's cheaper than another call (measured 0.6 us for one frame,
-/// 0.1 us for each additional one).
+/// We read across gaps up to this length between frames: that's cheaper than another call (measured 0.6 us for one
+/// frame, 0.1 us for each additional one).
 const NEAR_FRAMES: u64 = 5;
 
 const LONGEST_READ: u64 = 512;
@@ -82,8 +82,8 @@ impl KpageFlags {
         Ok(Self { file: File::open(path)?, scratch: Vec::new(), order: Vec::new() })
     }
 
-    /// Looks up frames and calls `visit` with the position of each in `frames` and its flags, by ascending frame. We read
-    /// frames that are equal or close together with one call.
+    /// Looks up frames and calls `visit` with the position of each in `frames` and its flags, by ascending frame. We
+    /// read frames that are equal or close together with one call.
     pub fn look_up(
         &mut self,
         frames: impl IntoIterator<Item = u64>,

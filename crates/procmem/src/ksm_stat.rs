@@ -9,15 +9,15 @@ use pagefold_engine::units::Pages;
 pub struct KsmStat {
     /// All present and future memory of the process is marked (shown from Linux 6.14).
     pub merge_any: bool,
-    /// Some memory of the process is marked. `None` before Linux 6.14. The kernel looks at all mappings under the process's
-    /// mmap lock for it (`ksm_process_mergeable`, mm/ksm.c).
+    /// Some memory of the process is marked. `None` before Linux 6.14. To find out, the kernel takes the process's mmap
+    /// lock and looks at all mappings (`ksm_process_mergeable`, mm/ksm.c).
     pub mergeable: Option<bool>,
     /// Zero pages merged with the kernel's zero page (shown from Linux 6.10), KiB.
     pub zero_kib: u64,
 }
 
 impl KsmStat {
-    /// Reads the file. Without it all fields are zero.
+    /// Reads the file. If the kernel doesn't have it, all fields are zero.
     pub fn of(process: &Process) -> Result<Self, ReadError> {
         match process.read_file("ksm_stat") {
             Ok(text) => Ok(Self::parse(&text)),

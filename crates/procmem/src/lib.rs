@@ -1,7 +1,7 @@
-//! Other processes as procfs shows them: status, mappings, pages and their contents, limits. We leave them as they are: merged
-//! and fork-shared pages stay shared, and we trace nobody.
+//! Reads other processes through procfs: status, mappings, pages and their contents, limits. We leave the processes as
+//! they are: merged and fork-shared pages stay shared, and we trace nobody.
 //!
-//! - A new figure from `/proc/PID`: the module of its file. Parsers take bytes.
+//! - To read another figure from `/proc/PID`, extend the module of its file. Parsers take bytes.
 //! - [`os`]: the machine and this process: CPU time, memory pressure and nodes, capabilities, signals, fault injection.
 
 pub mod cgroup;

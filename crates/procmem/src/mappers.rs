@@ -11,7 +11,7 @@ pub fn mappers_of(frames: &[u64]) -> io::Result<Vec<u32>> {
 
 fn mappers_at(file: &Path, frames: &[u64]) -> io::Result<Vec<u32>> {
     let mut mappers = vec![0; frames.len()];
-    // A file of one word a frame, as kpageflags is.
+    // The file has one word per frame, like kpageflags.
     let mut words = KpageFlags::open_at(file)?;
     words.look_up(frames.iter().copied(), |at, word| mappers[at] = u32::try_from(word.0).unwrap_or(u32::MAX))?;
     Ok(mappers)

@@ -1,7 +1,7 @@
 //! Mappings of a process: parsers of `/proc/PID/maps` and `/proc/PID/smaps`.
 //!
-//! The name of a mapping can contain any bytes that a file system allows. The kernel escapes only the newline, as `\012`,
-//! and not the backslash, so the escape is ambiguous: we keep names as printed, including a final ` (deleted)`.
+//! The name of a mapping can contain any bytes that a file system allows. The kernel escapes only the newline, as
+//! `\012`, and not the backslash, so the escape is ambiguous: we keep names as printed, including a final ` (deleted)`.
 
 use crate::ksm_stat::KsmStat;
 use crate::os::abandonable;
@@ -45,9 +45,9 @@ impl Vma {
         Pages((self.end - self.start) / PAGE_BYTES)
     }
 
-    /// The mapping without its part below `end`, where the one listed before it ends. The kernel prints the list in pieces and
-    /// goes on at an address (`m_start` in fs/proc/task_mmu.c): a mapping that grew downwards or was merged with its neighbour
-    /// between two pieces begins below that.
+    /// The mapping without its part below `end`, the end of the mapping listed before it. The kernel prints the list in
+    /// pieces, each from some address on (`m_start` in fs/proc/task_mmu.c): a mapping that grew downwards or was merged
+    /// with its neighbour between two pieces begins below that address.
     fn above(mut self, end: u64) -> Result<Self, &'static str> {
         if self.end <= end {
             return Err("a mapping ends before the one above it");
@@ -143,7 +143,7 @@ impl VmaDetail {
     }
 }
 
-/// Kind of memory in a mapping: families are formed by it, and people see it.
+/// Kind of memory in a mapping. We show it to people, and group regions into families by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RegionKind {
     Heap,
@@ -204,8 +204,8 @@ fn is_hypervisor(exe: &[u8]) -> bool {
         || exe == b"crosvm"
 }
 
-/// We consider this many mappings of a process. Each takes some 200 bytes while we read it, and as much again for its region.
-/// The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes each.
+/// We consider at most this many mappings of a process. Each takes some 200 bytes while we read it, and as much again
+/// for its region. The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes each.
 pub const MAPPINGS_MOST: usize = 16_384;
 /// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;
@@ -244,8 +244,8 @@ impl ListError {
     }
 }
 
-/// Calls `each` for the lines of a text of any length, in a buffer of fixed size: we drop the end of a long line. Each read
-/// is a sign of progress (see [`crate::os::abandonable`]).
+/// Calls `each` for the lines of a text of any length, in a buffer of fixed size: we drop the end of a long line. Each
+/// read is a sign of progress (see [`crate::os::abandonable`]).
 fn each_line(
     mut input: impl Read,
     mut each: impl FnMut(&[u8]) -> Result<ControlFlow<()>, ListError>,
@@ -309,8 +309,8 @@ const READS_MOST: u32 = 16;
 /// KiB in the largest address space, of 57 bits.
 const MOST_KIB: u64 = 1 << 47;
 
-/// Reads a process's mappings with their details, without names of files. The kernel walks the page tables: that costs some
-/// 10 ns per present page.
+/// Reads a process's mappings with their details, without names of files. The kernel walks the page tables: that costs
+/// some 10 ns per present page.
 ///
 /// # Errors
 /// [`ReadError::TooMany`] if there are more than [`MAPPINGS_MOST`].
@@ -318,16 +318,17 @@ pub fn read_smaps(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     read_details(process, Names::Special, |_| true)
 }
 
-/// The same with all names.
+/// Like [`read_smaps`], with all names.
 pub fn read_smaps_named(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     read_details(process, Names::All, |_| true)
 }
 
-/// Reads up to [`MAPPINGS_MOST`] marked mappings, however many others there are. `original_bytes` counts only marked neighbours.
+/// Reads up to [`MAPPINGS_MOST`] marked mappings, however many others there are. `original_bytes` counts only marked
+/// neighbours.
 ///
-/// The kernel prints the list in pieces of some mappings. Between two pieces a mapping can move from the part we haven't read
-/// to the part that we have. So we read a list without marked mappings again until the kernel says that there are none. From
-/// a kernel that doesn't say (before Linux 6.14) we want two such lists.
+/// The kernel prints the list in pieces of some mappings. Between two pieces a mapping can move from the part we
+/// haven't read to the part that we have. So we read a list without marked mappings again until the kernel says that
+/// there are none. From a kernel that doesn't say (before Linux 6.14) we want two such lists.
 ///
 /// # Errors
 /// [`ReadError::Moving`] if there are marked mappings and we found none.
@@ -375,7 +376,7 @@ impl Details {
     fn read(&mut self, smaps: impl Read, names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), ListError> {
         each_line(smaps, |line| {
             self.add(line, names, &keep).map_err(ListError::Malformed)?;
-            // We only know that we keep the last one when the next begins.
+            // Only when the next mapping begins do we know whether we keep the last one.
             if self.found.len() > MAPPINGS_MOST + 1 { Err(ListError::TooMany) } else { Ok(ControlFlow::Continue(())) }
         })?;
         self.found.pop_if(|last| !keep(last));

@@ -10,8 +10,8 @@
 //! unmapped in between as absent. A page dropped in between (MADV_DONTNEED) reads as zeros and maps the zero page, just
 //! as if the program had read it.
 //!
-//! A merged page whose other mappings are all gone counts as mapped once. We unmerge it by reading it, and lose
-//! nothing: it saved nothing.
+//! A merged page whose other mappings are all gone counts as mapped once. Reading it unmerges it, and we lose nothing
+//! by that: it no longer saved any memory.
 
 mod batch;
 
@@ -52,13 +52,13 @@ impl Contents {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadHow {
-    /// Find out which pages are mapped by huge pages. Set it for regions that may have some.
+    /// Find out which pages are mapped by huge pages. Set this for regions that may have huge pages.
     pub huge: bool,
     pub contents: Contents,
     /// Find out which private pages are active.
     pub activity: bool,
-    /// Nothing is marked, so pages that look merged are shared. Matters where kpageflags calls every anonymous page merged
-    /// (Linux 6.12, see [`shows_merged`](super::kpageflags::shows_merged)).
+    /// Nothing is marked, so pages that look merged are shared. This matters on kernels whose kpageflags calls every
+    /// anonymous page merged (Linux 6.12, see [`shows_merged`](super::kpageflags::shows_merged)).
     pub unmarked: bool,
 }
 
@@ -98,7 +98,8 @@ impl Census {
         self.private + self.merged + self.shared
     }
 
-    /// Counts pages by their entries and, where those don't tell, by the flags of their frames. `unclear` is a buffer.
+    /// Counts pages by their page table entries and, where an entry isn't enough, by the flags of the frame. `unclear`
+    /// is a scratch buffer.
     fn add(
         &mut self,
         entries: &[u64],
@@ -118,7 +119,8 @@ impl Census {
             } else if entry.file_or_shared() && (entry.exclusive() || !huge) {
                 &mut self.file
             } else if let (Some(frame), Some(_)) = (entry.pfn(), &flags) {
-                // Some kernels show the huge zero page as a page of a file, so we ask if there may be huge pages.
+                // Some kernels show the huge zero page as a page of a file, so we look up the flags if there may be
+                // huge pages.
                 unclear.push((frame, entry.file_or_shared()));
                 continue;
             } else if entry.file_or_shared() {
@@ -144,7 +146,8 @@ impl Census {
 /// Entries per read of pagemap when walking a whole range: 64 KiB.
 const WALK_ENTRIES: usize = 8192;
 
-/// We keep the files of this many processes open, three descriptors each: opening them costs as much as reading ten pages.
+/// We keep the files of this many processes open, three descriptors each: opening them costs as much as reading ten
+/// pages.
 const HELD_PROCESSES: usize = 256;
 
 /// Reads pages of processes. Keeps its buffers, and the files of the processes it has read most recently.
@@ -180,9 +183,9 @@ impl Files {
         self.pid == process.pid() && self.start_time_ticks == process.start_time_ticks()
     }
 
-    /// Checks that an earlier process_vm_readv has read the right process. The call takes a pid, which may have been reused,
-    /// or belong to another program after exec. Neither has happened if the process isn't reaped by now and its old address
-    /// space still exists.
+    /// Checks that an earlier process_vm_readv has read the right process. The call takes a pid, which may have been
+    /// reused, or belong to another program after exec. Neither has happened if the process isn't reaped by now and its
+    /// old address space still exists.
     fn check(&self) -> Result<(), ReadError> {
         let read = fault::io("read:oom_score_adj").and_then(|()| self.liveness.read_at(&mut [0; 8], 0));
         read.map_err(|error| ReadError::from_io(self.pid, "oom_score_adj", error))?;
@@ -207,8 +210,8 @@ impl PageReader {
         self.frames.is_some()
     }
 
-    /// Reads runs of pages and calls `visit` for every page in order. We look up runs together if they ascend and are close
-    /// to each other, and read up to 256 pages with one system call.
+    /// Reads runs of pages and calls `visit` for every page in order. We look up runs together if they ascend and are
+    /// close to each other, and read up to 256 pages with one system call.
     ///
     /// # Errors
     /// [`ReadError::Vanished`] if the process ended or called exec. Pages visited before that are valid.
@@ -226,11 +229,11 @@ impl PageReader {
         })
     }
 
-    /// Finds pages as [`Self::read_runs`] does, but leaves reading to `digest`, which fills in the digests of neighbouring
-    /// pages. Pages that it leaves without a digest are absent.
+    /// Finds pages like [`Self::read_runs`], but `digest` reads them: it gets runs of neighbouring pages, and fills in
+    /// their digests. A page that gets no digest counts as absent.
     ///
     /// # Errors
-    /// Those of [`Self::read_runs`], and the errors of `digest`.
+    /// The errors of [`Self::read_runs`] and of `digest`.
     pub fn digest_runs(
         &mut self,
         process: &Process,
@@ -248,8 +251,8 @@ impl PageReader {
         })
     }
 
-    /// Unmerges every merged page of a range by reading it: the process gets its own copy and keeps running. Returns the
-    /// number of pages unmerged. Zero pages stay merged.
+    /// Unmerges every merged page of a range by reading it: the process gets its own copy and keeps running. Returns
+    /// the number of pages unmerged. Zero pages stay merged.
     pub fn unmerge(&mut self, process: &Process, first: Vpn, pages: Pages) -> Result<Pages, ReadError> {
         let mut runs = Vec::new();
         let mut unmerged = Pages(0);
@@ -261,7 +264,8 @@ impl PageReader {
         Ok(unmerged)
     }
 
-    /// Calls `visit` for every merged page of the runs, with its frame; with `lone`, also for those that nobody else maps.
+    /// Calls `visit` for every merged page of the runs, with its frame. With `lone`, includes pages that nobody else
+    /// maps any more.
     pub fn merged_frames(
         &mut self,
         process: &Process,
@@ -383,8 +387,8 @@ impl PageReader {
         }
     }
 
-    /// Calls `visit` with the page table entries of a range in large pieces. We skip most empty parts: a program may reserve
-    /// a terabyte and use one page of it, and pagemap returns eight bytes for every page.
+    /// Calls `visit` with the page table entries of a range in large pieces. We skip most empty parts: a program may
+    /// reserve a terabyte and use one page of it, and pagemap returns eight bytes for every page.
     fn for_each_populated(
         &mut self,
         process: &Process,
@@ -421,7 +425,8 @@ impl PageReader {
         Ok(())
     }
 
-    /// Finds or opens the files of a process and returns their index. Closes files of an address space from before an exec.
+    /// Finds or opens the files of a process and returns their index. Closes files of an address space from before an
+    /// exec.
     fn hold(&mut self, process: &Process) -> Result<usize, ReadError> {
         if let Some(at) = self.files.iter().position(|files| files.is_of(process)) {
             if self.files[at].pagemap.is_live()? {

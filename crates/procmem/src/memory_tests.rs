@@ -52,8 +52,8 @@ impl Memory {
         unsafe { ptr::read_volatile(self.at(page)) }
     }
 
-    /// Makes a page permanently unreadable by mapping a page beyond the end of a file over it. A plain munmap would leave
-    /// a hole in which another test could map memory.
+    /// Makes a page permanently unreadable by mapping a page beyond the end of a file over it. A plain munmap would
+    /// leave a hole in which another test could map memory.
     fn unmap(&self, page: usize) {
         // SAFETY: an empty file of memory; the page is inside this mapping, and no test touches it afterwards.
         unsafe {

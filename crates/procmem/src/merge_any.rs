@@ -1,7 +1,7 @@
 //! Marking all memory of the calling process: `prctl(PR_SET_MEMORY_MERGE)`, Linux 6.4 and later.
 //!
-//! The mark applies to all present and future mappings, is inherited by fork and, from Linux 6.7, kept by exec. It takes no ptrace
-//! and no privilege, but we can't choose regions.
+//! The mark applies to all present and future mappings, is inherited by fork and, from Linux 6.7, kept by exec. Setting
+//! it needs neither ptrace nor privileges, but we can't choose regions.
 
 use std::io;
 

@@ -33,8 +33,8 @@ fn allowed_list(status: &[u8], key: &str) -> Option<NumberList> {
     NumberList::parse(std::str::from_utf8(field(status, key)?).ok()?)
 }
 
-/// While this exists, our thread prefers to allocate memory on the home node of a process. The copies of pages that we cause
-/// in other processes follow our memory policy, not theirs.
+/// While this exists, our thread prefers to allocate memory on the home node of a process. The copies of pages that we
+/// cause in other processes follow our memory policy, not theirs.
 #[derive(Debug)]
 pub struct PreferNode(());
 
@@ -59,13 +59,13 @@ impl Drop for PreferNode {
     }
 }
 
-/// How many frames we move with one call. A call takes the target's mmap lock for reading page by page, and drains the lists of new
-/// pages of all processors once (`lru_cache_disable`, mm/migrate.c).
+/// How many frames we move with one call. For each page the call takes the target's mmap lock for reading. Once per
+/// call it drains all processors' lists of new pages (`lru_cache_disable`, mm/migrate.c).
 const BATCH: usize = 1_024;
 
-/// Moves the merged frames that a process maps at these pages, for all processes that map them. Calls `progress` with the
-/// number moved so far, and returns how many frames are on their node now. Needs CAP_SYS_NICE, and the process must be allowed
-/// memory on the node.
+/// Moves merged frames for all processes that map them. `moves` names each frame by a page where this process maps it.
+/// Calls `progress` with the number moved so far, and returns how many frames are on their node now. Needs
+/// CAP_SYS_NICE, and the process must be allowed memory on the node.
 pub fn move_frames(process: &Process, moves: &[(Vpn, NodeKey)], progress: impl Fn(u64)) -> Result<u64, ReadError> {
     const MPOL_MF_MOVE_ALL: libc::c_int = 1 << 2;
     let mut done = 0;

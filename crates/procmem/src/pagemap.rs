@@ -43,7 +43,8 @@ impl PagemapEntry {
     }
 }
 
-/// An open pagemap, for the address space at that time: after exec, reads return nothing, and so we notice the exec.
+/// An open pagemap. It shows the address space that the process had when we opened it: after an exec reads return
+/// nothing, and so we notice the exec.
 #[derive(Debug)]
 pub struct Pagemap {
     pid: i32,
@@ -55,12 +56,12 @@ impl Pagemap {
         Self::open_file(process, "pagemap")
     }
 
-    /// Opens this file below `/proc/PID`: the pagemap of one of its threads.
+    /// Opens the pagemap of a thread of the process; `file` is its path below `/proc/PID`.
     pub fn open_file(process: &Process, file: &str) -> Result<Self, ReadError> {
         Ok(Self { pid: process.pid(), file: process.open_file(file)? })
     }
 
-    /// The error of another file of the process.
+    /// Makes the error for another file of the process.
     pub fn error(&self, file: &str, error: io::Error) -> ReadError {
         ReadError::from_io(self.pid, file, error)
     }
@@ -217,7 +218,7 @@ struct RawRegion {
     categories: u64,
 }
 
-/// Reads whole words at an offset and returns how many came.
+/// Reads whole words at an offset and returns how many it could read.
 pub(super) fn pread_words(file: &File, words: &mut [u64], offset: u64) -> io::Result<usize> {
     let length = size_of_val(words);
     // SAFETY: the bytes are the memory of `words`, which we borrow exclusively; any bytes make valid words.

@@ -30,18 +30,19 @@ pub enum ReadError {
     Denied { pid: i32, file: String },
     #[error("/proc/{pid}/{file} is malformed: {what}")]
     Malformed { pid: i32, file: String, what: String },
-    /// It has more mappings than we consider.
+    /// The process has more mappings than we consider.
     #[error("process {pid} has more than {most} mappings")]
     TooMany { pid: i32, most: usize },
-    /// It has marked memory, which moved each time before we found it.
-    #[error("memory of process {pid} moves faster than it is found")]
+    /// The process has marked memory, but it moved each time before we found it.
+    #[error("process {pid} moves its marked memory faster than we can find it")]
     Moving { pid: i32 },
     #[error("cannot read /proc/{pid}/{file}: {source}")]
     Io { pid: i32, file: String, source: io::Error },
 }
 
 impl ReadError {
-    /// Whether the read hasn't returned in time, or we didn't make it because an earlier one of this process hasn't.
+    /// Whether the read didn't return in time, or we didn't try it because an earlier read of this process hasn't
+    /// returned.
     pub fn is_late(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut)
     }
@@ -78,7 +79,7 @@ impl Process {
         Self::open_at(Path::new("/proc"), pid)
     }
 
-    /// The same below another root, for tests on fixture trees.
+    /// Like [`Self::open`], below another root, for tests on fixture trees.
     pub fn open_at(root: &Path, pid: i32) -> Result<Self, ReadError> {
         let path: PathBuf = root.join(pid.to_string());
         let dir: OwnedFd = match File::open(&path) {
@@ -116,8 +117,8 @@ impl Process {
         let pid = Pid::from_raw(self.pid).ok_or(ReadError::Vanished { pid: self.pid })?;
         let pidfd = pidfd_open(pid, PidfdFlags::empty())
             .map_err(|error| ReadError::from_io(self.pid, "pidfd", error.into()))?;
-        // The pid has been this process's all the time, unless it has been reaped. And pidfd_open looks it up in our pid
-        // namespace, which must be the one that /proc shows.
+        // Nobody else can get the pid before the process is reaped, so we check below that it's alive. And pidfd_open
+        // looks up the pid in our pid namespace, which must be the one that /proc shows.
         let shown = std::fs::read(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))
             .map_err(|error| ReadError::from_io(self.pid, "pidfd", error))?;
         if number(&shown, "Pid") != Ok(self.pid) || !self.is_alive() {
@@ -133,7 +134,8 @@ impl Process {
     pub fn open_with(&self, file: &str, flags: OFlags) -> Result<File, ReadError> {
         self.fault(file)?;
         let opened = openat(&self.dir, file, flags).map_err(|error| match error {
-            // Below a reaped process every file is missing; below a live one the kernel doesn't provide this one.
+            // If the process has been reaped, all its files are missing. If it's alive, the kernel doesn't provide this
+            // one.
             Errno::NOENT if openat(&self.dir, "stat", OFlags::RDONLY).is_err() => ReadError::Vanished { pid: self.pid },
             _ => ReadError::from_io(self.pid, file, error.into()),
         })?;
@@ -208,7 +210,8 @@ impl Stat {
         matches!(self.state, b'Z' | b'X')
     }
 
-    /// Parses the text of `/proc/PID/stat`. The name may contain spaces and parentheses; it ends at the last parenthesis.
+    /// Parses the text of `/proc/PID/stat`. The name may contain spaces and parentheses; it ends at the last
+    /// parenthesis.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
         const PF_KTHREAD: u64 = 0x0020_0000;
         const PF_FORKNOEXEC: u64 = 0x40;
@@ -275,7 +278,7 @@ mod tests {
         assert_eq!(process.pidfd().unwrap().as_raw_fd(), first);
         child.kill().unwrap();
         child.wait().unwrap();
-        // Whatever has the pid by now.
+        // The pid may belong to any process by now.
         assert!(matches!(other.pidfd(), Err(ReadError::Vanished { .. })));
     }
 }

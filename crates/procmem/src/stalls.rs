@@ -1,8 +1,8 @@
-//! Processes in which our reads, or our attempts to make a call, don't return.
+//! Keeps track of processes in which our reads, or our attempts to make a call, don't return.
 //!
-//! We can't end the threads that wait for them. So there is one thread at a time for a process, we don't try it again before
-//! a pause that grows to hours, and we limit the number of such threads: in all, and for the processes of one user or one
-//! cgroup, so that these can't keep us from trying others.
+//! We can't end a thread that waits for such a process. So each process has one waiting thread at most, and we try the
+//! process again only after a pause, which grows to hours. We also limit the number of waiting threads, in all and for
+//! the processes of one user or one cgroup, so that no user or cgroup can keep us from trying other processes.
 
 use crate::image::effective_user;
 use crate::process::{Process, ProcessKey};
@@ -13,9 +13,9 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// We try nothing while there are this many threads.
+/// We try no process while this many threads are waiting.
 const THREADS_MOST: usize = 64;
-/// The same for one user, and for one cgroup. Threads that have returned count until we may try their process again.
+/// The limit for one user, and for one cgroup. Threads that have returned count until we may try their process again.
 const SHARE_MOST: usize = 8;
 /// How many processes we remember. Beyond that we forget those whose pause ends first.
 const REMEMBERED: usize = 1024;
@@ -26,8 +26,8 @@ pub static ATTEMPTS: Stalls =
 pub static READS: Stalls =
     Stalls::new(Pauses { first: Duration::from_secs(1), factor: 3, longest: Duration::from_secs(3600) });
 
-/// How long we leave a process alone after its first stall, by how much longer after each following one, and how long at most.
-/// We forget a stall after ten times its pause.
+/// How long we leave a process alone: after its first stall, the factor by which each further stall lengthens that, and
+/// at most. We forget a stall after ten times its pause.
 #[derive(Clone, Copy, Debug)]
 struct Pauses {
     first: Duration,
@@ -58,7 +58,7 @@ impl Stalls {
         self.lock().admit(process.key(), || Origin::of(process), Instant::now())
     }
 
-    /// Records that we've given up a process, while its thread `alive` is still at it.
+    /// Records that we've given up on a process, while its thread `alive` is still waiting.
     pub fn give_up(&self, process: &Process, alive: Weak<()>) {
         self.lock().give_up(process.key(), alive, Origin::of(process), Instant::now());
     }
@@ -68,7 +68,7 @@ impl Stalls {
         self.lock().entries.get(&process.key()).is_some_and(|entry| entry.is_in_force(Instant::now()))
     }
 
-    /// For how long we must not try a process, apart from the time that its thread takes.
+    /// How long we must not try a process, not counting the time until its thread returns.
     pub fn pause(&self, process: &Process) -> Duration {
         let register = self.lock();
         let entry = register.entries.get(&process.key());
@@ -139,10 +139,11 @@ impl Register {
     }
 }
 
-/// Where a process comes from, as far as its user can't choose that freely.
+/// Where a process comes from, by facts that its user can't freely choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Origin {
-    /// The user who made its user namespace (users may have many user IDs in theirs) unless that's root, otherwise its own.
+    /// The user who made the process's user namespace, because users may have many user IDs in theirs. If that's root,
+    /// the process's own user.
     user: u32,
     /// A hash of its cgroups.
     cgroup: u64,
@@ -160,7 +161,7 @@ impl Origin {
     }
 }
 
-/// The owner of the outermost user namespace of a process below our own.
+/// Of the user namespaces that a process is in, the owner of the outermost one below our own.
 fn namespace_owner(process: &Process) -> Option<u32> {
     const NS_GET_PARENT: libc::Ioctl = 0xb702;
     const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;
@@ -224,7 +225,8 @@ mod tests {
         assert!(register.entries.len() <= REMEMBERED);
     }
 
-    /// However many processes of a user, of root in one container, or of a container's many users stall.
+    /// Other users' processes are tried however many processes of one user, of root in one container, or of a
+    /// container's many users stall.
     #[test]
     fn nobody_keeps_other_users_from_being_tried() {
         let mut register = register();

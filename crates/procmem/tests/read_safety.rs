@@ -1,7 +1,7 @@
 //! Reading must leave merged and fork-shared pages as they are: on the real kernel, with real KSM.
 //!
-//! ksmd is stopped while we read pages, so KSM's counters (pages_sharing) wouldn't show a page that reading has unmerged.
-//! The page tables show it at once: kpageflags, smaps' `KSM` and the exclusive bit of pagemap.
+//! ksmd is stopped while we read pages, so KSM's counters (pages_sharing) wouldn't show a page that reading has
+//! unmerged. The page tables show it at once: kpageflags, smaps' `KSM` and the exclusive bit of pagemap.
 
 use pagefold_engine::host::PageState;
 use pagefold_engine::units::{PAGE_SIZE, Pages, Vpn};

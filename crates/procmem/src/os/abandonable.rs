@@ -1,16 +1,17 @@
 //! Jobs that may never return, on a thread that may be abandoned.
 //!
-//! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a file
-//! server that doesn't respond. Meanwhile reads of `smaps`, `pagemap` and `mem` of that program block
-//! (`mmap_read_lock_killable` in fs/proc/task_mmu.c: only a fatal signal ends that; in mm/process_vm_access.c not even a
-//! signal does). Observed on 6.18 by `pagefold/tests/crash/stuck.rs`. An exec keeps others waiting in the same way
+//! A thread of a program may hold its mmap lock while it waits: for a page of a file on a frozen file system, or for a
+//! file server that doesn't respond. Meanwhile our reads of that program's `smaps`, `pagemap` and `mem` block. Only a
+//! fatal signal ends such a read (`mmap_read_lock_killable` in fs/proc/task_mmu.c), and in mm/process_vm_access.c not
+//! even that. `pagefold/tests/crash/stuck.rs` shows this on 6.18. An exec makes readers wait in the same way
 //! (`exec_update_lock`).
 //!
-//! So a separate thread does whatever can block. Its caller waits while it computes or waits for a processor, and for a short
-//! while when it sleeps; then the caller goes on without the result. The thread ends when its job returns, or with the
-//! process. A job is stuck when it makes no progress for [`LIMIT`]. Progress is each part of a long list that the job has
-//! read and reports ([`advance`]), and the CPU time of its thread: the kernel walks the page tables of a large mapping in one
-//! read, 10 ns per page, but a thread that waits for a lock or a page uses no CPU time.
+//! So a separate thread does anything that can block. The caller waits while that thread computes or waits for a
+//! processor. While the thread sleeps, the caller waits for a short time only, and then goes on without the result. The
+//! thread ends when its job returns, or with the process. A job is stuck when it makes no progress for [`LIMIT`]. Two
+//! things count as progress: the job reports each part of a long list that it has read ([`advance`]), and the thread
+//! uses CPU time. The kernel walks the page tables of a large mapping in one read, 10 ns per page, but a thread that
+//! waits for a lock or a page uses no CPU time.
 
 use crate::os::cpu::clock_ns;
 use std::cell::{Cell, RefCell};
@@ -21,20 +22,20 @@ use std::time::{Duration, Instant};
 
 /// A job without progress for this long is stuck, even on a busy machine.
 pub const LIMIT: Duration = Duration::from_millis(if cfg!(test) { 1_500 } else { 3_000 });
-/// For how long a thread waits for jobs that sleep, at a stretch. It regains 1/[`REGAINED`] of the time that passes.
+/// How long in a row a thread waits for jobs that sleep. It regains 1/[`REGAINED`] of the time that passes.
 pub const PATIENCE: Duration = Duration::from_millis(250);
 const REGAINED: u32 = 4;
-/// How often a waiting caller checks whether the job sleeps. It waits at least this long.
+/// How often a waiting caller checks whether the job sleeps. Also the shortest wait.
 const TICK: Duration = Duration::from_millis(5);
 
 type Work = Box<dyn FnOnce() + Send>;
 
 thread_local! {
-    /// Sends jobs to the reading thread of this thread, if it has one that isn't busy.
+    /// Sends jobs to the reading thread that belongs to this thread, if it has one that isn't busy.
     static READER: RefCell<Option<Sender<Work>>> = const { RefCell::new(None) };
-    /// The signs of life of the job that this thread runs, if it is a reading thread.
+    /// The signs of progress of the job that this thread runs, if it is a reading thread.
     static SIGNS: RefCell<Option<Arc<Signs>>> = const { RefCell::new(None) };
-    /// The patience that this thread had left, and when.
+    /// How much patience this thread had left, and when that was.
     static LEFT: Cell<(Duration, Option<Instant>)> = const { Cell::new((PATIENCE, None)) };
 }
 
@@ -57,7 +58,7 @@ struct Signs {
 }
 
 impl Signs {
-    /// Has this thread show them.
+    /// Makes the calling thread the one that shows these signs.
     fn begin(self: &Arc<Self>) {
         let mut clock = 0;
         // SAFETY: `clock` outlives the call, which is about this thread.
@@ -109,7 +110,7 @@ impl Pending {
         self.alive.strong_count() == 0
     }
 
-    /// For how long it has made no progress, as far as we've looked.
+    /// How long the job has made no progress, as far as our looks at it tell.
     pub fn idle(&mut self) -> Duration {
         let now = self.signs.sum();
         if now != self.seen.0 {
@@ -127,7 +128,7 @@ impl Pending {
         is_asleep(self.signs.tid.load(Ordering::Relaxed))
     }
 
-    /// Exists as long as the job.
+    /// Can be upgraded as long as the job exists.
     pub fn alive(&self) -> Weak<()> {
         self.alive.clone()
     }
@@ -140,7 +141,7 @@ pub struct Job<T> {
 }
 
 impl<T: Send + 'static> Job<T> {
-    /// Starts it on the reading thread, which takes some 10 us more than a call.
+    /// Starts the job on the reading thread, which takes some 10 us more than calling it.
     pub fn start(job: impl FnOnce() -> T + Send + 'static) -> Self {
         let alive = Arc::new(());
         let signs = Arc::new(Signs::default());
@@ -155,8 +156,8 @@ impl<T: Send + 'static> Job<T> {
         Self { result, pending }
     }
 
-    /// Waits for the result: for `most`, and while the job sleeps for no longer than the patience of this thread. Gives back
-    /// the job if there is no result, also if the job has panicked or couldn't be started.
+    /// Waits for the result for up to `most`, or, while the job sleeps, up to the patience of this thread. Gives the
+    /// job back if there is no result. That includes jobs that panicked or couldn't be started.
     pub fn wait(self, most: Duration) -> Result<T, Self> {
         let began = Instant::now();
         loop {
@@ -221,7 +222,7 @@ mod tests {
         }
     }
 
-    /// Reads one line in each of some pauses.
+    /// Returns one line per read, after a pause each time.
     struct Slow(u32);
 
     impl std::io::Read for Slow {
@@ -244,7 +245,7 @@ mod tests {
         read
     }
 
-    /// The kernel walks page tables for long in one read, or prints a long list slowly: neither is stuck.
+    /// A job isn't stuck if the kernel walks page tables for long in one read, or prints a long list slowly.
     #[test]
     fn long_jobs_are_not_stuck_while_they_make_progress() {
         let computes = || {
@@ -281,7 +282,8 @@ mod tests {
         wait_until_over(&run_abandonable(|| -> () { panic!("as a test") }).unwrap_err());
     }
 
-    /// Waiting for many at once takes a quarter of the time, and we wait for each that doesn't sleep.
+    /// Waiting for many sleeping jobs soon takes only a quarter of the time, and we always wait for a job that doesn't
+    /// sleep.
     #[test]
     fn the_time_spent_waiting_is_limited() {
         let began = Instant::now();
@@ -297,7 +299,7 @@ mod tests {
             drop(release);
             wait_until_over(&pending);
         }
-        // A job that computes is left to itself after the time that its caller gives it.
+        // We leave a computing job behind when the time that its caller gives it is over.
         let (release, wait) = channel::<()>();
         let job = Job::start(move || while wait.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {});
         let job = job.wait(TICK).unwrap_err();

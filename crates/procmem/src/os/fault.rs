@@ -1,9 +1,9 @@
 //! Fault injection for tests.
 //!
-//! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point, with `@3` from the third
-//! passage on, the process kills itself with SIGKILL, or the read or write fails with that error, or never returns (`=hang`).
-//! Only the tests' builds have this: it takes the feature `faults`, which pagefold-testkit enables, and debug assertions.
-//! Everywhere else the points do nothing.
+//! `PAGEFOLD_FAULT` holds a list like `registers-set=kill,read:smaps@3=EIO`. At the named point the process kills
+//! itself with SIGKILL, or the read or write fails with that error, or never returns (`=hang`). `@3` means from the
+//! third passage on. Only test builds have this: it needs debug assertions and the feature `faults`, which
+//! pagefold-testkit enables. Everywhere else the points do nothing.
 
 use std::io::{self, Write};
 use std::sync::OnceLock;
@@ -12,7 +12,8 @@ use std::time::Duration;
 
 pub const VARIABLE: &str = "PAGEFOLD_FAULT";
 
-/// Environment variable with a file where we record each injected failure once: so a test can check that its fault occurred.
+/// Environment variable that names a file. We record each injected failure there once, so that a test can check that
+/// its fault occurred.
 pub const SEEN_VARIABLE: &str = "PAGEFOLD_FAULT_SEEN";
 
 /// Points of the daemon and of unmerging at which a kill leaves changes behind. The injector has its own list.
@@ -54,8 +55,8 @@ pub const POINTS: &[&str] = &[
     "unmarked",
 ];
 
-/// Reads: files below `/proc/PID` (the last component of their path), of KSM, of the machine, of memory cgroups, and
-/// pagefold's own files.
+/// Points where a read can fail: files below `/proc/PID` (by the last component of their path), of KSM, of the machine,
+/// of memory cgroups, and pagefold's own files.
 pub const READS: &[&str] = &[
     "read:stat",
     "read:status",
@@ -119,7 +120,7 @@ pub fn point(name: &str) {
     point_of(name, "");
 }
 
-/// The same for a point named `name:of`.
+/// Like [`point`], for a point named `name:of`.
 pub fn point_of(name: &str, of: &str) {
     if let Some(Fault { effect: Effect::Kill, .. }) = happens(name, of) {
         die();
@@ -134,7 +135,7 @@ pub fn io(name: &str) -> io::Result<()> {
     io_of(name, "")
 }
 
-/// The same for a point named `name:of`.
+/// Like [`io`], for a point named `name:of`.
 pub fn io_of(name: &str, of: &str) -> io::Result<()> {
     let Some(fault) = happens(name, of) else { return Ok(()) };
     fault.record();
@@ -144,7 +145,7 @@ pub fn io_of(name: &str, of: &str) -> io::Result<()> {
             die();
             Ok(())
         }
-        // Like a wait for a lock that only a fatal signal ends.
+        // Imitates waiting for a lock: only a fatal signal ends it.
         Effect::Hang => loop {
             std::thread::sleep(Duration::from_secs(3600));
         },

@@ -1,4 +1,5 @@
-//! Reads text with a `key value` or `key: value` on each line, like `/proc/meminfo`, `/proc/PID/status` and `memory.stat`.
+//! Reads text with a `key value` or `key: value` on each line, like `/proc/meminfo`, `/proc/PID/status` and
+//! `memory.stat`.
 
 use std::str::FromStr;
 

@@ -1,4 +1,4 @@
-//! The points of fault injection in builds other than the tests': they do nothing.
+//! The points of fault injection, for builds without fault injection: they do nothing.
 
 use std::io;
 

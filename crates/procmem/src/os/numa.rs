@@ -1,8 +1,8 @@
 //! Memory nodes of the machine, and the node of each frame.
 //!
-//! We read nodes from `/sys/devices/system/node` (Documentation/ABI/stable/sysfs-devices-node), and the frames of each from
-//! its memory blocks. There is no [`Topology`], and we place nothing, on kernels that don't show memory blocks (without
-//! CONFIG_MEMORY_HOTPLUG) and on machines where only one node has memory.
+//! We read nodes from `/sys/devices/system/node` (Documentation/ABI/stable/sysfs-devices-node), and the frames of each
+//! from its memory blocks. There is no [`Topology`], and we place nothing, on kernels that don't show memory blocks
+//! (without CONFIG_MEMORY_HOTPLUG) and on machines where only one node has memory.
 
 use super::fields::kib;
 use super::number_list::NumberList;
@@ -51,13 +51,14 @@ impl Topology {
         Self::read(Path::new("/sys/devices/system"), Path::new("/proc/zoneinfo"))
     }
 
-    /// The nodes under a directory like `/sys/devices/system`. A file like `/proc/zoneinfo` divides memory blocks of several nodes.
+    /// Reads the nodes from a directory like `/sys/devices/system`. `zones`, a file like `/proc/zoneinfo`, tells us how
+    /// to divide memory blocks that span several nodes.
     ///
     /// # Errors
     /// If we can't read or parse a file. Files that the kernel doesn't provide are not errors.
     pub fn read(root: &Path, zones: &Path) -> io::Result<Option<Self>> {
         let directory = root.join("node");
-        // Missing without CONFIG_NUMA and without CONFIG_MEMORY_HOTPLUG.
+        // The first file needs CONFIG_NUMA, the second CONFIG_MEMORY_HOTPLUG.
         let Some(with_memory) = read_if_exists(&directory.join("has_memory"))? else { return Ok(None) };
         let Some(block_size) = read_if_exists(&root.join("memory/block_size_bytes"))? else { return Ok(None) };
         let keys: Vec<NodeKey> = list(&with_memory)?.nodes().collect();
@@ -154,7 +155,8 @@ fn malformed(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("malformed: {}", what.trim()))
 }
 
-/// Divides memory blocks that span several nodes along the zones of the nodes. Frames in zones of two nodes get none.
+/// Divides memory blocks that span several nodes along the zones of the nodes. Leaves out frames that are in zones of
+/// two nodes.
 pub fn divided(blocks: &[FrameSpan], zones: &[FrameSpan]) -> Vec<FrameSpan> {
     let mut divided = Vec::new();
     for same in blocks.chunk_by(|a, b| a.first == b.first) {
@@ -274,7 +276,7 @@ mod tests {
         assert_eq!([0, 32_768, 49_151].map(node), [Some(0); 3]);
         assert_eq!([49_152, 65_535, 65_536, 98_303].map(node), [Some(1); 4]);
         assert_eq!(node(98_304), None);
-        // Without zones we don't know its node.
+        // Without zones we don't know the nodes of the divided block.
         fs::write(&zones, "").unwrap();
         let topology = Topology::read(root.path(), &zones).unwrap().unwrap();
         assert_eq!([0, 32_768, 65_536].map(|frame| topology.node_of(frame).is_some()), [true, false, true]);

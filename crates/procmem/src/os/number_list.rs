@@ -22,12 +22,12 @@ impl NumberList {
         Some(Self(ranges))
     }
 
-    /// The numbers below 1024, which all node numbers are (MAX_NUMNODES).
+    /// The numbers of the list that are below 1024, as all node numbers are (MAX_NUMNODES).
     pub fn iter(&self) -> impl Iterator<Item = u64> {
         self.0.iter().flat_map(|range| *range.start()..=(*range.end()).min(1023))
     }
 
-    /// The same as memory nodes.
+    /// The numbers as memory nodes.
     pub fn nodes(&self) -> impl Iterator<Item = NodeKey> {
         self.iter().filter_map(|number| Some(NodeKey(u16::try_from(number).ok()?)))
     }

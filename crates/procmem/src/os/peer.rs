@@ -5,7 +5,7 @@ use std::mem::size_of;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// The process that connected or listens, at that time. It may have passed on the socket since.
+/// The process that called connect or listen. It may have passed the socket on since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Pid in our pid namespace; 0 outside of it.
@@ -21,7 +21,7 @@ impl Peer {
     }
 }
 
-/// Not by rustix, whose pids are never 0: processes outside our pid namespace have pid 0.
+/// We don't use rustix here: its pids are never 0, but processes outside our pid namespace have pid 0.
 fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = libc::socklen_t::try_from(size_of::<libc::ucred>()).unwrap_or(0);
@@ -61,7 +61,7 @@ pub fn is_in_group(stream: &UnixStream, group: u32) -> io::Result<bool> {
     Ok(groups.contains(&group) || credentials(stream)?.gid == group)
 }
 
-/// The number of a group of /etc/group.
+/// The number of a group in /etc/group.
 pub fn group_id(name: &str) -> Option<u32> {
     parse_group_id(&std::fs::read_to_string("/etc/group").ok()?, name)
 }

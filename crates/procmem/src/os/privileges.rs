@@ -2,8 +2,8 @@
 //!
 //! We keep a list of capabilities and drop all others from every set: effective, permitted, inheritable, ambient and
 //! bounding. With `no_new_privs`, programs that we start can't gain more, so dropped capabilities don't come back. See
-//! capabilities(7) and `cap_bprm_creds_from_file` in security/commoncap.c (Linux 6.12). docs/privileges.md lists why we keep
-//! each capability and what fails without it.
+//! capabilities(7) and `cap_bprm_creds_from_file` in security/commoncap.c (Linux 6.12). docs/privileges.md lists why we
+//! keep each capability and what fails without it.
 //!
 //! Capabilities belong to threads, and new threads inherit them: drop them before starting threads.
 
@@ -14,7 +14,8 @@ use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 use rustix::thread::set_no_new_privs;
 use thiserror::Error;
 
-/// Capabilities for reading other processes. The daemon keeps no others: KSM's files only take the user root.
+/// Capabilities for reading other processes. The daemon keeps no others: for KSM's files it only needs to be the user
+/// root.
 pub const READING: [Capability; 3] = [
     // Page tables and memory: PTRACE_MODE_READ and PTRACE_MODE_ATTACH.
     Capability::CAP_SYS_PTRACE,
@@ -64,8 +65,8 @@ pub fn missing(needed: &[Capability]) -> Result<Vec<Capability>, PrivilegeError>
 pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     let permitted = caps::read(None, CapSet::Permitted)?;
     let kept: CapsHashSet = kept.iter().copied().filter(|capability| permitted.contains(capability)).collect();
-    // The bounding set first: that takes CAP_SETPCAP, which we drop below. Without CAP_SETPCAP, no_new_privs keeps the
-    // bounding set from restoring anything.
+    // We drop the bounding set first: that takes CAP_SETPCAP, which we drop below. If we don't have CAP_SETPCAP,
+    // no_new_privs keeps the bounding set from restoring anything.
     if permitted.contains(&Capability::CAP_SETPCAP) {
         caps::raise(None, CapSet::Effective, Capability::CAP_SETPCAP)?;
         for capability in caps::read(None, CapSet::Bounding)?.difference(&kept) {
@@ -82,7 +83,8 @@ pub fn keep_only(kept: &[Capability]) -> Result<(), PrivilegeError> {
     if left.is_empty() { Ok(()) } else { Err(PrivilegeError::Left(left)) }
 }
 
-/// Makes us non-dumpable, to protect pages of others that we hold: no core dumps, and no debuggers without privileges.
+/// Makes us non-dumpable (no core dumps, no debuggers without privileges), to protect the pages of other processes that
+/// we hold.
 pub fn keep_from_dumps() {
     // This can't fail.
     let _ = set_dumpable_behavior(DumpableBehavior::NotDumpable);

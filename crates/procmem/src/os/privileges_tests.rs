@@ -35,7 +35,7 @@ impl Other {
         let pid = child.id();
         let is_asleep = || {
             let end = std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "sleep\n");
-            // It has executed and finished starting.
+            // The process has called exec and finished starting.
             end && std::fs::read_to_string(format!("/proc/{pid}/syscall"))
                 .is_ok_and(|call| !call.starts_with("running"))
         };
