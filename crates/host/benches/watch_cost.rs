@@ -1,4 +1,4 @@
-//! What observing costs when nothing happens, without the engine and its samples:
+//! Measures the cost of observing when nothing happens, without the engine and its samples. Run
 //! `cargo bench -p pagefold-host --bench watch_cost`.
 
 use pagefold_engine::host::Host;

@@ -2,20 +2,21 @@
 
 use pagefold_procmem::process::ReadError;
 
-/// To see whether a process maps and unmaps all the time, we read its size this often: some 400 us together.
+/// To see whether a process maps and unmaps all the time, we read its size this many times in a row, which takes some
+/// 400 us.
 const SIZE_READS: u32 = 256;
-/// It does if its size has shrunk this often meanwhile: some 5,000 times a second. Growing is no sign.
+/// It does if its size shrinks this many times during these reads: some 5,000 times a second. Growing proves nothing.
 const SHRINKS: u32 = 2;
-/// We check whenever the size has changed, until this many checks have shown nothing: a program that waits for a
-/// processor during the check maps nothing. After that we keep some time between checks.
+/// We check whenever the size has changed, until this many checks have found nothing. We need several, because a
+/// program that waits for a processor during a check maps nothing. Later checks are further apart.
 const FIRST_CHECKS: u32 = 16;
-/// The shortest time between later checks, nanoseconds, and how long we leave a process alone after a positive one.
+/// The shortest time between later checks, nanoseconds, and how long we leave a process alone after a positive check.
 const CHECK_NS: u64 = 1_000_000_000;
 pub(crate) const LEFT_ALONE_NS: u64 = 10_000_000_000;
 
-/// Detects processes that map and unmap all the time. They, our reads of them and ksmd compete for their mmap lock:
-/// while we merged a gigabyte of a program that maps 200,000 times a second, it fell to an eighth of its speed, and
-/// ksmd to a tenth (6.18).
+/// Detects processes that map and unmap all the time. Such a process, our reads of it and ksmd compete for its mmap
+/// lock. While we merged a gigabyte of a program that maps 200,000 times a second, the program fell to an eighth of its
+/// speed, and ksmd to a tenth (Linux 6.18).
 #[derive(Debug, Default)]
 pub(super) struct ChurnDetector {
     /// Address space at the last call, pages.

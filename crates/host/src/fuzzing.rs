@@ -3,7 +3,7 @@
 use crate::check::facts;
 use crate::scope::{opt_out, opt_out_qemu, opt_out_unit};
 
-/// The opt-out on QEMU's command line. Each file that it names has the same text.
+/// The opt-out on QEMU's command line. Every file that the command line names has this same text.
 pub fn qemu_opts_out(text: &[u8]) -> Option<&'static str> {
     opt_out_qemu::of_arguments(text, |_| Some(text.to_vec()))
 }

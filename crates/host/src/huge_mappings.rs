@@ -4,11 +4,11 @@ use pagefold_engine::units::Vpn;
 use pagefold_procmem::collapse::extents;
 use std::collections::VecDeque;
 
-/// We collapse this many extents in a cycle: each takes half a millisecond, and the process's mmap lock for a part of
-/// it.
+/// We collapse at most this many extents in a cycle. Each takes half a millisecond, and holds the process's mmap lock
+/// for a part of that time.
 const EXTENTS_MOST: usize = 16;
-/// For this many mappings of a process we remember that they had huge pages when marked, and this many extents may
-/// wait. We leave others to khugepaged.
+/// We remember at most this many mappings of a process that had huge pages when we marked them, and let at most this
+/// many extents wait. We leave others to khugepaged.
 const MAPPINGS_MOST: usize = 64;
 const WAITING_MOST: usize = 4_096;
 
@@ -29,7 +29,7 @@ impl HugeMappings {
         }
     }
 
-    /// Records that a range has been unmarked, so that we collapse it again where it was huge.
+    /// Records that a range has been unmarked. We then collapse it again where it had huge pages.
     pub(super) fn wanted(&mut self, start: u64, end: u64) {
         for &(from, to) in &self.marked {
             let room = WAITING_MOST.saturating_sub(self.extents.len());
@@ -37,7 +37,7 @@ impl HugeMappings {
         }
     }
 
-    /// Whether extents wait for their collapse.
+    /// Whether any extents wait to be collapsed.
     pub(super) fn is_waiting(&self) -> bool {
         !self.extents.is_empty()
     }

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | [`scope`] | which processes are in scope, which of them and which mappings we exclude, trust domains |
 //! | [`judge`] | the rules of a run, and the verdict on a process by them |
-//! | [`live`], [`targets`], [`regions`] | all of it behind the `Host` interface |
+//! | [`live`], [`targets`], [`regions`] | the machine behind the `Host` interface, its processes and their memory |
 //! | [`check`] | whether this machine is fit for pagefold (`pagefold doctor`) |
 //! | [`os`] | passed sockets, waking the main loop, namespaces |
 //!

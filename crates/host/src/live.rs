@@ -101,7 +101,7 @@ pub enum Event {
         result: ChangeResult,
         reason: String,
     },
-    /// We don't leave a process alone although its owner has opted out, because the opt-out is overridden.
+    /// We don't leave a process alone although its owner has opted out: the administrator has overridden the opt-out.
     Overridden {
         pid: i32,
         /// How its owner has opted out.
@@ -132,7 +132,7 @@ pub enum HostMode {
 /// The live machine.
 #[derive(Debug)]
 pub struct LiveHost {
-    /// Users are given by number: we resolve names once.
+    /// The rules name users by number, because we look names up only once.
     rules: ScopeRules,
     history: ProgramHistory,
     targets: BTreeMap<i32, Target>,
@@ -147,9 +147,9 @@ pub struct LiveHost {
     limits: CgroupLimits,
     placing: Placing,
     requesting: Requesting,
-    /// We look at this process first when we collapse huge pages again.
+    /// The process that we begin with when we next collapse huge pages.
     next_collapse: i32,
-    /// Absent after we abandoned it in a read that doesn't return.
+    /// Absent after we abandoned the reader in a read that doesn't return.
     reader: Option<PageReader>,
     stop: Arc<AtomicBool>,
     events: Vec<Event>,
@@ -171,8 +171,8 @@ pub struct Ended {
 }
 
 impl LiveHost {
-    /// A host for a scope. A signal handler sets `stop` to cut waits short. The signal must interrupt the waiting
-    /// thread; the kernel prefers the main thread for signals to the process. If another thread sets the flag, we
+    /// A host for a scope. A signal handler sets `stop` to cut waits short. Its signal must interrupt the waiting
+    /// thread: for signals to the process, the kernel prefers the main thread. If another thread sets the flag, we
     /// notice at the next refresh.
     ///
     /// # Errors
@@ -275,8 +275,8 @@ impl LiveHost {
         self.rules.merged = None;
     }
 
-    /// Merges the memory of this trust domain only, because ksmd merges across domains. Memory marked in others is
-    /// unmarked before we mark anything else.
+    /// Merges the memory of this trust domain only, because ksmd would merge across domains. We unmark memory of other
+    /// domains before we mark anything else.
     pub fn merge_only(&mut self, domain: &str) {
         self.rules.merged = Some(self.rules.domains.assign(domain));
         self.judge_again();
@@ -305,8 +305,8 @@ impl LiveHost {
         if self.requesting.device.is_some() { Mechanism::Request } else { Mechanism::Ksmd }
     }
 
-    /// Sets the time between two refreshes of the targets, nanoseconds. We clamp it to 10 to 250 ms, and refresh many
-    /// targets less often.
+    /// Sets the time between two refreshes of the targets, nanoseconds. We clamp it to 10 to 250 ms. If there are many
+    /// targets, we refresh them less often.
     pub fn set_refresh_interval(&mut self, ns: u64) {
         self.schedule.interval_ns = ns.clamp(refresh::INTERVAL_MIN_NS, refresh::INTERVAL_NS);
     }
@@ -343,7 +343,7 @@ impl LiveHost {
             injector = actuator.final_injector_cost();
             restored = Some(actuator.finish());
         }
-        // Read now, because ksmd may have been scanning until here.
+        // We read ksmd's time only now, because ksmd may have been scanning until here.
         let is_ksmd_known = cost.ksmd_ns().is_some();
         Ended {
             restored,
@@ -378,8 +378,8 @@ impl LiveHost {
         reads
     }
 
-    /// The processes that may have merged zeros, if there are any. A mapping whose pages are all merged zeros holds no
-    /// memory that we could judge, so it isn't among the regions.
+    /// The processes that may have merged zeros, if the machine has any. A mapping whose pages are all merged zeros
+    /// holds no memory that we could judge, so it isn't among the regions.
     fn may_have_zeros(&self) -> Vec<CountedProcess> {
         let mut processes = Vec::new();
         if self.machine.zeros == Pages(0) {
@@ -477,7 +477,8 @@ impl Host for LiveHost {
                 samples.merged = read.merged;
                 samples.counted = read.counted;
                 for (pid, error) in read.failed {
-                    // The pages read before are valid. The next refresh finds processes that have ended.
+                    // The pages that we read before the error are valid. The next refresh finds processes that have
+                    // ended.
                     if !matches!(error, ReadError::Vanished { .. }) {
                         self.report_left_alone(pid, error.to_string());
                     }

@@ -27,7 +27,7 @@ pub struct Stretch {
     /// Whether it has huge pages.
     pub huge: bool,
     pub kind: RegionKind,
-    /// Family: likely copies of each other have the same.
+    /// Regions that are likely copies of each other have the same family.
     pub family: FamilyKey,
 }
 
@@ -107,7 +107,7 @@ impl List {
         for detail in details {
             let may_be = match vma_exclusion(detail) {
                 None => true,
-                // It may have some by now, and then it's a region.
+                // The mapping may have anonymous pages by now, and then it's a region.
                 Some(Exclusion::NothingAnonymous) => continue,
                 Some(_) => false,
             };
@@ -121,7 +121,8 @@ impl List {
         Self { program, at_ns, cost_ns, mapped }
     }
 
-    /// Whether we may name a page, if it was mapped, and for how many pages from there on the answer is the same.
+    /// Whether we may name a page (`None`: it wasn't mapped), and for how many pages from there on the answer is the
+    /// same.
     pub(crate) fn at(&self, page: Vpn) -> (Option<bool>, u64) {
         let next = self.mapped.partition_point(|mapped| mapped.1 <= page.0);
         match self.mapped.get(next) {
@@ -136,8 +137,8 @@ impl List {
     }
 }
 
-/// Assigns families: regions with equal program, kind, size and rank among such regions are likely copies of each
-/// other.
+/// Assigns families. Regions of equal program, kind and size are likely copies of each other if they also have the same
+/// rank among such regions of their process.
 fn name_families(stretches: &mut [Stretch], program: u64) {
     let mut ranks: HashMap<(RegionKind, Pages), u64> = HashMap::new();
     for stretch in stretches {

@@ -41,7 +41,7 @@ pub(crate) struct SamplingJob {
     pub(crate) reads: Vec<RegionRead>,
     /// Pages to search for merged frames.
     pub(crate) looks: Vec<RegionRead>,
-    /// The directory of a cgroup: we look up whether these frames are charged to it.
+    /// The directory of a cgroup: we look up which of the merged frames are charged to it.
     pub(crate) charged_to: Option<PathBuf>,
     /// The processes whose merged zeros we count, if we count savings.
     pub(crate) count: Option<Vec<CountedProcess>>,
@@ -55,7 +55,7 @@ pub(crate) struct SamplingJob {
 pub(crate) enum HashMode {
     /// We read them.
     Read(Digester),
-    /// The kernel hashes them in place. Pages of different contents share the `colliding` digests.
+    /// The kernel hashes them in place. `colliding` are digests that pages of different contents share.
     InPlace { device: Arc<RequestDevice>, digester: LineDigester, colliding: Arc<DigestSet> },
 }
 
@@ -111,7 +111,7 @@ struct Progress {
 }
 
 impl Progress {
-    /// Goes on with a process, unless we've been given up.
+    /// Begins reading a process, unless our caller has given us up. Returns whether we may go on.
     fn begin(&self, process: &Process) -> bool {
         if self.is_given_up.load(Ordering::Relaxed) {
             return false;
@@ -200,8 +200,8 @@ impl PlanReading {
         }
     }
 
-    /// Finds out which merged frames are charged to a cgroup. If we can't, none counts as charged to it, and we take
-    /// nothing apart for it.
+    /// Finds out which merged frames are charged to a cgroup. If we can't, none counts as charged to it, and we unmerge
+    /// nothing for its sake.
     fn look_up_charges(&mut self, dir: &Path, frames: &[u64]) {
         let charged = Charges::of(dir).and_then(|mut charges| charges.look_up(frames)).unwrap_or_default();
         for (sample, charged) in self.merged.iter_mut().zip(charged) {

@@ -1,5 +1,6 @@
-//! The targets: processes in scope. A refresh checks the process itself from time to time ([`recheck`]), and surveys its
-//! mappings only when they have changed ([`survey`]); [`marks`] knows which of its memory is marked, and must not be.
+//! The targets: processes in scope. A refresh checks the process itself from time to time ([`recheck`]), and surveys
+//! its mappings only when they have changed ([`survey`]). [`marks`] knows which memory is marked, and which marks must
+//! go.
 
 mod marks;
 mod recheck;
@@ -37,7 +38,7 @@ pub struct Target {
     pub domain: DomainKey,
     /// The group whose limits it shares.
     pub group: Option<GroupKey>,
-    /// A sentence for each rule that applies to it, or seems to and doesn't.
+    /// One sentence for each rule that applies to the process, or seems to apply but doesn't.
     pub notes: Vec<String>,
     /// Why we leave the process alone, if we do. Updated with its mappings.
     pub exclusion: Option<Exclusion>,
@@ -52,7 +53,7 @@ pub struct Target {
     pub(crate) request: UnmergeRequest,
     /// When it came into scope, if that was after the run began, nanoseconds.
     pub(crate) appeared_ns: Option<u64>,
-    /// Whether we don't survey it yet, because others like it ended soon.
+    /// Whether we don't survey the process yet, because similar processes ended soon.
     pub on_probation: bool,
     check: LastCheck,
     marks: MarkRecord,
@@ -108,13 +109,13 @@ impl Target {
             || READS.is_in_force(&self.info.process)
     }
 
-    /// Whether a read of its memory makes no progress, or that has happened again and again.
+    /// Whether a read of its memory makes no progress, or earlier reads have made none again and again.
     pub(crate) fn is_blocked(&mut self) -> bool {
         let survey = self.surveys.running.as_mut().map(|survey| &mut survey.job.pending);
         self.late_read.iter_mut().chain(survey).any(Pending::is_stuck) || READS.pause(&self.info.process) > LIMIT
     }
 
-    /// Whether we may read its memory now. A verdict on the program before an exec doesn't count.
+    /// Whether we may read its memory now. A verdict from before an exec doesn't count.
     pub(crate) fn may_be_read(&self) -> bool {
         !self.has_timed_out() && !self.is_excluded() && self.exclusion.is_none() && !self.runs_another_program()
     }
@@ -140,7 +141,7 @@ impl Target {
         })
     }
 
-    /// Leaves a thread behind that is busy with the process.
+    /// Leaves behind a thread that is busy with the process.
     pub(crate) fn leave(&self, pending: &Pending) {
         if pending.is_asleep() && !READS.is_in_force(&self.info.process) {
             READS.give_up(&self.info.process, pending.alive());
@@ -197,7 +198,7 @@ impl Target {
         }
         match self.refresh_now(now_ns, processes, sizes, judge, new_key) {
             Ok(more) => Ok(changed || more),
-            // We don't report it before it's blocked.
+            // We report a late read only once the process counts as blocked.
             Err(error) if error.is_late() => Ok(changed),
             Err(error) => Err(error),
         }
@@ -217,7 +218,7 @@ impl Target {
             changed |= self.recheck(now_ns, processes, judge)?;
         }
         self.on_probation = !self.is_excluded() && !self.surveys.are_known && self.may_end_soon(now_ns, judge.history);
-        // While we couldn't read it, we showed that as the reason.
+        // While we couldn't read the process, we showed that as the reason.
         changed |= self.show_excluded();
         if self.is_excluded() || self.on_probation {
             return Ok(changed);
@@ -238,8 +239,8 @@ impl Target {
         Ok(self.survey(now_ns, sizes, new_key)? || changed)
     }
 
-    /// Whether it isn't worth a survey yet, because others like it ended soon. A fork of a marked program may have
-    /// inherited the marks, so we always survey it.
+    /// Whether a survey of the process isn't worth it yet, because similar processes ended soon. A fork of a marked
+    /// program may have inherited the marks, so we always survey it.
     fn may_end_soon(&self, now_ns: u64, history: &ProgramHistory) -> bool {
         let (Some(since_ns), Some(family)) = (self.appeared_ns, self.family()) else { return false };
         let from_ns = history.lifetimes.worth_from_ns(family, history.mechanism).unwrap_or(0);
@@ -251,13 +252,13 @@ impl Target {
         !is_marked || self.info.process.stat().is_ok_and(|stat| !stat.only_forked)
     }
 
-    /// The processes that it's like: they run the same program and map about as much. `None` before the first check.
+    /// The family of similar processes: they run the same program and map about as much. `None` before the first check.
     pub(crate) fn family(&self) -> Option<FamilyKey> {
         Some(FamilyKey(mix(self.image()? ^ u64::from(self.surveys.mapped.max(1).ilog2()))))
     }
 
-    /// Leaves the process alone. Returns whether that's new. In case the reason passes, we keep its marks and know its
-    /// regions for as long.
+    /// Leaves the process alone. Returns whether that's new. If the reason doesn't withdraw marks, it may pass, so we
+    /// keep the marks and the regions.
     pub(crate) fn leave_alone(&mut self, why: Exclusion) -> bool {
         let keeps_marks = self.marks.are_set && !why.withdraws_marks();
         let mut changed = self.exclusion.as_ref() != Some(&why);

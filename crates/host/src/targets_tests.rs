@@ -295,7 +295,7 @@ fn what_is_marked_stays_known_while_its_process_is_left_alone() {
         assert!(watched.refresh_after(10 * SECOND));
         assert!(watched.at(FIRST) == Some(before) && watched.target.may_be_read());
     }
-    // Not if its marks must go, or there are none.
+    // The regions go if the marks must go, or if there are no marks.
     assert!(watched.target.leave_alone(Exclusion::NotDumpable) && watched.target.regions.is_empty());
     let mut watched = Watched::new();
     watched.child.request(b'm');

@@ -1,8 +1,8 @@
 //! Unmerges processes without a run, and without waiting for processes that keep their memory maps locked.
 //!
-//! A thread that we may abandon ([`pagefold_procmem::os::abandonable`]) unmerges each process. If it sleeps for longer
-//! than usual we leave it behind and begin the next process. So nobody keeps other processes marked by locking their
-//! own memory map.
+//! A thread that we may abandon ([`pagefold_procmem::os::abandonable`]) unmerges each process. If the thread sleeps for
+//! longer than usual we leave it behind and begin the next process. So nobody can keep other processes marked by
+//! locking their own memory map.
 
 use crate::scope::ProcessInfo;
 use pagefold_inject::unmerge::{UnmergeError, Unmerged, unmerge};
@@ -12,9 +12,9 @@ use pagefold_procmem::os::abandonable::Job;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// We leave this many threads behind at a time.
+/// We leave at most this many threads behind at a time.
 const LATE_MOST: usize = 64;
-/// How often we look at them.
+/// How often we look at the threads left behind.
 const TICK: Duration = Duration::from_millis(5);
 /// How long the injector may take for one call. It may be busy with a process whose memory map is locked.
 const INJECTOR_LIMIT: Duration = Duration::from_secs(1);
@@ -86,7 +86,7 @@ impl Unmerger {
         over
     }
 
-    /// Waits for the others, as long as one makes progress.
+    /// Waits for the processes that we haven't finished, as long as one of them makes progress.
     pub fn finish(&mut self) -> Vec<UnmergedProcess> {
         let mut over = self.take_over();
         while !self.late.is_empty() && !self.is_stuck() {
@@ -97,12 +97,12 @@ impl Unmerger {
         over
     }
 
-    /// Whether none makes progress.
+    /// Whether none of the threads left behind makes progress.
     fn is_stuck(&mut self) -> bool {
         self.late.iter_mut().all(|late| late.job.pending.is_stuck())
     }
 
-    /// Takes the ones that have ended.
+    /// Takes the processes whose threads have ended.
     fn take_over(&mut self) -> Vec<UnmergedProcess> {
         let mut over = Vec::new();
         for Late { process, job } in std::mem::take(&mut self.late) {

@@ -73,7 +73,7 @@ pub fn judge(facts: &MachineFacts) -> Vec<Finding> {
 }
 
 impl Finding {
-    /// The same with an identifier.
+    /// Sets the identifier.
     #[must_use]
     pub fn called(self, id: &'static str) -> Self {
         Self { id, ..self }

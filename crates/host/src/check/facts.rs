@@ -146,7 +146,7 @@ pub struct MachineFacts {
     pub ksm: Fact<(Knobs, KsmCounters)>,
     /// The kernel or its module, whichever merges on request.
     pub request: Fact<Carrier>,
-    /// Whether the module for it is installed for this kernel.
+    /// Whether the module that merges on request is installed for this kernel.
     pub request_module: Fact<()>,
     /// Whether `/proc/PID/ksm_stat` exists.
     pub ksm_stat: Fact<()>,
@@ -273,7 +273,7 @@ fn request(roots: &MachinePaths) -> Fact<Carrier> {
     }
 }
 
-/// The module in the folder of a kernel, where DKMS puts it, compressed or not.
+/// Looks for the module in a kernel's folder, where DKMS puts it, compressed or not.
 fn module(kernel: &Path) -> Fact<()> {
     let at = |end: &str| kernel.join(format!("updates/dkms/ksm_request.ko{end}")).exists();
     if ["", ".xz", ".zst", ".gz"].into_iter().any(at) { Fact::Is(()) } else { Fact::Absent }
@@ -281,7 +281,7 @@ fn module(kernel: &Path) -> Fact<()> {
 
 fn state(roots: &MachinePaths) -> Fact<FoundState> {
     let state = Fact::of(State::load(&roots.state), |error| matches!(error, StateError::Denied { .. }));
-    // If we can't check its boot or its holder, the file must not count as obsolete.
+    // If we can't check the boot or the holder that it names, the file must not count as obsolete.
     state.and_then(|state| match (boot_id(&roots.proc), state.holder.map(|holder| holder.is_alive(&roots.proc))) {
         (Err(error), _) => Fact::Malformed(error.to_string()),
         (_, Some(Err(error))) => Fact::Malformed(error.to_string()),

@@ -48,7 +48,7 @@ impl Actuator {
         Ok(Self { lease, controller, injector, restarts: 0, has_stood_down: false })
     }
 
-    /// Starts the injector again if it has died. Returns whether it had.
+    /// Starts the injector again if it has died. Returns whether it had died.
     pub(super) fn tend_injector(&mut self) -> Result<bool, InjectError> {
         let before = self.restarts;
         self.restarts = self.injector.tend()?;
@@ -66,7 +66,7 @@ impl Actuator {
                 Some(why) => Err(why),
                 None => Ok(KsmControl { is_ours: true, is_busy: status.under_way }),
             },
-            // We order nothing more after an error from the state file or sysfs either.
+            // After an error of the state file or sysfs we give no more orders either.
             Err(error @ (KnobError::Overridden(_) | KnobError::Ksm(_) | KnobError::State(_) | KnobError::Ended)) => {
                 Err(error.to_string())
             }
@@ -77,7 +77,8 @@ impl Actuator {
         InjectorCost { uncounted_ns: self.injector.cpu_ns(), total_ns: self.injector.total_cpu_ns() }
     }
 
-    /// The injector's cost once it has ended, and counts as a reaped child if it was one.
+    /// The injector's cost, to be read once the injector has ended: if it was our child, it then counts as a reaped
+    /// child.
     pub(super) fn final_injector_cost(&self) -> InjectorCost {
         InjectorCost { uncounted_ns: self.injector.cpu_elsewhere_ns(), total_ns: self.injector.total_cpu_ns() }
     }

@@ -1,5 +1,5 @@
-//! Gives programs back the huge pages that they had before we marked their memory, when we unmark it because merges in
-//! it don't last.
+//! Gives programs back the huge pages that they had before we marked their memory. We do that when we unmark the memory
+//! because merges in it don't last.
 
 use super::LiveHost;
 use pagefold_engine::host::{Change, Marking, Outcome, Why};

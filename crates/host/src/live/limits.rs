@@ -1,4 +1,4 @@
-//! The cgroups of targets: their memory limits (merged pages can come back until nothing is left below a limit), and
+//! The cgroups of targets: how much is left below their memory limits (a written merged page needs memory again), and
 //! how long their tasks wait for a CPU.
 
 use crate::targets::Target;
@@ -41,7 +41,7 @@ struct Group {
     /// The last reading, and its time in nanoseconds.
     reading: Reading,
     read_ns: u64,
-    /// Whether a target is in it, rather than below it.
+    /// Whether a target is in this very cgroup, rather than below it.
     is_own: bool,
     /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel doesn't report it.
     cpu_pressure: Option<Permyriad>,
@@ -53,7 +53,7 @@ impl Group {
     }
 
     fn read(&mut self, dir: &Path, now_ns: u64) {
-        // If we can't read a limit now, it's still there.
+        // If we can't read a limit now, it's still there, so we keep the last reading.
         if let Ok(limit) = limit_of(dir) {
             self.reading = limit.map_or(Reading::Unlimited, Reading::Limited);
             self.read_ns = now_ns;
@@ -65,7 +65,7 @@ impl Group {
 /// The limit of a cgroup, as we last read it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Reading {
-    /// We haven't read it yet, or couldn't. For all we know there's no headroom below it.
+    /// We haven't read the limit yet, or couldn't. We assume that there's no headroom below it.
     #[default]
     Unknown,
     Unlimited,
@@ -73,8 +73,8 @@ enum Reading {
 }
 
 impl CgroupLimits {
-    /// Looks at the limits again if it's time. We read the limits of a new process at once, so as not to think it has
-    /// none.
+    /// Looks at the limits again if it's time. We read the limits of a new process at once, so that we don't take it
+    /// for a process without limits.
     pub(super) fn refresh(&mut self, now_ns: u64, targets: &BTreeMap<i32, Target>) {
         let is_pass = now_ns >= self.next_ns;
         let before_ns = own_cpu_ns();
@@ -83,7 +83,7 @@ impl CgroupLimits {
         }
         let mut has_new = false;
         for target in targets.values() {
-            // Without regions we can't merge anything in it, and may not know its cgroups yet.
+            // A target without regions has nothing to merge, and we may not know its cgroups yet.
             let is_judged = target.exclusion.is_none() && !target.regions.is_empty();
             if is_judged && self.owners.insert(target.owner) {
                 has_new = true;
@@ -120,7 +120,7 @@ impl CgroupLimits {
             }
             if let Some(group) = self.groups.get_mut(above) {
                 group.owners.push(owner);
-                // The topmost holds the kernel's threads too.
+                // The topmost cgroup holds the kernel's threads too.
                 group.is_own |= above == dir && dir != mount;
             }
         }
@@ -150,7 +150,8 @@ impl CgroupLimits {
         }
     }
 
-    /// The largest share of the last 10 s in which some task of a cgroup with a target waited for a CPU, as last read.
+    /// Of the targets' own cgroups, the largest share of the last 10 s in which some task waited for a CPU, as last
+    /// read.
     pub(super) fn cpu_pressure(&self) -> Option<Permyriad> {
         self.groups.values().filter_map(|group| group.cpu_pressure).max()
     }

@@ -49,7 +49,8 @@ impl MachineMonitor {
             self.next_memory_ns = now_ns + MEMORY_NS;
             self.memory = self.monitor.read()?;
             if ksm.shared > Pages(0) {
-                // The counts must not decrease: the next ones would look like a burst of copies.
+                // If we can't read the counts we keep the old ones: a decrease would make the next counts look like a
+                // burst of copies.
                 self.vm_events = self.event_counter.read().unwrap_or(self.vm_events);
             }
         }
@@ -89,7 +90,7 @@ impl CostMeter {
     }
 
     pub(super) fn read(&mut self, injector: InjectorCost) -> Cost {
-        // ksmd doesn't end: if we can't read its clock, the last value stands.
+        // ksmd never ends. If we can't read its clock, we keep the last value.
         self.last_ksmd_ns = self.ksmd_ns().unwrap_or(self.last_ksmd_ns);
         Cost {
             pagefold_ns: own_and_children_cpu_ns() + injector.uncounted_ns,

@@ -40,9 +40,9 @@ struct Part {
 }
 
 impl CallBatch {
-    /// Adds the calls for a change to the current mappings. If the span covers its region (`is_whole`), we change its
-    /// mappings as a whole even if they've grown since, because marking a part would split them. Without `unmark_step`
-    /// we mark; with it, we unmark by one call per step.
+    /// Adds the calls that make a change in the current mappings. If the span covers its region (`is_whole`), we change
+    /// whole mappings even if they've grown since, because marking a part would split them. With `unmark_step` we
+    /// unmark, by one call per step; otherwise we mark.
     fn add(&mut self, change: usize, span: Span, is_whole: bool, details: &[VmaDetail], unmark_step: Option<Bytes>) {
         for detail in details {
             if vma_exclusion(detail).is_some() {
@@ -107,7 +107,7 @@ impl CallBatch {
     }
 }
 
-/// The results of calls, and why we didn't make all of them. The error: we made none, or don't know.
+/// The results of the calls, and why we didn't make all of them. An error means that we made none, or don't know.
 type CallsRun = Result<(InjectionReport, Result<(), UnmergeError>), UnmergeError>;
 
 /// Changes to make, and their results so far.
@@ -134,7 +134,7 @@ impl Changes<'_> {
     }
 }
 
-/// The results of changes that we didn't make, and may make later.
+/// Results for changes that we didn't make now, and may make later.
 pub(super) fn all_busy(changes: &[Change]) -> Vec<ChangeResult> {
     changes.iter().map(|&change| ChangeResult { change, marking: Marking::Busy }).collect()
 }
@@ -174,7 +174,7 @@ impl LiveHost {
         }
         let Some(target) = self.targets.get_mut(&pid) else { return };
         let program = target.program();
-        // We read the mappings again just before we act: they may have changed, also into excluded ones.
+        // We read the mappings again just before we act: they may have changed, and some may be excluded now.
         let current = target.read(move |process| {
             let unmark_step = if mark { None } else { Some(step_bytes(process)?) };
             Ok((read_smaps(process)?, unmark_step))
@@ -213,8 +213,8 @@ impl LiveHost {
         self.actuator.is_some() && pending.any(|pending| !pending.was_tried)
     }
 
-    /// Whether memory of another trust domain than the one that ksmd merges is still marked, or may be: ksmd would
-    /// merge both. As long as that's so, however long it takes, we mark nothing and let ksmd rest.
+    /// Whether memory of another trust domain than the one that ksmd merges is or may be marked. ksmd would merge both,
+    /// so until such marks are gone, however long it takes, we mark nothing and let ksmd rest.
     pub(super) fn has_foreign_marks(&self) -> bool {
         let (Some(merged), Some(_)) = (self.rules.merged, &self.actuator) else { return false };
         !self.schedule.are_all_checked || self.targets.values().any(|target| target.has_foreign_marks(merged))
@@ -233,8 +233,8 @@ impl LiveHost {
         is_unchanged && target.may_be_read() && target.pending.is_none()
     }
 
-    /// Records that we've marked memory of a process. If it has executed another program since we judged it, we may
-    /// have marked that one in its place.
+    /// Records that we've marked memory of a process. If the process has called exec since we judged it, we may have
+    /// marked its new program instead.
     pub(super) fn record_marked(&mut self, pid: i32) {
         if self.actuator.is_none() {
             return;
@@ -248,8 +248,8 @@ impl LiveHost {
         }
     }
 
-    /// Makes the calls in a process. Returns whether we may have made some, or make them later, that aren't in the
-    /// results.
+    /// Makes the calls in a process. Returns whether the results may lack calls: ones that we may have made, or will
+    /// make later.
     fn make(&mut self, pid: i32, work: &CallBatch, changes: &mut Changes<'_>, outcome: &mut Outcome) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         for &part in &work.done {
@@ -289,8 +289,8 @@ impl LiveHost {
     }
 }
 
-/// Finds out which calls were made before the injection failed: the mappings show us. Returns whether the process may
-/// have marks that aren't in the results, since a mapping that has moved isn't among them.
+/// Finds out from the mappings which calls were made before the injection failed. Returns whether the process may have
+/// marks that aren't in the results: a mapping that has moved takes its mark along.
 fn find_changed(target: &mut Target, work: &CallBatch, changes: &mut Changes<'_>) -> bool {
     let read =
         target.read(|process| Ok((read_smaps(process).unwrap_or_default(), KsmStat::of(process).unwrap_or_default())));
@@ -303,7 +303,7 @@ fn find_changed(target: &mut Target, work: &CallBatch, changes: &mut Changes<'_>
     changes.mark && stat.mergeable != Some(false)
 }
 
-/// Whether a range is mapped, and all of it marked or all of it not.
+/// Whether a range is mapped, and all of it is marked or, if not `marked`, unmarked.
 fn is_in_state(details: &[VmaDetail], start: u64, end: u64, marked: bool) -> bool {
     let mut from = start;
     for detail in details {

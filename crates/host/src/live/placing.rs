@@ -1,4 +1,4 @@
-//! Memory nodes in the core's terms, and moving merged frames between them.
+//! Memory nodes as the engine sees them, and moving merged frames between them.
 
 use super::LiveHost;
 use crate::targets::Target;
@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Time between two reads of the nodes and processes, nanoseconds.
 const REFRESH_NS: u64 = 2_000_000_000;
-/// Cost of reading one process, nanoseconds. Reads may take 1/`PROCESS_SHARE` of the time: with more than 130 processes
-/// we read them less often.
+/// Cost of reading one process, nanoseconds. All such reads may take 1/`PROCESS_SHARE` of the time: with more than 130
+/// processes we read them less often.
 const PROCESS_NS: u64 = 15_000;
 const PROCESS_SHARE: u64 = 1_000;
 

@@ -1,4 +1,4 @@
-//! Reads all pages of a process in portions, for others than the engine.
+//! Reads all pages of a process in portions, for callers other than the engine.
 //!
 //! The same rules hold as for samples: we read only regions of processes that we don't leave alone, read merged and
 //! shared pages without unsharing them, and read on a thread that we may abandon.
@@ -47,7 +47,7 @@ pub enum Progress {
     Done(Vec<PageContent>),
     /// The process has ended, or executed another program, or we can't read it at present.
     Ended,
-    /// We leave it alone now, and shouldn't have read this much of it.
+    /// We leave the process alone now, so the caller should forget the pages that it got earlier.
     LeftAlone,
 }
 

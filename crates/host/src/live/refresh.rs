@@ -31,8 +31,8 @@ const PASS_NS: u64 = 250_000_000;
 /// than 300 targets we refresh them less often.
 const UNCHANGED_NS: u64 = 1_000;
 const UNCHANGED_SHARE: u64 = 3_333;
-/// Shortest time between two looks for kept-out processes that have ended, nanoseconds. They may take 1/`FORGET_SHARE`
-/// of the time.
+/// Shortest time between two looks for kept-out processes that have ended, nanoseconds. The looks may take
+/// 1/`FORGET_SHARE` of the time.
 const FORGET_NS: u64 = 10_000_000_000;
 const FORGET_SHARE: u64 = 1_000;
 
@@ -224,7 +224,7 @@ impl LiveHost {
         self.discovery.new_processes.invalidate();
     }
 
-    /// Forgets trust domains without processes, if there are as many as there can be.
+    /// If the number of trust domains has reached its limit, forgets the ones without processes.
     fn forget_domains(&mut self) {
         if !self.rules.domains.are_full() {
             return;
@@ -282,10 +282,10 @@ fn lasting_key(process: &Process) -> LastingKey {
     LastingKey(mix(mix(u64::from(process.pid().unsigned_abs())) ^ process.start_time_ticks()))
 }
 
-/// We remember the marks of this many programs before we forget programs without a process.
+/// We remember this many marked programs. Beyond that we forget programs that no process runs.
 const PROGRAMS_MOST: usize = 16_384;
 
-/// If there are many, forgets marked programs that no process in scope runs.
+/// If there are many marked programs, forgets those that no process in scope runs.
 fn forget_programs(marked: &mut HashMap<u64, DomainKey>, targets: &BTreeMap<i32, Target>) {
     if marked.len() > PROGRAMS_MOST.max(targets.len() * 2) {
         let running: HashSet<u64> = targets.values().filter_map(Target::image).collect();

@@ -2,9 +2,9 @@
 //!
 //! Unlike a mark, a request doesn't stop the process, so nothing holds the process still between our last look at it
 //! and the merge. So we keep each call to the kernel short, and check just before it that the address spaces still
-//! belong to the programs that we judged. The kernel marks the mappings of the pages as a whole, so we record processes
-//! as marked before the first call: if something is excluded later, or just then, we find it and unmark it as we do
-//! with other marks ([`super::withdrawing`]).
+//! belong to the programs that we judged. The kernel marks whole mappings, not only the pages, so we record processes
+//! as marked before the first call: if a mapping becomes excluded later, or at that very moment, we find it and unmark
+//! it as we do with other marks ([`super::withdrawing`]).
 
 use super::LiveHost;
 use crate::regions::List;
@@ -30,7 +30,7 @@ const CHECK_NS: u64 = 10_000_000;
 const JOB_PAGES: u32 = 16_384;
 /// How long a job may compute.
 const COMPUTING_MOST: Duration = LIMIT;
-/// How long somebody else may hold a lock that we only wait for.
+/// For locks that we only wait for: somebody else may hold them for any time.
 const ANY_TIME: Duration = Duration::MAX;
 
 /// The state of merging on request.
@@ -38,10 +38,10 @@ const ANY_TIME: Duration = Duration::MAX;
 pub(super) struct Requesting {
     /// The device, if we merge this way.
     pub(super) device: Option<Arc<RequestDevice>>,
-    /// By pid, recent mappings.
+    /// Recent lists of mappings, by pid.
     pub(super) lists: BTreeMap<i32, Arc<List>>,
-    /// A job that didn't end in time, in a call to the kernel. Until it has ended we start no other: it may hold the
-    /// lock of KSM.
+    /// A job that didn't end in time because it's in a call to the kernel. It may hold KSM's lock, so we start no other
+    /// until it has ended.
     late: Option<Late>,
 }
 
@@ -69,7 +69,7 @@ impl Turn {
         self.change(Self::OUTSIDE, Self::INSIDE)
     }
 
-    /// Ends a call, if we made one.
+    /// Ends a call, if one is under way.
     fn leave(&self) {
         self.change(Self::INSIDE, Self::OUTSIDE);
     }
@@ -91,14 +91,14 @@ struct Side {
 }
 
 impl Side {
-    /// Whether its program may still be the one that we judged. If somebody holds the lock of its memory map we wait
-    /// here, rather than in the request, which waits with the lock of KSM held.
+    /// Whether the process may still run the program that we judged. If somebody holds the lock of its memory map, we
+    /// wait for that here rather than in the request, which holds KSM's lock while it waits.
     fn is_judged(&self) -> bool {
         self.space.is_unlocked(ANY_TIME);
         self.space.exists()
     }
 
-    /// Whether all pages are in a region as of now.
+    /// Whether all these pages are within the region.
     fn has(&self, region: RegionKey, first: Vpn, pages: u32) -> bool {
         let end = first.0.checked_add(pages.into());
         self.regions.get(&region).is_some_and(|span| span.0 <= first.0 && end.is_some_and(|end| end <= span.1))
@@ -108,14 +108,14 @@ impl Side {
 /// The processes of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Pair {
-    /// The one whose pages we take.
+    /// The process whose pages we take, which frees them.
     take: i32,
-    /// The one whose pages we keep. `None`: the zero page.
+    /// The process whose pages we keep. `None`: the zero page.
     keep: Option<i32>,
 }
 
 impl Pair {
-    /// Both, or one if they're the same.
+    /// The pids of both processes, or one if they're the same.
     fn pids(self) -> Vec<i32> {
         let mut pids = vec![self.take];
         pids.extend(self.keep.filter(|&keep| keep != self.take));
@@ -178,7 +178,8 @@ impl LiveHost {
         }
     }
 
-    /// If a late request has ended, finds the memory that it marked after we judged its processes again.
+    /// If a late request has ended, records its processes as marked. Judging them again finds the memory that it
+    /// marked.
     pub(super) fn end_late_merge(&mut self) {
         let Some(late) = self.requesting.late.take_if(|late| late.job.pending.is_over()) else { return };
         for pid in late.pids {
@@ -217,7 +218,7 @@ impl LiveHost {
         for &pid in &pids {
             sides.push(self.side(pid).ok_or(Merging::Untried)?);
         }
-        // Whatever the engine thinks. We look this up last, because it may have changed just now.
+        // We check this whatever the engine thinks, and last, because the domains may have changed just now.
         let domain = self.targets.get(&pair.take).ok_or(Merging::Untried)?.domain;
         if pids.iter().any(|pid| self.targets.get(pid).is_none_or(|target| target.domain != domain)) {
             return Err(Merging::Ineligible);
@@ -249,12 +250,12 @@ impl LiveHost {
                     self.report_refusal(pair, &error);
                 }
             }
-            // The next refresh removes it.
+            // A process has ended. The next refresh removes it.
             Ok(Err(_)) => results.extend(parts.iter().map(untried)),
             Err(job) => {
                 let is_inside = turn.abandon();
                 results.extend(parts.iter().map(untried));
-                // The surveys find out which of them keeps its memory map locked.
+                // The surveys find out which of the processes keeps its memory map locked.
                 for &pid in &pids {
                     if let Some(target) = self.targets.get_mut(&pid) {
                         target.invalidate();
@@ -268,15 +269,15 @@ impl LiveHost {
                 }
             }
         }
-        // We may have marked a program that was executed meanwhile.
+        // If a process has called exec meanwhile, we may have marked its new program.
         for &pid in &pids {
             self.record_marked(pid);
         }
         Ok(())
     }
 
-    /// The merged pages among the ones to keep that have to be merged already: their program may have written them. `None`
-    /// if we can't look.
+    /// Some pages to keep have to be merged already. Returns the ones that still are, since their program may have
+    /// written them. `None` if we can't look.
     fn merged_to_keep(&mut self, keep: i32, parts: &[MergeRange]) -> Option<BTreeSet<Vpn>> {
         let mut runs = Vec::new();
         for part in parts.iter().filter(|part| part.needs_merged) {
@@ -324,12 +325,12 @@ impl LiveHost {
         Some(Side { process: target.info.process.clone(), space: target.space()?.clone(), list, regions })
     }
 
-    /// The mappings of a process, read again if our list is some time old.
+    /// The mappings of a process, read again if our list is too old.
     fn list_of(&mut self, pid: i32) -> Option<Arc<List>> {
         let now_ns = self.now_ns();
         let target = self.targets.get_mut(&pid)?;
         let program = target.program()?;
-        // The regions are from the last survey.
+        // The regions are from the last survey, so the list must not be older.
         let surveyed_ns = target.surveyed_ns().unwrap_or(0);
         if let Some(list) = self.requesting.lists.get(&pid) {
             if list.program == program && surveyed_ns <= list.at_ns && list.is_fresh(now_ns) {
@@ -360,10 +361,10 @@ impl LiveHost {
 
     fn report_refusal(&mut self, pair: Pair, error: &std::io::Error) {
         match error.raw_os_error() {
-            // The next refresh removes it.
+            // The process has ended. The next refresh removes it.
             Some(libc::ESRCH) => {}
             Some(libc::EBUSY) => self.stand_down(
-                "the kernel does not merge while /sys/kernel/mm/ksm/run is 2, its module not while merge_across_nodes is 0"
+                "the kernel does not merge on request while run is 2, nor does ksm_request while merge_across_nodes is 0"
                     .to_owned(),
             ),
             _ => {
@@ -401,8 +402,8 @@ fn jobs(ranges: &[MergeRange]) -> Vec<Vec<MergeRange>> {
     jobs
 }
 
-/// The parts of ranges that we may name the pages of: `sides[0]` is the process whose pages we take, the last of
-/// `sides` the one whose pages we keep. The others get their results at once.
+/// The parts of ranges whose pages we may name. `sides[0]` is the process whose pages we take, the last of `sides` the
+/// one whose pages we keep. The other parts get their results at once.
 fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
     let mut parts = Vec::new();
     let (Some(taken), Some(kept)) = (sides.first(), sides.last()) else { return parts };
@@ -442,7 +443,8 @@ fn parts(ranges: &[MergeRange], sides: &[Side], results: &mut Vec<MergeResult>) 
     parts
 }
 
-/// The parts with pages that may be kept, given the kept process's merged pages. The others get their results at once.
+/// The parts whose pages may be kept, given the merged pages of the process that keeps them. Others get their results
+/// at once.
 fn only_merged(parts: &[MergeRange], merged: &BTreeSet<Vpn>, results: &mut Vec<MergeResult>) -> Vec<MergeRange> {
     let mut named = Vec::new();
     for part in parts {
@@ -462,7 +464,7 @@ fn only_merged(parts: &[MergeRange], merged: &BTreeSet<Vpn>, results: &mut Vec<M
     named
 }
 
-/// The request. Ends early if we abandon it, or if one of the processes executes another program.
+/// Makes the request. Ends early if we abandon it, or if one of the processes executes another program.
 fn merge_job(
     device: Arc<RequestDevice>,
     sides: Vec<Side>,
@@ -489,7 +491,7 @@ fn merge_job(
     }
 }
 
-/// Joins the results of all pages of the parts: neighbours with the same result together.
+/// Joins the results of single pages: neighbours with the same result make one range.
 fn joined(parts: &[MergeRange], pages: &[Merging]) -> Vec<MergeResult> {
     let mut rest = pages;
     let mut results = Vec::new();

@@ -1,8 +1,8 @@
 //! Unmerges processes by request, and keeps them out until they're included again.
 //!
 //! We exclude a process that is kept out, so its marks are removed like the marks of any other excluded process
-//! ([`super::withdrawing`]): until none is left, whatever happens in between. A request only waits for that, for a
-//! while. Until then, processes out of scope are targets too.
+//! ([`super::withdrawing`]): we go on until none is left, whatever happens in between. A request waits for that, but
+//! only for a while. Until the marks are gone, even processes out of scope are targets.
 
 use super::LiveHost;
 use crate::scope::kept_out::KeptOutError;
@@ -97,7 +97,7 @@ impl LiveHost {
         Ok(unmerging)
     }
 
-    /// The results of a request, as soon as we needn't wait for it any longer.
+    /// Returns the results of a request once we needn't wait for it any longer.
     pub fn poll_unmerging(&mut self, unmerging: &mut Unmerging) -> Option<Vec<UnmergedProcess>> {
         let waited_ns = self.now_ns().saturating_sub(unmerging.began_ns);
         let mut failed = Vec::new();
@@ -145,7 +145,7 @@ impl LiveHost {
         let mut living = spec.clone();
         let found = loop {
             match resolve_for_undoing(&living, &self.rules.roots, &self.own_pids()) {
-                // If a process has ended, it may have been there when it was kept out.
+                // The process may have been kept out before it ended, so we go on with the other selectors.
                 Err(ScopeError::UnknownPid(pid)) if living.0.len() > 1 => {
                     living.0.retain(|selector| *selector != Selector::Pid(pid));
                 }
@@ -169,7 +169,7 @@ impl LiveHost {
             let is_over = target.request.is_only_reason && target.pending.is_none();
             if is_over {
                 reported.remove(pid);
-                // It may have come into scope.
+                // The process may have come into scope meanwhile.
                 new_processes.invalidate();
             }
             !is_over

@@ -1,7 +1,7 @@
 //! Removes the marks of memory that is excluded now, or whose process has moved to another trust domain.
 //!
-//! The engine doesn't decide on this and need not know the region any more. We do it at each refresh of the targets,
-//! also while the run is paused or has given KSM up, before we mark anything else.
+//! The engine doesn't decide about such marks, and may not know the region any more. We remove them at each refresh of
+//! the targets, before we mark anything else, and even while the run is paused or has given KSM up.
 
 use super::{Event, LiveHost};
 use crate::scope::exclude::withdrawal;
@@ -20,7 +20,7 @@ use pagefold_procmem::process::{Process, ReadError};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// One refresh spends this long on it at most, not counting the last process, nanoseconds.
+/// One refresh spends this long on removing marks at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
 /// If a process is marked again each time, we put it off after this many tries in a row.
 const TRIES: u32 = 5;
@@ -63,8 +63,8 @@ pub(super) struct Withdrawal {
 }
 
 impl LiveHost {
-    /// Removes marks that must go, as far as we can stop the targets and they have room for the copies. Returns whether
-    /// any target has changed.
+    /// Removes marks that must go, as far as we can stop the targets and their memory limits have room for the copies.
+    /// Returns whether any target has changed.
     pub(super) fn withdraw_marks(&mut self, now_ns: u64) -> bool {
         if self.actuator.is_none() {
             return false;
@@ -80,7 +80,7 @@ impl LiveHost {
             let mut result = Try::Again;
             for _ in 0..TRIES {
                 if self.now_ns() > now_ns + PASS_NS {
-                    // The remaining ones are pending and not tried yet, so we mark nothing meanwhile.
+                    // The remaining processes are pending and not tried yet, so we mark nothing meanwhile.
                     self.schedule.next_ns = 0;
                     return changed;
                 }
@@ -130,13 +130,13 @@ impl LiveHost {
         Try::Changed
     }
 
-    /// Tries to remove marks of a process, or looks whether the try under way has ended. `None` if we did nothing, or it
-    /// hasn't.
+    /// Tries to remove marks of a process, or looks whether an earlier try has ended. `None` if we did nothing, or if
+    /// that try is still under way.
     fn try_to_withdraw(&mut self, pid: i32, now_ns: u64) -> Option<Withdrawal> {
         let target = self.targets.get_mut(&pid)?;
         let injector = &self.actuator.as_ref()?.injector;
         let tried = if let Some(job) = self.withdrawing.jobs.remove(&pid) {
-            // We waited for it when it began.
+            // We waited for the job when it began.
             job.poll()
         } else {
             if let Err(error) = target.admit() {
@@ -156,7 +156,7 @@ impl LiveHost {
                 target.leave(&job.pending);
                 let problem = UnmergeError::UnderWay { pid, name: target.info.name.clone() };
                 if job.pending.is_over() {
-                    // It has failed.
+                    // The job has failed.
                     target.put_off(now_ns, problem);
                 } else {
                     target.wait(now_ns, problem);
@@ -194,7 +194,7 @@ impl LiveHost {
             }
             self.events.push(Event::Withdrawn { pid, result, reason: reason.clone() });
             if !was_tried {
-                // Nor did we try the ones after it.
+                // Nor did we try the calls after this one.
                 break;
             }
         }

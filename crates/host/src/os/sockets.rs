@@ -30,26 +30,26 @@ pub fn take_passed() -> io::Result<Vec<TcpListener>> {
     }
     let passed = RawFd::try_from(number("LISTEN_FDS").unwrap_or(0)).unwrap_or(RawFd::MAX);
     if passed > SOCKETS_MOST {
-        return Err(Error::new(ErrorKind::InvalidInput, format!("{passed} descriptors were passed")));
+        return Err(Error::new(ErrorKind::InvalidInput, format!("too many descriptors were passed: {passed}")));
     }
     (FIRST..FIRST + passed).map(take).collect()
 }
 
 fn take(fd: RawFd) -> io::Result<TcpListener> {
-    // SAFETY: borrowed for a few calls that fail if it isn't open, and not closed by anybody meanwhile.
+    // SAFETY: we borrow the descriptor for a few calls that fail if it isn't open, and nobody closes it meanwhile.
     let passed = unsafe { BorrowedFd::borrow_raw(fd) };
     if !listens(passed).unwrap_or(false) {
         let wrong = format!("descriptor {fd} is not a listening TCP socket");
         return Err(Error::new(ErrorKind::InvalidInput, wrong));
     }
-    // Programs that we start must not have it.
+    // Programs that we start must not inherit the socket.
     fcntl_setfd(passed, FdFlags::CLOEXEC)?;
     // SAFETY: the descriptor is open, and belongs to nothing else in this process: the service manager passed it, and
     // we take it once.
     Ok(unsafe { TcpListener::from_raw_fd(fd) })
 }
 
-/// Whether it's a listening TCP socket.
+/// Whether the descriptor is a listening TCP socket.
 fn listens(fd: BorrowedFd<'_>) -> rustix::io::Result<bool> {
     Ok(matches!(socket_domain(fd)?, AddressFamily::INET | AddressFamily::INET6)
         && socket_type(fd)? == SocketType::STREAM
@@ -66,8 +66,8 @@ pub enum Ready<'fd> {
     Write(BorrowedFd<'fd>),
 }
 
-/// Waits until one of these is ready or has failed, for at most `limit` (no limit: `None`). Returns which ones are;
-/// none after a signal, too.
+/// Waits until one of these is ready or has failed, for at most `limit` (no limit: `None`). Returns which ones are. A
+/// signal ends the wait, and then none may be.
 pub fn wait_for(of: &[Ready<'_>], limit: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polled: Vec<PollFd<'_>> = of
         .iter()

@@ -1,7 +1,7 @@
 //! Interrupts the sleep of a thread.
 //!
 //! A signal ends a sleep only if it has a handler, and only in the thread that we send it to. [`SIGNAL`] is ignored by
-//! default, so a late one is harmless.
+//! default, so a signal that comes too late is harmless.
 
 use std::io;
 

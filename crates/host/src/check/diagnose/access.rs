@@ -14,7 +14,7 @@ pub(super) fn capabilities(facts: &MachineFacts) -> Finding {
     let (Fact::Is(held), Fact::Is(uid)) = (&facts.capabilities, &facts.uid) else {
         return warning(
             "our capabilities cannot be read",
-            "missing ones show only when something fails",
+            "a missing capability shows only when something fails",
             "mount /proc",
         );
     };
@@ -27,8 +27,8 @@ pub(super) fn capabilities(facts: &MachineFacts) -> Finding {
         (true, true) => ok("all capabilities that pagefold needs"),
         (true, false) => blocker(format!("missing: {listed}"), "run, unmerge and demo need them", "grant them"),
         (false, _) => blocker(
-            "this user must not control KSM",
-            "its files belong to root, and reading other users' processes needs capabilities",
+            "this user may not control KSM",
+            "KSM's files belong to root, and reading other users' processes needs capabilities",
             "run as root",
         ),
     }
@@ -39,12 +39,12 @@ pub(super) fn page_monitor(facts: &MachineFacts) -> Finding {
         (Fact::Is(true), Fact::Is(())) => ok("frame numbers and page flags are visible"),
         (Fact::Absent, _) | (_, Fact::Absent) => warning(
             "the kernel was built without CONFIG_PROC_PAGE_MONITOR",
-            "single merged pages cannot be recognised",
+            "pagefold cannot tell which pages are merged",
             "use a kernel built with it",
         ),
         _ => warning(
             "frame numbers or page flags are hidden from us",
-            "single merged pages cannot be recognised",
+            "pagefold cannot tell which pages are merged",
             "run as root with CAP_SYS_ADMIN",
         ),
     }
@@ -72,10 +72,10 @@ pub(super) fn ptrace(facts: &MachineFacts) -> Finding {
 
 pub(super) fn seccomp(facts: &MachineFacts) -> Finding {
     match facts.seccomp {
-        Fact::Is(0) | Fact::Absent => ok("no filter on pagefold itself"),
+        Fact::Is(0) | Fact::Absent => ok("no seccomp filter on pagefold itself"),
         _ => warning(
             "pagefold itself runs under a seccomp filter",
-            "the kernel then refuses to suspend the filter of a target for the call that marks it",
+            "then the kernel refuses to suspend a target's own filter for the call that marks the target",
             "run it outside the container, or with seccomp=unconfined",
         ),
     }

@@ -23,7 +23,7 @@ pub(super) fn kernel(facts: &MachineFacts) -> Finding {
             "KSM lacks counters that pagefold needs",
             "install a newer kernel",
         ),
-        _ => warning("the kernel version cannot be read", "its features are not known", "mount /proc"),
+        _ => warning("the kernel version cannot be read", "its features are unknown", "mount /proc"),
     }
 }
 
@@ -55,7 +55,7 @@ pub(super) fn ksm(facts: &MachineFacts) -> Finding {
 pub(super) fn request(facts: &MachineFacts) -> Finding {
     let unmerges = facts.ksm.known().is_some_and(|(knobs, _)| knobs.run == 2);
     let one_node = facts.ksm.known().is_some_and(|(knobs, _)| knobs.merge_across_nodes == Some(false));
-    let without = "pagefold uses ksmd, which finds again what pagefold has found, at a multiple of the cost";
+    let without = "pagefold uses ksmd, which has to find the duplicates again, at a multiple of the cost";
     match &facts.request {
         Fact::Is(_) if unmerges => {
             note("merging on request: refused by the kernel while run is 2", without, "echo 0 > /sys/kernel/mm/ksm/run")
@@ -68,7 +68,7 @@ pub(super) fn request(facts: &MachineFacts) -> Finding {
         Fact::Is(Carrier::Series) => ok("merging on request: by this kernel"),
         Fact::Is(Carrier::Module) => ok("merging on request: by the module ksm_request"),
         Fact::Absent if facts.request_module == Fact::Is(()) => note(
-            "merging on request: the module ksm_request is installed and not loaded",
+            "merging on request: the module ksm_request is installed but not loaded",
             without,
             "modprobe ksm_request; if the kernel refuses it, dmesg says why",
         ),
@@ -96,7 +96,7 @@ pub(super) fn run(facts: &MachineFacts) -> Finding {
         1 if ours => ok("ksmd is driven by a running pagefold"),
         1 if !knobs.orphaned().is_empty() && facts.state == Fact::Absent => blocker(
             "ksmd is running already (run is 1)",
-            "a pagefold drives it, or has left it running, whose files are not visible here",
+            "a pagefold whose files are not visible here drives it, or has left it running",
             "see the finding `state`",
         ),
         1 => blocker(
@@ -154,7 +154,9 @@ pub(super) fn lock(facts: &MachineFacts) -> Finding {
         }
         Fact::Absent => ok("no other pagefold is running"),
         Fact::Denied => note("the lock file cannot be read", "another pagefold may be running", "run as root"),
-        Fact::Malformed(what) => warning(format!("the lock: {what}"), "a run must take the lock", "remove that file"),
+        Fact::Malformed(what) => {
+            warning(format!("the lock file is unusable: {what}"), "a run must take the lock", "remove that file")
+        }
     }
 }
 
@@ -167,7 +169,7 @@ pub(super) fn state(facts: &MachineFacts) -> Finding {
             }
             let knobs = orphaned.iter().map(|(knob, value)| format!("{knob} {value}")).collect::<Vec<_>>().join(", ");
             warning(
-                format!("pagefold has set {knobs}, and its state file is not here: it had a /run of its own"),
+                format!("pagefold has set {knobs}, but its state file is not here: it had a /run of its own"),
                 "the original values are not known, and ksmd may be scanning without need",
                 "if no pagefold runs in any container: pagefold doctor --fix, which sets the kernel's defaults",
             )
@@ -185,7 +187,7 @@ pub(super) fn state(facts: &MachineFacts) -> Finding {
             } else {
                 note(
                     format!("knobs not yet restored: {knobs}"),
-                    "the kernel allows it only while nothing is merged",
+                    "the kernel allows that only while nothing is merged",
                     "pagefold doctor --fix, once nothing is merged",
                 )
             }

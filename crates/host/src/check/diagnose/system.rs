@@ -19,7 +19,7 @@ pub(super) fn huge_pages(facts: &MachineFacts) -> Finding {
 
 pub(super) fn khugepaged(facts: &MachineFacts) -> Finding {
     const TODO: &str = "echo 0 > /sys/kernel/mm/transparent_hugepage/khugepaged/max_ptes_none";
-    let why = "it fills merged pages of zeros with memory again";
+    let why = "the huge pages fill merged zero pages with memory again";
     match (facts.huge_pages.known().map(String::as_str), &facts.max_ptes_none) {
         (Some("always"), Fact::Is(pages @ 1..)) => warning(
             format!("khugepaged makes huge pages where up to {pages} of 512 pages are empty or zero"),
@@ -28,7 +28,7 @@ pub(super) fn khugepaged(facts: &MachineFacts) -> Finding {
         ),
         (Some("madvise"), Fact::Is(pages @ 1..)) => note(
             format!(
-                "khugepaged makes huge pages, of programs that ask for them, where up to {pages} of 512 pages are empty or zero"
+                "for programs that ask, khugepaged makes huge pages where up to {pages} of 512 pages are empty or zero"
             ),
             why,
             TODO,
@@ -37,7 +37,7 @@ pub(super) fn khugepaged(facts: &MachineFacts) -> Finding {
     }
 }
 
-/// Below this limit, splitting large mappings leaves programs too few.
+/// With a limit below this, splitting large mappings leaves programs too few mappings.
 const FEW_MAPS: u64 = 16_384;
 
 pub(super) fn map_count(facts: &MachineFacts) -> Finding {
@@ -69,7 +69,7 @@ pub(super) fn swap(facts: &MachineFacts) -> Finding {
     match facts.swap_total_kib {
         Fact::Is(0) | Fact::Absent => note(
             "no swap",
-            "writes to merged pages need memory again, which may be in use elsewhere by that time",
+            "writing to merged pages takes memory again, which others may be using by that time",
             "leave part of the saved memory free, or add swap",
         ),
         Fact::Is(kib) => ok(format!("{} MiB of swap", kib / 1024)),
