@@ -1,9 +1,9 @@
 //! Reads a target's code without making the kernel fetch any of it.
 //!
-//! A page of a file that isn't mapped yet is read from its file system, and a program fills a page registered with userfaultfd.
-//! Either may never answer, and the read then blocks with the target's mmap lock held (`get_user_page_vma_remote`, mm/gup.c). So we
-//! only read pages that pagemap shows as mapped. Between that and the read the target can still unmap a page: we give up an attempt
-//! that gets stuck ([`pagefold_procmem::stalls`]).
+//! Reading a page of a file that isn't mapped yet asks its file system, and reading a page registered with userfaultfd
+//! asks a program. Either may never answer, and then the read blocks with the target's mmap lock held
+//! (`get_user_page_vma_remote`, mm/gup.c). So we only read pages that pagemap shows as mapped. The target can still
+//! unmap a page just before we read it, so we give up an attempt that gets stuck ([`pagefold_procmem::stalls`]).
 
 use pagefold_engine::units::{PAGE_BYTES, PAGE_SIZE, Vpn, count};
 use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
@@ -26,13 +26,14 @@ pub struct Code {
 }
 
 impl Code {
-    /// Opens the memory of the process of thread `tid`. Not by the process, whose files are empty if its main thread has ended.
+    /// Opens the memory of a process by the files of its thread `tid`: the process's own files are empty if its main
+    /// thread has ended.
     pub fn open(process: &Process, tid: i32) -> Result<Self, ReadError> {
         let memory = process.open_file(&format!("task/{tid}/mem"))?;
         Ok(Self { memory, pagemap: Pagemap::open_file(process, &format!("task/{tid}/pagemap"))? })
     }
 
-    /// Fills `bytes`, no more than a page, if all of it is mapped. False: it isn't, or we can't read it.
+    /// Fills `bytes`, no more than a page, from `at` on. False if not all of that is mapped, or if we can't read it.
     pub fn read(&self, bytes: &mut [u8], at: u64) -> bool {
         let Some(last_byte) = at.checked_add(count(bytes.len()).saturating_sub(1)) else { return false };
         let mut entries = [0; 2];
@@ -44,8 +45,8 @@ impl Code {
             && self.memory.read_exact_at(bytes, at).is_ok()
     }
 
-    /// Calls `each` with every piece of the range that is mapped, and its address, until it breaks. Consecutive pieces overlap.
-    /// `provided`: the kernel provides the range, so reading it never blocks whether or not it's mapped.
+    /// Calls `each` with every mapped piece of the range and its address, until `each` breaks. Consecutive pieces
+    /// overlap. `provided` means that the kernel provides the range, so reading it never blocks, mapped or not.
     ///
     /// # Errors
     /// If the memory is gone.

@@ -1,7 +1,8 @@
 //! One attempt: choose a thread, seize it, interrupt it, let [`Tracee`] make the calls, and report the result.
 //!
-//! Each attempt has a thread of its own, which stays with a target's thread that doesn't stop in time (a vfork parent, a
-//! frozen thread) until it does: released before, that thread would find its system call interrupted.
+//! Each attempt has a thread of its own. If a thread of the target doesn't stop in time (a vfork parent, a frozen
+//! thread), ours stays with it until it does: if we released it before, that thread would find its system call
+//! interrupted.
 
 use super::code::Code;
 use super::progress::AttemptProgress;
@@ -21,14 +22,14 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-/// For how long our thread may sleep while it prepares (reading `/proc`, attaching), beyond the wait for the stop, and how long
-/// preparing may take in all.
+/// How long our thread may sleep while it prepares (reading `/proc`, attaching), not counting the wait for the stop,
+/// and how long preparing may take in all.
 const PREPARING: Duration = Duration::from_secs(1);
 const PREPARING_MOST: Duration = Duration::from_secs(15);
-/// How often we check that.
+/// How often we check these limits.
 const TICK: Duration = Duration::from_millis(50);
 
-/// If we wait longer than this for an mmap lock it isn't free, and the number of tries.
+/// If we wait longer than this for an mmap lock, it isn't free. We try this many times.
 const LOCK_LIMIT: Duration = Duration::from_millis(1);
 const LOCK_TRIES: u32 = 4;
 
@@ -102,7 +103,7 @@ pub fn attempt(
         .spawn(move || {
             tid_inside.store(own_tid(), Ordering::Relaxed);
             shield_thread();
-            // Nobody receives it if the attempt was given up.
+            // If the attempt was given up, nobody receives the result.
             match one_stop(&handle, program, tid, &calls, &limits_inside, &progress_inside) {
                 StopOutcome::Over(outcome) => drop(sender.send(outcome)),
                 StopOutcome::Awaited(outcome, tid) => await_stop(&handle, tid, || drop(sender.send(outcome))),
@@ -126,7 +127,7 @@ pub fn attempt(
             Err(mpsc::RecvTimeoutError::Timeout)
                 if slept < PREPARING + limit && began.elapsed() < PREPARING_MOST + limit && !progress.is_stuck() =>
             {
-                // On a busy machine it may take long to get a processor.
+                // Only sleep counts: on a busy machine our thread may wait long for a processor.
                 slept += if is_asleep(own.load(Ordering::Relaxed)) { TICK } else { Duration::ZERO };
             }
             Err(mpsc::RecvTimeoutError::Timeout) if progress.abandon() => {
@@ -147,8 +148,8 @@ fn own_tid() -> i32 {
 
 /// Protects this thread from delays.
 fn shield_thread() {
-    // SAFETY: plain calls on this thread only; `all` outlives them. If the last two fail, stops are longer: sleeps take 50
-    // us more, and targets wait until a busy or nice caller gets the CPU.
+    // SAFETY: plain calls on this thread only; `all` outlives them. If the last two fail, stops are longer: sleeps take
+    // 50 us more, and targets wait until a busy or nice caller gets the CPU.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&raw mut all);
@@ -158,7 +159,8 @@ fn shield_thread() {
     }
 }
 
-/// Attaches to a thread. Until the attempt is given up it waits for an exec that has begun, and that waits for its file system.
+/// Attaches to a thread. The call waits for an exec that has begun, which may wait for its file system. It returns when
+/// the attempt is given up.
 fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
     static HANDLER: Once = Once::new();
     HANDLER.call_once(|| {
@@ -171,7 +173,7 @@ fn seize(tid: i32, progress: &AttemptProgress) -> Result<(), Errno> {
         }
     });
     set_cut_short_mask(libc::SIG_UNBLOCK);
-    // A signal that came before has had no effect.
+    // A signal that came earlier has had no effect.
     let seized = if progress.is_abandoned() { Err(Errno(libc::EINTR)) } else { ptrace::seize(tid) };
     set_cut_short_mask(libc::SIG_BLOCK);
     seized
@@ -196,12 +198,12 @@ fn cut_short(tid: i32) {
 /// We don't use this signal for anything else.
 const CUT_SHORT: i32 = libc::SIGSTKFLT;
 
-/// Skips the `ptrace` that the thread is about to make. The kernel makes one that was interrupted again (ERESTARTNOINTR),
-/// whatever the flags of the handler.
+/// Skips the `ptrace` call that the thread is about to make. Otherwise the kernel would make the interrupted call again
+/// (ERESTARTNOINTR), whatever the flags of the handler.
 extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::ucontext_t) {
     const SYSCALL: [u8; 2] = [0x0f, 0x05];
-    // SAFETY: the kernel passes the registers of this thread, and restores them from there; at its instruction pointer there
-    // are at least two bytes of code.
+    // SAFETY: the kernel passes the registers of this thread, and restores them from there; at its instruction pointer
+    // there are at least two bytes of code.
     unsafe {
         let registers = &mut (*context).uc_mcontext.gregs;
         let rip = libc::REG_RIP as usize;
@@ -217,14 +219,15 @@ extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::
 
 /// Processes with a thread that we asked to stop and that hasn't stopped yet.
 static AWAITED: Mutex<BTreeSet<ProcessKey>> = Mutex::new(BTreeSet::new());
-/// While there are as many such threads, we stop no other process.
+/// While there are this many such threads, we stop no other process.
 const AWAITED_MOST: usize = 32;
 
 fn awaited() -> MutexGuard<'static, BTreeSet<ProcessKey>> {
     AWAITED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits until a late thread stops, repairs and releases it. Until then we don't stop its process again. `report` ends the attempt.
+/// Waits until a late thread stops, then repairs and releases it. Until then we don't stop its process again. `report`
+/// ends the attempt.
 fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
     awaited().insert(process.key());
@@ -344,7 +347,7 @@ fn one_stop(
         StopEnd::OtherProgram => Verdict::Failed(InjectError::OtherProgram { pid }),
         StopEnd::Compat => Verdict::Failed(InjectError::Compat { pid }),
         StopEnd::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
-        // Mostly a fault of its own, pending when it stopped: the thread will fault again by itself.
+        // Mostly the fault is the thread's own and was pending when it stopped: the thread will fault again by itself.
         StopEnd::Fault => Verdict::Again(InjectError::Fault { pid }),
         StopEnd::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "accept a tracer".into() }),
         StopEnd::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
@@ -353,10 +356,10 @@ fn one_stop(
     StopOutcome::Over(AttemptOutcome { results, stop_ns: Some(stop_ns), unguarded, away_ns, verdict })
 }
 
-/// Whether the mmap lock is free. Our work in a stop waits for it, and so does the call, for as long as a sibling's fork copies
-/// the page tables. After a wait for it the lock is free.
+/// Whether the mmap lock is free. Otherwise our work in a stop and the call would wait for it, for example while a
+/// sibling's fork copies the page tables. Once we've waited for the lock and got it, it's free.
 ///
-/// We ask before we attach to the thread: afterwards we couldn't wait for it.
+/// We check this before we attach to the thread: afterwards we couldn't wait for the lock.
 fn is_unlocked(process: &Process) -> bool {
     let Ok(space) = AddressSpace::of(process) else { return true };
     (0..LOCK_TRIES).any(|_| space.is_unlocked(LOCK_LIMIT))
@@ -373,7 +376,7 @@ fn is_back_in_freezer(process: &Process, tid: i32) -> bool {
 /// Chooses the thread and the instruction, and finds the code for a return frame.
 fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Option<Trampoline>), Verdict> {
     let pid = process.pid();
-    // First, because its call numbers would be misread.
+    // We check this first, because we'd misread the call numbers of a 32-bit program.
     if is_32_bit(process, "auxv") {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
@@ -385,14 +388,15 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
         None => match thread::choose(process) {
             Ok(Choice::Thread(candidate)) => candidate,
             Ok(Choice::NoneNow) => return Err(Verdict::Again(InjectError::NoSafeThread { pid })),
-            // An exec by another than the main thread looks the same for a moment. The caller checks for the end of the process.
+            // An exec by a thread other than the main one looks the same for a moment. The caller checks for the end of
+            // the process.
             Err(error @ (InjectError::Zombie { .. } | InjectError::Vanished { .. })) => {
                 return Err(Verdict::Again(error));
             }
             Err(error) => return Err(Verdict::Failed(error)),
         },
     };
-    // A process whose main thread has ended only shows it here.
+    // If the main thread has ended, only a file of the chosen thread shows this.
     if is_32_bit(process, &format!("task/{}/auxv", candidate.tid)) {
         return Err(Verdict::Failed(InjectError::Compat { pid }));
     }
@@ -414,9 +418,9 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
     }
 }
 
-/// Whether the process of a thread runs a 32-bit program, by the size of the words in its auxiliary vector: the first one is a
-/// small number, followed by zeros if it has 64 bits, otherwise by its value. We don't ask the executable, whose file system may
-/// not answer.
+/// Whether the process of a thread runs a 32-bit program, by the size of the words in its auxiliary vector. The first
+/// word is a small number: if words have 64 bits, its upper half is zero, otherwise the word's value follows there. We
+/// don't ask the executable, whose file system may not answer.
 fn is_32_bit(process: &Process, auxv: &str) -> bool {
     let auxv = process.read_file(auxv).unwrap_or_default();
     auxv.get(4..8).is_some_and(|high| high != [0; 4])
@@ -439,7 +443,7 @@ fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
     }
     match thread::tracer(process, tid) {
         by if by != 0 => Verdict::Failed(InjectError::Traced { pid, by }),
-        // Also the error for a dying thread. An exec may have replaced that by a living one since.
+        // A dying thread causes the same error, and an exec may have replaced it by a living thread since.
         _ if errno.0 == libc::EPERM => Verdict::Again(InjectError::Denied { pid }),
         _ => Verdict::Failed(InjectError::System { pid, what: "attaching to a thread".into(), errno }),
     }
@@ -447,7 +451,7 @@ fn refused(process: &Process, tid: i32, errno: Errno) -> Verdict {
 
 fn as_result(answer: i64) -> Result<u64, Errno> {
     match answer {
-        // Still the kernel's private "restart" after all repetitions.
+        // The call still returned the kernel's private "restart" after all repetitions.
         -516..=-512 => Err(Errno(libc::EINTR)),
         -4095..=-1 => Err(Errno(i32::try_from(-answer).unwrap_or(libc::EIO))),
         _ => Ok(unsigned(answer)),

@@ -1,4 +1,4 @@
-//! Private parsers, for `pagefold-fuzz` only, which states their properties.
+//! Private parsers, exposed only for `pagefold-fuzz`, which states their properties.
 
 use crate::thread::{Activity, fitness};
 use crate::{gadget, worker};
@@ -28,14 +28,15 @@ pub fn executable(maps: &[u8]) -> Vec<(u64, u64)> {
     gadget::executable(maps).iter().map(|code| (code.start, code.end)).collect()
 }
 
-/// Parses a request to the injector: whether printing and parsing it again gives the same, and its time limit.
+/// Parses a request to the injector. Returns whether printing and parsing it again gives the same request, and its time
+/// limit.
 pub fn injector_request(line: &[u8]) -> Option<(bool, Duration)> {
     let request: worker::Request = serde_json::from_slice(line).ok()?;
     let again = serde_json::to_vec(&request).ok().and_then(|line| serde_json::from_slice(&line).ok());
     Some((again.is_some_and(|again| request == again), worker::reply_limit(request.calls.len(), &request.limits)))
 }
 
-/// Parses a reply of the injector: whether printing and parsing it again gives the same.
+/// Parses a reply of the injector. Returns whether printing and parsing it again gives the same reply.
 pub fn injector_reply(line: &[u8]) -> Option<bool> {
     let reply: worker::Reply = serde_json::from_slice(line).ok()?;
     let again = serde_json::to_vec(&reply).ok().and_then(|line| serde_json::from_slice(&line).ok());

@@ -10,7 +10,8 @@ use std::ops::ControlFlow;
 
 /// The two bytes of the instruction.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// We search this many bytes of each executable mapping. libc has one within its first pages of code.
+/// We search this many bytes of each executable mapping. libc has a `syscall` instruction within its first pages of
+/// code.
 const SEARCHED_BYTES: u64 = 1 << 20;
 /// We search this many executable mappings.
 const SEARCHED_MAPPINGS: usize = 4096;
@@ -20,8 +21,9 @@ pub fn is_syscall(word: u64) -> bool {
     word.to_le_bytes()[..2] == SYSCALL
 }
 
-/// Finds a `syscall` instruction that thread `tid` can execute: the one it's blocked in, otherwise one in the vDSO (where the time
-/// functions fall back to the system call), otherwise the first in the mapped pages of its executable mappings.
+/// Finds a `syscall` instruction that thread `tid` can execute: the one it's blocked in, otherwise one in the vDSO
+/// (where the time functions fall back to the system call), otherwise the first in the mapped pages of its executable
+/// mappings.
 pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Result<u64, InjectError> {
     if let Activity::Syscall { pc, .. } = activity {
         let mut bytes = [0; 2];
@@ -34,7 +36,7 @@ pub fn find(process: &Process, tid: i32, activity: Activity, code: &Code) -> Res
     let maps = process.open_file(&format!("task/{tid}/maps")).map_err(InjectError::from_read)?;
     let executable = executable(maps);
     if executable.is_empty() {
-        // Without memory it's about to end.
+        // A process without memory is about to end.
         return Err(InjectError::Busy { pid: process.pid() });
     }
     for Executable { start, end, vdso } in executable {
@@ -62,7 +64,8 @@ pub(crate) struct Executable {
     pub(crate) vdso: bool,
 }
 
-/// The executable mappings in the text of `maps`, the vDSO first. Without the vsyscall page, which can't execute `syscall`.
+/// The executable mappings in the text of `maps`, the vDSO first, except the vsyscall page, which can't execute
+/// `syscall`.
 pub(crate) fn executable(maps: impl Read) -> Vec<Executable> {
     let mut found = Vec::new();
     // After an error we use the mappings before it.

@@ -1,9 +1,9 @@
 //! The injector as its users see it: a process that we start again when it dies.
 //!
-//! Nothing that it does depends on its past, so another one takes its place. We don't know then whether the request under way
-//! was carried out: its error says so, and the caller looks at the target again. The threads that the dead process held resume
-//! by themselves or die ([`super::return_frame`]), so restarts are rarer the more there have been, and end when an injector
-//! keeps dying or we can't start one.
+//! An injector does nothing that depends on its past, so another one can take its place. We don't know then whether the
+//! request under way was carried out: its error says so, and the caller looks at the target again. The threads that the
+//! dead process held resume by themselves or die ([`super::return_frame`]). So we wait longer before each further
+//! restart, and give up when injectors keep dying or we can't start one.
 
 use super::worker::Connection;
 use super::{Call, InjectError, InjectionReport, Limits};
@@ -21,7 +21,7 @@ use tracing::debug;
 const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 250 });
 /// After this many deaths and failed starts in a row we don't start another one: the pauses before add up to 16 s.
 const FAILURES_MOST: u32 = 8;
-/// An injector that lived for so long ends the row.
+/// An injector that lived for so long ends such a row.
 const HEALTHY: Duration = Duration::from_secs(60);
 
 /// An injector process. It ends when this is dropped.
@@ -36,12 +36,12 @@ type Start = Arc<dyn Fn() -> io::Result<Connection> + Send + Sync>;
 
 struct Supervised {
     connection: Connection,
-    /// How long to wait for a reply, if not as long as the limits of a request allow.
+    /// How long to wait for a reply. `None`: as long as the limits of the request allow.
     patience: Option<Duration>,
     /// How to start another one, if that is wanted.
     start: Option<Start>,
     started: Instant,
-    /// Since when there is none.
+    /// Set while there is no injector.
     down: Option<Down>,
     /// Deaths and failed starts in a row.
     failures: u32,
@@ -70,7 +70,8 @@ impl Injector {
         Self::keep(move || Connection::spawn(&mut command()))
     }
 
-    /// Connects to the socket of a service manager that starts an injector for each connection, and again when that has died.
+    /// Connects to the socket of a service manager that starts an injector for each connection, and again when that has
+    /// died.
     ///
     /// # Errors
     /// `PermissionDenied` if one end belongs to a user other than root and the user of the other end.
@@ -98,18 +99,17 @@ impl Injector {
         })))
     }
 
-    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is unanswered.
-    /// The injector may still carry them out then.
+    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is
+    /// unanswered. The injector may still carry them out then.
     pub fn set_patience(&mut self, patience: Duration) {
         self.lock().patience = Some(patience);
     }
 
     /// Makes the injector run `calls` in `process`.
     ///
-    /// # Errors
-    /// [`InjectError::WorkerGone`] if it has died: we don't know whether calls were made. [`InjectError::WorkerSilent`] if it
-    /// doesn't reply in time: we don't kill it then, because it may hold a target that only it can restore, and later requests
-    /// wait until it has finished.
+    /// # Errors [`InjectError::WorkerGone`] if it has died: we don't know whether calls were made.
+    /// [`InjectError::WorkerSilent`] if it doesn't reply in time: we don't kill it then, because it may hold a target
+    /// that only it can restore, and later requests wait until it has finished.
     pub fn run(&mut self, process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
         self.lock().run(process, None, calls, limits)
     }
@@ -152,7 +152,8 @@ impl Injector {
         supervised.connection.cpu_ns() + supervised.former_ns + supervised.former_children_ns
     }
 
-    /// The same as [`Self::cpu_ns`], or 0 if the injector is a child of this process, whose time counts when it's reaped.
+    /// The same as [`Self::cpu_ns`], or 0 if the injector is a child of this process, whose time counts when it's
+    /// reaped.
     pub fn cpu_elsewhere_ns(&self) -> u64 {
         let supervised = self.lock();
         let own_ns = if supervised.connection.is_child() { 0 } else { supervised.connection.cpu_ns() };
@@ -170,7 +171,8 @@ impl Injector {
     }
 
     fn lock(&self) -> MutexGuard<'_, Supervised> {
-        // After a panic at most half a line is left, which is marked as broken or runs into the time limit.
+        // A panic leaves at most half a line behind. Then the connection is marked as broken, or the request runs into
+        // its time limit.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

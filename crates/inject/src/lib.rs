@@ -1,16 +1,17 @@
 //! Runs system calls inside other processes, without a lasting effect on them.
 //!
-//! `madvise` marks the memory of its caller only, so to mark a process's memory that process must make the call. We stop one
-//! of its threads by ptrace, make it run a batch of calls, give it back every register and its signal mask, and resume it;
-//! the process sees nothing but the delay. The modules describe the cases where it blocks in a call, or is signalled,
-//! frozen, killed or traced meanwhile ([`regs`], [`thread`], [`tracee`]).
+//! `madvise` marks the memory of its caller only, so to mark a process's memory that process must make the call. We
+//! stop one of its threads by ptrace, make it run a batch of calls, give it back every register and its signal mask,
+//! and resume it; the process sees nothing but the delay. The modules describe the cases where the thread blocks in a
+//! call, or is signalled, frozen, killed or traced meanwhile ([`regs`], [`thread`], [`tracee`]).
 //!
-//! The one rule without exception: once we've borrowed a thread's registers, we give them back or the thread has died. No
-//! time limit ends that, which is why [`InjectError::Held`] exists. If we die at that moment, the thread restores itself by
-//! a signal frame that we've left below its stack pointer ([`return_frame`] describes how, and the differences that
-//! remain). There is no frame where we aren't certain of unused room for one ([`stack_check`]), without code to return by
-//! ([`trampoline`]), or with a shadow stack. Then the tracer's death kills the target ([`InjectionReport::unguarded`]). So
-//! the work belongs into a small process of its own in any case ([`Injector`]).
+//! The one rule without exception: once we've borrowed a thread's registers, we give them back or the thread has died.
+//! No time limit ends that, which is why [`InjectError::Held`] exists. If we die at that moment, the thread restores
+//! itself by a signal frame that we've left below its stack pointer ([`return_frame`] describes how, and the
+//! differences that remain). We leave no frame if we aren't certain of unused room for it ([`stack_check`]), if the
+//! target has no code to return by ([`trampoline`]), or if the thread has a shadow stack. Then our death kills the
+//! target ([`InjectionReport::unguarded`]). So in any case a small process of its own should do the work
+//! ([`Injector`]).
 //!
 //! Restarted relative timeouts start over, as after any stop: a wait of 50 ms that is stopped after 40 takes 90.
 
@@ -56,7 +57,8 @@ const FIRST_PAUSE: Duration = Duration::from_micros(200);
 
 /// A system call for the target to make.
 ///
-/// It shouldn't block or depend on the thread that makes it: meant for `madvise`, and `prctl` on the whole address space.
+/// It shouldn't block or depend on the thread that makes it: meant for `madvise`, and `prctl` on the whole address
+/// space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
     pub nr: i64,
@@ -153,10 +155,10 @@ pub enum InjectError {
     #[error("process {pid} has ended; nothing is left to do")]
     Vanished { pid: i32 },
     /// It runs another program, or for another user, than when it was judged.
-    #[error("process {pid} no longer runs the program that was judged; try again when that is judged")]
+    #[error("process {pid} no longer runs the program that was judged; try again when the new program is judged")]
     OtherProgram { pid: i32 },
     /// A debugger or another tracer is attached: `by`, or 0 if we can't see its pid namespace.
-    #[error("process {pid} is traced by process {by}; try again when that has detached")]
+    #[error("process {pid} is traced by process {by}; try again when the tracer has detached")]
     Traced { pid: i32, by: i32 },
     #[error("process {pid} is frozen; try again when its cgroup is thawed")]
     Frozen { pid: i32 },
@@ -237,7 +239,7 @@ impl InjectError {
         )
     }
 
-    /// Whether calls may have been made, or may still be, that the error doesn't mention.
+    /// Whether calls that the error doesn't mention may have been made, or may still be made.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::Held { .. } | Self::TimedOut { .. } | Self::WorkerGone | Self::WorkerSilent)
     }
@@ -246,7 +248,7 @@ impl InjectError {
         match error {
             ReadError::Vanished { pid } => Self::Vanished { pid },
             ReadError::Denied { pid, .. } => Self::Denied { pid },
-            // A file of a thread that has ended meanwhile; memory that moves.
+            // The file's thread has ended meanwhile, or the memory moves.
             ReadError::Absent { pid, .. } | ReadError::Moving { pid } => Self::Busy { pid },
             ReadError::Malformed { pid, file, what } => {
                 Self::System { pid, what: format!("reading {file} ({what})"), errno: Errno(libc::EINVAL) }
@@ -274,8 +276,8 @@ pub fn is_frozen(process: &Process) -> bool {
 
 /// Runs `calls` in `process`, on a short-lived thread of this process.
 ///
-/// This process must not end before ([`held`] counts the threads that we still have to restore), and must not wait for any
-/// child with `waitpid` meanwhile: the kernel would report the target's stops there.
+/// This process must not end before it has restored all threads ([`held`] counts the ones left), and must not wait for
+/// any child with `waitpid` meanwhile: the kernel would report the target's stops there.
 pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
     inject_into(process, None, calls, limits)
 }
@@ -314,7 +316,7 @@ fn run(
     let mut report = InjectionReport::default();
     let mut pause = FIRST_PAUSE;
     let mut attempts = 0;
-    // A lasting reason forbids tracing each time; the kernel says the same of a thread that is dying.
+    // The kernel also says this of a thread that is dying. Only a lasting reason forbids tracing each time.
     let mut is_denied = true;
     while report.results.len() < calls.len() {
         let rest = &calls[report.results.len()..];

@@ -7,7 +7,7 @@ use pagefold_procmem::process::Process;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// For how long we try a target again that is too busy to be stopped, and the pause between two tries.
+/// How long we keep trying a target that is too busy to be stopped, and the pause between two tries.
 pub(super) const RETRY_LIMIT: Duration = Duration::from_secs(5);
 pub(super) const RETRY_PAUSE: Duration = Duration::from_millis(20);
 

@@ -1,12 +1,13 @@
-//! The state of an attempt, which its thread shares with the caller without messages: the thread mustn't allocate while
-//! registers are borrowed.
+//! The state of an attempt. Its thread shares it with the caller without messages, because the thread mustn't allocate
+//! while registers are borrowed.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
 /// Target threads that we can't restore yet.
 static HELD: AtomicUsize = AtomicUsize::new(0);
 
-/// How many processes we can't release at this moment ([`super::InjectError::Held`]). Until it's 0 this process must not end.
+/// How many processes we can't release at this moment ([`super::InjectError::Held`]). Until it's 0 this process must
+/// not end.
 pub fn held() -> usize {
     HELD.load(Ordering::Acquire)
 }
@@ -25,12 +26,12 @@ impl AttemptProgress {
         self.0.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Begins to set registers. False: the caller has given up.
+    /// Begins to set registers. Returns false if the caller has given up.
     pub fn enter(&self) -> bool {
         self.change(PREPARING, CALLING)
     }
 
-    /// Gives up the attempt. False: its thread has begun to set registers.
+    /// Gives up the attempt. Returns false if its thread has begun to set registers.
     pub fn abandon(&self) -> bool {
         self.change(PREPARING, ABANDONED)
     }

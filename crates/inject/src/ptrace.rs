@@ -72,8 +72,8 @@ fn word(number: usize) -> u64 {
 }
 
 fn ptrace(request: u64, tid: i32, addr: u64, data: u64) -> Result<i64, Errno> {
-    // SAFETY: the callers below pass a plain number, or the address of memory that is valid for what the kernel reads or
-    // writes with that request.
+    // SAFETY: the callers below pass a plain number, or the address of memory that is valid for what the kernel reads
+    // or writes with that request.
     let result = unsafe { libc::syscall(libc::SYS_ptrace, request, i64::from(tid), addr, data) };
     if result < 0 { Err(Errno::last()) } else { Ok(result) }
 }
@@ -154,7 +154,7 @@ pub fn write(tid: i32, addr: u64, bytes: &[u8]) -> Result<(), Errno> {
     if usize::try_from(written) == Ok(bytes.len()) { Ok(()) } else { Err(Errno::last()) }
 }
 
-/// Reads the floating-point and vector state in the format of XSAVE that is not compacted. Returns its length.
+/// Reads the floating-point and vector state in XSAVE's format that isn't compacted. Returns its length.
 pub fn xstate(tid: i32, bytes: &mut [u8]) -> Result<usize, Errno> {
     const NT_X86_XSTATE: u64 = 0x202;
     register_set(tid, NT_X86_XSTATE, bytes)
@@ -172,7 +172,8 @@ fn register_set(tid: i32, set: u64, bytes: &mut [u8]) -> Result<usize, Errno> {
     Ok(room.iov_len)
 }
 
-/// The pending signals of the thread and its process, bit `n - 1` for signal `n`. `None` if there are too many to inspect.
+/// The pending signals of the thread and its process, bit `n - 1` for signal `n`. `None` if there are too many to
+/// inspect.
 pub fn pending_signals(tid: i32) -> Option<u64> {
     const BATCH: usize = 8;
     const MOST: u64 = 512;
@@ -211,7 +212,7 @@ pub fn signal_cause(tid: i32) -> Option<i32> {
     (info.si_code > 0).then_some(info.si_code)
 }
 
-/// The system call at whose entry a tracee is.
+/// The system call that a tracee is about to enter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SyscallEntry {
     pub nr: u64,
@@ -220,7 +221,8 @@ pub struct SyscallEntry {
     pub rip: u64,
 }
 
-/// The 64-bit system call at whose entry a stopped tracee is. `None` elsewhere, or at one of the 32-bit table. Linux 5.3.
+/// The 64-bit system call that a stopped tracee is about to enter. `None` if it's elsewhere, or at a call of the 32-bit
+/// table. Linux 5.3.
 pub fn syscall_entry(tid: i32) -> Result<Option<SyscallEntry>, Errno> {
     const ENTRY: u64 = 1;
     const AUDIT_ARCH_X86_64: u64 = 0xc000_003e;
@@ -246,11 +248,11 @@ pub fn dispatches_syscalls(tid: i32) -> Result<bool, Errno> {
     Ok(configuration[0] != 0)
 }
 
-/// Reads the next event of a tracee without waiting. Consumes a stop, but not a death: the target may be a child of this
-/// process, and its exit status belongs to the code that started it.
+/// Reads the next event of a tracee without waiting. Consumes a stop, but not a death: the target may be a child of
+/// this process, and its exit status belongs to the code that started it.
 ///
-/// Only for the thread that attached (`__WNOTHREAD`): after an exec by another thread the main thread's id belongs to a new
-/// task, which isn't traced, but may be a child of this process.
+/// Only for the thread that attached (`__WNOTHREAD`): after an exec by another thread the main thread's id belongs to a
+/// new task, which isn't traced, but may be a child of this process.
 pub fn poll(tid: i32) -> TraceeEvent {
     const STOPS: i32 = libc::WSTOPPED | libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD;
     const BOTH: i32 = STOPS | libc::WEXITED | libc::WNOWAIT;

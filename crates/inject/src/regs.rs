@@ -1,10 +1,10 @@
 //! The registers with which an interrupted thread continues as if nothing had happened.
 //!
-//! The tracer's interrupt wakes a thread that blocks in a system call. Most calls then return the kernel's private errors 512
-//! to 516, and the kernel turns these into a restart on the way back to the program if there was no signal. It uses the
-//! registers at that moment, so restoring them all, `orig_rax` included, is enough. Some calls return a plain EINTR instead,
-//! which the program would see. We restart these by turning EINTR into ERESTARTNOHAND: the kernel then restarts the call unless
-//! a handler runs, and in that case returns EINTR.
+//! The tracer's interrupt wakes a thread that blocks in a system call. Most calls then return the kernel's private
+//! errors 512 to 516, and the kernel turns these into a restart on the way back to the program if there was no signal.
+//! It uses the registers at that moment, so restoring them all, `orig_rax` included, is enough. Some calls return a
+//! plain EINTR instead, which the program would see. We restart these by turning EINTR into ERESTARTNOHAND: the kernel
+//! then restarts the call unless a handler runs, and in that case returns EINTR.
 
 use super::ptrace::Registers;
 use super::{signed, unsigned};
@@ -62,7 +62,8 @@ pub fn repairable(nr: i64) -> bool {
 /// The registers to restore, given the ones at the stop.
 ///
 /// `by_us`: the tracer caused the stop, not job control, which may end a call with EINTR by itself.
-/// `by_syscall_instruction`: `syscall` is just before `rip`; after `int 0x80` the number would belong to the 32-bit table.
+/// `by_syscall_instruction`: `syscall` is just before `rip`; after `int 0x80` the number would belong to the 32-bit
+/// table.
 pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) -> Registers {
     let mut registers = *stopped;
     let interrupted = signed(stopped.rax) == -i64::from(libc::EINTR);
@@ -77,10 +78,10 @@ pub fn restarts(registers: &Registers) -> bool {
     in_syscall(registers) && matches!(signed(registers.rax), -514..=-512 | -516)
 }
 
-/// The registers for a return by `rt_sigreturn`, given the ones to restore. If the kernel would restart a call, the thread
-/// itself makes it again: like `arch_do_signal_or_restart`, but never by `restart_syscall`, which returns EINTR after
-/// `rt_sigreturn`; so a relative timeout starts over. `original` is the number of the call that `restart_syscall` stands for;
-/// without it the call returns EINTR.
+/// The registers for a return by `rt_sigreturn`, given the ones to restore. If the kernel would restart a call, the
+/// thread itself makes the call again, as in `arch_do_signal_or_restart`. We never use `restart_syscall`, which returns
+/// EINTR after `rt_sigreturn`, so a relative timeout starts over. `original` is the number of the call that
+/// `restart_syscall` stands for; without it the call returns EINTR.
 pub fn return_registers(own: &Registers, original: Option<i64>) -> Registers {
     let mut home = *own;
     if restarts(own) {
@@ -116,7 +117,7 @@ pub fn returning(own: &Registers, base: u64, back: u64) -> Registers {
     registers
 }
 
-/// The registers that replace the call at whose entry the thread is by another one, which returns to `rip`.
+/// The registers that replace the call that the thread is about to enter by another one, which returns to `rip`.
 pub fn entering(own: &Registers, rsp: u64, rip: u64, nr: i64, args: &[u64; 6]) -> Registers {
     let mut registers = calling(own, rip, nr, args);
     registers.rsp = rsp;

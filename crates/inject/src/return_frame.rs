@@ -1,10 +1,10 @@
 //! Restores a thread whose tracer dies.
 //!
-//! Before we change a thread's registers, we write a genuine signal frame with its own registers, floating-point state and
-//! signal mask onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, laid out as by
-//! `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the thread is, as far as the kernel can see, in a signal
-//! handler: whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in order, and what the
-//! thread does if the tracer dies right after each:
+//! Before we change a thread's registers, we write a genuine signal frame with its own registers, floating-point state
+//! and signal mask onto an unused page of its stack (`struct rt_sigframe`, arch/x86/include/asm/sigframe.h, laid out as
+//! by `get_sigframe`; read in Linux 6.12, 6.15 and 6.18). From then on the thread is, as far as the kernel can see, in
+//! a signal handler: whenever its tracer dies, it reaches `rt_sigreturn` and has its own state again. The steps in
+//! order, and what the thread does if the tracer dies right after each:
 //!
 //! | step | without the tracer, the thread |
 //! | --- | --- |
@@ -18,18 +18,18 @@
 //! | its registers restored | continues |
 //! | the frame replaced by zeros, options cleared | continues |
 //!
-//! The stack pointer is never below the frame, so nothing that runs there, a handler included, can damage it. The call
-//! replaces another one at its entry because seccomp is active again when the tracer is dead: `rt_sigreturn` passes all
-//! filters that let a program handle signals, and strict mode. We're left with the microsecond between setting the call's
-//! number and the filter's check of it.
+//! The stack pointer is never below the frame, so nothing that runs there, a handler included, can damage it. We don't
+//! start the call directly, but let it take the place of `rt_sigreturn` at its entry, because seccomp is active again
+//! when the tracer is dead: `rt_sigreturn` passes strict mode, and all filters that let a program handle signals. The
+//! microsecond between setting the call's number and the filter's check of it remains.
 //!
-//! `rt_sigreturn` bypasses the kernel's restart of an interrupted call, so the frame holds the registers of a thread about
-//! to make the call again ([`super::regs::return_registers`]). There is one difference from the kernel's restart: if a
-//! signal arrives during a stop whose tracer dies, its handler runs and then the call is made again even where it should
-//! return EINTR. (If the signal was pending before, the attempt waits for another moment.) Two more cases of the tracer's
-//! death end in EINTR: calls that return it after any interruption, until we've set [`super::regs::repaired`], which is the
-//! first thing that we do in the stop; and a call that an earlier stop has turned into `restart_syscall`, if the code
-//! doesn't show its number.
+//! `rt_sigreturn` bypasses the kernel's restart of an interrupted call, so the frame holds the registers of a thread
+//! about to make the call again ([`super::regs::return_registers`]). There is one difference from the kernel's restart:
+//! if a signal arrives during a stop whose tracer dies, its handler runs and then the call is made again even where it
+//! should return EINTR. (If the signal was pending before, the attempt waits for another moment.) In two more cases a
+//! call ends with EINTR if the tracer dies: a call that returns EINTR after any interruption, until we've set
+//! [`super::regs::repaired`], the first thing that we do in the stop; and a call that an earlier stop has turned into
+//! `restart_syscall`, if the code doesn't show its number.
 
 use super::ptrace::{self, Registers};
 use super::trampoline::Trampoline;
@@ -79,8 +79,8 @@ impl ReturnFrame {
         Self { frame: Box::new([0; LONGEST]), length: 0, base: 0 }
     }
 
-    /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. `room` returns
-    /// the end of unused memory of a given length. False: this thread can't have a frame.
+    /// Builds the frame that gives the stopped thread `tid` the registers `goal` and the signal mask `mask`. `room`
+    /// returns the end of unused memory of a given length. False: this thread can't have a frame.
     pub fn prepare(
         &mut self,
         tid: i32,
@@ -94,7 +94,7 @@ impl ReturnFrame {
         if ptrace::has_shadow_stack(tid) {
             return false;
         }
-        // Its position depends on its length, so we first read it to the beginning of the buffer.
+        // The position of the state depends on its length, so we first read it to the beginning of the buffer.
         let Ok(read) = ptrace::xstate(tid, &mut self.frame[..]) else { return false };
         if read >= LONGEST {
             return false;
@@ -127,7 +127,8 @@ impl ReturnFrame {
         written
     }
 
-    /// Puts zeros where the frame is as we wrote it. Only fails if the thread was killed or its stack unmapped. Doesn't allocate.
+    /// Puts zeros where the frame is as we wrote it. Only fails if the thread was killed or its stack unmapped. Doesn't
+    /// allocate.
     pub fn unwrite(&self, tid: i32) {
         const STEP: usize = 1024;
         let mut found = [0; STEP];
@@ -184,17 +185,17 @@ impl XstateSizes {
         // The kernel writes the protection keys whether the header shows them or not.
         let features = word(xstate, HEADER)? | X87_SSE | (possible & PKRU);
         let full = end_of(possible);
-        // Another length: there is a feature that we don't know the place of.
+        // If the length differs, there is a feature whose place we don't know.
         if full != xstate.len() {
             return None;
         }
         Some(Self { features, declared: end_of(possible & !AMX_DATA | features), full })
     }
 
-    /// Marks a floating-point state, followed by the room for a second magic number, as one of a signal frame
-    /// (`check_xstate_in_sigframe`). The kernel looks for that number at the declared size; from Linux 6.15 until that was
-    /// reverted in 7.1 and in stable kernels, at the thread's own size, which contains AMX once the thread has used it. We write
-    /// it to both places: if AMX isn't in use, nothing else is there.
+    /// Marks a floating-point state as part of a signal frame (`check_xstate_in_sigframe`). Room for a second magic
+    /// number follows the state. The kernel looks for that number at the declared size, but from Linux 6.15 until a
+    /// revert in 7.1 and in stable kernels it looks at the thread's own size, which contains AMX once the thread has
+    /// used it. We write the number to both places: if AMX isn't in use, nothing else is there.
     fn seal(self, xstate: &mut [u8]) {
         let size = u32::try_from(self.declared).unwrap_or(0);
         xstate[SW_BYTES..SW_BYTES + SW_BYTES_LENGTH].fill(0);
@@ -208,8 +209,8 @@ impl XstateSizes {
     }
 }
 
-/// The end of each feature's part of the state in the format that isn't compacted. We read it once and not in a stop: a
-/// virtual machine traps to its host for each of them, which took 35 us.
+/// The end of each feature's part of the state in the format that isn't compacted. We read all of them once and not in
+/// a stop: in a virtual machine each read traps to the host, which took 35 us.
 fn feature_ends() -> &'static [usize; 63] {
     static ENDS: LazyLock<[usize; 63]> = LazyLock::new(|| {
         std::array::from_fn(|feature| {

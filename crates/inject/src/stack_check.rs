@@ -1,14 +1,14 @@
 //! Finds pages of a stack that are certainly unused, for a return frame.
 //!
 //! By the ABI everything from 128 bytes below the stack pointer downwards is unused, because signal handlers run there.
-//! Programs need not comply: one whose handlers run elsewhere (`sigaltstack`) may run a coroutine on a local array, with
-//! live data below its stack pointer. So we write a frame only onto pages that nothing was ever written to (their pagemap
-//! entry is zero), with such a page on both sides, and only on two kinds of stack: the main thread's `[stack]`, and a
-//! mapping that also contains the thread's control block above the stack pointer and has an inaccessible mapping directly
-//! below, like C libraries lay out the stacks of their threads.
+//! Programs need not comply: one whose handlers run elsewhere (`sigaltstack`) may run a coroutine on a local array,
+//! with live data below its stack pointer. So we write a frame only onto pages that nothing was ever written to (their
+//! pagemap entry is zero), with such a page on both sides, and only on two kinds of stack: the main thread's `[stack]`,
+//! and a mapping that also contains the thread's control block above the stack pointer and has an inaccessible mapping
+//! directly below, like C libraries lay out the stacks of their threads.
 //!
-//! Afterwards these pages hold zeros, and the next frame takes the same ones, unless the pages beside them have changed: a
-//! program that has begun to use this part of its stack would have touched them.
+//! Afterwards these pages hold zeros, and the next frame takes the same ones, unless the pages beside them have
+//! changed: a program that has begun to use this part of its stack would have touched them.
 
 use super::ptrace;
 use super::ptrace::{Registers, address_of_mut};
@@ -26,7 +26,8 @@ use std::sync::{LazyLock, Mutex, PoisonError};
 const RED_ZONE: u64 = 128;
 /// We leave at most this much room below a frame, for a handler that runs there.
 const HANDLER_BYTES: u64 = 64 << 10;
-/// We inspect this many pages at once: as many as one page table maps. A page in a table that is in use already gets no huge page.
+/// We inspect this many pages at once: as many as one page table maps. A page whose page table is already in use gets
+/// no huge page.
 const WINDOW: usize = 512;
 /// We remember pages of earlier frames for this many processes, and this many of each.
 const PROCESSES_KEPT: usize = 1024;
@@ -79,8 +80,8 @@ impl StackCheck {
         Some(stack_check)
     }
 
-    /// The end of `bytes` of unused memory on the stack of the stopped thread `tid`. `None`: there is none, or we don't know this
-    /// kind of stack. Doesn't allocate.
+    /// The end of `bytes` of unused memory on the stack of the stopped thread `tid`. `None`: there is none, or we don't
+    /// know this kind of stack. Doesn't allocate.
     pub fn unused(&self, is_main_thread: bool, tid: i32, own: &Registers, bytes: u64) -> Option<u64> {
         let stack = self.mapping(own.rsp)?;
         if !stack.plain || own.rsp >= stack.end || !self.is_stack_of_thread(&stack, is_main_thread, tid, own) {
@@ -107,7 +108,7 @@ impl StackCheck {
         if !stack.main_stack {
             return None;
         }
-        // With room for a page on each side. This way of reading, unlike `process_vm_readv`, makes a stack grow.
+        // We leave room for a page on each side. Reading by ptrace, unlike `process_vm_readv`, makes a stack grow.
         let lowest = stack.start.checked_sub(count(needed + 3) * PAGE_BYTES)?;
         ptrace::peek(tid, lowest).ok()?;
         let grown = self.mapping(rsp)?;

@@ -1,9 +1,9 @@
 //! Chooses the thread of the target that runs the calls.
 //!
-//! Any thread can, as they share one address space. The best one blocks in a call that the kernel restarts without effect. A
-//! running one will do. Never one in a call that returns a partial result when interrupted (a large write to a pipe, a
-//! receive with MSG_WAITALL, an io_uring wait that also submits), nor one that doesn't stop at all (uninterruptible sleep, a
-//! vfork parent).
+//! Any thread can run them, because all share one address space. The best one blocks in a call that the kernel restarts
+//! without effect. A running one will do. We never choose a thread in a call that returns a partial result when
+//! interrupted (a large write to a pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that
+//! doesn't stop at all (uninterruptible sleep, a vfork parent).
 
 use super::InjectError;
 use pagefold_procmem::os::fields::number;
@@ -54,7 +54,7 @@ impl Activity {
     }
 }
 
-/// How well a thread suits. Smaller is better.
+/// How suitable a thread is. Smaller is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Fitness {
     /// Blocked in a call that restarts without effect.
@@ -89,11 +89,12 @@ pub fn fitness(state: u8, activity: Activity) -> Option<Fitness> {
             | libc::SYS_wait4
             | libc::SYS_waitid
             | libc::SYS_msgrcv
-            // One of these with a timeout, after a stop.
+            // One of the calls above with a timeout, after a stop.
             | libc::SYS_restart_syscall => Some(Fitness::Restarts),
             libc::SYS_recvfrom if args[3] & waitall() != 0 => None,
             libc::SYS_recvmsg if args[2] & waitall() != 0 => None,
-            // It has submitted, so it answers the number submitted, having waited for less than it should.
+            // It has already submitted, so an interrupted call returns the number submitted although it hasn't waited
+            // long enough.
             libc::SYS_io_uring_enter if args[1] != 0 => None,
             // We could repair these, but they may have sent a part: we don't choose them.
             libc::SYS_sendto | libc::SYS_sendmsg => None,
@@ -132,15 +133,15 @@ pub fn activity(process: &Process, tid: i32) -> Result<Activity, ReadError> {
     Activity::parse(&process.read_file(&file)?).map_err(|what| process.malformed(&file, what))
 }
 
-/// Whether a cgroup freezer holds the thread. The signs aren't documented, so a thread may be frozen though this returns false;
-/// then a time limit ends the attempt.
+/// Whether a cgroup freezer holds the thread. The signs aren't documented, so a thread may be frozen though this
+/// returns false; then a time limit ends the attempt.
 pub fn frozen(process: &Process, tid: i32, stat: &Stat, activity: Activity) -> bool {
     // Version 1 freezes threads during their sleep (Linux 6.1). Nothing else makes these sleeps uninterruptible.
     if stat.state == b'D' && matches!(activity, Activity::Syscall { nr, .. } if only_sleeps(nr)) {
         return true;
     }
-    // Version 2 freezes them where signals are delivered; the compiler may inline that function into its caller, where a
-    // thread stopped by job control waits too (state T).
+    // Version 2 freezes them where signals are delivered; the compiler may inline that function into its caller, where
+    // a thread stopped by job control waits too (state T).
     process.read_file(&format!("task/{tid}/wchan")).is_ok_and(|name| match name.as_slice() {
         b"__refrigerator" | b"do_freezer_trap" => true,
         b"get_signal" => stat.state == b'S',
@@ -211,8 +212,8 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     }
 }
 
-/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that call, and
-/// we can't see that while it runs.
+/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that
+/// call, and we can't see that while it runs.
 fn is_in_between(process: &Process, tid: i32) -> bool {
     const CHECKS: u32 = 8;
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);
@@ -227,15 +228,16 @@ fn is_in_between(process: &Process, tid: i32) -> bool {
     })
 }
 
-/// Whether a process has an `io_uring`. Then a running thread may submit to it and wait at any moment, and no repair can tell a
-/// wait that was cut short. True where we can't know: a descriptor table too large to read each time.
+/// Whether a process has an `io_uring`. If so, a running thread may submit to it and wait at any moment, and we can't
+/// tell afterwards whether its wait was cut short. Also true if we can't know, because the descriptor table is too
+/// large to read each time.
 fn may_have_ring(process: &Process) -> bool {
     const MAX_DESCRIPTORS: usize = 16_384;
     let Ok(directory) = process.open_with("fd", OFlags::DIRECTORY) else { return true };
     let Ok(entries) = std::fs::read_dir(format!("/proc/self/fd/{}", directory.as_raw_fd())) else { return true };
     for (count, entry) in entries.enumerate() {
         let Ok(entry) = entry else { return true };
-        // One that is closed meanwhile has no target.
+        // A descriptor that is closed meanwhile has no target.
         let target = std::fs::read_link(entry.path()).unwrap_or_default();
         if count == MAX_DESCRIPTORS || target.as_os_str() == "anon_inode:[io_uring]" {
             return true;

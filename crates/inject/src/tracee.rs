@@ -1,8 +1,8 @@
 //! A stopped thread: save, call, restore, detach.
 //!
-//! From the first register set to the last one restored ([`Tracee::make_calls`]) the code neither allocates nor panics nor
-//! receives signals, and returns only with the thread restored or dead. [`super::return_frame`] describes what happens to the
-//! thread if we die at one of the `fault::point`s.
+//! From the first register set to the last one restored ([`Tracee::make_calls`]) the code neither allocates nor panics
+//! nor receives signals, and returns only with the thread restored or dead. [`super::return_frame`] describes what
+//! happens to the thread if we die at one of the `fault::point`s.
 
 use super::progress::AttemptProgress;
 use super::ptrace::{self, Registers, SyscallEntry, TraceeEvent};
@@ -18,14 +18,14 @@ use pagefold_procmem::process::Process;
 const RESTARTS: u32 = 4;
 /// Time for an interrupted call to return before the caller learns that the thread is held.
 const GRACE_NS: u64 = 500_000_000;
-/// For how long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
+/// How long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
 const SPIN_NS: u64 = 200_000;
-/// A stop that has lasted so long before the first call ends without one.
+/// If a stop has lasted for so long before the first call, we end it without a call.
 const LATE_NS: u64 = 4_000_000;
 const LONGEST_NAP_NS: u64 = 5_000_000;
 
-/// Waits until the tracer or job control has stopped the thread. Delivers signals that come first. `since_ns` becomes the time
-/// of the last check that found it running.
+/// Waits until the tracer or job control has stopped the thread. Delivers signals that come first. `since_ns` becomes
+/// the time of the last check that found it running.
 pub fn wait_for_trap(tid: i32, until_ns: u64, since_ns: &mut u64) -> Option<i32> {
     loop {
         match wait(tid, until_ns, since_ns) {
@@ -100,7 +100,7 @@ enum CallFailure {
     Diverted,
 }
 
-/// A request to a stopped thread only fails if that was killed.
+/// A request to a stopped thread only fails if the thread was killed.
 impl From<Errno> for CallFailure {
     fn from(_: Errno) -> Self {
         Self::Gone
@@ -109,7 +109,7 @@ impl From<Errno> for CallFailure {
 
 pub struct Tracee<'a> {
     pub tid: i32,
-    /// The program that the calls are for, if not any.
+    /// The program that the calls are for. `None`: any.
     pub program: Option<(&'a Process, ProgramId)>,
     pub since_ns: u64,
     /// Stopped by the tracer's interrupt, not by job control.
@@ -141,20 +141,22 @@ impl Tracee<'_> {
         frame: &mut ReturnFrame,
     ) -> StopResult {
         let tid = self.tid;
-        // At once, whatever happens next: until then a release, or our death, is an EINTR for the thread.
+        // We do this at once, whatever happens next: before it, a release or our death would mean an EINTR for the
+        // thread.
         let Ok(original) = repair(tid, self.by_us) else { return self.let_go(StopEnd::Gone) };
         fault::point("stopped");
         if let Some(unusable) = self.unusable(&original) {
             return self.let_go(unusable);
         }
         let Ok(mask) = ptrace::signal_mask(tid) else { return self.let_go(StopEnd::Gone) };
-        // We'd take a pending signal of a fault for one of the borrowed registers, and lose it. Any other may have to end the
-        // interrupted call with EINTR, which a return by the frame can't do.
+        // We'd take a pending fault signal for a fault of the borrowed registers, and lose it. Any other signal may
+        // have to end the interrupted call with EINTR, which a return by the frame can't do.
         let Some(pending) = ptrace::pending_signals(tid) else { return self.let_go(StopEnd::Unstable) };
         if pending & FAULTS != 0 || self.by_us && regs::restarts(&original) && pending & !mask != 0 {
             return self.let_go(StopEnd::Unstable);
         }
-        // Only a check, cleared before the thread runs: we suspend filters within each call only.
+        // This is only a check, and we clear the option before the thread runs: we suspend filters within each call
+        // only.
         let can_suspend = ptrace::set_options(tid, SUSPENDED).is_ok();
         if ptrace::set_options(tid, ptrace::OPTION_TRACESYSGOOD).is_err() {
             return self.let_go(StopEnd::Gone);
@@ -192,7 +194,8 @@ impl Tracee<'_> {
         StopResult { made: 0, end, unguarded: false, away_ns: 0 }
     }
 
-    /// Whether our reads of memory have taken so long that a sibling must hold the mmap lock, which the call would wait for, too.
+    /// Whether our reads of memory have taken so long that a sibling must hold the mmap lock, which the call would wait
+    /// for, too.
     fn is_late(&self) -> bool {
         clock_ns().saturating_sub(self.since_ns) > LATE_NS
     }
@@ -215,18 +218,19 @@ impl Tracee<'_> {
         regs::number_in_code(&code)
     }
 
-    /// Why we must not use this stop, if so.
+    /// Why we must not use this stop, if there is a reason.
     fn unusable(&self, stopped: &Registers) -> Option<StopEnd> {
         let tid = self.tid;
-        // No exec can come between this and the release: it would kill the thread.
+        // No exec can come between this check and the release: it would kill the thread.
         if !is_same(self.program) {
             return Some(StopEnd::OtherProgram);
         }
         if !regs::is_64_bit(stopped) {
             return Some(StopEnd::Compat);
         }
-        // The kernel aborts a restartable sequence on the way back to it. If the thread ran elsewhere first, the kernel wouldn't
-        // notice when it returns to the middle: the sequence wouldn't be atomic.
+        // The kernel aborts a restartable sequence when the thread returns to it. If we let the thread run elsewhere
+        // first, the kernel wouldn't notice that it returns to the middle of the sequence, which then wouldn't be
+        // atomic.
         if !regs::in_syscall(stopped) && self.in_restartable_sequence(stopped) {
             return Some(StopEnd::Unstable);
         }
@@ -267,7 +271,7 @@ struct Calling<'a> {
     tracee: &'a Tracee<'a>,
     original: &'a Registers,
     mask: u64,
-    /// The code to return by. `None`: it has no return frame.
+    /// The code to return by. `None`: the thread has no return frame.
     trampoline: Option<Trampoline>,
     frame: &'a ReturnFrame,
     /// Whether we can suspend the thread's seccomp filters.
@@ -310,7 +314,7 @@ impl Calling<'_> {
         }
     }
 
-    /// Makes one call after the other. Returns the number made, and why not all.
+    /// Makes one call after the other. Returns how many it made, and why not all.
     fn call_all(
         &self,
         calls: &[Call],
@@ -337,7 +341,7 @@ impl Calling<'_> {
 
     fn call_once(&self, call: &Call, limits: &Limits, progress: &AttemptProgress) -> Result<i64, CallFailure> {
         let tid = self.tracee.tid;
-        // With a return frame it's already on its way to the entry of `rt_sigreturn`.
+        // With a return frame the thread is already on its way to the entry of `rt_sigreturn`.
         if self.trampoline.is_none() {
             let registers = regs::calling(self.original, self.tracee.instruction, call.nr, &call.args);
             ptrace::set_registers(tid, &registers)?;
@@ -393,15 +397,16 @@ impl Calling<'_> {
         }
     }
 
-    /// At the entry of a system call: replaces it by `call`, verifies that, and suspends the seccomp filters until its exit.
-    /// False: the thread isn't at the entry of a 64-bit call, because it has run other code than we sent it to; then it makes
-    /// no call.
+    /// Called at the entry of a system call. Replaces it by `call`, verifies that, and suspends the seccomp filters
+    /// until the call's exit. False if the thread isn't at the entry of a 64-bit call, because it has run other code
+    /// than we sent it to. Then it makes no call.
     ///
-    /// Up to here a sibling may have replaced the code. From here to the exit only the kernel has the number and arguments.
+    /// Up to here a sibling may have replaced the code. From here to the exit only the kernel has the number and
+    /// arguments.
     fn take_over(&self, call: &Call) -> Result<bool, Errno> {
         let tid = self.tracee.tid;
         let (rsp, rip) = match self.trampoline {
-            // To the `ret` after the instruction.
+            // The call returns to the `ret` after the instruction.
             Some(trampoline) => (self.frame.base, trampoline.syscall.wrapping_add(2)),
             None => (self.original.rsp, self.tracee.instruction.wrapping_add(2)),
         };
@@ -426,7 +431,7 @@ impl Calling<'_> {
     fn release(&self, signal: i32, made: usize, end: StopEnd) -> (usize, StopEnd) {
         match self.restore().and_then(|()| ptrace::detach(self.tracee.tid, signal)) {
             Ok(()) => (made, end),
-            // Killed meanwhile.
+            // The thread was killed meanwhile.
             Err(_) => (made, StopEnd::Gone),
         }
     }
@@ -471,9 +476,9 @@ pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
     Ok(original)
 }
 
-/// Whether the thread raised a signal by its work with borrowed registers, so that it mustn't receive it. Signals that can arrive
-/// at any time don't count: the overflow of a performance counter (TRAP_PERF), a memory error (BUS_MCEERR_AR, BUS_MCEERR_AO), and
-/// SIGSYS, because no injected call is denied.
+/// Whether the thread raised a signal by its work with borrowed registers, so that it mustn't receive the signal.
+/// Signals that can arrive at any time don't count: the overflow of a performance counter (TRAP_PERF), a memory error
+/// (BUS_MCEERR_AR, BUS_MCEERR_AO), and SIGSYS, because no injected call is denied.
 fn is_ours(signal: i32, cause: Option<i32>) -> bool {
     const TRAP_PERF: i32 = 6;
     const BUS_MCEERR: [i32; 2] = [4, 5];

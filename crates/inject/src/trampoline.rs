@@ -1,9 +1,9 @@
-//! Two pieces of the target's own code that let a thread return without its tracer ([`super::return_frame`]): `syscall; ret`,
-//! where it makes the calls, and the function that signal handlers return by (`__restore_rt` of glibc and musl,
+//! Two pieces of the target's own code that let a thread return without its tracer ([`super::return_frame`]): `syscall;
+//! ret`, where it makes the calls, and the function that signal handlers return by (`__restore_rt` of glibc and musl,
 //! `sigreturn__sigaction` of Go).
 //!
-//! We search the executable mappings of files, in the pages that are mapped. We remember the result per file, since searching
-//! glibc takes a millisecond, and use it in other processes where the page is mapped.
+//! We search the executable mappings of files, in the pages that are mapped. We remember the result per file, since
+//! searching glibc takes a millisecond, and use it in other processes where the page is mapped.
 
 use super::code::Code;
 use super::ptrace;
@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
 /// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
 const SIGRETURN: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
-/// We search this many bytes of one mapping, and of all in one process. Both pieces are in the first megabyte of glibc, musl and
-/// Go programs; larger files may have none.
+/// We search this many bytes of one mapping, and of all in one process. Both pieces are in the first megabyte of glibc,
+/// musl and Go programs; larger files may have none.
 const MAPPING_BYTES: u64 = 8 << 20;
 const PROCESS_BYTES: u64 = 32 << 20;
 /// We consider this many executable mappings of files in one process.
@@ -70,7 +70,8 @@ fn cache() -> MutexGuard<'static, Cache> {
     CACHE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Finds both pieces in the code of a thread's process. `None`: absent or not mapped; then we make the calls without a frame.
+/// Finds both pieces in the code of a thread's process. `None`: absent or not mapped; then we make the calls without a
+/// frame.
 pub fn find(process: &Process, tid: i32, code: &Code) -> Option<Trampoline> {
     let key = process.key();
     match cache().processes.get(&key) {
@@ -134,7 +135,8 @@ fn is_libc(name: &[u8]) -> bool {
 /// The pieces in a mapping. `None`: the memory is gone.
 fn pieces_of(vma: &Vma, code: &Code, left: &mut u64) -> Option<Pieces> {
     let key = (vma.device, vma.inode, vma.offset, vma.end - vma.start);
-    // The file may have been overwritten in place since, or the page isn't mapped here.
+    // We check the cached pieces: the file may have been overwritten in place since, or the page may not be mapped
+    // here.
     let seen = cache().files.get(&key).copied().unwrap_or_default().those_in(code, vma.start);
     if seen.is_complete() {
         return Some(seen);

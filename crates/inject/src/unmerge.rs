@@ -1,12 +1,12 @@
 //! Unmerging: unmarks everything marked in a process, so that every merged page gets its own copy again.
 //!
-//! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap lock
-//! (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target runs. So we do
-//! that first, in steps with a check of the target's memory limits before each, and then one call unmarks a whole mapping,
-//! with little left to copy. We don't unmark a part of a mapping on its own: that would split the mapping, and a program that
-//! moves its memory meanwhile would notice. There are two exceptions: processes with many zero pages that ksmd has replaced by
-//! the kernel's, which only the call unmerges, and kernels that don't distinguish merged from fork-shared pages, which reading
-//! would copy too. There we unmark a mapping in steps.
+//! The kernel would make the copies within the system call that unmarks, in the target's own time and under its mmap
+//! lock (`unmerge_ksm_pages`, mm/ksm.c). Reading a merged page from outside also makes the copy, while the target runs.
+//! So we do that first, in steps with a check of the target's memory limits before each, and then one call unmarks a
+//! whole mapping, with little left to copy. We don't unmark a part of a mapping on its own: that would split the
+//! mapping, and a program that moves its memory meanwhile would notice. There are two exceptions: processes with many
+//! zero pages that ksmd has replaced by the kernel's, which only the call unmerges, and kernels that don't distinguish
+//! merged from fork-shared pages, which reading would copy too. There we unmark a mapping in steps.
 
 use crate::mark::{RETRY_LIMIT, RETRY_PAUSE};
 use crate::{Call, InjectError, InjectionReport, InjectorHandle, Limits};
@@ -61,7 +61,8 @@ pub enum UnmergeError {
     Read(#[from] ReadError),
     #[error(transparent)]
     Inject(#[from] InjectError),
-    /// The copies wouldn't fit into its memory limits: `left` is how much they leave, `wanted` the size of a step with a margin.
+    /// The copies wouldn't fit into its memory limits: `left` is how much the limits leave, `wanted` the size of a step
+    /// with a margin.
     #[error("process {pid} has room for {:.0} MiB only, but each step of unmerging needs {:.0} MiB; raise the memory limit of its cgroup or free memory, then unmerge again", left.mib(), wanted.mib())]
     NoRoom { pid: i32, left: Bytes, wanted: Bytes },
     /// It keeps its mmap lock: we can neither read it nor change its marks.
@@ -107,8 +108,8 @@ pub fn step_bytes(process: &Process) -> Result<Bytes, ReadError> {
     Ok(Bytes(if copies { STEP_BYTES } else { WHOLE_BYTES }))
 }
 
-/// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave room
-/// for the next step. `report` shows how far we got, also after an error.
+/// Makes calls that unmark, one by one, each after its copies have been made, while the process's memory limits leave
+/// room for the next step. `report` shows how far we got, also after an error.
 pub fn unmark_in_steps(
     process: &Process,
     program: &ProgramId,
@@ -127,7 +128,7 @@ pub fn unmark_in_steps(
                 check_room(process, roots, STEP_BYTES)?;
                 reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
             }
-            // The copies are there. If the call waited for room for more, we'd never make it where they just fit.
+            // The copies are made. If the call waited for room for more, we'd never make it where the copies just fit.
             copies_by_call = 0;
         }
         check_room(process, roots, copies_by_call)?;
@@ -241,7 +242,8 @@ pub struct MarkState {
     merge_any: bool,
     pub marked: Vec<(u64, u64)>,
     pub merged_kib: u64,
-    /// How much unmarking may copy: all marked memory where the kernel doesn't show how much of it is merged (before 6.7).
+    /// How much unmarking may copy: all marked memory where the kernel doesn't show how much of it is merged (before
+    /// 6.7).
     copies_kib: u64,
 }
 
@@ -282,7 +284,8 @@ impl MarkState {
         for &(start, end) in &self.marked {
             calls.extend(steps(start, end, step).map(|(at, bytes)| Call::madvise(at, bytes, libc::MADV_UNMERGEABLE)));
         }
-        // Ends the marking of future mappings, and unmarks all the rest at once: only if that is no more than a step.
+        // This ends the marking of future mappings, but it also unmarks all the rest at once. So we do it only if the
+        // rest is no more than a step.
         if self.merge_any && self.copies_kib <= STEP_BYTES / 1024 {
             calls.push(Call::prctl(PR_SET_MEMORY_MERGE, [0; 4]));
         }

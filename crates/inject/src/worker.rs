@@ -1,11 +1,12 @@
 //! The injector: the process that makes calls in targets, and the protocol to ask it.
 //!
-//! A tracer that dies while a target has borrowed registers may kill the target. So the tracer is a process of its own that
-//! does nothing else, ignores every signal that it can ignore, is out of reach of ctrl-C, and ends when the process that
-//! started it has ended (end of file), but never while it holds a target.
+//! A tracer that dies while a target has borrowed registers may kill the target. So the tracer is a process of its own
+//! that does nothing else, ignores every signal that it can ignore, is out of reach of ctrl-C, and ends when the
+//! process that started it has ended (end of file), but never while it holds a target.
 //!
-//! The process that uses it starts it ([`super::injector`]), or a service manager does for each connection to a socket. A service
-//! manager keeps it out of the seccomp filters of a hardened service, under which no tracer may suspend its targets' filters.
+//! The process that uses the injector starts it ([`super::injector`]), or a service manager starts one for each
+//! connection to a socket. A service manager keeps it out of the seccomp filters of a hardened service: under such a
+//! filter no tracer may suspend its targets' filters.
 //!
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.
@@ -156,7 +157,8 @@ impl Connection {
         std::mem::take(&mut self.cpu_ns)
     }
 
-    /// Makes a request. With `patience` we wait no longer than that for the reply, and not at all behind another one.
+    /// Makes a request. With `patience` we wait no longer than that for the reply, and not at all while an earlier
+    /// request is unanswered.
     pub(super) fn run(
         &mut self,
         process: &Process,
@@ -190,7 +192,8 @@ impl Connection {
             self.broken = disconnected(&error) == InjectError::WorkerSilent;
             disconnected(&error)
         });
-        // An injector that refuses this user replies and hangs up without reading: the reply counts, not the broken pipe.
+        // An injector that refuses this user replies and hangs up without reading: the reply counts, not the broken
+        // pipe.
         if let Err(InjectError::WorkerSilent) = written {
             return Err(InjectError::WorkerSilent);
         }
@@ -243,7 +246,8 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // At the end of file the injector ends within a millisecond, or as soon as it has restored the target that it holds.
+        // At the end of file the injector ends within a millisecond, or as soon as it has restored the target that it
+        // holds.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
         let Some(child) = &mut self.child else { return };
         for _ in 0..50 {
@@ -279,7 +283,7 @@ fn malformed(error: &serde_json::Error) -> InjectError {
 pub fn serve() -> ! {
     shield_process();
     pagefold_procmem::os::fault::init();
-    // Before we read anything, and after everything above that needs more capabilities.
+    // We drop capabilities before we read anything, and after everything above that needs more of them.
     if let Err(error) = keep_only(&INJECTING) {
         eprintln!("pagefold: the injector: {error}; see docs/privileges.md");
         std::process::exit(1)
@@ -375,9 +379,11 @@ fn shield_process() {
     }
     // SAFETY: no arguments. Fails if this process already leads a group, and then ctrl-C doesn't reach it either.
     unsafe { libc::setsid() };
-    // The OOM killer mustn't choose us in the middle of a call. Needs CAP_SYS_RESOURCE; but a small process is unlikely prey.
+    // The OOM killer mustn't choose us in the middle of a call. Needs CAP_SYS_RESOURCE; but a small process is unlikely
+    // prey.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
-    // The tracing threads inherit it, and so need no CAP_SYS_NICE. Without it stops are longer where cores are scarce.
+    // The tracing threads inherit this, so they need no CAP_SYS_NICE. If it fails, stops are longer where cores are
+    // scarce.
     // SAFETY: numbers only.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -10) };
     keep_from_dumps();

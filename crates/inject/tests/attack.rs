@@ -7,8 +7,8 @@
 //! restartable sequences, 2,000 threads, vector registers, all actions of seccomp filters, job control, frozen
 //! cgroups, vforks and execs, namespaces, 32-bit programs, each disturbed by signals.
 //!
-//! We don't run Go, the JVM, Lua and Boost themselves: the kinds `coroutines`, `alternate-stacks` and `page-faults` act like
-//! their runtimes (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on
+//! We don't run Go, the JVM, Lua and Boost themselves: the kinds `coroutines`, `alternate-stacks` and `page-faults` act
+//! like their runtimes (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on
 //! alternate stacks, safepoints by page faults).
 
 use pagefold_inject::{Errno, InjectError, Limits, inject};
@@ -40,7 +40,7 @@ struct Kind {
     place: Place,
     /// Its share of the injections.
     share: u32,
-    /// One injection in so many gives the target no time to stop. It mustn't notice that either.
+    /// One injection in this many gives the target no time to stop. The target mustn't notice that either.
     hurried: u64,
     /// Whether we can inject into it at all.
     willing: bool,
@@ -102,7 +102,7 @@ fn reason(error: &InjectError) -> &'static str {
     }
 }
 
-/// Treats a group as its name says, until `over`.
+/// Keeps a target in the cgroup that its place asks for, until `over`.
 fn in_group(place: Place, pid: i32, over: &AtomicBool) -> Result<(), String> {
     let wait = || {
         while !over.load(Relaxed) {

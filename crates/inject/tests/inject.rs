@@ -1,7 +1,7 @@
 //! Injection into real processes in every state that matters.
 //!
-//! The victims (`victim` of pagefold-testkit) check that they notice nothing; the tests check that the calls took effect.
-//! We merge nothing: the memory of each victim is unique.
+//! The victims (`victim` of pagefold-testkit) check that they notice nothing; the tests check that the calls took
+//! effect. We merge nothing: the memory of each victim is unique.
 
 use pagefold_engine::random::mix;
 use pagefold_inject::{
@@ -30,7 +30,7 @@ fn blocked(mode: &str) {
     victim.wait_blocked(nr);
     victim.mark_repeatedly(3);
     victim.wait_blocked(nr);
-    // The signal, and at once an injection.
+    // We send the signal, and inject at once.
     victim.kill(libc::SIGUSR1);
     victim.mark(MARK).unwrap();
     victim.expect_ok(mode);
@@ -172,7 +172,7 @@ fn no_signal_is_lost_or_doubled() {
         while !sender.is_finished() {
             match victim.mark(MARK) {
                 Ok(report) => assert_eq!(report.results, [Ok(0)]),
-                // A signal waits nearly all the time.
+                // A signal is pending nearly all the time.
                 Err(error) => assert!(error.is_passing(), "{error}"),
             }
         }
@@ -288,7 +288,7 @@ fn a_frozen_process_is_refused(version: u32) {
     if !can_inject() {
         return;
     }
-    // Before the freezer, so dropped after it: nobody can kill a frozen process.
+    // Declared before the freezer, so dropped after it: nobody can kill a frozen process.
     let mut victim = Victim::start("idle");
     let Some(freezer) = Freezer::create(version) else {
         return skip_unsupported(format!("no freezer of version {version} is mounted"));
@@ -300,7 +300,7 @@ fn a_frozen_process_is_refused(version: u32) {
     let limits = Limits { stop_ns: 60_000_000, call_ns: 60_000_000, calls_per_stop: 8 };
     let calls = victim.calls(MARK, 1);
     assert_eq!(inject(&victim.process, &calls, &limits), Err(InjectError::Frozen { pid: victim.pid() }));
-    // As if it had been frozen after we checked it: the limits find out.
+    // Acts as if the process had been frozen after we checked it: the limits find out.
     let forced = inject_thread(&victim.process, victim.pid(), &calls, &limits);
     assert!(matches!(forced, Err(InjectError::Frozen { .. })), "{forced:?}");
     assert!(begun.elapsed() < Duration::from_secs(10), "the limits are 60 ms");
@@ -310,7 +310,7 @@ fn a_frozen_process_is_refused(version: u32) {
     // Until then the injector stays with the thread, which would find its call interrupted otherwise.
     wait_until("the victim is detached", || !victim.is_traced());
     victim.mark_repeatedly(2);
-    // Frozen and thawed meanwhile.
+    // Now we freeze and thaw the process while we inject.
     std::thread::scope(|scope| {
         let freezing = scope.spawn(|| {
             for round in 0..60 {
@@ -504,7 +504,7 @@ fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
             if !ProgramId::of(&victim.process).is_ok_and(|now| now == judged) {
                 continue;
             }
-            // Until we stop it, it may execute again.
+            // Until we stop it, the process may call exec again.
             pause_ms(1);
             let calls = [Call::madvise(start, 4096, MARK)];
             match inject_into(&victim.process, checks.then_some(&judged), &calls, &Limits::default()) {
@@ -550,7 +550,8 @@ fn a_change_of_the_program_or_user_is_noticed_by_the_injector() {
     }
 }
 
-// ---- the injector process -----------------------------------------------------------------------------------------------------
+// ---- the injector process
+// -----------------------------------------------------------------------------------------------------
 
 #[test]
 fn an_injector_survives_signals_and_ends_with_its_owner() {
@@ -578,7 +579,7 @@ fn an_injector_survives_signals_and_ends_with_its_owner() {
     gone.wait_state(b'Z');
     let zombie = injector.run(&gone.process, &gone.calls(MARK, 1), &limits);
     assert_eq!(zombie, Err(InjectError::Zombie { pid: gone.pid() }));
-    // The end of the connection ends it.
+    // The end of the connection ends the injector.
     drop(injector);
     assert!(matches!(Process::open(pid), Err(pagefold_procmem::process::ReadError::Vanished { .. })));
     assert_eq!(victim.line(), "again");

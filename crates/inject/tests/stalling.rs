@@ -32,14 +32,14 @@ fn code_that_cannot_be_read_delays_no_call() {
         let report = inject(&victim.process, &victim.calls(advice, 1), &Limits::default());
         assert_eq!(report.map(|report| report.results), Ok(vec![Ok(0)]));
     }
-    // Given up, each takes longer than a second.
+    // An attempt that we give up takes longer than a second.
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     wait_until("no attempt is left", || attempts() == 0);
     victim.send();
     victim.expect_ok("code");
 }
 
-/// Attaching waits for an exec that has begun: we give up the attempt, its thread ends, and there is no other one soon.
+/// Attaching waits for an exec that has begun: we give up the attempt, its thread ends, and we don't soon try again.
 #[test]
 fn an_exec_that_does_not_end_keeps_no_thread() {
     if !can_inject() {
@@ -47,7 +47,7 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     }
     let Some(mut victim) = stalling("exec") else { return };
     let attempt = || inject(&victim.process, &victim.calls(MARK, 1), &Limits::default());
-    // It begins a moment after the victim is ready.
+    // The exec begins a moment after the victim is ready.
     let mut given_up = Ok(InjectionReport::default());
     wait_until("an attempt is given up", || {
         given_up = attempt();

@@ -1,7 +1,7 @@
 //! We kill the tracer at every step of an injection, and at random moments: its target mustn't notice.
 //!
-//! The targets (`victim registers KIND` of pagefold-testkit) check for themselves. `PAGEFOLD_TORTURE=N` makes N kills at
-//! random moments instead of a few hundred.
+//! The targets (`victim registers KIND` of pagefold-testkit) check for themselves. `PAGEFOLD_TORTURE=N` makes N kills
+//! at random moments instead of a few hundred.
 
 use pagefold_engine::random::Random;
 use pagefold_inject::{Call, InjectError, InjectionReport, Injector, Limits};
@@ -102,7 +102,7 @@ impl Victim {
         assert_eq!(self.line(), "ok", "{}, {what}", self.kind);
     }
 
-    /// The return frames in its private memory that end a page: dead tracers have left them.
+    /// Counts the return frames in its private memory that end a page: dead tracers have left them.
     fn frames(&self) -> usize {
         const MAGIC2: [u8; 4] = 0x4650_5845_u32.to_le_bytes();
         let memory = self.process.open_file("mem").unwrap();
@@ -131,7 +131,7 @@ fn run(injector: &mut Injector, victim: &Victim, calls: &[Call]) -> Option<Injec
         match injector.run(&victim.process, calls, &Limits::default()) {
             Ok(report) => return Some(report),
             Err(InjectError::WorkerGone) => return None,
-            // Between two rounds it may be in a bad moment.
+            // Between two rounds the victim may be in a bad moment.
             Err(error) if error.is_passing() && Instant::now() < deadline => {}
             Err(error) => panic!("{}: {error}", victim.kind),
         }
@@ -175,7 +175,7 @@ fn die_at_every_step(kinds: &[&str]) {
                 if passage > 1 && !often {
                     continue;
                 }
-                // From the interrupt until we've repaired their registers these calls answer EINTR.
+                // From the interrupt until we've repaired their registers, these calls return EINTR.
                 if point == "stopped" && matches!(kind, "epoll" | "sigtimedwait") {
                     continue;
                 }
@@ -187,7 +187,7 @@ fn die_at_every_step(kinds: &[&str]) {
                 assert_eq!(victim.status("TracerPid"), "0");
             }
         }
-        // And twice in the same call, which the first time restarts.
+        // We also die twice in the same call, which restarts the first time.
         victim.begin();
         for point in ["exit", "called"] {
             assert_eq!(run(&mut worker(&format!("{point}=kill")), &victim, &victim.calls(MARK, 1)), None);
@@ -198,8 +198,8 @@ fn die_at_every_step(kinds: &[&str]) {
     }
 }
 
-/// Linux 6.15 to 7.0 (here 6.16) look for a frame's second magic number at the full size of the state, here behind MPX, and
-/// lose the vector registers without it. QEMU reports all features as in use, so this doesn't show that a frame is
+/// Linux 6.15 to 7.0 (here 6.16) look for a frame's second magic number at the full size of the state, here behind MPX,
+/// and lose the vector registers without it. QEMU reports all features as in use, so this doesn't show that a frame is
 /// complete if they aren't: the unit tests of `return_frame` do.
 #[test]
 fn kernels_that_check_the_full_size_of_the_state_restore_it() {
@@ -228,7 +228,7 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         return;
     }
     let kills: u32 = std::env::var("PAGEFOLD_TORTURE").ok().and_then(|text| text.parse().ok()).unwrap_or(300);
-    // Not those whose calls answer EINTR to any interrupt, until we've repaired that.
+    // We leave out kinds whose calls return EINTR after any interrupt, until we've repaired that.
     let kinds = ["futex", "poll", "read", "busy", "large", "thread"];
     let mut victims = kinds.map(Victim::start);
     let mut frames = kinds.map(|_| 0);
@@ -240,10 +240,11 @@ fn a_target_does_not_notice_when_its_tracer_dies_at_a_random_moment() {
         let calls = victim.calls(advice, 30);
         let mut injector = worker("");
         let pid = i32::try_from(injector.pid()).unwrap();
-        // Connected and warm; then it takes some 300 us to begin with the calls, and those some 300 us more.
+        // An empty batch connects and warms the injector. Then it takes some 300 us until the calls begin, and the
+        // calls take some 300 us more.
         run(&mut injector, victim, &[]).unwrap();
         victim.begin();
-        // We first observe a thread that computes for 2 ms.
+        // The injector first observes a computing thread for 2 ms.
         let first_ns = if matches!(victim.kind.as_ref(), "busy" | "large") { 2_000_000 } else { 0 };
         let delay = Duration::from_nanos(first_ns + random.next() % 1_500_000);
         let begun = Instant::now();
@@ -286,7 +287,7 @@ fn without_a_return_frame_a_target_dies_with_its_tracer() {
     }
     victim.begin();
     assert_eq!(run(&mut worker("exit=kill"), &victim, &victim.calls(MARK, 1)), None);
-    // It may be dead already.
+    // The victim may be dead already.
     victim.send();
     let line = victim.line();
     assert!(!line.starts_with("stack "), "the test cannot fail: {line}");

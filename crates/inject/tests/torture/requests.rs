@@ -8,9 +8,9 @@ use pagefold_testkit::injection::{MARK, ON_STACK, PATIENT, PLAIN, UNMARK, inject
 use pagefold_testkit::tids;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Generous: on busy processors a thread takes long to stop, and the test is about damage, not delays.
+/// Generous limits: on busy processors a thread takes long to stop, and the test is about damage, not delays.
 const WILLING: Limits = Limits { calls_per_stop: 8, ..PATIENT };
-/// Short: some of these victims never stop.
+/// Short limits: some of these victims never stop.
 const RELUCTANT: Limits = Limits { stop_ns: 20_000_000, call_ns: 100_000_000, calls_per_stop: 8 };
 
 fn limits(member: &Member) -> &'static Limits {
@@ -59,7 +59,7 @@ fn request(
     random: &mut Random,
     make: impl FnOnce(&Target, &[Call], &Limits, &mut Random) -> Result<InjectionReport, InjectError>,
 ) -> bool {
-    // Between two short-lived victims.
+    // This may be a moment between two short-lived victims.
     let Some(target) = member.target() else {
         std::thread::yield_now();
         return true;
@@ -111,7 +111,8 @@ pub fn by_injector(run: &Run, mut random: Random) {
 }
 
 pub fn directly(run: &Run, mut random: Random) {
-    // Faster than an injector process. There must be enough requests to that, too.
+    // This is faster than going through an injector process. We limit it so that those processes get enough requests,
+    // too.
     for _ in 0..run.wanted / 5 {
         if run.is_enough() {
             break;

@@ -32,7 +32,7 @@ pub struct Results {
     failures: Mutex<Vec<String>>,
 }
 
-/// We drop further failures.
+/// We keep this many failures, and drop further ones.
 const FAILURES_KEPT: usize = 20;
 
 fn name_of(error: &InjectError) -> &'static str {

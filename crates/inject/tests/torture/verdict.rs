@@ -11,8 +11,8 @@ use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-/// Time limit for a handler to return or a thread to thaw, on busy processors. After the first condition that hasn't
-/// come true the others get less.
+/// Time limit for a handler to return or a thread to thaw, on busy processors. Once one condition hasn't come true in
+/// time, the others get less.
 const LIMIT: Duration = Duration::from_secs(30);
 const LIMIT_AFTER_FAILURE: Duration = Duration::from_secs(1);
 
@@ -90,7 +90,7 @@ fn check_from_outside(member: &Member, pid: i32) -> Result<(), String> {
         return Err("it has ended".into());
     }
     let free = |dir: &String| {
-        // A thread that has ended meanwhile has neither.
+        // A thread that has ended meanwhile has neither field.
         let is_untraced = status_field(dir, "TracerPid").is_none_or(|by| by == "0");
         is_untraced && status_field(dir, "State").is_none_or(|state| !state.starts_with(['t', 'T']))
     };
@@ -115,7 +115,7 @@ struct Counts {
 /// Ends the victim, and compares its counts with the signals that were sent.
 fn verdict(member: &Member, victim: &mut Victim) -> Result<Counts, String> {
     victim.send_byte(b'q');
-    // Two calls wait for nothing but a signal, and one may have begun before the byte was sent.
+    // The calls of these two victims wait for nothing but a signal, and one may have begun before the byte was sent.
     let waits = ["pause", "sigsuspend"].iter().any(|name| member.name.starts_with(name));
     if !comes_true(|| {
         if waits {
@@ -167,9 +167,9 @@ fn counts(run: &Run, fail: &mut impl FnMut(String)) {
     for (name, class) in classes {
         let line = run.results.line(name);
         let enough = match class {
-            // One tracer at a time: a refusal because of another injector doesn't count.
+            // Only one tracer can attach at a time: a refusal because of another injector doesn't count.
             Class::Willing => line.made > 0 && line.made >= 2 * (line.failed() - line.count("traced")),
-            // Writers are stopped while they run, and so perhaps in the middle of a write, but not blocked in it.
+            // Writers are stopped while they run, perhaps in the middle of a write, but never while a write blocks.
             Class::Reluctant if name.ends_with("-write") => line.count("no-safe-thread") > 0,
             Class::Reluctant | Class::Execs | Class::ShortLived => line.made > 0,
             Class::Compat => line.made == 0 && line.count("compat") > 0,

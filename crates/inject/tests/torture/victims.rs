@@ -14,7 +14,7 @@ pub enum Class {
     /// Nearly every injection is made.
     #[default]
     Willing,
-    /// At times we must not stop it, or can't.
+    /// At times we must not stop the victim, or can't.
     Reluctant,
     /// Its memory changes with each exec.
     Execs,
@@ -27,7 +27,7 @@ pub enum Class {
 impl Class {
     pub fn permits(self, error: &InjectError) -> bool {
         match self {
-            // Nothing kills it.
+            // Nothing kills the injector.
             _ if matches!(error, InjectError::WorkerGone) => false,
             Self::Willing | Self::Reluctant | Self::Execs => error.is_passing(),
             Self::ShortLived => {
@@ -37,7 +37,7 @@ impl Class {
         }
     }
 
-    /// Its weight when one is chosen at random.
+    /// How often we choose such a victim, relative to the others.
     fn weight(self) -> usize {
         match self {
             Self::Willing => 6,
@@ -72,7 +72,7 @@ pub enum Signals {
     Ignored,
     /// Handled ones: each must run its handler once.
     Counted,
-    /// The same, and each without SA_RESTART must interrupt the call that the victim blocks in.
+    /// Like `Counted`, and each signal without SA_RESTART must interrupt the call that the victim blocks in.
     Interrupting,
 }
 
@@ -84,7 +84,7 @@ pub struct Member {
     pub disturbed_by: Signals,
     /// `/proc` shows the same signals whenever no handler runs.
     pub steady: bool,
-    /// Injected into by threads of this process, which must then not wait for it.
+    /// Threads of this process inject into the victim, so the process must not wait for it.
     pub direct: bool,
     pub target: Mutex<Option<Arc<Target>>>,
     pub victim: Mutex<Option<Victim>>,
@@ -174,7 +174,7 @@ impl Victims {
             victims.start_one(words, Class::Reluctant, Signals::Ignored, |_| {});
         }
         victims.start_one("execs", Class::Execs, Signals::Ignored, |_| {});
-        // Without calls that a stop or a freezer interrupts by itself (signal(7)).
+        // We leave out calls that a stop or a freezer interrupts by itself (signal(7)).
         for words in ["nanosleep", "poll", "futex", "read-pipe", "busy"] {
             let member = victims.start_one(words, Class::Willing, Signals::Counted, |member| member.name += " stopped");
             victims.stopped.extend(member);
