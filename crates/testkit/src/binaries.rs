@@ -33,8 +33,8 @@ impl ProgramCopy {
     pub fn of(program: &Path, name: &str) -> Self {
         let dir = tempfile::tempdir_in("/tmp").unwrap();
         let path = dir.path().join(name);
-        // We copy by another process: a child forked by another test while we have the file open for writing would keep
-        // it busy.
+        // We let another process copy the file: if another test forks while we have the file open for writing, the
+        // child keeps it busy.
         output_of(Command::new("cp").arg(program).arg(&path));
         fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
         Self { _dir: dir, path }
@@ -45,7 +45,7 @@ impl ProgramCopy {
         Self::of(program(), &format!("pagefold-test-{}", std::process::id()))
     }
 
-    /// Its path as an argument.
+    /// The path of the copy as an argument.
     pub fn name(&self) -> &str {
         self.path.to_str().unwrap()
     }
@@ -62,7 +62,7 @@ impl Deref for ProgramCopy {
 /// A binary of a package in this workspace.
 pub fn binary(package: &'static str, name: &str) -> PathBuf {
     static BUILT: Once = Once::new();
-    // In an emulated machine.
+    // In an emulated machine the programs are in this directory.
     if let Some(dir) = std::env::var_os("PAGEFOLD_PROGRAMS") {
         return Path::new(&dir).join(name);
     }

@@ -37,7 +37,7 @@ impl Browser {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The page as the browser has understood it.
+    /// The page as the browser understands it.
     #[track_caller]
     pub fn document(&self, page: &Path) -> String {
         let document = self.open(page, &["--dump-dom"]);

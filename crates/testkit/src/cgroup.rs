@@ -107,7 +107,7 @@ impl Freezer {
         self.group.add(pid);
     }
 
-    /// Puts a process into it, and waits until it's frozen.
+    /// Puts a process into the group, and waits until it's frozen.
     #[track_caller]
     pub fn freeze_process(&self, pid: i32) {
         self.add(pid);

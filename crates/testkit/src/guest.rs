@@ -17,14 +17,14 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Finds them, and the kernel that `scripts/guest-kernel PURPOSE` unpacks. `None`, with the reason reported, if one
-    /// is missing.
+    /// Finds the tools, and the kernel that `scripts/guest-kernel PURPOSE` unpacks. `None`, with the reason reported,
+    /// if one is missing.
     #[track_caller]
     pub fn find(purpose: &str) -> Option<Self> {
         kernel_for(purpose).map_err(skip::skip).ok().and_then(Self::with_kernel)
     }
 
-    /// The same for this kernel.
+    /// Like [`Self::find`], with this kernel.
     #[track_caller]
     pub fn with_kernel(kernel: PathBuf) -> Option<Self> {
         Emulator::find().map(|emulator| Self { emulator, kernel }).map_err(skip::skip).ok()
@@ -47,7 +47,7 @@ impl Tools {
     }
 }
 
-/// Puts a program in an image without debugging information, which is most of it.
+/// Puts a program into an image without its debugging information, which is most of the program.
 fn put_stripped(image: &Image, program: &Path, to: &str) {
     image.put_program(program, to).unwrap();
     output_of(Command::new("strip").arg(image.path(to)));
@@ -65,8 +65,8 @@ pub struct GuestEnded {
     pub took: Duration,
 }
 
-/// Runs a machine until it ends, or for `limit`. `machine` completes its command. One at a time: each uses a processor
-/// and much memory.
+/// Runs a machine until it ends, or for `limit`. `machine` completes the emulator's command. We run one machine at a
+/// time: each uses a processor and much memory.
 pub fn run_guest(tools: &Tools, image: &[u8], limit: Duration, machine: impl FnOnce(&mut Command)) -> GuestEnded {
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock();

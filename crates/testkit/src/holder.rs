@@ -46,24 +46,24 @@ impl Holder {
         Self::start_as(victim_binary("holder").as_ref(), pages)
     }
 
-    /// The same with a copy of the program, which has another name.
+    /// Like [`Self::start`], with a copy of the program, which has another name.
     pub fn start_as(program: &Path, pages: u64) -> Self {
         Self::by(&mut Command::new(program), pages)
     }
 
-    /// The same with this command.
+    /// Like [`Self::start`], with this command.
     pub fn by(command: &mut Command, pages: u64) -> Self {
         let mut program = Script::of(command.arg(pages.to_string()));
         let first = answer(&mut program);
         Self { program, first, pages }
     }
 
-    /// Starts a process whose pages have the contents from this one on.
+    /// Starts a process whose pages have ascending contents from `content` on.
     pub fn with(pages: u64, content: u64) -> Self {
         Self::with_as(victim_binary("holder").as_ref(), pages, content)
     }
 
-    /// The same with a program of another name.
+    /// Like [`Self::with`], with a program of another name.
     pub fn with_as(program: &Path, pages: u64, content: u64) -> Self {
         let mut holder = Self::start_as(program, pages);
         holder.write(0, pages, content);
@@ -78,7 +78,7 @@ impl Holder {
         holder
     }
 
-    /// The same, but the second half is a copy of the first.
+    /// Like [`Self::random`], but the second half is a copy of the first.
     pub fn duplicated(pages: u64) -> Self {
         let mut holder = Self::random(pages);
         holder.duplicate();
@@ -100,7 +100,7 @@ impl Holder {
         self.program.pid()
     }
 
-    /// Gives pages the contents from this one on.
+    /// Gives pages ascending contents from `content` on.
     pub fn write(&mut self, first: u64, pages: u64, content: u64) {
         self.change(Change::Write { first, pages, content, step: 1 });
     }

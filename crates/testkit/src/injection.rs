@@ -10,8 +10,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-/// Injection tests make a victim do this to its memory, and undo it. Tests that use KSM run beside them and count on
-/// nobody else marking memory for it, so we use a flag that only a core dump looks at.
+/// Injection tests make a victim do this to its memory, and undo it. Tests that use KSM run at the same time, and rely
+/// on nobody else marking memory. So we use a flag that only a core dump looks at.
 pub const MARK: i32 = libc::MADV_DONTDUMP;
 pub const UNMARK: i32 = libc::MADV_DODUMP;
 
@@ -62,7 +62,7 @@ pub const BLOCKING: [&str; 36] = [
     "io-uring-sqpoll",
 ];
 
-/// The default limits with more time: on busy processors a thread takes long to stop.
+/// The default limits with more time, because on busy processors a thread takes long to stop.
 pub const PATIENT: Limits = Limits { stop_ns: 3_000_000_000, call_ns: 3_000_000_000, calls_per_stop: 32 };
 
 /// Whether we may trace a child here; reports why not.
@@ -107,7 +107,7 @@ impl Victim {
         can_inject().then(|| Self::start(mode))
     }
 
-    /// Starts a victim with these arguments. The error is the reason why it can't follow them.
+    /// Starts a victim with these arguments. The error says why the victim can't do what they ask for.
     pub fn try_start(args: &[&str]) -> Result<Self, String> {
         let mut command = Command::new(victim_binary("victim"));
         // SAFETY: prctl(2) is async-signal-safe.
@@ -163,7 +163,7 @@ impl Victim {
     }
 
     pub fn is_marked(&self) -> bool {
-        // The last thread, since the main thread may have ended.
+        // We read the files of the last thread, since the main thread may have ended.
         let tid = tids(self.pid()).into_iter().max().unwrap();
         let smaps = fs::read_to_string(format!("/proc/{}/task/{tid}/smaps", self.pid())).unwrap();
         let start = format!("{:x}-", self.addr);
@@ -207,7 +207,7 @@ impl Victim {
     }
 
     pub fn send_byte(&mut self, byte: u8) {
-        // A dead victim can't read it, and prints nothing more either.
+        // A dead victim can't read the byte, and prints nothing more either.
         let _ = self.program.input.write_all(&[byte]);
     }
 

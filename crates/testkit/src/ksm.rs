@@ -54,7 +54,7 @@ pub fn saved_bytes() -> u64 {
 }
 
 pub fn advisor_is_off() -> bool {
-    // Kernels before 6.8 have none.
+    // Kernels before 6.8 have no advisor.
     fs::read_to_string(format!("{ROOT}/advisor_mode")).map_or(true, |mode| mode.contains("[none]"))
 }
 
@@ -94,7 +94,7 @@ impl KsmAtRest {
         }
         let lock = KsmLock::take();
         if !is_at_rest() {
-            // A test that was killed, or an experiment, may have left something.
+            // A test that was killed, or an experiment, may have left something behind.
             if let Some(user) = user() {
                 panic!("{user}; the tests need KSM for themselves");
             }
@@ -104,7 +104,7 @@ impl KsmAtRest {
         Some(Self { _lock: lock })
     }
 
-    /// Every knob except these has the kernel's default.
+    /// Asserts that every knob except these has the kernel's default.
     #[track_caller]
     pub fn assert_knobs_restored_except(&self, except: &[&str]) {
         for (knob, value) in DEFAULTS.iter().filter(|(knob, _)| !except.contains(knob)) {
@@ -113,7 +113,7 @@ impl KsmAtRest {
         assert!(advisor_is_off());
     }
 
-    /// Every knob is restored, except the one that the kernel doesn't change while pages are merged.
+    /// Asserts that every knob is restored, except one that the kernel doesn't change while pages are merged.
     #[track_caller]
     pub fn assert_knobs_restored(&self) {
         self.assert_knobs_restored_except(deferred_knobs());
@@ -134,7 +134,7 @@ impl KsmAtRest {
         self.assert_restored();
     }
 
-    /// KSM is as before the test, and nothing is left to restore.
+    /// Asserts that KSM is as before the test, and that nothing is left to restore.
     #[track_caller]
     pub fn assert_restored(&self) {
         self.assert_knobs_restored_except(&[]);
@@ -156,7 +156,7 @@ pub fn deferred_knobs() -> &'static [&'static str] {
     if number("pages_shared") > 0 { &["max_page_sharing"] } else { &[] }
 }
 
-/// This kernel's knobs, with their values. Without the advisor's mode, which isn't a number.
+/// This kernel's knobs, with their values, except the advisor's mode, which isn't a number.
 pub fn knobs() -> Vec<(&'static str, u64)> {
     let here = DEFAULTS.into_iter().filter(|(knob, _)| Path::new(ROOT).join(knob).exists());
     here.map(|(knob, _)| (knob, number(knob))).collect()

@@ -106,7 +106,7 @@ impl Reclaim {
         let stopped = stop.clone();
         let thread = std::thread::spawn(move || {
             while !stopped.load(Ordering::Relaxed) {
-                // Fails if the kernel could reclaim less than we requested.
+                // This fails if the kernel reclaims less than we request.
                 let _ = fs::write(&path, what);
                 std::thread::sleep(Duration::from_millis(500));
             }

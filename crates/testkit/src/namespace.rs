@@ -50,7 +50,7 @@ pub struct Disk {
     pub mount: String,
 }
 
-/// While this exists, writes to the file system wait. So don't wait for a writer before you drop this.
+/// While this exists, writes to the file system wait. So drop this before you wait for a writer.
 pub struct Frozen<'a>(&'a Disk);
 
 impl Disk {
@@ -84,7 +84,7 @@ impl Disk {
         command
     }
 
-    /// The content of a file, if it's there.
+    /// The content of a file; empty if there's no such file.
     pub fn read(&self, path: &str) -> String {
         fs::read_to_string(format!("{}{path}", self.namespace.root().display())).unwrap_or_default()
     }

@@ -55,7 +55,7 @@ pub fn row<'a>(list: &'a Value, field: &str, is: impl Into<Value>) -> &'a Value 
     rows.iter().find(|row| row[field] == is).unwrap_or_else(|| panic!("no {field} {is} in {list}"))
 }
 
-/// A text has all these parts.
+/// Asserts that a text has all these parts.
 #[track_caller]
 pub fn assert_has(text: &str, parts: &[&str]) {
     for part in parts {
@@ -63,7 +63,8 @@ pub fn assert_has(text: &str, parts: &[&str]) {
     }
 }
 
-/// The program fails with this code and prints nothing but one line on standard error, with the reason and a remedy.
+/// Asserts that the program fails with this code and prints nothing but one line on standard error, with the reason and
+/// a remedy.
 #[track_caller]
 pub fn assert_fails(args: &[&str], code: i32, says: &str) {
     assert_refused(&pagefold(args), code, says);
@@ -75,13 +76,13 @@ pub fn assert_refused(output: &Output, code: i32, says: &str) {
     assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
-/// The same for a failure after which the program still prints its report.
+/// Like [`assert_fails`], for a failure after which the program still prints its report.
 #[track_caller]
 pub fn assert_failed(output: &Output, code: i32, says: &str) {
     assert_failed_as("pagefold", output, code, says);
 }
 
-/// The same for a program of this name.
+/// Like [`assert_failed`], for a program of this name.
 #[track_caller]
 pub fn assert_failed_as(program: &str, output: &Output, code: i32, says: &str) {
     let error = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -180,7 +181,7 @@ impl Daemon {
         Self::writing_to(command, None, None)
     }
 
-    /// The same, with standard output or standard error elsewhere than where [`Self::end`] looks for them.
+    /// Like [`Self::of`], with standard output or standard error elsewhere than where [`Self::end`] looks for them.
     pub fn writing_to(command: &mut Command, to_output: Option<OwnedFd>, to_errors: Option<OwnedFd>) -> Self {
         // We use files, not pipes: nothing reads before the end.
         let output = tempfile::tempfile().unwrap();
@@ -189,12 +190,12 @@ impl Daemon {
         command.stdout(to_output.unwrap_or_else(|| output.try_clone().unwrap().into()));
         command.stderr(to_errors.unwrap_or_else(|| errors.try_clone().unwrap().into()));
         let child = command.spawn().unwrap();
-        // Otherwise the command would keep its ends open here.
+        // Otherwise the command would keep its ends of the files open here.
         command.stdout(Stdio::null()).stderr(Stdio::null());
         Self { child, output, errors }
     }
 
-    /// Waits until it answers requests.
+    /// Waits until the daemon answers requests.
     #[must_use]
     #[track_caller]
     pub fn answering(mut self) -> Self {
@@ -212,7 +213,7 @@ impl Daemon {
     /// The processes that it has started.
     pub fn children(&self) -> Vec<i32> {
         let pid = self.pid();
-        // Each thread has its own.
+        // Each thread has a list of its own.
         let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
         let lists =
             threads.map(|thread| fs::read_to_string(thread.unwrap().path().join("children")).unwrap_or_default());
@@ -230,7 +231,7 @@ impl Daemon {
         contains(&self.errors, what)
     }
 
-    /// The same for its standard output.
+    /// Whether its standard output so far contains this.
     pub fn has_printed(&self, what: &str) -> bool {
         contains(&self.output, what)
     }
@@ -252,13 +253,13 @@ impl Daemon {
         }
     }
 
-    /// Gives it another configuration to read.
+    /// Gives the daemon another configuration to read.
     pub fn reload(&self, config: &ConfigFile, text: &str) {
         config.write(text);
         self.signal(libc::SIGHUP);
     }
 
-    /// Ends it by SIGTERM.
+    /// Ends the daemon by SIGTERM.
     #[track_caller]
     pub fn terminate(self) -> Ended {
         self.signal(libc::SIGTERM);
@@ -271,7 +272,7 @@ impl Daemon {
         self.terminate().summary()
     }
 
-    /// Kills it.
+    /// Kills the daemon.
     #[track_caller]
     pub fn kill(self) -> Ended {
         self.signal(libc::SIGKILL);
@@ -281,7 +282,7 @@ impl Daemon {
 
 fn contains(file: &File, what: &str) -> bool {
     let mut bytes = vec![0; 1 << 16];
-    // Reads at the beginning, and doesn't move the offset at which the program writes.
+    // We read from the beginning, and don't move the offset at which the program writes.
     let length = file.read_at(&mut bytes, 0).unwrap();
     String::from_utf8_lossy(&bytes[..length]).contains(what)
 }

@@ -132,7 +132,7 @@ pub fn marks(pid: i32) -> Marks {
     marks
 }
 
-/// None of the processes has a mark or a merged page.
+/// Asserts that none of the processes has a mark or a merged page.
 #[track_caller]
 pub fn assert_unmarked(pids: &[i32]) {
     for &pid in pids {
@@ -150,7 +150,8 @@ pub fn wait_until_merged(pids: &[i32], bytes: u64) {
     wait_until("they are merged", || are_merged(pids, bytes));
 }
 
-/// Waits for at most `limit` until nothing of a process is marked or merged. `still` names its state until then.
+/// Waits for at most `limit` until nothing of a process is marked or merged. `still` is a word for its state until
+/// then.
 #[track_caller]
 pub fn wait_until_unmarked(pid: i32, limit: Duration, still: &str) {
     let began = Instant::now();

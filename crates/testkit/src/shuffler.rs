@@ -22,7 +22,8 @@ pub struct Shuffler {
 }
 
 impl Shuffler {
-    /// Starts one, in this cgroup from its first page on if there is one, and waits until it holds its memory.
+    /// Starts a shuffler and waits until it holds its memory. If there's a cgroup, the shuffler is in it from its first
+    /// page on.
     pub fn start(settings: &str, cgroup: Option<&Path>) -> Self {
         let mut command = Command::new(victim_binary("shuffler"));
         command.args(settings.split_ascii_whitespace()).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -60,7 +61,7 @@ impl Shuffler {
         lines[lines.len().saturating_sub(4)..].join("\n")
     }
 
-    /// Asserts that it runs and has found no damage. Records how much of it is merged.
+    /// Asserts that the shuffler runs and has found no damage. Records how much of it is merged.
     #[track_caller]
     pub fn assert_well(&mut self) {
         assert!(!self.has_printed(|line| line.starts_with("bad")), "{}", self.last_lines());
@@ -74,7 +75,7 @@ impl Shuffler {
         self.lines.lock().unwrap().len()
     }
 
-    /// Has it check everything a last time and end. Returns its counts.
+    /// Makes the shuffler check everything a last time and end. Returns its counts.
     #[track_caller]
     pub fn end(mut self) -> BTreeMap<String, u64> {
         drop(self.input.take());
@@ -97,7 +98,7 @@ pub fn pids(shufflers: &[Shuffler]) -> Vec<i32> {
     shufflers.iter().map(Shuffler::pid).collect()
 }
 
-/// Asserts that all are well during this time.
+/// Asserts that all shufflers are well during this time.
 #[track_caller]
 pub fn assert_well_for(shufflers: &mut [Shuffler], time: Duration) {
     let end = Instant::now() + time;

@@ -1,13 +1,13 @@
 //! `holder PAGES` holds memory and changes it page by page on command.
 //!
-//! It prints the number of its first page, then reads commands from standard input, a line each, and answers each with
-//! a number: `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` with 0, `fork` with the
-//! child's pid, `check` with the number of pages that it found without the content written to them. It ends with its
-//! input.
+//! It prints the number of its first page, then reads commands from standard input, one per line, and answers each with
+//! a number. `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` answer 0, `fork` answers the
+//! child's pid, and `check` answers how many pages don't hold the content written to them. The program ends when its
+//! input does.
 //!
-//! After `watch` it checks its memory all the time, a part between two commands.
+//! After `watch` it checks its memory all the time, one part between two commands.
 //!
-//! `time` answers with the number of its pages, then for each with the cycles that a write to it takes, a line each.
+//! `time` answers the number of its pages, and then, on a line for each page, the cycles that a write to it takes.
 //!
 //! Commands that change its identity, or the use of its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`,
 //! `register FIRST PAGES` (userfaultfd, write protection), `dumpable 0|1`, `user ID` (and group; stays dumpable),
@@ -164,7 +164,8 @@ fn check(bytes: &[u8], written: &mut [Option<u64>]) -> u64 {
     damaged
 }
 
-/// Whether a command comes within a moment. None is buffered: we answer each before the next one is sent.
+/// Whether a command comes within a moment. The input buffer is empty then, because we answer each command before the
+/// next one is sent.
 fn has_input() -> bool {
     let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
     // SAFETY: one pollfd, which lives through the call.

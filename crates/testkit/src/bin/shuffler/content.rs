@@ -1,11 +1,11 @@
-//! The content of a page as a function of eight bytes: the model of a gigabyte takes two megabytes.
+//! The content of a page as a function of eight bytes, so that the model of a gigabyte takes only two megabytes.
 
 use pagefold_engine::random::finalize as mix;
 
 /// Words in a page.
 pub const WORDS: usize = 512;
 
-/// Contents with this bit are unique to one shuffler; all shufflers share the others.
+/// Contents with this bit are unique to one shuffler; all others are common to all shufflers.
 const UNIQUE: u32 = 1 << 31;
 
 /// The content of a page: 512 words that follow from `id` (zeros for id 0); one of them may be replaced.
@@ -29,7 +29,7 @@ impl Content {
         Self { id: low(number) | UNIQUE, replaced: 0 }
     }
 
-    /// The same with one word replaced.
+    /// The same content with one word replaced.
     pub fn with_word_replaced(self, random: u64) -> Self {
         Self { replaced: low(random) | 1 << 9, ..self }
     }

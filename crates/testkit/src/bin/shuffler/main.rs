@@ -3,8 +3,8 @@
 //! `shuffler KEY=VALUE...` (see [`Options`]) holds mappings whose pages share contents with other shufflers. It prints
 //! `ready`, and then writes, forks, protects, moves, unmaps, discards and pages out, in an order that follows from its
 //! seed. It keeps a model of the contents, checks every byte at least once a second, and then prints a line with
-//! counts. It ends with its input, with `end ok` and exit code 0; or at once with `bad: PAGE, EXPECTED, FOUND` and exit
-//! code 1.
+//! counts. When its input ends, it prints `end ok` and exits with code 0. When it finds damage, it prints `bad: PAGE,
+//! EXPECTED, FOUND` at once and exits with code 1.
 
 mod content;
 mod region;
@@ -358,7 +358,7 @@ impl Shuffler {
             -1 => Err(Damage(format!("fork: {}", std::io::Error::last_os_error()))),
             pid => {
                 self.children.push(pid);
-                // At once, while both share their pages.
+                // We write at once, while both processes share their pages.
                 self.write(16)
             }
         }
@@ -409,7 +409,7 @@ fn burst(mib: usize) {
 
 fn input_ended() -> bool {
     let mut input = libc::pollfd { fd: 0, events: libc::POLLIN, revents: 0 };
-    // Ready although nobody ever sends anything: the input has ended.
+    // An input that has ended counts as ready, although nobody ever sends anything.
     // SAFETY: one pollfd, which lives through the call.
     unsafe { libc::poll(&raw mut input, 1, 0) > 0 }
 }

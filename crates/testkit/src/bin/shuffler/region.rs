@@ -57,7 +57,8 @@ pub struct Region {
     pub start: usize,
     pub pages: Vec<Content>,
     read_only: bool,
-    /// Whether a part was replaced: to the kernel these are several mappings, which mremap(2) may refuse.
+    /// Whether a part was replaced. To the kernel the rest and the part are several mappings, which mremap(2) may
+    /// refuse.
     pub split: bool,
     huge: bool,
     salt: u64,
@@ -71,7 +72,7 @@ impl Region {
         region
     }
 
-    /// Maps fresh memory in place of a part.
+    /// Maps fresh memory in place of a part of the mapping.
     fn map_at(&self, first: usize, pages: usize) {
         let (at, bytes) = (self.start + first * PAGE, pages * PAGE);
         map(at as *mut _, bytes, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_FIXED);
@@ -165,7 +166,7 @@ impl Region {
 
     // ---- operations -------------------------------------------------------------------------------------
 
-    /// Makes it read-only until somebody writes to it. At most one mapping at a time is read-only.
+    /// Makes the mapping read-only until somebody writes to it. At most one mapping at a time is read-only.
     pub fn protect(&mut self) {
         GUARD_START.store(self.start, Ordering::SeqCst);
         GUARD_BYTES.store(self.pages.len() * PAGE, Ordering::SeqCst);
@@ -190,7 +191,7 @@ impl Region {
         assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
     }
 
-    /// Makes it longer, with zeros, or shorter. The error is errno.
+    /// Makes the mapping longer, with zeros, or shorter. The error is errno.
     pub fn resize(&mut self, pages: usize) -> Result<(), i32> {
         self.unprotect();
         let old = self.pages.len() * PAGE;
@@ -210,7 +211,7 @@ impl Region {
         if done { Ok(()) } else { Err(error.raw_os_error().unwrap_or(0)) }
     }
 
-    /// Moves it to another slot. The error is errno.
+    /// Moves the mapping to another slot. The error is errno.
     pub fn relocate(&mut self, arena: &mut Arena, random: u64) -> Result<(), i32> {
         self.unprotect();
         let (from, to, bytes) = (self.start, arena.take(random), self.pages.len() * PAGE);
@@ -227,7 +228,7 @@ impl Region {
         Ok(())
     }
 
-    /// Unmaps a part and maps zeros there.
+    /// Unmaps a part of the mapping and maps zeros there.
     pub fn replace(&mut self, first: usize, pages: usize) {
         self.unprotect();
         let (at, bytes) = ((self.start + first * PAGE) as *mut _, pages * PAGE);
