@@ -1,12 +1,13 @@
-// Stops a program that shares memory exactly behind one of its steps, has a command of a shell do something meanwhile, and lets it go on.
+// Stops a program that shares memory right after one of its steps, runs a shell command meanwhile, and lets the program
+// go on.
 // usage: at STEP NUMBER ACTION PROGRAM [ARGUMENT...]
-// The steps are counted from the first nomination on, each kind by itself:
-//        nominate, share    behind a call to the hypervisor
-//        map, unmap         behind a mapping of guests' pages or its end
-//        compare            before the end of a mapping, when its pages were looked at
-//        read               as map, but counted from the start: pages are read and nothing is nominated yet
-// ACTION has the program's number in $PID. Exits as the program does, with 128 and the signal's number if one has killed it, and with 125
-// if the step did not come.
+// We count the steps of each kind separately, from the first nomination on:
+//        nominate, share    after this call to the hypervisor
+//        map, unmap         after guests' pages have been mapped, or unmapped
+//        compare            before pages are unmapped, when we have looked at them
+//        read               like map, but counted from the start, when nothing is nominated yet
+// ACTION finds the program's pid in $PID. We exit with the program's exit code, with 128 plus the signal's number if a
+// signal has killed it, or with 125 if the step did not come.
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -37,7 +38,7 @@ static void read_memory(uint64_t from, void *to, size_t size) {
     fail("process_vm_readv");
 }
 
-// Which step a call is, if it is one.
+// Returns which step a call is, or NULL if it is none.
 static const char *step_of(const struct ptrace_syscall_info *call, uint64_t *mapping) {
   const __u64 *args = call->entry.args;
   if (call->entry.nr == SYS_munmap)
@@ -54,7 +55,7 @@ static const char *step_of(const struct ptrace_syscall_info *call, uint64_t *map
     privcmd_hypercall_t hypercall;
     multicall_entry_t memory;
     uint8_t operation;
-    // The library makes its calls about memory as lists of one, for the sake of their results.
+    // The library makes each memory call as a multicall of one entry, because that returns a result.
     read_memory(args[2], &hypercall, sizeof hypercall);
     if (hypercall.op != __HYPERVISOR_multicall)
       return NULL;
@@ -90,7 +91,8 @@ int main(int count, char **args) {
   if (waitpid(program, &status, 0) != program || !WIFSTOPPED(status) ||
       ptrace(PTRACE_SETOPTIONS, program, 0, PTRACE_O_TRACESYSGOOD | PTRACE_O_EXITKILL))
     fail("cannot trace");
-  // Its other threads are not traced: they make none of these calls. It may be killed at any time.
+  // We trace only its main thread: the other threads make none of these calls. Somebody may kill the program at any
+  // time.
   while (left > 0) {
     struct ptrace_syscall_info call;
     ptrace(PTRACE_SYSCALL, program, 0, signal);
@@ -105,7 +107,7 @@ int main(int count, char **args) {
       left -= has_begun && step && !strcmp(step, "unmap") && !strcmp(wanted, "compare");
     } else if (has_begun && step) {
       left -= !strcmp(step, wanted);
-      // The address may be given out again.
+      // The kernel may use the address for another mapping.
       if (!strcmp(step, "unmap"))
         mapping = 0;
     }

@@ -1,5 +1,5 @@
-// What the pages of the witnesses hold, on Xen and on Linux: words made from a seed, which is the same for the same page of every witness,
-// or the witness's own.
+// The contents of the witnesses' pages, on Xen and on Linux: words made from a seed. The seed is either the same for
+// this page in every witness, or the witness's own.
 
 typedef unsigned int u32;
 
@@ -16,7 +16,7 @@ static u32 next(u32 *state) {
   return *state = x;
 }
 
-// The first state of a page's contents; 0: zeros.
+// The contents that a page begins with; 0 means zeros.
 static u32 content(u32 page) {
   u32 base = page < same ? 0x9e3779b9u : page < same + zero ? 0 : seed * 0x85ebca6bu;
   return base ? (base ^ (page * 0xc2b2ae35u)) | 1 : 0;

@@ -1,4 +1,4 @@
-// A process on Linux that holds what a witness on Xen holds (witness.c), and rests.
+// A process on Linux that holds the same contents as a witness on Xen (witness.c), and sleeps.
 // usage: holder SEED SAME ZERO OWN
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@ int main(int count, char **args) {
   at = mmap(NULL, (size_t)pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED)
     return 1;
-  // As the dom0 of a machine sees them: pages of 4 KiB.
+  // Use 4 KiB pages, as dom0 sees the pages of guests.
   madvise(at, (size_t)pages * PAGE, MADV_NOHUGEPAGE);
   for (page = 0; page < pages; page++)
     fill_page((u32 *)(void *)(at + (size_t)page * PAGE), page);

@@ -1,4 +1,5 @@
-// What the tests know about guests, independent of pagefold: what the hypervisor says of shared frames, and the witnesses' mailboxes.
+// Shows what the tests need to know about guests, independently of pagefold: the hypervisor's facts about shared
+// frames, and the witnesses' mailboxes.
 // usage: inspect shared DOMAIN FIRST COUNT      how many of these guest frames are shared, and how many frames hold them
 //        inspect mail DOMAIN                    the witness's mailbox
 //        inspect command DOMAIN NUMBER          orders a witness: 0 rest, 1 check, 2 write and check, 3 give memory back and check
@@ -13,7 +14,7 @@
 #include <xenctrl.h>
 #include <xenforeignmemory.h>
 
-// xen/src/library.rs has these structures.
+// xen/src/library.rs declares the same structures.
 _Static_assert(sizeof(xc_domaininfo_t) == 112, "the layout of a domain's figures");
 _Static_assert(sizeof(xc_physinfo_t) == 112, "the layout of the machine's figures");
 

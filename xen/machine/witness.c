@@ -1,8 +1,10 @@
-// A guest that knows what its memory holds. It fills pages, checks all of them again and again, and writes to some at random, so
-// that a page that was shared wrongly, or has lost a write, is found. PVH, 32 bits, no paging, no interrupts, no devices.
+// A guest that knows the contents of its memory. It fills pages, checks all of them again and again, and writes to some
+// at random. So it notices if a page was shared wrongly or has lost a write. PVH, 32 bits, no paging, no interrupts, no
+// devices.
 //
-// Its command line: seed=N (what the guest alone holds), same=N, zero=N, own=N (pages that every witness holds, pages of zeros,
-// pages that no other holds). The pages begin at FIRST. Its mailbox, which dom0 maps, has a command and the results.
+// Command line: seed=N (for the contents that only this guest holds); same=N, zero=N, own=N (the number of pages that
+// every witness holds, of pages of zeros, and of pages that no other guest holds). The pages begin at FIRST. Dom0 maps
+// the mailbox, which has a command and the results.
 
 #include "contents.h"
 
@@ -25,7 +27,7 @@ struct start_info {
 };
 
 static unsigned char hypercalls[PAGE] __attribute__((aligned(4096)));
-// What word 0 of each page has been changed to: 0 is the content it began with.
+// How word 0 of each page has been changed; 0 means that the page has the contents it began with.
 static unsigned char versions[1 << 20];
 
 static u32 number(const char *line, const char *name) {
@@ -46,7 +48,7 @@ static void cpuid(u32 leaf, u32 out[4]) {
   __asm__ volatile("cpuid" : "=a"(out[0]), "=b"(out[1]), "=c"(out[2]), "=d"(out[3]) : "a"(leaf), "c"(0));
 }
 
-// Asks the hypervisor for its page of hypercalls.
+// Makes the hypervisor fill in our hypercall page.
 static void find_hypervisor(void) {
   u32 base, regs[4];
   for (base = 0x40000000; base < 0x40010000; base += 0x100) {
@@ -68,7 +70,7 @@ static u32 hypercall(u32 number, u32 first, void *second) {
 // sched_op(yield).
 static void yield(void) { hypercall(29, 0, 0); }
 
-// Page 9 of the guest becomes the page in which the hypervisor keeps the time.
+// The hypervisor keeps the time in this page of the guest.
 #define SHARED 9
 struct time {
   volatile u32 version, unused;
@@ -86,7 +88,7 @@ static void map_time(void) {
   hypercall(12, 7, &where); // memory_op(add_to_physmap), shared_info of DOMID_SELF
 }
 
-// Sleeps for some milliseconds, so that a guest that rests takes no time: sched_op(poll), for no event.
+// Sleeps for some milliseconds, so that a resting guest uses no CPU time: sched_op(poll), for no event.
 static void sleep(void) {
   struct {
     u32 ports, number;
@@ -118,7 +120,7 @@ static int is_right(u32 page) {
   return !differing;
 }
 
-// Gives a page back to the hypervisor, gets another in its place, and fills it as at first.
+// Gives a page back to the hypervisor, gets another in its place, and fills that with the first contents.
 static void renew(u32 page) {
   u32 frame = (FIRST >> 12) + page;
   struct {
@@ -158,7 +160,7 @@ void main(struct start_info *info) {
     }
     for (page = 0; page < pages && mail->command == command; page++) {
       if (command == WRITE) {
-        // Changed and changed back, so that pages are equal again to those of other witnesses.
+        // We change a page and change it back, so that it becomes equal again to the same page of other witnesses.
         u32 other = next(&random) % pages, version = next(&random) & 1;
         volatile u32 *word = at(other);
         *word = *word ^ versions[other] ^ version;

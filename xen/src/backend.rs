@@ -87,7 +87,7 @@ impl<H: Hypervisor, C: Clock> Backend for XenHost<H, C> {
     }
 }
 
-/// Whether a selector (`--all` or a number) is for a guest.
+/// Whether a selector (`--all` or a number) selects this guest.
 fn fits(selector: &Selector, guest: &Guest) -> bool {
     *selector == Selector::All || *selector == Selector::Pid(guest.number())
 }

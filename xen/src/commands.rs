@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The longest sleep: between two sleeps we look for signals and requests that end the wait.
+/// The longest sleep. Between two sleeps we look for signals and requests that end the wait.
 const SLEEP_MOST: Duration = Duration::from_millis(50);
 
 /// The guests in scope.
@@ -76,7 +76,7 @@ fn take_lock() -> Result<Lock, Exit> {
     })
 }
 
-/// The guests in scope that exist now. Guests that the user names must exist.
+/// The guests in scope that exist now. A guest that the user names must exist.
 fn resolve(xen: &mut impl Hypervisor, scope: &[Selected]) -> Result<Vec<InScope>, Exit> {
     let domains = xen.domains().map_err(|error| call(&error))?;
     let found = in_scope(xen, scope, domains).map_err(|error| select(&error))?;
@@ -98,7 +98,7 @@ fn refuse_all(left_alone: &[LeftAlone]) -> Exit {
     Exit::new(exit::REFUSED, format!("guest {name} ({pid}) is left alone: {reason}{others}; nothing else is in scope"))
 }
 
-/// Refuses a scope if every guest in it is of a kind that can't share memory.
+/// Refuses a scope if none of its guests can share memory.
 fn refuse_unfit(guests: &[InScope]) -> Result<(), Exit> {
     let mut left_alone = Vec::new();
     for guest in guests {
@@ -114,7 +114,7 @@ pub struct LiveClock {
     began: Instant,
     /// Set when the run should end.
     stop: Arc<AtomicBool>,
-    /// Also set then, and when there's a request to serve.
+    /// Also set when the run should end, and when there's a request to serve.
     woken: Arc<AtomicBool>,
 }
 

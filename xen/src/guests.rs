@@ -60,7 +60,7 @@ pub enum SelectError {
     /// Dom0 isn't a guest.
     #[error("the memory of dom0 cannot be shared")]
     Dom0,
-    /// There is none of this name or number.
+    /// There's no guest of this name or number.
     #[error("there is no guest \"{0}\"")]
     Unknown(String),
     /// The same guest twice, in different trust domains.
@@ -79,7 +79,7 @@ pub struct InScope {
 }
 
 impl InScope {
-    /// How we report that we leave it alone.
+    /// Our report that we leave the guest alone.
     pub fn left_alone(&self, reason: &str) -> LeftAlone {
         let name = printable(self.name.as_bytes());
         LeftAlone { pid: self.domain.id.0.into(), name, reason: reason.to_owned() }
@@ -125,7 +125,7 @@ pub fn unfit(domain: &Domain) -> Option<&'static str> {
     } else if !domain.hap {
         Some("it does not use hardware-assisted paging (hap)")
     } else if domain.lacking > Pages(0) {
-        // Looking at a page populates it, and the hypervisor ends a guest that has none left for that.
+        // Looking at a page populates it, and the hypervisor ends a guest that has no memory left for that.
         Some("its balloon driver has not yet given back what it has above its memory (maxmem)")
     } else {
         None

@@ -25,8 +25,8 @@ pub struct GuestPage {
     pub frame: Gfn,
 }
 
-/// The hypervisor's name for a frame that may be shared, from a counter that grows. It dies with the first write to a
-/// page that has the frame alone.
+/// The hypervisor's name for a frame that may be shared. Names come from a counter that grows. A name dies with the
+/// first write to a page that has the frame alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle(pub u64);
 
@@ -154,7 +154,7 @@ pub trait Hypervisor {
     /// Why we must not.
     fn enable(&mut self, domain: DomainId) -> Result<(), Refusal>;
 
-    /// Forbids it again. Only for a guest with nothing shared.
+    /// Forbids sharing again. Only for a guest with nothing shared.
     fn disable(&mut self, domain: DomainId);
 
     /// The highest frame number of a guest.

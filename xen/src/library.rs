@@ -1,7 +1,8 @@
 //! The calls through Xen's libraries, loaded at run time: a machine without Xen needs none of them.
 //!
 //! We only load the libraries of Xen 4.17, because the layouts that they fill in belong to a version. We swallow their
-//! own messages: an error is one line of ours. `xen/inspect.c` checks the sizes of the structures at compile time.
+//! own messages: an error is one line of ours. `xen/machine/inspect.c` checks the sizes of the structures at compile
+//! time.
 
 use crate::hypervisor::{
     CallError, Domain, DomainId, Gfn, GuestPage, Handle, Hypervisor, MachineMemory, Nominated, Refusal, See,
@@ -19,9 +20,9 @@ pub const VERSION: &str = "4.17";
 const CONTROL: &str = "libxenctrl.so.4.17";
 const MEMORY: &str = "libxenforeignmemory.so.1";
 const STORE: &str = "libxenstore.so.4";
-/// The device that dom0 reaches the hypervisor by.
+/// The device through which dom0 reaches the hypervisor.
 const PRIVCMD: &str = "/dev/xen/privcmd";
-/// This kernel's roles for the hypervisor.
+/// Lists this kernel's roles under the hypervisor.
 const CAPABILITIES: &str = "/proc/xen/capabilities";
 
 /// The most frames that we ask about in one populated-pages query: the hypervisor's limit.

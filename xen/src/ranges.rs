@@ -1,7 +1,7 @@
 //! Which of a guest's frames are populated, as ranges: the judgement's regions.
 //!
-//! We ask about every 32nd frame, and the frames between two that differ. We don't find a hole or a patch between two
-//! that are alike: reading pages of a hole finds them absent, and nobody looks at a patch.
+//! We ask about every 32nd frame. Where two of these differ we ask about the frames between them. So we miss a hole or
+//! a patch between two that are alike: when we read pages of a hole we find them absent, and nobody looks at a patch.
 
 use crate::hypervisor::{CallError, DomainId, Gfn, Hypervisor};
 use pagefold_engine::units::Pages;
@@ -58,7 +58,7 @@ pub fn ranges(hypervisor: &mut impl Hypervisor, domain: DomainId, most: Pages) -
         }
         next += ASKED * STEP;
     }
-    // The last frames are behind the last frame that we asked about.
+    // The last frames lie beyond the last frame that we asked about.
     if let Some((last, true)) = before.filter(|_| next >= end) {
         let behind: Vec<u64> = (last + 1..end).collect();
         let edge = ask(hypervisor, domain, &behind)?.into_iter().find(|&(_, is)| !is);

@@ -163,8 +163,8 @@ impl Sharer {
         named
     }
 
-    /// Nominates the pages of a pair. Returns the source and the client, or the pair's outcome if we mustn't compare them;
-    /// `None` if there's no memory.
+    /// Nominates the pages of a pair. Returns the source and the client, or the pair's outcome if we mustn't compare
+    /// them; `None` if there's no memory.
     fn nominate_pair(
         &mut self,
         hypervisor: &mut impl Hypervisor,

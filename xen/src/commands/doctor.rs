@@ -84,7 +84,7 @@ fn judge(xen: &mut impl Hypervisor, guests: &[Selected], findings: &mut Vec<Find
     }
 }
 
-/// Finds out why a guest can't share memory. We allow sharing for a moment to learn the hypervisor's opinion, unless
+/// Finds out why a guest can't share memory. To learn the hypervisor's opinion we allow sharing for a moment, unless
 /// that could disturb another pagefold.
 fn of_guest(xen: &mut impl Hypervisor, guest: &InScope, busy: bool) -> (Finding, bool) {
     let who = format!("guest {} ({})", printable(guest.name.as_bytes()), guest.domain.id);

@@ -126,7 +126,7 @@ struct GuestMemory {
 /// A frame of the sample.
 struct ChosenFrame {
     frame: Gfn,
-    /// The number of its run.
+    /// The index of its run.
     run: u32,
 }
 
