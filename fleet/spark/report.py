@@ -3,9 +3,9 @@
 
     spark-submit fleet/spark/report.py DIR|URL... [--pairs N] [--output FILE]
 
-The queries are those of pagefold-fleet (fleet/sql), and so is the answer: JSON, schema pagefold.fleet.report/1. The theta
-functions are Spark's own. Spark does not know the checksums of these files: it leaves out what it cannot decode, what is no
-sketch, what was made under another key, and hosts that are gone or whose clocks are wrong.
+The queries are the same as pagefold-fleet's (fleet/sql), and so is the answer: JSON, schema pagefold.fleet.report/1. The
+theta functions are Spark's own. Spark doesn't know the checksums of these files. It leaves out rows that it can't decode,
+values that aren't sketches, files made under another key, and hosts that are gone or whose clocks are wrong.
 """
 
 import argparse
@@ -24,13 +24,13 @@ TIMES = ["time_us", "since_us"]
 NUMBERS = """anonymous_bytes read_bytes zero_bytes pages_1 pages_2 pages_3_15 pages_16_255 pages_256 savable_bytes saved_bytes
     take_back_bytes came_bytes went_bytes broken_bytes cpu_millicores host_memory_bytes host_cpu_millicores""".split()
 
-# As in pagefold-fleet: contents of all workloads together that pairs are looked for in, and bounds for each workload.
+# As in pagefold-fleet: we look for pairs in this many contents of all workloads, with bounds for each workload.
 SAMPLED_MOST = 1_000_000
 SAMPLED = (4, 128)
 AHEAD_US = 5 * 60 * 1_000_000
 
-# A compact theta sketch, not packed, of the library's default seed: the preamble in 8-byte words, the number of entries, and
-# a length that agrees with both.
+# Whether a value is a compact theta sketch, not packed, with the library's default seed: the length must agree with the
+# preamble (in 8-byte words) and with the number of entries.
 IS_SKETCH = """
     length(sketch) BETWEEN 8 AND 32768 AND hex(substring(sketch, 2, 2)) = '0303' AND CASE
         WHEN words = 1 THEN length(sketch) = 8 OR length(sketch) = 16 AND seed = 'CC93'
@@ -39,11 +39,11 @@ IS_SKETCH = """
         ELSE FALSE
     END"""
 
-# Numbers that a host may report, and workloads: so that sums do not overflow.
+# The largest number that a host may report, and the most workloads, so that sums don't overflow.
 NUMBER_MOST = 1 << 50
 ROWS_MOST = 4096
 
-# The lowest hashes of each workload: the first entries of its sketch, which ascend.
+# The lowest hashes of each workload: the first entries of its sketch, because entries ascend.
 CONTENTS = """
     SELECT id, sha2(domain, 256) AS domain_id, substring(sketch, 1 + 8 * (words + entry), 8) AS content
     FROM (SELECT *, CAST(conv(hex(substring(sketch, 1, 1)), 16, 10) AS INT) & 63 AS words FROM workloads) AS parsed
@@ -72,7 +72,7 @@ def parse():
     parser.add_argument("--pairs", type=int, default=20, help="show this many pairs of workloads [default: 20]")
     parser.add_argument("--key", help="count files made under the key of this identifier only")
     parser.add_argument("--max-age", type=float, default=24, metavar="HOURS", help="leave out older hosts [default: 24]")
-    parser.add_argument("--at", type=datetime.datetime.fromisoformat, help="judge ages as at this time (UTC) [default: now]")
+    parser.add_argument("--at", type=datetime.datetime.fromisoformat, help="judge ages as of this time (UTC) [default: now]")
     parser.add_argument("--output", metavar="FILE", help="write the report to this file")
     return parser.parse_args()
 
@@ -87,7 +87,7 @@ def make_report(spark, arguments):
     names = {"pathGlobFilter": "*.parquet", "recursiveFileLookup": "true"}
     listed = spark.read.format("binaryFile").options(**names).load(arguments.sources).select("path")
     listed = {plain(row.path) for row in listed.collect()}
-    # Hosts replace their files at any time.
+    # Hosts may replace their files while we read.
     lenient = {"ignoreCorruptFiles": "true", "ignoreMissingFiles": "true"}
     read = spark.read.schema(schema).options(**names, **lenient).parquet(*arguments.sources)
     read.selectExpr("*", "_metadata.file_path AS file").createOrReplaceTempView("files")

@@ -1,7 +1,7 @@
--- For each host: what its workloads take, save and could save.
+-- For each host: the memory that its workloads take, save and could save.
 --   within_bytes   copies within a workload.
---   across_bytes   copies in several workloads of one trust domain: what all hold, less what they hold together.
---   across_error_bytes   it is off by at most this in 19 of 20 cases: two standard deviations, of the sum and of the union
+--   across_bytes   copies in several workloads of one trust domain: the sum of what each holds, less their union.
+--   across_error_bytes   across_bytes is off by at most this in 19 of 20 cases: two standard deviations of the sum and of the union
 --       (which keeps 4,096 contents, or up to three fewer).
 WITH domains AS (
     SELECT host,

@@ -1,9 +1,10 @@
 -- The pairs of workloads that have most in common.
 --
--- `contents` has the {sampled} contents with the lowest hashes of each workload: two workloads that hold much in common meet there,
--- because what is low is low for both. Each is paired with the next 4 of those that hold the same content, in the order of their ids, so that
--- a content that everybody holds does not make a pair of everybody. The best of these candidates are then compared in full. The smaller
--- side of a join comes first: DataFusion keeps that one in memory.
+-- `contents` has the {sampled} contents with the lowest hashes of each workload. Two workloads that have much in common
+-- meet there, because a low hash is low for both. We pair each workload with the next 4 in the order of ids that hold
+-- the same content, so that a content that everybody holds does not pair everybody with everybody. Then we compare the
+-- best of these candidates in full. The smaller side of a join comes first, because DataFusion keeps that side in
+-- memory.
 --
 -- The bounds are those of a score interval, two standard deviations wide: of N common contents, a binomial share theta is in both
 -- sketches.

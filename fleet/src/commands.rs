@@ -19,7 +19,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Show what hosts and pairs of workloads have in common, what is saved, and what could be
+    /// Show what hosts and pairs of workloads have in common, and what is saved or could be
     Report(report::ReportArgs),
     /// Plan which workloads to put together or apart
     Plan(plan::PlanArgs),
@@ -53,7 +53,8 @@ pub fn main() -> ExitCode {
     pagefold_text::program::finish("pagefold-fleet", result)
 }
 
-/// A panic of the engine on a thread of its own becomes an error of the query, which is one line: no other text comes with it.
+/// If the engine panics on a thread of its own, the query fails with an error of one line. So we don't print the
+/// panic's own text.
 fn quiet_workers() {
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {

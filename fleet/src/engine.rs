@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// Rows that are processed together: a sketch has 32 KiB.
 pub const BATCH_ROWS: usize = 128;
 
-/// A session with the tables that the queries are about.
+/// A session with the tables that the queries use.
 pub struct Engine {
     session: SessionContext,
     workloads: usize,
@@ -23,7 +23,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Opens the files that count. Queries take at most `memory` bytes for tables, and write the rest to temporary files.
+    /// Opens the files that count. Queries take at most `memory` bytes for tables, and write the rest to temporary
+    /// files.
     pub async fn open(sources: &[Source], inventory: &Inventory, memory: usize) -> Result<Self> {
         let config = SessionConfig::new().with_batch_size(BATCH_ROWS);
         let runtime = RuntimeEnvBuilder::new().with_memory_limit(memory, 1.0).build_arc()?;
@@ -48,7 +49,7 @@ impl Engine {
         self.workloads
     }
 
-    /// Files that counted and could not be read when a query needed them.
+    /// Files that counted, but that we couldn't read when a query needed them.
     pub fn lost(&self) -> Vec<LeftOut> {
         self.lost.files()
     }
@@ -84,7 +85,7 @@ impl<'a> Columns<'a> {
     }
 }
 
-/// A number of a column as one that is not negative.
+/// A column's number, or 0 if it's negative.
 pub fn positive(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }

@@ -1,4 +1,4 @@
-//! The planner's fleet, made of samples of workloads, and of what the operator rules.
+//! Makes the planner's fleet from samples of workloads and the operator's rules.
 
 use crate::engine::{Columns, Engine, positive};
 use crate::queries;
@@ -29,7 +29,7 @@ pub struct Workload {
     pub name: String,
     pub anonymous: u64,
     pub read: u64,
-    /// What could be saved within it.
+    /// Memory that could be saved within the workload.
     pub within: u64,
     pub saved: u64,
     pub take_back: u64,
@@ -37,7 +37,7 @@ pub struct Workload {
     pub samples: Vec<Sample>,
 }
 
-/// What the files say, by host and name.
+/// The workloads in the files, by host and name.
 #[derive(Clone, Debug, Default)]
 pub struct Workloads {
     pub hosts: Vec<HostInfo>,
@@ -103,7 +103,7 @@ impl Workloads {
             place.held.0 += workload.read.saturating_sub(workload.within) / PAGE_BYTES;
             place.cpu_millicores = place.cpu_millicores.saturating_add(workload.cpu_millicores);
             place.workloads += 1;
-            // Members of a group that is on several hosts are not moved: nothing is known of where they should be.
+            // We don't move members of a group that is on several hosts, because we don't know where they should be.
             place.pinned |= !rules.is_movable(&workload.kind, &workload.name) || group.is_some() && bundle.is_none();
             place.apart.extend((0..).zip(&rules.apart).filter(|(_, group)| is_in(group)).map(|(number, _)| number));
             place.samples.append(&mut workload.samples);
@@ -113,7 +113,7 @@ impl Workloads {
         Planned { fleet, members, broken }
     }
 
-    /// Groups that are to be together and are, by host; and what is said of the others.
+    /// The groups that should be together and are, by host; and messages about the other groups.
     fn together(&self, rules: &Rules) -> (BTreeSet<(usize, u32)>, Vec<String>) {
         let (mut together, mut broken) = (BTreeSet::new(), Vec::new());
         let mut hosts = vec![BTreeSet::new(); rules.together.len()];
@@ -133,21 +133,23 @@ impl Workloads {
             match hosts.len() {
                 0 => broken.push(format!("together '{name}': no workload has such a name")),
                 1 if overlap => {
-                    broken.push(format!("together '{name}': another such group has one of it, and neither is moved"));
+                    broken.push(format!(
+                        "together '{name}': another such group has one of its workloads, so neither group is moved"
+                    ));
                 }
                 1 => together.extend(hosts.iter().map(|&host| (number, host))),
                 more => {
                     let first: Vec<&str> = hosts.iter().take(3).map(|&host| host_name(&self.hosts, host)).collect();
                     let (first, others) = (first.join(", "), if more > 3 { ", …" } else { "" });
                     broken
-                        .push(format!("together '{name}': it is on {more} hosts ({first}{others}), and is not moved"));
+                        .push(format!("together '{name}': it is on {more} hosts ({first}{others}), so it is not moved"));
                 }
             }
         }
         (together, broken)
     }
 
-    /// Groups that are to be apart and are not.
+    /// Messages about groups that should be apart and aren't.
     fn crowded(&self, rules: &Rules) -> Vec<String> {
         let mut crowded = Vec::new();
         for group in &rules.apart {
@@ -229,7 +231,7 @@ impl Builder {
             keep_domains(&mut workloads, DOMAINS);
         }
         workloads.sort_by(|a, b| (a.host, &a.kind, &a.name).cmp(&(b.host, &b.kind, &b.name)));
-        // A workload in two trust domains has two rows. What it takes is the sum.
+        // A workload in two trust domains has two rows, which we add up.
         workloads.dedup_by(|next, first| {
             let same = (next.host, &next.kind, &next.name) == (first.host, &first.kind, &first.name);
             if same {
@@ -247,8 +249,8 @@ impl Builder {
     }
 }
 
-/// Numbers the trust domains again, those of most hosts first, and drops the samples of all but so many: one host may report any
-/// number of domains of its own.
+/// Renumbers the trust domains, those of most hosts first, and drops the samples of all but the first `most`: one host
+/// may report any number of domains of its own.
 fn keep_domains(workloads: &mut [Workload], most: u32) {
     let mut hosts: BTreeMap<u32, BTreeSet<u32>> = BTreeMap::new();
     for workload in &*workloads {

@@ -1,6 +1,7 @@
-//! Functions of Apache Spark's SQL, for DataFusion: theta sketches and sha2. They have the same names, arguments and results.
+//! Functions of Apache Spark's SQL, for DataFusion: theta sketches and sha2. They have the same names, arguments and
+//! results.
 //!
-//! What is no sketch gives null. The table has none: its files are checked as they are read.
+//! A value that isn't a sketch gives null. The table has none, because its files are checked when they're read.
 
 use datafusion::arrow::array::{
     Array, ArrayRef, BinaryArray, BinaryBuilder, Int64Array, Int64Builder, ListBuilder, StringArray,
@@ -18,7 +19,7 @@ use std::sync::Arc;
 
 /// The sizes that Spark permits, as logarithms.
 const LG_SIZES: std::ops::RangeInclusive<i64> = 4..=26;
-/// The longest sketch that these functions make: 2^12 contents and a preamble. A longer one comes from elsewhere.
+/// The longest sketch that these functions make: 2^12 contents and a preamble. A longer sketch comes from elsewhere.
 const SKETCH_BYTES: usize = (8 << 12) + 24;
 
 /// A function: its name, the types of its arguments and of its result.

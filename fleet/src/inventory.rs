@@ -1,5 +1,5 @@
-//! Which files of sketches count: the newest of each host, under the fleet's key, of about now, named after its host. Others
-//! are listed, with the reason, and left out.
+//! Decides which files of sketches count: the newest file of each host, if it's recent, made under the fleet's key, and
+//! named after its host. We leave out other files, and list them with the reason.
 
 use crate::sources::EXTENSION;
 use humantime::format_duration;
@@ -13,7 +13,7 @@ use url::Url;
 /// A clock that is this much ahead of this machine's is wrong.
 const AHEAD: Duration = Duration::from_mins(5);
 
-/// What a file says of itself.
+/// A file's facts about itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     pub host: String,
@@ -30,17 +30,17 @@ impl Header {
     }
 }
 
-/// A file, and what it is or what is wrong with it.
+/// A file, and its header or the problem with it.
 #[derive(Clone, Debug)]
 pub struct Seen {
     pub file: Url,
     pub header: Result<Header, String>,
 }
 
-/// Which files are wanted.
+/// The conditions under which files count.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Terms {
-    /// The key; if none is given, that of most hosts.
+    /// The key. `None`: the key of most hosts.
     pub key: Option<KeyId>,
     /// Now, microseconds since 1970.
     pub now_us: u64,
@@ -60,11 +60,11 @@ pub struct LeftOut {
 /// The files that count, and the others.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
-    /// What was wanted, with the key.
+    /// The conditions, with the key that we chose.
     pub terms: Terms,
     pub chosen: Vec<(Url, Header)>,
     pub left_out: Vec<LeftOut>,
-    /// Files of hosts that have a newer one.
+    /// How many files don't count because their host has a newer one.
     pub older: usize,
 }
 
@@ -83,7 +83,7 @@ impl Inventory {
             }
         }
         for (host, mut files) in by_host {
-            // The first of two of the same time, which are copies.
+            // If two files have the same time they're copies, and we take the first.
             files.sort_by(|(a, of_a), (b, of_b)| (of_b.time_us, a).cmp(&(of_a.time_us, b)));
             inventory.older += files.len() - 1;
             let (file, header) = files.swap_remove(0);
@@ -109,11 +109,11 @@ impl Inventory {
 }
 
 impl Terms {
-    /// Why a file does not count, if it is not too old.
+    /// Why a file doesn't count, apart from its age.
     fn wrong(&self, file: &Url, header: &Header) -> Option<String> {
         let ahead = Duration::from_micros(header.time_us.saturating_sub(self.now_us));
         match self.key {
-            // Who may write the file of one host only cannot speak for another one.
+            // Somebody who may write only one host's file mustn't speak for another host.
             _ if !is_called_after(file, &header.host) => Some("is not named after its host (HOST.parquet)".to_owned()),
             Some(key) if key != header.key => Some(format!("was made under the key {}, not {key}", header.key)),
             _ if ahead > AHEAD => Some(format!("is {} ahead: its host's clock is wrong", rounded(ahead))),
@@ -127,7 +127,7 @@ impl Terms {
         is_old.then(|| format!("is {} old: the host is gone, or writes no sketches", rounded(age)))
     }
 
-    /// Why a file does not count that did: it may have been replaced.
+    /// Why a file that counted before doesn't count now: it may have been replaced.
     pub fn no_longer(&self, file: &Url, header: &Header) -> Option<String> {
         self.wrong(file, header).or_else(|| self.too_old(header))
     }
@@ -138,7 +138,8 @@ fn is_called_after(file: &Url, host: &str) -> bool {
     percent_decode_str(name).decode_utf8().is_ok_and(|name| name.strip_suffix(EXTENSION) == Some(host))
 }
 
-/// The key of most hosts that have a file that counts otherwise; of equally many, the lower one.
+/// The key that most hosts have, of hosts with a file that counts otherwise. If two keys have equally many, the lower
+/// one.
 fn most_common_key(seen: &[Seen], terms: Terms) -> Option<KeyId> {
     let mut hosts: BTreeMap<KeyId, BTreeSet<&str>> = BTreeMap::new();
     for Seen { file, header } in seen {

@@ -1,4 +1,5 @@
-//! Reports what the hosts of a fleet hold in common, and plans which workloads to put together. It moves nothing itself.
+//! Reports what the hosts of a fleet hold in common, and plans which workloads to put together. It moves nothing
+//! itself.
 //!
 //! | module | holds |
 //! | --- | --- |
@@ -7,10 +8,10 @@
 //! | [`engine`], [`table`] | Apache DataFusion, and the rows of these files as its table |
 //! | [`functions`], [`queries`] | the theta functions that it lacks, the SQL that Apache Spark runs too |
 //! | [`report`] | what hosts and pairs of workloads have in common |
-//! | [`rules`] | what the operator rules: together, apart, pinned |
+//! | [`rules`] | the operator's rules: together, apart, pinned |
 //! | [`fleet`] | the planner's fleet, made of samples and rules |
 //! | [`plan`] | the plan as a document: JSON, text, labels for Kubernetes, tags for Proxmox VE |
-//! | [`verify`] | a plan's promise beside what hosts saved afterwards |
+//! | [`verify`] | a plan's promise, compared with what hosts saved afterwards |
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
 

@@ -19,19 +19,19 @@ pub const SCHEMA: &str = "pagefold.fleet.plan/1";
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Document {
     pub schema: String,
-    /// When it was made, microseconds since 1970.
+    /// When the plan was made, microseconds since 1970.
     pub time_us: u64,
     pub key: Option<String>,
     pub workloads: u64,
     pub most_moves: u64,
     pub moves: u64,
-    /// What workloads of one host hold in common, as they are and as planned.
+    /// Memory that workloads of one host have in common, now and after the plan.
     pub before: Estimated,
     pub after: Estimated,
     pub steps: Vec<StepRow>,
     /// Hosts that the plan changes.
     pub hosts: Vec<HostPlan>,
-    /// Groups of workloads that are worth having on one host, of which some are moved.
+    /// Groups of workloads that should be on one host, if the plan moves some of them.
     pub groups: Vec<Buddies>,
     /// Rules that were broken before.
     pub broken_rules: Vec<String>,
@@ -65,13 +65,13 @@ pub struct MoveRow {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub struct HostPlan {
     pub host: String,
-    /// What was saved when the plan was made, as the host said.
+    /// What the host said it saved when the plan was made.
     pub saved_bytes: u64,
     pub before: Estimated,
     pub after: Estimated,
 }
 
-/// Workloads that hold nearly the same, by the host that each is to be on.
+/// Workloads that hold nearly the same, by the host that each should be on.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Buddies {
     pub name: String,
@@ -82,7 +82,7 @@ pub struct Buddies {
 pub struct Member {
     pub kind: String,
     pub workload: String,
-    /// The host that it is on.
+    /// Its host now.
     pub from: String,
 }
 
@@ -93,7 +93,7 @@ impl From<Saving> for Estimated {
 }
 
 impl Document {
-    /// Puts names to a plan. `before` is what each host saves as it is.
+    /// Makes a document of a plan, with names. `before` is what each host saves now.
     pub fn of(
         known: &Workloads,
         planned: &Planned,
@@ -145,8 +145,8 @@ impl Document {
         }
     }
 
-    /// Node labels, pod labels and affinity terms. Each home of a group has a label; pods of the group prefer such nodes,
-    /// and each other's company.
+    /// Node labels, pod labels and affinity terms. Each host for a group has a label. Pods of the group prefer nodes
+    /// with that label, and nodes with other pods of the group.
     pub fn kubernetes(&self) -> Value {
         let mut nodes: BTreeMap<&str, BTreeMap<String, &str>> = BTreeMap::new();
         let mut pods = Vec::new();
@@ -220,7 +220,7 @@ impl Document {
     }
 }
 
-/// The groups of like workloads of which some are moved.
+/// The groups of like workloads, if the plan moves some of them.
 fn groups(known: &Workloads, planned: &Planned, plan: &Plan) -> Vec<Buddies> {
     let moved: BTreeSet<u32> =
         plan.steps.iter().flat_map(|step| &step.moves).map(|step| plan.groups[index(step.unit.0)]).collect();
@@ -260,7 +260,7 @@ impl fmt::Display for Document {
         let more = self.after.bytes.saturating_sub(self.before.bytes);
         writeln!(
             f,
-            "{} of {} workloads are moved: workloads of one host then share {} (±{}), not {} (±{}): {} more ({})",
+            "{} of {} workloads are moved. Workloads of one host then share {} (±{}) instead of {} (±{}): {} more ({})",
             self.moves,
             self.workloads,
             human(self.after.bytes),

@@ -2,20 +2,20 @@
 
 /// The view `workloads`.
 pub const WORKLOADS: &str = include_str!("../sql/workloads.sql");
-/// The view `held`, of what each workload holds, without its sketch.
+/// The view `held`: how many contents each workload holds, without its sketch.
 pub const HELD: &str = "SELECT id, held FROM workloads";
-/// What each host's workloads take, save and could save.
+/// For each host, what its workloads take, save and could save.
 pub const HOSTS: &str = include_str!("../sql/hosts.sql");
 
 const PAIRS: &str = include_str!("../sql/pairs.sql");
 const SAMPLES: &str = include_str!("../sql/samples.sql");
 
-/// The most contents of all workloads that candidate pairs are looked for in, and the bounds for each workload.
+/// We look for candidate pairs in at most this many contents of all workloads, with these bounds for each workload.
 const SAMPLED_MOST: usize = 1_000_000;
 const SAMPLED: (usize, usize) = (4, 128);
 
-/// Contents of each workload that candidate pairs are looked for in. With `n` of them, two workloads of the same size of
-/// which a share `s` is common miss each other with the probability (1 - s)^n.
+/// We look for candidate pairs in this many contents of each workload. With `n` of them, two workloads of the same size
+/// that have a share `s` in common miss each other with the probability (1 - s)^n.
 pub fn sampled(workloads: usize) -> usize {
     (SAMPLED_MOST / workloads.max(1)).clamp(SAMPLED.0, SAMPLED.1)
 }

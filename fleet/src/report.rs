@@ -1,4 +1,4 @@
-//! What hosts and pairs of workloads have in common, what is saved, what could be, and what may come back.
+//! Reports what hosts and pairs of workloads have in common, how much is saved or could be, and how much may come back.
 
 use crate::engine::{Columns, Engine, positive};
 use crate::inventory::{Inventory, LeftOut};
@@ -21,10 +21,10 @@ pub struct Report {
     pub hosts: Vec<HostRow>,
     /// The pairs with most in common.
     pub pairs: Vec<PairRow>,
-    /// Contents of each workload that pairs were looked for in.
+    /// How many contents of each workload we searched for pairs.
     pub sampled: usize,
     pub left_out: Vec<LeftOut>,
-    /// Files of hosts that have a newer one.
+    /// How many files don't count because their host has a newer one.
     pub older_files: usize,
 }
 
@@ -33,15 +33,15 @@ pub struct HostRow {
     pub host: String,
     pub workloads: u64,
     pub anonymous_bytes: u64,
-    /// The part of it that the sketches rest on.
+    /// The part of it that was read for the sketches.
     pub read_bytes: u64,
     pub saved_bytes: u64,
     /// What could be saved within workloads.
     pub within_bytes: u64,
-    /// What could be saved across workloads of one trust domain, and the error of this.
+    /// What could be saved across workloads of one trust domain, and the error of that estimate.
     pub across_bytes: u64,
     pub across_error_bytes: u64,
-    /// The most that was seen to come back, of each workload.
+    /// The most memory that we've seen come back, added up over workloads.
     pub take_back_bytes: u64,
     pub cpu_millicores: u64,
     pub host_memory_bytes: u64,
@@ -61,7 +61,7 @@ pub struct PairRow {
     pub held_bytes: u64,
     pub other_held_bytes: u64,
     pub common_bytes: u64,
-    /// Bounds: right in 19 of 20 cases.
+    /// Bounds that are right in 19 of 20 cases.
     pub low_bytes: u64,
     pub high_bytes: u64,
 }
@@ -169,7 +169,7 @@ impl fmt::Display for Report {
                 human(host.take_back_bytes),
             ]);
         }
-        // Of one host, what is added up is below 2^63; hosts may lie.
+        // The sums of one host are below 2^63, but hosts may lie, so the sums over hosts saturate.
         let sum = |of: fn(&HostRow) -> u64| human(self.hosts.iter().map(of).fold(0, u64::saturating_add));
         writeln!(f, "{table}\n")?;
         writeln!(

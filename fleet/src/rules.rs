@@ -1,4 +1,4 @@
-//! What the operator rules, from a TOML file: which workloads are pinned, which stay together, which stay apart.
+//! The operator's rules, from a TOML file: which workloads are pinned, which stay together, which stay apart.
 
 use serde::Deserialize;
 use thiserror::Error;
@@ -6,7 +6,7 @@ use thiserror::Error;
 /// The longest file, bytes.
 pub const MOST_BYTES: u64 = 1 << 20;
 
-/// The file.
+/// The rules in the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rules {
@@ -18,7 +18,7 @@ pub struct Rules {
     /// Workloads that are moved together, if they are on one host.
     #[serde(default)]
     pub together: Vec<Group>,
-    /// Workloads of which no two may share a host.
+    /// Workloads that must be on different hosts.
     #[serde(default)]
     pub apart: Vec<Group>,
 }
@@ -29,7 +29,7 @@ pub struct Rules {
 pub struct Group {
     pub name: String,
     pub workloads: Vec<Pattern>,
-    /// The hosts whose workloads are meant: all, unless some are named.
+    /// The hosts whose workloads belong to the group. `None`: all hosts.
     pub hosts: Option<Vec<Pattern>>,
 }
 
@@ -38,7 +38,7 @@ pub struct Group {
 #[serde(try_from = "String")]
 pub struct Pattern(String);
 
-/// A file that is wrong.
+/// An error in the file.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("line {line}: {what}; see fleet/README.md")]
 pub struct RulesError {
@@ -46,15 +46,15 @@ pub struct RulesError {
     pub what: String,
 }
 
-/// Kinds that are moved unless the file says otherwise: what an orchestrator can move. Units and processes belong to their
-/// host.
+/// Kinds that we move unless the file says otherwise: the ones that an orchestrator can move. Units and processes
+/// belong to their host.
 pub const MOVABLE: [&str; 3] = ["vm", "pod", "container"];
 
 impl Rules {
     /// Parses the file's text.
     ///
     /// # Errors
-    /// The first thing that is wrong, with its line.
+    /// The first error, with its line.
     pub fn parse(text: &str) -> Result<Self, RulesError> {
         toml::from_str(text).map_err(|error| {
             let from = error.span().map_or(0, |span| span.start);

@@ -1,8 +1,9 @@
 //! Directories and object stores with files of sketches.
 //!
-//! Object stores are read through DataFusion's own `object_store`: S3 with the settings of its usual environment variables
-//! (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). Local directories are not, because it follows symbolic links and waits for
-//! pipes: a link to `/` would make it list the whole machine, and a loop of links would make it fail.
+//! We read object stores through DataFusion's own `object_store`: S3, with the settings in the usual environment
+//! variables (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `AWS_ALLOW_HTTP`...). We don't read local directories through
+//! it, because it follows symbolic links and waits for pipes: given a link to `/` it would list the whole machine, and
+//! given a loop of links it would fail.
 
 use crate::inventory::{Header, Seen};
 use futures::{StreamExt, TryStreamExt, stream};
@@ -22,7 +23,7 @@ use walkdir::WalkDir;
 
 /// Files that are read at a time. Each may take three times its length.
 pub const AT_A_TIME: usize = 2;
-/// What files of sketches are called. One that is being written has another name.
+/// The names of sketch files end with this. A file that is being written has another name.
 pub const EXTENSION: &str = ".parquet";
 
 /// A place with files.
@@ -30,14 +31,14 @@ pub const EXTENSION: &str = ".parquet";
 pub enum Source {
     /// A directory or a file of this machine.
     Local(PathBuf),
-    /// What is below a prefix in a bucket. `root` is the bucket's URL.
+    /// The files below a prefix in a bucket. `root` is the bucket's URL.
     Bucket { root: Url, store: Arc<dyn ObjectStore>, prefix: ObjectPath },
 }
 
-/// A file that is called as one of sketches, or why it cannot be read.
+/// A file with a sketch file's name, or why we can't read it.
 type Found = (Url, Result<(), String>);
 
-/// A place that cannot be used. Each is one line: what failed and why; what to do.
+/// Why we can't use a place. Each message is one line: what failed and why; what to do.
 #[derive(Debug, Error)]
 pub enum SourceError {
     #[error("cannot read {place}: {source}; check the path and its permissions")]
@@ -81,7 +82,7 @@ impl Source {
         let (root, store, prefix) = match self {
             Self::Local(path) => {
                 let (place, path) = (path.display().to_string(), path.clone());
-                // On a thread that may wait for a disk.
+                // Listing may wait for a disk, so a blocking thread does it.
                 let listed = tokio::task::spawn_blocking(move || list(&path)).await;
                 let listed = listed.map_err(|error| std::io::Error::other(error.to_string())).flatten();
                 return listed.map_err(|source| SourceError::Path { place, source });
@@ -89,7 +90,7 @@ impl Source {
             Self::Bucket { root, store, prefix } => (root, store, prefix),
         };
         let mut files = match store.list(Some(prefix)).try_collect::<Vec<_>>().await {
-            // A single file is not listed below its own name.
+            // A listing below a prefix doesn't contain the prefix itself, which may be a single file.
             Ok(files) if files.is_empty() => store.head(prefix).await.into_iter().collect(),
             Ok(files) => files,
             Err(error) => return Err(SourceError::List { place: format!("{root}/{prefix}"), why: one_line(&error) }),
@@ -118,7 +119,7 @@ impl Source {
                 Some(found.bytes().await.map_err(|error| unreadable(&error))?)
             }
         };
-        // On a thread that may wait for a disk: decoding takes time, too.
+        // A blocking thread does this, because reading may wait for a disk, and decoding takes time.
         let file = file.clone();
         let read = tokio::task::spawn_blocking(move || {
             let bytes = match stored {
@@ -133,7 +134,7 @@ impl Source {
 
 fn url_of(root: &Url, location: &ObjectPath) -> Url {
     let mut url = root.clone();
-    // Encodes whatever a name has that a URL cannot have.
+    // This encodes characters that a URL can't have.
     if let Ok(mut path) = url.path_segments_mut() {
         path.clear().extend(location.parts());
     }
@@ -146,7 +147,7 @@ fn read_local(file: &Url) -> Result<Vec<u8>, String> {
     let mut bytes = Vec::new();
     let file = regular::open(&path, OpenOptions::new().read(true)).map_err(|error| unreadable(&error))?;
     check_length(file.metadata().map_err(|error| unreadable(&error))?.len())?;
-    // It may grow.
+    // The file may grow while we read it.
     file.take(FILE_BYTES + 1).read_to_end(&mut bytes).map_err(|error| unreadable(&error))?;
     Ok(bytes)
 }
@@ -158,7 +159,7 @@ fn check_length(bytes: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// Reads and checks all files of some places. `show` is told how many of how many are done.
+/// Reads and checks all files of some places. Calls `show` with the number of files done and of all files.
 pub async fn survey(sources: &[Source], show: &(dyn Fn(usize, usize) + Sync)) -> Result<Vec<Seen>, SourceError> {
     let mut files = Vec::new();
     for source in sources {

@@ -1,8 +1,8 @@
 //! The table `sketches`: the rows of the files that count.
 //!
-//! Each query reads and checks the files anew, and DataFusion's reader of Parquet is not used. Hosts replace their files at any time: for that
-//! reader, a file that is not as long as when the query began is an error that ends the query, and one that became hostile is worse. Here the new
-//! file counts, or is left out and named.
+//! Each query reads and checks the files anew. We don't use DataFusion's reader of Parquet, because hosts replace their
+//! files at any time. With that reader, a file whose length has changed since the query began ends the query, and a
+//! file that has become hostile is worse. Here the new file counts, or we leave it out and name it.
 
 use crate::engine::BATCH_ROWS;
 use crate::inventory::{Header, Inventory, LeftOut, Terms, name};
@@ -67,7 +67,7 @@ struct File {
 impl File {
     async fn rows(&self) -> Result<Vec<Row>, String> {
         let read = self.source.read(&self.url).await?;
-        // It is still that of the same host, by its name.
+        // This also checks that the file is still named after its host.
         match self.terms.no_longer(&self.url, &Header::of(&read)?) {
             Some(why) => Err(why),
             None => Ok(read.rows),
@@ -124,7 +124,7 @@ fn batch(schema: &SchemaRef, rows: &[Row]) -> Result<RecordBatch> {
     let texts =
         TEXTS.iter().map(|(_, text)| Arc::new(StringArray::from_iter_values(rows.iter().map(text))) as ArrayRef);
     let numbers = NUMBERS.iter().map(|(name, number, _)| {
-        // A file has none that are larger.
+        // A file has no larger numbers.
         let numbers = rows.iter().map(|row| i64::try_from(number(row)).unwrap_or(i64::MAX));
         if is_time(name) {
             Arc::new(TimestampMicrosecondArray::from_iter_values(numbers).with_timezone("UTC")) as ArrayRef

@@ -1,4 +1,4 @@
-//! A plan's promise beside what hosts saved afterwards.
+//! Compares a plan's promise with what hosts saved afterwards.
 
 use crate::fleet::Workloads;
 use crate::inventory::{Inventory, LeftOut};
@@ -33,9 +33,9 @@ pub struct HostPromise {
     pub host: String,
     /// What the host said that it saved when the plan was made.
     pub before_bytes: u64,
-    /// That, and what the plan was to add.
+    /// `before_bytes`, plus what the plan was to add.
     pub promised_bytes: u64,
-    /// What the host says now; none if it has no sketches that count.
+    /// What the host says now; `None` if it has no sketches that count.
     pub saved_bytes: Option<u64>,
 }
 
@@ -48,7 +48,8 @@ impl Verification {
             *saved.entry(host).or_default() += workload.saved;
             place.entry((&workload.kind, &workload.name)).or_default().push(host);
         }
-        // Where the last move of a workload takes it. Another one of that name, on another host, is not it.
+        // For each workload, where its last move takes it. A workload of the same name on another host is a different
+        // one.
         let mut wanted: BTreeSet<(&str, &str, &str)> = BTreeSet::new();
         for MoveRow { kind, workload, from, to } in plan.steps.iter().flat_map(|step| &step.moves) {
             wanted.remove(&(from, kind, workload));
@@ -92,7 +93,7 @@ impl fmt::Display for Verification {
         let saved = known().fold(0, |sum: u64, (_, saved)| sum.saturating_add(saved));
         writeln!(
             f,
-            "{} of {} moves were made ({} workloads are gone); {} hosts that are known save {} of the {} promised ({})",
+            "{} of {} moves were made ({} workloads are gone); {} hosts with sketches save {} of the {} promised ({})",
             self.made,
             self.moves,
             self.gone,

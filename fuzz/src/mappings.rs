@@ -86,7 +86,7 @@ fn line(vma: &Vma) -> Vec<u8> {
     line
 }
 
-/// The same with its counters and flags (`show_smap`).
+/// A mapping with its counters and flags as the kernel prints them (`show_smap`).
 fn entry(detail: &VmaDetail) -> Vec<u8> {
     let mut text = line(&detail.vma);
     let counters = [

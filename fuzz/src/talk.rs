@@ -6,7 +6,7 @@ use pagefold_ksm::state_file::State;
 use protocol::{ControlState, REQUEST_MOST, Refusal, Request};
 use std::time::Duration;
 
-// The program isn't a library, and this is all of it that reads what others write.
+// The program isn't a library, so we include its only module that reads what others write.
 #[allow(dead_code)]
 #[path = "../../crates/pagefold/src/control/protocol.rs"]
 mod protocol;

@@ -137,9 +137,9 @@ fn parsers_take_little_memory_for_any_text() {
     assert!(broken.is_empty(), "{}", broken.join("\n"));
 }
 
-/// Each allocation of each parser fails once, in its own process: this one again, with the case and the allocation as
-/// its environment. It ends by abort, as if it had been killed, and doesn't crash, stall or go on with half of the
-/// text.
+/// Makes each allocation of each parser fail once, in a process of its own: we start this test program again, with the
+/// case and the allocation in its environment. It must end by abort, as if it had been killed, and not crash, stall or
+/// go on with half of the text.
 #[test]
 fn an_allocation_that_fails_ends_the_process() {
     const CASE: &str = "PAGEFOLD_FAILING_ALLOCATION";

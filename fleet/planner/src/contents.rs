@@ -1,8 +1,8 @@
-//! Sampled contents, by number.
+//! The sampled contents of a fleet, numbered.
 //!
-//! A content held by one unit only cannot be shared, so only those held by two or more are kept: in
-//! most fleets a small part. Numbers ascend with the digests, so a sample at a lower rate is the beginning of one at a
-//! higher rate, and units whose rates differ can be compared.
+//! A content that only one unit holds can't be shared, so we keep only contents that two or more units hold: a small
+//! part in most fleets. Numbers ascend with the digests. So a sample at a lower rate is the beginning of a sample at a
+//! higher rate, and we can compare units whose rates differ.
 
 use crate::fleet::{DIGESTS_END, DOMAIN_BITS, Fleet, Unit, UnitId};
 use crate::regression::{Moments, shortfall};
@@ -10,36 +10,36 @@ use pagefold_engine::units::{PAGE_BYTES, count, index};
 
 /// The highest level: one content in 2^40 is sampled.
 const LEVELS_END: u8 = 40;
-/// A table of where keys with the same highest bits begin makes a search short.
+/// A table says where keys with the same highest bits begin, which makes a search short.
 const TABLE_BITS: u32 = 20;
 /// The lowest bit of a digest that the table looks at.
 const TABLE_SHIFT: u32 = 63 - TABLE_BITS;
 
-/// What the samples of all workloads may take together, bytes.
+/// Memory that the samples of all workloads may take together, bytes.
 const SAMPLES_BYTES: usize = 1 << 30;
-/// Contents in a sample, as logarithms.
+/// The least and the most contents in a sample, as logarithms to base 2.
 const LG_SAMPLED: (u32, u32) = (6, 12);
 
-/// The logarithm of the contents to sample of each of so many workloads.
+/// How many contents to sample of each workload if there are `workloads` of them, as a logarithm to base 2.
 pub fn lg_sampled(workloads: usize) -> u8 {
     let contents = SAMPLES_BYTES / size_of::<u64>() / workloads.max(1);
     let lg = contents.max(1).ilog2().clamp(LG_SAMPLED.0, LG_SAMPLED.1);
     u8::try_from(lg).unwrap_or(12)
 }
 
-/// What all units hold, of the contents that are held more than once.
+/// All units' contents, of those that at least two units hold.
 #[derive(Debug)]
 pub struct Contents {
     /// The numbers of all units' contents, one unit after the other.
     held: Vec<u32>,
-    /// Where each unit's begin, and the end.
+    /// Where each unit's contents begin in `held`, and where the last ones end.
     starts: Vec<usize>,
-    /// What is known of each unit's sample.
+    /// Facts about each unit's sample.
     samples: Vec<Sampled>,
     keys: Vec<u64>,
 }
 
-/// A unit's sample, apart from its contents.
+/// Facts about a unit's sample, apart from its contents.
 #[derive(Clone, Copy, Debug)]
 struct Sampled {
     /// One content in 2^level was sampled.
@@ -75,7 +75,8 @@ impl Contents {
             samples.push(Sampled { level, shortfall: shortfall(unit.held.0, seen, level), alone });
             found.sort_unstable();
             found.dedup();
-            // A sample that stands for more than the unit has would make room on a host that has none.
+            // If a sample stood for more than the unit has, it would seem to make room on a host that has none. So we
+            // cut it.
             let pages = unit.memory.0 / PAGE_BYTES;
             let mut kept = 0;
             found.retain(|&content| {
@@ -95,13 +96,13 @@ impl Contents {
         &self.held[self.starts[unit.index()]..self.starts[unit.index() + 1]]
     }
 
-    /// One content in 2^level of a unit was sampled.
+    /// The level of a unit's sample: one content in 2^level was sampled.
     pub fn level(&self, unit: UnitId) -> u8 {
         self.samples[unit.index()].level
     }
 
-    /// Pages that a unit holds beyond those that its sample stands for: by chance, a sample has more of what it is of, or
-    /// less. No more than chance makes likely.
+    /// How many more pages a unit holds than its sample stands for. By chance a sample has too many or too few
+    /// contents. We limit the difference to what chance makes likely.
     pub fn shortfall(&self, unit: UnitId) -> i64 {
         self.samples[unit.index()].shortfall
     }
@@ -111,7 +112,7 @@ impl Contents {
         self.samples[unit.index()].alone
     }
 
-    /// What those add to the sums of a regression.
+    /// The part of a regression's sums that comes from contents that the unit alone holds.
     pub(crate) fn moments_alone(&self, unit: UnitId) -> Moments {
         Moments::of(self.alone(unit), 1, self.level(unit))
     }
@@ -130,7 +131,8 @@ impl Contents {
         pages(self.level(unit)) * count(self.of_unit(unit).len())
     }
 
-    /// The contents of two units in common, and of both together, of those that both would have sampled.
+    /// How many contents two units have in common, and how many both hold together, counting only contents that both
+    /// would have sampled.
     pub fn overlap(&self, a: UnitId, b: UnitId) -> (usize, usize) {
         let end = DIGESTS_END >> self.level(a).max(self.level(b));
         let [a, b] = [a, b].map(|unit| {
@@ -147,8 +149,8 @@ fn sparsest(key: u64) -> u8 {
     u8::try_from(key.leading_zeros().saturating_sub(1)).unwrap_or(LEVELS_END).min(LEVELS_END)
 }
 
-/// The most contents of so many pages that a level samples: two standard deviations above the expected number, rounded up.
-/// Another unit's sample at that level makes each of them stand for 2^level pages.
+/// The most contents that a level is likely to sample from `pages` pages: two standard deviations above the expected
+/// number, rounded up. Another unit's sample at that level makes each of them stand for 2^level pages.
 fn most_below(pages: u64, level: u8) -> u64 {
     let expected = pages >> level;
     expected + 2 * expected.isqrt() + 1
@@ -174,13 +176,14 @@ fn common(a: &[u32], b: &[u32]) -> usize {
 }
 
 /// The lowest level at which all samples of a unit are complete. Rates are rounded down to powers of two, so that few
-/// different ones meet on a host.
+/// different rates meet on a host.
 fn level(unit: &Unit) -> u8 {
     let lowest = unit.samples.iter().map(|sample| sample.threshold).min().unwrap_or(DIGESTS_END);
     (0..LEVELS_END).find(|&level| DIGESTS_END >> level <= lowest).unwrap_or(LEVELS_END)
 }
 
-/// The keys of a unit's contents, as sampled at a level. One may come twice, if several workloads of the unit hold it.
+/// The keys of a unit's contents, as sampled at a level. A key comes twice if two workloads of the unit hold the
+/// content.
 fn unit_keys(unit: &Unit, level: u8) -> impl Iterator<Item = u64> {
     let end = DIGESTS_END >> level;
     unit.samples.iter().flat_map(move |sample| {
@@ -208,7 +211,7 @@ fn shared_keys(fleet: &Fleet) -> Vec<u64> {
     keys.sort_unstable();
     let mut shared: Vec<u64> =
         keys.chunk_by(|a, b| a == b).filter(|equal| equal.len() > 1).map(|equal| equal[0]).collect();
-    // A number has 32 bits. No fleet that fits into memory has as many.
+    // Numbers have 32 bits. No fleet that fits into memory has more contents.
     shared.truncate(index(u32::MAX));
     shared
 }
@@ -217,7 +220,7 @@ fn index_of(key: u64) -> usize {
     usize::try_from(key >> TABLE_SHIFT).unwrap_or(usize::MAX).min((1 << TABLE_BITS) - 1)
 }
 
-/// For each value of the highest bits of a key, where such keys begin; and the end.
+/// For each value of a key's highest bits, where such keys begin; and where the last ones end.
 fn table(keys: &[u64]) -> Vec<usize> {
     let mut table = Vec::with_capacity((1 << TABLE_BITS) + 1);
     let mut at = 0;
@@ -267,7 +270,7 @@ mod tests {
         assert_eq!([held(1), held((1 << 20) - 1), held(1 << 20), held(1 << 30)], [0, 0, 1 << 20, 1 << 21]);
     }
 
-    /// A small unit claims the whole of what a large one's sample shows.
+    /// A small unit claims all contents that a large unit's sample shows.
     #[test]
     fn a_sample_is_as_dense_as_its_unit_is_large() {
         let low = |number: u64| number << 40;
@@ -283,7 +286,7 @@ mod tests {
         assert_eq!(level, 12);
         assert_eq!(overlap, 256 + 2 * 16 + 1);
         assert_eq!(held(1 << 30).1, held(1 << 31).1);
-        // What is held in truth is not cut: as dense as it should be.
+        // A truthful sample is not cut: it's as dense as it should be.
         let spread: Vec<u64> = (0..4096).map(|number| number * (DIGESTS_END / 4096)).collect();
         let honest = Unit { memory: Bytes(4096 * PAGE_BYTES), ..unit(0, DIGESTS_END, &spread) };
         assert_eq!(contents(vec![honest.clone(), honest]).of_unit(UnitId(0)).len(), 4096);

@@ -1,15 +1,15 @@
-//! Hosts, workloads, samples of their contents, and what the operator rules.
+//! Hosts, workloads, samples of their contents, and the operator's rules.
 
 use pagefold_engine::units::{Bytes, Pages, index};
 use thiserror::Error;
 
-/// Bits of a key that say the trust domain. The others are the highest of the digest: so keys sort as digests do, and
-/// equal contents of two domains have different keys.
+/// The bits of a key that hold the trust domain. The other bits are the digest's highest, so keys sort like digests,
+/// and equal contents of two domains have different keys.
 pub(crate) const DOMAIN_BITS: u32 = 20;
 /// The most trust domains.
 pub const DOMAINS: u32 = 1 << DOMAIN_BITS;
 
-/// Digests are below this, as those of a theta sketch are.
+/// Digests are below this, like the hashes of a theta sketch.
 pub const DIGESTS_END: u64 = 1 << 63;
 
 /// The most units on a host.
@@ -37,9 +37,9 @@ impl UnitId {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
-    /// What its workloads may take, after merging, with what may come back.
+    /// Memory that its workloads may take after merging, including memory that may come back.
     pub memory: Bytes,
-    /// What its workloads may use, thousandths of a core.
+    /// CPU time that its workloads may use, thousandths of a core.
     pub cpu_millicores: u64,
 }
 
@@ -54,35 +54,35 @@ pub struct Sample {
     pub digests: Vec<u64>,
 }
 
-/// What is moved as one: a workload, or several that must stay together.
+/// A unit moves as a whole: it's one workload, or several that must stay together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unit {
     pub host: HostId,
-    /// The memory it takes without sharing with others, with what may come back.
+    /// Memory that it takes without sharing with others, including memory that may come back.
     pub memory: Bytes,
-    /// Different contents that its workloads hold, of each workload by itself: counted, not sampled. What samples say is
-    /// corrected by it.
+    /// How many different contents its workloads hold, counted (not sampled) for each workload by itself. We correct
+    /// estimates from samples by this.
     pub held: Pages,
-    /// What it uses, thousandths of a core.
+    /// CPU time that it uses, thousandths of a core.
     pub cpu_millicores: u64,
     /// The number of workloads in it: each is a move.
     pub workloads: u32,
-    /// Must stay where it is.
+    /// The unit must stay where it is.
     pub pinned: bool,
-    /// Groups of which no two may share a host.
+    /// The groups that it belongs to whose members must be on different hosts.
     pub apart: Vec<u32>,
-    /// What its workloads hold.
+    /// Samples of its workloads' contents.
     pub samples: Vec<Sample>,
 }
 
-/// Hosts and what runs on them.
+/// Hosts, and the units on them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fleet {
     pub hosts: Vec<Host>,
     pub units: Vec<Unit>,
 }
 
-/// A fleet that cannot be planned.
+/// Why we can't plan for a fleet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum FleetError {
     #[error("unit {unit} is on host {host}, but there are {hosts} hosts")]
@@ -91,15 +91,15 @@ pub enum FleetError {
     Domains,
     #[error("host {host} has more than {UNITS_PER_HOST} workloads")]
     Crowded { host: usize },
-    #[error("there are more than {} of them", u32::MAX)]
+    #[error("there are more than {} hosts or workloads", u32::MAX)]
     Many,
 }
 
 impl Fleet {
-    /// Checks what the other modules rely on.
+    /// Checks the properties that the other modules rely on.
     ///
     /// # Errors
-    /// The first thing that is wrong.
+    /// The first problem.
     pub fn check(&self) -> Result<(), FleetError> {
         if u32::try_from(self.hosts.len()).is_err() || u32::try_from(self.units.len()).is_err() {
             return Err(FleetError::Many);

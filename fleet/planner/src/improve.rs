@@ -1,22 +1,23 @@
-//! Local search: units that share little where they are, moved to where they share more, or exchanged for others.
+//! Local search: moves units that share little to where they share more, or exchanges them for others.
 //!
-//! A greedy placement ends with what is left over: units that no host with room was good for. They are few, so each can be tried in several
-//! places.
+//! A greedy placement leaves some units over: no host with room was good for them. They're few, so we can try each in
+//! several places.
 
 use crate::fleet::{HostId, UnitId};
 use crate::placement::Placement;
 use pagefold_engine::units::count;
 
 const PASSES: u32 = 4;
-/// Units that share at least this part of what they hold are left where they are, as a fraction.
+/// We leave a unit alone if it shares at least this fraction of its contents.
 const CONTENT: (u64, u64) = (9, 10);
-/// Units of a host with which one is exchanged: those that share least there.
+/// For an exchange we try this many units of the other host: the ones that share least there.
 const PARTNERS: usize = 12;
 
-/// Contents that may be looked up, for each that a unit holds: a few hosts with thousands of workloads could otherwise take hours.
+/// For each content that a unit holds, we may look up this many contents. Without a limit, a few hosts with thousands
+/// of workloads could take hours.
 const LOOK_UPS: u64 = 64;
 
-/// At how many contents looked up a search ends that begins now.
+/// A search that begins now ends when this many contents have been looked up.
 pub(crate) fn most_look_ups(placement: &Placement<'_>) -> u64 {
     let units = placement.fleet().unit_ids();
     let held: usize = units.map(|unit| placement.contents().of_unit(unit).len()).sum();
@@ -69,7 +70,8 @@ fn try_host(placement: &mut Placement<'_>, unit: UnitId, host: HostId) -> bool {
     }
     partners.sort_unstable();
     for (loss_other, other) in partners.into_iter().take(PARTNERS) {
-        // An upper bound of the gain, since it's cheap: it contains the pages that the two share with each other.
+        // We first compare an upper bound of the gain, which is cheap: it includes the pages that the two units share
+        // with each other.
         if gain + placement.gain(other, from) > loss + loss_other && exchange(placement, unit, other) {
             return true;
         }

@@ -1,20 +1,21 @@
 //! Which workloads of a fleet to put on one host.
 //!
-//! Pure: workloads, samples of their contents and the hosts' limits in, moves out. No file, no clock, no random source.
-//! What two programs save on one host is what they hold in common (Memory Buddies, VEE 2009). It is judged from
-//! coordinated samples: which contents are sampled is decided by their digests, the same way for every workload, so the
-//! samples of two workloads meet wherever the workloads do.
+//! The planner is pure: it takes workloads, samples of their contents and the hosts' limits, and returns moves. It uses
+//! no file, no clock and no random source. Two programs on one host save the contents that they have in common (Memory
+//! Buddies, VEE 2009). We estimate these from coordinated samples: a content's digest decides, in the same way for
+//! every workload, whether we sample the content. So the samples of two workloads have contents in common wherever the
+//! workloads do.
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`fleet`] | hosts, workloads, samples, and what the operator rules |
+//! | [`fleet`] | hosts, workloads, samples, and the operator's rules |
 //! | [`contents`] | sampled contents that at least two workloads hold, by number |
-//! | [`placement`] | who is where, what that saves, and what a move would change |
-//! | [`regression`] | what samples say, corrected by what is known |
+//! | [`placement`] | which unit is where, what that saves, and how a move would change it |
+//! | [`regression`] | estimates from samples, corrected by known numbers |
 //! | [`likeness`] | groups of workloads that hold nearly the same, by banded min-hash |
 //! | [`target`] | a placement that saves the most, as if everything could be moved |
-//! | [`improve`] | local search, for what is left over |
-//! | [`moves`] | the way there: at most so many moves, the limits kept after each |
+//! | [`improve`] | local search, for the units left over |
+//! | [`moves`] | the moves to get there: a limited number, with the limits kept after each step |
 #![forbid(unsafe_code)]
 
 pub mod contents;

@@ -1,9 +1,9 @@
 //! Groups of units that hold nearly the same contents, found without comparing all pairs.
 //!
-//! Contents are divided into classes at random. The content of a class with the lowest digest is the same for two units
-//! with the probability of their likeness (common contents divided by all contents of both), whatever the rates of their
-//! samples: one-permutation min-hash. Units that agree in a class are compared, with few of those that came before. With
-//! a likeness of a half, one pair in 4,000 agrees in none of 12 classes; with a third, one in 130.
+//! We use one-permutation min-hash, and divide contents into classes at random. For each class, the probability that
+//! two units have the same lowest digest is their likeness (common contents divided by all contents of both), whatever
+//! the rates of their samples. We compare units that agree in a class, but each with few of the units before it. With a
+//! likeness of a half, one pair in 4,000 agrees in none of 12 classes; with a third, one in 130.
 
 use crate::contents::Contents;
 use crate::fleet::UnitId;
@@ -12,13 +12,14 @@ use pagefold_engine::units::{count, index};
 use rustc_hash::FxHashMap;
 
 const CLASSES: usize = 12;
-/// First members of groups that are kept for one content of a class. What everything holds (the data of a C library)
-/// is the lowest of its class for many groups, and would make all pairs of them meet.
+/// For one content of a class we remember the first members of at most this many groups. A content that everything
+/// holds (data of a C library) is the lowest of its class for many groups. Without this limit we'd compare all of them
+/// with each other.
 const GROUPS_PER_CLASS: usize = 4;
-/// Units belong to a group if this share of the contents of it and them together is common, as a fraction.
+/// A unit belongs to a group if this fraction of the contents that it and the group's first member hold is common.
 const LIKE: (usize, usize) = (1, 2);
 
-/// Divides units into groups. Each has members, and begins with the one that the others are like.
+/// Divides units into groups. The other members of a group are like its first.
 pub fn groups(contents: &Contents, units: impl Iterator<Item = UnitId>) -> Vec<Vec<UnitId>> {
     let mut groups: Vec<Vec<UnitId>> = Vec::new();
     let mut known: FxHashMap<u32, [u32; GROUPS_PER_CLASS]> = FxHashMap::default();
@@ -34,7 +35,7 @@ pub fn groups(contents: &Contents, units: impl Iterator<Item = UnitId>) -> Vec<V
         let mut best_all = LIKE.1;
         for group in near {
             let (common, all) = contents.overlap(groups[index(group)][0], unit);
-            // a/b >= c/d as ad >= cb: likenesses are compared exactly.
+            // We compare likenesses exactly: a/b >= c/d if ad >= cb.
             if common > 0 && common * best_all >= best_common * all {
                 best = Some(group);
                 best_common = common;
@@ -81,7 +82,8 @@ mod tests {
     use pagefold_engine::random::Random;
     use pagefold_engine::units::Bytes;
 
-    /// Units of several kinds: all hold the same half, those of a kind the same other half, sampled at several rates.
+    /// Units of several kinds, sampled at several rates. All hold the same half of contents; units of a kind also hold
+    /// the same other half.
     #[test]
     fn units_of_a_kind_are_a_group() {
         let mut random = Random::new(7);

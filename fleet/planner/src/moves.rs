@@ -1,9 +1,10 @@
-//! The way from where everything is to where it saves most.
+//! The moves from the current placement to one that saves more.
 //!
-//! Moves are made in bundles: the members of a group that leave one host. What a host pays for what they hold is saved
-//! once the last of them has left, so a bundle is worth what it saves at its end, divided by its moves, and the best
-//! come first. Limits are kept after each step. Where hosts are full, two units change places in one step. The plan
-//! ends where most is saved, at the latest after the moves that are allowed.
+//! We move units in bundles: a bundle is the members of a group that leave one host. The host gets memory back for
+//! their common contents only when the last of them has left. So the value of a bundle is the saving after all its
+//! moves, divided by their number, and the most valuable bundles come first. We keep the limits after each step. Where
+//! hosts are full, two units change places in one step. The plan ends where most is saved, at the latest when the
+//! allowed moves are used up.
 
 use crate::contents::Contents;
 use crate::fleet::{Fleet, HostId, UnitId};
@@ -15,10 +16,10 @@ use pagefold_engine::units::{Bytes, Pages, difference};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Units with which one may change places, that are looked at.
+/// For an exchange we look at this many units.
 const EXCHANGES: usize = 8;
 
-/// A unit goes to another host.
+/// The move of a unit to another host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {
     pub unit: UnitId,
@@ -30,21 +31,21 @@ pub struct Move {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
     pub moves: Vec<Move>,
-    /// Pages that this saves, or no longer saves: room is sometimes made first, and used by a later step.
+    /// Pages that this step saves. Negative if it only makes room for a later step.
     pub saves: i64,
 }
 
-/// What to do, and what that saves.
+/// The steps to make, and what they save.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     pub steps: Vec<Step>,
     /// Workloads that are moved.
     pub moves: u64,
-    /// What is saved now.
+    /// The saving now.
     pub before: Saving,
-    /// What will be saved.
+    /// The saving after all steps.
     pub after: Saving,
-    /// What each host will save, in the order of hosts.
+    /// The saving of each host after all steps, in the order of hosts.
     pub hosts: Vec<Saving>,
     /// The group of like units that each unit belongs to.
     pub groups: Vec<u32>,
@@ -72,7 +73,7 @@ pub fn plan(fleet: &Fleet, contents: &Contents, most_moves: u64) -> Plan {
     }
 }
 
-/// The host of each unit; where it is now if it's on none.
+/// The host of each unit. A unit that's on none stays where it is now.
 fn places(placement: &Placement<'_>) -> Vec<HostId> {
     let fleet = placement.fleet();
     fleet.unit_ids().map(|unit| placement.host_of(unit).unwrap_or(fleet.unit(unit).host)).collect()
@@ -90,14 +91,14 @@ struct Bundle {
 
 struct Walk<'a> {
     now: Placement<'a>,
-    /// Where each unit is to be.
+    /// The host that each unit should be on.
     wanted: Vec<HostId>,
     bundles: Vec<Bundle>,
     steps: Vec<Step>,
     group_of: Vec<u32>,
     /// Workloads moved so far.
     moved: u64,
-    /// Units on each host that are to leave it.
+    /// For each host, the units that should leave it.
     leaving: Vec<Vec<UnitId>>,
 }
 
@@ -123,7 +124,7 @@ impl<'a> Walk<'a> {
         let mut valued = Vec::new();
         for units in bundles {
             let moves = workloads(fleet, units.iter().copied());
-            // By value per move, exactly.
+            // The value per move, with 40 binary places, so that rounding hardly matters.
             let value = i128::from(value(&units, target, &mut now)) * (1 << 40) / i128::from(moves.max(1));
             valued.push((Reverse(value), Bundle { units, moves }));
         }
@@ -147,7 +148,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Tries to move what is pending by one means. Returns what is left.
+    /// Tries to move the pending bundles in one way. Returns the bundles that are left.
     fn pass(
         &mut self,
         pending: Vec<Bundle>,
@@ -156,7 +157,7 @@ impl<'a> Walk<'a> {
     ) -> Vec<Bundle> {
         let mut left = Vec::new();
         for Bundle { mut units, moves } in pending {
-            // A bundle of which only a part may be moved brings nothing.
+            // A bundle that we may move only in part brings nothing.
             if self.moved + moves > most_moves {
                 continue;
             }
@@ -180,11 +181,11 @@ impl<'a> Walk<'a> {
         self.make(&[(unit, to)])
     }
 
-    /// Moves a unit to a full host, and one that is to leave that host to where the first was.
+    /// Moves a unit to a full host, and in exchange a unit that should leave that host to where the first unit was.
     fn exchange(&mut self, unit: UnitId, to: HostId, most_moves: u64) -> bool {
         let Some(from) = self.now.host_of(unit) else { return false };
         let leaving = &self.leaving[to.index()];
-        // First those that want to go there.
+        // First we try units that should go there.
         let back = leaving.iter().filter(|other| self.wanted[other.index()] == from).take(EXCHANGES);
         for &other in back.chain(leaving.iter().rev().take(EXCHANGES)) {
             let moves = workloads(self.now.fleet(), [unit, other]);
@@ -209,8 +210,8 @@ impl<'a> Walk<'a> {
         Move { unit, from, to }
     }
 
-    /// Makes a step, unless a host turns out to have no room: whether units fit is judged before they are there, and so
-    /// a little less well.
+    /// Makes a step, unless a host turns out to have no room. Before the units are there, we can only estimate whether
+    /// they fit.
     fn make(&mut self, places: &[(UnitId, HostId)]) -> bool {
         // Each host's memory and pages saved before.
         let mut hosts: BTreeMap<HostId, (Bytes, Pages)> = BTreeMap::new();
@@ -257,7 +258,8 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Pages that are saved in the end because units leave their host together: what they share where they go, less what they share where they are.
+/// Pages that we save in the end if these units leave their host together: the pages that they share where they go,
+/// less the pages that they share where they are.
 fn value(units: &[UnitId], target: &Placement<'_>, now: &mut Placement<'_>) -> i64 {
     let gain: u64 = units.iter().map(|&unit| target.loss(unit)).sum();
     let mut loss = 0;

@@ -1,11 +1,10 @@
-//! Who is where, what that saves, and what a move would change.
+//! Which unit is where, what that saves, and how a move would change it.
 //!
-//! Units that hold a content on one host need one page for it instead of one each. The contents of a unit were sampled
-//! at its own rate. A content that was seen stands for 2^level pages of its unit, and the holder that was sampled most
-//! densely (whose sample would show it in any case) is the one whose page stays. So a host saves the sum of the pages
-//! that its holders stand for, without the least of them, for each content. In expectation that is the number of pages,
-//! whatever the rates.
-//! [`regression`](crate::regression) corrects that sum.
+//! Units that hold the same content on one host need only one page for it. Each unit was sampled at its own rate, and
+//! each sampled content stands for 2^level pages of its unit. The holder that was sampled most densely (its sample
+//! would show the content in any case) keeps its page. So for each content, a host saves the sum of the pages that its
+//! holders stand for, except the smallest number among them. The expected value of that sum is the true number of
+//! pages, whatever the rates. [`regression`](crate::regression) corrects the sum.
 
 use crate::contents::{Contents, pages};
 use crate::fleet::{Fleet, HostId, UNITS_PER_HOST, UnitId};
@@ -20,7 +19,7 @@ use std::cmp::Ordering;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Saving {
     pub pages: Pages,
-    /// It is off by at most this in 19 of 20 cases.
+    /// The estimate is off by at most this in 19 of 20 cases.
     pub error: Pages,
 }
 
@@ -28,7 +27,7 @@ pub struct Saving {
 #[derive(Clone, Copy, Debug)]
 struct Holders {
     number: u16,
-    /// Those of the lowest level. The others are in [`State::above`].
+    /// How many of them have the lowest level. The others are in [`State::above`].
     lowest: u16,
     level: u8,
 }
@@ -39,18 +38,18 @@ impl Holders {
     }
 }
 
-/// Numbers of holders, by level.
+/// For each content, the number of holders by level.
 type Above = FxHashMap<u32, Vec<(u8, u16)>>;
 
 #[derive(Debug, Default)]
 struct State {
     units: Vec<UnitId>,
     contents: FxHashMap<u32, Holders>,
-    /// Of contents with holders of several levels, those above the lowest.
+    /// For contents whose holders have several levels: the holders above the lowest level.
     above: Above,
-    /// What the units take without sharing.
+    /// Memory that the units take without sharing.
     memory: Bytes,
-    /// Pages that are shared, as the samples say: see the module.
+    /// Pages saved according to the samples, see the module.
     saved: u64,
     /// Pages that the units hold beyond those that their samples stand for.
     shortfall: i64,
@@ -67,18 +66,18 @@ pub struct Placement<'a> {
     /// `None`: nowhere yet.
     place: Vec<Option<HostId>>,
     saved: u64,
-    /// Contents that were looked up to find out what a unit shares.
+    /// How many contents we've looked up to find out what units share.
     looked_up: Cell<u64>,
 }
 
 impl<'a> Placement<'a> {
-    /// Nothing is anywhere.
+    /// A placement with no unit on any host.
     pub fn empty(fleet: &'a Fleet, contents: &'a Contents) -> Self {
         let hosts = fleet.hosts.iter().map(|_| State::default()).collect();
         Self { fleet, contents, hosts, place: vec![None; fleet.units.len()], saved: 0, looked_up: Cell::new(0) }
     }
 
-    /// Everything is where it is now.
+    /// The placement as it is now.
     pub fn current(fleet: &'a Fleet, contents: &'a Contents) -> Self {
         let mut placement = Self::empty(fleet, contents);
         for unit in fleet.unit_ids() {
@@ -103,18 +102,18 @@ impl<'a> Placement<'a> {
         &self.hosts[host.index()].units
     }
 
-    /// Pages saved on all hosts, as the samples say.
+    /// Pages saved on all hosts, according to the samples.
     pub fn saved(&self) -> u64 {
         self.saved
     }
 
-    /// Pages saved on a host, corrected.
+    /// Pages saved on a host, corrected by the regression.
     pub fn saved_on(&self, host: HostId) -> Pages {
         let state = &self.hosts[host.index()];
         Pages(state.saved.saturating_add_signed(state.moments.correction(state.shortfall)))
     }
 
-    /// What a host's units take after merging, with what may come back.
+    /// Memory that a host's units take after merging, including memory that may come back.
     pub fn memory(&self, host: HostId) -> Bytes {
         Bytes(self.hosts[host.index()].memory.0.saturating_sub(self.saved_on(host).bytes().0))
     }
@@ -198,7 +197,7 @@ impl<'a> Placement<'a> {
         loss
     }
 
-    /// Contents that were looked up to find out what a unit shares.
+    /// How many contents we've looked up to find out what units share.
     pub fn looked_up(&self) -> u64 {
         self.looked_up.get()
     }
@@ -232,12 +231,12 @@ impl<'a> Placement<'a> {
         loss
     }
 
-    /// Whether a unit may join those on a host: memory, processor and what must be apart.
+    /// Whether a unit may join the units on a host, by memory, CPU time and the rules about units that must be apart.
     pub fn fits(&self, unit: UnitId, host: HostId) -> bool {
         self.may_meet(unit, host, None) && self.has_room(unit, host, None)
     }
 
-    /// The same, once another unit has left.
+    /// Like [`Self::fits`], once another unit has left.
     pub fn fits_without(&self, unit: UnitId, host: HostId, leaving: UnitId) -> bool {
         self.may_meet(unit, host, Some(leaving)) && self.has_room(unit, host, Some(leaving))
     }
@@ -251,7 +250,8 @@ impl<'a> Placement<'a> {
         if let Some(leaving) = leaving {
             memory = memory.saturating_sub(self.own_bytes(leaving, host, self.loss(leaving)));
             cpu = cpu.saturating_sub(self.fleet.unit(leaving).cpu_millicores);
-            // What the two share with each other is not counted: at worst it is all that the newcomer shares.
+            // We don't count the pages that the two units share with each other. At worst that's everything that the
+            // newcomer shares.
             let level = self.contents.level(unit).max(self.contents.level(leaving));
             gain = gain.saturating_sub(count(self.contents.overlap(unit, leaving).0) * pages(level));
         }
@@ -260,7 +260,7 @@ impl<'a> Placement<'a> {
         memory <= limits.memory.0 && cpu <= limits.cpu_millicores && state.units.len() < UNITS_PER_HOST
     }
 
-    /// What a unit takes on a host, beside the pages that it shares there as the samples say.
+    /// Memory that a unit takes on a host by itself, if it shares `shared` pages there according to the samples.
     fn own_bytes(&self, unit: UnitId, host: HostId, shared: u64) -> u64 {
         let correction = self.hosts[host.index()].moments.correction(self.contents.shortfall(unit));
         let shared = Pages(shared.saturating_add_signed(correction)).bytes().0;
@@ -280,14 +280,14 @@ impl<'a> Placement<'a> {
         true
     }
 
-    /// What a host saves, with the error of the estimate.
+    /// A host's saving, with the error of the estimate.
     pub fn saving(&self, host: HostId) -> Saving {
         let variance = self.off(host).map(|(_, off)| off * off).sum::<f64>() + self.variance_alone(host);
         saving(self.saved_on(host), variance)
     }
 
-    /// What all hosts save. The same contents are sampled everywhere, so what is wrong about one of them is wrong on
-    /// every host that holds it.
+    /// The saving of all hosts. The same contents are sampled everywhere, so an error that comes from one content is
+    /// the same on every host that holds it.
     pub fn total_saving(&self) -> Saving {
         let mut sums = vec![0.0_f64; self.contents.len()];
         let mut alone = 0.0;
@@ -302,7 +302,8 @@ impl<'a> Placement<'a> {
         saving(shared, sums.iter().map(|sum| sum * sum).sum::<f64>() + alone)
     }
 
-    /// By how much the estimate of what a host saves is off because a content was sampled, or was not: one standard deviation.
+    /// For each content, how far off a host's estimate is because the content was sampled or not: one standard
+    /// deviation.
     fn off(&self, host: HostId) -> impl Iterator<Item = (u32, f64)> + '_ {
         let state = &self.hosts[host.index()];
         let slope = state.moments.slope();
@@ -321,7 +322,7 @@ impl<'a> Placement<'a> {
         })
     }
 
-    /// The variance that contents add which one unit alone holds.
+    /// The variance from contents that one unit alone holds.
     fn variance_alone(&self, host: HostId) -> f64 {
         let state = &self.hosts[host.index()];
         let slope = state.moments.slope();
@@ -335,12 +336,12 @@ impl<'a> Placement<'a> {
     }
 }
 
-/// The standard deviation of one content in 2^level being sampled, for each that was: √(1 - 2^-level).
+/// The standard deviation from sampling one content in 2^level, for each sampled content: √(1 - 2^-level).
 fn of_sampling(level: u8) -> f64 {
     (1.0 - 1.0 / pages(level) as f64).sqrt()
 }
 
-/// The lowest of the levels above the lowest, and how many holders have it.
+/// The second lowest level of a content's holders, and how many holders have it.
 fn next_above(above: &Above, content: u32) -> Option<(u8, u16)> {
     above.get(&content)?.iter().copied().min()
 }
@@ -366,11 +367,11 @@ fn uncount_above(above: &mut Above, content: u32, level: u8, fewer: u16) {
     }
 }
 
-/// Standard deviations that an estimate is off by at most in 19 of 20 cases: two, and a little more, since the slope of the
-/// regression comes from the same samples.
+/// In 19 of 20 cases an estimate is off by at most this many standard deviations: a little more than two, because the
+/// slope of the regression comes from the same samples.
 const DEVIATIONS: f64 = 2.1;
 
-/// An estimate with its error. With nothing found in a sample, nothing is known of its error either.
+/// An estimate with its error. If a sample finds nothing, we don't know its error either.
 fn saving(pages: Pages, variance: f64) -> Saving {
     Saving { pages, error: Pages(pagefold_engine::units::whole((DEVIATIONS * variance.sqrt()).ceil())) }
 }
@@ -404,7 +405,7 @@ mod tests {
         })
     }
 
-    /// What a host saves, by the definition.
+    /// A host's saving, calculated by its definition.
     fn by_hand(placement: &Placement<'_>, host: HostId) -> u64 {
         let mut holders: FxHashMap<u32, Vec<u64>> = FxHashMap::default();
         for &unit in placement.units_on(host) {
@@ -417,7 +418,7 @@ mod tests {
     }
 
     proptest! {
-        /// Gains and losses are the differences that moves make, and the sums are right, whatever is moved.
+        /// Whatever is moved, gains and losses are the differences that the moves make, and the sums stay right.
         #[test]
         fn figures_are_kept_over_moves(fleet in fleet(), seed in any::<u64>()) {
             let contents = Contents::of(&fleet);

@@ -1,45 +1,47 @@
-//! What samples say of a host, corrected by what is known.
+//! Corrects estimates for a host by the numbers that we know.
 //!
-//! Chance decides whether a content that many units hold is in their samples, so what they are estimated to share may be far
-//! off. But how many pages each unit holds is known, and when samples stand for more of them, they stand for more of the
-//! shared ones, too. So what a host shares is corrected by what its units hold beyond that for which their samples stand,
-//! times the slope of the regression of shared pages on held ones over all contents (regression estimation: Cochran,
-//! Sampling Techniques, 1977, chapter 7).
+//! Chance decides whether a content that many units hold is in their samples, so an estimate of the shared pages may be
+//! far off. But we know how many pages each unit holds. If the samples stand for too many pages, they also stand for
+//! too many shared ones. So we correct a host's shared pages: we take the number of pages that its units hold beyond
+//! those that their samples stand for, times the slope of the regression of shared pages on held ones over all contents
+//! (regression estimation: Cochran, Sampling Techniques, 1977, chapter 7).
 
 use pagefold_engine::units::difference;
 
 /// Sums over the contents of a host, each weighted by the variance that its sampling adds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moments {
-    /// Of the squares of held pages.
+    /// The sum of the squares of held pages.
     squares: u128,
-    /// Of held pages times shared ones.
+    /// The sum of held pages times shared ones.
     products: u128,
 }
 
 impl Moments {
-    /// A number of contents, each with so many holders that have the level. Holders of other levels count as if they had it.
+    /// The sums for `contents` contents with `holders` holders each, all of this level. Holders of other levels count
+    /// as if they had it.
     pub fn of(contents: u32, holders: u16, level: u8) -> Self {
         let pages = 1_u128 << level;
-        // Below 2^112. What a host can have does not overflow the sums; what a hostile one invents may, and says nothing then.
+        // Below 2^112. Numbers that a real host can have don't overflow the sums. Numbers that a hostile host invents
+        // may, and then the sums mean nothing.
         let variance = u128::from(contents) * pages * (pages - 1);
         let weighted = variance.wrapping_mul(u128::from(holders));
         let others = u128::from(holders.saturating_sub(1));
         Self { squares: weighted.wrapping_mul(u128::from(holders)), products: weighted.wrapping_mul(others) }
     }
 
-    /// Puts others in the place of some that were counted.
+    /// Replaces sums that were added before by others.
     pub fn exchange(&mut self, before: Self, after: Self) {
         self.squares = self.squares.wrapping_sub(before.squares).wrapping_add(after.squares);
         self.products = self.products.wrapping_sub(before.products).wrapping_add(after.products);
     }
 
-    /// Shared pages for each held one, from 0 to 1.
+    /// Shared pages per held page, from 0 to 1.
     pub fn slope(self) -> f64 {
         if self.squares == 0 { 0.0 } else { (self.products as f64 / self.squares as f64).min(1.0) }
     }
 
-    /// How many more pages are shared, if so many more are held than samples stand for.
+    /// How many more pages are shared if `shortfall` more pages are held than the samples stand for.
     pub fn correction(self, shortfall: i64) -> i64 {
         #[expect(clippy::cast_possible_truncation, reason = "no larger than the shortfall")]
         let pages = (self.slope() * shortfall as f64).round() as i64;
@@ -47,8 +49,8 @@ impl Moments {
     }
 }
 
-/// How many more of `held` pages there are than so many contents sampled at a level stand for: at most three standard deviations.
-/// More is not chance.
+/// How many more pages are held than `sampled` contents of a level stand for: at most three standard deviations. A
+/// larger difference isn't chance.
 pub fn shortfall(held: u64, sampled: u64, level: u8) -> i64 {
     let pages = 1_u64 << level;
     let most = difference((3 * held.saturating_mul(pages - 1).isqrt()).min(held), 0);
@@ -66,7 +68,7 @@ mod tests {
         moments.exchange(Moments::default(), Moments::of(20, 1, 6));
         assert!((moments.slope() - 120.0 / 180.0).abs() < 1e-12);
         assert_eq!([moments.correction(300), moments.correction(-3)], [200, -2]);
-        // Without sharing nothing is corrected, nor where all contents were sampled.
+        // Without sharing we correct nothing, nor if all contents were sampled.
         assert_eq!([Moments::of(20, 1, 6), Moments::of(20, 5, 0)].map(|moments| moments.correction(300)), [0, 0]);
     }
 

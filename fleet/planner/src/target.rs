@@ -1,8 +1,9 @@
 //! A placement that saves the most, as if everything could be moved at once.
 //!
-//! Greedy, as first-fit-decreasing is: groups of like units, those that hold most first, each on as few hosts as
-//! possible. Of the hosts that have room, the one is chosen where as many members as fit there save most together, with
-//! what is there already. Members that are there now count a little more, so that few have to move.
+//! We place groups of like units greedily, as in first-fit-decreasing: the groups that hold most come first, and each
+//! goes to as few hosts as possible. Of the hosts with room we choose the one where the members that fit save most,
+//! with each other and with the units already there. Members that are there now count a little more, so that few have
+//! to move.
 
 use crate::contents::Contents;
 use crate::fleet::{Fleet, HostId, UnitId};
@@ -14,22 +15,22 @@ use rustc_hash::FxHashMap;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Hosts of each kind that are looked at for a group: those with most of its members, those that hold most of its contents, those
-/// with most room.
+/// For a group we look at this many hosts of each kind: those with most of its members, those that hold most of its
+/// contents, and those with most room.
 const CANDIDATES: usize = 12;
-/// Contents of a group that are looked up.
+/// We look up this many contents of a group.
 const LOOK_UPS: usize = 24;
-/// Hosts that are known for a content: the last ones.
+/// For each content we remember this many hosts: the last ones.
 const KNOWN_HOSTS: usize = 8;
-/// Contents whose hosts are known.
+/// We remember the hosts of this many contents.
 const KNOWN_CONTENTS: usize = 2_000_000;
-/// Members that do not fit before a host counts as full.
+/// If this many members don't fit, a host counts as full.
 const REFUSALS: usize = 8;
 /// A host scores a bonus for each member that can stay there: the pages it shares with another member, divided by this.
 const STAYS: u64 = 16;
 
-/// Places all units of a fleet, divided into groups of like ones. Limits are kept, except on hosts whose pinned units
-/// exceed them, and for units that fit nowhere: those stay where they are.
+/// Places all units of a fleet, which `groups` divides into groups of like units. Keeps the limits, except on hosts
+/// whose pinned units exceed them, and for units that fit nowhere: those stay where they are.
 pub fn target<'a>(fleet: &'a Fleet, contents: &'a Contents, groups: &[Vec<UnitId>]) -> Placement<'a> {
     let mut builder = Builder::new(fleet, contents);
     for unit in fleet.unit_ids().filter(|&unit| fleet.unit(unit).pinned) {
@@ -50,15 +51,15 @@ pub fn target<'a>(fleet: &'a Fleet, contents: &'a Contents, groups: &[Vec<UnitId
     placement
 }
 
-/// Hosts that hold a content, the last in a ring, and where the next goes.
+/// For each content, a ring of the last hosts that hold it, and where the next host goes.
 type Holders = FxHashMap<u32, ([u32; KNOWN_HOSTS], usize)>;
 
-/// Whether the hosts of a content are known, if those of one in so many are.
+/// Whether we remember the hosts of a content, if we do so for one content in `one_in`.
 fn is_known(content: u32, one_in: u64) -> bool {
     finalize(u64::from(content) + 1) % one_in == 0
 }
 
-/// The hosts that hold most of some contents, of those that are known.
+/// The hosts that hold most of these contents, as far as we remember hosts.
 fn holders_of(holders: &Holders, one_in: u64, held: &[u32]) -> Vec<HostId> {
     let known = held.iter().filter(|&&content| is_known(content, one_in)).filter_map(|content| holders.get(content));
     let mut votes: BTreeMap<u32, u32> = BTreeMap::new();
@@ -80,7 +81,7 @@ struct Builder<'a> {
     placement: Placement<'a>,
     by_room: BTreeSet<(u64, HostId)>,
     holders: Holders,
-    /// One content in so many is in `holders`.
+    /// `holders` has one content in this many.
     one_in: u64,
 }
 
@@ -98,7 +99,7 @@ impl<'a> Builder<'a> {
         self.by_room.insert((self.placement.room(host).0, host));
     }
 
-    /// Remembers that a host holds what a unit does.
+    /// Remembers that a host holds a unit's contents.
     fn remember(&mut self, unit: UnitId, host: HostId) {
         for &content in self.contents.of_unit(unit) {
             if !is_known(content, self.one_in) {
@@ -132,7 +133,8 @@ impl<'a> Builder<'a> {
             let placed = self.fill(host, wanted, &mut on);
             left -= placed;
             if placed == 0 {
-                // The estimate of what fits was wrong for each member: these must be apart, or are larger than the first.
+                // Our estimate of what fits was wrong for each member: these must be apart, or are larger than the
+                // first member.
                 let Some((&from, units)) = on.iter_mut().find(|(_, units)| !units.is_empty()) else { return };
                 let Some(unit) = units.pop() else { return };
                 let mut roomy = self.by_room.iter().rev().take(4 * CANDIDATES);
@@ -145,7 +147,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// Puts members on a host: first those that are there, then those that are alone where they are. Returns their number.
+    /// Puts members on a host: first members that are there, then members from hosts that have few of them. Returns
+    /// their number.
     fn fill(&mut self, host: HostId, wanted: usize, on: &mut BTreeMap<HostId, Vec<UnitId>>) -> usize {
         let mut from: Vec<(bool, usize, HostId)> =
             on.iter().map(|(&at, units)| (at != host, units.len(), at)).collect();

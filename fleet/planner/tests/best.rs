@@ -1,4 +1,4 @@
-//! Plans beside the best placement, where that can be found by trying all, and the rules that every step keeps.
+//! Compares plans with the best placement, which we find by trying all, and checks the rules that every step keeps.
 
 use pagefold_engine::random::Random;
 use pagefold_engine::units::{Bytes, Pages, index};
@@ -45,7 +45,7 @@ fn best(fleet: &Fleet, contents: &Contents) -> u64 {
         }
         let mut empty_tried = false;
         for host in fleet.host_ids() {
-            // Empty hosts are alike.
+            // All empty hosts are alike, so we try one.
             let is_empty = placement.units_on(host).is_empty();
             if is_empty && empty_tried || !placement.fits(UnitId(unit), host) {
                 continue;
@@ -94,8 +94,8 @@ fn what_is_best_already_is_left_alone() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// After each step the limits are kept, on hosts where they were; moves are counted; pinned units and those that must be
-    /// apart are respected; and the figures are right.
+    /// After each step the limits are kept, on hosts where they were; moves are counted; pinned units and those that
+    /// must be apart are respected; and the figures are right.
     #[test]
     fn every_step_keeps_the_rules(
         seed in any::<u64>(),

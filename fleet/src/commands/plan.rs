@@ -20,10 +20,10 @@ pub struct PlanArgs {
     /// Move at most this many workloads
     #[arg(long, value_name = "M", default_value_t = 50)]
     moves: u64,
-    /// Keep workloads together, apart or where they are as this file (TOML) says
+    /// Keep workloads together, apart or where they are by the rules in this file (TOML)
     #[arg(long, value_name = "FILE")]
     rules: Option<PathBuf>,
-    /// Let workloads take this share of a host's memory, with what may come back
+    /// Let workloads take this share of a host's memory, including what may come back
     #[arg(long, value_name = "PERCENT", default_value_t = 80, value_parser = clap::value_parser!(u8).range(1..=100))]
     memory: u8,
     /// Let workloads use this share of a host's processors
@@ -49,7 +49,7 @@ pub async fn run(args: &PlanArgs) -> Result<u8> {
     let mut planned = known.plan_with(&rules, limits);
     planned.fleet.check().map_err(|error| Exit::new(exit::FAILURE, format!("{error}; plan for fewer hosts")))?;
     let contents = Contents::of(&planned.fleet);
-    // They are in `contents` now, and large.
+    // `contents` has the samples now, and they're large.
     planned.fleet.units.iter_mut().for_each(|unit| unit.samples = Vec::new());
     let current = Placement::current(&planned.fleet, &contents);
     let before: Vec<_> = planned.fleet.host_ids().map(|host| current.saving(host)).collect();

@@ -10,7 +10,7 @@ use pagefold_text::{exit, style};
 pub struct ReportArgs {
     #[command(flatten)]
     sketches: SketchArgs,
-    /// Show this many pairs of workloads: those that have most in common
+    /// Show this many pairs of workloads, beginning with the pair that has most in common
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=100_000))]
     pairs: u32,
 }

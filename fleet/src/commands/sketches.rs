@@ -16,16 +16,16 @@ pub struct SketchArgs {
     /// The directories, files or URLs (s3://BUCKET/PREFIX) of sketches
     #[arg(value_name = "DIR|URL", required = true)]
     pub sources: Vec<String>,
-    /// Count files made under the key of this identifier only [default: that of most hosts]
+    /// Count only files made under the key with this identifier [default: the key of most hosts]
     #[arg(long, value_name = "ID", value_parser = key)]
     pub key: Option<KeyId>,
     /// Leave out hosts whose newest file is older than this
     #[arg(long, value_name = "DURATION", default_value = "1d", value_parser = parse_duration)]
     pub max_age: Duration,
-    /// Judge the age of files as at this time (UTC) [default: now]
+    /// Judge the age of files as of this time (UTC) [default: now]
     #[arg(long, value_name = "TIME", value_parser = parse_rfc3339_weak)]
     pub at: Option<SystemTime>,
-    /// Set the memory that queries may take, in MiB; what exceeds it goes to temporary files
+    /// Let queries take this much memory, in MiB, before they use temporary files
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(64..))]
     pub query_memory: u32,
     /// Print JSON
@@ -37,7 +37,7 @@ fn key(text: &str) -> Result<KeyId, String> {
     KeyId::parse(text).ok_or_else(|| "it is not 16 hexadecimal digits in lower case".to_owned())
 }
 
-/// What is known once the files have been looked at.
+/// The state after we've looked at the files.
 pub struct Opened {
     pub inventory: Inventory,
     pub engine: Engine,

@@ -37,7 +37,7 @@ pub async fn run(args: &VerifyArgs) -> Result<u8> {
 
 fn read_plan(path: &Path) -> Result<Document> {
     let refused = |what: String| {
-        let line = format!("cannot use {}: {what}; give what plan --json printed", path.display());
+        let line = format!("cannot use {}: {what}; give the output of plan --json", path.display());
         Exit::new(exit::FAILURE, line)
     };
     let mut text = String::new();

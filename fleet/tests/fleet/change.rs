@@ -66,7 +66,7 @@ fn what_a_file_has_become_is_named() {
         assert!(std::process::Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
         std::os::unix::fs::symlink("host-0.parquet", path("link")).unwrap();
         std::fs::create_dir(path("directory")).unwrap();
-        // It has holes, and takes no room.
+        // The file has holes, and takes no space.
         std::fs::File::options().write(true).open(path("long")).unwrap().set_len(1 << 40).unwrap();
     };
     let (report, workloads) = report_after(dir.path(), change);
@@ -89,6 +89,6 @@ fn what_a_file_has_become_is_named() {
     ] {
         assert!(why(name).contains(says), "{name}: {}", why(name));
     }
-    // Each once, however often it was asked for.
+    // Each file is listed once, however often queries asked for it.
     assert_eq!(report.left_out.len(), names.len(), "{:?}", report.left_out);
 }

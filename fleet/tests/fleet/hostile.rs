@@ -76,7 +76,7 @@ fn what_is_no_file_is_left_alone() {
     link("/", "machine.parquet");
     link(".", "circle");
     link("host-0.parquet", "again.parquet");
-    // And deep ones.
+    // Directories may be deep, too.
     let mut deep = dir.path().to_owned();
     for _ in 0..14 {
         deep.push("d".repeat(250));
@@ -121,7 +121,8 @@ fn names_of_hosts_are_only_names() {
     assert_eq!(report["left_out"].as_array().unwrap().len(), 0, "{report}");
 }
 
-/// The longest names, in workloads that all hold the same, so that each name is met in each content of each workload.
+/// The longest names, in workloads that all hold the same, so that the queries meet each name in each content of each
+/// workload.
 #[test]
 fn long_names_end_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -160,7 +161,7 @@ fn the_most_that_hosts_may_say_is_added_up() {
             ["anonymous_bytes", "saved_bytes", "take_back_bytes", "cpu_millicores"].map(|name| host[name].as_u64());
         assert_eq!(sums, [Some(most * 4096); 4], "{host}");
     }
-    // Sums over hosts have no room in 64 bits.
+    // Sums over hosts don't fit into 64 bits.
     let here = dir.path().to_str().unwrap();
     let file = dir.path().join("plan.json");
     std::fs::write(&file, json("plan", dir.path(), &[]).to_string()).unwrap();

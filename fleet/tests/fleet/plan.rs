@@ -4,7 +4,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Where each workload is after a plan that began with some places.
+/// Where each workload is after a plan, given where it was.
 fn places(plan: &Value, mut places: BTreeMap<String, String>) -> BTreeMap<String, String> {
     for step in plan["steps"].as_array().unwrap() {
         for of in step["moves"].as_array().unwrap() {
@@ -75,7 +75,7 @@ fn moves_are_limited() {
 #[test]
 fn memory_and_processors_limit_a_host() {
     let dir = tempfile::tempdir().unwrap();
-    // Just room for what is there without sharing: what is shared makes room for more.
+    // There's just enough room for the workloads without sharing. Sharing makes room for more.
     let now = mixed(dir.path(), |row| {
         row.host_memory_bytes = 4 * 12_000 * 4096 * 5 / 4 + MIB;
         row.host_cpu_millicores = 16_000;
@@ -117,7 +117,8 @@ fn what_may_come_back_needs_room() {
     );
 }
 
-/// A small workload says that it holds all that the sketch of a large one shows: as much as the large one stands for.
+/// A small workload claims all contents that the sketch of a large one shows. They stand for as much memory as the
+/// large one has.
 #[test]
 fn a_lie_does_not_overfill_a_host() {
     const PAGES: u64 = 100_000;

@@ -15,7 +15,7 @@ fn hosts_and_pairs_are_reported() {
     assert_eq!((host["host"].as_str(), host["workloads"].as_u64()), (Some("host-0"), Some(3)));
     assert_eq!(host["saved_bytes"].as_u64(), Some(3 * MIB));
     assert_eq!((host["within_bytes"].as_u64(), host["take_back_bytes"].as_u64()), (Some(MIB), Some(2 * MIB)));
-    // Nothing of one host is in two workloads of one domain.
+    // No content of one host is in two workloads of one domain.
     assert!(number(&host["across_bytes"]) <= number(&host["across_error_bytes"]), "{host}");
     let pairs = report["pairs"].as_array().unwrap();
     assert!(
@@ -31,7 +31,7 @@ fn hosts_and_pairs_are_reported() {
     let exact = 20_000.0 * 4096.0;
     assert!(number(&web["low_bytes"]) <= exact && exact <= number(&web["high_bytes"]), "{web}");
     assert!((number(&web["common_bytes"]) / exact - 1.0).abs() < 0.06, "{web}");
-    // The bounds are those that the sketches themselves have: what is measured of these holds for the report.
+    // The bounds are the sketches' own, so measurements of the sketches' bounds hold for the report.
     let read = |host: &str| pagefold_sketch::read(std::fs::read(dir.path().join(host)).unwrap()).unwrap();
     let of = |host: &str, name: &str| {
         read(host).rows.iter().find(|row| row.workload == name).map(|row| row.sketch.clone()).unwrap()
@@ -39,10 +39,10 @@ fn hosts_and_pairs_are_reported() {
     let common = of("host-0.parquet", "web-0-0").common(&of("host-1.parquet", "web-1-0"));
     for (reported, pages) in [("low_bytes", common.low), ("common_bytes", common.contents), ("high_bytes", common.high)]
     {
-        // The queries know theta by what a sketch estimates, in whole pages.
+        // The queries derive theta from a sketch's estimate, which is in whole pages.
         assert!((number(&web[reported]) / 4096.0 / pages - 1.0).abs() < 1e-4, "{reported}: {web}, not {common:?}");
     }
-    // Pairs by what they have in common, and none that has nothing.
+    // Pairs are sorted by what they have in common, and pairs with nothing in common are missing.
     assert_eq!(pairs.len(), 3, "{pairs:?}");
 }
 

@@ -38,7 +38,7 @@ fn spark_gives_the_same_answer() {
     put("yesterday/host-0.parquet", &bytes("host-0", &old));
     put("for-another.parquet", &bytes("host-0", &[row("w", &[0..9000])]));
     write(dir.path(), "ö b%41", &[row("w", &[0..9])]);
-    // Numbers whose sum has more than 63 bits: the engine is not to fail.
+    // Numbers whose sum has more than 63 bits: the engine mustn't fail.
     let absurd = Row { anonymous_bytes: 1 << 50, ..row("w", &[0..9]) };
     let mut bytes = bytes("absurd", &[absurd.clone(), Row { workload: "x".into(), ..absurd }]);
     let (from, to) = ((1_u64 << 50).to_le_bytes(), (1_u64 << 62).to_le_bytes());
@@ -76,7 +76,7 @@ fn spark_gives_the_same_answer() {
     assert_eq!(files(&ours), files(&theirs));
 }
 
-/// Numbers may differ by what the order of a sum makes of fractions.
+/// Numbers may differ by rounding, because fractions may be added in another order.
 fn compare(place: &str, ours: &Value, theirs: &Value, differences: &mut Vec<String>) {
     match (ours, theirs) {
         (Value::Array(a), Value::Array(b)) if a.len() == b.len() => {
