@@ -1,5 +1,5 @@
-//! The rules of a run, and the verdict on a process by them: whether we leave it alone and why, its trust domain, its
-//! group.
+//! The rules of a run, and the verdict that they give on a process: whether we leave it alone and why, its trust
+//! domain, its group.
 
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DomainRules, Domains};
@@ -27,7 +27,7 @@ pub struct ScopeRules {
     pub domain_rules: DomainRules,
     /// The domains known so far.
     pub domains: Domains,
-    /// The one domain that is merged, if ksmd merges. `None`: each by itself, because we mark nothing.
+    /// The one domain that ksmd merges. `None`: we don't merge by ksmd, so each domain is by itself.
     pub merged: Option<DomainKey>,
     /// The rules for groups with limits, by the number of the group.
     pub groups: Vec<Rule>,
@@ -70,7 +70,7 @@ pub struct Judge<'a> {
     rules: &'a mut ScopeRules,
     pub(crate) history: &'a ProgramHistory,
     selection: Selection,
-    /// By the text of `/proc/PID/cgroup`.
+    /// Facts about cgroups, by the text of `/proc/PID/cgroup`.
     cgroups: HashMap<Vec<u8>, Arc<CgroupInfo>>,
 }
 
@@ -83,7 +83,7 @@ pub(crate) struct Verdict {
     /// Opt-outs that don't count.
     pub(crate) overridden: Vec<OptOut>,
     pub(crate) group: Option<GroupKey>,
-    /// A sentence for each rule that applies to it, or seems to and doesn't.
+    /// One sentence for each rule that applies to the process, or seems to apply but doesn't.
     pub(crate) notes: Vec<String>,
 }
 

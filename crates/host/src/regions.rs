@@ -1,7 +1,7 @@
 //! Regions: adjacent mappings that are equal except for the mark, with keys that persist while the mappings change.
 //!
-//! Mappings change all the time: the heap grows, stacks grow downwards, and marks split mappings in three. A region keeps
-//! its key if its range overlaps the former one.
+//! Mappings change all the time: the heap grows, stacks grow downwards, and marks split mappings in three. A region
+//! keeps its key if its range overlaps the former one.
 
 use crate::scope::exclude::{Exclusion, vma_exclusion};
 use pagefold_engine::keys::{FamilyKey, RegionKey};

@@ -128,7 +128,8 @@ impl Target {
         self.invalidate();
     }
 
-    /// Makes a read that may block on the process, such as on its mmap lock (see [`pagefold_procmem::os::abandonable`]).
+    /// Makes a read that may block on the process, such as on its mmap lock (see
+    /// [`pagefold_procmem::os::abandonable`]).
     pub(crate) fn read<T: Send + 'static>(
         &mut self,
         read: impl FnOnce(&Arc<Process>) -> Result<T, ReadError> + Send + 'static,

@@ -26,9 +26,9 @@ struct Labels {
 }
 
 impl Labels {
-    /// Reads them. `include` and `domain` grant something, so they count only where root alone can set them: otherwise
-    /// the owner of a delegated cgroup could override the administrator's `avoid` above it, or join somebody else's
-    /// domain.
+    /// Reads the attributes. `include` and `domain` grant something, so they count only where root alone can set them:
+    /// otherwise the owner of a delegated cgroup could override the administrator's `avoid` above it, or join somebody
+    /// else's domain.
     fn of(directory: &Path) -> Self {
         let avoid = is_set(directory, "user.pagefold.avoid");
         let include = is_set(directory, "user.pagefold.include");
@@ -69,7 +69,7 @@ impl Attributes {
     /// hierarchy.
     fn nearest(&mut self, cgroup: &Cgroup, is_it: impl Fn(&Labels) -> bool) -> Option<(PathBuf, Labels)> {
         let inner = Path::new(&cgroup.path).strip_prefix("/").ok()?;
-        // Paths outside our cgroup namespace begin with "..": directories of the same name here are different ones.
+        // Paths outside our cgroup namespace begin with "..". Here they would lead to other directories.
         if inner.components().any(|part| !matches!(part, Component::Normal(_))) {
             return None;
         }
@@ -107,8 +107,8 @@ fn means_yes(value: &[u8]) -> bool {
 
 /// Reads an extended attribute. `None` if it isn't set or not supported, or the directory is gone.
 fn xattr(path: &Path, name: &str) -> Option<Vec<u8>> {
-    // Most directories have no value or a short one, so we try a small buffer first. If a value doesn't fit, we try again
-    // with the kernel's limit.
+    // Most directories have no value or a short one, so we try a small buffer first. If a value doesn't fit, we try
+    // again with the kernel's limit.
     for size in [256, 64 << 10] {
         let mut value = vec![0u8; size];
         match rustix::fs::getxattr(path, name, &mut value[..]) {

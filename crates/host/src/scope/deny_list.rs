@@ -8,7 +8,7 @@ use super::opt_out::OptOut;
 pub struct DenyList {
     /// The first entry that matches decides.
     entries: Vec<Entry>,
-    /// Whose opt-outs don't count.
+    /// The names whose opt-outs don't count.
     overridden: Vec<String>,
 }
 

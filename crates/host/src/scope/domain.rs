@@ -4,9 +4,9 @@
 //! The domain of a process is the first of: the attribute `user.pagefold.domain` of its cgroup or the nearest one
 //! above, the first rule that matches, the user if that is configured, and [`DEFAULT`].
 //!
-//! ksmd has one tree for the whole machine. So where it merges, we mark the memory of one domain, and don't even read
-//! the others. If we decided page by page what to mark in several domains, our decisions would answer guesses about the
-//! contents of the others.
+//! ksmd has one tree of pages for the whole machine. So where ksmd merges, we mark memory of one domain only, and don't
+//! even read the others. If we chose page by page what to mark in several domains, a process could guess contents of
+//! another domain and learn from our choice whether the guess was right.
 
 use super::exclude::Exclusion;
 use super::rule::{Rule, first_match};
@@ -133,7 +133,7 @@ impl Domains {
         self.names.get(usize::from(key.0))
     }
 
-    /// Whether there are as many as there can be, so that domains without processes must go.
+    /// Whether we have as many domains as there can be, so that domains without processes must go.
     pub fn are_full(&self) -> bool {
         self.free.is_empty() && self.names.len() >= DOMAINS_MOST
     }

@@ -69,7 +69,7 @@ pub fn ask_inside(process: &Process) -> Dumpable {
     ASKER.with_borrow_mut(|asker| asker.as_mut().map_or(Dumpable::Unknown, |asker| asker.ask(process)))
 }
 
-/// Whether [`ask_inside`] would ask the process now, and not give an earlier answer.
+/// Whether [`ask_inside`] would ask the process now rather than give an earlier answer.
 pub(crate) fn would_ask(process: &Process) -> bool {
     ASKER.with_borrow(|asker| {
         let Some(asker) = asker else { return false };
@@ -156,7 +156,7 @@ pub fn dumpable(info: &ProcessInfo) -> Result<Dumpable, ReadError> {
         return Ok(Dumpable::Unknown);
     }
     let process = &info.process;
-    // We open it again: the kernel determines the owner of a /proc file when it's looked up.
+    // We open the file again: the kernel determines the owner of a /proc file when it's looked up.
     let metadata = process.open_file("stat")?.metadata();
     let owner = metadata.map_err(|error| ReadError::from_io(process.pid(), "stat", error))?.uid();
     let user = info.uid();

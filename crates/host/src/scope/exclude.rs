@@ -41,7 +41,7 @@ pub enum Exclusion {
     },
     /// It has left the scope: it has changed its user, executable or cgroup.
     OutOfScope,
-    /// It has moved to another trust domain, and we haven't unmarked all of its marks from the former one yet.
+    /// It has moved to another trust domain, and we haven't removed all marks from the former one yet.
     MovedDomain {
         /// The new domain.
         to: String,
@@ -59,7 +59,7 @@ pub enum Exclusion {
     NotReadable,
     /// It keeps its mmap lock, so our reads don't return.
     Stuck,
-    /// It has more mappings than we consider. With the limit, reading them takes bounded memory.
+    /// It has more mappings than we consider. Because of this limit, reading mappings takes bounded memory.
     TooManyMappings {
         /// The most that we consider.
         most: usize,
@@ -98,8 +98,8 @@ pub enum Exclusion {
 }
 
 impl Exclusion {
-    /// Whether earlier marks must go, so that KSM can't merge the memory any more. For other reasons we only don't read
-    /// or mark for now.
+    /// Whether earlier marks must go, so that KSM can't merge the memory any more. For other reasons we just don't read
+    /// or mark the memory for now.
     pub fn withdraws_marks(&self) -> bool {
         matches!(
             self,
@@ -130,7 +130,7 @@ impl Exclusion {
         }
     }
 
-    /// Whether the reason can pass without the process having run.
+    /// Whether the reason can go away without the process running.
     pub(crate) fn may_pass(&self) -> bool {
         matches!(self, Self::DumpableUnknown | Self::Traced { .. } | Self::NotReadable)
     }
@@ -148,13 +148,13 @@ impl fmt::Display for Exclusion {
             Self::OtherProgram => "ran another program while it was being marked",
             Self::OutOfScope => "no longer in scope",
             Self::MovedDomain { to } => {
-                return write!(f, "moves to trust domain {}: unmarked first", printable(to.as_bytes()));
+                return write!(f, "moving to trust domain {}: its old marks must go first", printable(to.as_bytes()));
             }
             Self::OtherDomain { own, merged } => {
                 let (own, merged) = (printable(own.as_bytes()), printable(merged.as_bytes()));
                 return write!(f, "in trust domain {own}; ksmd merges one domain, {merged} ([domains] merge)");
             }
-            Self::NoDomain => "there are too many trust domains for it to have one",
+            Self::NoDomain => "there are too many trust domains to give it one",
             Self::Traced { by } => return write!(f, "traced by process {by}"),
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
             Self::TooManyMappings { most } => return write!(f, "has more than {most} mappings"),
@@ -248,7 +248,7 @@ pub(crate) fn judge_opt_outs(info: &ProcessInfo, option: Option<&'static str>, d
     judged
 }
 
-/// Why we must leave a process alone that nobody has opted out, if we must, by facts that we've just read.
+/// Why we must leave a process alone, if we must, by facts that we've just read. Nobody has opted the process out.
 pub(crate) fn exclusion_of(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) -> Option<Exclusion> {
     let by_rule = judge_process(info, dumpable, deny);
     if by_rule.is_some() || is_allowed(info, deny) {

@@ -3,9 +3,9 @@
 //! Any user can run a program under any name: a copy, a link, a file mounted elsewhere, a command name set by prctl. So
 //! a rule that grants something (a scope, a trust domain, an exception of the deny list) matches only a file that this
 //! machine's root alone can write or replace: the file at this path, by device and inode, and all directories above it
-//! belong to root, and no other user may write them. An upgrade replaces the file while the program runs: we still know
-//! the program by that path if the file that it runs is root's alone, and was on the mount of that directory. Rules that
-//! only exclude match by name as well.
+//! belong to root, and no other user may write them. An upgrade may replace the file while the program runs. We still
+//! know the program by that path if the file that it runs is root's alone and was on the same mount as the directory.
+//! Rules that only exclude match by name as well.
 
 use pagefold_procmem::file_id::{FileId, Found};
 use pagefold_procmem::os::peer::is_trusted;
@@ -116,7 +116,7 @@ impl Exe {
             if !is_roots_alone(file.uid, file.mode) {
                 return Err(Distrust::Deleted);
             }
-            // First step by step, which asks no file system that a program provides.
+            // We first check step by step, which asks no file system that a program provides.
             only_roots(directory, None)?;
             let mount = Found::of_path(directory).map_err(|_| Distrust::Elsewhere)?.mount;
             if file.mount == mount { Ok(()) } else { Err(Distrust::Deleted) }
@@ -139,7 +139,7 @@ impl Exe {
         }
     }
 
-    /// Whether the selector names a link to it: Debian's redis-server is one to redis-check-rdb.
+    /// Whether the selector names a link to the executable, as Debian's redis-server links to redis-check-rdb.
     fn is_linked_by(&self, selector: &str) -> bool {
         let link = if selector.starts_with('/') { selector.into() } else { self.path.with_file_name(selector) };
         let Some(directory) = link.parent() else { return false };

@@ -92,7 +92,7 @@ impl KeptOut {
             }
         }
         let new = entries_of(spec, found, Verdict::In);
-        // For programs that don't run now, or a process that has ended and left children.
+        // An entry may be for programs that don't run now, or for a process that has ended and left children.
         let mut out = self.entries.iter().filter(|entry| !entry.is_in());
         let is_undone = out.any(|entry| spec.0.contains(&entry.selector) || spec.0.contains(&Selector::All));
         if were_out.is_empty() && !is_undone {
@@ -161,7 +161,7 @@ impl KeptOut {
 }
 
 impl Entry {
-    /// Whether it lets matching processes in.
+    /// Whether the entry lets matching processes in.
     pub fn is_in(&self) -> bool {
         self.verdict == Verdict::In
     }
@@ -176,7 +176,7 @@ impl Entry {
     }
 
     fn is_superseded_by(&self, new: &Self) -> bool {
-        // Another process may have the pid by now: the children of its former owner stay out.
+        // Another process may have the pid by now, while the children of its former owner stay out.
         let is_same = self.selector == new.selector && (new.is_in() || !self.is_of_pid());
         is_same || new.selector == Selector::All
     }

@@ -82,7 +82,7 @@ fn selectors_keep_newcomers_out_until_the_same_are_included() {
     assert_eq!(fixture.include(&by_exe("web")), Ok(vec![10, 11, 12, 13]));
     assert_eq!(fixture.out(), [20]);
     assert_eq!(fixture.include(&by_exe("web")), Err("nothing that matches --exe web is kept out".to_owned()));
-    // Also if nothing is running that it matches.
+    // This works even if nothing is running that the selector matches.
     fixture.end(20);
     let database = ScopeSpec(vec![Selector::Cgroup("/database.service".into())]);
     assert_eq!(fixture.include(&database), Ok(vec![]));
@@ -108,7 +108,7 @@ fn a_pid_stands_for_the_process_and_its_descendants() {
     let mut fixture = Fixture::new();
     fixture.keep_out(&by_pid(30));
     assert_eq!(fixture.out(), [11, 12, 30]);
-    // The processes that they start later, also after the ones between have ended.
+    // Descendants that start later stay out too, even after the processes between them have ended.
     fixture.start(14, 12, "web");
     assert_eq!(fixture.out(), [11, 12, 14, 30]);
     for pid in [30, 11, 12] {

@@ -43,12 +43,12 @@ use thiserror::Error;
 pub struct ScopeSpec(pub Vec<Selector>);
 
 impl ScopeSpec {
-    /// These processes.
+    /// A scope of these processes.
     pub fn of_pids(pids: impl IntoIterator<Item = i32>) -> Self {
         Self(pids.into_iter().map(Selector::Pid).collect())
     }
 
-    /// The selectors that processes can match later.
+    /// The selectors that later processes can match, too.
     #[must_use]
     pub fn without_pids(&self) -> Self {
         let mut others = self.clone();
@@ -107,19 +107,19 @@ pub fn resolve(spec: &ScopeSpec, roots: &Roots) -> Result<Vec<ProcessInfo>, Scop
     resolve_without(spec, roots, &[own_pid()])
 }
 
-/// The same, leaving out the given processes (the caller and its helpers) unless they're selected by pid.
+/// Like [`resolve`], but leaves out the given processes (the caller and its helpers) unless they're selected by pid.
 pub fn resolve_without(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<ProcessInfo>, ScopeError> {
     resolved(Selection::new(&spec.0, roots)?, spec, left_out)
 }
 
-/// The same for undoing, which needs no trust: we match programs by name, even if other users can change their files. A
-/// pid stands for the process and its descendants.
+/// Like [`resolve_without`], but for undoing, which needs no trust: we match programs by name, even if other users can
+/// change their files. A pid stands for the process and its descendants.
 pub fn resolve_for_undoing(spec: &ScopeSpec, roots: &Roots, left_out: &[i32]) -> Result<Vec<ProcessInfo>, ScopeError> {
     resolved(Selection::new(&spec.0, roots)?.for_undoing(), spec, left_out)
 }
 
-/// The same some time later, to find processes that have started meanwhile. `found` are the earlier ones: a pid that
-/// has passed to another process selects nothing. The result may be empty.
+/// Like [`resolve_for_undoing`], but some time later, to find processes that have started meanwhile. `found` are the
+/// earlier ones: a pid that has passed to another process selects nothing. The result may be empty.
 pub fn resolve_for_undoing_again(
     spec: &ScopeSpec,
     found: &BTreeSet<ProcessKey>,
@@ -147,8 +147,8 @@ fn resolved(mut selection: Selection, spec: &ScopeSpec, left_out: &[i32]) -> Res
     }
 }
 
-/// The same, considering only processes selected by pid and ones that `is_candidate` accepts. The result may be empty:
-/// cgroups and users need not exist.
+/// Like [`resolve`], but considers only processes selected by pid and ones that `is_candidate` accepts. The result may
+/// be empty: cgroups and users need not exist.
 pub(crate) fn resolve_among(
     spec: &ScopeSpec,
     roots: &Roots,

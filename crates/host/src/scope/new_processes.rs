@@ -17,8 +17,8 @@ use std::os::unix::fs::FileExt;
 
 /// How long a process counts as new, nanoseconds.
 const NEW_NS: u64 = 3_000_000_000;
-/// Cost of reading the list, nanoseconds per process. It may take 1/`LIST_SHARE` of the time: on a machine with more
-/// than 300 processes that keeps starting others, we read it less often than every second.
+/// Cost of reading the list, nanoseconds per process. Reading may take 1/`LIST_SHARE` of the time: on a machine with
+/// more than 300 processes that keeps starting others, we read the list less often than every second.
 const LIST_NS: u64 = 1_000;
 const LIST_SHARE: u64 = 3_333;
 /// Full passes may take 1/`FULL_SHARE` of the time.

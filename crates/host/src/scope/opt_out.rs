@@ -34,7 +34,7 @@ const VALID: Duration = Duration::from_secs(10);
 const SHARE: u32 = 2_000;
 /// After a read that didn't return in time, we wait for this long, and for that read to end, before the next one.
 const PAUSE: Duration = Duration::from_secs(60);
-/// Reads that may be under way without having returned, for files of one user, or of root.
+/// How many late reads of one user's files, or of root's, may be under way at a time.
 const LATE_MOST: usize = 4;
 /// We remember this many cgroups.
 const REMEMBERED: usize = 4_096;
@@ -94,7 +94,7 @@ impl fmt::Display for OptOut {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Attribute { cgroup } => {
-                write!(f, "its cgroup {} is to be avoided (user.pagefold.avoid)", shown(cgroup))
+                write!(f, "its cgroup {} has the attribute user.pagefold.avoid", shown(cgroup))
             }
             Self::Unit { unit, file } => write!(f, "its unit {} has MemoryKSM=no ({})", shown(unit), shown(file)),
             Self::Guest { vmid, file } => {
@@ -120,7 +120,7 @@ pub(super) fn by_files(cgroups: &[Cgroup], roots: &Roots) -> Vec<OptOut> {
     static KNOWN: Known = Known(Mutex::new(BTreeMap::new()));
     let mut found: Vec<OptOut> = Vec::new();
     for cgroup in cgroups {
-        // systemd's own hierarchies: one or two of them are mounted.
+        // We only look at systemd's own hierarchies: one or two of them are mounted.
         if !matches!(cgroup.controllers.as_str(), "" | "name=systemd") || cgroup.path == "/" {
             continue;
         }
@@ -136,7 +136,7 @@ pub(super) fn by_files(cgroups: &[Cgroup], roots: &Roots) -> Vec<OptOut> {
     found
 }
 
-/// The same for a process that runs QEMU with this opt-out on its command line.
+/// The opt-out of a process that runs QEMU with this option on its command line.
 pub(crate) fn by_command_line(option: &'static str, cgroup: Option<&str>) -> OptOut {
     OptOut::CommandLine { option, guest: cgroup.and_then(guest_of) }
 }
@@ -160,8 +160,8 @@ fn of_guest(path: &str, root: &Path) -> Option<OptOut> {
     }
 }
 
-/// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`: as it runs, or from its next start
-/// on. The sections that follow are its snapshots.
+/// Whether the configuration of a virtual machine of Proxmox VE has `allow-ksm: 0`, either for now or from its next
+/// start on. The sections after that are its snapshots.
 pub fn guest_denies(text: &[u8]) -> bool {
     let mut running = false;
     let mut pending = false;
@@ -191,8 +191,8 @@ pub(super) fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-/// Finds a file without opening it: that alone may have an effect. Below the folders of a user we follow no links, which
-/// could lead to any file that root may read, such as /proc/kmsg, where whatever is read is gone.
+/// Finds a file without opening it, because opening alone may have an effect. Below a user's folders we follow no
+/// links: they could lead to any file that root may read, such as /proc/kmsg, where reading takes the contents away.
 fn find(path: &Path, folders: &[PathBuf]) -> io::Result<File> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     for folder in folders {
@@ -208,8 +208,8 @@ fn is_missing(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
 }
 
-/// Reads the beginning of a regular file. Anything else reads as empty, and so does a link to /dev/null, which is how
-/// units are masked. `folders` are a user's.
+/// Reads the beginning of a regular file. Anything else reads as empty, and so does a link to /dev/null, by which units
+/// are masked. `folders` are the user's, if the path is one of a user.
 pub(super) fn read_file(path: &Path, folders: &[PathBuf], most: u64) -> io::Result<Vec<u8>> {
     let found = match find(path, folders) {
         Err(error) if is_missing(&error) => return Ok(Vec::new()),
@@ -298,14 +298,14 @@ impl Known {
             }
             for (other, entry) in entries.iter() {
                 late += usize::from(other.whose == key.whose && entry.is_late());
-                // Without cgroups that are gone.
+                // Cgroups that are gone don't count.
                 others += u32::from(now < entry.next);
             }
         }
         if late >= LATE_MOST {
             return before.unwrap_or(unknown);
         }
-        // We wait no longer than for a process that doesn't answer.
+        // We wait no longer than we do for a process that doesn't answer.
         let entry = match run_abandonable(move || {
             let before_ns = thread_cpu_ns();
             (read(), Duration::from_nanos(thread_cpu_ns().saturating_sub(before_ns)))

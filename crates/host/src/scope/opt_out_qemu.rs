@@ -3,7 +3,7 @@
 //! Syntax: QEMU's qemu-options.hx and util/keyval.c. An option has one dash or two, and its value is the next argument.
 //! In the value, commas separate settings, and a doubled comma belongs to a setting's text. The last setting of a key
 //! counts. Keys may be written with underscores. A switch is off by `off`, `no`, `n` or `false`, or, before QEMU 6.0,
-//! by its name after `no`.
+//! if its name follows `no`.
 //!
 //! A process runs QEMU if its executable is named like QEMU's. Any program may have such a name: it can only keep
 //! itself from being merged. The command line is memory of the process, which it may have rewritten, so we read it once
@@ -51,9 +51,9 @@ pub(crate) fn of_process(process: &Process) -> Result<Option<&'static str>, Read
     Ok(of_arguments(&arguments, |path| read_roots_file(path, CONFIG_MOST)))
 }
 
-/// The same without blocking for long.
+/// Like [`of_process`], but without blocking for long.
 pub(crate) fn of_process_in_time(process: &Arc<Process>) -> Result<Option<&'static str>, ReadError> {
-    // For the thread that we may leave behind.
+    // The thread that we may leave behind needs its own reference.
     let same = process.clone();
     run_abandonable(move || of_process(&same)).unwrap_or_else(|_| {
         let late = io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
@@ -75,7 +75,7 @@ pub fn of_arguments(arguments: &[u8], mut read_config: impl FnMut(&Path) -> Opti
             b"set" => settings.set(value),
             b"readconfig" if configs < CONFIGS_MOST => {
                 configs += 1;
-                // Relative to a directory of the process, which root doesn't choose.
+                // A relative path depends on a directory of the process, which root doesn't choose.
                 let path = Path::new(OsStr::from_bytes(value));
                 if path.is_absolute() {
                     settings.config(&read_config(path).unwrap_or_default());
@@ -225,7 +225,7 @@ fn switch(value: &[u8]) -> Option<bool> {
     match value {
         b"on" | b"yes" | b"y" | b"true" => Some(true),
         b"off" | b"no" | b"n" | b"false" => Some(false),
-        // QEMU doesn't start with it.
+        // QEMU doesn't start with any other value.
         _ => None,
     }
 }

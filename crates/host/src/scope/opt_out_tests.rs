@@ -190,7 +190,7 @@ fn units_are_read_by_the_precedence_of_systemd() {
     assert_eq!(web().as_deref(), Some("/usr/lib/systemd/system/web-front-a.service"));
     root.write("/etc/systemd/system/web-front-a.service", "[Service]\n");
     assert_eq!(web(), None, "it replaces the one of the distribution");
-    // By less and less specific names.
+    // The drop-in directories have less and less specific names.
     for directory in ["web-front-a.service.d", "web-front-.service.d", "web-.service.d", "service.d"] {
         let file = format!("/usr/lib/systemd/system/{directory}/10.conf");
         root.write(&file, NO);

@@ -1,8 +1,9 @@
 //! The opt-out of a systemd unit: `MemoryKSM=no`.
 //!
-//! We know the unit by its cgroup: below slices, the service, socket, mount or swap that systemd has put the process
-//! into, and below a user's manager (`user@UID.service`) also the unit that this manager has put it into. Cgroups below
-//! belong to the unit itself, such as a container, and its files aren't on this machine's paths.
+//! We find the unit by its cgroup. Below slices, it's the service, socket, mount or swap that systemd has put the
+//! process into. Below a user's manager (`user@UID.service`), it's also the unit that this manager has put the process
+//! into. Cgroups further down belong to the unit itself, such as a container, whose unit files aren't on this machine's
+//! paths.
 //!
 //! We read the files of systemd.unit(5), in its order of precedence: the first directory with the unit in it gives its
 //! main file, and the first one with a drop-in gives this drop-in. Drop-ins follow the main file in the order of their
@@ -49,7 +50,7 @@ const USER: &[&str] = &[
     "/usr/lib/systemd/user",
     "@/systemd/generator.late",
 ];
-/// We search at most this many drop-in directories whose names begin as the unit's does, before a dash.
+/// We search at most this many drop-in directories whose names are the beginning of the unit's name, up to a dash.
 const PREFIXES_MOST: usize = 8;
 
 /// If there are more files in these directories, or more drop-ins among them, we read none.
@@ -97,7 +98,7 @@ fn units_in(path: &str) -> Vec<UnitName<'_>> {
         if user.is_none() {
             user = manager_of(name);
         }
-        // Below the second, or one that isn't a user's manager, cgroups belong to the unit itself.
+        // Below the second unit, or a unit that isn't a user's manager, cgroups belong to the unit itself.
         if user.is_none() || units.len() == 2 {
             break;
         }
@@ -135,7 +136,7 @@ impl User {
         Self { home: home_of(uid, root), runtime: PathBuf::from(format!("/run/user/{uid}")) }
     }
 
-    /// Where her manager looks for units.
+    /// Where the user's manager looks for units.
     fn directories(&self) -> Vec<PathBuf> {
         let mut directories = Vec::new();
         for directory in USER {
@@ -189,7 +190,7 @@ impl<'a> Unit<'a> {
         Self { name, directories: user.directories(), folders, root }
     }
 
-    /// The file that sets it to no, if that's the assignment that counts.
+    /// The file that sets `MemoryKSM` to no, if that's the assignment that counts.
     fn deciding_file(&self) -> Result<Option<PathBuf>, NotReadable> {
         let Some(section) = section_of(self.name) else { return Ok(None) };
         let mut decided = None;

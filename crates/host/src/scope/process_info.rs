@@ -23,7 +23,7 @@ pub struct ProcessInfo {
     pub exe: Option<Exe>,
     /// Whether the kernel lets us read it.
     pub is_readable: bool,
-    /// Read apart, and once for all processes of a cgroup.
+    /// We read these separately, and once for all processes of a cgroup.
     pub cgroups: Arc<CgroupInfo>,
     /// The selected pid: its own or, when we undo something, an ancestor's.
     pub by_pid: Option<i32>,
@@ -31,7 +31,7 @@ pub struct ProcessInfo {
     pub selected_by: Option<usize>,
 }
 
-/// What the cgroups of a process say about it.
+/// Facts about a process that its cgroups tell us.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CgroupInfo {
     /// The version 2 path or, if that is the root, the path in the version 1 memory hierarchy.

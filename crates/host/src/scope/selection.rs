@@ -41,7 +41,7 @@ impl Selection {
         Ok(Self::with(matchers?, roots))
     }
 
-    /// The same without cgroups and users that don't exist now.
+    /// Like [`Self::new`], but without cgroups and users that don't exist now.
     pub(crate) fn of_existing(selectors: &[Selector], roots: &Roots) -> Self {
         Self::with(selectors.iter().map(|selector| selector.resolve_existing(roots).ok()).collect(), roots)
     }
@@ -64,7 +64,7 @@ impl Selection {
         }
     }
 
-    /// The same, for undoing.
+    /// Makes this a selection for undoing.
     pub(super) fn for_undoing(self) -> Self {
         Self { for_undoing: true, ..self }
     }
@@ -151,7 +151,7 @@ impl Selection {
             return Ok(None);
         }
         if let Some(exe) = &info.exe {
-            // We find this out while its file is there.
+            // We find out whether the file is trusted while it's still there.
             let _ = exe.trust();
         }
         Ok(Some(info))

@@ -62,7 +62,7 @@ impl Selector {
         })
     }
 
-    /// The same, but the user or cgroup must exist.
+    /// Like [`Self::resolve`], but the user or cgroup must exist.
     pub(super) fn resolve_existing(&self, roots: &Roots) -> Result<Matcher, ScopeError> {
         let matcher = self.resolve(roots)?;
         match (self, &matcher) {
@@ -113,7 +113,8 @@ impl Matcher {
         if matches { Matching::Yes } else { Matching::No }
     }
 
-    /// The same where nothing is granted: an executable need only have the name, even one that any user can choose.
+    /// Whether it matches a process where nothing is granted: an executable need only have the name, even one that any
+    /// user can choose.
     pub(super) fn matches_by_name(&self, info: &ProcessInfo) -> bool {
         match self {
             // We can't read its executable.
@@ -198,7 +199,7 @@ impl CgroupMatcher {
         mount_fits && self.contains(&cgroup.path)
     }
 
-    /// The same by the path of the cgroup alone.
+    /// Like [`Self::matches`], by the path of the cgroup alone.
     pub(super) fn contains(&self, cgroup: &str) -> bool {
         let Ok(path) = Path::new(cgroup).strip_prefix("/") else { return false };
         // Paths outside our cgroup namespace begin with "..": they can't be selected.

@@ -49,11 +49,11 @@ pub fn workload_of(pid: i32) -> Option<Workload> {
     workload_of_process(&Process::open(pid).ok()?)
 }
 
-/// The same for a process.
+/// The workload of this process.
 pub fn workload_of_process(process: &Process) -> Option<Workload> {
     let text = process.read_file("cgroup").ok()?;
     let cgroups = parse_cgroups(&text);
-    // Where version 1 is in use, systemd's own hierarchy, or the deepest one, says most.
+    // Where version 1 is in use, systemd's own hierarchy says most, or else the deepest one.
     let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), cgroup.path.matches('/').count()));
     let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
     let found = name_of(&used.path)?;

@@ -17,8 +17,8 @@ const PAUSE_MOST_NS: u64 = 10_000_000_000;
 /// Which marks of a process must go. Later variants include earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Marks {
-    /// Marks on excluded mappings. If the process is marked as a whole, we leave them: it, or the administrator, wants
-    /// them.
+    /// Marks on excluded mappings. If the process is marked as a whole we leave its marks, because the process or the
+    /// administrator wants them.
     Excluded,
     /// Marks on all mappings, unless the process is marked as a whole.
     Mappings,
@@ -37,7 +37,7 @@ pub struct PendingUnmark {
     pub problem: Option<Arc<UnmergeError>>,
     /// Merged memory at the first try, KiB.
     pub(crate) merged_kib: Option<u64>,
-    /// Whether we've tried. Others wait for the first try only.
+    /// Whether we've tried. New marks only wait for the first try.
     pub(crate) was_tried: bool,
     pub(crate) next_ns: u64,
     pause_ns: u64,
@@ -78,7 +78,7 @@ pub(super) struct MarkRecord {
 /// A request to unmerge a process.
 #[derive(Debug, Default)]
 pub(crate) struct UnmergeRequest {
-    /// What the last one has done.
+    /// The work done for the last request.
     pub(crate) done: Unmerged,
     /// Whether the process is out of scope, and only a target until it's unmerged.
     pub(crate) is_only_reason: bool,
@@ -106,7 +106,7 @@ impl Target {
             return Ok(());
         }
         let marked = self.read(|process| match read_marked(process) {
-            // We can't unmark it either.
+            // If we can't read the process, we can't unmark it either.
             Err(ReadError::Denied { .. }) => Ok(Vec::new()),
             marked => marked,
         })?;
@@ -115,8 +115,8 @@ impl Target {
         Ok(())
     }
 
-    /// Whether it has marked memory although we merge another trust domain than its own, or than the one it was marked
-    /// in.
+    /// Whether it has marked memory although we merge another trust domain than the process's own, or than the one that
+    /// it was in when we marked it.
     pub(crate) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
         self.marks.are_set && (self.domain != merged || self.check.domain != merged)
     }

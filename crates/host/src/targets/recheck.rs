@@ -1,4 +1,4 @@
-//! Checks of a target: we read the facts that our verdict on a process rests on again every [`RECHECK_MIN_NS`].
+//! Checks of a target: every [`RECHECK_MIN_NS`] we read again the facts that our verdict on the process rests on.
 //!
 //! A process changes its user, executable, program and dumpable attribute only while it runs, and its CPU time shows us
 //! at little cost that it hasn't run. Others change its cgroup and the cgroup's attributes, so we read them each time.
@@ -39,7 +39,7 @@ pub(super) struct LastCheck {
     next_ns: u64,
     /// Why we leave the process as a whole alone.
     excluded: Option<Exclusion>,
-    /// The trust domain then. The target's own doesn't change while memory is marked.
+    /// The trust domain at that time. The target's own `domain` doesn't change while memory is marked.
     pub(super) domain: DomainKey,
     /// Opt-outs that don't count, and the ones among them that we haven't reported yet.
     overridden: Vec<OptOut>,
@@ -55,7 +55,8 @@ struct CheckedProgram {
     /// As we see it from outside. If it's unknown we've asked the process itself, possibly before it last ran.
     dumpable: Dumpable,
     command_line: CommandLine,
-    /// The process's CPU time before the last check. If it hasn't run since, it needn't be checked. `None`: check it anyway.
+    /// The process's CPU time before the last check. If it hasn't run since, it needn't be checked. `None`: check it
+    /// anyway.
     cpu_ns: Option<u64>,
 }
 
@@ -69,8 +70,8 @@ enum CommandLine {
 }
 
 impl CheckedProgram {
-    /// Reads a process and its program. May block on the process. `known` is the image and the command line that we read
-    /// last.
+    /// Reads a process and its program. May block on the process. `known` is the image and the command line that we
+    /// read last.
     fn read(
         process: &Arc<Process>,
         known: Option<(u64, CommandLine)>,
@@ -231,8 +232,8 @@ impl Target {
         Ok(changed)
     }
 
-    /// Whether the last verdict may no longer hold: the process has run, somebody has changed its cgroups, or we must ask
-    /// it again.
+    /// Whether the last verdict may no longer hold: the process has run, somebody has changed its cgroups, or we must
+    /// ask it again.
     fn may_have_changed(&self, cgroups: &CgroupInfo, cpu_ns: Option<u64>) -> bool {
         let Some(program) = &self.check.program else { return true };
         let has_run = program.cpu_ns.is_none() || program.cpu_ns != cpu_ns;
@@ -244,7 +245,8 @@ impl Target {
     }
 
     /// If the process has begun to run another program, forgets the last one and returns true. Otherwise we go on with
-    /// its executable: when we first saw it we found out whether it's trusted, and it may have been replaced since.
+    /// the executable that we first saw: we found out then whether it's trusted, and its file may have been replaced
+    /// since.
     fn notice_other_program(&mut self, info: &mut ProcessInfo, program: &mut CheckedProgram) -> bool {
         let id = self.info.exe.as_ref().and_then(Exe::id);
         let is_same_file = id == info.exe.as_ref().and_then(Exe::id);

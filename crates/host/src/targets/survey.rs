@@ -5,8 +5,8 @@
 //! sizes change with nearly every mapping that is created, removed or grows, and from time to time maps (some 20 us),
 //! which shows the rest. Each of the three gets its share of a core, for all processes together.
 //!
-//! If a program sets flags on a whole mapping, neither statm nor maps changes. But the program has to run for it, and
-//! its CPU time tells us: we survey a process that has run again after a while, whatever else shows.
+//! If a program sets flags on a whole mapping, neither statm nor maps changes. But the program has to run to do that,
+//! and its CPU time tells us: some time after a process has run, we survey it again, whatever statm and maps show.
 
 use super::{Marks, Target};
 use crate::churn::ChurnDetector;
@@ -28,9 +28,9 @@ use std::os::unix::fs::FileExt;
 const RSS_CHANGE_PAGES: u64 = 256;
 /// Surveys after changes may take 1/`CHANGE_SHARE` of the time, for all processes together.
 const CHANGE_SHARE: u64 = 100;
-/// The same if only the number of resident pages has changed a little, or we leave the process alone.
+/// The share of surveys if only the number of resident pages has changed a little, or we leave the process alone.
 const DRIFT_SHARE: u64 = 3_333;
-/// The same for checks of the list of mappings.
+/// The share of checks of the list of mappings.
 const MAPS_SHARE: u64 = 10_000;
 /// Shortest time between checks of the list of mappings, nanoseconds.
 pub(super) const MAPS_MIN_NS: u64 = 1_000_000_000;
@@ -40,10 +40,11 @@ pub(super) const MAPS_MIN_NS: u64 = 1_000_000_000;
 pub(super) const FLAGS_NS: u64 = 10_000_000_000;
 const FLAGS_SHARE: u64 = 1_000;
 const UNMARKED_FLAGS_SHARE: u64 = 20_000;
-/// The same for any process, because another one may register its memory with userfaultfd, nanoseconds.
+/// After this time we survey even a process that hasn't run, because another one may register its memory with
+/// userfaultfd, nanoseconds.
 const FLAGS_MAX_NS: u64 = 300_000_000_000;
 
-/// For this many mappings left alone we keep the reason.
+/// We keep the reason for at most this many mappings that we leave alone.
 const LEFT_OUT_MOST: usize = 256;
 
 /// The surveys of a process, and the sizes that tell us when one is due.
@@ -52,14 +53,14 @@ pub(super) struct Surveys {
     statm: Option<File>,
     /// Pages mapped at the last refresh.
     pub(super) mapped: u64,
-    /// Whether there has been one.
+    /// Whether there has been a survey.
     pub(super) are_known: bool,
     pub(super) last: Option<LastSurvey>,
-    /// Since then, the address space was at some time smaller by this many pages.
+    /// At some time since the last survey, the address space was smaller by this many pages.
     dipped: u64,
-    /// One that hasn't ended yet.
+    /// A survey that hasn't ended yet.
     pub(super) running: Option<RunningSurvey>,
-    /// The mappings that the last one found, until somebody takes them.
+    /// The mappings that the last survey found, until somebody takes them.
     list: Option<List>,
     churn: ChurnDetector,
 }
@@ -176,7 +177,7 @@ impl Target {
     /// Leaves a survey running in its own thread.
     fn keep_surveying(&mut self, job: Job<Result<Listing, ReadError>>, start: SurveyStart) -> Result<(), ReadError> {
         if job.pending.is_over() {
-            // It has failed.
+            // The survey has failed.
             return Err(self.locked());
         }
         self.leave(&job.pending);
@@ -245,7 +246,7 @@ impl Target {
         let details = match details {
             Ok(details) => details,
             Err(ReadError::TooMany { most, .. }) => {
-                // We don't know the flags of all of them, so none of its marks may stay.
+                // We don't know the flags of all mappings, so none of the marks may stay.
                 let why = Exclusion::TooManyMappings { most };
                 if self.marks.are_set {
                     self.request_unmark(why.clone(), Marks::Mappings);
@@ -293,7 +294,7 @@ impl Target {
         self.surveys.last = None;
     }
 
-    /// The same, but only once the share of the time allows.
+    /// Like [`Self::invalidate`], but only once the share of the time allows a survey.
     pub(crate) fn set_changed(&mut self) {
         if let Some(last) = &mut self.surveys.last {
             last.has_changed = true;

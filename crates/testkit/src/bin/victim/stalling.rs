@@ -36,7 +36,7 @@ const OWN_BYTES: usize = 8 << 20;
 static LOCKING: AtomicBool = AtomicBool::new(false);
 /// How long threads leave the others to begin.
 const HEAD_START: Duration = Duration::from_millis(200);
-/// Below everything else, so that readers search it first.
+/// This address is below all other mappings, so that readers search it first.
 const LOW: usize = 0x1000_0000;
 
 pub fn main(kind: &str) {
@@ -180,7 +180,7 @@ fn stalled_file() -> Result<File, String> {
     let at = directory.clone();
     let opened = mount(&server, &directory).and_then(move |()| {
         spawn_server(&server)?;
-        // The C library's name, since readers search that first.
+        // The file has the C library's name, since readers search that library first.
         let opened = File::open(at.join("libc.so.6")).map_err(|error| error.to_string());
         unsafe { libc::umount2(path(&at).as_ptr(), libc::MNT_DETACH) };
         opened

@@ -27,7 +27,7 @@ pub fn nanosleep_us(us: i64) -> Result<i64, String> {
     call(libc::SYS_nanosleep, [(&raw const time).addr() as u64, 0, 0, 0, 0, 0])
 }
 
-/// The same, but any other answer than 0 is an error.
+/// Sleeps. Any other answer than 0 is an error.
 pub fn sleep_us(us: i64) -> Result<(), String> {
     match nanosleep_us(us)? {
         0 => Ok(()),

@@ -277,7 +277,7 @@ fn smallest() -> usize {
     (smallest.max(2048) + 1024).next_multiple_of(64)
 }
 
-/// In the middle of a mapping, at its lower edge with nothing mapped below, and above a guard page.
+/// Alternate stacks in the middle of a mapping, at its lower edge with nothing mapped below, and above a guard page.
 pub fn alternate_stacks(memory: Memory) -> Result<(), String> {
     let large = 64 << 10;
     let middle = anonymous(DATA + large + DATA);
@@ -293,7 +293,7 @@ pub fn alternate_stacks(memory: Memory) -> Result<(), String> {
     run_alternate_stacks(memory, &stacks, &[words(middle, DATA), words(within.wrapping_add(large), DATA)])
 }
 
-/// Within the thread's stack: below it is live data of the same stack.
+/// Alternate stacks within the thread's stack: below them is live data of the same stack.
 pub fn local_alternate_stacks(memory: Memory) -> Result<(), String> {
     in_thread(move || {
         let mut room = [0_u64; (DATA + (64 << 10)) / 8];

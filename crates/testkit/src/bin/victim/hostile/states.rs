@@ -272,7 +272,7 @@ pub fn lazy_memory(memory: Memory) -> Result<(), String> {
     })
 }
 
-/// Odd while the user changes.
+/// Odd while the program changes its user.
 static EPOCH: AtomicU32 = AtomicU32::new(0);
 
 /// Changes its user all the time, by a signal to each thread. All threads agree on the user.
