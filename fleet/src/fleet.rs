@@ -141,8 +141,9 @@ impl Workloads {
                 more => {
                     let first: Vec<&str> = hosts.iter().take(3).map(|&host| host_name(&self.hosts, host)).collect();
                     let (first, others) = (first.join(", "), if more > 3 { ", …" } else { "" });
-                    broken
-                        .push(format!("together '{name}': it is on {more} hosts ({first}{others}), so it is not moved"));
+                    broken.push(format!(
+                        "together '{name}': it is on {more} hosts ({first}{others}), so it is not moved"
+                    ));
                 }
             }
         }

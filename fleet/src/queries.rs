@@ -4,7 +4,7 @@
 pub const WORKLOADS: &str = include_str!("../sql/workloads.sql");
 /// The view `held`: how many contents each workload holds, without its sketch.
 pub const HELD: &str = "SELECT id, held FROM workloads";
-/// For each host, what its workloads take, save and could save.
+/// For each host, the memory that its workloads take, save and could save.
 pub const HOSTS: &str = include_str!("../sql/hosts.sql");
 
 const PAIRS: &str = include_str!("../sql/pairs.sql");

@@ -36,9 +36,9 @@ pub struct HostRow {
     /// The part of it that was read for the sketches.
     pub read_bytes: u64,
     pub saved_bytes: u64,
-    /// What could be saved within workloads.
+    /// Memory that could be saved within workloads.
     pub within_bytes: u64,
-    /// What could be saved across workloads of one trust domain, and the error of that estimate.
+    /// Memory that could be saved across workloads of one trust domain, and the error of that estimate.
     pub across_bytes: u64,
     pub across_error_bytes: u64,
     /// The most memory that we've seen come back, added up over workloads.
@@ -82,7 +82,7 @@ impl Report {
     }
 }
 
-/// What each host's workloads take, save and could save.
+/// For each host, the memory that its workloads take, save and could save.
 pub async fn hosts(engine: &Engine) -> Result<Vec<HostRow>> {
     let mut hosts = Vec::new();
     for batch in engine.rows(queries::HOSTS).await? {

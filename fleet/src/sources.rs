@@ -38,7 +38,7 @@ pub enum Source {
 /// A file with a sketch file's name, or why we can't read it.
 type Found = (Url, Result<(), String>);
 
-/// Why we can't use a place. Each message is one line: what failed and why; what to do.
+/// Why we can't use a place. Each message is one line with the failure, the reason and the remedy.
 #[derive(Debug, Error)]
 pub enum SourceError {
     #[error("cannot read {place}: {source}; check the path and its permissions")]

@@ -4,7 +4,7 @@ use pagefold_sketch::{FleetKey, Sketch};
 use std::io::Cursor;
 
 /// A file of sketches: nothing panics, even with a correct checksum, and a file that parses is the same after we write
-/// and read it again. The same for a sketch alone, and for a key.
+/// and read it again. The same holds for a sketch alone, and for a key.
 pub fn sketches(bytes: &[u8]) {
     let mut sealed = bytes.to_vec();
     pagefold_sketch::seal::reseal(&mut sealed).unwrap_or_else(|error| panic!("{error}"));

@@ -30,7 +30,7 @@ const SLEEP_MOST: Duration = Duration::from_millis(50);
 /// The guests in scope.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ScopeArgs {
-    /// These guests, by name or number (may be repeated, or separated by commas); @ and a trust domain may follow
+    /// These guests, by name or number (may be repeated, or separated by commas); append @ and a trust domain to set one
     #[arg(long, value_name = "GUEST", value_delimiter = ',', required = true)]
     pub xen_domain: Vec<String>,
 }

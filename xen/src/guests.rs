@@ -54,7 +54,7 @@ impl Selected {
 /// Why we can't select guests by these names.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SelectError {
-    /// Not a name or number.
+    /// The text is not a name or number.
     #[error("\"{0}\" is not a guest's name or number, nor one with @ and a trust domain behind it")]
     Malformed(String),
     /// Dom0 isn't a guest.
@@ -63,7 +63,7 @@ pub enum SelectError {
     /// There's no guest of this name or number.
     #[error("there is no guest \"{0}\"")]
     Unknown(String),
-    /// The same guest twice, in different trust domains.
+    /// The user names the same guest twice, in different trust domains.
     #[error("guest {0} is named twice, in different trust domains")]
     Contradiction(String),
 }

@@ -115,7 +115,7 @@ pub enum CallError {
     /// The option is missing.
     #[error("the hypervisor was built without memory sharing")]
     NoSharing,
-    /// Not root, or not dom0.
+    /// The caller isn't root, or this isn't dom0.
     #[error("not permitted; run as root in dom0")]
     Denied,
     /// Anything else.

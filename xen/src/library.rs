@@ -35,7 +35,7 @@ const DOMAINS_AT_ONCE: usize = 64;
 /// Why we can't reach Xen.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// Not Xen, or not its dom0.
+    /// This isn't a machine with Xen, or not its dom0.
     #[error("this is not the dom0 of a machine with Xen ({path}: {why})")]
     NotDom0 {
         /// The file that says so.
@@ -486,7 +486,7 @@ impl Hypervisor for Xen {
         match u32::try_from(found) {
             Ok(found) => Ok(Some(found)),
             Err(_) => match error("xc_memshr_debug_gfn") {
-                // Not shared, not present, or the guest may not share.
+                // The page isn't shared or present, or the guest may not share.
                 CallError::Unfit => Ok(None),
                 CallError::Other { error, .. } if error.raw_os_error() == Some(libc::ENODEV) => Ok(None),
                 error => Err(error),

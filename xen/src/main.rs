@@ -34,7 +34,7 @@ enum Command {
     Run(run::RunArgs),
     /// Show what the daemon has saved, what it costs, and what it is doing
     Status(status::StatusArgs),
-    /// Show it live
+    /// Show the savings, by guest, and what the daemon is doing, live
     Top(top::TopArgs),
     /// Show, range by range, how the daemon judges a guest's memory and what happens next
     Explain(explain::ExplainArgs),

@@ -35,7 +35,7 @@ struct Frame {
 #[derive(Clone, Debug, Default)]
 pub struct Model {
     frames: BTreeMap<u64, Frame>,
-    /// The frame of each page, and what the guest has written to it.
+    /// The frame of each page, and the content that the guest has written to it.
     pages: BTreeMap<GuestPage, (u64, Content)>,
     mapped: BTreeSet<GuestPage>,
     names: BTreeMap<DomainId, String>,

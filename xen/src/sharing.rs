@@ -156,7 +156,7 @@ impl Sharer {
             match self.nominate_pair(hypervisor, *take, *keep, handles, &mut unfit) {
                 Ok(found) => named[number] = Some(found),
                 Err(Some(merging)) => results[number] = merging,
-                // Without memory we don't try the rest.
+                // If there's no memory we don't try the rest.
                 Err(None) => break,
             }
         }
@@ -312,8 +312,8 @@ impl Sharer {
         }
     }
 
-    /// The source and the client of a share that's safe whatever else is shared: the page to keep is the source, if it
-    /// can be.
+    /// The source and the client of a share that's safe however else the frames are shared: the page to keep is the
+    /// source, if possible.
     fn roles(&self, take: Nominated, keep: Nominated) -> Option<(Nominated, Nominated)> {
         [(keep, take), (take, keep)]
             .into_iter()

@@ -5,7 +5,8 @@ use pagefold_procmem::process::ReadError;
 /// To see whether a process maps and unmaps all the time, we read its size this many times in a row, which takes some
 /// 400 us.
 const SIZE_READS: u32 = 256;
-/// It does if its size shrinks this many times during these reads: some 5,000 times a second. Growing proves nothing.
+/// A process does so if its size shrinks this many times during these reads: some 5,000 times a second. Growing proves
+/// nothing.
 const SHRINKS: u32 = 2;
 /// We check whenever the size has changed, until this many checks have found nothing. We need several, because a
 /// program that waits for a processor during a check maps nothing. Later checks are further apart.

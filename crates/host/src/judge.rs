@@ -27,7 +27,7 @@ pub struct ScopeRules {
     pub domain_rules: DomainRules,
     /// The domains known so far.
     pub domains: Domains,
-    /// The one domain that ksmd merges. `None`: we don't merge by ksmd, so each domain is by itself.
+    /// The one domain that ksmd merges. `None`: we don't use ksmd, so each domain is merged by itself or not at all.
     pub merged: Option<DomainKey>,
     /// The rules for groups with limits, by the number of the group.
     pub groups: Vec<Rule>,
@@ -57,7 +57,7 @@ impl ScopeRules {
 /// The programs that we've seen.
 #[derive(Debug, Default)]
 pub struct ProgramHistory {
-    /// Programs whose memory this run has marked, and their trust domain at that time: their forks have the marks too.
+    /// Programs whose memory this run has marked, and their trust domain at that time. Their forks inherit the marks.
     pub(crate) marked: HashMap<u64, DomainKey>,
     /// How long processes live.
     pub(crate) lifetimes: Lifetimes,

@@ -153,7 +153,7 @@ pub struct LiveHost {
     reader: Option<PageReader>,
     stop: Arc<AtomicBool>,
     events: Vec<Event>,
-    /// By pid, the last reason we reported for leaving a process alone.
+    /// For each pid, the last reason that we reported for leaving the process alone.
     reported: BTreeMap<i32, String>,
 }
 

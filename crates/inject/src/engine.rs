@@ -37,11 +37,11 @@ const LOCK_TRIES: u32 = 4;
 pub struct AttemptOutcome {
     /// The results of the calls that were made, from the first on.
     pub results: Vec<Result<u64, Errno>>,
-    /// For how long we stopped the thread, if we did.
+    /// How long we stopped the thread, if we did.
     pub stop_ns: Option<u64>,
     /// Whether registers were borrowed without a return frame.
     pub unguarded: bool,
-    /// For how long registers were borrowed.
+    /// How long registers were borrowed.
     pub away_ns: u64,
     pub verdict: Verdict,
 }

@@ -152,8 +152,7 @@ impl Injector {
         supervised.connection.cpu_ns() + supervised.former_ns + supervised.former_children_ns
     }
 
-    /// The same as [`Self::cpu_ns`], or 0 if the injector is a child of this process, whose time counts when it's
-    /// reaped.
+    /// Like [`Self::cpu_ns`], but 0 if the injector is a child of this process, whose time counts when it's reaped.
     pub fn cpu_elsewhere_ns(&self) -> u64 {
         let supervised = self.lock();
         let own_ns = if supervised.connection.is_child() { 0 } else { supervised.connection.cpu_ns() };

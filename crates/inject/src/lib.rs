@@ -99,7 +99,7 @@ pub struct Limits {
     /// From the request to the stop. The target runs (or sleeps) meanwhile, so this may be generous: a thread whose
     /// cgroup is out of CPU time takes a whole period, 100 ms by default, to reach its stop.
     pub stop_ns: u64,
-    /// For one call. We interrupt a call that takes longer; unmerging then leaves the rest of its range.
+    /// Time limit of one call. We interrupt a call that takes longer; unmerging then leaves the rest of its range.
     pub call_ns: u64,
     /// Calls in one stop. Between two stops the target runs for as long as we stopped it.
     pub calls_per_stop: usize,
@@ -154,7 +154,7 @@ pub enum InjectError {
     /// The process has ended, or its pid has been reused.
     #[error("process {pid} has ended; nothing is left to do")]
     Vanished { pid: i32 },
-    /// It runs another program, or for another user, than when it was judged.
+    /// The process runs another program than the one that we judged, or runs it for another user.
     #[error("process {pid} no longer runs the program that was judged; try again when the new program is judged")]
     OtherProgram { pid: i32 },
     /// A debugger or another tracer is attached: `by`, or 0 if we can't see its pid namespace.
@@ -175,7 +175,7 @@ pub enum InjectError {
     /// Every thread is in a call that an interruption would change, or can't be stopped.
     #[error("every thread of process {pid} is in a call that must not be interrupted; try again later")]
     NoSafeThread { pid: i32 },
-    /// It changed during every attempt (exec, ending threads, signals, restartable sequences).
+    /// The process changed during every attempt (exec, ending threads, signals, restartable sequences).
     #[error("process {pid} changed during every attempt; try again later")]
     Busy { pid: i32 },
     /// A time limit passed. The target is unchanged.
@@ -193,7 +193,7 @@ pub enum InjectError {
         "process {pid} has a seccomp filter that cannot be suspended; run with CAP_SYS_ADMIN and outside any seccomp filter"
     )]
     Filtered { pid: i32 },
-    /// It handles its own system calls.
+    /// The process handles its own system calls.
     #[error("process {pid} uses syscall user dispatch (as Wine does), which is not supported; exclude it")]
     Dispatched { pid: i32 },
     /// Its readable code has no `syscall` instruction.

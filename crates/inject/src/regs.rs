@@ -131,7 +131,7 @@ pub fn calling(stopped: &Registers, instruction: u64, nr: i64, args: &[u64; 6]) 
     let mut registers = *stopped;
     registers.rip = instruction;
     registers.rax = unsigned(nr);
-    // Not in a system call: the kernel must not restart anything with these registers.
+    // These registers mustn't look like a system call, or the kernel might restart one with them.
     registers.orig_rax = u64::MAX;
     [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = *args;
     registers

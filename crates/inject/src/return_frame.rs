@@ -67,8 +67,8 @@ const SS_INVALID: u64 = 4;
 pub struct ReturnFrame {
     frame: Box<[u8; LONGEST]>,
     length: usize,
-    /// The address of the frame, which begins with the address of the `rt_sigreturn` function, for `ret`. For
-    /// `rt_sigreturn` the stack pointer must be 8 bytes above.
+    /// The address of the frame. Its first word is the address of the `rt_sigreturn` function, for `ret`. The
+    /// `rt_sigreturn` call needs a stack pointer 8 bytes above.
     pub base: u64,
 }
 

@@ -117,7 +117,8 @@ impl StackCheck {
 
     /// The end of the lowest `needed` unused pages in `[start, end)`.
     fn unused_in(&self, tid: i32, start: u64, end: u64, needed: usize) -> Option<u64> {
-        /// Neither present, nor swapped out, nor a marker of a guard or of userfaultfd.
+        /// An entry of zeros: the page is neither present nor swapped out, and has no marker of a guard or of
+        /// userfaultfd.
         const UNTOUCHED: [u8; 8] = [0; 8];
         let pages = usize::try_from(end.checked_sub(start)? / PAGE_BYTES).ok()?.min(WINDOW);
         // Entry 0 is for the page below `start`, the last one for the page above.
@@ -246,7 +247,7 @@ mod tests {
         let stack = all.iter().find(|vma| vma.name == b"[stack]").unwrap().end - 8;
         let here = &raw const stack as u64;
         let code = the_query_and_the_text_of_maps_agree as *const () as u64;
-        // For a file with a long path the query fails where the text has a mapping: neither is plain.
+        // For a file with a long path the query fails where the text has a mapping. Neither result counts as plain.
         let plain = |mapping: Option<Mapping>| mapping.filter(|mapping| mapping.plain);
         let addresses = [stack, here, code, 0];
         let asked = addresses.map(|addr| plain(stack_check.mapping(addr)));

@@ -140,8 +140,8 @@ pub fn frozen(process: &Process, tid: i32, stat: &Stat, activity: Activity) -> b
     if stat.state == b'D' && matches!(activity, Activity::Syscall { nr, .. } if only_sleeps(nr)) {
         return true;
     }
-    // Version 2 freezes them where signals are delivered; the compiler may inline that function into its caller, where
-    // a thread stopped by job control waits too (state T).
+    // Version 2 freezes threads where signals are delivered. The compiler may inline that function into its caller,
+    // where threads stopped by job control wait too (state T).
     process.read_file(&format!("task/{tid}/wchan")).is_ok_and(|name| match name.as_slice() {
         b"__refrigerator" | b"do_freezer_trap" => true,
         b"get_signal" => stat.state == b'S',

@@ -80,7 +80,7 @@ pub enum StopEnd {
     Signal,
     /// In a restartable sequence, or the program has changed since we examined it.
     Unstable,
-    /// It runs another program than the calls are for.
+    /// The process runs another program than the one that the calls are for.
     OtherProgram,
     Filtered,
     Compat,

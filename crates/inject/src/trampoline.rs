@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
 /// `mov $15,%rax; syscall` and `mov $15,%eax; syscall`: `rt_sigreturn`.
 const SIGRETURN: [&[u8]; 2] = [&[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05], &[0xb8, 0x0f, 0, 0, 0, 0x0f, 0x05]];
-/// We search this many bytes of one mapping, and of all in one process. Both pieces are in the first megabyte of glibc,
-/// musl and Go programs; larger files may have none.
+/// We search this many bytes of one mapping, and this many in all mappings of a process. Both pieces are in the first
+/// megabyte of glibc, musl and Go programs; larger files may have none.
 const MAPPING_BYTES: u64 = 8 << 20;
 const PROCESS_BYTES: u64 = 32 << 20;
 /// We consider this many executable mappings of files in one process.

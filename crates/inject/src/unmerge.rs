@@ -65,7 +65,7 @@ pub enum UnmergeError {
     /// with a margin.
     #[error("process {pid} has room for {:.0} MiB only, but each step of unmerging needs {:.0} MiB; raise the memory limit of its cgroup or free memory, then unmerge again", left.mib(), wanted.mib())]
     NoRoom { pid: i32, left: Bytes, wanted: Bytes },
-    /// It keeps its mmap lock: we can neither read it nor change its marks.
+    /// The process keeps its mmap lock: we can neither read it nor change its marks.
     #[error("process {pid} ({name}) keeps its memory map locked")]
     Locked { pid: i32, name: String },
     #[error("process {pid} ({name}) is still being unmerged")]

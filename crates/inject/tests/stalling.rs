@@ -66,7 +66,8 @@ fn an_exec_that_does_not_end_keeps_no_thread() {
     victim.expect_ok("exec");
 }
 
-/// As many mappings as the kernel allows, with long names: lists of them are read in a buffer of fixed size.
+/// The victim has as many mappings as the kernel allows, with long names. We read lists of them in a buffer of fixed
+/// size.
 #[test]
 fn very_many_mappings_take_the_injector_little_memory() {
     if !can_inject() {

@@ -1,9 +1,10 @@
 //! Torture of the injector: victims in every state that matters, signals, stops, freezers and deaths that disturb them,
 //! and several injector processes that inject all the time, in random order. No victim may notice anything.
 //!
-//! The victims (`victim torture` of pagefold-testkit) check themselves; the test checks whatever shows from outside,
-//! and that no signal was lost. `PAGEFOLD_TORTURE` is the number of injections (default: 5000), `PAGEFOLD_TORTURE_SEED`
-//! repeats the choices of a run (not its timing), `PAGEFOLD_TORTURE_REPORT` names a file for the results as JSON.
+//! The victims (`victim torture` of pagefold-testkit) check themselves; the test checks everything that can be seen
+//! from outside, and that no signal was lost. `PAGEFOLD_TORTURE` is the number of injections (default: 5000),
+//! `PAGEFOLD_TORTURE_SEED` repeats the choices of a run (not its timing), `PAGEFOLD_TORTURE_REPORT` names a file for
+//! the results as JSON.
 //!
 //! We merge nothing: the memory of each victim is unique.
 

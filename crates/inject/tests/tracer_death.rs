@@ -198,9 +198,9 @@ fn die_at_every_step(kinds: &[&str]) {
     }
 }
 
-/// Linux 6.15 to 7.0 (here 6.16) look for a frame's second magic number at the full size of the state, here behind MPX,
-/// and lose the vector registers without it. QEMU reports all features as in use, so this doesn't show that a frame is
-/// complete if they aren't: the unit tests of `return_frame` do.
+/// Linux 6.15 to 7.0 (6.16 here) look for a frame's second magic number at the full size of the state, which ends
+/// behind MPX here. If the number isn't there, they lose the vector registers. QEMU reports all features as in use, so
+/// this doesn't show that a frame is complete if they aren't: the unit tests of `return_frame` do.
 #[test]
 fn kernels_that_check_the_full_size_of_the_state_restore_it() {
     let Some(tools) = Tools::find("sigreturn") else { return };

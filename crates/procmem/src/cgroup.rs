@@ -25,7 +25,7 @@ impl Cgroup {
 /// Parses the text of `/proc/PID/cgroup`. Skips lines in another format.
 pub fn parse_cgroups(text: &[u8]) -> Vec<Cgroup> {
     let mut cgroups = Vec::new();
-    // Not `lines`: a name may end with a carriage return.
+    // We don't use `lines`, because a name may end with a carriage return.
     for line in String::from_utf8_lossy(text).split('\n') {
         match line.splitn(3, ':').collect::<Vec<_>>()[..] {
             [_, controllers, path] if path.starts_with('/') => {

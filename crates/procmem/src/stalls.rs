@@ -161,7 +161,7 @@ impl Origin {
     }
 }
 
-/// Of the user namespaces that a process is in, the owner of the outermost one below our own.
+/// The owner of the user namespace directly below our own that contains a process.
 fn namespace_owner(process: &Process) -> Option<u32> {
     const NS_GET_PARENT: libc::Ioctl = 0xb702;
     const NS_GET_OWNER_UID: libc::Ioctl = 0xb704;

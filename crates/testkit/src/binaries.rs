@@ -81,7 +81,7 @@ fn build() {
     let profile = if profile == "debug" { "dev" } else { profile };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| env!("CARGO").into());
     let status = Command::new(cargo)
-        // The same arguments as the Makefile's, so that Cargo builds nothing again.
+        // We use the same arguments as the Makefile, so that Cargo builds nothing again.
         .args(["build", "--quiet", "--locked", "--workspace", "--features", "live", "--bins"])
         .args(["--profile", profile, "--target-dir"])
         .arg(dir.parent().expect("a target directory"))

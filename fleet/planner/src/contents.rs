@@ -27,7 +27,7 @@ pub fn lg_sampled(workloads: usize) -> u8 {
     u8::try_from(lg).unwrap_or(12)
 }
 
-/// All units' contents, of those that at least two units hold.
+/// The contents of all units, except contents that only one unit holds.
 #[derive(Debug)]
 pub struct Contents {
     /// The numbers of all units' contents, one unit after the other.

@@ -51,7 +51,7 @@ pub fn improve(placement: &mut Placement<'_>, candidates: impl Fn(UnitId) -> Vec
     }
 }
 
-/// Moves a unit to a host, or exchanges it for one of those there, if that saves more.
+/// Moves a unit to a host, or exchanges it for a unit of that host, if that saves more.
 fn try_host(placement: &mut Placement<'_>, unit: UnitId, host: HostId) -> bool {
     let Some(from) = placement.host_of(unit) else { return false };
     let gain = placement.gain(unit, host);

@@ -16,7 +16,7 @@ const CLASSES: usize = 12;
 /// holds (data of a C library) is the lowest of its class for many groups. Without this limit we'd compare all of them
 /// with each other.
 const GROUPS_PER_CLASS: usize = 4;
-/// A unit belongs to a group if this fraction of the contents that it and the group's first member hold is common.
+/// A unit belongs to a group if its likeness to the group's first member is at least this fraction.
 const LIKE: (usize, usize) = (1, 2);
 
 /// Divides units into groups. The other members of a group are like its first.

@@ -206,7 +206,7 @@ impl<'a> Placement<'a> {
         self.looked_up.set(self.looked_up.get().saturating_add(count(contents)));
     }
 
-    /// Pages that a unit would share with those on a host.
+    /// Pages that a unit would share with the units on a host.
     pub fn gain(&self, unit: UnitId, host: HostId) -> u64 {
         let level = self.contents.level(unit);
         self.look_up(self.contents.of_unit(unit).len());
@@ -445,7 +445,8 @@ mod tests {
         }
     }
 
-    /// With random contents, the estimate is right in expectation and within its error 19 times of 20, at mixed rates.
+    /// With random contents and at mixed rates, the estimate is right in expectation, and within its error in 19 of 20
+    /// cases.
     #[test]
     fn estimates_are_within_their_errors() {
         let mut within = 0;

@@ -23,7 +23,7 @@ pub struct PlanArgs {
     /// Keep workloads together, apart or where they are by the rules in this file (TOML)
     #[arg(long, value_name = "FILE")]
     rules: Option<PathBuf>,
-    /// Let workloads take this share of a host's memory, including what may come back
+    /// Let workloads take this share of a host's memory, including memory that may come back
     #[arg(long, value_name = "PERCENT", default_value_t = 80, value_parser = clap::value_parser!(u8).range(1..=100))]
     memory: u8,
     /// Let workloads use this share of a host's processors

@@ -87,7 +87,7 @@ fn memory_and_processors_limit_a_host() {
         let here = || then.iter().filter(|(_, at)| **at == format!("h{host}")).map(|(name, _)| &name[..2]);
         let kinds: std::collections::BTreeSet<&str> = here().collect();
         let pages = 4_000 * here().count() + 8_000 * kinds.len();
-        // 80 % of the memory, with a tenth for the error of the estimate of what is shared.
+        // 80 % of the memory, and a tenth more for the error of the estimated sharing.
         assert!(pages as f64 <= 4.0 * 12_000.0 * 1.1, "{then:?}");
     }
     let dir = tempfile::tempdir().unwrap();
@@ -110,7 +110,8 @@ fn what_may_come_back_needs_room() {
         row.take_back_bytes = 8_000 * 4096;
     });
     let plan = json("plan", dir.path(), &[]);
-    // With what may come back, a host has room for four workloads as if nothing were shared, and not for a fifth.
+    // Including memory that may come back, a host has room for four workloads as if nothing were shared, but not for a
+    // fifth.
     assert!(
         plan["steps"].as_array().unwrap().iter().all(|step| step["moves"].as_array().unwrap().len() == 2),
         "{plan}"
@@ -255,7 +256,8 @@ fn a_promise_is_verified() {
         (&before["moves"], &before["made"], &before["gone"]),
         (&Value::from(12), &Value::from(0), &Value::from(0))
     );
-    // What was promised is done and saved, but on one host, whose file is missing, and for a workload that has ended.
+    // All promised moves are made and saved, except on one host whose file is missing, and for a workload that has
+    // ended.
     let then = places(&plan, now);
     let later = tempfile::tempdir().unwrap();
     for host in 0..3 {

@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// Python with what the tests of fleets need: scripts/setup makes it.
+/// A Python with the modules that the fleet's tests need. scripts/setup makes it.
 pub fn python() -> Option<PathBuf> {
     let python = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/fleet-python/bin/python");
     python.exists().then_some(python)

@@ -44,7 +44,7 @@ pub struct RunArgs {
 }
 
 impl RunArgs {
-    /// The same as the options of `pagefold run`.
+    /// The options of `pagefold run` that correspond to these.
     fn of_daemon(&self) -> Args {
         Args {
             options: self.options.clone(),

@@ -25,7 +25,7 @@ const BATCH: usize = 256;
 /// Why we leave out a guest that ended during the scan.
 const ENDED: &str = "has ended";
 
-/// A guest, and what we know of it before we read its pages.
+/// A guest, and the facts that we know before we read its pages.
 struct Surveyed {
     guest: InScope,
     ranges: Vec<Range>,

@@ -184,7 +184,7 @@ fn state_left_by_a_crash_or_deferred_is_found() {
 
 #[test]
 fn what_merges_on_request_is_found() {
-    // Without the device: a healthy machine. With a file that isn't the device:
+    // Without the device the machine is healthy. With a file in its place that isn't the device, there's a finding.
     assert_eq!(found(|_, roots| write(&roots.dev.join("ksm"), "")), [("request", Severity::Note)]);
     let module = |name: &'static str| {
         found(move |_, roots| {

@@ -21,7 +21,7 @@ impl LiveHost {
                 target.huge.wanted(span.first.address(), (span.first + span.pages.0).address());
             }
         }
-        // One process in each cycle, in turn.
+        // We collapse in one process per cycle, in turn.
         let from = self.next_collapse;
         let mut in_turn = self.targets.range(from..).chain(self.targets.range(..from));
         let Some((&pid, _)) = in_turn.find(|(_, target)| target.huge.is_waiting()) else { return };

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// The shortest time between two passes, nanoseconds. Passes may take 1/`PASS_PART` of the time.
 const PASS_EVERY_NS: u64 = 1_000_000_000;
 const PASS_PART: u64 = 1_000;
-/// One pass reads limits for this long at most. The next one continues with the others.
+/// One pass reads limits for this long at most. The next pass continues with the cgroups that are left.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
 
 /// The cgroups that can limit the memory of targets.

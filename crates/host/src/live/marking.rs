@@ -213,8 +213,8 @@ impl LiveHost {
         self.actuator.is_some() && pending.any(|pending| !pending.was_tried)
     }
 
-    /// Whether memory of another trust domain than the one that ksmd merges is or may be marked. ksmd would merge both,
-    /// so until such marks are gone, however long it takes, we mark nothing and let ksmd rest.
+    /// Whether memory of a trust domain other than the merged one is still marked, or may be. ksmd would merge both
+    /// domains. So until such marks are gone, however long that takes, we mark nothing and let ksmd rest.
     pub(super) fn has_foreign_marks(&self) -> bool {
         let (Some(merged), Some(_)) = (self.rules.merged, &self.actuator) else { return false };
         !self.schedule.are_all_checked || self.targets.values().any(|target| target.has_foreign_marks(merged))
@@ -248,8 +248,8 @@ impl LiveHost {
         }
     }
 
-    /// Makes the calls in a process. Returns whether the results may lack calls: ones that we may have made, or will
-    /// make later.
+    /// Makes the calls in a process. Returns whether the results may be incomplete: we may have made other calls, or
+    /// will make them later.
     fn make(&mut self, pid: i32, work: &CallBatch, changes: &mut Changes<'_>, outcome: &mut Outcome) -> bool {
         let Some(target) = self.targets.get_mut(&pid) else { return false };
         for &part in &work.done {

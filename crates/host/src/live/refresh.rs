@@ -25,7 +25,7 @@ pub(super) const INTERVAL_NS: u64 = 250_000_000;
 pub(super) const INTERVAL_MIN_NS: u64 = 10_000_000;
 /// If a refresh is due within this time we do it at once, nanoseconds.
 const EARLY_NS: u64 = 30_000_000;
-/// One refresh takes this long at most, not counting the last target. The next one continues with the others.
+/// One refresh takes this long at most, not counting the last target. The next refresh continues with the targets left.
 const PASS_NS: u64 = 250_000_000;
 /// Cost of refreshing one unchanged target, nanoseconds. Refreshes may take 1/`UNCHANGED_SHARE` of the time: with more
 /// than 300 targets we refresh them less often.

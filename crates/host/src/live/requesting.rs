@@ -30,7 +30,7 @@ const CHECK_NS: u64 = 10_000_000;
 const JOB_PAGES: u32 = 16_384;
 /// How long a job may compute.
 const COMPUTING_MOST: Duration = LIMIT;
-/// For locks that we only wait for: somebody else may hold them for any time.
+/// Somebody else may hold a lock for any time if we only wait for it.
 const ANY_TIME: Duration = Duration::MAX;
 
 /// The state of merging on request.
@@ -276,8 +276,8 @@ impl LiveHost {
         Ok(())
     }
 
-    /// Some pages to keep have to be merged already. Returns the ones that still are, since their program may have
-    /// written them. `None` if we can't look.
+    /// Some of the pages to keep must be merged already. Returns the pages that still are: their program may have
+    /// written others. `None` if we can't look.
     fn merged_to_keep(&mut self, keep: i32, parts: &[MergeRange]) -> Option<BTreeSet<Vpn>> {
         let mut runs = Vec::new();
         for part in parts.iter().filter(|part| part.needs_merged) {

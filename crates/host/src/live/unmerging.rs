@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
-/// How long we wait for processes that we couldn't unmerge at once, and the longer time for ones that make progress,
-/// nanoseconds.
+/// How long a request waits for processes that we couldn't unmerge at once, nanoseconds. The second, longer time is for
+/// processes that make progress.
 const WAIT_NS: u64 = 2_000_000_000;
 const WAIT_MOST_NS: u64 = 10_000_000_000;
 /// If a process makes no progress for this long, it keeps its memory map locked.
@@ -140,7 +140,8 @@ impl LiveHost {
         Some(over)
     }
 
-    /// Lets the processes in again that a scope selects. Returns the pids and names of the ones that were kept out.
+    /// Lets in again the processes that a scope selects. Returns the pids and names of the processes that were kept
+    /// out.
     pub fn include(&mut self, spec: &ScopeSpec) -> Result<Vec<(i32, String)>, RequestRefusal> {
         let mut living = spec.clone();
         let found = loop {

@@ -10,7 +10,7 @@ use std::os::fd::AsFd;
 /// thread and the ones that it starts.
 ///
 /// # Errors
-/// It needs the rights of root on the host.
+/// We need the rights of root on the host.
 pub fn enter_cgroups_of_init() -> io::Result<()> {
     let of_init = "/proc/1/ns/cgroup";
     if fs::read_link(of_init)? == fs::read_link("/proc/thread-self/ns/cgroup")? {

@@ -71,7 +71,7 @@ impl DomainRules {
 /// The domains that processes are in, and their keys.
 #[derive(Debug)]
 pub struct Domains {
-    /// By key. Some aren't in use any more.
+    /// The domains' names, by key. Some aren't in use any more.
     names: Vec<String>,
     keys: HashMap<String, DomainKey>,
     free: Vec<DomainKey>,

@@ -42,7 +42,7 @@ thread_local! {
 /// The injector that this thread queries through, and the answers so far.
 struct Asker {
     injector: InjectorHandle,
-    /// By pid.
+    /// The answers of processes, by pid.
     answers: BTreeMap<i32, Answer>,
 }
 

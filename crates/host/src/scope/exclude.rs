@@ -46,7 +46,7 @@ pub enum Exclusion {
         /// The new domain.
         to: String,
     },
-    /// It is in another trust domain than the one that ksmd merges.
+    /// It's in another trust domain than the merged one.
     OtherDomain {
         own: String,
         merged: String,
@@ -224,9 +224,9 @@ pub fn process_exclusion(found: &ProcessInfo, deny: &DenyList) -> Result<Option<
 
 /// The opt-outs of a process, judged.
 pub(crate) struct OptOuts {
-    /// The one that excludes it.
+    /// The opt-out that excludes the process.
     pub(crate) excluding: Option<OptOut>,
-    /// The ones that the administrator has overridden.
+    /// The opt-outs that the administrator has overridden.
     pub(crate) overridden: Vec<OptOut>,
 }
 

@@ -1,8 +1,8 @@
 //! Processes that an administrator keeps out while pagefold runs, and the ones let in again.
 //!
-//! Each selector given to `unmerge` or `include` is an entry, and the last one that matches a process decides. So a
-//! selector of cgroups, users or programs also decides on processes that start later. A pid stands for one process and
-//! its descendants, including later ones. We match executables by name: nobody gains anything by being kept out.
+//! Each selector given to `unmerge` or `include` makes an entry, and the last entry that matches a process decides. So
+//! a selector of cgroups, users or programs also decides on processes that start later. A pid stands for one process
+//! and its descendants, including later ones. We match executables by name: nobody gains anything by being kept out.
 //!
 //! The list lives as long as the run.
 
@@ -76,8 +76,8 @@ impl KeptOut {
         Ok(())
     }
 
-    /// Lets the processes in again that a scope selects. `found` are the ones running now. Returns the ones that were
-    /// kept out.
+    /// Lets in again the processes that a scope selects. `found` are the ones running now. Returns the processes that
+    /// were kept out.
     pub fn include<'a>(
         &mut self,
         spec: &ScopeSpec,

@@ -63,7 +63,7 @@ impl ScopeSpec {
 }
 
 impl std::fmt::Display for ScopeSpec {
-    /// As flags.
+    /// Displays the scope as command-line flags.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let flags: Vec<String> = self.0.iter().map(Selector::to_string).collect();
         f.write_str(&flags.join(" "))

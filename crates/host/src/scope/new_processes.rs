@@ -44,7 +44,7 @@ pub struct NewProcesses {
 }
 
 impl NewProcesses {
-    /// Without known processes.
+    /// Begins without known processes.
     pub fn new(roots: &Roots) -> Self {
         // Whatever the error: without the file we read the list every time.
         let loadavg = File::open(roots.proc.join("loadavg")).ok();

@@ -28,7 +28,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// For how long we rely on files we've read. Reading them again may take 1/[`SHARE`] of the time: with many cgroups we
+/// How long we rely on files that we've read. Reading them again may take 1/[`SHARE`] of the time: with many cgroups we
 /// read them less often.
 const VALID: Duration = Duration::from_secs(10);
 const SHARE: u32 = 2_000;

@@ -91,7 +91,7 @@ pub fn of_arguments(arguments: &[u8], mut read_config: impl FnMut(&Path) -> Opti
 #[derive(Default)]
 struct Settings {
     machine: Option<bool>,
-    /// By ID.
+    /// Whether each memory object may be merged, by its ID.
     objects: BTreeMap<Vec<u8>, bool>,
 }
 

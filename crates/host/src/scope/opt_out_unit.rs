@@ -165,7 +165,7 @@ fn home_of(uid: u32, root: &Path) -> Option<PathBuf> {
     None
 }
 
-/// There are more files than we read, or there's one that we can't or mustn't read.
+/// There are more files than we read, or there's a file that we can't or mustn't read.
 struct NotReadable;
 
 struct Unit<'a> {
@@ -234,7 +234,7 @@ impl<'a> Unit<'a> {
             for name in names_in(&below(self.root, &directory), &self.folders, &mut room).ok_or(NotReadable)? {
                 if name.strip_suffix(".conf").is_some() {
                     let file = directory.join(&name);
-                    // Of several with the same name the first one stays.
+                    // Of several drop-ins with the same name we keep the first.
                     files.entry(name).or_insert(file);
                 }
             }
@@ -279,7 +279,7 @@ fn names_of(unit: &str) -> Vec<String> {
 pub enum Setting {
     Yes,
     No,
-    /// As if it had never been assigned.
+    /// The setting counts as never assigned.
     Reset,
 }
 

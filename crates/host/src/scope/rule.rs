@@ -1,7 +1,7 @@
 //! Rules of the configuration that select processes: by cgroup, user or executable. The first that matches decides.
 //!
-//! A rule by executable matches only a file that root alone can change ([`super::exe`]): otherwise any user could get
-//! the rule for a program of its own by naming it so.
+//! A rule by executable matches only a file that root alone can change ([`super::exe`]): otherwise any user could make
+//! the rule apply by giving the same name to another program.
 
 use super::exe::Matching;
 use super::{Matcher, ProcessInfo};

@@ -94,7 +94,7 @@ impl Selection {
                 Ok(Some(info)) => found.push(info),
                 Err(ReadError::Vanished { .. }) if is_named => return Err(ScopeError::UnknownPid(pid)),
                 Err(source) if is_named => return Err(ScopeError::Unreadable { pid, source }),
-                // Out of scope; or ended meanwhile, or hidden (proc mounted with hidepid).
+                // The process is out of scope, has ended meanwhile, or is hidden (proc mounted with hidepid).
                 Ok(_) | Err(_) => {}
             }
         }

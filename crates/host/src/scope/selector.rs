@@ -73,7 +73,7 @@ impl Selector {
 }
 
 impl fmt::Display for Selector {
-    /// As a flag.
+    /// Displays the selector as a command-line flag.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::All => f.write_str("--all"),

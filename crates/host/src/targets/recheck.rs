@@ -31,7 +31,7 @@ const RECHECK_MOST_SHARE: u64 = 100;
 /// 150 us.
 const RECHECK_COST_MOST_NS: u64 = 200_000;
 
-/// What we knew at the last check.
+/// The facts that we knew at the last check.
 #[derive(Debug, Default)]
 pub(super) struct LastCheck {
     /// Absent before our first check of a program.
@@ -52,7 +52,8 @@ struct CheckedProgram {
     image: u64,
     /// Its address space, unless we must not read the process. After an exec it's gone.
     space: Option<AddressSpace>,
-    /// As we see it from outside. If it's unknown we've asked the process itself, possibly before it last ran.
+    /// The attribute as we see it from outside. If it's unknown we've asked the process itself, possibly before it last
+    /// ran.
     dumpable: Dumpable,
     command_line: CommandLine,
     /// The process's CPU time before the last check. If it hasn't run since, it needn't be checked. `None`: check it
@@ -60,7 +61,7 @@ struct CheckedProgram {
     cpu_ns: Option<u64>,
 }
 
-/// What we found on a program's command line.
+/// Our knowledge of a program's command line.
 #[derive(Clone, Copy, Debug)]
 enum CommandLine {
     /// We didn't look.

@@ -1,4 +1,4 @@
-//! Surveys of a target's mappings: when one is due, and what changes by its result.
+//! Surveys of a target's mappings: when a survey is due, and what its result changes.
 //!
 //! Only smaps shows the flags of mappings and their anonymous pages, and it walks the page tables: some 10 ns per
 //! present page. So we read it only when something cheaper shows a change: statm (1 us through the open file), whose
@@ -71,7 +71,7 @@ pub(super) struct RunningSurvey {
     start: SurveyStart,
 }
 
-/// What we knew when a survey began.
+/// The facts that we knew when a survey began.
 #[derive(Clone, Copy, Debug)]
 struct SurveyStart {
     at_ns: u64,
@@ -80,7 +80,7 @@ struct SurveyStart {
     sizes: Sizes,
 }
 
-/// What a survey reads.
+/// The result of reading a process's mappings.
 #[derive(Debug)]
 pub(super) struct Listing {
     /// Hash of the list of mappings.
@@ -282,7 +282,7 @@ impl Target {
         Ok(former_exclusion.is_some() || former_left_out != self.left_out || former != self.regions)
     }
 
-    /// Forgets the last survey, and one that is under way.
+    /// Forgets the last survey, and a survey that is under way.
     pub(super) fn forget_survey(&mut self) {
         self.left_out.clear();
         self.surveys.running = None;

@@ -111,8 +111,8 @@ pub fn by_injector(run: &Run, mut random: Random) {
 }
 
 pub fn directly(run: &Run, mut random: Random) {
-    // This is faster than going through an injector process. We limit it so that those processes get enough requests,
-    // too.
+    // This is faster than going through an injector process. We limit it so that injector processes get enough
+    // requests, too.
     for _ in 0..run.wanted / 5 {
         if run.is_enough() {
             break;

@@ -1,4 +1,4 @@
-//! The verdict at the end: the victims' own reports, and whatever shows from outside.
+//! The verdict at the end, from the victims' own reports and from everything that can be seen from outside.
 
 use crate::Run;
 use crate::victims::{Class, Member, Signals, masks, signals};

@@ -126,7 +126,7 @@ fn dropped_capabilities_do_not_come_back_without_setpcap_either() {
     });
 }
 
-/// With all three a process of another user can be read; without any one of them something fails.
+/// With all three capabilities we can read a process of another user. Without any one of them something fails.
 #[test]
 #[cfg_attr(not(feature = "live"), ignore = "needs root")]
 fn each_kept_capability_is_needed() {

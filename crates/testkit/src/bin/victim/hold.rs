@@ -283,7 +283,7 @@ pub fn call(nr: i64, args: [u64; 6]) -> Result<i64, String> {
     frame.general[1..7].copy_from_slice(&args);
     frame.run();
     let describe = |what| format!("{}: {:x?} after {:x?}", String::from(what), frame.general_after, frame.general);
-    // Not rax, rcx and r11.
+    // We don't compare rax, rcx and r11.
     frame.check(1..RCX).map_err(describe)?;
     let answer = i64::from_ne_bytes(frame.general_after[0].to_ne_bytes());
     if (-4095..-133).contains(&answer) { Err(format!("leaked errno {answer}")) } else { Ok(answer) }
