@@ -231,11 +231,13 @@ pub(super) fn names_in(directory: &Path, folders: &[PathBuf], room: &mut usize) 
         Err(error) if is_missing(&error) => return Some(Vec::new()),
         found => found.ok()?,
     };
-    let Ok(entries) = fs::read_dir(format!("/proc/self/fd/{}", found.as_raw_fd())) else { return Some(Vec::new()) };
     let mut names = Vec::new();
-    for entry in entries.flatten() {
+    if !found.metadata().ok()?.is_dir() {
+        return Some(names);
+    }
+    for entry in fs::read_dir(format!("/proc/self/fd/{}", found.as_raw_fd())).ok()? {
         *room = room.checked_sub(1)?;
-        names.extend(entry.file_name().into_string());
+        names.extend(entry.ok()?.file_name().into_string());
     }
     Some(names)
 }
