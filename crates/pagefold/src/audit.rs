@@ -1,8 +1,9 @@
 //! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark, and for
 //! the beginning and the end of the command. It has no contents of memory and no digests of them.
 //!
-//! A thread writes it, so that nothing waits for its file system. We lose a line if we can't write it, or if too many
-//! wait already: we count it, report the first loss, and the next line in the log says how many are missing.
+//! A thread writes the log, so that nothing else waits for its file system. We lose a line if we can't write it, or if
+//! too many lines wait already. Then we count the loss and report the first one, and the next line that we write says
+//! how many are missing.
 
 mod entry;
 mod file;
@@ -21,7 +22,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, SystemTime};
 
 const SCHEMA: &str = "pagefold.audit/1";
-/// Bytes of lines that may wait: some 8,000 lines, more than a cycle has.
+/// Bytes of lines that may wait to be written: about 8,000 lines, more than a cycle makes.
 const ROOM: usize = 4 << 20;
 /// How long the end of the run waits for the log.
 const END_LIMIT: Duration = Duration::from_secs(2);
@@ -29,7 +30,7 @@ const END_LIMIT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Audit {
     shown: String,
-    /// Open, but without a thread yet: we mustn't start one before we've given up rights.
+    /// Present until the thread takes it. We mustn't start the thread before we've given up rights.
     file: Option<LogFile>,
     orders: Sink<Order>,
     /// Lines lost so far.
@@ -37,7 +38,7 @@ pub struct Audit {
     /// Complaints about lost lines, from the thread and from us.
     complaints: Receiver<String>,
     complain: Sender<String>,
-    /// Whether we lost the last line because too many wait.
+    /// Whether we lost the last line because too many were waiting.
     is_stalled: bool,
 }
 
@@ -88,7 +89,7 @@ impl Audit {
 
     fn write_at(&mut self, entry: &Entry, time: SystemTime) {
         if let Some(mut file) = self.file.take() {
-            // Without a thread the log stalls, and we report that then.
+            // If the thread can't start, the queue fills up, and then we report that the log takes no more lines.
             let _ = self.orders.start("audit", move |next| file.serve(next));
         }
         let line = line_of(entry, time);
@@ -100,7 +101,7 @@ impl Audit {
         }
         if self.is_stalled && !was_stalled {
             let _ = self.complain.send(format!(
-                "the audit log {} takes no more lines; see whether its file system answers (the run continues without the log)",
+                "the audit log {} takes no more lines; check its file system (the run continues without the log)",
                 self.shown
             ));
         }
@@ -111,13 +112,13 @@ impl Audit {
         self.complaints.try_iter().collect()
     }
 
-    /// Waits a moment until all lines are written. The rest is lost.
+    /// Waits up to [`END_LIMIT`] until all lines are written. We lose the rest.
     pub fn finish(&mut self) {
         let unwritten = self.orders.flush(END_LIMIT);
         if unwritten > 0 {
             self.lost.fetch_add(unwritten as u64, Ordering::Relaxed);
             let _ = self.complain.send(format!(
-                "the audit log {} does not answer: its last {unwritten} lines may be lost; see whether its file system does",
+                "the audit log {} hangs, and its last {unwritten} lines may be lost; check its file system",
                 self.shown
             ));
         }
@@ -133,7 +134,7 @@ fn line_of(entry: &Entry, time: SystemTime) -> String {
         entry: &'a Entry,
     }
     let line = Line { schema: SCHEMA, time: humantime::format_rfc3339_millis(time).to_string(), entry };
-    // Only maps with keys other than strings can't be encoded, and we have none.
+    // Encoding only fails for maps whose keys aren't strings, and we have no such maps.
     visible_json(&serde_json::to_string(&line).unwrap_or_default()) + "\n"
 }
 

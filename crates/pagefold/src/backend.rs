@@ -1,5 +1,5 @@
-//! What the daemon asks of a machine beside the engine's [`Host`], so that one loop ([`crate::daemon`]) serves the
-//! processes of this machine, guests of Xen (pagefold-xen), and in tests the simulated host.
+//! The operations that the daemon needs from a machine in addition to the engine's [`Host`]. With them, one loop
+//! ([`crate::daemon`]) serves this machine's processes, Xen guests (pagefold-xen), and the simulated host of tests.
 
 use crate::audit::Owner;
 use crate::commands::run::progress::Progress;
@@ -20,14 +20,14 @@ use pagefold_text::exit::{self, Exit};
 
 /// A machine that the daemon works on. Its targets are processes or guests.
 pub trait Backend: Host + Sized {
-    /// The word for a target, and for several.
+    /// The words for one target and for several.
     const TARGET: &'static str = "process";
     const TARGETS: &'static str = "processes";
 
     /// The exit code and advice for an error that ends the run.
     fn explain(error: &Self::Error) -> Exit;
 
-    /// The time of the snapshots.
+    /// The time on the clock that snapshots use.
     fn now_ns(&self) -> u64;
 
     /// How many targets are in scope.
@@ -41,10 +41,10 @@ pub trait Backend: Host + Sized {
     /// The pid or guest number of a region's target.
     fn pid_of(&self, region: RegionKey) -> Option<i32>;
 
-    /// A target, for the audit log.
+    /// Describes a target for the audit log.
     fn owner(&self, pid: i32) -> Option<Owner>;
 
-    /// Everything that views of the run show.
+    /// All facts that views of the run show.
     fn facts(&self, engine: &Engine, run: RunFacts) -> Facts;
 
     /// The events since the last call.
@@ -68,13 +68,13 @@ pub trait Backend: Host + Sized {
         None
     }
 
-    /// The governor has changed, and with it the time that a round takes.
+    /// Tells the backend that the governor, and so the length of a round, has changed.
     fn set_round_ns(&mut self, _ns: u64) {}
 
-    /// Reads a portion for the sketches of workloads.
+    /// Reads some memory for the workloads' sketches.
     fn sketch(&mut self, _sketches: &mut sketch::Writer, _engine: &mut Engine) {}
 
-    /// Ends the run: gives back whatever was taken for it.
+    /// Ends the run and gives back everything that it took, such as KSM.
     fn finish(self) -> Ending;
 }
 
@@ -84,7 +84,7 @@ pub struct Ending {
     /// How many targets we didn't leave alone.
     pub judged: usize,
     pub ended: Ended,
-    /// Xen's own figures, if the targets were its guests.
+    /// Xen's own figures, if the targets were Xen guests.
     pub xen: Option<XenView>,
 }
 
@@ -143,7 +143,7 @@ impl Backend for LiveHost {
     }
 
     fn set_round_ns(&mut self, ns: u64) {
-        // Several times in a round.
+        // We refresh several times in a round.
         self.set_refresh_interval(ns / 4);
     }
 

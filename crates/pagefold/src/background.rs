@@ -5,20 +5,20 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::Duration;
 
-/// How long the end of a run waits for a write in progress: a file system may never answer.
+/// How long the end of a run waits for a write in progress, since a file system may hang.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// A thread with work to do. Dropping this lets the thread finish; we wait for it, but no longer than [`END_LIMIT`].
+/// A thread that gets work. Dropping this lets the thread finish, and waits for it up to [`END_LIMIT`].
 #[derive(Debug)]
 pub struct Background<T> {
-    /// Dropped to end the thread.
+    /// We drop this to end the thread.
     work: Option<SyncSender<T>>,
     /// Disconnected when the thread has ended.
     ended: Receiver<()>,
 }
 
 impl<T: Send + 'static> Background<T> {
-    /// Starts a thread, which must return when its work is disconnected.
+    /// Starts a thread. `body` must return when its channel of work is disconnected.
     pub fn start(name: &str, body: impl FnOnce(Receiver<T>) + Send + 'static) -> io::Result<Self> {
         let (work, to_do) = sync_channel(1);
         let (ending, ended) = sync_channel(0);
@@ -29,7 +29,7 @@ impl<T: Send + 'static> Background<T> {
         Ok(Self { work: Some(work), ended })
     }
 
-    /// Hands it work. If the disk is so slow that the thread hasn't begun with the last piece, we drop this one.
+    /// Hands the thread some work, or drops that if a slow disk has kept the thread from beginning the last piece.
     pub fn offer(&self, work: T) {
         let _ = self.work.as_ref().map(|to_do| to_do.try_send(work));
     }
@@ -42,7 +42,7 @@ impl<T> Drop for Background<T> {
     }
 }
 
-/// Says once that something fails, until it succeeds.
+/// Reports a failure once, and again only after a success in between.
 #[derive(Debug, Default)]
 pub struct Complaints {
     complained: bool,

@@ -1,8 +1,8 @@
-//! Requests to a running `pagefold run`, over a socket that only root can reach; the group `pagefold` may ask for the
+//! Requests to a running `pagefold run`, over a socket for root. Members of the group `pagefold` may only ask for the
 //! status.
 //!
-//! One line of JSON each way ([`protocol`]). The daemon's end ([`server`]) has threads of its own and never delays the
-//! engine: it puts requests into a [`queue`], which the main loop serves between two cycles.
+//! Each request and each answer is one line of JSON ([`protocol`]). The daemon's end ([`server`]) has its own threads
+//! and never delays the engine: it puts requests into a [`queue`] that the main loop serves between two cycles.
 
 pub mod client;
 pub mod orders;
@@ -22,13 +22,13 @@ use std::path::Path;
 use std::sync::Arc;
 use tracing::debug;
 
-/// Serves the socket. If that fails the run goes on without it. A dry run doesn't replace another run's socket.
+/// Serves the socket. If that fails, the run goes on without a socket. A dry run doesn't replace another run's socket.
 pub fn serve(requests: RequestSender, dry_run: bool) -> Option<Server> {
     let answer = Arc::new(move |request, uid| answer(&requests, request, uid));
     match Server::start(Path::new(PATH), !dry_run, group_id(GROUP), answer) {
         Ok(server) => Some(server),
         Err(error) => {
-            complain!("{error:#}; status and the other commands for a running pagefold will not reach this run");
+            complain!("{error:#}; pagefold status and other requests will not reach this run");
             None
         }
     }

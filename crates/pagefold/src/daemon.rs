@@ -1,8 +1,8 @@
-//! The daemon: one loop for whatever machine is behind [`Backend`].
+//! The daemon: one loop that works on any machine behind the trait [`Backend`].
 //!
-//! Three types keep the order of the first steps. [`Start`] handles signals, and takes the sockets that we were passed
-//! before anything opens a file. It opens [`Outputs`] while we have all rights. Then the caller gives up rights, and only a
-//! [`Daemon`] starts threads and makes the control socket.
+//! Three types enforce the order of the first steps. [`Start`] handles signals, and takes the sockets that we were
+//! passed before anything opens a file. It opens [`Outputs`] while we still have all rights. Then the caller gives up
+//! rights, and only after that, [`Daemon`] starts threads and makes the control socket.
 
 use crate::audit::Entry;
 use crate::backend::Backend;
@@ -40,7 +40,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tracing::{Level, debug, enabled};
 
-/// The longest wait between two cycles, nanoseconds: a service manager wants to hear that the run is alive.
+/// The longest wait between two cycles, nanoseconds. A service manager may expect signs of life from us.
 const LONGEST_WAIT_NS: u64 = 60_000_000_000;
 
 /// A run that has opened nothing yet.
@@ -53,14 +53,14 @@ pub struct Start {
 /// The flags that signals set.
 #[derive(Debug, Default)]
 pub struct Signals {
-    /// The run should end.
+    /// Set when the run should end.
     pub stop: Arc<AtomicBool>,
-    /// A wait ends early, because of a signal or a request.
+    /// Set by every signal and request, to end a wait early.
     pub woken: Arc<AtomicBool>,
 }
 
 impl Signals {
-    /// From now on the signal sets this flag, and then ends waits: whenever `woken` is set, the reason is set too.
+    /// From now on the signal sets this flag and then `woken`, so a loop that sees `woken` also sees the reason.
     pub fn on(&self, signal: i32, flag: &Arc<AtomicBool>) -> Result<()> {
         for flag in [flag, &self.woken] {
             signal_hook::flag::register(signal, flag.clone()).context("cannot install a signal handler")?;
@@ -70,7 +70,7 @@ impl Signals {
 }
 
 impl Start {
-    /// The first step of a run of this program. From here on it always ends in an orderly way.
+    /// The first step of a run of this program. From here on the run always ends in an orderly way.
     pub fn of(program: &'static str) -> Result<Self> {
         messages::never_wait(program);
         let signals = Signals::default();
@@ -80,7 +80,7 @@ impl Start {
         Ok(Self { signals, passed: Metrics::passed()? })
     }
 
-    /// Opens the run's sockets and files. Call it before rights are given up.
+    /// Opens the run's sockets and files. Call this before giving up rights.
     pub fn open(self, args: &RunArgs, settings: Settings) -> Result<Outputs<'_>> {
         let metrics = Metrics::open(&settings.metrics, self.passed)?;
         let history = place::of_run(settings.history.as_deref(), "history", args.dry_run, HistoryFile::open)?;
@@ -89,7 +89,7 @@ impl Start {
     }
 }
 
-/// The sockets and files of a run, open but without threads: give up rights before the first thread starts.
+/// The open sockets and files of a run, without threads yet, since rights must be given up before any thread starts.
 #[derive(Debug)]
 pub struct Outputs<'a> {
     pub signals: Signals,
@@ -114,9 +114,9 @@ pub struct Daemon<'a, B: Backend> {
     pub sketches: Option<sketch::Writer>,
     progress: Progress,
     rooms: RoomReports,
-    /// Scans so far, as far as the list of events has them.
+    /// The number of scans that the list of events shows.
     scans: u64,
-    /// Changes of decisions so far, as far as we've logged them.
+    /// The number of changed decisions that we've logged.
     decisions: u64,
 }
 
@@ -206,15 +206,15 @@ impl<'a, B: Backend> Daemon<'a, B> {
                 Event::Overridden { pid, opt_out } => {
                     let Some(owner) = self.backend.owner(pid) else { continue };
                     let process = format!("process {pid} ({})", owner.name);
-                    self.progress.say(&format!("{process} is not left alone, by --override-opt-out: {opt_out}"));
+                    self.progress.say(&format!("{process} is merged because of --override-opt-out: {opt_out}"));
                     self.active.log(&Entry::overridden(owner, opt_out));
                 }
                 Event::InjectorRestarted { pid } => {
-                    let line = format!("the injector process had ended; process {pid} takes its place");
+                    let line = format!("the injector process had ended; process {pid} replaces it");
                     self.active.say(&self.progress, "injector", line);
                 }
                 Event::StoodDown { why } => {
-                    let line = format!("KSM is no longer controlled by this run: {why}");
+                    let line = format!("this run no longer controls KSM: {why}");
                     self.active.say(&self.progress, "stood-down", line);
                     self.facts.stood_down = Some(why);
                 }
@@ -237,7 +237,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         self.decisions = log.number();
     }
 
-    /// Reports changes of the room for pages that can come back.
+    /// Reports when the headroom for writes to merged pages changes.
     fn report_room(&mut self) {
         let reserve = self.engine.reserve();
         let take_back = self.active.settings.config.reserve.take_back && self.facts.config.mechanism == Mechanism::Ksmd;
@@ -249,7 +249,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         }
     }
 
-    /// Answers requests, and reloads the settings if that's asked for.
+    /// Answers requests, and reloads the settings if SIGHUP has come.
     fn serve_requests(&mut self) {
         self.facts.audit_lost = self.active.lost();
         let backend = &self.backend;
@@ -267,16 +267,16 @@ impl<'a, B: Backend> Daemon<'a, B> {
 
     /// Ends the run, whatever happened in it, and returns the exit code.
     fn finish(mut self, ran: Result<(), Exit>) -> Result<u8> {
-        // From here on nobody answers: whoever waits for that is told so now.
+        // From here on nobody answers requests. Dropping the queues tells everybody who waits for an answer.
         drop((self.requests, self.orders));
-        // If we can't read a host any more, the last count stays.
+        // If we can't read the host any more, the last count of the savings stays.
         let _ = count_saving(&mut self.engine, &mut self.backend);
         self.progress.finish();
         if let Some(learned) = self.learned {
             learned.finish(&self.engine);
         }
         drop((self.control, self.metrics, self.history, self.sketches));
-        // Whatever happened, we give KSM back before we report anything.
+        // Even after an error, we give KSM back before we report anything.
         let ending = self.backend.finish();
         self.active.log(&Entry::end("run", self.active.lost()));
         self.active.finish(&self.progress);
@@ -297,7 +297,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
 #[derive(Debug)]
 pub struct Cycles {
     stop: Arc<AtomicBool>,
-    /// On the backend's clock.
+    /// When the run ends, on the backend's clock.
     end_ns: u64,
     wait_ns: u64,
 }
@@ -309,7 +309,7 @@ impl Cycles {
 
     /// Waits until the next cycle is due, and runs it. `None` if the run ends instead.
     pub fn next<B: Backend>(&mut self, engine: &mut Engine, backend: &mut B) -> Result<Option<Outcome>, Exit> {
-        // The wait wouldn't end early if the queue has cleared the flag that a signal set.
+        // The queue may have cleared the flag with which SIGTERM would end this wait, so we check for the signal first.
         if !self.stop.load(Ordering::Relaxed) {
             let left_ns = self.end_ns.saturating_sub(backend.now_ns());
             let wait_ns = self.wait_ns.min(LONGEST_WAIT_NS).min(left_ns);
@@ -344,14 +344,14 @@ pub fn log_outcome<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, out
     log_merges(active, backend, outcome);
 }
 
-/// The pages of two targets that we named in a cycle, and those among them that the kernel merged.
+/// The pages of two targets that we named in a cycle, and how many of them the kernel merged.
 #[derive(Default)]
 struct PairPages {
     named: Pages,
     merged: Pages,
 }
 
-/// A line for each pair of targets, since there may be many ranges.
+/// Logs one line for each pair of targets, since there may be too many ranges to log each.
 fn log_merges<B: Backend>(active: &mut ActiveSettings<'_>, backend: &B, outcome: &Outcome) {
     let mut pairs: BTreeMap<(i32, Option<i32>), PairPages> = BTreeMap::new();
     for result in &outcome.merges {

@@ -1,5 +1,5 @@
-//! `pagefold demo`: finds and merges the duplicates of programs that it starts itself, shows the cost, and compares
-//! that with KSM alone. We measure every figure while it runs.
+//! `pagefold demo`: finds and merges the duplicates of programs that it starts itself, shows the cost, and compares the
+//! cost with KSM alone. All figures that it shows are measured while it runs.
 
 mod picture;
 mod watch;
@@ -42,7 +42,7 @@ use watch::{Observed, Watch};
 use words::Merged;
 use workers::{Size, Workers};
 
-/// ksmd's speed for KSM alone; the kernel's default is 100 pages every 20 ms.
+/// The rate at which ksmd scans in the part with KSM alone. The kernel's default is 100 pages every 20 ms.
 const KSM_PAGES: u64 = 1000;
 const KSM_SLEEP_MS: u64 = 20;
 
@@ -55,12 +55,12 @@ pub struct DemoArgs {
 
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// Merge for at least this long; we go on until there's nothing left to do.
+    /// Merge for at least this long, and then until there's nothing left to do.
     merge: Duration,
     /// Merge for at most this long.
     merge_most: Duration,
     ksm: Duration,
-    /// Pauses to read the text.
+    /// Pauses in which the user can read the text.
     read: Duration,
 }
 
@@ -81,7 +81,7 @@ impl Times {
 
 /// Runs the demonstration, restores everything, and returns the exit code.
 pub fn run(args: &DemoArgs) -> Result<u8> {
-    // First of all, so that a signal never ends us before we've restored everything.
+    // This must come first, so that a signal never ends us before we've restored everything.
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
         signal_hook::flag::register(signal, stop.clone()).context("cannot install signal handlers")?;
@@ -99,7 +99,7 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
         times: if args.quick { Times::QUICK } else { Times::FULL },
     };
     let ran = demo.play(size, args.quick);
-    // Restore everything first, whatever happened, and report afterwards.
+    // Even after an error, we first restore everything, and then report.
     let stop = demo.stop.clone();
     let style = demo.style;
     let left = demo.restore()?;
@@ -117,19 +117,19 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
     }
 }
 
-/// Takes KSM for the whole demonstration. Waits for tests and experiments that hold it; fails if another program uses
-/// it.
+/// Takes KSM for the whole demonstration. Waits for tests and experiments that use it, but fails if another program
+/// does.
 fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> {
     let taken = KsmForExperiment::take(&stop.clone().into());
     if stop.load(Ordering::Relaxed) {
         return Err(Exit::new(exit::FAILURE, "interrupted; nothing was changed").into());
     }
-    // Name the other program that uses KSM, also if we couldn't take KSM because of it.
+    // If another program uses KSM, we want to name it, even if that's why we couldn't take KSM.
     drop(lock()?);
     if let Some(other) = other_driver(ksm, Path::new("/proc"))? {
         return Err(preflight::explain_take(&TakeError::InUse(other)).into());
     }
-    // Without zero pages, since kernels lose count of them.
+    // This leaves out merged zero pages, because kernels count them wrongly.
     let saved = ksm.counters()?.pages_sharing.bytes().0;
     if saved > 0 {
         let line =
@@ -139,7 +139,7 @@ fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> 
     Ok(taken?)
 }
 
-/// Takes the lock that keeps any other pagefold from controlling KSM.
+/// Takes the lock that keeps other pagefold processes from controlling KSM.
 fn lock() -> Result<Lock, Exit> {
     Lock::try_take(&KsmPaths::default().lock).map_err(|error| preflight::explain_take(&error.into()))
 }
@@ -201,7 +201,7 @@ impl Demo {
         self.workers.as_mut().context("there are no workers")?.verify()
     }
 
-    /// Does the same as `pagefold run --pid ...`, and shows its progress.
+    /// Merges as `pagefold run --pid ...` does, and shows the progress.
     fn merge(&mut self, pids: &[i32], savable: u64) -> Result<Merged> {
         let style = self.style;
         let times = self.times;
@@ -213,7 +213,7 @@ impl Demo {
         let spec = scope(pids).spec();
         let mut host =
             LiveHost::new(spec, Roots::default(), DenyList::default(), self.ksm.clone(), knobs, self.stop.clone())?;
-        // The last cycle may end a little later.
+        // The last cycle may end a little after the time for merging.
         let span = times.merge.as_secs_f64() + 1.0;
         let mut first: Vec<u64> = Vec::new();
         let watch = Watch::start(self.ksm.clone(), pids, move |view| {
@@ -226,7 +226,7 @@ impl Demo {
         let most_ns = u64::try_from(times.merge_most.as_nanos()).unwrap_or(u64::MAX);
         let ran = run_cycles(&mut engine, &mut host, Cycles::until(self.stop.clone(), most_ns), began + times.merge);
         let observed = watch.finish();
-        // The injector's CPU time is added to ours once it has ended.
+        // The injector must have ended for its CPU time to be added to ours.
         host.finish();
         let observed = observed?;
         match ran? {
@@ -243,7 +243,7 @@ impl Demo {
         Ok(Merged { observed, own_cpu, marked: engine.ledger().marked.bytes().0 })
     }
 
-    /// Does the same as `pagefold unmerge --pid ...`. Returns the number of bytes unmerged.
+    /// Unmerges as `pagefold unmerge --pid ...` does. Returns the number of bytes unmerged.
     fn unmerge(&mut self, pids: &[i32]) -> Result<u64> {
         let paths = KsmPaths::default();
         let lease = KsmLease::take(self.ksm.clone(), &paths, &InitialKnobs::NONE)
@@ -261,12 +261,12 @@ impl Demo {
         Ok(unmerged)
     }
 
-    /// KSM alone: we mark everything, and ksmd scans at a constant rate.
+    /// Lets KSM work alone: we mark everything, and ksmd scans at a constant rate.
     fn ksm_alone(&mut self, pids: &[i32], savable: u64, merged: &Merged) -> Result<Observed> {
         let style = self.style;
         let span = self.times.ksm.as_secs_f64();
         style::print(&words::ksm_alone(KSM_PAGES, KSM_SLEEP_MS))?;
-        // Keeps any other pagefold from taking KSM meanwhile.
+        // This keeps other pagefold processes from taking KSM meanwhile.
         let _lock = lock()?;
         self.experiment.kernel_defaults()?;
         for &pid in pids {
@@ -286,13 +286,13 @@ impl Demo {
         observed
     }
 
-    /// Ends the workers and restores KSM. Returns what it couldn't restore.
+    /// Ends the workers and restores KSM. Returns a sentence about settings that it couldn't restore.
     fn restore(self) -> Result<Option<String>> {
         let Self { workers, mut experiment, ksm, .. } = self;
         drop(workers);
         let before = experiment.before().clone();
         experiment.unmerge()?;
-        // An interrupted part may have left settings that we can restore now that no page is merged.
+        // An interrupted part may have left settings changed. Now that no page is merged, we can restore them.
         restore_deferred(&ksm, &KsmPaths::default())?;
         drop(experiment);
         let now = ksm.knobs()?;
@@ -304,7 +304,7 @@ impl Demo {
     }
 }
 
-/// Runs cycles until nothing is left to do, but not before `least`. Returns the event that prevents the demonstration.
+/// Runs cycles for at least `least`, until nothing is left to do. Returns an event that spoils the demo, if any.
 fn run_cycles(
     engine: &mut Engine,
     host: &mut LiveHost,

@@ -1,9 +1,9 @@
-//! The run's latest actions, for `status`, `top` and its page: a list of fixed length, filled in the same places as the
-//! audit log.
+//! The run's latest actions, for `status`, `top` and its page: a list of fixed length. The same code that writes to the
+//! audit log adds events.
 //!
-//! If we do the same to a process again within a minute, for the same reason, that's one event, so a program that
-//! causes many doesn't push all others out of the list at once. The journal gets each event when it begins, unless we
-//! printed something about it or there are too many.
+//! If we do the same to a process again within a minute, for the same reason, we count it in the same event. So a
+//! program that causes many events doesn't push all others out of the list at once. The journal gets each event when it
+//! begins, unless we print a message about the event anyway, or there are too many.
 
 use crate::audit::{Change, Entry, Owner};
 use crate::history::now;
@@ -15,16 +15,16 @@ use std::collections::VecDeque;
 use std::time::Instant;
 use tracing::debug;
 
-/// Events kept.
+/// The most events that we keep.
 const MOST: usize = 200;
-/// Seconds for which an event grows.
+/// For this many seconds an event can count repetitions.
 const GROWS: u64 = 60;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
-    /// When it last happened, seconds since 1970.
+    /// When the event last happened, seconds since 1970.
     pub time: u64,
-    /// In one word: `mark`, `unmark`, `merge`, `override`, `left-alone`, `scan`, `governor`, `pause`, `resume`,
+    /// The kind of event: `mark`, `unmark`, `merge`, `override`, `left-alone`, `scan`, `governor`, `pause`, `resume`,
     /// `unmerge`, `include`, `settings`, `injector`, `stood-down` or `error`.
     pub what: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -37,10 +37,10 @@ pub struct Event {
     pub done_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
-    /// The reason, or what happened.
+    /// The reason, or a description of the event.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
-    /// Must be equal too for two events to be one.
+    /// The kind of the reason. Only events of equal kind count as repetitions.
     #[serde(skip)]
     kind: &'static str,
     #[serde(skip)]
@@ -65,9 +65,9 @@ impl Event {
             "mark" => format!("{marked} {size} of {process}: {why}"),
             "unmark" => format!("{unmarked} {size} of {process}: {why}"),
             "merge" => format!("{merged} {size} of {process}"),
-            "override" => format!("{process} is not left alone, by --override-opt-out: {why}"),
+            "override" => format!("{process} is merged because of --override-opt-out: {why}"),
             "left-alone" => format!("{process} is left alone: {why}"),
-            "scan" => format!("ksmd has scanned what is marked: {why}"),
+            "scan" => format!("ksmd has scanned the marked memory: {why}"),
             "pause" => "paused".to_owned(),
             "resume" => "resumed".to_owned(),
             "governor" => format!("the governor is {why}"),
@@ -86,7 +86,7 @@ pub struct Events {
 }
 
 impl Events {
-    /// Starts with no events. We add new ones to the journal.
+    /// An empty list. If there's a journal, new events go there, too.
     pub fn new(journal: Option<Journal>, dry_run: bool) -> Self {
         let journal = journal.map(|journal| (journal, MessageLimit::new(Instant::now())));
         Self { journal, dry_run, ..Self::default() }
@@ -150,12 +150,12 @@ impl Events {
 }
 
 impl Event {
-    /// Whether the run prints it.
+    /// Whether the run prints a message about this event anyway.
     fn is_printed(&self) -> bool {
         !matches!(self.what.as_str(), "mark" | "unmark" | "merge" | "override" | "pause" | "resume" | "governor")
     }
 
-    /// The fields of its journal entry.
+    /// The fields of the event's journal entry.
     fn fields(&self, dry_run: bool) -> Vec<(&'static str, String)> {
         let mut fields = vec![
             ("MESSAGE", self.sentence(dry_run)),
@@ -200,8 +200,8 @@ impl Event {
         }
     }
 
-    /// Whether it's the same again. Any user can start any number of programs that we leave alone, so all of these are
-    /// the same, and we name the last one.
+    /// Whether this event repeats the other one. Any user can start any number of programs that we leave alone, so we
+    /// count all of those as one event, and name the last program.
     fn is_same(&self, other: &Self) -> bool {
         let is_of_any = matches!(self.what.as_str(), "scan" | "left-alone");
         let same_process = is_of_any || self.pid.is_some() && self.pid == other.pid;

@@ -1,9 +1,9 @@
-//! The savings of runs over time: a file of fixed size, with a moment per minute for a day and one per quarter of an
+//! The savings of runs over time: a file of fixed size, with one moment per minute for a day and one per quarter of an
 //! hour for 30 days.
 //!
-//! A moment's time picks its slot, so a write touches that slot only and overwrites the oldest moment. A slot that a
-//! crash has torn fails its checksum and is empty. A thread writes the file and asks the main loop for the facts as the
-//! control socket does: no disk delays the main loop. Reading the file needs no daemon.
+//! A moment's time determines its slot, so a write touches only that slot and overwrites the oldest moment. If a crash
+//! has torn a slot, its checksum fails, and we treat the slot as empty. A thread writes the file and asks the main loop
+//! for the facts as the control socket does, so no disk delays the main loop. Reading the file needs no daemon.
 
 mod curve;
 mod file;
@@ -16,10 +16,10 @@ pub use writer::start;
 use crate::commands::status::Status;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Where the service keeps it.
+/// Where the service keeps the history.
 pub const DEFAULT_FILE: &str = "/var/lib/pagefold/history";
 
-/// The figures at one time. All but the time come from `pagefold.status/1`.
+/// The figures at one time. All except the time come from `pagefold.status/1`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moment {
     /// Seconds since 1970.

@@ -1,7 +1,7 @@
-//! Keeps a run's knowledge in a file, for the next run.
+//! Keeps what a run has learned about memory in a file, for the next run.
 //!
-//! It decides nothing about rights (see [`pagefold_engine::learned`]), but it has addresses and pids, so only root may
-//! read it. A thread replaces the whole file: no disk delays the run, and a crash leaves the old one.
+//! The file grants no rights (see [`pagefold_engine::learned`]), but it has addresses and pids, so only root may read
+//! it. A thread replaces the whole file, so no disk delays the run, and a crash leaves the old file.
 
 use crate::background::{Background, Complaints};
 use crate::config::ownership;
@@ -20,7 +20,7 @@ use std::path::Path;
 use std::sync::mpsc::Receiver;
 
 const SCHEMA: &str = "pagefold.learned/2";
-/// The longest file, bytes.
+/// The longest file that we read, bytes.
 const LENGTH_MOST: u64 = 16 << 20;
 /// Time between two writes, nanoseconds.
 const INTERVAL_NS: u64 = 180_000_000_000;
@@ -29,9 +29,9 @@ const INTERVAL_NS: u64 = 180_000_000_000;
 #[serde(deny_unknown_fields)]
 struct Document {
     schema: String,
-    /// Pids, start times and addresses mean nothing after a restart of the machine.
+    /// Identifies the boot, because pids, start times and addresses mean nothing after a reboot.
     boot_id: String,
-    /// When we wrote it, nanoseconds since the machine was started.
+    /// When we wrote the file, nanoseconds since boot.
     written_ns: u64,
     learned: Learned,
 }
@@ -51,14 +51,14 @@ impl LearnedFile {
         })
     }
 
-    /// What we've learned since the machine was started. `None` if there's no file, or one from before that.
+    /// Reads what we've learned since boot. `None` if there's no file, or one from before that.
     ///
     /// # Errors
-    /// A sentence: there's something else in its place.
+    /// A sentence: the file isn't readable, or isn't what we wrote.
     pub fn read(&self) -> Result<Option<Learned>, String> {
         self.try_read().map_err(|why| {
             let shown = ownership::shown(&self.0.path);
-            format!("what was learned in {shown} is not used, since it {why}; all memory is searched anew")
+            format!("the learned file {shown} is not used, since it {why}; all memory is searched again")
         })
     }
 
@@ -75,12 +75,12 @@ impl LearnedFile {
     fn write(&self, bytes: &[u8]) -> Result<(), String> {
         self.0.replace(0o600, |file| file.write_all(bytes).and_then(|()| file.sync_all())).map_err(|error| {
             let shown = ownership::shown(&self.0.path);
-            format!("cannot keep what was learned in {shown}: {error}; free some space (it is tried again)")
+            format!("cannot write the learned file {shown}: {error}; free some space (pagefold tries again)")
         })
     }
 }
 
-/// Reads a file, whatever someone has put in its place.
+/// Reads a file. Somebody may have put a link, a pipe or a device in its place, so the flags rule out surprises.
 fn contents(path: &Path) -> io::Result<Vec<u8>> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
@@ -102,7 +102,7 @@ fn contents(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Parses a file, `now_ns` after the machine was started. `None` if it's from before that.
+/// Parses a file, `now_ns` after boot. `None` if the file is from before that.
 fn parse(bytes: &[u8], boot: &str, now_ns: u64) -> Result<Option<Learned>, String> {
     #[derive(Deserialize)]
     struct Head {
@@ -117,7 +117,7 @@ fn parse(bytes: &[u8], boot: &str, now_ns: u64) -> Result<Option<Learned>, Strin
     Ok((boot_id == boot).then(|| learned.after(now_ns.saturating_sub(written_ns))))
 }
 
-/// Writes now and then, and at the end.
+/// Writes the file from time to time, and at the end of the run.
 #[derive(Debug)]
 pub struct LearnedWriter {
     boot_id: String,
@@ -127,8 +127,8 @@ pub struct LearnedWriter {
 }
 
 impl LearnedWriter {
-    /// Lets the engine adopt the file's contents, and starts the thread that writes. If we can't start it, we keep
-    /// nothing, and one line says so.
+    /// Lets the engine adopt the file's contents, and starts the thread that writes. If we can't start the thread, we
+    /// keep nothing, and say so once.
     pub fn start(file: LearnedFile, engine: &mut Engine) -> Option<Self> {
         match file.read() {
             Ok(Some(learned)) => engine.adopt(learned),
@@ -137,7 +137,7 @@ impl LearnedWriter {
         }
         let started = Self::start_thread(file);
         if let Err(error) = &started {
-            complain!("cannot keep what is learned: {error}; the next run searches all memory");
+            complain!("cannot start the thread for the learned file: {error}; the next run must search all memory");
         }
         started.ok()
     }
@@ -154,7 +154,7 @@ impl LearnedWriter {
         Ok(Self { boot_id, next_ns: INTERVAL_NS, last: Learned::default(), documents })
     }
 
-    /// Writes if it's time and the run has learned something new.
+    /// Writes the file if it's time and the run has learned something new.
     pub fn keep(&mut self, engine: &Engine, now_ns: u64) {
         if now_ns < self.next_ns {
             return;
@@ -167,7 +167,7 @@ impl LearnedWriter {
         }
     }
 
-    /// Writes what the run has learned, and waits a moment for the disk.
+    /// Writes the file a last time, and waits a moment for the disk.
     pub fn finish(self, engine: &Engine) {
         self.documents.offer(self.document(engine.learned()));
     }

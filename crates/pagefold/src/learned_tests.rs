@@ -104,7 +104,7 @@ fn a_disk_without_room_loses_nothing_but_what_is_written() {
     file.write(&document(&own_boot())).unwrap();
     let full = LearnedFile(Place { beside: PathBuf::from("/proc/no-room"), ..file.0.clone() });
     let line = full.write(b"more").unwrap_err();
-    assert!(line.starts_with("cannot keep what was learned in ") && line.ends_with("(it is tried again)"), "{line}");
+    assert!(line.starts_with("cannot write the learned file ") && line.ends_with("(pagefold tries again)"), "{line}");
     assert!(file.read().unwrap().is_some());
 }
 

@@ -1,7 +1,7 @@
-//! The program `pagefold`. This file only wires; each subcommand is a module of its own.
+//! The program `pagefold`. This file only connects the parts; each subcommand is a module of its own.
 //!
-//! This is a library for the program that writes manual pages and completions, and for pagefold-xen, which has the same
-//! commands for Xen guests.
+//! It's a library so that two other programs can use it: one writes manual pages and completions, and pagefold-xen has
+//! the same commands for Xen guests.
 //!
 //! | to change | see |
 //! | --- | --- |
@@ -10,14 +10,14 @@
 //! | a new column of `status` | [`commands::status`], from the engine's report |
 //! | the daemon's loop, and the machines it works on | [`daemon`], [`backend`] |
 //! | requests to a running daemon | [`control`] |
-//! | checks before we touch anything, and how we explain a refusal | [`preflight`] |
+//! | checks before we touch anything, and explanations of refusals | [`preflight`] |
 //! | the audit log | [`audit`] |
 //! | threads that write files | [`background`] |
 //! | a metric | `FAMILIES` in [`metrics`] |
-//! | the file of savings over time; the latest events | [`history`]; [`events`] |
-//! | the file that the next run adopts | [`learned`] |
+//! | the file that records savings over time; the latest events | [`history`]; [`events`] |
+//! | the file from which the next run learns which memory is worth merging | [`learned`] |
 //! | tables shared by several commands | [`output`] |
-//! | sketches of what workloads hold, for a fleet | [`sketch`] |
+//! | sketches of workloads' memory, for a fleet | [`sketch`] |
 //! | what the manual says about JSON fields and metrics | [`reference`] |
 //! | the demonstration | [`demo`] |
 //!
@@ -30,7 +30,7 @@ use commands::{config as files, control as requests, doctor, exec, explain, incl
 use control::protocol::Request;
 use std::process::ExitCode;
 
-/// Writes a message to standard error: one line, with nothing in it that a terminal would obey.
+/// Writes a message to standard error: one line, without control characters that a terminal would obey.
 macro_rules! complain {
     ($($message:tt)*) => { pagefold_text::messages::complain("pagefold", &format!($($message)*)) };
 }
@@ -71,13 +71,13 @@ struct Cli {
 enum Command {
     /// Show how much memory could be saved, and where, without changing anything
     Scan(scan::ScanArgs),
-    /// Write what the workloads of this host hold, without contents, to compare it with other hosts
+    /// Write sketches of this host's workloads (digests, no contents), to compare them with other hosts
     Sketch(sketches::SketchArgs),
     /// Merge the memory of running processes until stopped
     Run(RunArgs),
     /// Show what the daemon has saved, what it costs, and what it is doing
     Status(status::StatusArgs),
-    /// Show it live: what is saved, by process or workload, what happens now, and why
+    /// Show live how much is saved, by process or workload, and what the daemon does and why
     Top(top::TopArgs),
     /// Show, region by region, how the daemon judges a process's memory and what happens next
     Explain(explain::ExplainArgs),
@@ -91,14 +91,14 @@ enum Command {
     Exec(exec::ExecArgs),
     /// Unmerge the memory of processes; a running daemon keeps them out from then on
     Unmerge(unmerge::UnmergeArgs),
-    /// Let processes in again that the daemon keeps out since unmerge
+    /// Let the daemon merge processes again that unmerge has kept out
     Include(include::IncludeArgs),
-    /// Check whether this machine can run pagefold, and what to change if not
+    /// Check whether this machine can run pagefold, and show what to change if not
     Doctor(doctor::DoctorArgs),
     /// Check or show what the configuration files set
     #[command(subcommand)]
     Config(files::ConfigCommand),
-    /// Show in a minute how pagefold works, on processes that it starts itself
+    /// Show in a minute how pagefold works, using processes that it starts itself
     Demo(demo::DemoArgs),
     /// Hold memory for the demonstration
     #[command(hide = true)]

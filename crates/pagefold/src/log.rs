@@ -1,8 +1,8 @@
-//! A daemon's steps, for whoever has to find out why it did something: events of `tracing`, as messages on standard
-//! error.
+//! Logs a daemon's steps to standard error, for people who need to know why it did something. The steps are `tracing`
+//! events.
 //!
-//! Targets are words, not module paths: `cycle`, `decision` (each change of a region's), `event` (everything in the list
-//! of events), `scope`, `read`, `inject`, `ksm`, `control`, `files`.
+//! Targets are words, not module paths: `cycle`, `decision` (each changed decision on a region), `event` (everything in
+//! the list of events), `scope`, `read`, `inject`, `ksm`, `control`, `files`.
 
 use pagefold_text::messages;
 use std::fmt::{self, Debug, Display, Write};
@@ -36,12 +36,12 @@ impl FromStr for LogLevels {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.parse::<Targets>() {
-            // Alone, the name of a target means all of its levels. So any word would be one.
+            // `Targets` accepts any word as the name of a target, so we check the names.
             Ok(targets) if targets.iter().all(|(target, _)| TARGETS.contains(&target)) => {
                 Ok(Self { text: text.to_owned(), targets })
             }
             _ => Err(format!(
-                "'{}' is not a level; give info or debug, or levels by target such as info,ksm=debug",
+                "'{}' is not a level; give info or debug, or a level for each target, such as info,ksm=debug",
                 text.escape_debug()
             )),
         }
@@ -49,7 +49,7 @@ impl FromStr for LogLevels {
 }
 
 impl Display for LogLevels {
-    /// As the user gave them.
+    /// The levels as the user wrote them.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
@@ -58,10 +58,10 @@ impl Display for LogLevels {
 /// The levels in force.
 static LEVELS: LazyLock<RwLock<Targets>> = LazyLock::new(RwLock::default);
 
-/// Begins to log. `to_journal`: standard error is the journal's, which takes levels.
+/// Begins to log. `to_journal`: standard error goes to the journal, so we prefix lines with their level.
 pub fn start(levels: &LogLevels, to_journal: bool) {
     set_levels(levels);
-    // Only a process's first call begins.
+    // In each process only the first call has an effect. Tests call this again.
     let _ = set_global_default(Log { to_journal, write: messages::log });
 }
 
@@ -73,7 +73,7 @@ pub fn set_levels(levels: &LogLevels) {
 
 struct Log {
     to_journal: bool,
-    /// Writes a line of this rank, whatever it contains.
+    /// Writes a line with this rank. The line may contain anything.
     write: fn(&str, &str),
 }
 
@@ -91,7 +91,7 @@ impl Subscriber for Log {
         (self.write)(rank, &line);
     }
 
-    // We have no spans.
+    // We don't use spans.
     fn new_span(&self, _span: &Attributes<'_>) -> Id {
         Id::from_u64(1)
     }

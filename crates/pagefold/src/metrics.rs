@@ -1,7 +1,7 @@
 //! Metrics for Prometheus: served over HTTP, written to a file, or both. pagefold-metrics(5) describes them.
 //!
-//! Every metric is a view of the status ([`families`]), so the two agree. The server and the file each have a thread,
-//! which asks the main loop for the facts as the control socket does: no client and no disk delays the main loop.
+//! Every metric is computed from the status ([`families`]), so the two agree. The server and the file each have a
+//! thread that asks the main loop for the facts as the control socket does: no client and no disk delays the main loop.
 
 pub mod families;
 mod file;
@@ -27,9 +27,9 @@ use std::time::{Duration, Instant};
 
 /// We cache a page for at least this long.
 const AGE_LEAST: Duration = Duration::from_secs(1);
-/// And for at most this long.
+/// We cache a page for at most this long.
 const AGE_MOST: Duration = Duration::from_secs(10);
-/// In between, rendering pages may take 1/`PAGE_PART` of a core.
+/// Between these bounds, we cache it for so long that rendering takes at most 1/`PAGE_PART` of a core.
 const PAGE_PART: u32 = 1_000;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -58,16 +58,16 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// The sockets that the service manager has passed. Call it before anything opens a file.
+    /// Takes the sockets that the service manager has passed. Call this before anything opens a file.
     pub fn passed() -> Result<Vec<TcpListener>, Exit> {
         sockets::take_passed().map_err(|error| {
             let line =
-                format!("the service manager has passed other sockets than those of metrics: {error}; pass none");
+                format!("the service manager has passed sockets that are not for metrics: {error}; pass none of them");
             Exit::new(exit::USAGE, line)
         })
     }
 
-    /// Opens the address and the file of the settings, beside the sockets that were passed.
+    /// Opens the address and the file that the settings name, in addition to the sockets that were passed.
     ///
     /// # Errors
     /// We can't listen on the address, or can't write the file safely.
@@ -83,7 +83,7 @@ impl Metrics {
         Ok(Self { listeners, file, interval: settings.interval })
     }
 
-    /// Starts both. Dropping the result removes the file.
+    /// Starts the server and the thread that writes the file. Dropping the result removes the file.
     pub fn start(self, requests: &RequestSender) -> Option<Background<()>> {
         if !self.listeners.is_empty() {
             let mut page = Page::new(requests.clone());
@@ -106,7 +106,7 @@ fn refused(address: SocketAddr, error: &std::io::Error) -> Exit {
         ErrorKind::AddrInUse => (exit::FAILURE, "choose another port, or end the program that uses it"),
         ErrorKind::AddrNotAvailable => (exit::FAILURE, "choose an address of this machine"),
         ErrorKind::PermissionDenied => (exit::NOT_PERMITTED, "choose a port from 1024 on"),
-        // The service may have no network.
+        // The service's sandbox may have no network.
         _ => (exit::FAILURE, "in the service, enable pagefold-metrics.socket instead"),
     };
     Exit::new(code, format!("cannot serve metrics at {address}: {error}; {advice}"))
@@ -127,7 +127,7 @@ impl Page {
     /// Returns the page, made anew if the cached one has expired.
     ///
     /// # Errors
-    /// The main loop doesn't answer, or has ended: the problem; the advice.
+    /// The main loop doesn't answer, or has ended.
     fn get(&mut self) -> Result<Arc<str>, String> {
         if Instant::now() >= self.expires {
             let before_ns = thread_cpu_ns();

@@ -10,7 +10,7 @@ use pagefold_text::style::{self, Style};
 use serde::Serialize;
 use std::time::Duration;
 
-/// How long a daemon that ends waits for a reader of its summary.
+/// How long a daemon waits at its end for a slow reader of its summary.
 const READ_LIMIT: Duration = Duration::from_secs(2);
 
 /// Prints the result of a command as JSON, or as the text that `describe` makes of it.
@@ -18,7 +18,7 @@ pub fn print(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -
     Ok(style::print(&text(json, result, describe)?)?)
 }
 
-/// The same for a daemon, which ends whether or not somebody reads its output.
+/// Prints the result of a daemon, which must end even if nobody reads its output.
 pub fn print_at_end(json: bool, result: &impl Serialize, describe: impl FnOnce(Style) -> String) -> anyhow::Result<()> {
     let text = text(json, result, describe)?;
     style::print_within(READ_LIMIT, &text).context("cannot print the summary")

@@ -1,4 +1,4 @@
-//! Files that we replace as a whole: we fill a new one beside their place and rename it. A crash leaves the old one.
+//! Files that we replace as a whole: we fill a new file beside the old one and rename it. A crash leaves the old one.
 
 use crate::config::ownership::{self, shown};
 use pagefold_text::exit::Exit;
@@ -10,8 +10,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use tracing::debug;
 
-/// Opens a file of a run: the named one, or else, except in a dry run, one in the directory that the service manager
-/// has made for the service (systemd's StateDirectory=).
+/// Opens a file of a run: the named one, or else one in the directory that the service manager has made for the service
+/// (systemd's StateDirectory=). A dry run only opens a named file.
 pub fn of_run<T>(
     named: Option<&Path>,
     name: &str,
@@ -24,12 +24,12 @@ pub fn of_run<T>(
 
 fn of_service(name: &str) -> Option<PathBuf> {
     let directory = env::var_os("STATE_DIRECTORY")?;
-    // There can be several, with colons between them.
+    // The variable may name several directories, separated by colons.
     let first = directory.to_str()?.split(':').next()?;
     if first.starts_with('/') { Some(Path::new(first).join(name)) } else { None }
 }
 
-/// The path of such a file, in a directory that only root can write.
+/// The path of a file that we replace as a whole, in a directory that only root can write.
 #[derive(Clone, Debug)]
 pub struct Place {
     pub path: PathBuf,
@@ -55,7 +55,7 @@ impl Place {
         Ok(Self { path: directory.join(name), beside: directory.join(hidden) })
     }
 
-    /// Replaces the file, if there is one. We replace a link and don't follow it.
+    /// Writes a new file and renames it over the old one. If that's a link, we replace the link and don't follow it.
     pub fn replace(&self, mode: u32, fill: impl FnOnce(&mut File) -> io::Result<()>) -> io::Result<()> {
         let written = self.create(mode).and_then(|mut file| fill(&mut file));
         let written = written.and_then(|()| fs::rename(&self.beside, &self.path));
@@ -66,14 +66,14 @@ impl Place {
         written
     }
 
-    /// Whether we can make a file there.
+    /// Checks whether we can make a file there.
     pub fn check(&self) -> io::Result<()> {
         let made = self.create(0o600).map(drop);
         let _ = fs::remove_file(&self.beside);
         made
     }
 
-    /// Creates the file that we rename later. It mustn't exist yet: we don't follow a link.
+    /// Creates the file that we rename later. The file must be new, so that we never write through a link.
     fn create(&self, mode: u32) -> io::Result<File> {
         match fs::remove_file(&self.beside) {
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),

@@ -1,4 +1,4 @@
-//! Checks before `run` and `unmerge` touch anything, and the exit codes and advice of refusals.
+//! Checks that `run` and `unmerge` make before they touch anything, with the exit codes and advice for refusals.
 
 use crate::config::settings::MechanismChoice;
 use anyhow::{Context, Result};
@@ -45,8 +45,8 @@ pub fn need_root(purpose: &str) -> Result<(), Exit> {
     Err(Exit::new(exit::NOT_PERMITTED, format!("{purpose} needs root; run it with sudo")))
 }
 
-/// Checks that we have the capabilities to read and mark other processes (in most containers root lacks some), and
-/// enters the host's namespace of cgroups.
+/// Checks that we have the capabilities to read and mark other processes, since root lacks some in most containers, and
+/// enters the host's cgroup namespace.
 pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     need_root(purpose)?;
     let missing = missing(&READING).map_err(|error| refused(&error))?;
@@ -56,12 +56,12 @@ pub fn need_rights(purpose: &str) -> Result<(), Exit> {
     }
     let list: Vec<String> = missing.iter().map(ToString::to_string).collect();
     let list = list.join(", ");
-    let line = format!("{purpose} needs {list}, which this process lacks; grant it, in a container with --cap-add");
+    let line = format!("{purpose} needs {list}, which this process lacks; grant it (for a container, with --cap-add)");
     Err(Exit::new(exit::NOT_PERMITTED, line))
 }
 
-/// Lets us see other processes' cgroups by their names on the host. Where that's impossible, we see them as they look
-/// from here.
+/// Lets us see other processes' cgroups by their names on the host. If that's impossible, we see them relative to our
+/// own cgroup namespace.
 pub fn see_cgroups() {
     enter_cgroups_of_init().ok();
 }
@@ -94,7 +94,7 @@ fn request_device_at(
         (_, Ok(device)) => Ok(Some(device)),
         (MechanismChoice::Request, Err(exit)) => Err(exit),
         (_, Err(exit)) => {
-            // Most kernels have none.
+            // Most kernels have no such device, so its absence isn't worth a message.
             if !is_absent {
                 complain!("pages are merged by ksmd, not on request: {exit}");
             }
@@ -122,25 +122,25 @@ fn may_request(carrier: Carrier, placement: Placement, ksm: &Ksm) -> Result<(), 
         return Err(Exit::new(exit::NOT_PERMITTED, line));
     }
     if placement == Placement::LocalOnly && Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
-        let line = "local-only is a setting of ksmd, and merging on request changes none; use --mechanism ksmd";
+        let line = "local-only is a setting of ksmd, which merging on request must not change; use --mechanism ksmd";
         return Err(Exit::new(exit::USAGE, line));
     }
     let knobs = ksm.knobs().map_err(|error| Exit::new(exit::FAILURE, format!("{error}; see pagefold doctor")))?;
     let why = match (knobs.run, knobs.merge_across_nodes, carrier) {
         (2, ..) => "/sys/kernel/mm/ksm/run is 2, which unmerges everything; write 0 to it",
-        (_, Some(false), Carrier::Module) => "/sys/kernel/mm/ksm/merge_across_nodes is 0 (its module); write 1 to it",
+        (_, Some(false), Carrier::Module) => "/sys/kernel/mm/ksm/merge_across_nodes is 0; write 1 to it",
         _ => return Ok(()),
     };
     Err(Exit::new(exit::KSM_TAKEN, format!("the kernel does not merge on request while {why}")))
 }
 
 /// Gives up, for good, every capability except the ones for reading other processes and placing their merged pages, and
-/// the ones in `more`. Call it before the first thread is started and before we read another process, but after we
-/// start the injector, which would inherit the loss.
+/// those in `more`. Call this before starting any thread and before reading another process, but after starting the
+/// injector, which would inherit the loss.
 pub fn give_up_rights(more: &[Capability]) -> Result<(), Exit> {
     keep_from_dumps();
     let mut kept = [&READING[..], more].concat();
-    // With one memory node there's nothing to place.
+    // With a single memory node there's nothing to place.
     if Topology::of_machine().is_ok_and(|nodes| nodes.is_some()) {
         kept.push(PLACING);
         if missing(&[PLACING]).is_ok_and(|missing| !missing.is_empty()) {
@@ -154,8 +154,8 @@ fn refused(error: &PrivilegeError) -> Exit {
     Exit::new(exit::FAILURE, format!("{error}; see docs/privileges.md"))
 }
 
-/// Starts the injector. We start it again if it dies; then it has the rights that [`give_up_rights`] leaves, which
-/// include all that it needs.
+/// Starts the injector. If it dies, we start it again. Then it only has the rights that [`give_up_rights`] leaves us,
+/// but those include all that it needs.
 pub fn injector() -> Result<Injector> {
     Injector::keep_running(injector_command).context("cannot start the injector process")
 }
@@ -210,7 +210,7 @@ pub fn refusal(scoped: &ProcessInfo, deny: &DenyList) -> Option<String> {
 }
 
 fn refused_for(scoped: &ProcessInfo, deny: &DenyList) -> Result<Option<String>, ReadError> {
-    // First: a process that can't run can't tell us whether it's excluded.
+    // We check this first, because a process that can't run can't tell us whether it's excluded.
     if scoped.process.stat()?.state == b'T' {
         return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));
     }
@@ -218,7 +218,7 @@ fn refused_for(scoped: &ProcessInfo, deny: &DenyList) -> Result<Option<String>, 
         return Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned()));
     }
     match process_exclusion(scoped, deny)? {
-        // If it's too busy to tell us whether it's dumpable, we ask again while the run goes on.
+        // If the process is too busy to tell us whether it's dumpable, we ask it again during the run.
         None | Some(Exclusion::DumpableUnknown) => Ok(None),
         Some(exclusion) => Ok(Some(exclusion.to_string())),
     }
@@ -249,7 +249,7 @@ mod tests {
             let ksm = Ksm::open(Path::new(root)).ok()?;
             Some(request_device_at(device, sys, choice, Placement::Fair, &ksm))
         };
-        // Whatever the file is.
+        // These don't depend on the file.
         assert!(choose(MechanismChoice::Ksmd)?.unwrap().is_none());
         assert!(choose(MechanismChoice::Auto)?.unwrap().is_none());
         let exit = choose(MechanismChoice::Request)?.unwrap_err();

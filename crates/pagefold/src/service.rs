@@ -1,8 +1,8 @@
-//! Tells a service manager that the run is ready, how it goes, that it's alive, and that it ends (`sd_notify`(3)). Adds
-//! to its journal, besides what the run prints, events with their fields (systemd.journal-fields(7)).
+//! Tells a service manager that the run is ready, how it's going, that it's alive, and that it ends (`sd_notify`(3)).
+//! Also adds events with their fields (systemd.journal-fields(7)) to the manager's journal.
 //!
-//! A message is one datagram to the socket that `NOTIFY_SOCKET` names, or to the journal's. The sockets never block: a
-//! manager that doesn't read misses messages, and delays nothing.
+//! A message is one datagram to the socket that `NOTIFY_SOCKET` names, or to the journal's socket. The sockets never
+//! block: a manager that doesn't read its messages misses some, but can't delay us.
 
 use std::env;
 use std::ffi::OsStr;
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 /// The socket of the journal's own protocol.
 const JOURNAL: &str = "/run/systemd/journal/socket";
-/// How many messages caused by programs we print at once, and the time after which we print one more.
+/// We print this many messages that other programs cause at once, and after each interval one more.
 const MESSAGES_MOST: u32 = 100;
 const MESSAGE_INTERVAL: Duration = Duration::from_secs(1);
 /// The time between two texts for `systemctl status`.
@@ -26,7 +26,7 @@ const TEXT_INTERVAL: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct ServiceManager {
     socket: Option<UnixDatagram>,
-    /// How often it wants to hear that the run is alive: twice in its limit.
+    /// How often we tell the manager that the run is alive: twice within its time limit.
     watchdog: Option<Duration>,
     alive: Instant,
     told: Option<Instant>,
@@ -56,7 +56,7 @@ impl ServiceManager {
         self.send("STOPPING=1\nSTATUS=restoring KSM's settings");
     }
 
-    /// A cycle has ended. `text` says how it goes, in one line.
+    /// A cycle has ended. `text` describes the run in one line.
     pub fn alive(&mut self, now: Instant, text: impl FnOnce() -> String) {
         if self.watchdog.is_some_and(|interval| now.duration_since(self.alive) >= interval) {
             self.alive = now;
@@ -90,7 +90,7 @@ impl Journal {
         Some(Self { socket: connect(OsStr::new(JOURNAL))? })
     }
 
-    /// Adds an entry. We send every value with its length, so it may contain anything.
+    /// Adds an entry. We send the length with each value, so values may contain anything.
     pub fn add(&self, fields: &[(&str, String)]) {
         let mut entry = Vec::new();
         for (name, value) in fields {
@@ -121,7 +121,7 @@ impl MessageLimit {
         Self { left: MESSAGES_MOST, since: now, unprinted: 0 }
     }
 
-    /// Whether we may print one now; if so, how many we've skipped since the last one.
+    /// If we may print a message now, returns how many we've skipped since the last one.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         let passed = now.saturating_duration_since(self.since).as_secs() / MESSAGE_INTERVAL.as_secs();
         let passed = u32::try_from(passed).unwrap_or(u32::MAX);
@@ -135,14 +135,14 @@ impl MessageLimit {
         Some(std::mem::take(&mut self.unprinted))
     }
 
-    /// How many we've skipped since the last one that we printed.
+    /// How many messages we've skipped since the last one that we printed.
     #[cfg(test)]
     pub fn unprinted(&self) -> u64 {
         self.unprinted
     }
 }
 
-/// A name that begins with `@` is an abstract one.
+/// Connects to a socket. A name that begins with `@` means an abstract socket.
 fn connect(name: &OsStr) -> Option<UnixDatagram> {
     let address = match name.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name),

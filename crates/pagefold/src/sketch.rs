@@ -1,7 +1,7 @@
-//! Sketches of what this host's workloads hold, for the fleet: [`Keeper`] reads, [`Writer`] writes the file.
+//! Sketches of the memory of this host's workloads, for the fleet: [`Keeper`] reads memory, [`Writer`] writes the file.
 //!
-//! We read a whole workload, in portions, before we begin the next. So we keep one table of contents at a time, and
-//! only a row for each other workload. Contents leave the reading thread as digests under the fleet's key.
+//! We read a whole workload, in portions, before we begin the next one. So we only need one table of page contents at a
+//! time, and a row for each other workload. Contents leave the reading thread only as digests under the fleet's key.
 
 mod keeper;
 mod reading;

@@ -105,7 +105,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
     );
     assert_has(
         &text_of(&["explain", &pids[1].to_string()]),
-        &["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Left alone in any case"],
+        &["sparse: ", "read whole once samples show more than 6.0 % duplicate", "Mappings that are always left alone"],
     );
 
     assert_eq!(ksm.end(daemon, &pids)["knobs_restored"], true);
@@ -232,7 +232,7 @@ fn explain_shows_why_memory_is_left_alone_in_scope_and_out_of_it() {
     // Whole processes.
     let undumpable = Script::undumpable();
     let text = text_of(&["explain", &undumpable.pid().to_string()]);
-    assert!(text.contains("All of it is left alone") && text.contains("not dumpable"), "{text}");
+    assert!(text.contains("The whole process is left alone") && text.contains("not dumpable"), "{text}");
     let mut ended = zombie();
     let text = text_of(&["explain", &ended.id().to_string()]);
     assert!(text.contains("has ended"), "{text}");

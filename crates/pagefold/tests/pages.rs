@@ -93,7 +93,7 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
         ],
     );
     browser.pictures(Path::new(&page));
-    assert_has(&daemon.terminate().errors, &["is not a history: it has 7 bytes", "it is started anew"]);
+    assert_has(&daemon.terminate().errors, &["is not a history: it has 7 bytes", "pagefold begins a new one"]);
     // Without a daemon, from the history it has left behind.
     assert_eq!(top(&later).status.code(), Some(0));
     let document = browser.document(Path::new(&later));

@@ -136,5 +136,5 @@ fn memory_is_taken_apart_as_far_as_half_of_the_reserve_is_left() {
     assert_eq!(limited.kills(), 0);
     assert!(holders.iter_mut().all(Holder::is_intact) && other.is_intact());
     let errors = finish(&ksm, &limited, &holders, daemon);
-    assert_has(&errors, &["memory is short below the limit of ", "merged memory is taken apart in steps"]);
+    assert_has(&errors, &["memory is short below the limit of ", "memory is unmerged in steps"]);
 }

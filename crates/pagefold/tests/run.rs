@@ -337,7 +337,7 @@ fn a_run_stands_down_when_another_program_writes_a_knob() {
     let summary = ended.summary();
     let why = summary["stood_down"].as_str().unwrap();
     assert!(why.contains("another program changed pages_to_scan") && why.contains("777"), "{why}");
-    assert!(ended.errors.contains("KSM is no longer controlled by this run"), "{}", ended.errors);
+    assert!(ended.errors.contains("this run no longer controls KSM"), "{}", ended.errors);
     assert_eq!(number("pages_to_scan"), 777, "the other program's value stays");
     ksm.assert_knobs_restored_except(&["pages_to_scan", "max_page_sharing"]);
     unmerge(&pids);

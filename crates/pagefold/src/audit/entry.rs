@@ -20,7 +20,7 @@ pub enum Entry {
     Unmark(Change),
     Merge(Merge),
     Override(Override),
-    /// This many lines are missing here.
+    /// At this place `lost` lines are missing.
     Lost {
         lost: u64,
     },
@@ -85,13 +85,13 @@ pub struct Change {
 pub struct Merge {
     #[serde(flatten)]
     pub owner: Owner,
-    /// The process whose pages stay. `None`: the zero page.
+    /// The process whose pages stay. `None` if the pages were merged with the zero page.
     with_pid: Option<i32>,
     pub bytes: u64,
     pub done_bytes: u64,
 }
 
-/// We don't leave a process alone although its owner has opted out.
+/// We merge a process's memory although its owner has opted out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Override {
     #[serde(flatten)]
@@ -120,15 +120,15 @@ impl From<Why> for Reason {
             Why::CowBroken { ratio } => (
                 "cow-broken",
                 format!(
-                    "{ratio} of its merged pages would be written, and have the same content again, within two hours"
+                    "{ratio} of its merged pages would be written within two hours and then hold the same content again"
                 ),
             ),
             Why::Charge => {
                 ("charge", "its pages are charged to another cgroup, whose limit has no headroom for them".to_owned())
             }
-            Why::MemoryShort => ("memory-short", "less memory is left than the reserve".to_owned()),
+            Why::MemoryShort => ("memory-short", "less memory is free than the reserve".to_owned()),
             Why::Asked => ("asked", "requested by a user".to_owned()),
-            Why::Excluded => ("excluded", "excluded now".to_owned()),
+            Why::Excluded => ("excluded", "has been excluded".to_owned()),
         };
         Self { kind, sentence }
     }
@@ -151,12 +151,12 @@ impl Entry {
         if mark { Self::Mark(change) } else { Self::Unmark(change) }
     }
 
-    /// The results of a cycle's requests for a process's pages.
+    /// The results of one cycle's requests to merge a process's pages.
     pub fn merged(owner: Owner, with_pid: Option<i32>, named: Pages, merged: Pages) -> Self {
         Self::Merge(Merge { owner, with_pid, bytes: named.bytes().0, done_bytes: merged.bytes().0 })
     }
 
-    /// The result of unmarking a mapping because a user asked for it. `refused`: the rest will stay marked.
+    /// The result of unmarking a mapping at a user's request. `refused`: the rest of it stays marked.
     pub fn asked(owner: Owner, mapping: &UnmarkedMapping, refused: bool) -> Self {
         let outcome = match (mapping.unmarked, refused) {
             (Bytes(0), true) => Marking::Refused.into(),
@@ -171,7 +171,7 @@ impl Entry {
         Self::Override(Override { owner, why: Reason { kind: "opted-out", sentence: opt_out } })
     }
 
-    /// The result of removing marks that mustn't stay, for this reason.
+    /// The result of removing marks that mustn't stay, and the reason.
     pub fn withdrawn(owner: Owner, result: &ChangeResult, reason: String) -> Self {
         let mut change = Change::of(owner, result);
         change.why.sentence = reason;

@@ -18,7 +18,7 @@ use std::time::SystemTime;
 pub(super) struct LogFile {
     path: PathBuf,
     pub(super) file: File,
-    /// Whether the last line is incomplete.
+    /// Whether the last line in the file is incomplete.
     pub(super) torn: bool,
     /// Lines lost since the last one that we wrote.
     missing: u64,
@@ -47,7 +47,7 @@ impl LogFile {
             Next::Item(Order::Reopen) => self.reopen(),
             Next::Gap(lines) => {
                 self.missing += lines;
-                // If it fails, the next line says so.
+                // If this fails, we say how many are missing before the next line.
                 let _ = self.tell_missing();
             }
         }
@@ -78,7 +78,7 @@ impl LogFile {
     }
 
     fn complain(&self, line: String) {
-        // The run may have ended.
+        // Nobody listens if the run has ended.
         let _ = self.complaints.send(line);
     }
 
@@ -90,7 +90,7 @@ impl LogFile {
                 self.has_complained = false;
             }
             Err(error) => {
-                self.complain(format!("cannot reopen the audit log, the old file stays in use: {error}"));
+                self.complain(format!("cannot reopen the audit log, so the old file stays in use: {error}"));
             }
         }
     }
@@ -119,7 +119,7 @@ fn open(path: &Path) -> Result<File, Exit> {
 
 fn try_open(path: &Path) -> Result<File, String> {
     let place = Place::of(path)?;
-    // Refuses a symbolic link, and a pipe without a reader.
+    // These flags refuse a symbolic link, and a pipe without a reader.
     let file = OpenOptions::new()
         .append(true)
         .create(true)
@@ -129,7 +129,7 @@ fn try_open(path: &Path) -> Result<File, String> {
         .map_err(|error| format!("cannot be opened: {error}; name a file in a directory that only root can write"))?;
     let metadata = file.metadata().map_err(|error| format!("cannot be examined: {error}; name another file"))?;
     if !metadata.is_file() {
-        return Err("is not a regular file; name one, or a new one".to_owned());
+        return Err("is not a regular file; name a regular or a new file".to_owned());
     }
     ownership::owned(metadata.uid(), metadata.mode()).map_err(|why| format!("is a file that {why}"))?;
     Ok(file)

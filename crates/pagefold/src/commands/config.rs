@@ -16,13 +16,13 @@ pub enum ConfigCommand {
     /// Check the configuration files without running anything
     #[command(after_help = "Exit codes: 0 valid, 2 invalid or not safely owned, 5 valid but nothing is in scope.")]
     Check(ConfigArgs),
-    /// Show what is set, by which file, and the defaults of everything else
+    /// Show which file sets which option, and the defaults of all other options
     Show(ConfigArgs),
 }
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct ConfigArgs {
-    /// The configuration file; those in FILE.d are read after it
+    /// The configuration file; the files in FILE.d are read after it
     #[arg(value_name = "FILE", default_value = DEFAULT_FILE)]
     file: PathBuf,
 }
@@ -53,7 +53,7 @@ fn without_scope(file: &Path) -> Exit {
     Exit::new(exit::NO_SCOPE, line)
 }
 
-/// A configuration file that sets the same, with the origin of each value as a comment.
+/// A single configuration file with the same settings. A comment names the origin of each value.
 fn text(layers: &[Layer]) -> String {
     let preset = Config::of_preset(merged(layers).preset.unwrap_or_default());
     let mut text = String::new();

@@ -26,7 +26,7 @@ use std::cmp::Reverse;
 use std::path::Path;
 
 const SCHEMA: &str = "pagefold.explain/1";
-/// We show so many of the last decisions.
+/// How many of the last decisions we show.
 const DECISIONS: usize = 8;
 
 #[derive(Clone, Debug, clap::Args)]
@@ -63,7 +63,7 @@ pub struct Explanation {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementRow>,
     pub unseen_bytes: u64,
-    /// Whether it's a Xen guest. The guest's number takes the pid's place then.
+    /// Whether the target is a Xen guest. Then `pid` is the guest's number.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub guest: bool,
 }
@@ -82,7 +82,7 @@ pub struct Row {
     pub sentence: String,
 }
 
-/// A decision that took the place of another.
+/// A change of a decision.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct DecisionRow {
     seconds_ago: f64,
@@ -114,7 +114,7 @@ pub fn run_of_guest(guest: &str, json: bool) -> Result<u8> {
     if !explanation.in_scope {
         let guest = printable(guest.as_bytes());
         let scope = explanation.scope;
-        let line = format!("guest {guest} is not in the scope of the running daemon ({scope}); name it there");
+        let line = format!("guest {guest} is not in the scope of the running daemon ({scope}); add it to that scope");
         return Err(Exit::new(exit::NO_SCOPE, line).into());
     }
     print(json, &explanation)
@@ -125,7 +125,7 @@ fn print(json: bool, explanation: &Explanation) -> Result<u8> {
     Ok(exit::OK)
 }
 
-/// Explains a Xen guest by the daemon's facts.
+/// Explains a Xen guest from the daemon's facts.
 pub fn of_guest(facts: &Facts, guest: &str) -> Explanation {
     let number = guest.parse();
     let target = facts.targets.iter().find(|target| target.name == guest || number == Ok(target.pid));
@@ -162,7 +162,7 @@ fn decisions_of(facts: &Facts, target: &TargetFacts) -> Vec<DecisionRow> {
     rows
 }
 
-/// An explanation with nothing but the daemon's own facts.
+/// An explanation that only has the facts about the daemon so far.
 fn begun(facts: &Facts, pid: i32) -> Explanation {
     Explanation {
         schema: SCHEMA.to_owned(),
@@ -175,7 +175,7 @@ fn begun(facts: &Facts, pid: i32) -> Explanation {
     }
 }
 
-/// Explains a process by the daemon's facts.
+/// Explains a process from the daemon's facts.
 pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
     // Guest numbers aren't pids.
     let target = facts.targets.iter().find(|target| target.pid == pid && facts.xen.is_none());
@@ -193,7 +193,7 @@ fn look_with_ps(error: &ReadError) -> String {
     format!("{error}; look with ps")
 }
 
-/// The same, given its executable and its mappings.
+/// Explains a target, given its executable and its mappings.
 pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<&Path>, details: &[VmaDetail]) -> Explanation {
     let mut explanation = begun(facts, target.pid);
     explanation.see_target(target, facts);
@@ -220,7 +220,7 @@ pub fn of_target(facts: &Facts, target: &TargetFacts, exe: Option<&Path>, detail
     explanation
 }
 
-/// Explains a process that is out of scope: which memory we'd leave alone in any case.
+/// Explains a process that is out of scope: we only know which memory we'd leave alone.
 fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let pid = explanation.pid;
     let roots = Roots::default();
@@ -236,7 +236,7 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
         other => other.map_err(|error| not_readable(&error))?,
     };
     let details = match read_smaps_named(&process) {
-        // Kernel threads and zombies have none.
+        // Kernel threads and zombies have no mappings.
         Err(_) if explanation.left_alone.is_some() => Vec::new(),
         other => other.map_err(|error| not_readable(&error))?,
     };
@@ -288,9 +288,9 @@ impl Explanation {
 fn row(region: &RegionState, facts: &Facts, details: &[VmaDetail], program: &[u8]) -> Row {
     let start = region.first.address();
     let end = start + region.pages.bytes().0;
-    // Its first mapping: a region is one mapping, or neighbours that differ only in their marks.
+    // We take the region's first mapping: all mappings of a region differ only in their marks.
     let mapping = details.iter().find(|detail| detail.vma.start < end && start < detail.vma.end);
-    let kind = mapping.map_or("unmapped meanwhile".to_owned(), |detail| kind_of(&detail.vma, program).to_string());
+    let kind = mapping.map_or("no longer mapped".to_owned(), |detail| kind_of(&detail.vma, program).to_string());
     row_of(region, facts, kind, mapping.and_then(name))
 }
 

@@ -1,4 +1,4 @@
-//! `pagefold include`: lets processes in again that `pagefold unmerge` keeps out.
+//! `pagefold include`: lets the daemon merge processes again that `pagefold unmerge` has kept out.
 
 use crate::config::scope::{ScopeArgs, explain};
 use crate::control::client::ask;
@@ -50,7 +50,7 @@ fn describe(included: &Included, style: Style) -> String {
     let mut text = String::new();
     let scope = &included.scope;
     if included.processes.is_empty() {
-        text.line(style.bold(&format!("Included {scope} again. No process that was kept out runs now.")));
+        text.line(style.bold(&format!("Included {scope} again. None of the processes that were kept out is running.")));
     } else {
         let processes = style::count(included.processes.len(), "process", "processes");
         text.line(style.bold(&format!("Included {scope} again: {processes} that may be merged from now on.")));

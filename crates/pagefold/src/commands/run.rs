@@ -38,7 +38,7 @@ use std::sync::atomic::AtomicBool;
 
 /// Runs until it's stopped, and returns the exit code.
 pub fn run(args: &RunArgs) -> Result<u8> {
-    // Signal handlers first: from here on the run always ends in an orderly way.
+    // Install the signal handlers first: from here on the run always ends in an orderly way.
     let start = Start::of("pagefold")?;
     let settings = Settings::of(args)?;
     preflight::need_rights("merging other processes' memory")?;
@@ -57,7 +57,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let mechanism = if device.is_some() { Mechanism::Request } else { Mechanism::Ksmd };
     let config = Config { mechanism, ..settings.config.clone() };
     if config.reserve.take_back && mechanism == Mechanism::Request {
-        complain!("--take-back has no effect where pages are merged on request; nothing will be taken apart");
+        complain!("--take-back has no effect when pages are merged on request; nothing will be unmerged");
     }
     let facts = RunFacts::new(args.dry_run, &settings.scope, &config);
     let host = host(&settings, &config, ksm, mode, device, outputs.signals.woken.clone())?;
@@ -69,7 +69,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     daemon.run(left_alone)
 }
 
-/// The knobs of KSM that a run sets from its beginning.
+/// The KSM knobs that a run sets at its start.
 fn initial_knobs(settings: &Settings, on_request: bool) -> InitialKnobs {
     if on_request {
         return InitialKnobs::NONE;
@@ -99,8 +99,8 @@ fn host(
     Ok(host)
 }
 
-/// Refuses a command line that selects no process, or only processes that we must leave alone: most likely a mistake. A
-/// configuration file may select processes that start later. Returns the processes that we leave alone.
+/// Refuses a command line that selects no process, or only processes that we must leave alone, as that's most likely a
+/// mistake. A configuration file may select processes that start later. Returns the processes that we leave alone.
 fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<Vec<LeftAlone>, Exit> {
     let waits = args.scope == ScopeArgs::default();
     let found = match resolve(&settings.scope.spec(), &Roots::default()) {
@@ -135,8 +135,8 @@ fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<
     }
 }
 
-/// Starts the injector and gives up every capability that we don't need from there on. A dry run has no injector.
-/// Without one we can't ask a process whether it's dumpable, so a dry run keeps the capabilities to find that out.
+/// Starts the injector and gives up every capability that we don't need from then on. A dry run has no injector to ask
+/// a process whether it's dumpable, so a dry run keeps the capabilities to find that out itself.
 fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
     if args.dry_run {
         return Ok(None);
@@ -156,14 +156,14 @@ fn injector(args: &RunArgs, on_request: bool) -> Result<Option<Injector>> {
     Ok(Some(injector))
 }
 
-/// Takes KSM over. Without an injector we do a dry run, which leaves KSM alone.
+/// Takes control of KSM. Without an injector this is a dry run, which leaves KSM alone.
 pub fn take(injector: Option<Injector>, ksm: &Arc<Ksm>, initial: &InitialKnobs) -> Result<HostMode> {
     let Some(injector) = injector else { return Ok(HostMode::DryRun) };
     let lease =
         KsmLease::take(ksm.clone(), &KsmPaths::default(), initial).map_err(|error| preflight::explain_take(&error))?;
     for (knob, value) in lease.unavailable() {
         complain!(
-            "{} cannot be set to {value} and stays as it is: pages are merged already, or this kernel lacks it",
+            "{} cannot be set to {value} and stays as it is: pages are merged already, or this kernel lacks the knob",
             knob.file_name()
         );
     }

@@ -1,4 +1,4 @@
-//! `pagefold sketch`: a sketch of each workload, once. It only reads.
+//! `pagefold sketch`: makes a sketch of each workload once. It only reads memory.
 
 use crate::backend::Backend;
 use crate::config::args::RunArgs;
@@ -44,7 +44,7 @@ pub struct SketchArgs {
     /// Write the sketches to this file (Parquet, schema pagefold.sketch/1). pagefold-fleet reads those called HOST.parquet
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
-    /// Read options that are not given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
+    /// Read the options that aren't given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
     /// scope is given]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
@@ -57,7 +57,7 @@ pub struct SketchArgs {
 const PAGES_PER_SECOND: u64 = 50_000;
 /// Pages read at a time.
 const PORTION: u64 = 5_000;
-/// How long we wait until we know the mappings of all processes.
+/// How long we wait to learn the mappings of all processes.
 const KNOWN_LIMIT: Duration = Duration::from_secs(10);
 
 const SCHEMA: &str = "pagefold.sketch-summary/1";
@@ -112,7 +112,7 @@ pub fn run(args: &SketchArgs) -> Result<u8> {
     let mut keeper = Keeper::new(fleet);
     let rows = read(&mut host, &mut keeper, settings.config.limits, &stop)?;
     if rows.is_empty() {
-        let line = "nothing in scope may be read, or it holds less than a mebibyte; name other programs";
+        let line = "no workload in scope may be read and holds at least a mebibyte; name other programs";
         return Err(Exit::new(exit::REFUSED, line).into());
     }
     put(&place, &rows).map_err(|error| cannot_write(&place, &error))?;
@@ -126,7 +126,7 @@ fn place(path: &std::path::Path) -> Result<Place, Exit> {
     let cannot = |what: String| Exit::new(exit::USAGE, format!("the file {} {what}", ownership::shown(path)));
     let place = Place::of(path).map_err(cannot)?;
     if std::fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
-        return Err(cannot("is not a regular file; name one, or a new one".to_owned()));
+        return Err(cannot("is not a regular file; name a regular or a new file".to_owned()));
     }
     place.check().map_err(|error| cannot_write(&place, &error))?;
     Ok(place)
@@ -165,7 +165,7 @@ fn read(host: &mut LiveHost, keeper: &mut Keeper, limits: Limits, stop: &AtomicB
         }
         let pause = Duration::from_nanos(read.pages * 1_000_000_000 / rate);
         thread::sleep(pause.saturating_sub(then.elapsed()));
-        // We mustn't read memory that gets excluded meanwhile.
+        // Memory may get excluded while we read, and then we mustn't read it.
         refresh(host)?;
     }
 }
@@ -189,7 +189,7 @@ impl WorkloadRow {
     }
 }
 
-/// Rows shown; a line sums up the rest.
+/// Rows that we show. A last line sums up the rest.
 const ROWS: usize = 20;
 
 fn describe(summary: &Summary, style: Style) -> String {

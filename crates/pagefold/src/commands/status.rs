@@ -37,7 +37,7 @@ pub struct StatusArgs {
 }
 
 /// The state of a run (schema pagefold.status/1): the parts of the engine's [`State`], with the host's names, reasons
-/// and events. All views are made from it. A new column begins here. `reference.rs` explains the fields.
+/// and events. All views are made from this, so add a new column here first. `reference.rs` explains the fields.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Status {
     schema: String,
@@ -48,7 +48,7 @@ pub struct Status {
     pub other_bytes: Option<u64>,
     #[serde(flatten)]
     pub activity: Activity,
-    /// Why we don't control KSM, and whether that's because we gave it up.
+    /// Why we don't control KSM. `stood_down` says whether that's because we gave it up.
     pub ksm_why: Option<String>,
     #[serde(default)]
     pub stood_down: bool,
@@ -95,7 +95,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// How it merges, in words.
+    /// How the run merges, in words.
     pub fn merging(&self) -> &'static str {
         match self.mechanism {
             _ if self.dry_run => "dry run",
@@ -124,7 +124,7 @@ pub struct DomainRow {
     pub processes: usize,
     pub resident_bytes: u64,
     pub marked_bytes: u64,
-    /// Whether we leave it alone, because ksmd merges another one.
+    /// Whether we leave the domain alone because ksmd merges another one.
     pub left_alone: bool,
 }
 
@@ -148,9 +148,9 @@ pub enum Doing {
     Reading,
     Marking,
     Merging,
-    /// Neither reads whole regions nor marks or merges any.
+    /// The run takes samples, but doesn't read whole regions, mark or merge.
     Sampling,
-    /// Waits for changes.
+    /// The run waits for changes.
     Watching,
 }
 
@@ -217,7 +217,7 @@ impl Status {
         }
     }
 
-    /// The number with the word for the things in scope.
+    /// The number with the word for targets: processes or guests.
     pub fn count(&self, number: usize) -> String {
         match self.xen {
             Some(_) => count(number, "guest", "guests"),
@@ -230,12 +230,12 @@ impl Status {
         self.programs.processes.iter().map(|row| row.memory.expected_bytes).sum()
     }
 
-    /// How much the run saves, or a dry run would. `None` while we don't know yet.
+    /// How much the run saves, or a dry run would save. `None` while we don't know yet.
     pub fn result_bytes(&self) -> Option<u64> {
         if self.run.dry_run { Some(self.expected_bytes()) } else { self.memory.saved_bytes }
     }
 
-    /// The run's activities now: several may be under way.
+    /// The run's activities right now. There may be several.
     pub fn doing(&self) -> Vec<Doing> {
         if self.activity.paused {
             return vec![Doing::Paused];

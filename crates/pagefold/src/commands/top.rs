@@ -1,6 +1,6 @@
-//! `pagefold top`: shows live, on the terminal, the daemon's savings, its costs, its work and when it'll be done.
+//! `pagefold top`: shows the daemon's savings, costs and work live on the terminal, and when the daemon will be done.
 //!
-//! A thread asks the daemon once a second; [`state`] holds the answers and the user's choices, [`draw`] shows them.
+//! A thread asks the daemon once a second. [`state`] holds the answers and the user's choices, and [`draw`] shows them.
 
 mod activity;
 mod draw;
@@ -41,25 +41,25 @@ use std::time::{Duration, Instant};
 
 /// How often we ask the daemon.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// How soon we notice an answer.
+/// How long we wait for a key before we look for an answer from the daemon.
 const POLL: Duration = Duration::from_millis(100);
 
 /// How much history we show without --since.
 const SINCE: Duration = Duration::from_secs(2 * 3_600);
-/// The same on a web page.
+/// How much history the web page shows without --since.
 const SINCE_PAGE: Duration = Duration::from_secs(24 * 3_600);
 /// How often we read the history.
 const HISTORY_INTERVAL: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct TopArgs {
-    /// Begin with what was saved in this time (2h, 30d), also if no pagefold is running
+    /// Begin with the savings of the last hours or days (2h, 30d), even if no pagefold is running
     #[arg(long, value_name = "DURATION", value_parser = humantime::parse_duration)]
     pub since: Option<Duration>,
     /// Read the history from this file, which the daemon writes
     #[arg(long, value_name = "FILE", default_value = history::DEFAULT_FILE)]
     pub history: PathBuf,
-    /// Write one self-contained web page to this file, with the last day or as --since says, and end
+    /// Write a self-contained web page about the last day (or the time of --since) to this file, and exit
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
 }
@@ -69,13 +69,13 @@ type Moments = Result<Vec<Moment>, String>;
 
 /// The daemon's and `/proc`'s data at one time.
 pub struct Answer {
-    /// When it came, seconds since 1970.
+    /// When the answer came, seconds since 1970.
     time: u64,
     status: Result<Status, String>,
     /// Each process's workload.
     workloads: BTreeMap<i32, String>,
     explanation: Option<Result<Explanation, String>>,
-    /// Present if we read it again.
+    /// Present if we've read the history again for this answer.
     history: Option<Moments>,
 }
 
@@ -87,7 +87,7 @@ pub fn run(args: &TopArgs) -> Result<u8> {
         let message = "top needs a terminal; without one, use pagefold status, or pagefold status --json";
         return Err(Exit::new(exit::USAGE, message).into());
     }
-    // We report a daemon that isn't there, or that doesn't answer this user, before we take the screen.
+    // If there's no daemon, or it doesn't answer this user, we say so before we take over the screen.
     let since = args.since.unwrap_or(SINCE);
     let moments = moments(&args.history, since);
     if let Err(error) = ask::<Status>(&Request::Status) {
@@ -117,7 +117,7 @@ pub fn run(args: &TopArgs) -> Result<u8> {
     result.map(|()| exit::OK)
 }
 
-/// Ends the program on a signal, from a thread: once the terminal is gone, crossterm reads it for ever.
+/// Ends the program on a signal. This needs a thread: once the terminal is gone, crossterm keeps reading it forever.
 fn end_on_signals() -> io::Result<()> {
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM])?;
     std::thread::spawn(move || {
@@ -151,7 +151,7 @@ fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSe
         if let Err(TrySendError::Disconnected(_)) = answers.try_send(answer) {
             return;
         }
-        // The terminal has hung up, and no signal has come: sudo may have been in between.
+        // The terminal may have hung up without a signal reaching us, for example because sudo was in between.
         if !io::stdin().is_terminal() {
             end();
         }
@@ -174,7 +174,7 @@ fn moments(path: &Path, since: Duration) -> Moments {
     history::read(path, since, history::now()).map_err(|error| format!("{}: {error}", ownership::shown(path)))
 }
 
-/// The error, and that there's no history either.
+/// Adds to the error that there's no history either.
 fn also(error: &anyhow::Error, problem: &str) -> anyhow::Error {
     Exit::new(pagefold_text::program::code_of(error), format!("{error:#}; nor can the history be read: {problem}"))
         .into()
@@ -188,7 +188,7 @@ fn write_page(args: &TopArgs, file: &Path) -> Result<u8> {
         (Ok(status), _) => Some(status),
         (Err(_), Ok(moments)) if !moments.is_empty() => None,
         (Err(error), Err(problem)) => return Err(also(&error, problem)),
-        (Err(error), Ok(_)) => return Err(also(&error, "it has nothing of this time")),
+        (Err(error), Ok(_)) => return Err(also(&error, "it has no entries from this time")),
     };
     let sources = Sources {
         status: status.as_ref(),

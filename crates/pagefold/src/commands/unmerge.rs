@@ -1,6 +1,6 @@
 //! `pagefold unmerge`: gives processes their own copies of merged pages, and removes their marks.
 //!
-//! If a daemon runs, the daemon does this and keeps the processes out. Otherwise this command does it by itself.
+//! If a daemon runs, the daemon does this and won't merge the processes again. Otherwise this command does the work.
 
 use crate::audit::{Audit, Entry, Owner};
 use crate::config::flags::AuditFlags;
@@ -26,7 +26,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
 
-/// How often we look for processes: we unmerge processes that start meanwhile, too.
+/// How often we look for processes in scope. Later passes find the processes that have started in the meantime.
 const PASSES: u32 = 5;
 /// How long a scan of ksmd may take.
 const PASS_LIMIT: Duration = Duration::from_secs(30);
@@ -72,12 +72,12 @@ impl Summary {
         Self { schema: "pagefold.unmerge/1".to_owned(), ..Self::default() }
     }
 
-    /// A daemon's summary. The daemon keeps these processes out.
+    /// A daemon's summary. `kept_out` names the processes that the daemon won't merge again, as flags.
     pub fn of_daemon(kept_out: String, still_saved_bytes: u64) -> Self {
         Self { kept_out: Some(kept_out), still_saved_bytes, ..Self::new() }
     }
 
-    /// Adds one process's result. We leave out a process that has ended, unless its number was given.
+    /// Adds one process's result. We skip a process that has ended, unless the user named its pid.
     pub fn add(&mut self, process: &UnmergedProcess) {
         if process.is_gone() {
             return;
@@ -90,7 +90,7 @@ impl Summary {
                     format!("{error}; pagefold keeps trying")
                 }
                 (UnmergeError::Locked { .. }, None) => {
-                    format!("{error}; run this again when it lets go of it, or end it")
+                    format!("{error}; run this again when the process has released it, or end the process")
                 }
                 _ => error.to_string(),
             }
@@ -120,11 +120,11 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     Ok(summary.exit_code)
 }
 
-/// Asks the daemon to unmerge the processes. If there's no daemon, another program controls KSM, and `held` is the error
-/// to report.
+/// Asks the daemon to unmerge the processes. If no daemon answers, another program holds the lock, and we report the
+/// error `held`.
 fn ask_daemon(args: &UnmergeArgs, held: LockError) -> Result<Summary> {
     if args.audit.0.audit.as_deref().is_some() {
-        let line = "pagefold run is at work, and writes this to its own audit log; omit --audit";
+        let line = "the running pagefold writes this to its own audit log; omit --audit";
         return Err(Exit::new(exit::USAGE, line).into());
     }
     let selectors = Selectors::of(&args.scope.spec()).map_err(|error| explain(&error))?;
@@ -169,7 +169,7 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
             record(&mut audit, &owners, &done);
             over.extend(done);
         }
-        // A child has the marks that its parent had at the fork.
+        // A child forked meanwhile has the marks that its parent had then.
         scoped = args.scope.resolve_for_undoing_again(&found);
     }
     let done = unmerger.finish();
@@ -180,7 +180,7 @@ fn unmerge(args: &UnmergeArgs, lock: Lock, paths: &KsmPaths) -> Result<Summary> 
     for process in &over {
         summary.add(process);
     }
-    // ksmd would wait for a program whose memory map is locked.
+    // If a program keeps its memory map locked, ksmd's scan would wait for it, so we don't scan then.
     let is_locked = over.iter().any(|process| process.failure.as_ref().is_some_and(|error| error.is_late()));
     let restored = lease.map(|lease| if is_locked { Ok(restore(lease)) } else { settle(lease) }).transpose();
     if let Some(audit) = &mut audit {
@@ -224,8 +224,8 @@ fn code_of(error: &UnmergeError) -> u8 {
 
 /// Ends the lease after scans that let ksmd release unmarked memory. Returns the knobs that we can't restore yet.
 ///
-/// Where pages are merged on request, we don't scan: the mappings of all named pages are marked, and ksmd would merge
-/// across trust domains where pagefold hasn't. Unmarked memory then counts as merged until its process ends.
+/// If pages are merged on request, we don't scan: the mappings of all named pages are marked, and ksmd would merge them
+/// across trust domains. Unmarked memory then counts as merged until its process ends.
 pub fn settle(lease: KsmLease) -> Result<BTreeMap<String, u64>> {
     if Path::new(request::DEVICE).exists() {
         return Ok(restore(lease));
@@ -245,7 +245,7 @@ fn report_restored(outcome: &RestoreOutcome) -> BTreeMap<String, u64> {
     outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect()
 }
 
-/// The summary in words: `who` still saves memory in other `targets`, in singular and plural.
+/// The summary in words. `who` is the one that merges; `target` and `targets` are the words for one target and several.
 pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style: Style) -> String {
     let mut text = String::new();
     let failed = summary.processes.iter().filter(|process| process.failed.is_some()).count();
@@ -264,7 +264,7 @@ pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style
     if let Some(kept_out) = &summary.kept_out {
         if failed > 0 {
             let failed = style::count(failed, target, targets);
-            text.line(format!("Not done yet in {failed}: pagefold keeps trying, as pagefold status shows."));
+            text.line(format!("Not done yet in {failed}: pagefold keeps trying (see pagefold status)."));
         }
         text.line(format!("Kept out until pagefold include {kept_out}."));
         return text;

@@ -1,18 +1,18 @@
 //! Parses the configuration file: TOML with the sections and keys of the table of options.
 //!
-//! Pure: text in, options out. Callers read the files, and put them together with the command line.
+//! It does no I/O: text in, options out. Callers read the files and combine them with the command line.
 
 use crate::config::options::{OptionSpec, Options, SECTIONS, Section, all};
 use crate::config::values::Allowed;
 use toml::Spanned;
 use toml::de::{DeString, DeTable, DeValue};
 
-/// The longest that each half of an error message may be, characters: the file may contain anything.
+/// The most characters in each half of an error message. We need a limit because messages quote the file.
 const PART_MOST: usize = 300;
-/// Two names that are nearer (Jaro similarity, 0 to 1) are probably the same name, one of them mistyped. As in clap.
+/// Above this Jaro similarity (0 to 1) we take one name for a misspelling of the other. clap uses the same value.
 const NEAR: f64 = 0.7;
 
-/// Keys of [tuning] that were in other sections. The next release doesn't read them there.
+/// Keys of `[tuning]` that used to be in other sections. From the next release on, we won't read them there.
 const MOVED: [(&str, &[&str]); 3] = [
     ("run", &["top-share", "round", "levels"]),
     ("judgement", &["duplicate-threshold", "cow-threshold", "lifetime"]),
@@ -27,7 +27,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// `key` is none of the `known` ones. `place` says where it stands.
+    /// The error that `key` isn't one of the `known` keys. `place` says where the key is.
     pub fn unknown(key: &Spanned<DeString<'_>>, place: &str, known: &[&str]) -> Self {
         let name = key.get_ref();
         let meant = meant(name, known).map_or_else(String::new, |meant| format!(" (did you mean {meant}?)"));
@@ -40,15 +40,15 @@ impl Problem {
 /// A value that somebody gave for an option.
 #[derive(Clone, Copy, Debug)]
 pub enum Given<'a> {
-    /// A flag's arguments, of a switch "true".
+    /// A flag's arguments, or "true" for a switch.
     Flag(&'a [String]),
     File(&'a Spanned<DeValue<'a>>),
 }
 
-/// A value, where it comes from, and which values are allowed there.
+/// A value with its origin and the permitted values.
 #[derive(Debug)]
 pub struct Source<'a> {
-    /// The flag as in the help, or the path of the key.
+    /// The flag as in `--help`, or the key with its section.
     pub path: String,
     pub given: Given<'a>,
     pub allowed: &'a Allowed,
@@ -76,12 +76,12 @@ impl<'a> Source<'a> {
                 DeValue::Integer(number) if number.radix() == 10 => Ok(number.as_str().to_owned()),
                 DeValue::Float(number) => Ok(number.as_str().to_owned()),
                 DeValue::Boolean(switch) => Ok(switch.to_string()),
-                _ => Err(self.problem("the value is neither a string nor a decimal number; write one of them")),
+                _ => Err(self.problem("the value is neither a string nor a decimal number; write either of them")),
             },
         }
     }
 
-    /// The items of a list, or the error `no_list`.
+    /// The items of a list, or the error `no_list` if the value isn't a list.
     pub fn items(&self, no_list: &str) -> Result<Vec<Self>, Problem> {
         let items: Vec<Given<'a>> = match self.given {
             Given::Flag(words) => words.chunks(1).map(Given::Flag).collect(),
@@ -112,14 +112,14 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Parses a file's text. `name` is what an error calls the file.
+/// Parses a file's text. Errors call the file `name`.
 ///
 /// # Errors
-/// One line about the first error: file, line, what is wrong; what to do.
+/// One line about the first error: the file, the line, the problem, and the advice.
 pub fn parse(text: &str, name: &str) -> Result<Options, String> {
     read(text).map_err(|Problem { offset, message }| {
         let line = 1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count();
-        // What is wrong may quote the file at length. We must show what to do all the same.
+        // The problem may be a long quote from the file. We shorten it apart from the advice, which must stay readable.
         let (wrong, advice) = message.rsplit_once("; ").unwrap_or((&message, "see pagefold.toml(5)"));
         format!("{} line {line}: {}; {}", printable(name), printable(wrong), printable(advice))
     })
@@ -158,7 +158,7 @@ fn keys(section: &Section) -> Vec<&'static str> {
     section.options.iter().map(|option| option.key).collect()
 }
 
-/// What was probably meant by an unknown key: the same key of another section, or one of `known`.
+/// The key that the user probably meant by an unknown one: the same key in another section, or one of `known`.
 fn meant(key: &str, known: &[&str]) -> Option<String> {
     if let Some(section) = SECTIONS.iter().find(|section| keys(section).contains(&key)) {
         return Some(format!("{key} in [{}]", section.name));
@@ -167,7 +167,7 @@ fn meant(key: &str, known: &[&str]) -> Option<String> {
     if strsim::jaro(key, nearest) > NEAR { Some((*nearest).to_owned()) } else { None }
 }
 
-/// The text without control characters, cut if it is long.
+/// The text without control characters, cut if it's too long.
 fn printable(text: &str) -> String {
     let mut line = String::new();
     for (at, c) in text.chars().enumerate() {

@@ -46,14 +46,14 @@ flags! {
     ScopeFlags: ["scope"];
     /// Changes to the deny list.
     DenyFlags: ["deny"];
-    /// What a run does with the processes in scope.
+    /// Options for a run's work on the processes in scope.
     RunFlags: ["run", "judgement", "reserve", "numa", "audit", "log", "metrics", "history", "fleet", "tuning"];
     /// The audit log.
     AuditFlags: ["audit"];
 }
 
 impl DenyFlags {
-    /// The list with these changes.
+    /// Applies these changes to a deny list.
     pub fn apply(&self, list: DenyList) -> DenyList {
         let Options { denied, allowed, override_opt_outs, .. } = &*self.0;
         list.with(denied.as_deref().unwrap_or_default(), allowed.as_deref().unwrap_or_default())

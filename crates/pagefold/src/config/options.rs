@@ -1,10 +1,10 @@
 //! The table of options: everything that both the command line and the configuration file can set.
 //!
 //! Each row is the only definition of its option. From it we make the field of [`Options`], the flag
-//! ([`crate::config::flags`]), the key of the configuration file ([`crate::config::config_file`]), `packaging/pagefold.toml`
-//! and the manual page pagefold.toml(5). Ranges and defaults are the engine's. To add an option, add a row here, its default
-//! and read it in [`crate::config::settings`]; then
-//! `PAGEFOLD_BLESS=1 cargo test -p pagefold --lib reference` writes the example file again.
+//! ([`crate::config::flags`]), the key of the configuration file ([`crate::config::config_file`]),
+//! `packaging/pagefold.toml` and the manual page pagefold.toml(5). Ranges and defaults come from the engine. To add an
+//! option, add a row here with its default, and read the option in [`crate::config::settings`]. Then
+//! `PAGEFOLD_BLESS=1 cargo test -p pagefold --lib reference` rewrites the example file.
 
 use crate::config::config_file::{Problem, Source};
 use crate::config::settings::{DomainSource, MechanismChoice};
@@ -28,7 +28,7 @@ use std::time::Duration;
 #[derive(Debug)]
 pub struct Section {
     pub name: &'static str,
-    /// The comment above it in the file.
+    /// The comment above the section in the file.
     pub about: &'static str,
     pub options: &'static [OptionSpec],
 }
@@ -36,40 +36,40 @@ pub struct Section {
 #[derive(Debug)]
 pub struct OptionSpec {
     pub section: &'static str,
-    /// The heading of its flag in `--help`.
+    /// The heading in `--help` that lists the option's flag.
     pub heading: &'static str,
-    /// Its key in the file. No two options have the same one.
+    /// The key in the file. No two options have the same key, even in different sections.
     pub key: &'static str,
-    /// Its flag, if it has one, and the name of its value, if it isn't a switch, as in `--help`.
+    /// The flag and the name of its value, as in `--help`. Switches lack the value name; some options lack the flag.
     pub usage: &'static str,
     pub allowed: Allowed,
-    /// An example as the file has it: a value, or whole lines. Empty if the default is one.
+    /// An example in the file's syntax: a value, or whole lines. Empty if the default can serve as the example.
     pub example: &'static str,
-    /// The default with a preset's settings, as a file has it.
+    /// The default under a preset's settings, in the file's syntax.
     pub default_in: fn(&Config) -> Option<String>,
-    /// What it does, in the imperative or as a noun phrase, without a full stop.
+    /// A description in the imperative or as a noun phrase, without a full stop.
     pub help: &'static str,
-    /// Sets it to a value that was given.
+    /// Parses a given value and sets the option.
     pub read: fn(&mut Options, &Source<'_>) -> Result<(), Problem>,
-    /// Its value as a file has it, on one line, if it's set.
+    /// The option's value in the file's syntax, on one line, if it's set.
     pub written: fn(&Options) -> Option<String>,
 }
 
-/// Defines [`Options`] and [`SECTIONS`]. A row is key, usage, field, type, permitted values, example or default or both,
-/// and help.
+/// Defines [`Options`] and [`SECTIONS`]. A row has the key, usage, field, type, permitted values, an example or default
+/// (or both), and the help text.
 macro_rules! options {
     ($preset:ident; $($section:literal $heading:literal $about:literal {$(
         $key:literal $usage:literal $field:ident: $type:ty, $allowed:expr, $($example:literal)? $(= $default:expr)?,
         $help:literal;
     )*})*) => {
-        /// What one source sets: a configuration file, all of them together, or the command line.
+        /// The options that one source sets: a configuration file, all files together, or the command line.
         #[derive(Clone, Debug, Default, PartialEq, Eq)]
         pub struct Options {
             $($(#[doc = $help] pub $field: Option<$type>,)*)*
         }
 
         impl Options {
-            /// Both together. Where both set an option, `later` counts.
+            /// Combines both. Where both set an option, `later` wins.
             #[must_use]
             pub fn then(self, later: Self) -> Self {
                 Self { $($($field: later.$field.or(self.$field),)*)* }
@@ -101,14 +101,14 @@ macro_rules! options {
 options! {
     preset;
     "scope" "Scope"
-        "Which processes are in scope. Entries add up. Scope flags on the command line replace this section." {
+        "Which processes are in scope: any that match an entry. Scope flags on the command line replace this section." {
         "cgroups" "--cgroup <PATH>" cgroups: Vec<String>, List, "[\"/sys/fs/cgroup/system.slice/redis.service\"]",
             "Processes in this cgroup and below it";
         "users" "--user <USER>" users: Vec<String>, List, "[\"www-data\", 33]",
             "Processes of this user (name or number)";
         "exes" "--exe <PROGRAM>" exes: Vec<String>, List, "[\"redis-server\", \"/usr/bin/qemu-system-x86_64\"]",
             "Processes that run this program (path or base name)";
-        "all" "--all" all: bool, Any, = false, "All processes of the machine";
+        "all" "--all" all: bool, Any, = false, "All processes on the machine";
     }
     "run" "CPU time" "How much CPU time to use, and how to merge." {
         "governor" "--governor <NAME>" governor: Governor, Any, = preset.governor,
@@ -117,20 +117,20 @@ options! {
         "preset" "--preset <NAME>" preset: Preset, Any, = Preset::default(),
             "Defaults for a purpose: default, or sensitive, which also merges memory that lives only for seconds";
         "mechanism" "--mechanism <NAME>" mechanism: MechanismChoice, Any, = MechanismChoice::default(),
-            "How to merge equal pages: request (pagefold names them; needs a kernel with /dev/ksm), ksmd (pagefold \
-             marks memory, and ksmd searches it), or auto (request if the kernel can)";
+            "How to merge equal pages: request (pagefold names the pages; needs a kernel with /dev/ksm), ksmd \
+             (pagefold marks memory, and ksmd finds the pages), or auto (request if the kernel supports it)";
     }
     "judgement" "Judgement" "Which memory is worth merging." {
         "only" "--only <NAME>" only: Only, Any, = preset.only,
-            "Which equal pages to merge: all, or zeros (pages of zeros; ksmd also merges other equal pages that lie \
-             between them)";
+            "Which equal pages to merge: all, or zeros (pages that hold only zeros; ksmd also merges other equal pages \
+             in the same marked memory)";
     }
     "reserve" "Reserve"
         "Headroom for COW: writing a merged page takes memory again. See docs/guide.md. Reloaded by SIGHUP." {
         "keep" "--reserve <AMOUNT>" reserve: Keep, Any, = preset.reserve.keep,
-            "Memory to keep free, counting free swap, for writes to merged pages; with less, nothing more is merged. \
-             A size (2G), a share of memory (10%), or auto: as much as programs took back in the worst hour of the \
-             last day, but at least 5 % of memory and at most what is saved";
+            "Memory (including swap) to keep free for writes to merged pages; merging stops when less is free. A size \
+             (2G), a share of memory (10%), or auto: as much as such writes took in the worst hour of the last day, \
+             but at least 5 % of memory and at most the memory saved";
         "take-back" "--take-back" take_back: bool, Any, = preset.reserve.take_back,
             "When free memory is below the reserve, unmerge memory step by step. Unmerging itself takes memory, so \
              each step keeps at least half of the reserve free";
@@ -141,7 +141,7 @@ options! {
         "programs" "NAME" programs: Vec<String>, Programs, "[\"ssh-agent\", \"gpg-agent\", \"vault\"]" = denied(),
             "Programs never to touch; replaces the default list";
         "also" "--deny <NAME>" denied: Vec<String>, Programs, "[\"my-key-server\", \"wallet*\"]",
-            "Never touch these programs, besides those on the deny list (base name, or a prefix followed by *)";
+            "Never touch these programs, in addition to the deny list (base name, or a prefix followed by *)";
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
              non-dumpable)";
@@ -150,25 +150,25 @@ options! {
             "Merge memory even if its owner opted out: name the unit, virtual machine, cgroup or program";
     }
     "limits" "Limits"
-        "What pagefold may do to other processes per second, whatever the governor allows. Reloaded by SIGHUP." {
+        "Work per second on other processes' memory, even if the governor allows more. Reloaded by SIGHUP." {
         "samples-per-second-per-process" "N" samples_per_second_per_process: u64, Count(range::PAGES),
-            = preset.limits.pages_per_process, "Pages to read from one process";
+            = preset.limits.pages_per_process, "Most pages to read from one process";
         "samples-per-second" "N" samples_per_second: u64, Count(range::PAGES), = preset.limits.pages,
-            "Pages to read from all processes together";
+            "Most pages to read from all processes together";
         "stops-per-second-per-process" "N" stops_per_second_per_process: u64, Count(range::STOPS_PER_PROCESS),
-            = preset.limits.stops_per_process, "Times to stop one process";
+            = preset.limits.stops_per_process, "How often one process may be stopped";
         "stops-per-second" "N" stops_per_second: u64, Count(range::STOPS),
-            = preset.limits.stops, "Times to stop any process";
+            = preset.limits.stops, "How often processes may be stopped, all together";
         "moves-per-second" "N" moves_per_second: u64, Count(range::MOVES), = preset.limits.moves,
-            "Merged pages to move to another memory node";
+            "Most merged pages to move to another memory node";
         "longest-stop" "DURATION" longest_stop: Duration, Time(range::LONGEST_STOP_NS),
-            = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a stop of a process may last";
+            = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a process may be stopped at a time";
         "group" "list of tables" groups: Vec<Rule>, Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
             [[limits.group]]\nname = \"batch\"\ncgroup = \"/sys/fs/cgroup/batch.slice\"\ngovernor = \"quiet\"\nstops-per-second = 5",
-            "Limits for some processes together: a name; one of cgroup, user and exe; and at least one of governor, \
-             samples-per-second and stops-per-second. The governor is the share of a core for reading and judging \
-             their memory (ksmd's time counts for the run as a whole). The first group that matches a process \
-             counts, and the run's limits hold as well";
+            "Limits that a group of processes shares: a name; one of cgroup, user and exe; and at least one of \
+             governor, samples-per-second and stops-per-second. The governor limits the CPU time for reading and \
+             judging the group's memory, but not ksmd's. A process belongs to the first group that matches it; the \
+             run's limits hold as well";
     }
     "domains" "Trust domains"
         "Memory is merged only within a trust domain, and ksmd merges only one domain. A process gets its domain \
@@ -176,11 +176,11 @@ options! {
          the nearest ancestor that has one; the rules below, in order; with by = \"user\", its user. All other \
          processes are in the domain \"default\"." {
         "by" "NAME" domains_by: DomainSource, Any, = DomainSource::default(),
-            "How to separate processes that no rule names: cgroup-xattr (by the attribute of the cgroup only), or \
-             user (by user as well)";
+            "Where the domain of a process comes from if no rule matches it: cgroup-xattr (only from its cgroup's \
+             attribute), or user (from its user as well)";
         "merge" "DOMAIN" merged_domain: String, Any, "\"customer-a\"",
-            "The one trust domain that ksmd merges, instead of root's. The others are left alone. Merging on request \
-             merges each by itself. Reloaded by SIGHUP";
+            "The one trust domain that ksmd merges, instead of root's; all others are left alone. Merging on request \
+             ignores this and merges within each domain. Reloaded by SIGHUP";
         "rule" "list of tables" domain_rules: Vec<Rule>, Rules(&[]), "\
             [[domains.rule]]\nname = \"customer-a\"\ncgroup = \"/sys/fs/cgroup/machine.slice/a.scope\"\n\
             [[domains.rule]]\nname = \"web\"\nuser = \"www-data\"\n\
@@ -189,11 +189,12 @@ options! {
     }
     "numa" "NUMA" "Where merged pages live on machines with several memory nodes." {
         "placement" "--placement <NAME>" placement: Placement, Any, = Placement::default(),
-            "Node for merged pages: fair (the node that uses them, or equal parts for the sharers' nodes), priority \
-             (parts by nice value), local-only (never merge across nodes), or kernel (wherever ksmd leaves them)";
+            "Memory node for merged pages: fair (the node that uses them; an equal part on each if several do), \
+             priority (divided by nice value), local-only (never merge across nodes), or kernel (where ksmd leaves \
+             them)";
         "domains" "table of NAME" placements: BTreeMap<String, Placement>, Any,
             "[numa.domains]\ncustomer-a = \"priority\"",
-            "Placement for single trust domains. Set local-only for all of them or for none";
+            "Placement by trust domain. local-only must be set for all domains or for none";
     }
     "audit" "Output"
         "A log with one line of JSON (schema pagefold.audit/1) for every span of memory that is marked or unmarked." {
@@ -202,7 +203,7 @@ options! {
     }
     "log" "Output" "What to write to standard error, which goes to the journal in a service. Reloaded by SIGHUP." {
         "level" "--log-level <LEVELS>" log: LogLevels, Any, = LogLevels::default(),
-            "What to log besides the run's messages: nothing (info), each step (debug), or levels by target \
+            "What to log besides the run's messages: nothing (info), each step (debug), or a level for each target \
              (info,ksm=debug). Targets are cycle, decision, event, scope, read, inject, ksm, control and files";
     }
     "metrics" "Output"
@@ -216,18 +217,18 @@ options! {
             = METRICS_INTERVAL, "Time between two writes of the metrics file";
     }
     "history" "Output"
-        "What to keep for the next run: savings over time, for pagefold top --since, and verdicts on memory. Dry \
-         runs ignore this section." {
+        "What to keep for the next run: savings over time, for pagefold top --since, and which memory is worth \
+         merging. Dry runs ignore this section." {
         "path" "--history <FILE>" history: PathBuf, Any, "\"/var/lib/pagefold/history\"",
-            "Record savings in this file of 371 KiB: every minute for a day, every quarter of an hour for 30 days. \
-             The service does so by default";
+            "Record savings in this file (371 KiB): every minute for a day, every quarter of an hour for 30 days. The \
+             service does so by default";
         "learned" "--learned <FILE>" learned: PathBuf, Any, "\"/var/lib/pagefold/learned.json\"",
-            "Keep verdicts on memory in this file (no contents, no digests), so that the next run needn't search all \
-             memory again. The service does so by default";
+            "Record in this file which memory is worth merging (no contents, no digests), so that the next run needn't \
+             search all memory again. The service does so by default";
     }
     "fleet" "Fleet"
-        "Sketches of each workload's memory, to compare the workloads of several hosts. Dry runs ignore this \
-         section. See fleet/README.md." {
+        "Sketches (samples of keyed page digests) of each workload's memory, to compare the workloads of several \
+         hosts. Dry runs ignore this section. See fleet/README.md." {
         "directory" "--sketches <DIRECTORY>" sketches: PathBuf, Any, "\"/var/lib/pagefold/sketches\"",
             "Sketch each workload's memory, and write this host's sketches to HOST.parquet in this directory (schema \
              pagefold.sketch/1)";
@@ -236,13 +237,13 @@ options! {
         "host" "--fleet-host <NAME>" fleet_host: String, Any, "\"node-17\"",
             "This host's name in the fleet, instead of its host name";
         "sketch-interval" "--sketch-interval <DURATION>" sketch_interval: Duration, Time(SKETCH_INTERVAL_NS),
-            = SKETCH_INTERVAL, "Time between two writes of the sketches. Reading all memory in scope may take longer";
+            = SKETCH_INTERVAL, "Time between two writes of the sketches (longer if reading all memory takes longer)";
     }
     "tuning" "Tuning"
         "Parameters of the papers' algorithms. Governors and presets set most of them together, and there's rarely a \
          reason to change one alone." {
         "top-share" "--top-share <PERCENT>" top_share: Permyriad, Share(range::TOP_SHARE), "20",
-            "Share of one core to use at most, instead of the governor's (UKSM p)";
+            "Most CPU time to use, as a share of one core, instead of the governor's (UKSM p)";
         "round" "--round <DURATION>" round: Duration, Time(range::ROUND_NS),
             "\"4s\"" = preset.round_ns.map(Duration::from_nanos),
             "Length of a sampling round, instead of the governor's (UKSM t)";
@@ -250,18 +251,17 @@ options! {
             = count(preset.levels), "Levels of the sampling ladder (UKSM N)";
         "duplicate-threshold" "--duplicate-threshold <PERCENT>" duplicate_threshold: Permyriad, Share(range::THRESHOLD),
             = preset.duplicate_threshold,
-            "Share of duplicates among sampled pages from which a region is read whole (UKSM V_dup)";
+            "Read a region whole if at least this share of its sampled pages are duplicates (UKSM V_dup)";
         "cow-threshold" "--cow-threshold <PERCENT>" cow_threshold: Permyriad, Share(range::THRESHOLD),
             = preset.cow_threshold,
-            "Share of merged pages that are soon written again from which a region is left alone (UKSM V_cow); 100 \
-             turns this off";
+            "Leave a region alone if at least this share of its merged pages are soon written again (UKSM V_cow; 100 \
+             turns this off)";
         "lifetime" "--lifetime <DURATION>" lifetime: Duration, Time(range::LIFETIME_NS),
             = Duration::from_nanos(preset.lifetime_ns),
-            "Age that a region which appears during the run must reach to be merged (UKSM V_life). By default it \
-             must also outlive two rounds";
+            "Minimum age for merging a region that appears during the run; by default also two rounds (UKSM V_life)";
         "local-latency" "DURATION" local_latency: Duration, Time(range::LATENCY_NS),
             = Duration::from_nanos(preset.latencies.local_ns.into()),
-            "Time of a memory access to the process's own node, for the cost of remote pages in status";
+            "Time of a memory access to the process's own node (status derives the cost of remote pages from it)";
         "remote-latency" "DURATION" remote_latency: Duration, Time(range::LATENCY_NS),
             = Duration::from_nanos(preset.latencies.remote_ns.into()),
             "Time of a memory access to the nearest other node";
@@ -286,28 +286,28 @@ pub fn all() -> impl Iterator<Item = &'static OptionSpec> {
 }
 
 impl OptionSpec {
-    /// Its flag without the dashes, if it has one.
+    /// The flag without its dashes, if the option has a flag.
     pub fn flag(&self) -> Option<&'static str> {
         self.usage.strip_prefix("--")?.split(' ').next()
     }
 
-    /// Whether `--help` and the manual leave its flag out: parameters were flags once, and are for one more release.
+    /// Whether `--help` and the manual omit the flag. Tuning flags are deprecated and work for one more release.
     pub fn is_hidden(&self) -> bool {
         self.section == "tuning"
     }
 
-    /// The name of its value. A switch has none.
+    /// The name of the option's value. A switch has none.
     pub fn value_name(&self) -> Option<&'static str> {
         let name = if self.usage.starts_with("--") { self.usage.split_once(' ')?.1 } else { self.usage };
         Some(name.trim_matches(['<', '>']))
     }
 
-    /// The default, for people.
+    /// The default as we show it to users, without quotes.
     pub fn default(&self) -> Option<String> {
         (self.default_in)(&Config::default()).map(|default| default.trim_matches('"').to_owned())
     }
 
-    /// The option with its example, or else the default, as lines of a file.
+    /// The option with its example, or else its default, as lines of a configuration file.
     pub fn in_file(&self) -> String {
         if self.example.contains('\n') {
             return self.example.to_owned();

@@ -1,4 +1,4 @@
-//! Checks that only root, or the user who runs us, can write or replace a file that decides what root does.
+//! Root acts on some files, so we check that only root (or the user who runs pagefold) can write or replace them.
 
 use pagefold_procmem::os::peer::is_trusted;
 use pagefold_text::escape::printable;
@@ -13,10 +13,10 @@ const TEXT_MOST: u64 = 1 << 20;
 const STICKY: u32 = 0o1000;
 const WRITABLE_BY_OTHERS: u32 = 0o022;
 
-/// Checks that a file or directory belongs to root or our user, and that nobody else may write it.
+/// Checks that a file or directory belongs to root or our own user, and that nobody else may write it.
 ///
 /// # Errors
-/// A clause that continues a sentence about the file, and what to do.
+/// A clause that continues a sentence about the file, and the advice.
 pub fn owned(uid: u32, mode: u32) -> Result<(), &'static str> {
     if !is_trusted(uid) {
         Err("belongs to another user; give it to root (chown root)")
@@ -27,8 +27,8 @@ pub fn owned(uid: u32, mode: u32) -> Result<(), &'static str> {
     }
 }
 
-/// The same for a directory, given without links, and its ancestors. Sticky ancestors like /tmp may be writable: other
-/// users can't replace the entries of others there.
+/// Checks a directory, given without symbolic links, and all its ancestors in the same way. Others may write sticky
+/// ancestors like /tmp, because users can't replace each other's entries there.
 pub fn directory(path: &Path) -> Result<(), String> {
     for directory in path.ancestors() {
         let metadata =
@@ -47,16 +47,16 @@ pub fn directory(path: &Path) -> Result<(), String> {
 /// Reads a file that only root or our user can write.
 ///
 /// # Errors
-/// A clause that continues a sentence about the file, and what to do.
+/// A clause that continues a sentence about the file, and the advice.
 pub fn read(path: &Path) -> Result<String, String> {
     let real = path.canonicalize().map_err(|error| format!("cannot be read: {error}; name an existing file"))?;
     if let Some(parent) = real.parent() {
         directory(parent).map_err(|why| format!("is in a directory that {why}"))?;
     }
-    // We check before we open it: opening a pipe would wait for a writer.
+    // We check this before opening the file, since opening a pipe would wait for a writer.
     let found = fs::metadata(&real).map_err(|error| format!("cannot be read: {error}; check the path"))?;
     if !found.is_file() {
-        return Err("is not a regular file; name one".to_owned());
+        return Err("is not a regular file; name a regular file".to_owned());
     }
     owned(found.uid(), found.mode()).map_err(|why| format!("is a file that {why}"))?;
     let mut text = Vec::new();
@@ -69,7 +69,7 @@ pub fn read(path: &Path) -> Result<String, String> {
     String::from_utf8(text).map_err(|_| "is not UTF-8 text; convert it".to_owned())
 }
 
-/// A path, fit to print.
+/// A path in a form that is safe to print.
 pub fn shown(path: &Path) -> String {
     printable(path.as_os_str().as_bytes())
 }

@@ -11,13 +11,13 @@ use pagefold_text::exit::{self, Exit};
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// The processes in scope. Several flags add up.
+/// The processes in scope. With several flags, a process that matches any of them is in scope.
 #[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
 pub struct ScopeArgs {
     /// These processes (may be repeated, or separated by commas)
     #[arg(long, help_heading = "Scope", value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: Vec<i32>,
-    /// The selectors that the configuration file has too.
+    /// The selectors that the configuration file also has.
     #[command(flatten)]
     pub selectors: ScopeFlags,
 }
@@ -30,7 +30,7 @@ impl ScopeArgs {
         Self { pid: Vec::new(), selectors: ScopeFlags(Box::new(selectors)) }
     }
 
-    /// The scope as a specification that can be resolved again later.
+    /// The scope as a specification that we can resolve again and again.
     pub fn spec(&self) -> ScopeSpec {
         let Options { cgroups, users, exes, all, .. } = &*self.selectors.0;
         let mut spec = ScopeSpec::of_pids(self.pid.iter().copied());
@@ -62,8 +62,8 @@ impl ScopeArgs {
         resolve(&self.spec(), &Roots::default()).map_err(|error| explain(&error))
     }
 
-    /// The same for undoing. `--exe` matches programs by name even if other users can change their files, and `--pid` takes in
-    /// the descendants.
+    /// The processes in scope now, for undoing work on them. Here `--exe` matches programs by name even if other users
+    /// can change their files, and `--pid` also covers the descendants.
     ///
     /// # Errors
     /// As [`Self::resolve`].
@@ -71,14 +71,15 @@ impl ScopeArgs {
         resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
     }
 
-    /// The same again later, with processes that started meanwhile; `found` are the earlier ones. There may be none.
+    /// Resolves a scope for undoing again, to find processes that have started since. `found` are the earlier ones.
+    /// Here an empty result isn't an error.
     pub fn resolve_for_undoing_again(&self, found: &BTreeSet<(i32, u64)>) -> Vec<ProcessInfo> {
         resolve_for_undoing_again(&self.spec(), found, &Roots::default(), &[own_pid()])
     }
 }
 
 impl fmt::Display for ScopeArgs {
-    /// As flags.
+    /// Writes the scope as flags.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.spec().to_string())
     }
@@ -88,7 +89,7 @@ impl fmt::Display for ScopeArgs {
 pub fn explain(error: &ScopeError) -> Exit {
     let (code, advice) = match error {
         ScopeError::Empty => return Exit::new(exit::NO_SCOPE, error.to_string().replace("scope:", "scope;")),
-        ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: look with ps"),
+        ScopeError::UnknownPid(_) => (exit::NO_SCOPE, "it may have ended: check with ps"),
         ScopeError::Unreadable { source: ReadError::Denied { .. }, .. } => (exit::NOT_PERMITTED, "run as root"),
         ScopeError::Unreadable { .. } => (exit::FAILURE, "try again, or leave the process out"),
         ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),

@@ -31,7 +31,7 @@ pub const DEFAULT_FILE: &str = "/etc/pagefold/pagefold.toml";
 /// How we merge equal pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MechanismChoice {
-    /// On request if the kernel can, otherwise by ksmd.
+    /// On request if the kernel supports it, otherwise by ksmd.
     #[default]
     Auto,
     Ksmd,
@@ -44,7 +44,7 @@ impl MechanismChoice {
 
 named!(MechanismChoice, "mechanism");
 
-/// Where the trust domain of a process comes from if no rule names it.
+/// Where a process's trust domain comes from if no rule matches the process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DomainSource {
     #[default]
@@ -68,20 +68,20 @@ pub struct Settings {
     /// Programs that are never touched.
     pub deny: DenyList,
     pub domains: DomainRules,
-    /// The groups with limits of their own, in the order of [`Config::groups`].
+    /// The groups of processes with limits of their own, in the order of [`Config::groups`].
     pub groups: Vec<Rule>,
     pub placement: Policies,
     pub audit: Option<PathBuf>,
     pub log: LogLevels,
     pub metrics: MetricsSettings,
     pub history: Option<PathBuf>,
-    /// Where the run keeps what it learns.
+    /// The file in which the run keeps what it learns about memory.
     pub learned: Option<PathBuf>,
     pub fleet: FleetSettings,
 }
 
 impl Settings {
-    /// Reads the configuration files and puts them together with the command line.
+    /// Reads the configuration files and combines them with the command line.
     ///
     /// # Errors
     /// We can't trust or parse a file, or settings contradict each other.
@@ -95,13 +95,13 @@ impl Settings {
         Self::from(args, file)
     }
 
-    /// The same from the files as they are now.
+    /// Reads the settings again, from the files as they are now.
     pub fn reread(&self, args: &RunArgs) -> Result<Self, Exit> {
         let read = Self::from(args, self.file.as_deref())?;
         Ok(Self { config: Config { seed: self.config.seed, ..read.config }, ..read })
     }
 
-    /// The same from this file, or from none.
+    /// Makes the settings from the command line and this file, or from the command line alone.
     ///
     /// # Errors
     /// As [`Self::of`].
@@ -113,7 +113,7 @@ impl Settings {
         Self::of_options(args, file, in_file)
     }
 
-    /// The same from the options of the files.
+    /// Makes the settings from the command line and the options that the files set.
     ///
     /// # Errors
     /// Settings contradict each other.
@@ -130,7 +130,7 @@ impl Settings {
         let groups = selected(options.groups.as_deref(), "group", file)?;
         let rules = selected(options.domain_rules.as_deref(), "domain", file)?;
         let by_user = options.domains_by == Some(DomainSource::User);
-        // A dry run beside the service would take its place.
+        // A dry run beside the service must not take over the service's address and files, so it only uses flags.
         let outputs = if args.dry_run { flags } else { &options };
         Ok(Self {
             file: file.map(Path::to_owned),
@@ -144,7 +144,7 @@ impl Settings {
             metrics: MetricsSettings::of(outputs),
             history: outputs.history.clone(),
             fleet: FleetSettings::of(outputs),
-            // A dry run marks nothing, so it learns nothing about marks.
+            // A dry run marks nothing, so it can't learn how well merges last.
             learned: options.learned.filter(|_| !args.dry_run),
             audit: options.audit,
             log: options.log.unwrap_or_default(),
@@ -153,7 +153,7 @@ impl Settings {
 
     /// The sections that differ from `old` and can't change during a run.
     pub fn fixed_differences(&self, old: &Self) -> Vec<&'static str> {
-        // SIGHUP changes these.
+        // SIGHUP can change these fields, so we don't compare them.
         let Config { governor, limits, reserve, .. } = old.config;
         let groups = old.config.groups.clone();
         let judgement = Config { governor, limits, groups, reserve, ..self.config.clone() };
@@ -181,7 +181,7 @@ pub struct Layer {
     pub options: Options,
 }
 
-/// The options of all files. Where several set one, the last counts.
+/// The options of all files together. If several files set an option, the last one wins.
 pub fn merged(layers: &[Layer]) -> Options {
     let mut options = Options::default();
     for layer in layers {
@@ -190,7 +190,7 @@ pub fn merged(layers: &[Layer]) -> Options {
     options
 }
 
-/// Reads a file, and after it FILE.d/*.toml in the order of their names.
+/// Reads a file, and then FILE.d/*.toml in the order of their names.
 pub fn load(path: &Path) -> Result<Vec<Layer>, Exit> {
     let mut layers = vec![load_one(path)?];
     let mut additions = path.as_os_str().to_owned();
@@ -207,7 +207,7 @@ pub fn load(path: &Path) -> Result<Vec<Layer>, Exit> {
             files.push(name);
         }
     }
-    // We check an empty directory, too: another user may have removed a file.
+    // We check even an empty directory: another user may have removed a file from it.
     let real = additions.canonicalize().map_err(cannot)?;
     ownership::directory(&real).map_err(|why| refused(additions, &format!("is a directory that {why}")))?;
     files.sort();
@@ -229,7 +229,7 @@ fn refused(path: &Path, why: &str) -> Exit {
     Exit::new(exit::USAGE, format!("{} {why}", ownership::shown(path)))
 }
 
-/// The settings of the judgement, with a seed of their own. Groups are added later.
+/// The engine's config, with a new random seed. The caller adds the groups.
 fn config(options: &Options) -> Config {
     let mut config = Config { seed: seed(), ..Config::of_preset(options.preset.unwrap_or_default()) };
     set(&mut config.governor, options.governor);
@@ -280,13 +280,13 @@ fn placement(options: &Options) -> Result<Policies, Exit> {
 fn group_limits(group: &values::Rule, file: Option<&Path>) -> Result<GroupLimits, Exit> {
     let Options { governor, samples_per_second: pages, stops_per_second: stops, .. } = group.settings;
     if governor == Some(Governor::Auto) {
-        let problem = "have the governor auto, which is for the whole run; choose another";
+        let problem = "have the governor auto, which only works for the whole run; choose another governor";
         return Err(bad_rule(file, &format!("the limits of '{}' {problem}", group.name)));
     }
     Ok(GroupLimits { share: governor.map(|governor| governor.pace().top), pages, stops })
 }
 
-/// The rules, with the processes that they select on this machine.
+/// Resolves the selectors of rules on this machine.
 fn selected(rules: Option<&[values::Rule]>, noun: &str, file: Option<&Path>) -> Result<Vec<Rule>, Exit> {
     let mut selected = Vec::new();
     for rule in rules.unwrap_or_default() {

@@ -1,4 +1,4 @@
-//! The types that options have: how we read each from a flag or the file, and write it to a file.
+//! The types of options: how we read each from a flag or a file, and how we write it to a file.
 
 use crate::config::config_file::{Given, Problem, Source};
 use crate::config::options::{Options, all};
@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Which values of its type an option takes.
+/// The values of its type that an option accepts.
 #[derive(Debug)]
 pub enum Allowed {
     Any,
@@ -31,12 +31,12 @@ pub enum Allowed {
     List,
     /// A list of entries of the deny list.
     Programs,
-    /// Rules, which may set these options for the processes that they select.
+    /// Rules that may set these options for the processes they select.
     Rules(&'static [&'static str]),
 }
 
 impl Allowed {
-    /// The range of a number, for people.
+    /// The range of a number, as we show it to users.
     pub fn range(&self) -> Option<String> {
         match self {
             Self::Count(range) | Self::Share(range) | Self::Time(range) => {
@@ -54,7 +54,7 @@ impl Allowed {
         }
     }
 
-    /// Parses a number, in the unit in which the range has it.
+    /// Parses a number into the unit of the range.
     fn number(&self, text: &str) -> Result<u64, String> {
         let expected = self.range().unwrap_or_default();
         let number = match self {
@@ -80,7 +80,7 @@ pub trait Value: Sized {
     /// Reads a value. `None` if it sets nothing.
     fn read(source: &Source<'_>) -> Result<Option<Self>, Problem>;
 
-    /// The value as a file has it, on one line.
+    /// The value in the file's syntax, on one line.
     fn written(&self) -> String;
 }
 
@@ -89,10 +89,10 @@ trait Scalar: Sized {
     /// Parses a flag's argument, or a string or number of the file.
     ///
     /// # Errors
-    /// What is wrong; what to do.
+    /// The problem and the advice.
     fn parse(text: &str, source: &Source<'_>) -> Result<Self, String>;
 
-    /// As a file has it.
+    /// The value in the file's syntax.
     fn format(&self) -> String;
 }
 
@@ -132,7 +132,7 @@ impl Value for BTreeMap<String, Placement> {
                 placements.insert(key.get_ref().to_string(), placement);
             }
         }
-        // The header of a table without entries sets nothing.
+        // An empty table sets nothing.
         Ok(Some(placements).filter(|placements| !placements.is_empty()))
     }
 
@@ -149,7 +149,7 @@ pub struct Rule {
     /// The name of the trust domain or the group.
     pub name: String,
     pub selector: Selector,
-    /// The options that it sets for the processes.
+    /// The options that the rule sets for the selected processes.
     pub settings: Options,
 }
 
@@ -199,7 +199,7 @@ impl Rule {
         match <[Selector; 1]>::try_from(selectors) {
             Ok([selector]) => Ok(Self { name, selector, settings }),
             Err(_) => Err(source.problem(&format!(
-                "the rule for '{name}' must have one of cgroup, user and exe; write a rule for each"
+                "the rule for '{name}' must have exactly one of cgroup, user and exe; write a rule for each"
             ))),
         }
     }
@@ -218,7 +218,7 @@ impl Rule {
 
 impl Scalar for bool {
     fn parse(text: &str, _: &Source<'_>) -> Result<Self, String> {
-        text.parse().map_err(|_| "the value is neither true nor false; write one of them".to_owned())
+        text.parse().map_err(|_| "the value is neither true nor false; write true or false".to_owned())
     }
 
     fn format(&self) -> String {
@@ -233,7 +233,7 @@ impl Scalar for String {
                 Some(why) => Err(format!("'{text}' {why}")),
                 None => Ok(text.to_owned()),
             },
-            // An empty cgroup would be the whole machine's.
+            // An empty cgroup would mean the whole machine.
             _ if text.is_empty() || text.contains(char::is_control) => {
                 Err("the name is empty or has a control character; give another one".to_owned())
             }
@@ -249,7 +249,7 @@ impl Scalar for String {
 impl Scalar for PathBuf {
     fn parse(text: &str, source: &Source<'_>) -> Result<Self, String> {
         let path = Self::from(<String as Scalar>::parse(text, source)?);
-        // A service runs in another directory than its administrator.
+        // The service doesn't run in the directory where the administrator wrote the file.
         if matches!(source.given, Given::File(_)) && path.is_relative() {
             return Err(format!("'{text}' is a relative path; give an absolute one"));
         }
@@ -262,14 +262,14 @@ impl Scalar for PathBuf {
 }
 
 impl Scalar for SocketAddr {
-    /// A port of the loopback interface, or a numeric address and a port. We don't look up names.
+    /// Parses a port (of the loopback interface), or a numeric address and a port. We don't look up host names.
     fn parse(text: &str, _: &Source<'_>) -> Result<Self, String> {
         let port = text.parse::<u16>();
         match port.map(|port| Self::from((Ipv4Addr::LOCALHOST, port))).or_else(|_| text.parse()) {
             Ok(address) if address.port() != 0 => Ok(address),
             _ => {
                 let text = text.escape_debug();
-                Err(format!("'{text}' is not an address; give a port, or one such as 127.0.0.1:10045 or [::1]:10045"))
+                Err(format!("'{text}' is not an address; give a port, or an address like 127.0.0.1:80 or [::1]:80"))
             }
         }
     }
@@ -340,10 +340,10 @@ fn quoted(text: &str) -> String {
     quoted + "\""
 }
 
-/// Per cent with at most two decimals, in parts of ten thousand.
+/// Parses a percentage, rounded to two decimals, into parts of ten thousand.
 fn percent(text: &str) -> Option<u64> {
     let number: f64 = text.trim_end_matches('%').trim_end().parse().ok()?;
-    // 1e6 % is far beyond any range, and larger numbers are a mistake.
+    // No range goes as far as 1e6 %, so a larger number is a mistake.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "checked before")]
     (0.0..=1e6).contains(&number).then(|| (number * 100.0).round() as u64)
 }
@@ -352,7 +352,7 @@ fn share(parts: u64) -> Permyriad {
     Permyriad(u32::try_from(parts).unwrap_or(u32::MAX))
 }
 
-/// A time in nanoseconds, or as many as fit: 584 years.
+/// A time in nanoseconds, at most `u64::MAX` (584 years).
 pub fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

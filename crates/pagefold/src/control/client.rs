@@ -10,15 +10,15 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long we wait for the daemon. It answers between two cycles; a cycle may read for about 40 ms, refresh many
-/// processes, or wait for a target that doesn't stop.
+/// How long we wait for the daemon's answer. It comes between two cycles, and a cycle may read for about 40 ms, refresh
+/// many processes, or wait for a target that doesn't stop.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
 pub fn ask<T: DeserializeOwned>(request: &Request) -> Result<T> {
     Ok(serde_json::from_value(ask_at(Path::new(PATH), request)?)?)
 }
 
-/// Asks over the socket at `path` and doesn't decode the answer.
+/// Asks over the socket at `path`. Doesn't convert the answer to its type.
 fn ask_at(path: &Path, request: &Request) -> Result<Value> {
     let mut stream = UnixStream::connect(path).map_err(|error| unreachable(&error))?;
     let line = talk(&mut stream, request).map_err(|error| match error.kind() {
@@ -42,24 +42,24 @@ fn ask_at(path: &Path, request: &Request) -> Result<Value> {
 fn talk(stream: &mut UnixStream, request: &Request) -> io::Result<Vec<u8>> {
     stream.set_read_timeout(Some(ANSWER_LIMIT))?;
     stream.set_write_timeout(Some(ANSWER_LIMIT))?;
-    // A daemon that refuses us answers and closes without reading. We want that answer, not the broken pipe.
+    // A daemon that refuses us answers and closes without reading. We want its answer, not our broken-pipe error.
     let sent = stream.write_all(request.line().as_bytes()).and_then(|()| stream.shutdown(std::net::Shutdown::Write));
     let mut answer = Vec::new();
     let read = stream.read_to_end(&mut answer);
-    // A whole line is an answer, however the connection ended.
+    // A whole line is an answer, even if the connection ended with an error.
     if answer.ends_with(b"\n") {
         return Ok(answer);
     }
     read.and(sent).and(Err(ErrorKind::UnexpectedEof.into()))
 }
 
-/// Tells the user what to do if the daemon ends before it answers.
+/// The advice for a user whose daemon ended before it answered.
 fn after_its_end(request: &Request) -> &'static str {
     match request {
         Request::Unmerge(_) => {
             "it has ended, and some of the processes may still be merged: run pagefold unmerge again"
         }
-        _ => "perhaps it is ending: try again",
+        _ => "it may be ending: try again",
     }
 }
 
@@ -71,7 +71,7 @@ fn unreachable(error: &io::Error) -> Exit {
         ),
         ErrorKind::PermissionDenied => Exit::new(
             exit::NOT_PERMITTED,
-            format!("{ONLY_ROOT} requests to the daemon, and members of the group {GROUP} status; run as root (sudo)"),
+            format!("{ONLY_ROOT} requests to the daemon (the group {GROUP} may ask for status); run as root (sudo)"),
         ),
         _ => Exit::new(exit::FAILURE, format!("cannot connect to {PATH}: {error}; see pagefold doctor")),
     }

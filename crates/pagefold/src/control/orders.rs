@@ -1,4 +1,4 @@
-//! `unmerge` and `include`: requests about processes, which the host carries out over several cycles.
+//! `unmerge` and `include`: requests about processes. The host may need several cycles to carry them out.
 
 use super::protocol::{Request, Selectors};
 use super::queue::Order;
@@ -29,7 +29,7 @@ struct UnderWay {
 }
 
 impl Orders {
-    /// Begins new requests and answers finished ones. Call it after the host's events have been taken.
+    /// Begins new requests and answers finished ones. Call this after taking the host's events.
     pub fn serve(&mut self, new: Vec<Order>, host: &mut LiveHost, events: &mut Events) {
         for Order { request, uid, reply } in new {
             match request {
@@ -65,7 +65,7 @@ impl Orders {
         let scope = spec.to_string();
         match host.unmerge(spec, uid) {
             Ok(unmerging) => {
-                events.note("unmerge", format!("unmerged by request of uid {uid}, and kept out: {scope}"));
+                events.note("unmerge", format!("unmerged and kept out at the request of uid {uid}: {scope}"));
                 self.under_way.push(UnderWay { unmerging, scope, reply });
             }
             Err(refusal) => send(&reply, Err::<Summary, _>(explain(&refusal))),
@@ -73,7 +73,7 @@ impl Orders {
     }
 }
 
-/// Refuses all of them.
+/// Refuses all these orders.
 pub fn refuse(orders: Vec<Order>, why: &Exit) {
     for order in orders {
         send(&order.reply, Err::<Summary, _>(why.clone()));
@@ -83,7 +83,7 @@ pub fn refuse(orders: Vec<Order>, why: &Exit) {
 fn include(selectors: &Selectors, uid: u32, host: &mut LiveHost, events: &mut Events) -> Result<Included, Exit> {
     let spec = selectors.spec();
     let processes = host.include(&spec).map_err(|refusal| explain(&refusal))?;
-    events.note("include", format!("included again by request of uid {uid}: {spec}"));
+    events.note("include", format!("included again at the request of uid {uid}: {spec}"));
     Ok(Included::new(spec.to_string(), processes))
 }
 

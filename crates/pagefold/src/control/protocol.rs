@@ -9,11 +9,11 @@ use serde::{Deserialize, Serialize};
 pub const PATH: &str = "/run/pagefold/control.sock";
 /// The schema of requests, and of answers without a schema of their own.
 pub const SCHEMA: &str = "pagefold.control/1";
-/// Members of this group may ask for the status, nothing else.
+/// Members of this group may ask for the status, but nothing else.
 pub const GROUP: &str = "pagefold";
-/// How a refusal for lack of permission begins.
+/// The beginning of a refusal for lack of permission.
 pub const ONLY_ROOT: &str = "only root may send";
-/// The longest request in bytes, with its newline: room for some thousands of pids.
+/// The longest request, in bytes with its newline: enough for thousands of pids.
 pub const REQUEST_MOST: usize = 65_536;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,7 +29,7 @@ pub enum Request {
     Governor { name: String },
     /// Stops reading, marking and merging.
     Pause,
-    /// Starts them again.
+    /// Resumes reading, marking and merging.
     Resume,
     /// Unmerges processes and keeps them out. Answered by `pagefold.unmerge/1`.
     Unmerge(Selectors),
@@ -45,7 +45,7 @@ pub struct Selectors {
     pub pids: Vec<i32>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub cgroups: Vec<String>,
-    /// By number, since the daemon may see other names.
+    /// Users by number, since names may differ in the daemon's container.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub users: Vec<u32>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -113,7 +113,7 @@ pub struct ControlState {
 pub struct Refusal {
     /// The problem; the advice.
     pub error: String,
-    /// The exit code of a command that sent the request.
+    /// The exit code for the command that sent the request.
     #[serde(default = "failure")]
     pub code: u8,
 }

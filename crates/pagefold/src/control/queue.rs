@@ -1,6 +1,6 @@
 //! The queue between the threads of the control socket and the main loop, which serves it between two cycles.
 //!
-//! The main loop only hands over facts. The thread that sent the request makes the answer from them.
+//! The main loop only hands over facts. The thread that sent the request makes the answer from these facts.
 
 use super::protocol::{ControlState, Request, SCHEMA};
 use crate::commands::status::groups::reason_of;
@@ -29,9 +29,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-/// We wake the main loop again at this interval until it answers: it may have begun to wait just after we woke it.
+/// We wake the main loop at this interval until it answers, since it may begin to wait just after we've woken it.
 const WAKE_INTERVAL: Duration = Duration::from_millis(50);
-/// How long the main loop may take.
+/// How long the main loop may take to answer.
 const LIMIT: Duration = Duration::from_secs(15);
 
 #[derive(Debug)]
@@ -41,44 +41,44 @@ pub struct Facts {
     pub targets: Vec<TargetFacts>,
     /// The names of the trust domains, by key.
     pub domains: Vec<String>,
-    /// The only domain that we merge, if there's only one.
+    /// The domain that we merge, if we merge only one.
     pub merged_domain: Option<String>,
-    /// The selectors of processes that users keep out, and of processes let in again although an earlier selector keeps
-    /// them out.
+    /// The selectors of processes that users keep out, and of processes that they let in again although an earlier
+    /// selector keeps them out.
     pub kept_out: Vec<KeptOutRow>,
-    /// The cgroups whose limits don't leave room for everything that can come back, or no headroom to merge more.
+    /// The cgroups whose limits have too little headroom for copies of all merged pages, or none to merge more.
     pub limited: BTreeMap<LimitKey, String>,
     pub run: RunFacts,
-    /// Xen's own figures, if the targets are its guests. Pids are guest numbers then.
+    /// Xen's own figures, if the targets are Xen guests. Then pids are guest numbers.
     pub xen: Option<XenView>,
-    /// The main loop's CPU time for all this, nanoseconds.
+    /// The main loop's CPU time for gathering these facts, nanoseconds.
     pub cost_ns: u64,
 }
 
 #[derive(Clone, Debug, Default)]
 pub struct TargetFacts {
-    /// Its key in the state.
+    /// The target's key in the engine's state.
     pub owner: OwnerKey,
     pub pid: i32,
-    /// When it started, to tell it from a later process with the same pid.
+    /// When the process started, which tells it from a later process with the same pid.
     pub start_time_ticks: u64,
     pub domain: DomainKey,
     pub name: String,
     pub uid: u32,
     pub exe: Option<PathBuf>,
     pub cgroup: Option<String>,
-    /// The selector that brought it in: a position in [`RunFacts::selectors`].
+    /// The selector that the process matches: an index into [`RunFacts::selectors`].
     pub selected_by: Option<usize>,
-    /// Why we leave it alone, if we do.
+    /// Why we leave the target alone, if we do.
     pub left_alone: Option<String>,
-    /// The same reason, as one of a few words.
+    /// The same reason as a single word, from a small set.
     pub reason: Option<&'static str>,
     pub to_unmark: Option<ToUnmark>,
-    /// The rules that apply to it, and rules that seem to and don't: a sentence for each.
+    /// A sentence for each rule that applies to the target, or seems to but doesn't.
     pub notes: Vec<String>,
 }
 
-/// Marks that we must remove, because the memory was excluded after we marked it, and couldn't remove yet.
+/// Marks that we must remove, because the memory was excluded after we marked it, but couldn't remove yet.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ToUnmark {
     pub bytes: u64,
@@ -99,9 +99,9 @@ impl From<&PendingUnmark> for ToUnmark {
 /// A selector of processes that a user keeps out or has let in again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeptOutRow {
-    /// As a flag.
+    /// The selector as a flag.
     pub selector: String,
-    /// The user who asked to keep them out. `None`: they're let in although an earlier selector keeps them out.
+    /// The user who asked to keep the processes out. `None` if a user has let them in again.
     pub uid: Option<u32>,
 }
 
@@ -120,7 +120,7 @@ impl From<&Entry> for KeptOutRow {
 pub struct RunFacts {
     pub scope: String,
     pub selectors: Arc<[Selector]>,
-    /// Whether the run marks nothing and only finds out which memory it would mark.
+    /// Whether the run marks nothing, and only finds out which memory it would mark.
     pub dry_run: bool,
     pub config: Config,
     /// Why the run gave up KSM, if it did.
@@ -132,7 +132,7 @@ pub struct RunFacts {
 }
 
 impl RunFacts {
-    /// The facts of a run that begins.
+    /// The facts at the beginning of a run.
     pub fn new(dry_run: bool, scope: &ScopeArgs, config: &Config) -> Self {
         Self {
             scope: scope.to_string(),
@@ -171,7 +171,7 @@ impl From<&Target> for TargetFacts {
 }
 
 /// Why we haven't looked at a process.
-const YOUNG: &str = "Not looked at yet: processes like it have ended soon, before merging them would have paid.";
+const YOUNG: &str = "Not looked at yet: similar processes ended so soon that merging them would not have paid.";
 
 impl Facts {
     pub fn of(engine: &Engine, host: &LiveHost, run: RunFacts) -> Self {
@@ -205,7 +205,7 @@ impl Facts {
         }))
     }
 
-    /// Marked memory that must be unmarked and couldn't be yet.
+    /// The amount of marked memory that must be unmarked but couldn't be yet.
     pub fn to_unmark_bytes(&self) -> u64 {
         self.targets.iter().filter_map(|target| target.to_unmark.as_ref()).map(|to_unmark| to_unmark.bytes).sum()
     }
@@ -229,7 +229,7 @@ struct Pending {
     reply: Sender<Arc<Facts>>,
 }
 
-/// A request about processes. The host's loop answers it itself.
+/// A request about processes, which the main loop answers itself.
 #[derive(Debug)]
 pub struct Order {
     pub request: Request,
@@ -255,7 +255,7 @@ pub struct RequestSender {
 #[derive(Debug)]
 pub struct RequestQueue {
     messages: Receiver<Message>,
-    /// Set by the signal that wakes the main loop, whose waits end while it's set.
+    /// The signal that wakes the main loop sets this flag. The main loop doesn't wait while it's set.
     woken: Arc<AtomicBool>,
     /// Changes that were made since the last cycle began.
     changes: Vec<Pending>,
@@ -263,8 +263,8 @@ pub struct RequestQueue {
 }
 
 impl RequestQueue {
-    /// A queue for the calling thread, whose waits end when `woken` is set; [`pagefold_host::os::wake::SIGNAL`] must
-    /// set it.
+    /// A queue that the calling thread serves. [`pagefold_host::os::wake::SIGNAL`] must set `woken`, which must end the
+    /// thread's waits.
     pub fn new(woken: Arc<AtomicBool>) -> (Self, RequestSender) {
         let (sender, messages) = channel();
         (
@@ -278,9 +278,9 @@ impl RequestQueue {
         std::mem::take(&mut self.orders)
     }
 
-    /// Applies and answers the requests since the last call. We answer a change after one more cycle, which begins
-    /// without a wait, so that the answer shows the change. A pause that begins or ends is an event. Returns the
-    /// governor if it has changed.
+    /// Applies and answers the requests since the last call. We answer a change only after one more cycle, so that the
+    /// answer shows the change; that cycle begins without a wait. The beginning or end of a pause is an event. Returns
+    /// the governor if it has changed.
     pub fn serve(
         &mut self,
         engine: &mut Engine,
@@ -290,7 +290,7 @@ impl RequestQueue {
     ) -> Option<Governor> {
         let mut chosen = None;
         let was_paused = engine.is_paused();
-        // We clear the flag first: a request that comes later sets it again.
+        // We clear the flag before we take requests, so a request that comes later sets it again.
         self.woken.store(false, Ordering::SeqCst);
         let mut ready = std::mem::take(&mut self.changes);
         for message in self.messages.try_iter() {
@@ -315,7 +315,7 @@ impl RequestQueue {
                     engine.set_paused(pending.request == Request::Pause);
                     self.changes.push(pending);
                 }
-                // These are orders. A peer without an answer is told that the run is ending.
+                // These only come as orders. Here we'd drop the request, and tell its sender that the run is ending.
                 Request::Unmerge(_) | Request::Include(_) => {}
             }
         }
@@ -346,7 +346,7 @@ impl RequestSender {
         self.ask(Message::Request(Pending { request, reply }), &answer, "start another one")
     }
 
-    /// Sends a request about processes and waits until the host has carried it out.
+    /// Sends a request about processes, and waits until the host has carried it out.
     pub fn order(&self, request: Request, uid: u32) -> Result<String, Exit> {
         let (reply, answer) = channel();
         let todo = "some of the processes may still be merged: run this again";
@@ -354,7 +354,7 @@ impl RequestSender {
         answer.unwrap_or_else(|why| Err(Exit::new(exit::FAILURE, why)))
     }
 
-    /// `todo` tells the user what to do if the run is ending.
+    /// Sends a message and waits for the answer. If the run is ending, the error advises the user to do `todo`.
     fn ask<T>(&self, message: Message, answer: &Receiver<T>, todo: &str) -> Result<T, String> {
         let ending = format!("the run is ending; {todo}");
         if self.messages.send(message).is_err() {
@@ -369,7 +369,7 @@ impl RequestSender {
                 Err(RecvTimeoutError::Disconnected) => return Err(ending),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < end => {}
                 Err(RecvTimeoutError::Timeout) => {
-                    return Err(format!("the run has not finished its cycle within {} s; try again", LIMIT.as_secs()));
+                    return Err(format!("the run has not answered within {} s; try again", LIMIT.as_secs()));
                 }
             }
         }

@@ -27,12 +27,12 @@ const MEMBERS_MOST: usize = 12;
 const MEMBER_MOST: usize = 4;
 /// A request must be complete within this time after the connection was made or the last answer was sent.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
-/// We close the connection if the peer reads nothing of its answer for this time.
+/// We close the connection if the peer doesn't read its answer for this time.
 const TAKE_LIMIT: Duration = Duration::from_secs(5);
-/// The pause after `accept` fails, so that a lack of descriptors doesn't become a busy loop.
+/// The pause after `accept` fails, so that we don't loop busily when we're out of descriptors.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(200);
 
-/// Answers this user's request with a line (without its newline), or an error.
+/// Answers a user's request with a line (without its newline), or an error. Gets the request and the user's uid.
 pub type Answer = dyn Fn(Request, u32) -> Result<String, Exit> + Send + Sync;
 
 #[derive(Debug)]
@@ -45,8 +45,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves at `path`. We replace a socket without a listener, and a socket with a listener only if `supersede`.
-    /// Members of the group `readers` may ask for the status, if this process may give the socket to that group.
+    /// Serves at `path`. We replace a socket that nobody listens at, or with `supersede` any socket. Members of the
+    /// group `readers` may ask for the status, if this process may give the socket to that group.
     ///
     /// # Errors
     /// Another process listens, or we can't create the socket safely.
@@ -56,7 +56,7 @@ impl Server {
             bail!("another pagefold{pid} serves {}", path.display());
         }
         secure_parent(path)?;
-        // We create it under another name and rename it, so the socket never exists with wrong permissions or no
+        // We create the socket under another name and rename it, so that it never has wrong permissions or lacks a
         // listener.
         let beside = path.with_extension(format!("{}", std::process::id()));
         let _ = fs::remove_file(&beside);
@@ -89,7 +89,7 @@ fn publish(beside: &Path, path: &Path, permissions: Permissions) -> io::Result<(
 impl Drop for Server {
     fn drop(&mut self) {
         let is_ours = fs::symlink_metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == self.file);
-        // Another process replaced the socket, or it's gone: then the thread ends with this process.
+        // If another process has replaced or removed the socket, we can't wake the thread. It ends with this process.
         if !is_ours {
             return;
         }
@@ -112,7 +112,7 @@ fn secure_parent(path: &Path) -> Result<()> {
         .with_context(|| format!("cannot create {}", parent.display()))?;
     let found = fs::symlink_metadata(parent).with_context(|| format!("cannot examine {}", parent.display()))?;
     if !found.is_dir() || ownership::owned(found.uid(), found.mode()).is_err() {
-        bail!("{} is writable by other users than root; run chmod go-w on it", parent.display());
+        bail!("users other than root can write to {}; run chmod go-w on it", parent.display());
     }
     Ok(())
 }
@@ -196,7 +196,7 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
             thread::sleep(ACCEPT_AGAIN);
             continue;
         };
-        // No peer may block this thread. Our answer here is short and fits into the socket's empty buffer.
+        // No peer may block this thread: a refusal is short and fits into the socket's empty buffer.
         let timed = stream.set_read_timeout(Some(REQUEST_LIMIT)).and(stream.set_write_timeout(Some(TAKE_LIMIT)));
         let Ok(peer) = timed.and_then(|()| Peer::of(&stream)) else { continue };
         debug!(target: "control", pid = peer.pid, uid = peer.uid, "a client connects");

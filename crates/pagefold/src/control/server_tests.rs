@@ -213,6 +213,6 @@ fn an_abandoned_socket_is_replaced_and_a_live_one_is_not() {
     fs::create_dir(&open).unwrap();
     fs::set_permissions(&open, Permissions::from_mode(0o777)).unwrap();
     let error = Server::start(&open.join("control.sock"), false, None, Arc::new(echo)).unwrap_err().to_string();
-    assert!(error.contains("writable by other users"), "{error}");
+    assert!(error.contains("users other than root can write"), "{error}");
     assert_eq!(fs::read_dir(&open).unwrap().count(), 0);
 }

@@ -1,4 +1,4 @@
-//! Bars and curves drawn in characters. Glyphs differ as well as colours, so they're readable without colour.
+//! Bars and curves made of characters. They differ in glyphs as well as colours, so they're readable without colour.
 
 use pagefold_text::style::{Style, human};
 use std::io::IsTerminal;
@@ -18,7 +18,7 @@ pub fn columns(part: u64, whole: u64, width: usize) -> usize {
 /// A curve, filled down to zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Curve<'a> {
-    /// Seconds and bytes, in order of time. We draw nothing after the last point.
+    /// Seconds and bytes, in time order. We draw nothing after the last point.
     pub points: &'a [(f64, u64)],
     /// The horizontal axis, in seconds.
     pub span: f64,
@@ -83,7 +83,7 @@ impl Canvas {
     pub fn new() -> Self {
         let live = std::io::stdout().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
         if live {
-            // Hide the cursor, and don't wrap long lines: we wouldn't redraw the second row.
+            // Hide the cursor, and turn off line wrapping: we wouldn't redraw the second row of a wrapped line.
             put("\x1b[?25l\x1b[?7l");
         }
         Self { live, drawn: 0 }

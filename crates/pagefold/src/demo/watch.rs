@@ -41,17 +41,17 @@ impl Point {
 pub struct View<'a> {
     /// The readings so far, at least one.
     pub points: &'a [Point],
-    /// Memory of each worker in bytes; empty if we got no pids.
+    /// Memory of each worker in bytes. Empty if we watch no workers.
     pub workers: &'a [u64],
-    /// Draw a line, because we can't draw a picture.
+    /// Whether to draw only a line, because we can't redraw a picture.
     pub line: bool,
 }
 
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
-    /// At least one.
+    /// The readings, at least one.
     pub points: Vec<Point>,
-    /// Memory of each worker at the end in bytes; empty if we got no pids.
+    /// Memory of each worker at the end, in bytes. Empty if we watched no workers.
     pub workers: Vec<u64>,
     /// CPU time of reading and drawing.
     pub display_cpu: Duration,
@@ -67,7 +67,7 @@ impl Observed {
         self.points.iter().take_while(|point| point.seconds <= seconds).last().copied().unwrap_or_default()
     }
 
-    /// The first reading at which `saved` bytes or more were saved.
+    /// The first reading with at least `saved` bytes saved.
     pub fn reached(&self, saved: u64) -> Option<Point> {
         self.points.iter().copied().find(|point| saved > 0 && point.saved >= saved)
     }
@@ -80,7 +80,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts the thread and counts time and costs from now. It reads the memory of `pids` for every picture.
+    /// Starts the thread, which counts time and costs from now on and reads the memory of `pids` for every picture.
     pub fn start(
         ksm: Arc<Ksm>,
         pids: &[i32],
@@ -129,7 +129,7 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // Wait for the thread, so that the cursor is back before anybody prints anything else.
+        // We wait for the thread, so that it shows the cursor again before anybody prints anything else.
         self.end();
     }
 }
@@ -162,8 +162,8 @@ impl Meters {
     }
 }
 
-/// CPU time of the calling thread: the first number in its schedstat. Zero on kernels without CONFIG_SCHED_INFO; there
-/// the display counts as a cost of pagefold.
+/// CPU time of the calling thread: the first number in its schedstat. Kernels without CONFIG_SCHED_INFO say zero, and
+/// then the CPU time of drawing counts as pagefold's.
 fn thread_cpu() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     Duration::from_nanos(text.split_ascii_whitespace().next().and_then(|ns| ns.parse().ok()).unwrap_or(0))

@@ -11,13 +11,13 @@ use std::time::Duration;
 const ROWS: usize = 4;
 const ROWS_OF_TWO: usize = 3;
 
-/// A policy that has saved nothing more for this time is at rest.
+/// If a side has saved nothing more for this time, we consider it at rest.
 const REST_SECONDS: f64 = 3.0;
 
 #[derive(Clone, Debug)]
 pub struct Merged {
     pub observed: Observed,
-    /// CPU time of pagefold and its injector, without the display's.
+    /// CPU time of pagefold and its injector, without the thread that draws.
     pub own_cpu: Duration,
     pub marked: u64,
 }
@@ -46,7 +46,7 @@ pub fn started(workers: usize, bytes: u64, reduced: bool, took: Duration, style:
     let mut text = heading(1, &format!("Start: {} workers of one program", number.to_lowercase()), style);
     let bytes = style.bold(&human(bytes));
     text.line(format!("   {bytes} together, written and checked byte by byte in {:.1} s.", took.as_secs_f64()));
-    text.line("   Each holds data that all others hold too, data of its own, and zeros.");
+    text.line("   Each holds data that all others also hold, data of its own, and zeros.");
     if reduced {
         text.line(style.dim("   Smaller than normal, because little memory is free."));
     }
@@ -90,7 +90,7 @@ pub fn found(report: &ScanReport, pids: &[i32], style: Style) -> String {
     text
 }
 
-/// Part 3: the heading for merging.
+/// Part 3: the heading of the part that merges.
 pub fn merging(style: Style) -> String {
     heading(3, "Merge: pagefold finds and marks the duplicates, the kernel merges them", style)
 }
@@ -208,7 +208,7 @@ pub fn compared(bytes: u64, merged: &Merged, alone: &Observed, style: Style) -> 
     let goal = ours.saved / 10 * 9;
     let head = ["", "saved", "90 % after", "CPU until then", "CPU in all", "at rest"].map(str::to_owned);
     text.line(style.dim(&row(&head)));
-    // The readings lack the injector's CPU time, all spent before anything was saved.
+    // The readings lack the injector's CPU time. It was all spent before anything was saved.
     let injector = merged.own_cpu.saturating_sub(ours.own_cpu);
     let pagefold = Side {
         at: ours,
@@ -240,11 +240,11 @@ fn row([name, saved, reached, until_then, all, rest]: &[String; 6]) -> String {
     format!("   {name:<15}{saved:>9}{reached:>13}{until_then:>17}{all:>13}{rest:>10}")
 }
 
-/// One policy in the comparison.
+/// One side of the comparison: pagefold, or KSM alone.
 #[derive(Clone, Copy, Debug, Default)]
 struct Side {
     at: Point,
-    /// When 90 % of pagefold's saving was reached, with the CPU time of this policy only.
+    /// When this side had saved 90 % of pagefold's final savings, with this side's CPU time until then.
     reached: Option<Point>,
     cpu: Duration,
     /// CPU time at rest, as a share of a core.
@@ -268,7 +268,7 @@ impl Side {
     }
 }
 
-/// CPU time of the last seconds as a share of a core, unless the saving grew by more than a hundredth in them.
+/// CPU time of the last seconds as a share of a core. `None` if savings still grew by more than a hundredth then.
 fn at_rest(observed: &Observed, cpu: impl Fn(&Point) -> Duration) -> Option<f64> {
     let last = observed.last();
     let before = observed.at(last.seconds - REST_SECONDS);
@@ -279,7 +279,7 @@ fn at_rest(observed: &Observed, cpu: impl Fn(&Point) -> Duration) -> Option<f64>
     Some(spent / (last.seconds - before.seconds))
 }
 
-/// The comparison in words, whichever policy did better.
+/// The comparison in words. It also says so if KSM alone did better.
 fn verdict(ours: &Side, ksm: &Side) -> Vec<String> {
     let saved = ours.at.saved;
     let by_ksm = ksm.at.saved;
@@ -304,7 +304,7 @@ fn verdict(ours: &Side, ksm: &Side) -> Vec<String> {
     sentences
 }
 
-/// How many times as much of something KSM took.
+/// How many times as much of a resource KSM took as pagefold.
 fn times(ksm: f64, ours: f64, unit: &str) -> String {
     match ksm / ours.max(1e-3) {
         times if times >= 1.05 => format!("{times:.1} times the {unit}"),

@@ -1,5 +1,5 @@
-//! The programs of the demonstration: a pool of workers. Each holds data that all of them hold, data of its own, and
-//! zero pages.
+//! The programs of the demonstration: a pool of workers. Each holds data that all others also hold, data of its own,
+//! and zero pages.
 
 use anyhow::{Context, Result, anyhow};
 use pagefold_engine::units::{PAGE_SIZE, Pages};
@@ -48,7 +48,7 @@ impl Size {
         sizes.find(|size| size.bytes() + (MARGIN_MIB << 20) <= free)
     }
 
-    /// Whether we reduced it to fit into the free memory.
+    /// Whether we reduced the size to fit into the free memory.
     pub fn is_reduced(self, quick: bool) -> bool {
         self != if quick { Self::QUICK } else { Self::FULL }
     }
@@ -112,7 +112,7 @@ impl Workers {
     }
 }
 
-/// Calls a function for each item, in a thread each.
+/// Calls a function for each item, each time in its own thread.
 fn in_parallel<I: Send, T: Send>(
     items: impl IntoIterator<Item = I>,
     call: impl Fn(I) -> Result<T> + Copy + Send,
@@ -123,8 +123,8 @@ fn in_parallel<I: Send, T: Send>(
     })
 }
 
-/// Anonymous memory of a process (Pss): pages that are shared, also by merging, are divided among their sharers. The
-/// kernel walks the page tables to find out, about 10 us per MiB.
+/// Anonymous memory of a process (Pss), where shared pages, including merged ones, are divided among their sharers. The
+/// kernel walks the page tables for this figure, which takes about 10 us per MiB.
 pub fn proportional_bytes(process: &Process) -> Result<u64, ReadError> {
     let kib = kib(&process.read_file("smaps_rollup")?, "Pss_Anon");
     kib.map(|kib| kib << 10).map_err(|why| process.malformed("smaps_rollup", why))

@@ -2,18 +2,18 @@
 
 use super::Moment;
 
-/// From this age on, we have a moment for each quarter of an hour only, seconds.
+/// From this age on, we only have a moment for each quarter of an hour, seconds.
 const DAY: u64 = 86_400;
-/// The longest time between two moments of a run that goes on: by the minute, and by the quarter of an hour, seconds.
+/// The longest gap between two moments of the same run, seconds: in the last day, and before that.
 const STEP_MOST: [u64; 2] = [190, 1_900];
 
 /// A point of the curves.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
     pub moment: Moment,
-    /// Whether the run of the point before it was still going on.
+    /// Whether this point continues the run of the point before it.
     pub goes_on: bool,
-    /// The share of a core that pagefold and ksmd have used since then.
+    /// The share of a core that pagefold and ksmd have used since the point before it.
     pub cpu: Option<f64>,
 }
 

@@ -1,4 +1,4 @@
-//! The file: a header, and two rings of slots.
+//! The history's file: a header, and two rings of slots.
 
 use super::Moment;
 use crate::config::ownership;
@@ -14,14 +14,14 @@ use std::time::Duration;
 
 const WORDS: usize = 11;
 const SLOT: usize = WORDS * 8;
-/// Takes the place of the first slot.
+/// The header, which takes the place of the first slot.
 const HEADER: &[u8] = b"pagefold.history/1\n";
-/// Seconds from slot to slot of each ring, and its slots.
+/// For each ring, the seconds from slot to slot, and the number of slots.
 const RINGS: [(u64, u64); 2] = [(60, 1_440), (900, 2_880)];
 const LENGTH: u64 = SLOT as u64 * (1 + RINGS[0].1 + RINGS[1].1);
-/// A crash can tear the slots that we're writing: one in each ring.
+/// A crash can tear the slots that we're writing, one in each ring.
 const TORN_MOST: usize = 2;
-/// We accept moments this far in the future, seconds: clocks get corrected.
+/// We accept moments this far in the future, seconds, since clocks get corrected.
 const FUTURE_MOST: u64 = 120;
 
 #[derive(Clone, Debug)]
@@ -29,7 +29,7 @@ pub struct HistoryFile(Place);
 
 impl HistoryFile {
     /// Checks that no other user can redirect our writes, and makes the file unless it exists. We replace a file that
-    /// isn't a history; the sentence says so.
+    /// isn't a history, and return a sentence that says so.
     ///
     /// # Errors
     /// With exit code 2.
@@ -43,13 +43,13 @@ impl HistoryFile {
         Ok((file, said))
     }
 
-    /// Empties slots that a crash has torn, and starts anew if that isn't enough. Returns the problem, if there was
-    /// one.
+    /// Empties slots that a crash has torn, and starts a new file if too many slots are torn or we can't use the file.
+    /// Returns a sentence if there was a problem.
     fn check(&self) -> Option<String> {
         let found = open(&self.0.path, true).and_then(|file| Ok((contents(&file)?, file)));
         match found {
             Ok(((_, torn), file)) => {
-                // If that fails, they count as empty all the same.
+                // Even if this fails, torn slots count as empty.
                 for slot in torn {
                     let _ = file.write_all_at(&[0; SLOT], offset(slot));
                 }
@@ -64,22 +64,20 @@ impl HistoryFile {
     fn replace(&self, why: &io::Error) -> String {
         let shown = ownership::shown(&self.0.path);
         match self.begin() {
-            Ok(()) => format!("the history {shown} {why}; it is started anew"),
+            Ok(()) => format!("the history {shown} {why}; pagefold begins a new one"),
             Err(error) => error,
         }
     }
 
-    /// Makes an empty file. We take all its room now, so later writes need none. We replace a link and don't follow it.
+    /// Makes an empty file and allocates all its space now, so that later writes can't run out of it. Replaces a link.
     fn begin(&self) -> Result<(), String> {
         self.0.replace(0o600, fill_empty).map_err(|error| {
             let shown = ownership::shown(&self.0.path);
-            format!(
-                "cannot write the history {shown}: {error}; free some space, or name another file (it is tried again)"
-            )
+            format!("cannot write the history {shown}: {error}; free space or name another file (pagefold tries again)")
         })
     }
 
-    /// Writes a moment. Returns a sentence if we can't, or if we had to start the file anew.
+    /// Writes a moment. The error is a sentence: writing failed, or we had to begin a new file.
     pub fn write(&self, moment: &Moment) -> Result<(), String> {
         let said = match open(&self.0.path, true).and_then(|file| header(&file)) {
             Ok(()) => None,
@@ -91,7 +89,7 @@ impl HistoryFile {
         };
         let written = open(&self.0.path, true).and_then(|file| {
             let words = encode(moment);
-            // The slots are their own checks, so neither the order nor the time at which they reach the disk matters.
+            // Each slot has its own checksum, so neither the order nor the time at which slots reach the disk matters.
             slots(moment.time).iter().try_for_each(|&slot| file.write_all_at(&words, offset(slot)))
         });
         match (said, written) {
@@ -99,7 +97,7 @@ impl HistoryFile {
             (None, Ok(())) => Ok(()),
             (None, Err(error)) => {
                 let shown = ownership::shown(&self.0.path);
-                Err(format!("cannot write the history {shown}: {error}; free some space (it is tried again)"))
+                Err(format!("cannot write the history {shown}: {error}; free some space (pagefold tries again)"))
             }
         }
     }
@@ -109,17 +107,17 @@ fn fill_empty(file: &mut File) -> io::Result<()> {
     let mut empty = HEADER.to_vec();
     empty.resize(usize::try_from(LENGTH).unwrap_or(usize::MAX), 0);
     file.write_all(&empty)?;
-    // Whoever may read the status may read this.
+    // The users who may read the status may read the history, too.
     if group_id(GROUP).is_some_and(|group| fchown(&*file, None, Some(group)).is_ok()) {
         file.set_permissions(Permissions::from_mode(0o640))?;
     }
     file.sync_all()
 }
 
-/// A file's moments since `since` before `now`, the oldest first.
+/// A file's moments in the time `since` before `now`, the oldest first.
 ///
 /// # Errors
-/// We can't read it, or it's something else.
+/// We can't read the file, or it isn't a history.
 pub fn read(path: &Path, since: Duration, now: u64) -> io::Result<Vec<Moment>> {
     let (mut moments, _) = contents(&open(path, false)?)?;
     let first = now.saturating_sub(since.as_secs());
@@ -129,7 +127,7 @@ pub fn read(path: &Path, since: Duration, now: u64) -> io::Result<Vec<Moment>> {
     Ok(moments)
 }
 
-/// Opens it, whatever someone has put in its place.
+/// Opens the file. Somebody may have put a link, a pipe or a device in its place, so the flags rule out surprises.
 fn open(path: &Path, write: bool) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let opened = OpenOptions::new().read(true).write(write).custom_flags(flags).open(path);
@@ -174,7 +172,7 @@ fn contents(mut file: &File) -> io::Result<(Vec<Moment>, Vec<u64>)> {
     Ok((moments, torn))
 }
 
-/// The slots of a time: one in each ring.
+/// The slots for a time, one in each ring.
 fn slots(time: u64) -> [u64; 2] {
     let [(minute, minutes), (quarter, quarters)] = RINGS;
     [1 + time / minute % minutes, 1 + minutes + time / quarter % quarters]
@@ -229,7 +227,7 @@ fn decode(bytes: &[u8]) -> Option<Moment> {
     })
 }
 
-/// FNV-1a. Zeros don't hash to zero, so an empty slot is no moment.
+/// FNV-1a. Zeros don't hash to zero, so an empty slot can't be a moment.
 fn checksum(words: &[u64]) -> u64 {
     let mut sum: u64 = 0xcbf2_9ce4_8422_2325;
     for byte in words.iter().flat_map(|word| word.to_le_bytes()) {

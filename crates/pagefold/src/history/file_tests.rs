@@ -83,7 +83,10 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
         assert!(read(&path, Duration::MAX, NOW).is_err());
         let (_, said) = HistoryFile::open(&path).unwrap();
         let said = said.unwrap();
-        assert!(said.contains(says) && said.ends_with("; it is started anew") && said.lines().count() == 1, "{said}");
+        assert!(
+            said.contains(says) && said.ends_with("; pagefold begins a new one") && said.lines().count() == 1,
+            "{said}"
+        );
         assert!(times(&path, DAY, NOW).is_empty());
     }
     fs::write(&victim, &whole).unwrap();
@@ -92,7 +95,7 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
         symlink(&victim, &path).unwrap();
         let said =
             if at_start { HistoryFile::open(&path).unwrap().1.unwrap() } else { file.write(&moment(NOW)).unwrap_err() };
-        assert!(said.contains("is a symbolic link; it is started anew"), "{said}");
+        assert!(said.contains("is a symbolic link; pagefold begins a new one"), "{said}");
         assert_eq!(fs::read(&victim).unwrap(), whole);
         assert!(fs::symlink_metadata(&path).unwrap().is_file());
     }

@@ -11,8 +11,8 @@ use std::time::Duration;
 /// Seconds between two moments.
 const INTERVAL: u64 = 60;
 
-/// Starts the thread for a run that has opened its file. `said` is a message from opening it. If we can't start the
-/// thread, there's no history, and one line says so.
+/// Starts the thread for a run that has opened its file, and prints the message that opening may have returned. If we
+/// can't start the thread, there's no history, and we say so once.
 pub fn start(opened: Option<(HistoryFile, Option<String>)>, requests: &RequestSender) -> Option<Background<()>> {
     let (file, said) = opened?;
     if let Some(line) = said {
@@ -24,12 +24,12 @@ pub fn start(opened: Option<(HistoryFile, Option<String>)>, requests: &RequestSe
         let mut pause = Duration::ZERO;
         while end.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
             pause = Duration::from_secs(INTERVAL - now() % INTERVAL);
-            // A run that is ending, or hasn't finished its cycle, says nothing.
+            // A run that is ending, or hasn't finished its cycle in time, doesn't answer.
             let Ok(facts) = requests.send(Request::Status) else { continue };
             if let Some(moment) = Moment::of(&Status::of(&facts), now()) {
                 complaints.hear(file.write(&moment));
             }
         }
     });
-    started.inspect_err(|error| complain!("cannot start the thread for the history: {error}; it is not written")).ok()
+    started.inspect_err(|error| complain!("cannot start the thread for the history: {error}; none is written")).ok()
 }

@@ -1,6 +1,6 @@
 //! The metrics: a table of their names, types, labels, help texts and values. pagefold-metrics(5) is made from it.
 //!
-//! They say no more than docs/safety.md allows everybody to know: sums, and words from the administrator's
+//! They only reveal facts that docs/safety.md allows everybody to know: sums, and words from the administrator's
 //! configuration. They name no program, process, address or trust domain.
 
 use super::text::{Kind, Sample, append};
@@ -12,7 +12,7 @@ use pagefold_engine::stops::LENGTHS_NS;
 use pagefold_engine::units::{PAGE_BYTES, Pages};
 use serde::Serialize;
 
-/// A metric. We list its labels here too, since a status may lack some of them.
+/// A metric. We list its labels here, too, because a status may have no values for some of them.
 pub struct Family {
     pub name: &'static str,
     pub kind: Kind,
@@ -42,105 +42,112 @@ const ROOM_STATES: [RoomState; 3] = [RoomState::Enough, RoomState::Overcommitted
 pub const FAMILIES: &[Family] = &[
     gauge("pagefold_build_info", "Version of pagefold; always 1", |_| {
         vec![sample(&[("version", env!("CARGO_PKG_VERSION"))], 1.0)]
-    }).by(&["version"]),
+    })
+    .by(&["version"]),
     gauge("pagefold_run_info", "Settings of the run; always 1", |status| {
         let dry_run = status.run.dry_run.to_string();
         let governor = status.activity.governor.to_string();
         let mechanism = name_of(status.run.mechanism);
         vec![sample(&[("dry_run", &dry_run), ("governor", &governor), ("mechanism", &mechanism)], 1.0)]
-    }).by(&["dry_run", "governor", "mechanism"]),
+    })
+    .by(&["dry_run", "governor", "mechanism"]),
     gauge("pagefold_uptime_seconds", "Time since the run began", |status| one(status.activity.seconds)),
     gauge(
         "pagefold_saved_bytes",
-        "Memory that the processes in scope would need if nothing were merged, less what they need; absent until it is counted",
+        "Memory that merging saves the processes in scope (need without merging minus real need); absent until counted",
         |status| one_if(status.memory.saved_bytes.map(float)),
     ),
-    gauge("pagefold_metadata_bytes", "Kernel memory for what the run has marked", |status| {
+    gauge("pagefold_metadata_bytes", "Kernel memory for metadata about the memory that the run has marked", |status| {
         one(float(status.memory.metadata_bytes))
     }),
-    gauge("pagefold_net_profit_bytes", "Saved memory less metadata; may be negative", |status| {
+    gauge("pagefold_net_profit_bytes", "Saved memory minus metadata; may be negative", |status| {
         one_if(status.memory.net_profit_bytes().map(|bytes| bytes as f64))
     }),
-    gauge(
-        "pagefold_may_return_bytes",
-        "Memory that is needed if programs write to all merged pages",
-        |status| one(float(status.memory.may_return_bytes)),
-    ),
-    gauge("pagefold_available_bytes", "Memory of the machine that programs can get without swapping", |status| {
+    gauge("pagefold_may_return_bytes", "Memory needed if programs write to all merged pages", |status| {
+        one(float(status.memory.may_return_bytes))
+    }),
+    gauge("pagefold_available_bytes", "Memory on the machine that programs can get without swapping", |status| {
         one(float(status.memory.available_bytes))
     }),
     counter(
         "pagefold_copied_bytes_total",
-        "Copies of merged pages because they were written or unmerged, on the whole machine",
+        "Merged pages copied because they were written or unmerged, on the whole machine",
         |status| one(float(status.copies.copied_bytes)),
     ),
-    gauge("pagefold_copied_worst_day_bytes", "The most such copies within 24 hours of the run", |status| {
+    gauge("pagefold_copied_worst_day_bytes", "The most merged pages copied within 24 hours of the run", |status| {
         one(float(status.copies.copied_worst_day_bytes))
     }),
     gauge(
         "pagefold_likely_return_bytes",
-        "The most that programs have taken back within an hour of the last day",
+        "The most memory that writes to merged pages took within an hour of the last day",
         |status| one(float(status.reserve.likely_bytes)),
     ),
-    gauge("pagefold_left_bytes", "Memory that programs can get, with free swap", |status| {
+    gauge("pagefold_left_bytes", "Memory that programs can get, including free swap", |status| {
         one(float(status.reserve.machine.left.bytes().0))
     }),
     gauge(
         "pagefold_reserve_bytes",
-        "Memory to be left for what can come back; nothing more is merged if less is left",
+        "Memory to keep free for writes to merged pages; nothing more is merged if less is free",
         |status| one(float(status.reserve.machine.reserve.bytes().0)),
     ),
     gauge(
         "pagefold_room",
-        "1 for the room on the machine: enough for all that can come back, overcommitted, or short of the reserve",
+        "1 for the machine's headroom: enough for writes to all merged pages, overcommitted, or short of the reserve",
         |status| flags("state", &ROOM_STATES, &[status.reserve.machine.state]),
-    ).by(&["state"]),
+    )
+    .by(&["state"]),
     gauge(
         "pagefold_tight_limits",
         "Memory limits of cgroups in scope that are overcommitted or short of memory",
         tight_limits,
-    ).by(&["state"]),
+    )
+    .by(&["state"]),
     counter("pagefold_taken_back_bytes_total", "Address space unmarked because memory was short", |status| {
         one(float(status.reserve.taken_back_bytes))
     }),
     gauge("pagefold_resident_bytes", "Anonymous memory in scope that is not left alone", |status| {
         one(float(status.memory.resident_bytes))
     }),
-    gauge("pagefold_marked_bytes", "Resident memory in what is marked; in a dry run, that would be", |status| {
+    gauge("pagefold_marked_bytes", "Resident memory that is marked; in a dry run, that would be marked", |status| {
         one(float(status.memory.marked_bytes))
     }),
-    gauge("pagefold_to_unmark_bytes", "Marked address space that must be unmarked and could not be yet", |status| {
+    gauge("pagefold_to_unmark_bytes", "Marked address space that must be unmarked but could not be yet", |status| {
         one(float(status.to_unmark_bytes))
     }),
     gauge("pagefold_kind_resident_bytes", "Resident memory in scope by kind of region", |status| {
         let kinds = status.totals.kinds.iter();
         kinds.map(|row| sample(&[("kind", &name_of(row.kind))], float(row.resident.bytes().0))).collect()
-    }).by(&["kind"]),
-    gauge("pagefold_scope_processes", "Processes in scope, by the selector that they fit", |status| {
+    })
+    .by(&["kind"]),
+    gauge("pagefold_scope_processes", "Processes in scope, by the selector that they match", |status| {
         of_scopes(status, |row| row.processes as u64)
-    }).by(&["kind", "scope"]),
+    })
+    .by(&["kind", "scope"]),
     gauge("pagefold_scope_resident_bytes", "Resident memory in scope, by selector", |status| {
         of_scopes(status, |row| row.memory.resident_bytes)
-    }).by(&["kind", "scope"]),
+    })
+    .by(&["kind", "scope"]),
     gauge(
         "pagefold_scope_expected_bytes",
-        "Duplicates in what is marked, or on request in all memory, by selector; no values if there are several trust domains",
-        // Others mustn't learn what the programs of one domain have in common.
+        "Duplicates in marked (on request: in all) memory, by selector; no values if there are several trust domains",
+        // A domain mustn't learn how much the programs of another domain have in common.
         |status| match status.programs.domains.len() {
             0 | 1 => of_scopes(status, |row| row.memory.expected_bytes),
             _ => Vec::new(),
         },
-    ).by(&["kind", "scope"]),
+    )
+    .by(&["kind", "scope"]),
     gauge("pagefold_processes", "Processes in scope that are not left alone", |status| {
         one(status.programs.not_left_alone() as f64)
     }),
     gauge("pagefold_left_out_processes", "Processes in scope that are left alone, by reason", |status| {
         let reasons = status.programs.left_out.iter();
         reasons.map(|row| sample(&[("reason", &row.reason)], row.processes as f64)).collect()
-    }).by(&["reason"]),
+    })
+    .by(&["reason"]),
     counter(
         "pagefold_cpu_seconds_total",
-        "CPU time by part: pagefold without its injector (on request with the kernel's merging), the injector, ksmd",
+        "CPU time by part: pagefold without its injector (includes merging on request), the injector, ksmd",
         |status| {
             let cost = &status.work.cpu_seconds;
             vec![
@@ -149,27 +156,34 @@ pub const FAMILIES: &[Family] = &[
                 sample(&[("part", "ksmd")], float(cost.ksmd_ns) / 1e9),
             ]
         },
-    ).by(&["part"]),
+    )
+    .by(&["part"]),
     gauge("pagefold_cpu_used_ratio", "Share of a core used in the last ten seconds, by all parts", |status| {
         one(status.activity.used_share)
     }),
-    gauge("pagefold_cpu_allowed_ratio", "Share of a core that may be used", |status| one(status.activity.allowed_share.fraction())),
+    gauge("pagefold_cpu_allowed_ratio", "Share of a core that may be used", |status| {
+        one(status.activity.allowed_share.fraction())
+    }),
     gauge("pagefold_governor", "1 for the governor in force", |status| {
         flags("governor", &GOVERNORS, &[status.activity.in_force])
-    }).by(&["governor"]),
-    gauge("pagefold_state", "1 for what the run does now; several may be under way", |status| {
+    })
+    .by(&["governor"]),
+    gauge("pagefold_state", "1 for each activity of the run now; there may be several", |status| {
         flags("state", &Doing::ALL, &status.doing())
-    }).by(&["state"]),
+    })
+    .by(&["state"]),
     gauge("pagefold_ksm_controlled", "1 if the run controls KSM", |status| one(flag(status.activity.ksm_driven))),
-    gauge("pagefold_stood_down", "1 if the run has given KSM up because another program changed a setting", |status| {
+    gauge("pagefold_stood_down", "1 if the run has given up KSM because another program changed a setting", |status| {
         one(flag(status.stood_down))
     }),
     counter("pagefold_rounds_total", "Sampling rounds", |status| one(float(status.work.rounds))),
-    counter("pagefold_read_bytes_total", "Memory of programs that was read", |status| one(bytes_of(Pages(status.work.pages_read)))),
+    counter("pagefold_read_bytes_total", "Memory of programs read", |status| {
+        one(bytes_of(Pages(status.work.pages_read)))
+    }),
     counter("pagefold_scans_total", "Scans by ksmd that the run ordered", |status| one(float(status.work.scans))),
     counter(
         "pagefold_requested_bytes_total",
-        "Memory named to be merged on request, by result; no values if ksmd merges",
+        "Memory that the run asked the kernel to merge on request, by result; no values if ksmd merges",
         |status| {
             let Some(counts) = &status.requests else { return Vec::new() };
             vec![
@@ -179,39 +193,43 @@ pub const FAMILIES: &[Family] = &[
                 sample(&[("result", "failed")], bytes_of(counts.failed)),
             ]
         },
-    ).by(&["result"]),
+    )
+    .by(&["result"]),
     counter(
         "pagefold_huge_page_splits_total",
-        "Huge pages split on the whole machine since the run began, by whatever cause: into base pages (page), in page tables (mapping)",
-        |status| vec![
-            sample(&[("split", "page")], float(status.incidents.splits.pages)),
-            sample(&[("split", "mapping")], float(status.incidents.splits.mappings)),
-        ],
-    ).by(&["split"]),
+        "Huge pages split on the machine since the run began: into base pages (page), or only in page tables (mapping)",
+        |status| {
+            vec![
+                sample(&[("split", "page")], float(status.incidents.splits.pages)),
+                sample(&[("split", "mapping")], float(status.incidents.splits.mappings)),
+            ]
+        },
+    )
+    .by(&["split"]),
     counter(
         "pagefold_huge_pages_collapsed_total",
-        "Huge pages put together again where merges did not last and the program had huge pages before",
+        "Huge pages collapsed again where merges did not last and the program had huge pages before",
         |status| one(float(status.incidents.collapsed)),
     ),
     counter("pagefold_refused_spans_total", "Spans not marked because their program refused or had ended", |status| {
         one(float(status.incidents.refused_spans))
     }),
-    counter("pagefold_injector_restarts_total", "Times that the injector was started again", |status| {
+    counter("pagefold_injector_restarts_total", "How often the injector was restarted", |status| {
         one(f64::from(status.injector_restarts))
     }),
-    counter(
-        "pagefold_audit_lost_lines_total",
-        "Lines that the audit log lacks because they could not be written",
-        |status| one(float(status.audit_lost)),
-    ),
+    counter("pagefold_audit_lost_lines_total", "Audit log lines that could not be written", |status| {
+        one(float(status.audit_lost))
+    }),
     Family {
         name: "pagefold_stop_seconds",
         kind: Kind::Histogram,
         labels: &["le"],
-        help: "How long threads of programs were stopped to make a call",
+        help: "How long programs' threads were stopped to make a system call in them",
         values: stop_seconds,
     },
-    gauge("pagefold_longest_stop_seconds", "The longest of these stops", |status| one(status.work.longest_stop_us / 1e6)),
+    gauge("pagefold_longest_stop_seconds", "The longest stop of a program's thread", |status| {
+        one(status.work.longest_stop_us / 1e6)
+    }),
 ];
 
 /// A number of bytes, pages or events: exact up to 8 PiB.
@@ -224,7 +242,7 @@ fn bytes_of(pages: Pages) -> f64 {
     float(pages.0) * float(PAGE_BYTES)
 }
 
-/// The name that `status --json` has for it.
+/// The value's name in `status --json`.
 fn name_of(value: impl Serialize) -> String {
     serde_json::to_value(value).ok().and_then(|name| Some(name.as_str()?.to_owned())).unwrap_or_default()
 }
@@ -261,7 +279,7 @@ fn of_scopes(status: &Status, value: fn(&ScopeRow) -> u64) -> Vec<Sample> {
     samples
 }
 
-/// A sample for each of these, 1 for those that hold now.
+/// A sample for each value in `all`: 1 if it's in `now`, otherwise 0.
 fn flags<T: Serialize + PartialEq>(label: &'static str, all: &[T], now: &[T]) -> Vec<Sample> {
     all.iter().map(|one| sample(&[(label, &name_of(one))], flag(now.contains(one)))).collect()
 }

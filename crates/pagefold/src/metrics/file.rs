@@ -1,6 +1,6 @@
 //! Metrics in a file, for node_exporter's textfile collector.
 //!
-//! We replace the file by renaming, so a reader sees one whole page or another. Only the thread that writes waits for
+//! We replace the file by renaming a new one, so a reader always sees a whole page. Only the writing thread waits for
 //! the disk.
 
 use crate::background::{Background, Complaints};
@@ -38,11 +38,11 @@ impl MetricsFile {
         });
         replaced.map_err(|error| {
             let shown = ownership::shown(&self.0.path);
-            format!("cannot write the metrics file {shown}: {error}; free some space (it is tried again)")
+            format!("cannot write the metrics file {shown}: {error}; free some space (pagefold tries again)")
         })
     }
 
-    /// Starts a thread that writes the file. Dropping the result removes it.
+    /// Starts a thread that writes the file. Dropping the result removes the file.
     pub fn start(
         self,
         interval: Duration,
@@ -53,7 +53,7 @@ impl MetricsFile {
             let mut pause = Duration::ZERO;
             while end.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
                 pause = interval;
-                // A run that is ending, or hasn't finished its cycle, has no page.
+                // A run that is ending, or hasn't finished its cycle in time, provides no page.
                 let Ok(text) = page() else { continue };
                 complaints.hear(self.write(&text));
             }
@@ -62,11 +62,11 @@ impl MetricsFile {
     }
 }
 
-/// The place of a file that we can write, or the problem and the advice.
+/// The place of a file that we can write, or an error with advice.
 fn checked(path: &Path) -> Result<Place, String> {
     let place = Place::of(path)?;
     if fs::symlink_metadata(&place.path).is_ok_and(|found| !found.is_file()) {
-        return Err("is not a regular file; name one, or a new one".to_owned());
+        return Err("is not a regular file; name a regular or a new file".to_owned());
     }
     let advice = "name a file in a directory that root can write";
     place.check().map_err(|error| format!("cannot be written: {error}; {advice}"))?;
@@ -85,7 +85,7 @@ mod tests {
         let path = dir.path().join("m.prom");
         let victim = dir.path().join("victim");
         fs::write(&victim, "as it was").unwrap();
-        // We remove a link in the place of the file that we rename, and don't follow it.
+        // Where we create the file to rename, there's a link: we must remove it and not follow it.
         symlink(&victim, dir.path().join(".m.prom.new")).unwrap();
         let file = MetricsFile::open(&path).unwrap();
         assert!(!path.exists());

@@ -1,8 +1,8 @@
 //! Serves the metrics over HTTP: `GET /metrics`, one request per connection, and nothing else.
 //!
 //! One thread serves all connections and blocks on none of them. A client may try to keep it busy or to use up memory,
-//! so we allow few connections and limit each in time and size. When there are too many, a new one replaces the oldest,
-//! so a client that sends its request at once always gets an answer. We accept connections at a limited rate.
+//! so we accept few connections, at a limited rate, and limit each in time and size. If there are too many, a new one
+//! replaces the oldest, so a client that sends its request immediately always gets an answer.
 
 use pagefold_host::os::sockets::{Ready, wait_for};
 use std::io::{self, ErrorKind, Read, Write};
@@ -18,11 +18,11 @@ const CONNECTIONS_MOST: usize = 16;
 const CONNECTION_LIMIT: Duration = Duration::from_secs(10);
 /// The longest request without a body, bytes.
 const REQUEST_MOST: usize = 8192;
-/// The most parts that a request may come in: taking one byte by byte would be slow.
+/// The most reads for one request: a client that sends single bytes would cost too much CPU time.
 const PARTS_MOST: u32 = 32;
-/// The shortest time between two connections: serving this many takes less than a hundredth of a core.
+/// The shortest time between two connections. At this rate, serving takes less than a hundredth of a core.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(20);
-/// The pause after a failure, so that a lack of descriptors doesn't become a busy loop.
+/// The pause after a failure, so that we don't loop busily when we're out of descriptors.
 const AGAIN: Duration = Duration::from_millis(200);
 const PATH: &str = "/metrics";
 
@@ -37,7 +37,7 @@ struct Connection {
     sent: usize,
 }
 
-/// Serves until the process ends. `page` makes the page, or returns the problem and the advice.
+/// Serves until the process ends. `page` makes the page, or returns an error with advice.
 pub fn serve(listeners: &[TcpListener], mut page: impl FnMut() -> Result<Arc<str>, String>) {
     let mut connections: Vec<Connection> = Vec::new();
     let mut accept_again = Instant::now();
@@ -99,7 +99,7 @@ impl Connection {
         if self.answer.is_empty() { Ready::Read(fd) } else { Ready::Write(fd) }
     }
 
-    /// Does as much as it can without waiting. Returns whether there's more to do.
+    /// Reads or writes as much as it can without waiting. Returns whether there's more to do.
     fn go_on(&mut self, page: &mut impl FnMut() -> Result<Arc<str>, String>) -> bool {
         let ended = self.advance(page);
         ended.is_err_and(|error| matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted))

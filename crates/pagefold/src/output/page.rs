@@ -1,4 +1,4 @@
-//! Shared by the reports' web pages: the frame, tables of memory, charts over time, and writing the file.
+//! The parts that all web pages share: the frame, tables of memory, charts over time, and writing the file.
 
 use crate::config::ownership;
 use anyhow::Result;
@@ -20,7 +20,7 @@ pub fn page(title: &str, body: &str) -> String {
 /// Writes a page to a file, which may exist already.
 ///
 /// # Errors
-/// We can't write it, or it's a link, which another user may have put there.
+/// We can't write the file, or it's a link, which another user may have put there.
 pub fn write(path: &Path, page: &str) -> Result<()> {
     html::write(path, page).map_err(|error| {
         let path = ownership::shown(path);
@@ -28,8 +28,8 @@ pub fn write(path: &Path, page: &str) -> Result<()> {
     })
 }
 
-/// A curve of a chart: its colour as a class of the style, its name, and its points as time and value. There's a gap
-/// where we don't know the value.
+/// A curve of a chart: its colour (a class of the style sheet), its name, and its points as time and value. There's a
+/// gap where we don't know the value.
 #[derive(Clone, Debug)]
 pub struct Curve {
     pub class: &'static str,
@@ -41,7 +41,7 @@ pub struct Curve {
 #[derive(Clone, Debug)]
 pub struct Chart {
     pub title: String,
-    /// The first and the last time.
+    /// The times at which the chart begins and ends.
     pub times: (f64, f64),
     /// The labels below the horizontal axis, from left to right.
     pub labels: Vec<String>,
@@ -50,7 +50,7 @@ pub struct Chart {
     pub curves: Vec<Curve>,
 }
 
-/// Possible ends of an axis: a quarter of each is a short number, too.
+/// Possible ends of an axis. A quarter of each is a short number, too, for the lines across the chart.
 const STEPS: [f64; 9] = [1.0, 1.2, 1.6, 2.0, 2.4, 3.2, 4.0, 6.0, 8.0];
 /// Lines across a chart.
 const GRID: u32 = 4;
@@ -102,7 +102,7 @@ impl Chart {
             };
             let x = 1000.0 * ((time - first) / (last - first).max(1e-9)).clamp(0.0, 1.0);
             let y = 100.0 - 100.0 * (value / most).clamp(0.0, 1.0);
-            // We draw a point by itself as a dot.
+            // We draw an isolated point as a dot.
             let _ = if is_drawn { write!(path, "L{x:.1} {y:.2}") } else { write!(path, "M{x:.1} {y:.2}h0") };
             is_drawn = true;
         }
@@ -113,9 +113,9 @@ impl Chart {
 /// The unit of a vertical axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Unit {
-    /// Units are powers of this.
+    /// Units are powers of this number.
     base: f64,
-    /// The axis goes at least this far.
+    /// The axis ends at this value or later.
     least: f64,
     pub write: fn(f64) -> String,
 }

@@ -7,7 +7,7 @@ use pagefold_engine::state::MoveTotals;
 use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 use serde::{Deserialize, Serialize};
 
-/// Processes shown; we sum up the rest.
+/// Processes that we show. We only count the rest.
 const PROCESSES: usize = 8;
 
 /// Where merged pages are. `reference.rs` explains the fields.
@@ -29,7 +29,7 @@ pub struct PlacementRow {
 }
 
 impl PlacementView {
-    /// Takes the core's report. `name_of` returns the pid and the name of a process.
+    /// Makes the view from the engine's summary. `name_of` returns the pid and the name of a process.
     pub fn of(
         places: &PlacementSummary,
         moves: MoveTotals,
@@ -49,7 +49,7 @@ impl PlacementView {
         self.processes.iter().find(|row| row.pid == pid)
     }
 
-    /// A sentence on what the policies have done and would do.
+    /// A sentence on the pages that the policies have moved and would still move.
     pub fn sentence(&self) -> String {
         let moved = match self.moves.moved_pages {
             0 => String::new(),
@@ -64,8 +64,8 @@ impl PlacementView {
             ),
         };
         match self.misplaced_bytes {
-            0 => format!("{moved}every merged page is where its policy places it"),
-            bytes => format!("{moved}{} should be on another node by policy", human(bytes)),
+            0 => format!("{moved}every merged page is on the node that its policy wants"),
+            bytes => format!("{moved}{} should be on another node according to policy", human(bytes)),
         }
     }
 
@@ -100,7 +100,7 @@ impl PlacementView {
             let others = count(rest.len(), "process", "processes");
             text.line(style.dim(&format!("           … and {others} more (all of them: --json)")));
         }
-        text.line(style.dim("  Tax: extra time of an access to merged memory, compared with the own node."));
+        text.line(style.dim("  Tax: extra time of an access to merged memory, compared with local memory."));
     }
 }
 
@@ -109,10 +109,10 @@ impl PlacementRow {
     pub fn sentence(&self) -> String {
         let place = &self.place;
         let policy = match place.placement {
-            Placement::Fair => "fair: where it is used, else an equal part on each node".to_owned(),
+            Placement::Fair => "fair: on the node that uses it, else an equal part on each sharer's node".to_owned(),
             Placement::Priority => format!("priority: by nice values, here {}", place.nice),
-            Placement::LocalOnly => "local-only: nothing is merged across nodes".to_owned(),
-            Placement::Kernel => "kernel: wherever ksmd leaves it".to_owned(),
+            Placement::LocalOnly => "local-only: never merged across nodes".to_owned(),
+            Placement::Kernel => "kernel: where ksmd leaves it".to_owned(),
         };
         format!(
             "It runs on memory node {}: {} of its merged memory is there, {} on others, so that an access to it takes {} \
@@ -156,7 +156,8 @@ mod tests {
         let view = PlacementView::of(&places, moves, |owner| (owner == OwnerKey(3)).then(|| (77, "redis".to_owned())));
         assert_eq!(
             view.sentence(),
-            "1000 merged pages moved in 0.02 s of CPU time, 2 refused by the kernel; 2 MiB should be on another node by policy"
+            "1000 merged pages moved in 0.02 s of CPU time, 2 refused by the kernel; 2 MiB should be on another node \
+             according to policy"
         );
         assert_eq!(
             view.process(77).unwrap().sentence(),

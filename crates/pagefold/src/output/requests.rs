@@ -1,11 +1,11 @@
-//! Merge requests in words, for `status` and the summary of a run.
+//! Describes merge requests in words, for `status` and the summary of a run.
 
 use pagefold_engine::ledger::RequestCounts;
 use pagefold_text::figures::thousands;
 
 pub fn sentence(requests: &RequestCounts) -> String {
     format!(
-        "{} pages: {} merged now, {} already merged, {} changed meanwhile, {} could not be merged",
+        "{} pages: {} merged, {} already merged before, {} changed meanwhile, {} could not be merged",
         thousands(requests.asked.0),
         thousands(requests.merged.0),
         thousands(requests.shared.0),

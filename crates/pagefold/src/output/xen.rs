@@ -8,19 +8,19 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(clippy::struct_field_names, reason = "they are the keys of the JSON")]
 pub struct XenView {
-    /// Saved by sharing (`sharing_freed_memory` of `xl info`).
+    /// Memory saved by sharing (`sharing_freed_memory` of `xl info`).
     pub saved_bytes: u64,
-    /// Frames that are shared, or nominated to be (`sharing_used_memory`).
+    /// Frames that are shared, or nominated for sharing (`sharing_used_memory`).
     pub frames_bytes: u64,
     pub free_bytes: u64,
-    /// Pages that this run has made share a frame.
+    /// Pages for which this run has made guests share a frame.
     pub shared_pages: u64,
 }
 
 impl XenView {
     pub fn sentence(&self) -> String {
         format!(
-            "shares what this run names: {} saved on the whole machine, {} in frames that are shared or nominated, {} free",
+            "shares the pages that this run names; whole machine: {} saved, {} in frames shared or nominated, {} free",
             human(self.saved_bytes),
             human(self.frames_bytes),
             human(self.free_bytes)

@@ -30,11 +30,11 @@ pub struct Keeper {
     fleet: Fleet,
     digest: Digest,
     kept: BTreeMap<Id, (Arc<Row>, Known)>,
-    /// Workloads left in this pass, the next one last.
+    /// Workloads still to read in this pass. The last one is next.
     left: Vec<Workload>,
-    /// All workloads of this pass.
+    /// The workloads of this pass.
     pass: BTreeSet<Id>,
-    /// The ones that we've begun again.
+    /// The workloads that we've begun again in this pass.
     again: BTreeSet<Id>,
     reading: Option<Reading>,
 }
@@ -75,7 +75,7 @@ impl Keeper {
         self.reading.is_some() || !self.left.is_empty()
     }
 
-    /// Reads about `most` pages, as far as `allow` permits for the next process.
+    /// Reads about `most` pages, or fewer if `allow` permits fewer for the process to read.
     pub fn step(
         &mut self,
         host: &mut LiveHost,
@@ -125,8 +125,8 @@ impl Keeper {
         step
     }
 
-    /// Drops the sketches of workloads with processes that we leave alone now, for a reason that covers what we've
-    /// read, too.
+    /// Drops the sketches of workloads with processes that we now leave alone, if the reason also covers memory that
+    /// we've read before.
     fn forget_left_alone(&mut self, host: &LiveHost) {
         let mut targets: Vec<_> = host.targets().collect();
         targets.retain(|target| target.exclusion.as_ref().is_some_and(Exclusion::withdraws_marks));
@@ -140,8 +140,8 @@ impl Keeper {
         }
     }
 
-    /// Begins a workload again, without the processes that we leave alone: once, after all others, so that a process
-    /// that we leave alone now and then delays nobody.
+    /// Begins a workload again, without the processes that we leave alone. We do this once per pass, after all other
+    /// workloads, so that a process that we leave alone from time to time delays no other workload.
     fn begin_again(&mut self, host: &LiveHost) {
         let Some(reading) = self.reading.take() else { return };
         self.kept.remove(reading.id());

@@ -1,4 +1,4 @@
-//! Reading one workload.
+//! Reads one workload and makes its sketch.
 
 use super::Now;
 use super::settings::Fleet;
@@ -13,10 +13,10 @@ use pagefold_sketch::{Content as Digest, Counted, Counter, Row};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
-/// How many frames shared through fork we tell apart: 512 MiB of a workload. We skip any more.
+/// We remember this many frames shared through fork (512 MiB of a workload), to count each once, and skip any more.
 const SHARED_MOST: usize = 1 << 17;
 
-/// While we read a process, it may grow to twice its size and this many pages more: 256 MiB.
+/// While we read a process, it may grow to twice its size plus this many pages (256 MiB).
 const ENDLESS_PAGES: u64 = 1 << 16;
 
 /// The key of a process.
@@ -27,15 +27,15 @@ pub type ProcessId = (i32, u64);
 pub struct Reading {
     id: Id,
     began: Now,
-    /// Processes left to read, the next one last.
+    /// Processes still to read. The last one is next.
     left: Vec<Member>,
-    /// How far we've read the next one.
+    /// How far we've read that next process.
     pub cursor: ReadCursor,
     counter: Counter,
     zeros: u64,
-    /// Pages that we've read of the next one.
+    /// Pages that we've read of that next process.
     read: u64,
-    /// Pages that we didn't read of the processes we're done with.
+    /// Pages that we didn't read, of the processes that we're done with.
     unread: u64,
     merged_of_next: u64,
     shared: HashSet<u32>,
@@ -43,7 +43,7 @@ pub struct Reading {
     processes: Vec<Arc<Process>>,
 }
 
-/// We compare the workload's next sketch with these.
+/// Facts with which we compare the workload's next sketch.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
     /// CPU time so far, nanoseconds.
@@ -59,7 +59,7 @@ impl Known {
     }
 }
 
-/// A complete sketch.
+/// A complete sketch and the facts for its successor.
 #[derive(Debug)]
 pub struct Finished {
     pub id: Id,
@@ -101,7 +101,7 @@ impl Reading {
                     self.merged_of_next += 1;
                     true
                 }
-                // A frame that processes share through fork is held once.
+                // A frame that processes share through fork counts once.
                 PageState::Shared => {
                     let frame = page.frame.and_then(|frame| u32::try_from(frame).ok());
                     self.shared.len() < SHARED_MOST && frame.is_some_and(|frame| self.shared.insert(frame))
@@ -117,12 +117,12 @@ impl Reading {
         }
     }
 
-    /// Whether we've read much more of the next process than it held: it may map new memory ahead of us without end.
+    /// Whether we've read much more of the next process than it held. It may map new memory faster than we read.
     pub fn is_endless(&self) -> bool {
         self.next().is_some_and(|member| self.read > 2 * member.resident.0 + ENDLESS_PAGES)
     }
 
-    /// Goes on to the next process. `whole`: we read this one to its end.
+    /// Goes on to the next process. `whole`: we've read this process to its end.
     pub fn finish_member(&mut self, whole: bool) {
         let Some(member) = self.left.pop() else { return };
         if whole {
@@ -139,8 +139,8 @@ impl Reading {
         &self.processes
     }
 
-    /// Makes the row, once no process is left. `zeros_merged` is the number of its merged zero pages. `sharing` counts
-    /// the machine's pages that KSM has merged into others, and `shared` the pages that they share.
+    /// Makes the row once all processes are read. `zeros_merged` is the workload's number of merged zero pages.
+    /// `sharing` counts the machine's pages that KSM has merged into others, and `shared` the pages that these share.
     pub fn finish(
         self,
         fleet: &Fleet,
@@ -162,7 +162,7 @@ impl Reading {
             let at_start = known.cpu_ns.insert(process.key(), cpu_ns).unwrap_or(cpu_ns);
             spent_ns += cpu_ns.saturating_sub(before.cpu_ns.get(&process.key()).copied().unwrap_or(at_start));
         }
-        // Of pages with the same content all but one are saved; which one isn't depends on the whole machine.
+        // Merging saves all but one of equal pages. That one may belong to another workload, so we use an average.
         let merged: u64 = known.merged.values().sum();
         let saved = merged as f64 * sharing.0 as f64 / (sharing.0 + shared.0).max(1) as f64;
         let mut came_bytes = 0;
@@ -266,7 +266,7 @@ mod tests {
         reading.add(&pages(PageState::Private, 51..101));
         let zero = PageContent { state: PageState::Private, frame: None, content: Content::Zeros };
         reading.add(&[zero; 30]);
-        // Two processes share these 40, and for one we can't tell that it's the same frame.
+        // Two processes share these 40 pages. For the page after them, we don't know the frame.
         reading.add(&pages(PageState::Shared, 201..241));
         reading.add(&pages(PageState::Shared, 201..241));
         reading.add(&[PageContent { frame: None, ..pages(PageState::Shared, 300..301)[0] }]);
@@ -296,14 +296,14 @@ mod tests {
         let Row { since_us, came_bytes, went_bytes, broken_bytes, take_back_bytes, .. } = second.row;
         assert_eq!((since_us, came_bytes, went_bytes), (now(100).us, 50 * 4096, 100 * 4096));
         assert_eq!((broken_bytes, take_back_bytes), (100 * 4096, 100 * 4096));
-        // We keep the highest. A process that we didn't read to its end says nothing.
+        // The highest loss counts. A process that we didn't read to its end doesn't count.
         let mut third = begin(350);
         third.add(&pages(PageState::Merged, 1..11));
         third.finish_member(false);
         let third = finish(third, 400, Some(&second));
         assert_eq!((third.row.broken_bytes, third.row.take_back_bytes), (0, 100 * 4096));
         assert_eq!((third.row.read_bytes, third.row.anonymous_bytes), (10 * 4096, 1000 * 4096));
-        // A clock that goes back makes no period negative.
+        // If the clock goes back, the period doesn't become negative.
         let back = finish(begin(0), 50, Some(&third));
         assert_eq!(back.row.time_us, back.row.since_us);
     }

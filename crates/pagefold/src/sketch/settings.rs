@@ -1,4 +1,4 @@
-//! `[fleet]`: where sketches go, under which key, and under which name of this host.
+//! The section `[fleet]`: the sketches' directory, the fleet's key, and this host's name.
 
 use crate::config::options::{Options, SKETCH_INTERVAL};
 use crate::config::ownership;
@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The longest host name that fits into a file's name, bytes.
+/// The longest host name that we accept, bytes. It must fit into a file's name.
 const HOST_BYTES: usize = 200;
 const READABLE_BY_OTHERS: u32 = 0o077;
 
@@ -43,7 +43,7 @@ impl FleetSettings {
         }
     }
 
-    /// The place of the host's file, if we keep sketches.
+    /// Checks the key and the place of the host's file. `None` if we keep no sketches.
     ///
     /// # Errors
     /// With exit code 2: we can't use the directory, or there's no usable key.
@@ -56,7 +56,7 @@ impl FleetSettings {
         Ok(Some((fleet, place)))
     }
 
-    /// The key, and facts about this host.
+    /// Reads the key and facts about this host.
     ///
     /// # Errors
     /// With exit code 2.
@@ -71,7 +71,7 @@ impl FleetSettings {
         let has_others = host.contains(|c: char| !c.is_ascii_alphanumeric() && !".-_".contains(c));
         if host.is_empty() || host.len() > HOST_BYTES || host.starts_with('.') || has_others {
             let line = format!(
-                "'{}' is no name for a file of sketches; give letters, digits, dots and dashes by --fleet-host",
+                "'{}' is no name for a file of sketches; use letters, digits, dots and dashes in --fleet-host",
                 host.escape_debug()
             );
             return Err(Exit::new(exit::USAGE, line));
@@ -89,7 +89,7 @@ fn place_of(directory: &Path, host: &str) -> Result<Place, String> {
     Ok(place)
 }
 
-/// Reads the key, which only root may read: whoever has it can test a sketch for a page with certain contents.
+/// Reads the key, which only root may read, since with the key one can test a sketch for a page with certain contents.
 fn read_key(path: &Path) -> Result<FleetKey, Exit> {
     parse_key(path).map_err(|why| Exit::new(exit::USAGE, format!("the fleet's key {} {why}", ownership::shown(path))))
 }

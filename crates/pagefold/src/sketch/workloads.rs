@@ -1,4 +1,4 @@
-//! The workloads of this host: processes grouped by what they belong to and by their trust domain.
+//! This host's workloads: processes grouped by the VM, container or unit they belong to, and by trust domain.
 
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::units::Pages;
@@ -14,7 +14,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// We skip smaller workloads: their sketches would cost more than they could tell.
+/// We skip smaller workloads, whose sketches would cost more than they're worth.
 const SMALLEST: Pages = Pages(256);
 /// The sketches of all workloads take at most this much memory; beyond that we skip the smallest workloads.
 const SKETCHES_BYTES: u64 = 4 << 20;
@@ -32,7 +32,7 @@ pub struct Id {
 pub struct Member {
     pub owner: OwnerKey,
     pub process: Arc<Process>,
-    /// What it holds, as last counted.
+    /// The memory that the process holds, as last counted.
     pub resident: Pages,
 }
 
@@ -54,8 +54,8 @@ impl Workload {
     }
 }
 
-/// The workloads in scope that we don't leave alone, the largest first: we take them from the end, so the long ones
-/// come last.
+/// The workloads in scope that we don't leave alone, the largest first. We take workloads from the end, so we read the
+/// largest ones last.
 pub fn find(host: &LiveHost) -> Vec<Workload> {
     let mut found: BTreeMap<Id, Vec<Member>> = BTreeMap::new();
     for target in host.targets().filter(|target| target.exclusion.is_none()) {
@@ -101,7 +101,7 @@ fn kind_of(kind: WorkloadKind) -> Kind {
     }
 }
 
-/// Shortens a name to what a row may have.
+/// Shortens a name to the length that a row may have.
 fn fitted(name: &str) -> String {
     let end = (0..=name.len().min(NAME_BYTES)).rev().find(|&end| name.is_char_boundary(end)).unwrap_or(0);
     if end == 0 { "-".to_owned() } else { name[..end].to_owned() }

@@ -1,4 +1,4 @@
-//! `pagefold run` with sketches: when to read, and a thread that writes the file, so that no disk delays the run.
+//! Sketches during `pagefold run`: decides when to read. A thread writes the file, so that no disk delays the run.
 
 use super::keeper::{Keeper, Now};
 use super::settings::Fleet;
@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-/// The share of a core that reading may take. With beginning portions and writing the file, less than 0.1 %.
+/// The share of a core that reading may take. With the overhead of portions and writing, it's less than 0.1 %.
 const SHARE: Permyriad = Permyriad(8);
-/// How long a pass waits until we know the mappings of all processes: there may always be new ones.
+/// How long a pass waits to learn the mappings of all processes. We can't wait longer: there may always be new ones.
 const KNOWN_LIMIT_NS: u64 = 60_000_000_000;
 
 /// Keeps sketches during a run.
@@ -32,14 +32,14 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// Starts the thread. If we can't, there are no sketches, and one line says so.
+    /// Starts the thread. If we can't, we keep no sketches, and say so once.
     pub fn start(fleet: Fleet, place: Place, interval: Duration, host: &LiveHost) -> Option<Self> {
         let started = Background::start("sketches", move |to_write: Receiver<Vec<Arc<Row>>>| {
             let mut complaints = Complaints::default();
             for rows in to_write {
                 complaints.hear(put(&place, &rows).map_err(|error| {
                     let path = ownership::shown(&place.path);
-                    format!("cannot write the sketches {path}: {error}; free some space (it is tried again)")
+                    format!("cannot write the sketches {path}: {error}; free some space (pagefold tries again)")
                 }));
             }
         });
@@ -59,7 +59,7 @@ impl Writer {
             if now.ns < self.next_pass_ns {
                 return;
             }
-            // Until we know them all, we could read a workload in part.
+            // If we began before we know all mappings, we might read only a part of a workload.
             let are_known = host.targets().all(|target| target.is_known() || target.on_probation);
             if !are_known && now.ns < self.next_pass_ns + KNOWN_LIMIT_NS {
                 return;
@@ -80,7 +80,7 @@ impl Writer {
     }
 }
 
-/// Replaces the file. Only root may read it: a sketch tells a key's owner what was there.
+/// Replaces the file. Only root may read it, since people with the key can test which pages were in memory.
 pub fn put(place: &Place, rows: &[Arc<Row>]) -> io::Result<()> {
     place.replace(0o600, |file: &mut File| {
         pagefold_sketch::write(&mut *file, rows).map_err(io::Error::other)?;

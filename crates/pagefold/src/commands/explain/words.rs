@@ -15,7 +15,7 @@ use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 
 /// The most regions shown one by one.
 const REGIONS: usize = 12;
-/// We sum up smaller regions unless there are only small ones, bytes.
+/// We show regions below this size only as a sum, unless there are no larger ones, bytes.
 const SMALL: u64 = 1 << 20;
 /// The most mappings shown for one reason to leave them alone.
 const MAPPINGS: usize = 6;
@@ -25,24 +25,24 @@ const WIDTH: usize = 78;
 pub fn sentence(region: &RegionState, facts: &Facts) -> String {
     let state = &facts.state;
     if state.activity.paused {
-        return "Paused: nothing happens to it until pagefold resume. Merged pages stay merged.".to_owned();
+        return "Paused: nothing happens to this region until pagefold resume. Merged pages stay merged.".to_owned();
     }
     let config = &facts.run.config;
     let decision = &region.decision;
     let left = decision.seconds_left(state.now_ns).map_or("some time".to_owned(), time);
     match decision.reason {
         Reason::ProcessLeftAlone => {
-            "Left alone while its process is: neither read nor changed. What is marked stays so.".to_owned()
+            "Its process is left alone: pagefold does not read or change it. Marked memory stays marked.".to_owned()
         }
         Reason::Refused => "Left alone: its process could not be marked.".to_owned(),
         Reason::NoHeadroom(limit) => {
             no_headroom(region, facts.limited.get(&limit).map_or("its cgroup", String::as_str))
         }
         Reason::MemoryShort => "Worth marking, but memory is short; see pagefold status.".to_owned(),
-        Reason::Busy => format!("Worth marking, but its process could not be stopped; tried again in {left}."),
+        Reason::Busy => format!("Worth marking, but its process could not be stopped; the next try is in {left}."),
         Reason::BeingRead(read) => being_read(region, read, config.mechanism),
         Reason::TooFewSamples { sampled, needed } => {
-            format!("Sampled further: {} of about {} that its level needs.", thousands(sampled.0), pages(needed))
+            format!("Needs more samples: {} of about {} read so far.", thousands(sampled.0), pages(needed))
         }
         Reason::Duplicate => duplicate(decision.verb, facts),
         Reason::DoesNotPay { wave, price_ns } => match not_driven(facts) {
@@ -50,14 +50,14 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
             None => waits(&wave, price_ns, &left, state.activity.in_force),
         },
         Reason::AwaitsNewcomers => format!(
-            "Its thinner parts wait, for {left} at most, until newcomers have been read: they may have copies of more of it."
+            "Its parts with few duplicates wait until new memory has been read, which may hold copies (at most {left})."
         ),
         Reason::TakenBack => {
-            format!("Left alone for {left}: its merged memory was taken apart, because memory was short.")
+            format!("Left alone for {left}: it was unmerged because memory was short.")
         }
         Reason::Relieved => format!(
-            "Left alone for {left}: its merged memory was taken apart, because it was on the charge of another cgroup, whose memory \
-             limit has no headroom for it."
+            "Left alone for {left}: it was unmerged because its merged pages were charged to another cgroup, whose \
+             memory limit has no headroom for them."
         ),
         Reason::CowBroken(ratio) => {
             let share = percent(ratio.fraction(), 1.0);
@@ -65,28 +65,28 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
             format!("Left alone for {left}: {share} of its merged pages would be written again within {horizon}.")
         }
         Reason::Volatile if decision.verb == Verb::Wait => {
-            format!("Left alone for {left}: too many of its pages change between two visits for merges to last.")
+            format!("Left alone for {left}: its pages change so often that merges would not last.")
         }
-        Reason::Volatile => "Watched, not merged: too many of its pages change for merges to last.".to_owned(),
-        Reason::TooYoung => format!("Too young: {left} until it may be promoted."),
+        Reason::Volatile => "Watched, not merged: its pages change so often that merges would not last.".to_owned(),
+        Reason::TooYoung => format!("Too young: it may move up a level in {left}."),
         Reason::Done => done(region, facts),
         Reason::Scattered => {
-            "Not marked: its duplicates are scattered, and each scan visits all its other pages too.".to_owned()
+            "Not marked: its duplicates are scattered, so each scan would also visit all pages between them.".to_owned()
         }
         Reason::Promising => {
-            "Probably duplicate: it rises level by level as more samples agree, and is read whole at the top."
+            "Probably duplicate: it moves up level by level while samples confirm that, and is read whole at the top."
                 .to_owned()
         }
         Reason::Sparse => {
             let threshold = percent(config.threshold().fraction(), 1.0);
-            format!("Sampled thinly; read whole once samples show more than {threshold} duplicate.")
+            format!("Sampled rarely; read whole once samples show more than {threshold} duplicates.")
         }
     }
 }
 
 fn being_read(region: &RegionState, read: Pages, mechanism: Mechanism) -> String {
     let next = match mechanism {
-        Mechanism::Request => "Those that have a copy are merged at once.",
+        Mechanism::Request => "Pages that have a copy are merged right away.",
         Mechanism::Ksmd => "Then the parts with many duplicates are marked.",
     };
     format!("Being read whole: {} of {} pages so far. {next}", thousands(read.0), thousands(region.pages.0))
@@ -96,7 +96,7 @@ fn duplicate(verb: Verb, facts: &Facts) -> String {
     match (verb, not_driven(facts)) {
         (Verb::Mark, Some(why)) => format!("Worth marking, but {why}."),
         (Verb::Mark, None) => {
-            "About to be marked, together with other regions, so that one scan of ksmd serves all of them.".to_owned()
+            "About to be marked together with other regions, so that one scan by ksmd covers them all.".to_owned()
         }
         (_, Some(why)) => format!("Would be merged, but {why}."),
         (_, None) => {
@@ -110,9 +110,9 @@ fn done(region: &RegionState, facts: &Facts) -> String {
         (Some(why), true) => format!("Would be merged, but {why}; watched for changes."),
         (Some(why), false) => format!("Worth merging, but {why}; watched for changes."),
         (None, true) => {
-            "Marked and scanned; watched for changes. ksmd is woken again when enough pages are worth it.".to_owned()
+            "Marked and scanned; watched for changes. ksmd scans again once enough pages make it worthwhile.".to_owned()
         }
-        (None, false) => "Read whole: what has a copy is merged; watched for changes.".to_owned(),
+        (None, false) => "Read whole, and pages with a copy are merged; watched for changes.".to_owned(),
     }
 }
 
@@ -129,22 +129,23 @@ fn not_driven(facts: &Facts) -> Option<String> {
 fn no_headroom(region: &RegionState, cgroup: &str) -> String {
     let begin = if region.marked > Pages(0) { "Merged in part, the rest is left alone" } else { "Left alone" };
     format!(
-        "{begin}: a merged page stays on the charge of one cgroup, and the memory limit of {cgroup} leaves no headroom to keep more of \
-         them for others while its programs write copies of their own."
+        "{begin}: a merged page stays charged to one cgroup, and the memory limit of {cgroup} has no headroom to hold \
+         more such pages for other cgroups while its own programs write copies."
     )
 }
 
-/// Why something waits, and how long at most.
+/// Why memory that doesn't pay waits, and how long at most.
 fn waits(wave: &Wave, price_ns: u64, left: &str, governor: Governor) -> String {
     let takes = wave.takes_ns();
     let brings = wave.brings();
     let each = match takes.checked_div(brings.0) {
-        Some(each) => format!(", {} us a page", each / 1_000),
+        Some(each) => format!(" ({} us a page)", each / 1_000),
         None => String::new(),
     };
     format!(
-        "Waits, because it does not pay yet: with all that waits it would save {} for {} of ksmd's CPU time{each}; governor {governor} \
-         pays {} us. It is merged with others that pay, or in {left}, when ksmd has rested long enough.",
+        "Does not pay yet: merging all waiting memory would save {} for {} of ksmd's CPU time{each}; governor \
+         {governor} allows {} us a page. It is merged when another scan pays, or in {left}, when ksmd has been idle \
+         long enough.",
         human(brings.bytes().0),
         time(takes as f64 / 1e9),
         price_ns / 1_000
@@ -177,7 +178,7 @@ pub fn describe(explanation: &Explanation, style: Style) -> String {
     match (&explanation.left_alone, explanation.in_scope) {
         (Some(why), _) => {
             text.blank();
-            text.line(format!("All of it is left alone: {}.", style.other(why)));
+            text.line(format!("The whole process is left alone: {}.", style.other(why)));
         }
         (None, true) => {
             if let Some(place) = &explanation.numa {
@@ -189,14 +190,14 @@ pub fn describe(explanation: &Explanation, style: Style) -> String {
         }
         (None, false) => {
             text.blank();
-            text.line(format!("Nothing keeps it out: {} could be judged.", human(explanation.unseen_bytes)));
+            text.line(format!("Nothing rules it out: {} could be judged.", human(explanation.unseen_bytes)));
         }
     }
     excluded(&mut text, explanation, style);
     if !explanation.in_scope && explanation.left_alone.is_none() {
         text.blank();
         text.line(format!(
-            "To see what it would save:  {}",
+            "To see how much merging would save:  {}",
             style.good(&format!("pagefold scan --pid {}", explanation.pid))
         ));
     }
@@ -212,7 +213,7 @@ fn headline(explanation: &Explanation) -> String {
     }
     let mut memory = MemoryTotal::default();
     for row in &explanation.regions {
-        // The duplicates in marked memory, whoever merges.
+        // Duplicates in marked memory, even if pages are merged on request.
         memory += row.figures.memory(Mechanism::Ksmd);
     }
     let marked = human(memory.marked_bytes);
@@ -245,7 +246,7 @@ fn regions(text: &mut String, explanation: &Explanation, style: Style) {
         }
         let others = count(rest.len(), "smaller region", "smaller regions");
         text.blank();
-        let summed = format!("And {others} with {} in all: {}. One by one: --json.", human(memory), kinds.join(", "));
+        let summed = format!("And {others} with {} in all: {}. To list them: --json.", human(memory), kinds.join(", "));
         text.paragraph(&summed, WIDTH);
     }
     if explanation.unseen_bytes > 0 {
@@ -313,10 +314,10 @@ fn legend(text: &mut String, rows: &[Row], style: Style) {
     text.blank();
     for kind in Kind::ALL.iter().filter(|kind| rows.iter().any(|row| row.figures.kind == **kind)) {
         let what = match kind {
-            Kind::StaticallyDuplicated => "duplicates that stay: worth merging",
+            Kind::StaticallyDuplicated => "duplicates that last: worth merging",
             Kind::Sparse => "few duplicates",
-            Kind::CowBroken => "its pages are written: merges would not last",
-            Kind::ShortLived => "too young, or like memory that ended young",
+            Kind::CowBroken => "written too often: merges would not last",
+            Kind::ShortLived => "too young, or similar memory was short-lived",
             Kind::Unknown => "not sampled enough yet",
         };
         text.line(style.dim(&format!("{:<22} {what}", format!("{kind}:"))));
@@ -328,7 +329,7 @@ fn excluded(text: &mut String, explanation: &Explanation, style: Style) {
         return;
     }
     text.blank();
-    text.line(style.bold("Left alone in any case"));
+    text.line(style.bold("Mappings that are always left alone"));
     let mut reasons: Vec<(&str, Vec<&Excluded>)> = Vec::new();
     for row in &explanation.excluded {
         match reasons.iter_mut().find(|(reason, _)| *reason == row.reason) {

@@ -7,7 +7,7 @@ use pagefold_text::{progress, style};
 use serde::Serialize;
 use std::time::Instant;
 
-/// How many of the processes we leave alone the summary lists. We count the rest.
+/// The summary lists at most this many processes that we leave alone, and counts the rest.
 const LISTED_MOST: usize = 1_000;
 
 /// A process in scope that we leave alone.
@@ -60,13 +60,11 @@ impl Progress {
         self.line.println(line);
     }
 
-    /// Prints a message that programs can cause, unless there are too many.
+    /// Prints a message that other programs can cause, unless there are too many such messages.
     pub fn say_of_programs(&mut self, line: &str) {
         if let Some(unprinted) = self.messages.admit(Instant::now()) {
             if unprinted > 0 {
-                self.say(&format!(
-                    "{unprinted} more messages about programs were left out meanwhile; see pagefold status"
-                ));
+                self.say(&format!("{unprinted} more messages about programs were not printed; see pagefold status"));
             }
             self.say(line);
         }
@@ -85,7 +83,7 @@ impl Progress {
         }
     }
 
-    /// Shows the work done. `targets` says how many processes or guests are in scope.
+    /// Shows the work done so far. `targets` says how many processes or guests are in scope.
     pub fn show(&mut self, engine: &Engine, targets: &str, paused: bool) {
         if !self.line.is_hidden() {
             self.line.show(&line(engine, targets, paused), None);

@@ -1,6 +1,6 @@
 //! The settings in force, and the response to SIGHUP: we read the configuration files again and reopen the audit log.
 //!
-//! For a run on a terminal, or a run with neither file nor log, SIGHUP means the same as ever: the terminal has gone,
+//! For a run on a terminal, or a run with neither file nor log, SIGHUP keeps its usual meaning: the terminal is gone,
 //! and the run ends.
 
 use super::progress::Progress;
@@ -19,11 +19,11 @@ use std::io::IsTerminal;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The settings in force, the audit log, and a list of the same events, which a dry run has too.
+/// The settings in force, the audit log, and a list of the same events. A dry run has the list, but no audit log.
 #[derive(Debug)]
 pub struct ActiveSettings<'a> {
     pub args: &'a RunArgs,
-    /// As we last read them.
+    /// The settings as we last read them.
     pub settings: Settings,
     audit: Option<Audit>,
     pub events: Events,
@@ -111,7 +111,7 @@ impl<'a> ActiveSettings<'a> {
     ) -> Option<Governor> {
         let fixed = read.fixed_differences(&self.settings);
         if !fixed.is_empty() {
-            progress.say(&format!("changes of {} take effect at the next start; restart the run", fixed.join(", ")));
+            progress.say(&format!("changes to {} take effect at the next start; restart the run", fixed.join(", ")));
         }
         if read.deny != self.settings.deny {
             host.set_deny(read.deny.clone());
@@ -123,7 +123,7 @@ impl<'a> ActiveSettings<'a> {
             self.say(progress, "settings", format!("the log level is now {}", read.log));
         }
         self.settings.log = read.log;
-        // By the rules in force.
+        // The rules themselves can't change during a run, only the domain to merge.
         let former = self.settings.domains.merged();
         self.settings.domains.merge = read.domains.merge;
         let merged = self.settings.domains.merged();
@@ -134,7 +134,7 @@ impl<'a> ActiveSettings<'a> {
             self.say(
                 progress,
                 "settings",
-                format!("memory of trust domain {merged} will be merged as soon as that of {former} is unmarked"),
+                format!("trust domain {merged} will be merged as soon as the memory of {former} is unmarked"),
             );
         }
         let new = &read.config;
@@ -152,7 +152,7 @@ impl<'a> ActiveSettings<'a> {
             progress.say("the reserve has changed");
         }
         self.settings.config.reserve = read.config.reserve;
-        // If the file still has the same governor, `pagefold governor` may have set another since. We keep that one.
+        // If the file's governor is unchanged, we keep the one in force: `pagefold governor` may have set it.
         let governor = read.config.governor;
         if governor == self.settings.config.governor {
             return None;

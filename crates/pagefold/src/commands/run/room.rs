@@ -1,4 +1,4 @@
-//! Messages about the room for pages that can come back: one for each change, on the machine and below each cgroup
+//! Messages about the headroom for writes to merged pages: one for each change, on the machine and below each cgroup
 //! limit.
 
 use pagefold_engine::keys::LimitKey;
@@ -6,11 +6,11 @@ use pagefold_engine::reserve::{Reserve, Room, RoomState};
 use pagefold_text::style::human;
 use std::collections::BTreeMap;
 
-/// The last reports.
+/// The states that we reported last.
 #[derive(Debug, Default)]
 pub struct RoomReports {
     machine: RoomState,
-    /// The limits that didn't leave enough room.
+    /// The limits that had too little headroom.
     limits: BTreeMap<LimitKey, RoomState>,
 }
 
@@ -42,21 +42,19 @@ fn sentence(room: &Room, place: &str, take_back: bool) -> String {
     let [left, reserve, worst] = [room.left, room.reserve, room.worst].map(|pages| human(pages.bytes().0));
     match room.state {
         RoomState::Enough => format!(
-            "memory is sufficient again{place}: {worst} can come back if programs write to merged pages, and {left} is left"
+            "memory is sufficient again{place}: {left} is free, and writes to merged pages need at most {worst}"
         ),
         RoomState::Overcommitted => format!(
-            "memory is overcommitted{place}: {worst} can come back if programs write to merged pages, and {left} is left; keep \
-             more free"
+            "memory is overcommitted{place}: writes to merged pages may need {worst}, and {left} is free; free some \
+             memory"
         ),
         RoomState::Short => {
             let action = match (take_back, place) {
-                (true, _) => "merged memory is taken apart in steps",
+                (true, _) => "memory is unmerged in steps",
                 (false, "") => "nothing more is merged",
-                (false, _) => "nothing more of its processes is merged",
+                (false, _) => "its processes' memory is merged no further",
             };
-            format!(
-                "memory is short{place}: {left} is left, and the reserve is {reserve}; {action} until there is more"
-            )
+            format!("memory is short{place}: {left} is free, and the reserve is {reserve}; {action} until more is free")
         }
     }
 }
@@ -94,17 +92,17 @@ mod tests {
         assert_eq!(found.len(), 2);
         assert_eq!(
             found[0],
-            "memory is overcommitted: 300 MiB can come back if programs write to merged pages, and 200 MiB is left; keep more free"
+            "memory is overcommitted: writes to merged pages may need 300 MiB, and 200 MiB is free; free some memory"
         );
         assert_eq!(
             found[1],
-            "memory is short below the limit of /sys/fs/cgroup/a: 4 MiB is left, and the reserve is 5 MiB; nothing more of its \
-             processes is merged until there is more"
+            "memory is short below the limit of /sys/fs/cgroup/a: 4 MiB is free, and the reserve is 5 MiB; its \
+             processes' memory is merged no further until more is free"
         );
         assert!(lines(190, Some(3)).is_empty());
         let found = lines(40, None);
         assert!(
-            found.len() == 1 && found[0].contains("memory is short: ") && found[0].contains("taken apart"),
+            found.len() == 1 && found[0].contains("memory is short: ") && found[0].contains("unmerged in steps"),
             "{found:?}"
         );
         let found = lines(900, Some(4));

@@ -34,7 +34,7 @@ pub struct Summary {
     merged_pages: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     requests: Option<RequestCounts>,
-    /// Xen's own figures, if guests of it were in scope.
+    /// Xen's own figures, if Xen guests were in scope.
     #[serde(skip_serializing_if = "Option::is_none")]
     xen: Option<XenView>,
     cpu_seconds: Cost,
@@ -120,7 +120,7 @@ pub fn unrestored(restored: Option<&RestoreOutcome>) -> Vec<String> {
     }
     for (knob, value) in &restored.pending {
         lines.push(format!(
-            "{} cannot be set back to {value} while ksmd is in a scan; run pagefold doctor --fix when the scan has ended",
+            "{} cannot be restored to {value} during ksmd's scan; run pagefold doctor --fix when the scan has ended",
             knob.file_name()
         ));
     }
@@ -174,7 +174,7 @@ fn headline(summary: &Summary) -> String {
     }
     if summary.dry_run {
         let marked = style::human(summary.marked_bytes);
-        return format!("Dry run: would mark {marked}, of which {expected} is duplicate. Nothing was changed.");
+        return format!("Dry run: would mark {marked}, {expected} of it duplicate. Nothing was changed.");
     }
     let saves = summary.saved_bytes.map_or("an unknown amount".to_owned(), style::human);
     format!("Saves {saves} after {:.1} s.", summary.seconds)
@@ -191,7 +191,7 @@ fn ksm_settings(summary: &Summary) -> String {
     match summary.mechanism {
         _ if summary.dry_run => "not touched".to_owned(),
         _ if !deferred.is_empty() => {
-            format!("restored except {}, which the kernel accepts only when no page is merged", deferred.join(", "))
+            format!("restored except {}, which the kernel only accepts while no page is merged", deferred.join(", "))
         }
         Mechanism::Request => "merged on request, settings not touched".to_owned(),
         Mechanism::Ksmd => "restored".to_owned(),

@@ -1,6 +1,6 @@
 //! Processes summed up: by the selector that brought them into scope, and by the reason why we leave them alone.
 //!
-//! Metrics have these sums as labels, so there are few, and all of their words come from pagefold or the administrator.
+//! These sums become labels of metrics, so there are few, and their words come only from pagefold or the administrator.
 
 use crate::control::queue::Facts;
 use pagefold_engine::state::MemoryTotal;
@@ -8,11 +8,11 @@ use pagefold_host::scope::exclude::Exclusion;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 
-/// Selectors listed. We sum up the rest.
+/// The most selectors that we list. We sum up the rest.
 const SCOPES_MOST: usize = 20;
-/// Stands for the rest, and for reasons that concern mappings rather than processes.
+/// The word for the remaining selectors, and for reasons that concern mappings rather than processes.
 pub const OTHER: &str = "other";
-/// The reason for processes that users keep out.
+/// The word for processes that users keep out.
 pub const UNMERGED: &str = "unmerged";
 
 /// The processes that one selector has brought into scope.
@@ -20,7 +20,7 @@ pub const UNMERGED: &str = "unmerged";
 pub struct ScopeRow {
     /// `pid`, `cgroup`, `user`, `exe`, `all` or `other`.
     pub kind: String,
-    /// As the administrator wrote it.
+    /// The selector's value as the administrator wrote it.
     pub name: String,
     pub processes: usize,
     #[serde(flatten)]
@@ -59,7 +59,7 @@ pub fn scope_rows(facts: &Facts) -> Vec<ScopeRow> {
     rows
 }
 
-/// Every reason for leaving a process alone.
+/// The words for all reasons to leave a process alone.
 pub const REASONS: [&str; 18] = [
     "kernel-thread",
     "ended",
@@ -81,7 +81,7 @@ pub const REASONS: [&str; 18] = [
     OTHER,
 ];
 
-/// The reason of an exclusion, without the names in it.
+/// The word for the reason of an exclusion.
 pub fn reason_of(exclusion: &Exclusion) -> &'static str {
     match exclusion {
         Exclusion::KernelThread => "kernel-thread",

@@ -1,4 +1,4 @@
-//! The room for pages that can come back, as `status` shows it.
+//! The headroom for writes to merged pages, as `status` shows it.
 
 use crate::control::queue::Facts;
 use pagefold_engine::host::Mechanism;
@@ -6,19 +6,19 @@ use pagefold_engine::reserve::{Room, RoomState};
 use pagefold_text::style::{count, human};
 use serde::{Deserialize, Serialize};
 
-/// Limits listed; we count the others.
+/// Limits that we list. We only count the others.
 const LISTED_MOST: usize = 20;
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ReserveView {
-    /// As it was set.
+    /// The reserve as the user set it.
     pub keep: String,
-    /// Whether we unmerge memory while room is short. Not where we merge on request.
+    /// Whether we unmerge memory when it's short. False if we merge on request.
     pub take_back: bool,
     pub likely_bytes: u64,
     pub taken_back_bytes: u64,
     pub machine: Room,
-    /// Where there isn't room for everything: the shortest first.
+    /// Limits with too little headroom for copies of all merged pages, the shortest first.
     pub limits: Vec<LimitRow>,
     pub limits_overcommitted: usize,
     pub limits_short: usize,
@@ -61,10 +61,10 @@ impl ReserveView {
         }
     }
 
-    /// The machine's room.
+    /// The machine's headroom.
     pub fn sentence(&self) -> String {
         let rest = format!(
-            "{} left with swap, {} can come back at worst; the reserve is {} ({})",
+            "{} free (with swap), {} needed if programs write to all merged pages; the reserve is {} ({})",
             human(self.machine.left.bytes().0),
             human(self.machine.worst.bytes().0),
             human(self.machine.reserve.bytes().0),
@@ -73,21 +73,19 @@ impl ReserveView {
         match self.machine.state {
             RoomState::Enough => rest,
             RoomState::Overcommitted => format!("overcommitted: {rest}"),
-            RoomState::Short if self.take_back => format!("SHORT, merged memory is taken apart: {rest}"),
-            RoomState::Short => format!("SHORT, nothing more is merged: {rest}"),
+            RoomState::Short if self.take_back => format!("SHORT, so memory is being unmerged: {rest}"),
+            RoomState::Short => format!("SHORT, so nothing more is merged: {rest}"),
         }
     }
 
     /// The limits without headroom to merge more, if there are any.
     pub fn headroom_sentence(&self) -> Option<String> {
         let cgroup = self.full.as_ref()?;
-        let limits = count(self.limits_full, "limit of a cgroup", "limits of cgroups");
-        Some(format!(
-            "none below {limits} for more merged pages, which stay on the charge of one cgroup; {cgroup} is full"
-        ))
+        let limits = count(self.limits_full, "cgroup limit has", "cgroup limits have");
+        Some(format!("{limits} no headroom for more merged pages, which stay charged to one cgroup; {cgroup} is full"))
     }
 
-    /// The limits that don't leave room for everything, if there are any.
+    /// The limits with too little headroom for copies of all merged pages, if there are any.
     pub fn limits_sentence(&self) -> Option<String> {
         let LimitRow { cgroup, room } = self.limits.first()?;
         let left = human(room.left.bytes().0);
@@ -95,8 +93,8 @@ impl ReserveView {
         let word = if room.state == RoomState::Short { "SHORT" } else { "overcommitted" };
         let all = self.limits_overcommitted + self.limits_short;
         Some(format!(
-            "{} of cgroups with too little room, {} of them SHORT; {cgroup} is {word}: {left} left, {worst} can come back",
-            count(all, "limit", "limits"),
+            "{} with too little headroom, {} of them SHORT; {cgroup} is {word}: {left} free, {worst} may be needed",
+            count(all, "cgroup limit", "cgroup limits"),
             self.limits_short
         ))
     }

@@ -12,7 +12,7 @@ use pagefold_text::figures::{thousands, time, wrap};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use std::fmt::Write;
 
-/// Processes shown; we sum up the rest.
+/// Processes that we show one by one. We sum up the rest.
 const PROCESSES: usize = 8;
 const BAR: usize = 20;
 const WIDTH: usize = 78;
@@ -52,7 +52,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     let pagefold = status.work.cpu_seconds.pagefold_ns as f64 / 1e9;
     let ksmd = status.work.cpu_seconds.ksmd_ns as f64 / 1e9;
     let mut rows = vec![
-        ("run", format!("{scope} (pid {}), for {}", status.pid, time(status.activity.seconds))),
+        ("run", format!("{scope} (pid {}), up {}", status.pid, time(status.activity.seconds))),
         ("state", state(status)),
         ("governor", governor(status)),
         ("cost", format!("{used} of a core in the last 10 s; pagefold {pagefold:.2} s, ksmd {ksmd:.2} s so far")),
@@ -64,24 +64,24 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     if status.run.mechanism == Mechanism::Ksmd || status.memory.marked_bytes > 0 {
         let marked = human(status.memory.marked_bytes);
         let metadata = human(status.memory.metadata_bytes);
-        rows.push(("marked", format!("{marked}, for which the kernel keeps {metadata} of metadata")));
+        rows.push(("marked", format!("{marked}, which cost {metadata} of kernel metadata")));
     }
     if let Some(other) = status.other_bytes {
         let other = human(other);
         rows.push((
             "zeros",
-            format!("{other} of what is marked are other pages, which ksmd visits, and merges if equal"),
+            format!("{other} of the marked memory holds other data; ksmd scans it, too, and merges equal pages"),
         ));
     }
     if let Some(counts) = &status.requests {
         rows.push(("requests", requests::sentence(counts)));
     }
     if status.reserve.machine.total > Pages(0) {
-        rows.push(("room", status.reserve.sentence()));
+        rows.push(("headroom", status.reserve.sentence()));
     }
     let sentences = [
         ("limits", status.reserve.limits_sentence()),
-        ("headroom", status.reserve.headroom_sentence()),
+        ("full", status.reserve.headroom_sentence()),
         ("to unmark", to_unmark(status)),
         ("kept out", kept_out(status)),
     ];
@@ -93,7 +93,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     if status.work.stops > 0 {
         let stops = status.work.stops;
         let longest = status.work.longest_stop_us;
-        rows.push(("stops", format!("{stops} of processes, to mark their memory; the longest {longest:.0} us")));
+        rows.push(("stops", format!("{stops} times, to mark a process's memory; the longest {longest:.0} us")));
     }
     if status.audit_lost > 0 {
         rows.push(("audit", format!("{} lines of the audit log could not be written", thousands(status.audit_lost))));
@@ -101,12 +101,12 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     let splits = status.incidents.splits;
     if splits.pages + splits.mappings > 0 {
         let mut text = format!(
-            "{} huge pages were split, {} in page tables: on the whole machine, since the run began",
+            "{} huge pages and {} huge mappings were split on the whole machine since the run began",
             thousands(splits.pages),
             thousands(splits.mappings)
         );
         if status.incidents.collapsed > 0 {
-            let _ = write!(text, "; {} put together again", thousands(status.incidents.collapsed));
+            let _ = write!(text, "; pagefold has collapsed {} again", thousands(status.incidents.collapsed));
         }
         rows.push(("THP", text));
     }
@@ -119,7 +119,7 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// The marks that we must remove and couldn't yet, if there are any.
+/// The marks that we must remove but couldn't remove yet, if there are any.
 fn to_unmark(status: &Status) -> Option<String> {
     let processes = status.programs.processes.iter();
     let pending: Vec<&ProcessRow> = processes.filter(|row| row.to_unmark.is_some()).collect();
@@ -146,22 +146,22 @@ fn kept_out(status: &Status) -> Option<String> {
     Some(format!("{}: {processes} now, until pagefold include", selectors.join(", ")))
 }
 
-/// The number of trust domains, and which of them we merge.
+/// The number of trust domains, and the ones that we merge.
 fn domains(status: &Status) -> String {
     let all = count(status.programs.domains.len(), "trust domain", "trust domains");
     if status.run.mechanism == Mechanism::Request {
-        return format!("{all}: no page is merged with one of another domain by this run");
+        return format!("{all}: this run merges no pages across domains");
     }
     let (others, merged): (Vec<&DomainRow>, Vec<&DomainRow>) =
         status.programs.domains.iter().partition(|row| row.left_alone);
     let processes: usize = others.iter().map(|row| row.processes).sum();
     let merged = match merged.first() {
         Some(row) => format!("ksmd merges {}", row.name),
-        None => "the one that ksmd merges has no process".to_owned(),
+        None => "the domain that ksmd merges has no process".to_owned(),
     };
-    let waits = if status.foreign_marks { ". Nothing is merged before the memory of others is unmarked" } else { "" };
+    let waits = if status.foreign_marks { ". Nothing is merged until other domains' memory is unmarked" } else { "" };
     format!(
-        "{all}: {merged}; {} of others {} left alone. What merging on request would save there is not known{waits}",
+        "{all}: {merged}; {} of other domains {} left alone (merging on request could merge them){waits}",
         count(processes, "process", "processes"),
         if processes == 1 { "is" } else { "are" },
     )
@@ -183,7 +183,7 @@ fn headline(status: &Status) -> String {
             let share = percent(saved as f64, status.memory.resident_bytes as f64);
             format!("Saves {}, {share} of {of}, for {used} of a core.", human(saved))
         }
-        None => format!("Counting what is saved of {of}, for {used} of a core."),
+        None => format!("Still counting the savings in {of}, for {used} of a core."),
     }
 }
 
@@ -226,14 +226,13 @@ fn ksm(status: &Status) -> String {
     let text = format!("controlled by this run, {scans} so far; saves {saved} on the whole machine");
     match status.memory.exited_bytes {
         0 => text,
-        bytes => format!(
-            "{text}, without {} of programs that have ended, which KSM counts until its next scan",
-            human(bytes)
-        ),
+        bytes => {
+            format!("{text}, without {} of ended programs that KSM still counts until its next scan", human(bytes))
+        }
     }
 }
 
-/// Colours a kind: worth merging, not worth it, not known yet.
+/// Colours a kind by whether it's worth merging, isn't, or isn't known yet.
 pub fn paint(kind: Kind, text: &str, style: Style) -> String {
     match kind {
         Kind::StaticallyDuplicated => style.good(text),
@@ -276,7 +275,7 @@ fn levels(text: &mut String, status: &Status, style: Style) {
     }
 }
 
-/// This much of all memory in regions.
+/// The share of all memory in scope.
 fn share_of_all(resident: Pages, status: &Status) -> f64 {
     resident.bytes().0 as f64 / status.memory.resident_bytes.max(1) as f64
 }
@@ -319,7 +318,7 @@ fn next(text: &mut String, status: &Status, style: Style) {
     }
     for row in &status.totals.next {
         let what = match row.soonest_seconds {
-            Some(seconds) => format!("left alone; the first is judged again in {}", time(seconds)),
+            Some(seconds) => format!("left alone; the first region is judged again in {}", time(seconds)),
             None => next_step(row.verb, status).to_owned(),
         };
         let regions = count(row.regions, "region", "regions");
@@ -339,7 +338,7 @@ fn next(text: &mut String, status: &Status, style: Style) {
 fn next_step(verb: Verb, status: &Status) -> &'static str {
     let on_request = status.run.mechanism == Mechanism::Request;
     match verb {
-        Verb::Read => "being read whole, to find what is worth merging",
+        Verb::Read => "being read whole, to find pages worth merging",
         Verb::Mark if status.reserve.machine.state == RoomState::Short => {
             "worth merging, once memory is no longer short"
         }
@@ -349,9 +348,9 @@ fn next_step(verb: Verb, status: &Status) -> &'static str {
         Verb::Merge if status.run.dry_run => "would be merged; this is a dry run",
         Verb::Merge if on_request => "being merged",
         Verb::Merge => "being merged by ksmd, which takes two scans",
-        Verb::Sample => "sampled further: too few samples to decide",
-        Verb::Watch => "sampled thinly, for changes",
-        Verb::Wait => "left alone until there is room for it",
+        Verb::Sample => "being sampled: too few samples to decide",
+        Verb::Watch => "sampled rarely, to notice changes",
+        Verb::Wait => "left alone until there is headroom for it",
         Verb::Leave => "left alone",
     }
 }

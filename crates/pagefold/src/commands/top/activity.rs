@@ -1,4 +1,4 @@
-//! A sentence on what the daemon does now, whether that brings anything, and when it'll be done.
+//! Describes in a sentence what the daemon is doing, whether this saves memory, and when it'll be done.
 
 use super::state::Point;
 use crate::commands::status::Status;
@@ -8,23 +8,23 @@ use pagefold_text::figures::time;
 use pagefold_text::style::{human, percent};
 use std::cmp::Ordering;
 
-/// We compare savings and cost with this long ago, seconds.
+/// We compare savings and cost with the figures of this long ago, seconds.
 const BEFORE: f64 = 60.0;
-/// Less CPU time than this isn't worth a word, nanoseconds.
+/// We don't mention less CPU time than this, nanoseconds.
 const LITTLE_NS: u64 = 20_000_000;
 
-/// How well the daemon does.
+/// How well the daemon is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mood {
-    /// Saves more memory.
+    /// It saves more and more memory.
     Useful,
-    /// Has nothing to do, or isn't allowed to do anything.
+    /// It has nothing to do, or isn't allowed to do anything.
     Idle,
-    /// Costs CPU time and hasn't brought anything lately.
+    /// It takes CPU time, and hasn't saved anything new lately.
     Searching,
 }
 
-/// The sentence. `history` ends with the present.
+/// Makes the sentence. The last point of `history` is the present.
 pub fn describe(status: &Status, history: &[Point]) -> (Mood, String) {
     if status.activity.paused {
         return (Mood::Idle, "Paused: nothing is read, marked or merged until pagefold resume.".to_owned());
@@ -44,7 +44,7 @@ pub fn describe(status: &Status, history: &[Point]) -> (Mood, String) {
     (mood, format!("{}. {end}{progress}", work(status)))
 }
 
-/// The change of the result since then, and its cost.
+/// The change in savings since the point `before`, and the CPU time spent.
 fn progress(status: &Status, before: &Point, result: u64) -> String {
     let span = status.activity.seconds - before.seconds;
     let lately = match span {
@@ -83,8 +83,8 @@ fn work(status: &Status) -> String {
     text[..1].to_uppercase() + &text[1..]
 }
 
-/// How long we need for the pages that must be read whole, at the allowed share of a core and the cost per page so far,
-/// seconds.
+/// How long reading takes for the regions that are being read whole, at the allowed share of a core and the cost per
+/// page so far, seconds.
 fn remaining(status: &Status) -> Option<f64> {
     let pages = status.totals.of_verb(Verb::Read)?.resident;
     let work = &status.work;

@@ -1,4 +1,4 @@
-//! The screen.
+//! Draws the screen.
 
 use super::activity::{self, Mood};
 use super::over_time;
@@ -16,7 +16,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Paragraph, Row as TableRow, Sparkline, Table, TableState};
 
-/// On a smaller screen nothing is readable.
+/// The smallest readable screen: columns and rows.
 const SMALLEST: (u16, u16) = (40, 12);
 /// Columns of the bars at the top.
 const BAR: usize = 24;
@@ -27,19 +27,19 @@ const HELP: [(&str, &str); 14] = [
     ("Enter", "show the process region by region, with the reason and the next step of each"),
     ("Esc", "go back; clear the filter"),
     ("Tab, F2", "kinds of memory, levels of the ladder, and what happens next; and back"),
-    ("o, F3", "what was saved over time, by the history; and back"),
-    ("e, F7", "what the daemon has done lately; and back"),
+    ("o, F3", "the savings over time, from the history; and back"),
+    ("e, F7", "the daemon's latest actions; and back"),
     ("/, F4", "show only rows with this text in the name, the workload or the pid"),
     ("t, F5", "a row for each process, or for each workload (VM, container, pod, systemd unit)"),
-    ("> <, F6", "sort by the next column, the one before"),
+    ("> <, F6", "sort by the next column, or the previous one"),
     ("I", "reverse the order"),
     ("h, ?, F1", "this help"),
-    ("q, F10, Ctrl-C", "quit; the daemon goes on"),
-    ("MARKED", "memory that ksmd may merge, or of which pages were merged on request"),
-    ("DUPLICATE", "how much of it is expected to be merged, the copy that stays included"),
+    ("q, F10, Ctrl-C", "quit; the daemon keeps running"),
+    ("MARKED", "memory that ksmd may merge, or with pages merged on request"),
+    ("DUPLICATE", "the part expected to be merged, including the copy that stays"),
 ];
 
-/// Styles, which are plain without colour.
+/// Chooses styles. Without colour they're plain.
 #[derive(Clone, Copy)]
 pub struct Look(bool);
 
@@ -145,7 +145,7 @@ fn draw_figures(frame: &mut Frame, area: Rect, status: &Status, top: &Top, look:
     say(frame, doing, &text, style);
 }
 
-/// A bar that is filled by a share, with its name and a text.
+/// A bar that shows a share, between its name and a text.
 fn gauge(name: &str, share: f64, style: Style, text: String) -> Line<'static> {
     let filled = bar(share, BAR);
     let empty = " ".repeat(BAR - filled.chars().count());
@@ -158,14 +158,14 @@ fn gauge(name: &str, share: f64, style: Style, text: String) -> Line<'static> {
     ])
 }
 
-/// A text, wrapped.
+/// Draws a text, wrapped at the area's width.
 pub fn say(frame: &mut Frame, area: Rect, text: &str, style: Style) {
     let lines = wrap(&printable(text.as_bytes()), usize::from(area.width).saturating_sub(2));
     let lines: Vec<Line> = lines.into_iter().map(|line| Line::styled(format!(" {line}"), style)).collect();
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// The savings over all the time that we know; a column stands for as many seconds as make everything fit.
+/// Draws the savings over all the time that we know, with as many seconds per column as needed to fit the width.
 fn draw_curve(frame: &mut Frame, area: Rect, history: &[Point], look: Look) {
     let [label, curve] = Layout::horizontal([Constraint::Length(8), Constraint::Min(1)]).areas(area);
     let (Some(first), Some(last)) = (history.first(), history.last()) else { return };
@@ -185,12 +185,12 @@ fn draw_curve(frame: &mut Frame, area: Rect, history: &[Point], look: Look) {
     frame.render_widget(Sparkline::default().data(&values).max(most.max(1)).style(look.good()), curve);
 }
 
-/// A text in a column to the right.
+/// A cell with right-aligned text.
 fn right(text: String) -> Cell<'static> {
     Cell::new(Line::raw(text).right_aligned())
 }
 
-/// A column's title, which shows whether we sort by it.
+/// A column's title, which shows whether we sort by this column.
 fn title(top: &Top, sort: Sort, text: &str) -> String {
     match (top.sort == sort, top.reversed) {
         (true, true) => format!("{text}▲"),
@@ -272,7 +272,7 @@ fn memory(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// This much of all memory as a line of a table.
+/// A line of a table: a part of all memory.
 fn total(name: &str, resident: Pages, regions: usize, all_bytes: u64, style: Style) -> Line<'static> {
     let bytes = resident.bytes().0;
     let share = bytes as f64 / all_bytes.max(1) as f64;
@@ -291,7 +291,7 @@ fn process(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     let name = explanation.exe.as_ref().unwrap_or(&explanation.name);
     let note = match &explanation.left_alone {
         Some(why) => format!(", left alone: {why}"),
-        None if !explanation.in_scope => ": it has ended, or is not in scope any more".to_owned(),
+        None if !explanation.in_scope => ": it has ended, or is no longer in scope".to_owned(),
         None => String::new(),
     };
     let text = format!(" {} {name}, {}{note}", explanation.pid, human(explanation.resident_bytes));
@@ -338,7 +338,7 @@ fn events(frame: &mut Frame, area: Rect, top: &Top) {
     let events = &status.events[..shown];
     let mut lines: Vec<Line> = Vec::new();
     let width = usize::from(area.width).saturating_sub(14).max(20);
-    // From the newest, as many as there's room for.
+    // We start from the newest event and show as many as fit.
     for event in events.iter().rev() {
         let ago = format!("{:>11} ", format!("-{}", time(top.now.saturating_sub(event.time) as f64)));
         let text = printable(event.sentence(status.run.dry_run).as_bytes());

@@ -1,4 +1,4 @@
-//! `top` as one web page that needs nothing else: the run now, its savings over time, and its latest events.
+//! `top` as one self-contained web page: the run's state, its savings over time, and its latest events.
 
 use super::activity;
 use super::state::{NO_WORKLOAD, by_workload, process_rows};
@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, UNIX_EPOCH};
 
-/// Rows of a table. We count the rest.
+/// The most rows in a table. We only count the rest.
 const ROWS_MOST: usize = 200;
 
 /// The page's data: the history, the status of a running daemon, or both.
@@ -77,7 +77,7 @@ fn now(html: &mut String, status: &Status, sources: &Sources) {
     figure(html, &share, &format!("of {} {verb}", human(all)));
     figure(html, &human(status.memory.marked_bytes), "marked, or named to the kernel");
     let allowed = percent(status.activity.allowed_share.fraction(), 1.0);
-    figure(html, &percent(status.activity.used_share, 1.0), &format!("of a core, of at most {allowed}"));
+    figure(html, &percent(status.activity.used_share, 1.0), &format!("of a core, at most {allowed}"));
     let cpu = time(status.work.cpu_seconds.total_ns() as f64 / 1e9);
     figure(html, &cpu, &format!("of CPU time in {}", time(status.activity.seconds)));
     figure(html, &human(status.memory.available_bytes), "of memory available");
@@ -98,13 +98,13 @@ fn over_time(html: &mut String, sources: &Sources) {
     moments.extend(sources.status.and_then(|status| Moment::of(status, sources.now)));
     let points = points(&moments, sources.now);
     let Some(first) = points.first() else {
-        html.push_str("<p class=\"dim\">The history has nothing of this time.</p>\n");
+        html.push_str("<p class=\"dim\">The history has no entries from this time.</p>\n");
         return;
     };
     let since = sources.since.as_secs().min(sources.now.saturating_sub(first.moment.time)).max(60);
     let period = Period { now: sources.now, since };
     let marked = curve("fork", "marked", &points, |point| Some(point.moment.marked_bytes as f64));
-    let expected = "expected to be merged, the copies that stay included";
+    let expected = "expected to be merged, including the copies that stay";
     let expected = curve("merged", expected, &points, |point| Some(point.moment.expected_bytes as f64));
     let saved = curve("across", "saved", &points, |point| Some(point.moment.result_bytes() as f64));
     period.draw(html, "Memory", Unit::BYTES, vec![marked, expected, saved]);
@@ -114,7 +114,7 @@ fn over_time(html: &mut String, sources: &Sources) {
     period.draw(html, "Memory available on the machine", Unit::BYTES, vec![available]);
 }
 
-/// A value over time, with a gap where a run has ended.
+/// A value over time, with a gap between two runs.
 fn curve(class: &'static str, name: &str, points: &[Point], value: impl Fn(&Point) -> Option<f64>) -> Curve {
     let mut values = Vec::new();
     for point in points {
@@ -127,10 +127,10 @@ fn curve(class: &'static str, name: &str, points: &[Point], value: impl Fn(&Poin
     Curve { class, name: name.to_owned(), points: values }
 }
 
-/// The time that the charts share.
+/// The period that all charts show.
 struct Period {
     now: u64,
-    /// How long it is, seconds.
+    /// The length of the period, seconds.
     since: u64,
 }
 
@@ -228,7 +228,7 @@ fn total_head(name: &str) -> String {
     format!("<th>{name}</th><th class=\"n\">Memory</th><th class=\"n\">Regions</th><th></th>")
 }
 
-/// This much of all memory, with a bar.
+/// The cells for a part of all memory, with a bar.
 fn total_cells(name: &str, resident: Pages, regions: usize, all_bytes: u64) -> String {
     let bytes = resident.bytes().0;
     let width = 100.0 * bytes as f64 / all_bytes.max(1) as f64;

@@ -1,4 +1,4 @@
-//! The history on the screen: the savings, and the CPU time spent on them.
+//! Draws the history on the screen: the savings, and the CPU time spent on them.
 
 use super::draw::{Look, say};
 use super::state::Top;
@@ -21,7 +21,7 @@ pub fn draw(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
         moments.extend(Moment::of(status, now));
     }
     let Some(last) = moments.last() else {
-        return say(frame, area, "The history has nothing of this time.", Style::new());
+        return say(frame, area, "The history has no entries from this time.", Style::new());
     };
     let name = if last.dry_run { "found" } else { "saved" };
     let points = points(&moments, now);
@@ -33,10 +33,10 @@ pub fn draw(frame: &mut Frame, area: Rect, top: &Top, look: Look) {
     draw_runs(frame, below, "CPU time", look.of(Color::Cyan), Unit::PERCENT, &cpu, since);
 }
 
-/// A curve: seconds, up to the present as 0, and values.
+/// A curve of seconds (negative, with the present as 0) and values.
 type Curve = Vec<(f64, f64)>;
 
-/// A curve for each run.
+/// Splits points into a curve for each run.
 fn runs(points: &[Point], now: u64, value: impl Fn(&Point) -> Option<f64>) -> Vec<Curve> {
     let mut runs: Vec<Curve> = Vec::new();
     for point in points {
@@ -51,7 +51,7 @@ fn runs(points: &[Point], now: u64, value: impl Fn(&Point) -> Option<f64>) -> Ve
     runs
 }
 
-/// The runs of the last `since` seconds.
+/// Draws the runs of the last `since` seconds.
 fn draw_runs(frame: &mut Frame, area: Rect, name: &str, style: Style, unit: Unit, runs: &[Curve], since: f64) {
     let most = unit.axis_end(runs.iter().flatten().map(|point| point.1));
     let across = Axis::default()

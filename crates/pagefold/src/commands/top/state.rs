@@ -1,4 +1,4 @@
-//! The daemon's answers, and the user's choices.
+//! The state of `top`: the daemon's answers, and the user's choices.
 
 use super::{Answer, Moments, SINCE};
 use crate::commands::explain::Explanation;
@@ -10,14 +10,14 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// The most points of the curve: two hours.
+/// The most points that we keep for the curve: two hours.
 const POINTS_MOST: usize = 7_200;
-/// Rows that a page key moves by.
+/// How many rows the page keys move by.
 const PAGE: isize = 10;
-/// In place of the workload of a process that has none.
+/// We show this for a process that belongs to no workload.
 pub const NO_WORKLOAD: &str = "-";
 
-/// The figures of one time.
+/// The figures at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
     /// Seconds since the run began.
@@ -88,11 +88,11 @@ pub struct Top {
     /// When the last answer came, seconds since 1970.
     pub now: u64,
     pub status: Option<Status>,
-    /// Why there is no newer status.
+    /// Why we have no newer status.
     pub problem: Option<String>,
     /// Savings since we began to show them.
     pub seen: Vec<Point>,
-    /// Savings in the time before, and how long that is.
+    /// Savings before that, and how far back they go.
     pub history: Moments,
     pub since: Duration,
     /// The number of events below the last one shown.
@@ -153,7 +153,7 @@ impl Top {
         self.now = answer.time;
         match answer.status {
             Ok(status) => {
-                // Another run begins a new curve.
+                // This is another run, so we begin a new curve.
                 if self.seen.last().is_some_and(|last| last.seconds > status.activity.seconds) {
                     self.seen.clear();
                 }
@@ -173,7 +173,7 @@ impl Top {
             self.history = history;
         }
         match answer.explanation {
-            // Meanwhile the user has chosen another process.
+            // In the meantime the user has chosen another process.
             Some(Ok(explanation)) if self.explained() != Some(explanation.pid) => {}
             None => {}
             found => self.explanation = found,
@@ -282,7 +282,7 @@ impl Top {
         self.rows().into_iter().nth(self.table.selected()?)
     }
 
-    /// Selects the row for the same thing as this one, wherever the row is now.
+    /// Selects the row of the same process or workload as this row, even if it has moved.
     fn select(&mut self, row: Option<&Row>) {
         let rows = self.rows();
         let mut at = self.table.selected().unwrap_or(0);
@@ -293,7 +293,7 @@ impl Top {
         self.table.select(Some(at.min(rows.len().saturating_sub(1))));
     }
 
-    /// The rows, in order.
+    /// The filtered and sorted rows.
     pub fn rows(&self) -> Vec<Row> {
         let Some(status) = &self.status else { return Vec::new() };
         let mut rows = process_rows(status, &self.workloads);
@@ -336,7 +336,7 @@ pub fn process_rows(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<R
     rows
 }
 
-/// A row for each workload of these processes, by name.
+/// Sums up processes into a row for each workload, in the order of names.
 pub fn by_workload(processes: Vec<Row>) -> Vec<Row> {
     let mut rows: BTreeMap<String, Row> = BTreeMap::new();
     for Row { workload, memory, .. } in processes {
