@@ -91,7 +91,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
             "there is no cgroup /no/such; waiting for one to start",
             "the governor is now low",
             "the limits have changed",
-            "changes of [domains] (except merge) take effect at the next start",
+            "changes to [domains] (except merge) take effect at the next start",
         ],
     );
 

@@ -101,7 +101,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
     assert_has(&text_of(&["status"]), &[&kinds[..], &["Saves 4", "controlled by this run", "95 %"]].concat());
     assert_has(
         &text_of(&["explain", &pids[0].to_string()]),
-        &["100 % duplicate, exactly", " of 4, seen for", "expected to be merged", "ksmd is woken again"],
+        &["100 % duplicate, exactly", " of 4, seen for", "expected to be merged", "ksmd scans again"],
     );
     assert_has(
         &text_of(&["explain", &pids[1].to_string()]),

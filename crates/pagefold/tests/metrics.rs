@@ -361,7 +361,7 @@ fn what_cannot_be_served_or_written_is_refused_at_the_start() {
     assert!(page(address.port()).contains("pagefold_run_info{dry_run=\"false\""));
     wait_until("the file is there", || Path::new(&metrics).exists());
     daemon.reload(&config, "[metrics]\ninterval = \"20s\"\n");
-    wait_until("the change is noticed", || daemon.has_said("changes of [metrics] take effect at the next start"));
+    wait_until("the change is noticed", || daemon.has_said("changes to [metrics] take effect at the next start"));
     page(address.port());
     daemon.stop();
     ksm.assert_restored();

@@ -122,7 +122,7 @@ fn memory_is_taken_apart_as_far_as_half_of_the_reserve_is_left() {
     // Somebody else below the limit takes memory, until about 95 MiB are left of a reserve of 100.
     let taken = limited.usage() / MIB;
     let mut other = holder(&limited, 104 - taken, 0x5e5e_9999_0001);
-    wait_until("memory is taken apart", || status()["reserve"]["taken_back_bytes"].as_u64() >= Some(EACH * MIB));
+    wait_until("memory is unmerged", || status()["reserve"]["taken_back_bytes"].as_u64() >= Some(EACH * MIB));
     let row = tight(&limited).unwrap();
     assert_eq!(row["state"], "short", "{row}");
     // KSM counts the pages until its next scan.

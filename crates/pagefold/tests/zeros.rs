@@ -51,7 +51,7 @@ fn zeros_are_merged_and_memory_without_many_of_them_is_not_marked() {
     let other = status["other_bytes"].as_u64().unwrap();
     assert!((2 * 4 * MIB * 95 / 100..2 * 5 * MIB).contains(&other), "{other}");
     assert!(pids[2..4].iter().all(|&pid| merged(pid).1 >= PAGES / 4 / 100 * 95), "the kernel's rule");
-    assert_has(&succeed(&["status"]), &["of what is marked are other pages"]);
+    assert_has(&succeed(&["status"]), &["of the marked memory holds other data"]);
     assert!(zeros.iter_mut().chain(&mut mostly).chain(&mut copies).all(Holder::is_intact));
     ksm.end(daemon, &pids);
 }

@@ -142,7 +142,7 @@ impl fmt::Display for Exclusion {
             Self::KernelThread => "kernel thread",
             Self::Zombie => "has ended",
             Self::NotDumpable => "not dumpable: its memory is private",
-            Self::DumpableUnknown => "cannot be asked now whether its memory is private (PR_GET_DUMPABLE)",
+            Self::DumpableUnknown => "could not be asked yet whether its memory is private (PR_GET_DUMPABLE)",
             Self::OptedOut(opt_out) => return write!(f, "{opt_out}"),
             Self::KeptOut { by } => return write!(f, "unmerged by request of uid {by}"),
             Self::OtherProgram => "ran another program while it was being marked",

@@ -73,7 +73,7 @@ pub(super) fn request(facts: &MachineFacts) -> Finding {
             "modprobe ksm_request; if the kernel refuses it, dmesg says why",
         ),
         Fact::Absent => {
-            ok("merging on request: not by this kernel, so pagefold uses ksmd (for a module see kernel/dkms/README.md)")
+            ok("merging on request: not in this kernel, so pagefold uses ksmd (for a module see kernel/dkms/README.md)")
         }
         Fact::Denied => note(
             "merging on request: /dev/ksm cannot be opened",
@@ -89,7 +89,7 @@ pub(super) fn request(facts: &MachineFacts) -> Finding {
 }
 
 pub(super) fn run(facts: &MachineFacts) -> Finding {
-    let Fact::Is((knobs, counters)) = &facts.ksm else { return ok("ksmd: see ksm") };
+    let Fact::Is((knobs, counters)) = &facts.ksm else { return ok("see the finding `ksm`") };
     let ours = facts.lock_holder.known().is_some();
     let merged = counters.pages_sharing.0 > 0;
     match knobs.run {
@@ -101,7 +101,7 @@ pub(super) fn run(facts: &MachineFacts) -> Finding {
         ),
         1 => blocker(
             "ksmd is running already (run is 1)",
-            "an administrator or another program drives KSM, or left it running; the kernel does not show which",
+            "an administrator or another program controls KSM, or left it running; the kernel does not tell which",
             "if it is not needed: echo 0 > /sys/kernel/mm/ksm/run",
         ),
         _ if merged && !ours => note(
@@ -136,7 +136,7 @@ pub(super) fn programs(facts: &MachineFacts) -> Finding {
     } else if !running.is_empty() {
         warning(
             format!("{named} is running"),
-            "it marks memory of other programs, which every ksmd scan then includes",
+            "it marks other programs' memory, and every ksmd scan then visits that memory, too",
             "stop it, or keep those programs out of pagefold's scope",
         )
     } else if let Fact::Is(_) = facts.programs {
@@ -187,7 +187,7 @@ pub(super) fn state(facts: &MachineFacts) -> Finding {
             } else {
                 note(
                     format!("knobs not yet restored: {knobs}"),
-                    "the kernel allows that only while nothing is merged",
+                    "the kernel only accepts the original values while nothing is merged",
                     "pagefold doctor --fix, once nothing is merged",
                 )
             }

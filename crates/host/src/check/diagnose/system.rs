@@ -9,7 +9,7 @@ pub(super) fn huge_pages(facts: &MachineFacts) -> Finding {
     if mode == "always" && !zero {
         note(
             "transparent huge pages are set to always, and use_zero_pages is 0",
-            "recent kernels then merge at a tenth of the speed, and a merge splits a huge page",
+            "recent kernels then merge at a tenth of the speed, and each merge splits a huge page",
             "`pagefold run` sets use_zero_pages; if you drive KSM yourself, set it to 1",
         )
     } else {
