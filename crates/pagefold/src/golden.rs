@@ -1,7 +1,7 @@
 //! Golden files, in `golden/`: the program's output about runs on the simulated host and about fixed figures.
 //!
-//! `PAGEFOLD_BLESS=1` writes them again. The files in `golden/kept` come from earlier versions, and we only read them.
-//! Tests of a module's private parts are in that module; the command line is in `tests/golden.rs`.
+//! `PAGEFOLD_BLESS=1` rewrites them. The files in `golden/kept` come from earlier versions, and we only read them.
+//! Golden tests of a module's private parts are in that module, and those of the command line in `tests/golden.rs`.
 
 use crate::audit::Owner;
 use crate::backend::{Backend, Ending};
@@ -60,7 +60,7 @@ const DOMAINS: [&str; 3] = ["default", "web", "user 1000"];
 const SCOPE: &str =
     "[scope]\nexes = [\"redis-server\"]\ncgroups = [\"/sys/fs/cgroup/web.slice\"]\nusers = [\"1000\"]\n";
 
-/// Compares a text with a golden file. The reference must explain each JSON field, too.
+/// Compares a text with a golden file. If the text is JSON, `reference.rs` must explain all its fields.
 #[track_caller]
 pub fn check(name: &str, text: &str) {
     match Path::new(name).extension().and_then(OsStr::to_str) {
@@ -209,7 +209,7 @@ impl Run {
         run
     }
 
-    /// The same on request, on a machine with two memory nodes.
+    /// A run that merges on request, on a machine with two memory nodes.
     pub fn on_request() -> Self {
         let host = SimHost::new(7, Costs::default(), Knobs::requested());
         let host = host.with_nodes(&[Pages(2_048 * MIB), Pages(2_048 * MIB)]);
@@ -285,14 +285,14 @@ impl Run {
         });
     }
 
-    /// Starts a process that is in scope. ksmd merges one domain only.
+    /// Starts a process in scope. With ksmd all are in one domain, since ksmd merges only one.
     pub fn add(&mut self, name: &str, uid: u32, domain: u16, process: Process) -> OwnerKey {
         let domain = if self.known.config.mechanism == Mechanism::Ksmd { 0 } else { domain };
         let owner = self.machine.host.add(process.in_domain(domain));
         let pid = 4_001 + i32::try_from(owner.0).unwrap();
         let cgroup =
             if uid == 33 { format!("/web.slice/{name}.service") } else { format!("/system.slice/{name}.slice") };
-        // As in `SCOPE`.
+        // These are the positions of the selectors in `SCOPE`.
         let selected_by = match (uid, name) {
             (33, _) => Some(0),
             (1000, _) => Some(1),
@@ -318,7 +318,7 @@ impl Run {
         self.machine.targets.iter_mut().find(|target| target.owner == owner).unwrap()
     }
 
-    /// Runs on for some virtual seconds, as the daemon does.
+    /// Continues the run for some virtual seconds, as the daemon does.
     pub fn seconds(&mut self, seconds: u64) {
         self.millis(seconds * 1_000);
     }
@@ -353,7 +353,7 @@ impl Run {
         explain::of_target(&facts, target, target.exe.as_deref(), &mappings(&facts, target.owner))
     }
 
-    /// The audit log, with a fixed time: its format has tests of its own.
+    /// The audit log with a fixed time, since other tests check the format of times.
     fn audit(&mut self) -> String {
         self.active.finish(&Progress::start());
         let text = std::fs::read_to_string(self.audit.path().join("audit.jsonl")).unwrap();
@@ -503,7 +503,7 @@ fn what_holds_a_run_back_is_shown() {
     check("explain-outside.txt", &explain::words::describe(&outside, Style::plain_text()));
 }
 
-/// This much memory, part of it duplicate.
+/// The figures of this much memory. A part of it is duplicate.
 fn figures(mib: f64) -> Figures {
     let resident = mib * 256.0;
     Figures {

@@ -108,7 +108,7 @@ fn a_disk_without_room_loses_nothing_but_what_is_written() {
     assert!(file.read().unwrap().is_some());
 }
 
-/// A file as we once wrote `pagefold.learned/2`.
+/// We can read a `pagefold.learned/2` file that an earlier version wrote.
 #[test]
 fn a_file_of_before_is_read() {
     let kept = include_bytes!("../golden/kept/learned-2.json");
@@ -124,7 +124,7 @@ proptest! {
         let _ = parse(&bytes, "boot", 0);
     }
 
-    /// A file with some bytes changed: we refuse it, or can adopt its contents.
+    /// If some bytes of a file are changed, we refuse the file, or can adopt its contents.
     #[test]
     fn no_damage_breaks_the_parser_or_an_engine(at in any::<prop::sample::Index>(), byte: u8, cut in any::<prop::sample::Index>()) {
         let mut bytes = document("boot");

@@ -1,4 +1,5 @@
-//! Input that `pagefold run`, `unmerge` and `exec` must refuse, each with one line and an exit code and nothing changed.
+//! Input that `pagefold run`, `unmerge` and `exec` must refuse with one line and an exit code, without changing
+//! anything.
 
 use pagefold_workload::Tenant;
 
@@ -40,7 +41,7 @@ fn stopped() -> Sleeper {
     idle
 }
 
-/// Traces a process without stopping it. Reports if that is not permitted.
+/// Traces a process without stopping it. Returns false, and reports a skip, if that's not permitted.
 fn seize(idle: &Sleeper) -> bool {
     // SAFETY: seizing a child of this thread passes no memory.
     let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, idle.pid(), 0, 0) } == 0;
@@ -99,7 +100,7 @@ fn an_empty_scope_is_refused() {
     both_refuse(&ksm, &["--exe", "no-such-program-here"], 5, "no process matches");
     both_refuse(&ksm, &["--user", "nobody-such"], 5, "no user nobody-such");
     both_refuse(&ksm, &["--cgroup", "/no/such/cgroup"], 5, "no cgroup");
-    // A process that does not exist is a mistake, even if others are named that do.
+    // Naming a process that doesn't exist is a mistake, even together with processes that exist.
     let idle = Sleeper::start();
     both_refuse(&ksm, &["--pid", &format!("{},2147483646", idle.pid())], 5, "no process 2147483646");
     assert_unmarked(&[idle.pid()]);
@@ -144,7 +145,7 @@ fn targets_that_must_not_be_touched_are_refused() {
 fn frozen_targets_are_refused() {
     let Some(ksm) = KsmAtRest::take() else { return };
     for version in [1, 2] {
-        // Before the freezer, so dropped after it: a frozen process cannot be killed.
+        // We start this before the freezer, so that it's dropped after it: a frozen process can't be killed.
         let idle = Sleeper::start();
         let Some(freezer) = Freezer::create(version) else {
             skip_unsupported(format!("no freezer of version {version} is mounted"));

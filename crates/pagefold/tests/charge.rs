@@ -1,23 +1,24 @@
-//! A merged page stays charged to the cgroup whose copy was kept. On the real kernel: programs with equal memory, each in a cgroup whose
-//! limit it would stay below without pagefold, write to all of it in any order, and none is killed.
+//! A merged page stays charged to the cgroup whose copy was kept. Here, on the real kernel, programs with equal memory
+//! each have a cgroup limit that would suffice without pagefold. They write to all of that memory in any order, and
+//! none of them may be killed.
 
 use pagefold_engine::random::Random;
 use pagefold_testkit::limit::Limited;
 use pagefold_testkit::*;
 use std::time::{Duration, Instant};
 
-/// Rounds, and the variable that sets another number.
+/// The number of rounds, and the variable that changes it.
 const ROUNDS: u64 = 3;
 const ROUNDS_VARIABLE: &str = "PAGEFOLD_CHARGE_ROUNDS";
-/// Other memory of a program, MiB.
+/// A program's other memory, MiB.
 const BESIDES: u64 = 4;
-/// Nothing more is merged if nothing was for this time.
+/// If nothing was merged for this time, we assume that nothing more will be.
 const SETTLED: Duration = Duration::from_secs(4);
 const SETTLED_AT_LATEST: Duration = Duration::from_secs(90);
-/// At least so much is saved of the memory that could be saved without limits.
+/// We expect at least this part of the savings that would be possible without limits.
 const SAVED_PERCENT: u64 = 15;
 
-/// The fate of the daemon before programs write.
+/// What happens to the daemon before the programs write.
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Alive,
@@ -42,12 +43,12 @@ impl Contained {
         Some(contained)
     }
 
-    /// Writes to all of its pages. All programs write the same contents for the same number.
+    /// Writes to all of the program's pages. With the same number all programs write the same contents.
     fn write(&mut self, number: u64) {
         self.holder.write(0, self.holder.pages, (0xc4a6_e000 + number) << 28);
     }
 
-    /// Whether it is told that no more of it is merged, and below which limit.
+    /// Whether `explain` says that no more of the program's memory is merged, and names the limit.
     fn is_explained(&self) -> bool {
         let text = succeed(&["explain", &self.holder.pid().to_string()]).replace('\n', " ");
         let cgroup = self.cgroup.path().file_name().unwrap().to_str().unwrap();
@@ -105,7 +106,7 @@ fn round(ksm: &KsmAtRest, number: u64, random: &mut Random) -> Option<u64> {
             None
         }
     };
-    // The one that pays for the others comes first, or any.
+    // The program whose cgroup is charged most writes first, or a random one.
     if number % 2 == 0 {
         programs.sort_by_key(|program| std::cmp::Reverse(program.cgroup.usage()));
     } else {
@@ -167,7 +168,7 @@ fn others_get_copies_of_their_own_when_a_limit_is_lowered() {
     settle(&programs);
     let saved = before - charged(&programs);
     assert!(saved >= 2 * EACH * MIB / 100 * 95, "{saved}");
-    // The one that keeps most for the others comes first. There is room for a third of that now.
+    // The program whose cgroup is charged most writes first. Now there's headroom for a third of that memory.
     programs.sort_by_key(|program| std::cmp::Reverse(program.cgroup.usage()));
     for program in &programs {
         program.cgroup.limit(LOWERED);

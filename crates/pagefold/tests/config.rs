@@ -16,7 +16,7 @@ fn of_kind(path: &str, what: &str) -> Vec<Value> {
     log(path).into_iter().filter(|line| line["what"] == what).collect()
 }
 
-/// Memory in lines of the log.
+/// The memory that lines of the log add up to.
 fn bytes(lines: &[Value]) -> u64 {
     lines.iter().map(|line| line["done_bytes"].as_u64().unwrap()).sum()
 }
@@ -60,7 +60,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
         )
     };
     config.write(&settings("full"));
-    // Programs that a file selects need not run yet.
+    // The programs that a file selects needn't be running yet.
     let daemon = Daemon::start(&["run", "--json", "--for", "300s", "--config", config.name()]);
     wait_until("the run has begun", || Path::new(&audit).exists());
     let mut pair: Vec<Tenant> = (0..2).map(|_| Tenant::start(&program_file, &spec(32, 4, 14)).unwrap()).collect();
@@ -68,12 +68,12 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
     wait_until("marks are logged", || !of_kind(&audit, "mark").is_empty());
     assert_eq!(fs::metadata(&audit).unwrap().permissions().mode() & 0o7777, 0o600);
 
-    // Log rotation, and another governor.
+    // Rotate the log, and change the governor.
     fs::rename(&audit, &old).unwrap();
     daemon.reload(&config, &settings("low"));
     wait_until("the log is opened again", || Path::new(&audit).exists());
     wait_until("the governor has changed", || status()["governor"] == "low");
-    // An invalid file changes nothing, and changes that need a restart are reported.
+    // An invalid file changes nothing. Changes that need a restart are reported.
     daemon.reload(&config, "[run]\ngoverment = 1\n");
     wait_until("the file is refused", || daemon.has_said("the settings are unchanged: "));
     let more =
@@ -110,7 +110,7 @@ fn the_file_sets_the_scope_and_the_log_has_every_mark() {
         assert!(first % 4096 == 0 && last - first + 1 == mark["bytes"].as_u64().unwrap(), "{mark}");
     }
 
-    // Unmerging is logged too.
+    // Unmerging is also logged.
     let back = config.beside("back.jsonl");
     succeed(&with_pids(&["unmerge", "--audit", &back], &pids(&pair), &[]));
     let given_back = of_kind(&back, "unmark");
@@ -136,7 +136,7 @@ fn a_program_on_the_deny_list_is_merged_only_if_it_is_allowed() {
     assert_refused(&scan(&[]), 6, "on the deny list (ssh-agent)");
     assert_eq!(scan(&["--allow", "ssh-agent"]).status.code(), Some(0));
 
-    // Allowed by a file, and then no more.
+    // The file allows the program at first, and then no longer.
     let config = ConfigFile::new("[deny]\nexcept = [\"ssh-agent\"]\n");
     let idle = Sleeper::start();
     let options = ["--dry-run", "--for", "300s", "--config", config.name()];
@@ -160,7 +160,7 @@ fn a_run_can_be_made_to_say_what_it_does() {
     let in_scope = format!("pagefold: debug scope: in scope pid={} name=sleep", idle.pid());
     wait_until("it says so", || daemon.has_said(&in_scope));
     assert!(!daemon.has_said("debug ksm: "));
-    // The end of a run is said by KSM's part, after a reload.
+    // After a reload that changes the level, KSM's part logs the end of the run.
     daemon.reload(&config, "[log]\nlevel = \"ksm=debug\"\n");
     wait_until("the level has changed", || daemon.has_said("the log level is now ksm=debug"));
     let ended = daemon.terminate();

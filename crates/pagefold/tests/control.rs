@@ -22,7 +22,7 @@ fn explain(pid: i32) -> Value {
     explanation
 }
 
-/// The text that the program prints, in lines that fit a terminal.
+/// The text that the program prints. Its lines must fit a terminal.
 #[track_caller]
 fn text_of(args: &[&str]) -> String {
     let text = succeed(args);
@@ -80,7 +80,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
     let spent = cpu["pagefold"].as_f64().unwrap() + cpu["ksmd"].as_f64().unwrap();
     assert!(0.0 < used && used <= spent / 10.0 + 0.01, "{used} of {spent}");
 
-    // One content in all pages: merged.
+    // All pages of this process have the same content, so they're merged.
     let one = explain(pids[0]);
     let largest = &one["regions"][0];
     assert_eq!((&one["in_scope"], &largest["kind"]), (&json!(true), &json!("statically-duplicated")));
@@ -89,14 +89,14 @@ fn status_and_explain_show_what_is_merged_and_why() {
     let first = u64::from_str_radix(largest["range"].as_str().unwrap().split('-').next().unwrap(), 16).unwrap();
     let maps = fs::read_to_string(format!("/proc/{}/maps", pids[0])).unwrap();
     assert!(maps.lines().any(|line| line.starts_with(&format!("{first:x}-"))), "{first:x} in {maps}");
-    // Unique memory: left alone.
+    // This process's memory is unique, so it's left alone.
     let other = explain(pids[1]);
     let largest = &other["regions"][0];
     assert_eq!((&largest["kind"], &largest["next"]), (&json!("sparse"), &json!("watch")), "{largest}");
     assert_eq!(bytes(&largest["marked_bytes"]), 0);
     assert!(largest["duplicate_range"][1].as_f64().unwrap() < 0.2, "{largest}");
 
-    // As text.
+    // Check the same as text.
     let kinds = ["statically duplicated", "sparse", "COW-broken", "short-lived"];
     assert_has(&text_of(&["status"]), &[&kinds[..], &["Saves 4", "controlled by this run", "95 %"]].concat());
     assert_has(
@@ -116,7 +116,7 @@ fn status_and_explain_show_what_is_merged_and_why() {
 fn an_answer_does_not_wait_for_the_end_of_a_round() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let idle = Sleeper::start();
-    // Rounds of 20 s, and cycles every second.
+    // With this governor rounds take 20 s, and there's a cycle every second.
     let daemon = daemon(&[idle.pid()], &["--governor", "quiet"]);
     std::thread::sleep(Duration::from_secs(2));
     let mut times: Vec<Duration> = (0..9)
@@ -181,7 +181,7 @@ fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
 
     assert!(text_of(&["resume"]).starts_with("Resumed: governor full"));
     wait_until("they are merged", || saved_bytes() >= 31 * MIB);
-    // Paused again: merged memory stays merged, even if ksmd had to be stopped.
+    // Pause again: merged memory stays merged, even if ksmd had to be stopped.
     json_of(&["pause"]);
     let saved = saved_bytes();
     std::thread::sleep(Duration::from_secs(2));
@@ -229,7 +229,7 @@ fn explain_shows_why_memory_is_left_alone_in_scope_and_out_of_it() {
         assert_eq!(text.contains("is not in the scope"), !in_scope, "{text}");
         assert!(text.contains("may hold secrets") && text.contains("may hold keys"), "{text}");
     }
-    // Whole processes.
+    // These processes are left alone as a whole.
     let undumpable = Script::undumpable();
     let text = text_of(&["explain", &undumpable.pid().to_string()]);
     assert!(text.contains("The whole process is left alone") && text.contains("not dumpable"), "{text}");
@@ -254,7 +254,7 @@ fn only_root_is_answered() {
     for args in all {
         only_root(args);
     }
-    // Even if the socket is opened for all: the daemon checks the user of each connection.
+    // Even if everybody may open the socket, the daemon checks the user of each connection.
     fs::set_permissions(SOCKET, Permissions::from_mode(0o666)).unwrap();
     for args in all {
         only_root(args);
@@ -296,10 +296,10 @@ fn malformed_requests_and_silent_clients_do_no_harm() {
         let answer: Value = serde_json::from_slice(&answer).unwrap();
         assert!(answer["error"].as_str().unwrap().contains(says), "{answer}");
     }
-    // Clients that do not wait for the answer.
+    // These clients don't wait for the answer.
     for _ in 0..20 {
         let mut stream = UnixStream::connect(SOCKET).unwrap();
-        // One connection too many is closed at once.
+        // The daemon closes a connection too many right away.
         let _ = stream.write_all(b"{\"schema\":\"pagefold.control/1\",\"request\":\"status\"}\n");
     }
     wait_until("the pair is merged all the same", || saved_bytes() >= 31 * MIB);
@@ -323,7 +323,7 @@ fn without_a_daemon_a_request_fails_with_one_line() {
     let assert_none_runs =
         || all.iter().for_each(|args| assert_fails(args, 8, "no pagefold is running; start one with"));
     assert_none_runs();
-    // A socket that is left over.
+    // This socket is left over from another run.
     fs::create_dir_all("/run/pagefold").unwrap();
     drop(UnixListener::bind(SOCKET).unwrap());
     assert!(Path::new(SOCKET).exists());
@@ -360,7 +360,7 @@ fn a_service_manager_is_told_how_a_run_goes() {
         String::from_utf8_lossy(&bytes[..length]).into_owned()
     };
     assert_eq!(next(), "READY=1");
-    // It answers by then.
+    // By then the daemon must answer.
     assert_eq!(status()["pid"], run.pid());
     let other_than_alive = || std::iter::repeat_with(next).find(|message| !message.starts_with("WATCHDOG")).unwrap();
     let first = other_than_alive();
@@ -381,7 +381,7 @@ fn a_dry_run_answers_until_a_real_run_starts() {
     assert_eq!((&status_of_dry["dry_run"], &status_of_dry["ksm_driven"]), (&json!(true), &json!(false)));
     assert_eq!(status_of_dry["ksm_why"], "a dry run changes nothing");
     assert!(text_of(&["status"]).contains("Dry run: "));
-    // A second dry run leaves it the socket, with a message.
+    // A second dry run leaves the socket to the first one, and says so.
     let second = Daemon::on(&[idle.pid()], &["--dry-run", "--for", "1s"]).end();
     second.summary();
     assert!(second.errors.contains(&format!("another pagefold (pid {}) serves", dry.pid())), "{}", second.errors);

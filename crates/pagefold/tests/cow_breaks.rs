@@ -3,16 +3,16 @@
 use pagefold_testkit::*;
 use std::time::{Duration, Instant};
 
-/// The memory of each process, and the part at its start that it rewrites again and again, in pages.
+/// Pages of each process, and how many of them, from the start, it rewrites again and again.
 const PAGES: u64 = 256 * PAGES_PER_MIB;
 const WALKED: u64 = 16 * PAGES_PER_MIB;
 /// Pages rewritten per second: half a MiB.
 const PER_SECOND: u64 = 128;
 const CONTENT: u64 = 0x3a1c_0001;
-/// The most memory of both.
+/// The most memory that both processes may take together.
 const MOST: u64 = 40 * MIB;
 
-/// A heap of zeros that were written once, with some data that all such processes have.
+/// A process with a heap of zeros that were written once, and some data that all such processes share.
 fn holder() -> Holder {
     let mut holder = Holder::start(PAGES);
     holder.write(0, WALKED, CONTENT);
@@ -20,7 +20,7 @@ fn holder() -> Holder {
     holder
 }
 
-/// Half a minute is enough to come through the data once. For longer: `PAGEFOLD_SOAK_SECONDS=600`.
+/// Half a minute is enough to rewrite all the data once. For a longer test, set `PAGEFOLD_SOAK_SECONDS=600`.
 #[test]
 fn zeros_beside_data_that_is_rewritten_stay_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };

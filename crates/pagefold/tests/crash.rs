@@ -1,6 +1,7 @@
-//! The daemon is killed, reads and writes fail, the disk is full, a target is stuck: no target may be harmed, KSM's knobs
-//! are restored, and nothing stays half done. Faults are injected by `PAGEFOLD_FAULT` (pagefold-procmem's `fault.rs`), for
-//! every point and every read in its lists: one that is never reached fails the test.
+//! The daemon is killed, reads and writes fail, the disk is full, or a target is stuck. Even so no target may be
+//! harmed, KSM's knobs must be restored, and nothing may stay half done. `PAGEFOLD_FAULT` (pagefold-procmem's
+//! `fault.rs`) injects a fault at every point and every read in its lists. The test fails if one of them is never
+//! reached.
 
 use pagefold_testkit::*;
 
@@ -21,20 +22,20 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
 
-/// Memory of each tenant, the same in all.
+/// Memory that each tenant has in common with all others.
 const COMMON_MIB: u64 = 8;
 
-/// The time that a quick run has, and the time that it has if that was not enough, on busy processors.
+/// The duration of a quick run, and of another try if the first was too short because the processors are busy.
 const TIMES: [&str; 2] = ["1500ms", "15s"];
 
-/// A run that marks, kicks, rests and restores.
+/// Options of a run that marks, wakes ksmd, rests, and restores KSM.
 const QUICK: [&str; 5] = quick(TIMES[0]);
 
 const fn quick(time: &str) -> [&str; 5] {
     ["--preset", "sensitive", "--json", "--for", time]
 }
 
-/// Points at which a later passage differs from the first: a knob is changed already.
+/// Points that we also test at a later passage. By then a knob is already changed.
 const LATER: [&str; 4] = ["state-begun@3", "state-written@3", "state-saved@3", "turned:sleep_millisecs@3"];
 
 /// Starts the program with a fault.
@@ -51,12 +52,12 @@ fn faulty_run(pids: &[i32], options: &[&str], fault: &str) -> Daemon {
 fn is_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) -> bool {
     let ended = start(&format!("{point}=kill")).end();
     println!("{point}: {ended:?}");
-    // A thread of it may wait for ksmd to end its scan. It has the lock until then.
+    // A thread of the killed program may still wait for ksmd's scan to end. Until then it holds the lock.
     wait_until("the lock is free", || holder(LOCK_PATH.as_ref()).unwrap().is_none());
     ended.signal == Some(libc::SIGKILL)
 }
 
-/// The program is killed at this point: a point that is never reached is not tested.
+/// Checks that the program is killed at this point, since a point that is never reached isn't tested.
 #[track_caller]
 fn assert_killed_at(point: &str, start: impl FnOnce(&str) -> Daemon) {
     assert!(is_killed_at(point, start), "{point} was never reached");
@@ -100,7 +101,7 @@ fn assert_survivable(ksm: &KsmAtRest, tenants: &mut [Tenant], point: &str, docto
     assert_intact(tenants);
 }
 
-/// Every fourth point: four tests that take turns with KSM.
+/// Tests every fourth point, so that four tests can share the work. They take turns with KSM.
 fn every_fourth(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 60);

@@ -1,6 +1,7 @@
 //! `pagefold demo` on the real kernel: small and short, interrupted, and killed.
 //!
-//! The demonstration takes the tests' lock itself, so the tests only check KSM under that lock before and after.
+//! The demonstration takes the tests' lock on KSM itself, so these tests only hold that lock to check KSM before and
+//! after.
 
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -8,15 +9,15 @@ use std::time::Duration;
 
 use pagefold_testkit::*;
 
-/// One test at a time, because a killed demonstration leaves knobs changed. `None` if there is no KSM to use. The lock on KSM
-/// is released, for the demonstration to take.
+/// Only one test runs at a time, because a killed demonstration leaves knobs changed. `None` if there's no KSM to use.
+/// Releases the lock on KSM, so that the demonstration can take it.
 fn take() -> Option<MutexGuard<'static, ()>> {
     static ONE: Mutex<()> = Mutex::new(());
     let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     KsmAtRest::take().map(|_| one)
 }
 
-/// KSM is at rest afterwards.
+/// Checks that KSM is at rest again.
 #[track_caller]
 fn assert_restored() {
     KsmAtRest::take().expect("KSM is at rest after the demonstration").assert_restored();
@@ -43,7 +44,7 @@ fn every_part_is_shown_and_everything_is_restored() {
     for number in 1..=6 {
         assert!(text.lines().any(|line| line.starts_with(&format!("{number}  "))), "part {number} is missing: {text}");
     }
-    // Three workers with 9.5 MiB in common, of which 19 MiB can be saved, and 4.5 MiB of zeros in all.
+    // Three workers hold 9.5 MiB in common, so 19 MiB of that can be saved, and 4.5 MiB of zeros together.
     let held = mebibytes_before(&text, " MiB together");
     let savable = mebibytes_before(&text, " MiB of ");
     assert!(held == 46 && (23..=25).contains(&savable), "{text}");
@@ -53,7 +54,7 @@ fn every_part_is_shown_and_everything_is_restored() {
     let words: Vec<&str> = memory.split_ascii_whitespace().collect();
     let (now, before, saved): (u64, u64, u64) =
         (words[2].parse().unwrap(), words[5].parse().unwrap(), words[8].parse().unwrap());
-    // Two figures of the kernel that must agree: the workers' memory, and KSM's count.
+    // The kernel's figures for the workers' memory and for KSM's savings must agree.
     assert!(now < before && (before - now).abs_diff(saved) <= 2 && saved + 3 >= savable, "{memory}");
     assert!(text.contains("every KSM setting is restored"), "{text}");
 }
@@ -61,10 +62,10 @@ fn every_part_is_shown_and_everything_is_restored() {
 #[test]
 fn an_interrupted_demo_restores_everything() {
     let Some(_one) = take() else { return };
-    // Roughly: while it scans, merges, unmerges, and while KSM runs alone.
+    // At about these times it scans, merges, unmerges, and lets KSM work alone.
     for milliseconds in [100, 700, 1500, 2600, 4000] {
         let mut demo = Daemon::start(&["demo", "--quick"]);
-        // Counted from when it has taken KSM, not from when it waits for the lock.
+        // We count from when the demonstration has taken KSM, not from when it waits for the lock.
         wait_until("the workers start", || !demo.is_running() || !demo.children().is_empty());
         std::thread::sleep(Duration::from_millis(milliseconds));
         let children = demo.children();

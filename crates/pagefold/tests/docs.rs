@@ -1,5 +1,5 @@
-//! The examples of the documents are accepted as they stand: every command line with `pagefold` in a block of `sh`, and every
-//! configuration in a block of `toml`. Links lead somewhere, and the tests that safety.md names exist.
+//! pagefold accepts the examples in our documents as they are: every command line with `pagefold` in a block of `sh`,
+//! and every configuration in a block of `toml`. Links lead somewhere, and the tests that safety.md names exist.
 
 use pagefold_testkit::program;
 use std::collections::BTreeSet;
@@ -14,7 +14,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// The files below a folder that end in `extension`, without build products and hidden files.
+/// The files below a folder with this extension, except for build products and hidden files.
 fn files(folder: &Path, extension: &str) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_owned()];
@@ -36,7 +36,7 @@ fn documents() -> Vec<(PathBuf, String)> {
     files(&root(), "md").into_iter().map(|path| (path.clone(), fs::read_to_string(path).unwrap())).collect()
 }
 
-/// The blocks of a language, each as its lines.
+/// The code blocks in a language, each as a list of lines.
 fn blocks<'a>(text: &'a str, language: &str) -> Vec<Vec<&'a str>> {
     let begin = format!("```{language}");
     let mut lines = text.lines();
@@ -58,7 +58,7 @@ fn every_command_of_an_example_is_accepted() {
                 continue;
             }
             seen += 1;
-            // Arguments are parsed in their order, and nothing is done.
+            // clap parses the arguments before --help, and --help makes the program do nothing.
             let own = words.take_while(|word| *word != "--");
             let output = Command::new(program()).args(own).arg("--help").output().unwrap();
             let errors = String::from_utf8_lossy(&output.stderr);
@@ -92,13 +92,13 @@ fn every_configuration_of_an_example_is_valid() {
     assert_eq!(check("[scope]\nexe = 1\n").status.code(), Some(2), "a wrong key would be found");
 }
 
-/// A text without its blocks of code.
+/// A text without its code blocks.
 fn prose(text: &str) -> String {
     let parts = text.split("```");
     parts.step_by(2).collect()
 }
 
-/// The name of a heading in links.
+/// A heading's name as links use it.
 fn anchor(heading: &str) -> String {
     let letters = heading.trim_start_matches('#').trim().to_lowercase();
     let kept = letters.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));

@@ -1,4 +1,4 @@
-//! Trust domains on the real kernel: the page tables show that no frame is shared between two of them.
+//! Trust domains on the real kernel: the page tables show that no two domains share a frame.
 
 use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::collections::BTreeSet;
@@ -34,7 +34,7 @@ fn frames_of(tenants: &[Tenant]) -> BTreeSet<u64> {
     tenants.iter().flat_map(|tenant| shared_frames(tenant.pid())).collect()
 }
 
-/// Frames that processes of both kinds map.
+/// Checks that no process of one group shares a frame with one of the other group.
 #[track_caller]
 fn assert_apart(some: &[i32], others: &[i32]) {
     let frames = |pids: &[i32]| pids.iter().flat_map(|&pid| shared_frames(pid)).collect::<BTreeSet<_>>();
@@ -54,7 +54,7 @@ fn is_marked(pids: &[i32]) -> bool {
 fn only_the_memory_of_one_domain_is_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let other = ProgramCopy::of(program(), "the-others");
-    // All have the same 32 MiB; each domain has 16 MiB of its own in common.
+    // All processes have the same 32 MiB, and the processes of each domain another 16 MiB in common.
     let held = |own: u64| {
         let pages = |mib: u64| mib * PAGES_PER_MIB;
         TenantSpec::new([
@@ -70,7 +70,7 @@ fn only_the_memory_of_one_domain_is_merged() {
     let (one_pids, other_pids) = (pids(&ones), pids(&others));
     let all = [one_pids.clone(), other_pids.clone()].concat();
     let daemon = Daemon::on(&all, &options).answering();
-    // Root's domain, as long as none is named.
+    // As long as no domain is named, ksmd merges root's.
     wait_until("it is merged", || saved_bytes() >= 47 * MIB);
     for _ in 0..10 {
         std::thread::sleep(Duration::from_secs(1));
@@ -85,12 +85,13 @@ fn only_the_memory_of_one_domain_is_merged() {
     let left_out = row(&shown["left_out"], "reason", "other-domain");
     assert_eq!(left_out["processes"], 2);
     let text = succeed(&["status"]).split_whitespace().collect::<Vec<_>>().join(" ");
-    assert_has(&text, &["2 trust domains: ksmd merges default; 2 processes of other domains are left alone"]);
+    let domains = "2 trust domains: ksmd merges default; 2 processes of other domains are left alone";
+    assert_has(&text, &[domains, "could merge them"]);
 
-    // Another one is chosen: it is not marked before all of the former one is unmarked.
+    // We choose the other domain. It mustn't be marked until the first domain is all unmarked.
     daemon.reload(&config, &format!("[domains]\nmerge = \"others\"\n{rule}"));
     wait_until("the other domain is merged", || {
-        // In this order: we see first the marks that are made first.
+        // We check the domains in this order, so that we can't miss marks of both.
         assert!(!(is_marked(&other_pids) && is_marked(&one_pids)), "two domains are marked");
         saved_bytes() >= 47 * MIB && are_merged(&other_pids, 47 * MIB)
     });
@@ -103,7 +104,7 @@ fn only_the_memory_of_one_domain_is_merged() {
     assert_intact(&mut others);
     ksm.give_back(&all);
 
-    // Without the rule all four share frames.
+    // Without the rule all four processes share frames.
     let daemon = Daemon::on(&all, &["--governor", "full", "--mechanism", "ksmd"]);
     wait_until("all are merged", || saved_bytes() >= (3 * 32 + 2 * 16 - 1) * MIB);
     assert!(frames_of(&ones).intersection(&frames_of(&others)).count() as u64 >= 31 * PAGES_PER_MIB);
@@ -117,7 +118,7 @@ fn doubled(program: &Path, content: u64) -> Holder {
     holder
 }
 
-/// Pages of such a process.
+/// Pages of a process with two equal halves.
 const DOUBLED: u64 = 8 * PAGES_PER_MIB;
 
 fn write_doubled(holder: &mut Holder, content: u64) {
@@ -135,13 +136,14 @@ fn left_alone(status: &serde_json::Value, pid: i32) -> serde_json::Value {
     row(&status["processes"], "pid", pid)["left_alone"].clone()
 }
 
-/// One process is traced, as by a debugger, the other cannot say whether it is dumpable. An attacker writes the same contents.
+/// One process is traced, as by a debugger, and the other can't say whether it's dumpable. An attacker writes the same
+/// contents.
 #[test]
 fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let config = ConfigFile::new("[domains]\nby = \"user\"\n");
     let mut victims = [0xd0a1_0000, 0xd0a2_0000].map(|content| doubled(&victim_binary("holder"), content));
-    // Only the process itself sees its attribute.
+    // Now only the process itself can say whether it's dumpable.
     victims[1].ask("group 77");
     let victim_pids = [victims[0].pid(), victims[1].pid()];
     let mut attackers = [Holder::start(DOUBLED), Holder::start(DOUBLED)];
@@ -180,7 +182,7 @@ fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     ksm.give_back(&attacker_pids);
 }
 
-/// A victim that cannot be unmarked keeps everything else from being merged, also in a run that finds its marks.
+/// A victim that can't be unmarked keeps everything else from being merged, even in a later run that finds its marks.
 #[test]
 fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -226,7 +228,7 @@ fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
     ksm.end(daemon, &all);
 }
 
-/// A user's programs that try to be in the domain that is merged: by the name of a program, and by a cgroup's attribute.
+/// A user's programs try to get into the domain that is merged, by a program's name and by a cgroup's attribute.
 #[test]
 fn nobody_gets_into_the_merged_domain_by_itself() {
     let Some(ksm) = KsmAtRest::take() else { return };

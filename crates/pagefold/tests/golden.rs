@@ -1,4 +1,5 @@
-//! The golden files of the command line: the help of every command, and the answers to wrong calls, by a user without any rights.
+//! The golden files of the command line: the help of every command, and the answers to wrong calls by a user without
+//! rights.
 
 use pagefold_testkit::{ProgramCopy, as_other_user, golden, is_root, program};
 use std::fmt::Write;
@@ -19,7 +20,7 @@ fn output_of(command: &mut Command, words: &[&str]) -> Output {
     command.args(words).env("COLUMNS", "100").stdin(Stdio::null()).output().unwrap()
 }
 
-/// The words of every command that is shown, below one.
+/// Lists the words of every visible command from this one down.
 fn commands<'a>(command: &'a clap::Command, above: &[&'a str], found: &mut Vec<Vec<&'a str>>) {
     found.push(above.to_vec());
     for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {

@@ -1,4 +1,4 @@
-//! The injector dies: it comes back, or the run ends with an error. In both cases nothing is left behind.
+//! If the injector dies, it's restarted, or the run ends with an error. In both cases nothing is left behind.
 
 use pagefold_testkit::*;
 use std::os::unix::net::UnixListener;
@@ -29,20 +29,20 @@ fn a_killed_injector_comes_back_and_memory_is_merged() {
     let mut holders = holders();
     let pids = [holders[0].pid(), holders[1].pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full"]);
-    // Before anything is marked, and once more.
+    // Kill the injector before anything is marked, and then once more.
     wait_until("the run has begun", || Path::new(STATE_FILE).exists());
     let first = next_injector(&daemon, 0);
     send(first, libc::SIGKILL);
     let second = next_injector(&daemon, first);
     send(second, libc::SIGKILL);
     wait_until_merged(&pids, 7 * MIB);
-    // And while there is nothing to do.
+    // Kill it again while there's nothing to do.
     let third = next_injector(&daemon, second);
     send(third, libc::SIGKILL);
     let fourth = next_injector(&daemon, third);
     assert!(holders.iter_mut().all(Holder::is_intact));
     let ended = daemon.terminate();
-    // Several restarts between two looks are told once.
+    // If there are several restarts before the daemon looks, it reports them once.
     assert!(ended.errors.contains("the injector process had ended; process "), "{}", ended.errors);
     assert_eq!(ended.summary()["knobs_restored"], true);
     wait_until("no injector survives", || ![first, second, third, fourth].into_iter().any(exists));
@@ -58,7 +58,7 @@ fn without_an_injector_the_run_ends_with_an_error_and_the_knobs_are_restored() {
     let mut holders = holders();
     let pids = [holders[0].pid(), holders[1].pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full", "--injector", path.to_str().unwrap()]);
-    // One connection, and then no more: as if the service had been removed.
+    // We accept only one connection, as if the service had then been removed.
     let mut injector = injector_on(listener.accept().unwrap().0);
     drop(listener);
     wait_until_merged(&pids, 7 * MIB);

@@ -1,7 +1,7 @@
-//! Data integrity under load, on the real kernel: processes that rewrite and move their memory and check every byte of it,
-//! while pagefold merges and unmerges it.
+//! Data integrity under load, on the real kernel: processes rewrite and move their memory and check every byte, while
+//! pagefold merges and unmerges that memory.
 //!
-//! Each test takes some seconds. `PAGEFOLD_SOAK_SECONDS` sets the time that the tests with a time limit take together.
+//! Each test takes some seconds. `PAGEFOLD_SOAK_SECONDS` sets the total time of the tests that have a time limit.
 
 use pagefold_testkit::*;
 
@@ -18,7 +18,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use swap::Swap;
 
-/// Marks early, and also marks memory that is rewritten, as the shufflers' memory is.
+/// Options that mark memory early, even if it's rewritten like the shufflers' memory.
 const EAGER: [&str; 6] = ["--preset", "sensitive", "--governor", "full", "--cow-threshold", "100"];
 
 /// The duration of a test: `default` seconds, or its share, in percent, of a soak.
@@ -28,17 +28,17 @@ fn duration(default: u64, share: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-/// Shufflers with these settings, each with a seed of its own, perhaps in a cgroup.
+/// Starts shufflers with these settings, each with its own seed, optionally in a cgroup.
 fn start(count: u32, settings: &str, limited: Option<&Limited>) -> Vec<Shuffler> {
     (1..=count).map(|seed| Shuffler::start(&format!("seed={seed} {settings}"), limited.map(Limited::path))).collect()
 }
 
-/// Copies of merged pages, and pages merged at once in each shuffler, below which nothing was tested.
+/// With fewer COW breaks, or fewer merged pages in a shuffler at the same time, the test wouldn't have tested anything.
 const BROKEN_MIN: u64 = 1_000;
 const MERGED_MIN: u64 = 1_000;
 
-/// Merges and unmerges repeatedly: runs are paused and resumed, ended or killed, and memory is given back. A slow machine has
-/// more time, until enough pages were merged and written. Returns how much unmerging has given back, in MiB.
+/// Merges and unmerges repeatedly: runs are paused and resumed, ended or killed, and memory is unmerged. A slow machine
+/// gets more time, until enough pages were merged and written. Returns how much memory was unmerged, in MiB.
 fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> u64 {
     let (pids, began) = (pids(shufflers), Instant::now());
     let (mut runs, mut given_back_mib, mut no_room) = (0, 0, 0);
@@ -60,7 +60,7 @@ fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> u64 {
             assert_well_for(shufflers, Duration::from_millis(300));
             assert!(pagefold(&["resume"]).status.success());
             assert_well_for(shufflers, Duration::from_millis(500));
-            // The daemon does it, and keeps it out meanwhile.
+            // The daemon unmerges the process and then keeps it out.
             if let Err(why) = try_unmerge(&pids[..1]) {
                 assert!(scarce && why.contains("has room for"), "{why}");
                 no_room += 1;
@@ -75,7 +75,7 @@ fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> u64 {
             daemon.stop();
         }
         assert_well_for(shufflers, Duration::from_millis(200));
-        // After every second run: one of them, or all.
+        // After every second run, we unmerge one process or all.
         if runs % 2 == 0 {
             let some = if runs % 4 == 0 { &pids[..] } else { &pids[..1] };
             match try_unmerge(some) {
@@ -93,8 +93,8 @@ fn disturb(shufflers: &mut [Shuffler], time: Duration, scarce: bool) -> u64 {
     given_back_mib
 }
 
-/// Unmerges the processes' memory. The error is the program's message. If a killed run left ksmd in the middle of a scan,
-/// we try again for up to 20 s.
+/// Unmerges the processes' memory. The error is the program's message. If a killed run left ksmd in the middle of a
+/// scan, we try again for up to 20 s.
 fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
     let end = Instant::now() + Duration::from_secs(20);
     loop {
@@ -109,12 +109,13 @@ fn try_unmerge(pids: &[i32]) -> Result<Value, String> {
     }
 }
 
-/// Ends a test: something was merged in each shuffler, everything is given back, every byte is right, nothing is left.
+/// Ends a test. Checks that each shuffler had merged pages, that every byte is right, and that nothing stays merged or
+/// marked.
 fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<BTreeMap<String, u64>> {
     let pids = pids(&shufflers);
     // This also restores the knobs that a killed run has left changed.
     try_unmerge(&pids).unwrap();
-    // A merged page that was in swap comes back merged, whether its mapping is still marked or not
+    // A merged page that was in swap comes back merged, even if its mapping is no longer marked
     // (ksm_might_need_to_copy, mm/ksm.c).
     let swap = std::fs::read_to_string("/proc/swaps").unwrap().lines().count() > 1;
     for &pid in &pids {
@@ -133,8 +134,8 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
     }
     let counts = shufflers.into_iter().map(Shuffler::end).collect();
     assert_not_killed(&pids);
-    // Children out of scope may have held merged pages when the run ended, so that it couldn't restore a knob. They have
-    // ended by now, and unmerging restores it.
+    // When the run ended, children out of scope may still have held merged pages, so that it couldn't restore a knob.
+    // By now they've ended, and unmerging restores the knob.
     if Path::new(STATE_FILE).exists() {
         unmerge(&[Sleeper::start().pid()]);
     }
@@ -142,7 +143,7 @@ fn finish(ksm: &KsmAtRest, shufflers: Vec<Shuffler>, broken_before: u64) -> Vec<
     counts
 }
 
-/// Takes seconds, or a minute on busy processors.
+/// Waits up to a minute, as processors may be busy, and checks the shufflers meanwhile.
 #[track_caller]
 fn wait_until_well(shufflers: &mut [Shuffler], what: &str, condition: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(100);
@@ -155,7 +156,7 @@ fn wait_until_well(shufflers: &mut [Shuffler], what: &str, condition: impl Fn() 
 #[test]
 fn a_wrong_byte_is_found() {
     let mut shuffler = Shuffler::start("sabotage=1", None);
-    // It may have ended before its last line is read.
+    // The shuffler may have ended before we've read its last line.
     wait_until("it has checked its memory", || {
         shuffler.has_ended() && shuffler.has_printed(|line| line.starts_with("bad"))
     });
@@ -194,7 +195,7 @@ fn huge_pages_come_back_where_merges_do_not_last() {
         return skip_unsupported("no huge pages");
     }
     let broken = vmstat("cow_ksm");
-    // They rewrite their memory, slowly.
+    // They rewrite their memory slowly.
     let mut shufflers = start(2, "regions=3 share=100 huge=1 ops=check,rewrite pause-us=2000", None);
     let pids = pids(&shufflers);
     let huge_mib =
@@ -221,7 +222,7 @@ fn every_byte_is_right_under_memory_pressure_with_swap() {
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
     let (ins, outs) = (vmstat("pswpin"), vmstat("pswpout"));
-    // Together they have 150 MiB, and children that write.
+    // Together they hold 150 MiB, and they have children that write.
     limited.limit(200 * MIB);
     let mut shufflers = start(3, "", Some(&limited));
     let reclaim = Reclaim::start(&limited);
@@ -236,7 +237,7 @@ fn every_byte_is_right_under_memory_pressure_with_swap() {
     drop(swap);
 }
 
-/// Shufflers that only read, merged, and others, in a cgroup that may get a limit.
+/// Starts shufflers that only read, and others, in a cgroup that may get a limit. Waits until the first are merged.
 fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler>) {
     let mut shufflers = start(3, "mib=96 share=100 ops=check", Some(limited));
     let others = others.iter().map(|settings| Shuffler::start(settings, Some(limited.path()))).collect();
@@ -247,10 +248,10 @@ fn merged_in(limited: &Limited, others: &[&str]) -> (Vec<Shuffler>, Vec<Shuffler
     (shufflers, others)
 }
 
-/// Unmerging must leave so much free below the limit at any time.
+/// Unmerging must always leave this much free below the limit.
 const MARGIN: u64 = 32 * MIB;
 
-/// Unmerging stops because there is no room, in time and with one line.
+/// Checks that unmerging stops in time for lack of headroom, with one line.
 #[track_caller]
 fn assert_no_room(pids: &[i32]) {
     let began = Instant::now();
@@ -270,18 +271,18 @@ fn unmerging_stops_before_the_limit() {
     let merged = || pids.iter().map(|&pid| merged_pages(pid)).sum::<u64>() / PAGES_PER_MIB;
     let before = merged();
 
-    // No room for a single step.
+    // There's no headroom for a single step.
     limited.limit(limited.usage() + MARGIN);
     assert_no_room(&pids[..1]);
     assert_eq!(merged(), before);
-    // Room for some of the 96 MiB of this process: unmerging uses it, and no more.
+    // There's headroom for some of this process's 96 MiB. Unmerging may use that headroom, but no more.
     let limit = limited.usage() + 3 * MARGIN;
     limited.limit(limit);
     limited.forget_peak();
     assert_no_room(&pids[..1]);
     let left = (limit - limited.peak()) / MIB;
     println!("merged {before} MiB, then {} MiB; at least {left} MiB were left below the limit", merged());
-    // Pages of a mapping that was not unmarked to the end are counted as merged until ksmd's next scan.
+    // If a mapping is only partly unmarked, its pages count as merged until ksmd's next scan.
     assert!(merged() + 40 < before && merged() + 70 > before, "{} of {before}", merged());
     assert!(left < 64, "it stopped too soon");
     assert!(left * MIB >= MARGIN);
@@ -297,14 +298,14 @@ fn unmerging_leaves_room_for_other_processes_in_the_cgroup() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
-    // A process that takes 24 MiB and gives it back, without a pause.
+    // This process takes 24 MiB and gives it back, again and again.
     let (mut shufflers, mut neighbours) = merged_in(&limited, &["mib=1 regions=1 ops=burst burst=24 pause-us=0"]);
     let pids = pids(&shufflers);
     let least = (0..200).map(|_| limited.usage()).min().unwrap();
     let limit = least + 4 * MARGIN;
     limited.limit(limit);
     limited.forget_peak();
-    // Between two bursts there is room for everything, and during one for all but the last steps.
+    // Between two bursts there's headroom for everything, and during a burst for all but the last steps.
     for &pid in &pids {
         let gave = match try_unmerge(&[pid]) {
             Ok(summary) => format!("all, {} us at most at a time", summary["longest_stop_us"]),
@@ -329,12 +330,12 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(limited) = Limited::make() else { return };
     let broken = vmstat("cow_ksm");
-    // They rewrite their memory, slowly: this uses little of the room.
+    // They rewrite their memory slowly, so that this uses little of the headroom.
     let mut shufflers = start(2, "regions=3 share=100 ops=check,rewrite pause-us=4000", Some(&limited));
     let pids = pids(&shufflers);
     let daemon = Daemon::on(&pids, &[]);
     wait_until("nearly all is merged", || pids.iter().all(|&pid| merged_pages(pid) > 11_000));
-    // Headroom for the pages they rewrite until ksmd comes again.
+    // Leave headroom for the pages that they rewrite until ksmd's next scan.
     limited.limit(limited.usage() + MARGIN + 4 * MIB);
     let is_cow_broken = || row(&status()["kinds"], "kind", "cow-broken")["resident_bytes"].as_u64().unwrap() > 20 * MIB;
     wait_until_well(&mut shufflers, "it is classified as COW-broken", is_cow_broken);
@@ -343,7 +344,7 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     let kept: u64 = pids.iter().map(|&pid| merged_pages(pid)).sum();
     println!("COW-broken, and {kept} pages stay merged");
     assert!(kept > 15_000);
-    // When there is room it is unmarked.
+    // Once there's headroom, the memory is unmarked.
     limited.unlimited();
     let marked = || pids.iter().map(|&pid| marks(pid).marked).sum::<u64>();
     let before = marked();
@@ -353,7 +354,7 @@ fn cow_broken_memory_is_not_unmarked_without_room() {
     finish(&ksm, shufflers, broken);
 }
 
-/// A list of mappings that the kernel gives in pieces can miss one that moves meanwhile.
+/// The kernel returns a list of mappings in pieces, so the list can miss a mapping that moves meanwhile.
 #[test]
 fn memory_that_moves_is_unmarked() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -373,7 +374,7 @@ fn memory_that_moves_is_unmarked() {
     ksm.assert_restored();
 }
 
-/// Forks children that keep the marks it has, one in 5 ms, and waits.
+/// Forks a child every 5 ms. Each child inherits the parent's marks. Then the parent waits.
 const FORKING: &str = r#"
 import mmap, os, signal, sys, time
 memory = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

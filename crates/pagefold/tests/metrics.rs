@@ -1,4 +1,4 @@
-//! Metrics: they agree with the status, Prometheus takes them, and no client can do harm.
+//! Metrics agree with the status, Prometheus accepts them, and no client can do harm.
 #![allow(clippy::float_cmp, reason = "whole numbers")]
 
 use serde_json::{Value, json};
@@ -32,7 +32,7 @@ fn connect(port: u16) -> TcpStream {
 
 fn ask(port: u16, request: &[u8]) -> String {
     let mut stream = connect(port);
-    // It may have answered and closed before it has all of a long request.
+    // The server may have answered and closed before it has read all of a long request.
     let _ = stream.write_all(request);
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -54,7 +54,7 @@ fn values(page: &str) -> BTreeMap<&str, f64> {
     lines.map(|line| line.rsplit_once(' ').unwrap()).map(|(name, value)| (name, value.parse().unwrap())).collect()
 }
 
-/// A program that these tests need, unless it is not installed.
+/// Checks that a program that these tests need is installed. Reports if it isn't.
 #[track_caller]
 fn installed(program: &str) -> Option<()> {
     if Command::new(program).arg("--version").output().is_err() {
@@ -99,7 +99,7 @@ impl Prometheus {
             "rule_files": [packaging().join("prometheus/pagefold.rules.yml")],
             "scrape_configs": [{"job_name": "pagefold", "static_configs": [{"targets": [format!("127.0.0.1:{target}")]}]}],
         });
-        // JSON is YAML.
+        // Prometheus wants YAML, and JSON is YAML.
         fs::write(dir.path().join("prometheus.yml"), config.to_string()).unwrap();
         let log = fs::File::create(dir.path().join("log")).unwrap();
         let path = |name: &str| dir.path().join(name).display().to_string();
@@ -161,7 +161,7 @@ fn metrics_agree_with_the_status_and_with_the_kernel_and_prometheus_takes_them()
     wait_until("the page is of the state that is merged", || {
         let page_text = page(port);
         let (found, stops) = (values(&page_text), status()["stops"].as_f64().unwrap());
-        // What's saved is counted once merging has ended.
+        // The daemon counts the savings once merging has ended.
         let saved = (saved_bytes() - before) as f64;
         let is_counted = (found["pagefold_saved_bytes"] - saved).abs() <= MIB as f64;
         found["pagefold_state{state=\"watching\"}"] == 1.0
@@ -214,7 +214,7 @@ fn metrics_agree_with_the_status_and_with_the_kernel_and_prometheus_takes_them()
     }
     assert_promtool(&["check", "metrics"], &page_text);
 
-    // The file, which every user may read.
+    // Check the file, which every user may read.
     let text = fs::read_to_string(&file).unwrap();
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o7777, 0o644);
     let names = |text: &str| values(text).into_keys().map(str::to_owned).collect::<Vec<_>>();
@@ -265,7 +265,7 @@ fn no_client_keeps_the_run_or_other_clients_from_anything() {
     let daemon = Daemon::on(&[idle.pid()], &["--for", "300s", "--metrics", &port.to_string()]).answering();
     page(port);
     let before = anonymous(daemon.pid());
-    // Clients that never send, that send half, that never read, and that send garbage: a thousand in all, held open.
+    // We hold a thousand connections open: clients that never send, send half a request, never read, or send garbage.
     let get = b"GET /metrics HTTP/1.1\r\n\r\n";
     let mut held = Vec::new();
     let garbage: Vec<u8> = (0..=255).cycle().map(|byte: u8| byte.wrapping_mul(167)).take(4096).collect();
@@ -297,7 +297,7 @@ fn no_client_keeps_the_run_or_other_clients_from_anything() {
     let descriptors = fs::read_dir(format!("/proc/{}/fd", daemon.pid())).unwrap().count();
     assert!(descriptors < 100, "{descriptors}");
 
-    // As fast as one client can.
+    // Send requests as fast as one client can.
     let (before, began) = (cpu_seconds(), Instant::now());
     let mut answers = 0;
     while began.elapsed() < Duration::from_secs(5) {
@@ -345,7 +345,7 @@ fn what_cannot_be_served_or_written_is_refused_at_the_start() {
     run(&["--metrics-file", "/proc/pagefold.prom"], 2, "/proc/pagefold.prom cannot be written");
     run(&["--metrics-interval", "10ms"], 2, "10ms is out of range");
 
-    // A dry run does not take the place of the service that has the same file.
+    // A dry run with the service's configuration file doesn't take over the service's address and metrics file.
     let config = ConfigFile::new("");
     let metrics = config.beside("pagefold.prom");
     config.write(&format!("[metrics]\naddress = {}\ntextfile = \"{metrics}\"\n", address.port()));
@@ -353,7 +353,7 @@ fn what_cannot_be_served_or_written_is_refused_at_the_start() {
     assert_fails(&args, 1, "Address already in use");
     Daemon::start(&[&args[..], &["--dry-run", "--json"]].concat()).end().summary();
     assert!(!Path::new(&metrics).exists());
-    // Other metrics come with the next start.
+    // Changes to the metrics take effect at the next start.
     drop(taken);
     let mut args = args.to_vec();
     args[4] = "60s";

@@ -1,4 +1,4 @@
-//! Owners who have opted out of merging: only `--override-opt-out` lets them in.
+//! If owners have opted out of merging, only `--override-opt-out` lets their memory be merged.
 
 use pagefold_testkit::*;
 use serde_json::Value;
@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 const PAGES: u64 = 8 * PAGES_PER_MIB;
-/// Files are read again after ten seconds, and processes are looked at every two; and some time for a busy machine.
+/// The daemon rereads files after ten seconds and looks at processes every two seconds. We add time for a busy machine.
 const SOON: Duration = Duration::from_secs(25);
 
 /// A process with the same contents as all others of the test.
@@ -41,7 +41,7 @@ fn a_machine_that_is_not_to_be_merged_is_left_alone() {
     let left_out = |pid: &str| &row(&both["processes"], "pid", pid.parse::<i32>().unwrap())["left_out"];
     assert!(left_out(&no) == reason && left_out(&yes).is_null(), "{both}");
     assert_eq!(both["excluded"].as_array().unwrap().iter().filter(|row| row["reason"] == reason).count(), 1, "{both}");
-    // By the name of a program that root alone can change.
+    // Overriding by name works for a program that only root can change.
     succeed(&["scan", "--pid", &no, "--override-opt-out", "qemu-system-x86_64"]);
     fs::set_permissions(qemu.parent().unwrap(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     assert_fails(&["scan", "--pid", &no, "--override-opt-out", "qemu-system-x86_64"], 6, reason);
@@ -53,12 +53,12 @@ struct Unit {
     name: String,
     cgroup: PathBuf,
     file: PathBuf,
-    /// Directories made for them, the innermost first.
+    /// Directories that we made for the cgroup and the file, the innermost first.
     made: Vec<PathBuf>,
 }
 
 impl Unit {
-    /// A unit without a file. `None` where version 2 of control groups is not mounted.
+    /// A unit without a file. `None` if version 2 of control groups isn't mounted.
     fn create() -> Option<Self> {
         let root = Cgroup::create("unified")?.path().parent()?.to_owned();
         let name = format!("pagefold-test-{}.service", std::process::id());
@@ -117,7 +117,7 @@ fn a_unit_that_opts_out_after_it_was_marked_is_unmarked_and_can_be_overridden() 
     assert!(one.is_intact() && other.is_intact() && member.is_intact());
     let summary = daemon.stop();
     assert!(summary["left_alone"].as_array().unwrap().iter().any(|row| row["reason"] == reason.as_str()), "{summary}");
-    // Overridden, which is logged once.
+    // We override the opt-out, and the daemon logs that once.
     let options = ["--governor", "full", "--override-opt-out", &unit.name, "--audit", log.to_str().unwrap()];
     let daemon = Daemon::on(&pids, &options);
     wait_until_merged(&pids[..3], 7 * MIB);

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use pagefold_testkit::*;
 
-/// Holds memory, and has a name that a page must not obey.
+/// A process that holds memory, and whose name is HTML that a page must not interpret.
 fn hostile() -> Script {
     let script = "import mmap, sys\n\
         open('/proc/self/comm', 'w').write('<img src=x>\"')\n\
@@ -94,7 +94,7 @@ fn a_browser_shows_the_page_of_a_run_and_its_history() {
     );
     browser.pictures(Path::new(&page));
     assert_has(&daemon.terminate().errors, &["is not a history: it has 7 bytes", "pagefold begins a new one"]);
-    // Without a daemon, from the history it has left behind.
+    // Without a daemon, the page shows the history that the daemon has left behind.
     assert_eq!(top(&later).status.code(), Some(0));
     let document = browser.document(Path::new(&later));
     assert!(document.contains("No pagefold is running.</h1>") && document.contains("class=\"chart\""), "{document}");

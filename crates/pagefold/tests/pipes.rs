@@ -1,5 +1,5 @@
-//! Whatever the daemon writes to may stop taking it: a pipe that nobody reads, a journal that hangs, a disk that doesn't answer.
-//! It answers requests, merges, and ends in time all the same.
+//! The daemon's outputs may block: a pipe that nobody reads, a journal that hangs, a disk that doesn't answer. Even
+//! then the daemon must answer requests, merge, and end in time.
 
 use pagefold_testkit::*;
 use pagefold_workload::Tenant;
@@ -14,7 +14,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 const COMMON_MIB: u64 = 8;
-/// From SIGTERM to the end, with all that is waited for.
+/// The longest time from SIGTERM to the end, including everything that the daemon waits for.
 const END_MOST: Duration = Duration::from_secs(30);
 
 fn set_nonblocking(fd: &impl AsRawFd, is: bool) {
@@ -23,7 +23,7 @@ fn set_nonblocking(fd: &impl AsRawFd, is: bool) {
     assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags) }, 0);
 }
 
-/// Writes until nothing more is taken.
+/// Writes until the writer takes no more.
 fn fill(mut writer: impl Write + AsRawFd) {
     set_nonblocking(&writer, true);
     let line = [b'x'; 100];
@@ -32,7 +32,7 @@ fn fill(mut writer: impl Write + AsRawFd) {
     set_nonblocking(&writer, false);
 }
 
-/// A full pipe: the end to read, and the end to write.
+/// A full pipe: its read end and its write end.
 fn full_pipe() -> (File, OwnedFd) {
     let mut ends = [0; 2];
     // SAFETY: `ends` has room for the two descriptors, which then belong to nobody else.
@@ -44,7 +44,7 @@ fn full_pipe() -> (File, OwnedFd) {
     (read, write.into())
 }
 
-/// A full socket: the end to read, and the end to write.
+/// A full socket: its read end and its write end.
 fn full_socket() -> (UnixStream, OwnedFd) {
     let (read, write) = UnixStream::pair().unwrap();
     fill(write.try_clone().unwrap());
@@ -54,7 +54,7 @@ fn full_socket() -> (UnixStream, OwnedFd) {
 /// A socket for datagrams whose queue is full.
 fn full_queue(path: &Path) -> UnixDatagram {
     let queue = UnixDatagram::bind(path).unwrap();
-    // Each sender has a limit of its own, too.
+    // Each sender has its own limit, too, so we need several.
     loop {
         let sender = UnixDatagram::unbound().unwrap();
         sender.set_nonblocking(true).unwrap();
@@ -65,7 +65,7 @@ fn full_queue(path: &Path) -> UnixDatagram {
     }
 }
 
-/// Two programs to merge, and one that is left alone, about which there is a message. The configuration is empty.
+/// Two programs to merge, and one that the daemon leaves alone, and says so. The configuration is empty.
 struct Programs {
     pair: [Tenant; 2],
     left_alone: Tenant,
@@ -91,7 +91,7 @@ impl Programs {
     }
 }
 
-/// The daemon merges, answers, and obeys.
+/// Checks that the daemon merges, answers requests and obeys them.
 #[track_caller]
 fn assert_works() {
     wait_until("nearly all is merged", || saved_bytes() >= COMMON_MIB * MIB / 100 * 95);
@@ -100,7 +100,7 @@ fn assert_works() {
     succeed(&["resume"]);
 }
 
-/// It ends in time after SIGTERM, and everything is as before.
+/// Checks that the daemon ends in time after SIGTERM, and that everything is as before.
 #[track_caller]
 fn assert_ends(daemon: Daemon, ksm: &KsmAtRest, programs: Programs) -> Ended {
     let signalled = Instant::now();
@@ -151,7 +151,7 @@ fn messages_wait_for_a_reader_that_comes_back_and_one_that_is_gone_is_not_missed
     assert_ends(daemon, &ksm, programs).summary();
 }
 
-/// Standard error is a stream to it; events, and messages to the service manager, are datagrams.
+/// Standard error is a stream to the journal. Events, and messages to the service manager, are datagrams.
 #[test]
 fn a_journal_that_hangs_delays_nothing() {
     const MOUNT: &str = "mkdir -p /run/systemd && mount -t tmpfs tmpfs /run/systemd && mkdir /run/systemd/journal";

@@ -1,4 +1,4 @@
-//! The privileges that the program keeps and drops, the contents that it mustn't disclose, and the units that it's installed with.
+//! The privileges that the program keeps and drops, the contents that it mustn't disclose, and its systemd units.
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,9 +11,10 @@ use std::sync::{Arc, Mutex};
 use ::pagefold::reference::{SCHEMAS, Schema};
 use pagefold_testkit::*;
 
-/// The capabilities that are kept (docs/privileges.md): CAP_DAC_READ_SEARCH (2), CAP_SYS_PTRACE (19), CAP_SYS_ADMIN (21).
+/// The capabilities that are kept (docs/privileges.md): CAP_DAC_READ_SEARCH (2), CAP_SYS_PTRACE (19), CAP_SYS_ADMIN
+/// (21).
 const KEPT: u64 = 1 << 2 | 1 << 19 | 1 << 21;
-/// Also kept by the daemon on machines with several memory nodes or with huge pages.
+/// The daemon also keeps this capability on machines with several memory nodes or with huge pages.
 const SYS_NICE: u64 = 1 << 23;
 
 /// The capabilities that the daemon keeps on this machine.
@@ -25,7 +26,7 @@ fn units() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd")
 }
 
-/// Every thread of the process has exactly these capabilities, and cannot get more.
+/// Checks that every thread of the process has exactly these capabilities, and can't get more.
 #[track_caller]
 fn assert_confined(pid: i32, kept: u64) {
     for thread in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
@@ -35,17 +36,17 @@ fn assert_confined(pid: i32, kept: u64) {
             u64::from_str_radix(line.trim(), 16).unwrap()
         };
         assert_eq!((field("CapEff:"), field("CapPrm:")), (kept, kept), "{status}");
-        // The bounding set may contain capabilities that the unit leaves for other machines: no_new_privs makes them useless.
+        // The bounding set may contain capabilities that only other machines need, but no_new_privs makes them useless.
         assert_eq!(field("CapBnd:") & !(KEPT | SYS_NICE), 0, "{status}");
         assert_eq!((field("CapInh:"), field("CapAmb:"), field("NoNewPrivs:")), (0, 0, 1), "{status}");
     }
 }
 
-/// The memory of a holder besides Python's own. Little: a sketch gets 0.08 % of a core, and where the machine's own hypervisor
-/// shadows page tables, the first read of a page takes 17 us.
+/// A holder's memory besides Python's own. It's little because a sketch gets 0.08 % of a core, and the first read of a
+/// page takes 17 us on a virtual machine whose hypervisor shadows page tables.
 const HELD: u64 = 2 * MIB;
 
-/// Holds 2 MiB, the same in each process with the same kind, as a process of that kind.
+/// Becomes a process of some kind, and holds 2 MiB with the same contents as all processes of that kind.
 const HOLDS: &str = r#"
 import ctypes, mmap, random, struct, sys
 kind = sys.argv[1]
@@ -65,7 +66,7 @@ sys.stdin.readline()
 print("alive", flush=True)
 "#;
 
-/// A python3 that every user may run: root's PATH may contain another one first.
+/// A python3 that every user may run. The first one in root's PATH may be another one.
 fn python() -> &'static str {
     if Path::new("/usr/bin/python3").exists() { "/usr/bin/python3" } else { "python3" }
 }
@@ -93,7 +94,7 @@ impl Holder {
         self.script.pid()
     }
 
-    /// It still runs, and ends as it should.
+    /// Checks that the process still runs, and ends as it should.
     fn end(mut self) {
         self.script.say("end");
         assert_eq!(self.script.line(), "alive", "{}", self.kind);
@@ -126,7 +127,7 @@ fn assert_undumpable_reported(summary: &Value, holders: &[Holder]) {
         let rows = summary["left_alone"].as_array().unwrap();
         let mut reasons =
             rows.iter().filter(|row| row["pid"] == undumpable.pid()).map(|row| row["reason"].as_str().unwrap());
-        // It may be busy when it is first asked.
+        // The process may be busy when the daemon first asks it.
         assert_eq!(reasons.next_back(), Some("not dumpable: its memory is private"), "{summary}");
     }
 }
@@ -195,7 +196,7 @@ impl SocketUnit {
         let listener = UnixListener::bind(&path).unwrap();
         let children = Arc::new(Mutex::new(Vec::new()));
         let started = children.clone();
-        // Ends with the test's process.
+        // This thread ends with the test's process.
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 started.lock().unwrap().push(injector_on(stream.unwrap()));
@@ -208,7 +209,7 @@ impl SocketUnit {
         self.children.lock().unwrap().iter().map(|child| i32::try_from(child.id()).unwrap()).collect()
     }
 
-    /// All injectors end, as the program that connected to them has.
+    /// Checks that all injectors end after the program that connected to them has ended.
     #[track_caller]
     fn assert_ended(&self) {
         let mut children = self.children.lock().unwrap();
@@ -223,7 +224,7 @@ fn settings(unit: &str) -> Vec<(String, String)> {
     lines.filter_map(|line| line.split_once('=')).map(|(name, value)| (name.into(), value.into())).collect()
 }
 
-/// Adds the calls that a word names: one, or those of a set.
+/// Adds the system calls that a word names: a single call, or all calls of a set.
 fn members<'a>(sets: &'a BTreeMap<String, Vec<String>>, word: &'a str, into: &mut BTreeSet<&'a str>) {
     match sets.get(word) {
         Some(words) => words.iter().for_each(|word| members(sets, word, into)),
@@ -278,7 +279,8 @@ assert ctypes.CDLL(None).prctl(22, 2, ctypes.byref(Filter(len(code), ctypes.addr
 os.execv(sys.argv[2], sys.argv[2:])
 "#;
 
-/// Executes the program with a read-only file system, except for the paths in the unit, and with its capabilities only.
+/// Executes the program with the unit's capabilities only, and a file system that is read-only except for the unit's
+/// paths.
 const CONFINED: &str = r#"
 set -e
 mkdir -p /run/pagefold
@@ -288,7 +290,7 @@ for path in / /sys /run /tmp; do ! mountpoint -q $path || mount -o remount,bind,
 exec setpriv --inh-caps=-all --bounding-set=$0 --no-new-privs "$@"
 "#;
 
-/// We do by hand as systemd does with pagefold.service and pagefold-injector.socket.
+/// This does by hand the same as systemd does with pagefold.service and pagefold-injector.socket.
 #[test]
 fn confined_as_by_its_unit_it_merges_through_a_separate_injector() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -348,7 +350,7 @@ fn a_missing_capability_is_named() {
     }
 }
 
-/// A process that may be read, one that may not, and a scan of all of them, in a pid namespace of their own.
+/// In a new pid namespace, starts a process that may be read and one that may not, and scans all processes.
 const ALL: &str = r#"
 sleep 1000 &
 until grep -q sleep /proc/$!/comm; do :; done
@@ -372,7 +374,7 @@ fn all_leaves_out_what_may_not_be_read() {
     assert!(scanned.iter().any(|row| row["name"] == "sleep"), "{scan}");
 }
 
-/// The kernel may allow to look at the mappings of a process and not to read its memory.
+/// The kernel may let us look at a process's mappings, but not read its memory.
 #[test]
 fn what_turns_out_to_be_unreadable_is_left_out() {
     if !is_root() {
@@ -397,7 +399,7 @@ fn the_injector_serves_only_root_and_the_daemon_uses_only_a_root_injector() {
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
     let run = |socket: &Path| pagefold(&["run", "--pid", &pid, "--for", "1s", "--injector", socket.to_str().unwrap()]);
-    // Another user connects, to a socket that was opened for all.
+    // Another user connects to a socket that was opened for everybody.
     let unit_socket = SocketUnit::start();
     let open =
         |path: &Path, mode| fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
@@ -419,7 +421,7 @@ fn the_injector_serves_only_root_and_the_daemon_uses_only_a_root_injector() {
     assert_eq!(other_user.line(), "ready");
     assert_refused(&run(&path), 3, "the socket belongs to user 65534");
     drop(other_user);
-    // Nothing listens any more, and nothing ever did.
+    // At the first path nothing listens any more, and at the second nothing ever did.
     assert_refused(&run(&path), 1, "no process listens");
     assert_refused(&run(Path::new("/run/pagefold-nowhere.sock")), 1, "no process listens");
     ksm.assert_restored();
@@ -438,7 +440,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 "#;
 
-/// Every key, and every value that is no container, with the key it belongs to.
+/// Collects every key, and every plain value with its key.
 fn walk<'a>(value: &'a Value, key: &'a str, keys: &mut BTreeSet<&'a str>, leaves: &mut Vec<(&'a str, &'a Value)>) {
     match value {
         Value::Object(fields) => {
@@ -463,7 +465,7 @@ fn assert_discloses_no_contents(document: &Value) {
     assert!(!text.contains("not-to-be-told") && !text.contains("not-to-be"), "{text}");
     let (mut keys, mut leaves) = (BTreeSet::new(), Vec::new());
     walk(document, "", &mut keys, &mut leaves);
-    // Knobs of KSM are keys too.
+    // KSM's knobs are also keys.
     let is_knob = |key: &str| Path::new("/sys/kernel/mm/ksm").join(key).exists();
     let explained: BTreeSet<&str> = SCHEMAS.iter().flat_map(Schema::names).collect();
     keys.retain(|key| !is_knob(key) && !explained.contains(key));
@@ -547,7 +549,8 @@ fn the_units_are_as_confined_as_documented() {
     }
 }
 
-/// Under a seccomp filter the injector could not suspend a target's filter. These settings make systemd install one.
+/// If the injector ran under a seccomp filter, it couldn't suspend a target's filter. These settings make systemd
+/// install one.
 #[test]
 fn the_injector_unit_installs_no_seccomp_filter() {
     const FILTERS: &str = "SystemCallFilter SystemCallArchitectures SystemCallLog RestrictAddressFamilies RestrictNamespaces RestrictRealtime \
@@ -557,7 +560,7 @@ fn the_injector_unit_installs_no_seccomp_filter() {
     assert!(settings.iter().any(|(name, _)| name == "StandardInput"));
     for (name, value) in settings {
         assert!(!FILTERS.split(' ').any(|filter| filter == name), "{name}={value}");
-        // Nor may it be killed while it holds a target.
+        // The injector mustn't be killed either while it holds a target.
         assert!(!["Memory", "RuntimeMax", "Watchdog"].iter().any(|kind| name.starts_with(kind)), "{name}");
     }
 }

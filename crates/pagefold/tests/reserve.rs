@@ -1,4 +1,5 @@
-//! Headroom for merged memory that can come back, on the real kernel: programs below a limit whose merged pages are all written at once.
+//! Headroom for writes to merged pages, on the real kernel: programs below a limit write to all their merged pages at
+//! once.
 
 use pagefold_testkit::limit::Limited;
 use pagefold_testkit::*;
@@ -9,10 +10,10 @@ use std::time::{Duration, Instant};
 /// Programs below the limit, and the memory that each of them holds, MiB.
 const PROGRAMS: u64 = 3;
 const EACH: u64 = 32;
-/// How long before the pages come back a warning is early enough.
+/// A warning must come at least this long before the pages are written.
 const EARLY: Duration = Duration::from_secs(30);
 
-/// A program in the cgroup whose memory has these contents.
+/// A program in the cgroup that holds memory with these contents.
 fn holder(limited: &Limited, mib: u64, content: u64) -> Holder {
     let mut holder = Holder::start(mib * PAGES_PER_MIB);
     limited.add(holder.pid());
@@ -35,20 +36,20 @@ fn merged(limited: &Limited, mib: u64, options: &[&str]) -> (Vec<Holder>, Daemon
     (holders, daemon)
 }
 
-/// The row of the limit in the status, if it is tight.
+/// The limit's row in the status, if there's too little headroom below it.
 fn tight(limited: &Limited) -> Option<Value> {
     let status = status();
     let rows = status["reserve"]["limits"].as_array().unwrap();
     rows.iter().find(|row| Path::new(row["cgroup"].as_str().unwrap()) == limited.path()).cloned()
 }
 
-/// Whether a process has not ended. Nobody has waited for it.
+/// Whether a process still runs. An ended one is a zombie, as nobody has waited for it.
 fn is_alive(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, fields)| !fields.starts_with(['Z', 'X']))
 }
 
-/// All pages are written, with other contents, by all programs at once. Which of them answer when it is done.
+/// All programs write different contents to all their pages at once. Returns which programs answer afterwards.
 fn diverge(holders: &mut [Holder]) -> Vec<bool> {
     let began = Instant::now();
     let answered = std::thread::scope(|scope| {
@@ -100,9 +101,9 @@ fn without_room_for_all_the_warning_comes_long_before_the_pages_do() {
     assert_has(&succeed(&["status"]), &["overcommitted", limited.path().file_name().unwrap().to_str().unwrap()]);
     std::thread::sleep(EARLY);
     assert!(warned.elapsed() >= EARLY);
-    // More than the limit: with or without pagefold, the kernel has to kill.
+    // They need more than the limit, so the kernel would have to kill one even without pagefold.
     let answered = diverge(&mut holders);
-    // One can be killed after its own answer, while another one still writes.
+    // A program may be killed after its answer, while another one is still writing.
     let dead = |holders: &[Holder]| holders.iter().filter(|holder| !is_alive(holder.pid())).count() as u64;
     wait_until("those that were killed have ended", || dead(&holders) == limited.kills());
     println!("{answered:?} answered, {} killed", limited.kills());
@@ -119,7 +120,7 @@ fn memory_is_taken_apart_as_far_as_half_of_the_reserve_is_left() {
     let Some(limited) = Limited::make() else { return };
     let (mut holders, daemon) = merged(&limited, 200, &["--reserve", "50%", "--take-back"]);
     let saved = saved_bytes();
-    // Somebody else below the limit takes memory, until about 95 MiB are left of a reserve of 100.
+    // Another program below the limit takes memory, until about 95 MiB are free, which is less than the reserve of 100.
     let taken = limited.usage() / MIB;
     let mut other = holder(&limited, 104 - taken, 0x5e5e_9999_0001);
     wait_until("memory is unmerged", || status()["reserve"]["taken_back_bytes"].as_u64() >= Some(EACH * MIB));
@@ -127,7 +128,7 @@ fn memory_is_taken_apart_as_far_as_half_of_the_reserve_is_left() {
     assert_eq!(row["state"], "short", "{row}");
     // KSM counts the pages until its next scan.
     wait_until("the pages are given back", || saved.saturating_sub(saved_bytes()) >= EACH * MIB / 100 * 95);
-    // The next step would leave less than half.
+    // The next step would leave less than half of the reserve.
     std::thread::sleep(Duration::from_secs(6));
     let left = 200 * MIB - limited.usage();
     assert!((50 * MIB..80 * MIB).contains(&left), "{left} bytes left");

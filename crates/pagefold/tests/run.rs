@@ -22,13 +22,13 @@ fn wait_for_saving(of: u64) {
     wait_until("nearly all is saved", || saved_bytes() >= most(of));
 }
 
-/// Waits until a kick is in progress.
+/// Waits until the run has ordered a scan, which is in progress.
 #[track_caller]
 fn wait_for_kick() {
     wait_until("a kick is in progress", || number("pages_to_scan") == KICK && number("run") == 1);
 }
 
-/// Gives everything back and checks that all is as it was before.
+/// Unmerges everything and checks that all is as it was before.
 #[track_caller]
 fn give_back(ksm: &KsmAtRest, tenants: &mut [Tenant]) {
     let pids = pids(tenants);
@@ -42,14 +42,14 @@ fn wait_until_begun() {
     wait_until("the run has begun", || Path::new(STATE_FILE).exists());
 }
 
-/// `pagefold doctor` with these arguments, which prints all these parts.
+/// Runs `pagefold doctor` with these arguments, and checks that its output has all these parts.
 #[track_caller]
 fn doctor(args: &[&str], parts: &[&str]) {
     let output = pagefold(&[&["doctor"], args].concat());
     assert_has(&String::from_utf8_lossy(&output.stdout), parts);
 }
 
-/// Merges until this much is saved and nothing is left to do. Returns the summary of the run.
+/// Merges until this much is saved and nothing is left to do. Returns the run's summary.
 fn merged(tenants: &mut [Tenant], savable: u64) -> Value {
     let daemon = Daemon::on(&pids(tenants), &[]).answering();
     wait_until("all is merged", || {
@@ -62,7 +62,7 @@ fn merged(tenants: &mut [Tenant], savable: u64) -> Value {
 #[test]
 fn two_identical_processes_are_merged_and_get_everything_back() {
     let Some(ksm) = KsmAtRest::take() else { return };
-    // Zero pages that the kernel still counts though nothing is merged.
+    // The kernel may still count merged zero pages although nothing is merged.
     let miscounted = saved_bytes();
     let mut pair = pair(48, 24, 1);
     let pids = pids(&pair);
@@ -72,16 +72,16 @@ fn two_identical_processes_are_merged_and_get_everything_back() {
     assert_intact(&mut pair);
 
     let saved = bytes(&summary, "saved_bytes");
-    // Two processes of one program have little else in common.
+    // Two processes of one program have little other memory in common.
     assert!((most(savable)..savable + 2 * MIB).contains(&saved), "saved {saved} of {savable}");
     assert!(saved.abs_diff(saved_bytes()) <= MIB, "the kernel counts {}", saved_bytes());
-    // A saved page and the page that it is merged into.
+    // The figure counts each saved page and the page that it was merged into.
     assert!(bytes(&summary, "merged_pages") * 4096 >= 2 * most(savable), "{summary}");
     let marked = bytes(&summary, "marked_bytes");
     let found: u64 = pids.iter().map(|&pid| marks(pid).marked).sum();
     assert!(marked.abs_diff(found) <= MIB, "{marked} marked, and {found} by smaps");
     for &pid in &pids {
-        // Includes unique memory that is in one mapping with the common memory.
+        // This includes unique memory in the same mapping as the common memory.
         let Marks { marked, merged } = marks(pid);
         assert!((most(savable)..savable + 30 * MIB).contains(&marked), "{marked}");
         assert!(merged >= most(savable), "{merged}");
@@ -103,7 +103,7 @@ fn two_identical_processes_are_merged_and_get_everything_back() {
     assert_eq!((&summary["dry_run"], &summary["expected_bytes"]), (&json!(false), &json!(0)));
     assert_eq!((&summary["governor"], &summary["stood_down"]), (&json!("full"), &Value::Null));
     assert_eq!(summary["left_alone"], json!([]));
-    // All except the one knob that cannot be written while anything is merged.
+    // All knobs are restored, except the one that can't be written while pages are merged.
     assert_eq!(summary["knobs_restored"], true);
     assert_eq!(summary["knobs_deferred"], json!({ "max_page_sharing": 256 }));
     ksm.assert_knobs_restored_except(&["max_page_sharing"]);
@@ -116,7 +116,7 @@ fn two_identical_processes_are_merged_and_get_everything_back() {
     assert_unmarked(&pids);
     assert_intact(&mut pair);
     ksm.assert_restored();
-    // There is nothing left to give back.
+    // There's nothing left to unmerge.
     assert_eq!(bytes(&unmerge(&pids), "given_back_bytes"), 0);
 }
 
@@ -149,13 +149,13 @@ fn a_signal_ends_a_run_cleanly_at_any_time() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut pair = pair(96, 0, 3);
     let pids = pids(&pair);
-    // While it reads.
+    // Kill the run while it reads.
     let daemon = Daemon::on(&pids, &[]);
     wait_until_begun();
     daemon.signal(libc::SIGINT);
     assert_eq!(daemon.end().summary()["knobs_restored"], true);
     give_back(&ksm, &mut pair);
-    // During a ksmd scan.
+    // End the run during a ksmd scan.
     for signal in [libc::SIGTERM, libc::SIGINT] {
         let daemon = Daemon::on(&pids, &[]);
         wait_for_kick();
@@ -194,7 +194,7 @@ fn the_knobs_of_a_killed_run_are_restored_by_the_next_run_and_by_doctor() {
     }
 }
 
-/// As in a container, whose /run ends with it.
+/// This is like a container, whose /run disappears with it.
 #[test]
 fn the_knobs_of_a_killed_run_with_a_run_directory_of_its_own_are_restored_by_doctor() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -206,7 +206,7 @@ fn the_knobs_of_a_killed_run_with_a_run_directory_of_its_own_are_restored_by_doc
     let daemon = Daemon::of(&mut command);
     wait_for_kick();
     assert!(!Path::new(STATE_FILE).exists());
-    // While it runs, nothing is taken from it.
+    // While the run goes on, doctor must not take anything from it.
     doctor(&["--fix"], &[&format!("held by process {}", daemon.pid())]);
     assert_eq!(daemon.kill().code, None);
     assert_eq!((number("run"), number("use_zero_pages")), (1, 1), "the knobs are as the run left them");
@@ -230,7 +230,7 @@ fn a_process_that_starts_later_is_matched_by_its_name() {
     wait_for_saving(32 * MIB);
     let summary = daemon.stop();
     assert_eq!(summary["processes"], 2);
-    // The base name matches too and, for undoing, a file that others can change.
+    // The base name also matches and, for undoing, so does a file that others can change.
     let name = exe.file_name().unwrap().to_str().unwrap();
     std::fs::set_permissions(&*exe, PermissionsExt::from_mode(0o777)).unwrap();
     assert_fails(&["run", "--for", "1s", "--exe", name], 5, "can be changed by others than root");
@@ -305,7 +305,7 @@ fn targets_that_end_or_execute_another_program_do_no_harm() {
     });
     drop(dying);
     wait_until_merged(&pids(&tenants), most(48 * MIB));
-    // Pages of processes that have ended are counted until ksmd's next scan.
+    // Until ksmd's next scan, pages of ended processes still count.
     std::thread::sleep(Duration::from_secs(1));
     let summary = daemon.stop();
     assert_eq!(summary["processes"], 4, "{summary}");
@@ -316,7 +316,7 @@ fn targets_that_end_or_execute_another_program_do_no_harm() {
     give_back(&ksm, &mut tenants);
     assert_eq!(state(changing.pid()), b'S');
 
-    // When all named processes have ended, so does the run.
+    // When all named processes have ended, the run also ends.
     let last = tenant(&spec(1, 0, 8));
     let daemon = Daemon::on(&[last.pid()], &[]);
     wait_until_begun();
@@ -436,7 +436,7 @@ print(os.getpid(), set, os.waitstatus_to_exitcode(os.wait()[1]))";
     let pid = child.id();
     let output = child.wait_with_output().unwrap();
     assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{pid} 1 1\n"));
-    // The exit code, arguments that look like flags, and death by a signal are passed through.
+    // exec passes on the exit code, arguments that look like flags, and death by a signal.
     assert_eq!(pagefold(&["exec", "sh", "-c", "exit 41"]).status.code(), Some(41));
     assert_eq!(pagefold(&["exec", "--", "echo", "--json", "-x"]).stdout, b"--json -x\n");
     let killed = pagefold(&["exec", "sh", "-c", "kill -9 $$"]).status;
@@ -529,11 +529,11 @@ fn a_restart_costs_no_second_search_and_nothing_is_unmerged() {
     let [before, after] = [&first, &second].map(|summary| bytes(summary, "pages_read"));
     assert!(after * 5 <= before, "{after} pages read after the restart, {before} before");
     assert_eq!((bytes(&second, "stops"), bytes(&second, "scans")), (0, 0), "{second}");
-    // Only pages that the programs write anyway.
+    // The only new copies are of pages that the programs write anyway.
     assert!(vmstat("cow_ksm") - broken < 256, "{} copies", vmstat("cow_ksm") - broken);
     println!("{before} pages read by the first run, {after} by the second");
 
-    // A file that can't be used is named in one line, and the run does without it.
+    // If the file can't be used, the run says so in one line and does without the file.
     std::fs::write(&path, "{\"schema\":").unwrap();
     let ended = start().terminate();
     assert_eq!(ended.errors.matches("is damaged").count(), 1, "{}", ended.errors);

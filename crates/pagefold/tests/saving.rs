@@ -1,12 +1,12 @@
-//! What `status` says is saved is what is saved: the sum of Pss_Anon of all processes in scope before anything is merged, less the sum
-//! afterwards. Nothing of KSM's own counters is used for it.
+//! The savings that `status` shows are the real ones: the sum of Pss_Anon of all processes in scope before anything is
+//! merged, minus the sum afterwards. This needs none of KSM's own counters.
 
 use pagefold_testkit::holder::{Change, Holder};
 use pagefold_testkit::*;
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// The frames that processes hold: what they share is divided among all that share it.
+/// The frames that processes hold. Shared frames are divided among all processes that share them.
 fn held(pids: &[i32]) -> u64 {
     let of = |pid: &i32| {
         let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
@@ -16,7 +16,7 @@ fn held(pids: &[i32]) -> u64 {
     pids.iter().map(of).sum()
 }
 
-/// A program that holds contents `content` and on.
+/// A program whose pages hold the contents `content`, `content` + 1 and so on.
 fn holder(mib: u64, content: u64) -> Holder {
     let pages = mib * PAGES_PER_MIB;
     let mut holder = Holder::start(pages);
@@ -25,7 +25,7 @@ fn holder(mib: u64, content: u64) -> Holder {
     holder
 }
 
-/// Waits until the figure is within 2 % of the truth. It may be some seconds old.
+/// Waits until the figure, which may be some seconds old, is within 2 % of the truth.
 #[track_caller]
 fn assert_true(when: &str, unmerged: u64, pids: &[i32]) {
     let began = Instant::now();
@@ -50,7 +50,7 @@ fn daemon(pids: &[i32], options: &[&str]) -> Daemon {
 #[test]
 fn what_is_said_is_true_after_restarts_writes_and_exits_beside_other_programs() {
     let Some(_ksm) = KsmAtRest::take() else { return };
-    // Another program's memory merges meanwhile, which is none of ours.
+    // Memory of another program, which isn't in scope, also merges.
     let _others = Holder::duplicated(16 * PAGES_PER_MIB);
     let [first, mut second, zeros] = [holder(16, 1), holder(16, 1), holder(8, 0)];
     let pids = [first.pid(), second.pid(), zeros.pid()];
@@ -71,7 +71,7 @@ fn what_is_said_is_true_after_restarts_writes_and_exits_beside_other_programs() 
     second.change(Change::Write { first: 0, pages: 8 * PAGES_PER_MIB, content: 1 << 40, step: 1 });
     assert_true("half of it written", unmerged, &pids);
     second.change(Change::Drop { first: 8 * PAGES_PER_MIB, pages: 4 * PAGES_PER_MIB });
-    // The frames that were given back would be gone without merging, too.
+    // Without merging, the frames of the unmapped memory would be free as well.
     assert_true("a quarter of it unmapped", unmerged - 4 * MIB, &pids);
     drop(first);
     assert_true("the other one ended", held(&pids[1..]) + 8 * MIB, &pids[1..]);
@@ -92,13 +92,13 @@ fn children_of_a_fork_are_counted_once() {
     }
     let run = daemon(&pids, &[]);
     assert_true("forked after merging", unmerged, &pids);
-    // ksmd visits the children, and counts each of their pages as one more that is saved.
+    // ksmd visits the children, and counts each of their pages as another saved page.
     std::thread::sleep(Duration::from_secs(3));
     assert_true("and visited by ksmd", unmerged, &pids);
     drop(run);
 }
 
-/// As of two prefork servers that loaded the same data.
+/// The families are like two prefork servers that have loaded the same data.
 #[test]
 fn families_of_forks_are_merged_with_each_other() {
     let Some(_ksm) = KsmAtRest::take() else { return };

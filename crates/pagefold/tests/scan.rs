@@ -1,4 +1,4 @@
-//! `pagefold scan` on processes whose memory is known to the page.
+//! `pagefold scan` on processes for which we know the contents of every page.
 
 use serde_json::Value;
 use std::process::Command;
@@ -6,7 +6,8 @@ use std::process::Command;
 use pagefold_testkit::holder::Change;
 use pagefold_testkit::*;
 
-/// A process that holds so many MiB of pages of these contents: each `step` higher than the one before, and zeros for 0.
+/// A process with segments of (MiB, content, step). Each page's content is `step` above the previous one's; 0 means
+/// zeros.
 fn holder<const N: usize>(segments: [(u64, u64, u64); N]) -> Holder {
     let pages = segments.map(|(mib, ..)| mib * PAGES_PER_MIB);
     let (mut holder, mut first) = (Holder::start(pages.iter().sum()), 0);
@@ -17,7 +18,7 @@ fn holder<const N: usize>(segments: [(u64, u64, u64); N]) -> Holder {
     holder
 }
 
-/// One that holds so many MiB of different pages, the same for the same seed.
+/// A process with this many MiB of distinct pages. The same seed makes the same pages.
 fn random(mib: u64, seed: u64) -> Holder {
     holder([(mib, seed << 32, 1)])
 }
@@ -30,7 +31,7 @@ fn bytes(value: &Value, field: &str) -> u64 {
     value[field].as_u64().unwrap_or_else(|| panic!("{field} in {value}"))
 }
 
-/// Equal within an allowance: the program's own memory differs a little from run to run.
+/// Checks that two values are nearly equal, since the program's own memory differs a little from run to run.
 #[track_caller]
 fn assert_close(value: u64, expected: u64, allowance: u64) {
     assert!(value.abs_diff(expected) <= allowance, "{value} is not {expected} within {allowance}");
@@ -45,12 +46,12 @@ fn known_memory_is_counted_to_the_page() {
     if !can_read_pages() {
         return;
     }
-    // Two hold 24 MiB in common; the first also has 8 MiB of zeros and 4 MiB of one content.
+    // The two hold 24 MiB in common. The first also has 8 MiB of zeros and 4 MiB of equal pages.
     let first = holder([(24, 1 << 32, 1), (10, 2 << 32, 1), (8, 0, 0), (4, 5 << 32, 0)]);
     let second = holder([(24, 1 << 32, 1), (6, 3 << 32, 1)]);
     let small = [random(1, 8), random(1, 9)];
     let report = scan(&[first.pid(), second.pid()], &["--exact"]);
-    // The pages that any two programs have in common.
+    // This counts the pages that any two of these programs have in common.
     let base = scan(&[small[0].pid(), small[1].pid()], &["--exact"])["totals"].clone();
     let totals = &report["totals"];
     assert_eq!(report["schema"], "pagefold.scan/1");
@@ -67,15 +68,15 @@ fn known_memory_is_counted_to_the_page() {
     let parts = ["zero_bytes", "duplicate_within_bytes", "duplicate_across_bytes"];
     let gross: u64 = parts.iter().map(|part| bytes(totals, part)).sum();
     assert_close(bytes(totals, "savable_gross_bytes"), gross, 4);
-    // 64 bytes a page of 4096, and the same again for each of about 6145 shared contents.
+    // KSM's metadata takes 64 bytes per page, and another 64 for each of about 6145 shared contents.
     let metadata = bytes(totals, "resident_bytes") / 64 + 6145 * 64;
     assert_close(bytes(totals, "metadata_bytes"), metadata, metadata / 10);
     assert_close(bytes(totals, "savable_bytes"), gross - metadata, allowance);
-    // Memory that two processes have in common is attributed to each by half.
+    // Half of the memory that two processes have in common is attributed to each.
     assert_close(bytes(process(&report, second.pid()), "savable_gross_bytes"), 12 * MIB, 2 * allowance);
     assert_close(bytes(process(&report, first.pid()), "savable_gross_bytes"), 24 * MIB, 2 * allowance);
 
-    // Sums of every break-down are the total.
+    // The rows of every breakdown must add up to the total.
     for list in ["processes", "kinds", "cgroups"] {
         let sum: u64 = report[list].as_array().unwrap().iter().map(|row| bytes(row, "savable_gross_bytes")).sum();
         assert_close(sum, bytes(totals, "savable_gross_bytes"), 64);
@@ -88,15 +89,15 @@ fn known_memory_is_counted_to_the_page() {
     assert!(report["cost"]["ns_per_page"].as_f64().unwrap() > 0.0);
     assert!(process(&report, first.pid())["kinds"].as_array().unwrap().iter().any(|row| row["kind"] == "anonymous"));
 
-    // A sample is within its stated error of the exact figure 19 times in 20. Fewer than 15 of 20 are so by chance once in
-    // thousands of tests.
+    // 19 of 20 samples should be within their stated error of the exact figure. It only happens once in thousands of
+    // tests that fewer than 15 are.
     let exact = bytes(totals, "savable_gross_bytes");
     let hits = (0..20).filter(|seed| {
         let sampled = scan(&[first.pid(), second.pid()], &["--seed", &seed.to_string()]);
         let off = bytes(&sampled["totals"], "savable_gross_bytes").abs_diff(exact);
         let error = bytes(&sampled, "error_bytes");
         assert!(error <= bytes(totals, "resident_bytes") / 50 + MIB, "stated {error}");
-        // Pages of the program change between the scans.
+        // Some of the program's pages change between the scans.
         off <= error + 128 * 1024
     });
     assert!(hits.count() >= 15);
@@ -112,12 +113,12 @@ fn scanning_leaves_pages_shared_by_fork_shared() {
     for round in 0..2 {
         let report = scan(&pids, &["--exact"]);
         let totals = &report["totals"];
-        // Both map the same 16 MiB, and nothing can be saved there. Reading must not copy them.
+        // Both processes map the same 16 MiB, so nothing can be saved there. Reading mustn't copy those pages.
         assert!(bytes(totals, "fork_shared_bytes") >= 32 * MIB, "round {round}: {totals}");
         assert!(bytes(totals, "resident_bytes") < 32 * MIB, "round {round}: {totals}");
         assert!(bytes(totals, "savable_gross_bytes") < 2 * MIB, "round {round}: {totals}");
     }
-    // A third process with the same contents: one of two frames can be saved.
+    // With a third process of the same contents, there are two frames for each content, and one can be saved.
     let third = random(16, 4);
     let report = scan(&[pids[0], pids[1], third.pid()], &["--exact"]);
     let savable = bytes(&report["totals"], "savable_gross_bytes");
@@ -159,7 +160,7 @@ fn merged_pages_stay_merged_and_private_copies_of_them_are_savable() {
         let report = scan(&[one.pid(), two.pid(), private.pid()], &["--exact"]);
         let totals = &report["totals"];
         assert_close(bytes(totals, "merged_bytes"), 16 * MIB, MIB / 4);
-        // Every page of the third process can be merged into an existing page: all of it is savable.
+        // Every page of the third process can be merged into an existing page, so all of its memory is savable.
         let savable = bytes(process(&report, private.pid()), "savable_gross_bytes");
         assert!((8 * MIB..10 * MIB).contains(&savable), "{savable}");
         assert!(number("pages_sharing") >= 2048, "scanning has unmerged pages");
@@ -188,7 +189,7 @@ fn the_table_and_the_html_page_are_complete() {
     assert_fails(&["scan", "--pid", &pids, "--html", "/no/such/dir/x.html"], 1, "cannot write");
 }
 
-/// As in a container with a pid namespace like the host's and a cgroup namespace of its own.
+/// This is like a container with the host's pid namespace, but its own cgroup namespace.
 #[test]
 fn cgroups_have_the_same_names_in_a_cgroup_namespace() {
     if !can_read_pages() {

@@ -1,5 +1,5 @@
-//! A live attack on deduplication: one process guesses the contents of another one's pages, waits until they're merged, and
-//! learns from the time that its own writes take which guesses were right.
+//! A live attack on deduplication: a process guesses the contents of another process's pages and waits until its
+//! guesses are merged. Then the time that its own writes take reveals which guesses were right.
 
 use pagefold_engine::random::Random;
 use pagefold_testkit::holder::Change;
@@ -7,14 +7,14 @@ use pagefold_testkit::*;
 use std::fs;
 use std::time::{Duration, Instant};
 
-/// Pages guessed: 8 MiB. About half of the guesses are right.
+/// The number of pages to guess (8 MiB). About half of the guesses are right.
 const PAGES: u64 = 8 * PAGES_PER_MIB;
-/// Pages of a helper of the attacker.
+/// Pages of each of the attacker's helpers.
 const HELPED: u64 = 80 * PAGES_PER_MIB;
-/// The possible contents of each page.
+/// How many contents are possible for each page.
 const CANDIDATES: u64 = 16;
 
-/// A content of a page of the victim. No two pages share a candidate.
+/// A possible content of a victim's page. No two pages share a candidate.
 fn candidate(round: u64, page: u64, number: u64) -> u64 {
     0x51de_0000_0000 + ((round * PAGES + page) * CANDIDATES) + number
 }
@@ -22,22 +22,22 @@ fn candidate(round: u64, page: u64, number: u64) -> u64 {
 /// How the attacker gets its memory marked.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// Writes its guesses and waits.
+    /// It writes its guesses and waits.
     Waits,
-    /// Waits for memory to be marked that equals another process's, and then writes its guesses there.
+    /// It waits until its memory is marked because another process has equal memory, and then writes its guesses there.
     Rewrites,
-    /// Marks its memory itself.
+    /// It marks its memory itself.
     Marks,
 }
 
-/// The attacker's figures.
+/// The CPU cycles of the attacker's writes.
 struct Attack {
     right: Vec<u64>,
     wrong: Vec<u64>,
 }
 
 impl Attack {
-    /// The probability that a right guess takes longer to write than a wrong one: the area under the ROC curve.
+    /// The probability that writing takes longer for a right guess than for a wrong one: the area under the ROC curve.
     fn auc(&self) -> f64 {
         let mut wrong = self.wrong.clone();
         wrong.sort_unstable();
@@ -49,7 +49,7 @@ impl Attack {
         points as f64 / 2.0 / (self.right.len() * self.wrong.len()) as f64
     }
 
-    /// The standard error of [`Self::auc`] for a classifier that knows nothing.
+    /// The standard error of [`Self::auc`] if writes reveal nothing.
     fn error(&self) -> f64 {
         let (right, wrong) = (self.right.len() as f64, self.wrong.len() as f64);
         ((right + wrong + 1.0) / (12.0 * right * wrong)).sqrt()
@@ -75,7 +75,7 @@ impl Attack {
     }
 }
 
-/// Has ksmd pass several times, as a patient attacker does: two helpers hold more and more of the same memory.
+/// Makes ksmd scan several times, as a patient attacker can: two helpers hold more and more equal memory.
 fn provoke_scans(round: u64, helpers: &mut [Holder; 2]) {
     const STEP: u64 = 2 * PAGES_PER_MIB;
     let (begun, mut at) = (number("full_scans"), PAGES);
@@ -88,12 +88,12 @@ fn provoke_scans(round: u64, helpers: &mut [Holder; 2]) {
             at += STEP;
             stepped = Some(Instant::now());
         }
-        // Any page merges at the second pass at the earliest; one may be in progress.
+        // A page merges at the second scan at the earliest, and another scan may be in progress.
         number("full_scans") >= begun + 4
     });
 }
 
-/// A victim with secret pages, its replica, and an attacker, which is another user's process in `other_domain`.
+/// Attacks a victim with secret pages, which has a replica. With `other_domain` the attacker is another user's process.
 fn attack(round: u64, config: &ConfigFile, other_domain: bool, way: Way) -> Attack {
     let mut random = Random::new(u64::from(std::process::id()) << 8 | round);
     let secrets: Vec<u64> = (0..PAGES).map(|_| random.below(CANDIDATES)).collect();
@@ -126,7 +126,7 @@ fn attack(round: u64, config: &ConfigFile, other_domain: bool, way: Way) -> Atta
     match way {
         Way::Waits => {}
         Way::Rewrites => {
-            // It waits for its bait to be marked, in vain.
+            // It waits in vain for its bait to be marked.
             std::thread::sleep(Duration::from_secs(5));
             assert_eq!(marks(pids[2]), Marks::default());
             write(&mut attacker, &guesses);
@@ -149,7 +149,7 @@ fn attack(round: u64, config: &ConfigFile, other_domain: bool, way: Way) -> Atta
 fn the_time_of_a_write_says_nothing_about_another_domain() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let config = ConfigFile::new("[domains]\nby = \"user\"\n");
-    // Without this the figure for two domains means nothing.
+    // If the attack didn't work within a domain, the figure for two domains would mean nothing.
     let within = attack(0, &config, false, Way::Waits).print("within a domain");
     assert!(within > 0.8, "the attacker does not work");
     let across = attack(1, &config, true, Way::Waits).print("across domains");
@@ -158,13 +158,14 @@ fn the_time_of_a_write_says_nothing_about_another_domain() {
     for auc in [across, rewritten] {
         assert!((0.45..=0.55).contains(&auc), "AUC {auc:.3} across domains");
     }
-    // A documented limit of the separation, reported rather than bounded.
+    // This limit of the separation is documented, so we report the figure and don't check it.
     assert!(marked.is_finite());
     ksm.assert_restored();
 }
 
-/// Two copies of a program hold a guess each, beside pages that only the other copy has. Where a guess of what another domain holds
-/// decided whether such memory is marked, `mg` in its own smaps told an attacker whether it is right.
+/// Each of two copies of a program holds a guess, beside pages that only the other copy also has. If a guess at another
+/// domain's contents decided whether that memory gets marked, the flag `mg` in its own smaps would tell an attacker
+/// whether the guess was right.
 #[test]
 fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     const GUESSES: u64 = 20;
@@ -172,7 +173,7 @@ fn what_an_attacker_sees_of_itself_says_nothing_about_another_domain() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let config = ConfigFile::new("[domains]\nby = \"user\"\n");
     let victims = [(); 2].map(|()| Holder::with(PAGES, candidate(9, 0, 0)));
-    // Of each guess, two copies of each of two programs: one with a right guess and one with a wrong one.
+    // There are two copies of each of two programs: one program with right guesses and one with wrong ones.
     let mut attackers: Vec<Holder> = (0..4).map(|_| Holder::start(GUESSES * COPIED)).collect();
     for (number, attacker) in attackers.iter_mut().enumerate() {
         attacker.ask("user 4321");

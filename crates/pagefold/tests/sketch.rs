@@ -1,4 +1,5 @@
-//! `pagefold sketch` and runs with sketches, on processes whose memory is known to the page. None of it needs KSM.
+//! `pagefold sketch` and runs with sketches, on processes for which we know the contents of every page. KSM isn't
+//! needed.
 
 use pagefold_engine::units::whole;
 use pagefold_sketch::{Estimate, FleetKey, Kind, Row, SketchFile};
@@ -58,7 +59,7 @@ fn pages(estimate: Estimate) -> u64 {
     whole(estimate.contents)
 }
 
-/// A program of its own name that holds these pages from content `from` on, so many copies of each, and pages of zeros.
+/// A process of this program with `copies` pages of each of `contents` contents, from `from` on, and pages of zeros.
 fn holding(program: &ProgramCopy, from: u64, contents: u64, copies: u64, zeros: u64) -> Holder {
     let mut holder = Holder::start_as(program, contents * copies + zeros);
     for copy in 0..copies {
@@ -93,7 +94,7 @@ fn what_workloads_hold_is_sketched_to_the_page() {
     assert_eq!((file.host(), summary["host"].as_str()), (Some("node-1"), Some("node-1")));
     let (a, b) = (row(&file, "alpha"), row(&file, "beta"));
     assert_eq!((a.kind, a.domain.as_str()), (Kind::Process, "default"));
-    // Programs have some pages of their own, too: stacks, relocated data, the heap.
+    // Programs also have some other pages: stacks, relocated data, the heap.
     let own = 100;
     let near = |found: u64, expected: u64, what: &str| {
         assert!((expected..expected + own).contains(&found), "{what}: {found}, not {expected}");
@@ -107,7 +108,7 @@ fn what_workloads_hold_is_sketched_to_the_page() {
     near(pages(a.sketch.common(&b.sketch)), 500, "in common");
     assert_eq!((a.anonymous_bytes, a.came_bytes, a.went_bytes), (a.read_bytes, 0, 0));
     assert!(a.since_us <= a.time_us && a.host_memory_bytes > 1 << 28 && a.host_cpu_millicores >= 1000);
-    // It is root's alone, and the digests of the same contents are the same in another run.
+    // Only root may read the file, and in another run the same contents have the same digests.
     assert_eq!(fs::metadata(fleet.path("out.parquet")).unwrap().permissions().mode() & 0o7777, 0o600);
     let (_, again) = fleet.sketch(&[second.pid()], &[]);
     near(pages(row(&again, "beta").sketch.common(&b.sketch)), 1500, "in another run");
@@ -165,10 +166,10 @@ fn each_wrong_argument_has_its_line() {
     }
 }
 
-/// The first pass takes some ten seconds, since reading may take 0.08 % of a core.
+/// The first pass takes about ten seconds, since reading may only take 0.08 % of a core.
 #[test]
 fn a_run_keeps_sketches_and_replaces_their_file() {
-    // It changes nothing, but its control socket takes the place of other tests' sockets while it runs.
+    // This run doesn't use KSM, but while it runs, its control socket replaces those of other tests.
     let Some(_ksm) = KsmAtRest::take() else { return };
     if !can_read_pages() {
         return;
@@ -186,13 +187,13 @@ fn a_run_keeps_sketches_and_replaces_their_file() {
     assert_eq!(row.host, "node-2");
     assert!((2050..2200).contains(&(row.read_bytes / PAGE)), "{row:?}");
     run.stop();
-    // Nothing else is left: neither the file beside it nor another one.
+    // There are no other files left, not even the one that is renamed.
     let mut names: Vec<_> = fleet.dir.path().read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["key", "node-2.parquet"]);
 }
 
-/// A program that locks its memory map while it is read for its sketch: no request waits for it.
+/// If a program locks its memory map while we read it for its sketch, no request waits for that program.
 #[test]
 fn a_program_that_stalls_while_it_is_read_delays_no_request() {
     let Some(_ksm) = KsmAtRest::take() else { return };
@@ -212,7 +213,7 @@ fn a_program_that_stalls_while_it_is_read_delays_no_request() {
     std::thread::sleep(Duration::from_secs(1));
     victim.send();
     wait_until("it is locked", || tids(victim.pid()).iter().any(|&tid| state(tid) == b'D'));
-    // Its sketch ends with the pages that have been read so far.
+    // The program's sketch ends with the pages that have been read so far.
     let (began, file) = (Instant::now(), fleet.path("node-3.parquet"));
     while !file.exists() {
         let asked = Instant::now();

@@ -1,11 +1,11 @@
-//! Names that others choose do not reach the terminal as they are, in any output.
+//! No output shows names that others choose as they are, since they could control the terminal.
 
 use pagefold_testkit::*;
 use pagefold_text::escape::is_unsafe;
 use std::fs;
 use std::process::{Command, Output};
 
-/// Clears the screen, sets its title, colours text as C1 and as ESC codes, reverses the rest of the line.
+/// This name clears the screen, sets the title, colours text by ESC and by C1 codes, and reverses the rest of the line.
 const NAME: &str = "p\x1b[2J\x1b]0;t\x07\u{9b}31m\u{202e}q";
 
 /// Gives its process a command name with control characters and a line end.
@@ -24,7 +24,7 @@ fn assert_safe(what: &str, output: &Output) {
 
 #[test]
 fn names_with_escape_sequences_are_escaped_in_every_output() {
-    // It runs and unmerges: this takes KSM's lock and the control socket.
+    // This test runs and unmerges, which takes KSM's lock and the control socket.
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut process = Script::of(Command::new("sh").args(["-c", NAMED]));
     assert_eq!(process.line(), "ready");

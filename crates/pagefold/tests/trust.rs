@@ -1,4 +1,4 @@
-//! Memory that becomes excluded, or another domain's, after it was marked is unmarked and unmerged in a bounded time.
+//! If marked memory becomes excluded or changes its domain, pagefold unmarks and unmerges it in a bounded time.
 
 #[path = "trust/worst.rs"]
 mod worst;
@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 /// Pages of each process, and the first of their contents.
 const PAGES: u64 = 8 * PAGES_PER_MIB;
 const CONTENT: u64 = 0x7057_0001;
-/// Nearly all of it.
+/// Nearly all of a process's memory.
 const MERGED: u64 = 7 * MIB;
-/// The bounds that docs/safety.md states for the state of a process (2 s) and for flags of mappings (10 s), and some time for a
-/// busy machine.
+/// The bounds in docs/safety.md for a process's state (2 s) and for flags of mappings (10 s), plus time for a busy
+/// machine.
 const SOON: Duration = Duration::from_secs(12);
 const FLAGS: Duration = Duration::from_secs(20);
-/// The same for root's processes that only answer themselves whether they are dumpable.
+/// The bound for root's processes, which we must ask whether they're dumpable.
 const ASKED: Duration = Duration::from_secs(110);
 
 /// A process with the same contents as all others of the test.
@@ -31,7 +31,7 @@ fn set_attribute(path: &Path, name: &str, value: &str) {
     assert!(done.success(), "{name} of {}", path.display());
 }
 
-/// One case: a process, the change to it, and how long it may stay marked after that.
+/// A process, the change that we make to it, and how long it may stay marked after that.
 struct Case<'a> {
     name: &'static str,
     holder: Holder,
@@ -78,7 +78,7 @@ fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
     for case in &mut cases {
         let pid = case.holder.pid();
         if case.name == "deny list" {
-            // Last, because it makes the daemon look at everything again.
+            // The deny list comes last, because reloading it makes the daemon look at everything again.
             daemon.reload(&config, "[deny]\nalso = [\"pf-denied\"]\n");
             began = Instant::now();
         }
@@ -96,7 +96,7 @@ fn what_becomes_excluded_after_it_was_marked_is_unmarked_even_while_paused() {
         assert!(other.is_intact() && marks(other.pid()).merged >= MERGED, "the others stay merged");
     }
     assert!(pagefold(&["resume"]).status.success());
-    // It stays so.
+    // The processes stay unmarked.
     std::thread::sleep(Duration::from_secs(3));
     for case in &mut cases {
         assert_eq!(marks(case.holder.pid()), Marks::default(), "{}", case.name);
@@ -110,7 +110,7 @@ fn a_process_that_moves_to_another_domain_is_unmarked_first() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let config = ConfigFile::new("[domains]\nby = \"user\"\n");
     let program = victim_binary("holder");
-    // Two of root's, one that starts as root's and changes its user, and the one it then belongs with.
+    // Two processes are root's, one starts as root's and changes its user, and one belongs to that user from the start.
     let mut roots = [holder(&program), holder(&program)];
     let (mut moving, mut there) = (holder(&program), holder(&program));
     there.ask("user 4321");
@@ -119,7 +119,7 @@ fn a_process_that_moves_to_another_domain_is_unmarked_first() {
     wait_until_merged(&all[..3], MERGED);
     moving.ask("user 4321");
     wait_until_unmarked(moving.pid(), SOON, "merged with root's");
-    // ksmd merges root's domain only.
+    // ksmd only merges root's domain.
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(marks(moving.pid()), Marks::default());
     let status = status();
@@ -165,7 +165,7 @@ fn marks_that_cannot_be_removed_yet_are_shown() {
     ksm.end(daemon, &[stays.pid()]);
 }
 
-/// An exec leaves no marks, but the same process and pid.
+/// An exec removes marks, but the process and its pid stay the same.
 #[test]
 fn a_new_program_is_judged_anew() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -175,7 +175,7 @@ fn a_new_program_is_judged_anew() {
     let pids = [stays.pid(), turns.pid()];
     let daemon = Daemon::on(&pids, &["--deny", "pf-denied", "--governor", "full"]);
     wait_until_merged(&pids, MERGED);
-    // The same memory again, in a program on the deny list.
+    // The new program is on the deny list, and holds the same memory again.
     turns.exec(&denied, PAGES);
     turns.write(0, PAGES, CONTENT);
     std::thread::sleep(Duration::from_secs(8));
@@ -186,13 +186,13 @@ fn a_new_program_is_judged_anew() {
     ksm.end(daemon, &[stays.pid()]);
 }
 
-/// A parent of a vfork sleeps uninterruptibly: it cannot say whether it is dumpable.
+/// The parent of a vfork sleeps uninterruptibly, so it can't say whether it's dumpable.
 #[test]
 fn a_process_that_cannot_answer_is_neither_read_nor_marked() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let program = victim_binary("holder");
     let (mut one, mut other, mut silent) = (holder(&program), holder(&program), holder(&program));
-    // Another group: only the process itself sees its attribute.
+    // After it changes its group, only the process itself can say whether it's dumpable.
     for command in ["group 77", "dumpable 0", "sleep"] {
         silent.ask(command);
     }

@@ -1,4 +1,5 @@
-//! `pagefold unmerge` while a daemon runs, which then keeps the processes out, and `pagefold include`; programs that lock their memory map.
+//! `pagefold unmerge` while a daemon runs, which then keeps the processes out, and `pagefold include`. Also tests
+//! programs that lock their memory map.
 
 use pagefold_testkit::injection::Victim;
 use pagefold_testkit::*;
@@ -10,9 +11,9 @@ use std::time::{Duration, Instant};
 
 /// Memory that each tenant has in common with others.
 const COMMON_MIB: u64 = 32;
-/// How much of it must be merged: the stack and the like are not.
+/// How much of that memory must be merged at least.
 const MERGED: u64 = 31 * MIB;
-/// Several rounds of governor full, and so several cycles.
+/// Several rounds with governor full, in which there are several cycles.
 const A_WHILE: Duration = Duration::from_secs(6);
 
 fn same(seed: u64, number: usize) -> Vec<Tenant> {
@@ -52,7 +53,7 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     assert_eq!(summary["kept_out"], format!("--pid {}", pids[0]));
     assert_intact(&mut tenants);
 
-    // It stays out, and the others stay merged.
+    // The process stays out, and the others stay merged.
     std::thread::sleep(A_WHILE);
     assert_unmarked(&pids[..1]);
     assert!(are_merged(&pids[1..], MERGED));
@@ -73,7 +74,7 @@ fn a_running_daemon_unmerges_a_process_and_keeps_it_out_until_it_is_included() {
     assert!(!unmarked.is_empty() && unmarked.iter().all(|line| line["pid"] == pids[0]), "{lines}");
     assert!(unmarked.iter().all(|line| line["why"]["kind"] == "asked" && line["outcome"] == "done"), "{lines}");
 
-    // A second time, there is nothing to do.
+    // The second time there's nothing to do.
     let text = succeed(&["unmerge", "--pid", &pids[0].to_string()]);
     assert_has(&text, &["Unmerged 0 B in 1 process.", &format!("Kept out until pagefold include {selector}.")]);
 
@@ -110,7 +111,7 @@ fn newcomers_that_the_selector_matches_are_kept_out_too() {
     assert_unmarked(&[first[0], first[1], newcomers[0]]);
     assert_eq!(left_alone(newcomers[0]).as_deref(), Some("unmerged by request of uid 0"));
 
-    // One of them by its pid, and all by the program's name.
+    // Include one of them by its pid, and then all by the program's name.
     json_of(&["include", "--pid", &newcomers[0].to_string()]);
     wait_until_merged(&newcomers, MERGED);
     assert_unmarked(&first[..2]);
@@ -124,7 +125,7 @@ fn newcomers_that_the_selector_matches_are_kept_out_too() {
     ksm.assert_restored();
 }
 
-/// A process stands for its descendants: those that it has, and those that it starts later.
+/// Naming a process also covers its descendants, even those that it starts later.
 #[test]
 fn children_of_a_process_that_is_kept_out_are_kept_out() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -154,7 +155,7 @@ fn children_of_a_process_that_is_kept_out_are_kept_out() {
     ksm.assert_restored();
 }
 
-/// The daemon also unmerges processes that it doesn't manage: here, memory that a program has marked by itself.
+/// The daemon also unmerges processes out of its scope: here, memory that a program has marked itself.
 #[test]
 fn processes_out_of_scope_are_unmerged_by_the_daemon() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -199,7 +200,7 @@ fn bad_requests_change_nothing_and_say_why() {
     assert_intact(&mut tenants);
 }
 
-/// The daemon is killed while it unmerges: one line says so, and the same command then does it without a daemon.
+/// If the daemon is killed while it unmerges, one line says so, and then the same command works without a daemon.
 #[test]
 fn the_death_of_the_daemon_is_reported_in_one_line() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -219,8 +220,8 @@ fn the_death_of_the_daemon_is_reported_in_one_line() {
     ksm.assert_restored();
 }
 
-/// A program that has locked its memory map, beside two others: the daemon's answer comes, and so does the end of the command without
-/// a daemon.
+/// One program has locked its memory map, and two others haven't. The daemon still answers, and without a daemon the
+/// command still ends.
 #[test]
 fn a_program_that_locks_its_memory_map_keeps_no_other_one_merged() {
     let Some(ksm) = KsmAtRest::take() else { return };

@@ -6,7 +6,7 @@ use std::fs;
 
 const PAGES: u64 = 16 * PAGES_PER_MIB;
 
-/// A process with some pages of zeros, and contents after them that each such process has.
+/// A process with some pages of zeros, followed by contents that all these processes have in common.
 fn holder(zeros: u64) -> Holder {
     let mut holder = Holder::start(PAGES);
     holder.zero(0, zeros);
@@ -14,7 +14,7 @@ fn holder(zeros: u64) -> Holder {
     holder
 }
 
-/// Pages merged with the zero page, and with others, in a process.
+/// How many pages of a process are merged with the zero page, and how many with other pages.
 fn merged(pid: i32) -> (u64, u64) {
     let text = fs::read(format!("/proc/{pid}/ksm_stat")).unwrap();
     let [zeros, others] = ["ksm_zero_pages", "ksm_merging_pages"].map(|name| fields::number(&text, name).unwrap_or(0));
@@ -37,7 +37,7 @@ fn zeros_are_merged_and_memory_without_many_of_them_is_not_marked() {
         let of = |pid: i32, pages: u64| merged(pid).0 >= pages / 100 * 95;
         pids[..2].iter().all(|&pid| of(pid, PAGES)) && pids[2..4].iter().all(|&pid| of(pid, PAGES / 4 * 3))
     });
-    // Later scans and marks would come now.
+    // Any later scans and marks would happen in this time.
     std::thread::sleep(std::time::Duration::from_secs(20));
     for pid in &pids[4..] {
         assert_eq!(marks(*pid), Marks::default(), "no part of it is zero");
@@ -45,7 +45,7 @@ fn zeros_are_merged_and_memory_without_many_of_them_is_not_marked() {
     for pid in &pids[..2] {
         assert!(merged(*pid).1 < PAGES / 50, "{:?}", merged(*pid));
     }
-    // ksmd merges all equal pages in marked memory, and we report it.
+    // ksmd merges all equal pages in marked memory, and `status` says so.
     let status = status();
     assert_eq!(status["only"], "zeros");
     let other = status["other_bytes"].as_u64().unwrap();

@@ -23,8 +23,8 @@ const JSON: &str = "With --json, pagefold commands print one object on standard 
     changes when a field is removed or changes its meaning. The control socket answers with the same objects.";
 
 const METRICS: &str = "The page that pagefold run serves with --metrics, or writes with --metrics-file. Counters begin at 0 with each run. \
-    scope is a selector as it was given, and kind beside it says which; a process counts for the first selector that fits it, or for \
-    other. At most 20 selectors are shown. Everybody on the machine may read metrics, so they're sums: they name no process, \
+    The label scope is a selector as the administrator wrote it, and the label kind is its kind. A process counts for the first selector \
+    that it matches, or for other. At most 20 selectors are shown. Everybody may read metrics, so they're sums: they name no process, \
     program, trust domain or address.";
 
 /// The pages, by name.

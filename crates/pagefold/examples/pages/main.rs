@@ -1,6 +1,6 @@
-//! Writes the manual pages and shell completions of `pagefold` into a directory, which must be empty or not exist. They are made from
-//! the definition that `--help` shows, pagefold.toml(5) from the table of options, and pagefold-json(5) and pagefold-metrics(5) from
-//! [`pagefold::reference`].
+//! Writes the manual pages and shell completions of `pagefold` into a directory that must be empty or not exist. Most
+//! are made from the definition that `--help` shows, pagefold.toml(5) from the table of options, and pagefold-json(5)
+//! and pagefold-metrics(5) from [`pagefold::reference`].
 
 mod file;
 mod writer;

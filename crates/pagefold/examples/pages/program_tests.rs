@@ -1,4 +1,4 @@
-//! The pages and completions of any program: its `program()` and `write()` are the parent module's.
+//! Tests the pages and completions of any program. The parent module must provide `program()` and `write()`.
 
 use super::{program, write};
 use pagefold_testkit::skip;
@@ -73,7 +73,7 @@ fn completions_offer_every_subcommand_and_option() {
         for subcommand in program.get_subcommands() {
             assert!(text.contains(subcommand.get_name()), "{file}: {}", subcommand.get_name());
             for flag in subcommand.get_arguments().filter_map(|argument| argument.get_long()) {
-                // fish has "-l flag".
+                // The completions for fish have "-l flag".
                 assert!(text.contains(&format!("--{flag}")) || text.contains(&format!("-l {flag}")), "{file}: {flag}");
             }
         }

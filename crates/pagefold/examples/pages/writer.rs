@@ -11,7 +11,7 @@ use std::path::Path;
 
 pub const SOURCE: &str = concat!("pagefold ", env!("CARGO_PKG_VERSION"));
 
-/// Writes a directory of the program's name, with the files as they are installed below /usr/local.
+/// Writes a directory with the program's name. Its files have the same paths as below /usr/local.
 pub fn write(directory: &Path, program: Command) -> Result<()> {
     let name = program.get_name().to_owned();
     let share = directory.join(&name).join("share");
@@ -79,7 +79,7 @@ fn page(command: &Command, directory: &Path, parent: Option<&Command>) -> Result
     Ok(())
 }
 
-/// The last section: names and sections of pages.
+/// The last section, which lists related pages with their sections.
 pub fn see_also(roff: &mut Roff, pages: impl Iterator<Item = (String, &'static str)>) {
     roff.control("SH", ["SEE ALSO"]);
     let mut line = Vec::new();

@@ -65,7 +65,7 @@ fn a_line_has_time_process_range_reason_and_result() {
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
 }
 
-/// The file of a log whose thread hasn't been started.
+/// The log's file, if the log's thread hasn't been started.
 fn file_of(audit: &mut Audit) -> &mut LogFile {
     audit.file.as_mut().unwrap()
 }
@@ -89,7 +89,7 @@ fn a_line_that_cannot_be_written_is_counted_the_first_reported_and_the_gap_shown
     assert_eq!((&lines[1]["what"], lines.len(), audit.lost()), (&"end".into(), 2, 2));
 }
 
-/// The log's thread waits for as long as a file system doesn't answer.
+/// If a file system hangs, the log's thread waits for it, but nobody else does.
 #[test]
 fn a_log_that_takes_no_lines_delays_nothing_and_tells_how_many_it_lacks() {
     let dir = tempfile::tempdir().unwrap();
@@ -115,7 +115,7 @@ fn a_log_that_takes_no_lines_delays_nothing_and_tells_how_many_it_lacks() {
     let complaints = settled(&mut audit);
     assert!((END_LIMIT..END_LIMIT * 10).contains(&began.elapsed()));
     assert!(complaints[0].contains(&format!("its last {fit} lines may be lost")), "{complaints:?}");
-    // The file system answers now, and the file has another name.
+    // Now the file system answers again, and the file has been renamed.
     fs::rename(&path, dir.path().join("old")).unwrap();
     audit.reopen();
     drop(answer);

@@ -41,7 +41,8 @@ pub struct SketchArgs {
     /// Name of this host in the fleet [default: its host name]
     #[arg(long, value_name = "NAME")]
     pub host: Option<String>,
-    /// Write the sketches to this file (Parquet, schema pagefold.sketch/1). pagefold-fleet reads those called HOST.parquet
+    /// Write the sketches to this file (Parquet, schema pagefold.sketch/1). pagefold-fleet reads those called
+    /// HOST.parquet
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,
     /// Read the options that aren't given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no

@@ -109,7 +109,7 @@ fn errors_are_short_and_printable_whatever_the_file_contains() {
     assert!(line.len() < 3 * PART_MOST, "{}", line.len());
     assert!(refused("[run]\n\"a\\u001b[2J\" = 1\n").contains("\\u{1b}"));
     assert!(!parse("=", "odd\nname").unwrap_err().contains('\n'));
-    // Nested deeper than a recursive parser's stack.
+    // This is nested too deeply for the stack of a recursive parser.
     refused(&format!("a = {}", "[".repeat(100_000)));
 }
 

@@ -206,7 +206,7 @@ fn files_that_other_users_may_write_are_refused() {
     set(files.dir.path(), 0o777);
     files.refused("directory that other users may write");
     set(files.dir.path(), 0o700);
-    // Root alone can give a file away.
+    // Only root can give a file away.
     if std::os::unix::fs::chown(files.path(), Some(65534), None).is_ok() {
         files.refused("belongs to another user");
     } else {

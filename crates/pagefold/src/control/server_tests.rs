@@ -14,7 +14,7 @@ fn server() -> (tempfile::TempDir, PathBuf, Server) {
 #[expect(clippy::unnecessary_wraps, clippy::needless_pass_by_value, reason = "the signature of Answer")]
 fn echo(request: Request, _uid: u32) -> Result<String, Exit> {
     if request == Request::Pause {
-        // Stands for a run in a long cycle.
+        // This stands for a run in a long cycle.
         thread::sleep(Duration::from_secs(2));
     }
     Ok(request.line().trim_end().to_owned())
@@ -43,7 +43,7 @@ fn each_line_is_answered_by_one_line() {
     let several = status() + &Request::Resume.line() + Request::Explain { pid: 3 }.line().trim_end();
     assert_eq!(answer(&path, several.as_bytes()), several.clone() + "\n");
     assert_eq!(fs::symlink_metadata(&path).unwrap().mode() & 0o777, 0o600);
-    // In pieces, on one connection that stays open.
+    // We send requests in pieces, on one connection that stays open.
     let mut stream = UnixStream::connect(&path).unwrap();
     for _ in 0..2 {
         for piece in status().as_bytes().chunks(7) {
@@ -183,7 +183,7 @@ fn members_of_the_group_may_ask_for_the_status_only() {
         assert!(ask(&member, &request).contains("only root may send this request"));
     }
     assert!(ask(stranger, &Request::Status).contains("Permission denied"));
-    // Even if anybody may open the socket: the server looks at the peer's groups.
+    // Even if anybody may open the socket, the server checks the peer's groups.
     fs::set_permissions(&path, Permissions::from_mode(0o666)).unwrap();
     assert_eq!(ask(&member, &Request::Status), status());
     assert!(ask(stranger, &Request::Status).contains("only root may send requests"));
@@ -195,7 +195,8 @@ fn an_abandoned_socket_is_replaced_and_a_live_one_is_not() {
     let error = Server::start(&path, false, None, Arc::new(echo)).unwrap_err().to_string();
     assert!(error.contains(&format!("another pagefold (pid {})", std::process::id())), "{error}");
     assert_eq!(answer(&path, status().as_bytes()), status());
-    // `supersede` replaces it, and the first server doesn't remove the new socket when it ends.
+    // With `supersede`, a second server replaces the socket, and the first server doesn't remove the new one at its
+    // end.
     let second = Server::start(&path, true, None, Arc::new(echo)).unwrap();
     drop(first);
     assert_eq!(answer(&path, status().as_bytes()), status());

@@ -26,7 +26,7 @@ fn times(path: &Path, since: u64, now: u64) -> Vec<u64> {
 #[test]
 fn a_day_is_kept_by_the_minute_and_a_month_by_the_quarter_of_an_hour() {
     let (_dir, file, path) = new();
-    // A clock in the year 3000 left this in slots that the present will use.
+    // When the clock said the year 3000, this was written into slots that we now need.
     file.write(&moment(NOW + 1_000 * 365 * DAY)).unwrap();
     for minute in 0..40 * 1_440 {
         file.write(&moment(NOW + minute * 60)).unwrap();
@@ -39,7 +39,7 @@ fn a_day_is_kept_by_the_minute_and_a_month_by_the_quarter_of_an_hour() {
     assert!((1_440 + 2_780..=1_440 + 2_880).contains(&all.len()), "{}", all.len());
     assert!((30 * DAY - 1_800..=30 * DAY).contains(&(end - all[0])) && all.is_sorted());
     assert_eq!(read(&path, Duration::ZERO, end).unwrap(), [moment(end)]);
-    // Seen from an hour in the past, the later moments are hidden.
+    // If the clock goes back by an hour, the later moments are hidden.
     assert_eq!(times(&path, 60, end - 3_600).len(), 4);
 }
 
@@ -67,7 +67,7 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
     let mut foreign = whole.clone();
     foreign[0] = b'P';
     let long = [&whole[..], b"x"].concat();
-    // A moment in another's slot.
+    // This moment is in another moment's slot.
     let mut moved = whole.clone();
     for slot in 1..4 {
         moved[slot * SLOT..][..SLOT].copy_from_slice(&encode(&moment(NOW)));
@@ -101,7 +101,7 @@ fn anything_else_in_its_place_is_named_and_started_anew() {
     }
     assert_eq!(times(&path, DAY, NOW), [NOW], "the moment was written all the same");
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o137, 0);
-    // We don't wait for a pipe.
+    // A pipe in the file's place must not make us wait.
     fs::remove_file(&path).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
     assert!(read(&path, Duration::MAX, NOW).unwrap_err().to_string().contains("is not a regular file"));
@@ -126,7 +126,7 @@ fn what_cannot_be_written_is_said_and_no_more() {
     assert!(HistoryFile::open(&path).unwrap_err().line.contains("would be in a directory that other users may write"));
 }
 
-/// A `pagefold.history/1` file as we once wrote it: its non-zero parts with their offsets.
+/// The non-zero parts, with their offsets, of a `pagefold.history/1` file that an earlier version wrote.
 const KEPT: &str = include_str!("../../golden/kept/history-1.txt");
 
 fn moments() -> [Moment; 3] {

@@ -56,7 +56,7 @@ fn while_paused_nothing_else_is_under_way() {
     assert_eq!(lines.len(), 6);
 }
 
-/// docs/safety.md: anyone may be able to read metrics.
+/// Anyone may be able to read metrics (docs/safety.md).
 #[test]
 fn no_program_process_or_trust_domain_is_named() {
     let page = page(&status());
@@ -65,7 +65,7 @@ fn no_program_process_or_trust_domain_is_named() {
     }
 }
 
-/// Others mustn't learn what the programs of one domain have in common.
+/// A domain mustn't learn how much the programs of another domain have in common.
 #[test]
 fn duplicates_by_scope_are_known_only_where_there_is_one_trust_domain() {
     let mut status = status();

@@ -2,13 +2,13 @@ use super::*;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Serves pages of this size; counts how many it makes.
+/// Serves pages of this size, and counts how often it makes one.
 fn start(size: usize) -> (SocketAddr, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
     let (address, made) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
     let counter = made.clone();
-    // Ends with the process.
+    // This thread ends with the process.
     thread::spawn(move || {
         let page: Arc<str> = "x".repeat(size).into();
         serve(&[listener], move || {
@@ -46,7 +46,7 @@ fn there_is_one_page() {
     assert_eq!(assert_answer(address, get, "200 OK\r\nContent-Type: text/plain; version=0.0.4; "), "xxxxx");
     assert_eq!(assert_answer(address, "GET /metrics?a=b HTTP/1.0\n\n", "200 "), "xxxxx");
     assert_eq!(made.load(Ordering::SeqCst), 3);
-    // The length is the page's, which isn't sent.
+    // The answer has the page's length, but not the page.
     let head = send(address, b"HEAD /metrics HTTP/1.1\r\n\r\n");
     assert!(head.starts_with("HTTP/1.1 200 ") && head.contains("Content-Length: 5\r\n") && head.ends_with("\r\n\r\n"));
     for target in ["/", "/metricsx", "/metrics/", "//metrics", "*", "http://127.0.0.1/metrics", "/%6detrics"] {
@@ -69,13 +69,13 @@ fn what_is_no_request_is_refused() {
     assert!(send(address, b"\xff\xfe\0 \x16\x03\r\n\r\n").starts_with("HTTP/1.1 400 "));
     let long = send(address, &[b'a'; REQUEST_MOST]);
     assert!(long.starts_with("HTTP/1.1 431 "), "{long:?}");
-    // So many parts that looking at each would take long.
+    // This request comes in so many parts that looking at each would take too long.
     let mut parts = TcpStream::connect(address).unwrap();
     parts.set_nodelay(true).unwrap();
     while parts.write_all(b"a").is_ok() {
         thread::sleep(Duration::from_millis(1));
     }
-    // Nothing, and half a request.
+    // These clients send nothing, and half a request.
     assert_eq!(TcpStream::connect(address).map(drop).ok(), Some(()));
     let mut half = TcpStream::connect(address).unwrap();
     half.write_all(b"GET /metrics HTTP/1.1\r\n").unwrap();
@@ -86,7 +86,7 @@ fn what_is_no_request_is_refused() {
 
 #[test]
 fn clients_that_are_silent_or_never_read_keep_nobody_else_from_the_page() {
-    // More than a connection's buffers take.
+    // This page is larger than a connection's buffers.
     let (address, _) = start(24 << 20);
     let get = b"GET /metrics HTTP/1.1\r\n\r\n";
     send(address, get);
@@ -97,7 +97,7 @@ fn clients_that_are_silent_or_never_read_keep_nobody_else_from_the_page() {
     }
     let answer = send(address, get);
     assert!(answer.len() > 24 << 20, "{}", answer.len());
-    // The first ones gave way to others.
+    // The first connections gave way to later ones.
     silent[0].set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     assert_eq!((&silent[0]).read(&mut [0; 1]).unwrap(), 0);
     drop(deaf);
@@ -109,7 +109,7 @@ fn a_connection_ends_when_its_time_is_over() {
     let mut slow = TcpStream::connect(address).unwrap();
     slow.set_read_timeout(Some(CONNECTION_LIMIT * 3)).unwrap();
     let began = Instant::now();
-    // Whatever it sends.
+    // The connection ends even if the client keeps sending.
     let mut sender = slow.try_clone().unwrap();
     let sending = thread::spawn(move || {
         while sender.write_all(b"a").is_ok() {

@@ -1,11 +1,12 @@
-//! Assertions on the state that a run with a fault leaves.
+//! Assertions about the state that a run with a fault leaves behind.
 
 use super::*;
 pub use pagefold_testkit::ksm::knobs;
 use serde_json::Value;
 use std::fs;
 
-/// The state file has the original value of every changed knob, and the lock is free: the next start can restore them.
+/// The state file has the original value of every changed knob, and the lock is free, so the next start can restore
+/// them.
 #[track_caller]
 pub fn assert_recoverable(before: &[(&str, u64)]) {
     let changed: Vec<_> = before.iter().filter(|(knob, value)| number(knob) != *value).collect();
@@ -25,7 +26,7 @@ pub fn assert_recoverable(before: &[(&str, u64)]) {
 pub fn assert_unharmed(tenants: &mut [Tenant]) {
     for tenant in tenants.iter() {
         let pid = tenant.pid();
-        // The injector may be about to release it.
+        // The injector may just be about to release the tenant.
         wait_until("it is not traced", || {
             fs::read_to_string(format!("/proc/{pid}/status")).unwrap().contains("TracerPid:\t0\n")
         });

@@ -1,4 +1,4 @@
-//! No room for the state file.
+//! There's no space for the state file.
 
 use super::*;
 
@@ -6,13 +6,13 @@ use super::*;
 struct SmallRun(Namespace);
 
 impl SmallRun {
-    /// `None`, with the reason reported, where it cannot be made.
+    /// `None` if the namespace can't be made. Reports why.
     fn make() -> Option<Self> {
         let mount = "mkdir -p /run/pagefold && mount -t tmpfs -o size=64k tmpfs /run/pagefold";
         Namespace::make(mount, "a tmpfs cannot be mounted in a mount namespace").map(Self)
     }
 
-    /// `pagefold` in the namespace.
+    /// A command that runs `pagefold` in the namespace.
     fn pagefold(&self, args: &[impl AsRef<OsStr>]) -> Command {
         let mut command = self.0.command(program());
         command.args(args);

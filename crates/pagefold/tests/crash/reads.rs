@@ -3,14 +3,14 @@
 use super::*;
 use serde_json::Value;
 
-/// Reads with a fallback, so that a run may continue without a message: processes are listed each time (loadavg), the last
-/// value stays in use (schedstat, vmstat), pages that may be merged are not read (kpageflags).
+/// Reads with a fallback, so that a run may continue without a message. We list processes each time (loadavg), keep
+/// using the last value (schedstat, vmstat), or don't read pages that may be merged (kpageflags).
 const WITH_FALLBACK: [&str; 4] = ["read:loadavg", "read:schedstat", "read:vmstat", "read:kpageflags"];
 
-/// Reads of `pagefold unmerge`.
+/// Reads that `pagefold unmerge` makes.
 const OF_UNMERGE: [&str; 2] = ["read:ksm_stat", "read:limits"];
 
-/// The passage from which on a read fails in the middle of a quick run; `None` for a read that happens only once.
+/// The read's passage in the middle of a quick run from which on it fails. `None` if the read happens only once.
 fn middle(read: &str) -> Option<u32> {
     Some(match read {
         "read:cgroup"
@@ -66,9 +66,9 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
         println!("{fault}: {:?} {}", left.code, left.errors.trim());
         left
     };
-    // Once in the daemon, and perhaps once in its injector.
+    // The fault may happen in the daemon, and again in its injector.
     let is_injected = || std::fs::read_to_string(&injected).unwrap().lines().next() == Some(name);
-    // Vmstat is read once a second, if something is merged.
+    // The daemon reads vmstat once a second, while something is merged.
     let mut left = run(if name == "read:vmstat" { "4s" } else { TIMES[0] });
     if !is_injected() {
         left = run(TIMES[1]);
@@ -78,7 +78,8 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
     assert_unharmed(tenants);
     assert_injectors_ended();
     assert_recoverable(&before);
-    // Knobs that a failing read or write kept from being restored were reported, and are restored without the fault.
+    // If the fault kept knobs from being restored, the run must have said so, and a run without the fault restores
+    // them.
     if before.iter().any(|(knob, value)| number(knob) != *value && !ksm::deferred_knobs().contains(knob)) {
         assert_eq!(left.code, Some(1), "{fault}: {left:?}");
         succeed(&["doctor", "--fix"]);
@@ -88,8 +89,8 @@ fn fails(ksm: &KsmAtRest, tenants: &mut [Tenant], fault: &str) {
     assert_unmarked(&pids);
 }
 
-/// Every third read, each with EIO from the start and ENOMEM in the middle, or the reverse. With `PAGEFOLD_CRASH_ALL`
-/// both.
+/// Tests every third read, with EIO from the start and ENOMEM in the middle, or the reverse. With `PAGEFOLD_CRASH_ALL`
+/// it tests both ways.
 fn every_third(from: usize) {
     let Some(ksm) = KsmAtRest::take() else { return };
     let mut tenants = pair(COMMON_MIB, 0, 65);
@@ -132,7 +133,7 @@ fn any_write_can_fail() {
     }
 }
 
-/// If it is unknown whether a state file is valid, `doctor` must not report that it is not.
+/// If `doctor` can't find out whether a state file is valid, it mustn't report an invalid one.
 #[test]
 fn doctor_does_not_report_success_if_a_read_fails() {
     let Some(ksm) = KsmAtRest::take() else { return };

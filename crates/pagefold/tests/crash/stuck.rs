@@ -1,8 +1,8 @@
 //! A target that does not release its mmap lock.
 //!
-//! It maps a file of a frozen file system and populates a page of it for writing. That waits for the thaw inside
-//! `page_mkwrite` with the lock held for reading (`faultin_page` in mm/gup.c), and another thread's mmap waits behind it
-//! for writing, so that every further reader waits: `smaps` and `pagemap`, `process_vm_readv`, ksmd.
+//! The target maps a file of a frozen file system and populates a page of it for writing. That call waits for the thaw
+//! in `page_mkwrite` with the lock held for reading (`faultin_page` in mm/gup.c). Another thread's mmap then waits to
+//! take the lock for writing, so every further reader waits behind it: `smaps`, `pagemap`, `process_vm_readv` and ksmd.
 
 use super::*;
 use std::fs;
@@ -32,14 +32,14 @@ sys.stdin.readline()
 print("intact" if held == random.Random(7).randbytes(8 << 20) else "damaged", flush=True)
 "#;
 
-/// The program, in a mount namespace with its file system. Thawed and ended when dropped.
+/// The target, in a mount namespace with its file system. Dropping this thaws the file system and ends the target.
 struct Stuck {
     script: Script,
     disk: Disk,
 }
 
 impl Stuck {
-    /// `None`, with the reason reported, where no such file system can be mounted.
+    /// `None` if we can't mount such a file system. Reports why.
     fn start() -> Option<Self> {
         let disk = Disk::mount()?;
         let file = format!("{}/file", disk.mount);
@@ -53,7 +53,7 @@ impl Stuck {
         self.script.pid()
     }
 
-    /// Makes it hold its lock.
+    /// Makes the target hold its lock.
     fn get_stuck(&mut self) {
         self.disk.set_frozen(true);
         self.script.say("now");
@@ -78,7 +78,7 @@ impl Stuck {
 
 impl Drop for Stuck {
     fn drop(&mut self) {
-        // Before the program, which cannot end while it is frozen.
+        // We thaw before ending the program, which can't end while its file system is frozen.
         self.disk.thaw();
     }
 }
@@ -87,18 +87,18 @@ impl Drop for Stuck {
 fn a_stuck_target_does_not_delay_others() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(mut stuck) = Stuck::start() else { return };
-    // Under a name of its own, to start another one when the target is stuck.
+    // The copy has a unique name, so that we can start another process of it while the target is stuck.
     let exe = ProgramCopy::unique();
     let spec = spec(COMMON_MIB, 0, 64);
     let first = Tenant::start(&exe, &spec).unwrap();
     let named = [format!("--pid={}", stuck.pid()), format!("--exe={}", exe.name())];
-    // The target must not be marked before it is stuck, or ksmd would wait for it, too; some of its pages are equal.
+    // The target mustn't be marked before it's stuck, or ksmd would wait for it, too, as some of its pages are equal.
     let daemon = Daemon::start(&["run", "--json", "--duplicate-threshold=50", &named[0], &named[1]]);
     wait_until("the run has begun", || Path::new("/run/pagefold/control.sock").exists());
     stuck.get_stuck();
     let status = || String::from_utf8(pagefold(&["status"]).stdout).unwrap();
     wait_until("the status shows it", || status().contains("keeps its memory map locked"));
-    // The others are marked.
+    // The other processes get marked all the same.
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
     let began = Instant::now();
     let is_marked = |tenant: &Tenant| marks(tenant.pid()).marked >= COMMON_MIB * MIB / 100 * 95;
@@ -120,12 +120,12 @@ fn a_stuck_target_does_not_delay_others() {
     assert_unharmed(&mut tenants);
 }
 
-/// The request is answered while it is stuck, and is carried out when it lets go.
+/// The daemon answers the request while the target is stuck, and unmerges it once it releases its lock.
 #[test]
 fn a_stuck_target_is_unmerged_when_it_lets_go() {
     let Some(ksm) = KsmAtRest::take() else { return };
     let Some(mut stuck) = Stuck::start() else { return };
-    // It has the same memory.
+    // The twin has the same memory.
     let Some(twin) = Stuck::start() else { return };
     let pids = [stuck.pid(), twin.pid()];
     let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();

@@ -1,4 +1,4 @@
-//! Swap space for a test: in compressed memory where the kernel has zram, else in a file.
+//! Swap space for a test: in compressed memory if the kernel has zram, otherwise in a file.
 
 use pagefold_testkit::skip;
 use std::ffi::CString;
@@ -9,7 +9,7 @@ use std::process::Command;
 const BYTES: u64 = 512 << 20;
 const CONTROL: &str = "/sys/class/zram-control";
 
-/// Swap space. Switched off when dropped, so its contents must then fit into memory.
+/// Swap space. Dropping this switches it off, so then its contents must fit into memory.
 pub struct Swap {
     pub path: PathBuf,
     zram: Option<String>,
@@ -18,7 +18,7 @@ pub struct Swap {
 }
 
 impl Swap {
-    /// `None`, with the reason reported, where there can be none.
+    /// `None` if we can't make any swap space. Reports why.
     pub fn on() -> Option<Self> {
         let mut swap = match Self::zram() {
             Ok(swap) => swap,
@@ -48,7 +48,7 @@ impl Swap {
 
     fn zram() -> std::io::Result<Self> {
         if !Path::new(CONTROL).exists() {
-            // Fails if it is built in or missing: the next line finds out.
+            // This fails if zram is built in or missing. The next line finds out which.
             let _ = Command::new("modprobe").arg("zram").output();
         }
         let number = fs::read_to_string(format!("{CONTROL}/hot_add"))?.trim().to_owned();
@@ -61,7 +61,7 @@ impl Swap {
     fn file() -> std::io::Result<Self> {
         let dir = tempfile::tempdir_in("/var/tmp")?;
         let path = dir.path().join("swap");
-        // Written in full: swap files must have no holes.
+        // We write the whole file, since swap files must have no holes.
         fs::write(&path, vec![0; usize::try_from(BYTES).unwrap()])?;
         Ok(Self { path, zram: None, _dir: Some(dir), on: false })
     }

@@ -1,16 +1,16 @@
-//! Programs that do their worst to stall pagefold, or to make it large: others are merged, requests are answered, and the
-//! run ends in an orderly way.
+//! Some programs do their worst to stall pagefold, or to make it use much memory. Even so others are merged, requests
+//! are answered, and the run ends in an orderly way.
 
 use super::*;
 use pagefold_testkit::injection::Victim;
 
-/// Programs that stall: those that keep their memory map locked, and those in an exec that does not end.
+/// The numbers of programs that keep their memory map locked, and of programs in an exec that doesn't end.
 const LOCKED: usize = 20;
 const IN_EXEC: usize = 2;
-/// The daemon and its injector may take so much together for themselves, KiB.
+/// The most memory that the daemon and its injector may use together, KiB.
 const MOST_KIB: u64 = 32 << 10;
 
-/// Victims of these kinds in a cgroup. `None`, with the reason reported, where they can't do so.
+/// Programs of these kinds in a cgroup. `None` if this machine can't have them. Reports why.
 fn victims(kinds: &[&str], group: &Cgroup) -> Option<Vec<Victim>> {
     let start = |kind: &&str| Victim::try_start(&["stalling", kind]).inspect(|victim| group.add(victim.pid()));
     let victims: Vec<Victim> = kinds.iter().map(start).collect::<Result<_, _>>().map_err(skip).ok()?;
@@ -60,7 +60,7 @@ fn programs_that_stall_delay_no_other_one_and_no_request() {
         at(100)
     );
     assert!(at(90) < Duration::from_secs(1) && at(100) < Duration::from_secs(3), "{answers:?}");
-    // Of one cgroup no more than 8 leave a thread behind.
+    // Stalled programs of one cgroup may block at most 8 of the daemon's threads.
     assert!(threads <= 8 + 8, "{threads} threads");
     let shown = String::from_utf8(pagefold(&["status"]).stdout).unwrap();
     assert_has(&shown, &["keeps its memory map locked"]);
@@ -88,7 +88,7 @@ fn no_program_makes_pagefold_large() {
     let group = Cgroup::create("unified").expect("cgroup version 2");
     let mut others = [holder(&program), holder(&program)];
     let own: Vec<i32> = others.iter().map(Holder::pid).collect();
-    // The memory of the daemon and the injector with the others and this process, and the status then.
+    // Measures the memory of the daemon and the injector while they work on this process and the others.
     let measure = |pid: Option<i32>| {
         let pids: Vec<i32> = own.iter().copied().chain(pid).collect();
         let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();

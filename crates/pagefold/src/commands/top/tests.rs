@@ -219,7 +219,7 @@ fn the_history_is_a_chart_up_to_the_present() {
     assert!(screen(&mut top, NORMAL).contains("There is no history: /h: is a directory"));
 }
 
-/// A run that has gone on for a while, and its status a minute ago.
+/// A run that has been going for a while, and its status a minute ago.
 fn watched() -> (Run, Status) {
     let mut run = Run::by_ksmd();
     run.seconds(60);
