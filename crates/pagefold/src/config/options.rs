@@ -150,7 +150,7 @@ options! {
             "Merge memory even if its owner opted out: name the unit, virtual machine, cgroup or program";
     }
     "limits" "Limits"
-        "Work per second on other processes' memory, even if the governor allows more. Reloaded by SIGHUP." {
+        "Limits on pagefold's work on other processes, even if the governor allows more. Reloaded by SIGHUP." {
         "samples-per-second-per-process" "N" samples_per_second_per_process: u64, Count(range::PAGES),
             = preset.limits.pages_per_process, "Most pages to read from one process";
         "samples-per-second" "N" samples_per_second: u64, Count(range::PAGES), = preset.limits.pages,

@@ -1,4 +1,4 @@
-//! `packaging/pagefold.toml`, which is generated from the table of options.
+//! Generates `packaging/pagefold.toml` from the table of options.
 //!
 //! The test fails when the file differs from the table. With `PAGEFOLD_BLESS=1` it writes the file instead.
 
@@ -15,7 +15,7 @@ const INTRODUCTION: &str = "\
 # names end in .toml are read after this one, in the order of their names. If several files have a key, the last one
 # counts; lists are replaced as a whole. Flags on the command line override all files.
 #
-# Only root may be able to write this file, those files, and the directories that they are in. See pagefold.toml(5).
+# Nobody except root may have write access to these files and their directories. See pagefold.toml(5).
 ";
 
 fn example_file() -> String {
