@@ -1,5 +1,5 @@
 //! The audit log: one line of JSON (schema pagefold.audit/1) for every span of memory that we mark or unmark, and for
-//! the beginning and the end of the command. It has no contents of memory and no digests of them.
+//! the beginning and the end of the command. It contains no memory contents and no digests of them.
 //!
 //! A thread writes the log, so that nothing else waits for its file system. We lose a line if we can't write it, or if
 //! too many lines wait already. Then we count the loss and report the first one, and the next line that we write says
@@ -54,7 +54,7 @@ impl Audit {
     /// Opens or creates the log.
     ///
     /// # Errors
-    /// With exit code 2: we can't open the file, or other users could write or replace it.
+    /// We can't open the file, or other users could write or replace it. The exit code is 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
         // At the limit on the size of files (RLIMIT_FSIZE) this signal would end the run. With a handler, the write
         // fails instead.

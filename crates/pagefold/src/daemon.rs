@@ -265,7 +265,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
         }
     }
 
-    /// Ends the run, whatever happened in it, and returns the exit code.
+    /// Ends the run, even after an error, and returns the exit code.
     fn finish(mut self, ran: Result<(), Exit>) -> Result<u8> {
         // From here on nobody answers requests. Dropping the queues tells everybody who waits for an answer.
         drop((self.requests, self.orders));

@@ -144,7 +144,7 @@ fn lock() -> Result<Lock, Exit> {
     Lock::try_take(&KsmPaths::default().lock).map_err(|error| preflight::explain_take(&error.into()))
 }
 
-/// The state of the demonstration. Dropping it ends the workers before it releases KSM.
+/// The state of the demonstration. Dropping this ends the workers before releasing KSM.
 struct Demo {
     workers: Option<Workers>,
     experiment: KsmForExperiment,

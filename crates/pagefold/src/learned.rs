@@ -43,7 +43,7 @@ impl LearnedFile {
     /// Checks that no other user can redirect our writes.
     ///
     /// # Errors
-    /// With exit code 2.
+    /// We can't use this path, or other users could redirect our writes. The exit code is 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
         Place::of(path).map(Self).map_err(|why| {
             let shown = ownership::shown(path);

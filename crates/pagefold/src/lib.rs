@@ -18,7 +18,7 @@
 //! | the file from which the next run learns which memory is worth merging | [`learned`] |
 //! | tables shared by several commands | [`output`] |
 //! | sketches of workloads' memory, for a fleet | [`sketch`] |
-//! | what the manual says about JSON fields and metrics | [`reference`] |
+//! | the manual's tables of JSON fields and metrics | [`reference`] |
 //! | the demonstration | [`demo`] |
 //!
 //! The judgement is in pagefold-engine; everything that touches the system is in pagefold-host and the crates below it.
@@ -95,7 +95,7 @@ enum Command {
     Include(include::IncludeArgs),
     /// Check whether this machine can run pagefold, and show what to change if not
     Doctor(doctor::DoctorArgs),
-    /// Check or show what the configuration files set
+    /// Check the configuration files, or show their settings
     #[command(subcommand)]
     Config(files::ConfigCommand),
     /// Show in a minute how pagefold works, using processes that it starts itself
@@ -103,7 +103,7 @@ enum Command {
     /// Hold memory for the demonstration
     #[command(hide = true)]
     Tenant {
-        /// What to hold
+        /// The memory to hold
         #[arg(long)]
         spec: String,
     },

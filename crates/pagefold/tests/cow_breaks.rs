@@ -1,4 +1,4 @@
-//! Memory that is rewritten with its own contents, beside memory that isn't.
+//! Memory that a program rewrites with the same contents, beside memory that it doesn't rewrite.
 
 use pagefold_testkit::*;
 use std::time::{Duration, Instant};

@@ -129,7 +129,7 @@ fn every_link_leads_to_a_file_and_a_heading() {
     assert!(seen > 50, "{seen} links");
 }
 
-/// `a/b.rs` is the end of a path; `a/b.rs::name` also names a test in it.
+/// safety.md names tests as `a/b.rs`, the end of a path, or as `a/b.rs::name`, a test in that file.
 #[test]
 fn every_test_that_a_promise_names_exists() {
     let sources = files(&root(), "rs");

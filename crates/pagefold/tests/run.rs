@@ -423,7 +423,7 @@ fn a_program_started_by_exec_is_merged_without_a_stop() {
 #[test]
 fn exec_becomes_the_program() {
     let Some(_ksm) = KsmAtRest::take() else { return };
-    // PR_GET_MEMORY_MERGE in the program and in a child that it forks.
+    // This prints PR_GET_MEMORY_MERGE in the program and in a child that it forks.
     let script = "import ctypes, os
 set = ctypes.CDLL(None).prctl(68, 0, 0, 0, 0)
 if os.fork() == 0: os._exit(ctypes.CDLL(None).prctl(68, 0, 0, 0, 0))

@@ -53,7 +53,7 @@ fn names_with_escape_sequences_are_escaped_in_every_output() {
     check(&["scan", "--pid", NAME]);
     check(&["scan", "--cgroup", NAME]);
     check(&["scan", "--user", NAME]);
-    // Its error names the cgroup.
+    // The error message about this attribute names the cgroup.
     let avoid = "import os, sys; os.setxattr(sys.argv[1], 'user.pagefold.avoid', b'1')";
     assert!(Command::new("python3").args(["-c", avoid, path]).status().unwrap().success());
     check(&["scan", "--pid", &pid]);

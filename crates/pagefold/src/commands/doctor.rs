@@ -1,7 +1,7 @@
-//! `pagefold doctor`: checks whether `pagefold run` can work on this machine, and what to change if it can't.
+//! `pagefold doctor`: checks whether `pagefold run` can work on this machine, and shows what to change if it can't.
 //!
-//! The exit code is 0 if `run` can work, also with notes and warnings, otherwise the exit code that `run` would have.
-//! If `--fix` fails it's 1.
+//! The exit code is 0 if `run` can work, even if there are notes and warnings. Otherwise it's the exit code that `run`
+//! would have. If `--fix` fails, the exit code is 1.
 
 mod fix;
 
@@ -20,8 +20,8 @@ pub struct DoctorArgs {
     /// Print the findings as JSON (schema pagefold.doctor/1)
     #[arg(long)]
     json: bool,
-    /// Restore the KSM knobs that an earlier run left changed because it was killed or pages were merged. If its record of
-    /// them is lost, set the kernel's defaults
+    /// Restore the KSM knobs that an earlier run left changed, because it was killed or pages were merged. If there's
+    /// no record of the old values any more, set the kernel's defaults
     #[arg(long)]
     fix: bool,
 }
@@ -38,12 +38,12 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<u8> {
     Ok(if unfinished { exit::FAILURE } else { code(&findings) })
 }
 
-/// Prints another program's findings, where we can't fix anything.
+/// Prints another program's findings. There's no `--fix` for them.
 pub fn print(json: bool, findings: &[Finding], program: &str) -> anyhow::Result<()> {
     output::print(json, &document(findings, None), |_| list(findings, None, program, style::colours()))
 }
 
-/// The exit code that `pagefold run` would have.
+/// The exit code with which `pagefold run` would end.
 fn code(findings: &[Finding]) -> u8 {
     match findings.iter().find(|finding| finding.severity == Severity::Blocker).map(|finding| finding.id) {
         None => exit::OK,
@@ -78,7 +78,7 @@ fn sign(severity: Severity) -> (&'static str, &'static str) {
     }
 }
 
-/// The findings as text: first a line for each thing in order, then the problems, the worst last.
+/// The findings as text: first a line for each check that is fine, then the problems, the worst last.
 fn list(findings: &[Finding], fixed: Option<&Fixed>, program: &str, coloured: bool) -> String {
     let width = findings.iter().map(|finding| finding.id.len()).max().unwrap_or(0);
     let mut ordered: Vec<&Finding> = findings.iter().collect();

@@ -312,7 +312,7 @@ fn range(start: u64, end: u64) -> String {
     format!("{start:x}-{end:x}")
 }
 
-/// A mapping's name, unless its kind says the same.
+/// A mapping's name, unless the mapping's kind says the same.
 fn name(detail: &VmaDetail) -> Option<String> {
     let name = detail.vma.name.as_slice();
     (!name.is_empty() && name != b"[heap]" && name != b"[stack]").then(|| printable(name))

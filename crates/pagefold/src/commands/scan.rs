@@ -1,4 +1,4 @@
-//! `pagefold scan`: how much memory merging could save, and where. It only reads.
+//! `pagefold scan`: shows how much memory merging could save, and where. It only reads memory.
 
 pub mod html;
 pub mod map;
@@ -52,8 +52,8 @@ pub struct ScanArgs {
     /// Print the result as JSON (schema pagefold.scan/1)
     #[arg(long)]
     pub json: bool,
-    /// Also write the result to this file, as a self-contained web page with a map of each process, for which all of up to
-    /// 16 GiB is read
+    /// Also write the result to this file, as a self-contained web page with a map of each process (this reads every
+    /// page of up to 16 GiB)
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// Seed of the sample, to repeat a scan with the same pages [default: random]
@@ -131,7 +131,7 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
         return Ok(());
     }
     let Some(process) = survey.processes.iter().find(|process| process.refused.is_some()) else {
-        return Err(Exit::new(exit::NO_SCOPE, "every process in scope has ended; start it again"));
+        return Err(Exit::new(exit::NO_SCOPE, "every process in scope has ended; start one again"));
     };
     let reason = process.refused.as_ref().map(ToString::to_string).unwrap_or_default();
     let pid = process.scoped.process.pid();
@@ -167,10 +167,10 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
     }
 }
 
-/// We read up to this many pages for maps: 16 GiB.
+/// For the sake of maps we read every page of up to 16 GiB, in pages.
 const MAP_PAGES: f64 = 4_194_304.0;
 
-/// Private, shared and merged pages alike.
+/// How we read contents: private, shared and merged pages alike.
 const CONTENTS: ReadHow = ReadHow { huge: false, contents: Contents::All, activity: false, unmarked: false };
 
 /// The memory of processes.
@@ -179,7 +179,7 @@ struct ProcessMemory {
     reader: PageReader,
 }
 
-/// Where a run of the sample counts.
+/// The cell of the census and the run of pages to which a page that we read belongs.
 struct RunPlace {
     cell: u32,
     run: u32,
@@ -229,7 +229,7 @@ impl Memory for ProcessMemory {
                 (PageState::Shared | PageState::Merged, Some(frame)) => {
                     survey.holders(frame, &mut holders);
                     if holders.is_empty() && view.state == PageState::Shared {
-                        // Shared since the survey, by COW or a fork.
+                        // The page has become shared since the survey, for example by a fork.
                         holders.push(cell);
                     }
                     scanner.census.add_shared(&holders, run, digest);
@@ -245,13 +245,13 @@ impl Memory for ProcessMemory {
 }
 
 impl ProcessMemory {
-    /// Leaves a process out, since we can't read it.
+    /// Leaves out a process that we can't read any more.
     fn lose(&mut self, number: usize, error: ReadError, scanner: &mut Scanner) -> Result<(), ReadError> {
         scanner.census.remove_process(u32::try_from(number).unwrap_or(u32::MAX));
         self.survey.processes[number].lose(error)
     }
 
-    /// Reads one page of each merged frame: private pages with the same content can merge with it.
+    /// Reads one page of each merged frame, because private pages with the same content can merge with that frame.
     fn read_merged(&mut self, scanner: &mut Scanner) -> Result<()> {
         for number in 0..self.targets() {
             let process = &self.survey.processes[number];
@@ -322,7 +322,7 @@ fn maps(census: &mut Census, survey: &Survey, findings: &Findings, fraction: f64
 }
 
 impl From<&Surveyed> for ProcessRow {
-    /// Its row, without figures.
+    /// A process's row, without figures.
     fn from(surveyed: &Surveyed) -> Self {
         let scoped = &surveyed.scoped;
         let left_out = match &surveyed.refused {

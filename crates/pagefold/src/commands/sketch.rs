@@ -41,7 +41,7 @@ pub struct SketchArgs {
     /// Name of this host in the fleet [default: its host name]
     #[arg(long, value_name = "NAME")]
     pub host: Option<String>,
-    /// Write the sketches to this file (Parquet, schema pagefold.sketch/1). pagefold-fleet reads those called
+    /// Write the sketches to this file (Parquet, schema pagefold.sketch/1). pagefold-fleet reads files named
     /// HOST.parquet
     #[arg(long, short, value_name = "FILE")]
     pub output: PathBuf,

@@ -225,7 +225,7 @@ fn show(mut top: Top, answers: &Receiver<Answer>, explained: &AtomicI32) -> Resu
     Ok(())
 }
 
-/// The terminal, until it's dropped.
+/// Holds the terminal. Dropping this restores the terminal.
 struct Screen;
 
 impl Screen {

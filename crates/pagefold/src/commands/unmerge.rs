@@ -245,7 +245,7 @@ fn report_restored(outcome: &RestoreOutcome) -> BTreeMap<String, u64> {
     outcome.deferred.iter().map(|&(knob, value)| (knob.file_name().to_owned(), value)).collect()
 }
 
-/// The summary in words. `who` is the one that merges; `target` and `targets` are the words for one target and several.
+/// The summary in words. `who` names the merging system; `target` and `targets` are the words for one and several.
 pub fn describe(summary: &Summary, who: &str, target: &str, targets: &str, style: Style) -> String {
     let mut text = String::new();
     let failed = summary.processes.iter().filter(|process| process.failed.is_some()).count();

@@ -66,7 +66,7 @@ impl ScopeArgs {
     /// can change their files, and `--pid` also covers the descendants.
     ///
     /// # Errors
-    /// As [`Self::resolve`].
+    /// The same errors as in [`Self::resolve`].
     pub fn resolve_for_undoing(&self) -> Result<Vec<ProcessInfo>, Exit> {
         resolve_for_undoing(&self.spec(), &Roots::default(), &[own_pid()]).map_err(|error| explain(&error))
     }

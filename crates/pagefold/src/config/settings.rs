@@ -104,7 +104,7 @@ impl Settings {
     /// Makes the settings from the command line and this file, or from the command line alone.
     ///
     /// # Errors
-    /// As [`Self::of`].
+    /// The same errors as in [`Self::of`].
     pub fn from(args: &RunArgs, file: Option<&Path>) -> Result<Self, Exit> {
         let in_file = match file {
             Some(file) => merged(&load(file)?),

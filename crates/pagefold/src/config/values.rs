@@ -77,7 +77,7 @@ impl Allowed {
 
 /// A type of options.
 pub trait Value: Sized {
-    /// Reads a value. `None` if it sets nothing.
+    /// Reads a value. `None` if the value sets nothing, like an empty table.
     fn read(source: &Source<'_>) -> Result<Option<Self>, Problem>;
 
     /// The value in the file's syntax, on one line.

@@ -1,4 +1,4 @@
-//! The queue between the threads of the control socket and the main loop, which serves it between two cycles.
+//! The queue between the control socket's threads and the main loop, which serves the queue between two cycles.
 //!
 //! The main loop only hands over facts. The thread that sent the request makes the answer from these facts.
 
@@ -233,7 +233,7 @@ struct Pending {
 #[derive(Debug)]
 pub struct Order {
     pub request: Request,
-    /// The user who sent it.
+    /// The user who sent the request.
     pub uid: u32,
     pub reply: Sender<Result<String, Exit>>,
 }

@@ -20,8 +20,8 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
-/// The most connections at a time; from members of the group; from one member. One more takes the place of the one that
-/// has been idle for longest.
+/// The most connections at a time: in all, from members of the group, and from one member. Beyond that, a new
+/// connection replaces the one that has been idle for longest.
 const CONNECTIONS_MOST: usize = 16;
 const MEMBERS_MOST: usize = 12;
 const MEMBER_MOST: usize = 4;
@@ -117,13 +117,13 @@ fn secure_parent(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A connection with a place of its own.
+/// A connection that has one of the limited places.
 struct Connection {
     number: u64,
     stream: UnixStream,
     uid: u32,
     is_member: bool,
-    /// Since when it waits for a request. `None`: it's being answered.
+    /// Since when the peer has sent no request. `None` while we answer one.
     idle_since: Option<Instant>,
 }
 
@@ -135,8 +135,8 @@ impl Connections {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives a connection a place, if there's one. Members of the group can't take all places from root, nor one member
-    /// all places from the others.
+    /// Gives a connection a place, if there's one. Members of the group can't take all places from root, and one member
+    /// can't take all places from the others.
     fn admit(&self, connection: Connection) -> bool {
         let mut all = self.lock();
         let uid = connection.uid;
@@ -163,7 +163,8 @@ impl Connections {
     }
 }
 
-/// Makes sure that there are less than `most` connections of a kind: closes the one that has been idle for longest.
+/// Makes sure that there are fewer than `most` connections of a kind. If not, closes the one that has been idle
+/// longest.
 fn make_room(all: &mut Vec<Connection>, most: usize, is_kind: impl Fn(&Connection) -> bool) -> bool {
     let mut number = 0;
     let mut oldest: Option<(usize, Instant)> = None;
@@ -181,7 +182,7 @@ fn make_room(all: &mut Vec<Connection>, most: usize, is_kind: impl Fn(&Connectio
         return true;
     }
     let Some((at, _)) = oldest else { return false };
-    // Its thread sees the end of the connection, and ends.
+    // The connection's thread sees the end of the stream, and ends.
     let _ = all.swap_remove(at).stream.shutdown(Shutdown::Both);
     true
 }
@@ -209,13 +210,13 @@ fn accept(listener: &UnixListener, closing: &AtomicBool, readers: Option<u32>, a
         let idle_since = Some(Instant::now());
         let connection = Connection { number, stream: other, uid: peer.uid, is_member: !may_change, idle_since };
         if !connections.admit(connection) {
-            refuse(&mut stream, failed("too many clients wait for answers already; try again later".to_owned()));
+            refuse(&mut stream, failed("too many clients are waiting for answers; try again later".to_owned()));
             continue;
         }
         let answer = answer.clone();
         let places = connections.clone();
         let thread = thread::Builder::new().name("control peer".into()).spawn(move || {
-            // The connection has ended, with or without an error.
+            // An error only means that the connection has ended.
             let _ = converse(stream, peer.uid, |request| {
                 places.set_idle(number, None);
                 let answered = answer(request, peer.uid);

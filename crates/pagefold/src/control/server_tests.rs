@@ -102,12 +102,12 @@ fn silent_and_slow_clients_delay_no_other() {
     let before = Instant::now();
     assert_eq!(answer(&path, status().as_bytes()), status());
     assert!(before.elapsed() < REQUEST_LIMIT / 2, "{:?}", before.elapsed());
-    // Beyond the most, the one that's been silent for longest goes.
+    // If there are too many connections, the one that has been silent for longest is closed.
     let more: Vec<UnixStream> = (0..2 * CONNECTIONS_MOST).map(|_| UnixStream::connect(&path).unwrap()).collect();
     assert_eq!(answer(&path, status().as_bytes()), status());
     assert_eq!((&silent[0]).read(&mut [0]).unwrap(), 0, "the first is still open");
     drop(more);
-    // The slow request gets an answer too.
+    // The slow request also gets an answer.
     let mut line = String::new();
     io::BufReader::new(&slow).read_line(&mut line).unwrap();
     assert_eq!(line, Request::Pause.line());
@@ -134,7 +134,7 @@ fn members_of_the_group_leave_places_to_root_and_to_each_other() {
     }
     let of = |uid| connections.lock().iter().filter(|connection| connection.uid == uid).count();
     assert_eq!((of(1), of(MEMBERS), connections.lock().len()), (0, MEMBER_MOST, MEMBERS_MOST));
-    // Whoever is being answered keeps its place.
+    // A client that is waiting for its answer keeps its place.
     for number in 0..=number {
         connections.set_idle(number, None);
     }
@@ -195,8 +195,7 @@ fn an_abandoned_socket_is_replaced_and_a_live_one_is_not() {
     let error = Server::start(&path, false, None, Arc::new(echo)).unwrap_err().to_string();
     assert!(error.contains(&format!("another pagefold (pid {})", std::process::id())), "{error}");
     assert_eq!(answer(&path, status().as_bytes()), status());
-    // With `supersede`, a second server replaces the socket, and the first server doesn't remove the new one at its
-    // end.
+    // With `supersede`, a second server replaces the socket. The first server doesn't remove the new one at its end.
     let second = Server::start(&path, true, None, Arc::new(echo)).unwrap();
     drop(first);
     assert_eq!(answer(&path, status().as_bytes()), status());

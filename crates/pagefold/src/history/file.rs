@@ -32,7 +32,7 @@ impl HistoryFile {
     /// isn't a history, and return a sentence that says so.
     ///
     /// # Errors
-    /// With exit code 2.
+    /// We can't use this path, or other users could redirect our writes. The exit code is 2.
     pub fn open(path: &Path) -> Result<(Self, Option<String>), Exit> {
         let place = Place::of(path).map_err(|what| {
             let shown = ownership::shown(path);

@@ -1,4 +1,5 @@
-//! The metrics: a table of their names, types, labels, help texts and values. pagefold-metrics(5) is made from it.
+//! The metrics: a table of their names, types, labels, help texts and values. pagefold-metrics(5) is made from this
+//! table.
 //!
 //! They only reveal facts that docs/safety.md allows everybody to know: sums, and words from the administrator's
 //! configuration. They name no program, process, address or trust domain.

@@ -22,7 +22,7 @@ impl MetricsFile {
     /// Checks that we can write the file, and that no other user can redirect our writes.
     ///
     /// # Errors
-    /// With exit code 2.
+    /// We can't use this path, or other users could redirect our writes. The exit code is 2.
     pub fn open(path: &Path) -> Result<Self, Exit> {
         let place = checked(path).map_err(|what| {
             let shown = ownership::shown(path);

@@ -46,7 +46,7 @@ impl FleetSettings {
     /// Checks the key and the place of the host's file. `None` if we keep no sketches.
     ///
     /// # Errors
-    /// With exit code 2: we can't use the directory, or there's no usable key.
+    /// We can't use the directory, or there's no usable key. The exit code is 2.
     pub fn open(&self) -> Result<Option<(Fleet, Place)>, Exit> {
         let Some(directory) = &self.directory else { return Ok(None) };
         let fleet = self.fleet()?;
@@ -59,7 +59,7 @@ impl FleetSettings {
     /// Reads the key and facts about this host.
     ///
     /// # Errors
-    /// With exit code 2.
+    /// There is no usable key or host name (exit code 2), or we can't read facts about the machine.
     pub fn fleet(&self) -> Result<Fleet, Exit> {
         let Some(key) = &self.key else {
             return Err(Exit::new(exit::USAGE, "sketches need the fleet's key; name its file by --fleet-key"));

@@ -52,7 +52,7 @@ impl Writer {
         Some(Self { keeper, bucket, interval_ns, next_pass_ns: 0, next_write_ns: interval_ns, rows: started.ok()? })
     }
 
-    /// Reads a portion if one is due, and has the file written when it's time.
+    /// Reads a portion if one is due, and lets the thread write the file when it's time.
     pub fn step(&mut self, engine: &mut Engine, host: &mut LiveHost) {
         let now = Now::of(host);
         if !self.keeper.is_reading() {

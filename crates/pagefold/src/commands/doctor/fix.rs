@@ -15,12 +15,12 @@ pub enum Fixed {
     Nothing,
     /// Another pagefold is using KSM.
     InUse(String),
-    /// We restored these knobs, or couldn't.
+    /// We tried to restore the knobs, with this outcome.
     Done(RestoreOutcome),
 }
 
 impl Fixed {
-    /// Whether we failed to restore a knob that we could restore.
+    /// Whether a knob isn't restored for another reason than that pages are merged.
     pub fn is_unfinished(&self) -> bool {
         matches!(self, Self::Done(restored) if !restored.failed.is_empty() || !restored.pending.is_empty())
     }
@@ -36,7 +36,7 @@ impl Fixed {
             lines.push(format!("{knob} restored to {value}"));
         }
         for (knob, value) in &restored.deferred {
-            lines.push(format!("{knob} can be set back to {value} only when no page is merged; try again then"));
+            lines.push(format!("{knob} can be set back to {value} only while no page is merged; try again then"));
         }
         for Overridden { knob, found, .. } in &restored.overridden {
             lines.push(format!("{knob} was set to {found} by another program, and stays so"));
@@ -78,11 +78,11 @@ fn values(knobs: impl Iterator<Item = (Knob, u64)>) -> Value {
 /// Restores the knobs.
 ///
 /// # Errors
-/// With exit code 3 without root; we can't read KSM or the state file.
+/// We can't read KSM or the state file. The exit code is 3 if we aren't root.
 pub fn fix(roots: &MachinePaths) -> anyhow::Result<Fixed> {
     let ksm = match Ksm::open(&roots.sys.join("kernel/mm/ksm")) {
         Ok(ksm) => Arc::new(ksm),
-        // Without KSM no knob can have been changed. The findings report that it's missing.
+        // Without KSM no knob can have been changed. The findings report that KSM is missing.
         Err(KsmError::Absent { .. }) => return Ok(Fixed::Nothing),
         Err(error) => return Err(error.into()),
     };

@@ -15,7 +15,7 @@ use pagefold_text::style::{Lines, Style, count, human, percent, shorten};
 
 /// The most regions shown one by one.
 const REGIONS: usize = 12;
-/// We show regions below this size only as a sum, unless there are no larger ones, bytes.
+/// We only sum up regions below this size (bytes), unless there are no larger ones.
 const SMALL: u64 = 1 << 20;
 /// The most mappings shown for one reason to leave them alone.
 const MAPPINGS: usize = 6;

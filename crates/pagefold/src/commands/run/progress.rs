@@ -70,7 +70,7 @@ impl Progress {
         }
     }
 
-    /// Reports a process or guest that we leave alone, once for each reason. `noun` is the word for it.
+    /// Reports a process or guest that we leave alone, once for each reason. `noun` is the word for the target.
     pub fn leave_alone(&mut self, noun: &str, left: LeftAlone) {
         if self.left_alone.contains(&left) {
             return;

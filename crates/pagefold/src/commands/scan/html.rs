@@ -1,4 +1,4 @@
-//! The result of a scan as one web page that needs nothing else.
+//! The result of a scan as one self-contained web page.
 
 use super::map::{Map, Shares};
 use super::report::{ProcessRow, ScanReport, size, way_in};
@@ -7,9 +7,9 @@ use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{count, human, percent};
 use std::fmt::Write as _;
 
-/// How many maps we show, of the processes with the most to save.
+/// How many maps we show: those of the processes with the most savable memory.
 const MAPS_MOST: usize = 24;
-/// How many names we list of processes left out for one reason.
+/// How many names of processes left out for the same reason we list.
 const NAMES_MOST: usize = 8;
 
 pub fn page(report: &ScanReport) -> String {
@@ -48,7 +48,7 @@ pub fn page(report: &ScanReport) -> String {
     framed("pagefold scan", &html)
 }
 
-/// The bar of all memory, with its key.
+/// The bar that divides all memory, with a legend.
 fn whole(html: &mut String, report: &ScanReport) {
     let totals = &report.totals;
     let savable = totals.zero + totals.duplicate_within + totals.duplicate_across;
@@ -123,7 +123,7 @@ fn maps(html: &mut String, report: &ScanReport) {
 
 type Layer = (&'static str, &'static str, fn(&Shares) -> f64);
 
-/// The layers of a map, from below.
+/// The layers of a map, from the bottom up.
 const LAYERS: [Layer; 4] = [
     ("merged", "merged already", |shares| shares.merged),
     ("zero", "zero", |shares| shares.zero),
@@ -139,7 +139,7 @@ fn map(html: &mut String, name: &str, map: &Map) {
         map.parts.len(),
         escape(name)
     );
-    // The highest first; the ones below paint over it.
+    // We draw the top layer first, and the layers below it paint over it.
     for layers in (1..=LAYERS.len()).rev() {
         let (class, _, of) = LAYERS[layers - 1];
         if map.parts.iter().all(|shares| of(shares) <= 0.0) {
@@ -154,7 +154,7 @@ fn map(html: &mut String, name: &str, map: &Map) {
     }
     html.push_str("</svg><div class=\"kinds\">");
     for stretch in &map.stretches {
-        // A short stretch has no room for its name.
+        // A short stretch is too narrow for its name.
         let label = if stretch.parts * 8 >= map.parts.len() { stretch.kind.to_string() } else { "&nbsp;".to_owned() };
         let _ = write!(
             html,

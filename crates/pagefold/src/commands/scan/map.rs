@@ -6,17 +6,17 @@ use pagefold_engine::sampling::census::density::Density;
 use pagefold_engine::units::{Vpn, index};
 use pagefold_procmem::maps::RegionKind;
 
-/// Parts of a map.
+/// How many parts a map has, and the least.
 const PARTS: u64 = 160;
 const PARTS_LEAST: usize = 10;
-/// In a part that is all duplicate, we want to expect this many pairs in the sample.
+/// If all of a part is duplicate, the sample should contain about this many pairs of its pages.
 const PAIRS_A_PART: f64 = 8.0;
 
-/// A part, as the survey found it.
+/// A part of a map, as the survey found it.
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
     pub first: Vpn,
-    /// Index of the region that it begins in.
+    /// Index of the region in which the part begins.
     region: u32,
     /// Pages that only this process maps.
     private: u64,
@@ -24,8 +24,8 @@ pub struct Part {
     pub merged: u64,
 }
 
-/// The parts of a process, given its regions with their private pages, and its other pages with the index of their
-/// region.
+/// Divides a process into parts. `regions` have the runs of its private pages, and `others` are its other pages with
+/// the index of their region.
 pub fn parts(regions: &[Region], others: impl Iterator<Item = (Vpn, u32)>) -> Vec<Part> {
     let mut runs: Vec<(Vpn, u32, u32, bool)> = others.map(|(page, region)| (page, 1, region, false)).collect();
     for (number, region) in (0..).zip(regions) {

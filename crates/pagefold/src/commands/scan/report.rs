@@ -30,7 +30,7 @@ pub struct ScanReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
     pub cost: Cost,
-    /// The words for one process (or guest) in scope, and for several.
+    /// The words for one target in scope, and for several: processes or guests.
     #[serde(skip)]
     pub of: (&'static str, &'static str),
     /// The maps of the processes by pid, for the web page only.
@@ -86,7 +86,7 @@ impl Cost {
     }
 }
 
-/// Sorts rows by what can be saved, the largest first.
+/// A key that sorts rows by savable memory, the largest first.
 fn largest_first(figures: &Figures) -> Reverse<u64> {
     Reverse(bytes_of(figures.savable))
 }
@@ -96,8 +96,8 @@ pub fn size(pages: f64) -> String {
 }
 
 impl ScanReport {
-    /// Sums up the census's findings by process, kind and cgroup. `rows` are the processes, without figures; `cells` and
-    /// `kinds` are as in the census.
+    /// Sums up the census's findings by process, kind and cgroup. `rows` are the processes without figures. `cells` and
+    /// `kinds` describe the cells of the census.
     pub fn of<K: Copy + Ord + Display>(
         rows: Vec<ProcessRow>,
         cells: &[Cell],
@@ -179,7 +179,7 @@ impl ScanReport {
         100.0 * self.error_bytes as f64 / bytes_of(self.totals.resident).max(1) as f64
     }
 
-    /// Memory that's saved already, or that we didn't read: sizes with words.
+    /// Memory that is saved already or that we didn't read, as sizes with words.
     pub fn besides(&self) -> Vec<String> {
         let Figures { merged, fork_shared, swapped, .. } = self.totals;
         let mut besides = Vec::new();
@@ -210,7 +210,7 @@ impl ScanReport {
     }
 }
 
-/// The option that lets in processes left out for this reason, if there is one, to print after the reason.
+/// Names the option that includes processes left out for this reason, if there's one. We print it after the reason.
 pub fn way_in(reason: &str) -> &'static str {
     if reason == Exclusion::NotDumpable.to_string() { " (--allow NAME lets it in)" } else { "" }
 }

@@ -1,4 +1,4 @@
-//! Reads larger and larger samples of memory, until the margin of error is small enough.
+//! Reads larger and larger samples of memory until the margin of error is small enough.
 
 use super::report::Cost;
 use crate::config::settings;
@@ -11,7 +11,7 @@ use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_text::progress::Progress;
 use pagefold_text::style;
 
-/// The memory that a scan reads, of processes or of Xen's guests.
+/// The memory that a scan reads: of processes or of Xen guests.
 pub trait Memory {
     /// How many processes or guests there are.
     fn targets(&self) -> usize;
@@ -19,11 +19,11 @@ pub trait Memory {
     /// How many frames we can read.
     fn frames(&self) -> u64;
 
-    /// Reads the pages of a target that are in the sample ([`Scanner::choose`]) and adds them to the census. If only
-    /// this target can't be read any more, takes it out of the census.
+    /// Reads the pages of a target that are in the sample ([`Scanner::choose`]), and adds them to the census. If we
+    /// can't read just this target any more, removes it from the census.
     ///
     /// # Errors
-    /// Errors that aren't about this target alone.
+    /// Errors that don't only concern this target.
     fn read(&mut self, target: usize, scanner: &mut Scanner) -> Result<()>;
 }
 
@@ -36,16 +36,16 @@ pub struct Scanner {
     began_ns: u64,
     pages_read: u64,
     reading_ns: u64,
-    /// The sample: all pages of the share `to` that aren't in the smaller share `from`, which we've read before.
+    /// The sample has the share `to` of all pages, without the smaller share `from` that we've read before.
     from: f64,
     to: f64,
-    /// How many frames are in the sample, and how many pages we had read before it.
+    /// How many frames are in the sample, and how many pages we had read before this sample.
     frames: f64,
     read_before: u64,
 }
 
 impl Scanner {
-    /// `seed` chooses the pages; random if there's none. `began_ns` is our CPU time when the scan began.
+    /// `seed` chooses the pages; `None` means a random seed. `began_ns` is our CPU time when the scan began.
     pub fn new(cells: Vec<Cell>, seed: Option<u64>, began_ns: u64, progress: Progress) -> Self {
         let seed = seed.unwrap_or_else(settings::seed);
         Self {
@@ -63,7 +63,7 @@ impl Scanner {
         }
     }
 
-    /// Reads samples, the first one of the share `first`. Returns the findings and the share that was read.
+    /// Reads samples. The first one has the share `first`. Returns the findings and the share of pages that we read.
     pub fn sample(&mut self, memory: &mut impl Memory, first: f64) -> Result<(Findings, f64)> {
         self.to = first;
         loop {
@@ -83,13 +83,13 @@ impl Scanner {
         }
     }
 
-    /// Chooses the sample's runs among these pages, and calls `chosen` with the first page, the length and the number of
-    /// each. `region` is the number of the pages' region.
+    /// Chooses the sample's runs of pages among these pages, and calls `chosen` with the first page, the length and the
+    /// number of each run. `region` is the number of the pages' region.
     pub fn choose(&self, region: u32, first: Vpn, pages: u32, chosen: impl FnMut(Vpn, u32, u32)) {
         self.chooser.cut(region, first, pages, self.from, self.to, chosen);
     }
 
-    /// Digests a page that was read.
+    /// Makes the digest of a page that we've read.
     pub fn digest(&mut self, bytes: &PageBytes) -> Digest {
         self.pages_read += 1;
         if self.pages_read % 4096 == 0 && self.frames > 0.0 {

@@ -1,9 +1,9 @@
-//! The survey before we read pages: which pages each process has, whether they're merged or shared, and what we leave
-//! out.
+//! The survey before we read pages. It finds each process's pages, whether they're merged or shared, and the memory
+//! that we leave out.
 //!
-//! We walk the page tables of everything in scope once (about 33 ns a page; reading a page takes 500 ns). That gives
-//! exact counts of merged or shared pages, and lists of the frames to read. We read a frame shared through fork once,
-//! with the pages of its first holder.
+//! We walk the page tables of everything in scope once (about 33 ns a page; reading a page takes 500 ns). This gives us
+//! exact counts of merged or shared pages, and lists of the frames to read. We read a frame shared through fork only
+//! once, among the pages of its first holder.
 
 use super::map::{self, Part};
 use anyhow::Result;
@@ -24,11 +24,11 @@ use std::collections::BTreeMap;
 pub struct Survey {
     /// The processes, in the order of their pids.
     pub processes: Vec<Surveyed>,
-    /// The memory of one kind in one process, for the census.
+    /// The cells of the census. A cell is the memory of one kind in one process.
     pub cells: Vec<Cell>,
     /// Each cell's kind.
     pub kinds: Vec<RegionKind>,
-    /// Frames shared through fork, ascending, with the cells of their holders: one entry for each mapping.
+    /// Frames shared through fork, ascending, each with the cell of a holder. There's one entry for each mapping.
     shared: Vec<(u64, u32)>,
 }
 
@@ -36,22 +36,22 @@ pub struct Survey {
 pub struct Surveyed {
     pub scoped: ProcessInfo,
     pub excluded: Vec<LeftOut>,
-    /// Why we leave it out as a whole, if we do.
+    /// Why we leave out the whole process, if we do.
     pub refused: Option<Exclusion>,
-    /// Whether it ended during the scan, or we couldn't read it any more.
+    /// Whether the process ended during the scan, or we couldn't read it any more.
     pub gone: bool,
     /// The mappings to read, by ascending address.
     pub regions: Vec<Region>,
     /// The address ranges of these mappings.
     pub ranges: Vec<(Vpn, u32)>,
-    /// Merged pages to read: one for each merged frame.
+    /// Merged pages to read, one for each merged frame.
     pub merged: Vec<Vpn>,
-    /// The parts of its map, if we draw one.
+    /// The parts of the process's map, if we draw one.
     pub parts: Vec<Part>,
 }
 
 impl Surveyed {
-    /// Leaves it out, since we can't read it. Gives back errors that aren't about this process alone.
+    /// Leaves out the process, since we can't read it. Returns errors that don't only concern this process.
     pub fn lose(&mut self, error: ReadError) -> Result<(), ReadError> {
         self.gone = true;
         if !matches!(error, ReadError::Vanished { .. }) {
@@ -69,7 +69,7 @@ pub struct LeftOut {
     pub regions: u32,
 }
 
-/// Memory left out, by the reason.
+/// Memory that we leave out, by reason.
 #[derive(Debug, Default)]
 pub struct LeftOutByReason(BTreeMap<String, LeftOut>);
 
@@ -91,14 +91,14 @@ impl LeftOutByReason {
 /// A mapping that we may read.
 #[derive(Debug)]
 pub struct Region {
-    /// Unique in the survey.
+    /// A number that is unique in the survey.
     pub number: u32,
     pub cell: u32,
-    /// The frames to count here.
+    /// Runs of pages whose frames we count here.
     pub runs: Vec<(Vpn, u32)>,
 }
 
-/// A mapped frame that several page table entries share.
+/// A page whose frame several page table entries share.
 #[derive(Clone, Copy, Debug)]
 struct Joint {
     frame: u64,
@@ -166,7 +166,7 @@ impl Survey {
         surveyed.refused = process_exclusion(&surveyed.scoped, deny)?;
         let mut left_out = LeftOutByReason::default();
         if let Some(refused) = &surveyed.refused {
-            // We report its size, but read none of its pages.
+            // We report the process's size, but read none of its pages.
             let details = read_smaps(process).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
             left_out.add(refused.to_string(), kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX));
@@ -205,12 +205,12 @@ impl Survey {
         Ok(())
     }
 
-    /// Divides joint frames among their holders and decides where we read each.
+    /// Divides joint frames among their holders, and decides in which process we read each frame.
     fn settle(&mut self, mut joint: Vec<Joint>) {
         joint.sort_unstable_by_key(|joint| (joint.frame, joint.process, joint.page));
         for holders in joint.chunk_by(|a, b| a.frame == b.frame) {
             let part = 1.0 / holders.len() as f64;
-            // It was merged during the survey: the later observation counts.
+            // If holders differ, the frame was merged during the survey, and the later observation counts.
             let merged = holders.iter().any(|holder| holder.merged);
             for holder in holders {
                 let process = &mut self.processes[holder.process as usize];
@@ -269,8 +269,8 @@ impl Survey {
     }
 }
 
-/// Walks one mapping and returns the runs of its private pages; reports the joint ones with their frame and whether
-/// they're merged.
+/// Walks one mapping and returns the runs of its private pages. Reports the joint pages, each with its frame and
+/// whether it's merged.
 fn pages_of(
     process: &Process,
     detail: &VmaDetail,
@@ -279,7 +279,7 @@ fn pages_of(
 ) -> Result<Vec<(Vpn, u32)>, ReadError> {
     let first = detail.vma.first();
     let pages = detail.vma.pages();
-    // We narrow down a mostly empty reservation first: pagemap writes eight bytes for every page of it.
+    // We first find the populated parts of a mostly empty reservation, since pagemap writes eight bytes for every page.
     let mut stretches = Vec::new();
     if pages.0 / 4 > detail.rss_kib / 4 && pages.0 > 65536 {
         reader.resident_runs(process, first, pages, &mut stretches)?;
@@ -302,7 +302,7 @@ fn pages_of(
             }
         })?;
     }
-    // We read no bytes: the frame's flags tell a merged page from a shared one.
+    // We needn't read contents, as the frame's flags tell a merged page from a shared one.
     let how = ReadHow { unmarked: !detail.flags.has(*b"mg"), ..ReadHow::default() };
     reader.read_runs(process, &others, how, |view| match (view.state, view.frame) {
         (PageState::Merged, Some(frame)) => joint(frame, true, view.page),

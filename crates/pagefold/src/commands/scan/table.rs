@@ -1,11 +1,11 @@
-//! The result of a scan for a terminal.
+//! The result of a scan as text for a terminal.
 
 use super::report::{ScanReport, size, way_in};
 use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_text::table::Table;
 
-/// Rows shown of a list; a line sums up the rest.
+/// The most rows of a list that we show. A last line sums up the rest.
 const ROWS: usize = 20;
 const BAR: usize = 12;
 
@@ -54,7 +54,7 @@ fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, 
     }
     let figures = ["HOLDS", "ZERO", "WITHIN", "ACROSS", "SAVABLE", "SHARE"];
     let mut head: Vec<String> = names.iter().chain(&figures).map(|name| style.dim(name)).collect();
-    // The bar has no heading, and is no number.
+    // The column of bars has no heading, and holds no numbers.
     head.push(String::new());
     let is_number = |column: usize| match names.get(column) {
         Some(name) => matches!(*name, "PID" | "ID" | "PROCESSES"),

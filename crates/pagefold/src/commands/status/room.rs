@@ -61,7 +61,7 @@ impl ReserveView {
         }
     }
 
-    /// The machine's headroom.
+    /// A sentence on the machine's headroom.
     pub fn sentence(&self) -> String {
         let rest = format!(
             "{} free (with swap), {} needed if programs write to all merged pages; the reserve is {} ({})",
