@@ -25,7 +25,7 @@ pub const KSM_ROOT: &str = "/sys/kernel/mm/ksm";
 #[derive(Debug, Error)]
 pub enum KsmError {
     /// The directory, or a file that every supported kernel has, doesn't exist.
-    #[error("{} does not exist: this kernel was built without KSM, or is older than pagefold needs", path.display())]
+    #[error("{} does not exist: this kernel was built without KSM, or is too old for pagefold", path.display())]
     Absent { path: PathBuf },
     #[error("not permitted to access {}", path.display())]
     Denied { path: PathBuf },

@@ -90,7 +90,7 @@ pub enum RequestError {
     Denied { path: PathBuf },
     #[error("{} is not KSM's device", path.display())]
     Other { path: PathBuf },
-    #[error("{} has another version of the interface than {ABI_VERSION}", path.display())]
+    #[error("{} does not have version {ABI_VERSION} of the interface", path.display())]
     Version { path: PathBuf },
     #[error("{}: {source}", path.display())]
     Io { path: PathBuf, source: io::Error },

@@ -104,7 +104,7 @@ fn files_that_are_not_the_device_are_told_apart() {
     assert!(matches!(RequestDevice::open(dir.path()), Err(RequestError::Other { .. })));
     // A device, with no call of that number.
     let error = RequestDevice::open(Path::new("/dev/null")).unwrap_err();
-    assert_eq!(error.to_string(), "/dev/null has another version of the interface than 1");
+    assert_eq!(error.to_string(), "/dev/null does not have version 1 of the interface");
     // Root may open it all the same.
     std::fs::set_permissions(&at, PermissionsExt::from_mode(0o0)).unwrap();
     assert!(matches!(RequestDevice::open(&at), Err(RequestError::Denied { .. } | RequestError::Other { .. })));

@@ -24,7 +24,7 @@ pub const ENDLESS_SLEEP: u64 = 1 << 31;
 #[derive(Debug, Error)]
 pub enum StateError {
     /// The text isn't in the format of the file.
-    #[error("{} is malformed ({what}); set the knobs by hand and remove it", path.display())]
+    #[error("{} is malformed ({what}); set the knobs by hand and remove this file", path.display())]
     Malformed { path: PathBuf, what: String },
     #[error("not permitted to access {}", path.display())]
     Denied { path: PathBuf },

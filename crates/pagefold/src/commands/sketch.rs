@@ -113,7 +113,7 @@ pub fn run(args: &SketchArgs) -> Result<u8> {
     let mut keeper = Keeper::new(fleet);
     let rows = read(&mut host, &mut keeper, settings.config.limits, &stop)?;
     if rows.is_empty() {
-        let line = "nothing in scope may be read, or it all holds less than a mebibyte; name other programs";
+        let line = "nothing in scope may be read, or every workload holds less than a mebibyte; name other programs";
         return Err(Exit::new(exit::REFUSED, line).into());
     }
     put(&place, &rows).map_err(|error| cannot_write(&place, &error))?;

@@ -132,7 +132,7 @@ fn end() -> ! {
     std::process::exit(exit::OK.into())
 }
 
-/// Asks until nobody listens.
+/// Asks the daemon again and again, until nobody listens to the answers.
 fn poll(explained: &AtomicI32, history: &Path, since: Duration, answers: &SyncSender<Answer>) {
     let mut read = Instant::now();
     loop {

@@ -305,7 +305,7 @@ fn read_line(stream: &mut UnixStream, received: &mut Vec<u8>) -> io::Result<Line
         let mut buffer = vec![0; REQUEST_MOST];
         match stream.read(&mut buffer) {
             Ok(0) if received.is_empty() => return Ok(Line::End),
-            // The last line needs no newline.
+            // The last line may lack a newline.
             Ok(0) => return Ok(Line::Whole(std::mem::take(received))),
             Ok(length) => received.extend_from_slice(&buffer[..length]),
             Err(error) => match error.kind() {

@@ -10,7 +10,7 @@ const WITH_FALLBACK: [&str; 4] = ["read:loadavg", "read:schedstat", "read:vmstat
 /// Reads that `pagefold unmerge` makes.
 const OF_UNMERGE: [&str; 2] = ["read:ksm_stat", "read:limits"];
 
-/// The read's passage in the middle of a quick run from which on it fails. `None` if the read happens only once.
+/// From which of its passages on a read should fail, in the middle of a quick run. `None` if it happens only once.
 fn middle(read: &str) -> Option<u32> {
     Some(match read {
         "read:cgroup"

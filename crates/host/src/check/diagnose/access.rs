@@ -24,7 +24,7 @@ pub(super) fn capabilities(facts: &MachineFacts) -> Finding {
     // KSM's files belong to root and have mode 0644.
     let may_steer = *uid == 0 || has(1);
     match (may_steer, missing.is_empty()) {
-        (true, true) => ok("all capabilities that pagefold needs"),
+        (true, true) => ok("this process has all capabilities that pagefold needs"),
         (true, false) => blocker(format!("missing: {listed}"), "run, unmerge and demo need them", "grant them"),
         (false, _) => blocker(
             "this user may not control KSM",

@@ -68,7 +68,7 @@ fn progress(status: &Status, before: &Point, result: u64) -> String {
 
 fn work(status: &Status) -> String {
     let merging = match status.run.mechanism {
-        Mechanism::Ksmd => "ksmd merges what is equal in",
+        Mechanism::Ksmd => "ksmd merges equal pages in",
         Mechanism::Request => "merging in",
     };
     let mut parts = Vec::new();
