@@ -41,6 +41,7 @@ use crate::units::Pages;
 
 use contents::Contents;
 use cycle::Plan;
+use forks::Families;
 use pacing::Spending;
 use planner::Planner;
 use room::CopyRoom;
@@ -67,6 +68,8 @@ pub struct Engine {
     ksmd: Ksmd,
     /// The pairs that we name on request.
     requests: Requests,
+    /// The families of forks whose shared pages we merge.
+    families: Families,
     /// Which merged pages move to another memory node.
     placer: Placer,
     /// Whether there's room for the copies if programs write to merged pages.
@@ -107,6 +110,7 @@ impl Engine {
             contents: Contents::default(),
             ksmd: Ksmd::default(),
             requests: Requests::default(),
+            families: Families::default(),
             placer: Placer::default(),
             room: CopyRoom::default(),
             saving: SavingCounter::default(),

@@ -19,7 +19,7 @@ pub use usage::{PageSet, Usage};
 
 use crate::config::Config;
 use crate::decision::Decision;
-use crate::host::{Mechanism, PageRun, RegionView};
+use crate::host::{Mechanism, PageRun, PageSample, PageState, RegionView};
 use crate::index::OFFSET_BITS;
 use crate::keys::RegionKey;
 use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, candidates};
@@ -35,7 +35,7 @@ pub enum Fork {
     First,
     /// We read the shared pages in the first of its relatives.
     Relative,
-    /// The first has duplicates. The kernel replaces each mapping by itself, so we read them here, too.
+    /// The first has duplicates. ksmd replaces each mapping by itself, so we read them here, too.
     Follows,
 }
 
@@ -98,6 +98,8 @@ impl Region {
     /// Adopts the host's latest view. Bounds move as the region grows and shrinks.
     pub fn update(&mut self, view: RegionView, seed: u64) {
         let moved = (view.first, view.pages) != (self.view.first, self.view.pages);
+        // It may have been unmarked.
+        self.usage.named &= view.named || !self.view.named;
         self.view = view;
         self.hold.left_alone = view.left_alone;
         if moved {
@@ -119,9 +121,21 @@ impl Region {
         PageRun { region: self.view.key, first, pages: u32::try_from(pages.0).unwrap_or(u32::MAX) }
     }
 
+    /// Whether it's marked because a page of it has been named on request.
+    pub fn is_named(&self) -> bool {
+        self.view.named || self.usage.named
+    }
+
     /// Whether we read the pages that it shares through fork.
     pub fn reads_forked(&self) -> bool {
         matches!(self.fork, Fork::First | Fork::Follows)
+    }
+
+    /// Whether a page may be shared through fork although it looks merged, as all such pages do in marked mappings with
+    /// Linux 6.12. On request, we know which ones we've merged.
+    pub fn may_be_shared(&self, sample: &PageSample) -> bool {
+        let is_named = self.fork != Fork::Alone && self.is_named();
+        is_named && sample.state == PageState::Merged && !self.usage.merged.contains(sample.page)
     }
 
     /// Whether a page that we haven't merged is the same frame as one of another region, through fork.

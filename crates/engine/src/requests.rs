@@ -22,6 +22,9 @@ const COUNTED_MOST: usize = 1 << 16;
 /// If this many pages differ and none is equal, that can't be chance.
 const DIFFERING_MIN: u64 = 1024;
 
+/// We put a pair off at most this often.
+const PUT_OFF_MOST: u8 = 3;
+
 /// We remember at most this many contents of merged pages that we may have left behind. Beyond that we forget them all.
 const LEFT_MOST: usize = 1 << 20;
 
@@ -41,13 +44,23 @@ impl IndexedPage {
 
 /// A page, and the page that it's equal to.
 #[derive(Clone, Copy, Debug)]
-struct Pair {
-    take: IndexedPage,
+pub struct Pair {
+    pub take: IndexedPage,
     /// `None`: the zero page.
-    keep: Option<IndexedPage>,
-    digest: Digest,
+    pub keep: Option<IndexedPage>,
+    pub digest: Digest,
     /// See [`MergeRange::needs_merged`].
     needs_merged: bool,
+    /// Whether we haven't read the page, but one that a relative has at the same place.
+    is_relative: bool,
+    /// How often we've put it off.
+    put_off: u8,
+}
+
+impl Pair {
+    fn new(take: IndexedPage, keep: Option<IndexedPage>, digest: Digest) -> Self {
+        Self { take, keep, digest, needs_merged: false, is_relative: false, put_off: 0 }
+    }
 }
 
 /// Digests that turned out to collide.
@@ -63,6 +76,8 @@ pub struct Collisions {
 #[derive(Debug, Default)]
 pub struct Requests {
     pairs: Vec<Pair>,
+    /// Those for the next cycle, because relatives' mappings aren't marked yet.
+    put_off: Vec<Pair>,
     /// The pages that they keep.
     kept: FxHashSet<Location>,
     /// How many pages we've named so far for each kept page.
@@ -78,23 +93,63 @@ pub struct Requests {
 
 impl Requests {
     pub fn add_zero(&mut self, take: IndexedPage) {
-        self.pairs.push(Pair { take, keep: None, digest: Digest::ZERO, needs_merged: false });
+        self.pairs.push(Pair::new(take, None, Digest::ZERO));
     }
 
     /// Asks to merge a page with the one kept for its content. False if that one already has all the sharers it may
     /// have.
     pub fn add(&mut self, take: IndexedPage, keep: IndexedPage, digest: Digest, needs_merged: bool) -> bool {
+        if !self.add_sharers(keep, 1) {
+            return false;
+        }
+        self.kept.insert(keep.location);
+        self.pairs.push(Pair { needs_merged, ..Pair::new(take, Some(keep), digest) });
+        true
+    }
+
+    /// Counts more sharers of a kept page. False if it can't have so many.
+    fn add_sharers(&mut self, keep: IndexedPage, more: usize) -> bool {
         if self.sharers.len() >= COUNTED_MOST {
             self.sharers.clear();
         }
         let sharers = self.sharers.entry(keep.location).or_default();
-        if *sharers >= SHARERS_MOST {
+        let all = usize::from(*sharers) + more;
+        let is_possible = all <= usize::from(SHARERS_MOST);
+        if is_possible {
+            *sharers = u16::try_from(all).unwrap_or(SHARERS_MOST);
+        }
+        is_possible
+    }
+
+    /// The cycle's pairs so far, to be named one by one.
+    pub fn take_pairs(&mut self) -> Vec<Pair> {
+        std::mem::take(&mut self.pairs)
+    }
+
+    /// Names a pair, and these pages of relatives with it. False if the page to keep can't have so many sharers.
+    pub fn name(&mut self, pair: Pair, relatives: &[IndexedPage]) -> bool {
+        if pair.keep.is_some_and(|keep| !self.add_sharers(keep, relatives.len())) {
             return false;
         }
-        *sharers += 1;
-        self.kept.insert(keep.location);
-        self.pairs.push(Pair { take, keep: Some(keep), digest, needs_merged });
+        self.pairs.push(pair);
+        for &take in relatives {
+            if take != pair.take && Some(take) != pair.keep {
+                self.pairs.push(Pair { take, is_relative: true, ..pair });
+            }
+        }
         true
+    }
+
+    /// Has the mapping of a page marked: the kernel does it before it finds that the page would replace itself.
+    pub fn mark(&mut self, page: IndexedPage) {
+        self.pairs.push(Pair { is_relative: true, ..Pair::new(page, Some(page), Digest::ZERO) });
+    }
+
+    /// Names a pair in the next cycle.
+    pub fn put_off(&mut self, pair: Pair) {
+        if pair.put_off < PUT_OFF_MOST {
+            self.put_off.push(Pair { put_off: pair.put_off + 1, ..pair });
+        }
     }
 
     /// Records that we keep another page for a content, because the old one no longer has it.
@@ -127,7 +182,12 @@ impl Requests {
             let continues = ranges.last_mut().is_some_and(|last| extend(last, pair));
             if !continues {
                 let take = PageRun { region: pair.take.region, first: pair.take.page, pages: 1 };
-                let keep = pair.keep.map_or(Keep::Zero, |keep| Keep::Run(keep.region, keep.page));
+                let keep = match pair.keep {
+                    None => Keep::Zero,
+                    // A run can't replace itself.
+                    Some(keep) if keep == pair.take => Keep::Page(keep.region, keep.page),
+                    Some(keep) => Keep::Run(keep.region, keep.page),
+                };
                 ranges.push(MergeRange { take, keep, needs_merged: pair.needs_merged });
             }
         }
@@ -137,7 +197,15 @@ impl Requests {
     /// Drops the cycle's pairs without merging them.
     pub fn clear(&mut self) {
         self.pairs.clear();
+        self.put_off.clear();
         self.kept.clear();
+    }
+
+    /// Goes on with the pairs that we've put off.
+    fn go_on(&mut self) {
+        self.pairs = std::mem::take(&mut self.put_off);
+        self.kept.clear();
+        self.kept.extend(self.pairs.iter().filter_map(|pair| Some(pair.keep?.location)));
     }
 
     /// Records the outcome of the ranges.
@@ -159,7 +227,7 @@ impl Requests {
                 collisions.digests.extend(self.record_page(page, result.merging, table, index));
             }
         }
-        self.clear();
+        self.go_on();
         if merged == 0 && differing >= DIFFERING_MIN {
             collisions.spared = untried;
         }
@@ -175,8 +243,15 @@ impl Requests {
         index: &mut Index,
     ) -> Option<Digest> {
         let PageRun { region, first, .. } = page.take;
+        let kept = page.keep.first();
+        if kept == Some((region, first)) {
+            let is_marked = !matches!(merging, Merging::Untried | Merging::Busy | Merging::Ineligible);
+            if let Some(region) = table.at_mut(region, first).filter(|_| is_marked) {
+                region.usage.named = true;
+            }
+            return None;
+        }
         if matches!(merging, Merging::Merged | Merging::Shared) {
-            let kept = page.keep.first();
             set_merged(table, region, first, kept.map(|(partner, _)| partner));
             if let Some((partner, kept)) = kept {
                 set_merged(table, partner, kept, Some(region));
@@ -186,8 +261,10 @@ impl Requests {
             return None;
         }
         let at = self.pairs.binary_search_by_key(&(region, first), |pair| (pair.take.region, pair.take.page)).ok()?;
-        let Pair { take, digest, .. } = self.pairs[at];
+        let Pair { take, digest, is_relative, .. } = self.pairs[at];
         match merging {
+            // Its program has written it, and we haven't read it.
+            _ if is_relative => {}
             Merging::Shared => _ = self.differing.remove(&digest.fingerprint()),
             // We keep this page instead.
             Merging::Ineligible | Merging::Full => index.point_to(digest, take.location),
@@ -235,6 +312,7 @@ fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
 fn set_merged(table: &mut RegionTable, region: RegionKey, page: Vpn, partner: Option<RegionKey>) {
     let Some(region) = table.at_mut(region, page) else { return };
     region.usage.merged.insert(page);
+    region.usage.named = true;
     if partner.is_some_and(|partner| partner != region.view.key) {
         region.usage.partner = partner;
     }

@@ -355,7 +355,6 @@ impl LiveHost {
 
     /// Groups runs by region, leaving out processes whose reads don't return.
     fn region_reads(&self, runs: &[PageRun], plan: &SamplePlan) -> Vec<RegionRead> {
-        let by_marks = self.mechanism() == Mechanism::Ksmd;
         let mut reads = Vec::new();
         for same_region in runs.chunk_by(|a, b| a.region == b.region) {
             let region = same_region[0].region;
@@ -370,7 +369,7 @@ impl LiveHost {
             how.activity = plan.activity.contains(&region);
             if let Some(tracked) = target.regions.iter().find(|tracked| tracked.key == region) {
                 how.huge = tracked.stretch.huge;
-                how.unmarked = by_marks && tracked.stretch.marked == Pages(0);
+                how.unmarked = tracked.stretch.marked == Pages(0);
             }
             let runs = same_region.iter().map(|run| (run.first, run.pages)).collect();
             reads.push(RegionRead { region, process: target.info.process.clone(), runs, how });

@@ -186,6 +186,11 @@ impl SimHost {
         self.memory.owners[owner.0 as usize].left_alone = left_alone;
     }
 
+    /// Sets whether a process refuses to be marked, and its pages to be named.
+    pub fn set_untouchable(&mut self, owner: OwnerKey, untouchable: bool) {
+        self.memory.owners[owner.0 as usize].untouchable = untouchable;
+    }
+
     /// Sets the memory pressure that pagefold observes. It doesn't depend on the processes' memory.
     pub fn set_memory(&mut self, memory: MemoryView) {
         self.free = memory;

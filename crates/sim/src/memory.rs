@@ -21,6 +21,7 @@ use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{EXTENT_PAGES, Vpn};
 pub use region::{Owner, Region};
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 /// A frame that several pages share after a merge (the kernel's `stable_node` and its page).
 #[derive(Clone, Copy, Debug, Default)]
@@ -235,20 +236,23 @@ impl Memory {
         }
     }
 
-    /// Gives each merged page of an unmarked range its own copy; returns the number of copies. ksmd's records of the
-    /// range become stale. (If the range is marked again before ksmd's next visit, the kernel would reuse them; we make
-    /// new ones.)
-    pub(crate) fn unmerge(&mut self, key: u32, range: std::ops::Range<u32>) -> u64 {
+    /// Unmarks a range, and gives each merged page of its marked parts a copy of its own; returns the number of copies.
+    /// Where it isn't marked, the kernel does nothing. ksmd's records of the range become stale. (If the range is marked
+    /// again before ksmd's next visit, the kernel would reuse them; we make new ones.)
+    pub(crate) fn unmerge(&mut self, key: u32, range: &Range<u32>) -> u64 {
         let mut copied = 0;
         for page in range.clone() {
-            let merged =
-                |region: &Region| matches!(region.backing[page as usize], Backing::Merged | Backing::ZeroMerged);
-            if self.region(key).is_some_and(merged) {
+            let is_merged = |region: &Region| {
+                let backing = region.backing[page as usize];
+                region.marks.contains(page) && matches!(backing, Backing::Merged | Backing::ZeroMerged)
+            };
+            if self.region(key).is_some_and(is_merged) {
                 self.make_private(key, page);
                 copied += 1;
             }
         }
         if let Some(region) = self.regions[key as usize].as_deref_mut() {
+            region.marks.remove(range);
             if let Some(items) = region.items.get_mut(range.start as usize..range.end as usize) {
                 self.owners[region.owner as usize].make_stale(items);
             }

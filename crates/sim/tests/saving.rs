@@ -130,27 +130,31 @@ fn prefork(twins: &mut Twins, masters: u64, children: u64) -> Vec<OwnerKey> {
 
 #[test]
 fn families_of_forks_are_merged_with_each_other() {
-    // On request, fork-shared pages aren't named.
     for (masters, children) in [(2, 1), (2, 4), (3, 16)] {
-        let mut twins = Twins::new(host(), host());
-        let workers = prefork(&mut twins, masters, children);
-        twins.run(25);
-        let saved = twins.check(&format!("{masters} masters with {children} forked before merging"));
-        assert!(saved >= (masters - 1) * 16 * MIB * 95 / 100, "{masters} of {children}: {saved}");
-        // A worker's pages diverge, another's come back.
-        for (worker, number) in [(0, 7_u64), (1, 1)] {
-            twins.change(|host| {
-                for region in host.regions_of(workers[worker]) {
-                    let span = host.span_of(region).expect("it is there");
-                    for page in 0..span.pages.0 {
-                        host.write(region, span.first + page, number << 32 | page);
-                    }
-                }
-            });
+        for twins in twins() {
+            assert_families_are_merged(twins, masters, children);
         }
-        twins.run(60);
-        twins.check("diverged");
     }
+}
+
+fn assert_families_are_merged(mut twins: Twins, masters: u64, children: u64) {
+    let workers = prefork(&mut twins, masters, children);
+    twins.run(25);
+    let saved = twins.check(&format!("{masters} masters with {children} forked before merging"));
+    assert!(saved >= (masters - 1) * 16 * MIB * 95 / 100, "{masters} of {children}: {saved}");
+    // A worker's pages diverge, another's come back.
+    for (worker, number) in [(0, 7_u64), (1, 1)] {
+        twins.change(|host| {
+            for region in host.regions_of(workers[worker]) {
+                let span = host.span_of(region).expect("it is there");
+                for page in 0..span.pages.0 {
+                    host.write(region, span.first + page, number << 32 | page);
+                }
+            }
+        });
+    }
+    twins.run(60);
+    twins.check("diverged");
 }
 
 #[test]

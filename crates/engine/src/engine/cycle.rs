@@ -89,9 +89,7 @@ impl Engine {
             if self.snapshot.nodes.len() > 1 {
                 plan.activity = self.keys_among(&plan.runs, Region::shows_activity);
             }
-            if self.carrier().by_marks {
-                plan.forked = self.keys_among(&plan.runs, Region::reads_forked);
-            }
+            plan.forked = self.keys_among(&plan.runs, Region::reads_forked);
             self.plan_inspection(&mut plan);
         }
         if plan.inspect.is_empty() {

@@ -2,17 +2,20 @@
 //!
 //! Relatives map the same frame at the same address, so we read such a page in one of them only, and their regions don't
 //! count as copies of each other. If another program has equal pages, merging has to replace the mapping of each relative
-//! by itself: until the last one is replaced, the frame stays. So once the first region has duplicates, we read and judge
-//! its relatives as well.
+//! by itself: until the last one is replaced, the frame stays.
 //!
-//! Only with ksmd: on request the kernel merges a fork-shared page for all relatives at once, and marks the mapping of one.
-//! The others would hold merged memory that no mark shows.
+//! With ksmd we mark each relative. So once the first region has duplicates, we read and judge its relatives as well.
+//!
+//! On request we name the page in each relative. The frame that stays becomes a merged one for all who map it, but the
+//! kernel only marks the mappings that we name, and memory can only be unmerged where it's marked. So all relatives'
+//! mappings get marked before the first page is merged: we name one page of each as its own replacement.
 
 use super::Engine;
 use crate::keys::{DomainKey, LineageKey, RegionKey};
 use crate::region::{Fork, Region};
+use crate::requests::{IndexedPage, Pair};
 use crate::sampling::ladder::may_be_promoted;
-use crate::units::Vpn;
+use crate::units::{Vpn, count};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 /// With more relatives than this, we don't read the pages that they share. Each mapping costs ksmd 12 us and 64 bytes of
@@ -20,13 +23,19 @@ use rustc_hash::{FxHashMap, FxHashSet};
 const RELATIVES_MOST: u64 = 20;
 
 /// The regions that relatives have at one place.
+#[derive(Debug)]
 struct Family {
     first: RegionKey,
-    number: u64,
+    /// Their slots.
+    members: Vec<u32>,
     domain: DomainKey,
     /// Whether we may merge all of them. If one keeps the frame, merging the others saves nothing.
     is_ours: bool,
 }
+
+/// The families that we may merge.
+#[derive(Debug, Default)]
+pub(super) struct Families(FxHashMap<(LineageKey, Vpn), Family>);
 
 /// Relatives have a region at the same place.
 fn place(region: &Region) -> (LineageKey, Vpn) {
@@ -36,31 +45,35 @@ fn place(region: &Region) -> (LineageKey, Vpn) {
 impl Engine {
     /// Finds the regions that processes have in common through fork, and says where we read their pages.
     pub(super) fn find_relatives(&mut self) {
-        if !self.carrier().by_marks {
-            return;
-        }
         let mut families: FxHashMap<_, Family> = FxHashMap::default();
-        for region in self.table.iter() {
+        for (slot, region) in self.table.numbered_mut() {
             let first = region.view.key;
             let domain = region.view.domain;
-            let family = families.entry(place(region)).or_insert(Family { first, number: 0, domain, is_ours: true });
+            let new = || Family { first, members: Vec::new(), domain, is_ours: true };
+            let family = families.entry(place(region)).or_insert_with(new);
             family.first = family.first.min(first);
-            family.number += 1;
+            family.members.push(slot);
             family.is_ours &= region.hold.may_sample() && domain == family.domain;
         }
+        families.retain(|_, family| family.is_ours && (2..=RELATIVES_MOST).contains(&count(family.members.len())));
         for region in self.table.iter_mut() {
-            let family = &families[&place(region)];
-            region.fork = match region.fork {
-                _ if !(2..=RELATIVES_MOST).contains(&family.number) || !family.is_ours => Fork::Alone,
-                _ if region.view.key == family.first => Fork::First,
-                Fork::Follows => Fork::Follows,
-                Fork::Alone | Fork::First | Fork::Relative => Fork::Relative,
+            region.fork = match (families.get(&place(region)), region.fork) {
+                (None, _) => Fork::Alone,
+                (Some(family), _) if region.view.key == family.first => Fork::First,
+                (Some(_), Fork::Follows) => Fork::Follows,
+                (Some(_), Fork::Alone | Fork::First | Fork::Relative) => Fork::Relative,
             };
         }
+        self.families = Families(families);
     }
 
-    /// Reads the relatives of regions that have duplicates among the pages that they share through fork.
+    /// With ksmd, reads the relatives of regions that have duplicates among the pages that they share through fork. On
+    /// request, marks relatives of marked regions: one may have been forked just before we marked its parent.
     pub(super) fn follow_relatives(&mut self) {
+        if !self.carrier().by_marks {
+            self.mark_relatives();
+            return;
+        }
         let least = self.config.threshold().fraction();
         let mut found = FxHashSet::default();
         for region in self.table.iter() {
@@ -79,6 +92,64 @@ impl Engine {
                 self.plan.reading.foreground = true;
             }
         }
+    }
+
+    fn mark_relatives(&mut self) {
+        for family in self.families.0.values() {
+            let mut unnamed = Vec::new();
+            for &slot in &family.members {
+                if let Some(region) = self.table.get(slot).filter(|region| !region.is_named()) {
+                    unnamed.push(IndexedPage::new(region, slot, region.view.first));
+                }
+            }
+            if unnamed.len() < family.members.len() {
+                unnamed.into_iter().for_each(|page| self.requests.mark(page));
+            }
+        }
+    }
+
+    /// Names the pages of this cycle's pairs in all relatives, too. A pair waits until all their mappings are marked, and
+    /// is dropped if one of them may not be merged now.
+    pub(super) fn name_relatives(&mut self) {
+        let mut marking = FxHashSet::default();
+        for pair in self.requests.take_pairs() {
+            let Some(pages) = self.pages_of_families(&pair) else { continue };
+            let mut is_marked = true;
+            for &page in &pages {
+                let is_named = self.table.get(page.location.slot).is_some_and(Region::is_named);
+                is_marked &= is_named;
+                if !is_named && marking.insert(page.location.slot) {
+                    self.requests.mark(page);
+                }
+            }
+            if !is_marked {
+                self.requests.put_off(pair);
+            } else if !self.requests.name(pair, &pages) {
+                // The page to keep has no room for so many.
+                self.contents.index.point_to(pair.digest, pair.take.location);
+            }
+        }
+    }
+
+    /// The pages of a pair that families share, in all their relatives. `None` if one of them may not be merged now.
+    fn pages_of_families(&self, pair: &Pair) -> Option<Vec<IndexedPage>> {
+        let mut pages = Vec::new();
+        for named in [Some(pair.take), pair.keep].into_iter().flatten() {
+            let region = self.table.get(named.location.slot).filter(|region| region.view.key == named.region)?;
+            let Some(family) = self.families.0.get(&place(region)) else { continue };
+            for &slot in &family.members {
+                let relative = self.table.get(slot)?;
+                let page = IndexedPage::new(relative, slot, named.page);
+                if !relative.hold.may_mark(self.snapshot.now_ns) {
+                    return None;
+                }
+                let is_left_alone = page != named && relative.usage.broken.contains(named.page);
+                if relative.holds(page.region, page.page) && !is_left_alone {
+                    pages.push(page);
+                }
+            }
+        }
+        Some(pages)
     }
 }
 

@@ -10,7 +10,7 @@ impl Engine {
     pub(super) fn record_samples(&mut self, samples: &Samples) {
         let mut last: Option<u32> = None;
         self.plan.read = 0;
-        for sample in &samples.pages {
+        for mut sample in samples.pages.iter().copied() {
             // The next sample is mostly from the same region, or the same block of a mapping.
             let region = last.and_then(|slot| self.table.get(slot));
             if !region.is_some_and(|region| region.holds(sample.region, sample.page)) {
@@ -22,11 +22,14 @@ impl Engine {
                 region.usage.active.insert(sample.page);
             }
             if sample.node.is_some() {
-                self.placer.record_node(region.view.owner, sample);
+                self.placer.record_node(region.view.owner, &sample);
             }
             self.contents.bottom_pages += u64::from(region.life.level() == 1);
             self.plan.read += u64::from(sample.state.is_read(region.reads_forked()));
-            self.record_sample(slot, sample);
+            if region.may_be_shared(&sample) {
+                sample.state = PageState::Shared;
+            }
+            self.record_sample(slot, &sample);
         }
     }
 

@@ -19,6 +19,8 @@ pub struct Usage {
     pub active: PageSet,
     /// Pages we merged on request, as far as we know.
     pub merged: PageSet,
+    /// Whether we've named one of its pages on request, so that the kernel has marked it.
+    pub named: bool,
     /// Whether an earlier run may have merged more of them on request: we haven't read the region whole since.
     pub merged_before: bool,
     /// A region that has pages in common with this one, as far as we know.

@@ -246,6 +246,7 @@ impl LiveHost {
         match job.wait(COMPUTING_MOST) {
             Ok(Ok(merged)) => {
                 results.extend(joined(&parts, &merged.pages));
+                self.note_named(&pids, &parts);
                 if let Some(error) = merged.error {
                     self.report_refusal(pair, &error);
                 }
@@ -274,6 +275,24 @@ impl LiveHost {
             self.record_marked(pid);
         }
         Ok(())
+    }
+
+    /// Notes the mappings that the kernel has marked now. The surveys would notice later, and until then we'd take merged
+    /// pages for fork-shared ones on Linux 6.12.
+    fn note_named(&mut self, pids: &[i32], parts: &[MergeRange]) {
+        let mut named = BTreeSet::new();
+        for part in parts {
+            named.insert(part.take.region);
+            named.extend(part.keep.first().map(|(region, _)| region));
+        }
+        for pid in pids {
+            let Some(target) = self.targets.get_mut(pid) else { continue };
+            for tracked in &mut target.regions {
+                if named.contains(&tracked.key) {
+                    tracked.stretch.marked = tracked.stretch.pages;
+                }
+            }
+        }
     }
 
     /// Some of the pages to keep must be merged already. Returns the pages that still are: their program may have

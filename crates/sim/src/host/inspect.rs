@@ -49,6 +49,15 @@ impl SimHost {
     pub fn merged_pages(&self) -> Pages {
         Pages(self.granularity.scale(self.memory.merged_pages))
     }
+    /// Merged pages in memory that isn't marked, which nobody can unmerge.
+    pub fn merged_unmarked(&self) -> Pages {
+        let mut pages = 0;
+        for (_, region) in self.memory.live_regions() {
+            let unmarked = (0..region.len()).filter(|&page| !region.marks.contains(page));
+            pages += unmarked.filter(|&page| region.merged_frame(page).is_some()).count() as u64;
+        }
+        Pages(self.granularity.scale(pages))
+    }
     /// Frames that are saved now: merged pages minus the frames they share, plus merged pages of zeros.
     pub fn saved(&self) -> Pages {
         Pages(self.granularity.scale(self.memory.merged_pages - self.memory.merged_frames + self.memory.zero_merged))

@@ -176,11 +176,8 @@ impl SimHost {
                 }
                 self.ksmd.register(&mut self.memory, owner, self.now_ns);
             } else {
-                if let Some(region) = self.memory.region_mut(span.region.0) {
-                    region.marks.remove(&range);
-                }
-                *stop_ns +=
-                    self.granularity.scale(self.memory.unmerge(span.region.0, range) * self.costs.unmerge_page_ns);
+                let copied = self.memory.unmerge(span.region.0, &range);
+                *stop_ns += self.granularity.scale(copied * self.costs.unmerge_page_ns);
             }
         }
         for (owner, (busy, stop_ns)) in stops {

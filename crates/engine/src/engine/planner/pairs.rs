@@ -28,6 +28,7 @@ impl Planner for Pairs {
             engine.requests.clear();
         }
         let unmark = engine.unmark();
+        engine.name_relatives();
         let merge = engine.requests.ranges();
         let moves = engine.moves();
         Actions { unmark, merge, moves, ..Actions::default() }

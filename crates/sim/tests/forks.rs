@@ -1,0 +1,203 @@
+//! Pages shared through fork, where the kernel merges on request. It makes the frame that stays a merged one for all who
+//! map it, replaces the other frame in the named process only, and marks only the mappings that are named.
+
+mod common;
+
+use common::{MIB, Machine, config, requested};
+use pagefold_engine::config::Config;
+use pagefold_engine::governor::Governor;
+use pagefold_engine::host::{Actions, Change, Host};
+use pagefold_engine::keys::OwnerKey;
+use pagefold_engine::units::Pages;
+use pagefold_sim::{Fill, Mapping, Process, SimHost};
+
+const PAGES: u64 = 16 * MIB;
+
+/// Two masters with equal memory, and some workers of each.
+struct Families {
+    sim: Machine,
+    masters: [OwnerKey; 2],
+    workers: Vec<OwnerKey>,
+}
+
+impl Families {
+    fn new(workers: u64) -> Self {
+        let mut sim = Machine::with(requested(), Config { governor: Governor::Full, ..config() });
+        let mapping = || Mapping::new(Pages(PAGES), Fill::Series(1));
+        let masters = [0, 0].map(|start_ns| sim.add(Process::starting_at(start_ns).mapping(mapping())));
+        let mut families = Self { sim, masters, workers: Vec::new() };
+        for master in masters {
+            for _ in 0..workers {
+                families.fork(master);
+            }
+        }
+        families
+    }
+
+    fn fork(&mut self, parent: OwnerKey) -> OwnerKey {
+        let child = self.sim.fork(parent);
+        self.workers.push(child);
+        child
+    }
+
+    /// Lets the time pass. At no time is memory merged that isn't marked.
+    #[track_caller]
+    fn run(&mut self, seconds: u64) {
+        self.sim.run_and(seconds, |host| assert_eq!(host.merged_unmarked(), Pages(0), "at {} ns", host.now_ns()));
+    }
+
+    /// Writes to all pages of a process.
+    fn write(&mut self, owner: OwnerKey, content: impl Fn(u64) -> u64) {
+        for region in self.sim.regions_of(owner) {
+            let first = self.sim.span_of(region).expect("it is there").first;
+            for page in 0..PAGES {
+                self.sim.write(region, first + page, content(page));
+            }
+        }
+    }
+
+    fn content(&self, owner: OwnerKey) -> Vec<u64> {
+        let region = self.sim.regions_of(owner)[0];
+        let first = self.sim.span_of(region).expect("it is there").first;
+        (0..PAGES).map(|page| self.sim.page(region, first + page).expect("it is there").0).collect()
+    }
+
+    fn frames(&self) -> u64 {
+        self.sim.truth().frames
+    }
+
+    /// The families have their memory once, with so many pages on top.
+    #[track_caller]
+    fn assert_frames(&self, more: u64) {
+        let frames = self.frames();
+        let right = PAGES + more;
+        assert!((right..=right + PAGES / 50).contains(&frames), "{frames} frames, {right} are right");
+    }
+}
+
+fn unmerge(host: &mut SimHost, owner: OwnerKey) {
+    let mut unmark: Vec<Change> = Vec::new();
+    for region in host.regions_of(owner) {
+        unmark.extend(host.span_of(region).map(Change::from));
+    }
+    let Ok(_) = host.apply(&Actions { unmark, ..Actions::default() });
+}
+
+#[test]
+fn two_families_come_to_share_one_copy() {
+    for workers in [1, 4, 16] {
+        let mut families = Families::new(workers);
+        assert_eq!(families.frames(), 2 * PAGES);
+        families.run(25);
+        families.assert_frames(0);
+        let merged = families.sim.merged_pages();
+        assert!(merged.0 * 100 >= 2 * (workers + 1) * PAGES * 98, "{merged:?}");
+    }
+}
+
+#[test]
+fn unmerging_leaves_nothing_merged_whether_it_is_one_process_or_all() {
+    let mut families = Families::new(4);
+    families.run(25);
+    let merged = families.sim.merged_pages().0;
+    let one = families.workers[2];
+    unmerge(&mut families.sim, one);
+    assert_eq!(families.sim.merged_pages().0, merged / 10 * 9, "all pages of one process of ten");
+    families.sim.leave_alone(one, true);
+    families.run(30);
+    assert_eq!(families.sim.merged_unmarked(), Pages(0));
+    for owner in families.masters.into_iter().chain(families.workers.clone()) {
+        unmerge(&mut families.sim, owner);
+    }
+    assert_eq!(families.sim.merged_pages(), Pages(0));
+}
+
+/// Both masters get a SIGHUP: they fork new workers, and the old ones end.
+#[test]
+fn new_workers_share_the_copy() {
+    let mut families = Families::new(4);
+    families.run(25);
+    for _ in 0..2 {
+        let old = std::mem::take(&mut families.workers);
+        for master in families.masters {
+            for _ in 0..4 {
+                families.fork(master);
+            }
+        }
+        families.run(2);
+        for worker in old {
+            families.sim.exit(worker);
+        }
+        families.run(20);
+        families.assert_frames(0);
+    }
+    // The same before anything is merged, in the middle of reading and naming.
+    let mut families = Families::new(2);
+    for _ in 0..30 {
+        families.sim.cycle();
+        for master in families.masters {
+            families.fork(master);
+        }
+        let oldest: Vec<OwnerKey> = families.workers.drain(..2).collect();
+        for worker in oldest {
+            families.sim.exit(worker);
+        }
+    }
+    families.run(40);
+    families.assert_frames(0);
+}
+
+#[test]
+fn workers_of_workers_belong_to_the_family() {
+    let mut families = Families::new(1);
+    for worker in families.workers.clone() {
+        let child = families.fork(worker);
+        families.fork(child);
+    }
+    families.run(25);
+    families.assert_frames(0);
+    // The masters end, and one that was forked by a worker is the first of its family.
+    for master in families.masters {
+        families.sim.exit(master);
+    }
+    families.run(25);
+    families.assert_frames(0);
+    assert_eq!(families.sim.merged_unmarked(), Pages(0));
+}
+
+#[test]
+fn workers_that_diverge_and_come_back_are_merged_again() {
+    let mut families = Families::new(4);
+    let [first, last] = [families.workers[0], families.workers[7]];
+    let before = families.content(first);
+    for worker in [first, last] {
+        families.write(worker, |page| 7 << 32 | u64::from(worker.0) << 20 | page);
+    }
+    families.run(25);
+    families.assert_frames(2 * PAGES);
+    for worker in [first, last] {
+        families.write(worker, |page| before[usize::try_from(page).unwrap()]);
+    }
+    families.run(120);
+    families.assert_frames(0);
+}
+
+/// If one of a family keeps the frame, merging the others saves nothing, and its memory must not be merged behind its back.
+#[test]
+fn a_family_with_a_member_out_of_scope_is_left_alone() {
+    let mut families = Families::new(4);
+    families.sim.leave_alone(families.workers[1], true);
+    families.run(60);
+    assert_eq!((families.frames(), families.sim.merged_pages()), (2 * PAGES, Pages(0)));
+    families.sim.leave_alone(families.workers[1], false);
+    families.run(60);
+    families.assert_frames(0);
+}
+
+#[test]
+fn a_family_with_a_member_that_refuses_is_left_alone() {
+    let mut families = Families::new(4);
+    families.sim.set_untouchable(families.workers[5], true);
+    families.run(60);
+    assert_eq!((families.frames(), families.sim.merged_pages()), (2 * PAGES, Pages(0)));
+}
