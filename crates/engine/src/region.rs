@@ -209,6 +209,12 @@ impl Region {
         self.survey.start_examination();
     }
 
+    /// Whether we may name a page: it isn't in use, and its program doesn't keep writing to it after merges.
+    pub fn may_be_named(&self, page: Vpn, now_ns: u64, config: &Config) -> bool {
+        let is_broken = config.filters_cow_breaks() && self.usage.broken.contains(page);
+        !is_broken && !self.usage.is_busy(page, now_ns)
+    }
+
     /// Forgets its pages' digests. If we've merged pages in it, we read it whole again, otherwise we let new samples
     /// decide.
     pub fn forget_digests(&mut self, top: usize) {

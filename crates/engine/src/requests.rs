@@ -76,7 +76,7 @@ pub struct Collisions {
 #[derive(Debug, Default)]
 pub struct Requests {
     pairs: Vec<Pair>,
-    /// Those for the next cycle, because relatives' mappings aren't marked yet.
+    /// Those for the next cycle: relatives' mappings aren't marked yet, or the page to keep was in use.
     put_off: Vec<Pair>,
     /// The pages that they keep.
     kept: FxHashSet<Location>,
@@ -145,7 +145,7 @@ impl Requests {
         self.pairs.push(Pair { is_relative: true, ..Pair::new(page, Some(page), Digest::ZERO) });
     }
 
-    /// Names a pair in the next cycle.
+    /// Names a pair in the next cycle instead.
     pub fn put_off(&mut self, pair: Pair) {
         if pair.put_off < PUT_OFF_MOST {
             self.put_off.push(Pair { put_off: pair.put_off + 1, ..pair });
@@ -209,7 +209,13 @@ impl Requests {
     }
 
     /// Records the outcome of the ranges.
-    pub fn record(&mut self, results: &[MergeResult], table: &mut RegionTable, index: &mut Index) -> Collisions {
+    pub fn record(
+        &mut self,
+        results: &[MergeResult],
+        table: &mut RegionTable,
+        index: &mut Index,
+        now_ns: u64,
+    ) -> Collisions {
         let mut collisions = Collisions::default();
         let mut merged = 0;
         let mut differing = 0;
@@ -225,6 +231,12 @@ impl Requests {
             for at in 0..result.range.take.pages {
                 let page = result.range.part(at, 1);
                 collisions.digests.extend(self.record_page(page, result.merging, table, index));
+            }
+        }
+        // Last, since then we know which pages to keep have been merged.
+        for result in results.iter().filter(|result| result.merging == Merging::Busy) {
+            for at in 0..result.range.take.pages {
+                self.record_busy(result.range.part(at, 1), table, index, now_ns);
             }
         }
         self.go_on();
@@ -260,8 +272,7 @@ impl Requests {
         if matches!(merging, Merging::Merged | Merging::Busy | Merging::Untried) {
             return None;
         }
-        let at = self.pairs.binary_search_by_key(&(region, first), |pair| (pair.take.region, pair.take.page)).ok()?;
-        let Pair { take, digest, is_relative, .. } = self.pairs[at];
+        let Pair { take, digest, is_relative, .. } = self.pair_of(region, first)?;
         match merging {
             // Its program has written it, and we haven't read it.
             _ if is_relative => {}
@@ -284,6 +295,40 @@ impl Requests {
             Merging::Merged | Merging::Busy | Merging::Untried => {}
         }
         None
+    }
+
+    /// Records that one page of a pair is in use. A merged page is never in the way, so it's the other one then.
+    /// Otherwise we don't know which, and take it to be the page to keep, so that it keeps no others apart.
+    fn record_busy(&mut self, page: MergeRange, table: &mut RegionTable, index: &mut Index, now_ns: u64) {
+        let PageRun { region, first, .. } = page.take;
+        let Some(pair) = self.pair_of(region, first) else { return };
+        let mut busy = (region, first);
+        if let Some(keep) = pair.keep.filter(|keep| *keep != pair.take) {
+            let is_merged = table.at(keep.region, keep.page).is_none_or(|kept| kept.usage.merged.contains(keep.page));
+            if !is_merged {
+                busy = (keep.region, keep.page);
+            }
+        }
+        let Some(region) = table.at_mut(busy.0, busy.1) else { return };
+        region.usage.record_busy(busy.1, now_ns);
+        if busy == (pair.take.region, pair.take.page) || pair.is_relative {
+            return;
+        }
+        match index.page_of(pair.digest) {
+            // Another page has taken its place already.
+            Some(known) if Some(known) != pair.keep.map(|keep| keep.location) => {
+                if let Some(other) = table.get(known.slot) {
+                    let keep = IndexedPage::new(other, known.slot, other.page_at(known.offset));
+                    self.put_off(Pair { keep: Some(keep), ..pair });
+                }
+            }
+            _ => index.point_to(pair.digest, pair.take.location),
+        }
+    }
+
+    fn pair_of(&self, region: RegionKey, page: Vpn) -> Option<Pair> {
+        let at = self.pairs.binary_search_by_key(&(region, page), |pair| (pair.take.region, pair.take.page)).ok()?;
+        Some(self.pairs[at])
     }
 }
 
@@ -403,7 +448,7 @@ mod tests {
             MergeResult { range: whole.part(1, 1), merging: Merging::Differs },
             MergeResult { range: whole.part(0, 1), merging: Merging::Merged },
         ];
-        let collisions = requests.record(&results, &mut table, &mut index);
+        let collisions = requests.record(&results, &mut table, &mut index, 0);
         assert!(collisions.digests.is_empty(), "the page may just have been written");
         assert!(requests.is_left_behind(Digest(7 << 24)) && !requests.is_left_behind(Digest(6 << 24)));
         assert_eq!(index.page_of(Digest(7 << 24)), Some(page(0, 6).location));
@@ -415,7 +460,7 @@ mod tests {
         assert!(merged(1, 5) && merged(2, 15) && !merged(1, 6) && !merged(2, 16));
         assert!(requests.ranges().is_empty(), "they are named once");
         requests.add(page(0, 6), page(1, 16), Digest(7 << 24), false);
-        let collisions = requests.record(&results[..1], &mut table, &mut index);
+        let collisions = requests.record(&results[..1], &mut table, &mut index, 0);
         assert_eq!(collisions.digests, [Digest(7 << 24)], "it differs again");
     }
 
@@ -424,7 +469,7 @@ mod tests {
         let result = |first, pages, merging| MergeResult { range: range(first, pages, Keep::Zero), merging };
         let spared = |results: &[MergeResult]| {
             let (mut table, mut index) = (RegionTable::default(), Index::new());
-            Requests::default().record(results, &mut table, &mut index).spared
+            Requests::default().record(results, &mut table, &mut index, 0).spared
         };
         let (differing, untried) = (result(0, 1024, Merging::Differs), result(1024, 500, Merging::Untried));
         assert_eq!(spared(&[differing, untried]), 500);

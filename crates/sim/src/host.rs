@@ -25,7 +25,7 @@ use cgroups::Cgroups;
 use events::{Event, Writer};
 use interface::Refreshed;
 use nodes::PlacementCache;
-use pagefold_engine::host::{LimitView, Mechanism, MemoryView};
+use pagefold_engine::host::{LimitView, Mechanism, MemoryView, Span};
 use pagefold_engine::keys::{GroupKey, OwnerKey, RegionKey};
 use pagefold_engine::random::Random;
 use pagefold_engine::units::{Pages, Vpn};
@@ -168,6 +168,18 @@ impl SimHost {
             self.memory.write(region.0, offset, content);
         }
         offset.is_some()
+    }
+
+    /// Pins pages, or ends that.
+    pub fn pin(&mut self, span: Span, pinned: bool) {
+        let Some(region) = self.memory.region_mut(span.region.0) else { return };
+        for page in span.first.0..span.first.0 + span.pages.0 {
+            match region.offset(Vpn(page)) {
+                Some(offset) if pinned => _ = region.pinned.insert(offset),
+                Some(offset) => _ = region.pinned.remove(&offset),
+                None => {}
+            }
+        }
     }
 
     /// Sets whether pagefold controls KSM. While it doesn't, ksmd's settings stay as they are, and we ignore and count

@@ -351,8 +351,10 @@ impl Memory {
         self.owners[child.0 as usize].lineage = lineage;
         for key in self.owners[parent.0 as usize].regions.clone() {
             let Some(mut region) = self.regions[key as usize].take() else { continue };
-            for page in 0..region.content.len() {
+            for page in 0..region.len() as usize {
                 match region.backing[page] {
+                    // The child gets a copy.
+                    Backing::Private if region.is_pinned(page) => {}
                     Backing::Private => {
                         let share = u32::try_from(self.shares.len()).expect("fewer than 2^32 fork-shared frames");
                         self.shares.push(2);

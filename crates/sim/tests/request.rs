@@ -252,6 +252,48 @@ fn pages_in_use_are_merged_later() {
     nearly(sim.saved(), 32 * MIB, 95);
 }
 
+fn pin(sim: &mut SimHost, owner: OwnerKey, pinned: bool) {
+    for region in sim.regions_of(owner) {
+        let span = sim.span_of(region).expect("it is there");
+        sim.pin(span, pinned);
+    }
+}
+
+/// Whether it's the first of three copies, the second or the last.
+#[test]
+fn a_pinned_copy_keeps_no_others_apart() {
+    for pinned in 0..3 {
+        let mut sim = Machine::new(requested());
+        let owners = [1, 2, 3].map(|_| add(&mut sim, 0, copies(32 * MIB)));
+        pin(&mut sim, owners[pinned], true);
+        sim.run(60);
+        nearly(sim.saved(), 32 * MIB, 98);
+    }
+}
+
+#[test]
+fn pinned_pages_are_asked_for_ever_more_rarely() {
+    let mut sim = Machine::new(requested());
+    let owners = [1, 2, 3].map(|_| add(&mut sim, 0, copies(32 * MIB)));
+    for owner in owners {
+        pin(&mut sim, owner, true);
+    }
+    sim.run(600);
+    let from_ns = sim.now_ns();
+    let before = sim.cost().pagefold_ns;
+    sim.run(3_600);
+    let asked = pages_that(sim.log.asked_since(from_ns).map(|(_, _, result)| result), Merging::Busy);
+    assert!(asked <= 6 * 3 * 32 * MIB, "{asked} pages in an hour: more than once in ten minutes");
+    let spent_ns = sim.cost().pagefold_ns - before;
+    assert!(spent_ns <= 3_600 * SECOND / 400, "{spent_ns} ns");
+    assert_eq!(sim.saved(), Pages(0));
+    for owner in owners {
+        pin(&mut sim, owner, false);
+    }
+    sim.run(1_800);
+    nearly(sim.saved(), 2 * 32 * MIB, 95);
+}
+
 #[test]
 fn short_lived_memory_is_not_merged() {
     let mut sim = Machine::new(requested());

@@ -295,7 +295,9 @@ impl Engine {
 
     /// Records the outcome of the pairs that we named.
     fn account_for_pairs(&mut self, outcome: &Outcome) {
-        let collisions = self.requests.record(&outcome.merges, &mut self.table, &mut self.contents.index);
+        let now_ns = self.snapshot.now_ns;
+        let index = &mut self.contents.index;
+        let collisions = self.requests.record(&outcome.merges, &mut self.table, index, now_ns);
         self.contents.note_colliding(&collisions.digests);
         let number = count(collisions.digests.len()) + collisions.spared;
         let contents = count(self.contents.index.len());

@@ -103,7 +103,9 @@ impl Engine {
                 }
             }
             if unnamed.len() < family.members.len() {
-                unnamed.into_iter().for_each(|page| self.requests.mark(page));
+                for page in unnamed {
+                    self.requests.mark(page);
+                }
             }
         }
     }
@@ -143,7 +145,8 @@ impl Engine {
                 if !relative.hold.may_mark(self.snapshot.now_ns) {
                     return None;
                 }
-                let is_left_alone = page != named && relative.usage.broken.contains(named.page);
+                let is_left_alone =
+                    page != named && !relative.may_be_named(named.page, self.snapshot.now_ns, &self.config);
                 if relative.holds(page.region, page.page) && !is_left_alone {
                     pages.push(page);
                 }

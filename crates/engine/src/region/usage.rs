@@ -9,6 +9,10 @@ use rustc_hash::FxHashMap;
 /// How long we remember writes to merged pages, nanoseconds: as long as we leave COW-broken regions alone.
 const WRITTEN_NS: u64 = LEAVE_NS;
 
+/// How long we don't name pages that were in use, nanoseconds: at first, and at most.
+const BUSY_NS: u64 = 10_000_000_000;
+const BUSY_MOST_NS: u64 = 600_000_000_000;
+
 #[derive(Clone, Debug, Default)]
 pub struct Usage {
     /// What became of its merged pages.
@@ -33,6 +37,16 @@ pub struct Usage {
     pub broken: PageSet,
     /// When that hour ends, nanoseconds.
     written_until_ns: u64,
+    busy: BusyPages,
+}
+
+/// Pages that couldn't be merged because they were in use. Pinned ones remain so for long, so we wait for twice as long
+/// each time.
+#[derive(Clone, Debug, Default)]
+struct BusyPages {
+    pages: PageSet,
+    until_ns: u64,
+    pause_ns: u64,
 }
 
 impl Usage {
@@ -49,6 +63,23 @@ impl Usage {
                 self.broken.insert(page);
             }
         }
+    }
+
+    /// Records that a page couldn't be merged because it was in use.
+    pub fn record_busy(&mut self, page: Vpn, now_ns: u64) {
+        let busy = &mut self.busy;
+        if now_ns >= busy.until_ns {
+            let is_long_ago = now_ns >= busy.until_ns + BUSY_MOST_NS;
+            busy.pause_ns = if is_long_ago { BUSY_NS } else { (busy.pause_ns * 2).clamp(BUSY_NS, BUSY_MOST_NS) };
+            busy.until_ns = now_ns + busy.pause_ns;
+            busy.pages.clear();
+        }
+        busy.pages.insert(page);
+    }
+
+    /// Whether we leave a page alone for now because it was in use.
+    pub fn is_busy(&self, page: Vpn, now_ns: u64) -> bool {
+        now_ns < self.busy.until_ns && self.busy.pages.contains(page)
     }
 
     /// Forgets which pages were written.
@@ -132,6 +163,24 @@ mod tests {
         assert!(usage.broken.contains(page));
         usage.forget_written();
         assert!(usage.broken.is_empty());
+    }
+
+    #[test]
+    fn pages_in_use_are_left_alone_for_longer_each_time() {
+        let mut usage = Usage::default();
+        let mut now_ns = 0;
+        let mut asked = 0;
+        while now_ns < 3_600_000_000_000 {
+            if !usage.is_busy(Vpn(7), now_ns) {
+                usage.record_busy(Vpn(7), now_ns);
+                asked += 1;
+            }
+            assert!(!usage.is_busy(Vpn(8), now_ns));
+            now_ns += 1_000_000_000;
+        }
+        assert!((8..=12).contains(&asked), "{asked} times in an hour");
+        usage.record_busy(Vpn(7), 2 * now_ns);
+        assert!(!usage.is_busy(Vpn(7), 2 * now_ns + BUSY_NS), "an hour later it begins anew");
     }
 
     #[test]

@@ -26,6 +26,7 @@ struct Present {
     content: u64,
     node: NodeKey,
     merged: Option<u32>,
+    pinned: bool,
 }
 
 impl Present {
@@ -37,6 +38,7 @@ impl Present {
                 content: region.content[page as usize],
                 node: memory.node_of(region, page)?,
                 merged: region.merged_frame(page),
+                pinned: region.is_pinned(page as usize),
             }),
         }
     }
@@ -53,11 +55,14 @@ impl Ksmd {
 
     fn merge_with_zero(&mut self, memory: &mut Memory, take: PageRef) -> Merging {
         let (key, page) = take;
-        let Some(Present { content, .. }) = Present::at(memory, take) else {
+        let Some(Present { content, pinned, .. }) = Present::at(memory, take) else {
             let backing = memory.region(key).and_then(|region| region.backing.get(page as usize));
             let zero = matches!(backing, Some(Backing::ZeroMapped | Backing::ZeroMerged));
             return if zero { Merging::Shared } else { Merging::Absent };
         };
+        if pinned {
+            return Merging::Busy;
+        }
         self.counts.search(self.granularity.get(), 1, 0, content == 0);
         if content != 0 {
             return Merging::Differs;
@@ -78,6 +83,9 @@ impl Ksmd {
         }
         if !self.knobs.merge_across_nodes && taken.node != kept.node {
             return Merging::Ineligible;
+        }
+        if taken.pinned || kept.merged.is_none() && kept.pinned {
+            return Merging::Busy;
         }
         if kept.merged.is_some_and(|frame| self.trees.is_full(memory, frame)) {
             return Merging::Full;

@@ -19,6 +19,7 @@ impl Ksmd {
         let at = page as usize;
         let region = memory.region_mut(key).expect("found by next_stretch just before");
         let (backing, content, mut item) = (region.backing[at], region.content[at], region.items[at]);
+        let is_pinned = region.is_pinned(at);
         let writes = region.writes.get_mut(at).map(std::mem::take).unwrap_or_default();
 
         if matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged) {
@@ -55,6 +56,9 @@ impl Ksmd {
             let mut cost_ns = costs.checksum_ns;
             if item.checksum != checksum {
                 item.checksum = checksum;
+            } else if is_pinned {
+                // It finds the page's copies, but can't merge it with them.
+                cost_ns += costs.merge_zero_ns;
             } else if content == 0 && self.knobs.use_zero_pages {
                 memory.merge_zero(key, page);
                 cost_ns += costs.merge_zero_ns;

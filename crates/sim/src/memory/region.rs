@@ -5,6 +5,7 @@ use super::nodes::ProcessNuma;
 use super::page::{Backing, ItemState, NONE, PageWrites, RmapItem};
 use pagefold_engine::keys::{DomainKey, FamilyKey, NodeKey};
 use pagefold_engine::units::{EXTENT_PAGES, Vpn};
+use std::collections::BTreeSet;
 
 #[derive(Debug, Default)]
 pub struct Region {
@@ -24,6 +25,8 @@ pub struct Region {
     pub(super) node: NodeKey,
     /// The node of each page's private frame. Empty while all are on one node.
     pub(super) nodes: Vec<NodeKey>,
+    /// Pages that the kernel may not replace or share, because a device or io_uring uses them.
+    pub(crate) pinned: BTreeSet<u32>,
     /// Whether the process uses its pages: page reclaim has them on its active list.
     pub(crate) active: bool,
     /// How often each page was read from outside, at most 2. Empty until the first read, and on a machine with one
@@ -58,6 +61,10 @@ impl Region {
 
     pub(crate) fn is_huge(&self, page: u32) -> bool {
         self.huge.get(self.extent(page)).copied().unwrap_or(false)
+    }
+
+    pub(crate) fn is_pinned(&self, page: usize) -> bool {
+        u32::try_from(page).is_ok_and(|page| self.pinned.contains(&page))
     }
 
     /// Splits the huge page that contains a page, as a merge does.

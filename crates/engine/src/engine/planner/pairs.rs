@@ -56,12 +56,12 @@ impl Planner for Pairs {
 
 impl Engine {
     /// If a page is a duplicate, asks to merge it with the page that holds the same content, provided that both may be
-    /// merged. It doesn't count as a duplicate if the program keeps writing to it after merges: then we leave it alone.
+    /// merged. It doesn't count as a duplicate if we leave it alone for now ([`Region::may_be_named`]).
     fn pair_private(&mut self, slot: u32, sample: &PageSample, duplicate: bool) -> bool {
         let now_ns = self.snapshot.now_ns;
         let Some(region) = self.table.get_mut(slot) else { return duplicate };
         region.usage.record_unmerged(sample.page, now_ns);
-        if self.config.filters_cow_breaks() && region.usage.broken.contains(sample.page) {
+        if !region.may_be_named(sample.page, now_ns, &self.config) {
             return false;
         }
         if duplicate && region.may_be_requested(now_ns, &self.config) {
@@ -137,9 +137,9 @@ impl Engine {
     fn page_to_name(&self, kept: Location, domain: DomainKey) -> Option<IndexedPage> {
         let region = self.table.get(kept.slot)?;
         let page = region.page_at(kept.offset);
-        let is_broken = self.config.filters_cow_breaks() && region.usage.broken.contains(page);
-        let may_be_requested = region.may_be_requested(self.snapshot.now_ns, &self.config);
-        let may_be_named = region.view.domain == domain && may_be_requested && !is_broken;
+        let now_ns = self.snapshot.now_ns;
+        let may_be_requested = region.view.domain == domain && region.may_be_requested(now_ns, &self.config);
+        let may_be_named = may_be_requested && region.may_be_named(page, now_ns, &self.config);
         may_be_named.then_some(IndexedPage { region: region.view.key, page, location: kept })
     }
 
