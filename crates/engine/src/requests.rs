@@ -264,16 +264,21 @@ impl Requests {
             return None;
         }
         if matches!(merging, Merging::Merged | Merging::Shared) {
-            set_merged(table, region, first, kept.map(|(partner, _)| partner));
+            let was_merged = set_merged(table, region, first, kept.map(|(partner, _)| partner));
             if let Some((partner, kept)) = kept {
                 set_merged(table, partner, kept, Some(region));
             }
+            if merging == Merging::Merged && !was_merged {
+                return None;
+            }
         }
-        if matches!(merging, Merging::Merged | Merging::Busy | Merging::Untried) {
+        if matches!(merging, Merging::Busy | Merging::Untried) {
             return None;
         }
         let Pair { take, digest, is_relative, .. } = self.pair_of(region, first)?;
         match merging {
+            // Others may be merged with the page that it was merged with before.
+            Merging::Merged => self.leave_behind(digest),
             // Its program has written it, and we haven't read it.
             _ if is_relative => {}
             Merging::Shared => _ = self.differing.remove(&digest.fingerprint()),
@@ -292,7 +297,7 @@ impl Requests {
                     return Some(own.map_or(digest, |own| digest.in_domain(own.view.domain)));
                 }
             }
-            Merging::Merged | Merging::Busy | Merging::Untried => {}
+            Merging::Busy | Merging::Untried => {}
         }
         None
     }
@@ -353,14 +358,16 @@ fn extend(range: &mut MergeRange, pair: &Pair) -> bool {
     continues
 }
 
-/// Records that a page is merged with one of the region `partner`, or with the zero page.
-fn set_merged(table: &mut RegionTable, region: RegionKey, page: Vpn, partner: Option<RegionKey>) {
-    let Some(region) = table.at_mut(region, page) else { return };
-    region.usage.merged.insert(page);
+/// Records that a page is merged with one of the region `partner`, or with the zero page. Returns whether it was merged
+/// before.
+fn set_merged(table: &mut RegionTable, region: RegionKey, page: Vpn, partner: Option<RegionKey>) -> bool {
+    let Some(region) = table.at_mut(region, page) else { return false };
+    let was_merged = !region.usage.merged.insert(page);
     region.usage.named = true;
     if partner.is_some_and(|partner| partner != region.view.key) {
         region.usage.partner = partner;
     }
+    was_merged
 }
 
 /// Adds a content to a set of them. A set that is full begins anew.

@@ -46,6 +46,21 @@ impl Families {
         self.sim.run_and(seconds, |host| assert_eq!(host.merged_unmarked(), Pages(0), "at {} ns", host.now_ns()));
     }
 
+    /// Both masters get a SIGHUP: they fork new workers, and so many seconds later the old ones end.
+    fn restart_workers(&mut self, seconds: u64) {
+        let old = std::mem::take(&mut self.workers);
+        for master in self.masters {
+            for _ in 0..4 {
+                self.fork(master);
+            }
+        }
+        self.run(seconds);
+        for worker in old {
+            self.sim.exit(worker);
+        }
+        self.run(8);
+    }
+
     /// Writes to all pages of a process.
     fn write(&mut self, owner: OwnerKey, content: impl Fn(u64) -> u64) {
         for region in self.sim.regions_of(owner) {
@@ -112,22 +127,12 @@ fn unmerging_leaves_nothing_merged_whether_it_is_one_process_or_all() {
     assert_eq!(families.sim.merged_pages(), Pages(0));
 }
 
-/// Both masters get a SIGHUP: they fork new workers, and the old ones end.
 #[test]
 fn new_workers_share_the_copy() {
     let mut families = Families::new(4);
     families.run(25);
     for _ in 0..2 {
-        let old = std::mem::take(&mut families.workers);
-        for master in families.masters {
-            for _ in 0..4 {
-                families.fork(master);
-            }
-        }
-        families.run(2);
-        for worker in old {
-            families.sim.exit(worker);
-        }
+        families.restart_workers(2);
         families.run(20);
         families.assert_frames(0);
     }
@@ -165,20 +170,39 @@ fn workers_of_workers_belong_to_the_family() {
     assert_eq!(families.sim.merged_unmarked(), Pages(0));
 }
 
+/// Workers of two families, or of one.
 #[test]
 fn workers_that_diverge_and_come_back_are_merged_again() {
-    let mut families = Families::new(4);
-    let [first, last] = [families.workers[0], families.workers[7]];
-    let before = families.content(first);
-    for worker in [first, last] {
-        families.write(worker, |page| 7 << 32 | u64::from(worker.0) << 20 | page);
+    for pair in [[0, 7], [6, 7]] {
+        let mut families = Families::new(4);
+        let workers = pair.map(|number: usize| families.workers[number]);
+        let before = families.content(workers[0]);
+        families.run(25);
+        for worker in workers {
+            families.write(worker, |page| 7 << 32 | u64::from(worker.0) << 20 | page);
+        }
+        families.run(25);
+        families.assert_frames(2 * PAGES);
+        for worker in workers {
+            families.write(worker, |page| before[usize::try_from(page).unwrap()]);
+        }
+        families.run(120);
+        families.assert_frames(0);
     }
-    families.run(25);
-    families.assert_frames(2 * PAGES);
-    for worker in [first, last] {
+}
+
+/// The index may know their old contents from their own pages. Then the rest of their family leaves the other's copy.
+#[test]
+fn workers_that_come_back_at_once_leave_nobody_behind() {
+    let mut families = Families::new(4);
+    families.run(5);
+    families.restart_workers(0);
+    let workers = [families.workers[6], families.workers[7]];
+    let before = families.content(workers[0]);
+    for worker in workers {
         families.write(worker, |page| before[usize::try_from(page).unwrap()]);
     }
-    families.run(120);
+    families.run(60);
     families.assert_frames(0);
 }
 
