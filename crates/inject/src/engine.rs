@@ -13,7 +13,7 @@ use super::thread::{self, Activity, Candidate, Choice};
 use super::tracee::{self, StopEnd, StopResult, Tracee, clock_ns, repair, wait_for_trap};
 use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
-use pagefold_procmem::image::{AddressSpace, ProgramId};
+use pagefold_procmem::image::{AddressSpace, ProgramId, is_32_bit};
 use pagefold_procmem::os::abandonable::is_asleep;
 use pagefold_procmem::process::{Process, ProcessKey};
 use pagefold_procmem::stalls::{ATTEMPTS, Refusal};
@@ -416,14 +416,6 @@ fn prepare(process: &Process, tid: Option<i32>) -> Result<(Candidate, u64, Optio
         Err(InjectError::Vanished { pid }) => Err(Verdict::Again(InjectError::Busy { pid })),
         Err(error) => Err(Verdict::Failed(error)),
     }
-}
-
-/// Whether the process of a thread runs a 32-bit program, by the size of the words in its auxiliary vector. The first
-/// word is a small number: if words have 64 bits, its upper half is zero, otherwise the word's value follows there. We
-/// don't ask the executable, whose file system may not answer.
-fn is_32_bit(process: &Process, auxv: &str) -> bool {
-    let auxv = process.read_file(auxv).unwrap_or_default();
-    auxv.get(4..8).is_some_and(|high| high != [0; 4])
 }
 
 /// Why the kernel refused to attach.

@@ -45,7 +45,7 @@ pub struct StackCheck {
     pagemap: File,
     /// Pages of earlier frames.
     used: Vec<u64>,
-    /// All mappings before the stop: Linux before 6.11 can't report a single one.
+    /// All private anonymous mappings before the stop: Linux before 6.11 can't report a single one.
     all: Option<Vec<Vma>>,
 }
 
@@ -71,6 +71,10 @@ impl StackCheck {
         if stack_check.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
             let mut all = Vec::new();
             let listed = each_mapping(process.open_file(&file).ok()?, Names::Special, |vma| {
+                // No stack.
+                if vma.inode != 0 || vma.perms.shared {
+                    return ControlFlow::Continue(());
+                }
                 all.push(vma);
                 if all.len() < MAPPINGS_MOST { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
             });

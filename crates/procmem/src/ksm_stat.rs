@@ -14,6 +14,10 @@ pub struct KsmStat {
     pub mergeable: Option<bool>,
     /// Zero pages merged with the kernel's zero page (shown from Linux 6.10), KiB.
     pub zero_kib: u64,
+    /// Pages that map a merged frame other than the zero page.
+    pub merging: Pages,
+    /// KSM's records of pages of the process.
+    pub items: u64,
 }
 
 impl KsmStat {
@@ -24,6 +28,11 @@ impl KsmStat {
             Err(ReadError::Absent { .. }) => Ok(Self::default()),
             Err(error) => Err(error),
         }
+    }
+
+    /// All merged pages.
+    pub fn merged(&self) -> Pages {
+        self.merging + self.zeros()
     }
 
     /// The merged zero pages.
@@ -38,6 +47,9 @@ impl KsmStat {
             merge_any: field(text, "ksm_merge_any") == Some(b"yes"),
             mergeable: field(text, "ksm_mergeable").map(|word| word == b"yes"),
             zero_kib: zero_pages.saturating_mul(4),
+            // More than any address space has is nonsense, and would overflow sums.
+            merging: Pages(number(text, "ksm_merging_pages").unwrap_or(0).min(1 << 45)),
+            items: number(text, "ksm_rmap_items").unwrap_or(0),
         }
     }
 }
@@ -49,7 +61,8 @@ mod tests {
     #[test]
     fn fields_are_parsed_with_and_without_colons() {
         let stat = KsmStat::parse(b"ksm_rmap_items 3\nksm_zero_pages 12\nksm_merge_any: yes\nksm_mergeable: no\n");
-        assert_eq!(stat, KsmStat { merge_any: true, mergeable: Some(false), zero_kib: 48 });
+        let expected = KsmStat { merge_any: true, mergeable: Some(false), zero_kib: 48, merging: Pages(0), items: 3 };
+        assert_eq!(stat, expected);
         assert_eq!(KsmStat::parse(b"ksm_rmap_items 3\n").mergeable, None);
         assert_eq!(KsmStat::parse(b"ksm_zero_pages 18446744073709551615\n").zero_kib, u64::MAX);
     }

@@ -6,6 +6,7 @@
 use crate::ksm_stat::KsmStat;
 use crate::os::abandonable;
 use crate::process::{Process, ReadError};
+use crate::status::Status;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
 use std::fmt;
 use std::io::{self, Read};
@@ -128,9 +129,22 @@ pub struct VmaDetail {
     pub flags: VmFlags,
     /// Bytes of the mapping before marks split it: of this one and its neighbours that differ only in the mark.
     pub original_bytes: u64,
+    /// At least this much of it is pinned for I/O.
+    pub pinned_kib: u64,
 }
 
 impl VmaDetail {
+    /// Whether KSM could merge pages of it, now or once they're written.
+    fn can_be_merged(&self) -> bool {
+        !self.vma.perms.shared
+            && (self.vma.inode == 0 || self.anonymous_kib > 0 || self.swap_kib > 0 || self.flags.has(*b"mg"))
+    }
+
+    /// Whether nearly all of it is pinned.
+    pub fn is_pinned(&self) -> bool {
+        self.pinned_kib * 8 > self.rss_kib * 7
+    }
+
     /// Whether this mapping and `next` would be one if both were marked or both unmarked.
     pub fn continues(&self, next: &Self) -> bool {
         let a = &self.vma;
@@ -204,9 +218,13 @@ fn is_hypervisor(exe: &[u8]) -> bool {
         || exe == b"crosvm"
 }
 
-/// We consider at most this many mappings of a process. Each takes some 200 bytes while we read it, and as much again
-/// for its region. The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes each.
+/// We consider at most this many mappings of a process that KSM could merge. Each takes some 250 bytes while we read it,
+/// and as much again for its region. The kernel allows 65,530 by default (`vm.max_map_count`), with names of 4,096 bytes
+/// each.
 pub const MAPPINGS_MOST: usize = 16_384;
+/// We list this many others (shared memory, and files of which no page was written) one by one. Search servers map tens of
+/// thousands of files.
+const OTHERS_MOST: usize = 4_096;
 /// The longest part of a line that we keep: everything but the end of a file's name.
 const LINE_BYTES: usize = 8 << 10;
 const BUFFER_BYTES: usize = 16 << 10;
@@ -310,10 +328,11 @@ const READS_MOST: u32 = 16;
 const MOST_KIB: u64 = 1 << 47;
 
 /// Reads a process's mappings with their details, without names of files. The kernel walks the page tables: that costs
-/// some 10 ns per present page.
+/// some 10 ns per present page. If KSM can't merge any of thousands of mappings, the last one that we list counts for
+/// the rest.
 ///
 /// # Errors
-/// [`ReadError::TooMany`] if there are more than [`MAPPINGS_MOST`].
+/// [`ReadError::TooMany`] if KSM could merge more than [`MAPPINGS_MOST`].
 pub fn read_smaps(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     read_details(process, Names::Special, |_| true)
 }
@@ -354,7 +373,37 @@ fn read_details(
 ) -> Result<Vec<VmaDetail>, ReadError> {
     let mut found = Details::default();
     found.read(process.open_file("smaps")?, names, keep).map_err(|error| error.of(process, "smaps"))?;
-    Ok(found.finish())
+    let mut details = found.finish();
+    let pinned_kib = pinned_kib(&details, &Status::of(process)?);
+    set_pinned(&mut details, pinned_kib);
+    Ok(details)
+}
+
+/// How much of a process is pinned for I/O, KiB, as far as the kernel counts it: VFIO counts it as locked. We don't count
+/// hugetlb pages and pages of drivers, which aren't in `Rss`, and which may be all that's pinned.
+pub fn pinned_kib(details: &[VmaDetail], status: &Status) -> u64 {
+    let mut locked_kib = 0;
+    let mut uncounted_kib = 0;
+    for detail in details {
+        let kib = (detail.vma.end - detail.vma.start) >> 10;
+        if detail.flags.has(*b"lo") {
+            locked_kib += kib;
+        }
+        if [*b"ht", *b"pf", *b"io", *b"mm"].iter().any(|flag| detail.flags.has(*flag)) {
+            uncounted_kib += kib;
+        }
+    }
+    (status.pinned_kib + status.locked_kib.saturating_sub(locked_kib)).saturating_sub(uncounted_kib)
+}
+
+/// The kernel doesn't say which pages are pinned. But they're present, so what doesn't fit into all other mappings is in
+/// this one.
+fn set_pinned(details: &mut [VmaDetail], pinned_kib: u64) {
+    let resident_kib: u64 = details.iter().map(|detail| detail.rss_kib).sum();
+    for detail in details {
+        let others_kib = resident_kib - detail.rss_kib;
+        detail.pinned_kib = pinned_kib.saturating_sub(others_kib).min(detail.rss_kib);
+    }
 }
 
 pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
@@ -362,6 +411,7 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
     for line in lines(text) {
         found.add(line, Names::All, |_| true)?;
     }
+    found.settle_last(|_| true);
     Ok(found.finish())
 }
 
@@ -370,17 +420,39 @@ pub fn parse_smaps(text: &[u8]) -> Result<Vec<VmaDetail>, &'static str> {
 struct Details {
     found: Vec<VmaDetail>,
     end: u64,
+    /// Found mappings that KSM could merge.
+    mergeable: usize,
+    /// The place of the last one that we list of the others.
+    last_other: usize,
 }
 
 impl Details {
     fn read(&mut self, smaps: impl Read, names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), ListError> {
         each_line(smaps, |line| {
             self.add(line, names, &keep).map_err(ListError::Malformed)?;
-            // Only when the next mapping begins do we know whether we keep the last one.
-            if self.found.len() > MAPPINGS_MOST + 1 { Err(ListError::TooMany) } else { Ok(ControlFlow::Continue(())) }
+            if self.mergeable > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(ControlFlow::Continue(())) }
         })?;
-        self.found.pop_if(|last| !keep(last));
-        if self.found.len() > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(()) }
+        self.settle_last(keep);
+        if self.mergeable > MAPPINGS_MOST { Err(ListError::TooMany) } else { Ok(()) }
+    }
+
+    /// Now that we know all about the last mapping: drops it unless we keep it, or counts it.
+    fn settle_last(&mut self, keep: impl Fn(&VmaDetail) -> bool) {
+        let Some(last) = self.found.pop().filter(keep) else { return };
+        if last.can_be_merged() {
+            self.mergeable += 1;
+        } else if self.found.len() - self.mergeable >= OTHERS_MOST {
+            let is_next = self.last_other + 1 == self.found.len();
+            let other = &mut self.found[self.last_other];
+            other.rss_kib += last.rss_kib;
+            if is_next {
+                other.vma.end = last.vma.end;
+            }
+            return;
+        } else {
+            self.last_other = self.found.len();
+        }
+        self.found.push(last);
     }
 
     fn add(&mut self, line: &[u8], names: Names, keep: impl Fn(&VmaDetail) -> bool) -> Result<(), &'static str> {
@@ -388,7 +460,7 @@ impl Details {
         if line.iter().find(|byte| matches!(byte, b'-' | b':')) == Some(&b'-') {
             let vma = parse_line(line, names, self.end)?;
             self.end = vma.end;
-            self.found.pop_if(|last| !keep(last));
+            self.settle_last(keep);
             self.found.push(VmaDetail {
                 vma,
                 rss_kib: 0,
@@ -398,6 +470,7 @@ impl Details {
                 ksm_kib: None,
                 flags: VmFlags::default(),
                 original_bytes: 0,
+                pinned_kib: 0,
             });
             return Ok(());
         }

@@ -142,6 +142,61 @@ fn any_vma() -> impl Strategy<Value = Vma> {
     )
 }
 
+/// The text of smaps with `number` mappings of a page each, of this kind and with this much anonymous memory.
+fn many(number: usize, first: u64, kind: &str, anonymous_kib: u64) -> String {
+    let mut text = String::new();
+    for at in (first..).take(number) {
+        let (start, end) = (at * 8192, at * 8192 + 4096);
+        text += &format!("{start:x}-{end:x} {kind}\nRss: 4 kB\nAnonymous: {anonymous_kib} kB\n");
+    }
+    text
+}
+
+fn read_text(text: &str) -> Result<Vec<VmaDetail>, ListError> {
+    let mut found = Details::default();
+    found.read(text.as_bytes(), Names::All, |_| true)?;
+    Ok(found.finish())
+}
+
+#[test]
+fn only_mappings_that_could_be_merged_count_against_the_most() {
+    let file = "r--s 0 8:1 7 /index";
+    let mapped = many(20_000, 1, file, 0) + &many(40_000, 30_000, "r-xp 0 8:1 7 /lib", 0);
+    let heap = many(MAPPINGS_MOST, 100_000, "rw-p 0 00:00 0", 4);
+    let details = read_text(&(mapped.clone() + &heap)).unwrap();
+    assert_eq!(details.len(), OTHERS_MOST + MAPPINGS_MOST);
+    assert_eq!(details.iter().map(|detail| detail.rss_kib).sum::<u64>(), 4 * (60_000 + MAPPINGS_MOST as u64));
+    assert!(details.windows(2).all(|pair| pair[0].vma.end <= pair[1].vma.start));
+    for more in ["rw-p 0 00:00 0", "rw-p 0 8:1 7 /lib"] {
+        let text = mapped.clone() + &heap + &many(1, 200_000, more, 4);
+        assert!(matches!(read_text(&text), Err(ListError::TooMany)), "{more}");
+    }
+    assert_eq!(read_text(&(heap + &many(1, 200_000, file, 0))).unwrap().len(), MAPPINGS_MOST + 1);
+}
+
+#[test]
+fn a_mapping_is_pinned_if_the_others_cannot_hold_what_is() {
+    let status = |pinned_kib, locked_kib| Status { pinned_kib, locked_kib, ..Status::parse(STATUS).unwrap() };
+    let text = b"1000-a000 rw-p 0 00:00 0\nRss: 32 kB\nAnonymous: 32 kB\nb000-d000 rw-p 0 00:00 0\nRss: 4 kB\n";
+    let pinned = |pinned_kib| {
+        let mut details = parse_smaps(text).unwrap();
+        set_pinned(&mut details, pinned_kib);
+        details.iter().map(|detail| (detail.pinned_kib, detail.is_pinned())).collect::<Vec<_>>()
+    };
+    assert_eq!(pinned(0), [(0, false), (0, false)]);
+    assert_eq!(pinned(16), [(12, false), (0, false)]);
+    assert_eq!(pinned(34), [(30, true), (2, false)]);
+    assert_eq!(pinned(99), [(32, true), (4, true)]);
+    let with_hugetlb = [&text[..], b"10000-20000 rw-s 0 0:1 1\nRss: 0 kB\nVmFlags: rd wr sh ht\n"].concat();
+    assert_eq!(pinned_kib(&parse_smaps(&with_hugetlb).unwrap(), &status(90, 0)), 26, "64 KiB may be in huge pages");
+    let mut details = parse_smaps(text).unwrap();
+    assert_eq!(pinned_kib(&details, &status(8, 40)), 48, "VFIO pins memory that counts as locked");
+    details[0].flags.insert(*b"lo");
+    assert_eq!(pinned_kib(&details, &status(8, 40)), 12, "36 KiB are locked by mlock");
+}
+
+const STATUS: &[u8] = b"Tgid:\t1\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n";
+
 proptest! {
     #[test]
     fn printed_lines_parse_back(mut vmas in prop::collection::vec(any_vma(), 0..8)) {

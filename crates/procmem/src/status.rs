@@ -23,6 +23,8 @@ pub struct Status {
     pub permitted: u64,
     /// Memory locked by mlock, KiB; 0 for kernel threads and zombies.
     pub locked_kib: u64,
+    /// Memory pinned for I/O, KiB, as far as drivers count it here.
+    pub pinned_kib: u64,
 }
 
 impl Status {
@@ -32,22 +34,27 @@ impl Status {
 
     /// Parses the text of `/proc/PID/status`. The kernel escapes newlines in the name, so it can't forge a line.
     pub fn parse(text: &[u8]) -> Result<Self, &'static str> {
-        let locked_kib = match kib(text, "VmLck") {
-            Err(MISSING) => 0,
-            other => other?,
-        };
         Ok(Self {
             thread_group: number(text, "Tgid")?,
             tracer: number(text, "TracerPid")?,
             uids: four_ids(text, "Uid")?,
             gids: four_ids(text, "Gid")?,
             permitted: u64::from_str_radix(text_of(text, "CapPrm")?, 16).map_err(|_| NOT_A_NUMBER)?,
-            locked_kib,
+            locked_kib: kib_or_none(text, "VmLck")?,
+            pinned_kib: kib_or_none(text, "VmPin")?,
         })
     }
 
     pub fn effective_uid(&self) -> u32 {
         self.uids[1]
+    }
+}
+
+/// The value of a field that kernel threads and zombies lack.
+fn kib_or_none(status: &[u8], key: &str) -> Result<u64, &'static str> {
+    match kib(status, key) {
+        Err(MISSING) => Ok(0),
+        other => other,
     }
 }
 
@@ -96,13 +103,14 @@ mod tests {
     const TEXT: &[u8] =
         b"Name:\ta\\nUid:\t0\nUmask:\t0022\nState:\tS (sleeping)\nTgid:\t12\nNgid:\t0\nPid:\t12\nPPid:\t1\n\
         TracerPid:\t77\nUid:\t1000\t1001\t1002\t1003\nGid:\t5\t6\t7\t8\n\
-        VmLck:\t      64 kB\nCapInh:\t0000000000000000\nCapPrm:\t000001ffffffffff\n";
+        VmLck:\t      64 kB\nVmPin:\t       8 kB\nCapInh:\t0000000000000000\nCapPrm:\t000001ffffffffff\n";
 
     #[test]
     fn status_is_parsed() {
         let status = Status::parse(TEXT).unwrap();
         assert_eq!((status.thread_group, status.tracer, status.effective_uid()), (12, 77, 1001));
-        assert_eq!((status.gids, status.permitted, status.locked_kib), ([5, 6, 7, 8], 0x1ff_ffff_ffff, 64));
+        assert_eq!((status.gids, status.permitted), ([5, 6, 7, 8], 0x1ff_ffff_ffff));
+        assert_eq!((status.locked_kib, status.pinned_kib), (64, 8));
         assert!(Status::parse(b"Tgid:\t1\n").is_err());
     }
 
