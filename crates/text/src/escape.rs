@@ -14,6 +14,14 @@ pub fn printable(text: &[u8]) -> String {
     safe
 }
 
+/// A printable text as one word of a shell's command line.
+pub fn shell_word(text: &str) -> String {
+    if text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_./:@%+=,".contains(&byte)) {
+        return text.to_owned();
+    }
+    format!("'{}'", text.replace('\'', "'\\''"))
+}
+
 /// Whether a terminal may obey a character, or show its line as another one: control characters (C0, DEL and C1), and
 /// characters that are invisible or change the direction of text.
 pub fn is_unsafe(c: char) -> bool {
@@ -35,6 +43,12 @@ pub fn is_unsafe(c: char) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_with_special_characters_are_quoted_for_the_shell() {
+        assert_eq!(shell_word("/opt/a-b_1.2"), "/opt/a-b_1.2");
+        assert_eq!(["a b", "mine*", "it's"].map(shell_word), ["'a b'", "'mine*'", "'it'\\''s'"]);
+    }
 
     #[test]
     fn control_characters_in_names_are_escaped() {

@@ -128,12 +128,27 @@ fn other_page_sizes_are_a_blocker() {
 
 #[test]
 fn other_programs_that_use_ksm_are_found() {
-    for (name, severity) in [("ksmtuned", Severity::Blocker), ("uksmd", Severity::Warning)] {
-        let program = found(|_, roots| {
-            std::fs::create_dir(roots.proc.join("77")).unwrap();
-            write(&roots.proc.join("77/stat"), &format!("77 ({name}) S 1 0 0 0 -1 0 0 0 0 0 3 4 0 0 25 5 1 0 9 0 0\n"));
-        });
-        assert_eq!(program, [("programs", severity)]);
+    let user = "ksm_rmap_items 1024\nksm_merging_pages 512\nksm_merge_any: no\n";
+    let marked_by_itself = "ksm_rmap_items 1024\nksm_merging_pages 512\nksm_merge_any: yes\n";
+    let add = |roots: &MachinePaths, name: &str, ksm_stat: &str| {
+        std::fs::create_dir(roots.proc.join("77")).unwrap();
+        write(&roots.proc.join("77/stat"), &format!("77 ({name}) S 1 0 0 0 -1 0 0 0 0 0 3 4 0 0 25 5 1 0 9 0 0\n"));
+        write(&roots.proc.join("77/ksm_stat"), ksm_stat);
+    };
+    let programs = |name: &str, ksm_stat: &str| found(|_, roots| add(roots, name, ksm_stat));
+    assert_eq!(programs("ksmtuned", ""), [("programs", Severity::Blocker)]);
+    assert_eq!(programs("cache", ""), []);
+    for ksm_stat in [user, marked_by_itself] {
+        assert_eq!(programs("cache", ksm_stat), [("programs", Severity::Note)]);
+    }
+    // While pagefold runs, only what marks itself isn't its own.
+    for (ksm_stat, severity) in [(user, Severity::Ok), (marked_by_itself, Severity::Note)] {
+        let dir = tempfile::tempdir().unwrap();
+        let roots = healthy(dir.path());
+        let _held = Lock::try_take(&roots.lock).unwrap();
+        add(&roots, "cache", ksm_stat);
+        let finding = examine(&roots).into_iter().find(|finding| finding.id == "programs").unwrap();
+        assert_eq!(finding.severity, severity, "{}", finding.what);
     }
 }
 

@@ -3,6 +3,8 @@
 //! Nothing here decides or changes anything. Each fact is one read below a root path, and keeps missing, denied and
 //! malformed files apart.
 
+use super::users::{KsmUser, ksm_users, saved};
+use pagefold_engine::units::Pages;
 use pagefold_ksm::lock::{Holder, LockError, holder};
 use pagefold_ksm::request::{Carrier, RequestDevice, RequestError};
 use pagefold_ksm::state_file::{State, StateError, boot_id};
@@ -17,6 +19,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 /// One fact, or why we don't know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -166,8 +169,11 @@ pub struct MachineFacts {
     pub huge_pages: Fact<String>,
     /// How many of 512 pages may be empty or zero where khugepaged makes a huge page (`max_ptes_none`).
     pub max_ptes_none: Fact<u64>,
-    /// Running programs that are known to use KSM.
+    /// Running programs that set KSM's knobs.
     pub programs: Fact<Vec<(i32, String)>>,
+    /// The processes whose memory KSM merges or may merge, and what they save by it.
+    pub users: Fact<Vec<KsmUser>>,
+    pub saved: Option<Pages>,
     /// Holder of the lock. Absent if the lock is free.
     pub lock_holder: Fact<Holder>,
     /// State file. Absent if there is none.
@@ -186,8 +192,10 @@ pub struct MachineFacts {
     pub cgroups: Cgroups,
 }
 
-/// Programs that use KSM independently of pagefold.
-pub const KSM_PROGRAMS: [&str; 3] = ["ksmtuned", "uksmd", "uksmdstats"];
+/// Programs that set KSM's knobs, as pagefold does.
+pub const KSM_PROGRAMS: [&str; 1] = ["ksmtuned"];
+/// Reading what each process has merged takes some 10 us.
+const USERS_LIMIT: Duration = Duration::from_secs(5);
 
 impl MachineFacts {
     /// Reads all facts. Changes nothing.
@@ -197,6 +205,8 @@ impl MachineFacts {
         let release_text = read(&proc("sys/kernel/osrelease"));
         let status = read(&proc("self/status"));
         let in_status = |name: &str| status.clone().and_then(|text| field_of(&text, name));
+        let users = Fact::of(ksm_users(&roots.proc, USERS_LIMIT).map(Some), |_| false);
+        let saved = saved(&roots.proc, users.known().map(Vec::as_slice).unwrap_or_default());
         Self {
             release: parsed(release_text.clone(), Release::parse),
             release_text: release_text.known().map(|text| text.trim().to_owned()).unwrap_or_default(),
@@ -216,6 +226,8 @@ impl MachineFacts {
                 Ok(programs) => Fact::Is(programs),
                 Err(error) => Fact::Malformed(error.to_string()),
             },
+            users,
+            saved,
             lock_holder: Fact::of(holder(&roots.lock), |error| matches!(error, LockError::Denied { .. })),
             state: state(roots),
             max_map_count: number(read(&proc("sys/vm/max_map_count"))),

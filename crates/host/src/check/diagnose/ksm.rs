@@ -2,6 +2,8 @@
 
 use super::{Finding, blocker, note, ok, warning};
 use crate::check::facts::{Fact, MachineFacts, Release};
+use crate::check::users::sentence;
+use pagefold_engine::units::Pages;
 use pagefold_ksm::request::Carrier;
 
 /// Oldest supported kernel: PR_SET_MEMORY_MERGE and general_profit.
@@ -30,12 +32,11 @@ pub(super) fn kernel(facts: &MachineFacts) -> Finding {
 pub(super) fn ksm(facts: &MachineFacts) -> Finding {
     match &facts.ksm {
         Fact::Is((_, counters)) => {
-            let pages = counters.pages_sharing.0 + counters.ksm_zero_pages.unwrap_or_default().0;
-            let saved = pagefold_engine::units::Pages(pages).bytes().mib();
-            ok(if pages == 0 {
-                "KSM is available, nothing is merged".into()
-            } else {
-                format!("KSM saves {saved:.1} MiB")
+            let counted = counters.pages_sharing + counters.ksm_zero_pages.unwrap_or_default();
+            ok(match facts.saved {
+                _ if counted == Pages(0) => "KSM is available, nothing is merged".to_owned(),
+                Some(saved) => format!("KSM saves {:.1} MiB", saved.bytes().mib()),
+                None => format!("KSM saves {:.1} MiB, each child of a fork counted", counted.bytes().mib()),
             })
         }
         Fact::Absent => blocker(
@@ -125,25 +126,28 @@ pub(super) fn advisor(facts: &MachineFacts) -> Finding {
 }
 
 pub(super) fn programs(facts: &MachineFacts) -> Finding {
-    let running = facts.programs.known().map(Vec::as_slice).unwrap_or_default();
-    let named = running.iter().map(|(pid, name)| format!("{name} (pid {pid})")).collect::<Vec<_>>().join(", ");
-    if running.iter().any(|(_, name)| name == "ksmtuned") {
-        blocker(
-            format!("{named} is running"),
+    let (Fact::Is(running), Fact::Is(users)) = (&facts.programs, &facts.users) else {
+        return note("the process list cannot be read", "programs that use KSM are not detected", "mount /proc");
+    };
+    if let Some((pid, name)) = running.first() {
+        return blocker(
+            format!("{name} (pid {pid}) is running"),
             "ksmtuned sets the same knobs as pagefold",
             "systemctl disable --now ksmtuned",
-        )
-    } else if !running.is_empty() {
-        warning(
-            format!("{named} is running"),
-            "it marks other programs' memory, and every ksmd scan then visits that memory, too",
-            "stop it, or keep those programs out of pagefold's scope",
-        )
-    } else if let Fact::Is(_) = facts.programs {
-        ok("no other program uses KSM")
-    } else {
-        note("the process list cannot be read", "programs that drive KSM are not detected", "mount /proc")
+        );
     }
+    // What a running pagefold has marked is its own.
+    let is_running = facts.lock_holder.known().is_some();
+    let mut others = users.clone();
+    others.retain(|user| user.is_marked_by_itself || !is_running);
+    if others.is_empty() {
+        return ok("no other program uses KSM");
+    }
+    note(
+        format!("KSM is used by {}", sentence(&others)),
+        "ksmd scans all memory that is marked, also outside of pagefold's scope",
+        "nothing, if that is intended (pagefold exec, MemoryKSM=, QEMU; an earlier run of pagefold)",
+    )
 }
 
 pub(super) fn lock(facts: &MachineFacts) -> Finding {
