@@ -112,7 +112,7 @@ impl<'a> Judge<'a> {
         option: Option<&'static str>,
         is_new: bool,
     ) -> Verdict {
-        info.selected_by = self.selection.selected_by(info);
+        self.selection.select(info);
         let rules = &mut *self.rules;
         let mut notes = Vec::new();
         let kept_out = rules.kept_out.verdict(info, is_new, &rules.roots);
@@ -125,11 +125,13 @@ impl<'a> Judge<'a> {
             Some(Exclusion::OptedOut(opt_out))
         } else if info.selected_by.is_none() {
             Some(Exclusion::OutOfScope)
+        } else if let Some(why) = &info.distrust {
+            Some(Exclusion::Untrusted(why.clone()))
         } else if let Some(other_domain) = rules.domains.excludes(domain, rules.merged) {
             Some(other_domain)
         } else {
             // Last, because this may stop the process.
-            exclusion_of(info, dumpable, &rules.deny)
+            exclusion_of(info, dumpable, self.history.mechanism, &rules.deny)
         };
         let group = first_match(&rules.groups, info, "the limits of", &mut notes);
         if let Some(group) = group {

@@ -44,6 +44,8 @@ pub struct Target {
     pub exclusion: Option<Exclusion>,
     /// Regions, ascending.
     pub regions: Vec<Tracked>,
+    /// We leave it alone if it has more than this.
+    pub(crate) regions_most: usize,
     /// The first mappings left alone, and why: first address, anonymous KiB, reason.
     pub left_out: Vec<(u64, u64, Exclusion)>,
     /// Where it had huge pages.
@@ -73,6 +75,7 @@ impl Target {
             notes: Vec::new(),
             exclusion: None,
             regions: Vec::new(),
+            regions_most: usize::MAX,
             left_out: Vec::new(),
             huge: HugeMappings::default(),
             pending: None,
@@ -99,6 +102,11 @@ impl Target {
     /// Whether we know its mappings, or know that we leave it alone.
     pub fn is_known(&self) -> bool {
         self.surveys.are_known || self.exclusion.is_some()
+    }
+
+    /// Whether it's here only to be listed: it matches by name only, or has left the scope.
+    pub(crate) fn is_stranger(&self) -> bool {
+        self.info.distrust.is_some() || self.exclusion == Some(Exclusion::OutOfScope)
     }
 
     /// Whether we may read nothing more now: a read of its memory hasn't returned, or didn't return in time a while

@@ -36,6 +36,48 @@ const UNCHANGED_SHARE: u64 = 3_333;
 const FORGET_NS: u64 = 10_000_000_000;
 const FORGET_SHARE: u64 = 1_000;
 
+/// We list this many processes that match by name only, or have left the scope. Any user can start more.
+const STRANGERS_MOST: usize = 1_000;
+
+/// A process may have this many regions, however many others have.
+const FEW_REGIONS: usize = 1_024;
+/// Processes with more may have this many together: those of one user, and all. A region takes about a kilobyte.
+const REGIONS_OF_USER_MOST: usize = 65_536;
+const REGIONS_MOST: usize = 131_072;
+
+/// How many regions the processes with more than a few have.
+#[derive(Debug, Default)]
+struct LargeLists {
+    all: usize,
+    by_user: HashMap<u32, usize>,
+}
+
+impl LargeLists {
+    fn of(targets: &BTreeMap<i32, Target>) -> Self {
+        let mut lists = Self::default();
+        for target in targets.values() {
+            lists.add(target.info.uid(), target.regions.len());
+        }
+        lists
+    }
+
+    fn add(&mut self, user: u32, regions: usize) {
+        if regions > FEW_REGIONS {
+            self.all += regions;
+            *self.by_user.entry(user).or_default() += regions;
+        }
+    }
+
+    /// How many regions a process of this user may have, which has `regions` now.
+    fn most(&self, user: u32, regions: usize) -> usize {
+        let own = if regions > FEW_REGIONS { regions } else { 0 };
+        let of_user = self.by_user.get(&user).copied().unwrap_or(0);
+        let left = (REGIONS_MOST + own).saturating_sub(self.all);
+        let left_of_user = (REGIONS_OF_USER_MOST + own).saturating_sub(of_user);
+        left.min(left_of_user).max(FEW_REGIONS)
+    }
+}
+
 /// When we refresh the targets.
 #[derive(Debug)]
 pub(super) struct Schedule {
@@ -140,7 +182,17 @@ impl LiveHost {
                 Err(error) => return Err(error.into()),
             }
         };
+        let mut strangers = 0;
+        for target in self.targets.values() {
+            strangers += usize::from(target.is_stranger());
+        }
         for info in found {
+            if info.distrust.is_some() {
+                if strangers >= STRANGERS_MOST {
+                    continue;
+                }
+                strangers += 1;
+            }
             let mut target = self.new_target(info);
             target.appeared_ns = if is_first { None } else { Some(now_ns) };
             let pid = target.pid();
@@ -165,6 +217,7 @@ impl LiveHost {
         let mut left_alone = Vec::new();
         forget_programs(&mut self.history.marked, &self.targets);
         self.forget_domains();
+        let mut large_lists = LargeLists::of(&self.targets);
         let mut judge = Judge::new(&mut self.rules, &self.history);
         let began = Instant::now();
         let first = std::mem::take(&mut self.schedule.next_pid);
@@ -175,9 +228,15 @@ impl LiveHost {
             }
             let in_use = &self.regions.pids;
             let keys = &mut self.regions.keys;
+            let user = target.info.uid();
+            let regions = target.regions.len();
+            target.regions_most = large_lists.most(user, regions);
             let refreshed = target.refresh(now_ns, processes, &mut judge, || {
                 RegionKey(keys.take(|key| in_use.contains_key(&RegionKey(key))))
             });
+            if target.regions.len() > regions {
+                large_lists.add(user, target.regions.len());
+            }
             for opt_out in target.take_overridden() {
                 self.events.push(Event::Overridden { pid, opt_out: opt_out.to_string() });
             }
@@ -290,5 +349,28 @@ fn forget_programs(marked: &mut HashMap<u64, DomainKey>, targets: &BTreeMap<i32,
     if marked.len() > PROGRAMS_MOST.max(targets.len() * 2) {
         let running: HashSet<u64> = targets.values().filter_map(Target::image).collect();
         marked.retain(|program, _| running.contains(program));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regions_are_bounded_by_user_and_in_all() {
+        let mut lists = LargeLists::default();
+        assert_eq!(lists.most(1, 0), REGIONS_OF_USER_MOST);
+        for _ in 0..100 {
+            lists.add(1, FEW_REGIONS);
+        }
+        assert_eq!(lists.most(1, 0), REGIONS_OF_USER_MOST, "small ones don't count");
+        for _ in 0..4 {
+            lists.add(1, 16_384);
+        }
+        assert_eq!((lists.most(1, 0), lists.most(1, 16_384)), (FEW_REGIONS, 16_384));
+        assert_eq!(lists.most(2, 0), REGIONS_OF_USER_MOST);
+        lists.add(2, 60_000);
+        lists.add(3, 5_000);
+        assert_eq!((lists.most(3, 5_000), lists.most(4, 10)), (5_536, FEW_REGIONS));
     }
 }

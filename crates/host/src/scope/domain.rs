@@ -36,6 +36,8 @@ impl DomainRules {
     /// Name of the domain of a process. `notes` gets a sentence for each rule that seems to match and doesn't.
     pub fn domain_of(&self, info: &ProcessInfo, notes: &mut Vec<String>) -> String {
         match &info.cgroups.domain {
+            // We leave it alone, and it takes no domain.
+            _ if info.distrust.is_some() => DEFAULT.to_owned(),
             Some(attribute) if !attribute.is_empty() => attribute.clone(),
             _ => self.name_by(first_match(&self.rules, info, "trust domain", notes), info.uid()),
         }

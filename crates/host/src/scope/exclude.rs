@@ -5,12 +5,16 @@
 
 use super::deny_list::DenyList;
 use super::dumpable::{Dumpable, ask_inside, dumpable};
+use super::exe::Distrust;
 use super::opt_out::{self, OptOut};
 use super::{ProcessInfo, opt_out_qemu};
+use pagefold_engine::host::Mechanism;
+use pagefold_ksm::request::DEVICE;
 use pagefold_procmem::maps::VmaDetail;
 use pagefold_procmem::process::ReadError;
 use pagefold_text::escape::printable;
 use std::fmt;
+use std::path::Path;
 
 /// Why we leave a process or a mapping alone. Displayed as one line.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -39,6 +43,8 @@ pub enum Exclusion {
         /// The user who asked for it.
         by: u32,
     },
+    /// A selector names its executable, and others than root could change that.
+    Untrusted(Distrust),
     /// It has left the scope: it has changed its user, executable or cgroup.
     OutOfScope,
     /// It has moved to another trust domain, and we haven't removed all marks from the former one yet.
@@ -59,11 +65,16 @@ pub enum Exclusion {
     NotReadable,
     /// It keeps its mmap lock, so our reads don't return.
     Stuck,
-    /// It has more mappings than we consider. Because of this limit, reading mappings takes bounded memory.
+    /// It runs 32-bit code, which we can't mark, and hasn't marked itself.
+    Bits32,
+    /// It has more mappings that KSM could merge than we consider. Because of this limit, reading mappings takes bounded
+    /// memory.
     TooManyMappings {
         /// The most that we consider.
         most: usize,
     },
+    /// It and others, or others of its user, have more mappings than we can keep track of.
+    TooManyInAll,
     /// It maps and unmaps memory all the time, and reading it would slow it down.
     Restless,
     /// Shared memory or a shared file mapping.
@@ -91,6 +102,8 @@ pub enum Exclusion {
     WipeOnFork,
     /// mlock: used for secrets and for latency.
     Locked,
+    /// Pinned for I/O (VFIO, RDMA, buffers of io_uring): KSM merges no page that somebody else refers to.
+    Pinned,
     /// Registered with userfaultfd: a merge would lose its write protection, and another program fills missing pages.
     UserFault,
     /// No anonymous pages.
@@ -107,15 +120,18 @@ impl Exclusion {
                 | Self::DenyListed { .. }
                 | Self::OptedOut(_)
                 | Self::KeptOut { .. }
+                | Self::Untrusted(_)
                 | Self::OutOfScope
                 | Self::MovedDomain { .. }
                 | Self::OtherDomain { .. }
                 | Self::NoDomain
                 | Self::OtherProgram
                 | Self::TooManyMappings { .. }
+                | Self::TooManyInAll
                 | Self::DontDump
                 | Self::WipeOnFork
                 | Self::Locked
+                | Self::Pinned
                 | Self::UserFault
         )
     }
@@ -146,6 +162,7 @@ impl fmt::Display for Exclusion {
             Self::OptedOut(opt_out) => return write!(f, "{opt_out}"),
             Self::KeptOut { by } => return write!(f, "unmerged by request of uid {by}"),
             Self::OtherProgram => "ran another program while it was being marked",
+            Self::Untrusted(why) => return write!(f, "its executable {why}; name it by --pid, --cgroup or --user"),
             Self::OutOfScope => "no longer in scope",
             Self::MovedDomain { to } => {
                 return write!(f, "moving to trust domain {}: its old marks must go first", printable(to.as_bytes()));
@@ -157,7 +174,9 @@ impl fmt::Display for Exclusion {
             Self::NoDomain => "there are too many trust domains to give it one",
             Self::Traced { by } => return write!(f, "traced by process {by}"),
             Self::DenyListed { entry } => return write!(f, "on the deny list ({})", printable(entry.as_bytes())),
-            Self::TooManyMappings { most } => return write!(f, "has more than {most} mappings"),
+            Self::Bits32 => "a 32-bit program, which cannot be marked from outside; start it by pagefold exec",
+            Self::TooManyMappings { most } => return write!(f, "has more than {most} mappings that KSM could merge"),
+            Self::TooManyInAll => "has thousands of mappings, and so have others: too many in all",
             Self::NotReadable => "cannot be read",
             Self::Stuck => "keeps its memory map locked",
             Self::Restless => "maps and unmaps memory all the time and would be slowed down",
@@ -174,6 +193,7 @@ impl fmt::Display for Exclusion {
             Self::DontDump => "kept out of core dumps (MADV_DONTDUMP): may hold secrets",
             Self::WipeOnFork => "kept from child processes (MADV_WIPEONFORK): may hold keys",
             Self::Locked => "locked in memory (mlock): may hold secrets",
+            Self::Pinned => "pinned for I/O (VmPin), which KSM cannot merge",
             Self::UserFault => "registered with userfaultfd, which a merge would disturb",
             Self::NothingAnonymous => "no anonymous pages",
         })
@@ -212,13 +232,18 @@ pub fn judge_process(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) ->
 /// Why we must leave a process in scope alone, if we must. We read it again, because it may have changed since we found
 /// it.
 pub fn process_exclusion(found: &ProcessInfo, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
+    if let Some(why) = &found.distrust {
+        return Ok(Some(Exclusion::Untrusted(why.clone())));
+    }
     let mut info = ProcessInfo::of(&found.process)?;
     info.cgroups = found.cgroups.clone();
     let dumpable = dumpable(&info)?;
+    info.read_width()?;
+    let mechanism = if Path::new(DEVICE).exists() { Mechanism::Request } else { Mechanism::Ksmd };
     let option = if may_run_qemu(&info) { opt_out_qemu::of_process_in_time(&info.process)? } else { None };
     match judge_opt_outs(&info, option, deny).excluding {
         Some(opt_out) => Ok(Some(Exclusion::OptedOut(opt_out))),
-        None => Ok(exclusion_of(&info, dumpable, deny)),
+        None => Ok(exclusion_of(&info, dumpable, mechanism, deny)),
     }
 }
 
@@ -249,13 +274,31 @@ pub(crate) fn judge_opt_outs(info: &ProcessInfo, option: Option<&'static str>, d
 }
 
 /// Why we must leave a process alone, if we must, by facts that we've just read. Nobody has opted the process out.
-pub(crate) fn exclusion_of(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) -> Option<Exclusion> {
+pub(crate) fn exclusion_of(
+    info: &ProcessInfo,
+    dumpable: Dumpable,
+    mechanism: Mechanism,
+    deny: &DenyList,
+) -> Option<Exclusion> {
     let by_rule = judge_process(info, dumpable, deny);
-    if by_rule.is_some() || is_allowed(info, deny) {
+    if by_rule.is_some() {
         return by_rule;
     }
+    // The injector knows no 32-bit calls: it can neither mark such a process nor ask it. On request there's nothing to mark,
+    // and only root's processes must be asked.
+    if info.needs_exec && (mechanism == Mechanism::Ksmd || info.uid() == 0 || dumpable == Dumpable::Unknown) {
+        return Some(Exclusion::Bits32);
+    }
+    if is_allowed(info, deny) {
+        return None;
+    }
     // Last, because asking stops the process.
-    let answer = if dumpable == Dumpable::Unknown { ask_inside(&info.process) } else { dumpable };
+    let answer = match dumpable {
+        // It has marked itself, so ksmd merges it whatever we do.
+        Dumpable::Unknown if info.is_32_bit => Dumpable::Yes,
+        Dumpable::Unknown => ask_inside(&info.process),
+        known => known,
+    };
     match answer {
         Dumpable::Yes => None,
         Dumpable::No => Some(Exclusion::NotDumpable),
@@ -305,6 +348,9 @@ pub fn vma_exclusion(detail: &VmaDetail) -> Option<Exclusion> {
         if detail.flags.has(**flag) {
             return Some(exclusion.clone());
         }
+    }
+    if detail.is_pinned() && detail.anonymous_kib > 0 {
+        return Some(Exclusion::Pinned);
     }
     if detail.flags.has(*b"dd") && detail.original_bytes < BULK_BYTES {
         return Some(Exclusion::DontDump);

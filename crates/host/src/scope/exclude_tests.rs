@@ -32,6 +32,34 @@ fn each_rule_for_processes_excludes() {
 }
 
 #[test]
+fn ksmd_merges_32_bit_programs_only_if_they_have_marked_themselves() {
+    use Dumpable::{Unknown, Yes};
+    use Mechanism::{Ksmd, Request};
+    let judge = |uid: u32, needs_exec: bool, dumpable: Dumpable, mechanism: Mechanism| {
+        let mut info = with(|info| info.is_32_bit = true);
+        info.status.uids[1] = uid;
+        info.needs_exec = needs_exec;
+        exclusion_of(&info, dumpable, mechanism, &DenyList::default())
+    };
+    for (uid, dumpable, mechanism) in [(0, Yes, Ksmd), (0, Unknown, Ksmd), (33, Yes, Ksmd), (0, Yes, Request)] {
+        assert_eq!(judge(uid, true, dumpable, mechanism), Some(Exclusion::Bits32));
+        assert_eq!(judge(uid, false, dumpable, mechanism), None, "it has marked itself");
+    }
+    assert_eq!(judge(33, true, Unknown, Request), Some(Exclusion::Bits32));
+    assert_eq!(judge(33, true, Yes, Request), None, "there's nothing to mark or to ask");
+}
+
+#[test]
+fn nearly_pinned_mappings_are_left_alone() {
+    let text = b"1000-9000 rw-p 0 00:00 0\nRss: 32 kB\nAnonymous: 32 kB\n";
+    let mut detail = parse_smaps(text).unwrap().remove(0);
+    for (pinned_kib, excluded) in [(0, None), (28, None), (29, Some(Exclusion::Pinned))] {
+        detail.pinned_kib = pinned_kib;
+        assert_eq!(vma_exclusion(&detail), excluded, "{pinned_kib}");
+    }
+}
+
+#[test]
 fn fixture_mappings_are_judged() {
     let details = parse_smaps(include_bytes!("../../../procmem/tests/fixtures/qemu.smaps")).unwrap();
     let verdicts: Vec<_> = details.iter().map(vma_exclusion).collect();
@@ -93,7 +121,7 @@ fn dont_dump_excludes_only_small_mappings() {
 
 fn exclusion(process: &Arc<Process>, deny: &DenyList) -> Result<Option<Exclusion>, ReadError> {
     let info = ProcessInfo::of(process)?;
-    Ok(exclusion_of(&info, dumpable(&info)?, deny))
+    Ok(exclusion_of(&info, dumpable(&info)?, Mechanism::Ksmd, deny))
 }
 
 #[test]

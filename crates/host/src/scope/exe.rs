@@ -4,8 +4,9 @@
 //! a rule that grants something (a scope, a trust domain, an exception of the deny list) matches only a file that this
 //! machine's root alone can write or replace: the file at this path, by device and inode, and all directories above it
 //! belong to root, and no other user may write them. An upgrade may replace the file while the program runs. We still
-//! know the program by that path if the file that it runs is root's alone and was on the same mount as the directory.
-//! Rules that only exclude match by name as well.
+//! know the program by that path if the file that it runs is root's alone and was on the same mount as the directory, or
+//! on a copy of that mount: a service with `PrivateTmp=` has copies of all mounts. Rules that only exclude match by name
+//! as well.
 
 use pagefold_procmem::file_id::{FileId, Found};
 use pagefold_procmem::os::peer::is_trusted;
@@ -37,12 +38,14 @@ pub(crate) fn is_roots_alone(uid: u32, mode: u32) -> bool {
 pub struct Exe {
     path: PathBuf,
     file: Option<Found>,
+    /// Where the mount of a file that was removed is, in the process's own mounts.
+    place: Option<Vec<u8>>,
     /// We find out once, because a trusted file may be replaced while it runs.
     trust: OnceLock<Result<(), Distrust>>,
 }
 
 /// Why rules that grant something don't match an executable. Displayed as a clause that follows its path.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Error)]
 pub enum Distrust {
     /// Replaced or removed since it was started, and others than root could change it, or it was on another mount.
     #[error("has been replaced or removed since it was started, and may not have been root's")]
@@ -97,7 +100,11 @@ impl Exe {
             Err(ReadError::Absent { .. }) => None,
             Err(error) => return Err(error),
         };
-        Ok(Some(Self { path, file, trust: OnceLock::new() }))
+        let mut place = None;
+        if let Some(file) = file.filter(|_| without_deleted(&path) != path) {
+            place = place_seen_by(process, file.mount);
+        }
+        Ok(Some(Self { path, file, place, trust: OnceLock::new() }))
     }
 
     pub fn id(&self) -> Option<FileId> {
@@ -119,12 +126,18 @@ impl Exe {
             // We first check step by step, which asks no file system that a program provides.
             only_roots(directory, None)?;
             let mount = Found::of_path(directory).map_err(|_| Distrust::Elsewhere)?.mount;
-            if file.mount == mount { Ok(()) } else { Err(Distrust::Deleted) }
+            if file.mount == mount || self.is_on_a_copy_of(mount) { Ok(()) } else { Err(Distrust::Deleted) }
         });
         match found {
             Ok(()) => Ok(()),
             Err(why) => Err(why),
         }
+    }
+
+    /// Whether a file that was removed was on a mount with the same device, root and mount point as this one.
+    fn is_on_a_copy_of(&self, mount: u64) -> bool {
+        let Ok(mounts) = fs::read("/proc/self/mountinfo") else { return false };
+        self.place.is_some() && self.place.as_deref() == place_of(&mounts, mount)
     }
 
     /// How it matches a selector. `comm` is the command name.
@@ -214,6 +227,37 @@ pub(super) fn read_roots_file(path: &Path, most: u64) -> Option<Vec<u8>> {
     let mut text = Vec::new();
     fs::File::open(path).ok()?.take(most).read_to_end(&mut text).ok()?;
     Some(text)
+}
+
+/// The place of a mount in the text of `/proc/PID/mountinfo`: device, root and mount point. Mounts with the same place
+/// show the same file at the same path.
+fn place_of(mountinfo: &[u8], mount: u64) -> Option<&[u8]> {
+    let number = mount.to_string();
+    for line in mountinfo.split(|&byte| byte == b'\n') {
+        // "36 35 98:0 / /mnt rw,noatime ..."
+        let mut words = line.splitn(3, |&byte| byte == b' ');
+        if words.next() != Some(number.as_bytes()) {
+            continue;
+        }
+        let rest = words.nth(1)?;
+        let mut spaces = rest.iter().enumerate().filter(|(_, byte)| **byte == b' ');
+        let end = spaces.nth(2)?.0;
+        return Some(&rest[..end]);
+    }
+    None
+}
+
+/// The same among the mounts of a process whose root is called `/` as ours is. Whatever the error, we don't know it then.
+fn place_seen_by(process: &Process, mount: u64) -> Option<Vec<u8>> {
+    /// A user can make as many mounts as `fs.mount-max` allows.
+    const MOUNTINFO_BYTES: u64 = 1 << 20;
+    let root = process.open_with("root", OFlags::PATH | OFlags::NOFOLLOW).ok()?;
+    if rustix::fs::readlinkat(root, c"", Vec::new()).ok()?.as_c_str() != c"/" {
+        return None;
+    }
+    let mut mounts = Vec::new();
+    process.open_file("mountinfo").ok()?.take(MOUNTINFO_BYTES).read_to_end(&mut mounts).ok()?;
+    Some(place_of(&mounts, mount)?.to_vec())
 }
 
 /// Whether a program provides a mount's file system (FUSE), by `/proc/self/mountinfo`.

@@ -10,7 +10,7 @@ fn program(directory: &Path, name: &str) -> PathBuf {
 }
 
 fn exe(path: &Path) -> Exe {
-    Exe { path: path.to_owned(), file: Found::of_path(path).ok(), trust: OnceLock::new() }
+    Exe { path: path.to_owned(), file: Found::of_path(path).ok(), place: None, trust: OnceLock::new() }
 }
 
 #[test]
@@ -65,7 +65,7 @@ fn a_program_that_was_upgraded_is_known_by_the_path_it_had() {
     symlink(&path, directory.path().join("link")).unwrap();
     let shown = || PathBuf::from(format!("{} (deleted)", path.display()));
     let file = Found::of_path(&path).unwrap();
-    let replaced = |file: Found| Exe { path: shown(), file: Some(file), trust: OnceLock::new() };
+    let replaced = |file: Found| Exe { path: shown(), file: Some(file), place: None, trust: OnceLock::new() };
     fs::remove_file(&path).unwrap();
     for selector in ["server", path.to_str().unwrap()] {
         assert_eq!(replaced(file).matches(selector, b"server"), Matching::Yes, "{selector}");
@@ -80,9 +80,17 @@ fn a_program_that_was_upgraded_is_known_by_the_path_it_had() {
     for file in not_roots {
         assert_eq!(replaced(file).matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
     }
+    // A service with mounts of its own runs it from a copy of the mount; a container from another one.
+    let mounts = fs::read("/proc/self/mountinfo").unwrap();
+    let place = place_of(&mounts, file.mount).unwrap().to_vec();
+    let copied = |place: &[u8]| Exe { place: Some(place.to_vec()), ..replaced(Found { mount: u64::MAX, ..file }) };
+    assert_eq!(copied(&place).matches("server", b"server"), Matching::Yes);
+    for other in [&b"0:1 / /"[..], &place[..place.len() - 1], &[&place[..], b"x"].concat()] {
+        assert_eq!(copied(other).matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
+    }
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
     assert!(matches!(replaced(file).matches("server", b"server"), Matching::NameOnly(Distrust::Writable { .. })));
-    let unknown = Exe { path: shown(), file: None, trust: OnceLock::new() };
+    let unknown = Exe { path: shown(), file: None, place: None, trust: OnceLock::new() };
     assert_eq!(unknown.matches("server", b"server"), Matching::NameOnly(Distrust::Deleted));
 }
 
@@ -108,6 +116,20 @@ fn names_include_command_names_which_are_truncated() {
     assert!(!named("redis", "/usr/bin/redis-check-rdb", b"redis-server"));
     assert!(named("a-very-long-name-of-a-link", "/usr/bin/tool", b"a-very-long-nam"));
     assert!(!named("a-very-long-name-of-another", "/usr/bin/a-very-long-name-of-this", b"a-very-long-nam"));
+}
+
+#[test]
+fn the_place_of_a_mount_is_its_device_root_and_mount_point() {
+    let mounts =
+        b"25 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n125 25 8:1 /a /usr\\040b rw - ext4 /dev/sda1 rw\n";
+    assert_eq!(place_of(mounts, 25), Some(&b"8:1 / /"[..]));
+    assert_eq!(place_of(mounts, 125), Some(&b"8:1 /a /usr\\040b"[..]));
+    assert_eq!(place_of(mounts, 2), None);
+    assert_eq!(place_of(b"25 1 8:1 / /", 25), None, "cut off");
+    let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+    let here = Found::of_path(Path::new("/")).unwrap().mount;
+    assert!(place_seen_by(&own, here).is_some_and(|place| place.ends_with(b" /")));
+    assert_eq!(place_seen_by(&own, u64::MAX), None);
 }
 
 #[test]

@@ -91,7 +91,7 @@ pub enum ScopeError {
     /// No process matches the selectors.
     #[error("no process matches {0}")]
     NoMatch(String),
-    /// Processes match by name only.
+    /// All processes that match do so by name only.
     #[error("no process matches {scope}: the executable of process {pid}, {exe}, {why}")]
     NameOnly { scope: String, pid: i32, exe: String, why: Distrust },
     /// We can't read the process list.
@@ -99,7 +99,7 @@ pub enum ScopeError {
     Io { path: String, source: io::Error },
 }
 
-/// Finds the processes in scope, by ascending pid.
+/// Finds the processes in scope, by ascending pid, and others that match by name only ([`ProcessInfo::distrust`]).
 ///
 /// # Errors
 /// If a selected pid, user or cgroup doesn't exist, or no process matches.
@@ -140,11 +140,14 @@ pub fn own_pid() -> i32 {
 
 fn resolved(mut selection: Selection, spec: &ScopeSpec, left_out: &[i32]) -> Result<Vec<ProcessInfo>, ScopeError> {
     let found = selection.resolve(|pid| !left_out.contains(&pid))?;
-    match selection.name_only.take() {
-        _ if !found.is_empty() => Ok(found),
-        Some((pid, exe, why)) => Err(ScopeError::NameOnly { scope: spec.to_string(), pid, exe, why }),
-        None => Err(ScopeError::NoMatch(spec.to_string())),
+    if found.iter().any(|info| info.distrust.is_none()) {
+        return Ok(found);
     }
+    let scope = spec.to_string();
+    let Some((info, why)) = found.iter().find_map(|info| Some((info, info.distrust.clone()?))) else {
+        return Err(ScopeError::NoMatch(scope));
+    };
+    Err(ScopeError::NameOnly { scope, pid: info.pid(), exe: info.exe_text(), why })
 }
 
 /// Like [`resolve`], but considers only processes selected by pid and ones that `is_candidate` accepts. The result may

@@ -1,8 +1,10 @@
 //! A process, as we read it once for a check. Selectors, rules and exclusions judge it by this.
 
-use super::exe::Exe;
+use super::exe::{Distrust, Exe};
 use super::opt_out::OptOut;
 use pagefold_procmem::cgroup::Cgroup;
+use pagefold_procmem::image::is_32_bit;
+use pagefold_procmem::ksm_stat::KsmStat;
 use pagefold_procmem::process::{Process, ReadError, Stat};
 use pagefold_procmem::status::{Status, program_name};
 use pagefold_text::escape::printable;
@@ -29,6 +31,11 @@ pub struct ProcessInfo {
     pub by_pid: Option<i32>,
     /// The selector that brought it in: a position in [`ScopeSpec`](super::ScopeSpec).
     pub selected_by: Option<usize>,
+    /// Why that selector, an executable's name, doesn't count.
+    pub distrust: Option<Distrust>,
+    /// Whether it runs a 32-bit program, and whether it's one that hasn't marked its memory itself. Read apart.
+    pub(crate) is_32_bit: bool,
+    pub(crate) needs_exec: bool,
 }
 
 /// Facts about a process that its cgroups tell us.
@@ -69,7 +76,17 @@ impl ProcessInfo {
             cgroups: Arc::default(),
             by_pid: None,
             selected_by: None,
+            distrust: None,
+            is_32_bit: false,
+            needs_exec: false,
         })
+    }
+
+    /// Finds out whether it runs a 32-bit program. May block on the process.
+    pub(crate) fn read_width(&mut self) -> Result<(), ReadError> {
+        self.is_32_bit = is_32_bit(&self.process, "auxv");
+        self.needs_exec = self.is_32_bit && !KsmStat::of(&self.process)?.merge_any;
+        Ok(())
     }
 
     pub fn pid(&self) -> i32 {

@@ -2,7 +2,7 @@
 
 use super::ScopeError;
 use super::attributes::Attributes;
-use super::exe::{Distrust, Matching};
+use super::exe::Matching;
 use super::opt_out::{self, OptOut};
 use super::process_info::{CgroupInfo, ProcessInfo};
 use super::selector::{Matcher, Selector};
@@ -28,8 +28,6 @@ pub(crate) struct Selection {
     /// can choose, and a pid stands for the process and its descendants.
     for_undoing: bool,
     attributes: Attributes,
-    /// A process, and its executable, that an `--exe` matches by name only, and why that isn't enough.
-    pub(super) name_only: Option<(i32, String, Distrust)>,
 }
 
 impl Selection {
@@ -60,7 +58,6 @@ impl Selection {
             descendants: BTreeMap::new(),
             for_undoing: false,
             attributes: Attributes::new(&roots.cgroup),
-            name_only: None,
         }
     }
 
@@ -129,7 +126,7 @@ impl Selection {
         self.matchers.iter().any(|matcher| matches!(matcher, Some(Matcher::Cgroup(_))))
     }
 
-    /// The process, if it's in scope.
+    /// The process, if it's in scope, or would be if only root could change its executable.
     fn examine(&mut self, pid: i32) -> Result<Option<ProcessInfo>, ReadError> {
         let is_named = self.named.contains(&pid);
         let process = Arc::new(Process::open_at(&self.roots.proc, pid)?);
@@ -142,11 +139,12 @@ impl Selection {
             return Err(ReadError::Vanished { pid }); // a thread ID, not a pid
         }
         info.by_pid = if is_named { Some(pid) } else { self.descendants.get(&pid).copied() };
-        if self.by_process(&info).is_none() && !self.has_cgroups() {
+        self.select(&mut info);
+        if info.selected_by.is_none() && !self.has_cgroups() {
             return Ok(None);
         }
         info.cgroups = Arc::new(self.cgroup_info(&cgroups_of(&process)?));
-        info.selected_by = self.selected_by(&info);
+        self.select(&mut info);
         if info.selected_by.is_none() {
             return Ok(None);
         }
@@ -157,34 +155,31 @@ impl Selection {
         Ok(Some(info))
     }
 
-    /// The first selector that matches a process: a position among the selectors.
-    pub(crate) fn selected_by(&mut self, info: &ProcessInfo) -> Option<usize> {
-        match (self.by_process(info), info.cgroups.selected_by) {
-            (Some(one), Some(other)) => Some(one.min(other)),
-            (one, other) => one.or(other),
-        }
-    }
-
-    /// The first selector other than a cgroup that matches.
-    fn by_process(&mut self, info: &ProcessInfo) -> Option<usize> {
+    /// Finds the first selector that matches a process. If all that match do so by name only, it's the first of them.
+    pub(crate) fn select(&self, info: &mut ProcessInfo) {
+        info.selected_by = None;
+        info.distrust = None;
         for (at, matcher) in self.matchers.iter().enumerate() {
-            match matcher {
-                None | Some(Matcher::Cgroup(_)) => {}
-                Some(matcher) if self.for_undoing => {
-                    if matcher.matches_by_name(info) {
-                        return Some(at);
-                    }
+            let matching = match matcher {
+                Some(Matcher::Cgroup(_)) if info.cgroups.selected_by == Some(at) => Matching::Yes,
+                None | Some(Matcher::Cgroup(_)) => Matching::No,
+                Some(matcher) if self.for_undoing && matcher.matches_by_name(info) => Matching::Yes,
+                Some(_) if self.for_undoing => Matching::No,
+                Some(matcher) => matcher.matches(info),
+            };
+            match matching {
+                Matching::Yes => {
+                    info.selected_by = Some(at);
+                    info.distrust = None;
+                    return;
                 }
-                Some(matcher) => match matcher.matches(info) {
-                    Matching::Yes => return Some(at),
-                    Matching::NameOnly(why) => {
-                        self.name_only.get_or_insert((info.pid(), info.exe_text(), why));
-                    }
-                    Matching::No => {}
-                },
+                Matching::NameOnly(why) if info.distrust.is_none() => {
+                    info.selected_by = Some(at);
+                    info.distrust = Some(why);
+                }
+                Matching::NameOnly(_) | Matching::No => {}
             }
         }
-        None
     }
 
     /// The first selector of a cgroup that is one of these, or contains one.

@@ -4,7 +4,7 @@ use super::exe::{Matching, is_named};
 use super::{ProcessInfo, ScopeError};
 use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
-use pagefold_text::escape::printable;
+use pagefold_text::escape::{printable, shell_word};
 use std::ffi::CString;
 use std::fmt;
 use std::fs;
@@ -77,7 +77,7 @@ impl fmt::Display for Selector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::All => f.write_str("--all"),
-            _ => write!(f, "--{} {}", self.kind(), self.value()),
+            _ => write!(f, "--{} {}", self.kind(), shell_word(&self.value())),
         }
     }
 }

@@ -76,7 +76,7 @@ impl Tree {
 
     fn pids(&self, spec: &ScopeSpec) -> Result<Vec<i32>, String> {
         resolve_without(spec, &self.roots, &[99])
-            .map(|scoped| scoped.iter().map(|scoped| scoped.process.pid()).collect())
+            .map(|scoped| scoped.iter().filter(|scoped| scoped.distrust.is_none()).map(ProcessInfo::pid).collect())
             .map_err(|error| error.to_string())
     }
 }
@@ -203,6 +203,24 @@ fn processes_are_selected_by_user_and_executable() {
     fs::set_permissions(tree.file("/usr/bin"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     let error = tree.pids(&by_exe("redis-server")).unwrap_err();
     assert!(error.contains("process 10") && error.contains("can be changed by others than root"), "{error}");
+}
+
+#[test]
+fn processes_that_match_by_name_only_are_listed_with_the_reason() {
+    let tree = hybrid();
+    let found = |selectors: Vec<Selector>| {
+        let scoped = resolve_without(&ScopeSpec(selectors), &tree.roots, &[99]).unwrap();
+        scoped.into_iter().map(|scoped| (scoped.pid(), scoped.selected_by, scoped.distrust)).collect::<Vec<_>>()
+    };
+    let exe = || Selector::Exe("redis-server".into());
+    assert_eq!(found(vec![exe()]), [(10, Some(0), None), (11, Some(0), Some(Distrust::Deleted))]);
+    // Another selector brings it in.
+    let by_both = [(10, Some(0), None), (11, Some(1), None)];
+    assert_eq!(found(vec![exe(), Selector::User("1002".into())]), by_both);
+    assert_eq!(found(vec![exe(), Selector::Cgroup("/dba".into())]), by_both);
+    let scoped = resolve_without(&by_exe("redis-server"), &tree.roots, &[99]).unwrap();
+    let excluded = exclude::process_exclusion(&scoped[1], &deny_list::DenyList::default()).unwrap();
+    assert_eq!(excluded, Some(exclude::Exclusion::Untrusted(Distrust::Deleted)));
 }
 
 #[test]

@@ -79,7 +79,8 @@ impl CheckedProgram {
         cpu_ns: Option<u64>,
     ) -> Result<(ProcessInfo, Self), ReadError> {
         let space = AddressSpace::of(process).ok();
-        let info = ProcessInfo::of(process)?;
+        let mut info = ProcessInfo::of(process)?;
+        info.read_width()?;
         let dumpable = dumpable(&info)?;
         let image = match image_of(process) {
             Err(ReadError::Denied { .. }) => 0,
@@ -262,7 +263,8 @@ impl Target {
             if program.space.is_none() {
                 program.space.clone_from(&last.space);
             }
-            if self.info.status.locked_kib != info.status.locked_kib {
+            let former = &self.info.status;
+            if (former.locked_kib, former.pinned_kib) != (info.status.locked_kib, info.status.pinned_kib) {
                 self.set_changed();
             }
         }

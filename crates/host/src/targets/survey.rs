@@ -246,13 +246,7 @@ impl Target {
         let details = match details {
             Ok(details) => details,
             Err(ReadError::TooMany { most, .. }) => {
-                // We don't know the flags of all mappings, so none of the marks may stay.
-                let why = Exclusion::TooManyMappings { most };
-                if self.marks.are_set {
-                    self.request_unmark(why.clone(), Marks::Mappings);
-                }
-                self.exclusion = former_exclusion;
-                return Ok(self.leave_alone(why));
+                return Ok(self.leave_unmarked(Exclusion::TooManyMappings { most }, former_exclusion));
             }
             Err(error) => return Err(error),
         };
@@ -266,6 +260,9 @@ impl Target {
                 left_out.push((detail.vma.start, detail.anonymous_kib, exclusion));
             }
         });
+        if found.len() > self.regions_most {
+            return Ok(self.leave_unmarked(Exclusion::TooManyInAll, former_exclusion));
+        }
         let former = std::mem::take(&mut self.regions);
         self.regions = follow(&former, found, &mut new_key);
         let sizes = replaced.max(1)..=2 * replaced;
@@ -280,6 +277,16 @@ impl Target {
             }
         }
         Ok(former_exclusion.is_some() || former_left_out != self.left_out || former != self.regions)
+    }
+
+    /// Leaves a process alone whose mappings we don't know or keep, so none of its marks may stay.
+    fn leave_unmarked(&mut self, why: Exclusion, former: Option<Exclusion>) -> bool {
+        if self.marks.are_set {
+            self.request_unmark(why.clone(), Marks::Mappings);
+        }
+        self.surveys.list = None;
+        self.exclusion = former;
+        self.leave_alone(why)
     }
 
     /// Forgets the last survey, and a survey that is under way.
