@@ -34,6 +34,7 @@ use pagefold_engine::keys::{DomainKey, LimitKey, OwnerKey, RegionKey};
 use pagefold_engine::reserve::RoomState;
 use pagefold_engine::sampling::census::Figures;
 use pagefold_engine::units::{Pages, Permyriad, Vpn};
+use pagefold_host::check::users::KsmUser;
 use pagefold_host::live::{Ended, Event};
 use pagefold_host::scope::exclude::Exclusion;
 use pagefold_ksm::{Knob, RestoreOutcome};
@@ -487,6 +488,14 @@ fn what_holds_a_run_back_is_shown() {
     facts.state.incidents.collapsed = 4;
     let mut status = Status::of(&facts);
     status.pid = PID;
+    let user = |pid, name: &str, mib: u64| KsmUser {
+        pid,
+        name: name.to_owned(),
+        merged_bytes: mib << 20,
+        metadata_bytes: mib << 14,
+        ..KsmUser::default()
+    };
+    status.set_others(vec![user(4_001, "redis-server", 90), user(77, "cache", 128), user(78, "idle", 0)]);
     check("status-short.txt", &text(&status));
     check("explain-short.txt", &explanations(&run, &[4_001, 4_008]));
     run.engine.set_paused(true);
@@ -532,6 +541,7 @@ fn survey() -> ScanReport {
         kinds: vec![kind(RegionKind::Heap, mib)],
         excluded: Vec::new(),
         left_out: left_out.map(str::to_owned),
+        pinned: 0.0,
     };
     let cgroup =
         |cgroup: &str, processes, mib| CgroupRow { cgroup: cgroup.to_owned(), processes, figures: figures(mib) };
@@ -545,6 +555,7 @@ fn survey() -> ScanReport {
         sampled_fraction: 0.0625,
         error_bytes: 9 << 20,
         scope: "--exe redis-server".to_owned(),
+        deny: " --deny 'wallet*'".to_owned(),
         totals: figures(1_001.5),
         processes: vec![
             row(4_001, "redis-server", 1_000.0, None),
@@ -554,7 +565,11 @@ fn survey() -> ScanReport {
         ],
         kinds: vec![kind(RegionKind::Anonymous, 900.0), kind(RegionKind::Heap, 101.5)],
         cgroups: vec![cgroup("/system.slice/redis.service", 2, 1_000.0), cgroup("/", 1, 1.5)],
-        excluded: vec![left_out(&not_dumpable, 4 << 20), left_out("locked in memory", 64 << 10)],
+        excluded: vec![
+            left_out(&not_dumpable, 4 << 20),
+            LeftOut { regions: 0, ..left_out(&Exclusion::Pinned.to_string(), 1 << 20) },
+            left_out("locked in memory", 64 << 10),
+        ],
         numa: None,
         cost: Cost::new(20_512, 34_000_000, 21_000_000),
         of: ("process", "processes"),

@@ -107,6 +107,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("may_return_bytes, saved_machine_bytes", "Memory needed if programs write to all merged pages; savings on the whole machine by KSM's counters, without ended programs"),
             ("exited_bytes", "Memory of ended programs that KSM still counts, until its next scan"),
             ("marked_bytes, metadata_bytes", "Resident memory that is marked (in a dry run: would be marked); KSM's metadata for it"),
+            ("others[].pid, others[].name, others[].merged_bytes, others[].metadata_bytes", "Processes outside of the run with merged memory; KSM's metadata for them"),
             ("to_unmark_bytes, foreign_marks", "Marked address space that must be unmarked but couldn't be yet; whether another trust domain owns some of it, which stops marking and scanning"),
             ("copied_bytes, copied_worst_day_bytes", "Merged pages copied again on the machine since the start; the most within 24 hours"),
             ("reserve.keep, reserve.take_back", "The reserve as set; whether memory is unmerged while memory is short"),

@@ -16,11 +16,12 @@ use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
 use pagefold_host::scope::{ScopeSpec, resolve};
 use pagefold_procmem::Roots;
-use pagefold_procmem::maps::{VmaDetail, kind_of, read_smaps_named};
+use pagefold_procmem::maps::{VmaDetail, kind_of, pinned_kib, read_smaps_named};
 use pagefold_procmem::process::{Process, ReadError};
-use pagefold_procmem::status::{exe_of, program_name};
+use pagefold_procmem::status::{Status, exe_of, program_name};
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
+use pagefold_text::style::human;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::path::Path;
@@ -185,8 +186,13 @@ pub fn of(facts: &Facts, pid: i32) -> Result<Explanation, String> {
         return Err(format!("process {pid} has ended, and its pid was reused; try again"));
     }
     let exe = exe_of(&process).map_err(|error| look_with_ps(&error))?;
-    let details = read_smaps_named(&process).map_err(|error| look_with_ps(&error))?;
-    Ok(of_target(facts, target, exe.as_deref(), &details))
+    let details = match read_smaps_named(&process) {
+        Err(ReadError::TooMany { .. }) => Vec::new(),
+        other => other.map_err(|error| look_with_ps(&error))?,
+    };
+    let mut explanation = of_target(facts, target, exe.as_deref(), &details);
+    explanation.see_pinned(&details, &Status::of(&process).map_err(|error| look_with_ps(&error))?);
+    Ok(explanation)
 }
 
 fn look_with_ps(error: &ReadError) -> String {
@@ -230,6 +236,7 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
         .map_err(|error| not_readable(&error))?
         .map(|exclusion| exclusion.to_string());
     explanation.name = scoped.name;
+    let scoped_status = scoped.status;
     let process = scoped.process;
     let exe = match exe_of(&process) {
         Err(ReadError::Denied { .. }) => None,
@@ -238,9 +245,14 @@ fn outside(mut explanation: Explanation) -> Result<Explanation> {
     let details = match read_smaps_named(&process) {
         // Kernel threads and zombies have no mappings.
         Err(_) if explanation.left_alone.is_some() => Vec::new(),
+        Err(error @ ReadError::TooMany { .. }) => {
+            explanation.left_alone = Some(Exclusion::of_unreadable(error)?.to_string());
+            Vec::new()
+        }
         other => other.map_err(|error| not_readable(&error))?,
     };
     explanation.see(exe.as_deref(), &details);
+    explanation.see_pinned(&details, &scoped_status);
     let judged = details.iter().filter(|detail| vma_exclusion(detail).is_none());
     explanation.unseen_bytes = judged.map(|detail| detail.anonymous_kib << 10).sum();
     Ok(explanation)
@@ -277,6 +289,19 @@ impl Explanation {
             });
         }
         self.excluded.sort_by_key(|row| Reverse(row.bytes));
+    }
+
+    /// Notes memory that is pinned somewhere in the mappings that we don't leave alone for that.
+    fn see_pinned(&mut self, details: &[VmaDetail], status: &Status) {
+        let mut kib = pinned_kib(details, status);
+        for detail in details {
+            if vma_exclusion(detail) == Some(Exclusion::Pinned) {
+                kib = kib.saturating_sub(detail.rss_kib);
+            }
+        }
+        if kib > 0 {
+            self.notes.push(format!("Somewhere in it, {} are {}.", human(kib << 10), Exclusion::Pinned));
+        }
     }
 
     /// The base name of its executable.

@@ -109,7 +109,7 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let rows = survey.processes.iter().map(ProcessRow::from).collect();
     let scope = args.scope.to_string();
     let report = ScanReport::of(rows, &survey.cells, &survey.kinds, &findings, fraction, scope, cost);
-    Ok(ScanReport { numa, maps, ..report })
+    Ok(ScanReport { numa, maps, deny: args.deny.to_string(), ..report })
 }
 
 fn reader() -> Result<PageReader, Exit> {
@@ -337,6 +337,7 @@ impl From<&Surveyed> for ProcessRow {
             cgroup: scoped.cgroups.path.as_ref().map(|cgroup| printable(cgroup.as_bytes())),
             excluded: surveyed.excluded.clone(),
             left_out,
+            pinned: surveyed.pinned.0 as f64,
             ..Self::default()
         }
     }

@@ -19,15 +19,20 @@ use pagefold_engine::host::Mechanism;
 use pagefold_engine::keys::DomainKey;
 use pagefold_engine::ledger::RequestCounts;
 use pagefold_engine::state::{Activity, CopyTotals, Incidents, MemoryState, MemoryTotal, RegionTotals, State, Work};
+use pagefold_host::check::users::{KsmUser, ksm_users};
 use pagefold_text::exit;
 use pagefold_text::style::count;
 use room::ReserveView;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
 pub use words::{describe, paint, size};
 
 const SCHEMA: &str = "pagefold.status/1";
+/// We look for other users of KSM for at most this long: some ten thousand processes.
+const OTHERS_LIMIT: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct StatusArgs {
@@ -79,6 +84,9 @@ pub struct Status {
     pub xen: Option<XenView>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa: Option<PlacementView>,
+    /// Other processes with merged memory. The command finds them, not the daemon.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub others: Vec<KsmUser>,
     #[serde(default)]
     pub events: Vec<Event>,
 }
@@ -171,7 +179,8 @@ impl Doing {
 }
 
 pub fn run(args: &StatusArgs) -> Result<u8> {
-    let status: Status = ask(&Request::Status)?;
+    let mut status: Status = ask(&Request::Status)?;
+    status.find_others();
     output::print(args.json, &status, |style| describe(&status, style))?;
     Ok(exit::OK)
 }
@@ -213,8 +222,27 @@ impl Status {
             requests: state.requests,
             xen: facts.xen,
             numa: facts.places(),
+            others: Vec::new(),
             events: run.events.clone(),
         }
+    }
+
+    /// Finds processes with merged memory that aren't the run's. Without the rights to see them we find none.
+    fn find_others(&mut self) {
+        if self.xen.is_none() {
+            self.set_others(ksm_users(Path::new("/proc"), OTHERS_LIMIT).unwrap_or_default());
+        }
+    }
+
+    /// Adopts those of these processes that aren't the run's.
+    pub fn set_others(&mut self, mut users: Vec<KsmUser>) {
+        for row in &self.programs.processes {
+            if row.left_alone.is_none() || row.to_unmark.is_some() {
+                users.retain(|user| user.pid != row.pid);
+            }
+        }
+        users.retain(|user| user.merged_bytes > 0);
+        self.others = users;
     }
 
     /// The number with the word for targets: processes or guests.

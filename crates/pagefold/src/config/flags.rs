@@ -7,7 +7,8 @@ use clap::error::ErrorKind;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::deny_list::DenyList;
-use std::fmt::Write;
+use pagefold_text::escape::{printable, shell_word};
+use std::fmt::{self, Write};
 
 /// Defines a type for the flags of some sections.
 macro_rules! flags {
@@ -50,6 +51,19 @@ flags! {
     RunFlags: ["run", "judgement", "reserve", "numa", "audit", "log", "metrics", "history", "fleet", "tuning"];
     /// The audit log.
     AuditFlags: ["audit"];
+}
+
+impl fmt::Display for DenyFlags {
+    /// As flags, each after a space.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Options { denied, allowed, override_opt_outs, .. } = &*self.0;
+        for (flag, names) in [("deny", denied), ("allow", allowed), ("override-opt-out", override_opt_outs)] {
+            for name in names.iter().flatten() {
+                write!(f, " --{flag} {}", shell_word(&printable(name.as_bytes())))?;
+            }
+        }
+        Ok(())
+    }
 }
 
 impl DenyFlags {
@@ -113,6 +127,7 @@ mod tests {
         assert_eq!(list.entry_for(b"mine-2", || true), Some("mine*"));
         assert_eq!((list.entry_for(b"vault", || true), list.entry_for(b"tor", || true)), (None, None));
         assert_eq!(list.entry_for(b"ssh-agent", || true), Some("ssh-agent"));
+        assert_eq!(cli.deny.to_string(), " --deny 'mine*' --allow vault --allow tor");
         for bad in ["", "/usr/bin/vault", "a*b", "**"] {
             assert!(Cli::try_parse_from(["x", "--deny", bad]).is_err(), "{bad}");
             assert!(Cli::try_parse_from(["x", "--allow", bad]).is_err(), "{bad}");

@@ -205,7 +205,7 @@ fn left_out(html: &mut String, report: &ScanReport) {
         let whole = report.processes.iter().filter(|process| process.left_out.as_ref() == Some(&row.reason));
         let names: Vec<String> = whole.map(|process| format!("{} ({})", process.name, process.pid)).collect();
         let where_ = match names.len() {
-            0 => count(row.regions as usize, "mapping", "mappings"),
+            0 => row.mappings(),
             more @ NAMES_MOST.. if more > NAMES_MOST => {
                 format!("{}, and {} more", names[..NAMES_MOST].join(", "), more - NAMES_MOST)
             }

@@ -22,6 +22,9 @@ pub struct ScanReport {
     pub sampled_fraction: f64,
     pub error_bytes: u64,
     pub scope: String,
+    /// The flags that change the deny list.
+    #[serde(skip)]
+    pub deny: String,
     pub totals: Figures,
     pub processes: Vec<ProcessRow>,
     pub kinds: Vec<KindRow>,
@@ -49,6 +52,9 @@ pub struct ProcessRow {
     pub kinds: Vec<KindRow>,
     pub excluded: Vec<LeftOut>,
     pub left_out: Option<String>,
+    /// Pages of its regions that may be pinned: we promise that much less.
+    #[serde(skip)]
+    pub pinned: f64,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -109,8 +115,14 @@ impl ScanReport {
     ) -> Self {
         let mut rows = rows;
         let mut by_kind: BTreeMap<K, Figures> = BTreeMap::new();
-        for (number, &figures) in findings.cells.iter().enumerate() {
+        let mut totals = findings.total;
+        for (number, &found) in findings.cells.iter().enumerate() {
             let row = &mut rows[index(cells[number].process)];
+            let mut figures = found;
+            let pinned = row.pinned.min(figures.savable);
+            row.pinned -= pinned;
+            figures.savable -= pinned;
+            totals.savable -= pinned;
             row.figures += figures;
             row.kinds.push(KindRow { kind: kinds[number].to_string(), figures });
             *by_kind.entry(kinds[number]).or_default() += figures;
@@ -143,7 +155,8 @@ impl ScanReport {
             sampled_fraction: fraction.min(1.0),
             error_bytes: bytes_of(findings.error),
             scope,
-            totals: findings.total,
+            deny: String::new(),
+            totals,
             processes: rows,
             kinds,
             cgroups,
@@ -206,11 +219,38 @@ impl ScanReport {
 
     pub fn next_step(&self) -> Option<String> {
         // Below 1 % merging is hardly worth its cost.
-        (self.totals.savable > self.totals.resident / 100.0).then(|| format!("pagefold run {}", self.scope))
+        (self.totals.savable > self.totals.resident / 100.0)
+            .then(|| format!("pagefold run {}{}", self.scope, self.deny))
     }
 }
 
 /// Names the option that includes processes left out for this reason, if there's one. We print it after the reason.
 pub fn way_in(reason: &str) -> &'static str {
     if reason == Exclusion::NotDumpable.to_string() { " (--allow NAME lets it in)" } else { "" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_procmem::maps::RegionKind;
+
+    #[test]
+    fn what_may_be_pinned_is_not_promised() {
+        let savable = |savable| Figures { savable, resident: 100.0, ..Figures::default() };
+        let mut total = Figures::default();
+        let cells = [savable(80.0), savable(60.0), savable(50.0)].to_vec();
+        for figures in &cells {
+            total += *figures;
+        }
+        let findings = Findings { cells, total, error: 0.0 };
+        let cells = [0, 0, 1].map(|process| Cell { process, ..Cell::default() });
+        let kinds = [RegionKind::Heap, RegionKind::Anonymous, RegionKind::Heap];
+        let rows = || vec![ProcessRow { pid: 1, pinned: 100.0, ..ProcessRow::default() }, ProcessRow::default()];
+        let report = ScanReport::of(rows(), &cells, &kinds, &findings, 1.0, String::new(), Cost::default());
+        assert_eq!(report.totals.savable, 90.0);
+        let by_row: Vec<_> = report.processes.iter().map(|row| (row.pid, row.figures.savable)).collect();
+        assert_eq!(by_row, [(0, 50.0), (1, 40.0)]);
+        let by_kind: f64 = report.kinds.iter().map(|row| row.figures.savable).sum();
+        assert_eq!(by_kind, 90.0);
+    }
 }

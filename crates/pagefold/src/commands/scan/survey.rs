@@ -13,10 +13,11 @@ use pagefold_engine::units::{Pages, Vpn};
 use pagefold_host::scope::ProcessInfo;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::exclude::{Exclusion, process_exclusion, vma_exclusion};
-use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of, read_smaps};
+use pagefold_procmem::maps::{RegionKind, VmaDetail, kind_of, pinned_kib, read_smaps};
 use pagefold_procmem::memory::{PageReader, ReadHow};
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::program_name;
+use pagefold_text::style::count;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -38,6 +39,8 @@ pub struct Surveyed {
     pub excluded: Vec<LeftOut>,
     /// Why we leave out the whole process, if we do.
     pub refused: Option<Exclusion>,
+    /// Pages that are pinned, we don't know where.
+    pub pinned: Pages,
     /// Whether the process ended during the scan, or we couldn't read it any more.
     pub gone: bool,
     /// The mappings to read, by ascending address.
@@ -67,6 +70,16 @@ pub struct LeftOut {
     pub reason: String,
     pub bytes: u64,
     pub regions: u32,
+}
+
+impl LeftOut {
+    /// How many mappings that is.
+    pub fn mappings(&self) -> String {
+        match self.regions {
+            0 => "the kernel does not say which mappings".to_owned(),
+            regions => count(regions as usize, "mapping", "mappings"),
+        }
+    }
 }
 
 /// Memory that we leave out, by reason.
@@ -125,6 +138,7 @@ impl Survey {
                 scoped,
                 excluded: Vec::new(),
                 refused: None,
+                pinned: Pages(0),
                 gone: false,
                 regions: Vec::new(),
                 ranges: Vec::new(),
@@ -176,9 +190,14 @@ impl Survey {
         let program = program_name(surveyed.scoped.exe.as_deref(), surveyed.scoped.name.as_bytes());
         let owner = u32::try_from(self.processes.len()).unwrap_or(u32::MAX);
         let mut cells: BTreeMap<RegionKind, u32> = BTreeMap::new();
-        for detail in read_smaps(process)? {
+        let details = read_smaps(process)?;
+        let mut pinned_kib = pinned_kib(&details, &surveyed.scoped.status);
+        for detail in details {
             if let Some(exclusion) = vma_exclusion(&detail) {
                 let kib = if matches!(exclusion, Exclusion::Special) { 0 } else { detail.rss_kib };
+                if exclusion == Exclusion::Pinned {
+                    pinned_kib = pinned_kib.saturating_sub(kib);
+                }
                 if kib > 0 && exclusion != Exclusion::NothingAnonymous {
                     left_out.add(exclusion.to_string(), kib << 10, 1);
                 }
@@ -200,6 +219,10 @@ impl Survey {
             facts.private += Pages(runs.iter().map(|&(_, pages)| u64::from(pages)).sum());
             facts.swapped += Pages(detail.swap_kib / 4);
             surveyed.regions.push(Region { number: *numbers, cell, runs });
+        }
+        if pinned_kib > 0 {
+            left_out.add(Exclusion::Pinned.to_string(), pinned_kib << 10, 0);
+            surveyed.pinned = Pages(pinned_kib / 4);
         }
         surveyed.excluded = left_out.by_size();
         Ok(())

@@ -111,7 +111,7 @@ fn left_out(text: &mut String, report: &ScanReport, style: Style) {
     for row in report.excluded.iter().take(ROWS) {
         let whole = report.processes.iter().filter(|process| process.left_out.as_ref() == Some(&row.reason)).count();
         let where_ = match whole {
-            0 => count(row.regions as usize, "mapping", "mappings"),
+            0 => row.mappings(),
             whole => count(whole, "process", "processes"),
         };
         let bytes = human(row.bytes);

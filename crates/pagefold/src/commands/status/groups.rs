@@ -60,7 +60,7 @@ pub fn scope_rows(facts: &Facts) -> Vec<ScopeRow> {
 }
 
 /// The words for all reasons to leave a process alone.
-pub const REASONS: [&str; 18] = [
+pub const REASONS: [&str; 20] = [
     "kernel-thread",
     "ended",
     "not-dumpable",
@@ -69,6 +69,7 @@ pub const REASONS: [&str; 18] = [
     "deny-list",
     "opted-out",
     UNMERGED,
+    "untrusted",
     "out-of-scope",
     "moves-domain",
     "other-domain",
@@ -76,6 +77,7 @@ pub const REASONS: [&str; 18] = [
     "other-program",
     "not-readable",
     "locked",
+    "32-bit",
     "too-many-mappings",
     "restless",
     OTHER,
@@ -92,6 +94,7 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
         Exclusion::DenyListed { .. } => "deny-list",
         Exclusion::OptedOut(_) => "opted-out",
         Exclusion::KeptOut { .. } => UNMERGED,
+        Exclusion::Untrusted(_) => "untrusted",
         Exclusion::OutOfScope => "out-of-scope",
         Exclusion::MovedDomain { .. } => "moves-domain",
         Exclusion::OtherDomain { .. } => "other-domain",
@@ -99,7 +102,8 @@ pub fn reason_of(exclusion: &Exclusion) -> &'static str {
         Exclusion::OtherProgram => "other-program",
         Exclusion::NotReadable => "not-readable",
         Exclusion::Stuck => "locked",
-        Exclusion::TooManyMappings { .. } => "too-many-mappings",
+        Exclusion::Bits32 => "32-bit",
+        Exclusion::TooManyMappings { .. } | Exclusion::TooManyInAll => "too-many-mappings",
         Exclusion::Restless => "restless",
         _ => OTHER,
     }

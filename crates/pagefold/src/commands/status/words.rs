@@ -8,6 +8,7 @@ use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::reserve::RoomState;
 use pagefold_engine::units::Pages;
+use pagefold_host::check::users::sentence;
 use pagefold_text::figures::{thousands, time, wrap};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use std::fmt::Write;
@@ -65,6 +66,9 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
         let marked = human(status.memory.marked_bytes);
         let metadata = human(status.memory.metadata_bytes);
         rows.push(("marked", format!("{marked}, which cost {metadata} of kernel metadata")));
+    }
+    if !status.others.is_empty() {
+        rows.push(("others", sentence(&status.others)));
     }
     if let Some(other) = status.other_bytes {
         let other = human(other);
