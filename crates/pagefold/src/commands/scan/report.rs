@@ -247,10 +247,10 @@ mod tests {
         let kinds = [RegionKind::Heap, RegionKind::Anonymous, RegionKind::Heap];
         let rows = || vec![ProcessRow { pid: 1, pinned: 100.0, ..ProcessRow::default() }, ProcessRow::default()];
         let report = ScanReport::of(rows(), &cells, &kinds, &findings, 1.0, String::new(), Cost::default());
-        assert_eq!(report.totals.savable, 90.0);
+        assert_eq!(bytes_of(report.totals.savable), 90 << 12);
         let by_row: Vec<_> = report.processes.iter().map(|row| (row.pid, row.figures.savable)).collect();
         assert_eq!(by_row, [(0, 50.0), (1, 40.0)]);
         let by_kind: f64 = report.kinds.iter().map(|row| row.figures.savable).sum();
-        assert_eq!(by_kind, 90.0);
+        assert_eq!(bytes_of(by_kind), 90 << 12);
     }
 }
