@@ -1,5 +1,6 @@
 use super::*;
 use proptest::prelude::*;
+use std::fmt::Write;
 
 const HOSTILE: &[u8] = include_bytes!("../tests/fixtures/hostile.maps");
 const SLEEP_MAPS: &[u8] = include_bytes!("../tests/fixtures/sleep-6.18.maps");
@@ -147,7 +148,7 @@ fn many(number: usize, first: u64, kind: &str, anonymous_kib: u64) -> String {
     let mut text = String::new();
     for at in (first..).take(number) {
         let (start, end) = (at * 8192, at * 8192 + 4096);
-        text += &format!("{start:x}-{end:x} {kind}\nRss: 4 kB\nAnonymous: {anonymous_kib} kB\n");
+        let _ = write!(text, "{start:x}-{end:x} {kind}\nRss: 4 kB\nAnonymous: {anonymous_kib} kB\n");
     }
     text
 }
@@ -176,7 +177,7 @@ fn only_mappings_that_could_be_merged_count_against_the_most() {
 
 #[test]
 fn a_mapping_is_pinned_if_the_others_cannot_hold_what_is() {
-    let status = |pinned_kib, locked_kib| Status { pinned_kib, locked_kib, ..Status::parse(STATUS).unwrap() };
+    let status = |pinned_kib, locked_kib| Status { locked_kib, pinned_kib, ..Status::parse(STATUS).unwrap() };
     let text = b"1000-a000 rw-p 0 00:00 0\nRss: 32 kB\nAnonymous: 32 kB\nb000-d000 rw-p 0 00:00 0\nRss: 4 kB\n";
     let pinned = |pinned_kib| {
         let mut details = parse_smaps(text).unwrap();
