@@ -303,10 +303,10 @@ fn malformed_requests_and_silent_clients_do_no_harm() {
         let _ = stream.write_all(b"{\"schema\":\"pagefold.control/1\",\"request\":\"status\"}\n");
     }
     wait_until("the pair is merged all the same", || saved_bytes() >= 31 * MIB);
-    // Silent clients are disconnected after some seconds.
+    // Silent clients are disconnected after some seconds, or at once if others need their places.
     let mut line = String::new();
     BufReader::new(&silent[0]).read_line(&mut line).unwrap();
-    assert!(line.contains("no request came"), "{line}");
+    assert!(line.is_empty() || line.contains("no request came"), "{line}");
     let daemon = daemon.answering();
     assert_eq!(status()["paused"], false);
     assert_eq!(ksm.end(daemon, &pids)["knobs_restored"], true);
