@@ -48,6 +48,24 @@ impl ScopeSpec {
         Self(pids.into_iter().map(Selector::Pid).collect())
     }
 
+    /// A scope of these processes, cgroups, users and programs, or of all.
+    pub fn of(pids: &[i32], cgroups: &[String], users: &[impl ToString], exes: &[String], all: bool) -> Self {
+        let mut spec = Self::of_pids(pids.iter().copied());
+        for path in cgroups {
+            spec.0.push(Selector::Cgroup(path.into()));
+        }
+        for user in users {
+            spec.0.push(Selector::User(user.to_string()));
+        }
+        for exe in exes {
+            spec.0.push(Selector::Exe(exe.clone()));
+        }
+        if all {
+            spec.0.push(Selector::All);
+        }
+        spec
+    }
+
     /// The selectors that later processes can match, too.
     #[must_use]
     pub fn without_pids(&self) -> Self {

@@ -3,7 +3,7 @@
 use crate::config::flags::ScopeFlags;
 use crate::config::options::Options;
 use pagefold_host::scope::{
-    ProcessInfo, ScopeError, ScopeSpec, Selector, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
+    ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
 use pagefold_procmem::Roots;
 use pagefold_procmem::process::ReadError;
@@ -33,20 +33,10 @@ impl ScopeArgs {
     /// The scope as a specification that we can resolve again and again.
     pub fn spec(&self) -> ScopeSpec {
         let Options { cgroups, users, exes, all, .. } = &*self.selectors.0;
-        let mut spec = ScopeSpec::of_pids(self.pid.iter().copied());
-        for path in cgroups.iter().flatten() {
-            spec.0.push(Selector::Cgroup(path.into()));
-        }
-        for user in users.iter().flatten() {
-            spec.0.push(Selector::User(user.clone()));
-        }
-        for exe in exes.iter().flatten() {
-            spec.0.push(Selector::Exe(exe.clone()));
-        }
-        if *all == Some(true) {
-            spec.0.push(Selector::All);
-        }
-        spec
+        let cgroups = cgroups.as_deref().unwrap_or_default();
+        let users = users.as_deref().unwrap_or_default();
+        let exes = exes.as_deref().unwrap_or_default();
+        ScopeSpec::of(&self.pid, cgroups, users, exes, *all == Some(true))
     }
 
     /// Whether new processes can enter the scope.

@@ -73,20 +73,7 @@ impl Selectors {
     }
 
     pub fn spec(&self) -> ScopeSpec {
-        let mut spec = ScopeSpec::of_pids(self.pids.iter().copied());
-        for path in &self.cgroups {
-            spec.0.push(Selector::Cgroup(path.into()));
-        }
-        for user in &self.users {
-            spec.0.push(Selector::User(user.to_string()));
-        }
-        for exe in &self.exes {
-            spec.0.push(Selector::Exe(exe.clone()));
-        }
-        if self.all {
-            spec.0.push(Selector::All);
-        }
-        spec
+        ScopeSpec::of(&self.pids, &self.cgroups, &self.users, &self.exes, self.all)
     }
 }
 
