@@ -1,5 +1,6 @@
 //! Who uses KSM: the processes whose memory it merges or may merge, whoever marked that.
 
+use pagefold_engine::ledger::METADATA_BYTES_PER_PAGE;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn, count};
 use pagefold_procmem::image::image_of;
 use pagefold_procmem::ksm_stat::KsmStat;
@@ -15,8 +16,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// KSM's record of one page, bytes (`ksm_rmap_item`).
-const RECORD_BYTES: u64 = 64;
 /// We name this many.
 const NAMED_MOST: usize = 4;
 /// Looking up a merged page takes about a microsecond. With more pages than this we don't count.
@@ -63,7 +62,7 @@ impl KsmUser {
             pid: process.pid(),
             name: printable(&process.stat()?.comm),
             merged_bytes: stat.merged().bytes().0,
-            metadata_bytes: stat.items.saturating_mul(RECORD_BYTES),
+            metadata_bytes: stat.items.saturating_mul(METADATA_BYTES_PER_PAGE),
             is_marked_by_itself: stat.merge_any,
         }))
     }

@@ -25,7 +25,7 @@ use pagefold_text::style::count;
 use room::ReserveView;
 use serde::{Deserialize, Serialize};
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
 pub use words::{describe, paint, size};
@@ -236,12 +236,13 @@ impl Status {
 
     /// Adopts those of these processes that aren't the run's.
     pub fn set_others(&mut self, mut users: Vec<KsmUser>) {
+        let mut ours = BTreeSet::new();
         for row in &self.programs.processes {
             if row.left_alone.is_none() || row.to_unmark.is_some() {
-                users.retain(|user| user.pid != row.pid);
+                ours.insert(row.pid);
             }
         }
-        users.retain(|user| user.merged_bytes > 0);
+        users.retain(|user| user.merged_bytes > 0 && !ours.contains(&user.pid));
         self.others = users;
     }
 
