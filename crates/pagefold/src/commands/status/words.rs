@@ -2,13 +2,14 @@
 
 use super::groups::UNMERGED;
 use super::{Doing, DomainRow, ProcessRow, Status};
+use crate::output::placement::PlacementView;
 use crate::output::requests;
 use pagefold_engine::decision::{Kind, Verb};
 use pagefold_engine::governor::Governor;
 use pagefold_engine::host::Mechanism;
 use pagefold_engine::reserve::RoomState;
 use pagefold_engine::units::Pages;
-use pagefold_host::check::users::sentence;
+use pagefold_host::check::users;
 use pagefold_text::figures::{thousands, time, wrap};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use std::fmt::Write;
@@ -62,65 +63,84 @@ fn rows(status: &Status) -> Vec<(&'static str, String)> {
             None => ("KSM", ksm(status)),
         },
     ];
-    if status.run.mechanism == Mechanism::Ksmd || status.memory.marked_bytes > 0 {
-        let marked = human(status.memory.marked_bytes);
-        let metadata = human(status.memory.metadata_bytes);
-        rows.push(("marked", format!("{marked}, which cost {metadata} of kernel metadata")));
-    }
-    if !status.others.is_empty() {
-        rows.push(("others", sentence(&status.others)));
-    }
-    if let Some(other) = status.other_bytes {
-        let other = human(other);
-        rows.push((
-            "zeros",
-            format!("{other} of the marked memory holds other data; ksmd scans it, too, and merges equal pages"),
-        ));
-    }
-    if let Some(counts) = &status.requests {
-        rows.push(("requests", requests::sentence(counts)));
-    }
-    if status.reserve.machine.total > Pages(0) {
-        rows.push(("headroom", status.reserve.sentence()));
-    }
+    let places = status.numa.as_ref();
     let sentences = [
+        ("marked", marked(status)),
+        ("others", others(status)),
+        ("zeros", zeros(status)),
+        ("requests", status.requests.as_ref().map(requests::sentence)),
+        ("headroom", headroom(status)),
         ("limits", status.reserve.limits_sentence()),
         ("full", status.reserve.headroom_sentence()),
         ("to unmark", to_unmark(status)),
         ("kept out", kept_out(status)),
+        ("stops", stops(status)),
+        ("audit", audit(status)),
+        ("THP", huge_pages(status)),
+        ("domains", domains(status)),
+        ("nodes", places.map(PlacementView::sentence)),
     ];
     for (name, sentence) in sentences {
         if let Some(sentence) = sentence {
             rows.push((name, sentence));
         }
     }
-    if status.work.stops > 0 {
-        let stops = status.work.stops;
-        let longest = status.work.longest_stop_us;
-        rows.push(("stops", format!("{stops} times, to mark a process's memory; the longest {longest:.0} us")));
-    }
-    if status.audit_lost > 0 {
-        rows.push(("audit", format!("{} lines of the audit log could not be written", thousands(status.audit_lost))));
-    }
-    let splits = status.incidents.splits;
-    if splits.pages + splits.mappings > 0 {
-        let mut text = format!(
-            "{} huge pages and {} huge mappings were split on the whole machine since the run began",
-            thousands(splits.pages),
-            thousands(splits.mappings)
-        );
-        if status.incidents.collapsed > 0 {
-            let _ = write!(text, "; pagefold has collapsed {} again", thousands(status.incidents.collapsed));
-        }
-        rows.push(("THP", text));
-    }
-    if status.programs.domains.len() > 1 || status.programs.domains.iter().any(|row| row.left_alone) {
-        rows.push(("domains", domains(status)));
-    }
-    if let Some(places) = &status.numa {
-        rows.push(("nodes", places.sentence()));
-    }
     rows
+}
+
+fn marked(status: &Status) -> Option<String> {
+    if status.run.mechanism == Mechanism::Request && status.memory.marked_bytes == 0 {
+        return None;
+    }
+    let marked = human(status.memory.marked_bytes);
+    let metadata = human(status.memory.metadata_bytes);
+    Some(format!("{marked}, which cost {metadata} of kernel metadata"))
+}
+
+fn others(status: &Status) -> Option<String> {
+    if status.others.is_empty() { None } else { Some(users::sentence(&status.others)) }
+}
+
+/// What ksmd finds in marked memory beside zeros, if we merge only these.
+fn zeros(status: &Status) -> Option<String> {
+    let other = human(status.other_bytes?);
+    Some(format!("{other} of the marked memory holds other data; ksmd scans it, too, and merges equal pages"))
+}
+
+fn headroom(status: &Status) -> Option<String> {
+    if status.reserve.machine.total > Pages(0) { Some(status.reserve.sentence()) } else { None }
+}
+
+fn stops(status: &Status) -> Option<String> {
+    let stops = status.work.stops;
+    let longest = status.work.longest_stop_us;
+    if stops == 0 {
+        return None;
+    }
+    Some(format!("{stops} times, to mark a process's memory; the longest {longest:.0} us"))
+}
+
+fn audit(status: &Status) -> Option<String> {
+    if status.audit_lost == 0 {
+        return None;
+    }
+    Some(format!("{} lines of the audit log could not be written", thousands(status.audit_lost)))
+}
+
+fn huge_pages(status: &Status) -> Option<String> {
+    let splits = status.incidents.splits;
+    if splits.pages + splits.mappings == 0 {
+        return None;
+    }
+    let mut text = format!(
+        "{} huge pages and {} huge mappings were split on the whole machine since the run began",
+        thousands(splits.pages),
+        thousands(splits.mappings)
+    );
+    if status.incidents.collapsed > 0 {
+        let _ = write!(text, "; pagefold has collapsed {} again", thousands(status.incidents.collapsed));
+    }
+    Some(text)
 }
 
 /// The marks that we must remove but couldn't remove yet, if there are any.
@@ -150,25 +170,28 @@ fn kept_out(status: &Status) -> Option<String> {
     Some(format!("{}: {processes} now, until pagefold include", selectors.join(", ")))
 }
 
-/// The number of trust domains, and the ones that we merge.
-fn domains(status: &Status) -> String {
-    let all = count(status.programs.domains.len(), "trust domain", "trust domains");
-    if status.run.mechanism == Mechanism::Request {
-        return format!("{all}: this run merges no pages across domains");
+/// The number of trust domains, and the ones that we merge, unless there's one and we merge it.
+fn domains(status: &Status) -> Option<String> {
+    let rows = &status.programs.domains;
+    if rows.len() < 2 && rows.iter().all(|row| !row.left_alone) {
+        return None;
     }
-    let (others, merged): (Vec<&DomainRow>, Vec<&DomainRow>) =
-        status.programs.domains.iter().partition(|row| row.left_alone);
+    let all = count(rows.len(), "trust domain", "trust domains");
+    if status.run.mechanism == Mechanism::Request {
+        return Some(format!("{all}: this run merges no pages across domains"));
+    }
+    let (others, merged): (Vec<&DomainRow>, Vec<&DomainRow>) = rows.iter().partition(|row| row.left_alone);
     let processes: usize = others.iter().map(|row| row.processes).sum();
     let merged = match merged.first() {
         Some(row) => format!("ksmd merges {}", row.name),
         None => "the domain that ksmd merges has no process".to_owned(),
     };
     let waits = if status.foreign_marks { ". Nothing is merged until other domains' memory is unmarked" } else { "" };
-    format!(
+    Some(format!(
         "{all}: {merged}; {} of other domains {} left alone (merging on request could merge them){waits}",
         count(processes, "process", "processes"),
         if processes == 1 { "is" } else { "are" },
-    )
+    ))
 }
 
 fn headline(status: &Status) -> String {
