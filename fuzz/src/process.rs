@@ -31,12 +31,13 @@ pub fn status(text: &[u8]) {
     let Ok(status) = Status::parse(text) else { return };
     let four = |ids: [u32; 4]| ids.map(|id| id.to_string()).join("\t");
     let printed = format!(
-        "Name:\tx\\nTgid:\t1\nTgid:\t{}\nTracerPid:\t{}\nUid:\t{}\nGid:\t{}\nVmLck:\t{} kB\nCapPrm:\t{:016x}\nThreads:\t1\n",
+        "Name:\tx\\nTgid:\t1\nTgid:\t{}\nTracerPid:\t{}\nUid:\t{}\nGid:\t{}\nVmLck:\t{} kB\nVmPin:\t{} kB\nCapPrm:\t{:016x}\nThreads:\t1\n",
         status.thread_group,
         status.tracer,
         four(status.uids),
         four(status.gids),
         status.locked_kib,
+        status.pinned_kib,
         status.permitted
     );
     assert_eq!(Status::parse(printed.as_bytes()).as_ref(), Ok(&status));
