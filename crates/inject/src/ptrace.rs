@@ -203,13 +203,27 @@ pub fn pending_signals(tid: i32) -> Option<u64> {
     Some(pending)
 }
 
-/// The `si_code` of the signal that the tracee is about to receive, if the kernel raised it.
-pub fn signal_cause(tid: i32) -> Option<i32> {
+/// Why a signal is about to be received.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SignalCause {
+    /// `si_code`.
+    pub code: i32,
+    /// `si_addr`, if it's the signal of a fault.
+    pub address: u64,
+}
+
+/// The cause of the signal that the tracee is about to receive, if the kernel raised it, or its process pretends that.
+pub fn signal_cause(tid: i32) -> Option<SignalCause> {
     // SAFETY: the structure is plain data, and zero is a value of it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     ptrace(PTRACE_GETSIGINFO, tid, 0, address_of_mut(&mut info)).ok()?;
     // SI_USER, SI_QUEUE and SI_TKILL are zero or negative; SI_KERNEL (0x80) and the codes of faults are positive.
-    (info.si_code > 0).then_some(info.si_code)
+    if info.si_code <= 0 {
+        return None;
+    }
+    // SAFETY: the structure is plain data, whichever member the kernel has set.
+    let address = word(unsafe { info.si_addr() }.addr());
+    Some(SignalCause { code: info.si_code, address })
 }
 
 /// The system call that a tracee is about to enter.

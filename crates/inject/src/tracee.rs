@@ -5,7 +5,7 @@
 //! happens to the thread if we die at one of the `fault::point`s.
 
 use super::progress::AttemptProgress;
-use super::ptrace::{self, Registers, SyscallEntry, TraceeEvent};
+use super::ptrace::{self, Registers, SignalCause, SyscallEntry, TraceeEvent};
 use super::return_frame::ReturnFrame;
 use super::stack_check::StackCheck;
 use super::trampoline::Trampoline;
@@ -17,8 +17,8 @@ use pagefold_procmem::process::Process;
 /// Attempts at a call that signals interrupt (unmerging stops at any pending signal).
 const RESTARTS: u32 = 4;
 /// Time for an interrupted call to return before the caller learns that the thread is held.
-const GRACE_NS: u64 = 500_000_000;
-/// How long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
+const GRACE_NS: u64 = 100_000_000;
+/// For how long a wait polls without sleeping: most stops come within 20 us, and a sleep takes longer.
 const SPIN_NS: u64 = 200_000;
 /// If a stop has lasted for so long before the first call, we end it without a call.
 const LATE_NS: u64 = 4_000_000;
@@ -307,14 +307,27 @@ impl Calling<'_> {
             Some(CallFailure::Gone) => (made, StopEnd::Gone),
             Some(CallFailure::TimedOut) => self.release(0, made, StopEnd::TimedOut),
             Some(CallFailure::Diverted) => self.release(0, made, StopEnd::Unstable),
-            Some(CallFailure::Signal(signal)) if is_ours(signal, ptrace::signal_cause(tid)) => {
-                self.release(0, made, StopEnd::Fault)
-            }
+            Some(CallFailure::Signal(signal)) if self.is_ours(signal) => self.release(0, made, StopEnd::Fault),
             Some(CallFailure::Signal(signal)) => self.release(signal, made, StopEnd::Signal),
         }
     }
 
-    /// Makes one call after the other. Returns how many it made, and why not all.
+    /// Whether the thread raised a signal by its work with borrowed registers, so that it mustn't receive it.
+    fn is_ours(&self, signal: i32) -> bool {
+        let tid = self.tracee.tid;
+        let Some(cause) = ptrace::signal_cause(tid) else { return false };
+        let Ok(registers) = ptrace::registers(tid) else { return false };
+        let (code, frame) = match self.trampoline {
+            Some(trampoline) => (
+                [(trampoline.sigreturn, SIGRETURN_LENGTH), (trampoline.syscall, SYSCALL_LENGTH)],
+                (self.frame.base, self.frame.length()),
+            ),
+            None => ([(self.tracee.instruction, SYSCALL_LENGTH); 2], (0, 0)),
+        };
+        Borrowed { code, frame }.may_raise(signal, cause, registers.rip)
+    }
+
+    /// Makes one call after the other. Returns the number made, and why not all.
     fn call_all(
         &self,
         calls: &[Call],
@@ -322,10 +335,12 @@ impl Calling<'_> {
         limits: &Limits,
         progress: &AttemptProgress,
     ) -> (usize, Option<CallFailure>) {
+        // However many calls there are.
+        let end_ns = clock_ns().saturating_add(limits.stop_ns).saturating_add(limits.call_ns);
         let mut made = 0;
         for (call, answer) in calls.iter().zip(answers) {
             for _ in 0..RESTARTS {
-                match self.call_once(call, limits, progress) {
+                match self.call_once(call, limits, end_ns, progress) {
                     Ok(value) => *answer = value,
                     Err(broken) => return (made, Some(broken)),
                 }
@@ -339,7 +354,13 @@ impl Calling<'_> {
         (made, None)
     }
 
-    fn call_once(&self, call: &Call, limits: &Limits, progress: &AttemptProgress) -> Result<i64, CallFailure> {
+    fn call_once(
+        &self,
+        call: &Call,
+        limits: &Limits,
+        end_ns: u64,
+        progress: &AttemptProgress,
+    ) -> Result<i64, CallFailure> {
         let tid = self.tracee.tid;
         // With a return frame the thread is already on its way to the entry of `rt_sigreturn`.
         if self.trampoline.is_none() {
@@ -354,13 +375,13 @@ impl Calling<'_> {
         let mut interrupted = false;
         let mut unused = 0;
         // Before the call the thread only returns to user space, where a freezer may hold it.
-        let mut until_ns = clock_ns().saturating_add(limits.stop_ns);
+        let mut until_ns = clock_ns().saturating_add(limits.stop_ns).min(end_ns);
         loop {
             match wait(tid, until_ns, &mut unused) {
                 TraceeEvent::Syscall if !inside => {
                     fault::point("entry");
                     inside = true;
-                    until_ns = clock_ns().saturating_add(limits.call_ns);
+                    until_ns = clock_ns().saturating_add(limits.call_ns).min(end_ns);
                     is_ours = self.take_over(call)?;
                     fault::point("call-set");
                     ptrace::resume_to_syscall(tid)?;
@@ -476,20 +497,48 @@ pub fn repair(tid: i32, by_us: bool) -> Result<Registers, Errno> {
     Ok(original)
 }
 
-/// Whether the thread raised a signal by its work with borrowed registers, so that it mustn't receive the signal.
-/// Signals that can arrive at any time don't count: the overflow of a performance counter (TRAP_PERF), a memory error
-/// (BUS_MCEERR_AR, BUS_MCEERR_AO), and SIGSYS, because no injected call is denied.
-fn is_ours(signal: i32, cause: Option<i32>) -> bool {
-    const TRAP_PERF: i32 = 6;
-    const BUS_MCEERR: [i32; 2] = [4, 5];
-    let Some(cause) = cause else { return false };
-    match signal {
-        libc::SIGTRAP => cause != TRAP_PERF,
-        libc::SIGBUS => !BUS_MCEERR.contains(&cause),
-        libc::SIGSYS => false,
-        _ => FAULTS & bit(signal) != 0,
+/// The length of the code that a thread with borrowed registers runs: `mov $15, %rax; syscall` and `syscall; ret`, and the
+/// address after it.
+const SIGRETURN_LENGTH: u64 = 10;
+const SYSCALL_LENGTH: u64 = 3;
+
+/// What a thread with borrowed registers works with: addresses and lengths.
+struct Borrowed {
+    code: [(u64, u64); 2],
+    frame: (u64, u64),
+}
+
+impl Borrowed {
+    /// Whether the thread may have raised this signal at this instruction. Signals that can arrive at any time don't count: the
+    /// overflow of a performance counter (TRAP_PERF), a memory error (BUS_MCEERR_AR, BUS_MCEERR_AO), SIGSYS, because no injected
+    /// call is denied, and those that a program sends itself in the kernel's name, unless it states an address of ours.
+    fn may_raise(&self, signal: i32, cause: SignalCause, rip: u64) -> bool {
+        const TRAP_PERF: i32 = 6;
+        const BUS_MCEERR: [i32; 2] = [4, 5];
+        let is_any_time = match signal {
+            libc::SIGTRAP => cause.code == TRAP_PERF,
+            libc::SIGBUS => BUS_MCEERR.contains(&cause.code),
+            libc::SIGSYS => true,
+            _ => false,
+        };
+        if is_any_time || FAULTS & bit(signal) == 0 || !self.is_code(rip) {
+            return false;
+        }
+        // A breakpoint has no address, nor has a general protection fault.
+        cause.code == SI_KERNEL || self.is_code(cause.address) || is_in(self.frame, cause.address)
+    }
+
+    fn is_code(&self, address: u64) -> bool {
+        self.code.iter().any(|&range| is_in(range, address))
     }
 }
+
+fn is_in((start, length): (u64, u64), address: u64) -> bool {
+    address.wrapping_sub(start) < length
+}
+
+/// The libc crate doesn't have it.
+const SI_KERNEL: i32 = 0x80;
 
 /// The options of a thread whose seccomp filters are suspended.
 const SUSPENDED: u64 = ptrace::OPTION_TRACESYSGOOD | ptrace::OPTION_SUSPEND_SECCOMP;
@@ -521,5 +570,20 @@ mod tests {
         assert_eq!(FAULTS & bit(libc::SIGUSR1), 0);
         assert_ne!(FAULTS & bit(libc::SIGSEGV), 0);
         assert_ne!(!FAULTS & bit(libc::SIGALRM), 0);
+    }
+
+    #[test]
+    fn only_faults_of_the_borrowed_code_are_kept_from_a_thread() {
+        let borrowed = Borrowed { code: [(0x1000, 10), (0x2000, 3)], frame: (0x7000, 0x400) };
+        let raised = |signal, code, address, rip| borrowed.may_raise(signal, SignalCause { code, address }, rip);
+        // It fetches code that is gone, runs into a breakpoint, an invalid instruction, a step, and returns by a lost frame.
+        assert!(raised(libc::SIGSEGV, 1, 0x1000, 0x1000) && raised(libc::SIGBUS, 2, 0x2000, 0x2000));
+        assert!(raised(libc::SIGTRAP, SI_KERNEL, 0, 0x1001) && raised(libc::SIGILL, 2, 0x1007, 0x1007));
+        assert!(raised(libc::SIGTRAP, 2, 0x2002, 0x2002) && raised(libc::SIGSEGV, 1, 0x7000, 0x2002));
+        // Sent by the program, or elsewhere.
+        assert!(!raised(libc::SIGSEGV, 1, 0x1234, 0x1000) && !raised(libc::SIGSEGV, 1, 0x7400, 0x1000));
+        assert!(!raised(libc::SIGSEGV, 1, 0x1000, 0x3000) && !raised(libc::SIGUSR1, 1, 0x1000, 0x1000));
+        assert!(!raised(libc::SIGBUS, 4, 0x1000, 0x1000) && !raised(libc::SIGTRAP, 6, 0x1000, 0x1000));
+        assert!(!raised(libc::SIGSYS, 1, 0x1000, 0x1000));
     }
 }

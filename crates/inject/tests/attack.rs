@@ -50,7 +50,7 @@ const fn kind(name: &'static str, share: u32) -> Kind {
     Kind { name, mode: name, place: Anywhere, share, hurried: 32, willing: true }
 }
 
-const KINDS: [Kind; 21] = [
+const KINDS: [Kind; 22] = [
     kind("code-swap", 10),
     kind("trapped-calls", 10),
     kind("breakpoints", 10),
@@ -68,6 +68,7 @@ const KINDS: [Kind; 21] = [
     // Refused after all attempts, which takes long.
     Kind { willing: false, ..kind("io-uring", 2) },
     kind("page-faults", 10),
+    kind("forged-faults", 10),
     kind("emulator", 5),
     Kind { willing: false, ..kind("dispatch", 5) },
     Kind { mode: "emulator", place: Parent, willing: false, ..kind("emulated", 2) },

@@ -45,6 +45,7 @@ pub fn main(kind: &str) {
         "io-uring" => states::ring(memory),
         "dispatch" => traps::dispatch(memory),
         "page-faults" => traps::page_faults(memory),
+        "forged-faults" => traps::forged_faults(memory),
         "emulator" => traps::emulator(memory),
         other => Err(format!("there is no kind {other}")),
     };

@@ -5,7 +5,7 @@ use super::rounds;
 use crate::checks::{Memory, handle};
 use crate::system::{ANONYMOUS, map};
 use std::arch::asm;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 
 static SELECTOR: AtomicU8 = AtomicU8::new(0);
 static CAUGHT: AtomicU64 = AtomicU64::new(0);
@@ -92,6 +92,58 @@ pub fn page_faults(memory: Memory) -> Result<(), String> {
             return Ok(());
         }
         Err(format!("{made} faults, {caught} signals, {wrong} of them wrong, rsi {kept:x} rdx {after:x}"))
+    })
+}
+
+extern "C" fn forged_fault(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    let address = unsafe { (*info).si_addr().addr() };
+    WRONG.fetch_add(u64::from(address != FORGED), Relaxed);
+    CAUGHT.fetch_add(1, Relaxed);
+}
+
+/// An address that no program has.
+const FORGED: usize = 0x1234;
+
+/// Sends itself signals as the kernel does for a fault: each must come. Only the main thread may do that. It blocks them, so
+/// another one gets them, and it spends its time in the kernel, so that one is stopped.
+pub fn forged_faults(memory: Memory) -> Result<(), String> {
+    static IS_RUNNING: AtomicBool = AtomicBool::new(false);
+    handle(libc::SIGSEGV, forged_fault as *const () as usize, libc::SA_SIGINFO);
+    std::thread::spawn(|| {
+        IS_RUNNING.store(true, Relaxed);
+        loop {
+            std::hint::spin_loop();
+        }
+    });
+    while !IS_RUNNING.load(Relaxed) {
+        std::thread::yield_now();
+    }
+    unsafe {
+        let mut blocked: libc::sigset_t = std::mem::zeroed();
+        libc::sigaddset(&raw mut blocked, libc::SIGSEGV);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const blocked, std::ptr::null_mut());
+    }
+    // Signal and errno, code, address.
+    let mut info = [0_u64; 16];
+    info[0] = u64::from(libc::SIGSEGV.unsigned_abs());
+    info[1] = 1;
+    info[2] = FORGED as u64;
+    let mut sent = 0;
+    rounds(memory, || {
+        let own = std::process::id();
+        if unsafe { libc::syscall(libc::SYS_rt_sigqueueinfo, own, libc::SIGSEGV, info.as_ptr()) } != 0 {
+            return Err(format!("sending: {}", std::io::Error::last_os_error()));
+        }
+        sent += 1;
+        let began = std::time::Instant::now();
+        while CAUGHT.load(Relaxed) < sent && began.elapsed().as_secs() < 5 {
+            std::thread::yield_now();
+        }
+        let (caught, wrong) = (CAUGHT.load(Relaxed), WRONG.load(Relaxed));
+        if caught == sent && wrong == 0 {
+            return Ok(());
+        }
+        Err(format!("{sent} signals sent, {caught} came, {wrong} of them wrong"))
     })
 }
 
