@@ -4,7 +4,8 @@
 //! errors 512 to 516, and the kernel turns these into a restart on the way back to the program if there was no signal.
 //! It uses the registers at that moment, so restoring them all, `orig_rax` included, is enough. Some calls return a
 //! plain EINTR instead, which the program would see. We restart these by turning EINTR into ERESTARTNOHAND: the kernel
-//! then restarts the call unless a handler runs, and in that case returns EINTR.
+//! then restarts the call unless a handler runs, and in that case returns EINTR. A few calls never sleep, but look for
+//! signals and then fail. We restart two of these as well.
 
 use super::ptrace::Registers;
 use super::{signed, unsigned};
@@ -13,6 +14,8 @@ use super::{signed, unsigned};
 const USER_CS_64: u64 = 0x33;
 /// The kernel's "restart unless a handler runs".
 const ERESTARTNOHAND: i64 = 514;
+/// The kernel's "restart in any case".
+const ERESTARTNOINTR: i64 = 513;
 
 /// The libc crate doesn't have it.
 const SYS_IO_PGETEVENTS: i64 = 333;
@@ -66,11 +69,29 @@ pub fn repairable(nr: i64) -> bool {
 /// table.
 pub fn repaired(stopped: &Registers, by_us: bool, by_syscall_instruction: bool) -> Registers {
     let mut registers = *stopped;
-    let interrupted = signed(stopped.rax) == -i64::from(libc::EINTR);
-    if by_us && by_syscall_instruction && interrupted && repairable(signed(stopped.orig_rax)) {
-        registers.rax = unsigned(-ERESTARTNOHAND);
+    if by_us && by_syscall_instruction {
+        if let Some(restart) = restart_of(stopped) {
+            registers.rax = unsigned(-restart);
+        }
     }
     registers
+}
+
+/// How to make a call again that an interruption has made fail, if it can be made again.
+fn restart_of(stopped: &Registers) -> Option<i64> {
+    const BPF_PROG_LOAD: u64 = 5;
+    const MOVES_DATA: u64 = 0x08 | 0x20; // FALLOC_FL_COLLAPSE_RANGE, FALLOC_FL_INSERT_RANGE
+    let interrupted = signed(stopped.rax) == -i64::from(libc::EINTR);
+    match signed(stopped.orig_rax) {
+        // The verifier gives up at any signal. Programs don't expect an EINTR of this call.
+        libc::SYS_bpf if stopped.rdi == BPF_PROG_LOAD => {
+            (signed(stopped.rax) == -i64::from(libc::EAGAIN)).then_some(ERESTARTNOINTR)
+        }
+        // Memory file systems undo what they've done before; other ones do the same once more.
+        libc::SYS_fallocate if stopped.rsi & MOVES_DATA == 0 => interrupted.then_some(ERESTARTNOHAND),
+        nr if repairable(nr) => interrupted.then_some(ERESTARTNOHAND),
+        _ => None,
+    }
 }
 
 /// Whether the kernel restarts the call, or would if no handler ran.
@@ -162,7 +183,8 @@ mod tests {
             for rax in [-4, -512, -513, -514, -516, -11, 0, 1, nr] {
                 let before = stopped(nr, rax);
                 let after = repaired(&before, true, true);
-                let expected = if rax == -4 && repairable(nr) { -514 } else { rax };
+                let is_known = repairable(nr) || nr == libc::SYS_fallocate;
+                let expected = if rax == -4 && is_known { -514 } else { rax };
                 assert_eq!(signed(after.rax), expected, "call {nr} answering {rax}");
                 // Nothing else is touched.
                 assert_eq!(words(&Registers { rax: before.rax, ..after }), words(&before));
@@ -172,6 +194,23 @@ mod tests {
         }
         for never in [libc::SYS_write, libc::SYS_nanosleep, libc::SYS_futex, libc::SYS_close, libc::SYS_ioctl, -1] {
             assert!(!repairable(never));
+        }
+    }
+
+    /// Loading a program fails with EAGAIN when a signal comes, and fallocate(2) of memory with EINTR.
+    #[test]
+    fn calls_that_only_look_for_signals_are_restarted() {
+        let answer = |nr, rax, rdi, rsi| {
+            let before = Registers { rdi, rsi, ..stopped(nr, rax) };
+            signed(repaired(&before, true, true).rax)
+        };
+        assert_eq!(answer(libc::SYS_bpf, -11, 5, 0), -513);
+        for (rax, command) in [(-4, 5), (-22, 5), (3, 5), (-11, 0), (-11, 10)] {
+            assert_eq!(answer(libc::SYS_bpf, rax, command, 0), rax, "bpf command {command}");
+        }
+        for mode in 0..0x40 {
+            let moves_data = mode & 0x28 != 0;
+            assert_eq!(answer(libc::SYS_fallocate, -4, 3, mode), if moves_data { -4 } else { -514 }, "mode {mode}");
         }
     }
 

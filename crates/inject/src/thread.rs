@@ -1,9 +1,10 @@
 //! Chooses the thread of the target that runs the calls.
 //!
 //! Any thread can run them, because all share one address space. The best one blocks in a call that the kernel restarts
-//! without effect. A running one will do. We never choose a thread in a call that returns a partial result when
-//! interrupted (a large write to a pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that
-//! doesn't stop at all (uninterruptible sleep, a vfork parent).
+//! without effect. A running one will do, preferably one that spends little of its time in the kernel, where a stop may
+//! cut a call short. We never choose a thread in a call that returns a partial result when interrupted (a large write to
+//! a pipe, a receive with MSG_WAITALL, an io_uring wait that also submits), nor one that doesn't stop at all
+//! (uninterruptible sleep, a vfork parent).
 
 use super::InjectError;
 use pagefold_procmem::os::fields::number;
@@ -169,7 +170,7 @@ fn only_sleeps(nr: i64) -> bool {
 /// Chooses a thread of a process. We examine the main thread first.
 pub fn choose(process: &Process) -> Result<Choice, InjectError> {
     let pid = process.pid();
-    let mut best: Option<(Fitness, Candidate)> = None;
+    let mut best: Option<(Fitness, u64, Candidate)> = None;
     let mut living = 0_usize;
     for tid in threads(process)? {
         let (stat, activity) = match examine(process, tid) {
@@ -192,28 +193,37 @@ pub fn choose(process: &Process) -> Result<Choice, InjectError> {
             return Err(InjectError::Traced { pid, by: tracer(process, tid) });
         }
         let Some(fitness) = fitness(stat.state, activity) else { continue };
-        if best.is_none_or(|(so_far, _)| fitness < so_far) {
-            best = Some((fitness, Candidate { tid, activity }));
+        let in_kernel = in_kernel_permille(&stat, activity);
+        if best.is_none_or(|(so_far, least, _)| (fitness, in_kernel) < (so_far, least)) {
+            best = Some((fitness, in_kernel, Candidate { tid, activity }));
         }
         if fitness == Fitness::Restarts {
             break;
         }
     }
     match best {
-        Some((Fitness::User, candidate))
+        Some((Fitness::User, _, candidate))
             if candidate.activity == Activity::Running
                 && (is_in_between(process, candidate.tid) || may_have_ring(process)) =>
         {
             Ok(Choice::NoneNow)
         }
-        Some((_, candidate)) => Ok(Choice::Thread(candidate)),
+        Some((_, _, candidate)) => Ok(Choice::Thread(candidate)),
         None if living == 0 => Err(InjectError::Zombie { pid }),
         None => Ok(Choice::NoneNow),
     }
 }
 
-/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that
-/// call, and we can't see that while it runs.
+/// The share of its time that a running thread has spent in the kernel so far, in thousandths.
+fn in_kernel_permille(stat: &Stat, activity: Activity) -> u64 {
+    match activity {
+        Activity::Running => stat.system_ticks.saturating_mul(1000) / stat.cpu_ticks.max(1),
+        _ => 0,
+    }
+}
+
+/// Whether a running thread soon blocks in a call that an interruption would change: then it may already be in that call, and
+/// we can't see that while it runs.
 fn is_in_between(process: &Process, tid: i32) -> bool {
     const CHECKS: u32 = 8;
     const PAUSE: std::time::Duration = std::time::Duration::from_micros(250);
@@ -281,6 +291,17 @@ mod tests {
         for cut in 0..text.len() - 10 {
             let _ = Activity::parse(&text[..cut]);
         }
+    }
+
+    #[test]
+    fn the_share_of_time_in_the_kernel_counts_for_running_threads_only() {
+        let stat = |user: u64, system: u64| {
+            let text = format!("7 (x) R 1 7 7 0 -1 0 0 0 0 0 {user} {system} 0 0 20 0 1 0 5 0 0");
+            Stat::parse(text.as_bytes()).unwrap()
+        };
+        let share = |user, system| in_kernel_permille(&stat(user, system), Activity::Running);
+        assert_eq!([share(0, 0), share(90, 10), share(1, 3), share(0, 9)], [0, 100, 750, 1000]);
+        assert_eq!(in_kernel_permille(&stat(0, 9), Activity::Blocked), 0);
     }
 
     fn call(nr: i64, args: [u64; 6]) -> Activity {

@@ -199,6 +199,8 @@ pub struct Stat {
     pub only_forked: bool,
     /// User plus system time of the process, clock ticks.
     pub cpu_ticks: u64,
+    /// System time alone.
+    pub system_ticks: u64,
     /// Start time, clock ticks after boot.
     pub start_time_ticks: u64,
     pub nice: i8,
@@ -231,6 +233,7 @@ impl Stat {
             kernel_thread: flags & PF_KTHREAD != 0,
             only_forked: flags & PF_FORKNOEXEC != 0,
             cpu_ticks: field::<u64>(&fields, 11)?.saturating_add(field(&fields, 12)?),
+            system_ticks: field(&fields, 12)?,
             start_time_ticks: field(&fields, 19)?,
             nice: field(&fields, 16)?,
         })
