@@ -19,7 +19,7 @@ use crate::scope::exclude::Exclusion;
 use pagefold_engine::host::Span;
 use pagefold_engine::keys::{DomainKey, FamilyKey, GroupKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;
-use pagefold_procmem::os::abandonable::{LIMIT, Pending, run_abandonable};
+use pagefold_procmem::os::abandonable::{LIMIT, PATIENCE, Pending, run_abandonable};
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::stalls::{READS, Refusal};
 use pagefold_procmem::statm::Sizes;
@@ -129,9 +129,9 @@ impl Target {
     }
 
     /// Records that a read of its memory hasn't returned in time.
-    pub(crate) fn set_timed_out(&mut self, pending: Pending) {
+    pub(crate) fn set_timed_out(&mut self, mut pending: Pending) {
         debug!(target: "read", pid = self.pid(), "a read does not return; its thread is left behind");
-        READS.give_up(&self.info.process, pending.alive());
+        self.leave(&mut pending);
         self.late_read = Some(pending);
         self.invalidate();
     }
@@ -150,9 +150,15 @@ impl Target {
         })
     }
 
-    /// Leaves behind a thread that is busy with the process.
-    pub(crate) fn leave(&self, pending: &Pending) {
-        if pending.is_asleep() && !READS.is_in_force(&self.info.process) {
+    /// Leaves a thread behind that is busy with the process. It's a stall once the process has kept it waiting for long
+    /// enough: others may have taken our patience, or the injector's time.
+    pub(crate) fn leave(&self, pending: &mut Pending) {
+        if !pending.waits_for_target() {
+            return;
+        }
+        if pending.idle() < PATIENCE {
+            READS.hold(&self.info.process, pending.alive());
+        } else {
             READS.give_up(&self.info.process, pending.alive());
         }
     }
@@ -198,6 +204,10 @@ impl Target {
         let changed = self.notice_exec();
         if let Some(surveyed) = self.poll_survey(&mut new_key) {
             return surveyed;
+        }
+        if let Some(mut pending) = self.late_read.take_if(|pending| !pending.is_over()) {
+            self.leave(&mut pending);
+            self.late_read = Some(pending);
         }
         if self.is_blocked() {
             return Err(self.locked());

@@ -7,8 +7,10 @@ use crate::scope::deny_list::DenyList;
 use crate::scope::domain::DEFAULT;
 use pagefold_engine::units::Pages;
 use pagefold_procmem::Roots;
+use pagefold_procmem::os::abandonable::{Job, elsewhere};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 const SECOND: u64 = 1_000_000_000;
 /// Where the child maps, one mapping after the other, and where it moves one, far from its other mappings.
@@ -373,4 +375,35 @@ fn flags_of_whole_mappings_are_found_in_a_bounded_time() {
         assert!(watched.at(FIRST).is_none(), "{why}");
         assert!(watched.target.left_out.iter().any(|(_, _, reason)| *reason == why), "{:?}", watched.target.left_out);
     }
+}
+
+/// We've run out of patience because of others, or it's the injector that takes long: neither is a stall of the process.
+#[test]
+fn a_process_does_not_pay_for_the_delays_of_others() {
+    let mut watched = Watched::new();
+    let process = watched.target.info.process.clone();
+    while run_abandonable(|| std::thread::sleep(PATIENCE * 4)).is_ok() {}
+    let read = watched.target.read(|_| {
+        std::thread::sleep(PATIENCE / 3);
+        Ok(())
+    });
+    assert!(read.is_err_and(|error| error.is_late()) && watched.target.has_timed_out());
+    while watched.target.has_timed_out() {
+        assert!(!watched.refresh_after(SECOND));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    for _ in 0..3 {
+        let job = Job::start(|| elsewhere(|| std::thread::sleep(PATIENCE * 2)));
+        let mut job = job.wait(PATIENCE).unwrap_err();
+        std::thread::sleep(PATIENCE);
+        watched.target.leave(&mut job.pending);
+    }
+    assert!(READS.pause(&process).is_zero() && !READS.is_in_force(&process));
+    // Its own delay is one.
+    let mut job = Job::start(|| std::thread::sleep(PATIENCE * 3)).wait(PATIENCE).unwrap_err();
+    watched.target.leave(&mut job.pending);
+    assert!(READS.is_in_force(&process) && READS.pause(&process).is_zero());
+    std::thread::sleep(PATIENCE * 2);
+    watched.target.leave(&mut job.pending);
+    assert!(!READS.pause(&process).is_zero());
 }

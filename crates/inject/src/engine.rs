@@ -15,16 +15,15 @@ use super::trampoline::{self, Trampoline};
 use super::{Call, Errno, InjectError, Limits, gadget, unsigned};
 use pagefold_procmem::image::{AddressSpace, ProgramId, is_32_bit};
 use pagefold_procmem::os::abandonable::is_asleep;
-use pagefold_procmem::process::{Process, ProcessKey};
+use pagefold_procmem::process::Process;
 use pagefold_procmem::stalls::{ATTEMPTS, Refusal};
-use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, mpsc};
+use std::sync::{Arc, Once, Weak, mpsc};
 use std::time::{Duration, Instant};
 
-/// How long our thread may sleep while it prepares (reading `/proc`, attaching), not counting the wait for the stop,
-/// and how long preparing may take in all.
-const PREPARING: Duration = Duration::from_secs(1);
+/// For how long our thread may sleep while it prepares (reading `/proc`, attaching), beyond the wait for the stop, and how long
+/// preparing may take in all.
+const PREPARING: Duration = Duration::from_millis(250);
 const PREPARING_MOST: Duration = Duration::from_secs(15);
 /// How often we check these limits.
 const TICK: Duration = Duration::from_millis(50);
@@ -46,6 +45,13 @@ pub struct AttemptOutcome {
     pub verdict: Verdict,
 }
 
+impl AttemptOutcome {
+    /// Whether the thread didn't stop in time, or its call took too long.
+    fn is_late(&self) -> bool {
+        matches!(self.verdict, Verdict::Failed(InjectError::TimedOut { .. }))
+    }
+}
+
 #[derive(Debug)]
 pub enum Verdict {
     /// All calls were made.
@@ -62,13 +68,15 @@ impl Verdict {
     }
 }
 
-/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice.
+/// Makes one attempt to run `calls` in one stop, in thread `tid` or a thread of its choice. If we're shared, a process that
+/// stalls is left alone for a while, and so are others of its user or cgroup if many do.
 pub fn attempt(
     process: &Process,
     program: Option<&ProgramId>,
     tid: Option<i32>,
     calls: &[Call],
     limits: &Limits,
+    is_shared: bool,
 ) -> Result<AttemptOutcome, InjectError> {
     let pid = process.pid();
     // Our thread may outlive this call, so it needs a handle of its own.
@@ -76,16 +84,10 @@ pub fn attempt(
     if handle.start_time_ticks() != process.start_time_ticks() {
         return Err(InjectError::Vanished { pid });
     }
-    if awaited().contains(&process.key()) {
-        return Err(InjectError::TimedOut { pid, what: "stop".into() });
-    }
-    if awaited().len() >= AWAITED_MOST {
-        return Err(InjectError::Busy { pid });
-    }
     match ATTEMPTS.admit(process) {
-        Ok(()) => {}
         Err(Refusal::Stalled) => return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() }),
-        Err(Refusal::OthersStalled) => return Err(InjectError::Busy { pid }),
+        Err(Refusal::OthersStalled) if is_shared => return Err(InjectError::OthersStalled { pid }),
+        _ => {}
     }
     let alive = Arc::new(());
     let thread = Arc::downgrade(&alive);
@@ -105,8 +107,18 @@ pub fn attempt(
             shield_thread();
             // If the attempt was given up, nobody receives the result.
             match one_stop(&handle, program, tid, &calls, &limits_inside, &progress_inside) {
-                StopOutcome::Over(outcome) => drop(sender.send(outcome)),
-                StopOutcome::Awaited(outcome, tid) => await_stop(&handle, tid, || drop(sender.send(outcome))),
+                StopOutcome::Over(outcome) => {
+                    if is_shared && outcome.is_late() {
+                        ATTEMPTS.give_up(&handle, Weak::new());
+                    }
+                    drop(sender.send(outcome));
+                }
+                StopOutcome::Awaited(outcome, tid) => {
+                    // Until it stops we don't stop its process again.
+                    stall(&handle, Arc::downgrade(&alive), is_shared && outcome.is_late());
+                    drop(sender.send(outcome));
+                    await_stop(tid);
+                }
             }
             drop(alive);
         })
@@ -135,9 +147,21 @@ pub fn attempt(
                 cut_short(own.load(Ordering::Relaxed));
                 return Err(InjectError::TimedOut { pid, what: "accept a tracer".into() });
             }
-            Err(mpsc::RecvTimeoutError::Timeout) if progress.is_stuck() => return Err(InjectError::Held { pid }),
+            Err(mpsc::RecvTimeoutError::Timeout) if progress.is_stuck() => {
+                stall(process, thread, is_shared);
+                return Err(InjectError::Held { pid });
+            }
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
+    }
+}
+
+/// Keeps us from trying a process while a thread is at it, and for a pause if we give it up.
+fn stall(process: &Process, thread: Weak<()>, gives_up: bool) {
+    if gives_up {
+        ATTEMPTS.give_up(process, thread);
+    } else {
+        ATTEMPTS.hold(process, thread);
     }
 }
 
@@ -217,21 +241,9 @@ extern "C" fn leave_ptrace(_: i32, _: *mut libc::siginfo_t, context: *mut libc::
     }
 }
 
-/// Processes with a thread that we asked to stop and that hasn't stopped yet.
-static AWAITED: Mutex<BTreeSet<ProcessKey>> = Mutex::new(BTreeSet::new());
-/// While there are this many such threads, we stop no other process.
-const AWAITED_MOST: usize = 32;
-
-fn awaited() -> MutexGuard<'static, BTreeSet<ProcessKey>> {
-    AWAITED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Waits until a late thread stops, then repairs and releases it. Until then we don't stop its process again. `report`
-/// ends the attempt.
-fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
+/// Waits until a late thread stops, repairs and releases it.
+fn await_stop(tid: i32) {
     const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-    awaited().insert(process.key());
-    report();
     let mut pause = Duration::from_millis(1);
     loop {
         match ptrace::poll(tid) {
@@ -249,7 +261,6 @@ fn await_stop(process: &Process, tid: i32, report: impl FnOnce()) {
             TraceeEvent::Signal(_) | TraceeEvent::Syscall | TraceeEvent::Gone => break,
         }
     }
-    awaited().remove(&process.key());
 }
 
 enum StopOutcome {
@@ -342,14 +353,16 @@ fn one_stop(
     let results = answers.iter().take(made).map(|&answer| as_result(answer)).collect();
     let verdict = match end {
         StopEnd::Restored => Verdict::Done,
-        StopEnd::Gone | StopEnd::Signal | StopEnd::Unstable => Verdict::Again(InjectError::Busy { pid }),
+        // If it was abandoned, nobody receives this.
+        StopEnd::Gone | StopEnd::Signal | StopEnd::Unstable | StopEnd::Abandoned => {
+            Verdict::Again(InjectError::Busy { pid })
+        }
         StopEnd::Filtered => Verdict::Failed(InjectError::Filtered { pid }),
         StopEnd::OtherProgram => Verdict::Failed(InjectError::OtherProgram { pid }),
         StopEnd::Compat => Verdict::Failed(InjectError::Compat { pid }),
         StopEnd::Dispatched => Verdict::Failed(InjectError::Dispatched { pid }),
         // Mostly the fault is the thread's own and was pending when it stopped: the thread will fault again by itself.
         StopEnd::Fault => Verdict::Again(InjectError::Fault { pid }),
-        StopEnd::Abandoned => Verdict::Failed(InjectError::TimedOut { pid, what: "accept a tracer".into() }),
         StopEnd::TimedOut if is_back_in_freezer(process, tid_chosen) => Verdict::Failed(InjectError::Frozen { pid }),
         StopEnd::TimedOut => Verdict::Failed(InjectError::TimedOut { pid, what: "finish the call".into() }),
     };

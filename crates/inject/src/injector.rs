@@ -8,11 +8,12 @@
 use super::worker::Connection;
 use super::{Call, InjectError, InjectionReport, Limits};
 use pagefold_procmem::image::ProgramId;
-use pagefold_procmem::os::abandonable::{Job, LIMIT};
+use pagefold_procmem::os::abandonable::{Job, LIMIT, elsewhere};
 use pagefold_procmem::process::Process;
 use std::io;
 use std::path::Path;
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tracing::debug;
@@ -23,14 +24,31 @@ const FIRST_PAUSE: Duration = Duration::from_millis(if cfg!(test) { 10 } else { 
 const FAILURES_MOST: u32 = 8;
 /// An injector that lived for so long ends such a row.
 const HEALTHY: Duration = Duration::from_secs(60);
+/// How long a request that goes first waits for an earlier one, and how often it looks.
+const TURN_LIMIT: Duration = Duration::from_secs(5);
+const TURN_TICK: Duration = Duration::from_millis(2);
 
 /// An injector process. It ends when this is dropped.
 #[derive(Debug)]
-pub struct Injector(Arc<Mutex<Supervised>>);
+pub struct Injector {
+    supervised: Arc<Mutex<Supervised>>,
+    queue: Arc<Queue>,
+}
 
 /// A second handle to an [`Injector`], which doesn't keep it alive.
 #[derive(Clone, Debug)]
-pub struct InjectorHandle(Weak<Mutex<Supervised>>);
+pub struct InjectorHandle {
+    supervised: Weak<Mutex<Supervised>>,
+    queue: Arc<Queue>,
+}
+
+/// The requests that go first.
+#[derive(Debug, Default)]
+struct Queue {
+    length: AtomicUsize,
+    /// Whoever has this is the next one.
+    turn: Mutex<()>,
+}
 
 type Start = Arc<dyn Fn() -> io::Result<Connection> + Send + Sync>;
 
@@ -85,7 +103,7 @@ impl Injector {
     }
 
     fn of(connection: Connection, start: Option<Start>) -> Self {
-        Self(Arc::new(Mutex::new(Supervised {
+        let supervised = Supervised {
             connection,
             patience: None,
             start,
@@ -96,11 +114,12 @@ impl Injector {
             former_ns: 0,
             former_children_ns: 0,
             former: Vec::new(),
-        })))
+        };
+        Self { supervised: Arc::new(Mutex::new(supervised)), queue: Arc::default() }
     }
 
-    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is
-    /// unanswered. The injector may still carry them out then.
+    /// Makes requests fail with [`InjectError::WorkerSilent`] after this time, and at once while an earlier one is unanswered
+    /// or one that goes first waits. The injector may still carry them out then.
     pub fn set_patience(&mut self, patience: Duration) {
         self.lock().patience = Some(patience);
     }
@@ -125,7 +144,7 @@ impl Injector {
         calls: &[Call],
         limits: &Limits,
     ) -> Result<InjectionReport, InjectError> {
-        self.lock().run(process, Some(program), calls, limits)
+        self.handle().run_in(process, program, calls, limits)
     }
 
     /// Starts the injector again if it has died and it's time. Returns how often we've done that.
@@ -166,14 +185,17 @@ impl Injector {
     }
 
     pub fn handle(&self) -> InjectorHandle {
-        InjectorHandle(Arc::downgrade(&self.0))
+        InjectorHandle { supervised: Arc::downgrade(&self.supervised), queue: self.queue.clone() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Supervised> {
-        // A panic leaves at most half a line behind. Then the connection is marked as broken, or the request runs into
-        // its time limit.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.supervised)
     }
+}
+
+fn lock(supervised: &Mutex<Supervised>) -> MutexGuard<'_, Supervised> {
+    // After a panic at most half a line is left, which is marked as broken or runs into the time limit.
+    supervised.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl InjectorHandle {
@@ -185,8 +207,49 @@ impl InjectorHandle {
         calls: &[Call],
         limits: &Limits,
     ) -> Result<InjectionReport, InjectError> {
-        let supervised = self.0.upgrade().ok_or(InjectError::WorkerGone)?;
-        Injector(supervised).run_in(process, program, calls, limits)
+        let supervised = self.supervised.upgrade().ok_or(InjectError::WorkerGone)?;
+        let is_last = self.queue.length.load(Ordering::Relaxed) > 0;
+        let mut supervised = lock(&supervised);
+        if is_last && supervised.patience.is_some() {
+            return Err(InjectError::WorkerSilent);
+        }
+        supervised.run(process, Some(program), calls, limits)
+    }
+
+    /// Like [`Self::run_in`], but waits for earlier requests to end, and goes before those of [`Self::run_in`] meanwhile. For a
+    /// thread that may be abandoned.
+    pub fn run_first(
+        &self,
+        process: &Process,
+        program: &ProgramId,
+        calls: &[Call],
+        limits: &Limits,
+    ) -> Result<InjectionReport, InjectError> {
+        self.queue.length.fetch_add(1, Ordering::Relaxed);
+        let result = elsewhere(|| self.run_in_turn(process, program, calls, limits));
+        self.queue.length.fetch_sub(1, Ordering::Relaxed);
+        result
+    }
+
+    fn run_in_turn(
+        &self,
+        process: &Process,
+        program: &ProgramId,
+        calls: &[Call],
+        limits: &Limits,
+    ) -> Result<InjectionReport, InjectError> {
+        let _turn = self.queue.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let end = Instant::now() + TURN_LIMIT;
+        loop {
+            let supervised = self.supervised.upgrade().ok_or(InjectError::WorkerGone)?;
+            let mut supervised = lock(&supervised);
+            supervised.tend()?;
+            if supervised.connection.is_free() || Instant::now() >= end {
+                return supervised.run(process, Some(program), calls, limits);
+            }
+            drop(supervised);
+            std::thread::sleep(TURN_TICK);
+        }
     }
 }
 
@@ -292,6 +355,42 @@ mod tests {
         assert_eq!(restarts, FAILURES_MOST - 1);
         assert!(begun.elapsed() > Duration::from_millis(10 * 63), "{:?}", begun.elapsed());
         assert_eq!(injector.pid(), 0);
+    }
+
+    /// It takes 0.6 s for each request with calls.
+    const SLOW: &str = r#"while read -r line; do
+        case "$line" in *'"calls":[]'*) ;; *) sleep 0.6 ;; esac
+        id="${line#*\"id\":}"
+        echo '{"version":4,"id":'"${id%%,*}"',"pid":1,"cpu_ns":0,"refusal":null,"result":{"Ok":{"results":[],"stops":0,"longest_stop_ns":0,"total_stop_ns":0}}}'
+    done"#;
+
+    /// A mark that we no longer wait for may still be made. So whoever unmarks looks after that.
+    #[test]
+    fn a_request_that_goes_first_waits_for_earlier_ones_and_keeps_later_ones_back() {
+        const PATIENCE: Duration = Duration::from_millis(100);
+        let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+        let program = ProgramId::of(&own).unwrap();
+        let mut injector = Injector::spawn(Command::new("sh").args(["-c", SLOW])).unwrap();
+        injector.set_patience(PATIENCE);
+        let limits = Limits::default();
+        let begun = Instant::now();
+        let mark = [Call::madvise(0, 0, libc::MADV_MERGEABLE)];
+        assert_eq!(injector.run_in(&own, &program, &mark, &limits), Err(InjectError::WorkerSilent));
+        let handle = injector.handle();
+        let first = std::thread::spawn(move || {
+            let own = Process::open(i32::try_from(std::process::id()).unwrap()).unwrap();
+            handle.run_first(&own, &program, &[], &limits).map(|_| begun.elapsed())
+        });
+        while !first.is_finished() {
+            let asked = Instant::now();
+            let later = injector.run_in(&own, &program, &[], &limits);
+            assert!(first.is_finished() || later == Err(InjectError::WorkerSilent), "{later:?}");
+            assert!(asked.elapsed() < Duration::from_secs(1));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let over = first.join().unwrap().unwrap();
+        assert!(over >= Duration::from_millis(600), "{over:?}");
+        assert!(injector.run_in(&own, &program, &[], &limits).is_ok());
     }
 
     #[test]

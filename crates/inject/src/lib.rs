@@ -46,14 +46,17 @@ use pagefold_engine::host::Stops;
 use pagefold_engine::keys::OwnerKey;
 use pagefold_engine::stops::StopLengths;
 use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::stalls::{ATTEMPTS, REQUESTS};
 use serde::{Deserialize, Serialize};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Attempts at a batch while the process is temporarily unsuitable.
-const ATTEMPTS: u32 = 8;
+const ATTEMPTS_MOST: u32 = 8;
 /// The pause after the first such attempt; it doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
+/// A request that has taken so long makes no further attempt. Others wait for it.
+const REQUEST_LIMIT: Duration = Duration::from_millis(250);
 
 /// A system call for the target to make.
 ///
@@ -99,7 +102,8 @@ pub struct Limits {
     /// From the request to the stop. The target runs (or sleeps) meanwhile, so this may be generous: a thread whose
     /// cgroup is out of CPU time takes a whole period, 100 ms by default, to reach its stop.
     pub stop_ns: u64,
-    /// Time limit of one call. We interrupt a call that takes longer; unmerging then leaves the rest of its range.
+    /// For one call, and beyond `stop_ns` for all calls in a stop. We interrupt a call that takes longer; unmerging then
+    /// leaves the rest of its range.
     pub call_ns: u64,
     /// Calls in one stop. Between two stops the target runs for as long as we stopped it.
     pub calls_per_stop: usize,
@@ -178,6 +182,9 @@ pub enum InjectError {
     /// The process changed during every attempt (exec, ending threads, signals, restartable sequences).
     #[error("process {pid} changed during every attempt; try again later")]
     Busy { pid: i32 },
+    /// We don't try it now because others have stalled us.
+    #[error("other programs of the user or cgroup of process {pid} take too long; try again later")]
+    OthersStalled { pid: i32 },
     /// A time limit passed. The target is unchanged.
     #[error("process {pid} did not {what} in time and was released unchanged; try again later")]
     TimedOut { pid: i32, what: String },
@@ -231,6 +238,7 @@ impl InjectError {
                 | Self::Frozen { .. }
                 | Self::NoSafeThread { .. }
                 | Self::Busy { .. }
+                | Self::OthersStalled { .. }
                 | Self::TimedOut { .. }
                 | Self::Held { .. }
                 | Self::Fault { .. }
@@ -279,20 +287,31 @@ pub fn is_frozen(process: &Process) -> bool {
 /// This process must not end before it has restored all threads ([`held`] counts the ones left), and must not wait for
 /// any child with `waitpid` meanwhile: the kernel would report the target's stops there.
 pub fn inject(process: &Process, calls: &[Call], limits: &Limits) -> Result<InjectionReport, InjectError> {
-    inject_into(process, None, calls, limits)
+    run(process, None, None, calls, limits, false)
 }
 
-/// Like [`inject`], but only while the process runs `program`.
+/// Like [`inject`], but only while the process runs `program`, and only within the share of time that its user and cgroup
+/// have ([`pagefold_procmem::stalls`]). With no calls this only makes sure that no earlier one is under way.
 ///
 /// # Errors
 /// [`InjectError::OtherProgram`] if it runs another one.
 pub fn inject_into(
     process: &Process,
-    program: Option<&ProgramId>,
+    program: &ProgramId,
     calls: &[Call],
     limits: &Limits,
 ) -> Result<InjectionReport, InjectError> {
-    run(process, program, None, calls, limits)
+    let pid = process.pid();
+    if ATTEMPTS.has_thread(process) {
+        return Err(InjectError::TimedOut { pid, what: "let go of the last call".into() });
+    }
+    if !calls.is_empty() && !REQUESTS.admits(process) {
+        return Err(InjectError::OthersStalled { pid });
+    }
+    let began = Instant::now();
+    let result = run(process, Some(program), None, calls, limits, true);
+    REQUESTS.charge(process, began.elapsed());
+    result
 }
 
 /// Like [`inject`], but in the given thread of `process`, whatever it's doing. For tests.
@@ -302,7 +321,7 @@ pub fn inject_thread(
     calls: &[Call],
     limits: &Limits,
 ) -> Result<InjectionReport, InjectError> {
-    run(process, None, Some(tid), calls, limits)
+    run(process, None, Some(tid), calls, limits, false)
 }
 
 fn run(
@@ -311,8 +330,10 @@ fn run(
     tid: Option<i32>,
     calls: &[Call],
     limits: &Limits,
+    is_shared: bool,
 ) -> Result<InjectionReport, InjectError> {
     let pid = process.pid();
+    let began = Instant::now();
     let mut report = InjectionReport::default();
     let mut pause = FIRST_PAUSE;
     let mut attempts = 0;
@@ -322,7 +343,7 @@ fn run(
         let rest = &calls[report.results.len()..];
         let batch = &rest[..rest.len().min(limits.calls_per_stop.max(1))];
         let AttemptOutcome { results, stop_ns, unguarded, away_ns, verdict } =
-            engine::attempt(process, program, tid, batch, limits)?;
+            engine::attempt(process, program, tid, batch, limits, is_shared)?;
         let advanced = !results.is_empty();
         report.results.extend(results);
         if let Some(stop_ns) = stop_ns {
@@ -333,7 +354,9 @@ fn run(
             report.unguarded += u32::from(unguarded);
             report.longest_away_ns = report.longest_away_ns.max(away_ns);
         }
+        let is_over = is_shared && began.elapsed() >= REQUEST_LIMIT;
         match verdict {
+            Verdict::Done if is_over && report.results.len() < calls.len() => return Err(InjectError::Busy { pid }),
             // We let it run for as long as we stopped it before we stop it again.
             Verdict::Done if report.results.len() < calls.len() => {
                 std::thread::sleep(Duration::from_nanos(stop_ns.unwrap_or(0)));
@@ -343,7 +366,7 @@ fn run(
             Verdict::Again(error) => {
                 attempts = if advanced { 0 } else { attempts + 1 };
                 is_denied &= matches!(error, InjectError::Denied { .. }) && report.stops == 0;
-                if attempts >= ATTEMPTS {
+                if attempts >= ATTEMPTS_MOST || is_over {
                     let is_dying = matches!(error, InjectError::Denied { .. }) && !is_denied;
                     return Err(if is_dying { InjectError::Busy { pid } } else { error });
                 }

@@ -32,6 +32,8 @@ use thiserror::Error;
 const STEP_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
 /// Address space that one call unmarks if it copies little: walking it takes some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
+/// How long that call may take: it waits for the mmap lock, too.
+const CALL_NS: u64 = 1_000_000_000;
 /// We give up after this many attempts on mappings that keep changing or calls that signals keep interrupting.
 const ATTEMPTS: u32 = 5;
 
@@ -118,7 +120,7 @@ pub fn unmark_in_steps(
     calls: &[Call],
     report: &mut InjectionReport,
 ) -> Result<(), UnmergeError> {
-    let limits = Limits { calls_per_stop: 1, ..Limits::default() };
+    let limits = Limits { calls_per_stop: 1, call_ns: CALL_NS, ..Limits::default() };
     let mut reader = PageReader::new();
     let _prefer_node = PreferNode::of(process);
     for call in calls {
@@ -133,7 +135,7 @@ pub fn unmark_in_steps(
         }
         check_room(process, roots, copies_by_call)?;
         fault::point("unmark");
-        let done = injector.run_in(process, program, std::slice::from_ref(call), &limits)?;
+        let done = injector.run_first(process, program, std::slice::from_ref(call), &limits)?;
         fault::point("unmarked");
         advance();
         report.results.extend(done.results);

@@ -11,7 +11,7 @@
 //! Requests and replies are one JSON object per line on a socket pair. A reply carries the number of its request, so we
 //! recognize a late one and drop it.
 
-use super::{Call, InjectError, InjectionReport, Limits, held, inject_into};
+use super::{Call, InjectError, InjectionReport, Limits, held, inject, inject_into};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::os::peer::{Peer, is_trusted};
@@ -25,7 +25,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 /// The longest line that we accept: some 40,000 calls.
 const LINE_BYTES: u64 = 8 << 20;
 /// Time for a reply that has probably come already.
@@ -39,7 +39,7 @@ pub(crate) struct Request {
     id: u64,
     pid: i32,
     start_time_ticks: u64,
-    /// The program to make the calls in. `None`: any.
+    /// The program to make the calls in. `None`: any, and shares don't apply.
     program: Option<ProgramId>,
     pub(crate) calls: Vec<Call>,
     pub(crate) limits: Limits,
@@ -157,8 +157,16 @@ impl Connection {
         std::mem::take(&mut self.cpu_ns)
     }
 
-    /// Makes a request. With `patience` we wait no longer than that for the reply, and not at all while an earlier
-    /// request is unanswered.
+    /// Whether it has answered the last request.
+    pub(super) fn is_free(&mut self) -> bool {
+        if self.is_waiting {
+            // Sets it, or fails.
+            let _ = self.reply(Instant::now() + GLANCE);
+        }
+        !self.is_waiting
+    }
+
+    /// Makes a request. With `patience` we wait no longer than that for the reply, and not at all behind another one.
     pub(super) fn run(
         &mut self,
         process: &Process,
@@ -170,8 +178,8 @@ impl Connection {
         if self.broken {
             return Err(InjectError::WorkerSilent);
         }
-        if self.is_waiting && patience.is_some() {
-            let _ = self.reply(Instant::now() + GLANCE)?;
+        if patience.is_some() && !self.is_free() {
+            return Err(InjectError::WorkerSilent);
         }
         self.last_id += 1;
         let request = Request {
@@ -351,7 +359,11 @@ fn answer(line: &[u8]) -> (u64, Result<InjectionReport, InjectError>) {
     }
     let result = match Process::open(request.pid) {
         Ok(process) if process.start_time_ticks() == request.start_time_ticks => {
-            inject_into(&process, request.program.as_ref(), &request.calls, &request.limits)
+            let Request { calls, limits, .. } = &request;
+            match &request.program {
+                Some(program) => inject_into(&process, program, calls, limits),
+                None => inject(&process, calls, limits),
+            }
         }
         Ok(_) => Err(InjectError::Vanished { pid: request.pid }),
         Err(error) => Err(InjectError::from_read(error)),
@@ -401,7 +413,7 @@ mod tests {
             Request { version: VERSION + 1, id: 7, pid: 1, start_time_ticks: 0, program: None, calls: vec![], limits };
         let (id, result) = answer(&serde_json::to_vec(&request).unwrap());
         assert!(id == 7 && matches!(result, Err(InjectError::Protocol { .. })));
-        for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":3}\n"] {
+        for line in [&b""[..], b"{}", b"[1,2", b"\xff\n", b"{\"version\":4}\n"] {
             assert!(matches!(answer(line), (0, Err(InjectError::Protocol { .. }))));
         }
     }

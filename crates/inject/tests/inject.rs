@@ -507,7 +507,12 @@ fn nothing_is_tried_on_a_program_that_replaced_the_judged_one() {
             // Until we stop it, the process may call exec again.
             pause_ms(1);
             let calls = [Call::madvise(start, 4096, MARK)];
-            match inject_into(&victim.process, checks.then_some(&judged), &calls, &Limits::default()) {
+            let injected = if checks {
+                inject_into(&victim.process, &judged, &calls, &Limits::default())
+            } else {
+                inject(&victim.process, &calls, &Limits::default())
+            };
+            match injected {
                 Ok(report) if report.results == [Ok(0)] => made += 1,
                 Ok(report) if checks => panic!("a call was made in another program: {report:?}"),
                 Ok(_) => without += 1,

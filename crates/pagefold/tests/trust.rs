@@ -1,5 +1,7 @@
 //! If marked memory becomes excluded or changes its domain, pagefold unmarks and unmerges it in a bounded time.
 
+#[path = "trust/shares.rs"]
+mod shares;
 #[path = "trust/worst.rs"]
 mod worst;
 

@@ -1,8 +1,12 @@
-//! Keeps track of processes in which our reads, or our attempts to make a call, don't return.
+//! Keeps track of processes in which our reads, or our attempts to make a call, don't return, and of the time that
+//! attempts take.
 //!
 //! We can't end a thread that waits for such a process. So each process has one waiting thread at most, and we try the
-//! process again only after a pause, which grows to hours. We also limit the number of waiting threads, in all and for
+//! process again only after a pause, which grows to an hour. We also limit the number of waiting threads, in all and for
 //! the processes of one user or one cgroup, so that no user or cgroup can keep us from trying other processes.
+//!
+//! The injector serves one process at a time. So the processes of one user, or of one cgroup, may take one second of its
+//! time at once, and then a sixth of it.
 
 use crate::image::effective_user;
 use crate::process::{Process, ProcessKey};
@@ -19,21 +23,25 @@ const THREADS_MOST: usize = 64;
 const SHARE_MOST: usize = 8;
 /// How many processes we remember. Beyond that we forget those whose pause ends first.
 const REMEMBERED: usize = 1024;
+/// How long we leave a process alone after its first stall, by how much longer after each following one, and how long at
+/// most between reads.
+/// We forget a stall after ten times its pause. The first one is short: large programs hold their mmap lock for long when
+/// they fork.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const PAUSE_FACTOR: u32 = 3;
+const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
+/// What the processes of one user or one cgroup may take of the injector's time at once, and the part of it afterwards.
+const BURST: Duration = Duration::from_secs(1);
+const TIME_SHARE: u32 = 6;
+/// The time of a request that doesn't count, because an ordinary one takes as much on a busy machine.
+const FREE: Duration = Duration::from_millis(20);
 
-pub static ATTEMPTS: Stalls =
-    Stalls::new(Pauses { first: Duration::from_secs(60), factor: 6, longest: Duration::from_secs(6 * 3600) });
-/// Reads of memory and mappings. The first pause is short: large programs hold their mmap lock for long when they fork.
-pub static READS: Stalls =
-    Stalls::new(Pauses { first: Duration::from_secs(1), factor: 3, longest: Duration::from_secs(3600) });
-
-/// How long we leave a process alone: after its first stall, the factor by which each further stall lengthens that, and
-/// at most. We forget a stall after ten times its pause.
-#[derive(Clone, Copy, Debug)]
-struct Pauses {
-    first: Duration,
-    factor: u32,
-    longest: Duration,
-}
+/// Attempts to make a call. On an overloaded machine any program is late, and an attempt may be to unmark a secret.
+pub static ATTEMPTS: Stalls = Stalls::new(Duration::from_secs(10));
+/// Reads of memory and mappings.
+pub static READS: Stalls = Stalls::new(LONGEST_PAUSE);
+/// The time that requests for calls take.
+pub static REQUESTS: TimeShares = TimeShares(Mutex::new(Spent(BTreeMap::new())));
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
@@ -46,8 +54,8 @@ pub enum Refusal {
 pub struct Stalls(Mutex<Register>);
 
 impl Stalls {
-    const fn new(pauses: Pauses) -> Self {
-        Self(Mutex::new(Register { pauses, entries: BTreeMap::new() }))
+    const fn new(longest_pause: Duration) -> Self {
+        Self(Mutex::new(Register { longest_pause, entries: BTreeMap::new() }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Register> {
@@ -58,9 +66,19 @@ impl Stalls {
         self.lock().admit(process.key(), || Origin::of(process), Instant::now())
     }
 
-    /// Records that we've given up on a process, while its thread `alive` is still waiting.
+    /// Records that a thread is at a process: we don't try it again while that exists.
+    pub fn hold(&self, process: &Process, alive: Weak<()>) {
+        self.lock().hold(process.key(), alive, Origin::of(process), Instant::now());
+    }
+
+    /// Records that we've given up a process, while our thread `alive` is still at it. We don't try it again before a pause.
     pub fn give_up(&self, process: &Process, alive: Weak<()>) {
         self.lock().give_up(process.key(), alive, Origin::of(process), Instant::now());
+    }
+
+    /// Whether a thread is at a process.
+    pub fn has_thread(&self, process: &Process) -> bool {
+        self.lock().entries.get(&process.key()).is_some_and(Entry::has_thread)
     }
 
     /// Whether we must not try a process because it has stalled.
@@ -82,6 +100,8 @@ struct Entry {
     origin: Origin,
     pause: Duration,
     until: Instant,
+    /// Whether we've given the process up because of this thread.
+    is_late: bool,
 }
 
 impl Entry {
@@ -96,7 +116,7 @@ impl Entry {
 
 #[derive(Debug)]
 struct Register {
-    pauses: Pauses,
+    longest_pause: Duration,
     entries: BTreeMap<ProcessKey, Entry>,
 }
 
@@ -109,27 +129,25 @@ impl Register {
         if in_force.is_empty() {
             return Ok(());
         }
-        let Origin { user, cgroup } = origin();
+        let shares = origin().shares();
         let mut threads = 0;
-        let mut in_cgroup = 0;
-        let mut of_user = 0;
+        let mut taken = [0; 2];
         for entry in in_force {
             threads += usize::from(entry.has_thread());
-            in_cgroup += usize::from(entry.origin.cgroup == cgroup);
-            // Root's processes are many, so only their cgroups count.
-            of_user += usize::from(user != 0 && entry.origin.user == user);
+            for (share, taken) in shares.iter().zip(&mut taken) {
+                *taken += usize::from(share.is_some() && entry.origin.shares().contains(share));
+            }
         }
-        let is_full = threads >= THREADS_MOST || in_cgroup >= SHARE_MOST || of_user >= SHARE_MOST;
+        let is_full = threads >= THREADS_MOST || taken.iter().any(|&taken| taken >= SHARE_MOST);
         if is_full { Err(Refusal::OthersStalled) } else { Ok(()) }
     }
 
-    fn give_up(&mut self, key: ProcessKey, thread: Weak<()>, origin: Origin, now: Instant) {
-        let Pauses { first, factor, longest } = self.pauses;
-        let pause = match self.entries.get(&key) {
-            Some(former) if now < former.until + former.pause * 10 => (former.pause * factor).min(longest),
-            _ => first,
-        };
-        self.entries.insert(key, Entry { thread, origin, pause, until: now + pause });
+    fn hold(&mut self, key: ProcessKey, thread: Weak<()>, origin: Origin, now: Instant) {
+        let new = Entry { thread: Weak::new(), origin, pause: Duration::ZERO, until: now, is_late: false };
+        let entry = self.entries.entry(key).or_insert(new);
+        entry.is_late &= entry.thread.ptr_eq(&thread);
+        entry.thread = thread;
+        entry.origin = origin;
         while self.entries.len() > REMEMBERED {
             // We go on counting threads that haven't returned.
             let over = self.entries.iter().filter(|(_, entry)| !entry.has_thread());
@@ -137,6 +155,73 @@ impl Register {
             self.entries.remove(&key);
         }
     }
+
+    fn give_up(&mut self, key: ProcessKey, thread: Weak<()>, origin: Origin, now: Instant) {
+        self.hold(key, thread, origin, now);
+        let Some(entry) = self.entries.get_mut(&key) else { return };
+        if entry.is_late && entry.has_thread() {
+            return;
+        }
+        let is_repeated = now < entry.until + entry.pause * 10;
+        entry.pause = if is_repeated { (entry.pause * PAUSE_FACTOR).min(self.longest_pause) } else { FIRST_PAUSE };
+        entry.until = now + entry.pause;
+        entry.is_late = true;
+    }
+}
+
+/// The injector's time that the processes of a user or cgroup have taken.
+#[derive(Debug)]
+pub struct TimeShares(Mutex<Spent>);
+
+impl TimeShares {
+    fn lock(&self) -> MutexGuard<'_, Spent> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a process may take more of it now.
+    pub fn admits(&self, process: &Process) -> bool {
+        let spent = self.lock();
+        spent.0.is_empty() || spent.admits(Origin::of(process), Instant::now())
+    }
+
+    /// Records that a request for a process has taken this long.
+    pub fn charge(&self, process: &Process, took: Duration) {
+        let took = took.saturating_sub(FREE);
+        if !took.is_zero() {
+            self.lock().charge(Origin::of(process), took, Instant::now());
+        }
+    }
+}
+
+/// For each share the time that it had taken beyond its part, and when that was. It falls by [`TIME_SHARE`]'s part of the
+/// time that passes.
+#[derive(Debug)]
+struct Spent(BTreeMap<Share, (Duration, Instant)>);
+
+impl Spent {
+    fn level(&self, share: Share, now: Instant) -> Duration {
+        let Some(&(level, at)) = self.0.get(&share) else { return Duration::ZERO };
+        level.saturating_sub(now.saturating_duration_since(at) / TIME_SHARE)
+    }
+
+    fn admits(&self, origin: Origin, now: Instant) -> bool {
+        origin.shares().into_iter().flatten().all(|share| self.level(share, now) <= BURST)
+    }
+
+    fn charge(&mut self, origin: Origin, took: Duration, now: Instant) {
+        for share in origin.shares().into_iter().flatten() {
+            let level = self.level(share, now);
+            self.0.insert(share, (level + took, now));
+        }
+        self.0.retain(|_, &mut (level, at)| now.saturating_duration_since(at) / TIME_SHARE < level);
+    }
+}
+
+/// Processes that have a bound in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Share {
+    User(u32),
+    Cgroup(u64),
 }
 
 /// Where a process comes from, by facts that its user can't freely choose.
@@ -145,19 +230,26 @@ struct Origin {
     /// The user who made the process's user namespace, because users may have many user IDs in theirs. If that's root,
     /// the process's own user.
     user: u32,
-    /// A hash of its cgroups.
-    cgroup: u64,
+    /// A hash of its cgroups. `None` in the root cgroup, where every user's processes may be.
+    cgroup: Option<u64>,
 }
 
 impl Origin {
+    /// Root's processes are many, so only their cgroups count.
+    fn shares(self) -> [Option<Share>; 2] {
+        [(self.user != 0).then_some(Share::User(self.user)), self.cgroup.map(Share::Cgroup)]
+    }
+
     fn of(process: &Process) -> Self {
+        let cgroups = process.read_file("cgroup").unwrap_or_default();
+        let is_root = cgroups.split(|&byte| byte == b'\n').all(|line| line.is_empty() || line.ends_with(b":/"));
         let mut cgroup = DefaultHasher::new();
-        process.read_file("cgroup").unwrap_or_default().hash(&mut cgroup);
+        cgroups.hash(&mut cgroup);
         let user = match namespace_owner(process) {
             Some(user) if user != 0 => user,
             _ => effective_user(process).unwrap_or(u32::MAX),
         };
-        Self { user, cgroup: cgroup.finish() }
+        Self { user, cgroup: (!is_root).then(|| cgroup.finish()) }
     }
 }
 
@@ -189,19 +281,16 @@ mod tests {
     use std::process::{Command, Stdio};
     use std::sync::Arc;
 
-    const SIX_HOURS: Duration = Duration::from_secs(6 * 3600);
-
     fn register() -> Register {
-        let Register { pauses, .. } = *ATTEMPTS.lock();
-        Register { pauses, entries: BTreeMap::new() }
+        Register { longest_pause: LONGEST_PAUSE, entries: BTreeMap::new() }
     }
 
     fn from(user: u32, cgroup: u64) -> Origin {
-        Origin { user, cgroup }
+        Origin { user, cgroup: Some(cgroup) }
     }
 
     #[test]
-    fn pauses_grow_to_hours_and_processes_are_forgotten() {
+    fn pauses_grow_to_an_hour_and_processes_are_forgotten() {
         let mut register = register();
         let mut now = Instant::now();
         let mut last = Duration::ZERO;
@@ -215,10 +304,10 @@ mod tests {
             assert_eq!(register.admit((1, 1), || origin, until), Ok(()));
             now = until;
         }
-        assert_eq!(last, SIX_HOURS);
+        assert_eq!(last, LONGEST_PAUSE);
         register.give_up((2, 1), Weak::new(), origin, now);
-        register.give_up((2, 1), Weak::new(), origin, now + SIX_HOURS);
-        assert_eq!(register.entries[&(2, 1)].pause, register.pauses.first, "the first one was long ago");
+        register.give_up((2, 1), Weak::new(), origin, now + FIRST_PAUSE * 12);
+        assert_eq!(register.entries[&(2, 1)].pause, FIRST_PAUSE, "the first one was long ago");
         for pid in 0..2000 {
             register.give_up((pid, 2), Weak::new(), origin, now);
         }
@@ -250,11 +339,63 @@ mod tests {
         for origin in [from(2, 7000), from(0, 7001)] {
             assert_eq!(register.admit((-1, 1), || origin, now), Ok(()), "{origin:?}");
         }
-        assert_eq!(register.admit((1, 1), || from(1, 0), now + SIX_HOURS), Err(Refusal::Stalled), "one at a time");
+        assert_eq!(register.admit((1, 1), || from(1, 0), now + LONGEST_PAUSE), Err(Refusal::Stalled), "one at a time");
         let more = stalls(&mut register, &mut (10_000..).map(|user| from(user, u64::from(user))));
         assert_eq!(more, THREADS_MOST - 3 * SHARE_MOST);
         drop(threads);
-        assert_eq!(register.admit((-1, 1), || from(2, 7000), now + SIX_HOURS), Ok(()));
+        assert_eq!(register.admit((-1, 1), || from(2, 7000), now + LONGEST_PAUSE), Ok(()));
+    }
+
+    /// A thread that's at a process keeps it from being tried, and leaves no pause.
+    #[test]
+    fn a_process_is_free_again_once_its_thread_has_returned() {
+        let mut register = register();
+        let now = Instant::now();
+        let thread = Arc::new(());
+        register.hold((1, 1), Arc::downgrade(&thread), from(1, 1), now);
+        assert_eq!(register.admit((1, 1), || from(1, 1), now), Err(Refusal::Stalled));
+        // It takes too long.
+        register.give_up((2, 1), Arc::downgrade(&thread), from(1, 1), now);
+        drop(thread);
+        assert_eq!(register.admit((1, 1), || from(1, 1), now), Ok(()));
+        assert_eq!(register.admit((2, 1), || from(1, 1), now), Err(Refusal::Stalled));
+        // A short wait doesn't end the memory of a long one.
+        let later = now + FIRST_PAUSE;
+        register.hold((2, 1), Weak::new(), from(1, 1), later);
+        register.give_up((2, 1), Weak::new(), from(1, 1), later);
+        assert_eq!(register.entries[&(2, 1)].pause, FIRST_PAUSE * PAUSE_FACTOR);
+    }
+
+    /// A thousand processes of one user, of one cgroup, or of root in one cgroup, which take as much time as they get.
+    #[test]
+    fn nobody_takes_more_than_a_share_of_the_time() {
+        const MINUTE: Duration = Duration::from_secs(60);
+        let origins: [fn(u32) -> Origin; 3] =
+            [|process| from(process, 7), |process| from(7, process.into()), |_| from(0, 7)];
+        for origin in origins {
+            for attempt in [Duration::from_millis(30), Duration::from_millis(250), Duration::from_millis(2500)] {
+                let mut spent = Spent(BTreeMap::new());
+                let begun = Instant::now();
+                let mut now = begun;
+                let mut taken = Duration::ZERO;
+                let mut process = 0;
+                while now < begun + MINUTE {
+                    process = (process + 1) % 1000;
+                    if spent.admits(origin(process), now) {
+                        now += attempt;
+                        taken += attempt;
+                        spent.charge(origin(process), attempt, now);
+                    } else {
+                        now += Duration::from_millis(1);
+                    }
+                    assert!(spent.admits(from(9, 9), now) && spent.admits(from(0, 9), now));
+                }
+                assert!(taken <= MINUTE / TIME_SHARE + BURST + attempt, "{taken:?}");
+                assert!(taken + attempt > MINUTE / TIME_SHARE, "{taken:?}");
+                spent.charge(from(9, 9), attempt, now + MINUTE);
+                assert_eq!(spent.0.len(), 2, "the others are forgotten");
+            }
+        }
     }
 
     /// A process in a user namespace counts for the user who made it, whatever its own user is.

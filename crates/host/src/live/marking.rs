@@ -18,6 +18,9 @@ use pagefold_procmem::os::fault;
 use pagefold_procmem::process::ReadError;
 use std::collections::BTreeMap;
 
+/// A mark takes microseconds. If it takes this long, another thread of the process holds its mmap lock.
+const MARK_NS: u64 = 250_000_000;
+
 /// The calls that change the marks of one process.
 #[derive(Debug, Default)]
 struct CallBatch {
@@ -86,7 +89,7 @@ impl CallBatch {
         if changes.mark {
             fault::point("mark");
             let calls_per_stop = usize::try_from(changes.size.marks).unwrap_or(usize::MAX);
-            let limits = Limits { calls_per_stop, ..Limits::default() };
+            let limits = Limits { calls_per_stop, call_ns: MARK_NS, ..Limits::default() };
             let ran = injector.run_in(&target.info.process, &program, &self.calls, &limits);
             fault::point("marked");
             return Ok((ran?, Ok(())));
@@ -100,8 +103,8 @@ impl CallBatch {
             let ran = unmark_in_steps(&process, &program, &injector, &roots, &calls, &mut report);
             (report, ran)
         });
-        job.wait(PATIENCE).map_err(|job| {
-            target.leave(&job.pending);
+        job.wait(PATIENCE).map_err(|mut job| {
+            target.leave(&mut job.pending);
             InjectError::WorkerSilent.into()
         })
     }

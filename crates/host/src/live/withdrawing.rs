@@ -10,7 +10,7 @@ use pagefold_engine::host::{Change, ChangeResult, Marking, Outcome, Span, Why};
 use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::{PAGE_BYTES, Pages, Vpn};
 use pagefold_inject::unmerge::{MarkState, UnmergeError, step_bytes, unmark_in_steps};
-use pagefold_inject::{Call, InjectionReport, Injector};
+use pagefold_inject::{Call, InjectionReport, Injector, Limits};
 use pagefold_procmem::Roots;
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::ksm_stat::KsmStat;
@@ -103,7 +103,7 @@ impl LiveHost {
         let Some(withdrawal) = self.try_to_withdraw(pid, now_ns) else { return Try::Nothing };
         let Some(target) = self.targets.get_mut(&pid) else { return Try::Nothing };
         let Withdrawal { state, calls, report, ran } = withdrawal;
-        if calls.is_empty() {
+        if calls.is_empty() && ran.is_ok() {
             target.count_unmerged(state.merged_kib, Pages(0), 0);
             // A job that began earlier may have been for other marks.
             if is_new {
@@ -152,8 +152,8 @@ impl LiveHost {
             // The next refresh removes it.
             Ok(Err(ReadError::Vanished { .. })) => {}
             Ok(Err(error)) => target.put_off(now_ns, error.into()),
-            Err(job) => {
-                target.leave(&job.pending);
+            Err(mut job) => {
+                target.leave(&mut job.pending);
                 let problem = UnmergeError::UnderWay { pid, name: target.info.name.clone() };
                 if job.pending.is_over() {
                     // The job has failed.
@@ -212,11 +212,15 @@ fn withdraw_job(
     let roots = roots.clone();
     let injector = injector.handle();
     move || {
-        let program = ProgramId::of(&process);
+        let program = ProgramId::of(&process)?;
+        // A mark that we no longer wait for may still be made.
+        let made = injector.run_first(&process, &program, &[], &Limits::default());
         let state = mark_state(&process, marks)?;
-        let program = program?;
         let calls = state.calls(step_bytes(&process)?);
         let mut report = InjectionReport::default();
+        if let Err(error) = made {
+            return Ok(Withdrawal { state, calls, report, ran: Err(error.into()) });
+        }
         let ran = unmark_in_steps(&process, &program, &injector, &roots, &calls, &mut report);
         Ok(Withdrawal { state, calls, report, ran })
     }

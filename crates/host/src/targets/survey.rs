@@ -175,12 +175,16 @@ impl Target {
     }
 
     /// Leaves a survey running in its own thread.
-    fn keep_surveying(&mut self, job: Job<Result<Listing, ReadError>>, start: SurveyStart) -> Result<(), ReadError> {
+    fn keep_surveying(
+        &mut self,
+        mut job: Job<Result<Listing, ReadError>>,
+        start: SurveyStart,
+    ) -> Result<(), ReadError> {
         if job.pending.is_over() {
             // The survey has failed.
             return Err(self.locked());
         }
-        self.leave(&job.pending);
+        self.leave(&mut job.pending);
         self.surveys.running = Some(RunningSurvey { job, start });
         Ok(())
     }

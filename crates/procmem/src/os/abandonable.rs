@@ -15,7 +15,7 @@
 
 use crate::os::cpu::clock_ns;
 use std::cell::{Cell, RefCell};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -55,6 +55,8 @@ struct Signs {
     /// Its thread; 0 before it begins.
     tid: AtomicI32,
     clock: OnceLock<libc::clockid_t>,
+    /// Whether it waits for something that its target has no part in.
+    is_elsewhere: AtomicBool,
 }
 
 impl Signs {
@@ -96,6 +98,23 @@ pub fn advance() {
     });
 }
 
+/// Does something in which the job of this thread may wait for others than its target, and isn't stuck.
+pub fn elsewhere<T>(work: impl FnOnce() -> T) -> T {
+    set_elsewhere(true);
+    let done = work();
+    set_elsewhere(false);
+    advance();
+    done
+}
+
+fn set_elsewhere(is_elsewhere: bool) {
+    SIGNS.with_borrow(|signs| {
+        if let Some(signs) = signs {
+            signs.is_elsewhere.store(is_elsewhere, Ordering::Relaxed);
+        }
+    });
+}
+
 /// A job whose caller has gone on.
 #[derive(Debug)]
 pub struct Pending {
@@ -113,7 +132,7 @@ impl Pending {
     /// How long the job has made no progress, as far as our looks at it tell.
     pub fn idle(&mut self) -> Duration {
         let now = self.signs.sum();
-        if now != self.seen.0 {
+        if now != self.seen.0 || self.signs.is_elsewhere.load(Ordering::Relaxed) {
             self.seen = (now, Instant::now());
         }
         self.seen.1.elapsed()
@@ -128,7 +147,12 @@ impl Pending {
         is_asleep(self.signs.tid.load(Ordering::Relaxed))
     }
 
-    /// Can be upgraded as long as the job exists.
+    /// Whether its target keeps it waiting.
+    pub fn waits_for_target(&self) -> bool {
+        !self.is_over() && self.is_asleep() && !self.signs.is_elsewhere.load(Ordering::Relaxed)
+    }
+
+    /// Exists as long as the job.
     pub fn alive(&self) -> Weak<()> {
         self.alive.clone()
     }
@@ -282,8 +306,29 @@ mod tests {
         wait_until_over(&run_abandonable(|| -> () { panic!("as a test") }).unwrap_err());
     }
 
-    /// Waiting for many sleeping jobs soon takes only a quarter of the time, and we always wait for a job that doesn't
-    /// sleep.
+    /// A job that waits for others than its target is neither stuck nor the target's stall.
+    #[test]
+    fn a_target_is_not_to_blame_for_a_wait_elsewhere() {
+        let (release, held) = channel::<()>();
+        let (release_target, target) = channel::<()>();
+        let job = Job::start(move || {
+            let _ = elsewhere(|| held.recv());
+            target.recv()
+        });
+        let mut job = job.wait(LIMIT).unwrap_err();
+        assert!(job.pending.is_asleep() && !job.pending.waits_for_target());
+        std::thread::sleep(LIMIT);
+        assert!(!job.pending.is_stuck() && !job.pending.is_over());
+        drop(release);
+        while !job.pending.waits_for_target() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(job.pending.idle() < PATIENCE);
+        drop(release_target);
+        wait_until_over(&job.pending);
+    }
+
+    /// Waiting for many at once takes a quarter of the time, and we wait for each that doesn't sleep.
     #[test]
     fn the_time_spent_waiting_is_limited() {
         let began = Instant::now();

@@ -1,13 +1,16 @@
 //! Targets that try to stall or exhaust the process that reads them.
 //!
 //! `victim stalling KIND` prints `ready ADDR LEN` and waits until it reads a byte; then it prints `ok`, or
-//! `bad: REASON` if its memory has changed.
+//! `bad: REASON` if its memory has changed. After the kind, a user to become may follow, and after that `marked`: then it
+//! marks the memory that it has in common with others.
 //!
 //! | kind | what it does |
 //! | --- | --- |
 //! | `code` | maps executable memory of a FUSE file whose pages are never read to the end |
 //! | `locked` | reads such a page through its own `/proc/self/mem`, which holds its mmap lock, while another thread maps memory |
 //! | `locking` | the same, once it has read a byte, with 8 MiB of memory of its own |
+//! | `reading` | reads such a page, and no thread waits for the lock; has 1 MiB in common with others of its kind |
+//! | `late` | computes for ever, with such memory. In a cgroup without CPU time its thread doesn't stop in time |
 //! | `exec` | executes such a file: nothing can attach to it before the file is read |
 //! | `mappings` | has as many mappings as the kernel allows, of a file with a long name and of anonymous memory |
 //! | `regions` | has nearly as many small mappings of anonymous memory as we consider |
@@ -32,6 +35,8 @@ const REGIONS: usize = 16_000;
 const FILE_PAGES: usize = 64;
 /// Memory of `locking`.
 const OWN_BYTES: usize = 8 << 20;
+/// Memory of `reading` and `late`.
+const COMMON_BYTES: usize = 1 << 20;
 /// Whether `locking` should begin.
 static LOCKING: AtomicBool = AtomicBool::new(false);
 /// How long threads leave the others to begin.
@@ -56,6 +61,10 @@ pub fn main(kind: &str) {
                 }
             });
         }),
+        "reading" => stalled_file().map(|file| {
+            map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd());
+        }),
+        "late" => Ok(()),
         "exec" => stalled_file().map(|file| {
             std::thread::spawn(move || {
                 let path = CString::new(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
@@ -73,11 +82,24 @@ pub fn main(kind: &str) {
         }
         other => Err(format!("there is no kind {other}")),
     };
+    if user().is_some() {
+        common_memory(std::env::args().nth(4).is_some());
+        become_user();
+    }
     drop_capabilities();
     if done.is_err() {
         return report(done);
     }
+    if kind == "reading" {
+        std::thread::spawn(read_stalled_file);
+        std::thread::sleep(HEAD_START);
+    }
     memory.announce();
+    if kind == "late" {
+        loop {
+            std::hint::spin_loop();
+        }
+    }
     // We read without a buffer, since the C library might map memory for one.
     let read = || unsafe { libc::read(0, [0_u8].as_mut_ptr().cast(), 1) };
     read();
@@ -97,13 +119,42 @@ fn lock(file: &File, wait: fn()) {
     map_at(LOW, FILE_PAGES * 4096, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd());
     std::thread::spawn(move || {
         wait();
-        File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64)
+        read_stalled_file();
     });
     std::thread::spawn(move || {
         wait();
         std::thread::sleep(HEAD_START);
         anonymous(4096) as usize
     });
+}
+
+/// Reads the mapped file with the memory map locked for reading, for ever.
+fn read_stalled_file() {
+    let _ = File::open("/proc/self/mem").unwrap().read_at(&mut [0], LOW as u64);
+}
+
+/// Memory with the same contents in all victims.
+fn common_memory(marked: bool) {
+    let common = anonymous(COMMON_BYTES);
+    for word in 0..COMMON_BYTES / 8 {
+        unsafe { common.cast::<u64>().add(word).write((word as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)) };
+    }
+    if marked {
+        assert_eq!(unsafe { libc::madvise(common.cast(), COMMON_BYTES, libc::MADV_MERGEABLE) }, 0);
+    }
+}
+
+fn user() -> Option<u32> {
+    Some(std::env::args().nth(3)?.parse().expect("a user"))
+}
+
+/// Runs as the user from now on, and stays dumpable.
+fn become_user() {
+    let Some(user) = user() else { return };
+    unsafe {
+        assert_eq!(libc::setresuid(user, user, user), 0);
+        libc::prctl(libc::PR_SET_DUMPABLE, 1);
+    }
 }
 
 /// Lets others see that we're dumpable.
@@ -216,6 +267,8 @@ fn mount(server: &File, directory: &Path) -> Result<(), String> {
 fn spawn_server(server: &File) -> Result<(), String> {
     match unsafe { libc::fork() } {
         0 => unsafe {
+            // So that its parent may end it.
+            become_user();
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
             libc::close(0);
             libc::close(1);

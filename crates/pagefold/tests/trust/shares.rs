@@ -1,0 +1,120 @@
+//! Forty programs of one user that stall whoever stops them, beside two of root's: these are marked and unmarked as if they
+//! were alone.
+
+use super::*;
+use pagefold_testkit::injection::Victim;
+
+const USER: &str = "4321";
+/// Programs of each kind.
+const EACH: usize = 20;
+/// The bounds that docs/safety.md states, and the time that our own start takes.
+const MARKED_WITHIN: Duration = Duration::from_secs(3);
+const UNMARKED_WITHIN: Duration = Duration::from_secs(5);
+
+/// Victims that hold their memory map's lock for reading, and others that get no CPU time.
+struct Hostile {
+    victims: Vec<Victim>,
+    throttled: Cgroup,
+    /// As a user's session has one.
+    own: Cgroup,
+}
+
+impl Hostile {
+    /// `None`, with the reason reported, where they can't do so.
+    fn start(options: &[&str]) -> Option<Self> {
+        let Some(throttled) = Cgroup::create("cpu") else {
+            skip_unsupported("no control group limits CPU time");
+            return None;
+        };
+        let own = Cgroup::create("unified").expect("cgroup version 2");
+        // Their threads may run for a thousandth of the time, all together.
+        throttled.set("cpu.cfs_period_us", "1000000");
+        throttled.set("cpu.cfs_quota_us", "1000");
+        let mut hostile = Self { victims: Vec::new(), throttled, own };
+        for kind in ["reading", "late"] {
+            for _ in 0..EACH {
+                let victim = Victim::try_start(&[&["stalling", kind], options].concat()).map_err(skip).ok()?;
+                hostile.own.add(victim.pid());
+                if kind == "late" {
+                    hostile.throttled.add(victim.pid());
+                }
+                hostile.victims.push(victim);
+            }
+        }
+        Some(hostile)
+    }
+
+    fn pids(&self) -> Vec<i32> {
+        self.victims.iter().map(Victim::pid).collect()
+    }
+}
+
+impl Drop for Hostile {
+    fn drop(&mut self) {
+        // So that they can end.
+        self.throttled.set("cpu.cfs_quota_us", "-1");
+    }
+}
+
+#[test]
+fn one_users_programs_delay_no_mark_of_others_and_no_secret() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let program = victim_binary("holder");
+    for is_alone in [true, false] {
+        let hostile = if is_alone { None } else { Hostile::start(&[USER]) };
+        if hostile.is_none() && !is_alone {
+            return;
+        }
+        let mut pids = hostile.as_ref().map(Hostile::pids).unwrap_or_default();
+        let mut twins = [holder(&program), holder(&program)];
+        let own: Vec<i32> = twins.iter().map(Holder::pid).collect();
+        pids.extend(&own);
+        let config = ConfigFile::new("");
+        let daemon = Daemon::on(&pids, &["--config", config.name(), "--governor", "full"]).answering();
+        let began = Instant::now();
+        while own.iter().any(|&pid| marks(pid).marked < MERGED) && began.elapsed() < Duration::from_secs(60) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let marked = began.elapsed();
+        wait_until_merged(&own, MERGED);
+        // All the others have to be unmarked at the same moment.
+        daemon.reload(&config, "[deny]\nalso = [\"victim\"]\n");
+        assert_eq!(twins[0].ask(&format!("lock 0 {PAGES}")), 0);
+        let began = Instant::now();
+        while marks(own[0]) != Marks::default() && began.elapsed() < Duration::from_secs(60) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let unmarked = began.elapsed();
+        println!("alone: {is_alone}; twins marked after {marked:?}, a secret unmarked after {unmarked:?}");
+        assert!(twins.iter_mut().all(Holder::is_intact));
+        drop(hostile);
+        ksm.end(daemon, &own);
+        assert!(marked < MARKED_WITHIN && unmarked < UNMARKED_WITHIN, "{marked:?}, {unmarked:?}");
+    }
+}
+
+#[test]
+fn one_users_programs_delay_no_unmerging_of_others() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let program = victim_binary("holder");
+    let Some(hostile) = Hostile::start(&[USER, "marked"]) else { return };
+    let mut twins = [holder(&program), holder(&program)];
+    let own: Vec<i32> = twins.iter().map(Holder::pid).collect();
+    let daemon = Daemon::on(&own, &["--governor", "full"]);
+    wait_until_merged(&own, MERGED);
+    daemon.stop();
+    let all = [hostile.pids(), own.clone()].concat();
+    let began = Instant::now();
+    let command = Daemon::start(&with_pids(&["unmerge", "--json"], &all, &[]));
+    while own.iter().any(|&pid| marks(pid) != Marks::default()) && began.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let unmarked = began.elapsed();
+    let ended = command.end();
+    println!("unmarked after {unmarked:?}, the command ended after {:?}", began.elapsed());
+    assert_eq!(ended.errors.lines().count(), hostile.victims.len(), "{ended:?}");
+    assert!(twins.iter_mut().all(Holder::is_intact));
+    drop(hostile);
+    ksm.give_back(&own);
+    assert!(unmarked < UNMARKED_WITHIN, "{unmarked:?}");
+}
