@@ -4,6 +4,7 @@
 # make ci       run every lane that fits into an hour: lint, test, fuzz, and the quick tests of the annexes
 # make test-all the same, and the laboratory's experiments in their quick form
 # make soak     run long tests: 100,000 injections, ten minutes of merging and unmerging, a simulated week
+# make field    run set-ups that people have reported, with the values that are right, for ten minutes each where time matters
 # make attack   inject a million calls into programs that try to be harmed or to escape
 # make lint     check formatting, lints and licences
 # make fuzz     check every parser on the inputs found so far, and fuzz it for 5 s (fuzz-long: 3 minutes)
@@ -29,7 +30,7 @@
 
 CARGO ?= cargo
 
-.PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak attack lint fuzz fuzz-long lab lab-test lab-live bench records \
+.PHONY: build oci demo test ci test-all run-tests-with-ksm run-tests-beside soak field attack lint fuzz fuzz-long lab lab-test lab-live bench records \
     fleet fleet-test kernel kernel-quick kernel-cost kernel-deb xen xen-test xen-quick xen-long xen-bochs xen-cost dkms dkms-autoinstall install \
     install-files install-program pages lab-pages deb deb-test tarball
 
@@ -76,6 +77,11 @@ soak:
 	$(CARGO) test --locked -p pagefold-sim --test week -- --ignored --nocapture
 	PAGEFOLD_TORTURE=100000 $(CARGO) test --locked --features live -p pagefold-inject --test torture -- --nocapture
 	PAGEFOLD_SOAK_SECONDS=600 $(CARGO) test --locked --features live -p pagefold --test integrity -- --nocapture
+
+field:
+	@scripts/setup test
+	$(CARGO) build $(LIVE) --bins
+	PAGEFOLD_FIELD_SECONDS=600 PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold --test field --test charge -- --nocapture
 
 attack:
 	@scripts/setup test

@@ -269,7 +269,7 @@ fn a_32_bit_program_is_refused_untouched() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let child = match start_compat(dir.path()) {
+    let child = match start_compat(dir.path(), 0) {
         Ok(child) => child,
         Err(why) => return skip_unsupported(why),
     };

@@ -3,18 +3,7 @@
 
 use pagefold_testkit::holder::{Change, Holder};
 use pagefold_testkit::*;
-use std::fs;
 use std::time::{Duration, Instant};
-
-/// The frames that processes hold. Shared frames are divided among all processes that share them.
-fn held(pids: &[i32]) -> u64 {
-    let of = |pid: &i32| {
-        let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
-        let line = rollup.lines().find_map(|line| line.strip_prefix("Pss_Anon:")).unwrap();
-        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
-    };
-    pids.iter().map(of).sum()
-}
 
 /// A program whose pages hold the contents `content`, `content` + 1 and so on.
 fn holder(mib: u64, content: u64) -> Holder {

@@ -77,7 +77,7 @@ fn a_32_bit_program_has_one_reason_everywhere() {
     }
     let Some(_ksm) = KsmAtRest::take() else { return };
     let dir = tempfile::tempdir().unwrap();
-    let compat = match injection::start_compat(dir.path()) {
+    let compat = match injection::start_compat(dir.path(), 0) {
         Ok(compat) => compat,
         Err(why) => return skip_unsupported(why),
     };

@@ -235,15 +235,26 @@ pub fn pause_ms(ms: u64) {
     std::thread::sleep(Duration::from_millis(ms));
 }
 
-/// Writes a 32-bit program that blocks in pause(2) into `dir`, and starts it. The error is the reason why it can't run.
-pub fn start_compat(dir: &Path) -> Result<OwnedChild, String> {
-    let path = dir.join("compat");
-    // ELF header, one program header, and: mov eax, 29 (pause); int 0x80; jmp back.
+/// Writes a 32-bit program into `dir` that fills so many pages with numbers, the same in each such program, and then
+/// blocks in pause(2). Starts it. The error is the reason why it can't run.
+pub fn start_compat(dir: &Path, pages: u32) -> Result<OwnedChild, String> {
+    const MEMORY: u32 = 0x1000_0000;
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+    // mov edi, MEMORY; mov ecx, the number of words; mov eax, 1
+    let mut code = [vec![0xbf], words(&[MEMORY]), vec![0xb9], words(&[pages * 1024]), vec![0xb8], words(&[1])].concat();
+    // jecxz over the loop; stosd; imul eax, 1664525; add eax, 1013904223; loop
+    code.extend([vec![0xe3, 14, 0xab, 0x69, 0xc0], words(&[1_664_525]), vec![0x05], words(&[1_013_904_223])].concat());
+    code.extend([0xe2, 0xf2]);
+    // mov eax, 29 (pause); int 0x80; jmp back.
+    code.extend([0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7]);
+    // The ELF header, and program headers of the code and the memory.
     let mut elf = vec![0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 3, 0, 1, 0, 0, 0];
-    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
-    elf.extend(words(&[0x0804_8054, 52, 0, 0, 0x0020_0034, 1, 0]));
-    elf.extend(words(&[1, 0, 0x0804_8000, 0x0804_8000, 94, 94, 5, 4096]));
-    elf.extend([0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7, 0x90]);
+    elf.extend(words(&[0x0804_8074, 52, 0, 0, 0x0020_0034, 2, 0]));
+    let size = 0x74 + u32::try_from(code.len()).unwrap();
+    elf.extend(words(&[1, 0, 0x0804_8000, 0x0804_8000, size, size, 5, 4096]));
+    elf.extend(words(&[1, 0, MEMORY, MEMORY, 0, pages.max(1) * 4096, 6, 4096]));
+    elf.extend(code);
+    let path = dir.join("compat");
     fs::write(&path, elf).unwrap();
     fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     Command::new(&path).spawn().map(OwnedChild).map_err(|error| format!("32-bit programs cannot run: {error}"))

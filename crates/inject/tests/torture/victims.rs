@@ -246,7 +246,7 @@ impl Victims {
 
     fn add_compat(&mut self) {
         let dir = tempfile::tempdir().unwrap();
-        let child = match start_compat(dir.path()) {
+        let child = match start_compat(dir.path(), 0) {
             Ok(child) => child,
             Err(why) => return skip_unsupported(why),
         };

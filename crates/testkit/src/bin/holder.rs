@@ -10,12 +10,15 @@
 //! `time` answers the number of its pages, and then, on a line for each page, the cycles that a write to it takes.
 //!
 //! Commands that change its identity, or the use of its memory: `advise FIRST PAGES ADVICE`, `lock FIRST PAGES`,
-//! `register FIRST PAGES` (userfaultfd, write protection), `dumpable 0|1`, `user ID` (and group; stays dumpable),
-//! `group ID`, `sleep` (uninterruptibly, for good) and `exec PAGES PROGRAM` (the new program, a copy of this one,
-//! answers with its first page).
+//! `pin FIRST PAGES` (as buffers of io_uring), `register FIRST PAGES` (userfaultfd, write protection), `map FILE` (all
+//! of its memory becomes a private mapping of it), `files COUNT` (that many mappings of a file), `dumpable 0|1`, `user
+//! ID` (and group; stays dumpable), `group ID`, `sleep` (uninterruptibly, for good) and `exec PAGES PROGRAM` (the new
+//! program, a copy of this one, answers with its first page).
 
 use pagefold_testkit::holder::fill;
+use std::fs::File;
 use std::io::Write;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::process::CommandExt;
 
 const PAGE: usize = 4096;
@@ -56,6 +59,12 @@ fn main() {
             let error = std::process::Command::new(program).arg(pages).exec();
             panic!("exec: {error}");
         }
+        if let Some(path) = line.strip_prefix("map ") {
+            map(start, length, path);
+            written.fill(None);
+            answer(0);
+            continue;
+        }
         let mut words = line.split(' ');
         let command = words.next().unwrap_or_default();
         let numbers: Vec<u64> = words.map(|word| word.parse().expect("a number")).collect();
@@ -92,6 +101,15 @@ fn main() {
                 let (first, pages) = range();
                 // SAFETY: within the mapping; locking changes no contents.
                 assert_eq!(unsafe { libc::mlock(start.byte_add(first * PAGE), pages * PAGE) }, 0, "{line}");
+                0
+            }
+            ("pin", [_, _]) => {
+                let (first, pages) = range();
+                pin(start as u64 + (first * PAGE) as u64, (pages * PAGE) as u64);
+                0
+            }
+            ("files", &[count]) => {
+                map_files(count);
                 0
             }
             ("register", [_, _]) => {
@@ -225,6 +243,50 @@ fn register(start: u64, length: u64) {
         let fd = i32::try_from(fd).expect("a descriptor");
         assert_eq!(libc::ioctl(fd, UFFDIO_API, api.as_mut_ptr()), 0, "{}", std::io::Error::last_os_error());
         assert_eq!(libc::ioctl(fd, UFFDIO_REGISTER, range.as_mut_ptr()), 0, "{}", std::io::Error::last_os_error());
+    }
+}
+
+/// Has io_uring pin memory as registered buffers of at most 1 GiB, for good.
+fn pin(start: u64, length: u64) {
+    const REGISTER_BUFFERS: u32 = 0;
+    const LARGEST: u64 = 1 << 30;
+    let mut parameters = [0_u8; 120];
+    let buffers = (0..length).step_by(1 << 30).map(|from| [start + from, LARGEST.min(length - from)]);
+    let buffers: Vec<[u64; 2]> = buffers.collect();
+    // SAFETY: both calls read and write what they're given: the parameters' struct of 120 bytes, and as many iovecs as we
+    // say. Pinning changes no contents. The descriptor stays open.
+    unsafe {
+        let ring = libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr());
+        assert!(ring >= 0, "{}", std::io::Error::last_os_error());
+        let call = libc::SYS_io_uring_register;
+        let registered = libc::syscall(call, ring, REGISTER_BUFFERS, buffers.as_ptr(), buffers.len());
+        assert_eq!(registered, 0, "{}", std::io::Error::last_os_error());
+    }
+}
+
+/// Replaces the memory by a private mapping of a file.
+fn map(start: *mut libc::c_void, length: usize, path: &str) {
+    let file = File::open(path).expect("the file");
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED;
+    // SAFETY: exactly our own mapping, and nobody uses a reference to it meanwhile.
+    let mapped = unsafe { libc::mmap(start, length, access, flags, file.as_raw_fd(), 0) };
+    assert_eq!(mapped, start, "{}", std::io::Error::last_os_error());
+}
+
+/// Maps so many parts of a file, none beside the next one in the file.
+fn map_files(count: u64) {
+    // SAFETY: the name ends with a zero; the new descriptor is ours alone.
+    let file = unsafe { File::from_raw_fd(libc::memfd_create(c"files".as_ptr(), libc::MFD_CLOEXEC)) };
+    file.set_len(2 * count * PAGE as u64).expect("a sparse file");
+    for number in 0..count {
+        let offset = i64::try_from(2 * number * PAGE as u64).expect("an offset");
+        // SAFETY: a fresh mapping, which nobody uses.
+        let mapped = unsafe {
+            let (access, flags) = (libc::PROT_READ, libc::MAP_SHARED);
+            libc::mmap(std::ptr::null_mut(), PAGE, access, flags, file.as_raw_fd(), offset)
+        };
+        assert_ne!(mapped, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
     }
 }
 

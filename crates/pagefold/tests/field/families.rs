@@ -1,0 +1,60 @@
+//! Prefork servers: masters that load the same data, and workers that only read it.
+
+use crate::*;
+
+const MIB_EACH: u64 = 100;
+const WORKERS: usize = 4;
+
+/// A master, and its workers' pids.
+fn prefork() -> (Holder, Vec<i32>) {
+    let mut master = program_with(MIB_EACH);
+    let workers = (0..WORKERS).map(|_| master.fork()).collect();
+    (master, workers)
+}
+
+fn members(masters: &[(Holder, Vec<i32>)]) -> Vec<i32> {
+    masters.iter().flat_map(|(master, workers)| [&[master.pid()], &workers[..]].concat()).collect()
+}
+
+#[test]
+fn masters_with_workers_save_as_much_as_masters_alone() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let masters = [prefork(), prefork()];
+    let pids = members(&masters);
+    let unmerged = held(&pids);
+    let promised = savable_mib(&scan(&pids));
+    assert!((MIB_EACH - 5..MIB_EACH + 5).contains(&promised), "scan promises {promised} MiB");
+    let daemon = run(&pids);
+    assert_saves(unmerged, &pids, MIB_EACH * 95 / 100, 25);
+    // Each worker maps all of it, but it is there once.
+    let resident = status()["resident_bytes"].as_u64().unwrap() / MIB;
+    assert!(resident <= 2 * MIB_EACH * 11 / 10, "status says {resident} MiB are resident, of {}", unmerged / MIB);
+    ksm.end(daemon, &pids);
+}
+
+/// What the kernel counts as saved grows with each worker that ksmd visits.
+#[test]
+fn pages_of_workers_are_not_counted_as_saved() {
+    let Some(_ksm) = KsmAtRest::take() else { return };
+    let mut masters = [program_with(MIB_EACH), program_with(MIB_EACH)];
+    let unmerged = held(&pids_of(&masters));
+    for master in &mut masters {
+        master.mark(0, master.pages);
+    }
+    let mut pids = pids_of(&masters);
+    for master in &mut masters {
+        pids.extend((0..WORKERS).map(|_| master.fork()));
+    }
+    write_knob("pages_to_scan", "100000");
+    write_knob("sleep_millisecs", "10");
+    write_knob("run", "1");
+    wait_until("ksmd has merged them", || saved_mib(unmerged, &pids) >= MIB_EACH * 98 / 100);
+    wait_until("ksmd has visited the workers", || number("pages_sharing") * 4096 > 5 * MIB_EACH * MIB);
+    let output = pagefold(&["doctor", "--json"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let said = row(&report["findings"], "id", "ksm")["what"].as_str().unwrap();
+    let figure = said.split_once(" MiB").and_then(|(before, _)| before.rsplit(' ').next()?.parse::<f64>().ok());
+    let Some(figure) = figure else { panic!("no figure in {said}") };
+    assert!((90.0..=110.0).contains(&figure), "{said}, of {MIB_EACH} MiB that are saved");
+    write_knob("run", "0");
+}

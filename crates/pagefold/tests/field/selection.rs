@@ -1,0 +1,152 @@
+//! Programs that are hard to find, to ask or to merge: what is left out is listed with its reason, and what is promised
+//! is what can be merged.
+
+use crate::*;
+use pagefold_testkit::injection::start_compat;
+use std::path::Path;
+use std::process::Command;
+
+const MIB_EACH: u64 = 64;
+const PAGES: u64 = MIB_EACH * PAGES_PER_MIB;
+
+/// Buffers registered with io_uring, as databases and proxies have them. The kernel can't merge pinned pages.
+#[test]
+fn nothing_is_promised_for_pinned_memory() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut programs = [program_with(MIB_EACH), program_with(MIB_EACH), program_with(MIB_EACH)];
+    for program in &mut programs {
+        program.ask(&format!("pin 0 {PAGES}"));
+    }
+    let pids = pids_of(&programs);
+    let report = scan(&pids);
+    assert!(savable_mib(&report) <= 5, "scan promises {} MiB", savable_mib(&report));
+    assert_has(&report.to_string(), &["pinned"]);
+    let daemon = run(&pids);
+    std::thread::sleep(Duration::from_secs(25));
+    let explanation = json_of(&["explain", &pids[0].to_string()]);
+    assert_has(&explanation.to_string(), &["pinned"]);
+    let expected = |region: &Value| region["expected_bytes"].as_u64().unwrap_or(0);
+    let expected: u64 = explanation["regions"].as_array().unwrap().iter().map(expected).sum();
+    assert!(expected <= 5 * MIB, "{expected} bytes are expected to be merged");
+    // ksmd's records for pages that it can't merge are for nothing.
+    let metadata = status()["metadata_bytes"].as_u64().unwrap();
+    assert!(metadata <= MIB / 2, "{metadata} bytes of records");
+    ksm.end(daemon, &pids);
+}
+
+/// Two servers started before an upgrade replaced their program by another file, and two after it.
+#[test]
+fn programs_whose_file_was_upgraded_are_found() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let program = ProgramCopy::of(&victim_binary("holder"), "server");
+    let server = || Holder::with_as(&program, PAGES / 2, COMMON);
+    let mut servers = vec![server(), server()];
+    let new = ProgramCopy::of(&victim_binary("holder"), "server.new");
+    std::fs::rename(&*new, &*program).unwrap();
+    servers.extend([server(), server()]);
+    let pids = pids_of(&servers);
+    let report = json_of(&["scan", "--exact", "--exe", program.name()]);
+    assert_eq!(report["processes"].as_array().unwrap().len(), 4, "{report}");
+    assert!(savable_mib(&report) >= 3 * MIB_EACH / 2, "{report}");
+    let unmerged = held(&pids);
+    let scope = ["run", "--json", "--governor", "full", "--mechanism", "ksmd", "--exe", program.name()];
+    let daemon = Daemon::start(&scope).answering();
+    assert_saves(unmerged, &pids, 3 * MIB_EACH / 2 * 97 / 100, 20);
+    ksm.end(daemon, &pids);
+}
+
+/// Game servers are. Either they're merged, or all commands give one reason, which names the way that works.
+#[test]
+fn of_32_bit_programs_all_commands_say_the_same() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut servers = Vec::new();
+    for number in 0..3 {
+        let dir = dir.path().join(number.to_string());
+        std::fs::create_dir(&dir).unwrap();
+        match start_compat(&dir, u32::try_from(PAGES).unwrap()) {
+            Ok(server) => servers.push(server),
+            Err(why) => return skip_unsupported(why),
+        }
+    }
+    let pids: Vec<i32> = servers.iter().map(OwnedChild::pid).collect();
+    wait_until("they hold their memory", || held(&pids) >= 3 * MIB_EACH * MIB);
+    let unmerged = held(&pids);
+    let report = scan(&pids);
+    let daemon = run(&pids);
+    std::thread::sleep(Duration::from_secs(10));
+    let of_status = row(&status()["processes"], "pid", pids[0])["left_alone"].clone();
+    let saved = saved_mib(unmerged, &pids);
+    let summary = ksm.end(daemon, &pids);
+    let promised = savable_mib(&report);
+    println!("scan promises {promised} MiB, {saved} MiB are saved");
+    if saved < 2 * MIB_EACH * 95 / 100 {
+        assert!(promised <= 1, "scan promises {promised} MiB, {saved} are saved");
+        let reason = of_status.as_str().unwrap_or_else(|| panic!("status has no reason: {summary}"));
+        assert_eq!(row(&summary["left_alone"], "pid", pids[0])["reason"], reason);
+        assert_has(&report.to_string(), &[reason]);
+        assert_has(reason, &["32-bit", "exec"]);
+    }
+}
+
+/// Containers with user namespaces, started by root.
+#[test]
+fn scan_counts_in_user_namespaces_what_a_run_merges() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let contained = || {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user"]).arg(victim_binary("holder"));
+        let mut program = Holder::by(&mut command, PAGES);
+        program.write(0, PAGES, COMMON);
+        program
+    };
+    let programs = [contained(), contained()];
+    let pids = pids_of(&programs);
+    let unmerged = held(&pids);
+    let promised = savable_mib(&scan(&pids));
+    let daemon = run(&pids);
+    std::thread::sleep(Duration::from_secs(10));
+    let saved = saved_mib(unmerged, &pids);
+    ksm.end(daemon, &pids);
+    assert!(promised.abs_diff(saved) <= MIB_EACH / 10, "scan promises {promised} MiB, run saves {saved}");
+    assert!(saved >= MIB_EACH * 95 / 100, "run saves {saved} MiB of {MIB_EACH}");
+}
+
+/// Search servers map each file of their index. Their heaps are merged all the same.
+#[test]
+fn a_heap_beside_20_000_mappings_of_files_is_merged() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut servers = [program_with(MIB_EACH), program_with(MIB_EACH)];
+    for server in &mut servers {
+        server.ask("files 20000");
+    }
+    let pids = pids_of(&servers);
+    let unmerged = held(&pids);
+    let promised = savable_mib(&scan(&pids));
+    assert!(promised >= MIB_EACH * 95 / 100, "scan promises {promised} MiB");
+    let daemon = run(&pids);
+    assert_saves(unmerged, &pids, MIB_EACH * 95 / 100, 20);
+    assert_has(&succeed(&["explain", &pids[0].to_string()]), &["merged"]);
+    ksm.end(daemon, &pids);
+}
+
+/// Browsers are on the deny list.
+#[test]
+fn the_command_that_scan_prints_works_as_it_stands() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let program = ProgramCopy::of(&victim_binary("holder"), "chromium");
+    let browser = || Holder::with_as(&program, PAGES / 2, COMMON);
+    let browsers = [browser(), browser()];
+    let pids = pids_of(&browsers);
+    let unmerged = held(&pids);
+    let text = succeed(&["scan", "--exe", program.name(), "--allow", "chromium"]);
+    let Some((_, printed)) = text.split_once("To save it:") else { panic!("no command in {text}") };
+    let printed = printed.trim().lines().next().unwrap();
+    let own = Path::new(pagefold_testkit::program()).parent().unwrap();
+    let path = format!("{}:{}", own.display(), std::env::var("PATH").unwrap());
+    let mut command = Command::new("sh");
+    command.env("PATH", path).args(["-c", &format!("exec {printed} --json --governor full --mechanism ksmd")]);
+    let daemon = Daemon::of(&mut command).answering();
+    assert_saves(unmerged, &pids, MIB_EACH / 2 * 95 / 100, 20);
+    ksm.end(daemon, &pids);
+}
