@@ -86,7 +86,7 @@ pub struct Config {
     /// We mark mappings up to this length whole or not at all: mremap(2) can't move or grow a mapping that marks have
     /// split.
     pub split_above: Pages,
-    /// The most spans we mark in one process: each may split a mapping in three.
+    /// The most parts of mappings we mark in one process: each may split a mapping in three.
     pub spans_per_process: usize,
     /// The assumed cost of memory accesses, for placing pages on NUMA nodes.
     pub latencies: Latencies,

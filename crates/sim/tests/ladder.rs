@@ -200,6 +200,32 @@ fn growth_in_marked_memory_is_merged_while_small_spans_wait() {
 }
 
 #[test]
+fn a_program_of_many_small_mappings_is_merged_whole() {
+    const MAPPINGS: u32 = 300;
+    const PAGES: u64 = 16;
+    let mut steps = Vec::new();
+    for process in [1, 2] {
+        steps.push((0, Step::Start { process }));
+        for number in 0..MAPPINGS {
+            // Half of them come later, when the others are marked.
+            let at_ns = u64::from(number % 2) * 10 * SECOND;
+            let (region, first) = (process * 1_000 + number, Vpn(512 + u64::from(number) * 1_024));
+            steps.push((at_ns, Step::Map { process, region, family: FamilyKey(1), first, pages: Pages(PAGES) }));
+            for page in 0..PAGES {
+                let content = u64::from(number + 1) << 32 | page;
+                let page = first + page;
+                steps.push((at_ns, Step::Write { region, page, content, parts: 0b1111, eighth: 0 }));
+            }
+        }
+    }
+    steps.sort_by_key(|step| step.0);
+    let mut sim = Machine::new(host());
+    sim.play(steps.into());
+    sim.run(60);
+    assert_eq!(sim.saved(), Pages(u64::from(MAPPINGS) * PAGES));
+}
+
+#[test]
 fn memory_that_no_longer_changes_is_merged_even_if_it_changed_when_it_was_first_read() {
     const PAGES: u64 = 20_000;
     let mut steps = Vec::new();

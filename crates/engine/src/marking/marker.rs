@@ -447,9 +447,12 @@ impl Marker {
 /// The regions with something to mark, and their spans. We include regions that another program has marked whole
 /// (`pagefold exec`), because they're worth a scan. We leave out anything without headroom.
 fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &Config) -> Vec<(u32, Vec<Candidate>)> {
-    let mut marks_of: BTreeMap<_, usize> = BTreeMap::new();
+    // The mark of a whole mapping doesn't split it, so a program may have any number of those.
+    let mut splits_of: BTreeMap<_, usize> = BTreeMap::new();
     for region in table.iter() {
-        *marks_of.entry(region.view.owner).or_default() += region.marks.spans.len();
+        if region.in_blocks || !region.is_marked_whole() {
+            *splits_of.entry(region.view.owner).or_default() += region.marks.spans.len();
+        }
     }
     let mut ready = Vec::new();
     for (slot, region) in table.numbered_mut() {
@@ -467,7 +470,8 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
         let spans = if region.is_marked_whole() {
             marked_by_another(region, &headroom)
         } else {
-            let room = config.spans_per_process.saturating_sub(marks_of[&region.view.owner]);
+            let splits = splits_of.get(&region.view.owner).copied().unwrap_or(0);
+            let room = config.spans_per_process.saturating_sub(splits);
             new_spans(region, room, &mut headroom, config)
         };
         if spans.is_empty() {
