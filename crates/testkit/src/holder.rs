@@ -132,6 +132,11 @@ impl Holder {
         self.ask("fork").try_into().unwrap()
     }
 
+    /// The same, but the child writes to pages first, as [`Self::write`] does.
+    pub fn fork_and_write(&mut self, first: u64, pages: u64, content: u64) -> i32 {
+        self.ask(&format!("fork {first} {pages} {content}")).try_into().unwrap()
+    }
+
     /// Whether every page that we wrote and didn't drop still has its content.
     pub fn is_intact(&mut self) -> bool {
         self.ask("check") == 0

@@ -58,3 +58,31 @@ fn pages_of_workers_are_not_counted_as_saved() {
     assert!((90.0..=110.0).contains(&figure), "{said}, of {MIB_EACH} MiB that are saved");
     write_knob("run", "0");
 }
+
+/// Backends of a database, or workers whose garbage collector rewrites what they inherited: each writes the same contents
+/// at the same addresses, but after the fork.
+#[test]
+fn equal_memory_that_workers_wrote_themselves_counts_as_saved() {
+    const WRITTEN: u64 = 8 * PAGES_PER_MIB;
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut master = Holder::start(2 * WRITTEN);
+    master.write(0, WRITTEN, COMMON);
+    let workers: Vec<i32> = (0..WORKERS).map(|_| master.fork_and_write(WRITTEN, WRITTEN, COMMON << 1)).collect();
+    let pids = [&[master.pid()], &workers[..]].concat();
+    let all = (WRITTEN * (WORKERS as u64 + 1)) * 4096;
+    wait_until("all have written", || held(&pids) >= all);
+    let unmerged = held(&pids);
+    let daemon = run(&pids);
+    let least_mib = (WORKERS as u64 - 1) * WRITTEN / PAGES_PER_MIB * 95 / 100;
+    assert_saves(unmerged, &pids, least_mib, 20);
+    let began = Instant::now();
+    loop {
+        let said = status()["saved_bytes"].as_u64().unwrap_or(0) / MIB;
+        if said >= least_mib {
+            break;
+        }
+        assert!(began.elapsed() < Duration::from_secs(10), "status says {said} MiB, {least_mib} are saved");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    ksm.end(daemon, &pids);
+}

@@ -2,8 +2,8 @@
 //!
 //! It prints the number of its first page, then reads commands from standard input, one per line, and answers each with
 //! a number. `write FIRST PAGES CONTENT STEP`, `drop FIRST PAGES` and `mark FIRST PAGES` answer 0, `fork` answers the
-//! child's pid, and `check` answers how many pages don't hold the content written to them. The program ends when its
-//! input does.
+//! child's pid (with `FIRST PAGES CONTENT`, the child writes these pages first), and `check` answers how many pages don't
+//! hold the content written to them. The program ends when its input does.
 //!
 //! After `watch` it checks its memory all the time, one part between two commands.
 //!
@@ -152,7 +152,15 @@ fn main() {
                 cycles.into_iter().for_each(answer);
                 continue;
             }
-            ("fork", []) => fork(),
+            ("fork", []) => fork(|| {}),
+            ("fork", &[_, _, content]) => {
+                let (first, pages) = range();
+                fork(|| {
+                    for (page, number) in (first..first + pages).zip(0..) {
+                        fill(&mut bytes[page * PAGE..][..PAGE], content + number);
+                    }
+                })
+            }
             ("watch", []) => {
                 watched = Some(0);
                 0
@@ -210,14 +218,15 @@ fn time_of_write(page: &mut [u8]) -> u64 {
     }
 }
 
-/// Starts a child that holds the inherited memory; returns its pid.
-fn fork() -> u64 {
+/// Starts a child that makes this change and then holds its memory; returns its pid.
+fn fork(change: impl FnOnce()) -> u64 {
     // SAFETY: the program has one thread.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        // SAFETY: both calls concern the child alone, which does nothing else until it's killed with its parent.
+        // SAFETY: the calls concern the child alone, which does nothing else until it's killed with its parent.
         unsafe {
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            change();
             loop {
                 libc::pause();
             }
