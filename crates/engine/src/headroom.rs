@@ -34,6 +34,8 @@ struct LimitRoom {
     read_ns: u64,
     /// How many more pages we may merge.
     left: Pages,
+    /// The same while half of the reserve is lent.
+    lent: Pages,
     /// By how much we'd exceed the limit if all pages that may be merged were charged there for ever.
     over: Pages,
     /// Whether a process outside the limit has had memory that may be merged, since the bound has been in force.
@@ -47,14 +49,22 @@ pub struct Headroom {
     of_owner: FxHashMap<OwnerKey, Vec<LimitKey>>,
     /// When the limits with pages that may be merged were read, by the oldest, nanoseconds. `None`: there are none.
     read_ns: Option<u64>,
+    lends: bool,
 }
 
 impl Headroom {
+    /// Lends half of the reserve until the next look, or doesn't. If others hold a content merged already, another page
+    /// with it joins theirs: its cgroup pays nothing, and what we lent is free again after two scans.
+    pub fn lend(&mut self, lends: bool) {
+        self.lends = lends;
+    }
+
     /// Recomputes the headroom below every limit that was read since the last look. `mergeable` are the pages that may
     /// be merged already, of every process in scope, and `total` is the machine's memory.
     pub fn look(&mut self, keep: Keep, total: Pages, limits: &[LimitView], mergeable: &FxHashMap<OwnerKey, Pages>) {
         let before = std::mem::take(&mut self.limits);
         self.of_owner.clear();
+        self.lends = false;
         self.read_ns = None;
         let held_by_all: Pages = mergeable.values().copied().sum();
         for view in limits {
@@ -71,8 +81,14 @@ impl Headroom {
             let room = match known {
                 Some(room) if room.read_ns == view.read_ns => LimitRoom { is_shared, ..room },
                 _ => {
-                    let left = view.left.saturating_sub(held + keep.below(view.limit));
-                    LimitRoom { read_ns: view.read_ns, left, over: held.saturating_sub(view.left), is_shared }
+                    let reserve = keep.below(view.limit);
+                    LimitRoom {
+                        read_ns: view.read_ns,
+                        left: view.left.saturating_sub(held + reserve),
+                        lent: view.left.saturating_sub(held + Pages(reserve.0 / 2)),
+                        over: held.saturating_sub(view.left),
+                        is_shared,
+                    }
                 }
             };
             self.limits.insert(view.key, room);
@@ -85,8 +101,15 @@ impl Headroom {
     /// The limit that leaves a process the least headroom, and how many of its pages we may still merge. `None`: any
     /// number.
     pub fn of(&self, owner: OwnerKey) -> Option<(LimitKey, Pages)> {
-        let keys = self.of_owner.get(&owner)?;
-        keys.iter().filter_map(|key| Some((*key, self.limits.get(key)?.left))).min_by_key(|&(_, left)| left)
+        let mut least: Option<(LimitKey, Pages)> = None;
+        for key in self.of_owner.get(&owner)? {
+            let Some(room) = self.limits.get(key) else { continue };
+            let left = if self.lends { room.lent } else { room.left };
+            if least.is_none_or(|(_, least)| left < least) {
+                least = Some((*key, left));
+            }
+        }
+        least
     }
 
     /// The limit that leaves a process no headroom at all.
@@ -143,6 +166,7 @@ impl Headroom {
         for key in self.of_owner.get(&owner).into_iter().flatten() {
             if let Some(room) = self.limits.get_mut(key) {
                 room.left = room.left.saturating_sub(pages);
+                room.lent = room.lent.saturating_sub(pages);
             }
         }
     }

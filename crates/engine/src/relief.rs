@@ -19,21 +19,22 @@
 //! Some of its own pages are marked but not merged, because they were written. Merged once more, they could add to the
 //! pages it keeps. We unmark them, which costs nothing, and mark them again when there's headroom.
 
-use crate::host::{LimitView, MergedSample, PageRun};
+use crate::host::{LimitView, MergedSample, PageRun, RegionView};
 use crate::keys::{LimitKey, OwnerKey, RegionKey};
+use crate::marking::marker::SPLIT_FROM;
 use crate::placement::inventory::{merged_runs, take_pages};
 use crate::region::Region;
 use crate::region::table::RegionTable;
 use crate::reserve::Keep;
-use crate::units::{Pages, Vpn, count};
+use crate::units::{EXTENT_PAGES, Pages, Vpn, count};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Reverse;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 /// Unmerging makes copies in steps of this many pages. Each step needs a margin besides: 32 MiB that the process and
 /// its neighbours may allocate meanwhile, and 2 MiB that the kernel charges in advance on each processor that copies
 /// (`MEMCG_CHARGE_BATCH`, mm/memcontrol.c).
-pub const UNMERGE_STEP: Pages = Pages(2_048);
+pub const UNMERGE_STEP: Pages = Pages(EXTENT_PAGES);
 /// See [`UNMERGE_STEP`].
 pub const UNMERGE_MARGIN: Pages = Pages(8_704);
 
@@ -59,13 +60,48 @@ pub struct Place {
     pub first: Vpn,
 }
 
-/// The regions to unmerge for a cgroup.
+/// What we unmerge of a region at once: an extent, or all of a mapping that we don't split.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Part {
+    pub region: RegionKey,
+    pub first: Vpn,
+    pub pages: Pages,
+}
+
+/// The room for copies, on the machine and below limits.
+#[derive(Clone, Debug)]
+pub struct CopyBudget<'a> {
+    pub spare: Pages,
+    pub limits: &'a [LimitView],
+    /// What's planned already below each limit.
+    pub taken: FxHashMap<LimitKey, Pages>,
+}
+
+impl CopyBudget<'_> {
+    /// Takes room for copies of a process's pages. False if there isn't enough.
+    fn take(&mut self, owner: OwnerKey, copies: Pages) -> bool {
+        if copies > self.spare {
+            return false;
+        }
+        self.spare = self.spare - copies;
+        for view in self.limits.iter().filter(|view| view.owners.contains(&owner)) {
+            let taken = self.taken.entry(view.key).or_default();
+            *taken += copies;
+            if *taken + UNMERGE_STEP + margin_below(view.limit) > view.left {
+                return false;
+            }
+        }
+        true
+    }
+}
+
+/// What to unmerge for a cgroup.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Relieved {
     /// The limit that needs relief.
     pub limit: LimitKey,
-    /// Other processes' regions with pages that are charged to it.
-    pub others: Vec<Place>,
+    /// Parts of other processes' regions with pages that are charged to it.
+    pub others: Vec<Part>,
     /// Its own regions with many marked pages that aren't merged.
     pub own: Vec<Place>,
 }
@@ -81,7 +117,9 @@ struct Survey {
     /// Merged frames that are charged to it.
     frames: FxHashSet<u64>,
     /// Charged frames that other processes map, and where.
-    outside: Vec<(Place, u64)>,
+    outside: Vec<(Part, u64)>,
+    /// Other processes' merged pages, charged to whomever.
+    copies: FxHashMap<Part, (OwnerKey, Pages)>,
 }
 
 /// Looks for regions to unmerge.
@@ -143,6 +181,7 @@ impl Relief {
             merged: FxHashMap::default(),
             frames: FxHashSet::default(),
             outside: Vec::new(),
+            copies: FxHashMap::default(),
         });
     }
 
@@ -153,13 +192,13 @@ impl Relief {
         (take_pages(&mut survey.ahead, LOOKED_UP_AT_ONCE), Some(survey.limit))
     }
 
-    /// Records pages that we looked up. After the last one, returns the regions to unmerge: the ones that hold the most
-    /// pages charged to the cgroup, until enough come free to restore its reserve.
+    /// Records pages that we looked up. After the last one, returns what to unmerge: where others hold the most pages
+    /// charged to the cgroup, as far as their copies fit, until enough come free to restore its reserve.
     pub fn record(
         &mut self,
         table: &RegionTable,
         merged: &[MergedSample],
-        limits: &[LimitView],
+        budget: CopyBudget<'_>,
         keep: Keep,
         now_ns: u64,
     ) -> Option<Relieved> {
@@ -176,8 +215,8 @@ impl Relief {
             return None;
         }
         let survey = self.survey.take()?;
-        let view = limits.iter().find(|view| view.key == survey.limit);
-        let found = view.and_then(|view| survey.relieve(view, keep.below(view.limit), table));
+        let view = budget.limits.iter().find(|view| view.key == survey.limit);
+        let found = view.and_then(|view| survey.relieve(view, keep.below(view.limit), table, budget));
         self.pause_ns = if found.is_none() { (self.pause_ns * 2).clamp(PAUSE_NS, PAUSE_MOST_NS) } else { PAUSE_NS };
         self.next_ns = now_ns + self.pause_ns;
         found
@@ -188,65 +227,97 @@ fn place_of(region: &Region) -> Place {
     Place { region: region.view.key, first: region.view.first }
 }
 
+/// The part of a region that a page is in. We don't split small mappings.
+fn part_of(region: &Region, page: Vpn) -> Part {
+    let RegionView { key, first, pages, .. } = region.view;
+    if pages < SPLIT_FROM {
+        return Part { region: key, first, pages };
+    }
+    let from = first.max(Vpn(page.extent() * EXTENT_PAGES));
+    let end = region.end().min(Vpn((page.extent() + 1) * EXTENT_PAGES));
+    Part { region: key, first: from, pages: Pages(end.0 - from.0) }
+}
+
 impl Survey {
     fn add(&mut self, region: &Region, sample: &MergedSample) {
         let is_member = self.members.contains(&region.view.owner);
         if is_member {
             *self.merged.entry(place_of(region)).or_default() += 1;
         }
+        let part = part_of(region, sample.page);
+        if !is_member {
+            let (_, copies) = self.copies.entry(part).or_insert((region.view.owner, Pages(0)));
+            *copies += Pages(1);
+        }
         if sample.charged {
             self.frames.insert(sample.frame);
             if !is_member {
-                self.outside.push((place_of(region), sample.frame));
+                self.outside.push((part, sample.frame));
             }
         }
     }
 
-    fn relieve(&self, view: &LimitView, reserve: Pages, table: &RegionTable) -> Option<Relieved> {
+    fn relieve(
+        &self,
+        view: &LimitView,
+        reserve: Pages,
+        table: &RegionTable,
+        budget: CopyBudget<'_>,
+    ) -> Option<Relieved> {
         let used = view.limit.saturating_sub(view.left);
         let merged = Pages(self.merged.values().sum());
         let without_merging = (used + merged).saturating_sub(Pages(count(self.frames.len())));
         if without_merging > view.limit {
             return None;
         }
-        let mut holders_of: FxHashMap<u64, u32> = FxHashMap::default();
-        for &(_, frame) in &self.outside {
-            *holders_of.entry(frame).or_default() += 1;
-        }
-        let mut at_worst = without_merging + Pages(count(holders_of.len()));
+        let held: FxHashSet<u64> = self.outside.iter().map(|&(_, frame)| frame).collect();
+        let mut at_worst = without_merging + Pages(count(held.len()));
         let goal = view.limit.saturating_sub(reserve);
         let mut relieved = Relieved { limit: self.limit, others: Vec::new(), own: Vec::new() };
         if at_worst > view.limit {
-            let freed = self.choose_others(holders_of, at_worst.saturating_sub(goal), &mut relieved.others);
+            let freed = self.choose_others(at_worst.saturating_sub(goal), budget, &mut relieved.others);
             at_worst = at_worst.saturating_sub(freed);
         }
         self.choose_own(table, view.limit.saturating_sub(at_worst), goal.saturating_sub(at_worst), &mut relieved.own);
         (!relieved.others.is_empty() || !relieved.own.is_empty()).then_some(relieved)
     }
 
-    /// Chooses others' regions until `lacking` frames come free. A frame comes free once nobody else maps it. Returns
-    /// how many do.
-    fn choose_others(&self, mut holders_of: FxHashMap<u64, u32>, lacking: Pages, chosen: &mut Vec<Place>) -> Pages {
-        let mut held: FxHashMap<Place, Vec<u64>> = FxHashMap::default();
-        for &(place, frame) in &self.outside {
-            held.entry(place).or_default().push(frame);
+    /// Chooses parts of others' regions until `lacking` frames come free. Returns how many do. A frame comes free once
+    /// nobody outside maps it, so we take all parts that share frames together.
+    fn choose_others(&self, lacking: Pages, mut budget: CopyBudget<'_>, chosen: &mut Vec<Part>) -> Pages {
+        let mut frames_in: FxHashMap<Part, Vec<u64>> = FxHashMap::default();
+        let mut parts_with: FxHashMap<u64, Vec<Part>> = FxHashMap::default();
+        for &(part, frame) in &self.outside {
+            frames_in.entry(part).or_default().push(frame);
+            parts_with.entry(frame).or_default().push(part);
         }
-        let mut by_size: Vec<(Place, Vec<u64>)> = held.into_iter().collect();
-        by_size.sort_by_key(|(place, frames)| (Reverse(frames.len()), *place));
-        let mut freed = Pages(0);
-        for (place, frames) in by_size {
-            if freed >= lacking {
+        let mut by_size: Vec<Part> = frames_in.keys().copied().collect();
+        by_size.sort_by_key(|part| (Reverse(frames_in[part].len()), *part));
+        let mut taken: BTreeSet<Part> = BTreeSet::new();
+        let mut free: FxHashSet<u64> = FxHashSet::default();
+        for part in by_size {
+            if Pages(count(free.len())) >= lacking {
                 break;
             }
-            for frame in frames {
-                if let Some(holders) = holders_of.get_mut(&frame) {
-                    *holders -= 1;
-                    freed += Pages(u64::from(*holders == 0));
-                }
+            let together: BTreeSet<Part> =
+                frames_in[&part].iter().flat_map(|frame| parts_with[frame].clone()).collect();
+            let mut rest = budget.clone();
+            let fits = together.difference(&taken).all(|part| {
+                let (owner, copies) = self.copies[part];
+                rest.take(owner, copies)
+            });
+            if !fits {
+                continue;
             }
-            chosen.push(place);
+            budget = rest;
+            taken.extend(&together);
+            for part in together {
+                let frames = frames_in[&part].iter().copied();
+                free.extend(frames.filter(|frame| parts_with[frame].iter().all(|part| taken.contains(part))));
+            }
         }
-        freed
+        chosen.extend(taken);
+        Pages(count(free.len()))
     }
 
     /// If more than `most` of the cgroup's pages are marked and not merged, chooses its regions until no more than
@@ -280,7 +351,6 @@ impl Survey {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::RegionView;
     use crate::keys::NodeKey;
     use crate::region::test_view;
     use crate::units::Permyriad;
@@ -330,16 +400,20 @@ mod tests {
         samples
     }
 
+    fn budget(limits: &[LimitView], spare: u64) -> CopyBudget<'_> {
+        CopyBudget { spare: Pages(spare), limits, taken: FxHashMap::default() }
+    }
+
     /// The regions to unmerge, as process numbers: others', and its own.
     fn relieved(view: &LimitView, shares: &[(u32, u64, u64, bool)]) -> Option<(Vec<u32>, Vec<u32>)> {
         let (mut relief, table) = (Relief::default(), table());
         relief.begin(view, Pages(1), &table, S);
         assert_eq!(relief.inspect().1, Some(LimitKey(7)));
         let keep = Keep::Share(Permyriad(1_000));
-        let found = relief.record(&table, &samples(shares), std::slice::from_ref(view), keep, S)?;
+        let found = relief.record(&table, &samples(shares), budget(std::slice::from_ref(view), u64::MAX), keep, S)?;
         assert!(!relief.is_busy());
-        let numbers = |places: Vec<Place>| places.into_iter().map(|place| place.region.0).collect();
-        Some((numbers(found.others), numbers(found.own)))
+        let others = found.others.into_iter().map(|part| part.region.0).collect();
+        Some((others, found.own.into_iter().map(|place| place.region.0).collect()))
     }
 
     #[test]
@@ -367,7 +441,7 @@ mod tests {
             relief.begin(&view, Pages(over), &table, at_ns);
             let begins = relief.is_busy();
             relief.inspect();
-            relief.record(&table, &[], std::slice::from_ref(&view), Keep::Auto, at_ns);
+            relief.record(&table, &[], budget(std::slice::from_ref(&view), 0), Keep::Auto, at_ns);
             (is_wanted, begins)
         };
         assert_eq!(looks(30, 10 * S), (true, true));

@@ -28,8 +28,11 @@ use std::thread::sleep;
 use std::time::Instant;
 use thiserror::Error;
 
-/// Address space whose copies we make after one check of the limits: 8 MiB, 8 ms at about a gigabyte a second.
-const STEP_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
+/// Address space whose copies we make from outside after one check of the limits: 2 MiB, 2 ms at about a gigabyte a
+/// second.
+const COPY_BYTES: u64 = UNMERGE_STEP.0 * PAGE_BYTES;
+/// Address space that one call unmarks if it has to make the copies.
+const STEP_BYTES: u64 = 4 * COPY_BYTES;
 /// Address space that one call unmarks if it copies little: walking it takes some 40 ms at most.
 const WHOLE_BYTES: u64 = 1 << 30;
 /// How long that call may take: it waits for the mmap lock, too.
@@ -126,8 +129,8 @@ pub fn unmark_in_steps(
     for call in calls {
         let mut copies_by_call = STEP_BYTES;
         if call.nr == libc::SYS_madvise && shows_merged() {
-            for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(STEP_BYTES)) {
-                check_room(process, roots, STEP_BYTES)?;
+            for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(COPY_BYTES)) {
+                check_room(process, roots, COPY_BYTES)?;
                 reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
             }
             // The copies are made. If the call waited for room for more, we'd never make it where the copies just fit.

@@ -4,13 +4,13 @@
 use super::Engine;
 use crate::headroom::Headroom;
 use crate::host::{LimitView, MergedSample, Snapshot, Why};
-use crate::keys::{LimitKey, OwnerKey};
-use crate::marking::marker::SPLIT_FROM;
+use crate::keys::OwnerKey;
+use crate::marking::extents::CUT_PAGES;
 use crate::region::table::RegionTable;
 use crate::region::{LeaveAlone, Region};
-use crate::relief::{Relief, UNMERGE_STEP, margin_below};
+use crate::relief::{CopyBudget, Part, Relief};
 use crate::reserve::Reserve;
-use crate::units::{EXTENT_PAGES, Pages};
+use crate::units::Pages;
 use rustc_hash::FxHashMap;
 
 #[derive(Debug, Default)]
@@ -48,18 +48,33 @@ impl Engine {
     /// there is some.
     pub(super) fn look_at_headroom(&mut self) {
         let planner = self.planner();
-        let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
-        let now_ns = *now_ns;
+        let Snapshot { memory, limits, .. } = &self.snapshot;
         let mergeable = by_owner(&self.table, limits, |region| planner.mergeable(region));
         self.room.headroom.look(self.config.reserve.keep, memory.total, limits, &mergeable);
         self.look_for_relief();
+        let mut is_merging = self.judge_full_again();
+        is_merging |= self.ksmd.scheduler.is_busy() || self.table.iter().any(|region| region.life.is_worth_marking());
+        if !is_merging && self.carrier().by_marks {
+            self.room.headroom.lend(true);
+            let is_wanted = self.judge_full_again();
+            self.room.headroom.lend(is_wanted);
+        }
+    }
+
+    /// Judges regions again that had no headroom and have some now. Returns whether there are any.
+    fn judge_full_again(&mut self) -> bool {
+        let planner = self.planner();
+        let now_ns = self.snapshot.now_ns;
         let top = self.ladder.levels();
+        let mut any = false;
         for region in self.table.iter_mut().filter(|region| region.hold.full.is_some()) {
-            let is_full = self.room.headroom.of(region.view.owner).is_some_and(|(_, left)| left < Pages(EXTENT_PAGES));
+            let is_full = self.room.headroom.of(region.view.owner).is_some_and(|(_, left)| left < CUT_PAGES);
             if !is_full && region.life.is_judged() {
                 planner.judge_again(region, now_ns, top);
+                any = true;
             }
         }
+        any
     }
 
     /// If a cgroup may exceed its limit, starts to look for pages of other cgroups that are charged to it.
@@ -91,28 +106,16 @@ impl Engine {
     pub(super) fn relieve(&mut self, merged: &[MergedSample]) {
         let Snapshot { now_ns, memory, limits, .. } = &self.snapshot;
         let keep = self.config.reserve.keep;
-        let Some(relieved) = self.room.relief.record(&self.table, merged, limits, keep, *now_ns) else { return };
-        let planner = self.planner();
+        let spare = self.room.reserve.spare(memory);
+        let budget = CopyBudget { spare, limits, taken: FxHashMap::default() };
+        let Some(relieved) = self.room.relief.record(&self.table, merged, budget, keep, *now_ns) else { return };
         let by_marks = self.carrier().by_marks;
-        let mut spare = self.room.reserve.spare(memory);
-        let mut taken: FxHashMap<LimitKey, Pages> = FxHashMap::default();
-        for place in relieved.others {
-            let Some(region) = self.table.at_mut(place.region, place.first) else { continue };
+        for Part { region, first, pages } in relieved.others {
+            let Some(region) = self.table.at_mut(region, first) else { continue };
             // Another program's marks aren't ours to undo.
-            if by_marks && region.marks.spans.is_empty() {
-                continue;
+            if !by_marks || !region.marks.spans.is_empty() {
+                self.ksmd.marker.take_apart(region, first, pages, *now_ns, Why::Charge, LeaveAlone::Relieved);
             }
-            let merged = planner.mergeable(region);
-            let copies = copies_that_fit(merged.min(spare), region.view.owner, limits, &taken);
-            // We don't split small mappings.
-            if copies < merged.min(Pages(EXTENT_PAGES)) || copies < merged && region.view.pages < SPLIT_FROM {
-                continue;
-            }
-            spare = spare - copies;
-            for view in limits_of(region.view.owner, limits) {
-                *taken.entry(view.key).or_default() += copies;
-            }
-            self.ksmd.marker.take_apart(region, merged - copies, *now_ns, Why::Charge, LeaveAlone::Relieved);
         }
         if by_marks {
             for place in relieved.own {
@@ -146,22 +149,4 @@ fn by_owner(
         *sums.entry(region.view.owner).or_default() += pages_of(region);
     }
     sums
-}
-
-fn limits_of(owner: OwnerKey, limits: &[LimitView]) -> impl Iterator<Item = &LimitView> {
-    limits.iter().filter(move |view| view.owners.contains(&owner))
-}
-
-/// How many copies of a process's pages fit below its limits, `taken` being planned there already.
-fn copies_that_fit(
-    mut copies: Pages,
-    owner: OwnerKey,
-    limits: &[LimitView],
-    taken: &FxHashMap<LimitKey, Pages>,
-) -> Pages {
-    for view in limits_of(owner, limits) {
-        let used = taken.get(&view.key).copied().unwrap_or_default() + UNMERGE_STEP + margin_below(view.limit);
-        copies = copies.min(view.left.saturating_sub(used));
-    }
-    copies
 }

@@ -187,17 +187,38 @@ fn counts_of(extents: &Extents, run: Range<u64>) -> Counts {
     extents.range(run).map(|(_, extent)| extent.counts()).sum()
 }
 
-/// The beginning of a span: as many of its whole extents as fit into `most` pages. `None` if not even one fits.
+/// Without headroom for all of a span, we cut it at a multiple of this many pages.
+pub const CUT_PAGES: Pages = Pages(64);
+
+/// The beginning of a span: as much as fits into `most` pages. We assume that an extent's duplicates are spread evenly.
+/// `None` if nothing fits.
 pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Candidate> {
     if span.pages <= most {
         return Some(*span);
     }
-    let end = (span.first.0 + most.0) / EXTENT_PAGES * EXTENT_PAGES;
-    if end <= span.first.0 {
+    let end = Vpn((span.first.0 + most.0) / CUT_PAGES.0 * CUT_PAGES.0);
+    if end <= span.first {
         return None;
     }
-    let counts = counts_of(extents, span.first.extent()..end / EXTENT_PAGES);
-    Some(Candidate::new(span.first, Vpn(end), counts))
+    let mut counts = counts_of(extents, span.first.extent()..end.extent());
+    let cut = extents.get(&end.extent()).map(Extent::counts).unwrap_or_default();
+    let part = end.0 % EXTENT_PAGES;
+    counts.resident += Pages(cut.resident.0 * part / EXTENT_PAGES);
+    counts.duplicate += Pages(cut.duplicate.0 * part / EXTENT_PAGES);
+    Some(Candidate::new(span.first, end, counts))
+}
+
+/// The parts of a span before `from` and from `to` on, which are the bounds of extents.
+pub fn around(extents: &Extents, span: &Candidate, from: Vpn, to: Vpn) -> Vec<Candidate> {
+    let end = span.first + span.pages.0;
+    let mut parts = Vec::new();
+    for (low, high) in [(span.first, from), (to, end)] {
+        if low < high {
+            let counts = counts_of(extents, low.extent()..high.0.div_ceil(EXTENT_PAGES));
+            parts.push(Candidate::new(low, high, counts));
+        }
+    }
+    parts
 }
 
 #[cfg(test)]
@@ -227,14 +248,15 @@ mod tests {
     }
 
     #[test]
-    fn the_beginning_of_a_span_ends_with_an_extent() {
+    fn the_beginning_of_a_span_ends_at_a_multiple_of_64_pages() {
         let all = extents(&[300, 400, 10, 500]);
         let span = Candidate { first: Vpn(100), pages: Pages(1_900), resident: Pages(2_048), duplicate: Pages(1_210) };
         let ends =
             |most| beginning(&all, &span, Pages(most)).map(|part| (part.pages.0, part.resident.0, part.duplicate.0));
-        assert_eq!(ends(411), None);
+        assert_eq!(ends(27), None);
+        assert_eq!(ends(411), Some((348, 448, 262)));
         assert_eq!(ends(412), Some((412, 512, 300)));
-        assert_eq!(ends(1_500), Some((1_436, 1_536, 710)));
+        assert_eq!(ends(1_500), Some((1_500, 1_600, 772)));
         assert_eq!(ends(1_900), Some((1_900, 2_048, 1_210)));
     }
 

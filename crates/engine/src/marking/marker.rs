@@ -10,7 +10,7 @@ use crate::host::{Change, ChangeResult, Marking, Outcome, RegionView, Span, Why}
 use crate::keys::{LimitKey, RegionKey};
 use crate::limits::Allowance;
 use crate::marking::cow_breaks::{BreakTally, CowBreaks};
-use crate::marking::extents::{Candidate, Counts, beginning};
+use crate::marking::extents::{Candidate, Counts, around, beginning};
 use crate::marking::profit::{Wave, paying_density};
 use crate::merging::ScanScheduler;
 use crate::region::hold::LEAVE_NS;
@@ -126,7 +126,7 @@ impl Marker {
         let marked = marked_resident(table);
         self.thin_out(table, marked, now_ns, rested_ns, pace, config);
         self.small = Wave::default();
-        let ready = ready(table, now_ns, headroom.clone(), config);
+        let mut ready = ready(table, now_ns, headroom.clone(), config);
         if ready.is_empty() {
             self.held_since_ns = None;
             return Vec::new();
@@ -148,6 +148,11 @@ impl Marker {
             return Vec::new();
         }
         self.held_since_ns = None;
+        // Of two equal pages, ksmd keeps the one in the process that was marked later.
+        ready.sort_by_key(|(slot, _)| {
+            let left = table.get(*slot).and_then(|region| headroom.of(region.view.owner));
+            left.map_or(Pages(u64::MAX), |(_, left)| left)
+        });
         self.added.clear();
         let mut marks = Vec::new();
         for (slot, mut spans) in ready {
@@ -261,35 +266,53 @@ impl Marker {
         }
         let allowed = table.iter_mut().filter(|region| may_be_taken_back(region, step));
         let Some(region) = allowed.min_by_key(|region| worth_keeping(region)) else { return };
-        self.take_apart(region, Pages(0), now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
+        let RegionView { first, pages, .. } = region.view;
+        self.take_apart(region, first, pages, now_ns, Why::MemoryShort, LeaveAlone::TakenBack);
     }
 
-    /// Queues a region's spans for unmarking (or the whole region if we merged its pages on request), and leaves it
-    /// alone for a time. As many extents as fit into `keep` pages stay marked, from its beginning on.
-    pub fn take_apart(&mut self, region: &mut Region, mut keep: Pages, now_ns: u64, why: Why, reason: LeaveAlone) {
-        let mut spans = std::mem::take(&mut region.marks.spans);
-        let is_marked = !spans.is_empty();
-        if !is_marked {
-            region.usage.merged.clear();
-            let RegionView { first, pages, resident, .. } = region.view;
-            spans.push(Candidate { first, pages, resident, duplicate: Pages(0) });
+    /// Queues a part of a region for unmarking, by whole extents, and leaves the region alone for a time. The rest stays
+    /// marked, or merged on request.
+    pub fn take_apart(
+        &mut self,
+        region: &mut Region,
+        first: Vpn,
+        pages: Pages,
+        now_ns: u64,
+        why: Why,
+        reason: LeaveAlone,
+    ) {
+        let end = first + pages.0;
+        let spans = std::mem::take(&mut region.marks.spans);
+        if spans.is_empty() {
+            for page in first.0..end.0 {
+                region.usage.merged.remove(Vpn(page));
+            }
+            self.queue(Span { region: region.view.key, first, pages }, why);
         }
         let mut kept = Vec::new();
         for mark in spans {
-            let part = beginning(&region.extents, &mark, keep);
-            let kept_pages = part.map_or(Pages(0), |part| part.pages);
-            let rest =
-                Span { region: region.view.key, first: mark.first + kept_pages.0, pages: mark.pages - kept_pages };
-            if rest.pages > Pages(0) {
-                self.unmarking.push_back(Change { span: rest, why });
+            let (from, to) = (mark.first.max(first), end.min(mark.first + mark.pages.0));
+            if from >= to {
+                kept.push(mark);
+                continue;
             }
-            keep = keep - kept_pages;
-            if is_marked {
-                kept.extend(part);
-            }
+            kept.extend(around(&region.extents, &mark, from, to));
+            self.queue(Span { region: region.view.key, first: from, pages: Pages(to.0 - from.0) }, why);
         }
         region.leave_until(now_ns + LEAVE_NS, reason);
         region.marks.spans = kept;
+    }
+
+    /// Queues a span for unmarking, together with the last one if it continues that.
+    fn queue(&mut self, span: Span, why: Why) {
+        match self.unmarking.back_mut() {
+            Some(Change { span: last, why: other })
+                if *other == why && last.region == span.region && last.first + last.pages.0 == span.first =>
+            {
+                last.pages += span.pages;
+            }
+            _ => self.unmarking.push_back(Change { span, why }),
+        }
     }
 
     /// Queues a region's spans for unmarking, because a limit has no headroom for them. We mark them again once it has.

@@ -16,7 +16,6 @@ use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::os::fault;
 use pagefold_procmem::process::ReadError;
-use std::collections::BTreeMap;
 
 /// A mark takes microseconds. If it takes this long, another thread of the process holds its mmap lock.
 const MARK_NS: u64 = 250_000_000;
@@ -156,10 +155,13 @@ impl LiveHost {
         }
         let results = vec![Marking::Refused; changes.len()];
         let mut all = Changes { asked: changes, mark, size, results };
-        let mut by_pid: BTreeMap<i32, Vec<usize>> = BTreeMap::new();
+        // In the order of the changes: ksmd visits processes in the order in which they were first marked.
+        let mut by_pid: Vec<(i32, Vec<usize>)> = Vec::new();
         for (at, change) in changes.iter().enumerate() {
-            if let Some(&pid) = self.regions.pids.get(&change.span.region) {
-                by_pid.entry(pid).or_default().push(at);
+            let Some(&pid) = self.regions.pids.get(&change.span.region) else { continue };
+            match by_pid.iter_mut().find(|(known, _)| *known == pid) {
+                Some((_, wanted)) => wanted.push(at),
+                None => by_pid.push((pid, vec![at])),
             }
         }
         for (pid, wanted) in by_pid {

@@ -1,6 +1,8 @@
 //! A simulated machine, and the live engine on it.
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+pub mod oracle;
+
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::{Cycle, Engine, cycle};
 use pagefold_engine::governor::WINDOW_NS;
