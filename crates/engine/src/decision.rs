@@ -59,6 +59,8 @@ pub enum Reason {
     TakenBack,
     /// We unmerged its memory because a cgroup without headroom for it was charged.
     Relieved,
+    /// It's pinned, or its copies are: ksmd merged next to none of its duplicates.
+    Unmerged,
     /// We couldn't stop its process, and try again.
     Busy,
     /// The region is too young, or regions of its family have ended young.
@@ -103,6 +105,7 @@ impl fmt::Display for Reason {
             Self::Volatile => f.write_str("too many pages change"),
             Self::TakenBack | Self::MemoryShort => f.write_str("memory is short"),
             Self::Relieved | Self::NoHeadroom(_) => f.write_str("a memory limit has no headroom"),
+            Self::Unmerged => f.write_str("pinned or not mergeable"),
             Self::Busy => f.write_str("its process couldn't be stopped"),
             Self::TooYoung => f.write_str("too young"),
             Self::DoesNotPay { .. } => f.write_str("doesn't pay yet"),

@@ -14,6 +14,7 @@ mod regions;
 mod room;
 mod samples;
 mod state;
+mod unmerged;
 
 pub use cycle::{Cycle, count_saving, cycle};
 

@@ -376,6 +376,8 @@ pub enum Why {
     MemoryShort,
     /// Unmarked because its pages are charged to another cgroup, with a limit that has no headroom for them.
     Charge,
+    /// Unmarked because ksmd merged next to none of its duplicates: it's pinned, or its copies are.
+    Unmerged,
     /// A user asked for it.
     Asked,
     /// Unmarked because the memory is excluded now or its process has moved to another trust domain.

@@ -76,6 +76,7 @@ pub struct Mapping {
     pub(crate) resident: Permyriad,
     pub(crate) huge: bool,
     pub(crate) active: bool,
+    pub(crate) pinned: bool,
 }
 
 impl Mapping {
@@ -93,6 +94,7 @@ impl Mapping {
             resident: Permyriad(10_000),
             huge: false,
             active: false,
+            pinned: false,
         }
     }
     setters! {
@@ -104,6 +106,8 @@ impl Mapping {
         resident(share: Permyriad): resident = share;
         /// Maps it by huge pages where a whole aligned extent fits.
         huge(): huge = true;
+        /// Pins its pages, as io_uring does: they never merge.
+        pinned(): pinned = true;
         /// Puts its pages on page reclaim's active list.
         active(): active = true;
     }

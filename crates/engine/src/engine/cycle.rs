@@ -8,7 +8,7 @@
 
 use super::Engine;
 use crate::governor::{Governor, share_ns};
-use crate::host::{Actions, Host, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot};
+use crate::host::{Actions, Counted, Host, Move, Outcome, PageRun, SamplePlan, Samples, Snapshot};
 use crate::keys::RegionKey;
 use crate::region::{Event, Region};
 use crate::sampling::ladder::ReadPlan;
@@ -166,6 +166,7 @@ impl Engine {
             self.saving.adopt_counter(ksm.saved(), *now_ns);
         } else if ksm.merged() == Pages(0) {
             self.saving.adopt_none(*now_ns);
+            self.find_unmerged(&[], Some(&Counted::default()));
         }
         self.record_counted();
     }
@@ -245,6 +246,7 @@ impl Engine {
     fn record_saving(&mut self, samples: &Samples) {
         self.saving.record(&self.table, &samples.merged, samples.counted.as_ref(), self.snapshot.now_ns);
         self.record_counted();
+        self.find_unmerged(&samples.merged, samples.counted.as_ref());
     }
 
     fn record_counted(&mut self) {

@@ -162,6 +162,7 @@ fn held_for(region: &Region) -> Option<Reason> {
         }
         LeaveAlone::TakenBack => Some(Reason::TakenBack),
         LeaveAlone::Relieved => Some(Reason::Relieved),
+        LeaveAlone::Unmerged => Some(Reason::Unmerged),
         LeaveAlone::Refused => Some(Reason::Refused),
     }
 }

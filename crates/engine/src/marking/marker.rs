@@ -77,6 +77,11 @@ impl Marker {
         self.held_since_ns.is_some() && self.small == Wave::default()
     }
 
+    /// Whether anything waits because it doesn't pay yet.
+    pub fn has_waiting(&self) -> bool {
+        self.has_thin_waiting() || self.small.added > Pages(0)
+    }
+
     /// Whether thin extents wait because they don't pay.
     pub fn has_thin_waiting(&self) -> bool {
         self.thin.added > Pages(0)
@@ -301,6 +306,15 @@ impl Marker {
         }
         region.leave_until(now_ns + LEAVE_NS, reason);
         region.marks.spans = kept;
+    }
+
+    /// Queues a region's spans for unmarking, because ksmd merged next to none of its duplicates.
+    pub fn give_back_unmerged(&mut self, region: &mut Region, now_ns: u64) {
+        for mark in std::mem::take(&mut region.marks.spans) {
+            self.queue(span_of(region, &mark), Why::Unmerged);
+        }
+        let pause_ns = region.hold.next_unmerged_ns();
+        region.leave_until(now_ns + pause_ns, LeaveAlone::Unmerged);
     }
 
     /// Queues a span for unmarking, together with the last one if it continues that.

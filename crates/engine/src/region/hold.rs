@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 /// The first and the longest pause between two examinations of a region that bring nothing, nanoseconds.
 const FIRST_PAUSE_NS: u64 = 10_000_000_000;
 const LONGEST_PAUSE_NS: u64 = 600_000_000_000;
+/// The first pause after ksmd merged none of a region's duplicates, nanoseconds.
+const UNMERGED_NS: u64 = 300_000_000_000;
 /// How long we leave a region alone for a reason that passes, nanoseconds.
 pub(crate) const LEAVE_NS: u64 = 3_600_000_000_000;
 
@@ -19,6 +21,8 @@ pub enum LeaveAlone {
     TakenBack,
     /// We unmerged the region because another cgroup was charged for it and had no headroom. Temporary.
     Relieved,
+    /// ksmd merged next to none of its duplicates. Passes.
+    Unmerged,
     /// Its process refused to be marked. Lasts for good.
     Refused,
 }
@@ -38,6 +42,8 @@ pub struct Hold {
     pub left_alone: bool,
     /// The limit of a cgroup without headroom for more marks, or for keeping more pages.
     pub full: Option<LimitKey>,
+    /// How often in a row ksmd merged none of its duplicates.
+    pub unmerged: u32,
     /// We couldn't stop the target: no marks before this time, nanoseconds.
     pub retry_ns: u64,
 }
@@ -55,6 +61,14 @@ impl Hold {
     pub fn leave_until(&mut self, until_ns: u64, reason: LeaveAlone) {
         self.reason = Some(reason);
         self.not_before_ns = until_ns;
+    }
+
+    /// How long to leave the region alone because ksmd merged none of its duplicates, nanoseconds: twice as long each
+    /// time.
+    pub fn next_unmerged_ns(&mut self) -> u64 {
+        let pause_ns = (UNMERGED_NS << self.unmerged.min(8)).min(LEAVE_NS);
+        self.unmerged += 1;
+        pause_ns
     }
 
     /// Leaves the region alone for good, because its process refused to be marked.

@@ -15,6 +15,8 @@ pub struct Marks {
     pub samples: MarkedSamples,
     /// Whether we've already requested scans because another program has marked the whole region.
     pub scanned_whole: bool,
+    /// Whether a count has found pages of the spans merged.
+    pub merges: bool,
     /// Pages that were resident when ksmd last began to visit them twice.
     pub visited: Pages,
 }

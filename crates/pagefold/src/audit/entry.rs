@@ -126,6 +126,7 @@ impl From<Why> for Reason {
             Why::Charge => {
                 ("charge", "its pages are charged to another cgroup, whose limit has no headroom for them".to_owned())
             }
+            Why::Unmerged => ("unmerged", "it is pinned or not mergeable: almost nothing of it was merged".to_owned()),
             Why::MemoryShort => ("memory-short", "less memory is free than the reserve".to_owned()),
             Why::Asked => ("asked", "requested by a user".to_owned()),
             Why::Excluded => ("excluded", "has been excluded".to_owned()),

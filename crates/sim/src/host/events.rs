@@ -140,9 +140,13 @@ impl SimHost {
         let region = self.memory.map(owner, mapping.family, *first, pages, mapping.huge);
         self.memory.place_pages(region.0);
         let (active, behaviour, pages) = (mapping.active, mapping.behaviour.clone(), mapping.pages.0);
+        let pinned = mapping.pinned;
         self.mark_new(region, owner);
         if let Some(region) = self.memory.region_mut(region.0) {
             region.active = active;
+            if pinned {
+                region.pinned = (0..region.len()).collect();
+            }
         }
         match behaviour {
             Behaviour::Static => {}

@@ -19,7 +19,6 @@ impl Ksmd {
         let at = page as usize;
         let region = memory.region_mut(key).expect("found by next_stretch just before");
         let (backing, content, mut item) = (region.backing[at], region.content[at], region.items[at]);
-        let is_pinned = region.is_pinned(at);
         let writes = region.writes.get_mut(at).map(std::mem::take).unwrap_or_default();
 
         if matches!(backing, Backing::Absent | Backing::ZeroMapped | Backing::ZeroMerged) {
@@ -56,10 +55,7 @@ impl Ksmd {
             let mut cost_ns = costs.checksum_ns;
             if item.checksum != checksum {
                 item.checksum = checksum;
-            } else if is_pinned {
-                // It finds the page's copies, but can't merge it with them.
-                cost_ns += costs.merge_zero_ns;
-            } else if content == 0 && self.knobs.use_zero_pages {
+            } else if content == 0 && self.knobs.use_zero_pages && !is_pinned(memory, (key, page)) {
                 memory.merge_zero(key, page);
                 cost_ns += costs.merge_zero_ns;
             } else {
@@ -158,12 +154,18 @@ impl Ksmd {
     ) -> (bool, u64) {
         let tree = self.tree_of(memory, me, item);
         if let Some(frame) = self.trees.find_stable(memory, tree, content, steps) {
+            if is_pinned(memory, me) {
+                return (true, 0);
+            }
             memory.join(me.0, me.1, frame);
             self.trees.attach(memory, frame);
             item.frame = frame;
             return (true, self.costs.merge_stable_ns);
         }
         let (other, at) = match self.trees.find_or_insert_unstable(memory, tree, content, me, steps) {
+            UnstableSearch::Partner(other, _) if is_pinned(memory, me) || is_pinned(memory, other) => {
+                return (true, 0);
+            }
             UnstableSearch::Partner(other, at) => (other, at),
             UnstableSearch::Inserted(at) => {
                 item.node = at;
@@ -204,6 +206,11 @@ pub(super) fn fork_sharers(memory: &Memory, me: PageRef) -> Vec<PageRef> {
     let at = Vpn(region.first + u64::from(me.1));
     let pages = memory.live_regions().filter_map(|(key, region)| Some((key, region.offset(at)?)));
     pages.filter(|&page| page != me && memory.same_frame(page, me)).collect()
+}
+
+/// Whether a page is pinned. The kernel doesn't merge pages with unknown references (`write_protect_page`).
+fn is_pinned(memory: &Memory, page: PageRef) -> bool {
+    memory.region(page.0).is_some_and(|region| region.is_pinned(page.1 as usize))
 }
 
 /// `smart_scan`: whether to skip this visit. Counts visits and skips.

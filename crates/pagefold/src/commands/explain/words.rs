@@ -59,6 +59,10 @@ pub fn sentence(region: &RegionState, facts: &Facts) -> String {
             "Left alone for {left}: it was unmerged because its merged pages were charged to another cgroup, whose \
              memory limit has no headroom for them."
         ),
+        Reason::Unmerged => format!(
+            "Unmarked and left alone for {left}: it has copies, but ksmd could merge almost none of it. It is pinned or not mergeable \
+             (io_uring buffers, VFIO, RDMA), or its copies are."
+        ),
         Reason::CowBroken(ratio) => {
             let share = percent(ratio.fraction(), 1.0);
             let horizon = time(config.cow_horizon_ns as f64 / 1e9);

@@ -1,0 +1,87 @@
+//! Compares what we expect marked memory to save with what ksmd has merged there.
+//!
+//! Pages that the kernel or a device has pinned (io_uring's buffers, VFIO, RDMA) have duplicates like any others, but
+//! never merge: ksmd gives up on each at every scan (`write_protect_page`, mm/ksm.c). Such memory costs scans and ksmd's
+//! records, so we unmark it, and try it again after a pause that doubles.
+//!
+//! A pinned page that ksmd visits first keeps its copies from merging with each other: ksmd compares each of them with
+//! the pinned one (`unstable_tree_search_insert`). So we unmark the processes that come first, and look again after two
+//! more scans.
+
+use super::Engine;
+use crate::host::{Counted, MergedSample};
+use crate::keys::{OwnerKey, RegionKey};
+use crate::units::{Pages, Vpn};
+use rustc_hash::FxHashMap;
+
+/// ksmd has rested for this long, so that a count is later than its last merges, nanoseconds.
+const RESTED_NS: u64 = 1_000_000_000;
+/// We only judge regions with so many duplicates among the pages that a count looks up.
+const EXPECTED_MIN: u64 = 256;
+/// Memory merges if at least this fraction of its duplicates has.
+const MERGED_PART: u64 = 8;
+/// We unmark this fraction of the processes at once.
+const AT_ONCE: usize = 4;
+
+impl Engine {
+    /// Whether we may still mark more. Then marked memory may only lack its copies.
+    fn has_copies_to_mark(&self) -> bool {
+        if self.plan.reading.foreground || self.ksmd.marker.has_waiting() {
+            return true;
+        }
+        for region in self.table.iter() {
+            let is_busy = region.hold.retry_ns > self.snapshot.now_ns;
+            if region.hold.full.is_some() || region.life.is_worth_marking() || is_busy {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Unmarks regions where a count finds next to nothing merged, although ksmd has visited all marks twice.
+    pub(super) fn find_unmerged(&mut self, merged: &[MergedSample], counted: Option<&Counted>) {
+        let now_ns = self.snapshot.now_ns;
+        let has_rested = self.ksmd.scheduler.idle_ns(now_ns) >= RESTED_NS && self.scans() > 0;
+        if !has_rested || !self.carrier().by_marks || self.has_copies_to_mark() {
+            return;
+        }
+        let Some(counted) = counted else { return };
+        let one_in = self.saving.latest().map_or(1, |saving| saving.one_in);
+        let mut found: FxHashMap<(RegionKey, Vpn), Pages> = FxHashMap::default();
+        let mut last = None;
+        for sample in merged {
+            last = self.table.near(last, sample.region, sample.page);
+            if let Some(region) = last {
+                *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
+            }
+        }
+        let mut unmerged: Vec<OwnerKey> = Vec::new();
+        for region in self.table.iter_mut() {
+            let expected = region.marks.counts().duplicate;
+            if region.marks.merges || expected.0 / one_in < EXPECTED_MIN {
+                continue;
+            }
+            // Zeros are counted for each process.
+            let zeros = counted.zeros.get(&region.view.owner).map(|&(_, pages)| pages).unwrap_or_default();
+            let frames = found.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
+            region.marks.merges = (zeros + frames).0 * MERGED_PART >= expected.0;
+            if region.marks.merges {
+                region.hold.unmerged = 0;
+            } else if !unmerged.contains(&region.view.owner) {
+                unmerged.push(region.view.owner);
+            }
+        }
+        let first = &unmerged[..unmerged.len().div_ceil(AT_ONCE)];
+        for region in self.table.iter_mut() {
+            let is_unmerged = !region.marks.merges && region.marks.counts().duplicate.0 / one_in >= EXPECTED_MIN;
+            if !is_unmerged {
+                continue;
+            }
+            if first.contains(&region.view.owner) {
+                self.ksmd.marker.give_back_unmerged(region, now_ns);
+            } else {
+                self.ksmd.scheduler.request_thorough(region.marked_resident());
+            }
+        }
+    }
+}

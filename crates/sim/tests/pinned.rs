@@ -1,0 +1,84 @@
+//! Pinned memory never merges: it's found out after the scans, unmarked, and not tried again at once.
+
+mod common;
+
+use common::{MIB, Machine, config, host};
+use pagefold_engine::config::Config;
+use pagefold_engine::decision::Reason;
+use pagefold_engine::governor::Governor;
+use pagefold_engine::keys::OwnerKey;
+use pagefold_engine::units::Pages;
+use pagefold_sim::{Fill, Mapping, Process};
+
+const EACH: Pages = Pages(32 * MIB);
+
+/// Processes with equal memory, pinned or not.
+fn machine(pinned: &[bool]) -> Machine {
+    let mut sim = Machine::with(host(), Config { governor: Governor::Full, ..config() });
+    for &is_pinned in pinned {
+        let mapping = Mapping::new(EACH, Fill::Series(1));
+        sim.add(Process::starting_at(0).mapping(if is_pinned { mapping.pinned() } else { mapping }));
+    }
+    sim
+}
+
+/// How much of a process's memory is marked, and whether it's left alone because nothing of it was merged.
+fn state(sim: &Machine, owner: u32) -> (Pages, bool) {
+    let region = sim.engine.regions().find(|region| region.view.owner == OwnerKey(owner)).unwrap();
+    (region.view.marked, region.decision.reason == Reason::Unmerged)
+}
+
+#[test]
+fn pinned_memory_is_unmarked_with_its_reason_and_seldom_tried_again() {
+    let mut sim = machine(&[true; 3]);
+    sim.run(50);
+    for owner in 0..3 {
+        assert_eq!(state(&sim, owner), (Pages(0), true));
+    }
+    let expected: u64 = sim.engine.state().owners.values().map(|owner| owner.memory.expected_bytes).sum();
+    assert_eq!((sim.saved(), expected), (Pages(0), 0));
+    let marks = sim.log.marks;
+    sim.run(200);
+    assert_eq!(sim.log.marks, marks, "five minutes");
+    sim.run(3_400);
+    let tries = (sim.log.marks - marks) / 6;
+    assert!((1..=4).contains(&tries), "{tries} tries within an hour");
+    assert_eq!(state(&sim, 0), (Pages(0), true));
+}
+
+#[test]
+fn copies_of_pinned_memory_merge_with_each_other() {
+    let mut sim = machine(&[true, false, true, false]);
+    sim.run(50);
+    assert!(sim.saved().0 >= EACH.0 * 98 / 100, "{:?}", sim.saved());
+    for (owner, is_pinned) in [(0, true), (1, false), (2, true), (3, false)] {
+        assert_eq!(state(&sim, owner), (if is_pinned { Pages(0) } else { EACH }, is_pinned), "{owner}");
+    }
+}
+
+#[test]
+fn the_only_copy_of_pinned_memory_is_unmarked_too() {
+    let mut sim = machine(&[true, false]);
+    sim.run(50);
+    assert_eq!((state(&sim, 0), state(&sim, 1)), ((Pages(0), true), (Pages(0), true)));
+}
+
+#[test]
+fn zeros_and_what_merged_once_stay_marked() {
+    let mut sim = Machine::with(host(), Config { governor: Governor::Full, ..config() });
+    sim.add(Process::starting_at(0).mapping(Mapping::new(EACH, Fill::Zeros)));
+    for _ in 0..2 {
+        sim.add(Process::starting_at(0).mapping(Mapping::new(EACH, Fill::Series(1))));
+    }
+    sim.run(50);
+    let saved = sim.saved();
+    assert!(saved.0 >= 2 * EACH.0 * 98 / 100, "{saved:?}");
+    for region in sim.regions_of(OwnerKey(1)) {
+        let first = sim.span_of(region).unwrap().first;
+        for page in 0..EACH.0 {
+            sim.write(region, first + page, 1 << 40 | page);
+        }
+    }
+    sim.run(300);
+    assert_eq!((0..3).map(|owner| state(&sim, owner)).collect::<Vec<_>>(), [(EACH, false); 3]);
+}
