@@ -224,6 +224,22 @@ mod tests {
     }
 
     #[test]
+    fn half_of_the_reserve_is_lent_until_the_next_look() {
+        let mut headroom = Headroom::default();
+        let limits = [view(7, 1_000, 400, &[1], 5)];
+        assert_eq!(look(&mut headroom, &limits, [300, 0, 0])[0], Some((7, 0)), "a tenth is the reserve");
+        headroom.lend(true);
+        assert_eq!(headroom.of(OwnerKey(1)), Some((LimitKey(7), Pages(50))));
+        headroom.take(OwnerKey(1), Pages(40));
+        assert_eq!(headroom.of(OwnerKey(1)), Some((LimitKey(7), Pages(10))));
+        // It has paid for 40 pages more: no more is lent.
+        let limits = [view(7, 1_000, 400, &[1], 9)];
+        assert_eq!(look(&mut headroom, &limits, [350, 0, 0])[0], Some((7, 0)));
+        headroom.lend(true);
+        assert_eq!(headroom.full(OwnerKey(1)), Some(LimitKey(7)));
+    }
+
+    #[test]
     fn the_page_of_a_process_with_headroom_stays() {
         let mut headroom = Headroom::default();
         look(&mut headroom, &[view(7, 1_000, 101, &[1], 5), view(8, 1_000, 102, &[2], 5)], [0; 3]);

@@ -434,6 +434,30 @@ mod tests {
     }
 
     #[test]
+    fn only_extents_with_pages_charged_to_the_cgroup_are_taken_apart() {
+        let mut table = RegionTable::default();
+        let view = |key| RegionView { owner: OwnerKey(key), marked: Pages(4_096), ..test_view(key, 100, 4_096) };
+        table.update(&[view(1), view(2), view(3)], 1, |view| Region::new(view, 0, false, 1));
+        // It keeps 200 pages for process 2, and 50 of them for process 3 as well. Process 2 keeps 1,000 itself.
+        let shares = [(1, 100, 1_200, true), (2, 700, 200, true), (3, 700, 50, true), (2, 2_000, 1_000, false)];
+        let parts = |spare| {
+            let (mut relief, view) = (Relief::default(), limit(1_300, 1_200));
+            relief.begin(&view, Pages(1), &table, S);
+            relief.inspect();
+            let budget = budget(std::slice::from_ref(&view), spare);
+            let keep = Keep::Share(Permyriad(0));
+            let found = relief.record(&table, &samples(&shares), budget, keep, S).unwrap_or_else(|| Relieved {
+                limit: view.key,
+                others: Vec::new(),
+                own: Vec::new(),
+            });
+            found.others.into_iter().map(|part| (part.region.0, part.first.0, part.pages.0)).collect::<Vec<_>>()
+        };
+        assert_eq!(parts(1_000), [(2, 512, 512), (3, 512, 512)], "both must let go");
+        assert_eq!(parts(100), [], "the copies don't fit");
+    }
+
+    #[test]
     fn it_is_looked_again_when_it_is_worse_or_after_a_pause_that_grows() {
         let (mut relief, table, view) = (Relief::default(), table(), limit(640, 500));
         let mut looks = |over: u64, at_ns: u64| {

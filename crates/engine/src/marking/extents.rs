@@ -261,6 +261,19 @@ mod tests {
     }
 
     #[test]
+    fn both_sides_of_a_part_are_left() {
+        let all = extents(&[300, 400, 10, 500]);
+        let span = Candidate { first: Vpn(100), pages: Pages(1_900), resident: Pages(2_048), duplicate: Pages(1_210) };
+        let left = |from, to| {
+            let parts = around(&all, &span, Vpn(from), Vpn(to));
+            parts.iter().map(|part| (part.first.0, part.pages.0, part.duplicate.0)).collect::<Vec<_>>()
+        };
+        assert_eq!(left(512, 1_024), [(100, 412, 300), (1_024, 976, 510)]);
+        assert_eq!(left(100, 1_024), [(1_024, 976, 510)]);
+        assert_eq!(left(100, 2_000), []);
+    }
+
+    #[test]
     fn a_mostly_dense_region_is_marked_whole() {
         let spans = candidates(&extents(&[300, 300, 300, 10]), Vpn(3), Pages(2000), Density::default(), split(8));
         assert_eq!(
