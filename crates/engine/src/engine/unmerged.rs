@@ -79,6 +79,8 @@ impl Engine {
             }
             if first.contains(&region.view.owner) {
                 self.ksmd.marker.give_back_unmerged(region, now_ns);
+                // ksmd frees its records as it passes.
+                self.ksmd.scheduler.request_reaping(Pages(0), now_ns);
             } else {
                 self.ksmd.scheduler.request_thorough(region.marked_resident());
             }
