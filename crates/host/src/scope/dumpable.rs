@@ -9,10 +9,10 @@
 //!
 //! The attribute remains unknown for root's processes in containers with a user namespace, for processes with mixed
 //! users, and for processes of our own user that have capabilities which we've dropped (the check fails for these as
-//! well). [`ask_inside`] makes such a process query it, which stops it once. If that's impossible, for example while it
+//! well). [`ask_inside`] makes such a process query it, which stops it once; a scan asks from within its namespace. If that's impossible, for example while it
 //! sleeps uninterruptibly, the result is `Unknown`, and we leave the process alone until it has answered.
 
-use super::ProcessInfo;
+use super::{ProcessInfo, dumpable_beside};
 use pagefold_inject::{Call, Injector, InjectorHandle, Limits};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::abandonable::run_abandonable;
@@ -62,11 +62,14 @@ pub fn ask_through(injector: &Injector) {
     ASKER.set(Some(Asker { injector: injector.handle(), answers: BTreeMap::new() }));
 }
 
-/// Makes the process query its attribute (PR_GET_DUMPABLE), if this thread has an injector. Stops the process for some
-/// tens of microseconds, once a minute. If we can't ask it, earlier answers of the same program are valid for a while,
-/// and we ask it again after pauses that double.
-pub fn ask_inside(process: &Process) -> Dumpable {
-    ASKER.with_borrow_mut(|asker| asker.as_mut().map_or(Dumpable::Unknown, |asker| asker.ask(process)))
+/// Makes the process query its attribute (PR_GET_DUMPABLE), which stops it for some tens of microseconds, once a minute.
+/// If we can't ask it, earlier answers of the same program are valid for a while, and we ask it again after pauses that
+/// double. A thread without an injector stops nobody, and asks from beside it, which takes a process of ours.
+pub fn ask_inside(info: &ProcessInfo) -> Dumpable {
+    ASKER.with_borrow_mut(|asker| match asker {
+        Some(asker) => asker.ask(&info.process),
+        None => dumpable_beside::ask(info),
+    })
 }
 
 /// Whether [`ask_inside`] would ask the process now rather than give an earlier answer.
@@ -165,15 +168,15 @@ pub fn dumpable(info: &ProcessInfo) -> Result<Dumpable, ReadError> {
     }
     // Equal owners tell us nothing if the user is root in the namespace, who owns the files of non-dumpable processes
     // there.
-    let namespace_root = match process.read_file("uid_map") {
-        Err(ReadError::Absent { .. }) if !has_user_namespaces() => None,
-        read => root_of(&read?),
+    let is_namespace_root = match process.read_file("uid_map") {
+        Err(ReadError::Absent { .. }) if !has_user_namespaces() => false,
+        read => id_inside(&read?, user) == Some(0),
     };
     Ok(match user {
         // The kernel's check passes for the owner of the process's user namespace, dumpable or not.
         0 if is_in_our_user_namespace(process)? => check_access(process.pid(), &info.status),
         0 => Dumpable::Unknown,
-        user if Some(user) == namespace_root => Dumpable::Unknown,
+        _ if is_namespace_root => Dumpable::Unknown,
         _ => Dumpable::Yes,
     })
 }
@@ -193,13 +196,21 @@ fn is_in_our_user_namespace(process: &Process) -> Result<bool, ReadError> {
     Ok(fs::metadata("/proc/self/ns/user").is_ok_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino())))
 }
 
-/// The outside user ID of a namespace's root from the text of `/proc/PID/uid_map`: lines of inside, outside, count.
-fn root_of(uid_map: &[u8]) -> Option<u32> {
-    let text = std::str::from_utf8(uid_map).ok()?;
-    text.lines().find_map(|line| {
+/// The ID inside a namespace of an outside user or group, by the text of `/proc/PID/uid_map` or `gid_map`: lines of the
+/// first ID inside, the first outside, and how many.
+pub(super) fn id_inside(map: &[u8], id: u32) -> Option<u32> {
+    let text = std::str::from_utf8(map).ok()?;
+    for line in text.lines() {
         let mut words = line.split_ascii_whitespace();
-        (words.next() == Some("0")).then(|| words.next()?.parse().ok())?
-    })
+        let mut number = || words.next()?.parse::<u32>().ok();
+        let inside = number()?;
+        let offset = id.checked_sub(number()?);
+        let count = number()?;
+        if let Some(offset) = offset.filter(|&offset| offset < count) {
+            return inside.checked_add(offset);
+        }
+    }
+    None
 }
 
 /// Makes the kernel's access check without CAP_SYS_PTRACE.
@@ -210,24 +221,28 @@ fn check_access(pid: i32, status: &Status) -> Dumpable {
         return Dumpable::Unknown;
     }
     let Ok(guard) = WithoutPtrace::enter() else { return Dumpable::Unknown };
-    // get_robust_list only reads, costs little and makes the check (PTRACE_MODE_READ, real credentials). It compares
-    // permitted capabilities, which we keep: we only drop the effective one.
-    let mut head = 0usize;
-    let mut length = 0usize;
-    // SAFETY: the kernel writes one pointer and one size to the two variables.
-    let answer = unsafe { libc::syscall(libc::SYS_get_robust_list, pid, &raw mut head, &raw mut length) };
-    match (answer, io::Error::last_os_error().raw_os_error()) {
-        (0, _) => Dumpable::Yes,
-        (_, Some(libc::EPERM)) if guard.permitted() & status.permitted == status.permitted => Dumpable::No,
+    match try_access(pid) {
+        Ok(()) => Dumpable::Yes,
+        Err(libc::EPERM) if guard.permitted() & status.permitted == status.permitted => Dumpable::No,
         // EPERM may also be due to a capability that only the target has (`cap_ptrace_access_check`).
         _ => Dumpable::Unknown,
     }
 }
 
+/// Makes the access check (PTRACE_MODE_READ, real credentials) by get_robust_list, which only reads and costs little. It
+/// compares permitted capabilities, which we keep: we only drop the effective one. The error is the kernel's.
+pub(super) fn try_access(pid: i32) -> Result<(), i32> {
+    let mut head = 0usize;
+    let mut length = 0usize;
+    // SAFETY: the kernel writes one pointer and one size to the two variables.
+    let answer = unsafe { libc::syscall(libc::SYS_get_robust_list, pid, &raw mut head, &raw mut length) };
+    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error().raw_os_error().unwrap_or(0)) }
+}
+
 const CAP_SYS_PTRACE: u32 = 19;
 
 /// Removes CAP_SYS_PTRACE from the effective set of this thread until dropped.
-struct WithoutPtrace {
+pub(super) struct WithoutPtrace {
     before: [CapData; 2],
 }
 
@@ -246,7 +261,7 @@ struct CapData {
 }
 
 impl WithoutPtrace {
-    fn enter() -> io::Result<Self> {
+    pub(super) fn enter() -> io::Result<Self> {
         let mut before = [CapData::default(); 2];
         capability(libc::SYS_capget, &mut before)?;
         let mut without = before;

@@ -40,12 +40,39 @@ fn the_attribute_is_determined_for_our_own_and_other_users() {
 }
 
 #[test]
-fn the_root_of_a_user_namespace_is_found() {
-    assert_eq!(root_of(b"         0          0 4294967295\n"), Some(0));
-    assert_eq!(root_of(b"         0     100000      65536\n"), Some(100_000));
-    assert_eq!(root_of(b"      1000       1000          1\n"), None);
-    assert_eq!(root_of(b""), None);
-    assert_eq!(root_of(b"\xff\n0\n0 x"), None);
+#[cfg_attr(not(feature = "live"), ignore = "needs root")]
+fn root_of_a_user_namespace_is_asked_from_within_it() {
+    // SAFETY: the call takes no arguments.
+    if unsafe { libc::geteuid() } != 0 {
+        return pagefold_testkit::skip("entering a user namespace needs root");
+    }
+    for (dumpable, expected) in [(1, Dumpable::Yes), (0, Dumpable::No)] {
+        let child = Forked::start(|| {
+            // SAFETY: a plain system call.
+            assert_eq!(unsafe { libc::unshare(libc::CLONE_NEWUSER) }, 0);
+            for (file, text) in [("setgroups", "deny"), ("gid_map", "0 0 1"), ("uid_map", "0 0 1")] {
+                fs::write(Path::new("/proc/self").join(file), text).unwrap();
+            }
+            // SAFETY: a plain system call.
+            unsafe { libc::prctl(libc::PR_SET_DUMPABLE, dumpable) };
+        });
+        let process = Arc::new(Process::open(child.0).unwrap());
+        let info = ProcessInfo::of(&process).unwrap();
+        assert_eq!(super::dumpable(&info).unwrap(), Dumpable::Unknown);
+        assert_eq!(ask_inside(&info), expected);
+    }
+}
+
+#[test]
+fn ids_inside_a_user_namespace_are_found() {
+    assert_eq!(id_inside(b"         0          0 4294967295\n", 7), Some(7));
+    let two = b"         0     100000      65536\n     70000      1000      1\n";
+    assert_eq!(id_inside(two, 100_000), Some(0));
+    assert_eq!(id_inside(two, 165_535), Some(65_535));
+    assert_eq!(id_inside(two, 165_536), None);
+    assert_eq!(id_inside(two, 1000), Some(70_000));
+    assert_eq!(id_inside(b"", 0), None);
+    assert_eq!(id_inside(b"\xff\n0\n0 x", 0), None);
 }
 
 #[test]

@@ -296,7 +296,7 @@ pub(crate) fn exclusion_of(
     let answer = match dumpable {
         // It has marked itself, so ksmd merges it whatever we do.
         Dumpable::Unknown if info.is_32_bit => Dumpable::Yes,
-        Dumpable::Unknown => ask_inside(&info.process),
+        Dumpable::Unknown => ask_inside(info),
         known => known,
     };
     match answer {

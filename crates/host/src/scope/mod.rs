@@ -13,6 +13,7 @@ mod attributes;
 pub mod deny_list;
 pub mod domain;
 pub mod dumpable;
+mod dumpable_beside;
 pub mod eligible;
 pub mod exclude;
 pub mod exe;

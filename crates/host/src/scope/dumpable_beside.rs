@@ -1,0 +1,64 @@
+//! Makes the kernel's access check from within a process's user namespace, without stopping the process.
+
+use super::ProcessInfo;
+use super::dumpable::{Dumpable, WithoutPtrace, id_inside, try_access};
+use std::fs::File;
+use std::os::fd::AsRawFd;
+
+/// How the child that makes the check ends.
+const YES: i32 = 10;
+const NO: i32 = 11;
+const UNKNOWN: i32 = 12;
+
+/// Whether others may read the memory of a process that is root of a user namespace. We let a child enter the namespace
+/// as the same user, where the check no longer passes just because we own the namespace.
+pub(super) fn ask(info: &ProcessInfo) -> Dumpable {
+    let process = &info.process;
+    let ids = |file: &str, ids: &[u32; 4]| {
+        let map = process.read_file(file).ok()?;
+        id_inside(&map, ids[0]).filter(|_| ids[..3] == [ids[0]; 3])
+    };
+    let Some(user) = ids("uid_map", &info.status.uids) else { return Dumpable::Unknown };
+    let Some(group) = ids("gid_map", &info.status.gids) else { return Dumpable::Unknown };
+    let Ok(namespace) = process.open_file("ns/user") else { return Dumpable::Unknown };
+    // SAFETY: the child makes system calls only, on memory of its own, and ends by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let end = check(&namespace, user, group, process.pid());
+        // SAFETY: ends the child, without running anything of its parent's.
+        unsafe { libc::_exit(end) };
+    }
+    let mut status = 0;
+    // SAFETY: `child` is our own, and the kernel writes one int.
+    while child > 0 && unsafe { libc::waitpid(child, &raw mut status, 0) } != child {
+        if std::io::Error::last_os_error().raw_os_error() != Some(libc::EINTR) {
+            return Dumpable::Unknown;
+        }
+    }
+    match (child > 0 && libc::WIFEXITED(status)).then(|| libc::WEXITSTATUS(status)) {
+        Some(YES) => Dumpable::Yes,
+        Some(NO) => Dumpable::No,
+        _ => Dumpable::Unknown,
+    }
+}
+
+/// Makes the check in a child. Its memory is a copy of ours, so first we keep the namespace's root from reading it.
+fn check(namespace: &File, user: u32, group: u32, pid: i32) -> i32 {
+    // SAFETY: these calls take numbers and a descriptor, and change this process only.
+    let entered = unsafe {
+        libc::prctl(libc::PR_SET_DUMPABLE, 0) == 0
+            && libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWUSER) == 0
+            && libc::syscall(libc::SYS_setresgid, group, group, group) == 0
+            && libc::syscall(libc::SYS_setresuid, user, user, user) == 0
+    };
+    if !entered {
+        return UNKNOWN;
+    }
+    let Ok(_without) = WithoutPtrace::enter() else { return UNKNOWN };
+    match try_access(pid) {
+        Ok(()) => YES,
+        // We have all capabilities of this namespace but for ptrace, so it's the attribute.
+        Err(libc::EPERM) => NO,
+        Err(_) => UNKNOWN,
+    }
+}
