@@ -9,6 +9,8 @@
 //! | `limits` | containers |
 //! | `figures` | what we say is saved, and who else uses KSM |
 //! | `selection` | programs that are hard to find, to ask or to merge |
+//!
+//! 32-bit programs, upgraded ones beside strangers, and who is left alone are in `tests/selection.rs`.
 
 #[path = "field/families.rs"]
 mod families;

@@ -7,8 +7,11 @@ use pagefold_testkit::limit::Limited;
 const MIB_EACH: u64 = 60;
 /// Its limit, MiB: it could keep 24 MiB for others, so three of them can keep all of it once.
 const LIMIT: u64 = MIB_EACH * 140 / 100;
-/// Of what could be saved without anybody being killed.
+/// Of what could be saved without anybody being killed. ksmd keeps the copy of whoever was marked last, so the headroom of
+/// the first is never used: two thirds are the most there.
 const LEAST_PERCENT: u64 = 60;
+/// The last part comes extent by extent, each after two scans.
+const SECONDS: u64 = 60;
 
 #[test]
 fn containers_that_rewrite_their_memory_in_turn_live() {
@@ -28,9 +31,14 @@ fn containers_that_rewrite_their_memory_in_turn_live() {
     let unmerged = held(&pids);
     let daemon = run(&pids);
     let most = 2 * MIB_EACH;
-    std::thread::sleep(Duration::from_secs(20));
-    let saved = saved_mib(unmerged, &pids);
-    println!("{saved} MiB of {most} saved");
+    let least = most * LEAST_PERCENT / 100;
+    let start = Instant::now();
+    let mut saved = 0;
+    while saved < least && start.elapsed() < Duration::from_secs(SECONDS) {
+        std::thread::sleep(Duration::from_secs(1));
+        saved = saved_mib(unmerged, &pids);
+    }
+    println!("{saved} MiB of {most} saved after {} s", start.elapsed().as_secs());
     // Nothing is merged and nothing given back while they write.
     daemon.signal(libc::SIGSTOP);
     let mut order = [0, 1, 2];
@@ -47,5 +55,5 @@ fn containers_that_rewrite_their_memory_in_turn_live() {
     }
     assert!(programs.iter_mut().all(Holder::is_intact));
     ksm.end(daemon, &pids);
-    assert!(saved >= most * LEAST_PERCENT / 100, "{saved} MiB of {most}, which can be saved without a kill");
+    assert!(saved >= least, "{saved} MiB of {most}, which can be saved without a kill");
 }

@@ -2,7 +2,6 @@
 //! is what can be merged.
 
 use crate::*;
-use pagefold_testkit::injection::start_compat;
 use std::path::Path;
 use std::process::Command;
 
@@ -53,40 +52,6 @@ fn programs_whose_file_was_upgraded_are_found() {
     let daemon = Daemon::start(&scope).answering();
     assert_saves(unmerged, &pids, 3 * MIB_EACH / 2 * 97 / 100, 20);
     ksm.end(daemon, &pids);
-}
-
-/// Game servers are. Either they're merged, or all commands give one reason, which names the way that works.
-#[test]
-fn of_32_bit_programs_all_commands_say_the_same() {
-    let Some(ksm) = KsmAtRest::take() else { return };
-    let dir = tempfile::tempdir().unwrap();
-    let mut servers = Vec::new();
-    for number in 0..3 {
-        let dir = dir.path().join(number.to_string());
-        std::fs::create_dir(&dir).unwrap();
-        match start_compat(&dir, u32::try_from(PAGES).unwrap()) {
-            Ok(server) => servers.push(server),
-            Err(why) => return skip_unsupported(why),
-        }
-    }
-    let pids: Vec<i32> = servers.iter().map(OwnedChild::pid).collect();
-    wait_until("they hold their memory", || held(&pids) >= 3 * MIB_EACH * MIB);
-    let unmerged = held(&pids);
-    let report = scan(&pids);
-    let daemon = run(&pids);
-    std::thread::sleep(Duration::from_secs(10));
-    let of_status = row(&status()["processes"], "pid", pids[0])["left_alone"].clone();
-    let saved = saved_mib(unmerged, &pids);
-    let summary = ksm.end(daemon, &pids);
-    let promised = savable_mib(&report);
-    println!("scan promises {promised} MiB, {saved} MiB are saved");
-    if saved < 2 * MIB_EACH * 95 / 100 {
-        assert!(promised <= 1, "scan promises {promised} MiB, {saved} are saved");
-        let reason = of_status.as_str().unwrap_or_else(|| panic!("status has no reason: {summary}"));
-        assert_eq!(row(&summary["left_alone"], "pid", pids[0])["reason"], reason);
-        assert_has(&report.to_string(), &[reason]);
-        assert_has(reason, &["32-bit", "exec"]);
-    }
 }
 
 /// Containers with user namespaces, started by root.
