@@ -89,7 +89,7 @@ enum Command {
     Resume(requests::PauseArgs),
     /// Start a program whose memory KSM may merge, without ever tracing it
     Exec(exec::ExecArgs),
-    /// Unmerge the memory of processes; a running daemon keeps them out from then on
+    /// Unmerge the memory of processes; a running daemon won't merge them again until `include`
     Unmerge(unmerge::UnmergeArgs),
     /// Let the daemon merge processes again that unmerge has kept out
     Include(include::IncludeArgs),

@@ -131,7 +131,7 @@ pub const SCHEMAS: &[Schema] = &[
             ("processes[].to_unmark.bytes, processes[].to_unmark.reason, processes[].to_unmark.problem", "Memory to unmark; why it must be unmarked; why that has failed so far"),
             ("scopes[].kind, scopes[].name, scopes[].processes", "Processes by the selector that they match, with the same figures as for processes"),
             ("left_out[].reason, left_out[].processes", "The number of processes left alone, by reason (one word each)"),
-            ("kept_out[].selector, kept_out[].uid", "Processes that pagefold unmerge keeps out until pagefold include; the user who unmerged them"),
+            ("kept_out[].selector, kept_out[].uid", "Processes that pagefold unmerge has unmerged, and that are left alone until pagefold include; the user who unmerged them"),
             ("requests.asked_pages, requests.merged_pages, requests.shared_pages", "With merging on request: pages that pagefold named; merged; already merged before"),
             ("requests.differing_pages, requests.failed_pages", "Pages that were written after pagefold read them; pages that the kernel refused to merge for now"),
             ("xen.saved_bytes, xen.frames_bytes, xen.free_bytes, xen.shared_pages", "For Xen guests: the hypervisor's counters; pages that the run has shared"),

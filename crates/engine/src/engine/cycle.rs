@@ -206,7 +206,8 @@ impl Engine {
         keys
     }
 
-    /// The merged pages to look up: for their memory nodes, or else for a cgroup that's charged for too many.
+    /// Plans which merged pages to look up: to learn their memory nodes or, if none are due for that, to find the ones
+    /// that are charged to a cgroup short of headroom.
     fn plan_inspection(&mut self, plan: &mut SamplePlan) {
         let is_merging = self.ksmd.scheduler.is_busy();
         let room_ns = self.spending.room_ns(self.pace());

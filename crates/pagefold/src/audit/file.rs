@@ -34,7 +34,7 @@ impl LogFile {
         Ok(Self { path: path.to_owned(), file, torn: false, missing: 0, lost, complaints, has_complained: false })
     }
 
-    /// Does the queue's next piece of work.
+    /// Takes the next piece of work from the queue, and does it.
     pub(super) fn serve(&mut self, next: Next<Order>) {
         match next {
             Next::Item(Order::Write(line)) => {

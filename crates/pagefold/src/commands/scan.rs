@@ -52,8 +52,8 @@ pub struct ScanArgs {
     /// Print the result as JSON (schema pagefold.scan/1)
     #[arg(long)]
     pub json: bool,
-    /// Also write the result to this file, as a self-contained web page with a map of each process (this reads every
-    /// page of up to 16 GiB)
+    /// Also write the result to this file, as a self-contained web page with a map of each process (for which we read
+    /// every page, or, above 16 GiB in all, a larger sample)
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
     /// Seed of the sample, to repeat a scan with the same pages [default: random]
@@ -167,7 +167,7 @@ fn refuse_if_none_may_be_read(survey: &Survey) -> Result<(), Exit> {
     }
 }
 
-/// For the sake of maps we read every page of up to 16 GiB, in pages.
+/// Up to so many pages (16 GiB) we read every one for the maps.
 const MAP_PAGES: f64 = 4_194_304.0;
 
 /// How we read contents: private, shared and merged pages alike.

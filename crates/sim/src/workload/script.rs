@@ -64,7 +64,7 @@ impl crate::SimHost {
         }
     }
 
-    /// Does the due steps of a script.
+    /// Runs the steps of a script that are due.
     pub(crate) fn step(&mut self, number: usize) {
         let now_ns = self.now_ns();
         while let Some(step) = self.scripts[number].due(now_ns) {

@@ -75,7 +75,7 @@ pub(super) fn seccomp(facts: &MachineFacts) -> Finding {
         Fact::Is(0) | Fact::Absent => ok("no seccomp filter on pagefold itself"),
         _ => warning(
             "pagefold itself runs under a seccomp filter",
-            "then the kernel refuses to suspend a target's own filter for the call that marks the target",
+            "the kernel won't let it suspend the seccomp filters of other programs, so those that have one can't be marked",
             "run it outside the container, or with seccomp=unconfined",
         ),
     }
