@@ -285,8 +285,20 @@ pub struct Samples {
 /// The part of a count that doesn't come from merged frames.
 #[derive(Clone, Debug, Default)]
 pub struct Counted {
-    /// Each process's pages that map the kernel's zero page instead of a frame of zeros.
+    /// Each process's pages that ksmd made map the kernel's zero page instead of a frame of zeros.
     pub zeros: BTreeMap<OwnerKey, (LineageKey, Pages)>,
+    /// The pages to inspect that are shared through fork or map the kernel's zero page, for whatever reason. If a merge
+    /// splits a huge page, the kernel also maps the zero page in place of the zeros in it, which `zeros` doesn't count
+    /// (Linux 6.12).
+    pub others: Vec<StateSample>,
+}
+
+/// The state of a page that we looked up without reading it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateSample {
+    pub region: RegionKey,
+    pub page: Vpn,
+    pub state: PageState,
 }
 
 /// A page that maps a merged frame.

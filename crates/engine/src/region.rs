@@ -24,6 +24,7 @@ use crate::index::OFFSET_BITS;
 use crate::keys::RegionKey;
 use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, candidates};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
+use std::collections::BTreeSet;
 
 /// Who reads the pages that a region shares with other processes through fork.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,6 +59,8 @@ pub struct Region {
     /// What its process does with its pages.
     pub usage: Usage,
     pub fork: Fork,
+    /// Whether others in scope that were forked from its process, or the reverse, have a region at its place.
+    pub has_relatives: bool,
     /// Why we leave it alone, and until when.
     pub hold: Hold,
     /// What happens to it next, as we decided at the end of the last cycle.
@@ -80,6 +83,7 @@ impl Region {
             marks: Marks::default(),
             usage: Usage::default(),
             fork: Fork::Alone,
+            has_relatives: false,
             hold: Hold::new(view.left_alone),
             decision: Decision { since_ns: now_ns, ..Decision::default() },
             base: view.first,
@@ -311,12 +315,18 @@ impl Region {
         if !is_sparse || !self.life.is_judged() {
             return vec![(self.view.first, self.view.pages)];
         }
-        let mut runs = Vec::new();
-        for (number, extent) in &self.extents {
+        let mut numbers: BTreeSet<u64> = self.usage.own.extents().collect();
+        for (&number, extent) in &self.extents {
             if extent.resident > 0 {
-                let first = self.view.first.0.max(number * EXTENT_PAGES);
-                let end = self.end().0.min((number + 1) * EXTENT_PAGES);
-                runs.push((Vpn(first), Pages(end.saturating_sub(first))));
+                numbers.insert(number);
+            }
+        }
+        let mut runs = Vec::new();
+        for number in numbers {
+            let first = self.view.first.0.max(number * EXTENT_PAGES);
+            let end = self.end().0.min((number + 1) * EXTENT_PAGES);
+            if first < end {
+                runs.push((Vpn(first), Pages(end - first)));
             }
         }
         runs

@@ -3,26 +3,30 @@
 //! KSM's own counters don't show that. They cover the whole machine, they keep counting pages that were unmapped or
 //! written until ksmd's next scan, and they count each child of a fork. So once in a while we look up which merged
 //! frames our processes map now. A page that maps a frame with `n` mappers holds `1/n` of it (as Pss counts). If
-//! nothing had been merged it would hold `1/f` of a frame, where `f` processes forked from each other map the same
-//! frame at the same address: they'd share a frame anyway.
+//! nothing had been merged, the `f` processes forked from each other that map it at the same address would hold `u`
+//! frames: one for each that had a frame of its own when we read it, and one for the others, who share it through fork.
 //!
 //! ```text
-//! saved            = sum over pages of 1/f - 1/n
+//! saved            = sum over pages of u/f - 1/n
 //! returns at worst = sum over pages of 1   - 1/n
 //! ```
 //!
-//! Two children of a fork that later write the same contents at the same address count as one, too: we can't see
-//! afterwards how they came to share. For merged zeros we use the kernel's count for each process.
+//! Nothing shows afterwards how relatives came to share. So those that wrote the same contents after the fork count as
+//! sharers if we didn't see it: they were merged before this run, or written again and merged before we read them.
+//!
+//! Merged zeros are those that ksmd counts for each process, or the pages that held zeros when we read them and map the
+//! zero page now, whichever is more.
 //!
 //! Up to [`PAGES_MOST`] pages, we look up every page that may be merged. With more, we look at runs of pages at regular
 //! distances, at the same addresses in every process, so that we compare relatives.
 
-use crate::host::{Counted, MergedSample, PageRun};
+use crate::host::{Counted, MergedSample, PageRun, PageState};
 use crate::keys::{LineageKey, OwnerKey};
 use crate::region::Region;
 use crate::region::table::RegionTable;
 use crate::units::{Pages, Vpn, count, whole};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::BTreeMap;
 
 /// We look up at most this many pages in one count.
 pub const PAGES_MOST: u64 = 1 << 15;
@@ -123,9 +127,9 @@ impl SavingCounter {
         self.has_changed = true;
     }
 
-    /// The pages to look up now, none if it isn't time yet. We count again soon while we're merging (`busy`) and right
-    /// after, and more rarely while nothing changes. Counting takes some milliseconds, so while we're `reading`, it
-    /// waits for some time.
+    /// The pages to look up for the next count; none if it isn't due yet. Counts follow quickly while we're merging
+    /// (`busy`) and once just after, and are rarer while nothing changes. A count takes some milliseconds, so while we're
+    /// `reading` there's at least [`READING_PAUSE_NS`] between two.
     pub fn plan(&mut self, table: &RegionTable, now_ns: u64, busy: bool, reading: bool) -> Vec<PageRun> {
         self.asking = None;
         self.has_settled |= self.was_busy && !busy;
@@ -180,47 +184,52 @@ impl SavingCounter {
     pub fn record(&mut self, table: &RegionTable, merged: &[MergedSample], counted: Option<&Counted>, now_ns: u64) {
         let Some(asked) = self.asking.take() else { return };
         let zeros = counted.map_or(0, |counted| counted.zeros.len());
-        let cost_ns = asked * PAGE_NS + count(merged.len()) * MERGED_NS + count(zeros) * PROCESS_NS;
+        let others = counted.map_or(0, |counted| counted.others.len());
+        let merged_ns = count(merged.len() + others) * MERGED_NS;
+        let cost_ns = asked * PAGE_NS + merged_ns + count(zeros) * PROCESS_NS;
         self.pause_ns = (cost_ns * SHARE).clamp(PAUSE_NS, PAUSE_MOST_NS);
         let Some(counted) = counted else { return };
         let mut saving = Saving { counted_ns: now_ns, one_in: self.one_in, ..Saving::default() };
-        let mut relatives: FxHashMap<(LineageKey, Vpn, u64), f64> = FxHashMap::default();
-        let mut lineages: FxHashMap<_, (OwnerKey, LineageKey)> = FxHashMap::default();
-        for region in table.iter() {
-            lineages.insert(region.view.key, (region.view.owner, region.view.lineage));
-        }
+        let mut families: FxHashMap<(LineageKey, Vpn, u64), Relatives> = FxHashMap::default();
+        let mut last = None;
         for sample in merged {
-            let Some(&(_, lineage)) = lineages.get(&sample.region) else { continue };
-            *relatives.entry((lineage, sample.page, sample.frame)).or_default() += 1.0;
+            last = table.near(last, sample.region, sample.page);
+            let Some(region) = last else { continue };
+            families.entry((region.view.lineage, sample.page, sample.frame)).or_default().add(region, sample.page);
         }
+        note_sharers(table, counted, &mut families);
         let weight = self.one_in as f64;
         let mut saved = 0.0;
         let mut returns = 0.0;
         let mut merged_pages = 0.0;
         for sample in merged {
-            let Some(&(owner, lineage)) = lineages.get(&sample.region) else { continue };
-            let family = relatives.get(&(lineage, sample.page, sample.frame)).copied().unwrap_or(1.0);
+            last = table.near(last, sample.region, sample.page);
+            let Some(region) = last else { continue };
+            let family = families[&(region.view.lineage, sample.page, sample.frame)];
             // A page may have come or gone since we found the frame.
-            let held = 1.0 / f64::from(sample.mappers).max(family);
-            saved += weight * (1.0 / family - held);
+            let held = 1.0 / f64::from(sample.mappers).max(family.all);
+            let part = weight * (family.unmerged_frames() / family.all - held);
+            saved += part;
             returns += weight * (1.0 - held);
             merged_pages += if sample.mappers > 1 { weight } else { 0.0 };
-            *saving.by_owner.entry(owner).or_default() += weight * (1.0 / family - held);
+            *saving.by_owner.entry(region.view.owner).or_default() += part;
         }
-        // Relatives share the zeros that their parent had.
-        let mut zeros: FxHashMap<LineageKey, (u64, u64)> = FxHashMap::default();
-        for (lineage, pages) in counted.zeros.values() {
-            let (most, sum) = zeros.entry(*lineage).or_default();
-            *most = (*most).max(pages.0);
-            *sum += pages.0;
+        let zeros = zeros_of(table, counted, weight);
+        let mut families: FxHashMap<LineageKey, Zeros> = FxHashMap::default();
+        for zeros in zeros.values() {
+            let family = families.entry(zeros.lineage).or_default();
+            family.split += zeros.split;
+            // Relatives share the zeros that their parent had.
+            family.merged = family.merged.max(zeros.merged);
+            family.sum += zeros.most();
         }
-        for (owner, (lineage, pages)) in &counted.zeros {
-            let (most, sum) = zeros[lineage];
-            let part = pages.0 as f64 * most as f64 / sum.max(1) as f64;
+        for (owner, zeros) in zeros {
+            let family = &families[&zeros.lineage];
+            let part = zeros.most() * family.most() / family.sum.max(1.0);
             saved += part;
-            returns += pages.0 as f64;
-            merged_pages += pages.0 as f64;
-            *saving.by_owner.entry(*owner).or_default() += part;
+            returns += zeros.most();
+            merged_pages += zeros.most();
+            *saving.by_owner.entry(owner).or_default() += part;
         }
         saving.merged = Pages(whole(merged_pages));
         saving.saved = Pages(whole(saved.round()));
@@ -229,12 +238,108 @@ impl SavingCounter {
     }
 }
 
+/// The relatives that map a merged frame at the same address.
+#[derive(Clone, Copy, Debug)]
+struct Relatives {
+    all: f64,
+    /// Those that had a frame of their own.
+    own: f64,
+    /// When we first saw the oldest of those, and of the others, nanoseconds.
+    oldest_own_ns: u64,
+    oldest_other_ns: u64,
+    /// Whether another relative still maps the frame that they shared through fork.
+    is_frame_kept: bool,
+}
+
+impl Default for Relatives {
+    fn default() -> Self {
+        Self { all: 0.0, own: 0.0, oldest_own_ns: u64::MAX, oldest_other_ns: u64::MAX, is_frame_kept: false }
+    }
+}
+
+impl Relatives {
+    fn add(&mut self, region: &Region, page: Vpn) {
+        self.all += 1.0;
+        if region.usage.own.contains(page) {
+            self.own += 1.0;
+            self.oldest_own_ns = self.oldest_own_ns.min(region.seen_ns);
+        } else {
+            self.oldest_other_ns = self.oldest_other_ns.min(region.seen_ns);
+        }
+    }
+
+    /// How many more frames there would be if nothing of theirs were merged. One that's younger than an owner of a frame
+    /// may have been forked from it since, and would share that frame.
+    fn unmerged_frames(&self) -> f64 {
+        let is_another_shared = self.oldest_other_ns <= self.oldest_own_ns && !self.is_frame_kept;
+        self.own + f64::from(u8::from(is_another_shared))
+    }
+}
+
+/// Notes where relatives still map a frame that they share: their pages are shared, or they aren't marked there and have
+/// no frame of their own.
+fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap<(LineageKey, Vpn, u64), Relatives>) {
+    let mut shared: FxHashSet<(LineageKey, Vpn)> = FxHashSet::default();
+    let mut last = None;
+    for sample in counted.others.iter().filter(|sample| sample.state == PageState::Shared) {
+        last = table.near(last, sample.region, sample.page);
+        shared.extend(last.map(|region| (region.view.lineage, sample.page)));
+    }
+    let mut unmarked: FxHashMap<LineageKey, Vec<&Region>> = FxHashMap::default();
+    for region in table.iter().filter(|region| region.has_relatives && !region.is_marked_whole() && !region.is_named())
+    {
+        unmarked.entry(region.view.lineage).or_default().push(region);
+    }
+    for (&(lineage, page, _), family) in families {
+        family.is_frame_kept = shared.contains(&(lineage, page));
+        for region in unmarked.get(&lineage).into_iter().flatten() {
+            let is_there = region.holds(region.view.key, page) && !region.is_marked(page);
+            family.is_frame_kept |= is_there && !region.usage.own.contains(page);
+        }
+    }
+}
+
+/// The merged zeros of a process, or of relatives.
+#[derive(Clone, Copy, Debug, Default)]
+struct Zeros {
+    lineage: LineageKey,
+    /// Pages that held zeros and map the zero page now, since they were merged or a huge page was split.
+    split: f64,
+    /// ksmd's count.
+    merged: f64,
+    /// Of relatives: the sum of each one's zeros.
+    sum: f64,
+}
+
+impl Zeros {
+    fn most(&self) -> f64 {
+        self.split.max(self.merged)
+    }
+}
+
+fn zeros_of(table: &RegionTable, counted: &Counted, weight: f64) -> BTreeMap<OwnerKey, Zeros> {
+    let mut zeros: BTreeMap<OwnerKey, Zeros> = BTreeMap::new();
+    for (&owner, &(lineage, pages)) in &counted.zeros {
+        zeros.insert(owner, Zeros { lineage, merged: pages.0 as f64, ..Zeros::default() });
+    }
+    let mut last = None;
+    for sample in counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped) {
+        last = table.near(last, sample.region, sample.page);
+        if let Some(region) = last.filter(|region| region.usage.own.contains(sample.page)) {
+            let of_owner = zeros.entry(region.view.owner).or_default();
+            of_owner.lineage = region.view.lineage;
+            of_owner.split += weight;
+        }
+    }
+    zeros
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::RegionView;
+    use crate::host::{RegionView, StateSample};
     use crate::keys::{NodeKey, RegionKey};
-    use crate::region::{Region, test_view};
+    use crate::region::{PageSet, Region, test_view};
 
     /// Processes with one region each, all of it marked, by their lineages.
     fn table(lineages: &[u64], pages: u64) -> RegionTable {
@@ -280,6 +385,75 @@ mod tests {
         assert_eq!(count_at(&table, &moved, &Counted::default()).saved, Pages(900));
     }
 
+    /// Notes that the relatives in these slots have frames of their own.
+    fn own(table: &mut RegionTable, slots: std::ops::Range<u32>, pages: u64) {
+        for region in table.iter_mut() {
+            region.has_relatives = true;
+            if slots.contains(&(region.view.key.0 - 1)) {
+                region.usage.own = PageSet::default();
+                for page in 0..pages {
+                    region.usage.own.insert(Vpn(1_000 + page));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn relatives_count_by_the_frames_they_had_before() {
+        // Six relatives, of which two share a frame and four have written the page.
+        let mut table = table(&[1; 6], 100);
+        own(&mut table, 2..6, 100);
+        let merged: Vec<_> =
+            (1..=6).flat_map(|region| (0..100).map(move |page| sample(region, Vpn(1_000 + page), page, 6))).collect();
+        assert_eq!(count_at(&table, &merged, &Counted::default()).saved, Pages(400));
+        // ksmd hasn't come by one of the two, which keeps their frame.
+        let left = StateSample { region: RegionKey(1), page: Vpn(1_000), state: PageState::Shared };
+        let kept = Counted { others: vec![left], ..Counted::default() };
+        let mut rest = merged.clone();
+        rest.remove(0);
+        for page in rest.iter_mut().filter(|page| page.page == Vpn(1_000)) {
+            page.mappers = 5;
+        }
+        assert_eq!(count_at(&table, &rest, &kept).saved, Pages(399));
+        // It isn't marked.
+        for region in table.iter_mut().filter(|region| region.view.key == RegionKey(1)) {
+            region.view.marked = Pages(0);
+        }
+        rest.retain(|page| page.region != RegionKey(1));
+        for page in &mut rest {
+            page.mappers = 5;
+        }
+        assert_eq!(count_at(&table, &rest, &Counted::default()).saved, Pages(300));
+    }
+
+    #[test]
+    fn a_younger_relative_shares_its_parents_frame() {
+        let mut table = table(&[1; 3], 100);
+        own(&mut table, 0..2, 100);
+        let merged: Vec<_> =
+            (1..=3).flat_map(|region| (0..100).map(move |page| sample(region, Vpn(1_000 + page), page, 3))).collect();
+        assert_eq!(count_at(&table, &merged, &Counted::default()).saved, Pages(200), "it shared another one's");
+        for region in table.iter_mut().filter(|region| region.view.key == RegionKey(3)) {
+            region.seen_ns = 1;
+        }
+        assert_eq!(count_at(&table, &merged, &Counted::default()).saved, Pages(100));
+    }
+
+    #[test]
+    fn zeros_that_ksmd_does_not_count_are_those_we_have_read() {
+        let mut table = table(&[1, 2], 100);
+        own(&mut table, 0..1, 60);
+        let mut others = Vec::new();
+        for (region, page) in (1..=2).flat_map(|region| (0..80).map(move |page| (RegionKey(region), Vpn(1_000 + page))))
+        {
+            others.push(StateSample { region, page, state: PageState::ZeroMapped });
+        }
+        let zeros = [(OwnerKey(1), (LineageKey(1), Pages(20)))].into();
+        let saving = count_at(&table, &[], &Counted { zeros, others });
+        assert_eq!((saving.saved, saving.returns_at_worst), (Pages(60), Pages(60)));
+        assert_eq!(saving.of(OwnerKey(1)), Pages(60));
+    }
+
     #[test]
     fn what_programs_out_of_scope_map_is_theirs() {
         let table = table(&[1], 100);
@@ -299,7 +473,7 @@ mod tests {
         let table = table(&[1, 1, 2], 100);
         let zeros = [(1, 1, 40), (2, 1, 60), (3, 2, 7)];
         let zeros = zeros.map(|(owner, lineage, pages)| (OwnerKey(owner), (LineageKey(lineage), Pages(pages))));
-        let saving = count_at(&table, &[], &Counted { zeros: zeros.into() });
+        let saving = count_at(&table, &[], &Counted { zeros: zeros.into(), ..Counted::default() });
         assert_eq!((saving.saved, saving.returns_at_worst), (Pages(67), Pages(107)));
         assert_eq!(saving.of(OwnerKey(2)), Pages(36));
     }

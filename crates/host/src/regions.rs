@@ -51,9 +51,10 @@ pub fn stretches(
     let mut last: Option<&VmaDetail> = None;
     for detail in details {
         let goes_on = last.is_some_and(|last| last.continues(detail));
+        let is_marked = detail.flags.has(*b"mg");
         match vma_exclusion(detail) {
-            // A mapping that marks have split may have empty parts.
-            Some(Exclusion::NothingAnonymous) if goes_on => {}
+            // A mapping that marks have split may have empty parts. All pages of a marked one may be merged zeros.
+            Some(Exclusion::NothingAnonymous) if goes_on || is_marked => {}
             Some(exclusion) => {
                 excluded(detail, exclusion);
                 last = None;
@@ -63,7 +64,7 @@ pub fn stretches(
         }
         let pages = detail.vma.pages();
         let resident = Pages(detail.anonymous_kib / 4);
-        let marked = if detail.flags.has(*b"mg") { pages } else { Pages(0) };
+        let marked = if is_marked { pages } else { Pages(0) };
         match stretches.last_mut().filter(|_| goes_on) {
             Some(stretch) => {
                 stretch.pages += pages;
@@ -149,7 +150,8 @@ fn name_families(stretches: &mut [Stretch], program: u64) {
     }
 }
 
-/// Gives each stretch the key of the former region that it overlaps most, or a new key.
+/// Gives each stretch the key of the former region that it overlaps most, or a new key. Leaves out new ones that hold
+/// nothing.
 pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnMut() -> RegionKey) -> Vec<Tracked> {
     let end = |stretch: &Stretch| stretch.first.0 + stretch.pages.0;
     let mut pairs = Vec::new();
@@ -177,11 +179,13 @@ pub fn follow(former: &[Tracked], stretches: Vec<Stretch>, mut new_key: impl FnM
             keys[new] = Some(former[old].key);
         }
     }
-    let mut keys = keys.into_iter();
-    stretches
-        .into_iter()
-        .map(|stretch| Tracked { key: keys.next().flatten().unwrap_or_else(&mut new_key), stretch })
-        .collect()
+    let mut tracked = Vec::new();
+    for (key, stretch) in keys.into_iter().zip(stretches) {
+        if key.is_some() || stretch.resident > Pages(0) {
+            tracked.push(Tracked { key: key.unwrap_or_else(&mut new_key), stretch });
+        }
+    }
+    tracked
 }
 
 #[cfg(test)]
@@ -205,6 +209,20 @@ mod tests {
         assert_eq!(found.len(), 1, "{found:?}");
         assert_eq!((found[0].pages, found[0].marked), (Pages(16_384), Pages(12_288)));
         assert_eq!(left_out, [(0x1_0500_0000, Exclusion::DontDump)]);
+    }
+
+    /// As after a merge of zeros, which counts no page as present.
+    #[test]
+    fn a_marked_region_that_has_become_empty_stays_and_none_begins_empty() {
+        let empty = || smaps(&[("100000000-101000000 rw-p 00000000 00:00 0 ", 0, "rd wr ac mg")]);
+        let full = smaps(&[("100000000-101000000 rw-p 00000000 00:00 0 ", 16_384, "rd wr ac")]);
+        assert_eq!(follow(&[], stretches(&empty(), b"x", 1, |_, _| {}), || RegionKey(1)), []);
+        let former = follow(&[], stretches(&full, b"x", 1, |_, _| {}), || RegionKey(1));
+        let now = follow(&former, stretches(&empty(), b"x", 1, |_, _| {}), || RegionKey(2));
+        assert_eq!(
+            now.iter().map(|tracked| (tracked.key, tracked.stretch.resident)).collect::<Vec<_>>(),
+            [(RegionKey(1), Pages(0))]
+        );
     }
 
     fn smaps(entries: &[(&str, u64, &str)]) -> Vec<VmaDetail> {

@@ -1,7 +1,7 @@
 //! Reads the pages of a plan on a thread that we may abandon (see [`pagefold_procmem::os::abandonable`]).
 
 use pagefold_engine::hash::{Digest, DigestSet, Digester, LineDigester};
-use pagefold_engine::host::{Counted, MergedSample, PageSample, PageState};
+use pagefold_engine::host::{Counted, MergedSample, PageSample, PageState, StateSample};
 use pagefold_engine::keys::{LineageKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{Vpn, count};
 use pagefold_ksm::request::{Hashed, RequestDevice};
@@ -96,6 +96,8 @@ pub(crate) struct PlanReading {
     pub(crate) reader: PageReader,
     pub(crate) pages: Vec<PageSample>,
     pub(crate) merged: Vec<MergedSample>,
+    /// The other shared pages among those that we searched.
+    others: Vec<StateSample>,
     /// If we counted savings.
     pub(crate) counted: Option<Counted>,
     /// Processes that we couldn't read completely.
@@ -129,6 +131,7 @@ pub(crate) fn sample(reader: PageReader, job: SamplingJob) -> Result<PlanReading
         reader,
         pages: Vec::new(),
         merged: Vec::new(),
+        others: Vec::new(),
         counted: None,
         failed: Vec::new(),
         progress: progress.clone(),
@@ -184,7 +187,12 @@ impl PlanReading {
                 break;
             }
             let merged = &mut self.merged;
-            let looked = self.reader.merged_frames(process, runs, job.charged_to.is_some(), |page, frame| {
+            let others = &mut self.others;
+            let looked = self.reader.shared_frames(process, runs, job.charged_to.is_some(), |page, state, frame| {
+                if state != PageState::Merged {
+                    others.push(StateSample { region: *region, page, state });
+                    return;
+                }
                 let node = match &job.topology {
                     Some(nodes) => nodes.node_of(frame),
                     // There is one node.
@@ -228,6 +236,6 @@ impl PlanReading {
                 zeros.insert(*owner, (*lineage, stat.zeros()));
             }
         }
-        Some(Counted { zeros })
+        Some(Counted { zeros, others: std::mem::take(&mut self.others) })
     }
 }

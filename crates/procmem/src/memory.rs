@@ -273,12 +273,27 @@ impl PageReader {
         lone: bool,
         mut visit: impl FnMut(Vpn, u64),
     ) -> Result<(), ReadError> {
+        self.shared_frames(process, runs, lone, |page, state, frame| {
+            if state == PageState::Merged {
+                visit(page, frame);
+            }
+        })
+    }
+
+    /// Like [`Self::merged_frames`], and for pages that are shared through fork or map the zero page, too.
+    pub fn shared_frames(
+        &mut self,
+        process: &Process,
+        runs: &[(Vpn, u32)],
+        lone: bool,
+        mut visit: impl FnMut(Vpn, PageState, u64),
+    ) -> Result<(), ReadError> {
         let mut populated = Vec::new();
         for &(first, pages) in runs {
             self.resident_runs(process, first, Pages(pages.into()), &mut populated)?;
         }
         self.for_each_batch(process, &populated, |batch, files, frames| {
-            batch.show_merged(files, frames, lone, &mut visit)
+            batch.show_shared(files, frames, lone, &mut visit)
         })
     }
 

@@ -262,6 +262,7 @@ impl Memory {
 
     /// Makes a page map a merged frame.
     pub fn join(&mut self, key: u32, page: u32, frame: u32) {
+        self.split(key, page);
         self.unmap_page(key, page);
         if self.frames[frame as usize].mapped == 0 {
             self.merged_frames += 1;
@@ -276,17 +277,40 @@ impl Memory {
             assert_eq!(region.content[page as usize], content, "a merge must not change a page");
             region.backing[page as usize] = Backing::Merged;
             region.set_frame(page as usize, frame);
-            region.split(page);
         }
     }
 
     /// Makes a page of zeros map the zero page.
     pub fn merge_zero(&mut self, key: u32, page: u32) {
+        self.split(key, page);
+        if self.region(key).is_none_or(|region| region.backing[page as usize] == Backing::ZeroMapped) {
+            return;
+        }
         self.unmap_page(key, page);
         self.zero_merged += 1;
         if let Some(region) = self.region_mut(key) {
             region.backing[page as usize] = Backing::ZeroMerged;
-            region.split(page);
+        }
+    }
+
+    /// Splits the huge page that contains a page, as a merge does. Linux 6.12 maps the zero page in place of the zeros in
+    /// it (`try_to_map_unused_to_zeropage`), and KSM doesn't count them.
+    fn split(&mut self, key: u32, page: u32) {
+        let Some(region) = self.region_mut(key) else { return };
+        if !region.is_huge(page) {
+            return;
+        }
+        region.split(page);
+        let extent = region.extent(page);
+        let mut zeros = Vec::new();
+        for other in (0..region.len()).filter(|&other| region.extent(other) == extent) {
+            let is_zero = region.backing[other as usize] == Backing::Private && region.content[other as usize] == 0;
+            if is_zero && !region.is_pinned(other as usize) {
+                zeros.push(other);
+            }
+        }
+        for zero in zeros {
+            self.drop_page(key, zero, true);
         }
     }
 

@@ -116,6 +116,87 @@ fn children_of_a_fork_count_once_whether_they_were_forked_before_or_after() {
     }
 }
 
+/// Writes to the pages of a process from a page of each region on.
+fn write(twins: &mut Twins, owner: OwnerKey, from: u64, content: impl Fn(u64) -> u64) {
+    twins.change(|host| {
+        for region in host.regions_of(owner) {
+            let span = host.span_of(region).expect("it is there");
+            for page in from..span.pages.0 {
+                host.write(region, span.first + page, content(page));
+            }
+        }
+    });
+}
+
+/// Workers whose garbage collector rewrites what they inherited, some of it with other contents. What they go on sharing
+/// is only saved once ksmd has come by all of them.
+#[test]
+fn what_workers_wrote_alike_counts_for_each_of_them() {
+    for mut twins in twins() {
+        let workers = prefork(&mut twins, 2, 4);
+        for &worker in &workers {
+            write(&mut twins, worker, 8 * MIB, |page| page + u64::from(page >= 12 * MIB));
+        }
+        twins.run(60);
+        let saved = twins.check("rewritten before merging");
+        assert!(saved >= 8 * 8 * MIB * 95 / 100, "{saved}");
+        // New ones share what their master has.
+        let masters = [OwnerKey(workers[0].0 - 1), OwnerKey(workers[4].0 - 1)];
+        for master in masters {
+            twins.change(|host| host.fork(master));
+        }
+        twins.run(20);
+        twins.check("forked once more");
+        twins.change(|host| host.exit(masters[0]));
+        twins.change(|host| host.exit(workers[1]));
+        twins.run(20);
+        twins.check("a master and a worker ended");
+    }
+}
+
+/// One of two relatives is read before it forks.
+#[test]
+fn a_child_shares_what_its_parent_had_before_the_fork() {
+    for mut twins in twins() {
+        let parent = twins.add(16, &Fill::Series(1));
+        twins.change(|host| host.fork(parent));
+        let child = OwnerKey(parent.0 + 1);
+        write(&mut twins, child, 8 * MIB, |page| 7 << 32 | page);
+        twins.run(40);
+        twins.change(|host| host.fork(parent));
+        twins.add(16, &Fill::Series(1));
+        twins.run(60);
+        let saved = twins.check("another program has the same");
+        assert!(saved >= 15 * MIB, "{saved}");
+    }
+}
+
+/// If a merge splits a huge page, the kernel frees the zeros in it, and KSM counts none of them.
+#[test]
+fn zeros_of_huge_pages_that_were_split_count_as_saved() {
+    for mut twins in twins() {
+        for fill in [Fill::Series(1), Fill::Series(1), Fill::Zeros] {
+            twins.change(|host| {
+                let mapping = Mapping::new(Pages(16 * MIB), fill.clone()).huge();
+                let now = Process::starting_at(host.now_ns());
+                host.add(now.mapping(mapping))
+            });
+        }
+        twins.run(5);
+        for owner in [0, 1] {
+            // Three pages of four are zeros, at different places in each program.
+            write(&mut twins, OwnerKey(owner), 0, |page| if page % 4 == u64::from(owner) { 1 + page / 4 } else { 0 });
+        }
+        twins.run(60);
+        let saved = twins.check("split");
+        assert!(saved >= (2 * 12 + 4 + 16) * MIB * 95 / 100, "{saved}");
+        // Memory that was only ever read isn't saved.
+        twins.add(64, &Fill::Untouched);
+        twins.run(20);
+        twins.check("beside memory that was only read");
+    }
+}
+
 /// Masters with equal memory, with some children each that only read it.
 fn prefork(twins: &mut Twins, masters: u64, children: u64) -> Vec<OwnerKey> {
     let mut workers = Vec::new();
@@ -144,14 +225,7 @@ fn assert_families_are_merged(mut twins: Twins, masters: u64, children: u64) {
     assert!(saved >= (masters - 1) * 16 * MIB * 95 / 100, "{masters} of {children}: {saved}");
     // A worker's pages diverge, another's come back.
     for (worker, number) in [(0, 7_u64), (1, 1)] {
-        twins.change(|host| {
-            for region in host.regions_of(workers[worker]) {
-                let span = host.span_of(region).expect("it is there");
-                for page in 0..span.pages.0 {
-                    host.write(region, span.first + page, number << 32 | page);
-                }
-            }
-        });
+        write(&mut twins, workers[worker], 0, |page| number << 32 | page);
     }
     twins.run(60);
     twins.check("diverged");

@@ -164,11 +164,17 @@ impl Engine {
         let Snapshot { now_ns, ksm, shows_frames, .. } = &self.snapshot;
         if !shows_frames {
             self.saving.adopt_counter(ksm.saved(), *now_ns);
-        } else if ksm.merged() == Pages(0) {
+        } else if self.is_nothing_merged() {
             self.saving.adopt_none(*now_ns);
             self.find_unmerged(&[], Some(&Counted::default()));
         }
         self.record_counted();
+    }
+
+    /// Whether nothing on the whole machine can be merged. KSM doesn't count zeros of huge pages that it has split.
+    fn is_nothing_merged(&self) -> bool {
+        let may_be = |region: &Region| !region.usage.own.is_empty() && !region.mergeable_runs().is_empty();
+        self.snapshot.ksm.merged() == Pages(0) && !self.table.iter().any(may_be)
     }
 
     /// The pages to read for the ladder, and the merged pages to visit.
@@ -219,7 +225,7 @@ impl Engine {
 
     /// The pages to look up now to count the saving.
     fn plan_count(&mut self) -> Vec<PageRun> {
-        if !self.snapshot.shows_frames || self.snapshot.ksm.merged() == Pages(0) {
+        if !self.snapshot.shows_frames || self.is_nothing_merged() {
             return Vec::new();
         }
         let is_busy = self.is_busy();

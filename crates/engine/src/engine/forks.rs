@@ -11,6 +11,8 @@
 //! mappings get marked before the first page is merged: we name one page of each as its own replacement.
 
 use super::Engine;
+use crate::hash::Digest;
+use crate::host::{PageSample, PageState};
 use crate::keys::{DomainKey, LineageKey, RegionKey};
 use crate::region::{Fork, Region};
 use crate::requests::{IndexedPage, Pair};
@@ -55,6 +57,9 @@ impl Engine {
             family.members.push(slot);
             family.is_ours &= region.hold.may_sample() && domain == family.domain;
         }
+        for region in self.table.iter_mut() {
+            region.has_relatives = families[&place(region)].members.len() > 1;
+        }
         families.retain(|_, family| family.is_ours && (2..=RELATIVES_MOST).contains(&count(family.members.len())));
         for region in self.table.iter_mut() {
             region.fork = match (families.get(&place(region)), region.fork) {
@@ -92,6 +97,36 @@ impl Engine {
                 self.plan.reading.foreground = true;
             }
         }
+    }
+
+    /// Records whether a page has a frame of its own, or is the first of its family to map it. Once it's merged, nothing
+    /// shows that any more.
+    pub(super) fn record_frame(&mut self, slot: u32, sample: &PageSample) {
+        let Some(region) = self.table.get(slot) else { return };
+        let is_zero = sample.digest == Digest::ZERO;
+        let is_own = match sample.state {
+            PageState::ZeroMapped | PageState::Merged => return,
+            PageState::Private => is_zero || region.has_relatives && !self.may_be_left(region, sample.page),
+            PageState::Shared => is_zero && region.fork == Fork::First,
+            PageState::Absent => false,
+        };
+        let Some(region) = self.table.get_mut(slot) else { return };
+        if is_own {
+            region.usage.own.insert(sample.page);
+        } else if !region.usage.own.is_empty() {
+            region.usage.own.remove(sample.page);
+        }
+    }
+
+    /// Whether a private page may have been shared until ksmd gave a relative the merged frame.
+    fn may_be_left(&self, region: &Region, page: Vpn) -> bool {
+        let Some(family) = self.families.0.get(&place(region)) else { return false };
+        for relative in family.members.iter().filter_map(|&slot| self.table.get(slot)) {
+            if relative.view.key != region.view.key && relative.is_marked(page) && !relative.usage.own.contains(page) {
+                return true;
+            }
+        }
+        false
     }
 
     fn mark_relatives(&mut self) {

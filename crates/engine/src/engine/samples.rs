@@ -29,6 +29,7 @@ impl Engine {
             if region.may_be_shared(&sample) {
                 sample.state = PageState::Shared;
             }
+            self.record_frame(slot, &sample);
             self.record_sample(slot, &sample);
         }
     }

@@ -9,7 +9,7 @@
 //! more scans.
 
 use super::Engine;
-use crate::host::{Counted, MergedSample};
+use crate::host::{Counted, MergedSample, PageState};
 use crate::keys::{OwnerKey, RegionKey};
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
@@ -55,13 +55,19 @@ impl Engine {
                 *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
             }
         }
+        for sample in counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped) {
+            last = self.table.near(last, sample.region, sample.page);
+            if let Some(region) = last.filter(|region| region.usage.own.contains(sample.page)) {
+                *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
+            }
+        }
         let mut unmerged: Vec<OwnerKey> = Vec::new();
         for region in self.table.iter_mut() {
             let expected = region.marks.counts().duplicate;
             if region.marks.merges || expected.0 / one_in < EXPECTED_MIN {
                 continue;
             }
-            // Zeros are counted for each process.
+            // ksmd's zeros are counted for each process.
             let zeros = counted.zeros.get(&region.view.owner).map(|&(_, pages)| pages).unwrap_or_default();
             let frames = found.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
             region.marks.merges = (zeros + frames).0 * MERGED_PART >= expected.0;

@@ -3,7 +3,7 @@
 use crate::keys::RegionKey;
 use crate::marking::cow_breaks::CowBreaks;
 use crate::region::hold::LEAVE_NS;
-use crate::units::{Pages, Vpn};
+use crate::units::{EXTENT_PAGES, Pages, Vpn};
 use rustc_hash::FxHashMap;
 
 /// How long we remember writes to merged pages, nanoseconds: as long as we leave COW-broken regions alone.
@@ -21,6 +21,8 @@ pub struct Usage {
     pub activity_known: bool,
     /// Pages that were active when we first read them.
     pub active: PageSet,
+    /// Pages that we saw in a frame of their own before they were merged, if they held zeros or the region has relatives.
+    pub own: PageSet,
     /// Pages we merged on request, as far as we know.
     pub merged: PageSet,
     /// Whether we've named one of its pages on request, so that the kernel has marked it.
@@ -121,6 +123,11 @@ impl PageSet {
 
     pub fn contains(&self, page: Vpn) -> bool {
         self.groups.get(&(page.0 / 64)).is_some_and(|bits| bits >> (page.0 % 64) & 1 == 1)
+    }
+
+    /// The numbers of the extents with pages of the set, in any order.
+    pub fn extents(&self) -> impl Iterator<Item = u64> {
+        self.groups.keys().map(|group| group * 64 / EXTENT_PAGES)
     }
 
     pub fn is_empty(&self) -> bool {

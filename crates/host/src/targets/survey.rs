@@ -13,6 +13,7 @@ use crate::churn::ChurnDetector;
 use crate::regions::{List, follow, stretches};
 use crate::scope::exclude::{Exclusion, withdrawal};
 use pagefold_engine::keys::RegionKey;
+use pagefold_engine::units::Pages;
 use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE, advance};
 use pagefold_procmem::os::cpu::{own_cpu_ns, process_cpu_ns, thread_cpu_ns};
@@ -264,7 +265,7 @@ impl Target {
                 left_out.push((detail.vma.start, detail.anonymous_kib, exclusion));
             }
         });
-        if found.len() > self.regions_most {
+        if found.iter().filter(|stretch| stretch.resident > Pages(0)).count() > self.regions_most {
             return Ok(self.leave_unmarked(Exclusion::TooManyInAll, former_exclusion));
         }
         let former = std::mem::take(&mut self.regions);

@@ -168,21 +168,23 @@ impl Batch {
         Ok(Pages(count(self.slots.iter().filter(|slot| slot.has_bytes).count())))
     }
 
-    /// Calls `visit` with the merged pages and their frames. With `lone`, includes merged pages that nobody else maps
-    /// any more.
-    pub(super) fn show_merged(
+    /// Calls `visit` with the pages that are merged, shared through fork or map the zero page, and with their frames. With
+    /// `lone`, includes merged pages that nobody else maps any more.
+    pub(super) fn show_shared(
         &mut self,
         files: &Files,
         frames: Option<&mut KpageFlags>,
         lone: bool,
-        visit: &mut impl FnMut(Vpn, u64),
+        visit: &mut impl FnMut(Vpn, PageState, u64),
     ) -> Result<(), ReadError> {
         let how = ReadHow { activity: lone, ..ReadHow::default() };
         self.find(files, frames, how)?;
         for slot in &self.slots {
-            match slot.entry.pfn() {
-                Some(frame) if slot.state == PageState::Merged || slot.lone => visit(slot.page, frame),
-                _ => {}
+            let Some(frame) = slot.entry.pfn() else { continue };
+            match slot.state {
+                _ if slot.lone => visit(slot.page, PageState::Merged, frame),
+                PageState::Absent | PageState::Private => {}
+                state => visit(slot.page, state, frame),
             }
         }
         Ok(())

@@ -246,15 +246,16 @@ impl Host for SimHost {
             self.record_read(run);
         }
         let mut merged = Vec::new();
+        let mut others = Vec::new();
         let mut inspecting_ns = 0;
         for run in &plan.inspect {
-            inspecting_ns += self.find_merged_pages(run, plan.charged_to, &mut merged);
+            inspecting_ns += self.find_merged_pages(run, plan.charged_to, &mut merged, &mut others);
         }
         // pagefold paces counts by the pages it asks for: with coarse pages it counts more often, so each count is
         // cheaper.
         cpu_ns += if plan.count { inspecting_ns } else { self.granularity.scale(inspecting_ns) };
         self.spend(cpu_ns);
-        let counted = plan.count.then(|| Counted { zeros: self.merged_zeros() });
+        let counted = plan.count.then(|| Counted { zeros: self.merged_zeros(), others });
         Ok(Samples { pages, merged, counted, cpu_ns })
     }
 

@@ -2,7 +2,7 @@
 
 use super::SimHost;
 use crate::memory::{Backing, MergedFrame, MoveResult, Nodes};
-use pagefold_engine::host::{MergedSample, Move, NodeView, Outcome, OwnerView, PageRun};
+use pagefold_engine::host::{MergedSample, Move, NodeView, Outcome, OwnerView, PageRun, PageState, StateSample};
 use pagefold_engine::keys::{LimitKey, LineageKey, NodeKey, OwnerKey, RegionKey};
 use pagefold_engine::units::{Pages, Vpn};
 use std::collections::BTreeMap;
@@ -119,20 +119,25 @@ impl SimHost {
         (self.placement_cache.nodes.clone(), self.placement_cache.owners.clone(), price_ns)
     }
 
-    /// Finds merged pages in a run. Returns the cost in nanoseconds, for simulated pages.
+    /// Finds merged pages, and others that are shared, in a run. Returns the cost in nanoseconds, for simulated pages.
     pub(super) fn find_merged_pages(
         &self,
         run: &PageRun,
         charged_to: Option<LimitKey>,
         found: &mut Vec<MergedSample>,
+        others: &mut Vec<StateSample>,
     ) -> u64 {
         let Some(region) = self.memory.region(run.region.0) else { return 0 };
         let mut cost_ns = 0;
         for number in run.first.0..run.first.0.saturating_add(u64::from(run.pages)) {
             let Some(offset) = region.offset(Vpn(number)) else { continue };
             cost_ns += self.costs.pagemap_ns;
+            let state = self.memory.state(region, offset);
+            if matches!(state, PageState::ZeroMapped | PageState::Shared) {
+                others.push(StateSample { region: run.region, page: Vpn(number), state });
+            }
             // pagemap shows which pages one process maps exclusively; for these we needn't look at kpageflags.
-            if matches!(region.backing[offset as usize], Backing::Merged | Backing::Forked) {
+            if matches!(state, PageState::Merged | PageState::ZeroMapped | PageState::Shared) {
                 cost_ns += self.costs.kpageflags_ns;
             }
             let Some(frame) = region.merged_frame(offset) else { continue };

@@ -67,7 +67,7 @@ impl Region {
         u32::try_from(page).is_ok_and(|page| self.pinned.contains(&page))
     }
 
-    /// Splits the huge page that contains a page, as a merge does.
+    /// Splits the huge page that contains a page.
     pub(crate) fn split(&mut self, page: u32) {
         let extent = self.extent(page);
         if let Some(huge) = self.huge.get_mut(extent) {
