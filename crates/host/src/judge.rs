@@ -1,6 +1,7 @@
 //! The rules of a run, and the verdict that they give on a process: whether we leave it alone and why, its trust
 //! domain, its group.
 
+use crate::marked::MarkedPrograms;
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DomainRules, Domains};
 use crate::scope::dumpable::Dumpable;
@@ -57,8 +58,8 @@ impl ScopeRules {
 /// The programs that we've seen.
 #[derive(Debug, Default)]
 pub struct ProgramHistory {
-    /// Programs whose memory this run has marked, and their trust domain at that time. Their forks inherit the marks.
-    pub(crate) marked: HashMap<u64, DomainKey>,
+    /// Programs whose memory this run, or an earlier one, has marked. Their forks inherit the marks.
+    pub(crate) marked: MarkedPrograms,
     /// How long processes live.
     pub(crate) lifetimes: Lifetimes,
     pub(crate) mechanism: Mechanism,
@@ -96,11 +97,6 @@ impl<'a> Judge<'a> {
     pub(crate) fn cgroup_info(&mut self, text: Vec<u8>) -> Arc<CgroupInfo> {
         let selection = &mut self.selection;
         self.cgroups.entry(text).or_insert_with_key(|text| Arc::new(selection.cgroup_info(text))).clone()
-    }
-
-    /// Whether ksmd merges another domain.
-    pub(crate) fn merges_another(&self, domain: DomainKey) -> bool {
-        self.rules.merged.is_some_and(|merged| merged != domain)
     }
 
     /// Judges a process by facts that we've just read: `option` is an opt-out on its command line. If we haven't judged

@@ -18,6 +18,7 @@ pub mod fuzzing;
 mod huge_mappings;
 pub mod judge;
 pub mod live;
+mod marked;
 pub mod os;
 pub mod regions;
 mod sampling;

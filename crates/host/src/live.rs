@@ -24,6 +24,7 @@ use self::refresh::{Discovery, RegionList, Schedule};
 use self::requesting::Requesting;
 use self::withdrawing::Withdrawing;
 use crate::judge::{ProgramHistory, ScopeRules};
+use crate::marked::{self, MarkedPrograms};
 use crate::sampling::{CountedProcess, HashMode, RegionRead, SamplingJob, sample};
 use crate::scope::deny_list::DenyList;
 use crate::scope::domain::{DEFAULT, DomainRules};
@@ -52,7 +53,7 @@ use pagefold_procmem::process::ReadError;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::nanosleep;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -79,6 +80,9 @@ pub enum LiveError {
     /// The injector has ended and we can't start it again.
     #[error(transparent)]
     Injector(InjectError),
+    /// We can't read or write the record of marked programs.
+    #[error("{}: {source}", path.display())]
+    Marked { path: PathBuf, source: std::io::Error },
     /// We can't start the control thread.
     #[error("cannot start the KSM control thread: {0}")]
     Controller(std::io::Error),
@@ -187,21 +191,27 @@ impl LiveHost {
     ) -> Result<Self, LiveError> {
         raise_descriptor_limit();
         let ksmd = Ksmd::find().map_err(LiveError::Ksmd)?;
-        let actuator = match mode {
-            HostMode::Act { lease, injector } => Some(Actuator::start(lease, injector)?),
-            HostMode::DryRun => None,
-        };
         let mut rules = ScopeRules::new(by_number(scope), roots, deny);
         rules.merged = Some(rules.domains.assign(DEFAULT));
+        let mut history = ProgramHistory::default();
+        let actuator = match mode {
+            HostMode::Act { lease, injector } => {
+                let path = lease.state_path().with_file_name(marked::FILE_NAME);
+                let opened = MarkedPrograms::open(path.clone(), |domain| rules.domains.assign(domain));
+                history.marked = opened.map_err(|source| LiveError::Marked { path, source })?;
+                Some(Actuator::start(lease, injector)?)
+            }
+            HostMode::DryRun => None,
+        };
         Ok(Self {
-            history: ProgramHistory::default(),
             targets: BTreeMap::new(),
             discovery: Discovery {
                 has_begun: false,
                 new_processes: NewProcesses::new(&rules.roots),
                 owner_keys: KeyCounter::default(),
             },
-            schedule: Schedule::new(),
+            schedule: Schedule::new(history.marked.is_empty()),
+            history,
             regions: RegionList::default(),
             machine: MachineMonitor::open(ksm, &rules.roots.proc)?,
             cost: CostMeter::start(ksmd),

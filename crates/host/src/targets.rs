@@ -266,7 +266,7 @@ impl Target {
         if now_ns >= since_ns + from_ns {
             return false;
         }
-        let is_marked = self.image().is_some_and(|image| history.marked.contains_key(&image));
+        let is_marked = self.image().is_some_and(|image| history.marked.domain(image).is_some());
         // Since its exec it has memory of its own.
         !is_marked || self.info.process.stat().is_ok_and(|stat| !stat.only_forked)
     }

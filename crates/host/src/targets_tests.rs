@@ -1,3 +1,4 @@
+use super::marks::PASSES;
 use super::survey::{FLAGS_NS, MAPS_MIN_NS};
 use super::*;
 use crate::churn::LEFT_ALONE_NS;
@@ -92,6 +93,11 @@ fn serve_requests(line: &UnixStream) -> ! {
                     continue;
                 }
                 b'k' => libc::mlock(last, BYTES) == 0,
+                b's' => {
+                    // Fails on kernels without KSM.
+                    libc::madvise(last, BYTES, libc::MADV_MERGEABLE);
+                    true
+                }
                 b'w' => libc::madvise(last, BYTES, libc::MADV_WIPEONFORK) == 0,
                 b'u' => {
                     maps -= 1;
@@ -192,10 +198,10 @@ fn a_process_whose_like_end_soon_is_not_surveyed_before_it_has_outlived_them() {
     let mut watched = Watched::new();
     watched.forget();
     watched.history.lifetimes.record_end(watched.target.family().unwrap(), SECOND, 0);
-    watched.history.marked.insert(watched.target.image().unwrap(), DomainKey(0));
+    watched.history.marked.add(watched.target.image().unwrap(), DomainKey(0), DEFAULT).unwrap();
     assert!(watched.refresh_after(0) && !watched.target.regions.is_empty());
     // We notice its end at any age.
-    watched.history.marked.clear();
+    watched.history = ProgramHistory::default();
     watched.forget();
     watched.child.kill();
     assert!(matches!(watched.refresh(), Err(ReadError::Vanished { .. })));
@@ -331,6 +337,41 @@ fn only_processes_of_the_merged_domain_are_read_and_those_of_others_unmarked() {
     assert!(watched.target.exclusion.is_some());
     change(&mut watched, own);
     assert!(watched.at(FIRST).is_some() && watched.target.may_be_read());
+}
+
+/// A program that marks its own memory has chosen that itself. We wait for programs that an earlier run has marked.
+#[test]
+fn only_our_own_marks_in_other_domains_are_waited_for() {
+    for is_recorded in [false, true] {
+        let mut watched = Watched::new();
+        watched.child.request(b'm');
+        watched.child.request(b's');
+        let [own, other] = [DEFAULT, "other"].map(|name| watched.rules.domains.key_of(name).unwrap());
+        if is_recorded {
+            watched.history.marked.add(watched.target.image().unwrap(), own, DEFAULT).unwrap();
+        }
+        watched.rules.merged = Some(other);
+        watched.target.judge_again();
+        assert!(watched.refresh_after(10 * SECOND) && watched.target.is_excluded());
+        assert_eq!(watched.target.has_foreign_marks(other), is_recorded);
+        assert_eq!(watched.target.pending.is_some(), is_recorded);
+        if !is_recorded {
+            continue;
+        }
+        // We remove all marks again and again, and each time it makes others.
+        for try_number in 1..=PASSES {
+            assert!(watched.target.has_foreign_marks(other));
+            assert_eq!(watched.target.set_unmarked(watched.now_ns), try_number < PASSES);
+        }
+        watched.refresh_after(10 * SECOND);
+        assert!(!watched.target.has_foreign_marks(other) && watched.target.pending.is_none());
+        // What must never be merged, or what somebody wants unmerged, is tried again later.
+        watched.target.unmerge(1);
+        for try_number in 1..=PASSES {
+            assert_eq!(watched.target.set_unmarked(watched.now_ns), try_number < PASSES);
+        }
+        assert!(watched.target.pending.as_ref().is_some_and(|pending| pending.problem.is_some()));
+    }
 }
 
 #[test]

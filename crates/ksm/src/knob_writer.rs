@@ -53,7 +53,7 @@ pub(crate) struct KnobWriter {
     pub(crate) ksm: Arc<Ksm>,
     /// Released when everything is restored, or with the last thread that may still write.
     lock: Mutex<Option<Lock>>,
-    state_path: PathBuf,
+    pub(crate) state_path: PathBuf,
     /// Allows one write at a time. Held while the kernel blocks a write.
     writing: Mutex<()>,
     ending: AtomicBool,

@@ -195,6 +195,11 @@ impl KsmLease {
         outcome
     }
 
+    /// The state file.
+    pub fn state_path(&self) -> &Path {
+        &self.writer.state_path
+    }
+
     pub(crate) fn writer(&self) -> &Arc<KnobWriter> {
         &self.writer
     }

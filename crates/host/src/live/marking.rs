@@ -173,7 +173,7 @@ impl LiveHost {
     /// Makes the `wanted` ones of the changes in one process.
     fn change_process(&mut self, pid: i32, wanted: &[usize], changes: &mut Changes<'_>, outcome: &mut Outcome) {
         let mark = changes.mark;
-        if mark && !self.may_be_marked(pid) {
+        if mark && !(self.may_be_marked(pid) && self.record_program(pid)) {
             changes.set(wanted.iter().copied(), Marking::Busy);
             return;
         }
@@ -238,6 +238,18 @@ impl LiveHost {
         is_unchanged && target.may_be_read() && target.pending.is_none()
     }
 
+    /// Records a program that we're about to mark, for later runs. Returns whether that's done.
+    pub(super) fn record_program(&mut self, pid: i32) -> bool {
+        let (Some(target), Some(_)) = (self.targets.get(&pid), &self.actuator) else { return true };
+        let Some(image) = target.image() else { return false };
+        let domain = self.rules.domains.name(target.domain).map_or("", String::as_str);
+        let recorded = self.history.marked.add(image, target.domain, domain);
+        if let Err(error) = &recorded {
+            self.report_left_alone(pid, format!("we can't record that it's marked: {error}"));
+        }
+        recorded.is_ok()
+    }
+
     /// Records that we've marked memory of a process. If the process has called exec since we judged it, we may have
     /// marked its new program instead.
     pub(super) fn record_marked(&mut self, pid: i32) {
@@ -248,8 +260,8 @@ impl LiveHost {
         if target.notice_exec() {
             target.set_marked();
             target.request_unmark(Exclusion::OtherProgram, Marks::Mappings);
-        } else if let Some(program) = target.set_marked() {
-            self.history.marked.insert(program, target.domain);
+        } else {
+            target.set_marked();
         }
     }
 

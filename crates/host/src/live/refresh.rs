@@ -36,6 +36,12 @@ const UNCHANGED_SHARE: u64 = 3_333;
 const FORGET_NS: u64 = 10_000_000_000;
 const FORGET_SHARE: u64 = 1_000;
 
+/// If there are marks of earlier runs, we let ksmd rest for this long at most until we've checked all processes,
+/// nanoseconds.
+const FIRST_CHECKS_NS: u64 = 10_000_000_000;
+/// We remember this many marked programs. Beyond that we forget programs that no process runs.
+const PROGRAMS_MOST: usize = 16_384;
+
 /// We list this many processes that match by name only, or have left the scope. Any user can start more.
 const STRANGERS_MOST: usize = 1_000;
 
@@ -86,13 +92,13 @@ pub(super) struct Schedule {
     /// The first target that the last refresh had no time for; 0 if none.
     next_pid: i32,
     next_forget_ns: u64,
-    /// Whether we've checked all processes that were in scope at the start.
+    /// Whether we've checked all processes that were in scope at the start, and so know which of them are marked.
     pub(super) are_all_checked: bool,
 }
 
 impl Schedule {
-    pub(super) fn new() -> Self {
-        Self { interval_ns: INTERVAL_NS, next_ns: 0, next_pid: 0, next_forget_ns: 0, are_all_checked: false }
+    pub(super) fn new(are_all_checked: bool) -> Self {
+        Self { interval_ns: INTERVAL_NS, next_ns: 0, next_pid: 0, next_forget_ns: 0, are_all_checked }
     }
 
     fn is_due(&self, now_ns: u64) -> bool {
@@ -215,7 +221,7 @@ impl LiveHost {
         let mut changed = false;
         let mut gone = Vec::new();
         let mut left_alone = Vec::new();
-        forget_programs(&mut self.history.marked, &self.targets);
+        self.forget_programs();
         self.forget_domains();
         let mut large_lists = LargeLists::of(&self.targets);
         let mut judge = Judge::new(&mut self.rules, &self.history);
@@ -260,7 +266,7 @@ impl LiveHost {
                 }
             }
         }
-        self.schedule.are_all_checked |= self.schedule.next_pid == 0;
+        self.schedule.are_all_checked |= self.schedule.next_pid == 0 && self.are_checked(now_ns);
         for (pid, why) in left_alone {
             self.report_left_alone(pid, why);
         }
@@ -268,6 +274,13 @@ impl LiveHost {
             self.remove_ended(pid, now_ns);
         }
         changed
+    }
+
+    /// Whether we needn't wait any longer for the first check of a process that was in scope at the start. What keeps
+    /// it waiting for long is an exec, and that leaves no mark.
+    fn are_checked(&self, now_ns: u64) -> bool {
+        let is_checked = |target: &Target| target.appeared_ns.is_some() || target.image().is_some();
+        now_ns >= FIRST_CHECKS_NS || self.targets.values().all(is_checked)
     }
 
     /// Removes a target whose process has ended.
@@ -289,9 +302,18 @@ impl LiveHost {
             return;
         }
         let mut needed: HashSet<DomainKey> = self.targets.values().map(|target| target.domain).collect();
-        needed.extend(self.history.marked.values());
+        needed.extend(self.history.marked.domains());
         needed.extend(self.rules.merged);
         self.rules.domains.keep(|key| needed.contains(&key));
+    }
+
+    /// If there are many marked programs, forgets those that no process in scope runs.
+    fn forget_programs(&mut self) {
+        let most = PROGRAMS_MOST.max(self.targets.len() * 2);
+        if self.schedule.are_all_checked && self.history.marked.are_more_than(most) {
+            let running = self.targets.values().filter_map(Target::image).collect();
+            self.history.marked.keep(&running, self.rules.domains.names());
+        }
     }
 
     /// Reports why we leave a process alone, unless our last report about it said the same.
@@ -339,17 +361,6 @@ impl LiveHost {
 /// Names a process by its pid and start time. No other process has both until the machine restarts.
 fn lasting_key(process: &Process) -> LastingKey {
     LastingKey(mix(mix(u64::from(process.pid().unsigned_abs())) ^ process.start_time_ticks()))
-}
-
-/// We remember this many marked programs. Beyond that we forget programs that no process runs.
-const PROGRAMS_MOST: usize = 16_384;
-
-/// If there are many marked programs, forgets those that no process in scope runs.
-fn forget_programs(marked: &mut HashMap<u64, DomainKey>, targets: &BTreeMap<i32, Target>) {
-    if marked.len() > PROGRAMS_MOST.max(targets.len() * 2) {
-        let running: HashSet<u64> = targets.values().filter_map(Target::image).collect();
-        marked.retain(|program, _| running.contains(program));
-    }
 }
 
 #[cfg(test)]

@@ -234,10 +234,12 @@ impl LiveHost {
         if parts.is_empty() {
             return Ok(());
         }
+        let are_recorded = pids.iter().all(|&pid| self.record_program(pid));
         for &pid in &pids {
             self.record_marked(pid);
         }
-        if pids.iter().any(|pid| self.targets.get(pid).is_none_or(|target| target.pending.is_some())) {
+        let must_unmark = |pid: &i32| self.targets.get(pid).is_none_or(|target| target.pending.is_some());
+        if !are_recorded || pids.iter().any(must_unmark) {
             results.extend(parts.iter().map(untried));
             return Ok(());
         }

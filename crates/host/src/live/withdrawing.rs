@@ -22,8 +22,6 @@ use std::sync::Arc;
 
 /// One refresh spends this long on removing marks at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
-/// If a process is marked again each time, we put it off after this many tries in a row.
-const TRIES: u32 = 5;
 /// The key for regions that the engine doesn't know.
 const NO_REGION: RegionKey = RegionKey(0);
 
@@ -78,7 +76,7 @@ impl LiveHost {
         let mut changed = false;
         for pid in due {
             let mut result = Try::Again;
-            for _ in 0..TRIES {
+            while result == Try::Again {
                 if self.now_ns() > now_ns + PASS_NS {
                     // The remaining processes are pending and not tried yet, so we mark nothing meanwhile.
                     self.schedule.next_ns = 0;
@@ -86,13 +84,6 @@ impl LiveHost {
                 }
                 result = self.withdraw_from(pid, now_ns);
                 changed |= result != Try::Nothing;
-                if result != Try::Again {
-                    break;
-                }
-            }
-            if let (Try::Again, Some(target)) = (result, self.targets.get_mut(&pid)) {
-                let why = "its memory is marked again each time".to_owned();
-                target.put_off(now_ns, UnmergeError::Left { pid, why });
             }
         }
         changed
@@ -122,7 +113,8 @@ impl LiveHost {
         target.count_unmerged(state.merged_kib, unmarked, report.longest_stop_ns);
         let refused = report.results.iter().find_map(|result| result.err());
         let problem = match (ran, refused) {
-            (Ok(()), None) => return Try::Again,
+            (Ok(()), None) if target.set_unmarked(now_ns) => return Try::Again,
+            (Ok(()), None) => return Try::Changed,
             (Ok(()), Some(errno)) => UnmergeError::Left { pid, why: errno.to_string() },
             (Err(error), _) => error,
         };

@@ -6,13 +6,14 @@ use crate::scope::exclude::Exclusion;
 use pagefold_engine::keys::DomainKey;
 use pagefold_engine::units::{Bytes, Pages};
 use pagefold_inject::unmerge::{UnmergeError, Unmerged};
-use pagefold_procmem::maps::read_marked;
-use pagefold_procmem::process::ReadError;
 use std::sync::Arc;
 
 /// The first and the longest pause after we couldn't remove marks, nanoseconds. The pause doubles each time.
 const PAUSE_NS: u64 = 250_000_000;
 const PAUSE_MOST_NS: u64 = 10_000_000_000;
+
+/// If a process is marked again each time, we give up after this many tries in a row.
+pub(super) const PASSES: u32 = 5;
 
 /// Which marks of a process must go. Later variants include earlier ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,6 +42,8 @@ pub struct PendingUnmark {
     pub(crate) was_tried: bool,
     pub(crate) next_ns: u64,
     pause_ns: u64,
+    /// How many tries in a row have removed all the marks that they found.
+    passes: u32,
 }
 
 impl PendingUnmark {
@@ -54,6 +57,7 @@ impl PendingUnmark {
             was_tried: false,
             next_ns: 0,
             pause_ns: PAUSE_NS,
+            passes: 0,
         }
     }
 
@@ -67,12 +71,10 @@ impl PendingUnmark {
 /// Marks that we've set, found and removed.
 #[derive(Debug, Default)]
 pub(super) struct MarkRecord {
-    /// Whether this run has marked some of its memory, or of its parent's before the fork.
+    /// Whether this run, or an earlier one, has marked some of its memory, or of its parent's before the fork.
     pub(super) are_set: bool,
     /// Whether we've removed all marks since.
     pub(super) are_cleared: bool,
-    /// Whether we've looked for marks of an earlier run.
-    are_sought: bool,
 }
 
 /// A request to unmerge a process.
@@ -85,11 +87,10 @@ pub(crate) struct UnmergeRequest {
 }
 
 impl Target {
-    /// Records that memory was marked; returns the program.
-    pub(crate) fn set_marked(&mut self) -> Option<u64> {
+    /// Records that memory was marked.
+    pub(crate) fn set_marked(&mut self) {
         self.marks.are_set = true;
         self.marks.are_cleared = false;
-        self.image()
     }
 
     /// Records that nothing is marked any more, and makes the next refresh judge the process again.
@@ -99,30 +100,14 @@ impl Target {
         self.check.expire();
     }
 
-    /// Checks once whether a process that was there before the run has marks. An earlier run that merged its domain may
-    /// have set them. We merge nothing before they're gone. Marks that a process sets later are its own affair.
-    pub(super) fn find_marks(&mut self) -> Result<(), ReadError> {
-        if self.appeared_ns.is_some() || self.marks.are_sought || self.request.is_only_reason {
-            return Ok(());
-        }
-        let marked = self.read(|process| match read_marked(process) {
-            // If we can't read the process, we can't unmark it either.
-            Err(ReadError::Denied { .. }) => Ok(Vec::new()),
-            marked => marked,
-        })?;
-        self.marks.are_set |= !marked.is_empty();
-        self.marks.are_sought = true;
-        Ok(())
-    }
-
     /// Whether it has marked memory although we merge another trust domain than the process's own, or than the one that
     /// it was in when we marked it.
     pub(crate) fn has_foreign_marks(&self, merged: DomainKey) -> bool {
         self.marks.are_set && (self.domain != merged || self.check.domain != merged)
     }
 
-    /// The trust domain that the process was in when its memory was marked, if it was: by this run, or in its parent
-    /// before the fork.
+    /// The trust domain that the process was in when its memory was marked, if it was: by this run or an earlier one,
+    /// or in its parent before the fork.
     pub(super) fn domain_when_marked(&mut self, image: u64, history: &ProgramHistory) -> Option<DomainKey> {
         if self.marks.are_set {
             return Some(self.domain);
@@ -130,7 +115,7 @@ impl Target {
         if self.marks.are_cleared {
             return None;
         }
-        let domain = history.marked.get(&image).copied();
+        let domain = history.marked.domain(image);
         self.marks.are_set = domain.is_some();
         domain
     }
@@ -162,7 +147,25 @@ impl Target {
             pending.fail(problem);
             pending.next_ns = now_ns + pending.pause_ns;
             pending.pause_ns = (pending.pause_ns * 2).min(PAUSE_MOST_NS);
+            pending.passes = 0;
         }
+    }
+
+    /// Records that a try has removed all the marks that it found. If it's marked again each time, its program does
+    /// that, and ours are gone; we unmark what must never be merged again later. Returns whether to look again at once.
+    pub(crate) fn set_unmarked(&mut self, now_ns: u64) -> bool {
+        let Some(pending) = &mut self.pending else { return false };
+        pending.passes += 1;
+        if pending.passes < PASSES {
+            return true;
+        }
+        if pending.marks == Marks::Mappings {
+            self.set_settled();
+        } else {
+            let why = "its memory is marked again each time".to_owned();
+            self.put_off(now_ns, UnmergeError::Left { pid: self.pid(), why });
+        }
+        false
     }
 
     /// Lets us check soon whether the try under way to remove marks has ended.

@@ -225,9 +225,6 @@ impl Target {
         };
         let is_new = self.check.program.is_none();
         let verdict = judge.judge(&mut info, program.dumpable, option, is_new);
-        if judge.merges_another(verdict.domain) {
-            self.find_marks()?;
-        }
         self.info = info;
         self.check.program = Some(program);
         changed |= self.adopt_verdict(verdict, former);
