@@ -9,13 +9,14 @@ use pagefold_procmem::charges::Charges;
 use pagefold_procmem::ksm_stat::KsmStat;
 use pagefold_procmem::mappers::mappers_of;
 use pagefold_procmem::memory::{PageReader, PageView, ReadHow};
-use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
+use pagefold_procmem::os::abandonable::{Job, LIMIT, PATIENCE, Pending};
 use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::process::{Process, ReadError};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::time::Instant;
 
 /// Pages of one region.
 #[derive(Debug)]
@@ -136,13 +137,13 @@ pub(crate) fn sample(reader: PageReader, job: SamplingJob) -> Result<PlanReading
         failed: Vec::new(),
         progress: progress.clone(),
     };
-    let read = run_abandonable(move || {
+    let read = Job::start(move || {
         reading.run(&job);
         reading
     });
-    read.map_err(|pending| {
+    read.wait(LIMIT).map_err(|job| {
         progress.is_given_up.store(true, Ordering::Relaxed);
-        (progress.pid.load(Ordering::Relaxed), pending)
+        (progress.pid.load(Ordering::Relaxed), job.pending)
     })
 }
 
@@ -159,10 +160,12 @@ impl PlanReading {
         }
     }
 
+    /// Reads the pages to sample. If that takes long, we leave out the rest.
     fn read_pages(&mut self, job: &SamplingJob) {
+        let began = Instant::now();
         for read in &job.reads {
             let RegionRead { region, process, runs, .. } = read;
-            if !self.progress.begin(process) {
+            if began.elapsed() > PATIENCE || !self.progress.begin(process) {
                 break;
             }
             let pages = &mut self.pages;

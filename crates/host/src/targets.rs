@@ -19,13 +19,19 @@ use crate::scope::exclude::Exclusion;
 use pagefold_engine::host::Span;
 use pagefold_engine::keys::{DomainKey, FamilyKey, GroupKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;
-use pagefold_procmem::os::abandonable::{LIMIT, PATIENCE, Pending, run_abandonable};
+use pagefold_procmem::maps::{VmaDetail, read_smaps};
+use pagefold_procmem::os::abandonable::{Job, LIMIT, PATIENCE, Pending, run_abandonable};
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::stalls::{READS, Refusal};
 use pagefold_procmem::statm::Sizes;
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
 use tracing::debug;
+
+/// How old a list of mappings may be that took us long to read.
+const LISTING_FRESH: Duration = Duration::from_secs(10);
 
 /// One process in scope.
 #[derive(Debug)]
@@ -62,7 +68,11 @@ pub struct Target {
     surveys: Surveys,
     /// A read of its memory that hasn't returned in time.
     late_read: Option<Pending>,
+    /// The mappings that it finds, and when, if it's one of [`Self::mappings_now`].
+    listing: Option<Receiver<Result<Listed, ReadError>>>,
 }
+
+type Listed = (Vec<VmaDetail>, Instant);
 
 impl Target {
     /// Makes a target of a process that has come into scope.
@@ -86,6 +96,7 @@ impl Target {
             marks: MarkRecord::default(),
             surveys: Surveys::default(),
             late_read: None,
+            listing: None,
         }
     }
 
@@ -150,6 +161,34 @@ impl Target {
         })
     }
 
+    /// Its mappings. If it takes long to read them, that goes on, and a later call returns them.
+    pub(crate) fn mappings_now(&mut self) -> Result<Vec<VmaDetail>, ReadError> {
+        self.mappings_by(read_smaps)
+    }
+
+    fn mappings_by(
+        &mut self,
+        read: impl FnOnce(&Process) -> Result<Vec<VmaDetail>, ReadError> + Send + 'static,
+    ) -> Result<Vec<VmaDetail>, ReadError> {
+        self.admit()?;
+        let late = self.listing.take().and_then(|listing| listing.try_recv().ok());
+        if let Some(Ok((details, at))) = late {
+            if at.elapsed() < LISTING_FRESH {
+                return Ok(details);
+            }
+        }
+        let process = self.info.process.clone();
+        match Job::start(move || Ok((read(&process)?, Instant::now()))).wait(PATIENCE) {
+            Ok(listed) => listed.map(|(details, _)| details),
+            Err(job) => {
+                let (listing, pending) = job.leave();
+                self.listing = Some(listing);
+                self.set_timed_out(pending);
+                Err(self.locked())
+            }
+        }
+    }
+
     /// Leaves a thread behind that is busy with the process. It's a stall once the process has kept it waiting for long
     /// enough: others may have taken our patience, or the injector's time.
     pub(crate) fn leave(&self, pending: &mut Pending) {
@@ -176,7 +215,12 @@ impl Target {
     }
 
     fn locked(&self) -> ReadError {
-        self.not_read(io::ErrorKind::TimedOut, "it keeps its memory map locked")
+        let late = self.late_read.as_ref();
+        let why = match late.is_some_and(|pending| !pending.is_over() && !pending.waits_for_target()) {
+            true => "reading it takes long",
+            false => "it keeps its memory map locked",
+        };
+        self.not_read(io::ErrorKind::TimedOut, why)
     }
 
     fn not_read(&self, kind: io::ErrorKind, why: &str) -> ReadError {

@@ -423,7 +423,7 @@ fn flags_of_whole_mappings_are_found_in_a_bounded_time() {
 fn a_process_does_not_pay_for_the_delays_of_others() {
     let mut watched = Watched::new();
     let process = watched.target.info.process.clone();
-    while run_abandonable(|| std::thread::sleep(PATIENCE * 4)).is_ok() {}
+    while run_abandonable(|| std::thread::sleep(PATIENCE / 2)).is_ok() {}
     let read = watched.target.read(|_| {
         std::thread::sleep(PATIENCE / 3);
         Ok(())
@@ -447,4 +447,37 @@ fn a_process_does_not_pay_for_the_delays_of_others() {
     std::thread::sleep(PATIENCE * 2);
     watched.target.leave(&mut job.pending);
     assert!(!READS.pause(&process).is_zero());
+}
+
+/// A program can make our reads compute for long, by mappings with long names. We wait no longer than for one that
+/// sleeps, and use what we find later.
+#[test]
+fn a_read_that_computes_for_long_goes_on_without_us() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    assert!(watched.refresh_after(10 * SECOND));
+    let slow = |process: &Process| {
+        let end = Instant::now() + PATIENCE * 3;
+        while Instant::now() < end {
+            std::hint::spin_loop();
+        }
+        read_smaps(process)
+    };
+    let began = Instant::now();
+    let error = watched.target.mappings_by(slow).unwrap_err();
+    assert!(began.elapsed() < PATIENCE * 2, "{:?}", began.elapsed());
+    assert!(error.is_late() && error.to_string().contains("takes long"), "{error}");
+    assert!(watched.target.mappings_by(slow).is_err_and(|error| error.is_late()), "one at a time");
+    while watched.target.has_timed_out() {
+        assert!(!watched.target.is_blocked() && !watched.refresh_after(SECOND));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(READS.pause(&watched.target.info.process).is_zero(), "it is no stall");
+    let details = watched.target.mappings_by(slow).unwrap();
+    assert!(details.iter().any(|detail| detail.vma.start == FIRST as u64));
+    assert!(watched.target.mappings_by(slow).is_err(), "it is used once");
+    let began = Instant::now();
+    let mut watched = Watched::new();
+    let read = watched.target.read(move |process| slow(process));
+    assert!(read.is_err() && began.elapsed() < PATIENCE * 2);
 }

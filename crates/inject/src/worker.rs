@@ -192,7 +192,8 @@ impl Connection {
             limits: *limits,
         };
         let limit = reply_limit(calls.len(), limits);
-        let deadline = Instant::now() + patience.unwrap_or(limit).min(limit);
+        let limit = patience.unwrap_or(limit).min(limit);
+        let deadline = Instant::now() + limit;
         let mut line = serde_json::to_vec(&request).map_err(|error| malformed(&error))?;
         line.push(b'\n');
         self.stream.set_write_timeout(Some(limit)).map_err(|_| InjectError::WorkerGone)?;

@@ -12,6 +12,7 @@ use pagefold_ksm::lease::TakeError;
 use pagefold_ksm::lock::LockError;
 use pagefold_ksm::request::{self, Carrier, RequestDevice, RequestError};
 use pagefold_ksm::{KSM_ROOT, Ksm, KsmError};
+use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::os::numa::Topology;
 use pagefold_procmem::os::peer::own_uid;
 use pagefold_procmem::os::privileges::{
@@ -214,7 +215,9 @@ fn refused_for(scoped: &ProcessInfo, deny: &DenyList) -> Result<Option<String>, 
     if scoped.process.stat()?.state == b'T' {
         return Ok(Some("stopped by a signal; continue it with kill -CONT".to_owned()));
     }
-    if is_frozen(&scoped.process) {
+    // A program can hold this up during an exec.
+    let process = scoped.process.clone();
+    if run_abandonable(move || is_frozen(&process)).unwrap_or(false) {
         return Ok(Some("frozen by its cgroup; thaw the cgroup".to_owned()));
     }
     match process_exclusion(scoped, deny)? {

@@ -7,7 +7,7 @@ use pagefold_procmem::ksm_stat::KsmStat;
 use pagefold_procmem::list::pids;
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::memory::PageReader;
-use pagefold_procmem::os::abandonable::run_abandonable;
+use pagefold_procmem::os::abandonable::{Job, LIMIT, run_abandonable};
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_text::escape::printable;
 use pagefold_text::style::human;
@@ -95,7 +95,7 @@ pub fn saved(proc: &Path, users: &[KsmUser]) -> Option<Pages> {
     for user in users.iter().filter(|user| user.merged_bytes > 0) {
         // One that has ended meanwhile holds nothing.
         let Ok(process) = Process::open_at(proc, user.pid) else { continue };
-        let found = run_abandonable(move || Merged::of(&process)).ok()?.ok()?;
+        let found = Job::start(move || Merged::of(&process)).wait(LIMIT).ok()?.ok()?;
         let most = zeros.entry(found.family).or_default();
         *most = found.zeros.max(*most);
         mappings.extend(found.pages.iter().map(|&(frame, page)| (frame, page, found.family)));

@@ -180,12 +180,8 @@ impl LiveHost {
         let Some(target) = self.targets.get_mut(&pid) else { return };
         let program = target.program();
         // We read the mappings again just before we act: they may have changed, and some may be excluded now.
-        let current = target.read(move |process| {
-            let unmark_step = if mark { None } else { Some(step_bytes(process)?) };
-            Ok((read_smaps(process)?, unmark_step))
-        });
-        let (details, unmark_step) = match current {
-            Ok(current) => current,
+        let details = match target.mappings_now() {
+            Ok(details) => details,
             Err(ReadError::Vanished { .. }) => return,
             // The error may be temporary, such as a lack of memory.
             Err(error) => {
@@ -196,6 +192,11 @@ impl LiveHost {
                 return;
             }
         };
+        let unmark_step = if mark { None } else { target.read(|process| step_bytes(process)).ok() };
+        if !mark && unmark_step.is_none() {
+            changes.set(wanted.iter().copied(), Marking::Busy);
+            return;
+        }
         let mut work = CallBatch { program, ..CallBatch::default() };
         for &at in wanted {
             let span = changes.asked[at].span;

@@ -190,6 +190,7 @@ impl Target {
         self.marks.are_set = false;
         self.marks.are_cleared = false;
         self.pending = None;
+        self.listing = None;
         self.huge = HugeMappings::default();
         self.info.exe = None;
         self.forget_memory();

@@ -87,6 +87,8 @@ pub(super) struct Listing {
     /// Hash of the list of mappings.
     maps: u64,
     details: Result<Vec<VmaDetail>, ReadError>,
+    /// The CPU time for the list of mappings alone, and for all.
+    maps_cost_ns: u64,
     cost_ns: u64,
 }
 
@@ -110,8 +112,9 @@ impl Listing {
         // injector do, so we find a locked map here. The survey reports other errors.
         let _ = Pagemap::open(process).and_then(|pagemap| pagemap.is_live());
         let maps = maps_hash(process)?;
+        let maps_cost_ns = thread_cpu_ns() - before_ns;
         let details = read_smaps(process);
-        Ok(Self { maps, details, cost_ns: thread_cpu_ns() - before_ns })
+        Ok(Self { maps, details, maps_cost_ns, cost_ns: thread_cpu_ns() - before_ns })
     }
 }
 
@@ -197,7 +200,7 @@ impl Target {
         start: SurveyStart,
         new_key: impl FnMut() -> RegionKey,
     ) -> Result<bool, ReadError> {
-        let Listing { maps, details, cost_ns } = listing?;
+        let Listing { maps, details, maps_cost_ns, cost_ns } = listing?;
         self.surveys.are_known = true;
         let last = self.surveys.last.as_ref();
         let has_regrown = last.is_none_or(|last| start.sizes.mapped >= last.start.sizes.mapped);
@@ -207,7 +210,7 @@ impl Target {
             _ => None,
         };
         let changed = self.follow_regions(details, if has_regrown { dipped } else { 0 }, new_key)?;
-        let next_maps_ns = start.at_ns + MAPS_MIN_NS;
+        let next_maps_ns = start.at_ns + (maps_cost_ns * MAPS_SHARE).max(MAPS_MIN_NS);
         self.surveys.last = Some(LastSurvey { start, cost_ns, maps, has_changed: false, next_maps_ns });
         Ok(changed)
     }

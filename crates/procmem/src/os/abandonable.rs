@@ -6,12 +6,12 @@
 //! even that. `pagefold/tests/crash/stuck.rs` shows this on 6.18. An exec makes readers wait in the same way
 //! (`exec_update_lock`).
 //!
-//! So a separate thread does anything that can block. The caller waits while that thread computes or waits for a
-//! processor. While the thread sleeps, the caller waits for a short time only, and then goes on without the result. The
-//! thread ends when its job returns, or with the process. A job is stuck when it makes no progress for [`LIMIT`]. Two
-//! things count as progress: the job reports each part of a long list that it has read ([`advance`]), and the thread
-//! uses CPU time. The kernel walks the page tables of a large mapping in one read, 10 ns per page, but a thread that
-//! waits for a lock or a page uses no CPU time.
+//! So a separate thread does anything that can block, or that a program can make long: 65,000 mappings with long names
+//! take a second. The caller waits for a short time, and then goes on without the result; while the thread sleeps, even
+//! shorter if there were other waits just before. The thread ends when its job returns, or with the process. A job is
+//! stuck when it makes no progress for [`LIMIT`]. Two things count as progress: the job reports each part of a long list
+//! that it has read ([`advance`]), and the thread uses CPU time. The kernel walks the page tables of a large mapping in
+//! one read, 10 ns per page, but a thread that waits for a lock or a page uses no CPU time.
 
 use crate::os::cpu::clock_ns;
 use std::cell::{Cell, RefCell};
@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 
 /// A job without progress for this long is stuck, even on a busy machine.
 pub const LIMIT: Duration = Duration::from_millis(if cfg!(test) { 1_500 } else { 3_000 });
-/// How long in a row a thread waits for jobs that sleep. It regains 1/[`REGAINED`] of the time that passes.
+/// How long we wait for a job, and how long in a row a thread waits for jobs that sleep. It regains 1/[`REGAINED`] of the
+/// time that passes.
 pub const PATIENCE: Duration = Duration::from_millis(250);
 const REGAINED: u32 = 4;
 /// How often a waiting caller checks whether the job sleeps. Also the shortest wait.
@@ -211,11 +212,16 @@ impl<T: Send + 'static> Job<T> {
     pub fn poll(self) -> Result<T, Self> {
         self.result.try_recv().map_err(|_| self)
     }
+
+    /// Goes on without the result, which comes later.
+    pub fn leave(self) -> (Receiver<T>, Pending) {
+        (self.result, self.pending)
+    }
 }
 
-/// Runs `job` on the reading thread. Abandons it when it sleeps for too long ([`PATIENCE`]).
+/// Runs `job` on the reading thread. Abandons it when it takes too long ([`PATIENCE`]).
 pub fn run_abandonable<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Result<T, Pending> {
-    Job::start(job).wait(Duration::MAX).map_err(|job| job.pending)
+    Job::start(job).wait(PATIENCE).map_err(|job| job.pending)
 }
 
 fn send_to_reader(mut work: Work) {
@@ -278,7 +284,14 @@ mod tests {
                 std::hint::spin_loop();
             }
         };
-        assert!(run_abandonable(computes).is_ok());
+        assert!(Job::start(computes).wait(LIMIT * 3).is_ok());
+        let began = Instant::now();
+        let mut pending = run_abandonable(computes).unwrap_err();
+        assert!(began.elapsed() < LIMIT && !pending.waits_for_target(), "nobody waits for it");
+        while !pending.is_over() {
+            assert!(!pending.is_stuck());
+            std::thread::sleep(TICK);
+        }
         let mut job = Job::start(|| mappings(Slow(0)));
         let read = loop {
             job = match job.wait(LIMIT) {
@@ -328,7 +341,7 @@ mod tests {
         wait_until_over(&job.pending);
     }
 
-    /// Waiting for many at once takes a quarter of the time, and we wait for each that doesn't sleep.
+    /// Waiting for many at once takes a quarter of the time.
     #[test]
     fn the_time_spent_waiting_is_limited() {
         let began = Instant::now();
