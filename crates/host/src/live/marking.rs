@@ -1,6 +1,7 @@
 //! Marking and unmarking spans of targets.
 
 use super::LiveHost;
+use super::machine::elapsed_ns;
 use crate::judge::Judge;
 use crate::scope::exclude::{Exclusion, vma_exclusion};
 use crate::targets::Marks;
@@ -16,9 +17,13 @@ use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::os::fault;
 use pagefold_procmem::process::ReadError;
+use std::time::Instant;
 
 /// A mark takes microseconds. If it takes this long, another thread of the process holds its mmap lock.
 const MARK_NS: u64 = 250_000_000;
+
+/// We mark, or unmark, for this long at most in one cycle, not counting the last process, nanoseconds.
+const PASS_NS: u64 = 250_000_000;
 
 /// The calls that change the marks of one process.
 #[derive(Debug, Default)]
@@ -164,8 +169,13 @@ impl LiveHost {
                 None => by_pid.push((pid, vec![at])),
             }
         }
+        let began = Instant::now();
         for (pid, wanted) in by_pid {
-            self.change_process(pid, &wanted, &mut all, outcome);
+            if elapsed_ns(began) > PASS_NS {
+                all.set(wanted, Marking::Busy);
+            } else {
+                self.change_process(pid, &wanted, &mut all, outcome);
+            }
         }
         changes.iter().zip(all.results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
     }

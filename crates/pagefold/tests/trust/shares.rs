@@ -118,3 +118,38 @@ fn one_users_programs_delay_no_unmerging_of_others() {
     ksm.give_back(&own);
     assert!(unmarked < UNMARKED_WITHIN, "{unmarked:?}");
 }
+
+/// Forty programs whose threads get a core four times a second, each in a cgroup of its own: they stop late, but in time.
+#[test]
+fn programs_that_stop_late_delay_no_answer() {
+    const PERIOD: &str = "230000";
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut groups = Vec::new();
+    let mut victims = Vec::new();
+    for _ in 0..2 * EACH {
+        let Some(group) = Cgroup::create("cpu") else { return skip_unsupported("no control group limits CPU time") };
+        let Ok(victim) = Victim::try_start(&["stalling", "late", "0"]).map_err(skip) else { return };
+        group.set("cpu.cfs_period_us", PERIOD);
+        group.set("cpu.cfs_quota_us", "2000");
+        group.add(victim.pid());
+        groups.push(group);
+        victims.push(victim);
+    }
+    let pids: Vec<i32> = victims.iter().map(Victim::pid).collect();
+    let daemon = Daemon::on(&pids, &["--governor", "full"]).answering();
+    let mut longest = Duration::ZERO;
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_secs(20) {
+        let asked = Instant::now();
+        status();
+        longest = longest.max(asked.elapsed());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let marked = pids.iter().filter(|&&pid| marks(pid) != Marks::default()).count();
+    println!("{marked} of {} are marked; the longest answer took {longest:?}", pids.len());
+    for group in &groups {
+        group.set("cpu.cfs_quota_us", "-1");
+    }
+    ksm.end(daemon, &pids);
+    assert!(marked > EACH && longest < Duration::from_secs(1), "{marked}, {longest:?}");
+}
