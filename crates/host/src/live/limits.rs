@@ -18,8 +18,11 @@ use std::time::{Duration, Instant};
 /// The shortest time between two passes, nanoseconds. Passes may take 1/`PASS_PART` of the time.
 const PASS_EVERY_NS: u64 = 1_000_000_000;
 const PASS_PART: u64 = 1_000;
-/// One pass reads limits for this long at most. The next pass continues with the cgroups that are left.
+/// One pass reads limits for this long at most.
 const PASS_LIMIT: Duration = Duration::from_millis(10);
+/// Cgroups whose paths begin with the same names share their part of a pass: those of one user's session
+/// (user.slice/user-1000.slice), or of one service. Only root makes cgroups as far up.
+const SHARED_NAMES: usize = 2;
 
 /// The cgroups that can limit the memory of targets.
 #[derive(Debug, Default)]
@@ -28,8 +31,6 @@ pub(super) struct CgroupLimits {
     keys: KeyCounter,
     /// The processes that we've assigned to them.
     owners: BTreeSet<OwnerKey>,
-    /// Where the next pass continues.
-    next_group: PathBuf,
     next_ns: u64,
     views: Arc<[LimitView]>,
 }
@@ -41,6 +42,10 @@ struct Group {
     /// The last reading, and its time in nanoseconds.
     reading: Reading,
     read_ns: u64,
+    /// When we last tried to read it.
+    tried_ns: u64,
+    /// The cgroup that it shares its part of a pass with.
+    share: PathBuf,
     /// Whether a target is in this very cgroup, rather than below it.
     is_own: bool,
     /// The share of the last 10 s in which some of its tasks waited for a CPU. `None`: the kernel doesn't report it.
@@ -48,11 +53,21 @@ struct Group {
 }
 
 impl Group {
-    fn new(key: LimitKey) -> Self {
-        Self { key, owners: Vec::new(), reading: Reading::Unknown, read_ns: 0, is_own: false, cpu_pressure: None }
+    fn new(key: LimitKey, share: PathBuf) -> Self {
+        Self {
+            key,
+            owners: Vec::new(),
+            reading: Reading::Unknown,
+            read_ns: 0,
+            tried_ns: 0,
+            share,
+            is_own: false,
+            cpu_pressure: None,
+        }
     }
 
     fn read(&mut self, dir: &Path, now_ns: u64) {
+        self.tried_ns = now_ns;
         // If we can't read a limit now, it's still there, so we keep the last reading.
         if let Ok(limit) = limit_of(dir) {
             self.reading = limit.map_or(Reading::Unlimited, Reading::Limited);
@@ -116,7 +131,9 @@ impl CgroupLimits {
         for above in dir.ancestors().take_while(|above| above.starts_with(mount)) {
             if !self.groups.contains_key(above) {
                 let key = LimitKey(self.keys.take(|key| self.groups.values().any(|group| group.key.0 == key)));
-                self.groups.insert(above.to_owned(), Group::new(key));
+                let below = mount.components().count() + SHARED_NAMES;
+                let share = above.components().take(below).collect();
+                self.groups.insert(above.to_owned(), Group::new(key, share));
             }
             if let Some(group) = self.groups.get_mut(above) {
                 group.owners.push(owner);
@@ -129,24 +146,32 @@ impl CgroupLimits {
     /// Forgets cgroups without processes, and reads the limits of as many others as there is time for.
     fn read(&mut self, now_ns: u64) {
         self.groups.retain(|_, group| !group.owners.is_empty());
-        let began = Instant::now();
-        let first = std::mem::take(&mut self.next_group);
-        for (dir, group) in self.groups.range_mut(first..) {
-            if began.elapsed() > PASS_LIMIT {
-                self.next_group.clone_from(dir);
-                break;
-            }
-            group.read(dir, now_ns);
-        }
+        self.read_in_turn(now_ns, PASS_LIMIT, |_| true);
     }
 
     /// Reads the limits that we don't know yet.
     fn read_new(&mut self, now_ns: u64) {
+        self.read_in_turn(now_ns, PASS_LIMIT, |group| group.reading == Reading::Unknown);
+    }
+
+    /// Reads limits until the time is over: of each share one in turn, those first that we haven't tried for longest.
+    fn read_in_turn(&mut self, now_ns: u64, limit: Duration, is_wanted: impl Fn(&Group) -> bool) {
         let began = Instant::now();
-        for (dir, group) in &mut self.groups {
-            if group.reading == Reading::Unknown && began.elapsed() <= PASS_LIMIT {
-                group.read(dir, now_ns);
+        let mut waiting: Vec<_> = self.groups.iter_mut().filter(|(_, group)| is_wanted(group)).collect();
+        waiting.sort_by_key(|(_, group)| group.tried_ns);
+        let mut counts: BTreeMap<PathBuf, usize> = BTreeMap::new();
+        let mut in_turn = Vec::new();
+        for (dir, group) in waiting {
+            let count = counts.entry(group.share.clone()).or_default();
+            in_turn.push((*count, dir, group));
+            *count += 1;
+        }
+        in_turn.sort_by_key(|(turn, ..)| *turn);
+        for (_, dir, group) in in_turn {
+            if began.elapsed() > limit {
+                break;
             }
+            group.read(dir, now_ns);
         }
     }
 
@@ -225,6 +250,39 @@ mod tests {
         fs::write(root.path().join("a/b/cpu.pressure"), "what").unwrap();
         limits.read(2);
         assert_eq!(limits.cpu_pressure(), Some(Permyriad(500)));
+    }
+
+    /// Thousands of cgroups of one user make no other limit stale.
+    #[test]
+    fn limits_are_read_in_turn() {
+        const MANY: u32 = 2_000;
+        let root = tempfile::tempdir().unwrap();
+        let mut limits = CgroupLimits::default();
+        let mut add = |dir: &str, owner: u32| {
+            let path = root.path().join(dir);
+            fs::create_dir_all(&path).unwrap();
+            fs::write(path.join("memory.max"), "409600").unwrap();
+            fs::write(path.join("memory.current"), "4096").unwrap();
+            limits.assign(root.path(), &path, OwnerKey(owner));
+        };
+        for number in 0..MANY {
+            add(&format!("a.slice/user-1.slice/{number}"), number);
+        }
+        for (dir, owner) in [("a.slice/user-2.slice", MANY), ("b.slice/b.service/worker", MANY + 1)] {
+            add(dir, owner);
+        }
+        let others = ["a.slice/user-2.slice", "b.slice/b.service/worker"].map(|dir| root.path().join(dir));
+        let user = root.path().join("a.slice/user-1.slice");
+        let mut tried = 0;
+        for pass in 1..=3 {
+            // Too short for all.
+            limits.read_in_turn(pass, Duration::from_millis(5), |_| true);
+            assert!(others.iter().all(|dir| limits.groups[dir].read_ns == pass), "pass {pass}");
+            let of_user: Vec<_> = limits.groups.iter().filter(|(dir, _)| dir.starts_with(&user)).collect();
+            tried += of_user.iter().filter(|(_, group)| group.tried_ns == pass).count();
+            let ever = of_user.iter().filter(|(_, group)| group.tried_ns > 0).count();
+            assert!(ever == of_user.len() || ever == tried, "the oldest come first: {ever} of {tried}");
+        }
     }
 
     #[test]
