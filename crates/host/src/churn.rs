@@ -51,7 +51,12 @@ impl ChurnDetector {
                 self.until_ns = now_ns + LEFT_ALONE_NS;
             }
         }
-        Ok(now_ns < self.until_ns)
+        Ok(self.is_restless(now_ns))
+    }
+
+    /// Whether the last checks have found that it does.
+    pub(super) fn is_restless(&self, now_ns: u64) -> bool {
+        now_ns < self.until_ns
     }
 }
 

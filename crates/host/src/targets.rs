@@ -286,11 +286,14 @@ impl Target {
         if self.is_excluded() || self.on_probation {
             return Ok(changed);
         }
-        if self.is_churning(now_ns, sizes.mapped)? {
-            self.invalidate();
-            return Ok(self.leave_alone(Exclusion::Restless) || changed);
-        }
-        if !self.survey_is_due(now_ns, processes, &sizes)? {
+        let is_due = if self.is_churning(now_ns, sizes.mapped)? {
+            changed |= self.leave_alone(Exclusion::Restless);
+            self.set_changed();
+            self.marks_must_be_checked(now_ns, processes)
+        } else {
+            self.survey_is_due(now_ns, processes, &sizes)?
+        };
+        if !is_due {
             return Ok(changed);
         }
         if !is_checked {

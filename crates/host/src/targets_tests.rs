@@ -157,6 +157,15 @@ impl Watched {
         self.refresh().unwrap()
     }
 
+    fn refresh_until_restless(&mut self) {
+        // The child must be running during the check, and other programs may compete for the core.
+        let end = Instant::now() + Duration::from_secs(20);
+        while self.target.exclusion != Some(Exclusion::Restless) {
+            assert!(Instant::now() < end, "not detected");
+            self.refresh_after(SECOND);
+        }
+    }
+
     /// Makes it a process that has just appeared.
     fn forget(&mut self) {
         self.target.forget_memory();
@@ -268,16 +277,32 @@ fn a_process_that_maps_all_the_time_is_left_alone_until_it_stops() {
     assert!(watched.refresh_after(10 * SECOND));
     assert!(watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
     watched.child.request(b'l');
-    // The child must be running during the check, and other programs may compete for the core.
-    let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
-    while watched.target.exclusion != Some(Exclusion::Restless) {
-        assert!(std::time::Instant::now() < end, "not detected");
-        watched.refresh_after(SECOND);
-    }
+    watched.refresh_until_restless();
     assert!(watched.target.regions.is_empty());
     watched.child.request(b'f');
     assert!(!watched.refresh_after(SECOND), "still left alone");
     assert!(watched.refresh_after(LEFT_ALONE_NS) && watched.at(FIRST).is_some() && watched.target.exclusion.is_none());
+}
+
+#[test]
+fn a_restless_program_keeps_no_locked_memory_merged() {
+    let mut watched = Watched::new();
+    watched.child.request(b'm');
+    watched.child.request(b's');
+    assert!(watched.refresh_after(10 * SECOND) && watched.at(FIRST).is_some());
+    watched.target.set_marked();
+    watched.child.request(b'l');
+    watched.refresh_until_restless();
+    watched.child.request(b'f');
+    watched.refresh_after(2 * SECOND);
+    assert!(watched.at(FIRST).is_some() && watched.target.exclusion == Some(Exclusion::Restless));
+    watched.child.request(b'k');
+    watched.refresh_after(2 * SECOND);
+    assert!(watched.at(FIRST).is_none() && watched.target.exclusion == Some(Exclusion::Restless));
+    assert!(watched.target.left_out.iter().any(|(_, _, why)| *why == Exclusion::Locked));
+    // Afterwards it's as before.
+    watched.refresh_after(LEFT_ALONE_NS);
+    assert!(watched.target.exclusion.is_none());
 }
 
 #[test]

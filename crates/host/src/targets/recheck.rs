@@ -264,6 +264,7 @@ impl Target {
             let former = &self.info.status;
             if (former.locked_kib, former.pinned_kib) != (info.status.locked_kib, info.status.pinned_kib) {
                 self.set_changed();
+                self.surveys.are_locks_new = true;
             }
         }
         false

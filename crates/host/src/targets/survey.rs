@@ -57,6 +57,8 @@ pub(super) struct Surveys {
     /// Whether there has been a survey.
     pub(super) are_known: bool,
     pub(super) last: Option<LastSurvey>,
+    /// Whether it has locked or unlocked memory since.
+    pub(super) are_locks_new: bool,
     /// At some time since the last survey, the address space was smaller by this many pages.
     dipped: u64,
     /// A survey that hasn't ended yet.
@@ -131,12 +133,17 @@ impl LastSurvey {
             return now_ns >= self.start.at_ns + all_cost_ns * DRIFT_SHARE;
         }
         let share = if target.marks.are_set { FLAGS_SHARE } else { UNMARKED_FLAGS_SHARE };
-        if now_ns < self.start.at_ns + (all_cost_ns * share).max(FLAGS_NS) {
+        if !self.flags_are_due(now_ns, processes, share) {
             return false;
         }
         now_ns >= self.start.at_ns + FLAGS_MAX_NS
             || self.start.cpu_ns.is_none()
             || self.start.cpu_ns != process_cpu_ns(target.info.pid())
+    }
+
+    /// Whether it's time to look for changed flags.
+    fn flags_are_due(&self, now_ns: u64, processes: u64, share: u64) -> bool {
+        now_ns >= self.start.at_ns + (self.cost_ns * processes * share).max(FLAGS_NS)
     }
 }
 
@@ -149,6 +156,13 @@ impl Target {
         is_churning
     }
 
+    /// Whether we must survey a process that we'd rather leave alone, because it may have made marked memory secret.
+    pub(super) fn marks_must_be_checked(&self, now_ns: u64, processes: u64) -> bool {
+        let last = self.surveys.last.as_ref();
+        let is_time = last.is_none_or(|last| last.flags_are_due(now_ns, processes, FLAGS_SHARE));
+        self.marks.are_set && (self.surveys.are_locks_new || is_time)
+    }
+
     /// Surveys the mappings. Returns whether we've learned anything new.
     pub(super) fn survey(
         &mut self,
@@ -157,6 +171,7 @@ impl Target {
         new_key: impl FnMut() -> RegionKey,
     ) -> Result<bool, ReadError> {
         self.admit()?;
+        self.surveys.are_locks_new = false;
         let start = SurveyStart { at_ns: now_ns, cpu_ns: process_cpu_ns(self.info.pid()), sizes };
         let process = self.info.process.clone();
         // Surveying a large process takes long. We adopt the result later.
@@ -210,6 +225,9 @@ impl Target {
             _ => None,
         };
         let changed = self.follow_regions(details, if has_regrown { dipped } else { 0 }, new_key)?;
+        if self.exclusion.is_none() && self.surveys.churn.is_restless(start.at_ns) {
+            self.leave_alone(Exclusion::Restless);
+        }
         let next_maps_ns = start.at_ns + (maps_cost_ns * MAPS_SHARE).max(MAPS_MIN_NS);
         self.surveys.last = Some(LastSurvey { start, cost_ns, maps, has_changed: false, next_maps_ns });
         Ok(changed)
