@@ -250,6 +250,27 @@ fn a_program_that_marks_itself_holds_up_nothing() {
     ksm.end(daemon, &all);
 }
 
+/// A fork has left the scope before we saw it.
+#[test]
+fn a_fork_out_of_scope_keeps_no_marks() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let [scope, elsewhere] = [(); 2].map(|()| Cgroup::create("unified").expect("cgroup version 2"));
+    let mut parent = doubled(&victim_binary("holder"), 0xd0a6_0000);
+    scope.add(parent.pid());
+    let path = scope.path().to_str().unwrap();
+    let daemon = Daemon::start(&["run", "--json", "--cgroup", path, "--governor", "full"]).answering();
+    wait_until_merged(&[parent.pid()], 7 * MIB);
+    daemon.signal(libc::SIGSTOP);
+    let child = [parent.fork()];
+    elsewhere.add(child[0]);
+    daemon.signal(libc::SIGCONT);
+    assert!(is_marked(&child));
+    wait_until("the fork is unmarked", || !is_marked(&child));
+    assert!(parent.is_intact() && is_marked(&[parent.pid()]));
+    wait_until("it's forgotten", || status()["processes"].as_array().unwrap().len() == 1);
+    ksm.end(daemon, &[parent.pid()]);
+}
+
 /// A user's programs try to get into the domain that is merged, by a program's name and by a cgroup's attribute.
 #[test]
 fn nobody_gets_into_the_merged_domain_by_itself() {

@@ -7,13 +7,16 @@ use crate::regions::Tracked;
 use crate::scope::exclude::Exclusion;
 use crate::scope::new_processes::NewProcesses;
 use crate::scope::{ProcessInfo, ScopeError, Selector};
-use crate::targets::Target;
+use crate::targets::{Marks, Target};
 use pagefold_engine::host::{Mechanism, RegionView};
 use pagefold_engine::keys::{DomainKey, GroupKey, KeyCounter, LastingKey, OwnerKey, RegionKey};
 use pagefold_engine::random::mix;
 use pagefold_engine::units::{Pages, count};
+use pagefold_procmem::image::image_of;
+use pagefold_procmem::os::abandonable::run_abandonable;
 use pagefold_procmem::os::cpu::own_cpu_ns;
 use pagefold_procmem::process::{Process, ReadError};
+use pagefold_procmem::stalls::READS;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
@@ -205,7 +208,43 @@ impl LiveHost {
             debug!(target: "scope", pid, name = %target.info.name, domain = target.domain.0, "in scope");
             self.targets.insert(pid, target);
         }
+        self.add_marked_forks();
         Ok(())
+    }
+
+    /// A fork of a marked program may have left the scope before we saw it, by another user or cgroup. It has inherited
+    /// the marks, so it's a target until they're gone.
+    fn add_marked_forks(&mut self) {
+        for pid in self.discovery.new_processes.take_first_seen() {
+            if self.actuator.is_none() || self.history.marked.is_empty() {
+                continue;
+            }
+            let Some(info) = self.marked_fork(pid) else { continue };
+            let mut target = self.new_target(info);
+            target.request.is_only_reason = true;
+            target.set_marked();
+            target.request_unmark(Exclusion::OutOfScope, Marks::Mappings);
+            self.targets.insert(pid, target);
+        }
+    }
+
+    /// A process, if it's a fork of a program that was marked. An exec may keep us waiting, and leaves no mark.
+    fn marked_fork(&self, pid: i32) -> Option<ProcessInfo> {
+        let process = Arc::new(Process::open_at(&self.rules.roots.proc, pid).ok()?);
+        if !process.stat().ok()?.only_forked {
+            return None;
+        }
+        READS.admit(&process).ok()?;
+        let same = process.clone();
+        let image = match run_abandonable(move || image_of(&same)) {
+            Ok(image) => image.ok()?,
+            Err(pending) => {
+                READS.hold(&process, pending.alive());
+                return None;
+            }
+        };
+        self.history.marked.domain(image)?;
+        ProcessInfo::of(&process).ok()
     }
 
     pub(super) fn new_target(&mut self, info: ProcessInfo) -> Target {

@@ -170,8 +170,7 @@ impl LiveHost {
             let is_over = target.request.is_only_reason && target.pending.is_none();
             if is_over {
                 reported.remove(pid);
-                // The process may have come into scope meanwhile.
-                new_processes.invalidate();
+                new_processes.leave(*pid);
             }
             !is_over
         });

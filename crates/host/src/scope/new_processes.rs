@@ -36,6 +36,8 @@ pub struct NewProcesses {
     last_pid: Option<Vec<u8>>,
     /// Processes out of scope, with the time when we first saw them.
     outside: HashMap<i32, u64>,
+    /// The ones among them that we saw for the first time in the last list.
+    first_seen: Vec<i32>,
     /// Whether some of them are new.
     unsettled: bool,
     listed_ns: u64,
@@ -52,6 +54,7 @@ impl NewProcesses {
             loadavg,
             last_pid: None,
             outside: HashMap::new(),
+            first_seen: Vec::new(),
             unsettled: true,
             listed_ns: 0,
             next_list_ns: 0,
@@ -62,6 +65,17 @@ impl NewProcesses {
     /// Makes the next call read the list of processes, even if no process was started.
     pub fn invalidate(&mut self) {
         self.unsettled = true;
+    }
+
+    /// Notes that a process isn't known any more. The next call examines it, in case it has come into scope.
+    pub fn leave(&mut self, pid: i32) {
+        self.outside.insert(pid, self.listed_ns);
+        self.unsettled = true;
+    }
+
+    /// The processes out of scope that we've seen for the first time since the last call.
+    pub fn take_first_seen(&mut self) -> Vec<i32> {
+        std::mem::take(&mut self.first_seen)
     }
 
     /// Finds the processes that have come into scope. We don't examine `known` ones.
@@ -94,6 +108,7 @@ impl NewProcesses {
         for info in &found {
             outside.remove(&info.pid());
         }
+        self.first_seen.extend(outside.keys().filter(|&pid| !self.outside.contains_key(pid)));
         self.unsettled = outside.values().any(|since_ns| now_ns < since_ns + NEW_NS);
         self.outside = outside;
         self.last_pid = last_pid;
