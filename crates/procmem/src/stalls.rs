@@ -226,7 +226,7 @@ enum Share {
 
 /// Where a process comes from, by facts that its user can't freely choose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Origin {
+pub struct Origin {
     /// The user who made the process's user namespace, because users may have many user IDs in theirs. If that's root,
     /// the process's own user.
     user: u32,
@@ -240,7 +240,13 @@ impl Origin {
         [(self.user != 0).then_some(Share::User(self.user)), self.cgroup.map(Share::Cgroup)]
     }
 
-    fn of(process: &Process) -> Self {
+    /// Whether two processes are one user's, or in one cgroup.
+    pub fn shares_with(self, other: Self) -> bool {
+        let mut shares = self.shares().into_iter().zip(other.shares());
+        shares.any(|(own, others)| own.is_some() && own == others)
+    }
+
+    pub fn of(process: &Process) -> Self {
         let cgroups = process.read_file("cgroup").unwrap_or_default();
         let is_root = cgroups.split(|&byte| byte == b'\n').all(|line| line.is_empty() || line.ends_with(b":/"));
         let mut cgroup = DefaultHasher::new();

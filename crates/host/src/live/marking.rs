@@ -17,13 +17,40 @@ use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE};
 use pagefold_procmem::os::fault;
 use pagefold_procmem::process::ReadError;
+use pagefold_procmem::stalls::Origin;
 use std::time::Instant;
 
 /// A mark takes microseconds. If it takes this long, another thread of the process holds its mmap lock.
 const MARK_NS: u64 = 250_000_000;
 
-/// We mark, or unmark, for this long at most in one cycle, not counting the last process, nanoseconds.
+/// In one cycle we mark, or unmark, for this long at most, not counting the last process, nanoseconds.
 const PASS_NS: u64 = 250_000_000;
+/// If a process takes this long, nanoseconds, those of its user and its cgroup come last for some time.
+const SLOW_NS: u64 = 100_000_000;
+const LAST_NS: u64 = 60_000_000_000;
+
+/// Where processes come from that took long, and until when theirs come last.
+#[derive(Debug, Default)]
+pub(super) struct SlowOrigins(Vec<(Origin, u64)>);
+
+impl SlowOrigins {
+    fn forget(&mut self, now_ns: u64) {
+        self.0.retain(|&(_, until_ns)| now_ns < until_ns);
+    }
+
+    fn has(&self, target: &Target) -> bool {
+        if self.0.is_empty() {
+            return false;
+        }
+        let origin = Origin::of(&target.info.process);
+        self.0.iter().any(|(slow, _)| origin.shares_with(*slow))
+    }
+
+    fn extend(&mut self, target: Option<&Target>, until_ns: u64) {
+        let Some(target) = target.filter(|target| !self.has(target)) else { return };
+        self.0.push((Origin::of(&target.info.process), until_ns));
+    }
+}
 
 /// The calls that change the marks of one process.
 #[derive(Debug, Default)]
@@ -170,11 +197,18 @@ impl LiveHost {
             }
         }
         let began = Instant::now();
+        self.slow.forget(self.now_ns());
+        by_pid.sort_by_cached_key(|(pid, _)| self.targets.get(pid).is_some_and(|target| self.slow.has(target)));
         for (pid, wanted) in by_pid {
-            if elapsed_ns(began) > PASS_NS {
+            let before_ns = elapsed_ns(began);
+            if before_ns > PASS_NS {
                 all.set(wanted, Marking::Busy);
-            } else {
-                self.change_process(pid, &wanted, &mut all, outcome);
+                continue;
+            }
+            self.change_process(pid, &wanted, &mut all, outcome);
+            if elapsed_ns(began) > before_ns + SLOW_NS {
+                let until_ns = self.now_ns() + LAST_NS;
+                self.slow.extend(self.targets.get(&pid), until_ns);
             }
         }
         changes.iter().zip(all.results).map(|(&change, marking)| ChangeResult { change, marking }).collect()
