@@ -216,10 +216,8 @@ impl Target {
 
     fn locked(&self) -> ReadError {
         let late = self.late_read.as_ref();
-        let why = match late.is_some_and(|pending| !pending.is_over() && !pending.waits_for_target()) {
-            true => "reading it takes long",
-            false => "it keeps its memory map locked",
-        };
+        let computes = late.is_some_and(|pending| !pending.is_over() && !pending.waits_for_target());
+        let why = if computes { "reading it takes long" } else { "it keeps its memory map locked" };
         self.not_read(io::ErrorKind::TimedOut, why)
     }
 
