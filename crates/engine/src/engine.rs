@@ -165,12 +165,15 @@ impl Engine {
         self.saving.latest()
     }
 
-    /// How many pages we need if programs write to every merged one. With marks we use KSM's counters: ksmd corrects
-    /// them as it scans, and they include other programs' memory. On request ksmd doesn't scan, so we count ourselves.
+    /// How many pages we need if programs write to every merged one. With marks that's at least what KSM counts: ksmd
+    /// corrects its counters as it scans, and they include other programs' memory, but not the zeros of huge pages that
+    /// it has split. On request ksmd doesn't scan, so we count ourselves.
     pub fn returns_at_worst(&self) -> Pages {
+        let of_machine = self.snapshot.ksm.saved();
         match self.saving.latest() {
-            Some(saving) if !self.carrier().by_marks => saving.returns_at_worst,
-            _ => self.snapshot.ksm.saved(),
+            Some(saving) if self.carrier().by_marks => saving.returns_at_worst.max(of_machine),
+            Some(saving) => saving.returns_at_worst,
+            None => of_machine,
         }
     }
 
