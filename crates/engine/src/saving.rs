@@ -303,7 +303,7 @@ fn note_sharers(table: &RegionTable, counted: &Counted, families: &mut FxHashMap
 #[derive(Clone, Copy, Debug, Default)]
 struct Zeros {
     lineage: LineageKey,
-    /// Pages that held zeros and map the zero page now, since they were merged or a huge page was split.
+    /// Pages of [`split_zeros`].
     split: f64,
     /// ksmd's count.
     merged: f64,
@@ -322,16 +322,23 @@ fn zeros_of(table: &RegionTable, counted: &Counted, weight: f64) -> BTreeMap<Own
     for (&owner, &(lineage, pages)) in &counted.zeros {
         zeros.insert(owner, Zeros { lineage, merged: pages.0 as f64, ..Zeros::default() });
     }
+    for region in split_zeros(table, counted) {
+        let of_owner = zeros.entry(region.view.owner).or_default();
+        of_owner.lineage = region.view.lineage;
+        of_owner.split += weight;
+    }
+    zeros
+}
+
+/// The region of each page that held zeros and maps the zero page now, since it was merged or a huge page was split.
+pub(crate) fn split_zeros<'a>(table: &'a RegionTable, counted: &Counted) -> Vec<&'a Region> {
+    let mut regions = Vec::new();
     let mut last = None;
     for sample in counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped) {
         last = table.near(last, sample.region, sample.page);
-        if let Some(region) = last.filter(|region| region.usage.own.contains(sample.page)) {
-            let of_owner = zeros.entry(region.view.owner).or_default();
-            of_owner.lineage = region.view.lineage;
-            of_owner.split += weight;
-        }
+        regions.extend(last.filter(|region| region.usage.own.contains(sample.page)));
     }
-    zeros
+    regions
 }
 
 #[cfg(test)]

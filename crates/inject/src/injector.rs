@@ -226,30 +226,22 @@ impl InjectorHandle {
         limits: &Limits,
     ) -> Result<InjectionReport, InjectError> {
         self.queue.length.fetch_add(1, Ordering::Relaxed);
-        let result = elsewhere(|| self.run_in_turn(process, program, calls, limits));
+        let result = elsewhere(|| {
+            let _turn = self.queue.turn.lock().unwrap_or_else(PoisonError::into_inner);
+            let end = Instant::now() + TURN_LIMIT;
+            loop {
+                let supervised = self.supervised.upgrade().ok_or(InjectError::WorkerGone)?;
+                let mut supervised = lock(&supervised);
+                supervised.tend()?;
+                if supervised.connection.is_free() || Instant::now() >= end {
+                    return supervised.run(process, Some(program), calls, limits);
+                }
+                drop(supervised);
+                std::thread::sleep(TURN_TICK);
+            }
+        });
         self.queue.length.fetch_sub(1, Ordering::Relaxed);
         result
-    }
-
-    fn run_in_turn(
-        &self,
-        process: &Process,
-        program: &ProgramId,
-        calls: &[Call],
-        limits: &Limits,
-    ) -> Result<InjectionReport, InjectError> {
-        let _turn = self.queue.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let end = Instant::now() + TURN_LIMIT;
-        loop {
-            let supervised = self.supervised.upgrade().ok_or(InjectError::WorkerGone)?;
-            let mut supervised = lock(&supervised);
-            supervised.tend()?;
-            if supervised.connection.is_free() || Instant::now() >= end {
-                return supervised.run(process, Some(program), calls, limits);
-            }
-            drop(supervised);
-            std::thread::sleep(TURN_TICK);
-        }
     }
 }
 

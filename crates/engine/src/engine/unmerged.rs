@@ -9,8 +9,10 @@
 //! more scans.
 
 use super::Engine;
-use crate::host::{Counted, MergedSample, PageState};
+use crate::host::{Counted, MergedSample};
 use crate::keys::{OwnerKey, RegionKey};
+use crate::region::Region;
+use crate::saving::split_zeros;
 use crate::units::{Pages, Vpn};
 use rustc_hash::FxHashMap;
 
@@ -55,18 +57,15 @@ impl Engine {
                 *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
             }
         }
-        for sample in counted.others.iter().filter(|sample| sample.state == PageState::ZeroMapped) {
-            last = self.table.near(last, sample.region, sample.page);
-            if let Some(region) = last.filter(|region| region.usage.own.contains(sample.page)) {
-                *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
-            }
+        for region in split_zeros(&self.table, counted) {
+            *found.entry((region.view.key, region.view.first)).or_default() += Pages(one_in);
         }
         let mut unmerged: Vec<OwnerKey> = Vec::new();
         for region in self.table.iter_mut() {
-            let expected = region.marks.counts().duplicate;
-            if region.marks.merges || expected.0 / one_in < EXPECTED_MIN {
+            if region.marks.merges || !is_judged(region, one_in) {
                 continue;
             }
+            let expected = region.marks.counts().duplicate;
             // ksmd's zeros are counted for each process.
             let zeros = counted.zeros.get(&region.view.owner).map(|&(_, pages)| pages).unwrap_or_default();
             let frames = found.get(&(region.view.key, region.view.first)).copied().unwrap_or_default();
@@ -79,8 +78,7 @@ impl Engine {
         }
         let first = &unmerged[..unmerged.len().div_ceil(AT_ONCE)];
         for region in self.table.iter_mut() {
-            let is_unmerged = !region.marks.merges && region.marks.counts().duplicate.0 / one_in >= EXPECTED_MIN;
-            if !is_unmerged {
+            if region.marks.merges || !is_judged(region, one_in) {
                 continue;
             }
             if first.contains(&region.view.owner) {
@@ -92,4 +90,9 @@ impl Engine {
             }
         }
     }
+}
+
+/// Whether a count that looks up one page in `one_in` finds enough of a region's duplicates.
+fn is_judged(region: &Region, one_in: u64) -> bool {
+    region.marks.counts().duplicate.0 / one_in >= EXPECTED_MIN
 }

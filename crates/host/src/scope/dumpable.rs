@@ -9,8 +9,9 @@
 //!
 //! The attribute remains unknown for root's processes in containers with a user namespace, for processes with mixed
 //! users, and for processes of our own user that have capabilities which we've dropped (the check fails for these as
-//! well). [`ask_inside`] makes such a process query it, which stops it once; a scan asks from within its namespace. If that's impossible, for example while it
-//! sleeps uninterruptibly, the result is `Unknown`, and we leave the process alone until it has answered.
+//! well). [`ask_inside`] makes such a process query it, which stops it once; a scan asks from within its namespace. If
+//! that's impossible, for example while it sleeps uninterruptibly, the result is `Unknown`, and we leave the process
+//! alone until it has answered.
 
 use super::{ProcessInfo, dumpable_beside};
 use pagefold_inject::{Call, Injector, InjectorHandle, Limits};
