@@ -64,11 +64,11 @@ ci: lint test fuzz lab-test fleet-test kernel-quick dkms-autoinstall xen-quick
 test-all: ci lab-live
 
 run-tests-with-ksm:
-	$(CARGO) test $(LIVE) $(TESTS_WITH_KSM:%=--test %)
+	$(CARGO) test $(LIVE) --no-fail-fast $(TESTS_WITH_KSM:%=--test %)
 
 run-tests-beside:
 	nice $(CARGO) test $(LIVE) $(TESTS_LONG:%=--test %)
-	nice $(CARGO) test $(LIVE) --lib --bins --examples $(TESTS_BESIDE:%=--test %)
+	nice $(CARGO) test $(LIVE) --no-fail-fast --lib --bins --examples $(TESTS_BESIDE:%=--test %)
 	nice $(CARGO) test $(LIVE) --doc
 
 soak:

@@ -424,14 +424,15 @@ fn a_batch_has_a_result_for_each_call() {
     calls[4] = Call::madvise(victim.addr + 1, 4096, MARK);
     calls[6] = Call::madvise(1 << 46, 4096, MARK);
     calls[9] = Call { nr: libc::SYS_getpid, args: [0; 6] };
-    let limits = Limits { calls_per_stop: 4, ..Limits::default() };
+    let limits = Limits { calls_per_stop: 4, ..PATIENT };
     let report = inject(&victim.process, &calls, &limits).unwrap();
     let mut expected = vec![Ok(0); 10];
     expected[4] = Err(Errno(libc::EINVAL));
     expected[6] = Err(Errno(libc::ENOMEM));
     expected[9] = Ok(u64::try_from(victim.pid()).unwrap());
     assert_eq!(report.results, expected);
-    assert_eq!(report.stops, 3);
+    // A stop in which the thread turns out to be busy is made in vain, and counts.
+    assert!((3..=6).contains(&report.stops), "{}", report.stops);
     assert!(report.total_stop_ns >= report.longest_stop_ns);
     let (set, get) = (libc::PR_SET_THP_DISABLE, libc::PR_GET_THP_DISABLE);
     let huge_pages =

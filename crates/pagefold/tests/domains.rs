@@ -72,7 +72,7 @@ fn only_the_memory_of_one_domain_is_merged() {
     let daemon = Daemon::on(&all, &options).answering();
     // As long as no domain is named, ksmd merges root's.
     wait_until("it is merged", || saved_bytes() >= 47 * MIB);
-    for _ in 0..10 {
+    for _ in 0..5 {
         std::thread::sleep(Duration::from_secs(1));
         assert!(!is_marked(&other_pids), "the other domain is left alone");
     }
@@ -160,7 +160,7 @@ fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     });
     write_doubled(&mut attackers[0], 0xd0a1_0000);
     write_doubled(&mut attackers[1], 0xd0a2_0000);
-    for _ in 0..30 {
+    for _ in 0..15 {
         std::thread::sleep(Duration::from_secs(1));
         assert_apart(&victim_pids, &attacker_pids);
     }
@@ -172,7 +172,7 @@ fn a_process_that_cannot_be_reached_keeps_its_marks_and_its_domain() {
     }
     drop(tracer);
     wait_until("one is not left alone any more", || left_alone(&status(), victim_pids[0]).is_null());
-    for _ in 0..10 {
+    for _ in 0..5 {
         std::thread::sleep(Duration::from_secs(1));
         assert_apart(&victim_pids, &attacker_pids);
     }
@@ -201,7 +201,7 @@ fn another_domain_is_not_merged_while_memory_of_the_former_one_is_marked() {
     wait_until_merged(&victim_pid, 7 * MIB);
     let tracer = Tracer::of(victim_pid[0]);
     let assert_waiting = || {
-        for _ in 0..10 {
+        for _ in 0..5 {
             std::thread::sleep(Duration::from_secs(1));
             assert!(!is_marked(&other_pids), "it is marked before the former domain is unmarked");
         }
@@ -293,7 +293,7 @@ fn nobody_gets_into_the_merged_domain_by_itself() {
     let all = [cache_pids, attacker_pids].concat();
     let daemon = Daemon::on(&all, &options(&config));
     wait_until_merged(&cache_pids, 7 * MIB);
-    for _ in 0..10 {
+    for _ in 0..5 {
         std::thread::sleep(Duration::from_secs(1));
         assert!(!is_marked(&attacker_pids));
     }
