@@ -16,7 +16,7 @@ use pagefold_engine::keys::RegionKey;
 use pagefold_engine::units::Pages;
 use pagefold_procmem::maps::{VmaDetail, read_smaps};
 use pagefold_procmem::os::abandonable::{Job, PATIENCE, advance};
-use pagefold_procmem::os::cpu::{own_cpu_ns, process_cpu_ns, thread_cpu_ns};
+use pagefold_procmem::os::cpu::{process_cpu_ns, thread_cpu_ns};
 use pagefold_procmem::pagemap::Pagemap;
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::statm::Sizes;
@@ -249,9 +249,11 @@ impl Target {
 
     /// Checks the list of mappings.
     fn check_maps(&mut self, now_ns: u64, processes: u64) -> Result<(), ReadError> {
-        let before_ns = own_cpu_ns();
-        let maps = self.read(|process| maps_hash(process))?;
-        let spent_ns = own_cpu_ns() - before_ns;
+        let (maps, spent_ns) = self.read(|process| {
+            let before_ns = thread_cpu_ns();
+            let maps = maps_hash(process)?;
+            Ok((maps, thread_cpu_ns() - before_ns))
+        })?;
         if let Some(last) = &mut self.surveys.last {
             last.has_changed = maps != last.maps;
             last.next_maps_ns = now_ns + (spent_ns * processes * MAPS_SHARE).max(MAPS_MIN_NS);
