@@ -29,7 +29,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeMap;
 
 /// We look up at most this many pages in one count.
-pub const PAGES_MOST: u64 = 1 << 15;
+pub const PAGES_MOST: u64 = 1 << 14;
 /// The length of the runs that we look up if there are more pages.
 const RUN_PAGES: u64 = 16;
 /// We assume that looking up a page costs this much, nanoseconds, and this much more if the page is merged.

@@ -16,7 +16,7 @@
 mod batch;
 
 use self::batch::{BRIDGE_PAGES, Batch, huge_by_frames};
-use crate::kpageflags::KpageFlags;
+use crate::kpageflags::{FrameFlags, KpageFlags, shows_merged};
 use crate::os::abandonable::advance;
 use crate::os::fault;
 use crate::pagemap::{Categories, PageRange, Pagemap, PagemapEntry, ScanError};
@@ -288,13 +288,36 @@ impl PageReader {
         lone: bool,
         mut visit: impl FnMut(Vpn, PageState, u64),
     ) -> Result<(), ReadError> {
-        let mut populated = Vec::new();
+        let mut frames = self.frames.take();
+        let mut found = Vec::new();
+        let mut flush = |found: &mut Vec<FoundFrame>| {
+            let shown = show_frames(found, frames.as_mut(), &mut visit);
+            found.clear();
+            shown.map_err(|error| ReadError::from_io(process.pid(), "../kpageflags", error))
+        };
+        let mut looked = Ok(());
         for &(first, pages) in runs {
-            self.resident_runs(process, first, Pages(pages.into()), &mut populated)?;
+            looked = self.for_each_populated(process, first, Pages(pages.into()), |start, entries| {
+                for (&entry, page) in entries.iter().zip(start.0..) {
+                    let entry = PagemapEntry(entry);
+                    let is_wanted = entry.present() && !entry.file_or_shared() && (lone || !entry.exclusive());
+                    match entry.pfn() {
+                        Some(frame) if is_wanted => {
+                            found.push(FoundFrame { page: Vpn(page), frame, exclusive: entry.exclusive() });
+                        }
+                        _ => {}
+                    }
+                }
+                advance();
+                if found.len() >= WALK_ENTRIES { flush(&mut found) } else { Ok(()) }
+            });
+            if looked.is_err() {
+                break;
+            }
         }
-        self.for_each_batch(process, &populated, |batch, files, frames| {
-            batch.show_shared(files, frames, lone, &mut visit)
-        })
+        let rest = flush(&mut found);
+        self.frames = frames;
+        looked.and(rest)
     }
 
     fn for_each_batch(
@@ -462,6 +485,40 @@ impl PageReader {
         self.files.push(files);
         Ok(self.files.len() - 1)
     }
+}
+
+/// A page of anonymous memory whose frame we look up.
+struct FoundFrame {
+    page: Vpn,
+    frame: u64,
+    /// Nobody else maps it.
+    exclusive: bool,
+}
+
+/// Calls `visit` with the pages that are merged, shared through fork or map the zero page, in order.
+fn show_frames(
+    found: &[FoundFrame],
+    frames: Option<&mut KpageFlags>,
+    visit: &mut impl FnMut(Vpn, PageState, u64),
+) -> io::Result<()> {
+    let mut flags = vec![FrameFlags::default(); found.len()];
+    if let Some(frames) = frames {
+        frames.look_up(found.iter().map(|page| page.frame), |at, of_frame| flags[at] = of_frame)?;
+    }
+    for (&FoundFrame { page, frame, exclusive }, flags) in found.iter().zip(flags) {
+        if exclusive {
+            if flags.ksm() && shows_merged() {
+                visit(page, PageState::Merged, frame);
+            }
+        } else if flags.zero_page() {
+            visit(page, PageState::ZeroMapped, frame);
+        } else if flags.ksm() {
+            visit(page, PageState::Merged, frame);
+        } else {
+            visit(page, PageState::Shared, frame);
+        }
+    }
+    Ok(())
 }
 
 fn walk_entries(

@@ -168,28 +168,6 @@ impl Batch {
         Ok(Pages(count(self.slots.iter().filter(|slot| slot.has_bytes).count())))
     }
 
-    /// Calls `visit` with the pages that are merged, shared through fork or map the zero page, and with their frames. With
-    /// `lone`, includes merged pages that nobody else maps any more.
-    pub(super) fn show_shared(
-        &mut self,
-        files: &Files,
-        frames: Option<&mut KpageFlags>,
-        lone: bool,
-        visit: &mut impl FnMut(Vpn, PageState, u64),
-    ) -> Result<(), ReadError> {
-        let how = ReadHow { activity: lone, ..ReadHow::default() };
-        self.find(files, frames, how)?;
-        for slot in &self.slots {
-            let Some(frame) = slot.entry.pfn() else { continue };
-            match slot.state {
-                _ if slot.lone => visit(slot.page, PageState::Merged, frame),
-                PageState::Absent | PageState::Private => {}
-                state => visit(slot.page, state, frame),
-            }
-        }
-        Ok(())
-    }
-
     fn find(&mut self, files: &Files, frames: Option<&mut KpageFlags>, how: ReadHow) -> Result<(), ReadError> {
         self.look_up(files, how)?;
         self.classify(frames, how).map_err(|error| ReadError::from_io(files.pid, "../kpageflags", error))
