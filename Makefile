@@ -85,8 +85,10 @@ field:
 	PAGEFOLD_FIELD_SECONDS=600 PAGEFOLD_CHARGE_ROUNDS=50 $(CARGO) test --locked --features live -p pagefold --test field --test charge -- --nocapture
 
 attack:
-	@scripts/setup test
+	@scripts/setup attack
 	PAGEFOLD_ATTACKS=1000000 $(CARGO) test --locked --features live -p pagefold-inject --test attack -- --nocapture
+	$(CARGO) test --locked --features live -p pagefold-inject --test judges -- --ignored --nocapture --test-threads 1 \
+	    $(if $(PAGEFOLD_CRIU),,--skip criu) $(if $(PAGEFOLD_LTP),,--skip ltp)
 
 lint:
 	$(CARGO) fmt --all --check

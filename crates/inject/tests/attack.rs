@@ -7,9 +7,9 @@
 //! restartable sequences, 2,000 threads, vector registers, all actions of seccomp filters, job control, frozen
 //! cgroups, vforks and execs, namespaces, 32-bit programs, each disturbed by signals.
 //!
-//! We don't run Go, the JVM, Lua and Boost themselves: the kinds `coroutines`, `alternate-stacks` and `page-faults` act
-//! like their runtimes (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on
-//! alternate stacks, safepoints by page faults).
+//! The kinds `coroutines`, `alternate-stacks` and `page-faults` act like the runtimes of Go, the JVM, Lua and Boost
+//! (stacks in the heap, preemption by a signal that changes the instruction pointer, handlers on alternate stacks,
+//! safepoints by page faults). Programs that others wrote judge in `judges.rs`.
 
 use pagefold_inject::{Errno, InjectError, Limits, inject};
 use pagefold_procmem::process::Process;
