@@ -33,8 +33,8 @@ impl Permutation {
         let mut value = index;
         loop {
             value = self.encrypt(value);
-            // The network covers at most four times `len` values, so this takes few steps on average. It ends, because
-            // a permutation returns to its start.
+            // The Feistel network permutes at most four times `len` values, so this takes few rounds on average. It
+            // ends: each cycle of a permutation leads back to its first value, which is below `len`.
             if value < self.len {
                 return value;
             }

@@ -19,8 +19,8 @@ use crate::hash::LINES;
 const WEAKEST: u32 = 2;
 /// The cost of a page besides its lines. Half of it is the kernel's.
 const PAGE_LINES: u64 = 10;
-/// The cost of a wasted comparison: 35 lines for the comparison itself (by instructions counted in a guest), and the
-/// rest because the page hasn't met its copy and we read it again by all lines.
+/// The cost, in cache lines, of comparing two pages that only look alike: 35 for the comparison itself (by instructions
+/// counted in a guest), and the rest because we hash the page again, this time all of it.
 const COLLISION_LINES: u64 = 256;
 /// Wasted comparisons only count from this number on. There are always some, from pages written meanwhile.
 const COLLISIONS_MIN: u64 = 256;

@@ -150,7 +150,7 @@ impl StackCheck {
             && self.mapping(stack.start.wrapping_sub(1)).is_some_and(|below| below.inaccessible)
     }
 
-    /// Remembers the pages of a frame at `[base, base + bytes)`, which hold zeros again.
+    /// Remembers the pages of our stack frame at `[base, base + bytes)`. We have filled them with zeros again.
     pub fn remember(process: &Process, base: u64, bytes: u64) {
         let mut used = USED.lock().unwrap_or_else(PoisonError::into_inner);
         if used.len() >= PROCESSES_KEPT {

@@ -38,7 +38,7 @@ pub enum KnobError {
     #[error(transparent)]
     Overridden(#[from] Overridden),
     /// The lease has ended.
-    #[error("KSM is being restored")]
+    #[error("cannot change KSM's settings: the original ones are being restored")]
     Ended,
     #[error(transparent)]
     Ksm(#[from] KsmError),

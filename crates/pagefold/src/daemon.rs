@@ -276,7 +276,7 @@ impl<'a, B: Backend> Daemon<'a, B> {
             learned.finish(&self.engine);
         }
         drop((self.control, self.metrics, self.history, self.sketches));
-        // Even after an error, we give KSM back before we report anything.
+        // Even after an error, we restore KSM's settings before we report anything.
         let ending = self.backend.finish();
         self.active.log(&Entry::end("run", self.active.lost()));
         self.active.finish(&self.progress);

@@ -19,7 +19,7 @@ pub enum SketchError {
     Foreign(String),
     #[error("has the schema {0}, which this version does not know")]
     Newer(String),
-    #[error("has {found} {what}, more than the {most} of one host")]
+    #[error("has {found} {what}, and one host has at most {most}")]
     TooMuch { what: &'static str, found: u64, most: u64 },
     #[error("is inconsistent in row {row}: {what}")]
     Row { row: usize, what: String },

@@ -75,7 +75,7 @@ fn rows_that_no_host_reports_are_refused() {
     assert!(with(|row| row.sketch = sketch(0..500)).contains("at least 500 contents"));
     assert!(with(|row| row.since_us = row.time_us + 1).contains("more than time_us"));
     let most = SketchFile { rows: (0..4097).map(|at| row(&format!("w{at}"), 0..0)).collect() };
-    assert_eq!(refused(&most), "has 4097 workloads, more than the 4096 of one host");
+    assert_eq!(refused(&most), "has 4097 workloads, and one host has at most 4096");
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn footers_that_would_end_the_process_are_refused() {
     let error = with(schema, &[0x16, 2, 0x19, 0xfc, 0xff, 0xff, 0xff, 0xff, 7]);
     assert_eq!(error, "is damaged: it has more groups than rows");
     let error = with(schema, &[0x16, 0xfe, 0xff, 0xff, 0xff, 0x0f, 0x19, 0xfc, 1]);
-    assert!(error.contains("workloads, more than the 4096"), "{error}");
+    assert!(error.contains("workloads, and one host has at most 4096"), "{error}");
     // A list of 2^31 booleans, which the crate takes for empty and counts; groups twice.
     let after_groups = |rest: &[u8]| with(schema, &[&[0x16, 2, 0x19, 0x0c], rest].concat());
     let malformed = "is damaged: its footer is not in the form that pagefold writes";

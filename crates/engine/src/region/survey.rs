@@ -186,7 +186,7 @@ impl Survey {
         self.tally.estimate(own.min(scope_fraction).max(1e-6))
     }
 
-    /// Whether too many remembered pages change between two visits for merges to last.
+    /// Whether merges wouldn't last here, because too many of the remembered pages change from one visit to the next.
     pub fn is_volatile(&self, config: &Config) -> bool {
         config.filters_cow_breaks()
             && self.revisited >= PROBES_MIN

@@ -331,7 +331,7 @@ fn has_evidence(region: &Region, config: &Config) -> bool {
     region.life.is_surveyed() && !wants_more(region, config)
 }
 
-/// Continues to read the regions on the top level.
+/// Goes on reading, page by page, the regions that have reached the top level of the ladder.
 fn read_whole(table: &mut RegionTable, left: &mut u64, allowance: &mut Allowance, reading: &mut ReadPlan) {
     for (slot, region) in table.numbered_mut() {
         let Some(cursor) = region.life.cursor() else { continue };

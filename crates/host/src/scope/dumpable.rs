@@ -197,8 +197,8 @@ fn is_in_our_user_namespace(process: &Process) -> Result<bool, ReadError> {
     Ok(fs::metadata("/proc/self/ns/user").is_ok_and(|own| (own.dev(), own.ino()) == (found.dev(), found.ino())))
 }
 
-/// The ID inside a namespace of an outside user or group, by the text of `/proc/PID/uid_map` or `gid_map`: lines of the
-/// first ID inside, the first outside, and how many.
+/// The ID that a user or group outside of a user namespace has inside. `map` is the text of `/proc/PID/uid_map` or
+/// `gid_map`. Each line has the first ID inside, the first outside, and the number of IDs.
 pub(super) fn id_inside(map: &[u8], id: u32) -> Option<u32> {
     let text = std::str::from_utf8(map).ok()?;
     for line in text.lines() {

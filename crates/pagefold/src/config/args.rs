@@ -17,7 +17,7 @@ pub struct RunArgs {
     /// scope is given]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Stop after this time (60s, 5m, 2h) [default: on SIGINT or SIGTERM]
+    /// Stop after this time (60s, 5m, 2h) [default: run until SIGINT or SIGTERM]
     #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
     pub duration: Option<Duration>,
     /// Show what would be marked, and change nothing

@@ -129,7 +129,7 @@ options! {
         "Headroom for COW: writing a merged page takes memory again. See docs/guide.md. Reloaded by SIGHUP." {
         "keep" "--reserve <AMOUNT>" reserve: Keep, Any, = preset.reserve.keep,
             "Memory (including swap) to keep free for writes to merged pages; merging stops when less is free. A size \
-             (2G), a share of memory (10%), or auto: as much as such writes took in the worst hour of the last day, \
+             (2G), a share of memory (10%), or auto: the memory that such writes took in the worst hour of the last day, \
              but at least 5 % of memory and at most the memory saved";
         "take-back" "--take-back" take_back: bool, Any, = preset.reserve.take_back,
             "When free memory is below the reserve, unmerge memory step by step. Unmerging itself takes memory, so \
@@ -189,8 +189,8 @@ options! {
     }
     "numa" "NUMA" "Where merged pages live on machines with several memory nodes." {
         "placement" "--placement <NAME>" placement: Placement, Any, = Placement::default(),
-            "Memory node for merged pages: fair (the node that uses them; an equal part on each if several do), \
-             priority (divided by nice value), local-only (never merge across nodes), or kernel (where ksmd leaves \
+            "Memory node for merged pages: fair (the node that uses a page; if several do, the pages are split evenly), \
+             priority (split by nice values), local-only (never merge across nodes), or kernel (where ksmd leaves \
              them)";
         "domains" "table of NAME" placements: BTreeMap<String, Placement>, Any,
             "[numa.domains]\ncustomer-a = \"priority\"",
@@ -203,7 +203,7 @@ options! {
     }
     "log" "Output" "What to write to standard error, which goes to the journal in a service. Reloaded by SIGHUP." {
         "level" "--log-level <LEVELS>" log: LogLevels, Any, = LogLevels::default(),
-            "What to log besides the run's messages: nothing (info), each step (debug), or a level for each target \
+            "Log level: info (only the run's own messages), debug (each step, too), or one for each target \
              (info,ksm=debug). Targets are cycle, decision, event, scope, read, inject, ksm, control and files";
     }
     "metrics" "Output"

@@ -16,13 +16,13 @@ use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::ops::Range;
 
-/// The shortest time between two refreshes of the processes, nanoseconds, and the part of the time that refreshes of
-/// unchanged processes may take: as on a live machine.
+/// The shortest time between two refreshes of the processes, nanoseconds. Like the three below, as in the live host.
 const REFRESH_NS: u64 = 250_000_000;
+/// Refreshes of unchanged processes may take one part in this many of the time.
 const REFRESH_PART: u64 = 3_333;
-/// We survey processes with marked memory again after this time for changed flags, nanoseconds. These surveys may take
-/// this part of the time.
+/// We survey processes with marked memory again after this time, to notice changed flags, nanoseconds.
 const SURVEY_NS: u64 = 10_000_000_000;
+/// Such surveys may take one part in this many of the time.
 const SURVEY_PART: u64 = 1_000;
 
 /// Our knowledge of the processes, and the time to refresh it.

@@ -1,4 +1,4 @@
-//! Plans pairs: which pages to merge with which, where the kernel merges pages on request.
+//! Plans pairs: which pages to merge with which, on kernels that merge pages on request.
 
 use super::Planner;
 use crate::engine::Engine;
