@@ -380,9 +380,8 @@ pub enum Why {
     },
     /// Unmarked because merges in it don't last.
     CowBroken {
-        /// The share of the region's merged pages that we expect its program to write with the same content within the
-        /// horizon.
-        ratio: Permyriad,
+        /// How long a merged page lasts there until its program writes it, nanoseconds.
+        lasts_ns: u64,
     },
     /// Unmarked because less memory is left than the reserve.
     MemoryShort,
