@@ -226,7 +226,7 @@ pub const SCHEMAS: &[Schema] = &[
         fields: &[
             ("schema, request", "status, explain (with pid), governor (with name), pause, resume, unmerge or include (both with selectors)"),
             ("pid, name", "The process to explain; the governor to use"),
-            ("pids, cgroups, users, exes, all", "The processes to unmerge or include"),
+            ("pids, cgroups, users, exes, units, vms, containers, pods, all", "The processes to unmerge or include"),
             ("pid, governor, in_force, allowed_share, paused", "Of an answer: the state after the change"),
             ("error, code", "Of an answer: the error and what to do; the exit code. The connection is closed"),
         ],

@@ -68,11 +68,7 @@ impl Attributes {
     /// The first directory whose attributes satisfy `is_it`: the cgroup's or one of its parents', up to the root of the
     /// hierarchy.
     fn nearest(&mut self, cgroup: &Cgroup, is_it: impl Fn(&Labels) -> bool) -> Option<(PathBuf, Labels)> {
-        let inner = Path::new(&cgroup.path).strip_prefix("/").ok()?;
-        // Paths outside our cgroup namespace begin with "..". Here they would lead to other directories.
-        if inner.components().any(|part| !matches!(part, Component::Normal(_))) {
-            return None;
-        }
+        let inner = inner_path(&cgroup.path)?;
         let mount = self.mount_of(cgroup)?;
         for below in inner.ancestors() {
             let directory = mount.join(below);
@@ -93,6 +89,20 @@ impl Attributes {
         self.mounts.insert(cgroup.controllers.clone(), found.clone());
         found
     }
+}
+
+/// The path of a cgroup below its mount. Paths outside our cgroup namespace begin with "..". Here they would lead to
+/// other directories.
+fn inner_path(path: &str) -> Option<&Path> {
+    let inner = Path::new(path).strip_prefix("/").ok()?;
+    if inner.components().all(|part| matches!(part, Component::Normal(_))) { Some(inner) } else { None }
+}
+
+/// The directory of a path in the hierarchy of this cgroup, below the cgroup mount point `root`.
+pub(super) fn directory_of(root: &Path, cgroup: &Cgroup, path: &str) -> Option<PathBuf> {
+    let inner = inner_path(path)?;
+    let mut mounts = cgroup.mounts().into_iter().map(|mount| root.join(mount));
+    Some(mounts.find(|mount| mount.is_dir())?.join(inner))
 }
 
 /// Whether a directory has an attribute that means yes.

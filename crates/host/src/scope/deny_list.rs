@@ -1,6 +1,8 @@
 //! The deny list: programs that we never mark, and its default entries.
 
+use super::ProcessInfo;
 use super::opt_out::OptOut;
+use super::workload::Workload;
 
 /// Programs that we never mark, because they hold keys, passwords or web pages, and the exceptions from owners'
 /// opt-outs. An entry is the base name of a program, or a prefix followed by `*`.
@@ -10,6 +12,8 @@ pub struct DenyList {
     entries: Vec<Entry>,
     /// The names whose opt-outs don't count.
     overridden: Vec<String>,
+    /// Workloads that we never mark.
+    workloads: Vec<Workload>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,7 +98,7 @@ impl DenyList {
     /// A list of entries that deny.
     pub fn new(entries: impl IntoIterator<Item = String>) -> Self {
         let entries = entries.into_iter().map(|name| Entry { name, denied: true }).collect();
-        Self { entries, overridden: Vec::new() }
+        Self { entries, overridden: Vec::new(), workloads: Vec::new() }
     }
 
     /// Adds entries that take precedence over the existing ones. Among the new entries, `denied` takes precedence over
@@ -114,6 +118,18 @@ impl DenyList {
     pub fn overriding(mut self, names: Vec<String>) -> Self {
         self.overridden.extend(names);
         self
+    }
+
+    /// Denies these workloads, too.
+    #[must_use]
+    pub fn denying(mut self, workloads: impl IntoIterator<Item = Workload>) -> Self {
+        self.workloads.extend(workloads);
+        self
+    }
+
+    /// The workload of a process that we must not mark.
+    pub(super) fn workload_of(&self, info: &ProcessInfo) -> Option<&Workload> {
+        self.workloads.iter().find(|workload| workload.names(info))
     }
 
     /// Whether an opt-out of a process doesn't count. `program` is the base name of its executable, if root alone can

@@ -162,7 +162,9 @@ impl fmt::Display for Exclusion {
             Self::OptedOut(opt_out) => return write!(f, "{opt_out}"),
             Self::KeptOut { by } => return write!(f, "unmerged by request of uid {by}"),
             Self::OtherProgram => "ran another program while it was being marked",
-            Self::Untrusted(why) => return write!(f, "its executable {why}; name it by --pid, --cgroup or --user"),
+            Self::Untrusted(why) => {
+                return write!(f, "{}; name it by --pid, --cgroup or --user", why.clause("its executable"));
+            }
             Self::OutOfScope => "no longer in scope",
             Self::MovedDomain { to } => {
                 return write!(f, "moving to trust domain {}: its old marks must go first", printable(to.as_bytes()));
@@ -222,6 +224,8 @@ pub fn judge_process(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) ->
         Some(Exclusion::Traced { by: info.status.tracer })
     } else if let Some(entry) = deny.entry_for(&info.program(), || info.is_trusted()) {
         Some(Exclusion::DenyListed { entry: entry.to_owned() })
+    } else if let Some(workload) = deny.workload_of(info) {
+        Some(Exclusion::DenyListed { entry: workload.to_string() })
     } else if !info.is_readable {
         Some(Exclusion::NotReadable)
     } else {
@@ -237,6 +241,7 @@ pub fn process_exclusion(found: &ProcessInfo, deny: &DenyList) -> Result<Option<
     }
     let mut info = ProcessInfo::of(&found.process)?;
     info.cgroups = found.cgroups.clone();
+    info.guests.clone_from(&found.guests);
     let dumpable = dumpable(&info)?;
     info.read_width()?;
     let mechanism = if Path::new(DEVICE).exists() { Mechanism::Request } else { Mechanism::Ksmd };

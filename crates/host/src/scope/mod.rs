@@ -1,4 +1,4 @@
-//! The scope: which processes pagefold manages, selected by pid, cgroup, user or executable, or all of them.
+//! The scope: which processes pagefold manages, selected by pid, cgroup, user, executable or workload, or all of them.
 //!
 //! A process is in scope if any selector matches it. Its owner can opt out ([`opt_out`]), and then we leave it alone. A
 //! cgroup opts its processes out by the extended attribute `user.pagefold.avoid`, and a cgroup below it can include its
@@ -32,7 +32,6 @@ pub use process_info::{CgroupInfo, ProcessInfo};
 pub(crate) use selection::{Selection, cgroups_of};
 pub use selector::{Matcher, Selector, user_id};
 
-use self::exe::Distrust;
 use pagefold_procmem::Roots;
 use pagefold_procmem::process::{Process, ProcessKey, ReadError};
 use std::collections::BTreeSet;
@@ -47,24 +46,6 @@ impl ScopeSpec {
     /// A scope of these processes.
     pub fn of_pids(pids: impl IntoIterator<Item = i32>) -> Self {
         Self(pids.into_iter().map(Selector::Pid).collect())
-    }
-
-    /// A scope of these processes, cgroups, users and programs, or of all.
-    pub fn of(pids: &[i32], cgroups: &[String], users: &[impl ToString], exes: &[String], all: bool) -> Self {
-        let mut spec = Self::of_pids(pids.iter().copied());
-        for path in cgroups {
-            spec.0.push(Selector::Cgroup(path.into()));
-        }
-        for user in users {
-            spec.0.push(Selector::User(user.to_string()));
-        }
-        for exe in exes {
-            spec.0.push(Selector::Exe(exe.clone()));
-        }
-        if all {
-            spec.0.push(Selector::All);
-        }
-        spec
     }
 
     /// The selectors that later processes can match, too.
@@ -93,7 +74,10 @@ impl std::fmt::Display for ScopeSpec {
 #[derive(Debug, Error)]
 pub enum ScopeError {
     /// There are no selectors.
-    #[error("nothing is in scope: select processes by --pid, --cgroup, --user or --exe, or all by --all")]
+    #[error(
+        "nothing is in scope: select processes by --pid, --exe, --unit, --container, --pod, --vm, --cgroup or --user, or \
+             all by --all"
+    )]
     Empty,
     /// A selected process doesn't exist.
     #[error("there is no process {0}")]
@@ -111,8 +95,8 @@ pub enum ScopeError {
     #[error("no process matches {0}")]
     NoMatch(String),
     /// All processes that match do so by name only.
-    #[error("no process matches {scope}: the executable of process {pid}, {exe}, {why}")]
-    NameOnly { scope: String, pid: i32, exe: String, why: Distrust },
+    #[error("no process matches {scope}: {why}")]
+    NameOnly { scope: String, why: String },
     /// We can't read the process list.
     #[error("cannot read {path}: {source}")]
     Io { path: String, source: io::Error },
@@ -166,7 +150,8 @@ fn resolved(mut selection: Selection, spec: &ScopeSpec, left_out: &[i32]) -> Res
     let Some((info, why)) = found.iter().find_map(|info| Some((info, info.distrust.clone()?))) else {
         return Err(ScopeError::NoMatch(scope));
     };
-    Err(ScopeError::NameOnly { scope, pid: info.pid(), exe: info.exe_text(), why })
+    let why = why.clause(&format!("the executable of process {}, {},", info.pid(), info.exe_text()));
+    Err(ScopeError::NameOnly { scope, why })
 }
 
 /// Like [`resolve`], but considers only processes selected by pid and ones that `is_candidate` accepts. The result may

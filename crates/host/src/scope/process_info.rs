@@ -27,6 +27,8 @@ pub struct ProcessInfo {
     pub is_readable: bool,
     /// We read these separately, and once for all processes of a cgroup.
     pub cgroups: Arc<CgroupInfo>,
+    /// The names of the virtual machine on its command line, if it runs QEMU. Read apart.
+    pub(crate) guests: Vec<String>,
     /// The selected pid: its own or, when we undo something, an ancestor's.
     pub by_pid: Option<i32>,
     /// The selector that brought it in: a position in [`ScopeSpec`](super::ScopeSpec).
@@ -74,6 +76,7 @@ impl ProcessInfo {
             is_readable: exe.is_some(),
             exe: exe.flatten(),
             cgroups: Arc::default(),
+            guests: Vec::new(),
             by_pid: None,
             selected_by: None,
             distrust: None,
@@ -129,7 +132,11 @@ impl ProcessInfo {
         info.name = comm.to_owned();
         info.status.uids[1] = uid;
         info.exe = None;
-        info.cgroups = Arc::new(CgroupInfo { path: cgroup.map(str::to_owned), ..CgroupInfo::default() });
+        let mut all = Vec::new();
+        if let Some(path) = cgroup {
+            all.push(Cgroup { controllers: String::new(), path: path.to_owned() });
+        }
+        info.cgroups = Arc::new(CgroupInfo { path: cgroup.map(str::to_owned), all, ..CgroupInfo::default() });
         info
     }
 }

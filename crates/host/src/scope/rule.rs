@@ -1,4 +1,4 @@
-//! Rules of the configuration that select processes: by cgroup, user or executable. The first that matches decides.
+//! Rules of the configuration that select processes: by cgroup, user, executable or workload. The first that matches decides.
 //!
 //! A rule by executable matches only a file that root alone can change ([`super::exe`]): otherwise any user could make
 //! the rule apply by giving the same name to another program.
@@ -11,7 +11,7 @@ use pagefold_text::escape::printable;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rule {
     pub name: String,
-    /// Selects the processes: by cgroup, user or executable.
+    /// Selects the processes.
     pub matcher: Matcher,
 }
 
@@ -24,7 +24,8 @@ pub fn first_match(rules: &[Rule], info: &ProcessInfo, named: &str, notes: &mut 
             Matching::No => {}
             Matching::NameOnly(why) => {
                 let name = printable(rule.name.as_bytes());
-                notes.push(format!("The rule for {named} {name} does not apply: {} {why}.", info.exe_text()));
+                let why = why.clause(&info.exe_text());
+                notes.push(format!("The rule for {named} {name} does not apply: {why}."));
             }
         }
     }

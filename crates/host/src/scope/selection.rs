@@ -2,8 +2,10 @@
 
 use super::ScopeError;
 use super::attributes::Attributes;
+use super::exclude::may_run_qemu;
 use super::exe::Matching;
 use super::opt_out::{self, OptOut};
+use super::opt_out_qemu;
 use super::process_info::{CgroupInfo, ProcessInfo};
 use super::selector::{Matcher, Selector};
 use pagefold_procmem::Roots;
@@ -123,7 +125,7 @@ impl Selection {
 
     /// Whether the cgroups of a process can matter, so that they're worth reading.
     fn has_cgroups(&self) -> bool {
-        self.matchers.iter().any(|matcher| matches!(matcher, Some(Matcher::Cgroup(_))))
+        self.matchers.iter().flatten().any(Matcher::needs_cgroups)
     }
 
     /// The process, if it's in scope, or would be if only root could change its executable.
@@ -144,6 +146,10 @@ impl Selection {
             return Ok(None);
         }
         info.cgroups = Arc::new(self.cgroup_info(&cgroups_of(&process)?));
+        if may_run_qemu(&info) {
+            // If it doesn't answer now, only its command line's name is unknown.
+            info.guests = opt_out_qemu::guests_in_time(&process).unwrap_or_default();
+        }
         self.select(&mut info);
         if info.selected_by.is_none() {
             return Ok(None);

@@ -1,14 +1,18 @@
 //! Selectors of processes, as written and resolved: for scopes and for rules.
 
-use super::exe::{Matching, is_named};
+use super::attributes::directory_of;
+use super::exe::{Distrust, Matching, is_named, is_roots_alone};
+use super::workload::{Workload, WorkloadKind, labels_of};
 use super::{ProcessInfo, ScopeError};
 use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
+use pagefold_procmem::os::peer::is_trusted;
 use pagefold_text::escape::{printable, shell_word};
 use std::ffi::CString;
 use std::fmt;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 /// A selector, as somebody wrote it.
@@ -22,18 +26,34 @@ pub enum Selector {
     User(String),
     /// Processes that run this executable: an absolute path, a base name or a command name.
     Exe(String),
+    /// Processes of this systemd unit, virtual machine, container or pod.
+    Workload(Workload),
     /// Every process.
     All,
 }
 
 impl Selector {
-    /// `pid`, `cgroup`, `user`, `exe` or `all`.
+    /// The kinds of selectors that have a name.
+    pub const NAMED: [&'static str; 7] = ["cgroup", "user", "exe", "unit", "vm", "container", "pod"];
+
+    /// A selector of one of the kinds in [`Self::NAMED`].
+    pub fn named(kind: &str, name: String) -> Option<Self> {
+        Some(match kind {
+            "cgroup" => Self::Cgroup(name.into()),
+            "user" => Self::User(name),
+            "exe" => Self::Exe(name),
+            other => Self::Workload(Workload { kind: WorkloadKind::of_name(other)?, name }),
+        })
+    }
+
+    /// `pid`, `all`, or one of [`Self::NAMED`].
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Pid(_) => "pid",
             Self::Cgroup(_) => "cgroup",
             Self::User(_) => "user",
             Self::Exe(_) => "exe",
+            Self::Workload(workload) => workload.kind.name(),
             Self::All => "all",
         }
     }
@@ -43,7 +63,7 @@ impl Selector {
         match self {
             Self::Pid(pid) => pid.to_string(),
             Self::Cgroup(path) => printable(path.as_os_str().as_bytes()),
-            Self::User(name) | Self::Exe(name) => printable(name.as_bytes()),
+            Self::User(name) | Self::Exe(name) | Self::Workload(Workload { name, .. }) => printable(name.as_bytes()),
             Self::All => String::new(),
         }
     }
@@ -58,6 +78,9 @@ impl Selector {
             Self::Cgroup(path) => Matcher::Cgroup(CgroupMatcher::of(path, roots)?),
             Self::User(user) => Matcher::User(user_id(user)?),
             Self::Exe(name) => Matcher::Exe(name.clone()),
+            Self::Workload(asked) => {
+                Matcher::Workload(WorkloadMatcher { asked: asked.clone(), mount: roots.cgroup.clone() })
+            }
             Self::All => Matcher::All,
         })
     }
@@ -93,6 +116,8 @@ pub enum Matcher {
     User(u32),
     /// Processes that run this executable.
     Exe(String),
+    /// Processes of this workload.
+    Workload(WorkloadMatcher),
     /// Every process.
     All,
 }
@@ -108,20 +133,71 @@ impl Matcher {
                 Some(exe) => return exe.matches(name, &info.stat.comm),
                 None => false,
             },
+            Self::Workload(workload) => return workload.matches(info),
             Self::All => true,
         };
         if matches { Matching::Yes } else { Matching::No }
     }
 
-    /// Whether it matches a process where nothing is granted: an executable need only have the name, even one that any
-    /// user can choose.
+    /// Whether it can only be matched by the cgroups of a process.
+    pub(super) fn needs_cgroups(&self) -> bool {
+        matches!(self, Self::Cgroup(_) | Self::Workload(_))
+    }
+
+    /// Whether it matches a process where nothing is granted: an executable or workload need only have the name, even
+    /// one that any user can choose.
     pub(super) fn matches_by_name(&self, info: &ProcessInfo) -> bool {
         match self {
             // We can't read its executable.
             Self::Exe(name) if info.exe.is_none() => is_named(name, None, &info.stat.comm),
             Self::Cgroup(selected) => info.cgroups.all.iter().any(|cgroup| selected.matches(cgroup)),
+            Self::Workload(workload) => workload.asked.names(info),
             _ => self.matches(info) != Matching::No,
         }
+    }
+}
+
+/// A selected workload.
+///
+/// Users can name cgroups, too, below those that are delegated to them. So a name grants something only if root alone
+/// can create cgroups where the named one is, or, on QEMU's command line, if root started QEMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkloadMatcher {
+    asked: Workload,
+    /// The cgroup mount point.
+    mount: PathBuf,
+}
+
+impl WorkloadMatcher {
+    fn matches(&self, info: &ProcessInfo) -> Matching {
+        let mut found = Matching::No;
+        let mut is_in_machine = false;
+        for cgroup in &info.cgroups.all {
+            for label in labels_of(&cgroup.path) {
+                let is_machine = label.kind == WorkloadKind::Vm;
+                let is_called = label.is_called(&self.asked);
+                if !is_called && !is_machine {
+                    continue;
+                }
+                let is_roots = directory_of(&self.mount, cgroup, label.parent)
+                    .and_then(|directory| fs::metadata(directory).ok())
+                    .is_some_and(|found| is_roots_alone(found.uid(), found.mode()));
+                is_in_machine |= is_machine && is_roots;
+                if is_called && is_roots {
+                    return Matching::Yes;
+                }
+                if is_called {
+                    found = Matching::NameOnly(Distrust::Cgroup(cgroup.path.clone()));
+                }
+            }
+        }
+        if self.asked.kind == WorkloadKind::Vm && info.guests.contains(&self.asked.name) {
+            if is_in_machine || is_trusted(info.uid()) {
+                return Matching::Yes;
+            }
+            return Matching::NameOnly(Distrust::CommandLine(info.uid()));
+        }
+        found
     }
 }
 

@@ -3,15 +3,20 @@
 //! We only look at the path. Formats: systemd's escapes (systemd-escape(1)); libvirt's
 //! `machine-qemu\x2dID\x2dNAME.scope`; Proxmox VE's `qemu.slice/VMID.scope` and `lxc/CTID`; `docker-ID.scope`,
 //! `cri-containerd-ID.scope`, `crio-ID.scope`, `libpod-ID.scope` and, with the cgroupfs driver, `docker/ID`; the
-//! kubelet's `...podUID.slice` and `kubepods/.../podUID`.
+//! kubelet's `...podUID.slice` and `kubepods/.../podUID`; LXC's `lxc.payload.NAME`.
+//!
+//! A path has several names: a container is in a pod, a service in a slice. Any of them selects the processes below.
 
-use pagefold_procmem::cgroup::parse_cgroups;
+use super::ProcessInfo;
+use pagefold_procmem::cgroup::{Cgroup, parse_cgroups};
 use pagefold_procmem::process::Process;
 use pagefold_text::escape::printable;
 use std::fmt;
 
 /// The container tools show this many digits of an identifier.
 const SHORT_ID: usize = 12;
+/// So many digits select a container or a pod.
+const PREFIX_LEAST: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WorkloadKind {
@@ -24,12 +29,43 @@ pub enum WorkloadKind {
     Unit,
 }
 
+impl WorkloadKind {
+    const NAMES: [(&'static str, Self); 4] =
+        [("unit", Self::Unit), ("vm", Self::Vm), ("container", Self::Container), ("pod", Self::Pod)];
+
+    /// The kind that selectors call so.
+    pub fn of_name(name: &str) -> Option<Self> {
+        Some(Self::NAMES.iter().find(|(other, _)| *other == name)?.1)
+    }
+
+    /// `unit`, `vm`, `container` or `pod`.
+    pub fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, kind)| *kind == self).map_or("", |(name, _)| name)
+    }
+}
+
 /// The workload of a process. Displays as `vm web1`, `pod 6c2f…`, `nginx.service`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Workload {
     pub kind: WorkloadKind,
     /// Its name, safe to print.
     pub name: String,
+}
+
+impl Workload {
+    /// The workload that displays so. `unit` may be written as well.
+    pub fn parse(text: &str) -> Self {
+        let kind = text.split_once(' ').and_then(|(kind, name)| Some((WorkloadKind::of_name(kind)?, name)));
+        let (kind, name) = kind.unwrap_or((WorkloadKind::Unit, text));
+        Self { kind, name: name.to_owned() }
+    }
+
+    /// Whether a process goes by this name, whoever has chosen it.
+    pub(super) fn names(&self, info: &ProcessInfo) -> bool {
+        let mut cgroups = info.cgroups.all.iter();
+        self.kind == WorkloadKind::Vm && info.guests.contains(&self.name)
+            || cgroups.any(|cgroup| labels_of(&cgroup.path).iter().any(|label| label.is_called(self)))
+    }
 }
 
 impl fmt::Display for Workload {
@@ -51,13 +87,18 @@ pub fn workload_of(pid: i32) -> Option<Workload> {
 
 /// The workload of this process.
 pub fn workload_of_process(process: &Process) -> Option<Workload> {
-    let text = process.read_file("cgroup").ok()?;
-    let cgroups = parse_cgroups(&text);
-    // Where version 1 is in use, systemd's own hierarchy says most, or else the deepest one.
-    let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), cgroup.path.matches('/').count()));
-    let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
-    let found = name_of(&used.path)?;
-    Some(Workload { name: printable(found.name.as_bytes()), ..found })
+    workload_of_cgroups(&parse_cgroups(&process.read_file("cgroup").ok()?))
+}
+
+/// The workload of a process with these cgroups.
+pub fn workload_of_cgroups(cgroups: &[Cgroup]) -> Option<Workload> {
+    // Where version 1 is in use, systemd's own hierarchy says most, or else the deepest one. A system without systemd
+    // may use any of them.
+    let used = cgroups.iter().max_by_key(|cgroup| {
+        let depth = cgroup.path.split('/').filter(|part| !part.is_empty()).count();
+        (depth > 0, cgroup.controllers == "name=systemd", cgroup.controllers.is_empty(), depth)
+    })?;
+    name_of(&used.path)
 }
 
 /// The name of a cgroup's virtual machine.
@@ -68,26 +109,89 @@ pub(super) fn guest_of(path: &str) -> Option<String> {
     }
 }
 
+/// The name that we show.
 fn name_of(path: &str) -> Option<Workload> {
-    const KINDS: [fn(&str, &str) -> Option<Workload>; 3] = [pod, machine, container];
-    let parts: Vec<&str> = path.split('/').filter(|part| !part.is_empty()).collect();
-    for kind in KINDS {
-        let mut parent = "";
-        for part in &parts {
-            if let Some(found) = kind(parent, part) {
-                return Some(found);
+    let labels = labels_of(path);
+    let machine = labels.iter().find(|label| label.kind != WorkloadKind::Unit);
+    let unit = labels.iter().rev().find(|label| label.is_service());
+    Some(machine.or(unit).or(labels.last())?.workload())
+}
+
+/// One of the names in a cgroup's path.
+#[derive(Debug)]
+pub(super) struct Label<'a> {
+    pub(super) kind: WorkloadKind,
+    /// A unit's name with its escapes; a whole identifier.
+    name: String,
+    /// The path of the cgroup that contains the named one.
+    pub(super) parent: &'a str,
+}
+
+impl Label<'_> {
+    fn workload(&self) -> Workload {
+        let name = match self.kind {
+            WorkloadKind::Container if is_id(&self.name) => &self.name[..SHORT_ID],
+            WorkloadKind::Unit => &unescaped(&self.name),
+            _ => &self.name,
+        };
+        Workload { kind: self.kind, name: printable(name.as_bytes()) }
+    }
+
+    fn is_service(&self) -> bool {
+        matches!(self.name.rsplit_once('.'), Some((_, "service" | "scope")))
+    }
+
+    /// Whether operators call it so: by the name that we show or the one in the path, by the first digits of an
+    /// identifier, or by a service's name alone.
+    pub(super) fn is_called(&self, asked: &Workload) -> bool {
+        if self.kind != asked.kind {
+            return false;
+        }
+        let is_other_name = match self.kind {
+            WorkloadKind::Unit => self.name.strip_suffix(".service") == Some(&asked.name),
+            WorkloadKind::Pod | WorkloadKind::Container => {
+                is_id(&self.name) && asked.name.len() >= PREFIX_LEAST && self.name.starts_with(&asked.name)
             }
-            parent = part;
+            WorkloadKind::Vm => false,
+        };
+        is_other_name || self.name == asked.name || self.workload().name == asked.name
+    }
+}
+
+/// The names in a cgroup's path, the outermost first. Below a container or virtual machine, its own root names cgroups.
+pub(super) fn labels_of(path: &str) -> Vec<Label<'_>> {
+    let mut labels: Vec<Label<'_>> = Vec::new();
+    let mut last = "";
+    let mut end = 0;
+    for part in path.split('/') {
+        let parent = &path[..end];
+        end += part.len() + 1;
+        if part.is_empty() {
+            continue;
+        }
+        let above = std::mem::replace(&mut last, part);
+        if let Some((kind, name)) = pod(part).or_else(|| machine(above, part)).or_else(|| container(above, part)) {
+            labels.push(Label { kind, name, parent });
+            if kind != WorkloadKind::Pod {
+                return labels;
+            }
+        } else if matches!(part.rsplit_once('.'), Some((_, "service" | "scope" | "slice"))) {
+            labels.push(Label { kind: WorkloadKind::Unit, name: part.to_owned(), parent });
         }
     }
-    unit(&parts)
+    // Not made by systemd: the innermost cgroup.
+    if !last.is_empty() && !labels.iter().any(|label| label.kind != WorkloadKind::Unit || label.is_service()) {
+        let parent = path.trim_end_matches('/').strip_suffix(last).unwrap_or_default();
+        labels.push(Label { kind: WorkloadKind::Unit, name: last.to_owned(), parent });
+    }
+    labels
 }
 
-fn workload_if(is_valid: bool, kind: WorkloadKind, name: &str) -> Option<Workload> {
-    if is_valid { Some(Workload { kind, name: name.to_owned() }) } else { None }
+fn named_if(is_valid: bool, kind: WorkloadKind, name: &str) -> Option<(WorkloadKind, String)> {
+    if is_valid { Some((kind, name.to_owned())) } else { None }
 }
 
-fn pod(_: &str, part: &str) -> Option<Workload> {
+fn pod(part: &str) -> Option<(WorkloadKind, String)> {
     let part = part.strip_suffix(".slice").unwrap_or(part);
     let uid = match part.strip_prefix("pod") {
         Some(uid) => uid,
@@ -96,43 +200,40 @@ fn pod(_: &str, part: &str) -> Option<Workload> {
     };
     // systemd's escape of a dash in a slice would mean another level.
     let uid = uid.replace('_', "-");
-    let is_uid = uid.len() >= 32 && uid.chars().all(|digit| digit.is_ascii_hexdigit() || digit == '-');
-    workload_if(is_uid, WorkloadKind::Pod, &uid)
+    named_if(uid.len() >= 32 && is_id(&uid), WorkloadKind::Pod, &uid)
 }
 
-fn machine(parent: &str, part: &str) -> Option<Workload> {
-    if parent == "qemu.slice" {
+fn machine(above: &str, part: &str) -> Option<(WorkloadKind, String)> {
+    if above == "qemu.slice" {
         let id = part.strip_suffix(".scope")?;
-        return workload_if(is_number(id), WorkloadKind::Vm, id);
+        return named_if(is_number(id), WorkloadKind::Vm, id);
     }
-    if parent == "lxc" && is_number(part) {
-        return workload_if(true, WorkloadKind::Container, part);
+    if above == "lxc" && is_number(part) {
+        return named_if(true, WorkloadKind::Container, part);
+    }
+    if let Some(name) = part.strip_prefix("lxc.payload.") {
+        return named_if(!name.is_empty(), WorkloadKind::Container, name);
     }
     let name = unescaped(part.strip_prefix("machine-")?.strip_suffix(".scope")?);
     let (id, name) = name.strip_prefix("qemu-")?.split_once('-')?;
-    workload_if(is_number(id), WorkloadKind::Vm, name)
+    named_if(is_number(id), WorkloadKind::Vm, name)
 }
 
 pub(super) fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|digit| digit.is_ascii_digit())
 }
 
-fn container(parent: &str, part: &str) -> Option<Workload> {
-    let mut id = if parent == "docker" { part } else { "" };
-    if let Some(name) = part.strip_suffix(".scope") {
-        for prefix in ["docker-", "cri-containerd-", "crio-", "libpod-", "nerdctl-"] {
-            id = name.strip_prefix(prefix).unwrap_or(id);
-        }
-    }
-    let is_id = id.len() > SHORT_ID && id.bytes().all(|digit| digit.is_ascii_hexdigit());
-    workload_if(is_id, WorkloadKind::Container, id.get(..SHORT_ID)?)
+fn is_id(text: &str) -> bool {
+    text.len() > SHORT_ID && text.bytes().all(|digit| digit.is_ascii_hexdigit() || digit == b'-')
 }
 
-/// The innermost service or scope, else the innermost cgroup.
-fn unit(parts: &[&str]) -> Option<Workload> {
-    let mut innermost = parts.iter().rev();
-    let unit = innermost.find(|part| matches!(part.rsplit_once('.'), Some((_, "service" | "scope"))));
-    workload_if(true, WorkloadKind::Unit, &unescaped(unit.or(parts.last())?))
+fn container(above: &str, part: &str) -> Option<(WorkloadKind, String)> {
+    let mut id = if above == "docker" || pod(above).is_some() { part } else { "" };
+    let name = part.strip_suffix(".scope").unwrap_or(part);
+    for prefix in ["docker-", "cri-containerd-", "crio-", "libpod-", "nerdctl-"] {
+        id = name.strip_prefix(prefix).unwrap_or(id);
+    }
+    named_if(is_id(id), WorkloadKind::Container, id)
 }
 
 /// Undoes systemd's escapes of single characters (`\x2d`).
@@ -184,6 +285,9 @@ mod tests {
             (r"/system.slice/system-getty.slice/getty@tty1.service", "getty@tty1.service"),
             ("/user.slice/user-1000.slice/user@1000.service/app.slice/app-x.service", "app-x.service"),
             ("/batch/worker", "worker"),
+            ("/batch.slice", "batch.slice"),
+            ("/lxc.payload.db/system.slice/cron.service", "container db"),
+            (&format!("/libpod_parent/libpod-{id}"), "container 3f0c3f0c3f0c"),
         ] {
             assert_eq!(name_of(path).map(|found| found.to_string()).as_deref(), Some(name), "{path}");
         }
@@ -196,5 +300,47 @@ mod tests {
             let found = name_of(path);
             assert!(found.is_none_or(|found| found.kind == WorkloadKind::Unit), "{path}");
         }
+    }
+
+    #[test]
+    fn each_name_in_a_path_selects() {
+        let id = "3f0c".repeat(16);
+        let uid = "6c2f1f0e-1111-4222-8333-944445555666";
+        let in_pod = format!("/kubepods.slice/kubepods-pod{}.slice/crio-{id}.scope", uid.replace('-', "_"));
+        let is_called = |path: &str, kind, name: &str| {
+            labels_of(path).iter().any(|label| label.is_called(&Workload { kind, name: name.to_owned() }))
+        };
+        for name in ["6c2f", "6c2f1f0e-1111", uid] {
+            assert!(is_called(&in_pod, WorkloadKind::Pod, name), "{name}");
+        }
+        for name in ["3f0c", "3f0c3f0c3f0c", &id] {
+            assert!(is_called(&in_pod, WorkloadKind::Container, name), "{name}");
+        }
+        for name in ["3f0", "f0c3", "3f0d"] {
+            assert!(!is_called(&in_pod, WorkloadKind::Container, name), "{name}");
+        }
+        assert!(is_called(&in_pod, WorkloadKind::Unit, "kubepods.slice"));
+        let unit = r"/system.slice/system-pg.slice/pg\x2dmain@a.service/worker";
+        for name in ["pg-main@a.service", r"pg\x2dmain@a.service", r"pg\x2dmain@a", "system-pg.slice", "system.slice"] {
+            assert!(is_called(unit, WorkloadKind::Unit, name), "{name}");
+        }
+        assert!(!is_called(unit, WorkloadKind::Unit, "worker") && !is_called(unit, WorkloadKind::Unit, "pg"));
+        assert!(is_called("/batch/worker", WorkloadKind::Unit, "worker"));
+        assert!(!is_called("/batch/worker", WorkloadKind::Unit, "batch"));
+        // A container names what's below it.
+        let inner = format!("/system.slice/docker-{id}.scope/system.slice/nginx.service");
+        assert!(!is_called(&inner, WorkloadKind::Unit, "nginx") && is_called(&inner, WorkloadKind::Container, "3f0c"));
+        assert!(is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "104"));
+        assert!(!is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "10"));
+    }
+
+    #[test]
+    fn the_hierarchy_that_says_most_names_the_workload() {
+        let named = |text: &str| workload_of_cgroups(&parse_cgroups(text.as_bytes())).map(|found| found.to_string());
+        let hybrid =
+            "9:name=systemd:/system.slice/nginx.service\n4:memory:/system.slice\n0::/system.slice/nginx.service\n";
+        assert_eq!(named(hybrid).as_deref(), Some("nginx.service"));
+        assert_eq!(named("9:name=systemd:/\n4:memory:/batch/a\n0::/\n").as_deref(), Some("a"), "no systemd");
+        assert_eq!(named("9:name=systemd:/\n0::/\n"), None);
     }
 }

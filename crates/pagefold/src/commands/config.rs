@@ -49,7 +49,10 @@ pub fn run(command: &ConfigCommand) -> Result<u8> {
 }
 
 fn without_scope(file: &Path) -> Exit {
-    let line = format!("{} is valid, but nothing is in scope; set cgroups, users or exes in [scope]", shown(file));
+    let line = format!(
+        "{} is valid, but nothing is in scope; set exes, units, vms, containers, pods, cgroups or users in [scope]",
+        shown(file)
+    );
     Exit::new(exit::NO_SCOPE, line)
 }
 

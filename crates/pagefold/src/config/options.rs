@@ -18,6 +18,7 @@ use pagefold_engine::range;
 use pagefold_engine::reserve::Keep;
 use pagefold_engine::units::{Permyriad, count};
 use pagefold_host::scope::deny_list::DEFAULT_DENIED;
+use pagefold_host::scope::{ScopeSpec, Selector};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -108,6 +109,15 @@ options! {
             "Processes of this user (name or number)";
         "exes" "--exe <PROGRAM>" exes: Vec<String>, List, "[\"redis-server\", \"/usr/bin/qemu-system-x86_64\"]",
             "Processes that run this program (path or base name)";
+        "units" "--unit <NAME>" units: Vec<String>, List, "[\"nginx.service\", \"batch.slice\"]",
+            "Processes of this systemd unit and below it (.service may be left out)";
+        "vms" "--vm <NAME>" vms: Vec<String>, List, "[\"web1\", 104]",
+            "This virtual machine: libvirt's name, Proxmox VE's number, or the name on QEMU's command line";
+        "containers" "--container <ID>" containers: Vec<String>, List, "[\"3f0c1d2e9a7b\"]",
+            "Processes of this container (Docker, containerd, CRI-O, Podman, LXC): four or more digits of its ID, or \
+             LXC's name";
+        "pods" "--pod <UID>" pods: Vec<String>, List, "[\"6c2f1f0e-1111-4222-8333-944445555666\"]",
+            "Processes of this Kubernetes pod: four or more digits of its UID";
         "all" "--all" all: bool, Any, = false, "All processes on the machine";
     }
     "run" "CPU time" "How much CPU time to use, and how to merge." {
@@ -145,6 +155,8 @@ options! {
         "except" "--allow <NAME>" allowed: Vec<String>, Programs, "[\"chrome-headless\"]",
             "Merge these programs even if they're on the deny list or non-dumpable (daemons that drop root become \
              non-dumpable)";
+        "workloads" "NAME" denied_workloads: Vec<String>, List, "[\"vault.service\", \"vm web1\", \"container 3f0c1d2e9a7b\"]",
+            "Never touch these units, virtual machines, containers and pods, named as pagefold top shows them";
         "override-opt-outs" "--override-opt-out <NAME>" override_opt_outs: Vec<String>, List,
             "[\"batch.service\", \"web1\"]",
             "Merge memory even if its owner opted out: name the unit, virtual machine, cgroup or program";
@@ -165,7 +177,8 @@ options! {
             = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a process may be stopped at a time";
         "group" "list of tables" groups: Vec<Rule>, Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
             [[limits.group]]\nname = \"batch\"\ncgroup = \"/sys/fs/cgroup/batch.slice\"\ngovernor = \"quiet\"\nstops-per-second = 5",
-            "Limits that a group of processes shares: a name; one of cgroup, user and exe; and at least one of \
+            "Limits that a group of processes shares: a name; one of cgroup, user, exe, unit, vm, container and \
+             pod; and at least one of \
              governor, samples-per-second and stops-per-second. The governor limits the CPU time for reading and \
              judging the group's memory, but not ksmd's. A process belongs to the first group that matches it; the \
              run's limits hold as well";
@@ -185,7 +198,7 @@ options! {
             [[domains.rule]]\nname = \"customer-a\"\ncgroup = \"/sys/fs/cgroup/machine.slice/a.scope\"\n\
             [[domains.rule]]\nname = \"web\"\nuser = \"www-data\"\n\
             [[domains.rule]]\nname = \"caches\"\nexe = \"redis-server\"",
-            "A trust domain: its name, and one of cgroup, user and exe";
+            "A trust domain: its name, and one of cgroup, user, exe, unit, vm, container and pod";
     }
     "numa" "NUMA" "Where merged pages live on machines with several memory nodes." {
         "placement" "--placement <NAME>" placement: Placement, Any, = Placement::default(),
@@ -283,6 +296,30 @@ fn denied() -> Vec<String> {
 /// All options, in the order of the file.
 pub fn all() -> impl Iterator<Item = &'static OptionSpec> {
     SECTIONS.iter().flat_map(|section| section.options)
+}
+
+impl Options {
+    /// The selectors of the scope.
+    pub fn selectors(&self) -> ScopeSpec {
+        let mut spec = ScopeSpec::default();
+        for (kind, names) in [
+            ("cgroup", &self.cgroups),
+            ("user", &self.users),
+            ("exe", &self.exes),
+            ("unit", &self.units),
+            ("vm", &self.vms),
+            ("container", &self.containers),
+            ("pod", &self.pods),
+        ] {
+            for name in names.iter().flatten() {
+                spec.0.extend(Selector::named(kind, name.clone()));
+            }
+        }
+        if self.all == Some(true) {
+            spec.0.push(Selector::All);
+        }
+        spec
+    }
 }
 
 impl OptionSpec {

@@ -25,18 +25,16 @@ pub struct ScopeArgs {
 impl ScopeArgs {
     /// The scope in a configuration file.
     pub fn of_file(options: &Options) -> Self {
-        let Options { cgroups, users, exes, all, .. } = options.clone();
-        let selectors = Options { cgroups, users, exes, all, ..Options::default() };
+        let Options { cgroups, users, exes, units, vms, containers, pods, all, .. } = options.clone();
+        let selectors = Options { cgroups, users, exes, units, vms, containers, pods, all, ..Options::default() };
         Self { pid: Vec::new(), selectors: ScopeFlags(Box::new(selectors)) }
     }
 
     /// The scope as a specification that we can resolve again and again.
     pub fn spec(&self) -> ScopeSpec {
-        let Options { cgroups, users, exes, all, .. } = &*self.selectors.0;
-        let cgroups = cgroups.as_deref().unwrap_or_default();
-        let users = users.as_deref().unwrap_or_default();
-        let exes = exes.as_deref().unwrap_or_default();
-        ScopeSpec::of(&self.pid, cgroups, users, exes, *all == Some(true))
+        let mut spec = ScopeSpec::of_pids(self.pid.iter().copied());
+        spec.0.extend(self.selectors.0.selectors().0);
+        spec
     }
 
     /// Whether new processes can enter the scope.

@@ -19,6 +19,7 @@ use pagefold_host::live::Policies;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::domain::DomainRules;
 use pagefold_host::scope::rule::Rule;
+use pagefold_host::scope::workload::Workload;
 use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
 use std::hash::{BuildHasher, RandomState};
@@ -120,6 +121,8 @@ impl Settings {
     pub fn of_options(args: &RunArgs, file: Option<&Path>, in_file: Options) -> Result<Self, Exit> {
         let scope = if args.scope == ScopeArgs::default() { ScopeArgs::of_file(&in_file) } else { args.scope.clone() };
         let programs = in_file.programs.clone().map_or_else(DenyList::default, DenyList::new);
+        let workloads = in_file.denied_workloads.iter().flatten().map(|name| Workload::parse(name));
+        let programs = programs.denying(workloads);
         let deny = args.deny.apply(DenyFlags(Box::new(in_file.clone())).apply(programs));
         let flags = &*args.options.0;
         let options = in_file.then(flags.clone());

@@ -167,7 +167,6 @@ impl Value for Vec<Rule> {
 
 impl Rule {
     fn read(source: &Source<'_>) -> Result<Self, Problem> {
-        const OWN: [&str; 4] = ["name", "cgroup", "user", "exe"];
         let settable = match source.allowed {
             Allowed::Rules(keys) => keys,
             _ => &[][..],
@@ -179,12 +178,12 @@ impl Rule {
             let entry = source.entry(key.get_ref(), value);
             match &**key.get_ref() {
                 "name" => name = String::read(&entry)?,
-                "cgroup" => selectors.extend(String::read(&entry)?.map(|path| Selector::Cgroup(path.into()))),
-                "user" => selectors.extend(String::read(&entry)?.map(Selector::User)),
-                "exe" => selectors.extend(String::read(&entry)?.map(Selector::Exe)),
+                kind if Selector::NAMED.contains(&kind) => {
+                    selectors.extend(String::read(&entry)?.and_then(|name| Selector::named(kind, name)));
+                }
                 other => {
                     let Some(option) = all().find(|option| option.key == other && settable.contains(&other)) else {
-                        let known = [&OWN, settable].concat();
+                        let known = [&["name"], &Selector::NAMED[..], settable].concat();
                         return Err(Problem::unknown(key, &format!(" in [[{}]]", source.path), &known));
                     };
                     (option.read)(&mut settings, &Source { allowed: &option.allowed, ..entry })?;
@@ -199,7 +198,8 @@ impl Rule {
         match <[Selector; 1]>::try_from(selectors) {
             Ok([selector]) => Ok(Self { name, selector, settings }),
             Err(_) => Err(source.problem(&format!(
-                "the rule for '{name}' must have exactly one of cgroup, user and exe; write a rule for each"
+                "the rule for '{name}' must have exactly one of {}; write a rule for each",
+                Selector::NAMED.join(", ")
             ))),
         }
     }

@@ -1,6 +1,8 @@
 //! The protocol of the control socket: a line of JSON for each request, and one for its answer.
 
+use crate::config::options::Options;
 use pagefold_engine::governor::Governor;
+use pagefold_host::scope::workload::WorkloadKind;
 use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, user_id};
 use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
@@ -50,6 +52,14 @@ pub struct Selectors {
     pub users: Vec<u32>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub exes: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub units: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub vms: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub containers: Vec<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub pods: Vec<String>,
     pub all: bool,
 }
 
@@ -66,6 +76,13 @@ impl Selectors {
                 Selector::Cgroup(path) => selectors.cgroups.push(path.to_string_lossy().into_owned()),
                 Selector::User(user) => selectors.users.push(user_id(user)?),
                 Selector::Exe(exe) => selectors.exes.push(exe.clone()),
+                Selector::Workload(workload) => match workload.kind {
+                    WorkloadKind::Unit => &mut selectors.units,
+                    WorkloadKind::Vm => &mut selectors.vms,
+                    WorkloadKind::Container => &mut selectors.containers,
+                    WorkloadKind::Pod => &mut selectors.pods,
+                }
+                .push(workload.name.clone()),
                 Selector::All => selectors.all = true,
             }
         }
@@ -73,7 +90,21 @@ impl Selectors {
     }
 
     pub fn spec(&self) -> ScopeSpec {
-        ScopeSpec::of(&self.pids, &self.cgroups, &self.users, &self.exes, self.all)
+        let users = self.users.iter().map(u32::to_string).collect();
+        let options = Options {
+            cgroups: Some(self.cgroups.clone()),
+            users: Some(users),
+            exes: Some(self.exes.clone()),
+            units: Some(self.units.clone()),
+            vms: Some(self.vms.clone()),
+            containers: Some(self.containers.clone()),
+            pods: Some(self.pods.clone()),
+            all: Some(self.all),
+            ..Options::default()
+        };
+        let mut spec = ScopeSpec::of_pids(self.pids.iter().copied());
+        spec.0.extend(options.selectors().0);
+        spec
     }
 }
 
@@ -161,6 +192,10 @@ mod tests {
                 cgroups: vec!["/a b".into()],
                 users: vec![33],
                 exes: vec!["redis".into()],
+                units: vec!["nginx.service".into()],
+                vms: vec!["web1".into()],
+                containers: vec!["3f0c".into()],
+                pods: vec!["6c2f".into()],
                 all: false,
             }),
         ];
