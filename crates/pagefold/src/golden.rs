@@ -11,7 +11,7 @@ use crate::commands::run::reload::ActiveSettings;
 use crate::commands::run::summary::{self, Summary};
 use crate::commands::scan;
 use crate::commands::scan::map::{Map, Shares, Stretch};
-use crate::commands::scan::report::{CgroupRow, Cost, KindRow, ProcessRow, ScanReport};
+use crate::commands::scan::report::{CgroupRow, Cost, GroupRow, KindRow, ProcessRow, ScanReport};
 use crate::commands::scan::survey::LeftOut;
 use crate::commands::status::groups::reason_of;
 use crate::commands::status::{self, Status};
@@ -537,6 +537,7 @@ fn survey() -> ScanReport {
         name: name.to_owned(),
         exe: Some(format!("/usr/bin/{name}")),
         cgroup: Some("/system.slice/redis.service".to_owned()),
+        workload: Some("redis.service".to_owned()),
         figures: figures(mib),
         kinds: vec![kind(RegionKind::Heap, mib)],
         excluded: Vec::new(),
@@ -545,6 +546,13 @@ fn survey() -> ScanReport {
     };
     let cgroup =
         |cgroup: &str, processes, mib| CgroupRow { cgroup: cgroup.to_owned(), processes, figures: figures(mib) };
+    let group = |name: &str, processes, mib| GroupRow {
+        name: name.to_owned(),
+        processes,
+        figures: figures(mib),
+        out_of_reach_bytes: 1 << 20,
+        left_out_bytes: 4 << 20,
+    };
     let left_out = |reason: &str, bytes| LeftOut { reason: reason.to_owned(), bytes, regions: 2 };
     let not_dumpable = Exclusion::NotDumpable.to_string();
     let parts = (0..40_u8).map(|part| Shares { duplicate: f64::from(part) / 40.0, ..Shares::default() }).collect();
@@ -564,6 +572,8 @@ fn survey() -> ScanReport {
             row(4_005, "make", 0.0, Some("has ended")),
         ],
         kinds: vec![kind(RegionKind::Anonymous, 900.0), kind(RegionKind::Heap, 101.5)],
+        programs: vec![group("redis-server", 1, 1_000.0), group("a-program-with-a-long-name", 1, 1.5)],
+        workloads: vec![group("redis.service", 2, 1_000.0), group("vm web1", 1, 1.5)],
         cgroups: vec![cgroup("/system.slice/redis.service", 2, 1_000.0), cgroup("/", 1, 1.5)],
         excluded: vec![
             left_out(&not_dumpable, 4 << 20),
@@ -573,6 +583,8 @@ fn survey() -> ScanReport {
         numa: None,
         cost: Cost::new(20_512, 34_000_000, 21_000_000),
         of: ("process", "processes"),
+        is_host: false,
+        advised: None,
         maps: BTreeMap::from([(4_001, Map { parts, stretches })]),
     }
 }
@@ -583,6 +595,9 @@ fn a_scan_is_shown() {
     check("scan.txt", &scan::table::text(&found, Style::plain_text()));
     check("scan.json", &json(&found).unwrap());
     check("scan.html", &scan::html::page(&found));
+    let advised = Some("--exe redis-server".to_owned());
+    let host = ScanReport { is_host: true, advised, scope: "--all".to_owned(), ..found.clone() };
+    check("scan-host.txt", &scan::table::text(&host, Style::plain_text()));
     let nothing = ScanReport { exact: true, totals: Figures::default(), ..found };
     check("scan-nothing.txt", &scan::table::text(&nothing, Style::plain_text()));
 }

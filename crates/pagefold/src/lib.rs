@@ -69,7 +69,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Show how much memory could be saved, and where, without changing anything
+    /// Show how much memory could be saved on this host, or in a scope, and where, without changing anything
     Scan(scan::ScanArgs),
     /// Write sketches of this host's workloads (digests, no contents), to compare them with other hosts
     Sketch(sketches::SketchArgs),

@@ -215,8 +215,51 @@ fn cgroups_have_the_same_names_in_a_cgroup_namespace() {
 }
 
 #[test]
+fn without_a_scope_the_whole_host_is_shown_with_a_command_that_works() {
+    if !can_read_pages() {
+        return;
+    }
+    // The host is a pid namespace of its own.
+    let script = r"
+import json, subprocess, sys
+hold = '''import hashlib, mmap, sys
+data = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for page in range(len(data) // 4096):
+    data[page * 4096:page * 4096 + 32] = hashlib.sha256(b'%d' % page).digest()
+print(flush=True)
+sys.stdin.readline()'''
+start = lambda: subprocess.Popen([sys.executable, '-c', hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+holders = [start(), start()]
+for holder in holders:
+    holder.stdout.readline()
+program = sys.argv[1]
+text = subprocess.run([program, 'scan'], capture_output=True, text=True, check=True).stdout
+command = text.split('To save it:')[1].split()
+run = subprocess.run([program] + command[1:] + ['--dry-run', '--json', '--for', '1s'], capture_output=True, text=True)
+found = json.loads(subprocess.run([program, 'scan', '--json'], capture_output=True, check=True).stdout)
+print(json.dumps({'text': text, 'command': command, 'code': run.returncode, 'errors': run.stderr, 'found': found,
+    'processes': json.loads(run.stdout or '{}').get('processes')}))";
+    let output = Command::new("unshare")
+        .args(["--pid", "--fork", "--mount-proc", "python3", "-c", script])
+        .arg(program())
+        .output()
+        .unwrap();
+    let result: Value = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
+    let (text, found) = (result["text"].as_str().unwrap(), &result["found"]);
+    assert_eq!(found["scope"], "--all");
+    let program = &found["programs"][0];
+    assert!(program["name"].as_str().unwrap().starts_with("python3"), "{program}");
+    assert_close(bytes(program, "savable_bytes"), 16 * MIB, 6 * MIB);
+    assert_eq!(program["processes"], 3, "{program}");
+    assert!(text.contains("PROGRAM") && !text.contains("PID"), "{text}");
+    assert_eq!(result["command"][1], "run", "{text}");
+    assert_eq!((&result["code"], &result["processes"]), (&0.into(), &3.into()), "{result}");
+}
+
+#[test]
 fn errors_are_one_line_with_their_exit_code() {
-    assert_fails(&["scan"], 5, "nothing is in scope");
+    assert_fails(&["sketch", "-o", "/tmp/x"], 5, "nothing is in scope");
     assert_fails(&["scan", "--pid", "2147483646"], 5, "no process 2147483646");
     assert_fails(&["scan", "--user", "no-such-user-here"], 5, "no user");
     assert_fails(&["scan", "--exe", "no-such-program-here"], 5, "no process matches");

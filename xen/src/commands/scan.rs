@@ -96,7 +96,7 @@ fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let kinds = vec![KIND; cells.len()];
     let scope = args.scope.to_string();
     let report = ScanReport::of(rows, &cells, &kinds, &findings, fraction, scope, scanner.cost());
-    Ok(ScanReport { cgroups: Vec::new(), of: ("guest", "guests"), ..report })
+    Ok(ScanReport { cgroups: Vec::new(), workloads: Vec::new(), of: ("guest", "guests"), ..report })
 }
 
 /// The row of a guest, without figures.

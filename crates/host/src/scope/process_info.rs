@@ -2,6 +2,7 @@
 
 use super::exe::{Distrust, Exe};
 use super::opt_out::OptOut;
+use super::workload::{Workload, workload_of_cgroups};
 use pagefold_procmem::cgroup::Cgroup;
 use pagefold_procmem::image::is_32_bit;
 use pagefold_procmem::ksm_stat::KsmStat;
@@ -104,6 +105,11 @@ impl ProcessInfo {
     /// Whether it's selected by its own pid.
     pub fn is_named(&self) -> bool {
         self.by_pid == Some(self.pid())
+    }
+
+    /// The workload that its cgroups belong to.
+    pub fn workload(&self) -> Option<Workload> {
+        workload_of_cgroups(&self.cgroups.all)
     }
 
     /// The path of its executable, safe to print.

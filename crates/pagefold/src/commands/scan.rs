@@ -1,5 +1,6 @@
 //! `pagefold scan`: shows how much memory merging could save, and where. It only reads memory.
 
+mod advice;
 pub mod html;
 pub mod map;
 pub mod report;
@@ -76,7 +77,10 @@ pub fn print(json: bool, report: &ScanReport) -> Result<()> {
 
 pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     preflight::see_cgroups();
-    let scoped = args.scope.resolve()?;
+    // Without a scope we show the whole host.
+    let is_host = args.scope == ScopeArgs::default();
+    let scope = if is_host { ScopeArgs::all() } else { args.scope.clone() };
+    let scoped = scope.resolve()?;
     let mut reader = reader()?;
     let began_ns = own_cpu_ns();
     let progress = Progress::new();
@@ -107,8 +111,12 @@ pub fn scan(args: &ScanArgs) -> Result<ScanReport> {
     let survey = memory.survey;
     let maps = if with_maps { maps(&mut scanner.census, &survey, &findings, fraction) } else { BTreeMap::new() };
     let rows = survey.processes.iter().map(ProcessRow::from).collect();
-    let scope = args.scope.to_string();
-    let report = ScanReport::of(rows, &survey.cells, &survey.kinds, &findings, fraction, scope, cost);
+    let scope = scope.to_string();
+    let mut report = ScanReport::of(rows, &survey.cells, &survey.kinds, &findings, fraction, scope, cost);
+    if is_host {
+        report.is_host = true;
+        report.advised = advice::scope(&report).map(|scope| scope.to_string());
+    }
     Ok(ScanReport { numa, maps, deny: args.deny.to_string(), ..report })
 }
 
@@ -335,6 +343,7 @@ impl From<&Surveyed> for ProcessRow {
             name: scoped.name.clone(),
             exe: scoped.exe.as_deref().map(shown),
             cgroup: scoped.cgroups.path.as_ref().map(|cgroup| printable(cgroup.as_bytes())),
+            workload: scoped.workload().map(|workload| workload.to_string()),
             excluded: surveyed.excluded.clone(),
             left_out,
             pinned: surveyed.pinned.0 as f64,

@@ -23,6 +23,11 @@ pub struct ScopeArgs {
 }
 
 impl ScopeArgs {
+    /// All processes.
+    pub fn all() -> Self {
+        Self::of_file(&Options { all: Some(true), ..Options::default() })
+    }
+
     /// The scope in a configuration file.
     pub fn of_file(options: &Options) -> Self {
         let Options { cgroups, users, exes, units, vms, containers, pods, all, .. } = options.clone();

@@ -31,15 +31,15 @@ pub fn page(report: &ScanReport) -> String {
     table(&mut html, "By process", "<th class=\"n\">PID</th><th>Program</th>", rows);
     let rows = report.kinds.iter().map(|row| (format!("<td>{}</td>", escape(&row.kind)), row.figures));
     table(&mut html, "By kind of memory", "<th>Kind</th>", rows);
-    if report.cgroups.len() > 1 {
-        let rows = report.cgroups.iter().map(|row| {
-            let name = escape(&row.cgroup);
+    if report.workloads.len() > 1 {
+        let rows = report.workloads.iter().map(|row| {
+            let name = escape(&row.name);
             (
                 format!("<td class=\"name\" title=\"{name}\">{name}</td><td class=\"n\">{}</td>", row.processes),
                 row.figures,
             )
         });
-        table(&mut html, "By cgroup", "<th>Cgroup</th><th class=\"n\">Processes</th>", rows);
+        table(&mut html, "By workload", "<th>Workload</th><th class=\"n\">Processes</th>", rows);
     }
     left_out(&mut html, report);
     if let Some(command) = report.next_step() {

@@ -28,6 +28,8 @@ pub struct ScanReport {
     pub totals: Figures,
     pub processes: Vec<ProcessRow>,
     pub kinds: Vec<KindRow>,
+    pub programs: Vec<GroupRow>,
+    pub workloads: Vec<GroupRow>,
     pub cgroups: Vec<CgroupRow>,
     pub excluded: Vec<LeftOut>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -36,6 +38,12 @@ pub struct ScanReport {
     /// The words for one target in scope, and for several: processes or guests.
     #[serde(skip)]
     pub of: (&'static str, &'static str),
+    /// Whether this is the whole host, because no scope was given.
+    #[serde(skip)]
+    pub is_host: bool,
+    /// The scope of the next command, if it isn't the scan's own.
+    #[serde(skip)]
+    pub advised: Option<String>,
     /// The maps of the processes by pid, for the web page only.
     #[serde(skip)]
     pub maps: BTreeMap<i32, Map>,
@@ -47,6 +55,7 @@ pub struct ProcessRow {
     pub name: String,
     pub exe: Option<String>,
     pub cgroup: Option<String>,
+    pub workload: Option<String>,
     #[serde(flatten)]
     pub figures: Figures,
     pub kinds: Vec<KindRow>,
@@ -70,6 +79,18 @@ pub struct CgroupRow {
     pub processes: usize,
     #[serde(flatten)]
     pub figures: Figures,
+}
+
+/// The processes that run one program, or belong to one workload.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct GroupRow {
+    pub name: String,
+    pub processes: usize,
+    #[serde(flatten)]
+    pub figures: Figures,
+    /// Memory that KSM can't merge, and memory that we leave alone.
+    pub out_of_reach_bytes: u64,
+    pub left_out_bytes: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default, Serialize)]
@@ -101,6 +122,26 @@ pub fn size(pages: f64) -> String {
     human(bytes_of(pages))
 }
 
+fn add_to_group(groups: &mut BTreeMap<String, GroupRow>, name: &str, row: &ProcessRow) {
+    let group = groups.entry(name.to_owned()).or_default();
+    name.clone_into(&mut group.name);
+    group.processes += 1;
+    group.figures += row.figures;
+    for left_out in &row.excluded {
+        if is_out_of_reach(&left_out.reason) {
+            group.out_of_reach_bytes += left_out.bytes;
+        } else {
+            group.left_out_bytes += left_out.bytes;
+        }
+    }
+}
+
+fn groups_by_size(groups: BTreeMap<String, GroupRow>) -> Vec<GroupRow> {
+    let mut rows: Vec<GroupRow> = groups.into_values().collect();
+    rows.sort_by_key(|row| (largest_first(&row.figures), Reverse(row.left_out_bytes + row.out_of_reach_bytes)));
+    rows
+}
+
 impl ScanReport {
     /// Sums up the census's findings by process, kind and cgroup. `rows` are the processes without figures. `cells` and
     /// `kinds` describe the cells of the census.
@@ -128,9 +169,13 @@ impl ScanReport {
             *by_kind.entry(kinds[number]).or_default() += figures;
         }
         let mut by_cgroup: BTreeMap<String, CgroupRow> = BTreeMap::new();
+        let mut by_program = BTreeMap::new();
+        let mut by_workload = BTreeMap::new();
         let mut excluded = LeftOutByReason::default();
         for row in &mut rows {
             row.kinds.sort_by_key(|row| largest_first(&row.figures));
+            add_to_group(&mut by_program, &row.name, row);
+            add_to_group(&mut by_workload, row.workload.as_deref().unwrap_or("none"), row);
             for left_out in &row.excluded {
                 excluded.add(left_out.reason.clone(), left_out.bytes, left_out.regions);
             }
@@ -159,11 +204,15 @@ impl ScanReport {
             totals,
             processes: rows,
             kinds,
+            programs: groups_by_size(by_program),
+            workloads: groups_by_size(by_workload),
             cgroups,
             excluded: excluded.by_size(),
             numa: None,
             cost,
             of: ("process", "processes"),
+            is_host: false,
+            advised: None,
             maps: BTreeMap::new(),
         }
     }
@@ -219,9 +268,29 @@ impl ScanReport {
 
     pub fn next_step(&self) -> Option<String> {
         // Below 1 % merging is hardly worth its cost.
-        (self.totals.savable > self.totals.resident / 100.0)
-            .then(|| format!("pagefold run {}{}", self.scope, self.deny))
+        if self.totals.savable <= self.totals.resident / 100.0 {
+            return None;
+        }
+        let scope = if self.is_host { self.advised.as_ref()? } else { &self.scope };
+        Some(format!("pagefold run {scope}{}", self.deny))
     }
+}
+
+/// Whether memory is left out for this reason because KSM can't merge it, whoever asks.
+pub fn is_out_of_reach(reason: &str) -> bool {
+    [
+        Exclusion::Shared,
+        Exclusion::PfnMap,
+        Exclusion::Io,
+        Exclusion::DontExpand,
+        Exclusion::HugeTlb,
+        Exclusion::MixedMap,
+        Exclusion::Droppable,
+        Exclusion::Dax,
+        Exclusion::Pinned,
+    ]
+    .iter()
+    .any(|exclusion| exclusion.to_string() == reason)
 }
 
 /// Names the option that includes processes left out for this reason, if there's one. We print it after the reason.

@@ -1,6 +1,6 @@
 //! The result of a scan as text for a terminal.
 
-use super::report::{ScanReport, size, way_in};
+use super::report::{GroupRow, ScanReport, size, way_in};
 use pagefold_engine::sampling::census::{Figures, bytes_of};
 use pagefold_text::style::{Lines, Style, bar, count, human, percent, shorten};
 use pagefold_text::table::Table;
@@ -15,21 +15,20 @@ pub fn text(report: &ScanReport, style: Style) -> String {
     text.line(format!("{}.", style.bold(&report.headline())));
     text.line(style.dim(&report.basis()));
 
-    let rows: Vec<_> =
-        report.looked_at().map(|row| (vec![row.pid.to_string(), shorten(&row.name, 24)], row.figures)).collect();
     let (one, many) = report.of;
-    let head = if one == "guest" { ["ID", "GUEST"] } else { ["PID", "PROGRAM"] };
-    table(&mut text, style, &head, &rows, one, many);
+    if report.is_host {
+        groups(&mut text, style, "PROGRAM", &report.programs);
+    } else {
+        let rows: Vec<_> =
+            report.looked_at().map(|row| (vec![row.pid.to_string(), shorten(&row.name, 24)], row.figures)).collect();
+        let head = if one == "guest" { ["ID", "GUEST"] } else { ["PID", "PROGRAM"] };
+        table(&mut text, style, &head, &rows, one, many);
+    }
+    if report.workloads.len() > 1 {
+        groups(&mut text, style, "WORKLOAD", &report.workloads);
+    }
     let rows: Vec<_> = report.kinds.iter().map(|row| (vec![row.kind.clone()], row.figures)).collect();
     table(&mut text, style, &["KIND OF MEMORY"], &rows, "kind", "kinds");
-    if report.cgroups.len() > 1 {
-        let rows: Vec<_> = report
-            .cgroups
-            .iter()
-            .map(|row| (vec![shorten(&row.cgroup, 40), row.processes.to_string()], row.figures))
-            .collect();
-        table(&mut text, style, &["CGROUP", "PROCESSES"], &rows, "cgroup", "cgroups");
-    }
     text.blank();
     text.line(
         style.dim("zero, within, across: savable pages that are all zeros, that have a copy in the same process,"),
@@ -83,6 +82,29 @@ fn table(text: &mut String, style: Style, names: &[&str], rows: &[(Vec<String>, 
         let savable = size(rest.iter().map(|(_, figures)| figures.savable).sum());
         let others = count(rest.len(), one, many);
         text.line(style.dim(&format!("… and {others} more with {savable} savable (all of them: --json)")));
+    }
+}
+
+/// Programs or workloads, with the memory that can't be saved.
+fn groups(text: &mut String, style: Style, name: &str, rows: &[GroupRow]) {
+    let head = [name, "PROCESSES", "HOLDS", "SAVABLE", "SHARE", "OUT OF REACH", "LEFT OUT"];
+    let mut table = Table::new(head.iter().map(|name| style.dim(name)), |column| column > 0);
+    for row in rows.iter().take(ROWS) {
+        let GroupRow { figures, out_of_reach_bytes, left_out_bytes, .. } = row;
+        table.add_row([
+            shorten(&row.name, 28),
+            row.processes.to_string(),
+            size_or_dash(figures.resident, style),
+            style.bold(&size_or_dash(figures.savable, style)),
+            percent(figures.savable, figures.resident),
+            size_or_dash((out_of_reach_bytes >> 12) as f64, style),
+            size_or_dash((left_out_bytes >> 12) as f64, style),
+        ]);
+    }
+    text.blank();
+    table.to_string().lines().for_each(|row| text.line(row));
+    if rows.len() > ROWS {
+        text.line(style.dim(&format!("… and {} more (all of them: --json)", rows.len() - ROWS)));
     }
 }
 
