@@ -276,7 +276,7 @@ mod tests {
         let mut tried = 0;
         for pass in 1..=3 {
             // Too short for all.
-            limits.read_in_turn(pass, Duration::from_millis(5), |_| true);
+            limits.read_in_turn(pass, Duration::from_millis(25), |_| true);
             assert!(others.iter().all(|dir| limits.groups[dir].read_ns == pass), "pass {pass}");
             let of_user: Vec<_> = limits.groups.iter().filter(|(dir, _)| dir.starts_with(&user)).collect();
             tried += of_user.iter().filter(|(_, group)| group.tried_ns == pass).count();

@@ -34,7 +34,7 @@ const DRIFT_SHARE: u64 = 3_333;
 /// The share of checks of the list of mappings.
 const MAPS_SHARE: u64 = 10_000;
 /// Shortest time between checks of the list of mappings, nanoseconds.
-pub(super) const MAPS_MIN_NS: u64 = 1_000_000_000;
+const MAPS_MIN_NS: u64 = 1_000_000_000;
 /// If a process has run we survey its mappings again after this time for changed flags, nanoseconds. These surveys may
 /// take 1/`FLAGS_SHARE` of the time if something is marked in it, otherwise 1/`UNMARKED_FLAGS_SHARE`: with the first
 /// mark a postponed survey becomes due.
@@ -99,7 +99,7 @@ pub(super) struct Listing {
 pub(super) struct LastSurvey {
     start: SurveyStart,
     /// CPU time of the survey.
-    cost_ns: u64,
+    pub(super) cost_ns: u64,
     /// Hash of the list of mappings.
     maps: u64,
     /// Whether the mappings have changed since.
