@@ -328,7 +328,7 @@ fn the_tests_of_ltp_pass() {
             !LTP_EXCEPT.iter().any(|except| name.starts_with(except))
         });
         names.sort();
-        let commands = names.iter().map(|path| format!("{} -I 1", path.display()));
+        let commands = names.iter().map(|path| format!("timeout 60 {} -I 1", path.display()));
         judges += judge_those_that_pass(commands, &dir);
     }
     assert!(judges > 30, "{judges}");

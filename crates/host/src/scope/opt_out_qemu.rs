@@ -36,41 +36,6 @@ pub(crate) fn is_qemu(program: &[u8]) -> bool {
 
 /// The opt-out on the command line of a process. May block on the process.
 pub(crate) fn of_process(process: &Process) -> Result<Option<&'static str>, ReadError> {
-    Ok(of_arguments(&command_line(process)?, |path| read_roots_file(path, CONFIG_MOST)))
-}
-
-/// The names of the virtual machine on the command line of a process: `-name` (libvirt and Proxmox VE set it) and `-id`
-/// (Proxmox VE). May block on the process.
-pub(crate) fn guests_of(process: &Process) -> Result<Vec<String>, ReadError> {
-    Ok(guests_in(&command_line(process)?))
-}
-
-/// Like [`guests_of`], but without blocking for long.
-pub(crate) fn guests_in_time(process: &Arc<Process>) -> Result<Vec<String>, ReadError> {
-    let same = process.clone();
-    in_time(process.pid(), move || guests_of(&same))
-}
-
-/// The names of the virtual machine on a command line as /proc shows it.
-pub fn guests_in(arguments: &[u8]) -> Vec<String> {
-    let mut guests = Vec::new();
-    let mut words = arguments.split(|&byte| byte == 0);
-    while let Some(word) = words.next() {
-        let Some(option) = word.strip_prefix(b"-") else { continue };
-        let option = option.strip_prefix(b"-").unwrap_or(option);
-        if !matches!(option, b"name" | b"id") {
-            continue;
-        }
-        let Some(value) = words.next() else { break };
-        // The first setting may be written without its key.
-        let first = settings(value).next().unwrap_or_default();
-        let name = first.strip_prefix(b"guest=").unwrap_or(&first);
-        guests.extend(String::from_utf8(name.to_vec()));
-    }
-    guests
-}
-
-fn command_line(process: &Process) -> Result<Vec<u8>, ReadError> {
     let mut arguments = Vec::new();
     let mut buffer = vec![0; 16 << 10];
     let mut file = process.open_file("cmdline")?.take(ARGUMENTS_MOST);
@@ -83,23 +48,16 @@ fn command_line(process: &Process) -> Result<Vec<u8>, ReadError> {
         }
         advance();
     }
-    Ok(arguments)
+    Ok(of_arguments(&arguments, |path| read_roots_file(path, CONFIG_MOST)))
 }
 
 /// Like [`of_process`], but without blocking for long.
 pub(crate) fn of_process_in_time(process: &Arc<Process>) -> Result<Option<&'static str>, ReadError> {
     // The thread that we may leave behind needs its own reference.
     let same = process.clone();
-    in_time(process.pid(), move || of_process(&same))
-}
-
-fn in_time<T: Send + 'static>(
-    pid: i32,
-    read: impl FnOnce() -> Result<T, ReadError> + Send + 'static,
-) -> Result<T, ReadError> {
-    run_abandonable(read).unwrap_or_else(|_| {
+    run_abandonable(move || of_process(&same)).unwrap_or_else(|_| {
         let late = io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
-        Err(ReadError::from_io(pid, "cmdline", late))
+        Err(ReadError::from_io(process.pid(), "cmdline", late))
     })
 }
 
@@ -224,8 +182,8 @@ impl Settings {
     }
 }
 
-/// The settings in the value of an option, separated by commas.
-fn settings(text: &[u8]) -> impl Iterator<Item = Vec<u8>> {
+/// The settings in the value of an option. A key without a value is a switch that is on, or off after `no`.
+fn pairs(text: &[u8]) -> impl Iterator<Item = (Vec<u8>, Vec<u8>)> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
         let text = rest.take()?;
@@ -242,18 +200,13 @@ fn settings(text: &[u8]) -> impl Iterator<Item = Vec<u8>> {
             setting.push(byte);
             at += 1;
         }
-        Some(setting)
-    })
-}
-
-/// The settings with their keys. A key without a value is a switch that is on, or off after `no`.
-fn pairs(text: &[u8]) -> impl Iterator<Item = (Vec<u8>, Vec<u8>)> {
-    settings(text).map(|setting| match split_at_first(&setting, b'=') {
-        Some((key, value)) => (dashed(key), value.to_vec()),
-        None => match setting.strip_prefix(b"no") {
-            Some(key) => (dashed(key), b"off".to_vec()),
-            None => (dashed(&setting), b"on".to_vec()),
-        },
+        Some(match split_at_first(&setting, b'=') {
+            Some((key, value)) => (dashed(key), value.to_vec()),
+            None => match setting.strip_prefix(b"no") {
+                Some(key) => (dashed(key), b"off".to_vec()),
+                None => (dashed(&setting), b"on".to_vec()),
+            },
+        })
     })
 }
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::scope::deny_list::DenyList;
-use crate::scope::opt_out_qemu::{guests_in, is_qemu, of_arguments};
+use crate::scope::opt_out_qemu::{is_qemu, of_arguments};
 use crate::scope::opt_out_unit::{Setting, memory_ksm, of_cgroup, user_of};
 use pagefold_procmem::cgroup::parse_cgroups;
 use std::os::unix::fs::symlink;
@@ -128,15 +128,6 @@ fn only_files_of_root_alone_are_read_for_a_process() {
     for refused in [path("link"), path("theirs"), path("none"), path(""), "/dev/zero".into(), "Cargo.toml".into()] {
         assert_eq!(read_roots_file(&refused, 3), None, "{}", refused.display());
     }
-}
-
-#[test]
-fn machines_have_the_names_of_their_command_line() {
-    let names = |arguments: &[&str]| guests_in(arguments.join("\0").as_bytes());
-    assert_eq!(names(&["qemu", "-name", "guest=web_1,debug-threads=on", "-m", "1G"]), ["web_1"]);
-    assert_eq!(names(&["kvm", "-id", "104", "-name", "web,,1,debug-threads=on"]), ["104", "web,1"]);
-    assert_eq!(names(&["qemu", "--name", "nobody"]), ["nobody"]);
-    assert!(names(&["qemu", "-name"]).is_empty() && names(&["qemu", "name", "x"]).is_empty());
 }
 
 #[test]

@@ -89,10 +89,7 @@ impl CheckedProgram {
         let command_line = match known {
             // A command line belongs to one execution of a program.
             Some((of, CommandLine::Read(option))) if of == image && image != 0 => CommandLine::Read(option),
-            _ if may_run_qemu(&info) => {
-                info.guests = opt_out_qemu::guests_of(process)?;
-                CommandLine::Read(opt_out_qemu::of_process(process)?)
-            }
+            _ if may_run_qemu(&info) => CommandLine::Read(opt_out_qemu::of_process(process)?),
             _ => CommandLine::Unread,
         };
         Ok((info, Self { image, space, dumpable, command_line, cpu_ns }))
@@ -259,9 +256,6 @@ impl Target {
         }
         if is_same_file && self.info.exe.is_some() {
             info.exe.clone_from(&self.info.exe);
-        }
-        if info.guests.is_empty() {
-            info.guests.clone_from(&self.info.guests);
         }
         if let Some(last) = &self.check.program {
             if program.space.is_none() {
