@@ -241,7 +241,6 @@ pub fn process_exclusion(found: &ProcessInfo, deny: &DenyList) -> Result<Option<
     }
     let mut info = ProcessInfo::of(&found.process)?;
     info.cgroups = found.cgroups.clone();
-    info.guests.clone_from(&found.guests);
     let dumpable = dumpable(&info)?;
     info.read_width()?;
     let mechanism = if Path::new(DEVICE).exists() { Mechanism::Request } else { Mechanism::Ksmd };

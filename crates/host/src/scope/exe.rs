@@ -65,16 +65,13 @@ pub enum Distrust {
     /// Others than root could have given this cgroup, or one above it, its name. It's not about the executable.
     #[error("its cgroup {} could have been named by others than root", printable(.0.as_bytes()))]
     Cgroup(String),
-    /// QEMU's command line gives the name, outside of a virtual machine's cgroup. It's not about the executable.
-    #[error("user {0}, not root, names it on QEMU's command line")]
-    CommandLine(u32),
 }
 
 impl Distrust {
     /// A clause about the process, whose executable is called `exe`.
     pub(super) fn clause(&self, exe: &str) -> String {
         match self {
-            Self::Cgroup(_) | Self::CommandLine(_) => self.to_string(),
+            Self::Cgroup(_) => self.to_string(),
             _ => format!("{exe} {self}"),
         }
     }

@@ -28,8 +28,6 @@ pub struct ProcessInfo {
     pub is_readable: bool,
     /// We read these separately, and once for all processes of a cgroup.
     pub cgroups: Arc<CgroupInfo>,
-    /// The names of the virtual machine on its command line, if it runs QEMU. Read apart.
-    pub(crate) guests: Vec<String>,
     /// The selected pid: its own or, when we undo something, an ancestor's.
     pub by_pid: Option<i32>,
     /// The selector that brought it in: a position in [`ScopeSpec`](super::ScopeSpec).
@@ -77,7 +75,6 @@ impl ProcessInfo {
             is_readable: exe.is_some(),
             exe: exe.flatten(),
             cgroups: Arc::default(),
-            guests: Vec::new(),
             by_pid: None,
             selected_by: None,
             distrust: None,

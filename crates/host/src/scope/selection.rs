@@ -2,10 +2,8 @@
 
 use super::ScopeError;
 use super::attributes::Attributes;
-use super::exclude::may_run_qemu;
 use super::exe::Matching;
 use super::opt_out::{self, OptOut};
-use super::opt_out_qemu;
 use super::process_info::{CgroupInfo, ProcessInfo};
 use super::selector::{Matcher, Selector};
 use pagefold_procmem::Roots;
@@ -146,10 +144,6 @@ impl Selection {
             return Ok(None);
         }
         info.cgroups = Arc::new(self.cgroup_info(&cgroups_of(&process)?));
-        if may_run_qemu(&info) {
-            // If it doesn't answer now, only its command line's name is unknown.
-            info.guests = opt_out_qemu::guests_in_time(&process).unwrap_or_default();
-        }
         self.select(&mut info);
         if info.selected_by.is_none() {
             return Ok(None);

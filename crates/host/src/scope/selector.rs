@@ -6,7 +6,6 @@ use super::workload::{Workload, WorkloadKind, labels_of};
 use super::{ProcessInfo, ScopeError};
 use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
-use pagefold_procmem::os::peer::is_trusted;
 use pagefold_text::escape::{printable, shell_word};
 use std::ffi::CString;
 use std::fmt;
@@ -100,7 +99,11 @@ impl fmt::Display for Selector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::All => f.write_str("--all"),
-            _ => write!(f, "--{} {}", self.kind(), shell_word(&self.value())),
+            _ => {
+                let value = shell_word(&self.value());
+                let joint = if value.starts_with('-') { '=' } else { ' ' };
+                write!(f, "--{}{joint}{value}", self.kind())
+            }
         }
     }
 }
@@ -160,7 +163,7 @@ impl Matcher {
 /// A selected workload.
 ///
 /// Users can name cgroups, too, below those that are delegated to them. So a name grants something only if root alone
-/// can create cgroups where the named one is, or, on QEMU's command line, if root started QEMU.
+/// can create cgroups where the named one is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkloadMatcher {
     asked: Workload,
@@ -171,31 +174,19 @@ pub struct WorkloadMatcher {
 impl WorkloadMatcher {
     fn matches(&self, info: &ProcessInfo) -> Matching {
         let mut found = Matching::No;
-        let mut is_in_machine = false;
         for cgroup in &info.cgroups.all {
             for label in labels_of(&cgroup.path) {
-                let is_machine = label.kind == WorkloadKind::Vm;
-                let is_called = label.is_called(&self.asked);
-                if !is_called && !is_machine {
+                if !label.is_called(&self.asked) {
                     continue;
                 }
                 let is_roots = directory_of(&self.mount, cgroup, label.parent)
                     .and_then(|directory| fs::metadata(directory).ok())
                     .is_some_and(|found| is_roots_alone(found.uid(), found.mode()));
-                is_in_machine |= is_machine && is_roots;
-                if is_called && is_roots {
+                if is_roots && label.is_systems() {
                     return Matching::Yes;
                 }
-                if is_called {
-                    found = Matching::NameOnly(Distrust::Cgroup(cgroup.path.clone()));
-                }
+                found = Matching::NameOnly(Distrust::Cgroup(cgroup.path.clone()));
             }
-        }
-        if self.asked.kind == WorkloadKind::Vm && info.guests.contains(&self.asked.name) {
-            if is_in_machine || is_trusted(info.uid()) {
-                return Matching::Yes;
-            }
-            return Matching::NameOnly(Distrust::CommandLine(info.uid()));
         }
         found
     }

@@ -13,10 +13,9 @@ use pagefold_procmem::process::Process;
 use pagefold_text::escape::printable;
 use std::fmt;
 
-/// The container tools show this many digits of an identifier.
+/// The container tools show this many digits of an identifier. With fewer, whoever starts many containers would get the
+/// digits of another.
 const SHORT_ID: usize = 12;
-/// So many digits select a container or a pod.
-const PREFIX_LEAST: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WorkloadKind {
@@ -55,16 +54,21 @@ pub struct Workload {
 impl Workload {
     /// The workload that displays so. `unit` may be written as well.
     pub fn parse(text: &str) -> Self {
-        let kind = text.split_once(' ').and_then(|(kind, name)| Some((WorkloadKind::of_name(kind)?, name)));
+        let text = text.trim();
+        let kind = text
+            .split_once(' ')
+            .and_then(|(kind, name)| Some((WorkloadKind::of_name(&kind.to_ascii_lowercase())?, name.trim())));
         let (kind, name) = kind.unwrap_or((WorkloadKind::Unit, text));
         Self { kind, name: name.to_owned() }
     }
 
     /// Whether a process goes by this name, whoever has chosen it.
     pub(super) fn names(&self, info: &ProcessInfo) -> bool {
-        let mut cgroups = info.cgroups.all.iter();
-        self.kind == WorkloadKind::Vm && info.guests.contains(&self.name)
-            || cgroups.any(|cgroup| labels_of(&cgroup.path).iter().any(|label| label.is_called(self)))
+        info.cgroups.all.iter().any(|cgroup| {
+            // Whoever is in a cgroup can make others below it.
+            let is_below = self.kind == WorkloadKind::Unit && cgroup.path.split('/').any(|part| part == self.name);
+            is_below || labels_of(&cgroup.path).iter().any(|label| label.is_called(self))
+        })
     }
 }
 
@@ -148,13 +152,30 @@ impl Label<'_> {
             return false;
         }
         let is_other_name = match self.kind {
-            WorkloadKind::Unit => self.name.strip_suffix(".service") == Some(&asked.name),
+            WorkloadKind::Unit => {
+                let name = self.workload().name;
+                name.strip_suffix(".service") == Some(&asked.name)
+                    || self.name.strip_suffix(".service") == Some(&asked.name)
+            }
             WorkloadKind::Pod | WorkloadKind::Container => {
-                is_id(&self.name) && asked.name.len() >= PREFIX_LEAST && self.name.starts_with(&asked.name)
+                let digits = asked.name.to_ascii_lowercase();
+                is_id(&self.name) && digits.len() >= SHORT_ID && self.name.starts_with(&digits)
             }
             WorkloadKind::Vm => false,
         };
         is_other_name || self.name == asked.name || self.workload().name == asked.name
+    }
+
+    /// Whether the cgroups above are the system's own: a service, and the root of a container that we don't know, can
+    /// create others below them.
+    pub(super) fn is_systems(&self) -> bool {
+        let is_unit = |part: &str, kinds: &[&str]| part.rsplit_once('.').is_some_and(|(_, kind)| kinds.contains(&kind));
+        let mut above = self.parent.split('/').filter(|part| !part.is_empty());
+        if self.kind == WorkloadKind::Unit && is_unit(&self.name, &["service", "scope", "slice"]) {
+            above.all(|part| is_unit(part, &["slice"]))
+        } else {
+            !above.any(|part| is_unit(part, &["service", "scope"]))
+        }
     }
 }
 
@@ -176,7 +197,9 @@ pub(super) fn labels_of(path: &str) -> Vec<Label<'_>> {
                 return labels;
             }
         } else if matches!(part.rsplit_once('.'), Some((_, "service" | "scope" | "slice"))) {
-            labels.push(Label { kind: WorkloadKind::Unit, name: part.to_owned(), parent });
+            // systemd escapes names that are files of cgroups.
+            let name = part.strip_prefix('_').unwrap_or(part);
+            labels.push(Label { kind: WorkloadKind::Unit, name: name.to_owned(), parent });
         }
     }
     // Not made by systemd: the innermost cgroup.
@@ -208,7 +231,7 @@ fn machine(above: &str, part: &str) -> Option<(WorkloadKind, String)> {
         let id = part.strip_suffix(".scope")?;
         return named_if(is_number(id), WorkloadKind::Vm, id);
     }
-    if above == "lxc" && is_number(part) {
+    if above == "lxc" {
         return named_if(true, WorkloadKind::Container, part);
     }
     if let Some(name) = part.strip_prefix("lxc.payload.") {
@@ -228,7 +251,8 @@ fn is_id(text: &str) -> bool {
 }
 
 fn container(above: &str, part: &str) -> Option<(WorkloadKind, String)> {
-    let mut id = if above == "docker" || pod(above).is_some() { part } else { "" };
+    let is_whole_id = part.len() == 64 && is_id(part);
+    let mut id = if is_whole_id || above == "docker" || pod(above).is_some() { part } else { "" };
     let name = part.strip_suffix(".scope").unwrap_or(part);
     for prefix in ["docker-", "cri-containerd-", "crio-", "libpod-", "nerdctl-"] {
         id = name.strip_prefix(prefix).unwrap_or(id);
@@ -310,18 +334,25 @@ mod tests {
         let is_called = |path: &str, kind, name: &str| {
             labels_of(path).iter().any(|label| label.is_called(&Workload { kind, name: name.to_owned() }))
         };
-        for name in ["6c2f", "6c2f1f0e-1111", uid] {
+        for name in ["6c2f1f0e-111", uid] {
             assert!(is_called(&in_pod, WorkloadKind::Pod, name), "{name}");
         }
-        for name in ["3f0c", "3f0c3f0c3f0c", &id] {
+        for name in ["3f0c3f0c3f0c", "3F0C3F0C3F0C3", &id] {
             assert!(is_called(&in_pod, WorkloadKind::Container, name), "{name}");
         }
-        for name in ["3f0", "f0c3", "3f0d"] {
+        for name in ["3f0c3f0c3f0", "f0c3f0c3f0c3", "3f0c3f0c3f0d"] {
             assert!(!is_called(&in_pod, WorkloadKind::Container, name), "{name}");
         }
         assert!(is_called(&in_pod, WorkloadKind::Unit, "kubepods.slice"));
         let unit = r"/system.slice/system-pg.slice/pg\x2dmain@a.service/worker";
-        for name in ["pg-main@a.service", r"pg\x2dmain@a.service", r"pg\x2dmain@a", "system-pg.slice", "system.slice"] {
+        for name in [
+            "pg-main@a.service",
+            r"pg\x2dmain@a.service",
+            r"pg\x2dmain@a",
+            "pg-main@a",
+            "system-pg.slice",
+            "system.slice",
+        ] {
             assert!(is_called(unit, WorkloadKind::Unit, name), "{name}");
         }
         assert!(!is_called(unit, WorkloadKind::Unit, "worker") && !is_called(unit, WorkloadKind::Unit, "pg"));
@@ -329,7 +360,7 @@ mod tests {
         assert!(!is_called("/batch/worker", WorkloadKind::Unit, "batch"));
         // A container names what's below it.
         let inner = format!("/system.slice/docker-{id}.scope/system.slice/nginx.service");
-        assert!(!is_called(&inner, WorkloadKind::Unit, "nginx") && is_called(&inner, WorkloadKind::Container, "3f0c"));
+        assert!(!is_called(&inner, WorkloadKind::Unit, "nginx") && is_called(&inner, WorkloadKind::Container, &id));
         assert!(is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "104"));
         assert!(!is_called("/qemu.slice/104.scope", WorkloadKind::Vm, "10"));
     }

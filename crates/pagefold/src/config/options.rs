@@ -112,12 +112,12 @@ options! {
         "units" "--unit <NAME>" units: Vec<String>, List, "[\"nginx.service\", \"batch.slice\"]",
             "Processes of this systemd unit and below it (.service may be left out)";
         "vms" "--vm <NAME>" vms: Vec<String>, List, "[\"web1\", 104]",
-            "This virtual machine: libvirt's name, Proxmox VE's number, or the name on QEMU's command line";
+            "This virtual machine: libvirt's name or Proxmox VE's number";
         "containers" "--container <ID>" containers: Vec<String>, List, "[\"3f0c1d2e9a7b\"]",
-            "Processes of this container (Docker, containerd, CRI-O, Podman, LXC): four or more digits of its ID, or \
+            "Processes of this container (Docker, containerd, CRI-O, Podman, LXC): 12 or more digits of its ID, or \
              LXC's name";
         "pods" "--pod <UID>" pods: Vec<String>, List, "[\"6c2f1f0e-1111-4222-8333-944445555666\"]",
-            "Processes of this Kubernetes pod: four or more digits of its UID";
+            "Processes of this Kubernetes pod: 12 or more characters of its UID";
         "all" "--all" all: bool, Any, = false, "All processes on the machine";
     }
     "run" "CPU time" "How much CPU time to use, and how to merge." {

@@ -88,9 +88,7 @@ pub fn explain(error: &ScopeError) -> Exit {
         ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),
         ScopeError::NoCgroup(_) => (exit::NO_SCOPE, "give a path below /sys/fs/cgroup"),
         ScopeError::NoMatch(_) => (exit::NO_SCOPE, "check the spelling, or name programs by --pid"),
-        ScopeError::NameOnly { .. } => {
-            (exit::NO_SCOPE, "name programs that others can change by --pid, --cgroup or --user")
-        }
+        ScopeError::NameOnly { .. } => (exit::NO_SCOPE, "name them by --pid, --cgroup or --user"),
         ScopeError::Io { .. } => (exit::FAILURE, "is /proc mounted?"),
     };
     Exit::new(code, format!("{error}; {advice}"))

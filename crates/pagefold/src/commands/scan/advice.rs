@@ -3,10 +3,11 @@
 use super::report::{ProcessRow, ScanReport};
 use pagefold_engine::sampling::census::bytes_of;
 use pagefold_host::scope::workload::Workload;
-use pagefold_host::scope::{ScopeSpec, Selector, resolve};
+use pagefold_host::scope::{ProcessInfo, ScopeSpec, Selector, resolve};
 use pagefold_procmem::Roots;
+use std::collections::BTreeSet;
 
-/// We name at most this many workloads or processes.
+/// We name at most this many processes.
 const NAMES_MOST: usize = 8;
 /// Programs that we look at, those with the most savable memory first.
 const PROGRAMS_MOST: usize = 8;
@@ -28,30 +29,30 @@ pub fn scope(report: &ScanReport) -> Option<ScopeSpec> {
     None
 }
 
+/// The program by its name, or else the workload where it has most, or its processes there. Several workloads may belong
+/// to several owners, who'd share memory then.
 fn scopes_of(rows: &[&ProcessRow]) -> Vec<ScopeSpec> {
-    let mut by_program = ScopeSpec::default();
-    let mut by_workload = ScopeSpec::default();
-    for row in rows {
-        by_program.0 = vec![Selector::Exe(row.name.clone())];
-        let Some(workload) = &row.workload else { continue };
-        let workload = Selector::Workload(Workload::parse(workload));
-        if !by_workload.0.contains(&workload) {
-            by_workload.0.push(workload);
-        }
+    let Some(largest) = rows.iter().max_by(|a, b| a.figures.savable.total_cmp(&b.figures.savable)) else {
+        return Vec::new();
+    };
+    let mut scopes = vec![ScopeSpec(vec![Selector::Exe(largest.name.clone())])];
+    if let Some(workload) = &largest.workload {
+        scopes.push(ScopeSpec(vec![Selector::Workload(Workload::parse(workload))]));
     }
-    by_workload.0.truncate(NAMES_MOST);
-    let by_pid = ScopeSpec::of_pids(rows.iter().take(NAMES_MOST).map(|row| row.pid));
-    vec![by_program, by_workload, by_pid]
+    let beside = rows.iter().filter(|row| row.workload == largest.workload);
+    scopes.push(ScopeSpec::of_pids(beside.take(NAMES_MOST).map(|row| row.pid)));
+    scopes
 }
 
 /// Whether a scope selects at least half of the savable memory of these processes.
 fn selects(spec: &ScopeSpec, rows: &[&ProcessRow]) -> bool {
     let Ok(found) = resolve(spec, &Roots::default()) else { return false };
+    let trusted: BTreeSet<i32> = found.iter().filter(|info| info.distrust.is_none()).map(ProcessInfo::pid).collect();
     let mut all = 0.0;
     let mut selected = 0.0;
     for row in rows {
         all += row.figures.savable;
-        if found.iter().any(|info| info.pid() == row.pid && info.distrust.is_none()) {
+        if trusted.contains(&row.pid) {
             selected += row.figures.savable;
         }
     }
