@@ -380,8 +380,9 @@ pub enum Why {
     },
     /// Unmarked because merges in it don't last.
     CowBroken {
-        /// How long a merged page lasts there until its program writes it, nanoseconds.
-        lasts_ns: u64,
+        /// The share of the region's merged pages that we expect its program to write with the same content within the
+        /// horizon.
+        ratio: Permyriad,
     },
     /// Unmarked because less memory is left than the reserve.
     MemoryShort,

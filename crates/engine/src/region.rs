@@ -22,7 +22,7 @@ use crate::decision::Decision;
 use crate::host::{Mechanism, PageRun, PageSample, PageState, RegionView};
 use crate::index::OFFSET_BITS;
 use crate::keys::RegionKey;
-use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, around, candidates};
+use crate::marking::extents::{Candidate, Counts, Extent, Extents, SplitRule, candidates};
 use crate::units::{EXTENT_PAGES, Pages, Permyriad, Vpn, low_bits, whole};
 use std::collections::BTreeSet;
 
@@ -207,21 +207,16 @@ impl Region {
 
     /// Starts to read the region whole, on the top level.
     pub fn examine(&mut self, top: usize) {
+        self.usage.forget_written();
         self.life.advance(Event::StartReading { first: self.view.first, top });
         self.extents.clear();
         self.survey.start_examination();
     }
 
     /// Whether we may name a page: it isn't in use, and its program doesn't keep writing to it after merges.
-    pub fn may_be_named(&self, page: Vpn, now_ns: u64) -> bool {
-        let rests = self.usage.cow_breaks.rests(page) && self.usage.written.contains(page);
-        !rests && !self.usage.is_busy(page, now_ns)
-    }
-
-    /// The share of its pages that rest, because merges there don't pay.
-    pub fn resting(&self) -> Permyriad {
-        let extents = self.usage.cow_breaks.resting().filter_map(|(number, _)| self.extents.get(&number));
-        Permyriad::of(extents.map(|extent| u64::from(extent.resident)).sum(), self.counts().resident.0)
+    pub fn may_be_named(&self, page: Vpn, now_ns: u64, config: &Config) -> bool {
+        let is_broken = config.filters_cow_breaks() && self.usage.broken.contains(page);
+        !is_broken && !self.usage.is_busy(page, now_ns)
     }
 
     /// Forgets its pages' digests. If we've merged pages in it, we read it whole again, otherwise we let new samples
@@ -300,10 +295,6 @@ impl Region {
         let split = SplitRule { above, spans: cap };
         let density = config.density.thinned(plain);
         let mut spans = candidates(&self.extents, self.view.first, self.view.pages, density, split);
-        for (extent, _) in self.usage.cow_breaks.resting() {
-            let (from, to) = (Vpn(extent * EXTENT_PAGES), Vpn((extent + 1) * EXTENT_PAGES));
-            spans = spans.iter().flat_map(|span| around(&self.extents, span, from, to)).collect();
-        }
         spans.retain(|span| span.duplicate >= config.span_pages_min);
         spans
     }

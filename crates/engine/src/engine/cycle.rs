@@ -116,7 +116,7 @@ impl Engine {
         self.plan.reading.foreground |= self.ladder.promote(&mut self.table, now_ns, pace, &self.config);
         if self.plan.reading.new_round {
             self.end_round();
-            self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, pace, &self.config);
+            self.ksmd.marker.find_cow_broken(&mut self.table, now_ns, &self.config);
         }
         self.planner().actions(self)
     }

@@ -211,9 +211,6 @@ pub fn beginning(extents: &Extents, span: &Candidate, most: Pages) -> Option<Can
 /// The parts of a span before `from` and from `to` on, which are the bounds of extents.
 pub fn around(extents: &Extents, span: &Candidate, from: Vpn, to: Vpn) -> Vec<Candidate> {
     let end = span.first + span.pages.0;
-    if to <= span.first || end <= from {
-        return vec![*span];
-    }
     let mut parts = Vec::new();
     for (low, high) in [(span.first, from), (to, end)] {
         if low < high {

@@ -9,6 +9,7 @@ use crate::headroom::Headroom;
 use crate::host::{Change, ChangeResult, Marking, Outcome, RegionView, Span, Why};
 use crate::keys::{LimitKey, RegionKey};
 use crate::limits::Allowance;
+use crate::marking::cow_breaks::{BreakTally, CowBreaks};
 use crate::marking::extents::{Candidate, Counts, around, beginning};
 use crate::marking::profit::{Wave, paying_density};
 use crate::merging::ScanScheduler;
@@ -227,30 +228,38 @@ impl Marker {
         }
     }
 
-    /// Lets extents rest where merges don't pay, because the program soon writes the pages again, and queues their marks
-    /// for unmarking. What has rested is tried again.
-    pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, pace: Pace, config: &Config) {
-        if !config.filters_cow_breaks() {
-            return;
+    /// Queues COW-broken spans for unmarking: merges there don't last, because the program writes the same content
+    /// again.
+    pub fn find_cow_broken(&mut self, table: &mut RegionTable, now_ns: u64, config: &Config) {
+        let horizon_ns = config.cow_horizon_ns;
+        // A writer that walks through a mapping is in one of its blocks at a time, so we judge the whole mapping as
+        // well.
+        let mut mappings: BTreeMap<_, BreakTally> = BTreeMap::new();
+        for region in table.iter().filter(|region| region.usage.cow_breaks.any()) {
+            mappings.entry(region.view.key).or_default();
         }
-        let by_marks = config.mechanism.carrier().by_marks;
-        for region in table.iter_mut() {
-            if region.usage.cow_breaks.end_rests(now_ns) && by_marks {
-                region.life.advance(Event::Reopen);
+        for region in table.iter_mut().filter(|region| !region.marks.spans.is_empty()) {
+            if let Some(mapping) = mappings.get_mut(&region.view.key) {
+                let tally = region.usage.cow_breaks.tally();
+                region.usage.cow_breaks.ratio = tally.ratio(horizon_ns);
+                mapping.add(&tally);
             }
-            let whole = by_marks && !region.in_blocks && region.view.pages < SPLIT_FROM;
-            for (extent, tally) in region.usage.cow_breaks.losses(now_ns, pace.price_ns, whole) {
-                if region.marks.spans.len() >= config.spans_per_process {
-                    break;
-                }
-                if !region.marks.spans.is_empty() {
-                    let first = region.view.first.max(Vpn(extent * EXTENT_PAGES));
-                    let end = region.end().min(Vpn((extent + 1) * EXTENT_PAGES));
-                    let why = Why::CowBroken { lasts_ns: tally.lasts_ns() };
-                    region.marks.spans = self.queue_part(region, first, Pages(end.0 - first.0), why);
-                }
-                region.usage.cow_breaks.rest(extent, now_ns);
+        }
+        for region in table.iter_mut().filter(|region| !region.marks.spans.is_empty()) {
+            let breaks = &mut region.usage.cow_breaks;
+            let Some(mapping) = mappings.get(&region.view.key) else {
+                breaks.ratio = Permyriad(0);
+                continue;
+            };
+            breaks.ratio = breaks.ratio.max(mapping.ratio(horizon_ns));
+            if breaks.ratio < config.cow_threshold || !config.filters_cow_breaks() {
+                continue;
             }
+            let why = Why::CowBroken { ratio: breaks.ratio };
+            for mark in &region.marks.spans {
+                self.unmarking.push_back(Change { span: span_of(region, mark), why });
+            }
+            region.leave_until(now_ns + LEAVE_NS, LeaveAlone::CowBroken);
         }
     }
 
@@ -277,13 +286,6 @@ impl Marker {
         why: Why,
         reason: LeaveAlone,
     ) {
-        let kept = self.queue_part(region, first, pages, why);
-        region.leave_until(now_ns + LEAVE_NS, reason);
-        region.marks.spans = kept;
-    }
-
-    /// Queues a part of a region for unmarking. Returns the marks that stay.
-    fn queue_part(&mut self, region: &mut Region, first: Vpn, pages: Pages, why: Why) -> Vec<Candidate> {
         let end = first + pages.0;
         let spans = std::mem::take(&mut region.marks.spans);
         if spans.is_empty() {
@@ -295,12 +297,15 @@ impl Marker {
         let mut kept = Vec::new();
         for mark in spans {
             let (from, to) = (mark.first.max(first), end.min(mark.first + mark.pages.0));
-            kept.extend(around(&region.extents, &mark, from, to));
-            if from < to {
-                self.queue(Span { region: region.view.key, first: from, pages: Pages(to.0 - from.0) }, why);
+            if from >= to {
+                kept.push(mark);
+                continue;
             }
+            kept.extend(around(&region.extents, &mark, from, to));
+            self.queue(Span { region: region.view.key, first: from, pages: Pages(to.0 - from.0) }, why);
         }
-        kept
+        region.leave_until(now_ns + LEAVE_NS, reason);
+        region.marks.spans = kept;
     }
 
     /// Queues a region's spans for unmarking, because ksmd merged next to none of its duplicates.
@@ -496,7 +501,9 @@ fn ready(table: &mut RegionTable, now_ns: u64, mut headroom: Headroom, config: &
             region.leave_until(region.hold.ends_ns(), LeaveAlone::CowBroken);
             continue;
         }
-        region.hold.end();
+        if region.hold.end() == Some(LeaveAlone::CowBroken) {
+            region.usage.cow_breaks = CowBreaks::default();
+        }
         let spans = if region.is_marked_whole() {
             marked_by_another(region, &headroom)
         } else {
@@ -575,9 +582,9 @@ fn may_be_taken_back(region: &Region, step: &Step) -> bool {
 }
 
 /// Orders regions by how much their marks are worth: how rarely their pages are written, then how dense they are.
-fn worth_keeping(region: &Region) -> (Reverse<u64>, Permyriad, Pages) {
+fn worth_keeping(region: &Region) -> (Reverse<Permyriad>, Permyriad, Pages) {
     let Counts { resident, duplicate } = region.marks.counts();
-    (Reverse(region.usage.cow_breaks.rate()), Permyriad::of(duplicate.0, resident.0), duplicate)
+    (Reverse(region.usage.cow_breaks.ratio), Permyriad::of(duplicate.0, resident.0), duplicate)
 }
 
 /// The pages that spans would add to a region's marks.
