@@ -17,7 +17,7 @@ use pagefold_procmem::headroom::{Headroom, headroom};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::ksm_stat::KsmStat;
-use pagefold_procmem::maps::{VmaDetail, read_marked};
+use pagefold_procmem::maps::{VmaDetail, read_marked, read_smaps};
 use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::merge_any::PR_SET_MEMORY_MERGE;
 use pagefold_procmem::numa::PreferNode;
@@ -190,7 +190,30 @@ pub fn unmerge(
         (Ok(()), Err(error)) => return Err(error.into()),
         (Err(_), Err(_)) => {}
     }
-    ran
+    ran?;
+    done.given_back.0 += copy_inherited(process, roots)?.bytes().0;
+    Ok(())
+}
+
+/// Copies merged pages where nothing is marked: the process shared them through fork when a relative's memory was
+/// merged.
+fn copy_inherited(process: &Process, roots: &Roots) -> Result<Pages, UnmergeError> {
+    let mut copied = Pages(0);
+    if !shows_merged() {
+        return Ok(copied);
+    }
+    let mut reader = PageReader::new();
+    for VmaDetail { vma, ksm_kib, .. } in read_smaps(process)? {
+        if ksm_kib.unwrap_or(0) == 0 {
+            continue;
+        }
+        for (at, bytes) in steps(vma.start, vma.end, Bytes(COPY_BYTES)) {
+            check_room(process, roots, COPY_BYTES)?;
+            copied += reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
+        }
+        advance();
+    }
+    Ok(copied)
 }
 
 fn unmark_all(
