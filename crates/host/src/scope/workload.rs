@@ -96,12 +96,10 @@ pub fn workload_of_process(process: &Process) -> Option<Workload> {
 
 /// The workload of a process with these cgroups.
 pub fn workload_of_cgroups(cgroups: &[Cgroup]) -> Option<Workload> {
-    // Where version 1 is in use, systemd's own hierarchy says most, or else the deepest one. A system without systemd
-    // may use any of them.
-    let used = cgroups.iter().max_by_key(|cgroup| {
-        let depth = cgroup.path.split('/').filter(|part| !part.is_empty()).count();
-        (depth > 0, cgroup.controllers == "name=systemd", cgroup.controllers.is_empty(), depth)
-    })?;
+    // Where version 1 is in use, systemd's own hierarchy says most, or else the deepest one.
+    let depth = |cgroup: &Cgroup| cgroup.path.split('/').filter(|part| !part.is_empty()).count();
+    let longest = cgroups.iter().max_by_key(|cgroup| (cgroup.controllers.is_empty(), depth(cgroup)));
+    let used = cgroups.iter().find(|cgroup| cgroup.controllers == "name=systemd").or(longest)?;
     name_of(&used.path)
 }
 
@@ -371,7 +369,8 @@ mod tests {
         let hybrid =
             "9:name=systemd:/system.slice/nginx.service\n4:memory:/system.slice\n0::/system.slice/nginx.service\n";
         assert_eq!(named(hybrid).as_deref(), Some("nginx.service"));
-        assert_eq!(named("9:name=systemd:/\n4:memory:/batch/a\n0::/\n").as_deref(), Some("a"), "no systemd");
+        assert_eq!(named("4:memory:/batch/a\n2:cpu:/\n").as_deref(), Some("a"), "no systemd");
+        assert_eq!(named("9:name=systemd:/\n4:memory:/batch/a\n0::/\n"), None);
         assert_eq!(named("9:name=systemd:/\n0::/\n"), None);
     }
 }
