@@ -129,10 +129,7 @@ pub fn unmark_in_steps(
     for call in calls {
         let mut copies_by_call = STEP_BYTES;
         if call.nr == libc::SYS_madvise && shows_merged() {
-            for (at, bytes) in steps(call.args[0], call.args[0] + call.args[1], Bytes(COPY_BYTES)) {
-                check_room(process, roots, COPY_BYTES)?;
-                reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
-            }
+            copy_merged(&mut reader, process, roots, call.args[0], call.args[0] + call.args[1])?;
             // The copies are made. If the call waited for room for more, we'd never make it where the copies just fit.
             copies_by_call = 0;
         }
@@ -148,6 +145,22 @@ pub fn unmark_in_steps(
         report.stop_lengths += done.stop_lengths;
     }
     Ok(())
+}
+
+/// Copies the merged pages of a range of addresses, while the process's memory limits leave room for the next step.
+fn copy_merged(
+    reader: &mut PageReader,
+    process: &Process,
+    roots: &Roots,
+    start: u64,
+    end: u64,
+) -> Result<Pages, UnmergeError> {
+    let mut copied = Pages(0);
+    for (at, bytes) in steps(start, end, Bytes(COPY_BYTES)) {
+        check_room(process, roots, COPY_BYTES)?;
+        copied += reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
+    }
+    Ok(copied)
 }
 
 /// Fails unless the process's memory limits leave room for this many bytes of copies.
@@ -207,10 +220,7 @@ fn copy_inherited(process: &Process, roots: &Roots) -> Result<Pages, UnmergeErro
         if ksm_kib.unwrap_or(0) == 0 {
             continue;
         }
-        for (at, bytes) in steps(vma.start, vma.end, Bytes(COPY_BYTES)) {
-            check_room(process, roots, COPY_BYTES)?;
-            copied += reader.unmerge(process, Vpn::of_address(at), Pages(bytes / PAGE_SIZE as u64))?;
-        }
+        copied += copy_merged(&mut reader, process, roots, vma.start, vma.end)?;
         advance();
     }
     Ok(copied)

@@ -297,27 +297,18 @@ impl PageReader {
         };
         let mut looked = Ok(());
         for &(first, pages) in runs {
-            looked = self.for_each_populated(process, first, Pages(pages.into()), |start, entries| {
-                for (&entry, page) in entries.iter().zip(start.0..) {
-                    let entry = PagemapEntry(entry);
-                    let is_wanted = entry.present() && !entry.file_or_shared() && (lone || !entry.exclusive());
-                    match entry.pfn() {
-                        Some(frame) if is_wanted => {
-                            found.push(FoundFrame { page: Vpn(page), frame, exclusive: entry.exclusive() });
-                        }
-                        _ => {}
-                    }
-                }
-                advance();
-                if found.len() >= WALK_ENTRIES { flush(&mut found) } else { Ok(()) }
+            looked = looked.and_then(|()| {
+                self.for_each_populated(process, first, Pages(pages.into()), |start, entries| {
+                    let pages = entries.iter().zip(start.0..);
+                    found.extend(pages.filter_map(|(&entry, page)| FoundFrame::of(page, PagemapEntry(entry), lone)));
+                    advance();
+                    if found.len() >= WALK_ENTRIES { flush(&mut found) } else { Ok(()) }
+                })
             });
-            if looked.is_err() {
-                break;
-            }
         }
-        let rest = flush(&mut found);
+        looked = looked.and_then(|()| flush(&mut found));
         self.frames = frames;
-        looked.and(rest)
+        looked
     }
 
     fn for_each_batch(
@@ -493,6 +484,18 @@ struct FoundFrame {
     frame: u64,
     /// Nobody else maps it.
     exclusive: bool,
+}
+
+impl FoundFrame {
+    /// The page with this entry, if it may be merged, shared through fork or map the zero page. With `lone`, also if
+    /// nobody else maps it.
+    fn of(page: u64, entry: PagemapEntry, lone: bool) -> Option<Self> {
+        let exclusive = entry.exclusive();
+        if !entry.present() || entry.file_or_shared() || exclusive && !lone {
+            return None;
+        }
+        Some(Self { page: Vpn(page), frame: entry.pfn()?, exclusive })
+    }
 }
 
 /// Calls `visit` with the pages that are merged, shared through fork or map the zero page, in order.
