@@ -48,6 +48,20 @@ impl ScopeSpec {
         Self(pids.into_iter().map(Selector::Pid).collect())
     }
 
+    /// A scope of these processes, of the names of each kind ([`Selector::NAMED`]), or of all.
+    pub fn of(pids: &[i32], names: &[(&str, &[String])], all: bool) -> Self {
+        let mut spec = Self::of_pids(pids.iter().copied());
+        for (kind, names) in names {
+            for name in *names {
+                spec.0.extend(Selector::named(kind, name.clone()));
+            }
+        }
+        if all {
+            spec.0.push(Selector::All);
+        }
+        spec
+    }
+
     /// The selectors that later processes can match, too.
     #[must_use]
     pub fn without_pids(&self) -> Self {

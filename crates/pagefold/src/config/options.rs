@@ -17,8 +17,8 @@ use pagefold_engine::placement::policy::Placement;
 use pagefold_engine::range;
 use pagefold_engine::reserve::Keep;
 use pagefold_engine::units::{Permyriad, count};
+use pagefold_host::scope::ScopeSpec;
 use pagefold_host::scope::deny_list::DEFAULT_DENIED;
-use pagefold_host::scope::{ScopeSpec, Selector};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -177,11 +177,10 @@ options! {
             = Duration::from_nanos(preset.limits.longest_stop_ns), "How long a process may be stopped at a time";
         "group" "list of tables" groups: Vec<Rule>, Rules(&["governor", "samples-per-second", "stops-per-second"]), "\
             [[limits.group]]\nname = \"batch\"\ncgroup = \"/sys/fs/cgroup/batch.slice\"\ngovernor = \"quiet\"\nstops-per-second = 5",
-            "Limits that a group of processes shares: a name; one of cgroup, user, exe, unit, vm, container and \
-             pod; and at least one of \
-             governor, samples-per-second and stops-per-second. The governor limits the CPU time for reading and \
-             judging the group's memory, but not ksmd's. A process belongs to the first group that matches it; the \
-             run's limits hold as well";
+            "Limits that a group of processes shares: a name; one of cgroup, user, exe, unit, vm, container and pod; \
+             and at least one of governor, samples-per-second and stops-per-second. The governor limits the CPU time \
+             for reading and judging the group's memory, but not ksmd's. A process belongs to the first group that \
+             matches it; the run's limits hold as well";
     }
     "domains" "Trust domains"
         "Memory is merged only within a trust domain, and ksmd merges only one domain. A process gets its domain \
@@ -299,10 +298,9 @@ pub fn all() -> impl Iterator<Item = &'static OptionSpec> {
 }
 
 impl Options {
-    /// The selectors of the scope.
-    pub fn selectors(&self) -> ScopeSpec {
-        let mut spec = ScopeSpec::default();
-        for (kind, names) in [
+    /// The scope, with these processes.
+    pub fn scope(&self, pids: &[i32]) -> ScopeSpec {
+        let names = [
             ("cgroup", &self.cgroups),
             ("user", &self.users),
             ("exe", &self.exes),
@@ -310,15 +308,9 @@ impl Options {
             ("vm", &self.vms),
             ("container", &self.containers),
             ("pod", &self.pods),
-        ] {
-            for name in names.iter().flatten() {
-                spec.0.extend(Selector::named(kind, name.clone()));
-            }
-        }
-        if self.all == Some(true) {
-            spec.0.push(Selector::All);
-        }
-        spec
+        ];
+        let names = names.map(|(kind, names)| (kind, names.as_deref().unwrap_or_default()));
+        ScopeSpec::of(pids, &names, self.all == Some(true))
     }
 }
 

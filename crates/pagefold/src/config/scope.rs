@@ -37,9 +37,7 @@ impl ScopeArgs {
 
     /// The scope as a specification that we can resolve again and again.
     pub fn spec(&self) -> ScopeSpec {
-        let mut spec = ScopeSpec::of_pids(self.pid.iter().copied());
-        spec.0.extend(self.selectors.0.selectors().0);
-        spec
+        self.selectors.0.scope(&self.pid)
     }
 
     /// Whether new processes can enter the scope.

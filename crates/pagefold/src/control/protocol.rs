@@ -1,6 +1,5 @@
 //! The protocol of the control socket: a line of JSON for each request, and one for its answer.
 
-use crate::config::options::Options;
 use pagefold_engine::governor::Governor;
 use pagefold_host::scope::workload::WorkloadKind;
 use pagefold_host::scope::{ScopeError, ScopeSpec, Selector, user_id};
@@ -90,21 +89,17 @@ impl Selectors {
     }
 
     pub fn spec(&self) -> ScopeSpec {
-        let users = self.users.iter().map(u32::to_string).collect();
-        let options = Options {
-            cgroups: Some(self.cgroups.clone()),
-            users: Some(users),
-            exes: Some(self.exes.clone()),
-            units: Some(self.units.clone()),
-            vms: Some(self.vms.clone()),
-            containers: Some(self.containers.clone()),
-            pods: Some(self.pods.clone()),
-            all: Some(self.all),
-            ..Options::default()
-        };
-        let mut spec = ScopeSpec::of_pids(self.pids.iter().copied());
-        spec.0.extend(options.selectors().0);
-        spec
+        let users: Vec<String> = self.users.iter().map(u32::to_string).collect();
+        let names = [
+            ("cgroup", &*self.cgroups),
+            ("user", &users),
+            ("exe", &self.exes),
+            ("unit", &self.units),
+            ("vm", &self.vms),
+            ("container", &self.containers),
+            ("pod", &self.pods),
+        ];
+        ScopeSpec::of(&self.pids, &names, self.all)
     }
 }
 
