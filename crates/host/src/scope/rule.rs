@@ -1,4 +1,5 @@
-//! Rules of the configuration that select processes: by cgroup, user, executable or workload. The first that matches decides.
+//! Rules of the configuration that select processes: by cgroup, user, executable or workload. The first that matches
+//! decides.
 //!
 //! A rule by executable matches only a file that root alone can change ([`super::exe`]): otherwise any user could make
 //! the rule apply by giving the same name to another program.

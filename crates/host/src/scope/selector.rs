@@ -97,14 +97,12 @@ impl Selector {
 impl fmt::Display for Selector {
     /// Displays the selector as a command-line flag.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::All => f.write_str("--all"),
-            _ => {
-                let value = shell_word(&self.value());
-                let joint = if value.starts_with('-') { '=' } else { ' ' };
-                write!(f, "--{}{joint}{value}", self.kind())
-            }
+        if *self == Self::All {
+            return f.write_str("--all");
         }
+        let value = shell_word(&self.value());
+        let joint = if value.starts_with('-') { '=' } else { ' ' };
+        write!(f, "--{}{joint}{value}", self.kind())
     }
 }
 

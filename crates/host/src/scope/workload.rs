@@ -140,7 +140,7 @@ impl Label<'_> {
     }
 
     fn is_service(&self) -> bool {
-        matches!(self.name.rsplit_once('.'), Some((_, "service" | "scope")))
+        matches!(unit_type(&self.name), Some("service" | "scope"))
     }
 
     /// Whether operators call it so: by the name that we show or the one in the path, by the first digits of an
@@ -149,31 +149,37 @@ impl Label<'_> {
         if self.kind != asked.kind {
             return false;
         }
-        let is_other_name = match self.kind {
-            WorkloadKind::Unit => {
-                let name = self.workload().name;
-                name.strip_suffix(".service") == Some(&asked.name)
-                    || self.name.strip_suffix(".service") == Some(&asked.name)
+        if matches!(self.kind, WorkloadKind::Pod | WorkloadKind::Container) && is_id(&self.name) {
+            let digits = asked.name.to_ascii_lowercase();
+            return digits.len() >= SHORT_ID && self.name.starts_with(&digits);
+        }
+        let shown = self.workload().name;
+        for name in [&self.name, &shown] {
+            let is_services = self.kind == WorkloadKind::Unit && name.strip_suffix(".service") == Some(&asked.name);
+            if is_services || *name == asked.name {
+                return true;
             }
-            WorkloadKind::Pod | WorkloadKind::Container => {
-                let digits = asked.name.to_ascii_lowercase();
-                is_id(&self.name) && digits.len() >= SHORT_ID && self.name.starts_with(&digits)
-            }
-            WorkloadKind::Vm => false,
-        };
-        is_other_name || self.name == asked.name || self.workload().name == asked.name
+        }
+        false
     }
 
     /// Whether the cgroups above are the system's own: a service, and the root of a container that we don't know, can
     /// create others below them.
     pub(super) fn is_systems(&self) -> bool {
-        let is_unit = |part: &str, kinds: &[&str]| part.rsplit_once('.').is_some_and(|(_, kind)| kinds.contains(&kind));
-        let mut above = self.parent.split('/').filter(|part| !part.is_empty());
-        if self.kind == WorkloadKind::Unit && is_unit(&self.name, &["service", "scope", "slice"]) {
-            above.all(|part| is_unit(part, &["slice"]))
+        let mut above = self.parent.split('/').filter(|part| !part.is_empty()).map(unit_type);
+        if self.kind == WorkloadKind::Unit && unit_type(&self.name).is_some() {
+            above.all(|found| found == Some("slice"))
         } else {
-            !above.any(|part| is_unit(part, &["service", "scope"]))
+            above.all(|found| matches!(found, None | Some("slice")))
         }
+    }
+}
+
+/// `service`, `scope` or `slice`: the types of systemd's units that have cgroups.
+fn unit_type(part: &str) -> Option<&str> {
+    match part.rsplit_once('.')?.1 {
+        found @ ("service" | "scope" | "slice") => Some(found),
+        _ => None,
     }
 }
 
@@ -194,7 +200,7 @@ pub(super) fn labels_of(path: &str) -> Vec<Label<'_>> {
             if kind != WorkloadKind::Pod {
                 return labels;
             }
-        } else if matches!(part.rsplit_once('.'), Some((_, "service" | "scope" | "slice"))) {
+        } else if unit_type(part).is_some() {
             // systemd escapes names that are files of cgroups.
             let name = part.strip_prefix('_').unwrap_or(part);
             labels.push(Label { kind: WorkloadKind::Unit, name: name.to_owned(), parent });
