@@ -553,7 +553,8 @@ fn survey() -> ScanReport {
         out_of_reach_bytes: 1 << 20,
         left_out_bytes: 4 << 20,
     };
-    let left_out = |reason: &str, bytes| LeftOut { reason: reason.to_owned(), bytes, regions: 2 };
+    let left_out =
+        |reason: &str, bytes| LeftOut { reason: reason.to_owned(), bytes, regions: 2, is_out_of_reach: false };
     let not_dumpable = Exclusion::NotDumpable.to_string();
     let parts = (0..40_u8).map(|part| Shares { duplicate: f64::from(part) / 40.0, ..Shares::default() }).collect();
     let stretches = vec![Stretch { first: Vpn(0x5555_0000), kind: RegionKind::Heap, parts: 40 }];

@@ -105,7 +105,7 @@ fn row(surveyed: &Surveyed) -> ProcessRow {
     let mut excluded = Vec::new();
     if let Some(reason) = surveyed.left_out.clone() {
         if reason != ENDED {
-            excluded.push(LeftOut { reason, bytes: domain.own.bytes().0, regions: 1 });
+            excluded.push(LeftOut { reason, bytes: domain.own.bytes().0, regions: 1, is_out_of_reach: false });
         }
     }
     ProcessRow {

@@ -111,6 +111,22 @@ pub enum Exclusion {
 }
 
 impl Exclusion {
+    /// Whether KSM can't merge such memory, whoever asks.
+    pub fn is_out_of_reach(&self) -> bool {
+        matches!(
+            self,
+            Self::Shared
+                | Self::PfnMap
+                | Self::Io
+                | Self::DontExpand
+                | Self::HugeTlb
+                | Self::MixedMap
+                | Self::Droppable
+                | Self::Dax
+                | Self::Pinned
+        )
+    }
+
     /// Whether earlier marks must go, so that KSM can't merge the memory any more. For other reasons we just don't read
     /// or mark the memory for now.
     pub fn withdraws_marks(&self) -> bool {

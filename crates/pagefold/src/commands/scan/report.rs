@@ -128,7 +128,7 @@ fn add_to_group(groups: &mut BTreeMap<String, GroupRow>, name: &str, row: &Proce
     group.processes += 1;
     group.figures += row.figures;
     for left_out in &row.excluded {
-        if is_out_of_reach(&left_out.reason) {
+        if left_out.is_out_of_reach {
             group.out_of_reach_bytes += left_out.bytes;
         } else {
             group.left_out_bytes += left_out.bytes;
@@ -177,7 +177,7 @@ impl ScanReport {
             add_to_group(&mut by_program, &row.name, row);
             add_to_group(&mut by_workload, row.workload.as_deref().unwrap_or("none"), row);
             for left_out in &row.excluded {
-                excluded.add(left_out.reason.clone(), left_out.bytes, left_out.regions);
+                excluded.add(left_out.clone());
             }
             if row.left_out.is_none() {
                 let cgroup = row.cgroup.clone().unwrap_or_else(|| "/".to_owned());
@@ -274,23 +274,6 @@ impl ScanReport {
         let scope = if self.is_host { self.advised.as_ref()? } else { &self.scope };
         Some(format!("pagefold run {scope}{}", self.deny))
     }
-}
-
-/// Whether memory is left out for this reason because KSM can't merge it, whoever asks.
-pub fn is_out_of_reach(reason: &str) -> bool {
-    [
-        Exclusion::Shared,
-        Exclusion::PfnMap,
-        Exclusion::Io,
-        Exclusion::DontExpand,
-        Exclusion::HugeTlb,
-        Exclusion::MixedMap,
-        Exclusion::Droppable,
-        Exclusion::Dax,
-        Exclusion::Pinned,
-    ]
-    .iter()
-    .any(|exclusion| exclusion.to_string() == reason)
 }
 
 /// Names the option that includes processes left out for this reason, if there's one. We print it after the reason.

@@ -70,9 +70,16 @@ pub struct LeftOut {
     pub reason: String,
     pub bytes: u64,
     pub regions: u32,
+    /// Whether KSM can't merge it, whoever asks.
+    #[serde(skip)]
+    pub is_out_of_reach: bool,
 }
 
 impl LeftOut {
+    pub fn of(why: &Exclusion, bytes: u64, regions: u32) -> Self {
+        Self { reason: why.to_string(), bytes, regions, is_out_of_reach: why.is_out_of_reach() }
+    }
+
     /// How many mappings that is.
     pub fn mappings(&self) -> String {
         match self.regions {
@@ -87,10 +94,14 @@ impl LeftOut {
 pub struct LeftOutByReason(BTreeMap<String, LeftOut>);
 
 impl LeftOutByReason {
-    pub fn add(&mut self, reason: String, bytes: u64, regions: u32) {
-        let sum = self.0.entry(reason.clone()).or_insert(LeftOut { reason, bytes: 0, regions: 0 });
-        sum.bytes += bytes;
-        sum.regions += regions;
+    pub fn add(&mut self, more: LeftOut) {
+        match self.0.get_mut(&more.reason) {
+            Some(sum) => {
+                sum.bytes += more.bytes;
+                sum.regions += more.regions;
+            }
+            None => _ = self.0.insert(more.reason.clone(), more),
+        }
     }
 
     /// The largest first.
@@ -183,7 +194,7 @@ impl Survey {
             // We report the process's size, but read none of its pages.
             let details = read_smaps(process).unwrap_or_default();
             let kib = details.iter().map(|detail| detail.anonymous_kib).sum::<u64>();
-            left_out.add(refused.to_string(), kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX));
+            left_out.add(LeftOut::of(refused, kib << 10, u32::try_from(details.len()).unwrap_or(u32::MAX)));
             surveyed.excluded = left_out.by_size();
             return Ok(());
         }
@@ -199,7 +210,7 @@ impl Survey {
                     pinned_kib = pinned_kib.saturating_sub(kib);
                 }
                 if kib > 0 && exclusion != Exclusion::NothingAnonymous {
-                    left_out.add(exclusion.to_string(), kib << 10, 1);
+                    left_out.add(LeftOut::of(&exclusion, kib << 10, 1));
                 }
                 continue;
             }
@@ -221,7 +232,7 @@ impl Survey {
             surveyed.regions.push(Region { number: *numbers, cell, runs });
         }
         if pinned_kib > 0 {
-            left_out.add(Exclusion::Pinned.to_string(), pinned_kib << 10, 0);
+            left_out.add(LeftOut::of(&Exclusion::Pinned, pinned_kib << 10, 0));
             surveyed.pinned = Pages(pinned_kib / 4);
         }
         surveyed.excluded = left_out.by_size();
