@@ -17,7 +17,7 @@ use pagefold_procmem::headroom::{Headroom, headroom};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::kpageflags::shows_merged;
 use pagefold_procmem::ksm_stat::KsmStat;
-use pagefold_procmem::maps::{VmaDetail, read_marked, read_smaps};
+use pagefold_procmem::maps::{VmaDetail, read_marked, read_merged};
 use pagefold_procmem::memory::PageReader;
 use pagefold_procmem::merge_any::PR_SET_MEMORY_MERGE;
 use pagefold_procmem::numa::PreferNode;
@@ -216,12 +216,15 @@ fn copy_inherited(process: &Process, roots: &Roots) -> Result<Pages, UnmergeErro
         return Ok(copied);
     }
     let mut reader = PageReader::new();
-    for VmaDetail { vma, ksm_kib, .. } in read_smaps(process)? {
-        if ksm_kib.unwrap_or(0) == 0 {
-            continue;
+    for _ in 0..ATTEMPTS {
+        let merged = read_merged(process)?;
+        if merged.is_empty() {
+            break;
         }
-        copied += copy_merged(&mut reader, process, roots, vma.start, vma.end)?;
-        advance();
+        for VmaDetail { vma, .. } in merged {
+            copied += copy_merged(&mut reader, process, roots, vma.start, vma.end)?;
+            advance();
+        }
     }
     Ok(copied)
 }

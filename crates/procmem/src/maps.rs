@@ -366,6 +366,16 @@ pub fn read_marked(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
     Err(ReadError::Moving { pid: process.pid() })
 }
 
+/// Reads up to [`MAPPINGS_MOST`] mappings with merged pages other than zeros, marked or not, however many others there
+/// are.
+pub fn read_merged(process: &Process) -> Result<Vec<VmaDetail>, ReadError> {
+    let mut found = Details::default();
+    match found.read(process.open_file("smaps")?, Names::Special, |detail| detail.ksm_kib.unwrap_or(0) > 0) {
+        Ok(()) | Err(ListError::TooMany) => Ok(found.finish()),
+        Err(error) => Err(error.of(process, "smaps")),
+    }
+}
+
 fn read_details(
     process: &Process,
     names: Names,
