@@ -4,6 +4,7 @@ use crate::script::Scripted;
 use crate::uksmd::{UksmSettings, Uksmd};
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::{Cycle, Engine, cycle};
+use pagefold_engine::governor::Governor;
 use pagefold_engine::host::{Actions, Host, ScanOrder};
 use pagefold_sim::{Classes, Costs, Forest, Granularity, Knobs, SearchCounts, SimHost};
 use serde::Serialize;
@@ -106,7 +107,7 @@ impl Settings {
             sleep_ms: 20,
             for_ns,
             every_ns: 500 * NS_PER_MS,
-            config: Config::default(),
+            config: Config { governor: Governor::Full, ..Config::default() },
             trees: None,
             costs: Costs::default(),
         }

@@ -26,9 +26,9 @@ pub enum Governor {
     /// 50 %, 4 s, 100 us.
     Medium,
     /// 95 %, 2 s, 200 us.
-    #[default]
     Full,
     /// One of the other governors, chosen by how scarce memory is and how long programs wait for a CPU.
+    #[default]
     Auto,
 }
 
@@ -51,22 +51,23 @@ impl Governor {
         ("auto", Self::Auto),
     ];
 
-    /// The governor's allowance. `Auto` starts with the least.
+    /// The governor's allowance.
     pub fn pace(self) -> Pace {
         let (top, seconds, price_us) = match self {
             Self::Full => (9_500, 2, 200),
             Self::Medium => (5_000, 4, 100),
-            Self::Low => (2_000, 8, 50),
-            Self::Quiet | Self::Auto => (100, 20, 25),
+            Self::Low | Self::Auto => (2_000, 8, 50),
+            Self::Quiet => (100, 20, 25),
         };
         Pace { top: Permyriad(top), round_ns: seconds * 1_000_000_000, price_ns: price_us * 1_000 }
     }
 
     /// The governor that `Auto` chooses, `current` being the one in force.
     ///
-    /// We take the worse of two signs that memory is scarce. One is how long programs wait for memory, where the kernel
-    /// reports it (PSI). The other is how little is still available (ksmtuned starts KSM below 20 %). The governor
-    /// rises at once, and falls only when memory is clearly less scarce, so that it doesn't flap.
+    /// With plenty of memory that's `Low`. We take the worse of two signs that memory is scarce. One is how long programs
+    /// wait for memory, where the kernel reports it (PSI). The other is how little is still available (ksmtuned starts
+    /// KSM below 20 %). The governor rises at once, and falls only when memory is clearly less scarce, so that it doesn't
+    /// flap.
     ///
     /// While the programs we merge wait for a CPU (`cpu_pressure`), the governor yields to them: each per cent of that
     /// time counts as one per cent less scarcity. If memory is as scarce as can be, it doesn't yield, because the
@@ -74,7 +75,7 @@ impl Governor {
     #[must_use]
     pub fn chosen(current: Self, memory: &MemoryView, cpu_pressure: Option<Permyriad>) -> Self {
         let waiting = cpu_pressure.map_or(0, |pressure| u64::from(pressure.0) / 100);
-        let scarce = match Self::scarcity(memory) {
+        let scarce = match Self::scarcity(memory).max(LEAST) {
             100.. => 100,
             scarce => scarce.saturating_sub(waiting),
         };
@@ -104,6 +105,9 @@ impl Governor {
 
 /// The governor only falls if memory is less scarce by this much.
 const SLACK: u64 = 10;
+/// For `Auto`, memory is at least as scarce as this: it's `Low` until programs wait for a CPU more than a fifth of the
+/// time, and again once they wait less than a tenth of it.
+const LEAST: u64 = 35;
 
 named!(Governor, "governor");
 
@@ -169,7 +173,7 @@ mod tests {
 
     #[test]
     fn auto_follows_free_memory_without_flapping() {
-        let steps = [(90, Governor::Quiet), (49, Governor::Low), (30, Governor::Medium), (15, Governor::Full)];
+        let steps = [(90, Governor::Low), (49, Governor::Low), (30, Governor::Medium), (15, Governor::Full)];
         let mut governor = Governor::Quiet;
         for (available, expected) in steps {
             governor = Governor::chosen(governor, &memory(available), None);
@@ -178,7 +182,7 @@ mod tests {
         // The governor stays when memory is slightly less scarce, and falls when it's clearly less scarce.
         assert_eq!(Governor::chosen(Governor::Full, &memory(21), None), Governor::Full);
         assert_eq!(Governor::chosen(Governor::Full, &memory(28), None), Governor::Medium);
-        assert_eq!(Governor::chosen(Governor::Full, &memory(90), None), Governor::Quiet);
+        assert_eq!(Governor::chosen(Governor::Full, &memory(90), None), Governor::Low);
     }
 
     #[test]
@@ -192,12 +196,22 @@ mod tests {
     }
 
     #[test]
+    fn auto_is_low_with_plenty_of_memory_and_quiet_while_programs_wait_for_a_cpu() {
+        let chosen = |current, share| Governor::chosen(current, &memory(90), Some(Permyriad(share)));
+        assert_eq!(chosen(Governor::Quiet, 0), Governor::Low);
+        assert_eq!(chosen(Governor::Low, 1_900), Governor::Low);
+        assert_eq!(chosen(Governor::Low, 2_100), Governor::Quiet);
+        assert_eq!(chosen(Governor::Quiet, 1_500), Governor::Quiet);
+        assert_eq!(chosen(Governor::Quiet, 900), Governor::Low);
+    }
+
+    #[test]
     fn auto_follows_pressure_where_the_kernel_reports_it() {
         let waiting = |share| MemoryView { pressure: Some(Permyriad(share)), ..memory(90) };
-        assert_eq!(Governor::chosen(Governor::Quiet, &waiting(0), None), Governor::Quiet);
-        assert_eq!(Governor::chosen(Governor::Quiet, &waiting(300), None), Governor::Low);
+        assert_eq!(Governor::chosen(Governor::Quiet, &waiting(0), None), Governor::Low);
+        assert_eq!(Governor::chosen(Governor::Quiet, &waiting(600), None), Governor::Medium);
         assert_eq!(Governor::chosen(Governor::Quiet, &waiting(1_000), None), Governor::Full);
-        assert_eq!(Governor::chosen(Governor::Quiet, &MemoryView::default(), None), Governor::Quiet);
+        assert_eq!(Governor::chosen(Governor::Quiet, &MemoryView::default(), None), Governor::Low);
     }
 
     #[test]

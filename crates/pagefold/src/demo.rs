@@ -17,6 +17,7 @@ use crate::preflight;
 use anyhow::{Context, Result, bail};
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::Engine;
+use pagefold_engine::governor::Governor;
 use pagefold_engine::sampling::census::bytes_of;
 use pagefold_engine::units::Pages;
 use pagefold_host::live::{Event, LiveHost};
@@ -208,7 +209,7 @@ impl Demo {
         style::print(&words::merging(style))?;
         let cpu_before_ns = own_and_children_cpu_ns();
         let knobs = take(Some(preflight::injector()?), &self.ksm, &InitialKnobs::default())?;
-        let config = Config { seed: seed(), ..Config::default() };
+        let config = Config { seed: seed(), governor: Governor::Full, ..Config::default() };
         let mut engine = Engine::new(config);
         let spec = scope(pids).spec();
         let mut host =

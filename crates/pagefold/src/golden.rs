@@ -190,7 +190,7 @@ pub struct Run {
 impl Run {
     /// A run that hasn't begun.
     pub fn new(host: SimHost, mechanism: Mechanism, dry_run: bool) -> Self {
-        let config = Config { mechanism, seed: 11, ..Config::default() };
+        let config = Config { mechanism, governor: Governor::Full, seed: 11, ..Config::default() };
         let args: &'static RunArgs = Box::leak(Box::new(RunArgs { dry_run, ..RunArgs::default() }));
         let audit = tempfile::tempdir().unwrap();
         let settings = Settings::of_options(args, None, parse(SCOPE, "pagefold.toml").unwrap()).unwrap();

@@ -164,7 +164,8 @@ fn a_paused_daemon_does_nothing_and_continues_when_resumed() {
     let exe = ProgramCopy::unique();
     let spec = spec(32, 0, 22);
     let first = Tenant::start(&exe, &spec).unwrap();
-    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "300s"]).answering();
+    let daemon =
+        Daemon::start(&["run", "--json", "--governor", "full", "--exe", exe.name(), "--for", "300s"]).answering();
     assert_eq!(text_of(&["pause"]).lines().count(), 1);
     let mut pair = [first, Tenant::start(&exe, &spec).unwrap()];
     let pids = pids(&pair);

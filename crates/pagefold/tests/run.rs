@@ -59,6 +59,30 @@ fn merged(tenants: &mut [Tenant], savable: u64) -> Value {
     daemon.stop()
 }
 
+/// The most time that the default governor takes for most of the saving, and its share of a core meanwhile.
+const FIRST_SAVING: Duration = Duration::from_secs(60);
+
+#[test]
+fn by_default_nine_tenths_are_merged_within_a_minute_by_a_fifth_of_a_core() {
+    let Some(ksm) = KsmAtRest::take() else { return };
+    let mut pair = pair(96, 32, 7);
+    let pids = pids(&pair);
+    let before = saved_bytes();
+    let began = Instant::now();
+    let daemon = Daemon::on(&pids, &["--governor", "auto"]).answering();
+    wait_until("nine tenths are merged", || saved_bytes() >= before + 96 * MIB / 10 * 9);
+    let took = began.elapsed();
+    let seconds = &status()["cpu_seconds"];
+    let cpu: f64 = ["pagefold", "injector", "ksmd"].iter().map(|part| seconds[part].as_f64().unwrap()).sum();
+    println!("nine tenths after {took:?}, {cpu:.2} CPU s");
+    assert!(took < FIRST_SAVING, "{took:?}");
+    // A second's share may be spent at once, and starting takes some time, too.
+    assert!(cpu < (took.as_secs_f64() + 2.0) / 4.0, "{cpu} s in {took:?}");
+    assert_intact(&mut pair);
+    daemon.stop();
+    ksm.give_back(&pids);
+}
+
 #[test]
 fn two_identical_processes_are_merged_and_get_everything_back() {
     let Some(ksm) = KsmAtRest::take() else { return };
@@ -223,7 +247,7 @@ fn a_process_that_starts_later_is_matched_by_its_name() {
     let exe = ProgramCopy::unique();
     let spec = spec(32, 8, 5);
     let first = Tenant::start(&exe, &spec).unwrap();
-    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--for", "300s"]);
+    let daemon = Daemon::start(&["run", "--json", "--governor", "full", "--exe", exe.name(), "--for", "300s"]);
     wait_until_begun();
     std::thread::sleep(Duration::from_secs(1));
     let mut tenants = [first, Tenant::start(&exe, &spec).unwrap()];
@@ -247,7 +271,16 @@ fn a_process_that_starts_later_is_matched_by_its_cgroup() {
     let spec = spec(32, 8, 6);
     let first = tenant(&spec);
     cgroup.add(first.pid());
-    let daemon = Daemon::start(&["run", "--json", "--cgroup", cgroup.path.to_str().unwrap(), "--for", "300s"]);
+    let daemon = Daemon::start(&[
+        "run",
+        "--json",
+        "--governor",
+        "full",
+        "--cgroup",
+        cgroup.path.to_str().unwrap(),
+        "--for",
+        "300s",
+    ]);
     wait_until_begun();
     std::thread::sleep(Duration::from_secs(1));
     let (second, outsider) = (tenant(&spec), tenant(&spec));

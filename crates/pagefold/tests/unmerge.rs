@@ -97,7 +97,8 @@ fn newcomers_that_the_selector_matches_are_kept_out_too() {
     let start = |exe: &ProgramCopy| Tenant::start(exe, &spec).unwrap();
     let mut tenants = vec![start(&exe), start(&exe), start(&other), start(&other)];
     let first = pids(&tenants);
-    let daemon = Daemon::start(&["run", "--json", "--exe", exe.name(), "--exe", other.name()]).answering();
+    let daemon =
+        Daemon::start(&["run", "--json", "--governor", "full", "--exe", exe.name(), "--exe", other.name()]).answering();
     wait_until_merged(&first, MERGED);
     let summary = json_of(&["unmerge", "--exe", exe.name()]);
     assert_eq!(summary["processes"].as_array().unwrap().len(), 2, "{summary}");

@@ -97,13 +97,26 @@ fn governors_keep_to_their_share_and_find_the_same() {
 }
 
 #[test]
-fn auto_is_quiet_until_memory_is_scarce() {
+fn auto_merges_within_a_minute_at_a_fifth_of_a_core_and_then_rests() {
     let memory = |available| MemoryView { total: Pages(100), available: Pages(available), ..MemoryView::default() };
     let mut sim = Machine::with(host(), Config { governor: Governor::Auto, ..config() });
     scenario::static_mix(&mut sim, Pages(512 * MIB));
     sim.set_memory(memory(90));
-    let spent = sim.course(20).last().unwrap().spent_ns;
-    assert!(spent < 20 * SECOND / 100 + SECOND / 20, "{spent} ns at 1 % for 20 s");
+    let course = sim.course(60);
+    let saved = sim.saved().0;
+    assert!(saved * 10 >= 512 * MIB * 9, "{saved} saved");
+    assert_spent_at_most(share_ns(WINDOW_NS, Governor::Low.pace().top) * 105 / 100 + 20_000_000, &course);
+    let before = sim.course(60).last().unwrap().spent_ns;
+    let spent = sim.course(60).last().unwrap().spent_ns - before;
+    assert!(spent < 60 * SECOND * 2 / 1_000, "{spent} ns in a minute at rest");
+    assert_eq!(sim.engine.state().activity.in_force, Governor::Low);
+}
+
+#[test]
+fn auto_rises_as_memory_gets_scarce() {
+    let memory = |available| MemoryView { total: Pages(100), available: Pages(available), ..MemoryView::default() };
+    let mut sim = Machine::with(host(), Config { governor: Governor::Auto, ..config() });
+    scenario::static_mix(&mut sim, Pages(512 * MIB));
     sim.set_memory(memory(10));
     sim.run(20);
     assert!(sim.saved().0 > 512 * MIB * 99 / 100, "{} saved", sim.saved().0);

@@ -30,9 +30,13 @@ pub struct Completed {
     pub summary: Value,
 }
 
-/// Starts `pagefold run` on these processes.
+/// Starts `pagefold run` on these processes, at full speed unless an option names a governor.
 pub fn run<T: ToString>(program: &Path, pids: &[i32], options: &[T]) -> anyhow::Result<Running> {
-    Running::start(program, &arguments("run", pids, options))
+    let mut arguments = arguments("run", pids, options);
+    if !arguments.iter().any(|argument| argument == "--governor") {
+        arguments.extend(["--governor", "full"].map(str::to_owned));
+    }
+    Running::start(program, &arguments)
 }
 
 /// Runs `pagefold scan` on these processes.

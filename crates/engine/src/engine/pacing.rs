@@ -41,7 +41,7 @@ pub(super) struct Spending {
 impl Spending {
     pub fn new(config: &Config) -> Self {
         Self {
-            governor: if config.governor == Governor::Auto { Governor::Quiet } else { config.governor },
+            governor: if config.governor == Governor::Auto { Governor::Low } else { config.governor },
             paused: false,
             total: Budget::default(),
             smooth: Budget::default(),

@@ -145,7 +145,7 @@ mod tests {
     fn help_shows_ranges_and_defaults() {
         let help = <Cli as clap::CommandFactory>::command().render_help().to_string();
         let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
-        for part in ["[default: full]", "(1s to 1h) [default: 15s]", "[default: auto]"] {
+        for part in ["(1s to 1h) [default: 15s]", "[default: auto]"] {
             assert!(help.contains(part), "{part} is missing in {help}");
         }
         assert!(!help.contains("--levels"), "a parameter of the papers");

@@ -123,7 +123,7 @@ options! {
     "run" "CPU time" "How much CPU time to use, and how to merge." {
         "governor" "--governor <NAME>" governor: Governor, Any, = preset.governor,
             "Share of one core for pagefold and ksmd together: full (95 %), medium (50 %), low (20 %), quiet (1 %), \
-             or auto, which goes from quiet to full as memory gets scarce";
+             or auto: low, more as memory gets scarce, and quiet while programs in scope wait for a CPU";
         "preset" "--preset <NAME>" preset: Preset, Any, = Preset::default(),
             "Defaults for a purpose: default, or sensitive, which also merges memory that lives only for seconds";
         "mechanism" "--mechanism <NAME>" mechanism: MechanismChoice, Any, = MechanismChoice::default(),

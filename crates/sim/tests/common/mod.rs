@@ -5,7 +5,7 @@ pub mod oracle;
 
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::{Cycle, Engine, cycle};
-use pagefold_engine::governor::WINDOW_NS;
+use pagefold_engine::governor::{Governor, WINDOW_NS};
 use pagefold_engine::host::{Actions, Host, MergeResult, Merging, Outcome, SamplePlan, Samples, ScanOrder, Snapshot};
 use pagefold_engine::keys::{OwnerKey, RegionKey};
 use pagefold_engine::units::Pages;
@@ -29,8 +29,9 @@ pub fn requested() -> SimHost {
     SimHost::new(7, Costs::default(), Knobs::requested())
 }
 
+/// Full speed, so that tests are short.
 pub fn config() -> Config {
-    Config { seed: 11, ..Config::default() }
+    Config { seed: 11, governor: Governor::Full, ..Config::default() }
 }
 
 /// A machine of either kind.
