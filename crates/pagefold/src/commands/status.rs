@@ -28,7 +28,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Duration;
-pub use words::{describe, paint, size};
+pub use words::{describe, paint, saved_size, size};
 
 const SCHEMA: &str = "pagefold.status/1";
 /// We look for other users of KSM for at most this long: some ten thousand processes.
@@ -294,7 +294,7 @@ impl Programs {
         for target in &facts.targets {
             processes.push(ProcessRow::of(target, &facts.state));
         }
-        processes.sort_by_key(|row| (Reverse(row.memory.resident_bytes), row.pid));
+        processes.sort_by_key(|row| (Reverse(row.saved_bytes), Reverse(row.memory.resident_bytes), row.pid));
         Self {
             domains: domain_rows(facts),
             processes,

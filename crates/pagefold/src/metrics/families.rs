@@ -121,21 +121,23 @@ pub const FAMILIES: &[Family] = &[
     })
     .by(&["kind"]),
     gauge("pagefold_scope_processes", "Processes in scope, by the selector that they match", |status| {
-        of_scopes(status, |row| row.processes as u64)
+        of_scopes(status, |row| Some(row.processes as u64))
     })
     .by(&["kind", "scope"]),
     gauge("pagefold_scope_resident_bytes", "Resident memory in scope, by selector", |status| {
-        of_scopes(status, |row| row.memory.resident_bytes)
+        of_scopes(status, |row| Some(row.memory.resident_bytes))
     })
+    .by(&["kind", "scope"]),
+    gauge(
+        "pagefold_scope_saved_bytes",
+        "Memory that merging saves, by selector; absent until counted, and if there are several trust domains",
+        |status| of_one_domain(status, |row| row.saved_bytes),
+    )
     .by(&["kind", "scope"]),
     gauge(
         "pagefold_scope_expected_bytes",
         "Duplicates in marked (on request: in all) memory, by selector; no values if there are several trust domains",
-        // A domain mustn't learn how much the programs of another domain have in common.
-        |status| match status.programs.domains.len() {
-            0 | 1 => of_scopes(status, |row| row.memory.expected_bytes),
-            _ => Vec::new(),
-        },
+        |status| of_one_domain(status, |row| Some(row.memory.expected_bytes)),
     )
     .by(&["kind", "scope"]),
     gauge("pagefold_processes", "Processes in scope that are not left alone", |status| {
@@ -272,12 +274,19 @@ fn tight_limits(status: &Status) -> Vec<Sample> {
     ]
 }
 
-fn of_scopes(status: &Status, value: fn(&ScopeRow) -> u64) -> Vec<Sample> {
+fn of_scopes(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample> {
     let mut samples = Vec::new();
     for row in &status.programs.scopes {
-        samples.push(sample(&[("kind", &row.kind), ("scope", &row.name)], float(value(row))));
+        if let Some(value) = value(row) {
+            samples.push(sample(&[("kind", &row.kind), ("scope", &row.name)], float(value)));
+        }
     }
     samples
+}
+
+/// A domain mustn't learn how much the programs of another domain have in common.
+fn of_one_domain(status: &Status, value: fn(&ScopeRow) -> Option<u64>) -> Vec<Sample> {
+    if status.programs.domains.len() > 1 { Vec::new() } else { of_scopes(status, value) }
 }
 
 /// A sample for each value in `all`: 1 if it's in `now`, otherwise 0.

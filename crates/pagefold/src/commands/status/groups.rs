@@ -25,6 +25,9 @@ pub struct ScopeRow {
     pub processes: usize,
     #[serde(flatten)]
     pub memory: MemoryTotal,
+    /// Its part of the saving; `None` until we've counted.
+    #[serde(default)]
+    pub saved_bytes: Option<u64>,
 }
 
 /// The processes that we leave alone for one reason.
@@ -36,6 +39,7 @@ pub struct LeftOutRow {
 
 /// The sums by selector, the largest first. Together they cover all processes.
 pub fn scope_rows(facts: &Facts) -> Vec<ScopeRow> {
+    let is_counted = facts.state.memory.saved_bytes.is_some();
     let mut rows = Vec::new();
     for selector in facts.run.selectors.iter() {
         rows.push(ScopeRow { kind: selector.kind().to_owned(), name: selector.value(), ..ScopeRow::default() });
@@ -44,13 +48,16 @@ pub fn scope_rows(facts: &Facts) -> Vec<ScopeRow> {
     for target in &facts.targets {
         let row = target.selected_by.and_then(|at| rows.get_mut(at)).unwrap_or(&mut other);
         row.processes += 1;
-        row.memory += facts.state.owner(target.owner).memory;
+        let total = facts.state.owner(target.owner);
+        row.memory += total.memory;
+        row.saved_bytes = is_counted.then_some(row.saved_bytes.unwrap_or(0) + total.saved_bytes);
     }
     if rows.len() > SCOPES_MOST {
-        rows.sort_by_key(|row| Reverse((row.memory.expected_bytes, row.memory.resident_bytes)));
+        rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.expected_bytes, row.memory.resident_bytes)));
         for row in rows.drain(SCOPES_MOST..) {
             other.processes += row.processes;
             other.memory += row.memory;
+            other.saved_bytes = is_counted.then_some(other.saved_bytes.unwrap_or(0) + row.saved_bytes.unwrap_or(0));
         }
     }
     if other.processes > 0 {

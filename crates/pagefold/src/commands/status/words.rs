@@ -310,7 +310,7 @@ fn share_of_all(resident: Pages, status: &Status) -> f64 {
 fn processes(text: &mut String, status: &Status, style: Style) {
     text.blank();
     let who = if status.xen.is_some() { " ID  GUEST  " } else { "PID  PROGRAM" };
-    text.line(style.dim(&format!("      {who}            MEMORY    MARKED  DUPLICATE")));
+    text.line(style.dim(&format!("      {who}            MEMORY     SAVED    MARKED  DUPLICATE")));
     let processes = &status.programs.processes;
     for row in processes.iter().take(PROCESSES) {
         let begin = format!("  {:>7}  {:<16}", row.pid, shorten(&row.name, 16));
@@ -321,7 +321,8 @@ fn processes(text: &mut String, status: &Status, style: Style) {
         let resident = size(row.memory.resident_bytes);
         let marked = size(row.memory.marked_bytes);
         let expected = size(row.memory.expected_bytes);
-        text.line(format!("{begin} {resident:>8}  {marked:>8}  {expected:>9}"));
+        let saved = saved_size(row.saved_bytes);
+        text.line(format!("{begin} {resident:>8}  {saved:>8}  {marked:>8}  {expected:>9}"));
     }
     if processes.len() > PROCESSES {
         let rest = &processes[PROCESSES..];
@@ -334,6 +335,11 @@ fn processes(text: &mut String, status: &Status, style: Style) {
 /// A size in a table.
 pub fn size(bytes: u64) -> String {
     if bytes == 0 { "-".to_owned() } else { human(bytes) }
+}
+
+/// What's saved, in a table.
+pub fn saved_size(bytes: Option<u64>) -> String {
+    bytes.map_or("counting".to_owned(), size)
 }
 
 fn next(text: &mut String, status: &Status, style: Style) {

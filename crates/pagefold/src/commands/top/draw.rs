@@ -3,7 +3,7 @@
 use super::activity::{self, Mood};
 use super::over_time;
 use super::state::{Point, Rows, Sort, Top, View};
-use crate::commands::status::{Status, size};
+use crate::commands::status::{Status, saved_size, size};
 use pagefold_engine::decision::Kind;
 use pagefold_engine::governor::Governor;
 use pagefold_engine::units::Pages;
@@ -22,7 +22,7 @@ const SMALLEST: (u16, u16) = (40, 12);
 const BAR: usize = 24;
 const CURVE_ROWS: u16 = 3;
 
-const HELP: [(&str, &str); 14] = [
+const HELP: [(&str, &str); 15] = [
     ("Up Down PgUp PgDn Home End", "choose a row"),
     ("Enter", "show the process region by region, with the reason and the next step of each"),
     ("Esc", "go back; clear the filter"),
@@ -35,6 +35,7 @@ const HELP: [(&str, &str); 14] = [
     ("I", "reverse the order"),
     ("h, ?, F1", "this help"),
     ("q, F10, Ctrl-C", "quit; the daemon keeps running"),
+    ("SAVED", "its part of what merging saves; \"counting\" until we know"),
     ("MARKED", "memory that ksmd may merge, or with pages merged on request"),
     ("DUPLICATE", "the part expected to be merged, including the copy that stays"),
 ];
@@ -199,15 +200,37 @@ fn title(top: &Top, sort: Sort, text: &str) -> String {
     }
 }
 
+/// A column of the table of programs.
+struct Column {
+    title: Cell<'static>,
+    width: Constraint,
+    /// On narrower screens we leave it out.
+    from_width: u16,
+}
+
 fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
     let of_processes = top.rows_are == Rows::Process;
-    let header = vec![
-        right(if of_processes { title(top, Sort::Pid, "PID") } else { "PROCESSES".to_owned() }),
-        Cell::new(title(top, Sort::Name, if of_processes { "PROGRAM" } else { "WORKLOAD" })),
-        right(title(top, Sort::Memory, "MEMORY")),
-        right(title(top, Sort::Marked, "MARKED")),
-        right(title(top, Sort::Duplicate, "DUPLICATE")),
-        Cell::new(if of_processes { "BELONGS TO" } else { "" }),
+    let number = if of_processes { title(top, Sort::Pid, "PID") } else { "PROCESSES".to_owned() };
+    let name = title(top, Sort::Name, if of_processes { "PROGRAM" } else { "WORKLOAD" });
+    // A workload's name is shortened rather than figures.
+    let name_width = if of_processes { 16 } else { area.width.saturating_sub(52).clamp(10, 44) };
+    let figure = |sort, name, width, from_width| Column {
+        title: right(title(top, sort, name)),
+        width: Constraint::Length(width),
+        from_width,
+    };
+    let columns = [
+        Column { title: right(number), width: Constraint::Length(9), from_width: 0 },
+        Column { title: Cell::new(name), width: Constraint::Length(name_width), from_width: 0 },
+        figure(Sort::Memory, "MEMORY", 9, 47),
+        figure(Sort::Saved, "SAVED", 9, 0),
+        figure(Sort::Marked, "MARKED", 9, 78),
+        figure(Sort::Duplicate, "DUPLICATE", 11, 68),
+        Column {
+            title: Cell::new(if of_processes { "BELONGS TO" } else { "" }),
+            width: Constraint::Min(8),
+            from_width: 56,
+        },
     ];
     let mut rows = Vec::new();
     for row in top.rows() {
@@ -217,23 +240,24 @@ fn programs(frame: &mut Frame, area: Rect, top: &mut Top, look: Look) {
             (None, Some(_)) => Cell::new(row.workload),
             (None, None) => Cell::new(""),
         };
-        rows.push(TableRow::new([
+        let cells = [
             right(number),
             Cell::new(printable(row.name.as_bytes())),
             right(size(row.memory.resident_bytes)),
+            right(saved_size(row.saved_bytes)).style(look.good()),
             right(size(row.memory.marked_bytes)),
-            right(size(row.memory.expected_bytes)).style(look.good()),
+            right(size(row.memory.expected_bytes)),
             last,
-        ]));
+        ];
+        let shown = cells.into_iter().zip(&columns).filter(|(_, column)| area.width >= column.from_width);
+        rows.push(TableRow::new(shown.map(|(cell, _)| cell)));
     }
-    let widths = [
-        Constraint::Length(9),
-        Constraint::Length(if of_processes { 16 } else { 44 }),
-        Constraint::Length(9),
-        Constraint::Length(9),
-        Constraint::Length(11),
-        Constraint::Min(8),
-    ];
+    let mut header = Vec::new();
+    let mut widths = Vec::new();
+    for column in columns.into_iter().filter(|column| area.width >= column.from_width) {
+        header.push(column.title);
+        widths.push(column.width);
+    }
     draw_table(frame, area, header, rows, &widths, &mut top.table);
 }
 

@@ -148,12 +148,19 @@ impl Period {
     }
 }
 
-const MEMORY_HEAD: &str = "<th class=\"n\">Memory</th><th class=\"n\">Marked</th><th class=\"n\">Duplicate</th>";
+const MEMORY_HEAD: &str =
+    "<th class=\"n\">Memory</th><th class=\"n\">Saved</th><th class=\"n\">Marked</th><th class=\"n\">Duplicate</th>";
 
-fn memory_cells(memory: &MemoryTotal) -> String {
+fn memory_cells(memory: &MemoryTotal, saved_bytes: Option<u64>) -> String {
     let mut cells = String::new();
-    for bytes in [memory.resident_bytes, memory.marked_bytes, memory.expected_bytes] {
-        let _ = write!(cells, "<td class=\"n\">{}</td>", size(bytes));
+    let sizes = [
+        size(memory.resident_bytes),
+        saved_bytes.map_or("counting".to_owned(), size),
+        size(memory.marked_bytes),
+        size(memory.expected_bytes),
+    ];
+    for size in sizes {
+        let _ = write!(cells, "<td class=\"n\">{size}</td>");
     }
     cells
 }
@@ -161,7 +168,7 @@ fn memory_cells(memory: &MemoryTotal) -> String {
 fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String>) {
     let mut sums = by_workload(process_rows(status, workloads));
     sums.retain(|sum| sum.workload != NO_WORKLOAD);
-    sums.sort_by_key(|sum| Reverse(sum.memory.resident_bytes));
+    sums.sort_by_key(|sum| Reverse((sum.saved_bytes, sum.memory.resident_bytes)));
     if !sums.is_empty() {
         let head = format!("<th>Workload</th><th class=\"n\">Processes</th>{MEMORY_HEAD}");
         table(html, "By workload", &head, &sums, |sum| {
@@ -169,7 +176,7 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
                 "<td class=\"name\">{}</td><td class=\"n\">{}</td>{}",
                 escape(&sum.workload),
                 sum.processes,
-                memory_cells(&sum.memory)
+                memory_cells(&sum.memory, sum.saved_bytes)
             )
         });
     }
@@ -183,7 +190,7 @@ fn programs(html: &mut String, status: &Status, workloads: &BTreeMap<i32, String
             "<td class=\"n\">{}</td><td class=\"name\">{}</td>{}<td class=\"name dim\">{}</td>",
             row.pid,
             escape(&row.name),
-            memory_cells(&row.memory),
+            memory_cells(&row.memory, row.saved_bytes),
             escape(&belongs)
         )
     });

@@ -59,6 +59,7 @@ pub enum Rows {
 /// The column that we sort rows by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sort {
+    Saved,
     Memory,
     Marked,
     Duplicate,
@@ -67,7 +68,7 @@ pub enum Sort {
 }
 
 impl Sort {
-    pub const ALL: [Self; 5] = [Self::Memory, Self::Marked, Self::Duplicate, Self::Name, Self::Pid];
+    pub const ALL: [Self; 6] = [Self::Saved, Self::Memory, Self::Marked, Self::Duplicate, Self::Name, Self::Pid];
 }
 
 /// A row of programs.
@@ -79,6 +80,8 @@ pub struct Row {
     pub workload: String,
     pub processes: usize,
     pub memory: MemoryTotal,
+    /// `None` while we don't know yet.
+    pub saved_bytes: Option<u64>,
     pub left_alone: Option<String>,
 }
 
@@ -126,7 +129,7 @@ impl Top {
             explanation: None,
             view: View::Programs,
             rows_are: Rows::Process,
-            sort: Sort::Memory,
+            sort: Sort::Saved,
             reversed: false,
             filter: String::new(),
             typing: false,
@@ -307,6 +310,7 @@ impl Top {
         });
         rows.sort_by(|a, b| (a.pid, &a.name).cmp(&(b.pid, &b.name)));
         match self.sort {
+            Sort::Saved => rows.sort_by_key(|row| Reverse((row.saved_bytes, row.memory.resident_bytes))),
             Sort::Memory => rows.sort_by_key(|row| Reverse(row.memory.resident_bytes)),
             Sort::Marked => rows.sort_by_key(|row| Reverse(row.memory.marked_bytes)),
             Sort::Duplicate => rows.sort_by_key(|row| Reverse(row.memory.expected_bytes)),
@@ -330,6 +334,7 @@ pub fn process_rows(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<R
             workload: workloads.get(&process.pid).map_or(NO_WORKLOAD, String::as_str).to_owned(),
             processes: 1,
             memory: process.memory,
+            saved_bytes: process.saved_bytes,
             left_alone: process.left_alone.clone(),
         });
     }
@@ -339,11 +344,14 @@ pub fn process_rows(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<R
 /// Sums up processes into a row for each workload, in the order of names.
 pub fn by_workload(processes: Vec<Row>) -> Vec<Row> {
     let mut rows: BTreeMap<String, Row> = BTreeMap::new();
-    for Row { workload, memory, .. } in processes {
+    for Row { workload, memory, saved_bytes, .. } in processes {
         let row =
             rows.entry(workload.clone()).or_insert_with(|| Row { name: workload.clone(), workload, ..Row::default() });
         row.processes += 1;
         row.memory += memory;
+        if let Some(bytes) = saved_bytes {
+            row.saved_bytes = Some(row.saved_bytes.unwrap_or(0) + bytes);
+        }
     }
     rows.into_values().collect()
 }

@@ -253,7 +253,7 @@ fn every_view_has_its_golden_screens() {
     let (run, before) = watched();
     let answer =
         |status| Answer { time: NOW, status: Ok(status), workloads: workloads(), explanation: None, history: None };
-    for size in [(80, 24), (120, 40), (200, 50)] {
+    for size in [(40, 12), (80, 24), (120, 40), (200, 50)] {
         let mut screens = Vec::new();
         for (view, keys) in [
             ("programs", &[][..]),
