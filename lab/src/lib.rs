@@ -3,6 +3,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`bench`] | experiments that measure pagefold beside KSM alone and beside an oracle |
+//! | [`ksm_control`] | KSM, taken for an experiment |
 //! | [`programs`] | the real programs for experiments and records |
 //! | [`record`] | the file format of a record: the content of every page, snapshot by snapshot |
 //! | [`recorder`] | records of running programs |
@@ -20,6 +21,7 @@ pub mod commands;
 pub mod digests;
 pub mod fleet;
 pub mod generate;
+pub mod ksm_control;
 pub mod partial_hash;
 pub mod programs;
 pub mod recorder;

@@ -4,14 +4,12 @@
 //!   KSM.
 //! - [`lease`]: taking KSM over. `knob_writer` sets its knobs and records every change in the [`state_file`] first,
 //!   `restore` restores them. One [`lock`] keeps two programs from driving KSM at once.
-//! - `scan`: one scan of ksmd, from the kick to the end. [`controller`]: scans, pace and rest, as the daemon orders.
+//! - [`scan`]: one scan of ksmd, from the kick to the end. [`controller`]: scans, pace and rest, as the daemon orders.
 //! - [`request`]: `/dev/ksm`, where the kernel has it: merging the pages that we name, without ksmd.
-//! - [`experiment`]: KSM taken for measurements.
 //! - [`ksmd`]: the kernel thread.
 
 pub mod controller;
 mod counters;
-pub mod experiment;
 mod files;
 #[doc(hidden)]
 pub mod fuzzing;
@@ -22,7 +20,7 @@ pub mod lease;
 pub mod lock;
 pub mod request;
 mod restore;
-mod scan;
+pub mod scan;
 pub mod state_file;
 
 pub(crate) use counters::cow_ksm;

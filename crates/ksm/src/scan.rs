@@ -41,7 +41,7 @@ const LOST_KICK_UNSEEN: Duration = Duration::from_millis(200);
 const MAX_KICKS: u32 = 3;
 
 /// How the caller reads and sets knobs, and when its waits end.
-pub(crate) trait ScanKnobs {
+pub trait ScanKnobs {
     type Error: From<KsmError>;
 
     fn ksm(&self) -> &Ksm;
@@ -60,16 +60,16 @@ pub(crate) trait ScanKnobs {
 
 /// One finished attempt at a scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Scan {
+pub struct Scan {
     /// False if every kick was lost: nothing is registered.
-    pub(crate) done: bool,
-    pub(crate) lost: u32,
+    pub done: bool,
+    pub lost: u32,
     /// The time from the first kick to the end.
-    pub(crate) took: Duration,
+    pub took: Duration,
 }
 
 /// Kicks ksmd, waits for the end of the scan and until ksmd rests.
-pub(crate) fn scan_once<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<Scan, K::Error> {
+pub fn scan_once<K: ScanKnobs>(knobs: &K, ksmd: Option<&Ksmd>) -> Result<Scan, K::Error> {
     let began = Instant::now();
     let mut before = knobs.ksm().full_scans()?;
     knobs.set(Knob::PagesToScan, WHOLE_SCAN)?;

@@ -18,6 +18,7 @@ use anyhow::{Context, Result, bail};
 use pagefold_engine::config::Config;
 use pagefold_engine::engine::Engine;
 use pagefold_engine::governor::Governor;
+use pagefold_engine::host::ScanOrder;
 use pagefold_engine::sampling::census::bytes_of;
 use pagefold_engine::units::Pages;
 use pagefold_host::live::{Event, LiveHost};
@@ -25,17 +26,16 @@ use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::eligible::eligible_spans;
 use pagefold_inject::mark::mark;
 use pagefold_inject::unmerge::{Unmerged, unmerge};
-use pagefold_ksm::experiment::KsmForExperiment;
-use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths, TakeError, other_driver, restore_deferred};
-use pagefold_ksm::lock::Lock;
-use pagefold_ksm::{Knob, Ksm};
+use pagefold_ksm::controller::{KsmdController, scan_and_restore};
+use pagefold_ksm::ksmd::Ksmd;
+use pagefold_ksm::lease::{InitialKnobs, KsmLease, KsmPaths, restore_deferred};
+use pagefold_ksm::{Knobs, Ksm};
 use pagefold_procmem::Roots;
 use pagefold_procmem::os::cpu::own_and_children_cpu_ns;
 use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_procmem::process::Process;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::{self, Style, human};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -44,8 +44,19 @@ use words::Merged;
 use workers::{Size, Workers};
 
 /// The rate at which ksmd scans in the part with KSM alone. The kernel's default is 100 pages every 20 ms.
-const KSM_PAGES: u64 = 1000;
-const KSM_SLEEP_MS: u64 = 20;
+const KSM_PAGES: u32 = 1000;
+const KSM_SLEEP_MS: u32 = 20;
+
+/// The kernel's defaults, for the part with KSM alone.
+const DEFAULTS: InitialKnobs = InitialKnobs {
+    max_page_sharing: Some(256),
+    use_zero_pages: Some(false),
+    smart_scan: Some(true),
+    merge_across_nodes: Some(true),
+};
+
+/// Restoring KSM and a scan of ksmd may take this long each.
+const LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Debug, clap::Args)]
 pub struct DemoArgs {
@@ -92,7 +103,7 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
     let size = Size::that_fits(args.quick)?;
     let mut demo = Demo {
         workers: None,
-        experiment: take_ksm(&ksm, &stop)?,
+        before: check_ksm(&ksm)?,
         ksm,
         interrupt: stop.clone().into(),
         stop,
@@ -118,17 +129,13 @@ pub fn run(args: &DemoArgs) -> Result<u8> {
     }
 }
 
-/// Takes KSM for the whole demonstration. Waits for tests and experiments that use it, but fails if another program
-/// does.
-fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> {
-    let taken = KsmForExperiment::take(&stop.clone().into());
-    if stop.load(Ordering::Relaxed) {
-        return Err(Exit::new(exit::FAILURE, "interrupted; nothing was changed").into());
-    }
-    // If another program uses KSM, we want to name it, even if that's why we couldn't take KSM.
-    drop(lock()?);
-    if let Some(other) = other_driver(ksm, Path::new("/proc"))? {
-        return Err(preflight::explain_take(&TakeError::InUse(other)).into());
+/// Fails if another program uses KSM. First restores anything that a killed pagefold has left. Returns the knobs.
+fn check_ksm(ksm: &Arc<Ksm>) -> Result<Knobs> {
+    let left = restore_deferred(ksm, &KsmPaths::default()).map_err(|error| preflight::explain_take(&error))?;
+    let lease = lease(ksm, &InitialKnobs::NONE)?;
+    if left.is_some() {
+        // Pages of workers that were killed are counted until ksmd scans.
+        scan_and_restore(lease, LIMIT)?;
     }
     // This leaves out merged zero pages, because kernels count them wrongly.
     let saved = ksm.counters()?.pages_sharing.bytes().0;
@@ -137,19 +144,19 @@ fn take_ksm(ksm: &Arc<Ksm>, stop: &Arc<AtomicBool>) -> Result<KsmForExperiment> 
             format!("KSM already saves {} in other programs; unmerge them first with pagefold unmerge", human(saved));
         return Err(Exit::new(exit::KSM_TAKEN, line).into());
     }
-    Ok(taken?)
+    Ok(ksm.knobs()?)
 }
 
-/// Takes the lock that keeps other pagefold processes from controlling KSM.
-fn lock() -> Result<Lock, Exit> {
-    Lock::try_take(&KsmPaths::default().lock).map_err(|error| preflight::explain_take(&error.into()))
+fn lease(ksm: &Arc<Ksm>, initial: &InitialKnobs) -> Result<KsmLease, Exit> {
+    KsmLease::take(ksm.clone(), &KsmPaths::default(), initial).map_err(|error| preflight::explain_take(&error))
 }
 
-/// The state of the demonstration. Dropping this ends the workers before releasing KSM.
+/// The state of the demonstration. Dropping this ends the workers.
 struct Demo {
     workers: Option<Workers>,
-    experiment: KsmForExperiment,
     ksm: Arc<Ksm>,
+    /// KSM's knobs before the demonstration.
+    before: Knobs,
     stop: Arc<AtomicBool>,
     interrupt: Interrupt,
     style: Style,
@@ -246,9 +253,7 @@ impl Demo {
 
     /// Unmerges as `pagefold unmerge --pid ...` does. Returns the number of bytes unmerged.
     fn unmerge(&mut self, pids: &[i32]) -> Result<u64> {
-        let paths = KsmPaths::default();
-        let lease = KsmLease::take(self.ksm.clone(), &paths, &InitialKnobs::NONE)
-            .map_err(|error| preflight::explain_take(&error))?;
+        let lease = lease(&self.ksm, &InitialKnobs::NONE)?;
         let injector = preflight::injector()?;
         let mut unmerged = 0;
         for &pid in pids {
@@ -267,9 +272,7 @@ impl Demo {
         let style = self.style;
         let span = self.times.ksm.as_secs_f64();
         style::print(&words::ksm_alone(KSM_PAGES, KSM_SLEEP_MS))?;
-        // This keeps other pagefold processes from taking KSM meanwhile.
-        let _lock = lock()?;
-        self.experiment.kernel_defaults()?;
+        let lease = lease(&self.ksm, &DEFAULTS)?;
         for &pid in pids {
             let process = Process::open(pid)?;
             mark(&process, &eligible_spans(&process)?)?;
@@ -277,30 +280,29 @@ impl Demo {
         let before: Vec<(f64, u64)> = words::curve(&merged.observed.points);
         let watch =
             Watch::start(self.ksm.clone(), &[], move |view| words::ksm_picture(view, &before, savable, span, style))?;
-        self.experiment.set(Knob::PagesToScan, KSM_PAGES)?;
-        self.experiment.set(Knob::SleepMillisecs, KSM_SLEEP_MS)?;
-        self.experiment.set(Knob::Run, 1)?;
+        let ksmd = KsmdController::start(&lease, Ksmd::find()?)?;
+        ksmd.order(ScanOrder::Pace { pages_to_scan: KSM_PAGES, sleep_ms: KSM_SLEEP_MS, thorough: false });
         let slept = self.interrupt.sleep(self.times.ksm);
         let observed = watch.finish();
-        self.experiment.stop()?;
+        if let Some(why) = ksmd.status().stood_down {
+            return Err(Exit::new(exit::KSM_TAKEN, format!("{why}; see pagefold doctor")).into());
+        }
+        lease.restore(LIMIT);
         slept?;
         observed
     }
 
     /// Ends the workers and restores KSM. Returns a sentence about settings that it couldn't restore.
     fn restore(self) -> Result<Option<String>> {
-        let Self { workers, mut experiment, ksm, .. } = self;
-        drop(workers);
-        let before = experiment.before().clone();
-        experiment.unmerge()?;
-        // An interrupted part may have left settings changed. Now that no page is merged, we can restore them.
-        restore_deferred(&ksm, &KsmPaths::default())?;
-        drop(experiment);
-        let now = ksm.knobs()?;
-        if now != before {
-            return Ok(Some(format!("KSM's settings were {before:?} and are now {now:?}")));
+        drop(self.workers);
+        // An interrupted part may have left settings changed. Once ksmd has dropped the workers' pages, we can restore
+        // them.
+        scan_and_restore(lease(&self.ksm, &InitialKnobs::NONE)?, LIMIT)?;
+        let now = self.ksm.knobs()?;
+        if now != self.before {
+            return Ok(Some(format!("KSM's settings were {:?} and are now {now:?}", self.before)));
         }
-        let saved = ksm.counters()?.pages_sharing.bytes().0;
+        let saved = self.ksm.counters()?.pages_sharing.bytes().0;
         Ok((saved > 0).then(|| format!("KSM still saves {}", human(saved))))
     }
 }

@@ -1,27 +1,9 @@
 //! `pagefold demo` on the real kernel: small and short, interrupted, and killed.
-//!
-//! The demonstration takes the tests' lock on KSM itself, so these tests only hold that lock to check KSM before and
-//! after.
 
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pagefold_testkit::*;
-
-/// Only one test runs at a time, because a killed demonstration leaves knobs changed. `None` if there's no KSM to use.
-/// Releases the lock on KSM, so that the demonstration can take it.
-fn take() -> Option<MutexGuard<'static, ()>> {
-    static ONE: Mutex<()> = Mutex::new(());
-    let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    KsmAtRest::take().map(|_| one)
-}
-
-/// Checks that KSM is at rest again.
-#[track_caller]
-fn assert_restored() {
-    KsmAtRest::take().expect("KSM is at rest after the demonstration").assert_restored();
-}
 
 /// The number before `word` in the first line that contains it.
 #[track_caller]
@@ -33,11 +15,11 @@ fn mebibytes_before(text: &str, word: &str) -> u64 {
 
 #[test]
 fn every_part_is_shown_and_everything_is_restored() {
-    let Some(_one) = take() else { return };
+    let Some(ksm) = KsmAtRest::take() else { return };
     let output = pagefold(&["demo", "--quick"]);
     let (text, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{text}\n{errors}");
-    assert_restored();
+    ksm.assert_restored();
 
     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     assert!(!text.contains('\x1b'), "{text}");
@@ -61,11 +43,10 @@ fn every_part_is_shown_and_everything_is_restored() {
 
 #[test]
 fn an_interrupted_demo_restores_everything() {
-    let Some(_one) = take() else { return };
+    let Some(ksm) = KsmAtRest::take() else { return };
     // At about these times it scans, merges, unmerges, and lets KSM work alone.
     for milliseconds in [100, 700, 1500, 2600, 4000] {
         let mut demo = Daemon::start(&["demo", "--quick"]);
-        // We count from when the demonstration has taken KSM, not from when it waits for the lock.
         wait_until("the workers start", || !demo.is_running() || !demo.children().is_empty());
         std::thread::sleep(Duration::from_millis(milliseconds));
         let children = demo.children();
@@ -77,13 +58,13 @@ fn an_interrupted_demo_restores_everything() {
         for child in children {
             assert!(!exists(child), "{child} is still there");
         }
-        assert_restored();
+        ksm.assert_restored();
     }
 }
 
 #[test]
 fn what_a_killed_demo_leaves_is_restored_by_the_next() {
-    let Some(_one) = take() else { return };
+    let Some(ksm) = KsmAtRest::take() else { return };
     let mut demo = Daemon::start(&["demo", "--quick"]);
     wait_until("ksmd runs", || !demo.is_running() || number("run") == 1);
     let children = demo.children();
@@ -94,8 +75,7 @@ fn what_a_killed_demo_leaves_is_restored_by_the_next() {
     let output = pagefold(&["demo", "--quick"]);
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
-    assert_has(&errors, &["an experiment that was killed has left KSM's knobs changed; restoring them\n"]);
-    assert_restored();
+    ksm.assert_restored();
 }
 
 #[test]

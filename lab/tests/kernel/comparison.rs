@@ -8,7 +8,7 @@ use pagefold_host::check::facts::Release;
 use pagefold_host::scope::deny_list::DenyList;
 use pagefold_host::scope::{ScopeSpec, resolve};
 use pagefold_ksm::Knob;
-use pagefold_ksm::experiment::KsmForExperiment;
+use pagefold_lab::ksm_control::KsmForExperiment;
 use pagefold_lab::record::{Deltas, MemorySnapshot, Origin, Page, Record, Snapshot, Source};
 use pagefold_lab::recorder::{Recorder, RecordingOptions};
 use pagefold_lab::script::script;

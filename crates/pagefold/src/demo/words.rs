@@ -164,7 +164,7 @@ pub fn unmerged(bytes: u64, took: Duration, style: Style) -> String {
 }
 
 /// The settings of KSM alone.
-pub fn ksm_alone(pages: u64, sleep_ms: u64) -> String {
+pub fn ksm_alone(pages: u32, sleep_ms: u32) -> String {
     let mut text = String::new();
     text.line(format!("   KSM alone: everything is marked, and ksmd scans {pages} pages every {sleep_ms} ms"));
     text.line("   (the kernel's default: 100 pages every 20 ms).");

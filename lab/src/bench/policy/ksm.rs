@@ -2,11 +2,11 @@
 
 use super::{KSM_EVERYTHING, Kernel, Marks, NO_MERGING, ORACLE, Policy, Stage};
 use crate::bench::sysfs::Changed;
+use crate::ksm_control::{ExperimentError, KsmForExperiment};
 use anyhow::ensure;
 use pagefold_engine::units::{Permyriad, whole};
 use pagefold_host::scope::eligible::eligible_spans;
 use pagefold_inject::mark::mark;
-use pagefold_ksm::experiment::{ExperimentError, KsmForExperiment};
 use pagefold_ksm::{KSM_ROOT, Knob};
 use pagefold_procmem::process::Process;
 use std::path::Path;

@@ -1,13 +1,12 @@
-//! Control of KSM for an experiment or a demonstration. We take it only if no other program uses KSM, and restore
+//! Control of KSM for an experiment. We take it only if no other program uses KSM, and restore
 //! everything at the end. If an experiment is killed, the next one restores its settings.
 
-use super::files::{KSM_ROOT, Ksm, KsmError};
-use super::knobs::{Knob, Knobs};
-use super::ksmd::Ksmd;
-use super::lease::{KsmPaths, TakeError, recover, restore_deferred};
-use super::lock::{Lock, LockError};
-use super::scan::{self, ScanKnobs};
-use super::state_file::{Holder, State, StateError, boot_id};
+use pagefold_ksm::ksmd::Ksmd;
+use pagefold_ksm::lease::{KsmPaths, TakeError, recover, restore_deferred};
+use pagefold_ksm::lock::{Lock, LockError};
+use pagefold_ksm::scan::{self, ScanKnobs};
+use pagefold_ksm::state_file::{Holder, State, StateError, boot_id};
+use pagefold_ksm::{KSM_ROOT, Knob, Ksm, KsmError};
 use pagefold_procmem::os::interrupt::{Interrupt, Interrupted};
 use pagefold_procmem::process::ReadError;
 use std::fs;
@@ -78,7 +77,6 @@ pub enum ExperimentError {
 pub struct KsmForExperiment {
     ksm: Arc<Ksm>,
     ksmd: Ksmd,
-    before: Knobs,
     state: Mutex<State>,
     /// Released last.
     _lock: Lock,
@@ -111,15 +109,10 @@ impl KsmForExperiment {
         }
         let paths = paths();
         let state = State::new(boot_id(&paths.proc_root)?, Holder::own(&paths.proc_root)?, ksm.values()?);
-        let mut taken = Self { ksm, ksmd, before, state: Mutex::new(state), _lock: lock };
+        let mut taken = Self { ksm, ksmd, state: Mutex::new(state), _lock: lock };
         // This also proves that we may write the knobs.
         taken.kernel_defaults()?;
         Ok(taken)
-    }
-
-    /// The original values of the knobs, which we restore at the end.
-    pub fn before(&self) -> &Knobs {
-        &self.before
     }
 
     pub fn ksm(&self) -> &Ksm {
