@@ -62,7 +62,7 @@ pub struct Planned {
 
 impl Workloads {
     /// Asks the engine for all workloads.
-    pub async fn of(engine: &Engine, show: &(dyn Fn(usize) + Sync)) -> Result<Self> {
+    pub async fn of(engine: &Engine, show: impl Fn(usize) + Sync) -> Result<Self> {
         let mut rows = engine.stream(&queries::samples(lg_sampled(engine.workloads()))).await?;
         let mut builder = Builder::default();
         while let Some(batch) = rows.try_next().await? {

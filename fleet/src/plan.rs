@@ -100,7 +100,8 @@ impl Document {
         plan: &Plan,
         before: &[Saving],
         inventory: &Inventory,
-        (time_us, most_moves): (u64, u64),
+        time_us: u64,
+        most_moves: u64,
     ) -> Self {
         let host = |host: HostId| known.hosts[index(host.0)].name.clone();
         let members = |unit: usize| planned.members[unit].iter().map(|&member| &known.workloads[member]);
@@ -155,31 +156,12 @@ impl Document {
             let of_group = json!({ "pagefold-group": group.name });
             let mut with_pods = false;
             for (host, members) in &group.hosts {
-                let members = members.iter().filter(|member| member.kind == "pod");
-                let named: Vec<Value> = members
-                    .map(|pod| {
-                        json!({
-                            "name": pod.workload,
-                            "from": pod.from,
-                            "labels": of_group,
-                            "affinity": {
-                                "nodeAffinity": { "preferredDuringSchedulingIgnoredDuringExecution": [{
-                                    "weight": 100,
-                                    "preference": { "matchExpressions": [
-                                        { "key": home, "operator": "In", "values": ["home"] },
-                                    ] },
-                                }] },
-                                "podAffinity": { "preferredDuringSchedulingIgnoredDuringExecution": [{
-                                    "weight": 50,
-                                    "podAffinityTerm": {
-                                        "labelSelector": { "matchLabels": of_group },
-                                        "topologyKey": "kubernetes.io/hostname",
-                                    },
-                                }] },
-                            },
-                        })
-                    })
-                    .collect();
+                let mut named = Vec::new();
+                for member in members {
+                    if member.kind == "pod" {
+                        named.push(pod(member, &home, &of_group));
+                    }
+                }
                 if named.len() > 1 {
                     nodes.entry(host).or_default().insert(home.clone(), "home");
                     with_pods = true;
@@ -279,4 +261,28 @@ impl fmt::Display for Document {
 
 fn signed(bytes: i64) -> String {
     format!("{}{}", if bytes < 0 { "-" } else { "" }, human(bytes.unsigned_abs()))
+}
+
+/// A pod of a group, which prefers nodes with the group's label and nodes with other pods of the group.
+fn pod(member: &Member, home: &str, of_group: &Value) -> Value {
+    let node = json!({
+        "weight": 100,
+        "preference": { "matchExpressions": [{ "key": home, "operator": "In", "values": ["home"] }] },
+    });
+    let others = json!({
+        "weight": 50,
+        "podAffinityTerm": {
+            "labelSelector": { "matchLabels": of_group },
+            "topologyKey": "kubernetes.io/hostname",
+        },
+    });
+    json!({
+        "name": member.workload,
+        "from": member.from,
+        "labels": of_group,
+        "affinity": {
+            "nodeAffinity": { "preferredDuringSchedulingIgnoredDuringExecution": [node] },
+            "podAffinity": { "preferredDuringSchedulingIgnoredDuringExecution": [others] },
+        },
+    })
 }

@@ -160,7 +160,7 @@ fn check_length(bytes: u64) -> Result<(), String> {
 }
 
 /// Reads and checks all files of some places. Calls `show` with the number of files done and of all files.
-pub async fn survey(sources: &[Source], show: &(dyn Fn(usize, usize) + Sync)) -> Result<Vec<Seen>, SourceError> {
+pub async fn survey(sources: &[Source], show: impl Fn(usize, usize) + Sync) -> Result<Vec<Seen>, SourceError> {
     let mut files = Vec::new();
     for source in sources {
         files.extend(source.files().await?.into_iter().map(|found| (source, found)));

@@ -113,7 +113,7 @@ enum Done {
 }
 
 /// Runs all measurements, several at a time. Calls `progress` with the numbers of finished and of all measurements.
-pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> Scaling {
+pub fn scale(scale: &ScaleOptions, progress: impl Fn(usize, usize) + Sync) -> Scaling {
     let mut tasks: Vec<Task> = Vec::new();
     for &gib in &scale.memory {
         let memory = ServerMemory::new(gib, scale.hours);
@@ -148,7 +148,7 @@ pub fn scale(scale: &ScaleOptions, progress: &(dyn Fn(usize, usize) + Sync)) -> 
 type Savables = Mutex<HashMap<(ServerMemory, u32), Arc<OnceLock<Savable>>>>;
 
 /// Runs the largest tasks first, so that no long one begins last.
-fn run(tasks: &[Task], progress: &(dyn Fn(usize, usize) + Sync)) -> Vec<Done> {
+fn run(tasks: &[Task], progress: impl Fn(usize, usize) + Sync) -> Vec<Done> {
     let known = Savables::default();
     let next = AtomicUsize::new(0);
     let results = Mutex::new(BTreeMap::new());

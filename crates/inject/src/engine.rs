@@ -105,21 +105,8 @@ pub fn attempt(
         .spawn(move || {
             tid_inside.store(own_tid(), Ordering::Relaxed);
             shield_thread();
-            // If the attempt was given up, nobody receives the result.
-            match one_stop(&handle, program, tid, &calls, &limits_inside, &progress_inside) {
-                StopOutcome::Over(outcome) => {
-                    if is_shared && outcome.is_late() {
-                        ATTEMPTS.give_up(&handle, Weak::new());
-                    }
-                    drop(sender.send(outcome));
-                }
-                StopOutcome::Awaited(outcome, tid) => {
-                    // Until it stops we don't stop its process again.
-                    stall(&handle, Arc::downgrade(&alive), is_shared && outcome.is_late());
-                    drop(sender.send(outcome));
-                    await_stop(tid);
-                }
-            }
+            let outcome = one_stop(&handle, program, tid, &calls, &limits_inside, &progress_inside);
+            finish(outcome, &handle, &alive, is_shared, &sender);
             drop(alive);
         })
         .map_err(|error| InjectError::System {
@@ -152,6 +139,30 @@ pub fn attempt(
                 return Err(InjectError::Held { pid });
             }
             Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
+/// The end of an attempt, on its thread. If it was given up, nobody receives the result.
+fn finish(
+    stopped: StopOutcome,
+    process: &Process,
+    alive: &Arc<()>,
+    is_shared: bool,
+    sender: &mpsc::Sender<AttemptOutcome>,
+) {
+    match stopped {
+        StopOutcome::Over(outcome) => {
+            if is_shared && outcome.is_late() {
+                ATTEMPTS.give_up(process, Weak::new());
+            }
+            drop(sender.send(outcome));
+        }
+        StopOutcome::Awaited(outcome, tid) => {
+            // Until it stops we don't stop its process again.
+            stall(process, Arc::downgrade(alive), is_shared && outcome.is_late());
+            drop(sender.send(outcome));
+            await_stop(tid);
         }
     }
 }

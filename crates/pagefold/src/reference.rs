@@ -243,18 +243,16 @@ pub fn assert_explained(document: &serde_json::Value) {
     let names: Vec<&str> = schema.names().collect();
     let mut values = vec![document];
     while let Some(value) = values.pop() {
-        match value {
-            serde_json::Value::Object(fields) => {
-                for (name, value) in fields {
-                    assert!(names.contains(&name.as_str()), "{name} of {} is not in reference.rs", schema.name);
-                    // The keys of this one are names of KSM's settings.
-                    if name != "knobs_deferred" {
-                        values.push(value);
-                    }
-                }
+        if let serde_json::Value::Array(rows) = value {
+            values.extend(rows);
+        }
+        let serde_json::Value::Object(fields) = value else { continue };
+        for (name, value) in fields {
+            assert!(names.contains(&name.as_str()), "{name} of {} is not in reference.rs", schema.name);
+            // The keys of this one are names of KSM's settings.
+            if name != "knobs_deferred" {
+                values.push(value);
             }
-            serde_json::Value::Array(rows) => values.extend(rows),
-            _ => {}
         }
     }
 }

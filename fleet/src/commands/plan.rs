@@ -42,7 +42,7 @@ pub async fn run(args: &PlanArgs) -> Result<u8> {
     let mut opened = args.sketches.open().await?;
     let all = opened.engine.workloads();
     let show = |done: usize| opened.progress.show("reading sketches", Some(done as f64 / all.max(1) as f64));
-    let mut known = Workloads::of(&opened.engine, &show).await.map_err(failed)?;
+    let mut known = Workloads::of(&opened.engine, show).await.map_err(failed)?;
     opened.inventory.left_out.extend(opened.engine.lost());
     let limits = Limits { memory: f64::from(args.memory) / 100.0, cpu: f64::from(args.cpu) / 100.0 };
     opened.progress.show("planning", None);
@@ -55,7 +55,7 @@ pub async fn run(args: &PlanArgs) -> Result<u8> {
     let before: Vec<_> = planned.fleet.host_ids().map(|host| current.saving(host)).collect();
     drop(current);
     let made = plan(&planned.fleet, &contents, args.moves);
-    let document = Document::of(&known, &planned, &made, &before, &opened.inventory, (opened.now_us, args.moves));
+    let document = Document::of(&known, &planned, &made, &before, &opened.inventory, opened.now_us, args.moves);
     opened.progress.clear();
     let text = if args.kubernetes {
         style::json(&document.kubernetes())?

@@ -54,7 +54,7 @@ impl SketchArgs {
         let show = |done: usize, all: usize| {
             progress.show(&format!("checked {done} of {all} files"), Some(done as f64 / all.max(1) as f64));
         };
-        let seen = survey(&sources, &show).await?;
+        let seen = survey(&sources, show).await?;
         let since = self.at.unwrap_or_else(SystemTime::now).duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let now_us = u64::try_from(since.as_micros()).unwrap_or(u64::MAX);
         let inventory = Inventory::of(seen, Terms { key: self.key, now_us, max_age: self.max_age });

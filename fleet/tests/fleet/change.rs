@@ -15,7 +15,7 @@ fn report_after(dir: &Path, change: impl Fn()) -> (Report, Workloads) {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let sources = [Source::open(dir.to_str().unwrap()).unwrap()];
-        let seen = survey(&sources, &|_, _| ()).await.unwrap();
+        let seen = survey(&sources, |_, _| ()).await.unwrap();
         let terms = Terms { key: None, now_us: NOW_US, max_age: Duration::from_hours(24) };
         let inventory = Inventory::of(seen, terms);
         let engine = Engine::open(&sources, &inventory, 256 << 20).await.unwrap();

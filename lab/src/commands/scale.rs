@@ -52,7 +52,7 @@ fn hours(text: &str) -> Result<f64, String> {
 pub fn run(args: &ScaleArgs) -> Result<u8> {
     let wanted = wanted(args);
     let progress = Progress::new();
-    let scaling = scale(&wanted, &|done, all| {
+    let scaling = scale(&wanted, |done, all| {
         progress.show(&format!("simulated {done} of {all}"), Some(done as f64 / all as f64));
     });
     progress.clear();

@@ -43,14 +43,7 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
         let failed = match unshare(&mut xen, &guest.domain, keep) {
             Ok(given) => {
                 row.given_back_bytes = given.pages.bytes().0;
-                let left = given.left.bytes().0;
-                (left > 0).then(|| {
-                    let least = style::human(keep.bytes().0);
-                    format!(
-                        "{} of it stay shared: less than {least} of memory would be left; free some",
-                        style::human(left)
-                    )
-                })
+                (given.left > Pages(0)).then(|| still_shared(given.left, keep))
             }
             Err(error) => Some(call(&error).line),
         };
@@ -65,4 +58,10 @@ pub fn run(args: &UnmergeArgs) -> Result<u8> {
     summary.still_saved_bytes = xen.memory().map_err(|error| call(&error))?.saved.bytes().0;
     output::print(args.json, &summary, |style| describe(&summary, "Xen", "guest", "guests", style))?;
     Ok(code)
+}
+
+fn still_shared(left: Pages, keep: Pages) -> String {
+    let left = style::human(left.bytes().0);
+    let keep = style::human(keep.bytes().0);
+    format!("{left} of it stay shared: less than {keep} of memory would be left; free some")
 }
