@@ -71,7 +71,7 @@ pub fn main() -> ExitCode {
         Command::Scale(args) => scale::run(args),
         Command::SketchError(args) => sketch_error::run(args),
         Command::Fleet(args) => fleet::run(args),
-        Command::Tenant { spec } => pagefold_workload::serve(spec),
+        Command::Tenant { spec } => crate::activity::serve(spec),
     };
     pagefold_text::program::finish("pagefold-lab", result)
 }

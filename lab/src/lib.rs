@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`bench`] | experiments that measure pagefold beside KSM alone and beside an oracle |
 //! | [`ksm_control`] | KSM, taken for an experiment |
+//! | [`activity`] | the things that a tenant does by itself |
 //! | [`programs`] | the real programs for experiments and records |
 //! | [`record`] | the file format of a record: the content of every page, snapshot by snapshot |
 //! | [`recorder`] | records of running programs |
@@ -16,6 +17,7 @@
 //! | [`commands`] | the command line |
 #![forbid(unsafe_code)]
 
+pub mod activity;
 pub mod bench;
 pub mod commands;
 pub mod digests;

@@ -34,8 +34,9 @@ pub use zram::{ZramSwap, swapped_out};
 
 use anyhow::{Context, bail, ensure};
 use pagefold_procmem::process::Process;
+use pagefold_report::activity::ActivityCounters;
 pub(crate) use pagefold_workload::emulator::{QEMU, find, need};
-use pagefold_workload::{ActivityCounters, Dialogue, OwnedChild, Tenant, Verdict};
+use pagefold_workload::{Dialogue, OwnedChild, Tenant, Verdict};
 use std::fs::{self, File};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -94,7 +95,7 @@ impl Target for Tenant {
     }
 
     fn counters(&mut self) -> anyhow::Result<Option<ActivityCounters>> {
-        Self::counters(self).map(Some)
+        crate::activity::counters(self).map(Some)
     }
 }
 

@@ -1,9 +1,10 @@
 //! Tenants as processes: start, commands, damage, end.
 
 use pagefold_engine::units::Pages;
+use pagefold_lab::activity::{Activity, counters};
 use pagefold_procmem::maps::read_smaps;
 use pagefold_procmem::process::Process;
-use pagefold_workload::{Activity, Segment, Tenant, TenantSpec, Verdict};
+use pagefold_workload::{Segment, Tenant, TenantSpec, Verdict};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -72,17 +73,16 @@ fn a_tenant_ends_with_its_standard_input() {
 
 #[test]
 fn a_breaker_writes_on_its_schedule_while_it_answers() {
-    let spec =
-        TenantSpec::new([Segment::Same { pages: 50, seed: 1 }]).with_activity(Activity::Breaker { every_us: 2000 });
+    let spec = Activity::Breaker { every_us: 2000 }.of_tenant([Segment::Same { pages: 50, seed: 1 }]);
     let mut tenant = Tenant::start(Path::new(PROGRAM), &spec).unwrap();
-    assert_eq!(tenant.counters().unwrap().pages_written, 0);
+    assert_eq!(counters(&mut tenant).unwrap().pages_written, 0);
     tenant.begin().unwrap();
     let end = Instant::now() + Duration::from_secs(20);
-    while tenant.counters().unwrap().pages_written < 100 && Instant::now() < end {
+    while counters(&mut tenant).unwrap().pages_written < 100 && Instant::now() < end {
         assert_eq!(tenant.verify().unwrap(), Verdict::Intact);
         std::thread::sleep(Duration::from_millis(20));
     }
-    let counters = tenant.counters().unwrap();
+    let counters = counters(&mut tenant).unwrap();
     assert!(counters.pages_written >= 100, "{counters:?}");
     // Never ahead of schedule: the first page is due at once, each further page 2 ms later.
     assert!((counters.pages_written - 1) as f64 * 0.002 <= counters.seconds, "{counters:?}");
@@ -97,13 +97,13 @@ fn a_breaker_writes_on_its_schedule_while_it_answers() {
 #[test]
 fn short_lived_memory_is_mapped_and_unmapped() {
     let activity = Activity::ShortLived { pages: 500, seed: 1, life_us: 5000, mergeable: false };
-    let mut tenant = Tenant::start(Path::new(PROGRAM), &TenantSpec::new([]).with_activity(activity)).unwrap();
+    let mut tenant = Tenant::start(Path::new(PROGRAM), &activity.of_tenant([])).unwrap();
     tenant.begin().unwrap();
     let end = Instant::now() + Duration::from_secs(20);
-    while tenant.counters().unwrap().lives.len() < 3 && Instant::now() < end {
+    while counters(&mut tenant).unwrap().lives.len() < 3 && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20));
     }
-    let lives = tenant.counters().unwrap().lives;
+    let lives = counters(&mut tenant).unwrap().lives;
     assert!(lives.len() >= 3, "{lives:?}");
     assert!(lives.iter().all(|life| life.merged_pages == 0 && life.seconds >= 0.005), "{lives:?}");
     assert_eq!(tenant.verify().unwrap(), Verdict::Intact);

@@ -30,7 +30,6 @@ impl KsmStat {
         }
     }
 
-    /// All merged pages.
     pub fn merged(&self) -> Pages {
         self.merging + self.zeros()
     }

@@ -164,7 +164,6 @@ impl Process {
         self.stat().is_ok_and(|stat| stat.start_time_ticks == self.start_time_ticks && !stat.has_ended())
     }
 
-    /// The error for a malformed file of this process.
     pub fn malformed(&self, file: &str, what: impl Into<String>) -> ReadError {
         ReadError::Malformed { pid: self.pid, file: file.to_owned(), what: what.into() }
     }

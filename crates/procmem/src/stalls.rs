@@ -76,7 +76,6 @@ impl Stalls {
         self.lock().give_up(process.key(), alive, Origin::of(process), Instant::now());
     }
 
-    /// Whether a thread is at a process.
     pub fn has_thread(&self, process: &Process) -> bool {
         self.lock().entries.get(&process.key()).is_some_and(Entry::has_thread)
     }

@@ -56,7 +56,6 @@ fn put_stripped(image: &Image, program: &Path, to: &str) {
 /// Everything that a machine leaves when it ends.
 #[derive(Debug)]
 pub struct GuestEnded {
-    /// How it ended.
     pub status: String,
     /// Everything on its first serial port: the kernel's and the programs' messages.
     pub console: String,

@@ -30,7 +30,6 @@ impl Namespace {
         Some(Self { shell, dir })
     }
 
-    /// A command in the namespace.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["-t", &self.shell.pid().to_string(), "-m"]).arg(program);
@@ -46,7 +45,6 @@ impl Namespace {
 /// A file system in a mount namespace. Thawed when dropped.
 pub struct Disk {
     pub namespace: Namespace,
-    /// Where it's mounted.
     pub mount: String,
 }
 

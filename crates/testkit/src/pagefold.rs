@@ -47,7 +47,6 @@ pub fn status() -> Value {
     status
 }
 
-/// The row of a list with this value of a field.
 #[track_caller]
 pub fn row<'a>(list: &'a Value, field: &str, is: impl Into<Value>) -> &'a Value {
     let is = is.into();
@@ -277,7 +276,6 @@ impl Daemon {
         self.terminate().summary()
     }
 
-    /// Kills the daemon.
     #[track_caller]
     pub fn kill(self) -> Ended {
         self.signal(libc::SIGKILL);

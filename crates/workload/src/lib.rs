@@ -8,25 +8,23 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`contents`] | reproducible page contents |
-//! | `spec` | the description of a tenant, as JSON, and the counters it reports |
-//! | `memory` | memory filled as a segment says |
-//! | `activity` | things that a tenant does by itself: rewrite pages, map and unmap memory |
+//! | `spec` | the description of a tenant, as JSON |
+//! | [`memory`] | memory filled as a segment says |
 //! | `serve` | the tenant's main loop |
 //! | `dialogue` | programs that answer commands line by line |
 //! | `tenant` | the handle a program keeps of a tenant it has started |
 //! | [`emulator`] | emulated machines |
 #![forbid(unsafe_code)]
 
-mod activity;
 pub mod contents;
 mod dialogue;
 pub mod emulator;
-mod memory;
+pub mod memory;
 mod serve;
 mod spec;
 mod tenant;
 
 pub use dialogue::{Dialogue, OwnedChild, end_child};
-pub use serve::serve;
-pub use spec::{Activity, ActivityCounters, Lifetime, Segment, TenantSpec};
+pub use serve::{Activity, serve, serve_with};
+pub use spec::{Segment, TenantSpec};
 pub use tenant::{Tenant, Verdict};

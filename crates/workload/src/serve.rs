@@ -1,12 +1,34 @@
 //! The main loop of a tenant.
 
-use crate::activity::ActivityState;
 use crate::memory::FilledSegment;
-use crate::spec::{ActivityCounters, TenantSpec};
-use anyhow::Context;
+use crate::spec::TenantSpec;
+use anyhow::{Context, bail};
+use serde_json::Value;
 use std::io::{self, BufRead, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
+
+/// Something that a tenant does by itself, between its answers. An answer stops its clock.
+pub trait Activity {
+    fn begin(&mut self, now: Instant);
+
+    /// When the next step is due; `None` before the beginning.
+    fn due(&self) -> Option<Instant>;
+
+    fn act(&mut self, memory: &mut [FilledSegment]) -> anyhow::Result<()>;
+
+    /// Delays the schedule by the time an answer took.
+    fn pause(&mut self, taken: Duration);
+
+    /// The counters of the steps so far, as JSON. Resets those that count from the last answer.
+    fn counters(&mut self, now: Instant) -> serde_json::Result<String>;
+
+    /// Damaged pages of its own memory.
+    fn damaged(&self) -> u64;
+}
+
+/// Makes an activity of the JSON in a spec.
+pub type StartActivity = fn(Value) -> anyhow::Result<Box<dyn Activity>>;
 
 /// Runs as a tenant: fills memory as `spec`, the JSON of a [`TenantSpec`], says, then answers commands on standard
 /// input until that closes. Never returns.
@@ -19,10 +41,15 @@ use std::time::{Duration, Instant};
 /// | `cow` | writes to every page without changing it | `ok` |
 /// | `damage` | changes one byte | `ok` |
 /// | `begin` | starts the activity | `ok` |
-/// | `counters` | | [`ActivityCounters`] as JSON |
+/// | `counters` | | the activity's counters as JSON |
 /// | `quit` | ends | |
 pub fn serve(spec: &str) -> ! {
-    let code = match run(spec) {
+    serve_with(spec, |_| bail!("this program has no activities"))
+}
+
+/// Like [`serve`], with a program's own activities.
+pub fn serve_with(spec: &str, start: StartActivity) -> ! {
+    let code = match run(spec, start) {
         Ok(()) => 0,
         Err(error) => {
             eprintln!("tenant: {error:#}");
@@ -32,17 +59,17 @@ pub fn serve(spec: &str) -> ! {
     std::process::exit(code)
 }
 
-fn run(spec: &str) -> anyhow::Result<()> {
+fn run(spec: &str, start: StartActivity) -> anyhow::Result<()> {
     let spec: TenantSpec = serde_json::from_str(spec).context("cannot parse the tenant's spec")?;
     let mut memory = Vec::new();
     for &segment in &spec.segments {
         memory.push(FilledSegment::new(segment, spec.huge)?);
     }
-    let mut activity = spec.activity.map(ActivityState::new).transpose()?;
+    let mut activity = spec.activity.map(start).transpose()?;
     say("ready")?;
     let lines = lines();
     loop {
-        let line = match activity.as_ref().and_then(ActivityState::due) {
+        let line = match activity.as_ref().and_then(|activity| activity.due()) {
             None => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
             Some(due) => lines.recv_timeout(due.saturating_duration_since(Instant::now())),
         };
@@ -53,7 +80,7 @@ fn run(spec: &str) -> anyhow::Result<()> {
                     return Ok(());
                 }
                 let asked = Instant::now();
-                say(&answer(&line, asked, &mut memory, activity.as_mut())?)?;
+                say(&answer(&line, asked, &mut memory, activity.as_deref_mut())?)?;
                 if let Some(activity) = activity {
                     activity.pause(asked.elapsed());
                 }
@@ -74,7 +101,7 @@ fn answer(
     line: &str,
     asked: Instant,
     memory: &mut [FilledSegment],
-    activity: Option<&mut ActivityState>,
+    activity: Option<&mut (dyn Activity + 'static)>,
 ) -> anyhow::Result<String> {
     Ok(match line.split_once(' ').unwrap_or((line, "")) {
         ("verify", "") => {
@@ -112,10 +139,10 @@ fn answer(
             }
             None => "nothing to begin".to_owned(),
         },
-        ("counters", "") => {
-            let counters = activity.map_or_else(ActivityCounters::default, |activity| activity.counters(asked));
-            serde_json::to_string(&counters)?
-        }
+        ("counters", "") => match activity {
+            Some(activity) => activity.counters(asked)?,
+            None => "null".to_owned(),
+        },
         _ => format!("unknown command {line}"),
     })
 }

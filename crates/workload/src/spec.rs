@@ -1,7 +1,8 @@
-//! The description of a tenant and the counters it reports.
+//! The description of a tenant.
 
 use pagefold_engine::units::Pages;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// The memory of a tenant and its activity.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -9,9 +10,9 @@ use serde::{Deserialize, Serialize};
 pub struct TenantSpec {
     /// The segments, each an allocation of its own.
     pub segments: Vec<Segment>,
-    /// The activity of the tenant after [`Tenant::begin`](crate::Tenant::begin).
+    /// The activity of the tenant after [`Tenant::begin`](crate::Tenant::begin), as JSON for the program that serves.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub activity: Option<Activity>,
+    pub activity: Option<Value>,
     /// Whether the tenant asks for huge pages in all segments (`MADV_HUGEPAGE`).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub huge: bool,
@@ -21,11 +22,6 @@ impl TenantSpec {
     /// A tenant that only holds these segments.
     pub fn new(segments: impl IntoIterator<Item = Segment>) -> Self {
         Self { segments: segments.into_iter().collect(), ..Self::default() }
-    }
-
-    #[must_use]
-    pub fn with_activity(self, activity: Activity) -> Self {
-        Self { activity: Some(activity), ..self }
     }
 
     #[must_use]
@@ -75,53 +71,6 @@ impl Segment {
     }
 }
 
-/// Something that a tenant does by itself, after UKSM's workloads: memory whose pages it writes again and again
-/// (section 8.1.2), and memory that it maps and unmaps (8.1.3).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Activity {
-    /// Rewrites the pages of the first segment with their present content, one at a time, in order, over and over.
-    Breaker {
-        /// Time from one page to the next.
-        every_us: u64,
-    },
-    /// Maps memory, fills all pages alike, keeps it for a time, unmaps it, waits as long, and repeats.
-    ShortLived {
-        pages: u64,
-        seed: u64,
-        /// How long the memory is kept, counted from the end of filling it.
-        life_us: u64,
-        /// Whether the tenant marks the memory itself before filling it, as a program written for KSM does.
-        mergeable: bool,
-    },
-    /// Maps a little memory, writes to its first page and unmaps it, without a pause.
-    Mapper { pages: u64 },
-}
-
-/// How far an activity has got.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct ActivityCounters {
-    /// Time since it began, without the time spent answering.
-    pub seconds: f64,
-    pub pages_written: u64,
-    /// The longest delay of a write behind its schedule since the last answer, in microseconds.
-    pub latest_us: f64,
-    pub writing_seconds: f64,
-    /// Short-lived memory that it has unmapped.
-    pub lives: Vec<Lifetime>,
-    /// Mappings made and removed, in each tenth of a second since the last answer.
-    #[serde(default)]
-    pub maps: Vec<u64>,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Lifetime {
-    /// Pages merged just before the end: present, and mapped elsewhere too.
-    pub merged_pages: u64,
-    /// Time from mapping to unmapping.
-    pub seconds: f64,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -143,12 +92,6 @@ mod tests {
         assert!(!json.contains("activity") && !json.contains("huge"));
         let huge = spec.clone().with_huge_pages();
         assert_eq!(serde_json::from_str::<TenantSpec>(&serde_json::to_string(&huge).unwrap()).unwrap(), huge);
-        for activity in
-            [Activity::Breaker { every_us: 1 }, Activity::ShortLived { pages: 2, seed: 3, life_us: 4, mergeable: true }]
-        {
-            let spec = TenantSpec::new([]).with_activity(activity);
-            assert_eq!(serde_json::from_str::<TenantSpec>(&serde_json::to_string(&spec).unwrap()).unwrap(), spec);
-        }
         assert_eq!(spec.pages(), Pages(52));
     }
 
@@ -160,7 +103,6 @@ mod tests {
             r#"{"segments":[{"zero":{"pages":1,"seed":2}}]}"#,
             r#"{"segments":[],"more":1}"#,
             r#"{"segments":[{"zero":{"pages":-1}}]}"#,
-            r#"{"segments":[],"activity":{"breaker":{}}}"#,
         ] {
             assert!(serde_json::from_str::<TenantSpec>(text).is_err(), "{text}");
         }

@@ -4,9 +4,10 @@
 //! its standard input closes, so it never outlives the process that started it.
 
 use crate::dialogue::{Dialogue, READY};
-use crate::spec::{ActivityCounters, TenantSpec};
+use crate::spec::TenantSpec;
 use anyhow::{Context, bail, ensure};
 use pagefold_engine::units::Pages;
+use serde::de::DeserializeOwned;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
@@ -96,8 +97,8 @@ impl Tenant {
         Ok(())
     }
 
-    /// The counters of its activity so far.
-    pub fn counters(&mut self) -> anyhow::Result<ActivityCounters> {
+    /// The counters of its activity so far; `None` if it has none.
+    pub fn counters<C: DeserializeOwned>(&mut self) -> anyhow::Result<Option<C>> {
         serde_json::from_str(&self.ask("counters")?).context("cannot parse the tenant's counters")
     }
 

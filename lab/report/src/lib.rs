@@ -3,7 +3,7 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`report`], [`points`], [`latencies`], [`events`] | an experiment's results |
+//! | [`report`], [`activity`], [`points`], [`latencies`], [`events`] | an experiment's results |
 //! | [`results`] | the file of a repetition |
 //! | [`metric`] | the names of measured and judged values |
 //! | [`measures`], [`claims`], [`summary`] | figures over all repetitions, judged by the claims |
@@ -13,6 +13,7 @@
 //! | [`command`] | the command line |
 #![forbid(unsafe_code)]
 
+pub mod activity;
 pub mod charts;
 pub mod claims;
 pub mod columns;

@@ -1,5 +1,6 @@
 //! The result of an experiment, as written to JSON.
 
+use crate::activity::{ActivityCounters, Lifetime};
 use crate::events::KernelEvents;
 use crate::latencies::Latencies;
 use crate::metric::{self, Metric};
@@ -8,7 +9,6 @@ use crate::points::{SamplerPoint, reached, thinned};
 use pagefold_engine::units::{Bytes, Pages};
 use pagefold_procmem::os::fields::{chosen, field};
 use pagefold_procmem::os::pressure::parse_meminfo;
-use pagefold_workload::{ActivityCounters, Lifetime};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;

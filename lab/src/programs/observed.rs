@@ -1,7 +1,7 @@
 //! Programs that we take notes of at each check.
 
 use super::Target;
-use pagefold_workload::ActivityCounters;
+use pagefold_report::activity::ActivityCounters;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;

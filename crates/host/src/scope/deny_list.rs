@@ -95,7 +95,6 @@ pub const DEFAULT_DENIED: &[&str] = &[
 ];
 
 impl DenyList {
-    /// A list of entries that deny.
     pub fn new(entries: impl IntoIterator<Item = String>) -> Self {
         let entries = entries.into_iter().map(|name| Entry { name, denied: true }).collect();
         Self { entries, overridden: Vec::new(), workloads: Vec::new() }

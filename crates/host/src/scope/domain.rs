@@ -18,7 +18,6 @@ use std::collections::HashMap;
 pub const DEFAULT: &str = "default";
 /// The key of processes in no domain.
 pub const NO_DOMAIN: DomainKey = DomainKey(u16::MAX);
-/// The most domains at a time.
 const DOMAINS_MOST: usize = NO_DOMAIN.0 as usize;
 
 /// Assigns processes to domains.

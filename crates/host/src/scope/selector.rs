@@ -124,7 +124,6 @@ pub enum Matcher {
 }
 
 impl Matcher {
-    /// How it matches a process.
     pub(super) fn matches(&self, info: &ProcessInfo) -> Matching {
         let matches = match self {
             Self::Pid(pid) => info.by_pid == Some(*pid),

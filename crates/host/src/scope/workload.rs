@@ -89,7 +89,6 @@ pub fn workload_of(pid: i32) -> Option<Workload> {
     workload_of_process(&Process::open(pid).ok()?)
 }
 
-/// The workload of this process.
 pub fn workload_of_process(process: &Process) -> Option<Workload> {
     workload_of_cgroups(&parse_cgroups(&process.read_file("cgroup").ok()?))
 }

@@ -46,7 +46,6 @@ pub(super) struct LastCheck {
     unreported: Vec<OptOut>,
 }
 
-/// A program as we checked it.
 #[derive(Debug)]
 struct CheckedProgram {
     image: u64,

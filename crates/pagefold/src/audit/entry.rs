@@ -167,7 +167,6 @@ impl Entry {
         Self::Unmark(Change::new(owner, mapping.start, mapping.end, Why::Asked, outcome))
     }
 
-    /// An opt-out that we override.
     pub fn overridden(owner: Owner, opt_out: String) -> Self {
         Self::Override(Override { owner, why: Reason { kind: "opted-out", sentence: opt_out } })
     }

@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The most connections at a time.
 const CONNECTIONS_MOST: usize = 16;
 /// We close a connection after this time.
 const CONNECTION_LIMIT: Duration = Duration::from_secs(10);

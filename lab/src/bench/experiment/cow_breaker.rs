@@ -2,12 +2,13 @@
 //! ms. We count merged pages in the page tables, since KSM's counters lag when COW breaks merges.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, mib};
+use crate::activity::Activity;
 use crate::bench::metric;
 use crate::bench::page_tables::mean_saved_bytes;
 use crate::bench::policy::{KsmSteered, NoMerging, Pagefold};
 use crate::bench::report::{ExperimentReport, Limit, PolicyRun};
 use pagefold_engine::units::{Permyriad, whole};
-use pagefold_workload::{Activity, Segment, TenantSpec};
+use pagefold_workload::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "cow-breaker",
@@ -27,8 +28,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
     };
     let every_us = 10_000;
     report.parameters([("same_mib", size_mib), ("write_every_us", every_us), ("seconds", seconds)]);
-    let spec = TenantSpec::new([Segment::Same { pages: mib(size_mib).0, seed: 9 }])
-        .with_activity(Activity::Breaker { every_us });
+    let spec = Activity::Breaker { every_us }.of_tenant([Segment::Same { pages: mib(size_mib).0, seed: 9 }]);
     let mut sequence = PolicySequence::take(setting)?;
     sequence.exact = true;
     let start = || Ok(vec![setting.active_tenant(&spec)?]);
@@ -140,7 +140,7 @@ fn taken(run: &PolicyRun) -> Permyriad {
 #[allow(clippy::float_cmp)] // exact results
 mod tests {
     use super::*;
-    use pagefold_workload::ActivityCounters;
+    use pagefold_report::activity::ActivityCounters;
 
     #[test]
     fn a_writers_speed_is_over_the_time_between_two_answers() {

@@ -1,9 +1,10 @@
 //! The effect on a program that constantly maps and unmaps memory: to read its memory, we take its `mmap_lock`.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, Targets, mib, quotient};
+use crate::activity::Activity;
 use crate::bench::policy::{NO_MERGING, NoMerging, Pagefold, Policy, SUBJECT};
 use crate::bench::report::{ExperimentReport, Limit};
-use pagefold_workload::{Activity, Segment, TenantSpec};
+use pagefold_workload::Segment;
 
 pub const EXPERIMENT: Experiment = Experiment {
     name: "mapper",
@@ -47,7 +48,7 @@ fn run(setting: &ExperimentSetting<'_>, report: &mut ExperimentReport) -> anyhow
 
 /// Starts the mapper and a program with the same contents.
 fn start(setting: &ExperimentSetting<'_>, segment: Segment) -> anyhow::Result<Targets> {
-    let spec = TenantSpec::new([segment]).with_activity(Activity::Mapper { pages: 16 });
+    let spec = Activity::Mapper { pages: 16 }.of_tenant([segment]);
     let copy = setting.tenant(segment)?;
     Ok(vec![setting.active_tenant(&spec)?, copy])
 }

@@ -3,13 +3,14 @@
 //! a kernel with UKSM, we run its governors.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, Targets, are_intact, mib};
+use crate::activity::Activity;
 use crate::bench::page_tables::{self, mean_saved_bytes};
 use crate::bench::policy::ksm::KSM_PAGES;
 use crate::bench::policy::{Enough, GovernedUksm, Kernel, KsmEverything, KsmPaced, Marks, Pagefold, Policy, Stage};
 use crate::bench::report::{ExperimentReport, Limit};
 use pagefold_engine::units::{Bytes, Pages, whole};
 use pagefold_procmem::process::Process;
-use pagefold_workload::{Activity, Segment, Tenant, TenantSpec};
+use pagefold_workload::{Segment, Tenant, TenantSpec};
 use std::time::Duration;
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -141,7 +142,7 @@ fn start(setting: &ExperimentSetting<'_>, work: &Work, mebi: u64) -> anyhow::Res
     let mut targets = setting.tenants(&work.segments)?;
     if work.name == REWRITTEN {
         let segment = Segment::Same { pages: 8 * mebi, seed: 1 };
-        let spec = TenantSpec::new([segment]).with_activity(Activity::Breaker { every_us: 10_000 });
+        let spec = Activity::Breaker { every_us: 10_000 }.of_tenant([segment]);
         targets.push(setting.active_tenant(&spec)?);
     }
     Ok(targets)

@@ -3,13 +3,14 @@
 //! unmaps them.
 
 use super::{Experiment, ExperimentSetting, PolicySequence, are_intact, mib};
+use crate::activity::{self, Activity};
 use crate::bench::measures::Spread;
 use crate::bench::metric;
 use crate::bench::policy::{KsmPaced, Marks, Pagefold, Policy, Stage};
 use crate::bench::report::{Answers, ExperimentReport, Limit};
 use anyhow::Context;
 use pagefold_engine::units::{Pages, whole};
-use pagefold_workload::{Activity, Tenant, TenantSpec};
+use pagefold_workload::Tenant;
 use std::time::{Duration, Instant};
 
 pub const EXPERIMENT: Experiment = Experiment {
@@ -99,7 +100,7 @@ fn live_through(
     let interrupt = setting.interrupt;
     let mergeable = by.marks() == Marks::Everything;
     let activity = Activity::ShortLived { pages: pages.0, seed: 10, life_us: life_ms * 1000, mergeable };
-    let mut tenant = Tenant::start(setting.player, &TenantSpec::new([]).with_activity(activity))?;
+    let mut tenant = Tenant::start(setting.player, &activity.of_tenant([]))?;
     let before = are_intact([&mut tenant])?;
     stage.merge(by, &["--pid", &tenant.pid().to_string()])?;
     if !mergeable {
@@ -109,11 +110,11 @@ fn live_through(
     let cycle = Duration::from_millis(2 * life_ms);
     interrupt.sleep(cycle * u32::try_from(cycles)?)?;
     // Poll rarely: answering delays the program.
-    let mut counters = tenant.counters()?;
+    let mut counters = activity::counters(&mut tenant)?;
     let end = Instant::now() + WORK * u32::try_from(cycles)?;
     while (counters.lives.len() as u64) < cycles && Instant::now() < end {
         interrupt.sleep(cycle.min(Duration::from_millis(500)))?;
-        counters = tenant.counters()?;
+        counters = activity::counters(&mut tenant)?;
     }
     stage.end_alone()?;
     let during = are_intact([&mut tenant])?;

@@ -15,7 +15,7 @@ use anyhow::{Context, bail};
 use pagefold_inject::mark::mark;
 use pagefold_procmem::os::interrupt::Interrupt;
 use pagefold_procmem::process::Process;
-use pagefold_workload::ActivityCounters;
+use pagefold_report::activity::ActivityCounters;
 use std::any::Any;
 use std::time::{Duration, Instant};
 

@@ -324,7 +324,6 @@ impl Top {
     }
 }
 
-/// The row of each process.
 pub fn process_rows(status: &Status, workloads: &BTreeMap<i32, String>) -> Vec<Row> {
     let mut rows = Vec::new();
     for process in &status.programs.processes {

@@ -1,5 +1,5 @@
 //! Measures the cost of checking the state of pages before reading them: compares `PageReader` with a bare
-//! process_vm_readv loop over the same runs. Run `cargo bench -p pagefold-procmem --bench read_cost`.
+//! process_vm_readv loop over the same runs. Run `cargo bench --bench read_cost`.
 
 use pagefold_engine::random::Random;
 use pagefold_engine::units::{PAGE_SIZE, Pages, Vpn};

@@ -1,4 +1,4 @@
-//! The cost of the controller's reads of KSM's state: `cargo bench -p pagefold-ksm --bench ksm_cost`.
+//! The cost of the controller's reads of KSM's state: `cargo bench --bench ksm_cost`.
 
 use pagefold_ksm::ksmd::Ksmd;
 use pagefold_ksm::{KSM_ROOT, Ksm};

@@ -1,5 +1,5 @@
 //! Measures the cost of observing when nothing happens, without the engine and its samples. Run
-//! `cargo bench -p pagefold-host --bench watch_cost`.
+//! `cargo bench --bench watch_cost`.
 
 use pagefold_engine::host::Host;
 use pagefold_host::live::{HostMode, LiveHost};

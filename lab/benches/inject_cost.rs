@@ -1,4 +1,4 @@
-//! Measures how long an injection stops its target. Run `cargo bench -p pagefold-inject --bench inject_cost`.
+//! Measures how long an injection stops its target. Run `cargo bench --bench inject_cost`.
 //!
 //! `PAGEFOLD_OTHER_VICTIM=PATH` names the `victim` of another build, whose injector takes turns with this build's.
 

@@ -3,18 +3,64 @@
 //! Activities run on the tenant's only thread, between its answers. An answer stops their clock: it doesn't count as a
 //! delay.
 
-use crate::contents::fill;
-use crate::memory::FilledSegment;
-use crate::spec::{Activity, ActivityCounters, Lifetime};
 use anyhow::Context;
 use memmap2::{Advice, MmapMut};
 use pagefold_engine::random::finalize;
 use pagefold_engine::units::{PAGE_SIZE, Vpn};
 use pagefold_procmem::pagemap::{Pagemap, PagemapEntry};
 use pagefold_procmem::process::Process;
+use pagefold_report::activity::{ActivityCounters, Lifetime};
+use pagefold_workload::contents::fill;
+use pagefold_workload::memory::FilledSegment;
+use pagefold_workload::{Segment, Tenant, TenantSpec};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::time::{Duration, Instant};
 
-pub struct ActivityState {
+/// Something that a tenant does by itself, after UKSM's workloads: memory whose pages it writes again and again
+/// (section 8.1.2), and memory that it maps and unmaps (8.1.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Activity {
+    /// Rewrites the pages of the first segment with their present content, one at a time, in order, over and over.
+    Breaker {
+        /// Time from one page to the next.
+        every_us: u64,
+    },
+    /// Maps memory, fills all pages alike, keeps it for a time, unmaps it, waits as long, and repeats.
+    ShortLived {
+        pages: u64,
+        seed: u64,
+        /// How long the memory is kept, counted from the end of filling it.
+        life_us: u64,
+        /// Whether the tenant marks the memory itself before filling it, as a program written for KSM does.
+        mergeable: bool,
+    },
+    /// Maps a little memory, writes to its first page and unmaps it, without a pause.
+    Mapper { pages: u64 },
+}
+
+impl Activity {
+    /// A tenant that holds these segments and does this.
+    pub fn of_tenant(self, segments: impl IntoIterator<Item = Segment>) -> TenantSpec {
+        TenantSpec { activity: serde_json::to_value(self).ok(), ..TenantSpec::new(segments) }
+    }
+}
+
+/// Runs as a tenant that may have an activity.
+pub fn serve(spec: &str) -> ! {
+    pagefold_workload::serve_with(spec, |activity: Value| {
+        let activity = serde_json::from_value(activity).context("cannot parse the tenant's activity")?;
+        Ok(Box::new(ActivityState::new(activity)?))
+    })
+}
+
+/// The counters of a tenant's activity; zeros if it has none.
+pub fn counters(tenant: &mut Tenant) -> anyhow::Result<ActivityCounters> {
+    Ok(tenant.counters()?.unwrap_or_default())
+}
+
+struct ActivityState {
     clock: Clock,
     kind: Kind,
 }
@@ -29,14 +75,14 @@ enum Kind {
 
 /// When the next step is due, and counters of the steps so far.
 #[derive(Default)]
-pub struct Clock {
+struct Clock {
     began: Option<Instant>,
     due: Option<Instant>,
     every: Duration,
     counters: ActivityCounters,
 }
 
-pub struct Cycle {
+struct Cycle {
     pages: usize,
     mergeable: bool,
     content: Vec<u8>,
@@ -53,7 +99,7 @@ const ENTRIES: usize = 4096;
 
 impl ActivityState {
     /// An activity that hasn't begun.
-    pub fn new(activity: Activity) -> anyhow::Result<Self> {
+    fn new(activity: Activity) -> anyhow::Result<Self> {
         let (every_us, kind) = match activity {
             Activity::Breaker { every_us } => (every_us, Kind::Breaker(0)),
             Activity::ShortLived { pages, seed, life_us, mergeable } => {
@@ -67,17 +113,28 @@ impl ActivityState {
         Ok(Self { clock: Clock { every: Duration::from_micros(every_us), ..Clock::default() }, kind })
     }
 
-    pub fn begin(&mut self, now: Instant) {
+    /// The counters of the steps so far. Resets those that count from the last answer.
+    fn take_counters(&mut self, now: Instant) -> ActivityCounters {
+        let clock = &mut self.clock;
+        clock.counters.seconds = clock.began.map_or(0.0, |began| now.saturating_duration_since(began).as_secs_f64());
+        let counters = clock.counters.clone();
+        clock.counters.latest_us = 0.0;
+        clock.counters.maps.clear();
+        counters
+    }
+}
+
+impl pagefold_workload::Activity for ActivityState {
+    fn begin(&mut self, now: Instant) {
         self.clock.began = Some(now);
         self.clock.due = Some(now);
     }
 
-    /// When the next step is due; `None` before the beginning.
-    pub fn due(&self) -> Option<Instant> {
+    fn due(&self) -> Option<Instant> {
         self.clock.due
     }
 
-    pub fn act(&mut self, memory: &mut [FilledSegment]) -> anyhow::Result<()> {
+    fn act(&mut self, memory: &mut [FilledSegment]) -> anyhow::Result<()> {
         let clock = &mut self.clock;
         match &mut self.kind {
             Kind::Breaker(page) => {
@@ -97,26 +154,19 @@ impl ActivityState {
         }
     }
 
-    /// Delays the schedule by the time an answer took.
-    pub fn pause(&mut self, taken: Duration) {
+    fn pause(&mut self, taken: Duration) {
         let clock = &mut self.clock;
         for at in [&mut clock.began, &mut clock.due].into_iter().flatten() {
             *at += taken;
         }
     }
 
-    /// The counters of the steps so far. Resets those that count from the last answer.
-    pub fn counters(&mut self, now: Instant) -> ActivityCounters {
-        let clock = &mut self.clock;
-        clock.counters.seconds = clock.began.map_or(0.0, |began| now.saturating_duration_since(began).as_secs_f64());
-        let counters = clock.counters.clone();
-        clock.counters.latest_us = 0.0;
-        clock.counters.maps.clear();
-        counters
+    fn counters(&mut self, now: Instant) -> serde_json::Result<String> {
+        serde_json::to_string(&self.take_counters(now))
     }
 
     /// Damaged pages of its own memory, including those of former lives.
-    pub fn damaged(&self) -> u64 {
+    fn damaged(&self) -> u64 {
         match &self.kind {
             Kind::Breaker(_) | Kind::Mapper(_) => 0,
             Kind::ShortLived(cycle) => cycle.damaged + cycle.differing(1),
@@ -209,7 +259,19 @@ fn merged(memory: &[u8]) -> anyhow::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::Segment;
+    use pagefold_workload::Activity as _;
+
+    #[test]
+    fn an_activity_goes_through_the_json_of_a_spec() {
+        for activity in
+            [Activity::Breaker { every_us: 1 }, Activity::ShortLived { pages: 2, seed: 3, life_us: 4, mergeable: true }]
+        {
+            let json = serde_json::to_string(&activity.of_tenant([])).unwrap();
+            let spec: TenantSpec = serde_json::from_str(&json).unwrap();
+            assert_eq!(serde_json::from_value::<Activity>(spec.activity.unwrap()).unwrap(), activity);
+        }
+        assert!(serde_json::from_str::<Activity>(r#"{"breaker":{}}"#).is_err());
+    }
 
     #[test]
     fn a_breaker_keeps_its_schedule_and_its_contents() {
@@ -225,7 +287,7 @@ mod tests {
         assert_eq!(running.due(), Some(began + Duration::from_millis(5)));
         running.pause(Duration::from_secs(1));
         assert_eq!(running.due(), Some(began + Duration::from_millis(1005)));
-        let counters = running.counters(began + Duration::from_secs(3));
+        let counters = running.take_counters(began + Duration::from_secs(3));
         assert_eq!((counters.pages_written, counters.seconds), (5, 2.0));
         assert_eq!(memory[0].damaged(), 0);
     }
@@ -236,9 +298,9 @@ mod tests {
         running.begin(Instant::now());
         running.act(&mut []).unwrap();
         running.act(&mut []).unwrap();
-        let counters = running.counters(Instant::now());
+        let counters = running.take_counters(Instant::now());
         assert!(counters.maps.len() == 2 && counters.maps.iter().all(|&maps| maps > 100), "{counters:?}");
-        assert!(running.counters(Instant::now()).maps.is_empty());
+        assert!(running.take_counters(Instant::now()).maps.is_empty());
     }
 
     #[test]
@@ -262,13 +324,13 @@ mod tests {
         for _ in 0..3 {
             running.act(&mut []).unwrap();
         }
-        let counters = running.counters(Instant::now());
+        let counters = running.take_counters(Instant::now());
         assert_eq!(counters.lives.iter().map(|life| life.merged_pages).collect::<Vec<_>>(), [0]);
         assert_eq!(running.damaged(), 0);
         let Kind::ShortLived(cycle) = &mut running.kind else { panic!() };
         cycle.alive.as_mut().unwrap().0[8 * PAGE_SIZE] ^= 1;
         assert_eq!(running.damaged(), 1);
         running.act(&mut []).unwrap();
-        assert_eq!((running.damaged(), running.counters(Instant::now()).lives.len()), (1, 2));
+        assert_eq!((running.damaged(), running.take_counters(Instant::now()).lives.len()), (1, 2));
     }
 }
