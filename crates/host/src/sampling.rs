@@ -54,6 +54,7 @@ pub(crate) struct SamplingJob {
 /// How we digest pages.
 #[derive(Debug)]
 pub(crate) enum HashMode {
+    /// We read them.
     Read(Digester),
     /// The kernel hashes them in place. `colliding` are digests that pages of different contents share.
     InPlace { device: Arc<RequestDevice>, digester: LineDigester, colliding: Arc<DigestSet> },

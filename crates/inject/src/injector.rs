@@ -9,12 +9,13 @@ use super::worker::Connection;
 use super::{Call, InjectError, InjectionReport, Limits};
 use pagefold_procmem::image::ProgramId;
 use pagefold_procmem::os::abandonable::{Job, LIMIT, elsewhere};
+use pagefold_procmem::os::locked;
 use pagefold_procmem::process::Process;
 use std::io;
 use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 use tracing::debug;
 
@@ -188,14 +189,10 @@ impl Injector {
         InjectorHandle { supervised: Arc::downgrade(&self.supervised), queue: self.queue.clone() }
     }
 
+    /// After a panic at most half a line is left, which is marked as broken or runs into the time limit.
     fn lock(&self) -> MutexGuard<'_, Supervised> {
-        lock(&self.supervised)
+        locked(&self.supervised)
     }
-}
-
-fn lock(supervised: &Mutex<Supervised>) -> MutexGuard<'_, Supervised> {
-    // After a panic at most half a line is left, which is marked as broken or runs into the time limit.
-    supervised.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl InjectorHandle {
@@ -209,7 +206,7 @@ impl InjectorHandle {
     ) -> Result<InjectionReport, InjectError> {
         let supervised = self.supervised.upgrade().ok_or(InjectError::WorkerGone)?;
         let is_last = self.queue.length.load(Ordering::Relaxed) > 0;
-        let mut supervised = lock(&supervised);
+        let mut supervised = locked(&supervised);
         if is_last && supervised.patience.is_some() {
             return Err(InjectError::WorkerSilent);
         }
@@ -227,11 +224,11 @@ impl InjectorHandle {
     ) -> Result<InjectionReport, InjectError> {
         self.queue.length.fetch_add(1, Ordering::Relaxed);
         let result = elsewhere(|| {
-            let _turn = self.queue.turn.lock().unwrap_or_else(PoisonError::into_inner);
+            let _turn = locked(&self.queue.turn);
             let end = Instant::now() + TURN_LIMIT;
             loop {
                 let supervised = self.supervised.upgrade().ok_or(InjectError::WorkerGone)?;
-                let mut supervised = lock(&supervised);
+                let mut supervised = locked(&supervised);
                 supervised.tend()?;
                 if supervised.connection.is_free() || Instant::now() >= end {
                     return supervised.run(process, Some(program), calls, limits);

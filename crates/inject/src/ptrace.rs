@@ -78,32 +78,38 @@ fn ptrace(request: u64, tid: i32, addr: u64, data: u64) -> Result<i64, Errno> {
     if result < 0 { Err(Errno::last()) } else { Ok(result) }
 }
 
+/// A request whose result is only whether it succeeded.
+fn order(request: u64, tid: i32, addr: u64, data: u64) -> Result<(), Errno> {
+    ptrace(request, tid, addr, data)?;
+    Ok(())
+}
+
 /// Starts tracing without stopping anything.
 pub fn seize(tid: i32) -> Result<(), Errno> {
-    ptrace(PTRACE_SEIZE, tid, 0, 0).map(drop)
+    order(PTRACE_SEIZE, tid, 0, 0)
 }
 
 pub fn interrupt(tid: i32) -> Result<(), Errno> {
-    ptrace(PTRACE_INTERRUPT, tid, 0, 0).map(drop)
+    order(PTRACE_INTERRUPT, tid, 0, 0)
 }
 
 /// Resumes a stopped tracee until its next event, delivering `signal` if not zero.
 pub fn resume(tid: i32, signal: i32) -> Result<(), Errno> {
-    ptrace(PTRACE_CONT, tid, 0, u64::from(signal.unsigned_abs())).map(drop)
+    order(PTRACE_CONT, tid, 0, u64::from(signal.unsigned_abs()))
 }
 
 /// Resumes a stopped tracee until its next system-call entry or exit.
 pub fn resume_to_syscall(tid: i32) -> Result<(), Errno> {
-    ptrace(PTRACE_SYSCALL, tid, 0, 0).map(drop)
+    order(PTRACE_SYSCALL, tid, 0, 0)
 }
 
 /// Ends the tracing of a stopped tracee, delivering `signal` if not zero.
 pub fn detach(tid: i32, signal: i32) -> Result<(), Errno> {
-    ptrace(PTRACE_DETACH, tid, 0, u64::from(signal.unsigned_abs())).map(drop)
+    order(PTRACE_DETACH, tid, 0, u64::from(signal.unsigned_abs()))
 }
 
 pub fn set_options(tid: i32, options: u64) -> Result<(), Errno> {
-    ptrace(PTRACE_SETOPTIONS, tid, 0, options).map(drop)
+    order(PTRACE_SETOPTIONS, tid, 0, options)
 }
 
 pub fn registers(tid: i32) -> Result<Registers, Errno> {
@@ -114,7 +120,7 @@ pub fn registers(tid: i32) -> Result<Registers, Errno> {
 }
 
 pub fn set_registers(tid: i32, registers: &Registers) -> Result<(), Errno> {
-    ptrace(PTRACE_SETREGS, tid, 0, address_of(registers)).map(drop)
+    order(PTRACE_SETREGS, tid, 0, address_of(registers))
 }
 
 /// The set of blocked signals, bit `n - 1` for signal `n`.
@@ -125,7 +131,7 @@ pub fn signal_mask(tid: i32) -> Result<u64, Errno> {
 }
 
 pub fn set_signal_mask(tid: i32, mask: u64) -> Result<(), Errno> {
-    ptrace(PTRACE_SETSIGMASK, tid, 8, address_of(&mask)).map(drop)
+    order(PTRACE_SETSIGMASK, tid, 8, address_of(&mask))
 }
 
 /// One word of the tracee's memory, even if the tracee itself cannot read it.

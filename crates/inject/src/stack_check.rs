@@ -14,13 +14,14 @@ use super::ptrace;
 use super::ptrace::{Registers, address_of_mut};
 use pagefold_engine::units::{PAGE_BYTES, PAGE_SIZE, count};
 use pagefold_procmem::maps::{MAPPINGS_MOST, Names, Vma, each_mapping};
+use pagefold_procmem::os::locked;
 use pagefold_procmem::process::{Process, ProcessKey};
 use std::collections::HashMap;
 use std::fs::File;
 use std::ops::ControlFlow;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex};
 
 /// The bytes below the stack pointer that a leaf function may use.
 const RED_ZONE: u64 = 128;
@@ -65,7 +66,7 @@ impl StackCheck {
         let file = format!("task/{tid}/maps");
         let maps = process.open_file(&file).ok()?;
         let pagemap = process.open_file(&format!("task/{tid}/pagemap")).ok()?;
-        let used = USED.lock().unwrap_or_else(PoisonError::into_inner);
+        let used = locked(&USED);
         let used = used.get(&process.key()).cloned().unwrap_or_default();
         let mut stack_check = Self { maps, pagemap, used, all: None };
         if stack_check.query(0).is_err_and(|errno| errno == libc::ENOTTY) {
@@ -98,13 +99,21 @@ impl StackCheck {
         let low = page_of(stack.start + room) + PAGE_BYTES;
         let window = count(WINDOW) * PAGE_BYTES;
         let same_table = (end & !(window - 1)).max(low);
-        self.used
-            .iter()
-            .filter(|&&page| (low..end).contains(&page))
-            .find_map(|&page| self.unused_in(tid, page, page + count(needed) * PAGE_BYTES, needed))
-            .or_else(|| self.unused_in(tid, same_table, end, needed))
-            .or_else(|| self.unused_in(tid, low, same_table.min(low + window), needed))
-            .or_else(|| self.unused_below(tid, &stack, own.rsp, needed))
+        for &page in &self.used {
+            if (low..end).contains(&page) {
+                let found = self.unused_in(tid, page, page + count(needed) * PAGE_BYTES, needed);
+                if found.is_some() {
+                    return found;
+                }
+            }
+        }
+        for (start, end) in [(same_table, end), (low, same_table.min(low + window))] {
+            let found = self.unused_in(tid, start, end, needed);
+            if found.is_some() {
+                return found;
+            }
+        }
+        self.unused_below(tid, &stack, own.rsp, needed)
     }
 
     /// Lets the main thread's stack grow as a deeper call would, and uses the new pages.
@@ -152,7 +161,7 @@ impl StackCheck {
 
     /// Remembers the pages of our stack frame at `[base, base + bytes)`. We have filled them with zeros again.
     pub fn remember(process: &Process, base: u64, bytes: u64) {
-        let mut used = USED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut used = locked(&USED);
         if used.len() >= PROCESSES_KEPT {
             used.clear();
         }

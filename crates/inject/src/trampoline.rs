@@ -8,10 +8,11 @@
 use super::code::Code;
 use super::ptrace;
 use pagefold_procmem::maps::{Names, Vma, each_mapping};
+use pagefold_procmem::os::locked;
 use pagefold_procmem::process::{Process, ProcessKey};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// `syscall; ret`.
@@ -67,7 +68,7 @@ struct Cache {
 
 fn cache() -> MutexGuard<'static, Cache> {
     static CACHE: LazyLock<Mutex<Cache>> = LazyLock::new(Mutex::default);
-    CACHE.lock().unwrap_or_else(PoisonError::into_inner)
+    locked(&CACHE)
 }
 
 /// Finds both pieces in the code of a thread's process. `None`: absent or not mapped; then we make the calls without a

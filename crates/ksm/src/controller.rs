@@ -11,7 +11,7 @@ use super::restore::RestoreOutcome;
 use super::scan::{self, FIRST_CHECK, LOST_KICK, ScanKnobs};
 use super::state_file::ENDLESS_SLEEP;
 use pagefold_engine::host::ScanOrder;
-use pagefold_procmem::os::fault;
+use pagefold_procmem::os::{fault, locked};
 use pagefold_procmem::process::ReadError;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -148,7 +148,7 @@ pub fn scan_and_restore(lease: KsmLease, limit: Duration) -> Result<RestoreOutco
 
 impl Shared {
     fn orders(&self) -> MutexGuard<'_, Orders> {
-        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.orders)
     }
 }
 

@@ -9,11 +9,11 @@ use super::knobs::Knob;
 use super::ksmd::Ksmd;
 use super::lock::Lock;
 use super::state_file::{ENDLESS_SLEEP, State, StateError};
-use pagefold_procmem::os::fault;
+use pagefold_procmem::os::{fault, locked};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use thiserror::Error;
 
@@ -238,10 +238,4 @@ impl Record {
         }
         Ok(())
     }
-}
-
-/// We ignore poisoning: the locks guard plain values that are valid at any moment, and restoring the knobs matters
-/// more.
-pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

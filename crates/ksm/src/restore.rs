@@ -1,8 +1,8 @@
 //! Restores KSM's knobs at the end of a lease.
 
-use super::knob_writer::{KnobWriter, Overridden, locked};
+use super::knob_writer::{KnobWriter, Overridden};
 use super::knobs::Knob;
-use pagefold_procmem::os::fault;
+use pagefold_procmem::os::{fault, locked};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 

@@ -12,7 +12,7 @@ use pagefold_ksm::lock::LockError;
 use pagefold_ksm::{KSM_ROOT, Knob, Ksm, RestoreOutcome};
 use pagefold_procmem::cpu::process_cpu_ns;
 use pagefold_procmem::process::Process;
-use pagefold_testkit::{Holder, KsmAtRest, PAGES_PER_MIB, Script, skip_unsupported, victim_binary};
+use pagefold_testkit::{Holder, KsmAtRest, PAGES_PER_MIB, Script, skip_unsupported, victim_binary, wait_until};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -311,12 +311,11 @@ fn restoring_during_a_scan_returns_within_its_limit_and_is_completed() {
     println!("restore within 5 ms returned after {} us, pending {:?}", waited.as_micros(), restored.pending);
     assert!(restored.pending.contains(&(Knob::Run, 0)), "{restored:?}");
     // The lock is held until the last knob is restored.
-    let lock = Lock::take_within(&fixture.paths.lock, LIMIT).unwrap();
+    wait_until("the lock is released", || Lock::try_take(&fixture.paths.lock).is_ok());
     println!("everything was back after {} ms", began.elapsed().as_millis());
     let knobs = fixture.ksm.knobs().unwrap();
     assert_eq!((knobs.run, knobs.pages_to_scan, knobs.sleep_millisecs, knobs.max_page_sharing), (0, 100, 20, 256));
     assert!(!knobs.use_zero_pages && !fixture.paths.state.exists());
-    drop(lock);
     fixture.settle();
     fixture.assert_ksmd_idle();
 }

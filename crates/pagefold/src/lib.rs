@@ -45,6 +45,7 @@ pub mod daemon;
 mod demo;
 pub mod events;
 #[cfg(test)]
+#[path = "golden_tests.rs"]
 mod golden;
 pub mod history;
 mod learned;

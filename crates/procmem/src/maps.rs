@@ -84,8 +84,16 @@ impl VmFlags {
     }
 
     /// The flags in alphabetical order.
-    pub fn iter(&self) -> impl Iterator<Item = [u8; 2]> + '_ {
-        (b'a'..=b'z').flat_map(|a| (b'a'..=b'z').map(move |b| [a, b])).filter(|flag| self.has(*flag))
+    pub fn iter(&self) -> impl Iterator<Item = [u8; 2]> {
+        let mut flags = Vec::new();
+        for first in b'a'..=b'z' {
+            for second in b'a'..=b'z' {
+                if self.has([first, second]) {
+                    flags.push([first, second]);
+                }
+            }
+        }
+        flags.into_iter()
     }
 
     fn bit(flag: [u8; 2]) -> Option<usize> {

@@ -122,27 +122,6 @@ fn malformed_text_is_refused() {
     assert_eq!(parse_maps(b"").unwrap(), []);
 }
 
-fn any_vma() -> impl Strategy<Value = Vma> {
-    let page = 0..(1u64 << 52) - 1;
-    let name =
-        prop_oneof![
-            Just(Vec::new()),
-            prop::collection::vec(any::<u8>().prop_filter("no newline", |&byte| byte != b'\n'), 0..60)
-                .prop_map(|tail| [b"/".as_slice(), &tail].concat()),
-        ];
-    (page.clone(), page, any::<[bool; 4]>(), any::<u64>(), any::<(u32, u32)>(), any::<u64>(), name).prop_map(
-        |(a, b, [read, write, exec, shared], offset, device, inode, name)| Vma {
-            start: a.min(b) * 4096,
-            end: (a.max(b) + 1) * 4096,
-            perms: Perms { read, write, exec, shared },
-            offset,
-            device,
-            inode,
-            name,
-        },
-    )
-}
-
 /// The text of smaps with `number` mappings of a page each, of this kind and with this much anonymous memory.
 fn many(number: usize, first: u64, kind: &str, anonymous_kib: u64) -> String {
     let mut text = String::new();
@@ -199,32 +178,6 @@ fn a_mapping_is_pinned_if_the_others_cannot_hold_what_is() {
 const STATUS: &[u8] = b"Tgid:\t1\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nGid:\t0\t0\t0\t0\nCapPrm:\t0\n";
 
 proptest! {
-    #[test]
-    fn printed_lines_parse_back(mut vmas in prop::collection::vec(any_vma(), 0..8)) {
-        vmas.sort_by_key(|vma| vma.end);
-        let mut free = 0;
-        vmas.retain(|vma| vma.start >= free && { free = vma.end; true });
-        let text: Vec<u8> = vmas.iter().flat_map(line).collect();
-        prop_assert_eq!(parse_maps(&text).unwrap(), vmas.clone());
-        let parsed: Vec<Vma> = parse_smaps(&text).unwrap().into_iter().map(|detail| detail.vma).collect();
-        prop_assert_eq!(parsed, vmas);
-    }
-
-    #[test]
-    fn parsers_never_panic(text in prop::collection::vec(any::<u8>(), 0..400)) {
-        let _ = parse_maps(&text);
-        let _ = parse_smaps(&text);
-    }
-
-    #[test]
-    fn damaged_text_never_panics(at in 0..QEMU.len(), byte in any::<u8>(), cut in 0..QEMU.len()) {
-        let mut text = QEMU.to_vec();
-        text[at] = byte;
-        let _ = parse_smaps(&text);
-        let _ = parse_smaps(&text[..cut]);
-        let _ = parse_maps(&text[cut..]);
-    }
-
     #[test]
     fn flags_are_a_set(flags in prop::collection::vec([b'a'..=b'z', b'a'..=b'z'], 0..40)) {
         let set: VmFlags = flags.iter().copied().collect();

@@ -9,12 +9,13 @@
 //! time at once, and then a sixth of it.
 
 use crate::image::effective_user;
+use crate::os::locked;
 use crate::process::{Process, ProcessKey};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::{AsRawFd, FromRawFd};
-use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// We try no process while this many threads are waiting.
@@ -58,36 +59,32 @@ impl Stalls {
         Self(Mutex::new(Register { longest_pause, entries: BTreeMap::new() }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Register> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub fn admit(&self, process: &Process) -> Result<(), Refusal> {
-        self.lock().admit(process.key(), || Origin::of(process), Instant::now())
+        locked(&self.0).admit(process.key(), || Origin::of(process), Instant::now())
     }
 
     /// Records that a thread is at a process: we don't try it again while that exists.
     pub fn hold(&self, process: &Process, alive: Weak<()>) {
-        self.lock().hold(process.key(), alive, Origin::of(process), Instant::now());
+        locked(&self.0).hold(process.key(), alive, Origin::of(process), Instant::now());
     }
 
     /// Records that we've given up a process, while our thread `alive` is still at it. We don't try it again before a pause.
     pub fn give_up(&self, process: &Process, alive: Weak<()>) {
-        self.lock().give_up(process.key(), alive, Origin::of(process), Instant::now());
+        locked(&self.0).give_up(process.key(), alive, Origin::of(process), Instant::now());
     }
 
     pub fn has_thread(&self, process: &Process) -> bool {
-        self.lock().entries.get(&process.key()).is_some_and(Entry::has_thread)
+        locked(&self.0).entries.get(&process.key()).is_some_and(Entry::has_thread)
     }
 
     /// Whether we must not try a process because it has stalled.
     pub fn is_in_force(&self, process: &Process) -> bool {
-        self.lock().entries.get(&process.key()).is_some_and(|entry| entry.is_in_force(Instant::now()))
+        locked(&self.0).entries.get(&process.key()).is_some_and(|entry| entry.is_in_force(Instant::now()))
     }
 
     /// How long we must not try a process, not counting the time until its thread returns.
     pub fn pause(&self, process: &Process) -> Duration {
-        let register = self.lock();
+        let register = locked(&self.0);
         let entry = register.entries.get(&process.key());
         entry.map_or(Duration::ZERO, |entry| entry.until.saturating_duration_since(Instant::now()))
     }
@@ -173,13 +170,9 @@ impl Register {
 pub struct TimeShares(Mutex<Spent>);
 
 impl TimeShares {
-    fn lock(&self) -> MutexGuard<'_, Spent> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether a process may take more of it now.
     pub fn admits(&self, process: &Process) -> bool {
-        let spent = self.lock();
+        let spent = locked(&self.0);
         spent.0.is_empty() || spent.admits(Origin::of(process), Instant::now())
     }
 
@@ -187,7 +180,7 @@ impl TimeShares {
     pub fn charge(&self, process: &Process, took: Duration) {
         let took = took.saturating_sub(FREE);
         if !took.is_zero() {
-            self.lock().charge(Origin::of(process), took, Instant::now());
+            locked(&self.0).charge(Origin::of(process), took, Instant::now());
         }
     }
 }
@@ -236,7 +229,8 @@ pub struct Origin {
 impl Origin {
     /// Root's processes are many, so only their cgroups count.
     fn shares(self) -> [Option<Share>; 2] {
-        [(self.user != 0).then_some(Share::User(self.user)), self.cgroup.map(Share::Cgroup)]
+        let user = if self.user == 0 { None } else { Some(Share::User(self.user)) };
+        [user, self.cgroup.map(Share::Cgroup)]
     }
 
     /// Whether two processes are one user's, or in one cgroup.

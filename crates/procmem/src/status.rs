@@ -98,7 +98,6 @@ pub fn program_name(exe: Option<&Path>, comm: &[u8]) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
 
     const TEXT: &[u8] =
         b"Name:\ta\\nUid:\t0\nUmask:\t0022\nState:\tS (sleeping)\nTgid:\t12\nNgid:\t0\nPid:\t12\nPPid:\t1\n\
@@ -124,13 +123,5 @@ mod tests {
     fn a_program_has_the_base_name_of_its_executable() {
         assert_eq!(program_name(Some("/opt/x y (deleted)".as_ref()), b"z"), b"x y");
         assert_eq!(program_name(None, b"z"), b"z");
-    }
-
-    proptest! {
-        #[test]
-        fn parsing_status_never_panics(text in prop::collection::vec(any::<u8>(), 0..300), cut in 0..TEXT.len()) {
-            let _ = Status::parse(&text);
-            let _ = Status::parse(&[&TEXT[..cut], &text].concat());
-        }
     }
 }

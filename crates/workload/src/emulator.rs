@@ -134,7 +134,13 @@ fn libraries(program: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(program).output().context("cannot run ldd")?;
     // `libc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x...)` or `/lib64/ld-linux-x86-64.so.2 (0x...)`
     let text = String::from_utf8_lossy(&output.stdout);
-    Ok(text.split_ascii_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
+    let mut libraries = Vec::new();
+    for word in text.split_ascii_whitespace() {
+        if word.starts_with('/') {
+            libraries.push(PathBuf::from(word));
+        }
+    }
+    Ok(libraries)
 }
 
 /// The directory where `scripts/guest-kernel` puts kernels, and `lab/scripts/wordpress` its image.

@@ -139,7 +139,10 @@ impl Answer {
     }
 
     fn valid(&self, now: Instant) -> Dumpable {
-        self.last.filter(|(_, at)| now < *at + ANSWER_VALID).map_or(Dumpable::Unknown, |(dumpable, _)| dumpable)
+        match self.last {
+            Some((dumpable, at)) if now < at + ANSWER_VALID => dumpable,
+            _ => Dumpable::Unknown,
+        }
     }
 }
 

@@ -16,6 +16,7 @@ use pagefold_procmem::Roots;
 use pagefold_procmem::cgroup::Cgroup;
 use pagefold_procmem::os::abandonable::{Pending, run_abandonable};
 use pagefold_procmem::os::cpu::thread_cpu_ns;
+use pagefold_procmem::os::locked;
 use pagefold_text::escape::printable;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 use std::collections::BTreeMap;
@@ -25,7 +26,7 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// How long we rely on files that we've read. Reading them again may take 1/[`SHARE`] of the time: with many cgroups we
@@ -291,7 +292,7 @@ impl Known {
         let mut late = 0;
         let mut others = 0;
         {
-            let entries = self.lock();
+            let entries = locked(&self.0);
             if let Some(known) = entries.get(&key) {
                 before.clone_from(&known.found);
                 if now < known.next || known.is_late() {
@@ -319,7 +320,7 @@ impl Known {
             Err(pending) => Entry { found: before, next: now + PAUSE, late: Some(pending) },
         };
         let found = entry.found.clone().unwrap_or(unknown);
-        let mut entries = self.lock();
+        let mut entries = locked(&self.0);
         if entries.len() >= REMEMBERED {
             entries.retain(|_, entry| now < entry.next || entry.is_late());
         }
@@ -327,10 +328,6 @@ impl Known {
             entries.insert(key, entry);
         }
         found
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Key, Entry>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

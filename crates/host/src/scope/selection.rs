@@ -35,8 +35,11 @@ impl Selection {
         if selectors.is_empty() {
             return Err(ScopeError::Empty);
         }
-        let matchers: Result<Vec<_>, _> = selectors.iter().map(|one| one.resolve_existing(roots).map(Some)).collect();
-        Ok(Self::with(matchers?, roots))
+        let mut matchers = Vec::new();
+        for selector in selectors {
+            matchers.push(Some(selector.resolve_existing(roots)?));
+        }
+        Ok(Self::with(matchers, roots))
     }
 
     /// Like [`Self::new`], but without cgroups and users that don't exist now.

@@ -2,7 +2,6 @@ use super::exe::Distrust;
 use super::opt_out::OptOut;
 use super::*;
 use pagefold_procmem::cgroup::parse_cgroups;
-use proptest::prelude::*;
 use std::ffi::CString;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -329,16 +328,6 @@ fn cgroup_attributes_avoid_include_and_set_domains() {
 fn cgroup_names_may_end_with_a_carriage_return() {
     let paths: Vec<String> = parse_cgroups(b"0::/a\r\n1:memory:/b").into_iter().map(|cgroup| cgroup.path).collect();
     assert_eq!(paths, ["/a\r", "/b"]);
-}
-
-proptest! {
-    #[test]
-    fn parsing_cgroups_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), path in "[a-z./]{0,12}") {
-        let Ok(Matcher::Cgroup(selector)) = Selector::Cgroup(path.into()).resolve(&Roots::default()) else { return Ok(()) };
-        for cgroup in parse_cgroups(&text) {
-            let _ = (cgroup.mounts().len(), selector.matches(&cgroup));
-        }
-    }
 }
 
 fn by_name(kind: &str, name: &str) -> ScopeSpec {

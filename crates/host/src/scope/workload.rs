@@ -165,12 +165,17 @@ impl Label<'_> {
     /// Whether the cgroups above are the system's own: a service, and the root of a container that we don't know, can
     /// create others below them.
     pub(super) fn is_systems(&self) -> bool {
-        let mut above = self.parent.split('/').filter(|part| !part.is_empty()).map(unit_type);
-        if self.kind == WorkloadKind::Unit && unit_type(&self.name).is_some() {
-            above.all(|found| found == Some("slice"))
-        } else {
-            above.all(|found| matches!(found, None | Some("slice")))
+        let is_typed_unit = self.kind == WorkloadKind::Unit && unit_type(&self.name).is_some();
+        for part in self.parent.split('/') {
+            let is_fine = match unit_type(part) {
+                Some(found) => found == "slice",
+                None => part.is_empty() || !is_typed_unit,
+            };
+            if !is_fine {
+                return false;
+            }
         }
+        true
     }
 }
 

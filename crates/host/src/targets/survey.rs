@@ -24,6 +24,7 @@ use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 
 /// We count resident pages again if their number has changed by at least this, pages.
 const RSS_CHANGE_PAGES: u64 = 256;
@@ -279,7 +280,10 @@ impl Target {
             Err(error) => return Err(error),
         };
         let path = self.info.exe.as_deref();
-        let exe = path.and_then(|exe| exe.file_name()).map_or(&b""[..], |name| name.as_encoded_bytes());
+        let exe = match path.and_then(Path::file_name) {
+            Some(name) => name.as_encoded_bytes(),
+            None => b"",
+        };
         let mut program = DefaultHasher::new();
         path.hash(&mut program);
         let left_out = &mut self.left_out;

@@ -2,9 +2,10 @@
 
 use crate::victims::Victims;
 use pagefold_inject::{InjectError, InjectionReport};
+use pagefold_procmem::os::locked;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 /// The results for one kind of victim.
@@ -54,7 +55,7 @@ fn name_of(error: &InjectError) -> &'static str {
 
 impl Results {
     pub fn record(&self, name: &str, result: &Result<InjectionReport, InjectError>) {
-        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = locked(&self.lines);
         let line = lines.entry(name.to_owned()).or_default();
         match result {
             Ok(report) => {
@@ -66,29 +67,29 @@ impl Results {
     }
 
     pub fn line(&self, name: &str) -> Line {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned().unwrap_or_default()
+        locked(&self.lines).get(name).cloned().unwrap_or_default()
     }
 
     /// The number of requests that have ended.
     pub fn recorded(&self) -> u64 {
-        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines = locked(&self.lines);
         lines.values().map(|line| line.made + line.failed()).sum()
     }
 
     pub fn fail(&self, what: String) {
-        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failures = locked(&self.failures);
         if failures.len() < FAILURES_KEPT {
             failures.push(what);
         }
     }
 
     pub fn failures(&self) -> Vec<String> {
-        self.failures.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        locked(&self.failures).clone()
     }
 
     /// Prints the results, and writes them to the file named by `PAGEFOLD_TORTURE_REPORT`.
     pub fn report(&self, seed: u64, wall: Duration, victims: &Victims) {
-        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines = locked(&self.lines);
         println!("{:32} {:>7} {:>8} {:>8}  other outcomes", "victim", "made", "p50 us", "max us");
         let mut all = Line::default();
         let mut kinds = serde_json::Map::new();

@@ -207,7 +207,13 @@ impl Facts {
 
     /// The amount of marked memory that must be unmarked but couldn't be yet.
     pub fn to_unmark_bytes(&self) -> u64 {
-        self.targets.iter().filter_map(|target| target.to_unmark.as_ref()).map(|to_unmark| to_unmark.bytes).sum()
+        let mut bytes = 0;
+        for target in &self.targets {
+            if let Some(to_unmark) = &target.to_unmark {
+                bytes += to_unmark.bytes;
+            }
+        }
+        bytes
     }
 
     pub fn control_state(&self) -> ControlState {

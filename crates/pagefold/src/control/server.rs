@@ -6,6 +6,7 @@
 use super::protocol::{ONLY_ROOT, REQUEST_MOST, Refusal, Request};
 use crate::config::ownership;
 use anyhow::{Context, Result, bail};
+use pagefold_procmem::os::locked;
 use pagefold_procmem::os::peer::{Peer, is_in_group, is_trusted};
 use pagefold_text::exit::{self, Exit};
 use std::fs::{self, Permissions};
@@ -15,7 +16,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use tracing::debug;
@@ -131,14 +132,10 @@ struct Connection {
 struct Connections(Arc<Mutex<Vec<Connection>>>);
 
 impl Connections {
-    fn lock(&self) -> MutexGuard<'_, Vec<Connection>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Gives a connection a place, if there's one. Members of the group can't take all places from root, and one member
     /// can't take all places from the others.
     fn admit(&self, connection: Connection) -> bool {
-        let mut all = self.lock();
+        let mut all = locked(&self.0);
         let uid = connection.uid;
         let has_room = if connection.is_member {
             make_room(&mut all, MEMBER_MOST, |other| other.is_member && other.uid == uid)
@@ -153,13 +150,13 @@ impl Connections {
     }
 
     fn set_idle(&self, number: u64, idle_since: Option<Instant>) {
-        if let Some(connection) = self.lock().iter_mut().find(|connection| connection.number == number) {
+        if let Some(connection) = locked(&self.0).iter_mut().find(|connection| connection.number == number) {
             connection.idle_since = idle_since;
         }
     }
 
     fn remove(&self, number: u64) {
-        self.lock().retain(|connection| connection.number != number);
+        locked(&self.0).retain(|connection| connection.number != number);
     }
 }
 

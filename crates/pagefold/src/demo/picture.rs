@@ -57,7 +57,13 @@ impl Curve<'_> {
         if begin > last {
             return 0;
         }
-        let value = self.points.iter().take_while(|point| point.0 <= end).last().map_or(0, |point| point.1);
+        let mut value = 0;
+        for point in self.points {
+            if point.0 > end {
+                break;
+            }
+            value = point.1;
+        }
         // Draw at least an eighth of a row for any value above zero.
         columns(value, self.top, self.rows * 8).max(usize::from(value > 0))
     }

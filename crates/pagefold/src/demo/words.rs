@@ -109,7 +109,9 @@ pub fn merge_picture(view: &View<'_>, first: &[u64], savable: u64, span: f64, st
     }
     let widest = first.iter().copied().max().unwrap_or(1);
     let mut lines = Vec::new();
-    for (number, (&bytes, &before)) in (1..).zip(view.workers.iter().zip(first)) {
+    for (at, &bytes) in view.workers.iter().enumerate() {
+        let before = first.get(at).copied().unwrap_or(bytes);
+        let number = at + 1;
         let filled = columns(bytes, widest, BAR);
         let gone = columns(before, widest, BAR).saturating_sub(filled);
         lines.push(format!(

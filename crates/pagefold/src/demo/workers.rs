@@ -54,17 +54,19 @@ impl Size {
     }
 
     pub fn bytes(self) -> u64 {
-        self.specs().map(|spec| spec.pages().bytes().0).sum()
+        self.specs().iter().map(|spec| spec.pages().bytes().0).sum()
     }
 
-    fn specs(self) -> impl Iterator<Item = TenantSpec> {
-        OWN_AND_ZERO_MIB.into_iter().take(self.workers).zip(1..).map(move |((own, zero), seed)| {
-            TenantSpec::new([
+    fn specs(self) -> Vec<TenantSpec> {
+        let mut specs = Vec::new();
+        for (own, zero) in &OWN_AND_ZERO_MIB[..self.workers] {
+            specs.push(TenantSpec::new([
                 Segment::Shared { pages: self.pages(COMMON_MIB), seed: 1 },
-                Segment::Zero { pages: self.pages(zero) },
-                Segment::Random { pages: self.pages(own), seed },
-            ])
-        })
+                Segment::Zero { pages: self.pages(*zero) },
+                Segment::Random { pages: self.pages(*own), seed: specs.len() as u64 + 1 },
+            ]));
+        }
+        specs
     }
 
     fn pages(self, mib: u64) -> u64 {
@@ -82,7 +84,7 @@ pub struct Workers {
 impl Workers {
     /// Starts the workers in parallel, and waits until they've written their data.
     pub fn start(size: Size) -> Result<Self> {
-        let specs: Vec<TenantSpec> = size.specs().collect();
+        let specs = size.specs();
         let program = Path::new("/proc/self/exe");
         let tenants = in_parallel(&specs, |spec| Tenant::start(program, spec))?;
         Ok(Self { tenants, pages: specs.iter().map(TenantSpec::pages).sum() })

@@ -74,7 +74,12 @@ impl Chart {
             let y = 100 * line / GRID;
             let _ = write!(html, "<path class=\"grid\" d=\"M0 {y}H1000\"/>");
         }
-        let values = self.curves.iter().flat_map(|curve| &curve.points).filter_map(|point| point.1);
+        let mut values = Vec::new();
+        for curve in &self.curves {
+            for (_, value) in &curve.points {
+                values.extend(value);
+            }
+        }
         let most = self.unit.axis_end(values);
         for curve in &self.curves {
             let _ = write!(html, "<path class=\"curve {}\" d=\"{}\"/>", curve.class, self.path(&curve.points, most));

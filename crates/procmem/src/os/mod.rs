@@ -14,3 +14,10 @@ pub mod number_list;
 pub mod peer;
 pub mod pressure;
 pub mod privileges;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks a mutex that guards plain values, valid at any moment: we go on after a panic of another thread.
+pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

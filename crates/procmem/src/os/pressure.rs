@@ -197,13 +197,6 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parsing_never_panics(text in prop::collection::vec(any::<u8>(), 0..200), cut in 0..PRESSURE.len()) {
-            let _ = (parse_meminfo(&text), parse_pressure(&text));
-            let _ = parse_meminfo(&[&MEMINFO.as_bytes()[..cut], &text].concat());
-            let _ = parse_pressure(&[&PRESSURE.as_bytes()[..cut], &text].concat());
-        }
-
-        #[test]
         fn every_share_is_parsed(share in 0_u32..=10_000) {
             let text = format!("some avg10={}.{:02} avg60=0.00 avg300=0.00 total=0\n", share / 100, share % 100);
             prop_assert_eq!(parse_pressure(text.as_bytes()), Ok(Permyriad(share)));
