@@ -198,9 +198,12 @@ fn other_users_than_root_are_refused() {
     let copy = ProgramCopy::of(program(), "pagefold");
     let idle = Sleeper::start();
     let pid = idle.pid().to_string();
-    for args in
-        [&["run", "--for", "2s", "--pid", &pid][..], &["run", "--dry-run", "--pid", &pid], &["unmerge", "--pid", &pid]]
-    {
+    for args in [
+        &["run", "--for", "2s", "--pid", &pid][..],
+        &["run", "--dry-run", "--pid", &pid],
+        &["unmerge", "--pid", &pid],
+        &["demo"],
+    ] {
         assert_refused(&as_other_user(copy.name()).args(args).output().unwrap(), 3, "root");
     }
     ksm.assert_restored();

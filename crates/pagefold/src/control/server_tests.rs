@@ -132,8 +132,8 @@ fn members_of_the_group_leave_places_to_root_and_to_each_other() {
             assert!(admit(number, uid));
         }
     }
-    let of = |uid| connections.lock().iter().filter(|connection| connection.uid == uid).count();
-    assert_eq!((of(1), of(MEMBERS), connections.lock().len()), (0, MEMBER_MOST, MEMBERS_MOST));
+    let of = |uid| locked(&connections.0).iter().filter(|connection| connection.uid == uid).count();
+    assert_eq!((of(1), of(MEMBERS), locked(&connections.0).len()), (0, MEMBER_MOST, MEMBERS_MOST));
     // A client that is waiting for its answer keeps its place.
     for number in 0..=number {
         connections.set_idle(number, None);
