@@ -1,6 +1,7 @@
 //! Control of KSM for an experiment. We take it only if no other program uses KSM, and restore
 //! everything at the end. If an experiment is killed, the next one restores its settings.
 
+use anyhow::Context;
 use pagefold_ksm::ksmd::Ksmd;
 use pagefold_ksm::lease::{KsmPaths, TakeError, recover, restore_deferred};
 use pagefold_ksm::lock::{Lock, LockError};
@@ -117,6 +118,13 @@ impl KsmForExperiment {
 
     pub fn ksm(&self) -> &Ksm {
         &self.ksm
+    }
+
+    /// A counter that pagefold doesn't use. The kernel may show a negative number for a moment.
+    pub fn counter(&self, name: &str) -> anyhow::Result<i64> {
+        let path = self.ksm.root().join(name);
+        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        Ok(text.trim_ascii().parse()?)
     }
 
     pub fn ksmd(&self) -> &Ksmd {

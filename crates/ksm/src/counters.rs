@@ -4,36 +4,23 @@ use pagefold_engine::host::{HugeSplits, KsmView};
 use pagefold_engine::units::Pages;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::os::fields::number;
-use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// KSM's counters in sysfs. `None`: this kernel doesn't have the file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// KSM's counters in sysfs that we use. `None`: this kernel doesn't have the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KsmCounters {
     /// Merged pages, each mapped in place of several.
     pub pages_shared: Pages,
     /// Pages that these save.
     pub pages_sharing: Pages,
-    /// Scanned pages without a duplicate.
-    pub pages_unshared: Pages,
-    /// Pages that change too often to be compared.
-    pub pages_volatile: Pages,
     /// Pages scanned since boot (6.6).
     pub pages_scanned: Option<u64>,
-    /// Pages skipped by smart scan since boot (6.7).
-    pub pages_skipped: Option<u64>,
     /// Completed scans since boot or the last `run` 2.
     pub full_scans: u64,
     /// Pages replaced by the kernel's zero page (6.6).
     pub ksm_zero_pages: Option<Pages>,
-    /// Contents with more than one merged page.
-    pub stable_node_chains: u64,
-    /// Merged pages in those chains.
-    pub stable_node_dups: u64,
-    /// Bytes saved less bytes of metadata, as the kernel computes it (6.4).
-    pub general_profit: Option<i64>,
 }
 
 impl KsmCounters {

@@ -56,16 +56,8 @@ impl KsmError {
 }
 
 /// Counters that every supported kernel has.
-const REQUIRED: [&str; 7] = [
-    "pages_shared",
-    "pages_sharing",
-    "pages_unshared",
-    "pages_volatile",
-    "full_scans",
-    "stable_node_chains",
-    "stable_node_dups",
-];
-const OPTIONAL: [&str; 5] = ["pages_scanned", "pages_skipped", "ksm_zero_pages", "general_profit", "advisor_mode"];
+const REQUIRED: [&str; 3] = ["pages_shared", "pages_sharing", "full_scans"];
+const OPTIONAL: [&str; 3] = ["pages_scanned", "ksm_zero_pages", "advisor_mode"];
 
 #[derive(Debug)]
 pub struct Ksm {
@@ -101,18 +93,11 @@ impl Ksm {
         Ok(KsmCounters {
             pages_shared: Pages(self.required("pages_shared")?),
             pages_sharing: Pages(self.required("pages_sharing")?),
-            pages_unshared: Pages(self.required("pages_unshared")?),
-            // The kernel computes it as a difference, and may show a negative number for a moment.
-            pages_volatile: not_negative(self.required("pages_volatile")?),
             pages_scanned: self.number("pages_scanned")?,
-            pages_skipped: self.number("pages_skipped")?,
             full_scans: self.full_scans()?,
             // The kernel miscounts where processes with huge pages start and end: we've seen -11 with nothing merged
             // (6.18).
             ksm_zero_pages: self.number("ksm_zero_pages")?.map(not_negative),
-            stable_node_chains: self.required("stable_node_chains")?,
-            stable_node_dups: self.required("stable_node_dups")?,
-            general_profit: self.number("general_profit")?,
         })
     }
 
@@ -224,48 +209,24 @@ mod tests {
         let ksm = Ksm::open(dir.path()).unwrap();
         assert_eq!(
             ksm.counters().unwrap(),
-            KsmCounters {
-                pages_scanned: Some(0),
-                pages_skipped: Some(0),
-                ksm_zero_pages: Some(Pages(0)),
-                general_profit: Some(0),
-                ..KsmCounters::default()
-            }
+            KsmCounters { pages_scanned: Some(0), ksm_zero_pages: Some(Pages(0)), ..KsmCounters::default() }
         );
-        let names = [
-            "pages_shared",
-            "pages_sharing",
-            "pages_unshared",
-            "pages_volatile",
-            "pages_scanned",
-            "pages_skipped",
-            "full_scans",
-            "ksm_zero_pages",
-            "stable_node_chains",
-            "stable_node_dups",
-        ];
+        let names = ["pages_shared", "pages_sharing", "pages_scanned", "full_scans", "ksm_zero_pages"];
         for (value, name) in (11..).zip(names) {
             fixture::set(dir.path(), name, &value.to_string());
         }
-        fixture::set(dir.path(), "general_profit", "-640");
         let counters = ksm.counters().unwrap();
         assert_eq!(
             counters,
             KsmCounters {
                 pages_shared: Pages(11),
                 pages_sharing: Pages(12),
-                pages_unshared: Pages(13),
-                pages_volatile: Pages(14),
-                pages_scanned: Some(15),
-                pages_skipped: Some(16),
-                full_scans: 17,
-                ksm_zero_pages: Some(Pages(18)),
-                stable_node_chains: 19,
-                stable_node_dups: 20,
-                general_profit: Some(-640),
+                pages_scanned: Some(13),
+                full_scans: 14,
+                ksm_zero_pages: Some(Pages(15)),
             }
         );
-        assert_eq!(counters.view(true, false).saved(), Pages(30));
+        assert_eq!(counters.view(true, false).saved(), Pages(27));
         assert!(ksm.anything_merged().unwrap());
         fixture::set(dir.path(), "ksm_zero_pages", "-11");
         assert_eq!(ksm.counters().unwrap().ksm_zero_pages, Some(Pages(0)));
@@ -275,11 +236,11 @@ mod tests {
     fn older_kernels_lack_files() {
         let dir = tempfile::tempdir().unwrap();
         fixture::fresh(dir.path());
-        for name in ["pages_skipped", "smart_scan", "advisor_mode", "ksm_zero_pages", "merge_across_nodes"] {
+        for name in ["pages_scanned", "smart_scan", "advisor_mode", "ksm_zero_pages", "merge_across_nodes"] {
             std::fs::remove_file(dir.path().join(name)).unwrap();
         }
         let ksm = Ksm::open(dir.path()).unwrap();
-        assert_eq!(ksm.counters().unwrap().pages_skipped, None);
+        assert_eq!(ksm.counters().unwrap().pages_scanned, None);
         let knobs = ksm.knobs().unwrap();
         assert_eq!((knobs.smart_scan, knobs.merge_across_nodes, knobs.advisor_on()), (None, None, false));
     }

@@ -16,15 +16,9 @@ pub fn fresh(root: &Path) {
         ("advisor_mode", "[none] scan-time"),
         ("pages_shared", "0"),
         ("pages_sharing", "0"),
-        ("pages_unshared", "0"),
-        ("pages_volatile", "0"),
         ("pages_scanned", "0"),
-        ("pages_skipped", "0"),
         ("full_scans", "0"),
         ("ksm_zero_pages", "0"),
-        ("stable_node_chains", "0"),
-        ("stable_node_dups", "0"),
-        ("general_profit", "0"),
     ] {
         set(root, name, text);
     }

@@ -108,13 +108,17 @@ impl KernelUnderTest {
         Counters {
             shared: counters.pages_shared.0,
             sharing: counters.pages_sharing.0,
-            unshared: counters.pages_unshared.0,
-            volatile: counters.pages_volatile.0,
+            unshared: self.count("pages_unshared"),
+            volatile: self.count("pages_volatile"),
             zero: (zeros() - self.no_zeros).try_into().unwrap_or(0),
             scanned: counters.pages_scanned.unwrap_or(0),
             cpu_ns: self.control.ksmd().cpu_ns().unwrap(),
             full_scans: counters.full_scans,
         }
+    }
+
+    fn count(&self, name: &str) -> u64 {
+        self.control.counter(name).unwrap().try_into().unwrap_or(0)
     }
 
     fn scan(&mut self) -> Counters {

@@ -41,9 +41,9 @@ impl Policy for UksmdRules {
         let mut marked = vec![0; stage.processes().len()];
         let mut scans_then = None;
         loop {
-            let ksm = stage.ksm()?.ksm();
-            let scans = ksm.full_scans()?;
-            let is_calm = ksm.counters()?.pages_volatile.0 == 0;
+            let control = stage.ksm()?;
+            let scans = control.ksm().full_scans()?;
+            let is_calm = control.counter("pages_volatile")? <= 0;
             if scans_then != Some(scans) || is_calm {
                 for (process, marked) in stage.processes().iter().zip(&mut marked) {
                     if is_chosen(&process.stat()?.comm, age_seconds(process)?) {
