@@ -9,7 +9,7 @@
 //! | standard error, which never delays a daemon; queues for readers that may not read | [`messages`], [`sink`] |
 //! | web pages: the frame, escaping, and writing them | [`html`] |
 //! | opening a file that's really a regular file | [`regular`] |
-//! | exit codes, and errors of one line; parsing a command line | [`exit`], `program` |
+//! | exit codes, and errors of one line; parsing a command line | [`exit`], `program`, `usage` |
 #![forbid(unsafe_code)]
 
 pub mod escape;
@@ -24,3 +24,5 @@ pub mod regular;
 pub mod sink;
 pub mod style;
 pub mod table;
+#[cfg(feature = "program")]
+pub mod usage;

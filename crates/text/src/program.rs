@@ -2,6 +2,7 @@
 
 use crate::exit::{self, Exit};
 use crate::messages;
+use crate::usage;
 use clap::Parser;
 use clap::error::ErrorKind;
 use std::process::ExitCode;
@@ -20,11 +21,8 @@ pub fn parse<Cli: Parser>() -> Result<Cli, ExitCode> {
                 (if error.use_stderr() { exit::USAGE } else { exit::OK }).into()
             }
             _ => {
-                let text = error.render().to_string();
-                let first = text.split("\n\n").next().unwrap_or_default();
-                let what = first.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
-                let program = Cli::command().get_name().to_owned();
-                messages::complain(&program, &format!("{what}; see {program} --help"));
+                let words: Vec<String> = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect();
+                messages::complain(Cli::command().get_name(), &usage::line::<Cli>(&error, &words));
                 exit::USAGE.into()
             }
         }

@@ -1,0 +1,256 @@
+//! Usage errors: one line with the problem, and the command line that would have worked.
+//!
+//! We replace the wrong word by the nearest right one and parse again. We only show a line that parses.
+
+use crate::escape::shell_word;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Command, Error, Parser};
+
+/// How many words of a command line we replace.
+const MENDS_MOST: usize = 4;
+
+/// Flags and commands that people expect, with ours.
+const SYNONYMS: &[(&str, &str)] = &[
+    ("--comm", "--exe"),
+    ("--docker", "--container"),
+    ("--duration", "--for"),
+    ("--exclude", "--deny"),
+    ("--guest", "--vm"),
+    ("--name", "--exe"),
+    ("--process", "--exe"),
+    ("--program", "--exe"),
+    ("--service", "--unit"),
+    ("--time", "--for"),
+    ("--timeout", "--for"),
+    ("--uid", "--user"),
+    ("-c", "--config"),
+    ("-n", "--dry-run"),
+    ("-p", "--pid"),
+    ("-u", "--user"),
+    ("analyze", "scan"),
+    ("check", "doctor"),
+    ("list", "scan"),
+    ("merge", "run"),
+    ("monitor", "top"),
+    ("ps", "top"),
+    ("start", "run"),
+    ("stop", "pause"),
+    ("undo", "unmerge"),
+    ("version", "--version"),
+    ("watch", "top"),
+];
+
+/// The line about a usage error. `words` is the command line, with the program's name.
+pub fn line<Cli: Parser>(error: &Error, words: &[String]) -> String {
+    let text = error.render().to_string();
+    let problem = text.split("\n\n").next().unwrap_or_default();
+    let problem = problem.trim_start_matches("error: ").split_whitespace().collect::<Vec<_>>().join(" ");
+    // Some parsers of values know a better line.
+    if problem.contains("; try ") {
+        return problem;
+    }
+    let command = Cli::command();
+    let leaf = leaf(&command, words);
+    match mended::<Cli>(error, words).or_else(|| example(error, &leaf.command)) {
+        Some(line) => format!("{problem}; try {line}"),
+        None => format!("{problem}; see {} --help", leaf.path),
+    }
+}
+
+/// A subcommand, with the words that lead to it.
+struct Leaf {
+    path: String,
+    command: Command,
+}
+
+fn leaf(command: &Command, words: &[String]) -> Leaf {
+    let mut leaf = Leaf { path: command.get_name().to_owned(), command: command.clone() };
+    for word in words.iter().skip(1) {
+        let Some(next) = leaf.command.find_subcommand(word) else { break };
+        leaf = Leaf { path: format!("{} {word}", leaf.path), command: next.clone() };
+    }
+    leaf
+}
+
+/// The command line with its wrong words replaced, if we can guess the right ones.
+fn mended<Cli: Parser>(error: &Error, words: &[String]) -> Option<String> {
+    let mut lines = guesses::<Cli>(error, words);
+    for _ in 0..MENDS_MOST {
+        let mut next = Vec::new();
+        for words in lines {
+            match Cli::try_parse_from(&words) {
+                Err(error) if error.use_stderr() => next.extend(guesses::<Cli>(&error, &words)),
+                _ => return Some(shown::<Cli>(&words)),
+            }
+        }
+        lines = next;
+    }
+    None
+}
+
+fn shown<Cli: Parser>(words: &[String]) -> String {
+    let mut line = Cli::command().get_name().to_owned();
+    for word in &words[1..] {
+        line = line + " " + &shell_word(word);
+    }
+    line
+}
+
+/// Command lines that differ by one word from a wrong one, the likeliest first.
+fn guesses<Cli: Parser>(error: &Error, words: &[String]) -> Vec<Vec<String>> {
+    let mut guesses = Vec::new();
+    let wrong = match error.kind() {
+        ErrorKind::InvalidSubcommand => context(error, ContextKind::InvalidSubcommand),
+        _ => context(error, ContextKind::InvalidArg),
+    };
+    let Some(argument) = wrong.into_iter().next() else { return guesses };
+    // Of "--pid <PID>".
+    let wrong = argument.split(' ').next().unwrap_or_default();
+    match error.kind() {
+        ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand => {
+            for (_, right) in SYNONYMS.iter().filter(|(theirs, _)| *theirs == wrong) {
+                guesses.extend(replaced(words, wrong, right));
+            }
+            for word in words.iter().filter(|word| word.starts_with(wrong) && is_long_with_one_dash(word)) {
+                guesses.extend(replaced(words, word, &format!("-{word}")));
+            }
+            for right in context(error, ContextKind::SuggestedArg) {
+                guesses.extend(replaced(words, wrong, &right));
+            }
+            // clap lists the nearest last.
+            for right in context(error, ContextKind::SuggestedSubcommand).iter().rev() {
+                guesses.extend(replaced(words, wrong, right));
+            }
+            // A flag without a command belongs to the first command that has it.
+            if words.get(1).is_some_and(|word| word.starts_with("--")) {
+                for command in Cli::command().get_subcommands().filter(|command| !command.is_hide_set()) {
+                    guesses.push([&words[..1], &[command.get_name().to_owned()], &words[1..]].concat());
+                }
+            }
+        }
+        ErrorKind::ValueValidation => {
+            let Some(value) = context(error, ContextKind::InvalidValue).into_iter().next() else { return guesses };
+            let is_number = value.parse::<f64>().is_ok();
+            match wrong {
+                // Not one of several pids.
+                "--pid" if !is_number && (words.contains(&value) || words.contains(&format!("--pid={value}"))) => {
+                    guesses.extend(replaced(words, "--pid", "--exe"));
+                }
+                // Without its unit.
+                _ if is_number && argument.ends_with("<DURATION>") => {
+                    guesses.extend(replaced(words, &value, &format!("{value}h")));
+                    guesses.extend(replaced(words, &format!("{wrong}={value}"), &format!("{wrong}={value}h")));
+                }
+                _ => {}
+            }
+        }
+        // "--json=true"
+        ErrorKind::TooManyValues => {
+            let value = context(error, ContextKind::InvalidValue).concat();
+            guesses.extend(replaced(words, &format!("{wrong}={value}"), wrong));
+        }
+        _ => {}
+    }
+    guesses
+}
+
+/// The command lines with one occurrence of this word replaced, which may have a value after an equals sign.
+fn replaced(words: &[String], from: &str, to: &str) -> Vec<Vec<String>> {
+    let mut lines = Vec::new();
+    for (at, word) in words.iter().enumerate().skip(1) {
+        let rest = word.strip_prefix(from).filter(|rest| rest.is_empty() || rest.starts_with('='));
+        if let Some(rest) = rest {
+            let mut line = words.to_vec();
+            line[at] = format!("{to}{rest}");
+            lines.push(line);
+        }
+    }
+    lines
+}
+
+/// Whether it's a flag like "-exe".
+fn is_long_with_one_dash(word: &str) -> bool {
+    word.len() > 2 && word.starts_with('-') && !word.starts_with("--")
+}
+
+/// An example of the command, from its help, that has whatever the command line lacks.
+fn example(error: &Error, command: &Command) -> Option<String> {
+    let lacking = match error.kind() {
+        ErrorKind::MissingRequiredArgument => String::new(),
+        ErrorKind::InvalidValue => context(error, ContextKind::InvalidArg).concat().split(' ').next()?.to_owned(),
+        _ => return None,
+    };
+    let help = command.get_after_long_help()?.to_string();
+    for line in help.lines() {
+        match line.strip_prefix("  ") {
+            Some(example) if !example.starts_with(' ') && example.contains(&lacking) => {
+                return Some(example.to_owned());
+            }
+            _ => {}
+        }
+    }
+    None
+}
+
+/// The strings that an error has about something.
+fn context(error: &Error, kind: ContextKind) -> Vec<String> {
+    match error.get(kind) {
+        Some(ContextValue::String(text)) => vec![text.clone()],
+        Some(ContextValue::Strings(texts)) => texts.clone(),
+        _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Parser)]
+    #[command(name = "tool")]
+    enum Cli {
+        /// Look
+        Scan {
+            #[arg(long, value_parser = clap::value_parser!(i32))]
+            pid: Vec<i32>,
+            #[arg(long)]
+            exe: Vec<String>,
+            #[arg(long)]
+            json: bool,
+        },
+        /// Take
+        #[command(after_long_help = "Examples:\n  tool run --config a.toml x\n      Runs x")]
+        Run {
+            program: String,
+            #[arg(long)]
+            config: Option<String>,
+        },
+    }
+
+    fn answer(words: &str) -> String {
+        let words: Vec<String> = words.split(' ').map(str::to_owned).collect();
+        let Err(error) = Cli::try_parse_from(&words) else { return "works".to_owned() };
+        let line = line::<Cli>(&error, &words);
+        let (_, advice) = line.rsplit_once("; ").unwrap();
+        advice.to_owned()
+    }
+
+    #[test]
+    fn wrong_words_are_replaced_by_the_nearest_right_ones() {
+        for (words, advice) in [
+            ("tool scan --exe a", "works"),
+            ("tool scna --exee=a", "try tool scan --exe=a"),
+            ("tool scan -exe a", "try tool scan --exe a"),
+            ("tool list --program a b", "see tool --help"),
+            ("tool scan --json=yes", "try tool scan --json"),
+            ("tool --exe a", "try tool scan --exe a"),
+            ("tool scan --pid a", "try tool scan --exe a"),
+            ("tool scan --pid 1.5", "see tool scan --help"),
+            ("tool scan --frobnicate", "see tool scan --help"),
+            ("tool frobnicate", "see tool --help"),
+            ("tool run", "try tool run --config a.toml x"),
+            ("tool run x --config", "try tool run --config a.toml x"),
+        ] {
+            assert_eq!(answer(words), advice, "{words}");
+        }
+    }
+}
