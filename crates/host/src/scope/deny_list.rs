@@ -139,8 +139,9 @@ impl DenyList {
 
     /// The entry that denies a program of this name, if any. A name of 15 bytes may be a truncated command name, so
     /// longer entries that begin with it deny it, but don't allow it: the full name may differ. `is_trusted` says
-    /// whether an executable that root alone can change has the name: any user can give any name to other files.
-    pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> Option<&str> {
+    /// whether root alone can have given the program a name, this one or that of a link to it: any user can give any
+    /// name to other files.
+    pub fn entry_for(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> Option<&str> {
         match self.deciding(name, is_trusted) {
             Some(entry) if entry.denied => Some(&entry.name),
             _ => None,
@@ -148,12 +149,16 @@ impl DenyList {
     }
 
     /// Whether an entry allows a program of this name.
-    pub fn allows(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> bool {
+    pub fn allows(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> bool {
         self.deciding(name, is_trusted).is_some_and(|entry| !entry.denied)
     }
 
-    fn deciding(&self, name: &[u8], is_trusted: impl Fn() -> bool) -> Option<&Entry> {
-        self.entries.iter().find(|entry| entry.matches(name) && (entry.denied || is_trusted()))
+    fn deciding(&self, name: &[u8], is_trusted: impl Fn(&[u8]) -> bool) -> Option<&Entry> {
+        self.entries.iter().find(|entry| match entry.matches(name) {
+            true => entry.denied || is_trusted(name),
+            // python3 is a link to python3.11.
+            false => !entry.denied && is_trusted(entry.name.as_bytes()),
+        })
     }
 }
 
@@ -205,42 +210,54 @@ mod tests {
             "chrome_crashpad_handler",
             "chromium",
         ] {
-            assert!(deny.entry_for(denied.as_bytes(), || true).is_some(), "{denied}");
+            assert!(deny.entry_for(denied.as_bytes(), |name| name == denied.as_bytes()).is_some(), "{denied}");
         }
         for free in ["", "sshx", "bash", "redis-server", "qemu-system-x86_64", "java", "my-firefox", "opus"] {
-            assert_eq!(deny.entry_for(free.as_bytes(), || true), None, "{free}");
+            assert_eq!(deny.entry_for(free.as_bytes(), |name| name == free.as_bytes()), None, "{free}");
         }
         let list = DenyList::new(["a-very-long-program-name".into()]);
-        assert!(list.entry_for(b"a-very-long-pro", || true).is_some(), "truncated by the kernel");
-        assert!(list.entry_for(b"a-very-long", || true).is_none());
+        assert!(
+            list.entry_for(b"a-very-long-pro", |name| name == b"a-very-long-pro").is_some(),
+            "truncated by the kernel"
+        );
+        assert!(list.entry_for(b"a-very-long", |name| name == b"a-very-long").is_none());
     }
 
     #[test]
     fn added_entries_take_precedence() {
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
         let list = DenyList::default().with(&names(&["mine*"]), &names(&["vault", "chrome-headless"]));
-        assert_eq!(list.entry_for(b"mine-2", || true), Some("mine*"));
-        assert_eq!(list.entry_for(b"vault", || true), None);
-        assert_eq!(list.entry_for(b"vault", || false), Some("vault"), "a program that its user named so");
+        assert_eq!(list.entry_for(b"mine-2", |name| name == b"mine-2"), Some("mine*"));
+        assert_eq!(list.entry_for(b"vault", |name| name == b"vault"), None);
+        assert_eq!(list.entry_for(b"vault", |_| false), Some("vault"), "a program that its user named so");
         assert_eq!(
-            (list.entry_for(b"chrome-headless", || true), list.entry_for(b"chrome", || true)),
+            (
+                list.entry_for(b"chrome-headless", |name| name == b"chrome-headless"),
+                list.entry_for(b"chrome", |name| name == b"chrome")
+            ),
             (None, Some("chrome*"))
         );
-        assert_eq!(list.entry_for(b"ssh-agent", || true), Some("ssh-agent"), "the others stay");
+        assert_eq!(list.entry_for(b"ssh-agent", |name| name == b"ssh-agent"), Some("ssh-agent"), "the others stay");
         let again = list.with(&names(&["vault"]), &names(&["mine-2"]));
         assert_eq!(
-            (again.entry_for(b"vault", || true), again.entry_for(b"mine-2", || true)),
+            (again.entry_for(b"vault", |name| name == b"vault"), again.entry_for(b"mine-2", |name| name == b"mine-2")),
             (Some("vault"), None),
             "later entries win"
         );
-        assert_eq!(again.entry_for(b"mine-3", || true), Some("mine*"));
-        let allows = |name: &[u8], trusted| again.allows(name, || trusted);
+        assert_eq!(again.entry_for(b"mine-3", |name| name == b"mine-3"), Some("mine*"));
+        let allows = |name: &[u8], trusted| again.allows(name, |asked| trusted && asked == name);
         assert!(
             allows(b"mine-2", true) && !allows(b"mine-2", false) && !allows(b"vault", true) && !allows(b"redis", true)
         );
+        // A link to the program is as good as its own name, unless that is denied first.
+        let linked = |name: &[u8]| [b"python3".as_slice(), b"python3.11"].contains(&name);
+        let list = DenyList::new(names(&["python*"])).with(&[], &names(&["python3"]));
+        assert_eq!(list.entry_for(b"python3.11", linked), None);
+        assert_eq!(list.entry_for(b"python3.11", |name| name == b"python3.11"), Some("python*"));
+        assert!(!list.with(&names(&["python3.11"]), &[]).allows(b"python3.11", linked));
         // A truncated name may belong to a program that isn't allowed.
         let list = DenyList::new(names(&["systemd-homewor*"])).with(&[], &names(&["systemd-homeworks"]));
-        assert_eq!(list.entry_for(b"systemd-homewor", || true), Some("systemd-homewor*"));
+        assert_eq!(list.entry_for(b"systemd-homewor", |name| name == b"systemd-homewor"), Some("systemd-homewor*"));
     }
 
     #[test]

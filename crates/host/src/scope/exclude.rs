@@ -225,7 +225,7 @@ pub(crate) fn may_run_qemu(info: &ProcessInfo) -> bool {
 
 /// Whether the administrator allowed the program by name although it isn't dumpable.
 fn is_allowed(info: &ProcessInfo, deny: &DenyList) -> bool {
-    deny.allows(&info.program(), || info.is_trusted())
+    deny.allows(&info.program(), |name| info.is_called(name))
 }
 
 /// The rule that excludes a process, if any. `dumpable` is its attribute as we see it from outside.
@@ -238,7 +238,7 @@ pub fn judge_process(info: &ProcessInfo, dumpable: Dumpable, deny: &DenyList) ->
         Some(Exclusion::NotDumpable)
     } else if info.status.tracer != 0 {
         Some(Exclusion::Traced { by: info.status.tracer })
-    } else if let Some(entry) = deny.entry_for(&info.program(), || info.is_trusted()) {
+    } else if let Some(entry) = deny.entry_for(&info.program(), |name| info.is_called(name)) {
         Some(Exclusion::DenyListed { entry: entry.to_owned() })
     } else if let Some(workload) = deny.workload_of(info) {
         Some(Exclusion::DenyListed { entry: workload.to_string() })

@@ -1,6 +1,6 @@
 //! A process, as we read it once for a check. Selectors, rules and exclusions judge it by this.
 
-use super::exe::{Distrust, Exe};
+use super::exe::{Distrust, Exe, Matching};
 use super::opt_out::OptOut;
 use super::workload::{Workload, workload_of_cgroups};
 use pagefold_procmem::cgroup::Cgroup;
@@ -114,8 +114,18 @@ impl ProcessInfo {
         self.exe.as_ref().map(|exe| printable(exe.as_os_str().as_bytes())).unwrap_or_default()
     }
 
+    /// Whether its program has this name, and root alone can have given it: the name of the executable, or of a link to
+    /// it that the program also calls itself by.
+    pub(super) fn is_called(&self, name: &[u8]) -> bool {
+        if name == self.program() {
+            return self.is_trusted();
+        }
+        let Some(exe) = &self.exe else { return false };
+        str::from_utf8(name).is_ok_and(|name| exe.matches(name, &self.stat.comm) == Matching::Yes)
+    }
+
     /// The name of its program.
-    pub(super) fn program(&self) -> Vec<u8> {
+    pub fn program(&self) -> Vec<u8> {
         program_name(self.exe.as_deref(), &self.stat.comm)
     }
 

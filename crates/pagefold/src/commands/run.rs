@@ -6,6 +6,7 @@ pub mod room;
 pub mod summary;
 
 use crate::backend::Backend;
+use crate::commands::scan::report::way_in;
 use crate::config::args::RunArgs;
 use crate::config::scope::{ScopeArgs, explain};
 use crate::config::settings::Settings;
@@ -30,6 +31,7 @@ use pagefold_procmem::Roots;
 use pagefold_procmem::collapse;
 use pagefold_procmem::os::fault;
 use pagefold_procmem::os::privileges::{COLLAPSING, REQUESTING};
+use pagefold_text::escape::printable;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::messages;
 use progress::LeftAlone;
@@ -126,11 +128,12 @@ fn check_scope(args: &RunArgs, settings: &Settings, on_request: bool) -> Result<
             left_alone.push(LeftAlone { pid, name: scoped.name.clone(), reason });
         }
     }
-    match left_alone.first() {
-        Some(first) if left_alone.len() == found.len() && !waits => Err(Exit::new(
-            exit::REFUSED,
-            format!("process {} ({}) is left alone: {}; nothing else is in scope", first.pid, first.name, first.reason),
-        )),
+    match (left_alone.first(), found.first()) {
+        (Some(LeftAlone { pid, name, reason }), Some(scoped)) if left_alone.len() == found.len() && !waits => {
+            let way_in = way_in(reason, &printable(&scoped.program()));
+            let line = format!("process {pid} ({name}) is left alone: {reason}{way_in}; nothing else is in scope");
+            Err(Exit::new(exit::REFUSED, line))
+        }
         _ => Ok(left_alone),
     }
 }

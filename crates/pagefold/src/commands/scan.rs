@@ -152,7 +152,7 @@ fn refuse_if_nothing_is_left(survey: &Survey) -> Result<(), Exit> {
         format!(
             "process {pid} ({}) is left alone: {reason}{}{others}; name other programs",
             process.scoped.name,
-            report::way_in(&reason),
+            report::way_in(&reason, &printable(&process.scoped.program())),
         ),
     ))
 }

@@ -124,9 +124,12 @@ mod tests {
     fn names_on_the_deny_list_can_be_allowed_and_others_denied() {
         let cli = Cli::try_parse_from(["x", "--deny", "mine*", "--allow", "vault", "--allow", "tor"]).unwrap();
         let list = cli.deny.apply(DenyList::default());
-        assert_eq!(list.entry_for(b"mine-2", || true), Some("mine*"));
-        assert_eq!((list.entry_for(b"vault", || true), list.entry_for(b"tor", || true)), (None, None));
-        assert_eq!(list.entry_for(b"ssh-agent", || true), Some("ssh-agent"));
+        assert_eq!(list.entry_for(b"mine-2", |name| name == b"mine-2"), Some("mine*"));
+        assert_eq!(
+            (list.entry_for(b"vault", |name| name == b"vault"), list.entry_for(b"tor", |name| name == b"tor")),
+            (None, None)
+        );
+        assert_eq!(list.entry_for(b"ssh-agent", |name| name == b"ssh-agent"), Some("ssh-agent"));
         assert_eq!(cli.deny.to_string(), " --deny 'mine*' --allow vault --allow tor");
         for bad in ["", "/usr/bin/vault", "a*b", "**"] {
             assert!(Cli::try_parse_from(["x", "--deny", bad]).is_err(), "{bad}");

@@ -52,7 +52,7 @@ impl Files {
 
 /// The entry of the deny list that matches a program.
 fn denied<'a>(settings: &'a Settings, program: &[u8]) -> Option<&'a str> {
-    settings.deny.entry_for(program, || true)
+    settings.deny.entry_for(program, |name| name == program)
 }
 
 #[test]

@@ -216,7 +216,7 @@ fn left_out(html: &mut String, report: &ScanReport) {
             "<tr><td class=\"n\">{}</td><td>{}{}</td><td class=\"dim\">{}</td></tr>",
             human(row.bytes),
             escape(&row.reason),
-            way_in(&row.reason),
+            way_in(&row.reason, "NAME"),
             escape(&where_),
         );
     }

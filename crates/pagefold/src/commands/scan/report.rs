@@ -6,6 +6,7 @@ use crate::output::placement::PlacementView;
 use pagefold_engine::sampling::census::{Cell, Figures, Findings, bytes_of};
 use pagefold_engine::units::index;
 use pagefold_host::scope::exclude::Exclusion;
+use pagefold_text::escape::shell_word;
 use pagefold_text::style::{count, human, percent};
 use serde::Serialize;
 use std::cmp::Reverse;
@@ -276,9 +277,12 @@ impl ScanReport {
     }
 }
 
-/// Names the option that includes processes left out for this reason, if there's one. We print it after the reason.
-pub fn way_in(reason: &str) -> &'static str {
-    if reason == Exclusion::NotDumpable.to_string() { " (--allow NAME lets it in)" } else { "" }
+/// Names the option that includes programs left out for this reason, if there's one. We print it after the reason.
+pub fn way_in(reason: &str, program: &str) -> String {
+    if reason != Exclusion::NotDumpable.to_string() {
+        return String::new();
+    }
+    format!(" (--allow {} lets it in)", shell_word(program))
 }
 
 #[cfg(test)]

@@ -138,7 +138,7 @@ fn left_out(text: &mut String, report: &ScanReport, style: Style) {
         };
         let bytes = human(row.bytes);
         let where_ = style.dim(&format!("({where_})"));
-        text.line(format!("{bytes:>9}  {}{}  {where_}", row.reason, way_in(&row.reason)));
+        text.line(format!("{bytes:>9}  {}{}  {where_}", row.reason, way_in(&row.reason, "NAME")));
     }
     if ended > 0 {
         let processes = count(ended, "process", "processes");
