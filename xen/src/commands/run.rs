@@ -33,7 +33,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Stop after this time (60s, 5m, 2h) [default: on SIGINT or SIGTERM]
-    #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
+    #[arg(long = "for", value_name = "DURATION", value_parser = pagefold::config::args::seconds)]
     duration: Option<Duration>,
     /// Find out what would be shared without changing anything
     #[arg(long)]

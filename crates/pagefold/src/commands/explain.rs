@@ -19,7 +19,7 @@ use pagefold_procmem::Roots;
 use pagefold_procmem::maps::{VmaDetail, kind_of, pinned_kib, read_smaps_named};
 use pagefold_procmem::process::{Process, ReadError};
 use pagefold_procmem::status::{Status, exe_of, program_name};
-use pagefold_text::escape::printable;
+use pagefold_text::escape::{printable, shell_word};
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::human;
 use serde::{Deserialize, Serialize};
@@ -33,11 +33,19 @@ const DECISIONS: usize = 8;
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExplainArgs {
     /// The process to explain
-    #[arg(value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
+    #[arg(value_name = "PID", value_parser = pid_to_explain)]
     pub pid: i32,
     /// Print the explanation as JSON (schema pagefold.explain/1)
     #[arg(long)]
     pub json: bool,
+}
+
+/// Parses the pid. Tells somebody who gives a name how to find it.
+fn pid_to_explain(text: &str) -> Result<i32, String> {
+    scope::pid(text).map_err(|problem| match text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-') {
+        true => problem,
+        false => format!("{problem}; try pagefold explain $(pidof -s {})", shell_word(text)),
+    })
 }
 
 /// The state of one process (schema pagefold.explain/1). `reference.rs` explains the fields.

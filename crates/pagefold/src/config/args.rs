@@ -13,22 +13,38 @@ pub struct RunArgs {
     pub deny: DenyFlags,
     #[command(flatten)]
     pub options: RunFlags,
-    /// Read the options that aren't given here from this file [default: /etc/pagefold/pagefold.toml if it exists and no
+    /// Read other options from this file
+    ///
+    /// Options on the command line override those of the file [default: /etc/pagefold/pagefold.toml if it exists and no
     /// scope is given]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Stop after this time (60s, 5m, 2h) [default: run until SIGINT or SIGTERM]
-    #[arg(long = "for", value_name = "DURATION", value_parser = humantime::parse_duration)]
+    /// Stop after this time (60s, 5m, 2h)
+    ///
+    /// A number without a unit is in seconds [default: run until SIGINT or SIGTERM]
+    #[arg(long = "for", value_name = "DURATION", value_parser = seconds)]
     pub duration: Option<Duration>,
     /// Show what would be marked, and change nothing
     #[arg(long)]
     pub dry_run: bool,
     /// Connect to the injector at this socket (pagefold-injector.socket) instead of starting one
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", hide_short_help = true)]
     pub injector: Option<PathBuf>,
     /// Print the summary as JSON (schema pagefold.run/1)
-    #[arg(long)]
+    #[arg(long, hide_short_help = true)]
     pub json: bool,
+}
+
+/// Parses a time. A number alone is in seconds.
+///
+/// # Errors
+/// It's not a time.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    let time = match text.parse() {
+        Ok(seconds) => Ok(Duration::from_secs(seconds)),
+        Err(_) => humantime::parse_duration(text),
+    };
+    time.map_err(|_| "it is not a time; give a number and a unit, such as 60s or 5m".to_owned())
 }
 
 impl RunArgs {

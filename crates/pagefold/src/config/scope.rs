@@ -2,6 +2,8 @@
 
 use crate::config::flags::ScopeFlags;
 use crate::config::options::Options;
+use clap::error::ErrorKind;
+use clap::{ArgMatches, Args, Command, Error, FromArgMatches};
 use pagefold_host::scope::{
     ProcessInfo, ScopeError, ScopeSpec, own_pid, resolve, resolve_for_undoing, resolve_for_undoing_again,
 };
@@ -12,14 +14,68 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 /// The processes in scope. With several flags, a process that matches any of them is in scope.
-#[derive(Clone, Debug, Default, PartialEq, Eq, clap::Args)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScopeArgs {
-    /// These processes (may be repeated, or separated by commas)
-    #[arg(long, help_heading = "Scope", value_name = "PID", value_delimiter = ',', value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: Vec<i32>,
     /// The selectors that the configuration file also has.
-    #[command(flatten)]
     pub selectors: ScopeFlags,
+}
+
+/// The scope as clap reads it.
+#[derive(clap::Args)]
+struct ScopeWords {
+    /// A pid (as with --pid), or a program (as with --exe)
+    ///
+    /// A number is a pid. Anything else is a program: the path or the base name of its executable.
+    #[arg(help_heading = "Scope", value_name = "PID|PROGRAM")]
+    targets: Vec<String>,
+    /// These processes (may be repeated, or separated by commas)
+    #[arg(long, help_heading = "Scope", value_name = "PID", value_delimiter = ',', value_parser = pid, hide_short_help = true)]
+    pid: Vec<i32>,
+    #[command(flatten)]
+    selectors: ScopeFlags,
+}
+
+impl Args for ScopeArgs {
+    fn augment_args(command: Command) -> Command {
+        ScopeWords::augment_args(command)
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        ScopeWords::augment_args_for_update(command)
+    }
+}
+
+impl FromArgMatches for ScopeArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
+        let ScopeWords { targets, pid: pids, selectors } = ScopeWords::from_arg_matches(matches)?;
+        let mut scope = Self { pid: pids, selectors };
+        for target in targets {
+            if target.bytes().all(|byte| byte.is_ascii_digit()) {
+                let pid = pid(&target).map_err(|problem| format!("invalid value '{target}': {problem}"));
+                scope.pid.push(pid.map_err(|problem| Error::raw(ErrorKind::ValueValidation, problem))?);
+            } else {
+                scope.selectors.0.exes.get_or_insert_default().push(target);
+            }
+        }
+        Ok(scope)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// Parses a pid.
+///
+/// # Errors
+/// It's not a number above 0.
+pub fn pid(text: &str) -> Result<i32, String> {
+    match text.parse() {
+        Ok(pid @ 1..) => Ok(pid),
+        _ => Err("a pid is a number above 0".to_owned()),
+    }
 }
 
 impl ScopeArgs {
@@ -84,12 +140,25 @@ pub fn explain(error: &ScopeError) -> Exit {
         ScopeError::Unreadable { source: ReadError::Denied { .. }, .. } => (exit::NOT_PERMITTED, "run as root"),
         ScopeError::Unreadable { .. } => (exit::FAILURE, "try again, or leave the process out"),
         ScopeError::UnknownUser(_) => (exit::NO_SCOPE, "give a name from /etc/passwd, or a number"),
+        ScopeError::NoCgroup(name) if is_unit(name) => {
+            return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {name}"));
+        }
         ScopeError::NoCgroup(_) => (exit::NO_SCOPE, "give a path below /sys/fs/cgroup"),
-        ScopeError::NoMatch(_) => (exit::NO_SCOPE, "check the spelling, or name programs by --pid"),
+        ScopeError::NoMatch(scope) => match scope.strip_prefix("--exe ") {
+            Some(name) if is_unit(name) => {
+                return Exit::new(exit::NO_SCOPE, format!("{error}; try --unit {name}"));
+            }
+            _ => (exit::NO_SCOPE, "check the spelling: pagefold scan shows the programs that run"),
+        },
         ScopeError::NameOnly { .. } => (exit::NO_SCOPE, "name them by --pid, --cgroup or --user"),
         ScopeError::Io { .. } => (exit::FAILURE, "is /proc mounted?"),
     };
     Exit::new(code, format!("{error}; {advice}"))
+}
+
+/// Whether it's the name of a unit, and no path or list of flags.
+fn is_unit(name: &str) -> bool {
+    !name.contains([' ', '/']) && [".service", ".scope", ".slice"].iter().any(|end| name.ends_with(end))
 }
 
 #[cfg(test)]
@@ -108,7 +177,25 @@ mod tests {
         let cli = Cli::try_parse_from(["x", "--pid", "1,2", "--pid", "3", "--user", "root"]).unwrap();
         assert_eq!(cli.scope.to_string(), "--pid 1 --pid 2 --pid 3 --user root");
         assert!(Cli::try_parse_from(["x", "--pid", "0"]).is_err());
+        assert!(Cli::try_parse_from(["x", "0"]).is_err());
         assert!(Cli::try_parse_from(["x", "--pid", "one"]).is_err());
+    }
+
+    #[test]
+    fn words_without_a_flag_are_pids_and_programs() {
+        let given = |words: &[&str]| Cli::try_parse_from([&["x"], words].concat()).unwrap().scope;
+        let words = given(&["4711", "redis-server", "/usr/bin/qemu", "--pid", "1", "2"]);
+        let flags = given(&["--pid", "1,4711,2", "--exe", "redis-server", "--exe", "/usr/bin/qemu"]);
+        assert_eq!(words, flags);
+    }
+
+    #[test]
+    fn a_unit_in_place_of_something_else_is_recognized() {
+        for error in [ScopeError::NoCgroup("a.slice".into()), ScopeError::NoMatch("--exe a.slice".into())] {
+            assert!(explain(&error).line.ends_with("; try --unit a.slice"), "{error}");
+        }
+        let several = ScopeError::NoMatch("--exe a --exe b.service".into());
+        assert!(explain(&several).line.contains("; check the spelling"));
     }
 
     #[test]
