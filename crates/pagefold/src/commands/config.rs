@@ -1,15 +1,24 @@
 //! `pagefold config`: checks the configuration files, and shows their settings.
 
 use crate::config::args::RunArgs;
-use crate::config::options::SECTIONS;
+use crate::config::options::{Options, SECTIONS};
 use crate::config::ownership::shown;
 use crate::config::settings::{DEFAULT_FILE, Layer, Settings, load, merged};
 use anyhow::Result;
 use pagefold_engine::config::Config;
+use pagefold_host::scope::{ScopeSpec, Selector, resolve_for_undoing};
+use pagefold_procmem::Roots;
 use pagefold_text::exit::{self, Exit};
 use pagefold_text::style::{self, Lines};
+use std::collections::BTreeSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+
+/// Directories of programs.
+const DIRECTORIES: [&str; 7] =
+    ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin", "/usr/libexec"];
+/// Above this Jaro similarity (0 to 1) we take a name for a misspelling of the other. Names are short, so it's high.
+const NEAR: f64 = 0.9;
 
 #[derive(Clone, Debug, clap::Subcommand)]
 pub enum ConfigCommand {
@@ -39,8 +48,14 @@ pub fn run(command: &ConfigCommand) -> Result<u8> {
             return Err(without_scope(&args.file).into());
         }
         ConfigCommand::Check(_) => {
+            let installed = installed();
             for layer in &layers {
                 text.line(format!("{} is valid", shown(&layer.path)));
+                for name in programs_of(&layer.options) {
+                    if let Some(warning) = doubt(name, &installed) {
+                        complain!("{}: {warning}", shown(&layer.path));
+                    }
+                }
             }
         }
     }
@@ -54,6 +69,56 @@ fn without_scope(file: &Path) -> Exit {
         shown(file)
     );
     Exit::new(exit::NO_SCOPE, line)
+}
+
+/// The programs that a file names, without those of a deny list that it replaces as a whole.
+fn programs_of(options: &Options) -> Vec<&str> {
+    let mut names = Vec::new();
+    for list in [&options.exes, &options.denied, &options.allowed] {
+        names.extend(list.iter().flatten().map(String::as_str));
+    }
+    for rule in [&options.groups, &options.domain_rules].into_iter().flatten().flatten() {
+        if let Selector::Exe(name) = &rule.selector {
+            names.push(name);
+        }
+    }
+    names
+}
+
+/// The names of the programs that run, and of those in the usual directories.
+fn installed() -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    let all = ScopeSpec(vec![Selector::All]);
+    for process in resolve_for_undoing(&all, &Roots::default(), &[]).unwrap_or_default() {
+        names.insert(String::from_utf8_lossy(&process.program()).into_owned());
+        names.insert(process.name);
+    }
+    for directory in DIRECTORIES {
+        for entry in Path::new(directory).read_dir().into_iter().flatten().flatten() {
+            names.insert(entry.file_name().to_string_lossy().into_owned());
+        }
+    }
+    names
+}
+
+/// A warning about the name of a program that isn't on this machine.
+fn doubt(name: &str, installed: &BTreeSet<String>) -> Option<String> {
+    if name.starts_with('/') {
+        return (!Path::new(name).exists()).then(|| format!("there is no {name} on this machine; check the path"));
+    }
+    let is_here = |known: &String| match name.strip_suffix('*') {
+        Some(start) => known.starts_with(start),
+        None => known == name,
+    };
+    if installed.iter().any(is_here) {
+        return None;
+    }
+    let nearest = installed.iter().max_by(|a, b| strsim::jaro(name, a).total_cmp(&strsim::jaro(name, b)));
+    let advice = match nearest.filter(|nearest| strsim::jaro(name, nearest) > NEAR) {
+        Some(nearest) => format!("did you mean {nearest}?"),
+        None => "check the spelling".to_owned(),
+    };
+    Some(format!("no program {name} runs here or is in a directory such as /usr/bin; {advice}"))
 }
 
 /// A single configuration file with the same settings. A comment names the origin of each value.
@@ -79,6 +144,28 @@ fn text(layers: &[Layer]) -> String {
 mod tests {
     use super::*;
     use crate::config::config_file::parse;
+
+    #[test]
+    fn a_program_that_is_not_here_is_doubted() {
+        let here = ["redis-server", "python3.11"].map(str::to_owned).into();
+        for known in ["redis-server", "python*", "/bin/sh"] {
+            assert_eq!(doubt(known, &here), None, "{known}");
+        }
+        for (name, advice) in [
+            ("redis-sevrer", "; did you mean redis-server?"),
+            ("redsi-server", "; did you mean redis-server?"),
+            ("ruby*", "; check the spelling"),
+            ("nginx", "; check the spelling"),
+            ("/no/such/program", "; check the path"),
+        ] {
+            let doubt = doubt(name, &here).unwrap();
+            assert!(doubt.contains(name.trim_end_matches('*')) && doubt.ends_with(advice), "{doubt}");
+        }
+        let rules = "[[domains.rule]]\nname = \"a\"\nexe = \"x\"\n[[domains.rule]]\nname = \"b\"\nuser = 33\n";
+        let named =
+            layer("/1", &format!("[scope]\nexes = [\"y\"]\n[deny]\nprograms = [\"n\"]\nalso = [\"z\"]\n{rules}"));
+        assert_eq!(programs_of(&named.options), ["y", "z", "x"]);
+    }
 
     fn layer(path: &str, text: &str) -> Layer {
         Layer { path: path.into(), options: parse(text, path).unwrap() }
